@@ -45,7 +45,10 @@ class Permit(Generic[T]):
         self._channel: Channel[T] | None = channel
 
     def send(self, item: T) -> None:
-        """Queues `item` in the reserved room. Call it once. Raises `ChannelClosed` if the channel was closed since."""
+        """Queues `item` in the reserved room. Call it once.
+
+        Raises `ChannelClosed` if the channel was closed since.
+        """
         channel, self._channel = self._channel, None
         if channel is None:
             raise RuntimeError("permit used twice: reserve() another one for each item")
@@ -106,7 +109,10 @@ class Channel(Generic[T]):
         return self._num_promised
 
     def listen(self, bell: Bell, wakes: Callable[[], bool] | None = None) -> None:
-        """Sets the wakeup to ring at the close and at arrivals. `wakes`: only at arrivals where it returns true."""
+        """Sets the wakeup to ring at the close and at arrivals.
+
+        `wakes`: only at arrivals where it returns true.
+        """
         self._bell = bell
         self._wakes = wakes
         if self.queued or self.is_closed:
@@ -115,8 +121,10 @@ class Channel(Generic[T]):
     # -- sending
 
     def try_send(self, item: T, now: float | None = None) -> bool:
-        """Queues `item` if there is room and no sender waits. Returns whether it was queued. `now`: the time by this
-        channel's clock, if the caller has just read it."""
+        """Queues `item` if there is room and no sender waits. Returns whether it was queued.
+
+        `now`: the time by this channel's clock, if the caller has just read it.
+        """
         if self.is_closed:
             self._check_open()
         if self._senders or len(self.queued) + self._num_promised >= self.capacity:
@@ -130,7 +138,7 @@ class Channel(Generic[T]):
             (await self.reserve()).send(item)
 
     async def reserve(self) -> Permit[T]:
-        """Waits for room and holds it, so that the later `Permit.send` neither waits nor fails for lack of room."""
+        """Waits for room and holds it. The later `Permit.send` neither waits nor lacks room."""
         self._check_open()
         if self._senders or not self._has_room():
             await self._wait_for_room()
@@ -185,8 +193,10 @@ class Channel(Generic[T]):
     # -- receiving
 
     def recv_all(self, now: float | None = None) -> list[T]:
-        """Takes everything queued, in order, without waiting. Returns an empty list if nothing is queued. `now` as in
-        `try_send`."""
+        """Takes everything queued, in order, without waiting.
+
+        Returns an empty list if nothing is queued. `now` as in `try_send`.
+        """
         if not self.queued:
             return []
         items, self.queued = self.queued, []
@@ -220,7 +230,10 @@ class Channel(Generic[T]):
     # -- ending
 
     def close(self) -> None:
-        """Ends sending. Waiting senders get `ChannelClosed`; the receiver gets what is queued. Idempotent."""
+        """Ends sending. Waiting senders get `ChannelClosed`; the receiver gets what is queued.
+
+        Idempotent.
+        """
         if self.is_closed:
             return
         self.is_closed = True
@@ -254,7 +267,7 @@ class Channel(Generic[T]):
 
 
 class ControlLane:
-    """Control messages about sequences: `cancel`, `deadline`, `disconnect`, `finish`, `park`, `unpark`.
+    """Control messages about sequences: `cancel`, `deadline`, `finish`, `park` and others.
 
     A map from sequence id to one cause. It holds at most one cause per live sequence, so `post` never blocks. One
     reader takes all of it at once. The first cause that ends a sequence stays, as a request ends once; a later post

@@ -24,14 +24,19 @@ class Outbox(Protocol[Event_co]):
         """Adds the terminal event. The exit calls it once."""
 
     def __aiter__(self) -> AsyncIterator[Event_co]:
-        """Yields the events in order. Stops after the terminal one; raises the error if the request failed."""
+        """Yields the events in order.
+
+        Stops after the terminal one; raises the error if the request failed.
+        """
 
 
 OutboxT = TypeVar("OutboxT", bound=Outbox[Any])
 
 
 class Exit(Stage[Any, Never], Generic[OutboxT]):
-    """The sink of a pipeline. Delivers items to outboxes and writes each request's one terminal event.
+    """The sink of a pipeline.
+
+    Delivers items to outboxes and writes each request's one terminal event.
 
     Finishes, stage failures, cancels and deadlines all arrive here. The first one ends the request; later ones have no
     effect. `on_end` callbacks run at that moment, synchronously.
@@ -56,19 +61,31 @@ class Exit(Stage[Any, Never], Generic[OutboxT]):
         raise NotImplementedError(f"{type(self).__name__}: write make_outbox(request)")
 
     def requests_of(self, item: Any) -> Iterable[str]:
-        """The ids of the requests that a stage's message belongs to. By default its `request_id`, if it has one."""
+        """The ids of the requests that a stage's message belongs to.
+
+        By default its `request_id`, if it has one.
+        """
         request_id = getattr(item, "request_id", None)
         return () if request_id is None else (request_id,)
 
     def note_service(self, request_id: str, stage: str, service_us: int) -> None:
-        """Records how long a stage held a message of this request. The request may have ended meanwhile."""
+        """Records how long a stage held a message of this request.
+
+        The request may have ended meanwhile.
+        """
 
     def number_of(self, request_id: str) -> int | None:
-        """The number of a live request in trace records. None: it is not live, or this exit numbers no requests."""
+        """The number of a live request in trace records.
+
+        None: it is not live, or this exit numbers no requests.
+        """
         return None
 
     def open(self, request: Any, deadline_s: float | None = None) -> OutboxT:
-        """Admits a request: it is live until it ends. `deadline_s` counts from now. ValueError: the id is in use."""
+        """Admits a request: it is live until it ends. `deadline_s` counts from now.
+
+        ValueError: the id is in use.
+        """
         outbox = self.make_outbox(request)
         request_id = outbox.request_id
         if request_id in self.live:
@@ -116,6 +133,8 @@ class Exit(Stage[Any, Never], Generic[OutboxT]):
             self.deliver(item)
 
     def deliver(self, item: Any) -> None:
-        """Puts the content of `item` into the outboxes of its requests. Subclasses override it; rows of ended requests
-        are dropped."""
+        """Puts the content of `item` into the outboxes of its requests.
+
+        Subclasses override it; rows of ended requests are dropped.
+        """
         raise NotImplementedError(f"{type(self).__name__}: write deliver(item)")

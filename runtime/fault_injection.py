@@ -1,4 +1,4 @@
-"""Fault injection: `stage=execute,delay=200ms,rate=0.01` delays one in a hundred batches of a stage by 200 ms.
+"""Fault injection: `stage=execute,delay=200ms,rate=0.01` delays one batch in a hundred.
 
 An operator uses it to see how clients, dashboards and alerts react to a fault. Off by default. A fault has one kind:
 

@@ -1,4 +1,4 @@
-"""The declaration of a pipeline: stages, ports and edges, and all checks that need no event loop."""
+"""The declaration of a pipeline: stages, ports and edges, and checks without an event loop."""
 
 from __future__ import annotations
 
@@ -84,8 +84,10 @@ class Graph:
     def insert(
         self, stage: Stage[Any, Any], after: str, *, name: str | None = None, capacity: int | None = None
     ) -> str:
-        """Inserts a stage on the edge that leaves `after` (`stage` or `stage.port`). Both halves keep the edge's
-        settings."""
+        """Inserts a stage on the edge that leaves `after` (`stage` or `stage.port`).
+
+        Both halves keep the edge's settings.
+        """
         source = _port(after, "out")
         self._require_port(source, "outputs")
         edge = next((edge for edge in self.edges if edge.source == source), None)
@@ -102,7 +104,10 @@ class Graph:
         return name
 
     def replace(self, name: str, stage: Stage[Any, Any]) -> None:
-        """Replaces the stage called `name`. The new stage must have the ports that are connected there."""
+        """Replaces the stage called `name`.
+
+        The new stage must have the ports that are connected there.
+        """
         self._require_stage(name)
         for edge in self.edges:
             if edge.source.stage == name:
@@ -112,8 +117,10 @@ class Graph:
         self.stages[name] = stage
 
     def cut(self, first: str, last: str) -> Graph:
-        """The stages from `first` to `last` in flow order, with the edges among them. Cut ends stay open; requests
-        enter at the first stage's main input."""
+        """The stages from `first` to `last` in flow order, with the edges among them.
+
+        Cut ends stay open; requests enter at the first stage's main input.
+        """
         names = list(self.stages)
         self._require_stage(first)
         self._require_stage(last)
@@ -138,7 +145,7 @@ class Graph:
         return part
 
     def _main_input(self, stage: str) -> Port:
-        """Where requests enter a slice that begins with `stage`: an input whose edge was cut, `in` if that is one."""
+        """Where requests enter a slice: an input of `stage` whose edge was cut, preferably `in`."""
         inputs = list(self.stages[stage].inputs)
         cut = [port for port in inputs if Port(stage, port) in self.open_ports] or inputs
         return Port(stage, "in" if "in" in cut else cut[0])
@@ -247,7 +254,10 @@ class Graph:
         return [edge for edge in self.edges if edge.source.stage == source and edge.target.stage == target]
 
     def _cycles(self) -> list[list[str]]:
-        """Each simple cycle once, by depth-first search from its first stage in flow order. Graphs are small."""
+        """Each simple cycle once, by depth-first search from its first stage in flow order.
+
+        Graphs are small.
+        """
         order = {name: i for i, name in enumerate(self.stages)}
         follows: dict[str, list[str]] = {name: [] for name in self.stages}
         for edge in self.edges:

@@ -21,7 +21,9 @@ STAGE_BOUNDS_US = (
 
 
 class Histogram:
-    """Counts by bucket: bucket i counts values in (`bounds[i - 1]`, `bounds[i]`], the last one those above all bounds.
+    """Counts by bucket, and a sum.
+
+    Bucket i counts values in (`bounds[i - 1]`, `bounds[i]`], the last one those above all bounds.
 
     One writer. A reader on the same loop sees a consistent pair of counts and sum.
     """

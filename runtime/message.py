@@ -1,4 +1,6 @@
-"""`@message`: the decorator of messages between stages. A frozen, slotted dataclass without `__eq__`, faster to make.
+"""`@message`: the decorator of messages between stages.
+
+A frozen, slotted dataclass without `__eq__`, faster to make.
 
 A decoding step makes seven messages. A frozen dataclass pays a call for each field, so making one takes about twice as
 long.
@@ -16,7 +18,9 @@ T = TypeVar("T")
 
 @dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(field,))
 def message(cls: type[T]) -> type[T]:
-    """Use it like `@dataclass(frozen=True, slots=True, eq=False)`. Defaults, `replace`, `match` and copies work.
+    """Use it like `@dataclass(frozen=True, slots=True, eq=False)`.
+
+    Defaults, `replace`, `match` and copies work.
 
     NOTE: `__init__` sets the attributes while the object is of the class `unfinished` below, which is not frozen; then
     its class is changed. So dataclasses as bases, subclasses and `__post_init__` are not supported.

@@ -1,4 +1,4 @@
-"""The outlet of a stage: collects what the stage sends while it handles a batch, for delivery afterwards."""
+"""The outlet of a stage: collects what it sends during a batch, for delivery afterwards."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ class Output:
 
 
 class CollectingOutlet:
-    """The `Outlet` that a runner gives to `handle`. It collects items; the runner delivers them after `handle`."""
+    """The `Outlet` that a runner gives to `handle`.
+
+    It collects items; the runner delivers them after `handle`.
+    """
 
     __slots__ = ("_outputs", "_runner", "blocked_s", "has_flushed", "items")
 

@@ -1,4 +1,4 @@
-"""A running graph: one task per stage, one channel per edge, one exit; its start, stop, drain and health."""
+"""A running graph: one task per stage, one channel per edge, one exit."""
 
 from __future__ import annotations
 
@@ -58,7 +58,10 @@ class Busy(Exception):
 
 
 class Tap:
-    """A lossy copy of what leaves a port. A slow reader misses items and never delays the pipeline."""
+    """A lossy copy of what leaves a port.
+
+    A slow reader misses items and never delays the pipeline.
+    """
 
     def __init__(self, channel: Channel[Any]) -> None:
         self._channel = channel
@@ -68,7 +71,9 @@ class Tap:
 
 
 class Pipeline(Graph):
-    """A declared graph that can be started once. Change it before `start`; use it between `start` and `stop`.
+    """A declared graph that can be started once.
+
+    Change it before `start`; use it between `start` and `stop`.
 
     A pipeline with an exit carries requests: `async for event in pipeline.stream(request)`. A slice without one is fed
     through `channel(port)`, and its open outputs are read from `channel(port)`.
@@ -107,7 +112,7 @@ class Pipeline(Graph):
         return name
 
     def tap(self, after: str, capacity: int = 256) -> Tap:
-        """A lossy copy of what leaves `after` (`stage` or `stage.port`), to iterate over while the pipeline runs."""
+        """A lossy copy of what leaves `after` (`stage` or `stage.port`), to iterate over."""
         stage, _, port = after.partition(".")
         source = Port(stage, port or "out")
         self._require_port(source, "outputs")
@@ -116,8 +121,10 @@ class Pipeline(Graph):
         return Tap(channel)
 
     def slice(self, first: str, last: str) -> Pipeline:
-        """The stages from `first` to `last` as a pipeline of their own, not started. It shares the stage objects, so
-        run the slice or the whole, not both."""
+        """The stages from `first` to `last` as a pipeline of their own, not started.
+
+        It shares the stage objects, so run the slice or the whole, not both.
+        """
         part = self.cut(first, last)
         assert isinstance(part, Pipeline)
         part.env, part.tracer, part._owns_env = self.env, self.tracer, self._owns_env
@@ -126,24 +133,30 @@ class Pipeline(Graph):
         return part
 
     def give_channel(self, port: str, channel: Channel[Any], *, is_watched: bool = True) -> None:
-        """Uses the caller's channel for an open end, such as half of one that crosses a process boundary. Before
-        `start`. `is_watched` False: the other process watches it."""
+        """Uses the caller's channel for an open end, such as half of one between processes.
+
+        Before `start`. `is_watched` False: the other process watches it.
+        """
         stage, _, name = port.partition(".")
         self._given[Port(stage, name)] = channel
         if not is_watched:
             self._unwatched.add(channel.name)
 
     def use(self, env: Env, tracer: Tracer | None = None) -> None:
-        """Runs on `env` (simulation, or one shared by several pipelines) and writes to `tracer`. The caller closes
-        both."""
+        """Runs on `env` (simulation, or one shared by several pipelines) and writes to `tracer`.
+
+        The caller closes both.
+        """
         self.env, self._owns_env = env, False
         self.tracer = Tracer(env) if tracer is None else tracer
 
     # -- running
 
     async def start(self) -> None:
-        """Checks the graph and starts every stage. Returns when all are set up. If a set-up raises, stops the others
-        and raises its error."""
+        """Checks the graph and starts every stage. Returns when all are set up.
+
+        If a set-up raises, stops the others and raises its error.
+        """
         if self._health.state != "new":
             raise RuntimeError(f"a pipeline starts once, and this one is {self._health.state}: build another")
         self.check()
@@ -172,7 +185,10 @@ class Pipeline(Graph):
         self._all_set_up.set()
 
     async def stop(self) -> None:
-        """Ends every live request with `abort`, stops the stages and frees their resources. Idempotent."""
+        """Ends every live request with `abort`, stops the stages and frees their resources.
+
+        Idempotent.
+        """
         if self._health.state in ("new", "stopped"):
             self._health = Health("stopped")
             return
@@ -192,7 +208,10 @@ class Pipeline(Graph):
             await self.env.aclose()
 
     async def drain(self, timeout_s: float | None = None) -> bool:
-        """Takes no new requests and waits for the live ones to end. Returns False if `timeout_s` passes before."""
+        """Takes no new requests and waits for the live ones to end.
+
+        Returns False if `timeout_s` passes before.
+        """
         if self._health.state == "ready":
             self._health = Health("draining", reason="shutting down")
         if self.exit is None:
@@ -243,8 +262,11 @@ class Pipeline(Graph):
     async def submit(
         self, request: Any, *, deadline_s: float | None = None, wait: bool = True, is_part: bool = False
     ) -> Outbox[Any]:
-        """Submits a request and returns its outbox. The caller reads the outbox or `cancel`s the request. `is_part`:
-        it belongs to a live request, so it is admitted while `drain` waits for that."""
+        """Submits a request and returns its outbox.
+
+        The caller reads the outbox or `cancel`s the request. `is_part`: it belongs to a live request, so it is admitted
+        while `drain` waits for that.
+        """
         if self.exit is None:
             raise RuntimeError("this slice has no exit, so it cannot answer requests: feed and read it with channel()")
         if not (self._health.is_ready or (is_part and self._health.state == "draining")):
@@ -290,7 +312,7 @@ class Pipeline(Graph):
         return self.exit is None or bool(self.exit.live)
 
     def _bells(self) -> BellTower:
-        """Wakes several stages per loop callback; in simulation, which draws the order of callbacks, one."""
+        """Wakes several stages per loop callback. In simulation, which draws their order, one."""
         if self.bells is not None:
             return self.bells
         return BellTower(STAGES_AT_ONCE) if self.env.is_live else OwnTurns()
@@ -359,7 +381,10 @@ class Pipeline(Graph):
             runner.request_ended(request_id)
 
     def _crashed(self, name: str, error: BaseException, items: Sequence[Any]) -> None:
-        """Reports a stage that raised with these items in hand. Logged once, whatever becomes of the items."""
+        """Reports a stage that raised with these items in hand.
+
+        Logged once, whatever becomes of the items.
+        """
         requests_of = _none if self.exit is None else self.exit.requests_of
         request_ids = list(dict.fromkeys(request_id for item in items for request_id in requests_of(item)))
         log.error(
@@ -375,7 +400,7 @@ class Pipeline(Graph):
             callback(name, error, request_ids)
 
     def _break(self, name: str, error: BaseException) -> None:
-        """Handles a stage that cannot recover: admits no more requests and ends the live ones with an error."""
+        """Handles a stage that cannot recover: closes the entry and fails the live requests."""
         if self._health.state in ("dead", "stopped"):
             return
         log.error("pipeline.dead", stage=name, error=type(error).__name__, exc_info=error)

@@ -1,4 +1,7 @@
-"""What a stage is: typed ports, `handle`, and the policy after a crash. `stage_runner.py` runs it."""
+"""What a stage is: typed ports, `handle`, and the policy after a crash.
+
+`stage_runner.py` runs it.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,10 @@ class Crash(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a running stage has access to. Given to `setup`; the same object for the stage's whole life."""
+    """What a running stage has access to.
+
+    Given to `setup`; the same object for the stage's whole life.
+    """
 
     env: Env
     tracer: Tracer
@@ -41,7 +47,10 @@ class Context:
 
 
 class Outlet(Protocol[Out_co]):
-    """Where `handle` puts its results. Nothing is delivered before `handle` returns or awaits `flush`."""
+    """Where `handle` puts its results.
+
+    Nothing is delivered before `handle` returns or awaits `flush`.
+    """
 
     def send(self, item: Any, port: str = "out") -> None:
         """Collects `item` for the channel at output port `port`. Never waits."""
@@ -57,7 +66,7 @@ class Outlet(Protocol[Out_co]):
 
 
 class Stage(Generic[In, Out]):
-    """One actor: it owns its state, runs as its own task, and communicates only through its ports.
+    """One actor: owns its state, runs as its own task, and communicates only through its ports.
 
     Subclass with the two types, `class Clip(Stage[TokenRequest, TokenRequest])`, and write `handle`. A stage with more
     ports names them in `inputs` and `outputs`; `handle` then gets the items of all input ports in one batch, in the
@@ -77,8 +86,10 @@ class Stage(Generic[In, Out]):
 
     @property
     def concurrency(self) -> int | None:
-        """None: `handle` gets whole batches, one at a time. N: single items, up to N at a time, each in a task that
-        is cancelled when its request ends; in order if N is 1."""
+        """None: `handle` gets whole batches, one at a time.
+
+        N: single items, up to N at a time, each in a task that is cancelled when its request ends; in order if N is 1.
+        """
         return None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -108,11 +119,17 @@ class Stage(Generic[In, Out]):
         """Called before the first `handle`, and again after each restart."""
 
     async def handle(self, batch: Sequence[In], out: Outlet[Out]) -> None:
-        """Processes all waiting items. An exception is a bug; the supervisor handles it as `on_crash` says."""
+        """Processes all waiting items.
+
+        An exception is a bug; the supervisor handles it as `on_crash` says.
+        """
         raise NotImplementedError(f"stage {self.name}: write handle(batch, out)")
 
     async def recover(self, batch: Sequence[In], error: BaseException, out: Outlet[Out]) -> None:
-        """Repairs the state after `handle(batch)` raised, for `Crash.RECOVER`. Raising here escalates."""
+        """Repairs the state after `handle(batch)` raised, for `Crash.RECOVER`.
+
+        Raising here escalates.
+        """
         raise error
 
     async def teardown(self) -> None:
@@ -123,13 +140,15 @@ class Stage(Generic[In, Out]):
         return True
 
     def wakes(self, port: str) -> bool:
-        """Whether an arrival at `port` should wake the stage. If not, the item is received at the next wakeup: return
-        False only if one is sure to come."""
+        """Whether an arrival at `port` should wake the stage.
+
+        If not, the item is received at the next wakeup: return False only if one is sure to come.
+        """
         return True
 
 
 def _declared_types(cls: type) -> tuple[Any, Any]:
-    """The arguments of a `Stage[In, Out]` that `cls` itself names as its base; None where it names none."""
+    """The arguments of a `Stage[In, Out]` that `cls` itself names as a base; else (None, None)."""
     for base in cls.__dict__.get("__orig_bases__", ()):
         origin = typing.get_origin(base)
         if origin is not None and isinstance(origin, type) and issubclass(origin, Stage):
@@ -186,7 +205,10 @@ class FunctionStage(Stage[Any, Any]):
 
 
 async def _results(result: Any) -> AsyncIterator[Any]:
-    """The results of a stage function for one item. It may return, await or yield; None means no result."""
+    """The results of a stage function for one item.
+
+    It may return, await or yield; None means no result.
+    """
     if inspect.isawaitable(result):
         result = await result
     if inspect.isasyncgen(result):
@@ -208,7 +230,9 @@ def stage(*, name: str | None = None, concurrency: int = 1) -> Callable[[Functio
 def stage(
     function: Function | None = None, /, *, name: str | None = None, concurrency: int = 1
 ) -> FunctionStage | Callable[[Function], FunctionStage]:
-    """Turns a function of one item into a stage: `async def shout(request: TokenRequest) -> TokenRequest`.
+    """Turns a function of one item into a stage.
+
+    Example: `async def shout(request: TokenRequest) -> TokenRequest`.
 
     The function may be plain or async, return one item or None (no result), or yield several. Port types are read from
     its annotations; a parameter without one takes anything. An exception ends the request of that item. With

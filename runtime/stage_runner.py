@@ -1,4 +1,4 @@
-"""Runs one stage: receives, calls `handle`, delivers, measures time, and recovers after a crash.
+"""Runs one stage: receives, calls `handle`, delivers, measures time, recovers after a crash.
 
 It treats every stage, built in or a user's, the same way.
 """
@@ -45,7 +45,10 @@ class StageCrashed(Exception):
 
 @dataclass(slots=True)
 class StageTimes:
-    """A stage's time by state, in seconds; the sum is its life. Concurrent items count each for themselves."""
+    """A stage's time by state, in seconds; the sum is its life.
+
+    Concurrent items count each for themselves.
+    """
 
     idle: float = 0.0
     busy: float = 0.0
@@ -53,7 +56,10 @@ class StageTimes:
 
 
 class StageRunner:
-    """One stage's task. `run` ends when all inputs are closed and empty, or when it is cancelled."""
+    """One stage's task.
+
+    `run` ends when all inputs are closed and empty, or when it is cancelled.
+    """
 
     __slots__ = (  # over 30 attributes, more than Python stores inline; each step reads them often
         *("_after", "_before", "_bell", "_context", "_emit", "_idle_since_s", "_injects_faults", "_is_broken"),
@@ -157,7 +163,7 @@ class StageRunner:
         return self._num_carried > 0
 
     def _receive(self, now: float) -> list[Any] | None:
-        """The items queued at the ports that the stage wants, in port order; None if there is nothing to do."""
+        """The items queued at the wanted ports, in port order; None if there is nothing to do."""
         batch: list[Any] = []
         wants = self._wants
         if self.unwanted_ports:
@@ -435,9 +441,11 @@ class StageRunner:
         self._on_broken(self.name, error)
 
     async def _isolate(self, batch: list[Any], out: CollectingOutlet, error: BaseException) -> None:
-        """Restarts the stage and retries each item alone once. Items that left the stage cannot be taken back, so a
-        batch that had flushed fails without a retry. A stage with other concurrent items is not restarted: they still
-        use its state."""
+        """Restarts the stage and retries each item alone once.
+
+        Items that left the stage cannot be taken back, so a batch that had flushed fails without a retry. A stage with
+        other concurrent items is not restarted: they still use its state.
+        """
         out.discard()
         if len(self._items_in_hand) <= 1:
             await self.stage.teardown()
@@ -465,7 +473,10 @@ class StageRunner:
 
 
 def _cancel_once(task: asyncio.Task[None]) -> None:
-    """Cancels a task unless it was cancelled before: a second cancel would interrupt its `finally`."""
+    """Cancels a task unless it was cancelled before.
+
+    A second cancel would interrupt its `finally`.
+    """
     if not task.cancelling():
         task.cancel()
 

@@ -16,8 +16,10 @@ Callback = Callable[["SharedBell"], object]
 
 
 class BellTower:
-    """Wakes the waiters of its bells in the order of the rings, several in one loop callback: at most `at_once`, then
-    the loop runs other callbacks. All waiters must be on one loop."""
+    """Wakes the waiters of its bells in the order of the rings, several in one loop callback.
+
+    After `at_once` of them the loop runs other callbacks. All waiters must be on one loop.
+    """
 
     def __init__(self, at_once: int = WOKEN_AT_ONCE) -> None:
         self._at_once = at_once
@@ -29,7 +31,10 @@ class BellTower:
         return SharedBell(self)
 
     def ring(self, bells: Iterable[SharedBell]) -> None:
-        """Rings each, cheaper than `bell.ring()` one by one. None may be a `Bell`, which would have to remember."""
+        """Rings each, cheaper than `bell.ring()` one by one.
+
+        None may be a `Bell`, which would have to remember.
+        """
         rung = self._rung
         for bell in bells:
             if bell.waiter is not None and not bell.is_going:
@@ -67,7 +72,10 @@ class BellTower:
 
 
 class OwnTurns(BellTower):
-    """Wakes each waiter in a callback of its own, as a future does. For simulation, which draws their order."""
+    """Wakes each waiter in a callback of its own, as a future does.
+
+    For simulation, which draws their order.
+    """
 
     def ring(self, bells: Iterable[SharedBell]) -> None:
         for bell in bells:
@@ -81,7 +89,9 @@ class OwnTurns(BellTower):
 
 
 class SharedBell:
-    """A wakeup of a tower, with one waiter. It does not remember a ring, so the waiter checks before it waits.
+    """A wakeup of a tower, with one waiter.
+
+    It does not remember a ring, so the waiter checks before it waits.
 
     It is itself the awaited object: asyncio accepts anything with `_asyncio_future_blocking` (see `asyncio.isfuture`)
     and the methods below as a future. A real future would cost each waiter an object and a handle of the loop.

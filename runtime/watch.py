@@ -1,4 +1,4 @@
-"""The watch: a periodic timer of a running pipeline that traces edge depths, loop lag and garbage collections.
+"""The watch: a periodic timer that traces edge depths, loop lag and garbage collections.
 
 Ten times a second while requests are live, once a second otherwise. Other periodic checks subscribe to `on_tick`.
 """
@@ -22,9 +22,11 @@ MIN_PAUSE_US = 200  # of a recorded collection; those of the youngest generation
 
 
 class Watch:
-    """Inspects the channels of one pipeline every TICK_S on the running loop, or every `idle_tick_s` while `is_busy()`
-    is false and nothing calls `wake`. In virtual time a periodic timer would keep the simulation going: there a test
-    calls `look` instead of `start`."""
+    """Inspects the channels of one pipeline every TICK_S on the running loop.
+
+    While `is_busy()` is false and nothing calls `wake`, every `idle_tick_s`. In virtual time a periodic timer would
+    keep the simulation going: there a test calls `look` instead of `start`.
+    """
 
     def __init__(
         self,
@@ -55,7 +57,10 @@ class Watch:
         self._wait()
 
     def wake(self) -> None:
-        """Reports new work: the next tick comes within TICK_S. An overdue tick is kept, so that it reports its lag."""
+        """Reports new work: the next tick comes within TICK_S.
+
+        An overdue tick is kept, so that it reports its lag.
+        """
         if self._timer is not None and self.tick_s > TICK_S and self._due_s - self._now() > TICK_S:
             self._timer.cancel()
             self.tick_s = TICK_S
@@ -69,8 +74,7 @@ class Watch:
             gc.callbacks.remove(self._on_gc)
 
     def look(self) -> None:
-        """Writes EDGE_DEPTH for each edge that carried something or changed its depth since the last call, or is
-        full."""
+        """Writes EDGE_DEPTH for each edge that is full or changed since the last call."""
         if not self._tracer.enabled:
             return
         for source, channel in self._edges:
@@ -105,8 +109,10 @@ class Watch:
             tell(late_s)
 
     def _on_gc(self, phase: str, info: Mapping[str, int]) -> None:
-        """Called by the collector in any thread, at any point, also while a ring is being made. So it writes only if
-        this thread has a ring; otherwise the next tick does."""
+        """Called by the collector in any thread, at any point, also while a ring is being made.
+
+        So it writes only if this thread has a ring; otherwise the next tick does.
+        """
         if phase == "start":
             self._gc_began_s = self._now()
             return

@@ -11,19 +11,25 @@ from typing import Any, Protocol
 
 
 class Event(Protocol):
-    """A point in a stream's work, marked by `Stream.record`. Recording it again moves it. An event that was never
-    recorded counts as done."""
+    """A point in a stream's work, marked by `Stream.record`. Recording it again moves it.
+
+    An event that was never recorded counts as done.
+    """
 
     def query(self) -> bool:
         """Whether all work before the event is done. Never waits."""
 
     def wait(self) -> None:
-        """Waits until all work before the event is done. The calling thread sleeps. Raises the device's error, if
-        any."""
+        """Waits until all work before the event is done. The calling thread sleeps.
+
+        Raises the device's error, if any.
+        """
 
     def us_since(self, earlier: Event) -> float:
-        """Microseconds on the device's clock from `earlier` to this event, negative if this one came first. Both must
-        have been recorded and be done."""
+        """Microseconds on the device's clock from `earlier` to this event.
+
+        Negative if this one came first. Both must have been recorded and be done.
+        """
 
 
 class Graph(Protocol):
@@ -44,21 +50,25 @@ class Stream(Protocol):
     name: str
 
     def use(self) -> None:
-        """Directs work that the calling thread submits outside this interface to this stream, from now on."""
+        """Directs the calling thread's work outside this interface to this stream, from now on."""
 
     def launch(self, run: Callable[[], object]) -> None:
         """Submits what `run()` does on the device: kernels. `run` itself may be called now or later."""
 
     def copy(self, destination: Any, source: Any) -> None:
-        """Submits a copy between arrays of the same size, on the device or in pinned host memory. Both arrays are in
-        use until the copy is done."""
+        """Submits a copy between arrays of the same size, on the device or in pinned host memory.
+
+        Both arrays are in use until the copy is done.
+        """
 
     def record(self, event: Event) -> None: ...
     def wait(self, event: Event) -> None: ...
 
     def capture(self, run: Callable[[], object]) -> Graph:
-        """Captures the launches of `run()` on this stream without executing them. `run` must not copy, record or
-        wait."""
+        """Captures the launches of `run()` on this stream without executing them.
+
+        `run` must not copy, record or wait.
+        """
 
     def replay(self, graph: Graph) -> None:
         """Submits the graph's launches again. They read and write the same memory as at the capture."""

@@ -1,4 +1,4 @@
-"""A simulated asynchronous device: streams, events and copies on host arrays, in any order that events allow.
+"""A simulated asynchronous device: streams, events and copies on host arrays.
 
 Submitted work runs later, piece by piece, during other submissions and waits. A seed decides which stream runs next;
 only a wait guarantees that something is done. Copies happen in pieces: the destination holds garbage first, and other
@@ -26,12 +26,16 @@ WEIGHTS = (1.0, 1.0, 0.03)  # of streams, drawn for each: a few are slow
 
 
 class DeviceStuck(AssertionError):
-    """Every stream waits for an event that cannot happen: it is queued behind another stream's wait."""
+    """Every stream waits for an event that cannot happen.
+
+    It is queued behind another stream's wait.
+    """
 
 
 class SimStreams:
-    """Streams that progress in the order drawn from `random`. `laziness`: the share of calls after which no work runs.
-    Some streams are drawn to be slow: they mostly run last.
+    """Streams that progress in the order drawn from `random`.
+
+    `laziness`: the share of calls after which no work runs. Some streams are drawn to be slow: they mostly run last.
 
     An operation that raises breaks the device, as on a GPU: every later wait raises that error.
     """
@@ -57,8 +61,10 @@ class SimStreams:
 
     @property
     def used(self) -> str | None:
-        """The name of the stream that the calling thread uses. None: it uses none. Work it does outside the streams
-        runs at once here, but would be unordered on a real device."""
+        """The name of the stream that the calling thread uses. None: it uses none.
+
+        Work it does outside the streams runs at once here, but would be unordered on a real device.
+        """
         return self._used.get(threading.get_ident())
 
     def wait(self) -> None:
@@ -148,8 +154,10 @@ class SimStream:
         self._captured: list[Callable[[], object]] | None = None
 
     def use(self) -> None:
-        """Work outside the streams runs at once here: its caller has waited for what must precede it. See
-        `SimStreams.used`."""
+        """Work outside the streams runs at once here.
+
+        Its caller has waited for what must precede it. See `SimStreams.used`.
+        """
         self._device._used[threading.get_ident()] = self.name
 
     def launch(self, run: Callable[[], object]) -> None:
@@ -217,7 +225,10 @@ class _Launch(_Operation):
 
 
 class _Copy(_Operation):
-    """A copy in steps: garbage, then half, then the rest. Each step reads the source when it runs."""
+    """A copy in steps: garbage, then half, then the rest.
+
+    Each step reads the source when it runs.
+    """
 
     def __init__(self, destination: Any, source: Any) -> None:
         self._to, self._from = _bytes_of(destination), _bytes_of(source)

@@ -1,4 +1,4 @@
-"""The cgroups of this process, versions 1 and 2: their folders, memory limits and free memory.
+"""The cgroups of this process (v1 and v2): their folders, memory limits and free memory.
 
 Reads where Linux mounts them; on other systems there are none.
 """
@@ -30,14 +30,18 @@ def folders(controller: str, root: Path = Path("/")) -> Iterator[Path]:
 
 
 def memory_limit(root: Path = Path("/")) -> int | None:
-    """Bytes that all processes of a cgroup may use, the least of all levels; None: no limit. Version 1 writes "no
-    limit" as a number larger than any machine's memory."""
+    """Bytes that all processes of a cgroup may use, the least of all levels; None: no limit.
+
+    Version 1 writes "no limit" as a number larger than any machine's memory.
+    """
     return min((limit for limit, _ in _memory(root)), default=None)
 
 
 def memory_left(root: Path = Path("/")) -> int | None:
-    """Bytes left until a cgroup kills a process, the least of all levels and never negative; None: no limit. File
-    pages count as free, as the kernel drops them first."""
+    """Bytes left until a cgroup kills a process; None: no limit.
+
+    The least of all levels, never negative. File pages count as free, as the kernel drops them first.
+    """
     return min((max(0, limit - used) for limit, used in _memory(root)), default=None)
 
 

@@ -52,7 +52,9 @@ class ComputeThreads:
     def choose(
         cls, asked: int | None, cpus: Cpus, environment: Mapping[str, str] = MappingProxyType({})
     ) -> ComputeThreads:
-        """The number requested by `asked` or OMP_NUM_THREADS; else one per core, at most what the quota keeps running.
+        """The number requested by `asked` or OMP_NUM_THREADS.
+
+        By default one per core, at most what the quota keeps running.
 
         Threads are pinned only if they take every core or CPU of this process. With fewer, other processes may use
         the first CPUs (containers without CPUs of their own all number them alike), so the kernel places them better.
@@ -91,13 +93,16 @@ def _cores(root: Path, allowed: tuple[int, ...]) -> Iterator[int]:
 
 
 def quota(root: Path = Path("/")) -> float | None:
-    """CPUs' worth of time that the cgroups allow this process, the least of all levels; None: no limit."""
+    """CPUs' worth of time that the cgroups allow, the least of all levels; None: no limit."""
     limits = [limit for folder in cgroups.folders("cpu", root) if (limit := _limit(folder)) is not None]
     return min(limits, default=None)
 
 
 def _limit(folder: Path) -> float | None:
-    """Quota divided by period, from version 2's file or version 1's two; "max" and -1 mean no limit."""
+    """Quota divided by period, from version 2's file or version 1's two.
+
+    "max" and -1 mean no limit.
+    """
     text = read(folder / "cpu.max") or " ".join(
         read(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")
     )
@@ -111,8 +116,11 @@ def _limit(folder: Path) -> float | None:
 
 
 def idle_ns(cpus: Collection[int], root: Path = Path("/")) -> tuple[int, int] | None:
-    """(Idle time, total time) of those CPUs in ns, each summed since the machine's start. None if `/proc/stat` does
-    not say. A call takes 0.1 to 0.3 ms on 2 CPUs, more with more CPUs. The resolution is 10 ms."""
+    """(Idle time, total time) of those CPUs in ns, each summed since the machine's start.
+
+    None if `/proc/stat` does not say. A call takes 0.1 to 0.3 ms on 2 CPUs, more with more CPUs. The resolution is 10
+    ms.
+    """
     names, idle, total = {f"cpu{cpu}" for cpu in cpus}, 0, 0
     for line in read(root / "proc/stat").splitlines():
         name, *fields = line.split()[:9] or [""]
@@ -132,7 +140,8 @@ def idle_ns(cpus: Collection[int], root: Path = Path("/")) -> tuple[int, int] | 
 
 
 def lower_priority(native_id: int | None = None) -> bool:
-    """Lowers the priority of a thread of this process (default: the calling one) below that of the compute threads.
+    """Lowers a thread's priority below that of the compute threads. Default: the calling thread.
+
     It keeps a small share when they use every core. Threads that it starts later inherit this. It cannot be undone;
     calling it again changes nothing.
 
@@ -149,8 +158,9 @@ def lower_priority(native_id: int | None = None) -> bool:
 
 
 def keep_off(cpu: int, native_id: int | None = None) -> bool:
-    """Bars a thread of this process (default: the calling one), and those it starts later, from one CPU. The compute
-    thread pinned to that CPU then need not wait for them.
+    """Bars a thread, and those it starts later, from one CPU. Default: the calling thread.
+
+    The compute thread pinned to that CPU then need not wait for them.
 
     Returns False and changes nothing where the thread may not run on `cpu` or only there, and where threads have no
     affinity. `Cpus.of_this_process` still counts the CPU for an engine that such a thread makes later.

@@ -37,7 +37,10 @@ class Alarm(Protocol):
 
 
 class Env(ABC):
-    """The clock, randomness and threads of a stage. Belongs to the event loop it is first used on."""
+    """The clock, randomness and threads of a stage.
+
+    Belongs to the event loop it is first used on.
+    """
 
     is_live: ClassVar[bool] = False  # True: time passes by itself, so periodic checks may run
     injects_faults: ClassVar[bool] = True  # False: `fault` always returns False, so callers may skip it
@@ -61,8 +64,11 @@ class Env(ABC):
         """Seconds since 1970. Not for deadlines: it may jump."""
 
     def random(self, name: str) -> random.Random:
-        """The random stream called `name`: the same object at each call. For one seed it gives the same numbers in
-        every process, whatever other streams exist. Give each user its own name."""
+        """The random stream called `name`: the same object at each call.
+
+        For one seed it gives the same numbers in every process, whatever other streams exist. Give each user its own
+        name.
+        """
         if name not in self._streams:
             self._streams[name] = seeded_stream(self.seed, name)
         return self._streams[name]
@@ -72,8 +78,10 @@ class Env(ABC):
         return self.random(name).randbytes(num_bytes)
 
     def call_at(self, when_s: float, callback: Callable[[], object]) -> Alarm:
-        """Calls `callback` on the loop when this env's clock reaches `when_s`, unless the returned alarm is cancelled
-        before."""
+        """Calls `callback` on the loop when this env's clock reaches `when_s`.
+
+        The alarm can be cancelled.
+        """
         return asyncio.get_running_loop().call_at(when_s, callback)
 
     async def sleep(self, delay_s: float) -> None:
@@ -81,8 +89,11 @@ class Env(ABC):
         await asyncio.sleep(delay_s)
 
     async def run_in_thread(self, fn: Callable[[*Ts], T], *args: *Ts) -> T:
-        """Runs `fn(*args)` in a small shared pool, in the caller's contextvars. A cancelled caller returns at once: a
-        call that has not begun never runs; one that has begun runs on and its result is dropped."""
+        """Runs `fn(*args)` in a small shared pool, in the caller's contextvars.
+
+        A cancelled caller returns at once: a call that has not begun never runs; one that has begun runs on and its
+        result is dropped.
+        """
         if self._pool is None:
             self._pool = self.worker("pool", POOL_THREADS)
         context = contextvars.copy_context()
@@ -90,31 +101,45 @@ class Env(ABC):
 
     @abstractmethod
     def worker(self, name: str, threads: int = 1) -> Worker:
-        """A new worker with threads named `millrace-<name>`. Close it, or let `aclose` of this env do so."""
+        """A new worker with threads named `millrace-<name>`.
+
+        Close it, or let `aclose` of this env do so.
+        """
 
     @abstractmethod
     def side_thread(self, name: str) -> SideThread:
-        """A thread named `millrace-<name>`, started by its first job and ended by `aclose` of this env. May be called
-        from any thread."""
+        """A thread named `millrace-<name>`. Its first job starts it; `aclose` of this env ends it.
+
+        May be called from any thread.
+        """
 
     @abstractmethod
     def yield_to(self, name: str, own_cpu: int | None = None) -> None:
-        """Gives the threads of the worker `name` precedence. All other workers of this env, present and future, run at
-        a lower priority where the system has priorities. They also avoid `own_cpu`, the CPU on which the worker or its
-        compute thread runs (None: not pinned). In simulation it does nothing."""
+        """Gives the threads of the worker `name` precedence.
+
+        All other workers of this env, present and future, run at a lower priority where the system has priorities. They
+        also avoid `own_cpu`, the CPU on which the worker or its compute thread runs (None: not pinned). In simulation
+        it does nothing.
+        """
 
     @abstractmethod
     def give_way(self) -> None:
-        """Applies the restrictions of `yield_to` to the calling thread and the threads it starts later."""
+        """Applies the restrictions of `yield_to` to the calling thread and threads it starts later."""
 
     @abstractmethod
     async def aclose(self) -> None:
-        """Closes every worker, the pool and the side threads, in the order of creation. May be called again."""
+        """Closes every worker, the pool and the side threads, in the order of creation.
+
+        May be called again.
+        """
 
     @abstractmethod
     def fault(self, name: str, probability: float | None = None) -> bool:
-        """Whether the fault point `name` strikes now. Always False live. In simulation it is drawn from the run's seed
-        with `probability`; None: a probability that the run drew for this point."""
+        """Whether the fault point `name` strikes now. Always False live.
+
+        In simulation it is drawn from the run's seed with `probability`; None: a probability that the run drew for this
+        point.
+        """
 
     @abstractmethod
     def note(self, *fields: object) -> None:
@@ -122,7 +147,10 @@ class Env(ABC):
 
 
 def seeded_stream(seed: int, name: str) -> random.Random:
-    """The random stream `name` of a run. It depends on both arguments only, not on PYTHONHASHSEED."""
+    """The random stream `name` of a run.
+
+    It depends on both arguments only, not on PYTHONHASHSEED.
+    """
     return random.Random(hashlib.sha256(f"{seed}/{name}".encode()).digest())
 
 

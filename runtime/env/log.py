@@ -1,4 +1,4 @@
-"""Structured log lines: `thing.happened` and numbers under fixed names, through structlog, without blocking.
+"""Structured log lines: `thing.happened` and numbers under fixed names, without blocking.
 
     log = get_logger("millrace.schedule")
     with bound(request_id=request.request_id):
@@ -75,10 +75,13 @@ def configure(
     foreign_level: str = "warning",
     with_error_messages: bool = True,
 ) -> LogSink:
-    """Sends all lines of this process to `fd` (None: standard error). Lines below `level` are not made; for other
-    libraries' lines the limit is `foreign_level`. A second call replaces the first.
+    """Sends all lines of this process to `fd` (None: standard error).
 
-    Without `with_error_messages` an exception is logged by its type and stack only: its message may quote a client."""
+    Lines below `level` are not made; for other libraries' lines the limit is `foreign_level`. A second call replaces
+    the first.
+
+    Without `with_error_messages` an exception is logged by its type and stack only: its message may quote a client.
+    """
     shutdown()
     foreign = _ForeignHandler(_level_number(foreign_level))
     sink = LogSink(format, _level_number(level), sys.stderr.fileno() if fd is None else fd)
@@ -96,13 +99,18 @@ def configure(
 
 
 def settings() -> dict[str, Any] | None:
-    """The arguments of the last `configure`, for a child process that logs the same way; None: not configured."""
+    """The arguments of the last `configure`, or None.
+
+    For a child process that logs the same way.
+    """
     return _Active.settings
 
 
 def shutdown(timeout_s: float = 2.0) -> bool:
-    """Writes the queued lines and ends the writer thread; after `timeout_s` the thread is abandoned. Undoes
-    `configure`. Returns whether every line was written."""
+    """Writes the queued lines and ends the writer thread.
+
+    After `timeout_s` it abandons the thread. Undoes `configure`. Returns whether every line was written.
+    """
     target = _Active.target
     _Active.target = _StandardError()
     _Active.with_error_messages = True
@@ -121,7 +129,7 @@ def dropped() -> int:
 
 @contextmanager
 def captured_logs() -> Iterator[list[dict[str, Any]]]:
-    """For tests: collects the events of our loggers within the block, of every level, instead of writing them."""
+    """For tests: collects the events of our loggers, of every level, instead of writing them."""
     before, capture = _Active.target, _Capture()
     _Active.target = capture
     try:
@@ -139,8 +147,11 @@ class Target(Protocol):
 
 
 class LogSink:
-    """A bounded queue of lines and the thread that writes them. It writes to its own duplicate of the file descriptor:
-    if the original is closed and its number reused, lines do not go to the new file."""
+    """A bounded queue of lines and the thread that writes them.
+
+    It writes to its own duplicate of the file descriptor: if the original is closed and its number reused, lines do not
+    go to the new file.
+    """
 
     def __init__(self, format: Format, level: int, fd: int, max_queued_lines: int = MAX_QUEUED_LINES) -> None:
         if format not in ("console", "json"):
@@ -209,8 +220,10 @@ def json_line(event: Mapping[str, Any]) -> bytes:
 
 
 def console_line(event: Mapping[str, Any]) -> bytes:
-    """`time level event key=value ...`, at most MAX_LINE_BYTES. A table and a traceback follow on lines that begin with
-    `  | `; a table replaces the fields."""
+    """`time level event key=value ...`, at most MAX_LINE_BYTES.
+
+    A table and a traceback follow on lines that begin with `  | `; a table replaces the fields.
+    """
     fields = _in_order(event)
     exception, table = str(fields.pop("exception", "")), _take_table(fields)
     if table:
@@ -238,8 +251,10 @@ class _Active:
 
 
 class _Logger:
-    """Makes structlog's logger at the first line that is logged. Importing structlog imports rich, a quarter of the
-    start time of the test engine, and a library mostly logs nothing."""
+    """Makes structlog's logger at the first line that is logged.
+
+    Importing structlog imports rich, a quarter of the start time of the test engine, and a library mostly logs nothing.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -305,7 +320,7 @@ _Active.target = _StandardError()
 
 
 class _ForeignHandler(logging.Handler):
-    """Turns lines of the standard library's `logging` (aiohttp, asyncio, huggingface_hub) and `warnings` into ours."""
+    """Turns lines of the standard library's `logging` and `warnings` into ours."""
 
     def __init__(self, level: int) -> None:
         super().__init__(level)
@@ -337,7 +352,7 @@ class _ForeignHandler(logging.Handler):
 
 
 def _tell_error(_logger: Any, _method_name: str, event: EventDict) -> EventDict:
-    """Replaces `exc_info` (an exception, or True for the one being handled) by the field `exception`."""
+    """Replaces `exc_info` by the field `exception`. True means the exception being handled."""
     error = event.pop("exc_info", None)
     if error is not None and not isinstance(error, BaseException):
         error = sys.exc_info()[1] if error else None
@@ -347,8 +362,10 @@ def _tell_error(_logger: Any, _method_name: str, event: EventDict) -> EventDict:
 
 
 def _traceback(error: BaseException) -> str:
-    """The traceback as Python prints it; without `with_error_messages`, exception types only. Column marks are left
-    out, as Python compiles each source line to place them."""
+    """The traceback as Python prints it; without `with_error_messages`, exception types only.
+
+    Column marks are left out, as Python compiles each source line to place them.
+    """
     if _Active.with_error_messages:
         printed = traceback.TracebackException.from_exception(error, compact=True)
         _forget_places(printed)
@@ -431,7 +448,10 @@ def _escaped(text: object) -> str:
 
 
 def _dump(value: object) -> bytes:
-    """JSON with unsafe characters escaped. Values that orjson rejects (surrogates, ints over 64 bits) become text."""
+    """JSON with unsafe characters escaped.
+
+    Values that orjson rejects (surrogates, ints over 64 bits) become text.
+    """
     try:
         line = _strict_dump(value)
     except TypeError:
@@ -471,7 +491,7 @@ def _text(value: object) -> str:
 
 
 def _shortened(key: str, value: object, num_chars: int) -> object:
-    """At most `num_chars` characters: the last ones of a traceback, the first ones of anything else."""
+    """At most `num_chars` characters: a traceback's last ones, any other value's first ones."""
     text = value if isinstance(value, str) else _dump(value).decode()
     if len(text) <= num_chars:
         return value

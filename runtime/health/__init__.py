@@ -3,6 +3,6 @@
 Owns: the rules for a stall, and the files of the flight recorder.
 In: the pipeline's stages and channels, inspected at each tick of the watch.
 Out: stall reports, and one file of JSON lines per incident.
-Imports: `runtime` and its rooms `env`, `trace`.
+Imports: `runtime` and its room `trace`.
 Start with: `stalls.py`.
 """

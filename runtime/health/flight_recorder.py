@@ -39,7 +39,10 @@ Line = dict[str, Any]
 
 
 class FlightRecorder:
-    """Writes `flight-<time>-<reason>.jsonl` files into `directory`, at most MAX_FILES; `last_s` seconds each."""
+    """Writes `flight-<time>-<reason>.jsonl` files into `directory`.
+
+    At most MAX_FILES, of `last_s` seconds each.
+    """
 
     def __init__(self, directory: Path, last_s: float = 30.0) -> None:
         self.directory = directory
@@ -47,9 +50,11 @@ class FlightRecorder:
         self._begun_s: dict[str, float] = {}  # by reason
 
     def begin(self, reason: str, pipeline: Pipeline | None, **details: Any) -> Callable[[], Path] | None:
-        """Collects the state that changes, on the pipeline's loop, in milliseconds. The returned function writes the
-        file, in any thread; it returns the path, or raises OSError. `reason` is a word; `details` go into the first
-        line. Returns None if a file for this reason was begun less than PAUSE_S ago."""
+        """Collects the state that changes, on the pipeline's loop, in milliseconds.
+
+        The returned function writes the file, in any thread; it returns the path, or raises OSError. `reason` is a
+        word; `details` go into the first line. Returns None if a file for this reason was begun less than PAUSE_S ago.
+        """
         now_s = time.monotonic()
         if now_s - self._begun_s.get(reason, -PAUSE_S) < PAUSE_S:
             return None
@@ -126,7 +131,10 @@ def _edges(pipeline: Pipeline) -> Iterator[Line]:
 
 
 def _item(item: object) -> Line:
-    """A message's type and ids, without its content. Reading it may raise: it may be the item that broke the stage."""
+    """A message's type and ids, without its content.
+
+    Reading it may raise: it may be the item that broke the stage.
+    """
     told: Line = {"kind": type(item).__name__}
     with suppress(Exception):
         told |= {name: getattr(item, name) for name in TOLD if isinstance(getattr(item, name, None), (str, int))}
@@ -150,7 +158,10 @@ def thread_stacks() -> Iterator[Line]:
 
 
 def task_stacks(pipeline: Pipeline, only: Container[str] | None = None) -> Iterator[Line]:
-    """Where each task of the pipeline's loop waits, or those named in `only`. Callable from any thread."""
+    """Where each task of the pipeline's loop waits, or those named in `only`.
+
+    Callable from any thread.
+    """
     tasks: Iterable[asyncio.Task[Any]] = () if pipeline.loop is None else asyncio.all_tasks(pipeline.loop)
     tasks = tasks if only is None else [task for task in tasks if task.get_name() in only]
     for task in sorted(tasks, key=asyncio.Task.get_name)[:MAX_TASKS]:
@@ -178,8 +189,10 @@ def _stack(frame: FrameType) -> list[str]:
 
 
 def stack_of(error: BaseException) -> list[str]:
-    """The stack of an exception, outermost first, without its message, which may quote a client. An exception from
-    another process carries its stack in `stack_elsewhere`."""
+    """The stack of an exception, outermost first, without its message, which may quote a client.
+
+    An exception from another process carries its stack in `stack_elsewhere`.
+    """
     if elsewhere := getattr(error, "stack_elsewhere", None):
         return list(elsewhere)
     summary = traceback.StackSummary.extract(traceback.walk_tb(error.__traceback__), lookup_lines=False)

@@ -1,4 +1,4 @@
-"""Stall detection: finds a stage that does not finish its batch, or an edge that does not deliver.
+"""Stall detection: finds stages that do not finish a batch, and edges that do not deliver.
 
 It uses the times of progress that stages and channels record, so a check is exact and nothing runs between checks.
 Waiting work is not a stall while any of it makes progress.
@@ -29,8 +29,11 @@ class Stall:
 
 
 def find_stall(pipeline: Pipeline, timeout_s: float) -> Stall | None:
-    """The stage or edge with work and no progress for `timeout_s`; None if there is none. Of several, the one that the
-    others wait for. Time in which the whole loop stood still, as in a suspended process, does not count."""
+    """The stage or edge with work and no progress for `timeout_s`; None if there is none.
+
+    Of several, the one that the others wait for. Time in which the whole loop stood still, as in a suspended process,
+    does not count.
+    """
     now = pipeline.env.now()
     if pipeline.watch is not None and now - pipeline.watch.resumed_s < timeout_s:
         return None
@@ -56,7 +59,7 @@ def _stages(pipeline: Pipeline, now: float, timeout_s: float) -> Iterator[Stall]
 
 
 def _edges(pipeline: Pipeline, now: float, timeout_s: float) -> Iterator[Stall]:
-    """Edges whose idle receiver wants their items and does not get them, or whose sender gets no room."""
+    """Edges whose idle receiver does not get wanted items, or whose sender gets no room."""
     for runner in pipeline.runners.values():
         for port, channel in runner.inputs.items():
             if runner.is_busy or not runner.stage.wants(port):
@@ -68,8 +71,10 @@ def _edges(pipeline: Pipeline, now: float, timeout_s: float) -> Iterator[Stall]:
 
 
 def _came_s(pipeline: Pipeline, channel: Channel[object]) -> float | None:
-    """When the first queued item came, or the first sender began to wait for room; None if nothing waits. An item that
-    did not wake its receiver may stay until something else arrives."""
+    """When the first queued item came, or else the first sender began to wait; None if none did.
+
+    An item that did not wake its receiver may stay until something else arrives.
+    """
     if len(channel):
         return channel.waiting_since if channel.waiting_since != math.inf else None
     return min((sender.blocked_since_s for sender in _senders(pipeline, channel)), default=None)
@@ -85,8 +90,10 @@ def _senders(pipeline: Pipeline, channel: Channel[object]) -> list[StageRunner]:
 
 
 def _keepers(pipeline: Pipeline, now: float, timeout_s: float) -> Iterator[Stall]:
-    """Stages that hold work while no stage is busy: what they wait for is still on an edge, or was lost. An item that
-    arrives after a long idle time counts from its arrival."""
+    """Stages that hold work while no stage is busy.
+
+    What they wait for is on an edge, or was lost. An item that arrives after a long idle time counts from its arrival.
+    """
     runners = pipeline.runners.values()
     if any(runner.is_busy for runner in runners):
         return

@@ -67,7 +67,10 @@ class Child:
 
 
 def shared_file(num_bytes: int) -> int:
-    """The descriptor of an unnamed file, for shared memory. It is freed with the last process that has it open."""
+    """The descriptor of an unnamed file, for shared memory.
+
+    It is freed with the last process that has it open.
+    """
     if hasattr(os, "memfd_create"):
         file = os.memfd_create("millrace")
     else:
@@ -81,8 +84,11 @@ def shared_file(num_bytes: int) -> int:
 
 
 def joined(arguments: Sequence[str]) -> tuple[socket.socket, list[int]]:
-    """The socket and the files that the parent passed. Ignores SIGINT and SIGTERM, which a terminal or a supervisor
-    sends to the whole group: the parent handles them. Makes this process end when the parent does."""
+    """The socket and the files that the parent passed.
+
+    Ignores SIGINT and SIGTERM, which a terminal or a supervisor sends to the whole group: the parent handles them.
+    Makes this process end when the parent does.
+    """
     number, *files = map(int, arguments)
     for ignored in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ignored, signal.SIG_IGN)
@@ -94,7 +100,10 @@ def joined(arguments: Sequence[str]) -> tuple[socket.socket, list[int]]:
 
 
 def _end_with_parent(number: int) -> None:
-    """Waits for the parent to close the socket; if this process still lives ORPHAN_S later, ends it."""
+    """Waits for the parent to close the socket.
+
+    If this process still lives ORPHAN_S later, ends it.
+    """
     poll = select.poll()
     poll.register(number, select.POLLHUP)
     while not any(event & (select.POLLHUP | select.POLLERR | select.POLLNVAL) for _, event in poll.poll()):

@@ -1,4 +1,7 @@
-"""The child's side of `helper_pool.py`: frames in, frames out, and limits per job. Imports little, to start fast."""
+"""The child's side of `helper_pool.py`: frames in, frames out, and limits per job.
+
+Imports little, to start fast.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,9 @@ from typing import BinaryIO
 
 
 def serve(load: Callable[[bytes], Callable[[bytes], bytes]], cpu_s: float, memory_bytes: int) -> None:
-    """Answers requests until the input ends. `load` makes the answering function from the first frame.
+    """Answers requests until the input ends.
+
+    `load` makes the answering function from the first frame.
 
     A job that takes more than `cpu_s` of CPU time ends the process. A job may take `memory_bytes` beyond the memory
     used after loading; then allocation fails.

@@ -1,4 +1,6 @@
-"""A pool of child processes for expensive jobs. Each job has limits; a child that exceeds them is replaced.
+"""A pool of child processes for expensive jobs.
+
+Each job has limits; a child that exceeds them is replaced.
 
 The child reads frames from its standard input and writes one answer for each to its standard output;
 `helper_child.py` is its side.
@@ -24,7 +26,10 @@ log = get_logger("millrace.runtime")
 
 
 class HelperGone(Exception):
-    """The child ended before it answered. `signal` is the number of the signal that ended it, or None."""
+    """The child ended before it answered.
+
+    `signal` is the number of the signal that ended it, or None.
+    """
 
     def __init__(self, signal_number: int | None) -> None:
         super().__init__(f"a helper process ended, signal {signal_number}")
@@ -37,12 +42,15 @@ class HelperGone(Exception):
 
     @property
     def is_crash(self) -> bool:
-        """Whether the job itself ended the process: out of memory, or a crash. A kill from outside does not count."""
+        """Whether the job itself ended the process: out of memory, or a crash.
+
+        A kill from outside does not count.
+        """
         return self.signal in (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL)
 
 
 class Helpers:
-    """A few children that run `python -m <module>`, started at the first request and replaced when they end.
+    """A few children that run `python -m <module>`, started on demand and replaced at their end.
 
     `opening` is the first frame that each gets. `ask` serves its callers in order, one per child. Cancelling a caller
     ends its child. Belongs to one event loop.
@@ -64,7 +72,10 @@ class Helpers:
         return sorted(helper.process.pid for helper in self._all)
 
     async def ask(self, question: bytes) -> bytes:
-        """The child's answer to `question`. Raises `HelperGone` if the child ends first or takes over `wall_s`."""
+        """The child's answer to `question`.
+
+        Raises `HelperGone` if the child ends first or takes over `wall_s`.
+        """
         async with self._room:
             helper = await self._take()
             is_well = False

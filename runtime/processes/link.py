@@ -1,4 +1,4 @@
-"""A link between two processes over a socketpair: channels that cross it, and control messages.
+"""A link between two processes over a socketpair: channels and control messages.
 
     one end                                             the other
     OutboundChannel.send -> items, while credits last -> InboundChannel, up to its capacity
@@ -97,8 +97,10 @@ class Link:
         self._loop.add_reader(self._sock, self._on_readable)
 
     def post(self, word: Any) -> None:
-        """Sends a word, in order with items, without waiting. Does nothing if the link is lost. Raises `WireError` if
-        it cannot be encoded. The caller bounds their number."""
+        """Sends a word, in order with items, without waiting. Does nothing if the link is lost.
+
+        Raises `WireError` if it cannot be encoded. The caller bounds their number.
+        """
         if self.is_open:
             self._put(WORD, 0, *self._codec.encode(word))
 
@@ -269,8 +271,10 @@ class Link:
 
 
 class OutboundChannel(Channel[T], Generic[T]):
-    """The sending half of a channel that crosses a link. Senders use it like any other channel: `send` waits while
-    `capacity` items are on the other side and not received, or promised.
+    """The sending half of a channel that crosses a link.
+
+    Senders use it like any other channel: `send` waits while `capacity` items are on the other side and not received,
+    or promised.
 
     Without a link, items are kept here. When a link is lost, the items it carried are dropped, as it is unknown which
     were received. `on_refused` gets an item that cannot be encoded; the item then counts as received.
@@ -352,9 +356,11 @@ class OutboundChannel(Channel[T], Generic[T]):
 
 
 class InboundChannel(Channel[T], Generic[T]):
-    """The receiving half: queues what arrives; receiving returns credits to the sender. When its link is lost, it
-    stays with what had arrived, and may be bound to another link. `on_arrival` is called with each item before it is
-    queued."""
+    """The receiving half: queues what arrives; receiving returns credits to the sender.
+
+    When its link is lost, it stays with what had arrived, and may be bound to another link. `on_arrival` is called with
+    each item before it is queued.
+    """
 
     def __init__(
         self,

@@ -32,11 +32,17 @@ _PADDING = tuple(bytes(count) for count in range(ALIGNMENT))
 
 
 class WireError(ValueError):
-    """A value that cannot be encoded, or bytes that are not a message. The error text says which."""
+    """A value that cannot be encoded, or bytes that are not a message.
+
+    The error text says which.
+    """
 
 
 class Codec:
-    """Encodes messages of the listed `types` (dataclasses and enums), and decodes them. Both ends list the same."""
+    """Encodes messages of the listed `types` (dataclasses and enums), and decodes them.
+
+    Both ends list the same.
+    """
 
     def __init__(self, types: Sequence[type]) -> None:
         self._tags: dict[type, int] = {}
@@ -52,8 +58,10 @@ class Codec:
         self.fingerprint = hashlib.sha256(";".join(told).encode()).hexdigest()[:16]
 
     def encode(self, message: Any) -> tuple[bytes, list[Buffer]]:
-        """(header, body buffers). The body's length is a multiple of ALIGNMENT. Large arrays are not copied: send
-        before they change."""
+        """(header, body buffers). The body's length is a multiple of ALIGNMENT.
+
+        Large arrays are not copied: send before they change.
+        """
         buffers: list[Buffer] = []
         try:
             return orjson.dumps(self._pack(message, buffers)), buffers
@@ -61,7 +69,10 @@ class Codec:
             raise WireError(f"{type(message).__name__} cannot be encoded: {error}") from None
 
     def decode(self, header: Buffer, body: Buffer) -> Any:
-        """The message. Its arrays are read-only views of `body`. Raises `WireError` if it is not a valid message."""
+        """The message. Its arrays are read-only views of `body`.
+
+        Raises `WireError` if it is not a valid message.
+        """
         try:
             reading = _Reading(self._readers, body)
             message = reading.unpack(orjson.loads(header))

@@ -1,4 +1,4 @@
-"""The `Env` of a simulated run: virtual time, and threads, random streams and faults that follow from one seed."""
+"""The `Env` of a simulated run: virtual time, and threads and faults from one seed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ START_WALL_S = 1_700_000_000.0
 
 
 class SimSettings(TypedDict, total=False):
-    """Settings of a run besides its seed and policy. `SimEnv` documents them and has the defaults."""
+    """Settings of a run besides its seed and policy.
+
+    `SimEnv` documents them and has the defaults.
+    """
 
     fault_probability: float
     fault_names: Collection[str] | None
@@ -68,7 +71,10 @@ class SimEnv(Env):
         return round(self.loop._now * 1e9)
 
     def wall_time(self) -> float:
-        """Follows virtual time. The fault point `env.wall_clock_jump` makes it jump by up to an hour."""
+        """Follows virtual time.
+
+        The fault point `env.wall_clock_jump` makes it jump by up to an hour.
+        """
         if self.fault("env.wall_clock_jump"):
             self._wall_offset_s += self.random("env.wall_clock_jump").uniform(-3_600, 3_600)
         return self.loop.time() + self._wall_offset_s
@@ -117,8 +123,11 @@ class _SimSideThread(SideThread):
 
 
 class _SimWorker(Worker):
-    """A worker without threads. A job begins, in order, when one of `threads` is free; it takes a drawn delay and runs
-    as a whole, on the loop, at the end of it."""
+    """A worker without threads.
+
+    A job begins, in order, when one of `threads` is free; it takes a drawn delay and runs as a whole, on the loop, at
+    the end of it.
+    """
 
     def __init__(
         self,

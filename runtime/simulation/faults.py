@@ -11,7 +11,10 @@ from ..env.env import seeded_stream
 
 
 class FaultPoints:
-    """The fault points, drawn from the run's seed at first use, each from its own stream. `SimEnv` has details."""
+    """The fault points, drawn from the run's seed at first use, each from its own stream.
+
+    `SimEnv` has details.
+    """
 
     def __init__(self, seed: int, probability: float, names: Collection[str] | None) -> None:
         self.seen: Counter[str] = Counter()

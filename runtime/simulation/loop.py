@@ -1,4 +1,6 @@
-"""An event loop with virtual time. A policy and a seed choose which of the ready callbacks runs next.
+"""An event loop with virtual time.
+
+A policy and a seed choose which of the ready callbacks runs next.
 
 It handles callbacks, timers and tasks, and detects deadlock and livelock. `env.py` adds workers and faults.
 """
@@ -63,7 +65,10 @@ class _Handle(asyncio.Handle):
 
 
 class SimLoop(asyncio.BaseEventLoop):
-    """An event loop with its own time and order of callbacks. No selector, no threads, no debug mode."""
+    """An event loop with its own time and order of callbacks.
+
+    No selector, no threads, no debug mode.
+    """
 
     _ready: list[Any]  # of Handle; a list instead of the base's deque, as taking from anywhere must be cheap
     _scheduled: list[asyncio.TimerHandle]
@@ -171,7 +176,10 @@ class SimLoop(asyncio.BaseEventLoop):
             raise LoopErrors("\n".join(self.errors)) from self._first_error
 
     def _run_once(self) -> None:
-        """Called by the base's `run_forever`. Runs until nothing is ready, then moves the clock to the next timer."""
+        """Called by the base's `run_forever`.
+
+        Runs until nothing is ready, then moves the clock to the next timer.
+        """
         ready, pick, events = self._ready, self._pick, self._events
         if not ready:
             self._advance()
@@ -269,7 +277,7 @@ def _label(handle: asyncio.Handle) -> str:
 
 
 def _place(task: SimTask) -> str:
-    """`name waits at file:line in function`, innermost first, for each coroutine on the task's stack."""
+    """`name waits at file:line in function`, innermost first, for each coroutine of the task."""
     frames = list(_suspended_frames(task.get_coro()))
     stack = " < ".join(f"{code.co_filename}:{line} in {code.co_qualname}" for code, line in reversed(frames))
     return f"{task.get_name()} waits at {stack or 'its start'}"

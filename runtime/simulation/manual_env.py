@@ -1,4 +1,4 @@
-"""An env whose time the caller sets: for calling stages one after another, without an event loop.
+"""An env whose time the caller sets, for calling stages without an event loop.
 
 `env.py` has the env for whole pipelines.
 """
@@ -19,8 +19,10 @@ Ts = TypeVarTuple("Ts")
 
 
 class VirtualEnv(Env):
-    """An env with manual time: set `time_s`, then call `ring` to run the due alarms. No threads, no faults, no
-    waiting."""
+    """An env with manual time: set `time_s`, then call `ring` to run the due alarms.
+
+    No threads, no faults, no waiting.
+    """
 
     injects_faults = False
 
@@ -95,7 +97,10 @@ class _Alarm:
 
 
 def run_at_once(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Runs a coroutine that never waits, such as `handle` of a stage with plain code. RuntimeError if it waits."""
+    """Runs a coroutine that never waits, such as `handle` of a stage with plain code.
+
+    RuntimeError if it waits.
+    """
     try:
         coroutine.send(None)
     except StopIteration as done:

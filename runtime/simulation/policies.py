@@ -29,8 +29,10 @@ def policy_of(policy: str, stream: random.Random) -> Pick:
 
 
 class SimTask(asyncio.Task[Any]):
-    """A task numbered in order of creation. Its hash is the number, so sets of tasks (asyncio's own, anyio's) iterate
-    in the same order in every process."""
+    """A task numbered in order of creation.
+
+    Its hash is the number, so sets of tasks (asyncio's own, anyio's) iterate in the same order in every process.
+    """
 
     def __init__(self, coro: Any, *, number: int, priority: float, **kwargs: Any) -> None:
         self.number = number
@@ -61,9 +63,11 @@ def _uniform(stream: random.Random) -> Pick:
 
 
 def _pct(stream: random.Random) -> Pick:
-    """Probabilistic concurrency testing: the ready task of the highest priority runs; at random moments its priority
-    falls below all others. Callbacks without a task, oldest first, get every second turn: anyio repeats one until a
-    task has taken its cancellation, so neither side may wait for the other to end."""
+    """Probabilistic concurrency testing: the ready task of the highest priority runs.
+
+    At random moments its priority falls below all others. Callbacks without a task, oldest first, get every second
+    turn: anyio repeats one until a task has taken its cancellation, so neither side may wait for the other to end.
+    """
     until_change = stream.randrange(1, 1_000)
     lowest = 0.0
 
@@ -89,7 +93,10 @@ def _pct(stream: random.Random) -> Pick:
 
 
 def _starve(pattern: str, stream: random.Random) -> Pick:
-    """Any but the starved tasks, while another task is ready. Callbacks do not count, for the reason in `_pct`."""
+    """Any but the starved tasks, while another task is ready.
+
+    Callbacks do not count, for the reason in `_pct`.
+    """
     pick_any = _uniform(stream)
     starved: dict[int, bool] = {}  # a task's number -> whether it is starved
 

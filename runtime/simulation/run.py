@@ -1,4 +1,4 @@
-"""Deterministic simulation: runs a coroutine on a loop with virtual time and a seeded order of callbacks.
+"""Runs a coroutine on a loop with virtual time and a seeded order of callbacks.
 
 A seed determines the run, callback by callback, in every process. A run ends with the value of its main coroutine or
 with an error: `Deadlock` as soon as nothing can happen any more, `Livelock` when callbacks never end, `LoopErrors` for
@@ -60,7 +60,9 @@ def run(
     policy: str = "uniform",
     **settings: Unpack[SimSettings],
 ) -> SimResult[T]:
-    """Runs `main(env)` to its end in virtual time. Tasks that outlive it are cancelled and reported.
+    """Runs `main(env)` to its end in virtual time.
+
+    Tasks that outlive it are cancelled and reported.
 
     An exception of `main` is raised with a note that has the seed and policy. See `SimEnv` for the settings.
     """
@@ -99,8 +101,10 @@ def _no_garbage_collection() -> Generator[None]:
 
 @contextmanager
 def _numbered_cancel_scopes() -> Generator[None]:
-    """anyio cancels nested scopes in the order of a set, hence of addresses. Here scopes hash to numbers in the
-    order of their first hashing, which is the same in every process."""
+    """anyio cancels nested scopes in the order of a set, hence of addresses.
+
+    Here scopes hash to numbers in the order of their first hashing, which is the same in every process.
+    """
     numbers: dict[int, tuple[int, object]] = {}  # by id, with the scope, so that no id is reused
 
     def number(scope: object) -> int:

@@ -1,4 +1,4 @@
-"""Test decorators for asynchronous code: run a test under many seeds, and report which seed failed.
+"""Test tools for asynchronous code: run a test under many seeds, and report the failing one.
 
 `millrace.stages.testing` builds on this; this file does not depend on stages.
 """
@@ -26,7 +26,9 @@ def sim_test(
     policies: Collection[str] = POLICIES,
     **settings: Unpack[SimSettings],
 ) -> Callable[[Callable[..., Coroutine[Any, Any, Any]]], Callable[..., None]]:
-    """Makes a test of `async def test(env, ...)`: it runs once per seed, in virtual time, and must leave no task.
+    """Makes a test of `async def test(env, ...)`.
+
+    It runs once per seed, in virtual time, and must leave no task.
 
     Seed i runs under policy i modulo the number of policies. The first seed that fails ends the test. The failure says
     how to repeat the run: MILLRACE_SIM_SEED=7 MILLRACE_SIM_POLICY=pct in the environment. Parameters other than `env`

@@ -1,4 +1,4 @@
-"""The trace: 32-byte records of the events in a pipeline, in a memory-mapped ring per thread.
+"""The trace: 32-byte records of a pipeline's events, in a memory-mapped ring per thread.
 
 Owns: the rings, the record format, and the readers of both.
 In: events from stages, channels, the watch and the device.

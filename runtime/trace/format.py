@@ -1,4 +1,6 @@
-"""The trace: events of a pipeline, as 32-byte records in a memory-mapped ring per writing thread. Always on.
+"""The format of the trace: 32-byte records in a memory-mapped ring per writing thread.
+
+Always on.
 
 One format serves the dashboard, Perfetto, OpenTelemetry, recording, replay and simulation. A record is little-endian:
 

@@ -23,8 +23,11 @@ FLOW = ((EventKind.STEP_PLANNED, "schedule"), (EventKind.STEP_GRANTED, "allocate
 
 
 def chrome_trace(records: Records, names: list[str]) -> dict[str, Any]:
-    """The document. `records` are in order of time, `names` is the name table of any of their rings. Times in the
-    document are in microseconds from the first record on."""
+    """The document.
+
+    `records` are in order of time, `names` is the name table of any of their rings. Times in the document are in
+    microseconds from the first record on.
+    """
     base_ns = int(records["time_ns"][0]) if len(records) else 0
     tracks = _Tracks(base_ns)
     for record in records[np.isin(records["kind"], list(_SLICES))]:

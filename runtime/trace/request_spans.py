@@ -1,4 +1,4 @@
-"""The trace by request, as spans: when it was accepted, how long each stage took, and how it ended."""
+"""The trace by request, as spans: its arrival, the time in each stage, and its end."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ OF_REQUESTS = (
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A part of a request's time, [begin_ns, end_ns) on the trace's clock. `name` is a stage's, or queue (it waits for
-    admission to a step), prefill or decode."""
+    """A part of a request's time, [begin_ns, end_ns) on the trace's clock.
+
+    `name` is a stage's, or queue (it waits for admission to a step), prefill or decode.
+    """
 
     name: str
     begin_ns: int
@@ -31,8 +33,10 @@ class Span:
 
 @dataclass(slots=True)
 class RequestSpans:
-    """One request. Its spans are in order, do not overlap, and lie within it. Gaps between them are waits that belong
-    to no stage."""
+    """One request. Its spans are in order, do not overlap, and lie within it.
+
+    Gaps between them are waits that belong to no stage.
+    """
 
     number: int  # of its first sequence, its id in records
     request_id: str
@@ -49,8 +53,10 @@ class RequestSpans:
 
 
 def request_spans(records: Records, names: list[str]) -> list[RequestSpans]:
-    """Every request in the records, which are in order of time; sorted by number. A request whose beginning was
-    overwritten begins with the records; one that has not ended ends with them."""
+    """Every request in the records, which are in order of time; sorted by number.
+
+    A request whose beginning was overwritten begins with the records; one that has not ended ends with them.
+    """
     if not len(records):
         return []
     first_ns, last_ns = int(records["time_ns"][0]), int(records["time_ns"][-1])
@@ -117,7 +123,10 @@ class _Life:
 
 
 def _in_turn(request: RequestSpans) -> list[Span]:
-    """The spans within the request, without overlap: a record is written microseconds after its event."""
+    """The spans within the request, without overlap.
+
+    A record is written microseconds after its event.
+    """
     end_ns, spans = request.begin_ns, []
     for span in sorted(request.spans, key=lambda span: (span.begin_ns, span.end_ns)):
         begin_ns = max(span.begin_ns, end_ns)

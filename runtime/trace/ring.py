@@ -1,4 +1,4 @@
-"""The ring of records of one writing thread, and its reader, which never disturbs the writer."""
+"""The ring of records of one writing thread, and a reader that never disturbs the writer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ _pack = RECORD.pack_into
 
 
 class Emit(Protocol):
-    """Writes one record, in order of time. Never fails: a value that its field cannot hold is clipped."""
+    """Writes one record, in order of time.
+
+    Never fails: a value that its field cannot hold is clipped.
+    """
 
     def __call__(
         self, kind: int, source: int, step: int = 0, a: int = 0, b: int = 0, c: int = 0, d: int = 0
@@ -44,7 +47,9 @@ class Emit(Protocol):
 
 
 class TraceRing:
-    """The last `capacity_events` records of one writing thread. A full ring overwrites its oldest record.
+    """The last `capacity_events` records of one writing thread.
+
+    A full ring overwrites its oldest record.
 
     It is in memory, or in the file `path`, which other processes may read, also after a crash. Or it is in `file`, an
     open descriptor of `ring_bytes`; there it continues after the records of the process that used the file before.
@@ -80,7 +85,10 @@ class TraceRing:
         self.emit = self._make_emit()
 
     def _make_emit(self) -> Emit:
-        """Makes `emit` as a closure: a third faster than a method, which would look up six attributes."""
+        """Makes `emit` as a closure.
+
+        It is a third faster than a method, which would look up six attributes.
+        """
         ring = memoryview(self.map)  # writing into the map itself takes a third longer
         capacity, now_ns, pack_into = self.capacity_events, self._now_ns, _pack
         told, count = self._counters, self._num_written
@@ -98,8 +106,10 @@ class TraceRing:
         return emit
 
     def emit_many(self, kind: int, source: int, step: int | Column, a: Column, *columns: Column | int) -> None:
-        """Writes a record for each row of the columns `step`, `a`, `b`, ...: arrays [n]. All but `a` may be a single
-        integer."""
+        """Writes a record for each row of the columns `step`, `a`, `b`, ...: arrays [n].
+
+        All but `a` may be a single integer.
+        """
         num_new, num_written = len(a), self._num_written[0]
         if num_new <= 32:  # below that the array operations cost more than they save
             lists = (
@@ -131,7 +141,10 @@ class TraceRing:
 
 
 class Reader:
-    """Reads a ring without disturbing its writer: a ring of this process, or a file, also of a dead process."""
+    """Reads a ring without disturbing its writer.
+
+    The ring is of this process, or in a file, also of a dead process.
+    """
 
     def __init__(self, ring: TraceRing | Path | mmap.mmap) -> None:
         if isinstance(ring, Path):
@@ -151,8 +164,10 @@ class Reader:
         return [self._map[at + 1 : at + 1 + self._map[at]].decode(errors="ignore") for at in cells]
 
     def read_since(self, cursor: int = 0) -> tuple[Records, int, int]:
-        """The records written since `cursor` (0 at first): a copy, the cursor for the next call, and the number of
-        records that were overwritten before they could be read."""
+        """(Records written since `cursor`, the next cursor, number of lost records).
+
+        The first cursor is 0. The records are a copy; lost ones were overwritten before they could be read.
+        """
         num_written, _ = self._counters()
         first = max(cursor, num_written - self.capacity_events)
         ring = np.frombuffer(self._map, WHOLE, self.capacity_events, RECORDS_AT)

@@ -11,8 +11,9 @@ KEYFRAME_STEPS = 256
 
 
 class StepRows:
-    """Writes the rows of each step, as changes: nothing while the same rows go on decoding. Every KEYFRAME_STEPS steps
-    it writes all rows, so that a ring whose beginning was overwritten can still be read.
+    """Writes the rows of each step, as changes: nothing while the same rows go on decoding.
+
+    Every KEYFRAME_STEPS steps it writes all rows, so that a ring whose beginning was overwritten can still be read.
 
     `num_slots` is the size of the slot-indexed state.
     """
@@ -26,8 +27,10 @@ class StepRows:
         self._decoding_slots: Column | None = None  # of the last step, if all its rows decoded
 
     def go_on(self, step: int, slots: Column) -> bool:
-        """Whether this step has the last one's rows, all decoding, so that there is nothing to write. It compares the
-        array's identity only."""
+        """Whether this step has the rows of the last one, all decoding.
+
+        Then there is nothing to write. It compares the array's identity only.
+        """
         return slots is self._decoding_slots and step % KEYFRAME_STEPS != 0
 
     def step(
@@ -38,7 +41,10 @@ class StepRows:
         starts: Column,
         num_tokens: Column,
     ) -> None:
-        """Writes the rows of a step, [R] each: slot, sequence, position of its first token, tokens computed."""
+        """Writes the rows of a step.
+
+        Arrays [R]: slot, sequence, position of its first token, tokens computed.
+        """
         if not self._tracer.enabled:
             return
         decodes, before = num_tokens == 1, self._decoding[slots]

@@ -34,7 +34,10 @@ def table_of(kinds: Iterable[EventKind]) -> npt.NDArray[np.bool_]:
 
 
 def as_dicts(records: Records, names: list[str]) -> Iterator[dict[str, Any]]:
-    """Each record as a dict of named fields, with name ids resolved. For people and exports; slow."""
+    """Each record as a dict of named fields, with name ids resolved.
+
+    For people and exports; slow.
+    """
     for record in records:
         kind = EventKind(int(record["kind"]))
         event: dict[str, Any] = {"time_ns": int(record["time_ns"]), "kind": kind.name}

@@ -73,7 +73,10 @@ class Tracer:
 
     @property
     def has_ring(self) -> bool:
-        """Whether this thread has a ring. If so, `emit` takes no lock, so it is safe while a tracer's lock is held."""
+        """Whether this thread has a ring.
+
+        If so, `emit` takes no lock, so it is safe while a tracer's lock is held.
+        """
         return self._here.ring is not None
 
     def names(self) -> list[str]:
@@ -86,7 +89,10 @@ class Tracer:
             (self._here.emit or self._new_ring().emit)(kind, source, step, a, b, c, d)
 
     def bind(self) -> Emit:
-        """This thread's `emit`, a third cheaper. For a caller that stays on one thread and checks `enabled` itself."""
+        """This thread's `emit`, a third cheaper.
+
+        For a caller that stays on one thread and checks `enabled` itself.
+        """
         return self._here.emit or self._new_ring().emit
 
     def emit_many(self, kind: int, source: int, step: int | Column, a: Column, *columns: Column | int) -> None:
@@ -103,7 +109,10 @@ class Tracer:
                 self.emit(EventKind.REQUEST_NAME, source, 0, sequence_id, *words)
 
     def adopt(self, ring: mmap.mmap) -> None:
-        """Adds a ring that another process writes. Its records are read with its names mapped to ours."""
+        """Adds a ring that another process writes.
+
+        Its records are read with its names mapped to ours.
+        """
         with self._lock:
             self._adopted.append(ring)
 
@@ -173,7 +182,10 @@ class AdoptedReader(Reader):
 
 
 def _names_before(files: Sequence[int]) -> list[str]:
-    """The names of the process that wrote these files before, so that ids in its records keep their meaning."""
+    """The names of the process that wrote these files before.
+
+    So ids in its records keep their meaning.
+    """
     rings = (mmap.mmap(file, 0, access=mmap.ACCESS_READ) for file in files)
     return max((Reader(ring).names() for ring in rings if num_written_in(ring)), key=len, default=[])
 

@@ -1,4 +1,4 @@
-"""Items that are processed once each, in order, by whichever of two threads needs them first."""
+"""Items processed once each, in order, by whichever of two threads needs them first."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ class Turn(Generic[T]):
 
 
 class InOrder(Generic[T]):
-    """A queue of items for two threads. `wait(item)` returns when an item may be processed; both threads may wait for
-    one item. `do(item)` is called once, after the items before it, by one thread at a time.
+    """A queue of items for two threads.
+
+    `wait(item)` returns when an item may be processed; both threads may wait for one item. `do(item)` is called once,
+    after the items before it, by one thread at a time.
 
     An error of `do` is raised by `do_through` of that item alone; later items are still processed. An error of `wait`
     is raised to its caller, and the item stays in the queue.
@@ -41,8 +43,10 @@ class InOrder(Generic[T]):
         return turn
 
     def do_through(self, turn: Turn[T]) -> None:
-        """Processes items in order until `turn` is over. Raises the error of its item, whichever thread processed
-        it."""
+        """Processes items in order until `turn` is over.
+
+        Raises the error of its item, whichever thread processed it.
+        """
         self._do_until(lambda: turn.is_over)
         if turn.error is not None:
             raise turn.error

@@ -17,7 +17,7 @@ ONE = (1).to_bytes(8, "little")
 
 
 class LoopWaker:
-    """Calls `call()` on a loop after `wake`; once for several calls of `wake` that it has not served yet."""
+    """Calls `call()` on a loop after `wake`. Several calls of `wake` before that need only one."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> None:
         self._loop, self._call = loop, call

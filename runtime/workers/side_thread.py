@@ -1,4 +1,4 @@
-"""A thread that takes jobs from another thread, such as a device thread, which fetches the results later.
+"""A thread that takes jobs from another thread, which fetches the results later.
 
 It uses no event loop. Each step uses it twice, so it is cheap: a job is one lock, not a `Future`.
 """
@@ -24,7 +24,10 @@ class Pending(Protocol[T_co]):
 
 
 class SideThread(ABC):
-    """One thread that runs jobs from any thread, in the order of `submit`, for callers without an event loop."""
+    """One thread that runs jobs from any thread, in the order of `submit`.
+
+    For callers without an event loop.
+    """
 
     @abstractmethod
     def submit(self, fn: Callable[[*Ts], T], *args: *Ts) -> Pending[T]:
@@ -36,7 +39,10 @@ class SideThreadClosed(RuntimeError):
 
 
 class LiveSideThread(SideThread):
-    """A side thread with a real thread. It is a daemon, so a job that hangs does not keep the process alive."""
+    """A side thread with a real thread.
+
+    It is a daemon, so a job that hangs does not keep the process alive.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name

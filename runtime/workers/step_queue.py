@@ -20,7 +20,7 @@ class _Early:
 
 
 class StepQueue:
-    """Passes each step to one device thread, phase by phase in order, whatever order the stages submit in.
+    """Passes each step to one device thread, phase by phase, whatever the order of submission.
 
     Step `n`, phase `p` goes to the thread after (n, p - 1), and (n + 1, 0) after the last phase of n. So a stage may
     submit the forward pass of the next step before the current one is sampled. The thread never reads state that an
@@ -42,8 +42,11 @@ class StepQueue:
         return self._next[0]
 
     def submit(self, step: int, phase: int, run: Callable[[], R], told: Told = AT_ONCE) -> asyncio.Future[R]:
-        """Runs `run()` on the device thread when its turn comes. Resolves on the loop with its result or error. A
-        result of `IF_ASKED` must be awaited before the step's next phase is submitted; afterwards it is dropped."""
+        """Runs `run()` on the device thread when its turn comes.
+
+        Resolves on the loop with its result or error. A result of `IF_ASKED` must be awaited before the step's next
+        phase is submitted; afterwards it is dropped.
+        """
         ticket = (step, phase)
         if ticket == self._next:
             if self._quiet is not None:
@@ -85,7 +88,10 @@ def _nothing() -> None:
 
 
 def hush(future: asyncio.Future[Any]) -> None:
-    """Suppresses the log line about an error that is never retrieved. A caller that awaits still gets the error."""
+    """Suppresses the log line about an error that is never retrieved.
+
+    A caller that awaits still gets the error.
+    """
     if isinstance(future, Job):
         future.is_hushed = True  # a callback would take 1.5 us and a handle of the loop
     else:

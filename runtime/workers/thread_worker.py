@@ -1,4 +1,4 @@
-"""Workers with real threads, for the live env: how a job gets to a thread, and its result back to the loop."""
+"""Workers with real threads, for the live env, and the delivery of results to the loop."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _QuietJob(Job):
 
 
 class Handover:
-    """Passes results from threads to the loop: one wakeup for all that are ready when it is served."""
+    """Passes results from threads to the loop, with one wakeup for all that are ready."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -57,13 +57,19 @@ class Handover:
             self._deliver()
 
     def put(self, future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
-        """Called by threads, which then `wake` the loop. NOTE: a waiter of a quiet job changes `told` and then reads
-        this queue; a thread puts the result here and then reads `told`. In this order no result is missed."""
+        """Called by threads, which then `wake` the loop.
+
+        NOTE: a waiter of a quiet job changes `told` and then reads this queue; a thread puts the result here and then
+        reads `told`. In this order no result is missed.
+        """
         self._done.append((future, result, error))
 
     def wake(self) -> None:
-        """Called by threads. NOTE: `put` comes before reading the flag, and `_deliver` clears it before popping; in
-        this order no result is left behind."""
+        """Called by threads.
+
+        NOTE: `put` comes before reading the flag, and `_deliver` clears it before popping; in this order no result is
+        left behind.
+        """
         if not self._is_woken:
             self._is_woken = True
             waker = self._waker
@@ -90,7 +96,10 @@ class Handover:
 
 
 class ThreadWorker(Worker):
-    """A worker with real threads. They are daemons, so a job that hangs does not keep the process alive."""
+    """A worker with real threads.
+
+    They are daemons, so a job that hangs does not keep the process alive.
+    """
 
     def __init__(self, name: str, threads: int, handover: Handover, on_closed: Callable[[Any], object]) -> None:
         super().__init__(name, threads, on_closed)
@@ -124,9 +133,11 @@ class ThreadWorker(Worker):
         return job
 
     def _call(self) -> None:
-        """Wakes threads for jobs that none has taken yet. One turn of the loop after the jobs came: until then the
-        loop holds the interpreter lock, and a woken thread would only wait for it. Waking a thread on an idle core
-        takes the loop 8 us."""
+        """Wakes threads for jobs that none has taken yet.
+
+        One turn of the loop after the jobs came: until then the loop holds the interpreter lock, and a woken thread
+        would only wait for it. Waking a thread on an idle core takes the loop 8 us.
+        """
         self._is_call_due = False
         for _ in range(min(len(self._jobs), self._num_threads) - self._calls.qsize()):
             self._calls.put(None)
@@ -180,8 +191,10 @@ class ThreadWorker(Worker):
         handover.wake()
 
     def _next(self) -> Job | None:
-        """The oldest job. NOTE: a call may come after its job was taken, which is harmless. A call that was not taken
-        yet serves as a new one, as a woken thread then takes jobs until there are none."""
+        """The oldest job. NOTE: a call may come after its job was taken, which is harmless.
+
+        A call that was not taken yet serves as a new one, as a woken thread then takes jobs until there are none.
+        """
         while True:
             try:
                 return self._jobs.popleft()

@@ -1,4 +1,4 @@
-"""The interface of workers: jobs run in the order of submission, and results are delivered to the event loop.
+"""The interface of workers: jobs run in order, and results are delivered to the event loop.
 
 `thread_worker.py` implements it with real threads, `runtime/simulation/env.py` without any.
 """
@@ -26,8 +26,11 @@ class AskedTooLate(RuntimeError):
 
 
 class Told(enum.Enum):
-    """When a job's result is delivered to the loop. Waking the loop gives it the interpreter lock. A thread that goes
-    on with its next job then waits for all that the loop has to do: 1 ms per step with 16 streams."""
+    """When a job's result is delivered to the loop.
+
+    Waking the loop gives it the interpreter lock. A thread that goes on with its next job then waits for all that the
+    loop has to do: 1 ms per step with 16 streams.
+    """
 
     AT_ONCE = enum.auto()
     BEFORE_WAITING = enum.auto()  # when the next job calls `tell` or ends, or there is no next job
@@ -55,9 +58,12 @@ class Worker(ABC):
         self._is_closed = False
 
     def submit(self, fn: Callable[[*Ts], T], *args: *Ts, told: Told = AT_ONCE) -> asyncio.Future[T]:
-        """Queues `fn(*args)`. Call it on the loop. The future resolves on the loop with the result or the error, which
-        may be any `BaseException` (a Rust panic is one). Raises `WorkerClosed` after `aclose`. NOTE: a free thread may
-        be woken only at the loop's next turn, so do not block the loop until the job has begun."""
+        """Queues `fn(*args)`. Call it on the loop.
+
+        The future resolves on the loop with the result or the error, which may be any `BaseException` (a Rust panic is
+        one). Raises `WorkerClosed` after `aclose`. NOTE: a free thread may be woken only at the loop's next turn, so do
+        not block the loop until the job has begun.
+        """
         if self._is_closed:
             raise WorkerClosed(f"worker {self.name!r} is closed: {name_of(fn)} was submitted too late")
         return self._enqueue(fn, args, told)
@@ -68,12 +74,17 @@ class Worker(ABC):
 
     @abstractmethod
     def tell(self) -> None:
-        """Delivers the results of earlier jobs now. Called by a job that is about to release the interpreter lock."""
+        """Delivers the results of earlier jobs now.
+
+        Called by a job that is about to release the interpreter lock.
+        """
 
     def forget(self, result: asyncio.Future[Any]) -> None:
-        """Drops the result of an `IF_ASKED` job of this worker that is not awaited yet. A later await raises
-        `AskedTooLate`, or the job's own error. Called on the loop. A result that came before may be kept for a while;
-        in simulation all are kept."""
+        """Drops the result of an `IF_ASKED` job of this worker that is not awaited yet.
+
+        A later await raises `AskedTooLate`, or the job's own error. Called on the loop. A result that came before may
+        be kept for a while; in simulation all are kept.
+        """
         assert isinstance(result, Job), f"{result}: not a job"
         if result.told is IF_ASKED:
             result.told = NEVER
@@ -85,13 +96,17 @@ class Worker(ABC):
 
     @abstractmethod
     async def aclose(self) -> None:
-        """Cancels the jobs that have not begun, waits for the others, and ends the threads. Never blocks the loop. May
-        be called again, also during a first call."""
+        """Cancels the jobs that have not begun, waits for the others, and ends the threads.
+
+        Never blocks the loop. May be called again, also during a first call.
+        """
 
 
 class Job(asyncio.Future[Any]):
-    """A call and its future in one. It waits while it is a key of `waiting`. A thread that begins it and the loop that
-    cancels it pop it first; `dict.pop` is atomic, so neither needs a lock."""
+    """A call and its future in one. It waits while it is a key of `waiting`.
+
+    A thread that begins it and the loop that cancels it pop it first; `dict.pop` is atomic, so neither needs a lock.
+    """
 
     __slots__ = ("args", "fn", "is_hushed", "told", "waiting")
 
@@ -133,8 +148,10 @@ class Job(asyncio.Future[Any]):
 
 
 def run_job(job: Job) -> tuple[Any, BaseException | None]:
-    """Runs a job that has begun, and returns its result and error. Errors that a future rejects, or that would look
-    like a cancellation of the waiter, are wrapped."""
+    """Runs a job that has begun, and returns its result and error.
+
+    Errors that a future rejects, or that would look like a cancellation of the waiter, are wrapped.
+    """
     assert job.fn is not None
     fn, args, job.fn, job.args = job.fn, job.args, None, ()
     try:

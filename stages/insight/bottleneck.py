@@ -118,7 +118,10 @@ def judge(load: Load) -> Bottleneck:
 
 
 def load_of(view: TraceView, now_ns: int | None = None, window_s: float = WINDOW_S) -> Load:
-    """The load in the last `window_s` seconds before `now_ns` (default: the last record), or since the first record."""
+    """The load in the last `window_s` seconds before `now_ns`. Default: the last record's time.
+
+    The window begins with the first record if that is later.
+    """
     end_ns = view.end_ns if now_ns is None else now_ns
     if len(view.records) and view.begin_ns > end_ns - window_s * 1e9:
         window_s = max(end_ns - view.begin_ns, 1) / 1e9  # the records begin later

@@ -1,4 +1,4 @@
-"""The causes of a request's latency in words, the longest first, from its waterfall and the records around it."""
+"""The causes of a request's latency in words, the longest first, from its waterfall."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _waits(view: TraceView, bar: Bar) -> list[tuple[str, int]]:
 
 
 def _of_forward(view: TraceView, bar: Bar, part: StepPart) -> list[tuple[str, int]]:
-    """Splits a forward pass: the request's own time, and the excess caused by other requests' prompts."""
+    """Splits a forward pass into the request's own time and the excess from others' prompts."""
     own = "prompt" if part.num_prompt_tokens else "decoding"
     granted = view.of_step(EventKind.STEP_GRANTED, part.step)
     executed = view.of_step(EventKind.STEP_EXECUTED, part.step)

@@ -1,4 +1,4 @@
-"""A request explained as plain data, for JSON and pages: its waterfall, its steps and its causes in words."""
+"""A request explained as plain data: its waterfall, its steps and its causes in words."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ MAX_BARS = 2_000  # listed; of a longer list the first and last half of this num
 
 
 def view_of(tracer: Tracer) -> TraceView:
-    """All records of a tracer from the time on at which no ring has lost any. Callable from any thread."""
+    """All records of a tracer from the time on at which no ring has lost any.
+
+    Callable from any thread.
+    """
     parts, since_ns = [], 0
     for reader in tracer.readers():
         records, _, num_lost = reader.read_since()
@@ -25,7 +28,10 @@ def view_of(tracer: Tracer) -> TraceView:
 
 
 def explain(view: TraceView, request_id: str, now_ns: int | None = None) -> dict[str, Any] | None:
-    """Where the time of a request went, and why. Milliseconds, from its arrival. None if it is not in the trace."""
+    """Where the time of a request went, and why. Milliseconds, from its arrival.
+
+    None if it is not in the trace.
+    """
     numbers = [number for number, name in request_names(view.records).items() if name == request_id]
     fall = waterfall(view, numbers[-1], now_ns) if numbers else None
     if fall is None:
@@ -53,8 +59,10 @@ def explain(view: TraceView, request_id: str, now_ns: int | None = None) -> dict
 
 
 def _stages(fall: Waterfall) -> list[dict[str, Any]]:
-    """How long each stage served the request, let it wait, and was blocked with it, in the order of first use. With
-    the preempted and the client's time they add up to the total."""
+    """The request's time in each stage by service, wait and blocking, in the order of first use.
+
+    With the preempted and the client's time they add up to the total.
+    """
     names = dict.fromkeys(bar.stage for bar in fall.bars if bar.kind in ("service", "wait", "blocked"))
     return [
         {

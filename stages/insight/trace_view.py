@@ -1,4 +1,4 @@
-"""Records of a trace, indexed by kind, by step and by request, for waterfalls, causes and bottlenecks.
+"""Records of a trace, indexed by kind, by step and by request.
 
 The records may be of this process, of a file, or of a recording.
 """
@@ -67,7 +67,10 @@ class TraceView:
         return rows[first:end]
 
     def num_prompt_tokens(self, sequence_id: int) -> int:
-        """Of a sequence's prompt; 0 if the trace does not have it. The choices of a prompt have the ids after it."""
+        """Of a sequence's prompt; 0 if the trace does not have it.
+
+        The choices of a prompt have the ids after it.
+        """
         told = self.of(EventKind.REQUEST_TOKENIZED)
         before = told[told["a"] <= sequence_id]
         return int(before["b"][np.argmax(before["a"])]) if len(before) else 0

@@ -1,4 +1,4 @@
-"""The waterfall of a request: consecutive bars from its arrival to its end, without gaps, from the trace's records.
+"""The waterfall of a request: consecutive bars from its arrival to its end, without gaps.
 
     arrival  |intake|tokenize|..wait..|schedule|allocate|execute......|sample|detokenize|exit|  end
 
@@ -54,7 +54,10 @@ class StepPart:
 
 @dataclass(frozen=True, slots=True)
 class Waterfall:
-    """A request's life. The bars are in order, each begins where the one before ends, and they fill [begin, end)."""
+    """A request's life.
+
+    The bars are in order, each begins where the one before ends, and they fill [begin, end).
+    """
 
     sequence_id: int  # of its first sequence
     num_sequences: int
@@ -71,8 +74,11 @@ class Waterfall:
 
 
 def waterfall(view: TraceView, sequence_id: int, now_ns: int | None = None) -> Waterfall | None:
-    """The waterfall of the request whose first sequence is `sequence_id`, up to its end. While it is live, up to
-    `now_ns` (default: the last record's time). None if the trace does not reach back to its arrival."""
+    """The waterfall of the request whose first sequence is `sequence_id`, up to its end.
+
+    While it is live, up to `now_ns` (default: the last record's time). None if the trace does not reach back to its
+    arrival.
+    """
     accepted = view.of_request(EventKind.REQUEST_ACCEPTED, sequence_id)
     if not len(accepted):
         return None
@@ -130,7 +136,10 @@ def _spans_of_step(view: TraceView, step: int) -> Iterator[Bar]:
 
 
 def _spans_of_batch(batches: Batches, step: int, executed: np.void | None, done: np.void | None) -> Iterator[Bar]:
-    """A stage's own bar for a step. Sample gets a step before its forward pass has ended; until then it waits."""
+    """A stage's own bar for a step.
+
+    Sample gets a step before its forward pass has ended; until then it waits.
+    """
     place = batches.of_step(step)
     if place is None:
         return
@@ -148,7 +157,7 @@ def _spans_of_batch(batches: Batches, step: int, executed: np.void | None, done:
 
 
 def _steps(view: TraceView, sequence_ids: range, end_ns: int) -> list[StepPart]:
-    """The steps with rows of the request, without void ones, up to the last one granted before `end_ns`."""
+    """The request's steps, without void ones, up to the last one granted before `end_ns`."""
     prompts: dict[int, int] = {}
     decodes: dict[int, int] = {}
     granted = view.of(EventKind.STEP_GRANTED)
@@ -199,8 +208,10 @@ def _parked(view: TraceView, sequence_ids: range, end_ns: int) -> Iterator[Bar]:
 def _without_holes(
     spans: Iterable[Bar], away: Iterable[Bar], begin_ns: int, end_ns: int, next_stage: str
 ) -> Iterator[Bar]:
-    """Cuts each span by those before it. Fills gaps with waits for the next span, the last with a wait for
-    `next_stage`. Times in `away` replace waits."""
+    """Cuts each span by those before it.
+
+    Fills gaps with waits for the next span, the last with a wait for `next_stage`. Times in `away` replace waits.
+    """
     away = sorted(away, key=lambda bar: bar.begin_ns)
     cursor_ns = begin_ns
     for span in [*spans, Bar("wait", next_stage, end_ns, end_ns)]:

@@ -1,4 +1,4 @@
-"""Recordings of the calls of schedule and allocate: writing, replay, and simulation with other settings.
+"""Recordings of schedule and allocate: writing, replay, and simulation with other settings.
 
 Owns: the file format, and the cost model of steps.
 In: an engine's calls, or a recording.

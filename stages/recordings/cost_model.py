@@ -1,4 +1,6 @@
-"""The cost model of steps: predicts a step's duration from its contents. Fitted to a recording; replaces a device.
+"""The cost model of steps: predicts a step's duration from its contents.
+
+Fitted to a recording; replaces a device.
 
 It is linear: a fixed time per step, plus a time per token, row and copied block.
 """
@@ -92,8 +94,9 @@ class Fitted:
 
 
 def fit(recording: Recording) -> Fitted:
-    """Fits the model to the steps of a recording: least squares over windows of a few steps, each weighed by its time,
-    no coefficient below 0.
+    """Fits the model to the steps of a recording by least squares.
+
+    Sums windows of a few steps, each weighed by its time; no coefficient is below 0.
 
     A step that began with the device idle counts from its grant to its outcome, any other from the outcome of the
     step before. So host overhead is included, as in serving. Raises `RecordingError` for a recording with too few
@@ -130,8 +133,10 @@ def _sums(rows: NDArray[np.float64], num_windows: int) -> NDArray[np.float64]:
 
 
 def step_times(recording: Recording) -> tuple[list[tuple[StepContents, float]], float]:
-    """(Contents, seconds) of each step of a recording, and the median time from a request's arrival to schedule. Reads
-    only: the stages may have changed since."""
+    """(Contents, seconds) of each step, and the median seconds from arrival to schedule.
+
+    Nothing is replayed, as the stages may have changed since.
+    """
     samples: list[tuple[StepContents, float]] = []
     fronts: list[float] = []
     granted: dict[int, tuple[float, StepContents]] = {}

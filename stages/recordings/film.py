@@ -51,7 +51,7 @@ class Life:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Measurements, [N] each: when, in ns on the engine's clock and in order; and how long, in microseconds."""
+    """Measurements, [N] each: times in ns on the engine's clock, in order, and durations in us."""
 
     when_ns: Times
     us: Times
@@ -71,7 +71,10 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Film:
-    """The part of a recording that could be replayed. Times are on the engine's clock, where it begins at `began_s`."""
+    """The part of a recording that could be replayed.
+
+    Times are on the engine's clock, where it begins at `began_s`.
+    """
 
     recording: Recording
     records: Records  # the trace, in order of time
@@ -103,8 +106,10 @@ class Film:
 def film(
     recording: Recording, policy: Policy | None = None, progress: Callable[[float], object] = lambda time_s: None
 ) -> Film:
-    """Replays a recording. `progress` is called now and then with the time reached. Raises `RecordingError` if nothing
-    can be replayed."""
+    """Replays a recording. `progress` is called now and then with the time reached.
+
+    Raises `RecordingError` if nothing can be replayed.
+    """
     return _Shooting(recording, policy).run(progress)
 
 
@@ -319,8 +324,11 @@ class _Shooting:
 
 
 def block_changes(records: Records, names: Sequence[str]) -> tuple[Times, Times, Times]:
-    """When blocks changed their state or table: (when in ns [C], first block [C], number of blocks [C]), in order.
-    A block enters a table when its step is granted, however late the record was written."""
+    """Changes of blocks' state or table, in order.
+
+    (When in ns [C], first block [C], number of blocks [C]). A block enters a table when its step is granted, however
+    late the record was written.
+    """
     granted = records[records["kind"] == EventKind.STEP_GRANTED]
     ranges = records[records["kind"] == EventKind.KV_RANGE]
     ids = {name: names.index(name) if name in names else -1 for name in ("left", "in_use")}

@@ -1,4 +1,4 @@
-"""The format of recordings: JSON lines with the inputs and decisions of schedule and allocate, in order.
+"""The format of recordings: JSON lines with inputs and decisions of schedule and allocate.
 
     {"millrace_recording": 3, "began_wall_s": ..., "began_s": ..., "tokens": "hidden", "engine": {...},
      "repeats": {"least": 2, "most": 6}}
@@ -59,8 +59,11 @@ Fields = dict[str, Any]  # of a message: plain values and arrays
 
 
 class CallLog(Protocol):
-    """Receives the calls of schedule and allocate, in order. It is called on the loop, so it must be quick. It must not
-    change its arguments, and may keep only messages, which are immutable."""
+    """Receives the calls of schedule and allocate, in order.
+
+    It is called on the loop, so it must be quick. It must not change its arguments, and may keep only messages, which
+    are immutable.
+    """
 
     def schedule(
         self,
@@ -70,8 +73,10 @@ class CallLog(Protocol):
         failed: Sequence[int],
         is_early: bool,
     ) -> None:
-        """A call of schedule: its batch, the causes from the control lane, its plans, and the sequences that it gave
-        up. `is_early`: it did not plan, as it was too early."""
+        """A call of schedule: its batch, causes from the control lane, plans, sequences given up.
+
+        `is_early`: it did not plan, as it was too early.
+        """
 
     def allocate(
         self, batch: Sequence[StepPlan | Rates], answers: Sequence[tuple[StepGrant | None, PlanReport]]
@@ -154,7 +159,10 @@ def plain(told: Fields) -> Fields:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Equality, by identity first: rows that go on decoding mostly have the array objects of the step before."""
+    """Equality, by identity first.
+
+    Rows that go on decoding mostly have the array objects of the step before.
+    """
     if one is other:
         return True
     if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
@@ -232,7 +240,10 @@ def grant_fields(grant: StepGrant) -> Fields:
 
 
 def done_fields(done: StepDone, token_ids: Ints | None) -> Fields:
-    """The fields of a step's outcome, with `token_ids` instead of its own; None if there is no prefix cache."""
+    """The fields of a step's outcome.
+
+    `token_ids` replace its own; None if there is no prefix cache.
+    """
     return {
         "step": done.step,
         "slots": done.slots,
@@ -292,7 +303,10 @@ class Wrong(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """The fields of a message from a file. Each method checks one field and returns it, or raises `Wrong`."""
+    """The fields of a message from a file.
+
+    Each method checks one field and returns it, or raises `Wrong`.
+    """
 
     kind: str
     values: Mapping[str, Any]
@@ -350,7 +364,10 @@ class Given:
 
 
 def read_engine(values: Any) -> RecordedEngine:
-    """The engine of a header. Sizes are bounded, as tables are allocated by them. Format 1 has no `itl_target_ms`."""
+    """The engine of a header. Sizes are bounded, as table sizes follow from them.
+
+    Format 1 has no `itl_target_ms`.
+    """
     given = Given("engine", {"itl_target_ms": 0.0, **values} if isinstance(values, dict) else {})
     ageing = given.values.get("priority_ageing_s")
     engine = RecordedEngine(
@@ -371,7 +388,7 @@ def read_engine(values: Any) -> RecordedEngine:
     )
     if engine.max_num_seqs * engine.max_model_len > 2**28:
         sizes = f"max_num_seqs = {engine.max_num_seqs}, max_model_len = {engine.max_model_len}"
-        raise Wrong(f"engine: {sizes}: their product must be at most {2**28}, as tables are allocated by it")
+        raise Wrong(f"engine: {sizes}: their product must be at most {2**28}, as table sizes follow from it")
     if engine.num_blocks * engine.block_size < engine.max_model_len:
         sizes = f"num_blocks = {engine.num_blocks} of {engine.block_size} tokens"
         raise Wrong(f"engine: {sizes} hold no sequence of max_model_len = {engine.max_model_len}")

@@ -1,4 +1,4 @@
-"""The memory at one moment, by block and holder, of a running engine or of a replayed recording.
+"""The memory of a running engine or a replayed recording at one moment, by block and holder.
 
 Plain data, copied from the state of schedule and allocate. Equal moments give equal values.
 """
@@ -30,7 +30,10 @@ class SequenceState:
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """One slot that has blocks. Its sequence may have ended for schedule before allocate is notified."""
+    """One slot that has blocks.
+
+    Its sequence may have ended for schedule before allocate is notified.
+    """
 
     slot: int
     sequence_id: int
@@ -74,7 +77,10 @@ class MemoryState:
 
 
 def memory_state(scheduler: Scheduler, allocator: Allocator) -> MemoryState:
-    """The current memory. Call it between two calls of the stages: during one their states do not agree."""
+    """The current memory.
+
+    Call it between two calls of the stages: during one their states do not agree.
+    """
     tables, host, table = allocator.tables, allocator.host, scheduler.slots
     holders = []
     for slot in np.flatnonzero(tables.room).tolist():

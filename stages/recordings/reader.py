@@ -85,7 +85,9 @@ Call = ScheduleCall | AllocateCall | CacheReset
 
 
 class Recording:
-    """A recording in a file. The first line is read at once. Each iteration starts at the beginning.
+    """A recording in a file. The first line is read at once.
+
+    Each iteration starts at the beginning.
 
     Raises `RecordingError` if the file is not a recording. If it was cut off, as when its engine was killed, an
     incomplete last line is ignored. After reading all of it, `end` says how it ended.
@@ -117,8 +119,10 @@ class Recording:
         return Reading(self)
 
     def call(self, number: int, least_s: float, line: bytes, unchanged: Unchanged) -> Call | None:
-        """The call in line `number`, whose time must be at least `least_s`; None for the last line. Raises
-        `RecordingError`."""
+        """The call in line `number`, whose time must be at least `least_s`; None for the last line.
+
+        Raises `RecordingError`.
+        """
         values = self._parse(number, line)
         if not isinstance(values, dict):
             raise RecordingError(f"{self.path}:{number}: must be a JSON object")
@@ -183,7 +187,10 @@ class Recording:
 
 
 class Reading:
-    """Iterates over the calls of a recording from some place on. `copy` continues from the same place independently."""
+    """Iterates over the calls of a recording from some place on.
+
+    `copy` continues from the same place independently.
+    """
 
     def __init__(self, recording: Recording) -> None:
         recording.end = None

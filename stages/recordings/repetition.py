@@ -1,4 +1,4 @@
-"""How an answer repeats earlier text: what the n-gram drafter would find at each place, and how many drafts are right.
+"""How an answer repeats earlier text: what the n-gram drafter would find at each place.
 
 A recording has this instead of tokens, whether or not the engine drafted. So a simulation can use drafts even if the
 recorded engine did not. It shows where an answer repeats something and for how long, but neither the text nor its
@@ -41,17 +41,21 @@ class Found(IntEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Repeats:
-    """The repetitions of one answer, by place. At place i, i of its tokens are known: what the drafter finds there, and
-    how many of its drafts are right. Stored as runs of places, [C] each: within a run the number of right drafts falls
-    by one per place, or stays at MOST_RIGHT."""
+    """The repetitions of one answer, by place.
+
+    At place i, i of its tokens are known: what the drafter finds there, and how many of its drafts are right. Stored as
+    runs of places, [C] each: within a run the number of right drafts falls by one per place, or stays at MOST_RIGHT.
+    """
 
     ends: Sequence[int]  # the place after each run, rising
     found: Sequence[int]  # `Found`, of all its places
     right: Sequence[int]  # right drafts, at its first place
 
     def at(self, place: int) -> tuple[Found, int]:
-        """(What is found, how many drafts are right) when `place` tokens of the answer are known. (NOTHING, 0) after
-        the last run."""
+        """(What is found, how many drafts are right) when `place` tokens of the answer are known.
+
+        (NOTHING, 0) after the last run.
+        """
         run = bisect_right(self.ends, place)
         if run == len(self.ends):
             return Found.NOTHING, 0
@@ -77,8 +81,11 @@ def read_repeats(values: Mapping[str, Any], engine: RecordedEngine) -> tuple[int
 
 
 def repeats_of(token_ids: Ints, num_prompt: int, least: int, most: int) -> Repeats | None:
-    """What a drafter that looks for `least` to `most` last tokens would find in the answer after a prompt of
-    `num_prompt` tokens, [T] together; None: nothing anywhere. Takes 0.1 ms, and 0.1 to 0.2 us per token."""
+    """What a drafter that looks for `least` to `most` last tokens finds in an answer.
+
+    `token_ids` [T] are a prompt of `num_prompt` tokens and its answer. None: nothing anywhere. Takes 0.1 ms, and 0.1 to
+    0.2 us per token.
+    """
     if len(token_ids) == num_prompt:
         return None
     num_matched, sources = _earlier(token_ids[:-1], num_prompt - 1, most)  # [T - P]
@@ -95,8 +102,10 @@ def repeats_of(token_ids: Ints, num_prompt: int, least: int, most: int) -> Repea
 
 
 def _earlier(token_ids: Ints, first: int, most: int) -> tuple[Indices, Indices]:
-    """For each token from `first` on: how many tokens that end with it, up to `most`, occurred earlier; and the
-    position after their last earlier occurrence. Both [T - first], of `token_ids` [T].
+    """For each token from `first` on: its longest earlier match, and where that continues.
+
+    The first is how many tokens that end with it, up to `most`, occurred earlier; the second is the position after
+    their last earlier occurrence. Both [T - first], of `token_ids` [T].
 
     Sorts all tokens once, then only those whose match may be longer: few, if an answer repeats little.
     """
@@ -121,7 +130,7 @@ def _earlier(token_ids: Ints, first: int, most: int) -> tuple[Indices, Indices]:
 
 
 def _num_alike(token_ids: Ints, places: Indices, sources: Indices) -> Indices:
-    """How many tokens from each of `places` on equal those from each of `sources` on, [n], up to MOST_RIGHT."""
+    """How many tokens from each place on equal those from its source on, [n], up to MOST_RIGHT."""
     none = np.full(MOST_RIGHT + 1, -1, token_ids.dtype)
     windows = sliding_window_view(np.concatenate([token_ids, none]), MOST_RIGHT + 1)
     is_alike = windows[places] == windows[sources]
@@ -138,8 +147,10 @@ def _in_runs(found: NDArray[Any], right: Indices) -> Repeats:
 
 
 class Answers:
-    """The texts of sequences that may draft, from their arrival to their end. Holds 4 bytes per answered token; prompts
-    are shared with their requests."""
+    """The texts of sequences that may draft, from their arrival to their end.
+
+    Holds 4 bytes per answered token; prompts are shared with their requests.
+    """
 
     def __init__(self, least: int, most: int) -> None:
         self._least, self._most = least, most
@@ -151,8 +162,10 @@ class Answers:
         return len(self._answers)
 
     def take(self, batch: Sequence[Any], over: Iterable[int]) -> list[Fields]:
-        """Processes a batch of schedule. `over`: sequences that ended without finishing. Returns the repetitions of
-        all sequences that ended."""
+        """Processes a batch of schedule. `over`: sequences that ended without finishing.
+
+        Returns the repetitions of all sequences that ended.
+        """
         ended = []
         for message in batch:
             if isinstance(message, TokenRequest):

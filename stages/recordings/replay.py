@@ -63,9 +63,11 @@ class Decision:
 
 
 class Core:
-    """The schedule and allocate stages of an engine, driven call by call. With a `tracer` made of `env` they write
-    their trace as in an engine; without one nothing is traced. Without a `drafter`, the only guesses are those in the
-    inputs."""
+    """The schedule and allocate stages of an engine, driven call by call.
+
+    With a `tracer` made of `env` they write their trace as in an engine; without one nothing is traced. Without a
+    `drafter`, the only guesses are those in the inputs.
+    """
 
     def __init__(
         self,
@@ -105,20 +107,28 @@ class Core:
     def run_schedule(
         self, batch: Sequence[Any], is_early: bool | None = None
     ) -> tuple[Sequence[StepPlan], Sequence[int]]:
-        """One `handle` of schedule. `is_early`: whether it is too early to plan; None: it decides by its clock. Returns
-        its plans, and the sequences that it gave up."""
+        """One `handle` of schedule.
+
+        `is_early`: whether it is too early to plan; None: it decides by its clock. Returns its plans, and the sequences
+        that it gave up.
+        """
         self.schedule.told_early = is_early
         run_at_once(self.schedule.handle(batch, DEAF))
         return self._heard.plans, self._heard.failed
 
     def run_allocate(self, batch: Sequence[StepPlan | Rates]) -> Sequence[tuple[StepGrant | None, PlanReport]]:
-        """One `handle` of allocate. Returns a grant and a report for each plan; the grant is None if it was void."""
+        """One `handle` of allocate.
+
+        Returns a grant and a report for each plan; the grant is None if it was void.
+        """
         run_at_once(self.allocate.handle(batch, DEAF))
         return self._heard.answers
 
 
 class Replay:
-    """A replay of a recording. `calls` runs it; `core` is its current state, `difference` the first difference.
+    """A replay of a recording.
+
+    `calls` runs it; `core` is its current state, `difference` the first difference.
 
     `policy` replaces the recorded one. Without it only built-in policies are found: a name in a file is never imported.
     Raises `RecordingError` for calls that the stages reject.
@@ -136,7 +146,10 @@ class Replay:
 
     @property
     def decision_hash(self) -> str:
-        """SHA-256 over all decisions so far, in order. Equal decisions give equal hashes on any machine."""
+        """SHA-256 over all decisions so far, in order.
+
+        Equal decisions give equal hashes on any machine.
+        """
         return self._hash.hexdigest()
 
     def run(self) -> Replay:

@@ -1,4 +1,4 @@
-"""A device with step times from a cost model, and a drafter that is right as often as recorded.
+"""A device with step times from a cost model, and a drafter that is right as recorded.
 
 Part of the simulation. Token ids have no meaning. The outcome of a step is computed when the step is granted, and
 delivered when it is done.
@@ -32,7 +32,7 @@ class Flight:
 
 @dataclass(slots=True, eq=False)
 class _Steady:
-    """Rows that go on decoding step after step: only a few numbers change from one step to the next."""
+    """Rows that go on decoding. Only a few numbers change from one step to the next."""
 
     slots: Indices  # [R]
     sequence_ids: NDArray[np.int64]
@@ -44,7 +44,10 @@ class _Steady:
 
 
 class ModelledDrafter:
-    """Guesses where an engine's own drafter would, by `repeats`, the recorded repetitions by sequence."""
+    """Guesses where an engine's own drafter would.
+
+    `repeats` has the recorded repetitions by sequence.
+    """
 
     def __init__(self, repeats: Mapping[int, Repeats], num_tokens: int) -> None:
         self._repeats, self._num_tokens = repeats, num_tokens
@@ -60,7 +63,10 @@ class ModelledDrafter:
 
 
 class ModelledDevice:
-    """Runs granted steps one after another. `repeats` gives the number of right drafts of each sequence."""
+    """Runs granted steps one after another.
+
+    `repeats` gives the number of right drafts of each sequence.
+    """
 
     def __init__(self, model: CostModel, num_slots: int, repeats: Mapping[int, Repeats]) -> None:
         self.num_steps = 0
@@ -150,7 +156,7 @@ class ModelledDevice:
 
 
 def _with_right(rows: Indices, places: Indices, num_right: Indices) -> tuple[Indices, Indices]:
-    """Rows and places, [R] each, with an entry for each right draft after its row: one entry per token."""
+    """Rows and places, [R] each, with an entry for each right draft after its row."""
     sizes = 1 + num_right
     ends = np.cumsum(sizes)
     offsets = np.arange(int(sizes.sum())) - np.repeat(ends - sizes, sizes)

@@ -1,4 +1,4 @@
-"""Simulation of other settings: a trace through the real intake, schedule and allocate stages, in virtual time.
+"""Simulation of other settings: the real intake, schedule and allocate in virtual time.
 
 A cost model replaces the device and is the only thing that takes time. Stages are called one after another, as an
 engine's loop would call them. Time moves from event to event: an arrival, a client that leaves, a step that is done, a

@@ -1,4 +1,4 @@
-"""The memory of a recorded engine at any time: the holder of each block, and the cause of each preemption.
+"""The memory of a recorded engine at any time, with the cause of each preemption.
 
 A recording has inputs and decisions, not the stages' state. So the state at a time is rebuilt by a replay up to it.
 """
@@ -74,7 +74,10 @@ class _Place:
 
 
 class Marks:
-    """Copies of places that the replay passed, to go back to. Evenly spread, however long the recording is."""
+    """Copies of places that the replay passed, to go back to.
+
+    Evenly spread, however long the recording is.
+    """
 
     def __init__(self, engine: RecordedEngine, spacing: int = MARK_CALLS) -> None:
         self._spacing = spacing  # calls between two, at least
@@ -98,15 +101,17 @@ class Marks:
 
 
 def _place_bytes(engine: RecordedEngine) -> int:
-    """The approximate size of a place: the state of blocks, of the prefix cache and of the slots."""
+    """The approximate size of a place in bytes: state of blocks, prefix cache and slots."""
     num_blocks = engine.num_blocks + engine.num_host_blocks
     of_tables = 4 * engine.max_num_seqs * engine.max_model_len // engine.block_size
     return (1024 if engine.enable_prefix_caching else 32) * num_blocks + of_tables + 2**16
 
 
 class TimeMachine:
-    """A recording that can be inspected at any time. Going to a time replays what lies between it and the current place
-    or the last mark before it. New marks are left on the way.
+    """A recording that can be inspected at any time.
+
+    Going to a time replays what lies between it and the current place or the last mark before it. New marks are left on
+    the way.
 
     `core` is a core of the caller's, which may trace. Raises `RecordingError` for what cannot be read or replayed.
     """

@@ -28,7 +28,10 @@ FIRST_ROWS = 64  # of the table of answers, which grows
 
 
 class Veil:
-    """Masks prompts as a whole, and answers token by token. Each sequence is begun once and ended once."""
+    """Masks prompts as a whole, and answers token by token.
+
+    Each sequence is begun once and ended once.
+    """
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
@@ -97,7 +100,10 @@ class Veil:
         return row
 
     def _chunks(self, token_ids: Ints) -> tuple[list[bytes], bytes]:
-        """The digests before each chunk, including a partly filled one; and the one before the chunk to fill next."""
+        """(The digest before each chunk, the digest before the chunk to fill next).
+
+        A partly filled chunk counts.
+        """
         digests = [hashlib.blake2b(key=self._secret, digest_size=16).digest()]
         for begin in range(CHUNK, len(token_ids) + 1, CHUNK):
             digests.append(self._next(digests[-1], token_ids[begin - CHUNK : begin]))

@@ -1,4 +1,4 @@
-"""Workloads to simulate: arrival times, lengths of prompts and answers, and what prompts have in common.
+"""Workloads to simulate: arrival times, lengths, and common prefixes of prompts.
 
 From a recording, or from published traces: a CSV like Azure's (TIMESTAMP, ContextTokens, GeneratedTokens) or JSON lines
 like Mooncake's (timestamp in ms, input_length, output_length, hash_ids). None of them holds any text.
@@ -40,7 +40,10 @@ class TraceRequest:
     repeats: Repeats | None = None  # how the answer repeats earlier text; None: nowhere, or unknown
 
     def tokens(self, number: int) -> Ints:
-        """Ids [P] that equal another request's as far as the trace says so. `number` is the request's own."""
+        """Ids [P] that equal another request's as far as the trace says so.
+
+        `number` is the request's own.
+        """
         if self.token_ids is not None:
             return self.token_ids
         if not self.hash_ids:
@@ -60,12 +63,15 @@ class Trace:
     tells_repeats: bool = False  # whether it has the repetitions in answers
 
     def scaled(self, *, times: float = 1.0, lengths: float = 1.0, most: int | None = None) -> Trace:
-        """The first `most` requests, with gaps between arrivals times `times`, and lengths times `lengths`."""
+        """The first `most` requests, with gaps scaled by `times` and lengths by `lengths`."""
         return replace(self, requests=[_scaled(request, times, lengths) for request in self.requests[:most]])
 
 
 def read_trace(path: Path) -> Trace:
-    """Reads a trace in any of these formats. Raises `RecordingError`, with the line, for any other file."""
+    """Reads a trace in any of these formats.
+
+    Raises `RecordingError`, with the line, for any other file.
+    """
     try:
         with path.open("rb") as file:
             first = file.readline(65_536)
@@ -83,8 +89,10 @@ def read_trace(path: Path) -> Trace:
 
 
 def from_recording(recording: Recording) -> Trace:
-    """The requests of a recording, each choice as a request of its own, with its recorded length. A cancelled request
-    leaves after the same time as recorded."""
+    """The requests of a recording with their recorded lengths, each choice as its own request.
+
+    A cancelled request leaves after the same time as recorded.
+    """
     asked: dict[int, TokenRequest] = {}
     num_answered: dict[int, int] = {}
     over: set[int] = set()

@@ -46,8 +46,10 @@ Answer = tuple[StepGrant | None, PlanReport]
 
 
 class Recorder:
-    """One recording. `open` it before the stages run and close it after them. In between it never waits and never
-    raises: if writing fails, the recording ends with the reason, and the engine goes on.
+    """One recording. `open` it before the stages run and close it after them.
+
+    In between it never waits and never raises: if writing fails, the recording ends with the reason, and the engine
+    goes on.
 
     It never overwrites a file: if `path` exists, it uses the first free one of `path`.1, `path`.2, ...
 
@@ -302,7 +304,10 @@ class _Encoder:
 
 
 def _create(path: Path) -> tuple[Path, BinaryIO]:
-    """A new file, readable by its owner only: `path`, or the first of `path`.1, `path`.2, ... that does not exist."""
+    """A new file, readable by its owner only.
+
+    It is `path`, or the first of `path`.1, `path`.2, ... that does not exist.
+    """
     number = 0
     while True:
         chosen = path if not number else path.with_name(f"{path.name}.{number}")

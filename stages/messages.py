@@ -474,8 +474,11 @@ class StepText:
 
 
 class CallLog(Protocol):
-    """Hears of the calls of schedule and allocate, in order. Called on the loop, so it is quick; it changes nothing of
-    what it is given, and keeps only messages, which nobody else changes either."""
+    """Receives the calls of schedule and allocate, in order.
+
+    It is called on the loop, so it must be quick. It must not change its arguments, and may keep only messages, which
+    are immutable.
+    """
 
     def schedule(
         self,
@@ -485,19 +488,21 @@ class CallLog(Protocol):
         failed: Sequence[int],
         is_early: bool,
     ) -> None:
-        """Schedule took this batch, and these causes from the control lane; planned so, or not at all as it was too
-        early, and gave these sequences up."""
+        """A call of schedule: its batch, causes from the control lane, plans, sequences given up.
+
+        `is_early`: it did not plan, as it was too early.
+        """
 
     def allocate(
         self, batch: Sequence[StepPlan | Rates], answers: Sequence[tuple[StepGrant | None, PlanReport]]
     ) -> None:
-        """Allocate took this batch and answered its plans so."""
+        """A call of allocate: its batch, and its answers to the plans in it."""
 
     def reset_prefix_cache(self, num_freed: int) -> None:
-        """Somebody reset the prefix cache, which freed so many blocks."""
+        """A reset of the prefix cache, which freed `num_freed` blocks."""
 
     def crash(self, stage: str) -> None:
-        """A stage crashed in the middle of a call: from here on nothing can be repeated."""
+        """A stage crashed during a call: later calls cannot be replayed."""
 
 
 Task = Literal["generate", "embed", "score"]  # score: a number for a pair of texts, from a cross-encoder

@@ -26,7 +26,7 @@ def request(name: str, form: StructuredOutputs | None = None) -> Request:
 async def fill(engine: Any) -> list[Any]:
     """Submits as many requests as the entry channel holds, while no stage takes any."""
     outboxes: list[Any] = []
-    with pytest.raises(Overloaded, match=r"requests wait to be looked at: try again in 1 s") as full:
+    with pytest.raises(Overloaded, match=r"requests wait to be processed: try again in 1 s") as full:
         while len(outboxes) < 10_000:
             outboxes.append(await engine.submit(request(f"f{len(outboxes)}"), wait=False))
     assert full.value.estimated_wait_s == 1.0

@@ -189,7 +189,7 @@ class Run:
 
     def step(self, parts: dict[int, list[int]], asked: dict[int, list[int]] | None = None) -> dict[int, Array]:
         """One step: for each sequence its next tokens. Logits [n, V] of those of them that are asked for, by their
-        numbers among these; of all, which are kept, if nobody says so."""
+        numbers among these; of all, which are kept, by default."""
         positions, slots, starts = [], [], [0]
         for sequence, token_ids in parts.items():
             table, start = self._tables.setdefault(sequence, []), self._lengths.get(sequence, 0)

@@ -261,7 +261,7 @@ def test_plain_code_stands_in_for_tile_registers(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_step_of_which_nobody_samples_only_fills_the_cache(dtype: DType) -> None:
+def test_a_step_without_requested_logits_only_fills_the_cache(dtype: DType) -> None:
     model = load("tied", dtype)
     cache = NativeCache(model.shape, 2, 16, model.cache_dtype)
     inputs = {"block_tables": np.zeros((1, 1), np.int32), "query_starts": np.array([0, 3], np.int32)}

@@ -102,7 +102,9 @@ def test_rows_that_are_asked_for_keep_their_order() -> None:
 
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
 @pytest.mark.parametrize("equals", [(3, 9), (5, 40), (31, 1002), (2, 500, 900), (0, 1, 1000, 1001, 1002)])
-def test_of_equals_the_lowest_is_taken_whoever_found_which(equals: tuple[int, ...], num_threads: int) -> None:
+def test_of_equal_logits_the_lowest_id_is_taken_whichever_thread_found_it(
+    equals: tuple[int, ...], num_threads: int
+) -> None:
     """Threads take from each other's end what those have left, so that a higher one may be found first."""
 
     def spoil(head: Array) -> None:

@@ -97,7 +97,7 @@ def not_done_once(
 
 @pytest.mark.parametrize("lateness", [-1, 0, 1, 4])
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 5])
-def test_each_thing_of_a_phase_is_done_once_before_the_next_whoever_comes_when(
+def test_each_item_of_a_phase_is_done_once_before_the_next_phase_starts(
     threads: ctypes.CDLL, num_threads: int, lateness: int
 ) -> None:
     for num, size in ((0, 1), (1, 1), (2, 3), (17, 1), (17, 4), (100, 16)):

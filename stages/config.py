@@ -26,9 +26,7 @@ class EngineConfig:
     offline: bool = False  # True: never open a socket; the model must already be on disk
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"  # dummy: random weights, for benchmarks
     dtype: Literal["auto", "float32", "bfloat16", "float16", "half"] = "auto"  # auto: the checkpoint's
-    quantization: Literal["int8", "int4"] | None = (
-        None  # of weight matrices, applied while loading; None: keep `dtype`
-    )
+    quantization: Literal["int8", "int4"] | None = None  # of weight matrices, applied while loading; None: keep `dtype`
     max_model_len: int | Literal["auto"] | None = None  # tokens, prompt plus answer; None: the model's; auto: what fits
     logprobs_mode: LogprobsMode = "raw_logprobs"  # raw: before penalties, bias, temperature; processed: after
     generation_config: Literal["auto", "off"] = "auto"  # sampling defaults from the checkpoint

@@ -30,7 +30,7 @@ def task_of(request: Request) -> Task:
 
 
 def check_task(task: Task, tasks: Collection[Task]) -> None:
-    """Raises `Refused` if `task` is not among the model's `tasks`; the message names the supported ones."""
+    """Raises `Refused`, with the supported tasks, if `task` is not among the model's `tasks`."""
     if task not in tasks:
         able = "; ".join(_WHERE[name] for name in _WHERE if name in tasks)
         raise Refused(f"{_NOT[task]}; {able}", code="unsupported_task", param="model")

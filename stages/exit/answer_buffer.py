@@ -16,7 +16,7 @@ NOT_BEGUN = Begun(NO_INTS)
 
 
 class Choice:
-    """One choice of a request, between the exit, which fills it, and the reader, which takes a `Delta`."""
+    """One choice of a request: the exit fills it, the reader takes `Delta`s from it."""
 
     __slots__ = (
         "begun",
@@ -58,7 +58,10 @@ class Choice:
         return self.num_read + len(self.token_ids)
 
     def add_prompt_logprobs(self, scored: PromptLogprobs) -> None:
-        """Adds new positions. Drops parts that repeat known ones: a preempted prompt is scored again."""
+        """Adds new positions.
+
+        Drops parts that repeat known ones: a preempted prompt is scored again.
+        """
         if not self.prompt_logprobs or scored.end > self.prompt_logprobs[-1].end:
             self.prompt_logprobs.append(scored)
 
@@ -81,8 +84,10 @@ class Choice:
         return Delta(self.index, text, token_ids, logprobs, reason, finish.stop_reason, finish.score, self.vector)
 
     def _take_logprobs(self) -> tuple[TokenLogprobs, ...]:
-        """Takes the logprobs whose text has been read, so that their joined texts equal the text. Text cut off by
-        a stop string is cut off here too."""
+        """Takes the logprobs whose text has been read, so that their joined texts equal the text.
+
+        Text cut off by a stop string is cut off here too.
+        """
         taken: list[TokenLogprobs] = []
         for entry in self.logprobs:
             if len(entry.token) > self.num_unspoken_chars:

@@ -19,11 +19,11 @@ log = get_logger("millrace.stages")
 
 
 class RequestOutbox:
-    """The answer to a request: an async iterator over lists of `Delta`, at most one per choice. For one reader.
+    """The answer to a request: an async iterator over lists of `Delta`, one per choice at most.
 
-    Text that arrives between two reads is joined, so the writer never waits. A reader that stalls holds little more
-    than `max_unread_tokens` of each choice in memory, since such a choice is parked. The iteration ends once each
-    choice has given its finish reason, or raises the `RequestError` that ended the request.
+    For one reader. Text that arrives between two reads is joined, so the writer never waits. A reader that stalls holds
+    little more than `max_unread_tokens` of each choice in memory, since such a choice is parked. The iteration ends
+    once each choice has given its finish reason, or raises the `RequestError` that ended the request.
     """
 
     def __init__(self, request: Request, bell: SharedBell) -> None:

@@ -1,4 +1,4 @@
-"""The seven stages of an LLM engine, the messages between them, and the plain code behind them.
+"""The seven stages of an LLM engine, their messages, and the plain code behind them.
 
 Owns: the contracts that every room of `stages` may import: messages, parameters, configuration, errors, outputs.
 Imports: `runtime`, `model`, `kernels`; no room, except for the lazy names below.

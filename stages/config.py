@@ -17,7 +17,10 @@ MAX_SPECULATIVE_TOKENS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """All settings of an engine. Start-up replaces a `None` by a value that fits the model and the machine."""
+    """All settings of an engine.
+
+    Start-up replaces a `None` by a value that fits the model and the machine.
+    """
 
     # the model
     model: str | None = None  # a folder or a Hub id; None: the bundled demo model
@@ -89,7 +92,10 @@ class EngineConfig:
         return {"auto": own, "half": "float16"}.get(self.dtype, self.dtype)
 
     def for_whole_answers(self) -> EngineConfig:
-        """The configuration for callers that read only complete answers: no step-time target unless one is set."""
+        """The configuration for callers that read only complete answers.
+
+        It has no step-time target unless one is set.
+        """
         return self if self.itl_target_ms is not None else replace(self, itl_target_ms=0.0)
 
     @property

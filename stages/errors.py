@@ -1,13 +1,17 @@
-"""Errors that a caller of the engine sees. The class says whether the client, time or the engine is at fault.
+"""Errors that a caller of the engine sees.
 
-`status` is the HTTP status with which a server answers.
+The class says whether the client, time or the engine is at fault. `status` is the HTTP status with which a server
+answers.
 """
 
 from __future__ import annotations
 
 
 class ConfigError(ValueError):
-    """The engine cannot start with these settings. The message names the setting, its value and valid values."""
+    """The engine cannot start with these settings.
+
+    The message names the setting, its value and valid values.
+    """
 
 
 class RequestError(Exception):
@@ -34,7 +38,7 @@ class Refused(RequestError):
 
 
 class TimedOut(RequestError):
-    """A time limit passed: before the request was served (408) or before its answer was complete (504)."""
+    """A time limit passed before the request was served (408) or complete (504)."""
 
     def __init__(self, message: str, *, stage: str, has_begun: bool) -> None:
         super().__init__(message, code="deadline_exceeded" if has_begun else "request_timeout")

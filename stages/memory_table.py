@@ -1,6 +1,6 @@
-"""The memory of an engine by use, in bytes, and its output as JSON, log fields and terminal text.
+"""The memory of an engine by use, as JSON, as log fields and as terminal text.
 
-`stages/backends/cache_size.py` decides the sizes.
+All sizes are in bytes. `stages/backends/cache_size.py` decides the sizes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """The available memory in bytes, measured with the weights loaded and before the cache is allocated."""
+    """The available memory in bytes, with the weights loaded and no cache allocated."""
 
     device: str  # "cpu", "cuda:0"
     total_bytes: int  # of the device

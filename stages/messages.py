@@ -1,8 +1,8 @@
-"""The messages between stages. A message is frozen: it is built once and never changed on its way.
+"""The messages between stages.
 
-A client *request* holds one or more prompts. Each choice of each prompt is a *sequence*, with a dense `sequence_id` in
-order of arrival. A running sequence has a *slot*; columnar state is indexed by slot. The arrays of a step are parallel:
-row i of each describes the same sequence.
+A message is frozen: it is built once and never changed on its way. A client *request* holds one or more prompts. Each
+choice of each prompt is a *sequence*, with a dense `sequence_id` in order of arrival. A running sequence has a *slot*;
+columnar state is indexed by slot. The arrays of a step are parallel: row i of each describes the same sequence.
 
 Extents: R rows of a step, L sampled rows, B new block-table entries, E ended slots, P prompt tokens, G generated
 tokens, V vocabulary size.
@@ -62,7 +62,10 @@ class FinishReason(enum.IntEnum):
 
 @message
 class Prompt:
-    """One prompt in exactly one of four forms. `token_ids` [P] skips the tokenizer; `pair` is two texts to score."""
+    """One prompt in exactly one of four forms.
+
+    `token_ids` [P] skips the tokenizer; `pair` is two texts to score.
+    """
 
     text: str | None = None
     token_ids: Ints | None = None
@@ -72,7 +75,10 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """The input of the chat template. The `content` of a message is text or a list of text parts."""
+    """The input of the chat template.
+
+    The `content` of a message is text or a list of text parts.
+    """
 
     messages: tuple[Mapping[str, Any], ...]
     add_generation_prompt: bool = True
@@ -107,7 +113,10 @@ class Request:
 
 @message
 class TokenRequest:
-    """One tokenized prompt of a request. Its `params.n` choices have consecutive ids from `first_sequence_id`."""
+    """One tokenized prompt of a request.
+
+    Its `params.n` choices have consecutive ids from `first_sequence_id`.
+    """
 
     request_id: str
     prompt_index: int
@@ -129,7 +138,10 @@ class TokenRequest:
 
 @message
 class Rates:
-    """Measured speed of the device. Allocate uses it to choose between swapping and recomputing, and reads no clock."""
+    """Measured speed of the device.
+
+    Allocate uses it to choose between swapping and recomputing, and reads no clock.
+    """
 
     copy_s: float  # to copy one block, one way
     compute_s: float  # to compute one token of a prompt
@@ -161,8 +173,10 @@ class Started:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether every prompt token must be computed, for its log-probability. False once there is an answer: all
-        prompt log-probabilities have then been reported."""
+        """Whether every prompt token must be computed, for its log-probability.
+
+        False once there is an answer: all prompt log-probabilities have then been reported.
+        """
         return self.params.prompt_logprobs is not None and len(self.token_ids) == self.num_prompt
 
 
@@ -182,7 +196,10 @@ class Drafts:
 
 @message
 class StepPlan:
-    """The token demand of the next step, in order of service. A plan without rows only reports what has happened."""
+    """The token demand of the next step, in order of service.
+
+    A plan without rows only reports what has happened.
+    """
 
     step: int  # granted steps are numbered without gaps: the number of a void plan is reused
     generation: int  # incremented when steps in flight are voided; grants of older generations do not run
@@ -209,7 +226,10 @@ class StepPlan:
 
 @message
 class PlanReport:
-    """Allocate's answer to a plan. Void: nothing was granted and nothing is copied, so no step results."""
+    """Allocate's answer to a plan.
+
+    Void: nothing was granted and nothing is copied, so no step results.
+    """
 
     step: int
     num_granted: Ints  # [R] tokens, 0 = not in the step; the plan's `num_wanted` array itself if all were granted
@@ -235,7 +255,7 @@ class Direction(enum.IntEnum):
 
 @message
 class BlockCopy:
-    """Whole blocks to copy: block `destinations[i]` gets the contents of block `sources[i]`, [C] each.
+    """Whole blocks to copy, `sources[i]` to `destinations[i]`, [C] each.
 
     The copy runs after all earlier steps and before the step of its grant. The copies of one grant run in order.
     """
@@ -310,7 +330,10 @@ class StepLogits:
 
 @message
 class StepDone:
-    """The outcome of a step, as schedule needs it. Several tokens of one sequence are in adjacent rows."""
+    """The outcome of a step, as schedule needs it.
+
+    Several tokens of one sequence are in adjacent rows.
+    """
 
     step: int
     slots: Indices  # [L]
@@ -324,7 +347,10 @@ class StepDone:
 
 @message
 class Guess:
-    """Draft tokens for a sequence: those that followed an earlier match of its last tokens. Sample verifies them."""
+    """Draft tokens for a sequence, which sample verifies.
+
+    They followed an earlier match of the sequence's last tokens.
+    """
 
     slot: int
     sequence_id: int
@@ -335,7 +361,7 @@ class Guess:
 
 @message
 class StepVoid:
-    """A step without a result: the device failed, or an earlier step of its generation was voided."""
+    """A step without a result: the device failed, or an earlier step was voided."""
 
     step: int
     generation: int
@@ -344,7 +370,7 @@ class StepVoid:
 
 @message
 class TopLogprobs:
-    """Log-probabilities at one position: the chosen token's and the k likeliest, in descending order."""
+    """Log-probabilities of the chosen token and of the k likeliest, in descending order."""
 
     chosen: float
     rank: int  # of the chosen token; 1 is the likeliest
@@ -363,7 +389,7 @@ class Pooled:
 
 @message
 class PromptLogprobs:
-    """Log-probabilities of C consecutive prompt tokens and of the k likeliest tokens at each position.
+    """Log-probabilities of C consecutive prompt tokens, and of the k likeliest at each.
 
     Positions recomputed after a preemption are reported again.
     """
@@ -530,7 +556,7 @@ def task_of(request: Request) -> Task:
 
 
 def check_task(task: Task, tasks: Collection[Task]) -> None:
-    """Raises `Refused` if `task` is not among the model's `tasks`; the message names the supported ones."""
+    """Raises `Refused`, with the supported tasks, if `task` is not among the model's `tasks`."""
     if task not in tasks:
         able = "; ".join(_WHERE[name] for name in _WHERE if name in tasks)
         raise Refused(f"{_NOT[task]}; {able}", code="unsupported_task", param="model")

@@ -1,4 +1,7 @@
-"""What callers of the engine receive: answer deltas, whole answers, and facts about the model. Plain data."""
+"""What callers of the engine receive: deltas, whole answers, and facts about the model.
+
+Plain data.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,10 @@ class Progress:
 
 @dataclass(slots=True)
 class Delta:
-    """What one choice gained since the previous read. The last delta of a choice has a `finish_reason`."""
+    """What one choice gained since the previous read.
+
+    The last delta of a choice has a `finish_reason`.
+    """
 
     index: int  # of the choice: prompt p, choice j is p * n + j
     text: str
@@ -63,7 +69,10 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """The answer to one request, or a part of it. With output kind "delta", `outputs` has only changed choices."""
+    """The answer to one request, or a part of it.
+
+    With output kind "delta", `outputs` has only changed choices.
+    """
 
     request_id: str
     prompt: str | None  # if the prompt was given as text

@@ -208,7 +208,7 @@ def choice_seed(seed: int, choice: int) -> int:
 
 
 def has_plain_choice(params: SamplingParams) -> bool:
-    """Whether a token depends only on logits, seed and position, not on earlier tokens or a grammar."""
+    """Whether a token depends only on logits, seed and position, not on tokens or a grammar."""
     return not (_has_edits(params) or _is_steered(params))
 
 

@@ -45,7 +45,10 @@ def build_pipeline(
     *,
     steps_in_flight: int = 2,
 ) -> Pipeline:
-    """Connects the seven stages and the exit; returns the pipeline, not started. `steps_in_flight` is K."""
+    """Connects the seven stages and the exit; returns the pipeline, not started.
+
+    `steps_in_flight` is K.
+    """
     pipeline = Pipeline()
     names = ("intake", "tokenize", "schedule", "allocate", "execute", "sample", "detokenize", "exit")
     stages = (intake, tokenize, schedule, allocate, execute, sample, detokenize, exit)
@@ -65,7 +68,10 @@ def build_pipeline(
 def build_front_pipeline(
     intake: Stage[Any, Any], tokenize: Stage[Any, Any], detokenize: Stage[Any, Any], exit: Exit[Any]
 ) -> Pipeline:
-    """Connects the text stages for the front process of split mode. Both edges to the loop are open ports."""
+    """Connects the text stages for the front process of split mode.
+
+    Both edges to the loop are open ports.
+    """
     pipeline = Pipeline()
     for name, stage in (("intake", intake), ("tokenize", tokenize), ("detokenize", detokenize), ("exit", exit)):
         pipeline.add(stage, name)
@@ -85,7 +91,10 @@ def build_core_pipeline(
     *,
     steps_in_flight: int = 2,
 ) -> Pipeline:
-    """Connects the step loop for the engine process of split mode. Its entry and `sample.out` are open ports."""
+    """Connects the step loop for the engine process of split mode.
+
+    Its entry and `sample.out` are open ports.
+    """
     pipeline = Pipeline()
     names = ("schedule", "allocate", "execute", "sample")
     for name, stage in zip(names, (schedule, allocate, execute, sample), strict=True):
@@ -112,7 +121,7 @@ def _connect_the_loop(pipeline: Pipeline, k: int) -> None:
 def build_encoder_pipeline(
     intake: Stage[Any, Any], tokenize: Stage[Any, Any], encode: Stage[Any, Any], exit: Exit[Any]
 ) -> Pipeline:
-    """Connects the stages of an encoder model, which generates no text: `encode` takes the place of the loop."""
+    """Connects the stages of an encoder model: `encode` takes the place of the loop."""
     pipeline = Pipeline()
     for name, stage in (("intake", intake), ("tokenize", tokenize), ("encode", encode), ("exit", exit)):
         pipeline.add(stage, name)

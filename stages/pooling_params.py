@@ -1,7 +1,7 @@
-"""Parameters of an embedding, and its last step: truncation and normalization, with numpy only.
+"""Parameters of an embedding, and its last step: truncation and normalization.
 
-A pooled sequence is computed like any other, chunk by chunk. It ends with its prompt: its hidden states become a vector
-where another sequence would get a token.
+This file does not depend on torch. A pooled sequence is computed like any other, chunk by chunk. It ends with its
+prompt: its hidden states become a vector where another sequence would get a token.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ class PoolingParams:
 
     @property
     def needs_every_position(self) -> bool:
-        """Whether the hidden state of every token is needed. Cached or swapped blocks do not hold hidden states."""
+        """Whether the hidden state of every token is needed.
+
+        Cached or swapped blocks do not hold hidden states.
+        """
         return self.kind != "last"
 
     def check(self, model: PoolingConfig) -> None:

@@ -1,6 +1,7 @@
-"""Checks of a request against the model: tasks, vocabulary and context length. Plain functions.
+"""Checks of a request against the model: task, vocabulary and context length.
 
-Intake, tokenize and start-up share them. Checks that depend on the load are in `stages/intake/admission.py`.
+Plain functions. Intake, tokenize and start-up share them. Checks that depend on the load are in
+`stages/intake/admission.py`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ def longest_sequence(num_blocks: int, block_size: int) -> int:
 
 
 def as_token_ids(values: Sequence[int] | Ints, param: str = "prompt") -> Ints:
-    """A prompt given as token ids, as [P] i32. Raises `Refused` unless each is a whole number in [0, 2**31)."""
+    """A prompt given as token ids, as [P] i32.
+
+    Raises `Refused` unless each is a whole number in [0, 2**31).
+    """
     if isinstance(values, np.ndarray) and values.dtype == np.int32:
         return values
     for at, value in enumerate(values):
@@ -100,7 +104,7 @@ class RequestLimits:
         return params
 
     def check_prompts(self, params: SamplingParams, num_tokens: int) -> None:
-        """Raises `Refused` if prompt_logprobs of `num_tokens` prompt tokens in all exceed `MAX_LOGPROB_BYTES`."""
+        """Raises `Refused` if prompt_logprobs of `num_tokens` tokens exceed `MAX_LOGPROB_BYTES`."""
         if params.prompt_logprobs is None:
             return
         num_bytes = num_tokens * (params.prompt_logprobs + 1) * 8
@@ -136,7 +140,10 @@ class RequestLimits:
             )
 
     def _too_long(self, problem: str) -> Refused:
-        """NOTE: the message begins as OpenAI's does, since clients match it in order to shorten their prompts."""
+        """The error of a prompt that exceeds the context.
+
+        NOTE: it begins as OpenAI's message does, since clients match it in order to shorten their prompts.
+        """
         message = f"this model's maximum context length is {self.max_model_len} tokens, {problem}"
         return Refused(message, code="context_length_exceeded", param="prompt")
 
@@ -160,7 +167,7 @@ class RequestLimits:
 
 
 def estimated_tokens(request: Request, max_model_len: int) -> int:
-    """Upper estimate of the request's prompt and answer tokens; text counts as four characters a token."""
+    """Upper estimate of prompt and answer tokens; text counts as four characters a token."""
     total = 0
     for prompt in request.prompts:
         num_prompt = _prompt_chars(prompt) // 4 if prompt.token_ids is None else len(prompt.token_ids)

@@ -1,4 +1,4 @@
-"""The required format of an answer: a JSON schema, a regular expression, a list of choices or a grammar, as text.
+"""The required format of an answer: JSON schema, regular expression, choices or grammar.
 
 Names are vLLM's. This file checks sizes and JSON syntax. Compiling a grammar takes the model's vocabulary and is done
 in `model/text/grammar.py`. Plain data that can be compared, hashed and sent between processes.
@@ -51,7 +51,7 @@ class StructuredOutputs:
         return self._given()[0]
 
     def _given(self) -> list[str]:
-        """The kinds that are not None, 0 and false included; json_object counts only when it is true."""
+        """The kinds that are set, be it to 0 or false; json_object counts only when true."""
         return [name for name in KINDS if getattr(self, name) is not (False if name == "json_object" else None)]
 
     def _check_json(self) -> None:

@@ -1,4 +1,4 @@
-"""Serves plans: how many tokens each row gets in a step, with which blocks, and which slots are preempted for it.
+"""Serves plans: the tokens and blocks of each row, and the slots preempted for them.
 
 Plain code behind the allocate stage; it touches no tensor. `slot_blocks.py` holds the state of each slot, and
 `preemption.py` serves a plan when free blocks run short.
@@ -92,7 +92,10 @@ class Allocator:
             self.host.rates = rates
 
     def reset_prefix_cache(self) -> int:
-        """Empties the prefix cache. Returns the number of blocks freed. Running sequences keep their blocks."""
+        """Empties the prefix cache.
+
+        Returns the number of blocks freed. Running sequences keep their blocks.
+        """
         if self._holdings.sharing is None:
             return 0
         self._holdings.sharing.forget()
@@ -107,7 +110,7 @@ class Allocator:
     # -- serving a plan
 
     def serve(self, plan: StepPlan) -> tuple[StepGrant | None, PlanReport]:
-        """Returns the grant, None if no row can run and nothing is to be copied; and the report for schedule."""
+        """Returns the grant and the report. The grant is None if nothing can run or be copied."""
         holdings = self._holdings
         holdings.take_note(plan)
         stride = self._stride_of(plan)
@@ -138,7 +141,7 @@ class Allocator:
     # -- steady decoding
 
     def _stride_of(self, plan: StepPlan) -> Stride | None:
-        """The precomputed needs of the rows, if they are the last plan's rows and there are blocks for them."""
+        """The state of steady decoding, if the rows are the last plan's and their blocks available."""
         is_same = plan.is_decode and plan.slots is self._last_slots
         self._last_slots = plan.slots if plan.is_decode and plan.num_reserved is None else None
         if not is_same or self._last_slots is None or self._holdings.started or len(plan.slots) > plan.token_budget:
@@ -277,7 +280,10 @@ def _without_drafts(plan: StepPlan) -> StepPlan:
 
 
 def _cut_to_budget(plan: StepPlan) -> Ints:
-    """[R] the tokens of each row within the token budget; the plan's `num_wanted` array itself if all fit."""
+    """[R] the tokens of each row within the token budget.
+
+    Returns the plan's `num_wanted` array itself if all fit.
+    """
     num_rows = len(plan.slots)
     if (num_rows if plan.is_decode else int(plan.num_wanted.sum())) <= plan.token_budget:
         return plan.num_wanted

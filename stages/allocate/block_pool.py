@@ -91,12 +91,14 @@ class BlockPool:
         return int(np.count_nonzero(self.num_tables > 1))
 
     def take(self, count: int) -> Ints:
-        """Takes `count` blocks, [count], for one new table; ids are consecutive where possible. Check `num_available`
-        first."""
+        """Takes `count` blocks, [count], for one new table; ids are consecutive where possible.
+
+        Check `num_available` first.
+        """
         return self.take_behind([-1], [count], count)
 
     def take_behind(self, lasts: Sequence[int], counts: Sequence[int], total: int) -> Ints:
-        """Takes `total` blocks: `counts[i]` for a table whose last block is `lasts[i]`, -1 if it has none."""
+        """Takes `total` blocks: `counts[i]` for a table whose last block is `lasts[i]` (-1: none)."""
         assert total <= self.num_available, f"{total} blocks taken of {self.num_available} available"
         taken: list[int] = []
         for last, count in zip(lasts, counts, strict=True):
@@ -116,7 +118,10 @@ class BlockPool:
         return blocks.astype(np.int32)
 
     def _go_on(self, block: int, until: int, taken: list[int]) -> None:
-        """Takes consecutive blocks from `block` on, up to `until` in `taken`, the end of the run or a block in use."""
+        """Takes consecutive blocks from `block` on, until `taken` has `until` entries.
+
+        Stops at the end of the run or at a block in use.
+        """
         state, num_free_of, run = self.state, self._num_free_of, block // self.run_size
         while len(taken) < until and block % self.run_size and block < self.num_blocks:
             if state[block] == FREE:
@@ -145,8 +150,11 @@ class BlockPool:
         return found
 
     def _evict_for(self, count: int) -> None:
-        """Evicts up to `count` cached blocks for one table: from the run of the least recently cached block, the first
-        blocks of the contiguous long-cached range around it."""
+        """Evicts up to `count` cached blocks for one table.
+
+        They are the first blocks of the contiguous long-cached range around the least recently cached block, within its
+        run.
+        """
         if not self._may_choose():
             return self._evict(list(islice(self._cached, count)))
         oldest = next(iter(self._cached))
@@ -184,7 +192,10 @@ class BlockPool:
             self._partly[run] = None
 
     def share(self, blocks: Ints) -> None:
-        """Adds `blocks`, all of them kept, to one more table. They may be in use, cached or quarantined."""
+        """Adds `blocks`, all of them kept, to one more table.
+
+        They may be in use, cached or quarantined.
+        """
         states = self.state[blocks]
         assert self._is_kept[blocks].all(), f"blocks {blocks.tolist()} shared, not all of them kept"
         for block in blocks[states == CACHED].tolist():
@@ -206,8 +217,10 @@ class BlockPool:
             self._push(np.array([block], np.int32))
 
     def give_back(self, blocks: Ints, last_step: int, completed_step: int) -> None:
-        """Removes `blocks` from one table. A block in no table becomes available once all steps up to the highest
-        `last_step` given for it are done."""
+        """Removes `blocks` from one table.
+
+        A block in no table becomes available once all steps up to the highest `last_step` given for it are done.
+        """
         if not len(blocks):
             return
         assert (self.state[blocks] == IN_USE).all(), f"blocks {blocks.tolist()} given back, not all in use"
@@ -247,7 +260,10 @@ class BlockPool:
         return len(blocks)
 
     def seize_all(self, last_step: int) -> None:
-        """Takes all blocks from all tables, after a crash. They become free once step `last_step` is done."""
+        """Takes all blocks from all tables, after a crash.
+
+        They become free once step `last_step` is done.
+        """
         self._cached.clear()
         self._is_kept[:] = False
         self.num_moves += 1
@@ -358,7 +374,10 @@ class BlockTables:
         return lasts
 
     def append(self, slots: Indices, counts: Ints, blocks: Ints) -> tuple[Indices, Indices]:
-        """Appends `counts[i]` of `blocks`, in order, to the table of `slots[i]`. Returns (slot, place) of each, [B]."""
+        """Appends `counts[i]` of `blocks`, in order, to the table of `slots[i]`.
+
+        Returns (slot, place) of each, [B].
+        """
         if len(blocks) == len(slots):  # one each, as in decoding
             owners, places = slots, (self.room[slots] // self.block_size).astype(np.intp)
         else:

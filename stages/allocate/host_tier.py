@@ -32,11 +32,11 @@ class _Arriving:
 
 
 class HostTier:
-    """A bounded pool of blocks in host memory, and their owners. Without `rates`, swapping always pays.
+    """A bounded pool of blocks in host memory, and their owners.
 
-    A sequence's block is in use from the plan that copies into it until the sequence is copied back or given up. Then
-    it is quarantined while a step in flight may still read it, as on the device. Blocks that no sequence uses may hold
-    cached prefixes; the least recently used are evicted first.
+    Without `rates`, swapping always pays. A sequence's block is in use from the plan that copies into it until the
+    sequence is copied back or given up. Then it is quarantined while a step in flight may still read it, as on the
+    device. Blocks that no sequence uses may hold cached prefixes; the least recently used are evicted first.
     """
 
     def __init__(self, num_blocks: int, block_size: int, rates: Rates | None = None) -> None:
@@ -54,7 +54,7 @@ class HostTier:
         return len(self._swapped)
 
     def swap_out(self, sequence_id: int, num_tokens: int) -> Ints | None:
-        """Allocates blocks for the first `num_tokens` tokens of a sequence; None: recompute it instead."""
+        """Allocates host blocks for the first `num_tokens` tokens; None: recompute them instead."""
         assert sequence_id not in self._swapped, f"sequence {sequence_id} is swapped out twice"
         num_blocks = -(-num_tokens // self.pool.block_size)
         if self.rates is not None and not self.rates.favour_swap(num_blocks, num_tokens):
@@ -93,14 +93,15 @@ class HostTier:
     # -- cached prefixes
 
     def reset(self) -> None:
-        """Follows a reset of the prefix cache: forgets all cached blocks, and marks swapped sequences as stale."""
+        """Forgets all cached blocks and marks swapped sequences as stale, as the cache was reset."""
         self._swapped = {key: replace(swapped, is_stale=True) for key, swapped in self._swapped.items()}
         self.pool.forget_kept()
 
     def adopt(self, count: int, step: int, generation: int, completed_step: int) -> Ints:
-        """Allocates up to `count` blocks for cached prefixes, which `step` copies; evicts the least recently used.
+        """Allocates up to `count` blocks for cached prefixes, which `step` copies.
 
-        It continues after the blocks adopted last, so that many small copies touch no more memory than a large one.
+        Evicts the least recently used. It continues after the blocks adopted last, so that many small copies touch no
+        more memory than a large one.
         """
         if self.rates is not None and not self.rates.favour_swap(1, self.pool.block_size):
             return NO_INTS
@@ -117,8 +118,11 @@ class HostTier:
         return places
 
     def settle(self, completed_step: int, voided: Sequence[int], generation: int) -> list[int]:
-        """Every step up to `completed_step` is done. Returns the blocks of cached prefixes that are never written: the
-        step was voided, or is in flight with an older generation and will not run."""
+        """Every step up to `completed_step` is done.
+
+        Returns the blocks of cached prefixes that are never written: the step was voided, or is in flight with an older
+        generation and will not run.
+        """
         self.pool.settle(completed_step)
         if not self._arriving:
             return []

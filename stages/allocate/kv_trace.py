@@ -1,7 +1,7 @@
-"""Trace records of KV block ownership: only changes, as ranges of blocks. All records together give each block's state.
+"""Trace records of KV block ownership: only changes, as ranges of blocks.
 
-A step that needs no new blocks writes nothing. The new blocks of decode steps are written a few steps later, under the
-step that allocated them, and before any later record.
+All records together give each block's state. A step that needs no new blocks writes nothing. The new blocks of decode
+steps are written a few steps later, under the step that allocated them, and before any later record.
 """
 
 from __future__ import annotations
@@ -86,8 +86,10 @@ class KVTrace:
 
 
 def _ranges(steps: Indices, keys: Indices, blocks: Ints | Indices) -> tuple[Indices, Indices, Indices, Indices]:
-    """Joins adjacent entries with the same step, the same key and consecutive block ids. Returns (step, key, first
-    block, count) of each range."""
+    """Joins adjacent entries with the same step, the same key and consecutive block ids.
+
+    Returns (step, key, first block, count) of each range.
+    """
     if not len(blocks):
         return NO_INDICES, NO_INDICES, NO_INDICES, NO_INDICES
     is_new = (np.diff(keys) != 0) | (np.diff(blocks) != 1) | (np.diff(steps) != 0)

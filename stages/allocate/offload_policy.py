@@ -1,6 +1,7 @@
-"""Decides whether blocks that the prefix cache evicts are copied to the host: while enough of them are hit there.
+"""Decides whether evicted prefix-cache blocks are copied to the host.
 
-Plain code behind the allocate stage, without clock or random numbers, so that a replay decides the same.
+They are while enough of them are hit there. Plain code behind the allocate stage, without clock or random numbers, so
+that a replay decides the same.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ SAMPLED = 8  # without credit, one sequence in so many is still moved, to notice
 
 
 def is_sampled(sequence_id: int) -> bool:
-    """Whether all blocks of a sequence are moved even without credit. All or none: a block is found only after those
-    before it."""
+    """Whether all blocks of a sequence are moved even without credit.
+
+    All or none: a block is found only after those before it.
+    """
     return sequence_id % SAMPLED == 0
 
 

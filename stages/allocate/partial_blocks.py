@@ -1,6 +1,7 @@
-"""An index of blocks by predecessor and first tokens, for matches shorter than a block. Part of the prefix cache.
+"""An index of blocks by predecessor and first tokens, for matches shorter than a block.
 
-A sequence that agrees with a known block for only some tokens copies that block instead of computing those tokens.
+Part of the prefix cache. A sequence that agrees with a known block for only some tokens copies that block instead of
+computing those tokens.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ class Followers:
         self._blocks: dict[tuple[Before, bytes], dict[int, bytes]] = {}
 
     def find(self, before: Before, tokens: bytes, least: int) -> tuple[int, int] | None:
-        """The block after `before` with the longest common prefix with `tokens`, and its length; None below `least`.
+        """The block after `before` with the longest common prefix, and its length.
 
-        Inspects at most MAX_FOLLOWERS_SEEN blocks, so that many similar blocks cost a hit at worst, not time.
+        None if it is shorter than `least` tokens. Inspects at most MAX_FOLLOWERS_SEEN blocks, so that many similar
+        blocks cost a hit at worst, not time.
         """
         best, most = None, least - 1
         for block, known in self._newest(before, tokens):
@@ -58,9 +60,10 @@ class Followers:
         self._blocks.setdefault((before, tokens[:TOKEN_BYTES]), {})[block] = tokens
 
     def add_tail(self, block: int, before: Before, tokens: bytes) -> list[int] | None:
-        """Adds a partly filled block. Returns the tails dropped for it; None if another block begins with `tokens`.
+        """Adds a partly filled block.
 
-        Dropped are tails that `tokens` extends, and the least recently used ones beyond `most_tails`.
+        Returns the tails dropped for it; None if another block begins with `tokens`. Dropped are tails that `tokens`
+        extends, and the least recently used ones beyond `most_tails`.
         """
         gone = []
         for other, known in self._newest(before, tokens):
@@ -108,7 +111,10 @@ class Followers:
 
 
 def _num_common(one: bytes, other: bytes) -> int:
-    """The number of common first tokens: as little-endian integers, the lowest differing bit gives it."""
+    """The number of common first tokens.
+
+    As little-endian integers, the lowest differing bit gives it.
+    """
     size = min(len(one), len(other))
     parted = int.from_bytes(one[:size], "little") ^ int.from_bytes(other[:size], "little")
     return size // TOKEN_BYTES if not parted else ((parted & -parted).bit_length() - 1) // (8 * TOKEN_BYTES)

@@ -75,7 +75,7 @@ class Pressure:
         return 0 if self._plan.num_reserved is None else int(self._plan.num_reserved[row])
 
     def _next_victim(self, row: int, need: int) -> int | None:
-        """The next slot to preempt for `row`; None if quarantined blocks suffice, or if no victim is left."""
+        """The next slot to preempt for `row`; None if quarantined blocks suffice or none is left."""
         if need <= self._num_free + self._holdings.pool.num_quarantined:
             return None
         for victim in self._plan.victims[: self._plan.num_victims[row]].tolist():

@@ -126,8 +126,10 @@ class PrefixCache:
     # -- lookup
 
     def find(self, chain: Chain, *, may_fork: bool = True) -> Found:
-        """The cached tokens with which `chain` starts, leaving at least one to compute. Repositions the chain after the
-        blocks found on the device."""
+        """The cached tokens with which `chain` starts, leaving at least one to compute.
+
+        Repositions the chain after the blocks found on the device.
+        """
         chain.last, chain.num_blocks, chain.num_on_host, chain.is_cut = chain.salt, 0, 0, False
         blocks, last = self._run(chain, self._device, 0, chain.salt)
         chain.num_blocks, chain.last = len(blocks), last
@@ -139,7 +141,7 @@ class PrefixCache:
         return Found(np.array(blocks, np.int32), np.array(places, np.int32), source, chain.num_forked)
 
     def _fork(self, chain: Chain, last: int | str) -> tuple[int, int] | None:
-        """The block after `last` with the longest match with `chain`, and its length; None if too short."""
+        """The block after `last` with the longest match, and its length; None if it is too short."""
         begin = (chain.num_blocks + chain.num_on_host) * self.block_size
         end = min(begin + self.block_size, len(chain.token_ids) - 1)
         if begin >= end:
@@ -148,7 +150,10 @@ class PrefixCache:
         return self.followers.find(last, chain.contents[TOKEN_BYTES * begin : TOKEN_BYTES * end], least)
 
     def _run(self, chain: Chain, tier: _Tier, place: int, last: int | str) -> tuple[list[int], int | str]:
-        """The consecutive blocks of a tier that match `chain` from block `place` on, and the number of the last one."""
+        """The consecutive blocks of a tier that match `chain` from block `place` on.
+
+        Also returns the number of the last one.
+        """
         most, blocks = (len(chain.token_ids) - 1) // self.block_size, []
         while place < most:
             found = tier.find(self._key(chain, place), last, self._tokens(chain, place))
@@ -167,7 +172,7 @@ class PrefixCache:
         self.num_forked += chain.num_forked
 
     def is_coming(self, chain: Chain) -> bool:
-        """Whether another sequence is computing the blocks after those found, and enough of them to wait for."""
+        """Whether another sequence is computing enough of the next blocks to wait for them."""
         most = (len(chain.token_ids) - 1) // self.block_size
         begin = chain.num_blocks + chain.num_on_host
         end = begin + -(-self.min_tokens_to_wait_for // self.block_size)
@@ -260,8 +265,10 @@ class PrefixCache:
         return self._device.entries[block][4]
 
     def move_out(self, block: int, place: int) -> int | None:
-        """Moves the entry of device block `block` to host block `place`. Returns the host block of the same key that it
-        displaces, if any."""
+        """Moves the entry of device block `block` to host block `place`.
+
+        Returns the host block of the same key that it displaces, if any.
+        """
         entry = self._pop(block)
         displaced = self._host.blocks.get(entry[0])
         if displaced is not None:

@@ -1,4 +1,4 @@
-"""Publishes the blocks of running sequences to the prefix cache, and looks up blocks for starting ones.
+"""Publishes blocks to the prefix cache, and looks up blocks for starting sequences.
 
 Columnar: a step in which no block is filled costs a few numpy operations.
 """
@@ -74,14 +74,16 @@ class Sharing:
             self.cache.forget(block)
 
     def find(self, slot: int, *, may_wait: bool, may_fork: bool) -> Found | None:
-        """The cached blocks with which the sequence in `slot` can start; None if it should wait (`may_wait`) for its
-        next block, which another sequence is computing."""
+        """The cached blocks with which the sequence in `slot` can start.
+
+        None if it should wait (`may_wait`) for its next block, which another sequence is computing.
+        """
         chain = self._chain(slot)
         found = self.cache.find(chain, may_fork=may_fork)
         return None if may_wait and self.cache.is_coming(chain) else found
 
     def begin(self, slot: int, num_tokens: int) -> None:
-        """Announces that the sequence computes its first `num_tokens` tokens; others may wait for them."""
+        """Announces that the sequence computes its first `num_tokens` tokens: others may wait."""
         self.cache.begin(self._chain(slot), num_tokens)
 
     def begin_no_more(self, slot: int) -> None:
@@ -91,7 +93,10 @@ class Sharing:
             self.cache.drop(chain)
 
     def drop(self, slot: int) -> None:
-        """The sequence is about to lose its blocks, which must still be in its table. Publishes its tail."""
+        """The sequence is about to lose its blocks, which must still be in its table.
+
+        Publishes its tail.
+        """
         chain = self._chains[slot]
         if chain is not None and self._num_settled[slot]:
             self._put_tail(slot, chain)
@@ -104,8 +109,10 @@ class Sharing:
         self._chain(slot).is_cut = True
 
     def forget(self) -> None:
-        """Empties the cache. Running sequences are no longer published either, as they may have started with
-        blocks from it."""
+        """Empties the cache.
+
+        Running sequences are no longer published either, as they may have started with blocks from it.
+        """
         for slot in (self._sequence_ids >= 0).nonzero()[0].tolist():
             self.cut(slot)
         self.cache.clear()
@@ -122,7 +129,10 @@ class Sharing:
     # -- steps
 
     def note_grant(self, step: int, slots: Indices, starts: Ints, ends: Ints, found: Ints) -> None:
-        """Records a granted step. Row i computes positions `starts[i]` to `ends[i]`; `found[i]` were just found."""
+        """Records a granted step.
+
+        Row i computes positions `starts[i]` to `ends[i]`; `found[i]` were just found.
+        """
         rows = (starts < self._num_known[slots]).nonzero()[0].tolist()
         prefill = [(int(slots[row]), self._chain(int(slots[row])), int(ends[row])) for row in rows]
         for row, (_, chain, end) in zip(rows, prefill, strict=True):
@@ -175,7 +185,7 @@ class Sharing:
         self._put_filled(slots[filled], positions[filled] // self._tables.block_size - 1)
 
     def _put_filled(self, slots: Indices, places: Indices) -> None:
-        """Publishes block `places[i]` of `slots[i]`, [F], and the ones before it, which are complete too."""
+        """Publishes the complete block `places[i]` of `slots[i]`, [F], and the ones before it."""
         size = self._tables.block_size
         blocks = self._tables.blocks[slots, places]
         halves = self._newest.reshape(len(self._newest), 2, size)[slots, places % 2]  # [F, B]

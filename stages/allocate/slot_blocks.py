@@ -1,4 +1,4 @@
-"""The blocks of each slot: on the device, shared or not, and on the host, waiting to be copied back.
+"""The blocks of each slot, on the device and, waiting to be copied back, on the host.
 
 The allocator decides how much each row gets; this file carries it out.
 """
@@ -35,7 +35,10 @@ class Beginning:
 
 
 class Holdings:
-    """The state of one pool and its slots. Collects the copies and starts that the current plan causes."""
+    """The state of one pool and its slots.
+
+    Collects the copies and starts that the current plan causes.
+    """
 
     def __init__(
         self,
@@ -67,7 +70,7 @@ class Holdings:
     # -- updates
 
     def take_note(self, plan: StepPlan) -> None:
-        """Applies what happened since the last plan: completed steps, and ended, preempted or started sequences."""
+        """Applies the updates of a plan: completed steps, and ended, preempted or started sequences."""
         self.completed_step = plan.completed_step
         self.begun, self.swapped, self.copies = {}, {}, []
         self._step, self._generation = plan.step, plan.generation
@@ -92,7 +95,10 @@ class Holdings:
                 self.sharing.start(started)
 
     def empty(self, slot: int) -> None:
-        """Takes all blocks of a slot. They become available when the last step that may touch them is done."""
+        """Takes all blocks of a slot.
+
+        They become available when the last step that may touch them is done.
+        """
         self.started.pop(slot, None)
         self._give_up_beginning(slot)
         if self.sharing is not None:
@@ -100,7 +106,7 @@ class Holdings:
         self.pool.give_back(self.tables.clear(slot), int(self.last_step[slot]), self.completed_step)
 
     def preempt(self, slot: int, step: int) -> None:
-        """Preempts a slot in the plan of `step`: swaps its blocks out if there is room and it pays, then empties it.
+        """Preempts a slot in the plan of `step`: swaps it out if there is room and it pays.
 
         Blocks that were not copied back from the host yet stay there.
         """
@@ -207,8 +213,10 @@ class Holdings:
     # -- granting
 
     def grow(self, slots: Indices, counts: Ints, num_blocks: int) -> tuple[Indices, Indices, Ints]:
-        """Takes `num_blocks` new blocks, `counts[i]` for `slots[i]`. Returns (slot, place, block) of each, and of the
-        shared blocks with which sequences start."""
+        """Takes `num_blocks` new blocks, `counts[i]` for `slots[i]`.
+
+        Returns (slot, place, block) of each, and of the shared blocks with which sequences start.
+        """
         blocks = self.pool.take_behind(self.tables.lasts(slots), counts.tolist(), num_blocks)
         table_slots, table_places = self.tables.append(slots, counts, blocks)
         for slot, beginning in self.begun.items():
@@ -219,7 +227,7 @@ class Holdings:
         return table_slots, table_places, blocks
 
     def _move_out(self, blocks: list[int]) -> None:
-        """Evicted device blocks: copies their contents to the host as far as there is room and it pays."""
+        """Copies evicted blocks to the host, as far as there is room and it pays."""
         assert self.host is not None and self.sharing is not None
         cache, offloading = self.sharing.cache, self.host.offloading
         moving = [block for block in blocks if not cache.is_tail(block) and not cache.is_on_host(block)]
@@ -258,8 +266,10 @@ class Holdings:
             self.host.release(int(self.sequence_ids[slot]), step, self.completed_step)
 
     def fork(self, step: int) -> None:
-        """Collects the copies of partly matching blocks for the sequences that start in `step`. The sources are held
-        until the step is done."""
+        """Collects the copies of partly matching blocks for the sequences that start in `step`.
+
+        The sources are held until the step is done.
+        """
         sources, destinations = [], []
         for slot, beginning in self.begun.items():
             if beginning.source is not None:

@@ -28,7 +28,7 @@ STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  
 
 
 class Allocate(Stage[StepPlan, StepGrant]):
-    """Answers each plan with a report to schedule and, unless the plan is void, a grant to execute.
+    """Answers each plan with a report to schedule and, if not void, a grant to execute.
 
     `call_log` records each call and its results.
     """
@@ -100,7 +100,10 @@ class Allocate(Stage[StepPlan, StepGrant]):
                 out.send(report, port="report")
 
     def reset_prefix_cache(self) -> int:
-        """Empties the prefix cache. Returns the number of blocks freed. Running sequences keep their blocks."""
+        """Empties the prefix cache.
+
+        Returns the number of blocks freed. Running sequences keep their blocks.
+        """
         num_freed = self.allocator.reset_prefix_cache()
         if self.call_log is not None:
             self.call_log.reset_prefix_cache(num_freed)

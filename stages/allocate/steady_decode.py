@@ -1,4 +1,4 @@
-"""Steady decoding: the same rows decode step after step, so the blocks that each step needs are known ahead.
+"""Steady decoding: the same rows step after step, with block needs known ahead.
 
 Plain, columnar state behind the allocator.
 """

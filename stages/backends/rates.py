@@ -85,6 +85,6 @@ TARGETS_MS = (50.0, 100.0)  # bounds of that target; few people read faster than
 
 
 def target_ms_for(token_s: float) -> float:
-    """The target time if a prompt token takes `token_s`: that of `TARGET_TOKENS` tokens, within `TARGETS_MS`."""
+    """The target time, at which `TARGET_TOKENS` prompt tokens fit, within `TARGETS_MS`."""
     least_ms, most_ms = TARGETS_MS
     return min(max(least_ms, 1e3 * TARGET_TOKENS * token_s), most_ms)

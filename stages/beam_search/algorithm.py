@@ -1,4 +1,4 @@
-"""The beam search algorithm: which beams live on, which answers are finished, and when none can improve.
+"""The beam search algorithm: live beams, finished answers, and the end of a search.
 
 Plain code that takes, step by step, the likeliest next tokens of each live beam. Its results and their order equal
 those of transformers' `generate(num_beams=...)`, with sums in float32 as there. `searches.py` computes the steps.
@@ -27,10 +27,11 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamParams:
-    """The width of a search and the score of an answer. Raises `Refused` for an invalid field, and names it.
+    """The width of a search and the score of an answer.
 
-    The score is the sum of the tokens' log-probabilities / (number of tokens ** `length_penalty`), EOS included. A
-    penalty of 0 gives the sum, which favours short answers, and 1 the mean; below 0, longer answers score even worse.
+    Raises `Refused` for an invalid field, and names it. The score is the sum of the tokens' log-probabilities / (number
+    of tokens ** `length_penalty`), EOS included. A penalty of 0 gives the sum, which favours short answers, and 1 the
+    mean; below 0, longer answers score even worse.
     """
 
     width: int  # number of beams; 1 is greedy, and ends with the first answer
@@ -98,7 +99,7 @@ class Text(Protocol):
     """The text of a beam, for matching stop strings."""
 
     def grown(self, token_id: int) -> tuple[Text, str | None]:
-        """Returns the text with one more token, and the stop string that the token completes, if any."""
+        """Returns the text with one more token, and the stop string that it completes, if any."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

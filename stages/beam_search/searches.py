@@ -1,4 +1,4 @@
-"""Runs beam searches: each step of a search is one request to the pipeline, with one prompt per live beam.
+"""Runs beam searches: each step is one request, with one prompt per live beam.
 
 The prefix cache shares the common tokens of the beams, and copies the block in which they diverge. So a step computes
 one token per beam; without the cache it computes every beam whole. `algorithm.py` ranks the beams.
@@ -41,9 +41,10 @@ class Searches:
     _tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # by request id
 
     def submit(self, request: Request, beams: BeamParams, deadline_s: float | None = None) -> RequestOutbox:
-        """Starts a search for the `params.n` best answers to each prompt. Returns their outbox, best answer first.
+        """Starts a search for the `params.n` best answers to each prompt.
 
-        Raises `Refused` for invalid parameters, ValueError for a request id that is in use.
+        Returns their outbox, best answer first. Raises `Refused` for invalid parameters, ValueError for a request id
+        that is in use.
         """
         self._check(request, beams)
         outbox = self.exit.open(request, deadline_s)
@@ -145,8 +146,11 @@ class Searches:
         return await self.pipeline.env.run_in_thread(encode_prompt, self.encoder, self.limits, prompt)
 
     async def _compute(self, step: Request) -> tuple[Ints, Floats, int]:
-        """Runs one step. Returns the likeliest next tokens of each of its B prompts and their log-probabilities, [B, C]
-        each, and the number of cached prompt tokens."""
+        """Runs one step.
+
+        Returns the likeliest next tokens of each of its B prompts and their log-probabilities, [B, C] each, and the
+        number of cached prompt tokens.
+        """
         outbox: RequestOutbox = await self.pipeline.submit(step, is_part=True)  # type: ignore[assignment]
         rows: dict[int, TokenLogprobs] = {}
         try:

@@ -1,4 +1,4 @@
-"""The detokenize stage: converts the tokens of each step to text, and ends answers at stop strings.
+"""The detokenize stage: converts tokens to text, and ends answers at stop strings.
 
 `model/text/detokenizer.py` converts bytes to characters.
 """
@@ -117,8 +117,10 @@ class Detokenize(Stage[StepTokens, StepText]):
             await self._read(step, out)
 
     async def recover(self, batch: Sequence[StepTokens], error: BaseException, out: Outlet[StepText]) -> None:
-        """Handles the batch again; tokens seen before are dropped. After a crash between two rows the error is
-        raised, as the text of the handled rows is lost."""
+        """Handles the batch again; tokens seen before are dropped.
+
+        After a crash between two rows the error is raised, as the text of the handled rows is lost.
+        """
         if self._is_halfway:
             raise error
         await self.handle(batch, out)
@@ -165,13 +167,13 @@ class Detokenize(Stage[StepTokens, StepText]):
         self._is_halfway = False
 
     def _note_gaps(self, slots: Indices, places: Indices, now_us: int) -> None:
-        """Of several tokens of one answer in a step, the first ends the gap and the others have a gap of 0."""
+        """Counts a gap for the first of an answer's tokens in a step, and 0 for the others."""
         is_first = np.append(True, slots[1:] != slots[:-1])[: len(slots)]
         self.gaps.step(slots[is_first], places[is_first], now_us)
         self.gaps.histogram.observe(0, len(slots) - int(np.count_nonzero(is_first)))
 
     def _is_plain(self, step: StepTokens) -> bool:
-        """Whether all rows are fast: each has the next token of a known sequence, and its text is in the table."""
+        """Whether all rows are fast: known sequences, next tokens, and texts from the table."""
         slots = step.slots
         return (
             equal(self._sequence_ids[slots], step.sequence_ids)
@@ -397,7 +399,7 @@ class Answer:
     def read(
         self, token_id: int, place: int, finish_reason: int, top: TopLogprobs | None
     ) -> tuple[str, Finish | None, TokenLogprobs | None]:
-        """Returns the text to send now, how the answer ended if it did, and the log-probabilities if requested."""
+        """Returns the text to send, the finish if the answer ended, and requested logprobs."""
         params = self._params
         if params.max_tokens == 0 and finish_reason != FinishReason.ERROR:
             return "", Finish(FinishReason.LENGTH), None
@@ -421,7 +423,7 @@ class Answer:
         return text, Finish(FinishReason(finish_reason), token_id if is_stop_id else None), logprobs
 
     def _logprobs(self, token_id: int, text: str, top: TopLogprobs) -> TokenLogprobs:
-        """`text` is what the token added to the answer, so that the joined token texts equal the answer."""
+        """The token's logprobs. `text` is what it added, so that joined texts equal the answer."""
         alternatives = tuple(
             (other, text if other == token_id else self._name(other), self._bytes(other), logprob)
             for other, logprob in zip(top.token_ids, top.logprobs, strict=True)

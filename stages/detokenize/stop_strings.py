@@ -1,4 +1,4 @@
-"""Stop strings in streamed text: which text may be sent now, which must be held back, and where the text ends."""
+"""Stop strings in streamed text: what to send, what to hold back, where to end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ class StopMatcher:
         self._held = ""  # the last `_progress` characters of the text
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Returns the text to send now, and the stop string that ended it, if any; push nothing after one."""
+        """Returns the text to send now, and the stop string that ended it, if any.
+
+        Push nothing after one.
+        """
         end, found = len(text), ""
         progress = 0
         for watch in self._watches:
@@ -49,7 +52,10 @@ class StopMatcher:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is held back. Text in which no stop string begins may then be sent without a push."""
+        """Whether nothing is held back.
+
+        Text in which no stop string begins may then be sent without a push.
+        """
         return not self._progress
 
     def flush(self) -> str:
@@ -59,7 +65,10 @@ class StopMatcher:
 
 
 class _Watch:
-    """Matches one stop string; `progress` is the length of the current partial match (Knuth-Morris-Pratt)."""
+    """Matches one stop string (Knuth-Morris-Pratt).
+
+    `progress` is the length of the current partial match.
+    """
 
     __slots__ = ("_borders", "first", "progress", "stop")
 

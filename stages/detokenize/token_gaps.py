@@ -1,4 +1,7 @@
-"""Inter-token latencies, for all answers of a step at once. Plain code behind the detokenize stage; reads no clock."""
+"""Inter-token latencies, for all answers of a step at once.
+
+Plain code behind the detokenize stage; reads no clock.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,10 @@ BOUNDS_US = tuple(1000 * ms for ms in BOUNDS_MS)
 
 
 class TokenGaps:
-    """An exact histogram of inter-token latencies. Columnar: while steps have the same slots, one time covers all.
+    """An exact histogram of inter-token latencies.
 
-    A preempted sequence takes the time of its last token along (`leave`) and brings it to its next slot (`enter`),
-    since its client sees the wait as a gap.
+    Columnar: while steps have the same slots, one time covers all. A preempted sequence takes the time of its last
+    token along (`leave`) and brings it to its next slot (`enter`), since its client sees the wait as a gap.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -41,7 +44,10 @@ class TokenGaps:
         return int(self._last_us[slot])
 
     def step(self, slots: Indices, places: NDArray[np.integer], now_us: int) -> None:
-        """Counts one token for each of `slots` [L]; `places` [L] are from 0. The first token ends no gap."""
+        """Counts one token for each of `slots` [L]; `places` [L] are from 0.
+
+        The first token ends no gap.
+        """
         if equal(slots, self._steady):
             self.histogram.observe(now_us - self._steady_us, len(slots))
         else:

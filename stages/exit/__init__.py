@@ -1,4 +1,4 @@
-"""The exit: sorts text into the outboxes from which clients read, ends requests, and parks slow readers.
+"""The exit: sorts text into outboxes, ends requests, and parks slow readers.
 
 Owns: the outboxes, the single terminal event of each request, and the writing end of the control lane.
 In: `StepText` from detokenize or encode; failures from any stage; cancels and deadlines from callers.

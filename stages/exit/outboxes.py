@@ -163,8 +163,11 @@ class Outboxes(Exit[RequestOutbox]):
             self._num_delivered += 1
 
     async def recover(self, batch: Sequence[Any], error: BaseException, out: Outlet[Never]) -> None:
-        """Delivers the remaining items. Fails the requests of the item that crashed: clients may already have some
-        of its text, and none may be sent twice."""
+        """Delivers the remaining items.
+
+        Fails the requests of the item that crashed: clients may already have some of its text, and none may be sent
+        twice.
+        """
         if self._batch is batch and self._num_delivered < len(batch):
             self.fail(batch[self._num_delivered], StageCrashed(self.name, self.error_code, error))
             self._num_delivered += 1

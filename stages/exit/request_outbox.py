@@ -20,11 +20,11 @@ log = get_logger("millrace.stages")
 
 
 class RequestOutbox:
-    """The answer to a request: an async iterator over lists of `Delta`, at most one per choice. For one reader.
+    """The answer to a request: an async iterator over lists of `Delta`, one per choice at most.
 
-    Text that arrives between two reads is joined, so the writer never waits. A reader that stalls holds little more
-    than `max_unread_tokens` of each choice in memory, since such a choice is parked. The iteration ends once each
-    choice has given its finish reason, or raises the `RequestError` that ended the request.
+    For one reader. Text that arrives between two reads is joined, so the writer never waits. A reader that stalls holds
+    little more than `max_unread_tokens` of each choice in memory, since such a choice is parked. The iteration ends
+    once each choice has given its finish reason, or raises the `RequestError` that ended the request.
     """
 
     def __init__(self, request: Request, bell: SharedBell) -> None:
@@ -148,7 +148,7 @@ NOT_BEGUN = Begun(NO_INTS)
 
 
 class Choice:
-    """One choice of a request, between the exit, which fills it, and the reader, which takes a `Delta`."""
+    """One choice of a request: the exit fills it, the reader takes `Delta`s from it."""
 
     __slots__ = (
         "begun",
@@ -190,7 +190,10 @@ class Choice:
         return self.num_read + len(self.token_ids)
 
     def add_prompt_logprobs(self, scored: PromptLogprobs) -> None:
-        """Adds new positions. Drops parts that repeat known ones: a preempted prompt is scored again."""
+        """Adds new positions.
+
+        Drops parts that repeat known ones: a preempted prompt is scored again.
+        """
         if not self.prompt_logprobs or scored.end > self.prompt_logprobs[-1].end:
             self.prompt_logprobs.append(scored)
 
@@ -213,8 +216,10 @@ class Choice:
         return Delta(self.index, text, token_ids, logprobs, reason, finish.stop_reason, finish.score, self.vector)
 
     def _take_logprobs(self) -> tuple[TokenLogprobs, ...]:
-        """Takes the logprobs whose text has been read, so that their joined texts equal the text. Text cut off by
-        a stop string is cut off here too."""
+        """Takes the logprobs whose text has been read, so that their joined texts equal the text.
+
+        Text cut off by a stop string is cut off here too.
+        """
         taken: list[TokenLogprobs] = []
         for entry in self.logprobs:
             if len(entry.token) > self.num_unspoken_chars:

@@ -18,7 +18,7 @@ class RequestTimes:
 
 
 def metrics(times: RequestTimes, num_tokens: int, longest: int, num_preempted: int) -> dict[str, Any]:
-    """The metrics reported to clients, times in milliseconds; None where there is nothing to measure.
+    """The metrics reported to clients: times in ms, None where there is nothing to measure.
 
     `num_tokens` is the total of all choices, `longest` that of the longest one. Queue time ends when the device begins
     with the request. Generation time is from the first token to the last. Tokens per second covers the time from the

@@ -1,4 +1,4 @@
-"""Parking of answers whose client does not read: schedule does not serve them until it does, or time is up."""
+"""Parking of answers whose client does not read: schedule does not serve them."""
 
 from __future__ import annotations
 

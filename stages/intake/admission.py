@@ -1,4 +1,4 @@
-"""Admission control: limits on requests in progress and waiting, and an estimate of the waiting time.
+"""Admission control: limits on load, and an estimate of the waiting time.
 
 Reads no clock: the caller passes the time.
 """
@@ -44,7 +44,10 @@ class Admission:
         return len(self._admitted)
 
     def admit(self, request_id: str, num_tokens: int, now_s: float) -> None:
-        """Admits a request of about `num_tokens` tokens, or raises `Overloaded`. No effect on an admitted request."""
+        """Admits a request of about `num_tokens` tokens, or raises `Overloaded`.
+
+        No effect on an admitted request.
+        """
         if request_id in self._admitted:
             return
         if self.num_admitted >= self.max_admitted:
@@ -66,14 +69,17 @@ class Admission:
             self._queued_tokens -= admitted.num_tokens
 
     def release(self, request_id: str, now_s: float, *, is_served: bool) -> None:
-        """Removes a request that has ended, complete if `is_served`. Has no effect on one that was not admitted."""
+        """Removes a request that has ended, complete if `is_served`.
+
+        Has no effect on one that was not admitted.
+        """
         self.start(request_id)
         admitted = self._admitted.pop(request_id, None)
         if admitted is not None and is_served:
             self._count(admitted.num_tokens, now_s)
 
     def estimate_wait_s(self) -> float:
-        """Estimated seconds until the requests that wait now are served; LEAST_WAIT_S while no rate is known."""
+        """Estimated seconds until the waiting requests are served; LEAST_WAIT_S if unknown."""
         if not self._served_tokens:
             return LEAST_WAIT_S
         rate = self._served_tokens / max(self._served_s, 1e-3)

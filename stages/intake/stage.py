@@ -18,9 +18,10 @@ from .admission import Admission
 
 
 class Intake(Stage[Request, Request]):
-    """Fails requests that the model cannot serve (`Refused`) or not now (`Overloaded`); counts and passes on the rest.
+    """Admits requests; fails those the model cannot serve at all or has no room for now.
 
-    A beam search counts once, under its own id, with its first step. Its later steps are always admitted.
+    The errors are `Refused` and `Overloaded`. A beam search counts once, under its own id, with its first step. Its
+    later steps are always admitted.
 
     `request_started` moves a request from waiting to running, and `request_ended` releases it. The exit calls both
     directly, on the same event loop (`exit.on_start`, `exit.on_end`).

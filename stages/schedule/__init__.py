@@ -1,4 +1,4 @@
-"""The schedule stage: decides which sequences run in the next step, and how many tokens of each.
+"""The schedule stage: chooses the sequences of each step, and how many tokens of each.
 
 Owns: the waiting queue, the slots, the state of every sequence, the credits of the step loop, and speculation.
 In: `TokenRequest` from tokenize; `PlanReport` from allocate; `StepDone`, `StepVoid` from sample; the control lane.

@@ -1,4 +1,4 @@
-"""Admission of waiting sequences to slots, and preemption of running sequences for better ones.
+"""Admission of waiting sequences to slots, and preemption for better ones.
 
 Plain code behind the schedule stage. `policy.py` decides which sequence is better.
 """
@@ -31,7 +31,10 @@ class Entrance:
         self._found = FoundShare()
 
     def note_found(self, slot: int, num_cached: int) -> None:
-        """Records the cached tokens of a starting prompt, unless they were expected by a hint or after a preemption."""
+        """Records how much of a starting prompt was cached.
+
+        Ignores prompts with a hint and resumed sequences.
+        """
         sequence = self._slots.sequences[slot]
         if sequence is not None and not sequence.num_expected_cached and not sequence.num_preempted:
             self._found.note(len(sequence.token_ids), num_cached)
@@ -65,7 +68,7 @@ class Entrance:
                 num_slots, num_blocks = num_slots - 1, num_blocks - num_held
 
     def make_way(self) -> None:
-        """Preempts running sequences, the last served first, for waiting ones that are strictly better.
+        """Preempts running sequences, the last served first, for strictly better waiting ones.
 
         The waiting ones are admitted once no step in flight uses the slots any more.
         """
@@ -113,12 +116,15 @@ class Entrance:
         return table.num_running > num_before
 
     def _need(self, sequence: Sequence) -> int:
-        """Blocks that a sequence starts with: for its known tokens plus one; if protected, for its full length."""
+        """Blocks that a sequence starts with.
+
+        They hold its known tokens plus one; if it is protected, its full length.
+        """
         num_tokens = max(len(sequence.token_ids) + 1, sequence.limit if sequence.is_protected else 0)
         return -(-num_tokens // self._block_size)
 
     def _spare_blocks(self, report: PlanReport | None) -> int | None:
-        """Blocks likely to be left once every running sequence has what it needs now, and room to grow.
+        """Blocks likely to be left once running sequences have what they need, and room to grow.
 
         Blocks of parked sequences count as available. None before the first report. The estimate only avoids admitting
         a sequence that would be preempted at once, which is cheap with swapping and expensive with recomputing.

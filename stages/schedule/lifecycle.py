@@ -1,4 +1,4 @@
-"""The life cycle of sequences: their state transitions, and the updates for allocate that result.
+"""The life cycle of sequences: state transitions, and the updates for allocate.
 
 Plain code behind the schedule stage. It owns the waiting queue and the slots; `planner.py` and `admitter.py` decide
 which sequence runs.
@@ -44,7 +44,7 @@ NO_NEWS = News()  # shared by all plans, which do not change it
 
 
 class Lives:
-    """Every sequence from its arrival to its end, each in exactly one place: queue, slot or parked."""
+    """Every sequence from arrival to end, in exactly one place: queue, slot or parked."""
 
     def __init__(self, num_slots: int, policy: Policy) -> None:
         self.policy = policy
@@ -76,7 +76,10 @@ class Lives:
     # -- arrival, start, end
 
     def add(self, request: TokenRequest, max_model_len: int) -> None:
-        """Adds the choices of a new prompt to the waiting queue. Adding a prompt again has no effect."""
+        """Adds the choices of a new prompt to the waiting queue.
+
+        Adding a prompt again has no effect.
+        """
         params = request.params
         num_prompt = len(request.token_ids)
         room = max_model_len - num_prompt
@@ -112,7 +115,10 @@ class Lives:
             self.waiting.push(sequence, self.policy.rank(sequence))
 
     def end(self, sequence_id: int) -> None:
-        """Ends a sequence in any state: finished, stopped or cancelled. Ignores unknown ids, which have ended."""
+        """Ends a sequence in any state: finished, stopped or cancelled.
+
+        Ignores unknown ids, which have ended.
+        """
         sequence = self.sequences.pop(sequence_id, None)
         if sequence is None:
             return
@@ -162,8 +168,11 @@ class Lives:
         self._return(sequence)
 
     def note_way(self, slot: int, report: PlanReport, *, has_fallen: bool) -> None:
-        """Records whether the preempted sequence of `slot` was swapped out. It was not if the step that copies its
-        blocks was voided (`has_fallen`). No other sequence can have the slot before the next plan."""
+        """Records whether the preempted sequence of `slot` was swapped out.
+
+        It was not if the step that copies its blocks was voided (`has_fallen`). No other sequence can have the slot
+        before the next plan.
+        """
         sequence = self.slots.sequences[slot]
         num_swapped = report.swapped.get(slot, 0)
         if sequence is None:
@@ -178,8 +187,10 @@ class Lives:
             sequence.lost_for = ""
 
     def take_back(self, slots: Iterable[int], *, tell: bool) -> None:
-        """Sends running sequences back to the queue, not counted as preemptions: the contents of their blocks cannot be
-        trusted. `tell` reports the slots to allocate."""
+        """Sends running sequences back to the queue, as their blocks cannot be trusted.
+
+        This does not count as preemption. `tell` reports the slots to allocate.
+        """
         for slot in slots:
             sequence = self.slots.sequences[slot]
             assert sequence is not None
@@ -194,7 +205,7 @@ class Lives:
         self._leave(sequence)
 
     def settle(self, completed_step: int, last_granted: int) -> None:
-        """Frees the slots that no step in flight uses any more, and queues or parks their preempted sequences."""
+        """Frees slots that no step in flight uses; queues or parks their preempted sequences."""
         for sequence in self.slots.settle(completed_step, last_granted):
             self.num_returning -= 1
             if sequence.is_parked:
@@ -226,7 +237,7 @@ class Lives:
                 self.num_recomputed_tokens += num_again
 
     def give_up_swapped(self, void_step: int) -> None:
-        """Gives up host blocks that were to be written in `void_step` or later: the copies did not run."""
+        """Gives up host blocks that `void_step` or a later step was to write."""
         for sequence in self.sequences.values():
             if sequence.num_swapped and sequence.swapped_step >= void_step:
                 self._discard(sequence)
@@ -243,7 +254,10 @@ class Lives:
     # -- slow readers
 
     def park(self, sequence_id: int) -> None:
-        """Parks a sequence whose client does not read: not served, and preempted first. Ignores unknown ids."""
+        """Parks a sequence whose client does not read: not served, and preempted first.
+
+        Ignores unknown ids.
+        """
         sequence = self.sequences.get(sequence_id)
         if sequence is None or sequence.is_parked:
             return
@@ -271,7 +285,7 @@ class Lives:
             self._line_up(sequence)
 
     def check(self) -> None:
-        """Raises AssertionError unless every sequence is in exactly one place (I10: and none is left at the end)."""
+        """Raises AssertionError unless each sequence is in exactly one place (I10)."""
         in_slots = [s for s in self.slots.sequences if s is not None and s.state is not State.OVER]
         running = [s for s in in_slots if s.state is State.RUNNING]
         waiting = list(self.waiting)

@@ -1,4 +1,4 @@
-"""Prompt lookup: drafts the tokens that followed an earlier occurrence of a sequence's last tokens.
+"""Prompt lookup: drafts the tokens after an earlier match of a sequence's last tokens.
 
 There is no draft model. `speculation.py` decides which sequences draft.
 """
@@ -58,7 +58,7 @@ class _Text:
 
 
 class NgramDrafter:
-    """A `Drafter` that reads tokens from the slot table and keeps each text in one contiguous buffer."""
+    """A `Drafter` that reads the slot table and keeps each text in one buffer."""
 
     def __init__(self, least: int, most: int, num_tokens: int) -> None:
         self._least, self._most, self._num_tokens = least, most, num_tokens

@@ -1,8 +1,9 @@
-"""When to plan the next step while one runs. Plain code behind the schedule stage; reads no clock.
+"""When to plan the next step while one runs.
 
-A step runs only the sequences known when it was planned. If it is planned as soon as a credit is free, a request that
-arrives during the running step waits for both steps. So where a request is likely to arrive, planning is delayed until
-just before the device needs the plan; such a request is then in the next step.
+Plain code behind the schedule stage; reads no clock. A step runs only the sequences known when it was planned. If it is
+planned as soon as a credit is free, a request that arrives during the running step waits for both steps. So where a
+request is likely to arrive, planning is delayed until just before the device needs the plan; such a request is then in
+the next step.
 
 Delaying has a cost: the event loop wakes once more while threads compute, and a plan that comes too late idles the
 device for about 1.5 ms. So it is done only during long steps, such as those that compute prompts, and for a moment
@@ -21,7 +22,7 @@ CLOCK_S = 0.001  # by which a timer may fire early
 
 
 class Lead:
-    """Tracks when the running step began, when an answer last ended, and how early plans must be made."""
+    """Tracks the start of the running step, the last end of an answer, and the lead time."""
 
     def __init__(self) -> None:
         self.due_s = 0.0  # when to plan the next step; valid after `is_early` returned True
@@ -38,12 +39,15 @@ class Lead:
         self._last_end_s = now_s
 
     def note_waited(self, *, is_late: bool) -> None:
-        """Adapts the lead time after a delayed plan. `is_late`: the device was idle, as the plan was not ready."""
+        """Adapts the lead time after a delayed plan.
+
+        `is_late`: the device was idle, as the plan was not ready.
+        """
         share = self.share * (LATE_GROWS if is_late else TIMELY_SHRINKS)
         self.share = min(max(LEAST_SHARE, share), MOST_SHARE)
 
     def is_early(self, expected_s: float, now_s: float) -> bool:
-        """Whether to wait until `due_s` before planning, if the running step takes `expected_s` seconds."""
+        """Whether to delay planning until `due_s`, if the running step takes `expected_s`."""
         if expected_s < (SHORT_STEP_S if now_s < self._last_end_s + RETURN_S else LONG_STEP_S):
             return False
         self.due_s = self._began_s + expected_s - max(LEAST_S, self.share * expected_s)

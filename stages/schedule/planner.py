@@ -1,4 +1,4 @@
-"""Chooses the rows of the next step: decodes before prefills, each group in the order of the policy.
+"""Chooses the rows of the next step: decodes first, then prefills, in policy order.
 
 Plain code behind the schedule stage. `scheduler.py` tracks steps and assembles the plan, `admitter.py` admits and
 preempts sequences, `step_budget.py` sets the token budget of a step.
@@ -59,8 +59,10 @@ class Planner:
     def choose(
         self, flights: Collection[Flight], report: PlanReport | None, row_limit: int
     ) -> tuple[Wishes, Drafts | None, int]:
-        """At most `row_limit` rows, perhaps none, with their drafts, and the token budget. `flights` are in flight;
-        `report` is the last report."""
+        """At most `row_limit` rows, perhaps none, with their drafts, and the token budget.
+
+        `flights` are in flight; `report` is the last report.
+        """
         if self._lives.num_parked:
             self._entrance.move_parked(report)
         has_waiting = len(self._waiting) > 0
@@ -77,8 +79,10 @@ class Planner:
         return wishes, self._drafts(slots, num_wanted, budget), budget
 
     def steady_if_granted(self, report: PlanReport) -> Steady | None:
-        """The rows of the last choice, if each got its one token and no row has come or gone since; else None, and the
-        next choice inspects all rows."""
+        """The rows of the last choice, if each got its token and no row has come or gone.
+
+        Otherwise None, and the next choice inspects all rows.
+        """
         steady = self._steady
         if steady is None or report.num_granted is not steady.num_wanted or steady.lineup is not self._lives.lineup:
             self._steady = None
@@ -122,7 +126,7 @@ class Planner:
         return steady if len(steady.slots) <= row_limit else None
 
     def _held(self, slots: Indices, flights: Collection[Flight], *, is_drafting_time: bool) -> Bools:
-        """[R] rows that wait for a step in flight: its outcome decides their position, or what to draft next."""
+        """[R] rows that wait for a step in flight, which decides their position or drafts."""
         held = [slot for flight in flights for slot in flight.drafted]
         drafting = self._speculation.drafting()
         if is_drafting_time and any(np.isin(drafting, flight.slots).any() for flight in flights):

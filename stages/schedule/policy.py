@@ -19,10 +19,11 @@ from .sequence import Sequence
 
 
 class Policy:
-    """By priority (lower first), then by arrival. At equal priority, swapped sequences go before new ones.
+    """By priority (lower first), then by arrival.
 
-    Subclass it and override any method. The engine creates one instance, without arguments. NOTE: results must depend
-    only on the arguments and on earlier calls, not on a clock or random numbers, or recordings do not replay.
+    At equal priority, swapped sequences go before new ones. Subclass it and override any method. The engine creates one
+    instance, without arguments. NOTE: results must depend only on the arguments and on earlier calls, not on a clock or
+    random numbers, or recordings do not replay.
     """
 
     def on_add(self, sequence: Sequence) -> None:
@@ -40,12 +41,17 @@ class Policy:
         return sequence.priority
 
     def rank(self, sequence: Sequence) -> tuple[float, bool, float, int]:
-        """The order in the waiting queue; lower is admitted first. The steps of a beam search keep its arrival time,
-        and so its rank."""
+        """The order in the waiting queue; lower is admitted first.
+
+        The steps of a beam search keep its arrival time, and so its rank.
+        """
         return (self.weight(sequence), not sequence.num_swapped, sequence.arrival_s, sequence.sequence_id)
 
     def is_better(self, waiting: Sequence, running: Sequence) -> bool:
-        """Whether `waiting` may preempt `running`. NOTE: True only if strictly better, else they preempt in turn."""
+        """Whether `waiting` may preempt `running`.
+
+        NOTE: True only if strictly better, else they preempt in turn.
+        """
         return waiting.priority < running.priority
 
     def may_enter(self, first: Sequence, num_blocks: int, num_spare: int) -> bool:
@@ -67,7 +73,7 @@ class Fifo(Policy):
 
 
 class AgeingPriority(Policy):
-    """By priority, improved by one level per `ageing_s` seconds of waiting, so that no request starves.
+    """By priority, improved by one level per `ageing_s` of waiting: no request starves.
 
     It needs no clock, since only the difference of two arrival times counts: a request of priority p ranks as if it had
     arrived `p * ageing_s` later.

@@ -1,4 +1,4 @@
-"""Trace records of the waiting queue: admissions, resumptions, parking, and what the first sequence waits for.
+"""Trace records of the waiting queue: admissions, resumptions, parking, waiting reasons.
 
 Reads the scheduler's state and never changes it.
 """

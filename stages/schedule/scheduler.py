@@ -1,4 +1,4 @@
-"""Tracks the state of steps (planned, granted, done or void) and assembles each plan for allocate.
+"""Tracks steps (planned, granted, done or void) and assembles each plan.
 
 Plain code behind the schedule stage, without clock or event loop: the same calls in the same order give the same
 plans. `planner.py` chooses the rows of a step, `policy.py` ranks sequences, `lifecycle.py` moves them between states.
@@ -87,7 +87,7 @@ class Scheduler:
 
     @property
     def has_credit(self) -> bool:
-        """Whether a step may be planned now: no plan is outstanding, and fewer than K steps are in flight."""
+        """Whether a step may be planned: no plan is outstanding, fewer than K steps are in flight."""
         return self._outstanding is None and self.num_in_flight < self.limits.steps_in_flight
 
     @property
@@ -110,8 +110,10 @@ class Scheduler:
 
     @property
     def may_plan_after_report(self) -> bool:
-        """Whether a credit may be left once the outstanding plan is granted. If not, a step in flight must finish
-        before the next plan, whatever the report says."""
+        """Whether a credit may be left once the outstanding plan is granted.
+
+        If not, a step in flight must finish before the next plan, whatever the report says.
+        """
         return self.num_in_flight == 0 or self.num_in_flight + 1 < self.limits.steps_in_flight
 
     @property
@@ -139,7 +141,7 @@ class Scheduler:
 
     @property
     def admission_blocked_reason(self) -> str:
-        """What the first waiting sequence lacked at the last attempt: "blocks", or "swapped" if swapped out."""
+        """What the first waiting sequence lacked last: "blocks", or "swapped" if swapped out."""
         return self._entrance.blocked_reason
 
     @property
@@ -179,15 +181,24 @@ class Scheduler:
     # -- events
 
     def add(self, request: TokenRequest) -> None:
-        """Adds the choices of a new prompt to the waiting queue. Adding a prompt again has no effect."""
+        """Adds the choices of a new prompt to the waiting queue.
+
+        Adding a prompt again has no effect.
+        """
         self.lives.add(request, self.limits.max_model_len)
 
     def end(self, sequence_id: int) -> None:
-        """Ends a sequence in any state: finished, stopped or cancelled. Ignores unknown ids, which have ended."""
+        """Ends a sequence in any state: finished, stopped or cancelled.
+
+        Ignores unknown ids, which have ended.
+        """
         self.lives.end(sequence_id)
 
     def park(self, sequence_id: int) -> None:
-        """Parks a sequence whose client does not read: it is not served, and preempted first. Ignores unknown ids."""
+        """Parks a sequence whose client does not read: it is not served, and preempted first.
+
+        Ignores unknown ids.
+        """
         self.lives.park(sequence_id)
 
     def unpark(self, sequence_id: int) -> None:
@@ -238,8 +249,10 @@ class Scheduler:
                 self.end(sequence_id)
 
     def on_void(self, void: StepVoid) -> list[tuple[Sequence, RequestError]]:
-        """Takes a void step: everything in flight is recomputed, in smaller steps. Returns the sequences that fail,
-        with the error for their clients."""
+        """Takes a void step: everything in flight is recomputed, in smaller steps.
+
+        Returns the sequences that fail, with the error for their clients.
+        """
         flight = self._pop_flight(void.step)
         self._voided.append(void.step)
         if void.generation != self._generation:
@@ -258,14 +271,17 @@ class Scheduler:
         return [(sequence, Failed("the model failed on this request")) for sequence in guilty]
 
     def rebuild(self) -> None:
-        """After a crash: recomputes all running and swapped sequences, as no state of their blocks can be trusted."""
+        """After a crash: recomputes all running and swapped sequences, trusting no block."""
         self.lives.take_back(self.slots.running().tolist(), tell=True)
         self.lives.give_up_swapped(-1)
 
     # -- drafts
 
     def slots_to_guess(self) -> list[int]:
-        """Slots for which a draft is worth its time. NOTE: must change no state, as a replay does not call it."""
+        """Slots for which a draft is worth its time.
+
+        NOTE: must change no state, as a replay does not call it.
+        """
         if not self.speculation.num_watched:
             return []
         return self.speculation.due(self.slots, {slot for flight in self._flights for slot in flight.slots.tolist()})
@@ -277,7 +293,7 @@ class Scheduler:
             self._planner.look_again()
 
     def _note_drafts(self, slot: int, num_drafts: int, num_new: int) -> None:
-        """Counts accepted drafts: all new tokens of the row but the first, which was counted when granted."""
+        """Counts accepted drafts: all new tokens but the first, which was counted when granted."""
         num_accepted = max(0, num_new - 1)
         self.speculation.note(slot, num_drafts, num_accepted)
         if num_accepted and self.slots.is_running[slot]:
@@ -384,7 +400,7 @@ class Scheduler:
         return flight
 
     def _find_guilty(self, flight: Flight) -> list[Sequence]:
-        """The sequence at fault, once it is certain: `MAX_VOIDS_ALONE` steps have failed with it alone in them."""
+        """The sequence at fault, once `MAX_VOIDS_ALONE` steps have failed with it alone in them."""
         sequence = self.slots.sequences[int(flight.slots[0])] if len(flight.slots) == 1 else None
         if sequence is None or sequence.state is State.OVER:
             return []
@@ -392,7 +408,7 @@ class Scheduler:
         return [sequence] if sequence.num_voids_alone >= MAX_VOIDS_ALONE else []
 
     def check(self) -> None:
-        """Raises AssertionError unless every sequence is in exactly one place and every step is accounted for."""
+        """Raises AssertionError unless each sequence is in one place and each step accounted for."""
         self.lives.check()
         assert 0 <= self.num_in_flight <= self.limits.steps_in_flight
         assert len(self._flights) == self.num_in_flight

@@ -90,7 +90,10 @@ class Sequence:
 
 
 class WaitingQueue:
-    """A priority queue of sequences, lowest rank first. Removed entries stay in the heap until they surface."""
+    """A priority queue of sequences, lowest rank first.
+
+    Removed entries stay in the heap until they surface.
+    """
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[Any, ...], int, int, Sequence]] = []  # (rank, id, ticket, sequence)

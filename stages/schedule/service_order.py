@@ -1,4 +1,4 @@
-"""The order in which running sequences are served, which may be preempted for which, and their token demand.
+"""The order of service of running sequences, their victims, and their token demand.
 
 Plain, columnar state behind the schedule stage; rebuilt when a sequence comes or goes.
 """
@@ -15,7 +15,7 @@ from .slot_table import SlotTable
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lineup:
-    """The served slots, in order, and the victims: first parked slots, then served ones from the last."""
+    """The served slots in order, and the victims: parked slots, then served from the last."""
 
     slots: Indices  # [R]
     victims: Indices  # [V] in order of preemption
@@ -53,7 +53,10 @@ class Wishes:
 
 @dataclass(slots=True, eq=False)
 class Steady(Wishes):
-    """The demand of decoding rows, one token each. It is reused step after step until a row comes or goes."""
+    """The demand of decoding rows, one token each.
+
+    It is reused step after step until a row comes or goes.
+    """
 
     lineup: Lineup  # for which it holds
     one_each: Ints  # [S] by slot: ones for the rows, zeros elsewhere

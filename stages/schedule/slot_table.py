@@ -83,13 +83,18 @@ class SlotTable:
         return slot
 
     def leave(self, slot: int) -> None:
-        """The sequence in `slot` stops running. `settle` frees the slot once its last granted step is done."""
+        """The sequence in `slot` stops running.
+
+        `settle` frees the slot once its last granted step is done.
+        """
         self.is_running[slot] = False
         self._leaving.append((int(self.last_step[slot]), slot))
 
     def settle(self, completed_step: int, last_granted: int) -> list[Sequence]:
-        """Frees the slots that no step in flight uses any more. Returns their preempted sequences, now with all tokens
-        known."""
+        """Frees the slots that no step in flight uses any more.
+
+        Returns their preempted sequences, now with all tokens known.
+        """
         if not self._leaving:
             return []
         back: list[Sequence] = []
@@ -115,7 +120,10 @@ class SlotTable:
         return np.concatenate([sequence.token_ids[: sequence.num_prompt], self.answer(sequence.slot)])
 
     def answer(self, slot: int) -> Ints:
-        """The reported answer tokens of the sequence in `slot`, [G]. A view, valid until the next change."""
+        """The reported answer tokens of the sequence in `slot`, [G].
+
+        A view, valid until the next change.
+        """
         self._write_down()
         return self.generated[slot, : self.num_generated[slot]]
 

@@ -1,4 +1,4 @@
-"""Speculative decoding: which sequences draft, how many tokens, and when drafting stops to pay.
+"""Speculative decoding: which sequences draft, and how many tokens.
 
 Drafts are computed after a row's own token, like a chunk of a prompt, and accepted as long as the sampler chooses the
 same tokens. So drafting never changes an answer. It costs a wider step, and a row with drafts cannot run ahead: it
@@ -38,16 +38,19 @@ LEAST_SCORE = 1.0  # accepted drafts per step, where all sequences draft
 
 
 def num_speculative_tokens(config: EngineConfig, info: ModelInfo) -> int:
-    """Drafts per step, at most; 0: speculation is off. "auto" turns it on for the native library on a CPU, where a few
-    more rows cost little, since one row already reads all weights."""
+    """Drafts per step, at most; 0: speculation is off.
+
+    "auto" turns it on for the native library on a CPU, where a few more rows cost little, since one row already reads
+    all weights.
+    """
     is_on = config.speculation == "ngram" or (config.speculation == "auto" and info.attention_backend == "native")
     return config.num_speculative_tokens if is_on else 0
 
 
 def may_draft(sequence: Sequence | TokenRequest) -> bool:
-    """Whether each token depends only on logits, seed and position, so that several can be chosen in one step.
+    """Whether each token depends only on logits, seed and position.
 
-    Requests for log-probabilities may draft.
+    Then several can be chosen in one step. Requests for log-probabilities may draft.
     """
     return sequence.pooling is None and has_plain_choice(sequence.params)
 
@@ -189,7 +192,7 @@ def _is_due(slot: int, track: _Track, table: SlotTable, is_in_flight: bool) -> b
 
 
 def _is_decoding(slot: int, track: _Track, table: SlotTable) -> bool:
-    """Whether the sequence still has the slot, is served, and has generated a token since it started."""
+    """Whether the sequence has the slot, is served, and has a new token since it started."""
     sequence = table.sequences[slot]
     if sequence is None or sequence.sequence_id != track.sequence_id or not table.is_running[slot]:
         return False

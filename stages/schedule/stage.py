@@ -1,6 +1,6 @@
-"""The schedule stage: takes new requests and feedback, and plans a step when a credit is free and it is time.
+"""The schedule stage: takes requests and feedback, and plans steps.
 
-The decisions are in `scheduler.py`, the timing in `plan_timing.py`.
+It plans when a credit is free and it is time. The decisions are in `scheduler.py`, the timing in `plan_timing.py`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ NO_CAUSES: Mapping[int, str] = {}
 
 
 class Schedule(Stage[TokenRequest, StepPlan]):
-    """Plans steps. It takes reports before feedback, since a step is granted before it is done, and both before new
-    requests, so that the loop never waits for itself.
+    """Plans steps.
+
+    It takes reports before feedback, since a step is granted before it is done, and both before new requests, so that
+    the loop never waits for itself.
 
     The control lane names sequences that have ended (cancelled, past their deadline, stopped by a stop string). Such a
     sequence runs for at most K + 1 more steps, and their tokens are dropped. The lane also names sequences to park or
@@ -77,7 +79,10 @@ class Schedule(Stage[TokenRequest, StepPlan]):
         return port != "in" or self.scheduler.num_waiting < self.max_waiting
 
     def wakes(self, port: str) -> bool:
-        """Not for a report after which no step can be planned: it is taken together with the next feedback."""
+        """Whether a message on `port` wakes the stage.
+
+        Not for a report after which no step can be planned: it is taken together with the next feedback.
+        """
         return port != "report" or self.scheduler.may_plan_after_report
 
     async def handle(self, batch: Sequence[Any], out: Outlet[StepPlan]) -> None:
@@ -121,7 +126,7 @@ class Schedule(Stage[TokenRequest, StepPlan]):
         return is_early
 
     def _judge_wait(self) -> None:
-        """After a step with a delayed plan: reports to `lead` whether the plan was ready when the device needed it."""
+        """Reports to `lead`, after a step with a delayed plan, whether the plan was in time."""
         has_waited, self._has_waited = self._has_waited, False
         if not has_waited:
             return

@@ -1,8 +1,8 @@
-"""The token budget of a step that mixes prefills and decodes. Plain code behind the schedule stage.
+"""The token budget of a step that mixes prefills and decodes.
 
-The duration of a step is the inter-token latency of the answers in it. So decodes come first, and prefills get what is
-left of the target time. Larger steps compute prompts faster, since more of their time goes to prompts. So the target is
-stretched while many prompts wait for their first token.
+Plain code behind the schedule stage. The duration of a step is the inter-token latency of the answers in it. So decodes
+come first, and prefills get what is left of the target time. Larger steps compute prompts faster, since more of their
+time goes to prompts. So the target is stretched while many prompts wait for their first token.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class StepSize:
         return self._costs.last_told.seconds(contents)
 
     def choose(self, num_decode: int, num_context: int, wishes: Sequence[Wish], in_line: Iterable[Wish] = ()) -> int:
-        """The token budget of a step with `num_decode` decodes, which attend to `num_context` tokens.
+        """The token budget of a step with `num_decode` decodes over `num_context` tokens.
 
         `wishes` are the running prompts, in order; `in_line` are waiting ones, which count only for the stretch. Time
         that running prompts leave is for prompts that start in the step.
@@ -93,7 +93,10 @@ def stretch(costs: Costs, wishes: Iterable[Wish]) -> float:
 
 
 def tokens_within(left_s: float, costs: Costs, wishes: Iterable[Wish], most: int) -> int:
-    """Prompt tokens that take at most `left_s`: of these prompts in order, then of a new one; at most `most`."""
+    """Prompt tokens that take at most `left_s`, at most `most`.
+
+    First of these prompts in order, then of a new one.
+    """
     token_s, pair_s = costs.prefill_token_s, costs.prefill_pair_s
     total = 0
     for wish in chain(wishes, (Wish(most, 0),)):

@@ -1,6 +1,7 @@
-"""A linear model of step times, fitted to recent steps. Plain code behind the schedule stage.
+"""A linear model of step times, fitted to recent steps.
 
-Reads no clock: each step's time comes with its outcome, so a replay sees the same times.
+Plain code behind the schedule stage. Reads no clock: each step's time comes with its outcome, so a replay sees the same
+times.
 """
 
 from __future__ import annotations
@@ -44,8 +45,10 @@ class StepContents:
         num_started: int = 0,
         num_drafts: int = 0,
     ) -> StepContents:
-        """The contents of a step whose rows compute `num_tokens` tokens from position `starts`, [R] each. Each draft
-        counts as one more row."""
+        """The contents of a step whose rows compute `num_tokens` tokens from `starts`, [R] each.
+
+        Each draft counts as one more row.
+        """
         is_prefill = num_tokens > 1
         tokens, before = num_tokens[is_prefill].astype(np.float64), starts[is_prefill]
         decoding = starts[~is_prefill]
@@ -80,8 +83,9 @@ class Costs:
 
 
 class StepCosts:
-    """Costs fitted to the last steps with prefills and the last steps of any kind, so that neither kind is forgotten.
+    """Costs fitted to recent steps.
 
+    The last steps with prefills and the last steps of any kind are kept separately, so that neither kind is forgotten.
     Other load on the machine shows in `slowness`, not in the costs: a high quantile of measured over fitted time among
     the last steps. It rises within a few slow steps; a single slow step does not change it.
     """
@@ -139,7 +143,7 @@ class StepCosts:
 
 
 def fit_robustly(columns: Numbers, seconds: Numbers) -> Numbers:
-    """Fits coefficients [C] >= 0 so that `columns` [N, C] @ coefficients approximates `seconds` [N].
+    """Fits coefficients [C] >= 0 with `columns` [N, C] @ coefficients = about `seconds` [N].
 
     Errors are relative to the expected size of each row. After the first round, outliers are clipped to `FAR_OFF`.
     """
@@ -155,9 +159,9 @@ def fit_robustly(columns: Numbers, seconds: Numbers) -> Numbers:
 
 
 def least_squares(columns: Numbers, wanted: Numbers) -> Numbers:
-    """Least squares with coefficients >= 0: drops the most negative coefficient until none is negative.
+    """Least squares with coefficients >= 0.
 
-    Collinear columns share their coefficient.
+    Drops the most negative coefficient until none is negative. Collinear columns share their coefficient.
     """
     scale = np.maximum(np.abs(columns).max(axis=0), 1e-30)
     scaled = columns / scale

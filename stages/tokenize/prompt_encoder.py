@@ -1,4 +1,7 @@
-"""Converts prompts to token ids with a checkpoint's tokenizer and chat template; maps their errors to `Refused`."""
+"""Converts prompts to token ids with a checkpoint's tokenizer and chat template.
+
+Their errors become `Refused`.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,10 @@ class ModelEncoder:
         return self.tokenizer.encode_pair(_unicode(first, "prompt"), _unicode(second, "prompt"))
 
     def encode_chat(self, chat: ChatPrompt) -> list[int]:
-        """Ids of the rendered template. The text of a special token inside a message is encoded as plain text."""
+        """Ids of the rendered template.
+
+        The text of a special token inside a message is encoded as plain text.
+        """
         try:
             if self.template is None:
                 raise missing_template(self.model_id)
@@ -49,7 +55,10 @@ class ModelEncoder:
 
 
 def _unicode(text: str, param: str) -> str:
-    """Returns `text`; raises `Refused` if it has an unpaired surrogate, which a JSON escape can produce."""
+    """Returns `text`, or raises `Refused` for an unpaired surrogate.
+
+    A JSON escape can produce one.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,6 +1,7 @@
-"""The tokenize stage: converts prompts to token ids, in threads, so that a long prompt never blocks the event loop.
+"""The tokenize stage: converts prompts to token ids.
 
-The tokenizer itself is in `model/text/tokenizer.py`.
+It runs in threads, so that a long prompt never blocks the event loop. The tokenizer itself is in
+`model/text/tokenizer.py`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ log = get_logger("millrace.stages")
 
 
 class PromptEncoder(Protocol):
-    """Converts prompts to token ids. Called from several threads at once. Raises `Refused` for an invalid prompt."""
+    """Converts prompts to token ids.
+
+    Called from several threads at once. Raises `Refused` for an invalid prompt.
+    """
 
     def encode_text(self, text: str) -> Sequence[int]:
         """Token ids of a plain prompt, with the special tokens that the model expects."""
@@ -52,11 +56,11 @@ class EncodedPrompt(NamedTuple):
 
 
 class Tokenize(Stage[Request, TokenRequest]):
-    """Sends one `TokenRequest` per prompt, all prompts of a request together, with max_tokens and seed set.
+    """Sends one `TokenRequest` per prompt, with max_tokens and seed set.
 
-    Up to `num_workers` requests are tokenized at once, each in a thread. Requests may therefore overtake each other;
-    schedule restores the order of arrival. Any exception of the tokenizer, a panic of its Rust code included, fails
-    only its own request. If a request ends meanwhile, its result is discarded.
+    All prompts of a request are sent together. Up to `num_workers` requests are tokenized at once, each in a thread.
+    Requests may therefore overtake each other; schedule restores the order of arrival. Any exception of the tokenizer,
+    a panic of its Rust code included, fails only its own request. If a request ends meanwhile, its result is discarded.
     """
 
     on_crash: ClassVar = Crash.ISOLATE
@@ -160,7 +164,10 @@ class Tokenize(Stage[Request, TokenRequest]):
 
 
 def encode(encoder: PromptEncoder, limits: RequestLimits, prompt: Prompt) -> EncodedPrompt:
-    """Tokenizes a prompt of any form. Raises `Refused` for an invalid prompt; any other error is the tokenizer's."""
+    """Tokenizes a prompt of any form.
+
+    Raises `Refused` for an invalid prompt; any other error is the tokenizer's.
+    """
     if prompt.pair is None:
         return EncodedPrompt(encode_prompt(encoder, limits, prompt))
     token_ids, type_ids = encoder.encode_pair(*prompt.pair)
@@ -220,7 +227,10 @@ def _is_quick(request: Request) -> bool:
 
 
 def is_quick(prompt: Prompt) -> bool:
-    """Whether to tokenize in place: token ids and short text. A chat never is, as its template must be rendered."""
+    """Whether to tokenize in place: token ids and short text.
+
+    A chat never is, as its template must be rendered.
+    """
     return prompt.token_ids is not None or (prompt.text is not None and len(prompt.text) <= SHORT_TEXT_CHARS)
 
 

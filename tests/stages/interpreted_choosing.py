@@ -28,7 +28,7 @@ from tests.stages.sample.test_sampler import *  # noqa: F403  (its tests, which 
 
 BY_TRITON = partial(KernelChoosing, kernels=kernel_set.load_sampling("triton"))
 
-del test_seeds_make_choices_of_one_prompt_differ  # noqa: F821  (64 rows, and said of the kernel already)
+del test_seeds_make_choices_of_one_prompt_differ  # noqa: F821  (64 rows; the kernel has its own test)
 
 
 @pytest.fixture(autouse=True)

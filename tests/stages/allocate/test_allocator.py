@@ -1,4 +1,4 @@
-"""Who gets blocks, and who loses them."""
+"""Block allocation and preemption in the allocator."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def test_two_tables_that_share_their_last_block_do_not_go_on_with_the_same_one()
 
 
 def cached(pool: BlockPool, count: int) -> list[int]:
-    """A table of so many blocks that has ended, and whose contents may be wanted again."""
+    """Takes so many blocks, keeps their contents and gives them back."""
     blocks = pool.take(count)
     pool.keep(blocks)
     pool.give_back(blocks, last_step=0, completed_step=0)

@@ -1,4 +1,4 @@
-"""What is swapped out, what comes back, and what it costs."""
+"""The host tier: swapping out and in, its cost, and cached prefixes."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ def test_cached_prefixes_are_contiguous_on_the_host_however_few_come_at_a_time()
     assert run == [*range(run[0], run[0] + 8)] and run[0] % 8 == 0 and run[0] > 0
     rest = [adopted(step, 1)[0] for step in range(6, 54)]
     assert {*rest} == {*range(8, 64)} - {*run}
-    assert adopted(54, 3) == [0, 1, 2]  # those that have been there longest make way, and as many as are cached by runs
+    assert adopted(54, 3) == [0, 1, 2]  # the least recently cached are evicted, as few runs are cached
     assert host.pool.num_evicted == 3
 
 
 def test_where_what_was_adopted_last_was_given_up_the_next_goes_anywhere():
     host = HostTier(16, block_size=16)
     (place,) = host.adopt(1, 0, 0, -1).tolist()
-    assert host.settle(0, [0], 0) == [place]  # the step that copies it did not happen
+    assert host.settle(0, [0], 0) == [place]  # the step that copies it was voided
     host.pool.check()
     assert len(host.adopt(3, 1, 0, 0)) == 3
     host.pool.check()

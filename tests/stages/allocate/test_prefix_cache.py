@@ -1,4 +1,4 @@
-"""What is computed once, and by whom it may be found."""
+"""The prefix cache: which tokens are computed once, and which sequences find them."""
 
 from __future__ import annotations
 
@@ -304,7 +304,7 @@ async def test_swapped_sequences_take_the_place_of_cached_prefixes_on_the_host(e
         await engine.check_quiet()
 
 
-# -- copies of blocks that go on differently
+# -- copies of partly matching blocks
 
 
 def forking_cache(block_size: int = 4) -> PrefixCache:

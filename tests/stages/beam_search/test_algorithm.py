@@ -185,7 +185,7 @@ NUM_NEW = 8
 def oracle(
     model: PreTrainedModel, prompt: list[int], case: tuple[int, float, Any], end_ids: list[int], num_new: int = NUM_NEW
 ) -> tuple[list[list[int]], list[float] | None]:
-    """transformers' answers, best first, and their scores, which greedy search (width 1) does not tell."""
+    """transformers' answers, best first, and their scores, which greedy search (width 1) does not return."""
     width, length_penalty, early_stopping = case
     ids = torch.tensor([prompt])
     model.generation_config.eos_token_id = end_ids or None

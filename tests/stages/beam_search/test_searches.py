@@ -218,7 +218,7 @@ def test_the_door_counts_a_search_once_and_never_turns_it_away_halfway():
 
 @sim_test(seeds=8)
 async def test_the_steps_of_a_search_keep_its_place_in_the_line(env: SimEnv):
-    """There are two slots: between two steps of the search two who came later are let in, and no more."""
+    """With two slots, at most two later requests are admitted between two steps of the search."""
     ended: list[str] = []
 
     async def ask(name: str, asking: Awaitable[Any]) -> None:

@@ -1,4 +1,4 @@
-"""The exit: every request ends once, everything reaches its reader once, and schedule hears of what is over."""
+"""The exit: each request ends once, its text arrives once, and schedule is notified of ended sequences."""
 
 import asyncio
 import time

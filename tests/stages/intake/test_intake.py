@@ -1,4 +1,4 @@
-"""The door: what is refused before it costs anything, and how many are let in."""
+"""Intake: which requests are refused before any work, and how many are admitted."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Steps that need the host among steps that do not: everybody gets what a device answers that is waited for."""
+"""Steps that need the host among steps that do not: answers equal those of a synchronous device."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_preempted_sequences_with_a_grammar_go_on_where_they_were(checkpoint: Pa
 
 
 class NeverTwice(LogitsProcessor):
-    """No token follows itself, for those who ask."""
+    """A logits processor that forbids a token to follow itself, where requested."""
 
     def __init__(self) -> None:
         self.newest: dict[int, int] = {}
@@ -129,7 +129,7 @@ def test_a_users_processor_sees_the_tokens_it_asked_for_in_order(checkpoint: Pat
         assert all(this != that for this, that in zip(ids, ids[1:], strict=False))
 
 
-@pytest.mark.parametrize("width", [3, 12])  # the second looks at more candidates than a device tells of
+@pytest.mark.parametrize("width", [3, 12])  # the second needs more candidates than the device returns
 def test_a_beam_search_among_answers_finds_what_it_would_find(checkpoint: Path, width: int) -> None:
     async def ask(streams: Any) -> list[list[int]]:
         env = LiveEnv(0)

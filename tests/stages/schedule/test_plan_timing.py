@@ -1,4 +1,4 @@
-"""When the next step is planned: as late as it can be where somebody may come, but seldom so late the device waits."""
+"""Plan timing: as late as possible where a request may arrive, but seldom so late that the device waits."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_during_a_short_step_a_plan_waits_only_shortly_after_an_answer_has_ended
 def test_plans_are_made_so_early_that_about_one_in_eighteen_comes_too_late(needed: float):
     told, dice, num_late = Lead(), Random(0), 0
     for number in range(3000):
-        is_late = told.share < needed * dice.uniform(0.5, 1.0)  # what it takes differs from step to step
+        is_late = told.share < needed * dice.uniform(0.5, 1.0)  # the needed lead time varies
         told.note_waited(is_late=is_late)
         num_late += is_late and number >= 1000
     assert 0.5 * needed < told.share < 1.3 * needed

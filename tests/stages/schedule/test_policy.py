@@ -1,4 +1,4 @@
-"""Policies: what may be replaced, and that the books stay right whatever one says."""
+"""Policies: what may be replaced, and that the scheduler stays consistent whatever a policy returns."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ShortestPromptFirst(Policy):
 
 
 class Chaotic(Policy):
-    """Says whatever comes to mind."""
+    """Returns random results."""
 
     def __init__(self) -> None:
         self.dice = random.Random(1)
@@ -88,7 +88,7 @@ def test_waiting_ten_seconds_is_worth_one_priority_with_ageing_of_ten(gap_s: flo
 
 
 def test_with_ageing_a_stream_of_better_requests_does_not_starve_a_worse_one():
-    """One slot, a better request every second, each runs for two: without ageing the worse one never gets in."""
+    """One slot, a better request every second, each runs for two: without ageing the worse one never starts."""
 
     def entered_at(policy: Policy) -> int | None:
         line = Scheduler(LIMITS, policy).waiting

@@ -1,4 +1,4 @@
-"""What runs next. Schedule's logic and allocate's together, without an event loop."""
+"""The scheduler and the allocator together, without an event loop."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Bench:
         self.sequence_in: dict[int, int] = {}  # slot -> sequence id
 
     def plan(self) -> tuple[StepPlan | None, StepGrant | None]:
-        """The next plan and its grant, with all books checked."""
+        """The next plan and its grant; checks all state."""
         plan = self.scheduler.plan()
         if plan is None:
             return None, None
@@ -79,7 +79,7 @@ class Bench:
         return grant
 
     def run(self) -> None:
-        """Steps until nothing is left to say."""
+        """Runs steps until there is no plan."""
         for _ in range(10_000):
             plan, grant = self.plan()
             if grant is not None:

@@ -1,4 +1,4 @@
-"""Drafts: answers are what they are without them, and come in fewer steps where they repeat something."""
+"""Speculation: answers equal those without drafts, and repetitive ones take fewer steps."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ async def test_an_answer_that_was_drafted_is_found_by_who_goes_on_from_it(env: S
         assert second.num_cached_tokens == 44  # all but the last token, which is never computed, of 45
 
 
-# -- who drafts
+# -- which sequences draft
 
 
 def test_rows_whose_tokens_hang_on_more_than_logits_and_position_do_not_draft():
@@ -278,7 +278,7 @@ class Plan:
         return self.finish(plan, num_accepted)
 
     def grant(self, plan: StepPlan, preempted: Sequence[int] = ()) -> None:
-        """As much as was wanted, but for who loses its blocks."""
+        """Grants the demand, except to preempted slots."""
         granted = np.where(np.isin(plan.slots, preempted), 0, plan.num_wanted).astype(np.int32)
         report = PlanReport(plan.step, granted, np.zeros_like(granted), preempted, 99, 0, is_void=not granted.any())
         self.scheduler.on_report(report)
@@ -346,7 +346,7 @@ def test_no_draft_goes_past_the_limit_of_an_answer():
     while plan.scheduler.sequences[0].limit - plan.num_known > 3:
         plan.step(0)
     plan.guess(8)
-    assert plan.step(0) == 2  # they, and the token behind them, are the last three
+    assert plan.step(0) == 2  # they, and the token after them, are the last three
 
 
 def test_drafts_of_a_sequence_that_has_lost_its_blocks_are_not_said_to_be_computed():

@@ -1,5 +1,4 @@
-"""The size of a step by its target: what a step costs, how much of a prompt that leaves room for, and what comes of it
-in an engine under load, in virtual time."""
+"""The token budget by target time: step costs, the room for prompts, and an engine under load in virtual time."""
 
 from __future__ import annotations
 

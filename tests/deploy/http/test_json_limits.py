@@ -45,7 +45,7 @@ def test_an_escaped_quote_does_not_end_a_string():
 def test_keys_are_counted_and_colons_in_text_are_not():
     limits = JsonLimits(keys=3)
     assert parse_object(b'{"a":1,"b":{"c":":::::::"}}', limits)
-    assert "4 keys: at most 3" in refusal(b'{"a":1,"b":1,"c":1,"d":1}', limits).message
+    assert "4 keys: must be at most 3" in refusal(b'{"a":1,"b":1,"c":1,"d":1}', limits).message
 
 
 def test_numbers_of_more_than_twenty_digits_are_refused():

@@ -47,7 +47,7 @@ class ResponsesSession(SocketSession):
         try:
             _check(raw, lane)
             if len(self._tasks) >= self._context.config.ws_max_streams:
-                message = f"{len(self._tasks)} responses are under way on this socket: wait for one to end"
+                message = f"{len(self._tasks)} responses are running on this socket: wait for one to end"
                 raise ApiError("rate_limit_exceeded", message, retry_after_s=1.0)
             asked = await self._context.compute(num_bytes, self._responses.read, _body(raw))
         except ApiError as error:

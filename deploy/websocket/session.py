@@ -81,7 +81,7 @@ class Session(SocketSession):
         self._check_id(create.id)
         limit = self._context.config.ws_max_streams
         if len(self._streams) >= limit:
-            message = f"{limit} requests are under way on this socket: wait for one to end, or open another socket"
+            message = f"{limit} requests are running on this socket: wait for one to end, or open another socket"
             raise ApiError("rate_limit_exceeded", message, retry_after_s=1.0)
         kind, shape = ENDPOINTS[create.endpoint]
         order = await self._context.compute(

@@ -1,4 +1,4 @@
-"""Bodies are bounded before anything is built from them."""
+"""Limits of JSON bodies, checked before parsing."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_four_hostile_mebibytes_cost_a_fraction_of_a_second(name):
     data = HOSTILE[name]
     assert len(data) <= LIMITS.num_bytes
     best = float("inf")
-    for _ in range(3):  # the least of three, in processor time, as others share the core
+    for _ in range(3):  # minimum of three, in CPU time, as other processes share the core
         began = time.thread_time()
         try:
             parse_object(data, LIMITS)

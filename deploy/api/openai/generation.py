@@ -192,7 +192,7 @@ class Generation:
         return Chunks(answer, outbox, order.num_choices, tell, metrics, waits_for_tokens=order.asked.echo_logprobs)
 
     def teller(self, order: Order, answer: Answer, outbox: RequestOutbox) -> Tell | None:
-        """A function that adds the prompt's data to the answer for choices that have begun; None if none was requested."""
+        """A function that adds prompt data to the answer for given choices; None if none was requested."""
         if not order.asked.anything:
             return None
         answer.choices_per_prompt = order.params.n

@@ -1,4 +1,4 @@
-"""One choice's text on its way through a reasoning parser and a tool parser, whole or in pieces.
+"""Parsing of one choice's text into content, reasoning and tool calls, whole or in pieces.
 
 Streams and whole answers use the same code, so a joined stream equals the whole answer. The JSON around the pieces is
 made in `openai/answers.py`.
@@ -62,7 +62,10 @@ class Turn:
 
     @property
     def num_reasoning_tokens(self) -> int | None:
-        """Reasoning tokens so far; None without a reasoning parser, or if its model family has no markers."""
+        """Reasoning tokens so far.
+
+        None without a reasoning parser, or if its model family has no markers.
+        """
         return None if self._counter is None else self._counter.num_tokens
 
     def read(self, text: str, token_ids: Sequence[int], is_end: bool) -> list[Piece]:

@@ -31,7 +31,10 @@ MakeTurn = Callable[[], Turn]
 
 
 def check_parsers(config: ServerConfig) -> None:
-    """Raises `ConfigError` for a setting that names no parser. Called before the model is loaded."""
+    """Raises `ConfigError` for a setting that names no parser.
+
+    Called before the model is loaded.
+    """
     registry.tool_parser(config.tool_call_parser, "")
     registry.reasoning_parser(config.reasoning_parser, "")
 
@@ -111,14 +114,17 @@ class Speech:
         return ThinkingBudget(num_tokens=num_tokens, start_ids=start, end_ids=end, is_open=thoughts.is_open)
 
     def _is_turn_open(self, body: Chat) -> bool | None:
-        """Whether the answer begins inside reasoning; False if the prompt closed it, None if it has no markers."""
+        """Whether the answer begins inside reasoning.
+
+        False if the prompt closed it, None if it has no markers.
+        """
         if body.continued_text is not None:
             return self._last_mark(body.continued_text) or False
         kwargs: tuple[tuple[str, Any], ...] = tuple(sorted(body.template_kwargs.items()))
         return self._is_prompt_open(kwargs, body.add_generation_prompt)
 
     def _probe(self, kwargs: tuple[tuple[str, Any], ...], add_generation_prompt: bool) -> bool | None:
-        """Renders a probe chat with `kwargs`: whether the text after the user's turn opens reasoning."""
+        """Whether the prompt of a probe chat with `kwargs` ends inside reasoning."""
         if self._template is None:
             return None
         messages = [{"role": "user", "content": PROBE}]
@@ -129,7 +135,7 @@ class Speech:
         return self._last_mark(prompt.text.rpartition(PROBE)[2])
 
     def _last_mark(self, text: str) -> bool | None:
-        """True if the last marker in `text` opens reasoning, False if it closes it, None if there is none."""
+        """Whether the last marker in `text` opens reasoning; None if there is no marker."""
         markers = None if self.reasoning_parser is None else self.reasoning_parser.markers
         if markers is None:
             return None

@@ -1,4 +1,4 @@
-"""State that the handlers of one server share: the engine, the live requests, the drain flag."""
+"""State shared by the handlers of one server: engine, live requests, drain flag."""
 
 from __future__ import annotations
 
@@ -98,9 +98,10 @@ class Service:
             raise ApiError("model_not_found", message, param="model")
 
     def cache_salt(self, wanted: str | None, owner: str) -> str:
-        """The prefix-cache salt of a request: the client's own, prefixed with its owner under `cache_salt_per_key`.
+        """The prefix-cache salt of a request: the client's own, or `owner/salt`.
 
-        A client's salt cannot hold a `/`, so it cannot equal the salt of another key.
+        The owner is added under `cache_salt_per_key`. A client's salt cannot hold a `/`, so it cannot equal the salt of
+        another key.
         """
         return f"{owner}/{wanted or ''}" if self.config.cache_salt_per_key else wanted or ""
 
@@ -132,7 +133,10 @@ class Service:
             self._emptied.set()
 
     def abort(self, some_id: str, owner: str) -> str | None:
-        """Aborts the owner's request with that answer id or X-Request-Id; None if the owner has none in progress."""
+        """Aborts the owner's request with that answer id or X-Request-Id.
+
+        None if the owner has none in progress.
+        """
         for answer_id, live in self.live.items():
             if live.owner == owner and some_id in (answer_id, live.client_id):
                 assert self.engine is not None

@@ -1,4 +1,4 @@
-"""Base of the APIs other than chat: their bodies become chat bodies, and chat errors use their field names.
+"""Base of the APIs other than chat: conversion to chat bodies, and back for errors.
 
 This file maps field names. The values are checked once, by the chat body and the engine.
 """
@@ -71,7 +71,7 @@ class AdaptedBody(Body):
 
 
 def read_adapted(kind: type[A], raw: Mapping[str, Any], strict_fields: bool) -> tuple[A, Chat, list[str]]:
-    """The body, its fields that go to the chat body unchanged, and the names of unknown fields that were ignored.
+    """Returns the body, the fields passed on to chat, and the names of ignored unknown fields.
 
     `ApiError` 400 names the wrong field.
     """
@@ -82,7 +82,10 @@ def read_adapted(kind: type[A], raw: Mapping[str, Any], strict_fields: bool) -> 
 
 
 def take_order(generation: Generation, chat: Chat, name_of: NameOf) -> Order:
-    """Validates a chat body. `ApiError` 400 names the fields by `name_of`, as the client's API does."""
+    """Validates a chat body.
+
+    `ApiError` 400 names the fields by `name_of`, as the client's API does.
+    """
     try:
         return generation.order(ChatBody, {name: value for name, value in chat.items() if value is not None})
     except ApiError as error:
@@ -90,9 +93,9 @@ def take_order(generation: Generation, chat: Chat, name_of: NameOf) -> Order:
 
 
 class Parts:
-    """An async iterator over the parts of a request's one answer, in lists of all that have arrived.
+    """The parts of a request's one answer, as an async iterator.
 
-    `end` is the last part, once it has arrived; None before.
+    Each item is the list of all parts that have arrived. `end` is the last part, once it has arrived; None before.
     """
 
     def __init__(self, outbox: RequestOutbox, turn: Turn | None = None) -> None:
@@ -122,9 +125,10 @@ class Parts:
 
 @asynccontextmanager
 async def under_way(generation: Generation, answer_id: str, order: Order, name_of: NameOf) -> AsyncIterator[Parts]:
-    """Submits an order and yields its `Parts`; on exit the request is closed, however the block ends.
+    """Submits an order and yields its `Parts`.
 
-    `answer_id` comes from `Service.open`. Errors inside the block are raised with the field names of the client's API.
+    On exit the request is closed, however the block ends. `answer_id` comes from `Service.open`. Errors inside the
+    block are raised with the field names of the client's API.
     """
     cause = "disconnect"  # if no exception below sets another: the handler is cancelled when its client disconnects
     try:
@@ -154,7 +158,7 @@ def _replaced(text: str, word: str, other: str) -> str:
 
 
 def renamed(param: str, names: Mapping[str, str]) -> str:
-    """Replaces the longest prefix of the path `param`, such as `a.b[0].c`, that is a key of `names`."""
+    """Replaces the longest prefix of a path such as `a.b[0].c` that is a key of `names`."""
     parts = re.findall(r"[\w]+|\[\d+\]|\.", param)
     for end in range(len(parts), 0, -1):
         head = "".join(parts[:end])

@@ -176,7 +176,10 @@ class MessagesBody(CountTokensBody):
 
 
 def name_of(sources: list[str]) -> Callable[[str], str]:
-    """A function from chat's name of a field to this API's. Message i came from field `sources[i]`."""
+    """A function from chat's name of a field to this API's.
+
+    Message i came from field `sources[i]`.
+    """
     names = NAMES | {f"messages[{i}]": source for i, source in enumerate(sources)}
 
     def name(param: str) -> str:
@@ -259,7 +262,10 @@ def _add_user(blocks: list[dict[str, Any]], path: str, source: str, turns: _Turn
 
 
 def _joined(blocks: list[dict[str, Any]]) -> str | list[dict[str, str]]:
-    """The text blocks as content. A single one becomes a plain text, as templates differ in how they join parts."""
+    """The text blocks as content.
+
+    A single one becomes a plain text, as templates differ in how they join parts.
+    """
     texts = [block["text"] for block in blocks if block["type"] == "text"]
     return "".join(texts) if len(texts) < 2 else [{"type": "text", "text": text} for text in texts]
 
@@ -309,7 +315,7 @@ def _wrong_type(path: str, right: str) -> ApiError:
 
 def _chat_tool(tool: dict[str, Any], path: str) -> dict[str, Any]:
     if tool.get("type") not in (None, "custom"):
-        message = f"{path}.type = {shorten(repr(tool.get('type')), 64)}: must be custom or absent; only tools with an input_schema are supported"
+        message = f"{path}.type = {shorten(repr(tool.get('type')), 64)}: must be custom or left out"
         raise ApiError("unsupported_parameter", message, param=f"{path}.type")
     function: dict[str, Any] = {name: tool[name] for name in ("name", "description", "strict") if name in tool}
     if "input_schema" in tool:

@@ -1,4 +1,4 @@
-"""Converts the parts of an answer to the events of `POST /v1/messages` and to the complete message.
+"""Builds the events of `POST /v1/messages` and the complete message from answer parts.
 
 Streamed and whole messages use the same code, so they cannot differ. The framing of events is left to the transport.
 """
@@ -150,7 +150,10 @@ def error_body(error: ApiError, request_id: str) -> dict[str, Any]:
 
 
 def _as_object(text: str) -> dict[str, Any]:
-    """The arguments of a call as an object. They may be missing or cut off; then the object is empty."""
+    """The arguments of a call as an object.
+
+    They may be missing or cut off; then the object is empty.
+    """
     try:
         parsed = orjson.loads(text or "{}")
     except orjson.JSONDecodeError:

@@ -1,4 +1,4 @@
-"""The HTTP handlers of the Messages API: from a body to the engine and back, whole or as a stream."""
+"""The HTTP handlers of the Messages API, whole answers and streams."""
 
 from __future__ import annotations
 

@@ -85,9 +85,9 @@ def usage(num_prompt: int, num_cached: int, choices: Sequence[Choice]) -> dict[s
 
 
 def best(choices: Sequence[Choice], best_of: int, n: int) -> list[Choice]:
-    """The `n` best of each prompt's `best_of` choices by mean log-probability per token, best first, renumbered.
+    """Selects the `n` best of each prompt's `best_of` choices, best first, and renumbers them.
 
-    Among equals the earlier choice wins.
+    Choices are ranked by mean log-probability per token. Among equals the earlier choice wins.
     """
     chosen: list[Choice] = []
     for first in range(0, len(choices), best_of):
@@ -175,7 +175,10 @@ class Answer:
         return [self._encoded(piece, running_usage)]
 
     def _plain(self, choice: Choice, delta: Delta) -> bytes:
-        """The chunk of a delta that is only text, the common case. The JSON around it is encoded once per choice."""
+        """The chunk of a delta that is only text, the common case.
+
+        The JSON around it is encoded once per choice.
+        """
         around = self._around.get(choice.index)
         if around is None:
             before, _, after = self._encoded(self._chunk_choice(choice, replace(delta, text=MARK))).partition(_MARK)
@@ -365,7 +368,10 @@ def token_logprobs(tokens: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
 
 
 def completion_logprobs(choice: Choice, tokens: Sequence[TokenLogprobs], as_ids: bool = False) -> dict[str, Any]:
-    """Logprobs in the shape of completions: parallel lists. Offsets continue from the last call's."""
+    """Logprobs in the shape of completions: parallel lists.
+
+    Offsets continue from the last call's.
+    """
     shape: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for token, spelled in zip(tokens, _spelled(tokens, as_ids), strict=True):
         chosen = {spelled.token: finite(token.logprob)}

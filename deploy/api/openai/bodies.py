@@ -1,4 +1,4 @@
-"""The bodies of chat and completions: their fields, types, and conversion to engine parameters.
+"""The bodies of chat and completions, and their conversion to engine parameters.
 
 Names are OpenAI's and vLLM's. Types are strict (a bool or a string is not a number). Ranges of sampling fields are
 checked by `SamplingParams`, by name. Checks that depend on the model follow at intake.
@@ -175,7 +175,10 @@ class GenerationBody(Body):
     guided_grammar: Annotated[Any, WithJsonSchema(documented_forms.GUIDED_GRAMMAR)] = None
 
     def sampling_params(self, model_defaults: SamplingParams) -> SamplingParams:
-        """The sampling parameters. `ApiError` names a field that is out of range or not allowed in a beam search."""
+        """The sampling parameters.
+
+        `ApiError` names a field that is out of range or not allowed in a beam search.
+        """
         if self.use_beam_search:
             model_defaults = SamplingParams(temperature=0.0)
         given = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
@@ -451,7 +454,7 @@ def renamed(message: str, theirs: str | None, own: str | None) -> str:
 
 
 def _check_beams(body: GenerationBody) -> None:
-    """Raises `ApiError` for search fields without a search, a streamed search, and an invalid `best_of`."""
+    """Checks the beam-search fields and `best_of`; raises `ApiError`."""
     n = 1 if body.n is None else body.n
     if body.use_beam_search:
         _check_search(body, n)

@@ -16,10 +16,11 @@ Tell = Callable[[Iterable[int]], Awaitable[None]]
 
 
 class Chunks:
-    """An async iterator over a request's chunks as JSON, in lists of all that have arrived, at least one.
+    """The chunks of a request's stream as JSON, as an async iterator.
 
-    It reads the outbox only when the next item is requested. If the client does not read, the outbox fills and the
-    request is parked. It raises the error that ended the request, as the outbox does.
+    Each item is the list of all chunks that have arrived, at least one. It reads the outbox only when the next item is
+    requested. If the client does not read, the outbox fills and the request is parked. It raises the error that ended
+    the request, as the outbox does.
     """
 
     def __init__(
@@ -32,9 +33,10 @@ class Chunks:
         *,
         waits_for_tokens: bool = False,
     ) -> None:
-        """`tell` is awaited with the indices of choices before their chunks; `metrics` is called at the end.
+        """`tell` is awaited with the indices of choices before their chunks.
 
-        With `waits_for_tokens`, `tell` gets only choices that have a token, as their prompts are scored by then.
+        `metrics` is called at the end. With `waits_for_tokens`, `tell` gets only choices that have a token, as their
+        prompts are scored by then.
         """
         self.outbox = outbox
         self.choices = answer.choices(num_choices)
@@ -47,7 +49,7 @@ class Chunks:
 
     @property
     def needs_waiting(self) -> bool:
-        """Whether a chunk must be awaited even if its text has arrived, so that `poll` cannot be used."""
+        """Whether chunks must be awaited even if their text has arrived, so `poll` is not allowed."""
         return self._tell is not None
 
     def is_over(self) -> bool:
@@ -79,7 +81,7 @@ class Chunks:
         return self._encode(deltas) if deltas else []
 
     def _encode(self, deltas: Sequence[Delta]) -> list[bytes]:
-        """The chunks of `deltas`, with the opening chunks before the first and the closing one after the last."""
+        """The chunks of `deltas`, with the opening chunks first and the closing one last."""
         answer = self._answer
         bodies: list[bytes] = []
         for delta in deltas:

@@ -1,6 +1,7 @@
-"""The bodies of embeddings, scores and reranking, with the field names of OpenAI, vLLM, Jina and Cohere.
+"""The bodies of embeddings, scores and reranking.
 
-Checks that depend on the model (lengths, dimensions, whether it embeds at all) follow at intake.
+Field names are those of OpenAI, vLLM, Jina and Cohere. Checks that depend on the model (lengths, dimensions, whether it
+embeds at all) follow at intake.
 """
 
 from __future__ import annotations
@@ -108,7 +109,10 @@ def _pair_of(*names: str) -> JsonSchemaValue:
 
 
 class ScoreBody(PairsBody):
-    """`POST /score`: one query for all documents, or one query per document. Both have two names."""
+    """`POST /score`: one query for all documents, or one query per document.
+
+    Both have two names.
+    """
 
     RELATIONS: ClassVar[tuple[JsonSchemaValue, ...]] = (
         {

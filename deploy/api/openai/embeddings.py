@@ -1,6 +1,6 @@
-"""Embeddings, scores and reranking: from a body to the engine and back. None of them streams.
+"""Embeddings, scores and reranking: from a body to the engine and back.
 
-However a handler ends, its request is closed.
+None of them streams. However a handler ends, its request is closed.
 """
 
 from __future__ import annotations

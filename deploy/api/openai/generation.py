@@ -44,7 +44,10 @@ log = get_logger("millrace.deploy")
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A validated body, ready to submit. Checks that depend on the prompt's tokens follow at intake."""
+    """A validated body, ready to submit.
+
+    Checks that depend on the prompt's tokens follow at intake.
+    """
 
     body: GenerationBody
     ignored: Sequence[str]  # names of unknown fields
@@ -87,7 +90,10 @@ class Generation:
         return await self._render(request, CompletionBody, CompletionAnswer)
 
     async def abort(self, request: web.Request) -> web.Response:
-        """`DELETE /v1/requests/{id}`: aborts a request. Its client gets the partial answer, finish_reason `abort`."""
+        """`DELETE /v1/requests/{id}`: aborts a request.
+
+        Its client gets the partial answer, finish_reason `abort`.
+        """
         some_id = request.match_info["id"]
         if self.service.abort(some_id, request[OWNER]) is None:
             message = f"id = {shorten(repr(some_id), 128)}: no request with this id is in progress"
@@ -192,7 +198,10 @@ class Generation:
         return Chunks(answer, outbox, order.num_choices, tell, metrics, waits_for_tokens=order.asked.echo_logprobs)
 
     def teller(self, order: Order, answer: Answer, outbox: RequestOutbox) -> Tell | None:
-        """A function that adds prompt data to the answer for given choices; None if none was requested."""
+        """A function that adds prompt data to the answer for given choices.
+
+        Returns None if the client requested no prompt data.
+        """
         if not order.asked.anything:
             return None
         answer.choices_per_prompt = order.params.n
@@ -290,7 +299,7 @@ def _time_limit_s(request: web.Request, body: GenerationBody) -> float | None:
 
 
 def in_terms_of(body: GenerationBody, error: Exception, request_id: str) -> Exception:
-    """Renames the fields of an engine error to the names in `body`, e.g. `prompt` to `messages` on chat."""
+    """Renames the field of an engine error as in `body`, e.g. `prompt` to `messages` on chat."""
     known = describe(error)
     if known is None:
         return error
@@ -305,5 +314,5 @@ def ignored_headers(ignored: Sequence[str]) -> dict[str, str]:
 
 
 def _listed(names: Sequence[str]) -> str:
-    """The first 32 names, cut to 64 characters, with all characters unsafe in a header replaced by `?`."""
+    """The first 32 names, each cut to 64 characters; characters unsafe in a header become `?`."""
     return ", ".join(re.sub(r"[^A-Za-z0-9_.-]", "?", name[:64]) for name in names[:32])

@@ -1,4 +1,4 @@
-"""Prompt data in an answer, if requested: the text (`echo`), its token ids and their log-probabilities.
+"""Prompt data in an answer: the text (`echo`), its token ids and log-probabilities.
 
 Long JSON arrays are written in slices, so that one call of the JSON writer does not hold the GIL for long.
 """
@@ -49,7 +49,10 @@ class Asked:
 
 
 def tell_prompt(asked: Asked, outbox: RequestOutbox, tokenizer: Tokenizer, index: int) -> PromptPart:
-    """The requested data of prompt `index`. Call it after the first token of an answer to that prompt."""
+    """The requested data of prompt `index`.
+
+    Call it after the first token of an answer to that prompt.
+    """
     token_ids = outbox.prompt_token_ids(index).tolist()
     scores = outbox.prompt_logprobs(index) if asked.prompt_logprobs or asked.echo_logprobs else None
     name = as_id if asked.tokens_as_ids else _namer(tokenizer)
@@ -73,7 +76,10 @@ def tell_prompt(asked: Asked, outbox: RequestOutbox, tokenizer: Tokenizer, index
 
 
 def token_texts(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
-    """The text that each token adds. A character comes with its last byte; special tokens add nothing."""
+    """The text that each token adds.
+
+    A character comes with its last byte; special tokens add nothing.
+    """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     texts = []
     for token_id in token_ids:
@@ -97,7 +103,10 @@ def _namer(tokenizer: Tokenizer) -> TokenName:
 
 
 def _entries(scores: PromptLogprobs | None, name: TokenName) -> Iterable[dict[str, Any]]:
-    """For each token but the first: token id -> log-probability, rank and text; the prompt's token first."""
+    """For each token but the first: token id -> log-probability, rank and text.
+
+    The prompt's own token comes first.
+    """
     if scores is None:
         return
     columns = (scores.token_ids, scores.logprobs, scores.ranks, scores.top_ids, scores.top_logprobs)

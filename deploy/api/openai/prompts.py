@@ -15,7 +15,10 @@ from ...errors import ApiError
 
 
 def read_prompts(value: Any, name: str = "prompt", most: int = MAX_PROMPTS) -> tuple[Prompt, ...]:
-    """Reads prompts in any of the four forms, at most `most`. `ApiError` 400 names the field as `name`."""
+    """Reads prompts in any of the four forms, at most `most`.
+
+    `ApiError` 400 names the field as `name`.
+    """
     try:
         return _read(value, most)
     except ApiError as error:

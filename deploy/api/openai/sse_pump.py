@@ -1,4 +1,4 @@
-"""Streams chunks to clients from a callback of the outbox's wakeup, without waking a task per token.
+"""Streams chunks to clients from the outbox's wakeup, without waking a task per token.
 
 Waking a task costs a turn of the event loop and all its coroutines, several times the cost of the write. While a client
 reads, its task sleeps. The callback writes all chunks that have arrived in one write. The task wakes up if a write
@@ -38,7 +38,10 @@ class _Flow:
         self._is_stuck: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> None:
-        """Sends chunks while writes need no waiting. On return every chunk is sent or still unread in the outbox."""
+        """Sends chunks while writes need no waiting.
+
+        On return every chunk is sent or still unread in the outbox.
+        """
         try:
             self._hear(self._bell)  # chunks that arrived in the meantime
             error = await self._is_stuck

@@ -1,4 +1,4 @@
-"""The fields of a body that constrain the answer's format: OpenAI's, vLLM's and vLLM's older ones.
+"""The body fields that constrain the answer's format: OpenAI's, vLLM's and older ones.
 
 This file reads the fields. Their meaning is in `stages/structured_outputs.py`.
 """
@@ -29,7 +29,10 @@ NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 def structured_outputs(body: Body) -> StructuredOutputs | None:
-    """The output format that `body` requests, or None. `ApiError` names the field; two formats are refused."""
+    """The output format that `body` requests, or None.
+
+    `ApiError` names the field; two formats are refused.
+    """
     found = {name: form for name in FIELDS if (form := _read(body, name)) is not None}
     if len(found) > 1:
         first, second = list(found)[:2]
@@ -70,7 +73,10 @@ def _response_format(value: Any) -> StructuredOutputs | None:
 
 
 def _schema(wrapped: Any) -> Mapping[str, Any]:
-    """The schema of `{"name": ..., "schema": ..., "strict": ...}`. It is always enforced, also without `strict`."""
+    """The schema of `{"name": ..., "schema": ..., "strict": ...}`.
+
+    It is always enforced, also without `strict`.
+    """
     if not isinstance(wrapped, dict):
         _refuse("response_format.json_schema", 'must be {"name": ..., "schema": ...}')
     name, schema = wrapped.get("name"), wrapped.get("schema")

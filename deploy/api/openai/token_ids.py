@@ -1,4 +1,4 @@
-"""`POST /generate`: token ids in, token ids out; and the bodies that the `.../render` routes return for it.
+"""`POST /generate`: token ids in, token ids out, and the `.../render` bodies for it.
 
     {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 8, "temperature": 0}, "stream": false}
  -> {"request_id": ..., "choices": [{"index": 0, "token_ids": [...], "logprobs": null, "finish_reason": "length", ...}]}
@@ -45,7 +45,7 @@ class GenerateBody(CompletionBody):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """The schema before `flatten`: `token_ids` instead of `prompt`, sampling fields in `sampling_params`."""
+        """The schema of the body before `flatten`, with its sampling fields in `sampling_params`."""
         reference = super().__get_pydantic_json_schema__(core_schema, handler)
         schema = handler.resolve_ref_schema(reference)
         fields = schema["properties"]
@@ -74,9 +74,10 @@ TAKEN = ("prompt", "token_ids", "input_ids", "sampling_params")
 
 
 def flatten(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts the body to the shape of completions. `ApiError` 400 names a missing field or one of the wrong type.
+    """Converts the body to the shape of completions.
 
-    A field in the wrong place gets a name that says so, such as `in_sampling_params.stream`, and is then unknown.
+    `ApiError` 400 names a missing field or one of the wrong type. A field in the wrong place gets a name that says
+    so, such as `in_sampling_params.stream`, and is then unknown.
     """
     token_ids = raw.get("token_ids", raw.get("input_ids"))
     if token_ids is None:

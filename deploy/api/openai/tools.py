@@ -1,4 +1,4 @@
-"""Tools in a request: their fields, which of them may be called, and the schema of a forced call.
+"""Tools in a request: their fields, the choice among them, the schema of a forced call.
 
 How a model writes a call depends on its parser; see `api/parsers`.
 """
@@ -30,7 +30,7 @@ _ECMA_ONLY = ("bad escape", "unknown extension")
 
 
 def _schema(value: dict[str, Any]) -> dict[str, Any]:
-    """Checks that the value is the JSON schema of an object, with known types and valid patterns."""
+    """Checks that a value is the JSON schema of an object with known types and patterns."""
     if value.get("type", "object") != "object":
         raise PydanticCustomError("invalid_value", "type must be object, as the arguments are an object")
     for schema in _schemas(value):

@@ -1,4 +1,4 @@
-"""Parsers of the answer's text (reasoning, text, tool calls), one per model family, and their interface.
+"""Parsers of reasoning and tool calls in an answer's text, one per model family.
 
 Owns: the parsers and their registry.
 In: text in pieces of any size.

@@ -23,7 +23,9 @@ class HermesParser(JsonReader):
         self._tell(Text, BEGIN[:matched])
 
     def _marked(self, character: str) -> Generator[None, str, tuple[int, str]]:
-        """A call, and its closing marker if there is one; returns (matched characters of `BEGIN`, next character).
+        """A call, and its closing marker if there is one.
+
+        Returns (matched characters of `BEGIN`, next character).
 
         NOTE: a `<` after the call may begin the closing marker or the next opening one. Then `matched` is 1.
         """

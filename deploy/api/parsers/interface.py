@@ -1,4 +1,4 @@
-"""The interface of a parser: it gets an answer's text in pieces of any size and returns events.
+"""The interface of a parser: text in pieces of any size in, events out.
 
     class MyParser(ToolParser):  # millrace serve --tool-call-parser my_package.my_module:MyParser
         def feed(self, text: str) -> list[Event]: ...
@@ -57,7 +57,10 @@ class ToolParser:
         self.tool_names = frozenset(tool_names)  # tools that the request offers
 
     def feed(self, text: str) -> list[Event]:
-        """Takes the next text; returns the events that are certain by now: `Text`, `CallBegun`, `CallArguments`."""
+        """Takes the next text.
+
+        Returns the events that are certain by now: `Text`, `CallBegun`, `CallArguments`.
+        """
         raise NotImplementedError
 
     def finish(self) -> list[Event]:
@@ -66,7 +69,10 @@ class ToolParser:
 
     @classmethod
     def new_call_id(cls) -> str:
-        """A random id for a call, unique in a conversation. The client sends it back with the call's result."""
+        """A random id for a call, unique in a conversation.
+
+        The client sends it back with the call's result.
+        """
         return "call_" + secrets.token_hex(12)
 
 

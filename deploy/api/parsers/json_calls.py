@@ -1,4 +1,4 @@
-"""Calls written as JSON: one object with a name and its arguments, or a list of such objects.
+"""Calls written as JSON: an object with a name and its arguments, or a list of objects.
 
 Arguments go to the client as the model writes them, character by character, and are checked on the way. The arguments
 of a completed call are therefore valid JSON. If a call breaks off, its valid beginning has been sent and the rest is
@@ -21,7 +21,7 @@ class JsonReader(CallReader):
     """Base of the readers of text that contains calls as JSON."""
 
     def _call(self, character: str) -> Reading:
-        """One object, from its opening brace: `{"name": "f", "arguments": {...}}`, with its keys in any order."""
+        """`{"name": "f", "arguments": {...}}`, from its opening brace; keys in any order."""
         character = yield from past("{", character)
         name, arguments, is_told = "", "", False
         while True:
@@ -53,7 +53,7 @@ class JsonReader(CallReader):
         return (yield)
 
     def _stream_arguments(self, name: str, character: str) -> Reading:
-        """Reads an object and emits it character by character, once its first characters are valid JSON."""
+        """Reads an object and emits it by character, once its first characters are valid JSON."""
         opening = character
         character = yield
         while character.isspace():
@@ -68,7 +68,10 @@ class JsonReader(CallReader):
         self._tell(CallArguments, text)
 
     def _calls(self, character: str) -> Reading:
-        """`[{...}, {...}]`, from its opening bracket. A call that was emitted stays a call, whatever follows."""
+        """`[{...}, {...}]`, from its opening bracket.
+
+        A call that was emitted stays a call, whatever follows.
+        """
         character = yield from past("[", character)
         while True:
             character = yield from blanks(character)
@@ -81,7 +84,7 @@ class JsonReader(CallReader):
 
 
 def _whole_arguments(character: str) -> Generator[None, str, tuple[str, str]]:
-    """Arguments as JSON text: from an object, a string that holds an object, or null (no arguments)."""
+    """Arguments as JSON text, from an object, a string with an object, or null (no arguments)."""
     written: list[str] = []
     character = yield from json_value(character, written.append)
     text = "".join(written)

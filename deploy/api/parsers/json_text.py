@@ -94,7 +94,10 @@ def json_string(character: str, keep: Keep) -> Reading:
 
 
 def _json_escape(keep: Keep) -> Reading:
-    """The rest of an escape after its backslash. If it is invalid, the backslash is kept as a literal."""
+    """The rest of an escape after its backslash.
+
+    If it is invalid, the backslash is kept as a literal.
+    """
     character = yield
     if character and character in '"\\/bfnrt':
         keep("\\" + character)

@@ -1,7 +1,7 @@
-"""Python literals, one character at a time: strings, numbers, words, lists, tuples, dicts. Nothing is evaluated.
+"""Python literals, one character at a time: strings, numbers, words, lists, tuples, dicts.
 
-Each function reads one literal that begins with `character` and returns its value and the next character. Everything
-else raises `Malformed`: names, operators, f-strings, calls.
+Nothing is evaluated. Each function reads one literal that begins with `character` and returns its value and the next
+character. Everything else raises `Malformed`: names, operators, f-strings, calls.
 """
 
 from __future__ import annotations
@@ -153,7 +153,10 @@ def _text(quote: str, is_raw: bool, pieces: list[str]) -> Generator[None, str, s
 
 
 def _escape(is_raw: bool, pieces: list[str]) -> Generator[None, str, str]:
-    """The rest of an escape after its backslash. An unknown escape is kept as it is, as in Python."""
+    """The rest of an escape after its backslash.
+
+    An unknown escape is kept as it is, as in Python.
+    """
     character = yield
     if not character:
         raise Malformed(character)

@@ -1,7 +1,7 @@
-"""Llama 3.1 to 3.3: the answer is `{"name": "f", "parameters": {...}}`, or several of these with `;` between them.
+"""Llama 3.1 to 3.3: the answer is `{"name": "f", "parameters": {...}}`.
 
-`<|python_tag|>` may stand before the calls, and text before the tag. Nothing else marks a call, so an object counts as
-a call only if it names a tool that the request offers.
+Several calls are separated by `;`. `<|python_tag|>` may stand before the calls, and text before the tag. Nothing else
+marks a call, so an object counts as a call only if it names a tool that the request offers.
 """
 
 from __future__ import annotations

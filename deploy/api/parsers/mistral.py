@@ -1,4 +1,7 @@
-"""Mistral: `[TOOL_CALLS]` and a list of calls as JSON. Newer models write `name{...}` or `name[ARGS]{...}`."""
+"""Mistral: `[TOOL_CALLS]` and a list of calls as JSON.
+
+Newer models write `name{...}` or `name[ARGS]{...}`.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Base of the parsers: generators that read one character at a time, as if the whole text were there.
+"""Base of the parsers: generators that read one character at a time.
 
-A reader cannot see where its text was cut, so its events cannot depend on that.
+A reader is written as if the whole text were there. It cannot see where the text was cut, so its events cannot depend
+on that.
 """
 
 from __future__ import annotations
@@ -52,7 +53,10 @@ class Reader:
         return self._take()
 
     def _skip(self, text: str, at: int, stop: str, kind: type[Event]) -> int:
-        """Emits the text up to `stop` in one piece and returns its end. Most text takes this fast path."""
+        """Emits the text up to `stop` in one piece and returns its end.
+
+        Most text takes this fast path.
+        """
         end = text.find(stop, at) if stop else -1
         end = len(text) if end < 0 else end
         self._tell(kind, text[at:end])
@@ -86,9 +90,10 @@ class Reader:
     def _until(
         self, marker: str, character: str, kind: type[Event], matched: int = 0
     ) -> Generator[None, str, tuple[bool, str]]:
-        """Emits all text up to `marker` as `kind`; returns (True, next character), or (False, "") at the end.
+        """Emits all text up to `marker` as `kind`.
 
-        `matched` characters of the marker have been read already.
+        Returns (True, next character), or (False, "") at the end. `matched` characters of the marker have been read
+        already.
 
         NOTE: after a mismatch it looks for the marker's first character only, so that must occur once in the marker.
         """
@@ -106,7 +111,10 @@ class Reader:
         return False, ""
 
     def _mismatch(self, marker: str, matched: int, character: str, kind: type[Event]) -> int:
-        """Emits a false beginning of the marker; returns how many characters of a new one have begun."""
+        """Emits a false beginning of the marker.
+
+        Returns how many characters of a new one have begun.
+        """
         self._tell(kind, marker[:matched])
         if character == marker[0]:
             return 1
@@ -122,7 +130,10 @@ class Reader:
 
 
 class CallReader(Reader, ToolParser):
-    """Base of the readers of calls. A possible call is held back; if it is none, all of it becomes text."""
+    """Base of the readers of calls.
+
+    A possible call is held back; if it is none, all of it becomes text.
+    """
 
     offers_only: ClassVar[bool] = False  # True: a call of a tool that the request does not offer is text
 
@@ -131,10 +142,10 @@ class CallReader(Reader, ToolParser):
         Reader.__init__(self)
 
     def _read_calls(self, tag: str, calls: Callable[[str, str], Reading]) -> Generator[None, str, None]:
-        """Reads an answer whose calls stand at its start or after a `tag`, with optional white space; the rest is text.
+        """Reads an answer whose calls stand at its start or after a `tag`; the rest is text.
 
-        `calls(character, held)` reads the calls, if there are any. `held` is the text read so far; `character` is its
-        last character.
+        White space before calls is allowed. `calls(character, held)` reads the calls, if there are any. `held` is the
+        text read so far; `character` is its last character.
         """
         held, character = "", (yield)
         while True:

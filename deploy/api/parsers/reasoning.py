@@ -13,7 +13,7 @@ from .reader import Reader
 
 
 class ThinkParser(Reader, ReasoningParser):
-    """Qwen3 and others: reasoning begins if the answer begins with `<think>`, or the prompt ended with it.
+    """Qwen3 and others: reasoning follows a `<think>` that begins the answer or ends the prompt.
 
     Everything after `</think>` is content. Without `</think>` the whole answer is reasoning. A family with other
     markers needs a subclass with its `markers`; the first character of a marker must occur in it once.
@@ -49,7 +49,7 @@ class ThinkParser(Reader, ReasoningParser):
         yield from self._rest(character, Text)
 
     def _thoughts(self, matched: int, character: str) -> Generator[None, str, str]:
-        """Reads up to the closing marker, `matched` characters of which were read, and the line breaks after it."""
+        """Reads past the closing marker, `matched` characters of it read, and line breaks after it."""
         _, character = yield from self._until(self.markers[1], character, Reasoning, matched)
         while character == "\n":
             character = yield
@@ -74,6 +74,6 @@ class ThinkParser(Reader, ReasoningParser):
 
 
 class DeepSeekR1Parser(ThinkParser):
-    """DeepSeek R1 and similar models: an answer begins with reasoning even if the prompt did not open it."""
+    """DeepSeek R1 and similar: answers begin with reasoning even if the prompt did not open it."""
 
     thinks_unasked = True

@@ -1,4 +1,4 @@
-"""The known parsers, by name or import path, and the choice of a parser from a chat template."""
+"""The known parsers, by name or import path, and the choice of one from a chat template."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def _metadata(pairs: dict[str, str]) -> dict[str, str]:
         if len(key) > MAX_METADATA_KEY or len(value) > MAX_METADATA_VALUE:
             raise PydanticCustomError(
                 "invalid_value",
-                f"keys must have at most {MAX_METADATA_KEY} characters and values at most {MAX_METADATA_VALUE}, unlike {{key}}",
+                f"keys must have at most {MAX_METADATA_KEY} characters and values {MAX_METADATA_VALUE}, unlike {{key}}",
                 {"key": repr(shorten(key, MAX_METADATA_KEY))},
             )
     return pairs

@@ -1,4 +1,4 @@
-"""Converts the parts of an answer to the events of `POST /v1/responses` and to the complete response.
+"""Builds the events of `POST /v1/responses` and the complete response from answer parts.
 
 Streamed and whole responses use the same code, so they cannot differ. The framing of events is left to the transport.
 """

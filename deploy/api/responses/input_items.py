@@ -1,6 +1,6 @@
-"""The input of `POST /v1/responses`: items in OpenAI's many spellings, normalized and converted to chat messages.
+"""The input of `POST /v1/responses`, normalized and converted to chat messages.
 
-The values in the messages are checked by the chat body.
+OpenAI allows several spellings of an item. The values in the messages are checked by the chat body.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ def messages_of(items: Sequence[Item], names: Sequence[str]) -> tuple[list[dict[
 
 
 def num_to_cut(messages: Sequence[dict[str, Any]], fits: Callable[[int], bool]) -> int:
-    """The number of messages to drop at the beginning: the fewest so that the rest fits and begins with a user turn.
+    """The number of messages to drop at the beginning, under `truncation = "auto"`.
 
-    `fits(n)` says whether the messages fit without the first n. If not even the last user turn fits, all messages
-    before it are dropped. 0 for no messages.
+    It is the smallest for which the rest fits and begins with a user turn. `fits(n)` says whether the messages fit
+    without the first n. If not even the last user turn fits, all messages before it are dropped. 0 for no messages.
     """
     starts = [i for i, message in enumerate(messages) if message["role"] == "user" or i == 0] or [0]
     return starts[min(bisect_left(starts, True, key=fits), len(starts) - 1)]
@@ -85,7 +85,10 @@ def _tool_call(item: Item) -> dict[str, Any]:
 
 
 def _content(parts: str | list[dict[str, Any]]) -> str | list[dict[str, str]]:
-    """The parts as content. A single one becomes a plain text, as templates differ in how they join parts."""
+    """The parts as content.
+
+    A single one becomes a plain text, as templates differ in how they join parts.
+    """
     if isinstance(parts, str):
         return parts
     texts = _texts(parts)

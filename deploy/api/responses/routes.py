@@ -72,7 +72,7 @@ class ResponsesRoutes:
         return _json(orjson.dumps({"id": stored.id, "object": "response", "deleted": True}))
 
     async def input_items(self, request: web.Request) -> web.Response:
-        """`GET /v1/responses/{id}/input_items`: its input, including all earlier turns that it continues."""
+        """`GET /v1/responses/{id}/input_items`: its input, with all turns that it continues."""
         stored = self._stored(request)
         chain = self.responses.store.chain(stored.id, request[OWNER], param="response_id")
         parts = [part for one in chain for part in (one.items, one.output)][:-1]

@@ -1,4 +1,4 @@
-"""The Responses API, independent of the transport: from a body to its events, and the stored responses.
+"""The Responses API without its transport: generation, streaming and storage of responses.
 
 `routes.py` is the HTTP side.
 """
@@ -76,7 +76,10 @@ class Responses:
         return Asked(PREFIX + suffix, body, passed, ignored, read_items(body.input, suffix), len(orjson.dumps(raw)))
 
     async def take(self, asked: Asked, owner: str, client_id: str) -> ResponseOrder:
-        """The order with its history. `ApiError` 400 names the field; 404 a response that is not stored."""
+        """The order with its history.
+
+        `ApiError` 400 names the field; 404 a response that is not stored.
+        """
         self.service.require_engine()
         history = self._history(asked.body.previous_response_id, owner)
         num_bytes = asked.num_bytes + sum(map(len, history))
@@ -108,7 +111,10 @@ class Responses:
         return without(num_cut)
 
     def _fits(self, order: Order) -> bool:
-        """Whether prompt and answer fit the context. True if the template fails: intake reports that error."""
+        """Whether prompt and answer fit the context.
+
+        True if the template fails: intake reports that error.
+        """
         engine = self.service.require_engine()
         room = engine.info.max_model_len - (order.params.max_tokens or 1)
         chat = order.prompts[0].chat

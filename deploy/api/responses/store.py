@@ -90,9 +90,10 @@ class ResponseStore:
         return stored
 
     def chain(self, response_id: str, owner: str, param: str = "previous_response_id") -> list[StoredResponse]:
-        """The response and its predecessors by `previous_response_id`, oldest first. `ApiError` 404 if one is missing.
+        """The response and its predecessors by `previous_response_id`, oldest first.
 
-        All count as used, the oldest most recently, so eviction never removes the beginning of a stored chain first.
+        `ApiError` 404 if one is missing. All count as used, the oldest most recently, so eviction never removes the
+        beginning of a stored chain first.
         """
         chain = []
         wanted: str | None = response_id

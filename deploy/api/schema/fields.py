@@ -1,6 +1,6 @@
-"""OpenAPI schemas of fields whose Python type says too little: answer forms, tools, input items, texts to compare.
+"""OpenAPI schemas of fields whose Python type says too little.
 
-As in `hints.py`, nothing is checked here.
+These are output formats, tools, input items and texts to compare. As in `hints.py`, nothing is checked here.
 """
 
 from __future__ import annotations

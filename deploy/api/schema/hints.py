@@ -1,4 +1,4 @@
-"""Builders of OpenAPI schemas: forms of one field, limits that depend on the model, combinations of fields.
+"""Builders of OpenAPI schemas: single fields, combinations, and limits set by the model.
 
 A limit that is unknown before a model is loaded stands in the schema as a name under `x-limits`. `settle` replaces it
 by the number. Nothing is checked here: validation happens where the bodies are read, with the same constants.
@@ -183,7 +183,7 @@ def needs(name: str, value: Any, *others: str) -> Schema:
 
 
 def off_with(name: str, schema: Schema, off: Mapping[str, Any]) -> Schema:
-    """If field `name` matches `schema`, the fields in `off` must be absent, null or at these values."""
+    """If field `name` matches `schema`, the fields in `off` must be absent, null or equal."""
     then = {
         "properties": {other: {"enum": [None, *([] if value is None else [value])]} for other, value in off.items()}
     }

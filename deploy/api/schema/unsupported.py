@@ -45,7 +45,10 @@ UNSUPPORTED: Harmless = {
 
 
 def refuse_unsupported(raw: Mapping[str, Any], unknown: list[str], unsupported: Harmless) -> list[str]:
-    """Returns `unknown` without the unsupported fields; `ApiError` if one of those would have an effect."""
+    """Returns `unknown` without the unsupported fields.
+
+    `ApiError` if one of those would have an effect.
+    """
     for name in unknown:
         if name in unsupported and not _is_one_of(raw[name], unsupported[name]):
             message = f"{name}: {REASONS.get(name, 'not supported by this server; leave it out')}"

@@ -17,7 +17,10 @@ B = TypeVar("B", bound=Body)
 
 
 def read_body(kind: type[B], raw: Mapping[str, Any], strict_fields: bool) -> tuple[B, list[str]]:
-    """The body, and the names of unknown fields that were ignored. `ApiError` 400 names the wrong field."""
+    """The body, and the names of unknown fields that were ignored.
+
+    `ApiError` 400 names the wrong field.
+    """
     ignored = [name for name in raw if name not in kind.model_fields and name not in SILENT]
     ignored = refuse_unsupported(raw, ignored, kind.UNSUPPORTED)
     if ignored and strict_fields:

@@ -192,7 +192,7 @@ def test_tools_that_no_grammar_has_room_for_are_refused_by_their_field():
         schema(tools=[tool()], tool_choice=NAMED, use_beam_search=True)
 
 
-def test_required_makes_the_answer_a_list_of_calls_and_local_references_still_resolve():
+def test_required_makes_the_answer_a_list_of_calls_and_local_refs_still_resolve():
     node = {"type": "object", "properties": {"next": {"$ref": "#/$defs/n"}, "all": {"items": {"$ref": "#"}}}}
     tools = [tool("g"), tool("f", properties={"n": {"$ref": "#/$defs/n"}}, **{"$defs": {"n": node}})]
     made = schema(tools=tools, tool_choice="required")

@@ -272,7 +272,7 @@ def test_auto_takes_the_parser_of_the_templates_family(template, expected):
     assert tool_parser("auto", template) is expected
 
 
-def test_a_users_parser_is_named_by_its_import_path_and_a_wrong_name_says_what_is_right():
+def test_a_users_parser_is_named_by_import_path_and_a_wrong_name_says_what_is_right():
     assert tool_parser("millrace.deploy.api.parsers.hermes:HermesParser", "") is HermesParser
     assert tool_parser("none", "<tool_call>") is None and reasoning_parser("none", "</think>") is None
     for name, message in (

@@ -164,7 +164,7 @@ def _tool_choice(value: Any) -> Any:
 def _not_too_many(value: Any) -> Any:
     if isinstance(value, list) and len(value) > MAX_TOOLS:
         raise PydanticCustomError(
-            "invalid_value", "tools has more than {most} entries; must have at most {most}", {"most": MAX_TOOLS}
+            "invalid_value", "must have at most {most} entries, so tools[{most}] is too many", {"most": MAX_TOOLS}
         )
     return value
 

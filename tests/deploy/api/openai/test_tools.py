@@ -59,7 +59,7 @@ def test_a_wrong_tool_is_refused_by_its_place(wrong, param):
 
 def test_more_than_128_tools_are_refused_by_the_first_too_many():
     chat(tools=[tool(f"f{i}") for i in range(128)])
-    with pytest.raises(ApiError, match=r"tools has more than 128 entries; must have at most 128"):
+    with pytest.raises(ApiError, match=r"tools: must have at most 128 entries, so tools\[128\] is too many"):
         chat(tools=[{}] * 10_000)
 
 

@@ -315,7 +315,7 @@ def _wrong_type(path: str, right: str) -> ApiError:
 
 def _chat_tool(tool: dict[str, Any], path: str) -> dict[str, Any]:
     if tool.get("type") not in (None, "custom"):
-        message = f"{path}.type = {shorten(repr(tool.get('type')), 64)}: must be custom or left out"
+        message = f"{path}.type = {shorten(repr(tool.get('type')), 64)}: must be custom; other tools are not supported"
         raise ApiError("unsupported_parameter", message, param=f"{path}.type")
     function: dict[str, Any] = {name: tool[name] for name in ("name", "description", "strict") if name in tool}
     if "input_schema" in tool:

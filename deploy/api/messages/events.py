@@ -115,7 +115,7 @@ class MessageEvents:
         return [*events, {"type": "content_block_start", "index": len(self._content) - 1, "content_block": block}]
 
     def _grow(self, kind: str, name: str, text: str) -> list[Event]:
-        assert self._texts is not None, "a part of a block that has not begun"
+        assert self._texts is not None, "a part without an open block"
         self._texts.append(text)
         delta = {"type": kind, name: text}
         return [{"type": "content_block_delta", "index": len(self._content) - 1, "delta": delta}]

@@ -78,7 +78,7 @@ class MessagesRoutes:
         """`POST /v1/messages/count_tokens`."""
         order = await self._take(request, CountTokensBody)
         encoder, chat = self._service.require_engine().encoder, order.order.prompts[0].chat
-        assert chat is not None, "the body of chat is a chat"
+        assert chat is not None, "a chat body has a chat prompt"
         loop = asyncio.get_running_loop()
         try:
             token_ids = await loop.run_in_executor(self._threads, encoder.encode_chat, chat)

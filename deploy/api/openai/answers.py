@@ -226,7 +226,7 @@ class ChatAnswer(Answer):
 
     def whole(self, choices: Sequence[Choice], usage: dict[str, Any]) -> dict[str, Any]:
         body = super().whole(choices, usage)
-        for part in self.prompts.values():  # one
+        for part in self.prompts.values():  # chat has one prompt
             if part.prompt_logprobs is not None:
                 body["prompt_logprobs"] = part.prompt_logprobs
             if part.token_ids is not None:

@@ -200,7 +200,7 @@ class Generation:
     def teller(self, order: Order, answer: Answer, outbox: RequestOutbox) -> Tell | None:
         """A function that adds prompt data to the answer for given choices.
 
-        Returns None if the client requested no prompt data.
+        None if the client requested no prompt data.
         """
         if not order.asked.anything:
             return None

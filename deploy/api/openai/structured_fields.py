@@ -96,7 +96,7 @@ def _from_vllm(value: Any) -> StructuredOutputs | None:
     for name in given:
         if name not in OPTIONS:
             shown, known = shorten(name, 64), ", ".join(OPTIONS)
-            _refuse(f"structured_outputs.{shown}", f"is not supported; must be one of {known}")
+            _refuse(f"structured_outputs.{shown}", f"not supported; must be one of {known}")
     return _form(given) if given else None
 
 

@@ -68,7 +68,7 @@ class Reader:
             self._reading.send("")
         except StopIteration:
             return self._take()
-        raise AssertionError("the reading goes on behind the end")
+        raise AssertionError("the reader continues after the end of the text")
 
     def _read(self) -> Generator[None, str, None]:
         """Reads the whole text. The first `yield` gets the first character; "" means the end."""

@@ -68,7 +68,7 @@ def _load(name: str, setting: str, known: dict[str, type[P]], kind: type[P]) -> 
     try:
         found: Any = getattr(importlib.import_module(where), class_name)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{setting} = {name!r}: {error}") from error
+        raise ConfigError(f"{setting} = {name!r}: cannot be imported: {error}") from error
     if not (isinstance(found, type) and issubclass(found, kind)):
         raise ConfigError(f"{setting} = {name!r}: must be a subclass of millrace.deploy.api.parsers.{kind.__name__}")
     return found

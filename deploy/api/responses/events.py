@@ -143,7 +143,7 @@ class ResponseEvents:
 
     def _grow(self, text: str, logprobs: list[dict[str, Any]] | None = None) -> list[Event]:
         item = self._item
-        assert item is not None, "a part of an item that has not begun"
+        assert item is not None, "a part without an open item"
         item.texts.append(text)
         if logprobs:
             item.logprobs += logprobs

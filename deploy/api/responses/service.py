@@ -118,7 +118,7 @@ class Responses:
         engine = self.service.require_engine()
         room = engine.info.max_model_len - (order.params.max_tokens or 1)
         chat = order.prompts[0].chat
-        assert chat is not None, "the body of chat is a chat"
+        assert chat is not None, "a chat body has a chat prompt"
         if chat_chars(chat) > MAX_CHARS_PER_TOKEN * room:
             return False
         try:

@@ -25,7 +25,7 @@ def read_body(kind: type[B], raw: Mapping[str, Any], strict_fields: bool) -> tup
     ignored = refuse_unsupported(raw, ignored, kind.UNSUPPORTED)
     if ignored and strict_fields:
         name = shorten(ignored[0], 64)
-        raise ApiError("unknown_parameter", f"{name}: is not a known field; leave it out", param=name)
+        raise ApiError("unknown_parameter", f"{name}: unknown field; leave it out", param=name)
     try:
         body = kind.model_validate(raw)
     except ValidationError as errors:

@@ -1,4 +1,4 @@
-"""Function calls and reasoning in the Responses and Messages APIs, read by the official clients.
+"""Calls and reasoning in the Responses and Messages APIs, read by the official clients.
 
 The server is the real one on a socket of this process, in front of an engine whose answer is given.
 """

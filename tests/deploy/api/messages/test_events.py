@@ -1,4 +1,4 @@
-"""The events of the Messages API for the parts of an answer, read back by Anthropic's package."""
+"""Events of the Messages API for the parts of an answer, read by Anthropic's package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Request options besides sampling: time limits, metrics, progress, `best_of`; and the token-id routes."""
+"""Time limits, metrics, progress and `best_of` over HTTP, and the token-id routes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ASKED = {CHAT: {"messages": MESSAGES}, TEXT: {"prompt": "hi"}}
 
 @pytest.fixture(scope="module")
 def patient_server() -> Iterator[RunningServer]:
-    """Two slots, steps of 20 ms and 16 tokens, chunked prefill, pings after 100 ms, a URL prefix."""
+    """Two slots, steps of 20 ms and 16 tokens, chunked prefill, pings after 100 ms, URL prefix."""
     engine = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "block_size": 4}
     server = {"sse_ping_interval_s": 0.1, "root_path": "/llm", "enable_request_metrics": True}
     with RunningServer(step_s=0.02, script={"eos_probability": 0.0}, engine=engine, server=server) as running:

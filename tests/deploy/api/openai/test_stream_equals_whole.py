@@ -1,4 +1,4 @@
-"""A joined stream equals the answer that is not streamed, for random prompts and parameters over HTTP.
+"""A joined stream equals the whole answer, for random prompts and parameters over HTTP.
 
 About a hundred pairs; a thousand with MILLRACE_FULL=1.
 """

@@ -1,4 +1,4 @@
-"""Tool calls and reasoning over HTTP, whole and streamed, by raw requests and the official client."""
+"""Tool calls and reasoning over HTTP, whole and streamed, raw and by the official client."""
 
 from __future__ import annotations
 

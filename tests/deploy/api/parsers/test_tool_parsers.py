@@ -1,4 +1,4 @@
-"""Tool calls in texts of four model families, cut at every place, and texts that resemble calls."""
+"""Tool calls of four model families, cut at every place, and texts that resemble calls."""
 
 from __future__ import annotations
 

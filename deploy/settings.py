@@ -202,7 +202,7 @@ def resolve(
     settings: dict[str, Setting] = {}
     for kind in kinds:
         for name, (hint, default) in _fields(kind).items():
-            settings[name] = _settle(name, hint, default, flags, environment, in_file, file)
+            settings[name] = _resolve(name, hint, default, flags, environment, in_file, file)
     known = {name for kind in (EngineConfig, ServerConfig) for name in _fields(kind)}
     for name in in_file:
         if name not in known:
@@ -285,7 +285,7 @@ def _add_flag(group: argparse._ArgumentGroup, name: str, text: str, hint: Any, d
     group.add_argument(flag, **options)
 
 
-def _settle(
+def _resolve(
     name: str,
     hint: Any,
     default: Any,

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from .wakeups import Bell
+from .wakeups import Wakeup
 
 T = TypeVar("T")
 
@@ -84,7 +84,7 @@ class Channel(Generic[T]):
         self.queued: list[T] = []  # in order; others may read it, only `recv_all` takes from it
         self._senders: deque[asyncio.Future[None]] = deque()
         self._num_promised = 0
-        self._bell = Bell()
+        self._wakeup = Wakeup()
         self._wakes: Callable[[], bool] | None = None  # whether an arrival wakes the receiver; None: always
         self._high_water = 0  # the most items taken by one `recv_all`
         self._recent_high_water = 0  # the same, since `take_high_water`
@@ -108,15 +108,15 @@ class Channel(Generic[T]):
         """Room promised to permits and to woken senders, not used yet."""
         return self._num_promised
 
-    def listen(self, bell: Bell, wakes: Callable[[], bool] | None = None) -> None:
+    def listen(self, wakeup: Wakeup, wakes: Callable[[], bool] | None = None) -> None:
         """Sets the wakeup to ring at the close and at arrivals.
 
         `wakes`: only at arrivals where it returns true.
         """
-        self._bell = bell
+        self._wakeup = wakeup
         self._wakes = wakes
         if self.queued or self.is_closed:
-            bell.ring()
+            wakeup.set()
 
     # -- sending
 
@@ -179,7 +179,7 @@ class Channel(Generic[T]):
             if depth == self.capacity:
                 self._full_since = now
         if self._wakes is None or self._wakes():
-            self._bell.ring()
+            self._wakeup.set()
         elif depth == 1:
             self.waiting_since = math.inf
 
@@ -225,7 +225,7 @@ class Channel(Generic[T]):
             if self.is_closed and not self.queued:
                 return
             if not self.queued:
-                await self._bell.wait()
+                await self._wakeup.wait()
 
     # -- ending
 
@@ -241,7 +241,7 @@ class Channel(Generic[T]):
             if not promise.done():
                 promise.set_exception(ChannelClosed(f"channel {self.name} was closed while a sender waited for room"))
         self._senders.clear()
-        self._bell.ring()
+        self._wakeup.set()
 
     def take_high_water(self) -> int:
         """The most items queued at once since the last call."""
@@ -276,31 +276,31 @@ class ControlLane:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.is_rung = False  # whether the reader was woken since its last `take`
+        self.is_set = False  # whether the reader was woken since its last `take`
         self._causes: dict[int, str] = {}
-        self._bell = Bell()
+        self._wakeup = Wakeup()
 
     def __len__(self) -> int:
         return len(self._causes)
 
-    def listen(self, bell: Bell) -> None:
+    def listen(self, wakeup: Wakeup) -> None:
         """Sets the wakeup that rings at each post."""
-        self._bell = bell
-        if self.is_rung:
-            bell.ring()
+        self._wakeup = wakeup
+        if self.is_set:
+            wakeup.set()
 
-    def ring(self) -> None:
+    def set(self) -> None:
         """Wakes the reader, even if nothing was posted."""
-        self.is_rung = True
-        self._bell.ring()
+        self.is_set = True
+        self._wakeup.set()
 
     def post(self, sequence_id: int, cause: str) -> None:
         """Posts `cause` for `sequence_id` and wakes the reader."""
         if self._causes.get(sequence_id) in (None, "park", "unpark"):
             self._causes[sequence_id] = cause
-        self.ring()
+        self.set()
 
     def take(self) -> dict[int, str]:
         """Everything posted since the last `take`, in order of posting."""
-        causes, self._causes, self.is_rung = self._causes, {}, False
+        causes, self._causes, self.is_set = self._causes, {}, False
         return causes

@@ -11,7 +11,7 @@ from .graph import Edge
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class OutputPort:
     """One output port: its channel, and the taps that get lossy copies."""
 
     channel: Channel[Any]
@@ -23,7 +23,7 @@ class Deliverer(Protocol):
     """What an outlet needs of the stage's runner."""
 
     name: str
-    outputs: dict[str, Output]
+    outputs: dict[str, OutputPort]
     exit: Exit[Any] | None
 
     def deliver_at_once(self, out: CollectingOutlet) -> bool: ...
@@ -44,7 +44,7 @@ class CollectingOutlet:
     def __init__(self, runner: Deliverer) -> None:
         self._runner = runner
         self._outputs = runner.outputs
-        self.items: list[tuple[Output, Any]] = []  # not delivered yet
+        self.items: list[tuple[OutputPort, Any]] = []  # not delivered yet
         self.blocked_s = 0.0  # spent waiting for room
         self.has_flushed = False
 

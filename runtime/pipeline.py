@@ -13,11 +13,11 @@ from .env.log import get_logger
 from .exit import Exit, Outbox
 from .fault_injection import Fault, Faults
 from .graph import Graph, Port
-from .outlet import Output
+from .outlet import OutputPort
 from .stage import Context, Stage
 from .stage_runner import StageRunner
 from .trace.tracer import Tracer
-from .wakeups import BellTower, OwnTurns
+from .wakeups import SeparateWakeups, WakeupBatch
 from .watch import Watch
 
 State = Literal["new", "loading", "ready", "draining", "stalled", "dead", "stopped"]
@@ -91,7 +91,7 @@ class Pipeline(Graph):
         self.on_crash: list[OnCrash] = []  # called when a stage has crashed, before recovery
         self.lane_reader: str | None = None  # the stage that reads the control lane
         self.entry_capacity = OPEN_END_CAPACITY  # requests that have entered and were not handled yet
-        self.bells: BellTower | None = None  # wakes stages; None: the env's default, see `_bells`
+        self.wakeups: WakeupBatch | None = None  # wakes stages; None: the env's default, see `_wakeups`
         self.watch: Watch | None = None  # set by `start`
         self.stacks_elsewhere: list[dict[str, Any]] = []  # last reported tasks and threads of another process
         self._owns_env = True
@@ -164,9 +164,9 @@ class Pipeline(Graph):
         self.loop = asyncio.get_running_loop()
         self._all_set_up = asyncio.Event()
         self._make_channels()
-        bells = self._bells()
+        wakeups = self._wakeups()
         for name, stage in self.stages.items():
-            self.runners[name] = self._make_runner(name, stage, bells)
+            self.runners[name] = self._make_runner(name, stage, wakeups)
         if self.exit is not None:
             self.exit.on_end.append(lambda outbox, cause, error: self._request_ended(outbox.request_id))
         for name, runner in self.runners.items():
@@ -311,11 +311,11 @@ class Pipeline(Graph):
         """Whether a request may be live: without an exit this is unknown, so True."""
         return self.exit is None or bool(self.exit.live)
 
-    def _bells(self) -> BellTower:
+    def _wakeups(self) -> WakeupBatch:
         """Wakes several stages per loop callback. In simulation, which draws their order, one."""
-        if self.bells is not None:
-            return self.bells
-        return BellTower(STAGES_AT_ONCE) if self.env.is_live else OwnTurns()
+        if self.wakeups is not None:
+            return self.wakeups
+        return WakeupBatch(STAGES_AT_ONCE) if self.env.is_live else SeparateWakeups()
 
     def _make_channels(self) -> None:
         for edge in self.edges:
@@ -331,11 +331,11 @@ class Pipeline(Graph):
                 open_end = Channel(str(port), capacity, self.env.now) if given is None else given
                 self.channels[open_end.name] = self._port_channels[port] = open_end
 
-    def _make_runner(self, name: str, stage: Stage[Any, Any], bells: BellTower) -> StageRunner:
+    def _make_runner(self, name: str, stage: Stage[Any, Any], wakeups: WakeupBatch) -> StageRunner:
         edges = {edge.source: edge for edge in self.edges}
         inputs = {port: self._port_channels[Port(name, port)] for port in stage.inputs}
         outputs = {
-            port: Output(self._port_channels[at], edges.get(at), self._taps.setdefault(at, []))
+            port: OutputPort(self._port_channels[at], edges.get(at), self._taps.setdefault(at, []))
             for port in stage.outputs
             for at in (Port(name, port),)
         }
@@ -348,7 +348,7 @@ class Pipeline(Graph):
             escalate=lambda error: self._break(name, error),
         )
         exit_ = None if stage is self.exit else self.exit
-        return StageRunner(name, stage, inputs, outputs, exit_, context, self._break, self._crashed, bells)
+        return StageRunner(name, stage, inputs, outputs, exit_, context, self._break, self._crashed, wakeups)
 
     async def _guard(self, name: str, runner: StageRunner) -> None:
         try:

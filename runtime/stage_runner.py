@@ -19,10 +19,10 @@ from .env.log import get_logger
 from .exit import Exit
 from .fault_injection import Faults
 from .histogram import STAGE_BOUNDS_US, Histogram
-from .outlet import CollectingOutlet, Output
+from .outlet import CollectingOutlet, OutputPort
 from .stage import Context, Crash, Stage
 from .trace.tracer import Emit, EventKind
-from .wakeups import Bell, BellTower
+from .wakeups import Wakeup, WakeupBatch
 
 MAX_RESTARTS = 5  # within RESTART_WINDOW_S; one more and the stage is broken
 RESTART_WINDOW_S = 10.0
@@ -62,8 +62,8 @@ class StageRunner:
     """
 
     __slots__ = (  # over 30 attributes, more than Python stores inline; each step reads them often
-        *("_after", "_before", "_bell", "_context", "_emit", "_idle_since_s", "_injects_faults", "_is_broken"),
-        *("_is_stopping", "_items_in_hand", "_names_requests", "_now", "_num_carried", "_oldest_since_s"),
+        *("_after", "_before", "_wakeup", "_context", "_emit", "_idle_since_s", "_injects_faults", "_is_broken"),
+        *("_is_stopping", "_current_items", "_names_requests", "_now", "_num_carried", "_oldest_since_s"),
         *("_on_broken", "_on_crash", "_outlet", "_ports", "_recent_restarts", "_service_us", "_services_us"),
         *("_source", "_tracer", "_wait_us", "_waits_us", "_wants", "blocked_on", "blocked_since_s"),
         *("busy_since_s", "exit", "faults", "inputs", "is_ready", "last_progress_s", "name", "num_dropped"),
@@ -75,12 +75,12 @@ class StageRunner:
         name: str,
         stage: Stage[Any, Any],
         inputs: Mapping[str, Channel[Any]],
-        outputs: Mapping[str, Output],
+        outputs: Mapping[str, OutputPort],
         exit: Exit[Any] | None,
         context: Context,
         on_broken: Callable[[str, BaseException], None],
         on_crash: Callable[[str, BaseException, Sequence[Any]], None],
-        bells: BellTower,
+        wakeups: WakeupBatch,
     ) -> None:
         self.name = name
         self.stage = stage
@@ -104,9 +104,9 @@ class StageRunner:
         self._on_broken = on_broken
         self._on_crash = on_crash
         self.faults: Faults | None = None  # from fault injection
-        self._bell = Bell(bells)
+        self._wakeup = Wakeup(wakeups)
         self._recent_restarts: deque[float] = deque(maxlen=MAX_RESTARTS)
-        self._items_in_hand: dict[asyncio.Task[None], tuple[str, ...]] = {}
+        self._current_items: dict[asyncio.Task[None], tuple[str, ...]] = {}
         self._is_stopping = False
         self._is_broken = False
         self._names_requests = False  # whether items of the last batch have a `request_id`
@@ -124,9 +124,9 @@ class StageRunner:
         self._injects_faults = context.env.injects_faults
         self._before, self._after = f"{name}.crash.before", f"{name}.crash.after"
         for port, channel in self._ports:
-            channel.listen(self._bell, partial(stage.wakes, port) if type(stage).wakes is not Stage.wakes else None)
+            channel.listen(self._wakeup, partial(stage.wakes, port) if type(stage).wakes is not Stage.wakes else None)
         if stage.reads_lane:
-            context.lane.listen(self._bell)
+            context.lane.listen(self._wakeup)
 
     # -- the loop
 
@@ -134,27 +134,27 @@ class StageRunner:
         """Sets the stage up, feeds it from `all_set_up` on until its inputs end, tears it down."""
         await self.stage.setup(self._context)
         self.is_ready.set()
-        at_once, bell = self.stage.concurrency, self._bell
+        at_once, wakeup = self.stage.concurrency, self._wakeup
         try:
             await all_set_up.wait()  # what it sends may need another stage's set-up
             self._idle_since_s = self._now()
             while not self._is_broken:
-                if not bell.is_rung:
+                if not wakeup.is_set:
                     if self._has_ended():
                         break
-                    await bell
-                bell.is_rung = False
+                    await wakeup
+                wakeup.is_set = False
                 if (batch := self._receive(now := self._now())) is not None:
                     if at_once is None:
                         await self._carry(batch, now, self._outlet)
                     else:
                         await self._carry_singly(batch, at_once)
                     if self.unwanted_ports:
-                        bell.ring()  # it may want now what it did not want before
-            await self._finish_items_in_hand()
+                        wakeup.set()  # it may want now what it did not want before
+            await self._finish_current_items()
         finally:
             self._is_stopping = True
-            await self._drop_items_in_hand()
+            await self._drop_current_items()
             await self.stage.teardown()
 
     @property
@@ -182,7 +182,7 @@ class StageRunner:
             batch = self._still_wanted(batch)
         if batch:
             return batch
-        if self.stage.reads_lane and self._context.lane.is_rung:
+        if self.stage.reads_lane and self._context.lane.is_set:
             self._oldest_since_s = now
             return batch
         return None
@@ -265,7 +265,7 @@ class StageRunner:
             emit = self._emit or self._bind()
             emit(STAGE_BATCH, self._source, step, len(batch), waited_us, busy_us, blocked_us)
         if names_requests:
-            self._tell_requests(batch, (waited_us, busy_us, blocked_us))
+            self._notify_requests(batch, (waited_us, busy_us, blocked_us))
 
     def _bind(self) -> Emit:
         self._emit = self._tracer.bind()
@@ -292,7 +292,7 @@ class StageRunner:
         self._count()
         return self._service_us
 
-    def _tell_requests(self, batch: list[Any], times_us: tuple[int, int, int]) -> None:
+    def _notify_requests(self, batch: list[Any], times_us: tuple[int, int, int]) -> None:
         """Reports the live requests of the batch to the exit and to the trace."""
         assert self.exit is not None
         context = self._context
@@ -321,35 +321,35 @@ class StageRunner:
 
     async def _carry_singly(self, batch: list[Any], at_once: int) -> None:
         for item in batch:
-            while len(self._items_in_hand) >= at_once:
-                await asyncio.wait(list(self._items_in_hand), return_when=asyncio.FIRST_COMPLETED)
+            while len(self._current_items) >= at_once:
+                await asyncio.wait(list(self._current_items), return_when=asyncio.FIRST_COMPLETED)
             if not self._is_wanted(item):
                 self.num_dropped += 1
                 continue
             task = asyncio.get_running_loop().create_task(self._carry_one(item), name=f"{self.name}.item")
-            self._items_in_hand[task] = (item.request_id,) if hasattr(item, "request_id") else ()
+            self._current_items[task] = (item.request_id,) if hasattr(item, "request_id") else ()
             task.add_done_callback(self._item_done)
 
     async def _carry_one(self, item: Any) -> None:
         await self._carry([item], self._now(), CollectingOutlet(self))
 
     def _item_done(self, task: asyncio.Task[None]) -> None:
-        self._items_in_hand.pop(task, None)
+        self._current_items.pop(task, None)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._on_broken(self.name, error)
 
-    async def _finish_items_in_hand(self) -> None:
-        while self._items_in_hand:
-            await asyncio.wait(list(self._items_in_hand))
+    async def _finish_current_items(self) -> None:
+        while self._current_items:
+            await asyncio.wait(list(self._current_items))
 
-    async def _drop_items_in_hand(self) -> None:
-        for task in self._items_in_hand:
+    async def _drop_current_items(self) -> None:
+        for task in self._current_items:
             _cancel_once(task)
-        await self._finish_items_in_hand()
+        await self._finish_current_items()
 
     def request_ended(self, request_id: str) -> None:
         """Cancels the tasks that work on `request_id` here."""
-        for task, request_ids in list(self._items_in_hand.items()):
+        for task, request_ids in list(self._current_items.items()):
             if request_id in request_ids:
                 _cancel_once(task)
 
@@ -380,7 +380,7 @@ class StageRunner:
             for tap in output.taps:
                 tap.try_send(item)
 
-    async def _wait_and_send(self, output: Output, item: Any) -> float:
+    async def _wait_and_send(self, output: OutputPort, item: Any) -> float:
         if output.edge is not None and output.edge.when_full == "never":
             raise ChannelOverrun(f"{output.edge.name} was full at {output.channel.capacity}, though credits bound it")
         began = self.blocked_since_s = self._now()
@@ -447,7 +447,7 @@ class StageRunner:
         other concurrent items is not restarted: they still use its state.
         """
         out.discard()
-        if len(self._items_in_hand) <= 1:
+        if len(self._current_items) <= 1:
             await self.stage.teardown()
             await self.stage.setup(self._context)
         for item in batch:

@@ -1,6 +1,6 @@
 """Wakeups for tasks, coalesced into one loop callback.
 
-A task awaits a `Bell` or `SharedBell`; `ring` wakes it. Those that ring together wake in one callback of the loop.
+A task awaits a `Wakeup` or `SharedWakeup`; `ring` wakes it. Those that ring together wake in one callback of the loop.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from contextvars import Context
 
 WOKEN_AT_ONCE = 32  # before other callbacks of the loop run
 
-Callback = Callable[["SharedBell"], object]
+Callback = Callable[["SharedWakeup"], object]
 
 
-class BellTower:
+class WakeupBatch:
     """Wakes the waiters of its bells in the order of the rings, several in one loop callback.
 
     After `at_once` of them the loop runs other callbacks. All waiters must be on one loop.
@@ -23,72 +23,72 @@ class BellTower:
 
     def __init__(self, at_once: int = WOKEN_AT_ONCE) -> None:
         self._at_once = at_once
-        self._rung: deque[SharedBell] = deque()
+        self._set: deque[SharedWakeup] = deque()
         self._is_due = False
 
-    def bell(self) -> SharedBell:
+    def wakeup(self) -> SharedWakeup:
         """A new bell without a waiter."""
-        return SharedBell(self)
+        return SharedWakeup(self)
 
-    def ring(self, bells: Iterable[SharedBell]) -> None:
-        """Rings each, cheaper than `bell.ring()` one by one.
+    def set(self, wakeups: Iterable[SharedWakeup]) -> None:
+        """Rings each, cheaper than `bell.set()` one by one.
 
-        None may be a `Bell`, which would have to remember.
+        None may be a `Wakeup`, which would have to remember.
         """
-        rung = self._rung
-        for bell in bells:
-            if bell.waiter is not None and not bell.is_going:
-                bell.is_going = True
-                rung.append(bell)
+        rung = self._set
+        for wakeup in wakeups:
+            if wakeup.waiter is not None and not wakeup.is_going:
+                wakeup.is_going = True
+                rung.append(wakeup)
         if rung and not self._is_due:
             self._is_due = True
             self._call_soon(rung[0])
 
-    def wake(self, bell: SharedBell) -> None:
-        """Schedules the waiter of `bell` to be woken."""
-        self._rung.append(bell)
+    def wake(self, wakeup: SharedWakeup) -> None:
+        """Schedules the waiter of `wakeup` to be woken."""
+        self._set.append(wakeup)
         if not self._is_due:
             self._is_due = True
-            self._call_soon(bell)
+            self._call_soon(wakeup)
 
-    def _call_soon(self, bell: SharedBell) -> None:
-        assert bell._loop is not None, "a wakeup is scheduled for a bell that has no waiter"
-        bell._loop.call_soon(self._wake_some)
+    def _call_soon(self, wakeup: SharedWakeup) -> None:
+        assert wakeup._loop is not None, "a wakeup is scheduled for a bell that has no waiter"
+        wakeup._loop.call_soon(self._wake_some)
 
     def _wake_some(self) -> None:
-        rung, left = self._rung, self._at_once
+        rung, left = self._set, self._at_once
         try:
             while rung and left:
                 left -= 1
-                bell = rung.popleft()
-                waiter, bell.waiter, bell.is_going = bell.waiter, None, False
+                wakeup = rung.popleft()
+                waiter, wakeup.waiter, wakeup.is_going = wakeup.waiter, None, False
                 assert waiter is not None
                 callback, context = waiter
-                context.run(callback, bell)
+                context.run(callback, wakeup)
         finally:  # a task may raise SystemExit, which ends this callback
             self._is_due = len(rung) > 0
             if self._is_due:
                 self._call_soon(rung[0])
 
 
-class OwnTurns(BellTower):
+class SeparateWakeups(WakeupBatch):
     """Wakes each waiter in a callback of its own, as a future does.
 
     For simulation, which draws their order.
     """
 
-    def ring(self, bells: Iterable[SharedBell]) -> None:
-        for bell in bells:
-            bell.ring()
+    def set(self, wakeups: Iterable[SharedWakeup]) -> None:
+        for wakeup in wakeups:
+            wakeup.set()
 
-    def wake(self, bell: SharedBell) -> None:
-        waiter, bell.waiter, bell.is_going = bell.waiter, None, False
-        assert waiter is not None and bell._loop is not None, "a wakeup is scheduled for a bell that has no waiter"
+    def wake(self, wakeup: SharedWakeup) -> None:
+        waiter, wakeup.waiter, wakeup.is_going = wakeup.waiter, None, False
+        assert waiter is not None and wakeup._loop is not None, "a wakeup is scheduled for a bell that has no waiter"
         callback, context = waiter
-        bell._loop.call_soon(callback, bell, context=context)
+        wakeup._loop.call_soon(callback, wakeup, context=context)
 
 
-class SharedBell:
+class SharedWakeup:
     """A wakeup of a tower, with one waiter.
 
     It does not remember a ring, so the waiter checks before it waits.
@@ -97,23 +97,23 @@ class SharedBell:
     and the methods below as a future. A real future would cost each waiter an object and a handle of the loop.
     """
 
-    __slots__ = ("_asyncio_future_blocking", "_is_cancelled", "_loop", "_tower", "is_going", "waiter")
+    __slots__ = ("_asyncio_future_blocking", "_is_cancelled", "_loop", "_group", "is_going", "waiter")
 
-    def __init__(self, tower: BellTower) -> None:
+    def __init__(self, group: WakeupBatch) -> None:
         self._asyncio_future_blocking = False
-        self._tower = tower
+        self._group = group
         self._loop: asyncio.AbstractEventLoop | None = None  # of the current or last waiter; tasks read it
         self.waiter: tuple[Callback, Context] | None = None  # the tower takes it
         self.is_going = False  # the waiter is about to be woken
         self._is_cancelled = False
 
-    def ring(self) -> None:
+    def set(self) -> None:
         """Wakes the waiter, if there is one."""
         if self.waiter is not None and not self.is_going:
             self.is_going = True
-            self._tower.wake(self)
+            self._group.wake(self)
 
-    def __await__(self) -> Generator[SharedBell, None, None]:
+    def __await__(self) -> Generator[SharedWakeup, None, None]:
         """Waits for the next ring. One waiter at a time."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
@@ -133,7 +133,7 @@ class SharedBell:
         if self.waiter is None or self.is_going:
             return False
         self._is_cancelled = self.is_going = True
-        self._tower.wake(self)
+        self._group.wake(self)
         return True
 
     def result(self) -> None:
@@ -142,31 +142,31 @@ class SharedBell:
             raise asyncio.CancelledError
 
 
-ALONE = OwnTurns()  # for a bell without a tower of its own
+ALONE = SeparateWakeups()  # for a bell without a tower of its own
 
 
-class Bell(SharedBell):
+class Wakeup(SharedWakeup):
     """A wakeup that remembers a ring: a later `wait` returns at once.
 
-    `if not bell.is_rung: await bell`, then `bell.is_rung = False`, does the same as `wait` without the cost of a
+    `if not bell.is_set: await wakeup`, then `bell.is_set = False`, does the same as `wait` without the cost of a
     coroutine. One waiter at a time.
     """
 
-    __slots__ = ("is_rung",)
+    __slots__ = ("is_set",)
 
-    def __init__(self, tower: BellTower = ALONE) -> None:
-        super().__init__(tower)
-        self.is_rung = False  # since the last `wait`
+    def __init__(self, group: WakeupBatch = ALONE) -> None:
+        super().__init__(group)
+        self.is_set = False  # since the last `wait`
 
-    def ring(self) -> None:
+    def set(self) -> None:
         """Wakes the waiter, or lets the next `wait` return at once."""
-        self.is_rung = True
+        self.is_set = True
         if self.waiter is not None and not self.is_going:
             self.is_going = True
-            self._tower.wake(self)
+            self._group.wake(self)
 
     async def wait(self) -> None:
         """Returns after the next ring, or at once if it rang since the last `wait`."""
-        while not self.is_rung:
+        while not self.is_set:
             await self
-        self.is_rung = False
+        self.is_set = False

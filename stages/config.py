@@ -100,7 +100,7 @@ class EngineConfig:
 
     @property
     def num_step_tokens(self) -> int:
-        """`max_num_batched_tokens`, after `settle_step_size` has set it."""
+        """`max_num_batched_tokens`, after `resolve_step_size` has set it."""
         assert self.max_num_batched_tokens is not None, "settle_step_size() must run first"
         return self.max_num_batched_tokens
 
@@ -171,7 +171,7 @@ def _power_of_two(name: str, value: int) -> None:
 NATIVE_TOKENS, OTHER_TOKENS = 512, 2048  # default upper bound per step: native, otherwise
 
 
-def settle_step_size(config: EngineConfig, *, is_native: bool) -> EngineConfig:
+def resolve_step_size(config: EngineConfig, *, is_native: bool) -> EngineConfig:
     """`config` with max_num_batched_tokens and itl_target_ms set where they are None.
 
     With the native library and chunked prefill, itl_target_ms stays None until it is measured (`target_ms_for`).

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class MachineMemory:
     """The available memory in bytes, with the weights loaded and no cache allocated."""
 
     device: str  # "cpu", "cuda:0"
@@ -28,7 +28,7 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryRow:
+class MemoryUse:
     """One use of memory."""
 
     name: str
@@ -44,8 +44,8 @@ class MemoryTable:
     On a CPU no row covers the memory of Python, torch and their libraries: it is in use before sizes are chosen.
     """
 
-    machine: Machine
-    rows: tuple[MemoryRow, ...]
+    machine: MachineMemory
+    rows: tuple[MemoryUse, ...]
     max_model_len: int  # tokens
     num_blocks: int  # of the KV cache
     block_size: int  # tokens
@@ -71,7 +71,7 @@ class MemoryTable:
         """Sequences of `max_model_len` tokens that the cache holds at once."""
         return self.num_blocks // -(-self.max_model_len // self.block_size)
 
-    def row(self, name: str) -> MemoryRow:
+    def row(self, name: str) -> MemoryUse:
         """The row of that name."""
         return next(row for row in self.rows if row.name == name)
 

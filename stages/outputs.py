@@ -27,7 +27,7 @@ FINISH_NAMES: Mapping[FinishReason, FinishName] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class PrefillProgress:
     """How much of a prompt has been computed."""
 
     total: int  # tokens
@@ -37,7 +37,7 @@ class Progress:
 
 
 @dataclass(slots=True)
-class Delta:
+class ChoiceDelta:
     """What one choice gained since the previous read.
 
     The last delta of a choice has a `finish_reason`.
@@ -51,7 +51,7 @@ class Delta:
     stop_reason: str | int | None = None  # the stop string or stop token id
     score: float | None = None  # of a beam search's answer
     vector: Floats | None = None  # of a pooled sequence, which has exactly one delta
-    progress: Progress | None = None  # of its prompt, with return_progress; such a delta may have no tokens
+    progress: PrefillProgress | None = None  # of its prompt, with return_progress; such a delta may have no tokens
 
 
 @dataclass(slots=True)
@@ -137,7 +137,7 @@ class ModelInfo:
 class CaptureReport:
     """The captured sizes, and the time and memory that capturing took."""
 
-    batches: tuple[Batch, ...]  # in the order of capture
+    batches: tuple[GraphBatch, ...]  # in the order of capture
     seconds: float
     num_bytes: int
 
@@ -152,7 +152,7 @@ class CaptureReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class GraphBatch:
     """The size of a step, padding included."""
 
     num_rows: int

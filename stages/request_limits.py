@@ -76,13 +76,15 @@ class RequestLimits:
         for prompt in request.prompts:
             self._check_prompt(prompt, request)
 
-    def settle_pooling(self, pooling: PoolingParams | None) -> PoolingParams | None:
+    def complete_pooling(self, pooling: PoolingParams | None) -> PoolingParams | None:
         """`pooling` with its kind set: the model's, unless it names one."""
         if pooling is None or pooling.kind is not None or self.pooling is None:
             return pooling
         return replace(pooling, kind=self.pooling.kind)
 
-    def settle(self, params: SamplingParams, num_prompt: int, pooling: PoolingParams | None = None) -> SamplingParams:
+    def complete_params(
+        self, params: SamplingParams, num_prompt: int, pooling: PoolingParams | None = None
+    ) -> SamplingParams:
         """`params` with max_tokens set to a number, for a prompt of `num_prompt` tokens.
 
         Raises `Refused` if prompt and answer together exceed the context. A pooled prompt may fill the context.
@@ -154,7 +156,7 @@ class RequestLimits:
         if least < 0 or most >= self.vocab_size:
             wrong = least if least < 0 else most
             raise Refused(f"prompt holds token id {wrong}: ids go from 0 to {self.vocab_size - 1}", param="prompt")
-        self.settle(request.params, len(self.truncate(request.params, token_ids)), request.pooling)
+        self.complete_params(request.params, len(self.truncate(request.params, token_ids)), request.pooling)
 
     def truncate(self, params: SamplingParams, token_ids: Ints) -> Ints:
         """The prompt after `truncate_prompt_tokens`, [P]."""

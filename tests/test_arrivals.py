@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from millrace.deploy.cli.bench.load import Ask
-from millrace.deploy.cli.bench.measures import Record
+from millrace.deploy.cli.bench.load import BenchRequest
+from millrace.deploy.cli.bench.measures import RequestRecord
 from millrace.runtime.simulation.run import SimEnv
 from millrace.runtime.simulation.testing import sim_test
-from millrace.stages.recordings.workloads import Trace, TraceRequest, read_trace
+from millrace.stages.recordings.workloads import Workload, WorkloadRequest, read_trace
 from tests.bench.cpu import arrivals, report
 from tests.bench.cpu.arrivals import UNFINISHED, drive
 from tests.bench.cpu.contenders import Served, start
@@ -30,18 +30,18 @@ BOUNDS = Bounds(ttft_ms=1_000.0, itl_ms=50.0, p99_ttft_ms=4_000.0, share=0.95, s
 
 
 @pytest.fixture
-def trace() -> Trace:
+def trace() -> Workload:
     """Five requests in 12 s; the last prompt is long."""
-    return Trace(
-        [TraceRequest(at_s, 10 + n, 3) for n, at_s in enumerate(SECONDS[:4])] + [TraceRequest(12.0, 50, 3)], False
+    return Workload(
+        [WorkloadRequest(at_s, 10 + n, 3) for n, at_s in enumerate(SECONDS[:4])] + [WorkloadRequest(12.0, 50, 3)], False
     )
 
 
-def cut(trace: Trace, rate: float, duration_s: float, **told: Any) -> Window:
+def cut(trace: Workload, rate: float, duration_s: float, **told: Any) -> Window:
     return window(trace, rate, duration_s, **{"from_s": 0.0, "max_model_len": 100, "seed": "s", **told})
 
 
-def test_as_many_requests_come_as_the_rate_says_and_the_shape_of_their_gaps_stays(trace: Trace):
+def test_as_many_requests_come_as_the_rate_says_and_the_shape_of_their_gaps_stays(trace: Workload):
     offered = cut(trace, 0.2, 20.0)
     assert offered.times_s == [0.0, 20 / 3, 25 / 3, 50 / 3]  # the fifth, after 12 s of the trace, would come at 20
     assert offered.stretched == pytest.approx(20 / 12) and offered.duration_s == 20.0
@@ -53,26 +53,26 @@ def test_as_many_requests_come_as_the_rate_says_and_the_shape_of_their_gaps_stay
     ]
 
 
-def test_a_window_begins_with_the_first_request_from_its_second_on(trace: Trace):
+def test_a_window_begins_with_the_first_request_from_its_second_on(trace: Workload):
     offered = cut(trace, 1.0, 2.0, from_s=4.5)
     assert [len(asked.prompt or ()) for asked in offered.asks] == [12, 13]
     assert offered.times_s == [0.0, pytest.approx(2 * 5 / 7)]
 
 
-def test_the_seed_alone_decides_the_prompts(trace: Trace):
+def test_the_seed_alone_decides_the_prompts(trace: Workload):
     asks = cut(trace, 0.2, 20.0).asks
     assert asks == cut(trace, 0.4, 10.0).asks != cut(trace, 0.2, 20.0, seed="t").asks
     assert asks[0].prompt != (asks[1].prompt or [])[:10]
 
 
-def test_prompts_are_cut_to_fit_the_context_with_their_answers_and_counted(trace: Trace):
+def test_prompts_are_cut_to_fit_the_context_with_their_answers_and_counted(trace: Workload):
     offered = cut(trace, 1.0, 3.0, from_s=0.0, max_model_len=14)
     assert [len(asked.prompt or ()) for asked in offered.asks] == [10, 11, 11] and offered.num_cut == 1
     with pytest.raises(ValueError, match="an answer of 3 tokens does not fit a context of 3"):
         cut(trace, 1.0, 3.0, max_model_len=3)
 
 
-def test_a_trace_with_too_few_requests_is_no_window(trace: Trace):
+def test_a_trace_with_too_few_requests_is_no_window(trace: Workload):
     with pytest.raises(ValueError, match=r"5 requests from 0 s on, and one more: the trace has 5 there"):
         cut(trace, 5.0, 1.0)
 
@@ -89,12 +89,12 @@ def test_a_csv_like_azures_becomes_a_window(tmp_path: Path):
 
 
 def offered(*times_s: float, duration_s: float = 10.0) -> Window:
-    return Window([Ask([1, 2], 3) for _ in times_s], times_s, duration_s, 1.0, 0)
+    return Window([BenchRequest([1, 2], 3) for _ in times_s], times_s, duration_s, 1.0, 0)
 
 
-def record(ttft_s: float, gap_s: float) -> Record:
+def record(ttft_s: float, gap_s: float) -> RequestRecord:
     """An answer of three tokens."""
-    return Record(2, 3, ttft_s, ttft_s + 2 * gap_s, (gap_s, gap_s))
+    return RequestRecord(2, 3, ttft_s, ttft_s + 2 * gap_s, (gap_s, gap_s))
 
 
 def test_the_summary_counts_finished_refused_and_failed_requests_and_goodput():
@@ -102,9 +102,9 @@ def test_the_summary_counts_finished_refused_and_failed_requests_and_goodput():
         record(0.5, 0.04),
         record(0.5, 0.06),  # its tokens come too slowly
         record(3.0, 0.04),  # and the first of these too late
-        Record(error="429: all that may wait"),
-        Record(error="500: a fault"),
-        Record(2, 2, 0.1, 0.2, (0.1,)),  # a token too few
+        RequestRecord(error="429: all that may wait"),
+        RequestRecord(error="500: a fault"),
+        RequestRecord(2, 2, 0.1, 0.2, (0.1,)),  # a token too few
     ]
     found = summary(offered(0.0, 1.0, 2.0, 3.0, 4.0, 9.5), records, BOUNDS)
     assert (found["offered"], found["finished"], found["refused"], found["failed"]) == (6, 3, 1, 2)
@@ -137,7 +137,7 @@ def test_a_server_keeps_up_if_it_finishes_in_time_and_first_tokens_come_soon(ttf
 
 
 def test_who_refuses_all_does_not_keep_up():
-    found = summary(offered(0.0, 1.0), [Record(error="429: full")] * 2, BOUNDS)
+    found = summary(offered(0.0, 1.0), [RequestRecord(error="429: full")] * 2, BOUNDS)
     assert not found["keeps_up"] and found["goodput"] == found["output_tok_s"] == 0 and found["refused"] == 2
 
 
@@ -185,19 +185,23 @@ class Slow:
         self.env = env
         self.asked_s: list[float] = []
 
-    async def ask(self, asked: Ask) -> Record:
+    async def ask(self, asked: BenchRequest) -> RequestRecord:
         began_s = asyncio.get_running_loop().time()
         self.asked_s.append(began_s)
         await asyncio.sleep(asked.num_output)
         waited_s = asyncio.get_running_loop().time() - began_s
-        return Record(1, asked.num_output, waited_s, waited_s)
+        return RequestRecord(1, asked.num_output, waited_s, waited_s)
 
 
 @sim_test(seeds=1)
 async def test_requests_are_sent_when_they_are_due_and_wait_for_no_answer(env: SimEnv):
     client = Slow(env)
     began_s = asyncio.get_running_loop().time()
-    records = await drive(client, Window([Ask([1], 5), Ask([1], 7), Ask([1], 2)], [0.0, 1.0, 9.0], 10.0, 1.0, 0), 3.0)
+    records = await drive(
+        client,
+        Window([BenchRequest([1], 5), BenchRequest([1], 7), BenchRequest([1], 2)], [0.0, 1.0, 9.0], 10.0, 1.0, 0),
+        3.0,
+    )
     assert [at_s - began_s for at_s in client.asked_s] == pytest.approx([0.0, 1.0, 9.0], abs=1e-3)
     assert [each.e2el_s for each in records] == pytest.approx([5.0, 7.0, 2.0], abs=1e-3)
 
@@ -205,7 +209,9 @@ async def test_requests_are_sent_when_they_are_due_and_wait_for_no_answer(env: S
 @sim_test(seeds=1)
 async def test_who_is_not_finished_when_waiting_is_given_up_has_failed(env: SimEnv):
     began_s = asyncio.get_running_loop().time()
-    records = await drive(Slow(env), Window([Ask([1], 5), Ask([1], 60)], [0.0, 1.0], 10.0, 1.0, 0), 3.0)
+    records = await drive(
+        Slow(env), Window([BenchRequest([1], 5), BenchRequest([1], 60)], [0.0, 1.0], 10.0, 1.0, 0), 3.0
+    )
     assert [each.error for each in records] == [None, UNFINISHED]
     assert asyncio.get_running_loop().time() - began_s == pytest.approx(13.0, abs=1e-3)
 
@@ -252,14 +258,14 @@ def served(label: str, code: str) -> Served:
 
 
 @pytest.fixture
-def busy() -> Trace:
+def busy() -> Workload:
     """A request every second, more of them than are asked for."""
-    return Trace([TraceRequest(float(at_s), 5, 3) for at_s in range(30)], False)
+    return Workload([WorkloadRequest(float(at_s), 5, 3) for at_s in range(30)], False)
 
 
 @pytest.mark.slow
 def test_a_peer_that_does_not_come_up_is_left_out_and_nothing_else_is_lost(
-    busy: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    busy: Workload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(arrivals, "read_bandwidth_gb_s", lambda: 1.0)  # which reads a GiB ten times a server
     servers = [served(OUR_SERVER, ANSWERS), served("broken", "raise SystemExit(3)"), served("peer", ANSWERS)]
@@ -271,7 +277,7 @@ def test_a_peer_that_does_not_come_up_is_left_out_and_nothing_else_is_lost(
         assert figures["finished"] == figures["offered"] == 12 and 0 < figures["busy_cores"] < 64
 
 
-def test_without_our_own_server_nothing_is_compared(busy: Trace, tmp_path: Path):
+def test_without_our_own_server_nothing_is_compared(busy: Workload, tmp_path: Path):
     servers = [served(OUR_SERVER, "raise SystemExit(3)"), served("peer", ANSWERS)]
     with pytest.raises(RuntimeError, match=f"{OUR_SERVER} did not come up"):
         asyncio.run(arrivals.compare(servers, busy, OPTIONS, BOUNDS, tmp_path))
@@ -317,7 +323,7 @@ def _runs(process_id: int) -> bool:
 def results() -> dict[str, Any]:
     """Two servers, of which ours has more goodput and longer waits."""
     ours = summary(offered(0.0, 1.0), [record(0.9, 0.04), record(0.9, 0.04)], BOUNDS)
-    theirs = summary(offered(0.0, 1.0), [record(0.5, 0.2), Record(error="429: full")], BOUNDS)
+    theirs = summary(offered(0.0, 1.0), [record(0.5, 0.2), RequestRecord(error="429: full")], BOUNDS)
     return {
         "shape": "smollm2-135m",
         "dtype": "bfloat16",
@@ -367,7 +373,7 @@ def test_where_the_rate_was_given_the_table_says_whether_it_was_kept_up_with(res
 
 
 def test_a_server_that_finished_nothing_was_not_faster(results: dict[str, Any], tmp_path: Path):
-    nothing = summary(offered(0.0, 1.0), [Record(error="429: full")] * 2, BOUNDS)
+    nothing = summary(offered(0.0, 1.0), [RequestRecord(error="429: full")] * 2, BOUNDS)
     results["engines"]["other server"] = nothing | {"read_bandwidth_gb_s": [35.0, 36.0]}
     (tmp_path / "arrivals-shape-machine.json").write_text(json.dumps(results))
     assert "Where millrace loses: in none of these figures, against other." in report.section(tmp_path)

@@ -26,7 +26,7 @@ DEFAULT_TRACE_S, MAX_TRACE_S = 30.0, 3_600.0  # on a busy server the trace cover
 log = get_logger("millrace.deploy")
 
 
-class Admin:
+class AdminRoutes:
     """The handlers of one server."""
 
     def __init__(self, service: Service, threads: Executor) -> None:
@@ -59,12 +59,12 @@ class Admin:
 
     async def record_flight(self, request: web.Request) -> web.Response:
         """Writes a flight file, as after a stall or a crash."""
-        oversight = self.service.oversight
-        if oversight.recorder is None:
+        watchdog = self.service.watchdog
+        if watchdog.recorder is None:
             message = "the flight recorder is off; start the server with --flight-recorder-dir"
             raise ApiError("no_flight_recorder", message)
         self.service.require_some_engine()
-        written = oversight.record("asked")
+        written = watchdog.record("asked")
         return answer({"file": None if written is None else str(await written)})
 
     async def trace(self, request: web.Request) -> web.Response:

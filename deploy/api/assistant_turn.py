@@ -33,7 +33,7 @@ class ToolCallArguments:
 Piece: TypeAlias = Text | Reasoning | ToolCallBegun | ToolCallArguments
 
 
-class Turn:
+class AssistantTurn:
     """The output of one choice, parsed. `read` takes text and returns the new pieces.
 
     White space next to a call is dropped: model families write it there, and clients would show it. With

@@ -15,7 +15,7 @@ from ...model.errors import TemplateError
 from ...stages.params import SamplingParams, ThinkingBudget
 from ..config import ServerConfig
 from ..errors import ApiError
-from .assistant_turn import ReasoningCounter, Turn
+from .assistant_turn import AssistantTurn, ReasoningCounter
 from .parsers import registry
 from .parsers.interface import ReasoningParser, ToolParser
 from .parsers.json_calls import JsonArguments, JsonList
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 PROBE = "What a user says."
 NUM_PROBES = 256  # cached probe results, one for each set of template variables
 
-MakeTurn = Callable[[], Turn]
+MakeTurn = Callable[[], AssistantTurn]
 
 
 def check_parsers(config: ServerConfig) -> None:
@@ -38,7 +38,7 @@ def check_parsers(config: ServerConfig) -> None:
     registry.reasoning_parser(config.reasoning_parser, "")
 
 
-class Speech:
+class ChatFormat:
     """The chat format of the engine's model: its parsers and template. Thread-safe."""
 
     def __init__(self, config: ServerConfig, engine: Engine) -> None:
@@ -50,8 +50,8 @@ class Speech:
         self._tokenizer = engine.tokenizer
         self._is_prompt_open = lru_cache(NUM_PROBES)(self._probe)
 
-    def settle(self, body: Chat, params: SamplingParams) -> tuple[SamplingParams, MakeTurn | None]:
-        """The sampling parameters that `body` needs, and a factory for the `Turn` of a choice.
+    def apply(self, body: Chat, params: SamplingParams) -> tuple[SamplingParams, MakeTurn | None]:
+        """The sampling parameters that `body` needs, and a factory for the `AssistantTurn` of a choice.
 
         The factory is None if an answer can only be plain text. Raises `ApiError` 400 for a field that this model does
         not support.
@@ -68,8 +68,8 @@ class Speech:
             return params, None
         return params, partial(self._make_turn, calls, thoughts, body)
 
-    def _make_turn(self, calls: Calls | None, thoughts: Thoughts | None, body: Chat) -> Turn:
-        return Turn(
+    def _make_turn(self, calls: ToolCallFormat | None, thoughts: ReasoningFormat | None, body: Chat) -> AssistantTurn:
+        return AssistantTurn(
             None if thoughts is None else thoughts.parser(thoughts.is_open),
             None if calls is None else calls.parser(calls.tool_names),
             new_call_id=(self.tool_parser or ToolParser).new_call_id,
@@ -78,29 +78,29 @@ class Speech:
             counter=None if thoughts is None else thoughts.counter(self._tokenizer.token_bytes),
         )
 
-    def _calls_of(self, body: Chat) -> Calls | None:
+    def _calls_of(self, body: Chat) -> ToolCallFormat | None:
         if not body.tool_names:
             return None
         if body.named_tool is not None:
-            return Calls(JsonArguments, (body.named_tool,))
+            return ToolCallFormat(JsonArguments, (body.named_tool,))
         if body.is_call_forced:
-            return Calls(JsonList, body.tool_names)
+            return ToolCallFormat(JsonList, body.tool_names)
         if self.tool_parser is None or not self._has_auto:
             flag = "--tool-call-parser" if self.tool_parser is None else "--enable-auto-tool-choice"
             message = f"tool_choice = 'auto': disabled on this server (see {flag}); name a function or send 'required'"
             raise ApiError("unsupported_parameter", message, param="tool_choice")
-        return Calls(self.tool_parser, body.tool_names)
+        return ToolCallFormat(self.tool_parser, body.tool_names)
 
     # -- reasoning
 
-    def _thoughts_of(self, body: Chat) -> Thoughts | None:
+    def _thoughts_of(self, body: Chat) -> ReasoningFormat | None:
         parser = self.reasoning_parser
         if parser is None:
             return None
         is_open = self._is_turn_open(body)
-        return Thoughts(parser, parser.thinks_unasked if is_open is None else is_open, is_over=is_open is False)
+        return ReasoningFormat(parser, parser.thinks_unasked if is_open is None else is_open, is_over=is_open is False)
 
-    def _budget(self, body: Chat, num_tokens: int, thoughts: Thoughts | None) -> ThinkingBudget | None:
+    def _budget(self, body: Chat, num_tokens: int, thoughts: ReasoningFormat | None) -> ThinkingBudget | None:
         """The thinking budget; None if the prompt has closed the reasoning already."""
         markers = None if thoughts is None else thoughts.parser.markers
         if thoughts is None or markers is None:
@@ -186,7 +186,7 @@ class Chat(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Calls:
+class ToolCallFormat:
     """The parser of the calls in an answer, and the tools that may be called."""
 
     parser: type[ToolParser]
@@ -194,7 +194,7 @@ class Calls:
 
 
 @dataclass(frozen=True, slots=True)
-class Thoughts:
+class ReasoningFormat:
     """The parser of the reasoning in an answer, and where the prompt left it."""
 
     parser: type[ReasoningParser]

@@ -14,8 +14,8 @@ from ...runtime.env.log import get_logger
 from ...runtime.pipeline import Health
 from ..config import ServerConfig
 from ..errors import ApiError, not_serving, shorten
-from ..metrics.watchdog import Oversight
-from .chat_format import Speech, check_parsers
+from ..metrics.watchdog import Watchdog
+from .chat_format import ChatFormat, check_parsers
 
 if TYPE_CHECKING:
     from ...stages.engine.engine import Engine
@@ -26,7 +26,7 @@ log = get_logger("millrace.deploy")
 
 
 @dataclass(frozen=True, slots=True)
-class Live:
+class ActiveRequest:
     """A request in progress."""
 
     owner: str  # owner of the API key
@@ -42,21 +42,21 @@ class Service:
     def __init__(self, config: ServerConfig, threads: Executor | None = None) -> None:
         check_parsers(config)
         self.config = config
-        self.oversight = Oversight(config, threads)
+        self.watchdog = Watchdog(config, threads)
         self.engine: Engine | None = None
-        self.speech: Speech | None = None
+        self.chat_format: ChatFormat | None = None
         self.model_names: tuple[str, ...] = config.served_model_name
         self.created = int(time.time())
         self.is_draining = False
-        self.live: dict[str, Live] = {}
+        self.live: dict[str, ActiveRequest] = {}
         self.sources: Mapping[str, str] = {}  # setting -> where its value came from; empty if built in code
-        self.ended: dict[str, Live] = {}  # the last MAX_ENDED, by answer id
+        self.ended: dict[str, ActiveRequest] = {}  # the last MAX_ENDED, by answer id
         self._emptied = asyncio.Event()
 
     def attach(self, engine: Engine) -> None:
         """Sets the engine, once it is built."""
         self.engine = engine
-        self.speech = Speech(self.config, engine)
+        self.chat_format = ChatFormat(self.config, engine)
         self.model_names = self.model_names or (engine.info.model_id,)
 
     @property
@@ -66,7 +66,7 @@ class Service:
             return Health("draining", reason="the server is shutting down")
         if self.engine is None:
             return Health("loading", reason="the model is loading")
-        stall = self.oversight.stall
+        stall = self.watchdog.stall
         if stall is not None and self.engine.health.is_ready:
             return Health("stalled", stage=stall.name, reason=stall.reason)
         return self.engine.health
@@ -85,11 +85,11 @@ class Service:
             raise not_serving(self.health)
         return self.engine
 
-    def require_speech(self) -> Speech:
+    def require_chat_format(self) -> ChatFormat:
         """The model's chat format; raises `ApiError` 503 unless the engine is ready."""
         self.require_engine()
-        assert self.speech is not None
-        return self.speech
+        assert self.chat_format is not None
+        return self.chat_format
 
     def require_model(self, name: str | None) -> None:
         """Raises `ApiError` 404 for a model that is not served here. None means the served model."""
@@ -115,7 +115,7 @@ class Service:
         answer_id = answer_id or prefix + client_id
         while answer_id in self.live:
             answer_id = f"{prefix}{client_id}-{secrets.token_hex(4)}"
-        self.live[answer_id] = Live(owner, client_id)
+        self.live[answer_id] = ActiveRequest(owner, client_id)
         return answer_id
 
     def close(self, answer_id: str, cause: str) -> None:

@@ -29,7 +29,7 @@ NOT_IN_A_BATCH = ("stream", "background")  # fields whose answer is not one JSON
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class BatchLine:
     """One line of the input. `data` is None for a line over the size limit."""
 
     number: int  # from 1
@@ -37,7 +37,7 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class BatchItem:
     """The request of one line."""
 
     custom_id: str
@@ -45,7 +45,7 @@ class Item:
     body: dict[str, Any]
 
 
-class BadLine(Exception):
+class BadBatchLine(Exception):
     """A line that is not a valid request."""
 
     def __init__(self, code: str, message: str, custom_id: str | None = None) -> None:
@@ -67,14 +67,14 @@ class LineReader:
         self._max_bytes = max_bytes
         self._loop = asyncio.get_running_loop()
         self._room = threading.Semaphore(READ_AHEAD)
-        self._queue: asyncio.Queue[Line | OSError | None] = asyncio.Queue()
+        self._queue: asyncio.Queue[BatchLine | OSError | None] = asyncio.Queue()
         self._is_closed = False
         threading.Thread(target=self._read, args=(file,), name="millrace-batch-lines", daemon=True).start()
 
-    async def __aiter__(self) -> AsyncIterator[Line]:
+    async def __aiter__(self) -> AsyncIterator[BatchLine]:
         while True:
             line = await self._queue.get()
-            if not isinstance(line, Line):
+            if not isinstance(line, BatchLine):
                 self._queue.put_nowait(None)  # for the other tasks that iterate
                 if line is None:
                     return
@@ -106,9 +106,9 @@ class LineReader:
             elif not data.strip():
                 continue
             self._room.acquire()
-            self._put(Line(number, data if is_whole else None))
+            self._put(BatchLine(number, data if is_whole else None))
 
-    def _put(self, line: Line | OSError | None) -> None:
+    def _put(self, line: BatchLine | OSError | None) -> None:
         self._loop.call_soon_threadsafe(self._queue.put_nowait, line)
 
 
@@ -117,33 +117,37 @@ def _skip_line(file: BinaryIO, data: bytes) -> None:
         data = file.readline(65536)
 
 
-def parse(line: Line, max_bytes: int) -> Item:
-    """The request of a line. Raises `BadLine`."""
+def parse(line: BatchLine, max_bytes: int) -> BatchItem:
+    """The request of a line. Raises `BadBatchLine`."""
     if line.data is None:
-        raise BadLine("line_too_long", f"line {line.number} is longer than {max_bytes} bytes; see --max-body-bytes")
+        raise BadBatchLine(
+            "line_too_long", f"line {line.number} is longer than {max_bytes} bytes; see --max-body-bytes"
+        )
     try:
         asked = orjson.loads(line.data.removeprefix(codecs.BOM_UTF8))
     except orjson.JSONDecodeError as error:
-        raise BadLine("invalid_json_line", f"line {line.number} is not valid JSON: {error}") from None
+        raise BadBatchLine("invalid_json_line", f"line {line.number} is not valid JSON: {error}") from None
     if not isinstance(asked, dict):
-        raise BadLine("invalid_json_line", f"line {line.number} must be a JSON object")
+        raise BadBatchLine("invalid_json_line", f"line {line.number} must be a JSON object")
     return _item(asked, line.number)
 
 
-def _item(asked: dict[str, Any], number: int) -> Item:
+def _item(asked: dict[str, Any], number: int) -> BatchItem:
     custom_id, body = asked.get("custom_id"), asked.get("body")
     if not isinstance(custom_id, str):
-        raise BadLine("invalid_request_line", f"line {number}: custom_id must be a string")
+        raise BadBatchLine("invalid_request_line", f"line {number}: custom_id must be a string")
     if asked.get("method", "POST") != "POST":
-        raise BadLine("invalid_method", f"line {number}: method must be POST", custom_id)
+        raise BadBatchLine("invalid_method", f"line {number}: method must be POST", custom_id)
     if asked.get("url") not in URLS:
-        raise BadLine("invalid_url", f"line {number}: url must be one of {', '.join(URLS)}", custom_id)
+        raise BadBatchLine("invalid_url", f"line {number}: url must be one of {', '.join(URLS)}", custom_id)
     if not isinstance(body, dict):
-        raise BadLine("invalid_request_line", f"line {number}: body must be a JSON object", custom_id)
+        raise BadBatchLine("invalid_request_line", f"line {number}: body must be a JSON object", custom_id)
     for name in NOT_IN_A_BATCH:
         if body.get(name):
-            raise BadLine("invalid_request_line", f"line {number}: body.{name} is not supported in a batch", custom_id)
-    return Item(custom_id, asked["url"], body)
+            raise BadBatchLine(
+                "invalid_request_line", f"line {number}: body.{name} is not supported in a batch", custom_id
+            )
+    return BatchItem(custom_id, asked["url"], body)
 
 
 def answered(custom_id: str, status: int, request_id: str, body: Any) -> bytes:

@@ -10,7 +10,7 @@ from ...runtime.env.log import configure
 from ...stages.config import EngineConfig
 from ...stages.errors import RequestError
 from ..config import ServerConfig
-from .model_client import AskingFailed, Client, open_client
+from .model_client import ModelClient, ModelClientError, open_client
 
 
 def run(options: argparse.Namespace, engine_config: EngineConfig, server_config: ServerConfig) -> int:
@@ -29,7 +29,7 @@ async def _chat(options: argparse.Namespace, engine_config: EngineConfig, server
             messages.append({"role": "user", "content": line})
             try:
                 messages.append({"role": "assistant", "content": await _answer(client, messages)})
-            except (AskingFailed, RequestError) as error:
+            except (ModelClientError, RequestError) as error:
                 print(f"\nmillrace: {error}", file=sys.stderr)
                 messages.pop()
                 num_failed += 1
@@ -39,7 +39,7 @@ async def _chat(options: argparse.Namespace, engine_config: EngineConfig, server
     return 1 if num_failed else 0
 
 
-async def _answer(client: Client, messages: list[dict[str, str]]) -> str:
+async def _answer(client: ModelClient, messages: list[dict[str, str]]) -> str:
     texts = []
     async for text in client.chat(messages):
         print(text, end="", flush=True)

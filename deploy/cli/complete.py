@@ -10,7 +10,7 @@ from ...runtime.env.log import configure
 from ...stages.config import EngineConfig
 from ...stages.errors import RequestError
 from ..config import ServerConfig
-from .model_client import AskingFailed, open_client
+from .model_client import ModelClientError, open_client
 
 
 def run(options: argparse.Namespace, engine_config: EngineConfig, server_config: ServerConfig) -> int:
@@ -26,7 +26,7 @@ async def _complete(options: argparse.Namespace, engine_config: EngineConfig, se
             async for text in client.complete(options.prompt):
                 print(text, end="", flush=True)
             print(flush=True)
-        except (AskingFailed, RequestError) as error:
+        except (ModelClientError, RequestError) as error:
             print(f"\nmillrace: {error}", file=sys.stderr)
             return 1
         if options.stats:

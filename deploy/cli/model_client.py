@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 Messages = Sequence[dict[str, str]]
 
 
-class AskingFailed(Exception):
+class ModelClientError(Exception):
     """The server refused the request or did not answer. The message is the server's where it has one."""
 
 
 @dataclass(slots=True)
-class Stats:
+class AnswerStats:
     """Times and token counts of one answer."""
 
     began_s: float
@@ -48,10 +48,10 @@ class Stats:
         )
 
 
-class Client(Protocol):
+class ModelClient(Protocol):
     """Generates text for the terminal. `stats` belongs to the current answer."""
 
-    stats: Stats
+    stats: AnswerStats
 
     def complete(self, prompt: str) -> AsyncIterator[str]:
         """The text that follows `prompt`, piece by piece."""
@@ -62,7 +62,7 @@ class Client(Protocol):
 
 def open_client(
     options: argparse.Namespace, engine_config: EngineConfig, server_config: ServerConfig
-) -> AbstractAsyncContextManager[Client]:
+) -> AbstractAsyncContextManager[ModelClient]:
     """The client for the options: the server at `--url`, or an engine in this process."""
     asked = {
         "max_tokens": options.max_tokens,
@@ -81,7 +81,7 @@ def open_client(
 
 
 @asynccontextmanager
-async def _local(config: EngineConfig, params: dict[str, Any]) -> AsyncIterator[Client]:
+async def _local(config: EngineConfig, params: dict[str, Any]) -> AsyncIterator[ModelClient]:
     from ...stages.engine.engine import Engine  # imports torch
 
     async with Engine(config) as engine:
@@ -92,7 +92,7 @@ class LocalClient:
     """Uses an engine in this process. Sampling fields that are not given have the checkpoint's defaults."""
 
     def __init__(self, engine: Engine, params: dict[str, Any]) -> None:
-        self.stats = Stats(0.0)
+        self.stats = AnswerStats(0.0)
         self._engine = engine
         self._params = replace(engine.info.default_params, **params)
         self._ids = itertools.count()
@@ -106,7 +106,7 @@ class LocalClient:
             yield text
 
     async def _ask(self, prompt: Prompt) -> AsyncIterator[str]:
-        self.stats = stats = Stats(time.perf_counter())
+        self.stats = stats = AnswerStats(time.perf_counter())
         request = Request(f"terminal-{next(self._ids)}", (prompt,), self._params)
         outbox = await self._engine.submit(request)
         try:
@@ -124,7 +124,9 @@ class LocalClient:
 
 
 @asynccontextmanager
-async def _remote(url: str, model: str | None, api_key: Sequence[str], params: dict[str, Any]) -> AsyncIterator[Client]:
+async def _remote(
+    url: str, model: str | None, api_key: Sequence[str], params: dict[str, Any]
+) -> AsyncIterator[ModelClient]:
     import aiohttp
 
     headers = {"Authorization": f"Bearer {api_key[0]}"} if api_key else {}
@@ -137,7 +139,7 @@ class RemoteClient:
     """Uses a server with OpenAI's API."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, model: str | None, params: dict[str, Any]) -> None:
-        self.stats = Stats(0.0)
+        self.stats = AnswerStats(0.0)
         self._session = session
         self._url = url
         self._body = params | ({"model": model} if model is not None else {})
@@ -154,18 +156,18 @@ class RemoteClient:
         """The choices of each event; usage goes to `stats`."""
         import aiohttp
 
-        self.stats = stats = Stats(time.perf_counter())
+        self.stats = stats = AnswerStats(time.perf_counter())
         body = self._body | asked | {"stream": True, "stream_options": {"include_usage": True}}
         try:
             async with self._session.post(self._url + path, json=body) as response:
                 if response.status != 200:
-                    raise AskingFailed(_message(await response.read(), response.status))
+                    raise ModelClientError(_message(await response.read(), response.status))
                 async for line in response.content:
                     if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
                         continue
                     event = orjson.loads(line[6:])
                     if "error" in event:
-                        raise AskingFailed(event["error"]["message"])
+                        raise ModelClientError(event["error"]["message"])
                     if event.get("usage"):
                         stats.num_prompt = event["usage"]["prompt_tokens"]
                         stats.num_generated = event["usage"]["completion_tokens"]
@@ -174,7 +176,7 @@ class RemoteClient:
                         stats.first_s = stats.first_s or stats.ended_s
                         yield choice
         except (TimeoutError, aiohttp.ClientError) as error:
-            raise AskingFailed(f"{self._url} does not answer: {error}") from None
+            raise ModelClientError(f"{self._url} does not answer: {error}") from None
 
 
 def _message(body: bytes, status: int) -> str:

@@ -17,12 +17,12 @@ from ...stages.recordings.film import film
 from ...stages.recordings.reader import Recording
 from ...stages.schedule.policy import Policy
 from ..config import ServerConfig
-from ..dashboard.played import PlayedViewer
-from ..dashboard.reel import Reel
+from ..dashboard.playback_data import PlaybackData
+from ..dashboard.playback_viewer import PlaybackViewer
 from ..dashboard.viewers import Viewers
 from ..errors import ApiError
-from ..http.listener import Runner, Site
-from ..http.origin_check import Gate, guard
+from ..http.listener import ServerRunner, Site
+from ..http.origin_check import OriginCheck, guard
 from ..http.package_version import package_version
 from ..server.middleware import identify
 from ..server.pages import Pages
@@ -34,10 +34,10 @@ MAX_VIEWERS = 8  # each holds the engine state of one moment in memory
 def show(recording: Recording, policy: Policy | None, config: ServerConfig) -> int:
     """Serves the dashboard until SIGTERM or SIGINT and returns 0. `RecordingError` if it cannot be played."""
     print(f"millrace: running {recording.path} once ...", file=sys.stderr)
-    reel = Reel(film(recording, policy, _say_progress if sys.stderr.isatty() else lambda time_s: None))
-    if trouble := reel.film.trouble:
+    playback_data = PlaybackData(film(recording, policy, _say_progress if sys.stderr.isatty() else lambda time_s: None))
+    if trouble := playback_data.film.trouble:
         print(f"millrace: {trouble}", file=sys.stderr)
-    asyncio.run(_serve(reel, ServerConfig(port=config.port)))
+    asyncio.run(_serve(playback_data, ServerConfig(port=config.port)))
     return 0
 
 
@@ -45,25 +45,25 @@ def _say_progress(time_s: float) -> None:
     print(f"\r  {time_s:,.1f} s", end="\r", file=sys.stderr, flush=True)
 
 
-async def _serve(reel: Reel, config: ServerConfig) -> None:
+async def _serve(playback_data: PlaybackData, config: ServerConfig) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    async with Playback(reel, config) as playback:
+    async with ReplayDashboard(playback_data, config) as playback:
         print(f"millrace: {playback.url}/dashboard shows it; press Ctrl-C to stop", flush=True)
         await stop.wait()
 
 
-class Playback:
+class ReplayDashboard:
     """The HTTP server of a loaded recording: listens at `url` inside `async with`."""
 
-    def __init__(self, reel: Reel, config: ServerConfig) -> None:
-        self._reel = reel
+    def __init__(self, playback_data: PlaybackData, config: ServerConfig) -> None:
+        self._playback_data = playback_data
         self._config = config
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="millrace-playback")
         self._pages = Pages()
         self._viewers = Viewers(MAX_VIEWERS, "pages show this recording")
-        self._runner = Runner(self._make_app(), config)
+        self._runner = ServerRunner(self._make_app(), config)
         self._port = config.port
 
     @property
@@ -71,7 +71,7 @@ class Playback:
         """The server's address, with the actual port."""
         return f"http://{self._config.host}:{self._port}"
 
-    async def __aenter__(self) -> Playback:
+    async def __aenter__(self) -> ReplayDashboard:
         await self._runner.setup()
         try:
             await Site(self._runner, self._config, None).start()
@@ -90,13 +90,13 @@ class Playback:
     async def socket(self, request: web.Request) -> web.StreamResponse:
         """`GET /dashboard/feed`."""
 
-        def viewer(peer: Peer) -> PlayedViewer:
-            return PlayedViewer(self._reel, peer, self._config, self._threads, package_version())
+        def viewer(peer: Peer) -> PlaybackViewer:
+            return PlaybackViewer(self._playback_data, peer, self._config, self._threads, package_version())
 
         return await self._viewers.show(request, self._config, viewer)
 
     def _make_app(self) -> web.Application:
-        app = web.Application(middlewares=[identify(lambda code: None), guard(Gate.of(self._config))])
+        app = web.Application(middlewares=[identify(lambda code: None), guard(OriginCheck.of(self._config))])
         app.on_response_prepare.append(_add_headers)
         app.add_routes(
             [

@@ -23,7 +23,7 @@ from ...runtime.env.log import configure
 from ...stages.config import EngineConfig
 from ...stages.errors import ConfigError
 from ..config import ServerConfig
-from .batch_file import BadLine, Item, Line, LineReader, answered, failed, parse
+from .batch_file import BadBatchLine, BatchItem, BatchLine, LineReader, answered, failed, parse
 
 if TYPE_CHECKING:
     from ...stages.engine.engine import Engine
@@ -65,7 +65,7 @@ async def answer_lines(
     """
     has_broken = False
     async with target as (session, url):
-        batch = Batch(session, url, sink, max_bytes)
+        batch = BatchRun(session, url, sink, max_bytes)
         try:
             with sink:
                 await batch.run(LineReader(source, max_bytes), window)
@@ -77,7 +77,7 @@ async def answer_lines(
     return 1 if has_broken or batch.num_failed else 0
 
 
-class Batch:
+class BatchRun:
     """Sends the requests of a file to a server and writes the answers."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, sink: BinaryIO, max_bytes: int) -> None:
@@ -116,18 +116,18 @@ class Batch:
             self._bar.set_postfix(failed=self.num_failed, refresh=False)
             self._bar.update()
 
-    async def _answer(self, line: Line) -> tuple[bool, bytes]:
+    async def _answer(self, line: BatchLine) -> tuple[bool, bytes]:
         """(whether the request succeeded, the line to write)."""
         try:
             item = parse(line, self._max_bytes)
-        except BadLine as error:
+        except BadBatchLine as error:
             return False, failed(error.custom_id, error.code, str(error))
         try:
             return await self._ask(item)
         except (TimeoutError, aiohttp.ClientError) as error:
             return False, failed(item.custom_id, "server_unreachable", f"{self._url} does not answer: {error}")
 
-    async def _ask(self, item: Item) -> tuple[bool, bytes]:
+    async def _ask(self, item: BatchItem) -> tuple[bool, bytes]:
         """Sends one request. Retries 429 without limit, and an unreachable server for the seconds of `PAUSES_S`."""
         data, pauses = orjson.dumps(item.body), iter(PAUSES_S)
         while True:

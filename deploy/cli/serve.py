@@ -59,7 +59,7 @@ async def serve(
 
     `sources` maps each setting to its source, for the start-up log.
     """
-    stop = _Stop()
+    stop = _StopSignals()
     listening: asyncio.Future[Server] = asyncio.get_running_loop().create_future()
     serving = asyncio.ensure_future(_serve_engine(listening, engine_config, make_engine, stop))
     stop.on_early = serving.cancel
@@ -81,7 +81,7 @@ async def serve(
 
 
 async def _serve_engine(
-    listening: asyncio.Future[Server], engine_config: EngineConfig, make_engine: MakeEngine, stop: _Stop
+    listening: asyncio.Future[Server], engine_config: EngineConfig, make_engine: MakeEngine, stop: _StopSignals
 ) -> int:
     async with make_engine(engine_config) as engine:
         server = await listening
@@ -108,7 +108,7 @@ def _say_ready(server: Server) -> None:
     sys.stdout.flush()
 
 
-class _Stop:
+class _StopSignals:
     """Handles SIGTERM and SIGINT: the first signal sets `event`, the second ends the process with code 1."""
 
     def __init__(self) -> None:
@@ -143,9 +143,9 @@ def _make_engine(mode: Mode, config: EngineConfig) -> AbstractAsyncContextManage
         return SplitEngine(config)
     # imports little, so that weights are packed during the remaining imports
     from ...runtime.phases import Phases
-    from ...stages.loading.early import Opening
+    from ...stages.loading.early import EarlyLoading
 
-    opening = Opening(config, Phases(time.monotonic))
+    opening = EarlyLoading(config, Phases(time.monotonic))
     try:
         opening.wait_until_packing(WAIT_S)
         _import_beside("aiohttp")

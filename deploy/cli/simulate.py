@@ -15,11 +15,11 @@ import orjson
 
 from ...stages.config import EngineConfig
 from ...stages.errors import ConfigError
-from ...stages.recordings.cost_model import Fitted, fit
+from ...stages.recordings.cost_model import FittedCostModel, fit
 from ...stages.recordings.format import RecordedEngine
 from ...stages.recordings.reader import Recording, RecordingError
-from ...stages.recordings.simulation import Door, Simulation
-from ...stages.recordings.workloads import Trace, read_trace
+from ...stages.recordings.simulation import AdmissionLimits, Simulation
+from ...stages.recordings.workloads import Workload, read_trace
 from ...stages.schedule.policy import Policy, make_policy
 from ..config import ServerConfig
 from ..settings import parse
@@ -28,7 +28,7 @@ UNREADABLE = 3
 FIT = "fit-from-recording"
 # name of an engine setting -> its name in a recording, if different
 RENAMED = {"num_gpu_blocks": "num_blocks", "num_cpu_blocks": "num_host_blocks"}
-OF_DOOR = tuple(spec.name for spec in fields(Door))
+OF_DOOR = tuple(spec.name for spec in fields(AdmissionLimits))
 OF_DRAFTS = ("speculation", "num_speculative_tokens")
 OF_ENGINE = tuple(
     name for name in EngineConfig.__dataclass_fields__ if RENAMED.get(name, name) in RecordedEngine.__dataclass_fields__
@@ -54,7 +54,7 @@ PANELS = {  # title -> its curves
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SimulationRow:
     """One run: its varied settings, and its results."""
 
     settings: Mapping[str, Any]
@@ -82,7 +82,7 @@ def run(options: argparse.Namespace, engine_config: EngineConfig, server_config:
     return 0
 
 
-def simulate(options: argparse.Namespace) -> list[Row]:
+def simulate(options: argparse.Namespace) -> list[SimulationRow]:
     """Runs each combination of the swept settings. Raises `RecordingError` or `ConfigError`."""
     fitted = _fitted(options)
     print(_describe(fitted), file=sys.stderr)
@@ -98,10 +98,10 @@ def simulate(options: argparse.Namespace) -> list[Row]:
     combinations = [dict(zip(swept, values, strict=True)) for values in itertools.product(*swept.values())]
     if not trace.tells_repeats and any(_most_drafts(fitted.engine, {**fixed, **varied}) for varied in combinations):
         print("the trace has no repetitions in answers: speculation = off", file=sys.stderr)
-    return [Row(varied, run_one(trace, fitted, {**fixed, **varied})) for varied in combinations]
+    return [SimulationRow(varied, run_one(trace, fitted, {**fixed, **varied})) for varied in combinations]
 
 
-def run_one(trace: Trace, fitted: Fitted, settings: Mapping[str, Any]) -> dict[str, float | int | None]:
+def run_one(trace: Workload, fitted: FittedCostModel, settings: Mapping[str, Any]) -> dict[str, float | int | None]:
     """The results of a trace with `settings`; other settings are those of the cost model's recording."""
     engine, door, policy = _apply(fitted.engine, settings)
     was_enabled = gc.isenabled()
@@ -113,7 +113,7 @@ def run_one(trace: Trace, fitted: Fitted, settings: Mapping[str, Any]) -> dict[s
             gc.enable()
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[SimulationRow]) -> str:
     """The runs as a table, one line each."""
     lines = [["settings", *(heading for heading, _ in COLUMNS.values())]]
     for row in rows:
@@ -126,7 +126,7 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(_aligned(line, widths) for line in lines)
 
 
-def plot(rows: Sequence[Row], path: Path) -> None:
+def plot(rows: Sequence[SimulationRow], path: Path) -> None:
     """Writes four panels with the runs from left to right, by matplotlib, an optional extra.
 
     The suffix of `path` chooses the format.
@@ -158,13 +158,13 @@ def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
     return "  ".join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)])
 
 
-def _fitted(options: argparse.Namespace) -> Fitted:
+def _fitted(options: argparse.Namespace) -> FittedCostModel:
     if options.cost_model != FIT:
-        return Fitted.read(Path(options.cost_model))
+        return FittedCostModel.read(Path(options.cost_model))
     return fit(Recording(options.trace))
 
 
-def _describe(fitted: Fitted) -> str:
+def _describe(fitted: FittedCostModel) -> str:
     model = fitted.model
     each = f"{model.prefill_token_s * 1e6:.3g} us per prompt token, {model.decode_row_s * 1e6:.3g} us per decoding row"
     text = f"cost model: a step takes {model.step_s * 1e3:.3g} ms and {each}"
@@ -193,7 +193,9 @@ def _known(name: str, text: str) -> str:
     return name
 
 
-def _apply(engine: RecordedEngine, settings: Mapping[str, Any]) -> tuple[RecordedEngine, Door, Policy | None]:
+def _apply(
+    engine: RecordedEngine, settings: Mapping[str, Any]
+) -> tuple[RecordedEngine, AdmissionLimits, Policy | None]:
     """Applies the settings, checked as those of an engine."""
     of_engine = {RENAMED.get(name, name): value for name, value in settings.items() if name in OF_ENGINE}
     engine = replace(engine, **of_engine, most_drafts=_most_drafts(engine, settings))
@@ -211,7 +213,7 @@ def _apply(engine: RecordedEngine, settings: Mapping[str, Any]) -> tuple[Recorde
             f"{engine.max_model_len}: give it at least {-(-engine.max_model_len // engine.block_size)}"
         )
     policy = make_policy(config) if "scheduler" in settings or "priority_ageing_s" in settings else None
-    return engine, Door(**{name: settings[name] for name in OF_DOOR if name in settings}), policy
+    return engine, AdmissionLimits(**{name: settings[name] for name in OF_DOOR if name in settings}), policy
 
 
 def _most_drafts(engine: RecordedEngine, settings: Mapping[str, Any]) -> int:

@@ -31,7 +31,7 @@ BAR_CELLS = 24
 SPARKS = "▁▂▃▄▅▆▇█"
 
 
-class NotThere(Exception):
+class DashboardUnavailable(Exception):
     """The server has no feed for this client; the message says why."""
 
 
@@ -44,7 +44,7 @@ def run(options: argparse.Namespace, engine_config: EngineConfig, server_config:
     key = server_config.api_key[0] if server_config.api_key else None
     try:
         asyncio.run(_show(options.url, key, is_once=options.once))
-    except NotThere as error:
+    except DashboardUnavailable as error:
         print(f"millrace: {error}", file=sys.stderr)
         return 1
     return 0
@@ -54,7 +54,7 @@ async def _show(url: str, key: str | None, *, is_once: bool) -> None:
     from rich.console import Console
     from rich.live import Live
 
-    console, readings = Console(), Readings()
+    console, readings = Console(), DashboardState()
     if is_once:
         async for update in watch(url, key):
             readings.take(update)
@@ -69,7 +69,7 @@ async def _show(url: str, key: str | None, *, is_once: bool) -> None:
 
 
 async def watch(url: str, key: str | None) -> AsyncIterator[dict[str, Any]]:
-    """Yields updates of the feed of the server at `url`, and ends with `NotThere`, which says why."""
+    """Yields updates of the feed of the server at `url`, and ends with `DashboardUnavailable`, which says why."""
     import aiohttp
 
     address = url.rstrip("/").removesuffix("/v1") + "/dashboard/feed"
@@ -82,17 +82,17 @@ async def watch(url: str, key: str | None) -> AsyncIterator[dict[str, Any]]:
                     break
                 told = orjson.loads(message.data)
                 if told["type"] == "error":
-                    raise NotThere(f"{url}: {told['error']['message']}")
+                    raise DashboardUnavailable(f"{url}: {told['error']['message']}")
                 if told["type"] == "hello":
                     await socket.send_str(orjson.dumps({"type": "subscribe", "topics": TOPICS}).decode())
                 else:
                     yield told
     except (aiohttp.ClientError, OSError) as error:
-        raise NotThere(f"{url} cannot be reached: {error}; check --url") from None
-    raise NotThere(f"{url} closed the connection")
+        raise DashboardUnavailable(f"{url} cannot be reached: {error}; check --url") from None
+    raise DashboardUnavailable(f"{url} closed the connection")
 
 
-class Readings:
+class DashboardState:
     """The state from the feed: the newest data of each topic, and the counters of the last seconds."""
 
     def __init__(self) -> None:
@@ -161,7 +161,7 @@ def merged(target: Any, patch: Any) -> Any:
 # -- drawing
 
 
-def draw(readings: Readings) -> RenderableType:
+def draw(readings: DashboardState) -> RenderableType:
     """The whole screen."""
     from rich.console import Group
     from rich.markup import escape
@@ -179,7 +179,7 @@ def draw(readings: Readings) -> RenderableType:
     return Group(*parts)
 
 
-def _headline(readings: Readings, overview: Mapping[str, Any]) -> str:
+def _headline(readings: DashboardState, overview: Mapping[str, Any]) -> str:
     from rich.markup import escape
 
     health = overview["health"]
@@ -199,7 +199,7 @@ def _headline(readings: Readings, overview: Mapping[str, Any]) -> str:
     return "   ".join(words)
 
 
-def _stages(readings: Readings) -> Table:
+def _stages(readings: DashboardState) -> Table:
     table = _table("stage", "", ">busy", ">blocked", ">waiting", ">peak", ">sent", "to")
     edges = readings.data["pipeline"]["edges"]
     for name in readings.data["pipeline"]["stages"]:
@@ -226,7 +226,7 @@ def _bar(shares: tuple[float, float] | None) -> str:
     return f"[cyan]{'█' * num_busy}[/][yellow]{'█' * num_blocked}[/][bright_black]{'░' * num_idle}[/]"
 
 
-def _strip(readings: Readings) -> str:
+def _strip(readings: DashboardState) -> str:
     rows = list(readings.steps)[-72:]
     longest = max(1, *(row.duration_us for row in rows))
     sparks = (
@@ -237,7 +237,7 @@ def _strip(readings: Readings) -> str:
     return f"steps {''.join(sparks)} [bright_black]to {longest / 1e3:,.1f} ms; yellow: with prefill[/]"
 
 
-def _requests(readings: Readings) -> Table:
+def _requests(readings: DashboardState) -> Table:
     from rich.markup import escape
 
     table = _table("request", "state", ">age", ">prompt", ">answer", ">blocks", ">preempted")

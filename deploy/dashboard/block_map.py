@@ -22,7 +22,7 @@ Cells = NDArray[np.uint16]
 
 
 @dataclass(frozen=True, slots=True)
-class Books:
+class BlockOwners:
     """Pool, block tables and scheduler of a running engine or of a recording."""
 
     pool: BlockPool
@@ -36,7 +36,7 @@ class Books:
         return {slot: sequence.request_id for slot, sequence in found if sequence is not None}
 
 
-def block_cells(books: Books) -> Cells:
+def block_cells(books: BlockOwners) -> Cells:
     """[N] u16: the number of each block."""
     pool, tables = books.pool, books.block_tables
     cells = _BY_STATE[pool.state]
@@ -59,7 +59,7 @@ class BlockMap:
         self._cells: Cells | None = None
         self._owners: dict[int, str] | None = None
 
-    def next(self, books: Books, may_see: Callable[[str], bool] = lambda request_id: True) -> dict[str, Any]:
+    def next(self, books: BlockOwners, may_see: Callable[[str], bool] = lambda request_id: True) -> dict[str, Any]:
         """The update for the viewer.
 
         `cells` (u16) has all blocks; or `at` (u32) has the ids of changed blocks and `to` (u16) their numbers. All are

@@ -16,7 +16,7 @@ from ...runtime.trace.tracer import Records, in_order_of_time
 from ...stages.insight.bottleneck import judge, load_of
 from ...stages.insight.causes import causes, in_words
 from ...stages.insight.trace_view import TraceView
-from ...stages.insight.waterfall import Bar, Waterfall, waterfall
+from ...stages.insight.waterfall import TimeBar, Waterfall, waterfall
 
 MIN_S = 2.0  # between two evaluations
 SHARE = 0.02  # maximum share of time for evaluations
@@ -27,7 +27,7 @@ MAX_PIECES = 300  # of a row, to bound the size of a long answer's row
 T = TypeVar("T")
 
 
-class TraceReader(Protocol):
+class ReadsTrace(Protocol):
     """Reads the trace records of one thread, from a ring or from a recording."""
 
     def names(self) -> list[str]:
@@ -37,7 +37,7 @@ class TraceReader(Protocol):
         """(records since `cursor`, the next cursor, number of lost records)."""
 
 
-class NowAndThen(Generic[T]):
+class ThrottledValue(Generic[T]):
     """A value computed in a thread at most every `MIN_S` seconds, and less often if it takes long."""
 
     def __init__(self, threads: Executor) -> None:
@@ -68,7 +68,7 @@ def find_bottleneck(parts: list[Records], names: list[str], now_ns: int) -> dict
     return asdict(judge(load)) | shares
 
 
-def explain(readers: Sequence[TraceReader], sequence_id: int, now_ns: int) -> dict[str, Any] | None:
+def explain(readers: Sequence[ReadsTrace], sequence_id: int, now_ns: int) -> dict[str, Any] | None:
     """The waterfall of a request by stage, and the causes of its latency.
 
     `sequence_id` is the request's first sequence. Times are in microseconds from its begin. None if the rings no longer
@@ -92,7 +92,7 @@ def explain(readers: Sequence[TraceReader], sequence_id: int, now_ns: int) -> di
 
 def _rows(fall: Waterfall) -> list[dict[str, Any]]:
     """One row per stage and kind of bar, in order of first appearance."""
-    by_row: dict[tuple[str, str], list[Bar]] = {}
+    by_row: dict[tuple[str, str], list[TimeBar]] = {}
     for bar in fall.bars:
         by_row.setdefault((bar.stage, bar.kind), []).append(bar)
     rows = []
@@ -102,7 +102,7 @@ def _rows(fall: Waterfall) -> list[dict[str, Any]]:
     return rows
 
 
-def _pieces(fall: Waterfall, bars: list[Bar]) -> list[tuple[int, int, int]]:
+def _pieces(fall: Waterfall, bars: list[TimeBar]) -> list[tuple[int, int, int]]:
     """(begin, end, filled part) in us; bars closer than 1/`MAX_PIECES` of the whole are merged into one piece."""
     least_ns = (fall.end_ns - fall.begin_ns) // MAX_PIECES
     pieces: list[list[int]] = []

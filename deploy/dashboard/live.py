@@ -17,9 +17,9 @@ from ..errors import ApiError
 from ..websocket.peer import Peer
 from . import snapshots
 from .block_map import BlockMap
-from .derived import NowAndThen, explain, find_bottleneck
+from .derived import ThrottledValue, explain, find_bottleneck
 from .live_sources import LiveSources
-from .messages import Cancel, Hello, Topics, Window
+from .messages import CancelRequest, Hello, RequestWindow, Topics
 from .timeline import Timeline
 from .viewer import INTERVAL_S, Read, Update, Viewer
 
@@ -40,7 +40,7 @@ class LiveViewer(Viewer):
         self._is_admin = False  # may see and cancel all requests
         self._blocks = BlockMap()
         self._timeline: Timeline | None = None  # of the request in topic `request`
-        self._explained: NowAndThen[dict[str, Any]] = NowAndThen(sources.threads)
+        self._explained: ThrottledValue[dict[str, Any]] = ThrottledValue(sources.threads)
         self._is_explained = False  # the request is over, and `_explained` is final
 
     # -- messages of the viewer
@@ -73,7 +73,7 @@ class LiveViewer(Viewer):
 
     def hear(self, message: Body) -> None:
         """Cancels a request. `ApiError` without the admin key or for an unknown request."""
-        assert isinstance(message, Cancel)
+        assert isinstance(message, CancelRequest)
         if not self._is_admin:
             raise ApiError("invalid_api_key", "cancel needs the admin key; send it as admin_key in the hello")
         engine = self._service.engine
@@ -87,7 +87,7 @@ class LiveViewer(Viewer):
             self._blocks = BlockMap()
         if topics.request != self.topics.request:
             self._timeline, self._is_explained = None, False
-            self._explained = NowAndThen(self._sources.threads)
+            self._explained = ThrottledValue(self._sources.threads)
 
     # -- updates to the viewer
 
@@ -124,7 +124,7 @@ class LiveViewer(Viewer):
 
     def _readers(self, engine: Engine) -> dict[str, Read]:
         """topic -> the function that puts its changes into an update."""
-        service, window = self._service, self.topics.requests or Window()
+        service, window = self._service, self.topics.requests or RequestWindow()
         trees: dict[str, Callable[[], Any]] = {
             "overview": lambda: (
                 snapshots.overview(engine, service.health) | {"bottleneck": self._sources.bottleneck.value}
@@ -136,7 +136,7 @@ class LiveViewer(Viewer):
             "request": lambda: self._look_at(engine),
             "recent": lambda: {"rows": [told for owner, told in self._sources.recent if self._sees(owner)]},
             "latency": lambda: {} if (times := self._sources.metrics.latencies) is None else snapshots.latency(times),
-            "loop": lambda: snapshots.loop_health(engine, service.oversight),
+            "loop": lambda: snapshots.loop_health(engine, service.watchdog),
             "config": lambda: {"rows": snapshots.configuration(engine, service)},
         }
 
@@ -171,7 +171,7 @@ class LiveViewer(Viewer):
         if self._timeline is None:
             self._timeline = Timeline(engine.pipeline.tracer.readers, request_id)
         self._timeline.refresh()
-        told = self._timeline.tell() or {"id": request_id}
+        told = self._timeline.to_json() or {"id": request_id}
         return told if self._explained.value is None else told | {"explained": self._explained.value}
 
     # -- permissions

@@ -8,10 +8,10 @@ from concurrent.futures import Executor
 from typing import TYPE_CHECKING, Any
 
 from ..api.service import Service
-from ..http.api_keys import Keys
+from ..http.api_keys import ApiKeys
 from ..metrics.metrics import Metrics
 from . import snapshots
-from .derived import NowAndThen
+from .derived import ThrottledValue
 from .trace_log import TraceLog
 from .viewer import INTERVAL_S
 
@@ -29,10 +29,10 @@ class LiveSources:
         self.service = service
         self.metrics = metrics
         self.threads = threads
-        self.bottleneck: NowAndThen[dict[str, Any]] = NowAndThen(threads)
+        self.bottleneck: ThrottledValue[dict[str, Any]] = ThrottledValue(threads)
         self.version = version
-        self.keys = Keys(service.config.api_key)
-        self.admin_keys = Keys(service.config.admin_key, "admin key")
+        self.keys = ApiKeys(service.config.api_key)
+        self.admin_keys = ApiKeys(service.config.admin_key, "admin key")
         self._log: TraceLog | None = None
         self._read_s = float("-inf")  # time of the last refresh of the log
         self.recent: deque[tuple[str, dict[str, Any]]] = deque(maxlen=MAX_RECENT)  # (owner, ended request)

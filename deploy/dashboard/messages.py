@@ -27,7 +27,7 @@ class Hello(Body):
     admin_key: Key | None = None  # allows to see and cancel all requests
 
 
-class Window(Body):
+class RequestWindow(Body):
     """The shown part of the list of live requests."""
 
     offset: Annotated[int, Field(ge=0, le=MAX_OFFSET)] = 0
@@ -35,31 +35,31 @@ class Window(Body):
     newest_first: bool = False
 
 
-class Of(Body):
+class RequestSelection(Body):
     """The id of the shown request."""
 
     id: Id
 
 
-class Nothing(Body):
+class NoSelection(Body):
     """A topic without parameters."""
 
 
 class Topics(Body):
     """The topics of a viewer; None: not subscribed."""
 
-    overview: Nothing | None = None
-    pipeline: Nothing | None = None
-    steps: Nothing | None = None
-    blocks: Nothing | None = None
-    requests: Window | None = None
-    request: Of | None = None
-    recent: Nothing | None = None
-    incidents: Nothing | None = None
-    latency: Nothing | None = None
-    loop: Nothing | None = None
-    config: Nothing | None = None
-    preemptions: Nothing | None = None  # of a recording
+    overview: NoSelection | None = None
+    pipeline: NoSelection | None = None
+    steps: NoSelection | None = None
+    blocks: NoSelection | None = None
+    requests: RequestWindow | None = None
+    request: RequestSelection | None = None
+    recent: NoSelection | None = None
+    incidents: NoSelection | None = None
+    latency: NoSelection | None = None
+    loop: NoSelection | None = None
+    config: NoSelection | None = None
+    preemptions: NoSelection | None = None  # of a recording
 
 
 class Subscribe(Body):
@@ -69,7 +69,7 @@ class Subscribe(Body):
     topics: Topics
 
 
-class Cancel(Body):
+class CancelRequest(Body):
     """Cancels a request of any client. Needs the admin key."""
 
     type: Literal["cancel"]
@@ -91,7 +91,7 @@ class Play(Body):
     speed: Annotated[float, Field(ge=0, le=MAX_SPEED, allow_inf_nan=False)] = 1.0
 
 
-KINDS: dict[str, type[Body]] = {"hello": Hello, "subscribe": Subscribe, "cancel": Cancel}
+KINDS: dict[str, type[Body]] = {"hello": Hello, "subscribe": Subscribe, "cancel": CancelRequest}
 OF_RECORDING: dict[str, type[Body]] = {"hello": Hello, "subscribe": Subscribe, "seek": Seek, "play": Play}
 
 

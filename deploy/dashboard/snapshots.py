@@ -16,7 +16,7 @@ import numpy as np
 from ...runtime.health.flight_recorder import task_stacks
 from ..inspect.server_info import HIDDEN
 from ..settings import ENGINE_HELP, SECRET, SERVER_HELP
-from .block_map import Books
+from .block_map import BlockOwners
 
 if TYPE_CHECKING:
     from ...runtime.histogram import Histogram
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ...stages.schedule.sequence import Sequence
     from ..api.service import Service
     from ..metrics.latencies import Latencies
-    from ..metrics.watchdog import Oversight
+    from ..metrics.watchdog import Watchdog
 
 MAX_ROWS = 200  # requests listed in one update
 
@@ -157,18 +157,18 @@ def latency(latencies: Latencies) -> dict[str, Any]:
     return {name: _histogram(times) for name, times in latencies.times_us().items()}
 
 
-def loop_health(engine: Engine, oversight: Oversight) -> dict[str, Any]:
+def loop_health(engine: Engine, watchdog: Watchdog) -> dict[str, Any]:
     """The current stall, the stack of each stage's task, and histograms of loop lag and GC pauses."""
-    stall, runners = oversight.stall, engine.pipeline.runners
+    stall, runners = watchdog.stall, engine.pipeline.runners
     stacks = [*task_stacks(engine.pipeline, only=runners), *engine.pipeline.stacks_elsewhere]
     return {
         "stall": None
         if stall is None
         else {"name": stall.name, "reason": stall.reason, "num_waiting": stall.num_waiting},
-        "num_stalls": oversight.num_stalls,
+        "num_stalls": watchdog.num_stalls,
         "stacks": {told["task"]: told["stack"] for told in stacks if told.get("task") in runners},
-        "lag": _histogram(oversight.meter.lag_us),
-        "pause": _histogram(oversight.meter.pause_us),
+        "lag": _histogram(watchdog.meter.lag_us),
+        "pause": _histogram(watchdog.meter.pause_us),
     }
 
 
@@ -176,9 +176,9 @@ def _histogram(of: Histogram) -> dict[str, Any]:
     return {"bounds_us": of.bounds, "counts": list(of.counts), "total_us": of.total}
 
 
-def books(engine: Engine) -> Books:
+def books(engine: Engine) -> BlockOwners:
     """Pool, block tables and scheduler of the engine."""
-    return Books(engine.pool, engine.block_tables, engine.scheduler)
+    return BlockOwners(engine.pool, engine.block_tables, engine.scheduler)
 
 
 def configuration(engine: Engine, service: Service) -> list[dict[str, Any]]:

@@ -15,14 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...runtime.trace.tracer import EventKind, Records, in_order_of_time
-from .derived import TraceReader
+from .derived import ReadsTrace
 
 ROWS = (EventKind.ROW_EXTEND, EventKind.ROW_DECODE, EventKind.ROW_LEAVE)
 NO_TIMES = np.empty(0, np.int64)
 MAX_STEP_GAP_US = 20_000  # longer gaps between the steps of a sequence are shown
 
 
-class Row(NamedTuple):
+class TimelineRow(NamedTuple):
     """One change of a sequence's row in the steps."""
 
     step: int
@@ -32,7 +32,7 @@ class Row(NamedTuple):
 
 
 @dataclass(slots=True)
-class Piece:
+class TimelinePiece:
     """A period of one kind in a sequence's life."""
 
     kind: str  # wait, prefill, decode, preempted, gap, after
@@ -46,7 +46,7 @@ class Piece:
 
 
 @dataclass(slots=True)
-class Steps:
+class StepTimes:
     """Begin and end of completed steps; each array [T], in order."""
 
     numbers: NDArray[np.int64] = field(default_factory=lambda: NO_TIMES)
@@ -69,15 +69,15 @@ class Steps:
 class Timeline:
     """The timeline of one request by id, live or ended. Call `refresh`, then `tell`."""
 
-    def __init__(self, readers: Callable[[], Sequence[TraceReader]], request_id: str) -> None:
+    def __init__(self, readers: Callable[[], Sequence[ReadsTrace]], request_id: str) -> None:
         self._find_readers = readers
         self.request_id = request_id
-        self._readers: list[TraceReader] = []
+        self._readers: list[ReadsTrace] = []
         self._cursors: list[int] = []
         self._first: int | None = None  # its first sequence id
         self._arrival_us = 0
-        self._rows: dict[int, list[Row]] = {}  # by sequence id
-        self._steps = Steps()
+        self._rows: dict[int, list[TimelineRow]] = {}  # by sequence id
+        self._steps = StepTimes()
         self._ended_us: int | None = None
         self._cause = ""
         self._num_prompt = self._num_generated = 0
@@ -107,7 +107,7 @@ class Timeline:
         """Whether the request has ended."""
         return self._ended_us is not None
 
-    def tell(self) -> dict[str, Any] | None:
+    def to_json(self) -> dict[str, Any] | None:
         """The timeline as plain data; None if the request was not found."""
         if self._first is None:
             return None
@@ -154,7 +154,7 @@ class Timeline:
         ids = list(self._rows)
         own = np.isin(records["kind"], ROWS) & (records["a"] >= ids[0]) & (records["a"] <= ids[-1])
         for _, kind, _, step, sequence_id, _, start, num_tokens in records[own].tolist():
-            self._rows[sequence_id].append(Row(step, kind, start, num_tokens))
+            self._rows[sequence_id].append(TimelineRow(step, kind, start, num_tokens))
         names = self._readers[0].names()
         over = records[(records["kind"] == EventKind.REQUEST_FINISHED) & (records["a"] == self._first)]
         if len(over) and self._ended_us is None:
@@ -164,9 +164,9 @@ class Timeline:
 
     # -- output
 
-    def _pieces(self, rows: list[Row]) -> tuple[list[Piece], list[int]]:
+    def _pieces(self, rows: list[TimelineRow]) -> tuple[list[TimelinePiece], list[int]]:
         """(consecutive pieces of a sequence, times of its tokens)."""
-        worked: list[Piece] = []
+        worked: list[TimelinePiece] = []
         ticks: list[int] = []
         has_left = False
         for row, following in pairwise([*rows, None]):
@@ -185,11 +185,11 @@ class Timeline:
                 ticks += ends.tolist()
             num_tokens = row.num_tokens if is_prefill else len(ends)
             kind = "prefill" if is_prefill else "decode"
-            worked.append(Piece(kind, begin_us, int(ends[-1]), num_tokens, has_left))
+            worked.append(TimelinePiece(kind, begin_us, int(ends[-1]), num_tokens, has_left))
             has_left = False
         return list(self._filled(_joined(worked))), ticks
 
-    def _filled(self, worked: list[Piece]) -> Iterator[Piece]:
+    def _filled(self, worked: list[TimelinePiece]) -> Iterator[TimelinePiece]:
         """Adds the pieces before, between and after, up to the end of the request."""
         at, limit = 0, self._ended_us
         for piece in worked:
@@ -199,17 +199,17 @@ class Timeline:
             if at and not piece.is_back and piece.begin_us - at <= MAX_STEP_GAP_US:
                 piece.begin_us = at
             if piece.begin_us > at:
-                yield Piece("preempted" if piece.is_back else "gap" if at else "wait", at, piece.begin_us)
+                yield TimelinePiece("preempted" if piece.is_back else "gap" if at else "wait", at, piece.begin_us)
             assert piece.end_us is not None
             at = piece.end_us = piece.end_us if limit is None else min(piece.end_us, limit)
             yield piece
         if limit is None or limit > at:
-            yield Piece("after" if at else "wait", at, limit)
+            yield TimelinePiece("after" if at else "wait", at, limit)
 
 
-def _joined(pieces: list[Piece]) -> list[Piece]:
+def _joined(pieces: list[TimelinePiece]) -> list[TimelinePiece]:
     """Merges neighbours of one kind that are at most `MAX_STEP_GAP_US` apart."""
-    joined: list[Piece] = []
+    joined: list[TimelinePiece] = []
     for piece in pieces:
         last = joined[-1] if joined else None
         if last is not None and last.end_us is not None and _goes_on(last.kind, last.end_us, piece):
@@ -220,5 +220,5 @@ def _joined(pieces: list[Piece]) -> list[Piece]:
     return joined
 
 
-def _goes_on(kind: str, end_us: int, piece: Piece) -> bool:
+def _goes_on(kind: str, end_us: int, piece: TimelinePiece) -> bool:
     return piece.kind == kind and not piece.is_back and piece.begin_us - end_us <= MAX_STEP_GAP_US

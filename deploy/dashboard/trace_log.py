@@ -15,7 +15,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...runtime.trace.format import RECORD_DTYPE
-from ...runtime.trace.tracer import EventKind, Reader, Records, Tracer, as_dicts, in_order_of_time, some_of, table_of
+from ...runtime.trace.tracer import (
+    EventKind,
+    Records,
+    RingReader,
+    Tracer,
+    as_dicts,
+    in_order_of_time,
+    some_of,
+    table_of,
+)
 
 MAX_BEHIND = 8_192  # records of a ring that one refresh reads; older ones are skipped
 MAX_STEPS, MAX_INCIDENTS = 600, 200  # kept
@@ -220,7 +229,7 @@ class TraceLog:
         self._window: deque[Records] = deque()  # the last seconds, in order
         self._older: Records = np.empty(0, RECORD_DTYPE)  # records of kind OLDER before the window
         self._tracer = tracer
-        self._readers: list[Reader] = []
+        self._readers: list[RingReader] = []
         self._cursors: list[int] = []
         self._fold = StepFold()
 

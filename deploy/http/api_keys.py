@@ -14,7 +14,7 @@ MAX_KEY_CHARS = 4096
 KEY_SUBPROTOCOL = "openai-insecure-api-key."
 
 
-class Keys:
+class ApiKeys:
     """The keys of a set of routes; an empty set admits every request. Only digests are kept.
 
     `kind` is the name of such a key in error texts.

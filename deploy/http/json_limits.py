@@ -62,7 +62,7 @@ def too_large(limit: int) -> ApiError:
 
 
 def _check_bounds(data: bytes, limits: JsonLimits) -> None:
-    if _is_plainly_within(data, limits):
+    if _is_trivially_within(data, limits):
         return
     _at_most("escapes", data.count(b"\\"), 2 * MAX_ESCAPES)
     _at_most("strings", data.count(b'"') // 2, MAX_STRINGS)
@@ -76,7 +76,7 @@ def _check_bounds(data: bytes, limits: JsonLimits) -> None:
         raise ApiError("invalid_json", f"the body has a number of more than {limits.digits} digits")
 
 
-def _is_plainly_within(data: bytes, limits: JsonLimits) -> bool:
+def _is_trivially_within(data: bytes, limits: JsonLimits) -> bool:
     """Whether a short body is within all limits, regardless of where its strings begin and end.
 
     Costs a tenth of the full check, as one WebSocket may send thousands of short messages.

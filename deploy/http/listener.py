@@ -34,7 +34,7 @@ class Site(web.TCPSite):
         )
 
 
-class Runner(web.AppRunner):
+class ServerRunner(web.AppRunner):
     """aiohttp's runner, which makes connections of `Listener`."""
 
     def __init__(self, app: web.Application, config: ServerConfig) -> None:
@@ -63,7 +63,7 @@ def _answerable(make: Callable[..., web.BaseRequest]) -> Callable[..., web.BaseR
     """Wraps aiohttp's request factory: requests of foreign HTTP versions get a readable error.
 
     aiohttp's parser accepts HTTP/0.9 and 2.0 request lines and repeats the version in its answer, which no client can
-    read. Such a request is marked with `FOREIGN_VERSION`; `Gate.check` refuses it, in HTTP/1.1.
+    read. Such a request is marked with `FOREIGN_VERSION`; `OriginCheck.check` refuses it, in HTTP/1.1.
     """
 
     def request_of(message: Any, *rest: Any) -> web.BaseRequest:

@@ -30,7 +30,7 @@ _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 @dataclass(frozen=True, slots=True)
-class Gate:
+class OriginCheck:
     """The allowed hosts and origins. Pages of this server itself are always allowed."""
 
     hosts: frozenset[str]  # lower case, without a port; {"*"}: any
@@ -38,7 +38,7 @@ class Gate:
     cors_origins: frozenset[str]  # subset of `origins` whose pages may read the answers
 
     @classmethod
-    def of(cls, config: ServerConfig) -> Gate:
+    def of(cls, config: ServerConfig) -> OriginCheck:
         """The gate of these settings.
 
         On loopback, only the loopback names and `allowed_host` pass. A Unix socket allows any host without
@@ -118,7 +118,7 @@ class Gate:
         return _is_among(origin, self.origins) or bool(own & _authorities(origin))
 
 
-def guard(gate: Gate) -> Middleware:
+def guard(gate: OriginCheck) -> Middleware:
     """Middleware that checks requests with `gate` and answers preflight requests."""
 
     @web.middleware

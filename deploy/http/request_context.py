@@ -18,6 +18,6 @@ MAX_ID_CHARS = 128  # of an id that a client sets
 _ID_PATTERN = re.compile(rf"[A-Za-z0-9_.:/-]{{1,{MAX_ID_CHARS}}}")
 
 
-def settled_id(wanted: str | None) -> str:
+def checked_request_id(wanted: str | None) -> str:
     """The client's request id; a new random one if it is missing or not allowed in a header."""
     return wanted if wanted is not None and _ID_PATTERN.fullmatch(wanted) else uuid.uuid4().hex

@@ -29,7 +29,7 @@ def text_frame(message: bytes) -> bytes:
     return b"\x81\x7f%b%b" % (struct.pack("!Q", length), message)
 
 
-class Reader(Protocol):
+class FeedsFrames(Protocol):
     """The receiver of checked frames: aiohttp's parser."""
 
     def feed_data(self, data: bytes) -> tuple[bool, bytes]:
@@ -42,11 +42,12 @@ class Reader(Protocol):
 class FrameGuard:
     """Checks each frame header and passes the bytes on to `reader`.
 
-    `Connection.set_parser` sets `reader`. Calls `on_breach(close_code, reason)` at the first violation. After that, and after `close`, input is dropped.
+    `Connection.set_parser` sets `reader`. Calls `on_breach(close_code, reason)` at the first violation. After that, and
+    after `close`, input is dropped.
     """
 
     def __init__(self, max_bytes: int, clock: Callable[[], float], on_breach: Callable[[int, str], object]) -> None:
-        self.reader: Reader | None = None
+        self.reader: FeedsFrames | None = None
         self._max_bytes = max_bytes
         self._clock = clock
         self._on_breach = on_breach

@@ -25,7 +25,7 @@ SENTENCES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Moments:
+class RequestMoments:
     """The times of one request, in seconds on the engine's clock; None: it has not got there."""
 
     request_id: str
@@ -41,7 +41,7 @@ class Moments:
     num_preempted: int
 
     @classmethod
-    def of(cls, outbox: RequestOutbox, end_s: float, cause: str | None = None) -> Moments:
+    def of(cls, outbox: RequestOutbox, end_s: float, cause: str | None = None) -> RequestMoments:
         """The times of a request now, or at its end with `cause`."""
         times, finishes = outbox.times, (choice.finish for choice in outbox.choices)
         return cls(
@@ -111,11 +111,11 @@ class Moments:
         return [(*pair, begin_s, end_s) for pair, begin_s, end_s in zip(names, moments, ends, strict=True)]
 
 
-class Remembered:
+class RequestHistory:
     """The times of the last `MAX_ENDED` ended requests, by answer id."""
 
     def __init__(self) -> None:
-        self._ended: dict[str, Moments] = {}
+        self._ended: dict[str, RequestMoments] = {}
         self._exit: Outboxes | None = None
         self._now: Callable[[], float] = float  # the engine's clock; usable after the engine's last request
 
@@ -124,18 +124,18 @@ class Remembered:
         self._exit, self._now = engine.exit, engine.pipeline.env.now
         self._exit.on_end.append(self._request_ended)
 
-    def find(self, request_id: str) -> Moments | None:
+    def find(self, request_id: str) -> RequestMoments | None:
         """The times of a running or recently ended request; None if unknown."""
         assert self._exit is not None
         outbox = self._exit.live.get(request_id)
         if outbox is not None:
-            return Moments.of(outbox, self._now())
+            return RequestMoments.of(outbox, self._now())
         return self._ended.get(request_id)
 
     def _request_ended(self, outbox: RequestOutbox, cause: str, error: BaseException | None) -> None:
         if outbox.request.parent_id is None:
             self._ended.pop(outbox.request_id, None)
-            self._ended[outbox.request_id] = Moments.of(outbox, self._now(), cause)
+            self._ended[outbox.request_id] = RequestMoments.of(outbox, self._now(), cause)
             if len(self._ended) > MAX_ENDED:
                 del self._ended[next(iter(self._ended))]
 

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from ...stages.insight.bottleneck import Load, judge, load_of
+from ...stages.insight.bottleneck import WindowLoad, judge, load_of
 from ...stages.insight.explain import explain, view_of
-from ..api.service import MAX_ENDED, Live, Service
+from ..api.service import MAX_ENDED, ActiveRequest, Service
 from ..errors import ApiError, shorten
-from ..http.api_keys import Keys
+from ..http.api_keys import ApiKeys
 from ..http.query_params import whole_number
 from ..http.request_context import OWNER
 from ..http.responses import answer
-from .request_history import Remembered
+from .request_history import RequestHistory
 
 if TYPE_CHECKING:
     from ...runtime.graph import Edge
@@ -32,16 +32,16 @@ MAX_LISTED = 1_000  # requests in one answer
 MAX_CURSOR = 2**53
 
 
-class Inside:
+class InspectRoutes:
     """The handlers of one server."""
 
     def __init__(self, service: Service, threads: Executor) -> None:
         self.service = service
-        self.remembered = Remembered()
+        self.history = RequestHistory()
         self._threads = threads
         config = service.config
-        self.keys = Keys([*config.api_key, *config.admin_key] if config.api_key else [])
-        self._admins = Keys(config.admin_key).holders if config.api_key else frozenset[str]()
+        self.keys = ApiKeys([*config.api_key, *config.admin_key] if config.api_key else [])
+        self._admins = ApiKeys(config.admin_key).holders if config.api_key else frozenset[str]()
 
     @property
     def handlers(self) -> frozenset[Any]:
@@ -103,10 +103,10 @@ class Inside:
         view = view_of(tracer)
         if told := explain(view, answer_id, now_ns):
             return {"detail": "trace"} | told
-        moments = self.remembered.find(answer_id)
+        moments = self.history.find(answer_id)
         return None if moments is None else moments.explain((now_ns - view.begin_ns) / 1e9)
 
-    def _may_see(self, request: web.Request, live: Live) -> bool:
+    def _may_see(self, request: web.Request, live: ActiveRequest) -> bool:
         return request[OWNER] in (live.owner, *self._admins)
 
     def _find(self, request: web.Request, some_id: str) -> str | None:
@@ -121,7 +121,7 @@ class Inside:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function)
 
 
-def stages_report(engine: Engine, load: Load) -> dict[str, Any]:
+def stages_report(engine: Engine, load: WindowLoad) -> dict[str, Any]:
     """The body of `/v1/stages`. Shares are of the last `window_s` seconds, in [0, 1]."""
     limit, pipeline = judge(load), engine.pipeline
     return {
@@ -139,7 +139,7 @@ def stages_report(engine: Engine, load: Load) -> dict[str, Any]:
     }
 
 
-def _stage(name: str, load: Load, engine: Engine) -> dict[str, Any]:
+def _stage(name: str, load: WindowLoad, engine: Engine) -> dict[str, Any]:
     runner = engine.pipeline.runners[name]
     busy, blocked = load.busy.get(name, 0.0), load.blocked.get(name, 0.0)
     blocked = min(blocked, 1.0 - busy)
@@ -153,7 +153,7 @@ def _stage(name: str, load: Load, engine: Engine) -> dict[str, Any]:
     }
 
 
-def _edge(edge: Edge, load: Load, engine: Engine) -> dict[str, Any]:
+def _edge(edge: Edge, load: WindowLoad, engine: Engine) -> dict[str, Any]:
     channel = engine.pipeline.channels[edge.name]
     stats = channel.stats()
     return {
@@ -173,7 +173,7 @@ def _edge(edge: Edge, load: Load, engine: Engine) -> dict[str, Any]:
 
 
 def requests_report(
-    engine: Engine, live: Mapping[str, Live], cursor: int = 0, limit: int = MAX_LISTED
+    engine: Engine, live: Mapping[str, ActiveRequest], cursor: int = 0, limit: int = MAX_LISTED
 ) -> tuple[list[dict[str, Any]], int | None]:
     """(the first `limit` requests of `live` with a number of at least `cursor`, cursor of the next page or None).
 
@@ -191,7 +191,7 @@ def requests_report(
     return rows, found[limit][0].request.first_sequence_id if len(found) > limit else None
 
 
-def _request(engine: Engine, live: Live, outbox: Any, stage: str, now_s: float) -> dict[str, Any]:
+def _request(engine: Engine, live: ActiveRequest, outbox: Any, stage: str, now_s: float) -> dict[str, Any]:
     request = outbox.request
     first, num_sequences = request.first_sequence_id, request.num_sequences
     known = engine.scheduler.sequences if engine.has_core else {}

@@ -36,7 +36,7 @@ def server_info(engine: Engine, config: ServerConfig, model_names: tuple[str, ..
             "embeddings": None if info.pooling is None else asdict(info.pooling),
         },
         "config": {
-            "engine": _shown(asdict(engine.config) | _settled(info)),
+            "engine": _shown(asdict(engine.config) | _resolved(info)),
             "server": _shown(asdict(config)),
         },
         "memory": None if info.memory is None else info.memory.to_json(),
@@ -63,7 +63,7 @@ def load(engine: Engine, num_live: int) -> dict[str, Any]:
     }
 
 
-def _settled(info: ModelInfo) -> dict[str, Any]:
+def _resolved(info: ModelInfo) -> dict[str, Any]:
     """The values chosen at start-up for settings that were left open."""
     return {
         "model": info.model_id,

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from ...stages.engine.engine import Engine
     from ...stages.exit.outboxes import RequestOutbox
     from ...stages.schedule.speculation import Speculation
-    from .otlp_export import Telemetry
-    from .watchdog import Oversight
+    from .otlp_export import OtlpExporter
+    from .watchdog import Watchdog
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
 CAUSES = ("cancel", "disconnect", "deadline", "stalled_reader", "server_shutdown", "abort")
@@ -39,12 +39,12 @@ class Metrics:
     Call `watch` once the engine exists; `render` works at any time.
     """
 
-    def __init__(self, oversight: Oversight) -> None:
-        self._oversight = oversight
+    def __init__(self, watchdog: Watchdog) -> None:
+        self._oversight = watchdog
         self._model_name = ""
         self._engine: Engine | None = None
         self._latencies: Latencies | None = None
-        self.telemetry: Telemetry | None = None  # its counts are exported too
+        self.otlp_exporter: OtlpExporter | None = None  # its counts are exported too
         self._finished: Counter[str] = Counter()  # choices by finish reason
         self._aborted: Counter[str] = Counter()  # requests by cause
         self._rejected: Counter[str] = Counter()  # requests by error code
@@ -105,7 +105,9 @@ class Metrics:
         yield from self._rejections()
         yield from self._oversight.meter.collect()
         yield counter("millrace:stalls", "Stalls: work waits without progress.", self._oversight.num_stalls, {})
-        sent, dropped = (0, 0) if self.telemetry is None else (self.telemetry.num_sent, self.telemetry.num_dropped)
+        sent, dropped = (
+            (0, 0) if self.otlp_exporter is None else (self.otlp_exporter.num_sent, self.otlp_exporter.num_dropped)
+        )
         yield counter("millrace:otlp_requests_sent", "Requests exported to the collector.", sent, {})
         yield counter("millrace:otlp_requests_dropped", "Requests that could not be exported.", dropped, {})
         if self._engine is None:

@@ -20,7 +20,7 @@ OK, ERROR = 1, 2  # OTLP status codes
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class EndedRequest:
     """An ended request with the data that the trace lacks."""
 
     number: int  # id of its first sequence
@@ -37,7 +37,7 @@ def export_request(spans: Iterable[Json], resource: Mapping[str, Any], version: 
     return {"resourceSpans": [{"resource": {"attributes": attributes(resource)}, "scopeSpans": [scope]}]}
 
 
-def spans_of(ended: Ended, request: RequestSpans, model: str, to_unix_ns: int) -> list[Json]:
+def spans_of(ended: EndedRequest, request: RequestSpans, model: str, to_unix_ns: int) -> list[Json]:
     """The root span, then its children. `to_unix_ns` is added to trace times to get Unix times."""
     told = {
         "gen_ai.operation.name": ended.operation,

@@ -20,7 +20,7 @@ from ...runtime.env.log import get_logger
 from ...runtime.trace.request_spans import OF_REQUESTS, request_spans
 from ...runtime.trace.tracer import EventKind
 from ..http.trace_context import CURRENT, TraceContext
-from .otlp import Ended, export_request, spans_of
+from .otlp import EndedRequest, export_request, spans_of
 
 if TYPE_CHECKING:
     from ...stages.engine.engine import Engine
@@ -36,7 +36,7 @@ RETRIED = frozenset({429, 502, 503, 504})  # status codes that OTLP/HTTP defines
 log = get_logger("millrace.deploy")
 
 
-class Telemetry:
+class OtlpExporter:
     """The span exporter of one engine.
 
     Call `watch` once the engine exists, on its loop; `stop` sends what is left.
@@ -51,7 +51,7 @@ class Telemetry:
         self._engine: Engine | None = None
         self._model = ""
         self._contexts: dict[str, TraceContext] = {}  # of running requests that are sampled
-        self._ended: deque[Ended] = deque()
+        self._ended: deque[EndedRequest] = deque()
         self._task: asyncio.Task[None] | None = None
 
     def watch(self, engine: Engine, model: str) -> None:
@@ -91,7 +91,7 @@ class Telemetry:
         operation = "embeddings" if request.pooling is not None else "chat" if is_chat else "text_completion"
         code = None if outbox.error is None else outbox.error.code
         first, count = request.first_sequence_id, request.num_sequences
-        self._ended.append(Ended(first, count, context, _asked(outbox), operation, code))
+        self._ended.append(EndedRequest(first, count, context, _asked(outbox), operation, code))
 
     # -- sending
 
@@ -113,7 +113,7 @@ class Telemetry:
                 self.num_sent += is_sent * len(batch)
                 self.num_dropped += (not is_sent) * len(batch)
 
-    def _body(self, batch: list[Ended]) -> bytes:
+    def _body(self, batch: list[EndedRequest]) -> bytes:
         """The body of one post. Runs in a thread."""
         assert self._engine is not None
         pipeline = self._engine.pipeline

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 log = get_logger("millrace.deploy")
 
 
-class Oversight:
+class Watchdog:
     """Call `watch` once the engine exists, on its loop, and `stop` before it stops.
 
     `stall` is the current stall.

@@ -33,7 +33,7 @@ HEADERS = {
 }
 
 
-class Docs:
+class DocsRoutes:
     """The handlers of one server. Document and page are made on the first request."""
 
     def __init__(self, service: Service, threads: Executor, version: str) -> None:

@@ -9,11 +9,11 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from ..api.schema.hints import ModelLimits, Schema, settle
+from ..api.schema.hints import ModelLimits, Schema, fill_in_limits
 from ..config import ServerConfig
 from ..http.body_reader import MAX_CHUNKS
 from .operations import OPERATIONS, Content, Operation
-from .shapes import openai as shapes
+from .shapes import openai
 
 REF = "#/components/schemas/{model}"
 SECURITY_SCHEMES: dict[str, Schema] = {
@@ -65,7 +65,7 @@ def openapi(config: ServerConfig, version: str, limits: ModelLimits | None) -> d
         "paths": paths,
         "components": {"schemas": _schemas(operations, config), "securitySchemes": _schemes(operations, has_keys)},
     }
-    settled: dict[str, Any] = settle(document, limits)
+    settled: dict[str, Any] = fill_in_limits(document, limits)
     return settled
 
 
@@ -177,7 +177,7 @@ _RETRY_AFTER: Schema = {
 
 
 def _schemas(operations: Iterable[Operation], config: ServerConfig) -> dict[str, Schema]:
-    models: dict[type[BaseModel], None] = {shapes.Error: None}
+    models: dict[type[BaseModel], None] = {openai.Error: None}
     for operation in operations:
         models[operation.error] = None
         contents = [content for answer in operation.answers.values() for content in answer]

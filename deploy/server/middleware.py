@@ -13,13 +13,13 @@ from ...runtime.env.log import bound, get_logger
 from ..api.messages.events import MESSAGES_PATH, error_body
 from ..api.service import Service
 from ..errors import ApiError, describe, shorten, unforeseen
-from ..http.api_keys import Keys
+from ..http.api_keys import ApiKeys
 from ..http.connections import error_response
-from ..http.origin_check import Gate
-from ..http.request_context import OWNER, REQUEST_ID, TRACE, settled_id
+from ..http.origin_check import OriginCheck
+from ..http.request_context import OWNER, REQUEST_ID, TRACE, checked_request_id
 from ..http.trace_context import CURRENT, read_traceparent
 
-NO_KEYS = Keys(())
+NO_KEYS = ApiKeys(())
 
 log = get_logger("millrace.deploy")
 
@@ -32,7 +32,7 @@ def identify(count_rejection: Callable[[str], object]) -> Middleware:
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        request[REQUEST_ID] = settled_id(request.headers.get("X-Request-Id"))
+        request[REQUEST_ID] = checked_request_id(request.headers.get("X-Request-Id"))
         context = read_traceparent(request.headers.get("traceparent"))
         CURRENT.set(context)  # in the context of this request's task only
         request[TRACE] = context
@@ -73,7 +73,9 @@ def _of_aiohttp(request: web.Request, error: web.HTTPException) -> ApiError:
             return ApiError("bad_request", "bad request")
 
 
-def check_keys(keys: Keys, others: Mapping[Callable[..., object], Keys], open_paths: re.Pattern[str]) -> Middleware:
+def check_keys(
+    keys: ApiKeys, others: Mapping[Callable[..., object], ApiKeys], open_paths: re.Pattern[str]
+) -> Middleware:
     """Middleware that requires one of `keys`, or of `others[handler]` for handlers in `others`.
 
     The check uses the handler that the router found, not the path, so no spelling of a path bypasses it. The path
@@ -94,7 +96,7 @@ def check_keys(keys: Keys, others: Mapping[Callable[..., object], Keys], open_pa
     return check
 
 
-def add_headers(service: Service, gate: Gate) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
+def add_headers(service: Service, gate: OriginCheck) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
     """A signal handler that adds the common headers to every response.
 
     While draining, it also closes connections.

@@ -9,12 +9,12 @@ from aiohttp import web
 
 from ..api.messages.events import MESSAGES_PATH
 from ..api.messages.routes import MessagesRoutes
-from ..api.openai.embeddings import Embeddings
-from ..api.openai.generation import Generation
+from ..api.openai.embeddings import EmbeddingRoutes
+from ..api.openai.generation import GenerationRoutes
 from ..api.openai.models import ModelRoutes
 from ..api.openai.tokenize import TokenizeRoutes
 from ..api.responses.routes import ResponsesRoutes
-from ..api.responses.service import Responses
+from ..api.responses.service import ResponseService
 from ..api.service import Service
 from ..dashboard.feed import Feed
 from ..http.package_version import package_version
@@ -36,10 +36,10 @@ class Routes:
         self._health = HealthRoutes(service, metrics)
         self._models = ModelRoutes(service)
         self._tokenize = TokenizeRoutes(service, threads)
-        self._generation = Generation(service, threads)
+        self._generation = GenerationRoutes(service, threads)
         self._pages = Pages()
-        self._embeddings = Embeddings(service, threads)
-        self._responses = Responses(self._generation, threads)
+        self._embeddings = EmbeddingRoutes(service, threads)
+        self._responses = ResponseService(self._generation, threads)
         self._messages = MessagesRoutes(self._generation, threads)
         self.sockets = Hub(self._generation, self._responses, metrics, threads)
         self.feed = Feed(service, metrics, threads, package_version())

@@ -14,18 +14,18 @@ from aiohttp import web
 
 from ...runtime.env.log import get_logger
 from ...stages.errors import ConfigError
-from ..admin.routes import Admin
+from ..admin.routes import AdminRoutes
 from ..api.service import Service
 from ..config import ServerConfig
-from ..http.api_keys import Keys
-from ..http.listener import Runner, Site
-from ..http.origin_check import Gate, guard
+from ..http.api_keys import ApiKeys
+from ..http.listener import ServerRunner, Site
+from ..http.origin_check import OriginCheck, guard
 from ..http.package_version import package_version
 from ..http.tls import tls_context
-from ..inspect.routes import Inside
+from ..inspect.routes import InspectRoutes
 from ..metrics.metrics import Metrics
-from ..metrics.otlp_export import Telemetry
-from ..openapi.docs_page import Docs
+from ..metrics.otlp_export import OtlpExporter
+from ..openapi.docs_page import DocsRoutes
 from .middleware import NO_KEYS, add_headers, check_keys, identify
 from .request_log import RequestLog
 from .routes import Routes
@@ -50,15 +50,15 @@ class Server:
         self.config = config
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="millrace-http")  # for long bodies and prompts
         self.service = Service(config, self._threads)
-        self.metrics = Metrics(self.service.oversight)
+        self.metrics = Metrics(self.service.watchdog)
         endpoint = config.otlp_traces_endpoint
-        self.telemetry = None if endpoint is None else Telemetry(endpoint, package_version(), self._threads)
-        self.metrics.telemetry = self.telemetry
+        self.otlp_exporter = None if endpoint is None else OtlpExporter(endpoint, package_version(), self._threads)
+        self.metrics.otlp_exporter = self.otlp_exporter
         self._routes = Routes(self.service, self.metrics, self._threads)
         self._sockets = self._routes.sockets
-        self._inside = Inside(self.service, self._threads)
-        self._admin = Admin(self.service, self._threads)
-        self._runner: Runner | None = None
+        self._inspect_routes = InspectRoutes(self.service, self._threads)
+        self._admin = AdminRoutes(self.service, self._threads)
+        self._runner: ServerRunner | None = None
         self._port = config.port
         self._tls = tls_context(config)
 
@@ -72,7 +72,7 @@ class Server:
 
     async def start(self) -> None:
         """Starts to listen. `ConfigError` if the address cannot be bound."""
-        self._runner = Runner(self._make_app(), self.config)
+        self._runner = ServerRunner(self._make_app(), self.config)
         await self._runner.setup()
         try:
             await self._make_site(self._runner).start()
@@ -89,10 +89,10 @@ class Server:
         self.metrics.watch(engine, self.service.model_names[0])
         self._sockets.watch(engine)
         self._routes.feed.watch(engine)
-        self._inside.remembered.watch(engine)
-        self.service.oversight.watch(engine, self.metrics.num_tokens)
-        if self.telemetry is not None:
-            self.telemetry.watch(engine, self.service.model_names[0])
+        self._inspect_routes.history.watch(engine)
+        self.service.watchdog.watch(engine, self.metrics.num_tokens)
+        if self.otlp_exporter is not None:
+            self.otlp_exporter.watch(engine, self.service.model_names[0])
         if self.config.log_requests:
             RequestLog(self.config.log_prompts).watch(engine.exit)
 
@@ -107,9 +107,9 @@ class Server:
 
     async def stop(self) -> None:
         """Closes every connection and stops listening. Idempotent."""
-        self.service.oversight.stop()
-        if self.telemetry is not None:
-            await self.telemetry.stop()
+        self.service.watchdog.stop()
+        if self.otlp_exporter is not None:
+            await self.otlp_exporter.stop()
         if self._runner is not None:
             runner, self._runner = self._runner, None
             await asyncio.gather(self._sockets.close(), self._routes.feed.close(), self._admin.profiler.close())
@@ -128,19 +128,19 @@ class Server:
     def _make_app(self) -> web.Application:
         routes = self._routes
         admin = self._admin
-        docs = Docs(self.service, self._threads, package_version())
+        docs = DocsRoutes(self.service, self._threads, package_version())
         public = (route.path for route in routes.table() if route.handler in routes.public)
         open_paths = re.compile("|".join(_pattern(path) for path in public))
         others = dict.fromkeys(routes.public, NO_KEYS) | dict.fromkeys(
-            admin.handlers, Keys(self.config.admin_key, "admin key")
+            admin.handlers, ApiKeys(self.config.admin_key, "admin key")
         )
-        inside = self._inside
+        inside = self._inspect_routes
         others |= dict.fromkeys(inside.handlers, inside.keys)
-        gate = Gate.of(self.config)
+        gate = OriginCheck.of(self.config)
         middlewares = [
             identify(self.metrics.count_rejection),
             guard(gate),
-            check_keys(Keys(self.config.api_key), others, open_paths),
+            check_keys(ApiKeys(self.config.api_key), others, open_paths),
         ]
         app = web.Application(middlewares=middlewares, client_max_size=self.config.max_body_bytes)
         app.on_response_prepare.append(add_headers(self.service, gate))

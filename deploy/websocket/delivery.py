@@ -1,6 +1,6 @@
 """Delivery of the messages of one request: in order, each once, across reconnects.
 
-`Delivery` numbers the messages, keeps them until they are acknowledged, and continues in a new session after a
+`ChunkDelivery` numbers the messages, keeps them until they are acknowledged, and continues in a new session after a
 disconnect.
 """
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 import orjson
 
 from ..errors import ApiError
-from .window import Window
+from .window import MessageWindow
 
 if TYPE_CHECKING:
     from .peer import Peer
@@ -33,18 +33,18 @@ class Recipient(Protocol):
 R = TypeVar("R", bound=Recipient)
 
 
-class Delivery(Generic[R]):
+class ChunkDelivery(Generic[R]):
     """Sends the messages of request `id` to its client.
 
-    `bell` is set whenever `has_room` may have become true. With `keep`, messages are kept until the client
+    `wakeup` is set whenever `has_room` may have become true. With `keep`, messages are kept until the client
     acknowledges them; while too many are kept, there is no room.
     """
 
     def __init__(self, id: str, session: R, keep: bool) -> None:
         self.session: R | None = session
-        self.bell = asyncio.Event()
+        self.wakeup = asyncio.Event()
         self._name = b'"id":' + orjson.dumps(id)
-        self._window = Window(keep)
+        self._window = MessageWindow(keep)
         self._is_caught_up = True  # every message so far was sent in this session
 
     @property
@@ -75,7 +75,7 @@ class Delivery(Generic[R]):
         """A message without a number. `members` is a JSON object without its braces."""
         return b'{"type":"%b",%b,%b}' % (kind, self._name, members)
 
-    async def tell(self, kind: bytes, members: bytes) -> None:
+    async def send_unnumbered(self, kind: bytes, members: bytes) -> None:
         """Sends a message without a number, if a client is connected. It is not kept."""
         if self.session is not None:
             await self._send(self.session, self.message(kind, members))
@@ -101,7 +101,7 @@ class Delivery(Generic[R]):
         self._window.acknowledge(last)
         if self.session is not None:
             self.session.num_kept += self._window.num_bytes - num_bytes
-        self.bell.set()
+        self.wakeup.set()
 
     def check_resumption(self, last: int) -> None:
         """`ApiError` if the request cannot continue after message `last`."""
@@ -122,7 +122,7 @@ class Delivery(Generic[R]):
             await self._send(session, message)
         if self.session is session:
             self._is_caught_up = True
-            self.bell.set()
+            self.wakeup.set()
 
     def leave(self) -> None:
         """Detaches from the session."""

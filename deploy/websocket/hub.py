@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from ...runtime.env.log import get_logger
-from ..api.openai.generation import Generation
-from ..api.responses.service import Responses
+from ..api.openai.generation import GenerationRoutes
+from ..api.responses.service import ResponseService
 from ..errors import ApiError, not_serving, unforeseen
 from ..http.connections import error_response
 from ..http.request_context import OWNER, REQUEST_ID
@@ -21,7 +21,7 @@ from .context import SocketContext
 from .peer import GOING_AWAY, INTERNAL_ERROR, TRY_AGAIN_LATER, Peer
 from .responses_session import ResponsesSession
 from .session import Session
-from .stream import Stream
+from .stream import RequestStream
 from .stream_registry import StreamRegistry
 
 if TYPE_CHECKING:
@@ -33,9 +33,11 @@ log = get_logger("millrace.deploy")
 class Hub:
     """All sessions of one server, on its event loop. Call `watch` once the engine exists."""
 
-    def __init__(self, generation: Generation, responses: Responses, metrics: Metrics, threads: Executor) -> None:
+    def __init__(
+        self, generation: GenerationRoutes, responses: ResponseService, metrics: Metrics, threads: Executor
+    ) -> None:
         self._context = SocketContext(generation, metrics, threads)
-        self._streams: StreamRegistry[Stream] = StreamRegistry(self._context)
+        self._streams: StreamRegistry[RequestStream] = StreamRegistry(self._context)
         self._service = generation.service
         self._config = generation.service.config
         self._responses = responses

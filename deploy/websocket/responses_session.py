@@ -10,8 +10,8 @@ from typing import Any
 import orjson
 
 from ...runtime.env.log import bound
-from ..api.openai.generation import told
-from ..api.responses.service import Asked, Responses
+from ..api.openai.generation import stream_error
+from ..api.responses.service import ParsedBody, ResponseService
 from ..errors import ApiError, shorten
 from ..http.request_context import MAX_ID_CHARS
 from .base_session import SocketSession
@@ -27,7 +27,9 @@ class ResponsesSession(SocketSession):
     Responses with the same `stream_id`, or without one, run one after another; different ids run concurrently.
     """
 
-    def __init__(self, context: SocketContext, peer: Peer, owner: str, client_id: str, responses: Responses) -> None:
+    def __init__(
+        self, context: SocketContext, peer: Peer, owner: str, client_id: str, responses: ResponseService
+    ) -> None:
         super().__init__(context, peer, owner)
         self._client_id = client_id
         self._responses = responses
@@ -63,7 +65,7 @@ class ResponsesSession(SocketSession):
             del self._lanes[lane]
         self.end_if_drained()
 
-    async def _answer(self, asked: Asked, lane: str | None, before: asyncio.Task[None] | None) -> None:
+    async def _answer(self, asked: ParsedBody, lane: str | None, before: asyncio.Task[None] | None) -> None:
         """Runs one response after `before` has ended.
 
         The response may continue the one before it, so `previous_response_id` is looked up only then. While the client
@@ -81,7 +83,7 @@ class ResponsesSession(SocketSession):
             except ConnectionError:
                 return  # the client has left
             except Exception as error:
-                await self._tell(told(error, asked.id), _of(lane))
+                await self._tell(stream_error(error, asked.id), _of(lane))
 
 
 def _of(lane: Any) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from .envelopes import (
     read_envelope,
 )
 from .peer import Peer
-from .stream import Stream
+from .stream import RequestStream
 from .stream_registry import StreamRegistry
 
 MAX_KEPT_BYTES = 16 * 1024 * 1024  # unacknowledged messages of one socket, over all its requests
@@ -28,22 +28,22 @@ MAX_KEPT_BYTES = 16 * 1024 * 1024  # unacknowledged messages of one socket, over
 class Session(SocketSession):
     """The running requests of one socket. They end with it, except resumable ones."""
 
-    def __init__(self, registry: StreamRegistry[Stream], peer: Peer, owner: str) -> None:
+    def __init__(self, registry: StreamRegistry[RequestStream], peer: Peer, owner: str) -> None:
         super().__init__(registry.context, peer, owner)
         self._registry = registry
         self.num_kept = 0  # bytes of messages in the windows of its streams
-        self._streams: dict[str, Stream] = {}
+        self._streams: dict[str, RequestStream] = {}
 
     @property
     def has_room(self) -> bool:
         """Whether the requests of this session may have more unacknowledged messages."""
         return self.num_kept < MAX_KEPT_BYTES
 
-    def add(self, stream: Stream) -> None:
+    def add(self, stream: RequestStream) -> None:
         """Adds a request to this session."""
         self._streams[stream.id] = stream
 
-    def drop(self, stream: Stream) -> None:
+    def drop(self, stream: RequestStream) -> None:
         """Removes a request from this session, if it is there."""
         if self._streams.get(stream.id) is stream:
             del self._streams[stream.id]
@@ -87,7 +87,7 @@ class Session(SocketSession):
         order = await self._context.compute(
             num_bytes, self._context.generation.order, kind, create.body | {"stream": True}
         )
-        self.add(Stream(self._registry, self, create, order, shape))
+        self.add(RequestStream(self._registry, self, create, order, shape))
 
     async def _resume(self, envelope: Resume) -> None:
         stream = self._registry.find(envelope.token, envelope.id, self.owner)

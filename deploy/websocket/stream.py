@@ -11,12 +11,12 @@ import secrets
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ...runtime.env.log import bound
-from ..api.openai.answers import Answer
-from ..api.openai.chunks import Chunks
-from ..api.openai.generation import Order, in_terms_of, told
+from ..api.openai.answers import AnswerBuilder
+from ..api.openai.chunks import ChunkIterator
+from ..api.openai.generation import PreparedRequest, stream_error, translate_body_error
 from ..errors import ApiError, not_serving
-from ..http.request_context import settled_id
-from .delivery import Delivery, Recipient
+from ..http.request_context import checked_request_id
+from .delivery import ChunkDelivery, Recipient
 from .envelopes import Create, error_members, members
 from .stream_registry import StreamRegistry
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ...stages.exit.outboxes import RequestOutbox
 
 
-class Cancelled(Exception):
+class StreamCancelled(Exception):
     """The client has cancelled the request."""
 
 
@@ -33,14 +33,14 @@ class StreamSession(Recipient, Protocol):
 
     owner: str  # the owner id of its API key
 
-    def add(self, stream: Stream) -> None:
+    def add(self, stream: RequestStream) -> None:
         """Adds a request to this session."""
 
-    def drop(self, stream: Stream) -> None:
+    def drop(self, stream: RequestStream) -> None:
         """Removes a request from this session, if it is there."""
 
 
-class Stream:
+class RequestStream:
     """A request and the task that sends its answer to the client.
 
     It belongs to the session that created it. With a `token`, it survives the session for `ws_resume_window_s` and may
@@ -49,16 +49,16 @@ class Stream:
 
     def __init__(
         self,
-        registry: StreamRegistry[Stream],
+        registry: StreamRegistry[RequestStream],
         session: StreamSession,
         create: Create,
-        order: Order,
-        shape: type[Answer],
+        order: PreparedRequest,
+        shape: type[AnswerBuilder],
     ) -> None:
         self.id = create.id
         self.owner = session.owner
         self.token = secrets.token_urlsafe(18) if create.resume else None
-        self.delivery: Delivery[StreamSession] = Delivery(create.id, session, keep=create.resume)
+        self.delivery: ChunkDelivery[StreamSession] = ChunkDelivery(create.id, session, keep=create.resume)
         self._registry = registry
         self._context = registry.context
         self._order = order
@@ -91,7 +91,7 @@ class Stream:
             self.delivery.acknowledge(last)
         if self._credit is not None:
             self._credit += n
-        self.delivery.bell.set()
+        self.delivery.wakeup.set()
         if self._is_done and self.delivery.is_acknowledged:
             self._forget()
 
@@ -99,7 +99,7 @@ class Stream:
         """Cancels the request: `usage` and `done` come next, even if chunks are waiting."""
         self._is_cancelled = True
         self._registry.abort(self._answer_id)
-        self.delivery.bell.set()
+        self.delivery.wakeup.set()
 
     async def resume(self, session: StreamSession, last: int, credit: int | None) -> None:
         """Continues in another session after message `last`, with new credit if it is given.
@@ -137,7 +137,7 @@ class Stream:
 
     def wake(self) -> None:
         """Wakes the stream, as its request has ended in the engine."""
-        self.delivery.bell.set()
+        self.delivery.wakeup.set()
 
     def _expire_later(self) -> None:
         self._stop_expiry()
@@ -158,7 +158,7 @@ class Stream:
     # -- its task
 
     async def _run(self) -> None:
-        request_id = settled_id(self._order.body.request_id or self.id)
+        request_id = checked_request_id(self._order.body.request_id or self.id)
         with bound(request_id=request_id):
             try:
                 self._answer_id = self._registry.open(self, self._shape.PREFIX, request_id)
@@ -166,7 +166,7 @@ class Stream:
             except Exception as error:
                 if self._cause == "disconnect":
                     self._cause = "error"
-                known = told(in_terms_of(self._order.body, error, request_id), request_id)
+                known = stream_error(translate_body_error(self._order.body, error, request_id), request_id)
                 self._context.metrics.count_rejection(known.code)
                 await self._put_last(b"error", error_members(known))
             finally:
@@ -175,21 +175,21 @@ class Stream:
 
     async def _answer(self) -> None:
         generation, order = self._context.generation, self._order
-        await self.delivery.tell(b"created", self._created())
+        await self.delivery.send_unnumbered(b"created", self._created())
         self._outbox = await generation.submit(self._answer_id, order)
         answer = generation.answer(self._shape, self._answer_id, order)
         chunks = generation.chunks(order, answer, self._outbox)
         reason = b"finish"
         try:
             await self._send_all(chunks)
-        except Cancelled:
+        except StreamCancelled:
             self._cause, reason = "cancel", b"cancel"
         await self.delivery.put(b"usage", members({"usage": chunks.usage()}))
         if self._wants_stats:
             await self.delivery.put(b"stats", self._stats())
         await self._put_last(b"done", b'"reason":"%b"' % reason)
 
-    async def _send_all(self, chunks: Chunks) -> None:
+    async def _send_all(self, chunks: ChunkIterator) -> None:
         while not chunks.is_over():
             await self._wait_for_room()
             for body in await anext(chunks):
@@ -225,7 +225,7 @@ class Stream:
                 deadline_s = None  # the resume window limits this wait
             elif deadline_s is None:
                 deadline_s = self._loop.time() + self._context.config.stalled_reader_s
-            await self._wait_for_bell(deadline_s)
+            await self._wait_for_wakeup(deadline_s)
         self._starved_s += self._loop.time() - began_s
 
     def _has_room(self) -> bool:
@@ -237,7 +237,7 @@ class Stream:
         The outbox would report the end, but it is not read while there is no room.
         """
         if self._is_cancelled:
-            raise Cancelled
+            raise StreamCancelled
         if self._outbox is None or self._outbox.cause in (None, "finish"):
             return
         if self._outbox.error is not None:
@@ -246,13 +246,13 @@ class Stream:
             raise self._stalled()
         if self._outbox.cause == "server_shutdown":
             raise not_serving(self._context.service.health)
-        raise Cancelled
+        raise StreamCancelled
 
-    async def _wait_for_bell(self, deadline_s: float | None) -> None:
-        self.delivery.bell.clear()
+    async def _wait_for_wakeup(self, deadline_s: float | None) -> None:
+        self.delivery.wakeup.clear()
         try:
             async with asyncio.timeout_at(deadline_s):
-                await self.delivery.bell.wait()
+                await self.delivery.wakeup.wait()
         except TimeoutError:
             self._cause = "stalled_reader"
             raise self._stalled() from None

@@ -8,7 +8,7 @@ MAX_MESSAGES = 256
 MAX_BYTES = 1024 * 1024
 
 
-class Window:
+class MessageWindow:
     """Numbers messages from 1 and, with `keep`, keeps them until the client acknowledges them."""
 
     def __init__(self, keep: bool) -> None:

@@ -35,7 +35,7 @@ TYPE_NAMES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class CompileCase:
     """A configuration in use: one launch of one kernel, or two if partial sums are merged."""
 
     name: str
@@ -45,7 +45,7 @@ class Case:
     least_arch: int = 80  # compute capability, as in `SHARED_BYTES`
 
 
-def all_cases(arch: int, head_dims: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[Case]:
+def all_cases(arch: int, head_dims: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[CompileCase]:
     """Every configuration in use on that chip, for these head sizes and types."""
     cases = step_cases() + [case for dtype in dtypes for case in layer_cases(dtype)]
     cases += [case for dim in head_dims for dtype in dtypes for case in attention_cases(dim, dtype)]
@@ -57,23 +57,23 @@ def all_cases(arch: int, head_dims: Sequence[int], dtypes: Sequence[torch.dtype]
     return [case for case in cases if arch >= case.least_arch]
 
 
-def layer_cases(dtype: torch.dtype) -> list[Case]:
+def layer_cases(dtype: torch.dtype) -> list[CompileCase]:
     """Norms and activation at the widths of an 8B model."""
     x = _meta(64, 4096, dtype=dtype)
     weight = _meta(4096, dtype=dtype)
     q, _, _ = _qkv(32, 8, 128, dtype)
     name = TYPE_NAMES[dtype]
     return [
-        Case(f"rms_norm {name}", lambda: triton_layers.rms_norm(x, weight, 1e-5)),
-        Case(f"rms_norm heads {name}", lambda: triton_layers.rms_norm(q, weight[:128], 1e-6)),
-        Case(f"add_rms_norm {name}", lambda: triton_layers.add_rms_norm(x, x, weight, 1e-5)),
-        Case(f"silu_mul {name}", lambda: triton_layers.silu_mul(_meta(64, 2 * 14336, dtype=dtype))),
+        CompileCase(f"rms_norm {name}", lambda: triton_layers.rms_norm(x, weight, 1e-5)),
+        CompileCase(f"rms_norm heads {name}", lambda: triton_layers.rms_norm(q, weight[:128], 1e-6)),
+        CompileCase(f"add_rms_norm {name}", lambda: triton_layers.add_rms_norm(x, x, weight, 1e-5)),
+        CompileCase(f"silu_mul {name}", lambda: triton_layers.silu_mul(_meta(64, 2 * 14336, dtype=dtype))),
     ]
 
 
 def attention_cases(
     head_dim: int, dtype: torch.dtype, group: int = 4, block_size: int = 16, cache_dtype: torch.dtype | None = None
-) -> list[Case]:
+) -> list[CompileCase]:
     """Decode, and extend in a mixed batch, each with lists and merge: plain, with a window, a cap, fixed cuts."""
     q, _, _ = _qkv(8 * group, 8, head_dim, dtype)
     tensors = (q, *_caches(8, block_size, head_dim, cache_dtype or dtype), _meta(64, 512, dtype=torch.int32))
@@ -91,10 +91,12 @@ def attention_cases(
         out = torch.empty_like(q)
         triton_attention.attend(out, work, plan.partials, *tensors, head_dim**-0.5, window, soft_cap, scales, scales)
 
-    def case(kind: str, window: int | None = None, soft_cap: float | None = None, is_fixed: bool = False) -> Case:
+    def case(
+        kind: str, window: int | None = None, soft_cap: float | None = None, is_fixed: bool = False
+    ) -> CompileCase:
         options = f"{' window' if window else ''}{' cap' if soft_cap else ''}{' fixed' if is_fixed else ''}"
         types = TYPE_NAMES[dtype] + (f" {TYPE_NAMES[cache_dtype]}" if cache_dtype else "")
-        return Case(
+        return CompileCase(
             f"{kind}{options} {head_dim} {types}",
             lambda: attend(kind, window, soft_cap, is_fixed),
             copies_ahead=True,
@@ -109,7 +111,7 @@ def attention_cases(
     return [*plain, *(case(kind, *options) for options in others for kind in ("decode", "extend"))]
 
 
-def group_cases(head_dim: int) -> list[Case]:
+def group_cases(head_dim: int) -> list[CompileCase]:
     """Other numbers of query heads to a key/value head, as models have, in bfloat16, over a cache of either type.
 
     The group size changes register use: with 2 heads, two programs instead of three once fitted, which made an H200 a
@@ -123,7 +125,7 @@ def group_cases(head_dim: int) -> list[Case]:
     ]
 
 
-def step_cases() -> list[Case]:
+def step_cases() -> list[CompileCase]:
     """The state of 256 sequences of at most 32k tokens, and a step of 256 rows and 1,024 tokens."""
     ints, longs = torch.int32, torch.int64
     tables = _meta(256, 2048, dtype=ints)
@@ -132,15 +134,15 @@ def step_cases() -> list[Case]:
     buffers = step_state.StepBuffers(tokens, tokens, tokens, tables, _meta(257, dtype=ints), rows, row_ids, rows)
     diff, out = _meta(8192, dtype=ints), _meta(2, 256, dtype=ints)
     return [
-        Case("step news", lambda: triton_step.take_news(diff, slots)),
-        Case("step inputs", lambda: triton_step.make_inputs(diff, slots, buffers, 16)),
-        Case("step settle", lambda: triton_step.settle(out, row_ids, rows, slots)),
+        CompileCase("step news", lambda: triton_step.apply_updates(diff, slots)),
+        CompileCase("step inputs", lambda: triton_step.make_inputs(diff, slots, buffers, 16)),
+        CompileCase("step settle", lambda: triton_step.note_tokens(out, row_ids, rows, slots)),
     ]
 
 
 def prologue_cases(
     arch: int, head_dim: int, dtype: torch.dtype, num_heads: int = 32, num_groups: int = 8
-) -> list[Case]:
+) -> list[CompileCase]:
     """With and without norms of heads, with half of a head rotated, and with an fp8 cache if the chip has fp8."""
 
     def prologue(num_pairs: int, has_norms: bool, is_fp8: bool) -> Tensor:
@@ -157,22 +159,22 @@ def prologue_cases(
 
     size, half = f"{head_dim} {TYPE_NAMES[dtype]}", head_dim // 2
     cases = [
-        Case(f"prologue {size}", lambda: prologue(half, False, False)),
-        Case(f"prologue norms {size}", lambda: prologue(half, True, False)),
-        Case(f"prologue half rotated {size}", lambda: prologue(half // 2, False, False)),
+        CompileCase(f"prologue {size}", lambda: prologue(half, False, False)),
+        CompileCase(f"prologue norms {size}", lambda: prologue(half, True, False)),
+        CompileCase(f"prologue half rotated {size}", lambda: prologue(half // 2, False, False)),
     ]
     if arch >= FP8_ARCH:
-        cases.append(Case(f"prologue norms fp8 {size}", lambda: prologue(half, True, True)))
+        cases.append(CompileCase(f"prologue norms fp8 {size}", lambda: prologue(half, True, True)))
     return cases
 
 
-def copy_cases() -> list[Case]:
+def copy_cases() -> list[CompileCase]:
     """Blocks of 16 tokens of an 8B model, 2 MiB each."""
     data, ids = _meta(1024, 32, 2, 8, 16, 128, dtype=torch.bfloat16), _meta(64, dtype=torch.int64)
-    return [Case("copy_blocks", lambda: triton_copy.copy_blocks(data, 0, ids, ids))]
+    return [CompileCase("copy_blocks", lambda: triton_copy.copy_blocks(data, 0, ids, ids))]
 
 
-def sampling_cases(dtype: torch.dtype) -> list[Case]:
+def sampling_cases(dtype: torch.dtype) -> list[CompileCase]:
     """The sampling kernels at the vocabulary of Qwen3, and at one whose rows are not aligned."""
     return [
         *_sampling_cases(dtype, 151_936, f"{TYPE_NAMES[dtype]}"),
@@ -180,7 +182,7 @@ def sampling_cases(dtype: torch.dtype) -> list[Case]:
     ]
 
 
-def _sampling_cases(dtype: torch.dtype, vocab_size: int, name: str) -> list[Case]:
+def _sampling_cases(dtype: torch.dtype, vocab_size: int, name: str) -> list[CompileCase]:
     logits, rows = _meta(64, vocab_size, dtype=dtype), _meta(256, sampling_rows.WIDTH, dtype=torch.int32)
     slots, least = _meta(64, dtype=torch.int64), _meta(64, dtype=torch.float32)
     counts, ends = _meta(256, vocab_size, dtype=torch.int16), _meta(256, 136, dtype=torch.int32)
@@ -193,14 +195,14 @@ def _sampling_cases(dtype: torch.dtype, vocab_size: int, name: str) -> list[Case
         return triton_edits.edit(logits, rows, slots, slots, *lists, *guided)
 
     return [
-        Case(f"choose {name}", lambda: triton_sampling.choose(logits, rows, slots, slots)),
-        Case(f"choose cut {name}", lambda: triton_sampling.choose(logits, rows, slots, slots, least)),
-        Case(f"thresholds {name}", lambda: triton_thresholds.thresholds(logits, rows, slots)),
-        Case(f"edit {name}", lambda: edit(False)),
-        Case(f"edit masks {name}", lambda: edit(True)),
-        Case(f"count_tokens {name}", lambda: triton_edits.count_tokens(counts, rows, slots, slots)),
-        Case(f"score {name}", lambda: triton_sampling.score(logits, slots, slots, 20)),
-        Case(f"score drawn {name}", lambda: triton_sampling.score(logits, slots, slots, 20, rows, slots, least)),
+        CompileCase(f"choose {name}", lambda: triton_sampling.choose(logits, rows, slots, slots)),
+        CompileCase(f"choose cut {name}", lambda: triton_sampling.choose(logits, rows, slots, slots, least)),
+        CompileCase(f"thresholds {name}", lambda: triton_thresholds.thresholds(logits, rows, slots)),
+        CompileCase(f"edit {name}", lambda: edit(False)),
+        CompileCase(f"edit masks {name}", lambda: edit(True)),
+        CompileCase(f"count_tokens {name}", lambda: triton_edits.count_tokens(counts, rows, slots, slots)),
+        CompileCase(f"score {name}", lambda: triton_sampling.score(logits, slots, slots, 20)),
+        CompileCase(f"score drawn {name}", lambda: triton_sampling.score(logits, slots, slots, 20, rows, slots, least)),
     ]
 
 

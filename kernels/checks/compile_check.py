@@ -40,7 +40,7 @@ from ..layout.work_lists import REGISTERS
 from ..triton import attention as triton_attention
 from ..triton import attention_plan as triton_plan
 from ..triton import launch as triton_launch
-from .compile_cases import NUM_PROCESSORS, TYPE_NAMES, Case, all_cases
+from .compile_cases import NUM_PROCESSORS, TYPE_NAMES, CompileCase, all_cases
 
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}  # most of a block
 PROCESSOR_SHARED_BYTES = {80: 164 << 10, 90: 228 << 10}  # of a multiprocessor; each block takes 1 KiB more
@@ -59,7 +59,7 @@ class Launch(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class CompileReport:
     """The resources and instructions of a compiled kernel."""
 
     name: str
@@ -74,7 +74,7 @@ class Report:
     num_warpgroup_dots: int
     num_loop_spills: int = 0  # see `spills_in_loops`
 
-    def problems(self, case: Case) -> list[str]:
+    def problems(self, case: CompileCase) -> list[str]:
         """A description of each failed check; empty if all pass."""
         found = []
         if self.stack_bytes > STACK_BYTES or self.local_bytes or self.num_loop_spills:
@@ -102,7 +102,7 @@ class Report:
         return min(by_registers, PROCESSOR_SHARED_BYTES[self.arch] // (self.shared_bytes + 1024))
 
 
-def check(case: Case, arch: int) -> list[Report]:
+def check(case: CompileCase, arch: int) -> list[CompileReport]:
     """Compiles the launches of a case for `arch`."""
     return [_compile(launch, case.name, arch) for launch in recorded_launches(case.launch, arch)]
 
@@ -141,7 +141,7 @@ def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:
         setattr(owner, name, original)
 
 
-def _compile(launch: Launch, name: str, arch: int) -> Report:
+def _compile(launch: Launch, name: str, arch: int) -> CompileReport:
     kernel, _, arguments, options = launch
     signature: dict[str, str] = {}
     constants: dict[tuple[int, ...], object] = {}
@@ -163,7 +163,7 @@ def _compile(launch: Launch, name: str, arch: int) -> Report:
     usage = _resource_usage(compiled.asm["cubin"])
     has_stack = usage["STACK"] or usage["LOCAL"]
     ptx = compiled.asm["ptx"]
-    return Report(
+    return CompileReport(
         name=f"{name}: {kernel.__name__.strip('_')}",
         arch=arch,
         num_programs=launch.grid[0] // NUM_PROCESSORS,

@@ -11,29 +11,29 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class LaunchCost:
     """The bytes moved and operations computed by one launch."""
 
     num_bytes: int
     num_flops: int
 
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(self.num_bytes + other.num_bytes, self.num_flops + other.num_flops)
+    def __add__(self, other: LaunchCost) -> LaunchCost:
+        return LaunchCost(self.num_bytes + other.num_bytes, self.num_flops + other.num_flops)
 
     def floor_s(self, bytes_per_s: float, flops_per_s: float) -> float:
         """The least time in seconds on a device that moves and computes at these rates, both at once."""
         return max(self.num_bytes / bytes_per_s, self.num_flops / flops_per_s)
 
 
-def rms_norm(num_tokens: int, dim: int, element_size: int) -> Cost:
+def rms_norm(num_tokens: int, dim: int, element_size: int) -> LaunchCost:
     elements = num_tokens * dim
-    return Cost((2 * elements + dim) * element_size, 4 * elements)
+    return LaunchCost((2 * elements + dim) * element_size, 4 * elements)
 
 
-def add_rms_norm(num_tokens: int, dim: int, element_size: int) -> Cost:
+def add_rms_norm(num_tokens: int, dim: int, element_size: int) -> LaunchCost:
     """Reads two tensors and writes two: the sum goes back to the residual."""
     elements = num_tokens * dim
-    return Cost((4 * elements + dim) * element_size, 5 * elements)
+    return LaunchCost((4 * elements + dim) * element_size, 5 * elements)
 
 
 def attention_prologue(
@@ -45,7 +45,7 @@ def attention_prologue(
     element_size: int,
     cache_size: int,
     has_norms: bool = False,
-) -> Cost:
+) -> LaunchCost:
     """Reads the projection once; writes what changes of queries, and keys and values of `cache_size` bytes a number.
 
     A row of both tables together is `rotary_dim` f32 numbers; a position and a slot are i64.
@@ -56,17 +56,17 @@ def attention_prologue(
     turned = (num_heads + num_groups) * rotary_dim
     normed = (num_heads + num_groups) * head_dim if has_norms else 0
     num_bytes = num_tokens * (read * element_size + written + rotary_dim * 4 + 16)
-    return Cost(num_bytes + 2 * head_dim * element_size * has_norms, num_tokens * (3 * turned + 4 * normed))
+    return LaunchCost(num_bytes + 2 * head_dim * element_size * has_norms, num_tokens * (3 * turned + 4 * normed))
 
 
-def copy_blocks(num_blocks: int, block_bytes: int) -> Cost:
+def copy_blocks(num_blocks: int, block_bytes: int) -> LaunchCost:
     """`block_bytes` is the size of a whole block, all layers."""
-    return Cost(num_blocks * (2 * block_bytes + 16), 0)
+    return LaunchCost(num_blocks * (2 * block_bytes + 16), 0)
 
 
-def silu_mul(num_tokens: int, dim: int, element_size: int) -> Cost:
+def silu_mul(num_tokens: int, dim: int, element_size: int) -> LaunchCost:
     """`dim` is the row size of the result."""
-    return Cost(3 * num_tokens * dim * element_size, 5 * num_tokens * dim)
+    return LaunchCost(3 * num_tokens * dim * element_size, 5 * num_tokens * dim)
 
 
 def paged_decode(
@@ -78,7 +78,7 @@ def paged_decode(
     element_size: int,
     window: int | None = None,
     cache_element_size: int | None = None,
-) -> Cost:
+) -> LaunchCost:
     """One new token for each sequence; `lengths` are their tokens, the new one included."""
     return paged_attention(
         [min(1, length) for length in lengths],
@@ -103,7 +103,7 @@ def paged_attention(
     element_size: int,
     window: int | None = None,
     cache_element_size: int | None = None,
-) -> Cost:
+) -> LaunchCost:
     """`num_new` tokens of sequences with `lengths` tokens, the new ones included. `walk_list` and `merge` add the cuts.
 
     `cache_element_size` is the size of a key or value number; None = `element_size`.
@@ -117,31 +117,31 @@ def paged_attention(
             num_blocks += -(-length // block_size) - first // block_size
     query_bytes = 2 * sum(num_new) * num_heads * head_dim * element_size
     cache_bytes = 2 * num_cached * num_groups * head_dim * (cache_element_size or element_size)
-    return Cost(query_bytes + cache_bytes + 4 * num_blocks, 4 * num_pairs * num_heads * head_dim)
+    return LaunchCost(query_bytes + cache_bytes + 4 * num_blocks, 4 * num_pairs * num_heads * head_dim)
 
 
-def list_work(num_sequences: int, num_items: int, num_splits: int, num_programs: int) -> Cost:
+def list_work(num_sequences: int, num_items: int, num_splits: int, num_programs: int) -> LaunchCost:
     """Makes a list: reads lengths and starts; writes items of 9 numbers, splits of 5, program starts, two counts."""
     numbers = 2 * num_sequences + 1 + 9 * num_items + 5 * num_splits + num_programs + 3
-    return Cost(4 * numbers, 0)
+    return LaunchCost(4 * numbers, 0)
 
 
 def walk_list(
     num_items: int, num_programs: int, num_partial_rows: int, num_merged_rows: int, head_dim: int, element_size: int
-) -> Cost:
+) -> LaunchCost:
     """The cost that a work list adds to `paged_attention`: reading it, and writing partial sums.
 
     The partial sums, with a maximum and a weight each, replace the results of `num_merged_rows` rows (token x head).
     """
     list_bytes = 4 * (8 * num_items + num_programs + 1)
     saved = num_merged_rows * head_dim * element_size
-    return Cost(list_bytes + num_partial_rows * (head_dim + 2) * 4 - saved, 0)
+    return LaunchCost(list_bytes + num_partial_rows * (head_dim + 2) * 4 - saved, 0)
 
 
-def merge(num_splits: int, num_partial_rows: int, num_merged_rows: int, head_dim: int, element_size: int) -> Cost:
+def merge(num_splits: int, num_partial_rows: int, num_merged_rows: int, head_dim: int, element_size: int) -> LaunchCost:
     """Reads, scales and adds up partial sums."""
     read = 4 * (num_partial_rows * (head_dim + 2) + 5 * num_splits + 1)
-    return Cost(read + num_merged_rows * head_dim * element_size, 2 * num_partial_rows * head_dim)
+    return LaunchCost(read + num_merged_rows * head_dim * element_size, 2 * num_partial_rows * head_dim)
 
 
 def seen_pairs(num_new: int, length: int, window: int | None = None) -> int:

@@ -111,7 +111,7 @@ def make_buffers(make: Make, num_rows: int, num_tokens: int, blocks_per_slot: in
     )
 
 
-def take_news(diff: Array, slots: SlotState) -> None:
+def apply_updates(diff: Array, slots: SlotState) -> None:
     """Writes the updates of the diff into the tables: block table entries, sequences that start, known tokens."""
     d, state, tokens, tables = (np.asarray(x) for x in (diff, slots.state, slots.tokens, slots.tables))
     count, at = int(d[NUM_ENTRIES]), int(d[ENTRIES_AT])
@@ -165,7 +165,7 @@ def make_inputs(diff: Array, slots: SlotState, buffers: StepBuffers, block_size:
     out.sampled_slots[logits[wanted]] = np.where(goes_on[wanted], row_slots[wanted], -1)
 
 
-def settle(out: Array, chosen: Array, sampled_slots: Array, slots: SlotState) -> None:
+def note_tokens(out: Array, chosen: Array, sampled_slots: Array, slots: SlotState) -> None:
     """Records the chosen tokens in the slots' state and in `out`, the step's result for the host.
 
     out            [2, P] i32   token ids, -1 where no slot is sampled; then the value of FINISHED

@@ -35,7 +35,7 @@ MIN_TILES = 4  # of a program's stretch: shorter pieces cost more to merge than 
 MAX_FIXED_PIECES = 16  # of a decode task in batch-invariant mode; bounds the memory of partial sums
 
 
-class Item(IntEnum):
+class WorkItem(IntEnum):
     """Columns of a work list."""
 
     SEQUENCE = 0  # row of the block tables
@@ -48,7 +48,7 @@ class Item(IntEnum):
     NUM_TOKENS = 7
 
 
-class Split(IntEnum):
+class SplitTask(IntEnum):
     """Columns of the list of tasks with more than one item."""
 
     ROW = 0
@@ -234,10 +234,10 @@ def table_sizes(division: Division) -> tuple[int, int, int, int, int]:
     Multiples of 4, so that tables cut from one allocation are all aligned.
     """
     sizes = (
-        division.max_items * len(Item),
+        division.max_items * len(WorkItem),
         division.max_items,
         division.num_programs + 1,
-        division.max_splits * len(Split),
+        division.max_splits * len(SplitTask),
         2,
     )
     items, begins, starts, splits, counts = (-(-size // 4) * 4 for size in sizes)
@@ -251,7 +251,7 @@ def next_power_of_2(n: int) -> int:
 # ---- the plain twin -------------------------------------------------------------------------------------------------
 
 
-class Listed(NamedTuple):
+class HostWorkList(NamedTuple):
     """A work list on the host, without unused rows."""
 
     items: Ints  # [items, len(Item)]
@@ -274,7 +274,7 @@ class QueryTile(NamedTuple):
         return max(1, self.end - self.first)
 
 
-def list_work(division: Division, lengths: Tensor, query_starts: Tensor | None, window: int | None) -> Listed:
+def list_work(division: Division, lengths: Tensor, query_starts: Tensor | None, window: int | None) -> HostWorkList:
     """The items of a step, and the program that does each.
 
     lengths       [S] i32       tokens in the cache, the new ones included; 0 = padding
@@ -302,10 +302,10 @@ def list_work(division: Division, lengths: Tensor, query_starts: Tensor | None, 
             num_partials += len(cuts) - 1
         begin += tile.cost
     starts = np.searchsorted(begins, np.arange(division.num_programs + 1) * stretch)
-    return Listed(
-        np.array(items, np.int32).reshape(-1, len(Item)),
+    return HostWorkList(
+        np.array(items, np.int32).reshape(-1, len(WorkItem)),
         starts.astype(np.int32),
-        np.array(splits, np.int32).reshape(-1, len(Split)),
+        np.array(splits, np.int32).reshape(-1, len(SplitTask)),
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .page_preallocation import LARGE_PAGE, NO_LIMIT, TakenAhead
+from .page_preallocation import LARGE_PAGE, NO_LIMIT, PagePreallocation
 from .shape import CACHE_TYPES, Array, CacheDType, Longs, NativeShape
 
 RUN_TOKENS = 256  # as RUN_TOKENS in source/attention/kv_layout.h
@@ -55,11 +55,11 @@ class NativeCache:
         self._blocks_ahead = blocks_ahead
         self._room = room
         self.ahead = self._take_ahead(used, blocks_ahead * block_bytes)
-        self.ahead_on_host: TakenAhead | None = None  # once there are host blocks
+        self.ahead_on_host: PagePreallocation | None = None  # once there are host blocks
         self._is_nearly_full = False
 
-    def _take_ahead(self, regions: Array, ahead_bytes: int) -> TakenAhead:
-        ahead = TakenAhead(regions, ahead_bytes, room=self._room)
+    def _take_ahead(self, regions: Array, ahead_bytes: int) -> PagePreallocation:
+        ahead = PagePreallocation(regions, ahead_bytes, room=self._room)
         weakref.finalize(self, ahead.stop)
         return ahead
 

@@ -18,8 +18,8 @@ ENVIRONMENT = "MILLRACE_INSTRUCTION_SET"  # forces an instruction set, for tests
 EMULATED = {"avx512_bf16_emulated": "avx512", "amx_emulated": "avx512_bf16"}  # what each needs; for tests
 
 
-class Shape(Structure):
-    """`Shape` of source/weights/model.h."""
+class ShapeStruct(Structure):
+    """`ShapeStruct` of source/weights/model.h."""
 
     _fields_ = [
         *((name, c_int64) for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads")),
@@ -29,8 +29,8 @@ class Shape(Structure):
     ]
 
 
-class Tensor(Structure):
-    """`Tensor` of source/weights/model.h."""
+class TensorStruct(Structure):
+    """`TensorStruct` of source/weights/model.h."""
 
     _fields_ = [
         ("layer", c_int64),
@@ -40,8 +40,8 @@ class Tensor(Structure):
     ]
 
 
-class StepInputs(Structure):
-    """`StepInputs` of source/step/step.h."""
+class StepInputsStruct(Structure):
+    """`StepInputsStruct` of source/step/step.h."""
 
     _fields_ = [
         *((name, c_int64) for name in ("num_tokens", "num_sequences", "table_width", "num_logits")),
@@ -140,12 +140,12 @@ def load(instruction_set: str) -> ctypes.CDLL:
     model = c_void_p
     library.millrace_is_supported.restype = c_int32
     library.millrace_model_new.restype = model
-    library.millrace_model_new.argtypes = [POINTER(Shape), c_void_p, c_int32, c_void_p, c_int32, c_int64]
+    library.millrace_model_new.argtypes = [POINTER(ShapeStruct), c_void_p, c_int32, c_void_p, c_int32, c_int64]
     library.millrace_model_delete.argtypes = [model]
     library.millrace_model_delete.restype = None
     library.millrace_set_positions.argtypes = [model, c_void_p, c_void_p, c_int64]
     library.millrace_set_positions.restype = c_int32
-    library.millrace_set_tensors.argtypes = [model, POINTER(Tensor), c_int64, POINTER(c_int64)]
+    library.millrace_set_tensors.argtypes = [model, POINTER(TensorStruct), c_int64, POINTER(c_int64)]
     library.millrace_set_tensors.restype = c_int32
     library.millrace_encode_bf16_12bit.argtypes = [model]
     library.millrace_encode_bf16_12bit.restype = c_int32
@@ -175,7 +175,7 @@ def load(instruction_set: str) -> ctypes.CDLL:
     library.millrace_step_bytes.restype = c_int64
     library.millrace_time_phases.argtypes = [model, c_void_p]
     library.millrace_time_phases.restype = None
-    library.millrace_step.argtypes = [model, POINTER(StepInputs)]
+    library.millrace_step.argtypes = [model, POINTER(StepInputsStruct)]
     library.millrace_count_thread_times.argtypes = [model, c_void_p]
     library.millrace_count_thread_times.restype = None
     library.millrace_limit_threads.argtypes = [model, c_int32, c_int32]

@@ -11,7 +11,7 @@ NUM_KEPT = 2  # a caller may hold the logits of one step while the next one runs
 UNHELD = 2  # reference count of an unused buffer: the list, and the argument of getrefcount
 
 
-class ReusedRows:
+class LogitsBuffers:
     """Allocates uninitialized float32 arrays [rows, columns], from buffers that are no longer referenced if possible.
 
     New memory would come from the system each time; for 512 rows of 49,152 that is 1/25 of the step.

@@ -15,9 +15,9 @@ import numpy as np
 from . import library, machine, tensors
 from .cache import NativeCache
 from .errors import NativeUnavailableError, NonFiniteError
-from .logits_buffers import ReusedRows
+from .logits_buffers import LogitsBuffers
 from .shape import Array, Bools, CacheDType, DType, Floats, Ints, Longs, NativeShape, Quantization
-from .thread_throttle import Neighbours, Share
+from .thread_throttle import ThreadShare, ThreadThrottle
 
 _TYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "int4": 4}
 GROUP_SIZE = 32  # numbers of an int4 row that share a scale
@@ -55,7 +55,7 @@ class NativeModel:
         cpus: Sequence[int] | None = None,
         instruction_set: str | None = None,
         worth_a_thread: int = 2 << 20,
-        neighbours: Neighbours | None = None,
+        neighbours: ThreadThrottle | None = None,
     ) -> None:
         """cos, sin [P, rotary_dim / 2]: the rotary tables of P positions.
 
@@ -79,9 +79,9 @@ class NativeModel:
         self.cache_dtype = cache_dtype or dtype
         self.num_threads = num_threads or machine.default_threads()
         self.instruction_set, self._library = library.load_best(instruction_set)
-        names = [name for name, _ in library.Shape._fields_]  # type: ignore[misc]
+        names = [name for name, _ in library.ShapeStruct._fields_]  # type: ignore[misc]
         sizes = {name: getattr(shape, name) for name in names if hasattr(shape, name)}
-        c_shape = library.Shape(
+        c_shape = library.ShapeStruct(
             **sizes,
             dtype=_TYPES[dtype],
             linears=_TYPES[quantization or dtype],
@@ -102,10 +102,10 @@ class NativeModel:
         if not self._model:
             raise NativeUnavailableError(f"threads = {self.num_threads}: no memory or system threads left; try fewer")
         self._before_step: Callable[[], object] | None = None
-        self._logits = ReusedRows(shape.vocab_size)
+        self._logits = LogitsBuffers(shape.vocab_size)
         self._phase_times: Longs | None = None
-        self._neighbours = neighbours or Neighbours(self.num_threads)
-        self._shares = np.zeros(len(Share), np.int64)
+        self._neighbours = neighbours or ThreadThrottle(self.num_threads)
+        self._shares = np.zeros(len(ThreadShare), np.int64)
         if self.num_threads > 1:
             self._library.millrace_count_thread_times(self._model, self._shares.ctypes.data)
         self._kept: list[Array] = []
@@ -145,7 +145,7 @@ class NativeModel:
         if self._are_coded:
             raise RuntimeError(f"tensor {names[0]}: set all tensors before `encode_bf16_12bit`")
         sources = [np.ascontiguousarray(array) for array in arrays.values()]
-        described = (library.Tensor * len(names))()
+        described = (library.TensorStruct * len(names))()
         for one, name, source in zip(described, names, sources, strict=True):
             one.layer, one.kind = tensors.place(name)
             one.type = _TYPES[dtype or {"uint16": "bfloat16"}.get(str(source.dtype), str(source.dtype))]
@@ -274,13 +274,13 @@ class NativeModel:
     ) -> None:
         """Runs one step: writes the new tokens' keys and values into the cache, and the requested outputs.
 
-        `likeliest`: argmax token ids, the lowest id among ties, and whether a row is broken, as in `Chooser`.
+        `likeliest`: argmax token ids, the lowest id among ties, and whether a row is broken, as in `NativeChooser`.
         All arrays must be contiguous. Waits for the step; the GIL is released. Raises ValueError, before anything is
         computed, for indices out of range.
         """
         self.check_cache(cache)
         assert logits is None or likeliest is None, "request logits or likeliest, not both"
-        inputs = library.StepInputs(
+        inputs = library.StepInputsStruct(
             num_tokens=len(input_ids),
             num_sequences=len(lengths),
             table_width=block_tables.shape[1],
@@ -307,7 +307,7 @@ class NativeModel:
         self._note_shares()
 
     def decode(self, rows: Any, num_rows: int, *wanted: int | None) -> bool:
-        """Runs a decoding step, for a `Decoding`. False if a row reads a token of its prompt; then nothing was done.
+        """Runs a decoding step, for a `SlotStep`. False if a row reads a token of its prompt; then nothing was done.
 
         `rows`: reference to a `library.DecodeSlots`. `wanted`: addresses of logits, argmax tokens and broken rows, or
         None. Raises as `step`.
@@ -399,7 +399,7 @@ class NativeModel:
         return out
 
     def choose(self, asked: Any, choices: Any) -> None:
-        """Samples tokens from logits, for a `Chooser`.
+        """Samples tokens from logits, for a `NativeChooser`.
 
         `asked`, `choices`: references to a `library.SlotSampling` and a `library.SamplingRows`.
         """

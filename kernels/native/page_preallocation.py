@@ -31,7 +31,7 @@ def take_pages(address: int, num_bytes: int) -> bool:
     return bool(madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), _POPULATE_WRITE) == 0)
 
 
-class TakenAhead:
+class PagePreallocation:
     """Keeps `ahead_bytes` of each region populated past its used part, which begins at its start.
 
     The system hands out memory at the first write, in large pages that it clears: 0.2 ms per page, and 5 ms in a

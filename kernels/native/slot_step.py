@@ -20,7 +20,7 @@ from .shape import Array, Bools, Doubles, Floats, Ints, Longs
 NO_IDS: Longs = np.zeros(0, np.int64)
 
 
-class Decoding:
+class SlotStep:
     """Decoding steps: each row reads its slot's newest token."""
 
     def __init__(
@@ -38,7 +38,7 @@ class Decoding:
         model.keep(cache.data, last_tokens, num_known, tables)
         self._rows = self.rows()
 
-    def rows(self) -> DecodingRows:
+    def rows(self) -> SlotStepRows:
         """Memory for the slots of a step."""
         num_slots, blocks_per_slot = self._tables.shape
         slots, starts = np.zeros(num_slots, np.int64), np.zeros(num_slots, np.int64)
@@ -55,7 +55,7 @@ class Decoding:
             layer_stride_blocks=self._cache.layer_stride_blocks,
             block_size=self._cache.block_size,
         )
-        return DecodingRows(slots, starts, ctypes.byref(columns))
+        return SlotStepRows(slots, starts, ctypes.byref(columns))
 
     def step(self, slots: Longs, starts: Ints) -> Floats | None:
         """Runs a step of at most S slots and returns logits [L, V]. `starts` [L]: tokens of each slot in the cache.
@@ -67,14 +67,14 @@ class Decoding:
         return logits if self.model.decode(rows, count, _place_of(logits), None, None) else None
 
     def likeliest(self, slots: Longs, starts: Ints) -> tuple[Longs, Bools] | None:
-        """Like `step`, but returns argmax tokens and broken rows, [L] each, as `Chooser` does for greedy rows."""
+        """Like `step`, but returns argmax tokens and broken rows, [L] each, as `NativeChooser` does for greedy rows."""
         token_ids, is_broken = np.zeros(len(slots), np.int64), np.zeros(len(slots), np.bool_)
         rows, count = self._rows.of(slots, starts)
         is_done = self.model.decode(rows, count, None, _place_of(token_ids), _place_of(is_broken))
         return (token_ids, is_broken) if is_done else None
 
 
-class DecodingRows:
+class SlotStepRows:
     """Arguments of a step, in memory that each `of` overwrites. For one thread."""
 
     def __init__(self, slots: Longs, starts: Longs, rows: Any) -> None:
@@ -88,7 +88,7 @@ class DecodingRows:
         return self._rows, count
 
 
-class Chooser:
+class NativeChooser:
     """Samples tokens by inverse CDF in vocabulary order, from what masks, then top_k, then top_p, then min_p keep.
 
     Ties with the last kept token are kept. The sampling parameters of the slots are in columns, [S] each.

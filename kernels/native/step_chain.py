@@ -8,16 +8,16 @@ from __future__ import annotations
 import numpy as np
 
 from .shape import Bools, Ints, Longs
-from .slot_step import Chooser, Decoding
+from .slot_step import NativeChooser, SlotStep
 
 
-class Chain:
+class StepChain:
     """Decoding steps with sampling, on the model's step thread. Step numbers rise, by one where a step follows another.
 
     Each row reads its slot's newest token and replaces it by the sampled one.
     """
 
-    def __init__(self, decoding: Decoding, chooser: Chooser) -> None:
+    def __init__(self, decoding: SlotStep, chooser: NativeChooser) -> None:
         self._model, self._asked = decoding.model, chooser.asked
         assert self._model.step_thread_id, "a step chain needs a model with a step thread: num_threads > 1"
         self._begun, self._following = decoding.rows(), decoding.rows()

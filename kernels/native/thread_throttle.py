@@ -36,7 +36,7 @@ HOLD_NS = 5_000_000_000  # of step time with all threads, after leaving threads 
 TIRED_NS = 500_000_000  # of step time after a failed probe: one step in fifty probes if steps take 10 ms
 
 
-class Share(IntEnum):
+class ThreadShare(IntEnum):
     """Indices of the library's time sums: `ThreadTime` of source/machine/threads.h."""
 
     PASSED = 0
@@ -46,10 +46,10 @@ class Share(IntEnum):
     LOST_TRYING = 4
 
 
-PASSED = int(Share.PASSED)
+PASSED = int(ThreadShare.PASSED)
 
 
-class Neighbours:
+class ThreadThrottle:
     """Decides the number of threads of the next step (`limit`), and whether the others probe (`is_trying`).
 
     Call `note` with the library's sums after each step.
@@ -73,7 +73,7 @@ class Neighbours:
         self.num_lost = 0.0  # cores, in the last window
         self._tell, self._process_ns, self._idle_ns, self._clock_ns = tell, process_ns, idle_ns, clock_ns
         self._looked: tuple[int, int, int] | None = None  # at the last check: `idle_ns` and `process_ns`
-        self._began = [0] * len(Share)  # sums at the start of the window
+        self._began = [0] * len(ThreadShare)  # sums at the start of the window
         self._began_process_ns = process_ns()
         self._num_bad = 0  # consecutive windows in which too much was lost
         self._pause_ns = FIRST_PAUSE_NS
@@ -83,7 +83,7 @@ class Neighbours:
         self._last_try_ns = 0  # wall time of the last probe or the last reduction
 
     def note(self, shares: Longs) -> bool:
-        """`shares` [5]: sums since the start, ns, indexed by `Share`. True if `limit` or `is_trying` changed."""
+        """`shares` [5]: sums since the start, ns, indexed by `ThreadShare`. True if `limit` or `is_trying` changed."""
         if not self.is_trying and shares.item(PASSED) - self._began[PASSED] < WINDOW_NS:
             return False  # as after most steps
         before = self.limit, self.is_trying
@@ -96,7 +96,9 @@ class Neighbours:
         return (self.limit, self.is_trying) != before
 
     def _judge(self, shares: Longs) -> None:
-        passed_ns, used_ns, lost_ns = (self._since(shares, each) for each in (Share.PASSED, Share.USED, Share.LOST))
+        passed_ns, used_ns, lost_ns = (
+            self._since(shares, each) for each in (ThreadShare.PASSED, ThreadShare.USED, ThreadShare.LOST)
+        )
         self.num_lost = self._to_others(lost_ns, used_ns) / passed_ns
         self._begin(shares)
         self._num_bad = self._num_bad + 1 if self.num_lost >= LOST else 0
@@ -131,7 +133,7 @@ class Neighbours:
         self._looked = None if idle_ns is None else (*idle_ns, self._process_ns())
         return self._looked
 
-    def _since(self, shares: Longs, share: Share) -> int:
+    def _since(self, shares: Longs, share: ThreadShare) -> int:
         """The sum within this window."""
         return shares.item(share) - self._began[share]
 
@@ -156,10 +158,10 @@ class Neighbours:
         self._pause_ns, self._next_try_ns = pause_ns, self._clock_ns() + pause_ns
 
     def _judge_try(self, shares: Longs) -> None:
-        tried_ns, lost_ns = self._since(shares, Share.TRIED), self._since(shares, Share.LOST_TRYING)
+        tried_ns, lost_ns = self._since(shares, ThreadShare.TRIED), self._since(shares, ThreadShare.LOST_TRYING)
         if tried_ns < TRY_NS:
             return
-        lost_ns = self._to_others(lost_ns, self._since(shares, Share.USED) + tried_ns - lost_ns)
+        lost_ns = self._to_others(lost_ns, self._since(shares, ThreadShare.USED) + tried_ns - lost_ns)
         self._begin(shares)
         self.is_trying = False
         if lost_ns < FREE * tried_ns:

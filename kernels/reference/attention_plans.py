@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from .kv_gather import Bucket, rows_to_gather, run_of
+from .kv_gather import GatherBucket, rows_to_gather, run_of
 from .shared_prefix import SharedPrefix, shared_prefixes
 
 Ints = npt.NDArray[np.int64]
@@ -31,11 +31,11 @@ MAX_WORKSPACE_BYTES = 8 << 20
 MIN_SHARED_ELEMENTS = 1 << 19
 
 
-class Shared(NamedTuple):
+class SharedRows(NamedTuple):
     """A prefix that C rows of q share: `bucket` reads it as one row, [1, G, L, D]."""
 
     rows: Tensor | None  # [C] i64 rows of q; None = all of q, in order
-    bucket: Bucket
+    bucket: GatherBucket
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,12 +45,12 @@ class DecodePlan:
     The bucket of a row with a shared prefix holds only the tokens after the prefix.
     """
 
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[GatherBucket, ...]
     is_whole: bool  # one bucket holds all rows in order, so its result is the result
-    shared: tuple[Shared, ...]
+    shared: tuple[SharedRows, ...]
 
 
-class Extended(NamedTuple):
+class ExtendedSequence(NamedTuple):
     """One sequence with several new tokens: rows [start, end) of q, its total tokens, and the first block it reads."""
 
     start: int
@@ -64,8 +64,8 @@ class Extended(NamedTuple):
 class ExtendPlan:
     """The sequences of a step with more than one new token, and the prefixes they share."""
 
-    sequences: tuple[Extended, ...]
-    shared: tuple[Shared, ...]
+    sequences: tuple[ExtendedSequence, ...]
+    shared: tuple[SharedRows, ...]
 
 
 def plan_decode(
@@ -113,11 +113,11 @@ def plan_decode(
         chosen = None if len(rows) == len(ends) else torch.from_numpy(rows).to(device)
         run = run_of(k_cache, v_cache, blocks)
         sources = rows_to_gather(k_cache, v_cache, blocks) if run is None else None
-        buckets.append(Bucket(chosen, sources, blocks, low, high, mask, unwritten, run))
+        buckets.append(GatherBucket(chosen, sources, blocks, low, high, mask, unwritten, run))
     shared = []
     for prefix in prefixes:
         members = None if len(prefix.rows) == len(ends) else torch.from_numpy(prefix.rows).to(device)
-        shared.append(Shared(members, _common(k_cache, v_cache, tables, prefix)))
+        shared.append(SharedRows(members, _common(k_cache, v_cache, tables, prefix)))
     return DecodePlan(tuple(buckets), len(buckets) == 1 and buckets[0].rows is None, tuple(shared))
 
 
@@ -144,9 +144,9 @@ def plan_extend(
         first_blocks[prefix.rows] = prefix.num_blocks
         rows = np.concatenate([np.arange(starts[row], starts[row + 1]) for row in extended[prefix.rows]])
         bucket = _common(k_cache, v_cache, tables, prefix)
-        shared.append(Shared(torch.from_numpy(rows).to(k_cache.device), bucket))
+        shared.append(SharedRows(torch.from_numpy(rows).to(k_cache.device), bucket))
     columns = (starts[extended], starts[extended + 1], ends[extended], first_blocks, extended)
-    sequences = tuple(Extended(*row) for row in zip(*(column.tolist() for column in columns), strict=True))
+    sequences = tuple(ExtendedSequence(*row) for row in zip(*(column.tolist() for column in columns), strict=True))
     return ExtendPlan(sequences, tuple(shared))
 
 
@@ -159,12 +159,12 @@ def _prefixes(
     return shared_prefixes(tables, ends, block_size, least_elements // (num_groups * head_dim))
 
 
-def _common(k_cache: Tensor, v_cache: Tensor, tables: npt.NDArray[np.int32], prefix: SharedPrefix) -> Bucket:
+def _common(k_cache: Tensor, v_cache: Tensor, tables: npt.NDArray[np.int32], prefix: SharedPrefix) -> GatherBucket:
     """The prefix as a bucket of one row."""
     blocks = torch.from_numpy(tables[prefix.rows[:1], : prefix.num_blocks].astype(np.int64)).to(k_cache.device)
     run = run_of(k_cache, v_cache, blocks)
     sources = rows_to_gather(k_cache, v_cache, blocks) if run is None else None
-    return Bucket(None, sources, blocks, 0, prefix.num_blocks * k_cache.shape[2], run=run)
+    return GatherBucket(None, sources, blocks, 0, prefix.num_blocks * k_cache.shape[2], run=run)
 
 
 def _rows_that_go_together(num_blocks: Ints, block_size: int, max_padding: int, max_tokens: int) -> list[Ints]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 
-class Bucket(NamedTuple):
+class GatherBucket(NamedTuple):
     """C rows whose keys and values are gathered into one workspace of L' = blocks * B tokens a row."""
 
     rows: Tensor | None  # [C] i64 rows of q; None = all of q, in order
@@ -28,7 +28,7 @@ class Bucket(NamedTuple):
     run: int | None = None  # first block of the only row, if its blocks follow each other: they are read in place
 
 
-def gather(k_cache: Tensor, v_cache: Tensor, bucket: Bucket) -> tuple[Tensor, Tensor]:
+def gather(k_cache: Tensor, v_cache: Tensor, bucket: GatherBucket) -> tuple[Tensor, Tensor]:
     """Keys and values of a bucket, [C, G, L, D] each; tokens never written are zero. Copies, or views for a `run`."""
     if bucket.run is not None:
         return _in_place(k_cache, bucket), _in_place(v_cache, bucket)
@@ -63,7 +63,7 @@ def run_of(k_cache: Tensor, v_cache: Tensor, blocks: Tensor) -> int | None:
     return first if first >= 0 and (ids[0] == np.arange(first, first + ids.shape[1])).all() else None
 
 
-def _in_place(cache: Tensor, bucket: Bucket) -> Tensor:
+def _in_place(cache: Tensor, bucket: GatherBucket) -> Tensor:
     """The tokens of a `run` as a view, [1, G, L, D]."""
     assert bucket.run is not None
     block_stride, group_stride, token_stride, _ = cache.stride()

@@ -18,14 +18,14 @@ from torch import Tensor
 from ..layout.work_lists import AttentionPlan, AttentionShape
 from .attention_f32 import attend_in_f32, is_plain
 from .attention_plans import MIN_SHARED_ELEMENTS, DecodePlan, ExtendPlan, plan_decode, plan_extend
-from .kv_gather import Bucket, gather, rows_to_gather, run_of
-from .per_step import Derived
+from .kv_gather import GatherBucket, gather, rows_to_gather, run_of
+from .per_step import PerStepCache
 from .split_context import attend, can_see_parts, rows_of, see_as_well
 
-_rotations = Derived[tuple[Tensor, Tensor, Tensor, Tensor]]()
-_places = Derived[tuple[Tensor | None, tuple[Tensor, Tensor]]]()
-_plans = Derived[DecodePlan]()
-_extends = Derived[ExtendPlan]()
+_rotations = PerStepCache[tuple[Tensor, Tensor, Tensor, Tensor]]()
+_places = PerStepCache[tuple[Tensor | None, tuple[Tensor, Tensor]]]()
+_plans = PerStepCache[DecodePlan]()
+_extends = PerStepCache[ExtendPlan]()
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -325,7 +325,7 @@ def _extend(
     first_key = first_block * block_size
     run = run_of(k_cache, v_cache, blocks)
     sources = rows_to_gather(k_cache, v_cache, blocks) if run is None else None
-    span = Bucket(None, sources, blocks, 0, length - first_key, run=run)
+    span = GatherBucket(None, sources, blocks, 0, length - first_key, run=run)
     keys, values = gather(k_cache, v_cache, span)  # [1, G, L, D]
     if (
         prefix == 0 and window is None and logs is None

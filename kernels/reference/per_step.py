@@ -13,7 +13,7 @@ Value = TypeVar("Value")
 MAX_KINDS = 8  # keys kept: at most as many kinds of layers (windows, layouts) as a model has; more are of old models
 
 
-class Derived(Generic[Value]):
+class PerStepCache(Generic[Value]):
     """The last value of each key, valid as long as the tensors it came from hold the same numbers.
 
     Inputs are compared by value with copies, so a write into them in place is noticed. A comparison takes about 3 us,

@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..layout import sampling_rows as asked
+from ..layout import sampling_rows
 
 QUARTER = 1024  # 1,024 calls of Philox serve 4,096 tokens, as each call gives four numbers
 SERIES_END = 1 / 32  # below it a series is exact for -log(1 - w), while the logarithm loses digits
@@ -23,7 +23,7 @@ SERIES_END = 1 / 32  # below it a series is exact for -log(1 - w), while the log
 def choose(logits: Tensor, rows: Tensor, slots: Tensor, positions: Tensor, least: Tensor | None = None) -> Tensor:
     """See `SamplingKernels.choose`."""
     wide = logits.float()
-    temperature = _floats(rows, slots, asked.TEMPERATURE)
+    temperature = _floats(rows, slots, sampling_rows.TEMPERATURE)
     is_random = temperature > 0
     if least is not None:
         wide = wide.masked_fill(is_random[:, None] & (wide < least[:, None]), -torch.inf)
@@ -47,7 +47,7 @@ def gumbel(rows: Tensor, slots: Tensor, positions: Tensor, vocab_size: int) -> T
     num_calls = vocab_size // (4 * QUARTER) * QUARTER + min(vocab_size % (4 * QUARTER), QUARTER)
     numbers = _philox(
         (torch.arange(num_calls, device=rows.device).expand(len(slots), -1), positions[:, None]),
-        (_column(rows, slots, asked.SEED_LOW)[:, None], _column(rows, slots, asked.SEED_HIGH)[:, None]),
+        (_column(rows, slots, sampling_rows.SEED_LOW)[:, None], _column(rows, slots, sampling_rows.SEED_HIGH)[:, None]),
     )
     w = (torch.stack(numbers)[which, :, call].t().float() + 0.5) * 2.0**-32
     w = w.clamp(max=1 - 2.0**-24)  # in (0, 1)
@@ -73,9 +73,10 @@ def thresholds(logits: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
     least = torch.full((len(wide),), -torch.inf, device=wide.device)
     for row, slot in enumerate(slots.tolist()):
         temperature, top_p, min_p = (
-            float(rows[slot].view(torch.float32)[column]) for column in (asked.TEMPERATURE, asked.TOP_P, asked.MIN_P)
+            float(rows[slot].view(torch.float32)[column])
+            for column in (sampling_rows.TEMPERATURE, sampling_rows.TOP_P, sampling_rows.MIN_P)
         )
-        top_k = int(rows[slot, asked.TOP_K])
+        top_k = int(rows[slot, sampling_rows.TOP_K])
         falling = wide[row].nan_to_num(-torch.inf, torch.inf, -torch.inf).sort(descending=True).values
         best = float(falling[0])
         if slot < 0 or temperature == 0 or not math.isfinite(best):
@@ -109,31 +110,33 @@ def edit(
         if slot < 0:
             continue
         numbers, floats = rows[slot].tolist(), rows[slot].view(torch.float32).tolist()
-        repetition, frequency, presence = (floats[i] for i in (asked.REPETITION, asked.FREQUENCY, asked.PRESENCE))
+        repetition, frequency, presence = (
+            floats[i] for i in (sampling_rows.REPETITION, sampling_rows.FREQUENCY, sampling_rows.PRESENCE)
+        )
         logit = edited[row]
         if repetition != 1 or frequency != 0 or presence != 0:
             seen = counts[slot].long()
-            times = seen & asked.MAX_COUNT
+            times = seen & sampling_rows.MAX_COUNT
             repeated = torch.where(logit < 0, logit * repetition, logit / repetition)
             logit = torch.where(seen != 0, repeated, logit) - frequency * times - presence * (times > 0)
         if masks is not None and mask_rows is not None and mask_rows[row] >= 0:
             token = torch.arange(logits.shape[1], device=logits.device)
             is_allowed = masks[mask_rows[row]].long()[token // 32] >> token % 32 & 1
             logit = logit.masked_fill(is_allowed == 0, -torch.inf)
-        num_biased = numbers[asked.NUM_BIASED]
+        num_biased = numbers[sampling_rows.NUM_BIASED]
         logit = logit.index_add(0, biased_ids[slot, :num_biased].long(), bias[slot, :num_biased])
-        if int(positions[row]) < numbers[asked.END_POSITION]:
-            logit[end_ids[slot, : numbers[asked.NUM_ENDS]].long()] = -torch.inf
+        if int(positions[row]) < numbers[sampling_rows.END_POSITION]:
+            logit[end_ids[slot, : numbers[sampling_rows.NUM_ENDS]].long()] = -torch.inf
         edited[row] = logit
     return edited
 
 
 def count_tokens(counts: Tensor, rows: Tensor, slots: Tensor, token_ids: Tensor) -> None:
     """See `SamplingKernels.count_tokens`."""
-    off = (asked.REPETITION, 1.0), (asked.FREQUENCY, 0.0), (asked.PRESENCE, 0.0)
+    off = (sampling_rows.REPETITION, 1.0), (sampling_rows.FREQUENCY, 0.0), (sampling_rows.PRESENCE, 0.0)
     is_penalised = torch.stack([_floats(rows, slots, column) != value for column, value in off]).any(0) & (slots >= 0)
     at = slots[is_penalised], token_ids[is_penalised]
-    counts[at] += (counts[at] & asked.MAX_COUNT != asked.MAX_COUNT).to(torch.int16)
+    counts[at] += (counts[at] & sampling_rows.MAX_COUNT != sampling_rows.MAX_COUNT).to(torch.int16)
 
 
 def score(
@@ -148,7 +151,7 @@ def score(
     """See `SamplingKernels.score`. Sums are in f64."""
     wide, chosen_ids = logits[row_ids].float(), token_ids[row_ids]
     if rows is not None and slots is not None:
-        temperature = _floats(rows, slots[row_ids], asked.TEMPERATURE)
+        temperature = _floats(rows, slots[row_ids], sampling_rows.TEMPERATURE)
         is_random = (temperature > 0)[:, None]
         if least is not None:
             wide = wide.masked_fill(is_random & (wide < least[row_ids, None]), -torch.inf)

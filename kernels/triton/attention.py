@@ -22,7 +22,7 @@ from torch import Tensor
 import triton
 import triton.language as tl
 
-from ..layout.work_lists import AttentionPlan, AttentionShape, Item, Split, WorkList, next_power_of_2
+from ..layout.work_lists import AttentionPlan, AttentionShape, SplitTask, WorkItem, WorkList, next_power_of_2
 from .attention_plan import plan_attention
 from .launch import capability, check_dtype
 
@@ -129,7 +129,7 @@ def attend(
         q if k_scale is None else k_scale, q if v_scale is None else v_scale,
         factor, window or 0, (soft_cap or 0.0) * LOG2_E, num_heads, q.stride(0), q.stride(1),
         *k_cache.stride(), *v_cache.stride(), block_tables.stride(0),
-        GROUP=group, TOKENS=division.tokens_per_tile, IS_DECODE=division.kind == "decode", ITEM=len(Item),
+        GROUP=group, TOKENS=division.tokens_per_tile, IS_DECODE=division.kind == "decode", ITEM=len(WorkItem),
         B=block_size, D=head_dim, BLOCK_D=block_d, BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n,
         HAS_WINDOW=window is not None, HAS_CAP=soft_cap is not None,
         HAS_K_SCALE=k_scale is not None, HAS_V_SCALE=v_scale is not None,
@@ -140,7 +140,7 @@ def attend(
         block_r = min(next_power_of_2(rows), max(1, MERGED_ELEMENTS // (4 * block_d)))
         _merge_kernel[(division.max_splits, triton.cdiv(rows, block_r))](
             out, sums, weights, work.splits, work.counts, num_heads,
-            GROUP=group, ROWS=rows, SPLIT=len(Split), D=head_dim, BLOCK_D=block_d, BLOCK_R=block_r,
+            GROUP=group, ROWS=rows, SPLIT=len(SplitTask), D=head_dim, BLOCK_D=block_d, BLOCK_R=block_r,
             BLOCK_P=max(1, MERGED_ELEMENTS // (block_r * block_d)), num_warps=8, enable_fp_fusion=True,
         )  # fmt: skip
 

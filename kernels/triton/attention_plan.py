@@ -22,9 +22,9 @@ from ..layout.work_lists import (
     AttentionPlan,
     AttentionShape,
     Division,
-    Item,
-    Split,
+    SplitTask,
     Tiling,
+    WorkItem,
     WorkList,
     decode_tiling,
     divide,
@@ -109,14 +109,14 @@ def _make_list(
             NUM_GROUPS=division.num_groups, TOKENS=division.tokens_per_tile, BLOCK_N=division.block_n,
             IS_EXTEND=division.kind == "extend", IS_MIXED=query_starts is not None, HAS_WINDOW=window is not None,
             FIXED_PIECES=division.max_pieces if division.is_fixed else 0, MIN_TILES=MIN_TILES,
-            ITEM=len(Item), SPLIT=len(Split), BLOCK=BLOCK, num_warps=4, enable_fp_fusion=True,
+            ITEM=len(WorkItem), SPLIT=len(SplitTask), BLOCK=BLOCK, num_warps=4, enable_fp_fusion=True,
         )  # fmt: skip
     return WorkList(
         division,
         tiling,
-        items[: division.max_items * len(Item)].view(-1, len(Item)),
+        items[: division.max_items * len(WorkItem)].view(-1, len(WorkItem)),
         starts[: division.num_programs + 1],
-        splits[: division.max_splits * len(Split)].view(-1, len(Split)),
+        splits[: division.max_splits * len(SplitTask)].view(-1, len(SplitTask)),
         counts[:2],
     )
 

@@ -16,15 +16,15 @@ from torch import Tensor
 import triton
 import triton.language as tl
 
-from ..layout import sampling_rows as asked
+from ..layout import sampling_rows
 from .launch import check_dtype, next_power_of_2
 from .sampling import as_float
 
-REPETITION, FREQUENCY = tl.constexpr(asked.REPETITION), tl.constexpr(asked.FREQUENCY)
-PRESENCE = tl.constexpr(asked.PRESENCE)
-NUM_BIASED, NUM_ENDS = tl.constexpr(asked.NUM_BIASED), tl.constexpr(asked.NUM_ENDS)
-END_POSITION = tl.constexpr(asked.END_POSITION)
-MAX_COUNT = tl.constexpr(asked.MAX_COUNT)
+REPETITION, FREQUENCY = tl.constexpr(sampling_rows.REPETITION), tl.constexpr(sampling_rows.FREQUENCY)
+PRESENCE = tl.constexpr(sampling_rows.PRESENCE)
+NUM_BIASED, NUM_ENDS = tl.constexpr(sampling_rows.NUM_BIASED), tl.constexpr(sampling_rows.NUM_ENDS)
+END_POSITION = tl.constexpr(sampling_rows.END_POSITION)
+MAX_COUNT = tl.constexpr(sampling_rows.MAX_COUNT)
 BLOCK = 4096  # tokens a program
 LISTED = 256  # ids of a list processed at a time
 

@@ -17,12 +17,12 @@ from torch import Tensor
 import triton
 import triton.language as tl
 
-from ..layout import sampling_rows as asked
+from ..layout import sampling_rows
 from ..reference.sampling import QUARTER as _QUARTER
 from .launch import IS_INTERPRETED, check_dtype, next_power_of_2
 
-TEMPERATURE = tl.constexpr(asked.TEMPERATURE)
-SEED_LOW, SEED_HIGH = tl.constexpr(asked.SEED_LOW), tl.constexpr(asked.SEED_HIGH)
+TEMPERATURE = tl.constexpr(sampling_rows.TEMPERATURE)
+SEED_LOW, SEED_HIGH = tl.constexpr(sampling_rows.SEED_LOW), tl.constexpr(sampling_rows.SEED_HIGH)
 QUARTER = tl.constexpr(_QUARTER)
 GROUP = 4 * _QUARTER  # tokens of a program
 SERIES_END = tl.constexpr(1 / 32)  # as in the twin
@@ -82,7 +82,7 @@ def score(
         sums, keys, logits, row_ids, token_ids, rows, slots, least, vocab_size, logits.stride(0), rows_row, num_groups,
         num_top, GROUP=GROUP, num_warps=8, enable_fp_fusion=True,
     )  # fmt: skip
-    _settle_score_kernel[(num_rows,)](
+    _finish_score_kernel[(num_rows,)](
         logprobs, ranks, top_ids, top_logprobs, sums, keys, logits, row_ids, token_ids, rows, slots, least,
         logits.stride(0), rows_row, num_groups, num_top, BLOCK=next_power_of_2(num_groups),
         BLOCK_TOP=next_power_of_2(max(num_groups * num_top, 1)), num_warps=4, enable_fp_fusion=True,
@@ -214,7 +214,7 @@ def _score_kernel(
 
 
 @triton.jit(do_not_specialize=["num_top"], do_not_specialize_on_alignment=["row_ids", "token_ids", "slots", "least"])
-def _settle_score_kernel(
+def _finish_score_kernel(
     logprobs, ranks, top_ids, top_logprobs, sums, keys, logits, row_ids, token_ids, rows, slots, least,
     logits_row, rows_row, num_groups, num_top, BLOCK: tl.constexpr, BLOCK_TOP: tl.constexpr,
 ):  # fmt: skip

@@ -39,9 +39,9 @@ GOES_ON, STOP = tl.constexpr(step_state.GOES_ON), tl.constexpr(step_state.STOP)
 LENGTH, ERROR = tl.constexpr(step_state.LENGTH), tl.constexpr(step_state.ERROR)
 
 
-def take_news(diff: Tensor, slots: SlotState) -> None:
-    """See `take_news` in `kernels/layout/step_state.py`."""
-    _take_news_kernel[(NEWS_PROGRAMS,)](
+def apply_updates(diff: Tensor, slots: SlotState) -> None:
+    """See `apply_updates` in `kernels/layout/step_state.py`."""
+    _apply_updates_kernel[(NEWS_PROGRAMS,)](
         diff, slots.state, slots.tokens, slots.tables,
         slots.state.stride(0), slots.tokens.stride(0), slots.tables.stride(0),
         WIDTH=step_state.STATE_WIDTH, BLOCK_WIDTH=next_power_of_2(step_state.STATE_WIDTH), BLOCK=BLOCK,
@@ -65,11 +65,11 @@ def make_inputs(diff: Tensor, slots: SlotState, buffers: StepBuffers, block_size
     )  # fmt: skip
 
 
-def settle(out: Tensor, chosen: Tensor, sampled_slots: Tensor, slots: SlotState) -> None:
-    """See `settle` in `kernels/layout/step_state.py`."""
+def note_tokens(out: Tensor, chosen: Tensor, sampled_slots: Tensor, slots: SlotState) -> None:
+    """See `note_tokens` in `kernels/layout/step_state.py`."""
     num_rows = len(chosen)
     block = min(next_power_of_2(num_rows), 128)
-    _settle_kernel[(triton.cdiv(num_rows, block),)](
+    _note_tokens_kernel[(triton.cdiv(num_rows, block),)](
         out, chosen, sampled_slots, slots.state, slots.tokens, num_rows, slots.tokens.shape[1],
         out.stride(0), slots.state.stride(0), slots.tokens.stride(0), NUM_STOPS=step_state.MAX_STOPS, BLOCK=block,
         enable_fp_fusion=True,
@@ -77,7 +77,7 @@ def settle(out: Tensor, chosen: Tensor, sampled_slots: Tensor, slots: SlotState)
 
 
 @triton.jit
-def _take_news_kernel(
+def _apply_updates_kernel(
     diff, state, tokens, tables, state_row, tokens_row, tables_row,
     WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -173,7 +173,7 @@ def _tokens_kernel(
 
 
 @triton.jit(do_not_specialize=["num_rows", "max_tokens"])
-def _settle_kernel(
+def _note_tokens_kernel(
     out, chosen, sampled_slots, state, tokens, num_rows, max_tokens, out_row, state_row, tokens_row,
     NUM_STOPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip

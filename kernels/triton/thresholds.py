@@ -20,12 +20,16 @@ from torch import Tensor
 import triton
 import triton.language as tl
 
-from ..layout import sampling_rows as asked
+from ..layout import sampling_rows
 from .launch import check_dtype
 from .sampling import as_float, as_number, ordered
 
-TEMPERATURE = tl.constexpr(asked.TEMPERATURE)
-TOP_K, TOP_P, MIN_P = tl.constexpr(asked.TOP_K), tl.constexpr(asked.TOP_P), tl.constexpr(asked.MIN_P)
+TEMPERATURE = tl.constexpr(sampling_rows.TEMPERATURE)
+TOP_K, TOP_P, MIN_P = (
+    tl.constexpr(sampling_rows.TOP_K),
+    tl.constexpr(sampling_rows.TOP_P),
+    tl.constexpr(sampling_rows.MIN_P),
+)
 TILE = 2048  # tokens processed at a time, 8 a thread: more would spill registers
 CAPACITY = 4096  # most candidates of a row
 NUM_LIKELY = 512  # candidates for top_p alone, about; if they do not suffice, the whole row is searched

@@ -28,7 +28,7 @@ PART = 1 << 22  # numbers of a random tensor that one thread draws at a time
 NOT_WEIGHTS = re.compile(r".*\.(rotary_emb\.inv_freq|attention\.bias|attention\.masked_bias)")  # in old checkpoints
 
 
-class Source(Protocol):
+class TensorSource(Protocol):
     """A source of tensors by name: a checkpoint, or random numbers."""
 
     def is_mapped(self, name: str) -> bool:
@@ -41,7 +41,7 @@ class Source(Protocol):
         """Releases the tensor's memory, once it is copied."""
 
 
-def open_source(root: Path, config: ModelConfig, load_format: str) -> Source:
+def open_source(root: Path, config: ModelConfig, load_format: str) -> TensorSource:
     """The checkpoint in `root`; with load_format "dummy" seeded random numbers, without reading a file.
 
     "auto" is "safetensors". Raises CheckpointError naming file and tensor for a missing, extra or misshapen tensor.

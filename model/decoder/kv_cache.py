@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...kernels.kernel_set import KernelSet
-from ...kernels.reference import kernel_set as torch_kernels
+from ...kernels.reference import kernel_set
 from ..config import ModelConfig
 from .upload import upload
 
@@ -34,7 +34,7 @@ class KVCache:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
-        kernels: KernelSet = torch_kernels,
+        kernels: KernelSet = kernel_set,
         scales: Tensor | None = None,
         *,
         is_block_major: bool | None = None,

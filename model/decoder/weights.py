@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..checkpoint.safetensors import BFLOAT16
-from ..checkpoint.tensor_shapes import Source, expected_shapes, open_source
+from ..checkpoint.tensor_shapes import TensorSource, expected_shapes, open_source
 from ..config import ModelConfig
 from ..errors import CheckpointError
 from .linear import Linear, linear_form
@@ -84,7 +84,7 @@ class _Loader:
 
     def __init__(
         self,
-        source: Source,
+        source: TensorSource,
         config: ModelConfig,
         shapes: dict[str, tuple[int, ...]],
         device: torch.device,

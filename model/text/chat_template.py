@@ -22,7 +22,7 @@ from jinja2 import nodes
 
 from ..errors import TemplateError
 from ..files import read_json, read_text
-from .jinja_sandbox import BUDGET, Budget, Sandbox
+from .jinja_sandbox import BUDGET, RenderBudget, TemplateSandbox
 from .tokenizer import NAMED_TOKENS, Tokenizer
 
 PROMPT_CHARS = 1 << 20  # longest prompt that a template may render
@@ -42,7 +42,7 @@ RENDER_ERRORS = (  # errors that a template's expressions can raise
 
 
 @dataclass(frozen=True, slots=True)
-class ChatPrompt:
+class RenderedChat:
     """A rendered chat. Its ids are `tokenizer.encode_chat(text, mark)`."""
 
     text: str
@@ -55,7 +55,7 @@ class ChatTemplate:
     def __init__(self, source: str, tokenizer: Tokenizer, now: Callable[[], datetime] = datetime.now) -> None:
         """Raises TemplateError if the template is not valid Jinja. `now` is the clock of `strftime_now`."""
         self.source = source
-        sandbox = Sandbox(now)
+        sandbox = TemplateSandbox(now)
         try:
             self._template = sandbox.from_string(source)
             self._takes_parts = _takes_parts(sandbox.parse(source))
@@ -87,7 +87,7 @@ class ChatTemplate:
         documents: Sequence[Mapping[str, Any]] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         kwargs: Mapping[str, Any] | None = None,
-    ) -> ChatPrompt:
+    ) -> RenderedChat:
         """The prompt for `messages`, each a role and a content: a string, or a list of `{"type": "text", "text": ...}`.
 
         A message with `tool_calls` needs no content. Their arguments may be JSON text or a mapping; the template gets
@@ -112,13 +112,13 @@ class ChatTemplate:
         text = self._render({**self._names, **variables, "add_generation_prompt": add_generation_prompt})
         if continue_final_message:
             text = _cut_at_tag(text, tag)
-        return ChatPrompt(text, mark)
+        return RenderedChat(text, mark)
 
     def _render(self, variables: dict[str, Any]) -> str:
         pieces: list[str] = []
         num_chars = 0
         try:
-            for piece in self._template.generate({**variables, BUDGET: Budget()}):
+            for piece in self._template.generate({**variables, BUDGET: RenderBudget()}):
                 pieces.append(piece)
                 num_chars += len(piece)
                 if num_chars > PROMPT_CHARS:

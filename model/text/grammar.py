@@ -87,7 +87,7 @@ def _told(error: str) -> str:
     return line if len(line) <= MAX_MESSAGE_CHARS else line[: MAX_MESSAGE_CHARS - 3] + "..."
 
 
-class Compiler:
+class GrammarCompiler:
     """Makes matchers for one vocabulary. Several threads may call its methods at once; they release the GIL.
 
     Masks have a bit for each of the V logits, in words of 32: bit i % 32 of word i // 32. If the model has no EOS, one

@@ -13,7 +13,7 @@ from typing import Any
 
 from llguidance import LLMatcher
 
-from .grammar import Compiler, GrammarError, grammar_text
+from .grammar import GrammarCompiler, GrammarError, grammar_text
 from .vocabulary import Vocabulary
 
 NUM_TOKENS = 64  # most tokens of an answer
@@ -24,11 +24,11 @@ MAX_TRIALS = 4
 MAX_TRIALS_S = 0.3  # CPU seconds of all trials
 
 
-class Trials:
+class GrammarTrials:
     """Trials of grammars with one vocabulary."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        self.compiler = Compiler(vocabulary)
+        self.compiler = GrammarCompiler(vocabulary)
 
     def answer(self, question: bytes) -> bytes:
         """Answers a JSON question (kind, source, is_compact) in JSON: `error`, or `num_bytes` and `cpu_ms`."""

@@ -37,7 +37,7 @@ FILTERS = (
 WIDE_FIELD = re.compile(r"\d{4}|\*|\{[^{}]*\{")  # a width of four digits, or one given by a value
 
 
-class Budget:
+class RenderBudget:
     """The work that a render may still do, in characters and items."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Budget:
         self.spend(size)
 
 
-class Sandbox(ImmutableSandboxedEnvironment):
+class TemplateSandbox(ImmutableSandboxedEnvironment):
     """The environment that chat templates are compiled in. Each render needs its own Budget as variable BUDGET."""
 
     intercepted_binops = frozenset(["+", "*", "**", "%"])
@@ -153,13 +153,13 @@ def _call(method: str, arguments: Sequence[nodes.Node], line: int) -> nodes.Call
     return nodes.Call(nodes.EnvironmentAttribute(method), list(arguments), [], None, None, lineno=line)
 
 
-def _budget(context: Context) -> Budget:
+def _budget(context: Context) -> RenderBudget:
     budget = context.resolve(BUDGET)
-    assert isinstance(budget, Budget)
+    assert isinstance(budget, RenderBudget)
     return budget
 
 
-def _pay_for_operator(budget: Budget, operator: str, left: Any, right: Any) -> None:
+def _pay_for_operator(budget: RenderBudget, operator: str, left: Any, right: Any) -> None:
     if operator == "+" and isinstance(left, Sized) and isinstance(right, Sized):
         budget.make(len(left) + len(right))
     elif operator == "%" and isinstance(left, str):
@@ -174,7 +174,7 @@ def _pay_for_operator(budget: Budget, operator: str, left: Any, right: Any) -> N
             _refuse(f"a number of {bits} bits; at most {NUMBER_BITS}")
 
 
-def _pay_for_method(budget: Budget, method: str, owner: str | bytes | float, values: list[Any]) -> None:
+def _pay_for_method(budget: RenderBudget, method: str, owner: str | bytes | float, values: list[Any]) -> None:
     """Charges for the largest result of a string's method. Refuses methods of numbers, as no template needs them."""
     if not isinstance(owner, str) or method in ("encode", "translate"):
         _refuse(f"{type(owner).__name__}.{method} is not available")
@@ -189,19 +189,19 @@ def _pay_for_method(budget: Budget, method: str, owner: str | bytes | float, val
         budget.make(len(owner) + owner.count("\t") * LARGEST_ARGUMENT + LARGEST_ARGUMENT)
 
 
-def _pay_for_replace(budget: Budget, text: Any, old: Any, new: Any) -> None:
+def _pay_for_replace(budget: RenderBudget, text: Any, old: Any, new: Any) -> None:
     text = str(text)
     budget.make(len(text) + text.count(str(old)) * len(str(new)))
 
 
-def _pay_for_join(budget: Budget, items: Any, separator: Any) -> None:
+def _pay_for_join(budget: RenderBudget, items: Any, separator: Any) -> None:
     if not isinstance(items, Sized):
         _refuse("join needs a list; add `| list`")
     sizes = [len(str(item)) for item in items]  # type: ignore[attr-defined]
     budget.make(sum(sizes) + len(sizes) * len(str(separator)))
 
 
-def _pay_for_format(budget: Budget, template: str, num_fields: int, values: Iterable[Any]) -> None:
+def _pay_for_format(budget: RenderBudget, template: str, num_fields: int, values: Iterable[Any]) -> None:
     if WIDE_FIELD.search(template):
         _refuse(f"a field wider than {LARGEST_ARGUMENT}")
     widest = LARGEST_ARGUMENT + sum(len(str(value)) for value in values)

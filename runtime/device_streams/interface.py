@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 
-class Event(Protocol):
-    """A point in a stream's work, marked by `Stream.record`. Recording it again moves it.
+class DeviceEvent(Protocol):
+    """A point in a stream's work, marked by `DeviceStream.record`. Recording it again moves it.
 
     An event that was never recorded counts as done.
     """
@@ -25,22 +25,22 @@ class Event(Protocol):
         Raises the device's error, if any.
         """
 
-    def us_since(self, earlier: Event) -> float:
+    def us_since(self, earlier: DeviceEvent) -> float:
         """Microseconds on the device's clock from `earlier` to this event.
 
         Negative if this one came first. Both must have been recorded and be done.
         """
 
 
-class Graph(Protocol):
-    """Captured work: the launches of one function, which `Stream.replay` submits again."""
+class DeviceGraph(Protocol):
+    """Captured work: the launches of one function, which `DeviceStream.replay` submits again."""
 
     @property
     def num_bytes(self) -> int:
         """Bytes of device memory that the capture took."""
 
 
-class Stream(Protocol):
+class DeviceStream(Protocol):
     """Work that runs in the order of submission. No method waits for the device.
 
     Two streams are ordered by events only: work submitted after `wait(event)` begins when that event is done, as last
@@ -61,26 +61,26 @@ class Stream(Protocol):
         Both arrays are in use until the copy is done.
         """
 
-    def record(self, event: Event) -> None: ...
-    def wait(self, event: Event) -> None: ...
+    def record(self, event: DeviceEvent) -> None: ...
+    def wait(self, event: DeviceEvent) -> None: ...
 
-    def capture(self, run: Callable[[], object]) -> Graph:
+    def capture(self, run: Callable[[], object]) -> DeviceGraph:
         """Captures the launches of `run()` on this stream without executing them.
 
         `run` must not copy, record or wait.
         """
 
-    def replay(self, graph: Graph) -> None:
+    def replay(self, graph: DeviceGraph) -> None:
         """Submits the graph's launches again. They read and write the same memory as at the capture."""
 
 
-class Streams(Protocol):
+class DeviceStreams(Protocol):
     """One device."""
 
-    def stream(self, name: str) -> Stream:
+    def stream(self, name: str) -> DeviceStream:
         """A new stream."""
 
-    def event(self) -> Event:
+    def event(self) -> DeviceEvent:
         """A new event."""
 
     def wait(self) -> None:

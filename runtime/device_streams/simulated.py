@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from .interface import Event, Graph, Stream
+from .interface import DeviceEvent, DeviceGraph, DeviceStream
 
 GARBAGE = 0x6B
 COPY_PIECES = 2
@@ -127,7 +127,7 @@ class SimEvent:
         number = self.num_recorded
         self._device.run_until(lambda: self.num_happened >= number)
 
-    def us_since(self, earlier: Event) -> float:
+    def us_since(self, earlier: DeviceEvent) -> float:
         assert isinstance(earlier, SimEvent)
         for event in (self, earlier):
             assert event.num_recorded and event.num_happened == event.num_recorded, "an event that is not done"
@@ -145,7 +145,7 @@ class SimGraph:
 
 
 class SimStream:
-    """Operations in order. See `Stream`."""
+    """Operations in order. See `DeviceStream`."""
 
     def __init__(self, name: str, device: SimStreams) -> None:
         self.name = name
@@ -170,12 +170,12 @@ class SimStream:
         assert destination.nbytes == source.nbytes, f"{source.nbytes} bytes are copied to {destination.nbytes}"
         self._submit(_Copy(destination, source))
 
-    def record(self, event: Event) -> None:
+    def record(self, event: DeviceEvent) -> None:
         assert isinstance(event, SimEvent)
         event.num_recorded += 1
         self._submit(_Record(event, event.num_recorded, self._device))
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: DeviceEvent) -> None:
         assert isinstance(event, SimEvent)
         self._submit(_Wait(event, event.num_recorded))
 
@@ -188,7 +188,7 @@ class SimStream:
         finally:
             self._captured = None
 
-    def replay(self, graph: Graph) -> None:
+    def replay(self, graph: DeviceGraph) -> None:
         assert isinstance(graph, SimGraph)
         graph.num_replays += 1
         for run in graph.launches:
@@ -273,4 +273,4 @@ def _bytes_of(array: Any) -> Any:
     return found.reshape(-1).view(np.uint8)
 
 
-__all__ = ["DeviceStuck", "SimEvent", "SimGraph", "SimStream", "SimStreams", "Stream"]
+__all__ = ["DeviceStuck", "SimEvent", "SimGraph", "SimStream", "SimStreams", "DeviceStream"]

@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import ClassVar, Protocol, TypeVar, TypeVarTuple
 
-from ..device_streams.interface import Streams
+from ..device_streams.interface import DeviceStreams
 from ..workers.side_thread import LiveSideThread, SideThread
 from ..workers.thread_worker import Handover, ThreadWorker
 from ..workers.worker import Worker
@@ -44,7 +44,7 @@ class Env(ABC):
 
     is_live: ClassVar[bool] = False  # True: time passes by itself, so periodic checks may run
     injects_faults: ClassVar[bool] = True  # False: `fault` always returns False, so callers may skip it
-    streams: Streams | None = None  # a device that replaces the real one; set before an engine starts
+    streams: DeviceStreams | None = None  # a device that replaces the real one; set before an engine starts
 
     def __init__(self, seed: int) -> None:
         self.seed = seed

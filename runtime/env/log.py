@@ -138,7 +138,7 @@ def captured_logs() -> Iterator[list[dict[str, Any]]]:
         _Active.target = before
 
 
-class Target(Protocol):
+class LogTarget(Protocol):
     """Where events go."""
 
     level: int  # the lowest level taken
@@ -244,7 +244,7 @@ def console_line(event: Mapping[str, Any]) -> bytes:
 class _Active:
     """What `configure` set up. Per process, as standard error is."""
 
-    target: Target
+    target: LogTarget
     foreign: _ForeignHandler | None = None
     with_error_messages = True
     settings: dict[str, Any] | None = None
@@ -275,7 +275,7 @@ class _Logger:
                 structlog.contextvars.merge_contextvars,
                 structlog.processors.add_log_level,
                 _stamp,
-                _tell_error,
+                _describe_error,
                 _hand_over,
             ],
             wrapper_class=structlog.make_filtering_bound_logger(logging.NOTSET),
@@ -351,7 +351,7 @@ class _ForeignHandler(logging.Handler):
         _Active.target.take(_stamp(None, "", merge_contextvars(None, "", event)))
 
 
-def _tell_error(_logger: Any, _method_name: str, event: EventDict) -> EventDict:
+def _describe_error(_logger: Any, _method_name: str, event: EventDict) -> EventDict:
     """Replaces `exc_info` by the field `exception`. True means the exception being handled."""
     error = event.pop("exc_info", None)
     if error is not None and not isinstance(error, BaseException):

@@ -25,7 +25,7 @@ from typing import Any
 import orjson
 
 from ..pipeline import Pipeline
-from ..trace.tracer import Reader, as_dicts, in_order_of_time
+from ..trace.tracer import RingReader, as_dicts, in_order_of_time
 
 MAX_FILES = 8  # in the directory; the oldest is deleted
 MAX_EVENTS = 50_000  # the latest; about 7 MB
@@ -80,7 +80,7 @@ class FlightRecorder:
         return path
 
     def _events(self, pipeline: Pipeline) -> Iterator[Line]:
-        readers: list[Reader] = pipeline.tracer.readers()
+        readers: list[RingReader] = pipeline.tracer.readers()
         if not readers:
             return
         records = in_order_of_time(reader.read_since()[0] for reader in readers)

@@ -25,7 +25,7 @@ START_S = 30.0  # to load and to read the opening, on a busy machine
 log = get_logger("millrace.runtime")
 
 
-class HelperGone(Exception):
+class HelperDied(Exception):
     """The child ended before it answered.
 
     `signal` is the number of the signal that ended it, or None.
@@ -49,7 +49,7 @@ class HelperGone(Exception):
         return self.signal in (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL)
 
 
-class Helpers:
+class HelperPool:
     """A few children that run `python -m <module>`, started on demand and replaced at their end.
 
     `opening` is the first frame that each gets. `ask` serves its callers in order, one per child. Cancelling a caller
@@ -74,7 +74,7 @@ class Helpers:
     async def ask(self, question: bytes) -> bytes:
         """The child's answer to `question`.
 
-        Raises `HelperGone` if the child ends first or takes over `wall_s`.
+        Raises `HelperDied` if the child ends first or takes over `wall_s`.
         """
         async with self._room:
             helper = await self._take()
@@ -86,7 +86,7 @@ class Helpers:
                 return answer
             except TimeoutError:
                 helper.process.kill()
-                raise HelperGone(signal.SIGPROF) from None
+                raise HelperDied(signal.SIGPROF) from None
             finally:
                 if is_well:
                     self._idle.append(helper)
@@ -118,12 +118,12 @@ class Helpers:
         if not self._is_closed:
             try:
                 self._idle.append(await self._start())
-            except HelperGone as error:
+            except HelperDied as error:
                 log.error("helper.failed", module=self._module, error=str(error))
 
     async def _start(self) -> _Helper:
         if self._is_closed:
-            raise HelperGone(None)
+            raise HelperDied(None)
         environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
         command = (sys.executable, "-P", "-m", self._module)
         process = await asyncio.create_subprocess_exec(
@@ -137,7 +137,7 @@ class Helpers:
         except BaseException as error:
             await self._end(helper)
             if isinstance(error, TimeoutError):
-                raise HelperGone(None) from None
+                raise HelperDied(None) from None
             raise
         log.debug("helper.started", module=self._module, pid=process.pid)
         return helper
@@ -168,8 +168,8 @@ class _Helper:
             await self.process.stdin.drain()
             (size,) = struct.unpack("<I", await self.process.stdout.readexactly(4))
             if size > MAX_ANSWER_BYTES:
-                raise HelperGone(None)
+                raise HelperDied(None)
             return await self.process.stdout.readexactly(size)
         except (asyncio.IncompleteReadError, ConnectionError):
             code = await self.process.wait()
-            raise HelperGone(-code if code < 0 else None) from None
+            raise HelperDied(-code if code < 0 else None) from None

@@ -9,7 +9,7 @@ from typing import Any, TypedDict, TypeVar, TypeVarTuple
 
 from ..env.env import Env
 from ..workers.side_thread import SideThread
-from ..workers.worker import Job, Told, Worker, run_job
+from ..workers.worker import Job, WhenDone, Worker, run_job
 from .faults import FaultPoints
 from .loop import MAX_CALLBACKS, START_S, SimLoop
 
@@ -143,12 +143,12 @@ class _SimWorker(Worker):
         self._num_running = 0
         self._all_ended: asyncio.Future[None] | None = None
 
-    def _enqueue(self, fn: Callable[..., Any], args: tuple[Any, ...], told: Told) -> Job:
-        job = Job.of(self._env.loop, fn, args, self._waiting, told)
+    def _enqueue(self, fn: Callable[..., Any], args: tuple[Any, ...], when_done: WhenDone) -> Job:
+        job = Job.of(self._env.loop, fn, args, self._waiting, when_done)
         self._env.loop.call_soon(self._begin_jobs)
         return job
 
-    def tell(self) -> None:
+    def deliver(self) -> None:
         """Does nothing: every result was reported when its job ended."""
 
     async def aclose(self) -> None:

@@ -18,7 +18,7 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 
-class VirtualEnv(Env):
+class ManualEnv(Env):
     """An env with manual time: set `time_s`, then call `ring` to run the due alarms.
 
     No threads, no faults, no waiting.

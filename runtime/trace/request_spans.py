@@ -61,11 +61,13 @@ def request_spans(records: Records, names: list[str]) -> list[RequestSpans]:
         return []
     first_ns, last_ns = int(records["time_ns"][0]), int(records["time_ns"][-1])
     ids, owners = request_names(records), _owners(records)
-    lives: dict[int, _Life] = {}
+    lives: dict[int, _RequestRecords] = {}
     for record in records[np.isin(records["kind"], OF_REQUESTS)]:
         number = owners.get(int(record["a"]), int(record["a"]))
         if number not in lives:
-            lives[number] = _Life(RequestSpans(number, ids.get(number, f"request {number}"), first_ns, last_ns))
+            lives[number] = _RequestRecords(
+                RequestSpans(number, ids.get(number, f"request {number}"), first_ns, last_ns)
+            )
         lives[number].hear(record, names)
     return [lives[number].told() for number in sorted(lives)]
 
@@ -77,7 +79,7 @@ def _owners(records: Records) -> dict[int, int]:
     return {first + i: first for first, num_sequences in firsts for i in range(num_sequences)}
 
 
-class _Life:
+class _RequestRecords:
     """Collects the records of one request."""
 
     def __init__(self, request: RequestSpans) -> None:

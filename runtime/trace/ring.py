@@ -140,7 +140,7 @@ class TraceRing:
         struct.pack_into("<I", self.map, NUM_NAMES_AT, num_names)
 
 
-class Reader:
+class RingReader:
     """Reads a ring without disturbing its writer.
 
     The ring is of this process, or in a file, also of a dead process.

@@ -17,7 +17,7 @@ import numpy as np
 
 from ..env.env import Env
 from .format import FIELDS, MAX_NAMES, MAX_U32, NO_SLOT, Column, EventKind, Records
-from .ring import DEFAULT_CAPACITY_EVENTS, Emit, Reader, TraceRing, num_written_in, ring_bytes
+from .ring import DEFAULT_CAPACITY_EVENTS, Emit, RingReader, TraceRing, num_written_in, ring_bytes
 from .tables import as_dicts, in_order_of_time, request_names, some_of, table_of, token_times
 
 NAME_COLUMNS = [
@@ -116,14 +116,14 @@ class Tracer:
         with self._lock:
             self._adopted.append(ring)
 
-    def readers(self) -> list[Reader]:
+    def readers(self) -> list[RingReader]:
         """A reader for each ring, always in the same order; new ones come last."""
         with self._lock:
             begun = [ring for ring in self._adopted if num_written_in(ring)]
             self._readable += begun
             self._adopted = [ring for ring in self._adopted if ring not in begun]
             readable = list(self._readable)
-        return [Reader(ring) if isinstance(ring, TraceRing) else AdoptedReader(ring, self) for ring in readable]
+        return [RingReader(ring) if isinstance(ring, TraceRing) else AdoptedRingReader(ring, self) for ring in readable]
 
     def read_all(self) -> Records:
         """All records that the rings hold now, in order of time."""
@@ -158,7 +158,7 @@ class Tracer:
         return ring
 
 
-class AdoptedReader(Reader):
+class AdoptedRingReader(RingReader):
     """Reads a ring of another process, and maps its name ids to those of `tracer`."""
 
     def __init__(self, ring: mmap.mmap, tracer: Tracer) -> None:
@@ -170,7 +170,7 @@ class AdoptedReader(Reader):
         return self._tracer.names()
 
     def read_since(self, cursor: int = 0) -> tuple[Records, int, int]:
-        """As `Reader.read_since`, with the tracer's name ids."""
+        """As `RingReader.read_since`, with the tracer's name ids."""
         records, cursor, num_lost = super().read_since(cursor)
         ids = np.array([self._tracer.source(name) for name in super().names()], np.uint32)
         records["source"] = ids.take(records["source"], mode="clip")
@@ -187,7 +187,7 @@ def _names_before(files: Sequence[int]) -> list[str]:
     So ids in its records keep their meaning.
     """
     rings = (mmap.mmap(file, 0, access=mmap.ACCESS_READ) for file in files)
-    return max((Reader(ring).names() for ring in rings if num_written_in(ring)), key=len, default=[])
+    return max((RingReader(ring).names() for ring in rings if num_written_in(ring)), key=len, default=[])
 
 
 class _Here(threading.local):
@@ -215,7 +215,7 @@ __all__ = [
     "NO_SLOT",
     "Emit",
     "EventKind",
-    "Reader",
+    "RingReader",
     "Records",
     "TraceRing",
     "Tracer",

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Turn(Generic[T]):
+class OrderTicket(Generic[T]):
     """One item in the order, and its state."""
 
     __slots__ = ("error", "is_over", "item")
@@ -33,16 +33,16 @@ class InOrder(Generic[T]):
 
     def __init__(self, wait: Callable[[T], object], do: Callable[[T], object]) -> None:
         self._wait, self._do = wait, do
-        self._turns: deque[Turn[T]] = deque()
+        self._turns: deque[OrderTicket[T]] = deque()
         self._lock = threading.Lock()
 
-    def append(self, item: T) -> Turn[T]:
+    def append(self, item: T) -> OrderTicket[T]:
         """Adds an item at the end. Returns its handle, for `do_through`."""
-        turn = Turn(item)
+        turn = OrderTicket(item)
         self._turns.append(turn)
         return turn
 
-    def do_through(self, turn: Turn[T]) -> None:
+    def do_through(self, turn: OrderTicket[T]) -> None:
         """Processes items in order until `turn` is over.
 
         Raises the error of its item, whichever thread processed it.
@@ -67,7 +67,7 @@ class InOrder(Generic[T]):
                     self._turns.popleft()
                     self._finish(turn)
 
-    def _finish(self, turn: Turn[T]) -> None:
+    def _finish(self, turn: OrderTicket[T]) -> None:
         try:
             self._do(turn.item)
         except BaseException as error:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from .worker import AT_ONCE, IF_ASKED, Job, Told, Worker
+from .worker import IMMEDIATELY, ON_REQUEST, Job, WhenDone, Worker
 
 R = TypeVar("R")
 
@@ -16,7 +16,7 @@ R = TypeVar("R")
 class _Early:
     run: Callable[[], Any]
     result: asyncio.Future[Any]
-    told: Told
+    when_done: WhenDone
 
 
 class StepQueue:
@@ -41,18 +41,20 @@ class StepQueue:
         """The first step with a phase that was not handed to the thread yet."""
         return self._next[0]
 
-    def submit(self, step: int, phase: int, run: Callable[[], R], told: Told = AT_ONCE) -> asyncio.Future[R]:
+    def submit(
+        self, step: int, phase: int, run: Callable[[], R], when_done: WhenDone = IMMEDIATELY
+    ) -> asyncio.Future[R]:
         """Runs `run()` on the device thread when its turn comes.
 
-        Resolves on the loop with its result or error. A result of `IF_ASKED` must be awaited before the step's next
+        Resolves on the loop with its result or error. A result of `ON_REQUEST` must be awaited before the step's next
         phase is submitted; afterwards it is dropped.
         """
         ticket = (step, phase)
         if ticket == self._next:
             if self._quiet is not None:
                 self._worker.forget(self._quiet)
-            result = self._worker.submit(run, told=told)
-            self._quiet = result if told is IF_ASKED else None
+            result = self._worker.submit(run, when_done=when_done)
+            self._quiet = result if when_done is ON_REQUEST else None
             self._advance()
             if self._early:
                 self._hand_over()
@@ -60,9 +62,9 @@ class StepQueue:
         if ticket < self._next or ticket in self._early:
             raise AssertionError(f"step {step} phase {phase} was submitted before; next is {self._next}")
         promise: asyncio.Future[R] = asyncio.get_running_loop().create_future()
-        if told is IF_ASKED:
-            hush(promise)
-        self._early[ticket] = _Early(run, promise, told)
+        if when_done is ON_REQUEST:
+            ignore_error(promise)
+        self._early[ticket] = _Early(run, promise, when_done)
         return promise
 
     def skip(self, step: int, phase: int) -> None:
@@ -76,7 +78,7 @@ class StepQueue:
             self._advance()
             if job.result.cancelled():
                 continue
-            chain(self._worker.submit(job.run, told=job.told), job.result)
+            chain(self._worker.submit(job.run, when_done=job.when_done), job.result)
 
     def _advance(self) -> None:
         step, phase = self._next
@@ -87,13 +89,13 @@ def _nothing() -> None:
     return None
 
 
-def hush(future: asyncio.Future[Any]) -> None:
+def ignore_error(future: asyncio.Future[Any]) -> None:
     """Suppresses the log line about an error that is never retrieved.
 
     A caller that awaits still gets the error.
     """
     if isinstance(future, Job):
-        future.is_hushed = True  # a callback would take 1.5 us and a handle of the loop
+        future.is_error_ignored = True  # a callback would take 1.5 us and a handle of the loop
     else:
         future.add_done_callback(_retrieve)
 

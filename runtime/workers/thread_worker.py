@@ -11,7 +11,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from .loop_waker import LoopWaker
-from .worker import AT_ONCE, BEFORE_WAITING, IF_ASKED, NEVER, AskedTooLate, Job, Told, Worker, run_job
+from .worker import BEFORE_BLOCKING, IMMEDIATELY, NEVER, ON_REQUEST, Job, ResultForgotten, WhenDone, Worker, run_job
 
 _TOO_LATE = "the result of this job was dropped, as nothing awaited it before the next phase: await it earlier"
 
@@ -25,7 +25,7 @@ class _QuietJob(Job):
 
     def add_done_callback(self, fn: Callable[[Any], object], *, context: contextvars.Context | None = None) -> None:
         super().add_done_callback(fn, context=context)
-        self.told = AT_ONCE
+        self.when_done = IMMEDIATELY
         self.handover.hurry()
 
 
@@ -59,8 +59,8 @@ class Handover:
     def put(self, future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
         """Called by threads, which then `wake` the loop.
 
-        NOTE: a waiter of a quiet job changes `told` and then reads this queue; a thread puts the result here and then
-        reads `told`. In this order no result is missed.
+        NOTE: a waiter of a quiet job changes `when_done` and then reads this queue; a thread puts the result here and
+        then reads `when_done`. In this order no result is missed.
         """
         self._done.append((future, result, error))
 
@@ -116,14 +116,14 @@ class ThreadWorker(Worker):
         """Native ids of its started threads."""
         return [thread.native_id for thread in tuple(self._threads) if thread.native_id is not None]
 
-    def _enqueue(self, fn: Callable[..., Any], args: tuple[Any, ...], told: Told) -> Job:
+    def _enqueue(self, fn: Callable[..., Any], args: tuple[Any, ...], when_done: WhenDone) -> Job:
         loop = self._handover.bind()
-        if told is IF_ASKED:
-            quiet = _QuietJob.of(loop, fn, args, self._waiting, told)
+        if when_done is ON_REQUEST:
+            quiet = _QuietJob.of(loop, fn, args, self._waiting, when_done)
             quiet.handover = self._handover
             job: Job = quiet
         else:
-            job = Job.of(loop, fn, args, self._waiting, told if self._num_threads == 1 else AT_ONCE)
+            job = Job.of(loop, fn, args, self._waiting, when_done if self._num_threads == 1 else IMMEDIATELY)
         self._jobs.append(job)
         if not self._threads:
             self._start(loop)
@@ -142,7 +142,7 @@ class ThreadWorker(Worker):
         for _ in range(min(len(self._jobs), self._num_threads) - self._calls.qsize()):
             self._calls.put(None)
 
-    def tell(self) -> None:
+    def deliver(self) -> None:
         if self._has_untold:
             self._has_untold = False
             self._handover.wake()
@@ -174,19 +174,19 @@ class ThreadWorker(Worker):
         while (job := self._next()) is not None:
             if job.begin():
                 result, error = run_job(job)
-                if job.told is NEVER and error is None:
-                    result, error = None, AskedTooLate(_TOO_LATE)
+                if job.when_done is NEVER and error is None:
+                    result, error = None, ResultForgotten(_TOO_LATE)
                 handover.put(job, result, error)
                 del result, error
-                if job.told is AT_ONCE:
+                if job.when_done is IMMEDIATELY:
                     self._has_untold = False
                     handover.wake()
                 else:
-                    self.tell()
-                    self._has_untold = job.told is BEFORE_WAITING
+                    self.deliver()
+                    self._has_untold = job.when_done is BEFORE_BLOCKING
             del job  # an idle thread must not keep the last job's arguments alive
             if self._has_untold and not self._jobs:
-                self.tell()
+                self.deliver()
         handover.put(ended, None, None)
         handover.wake()
 

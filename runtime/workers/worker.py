@@ -21,24 +21,26 @@ class WorkerClosed(RuntimeError):
     """A job was submitted to a worker whose `aclose` has begun."""
 
 
-class AskedTooLate(RuntimeError):
+class ResultForgotten(RuntimeError):
     """The result of a job is awaited after it was dropped by `Worker.forget`."""
 
 
-class Told(enum.Enum):
+class WhenDone(enum.Enum):
     """When a job's result is delivered to the loop.
 
     Waking the loop gives it the interpreter lock. A thread that goes on with its next job then waits for all that the
     loop has to do: 1 ms per step with 16 streams.
     """
 
-    AT_ONCE = enum.auto()
-    BEFORE_WAITING = enum.auto()  # when the next job calls `tell` or ends, or there is no next job
-    IF_ASKED = enum.auto()  # with the next delivery, or when awaited; an error that is never awaited is dropped
+    IMMEDIATELY = enum.auto()
+    BEFORE_BLOCKING = enum.auto()  # when the next job calls `tell` or ends, or there is no next job
+    ON_REQUEST = enum.auto()  # with the next delivery, or when awaited; an error that is never awaited is dropped
     NEVER = enum.auto()  # dropped, see `Worker.forget`
 
 
-AT_ONCE, BEFORE_WAITING, IF_ASKED, NEVER = Told  # faster to look up than enum members; each step does so six times
+IMMEDIATELY, BEFORE_BLOCKING, ON_REQUEST, NEVER = (
+    WhenDone  # faster to look up than enum members; each step does so six times
+)
 
 
 class Worker(ABC):
@@ -57,7 +59,7 @@ class Worker(ABC):
         self._waiting: dict[Job, bool] = {}
         self._is_closed = False
 
-    def submit(self, fn: Callable[[*Ts], T], *args: *Ts, told: Told = AT_ONCE) -> asyncio.Future[T]:
+    def submit(self, fn: Callable[[*Ts], T], *args: *Ts, when_done: WhenDone = IMMEDIATELY) -> asyncio.Future[T]:
         """Queues `fn(*args)`. Call it on the loop.
 
         The future resolves on the loop with the result or the error, which may be any `BaseException` (a Rust panic is
@@ -66,28 +68,28 @@ class Worker(ABC):
         """
         if self._is_closed:
             raise WorkerClosed(f"worker {self.name!r} is closed: {name_of(fn)} was submitted too late")
-        return self._enqueue(fn, args, told)
+        return self._enqueue(fn, args, when_done)
 
     @abstractmethod
-    def _enqueue(self, fn: Callable[..., Any], args: tuple[Any, ...], told: Told) -> Job:
+    def _enqueue(self, fn: Callable[..., Any], args: tuple[Any, ...], when_done: WhenDone) -> Job:
         """Makes the job, which begins when a thread is free."""
 
     @abstractmethod
-    def tell(self) -> None:
+    def deliver(self) -> None:
         """Delivers the results of earlier jobs now.
 
         Called by a job that is about to release the interpreter lock.
         """
 
     def forget(self, result: asyncio.Future[Any]) -> None:
-        """Drops the result of an `IF_ASKED` job of this worker that is not awaited yet.
+        """Drops the result of an `ON_REQUEST` job of this worker that is not awaited yet.
 
-        A later await raises `AskedTooLate`, or the job's own error. Called on the loop. A result that came before may
-        be kept for a while; in simulation all are kept.
+        A later await raises `ResultForgotten`, or the job's own error. Called on the loop. A result that came before
+        may be kept for a while; in simulation all are kept.
         """
         assert isinstance(result, Job), f"{result}: not a job"
-        if result.told is IF_ASKED:
-            result.told = NEVER
+        if result.when_done is ON_REQUEST:
+            result.when_done = NEVER
 
     @property
     def num_waiting(self) -> int:
@@ -108,13 +110,13 @@ class Job(asyncio.Future[Any]):
     A thread that begins it and the loop that cancels it pop it first; `dict.pop` is atomic, so neither needs a lock.
     """
 
-    __slots__ = ("args", "fn", "is_hushed", "told", "waiting")
+    __slots__ = ("args", "fn", "is_error_ignored", "when_done", "waiting")
 
     fn: Callable[..., Any] | None
     args: tuple[Any, ...]
     waiting: dict[Job, bool]
-    told: Told
-    is_hushed: bool  # an error that is never retrieved is not logged
+    when_done: WhenDone
+    is_error_ignored: bool  # an error that is never retrieved is not logged
 
     @classmethod
     def of(
@@ -123,11 +125,11 @@ class Job(asyncio.Future[Any]):
         fn: Callable[..., Any],
         args: tuple[Any, ...],
         waiting: dict[Job, bool],
-        told: Told = AT_ONCE,
+        when_done: WhenDone = IMMEDIATELY,
     ) -> Self:
         """`fn(*args)` as a waiting job. Replaces an `__init__`, which would double the time."""
         job = cls(loop=loop)
-        job.fn, job.args, job.waiting, job.told, job.is_hushed = fn, args, waiting, told, False
+        job.fn, job.args, job.waiting, job.when_done, job.is_error_ignored = fn, args, waiting, when_done, False
         waiting[job] = True
         return job
 
@@ -137,7 +139,7 @@ class Job(asyncio.Future[Any]):
 
     def set_exception(self, exception: type | BaseException) -> None:
         super().set_exception(exception)
-        if self.is_hushed or self.told is IF_ASKED or self.told is NEVER:
+        if self.is_error_ignored or self.when_done is ON_REQUEST or self.when_done is NEVER:
             self.exception()  # marks it as retrieved, so that asyncio does not log it
 
     def cancel(self, msg: Any | None = None) -> bool:

@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 
 from ..messages import NO_INDICES, NO_INTS, Indices, Ints, PlanReport, Rates, StepGrant, StepPlan
 from .host_tier import HostTier
-from .preemption import Pressure
+from .preemption import Preemptor
 from .prefix_cache import PrefixCache
-from .slot_blocks import Holdings
-from .steady_decode import Stride
+from .slot_blocks import SlotBlocks
+from .steady_decode import SteadyDecode
 
 
 @dataclass(frozen=True, slots=True)
-class _Tally:
+class _PlanAllocation:
     """The allocation for one plan: R rows, of which G get new blocks."""
 
     granted: Ints  # [R] tokens; the plan's `num_wanted` array itself if nothing was cut
@@ -61,11 +61,11 @@ class Allocator:
                 f"{blocks_per_slot} blocks of {block_size}; the largest that fits is {num_blocks * block_size} tokens"
             )
         self.last_granted = -1  # number of the last granted step
-        self._holdings = Holdings(num_blocks, block_size, num_slots, blocks_per_slot, cache, host)
-        self.pool, self.tables = self._holdings.pool, self._holdings.tables  # public, for inspection
+        self._slot_blocks = SlotBlocks(num_blocks, block_size, num_slots, blocks_per_slot, cache, host)
+        self.pool, self.tables = self._slot_blocks.pool, self._slot_blocks.tables  # public, for inspection
         self._ones = np.ones(num_slots, np.int32)
         self._nothing = np.zeros(num_slots, np.int32)  # `num_cached` of most plans
-        self._stride: Stride | None = None  # for the rows of the last two plans, if equal and only decodes
+        self._steady: SteadyDecode | None = None  # for the rows of the last two plans, if equal and only decodes
         self._last_slots: Indices | None = None  # of the last plan, if it has only decodes
 
     # -- inspection and settings
@@ -73,18 +73,18 @@ class Allocator:
     @property
     def sequence_ids(self) -> NDArray[np.int64]:
         """[S] the sequence whose blocks each slot holds or held last; -1: none yet."""
-        return self._holdings.sequence_ids
+        return self._slot_blocks.sequence_ids
 
     @property
     def host(self) -> HostTier | None:
         """The host tier; None if swapping is off."""
-        return self._holdings.host
+        return self._slot_blocks.host
 
     @property
     def cache(self) -> PrefixCache | None:
         """The prefix cache; None if it is off."""
-        sharing = self._holdings.sharing
-        return None if sharing is None else sharing.cache
+        publisher = self._slot_blocks.publisher
+        return None if publisher is None else publisher.cache
 
     def use_rates(self, rates: Rates) -> None:
         """Sets the rates by which swapping is weighed against recomputing."""
@@ -96,71 +96,71 @@ class Allocator:
 
         Returns the number of blocks freed. Running sequences keep their blocks.
         """
-        if self._holdings.sharing is None:
+        if self._slot_blocks.publisher is None:
             return 0
-        self._holdings.sharing.forget()
+        self._slot_blocks.publisher.forget()
         if self.host is not None:
             self.host.reset()
         return self.pool.forget_kept()
 
     def check(self) -> None:
         """Raises AssertionError unless pools, tables and cache agree (I3, I4, I11)."""
-        self._holdings.check()
+        self._slot_blocks.check()
 
     # -- serving a plan
 
     def serve(self, plan: StepPlan) -> tuple[StepGrant | None, PlanReport]:
         """Returns the grant and the report. The grant is None if nothing can run or be copied."""
-        holdings = self._holdings
-        holdings.take_note(plan)
+        slot_blocks = self._slot_blocks
+        slot_blocks.take_note(plan)
         stride = self._stride_of(plan)
         if stride is not None:
             return self._go_on(plan, stride)
-        beginners = holdings.beginners(plan)
-        if beginners:
+        starting_rows = slot_blocks.starting_rows(plan)
+        if starting_rows:
             plan = replace(plan, num_wanted=plan.num_wanted.copy())  # from here on: tokens left to compute
-            for row in beginners:
-                holdings.attach(plan, row, may_fork=True)
+            for row in starting_rows:
+                slot_blocks.attach(plan, row, may_fork=True)
         granted = _cut_to_budget(plan)
-        if beginners:
+        if starting_rows:
             granted = granted.copy()  # not `num_wanted` itself: waiting rows have 0
-            self._detach_idle(plan, beginners, granted)
-        tally = self._with_blocks(plan, granted)
-        if tally.num_blocks > self.pool.num_available:
-            for row, num_wanted in beginners.items():
-                holdings.detach(plan, row, num_wanted)
+            self._detach_idle(plan, starting_rows, granted)
+        allocation = self._with_blocks(plan, granted)
+        if allocation.num_blocks > self.pool.num_available:
+            for row, num_wanted in starting_rows.items():
+                slot_blocks.detach(plan, row, num_wanted)
             plan = _without_drafts(plan)  # drafts are dropped before any sequence is preempted or waits
-            pressure = Pressure(holdings, plan, beginners)
+            pressure = Preemptor(slot_blocks, plan, starting_rows)
             pressure.serve()
             grows = pressure.new_blocks.nonzero()[0]
             counts = pressure.new_blocks[grows]
-            tally = _Tally(pressure.granted, grows, counts, int(counts.sum()), pressure.preempted)
-        grant = self._grant(plan, tally)
-        return grant, self._report(plan, tally.granted, tally.preempted, is_void=grant is None)
+            allocation = _PlanAllocation(pressure.granted, grows, counts, int(counts.sum()), pressure.preempted)
+        grant = self._grant(plan, allocation)
+        return grant, self._report(plan, allocation.granted, allocation.preempted, is_void=grant is None)
 
     # -- steady decoding
 
-    def _stride_of(self, plan: StepPlan) -> Stride | None:
+    def _stride_of(self, plan: StepPlan) -> SteadyDecode | None:
         """The state of steady decoding, if the rows are the last plan's and their blocks available."""
         is_same = plan.is_decode and plan.slots is self._last_slots
         self._last_slots = plan.slots if plan.is_decode and plan.num_reserved is None else None
-        if not is_same or self._last_slots is None or self._holdings.started or len(plan.slots) > plan.token_budget:
-            self._stride = None
+        if not is_same or self._last_slots is None or self._slot_blocks.started or len(plan.slots) > plan.token_budget:
+            self._steady = None
             return None
-        if self._stride is None:
-            self._stride = Stride(plan.slots, self.tables)
-        if not self._stride.is_whole or self._stride.num_blocks > self.pool.num_available:
-            self._stride = self._last_slots = None
-        return self._stride
+        if self._steady is None:
+            self._steady = SteadyDecode(plan.slots, self.tables)
+        if not self._steady.is_whole or self._steady.num_blocks > self.pool.num_available:
+            self._steady = self._last_slots = None
+        return self._steady
 
-    def _go_on(self, plan: StepPlan, stride: Stride) -> tuple[StepGrant, PlanReport]:
+    def _go_on(self, plan: StepPlan, stride: SteadyDecode) -> tuple[StepGrant, PlanReport]:
         table_slots, table_places, blocks = NO_INDICES, NO_INDICES, NO_INTS
         if stride.num_blocks:
-            blocks = self.pool.take_behind(stride.lasts(), [1] * stride.num_blocks, stride.num_blocks)
+            blocks = self.pool.take_behind(stride.last_blocks(), [1] * stride.num_blocks, stride.num_blocks)
             table_slots, table_places = stride.grow(blocks)
         starts = stride.step()
         self.last_granted = plan.step
-        self._holdings.last_step[plan.slots] = plan.step
+        self._slot_blocks.last_step[plan.slots] = plan.step
         grant = StepGrant(
             step=plan.step,
             generation=plan.generation,
@@ -172,18 +172,18 @@ class Allocator:
             table_places=table_places,
             table_blocks=blocks,
             is_decode=True,
-            copies=tuple(self._holdings.copies),
+            copies=tuple(self._slot_blocks.copies),
         )
         return grant, self._report(plan, plan.num_wanted, ())
 
     # -- other plans
 
-    def _detach_idle(self, plan: StepPlan, beginners: dict[int, int], granted: Ints) -> None:
-        for row, num_wanted in beginners.items():
+    def _detach_idle(self, plan: StepPlan, starting_rows: dict[int, int], granted: Ints) -> None:
+        for row, num_wanted in starting_rows.items():
             if not granted[row]:
-                self._holdings.detach(plan, row, num_wanted)
+                self._slot_blocks.detach(plan, row, num_wanted)
 
-    def _with_blocks(self, plan: StepPlan, granted: Ints) -> _Tally:
+    def _with_blocks(self, plan: StepPlan, granted: Ints) -> _PlanAllocation:
         """The blocks that all rows need, whether or not the pool has them."""
         tables, slots = self.tables, plan.slots
         lengths = tables.num_tokens[slots] + granted
@@ -192,35 +192,37 @@ class Allocator:
         num_homeless = lengths - tables.room[slots]  # tokens beyond the room of the slot's blocks
         grows = (num_homeless > 0).nonzero()[0]
         if plan.is_decode and plan.num_reserved is None:
-            return _Tally(granted, grows, self._ones[: len(grows)], len(grows))
+            return _PlanAllocation(granted, grows, self._ones[: len(grows)], len(grows))
         counts = tables.num_blocks_for(num_homeless[grows])
-        return _Tally(granted, grows, counts, int(counts.sum()))
+        return _PlanAllocation(granted, grows, counts, int(counts.sum()))
 
     # -- grant and report
 
-    def _grant(self, plan: StepPlan, tally: _Tally) -> StepGrant | None:
-        holdings, tables = self._holdings, self.tables
-        slots, granted, is_sampled, drafts = plan.slots, tally.granted, plan.reaches_end, plan.drafts
+    def _grant(self, plan: StepPlan, allocation: _PlanAllocation) -> StepGrant | None:
+        slot_blocks, tables = self._slot_blocks, self.tables
+        slots, granted, is_sampled, drafts = plan.slots, allocation.granted, plan.reaches_end, plan.drafts
         if granted is not plan.num_wanted:
             rows = granted.nonzero()[0]
-            slots, granted = plan.slots[rows], tally.granted[rows]
+            slots, granted = plan.slots[rows], allocation.granted[rows]
             is_sampled = plan.reaches_end[rows] & (granted == plan.num_wanted[rows])
             drafts = None if drafts is None else drafts.take(rows)
-        if not len(slots) and not holdings.copies:
+        if not len(slots) and not slot_blocks.copies:
             return None
         table_slots, table_places, blocks = NO_INDICES, NO_INDICES, NO_INTS
-        if tally.num_blocks or holdings.begun:
-            table_slots, table_places, blocks = holdings.grow(plan.slots[tally.grows], tally.counts, tally.num_blocks)
+        if allocation.num_blocks or slot_blocks.begun:
+            table_slots, table_places, blocks = slot_blocks.grow(
+                plan.slots[allocation.grows], allocation.counts, allocation.num_blocks
+            )
         starts = tables.num_tokens[slots]
         ends = starts + granted
         tables.num_tokens[slots] = ends if drafts is None else ends - drafts.counts
         self.last_granted = plan.step
-        holdings.last_step[slots] = plan.step
-        if holdings.begun:
-            holdings.fork(plan.step)
-            holdings.copy_in(plan.step)
-        if holdings.sharing is not None and not plan.is_decode:
-            holdings.sharing.note_grant(plan.step, slots, starts, ends, self._num_begun(slots))
+        slot_blocks.last_step[slots] = plan.step
+        if slot_blocks.begun:
+            slot_blocks.fork(plan.step)
+            slot_blocks.copy_in(plan.step)
+        if slot_blocks.publisher is not None and not plan.is_decode:
+            slot_blocks.publisher.note_grant(plan.step, slots, starts, ends, self._num_begun(slots))
         return StepGrant(
             step=plan.step,
             generation=plan.generation,
@@ -233,13 +235,13 @@ class Allocator:
             table_blocks=blocks,
             is_decode=plan.is_decode,
             drafts=drafts,
-            started=holdings.tell_started(slots) if holdings.started else (),
-            copies=tuple(holdings.copies),
+            started=slot_blocks.take_started(slots) if slot_blocks.started else (),
+            copies=tuple(slot_blocks.copies),
         )
 
     def _num_begun(self, slots: Indices) -> Ints:
         """[R] tokens with which sequences in these slots start in this plan, without computing them."""
-        begun = self._holdings.begun
+        begun = self._slot_blocks.begun
         if not begun:
             return self._nothing[: len(slots)]
         return np.array([begun[slot].num_tokens if slot in begun else 0 for slot in slots.tolist()], np.int32)
@@ -247,8 +249,8 @@ class Allocator:
     def _report(
         self, plan: StepPlan, granted: Ints, preempted: Sequence[int], *, is_void: bool = False, is_reset: bool = False
     ) -> PlanReport:
-        holdings = self._holdings
-        pool, host = holdings.pool, holdings.host
+        slot_blocks = self._slot_blocks
+        pool, host = slot_blocks.pool, slot_blocks.host
         return PlanReport(
             step=plan.step,
             num_granted=granted,
@@ -258,7 +260,7 @@ class Allocator:
             num_quarantined=pool.num_quarantined,
             num_host_free=0 if host is None else host.pool.num_available,
             num_host_quarantined=0 if host is None else host.pool.num_quarantined,
-            swapped=holdings.swapped,
+            swapped=slot_blocks.swapped,
             is_void=is_void,
             is_reset=is_reset,
         )
@@ -268,8 +270,8 @@ class Allocator:
     def reset(self, plan: StepPlan) -> PlanReport:
         """Clears all block tables. All blocks become free once the steps granted so far are done."""
         self.last_granted = min(self.last_granted, plan.step - 1)  # a grant was made, but not sent
-        self._holdings.reset(plan.completed_step, self.last_granted)
-        self._stride = self._last_slots = None
+        self._slot_blocks.reset(plan.completed_step, self.last_granted)
+        self._steady = self._last_slots = None
         return self._report(plan, np.zeros_like(plan.num_wanted), (), is_void=True, is_reset=True)
 
 

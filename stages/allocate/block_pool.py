@@ -35,9 +35,9 @@ class BlockPool:
     """The blocks [0, num_blocks): the state of each, and the number of tables that hold it.
 
     A block that its last table gives back is quarantined until every step that may still read or write it is done:
-    `give_back` names the last such step, and `settle` reports the completed one. Then the block is free; or cached, if
-    `keep` marked its contents. A cached block is evicted when no block is free, approximately the least recently cached
-    first. All counts are maintained incrementally.
+    `give_back` names the last such step, and `complete_steps` reports the completed one. Then the block is free; or
+    cached, if `keep` marked its contents. A cached block is evicted when no block is free, approximately the least
+    recently cached first. All counts are maintained incrementally.
 
     Consecutive ids are contiguous in memory and read faster, by a third on a CPU. So a table grows into the block after
     its last one, and starts in a *run*, an aligned group of `run_size` blocks, of which none is taken. While there are
@@ -97,11 +97,11 @@ class BlockPool:
         """
         return self.take_behind([-1], [count], count)
 
-    def take_behind(self, lasts: Sequence[int], counts: Sequence[int], total: int) -> Ints:
-        """Takes `total` blocks: `counts[i]` for a table whose last block is `lasts[i]` (-1: none)."""
+    def take_behind(self, last_blocks: Sequence[int], counts: Sequence[int], total: int) -> Ints:
+        """Takes `total` blocks: `counts[i]` for a table whose last block is `last_blocks[i]` (-1: none)."""
         assert total <= self.num_available, f"{total} blocks taken of {self.num_available} available"
         taken: list[int] = []
-        for last, count in zip(lasts, counts, strict=True):
+        for last, count in zip(last_blocks, counts, strict=True):
             until = len(taken) + count
             self._go_on(last + 1, until, taken)
             while len(taken) < until:
@@ -111,7 +111,7 @@ class BlockPool:
                 self._count_free(int(found[0]) // self.run_size, -len(found))
                 taken += found.tolist()
         if self._untold:
-            self._tell_evicted()
+            self._notify_evicted()
         assert len(taken) == total, f"{len(taken)} blocks taken where {total} were requested"
         blocks = np.array(taken, np.intp)
         self.num_tables[blocks] = 1
@@ -237,7 +237,7 @@ class BlockPool:
             self.num_quarantined += len(blocks)
             self._quarantine.append((int(self._last_step[blocks].max()), blocks))
 
-    def settle(self, completed_step: int) -> None:
+    def complete_steps(self, completed_step: int) -> None:
         """Every step up to `completed_step` is done: releases the blocks quarantined for them."""
         if not self._quarantine:
             return
@@ -302,7 +302,7 @@ class BlockPool:
         self._push(blocks)
         self._untold += evicted
 
-    def _tell_evicted(self) -> None:
+    def _notify_evicted(self) -> None:
         evicted, self._untold = self._untold, []
         self.num_evicted += len(evicted)
         self.on_evicted(evicted)
@@ -367,11 +367,11 @@ class BlockTables:
         """Blocks that hold `num_tokens` tokens, elementwise."""
         return -(-num_tokens // self.block_size)
 
-    def lasts(self, slots: Indices) -> list[int]:
+    def last_blocks(self, slots: Indices) -> list[int]:
         """The last block of each slot; -1 if it has none."""
         places = self.room[slots] // self.block_size - 1
-        lasts: list[int] = np.where(places < 0, -1, self.blocks[slots, places]).tolist()
-        return lasts
+        last_blocks: list[int] = np.where(places < 0, -1, self.blocks[slots, places]).tolist()
+        return last_blocks
 
     def append(self, slots: Indices, counts: Ints, blocks: Ints) -> tuple[Indices, Indices]:
         """Appends `counts[i]` of `blocks`, in order, to the table of `slots[i]`.

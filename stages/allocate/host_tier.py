@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from ..messages import NO_INTS, Ints, Rates
 from .block_pool import BlockPool, BlockState
-from .offload_policy import Offloading
+from .offload_policy import OffloadPolicy
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,7 +42,7 @@ class HostTier:
     def __init__(self, num_blocks: int, block_size: int, rates: Rates | None = None) -> None:
         self.pool = BlockPool(num_blocks, block_size)
         self.rates = rates
-        self.offloading = Offloading(block_size)  # of cached prefixes
+        self.offload_policy = OffloadPolicy(block_size)  # of cached prefixes
         self.num_full = 0  # swap-outs that failed for lack of room
         self.num_dear = 0  # swap-outs skipped, as recomputing was cheaper
         self._swapped: dict[int, _Swapped] = {}  # by sequence id
@@ -117,13 +117,13 @@ class HostTier:
         self._arriving.append(_Arriving(step, generation, places))
         return places
 
-    def settle(self, completed_step: int, voided: Sequence[int], generation: int) -> list[int]:
+    def complete_steps(self, completed_step: int, voided: Sequence[int], generation: int) -> list[int]:
         """Every step up to `completed_step` is done.
 
         Returns the blocks of cached prefixes that are never written: the step was voided, or is in flight with an older
         generation and will not run.
         """
-        self.pool.settle(completed_step)
+        self.pool.complete_steps(completed_step)
         if not self._arriving:
             return []
         arriving, self._arriving = self._arriving, []

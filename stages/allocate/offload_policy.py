@@ -21,7 +21,7 @@ def is_sampled(sequence_id: int) -> bool:
     return sequence_id % SAMPLED == 0
 
 
-class Offloading:
+class OffloadPolicy:
     """A credit account of copies to the host.
 
     Each moved block costs 1. Each block hit on the host earns the ratio of computing to copying it, less 1. Without
@@ -34,7 +34,7 @@ class Offloading:
         self._credit = float(FREE_MOVES)  # moves
         self._num_found = 0  # tokens found on the host in total
 
-    def pays(self, num_found: int, rates: Rates | None) -> bool:
+    def is_worthwhile(self, num_found: int, rates: Rates | None) -> bool:
         """Whether to move every evicted block. `num_found`: tokens found on the host so far."""
         blocks, self._num_found = (num_found - self._num_found) / self._block_size, num_found
         if rates is None:

@@ -15,7 +15,7 @@ TOKEN_BYTES = 4
 Before = int | str  # the predecessor of a block: its number, or the salt for a first block (see `prefix_cache.py`)
 
 
-class Followers:
+class PartialBlocks:
     """Blocks whose first tokens are known, indexed by predecessor and first token.
 
     A block is indexed whole or as a *tail*: the tokens that a sequence had filled when the tail was added. Later writes

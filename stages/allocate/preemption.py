@@ -8,10 +8,10 @@ from __future__ import annotations
 import numpy as np
 
 from ..messages import Ints, StepPlan
-from .slot_blocks import Holdings
+from .slot_blocks import SlotBlocks
 
 
-class Pressure:
+class Preemptor:
     """One plan, served in order.
 
     A row that lacks blocks preempts the victims that it may preempt. Their blocks may be quarantined at first; they are
@@ -20,13 +20,13 @@ class Pressure:
     come before prefills of better rank.
     """
 
-    def __init__(self, holdings: Holdings, plan: StepPlan, beginners: dict[int, int]) -> None:
+    def __init__(self, slot_blocks: SlotBlocks, plan: StepPlan, starting_rows: dict[int, int]) -> None:
         self.granted: Ints = np.zeros_like(plan.num_wanted)  # [R] tokens
         self.new_blocks: Ints = np.zeros_like(plan.num_wanted)  # [R]
         self.preempted: list[int] = []  # slots
-        self._holdings = holdings
+        self._slot_blocks = slot_blocks
         self._plan = plan
-        self._beginners = beginners  # row -> tokens wanted in all, cached ones included
+        self._starting_rows = starting_rows  # row -> tokens wanted in all, cached ones included
         self._row_of = {slot: row for row, slot in enumerate(plan.slots.tolist())}
         self._budget = plan.token_budget
         self._waiting_rank = -1  # highest rank of a row that waits for blocks
@@ -39,12 +39,12 @@ class Pressure:
 
     @property
     def _num_free(self) -> int:
-        return self._holdings.pool.num_available - int(self.new_blocks.sum())
+        return self._slot_blocks.pool.num_available - int(self.new_blocks.sum())
 
     def _serve_row(self, row: int) -> None:
-        plan, is_beginner = self._plan, row in self._beginners
+        plan, is_beginner = self._plan, row in self._starting_rows
         if is_beginner:
-            self._holdings.attach(plan, row, may_fork=False)
+            self._slot_blocks.attach(plan, row, may_fork=False)
         wanted, rank = int(plan.num_wanted[row]), int(plan.num_victims[row])
         if wanted > self._budget:
             wanted = self._budget if plan.allows_partial else 0
@@ -61,13 +61,13 @@ class Pressure:
         self.granted[row], self.new_blocks[row] = wanted, need
         self._budget -= wanted
         if is_beginner and not wanted:
-            self._holdings.detach(plan, row, self._beginners[row])
+            self._slot_blocks.detach(plan, row, self._starting_rows[row])
 
     def _need(self, row: int, granted: int) -> int:
         """Blocks that the row lacks for `granted` more tokens."""
         if granted == 0:
             return 0
-        tables, slot = self._holdings.tables, self._plan.slots[row]
+        tables, slot = self._slot_blocks.tables, self._plan.slots[row]
         length = max(int(tables.num_tokens[slot]) + granted, self._num_reserved(row))
         return max(-(-(length - int(tables.room[slot])) // tables.block_size), 0)
 
@@ -76,17 +76,17 @@ class Pressure:
 
     def _next_victim(self, row: int, need: int) -> int | None:
         """The next slot to preempt for `row`; None if quarantined blocks suffice or none is left."""
-        if need <= self._num_free + self._holdings.pool.num_quarantined:
+        if need <= self._num_free + self._slot_blocks.pool.num_quarantined:
             return None
         for victim in self._plan.victims[: self._plan.num_victims[row]].tolist():
-            if victim not in self.preempted and self._holdings.tables.room[victim] > 0:
+            if victim not in self.preempted and self._slot_blocks.tables.room[victim] > 0:
                 return int(victim)
         return None
 
     def _preempt(self, slot: int) -> None:
         """Preempts a slot, and takes back what it was granted in this plan."""
         self.preempted.append(slot)
-        self._holdings.preempt(slot, self._plan.step)
+        self._slot_blocks.preempt(slot, self._plan.step)
         row = self._row_of.get(slot)
         if row is not None:
             self._budget += int(self.granted[row])
@@ -96,7 +96,7 @@ class Pressure:
         """The part of the wanted tokens that fits into the free blocks: (tokens, blocks)."""
         if not self._plan.allows_partial or self._num_reserved(row) > 0:
             return 0, 0
-        tables, slot = self._holdings.tables, self._plan.slots[row]
+        tables, slot = self._slot_blocks.tables, self._plan.slots[row]
         room = int(tables.room[slot]) + self._num_free * tables.block_size
         fits = max(0, min(wanted, room - int(tables.num_tokens[slot])))
         return fits, self._need(row, fits)

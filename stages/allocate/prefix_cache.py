@@ -17,7 +17,7 @@ import numpy as np
 
 from ..messages import Ints
 from .offload_policy import is_sampled
-from .partial_blocks import TOKEN_BYTES, Followers
+from .partial_blocks import TOKEN_BYTES, PartialBlocks
 
 MIN_TOKENS_TO_WAIT_FOR = 32  # computing fewer tokens takes less time than waiting for K steps
 # Shorter matches are mostly chance, and each copy keeps its source from being evicted. A shorter one is still used if
@@ -62,7 +62,7 @@ class _Tier:
 
 
 @dataclass(slots=True)
-class Chain:
+class BlockChain:
     """The blocks of one sequence, in order, as far as the cache holds them."""
 
     sequence_id: int
@@ -80,7 +80,7 @@ class Chain:
     is_cut: bool = False  # one of its blocks could not be added: nothing after it can be found
 
 
-class Found(NamedTuple):
+class PrefixMatch(NamedTuple):
     """The cached tokens with which a sequence starts, in this order."""
 
     shared: Ints  # [C] blocks on the device
@@ -107,25 +107,25 @@ class PrefixCache:
         self._secret = secret
         self.digest = digest or _sha256
         self._device, self._host = _Tier(), _Tier()
-        self.followers = Followers()  # all device blocks by their first tokens, partly filled ones included
+        self.partial_blocks = PartialBlocks()  # all device blocks by their first tokens, partly filled ones included
         self._num_put = 0
         self._computing: dict[bytes, int] = {}  # key -> sequence that is computing the block
 
     def __len__(self) -> int:
         """Number of device blocks with known contents."""
-        return len(self._device.entries) + len(self.followers.tails)
+        return len(self._device.entries) + len(self.partial_blocks.tails)
 
-    def chain(self, sequence_id: int, token_ids: Ints, salt: str = "") -> Chain:
+    def chain(self, sequence_id: int, token_ids: Ints, salt: str = "") -> BlockChain:
         """The chain of a sequence that has no blocks yet."""
         root = self.digest(self._secret, salt.encode())
         num_known = len(token_ids) // self.block_size
         token_ids = token_ids.astype(np.int32, copy=False)
         contents = token_ids.tobytes()
-        return Chain(sequence_id, token_ids, contents, num_known, is_sampled(sequence_id), salt, [root], salt)
+        return BlockChain(sequence_id, token_ids, contents, num_known, is_sampled(sequence_id), salt, [root], salt)
 
     # -- lookup
 
-    def find(self, chain: Chain, *, may_fork: bool = True) -> Found:
+    def find(self, chain: BlockChain, *, may_fork: bool = True) -> PrefixMatch:
         """The cached tokens with which `chain` starts, leaving at least one to compute.
 
         Repositions the chain after the blocks found on the device.
@@ -138,18 +138,18 @@ class PrefixCache:
             places, last = self._run(chain, self._host, len(blocks), last)
             chain.num_on_host = len(places)
         source, chain.num_forked = (may_fork and self._fork(chain, last)) or (None, 0)
-        return Found(np.array(blocks, np.int32), np.array(places, np.int32), source, chain.num_forked)
+        return PrefixMatch(np.array(blocks, np.int32), np.array(places, np.int32), source, chain.num_forked)
 
-    def _fork(self, chain: Chain, last: int | str) -> tuple[int, int] | None:
+    def _fork(self, chain: BlockChain, last: int | str) -> tuple[int, int] | None:
         """The block after `last` with the longest match, and its length; None if it is too short."""
         begin = (chain.num_blocks + chain.num_on_host) * self.block_size
         end = min(begin + self.block_size, len(chain.token_ids) - 1)
         if begin >= end:
             return None
         least = min(self.min_tokens_to_fork, end - begin)
-        return self.followers.find(last, chain.contents[TOKEN_BYTES * begin : TOKEN_BYTES * end], least)
+        return self.partial_blocks.find(last, chain.contents[TOKEN_BYTES * begin : TOKEN_BYTES * end], least)
 
-    def _run(self, chain: Chain, tier: _Tier, place: int, last: int | str) -> tuple[list[int], int | str]:
+    def _run(self, chain: BlockChain, tier: _Tier, place: int, last: int | str) -> tuple[list[int], int | str]:
         """The consecutive blocks of a tier that match `chain` from block `place` on.
 
         Also returns the number of the last one.
@@ -164,14 +164,14 @@ class PrefixCache:
             place += 1
         return blocks, last
 
-    def note_found(self, chain: Chain) -> None:
+    def note_hits(self, chain: BlockChain) -> None:
         """Counts the lookup of `chain`, whose blocks were used, in the hit statistics."""
         self.num_queries += len(chain.token_ids)
         self.num_hits += (chain.num_blocks + chain.num_on_host) * self.block_size + chain.num_forked
         self.num_host_hits += chain.num_on_host * self.block_size
         self.num_forked += chain.num_forked
 
-    def is_coming(self, chain: Chain) -> bool:
+    def is_coming(self, chain: BlockChain) -> bool:
         """Whether another sequence is computing enough of the next blocks to wait for them."""
         most = (len(chain.token_ids) - 1) // self.block_size
         begin = chain.num_blocks + chain.num_on_host
@@ -183,14 +183,14 @@ class PrefixCache:
 
     # -- adding
 
-    def begin(self, chain: Chain, num_tokens: int) -> None:
+    def begin(self, chain: BlockChain, num_tokens: int) -> None:
         """Announces that the first `num_tokens` tokens of `chain` are computed or being computed."""
         num_full = min(num_tokens // self.block_size, chain.num_known)
         for place in range(max(chain.num_computing, chain.num_blocks), num_full):
             self._computing.setdefault(self._key(chain, place), chain.sequence_id)
         chain.num_computing = max(chain.num_computing, num_full)
 
-    def put(self, chain: Chain, block: int, tokens: bytes | None = None) -> bool:
+    def put(self, chain: BlockChain, block: int, tokens: bytes | None = None) -> bool:
         """Adds `block` as the next complete block of `chain`. Returns whether the cache took it.
 
         `tokens` [B] i32 must be given unless the chain started with them.
@@ -216,24 +216,24 @@ class PrefixCache:
             self._num_put += 1
         number = self._num_put if on_host is None else on_host[1]  # keep its number: successors are found by it
         self._device.put(block, (key, chain.last, tokens, number, chain.is_sample))
-        self.followers.add(block, chain.last, tokens)
+        self.partial_blocks.add(block, chain.last, tokens)
         chain.last = number
         return True
 
-    def put_tail(self, chain: Chain, block: int, tokens: bytes) -> list[int] | None:
+    def put_tail(self, chain: BlockChain, block: int, tokens: bytes) -> list[int] | None:
         """Adds `block` as the tail of `chain`: it holds `tokens`, less than a block, and keeps them.
 
         Returns the tails dropped for it; None if the tail is of no use.
         """
         if chain.is_cut or not tokens:
             return None
-        return self.followers.add_tail(block, chain.last, tokens)
+        return self.partial_blocks.add_tail(block, chain.last, tokens)
 
     def drop_tail(self, block: int) -> bool:
         """Removes `block` if it is a tail. Returns whether it was one."""
-        return self.followers.drop_tail(block)
+        return self.partial_blocks.drop_tail(block)
 
-    def drop(self, chain: Chain) -> None:
+    def drop(self, chain: BlockChain) -> None:
         """Withdraws what `begin` announced: the sequence computes nothing more."""
         for place in range(chain.num_blocks, chain.num_computing):
             self._end_computing(chain, self._key(chain, place))
@@ -248,12 +248,12 @@ class PrefixCache:
 
     def _pop(self, block: int) -> _Entry:
         entry = self._device.pop(block)
-        self.followers.remove(block, entry[1], entry[2])
+        self.partial_blocks.remove(block, entry[1], entry[2])
         return entry
 
     def is_tail(self, block: int) -> bool:
         """Whether device block `block` is a tail."""
-        return block in self.followers.tails
+        return block in self.partial_blocks.tails
 
     def is_on_host(self, block: int) -> bool:
         """Whether the host has a copy of device block `block`."""
@@ -285,12 +285,12 @@ class PrefixCache:
         """Removes all blocks, and all announcements of `begin`."""
         self._device.clear()
         self._host.clear()
-        self.followers.clear()
+        self.partial_blocks.clear()
         self._computing.clear()
 
     def blocks(self) -> set[int]:
         """The device blocks with known contents."""
-        return set(self._device.entries) | set(self.followers.tails)
+        return set(self._device.entries) | set(self.partial_blocks.tails)
 
     def places(self) -> set[int]:
         """The host blocks with known contents."""
@@ -302,9 +302,11 @@ class PrefixCache:
         for tier in (self._device, self._host):
             self._check_tier(tier, keys)
         whole = {block: (entry[1], entry[2]) for block, entry in self._device.entries.items()}
-        assert self.followers.known() == whole | self.followers.tails, "a block is not indexed by its first tokens"
-        assert whole.keys().isdisjoint(self.followers.tails), "a block is known whole and as a tail"
-        assert len(self.followers.tails) <= self.followers.most_tails, "there are too many tails"
+        assert self.partial_blocks.known() == whole | self.partial_blocks.tails, (
+            "a block is not indexed by its first tokens"
+        )
+        assert whole.keys().isdisjoint(self.partial_blocks.tails), "a block is known whole and as a tail"
+        assert len(self.partial_blocks.tails) <= self.partial_blocks.most_tails, "there are too many tails"
 
     def _check_tier(self, tier: _Tier, keys: dict[int, bytes]) -> None:
         assert len(tier.blocks) == len(tier.entries), "a block has no key, or a key has no block"
@@ -316,17 +318,17 @@ class PrefixCache:
 
     # -- keys
 
-    def _key(self, chain: Chain, place: int) -> bytes:
+    def _key(self, chain: BlockChain, place: int) -> bytes:
         keys = chain.keys
         while len(keys) <= place + 1:
             keys.append(self.digest(keys[-1], self._tokens(chain, len(keys) - 1)))
         return keys[place + 1]
 
-    def _tokens(self, chain: Chain, place: int) -> bytes:
+    def _tokens(self, chain: BlockChain, place: int) -> bytes:
         begin = place * self._block_bytes
         return chain.contents[begin : begin + self._block_bytes]
 
-    def _end_computing(self, chain: Chain, key: bytes) -> None:
+    def _end_computing(self, chain: BlockChain, key: bytes) -> None:
         if self._computing.get(key) == chain.sequence_id:
             del self._computing[key]
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..messages import Indices, Ints, Started, StepDone, StepPlan
 from .block_pool import BlockPool, BlockTables
-from .prefix_cache import Chain, Found, PrefixCache
+from .prefix_cache import BlockChain, PrefixCache, PrefixMatch
 
 ROWS_READ_AT_ONCE = 1024  # more would save little, and block the event loop for longer
 BLOCKS_PER_TAIL = 8  # blocks of the pool per tail; a tail saves half a block on average, a whole block more
@@ -23,10 +23,10 @@ class _Prefill:
     """The known tokens that a granted step computes."""
 
     step: int
-    rows: list[tuple[int, Chain, int]]  # (slot, chain, position after the last token)
+    rows: list[tuple[int, BlockChain, int]]  # (slot, chain, position after the last token)
 
 
-class Sharing:
+class PrefixPublisher:
     """Keeps the cache, the pool and the tables of running sequences consistent.
 
     A block is published when the step that filled it is done. For a prompt that is the step's outcome; for an answer it
@@ -43,18 +43,18 @@ class Sharing:
         self.cache = cache
         self._pool = pool
         self._tables = tables
-        self._chains: list[Chain | None] = [None] * num_slots
+        self._chains: list[BlockChain | None] = [None] * num_slots
         self._sequence_ids = np.full(num_slots, -1, np.int64)  # [S] of the chain; -1: none
         self._num_prompt = np.zeros(num_slots, np.intp)  # [S]
         self._num_known = np.zeros(num_slots, np.int32)  # [S] tokens in its `Started`
-        self._num_settled = np.zeros(num_slots, np.intp)  # [S] tokens certainly computed; set once the prompt is
+        self._num_completed = np.zeros(num_slots, np.intp)  # [S] tokens certainly computed; set once the prompt is
         # [S, 2 B] the newest tokens, by position modulo 2 B: the block being filled and the one before
         self._newest = np.zeros((num_slots, 2 * tables.block_size), np.int32)
         self._prefills: deque[_Prefill] = deque()
         self._unread: list[StepDone] = []
         self._num_unread = 0  # rows in them
         self._most_unread = 0  # tokens of one sequence in them; at most B
-        cache.followers.most_tails = max(1, pool.num_blocks // BLOCKS_PER_TAIL)
+        cache.partial_blocks.most_tails = max(1, pool.num_blocks // BLOCKS_PER_TAIL)
         pool.on_evicted = self._forget
 
     # -- a sequence
@@ -65,7 +65,7 @@ class Sharing:
         self._chains[slot] = self.cache.chain(started.sequence_id, token_ids, started.cache_salt)
         self._sequence_ids[slot] = started.sequence_id
         self._num_prompt[slot], self._num_known[slot] = started.num_prompt, len(token_ids)
-        self._num_settled[slot] = 0
+        self._num_completed[slot] = 0
         begin = len(token_ids) // self._tables.block_size * self._tables.block_size
         self._newest[slot, np.arange(begin, len(token_ids)) % self._newest.shape[1]] = token_ids[begin:]
 
@@ -73,7 +73,7 @@ class Sharing:
         for block in blocks:
             self.cache.forget(block)
 
-    def find(self, slot: int, *, may_wait: bool, may_fork: bool) -> Found | None:
+    def find(self, slot: int, *, may_wait: bool, may_fork: bool) -> PrefixMatch | None:
         """The cached blocks with which the sequence in `slot` can start.
 
         None if it should wait (`may_wait`) for its next block, which another sequence is computing.
@@ -98,7 +98,7 @@ class Sharing:
         Publishes its tail.
         """
         chain = self._chains[slot]
-        if chain is not None and self._num_settled[slot]:
+        if chain is not None and self._num_completed[slot]:
             self._put_tail(slot, chain)
         self.begin_no_more(slot)
         self._chains[slot] = None
@@ -137,12 +137,12 @@ class Sharing:
         prefill = [(int(slots[row]), self._chain(int(slots[row])), int(ends[row])) for row in rows]
         for row, (_, chain, end) in zip(rows, prefill, strict=True):
             if starts[row] == found[row]:
-                self.cache.note_found(chain)
+                self.cache.note_hits(chain)
             self.cache.begin(chain, end)
         if prefill:
             self._prefills.append(_Prefill(step, prefill))
 
-    def settle(self, plan: StepPlan) -> None:
+    def complete_steps(self, plan: StepPlan) -> None:
         """Publishes the blocks filled by the steps completed since the last plan."""
         while self._prefills and self._prefills[0].step <= plan.completed_step:
             prefill = self._prefills.popleft()
@@ -152,7 +152,7 @@ class Sharing:
                 if self._chains[slot] is chain:
                     self._put_known(slot, chain, min(end // self._tables.block_size, chain.num_known))
                     if end == self._num_known[slot]:
-                        self._num_settled[slot] = end
+                        self._num_completed[slot] = end
                         self._put_tail(slot, chain)
         is_steady = not (plan.started or plan.ended or plan.preempted or plan.dropped)
         for done in plan.settled:
@@ -180,7 +180,7 @@ class Sharing:
             slots, places, token_ids = slots[is_ours], places[is_ours], token_ids[is_ours]
         positions = self._num_prompt[slots] + places
         self._newest[slots, positions % self._newest.shape[1]] = token_ids
-        self._num_settled[slots] = positions  # rows are in the order of steps, so the last one wins
+        self._num_completed[slots] = positions  # rows are in the order of steps, so the last one wins
         filled = (positions % self._tables.block_size == 0).nonzero()[0]
         self._put_filled(slots[filled], positions[filled] // self._tables.block_size - 1)
 
@@ -203,22 +203,22 @@ class Sharing:
             begin = end
         self._pool.keep(np.array(new, np.int32))
 
-    def _put_known(self, slot: int, chain: Chain, num_full: int) -> None:
+    def _put_known(self, slot: int, chain: BlockChain, num_full: int) -> None:
         """Publishes up to `num_full` complete blocks whose tokens the sequence started with."""
         blocks = self._tables.blocks[slot, chain.num_blocks : num_full]
         is_new = [self._put(chain, block) for block in blocks.tolist()]
         self._pool.keep(blocks[is_new])
 
-    def _put(self, chain: Chain, block: int, tokens: bytes | None = None) -> bool:
+    def _put(self, chain: BlockChain, block: int, tokens: bytes | None = None) -> bool:
         cache = self.cache
-        if block in cache.followers.tails:
+        if block in cache.partial_blocks.tails:
             cache.drop_tail(block)
             self._pool.forget(block)
         return cache.put(chain, block, tokens)
 
-    def _put_tail(self, slot: int, chain: Chain) -> None:
+    def _put_tail(self, slot: int, chain: BlockChain) -> None:
         """Publishes the tokens in the last, partly filled block of a sequence."""
-        place, count = divmod(int(self._num_settled[slot]), self._tables.block_size)
+        place, count = divmod(int(self._num_completed[slot]), self._tables.block_size)
         if not count or place != chain.num_blocks:
             return
         block = int(self._tables.blocks[slot, place])
@@ -234,7 +234,7 @@ class Sharing:
         """Raises AssertionError unless the pool keeps exactly the blocks in the cache (I11)."""
         assert self._pool.kept() == self.cache.blocks(), "the pool keeps other blocks than the cache holds"
 
-    def _chain(self, slot: int) -> Chain:
+    def _chain(self, slot: int) -> BlockChain:
         chain = self._chains[slot]
         assert chain is not None, f"slot {slot} runs, and no sequence started in it"
         return chain

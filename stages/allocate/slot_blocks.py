@@ -12,14 +12,14 @@ import numpy as np
 from ..messages import NO_INTS, BlockCopy, Direction, Indices, Ints, Started, StepPlan
 from .block_pool import BlockPool, BlockTables
 from .host_tier import HostTier
-from .prefix_cache import Found, PrefixCache
-from .prefix_publisher import Sharing
+from .prefix_cache import PrefixCache, PrefixMatch
+from .prefix_publisher import PrefixPublisher
 
-NOTHING_FOUND = Found(NO_INTS, NO_INTS, None, 0)
+NOTHING_FOUND = PrefixMatch(NO_INTS, NO_INTS, None, 0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Beginning:
+class ReusedPrefix:
     """The tokens that a sequence need not compute when it starts or resumes."""
 
     num_tokens: int  # tokens in the blocks below
@@ -34,7 +34,7 @@ class Beginning:
         return len(self.shared) + len(self.on_host)
 
 
-class Holdings:
+class SlotBlocks:
     """The state of one pool and its slots.
 
     Collects the copies and starts that the current plan causes.
@@ -52,18 +52,18 @@ class Holdings:
         self.pool = BlockPool(num_blocks, block_size)
         self.tables = BlockTables(num_slots, blocks_per_slot, block_size)
         self.host = host
-        self.sharing = None if cache is None else Sharing(cache, self.pool, self.tables)
+        self.publisher = None if cache is None else PrefixPublisher(cache, self.pool, self.tables)
         self.completed_step = -1
         self.last_step = np.full(num_slots, -1, np.int64)  # [S] the last step that may touch the slot's blocks
         self.started: dict[int, Started] = {}  # by slot: not yet sent with a grant
         self.sequence_ids = np.full(num_slots, -1, np.int64)  # [S] the sequence that started there last
         self._must_compute = np.zeros(num_slots, np.bool_)  # [S] whether it must compute all its tokens
         # for the current plan:
-        self.begun: dict[int, Beginning] = {}  # by slot
+        self.begun: dict[int, ReusedPrefix] = {}  # by slot
         self.swapped: dict[int, int] = {}  # slot -> tokens copied to the host
         self.copies: list[BlockCopy] = []
         self._step = self._generation = -1
-        if host is not None and self.sharing is not None:
+        if host is not None and self.publisher is not None:
             self.pool.on_evicted = self._move_out
             host.pool.on_evicted = self._forget_on_host
 
@@ -74,11 +74,11 @@ class Holdings:
         self.completed_step = plan.completed_step
         self.begun, self.swapped, self.copies = {}, {}, []
         self._step, self._generation = plan.step, plan.generation
-        if self.sharing is not None:
-            self.sharing.settle(plan)
-        self.pool.settle(plan.completed_step)
+        if self.publisher is not None:
+            self.publisher.complete_steps(plan)
+        self.pool.complete_steps(plan.completed_step)
         if self.host is not None:
-            self._forget_on_host(self.host.settle(plan.completed_step, plan.voided, plan.generation))
+            self._forget_on_host(self.host.complete_steps(plan.completed_step, plan.voided, plan.generation))
             for sequence_id in plan.discarded:
                 self.host.release(sequence_id, plan.step - 1, plan.completed_step)  # an earlier step may copy into them
         for slot, num_accepted in plan.accepted:
@@ -91,8 +91,8 @@ class Holdings:
             self.started[started.slot] = started
             self.sequence_ids[started.slot] = started.sequence_id
             self._must_compute[started.slot] = started.pooling is not None and started.pooling.needs_every_position
-            if self.sharing is not None:
-                self.sharing.start(started)
+            if self.publisher is not None:
+                self.publisher.start(started)
 
     def empty(self, slot: int) -> None:
         """Takes all blocks of a slot.
@@ -101,8 +101,8 @@ class Holdings:
         """
         self.started.pop(slot, None)
         self._give_up_beginning(slot)
-        if self.sharing is not None:
-            self.sharing.drop(slot)
+        if self.publisher is not None:
+            self.publisher.drop(slot)
         self.pool.give_back(self.tables.clear(slot), int(self.last_step[slot]), self.completed_step)
 
     def preempt(self, slot: int, step: int) -> None:
@@ -123,7 +123,7 @@ class Holdings:
 
     # -- starting sequences
 
-    def beginners(self, plan: StepPlan) -> dict[int, int]:
+    def starting_rows(self, plan: StepPlan) -> dict[int, int]:
         """Starting rows that may have cached or swapped tokens: row -> tokens wanted in all."""
         if not self.started:
             return {}
@@ -134,7 +134,7 @@ class Holdings:
             if slot in self.started
             and not self.tables.room[slot]
             and not self._must_compute[slot]
-            and (self._num_swapped(slot) or (self.sharing is not None and plan.num_wanted[row] >= fewest))
+            and (self._num_swapped(slot) or (self.publisher is not None and plan.num_wanted[row] >= fewest))
         }
 
     def attach(self, plan: StepPlan, row: int, *, may_fork: bool) -> None:
@@ -164,18 +164,18 @@ class Holdings:
             self.tables.num_tokens[slot] = num_tokens
             plan.num_wanted[row] -= num_tokens
             self.begun[slot] = beginning
-        if self.sharing is not None:
-            self.sharing.begin(slot, num_tokens + min(int(plan.num_wanted[row]), plan.token_budget))
+        if self.publisher is not None:
+            self.publisher.begin(slot, num_tokens + min(int(plan.num_wanted[row]), plan.token_budget))
 
-    def _find(self, slot: int, *, may_fork: bool) -> Beginning | None:
+    def _find(self, slot: int, *, may_fork: bool) -> ReusedPrefix | None:
         """What the sequence in `slot` need not compute; None if it should wait for another sequence.
 
         A sequence with prompt_logprobs needs the logits of each prompt token, so it uses no cached blocks.
         """
         num_swapped = self._num_swapped(slot)
-        found: Found | None = NOTHING_FOUND
-        if self.sharing is not None and not self.started[slot].wants_prompt_logprobs:
-            found = self.sharing.find(slot, may_wait=not num_swapped, may_fork=may_fork)
+        found: PrefixMatch | None = NOTHING_FOUND
+        if self.publisher is not None and not self.started[slot].wants_prompt_logprobs:
+            found = self.publisher.find(slot, may_wait=not num_swapped, may_fork=may_fork)
         if found is None:
             return None
         shared, places, source, num_forked = found
@@ -184,17 +184,17 @@ class Holdings:
             assert self.host is not None
             sequence_id = int(self.sequence_ids[slot])
             own = self.host.blocks(sequence_id)
-            if self.sharing is not None and self.host.is_stale(sequence_id):
-                self.sharing.cut(slot)
-            return Beginning(num_swapped, shared, own[len(shared) :], is_swapped=True)
-        return Beginning(num_found, shared, places, is_swapped=False, source=source)
+            if self.publisher is not None and self.host.is_stale(sequence_id):
+                self.publisher.cut(slot)
+            return ReusedPrefix(num_swapped, shared, own[len(shared) :], is_swapped=True)
+        return ReusedPrefix(num_found, shared, places, is_swapped=False, source=source)
 
     def detach(self, plan: StepPlan, row: int, num_wanted: int) -> None:
         """Undoes `attach` for a row that wants `num_wanted` tokens in all."""
         plan.num_wanted[row] = num_wanted
         slot = int(plan.slots[row])
-        if self.sharing is not None:
-            self.sharing.begin_no_more(slot)
+        if self.publisher is not None:
+            self.publisher.begin_no_more(slot)
         self._give_up_beginning(slot)
         self.pool.give_back(self.tables.clear(slot), -1, self.completed_step)
 
@@ -217,7 +217,7 @@ class Holdings:
 
         Returns (slot, place, block) of each, and of the shared blocks with which sequences start.
         """
-        blocks = self.pool.take_behind(self.tables.lasts(slots), counts.tolist(), num_blocks)
+        blocks = self.pool.take_behind(self.tables.last_blocks(slots), counts.tolist(), num_blocks)
         table_slots, table_places = self.tables.append(slots, counts, blocks)
         for slot, beginning in self.begun.items():
             found = beginning.shared
@@ -228,16 +228,16 @@ class Holdings:
 
     def _move_out(self, blocks: list[int]) -> None:
         """Copies evicted blocks to the host, as far as there is room and it pays."""
-        assert self.host is not None and self.sharing is not None
-        cache, offloading = self.sharing.cache, self.host.offloading
+        assert self.host is not None and self.publisher is not None
+        cache, offload_policy = self.publisher.cache, self.host.offload_policy
         moving = [block for block in blocks if not cache.is_tail(block) and not cache.is_on_host(block)]
-        pays = offloading.pays(cache.num_host_hits, self.host.rates)
-        if not pays:
+        is_worthwhile = offload_policy.is_worthwhile(cache.num_host_hits, self.host.rates)
+        if not is_worthwhile:
             moving = [block for block in moving if cache.is_sample(block)]
         places = self.host.adopt(len(moving), self._step, self._generation, self.completed_step)
         moving = moving[: len(places)]
-        if pays:
-            offloading.charge(len(moving))
+        if is_worthwhile:
+            offload_policy.charge(len(moving))
         for block in set(blocks).difference(moving):
             cache.forget(block)
         for block, place in zip(moving, places.tolist(), strict=True):
@@ -248,9 +248,9 @@ class Holdings:
             self.copies.append(BlockCopy(Direction.OUT, np.array(moving, np.int32), places))
 
     def _forget_on_host(self, places: list[int]) -> None:
-        if self.sharing is not None:
+        if self.publisher is not None:
             for place in places:
-                self.sharing.cache.forget_on_host(place)
+                self.publisher.cache.forget_on_host(place)
 
     def copy_in(self, step: int) -> None:
         """Collects the copies from the host for the sequences that start in `step`."""
@@ -280,7 +280,7 @@ class Holdings:
             copy = BlockCopy(Direction.FORK, np.array(sources, np.int32), np.array(destinations, np.int32))
             self.copies.append(copy)
 
-    def tell_started(self, slots: Indices) -> tuple[Started, ...]:
+    def take_started(self, slots: Indices) -> tuple[Started, ...]:
         """The starts of these slots that were not sent with a grant yet."""
         told = (self.started.pop(slot) for slot in slots.tolist() if slot in self.started)
         return tuple(self._with_beginning(started) for started in told)
@@ -300,13 +300,13 @@ class Holdings:
         self.tables.clear_all()
         self.started.clear()
         self.begun, self.swapped, self.copies = {}, {}, []
-        if self.sharing is not None:
-            self.sharing.drop_all()
+        if self.publisher is not None:
+            self.publisher.drop_all()
         self.pool.seize_all(last_granted)
-        self.pool.settle(completed_step)
+        self.pool.complete_steps(completed_step)
         if self.host is not None:
             self.host.forget_all(last_granted)
-            self.host.pool.settle(completed_step)
+            self.host.pool.complete_steps(completed_step)
 
     def check(self) -> None:
         """Raises AssertionError unless pools, tables and cache agree (I3, I4, I11).
@@ -317,13 +317,13 @@ class Holdings:
         num_tables = np.bincount(self.tables.held(), minlength=self.pool.num_blocks)
         wrong = (num_tables != self.pool.num_tables).nonzero()[0]
         assert not len(wrong), f"blocks {wrong.tolist()} are in other tables than the pool counts"
-        if self.sharing is None:
+        if self.publisher is None:
             assert num_tables.max(initial=0) <= 1, "two tables hold one block"
         else:
-            self.sharing.check()
+            self.publisher.check()
         if self.host is not None:
             self.host.check()
-            places = set() if self.sharing is None else self.sharing.cache.places()
+            places = set() if self.publisher is None else self.publisher.cache.places()
             assert self.host.pool.kept() == places, "the host pool keeps other blocks than the cache holds"
         assert not (self.tables.room % self.tables.block_size).any(), "the room of a table ends within a block"
         assert (self.tables.num_tokens <= self.tables.room).all(), "a slot has tokens without a block"

@@ -14,7 +14,7 @@ from .block_pool import BlockTables
 
 
 @dataclass(slots=True, eq=False)
-class Turn:
+class BlockCohort:
     """The rows that need a block in the same step, which is one in `block_size` steps."""
 
     slots: Indices  # [G]
@@ -23,7 +23,7 @@ class Turn:
     sizes: Ints  # [G] tokens per block
 
 
-class Stride:
+class SteadyDecode:
     """Rows that get one token each in every step.
 
     Each row needs a new block once in `block_size` steps. The rows are grouped once by the step in which they do, and a
@@ -42,8 +42,8 @@ class Stride:
         places = tables.room[slots] // tables.block_size
         groups = np.split(order, ends)  # the last group: rows with a whole spare block
         self.is_whole = not len(groups.pop())
-        self._turns = [
-            Turn(
+        self._cohorts = [
+            BlockCohort(
                 slots=slots[rows],
                 places=places[rows].astype(np.intp),
                 ones=np.ones(len(rows), np.intp),
@@ -51,22 +51,22 @@ class Stride:
             )
             for rows in groups
         ]
-        self._turn = 0
+        self._cohort = 0
 
     @property
     def num_blocks(self) -> int:
         """Blocks that the next step needs."""
-        return len(self._turns[self._turn].slots)
+        return len(self._cohorts[self._cohort].slots)
 
-    def lasts(self) -> list[int]:
+    def last_blocks(self) -> list[int]:
         """The last block of each row that needs a new one in the next step."""
-        turn = self._turns[self._turn]
-        lasts: list[int] = self._tables.blocks[turn.slots, turn.places - turn.ones].tolist()
-        return lasts
+        turn = self._cohorts[self._cohort]
+        last_blocks: list[int] = self._tables.blocks[turn.slots, turn.places - turn.ones].tolist()
+        return last_blocks
 
     def grow(self, blocks: Ints) -> tuple[Indices, Indices]:
         """Appends the new blocks to the tables. Returns (slot, place) of each."""
-        turn, tables = self._turns[self._turn], self._tables
+        turn, tables = self._cohorts[self._cohort], self._tables
         slots, places = turn.slots, turn.places
         tables.blocks[slots, places] = blocks
         tables.room[slots] += turn.sizes
@@ -78,5 +78,5 @@ class Stride:
         starts = self.starts
         self.starts = starts + self._ones
         self._tables.num_tokens[self.slots] = self.starts
-        self._turn = (self._turn + 1) % len(self._turns)
+        self._cohort = (self._cohort + 1) % len(self._cohorts)
         return starts

@@ -1,4 +1,4 @@
-"""`Computing`: a loaded backend. `torch/loading.py` and `native/loading.py` each make one."""
+"""`Backend`: a loaded backend. `torch/loading.py` and `native/loading.py` each make one."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from ..execute.model_runner import ModelRunner
 from ..memory_table import MemoryTable
 from ..messages import Rates
 from ..sample.sampler import Sampler
-from ..sample.token_chooser import Choosing, MakeChoosing
-from .cuda.step_update import Ends
+from ..sample.token_chooser import MakeTokenChooser, TokenChooser
+from .cuda.step_update import EndRules
 
 if TYPE_CHECKING:
-    from .cuda.build import Late  # which imports torch
+    from .cuda.build import AsyncRuntime  # which imports torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Computing:
+class Backend:
     """A runner with its weights and its cache, and the settings resolved while loading it."""
 
     runner: ModelRunner
@@ -34,8 +34,10 @@ class Computing:
     max_num_batched_tokens: int
     itl_target_ms: float  # 0: none
     rates: Rates | None
-    choosing: MakeChoosing = Choosing
+    chooser: MakeTokenChooser = TokenChooser
     call_before_computing: CallBefore | None = None  # see `Device`
     enter: Callable[[], object] | None = None  # first call on the device thread
     own_cpu: int | None = None  # pinned to the thread that starts each step; another process may occupy it for a while
-    assemble: Callable[[Sampler, Ends], Late] | None = None  # builds an asynchronous device; None: steps are waited for
+    assemble: Callable[[Sampler, EndRules], AsyncRuntime] | None = (
+        None  # builds an asynchronous device; None: steps are waited for
+    )

@@ -1,6 +1,6 @@
 """Sizes of the KV cache, the host pool and the longest sequence.
 
-They are as configured, or what fits the machine's memory. Plain arithmetic on the `Needs` that `memory_needs.py`
+They are as configured, or what fits the machine's memory. Plain arithmetic on the `MemoryNeeds` that `memory_needs.py`
 computes.
 """
 
@@ -18,7 +18,7 @@ from ...model.config import ModelConfig
 from ...runtime.env.cgroups import memory_left, memory_limit, read
 from ..config import EngineConfig
 from ..errors import ConfigError
-from ..memory_table import Machine, MemoryRow, MemoryTable, human
+from ..memory_table import MachineMemory, MemoryTable, MemoryUse, human
 from ..request_limits import longest_sequence
 
 CPU_SHARE = 0.25  # of free memory, at most, for the cache of an engine on a CPU
@@ -28,7 +28,7 @@ ROOT = Path("/")  # root of the file system whose /proc and /sys describe memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Needs:
+class MemoryNeeds:
     """The memory an engine needs besides its KV cache, in bytes, for some sequence length."""
 
     weights: int
@@ -45,15 +45,15 @@ class Needs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sizing:
+class CacheSizing:
     """The sizes for one model on one machine.
 
     `needs_of(length)` are the needs for sequences of up to `length` tokens; they never decrease with the length.
     """
 
     config: EngineConfig
-    machine: Machine
-    needs_of: Callable[[int], Needs]
+    machine: MachineMemory
+    needs_of: Callable[[int], MemoryNeeds]
     bytes_per_block: int
     host_blocks: int = 0  # of the pool for sequences that are swapped out
 
@@ -114,7 +114,7 @@ class Sizing:
         left = self.machine.budget_bytes - self.needs_of(max_model_len).of_device() - swap_bytes
         return left if self.machine.cache_cap_bytes is None else min(left, self.machine.cache_cap_bytes)
 
-    def _rows(self, max_model_len: int) -> tuple[MemoryRow, ...]:
+    def _rows(self, max_model_len: int) -> tuple[MemoryUse, ...]:
         config, needs, is_host = self.config, self.needs_of(max_model_len), self.machine.is_host
         blocks = self.num_blocks(max_model_len)
         kept = _kept_as(None if config.kv_cache_dtype == "auto" else config.kv_cache_dtype)
@@ -125,17 +125,17 @@ class Sizing:
         swap = f"{self.host_blocks} blocks of sequences that are swapped out" if self.host_blocks else "not used"
         swap_bytes = pool_bytes(self.host_blocks, self.bytes_per_block, is_pinned=not is_host)
         rows = [
-            MemoryRow("weights", needs.weights, f"the model's tensors{_kept_as(config.quantization)}, measured"),
-            MemoryRow("state", needs.state, f"tables for {config.max_num_seqs} sequences of {max_model_len} tokens"),
-            MemoryRow("activations", needs.activations, f"a step of {config.num_step_tokens} tokens, {how}"),
-            MemoryRow("logits", needs.logits, f"{config.max_num_seqs} rows, and choosing tokens from them"),
-            MemoryRow("graphs", needs.graphs, "CUDA graphs, estimated" if needs.graphs else "not used"),
-            MemoryRow("kv_cache", blocks * self.bytes_per_block, cache),
-            MemoryRow("swap", swap_bytes, swap, "device" if is_host else "host"),
+            MemoryUse("weights", needs.weights, f"the model's tensors{_kept_as(config.quantization)}, measured"),
+            MemoryUse("state", needs.state, f"tables for {config.max_num_seqs} sequences of {max_model_len} tokens"),
+            MemoryUse("activations", needs.activations, f"a step of {config.num_step_tokens} tokens, {how}"),
+            MemoryUse("logits", needs.logits, f"{config.max_num_seqs} rows, and choosing tokens from them"),
+            MemoryUse("graphs", needs.graphs, "CUDA graphs, estimated" if needs.graphs else "not used"),
+            MemoryUse("kv_cache", blocks * self.bytes_per_block, cache),
+            MemoryUse("swap", swap_bytes, swap, "device" if is_host else "host"),
         ]
         if not is_host:
-            rows.append(MemoryRow("other", needs.other, "driver, kernels' code, other processes"))
-            rows.append(MemoryRow("sampler", needs.sampler, "its tables and what it sorts", "host"))
+            rows.append(MemoryUse("other", needs.other, "driver, kernels' code, other processes"))
+            rows.append(MemoryUse("sampler", needs.sampler, "its tables and what it sorts", "host"))
         return tuple(rows)
 
     # -- what does not fit

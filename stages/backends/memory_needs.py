@@ -13,10 +13,10 @@ from ...kernels.layout.step_state import STATE_WIDTH
 from ...model.config import ModelConfig
 from ...model.decoder.rope import tables_bytes
 from ..config import EngineConfig
-from ..memory_table import Machine
+from ..memory_table import MachineMemory
 from ..params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
 from ..sample.sampling_math import WHOLE_SIZE
-from .cache_size import CPU_SHARE, Needs, Sizing, free_host_bytes, is_host_limited, total_host_bytes
+from .cache_size import CPU_SHARE, CacheSizing, MemoryNeeds, free_host_bytes, is_host_limited, total_host_bytes
 from .cuda.cuda_graphs import batches_of
 from .cuda.step_update import NEWS_ROOM, diff_size
 
@@ -37,8 +37,8 @@ def sizing_on_cpu(
     activations: Callable[[int], int],
     bytes_per_block: int,
     host_blocks: int = 0,
-) -> Sizing:
-    """The `Sizing` of a model on a CPU.
+) -> CacheSizing:
+    """The `CacheSizing` of a model on a CPU.
 
     All arguments are in bytes but `host_blocks` and `max_model_len`. Called when `weights` and tables for
     `max_model_len` positions are in memory, and the cache is not yet. `activations(length)` is the need of the largest
@@ -47,8 +47,8 @@ def sizing_on_cpu(
     loaded, free = weights + tables_bytes(shape.rope, max_model_len), free_host_bytes()
     logits = config.max_num_seqs * shape.vocab_size * CPU_LOGIT_BYTES + SORTED_BYTES
 
-    def needs_of(length: int) -> Needs:
-        return Needs(
+    def needs_of(length: int) -> MemoryNeeds:
+        return MemoryNeeds(
             weights=weights,
             state=tables_bytes(shape.rope, length)
             + slot_bytes(config, shape, length)
@@ -57,7 +57,7 @@ def sizing_on_cpu(
             logits=logits,
         )
 
-    machine = Machine(
+    machine = MachineMemory(
         device="cpu",
         total_bytes=total_host_bytes(),
         limit_bytes=loaded + free,
@@ -65,7 +65,7 @@ def sizing_on_cpu(
         cache_cap_bytes=int(free * CPU_SHARE),
         is_limited=is_host_limited(),
     )
-    return Sizing(
+    return CacheSizing(
         config=config, machine=machine, needs_of=needs_of, bytes_per_block=bytes_per_block, host_blocks=host_blocks
     )
 
@@ -81,7 +81,7 @@ def sampler_bytes(config: EngineConfig, shape: ModelConfig, max_model_len: int) 
     return config.max_num_seqs * row + shape.vocab_size
 
 
-def late_bytes(config: EngineConfig, max_model_len: int) -> int:
+def async_bytes(config: EngineConfig, max_model_len: int) -> int:
     """Bytes of an asynchronous device: the slots' tables and state, and a step's buffers."""
     slots, tokens = config.max_num_seqs, max(config.num_step_tokens, config.max_num_seqs)
     blocks = -(-max_model_len // config.block_size)

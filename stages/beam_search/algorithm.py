@@ -95,10 +95,10 @@ class CandidateParams(SamplingParams):
     most_logprobs: ClassVar[int] = 2**31 - 1
 
 
-class Text(Protocol):
+class BeamText(Protocol):
     """The text of a beam, for matching stop strings."""
 
-    def grown(self, token_id: int) -> tuple[Text, str | None]:
+    def grown(self, token_id: int) -> tuple[BeamText, str | None]:
         """Returns the text with one more token, and the stop string that it completes, if any."""
 
 
@@ -109,7 +109,7 @@ class Beam:
     token_ids: Ints  # [P + G] the prompt and the answer so far
     logprob: np.float32 = np.float32(0)  # sum over the answer's tokens
     tops: tuple[TopLogprobs, ...] = ()  # [G] if requested
-    text: Text | None = None  # only with stop strings
+    text: BeamText | None = None  # only with stop strings
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -141,7 +141,7 @@ class BeamSearch:
         *,
         min_tokens: int = 0,
         num_logprobs: int | None = None,
-        text: Text | None = None,
+        text: BeamText | None = None,
     ) -> None:
         self.params = params
         self.max_tokens = max_tokens

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ...runtime.pipeline import Pipeline
-from ..detokenize.stage import Answer, Rows
+from ..detokenize.stage import AnswerText, TextRows
 from ..errors import Failed, Refused
 from ..exit.outboxes import Outboxes, RequestOutbox
 from ..messages import Begun, FinishReason, Ints, Prompt, Request, TokenLogprobs
@@ -24,7 +24,7 @@ from .algorithm import BeamParams, BeamSearch, CandidateParams, Floats, Hypothes
 
 
 @dataclass
-class Searches:
+class BeamSearches:
     """The searches of one engine, one task each.
 
     To its client a search is an ordinary request, live at the exit from `submit` to its end. All its text comes at the
@@ -37,7 +37,7 @@ class Searches:
     encoder: PromptEncoder
     limits: RequestLimits
     eos_token_ids: tuple[int, ...]
-    make_answer: Callable[[SamplingParams], Answer]  # makes the detokenizer of one answer
+    make_answer: Callable[[SamplingParams], AnswerText]  # makes the detokenizer of one answer
     _tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # by request id
 
     def submit(self, request: Request, beams: BeamParams, deadline_s: float | None = None) -> RequestOutbox:
@@ -104,9 +104,9 @@ class Searches:
         except BaseException as error:  # a bug: the client gets an error, the log the traceback
             self.exit.fail(request.request_id, error)
 
-    async def _search(self, request: Request, index: int, beams: BeamParams) -> _Found:
+    async def _search(self, request: Request, index: int, beams: BeamParams) -> _SearchResult:
         prompt = self.limits.truncate(request.params, await self._encode(request.prompts[index]))
-        params = self.limits.settle(request.params, len(prompt))
+        params = self.limits.complete_params(request.params, len(prompt))
         assert params.max_tokens is not None
         end_ids = self._end_ids(params)
         search = BeamSearch(
@@ -138,7 +138,7 @@ class Searches:
             if not search.num_tokens:
                 num_cached = num_found
             search.step(token_ids, logprobs)
-        return _Found(prompt, num_cached, params, search.finished[: params.n])
+        return _SearchResult(prompt, num_cached, params, search.finished[: params.n])
 
     async def _encode(self, prompt: Prompt) -> Ints:
         if is_quick(prompt):
@@ -167,9 +167,9 @@ class Searches:
 
     # -- its end
 
-    async def _deliver(self, request: Request, found: list[_Found]) -> None:
+    async def _deliver(self, request: Request, found: list[_SearchResult]) -> None:
         """Delivers all answers at once, which ends the request."""
-        rows, begun = Rows([], [], []), {}
+        rows, begun = TextRows([], [], []), {}
         for index, one in enumerate(found):
             first = request.first_sequence_id + index * request.params.n
             begun[first] = Begun(one.prompt, one.num_cached)
@@ -178,7 +178,7 @@ class Searches:
                 await self.pipeline.env.sleep(0)  # a long answer takes a millisecond
         self.exit.deliver(rows.message(-1, begun))
 
-    def _spell(self, hypothesis: Hypothesis, found: _Found, sequence_id: int, rows: Rows) -> None:
+    def _spell(self, hypothesis: Hypothesis, found: _SearchResult, sequence_id: int, rows: TextRows) -> None:
         """Adds a row for each token of an answer; the last row has its finish."""
         answer, end = self.make_answer(found.params), hypothesis.finish
         token_ids = hypothesis.beam.token_ids[len(found.prompt) :].tolist()
@@ -193,7 +193,7 @@ class Searches:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _SearchResult:
     """The result of the search from one prompt."""
 
     prompt: Ints  # [P]
@@ -206,7 +206,7 @@ class _Found:
 class _StopText:
     """The text of a beam, matched against stop strings."""
 
-    answer: Answer
+    answer: AnswerText
     num_tokens: int
 
     def grown(self, token_id: int) -> tuple[_StopText, str | None]:

@@ -42,7 +42,7 @@ ROWS_AT_ONCE = 64  # slow rows between two yields to the event loop: a few hundr
 log = get_logger("millrace.stages")
 
 
-class IncrementalDecoder(Protocol):
+class DecodesIncrementally(Protocol):
     """Decodes the tokens of one answer to text, in whole characters."""
 
     def push(self, token_id: int) -> str:
@@ -56,7 +56,7 @@ class IncrementalDecoder(Protocol):
         """Whether the text of a plain token may be taken from the table without a push."""
 
 
-class TextTable(Protocol):
+class TextTableProtocol(Protocol):
     """The text of each of T tokens alone. If `is_plain[i]`, it is `texts[i]` in every context."""
 
     @property
@@ -71,9 +71,9 @@ class Detokenize(Stage[StepTokens, StepText]):
     """Converts each new token to text, and ends answers at stop strings.
 
     Fast rows take their text from a table: in steady decoding nearly all rows, for a few numpy operations per step.
-    `_traits` holds the traits of each token, `_cares` the traits that make a row of a slot slow. Slow rows are handled
-    one by one: incomplete characters, log-probabilities, last tokens, and tokens in which a stop string may begin or
-    continue.
+    `_traits` holds the traits of each token, `_traits_of_slots` the traits that make a row of a slot slow. Slow rows
+    are handled one by one: incomplete characters, log-probabilities, last tokens, and tokens in which a stop string may
+    begin or continue.
 
     A token is identified by its place in the answer. A place seen before is dropped, so a step may be sent twice.
     Tokens after a stop string are dropped as well, until schedule has ended the sequence.
@@ -86,8 +86,8 @@ class Detokenize(Stage[StepTokens, StepText]):
 
     def __init__(
         self,
-        table: TextTable,
-        make_decoder: Callable[[SamplingParams], IncrementalDecoder],
+        table: TextTableProtocol,
+        make_decoder: Callable[[SamplingParams], DecodesIncrementally],
         *,
         num_slots: int,
         vocab_size: int,
@@ -102,9 +102,9 @@ class Detokenize(Stage[StepTokens, StepText]):
         self._sequence_ids = np.full(num_slots, -1, np.int64)  # [S] the sequence in each slot; -1: none
         self._next_places = np.zeros(num_slots, np.intp)  # [S] place of the next token
         self._ones = np.ones(num_slots, np.intp)
-        self._cares = np.full(num_slots, ANY, np.uint64)  # [S] traits of a token that make its row slow
+        self._traits_of_slots = np.full(num_slots, ANY, np.uint64)  # [S] traits of a token that make its row slow
         self.gaps = TokenGaps(num_slots)
-        self._sequences: dict[int, Answer] = {}  # by id
+        self._sequences: dict[int, AnswerText] = {}  # by id
         self._begun: dict[int, Begun] = {}  # by sequence id; sent with the next text
         self._is_halfway = False  # whether some rows of the current step were handled
         self._context: Context | None = None
@@ -151,7 +151,7 @@ class Detokenize(Stage[StepTokens, StepText]):
         else:
             is_ours = self._sequence_ids[slots] == step.sequence_ids
             next_places = self._next_places[slots]
-            is_fast = (self._traits[step.token_ids] & self._cares[slots]) == 0
+            is_fast = (self._traits[step.token_ids] & self._traits_of_slots[slots]) == 0
             is_fast &= is_ours & (places == next_places) & (step.finishes == 0)
             is_new = is_ours & (places >= next_places)
             self._note_gaps(slots[is_new], places[is_new], now_us)
@@ -178,16 +178,18 @@ class Detokenize(Stage[StepTokens, StepText]):
         return (
             equal(self._sequence_ids[slots], step.sequence_ids)
             and equal(self._next_places[slots], step.places)
-            and is_zero(self._traits[step.token_ids] & self._cares[slots])
+            and is_zero(self._traits[step.token_ids] & self._traits_of_slots[slots])
             and is_zero(step.finishes)
         )
 
-    def _read_fast(self, slots: Indices, places: Indices, sequence_ids: NDArray[np.int64], token_ids: Indices) -> Rows:
+    def _read_fast(
+        self, slots: Indices, places: Indices, sequence_ids: NDArray[np.int64], token_ids: Indices
+    ) -> TextRows:
         """The text of fast rows, from the table."""
         self._next_places[slots] = places + self._ones[: len(places)]
-        return Rows(sequence_ids.tolist(), self._texts[token_ids].tolist(), token_ids.tolist())
+        return TextRows(sequence_ids.tolist(), self._texts[token_ids].tolist(), token_ids.tolist())
 
-    async def _read_slow(self, step: StepTokens, slow: NDArray[np.intp], rows: Rows, out: Outlet[StepText]) -> None:
+    async def _read_slow(self, step: StepTokens, slow: NDArray[np.intp], rows: TextRows, out: Outlet[StepText]) -> None:
         assert self._context is not None
         columns = (step.slots, step.sequence_ids, step.places, step.token_ids, step.finishes)
         lists = [column[slow].tolist() for column in columns]
@@ -205,7 +207,7 @@ class Detokenize(Stage[StepTokens, StepText]):
         token_id: int,
         finish_reason: int,
         top: TopLogprobs | None,
-        rows: Rows,
+        rows: TextRows,
         out: Outlet[StepText],
     ) -> None:
         sequence = self._sequences.get(sequence_id)
@@ -222,7 +224,7 @@ class Detokenize(Stage[StepTokens, StepText]):
             out.fail(sequence.request_id, StageCrashed(self.name, self.error_code, error))
             return
         self._next_places[slot] = place + 1
-        self._cares[slot] = sequence.cares
+        self._traits_of_slots[slot] = sequence.wanted_traits
         if finish is not None and sequence.num_preempted:
             finish = replace(finish, num_preempted=sequence.num_preempted)
         rows.add(sequence_id, text, token_id, finish, logprobs)
@@ -238,7 +240,7 @@ class Detokenize(Stage[StepTokens, StepText]):
             num_generated = len(started.token_ids) - started.num_prompt
             if num_generated or started.pooling is not None or not self._is_live(started.request_id):
                 return  # it has no text; or it has ended here and schedule does not know yet
-            sequence = Answer(started.request_id, self._table, self._make_decoder(started.params), started.params)
+            sequence = AnswerText(started.request_id, self._table, self._make_decoder(started.params), started.params)
             self._sequences[started.sequence_id] = sequence
             self._begun[started.sequence_id] = Begun(started.token_ids, started.num_cached, began_s)
         else:
@@ -250,7 +252,7 @@ class Detokenize(Stage[StepTokens, StepText]):
         self._sequence_ids[started.slot] = started.sequence_id
         self._next_places[started.slot] = sequence.next_place
         self.gaps.enter(started.slot, sequence.last_token_us)
-        self._cares[started.slot] = sequence.cares
+        self._traits_of_slots[started.slot] = sequence.wanted_traits
 
     def _now_us(self) -> int:
         assert self._context is not None
@@ -267,7 +269,7 @@ class Detokenize(Stage[StepTokens, StepText]):
             self._leave_slot(holder)
         self._sequence_ids[slot] = -1
 
-    def _leave_slot(self, sequence: Answer) -> None:
+    def _leave_slot(self, sequence: AnswerText) -> None:
         assert sequence.slot is not None
         sequence.next_place = int(self._next_places[sequence.slot])
         sequence.last_token_us = self.gaps.leave(sequence.slot)
@@ -320,7 +322,7 @@ _CHARACTER_CLASS = _character_classes()
 
 
 @dataclass(slots=True)
-class Rows:
+class TextRows:
     """The rows of a `StepText` under construction."""
 
     sequence_ids: list[int]
@@ -356,7 +358,7 @@ class Rows:
         )
 
 
-class Answer:
+class AnswerText:
     """The decoder and stop matcher of one answer."""
 
     __slots__ = (
@@ -372,7 +374,9 @@ class Answer:
         "slot",
     )
 
-    def __init__(self, request_id: str, table: TextTable, decoder: IncrementalDecoder, params: SamplingParams) -> None:
+    def __init__(
+        self, request_id: str, table: TextTableProtocol, decoder: DecodesIncrementally, params: SamplingParams
+    ) -> None:
         self.request_id = request_id
         self.slot: int | None = None
         self.next_place = 0  # valid without a slot, like the next attribute
@@ -384,14 +388,14 @@ class Answer:
         self._matcher = StopMatcher(params.stop, params.include_stop_str_in_output) if params.stop else None
         self._usual_cares = ANY if params.logprobs is not None else NOT_PLAIN | _classes_of(s[0] for s in params.stop)
 
-    def fork(self) -> Answer:
+    def fork(self) -> AnswerText:
         """An independent copy that has read the same tokens."""
         twin = copy.copy(self)
         twin._decoder, twin._matcher = copy.deepcopy((self._decoder, self._matcher))
         return twin
 
     @property
-    def cares(self) -> int:
+    def wanted_traits(self) -> int:
         """The traits that make the next token's row slow."""
         is_idle = self._decoder.is_idle and (self._matcher is None or self._matcher.is_idle)
         return self._usual_cares if is_idle else ANY

@@ -35,12 +35,12 @@ class TokenGaps:
 
     def enter(self, slot: int, last_us: int) -> None:
         """A sequence takes the slot. Its last token, if it has any, came at `last_us`."""
-        self._settle()
+        self._fold_rows()
         self._last_us[slot] = last_us
 
     def leave(self, slot: int) -> int:
         """The time of the last token of the sequence in the slot."""
-        self._settle()
+        self._fold_rows()
         return int(self._last_us[slot])
 
     def step(self, slots: Indices, places: NDArray[np.integer], now_us: int) -> None:
@@ -51,11 +51,11 @@ class TokenGaps:
         if equal(slots, self._steady):
             self.histogram.observe(now_us - self._steady_us, len(slots))
         else:
-            self._settle()
+            self._fold_rows()
             self.histogram.observe_many((now_us - self._last_us[slots])[places > 0])
             self._steady = slots
         self._steady_us = now_us
 
-    def _settle(self) -> None:
+    def _fold_rows(self) -> None:
         self._last_us[self._steady] = self._steady_us
         self._steady = NO_INDICES

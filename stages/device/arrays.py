@@ -180,6 +180,6 @@ def arrays_of(x: Array) -> Arrays:
 
 @cache
 def _tensors() -> Arrays:
-    from .torch_arrays import Tensors
+    from .torch_arrays import TorchArrays
 
-    return Tensors()
+    return TorchArrays()

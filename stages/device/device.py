@@ -15,8 +15,8 @@ from ...runtime.env.env import Env
 from ...runtime.histogram import Histogram
 from ...runtime.stage import Context
 from ...runtime.trace.tracer import EventKind, Tracer
-from ...runtime.workers.step_queue import StepQueue, hush
-from ...runtime.workers.worker import AT_ONCE, BEFORE_WAITING, IF_ASKED, Told, Worker
+from ...runtime.workers.step_queue import StepQueue, ignore_error
+from ...runtime.workers.worker import BEFORE_BLOCKING, IMMEDIATELY, ON_REQUEST, WhenDone, Worker
 from ..messages import Started, StepGrant, StepTokens
 
 R = TypeVar("R")
@@ -27,22 +27,22 @@ MOST_IN_FLIGHT = 64  # steps; engines have at most a few
 STEP_EXECUTED, STEP_SAMPLED = int(EventKind.STEP_EXECUTED), int(EventKind.STEP_SAMPLED)
 
 
-class Forward(Protocol):
+class RunsForward(Protocol):
     """A model, as the execute stage uses it."""
 
     def forward(self, grant: StepGrant) -> Any:
-        """Runs one step and returns a handle of its [L, V] logits, which `Choose.sample` reads.
+        """Runs one step and returns a handle of its [L, V] logits, which `ChoosesTokens.sample` reads.
 
         Called on the device thread, in the order of grants. Grants that are void with an earlier one are skipped.
-        See `Foresees` for models that return chosen tokens instead.
+        See `RunsAhead` for models that return chosen tokens instead.
         """
 
 
 @runtime_checkable
-class Foresees(Protocol):
+class RunsAhead(Protocol):
     """A model that may start a step when the previous one ends, and choose its tokens with it."""
 
-    def foresee(self, grant: StepGrant) -> None:
+    def run_ahead(self, grant: StepGrant) -> None:
         """Receives a step that will be sampled, before its `forward` is submitted.
 
         Called on the event loop. `forward` may then return a `Choice` instead of logits. A step that becomes void with
@@ -50,7 +50,7 @@ class Foresees(Protocol):
         """
 
 
-class Choose(Protocol):
+class ChoosesTokens(Protocol):
     """A sampler, as the sample stage uses it."""
 
     def prepare(self, started: Sequence[Started]) -> None:
@@ -67,7 +67,7 @@ class Choose(Protocol):
         """
 
 
-class StepFell(Exception):
+class StepSkipped(Exception):
     """The step was not run: an earlier step of its generation, or of a later one, failed."""
 
 
@@ -79,7 +79,7 @@ class Device:
     """Runs the phases of all steps in order on one thread, whatever order they are submitted in.
 
     When a phase raises, its step is void. Later steps of the same or an older generation are void too: they raise
-    `StepFell` instead of running. A grant of a higher generation runs again.
+    `StepSkipped` instead of running. A grant of a higher generation runs again.
     NOTE: a step submitted to one phase must be submitted to all phases: the thread waits for it (see `StepQueue`).
     """
 
@@ -132,9 +132,9 @@ class Device:
             self._env, self._worker = context.env, context.env.worker("device")
             self._now_ns, self._tracer = context.env.now_ns, context.tracer
             if self._call_before_computing is not None:
-                self._call_before_computing(self._worker.tell)
+                self._call_before_computing(self._worker.deliver)
             if self._enter is not None:
-                hush(self._worker.submit(self._run_enter, self._enter))
+                ignore_error(self._worker.submit(self._run_enter, self._enter))
         self._sources[phase] = context.source
         self._num_phases = max(self._num_phases, phase + 1)
 
@@ -146,9 +146,10 @@ class Device:
     def forward(self, grant: StepGrant, forward: Callable[[StepGrant], Any]) -> asyncio.Future[Any]:
         """Queues the first phase.
 
-        Resolves to what `forward(grant)` returned; raises what it raised, or `StepFell`. Where there is a second phase
-        and no task awaits this one, both results are delivered together. A task that first awaits this future after the
-        second phase was submitted may get `AskedTooLate`. So logits are not kept alive while the next step computes.
+        Resolves to what `forward(grant)` returned; raises what it raised, or `StepSkipped`. Where there is a second
+        phase and no task awaits this one, both results are delivered together. A task that first awaits this future
+        after the second phase was submitted may get `ResultForgotten`. So logits are not kept alive while the next step
+        computes.
         """
         if self._queue is None:
             assert self._worker is not None, "forward() before join(): a stage joins the device in its set-up"
@@ -157,8 +158,8 @@ class Device:
         assert self._queue is not None
         timed = partial(self._timed_forward, self._now_ns(), grant, run)
         if self.is_sampling:
-            return self._queue.submit(grant.step, FORWARD, timed, IF_ASKED)
-        return self._submit(grant.step, FORWARD, timed, AT_ONCE)
+            return self._queue.submit(grant.step, FORWARD, timed, ON_REQUEST)
+        return self._submit(grant.step, FORWARD, timed, IMMEDIATELY)
 
     def is_forwarding(self, step: int) -> bool:
         """Whether the first phase of a submitted step has not ended."""
@@ -170,13 +171,13 @@ class Device:
         Resolves to `sample(grant, logits)`; raises what either phase raised.
         """
         run = self._or_fault("device.sample", sample)
-        told = AT_ONCE if self._call_before_computing is None else BEFORE_WAITING
+        told = IMMEDIATELY if self._call_before_computing is None else BEFORE_BLOCKING
         return self._submit(grant.step, SAMPLE, partial(self._timed_sample, self._now_ns(), grant, run), told)
 
-    def _submit(self, step: int, phase: int, run: Callable[[], R], told: Told) -> asyncio.Future[R]:
+    def _submit(self, step: int, phase: int, run: Callable[[], R], told: WhenDone) -> asyncio.Future[R]:
         assert self._queue is not None, f"step {step} is sampled before its forward pass was submitted"
         result = self._queue.submit(step, phase, run, told)
-        hush(result)
+        ignore_error(result)
         return result
 
     def _or_fault(self, name: str, run: Callable[..., R]) -> Callable[..., R]:
@@ -230,7 +231,7 @@ class Device:
             if self._enter_error is not None:
                 raise self._enter_error
             if grant.generation <= self._void_generation:
-                raise StepFell(f"step {grant.step} fell with an earlier one of generation {self._void_generation}")
+                raise StepSkipped(f"step {grant.step} fell with an earlier one of generation {self._void_generation}")
             self._logits = forward(grant)
         except BaseException as error:
             self._error = error

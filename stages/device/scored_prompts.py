@@ -18,7 +18,7 @@ from .arrays import Array, arrays_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PromptRun:
+class ScoredChunk:
     """C consecutive tokens of one prompt that a step scores.
 
     Each is scored by the logits of the token before it.
@@ -63,7 +63,7 @@ class ScoredPrompts:
         self._started[started.slot] = started if wants else None
         self._ends[started.slot] = started.num_prompt if wants else 0
 
-    def runs(self, grant: StepGrant) -> tuple[PromptRun, ...]:
+    def runs(self, grant: StepGrant) -> tuple[ScoredChunk, ...]:
         """The prompt tokens to score in a step: none in almost all steps.
 
         A decode step never scores any.
@@ -79,14 +79,14 @@ class ScoredPrompts:
         slots, starts = grant.slots[rows].tolist(), starts[rows].tolist()
         return tuple(self._run(*values) for values in zip(slots, starts, ends, first_rows, strict=True))
 
-    def _run(self, slot: int, start: int, end: int, first_row: int) -> PromptRun:
+    def _run(self, slot: int, start: int, end: int, first_row: int) -> ScoredChunk:
         started = self._started[slot]
         assert started is not None and started.params.prompt_logprobs is not None
         token_ids = started.token_ids[start:end]
-        return PromptRun(started.sequence_id, start, token_ids, first_row, started.params.prompt_logprobs)
+        return ScoredChunk(started.sequence_id, start, token_ids, first_row, started.params.prompt_logprobs)
 
 
-def rows_of(runs: Sequence[PromptRun]) -> NDArray[np.int64]:
+def rows_of(runs: Sequence[ScoredChunk]) -> NDArray[np.int64]:
     """The indices, among a step's tokens, whose logits are needed, run by run."""
     return np.concatenate([np.arange(run.first_row, run.first_row + len(run)) for run in runs])
 
@@ -108,7 +108,7 @@ class LogitsWithPrompts:
     """The result of a forward pass, instead of plain logits, when the prompt of some row is scored."""
 
     sampled: Array  # [L, V] as without scored prompts
-    runs: Sequence[PromptRun]
+    runs: Sequence[ScoredChunk]
     hidden: Array  # [sum of C, H] of all runs, concatenated
     to_logits: Callable[[Array], Array]  # [n, H] -> [n, V]
     max_rows: int  # of a piece; the sampler has memory for this many rows of logits

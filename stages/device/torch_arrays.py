@@ -15,7 +15,7 @@ HostArray = NDArray[Any]
 Longs = NDArray[np.int64]
 
 
-class Tensors:
+class TorchArrays:
     """The operations on torch tensors."""
 
     inference: Callable[[], AbstractContextManager[Any]] = staticmethod(torch.inference_mode)

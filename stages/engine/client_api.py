@@ -18,14 +18,14 @@ from ..outputs import EmbeddingRequestOutput, ModelInfo, OutputKind, RequestOutp
 from ..params import SamplingParams
 from ..pooling_params import Floats, PoolingParams
 from ..request_limits import as_token_ids
-from .pooled_requests import Pairs, as_texts, pooled_request, read_vectors
+from .pooled_requests import ScoringPairs, as_texts, pooled_request, read_vectors
 from .results import read_outputs
 
 PromptLike = str | Sequence[int] | Prompt
 Messages = Sequence[Mapping[str, Any]]
 
 
-class Asking(ABC):
+class ClientApi(ABC):
     """The API methods of an engine, to be called on its event loop.
 
     `Engine` documents the abstract ones.
@@ -169,7 +169,7 @@ class Asking(ABC):
 
         The score is that of a cross-encoder model, or with any other model the cosine of two embeddings.
         """
-        pairs, tasks = Pairs(as_texts(queries), as_texts(documents)), self.info.tasks
+        pairs, tasks = ScoringPairs(as_texts(queries), as_texts(documents)), self.info.tasks
         request = pairs.request(self._request_id(request_id), tasks, priority=priority)
         outbox, vectors = await self._pool(request, timeout_s)
         scores, counts = pairs.scores(vectors, tasks), pairs.num_tokens(outbox, tasks)

@@ -29,23 +29,23 @@ from ..errors import ConfigError
 from ..exit.outboxes import RequestOutbox
 from ..messages import Ints, Request
 from ..params import SamplingParams
-from ..recordings.writer import Recorder
+from ..recordings.writer import RecordingWriter
 from ..sample.logits_processor import LogitsProcessor
-from .client_api import Asking
-from .inspection import EngineBooks
-from .submit import Door
+from .client_api import ClientApi
+from .inspection import EngineStatus
+from .submit import Submitter
 from .warm_up import warm_up
-from .wiring import EncoderParts, EngineParts, TextParts
+from .wiring import EncoderStages, EngineStages, TextStages
 
 if TYPE_CHECKING:
-    from ..loading.early import Opening
+    from ..loading.early import EarlyLoading
     from ..loading.encoder import LoadedEncoder
     from ..loading.model import LoadedModel
 
 log = get_logger("millrace.stages")
 
 
-class Engine(EngineBooks, Asking):
+class Engine(EngineStatus, ClientApi):
     """Serves one model.
 
     Use it as an async context manager, or call `start` and `stop`; it starts once. Leaving the context frees
@@ -54,8 +54,8 @@ class Engine(EngineBooks, Asking):
     engines.
 
     `config` and `overrides` are those of `EngineConfig`. With the caller's own `env`, threads end when the caller
-    closes it. For a `logits_processor` see `LogitsProcessor`. `opening` is the model's `Opening`, if it has started
-    already, with the same `config`.
+    closes it. For a `logits_processor` see `LogitsProcessor`. `opening` is the model's `EarlyLoading`, if it has
+    started already, with the same `config`.
     """
 
     mode: ClassVar[Literal["inline", "split"]] = "inline"  # whether the step loop is in this process or one of its own
@@ -66,11 +66,11 @@ class Engine(EngineBooks, Asking):
         *,
         env: Env | None = None,
         logits_processor: LogitsProcessor | None = None,
-        opening: Opening | None = None,
+        opening: EarlyLoading | None = None,
         **overrides: Any,
     ) -> None:
-        EngineBooks.__init__(self)
-        Asking.__init__(self)
+        EngineStatus.__init__(self)
+        ClientApi.__init__(self)
         self._logits_processor = logits_processor
         self._opening = opening
         self.config = replace(config or EngineConfig(), **overrides)
@@ -81,7 +81,7 @@ class Engine(EngineBooks, Asking):
         self._env: Env = LiveEnv(self.config.seed) if env is None else env
         self._owns_env = env is None
         self._edits: list[Callable[[Pipeline], object]] = []
-        self._recorder: Recorder | None = None
+        self._recorder: RecordingWriter | None = None
 
     # -- custom stages
 
@@ -92,14 +92,14 @@ class Engine(EngineBooks, Asking):
         every request, including the engine's own warm-up requests (request id "warm-up").
         """
         self._edit(lambda pipeline: pipeline.insert(stage, after, name=name))
-        self._step_plainly(after)
+        self._step_without_drafts(after)
 
     def replace(self, name: str, stage: Stage[Any, Any]) -> None:
         """Replaces the stage `name` by a custom one. Call before `start`."""
         self._edit(lambda pipeline: pipeline.replace(name, stage))
-        self._step_plainly(name)
+        self._step_without_drafts(name)
 
-    def _step_plainly(self, name: str) -> None:
+    def _step_without_drafts(self, name: str) -> None:
         """Gives a custom stage next to the device steps with logits, and without drafts.
 
         Drafts stay if they are configured explicitly.
@@ -204,18 +204,18 @@ class Engine(EngineBooks, Asking):
         self._opening = None  # it holds the model, too
         return loaded
 
-    def _make_parts(self, loaded: Any) -> TextParts | EncoderParts:
+    def _make_parts(self, loaded: Any) -> TextStages | EncoderStages:
         """Joins the stages of the model that `_load` returned."""
         if not loaded.info.num_blocks:
-            return EncoderParts(self.config, loaded)
+            return EncoderStages(self.config, loaded)
         secret = self._env.secret("prefix.secret", 16)
-        return EngineParts(self.config, loaded, self._make_device(loaded), secret)
+        return EngineStages(self.config, loaded, self._make_device(loaded), secret)
 
     async def _inject(self, pipeline: Pipeline, faults: Sequence[Fault]) -> None:
         pipeline.inject(faults)
 
-    def _record(self, path: Path) -> Recorder | None:
-        if not isinstance(self._parts, EngineParts):
+    def _record(self, path: Path) -> RecordingWriter | None:
+        if not isinstance(self._parts, EngineStages):
             raise ConfigError(f"record = {path}: an encoder model has no scheduler to record; leave it out")
         return self._parts.record(path, self.config, self._env)
 
@@ -233,10 +233,10 @@ class Engine(EngineBooks, Asking):
         if parts is not None:
             for request_id in list(parts.exit.live):
                 parts.pipeline.cancel(request_id, cause)
-            if isinstance(parts, TextParts):
+            if isinstance(parts, TextStages):
                 await parts.searches.wait_until_over()
             await parts.pipeline.stop()
-            if isinstance(parts, TextParts):
+            if isinstance(parts, TextStages):
                 await parts.gate.aclose()
         if self._recorder is not None:
             await self._recorder.aclose()
@@ -283,26 +283,26 @@ class Engine(EngineBooks, Asking):
         with `wait` False, and waits with `wait` True. Raises `NotServing` when the engine is not ready. A grammar is
         tried and compiled first; `Refused` says what is wrong with it.
         """
-        return await self._open_door().submit(request, wait, deadline_s)
+        return await self._submitter().submit(request, wait, deadline_s)
 
     def submit_search(self, request: Request, beams: BeamParams, *, deadline_s: float | None = None) -> RequestOutbox:
         """As `submit`, for the `params.n` best answers of a beam search to each prompt.
 
         They arrive together, best first. Raises `Refused` for parameters that a beam search does not support.
         """
-        return self._open_door().submit_search(request, beams, deadline_s)
+        return self._submitter().submit_search(request, beams, deadline_s)
 
     async def render(self, request: Request) -> tuple[list[Ints], SamplingParams]:
         """A request's prompts as token ids, and its params with the values that depend on them.
 
         Computes no step. Raises `Refused` where the intake and tokenize stages would.
         """
-        return await Door(self._require_parts(), self._env).render(request)
+        return await Submitter(self._require_parts(), self._env).render(request)
 
-    def _open_door(self) -> Door:
+    def _submitter(self) -> Submitter:
         if not self.health.is_ready:
             raise NotServing(self.health)
-        return Door(self._require_parts(), self._env)
+        return Submitter(self._require_parts(), self._env)
 
     def abort(self, request_id: str, cause: str = "cancel") -> bool:
         """Ends a request early; its blocks become free within a few steps.
@@ -325,12 +325,12 @@ class Engine(EngineBooks, Asking):
         return self.tokenizer.decode(token_ids, skip_special_tokens)
 
 
-def _load(config: EngineConfig, env: Env, opening: Opening | None) -> tuple[LoadedModel | LoadedEncoder, Phases]:
+def _load(config: EngineConfig, env: Env, opening: EarlyLoading | None) -> tuple[LoadedModel | LoadedEncoder, Phases]:
     """Loads the model. Runs in a thread: its imports alone would block the event loop too long."""
     if opening is None:
-        from ..loading.early import Opening
+        from ..loading.early import EarlyLoading
 
-        opening = Opening(config, Phases(env.now))
+        opening = EarlyLoading(config, Phases(env.now))
     try:
         with opening.phases("import"):
             from ..loading.model import load_model

@@ -18,14 +18,14 @@ from ..grammar.gate import GrammarGate
 from ..intake.admission import Admission
 from ..outputs import ModelInfo
 from ..schedule.scheduler import Scheduler
-from .wiring import EncoderParts, EngineParts, TextParts
+from .wiring import EncoderStages, EngineStages, TextStages
 
 if TYPE_CHECKING:
     from ...model.text.tokenizer import Tokenizer
     from ..tokenize.prompt_encoder import ModelEncoder
 
 
-class EngineBooks:
+class EngineStatus:
     """Access to the parts of a running engine. Raises `NotServing` while it is not running.
 
     `Engine` inherits it, sets the parts when it starts, and removes them when it stops. Call it on the event loop. The
@@ -34,7 +34,7 @@ class EngineBooks:
 
     def __init__(self) -> None:
         self._health = Health("new")
-        self._parts: TextParts | EncoderParts | None = None
+        self._parts: TextStages | EncoderStages | None = None
         self._info: ModelInfo | None = None
 
     @property
@@ -149,20 +149,20 @@ class EngineBooks:
     @property
     def has_core(self) -> bool:
         """Whether the engine has a scheduler and blocks. An encoder model has neither."""
-        return isinstance(self._require_parts(), TextParts)
+        return isinstance(self._require_parts(), TextStages)
 
-    def _require_parts(self) -> TextParts | EncoderParts:
+    def _require_parts(self) -> TextStages | EncoderStages:
         if self._parts is None:
             raise NotServing(self.health)
         return self._parts
 
-    def _text(self) -> TextParts:
+    def _text(self) -> TextStages:
         parts = self._require_parts()
-        if not isinstance(parts, TextParts):
+        if not isinstance(parts, TextStages):
             raise AttributeError("a model that generates nothing has no scheduler, no blocks and no prefix cache")
         return parts
 
-    def _core(self) -> EngineParts:
+    def _core(self) -> EngineStages:
         parts = self._text()
-        assert isinstance(parts, EngineParts), "the step loop is in another process"
+        assert isinstance(parts, EngineStages), "the step loop is in another process"
         return parts

@@ -17,7 +17,7 @@ from ..params import SamplingParams
 from ..pooling_params import MAX_PAIRS, PoolingParams
 from .client_api import Messages, PromptLike
 from .engine import Engine
-from .pooled_requests import Pairs, as_texts
+from .pooled_requests import ScoringPairs, as_texts
 
 T = TypeVar("T")
 OutputT = TypeVar("OutputT")
@@ -136,7 +136,7 @@ class LLM:
 
         `options` are those of `Engine.score`.
         """
-        pairs = Pairs(as_texts(queries), as_texts(documents))
+        pairs = ScoringPairs(as_texts(queries), as_texts(documents))
 
         async def score() -> list[ScoringRequestOutput]:
             parts = [await self._engine.score(part.queries, part.documents, **options) for part in pairs.cut(MAX_PAIRS)]

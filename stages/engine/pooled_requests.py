@@ -45,7 +45,7 @@ def as_texts(texts: str | Sequence[str]) -> Sequence[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Pairs:
+class ScoringPairs:
     """Queries and documents to score: one query for all documents, or one each.
 
     A cross-encoder model scores each pair. With any other model the texts are embedded, each query once, and the score
@@ -87,11 +87,11 @@ class Pairs:
         queries = queries * (len(documents) // len(queries))
         return [query + document for query, document in zip(queries, documents, strict=True)]
 
-    def cut(self, most: int) -> Iterator[Pairs]:
+    def cut(self, most: int) -> Iterator[ScoringPairs]:
         """Splits the pairs into parts of at most `most` documents."""
         for begin in range(0, len(self.documents), most):
             queries = self.queries if len(self.queries) == 1 else self.queries[begin : begin + most]
-            yield Pairs(queries, self.documents[begin : begin + most])
+            yield ScoringPairs(queries, self.documents[begin : begin + most])
 
     def _query_of_each(self) -> list[str]:
         return [*self.queries] * (len(self.documents) // len(self.queries))

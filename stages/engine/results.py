@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
 from ..exit.outboxes import RequestOutbox
-from ..outputs import CompletionOutput, Delta, OutputKind, RequestOutput
+from ..outputs import ChoiceDelta, CompletionOutput, OutputKind, RequestOutput
 from ..params import SamplingParams
 
 
@@ -32,7 +32,7 @@ def _empty(index: int, params: SamplingParams) -> CompletionOutput:
     return CompletionOutput(index, logprobs=None if params.logprobs is None else [])
 
 
-def _add(choice: CompletionOutput, delta: Delta) -> None:
+def _add(choice: CompletionOutput, delta: ChoiceDelta) -> None:
     choice.text += delta.text
     choice.token_ids += delta.token_ids
     if choice.logprobs is not None:
@@ -40,7 +40,7 @@ def _add(choice: CompletionOutput, delta: Delta) -> None:
     choice.finish_reason, choice.stop_reason, choice.score = delta.finish_reason, delta.stop_reason, delta.score
 
 
-def _part(delta: Delta, params: SamplingParams) -> CompletionOutput:
+def _part(delta: ChoiceDelta, params: SamplingParams) -> CompletionOutput:
     part = _empty(delta.index, params)
     _add(part, delta)
     return part

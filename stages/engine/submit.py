@@ -13,14 +13,14 @@ from ..errors import Overloaded, Refused, TimedOut
 from ..exit.outboxes import RequestOutbox
 from ..messages import Ints, Request, Task, check_task, task_of
 from ..params import SamplingParams
-from .wiring import EncoderParts, TextParts
+from .wiring import EncoderStages, TextStages
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
+class Submitter:
     """Submits requests to running parts. Stateless; `Engine` documents the methods."""
 
-    parts: TextParts | EncoderParts
+    parts: TextStages | EncoderStages
     env: Env
 
     async def submit(self, request: Request, wait: bool, deadline_s: float | None) -> RequestOutbox:
@@ -58,7 +58,7 @@ class Door:
         self.parts.intake.limits.check(request)
         prompts, params = await self.parts.tokenize.encode(request)
         for encoded in prompts:
-            self.parts.intake.limits.settle(params, len(encoded.token_ids))
+            self.parts.intake.limits.complete_params(params, len(encoded.token_ids))
         return [encoded.token_ids for encoded in prompts], params
 
     async def _enter(self, request: Request, wait: bool, deadline_s: float | None) -> RequestOutbox:
@@ -72,9 +72,9 @@ class Door:
         except ValueError as error:  # a request id that is in use
             raise Refused(str(error), param="request_id") from None
 
-    def _able_to(self, task: Task) -> TextParts:
+    def _able_to(self, task: Task) -> TextStages:
         check_task(task, self.parts.loaded.info.tasks)
-        if not isinstance(self.parts, TextParts):
+        if not isinstance(self.parts, TextStages):
             raise AttributeError("a model that generates nothing has neither grammars nor searches")
         return self.parts
 

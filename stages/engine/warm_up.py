@@ -14,11 +14,11 @@ from ...runtime.env.log import get_logger
 from ...runtime.pipeline import Pipeline
 from ..errors import Overloaded, TimedOut
 from ..messages import Prompt, Request
-from ..outputs import Batch, ModelInfo
+from ..outputs import GraphBatch, ModelInfo
 from ..params import MAX_N, SamplingParams
 from ..pooling_params import PoolingParams
 from ..request_limits import MAX_PROMPTS, as_token_ids
-from .pooled_requests import Pairs, pooled_request
+from .pooled_requests import ScoringPairs, pooled_request
 
 log = get_logger("millrace.stages")
 
@@ -36,10 +36,10 @@ async def warm_up(pipeline: Pipeline, info: ModelInfo) -> None:
     elif "embed" in info.tasks:
         await pipeline.call(pooled_request("warm-up", (_prompt(info),), PoolingParams()))
     else:
-        await pipeline.call(Pairs(["warm"], ["up"]).request("warm-up", info.tasks))
+        await pipeline.call(ScoringPairs(["warm"], ["up"]).request("warm-up", info.tasks))
 
 
-async def _warm_up_steps(pipeline: Pipeline, info: ModelInfo, batches: tuple[Batch, ...]) -> None:
+async def _warm_up_steps(pipeline: Pipeline, info: ModelInfo, batches: tuple[GraphBatch, ...]) -> None:
     """Runs requests for each size of step, and for each way of choosing tokens."""
     for batch in batches:
         requests = _decoding(info, batch) if batch.is_decode else _mixed(info, batch)
@@ -55,7 +55,7 @@ async def _call(pipeline: Pipeline, request: Request) -> None:
         log.info("warm_up.left_out", request_id=request.request_id, reason=str(error))
 
 
-def _decoding(info: ModelInfo, batch: Batch) -> Iterator[Request]:
+def _decoding(info: ModelInfo, batch: GraphBatch) -> Iterator[Request]:
     """Requests for as many answers to one prompt as the steps of this size have rows."""
     for first in range(0, batch.num_rows, MAX_N):
         count = min(MAX_N, batch.num_rows - first)
@@ -63,7 +63,7 @@ def _decoding(info: ModelInfo, batch: Batch) -> Iterator[Request]:
         yield _request(f"warm-up-{batch.num_rows}-rows-{first}", info, params)
 
 
-def _mixed(info: ModelInfo, batch: Batch) -> Iterator[Request]:
+def _mixed(info: ModelInfo, batch: GraphBatch) -> Iterator[Request]:
     """A request whose prompts fill a step of this size; no two prompts share a prefix."""
     longest = max(1, info.max_model_len - WARM_UP_TOKENS)
     num_left, prompts = batch.num_tokens, list[Prompt]()

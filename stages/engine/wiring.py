@@ -13,9 +13,9 @@ from ...runtime.pipeline import Pipeline
 from ..allocate.host_tier import HostTier
 from ..allocate.prefix_cache import PrefixCache
 from ..allocate.stage import Allocate
-from ..beam_search.searches import Searches
+from ..beam_search.searches import BeamSearches
 from ..config import EngineConfig
-from ..detokenize.stage import Answer, Detokenize, IncrementalDecoder, TextTable
+from ..detokenize.stage import AnswerText, DecodesIncrementally, Detokenize, TextTableProtocol
 from ..device.device import Device
 from ..encode.stage import Encode
 from ..errors import ConfigError
@@ -28,12 +28,12 @@ from ..outputs import ModelInfo
 from ..params import SamplingParams
 from ..pipeline import build_encoder_pipeline, build_pipeline
 from ..recordings.format import RecordedEngine
-from ..recordings.writer import Recorder
+from ..recordings.writer import RecordingWriter
 from ..request_limits import RequestLimits
 from ..sample.stage import Sample
 from ..schedule.ngram_drafter import NgramDrafter
 from ..schedule.policy import make_policy
-from ..schedule.scheduler import Limits
+from ..schedule.scheduler import StepLimits
 from ..schedule.sequence import State
 from ..schedule.speculation import num_speculative_tokens
 from ..schedule.stage import Schedule
@@ -56,11 +56,11 @@ class LoadedText(Protocol):
     @property
     def encoder(self) -> ModelEncoder: ...
     @property
-    def text_table(self) -> TextTable: ...
-    def make_decoder(self, params: SamplingParams) -> IncrementalDecoder: ...
+    def text_table(self) -> TextTableProtocol: ...
+    def make_decoder(self, params: SamplingParams) -> DecodesIncrementally: ...
 
 
-class EncoderParts:
+class EncoderStages:
     """The joined stages of an engine with an encoder model."""
 
     def __init__(self, config: EngineConfig, loaded: LoadedEncoder) -> None:
@@ -77,7 +77,7 @@ class EncoderParts:
         self.exit.on_end.append(self.intake.request_ended)
 
 
-class TextParts:
+class TextStages:
     """The text stages of an engine, joined, with their grammars and beam searches.
 
     They are the same whether the step loop is in this process or in another. `loaded` has the tokenizer.
@@ -99,13 +99,13 @@ class TextParts:
         self.exit.lane = self.pipeline.lane
         self.exit.on_start.append(self.intake.request_started)
         self.exit.locate = self._stage_of
-        self.searches = Searches(
+        self.searches = BeamSearches(
             self.pipeline,
             self.exit,
             loaded.encoder,
             self.limits,
             info.eos_token_ids,
-            lambda params: Answer("", loaded.text_table, loaded.make_decoder(params), params),
+            lambda params: AnswerText("", loaded.text_table, loaded.make_decoder(params), params),
         )
         self.exit.on_end += [
             self.intake.request_ended,
@@ -142,7 +142,7 @@ class CoreStages:
         self.allocate = Allocate(*sizes, cache, host)
         self.execute, self.sample = Execute(loaded.runner, device, info.rates), Sample(loaded.sampler, device)
 
-    def record(self, path: Path, config: EngineConfig, env: Env) -> Recorder:
+    def record(self, path: Path, config: EngineConfig, env: Env) -> RecordingWriter:
         """Starts a recording.
 
         Call before the pipeline starts; the caller closes the recorder after it has stopped. Raises `ConfigError` for a
@@ -150,7 +150,7 @@ class CoreStages:
         """
         engine = RecordedEngine.of(config, self.loaded.info, self.schedule.max_waiting)
         lookup = (config.prompt_lookup_min, config.prompt_lookup_max) if engine.most_drafts else None
-        recorder = Recorder(path, engine, with_token_ids=config.record_token_ids, lookup=lookup)
+        recorder = RecordingWriter(path, engine, with_token_ids=config.record_token_ids, lookup=lookup)
         try:
             recorder.open(env)
         except OSError as error:
@@ -160,7 +160,7 @@ class CoreStages:
         return recorder
 
 
-class EngineParts(TextParts):
+class EngineStages(TextStages):
     """All stages of one engine in one process, joined."""
 
     def __init__(self, config: EngineConfig, loaded: LoadedModel, device: Device, secret: bytes = b"") -> None:
@@ -184,7 +184,7 @@ class EngineParts(TextParts):
             steps_in_flight=self._steps_in_flight,
         )
 
-    def record(self, path: Path, config: EngineConfig, env: Env) -> Recorder:
+    def record(self, path: Path, config: EngineConfig, env: Env) -> RecordingWriter:
         """As `CoreStages` does."""
         return self.core.record(path, config, env)
 
@@ -199,8 +199,8 @@ class EngineParts(TextParts):
         return "schedule" if is_waiting else "execute", outbox.has_started or not is_waiting
 
 
-def _step_limits(config: EngineConfig, info: ModelInfo) -> Limits:
-    return Limits(
+def _step_limits(config: EngineConfig, info: ModelInfo) -> StepLimits:
+    return StepLimits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=info.max_num_batched_tokens,
         max_model_len=info.max_model_len,

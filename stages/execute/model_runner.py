@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 from ...model.decoder.step_inputs import StepInputs
 from ..device.arrays import Array, HostArray, arrays_of
 from ..device.pooler import Pooler
-from ..device.scored_prompts import LogitsWithPrompts, PromptRun, ScoredPrompts, rows_of
+from ..device.scored_prompts import LogitsWithPrompts, ScoredChunk, ScoredPrompts, rows_of
 from ..messages import BlockCopy, Bools, Direction, Indices, Ints, StepGrant
 
 Longs = NDArray[np.int64]
 
 
-class Cache(Protocol):
+class KVCacheProtocol(Protocol):
     """What a runner needs of a KV cache: copies of whole blocks, in all layers.
 
     Block ids are [C] i64 on the host.
@@ -33,7 +33,7 @@ class Cache(Protocol):
     def copy_in(self, host: Any, places: Longs, blocks: Longs) -> None: ...
 
 
-class Model(Protocol):
+class DecoderProtocol(Protocol):
     """What a runner needs of a decoder."""
 
     def forward(self, inputs: StepInputs[Any], cache: Any) -> Array: ...
@@ -53,8 +53,8 @@ class ModelRunner:
 
     def __init__(
         self,
-        decoder: Model,
-        cache: Cache,
+        decoder: DecoderProtocol,
+        cache: KVCacheProtocol,
         last_tokens: Array,
         max_blocks_per_slot: int,
         num_host_blocks: int = 0,
@@ -90,7 +90,7 @@ class ModelRunner:
         logits: the pooler has their results. A grant of copies alone gives [0, 0]. A step that scores prompts returns
         `LogitsWithPrompts`.
         """
-        self.take_news(grant)
+        self.apply_updates(grant)
         if grant.copies:
             with self._arrays.inference():
                 for copy in grant.copies:
@@ -98,7 +98,7 @@ class ModelRunner:
         return self.compute(grant)
 
     def compute(self, grant: StepGrant) -> Array | LogitsWithPrompts:
-        """As `forward`, after `take_news` and the step's copies."""
+        """As `forward`, after `apply_updates` and the step's copies."""
         with self._arrays.inference():
             if not len(grant.slots):
                 return self._upload(np.zeros((0, 0), np.float32))
@@ -109,7 +109,7 @@ class ModelRunner:
             return self._forward_in_parts(grant, inputs, runs)
 
     def _forward_in_parts(
-        self, grant: StepGrant, inputs: StepInputs[Any], runs: tuple[PromptRun, ...]
+        self, grant: StepGrant, inputs: StepInputs[Any], runs: tuple[ScoredChunk, ...]
     ) -> Array | LogitsWithPrompts:
         """Runs a step with pooled rows or scored prompts.
 
@@ -145,13 +145,13 @@ class ModelRunner:
     def wants_more(self, grant: StepGrant) -> bool:
         """Whether a step has pooled rows or scored prompts.
 
-        Its updates must be applied (`take_news`).
+        Its updates must be applied (`apply_updates`).
         """
         if self.pooler is not None and self.pooler.num_pooled and bool(self.pooler.is_pooled[grant.slots].any()):
             return True
         return len(self._scored.runs(grant)) > 0
 
-    def take_news(self, grant: StepGrant) -> None:
+    def apply_updates(self, grant: StepGrant) -> None:
         """Applies a grant's new sequences and new blocks.
 
         Called first: a step that fails must not lose them.

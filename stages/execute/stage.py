@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from ...runtime.stage import Context, Crash, Outlet, Stage
-from ..device.device import FORWARD, Device, Foresees, Forward, fail
+from ..device.device import FORWARD, Device, RunsAhead, RunsForward, fail
 from ..messages import Rates, StepGrant, StepLogits
 
 
@@ -26,10 +26,10 @@ class Execute(Stage[StepGrant, StepLogits]):
     outputs: ClassVar = {"out": StepLogits, "rates": Rates}
     on_crash: ClassVar[Crash] = Crash.RECOVER
 
-    def __init__(self, runner: Forward, device: Device, rates: Rates | None = None) -> None:
+    def __init__(self, runner: RunsForward, device: Device, rates: Rates | None = None) -> None:
         self.runner = runner
         self.device = device
-        self._foresees = runner if isinstance(runner, Foresees) else None
+        self._runs_ahead = runner if isinstance(runner, RunsAhead) else None
         self._untold = rates
         self._last_sent = -1  # step
 
@@ -41,8 +41,8 @@ class Execute(Stage[StepGrant, StepLogits]):
             out.send(self._untold, port="rates")
             self._untold = None
         for grant in batch:
-            if self._foresees is not None and self.device.is_sampling:
-                self._foresees.foresee(grant)
+            if self._runs_ahead is not None and self.device.is_sampling:
+                self._runs_ahead.run_ahead(grant)
             self._run(grant, self.runner.forward, out)
 
     async def recover(self, batch: Sequence[StepGrant], error: BaseException, out: Outlet[Any]) -> None:

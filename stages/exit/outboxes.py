@@ -16,12 +16,12 @@ from ...runtime.exit import Exit
 from ...runtime.stage import Context, Crash, Outlet
 from ...runtime.stage_runner import StageCrashed
 from ...runtime.trace.tracer import EventKind
-from ...runtime.wakeups import BellTower
+from ...runtime.wakeups import WakeupBatch
 from ..errors import Overloaded, TimedOut
 from ..messages import Finish, FinishReason, Pooled, Request, StepText
-from ..outputs import Progress
-from .request_outbox import Choice, RequestOutbox
-from .slow_readers import Parking
+from ..outputs import PrefillProgress
+from .request_outbox import AnswerBuffer, RequestOutbox
+from .slow_readers import SlowReaders
 
 MAX_UNREAD_TOKENS = 256  # unread tokens of a choice at which it is parked
 STALL_S = 30.0  # time a choice may stay parked before its request ends
@@ -55,10 +55,10 @@ class Outboxes(Exit[RequestOutbox]):
         self.on_open: list[Callable[[RequestOutbox], None]] = []  # called with each new request
         self.on_start: list[Callable[[str], None]] = []  # called with the id of a request at its first token
         self.on_end.append(self._let_go)
-        self._parking = Parking(stall_s, self._post, self.end)
+        self._parking = SlowReaders(stall_s, self._post, self.end)
         self._queue_timers: dict[str, asyncio.TimerHandle] = {}  # by request id, until it has ended
-        self._bells = BellTower()  # of the outboxes
-        self._choices: dict[int, Choice] = {}  # by sequence id: unfinished choices
+        self._wakeups = WakeupBatch()  # of the outboxes
+        self._choices: dict[int, AnswerBuffer] = {}  # by sequence id: unfinished choices
         self._next_sequence_id = 0
         self._batch: Sequence[Any] = ()  # the current batch, or the last one
         self._num_delivered = 0  # items of the batch already delivered
@@ -73,7 +73,7 @@ class Outboxes(Exit[RequestOutbox]):
         first, self._next_sequence_id = self._next_sequence_id, self._next_sequence_id + request.num_sequences
         is_new = self._context is not None and request.parent_id is None  # a beam search's steps keep its time
         arrival_s = self._context.env.now() if self._context is not None and is_new else request.arrival_s
-        return RequestOutbox(replace(request, first_sequence_id=first, arrival_s=arrival_s), self._bells.bell())
+        return RequestOutbox(replace(request, first_sequence_id=first, arrival_s=arrival_s), self._wakeups.wakeup())
 
     def open(self, request: Request, deadline_s: float | None = None) -> RequestOutbox:
         outbox = super().open(request, deadline_s)
@@ -183,14 +183,14 @@ class Outboxes(Exit[RequestOutbox]):
             choice.texts.append(text)
             choice.token_ids.append(token_id)
             outbox = choice.outbox
-            if not outbox.has_news:
-                outbox.has_news = True
-                rung.append(outbox.bell)
+            if not outbox.has_unread:
+                outbox.has_unread = True
+                rung.append(outbox.wakeup)
                 if not outbox.has_started:
                     self._start(outbox)
             elif len(choice.token_ids) >= self.max_unread_tokens and not choice.is_parked:
                 self._parking.park(choice)
-        self._bells.ring(rung)
+        self._wakeups.set(rung)
         for sequence_id, begun in item.begun.items():
             if (choice := choices.get(sequence_id)) is not None:
                 choice.begun = begun
@@ -198,7 +198,7 @@ class Outboxes(Exit[RequestOutbox]):
                 times.began_s = begun.began_s if times.began_s is None else min(times.began_s, begun.began_s)
         for told in item.progress:
             if (choice := choices.get(told.sequence_id)) is not None:
-                self._tell_progress(choice, told.num_processed)
+                self._report_progress(choice, told.num_processed)
         for scored in item.prompt_logprobs:
             if (choice := choices.get(scored.sequence_id)) is not None:
                 choice.add_prompt_logprobs(scored)
@@ -219,14 +219,14 @@ class Outboxes(Exit[RequestOutbox]):
         outbox = choice.outbox
         if not outbox.has_started:
             self._start(outbox)
-        outbox.tell()
+        outbox.notify()
         self._finish(pooled.sequence_id, Finish(FinishReason.ERROR if pooled.vector is None else FinishReason.STOP))
 
-    def _tell_progress(self, choice: Choice, num_processed: int) -> None:
+    def _report_progress(self, choice: AnswerBuffer, num_processed: int) -> None:
         began_s = choice.begun.began_s
         passed_s = max(0.0, self._now_s() - began_s)
-        choice.progress = Progress(len(choice.begun.token_ids), choice.begun.num_cached, num_processed, passed_s)
-        choice.outbox.tell()
+        choice.progress = PrefillProgress(len(choice.begun.token_ids), choice.begun.num_cached, num_processed, passed_s)
+        choice.outbox.notify()
 
     def _now_s(self) -> float:
         return 0.0 if self._context is None else self._context.env.now()
@@ -267,4 +267,4 @@ def _nowhere(outbox: RequestOutbox) -> tuple[str, bool]:
     return "pipeline", outbox.has_started
 
 
-__all__ = ["Choice", "Outboxes", "RequestOutbox"]
+__all__ = ["AnswerBuffer", "Outboxes", "RequestOutbox"]

@@ -9,10 +9,10 @@ from typing import Any, Never
 from ...runtime.env.log import get_logger
 from ...runtime.pipeline import NotServing
 from ...runtime.stage_runner import StageCrashed
-from ...runtime.wakeups import SharedBell
+from ...runtime.wakeups import SharedWakeup
 from ..errors import Failed, RequestError, Unavailable
 from ..messages import NO_INTS, Begun, Finish, FinishReason, Ints, PromptLogprobs, Request, TokenLogprobs
-from ..outputs import FINISH_NAMES, Delta, Progress
+from ..outputs import FINISH_NAMES, ChoiceDelta, PrefillProgress
 from ..pooling_params import Floats
 from .request_times import RequestTimes, metrics
 
@@ -20,23 +20,23 @@ log = get_logger("millrace.stages")
 
 
 class RequestOutbox:
-    """The answer to a request: an async iterator over lists of `Delta`, one per choice at most.
+    """The answer to a request: an async iterator over lists of `ChoiceDelta`, one per choice at most.
 
     For one reader. Text that arrives between two reads is joined, so the writer never waits. A reader that stalls holds
     little more than `max_unread_tokens` of each choice in memory, since such a choice is parked. The iteration ends
     once each choice has given its finish reason, or raises the `RequestError` that ended the request.
     """
 
-    def __init__(self, request: Request, bell: SharedBell) -> None:
+    def __init__(self, request: Request, wakeup: SharedWakeup) -> None:
         self.request = request  # as it entered the pipeline
         self.request_id = request.request_id
-        self.choices = [Choice(self, index) for index in range(request.num_sequences)]
+        self.choices = [AnswerBuffer(self, index) for index in range(request.num_sequences)]
         self.num_unfinished = len(self.choices)
-        self.has_news = False
+        self.has_unread = False
         self.has_started = False
         self.cause: str | None = None  # why it ended: finish, error, cancel, disconnect, deadline, ...
         self.error: RequestError | None = None
-        self.bell = bell  # wakes the reader; a reader that polls instead of iterating awaits it
+        self.wakeup = wakeup  # wakes the reader; a reader that polls instead of iterating awaits it
         self.times = RequestTimes(request.arrival_s)
         self.on_read: Callable[[RequestOutbox], None] | None = None  # called at each read, if set
         self._is_over = False  # the reader has seen the end
@@ -85,11 +85,11 @@ class RequestOutbox:
     def __aiter__(self) -> RequestOutbox:
         return self
 
-    async def __anext__(self) -> list[Delta]:
-        while not self.has_news or not (deltas := self._take()):
+    async def __anext__(self) -> list[ChoiceDelta]:
+        while not self.has_unread or not (deltas := self._take()):
             if self.cause is not None:
                 return self._end()
-            await self.bell
+            await self.wakeup
         return deltas
 
     def _end(self) -> Never:
@@ -99,12 +99,12 @@ class RequestOutbox:
         self._is_over = True
         raise self.error
 
-    def poll(self) -> list[Delta]:
+    def poll(self) -> list[ChoiceDelta]:
         """Returns what has arrived, without waiting. Does not report the end of the request."""
-        return self._take() if self.has_news else []
+        return self._take() if self.has_unread else []
 
-    def _take(self) -> list[Delta]:
-        self.has_news = False
+    def _take(self) -> list[ChoiceDelta]:
+        self.has_unread = False
         if self.on_read is not None:
             self.on_read(self)
         if len(self.choices) == 1:
@@ -114,10 +114,10 @@ class RequestOutbox:
 
     # -- writing
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Wakes the reader: there is something to read."""
-        self.has_news = True
-        self.bell.ring()
+        self.has_unread = True
+        self.wakeup.set()
 
     def end(self, cause: str, error: BaseException | None) -> None:
         """Records the end of the request. The exit calls it once."""
@@ -127,7 +127,7 @@ class RequestOutbox:
             for choice in self.choices:
                 if choice.finish is None:
                     choice.finish = Finish(FinishReason.ABORT)
-        self.tell()
+        self.notify()
 
 
 def _as_request_error(request_id: str, cause: str, error: BaseException | None) -> RequestError | None:
@@ -147,8 +147,8 @@ def _as_request_error(request_id: str, cause: str, error: BaseException | None) 
 NOT_BEGUN = Begun(NO_INTS)
 
 
-class Choice:
-    """One choice of a request: the exit fills it, the reader takes `Delta`s from it."""
+class AnswerBuffer:
+    """One choice of a request: the exit fills it, the reader takes `ChoiceDelta`s from it."""
 
     __slots__ = (
         "begun",
@@ -180,7 +180,7 @@ class Choice:
         self.is_parked = False
         self.is_told = False  # whether the reader has its finish reason
         self.begun = NOT_BEGUN
-        self.progress: Progress | None = None  # the last report, until it is read
+        self.progress: PrefillProgress | None = None  # the last report, until it is read
         self.prompt_logprobs: list[PromptLogprobs] = []  # of a prompt's first choice, if requested; in order
         self.num_read = 0  # tokens already read
         self.num_unspoken_chars = 0  # characters read whose logprobs are not read yet
@@ -197,23 +197,23 @@ class Choice:
         if not self.prompt_logprobs or scored.end > self.prompt_logprobs[-1].end:
             self.prompt_logprobs.append(scored)
 
-    def take(self) -> Delta | None:
+    def take(self) -> ChoiceDelta | None:
         """Takes what is new, or None. Tokens count even if their text is still held back."""
         is_end = self.finish is not None and not self.is_told
         progress, self.progress = self.progress, None
         if not self.token_ids and not is_end:
-            return None if progress is None else Delta(self.index, "", (), progress=progress)
+            return None if progress is None else ChoiceDelta(self.index, "", (), progress=progress)
         text, token_ids = "".join(self.texts), tuple(self.token_ids)
         self.texts, self.token_ids = [], []
         self.num_read += len(token_ids)
         self.num_unspoken_chars += len(text)
         logprobs = self._take_logprobs() if self.logprobs else ()
         if not is_end or self.finish is None:
-            return Delta(self.index, text, token_ids, logprobs, progress=progress)
+            return ChoiceDelta(self.index, text, token_ids, logprobs, progress=progress)
         self.is_told = True
         finish = self.finish
         reason = FINISH_NAMES[finish.reason]
-        return Delta(self.index, text, token_ids, logprobs, reason, finish.stop_reason, finish.score, self.vector)
+        return ChoiceDelta(self.index, text, token_ids, logprobs, reason, finish.stop_reason, finish.score, self.vector)
 
     def _take_logprobs(self) -> tuple[TokenLogprobs, ...]:
         """Takes the logprobs whose text has been read, so that their joined texts equal the text.

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from .request_outbox import Choice, RequestOutbox
+from .request_outbox import AnswerBuffer, RequestOutbox
 
 
-class Parking:
+class SlowReaders:
     """Parks choices, and unparks all choices of a request at its next read.
 
     `post` sends "park" or "unpark" for a sequence to schedule. `end` ends a request that has had a parked choice for
@@ -21,7 +21,7 @@ class Parking:
         self._end = end
         self._timers: dict[str, asyncio.TimerHandle] = {}  # by request id: those with a parked choice
 
-    def park(self, choice: Choice) -> None:
+    def park(self, choice: AnswerBuffer) -> None:
         """Parks a choice whose reader is too far behind."""
         choice.is_parked = True
         self._post(choice.sequence_id, "park")

@@ -17,14 +17,14 @@ from ..structured_outputs import StructuredOutputs
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-    from ...model.text.grammar import Compiler
+    from ...model.text.grammar import GrammarCompiler
 
 MAX_GRAMMARS = 128
 MAX_BYTES = 64 << 20
 
 
 @dataclass(slots=True, eq=False)
-class Compiled:
+class CompiledGrammar:
     """A compiled grammar in its initial state. Each answer uses a copy of `template`.
 
     Copies share the parser states that earlier copies have computed. `is_worn` says that these have reached their
@@ -54,8 +54,8 @@ class Grammars:
         self.num_bytes = 0
         self._make_vocabulary = make_vocabulary
         self._vocabulary: Vocabulary | None = None
-        self._compiler: Compiler | None = None
-        self._compiled: OrderedDict[StructuredOutputs, Compiled] = OrderedDict()
+        self._compiler: GrammarCompiler | None = None
+        self._compiled: OrderedDict[StructuredOutputs, CompiledGrammar] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._compiled)
@@ -70,12 +70,12 @@ class Grammars:
         return self._vocabulary
 
     @property
-    def compiler(self) -> Compiler:
+    def compiler(self) -> GrammarCompiler:
         """The grammar compiler. The first call is slow, as it reads the vocabulary."""
         if self._compiler is None:
-            from ...model.text.grammar import Compiler
+            from ...model.text.grammar import GrammarCompiler
 
-            self._compiler = Compiler(self.vocabulary)
+            self._compiler = GrammarCompiler(self.vocabulary)
         return self._compiler
 
     def compile(self, structured: StructuredOutputs) -> LLMatcher:
@@ -122,7 +122,7 @@ class Grammars:
             self._drop(structured)
         has_room = self._make_room(num_bytes)
         if has_room or old is not None:
-            kept = Compiled(template, num_bytes, num_users)
+            kept = CompiledGrammar(template, num_bytes, num_users)
             self._compiled[structured] = kept
             self.num_bytes += num_bytes
         return has_room or old is not None

@@ -11,7 +11,7 @@ import json
 from ...runtime.env.env import Env
 from ...runtime.env.log import get_logger
 from ...runtime.exit import Outbox
-from ...runtime.processes.helper_pool import HelperGone, Helpers
+from ...runtime.processes.helper_pool import HelperDied, HelperPool
 from ..errors import Failed, Overloaded, Refused
 from ..structured_outputs import StructuredOutputs
 from .compiled import Grammars, source_of
@@ -34,7 +34,7 @@ class GrammarGate:
         self.num_waiting = 0
         self._held: dict[str, StructuredOutputs] = {}  # by request id
         self._trials: dict[StructuredOutputs, asyncio.Task[int]] = {}
-        self._helpers: Helpers | None = None
+        self._helpers: HelperPool | None = None
         self._released = asyncio.Event()
 
     @property
@@ -107,13 +107,13 @@ class GrammarGate:
     async def _run_trial(self, env: Env, structured: StructuredOutputs) -> int:
         if self._helpers is None:
             opening = await env.run_in_thread(lambda: self.grammars.vocabulary.to_bytes())
-            self._helpers = self._helpers or Helpers(HELPER, opening)
+            self._helpers = self._helpers or HelperPool(HELPER, opening)
         question = {"kind": structured.kind, "source": source_of(structured)}
         asked = json.dumps(question | {"is_compact": structured.disable_any_whitespace}).encode()
         began_s = env.now()
         try:
             told = json.loads(await self._helpers.ask(asked))
-        except HelperGone as gone:
+        except HelperDied as gone:
             raise _told(structured, gone) from None
         if "error" in told:
             raise _refused(structured, told["error"])
@@ -128,7 +128,7 @@ def _in_use(request_id: str) -> Refused:
     return Refused(f"request id {request_id!r} is in use", param="request_id")
 
 
-def _told(structured: StructuredOutputs, gone: HelperGone) -> Refused | Failed:
+def _told(structured: StructuredOutputs, gone: HelperDied) -> Refused | Failed:
     log.warning("grammar.helper_gone", kind=structured.kind, signal=gone.signal)
     if gone.is_over_cpu:
         return _refused(structured, "takes more than 2 s to compile: simplify it", "grammar_limit")

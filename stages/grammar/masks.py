@@ -30,7 +30,7 @@ Longs = NDArray[np.int64]
 log = get_logger("millrace.stages")
 
 
-class Allowed(NamedTuple):
+class AllowedTokens(NamedTuple):
     """The tokens allowed next for n rows of a step."""
 
     rows: Indices  # [n] ascending
@@ -51,7 +51,7 @@ class Allowed(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Answer:
+class GrammarState:
     """The grammar state of one sequence."""
 
     structured: StructuredOutputs
@@ -72,8 +72,8 @@ class GrammarMasks:
         self.grammars = grammars
         self._begin_thread = env.side_thread("grammar-begin")
         self._step_thread = env.side_thread("grammar-step")
-        self._beginning: dict[int, Pending[Answer | None]] = {}  # by slot
-        self._answers: list[Answer | None] = [None] * num_slots
+        self._beginning: dict[int, Pending[GrammarState | None]] = {}  # by slot
+        self._answers: list[GrammarState | None] = [None] * num_slots
         self._masks = np.zeros((num_slots, 0), np.int32)  # [S, W], once a grammar has come
         self._has_failed = np.zeros(num_slots, np.bool_)  # [S] it cannot go on, and its mask is empty
         self._step: Pending[None] | None = None
@@ -88,18 +88,18 @@ class GrammarMasks:
         else:
             self._beginning.pop(started.slot, None)
 
-    def read(self, rows: Indices, slots: Indices) -> Allowed:
+    def read(self, rows: Indices, slots: Indices) -> AllowedTokens:
         """The masks of `rows`, those of a step's `slots` with a grammar.
 
         Waits for them; valid until `advance`.
         """
         began_ns = self._now_ns()
         guided = slots[rows]
-        self._settle(guided)
+        self._await_masks(guided)
         self.waited_us = (self._now_ns() - began_ns) // 1000
-        return Allowed(rows, self._masks, guided)
+        return AllowedTokens(rows, self._masks, guided)
 
-    def over(self, allowed: Allowed, token_ids: Longs, is_broken: Bools) -> Indices:
+    def over(self, allowed: AllowedTokens, token_ids: Longs, is_broken: Bools) -> Indices:
         """The rows that can only end here: their masks allow end tokens or nothing.
 
         They are found by the step's chosen tokens.
@@ -130,7 +130,7 @@ class GrammarMasks:
         for slot in slots.tolist():
             self._answers[slot] = None
 
-    def _settle(self, slots: Indices) -> None:
+    def _await_masks(self, slots: Indices) -> None:
         """Waits for the masks of `slots`, and stores the first masks of new sequences.
 
         NOTE: not earlier: until now, the side thread may have written the row for the slot's previous sequence.
@@ -145,7 +145,7 @@ class GrammarMasks:
             if begun is not None:
                 self._place(slot, begun.result())
 
-    def _place(self, slot: int, answer: Answer | None) -> None:
+    def _place(self, slot: int, answer: GrammarState | None) -> None:
         self._answers[slot] = answer
         num_words = self.grammars.compiler.num_words
         if self._masks.shape[1] != num_words:
@@ -155,7 +155,7 @@ class GrammarMasks:
 
     # -- on the side threads
 
-    def _begin(self, started: Started) -> Answer | None:
+    def _begin(self, started: Started) -> GrammarState | None:
         """The state of a new answer; None if the grammar does not allow its tokens so far."""
         from ...model.text.grammar import GrammarError
 
@@ -175,9 +175,9 @@ class GrammarMasks:
         if goes_on:
             for word, bits in compiler.ends:
                 mask[word] &= ~bits
-        return Answer(structured, matcher, goes_on, mask)
+        return GrammarState(structured, matcher, goes_on, mask)
 
-    def _advance(self, rows: list[tuple[Answer, int, int]]) -> None:
+    def _advance(self, rows: list[tuple[GrammarState, int, int]]) -> None:
         if len(rows) < MANY:
             self._make_masks(rows)
         else:
@@ -191,13 +191,13 @@ class GrammarMasks:
                 self._masks[slot], self._has_failed[slot] = 0, True
                 self._note_failure(answer.structured, answer.matcher)
 
-    def _make_masks(self, rows: list[tuple[Answer, int, int]]) -> None:
+    def _make_masks(self, rows: list[tuple[GrammarState, int, int]]) -> None:
         start, row_bytes = self._masks.ctypes.data, self._masks.strides[0]
         for answer, slot, token in rows:
             if answer.matcher.consume_token(token):
                 answer.matcher.unsafe_compute_mask_ptr(start + slot * row_bytes, row_bytes)
 
-    def _make_many_masks(self, rows: list[tuple[Answer, int, int]]) -> None:
+    def _make_many_masks(self, rows: list[tuple[GrammarState, int, int]]) -> None:
         if self._executor is None:
             from llguidance import LLExecutor
 

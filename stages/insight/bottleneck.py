@@ -24,7 +24,7 @@ Situation = Literal[
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class WindowLoad:
     """Shares of a window of time, [0, 1], and counts in it."""
 
     window_s: float
@@ -58,7 +58,7 @@ def bottleneck(view: TraceView, now_ns: int | None = None, window_s: float = WIN
     return judge(load_of(view, now_ns, window_s))
 
 
-def judge(load: Load) -> Bottleneck:
+def judge(load: WindowLoad) -> Bottleneck:
     """The bottleneck of a load: the first situation that applies."""
     device = load.busy.get("execute", 0.0) + load.busy.get("sample", 0.0)
     short = load.waiting_for.get("blocks", 0.0) + load.waiting_for.get("swapped", 0.0)
@@ -117,7 +117,7 @@ def judge(load: Load) -> Bottleneck:
     return Bottleneck("none", None, f"Nothing limits it: the device is busy {_percent(device)} of the time.")
 
 
-def load_of(view: TraceView, now_ns: int | None = None, window_s: float = WINDOW_S) -> Load:
+def load_of(view: TraceView, now_ns: int | None = None, window_s: float = WINDOW_S) -> WindowLoad:
     """The load in the last `window_s` seconds before `now_ns`. Default: the last record's time.
 
     The window begins with the first record if that is later.
@@ -135,7 +135,7 @@ def load_of(view: TraceView, now_ns: int | None = None, window_s: float = WINDOW
     prefill_s += _sum_s(sampled["b"][np.isin(sampled["step"], of_prompts)])
     in_steps_s = _sum_s(executed["c"]) + _sum_s(sampled["b"])
     num_decodes, num_tokens = int(granted["c"].sum()), int(granted["b"].sum())
-    return Load(
+    return WindowLoad(
         window_s=window_s,
         busy={name: min(1.0, share) for name, share in busy.items()},
         blocked=blocked,

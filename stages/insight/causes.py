@@ -9,7 +9,7 @@ import numpy as np
 
 from ...runtime.trace.tracer import EventKind
 from .trace_view import SCHEDULE, TraceView
-from .waterfall import Bar, StepPart, Waterfall
+from .waterfall import StepPart, TimeBar, Waterfall
 
 MIN_NS = 1_000_000  # of a cause worth naming
 MIN_SHARE = 0.03
@@ -67,7 +67,7 @@ def in_words(fall: Waterfall, found: list[Cause]) -> str:
     return f"The request {ended} {_ms(total_ns)} ms: " + "; ".join(cause.sentence for cause in worth) + "."
 
 
-def _parts(view: TraceView, bar: Bar, steps: dict[int, StepPart]) -> list[tuple[str, int]]:
+def _parts(view: TraceView, bar: TimeBar, steps: dict[int, StepPart]) -> list[tuple[str, int]]:
     """(Cause, ns) pairs that a bar was spent on."""
     match bar.kind, bar.stage:
         case "client", _:
@@ -89,7 +89,7 @@ def _parts(view: TraceView, bar: Bar, steps: dict[int, StepPart]) -> list[tuple[
     return [("other stages", bar.ns)]
 
 
-def _waits(view: TraceView, bar: Bar) -> list[tuple[str, int]]:
+def _waits(view: TraceView, bar: TimeBar) -> list[tuple[str, int]]:
     """A wait in the queue, split where the resource that the first request lacked changed."""
     told = view.of(EventKind.WAITING_FOR)
     first, end = np.searchsorted(told["time_ns"], [bar.begin_ns, bar.end_ns], "right").tolist()
@@ -102,7 +102,7 @@ def _waits(view: TraceView, bar: Bar) -> list[tuple[str, int]]:
     return found
 
 
-def _of_forward(view: TraceView, bar: Bar, part: StepPart) -> list[tuple[str, int]]:
+def _of_forward(view: TraceView, bar: TimeBar, part: StepPart) -> list[tuple[str, int]]:
     """Splits a forward pass into the request's own time and the excess from others' prompts."""
     own = "prompt" if part.num_prompt_tokens else "decoding"
     granted = view.of_step(EventKind.STEP_GRANTED, part.step)
@@ -122,7 +122,7 @@ def _of_forward(view: TraceView, bar: Bar, part: StepPart) -> list[tuple[str, in
     return [("long prefill", excess_ns), (own, bar.ns - excess_ns)]
 
 
-def _of_sampling(view: TraceView, bar: Bar, part: StepPart) -> list[tuple[str, int]]:
+def _of_sampling(view: TraceView, bar: TimeBar, part: StepPart) -> list[tuple[str, int]]:
     sampled = view.of_step(EventKind.STEP_SAMPLED, part.step)
     grammar_ns = 0 if sampled is None else min(int(sampled["c"]) * 1000, bar.ns)
     own = "prompt" if part.num_prompt_tokens else "decoding"

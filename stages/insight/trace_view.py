@@ -18,7 +18,7 @@ SCHEDULE, SAMPLE = "schedule", "sample"
 
 
 @dataclass(frozen=True, slots=True)
-class Batches:
+class StageBatches:
     """A stage's batches that carried steps, in order, [B] each. Times in ns."""
 
     stage: str
@@ -86,7 +86,7 @@ class TraceView:
         return int(self.records["time_ns"][-1]) if len(self.records) else 0
 
     @cached_property
-    def step_batches(self) -> list[Batches]:
+    def step_batches(self) -> list[StageBatches]:
         """The batches of each stage whose items are steps, without schedule."""
         batches = self.of(EventKind.STAGE_BATCH)
         others = {*np.unique(self.of(EventKind.REQUEST_STAGE)["source"]).tolist()}
@@ -95,7 +95,7 @@ class TraceView:
         return [self._batches(some_of(batches, batches["source"] == source)) for source in sources]
 
     @cached_property
-    def schedule_batches(self) -> Batches | None:
+    def schedule_batches(self) -> StageBatches | None:
         """The batches of schedule."""
         batches = self.of(EventKind.STAGE_BATCH)
         planned = self.of(EventKind.STEP_PLANNED)
@@ -141,13 +141,13 @@ class TraceView:
         rows = some_of(rows, np.argsort(rows["a"], kind="stable"))
         return rows, rows["a"]
 
-    def _batches(self, records: Records) -> Batches:
+    def _batches(self, records: Records) -> StageBatches:
         ends = records["time_ns"].astype(np.int64)
         service_ends = ends - records["d"].astype(np.int64) * 1000
         begins = service_ends - records["c"].astype(np.int64) * 1000
         name = self.names[int(records["source"][0])]
         steps, num_items = records["step"].astype(np.int64), records["a"].astype(np.int64)
-        return Batches(name, steps, num_items, begins, service_ends, ends)
+        return StageBatches(name, steps, num_items, begins, service_ends, ends)
 
     def _places_by_step(self, kind: EventKind) -> dict[int, int]:
         found = self._step_places.get(kind)

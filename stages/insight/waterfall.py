@@ -15,13 +15,13 @@ from typing import Literal
 import numpy as np
 
 from ...runtime.trace.tracer import EventKind
-from .trace_view import SAMPLE, SCHEDULE, Batches, TraceView
+from .trace_view import SAMPLE, SCHEDULE, StageBatches, TraceView
 
 Kind = Literal["service", "wait", "blocked", "preempted", "client"]
 
 
 @dataclass(frozen=True, slots=True)
-class Bar:
+class TimeBar:
     """A part of a request's life [begin_ns, end_ns), on the trace's clock.
 
     service    `stage` worked on it
@@ -64,7 +64,7 @@ class Waterfall:
     begin_ns: int
     end_ns: int
     cause: str | None  # why it ended; None: it has not ended
-    bars: list[Bar]
+    bars: list[TimeBar]
     steps: list[StepPart]
     num_preemptions: int
 
@@ -101,41 +101,43 @@ def waterfall(view: TraceView, sequence_id: int, now_ns: int | None = None) -> W
 # -- bars in the order in which a token is made
 
 
-def _grammar(view: TraceView, sequence_id: int, arrival_ns: int) -> Iterator[Bar]:
+def _grammar(view: TraceView, sequence_id: int, arrival_ns: int) -> Iterator[TimeBar]:
     """The wait for its grammar, before admission."""
     for record in view.of_request(EventKind.REQUEST_GRAMMAR, sequence_id):
-        yield Bar("wait", "grammar", arrival_ns - int(record["b"]) * 1000, arrival_ns)
+        yield TimeBar("wait", "grammar", arrival_ns - int(record["b"]) * 1000, arrival_ns)
 
 
-def _spans(view: TraceView, sequence_id: int, steps: list[StepPart]) -> Iterator[Bar]:
+def _spans(view: TraceView, sequence_id: int, steps: list[StepPart]) -> Iterator[TimeBar]:
     """The stages before its first step, then the stages of each of its steps."""
     for record in view.of_request(EventKind.REQUEST_STAGE, sequence_id):
         stage, end_ns = view.names[int(record["source"])], int(record["time_ns"])
         served_ns = end_ns - int(record["d"]) * 1000
-        yield Bar("service", stage, served_ns - int(record["c"]) * 1000, served_ns)
-        yield Bar("blocked", stage, served_ns, end_ns)
+        yield TimeBar("service", stage, served_ns - int(record["c"]) * 1000, served_ns)
+        yield TimeBar("blocked", stage, served_ns, end_ns)
     for part in steps:
         yield from _spans_of_step(view, part.step)
 
 
-def _spans_of_step(view: TraceView, step: int) -> Iterator[Bar]:
+def _spans_of_step(view: TraceView, step: int) -> Iterator[TimeBar]:
     planned, batches = view.of_step(EventKind.STEP_PLANNED, step), view.schedule_batches
     if planned is not None and batches is not None:
         place = int(np.searchsorted(batches.ends, int(planned["time_ns"])))
         if place < len(batches.ends):
-            yield Bar("service", SCHEDULE, int(batches.begins[place]), int(batches.service_ends[place]), step)
+            yield TimeBar("service", SCHEDULE, int(batches.begins[place]), int(batches.service_ends[place]), step)
     spans = []
     executed, done = view.of_step(EventKind.STEP_EXECUTED, step), view.of_step(EventKind.STEP_DONE, step)
     if executed is not None:
         end_ns = int(executed["time_ns"])
         stage = view.names[int(executed["source"])]
-        spans.append(Bar("service", stage, end_ns - int(executed["c"]) * 1000, end_ns, step))
+        spans.append(TimeBar("service", stage, end_ns - int(executed["c"]) * 1000, end_ns, step))
     for stage_batches in view.step_batches:
         spans += _spans_of_batch(stage_batches, step, executed, done)
     yield from sorted(spans, key=lambda bar: (bar.begin_ns, bar.end_ns))
 
 
-def _spans_of_batch(batches: Batches, step: int, executed: np.void | None, done: np.void | None) -> Iterator[Bar]:
+def _spans_of_batch(
+    batches: StageBatches, step: int, executed: np.void | None, done: np.void | None
+) -> Iterator[TimeBar]:
     """A stage's own bar for a step.
 
     Sample gets a step before its forward pass has ended; until then it waits.
@@ -147,10 +149,10 @@ def _spans_of_batch(batches: Batches, step: int, executed: np.void | None, done:
     if batches.stage == SAMPLE:
         begin_ns = begin_ns if executed is None else max(begin_ns, int(executed["time_ns"]))
         served_ns = served_ns if done is None else int(done["time_ns"])
-        yield Bar("service", batches.stage, begin_ns, served_ns, step)
+        yield TimeBar("service", batches.stage, begin_ns, served_ns, step)
         return
-    yield Bar("service", batches.stage, begin_ns, served_ns, step)
-    yield Bar("blocked", batches.stage, served_ns, int(batches.ends[place]), step)
+    yield TimeBar("service", batches.stage, begin_ns, served_ns, step)
+    yield TimeBar("blocked", batches.stage, served_ns, int(batches.ends[place]), step)
 
 
 # -- rows
@@ -179,7 +181,7 @@ def _steps(view: TraceView, sequence_ids: range, end_ns: int) -> list[StepPart]:
     return [StepPart(step, prompts.get(step, 0), decodes.get(step, 0)) for step in steps if step <= last_step]
 
 
-def _preempted(view: TraceView, sequence_ids: range, end_ns: int) -> list[Bar]:
+def _preempted(view: TraceView, sequence_ids: range, end_ns: int) -> list[TimeBar]:
     """From each loss of its slot or its blocks to its next row."""
     found = []
     for sequence_id, time_ns, how in view.preemptions:
@@ -187,11 +189,11 @@ def _preempted(view: TraceView, sequence_ids: range, end_ns: int) -> list[Bar]:
             rows = view.rows_of(sequence_id)
             later = rows[(rows["time_ns"] > time_ns) & (rows["kind"] != EventKind.ROW_LEAVE)]
             back_ns = int(later["time_ns"][0]) if len(later) else end_ns
-            found.append(Bar("preempted", how, time_ns, min(back_ns, end_ns)))
+            found.append(TimeBar("preempted", how, time_ns, min(back_ns, end_ns)))
     return found
 
 
-def _parked(view: TraceView, sequence_ids: range, end_ns: int) -> Iterator[Bar]:
+def _parked(view: TraceView, sequence_ids: range, end_ns: int) -> Iterator[TimeBar]:
     """From each time it was parked to the time it was unparked."""
     unparked = view.of(EventKind.UNPARKED)
     for record in view.of(EventKind.PARKED):
@@ -199,22 +201,22 @@ def _parked(view: TraceView, sequence_ids: range, end_ns: int) -> Iterator[Bar]:
         if sequence_id in sequence_ids and time_ns < end_ns:
             later = unparked[(unparked["c"] == sequence_id) & (unparked["time_ns"] >= time_ns)]
             back_ns = int(later["time_ns"][0]) if len(later) else end_ns
-            yield Bar("client", "", time_ns, min(back_ns, end_ns))
+            yield TimeBar("client", "", time_ns, min(back_ns, end_ns))
 
 
 # -- joining bars
 
 
 def _without_holes(
-    spans: Iterable[Bar], away: Iterable[Bar], begin_ns: int, end_ns: int, next_stage: str
-) -> Iterator[Bar]:
+    spans: Iterable[TimeBar], away: Iterable[TimeBar], begin_ns: int, end_ns: int, next_stage: str
+) -> Iterator[TimeBar]:
     """Cuts each span by those before it.
 
     Fills gaps with waits for the next span, the last with a wait for `next_stage`. Times in `away` replace waits.
     """
     away = sorted(away, key=lambda bar: bar.begin_ns)
     cursor_ns = begin_ns
-    for span in [*spans, Bar("wait", next_stage, end_ns, end_ns)]:
+    for span in [*spans, TimeBar("wait", next_stage, end_ns, end_ns)]:
         span_begin_ns, span_end_ns = min(max(span.begin_ns, cursor_ns), end_ns), min(span.end_ns, end_ns)
         if span_end_ns <= cursor_ns and span.begin_ns < end_ns:
             continue  # hidden
@@ -224,14 +226,14 @@ def _without_holes(
         cursor_ns = max(cursor_ns, span_begin_ns, span_end_ns)
 
 
-def _gap(begin_ns: int, end_ns: int, until: Bar, away: list[Bar]) -> Iterator[Bar]:
+def _gap(begin_ns: int, end_ns: int, until: TimeBar, away: list[TimeBar]) -> Iterator[TimeBar]:
     cursor_ns = begin_ns
     for bar in away:
         away_begin_ns, away_end_ns = max(bar.begin_ns, cursor_ns), min(bar.end_ns, end_ns)
         if away_begin_ns < away_end_ns:
             if cursor_ns < away_begin_ns:
-                yield Bar("wait", until.stage, cursor_ns, away_begin_ns, until.step)
+                yield TimeBar("wait", until.stage, cursor_ns, away_begin_ns, until.step)
             yield replace(bar, begin_ns=away_begin_ns, end_ns=away_end_ns)
             cursor_ns = away_end_ns
     if cursor_ns < end_ns:
-        yield Bar("wait", until.stage, cursor_ns, end_ns, until.step)
+        yield TimeBar("wait", until.stage, cursor_ns, end_ns, until.step)

@@ -21,10 +21,10 @@ from ...kernels.native.errors import NativeUnavailableError, NonFiniteError, Uns
 from ...kernels.native.machine import instruction_sets
 from ...kernels.native.model import GROUP_SIZE, NativeModel
 from ...kernels.native.shape import CacheDType, DType
-from ...kernels.native.thread_throttle import Neighbours
+from ...kernels.native.thread_throttle import ThreadThrottle
 from ...model.checkpoint import hub
 from ...model.checkpoint.model_kind import is_bidirectional
-from ...model.checkpoint.tensor_shapes import Source, expected_shapes, open_source, without_missing_head
+from ...model.checkpoint.tensor_shapes import TensorSource, expected_shapes, open_source, without_missing_head
 from ...model.config import ModelConfig
 from ...model.decoder.native_decoder import native_shape
 from ...model.decoder.rope import rope_tables
@@ -34,7 +34,7 @@ from ...runtime.env.log import get_logger
 from ...runtime.phases import Phases
 from ...runtime.workers.side_thread import LiveSideThread, Pending
 from ..backends.cache_size import check_room_for_weights, free_host_bytes
-from ..config import EngineConfig, settle_step_size
+from ..config import EngineConfig, resolve_step_size
 from ..errors import ConfigError
 
 T = TypeVar("T")
@@ -47,7 +47,7 @@ ITEM_SIZES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "int4": 0.5 + 2 / GR
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Opened:
+class OpenedModel:
     """A model whose files are present."""
 
     root: Path
@@ -58,7 +58,7 @@ class Opened:
     why_not_native: str = ""  # without a native model: the setting that the library does not support
 
 
-class Opening:
+class EarlyLoading:
     """Starts opening a model when constructed, on a thread of its own, which `close` ends."""
 
     def __init__(self, config: EngineConfig, phases: Phases) -> None:
@@ -67,7 +67,7 @@ class Opening:
         self._thread = LiveSideThread("opening")
         self._opened = self._submit(self._open)
 
-    def result(self) -> Opened:
+    def result(self) -> OpenedModel:
         """Blocks until the files are present; they may have to be downloaded.
 
         Raises `ConfigError` for invalid settings, and `ModelError` for a model that cannot be loaded with them.
@@ -91,7 +91,7 @@ class Opening:
         context = contextvars.copy_context()
         return self._thread.submit(lambda: context.run(job, *args))
 
-    def _open(self) -> Opened:
+    def _open(self) -> OpenedModel:
         opened = None
         try:
             opened = self._open_files(self.config)
@@ -100,22 +100,22 @@ class Opening:
                 self._is_packing.set()
         return opened
 
-    def _open_files(self, config: EngineConfig) -> Opened:
+    def _open_files(self, config: EngineConfig) -> OpenedModel:
         with self.phases("resolve"):
             root = resolve(config)
         threads = ComputeThreads.choose(config.threads, Cpus.of_this_process(), os.environ)
         if is_bidirectional(root):
-            return Opened(root, threads, None)
+            return OpenedModel(root, threads, None)
         shape = ModelConfig.read(root)
         if config.load_format != "dummy":
             shape = without_missing_head(root, shape)
         max_model_len = _max_model_len(config, shape)
         reason = _why_not_native(config, shape)
         if reason is not None:
-            return Opened(root, threads, shape, max_model_len, why_not_native=reason)
+            return OpenedModel(root, threads, shape, max_model_len, why_not_native=reason)
         log.info("threads.chosen", count=threads.count, cpus=list(threads.pinned), reason=threads.reason)
         native_model = self._submit(self._load_native_model, root, shape, max_model_len, threads)
-        return Opened(root, threads, shape, max_model_len, native_model)
+        return OpenedModel(root, threads, shape, max_model_len, native_model)
 
     def _load_native_model(
         self, root: Path, shape: ModelConfig, max_model_len: int, threads: ComputeThreads
@@ -220,7 +220,7 @@ def _make_native_model(
         cache_dtype=_native_cache_dtype(config, shape),
         num_threads=threads.count,
         cpus=threads.pinned,
-        neighbours=Neighbours(
+        neighbours=ThreadThrottle(
             threads.count,
             partial(_log_threads, threads.count),
             idle_ns=partial(idle_ns, threads.pinned) if threads.pinned else lambda: None,
@@ -247,7 +247,7 @@ def _check_room(model: NativeModel, shape: ModelConfig) -> None:
     check_room_for_weights(shape, model.quantization or model.dtype, item_size, "cpu", free_host_bytes())
 
 
-def _fill(model: NativeModel, source: Source, names: Iterable[str]) -> None:
+def _fill(model: NativeModel, source: TensorSource, names: Iterable[str]) -> None:
     """Packs the tensors. There are never two copies of the whole model in memory."""
     mapped = {name: source.array(name) for name in names if source.is_mapped(name)}
     try:
@@ -279,7 +279,7 @@ def _code(model: NativeModel) -> None:
 def _max_model_len(config: EngineConfig, shape: ModelConfig) -> int:
     """The configured length; for "auto" the upper bound, before memory is considered."""
     longest = shape.max_position_embeddings
-    most = settle_step_size(config, is_native=False).num_step_tokens  # limit of unchunked prompts, for any backend
+    most = resolve_step_size(config, is_native=False).num_step_tokens  # limit of unchunked prompts, for any backend
     if config.max_model_len == "auto":
         return longest if config.enable_chunked_prefill else min(longest, most)
     chosen = longest if config.max_model_len is None else config.max_model_len

@@ -13,7 +13,7 @@ from ...model.text.tokenizer import Tokenizer
 from ...runtime.env.cpus import ComputeThreads
 from ...runtime.phases import Phases
 from ..backends.torch.loading import choose_device, torch_dtype
-from ..config import EngineConfig, settle_step_size
+from ..config import EngineConfig, resolve_step_size
 from ..encode.encoder_runner import EncoderRunner
 from ..errors import ConfigError
 from ..messages import Task
@@ -74,7 +74,7 @@ def load_encoder(
         block_size=config.block_size,
         has_chat_template=False,
         default_params=SamplingParams(),
-        max_num_batched_tokens=settle_step_size(config, is_native=False).num_step_tokens,
+        max_num_batched_tokens=resolve_step_size(config, is_native=False).num_step_tokens,
         startup_s=phases.seconds,
         tasks=tasks,
         pooling=None if model.is_cross_encoder else read_pooling(root, model.hidden_size, "mean", pooling),

@@ -21,13 +21,13 @@ from ...model.text.chat_template import ChatTemplate
 from ...model.text.detokenizer import IncrementalDecoder, TextTable
 from ...model.text.tokenizer import Tokenizer
 from ...model.text.vocabulary import Vocabulary
-from ...runtime.device_streams.interface import Streams
+from ...runtime.device_streams.interface import DeviceStreams
 from ...runtime.env.env import Env
 from ...runtime.env.log import get_logger
 from ...runtime.phases import Phases
-from ..backends.backend import Computing
-from ..backends.cuda.step_update import Ends
-from ..config import EngineConfig, settle_step_size
+from ..backends.backend import Backend
+from ..backends.cuda.step_update import EndRules
+from ..config import EngineConfig, resolve_step_size
 from ..device.device import Device
 from ..errors import ConfigError, Refused
 from ..execute.model_runner import ModelRunner
@@ -37,10 +37,10 @@ from ..outputs import CaptureReport, ModelInfo
 from ..params import SamplingParams
 from ..sample.sampler import Sampler
 from ..tokenize.prompt_encoder import ModelEncoder
-from .early import Opened, Opening, require_torch, resolve
+from .early import EarlyLoading, OpenedModel, require_torch, resolve
 
 if TYPE_CHECKING:
-    from ..backends.cuda.async_model import LateModel  # which imports torch
+    from ..backends.cuda.async_model import AsyncModel  # which imports torch
     from .encoder import LoadedEncoder
 
 log = get_logger("millrace.stages")
@@ -54,11 +54,11 @@ class LoadedModel:
     tokenizer: Tokenizer
     encoder: ModelEncoder
     text_table: TextTable
-    runner: ModelRunner | LateModel
-    sampler: Sampler | LateModel
+    runner: ModelRunner | AsyncModel
+    sampler: Sampler | AsyncModel
     grammars: Grammars
     make_device: Callable[[], Device]  # on whose thread runner and sampler run
-    own_cpu: int | None = None  # as in `Computing`
+    own_cpu: int | None = None  # as in `Backend`
 
     def make_decoder(self, params: SamplingParams) -> IncrementalDecoder:
         """A decoder for an answer. The answer continues its prompt, so a leading space is its own."""
@@ -96,23 +96,23 @@ def load_text(config: EngineConfig, phases: Phases) -> Callable[[ModelInfo], Mod
 
 
 def load_model(
-    config: EngineConfig, phases: Phases, env: Env, opening: Opening | None = None
+    config: EngineConfig, phases: Phases, env: Env, opening: EarlyLoading | None = None
 ) -> LoadedModel | LoadedEncoder:
     """Loads a model. Blocks until done; run it in a thread.
 
     Raises `ConfigError` for invalid settings, and `ModelError` for a model that cannot be loaded; each says what would
-    be right. `opening` is an `Opening` that has started already, with the same `phases`; the caller closes it.
+    be right. `opening` is an `EarlyLoading` that has started already, with the same `phases`; the caller closes it.
     """
     if opening is not None:
         return _load(config, opening.result(), phases, env)
-    opening = Opening(config, phases)
+    opening = EarlyLoading(config, phases)
     try:
         return _load(config, opening.result(), phases, env)
     finally:
         opening.close()
 
 
-def _load(config: EngineConfig, opened: Opened, phases: Phases, env: Env) -> LoadedModel | LoadedEncoder:
+def _load(config: EngineConfig, opened: OpenedModel, phases: Phases, env: Env) -> LoadedModel | LoadedEncoder:
     model_id = config.model or hub.BUNDLED
     if opened.shape is None:
         with phases("import"):
@@ -130,8 +130,8 @@ def _put_together(
     config: EngineConfig,
     shape: ModelConfig,
     model_id: str,
-    computing: Computing,
-    text: _Text,
+    computing: Backend,
+    text: _LoadedText,
     phases: Phases,
     env: Env,
 ) -> LoadedModel:
@@ -170,14 +170,14 @@ def _put_together(
         GrammarMasks(grammars, config.max_num_seqs, env),
         runner.pooler,
         logprobs_mode=config.logprobs_mode,
-        choosing=computing.choosing,
+        chooser=computing.chooser,
     )
     text_parts = (tokenizer, text.encoder, text_table)
     if computing.assemble is None:
         make_device = partial(Device, computing.enter, computing.call_before_computing)
         return LoadedModel(info, *text_parts, runner, sampler, grammars, make_device, computing.own_cpu)
     with phases("graphs"):
-        late = computing.assemble(sampler, Ends(eos_token_ids, info.max_model_len))
+        late = computing.assemble(sampler, EndRules(eos_token_ids, info.max_model_len))
     if late.captured is not None:
         info = _with_graphs(info, late.captured)
     return LoadedModel(info, *text_parts, late.model, late.model, grammars, late.make_device)
@@ -200,8 +200,8 @@ def make_vocabulary(tokenizer: Tokenizer, text_table: TextTable, info: ModelInfo
 
 
 def _load_computing(
-    config: EngineConfig, opened: Opened, shape: ModelConfig, phases: Phases, streams: Streams | None
-) -> Computing:
+    config: EngineConfig, opened: OpenedModel, shape: ModelConfig, phases: Phases, streams: DeviceStreams | None
+) -> Backend:
     """Loads the native backend if it supports the settings, otherwise torch."""
     reason, max_model_len, threads = opened.why_not_native, opened.max_model_len, opened.threads
     if opened.native_model is not None:
@@ -209,7 +209,9 @@ def _load_computing(
 
         model = opened.native_model.result()
         if not isinstance(model, str):
-            return load_natively(settle_step_size(config, is_native=True), model, shape, max_model_len, phases, threads)
+            return load_natively(
+                resolve_step_size(config, is_native=True), model, shape, max_model_len, phases, threads
+            )
         reason = model
     require_torch(config, reason)
     if opened.native_model is not None:
@@ -217,7 +219,7 @@ def _load_computing(
         log.warning("native.unavailable", reason=reason, costs=costs)
     with phases("import"):
         from ..backends.torch.loading import load_on_torch
-    settled = settle_step_size(config, is_native=False)
+    settled = resolve_step_size(config, is_native=False)
     return load_on_torch(settled, opened.root, shape, max_model_len, phases, threads, streams)
 
 
@@ -225,7 +227,7 @@ def _load_computing(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Text:
+class _LoadedText:
     """The parts of a model that handle text, and the checkpoint's defaults."""
 
     tokenizer: Tokenizer
@@ -235,7 +237,7 @@ class _Text:
     pooling: PoolingConfig
 
 
-def _read_text(config: EngineConfig, root: Path, shape: ModelConfig, model_id: str, phases: Phases) -> _Text:
+def _read_text(config: EngineConfig, root: Path, shape: ModelConfig, model_id: str, phases: Phases) -> _LoadedText:
     """Reads tokenizer, chat template and defaults.
 
     Runs on a thread of its own, while weights are loaded.
@@ -248,7 +250,7 @@ def _read_text(config: EngineConfig, root: Path, shape: ModelConfig, model_id: s
         pooling = read_pooling(root, shape.hidden_size, "last", asked_pooling(config))
         if len(tokenizer) > shape.vocab_size:
             log.warning("tokenizer.larger_than_model", num_tokens=len(tokenizer), vocab_size=shape.vocab_size)
-        return _Text(tokenizer, encoder, TextTable(tokenizer), defaults, pooling)
+        return _LoadedText(tokenizer, encoder, TextTable(tokenizer), defaults, pooling)
 
 
 # -- settings with defaults

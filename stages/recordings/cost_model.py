@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ..messages import StepDone, TokenRequest
 from ..schedule.step_time_model import StepContents, least_squares
-from .format import Fields, Given, RecordedEngine, Wrong, read_engine
+from .format import Fields, InvalidValue, MessageFields, RecordedEngine, read_engine
 from .reader import AllocateCall, Recording, RecordingError, ScheduleCall
 
 VERSION = 1
@@ -61,7 +61,7 @@ COSTS = (  # in the order of `_column`
 
 
 @dataclass(frozen=True, slots=True)
-class Fitted:
+class FittedCostModel:
     """A cost model, and the data of its fit."""
 
     model: CostModel
@@ -77,7 +77,7 @@ class Fitted:
         path.write_bytes(orjson.dumps(told, option=orjson.OPT_INDENT_2) + b"\n")
 
     @classmethod
-    def read(cls, path: Path) -> Fitted:
+    def read(cls, path: Path) -> FittedCostModel:
         """Reads such a file, or fits a recording. Raises `RecordingError` for anything else."""
         try:
             told: Any = orjson.loads(path.read_bytes())
@@ -89,11 +89,11 @@ class Fitted:
             return fit(Recording(path))
         try:
             return cls(_read_model(told.get("seconds")), read_engine(told.get("engine")))
-        except Wrong as error:
+        except InvalidValue as error:
             raise RecordingError(f"{path}: {error}") from None
 
 
-def fit(recording: Recording) -> Fitted:
+def fit(recording: Recording) -> FittedCostModel:
     """Fits the model to the steps of a recording by least squares.
 
     Sums windows of a few steps, each weighed by its time; no coefficient is below 0.
@@ -111,7 +111,9 @@ def fit(recording: Recording) -> Fitted:
     seconds = np.array([took for _, took in samples])
     predicted = np.array([model.seconds(contents) for contents, _ in samples])
     mean_error = float((np.abs(predicted - seconds) / np.maximum(seconds, 1e-9)).mean())
-    return Fitted(model, recording.engine, len(samples), mean_error, float(predicted.sum() / seconds.sum() - 1))
+    return FittedCostModel(
+        model, recording.engine, len(samples), mean_error, float(predicted.sum() / seconds.sum() - 1)
+    )
 
 
 def fit_steps(samples: Sequence[tuple[StepContents, float]]) -> CostModel:
@@ -147,7 +149,7 @@ def step_times(recording: Recording) -> tuple[list[tuple[StepContents, float]], 
                 if grant is not None:
                     try:
                         step, contents = _contents(grant)
-                    except Wrong as error:
+                    except InvalidValue as error:
                         raise RecordingError(f"{recording.path}:{call.line}: {error}") from None
                     granted[step] = call.time_s, contents
         elif isinstance(call, ScheduleCall):
@@ -163,7 +165,7 @@ def step_times(recording: Recording) -> tuple[list[tuple[StepContents, float]], 
 
 def _contents(told: Fields) -> tuple[int, StepContents]:
     """The step of a recorded grant, and its contents."""
-    given = Given("grant", told)
+    given = MessageFields("grant", told)
     step, least, most = given.whole("step"), -(2**31), 2**31 - 1
     starts = np.array(given.wholes("starts_less_step", most, least), np.int64) + step
     num_tokens = np.array(given.wholes("num_tokens", most), np.int32)
@@ -174,7 +176,7 @@ def _contents(told: Fields) -> tuple[int, StepContents]:
         or not isinstance(copies, list)
         or not isinstance(started, list)
     ):
-        raise Wrong("grant: must have a start for each row, and lists of copies and started sequences")
+        raise InvalidValue("grant: must have a start for each row, and lists of copies and started sequences")
     num_copied = sum(len(copy[1]) for copy in copies if _is_copy(copy))
     certain = num_tokens - np.array(drafts, np.int32)
     return step, StepContents.of(starts, certain, num_copied, len(started), sum(drafts))
@@ -198,6 +200,6 @@ def _column(contents: StepContents) -> list[float]:
 
 
 def _read_model(values: Any) -> CostModel:
-    given = Given("seconds", values if isinstance(values, dict) else {})
+    given = MessageFields("seconds", values if isinstance(values, dict) else {})
     names: Sequence[str] = CostModel.__slots__
     return CostModel(**{name: given.number(name) for name in names})

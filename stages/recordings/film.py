@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...runtime.simulation.manual_env import VirtualEnv
+from ...runtime.simulation.manual_env import ManualEnv
 from ...runtime.trace.format import MAX_U32, RECORD_DTYPE
-from ...runtime.trace.tracer import EventKind, Reader, Records, Tracer, in_order_of_time
+from ...runtime.trace.tracer import EventKind, Records, RingReader, Tracer, in_order_of_time
 from ..messages import StepDone, StepVoid, TokenRequest
 from ..schedule.policy import Policy
 from .reader import AllocateCall, Call, Recording, RecordingError, ScheduleCall
-from .replay import Core
+from .replay import ReplayedCore
 from .time_machine import TimeMachine
 
 FRONT = "before schedule"  # intake, tokenize and users' stages, which a recording does not tell apart
@@ -31,7 +31,7 @@ Times = NDArray[np.int64]
 
 
 @dataclass(slots=True)
-class Life:
+class RecordedRequest:
     """One request, as schedule saw it. Times on the engine's clock; None: it did not happen."""
 
     request_id: str
@@ -50,14 +50,14 @@ class Life:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredTimes:
     """Measurements, [N] each: times in ns on the engine's clock, in order, and durations in us."""
 
     when_ns: Times
     us: Times
 
     @classmethod
-    def of(cls, pairs: Sequence[tuple[float, float]]) -> Measured:
+    def of(cls, pairs: Sequence[tuple[float, float]]) -> MeasuredTimes:
         """From (when, how long) pairs, both in seconds."""
         rows = np.array(pairs, np.float64).reshape(-1, 2)
         when_ns, us = np.round(rows[:, 0] * 1e9).astype(np.int64), np.maximum(0, rows[:, 1] * 1e6).astype(np.int64)
@@ -79,8 +79,8 @@ class Film:
     recording: Recording
     records: Records  # the trace, in order of time
     names: list[str]  # the name table of the records
-    lives: dict[str, Life]  # by request id, in order of arrival
-    latencies: dict[str, Measured]  # by their names in `/metrics`
+    recorded: dict[str, RecordedRequest]  # by request id, in order of arrival
+    latencies: dict[str, MeasuredTimes]  # by their names in `/metrics`
     duration_s: float
     num_calls: int
     num_decisions: int
@@ -110,14 +110,14 @@ def film(
 
     Raises `RecordingError` if nothing can be replayed.
     """
-    return _Shooting(recording, policy).run(progress)
+    return _FilmRun(recording, policy).run(progress)
 
 
 @dataclass(slots=True)
 class _Sequence:
     """One choice of a request during the replay."""
 
-    life: Life
+    life: RecordedRequest
     num_generated: int = 0
     last_token_s: float = 0.0
 
@@ -136,21 +136,21 @@ class _Rows:
         return np.array(self.rows, RECORD_DTYPE)
 
 
-class _Shooting:
+class _FilmRun:
     """One replay of a recording."""
 
     def __init__(self, recording: Recording, policy: Policy | None) -> None:
-        env = VirtualEnv()
+        env = ManualEnv()
         env.time_s = recording.began_s
         self._recording = recording
         self._tracer = Tracer(env)
-        core = Core(recording.engine, policy, env, self._tracer)
+        core = ReplayedCore(recording.engine, policy, env, self._tracer)
         self._machine = TimeMachine(recording, policy, core)
         self._own = _Rows()
         self._traced: list[Records] = []
-        self._reader: Reader | None = None
+        self._reader: RingReader | None = None
         self._cursor = 0
-        self._lives: dict[str, Life] = {}
+        self._recorded: dict[str, RecordedRequest] = {}
         self._alive: dict[int, _Sequence] = {}  # by id
         self._granted: dict[int, tuple[float, int, int]] = {}  # step -> (when, rows, tokens)
         self._done_s = 0.0
@@ -184,7 +184,7 @@ class _Shooting:
             recording=self._recording,
             records=in_order_of_time([self._own.records(), *self._traced]),
             names=self._tracer.names(),
-            lives=self._lives,
+            recorded=self._recorded,
             latencies=self._latencies(),
             duration_s=time_s,
             num_calls=replay.num_calls,
@@ -227,10 +227,10 @@ class _Shooting:
                         self._begun(grant, now_s)
 
     def _came(self, request: TokenRequest, now_s: float) -> None:
-        life, params = self._lives.get(request.request_id), request.params
+        life, params = self._recorded.get(request.request_id), request.params
         if life is None or life.ended_s is not None:
             made = (request.request_id, request.first_sequence_id, request.arrival_s, request.priority)
-            life = self._lives[request.request_id] = Life(*made)
+            life = self._recorded[request.request_id] = RecordedRequest(*made)
             front_us = max(0, int((now_s - request.arrival_s) * 1e6))
             self._own.put(now_s, EventKind.REQUEST_STAGE, self._front, 0, request.first_sequence_id, 0, front_us)
         life.first_sequence_id = min(life.first_sequence_id, request.first_sequence_id)
@@ -291,7 +291,7 @@ class _Shooting:
     def _close(self) -> None:
         """Writes the records of the requests' arrivals, names and ends."""
         env, tracer = self._tracer_env(), self._tracer
-        for number, life in enumerate(self._lives.values()):
+        for number, life in enumerate(self._recorded.values()):
             first = life.first_sequence_id
             arrival_s = max(self._recording.began_s, life.arrival_s)
             told = (first, life.num_sequences, max(0, life.priority))
@@ -304,22 +304,22 @@ class _Shooting:
                 counts = (tracer.source(life.cause), life.num_prompt_tokens, life.num_generated_tokens)
                 self._own.put(life.ended_s, EventKind.REQUEST_FINISHED, self._exit, 0, first, *counts)
 
-    def _tracer_env(self) -> VirtualEnv:
+    def _tracer_env(self) -> ManualEnv:
         return self._machine.core.env
 
-    def _latencies(self) -> dict[str, Measured]:
-        lives = self._lives.values()
-        began = [(life.began_s, life.began_s - life.arrival_s) for life in lives if life.began_s is not None]
+    def _latencies(self) -> dict[str, MeasuredTimes]:
+        recorded = self._recorded.values()
+        began = [(life.began_s, life.began_s - life.arrival_s) for life in recorded if life.began_s is not None]
         ended = [
             (life.ended_s, life.ended_s - life.arrival_s)
-            for life in lives
+            for life in recorded
             if life.ended_s is not None and life.cause == "finish"
         ]
         return {
-            "time_to_first_token": Measured.of(self._first_tokens),
-            "inter_token_latency": Measured.of(self._gaps),
-            "request_queue_time": Measured.of(began),
-            "e2e_request_latency": Measured.of(ended),
+            "time_to_first_token": MeasuredTimes.of(self._first_tokens),
+            "inter_token_latency": MeasuredTimes.of(self._gaps),
+            "request_queue_time": MeasuredTimes.of(began),
+            "e2e_request_latency": MeasuredTimes.of(ended),
         }
 
 

@@ -11,8 +11,8 @@
 
 One line is one call of a stage's `handle`. `t` is in seconds since the recording began; `arrival_s` of a request is on
 the engine's clock, which was at `began_s` then. A message is an object with the fields of `stages/messages.py`. A field
-with the same value as in the last message of its kind is left out (`Unchanged`). Positions and places are written minus
-the step's number, so that decoding rows do not change.
+with the same value as in the last message of its kind is left out (`UnchangedFields`). Positions and places are written
+minus the step's number, so that decoding rows do not change.
 
 Token ids are masked: the numbers show which texts are equal, not their content (`token_masking.py`), unless plain ids
 were requested. Of guesses and drafts only the number of tokens is written: decisions depend on nothing else. Whether a
@@ -96,7 +96,7 @@ class RecordedEngine:
         return {spec.name: getattr(self, spec.name) for spec in fields(self)}
 
 
-class Unchanged:
+class UnchangedFields:
     """Leaves out fields that are equal in the last message of the same kind, and puts them back."""
 
     def __init__(self) -> None:
@@ -112,9 +112,9 @@ class Unchanged:
         told = self._last[kind] = {**self._last.get(kind, {}), **new}
         return told
 
-    def copy(self) -> Unchanged:
+    def copy(self) -> UnchangedFields:
         """A copy with the same state."""
-        other = Unchanged()
+        other = UnchangedFields()
         other._last = dict(self._last)
         return other
 
@@ -263,15 +263,15 @@ def to_base64(token_ids: Ints) -> str:
     return base64.b64encode(token_ids.astype("<i4").tobytes()).decode()
 
 
-class Wrong(ValueError):
+class InvalidValue(ValueError):
     """An invalid value in a recording. The message names it and the valid values."""
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class MessageFields:
     """The fields of a message from a file.
 
-    Each method checks one field and returns it, or raises `Wrong`.
+    Each method checks one field and returns it, or raises `InvalidValue`.
     """
 
     kind: str
@@ -281,35 +281,35 @@ class Given:
         """A whole number."""
         value = self.values.get(name)
         if type(value) is not int or not least <= value <= most:
-            raise Wrong(f"{self.kind}.{name} = {shown(value)}: must be a whole number from {least} to {most}")
+            raise InvalidValue(f"{self.kind}.{name} = {shown(value)}: must be a whole number from {least} to {most}")
         return value
 
     def number(self, name: str, least: float = 0.0) -> float:
         """A finite number."""
         value: Any = self.values.get(name)
         if type(value) not in (int, float) or not least <= value < float("inf"):
-            raise Wrong(f"{self.kind}.{name} = {shown(value)}: must be a finite number of at least {least:g}")
+            raise InvalidValue(f"{self.kind}.{name} = {shown(value)}: must be a finite number of at least {least:g}")
         return float(value)
 
     def flag(self, name: str) -> bool:
         """True or false."""
         value = self.values.get(name)
         if type(value) is not bool:
-            raise Wrong(f"{self.kind}.{name} = {shown(value)}: must be true or false")
+            raise InvalidValue(f"{self.kind}.{name} = {shown(value)}: must be true or false")
         return value
 
     def text(self, name: str, most: int = 512) -> str:
         """A text of at most `most` characters."""
         value = self.values.get(name)
         if type(value) is not str or len(value) > most:
-            raise Wrong(f"{self.kind}.{name} = {shown(value)}: must be a text of at most {most} characters")
+            raise InvalidValue(f"{self.kind}.{name} = {shown(value)}: must be a text of at most {most} characters")
         return value
 
     def wholes(self, name: str, most: int, least: int = 0) -> list[int]:
         """A list of whole numbers."""
         values = self.values.get(name)
         if type(values) is not list or any(type(v) is not int or not least <= v <= most for v in values):
-            raise Wrong(f"{self.kind}.{name} = {shown(values)}: must be whole numbers from {least} to {most}")
+            raise InvalidValue(f"{self.kind}.{name} = {shown(values)}: must be whole numbers from {least} to {most}")
         return values
 
     def tokens(self, name: str, count: int) -> Ints:
@@ -320,18 +320,18 @@ class Given:
         try:
             data = base64.b64decode(value, validate=True)
         except (TypeError, ValueError):
-            raise Wrong(f"{self.kind}.{name}: must be base64") from None
+            raise InvalidValue(f"{self.kind}.{name}: must be base64") from None
         if len(data) != 4 * count:
-            raise Wrong(f"{self.kind}.{name} holds {len(data)} bytes: must be 4 for each of {count} tokens")
+            raise InvalidValue(f"{self.kind}.{name} holds {len(data)} bytes: must be 4 for each of {count} tokens")
         token_ids = np.frombuffer(data, "<i4").astype(np.int32)
         if count and int(token_ids.min()) < 0:
-            raise Wrong(f"{self.kind}.{name} holds {int(token_ids.min())}: a token id must be at least 0")
+            raise InvalidValue(f"{self.kind}.{name} holds {int(token_ids.min())}: a token id must be at least 0")
         return token_ids
 
 
 def read_engine(values: Any) -> RecordedEngine:
     """The engine of a header. Sizes are bounded, as table sizes follow from them."""
-    given = Given("engine", values if isinstance(values, dict) else {})
+    given = MessageFields("engine", values if isinstance(values, dict) else {})
     ageing = given.values.get("priority_ageing_s")
     engine = RecordedEngine(
         num_blocks=given.whole("num_blocks", 1, 2**24),
@@ -351,29 +351,29 @@ def read_engine(values: Any) -> RecordedEngine:
     )
     if engine.max_num_seqs * engine.max_model_len > 2**28:
         sizes = f"max_num_seqs = {engine.max_num_seqs}, max_model_len = {engine.max_model_len}"
-        raise Wrong(f"engine: {sizes}: their product must be at most {2**28}, as table sizes follow from it")
+        raise InvalidValue(f"engine: {sizes}: their product must be at most {2**28}, as table sizes follow from it")
     if engine.num_blocks * engine.block_size < engine.max_model_len:
         sizes = f"num_blocks = {engine.num_blocks} of {engine.block_size} tokens"
-        raise Wrong(f"engine: {sizes} hold no sequence of max_model_len = {engine.max_model_len}")
+        raise InvalidValue(f"engine: {sizes} hold no sequence of max_model_len = {engine.max_model_len}")
     return engine
 
 
 def read_done(values: Mapping[str, Any], engine: RecordedEngine) -> StepDone:
     """A step's outcome."""
-    given = Given("done", values)
+    given = MessageFields("done", values)
     step = given.whole("step")
     slots = given.wholes("slots", engine.max_num_seqs - 1)
     count = len(slots)
     sequence_ids = given.wholes("sequence_ids", 2**53)
     places = _indices(given.wholes("places_less_step", engine.max_model_len, -(2**31))) + step
-    most_tokens = Given("done", {"most_tokens": 1, **values}).whole("most_tokens", 1, engine.block_size)
+    most_tokens = MessageFields("done", {"most_tokens": 1, **values}).whole("most_tokens", 1, engine.block_size)
     most_rows = max(Counter(slots).values(), default=0)
     if len(sequence_ids) != count or len(places) != count or most_rows > most_tokens:
-        raise Wrong(
+        raise InvalidValue(
             "done: must have a slot, a sequence and a place for each row, and no slot more than most_tokens times"
         )
     if count and (int(places.min()) < 0 or int(places.max()) >= engine.max_model_len):
-        raise Wrong(f"done: places must be from 0 to {engine.max_model_len - 1}")
+        raise InvalidValue(f"done: places must be from 0 to {engine.max_model_len - 1}")
     is_finished = np.zeros(count, np.bool_)
     is_finished[given.wholes("finished", count - 1)] = True
     token_ids = given.tokens("token_ids", count).astype(np.intp)
@@ -383,7 +383,7 @@ def read_done(values: Mapping[str, Any], engine: RecordedEngine) -> StepDone:
 
 def read_guess(values: Mapping[str, Any], engine: RecordedEngine) -> Guess:
     """A guess. Its tokens are zeros: only their number was recorded."""
-    given = Given("guess", values)
+    given = MessageFields("guess", values)
     return Guess(
         given.whole("slot", 0, engine.max_num_seqs - 1),
         given.whole("sequence_id", 0, 2**53),
@@ -395,16 +395,16 @@ def read_guess(values: Mapping[str, Any], engine: RecordedEngine) -> Guess:
 
 def read_void(values: Mapping[str, Any]) -> StepVoid:
     """A void step."""
-    given = Given("void", values)
+    given = MessageFields("void", values)
     return StepVoid(given.whole("step"), given.whole("generation"), None)
 
 
 def read_add(values: Mapping[str, Any], engine: RecordedEngine) -> TokenRequest:
     """A prompt."""
-    given = Given("add", values)
+    given = MessageFields("add", values)
     pooling = given.values.get("pooling")
     if pooling not in (None, "None", "last", "mean", "cls", "score"):
-        raise Wrong(f"add.pooling = {shown(pooling)}: must be null, last, mean, cls or score")
+        raise InvalidValue(f"add.pooling = {shown(pooling)}: must be null, last, mean, cls or score")
     longest = engine.max_model_len - (pooling is None)
     params = SamplingParams(
         n=given.whole("n", 1, 128),

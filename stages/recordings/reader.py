@@ -17,17 +17,17 @@ from ..messages import Guess, Rates, StepDone, StepVoid, TokenRequest
 from .format import (
     VERSION,
     Fields,
-    Given,
+    InvalidValue,
+    MessageFields,
     RecordedEngine,
-    Unchanged,
-    Wrong,
+    UnchangedFields,
     read_add,
     read_done,
     read_engine,
     read_guess,
 )
 from .format import read_void as _read_void
-from .repetition import Repeats, read_repeats
+from .repetition import Repetition, read_repeats
 
 MAX_LINE_BYTES = 64 * 2**20
 MAX_ITEMS = 65_536  # of a list in a line
@@ -56,7 +56,7 @@ class ScheduleCall:
     plans: Sequence[Fields]
     failed: Sequence[int]  # sequences given up
     is_early: bool = False  # it was too early to plan
-    repeats: Sequence[tuple[int, Repeats]] = ()  # of sequences that ended
+    repeats: Sequence[tuple[int, Repetition]] = ()  # of sequences that ended
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,7 +71,7 @@ class AllocateCall:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class CacheReset:
+class CacheResetCall:
     """A reset of the prefix cache."""
 
     line: int
@@ -79,7 +79,7 @@ class CacheReset:
     num_freed: int  # blocks
 
 
-Call = ScheduleCall | AllocateCall | CacheReset
+Call = ScheduleCall | AllocateCall | CacheResetCall
 
 
 class Recording:
@@ -105,18 +105,18 @@ class Recording:
             raise RecordingError(f"{path}:1: {what}: `millrace serve --record FILE` writes format {VERSION}")
         try:
             self.engine: RecordedEngine = read_engine(header.get("engine"))
-            given = Given("header", header)
+            given = MessageFields("header", header)
             self.began_s = given.number("began_s", -1e12)
             self.began_wall_s = given.number("began_wall_s")
             self.tells_repeats = header.get("repeats") is not None
-        except Wrong as error:
+        except InvalidValue as error:
             raise RecordingError(f"{path}:1: {error}") from None
 
-    def __iter__(self) -> Reading:
+    def __iter__(self) -> RecordingReader:
         """The calls, in order."""
-        return Reading(self)
+        return RecordingReader(self)
 
-    def call(self, number: int, least_s: float, line: bytes, unchanged: Unchanged) -> Call | None:
+    def call(self, number: int, least_s: float, line: bytes, unchanged: UnchangedFields) -> Call | None:
         """The call in line `number`, whose time must be at least `least_s`; None for the last line.
 
         Raises `RecordingError`.
@@ -125,12 +125,12 @@ class Recording:
         if not isinstance(values, dict):
             raise RecordingError(f"{self.path}:{number}: must be a JSON object")
         try:
-            given = Given("line", values)
+            given = MessageFields("line", values)
             if "end" in values:
                 self.end = given.text("end", END_CAUSES)
                 return None
             return self._call(number, given.number("t", least_s), values, unchanged)
-        except Wrong as error:
+        except InvalidValue as error:
             raise RecordingError(f"{self.path}:{number}: {error}") from None
 
     def _parse(self, number: int, line: bytes) -> Any:
@@ -143,25 +143,25 @@ class Recording:
 
     # -- a line
 
-    def _call(self, number: int, time_s: float, values: dict[str, Any], unchanged: Unchanged) -> Call:
+    def _call(self, number: int, time_s: float, values: dict[str, Any], unchanged: UnchangedFields) -> Call:
         if "schedule" in values:
             return self._schedule(number, time_s, _object(values, "schedule"), unchanged)
         if "allocate" in values:
             return self._allocate(number, time_s, _object(values, "allocate"), unchanged)
         if "reset_prefix_cache" in values:
-            return CacheReset(number, time_s, Given("line", values).whole("reset_prefix_cache"))
-        raise Wrong("must have schedule, allocate, reset_prefix_cache or end")
+            return CacheResetCall(number, time_s, MessageFields("line", values).whole("reset_prefix_cache"))
+        raise InvalidValue("must have schedule, allocate, reset_prefix_cache or end")
 
-    def _schedule(self, number: int, time_s: float, told: dict[str, Any], unchanged: Unchanged) -> ScheduleCall:
+    def _schedule(self, number: int, time_s: float, told: dict[str, Any], unchanged: UnchangedFields) -> ScheduleCall:
         taken = [self._taken(item, unchanged) for item in _objects(told, "in")]
         plans: list[Fields] = [{"accepted": []} | unchanged.put_back("plan", plan) for plan in _objects(told, "plans")]
-        failed = Given("schedule", {"failed": [], **told}).wholes("failed", 2**53)
+        failed = MessageFields("schedule", {"failed": [], **told}).wholes("failed", 2**53)
         repeats = [read_repeats(each, self.engine) for each in _objects(told, "repeats")]
-        is_early = Given("schedule", {"is_early": False, **told}).flag("is_early")
+        is_early = MessageFields("schedule", {"is_early": False, **told}).flag("is_early")
         return ScheduleCall(number, time_s, taken, _lane(told), plans, failed, is_early, repeats)
 
     def _taken(
-        self, item: dict[str, Any], unchanged: Unchanged
+        self, item: dict[str, Any], unchanged: UnchangedFields
     ) -> TokenRequest | StepDone | StepVoid | ReportTaken | Guess:
         if "add" in item:
             return read_add(_object(item, "add"), self.engine)
@@ -170,12 +170,12 @@ class Recording:
         if "void" in item:
             return _read_void(_object(item, "void"))
         if "report" in item:
-            return ReportTaken(Given("in", item).whole("report"))
+            return ReportTaken(MessageFields("in", item).whole("report"))
         if "guess" in item:
             return read_guess(_object(item, "guess"), self.engine)
-        raise Wrong("schedule.in: each must be one of add, done, void, report and guess")
+        raise InvalidValue("schedule.in: each must be one of add, done, void, report and guess")
 
-    def _allocate(self, number: int, time_s: float, told: dict[str, Any], unchanged: Unchanged) -> AllocateCall:
+    def _allocate(self, number: int, time_s: float, told: dict[str, Any], unchanged: UnchangedFields) -> AllocateCall:
         reports, grants = [], []
         for answer in _objects(told, "answers"):
             reports.append(unchanged.put_back("report", _object(answer, "report")))
@@ -184,7 +184,7 @@ class Recording:
         return AllocateCall(number, time_s, _rates(told), reports, grants)
 
 
-class Reading:
+class RecordingReader:
     """Iterates over the calls of a recording from some place on.
 
     `copy` continues from the same place independently.
@@ -193,11 +193,11 @@ class Reading:
     def __init__(self, recording: Recording) -> None:
         recording.end = None
         self._recording = recording
-        self._unchanged = Unchanged()
+        self._unchanged = UnchangedFields()
         self._number, self._offset, self._time_s = 1, -1, 0.0  # of the last line read; -1: none was read
         self._file: BinaryIO | None = None
 
-    def __iter__(self) -> Reading:
+    def __iter__(self) -> RecordingReader:
         return self
 
     def __next__(self) -> Call:
@@ -213,9 +213,9 @@ class Reading:
         self._number, self._offset, self._time_s = call.line, self._offset + len(line), call.time_s
         return call
 
-    def copy(self) -> Reading:
+    def copy(self) -> RecordingReader:
         """A second iterator at this place."""
-        other = Reading.__new__(Reading)
+        other = RecordingReader.__new__(RecordingReader)
         other._recording, other._unchanged = self._recording, self._unchanged.copy()
         other._number, other._offset, other._time_s = self._number, self._offset, self._time_s
         other._file = None
@@ -242,8 +242,8 @@ def _rates(told: dict[str, Any]) -> list[Rates]:
     made = []
     for pair in _list(told, "rates"):
         if not isinstance(pair, list) or len(pair) != 2:
-            raise Wrong("allocate.rates: each must be [copy_s, compute_s]")
-        given = Given("rates", dict(zip(("copy_s", "compute_s"), pair, strict=True)))
+            raise InvalidValue("allocate.rates: each must be [copy_s, compute_s]")
+        given = MessageFields("rates", dict(zip(("copy_s", "compute_s"), pair, strict=True)))
         made.append(Rates(given.number("copy_s"), given.number("compute_s")))
     return made
 
@@ -252,8 +252,8 @@ def _lane(told: dict[str, Any]) -> list[tuple[int, str]]:
     causes = []
     for pair in _list(told, "lane"):
         if not isinstance(pair, list) or len(pair) != 2:
-            raise Wrong("schedule.lane: each must be [sequence, cause]")
-        given = Given("lane", dict(zip(("sequence_id", "cause"), pair, strict=True)))
+            raise InvalidValue("schedule.lane: each must be [sequence, cause]")
+        given = MessageFields("lane", dict(zip(("sequence_id", "cause"), pair, strict=True)))
         causes.append((given.whole("sequence_id", 0, 2**53), given.text("cause")))
     return causes
 
@@ -261,19 +261,19 @@ def _lane(told: dict[str, Any]) -> list[tuple[int, str]]:
 def _object(values: dict[str, Any], name: str) -> dict[str, Any]:
     found = values.get(name)
     if not isinstance(found, dict):
-        raise Wrong(f"{name} must be an object")
+        raise InvalidValue(f"{name} must be an object")
     return found
 
 
 def _objects(values: dict[str, Any], name: str) -> list[dict[str, Any]]:
     found = _list(values, name)
     if any(not isinstance(each, dict) for each in found):
-        raise Wrong(f"{name} must be a list of objects")
+        raise InvalidValue(f"{name} must be a list of objects")
     return found
 
 
 def _list(values: dict[str, Any], name: str) -> list[Any]:
     found = values.get(name, [])
     if not isinstance(found, list) or len(found) > MAX_ITEMS:
-        raise Wrong(f"{name} must be a list of at most {MAX_ITEMS}")
+        raise InvalidValue(f"{name} must be a list of at most {MAX_ITEMS}")
     return found

@@ -25,13 +25,13 @@ from numpy.typing import NDArray
 from ..config import MAX_SPECULATIVE_TOKENS
 from ..messages import Indices, Ints, StepDone, TokenRequest
 from ..schedule.speculation import may_draft
-from .format import Fields, Given, RecordedEngine, Wrong
+from .format import Fields, InvalidValue, MessageFields, RecordedEngine
 
 MOST_RIGHT = MAX_SPECULATIVE_TOKENS  # the most right drafts counted at a place
 PLACES_AT_ONCE = 4096  # whose drafts are compared together: 2 MiB
 
 
-class Found(IntEnum):
+class GuessOutcome(IntEnum):
     """What the drafter finds at a place."""
 
     NOTHING = 0
@@ -40,7 +40,7 @@ class Found(IntEnum):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Repeats:
+class Repetition:
     """The repetitions of one answer, by place.
 
     At place i, i of its tokens are known: what the drafter finds there, and how many of its drafts are right. Stored as
@@ -48,19 +48,19 @@ class Repeats:
     """
 
     ends: Sequence[int]  # the place after each run, rising
-    found: Sequence[int]  # `Found`, of all its places
+    found: Sequence[int]  # `GuessOutcome`, of all its places
     right: Sequence[int]  # right drafts, at its first place
 
-    def at(self, place: int) -> tuple[Found, int]:
+    def at(self, place: int) -> tuple[GuessOutcome, int]:
         """(What is found, how many drafts are right) when `place` tokens of the answer are known.
 
         (NOTHING, 0) after the last run.
         """
         run = bisect_right(self.ends, place)
         if run == len(self.ends):
-            return Found.NOTHING, 0
+            return GuessOutcome.NOTHING, 0
         right, begin = self.right[run], self.ends[run - 1] if run else 0
-        return Found(self.found[run]), right if right == MOST_RIGHT else max(0, right - (place - begin))
+        return GuessOutcome(self.found[run]), right if right == MOST_RIGHT else max(0, right - (place - begin))
 
     def to_fields(self, sequence_id: int) -> Fields:
         """As plain values."""
@@ -68,19 +68,19 @@ class Repeats:
         return {"sequence_id": sequence_id, "counts": counts, "found": self.found, "right": self.right}
 
 
-def read_repeats(values: Mapping[str, Any], engine: RecordedEngine) -> tuple[int, Repeats]:
+def read_repeats(values: Mapping[str, Any], engine: RecordedEngine) -> tuple[int, Repetition]:
     """The sequence id and its repetitions. Nothing is allocated by the numbers in the file."""
-    given = Given("repeats", values)
+    given = MessageFields("repeats", values)
     counts = given.wholes("counts", engine.max_model_len, 1)
-    found, right = given.wholes("found", max(Found)), given.wholes("right", MOST_RIGHT)
+    found, right = given.wholes("found", max(GuessOutcome)), given.wholes("right", MOST_RIGHT)
     if not len(counts) == len(found) == len(right) or sum(counts) > engine.max_model_len:
-        raise Wrong(
+        raise InvalidValue(
             f"repeats: must have as many counts as found and right, that add up to {engine.max_model_len} at most"
         )
-    return given.whole("sequence_id", 0, 2**53), Repeats([*accumulate(counts)], found, right)
+    return given.whole("sequence_id", 0, 2**53), Repetition([*accumulate(counts)], found, right)
 
 
-def repeats_of(token_ids: Ints, num_prompt: int, least: int, most: int) -> Repeats | None:
+def repeats_of(token_ids: Ints, num_prompt: int, least: int, most: int) -> Repetition | None:
     """What a drafter that looks for `least` to `most` last tokens finds in an answer.
 
     `token_ids` [T] are a prompt of `num_prompt` tokens and its answer. None: nothing anywhere. Takes 0.1 ms, and 0.1 to
@@ -89,8 +89,8 @@ def repeats_of(token_ids: Ints, num_prompt: int, least: int, most: int) -> Repea
     if len(token_ids) == num_prompt:
         return None
     num_matched, sources = _earlier(token_ids[:-1], num_prompt - 1, most)  # [T - P]
-    found = np.where(num_matched >= least, Found.GUESS, Found.NOTHING)
-    found[num_matched >= most] = Found.SURE
+    found = np.where(num_matched >= least, GuessOutcome.GUESS, GuessOutcome.NOTHING)
+    found[num_matched >= most] = GuessOutcome.SURE
     if not found.any():
         return None
     right = np.zeros(len(found), np.intp)
@@ -139,14 +139,14 @@ def _num_alike(token_ids: Ints, places: Indices, sources: Indices) -> Indices:
     return num_alike
 
 
-def _in_runs(found: NDArray[Any], right: Indices) -> Repeats:
+def _in_runs(found: NDArray[Any], right: Indices) -> Repetition:
     follows = np.where(right == MOST_RIGHT, right, np.maximum(right - 1, 0))[:-1]
     begins = np.append(True, (found[1:] != found[:-1]) | (right[1:] != follows)).nonzero()[0]
     ends = np.append(begins[1:], len(found))
-    return Repeats(ends.tolist(), found[begins].tolist(), right[begins].tolist())
+    return Repetition(ends.tolist(), found[begins].tolist(), right[begins].tolist())
 
 
-class Answers:
+class AnswerHistory:
     """The texts of sequences that may draft, from their arrival to their end.
 
     Holds 4 bytes per answered token; prompts are shared with their requests.
@@ -192,7 +192,7 @@ class Answers:
             if answer is not None and place == len(answer):
                 answer.append(token_id)
 
-    def _end(self, sequence_id: int) -> Repeats | None:
+    def _end(self, sequence_id: int) -> Repetition | None:
         answer = self._answers.pop(sequence_id, None)
         if answer is None:
             return None

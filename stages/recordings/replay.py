@@ -17,7 +17,7 @@ from typing import Any
 import orjson
 
 from ...runtime.channel import ControlLane
-from ...runtime.simulation.manual_env import VirtualEnv, run_at_once
+from ...runtime.simulation.manual_env import ManualEnv, run_at_once
 from ...runtime.stage import Context
 from ...runtime.trace.tracer import Tracer
 from ..allocate.host_tier import HostTier
@@ -25,12 +25,12 @@ from ..allocate.prefix_cache import PrefixCache
 from ..allocate.stage import Allocate
 from ..errors import ConfigError
 from ..messages import PlanReport, Rates, StepGrant, StepPlan
-from ..schedule.ngram_drafter import Drafter
+from ..schedule.ngram_drafter import GuessesTokens
 from ..schedule.policy import BUILT_IN, AgeingPriority, Policy
-from ..schedule.scheduler import Limits
+from ..schedule.scheduler import StepLimits
 from ..schedule.stage import Schedule
 from .format import Fields, RecordedEngine, grant_fields, plain, plan_fields, report_fields, shown
-from .reader import AllocateCall, CacheReset, Call, Recording, RecordingError, ReportTaken, ScheduleCall
+from .reader import AllocateCall, CacheResetCall, Call, Recording, RecordingError, ReportTaken, ScheduleCall
 
 STAGES_REFUSE = (AssertionError, ArithmeticError, LookupError, TypeError, ValueError, MemoryError)
 
@@ -62,7 +62,7 @@ class Decision:
     replayed: Any
 
 
-class Core:
+class ReplayedCore:
     """The schedule and allocate stages of an engine, driven call by call.
 
     With a `tracer` made of `env` they write their trace as in an engine; without one nothing is traced. Without a
@@ -73,11 +73,11 @@ class Core:
         self,
         engine: RecordedEngine,
         policy: Policy | None = None,
-        env: VirtualEnv | None = None,
+        env: ManualEnv | None = None,
         tracer: Tracer | None = None,
-        drafter: Drafter | None = None,
+        drafter: GuessesTokens | None = None,
     ) -> None:
-        limits = Limits(
+        limits = StepLimits(
             max_num_seqs=engine.max_num_seqs,
             max_num_batched_tokens=engine.max_num_batched_tokens,
             max_model_len=engine.max_model_len,
@@ -90,12 +90,12 @@ class Core:
         cache = PrefixCache(engine.block_size) if engine.enable_prefix_caching else None
         host = HostTier(engine.num_host_blocks, engine.block_size) if engine.num_host_blocks else None
         sizes = (engine.num_blocks, engine.block_size, engine.max_num_seqs, engine.max_model_len)
-        self.env = env or VirtualEnv()
+        self.env = env or ManualEnv()
         self.tracer = tracer or Tracer(self.env, enabled=False)
         self.lane = ControlLane("control")
         self.schedule = Schedule(limits, engine.max_waiting, policy or built_in_policy(engine), drafter)
         self.allocate = Allocate(*sizes, cache, host)
-        self.schedule.call_log = self.allocate.call_log = self._heard = _Heard()
+        self.schedule.call_log = self.allocate.call_log = self._captured = _CapturedCalls()
         run_at_once(self.schedule.setup(self.context("schedule")))
         run_at_once(self.allocate.setup(self.context("allocate")))
 
@@ -114,7 +114,7 @@ class Core:
         """
         self.schedule.told_early = is_early
         run_at_once(self.schedule.handle(batch, DEAF))
-        return self._heard.plans, self._heard.failed
+        return self._captured.plans, self._captured.failed
 
     def run_allocate(self, batch: Sequence[StepPlan | Rates]) -> Sequence[tuple[StepGrant | None, PlanReport]]:
         """One `handle` of allocate.
@@ -122,7 +122,7 @@ class Core:
         Returns a grant and a report for each plan; the grant is None if it was void.
         """
         run_at_once(self.allocate.handle(batch, DEAF))
-        return self._heard.answers
+        return self._captured.answers
 
 
 class Replay:
@@ -134,9 +134,9 @@ class Replay:
     Raises `RecordingError` for calls that the stages reject.
     """
 
-    def __init__(self, recording: Recording, policy: Policy | None = None, core: Core | None = None) -> None:
+    def __init__(self, recording: Recording, policy: Policy | None = None, core: ReplayedCore | None = None) -> None:
         self.recording = recording
-        self.core = core or Core(recording.engine, policy)
+        self.core = core or ReplayedCore(recording.engine, policy)
         self.difference: Difference | None = None
         self.time_s = 0.0
         self.num_calls = self.num_decisions = 0
@@ -195,7 +195,7 @@ class Replay:
                 return self._schedule(call)
             case AllocateCall():
                 return self._allocate(call)
-            case CacheReset():
+            case CacheResetCall():
                 return [Decision("blocks freed", call.num_freed, self.core.allocate.reset_prefix_cache())]
 
     def _schedule(self, call: ScheduleCall) -> list[Decision]:
@@ -244,7 +244,7 @@ def built_in_policy(engine: RecordedEngine) -> Policy:
     return BUILT_IN[engine.scheduler]()
 
 
-class _Heard:
+class _CapturedCalls:
     """The call log of a replay: keeps the outputs of the last call."""
 
     plans: Sequence[StepPlan] = ()
@@ -273,7 +273,7 @@ class _Heard:
         raise AssertionError(f"stage {stage} reports a crash, but recover was not called")
 
 
-class _Deaf:
+class _NullOutlet:
     """An outlet that drops everything: the call log has the outputs."""
 
     def send(self, item: Any, port: str = "out") -> None:
@@ -289,7 +289,7 @@ class _Deaf:
         pass
 
 
-DEAF = _Deaf()
+DEAF = _NullOutlet()
 
 
 def _escalate(error: BaseException) -> None:

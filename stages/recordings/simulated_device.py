@@ -18,11 +18,11 @@ from ..messages import Bools, Guess, Indices, Ints, StepDone, StepGrant
 from ..schedule.slot_table import SlotTable
 from ..schedule.step_time_model import StepContents
 from .cost_model import CostModel
-from .repetition import Found, Repeats
+from .repetition import GuessOutcome, Repetition
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Flight:
+class SimulatedStep:
     """A step on the device."""
 
     end_s: float
@@ -43,13 +43,13 @@ class _Steady:
     num_left: int  # steps before any row ends
 
 
-class ModelledDrafter:
+class SimulatedDrafter:
     """Guesses where an engine's own drafter would.
 
     `repeats` has the recorded repetitions by sequence.
     """
 
-    def __init__(self, repeats: Mapping[int, Repeats], num_tokens: int) -> None:
+    def __init__(self, repeats: Mapping[int, Repetition], num_tokens: int) -> None:
         self._repeats, self._num_tokens = repeats, num_tokens
 
     def guess(self, table: SlotTable, slot: int) -> Guess:
@@ -57,21 +57,21 @@ class ModelledDrafter:
         sequence = table.sequences[slot]
         assert sequence is not None, f"slot {slot} is empty"
         place, repeats = len(table.answer(slot)), self._repeats.get(sequence.sequence_id)
-        found = Found.NOTHING if repeats is None else repeats.at(place)[0]
+        found = GuessOutcome.NOTHING if repeats is None else repeats.at(place)[0]
         token_ids = np.zeros(self._num_tokens if found else 0, np.intp)
-        return Guess(slot, sequence.sequence_id, sequence.num_prompt + place, token_ids, found == Found.SURE)
+        return Guess(slot, sequence.sequence_id, sequence.num_prompt + place, token_ids, found == GuessOutcome.SURE)
 
 
-class ModelledDevice:
+class SimulatedDevice:
     """Runs granted steps one after another.
 
     `repeats` gives the number of right drafts of each sequence.
     """
 
-    def __init__(self, model: CostModel, num_slots: int, repeats: Mapping[int, Repeats]) -> None:
+    def __init__(self, model: CostModel, num_slots: int, repeats: Mapping[int, Repetition]) -> None:
         self.num_steps = 0
         self.busy_s = 0.0
-        self.flights: deque[Flight] = deque()  # not done yet, in order
+        self.flights: deque[SimulatedStep] = deque()  # not done yet, in order
         self._model = model
         self._free_at_s = 0.0
         self._steady: _Steady | None = None
@@ -90,7 +90,7 @@ class ModelledDevice:
             took_s = self._model.seconds(contents)
             done, is_steady = self._go_on(grant.step, steady, took_s), True
         else:
-            self._settle()
+            self._write_progress()
             num_copied = sum(len(copy.sources) for copy in grant.copies)
             num_drafts = 0 if grant.drafts is None else int(grant.drafts.counts.sum())
             contents = StepContents.of(grant.starts, grant.num_certain, num_copied, len(grant.started), num_drafts)
@@ -99,7 +99,7 @@ class ModelledDevice:
             if grant.is_decode and len(done.slots) == len(grant.slots) and not done.is_finished.any():
                 self._steady = self._steady_of(grant, done, contents)
         self._free_at_s = max(now_s, self._free_at_s) + took_s
-        self.flights.append(Flight(self._free_at_s, done, is_steady))
+        self.flights.append(SimulatedStep(self._free_at_s, done, is_steady))
         self.num_steps += 1
         self.busy_s += took_s
 
@@ -145,10 +145,10 @@ class ModelledDevice:
         steady.num_context += len(steady.slots)
         steady.num_left -= 1
         if not steady.num_left:
-            self._settle()
+            self._write_progress()
         return StepDone(step, *columns, took_us=int(took_s * 1e6))
 
-    def _settle(self) -> None:
+    def _write_progress(self) -> None:
         """Stores the progress of steady rows, when rows come or go."""
         if self._steady is not None:
             self._num_generated[self._steady.slots] = self._steady.places

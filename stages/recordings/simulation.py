@@ -25,17 +25,17 @@ from ..request_limits import RequestLimits
 from ..schedule.policy import Policy
 from .cost_model import CostModel
 from .format import RecordedEngine
-from .repetition import Repeats
-from .replay import Core
-from .simulated_device import Flight, ModelledDevice, ModelledDrafter
-from .workloads import Trace, TraceRequest
+from .repetition import Repetition
+from .replay import ReplayedCore
+from .simulated_device import SimulatedDevice, SimulatedDrafter, SimulatedStep
+from .workloads import Workload, WorkloadRequest
 
 VOCAB_SIZE = 2**31 - 1  # token ids of traces have no meaning
 PERCENTILES = (50, 90, 99)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Door:
+class AdmissionLimits:
     """Admission limits, as in `EngineConfig`."""
 
     max_admitted_requests: int = 1024
@@ -43,7 +43,7 @@ class Door:
 
 
 @dataclass(slots=True)
-class Outcome:
+class RequestOutcome:
     """The outcome of one request. Times since the trace began."""
 
     arrival_s: float
@@ -60,10 +60,10 @@ class Outcome:
 
 
 @dataclass(slots=True)
-class Result:
+class SimulationResult:
     """The result of a simulation."""
 
-    outcomes: list[Outcome]
+    outcomes: list[RequestOutcome]
     itl_s: NDArray[np.float64]  # [T] times between successive tokens of all answers
     num_steps: int = 0
     busy_s: float = 0.0  # of the device
@@ -129,30 +129,34 @@ class Simulation:
     """One run of a trace. `run` it once."""
 
     def __init__(
-        self, engine: RecordedEngine, model: CostModel, door: Door | None = None, policy: Policy | None = None
+        self,
+        engine: RecordedEngine,
+        model: CostModel,
+        door: AdmissionLimits | None = None,
+        policy: Policy | None = None,
     ) -> None:
-        door = door or Door()
-        self._repeats: dict[int, Repeats] = {}  # of the answers to requests so far, by sequence
-        drafter = ModelledDrafter(self._repeats, engine.most_drafts) if engine.most_drafts else None
-        self.core = Core(engine, policy, drafter=drafter)
+        door = door or AdmissionLimits()
+        self._repeats: dict[int, Repetition] = {}  # of the answers to requests so far, by sequence
+        drafter = SimulatedDrafter(self._repeats, engine.most_drafts) if engine.most_drafts else None
+        self.core = ReplayedCore(engine, policy, drafter=drafter)
         self._model = model
         self._intake = Intake(
             RequestLimits(VOCAB_SIZE, engine.max_model_len), door.max_admitted_requests, door.max_waiting_requests
         )
         run_at_once(self._intake.setup(self.core.context("intake")))
-        self._device = ModelledDevice(model, engine.max_num_seqs, self._repeats)
+        self._device = SimulatedDevice(model, engine.max_num_seqs, self._repeats)
         self._tokenized: deque[TokenRequest] = deque()  # that schedule does not want yet
         self._reports: list[Any] = []  # that did not wake schedule
-        self._outcomes: list[Outcome] = []
+        self._outcomes: list[RequestOutcome] = []
         self._leaving: list[tuple[float, int]] = []  # a heap of (when, sequence)
         self._gaps: list[NDArray[np.float64]] = []  # between tokens of a row
         self._even_gaps: list[tuple[float, int]] = []  # the same for steady steps: (gap, rows)
         self._even_slots: Indices | None = None  # rows of the last step, if it was steady
         self._last_s = 0.0  # when the last step was done
         self._last_token_s = np.zeros(engine.max_num_seqs)  # [S], except for rows in `_even_slots`
-        self._result = Result(self._outcomes, np.zeros(0))
+        self._result = SimulationResult(self._outcomes, np.zeros(0))
 
-    def run(self, trace: Trace) -> Result:
+    def run(self, trace: Workload) -> SimulationResult:
         """Serves every request of the trace, until the last has ended."""
         upcoming, front_s = iter(enumerate(trace.requests)), self._model.front_s
         arriving, flights = next(upcoming, None), self._device.flights
@@ -200,8 +204,8 @@ class Simulation:
             reports, self._reports = self._reports, []
             plans, _ = core.run_schedule(reports)
 
-    def _arrive(self, number: int, asked: TraceRequest) -> None:
-        outcome = Outcome(asked.arrival_s, asked.num_prompt)
+    def _arrive(self, number: int, asked: WorkloadRequest) -> None:
+        outcome = RequestOutcome(asked.arrival_s, asked.num_prompt)
         self._outcomes.append(outcome)
         params = SamplingParams(max_tokens=asked.num_answer, ignore_eos=True)
         tokens = asked.tokens(number)
@@ -236,7 +240,7 @@ class Simulation:
 
     # -- the outcome of a step
 
-    def _finish(self, flight: Flight) -> StepDone:
+    def _finish(self, flight: SimulatedStep) -> StepDone:
         """Processes a step that is done: records the times of its tokens."""
         done, now_s = flight.done, flight.end_s
         if flight.is_steady:
@@ -270,7 +274,7 @@ class Simulation:
             outcome.how, outcome.end_s, outcome.num_tokens = "finished", now_s, num_tokens
             self._intake.admission.release(str(number), now_s, is_served=True)
 
-    def _close(self) -> Result:
+    def _close(self) -> SimulationResult:
         result, scheduler, cache = self._result, self.core.schedule.scheduler, self.core.allocate.allocator.cache
         ends_s = [outcome.end_s for outcome in self._outcomes if outcome.end_s is not None]
         began_s = min((outcome.arrival_s for outcome in self._outcomes), default=0.0)

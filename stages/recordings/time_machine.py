@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from ..schedule.policy import Policy
 from .format import Fields, RecordedEngine
 from .memory_state import MemoryState, memory_state
-from .reader import AllocateCall, Call, Reading, Recording, RecordingError, ScheduleCall
-from .replay import Core, Decision, Replay
+from .reader import AllocateCall, Call, Recording, RecordingError, RecordingReader, ScheduleCall
+from .replay import Decision, Replay, ReplayedCore
 
 MARK_CALLS = 128  # between two marks, at first
 MAX_MARKS, MAX_MARK_BYTES = 64, 2**29
@@ -55,7 +55,7 @@ class _Place:
     """A place in the replay of a recording."""
 
     replay: Replay
-    reading: Reading
+    reading: RecordingReader
     upcoming: Call | None  # read, but not run
     done_s: float = 0.0  # time of the last call that was run
     preemptions: list[Preemption] = field(default_factory=list)
@@ -73,7 +73,7 @@ class _Place:
         return _Place(self.replay.copy(), self.reading.copy(), self.upcoming, *books)
 
 
-class Marks:
+class Checkpoints:
     """Copies of places that the replay passed, to go back to.
 
     Evenly spread, however long the recording is.
@@ -117,11 +117,15 @@ class TimeMachine:
     """
 
     def __init__(
-        self, recording: Recording, policy: Policy | None = None, core: Core | None = None, marks: Marks | None = None
+        self,
+        recording: Recording,
+        policy: Policy | None = None,
+        core: ReplayedCore | None = None,
+        marks: Checkpoints | None = None,
     ) -> None:
         self.recording = recording
-        self.marks = marks or Marks(recording.engine)
-        reading = Reading(recording)
+        self.marks = marks or Checkpoints(recording.engine)
+        reading = RecordingReader(recording)
         self._begin = _Place(Replay(recording, policy), reading, next(reading, None))
         self._here = self._begin.copy()
         if core is not None:
@@ -134,7 +138,7 @@ class TimeMachine:
         return other
 
     @property
-    def core(self) -> Core:
+    def core(self) -> ReplayedCore:
         """The stages in their current state. A different object after going back."""
         return self._here.replay.core
 

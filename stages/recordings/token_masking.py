@@ -27,7 +27,7 @@ CHUNK = 256  # tokens
 FIRST_ROWS = 64  # of the table of answers, which grows
 
 
-class Veil:
+class TokenMasking:
     """Masks prompts as a whole, and answers token by token.
 
     Each sequence is begun once and ended once.

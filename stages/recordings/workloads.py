@@ -16,16 +16,16 @@ import numpy as np
 import orjson
 
 from ..messages import Ints, StepDone, TokenRequest
-from .format import Given, Wrong, shown
+from .format import InvalidValue, MessageFields, shown
 from .reader import Recording, RecordingError, ScheduleCall
-from .repetition import Repeats
+from .repetition import Repetition
 
 MAX_TOKENS = 2**24  # of a prompt or an answer in a trace
 HASH_BLOCK = 512  # tokens per hash id in Mooncake's traces
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TraceRequest:
+class WorkloadRequest:
     """One prompt and the length of its answer."""
 
     arrival_s: float  # since the trace began
@@ -37,7 +37,7 @@ class TraceRequest:
     leaves_s: float | None = None  # time from its arrival until its client leaves
     priority: int = 0
     cache_salt: str = ""
-    repeats: Repeats | None = None  # how the answer repeats earlier text; None: nowhere, or unknown
+    repeats: Repetition | None = None  # how the answer repeats earlier text; None: nowhere, or unknown
 
     def tokens(self, number: int) -> Ints:
         """Ids [P] that equal another request's as far as the trace says so.
@@ -55,19 +55,19 @@ class TraceRequest:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Trace:
+class Workload:
     """Requests in order of arrival."""
 
-    requests: Sequence[TraceRequest]
+    requests: Sequence[WorkloadRequest]
     tells_prefixes: bool  # whether it has the common prefixes of prompts
     tells_repeats: bool = False  # whether it has the repetitions in answers
 
-    def scaled(self, *, times: float = 1.0, lengths: float = 1.0, most: int | None = None) -> Trace:
+    def scaled(self, *, times: float = 1.0, lengths: float = 1.0, most: int | None = None) -> Workload:
         """The first `most` requests, with gaps scaled by `times` and lengths by `lengths`."""
         return replace(self, requests=[_scaled(request, times, lengths) for request in self.requests[:most]])
 
 
-def read_trace(path: Path) -> Trace:
+def read_trace(path: Path) -> Workload:
     """Reads a trace in any of these formats.
 
     Raises `RecordingError`, with the line, for any other file.
@@ -85,10 +85,10 @@ def read_trace(path: Path) -> Trace:
         raise RecordingError(f"{path}: it has no requests")
     began_s = requests[0].arrival_s
     tells = any(request.hash_ids for request in requests)
-    return Trace([replace(request, arrival_s=request.arrival_s - began_s) for request in requests], tells)
+    return Workload([replace(request, arrival_s=request.arrival_s - began_s) for request in requests], tells)
 
 
-def from_recording(recording: Recording) -> Trace:
+def from_recording(recording: Recording) -> Workload:
     """The requests of a recording with their recorded lengths, each choice as its own request.
 
     A cancelled request leaves after the same time as recorded.
@@ -97,7 +97,7 @@ def from_recording(recording: Recording) -> Trace:
     num_answered: dict[int, int] = {}
     over: set[int] = set()
     left_s: dict[int, float] = {}
-    repeats: dict[int, Repeats] = {}
+    repeats: dict[int, Repetition] = {}
     for call in recording:
         if not isinstance(call, ScheduleCall):
             continue
@@ -120,7 +120,7 @@ def from_recording(recording: Recording) -> Trace:
         answered = num_answered.get(sequence_id, 0)
         leaves_s = left_s.get(sequence_id) if is_cut else None
         requests.append(
-            TraceRequest(
+            WorkloadRequest(
                 arrival_s=request.arrival_s - began_s,
                 num_prompt=len(request.token_ids),
                 num_answer=max(1, (request.params.max_tokens or answered) if is_cut else answered),
@@ -134,27 +134,27 @@ def from_recording(recording: Recording) -> Trace:
     if not requests:
         raise RecordingError(f"{recording.path}: it has no requests")
     requests.sort(key=lambda request: request.arrival_s)
-    return Trace(requests, recording.engine.enable_prefix_caching, recording.tells_repeats)
+    return Workload(requests, recording.engine.enable_prefix_caching, recording.tells_repeats)
 
 
-def _read_csv(path: Path) -> Iterator[TraceRequest]:
+def _read_csv(path: Path) -> Iterator[WorkloadRequest]:
     with path.open(newline="", encoding="utf-8", errors="replace") as file:
         rows = csv.DictReader(file)
         for row in rows:
             try:
                 arrival_s = _seconds(row.get("TIMESTAMP") or "")
                 counts = {name: _whole(row.get(name)) for name in ("ContextTokens", "GeneratedTokens")}
-                given = Given("row", counts)
+                given = MessageFields("row", counts)
                 num_prompt = given.whole("ContextTokens", 1, MAX_TOKENS)
-                yield TraceRequest(arrival_s, num_prompt, max(1, given.whole("GeneratedTokens", 0, MAX_TOKENS)))
-            except (ValueError, Wrong) as error:
+                yield WorkloadRequest(arrival_s, num_prompt, max(1, given.whole("GeneratedTokens", 0, MAX_TOKENS)))
+            except (ValueError, InvalidValue) as error:
                 raise RecordingError(f"{path}:{rows.line_num}: {error}") from None
 
 
 def _seconds(text: str) -> float:
     """A date and time as seconds since 1970. Rejects numpy's words such as now and today."""
     if not text[:4].isdigit():
-        raise Wrong(f"row.TIMESTAMP = {shown(text)}: must be a date and a time")
+        raise InvalidValue(f"row.TIMESTAMP = {shown(text)}: must be a date and a time")
     return float(np.datetime64(text, "ns").astype(np.int64)) / 1e9
 
 
@@ -162,23 +162,23 @@ def _whole(text: str | None) -> Any:
     return int(text) if text is not None and text.isascii() and text.isdigit() and len(text) < 20 else text
 
 
-def _read_json_lines(path: Path) -> Iterator[TraceRequest]:
+def _read_json_lines(path: Path) -> Iterator[WorkloadRequest]:
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
                 row = orjson.loads(line)
-                given = Given("row", row if isinstance(row, dict) else {})
-                yield TraceRequest(
+                given = MessageFields("row", row if isinstance(row, dict) else {})
+                yield WorkloadRequest(
                     given.number("timestamp") / 1e3,
                     given.whole("input_length", 1, MAX_TOKENS),
                     max(1, given.whole("output_length", 0, MAX_TOKENS)),
                     given.wholes("hash_ids", 2**53) if "hash_ids" in given.values else (),
                 )
-            except (orjson.JSONDecodeError, Wrong) as error:
+            except (orjson.JSONDecodeError, InvalidValue) as error:
                 raise RecordingError(f"{path}:{number}: {error}") from None
 
 
-def _scaled(request: TraceRequest, times: float, lengths: float) -> TraceRequest:
+def _scaled(request: WorkloadRequest, times: float, lengths: float) -> WorkloadRequest:
     if lengths != 1.0 and request.token_ids is not None:
         raise RecordingError("lengths: prompts of a recording have fixed lengths; scale a trace without token ids")
     return replace(

@@ -24,7 +24,7 @@ from .format import (
     VERSION,
     Fields,
     RecordedEngine,
-    Unchanged,
+    UnchangedFields,
     add_fields,
     done_fields,
     grant_fields,
@@ -33,8 +33,8 @@ from .format import (
     report_fields,
     void_fields,
 )
-from .repetition import Answers
-from .token_masking import Veil
+from .repetition import AnswerHistory
+from .token_masking import TokenMasking
 
 FLUSH_S = 0.1  # between two writes
 MAX_WAITING_BYTES = 64 * 2**20  # estimated size of unwritten calls; beyond it the disk is too slow, and recording stops
@@ -45,7 +45,7 @@ log = get_logger("millrace.stages")
 Answer = tuple[StepGrant | None, PlanReport]
 
 
-class Recorder:
+class RecordingWriter:
     """One recording. `open` it before the stages run and close it after them.
 
     In between it never waits and never raises: if writing fails, the recording ends with the reason, and the engine
@@ -87,14 +87,14 @@ class Recorder:
         """Makes the file and writes the first line. Raises OSError if that fails."""
         self._env, self._worker = env, env.worker("recorder")
         self.path, self._file = _create(self.path)
-        veil = None if self._with_token_ids else Veil(env.secret("recorder.veil", 32))
-        answers = None if self._lookup is None else Answers(*self._lookup)
-        self._encoder = _Encoder(env.now(), veil, has_cache=self._engine.enable_prefix_caching, answers=answers)
+        masking = None if self._with_token_ids else TokenMasking(env.secret("recorder.veil", 32))
+        answers = None if self._lookup is None else AnswerHistory(*self._lookup)
+        self._encoder = _Encoder(env.now(), masking, has_cache=self._engine.enable_prefix_caching, answers=answers)
         header = {
             "millrace_recording": VERSION,
             "began_wall_s": env.wall_time(),
             "began_s": env.now(),
-            "tokens": "hidden" if veil is not None else "plain",
+            "tokens": "hidden" if masking is not None else "plain",
             "engine": self._engine.to_fields(),
             "repeats": None if self._lookup is None else dict(zip(("least", "most"), self._lookup, strict=True)),
         }
@@ -203,12 +203,14 @@ def _dumps(line: Fields) -> bytes:
 class _Encoder:
     """Encodes calls as lines. Belongs to the thread."""
 
-    def __init__(self, began_s: float, veil: Veil | None, *, has_cache: bool, answers: Answers | None = None) -> None:
+    def __init__(
+        self, began_s: float, masking: TokenMasking | None, *, has_cache: bool, answers: AnswerHistory | None = None
+    ) -> None:
         self._began_s = began_s
-        self._veil = veil
+        self._masking = masking
         self._answers = answers
         self._has_cache = has_cache
-        self._unchanged = Unchanged()
+        self._unchanged = UnchangedFields()
 
     def line(self, at_s: float, kind: str, *told: Any) -> Fields:
         match kind:
@@ -231,9 +233,9 @@ class _Encoder:
         taken = [self._taken(message) for message in batch]
         over = [sequence_id for sequence_id, cause in causes.items() if cause not in ("park", "unpark")]
         over += failed
-        if self._veil is not None:
+        if self._masking is not None:
             for sequence_id in over:
-                self._veil.end(sequence_id)
+                self._masking.end(sequence_id)
         made = {
             "in": taken,
             "lane": [[sequence_id, cause] for sequence_id, cause in causes.items()],
@@ -265,30 +267,30 @@ class _Encoder:
         salt = request.cache_salt
         if not self._has_cache:
             token_ids = None
-        elif self._veil is not None:
+        elif self._masking is not None:
             ids = range(request.first_sequence_id, request.first_sequence_id + request.params.n)
-            token_ids, salt = self._veil.begin(ids, request.token_ids), self._veil.name(salt)
+            token_ids, salt = self._masking.begin(ids, request.token_ids), self._masking.name(salt)
         return add_fields(request, token_ids, salt)
 
     def _answered(self, done: StepDone) -> Ints:
-        if self._veil is None:
+        if self._masking is None:
             return done.token_ids.astype("int32")
         ids = done.sequence_ids.tolist()
-        token_ids = self._veil.go_on(ids, done.token_ids) if done.most_tokens == 1 else self._go_on_by_runs(done)
+        token_ids = self._masking.go_on(ids, done.token_ids) if done.most_tokens == 1 else self._go_on_by_runs(done)
         for row in done.is_finished.nonzero()[0].tolist():
-            self._veil.end(ids[row])
+            self._masking.end(ids[row])
         return token_ids
 
     def _go_on_by_runs(self, done: StepDone) -> Ints:
         """Masks steps with several tokens per answer: each token continues from the one before it."""
-        assert self._veil is not None
+        assert self._masking is not None
         nth = np.zeros(len(done.slots), np.intp)  # index of the token among its sequence's in this step
         for row in range(1, len(nth)):
             nth[row] = nth[row - 1] + 1 if done.slots[row] == done.slots[row - 1] else 0
         token_ids = np.zeros(len(nth), np.int32)
         for each in range(int(nth.max(initial=-1)) + 1):
             rows = np.flatnonzero(nth == each)
-            token_ids[rows] = self._veil.go_on(done.sequence_ids[rows].tolist(), done.token_ids[rows])
+            token_ids[rows] = self._masking.go_on(done.sequence_ids[rows].tolist(), done.token_ids[rows])
         return token_ids
 
     def _allocate(self, batch: Sequence[Any], answers: Sequence[Answer]) -> Fields:

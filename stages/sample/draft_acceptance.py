@@ -18,14 +18,14 @@ NO_DRAFT = -1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Runs:
+class DraftRuns:
     """One entry per row of logits, [L], in the order of the grant; within a run in text order."""
 
     offsets: Indices  # of the row in its run; 0 starts a run
     drafts: Indices  # the token the row must choose for the next row of its run to count; NO_DRAFT: last of its run
 
     @classmethod
-    def of(cls, grant: StepGrant) -> Runs | None:
+    def of(cls, grant: StepGrant) -> DraftRuns | None:
         """The runs of a step; None if it has no drafts, so that each row is a run of its own."""
         if grant.drafts is None:
             return None
@@ -38,9 +38,9 @@ class Runs:
         drafts[~is_last] = grant.drafts.token_ids  # each row with drafts is sampled
         return cls(offsets, drafts)
 
-    def take(self, rows: Indices) -> Runs:
+    def take(self, rows: Indices) -> DraftRuns:
         """A subset of the rows, which must be whole runs."""
-        return Runs(self.offsets[rows], self.drafts[rows])
+        return DraftRuns(self.offsets[rows], self.drafts[rows])
 
     def that_count(self, token_ids: Indices) -> Indices:
         """The rows that count, given the chosen `token_ids` [L]: those after accepted drafts only."""

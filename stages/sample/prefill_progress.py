@@ -10,7 +10,7 @@ import numpy as np
 from ..messages import PromptProgress, Started, StepGrant
 
 
-class PromptWatch:
+class PrefillWatch:
     """The prompts whose progress is reported, by slot. Costs nothing while there are none."""
 
     def __init__(self) -> None:

@@ -29,12 +29,12 @@ from ..messages import (
     StepTokens,
     TopLogprobs,
 )
-from . import sampling_math as maths
-from .draft_acceptance import Runs, last_of_each
+from . import sampling_math
+from .draft_acceptance import DraftRuns, last_of_each
 from .logits_processor import LogitsProcessor
 from .sampling_math import Longs
-from .slot_params import EDITS, ENDED, GRAMMAR, LOGPROBS, POOLED, THINKING, SamplingTable
-from .token_chooser import NO_ROWS, Choice, Choosing, MakeChoosing, Rows, any_of
+from .slot_params import EDITS, ENDED, GRAMMAR, LOGPROBS, POOLED, THINKING, SlotParams
+from .token_chooser import NO_ROWS, MakeTokenChooser, SampledRows, TokenChoice, TokenChooser, any_of
 
 
 class Sampler:
@@ -69,13 +69,13 @@ class Sampler:
         pooler: Pooler | None = None,
         *,
         logprobs_mode: LogprobsMode = "raw_logprobs",
-        choosing: MakeChoosing = Choosing,
+        chooser: MakeTokenChooser = TokenChooser,
     ) -> None:
         self.last_tokens = last_tokens
         self.pooler = pooler
         self._arrays = arrays_of(last_tokens)
-        self.table = SamplingTable(len(last_tokens), vocab_size, max_model_len, eos_token_ids)
-        self.choosing = choosing(self.table, last_tokens, logprobs_mode)
+        self.table = SlotParams(len(last_tokens), vocab_size, max_model_len, eos_token_ids)
+        self.chooser = chooser(self.table, last_tokens, logprobs_mode)
         self.masks = masks  # None: no request has a grammar
 
     def prepare(self, started: Sequence[Started]) -> None:
@@ -89,26 +89,26 @@ class Sampler:
 
     def use(self, processor: LogitsProcessor) -> None:
         """Installs a logits processor. Must be called before the first step."""
-        self.choosing.use(processor)
+        self.chooser.use(processor)
 
     def start(self, started: Started) -> None:
         """Assigns a slot to a sequence. Called before its first step is sampled."""
         self.table.start(started)
-        self.choosing.start(started)
+        self.chooser.start(started)
 
-    def sample(self, grant: StepGrant, logits: Array | LogitsWithPrompts | Choice) -> StepTokens:
+    def sample(self, grant: StepGrant, logits: Array | LogitsWithPrompts | TokenChoice) -> StepTokens:
         """Chooses a token for each live sampled row, and one more for each accepted draft.
 
         The result also has the vectors of pooled sequences. `logits` [L, V], of all rows that are not pooled, may be
-        modified. A `Choice` instead of logits holds tokens that the model has chosen.
+        modified. A `TokenChoice` instead of logits holds tokens that the model has chosen.
 
         A row without a finite maximum (a NaN, an infinity, or no allowed token) ends with `FinishReason.ERROR` and a
         meaningless token 0. Every id is in [0, V).
         """
         for started in grant.started:
             self.start(started)
-        if isinstance(logits, Choice):  # made with the forward pass, for each sampled row
-            return self._settle_chosen(grant, logits.token_ids, logits.is_broken)[0]
+        if isinstance(logits, TokenChoice):  # made with the forward pass, for each sampled row
+            return self._note_chosen(grant, logits.token_ids, logits.is_broken)[0]
         return self.choose(grant, logits)
 
     def choose(self, grant: StepGrant, logits: Array | LogitsWithPrompts) -> StepTokens:
@@ -118,7 +118,7 @@ class Sampler:
             with self._arrays.inference():
                 of_prompts = prompt_logprobs(logits)
             logits = logits.sampled
-        slots, runs = grant.logits_slots, Runs.of(grant)
+        slots, runs = grant.logits_slots, DraftRuns.of(grant)
         needs = self.table.needs[slots]
         any_needs = any_of(needs)
         pooled: dict[int, Pooled] = {}
@@ -128,30 +128,30 @@ class Sampler:
             runs = None if runs is None else runs.take(np.flatnonzero(needs & (ENDED | POOLED) == 0))
             slots, needs = slots[~is_pooled], needs[~is_pooled]
             alive = np.flatnonzero(needs & ENDED == 0)
-            slots, needs, logits = slots[alive], needs[alive], maths.rows_of(logits, alive)
+            slots, needs, logits = slots[alive], needs[alive], sampling_math.rows_of(logits, alive)
             any_needs = any_of(needs)
         places = self.table.num_generated[slots]
         if runs is not None:
             places = places + runs.offsets
         with self._arrays.inference():
-            tokens = self._sample(grant, Rows(slots, places, needs, any_needs), runs, logits, of_prompts)
+            tokens = self._sample(grant, SampledRows(slots, places, needs, any_needs), runs, logits, of_prompts)
         return replace(tokens, pooled=pooled) if pooled else tokens
 
-    def settle(self, grant: StepGrant, told: Ints, scores: Ints | None = None) -> StepTokens:
+    def note_tokens(self, grant: StepGrant, told: Ints, scores: Ints | None = None) -> StepTokens:
         """Applies the tokens that an asynchronous device chose for a step without drafts.
 
         `told` [2, L] holds token ids, -1 for a row whose sequence had ended, and `FinishReason`s, of which only ERROR
         is read. `scores` [L, W] are the device's scores, for the log-probabilities.
         """
-        tokens, goes_on = self._settle_chosen(grant, told[0].astype(np.intp), told[1] == FinishReason.ERROR)
+        tokens, goes_on = self._note_chosen(grant, told[0].astype(np.intp), told[1] == FinishReason.ERROR)
         if scores is None:
             return tokens
         slots, finishes = tokens.slots, tokens.finishes
         asked = ((self.table.needs[slots] & LOGPROBS != 0) & (finishes != FinishReason.ERROR)).nonzero()[0]
-        found = self.choosing.read_scores(slots[asked], scores[goes_on][asked])
+        found = self.chooser.read_scores(slots[asked], scores[goes_on][asked])
         return replace(tokens, logprobs=dict(zip(asked.tolist(), found, strict=True)))
 
-    def _settle_chosen(self, grant: StepGrant, token_ids: Indices, is_broken: Bools) -> tuple[StepTokens, Bools]:
+    def _note_chosen(self, grant: StepGrant, token_ids: Indices, is_broken: Bools) -> tuple[StepTokens, Bools]:
         """Applies chosen tokens [L] of a step without drafts; below 0 for a row that had ended.
 
         Returns the step's tokens, and which of the sampled rows had not ended before this step, [L].
@@ -163,14 +163,14 @@ class Sampler:
         if num_true(goes_on) < len(slots):
             slots, token_ids, is_broken = slots[goes_on], token_ids[goes_on], is_broken[goes_on]
         places, ids = table.num_generated[slots], table.sequence_ids[slots]
-        finishes = table.settle(slots, places, token_ids, is_broken)
+        finishes = table.note_tokens(slots, places, token_ids, is_broken)
         return StepTokens(grant.step, slots, ids, places, token_ids, finishes, started=grant.started), goes_on
 
     def _sample(
         self,
         grant: StepGrant,
-        rows: Rows,
-        runs: Runs | None,
+        rows: SampledRows,
+        runs: DraftRuns | None,
         logits: Array,
         of_prompts: tuple[PromptLogprobs, ...],
     ) -> StepTokens:
@@ -180,7 +180,7 @@ class Sampler:
         if len(guided):
             assert self.masks is not None, "a sequence has a grammar, and this sampler was made without masks"
             allowed = self.masks.read(guided, slots)
-        choice = self.choosing.choose(rows, logits, allowed)
+        choice = self.chooser.choose(rows, logits, allowed)
         token_ids, is_broken = choice.token_ids, choice.is_broken
         if self.masks is not None and allowed is not None:
             over = self.masks.over(allowed, token_ids, is_broken)
@@ -189,13 +189,13 @@ class Sampler:
         if len(over):
             token_ids[over], is_broken[over] = table.eos_token_id, False
         if rows.any_needs & EDITS:
-            self.choosing.note(slots, token_ids)
+            self.chooser.note(slots, token_ids)
         kept: Indices | None = None
         if runs is None:
             newest, newest_ids = slots, token_ids
-            finishes = table.settle(slots, places, token_ids, is_broken, over)
+            finishes = table.note_tokens(slots, places, token_ids, is_broken, over)
         else:
-            finishes, kept = self._settle_runs(runs, slots, places, token_ids, is_broken, over)
+            finishes, kept = self._note_runs(runs, slots, places, token_ids, is_broken, over)
             last = kept[last_of_each(slots[kept])]
             newest, newest_ids = slots[last], token_ids[last]
         self._arrays.put(self.last_tokens, newest, self._arrays.beside(self.last_tokens, newest_ids))
@@ -217,23 +217,23 @@ class Sampler:
         )
         return tokens if kept is None or len(kept) == len(slots) else _rows_of_tokens(tokens, kept)
 
-    def _settle_runs(
-        self, runs: Runs, slots: Indices, places: Indices, token_ids: Longs, is_broken: Bools, over: Longs
+    def _note_runs(
+        self, runs: DraftRuns, slots: Indices, places: Indices, token_ids: Longs, is_broken: Bools, over: Longs
     ) -> tuple[NDArray[np.int8], Indices]:
-        """As the table's `settle`, for several rows of a sequence: (finishes [L], rows that count)."""
+        """As the table's `note_tokens`, for several rows of a sequence: (finishes [L], rows that count)."""
         counting = runs.that_count(token_ids)
         over = np.isin(counting, over).nonzero()[0]
         at, place, chosen = slots[counting], places[counting], token_ids[counting]
         finishes = np.zeros(len(slots), np.int8)
-        finishes[counting] = self.table.settle(at, place, chosen, is_broken[counting], over)
+        finishes[counting] = self.table.note_tokens(at, place, chosen, is_broken[counting], over)
         return finishes, counting[runs.up_to_the_end(counting, finishes[counting])]
 
     def _logprobs(
-        self, choice: Choice, rows: Rows, token_ids: Longs, finishes: NDArray[np.int8]
+        self, choice: TokenChoice, rows: SampledRows, token_ids: Longs, finishes: NDArray[np.int8]
     ) -> dict[int, TopLogprobs]:
         if not rows.any_needs & LOGPROBS:
             return {}
-        return self.choosing.tell(choice, rows, token_ids, finishes != FinishReason.ERROR)
+        return self.chooser.logprobs_of(choice, rows, token_ids, finishes != FinishReason.ERROR)
 
     def _pool(self, slots: Indices) -> dict[int, Pooled]:
         if not len(slots):
@@ -261,6 +261,6 @@ def prompt_logprobs(logits: LogitsWithPrompts) -> tuple[PromptLogprobs, ...]:
 
 def _fill_prompt_logprobs(kept: PromptLogprobs, piece: slice, logits: Array) -> None:
     """`logits` [n, V] f32."""
-    scores = maths.score(logits, kept.token_ids[piece].astype(np.int64), kept.top_ids.shape[1])
+    scores = sampling_math.score(logits, kept.token_ids[piece].astype(np.int64), kept.top_ids.shape[1])
     kept.logprobs[piece], kept.ranks[piece] = scores.logprobs, scores.ranks
     kept.top_ids[piece], kept.top_logprobs[piece] = scores.top_ids, scores.top_logprobs

@@ -102,7 +102,7 @@ def allow_only(logits: Array, rows: Longs, masks: Ints) -> None:
 # -- rows in blocks
 
 
-class Blocks:
+class LogitTiles:
     """Rows of V numbers split into blocks of 128, the last one shorter. Not KV blocks.
 
     Reducing blocks reads a row once at memory speed; only a few blocks are then read again. On a CPU, finding the index
@@ -167,7 +167,7 @@ class Blocks:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawing:
+class DrawParams:
     """The sampling parameters of n rows. Each array is [n]."""
 
     temperature: Doubles  # above 0
@@ -181,17 +181,17 @@ class Drawing:
         is_cut: Bools = (self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0)
         return is_cut
 
-    def __getitem__(self, rows: NDArray[np.intp] | slice) -> Drawing:
-        return Drawing(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], self.u[rows])
+    def __getitem__(self, rows: NDArray[np.intp] | slice) -> DrawParams:
+        return DrawParams(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], self.u[rows])
 
 
-def choose(logits: Array, is_random: Bools, drawing: Drawing | None) -> tuple[Longs, Bools]:
+def choose(logits: Array, is_random: Bools, drawing: DrawParams | None) -> tuple[Longs, Bools]:
     """Chooses one token for each row of `logits` [n, V]: (token ids [n], is_broken [n]).
 
     Draws where `is_random`, and elsewhere takes the likeliest token, the lowest id among equals. Without a `drawing`
     no row is random. A row is broken if it has no finite maximum; its token is 0 and its logits are modified.
     """
-    blocks = Blocks(logits)
+    blocks = LogitTiles(logits)
     token_ids, best = blocks.likeliest()
     is_broken = ~np.isfinite(best)
     has_broken = np.count_nonzero(is_broken) > 0
@@ -210,14 +210,14 @@ def choose(logits: Array, is_random: Bools, drawing: Drawing | None) -> tuple[Lo
     return token_ids, is_broken
 
 
-def draw(logits: Array, best: Doubles, drawing: Drawing) -> Longs:
+def draw(logits: Array, best: Doubles, drawing: DrawParams) -> Longs:
     """Draws tokens by inverse CDF in vocabulary order.
 
     The token is the first whose cumulative probability is above `u`. Ignores truncation.
 
     logits [n, V] with finite maxima `best` [n].
     """
-    blocks = Blocks(_weights(logits, best, drawing.temperature))
+    blocks = LogitTiles(_weights(logits, best, drawing.temperature))
     rows = np.arange(len(best))
     sums = blocks.sums().cumsum(1)
     target = drawing.u * sums[:, -1]
@@ -227,10 +227,10 @@ def draw(logits: Array, best: Doubles, drawing: Drawing) -> Longs:
     return block * BLOCK + _first_above(inside, target - before)
 
 
-def draw_truncated(logits: Array, maxima: Floats, drawing: Drawing) -> Longs:
+def draw_truncated(logits: Array, maxima: Floats, drawing: DrawParams) -> Longs:
     """As `draw`, from the tokens that top_k, top_p and min_p keep, in that order.
 
-    `maxima` [n, B] are those of `Blocks(logits)`. Each of the three keeps every token at least as likely as some
+    `maxima` [n, B] are those of `LogitTiles(logits)`. Each of the three keeps every token at least as likely as some
     threshold, so tokens that tie with the last one kept are kept too.
 
     Exact at a fraction of a sort's cost: block maxima give a bound, and only the tokens above it, the candidates, are
@@ -243,14 +243,14 @@ def draw_truncated(logits: Array, maxima: Floats, drawing: Drawing) -> Longs:
     rows = np.flatnonzero(is_guess)
     if len(rows):
         weights = _weights(rows_of(logits, rows), best[rows], drawing.temperature[rows])
-        mass[rows] = Blocks(weights).sums().cumsum(1)[:, -1]
+        mass[rows] = LogitTiles(weights).sums().cumsum(1)[:, -1]
     bound = _bound(maxima, best, drawing)
     is_near = maxima >= bound[:, None]
     is_whole = is_near.sum(1) * 2 > maxima.shape[1]
     chosen = np.zeros(len(best), np.int64)
     few = np.flatnonzero(~is_whole)
     if len(few):
-        found = _candidates(Blocks(logits), is_near & ~is_whole[:, None], bound, best, drawing.temperature)
+        found = _candidates(LogitTiles(logits), is_near & ~is_whole[:, None], bound, best, drawing.temperature)
         chosen[few] = _draw_candidates(found, few, drawing, mass)
         covered = np.bincount(found.row, weights=np.exp(found.value), minlength=len(best))
         is_short = covered < drawing.top_p * mass * (1 + SLACK)
@@ -261,7 +261,7 @@ def draw_truncated(logits: Array, maxima: Floats, drawing: Drawing) -> Longs:
     return chosen
 
 
-def _bound(maxima: Floats, best: Doubles, drawing: Drawing) -> Doubles:
+def _bound(maxima: Floats, best: Doubles, drawing: DrawParams) -> Doubles:
     """[n] a lower bound for each row on the logits of the kept tokens; for top_p alone a guess.
 
     top_k: k blocks have a maximum at or above the k-th largest maximum, so at least k tokens are above it. min_p is
@@ -290,7 +290,7 @@ class _Candidates:
     value: Doubles  # log-weight, 0 for the likeliest of the row
 
 
-def _candidates(blocks: Blocks, is_near: Bools, bound: Doubles, best: Doubles, temperature: Doubles) -> _Candidates:
+def _candidates(blocks: LogitTiles, is_near: Bools, bound: Doubles, best: Doubles, temperature: Doubles) -> _Candidates:
     """The tokens at or above `bound` in the blocks with `is_near`."""
     rows, near = np.nonzero(is_near)
     found = blocks.take(rows, near)
@@ -299,7 +299,7 @@ def _candidates(blocks: Blocks, is_near: Bools, bound: Doubles, best: Doubles, t
     return _Candidates(row, near[at_block] * BLOCK + at, (found[at_block, at] - best[row]) / temperature[row])
 
 
-def _draw_candidates(found: _Candidates, rows: Longs, drawing: Drawing, mass: Doubles) -> Longs:
+def _draw_candidates(found: _Candidates, rows: Longs, drawing: DrawParams, mass: Doubles) -> Longs:
     """One token for each of `rows`.
 
     Rows with about the same number of candidates are drawn together, so padding costs at most a factor of 8.
@@ -320,7 +320,7 @@ def _draw_candidates(found: _Candidates, rows: Longs, drawing: Drawing, mass: Do
     return chosen[rows]
 
 
-def _draw_whole(logits: Array, best: Doubles, drawing: Drawing, mass: Doubles) -> Longs:
+def _draw_whole(logits: Array, best: Doubles, drawing: DrawParams, mass: Doubles) -> Longs:
     """One token for each row, from a full sort.
 
     Sorts a few rows at a time, since an entry takes about 40 bytes.
@@ -335,14 +335,14 @@ def _draw_whole(logits: Array, best: Doubles, drawing: Drawing, mass: Doubles) -
     return np.concatenate(parts)
 
 
-def _draw_from(values: Doubles, drawing: Drawing, mass: Doubles) -> Longs:
+def _draw_from(values: Doubles, drawing: DrawParams, mass: Doubles) -> Longs:
     """[n] the columns drawn from log-weights [n, W] in vocabulary order; -inf is padding."""
     is_kept = values >= thresholds(values, drawing, mass)[:, None]
     sums = np.where(is_kept, np.exp(values), 0.0).cumsum(1)
     return _first_above(sums, drawing.u * sums[:, -1])
 
 
-def thresholds(values: Doubles, drawing: Drawing, mass: Doubles) -> Doubles:
+def thresholds(values: Doubles, drawing: DrawParams, mass: Doubles) -> Doubles:
     """[n] the smallest log-weight that top_k, then top_p, then min_p keep.
 
     The likeliest token is always kept.
@@ -364,7 +364,7 @@ def thresholds(values: Doubles, drawing: Drawing, mass: Doubles) -> Doubles:
     return highest
 
 
-def truncated(logits: Array, drawing: Drawing) -> Array:
+def truncated(logits: Array, drawing: DrawParams) -> Array:
     """Sets to -inf, in place, the tokens that top_k, top_p and min_p remove.
 
     `logits` [n, V] are already divided by their temperature.
@@ -404,7 +404,7 @@ def _first_above(sums: Doubles, target: Doubles) -> Longs:
 
 
 @dataclass(frozen=True, slots=True)
-class Scores:
+class TokenScores:
     """Log-probabilities of n tokens, and of the k likeliest alternatives to each."""
 
     logprobs: Floats  # [n] natural logarithms
@@ -413,14 +413,14 @@ class Scores:
     top_logprobs: Floats  # [n, k]
 
 
-def score(logits: Array, token_ids: Longs, num_top: int) -> Scores:
+def score(logits: Array, token_ids: Longs, num_top: int) -> TokenScores:
     """Scores `token_ids` [n] by `logits` [n, V] f32, and finds the `num_top` likeliest tokens.
 
     The rows of `logits` must have finite maxima.
     """
     arrays = arrays_of(logits)
-    best = Blocks(logits).likeliest()[1].astype(np.float64)
-    total = np.log(Blocks(arrays.weights(logits, best, None)).sums().cumsum(1)[:, -1])
+    best = LogitTiles(logits).likeliest()[1].astype(np.float64)
+    total = np.log(LogitTiles(arrays.weights(logits, best, None)).sums().cumsum(1)[:, -1])
     chosen = logits[arrays.beside(logits, np.arange(len(token_ids))), arrays.beside(logits, token_ids)]
     ranks = arrays.on_host((logits > chosen[:, None]).sum(1)) + 1
     top_ids, top = arrays.likeliest(logits, num_top)
@@ -429,7 +429,7 @@ def score(logits: Array, token_ids: Longs, num_top: int) -> Scores:
         relative: Floats = ((values.T - best) - total).T.astype(np.float32)
         return relative
 
-    return Scores(logprob(arrays.on_host(chosen)), ranks, top_ids, logprob(top))
+    return TokenScores(logprob(arrays.on_host(chosen)), ranks, top_ids, logprob(top))
 
 
 def top_logprobs(logits: Array, token_ids: Longs, num_top: Longs) -> list[TopLogprobs]:
@@ -438,11 +438,11 @@ def top_logprobs(logits: Array, token_ids: Longs, num_top: Longs) -> list[TopLog
     Both `token_ids` and `num_top` are [n].
     """
     scores = score(arrays_of(logits).floats(logits), token_ids, min(int(num_top.max()), logits.shape[1]))
-    return told(scores, num_top)
+    return top_logprobs_of(scores, num_top)
 
 
-def told(scores: Scores, num_top: Longs) -> list[TopLogprobs]:
-    """`Scores` as one object per token, each with its `num_top` [n] likeliest tokens."""
+def top_logprobs_of(scores: TokenScores, num_top: Longs) -> list[TopLogprobs]:
+    """`TokenScores` as one object per token, each with its `num_top` [n] likeliest tokens."""
     ids, values = scores.top_ids.tolist(), scores.top_logprobs.tolist()
     chosen = zip(scores.logprobs.tolist(), scores.ranks.tolist(), num_top.tolist(), strict=True)
     return [

@@ -14,7 +14,7 @@ from ..array_checks import num_true
 from ..grammar.thinking_budget import ThinkingTable
 from ..messages import NO_INDICES, Bools, FinishReason, Indices, Ints, Started
 from ..params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
-from .token_constraints import TokenLimits
+from .token_constraints import TokenConstraints
 
 MIN_TEMPERATURE = 1e-20  # a difference of logits divided by it is still a float32; draws the likeliest token
 NO_TOKEN = -1
@@ -23,7 +23,7 @@ NO_TOKEN = -1
 ENDED, EDITS, RANDOM, LOGPROBS, GRAMMAR, THINKING, POOLED = 1, 2, 4, 8, 16, 32, 64
 
 
-class SamplingTable:
+class SlotParams:
     """One row per slot, filled when a sequence starts there. S slots, E end-of-sequence tokens.
 
     Ids outside the vocabulary are dropped: no token can match them.
@@ -58,7 +58,7 @@ class SamplingTable:
         self.biased_ids = np.empty((num_slots, MAX_LOGIT_BIAS), np.int32)
         self.bias = np.empty((num_slots, MAX_LOGIT_BIAS), np.float32)
         self.thinking = ThinkingTable(num_slots)
-        self.limits = TokenLimits(num_slots, vocab_size)
+        self.limits = TokenConstraints(num_slots, vocab_size)
         # when to end
         self.limit = np.zeros(num_slots, np.int32)  # generated tokens
         self.min_tokens = np.zeros(num_slots, np.int32)
@@ -155,7 +155,7 @@ class SamplingTable:
         token_ids[rows], is_over = self.thinking.steer(slots[rows], token_ids[rows])
         self.needs[slots[rows[is_over]]] &= ~np.uint8(THINKING)
 
-    def settle(
+    def note_tokens(
         self, slots: Indices, place: Indices, token_ids: Indices, is_broken: Bools, over: Indices = NO_INDICES
     ) -> NDArray[np.int8]:
         """Records one new token for each of `slots`, none of which has ended.

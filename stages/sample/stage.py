@@ -16,9 +16,9 @@ import numpy as np
 from ...runtime.stage import Context, Crash, Outlet, Stage
 from ...runtime.trace.tracer import EventKind
 from ..array_checks import num_true
-from ..device.device import MOST_IN_FLIGHT, SAMPLE, Choose, Device, fail
+from ..device.device import MOST_IN_FLIGHT, SAMPLE, ChoosesTokens, Device, fail
 from ..messages import FinishReason, StepDone, StepGrant, StepLogits, StepTokens, StepVoid
-from .prefill_progress import PromptWatch
+from .prefill_progress import PrefillWatch
 from .step_pace import StepPace
 
 STEP_DONE = int(EventKind.STEP_DONE)
@@ -42,17 +42,17 @@ class Sample(Stage[StepLogits, StepTokens]):
     outputs: ClassVar = {"out": StepTokens, "feedback": StepDone | StepVoid}
     on_crash: ClassVar[Crash] = Crash.RECOVER
 
-    def __init__(self, sampler: Choose, device: Device) -> None:
+    def __init__(self, sampler: ChoosesTokens, device: Device) -> None:
         self.sampler = sampler
         self.device = device
-        self._watch = PromptWatch()
+        self._watch = PrefillWatch()
         self._pace = StepPace()
-        self._in_hand: dict[int, StepLogits] = {}  # by step: received and not reported
+        self._current: dict[int, StepLogits] = {}  # by step: received and not reported
         self._batch: Sequence[StepLogits] = ()  # the last one received, whose time is estimated as a whole
         self._results: dict[int, asyncio.Future[StepTokens]] = {}  # by step: submitted and not reported
         self._turns: dict[int, asyncio.Future[None]] = {}  # by step: resolves when all earlier steps are reported
         self._next: int | None = None  # step to report next; None: none has arrived
-        self._last_told = -1  # step
+        self._last_reported = -1  # step
         self._void_generation = -1
         self._context: Context | None = None
         self._began_s = 0.0  # when the device could start the step that is reported next
@@ -82,7 +82,7 @@ class Sample(Stage[StepLogits, StepTokens]):
         """
         for item in batch:
             step = item.grant.step
-            if step > self._last_told:
+            if step > self._last_reported:
                 self._take(item)
                 if step not in self._results:
                     self._submit(item.grant, partial(fail, error))
@@ -93,21 +93,21 @@ class Sample(Stage[StepLogits, StepTokens]):
 
     @property
     def expected_s(self) -> float:
-        items = {item.grant.step: item for item in self._batch} | self._in_hand
+        items = {item.grant.step: item for item in self._batch} | self._current
         return sum(self._pace.expect_s(item.grant.num_computed) for item in items.values())
 
     @property
     def waits_for(self) -> str | None:
         """The execute stage, while the forward pass of the first pending step is running."""
-        return "execute" if self._in_hand and self.device.is_forwarding(min(self._in_hand)) else None
+        return "execute" if self._current and self.device.is_forwarding(min(self._current)) else None
 
     def _take(self, item: StepLogits) -> None:
         assert self._context is not None
         if self._next is None:
             self._next = self.device.first_step
-        if not self._in_hand:
+        if not self._current:
             self._began_s = max(self._began_s, self._context.env.now())
-        self._in_hand[item.grant.step] = item
+        self._current[item.grant.step] = item
 
     def _submit(self, grant: StepGrant, sample: Callable[[StepGrant, Any], StepTokens]) -> None:
         self._results[grant.step] = self.device.sample(grant, sample)
@@ -126,9 +126,9 @@ class Sample(Stage[StepLogits, StepTokens]):
             error = crash or failure
         self._watch.take_note(grant)
         if tokens is None or error is not None or grant.generation <= self._void_generation:
-            self._tell_void(grant, error, out)
+            self._report_void(grant, error, out)
         else:
-            self._tell_done(grant, tokens, out)
+            self._report_done(grant, tokens, out)
         await out.flush()
         self._pass_turn(grant.step)
 
@@ -138,25 +138,25 @@ class Sample(Stage[StepLogits, StepTokens]):
         await self._turns[step]
 
     def _pass_turn(self, step: int) -> None:
-        del self._in_hand[step], self._results[step]
+        del self._current[step], self._results[step]
         self._next = step + 1
         turn = self._turns.pop(step + 1, None)
         if turn is not None and not turn.done():
             turn.set_result(None)
 
-    def _tell_void(self, grant: StepGrant, error: BaseException | None, out: Outlet[StepTokens]) -> None:
+    def _report_void(self, grant: StepGrant, error: BaseException | None, out: Outlet[StepTokens]) -> None:
         has_fallen = grant.generation <= self._void_generation
         self._void_generation = max(self._void_generation, grant.generation)
         out.send(StepVoid(grant.step, grant.generation, None if has_fallen else error), port="feedback")
-        self._last_told = grant.step
+        self._last_reported = grant.step
         self._step_s()  # so that its time is not counted for the next step
         self._trace_void(grant, error)
 
-    def _tell_done(self, grant: StepGrant, tokens: StepTokens, out: Outlet[StepTokens]) -> None:
+    def _report_done(self, grant: StepGrant, tokens: StepTokens, out: Outlet[StepTokens]) -> None:
         began_s, step_s = self._began_s, self._step_s()
         done = _done(grant, tokens, int(step_s * 1e6))
         out.send(done, port="feedback")  # first: the next step waits for it
-        self._last_told = grant.step
+        self._last_reported = grant.step
         progress = self._watch.done(grant)
         if tokens.started or progress:
             tokens = replace(tokens, began_s=began_s, progress=progress)

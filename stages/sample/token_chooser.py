@@ -14,18 +14,18 @@ from numpy.typing import NDArray
 from ...runtime.message import message
 from ..config import LogprobsMode
 from ..device.arrays import Array, HostArray, arrays_of
-from ..grammar.masks import Allowed
+from ..grammar.masks import AllowedTokens
 from ..messages import Bools, Indices, Ints, Started, TopLogprobs
-from . import sampling_math as maths
+from . import sampling_math
 from .logits_processor import LogitsProcessor
-from .sampling_math import Drawing, Longs
-from .slot_params import EDITS, LOGPROBS, RANDOM, SamplingTable
+from .sampling_math import DrawParams, Longs
+from .slot_params import EDITS, LOGPROBS, RANDOM, SlotParams
 
 NO_ROWS: Longs = np.zeros(0, np.int64)
 
 
 @message
-class Rows:
+class SampledRows:
     """The rows of a step that get a token, [n] each. A slot may have several adjacent rows."""
 
     slots: Indices
@@ -39,7 +39,7 @@ class Rows:
 
 
 @message
-class Choice:
+class TokenChoice:
     """The tokens chosen for n rows."""
 
     token_ids: Longs  # [n] 0 where the row is broken
@@ -47,10 +47,10 @@ class Choice:
     scored: Any = None  # from which `tell` computes log-probabilities; None: not requested
 
 
-class Choosing:
+class TokenChooser:
     """Chooses tokens with numpy, or with torch on the device of its tensors."""
 
-    def __init__(self, table: SamplingTable, last_tokens: Array, mode: LogprobsMode) -> None:
+    def __init__(self, table: SlotParams, last_tokens: Array, mode: LogprobsMode) -> None:
         """`last_tokens` [S] is of the same kind as the logits, and on the same device."""
         self.table = table
         self.logprobs_mode: LogprobsMode = mode
@@ -69,7 +69,7 @@ class Choosing:
             if self._is_processed[started.slot]:
                 self.table.needs[started.slot] |= EDITS
 
-    def choose(self, rows: Rows, logits: Array, allowed: Allowed | None) -> Choice:
+    def choose(self, rows: SampledRows, logits: Array, allowed: AllowedTokens | None) -> TokenChoice:
         """Chooses tokens for n rows of `logits` [n, V], which may be modified.
 
         `allowed` holds the grammars' masks; None if no row has a grammar.
@@ -82,20 +82,20 @@ class Choosing:
             self._edit(rows.slots, logits)
         if len(asked) and not is_raw:
             if allowed is not None:
-                maths.allow_only(logits, allowed.rows, allowed.taken)
+                sampling_math.allow_only(logits, allowed.rows, allowed.taken)
                 allowed = None
             scored = self._processed(logits, asked, rows)
         if not len(rows.slots):
-            return Choice(NO_ROWS, np.zeros(0, np.bool_))
-        return Choice(*self._choose(rows, logits, allowed), scored)
+            return TokenChoice(NO_ROWS, np.zeros(0, np.bool_))
+        return TokenChoice(*self._choose(rows, logits, allowed), scored)
 
-    def _choose(self, rows: Rows, logits: Array, allowed: Allowed | None) -> tuple[Longs, Bools]:
+    def _choose(self, rows: SampledRows, logits: Array, allowed: AllowedTokens | None) -> tuple[Longs, Bools]:
         """Chooses from [n, V] edited logits: (tokens, is_broken), [n] each."""
         if allowed is not None:
-            maths.allow_only(logits, allowed.rows, allowed.taken)
+            sampling_math.allow_only(logits, allowed.rows, allowed.taken)
         is_random = rows.needs & RANDOM != 0
         drawing = self._drawing(rows.slots, rows.places) if rows.any_needs & RANDOM else None
-        return maths.choose(logits, is_random, drawing)
+        return sampling_math.choose(logits, is_random, drawing)
 
     def note(self, slots: Indices, token_ids: Longs) -> None:
         """Records the token of each slot. Called when any of the rows had edits."""
@@ -104,7 +104,9 @@ class Choosing:
         if self.processor is not None and len(rows):
             self.processor.note(slots[rows], token_ids[rows])
 
-    def tell(self, choice: Choice, rows: Rows, token_ids: Longs, is_told: Bools) -> dict[int, TopLogprobs]:
+    def logprobs_of(
+        self, choice: TokenChoice, rows: SampledRows, token_ids: Longs, is_told: Bools
+    ) -> dict[int, TopLogprobs]:
         """Log-probabilities by row, for the rows that request them and with `is_told` [n].
 
         `token_ids` [n] are the rows' final tokens.
@@ -115,7 +117,7 @@ class Choosing:
         if choice.scored is None or not len(told):
             return {}
         num_top = self.table.num_logprobs[rows.slots[told]]
-        found = maths.top_logprobs(maths.rows_of(choice.scored, whole), token_ids[told], num_top)
+        found = sampling_math.top_logprobs(sampling_math.rows_of(choice.scored, whole), token_ids[told], num_top)
         return dict(zip(told.tolist(), found, strict=True))
 
     def read_scores(self, slots: Indices, scores: Ints) -> list[TopLogprobs]:
@@ -125,10 +127,10 @@ class Choosing:
         """
         raise NotImplementedError(f"{type(self).__name__} chooses on the host: cannot read {len(scores)} scores")
 
-    def _drawing(self, slots: Indices, places: Indices) -> Drawing:
+    def _drawing(self, slots: Indices, places: Indices) -> DrawParams:
         table = self.table
-        u = maths.uniform(table.seeds[slots], table.num_prompt[slots] + places)
-        return Drawing(table.temperature[slots], table.top_k[slots], table.top_p[slots], table.min_p[slots], u)
+        u = sampling_math.uniform(table.seeds[slots], table.num_prompt[slots] + places)
+        return DrawParams(table.temperature[slots], table.top_k[slots], table.top_p[slots], table.min_p[slots], u)
 
     # -- edits
 
@@ -141,7 +143,7 @@ class Choosing:
             self._add_bias(slots, biased, logits)
         rows, ids = self.table.forbidden(slots)
         if len(rows):
-            maths.forbid(logits, *_beside(logits, rows, ids))
+            sampling_math.forbid(logits, *_beside(logits, rows, ids))
         table = self.table
         if np.count_nonzero(table.limits.is_limited[slots]):
             table.limits.apply(slots, logits)
@@ -177,8 +179,8 @@ class Choosing:
             frequency = table.frequency_penalty[at, None] * is_token
             presence = table.presence_penalty[at, None]
             row, token, often, once = _beside(logits, rows[:, None], ids.astype(np.int64), frequency, presence)
-            maths.penalise_frequency(logits, row, token, often)
-            maths.penalise_presence(logits, row, token, once)
+            sampling_math.penalise_frequency(logits, row, token, often)
+            sampling_math.penalise_presence(logits, row, token, once)
 
     def _penalise_repetition(self, slots: Indices, rows: Longs, num_tokens: Ints, logits: Array) -> None:
         penalty = self.table.repetition_penalty[slots]
@@ -189,7 +191,7 @@ class Choosing:
         column = np.minimum(np.arange(num_tokens.max()), num_tokens - 1)
         ids = self.table.tokens[slots[repeated, None], column].astype(np.int64)
         row, token, factor = _beside(logits, rows[repeated, None], ids, penalty[repeated, None])
-        maths.penalise_repetition(logits, row, token, factor)
+        sampling_math.penalise_repetition(logits, row, token, factor)
 
     def _add_bias(self, slots: Indices, rows: Longs, logits: Array) -> None:
         table = self.table
@@ -197,11 +199,11 @@ class Choosing:
         width = int(table.num_biased[at].max())
         index, column = np.nonzero(np.arange(width) < table.num_biased[at, None])
         ids, bias = table.biased_ids[at[index], column].astype(np.int64), table.bias[at[index], column]
-        maths.add_bias(logits, *_beside(logits, rows[index], ids, bias))
+        sampling_math.add_bias(logits, *_beside(logits, rows[index], ids, bias))
 
     # -- log-probabilities
 
-    def _processed(self, logits: Array, asked: Longs, rows: Rows) -> Array:
+    def _processed(self, logits: Array, asked: Longs, rows: SampledRows) -> Array:
         """The processed logits of some rows, [n, V] f32.
 
         They are edited. Rows that are not greedy are also divided by their temperature, and truncated tokens are -inf.
@@ -216,7 +218,7 @@ class Choosing:
         cut = np.flatnonzero(is_random & self.table.is_truncated[at])
         if len(cut):
             drawing = self._drawing(at[cut], self.table.num_generated[at[cut]])  # its `u` is not used
-            arrays.put(found, cut, maths.truncated(arrays.take(found, cut), drawing))
+            arrays.put(found, cut, sampling_math.truncated(arrays.take(found, cut), drawing))
         return found
 
 
@@ -232,7 +234,7 @@ def _beside(x: Array, *arrays: HostArray) -> tuple[Array, ...]:
     return tuple(arrays_of(x).beside(x, array) for array in arrays)
 
 
-class MakeChoosing(Protocol):
-    """Makes a `Choosing`, or a subclass of it."""
+class MakeTokenChooser(Protocol):
+    """Makes a `TokenChooser`, or a subclass of it."""
 
-    def __call__(self, table: SamplingTable, last_tokens: Array, mode: LogprobsMode) -> Choosing: ...
+    def __call__(self, table: SlotParams, last_tokens: Array, mode: LogprobsMode) -> TokenChooser: ...

@@ -20,7 +20,7 @@ Longs = NDArray[np.int64]
 
 
 @dataclass(slots=True)
-class _Limit:
+class _Constraint:
     """The constraints of one row."""
 
     allowed: Longs | None  # only these ids; None: any
@@ -35,13 +35,13 @@ class _Limit:
         return not begin or tuple(self.newest[-len(begin) :]) == begin
 
 
-class TokenLimits:
+class TokenConstraints:
     """The constraints of the running sequences. `is_limited` [S] marks the slots that have some."""
 
     def __init__(self, num_slots: int, vocab_size: int) -> None:
         self.is_limited = np.zeros(num_slots, np.bool_)
         self._vocab_size = vocab_size
-        self._limits: dict[int, _Limit] = {}
+        self._limits: dict[int, _Constraint] = {}
         self._has_bad_words = np.zeros(num_slots, np.bool_)
 
     def start(self, started: Started) -> bool:
@@ -58,13 +58,13 @@ class TokenLimits:
             self._limits[slot] = self._limit(started)
         return bool(self.is_limited[slot])
 
-    def _limit(self, started: Started) -> _Limit:
+    def _limit(self, started: Started) -> _Constraint:
         params, answer = started.params, started.token_ids[started.num_prompt :]
         bad_words = [word for word in params.bad_words_token_ids if max(word) < self._vocab_size]
         longest = max(map(len, bad_words), default=1) - 1
         newest = answer[-longest:].tolist() if longest else []
         allowed = None if params.allowed_token_ids is None else np.array(params.allowed_token_ids, np.int64)
-        return _Limit(allowed, bad_words, newest)
+        return _Constraint(allowed, bad_words, newest)
 
     def apply(self, slots: Indices, logits: Array) -> None:
         """Sets to -inf, in place, the tokens that the rows of `slots` may not choose.

@@ -8,29 +8,29 @@ from __future__ import annotations
 import numpy as np
 
 from ..messages import Ints, PlanReport
-from .lifecycle import Lives
+from .lifecycle import SequenceLifecycle
 from .sequence import Sequence
 
 MAX_GROWTH = 6  # blocks reserved per running sequence on admission, where nothing can be swapped
 
 
-class Entrance:
+class Admitter:
     """Admits sequences from the queue, in order, and preempts running ones for them.
 
     A `report` is allocate's last one; None before the first. It is a step old, so every decision here is an estimate:
     a wrong one costs time, and breaks nothing.
     """
 
-    def __init__(self, lives: Lives, block_size: int) -> None:
+    def __init__(self, lifecycle: SequenceLifecycle, block_size: int) -> None:
         self.blocked_reason = ""  # what the first in the queue lacks: "blocks"; "swapped" if it is swapped out
-        self._lives = lives
-        self._slots = lives.slots
-        self._waiting = lives.waiting
-        self._policy = lives.policy
+        self._lifecycle = lifecycle
+        self._slots = lifecycle.slots
+        self._waiting = lifecycle.waiting
+        self._policy = lifecycle.policy
         self._block_size = block_size
-        self._found = FoundShare()
+        self._found = CacheHitEstimate()
 
-    def note_found(self, slot: int, num_cached: int) -> None:
+    def note_cached(self, slot: int, num_cached: int) -> None:
         """Records how much of a starting prompt was cached.
 
         Ignores prompts with a hint and resumed sequences.
@@ -57,17 +57,17 @@ class Entrance:
         num_slots = len(self._waiting) - table.num_free - table.num_leaving
         num_blocks = 0
         if report is not None:
-            wanted = len(self._lives.lineup.slots) + (0 if first is None else self._need(first))
+            wanted = len(self._lifecycle.service_order.slots) + (0 if first is None else self._need(first))
             num_blocks = wanted - report.num_free - report.num_quarantined
         for slot in parked:
             if num_slots <= 0 and num_blocks <= 0:
                 return
             num_held = -(-int(table.num_computed[slot]) // self._block_size)
             if num_slots > 0 or num_held:
-                self._lives.take_slot(slot, "slot" if num_slots > 0 else "blocks")
+                self._lifecycle.take_slot(slot, "slot" if num_slots > 0 else "blocks")
                 num_slots, num_blocks = num_slots - 1, num_blocks - num_held
 
-    def make_way(self) -> None:
+    def preempt_for_waiting(self) -> None:
         """Preempts running sequences, the last served first, for strictly better waiting ones.
 
         The waiting ones are admitted once no step in flight uses the slots any more.
@@ -76,18 +76,18 @@ class Entrance:
         if first is None or not self._is_better_than_running(first):
             return
         line = self._waiting.in_order()[self._slots.num_leaving :]  # the others get the slots that are being freed
-        for slot in self._lives.lineup.slots[::-1].tolist():
+        for slot in self._lifecycle.service_order.slots[::-1].tolist():
             victim = self._slots.sequences[slot]
             assert victim is not None
             if not line or not self._policy.is_better(line[0], victim):
                 return
             if not victim.is_protected:
                 del line[0]
-                self._lives.take_slot(slot, "slot")
+                self._lifecycle.take_slot(slot, "slot")
 
     def _is_better_than_running(self, sequence: Sequence) -> bool:
         """Whether `sequence` is better than the running one that is served last."""
-        slots = self._lives.lineup.slots
+        slots = self._lifecycle.service_order.slots
         last = self._slots.sequences[slots[-1]] if len(slots) else None
         return last is not None and self._policy.is_better(sequence, last)
 
@@ -100,7 +100,7 @@ class Entrance:
         """
         first, table = self._waiting.peek(), self._slots
         self.blocked_reason = ""
-        if first is None or self._lives.num_returning or not table.num_free:
+        if first is None or self._lifecycle.num_returning or not table.num_free:
             return False
         spare, num_before = self._spare_blocks(report), table.num_running
         while first is not None and table.num_free and token_budget > 0 and table.num_running < row_limit:
@@ -110,7 +110,7 @@ class Entrance:
                 self.blocked_reason = "swapped" if first.num_swapped else "blocks"
                 break
             token_budget -= self.num_to_compute(first)
-            self._lives.start(self._waiting.pop())
+            self._lifecycle.start(self._waiting.pop())
             spare = None if spare is None else spare - need - 1
             first = self._waiting.peek()
         return table.num_running > num_before
@@ -132,7 +132,7 @@ class Entrance:
         table = self._slots
         if report is None:
             return None
-        slots = self._lives.lineup.slots
+        slots = self._lifecycle.service_order.slots
         owed = self._blocks(table.num_known[slots]) - self._blocks(table.num_computed[slots])
         if report.num_host_free:
             growth = len(slots)
@@ -149,7 +149,7 @@ class Entrance:
 RATE = 0.25  # of the newest prompt in the mean
 
 
-class FoundShare:
+class CacheHitEstimate:
     """The share of a prompt likely found in the cache: an exponential mean over started prompts."""
 
     def __init__(self) -> None:

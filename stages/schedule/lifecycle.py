@@ -16,12 +16,12 @@ from ..messages import Ints, PlanReport, Started, TokenRequest
 from ..params import choice_seed
 from .policy import Policy
 from .sequence import Sequence, State, WaitingQueue
-from .service_order import Lineup
+from .service_order import ServiceOrder
 from .slot_table import SlotTable
 
 
 @dataclass(slots=True)
-class News:
+class PlanUpdates:
     """Updates for allocate, sent with the next plan; fields as in `StepPlan`."""
 
     started: list[Started] = field(default_factory=list)
@@ -32,18 +32,18 @@ class News:
     accepted: list[tuple[int, int]] = field(default_factory=list)  # (slot, drafts)
 
     @property
-    def frees(self) -> bool:
+    def can_free(self) -> bool:
         """Whether allocate could free blocks if it knew."""
         return bool(self.ended or self.preempted or self.dropped or self.discarded)
 
     def __bool__(self) -> bool:
-        return self.frees or bool(self.started or self.accepted)
+        return self.can_free or bool(self.started or self.accepted)
 
 
-NO_NEWS = News()  # shared by all plans, which do not change it
+NO_NEWS = PlanUpdates()  # shared by all plans, which do not change it
 
 
-class Lives:
+class SequenceLifecycle:
     """Every sequence from arrival to end, in exactly one place: queue, slot or parked."""
 
     def __init__(self, num_slots: int, policy: Policy) -> None:
@@ -51,27 +51,27 @@ class Lives:
         self.sequences: dict[int, Sequence] = {}
         self.waiting = WaitingQueue()
         self.slots = SlotTable(num_slots)
-        self.news = News()
+        self.updates = PlanUpdates()
         self.num_returning = 0  # preempted, and not back in the queue yet
         self.num_swapped = 0  # in the queue, with blocks on the host
         self.num_parked = 0
         self.preemptions: Counter[tuple[str, str]] = Counter()  # (method: swap or recompute, cause: blocks or slot)
         self.num_recomputed_tokens = 0  # computed again after a preemption
-        self._lineup: Lineup | None = None  # None: to be rebuilt, as membership changed
+        self._service_order: ServiceOrder | None = None  # None: to be rebuilt, as membership changed
 
     @property
-    def lineup(self) -> Lineup:
+    def service_order(self) -> ServiceOrder:
         """The slots that are served, in order."""
-        if self._lineup is None:
-            self._lineup = Lineup.of(self.slots)
-        return self._lineup
+        if self._service_order is None:
+            self._service_order = ServiceOrder.of(self.slots)
+        return self._service_order
 
-    def take_news(self) -> News:
+    def take_updates(self) -> PlanUpdates:
         """Returns the updates since the last plan, and clears them."""
-        if not self.news:
+        if not self.updates:
             return NO_NEWS
-        news, self.news = self.news, News()
-        return news
+        updates, self.updates = self.updates, PlanUpdates()
+        return updates
 
     # -- arrival, start, end
 
@@ -130,7 +130,7 @@ class Lives:
             self.waiting.remove(sequence)
         elif before is State.RUNNING:
             self._leave(sequence)
-            self.news.ended.append(sequence.slot)
+            self.updates.ended.append(sequence.slot)
         elif before is State.PREEMPTED:
             self.num_returning -= 1
         self.policy.on_end(sequence)
@@ -141,20 +141,20 @@ class Lives:
         sequence.move(State.RUNNING)
         sequence.num_starts += 1
         self.slots.enter(sequence, self.policy.weight(sequence))
-        self.news.started.append(sequence.started())
-        self._lineup = None
+        self.updates.started.append(sequence.started())
+        self._service_order = None
 
     def _leave(self, sequence: Sequence) -> None:
         self.slots.leave(sequence.slot)
-        self.news.started = [started for started in self.news.started if started.slot != sequence.slot]
-        self.news.accepted = [(slot, count) for slot, count in self.news.accepted if slot != sequence.slot]
-        self._lineup = None
+        self.updates.started = [started for started in self.updates.started if started.slot != sequence.slot]
+        self.updates.accepted = [(slot, count) for slot, count in self.updates.accepted if slot != sequence.slot]
+        self._service_order = None
 
     # -- preemption
 
     def take_slot(self, slot: int, cause: str) -> None:
         """Preempts the running sequence in `slot`, for a slot or for blocks (`cause`)."""
-        self.news.preempted.append(slot)
+        self.updates.preempted.append(slot)
         self.note_preempted(slot, cause)
 
     def note_preempted(self, slot: int, cause: str) -> None:
@@ -167,7 +167,7 @@ class Lives:
         sequence.num_lost += int(self.slots.num_computed[slot])
         self._return(sequence)
 
-    def note_way(self, slot: int, report: PlanReport, *, has_fallen: bool) -> None:
+    def note_swap_outcome(self, slot: int, report: PlanReport, *, has_fallen: bool) -> None:
         """Records whether the preempted sequence of `slot` was swapped out.
 
         It was not if the step that copies its blocks was voided (`has_fallen`). No other sequence can have the slot
@@ -181,7 +181,7 @@ class Lives:
         if is_swapped:
             sequence.num_swapped, sequence.swapped_step = num_swapped, report.step
         elif num_swapped:
-            self.news.discarded.append(sequence.sequence_id)
+            self.updates.discarded.append(sequence.sequence_id)
         if sequence.lost_for:
             self.preemptions["swap" if is_swapped else "recompute", sequence.lost_for] += 1
             sequence.lost_for = ""
@@ -196,7 +196,7 @@ class Lives:
             assert sequence is not None
             self._return(sequence)
             if tell:
-                self.news.dropped.append(slot)
+                self.updates.dropped.append(slot)
 
     def _return(self, sequence: Sequence) -> None:
         sequence.move(State.PREEMPTED)
@@ -204,23 +204,23 @@ class Lives:
         self.num_returning += 1
         self._leave(sequence)
 
-    def settle(self, completed_step: int, last_granted: int) -> None:
+    def free_slots(self, completed_step: int, last_granted: int) -> None:
         """Frees slots that no step in flight uses; queues or parks their preempted sequences."""
-        for sequence in self.slots.settle(completed_step, last_granted):
+        for sequence in self.slots.free_slots(completed_step, last_granted):
             self.num_returning -= 1
             if sequence.is_parked:
                 sequence.move(State.PARKED)
             else:
-                self._line_up(sequence)
+                self._enqueue(sequence)
 
-    def _line_up(self, sequence: Sequence) -> None:
+    def _enqueue(self, sequence: Sequence) -> None:
         sequence.move(State.SWAPPED if sequence.num_swapped else State.WAITING)
         self.num_swapped += sequence.state is State.SWAPPED
         self.waiting.push(sequence, self.policy.rank(sequence))
 
     # -- blocks on the host, and recomputed tokens
 
-    def note_begun(self, slot: int, num_cached: int) -> None:
+    def note_started(self, slot: int, num_cached: int) -> None:
         """Records that the first `num_cached` tokens of a starting sequence need not be computed."""
         sequence = self.slots.sequences[slot]
         if sequence is not None:
@@ -247,7 +247,7 @@ class Lives:
     def _discard(self, sequence: Sequence) -> None:
         """Gives up the sequence's blocks on the host."""
         if sequence.num_swapped:
-            self.news.discarded.append(sequence.sequence_id)
+            self.updates.discarded.append(sequence.sequence_id)
             sequence.num_swapped = 0
             self.num_swapped -= sequence.state is State.SWAPPED
 
@@ -265,7 +265,7 @@ class Lives:
         self.num_parked += 1
         if sequence.state is State.RUNNING:
             self.slots.is_parked[sequence.slot] = True
-            self._lineup = None
+            self._service_order = None
         elif sequence.state in (State.WAITING, State.SWAPPED):
             self.waiting.remove(sequence)
             self.num_swapped -= sequence.state is State.SWAPPED
@@ -280,9 +280,9 @@ class Lives:
         self.num_parked -= 1
         if sequence.state is State.RUNNING:
             self.slots.is_parked[sequence.slot] = False
-            self._lineup = None
+            self._service_order = None
         elif sequence.state is State.PARKED:
-            self._line_up(sequence)
+            self._enqueue(sequence)
 
     def check(self) -> None:
         """Raises AssertionError unless each sequence is in exactly one place (I10)."""

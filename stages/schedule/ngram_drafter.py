@@ -41,7 +41,7 @@ def continuation(tokens: Ints, least: int, most: int, num_tokens: int) -> tuple[
     return tokens[places].astype(np.intp), num_matched
 
 
-class Drafter(Protocol):
+class GuessesTokens(Protocol):
     """Makes drafts for served sequences."""
 
     def guess(self, table: SlotTable, slot: int) -> Guess:
@@ -49,7 +49,7 @@ class Drafter(Protocol):
 
 
 @dataclass(slots=True)
-class _Text:
+class _DraftText:
     """All known tokens of a sequence, in a buffer with room for more."""
 
     sequence_id: int
@@ -58,11 +58,11 @@ class _Text:
 
 
 class NgramDrafter:
-    """A `Drafter` that reads the slot table and keeps each text in one buffer."""
+    """A `GuessesTokens` that reads the slot table and keeps each text in one buffer."""
 
     def __init__(self, least: int, most: int, num_tokens: int) -> None:
         self._least, self._most, self._num_tokens = least, most, num_tokens
-        self._texts: dict[int, _Text] = {}  # by slot, the most recently used last
+        self._texts: dict[int, _DraftText] = {}  # by slot, the most recently used last
 
     def guess(self, table: SlotTable, slot: int) -> Guess:
         """Draft tokens for the sequence in `slot`, from its reported tokens."""
@@ -70,13 +70,13 @@ class NgramDrafter:
         token_ids, num_matched = continuation(text.tokens[: text.count], self._least, self._most, self._num_tokens)
         return Guess(slot, text.sequence_id, text.count, token_ids, num_matched >= self._most)
 
-    def _read(self, table: SlotTable, slot: int) -> _Text:
+    def _read(self, table: SlotTable, slot: int) -> _DraftText:
         sequence = table.sequences[slot]
         assert sequence is not None, f"no sequence runs in slot {slot}"
         answer, num_prompt = table.answer(slot), sequence.num_prompt
         text = self._texts.pop(slot, None)
         if text is None or text.sequence_id != sequence.sequence_id:
-            text = _Text(sequence.sequence_id, np.empty(sequence.limit, np.int32), num_prompt)
+            text = _DraftText(sequence.sequence_id, np.empty(sequence.limit, np.int32), num_prompt)
             text.tokens[:num_prompt] = sequence.token_ids[:num_prompt]
         text.tokens[text.count : num_prompt + len(answer)] = answer[text.count - num_prompt :]
         text.count = num_prompt + len(answer)

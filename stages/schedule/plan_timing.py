@@ -21,7 +21,7 @@ RETURN_S = 0.02  # after an answer ends, its client may send another request; me
 CLOCK_S = 0.001  # by which a timer may fire early
 
 
-class Lead:
+class PlanTimer:
     """Tracks the start of the running step, the last end of an answer, and the lead time."""
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Lead:
         self._began_s = 0.0
         self._last_end_s = float("-inf")
 
-    def note_begun(self, now_s: float) -> None:
+    def note_started(self, now_s: float) -> None:
         """Records that the device began a step: after the previous one, or after it was idle."""
         self._began_s = now_s
 

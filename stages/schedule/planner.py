@@ -13,16 +13,16 @@ import numpy as np
 
 from ...runtime.message import message
 from ..messages import Bools, Drafts, Indices, Ints, PlanReport
-from .admitter import Entrance
-from .lifecycle import Lives
-from .service_order import Steady, Wishes
+from .admitter import Admitter
+from .lifecycle import SequenceLifecycle
+from .service_order import SteadyDemand, TokenDemand
 from .speculation import Speculation
-from .step_budget import StepSize, Wish
+from .step_budget import PrefillDemand, StepBudget
 from .step_time_model import StepContents
 
 
 @message
-class Flight:
+class StepInFlight:
     """A granted step that is in flight."""
 
     step: int
@@ -35,73 +35,78 @@ class Flight:
 class Planner:
     """Chooses one step at a time, after the report on the previous one.
 
-    It admits and preempts sequences through `lives`, and changes no other state of them. Its own state is only a cache:
-    `Steady` holds the rows of the last step while nothing has changed, so that rows are not inspected again.
+    It admits and preempts sequences through `lifecycle`, and changes no other state of them. Its own state is only a
+    cache: `SteadyDemand` holds the rows of the last step while nothing has changed, so that rows are not inspected
+    again.
     """
 
     def __init__(
         self,
-        lives: Lives,
-        entrance: Entrance,
+        lifecycle: SequenceLifecycle,
+        admitter: Admitter,
         speculation: Speculation,
-        step_size: StepSize | None,  # None: always `most`
+        step_size: StepBudget | None,  # None: always `most`
         most: int,  # tokens of a step, at most
     ) -> None:
-        self._lives = lives
-        self._slots = lives.slots
-        self._waiting = lives.waiting
-        self._entrance = entrance
+        self._lifecycle = lifecycle
+        self._slots = lifecycle.slots
+        self._waiting = lifecycle.waiting
+        self._admitter = admitter
         self._speculation = speculation
         self._step_size = step_size
         self._most = most
-        self._steady: Steady | None = None  # None, or of another lineup: inspect the rows again
+        self._steady: SteadyDemand | None = None  # None, or of another lineup: inspect the rows again
 
     def choose(
-        self, flights: Collection[Flight], report: PlanReport | None, row_limit: int
-    ) -> tuple[Wishes, Drafts | None, int]:
+        self, flights: Collection[StepInFlight], report: PlanReport | None, row_limit: int
+    ) -> tuple[TokenDemand, Drafts | None, int]:
         """At most `row_limit` rows, perhaps none, with their drafts, and the token budget.
 
         `flights` are in flight; `report` is the last report.
         """
-        if self._lives.num_parked:
-            self._entrance.move_parked(report)
+        if self._lifecycle.num_parked:
+            self._admitter.move_parked(report)
         has_waiting = len(self._waiting) > 0
         if has_waiting and not self._slots.num_free:
-            self._entrance.make_way()
+            self._admitter.preempt_for_waiting()
         steady = self._same_again(row_limit)
         if steady is not None and not has_waiting:
             return steady, None, self._most  # no prompt waits and no row drafts
         slots, num_wanted = self._rows(flights, row_limit)
         budget = self._token_budget(slots, num_wanted)
-        if has_waiting and self._entrance.admit(budget - int(num_wanted.sum()), row_limit, report):
+        if has_waiting and self._admitter.admit(budget - int(num_wanted.sum()), row_limit, report):
             slots, num_wanted = self._rows(flights, row_limit)
-        wishes = self._steady or Wishes.of(self._lives.lineup, self._slots, slots, num_wanted)
-        return wishes, self._drafts(slots, num_wanted, budget), budget
+        demands = self._steady or TokenDemand.of(self._lifecycle.service_order, self._slots, slots, num_wanted)
+        return demands, self._drafts(slots, num_wanted, budget), budget
 
-    def steady_if_granted(self, report: PlanReport) -> Steady | None:
+    def steady_if_granted(self, report: PlanReport) -> SteadyDemand | None:
         """The rows of the last choice, if each got its token and no row has come or gone.
 
         Otherwise None, and the next choice inspects all rows.
         """
         steady = self._steady
-        if steady is None or report.num_granted is not steady.num_wanted or steady.lineup is not self._lives.lineup:
+        if (
+            steady is None
+            or report.num_granted is not steady.num_wanted
+            or steady.service_order is not self._lifecycle.service_order
+        ):
             self._steady = None
         return self._steady
 
-    def look_again(self) -> None:
+    def refresh_rows(self) -> None:
         """Makes the next choice inspect all rows, although none has come or gone."""
         self._steady = None
 
     # -- rows
 
-    def _rows(self, flights: Collection[Flight], row_limit: int) -> tuple[Indices, Ints]:
+    def _rows(self, flights: Collection[StepInFlight], row_limit: int) -> tuple[Indices, Ints]:
         """(slots, tokens wanted) of the step: decodes first, each group in the order of service."""
         steady = self._same_again(row_limit)
         if steady is not None:
             return steady.slots, steady.num_wanted
-        lineup, table = self._lives.lineup, self._slots
-        slots = lineup.slots
-        self._speculation.line_up(lineup, table)
+        service_order, table = self._lifecycle.service_order, self._slots
+        slots = service_order.slots
+        self._speculation.follow_order(service_order, table)
         num_left = table.num_known[slots] - table.num_computed[slots]
         is_runnable = table.num_known[slots] < table.limit[slots]
         is_decode = is_runnable & (num_left == 1)
@@ -111,21 +116,21 @@ class Planner:
             is_steady = False
             is_decode &= ~self._held(slots, flights, is_drafting_time=not np.count_nonzero(is_prefill))
         if is_steady:
-            self._steady = Steady.begin(lineup, table, num_left)
+            self._steady = SteadyDemand.begin(service_order, table, num_left)
             return slots, num_left
         self._steady = None
         rows = np.concatenate([slots[is_decode], slots[is_prefill]])
         wanted = np.concatenate([num_left[is_decode], num_left[is_prefill]])
         return rows[:row_limit], wanted[:row_limit]
 
-    def _same_again(self, row_limit: int) -> Steady | None:
+    def _same_again(self, row_limit: int) -> SteadyDemand | None:
         """The demand of the last plan, if it still holds: one token for each row, and no drafts."""
         steady = self._steady
-        if steady is None or steady.lineup is not self._lives.lineup or steady.num_plans <= 0:
+        if steady is None or steady.service_order is not self._lifecycle.service_order or steady.num_plans <= 0:
             return None
         return steady if len(steady.slots) <= row_limit else None
 
-    def _held(self, slots: Indices, flights: Collection[Flight], *, is_drafting_time: bool) -> Bools:
+    def _held(self, slots: Indices, flights: Collection[StepInFlight], *, is_drafting_time: bool) -> Bools:
         """[R] rows that wait for a step in flight, which decides their position or drafts."""
         held = [slot for flight in flights for slot in flight.drafted]
         drafting = self._speculation.drafting()
@@ -142,14 +147,14 @@ class Planner:
         if size is None:
             return self._most
         num_decode = int(np.count_nonzero(num_wanted == 1))  # they are first in `slots`
-        may_begin = len(self._waiting) and self._slots.num_free and not self._lives.num_returning
+        may_begin = len(self._waiting) and self._slots.num_free and not self._lifecycle.num_returning
         if not num_decode or (num_decode == len(slots) and not may_begin):
             return self._most
         starts = self._slots.num_computed[slots]
         num_context = int(starts[:num_decode].sum()) + num_decode
         prompts = zip(num_wanted[num_decode:].tolist(), starts[num_decode:].tolist(), strict=True)
-        in_line = (Wish(self._entrance.num_to_compute(sequence), 0) for sequence in self._waiting)
-        return size.choose(num_decode, num_context, [Wish(*prompt) for prompt in prompts], in_line)
+        in_line = (PrefillDemand(self._admitter.num_to_compute(sequence), 0) for sequence in self._waiting)
+        return size.choose(num_decode, num_context, [PrefillDemand(*prompt) for prompt in prompts], in_line)
 
     def _drafts(self, slots: Indices, num_wanted: Ints, token_budget: int) -> Drafts | None:
         """The drafts of the rows; None while any row computes a prompt."""

@@ -14,7 +14,7 @@ from .sequence import Sequence, State
 STEP_PLANNED = int(EventKind.STEP_PLANNED)
 
 
-class LineTrace:
+class QueueTrace:
     """Traces one scheduler. Call `planned` with each plan, then `reported` with its report."""
 
     def __init__(self, context: Context, scheduler: Scheduler) -> None:

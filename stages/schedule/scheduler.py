@@ -14,21 +14,21 @@ import numpy as np
 from ..array_checks import num_true
 from ..errors import Failed, RequestError
 from ..messages import Drafts, Guess, PlanReport, StepDone, StepPlan, StepVoid, TokenRequest
-from .admitter import Entrance
-from .lifecycle import Lives
-from .planner import Flight, Planner
+from .admitter import Admitter
+from .lifecycle import SequenceLifecycle
+from .planner import Planner, StepInFlight
 from .policy import Policy
 from .sequence import Sequence, State
-from .service_order import Steady, Wishes
+from .service_order import SteadyDemand, TokenDemand
 from .speculation import Speculation
-from .step_budget import StepSize
+from .step_budget import StepBudget
 from .step_time_model import StepContents
 
 MAX_VOIDS_ALONE = 2  # steps that may fail with this sequence alone in them, before it fails for good
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class StepLimits:
     """The limits of the scheduler, from the configuration."""
 
     max_num_seqs: int
@@ -49,36 +49,36 @@ class Scheduler:
     numbers start at `first_step`, which is where a restarted engine continues.
     """
 
-    def __init__(self, limits: Limits, policy: Policy | None = None, first_step: int = 0) -> None:
+    def __init__(self, limits: StepLimits, policy: Policy | None = None, first_step: int = 0) -> None:
         self.limits = limits
         self.policy = policy or Policy()
-        self.lives = Lives(limits.max_num_seqs, self.policy)
-        self.slots = self.lives.slots
-        self.waiting = self.lives.waiting
+        self.lifecycle = SequenceLifecycle(limits.max_num_seqs, self.policy)
+        self.slots = self.lifecycle.slots
+        self.waiting = self.lifecycle.waiting
         self.last_granted = first_step - 1  # number of the last granted step
         self.completed_step = first_step - 1
         self._told_step = first_step - 1  # the `completed_step` of the last plan
         self._generation = 0
         self._outstanding: StepPlan | None = None
-        self._flights: deque[Flight] = deque()
+        self._flights: deque[StepInFlight] = deque()
         self._report: PlanReport | None = None  # the last one
         self._must_wait = False  # nothing could be granted: plan again after the next step
         self._row_limit = limits.max_num_seqs  # halved when steps fail, until the faulty sequence is alone
         self._settled: list[StepDone] = []  # for the next plan, like the next line
         self._voided: list[int] = []
         target_s, most = limits.itl_target_ms / 1e3, limits.max_num_batched_tokens
-        self._step_size = StepSize(target_s, most) if target_s else None  # None: always `most`
+        self._step_size = StepBudget(target_s, most) if target_s else None  # None: always `most`
         most_each = limits.block_size - 1  # prefix cache reads at most one block of tokens per sequence and step
         self.speculation = Speculation(limits.num_speculative_tokens, most_each, limits.steps_in_flight)
-        self._entrance = Entrance(self.lives, limits.block_size)
-        self._planner = Planner(self.lives, self._entrance, self.speculation, self._step_size, most)
+        self._admitter = Admitter(self.lifecycle, limits.block_size)
+        self._planner = Planner(self.lifecycle, self._admitter, self.speculation, self._step_size, most)
 
     # -- state
 
     @property
     def sequences(self) -> dict[int, Sequence]:
         """All sequences that have not ended, by id."""
-        return self.lives.sequences
+        return self.lifecycle.sequences
 
     @property
     def num_in_flight(self) -> int:
@@ -124,7 +124,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Sequences that wait to run, swapped ones excluded."""
-        return len(self.waiting) + self.lives.num_returning - self.lives.num_swapped
+        return len(self.waiting) + self.lifecycle.num_returning - self.lifecycle.num_swapped
 
     @property
     def waiting_for(self) -> str:
@@ -133,7 +133,7 @@ class Scheduler:
         "slots" or "blocks"; "swapped" if it lacks blocks to be copied back from the host; "step" if it is only not its
         turn yet; "" if no sequence waits.
         """
-        if self.lives.num_returning:
+        if self.lifecycle.num_returning:
             return "blocks"
         if not len(self.waiting):
             return ""
@@ -142,17 +142,17 @@ class Scheduler:
     @property
     def admission_blocked_reason(self) -> str:
         """What the first waiting sequence lacked last: "blocks", or "swapped" if swapped out."""
-        return self._entrance.blocked_reason
+        return self._admitter.blocked_reason
 
     @property
     def num_swapped(self) -> int:
         """Sequences that wait with blocks on the host."""
-        return self.lives.num_swapped
+        return self.lifecycle.num_swapped
 
     @property
     def num_parked(self) -> int:
         """Sequences that are parked, as their clients do not read."""
-        return self.lives.num_parked
+        return self.lifecycle.num_parked
 
     @property
     def is_idle(self) -> bool:
@@ -167,7 +167,7 @@ class Scheduler:
     @property
     def preemptions(self) -> Counter[tuple[str, str]]:
         """Number of preemptions by (method: swap or recompute, cause: blocks or slot)."""
-        return self.lives.preemptions
+        return self.lifecycle.preemptions
 
     @property
     def num_preemptions(self) -> int:
@@ -176,7 +176,7 @@ class Scheduler:
     @property
     def num_recomputed_tokens(self) -> int:
         """Tokens computed again after a preemption."""
-        return self.lives.num_recomputed_tokens
+        return self.lifecycle.num_recomputed_tokens
 
     # -- events
 
@@ -185,42 +185,42 @@ class Scheduler:
 
         Adding a prompt again has no effect.
         """
-        self.lives.add(request, self.limits.max_model_len)
+        self.lifecycle.add(request, self.limits.max_model_len)
 
     def end(self, sequence_id: int) -> None:
         """Ends a sequence in any state: finished, stopped or cancelled.
 
         Ignores unknown ids, which have ended.
         """
-        self.lives.end(sequence_id)
+        self.lifecycle.end(sequence_id)
 
     def park(self, sequence_id: int) -> None:
         """Parks a sequence whose client does not read: it is not served, and preempted first.
 
         Ignores unknown ids.
         """
-        self.lives.park(sequence_id)
+        self.lifecycle.park(sequence_id)
 
     def unpark(self, sequence_id: int) -> None:
         """Unparks a sequence: its client reads again. Ignores unknown ids."""
-        self.lives.unpark(sequence_id)
+        self.lifecycle.unpark(sequence_id)
 
     def on_report(self, report: PlanReport) -> None:
         """Takes allocate's report on the outstanding plan."""
         plan, self._outstanding, self._report = self._outstanding, None, report
         assert plan is not None and report.step == plan.step, f"no plan of step {report.step} is outstanding"
         if report.is_reset:
-            self.lives.take_back(self.slots.running().tolist(), tell=False)
-            self.lives.give_up_swapped(-1)
+            self.lifecycle.take_back(self.slots.running().tolist(), tell=False)
+            self.lifecycle.give_up_swapped(-1)
             return
         if report.is_void:
             self._must_wait = len(plan.slots) > 0 and self.num_in_flight > 0
         else:
             self._note_grant(plan, report)
         for slot in report.preempted:
-            self.lives.note_preempted(slot, "blocks")
+            self.lifecycle.note_preempted(slot, "blocks")
         for slot in (*plan.preempted, *report.preempted):
-            self.lives.note_way(slot, report, has_fallen=plan.generation != self._generation)
+            self.lifecycle.note_swap_outcome(slot, report, has_fallen=plan.generation != self._generation)
 
     def on_done(self, done: StepDone) -> None:
         """Takes the outcome of a completed step."""
@@ -264,16 +264,16 @@ class Scheduler:
         if self._outstanding is not None:
             plans.append(self._outstanding.slots)
         slots = np.unique(np.concatenate(plans))
-        self.lives.take_back(slots[self.slots.is_running[slots]].tolist(), tell=True)
-        self.lives.give_up_swapped(void.step)
+        self.lifecycle.take_back(slots[self.slots.is_running[slots]].tolist(), tell=True)
+        self.lifecycle.give_up_swapped(void.step)
         for sequence in guilty:
             self.end(sequence.sequence_id)
         return [(sequence, Failed("the model failed on this request")) for sequence in guilty]
 
     def rebuild(self) -> None:
         """After a crash: recomputes all running and swapped sequences, trusting no block."""
-        self.lives.take_back(self.slots.running().tolist(), tell=True)
-        self.lives.give_up_swapped(-1)
+        self.lifecycle.take_back(self.slots.running().tolist(), tell=True)
+        self.lifecycle.give_up_swapped(-1)
 
     # -- drafts
 
@@ -290,7 +290,7 @@ class Scheduler:
         """Takes draft tokens for a sequence."""
         self.speculation.take(guess, self.slots)
         if self.speculation.is_drafting:
-            self._planner.look_again()
+            self._planner.refresh_rows()
 
     def _note_drafts(self, slot: int, num_drafts: int, num_new: int) -> None:
         """Counts accepted drafts: all new tokens but the first, which was counted when granted."""
@@ -299,7 +299,7 @@ class Scheduler:
         if num_accepted and self.slots.is_running[slot]:
             self.slots.num_known[slot] += num_accepted
             self.slots.num_computed[slot] += num_accepted
-            self.lives.news.accepted.append((slot, num_accepted))
+            self.lifecycle.updates.accepted.append((slot, num_accepted))
 
     # -- planning
 
@@ -307,49 +307,49 @@ class Scheduler:
         """The next plan; None without a credit, or if there is nothing to run and nothing to report."""
         if not self.has_credit:
             return None
-        self.lives.settle(self.completed_step, self.last_granted)
+        self.lifecycle.free_slots(self.completed_step, self.last_granted)
         if self._must_wait:
             return None
-        wishes, drafts, token_budget = self._planner.choose(self._flights, self._report, self._row_limit)
-        if not len(wishes.slots) and not self._has_news():
+        demands, drafts, token_budget = self._planner.choose(self._flights, self._report, self._row_limit)
+        if not len(demands.slots) and not self._has_updates():
             return None
-        self._outstanding = self._make_plan(wishes, drafts, token_budget)
-        self.slots.last_step[wishes.slots] = self._outstanding.step
+        self._outstanding = self._make_plan(demands, drafts, token_budget)
+        self.slots.last_step[demands.slots] = self._outstanding.step
         self._told_step = self.completed_step
         return self._outstanding
 
-    def _has_news(self) -> bool:
+    def _has_updates(self) -> bool:
         """Whether allocate could free blocks if it knew what has happened since the last plan."""
-        if self.lives.news.frees:
+        if self.lifecycle.updates.can_free:
             return True
         report = self._report
         is_settling = report is not None and report.num_quarantined + report.num_host_quarantined > 0
         return is_settling and self.completed_step > self._told_step
 
-    def _make_plan(self, wishes: Wishes, drafts: Drafts | None, token_budget: int) -> StepPlan:
-        news = self.lives.take_news()
+    def _make_plan(self, demands: TokenDemand, drafts: Drafts | None, token_budget: int) -> StepPlan:
+        updates = self.lifecycle.take_updates()
         settled, self._settled = self._settled, []
         voided, self._voided = self._voided, []
         return StepPlan(
             step=self.last_granted + 1,
             generation=self._generation,
             completed_step=self.completed_step,
-            slots=wishes.slots,
-            num_wanted=wishes.num_wanted if drafts is None else wishes.num_wanted + drafts.counts,
-            reaches_end=wishes.reaches_end,
+            slots=demands.slots,
+            num_wanted=demands.num_wanted if drafts is None else demands.num_wanted + drafts.counts,
+            reaches_end=demands.reaches_end,
             token_budget=token_budget,
-            victims=wishes.victims,
-            num_victims=wishes.num_victims,
-            num_reserved=wishes.num_reserved,
-            is_decode=isinstance(wishes, Steady),
+            victims=demands.victims,
+            num_victims=demands.num_victims,
+            num_reserved=demands.num_reserved,
+            is_decode=isinstance(demands, SteadyDemand),
             allows_partial=self.limits.enable_chunked_prefill,
             drafts=drafts,
-            accepted=news.accepted,
-            started=tuple(news.started),
-            ended=news.ended,
-            preempted=news.preempted,
-            dropped=news.dropped,
-            discarded=news.discarded,
+            accepted=updates.accepted,
+            started=tuple(updates.started),
+            ended=updates.ended,
+            preempted=updates.preempted,
+            dropped=updates.dropped,
+            discarded=updates.discarded,
             settled=settled,
             voided=voided,
         )
@@ -358,13 +358,13 @@ class Scheduler:
 
     def _note_grant(self, plan: StepPlan, report: PlanReport) -> None:
         self.last_granted = report.step
-        table, lives = self.slots, self.lives
+        table, lifecycle = self.slots, self.lifecycle
         steady = self._planner.steady_if_granted(report)
         if steady is not None:
             contents = None
             if self._step_size is not None:
                 contents = StepContents(num_decode=len(plan.slots), num_context=steady.num_context)
-            self._flights.append(Flight(report.step, plan.generation, plan.slots, contents))
+            self._flights.append(StepInFlight(report.step, plan.generation, plan.slots, contents))
             steady.note_granted(table)
             return
         rows = report.num_granted.nonzero()[0]
@@ -380,26 +380,26 @@ class Scheduler:
         if self._step_size is not None:
             starts = table.num_computed[slots] + num_cached
             contents = StepContents.of(starts, granted, num_drafts=sum(drafted.values()))
-        self._flights.append(Flight(report.step, plan.generation, slots, contents, drafted))
+        self._flights.append(StepInFlight(report.step, plan.generation, slots, contents, drafted))
         for row in num_cached.nonzero()[0].tolist():
-            lives.note_begun(int(slots[row]), int(num_cached[row]))
+            lifecycle.note_started(int(slots[row]), int(num_cached[row]))
         if np.count_nonzero(granted > 1):
-            lives.note_computed(slots.tolist(), granted)
+            lifecycle.note_computed(slots.tolist(), granted)
         for row in (table.num_computed[slots] == 0).nonzero()[0].tolist():
-            self._entrance.note_found(int(slots[row]), int(num_cached[row]))
+            self._admitter.note_cached(int(slots[row]), int(num_cached[row]))
         progress = np.where(table.is_running[slots], granted + num_cached, 0)
         table.num_computed[slots] += progress
         is_sampled = plan.reaches_end[rows] & (progress == wanted)
         table.num_known[slots] += is_sampled
 
-    def _pop_flight(self, step: int) -> Flight:
+    def _pop_flight(self, step: int) -> StepInFlight:
         flight = self._flights.popleft()
         assert flight.step == step, f"step {step} is done before step {flight.step}"
         self.completed_step = step
         self._must_wait = False
         return flight
 
-    def _find_guilty(self, flight: Flight) -> list[Sequence]:
+    def _find_guilty(self, flight: StepInFlight) -> list[Sequence]:
         """The sequence at fault, once `MAX_VOIDS_ALONE` steps have failed with it alone in them."""
         sequence = self.slots.sequences[int(flight.slots[0])] if len(flight.slots) == 1 else None
         if sequence is None or sequence.state is State.OVER:
@@ -409,6 +409,6 @@ class Scheduler:
 
     def check(self) -> None:
         """Raises AssertionError unless each sequence is in one place and each step accounted for."""
-        self.lives.check()
+        self.lifecycle.check()
         assert 0 <= self.num_in_flight <= self.limits.steps_in_flight
         assert len(self._flights) == self.num_in_flight

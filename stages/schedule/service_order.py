@@ -14,7 +14,7 @@ from .slot_table import SlotTable
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Lineup:
+class ServiceOrder:
     """The served slots in order, and the victims: parked slots, then served from the last."""
 
     slots: Indices  # [R]
@@ -23,7 +23,7 @@ class Lineup:
     has_reserves: bool  # whether any row reserves all its blocks at once
 
     @classmethod
-    def of(cls, table: SlotTable) -> Lineup:
+    def of(cls, table: SlotTable) -> ServiceOrder:
         slots = table.served()
         parked = (table.is_running & table.is_parked).nonzero()[0]
         is_victim = table.reserve[slots] == 0
@@ -36,7 +36,7 @@ class Lineup:
 
 
 @dataclass(slots=True, eq=False)
-class Wishes:
+class TokenDemand:
     """The token demand of a plan, by row: the columns of `StepPlan` with these names."""
 
     slots: Indices  # [R]
@@ -47,31 +47,31 @@ class Wishes:
     num_reserved: Ints | None  # [R]
 
     @classmethod
-    def of(cls, lineup: Lineup, table: SlotTable, slots: Indices, num_wanted: Ints) -> Wishes:
-        return cls(*_columns(lineup, table, slots, num_wanted))
+    def of(cls, service_order: ServiceOrder, table: SlotTable, slots: Indices, num_wanted: Ints) -> TokenDemand:
+        return cls(*_columns(service_order, table, slots, num_wanted))
 
 
 @dataclass(slots=True, eq=False)
-class Steady(Wishes):
+class SteadyDemand(TokenDemand):
     """The demand of decoding rows, one token each.
 
     It is reused step after step until a row comes or goes.
     """
 
-    lineup: Lineup  # for which it holds
+    service_order: ServiceOrder  # for which it holds
     one_each: Ints  # [S] by slot: ones for the rows, zeros elsewhere
     num_plans: int  # plans for which it still holds: the fewest tokens that any row has left to generate
     num_context: int  # tokens to which the rows of the next plan attend
 
     @classmethod
-    def begin(cls, lineup: Lineup, table: SlotTable, ones: Ints) -> Steady:
-        """The demand of all rows of `lineup`; `ones` [R] is 1 for each."""
-        slots = lineup.slots
+    def begin(cls, service_order: ServiceOrder, table: SlotTable, ones: Ints) -> SteadyDemand:
+        """The demand of all rows of `service_order`; `ones` [R] is 1 for each."""
+        slots = service_order.slots
         one_each = np.zeros(table.num_slots, np.int32)
         one_each[slots] = 1
         return cls(
-            *_columns(lineup, table, slots, ones),
-            lineup=lineup,
+            *_columns(service_order, table, slots, ones),
+            service_order=service_order,
             one_each=one_each,
             num_plans=int((table.limit[slots] - table.num_known[slots]).min()),
             num_context=int(table.num_known[slots].sum()),
@@ -86,8 +86,15 @@ class Steady(Wishes):
 
 
 def _columns(
-    lineup: Lineup, table: SlotTable, slots: Indices, num_wanted: Ints
+    service_order: ServiceOrder, table: SlotTable, slots: Indices, num_wanted: Ints
 ) -> tuple[Indices, Ints, Bools, Indices, Ints, Ints | None]:
-    """The fields of `Wishes`, in their order."""
-    num_reserved = table.reserve[slots] if lineup.has_reserves else None
-    return slots, num_wanted, np.ones(len(slots), np.bool_), lineup.victims, lineup.num_victims[slots], num_reserved
+    """The fields of `TokenDemand`, in their order."""
+    num_reserved = table.reserve[slots] if service_order.has_reserves else None
+    return (
+        slots,
+        num_wanted,
+        np.ones(len(slots), np.bool_),
+        service_order.victims,
+        service_order.num_victims[slots],
+        num_reserved,
+    )

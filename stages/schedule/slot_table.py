@@ -90,7 +90,7 @@ class SlotTable:
         self.is_running[slot] = False
         self._leaving.append((int(self.last_step[slot]), slot))
 
-    def settle(self, completed_step: int, last_granted: int) -> list[Sequence]:
+    def free_slots(self, completed_step: int, last_granted: int) -> list[Sequence]:
         """Frees the slots that no step in flight uses any more.
 
         Returns their preempted sequences, now with all tokens known.

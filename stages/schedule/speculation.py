@@ -25,7 +25,7 @@ from ..messages import Drafts, Guess, Indices, TokenRequest
 from ..outputs import ModelInfo
 from ..params import has_plain_choice
 from .sequence import Sequence
-from .service_order import Lineup
+from .service_order import ServiceOrder
 from .slot_table import SlotTable
 
 FEWEST = 3  # drafts for which each row must have room in a step
@@ -71,7 +71,7 @@ class _Track:
 class Speculation:
     """The drafting state of all served sequences.
 
-    Call `line_up` before each plan, `take` for each guess, `note` for each outcome. A step computes at most
+    Call `follow_order` before each plan, `take` for each guess, `note` for each outcome. A step computes at most
     `num_tokens` + 1 tokens while rows draft; the rows share them. 0 turns speculation off.
     """
 
@@ -84,7 +84,7 @@ class Speculation:
         self.num_accepted_tokens = 0
         self.num_accepted_at = [0] * self.num_tokens  # accepted drafts at each position of a row
         self._least_beside_others = max(LEAST_SCORE, steps_in_flight - 0.5)  # what running ahead yields meanwhile
-        self._lineup: Lineup | None = None
+        self._service_order: ServiceOrder | None = None
         self._tracks: dict[int, _Track] = {}  # by slot
 
     @property
@@ -102,13 +102,13 @@ class Speculation:
         """Sequences that draft."""
         return sum(track.is_drafting for track in self._tracks.values())
 
-    def line_up(self, lineup: Lineup, table: SlotTable) -> None:
+    def follow_order(self, service_order: ServiceOrder, table: SlotTable) -> None:
         """Takes the current lineup. No sequence is tracked if there are too many."""
-        if lineup is self._lineup or not self.num_tokens:
+        if service_order is self._service_order or not self.num_tokens:
             return
-        self._lineup, before = lineup, self._tracks
+        self._service_order, before = service_order, self._tracks
         self._tracks = {}
-        for slot in lineup.slots.tolist() if len(lineup.slots) <= self._max_rows else ():
+        for slot in service_order.slots.tolist() if len(service_order.slots) <= self._max_rows else ():
             sequence, track = table.sequences[slot], before.get(slot)
             assert sequence is not None
             if track is None or track.sequence_id != sequence.sequence_id:

@@ -13,11 +13,11 @@ from ...runtime.stage import Context, Crash, Outlet, Stage
 from ...runtime.trace.tracer import EventKind
 from ..array_checks import num_true
 from ..messages import Guess, PlanReport, Started, StepDone, StepPlan, StepVoid, TokenRequest
-from .ngram_drafter import Drafter
-from .plan_timing import Lead
+from .ngram_drafter import GuessesTokens
+from .plan_timing import PlanTimer
 from .policy import Policy
-from .queue_trace import LineTrace
-from .scheduler import Limits, Scheduler
+from .queue_trace import QueueTrace
+from .scheduler import Scheduler, StepLimits
 
 if TYPE_CHECKING:
     from ..messages import CallLog
@@ -36,7 +36,7 @@ class Schedule(Stage[TokenRequest, StepPlan]):
     sequence runs for at most K + 1 more steps, and their tokens are dropped. The lane also names sequences to park or
     unpark, as their clients stop or resume reading.
 
-    While a step runs, `lead` decides when to plan the next one. An alarm wakes the stage at that time.
+    While a step runs, `plan_timer` decides when to plan the next one. An alarm wakes the stage at that time.
 
     `call_log` records each call and its results. The guesses of the `drafter` are recorded as inputs, so that a replay
     needs no token texts.
@@ -49,16 +49,18 @@ class Schedule(Stage[TokenRequest, StepPlan]):
 
     def __init__(
         self,
-        limits: Limits,
+        limits: StepLimits,
         max_waiting: int = 512,
         policy: Policy | None = None,
-        drafter: Drafter | None = None,
+        drafter: GuessesTokens | None = None,
         first_step: int = 0,
     ) -> None:
         self.scheduler = Scheduler(limits, policy, first_step)
         self.drafter = drafter
-        self.lead = Lead()
-        self.told_early: bool | None = None  # set by a replay: whether it is too early to plan; None: `lead` decides
+        self.plan_timer = PlanTimer()
+        self.told_early: bool | None = (
+            None  # set by a replay: whether it is too early to plan; None: `plan_timer` decides
+        )
         self.max_waiting = max_waiting  # prompts; more stay in the channel, which holds back its senders
         self.last_step_s = 0.0  # when a step was last planned or done
         self.call_log: CallLog | None = None
@@ -68,11 +70,11 @@ class Schedule(Stage[TokenRequest, StepPlan]):
         self._context: Context | None = None
         self._alarm: Alarm | None = None
         self._has_waited = False  # whether a plan was delayed while the current step runs
-        self._trace: LineTrace | None = None
+        self._trace: QueueTrace | None = None
 
     async def setup(self, context: Context) -> None:
         self._context = context
-        self._trace = self._trace or LineTrace(context, self.scheduler)
+        self._trace = self._trace or QueueTrace(context, self.scheduler)
         self.last_step_s = context.env.now()
 
     def wants(self, port: str) -> bool:
@@ -120,20 +122,20 @@ class Schedule(Stage[TokenRequest, StepPlan]):
         if self.told_early is not None:
             return self.told_early
         assert self._context is not None
-        scheduler, lead = self.scheduler, self.lead
-        is_early = scheduler.has_last_credit and lead.is_early(scheduler.expected_s, self._context.env.now())
-        self._set_alarm(lead.due_s if is_early else None)
+        scheduler, plan_timer = self.scheduler, self.plan_timer
+        is_early = scheduler.has_last_credit and plan_timer.is_early(scheduler.expected_s, self._context.env.now())
+        self._set_alarm(plan_timer.due_s if is_early else None)
         return is_early
 
     def _judge_wait(self) -> None:
-        """Reports to `lead`, after a step with a delayed plan, whether the plan was in time."""
+        """Reports to `plan_timer`, after a step with a delayed plan, whether the plan was in time."""
         has_waited, self._has_waited = self._has_waited, False
         if not has_waited:
             return
         if self.scheduler.num_in_flight:
-            self.lead.note_waited(is_late=False)
+            self.plan_timer.note_waited(is_late=False)
         elif self.scheduler.is_asking:  # else there was nothing to run
-            self.lead.note_waited(is_late=True)
+            self.plan_timer.note_waited(is_late=True)
 
     def _set_alarm(self, when_s: float | None) -> None:
         if self._alarm is not None:
@@ -141,9 +143,9 @@ class Schedule(Stage[TokenRequest, StepPlan]):
             self._alarm = None
         if when_s is not None:
             assert self._context is not None
-            self._alarm = self._context.env.call_at(when_s, self._context.lane.ring)
+            self._alarm = self._context.env.call_at(when_s, self._context.lane.set)
 
-    def _guess(self, drafter: Drafter) -> Sequence[Guess]:
+    def _guess(self, drafter: GuessesTokens) -> Sequence[Guess]:
         """Drafts for the sequences that draft or may begin to."""
         scheduler = self.scheduler
         guesses = [drafter.guess(scheduler.slots, slot) for slot in scheduler.slots_to_guess()]
@@ -153,7 +155,7 @@ class Schedule(Stage[TokenRequest, StepPlan]):
 
     def _take_lane(self) -> Mapping[int, str]:
         assert self._context is not None and self._trace is not None
-        if not self._context.lane.is_rung:
+        if not self._context.lane.is_set:
             return NO_CAUSES
         causes = self._context.lane.take()
         for sequence_id, cause in causes.items():
@@ -177,9 +179,9 @@ class Schedule(Stage[TokenRequest, StepPlan]):
             self._taken += 1
             match message:
                 case StepDone():
-                    self.lead.note_begun(now_s := context.env.now())
+                    self.plan_timer.note_started(now_s := context.env.now())
                     if num_true(message.is_finished):
-                        self.lead.note_end(now_s)
+                        self.plan_timer.note_end(now_s)
                     scheduler.on_done(message)
                     trace.done(message)
                 case PlanReport():
@@ -190,7 +192,7 @@ class Schedule(Stage[TokenRequest, StepPlan]):
                 case Guess():  # only in a replay
                     scheduler.take_guess(message)
                 case StepVoid():
-                    self.lead.note_begun(context.env.now())
+                    self.plan_timer.note_started(context.env.now())
                     self._has_waited = False  # a voided step says nothing about the timing
                     for sequence, error in scheduler.on_void(message):
                         out.fail(sequence.request_id, error)
@@ -205,7 +207,7 @@ class Schedule(Stage[TokenRequest, StepPlan]):
                 tell(plan.started)
         self.last_step_s = self._context.env.now()
         if not self.scheduler.num_in_flight:
-            self.lead.note_begun(self.last_step_s)
+            self.plan_timer.note_started(self.last_step_s)
         self._trace.planned(plan)
 
     @property

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from math import sqrt
 
-from .step_time_model import Costs, StepContents, StepCosts
+from .step_time_model import StepContents, StepTimeCosts, StepTimeModel
 
 FIRST_TOKENS = 64  # prompt tokens per step while no costs are known
 LEAST_TOKENS = 16  # prompt tokens in any such step, so that prompts always progress
@@ -24,19 +24,19 @@ MOST_LOOKED_AT = 100  # waiting prompts to inspect
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class PrefillDemand:
     """The rest of a prompt that is to be computed."""
 
     num_tokens: int
     start: int  # tokens of the prompt before them
 
-    def seconds(self, costs: Costs) -> float:
+    def seconds(self, costs: StepTimeCosts) -> float:
         """The time to compute all of it."""
         num_pairs = self.num_tokens * (self.start + self.num_tokens / 2)
         return costs.prefill_token_s * self.num_tokens + costs.prefill_pair_s * num_pairs
 
 
-class StepSize:
+class StepBudget:
     """Chooses the token budget of a step from a target time and a learned model of step times.
 
     Prompts never starve. If decodes alone take half of the target (or of `LONG_S`, if less), prompts get as much time
@@ -49,7 +49,7 @@ class StepSize:
         self.target_s = target_s
         self.most = most  # tokens of a step
         self.last = most  # the last budget chosen
-        self._costs = StepCosts()
+        self._costs = StepTimeModel()
 
     def note(self, contents: StepContents, seconds: float) -> None:
         """Records the duration of a step."""
@@ -59,47 +59,51 @@ class StepSize:
         """Expected duration of a step, by the costs of the last choice; 0 before the first choice."""
         return self._costs.last_told.seconds(contents)
 
-    def choose(self, num_decode: int, num_context: int, wishes: Sequence[Wish], in_line: Iterable[Wish] = ()) -> int:
+    def choose(
+        self, num_decode: int, num_context: int, demands: Sequence[PrefillDemand], in_line: Iterable[PrefillDemand] = ()
+    ) -> int:
         """The token budget of a step with `num_decode` decodes over `num_context` tokens.
 
-        `wishes` are the running prompts, in order; `in_line` are waiting ones, which count only for the stretch. Time
+        `demands` are the running prompts, in order; `in_line` are waiting ones, which count only for the stretch. Time
         that running prompts leave is for prompts that start in the step.
         """
-        num_prompt = self._prompt_tokens(num_decode, num_context, wishes, in_line)
+        num_prompt = self._prompt_tokens(num_decode, num_context, demands, in_line)
         self.last = min(self.most, num_decode + max(LEAST_TOKENS, num_prompt))
         return self.last
 
-    def _prompt_tokens(self, num_decode: int, num_context: int, wishes: Sequence[Wish], in_line: Iterable[Wish]) -> int:
+    def _prompt_tokens(
+        self, num_decode: int, num_context: int, demands: Sequence[PrefillDemand], in_line: Iterable[PrefillDemand]
+    ) -> int:
         if not self._costs.is_known:
             return FIRST_TOKENS
         costs, slowness = self._costs.read()
         decoding_s = costs.decoding_s(num_decode, num_context)
         target_s = self.target_s / slowness
-        left_s = target_s * stretch(costs, chain(wishes, in_line)) - decoding_s
+        left_s = target_s * stretch(costs, chain(demands, in_line)) - decoding_s
         long_s = min(self.target_s, LONG_S) / slowness
         share = MOST_SHARE * min(1.0, decoding_s / long_s)  # 1 at half of long_s: as much time as is left of it
         left_s = max(left_s, share * decoding_s)
-        return tokens_within(left_s, costs, wishes, self.most)
+        return tokens_within(left_s, costs, demands, self.most)
 
 
-def stretch(costs: Costs, wishes: Iterable[Wish]) -> float:
+def stretch(costs: StepTimeCosts, demands: Iterable[PrefillDemand]) -> float:
     """The factor by which the target is stretched for these prompts, 1 to `MOST_STRETCH`."""
     to_compute_s = 0.0
-    for wish in islice(wishes, MOST_LOOKED_AT):
+    for wish in islice(demands, MOST_LOOKED_AT):
         to_compute_s += wish.seconds(costs)
         if to_compute_s >= MOST_STRETCH * PATIENCE_S:
             return MOST_STRETCH
     return max(1.0, to_compute_s / PATIENCE_S)
 
 
-def tokens_within(left_s: float, costs: Costs, wishes: Iterable[Wish], most: int) -> int:
+def tokens_within(left_s: float, costs: StepTimeCosts, demands: Iterable[PrefillDemand], most: int) -> int:
     """Prompt tokens that take at most `left_s`, at most `most`.
 
     First of these prompts in order, then of a new one.
     """
     token_s, pair_s = costs.prefill_token_s, costs.prefill_pair_s
     total = 0
-    for wish in chain(wishes, (Wish(most, 0),)):
+    for wish in chain(demands, (PrefillDemand(most, 0),)):
         wanted_s = wish.seconds(costs)
         if wanted_s > left_s:
             each_s = token_s + pair_s * wish.start  # plus pair_s / 2 for each token before it in the step

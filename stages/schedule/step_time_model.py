@@ -63,7 +63,7 @@ class StepContents:
 
 
 @dataclass(frozen=True, slots=True)
-class Costs:
+class StepTimeCosts:
     """Coefficients of the step time, in seconds. All are at least 0."""
 
     step_s: float = 0.0  # of any step
@@ -82,7 +82,7 @@ class Costs:
         return self.decoding_s(contents.num_decode, contents.num_context) + prefill_s
 
 
-class StepCosts:
+class StepTimeModel:
     """Costs fitted to recent steps.
 
     The last steps with prefills and the last steps of any kind are kept separately, so that neither kind is forgotten.
@@ -97,7 +97,7 @@ class StepCosts:
         self._prefills = np.zeros((NUM_KEPT, 6))
         self._num_fitted = 0  # `_num_prefills` at the last fit
         self._found = np.zeros(5)
-        self.last_told = Costs()  # the last result of `read`
+        self.last_told = StepTimeCosts()  # the last result of `read`
         self._read_at = 0  # `num_noted` when the slowness was last estimated
         self._slowness = 1.0
 
@@ -122,14 +122,14 @@ class StepCosts:
         """Whether a step with a prefill has been recorded."""
         return self._num_prefills > 0
 
-    def read(self) -> tuple[Costs, float]:
+    def read(self) -> tuple[StepTimeCosts, float]:
         """The costs, and the current slowness: the factor by which steps may now take longer."""
         num_new = self._num_prefills - self._num_fitted
         if num_new >= FIT_EVERY or num_new > 0 and self._num_prefills <= NUM_LATE:
             self._num_fitted = self._num_prefills
             rows = np.concatenate([self._late[: self.num_noted], self._prefills[: self._num_prefills]])
             self._found = fit_robustly(rows[:, :5], rows[:, 5])
-            self.last_told = Costs(*self._found.tolist())
+            self.last_told = StepTimeCosts(*self._found.tolist())
         if self._read_at != self.num_noted:
             self._read_at = self.num_noted
             self._slowness = self._judge()

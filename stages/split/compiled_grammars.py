@@ -18,7 +18,7 @@ NUM_BYTES = MAX_BYTES // MAX_GRAMMARS  # assumed for each; the front process cou
 log = get_logger("millrace.stages")
 
 
-class KeptGrammars:
+class CompiledGrammars:
     """Compiles a grammar when its first request arrives, and keeps it while it is used.
 
     Compiles in a thread. An answer that starts before that compiles the grammar by itself.

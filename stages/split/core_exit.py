@@ -13,7 +13,7 @@ from typing import Any, Never
 from ...runtime.exit import Exit
 from ...runtime.pipeline import NotServing
 from ..messages import TokenRequest
-from .protocol import RequestFailed, Served
+from .protocol import RequestFailed, ServiceTimes
 
 
 class CoreOutbox:
@@ -93,12 +93,12 @@ class CoreExit(Exit[CoreOutbox]):
 
     def _later(self) -> None:
         """Schedules one report for all service times of a batch."""
-        asyncio.get_running_loop().call_soon(self._tell_times)
+        asyncio.get_running_loop().call_soon(self._report_times)
 
-    def _tell_times(self) -> None:
+    def _report_times(self) -> None:
         times, self._times_us = self._times_us, {}
         for stage, by_request in times.items():
-            self._post(Served(stage, by_request))
+            self._post(ServiceTimes(stage, by_request))
 
     def make_outbox(self, request: Any) -> CoreOutbox:
         raise TypeError("requests are submitted in the front process")

@@ -31,24 +31,24 @@ from ..engine.wiring import CoreStages
 from ..errors import ConfigError
 from ..messages import Started, StepTokens, TokenRequest
 from ..pipeline import ENTRY_CAPACITY, TEXT_CAPACITY, TO_DETOKENIZE, TO_SCHEDULE, build_core_pipeline
-from ..recordings.writer import Recorder
-from .compiled_grammars import KeptGrammars
+from ..recordings.writer import RecordingWriter
+from .compiled_grammars import CompiledGrammars
 from .core_exit import CoreExit
 from .protocol import (
     CODEC,
     Admitted,
-    Ask,
     Broken,
-    Causes,
+    ControlCauses,
     Crashed,
-    Gone,
+    EngineReady,
     NotStarted,
-    Ready,
+    RequestsEnded,
     Setup,
+    StatusQuery,
+    StatusReply,
     Stop,
-    Told,
 )
-from .status import read_books
+from .status import read_status
 
 Load = Callable[[EngineConfig, Env, Phases], tuple[Any, Device]]  # run in a thread: the model and its device
 
@@ -62,7 +62,7 @@ class EngineProcess:
         self._files = files
         self._load = load
         self._env = LiveEnv()
-        self._link = Link(sock, CODEC, self._hear, self._lost)
+        self._link = Link(sock, CODEC, self._receive, self._lost)
         self._exit = CoreExit(self._link.post)
         self._requests: InboundChannel[TokenRequest] = InboundChannel(
             "->".join(TO_SCHEDULE), ENTRY_CAPACITY, self._env.now, self._arrived
@@ -76,8 +76,8 @@ class EngineProcess:
         self._setup: asyncio.Future[Setup] = asyncio.get_running_loop().create_future()
         self._core: CoreStages | None = None
         self._pipeline: Pipeline | None = None
-        self._recorder: Recorder | None = None
-        self._grammars: KeptGrammars | None = None
+        self._recorder: RecordingWriter | None = None
+        self._grammars: CompiledGrammars | None = None
         self._last_moved: tuple[object, ...] = ()  # `_moved` at the last report
         self._is_lost = False
 
@@ -127,7 +127,7 @@ class EngineProcess:
             self._env.give_way()
         gc.collect()
         gc.freeze()
-        self._link.post(Ready(loaded.info, dict(phases.seconds)))
+        self._link.post(EngineReady(loaded.info, dict(phases.seconds)))
         return True
 
     async def _start_stages(self, setup: Setup, loaded: Any, device: Device) -> None:
@@ -136,7 +136,7 @@ class EngineProcess:
         secret = self._env.secret("prefix.secret", 16)
         core = self._core = CoreStages(setup.config, loaded, device, secret, setup.first_step)
         core.schedule.on_start.append(self._admitted)
-        self._grammars = KeptGrammars(loaded.grammars, self._env)
+        self._grammars = CompiledGrammars(loaded.grammars, self._env)
         pipeline = self._pipeline = build_core_pipeline(
             core.schedule, core.allocate, core.execute, core.sample, steps_in_flight=setup.config.steps_in_flight
         )
@@ -154,15 +154,15 @@ class EngineProcess:
 
     # -- messages from the front process
 
-    def _hear(self, word: Any) -> None:
+    def _receive(self, word: Any) -> None:
         match word:
-            case Causes():
+            case ControlCauses():
                 if self._pipeline is not None:
                     for sequence_id, cause in word.causes.items():
                         self._pipeline.lane.post(sequence_id, cause)
-            case Gone():
+            case RequestsEnded():
                 self._exit.forget(word.request_ids)
-            case Ask():
+            case StatusQuery():
                 self._link.post(self._answer(word))
             case Setup():
                 self._setup.set_result(word)
@@ -184,22 +184,22 @@ class EngineProcess:
         self._is_lost = True
         self._over.set()
 
-    def _answer(self, ask: Ask) -> Told:
+    def _answer(self, ask: StatusQuery) -> StatusReply:
         if self._core is None or self._pipeline is None:
-            return Told(ask.number, error="the engine is loading")
+            return StatusReply(ask.number, error="the engine is loading")
         match ask.what:
             case "books" | "blocks":
-                self._tell_books(with_blocks=ask.what == "blocks")
-                return Told(ask.number)
+                self._send_status(with_blocks=ask.what == "blocks")
+                return StatusReply(ask.number)
             case "forget_prefixes":
-                return Told(ask.number, self._core.allocate.reset_prefix_cache())
+                return StatusReply(ask.number, self._core.allocate.reset_prefix_cache())
             case "inject":
                 self._pipeline.inject(ask.faults)
-                return Told(ask.number)
+                return StatusReply(ask.number)
             case "stacks":
                 stacks = [*task_stacks(self._pipeline, only=self._pipeline.runners), *thread_stacks()]
-                return Told(ask.number, [stack | {"process": "engine"} for stack in stacks])
-        return Told(ask.number, error=f"unknown question {ask.what!r}")
+                return StatusReply(ask.number, [stack | {"process": "engine"} for stack in stacks])
+        return StatusReply(ask.number, error=f"unknown question {ask.what!r}")
 
     # -- messages to the front process
 
@@ -213,7 +213,7 @@ class EngineProcess:
             self._over.set()
         elif (moved := self._moved()) != self._last_moved:
             self._last_moved = moved
-            self._tell_books()
+            self._send_status()
 
     def _moved(self) -> tuple[object, ...]:
         """A value that changes whenever the reported state does."""
@@ -223,10 +223,10 @@ class EngineProcess:
         depths = [len(channel) for channel in self._pipeline.channels.values()]
         return (*moments, *depths, len(self._core.schedule.scheduler.sequences))
 
-    def _tell_books(self, *, with_blocks: bool = False) -> None:
+    def _send_status(self, *, with_blocks: bool = False) -> None:
         assert self._core is not None and self._pipeline is not None
-        told_here = [name for name in self._pipeline.channels if name != self._requests.name]
-        self._link.post(read_books(self._core, self._pipeline, told_here, with_blocks=with_blocks))
+        counted_here = [name for name in self._pipeline.channels if name != self._requests.name]
+        self._link.post(read_status(self._core, self._pipeline, counted_here, with_blocks=with_blocks))
 
     def _admitted(self, started: Sequence[Started]) -> None:
         self._link.post(Admitted([one.sequence_id for one in started]))

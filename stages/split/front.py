@@ -13,7 +13,7 @@ from ...runtime.stage import Stage
 from ...runtime.stage_runner import StageRunner
 from ..allocate.stage import Allocate
 from ..config import EngineConfig
-from ..engine.wiring import LoadedText, TextParts
+from ..engine.wiring import LoadedText, TextStages
 from ..execute.stage import Execute
 from ..exit.outboxes import RequestOutbox
 from ..grammar.compiled import Grammars
@@ -28,8 +28,8 @@ from ..pipeline import (
 )
 from ..sample.stage import Sample
 from ..schedule.stage import Schedule
-from .inflight_requests import LiveTable
-from .remote_views import Mirror, MirrorChannel, MirrorRunner, MirrorStage
+from .inflight_requests import InflightRequests
+from .remote_views import RemoteChannelView, RemoteCoreView, RemoteRunnerView, RemoteStageView
 
 CORE: dict[str, type[Stage[Any, Any]]] = {
     "schedule": Schedule,
@@ -46,7 +46,7 @@ class TriedGrammars(Grammars):
         """Does nothing: a grammar that passed its trial compiles."""
 
 
-class FrontParts(TextParts):
+class FrontStages(TextStages):
     """The joined stages of the front process.
 
     `requests` and `tokens` connect it to the engine process.
@@ -57,7 +57,7 @@ class FrontParts(TextParts):
         config: EngineConfig,
         loaded: LoadedText,
         grammars: Grammars,
-        table: LiveTable,
+        table: InflightRequests,
         requests: OutboundChannel[TokenRequest],
         tokens: InboundChannel[StepTokens],
     ) -> None:
@@ -83,7 +83,7 @@ class FrontParts(TextParts):
 
 
 def make_ends(
-    table: LiveTable, refused: Callable[[TokenRequest, WireError], object]
+    table: InflightRequests, refused: Callable[[TokenRequest, WireError], object]
 ) -> tuple[OutboundChannel[TokenRequest], InboundChannel[StepTokens]]:
     """The front process's halves of the two channels between the processes."""
     requests: OutboundChannel[TokenRequest] = OutboundChannel(
@@ -93,24 +93,24 @@ def make_ends(
     return requests, tokens
 
 
-def show_the_loop(parts: FrontParts, config: EngineConfig, now_s: float) -> Mirror:
+def show_core(parts: FrontStages, config: EngineConfig, now_s: float) -> RemoteCoreView:
     """Adds views of the engine process's stages and channels to a running pipeline.
 
-    They are in the order of the data flow. Observers then see all seven stages. Returns the `Mirror` that updates the
-    views.
+    They are in the order of the data flow. Observers then see all seven stages. Returns the `RemoteCoreView` that
+    updates the views.
     """
     pipeline = parts.pipeline
     loop = build_core_pipeline(*map(_Ports, CORE.values()), steps_in_flight=config.steps_in_flight)
     reach = {edge.name: edge for edge in _reaching_edges()}
     channels = {
-        edge.name: MirrorChannel(edge.name, edge.capacity or 0) for edge in (*loop.edges, reach[parts.tokens.name])
+        edge.name: RemoteChannelView(edge.name, edge.capacity or 0) for edge in (*loop.edges, reach[parts.tokens.name])
     }
     inputs: dict[str, dict[str, Any]] = {name: {} for name in CORE}
     for edge in loop.edges:
         inputs[edge.target.stage][edge.target.port] = channels[edge.name]
     inputs["schedule"]["in"] = parts.requests
     mirrors = {
-        name: MirrorRunner(name, MirrorStage(kind), {port: inputs[name][port] for port in kind.inputs}, now_s)
+        name: RemoteRunnerView(name, RemoteStageView(kind), {port: inputs[name][port] for port in kind.inputs}, now_s)
         for name, kind in CORE.items()
     }
     stages, runners, own = list(pipeline.stages), dict(pipeline.runners), dict(pipeline.channels)
@@ -125,7 +125,7 @@ def show_the_loop(parts: FrontParts, config: EngineConfig, now_s: float) -> Mirr
     all_channels: dict[str, Any] = own | channels
     flow = {edge.name: place for place, edge in enumerate(pipeline.edges)}
     pipeline.channels = dict(sorted(all_channels.items(), key=lambda pair: flow.get(pair[0], -1)))
-    return Mirror(config, parts.loaded.info, mirrors, pipeline.channels, parts.table.request_id)
+    return RemoteCoreView(config, parts.loaded.info, mirrors, pipeline.channels, parts.table.request_id)
 
 
 def _reaching_edges() -> list[Edge]:
@@ -141,5 +141,5 @@ def _port(text: str) -> Port:
     return Port(stage, port)
 
 
-class _Ports(MirrorStage):
+class _Ports(RemoteStageView):
     """A stage of which only the ports are used."""

@@ -20,19 +20,19 @@ Columns = tuple[NDArray[np.int64], Indices, Indices]  # (sequence ids, places, t
 
 
 @dataclass(slots=True, eq=False)
-class _Live:
+class _InflightRequest:
     prompts: list[TokenRequest] = field(default_factory=list)
     num_deaths: int = 0
 
 
-class LiveTable:
+class InflightRequests:
     """The table of requests in flight.
 
     `sent` and `note` take about a microsecond. Tokens are assigned to sequences only after a death.
     """
 
     def __init__(self) -> None:
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, _InflightRequest] = {}
         self._request_ids: dict[int, str] = {}  # by sequence id, of live sequences
         self._admitted: set[int] = set()  # sequences that had a slot
         self._steps: list[Columns] = []
@@ -49,7 +49,7 @@ class LiveTable:
         """
         if request.generated is not None:
             return
-        self._live.setdefault(request.request_id, _Live()).prompts.append(request)
+        self._live.setdefault(request.request_id, _InflightRequest()).prompts.append(request)
         ids = range(request.first_sequence_id, request.first_sequence_id + request.params.n)
         self._request_ids.update(dict.fromkeys(ids, request.request_id))
 

@@ -17,7 +17,7 @@ from ...runtime.processes.link import InboundChannel, Link, LinkError, OutboundC
 from ...runtime.processes.wire import WireError
 from ..errors import ConfigError
 from ..messages import StepTokens, TokenRequest
-from .protocol import CODEC, Ask, NotStarted, Ready, Setup, Stop, Told
+from .protocol import CODEC, EngineReady, NotStarted, Setup, StatusQuery, StatusReply, Stop
 
 MODULE = "millrace.stages.split.engine_process"
 ANSWER_S = 2.0  # that an engine may take to answer a question; then the caller uses the last known state
@@ -53,7 +53,7 @@ class EngineClient:
         self._link: Link | None = None
         self._broken: LinkError | None = None
         self._is_stopping = False
-        self._started: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+        self._started: asyncio.Future[EngineReady] = asyncio.get_running_loop().create_future()
         self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._ending: asyncio.Task[None] | None = None
 
@@ -62,13 +62,13 @@ class EngineClient:
         """The id of the process; None before it has started."""
         return None if self._child is None else self._child.pid
 
-    async def start(self, setup: Setup, files: Sequence[int]) -> Ready:
+    async def start(self, setup: Setup, files: Sequence[int]) -> EngineReady:
         """Starts the process, and returns when its stages run.
 
         Raises what its start raised, or `EngineDied`.
         """
         self._child = await Child.start(self._module, files, _environment())
-        self._link = Link(self._child.sock, CODEC, self._hear, self._lost)
+        self._link = Link(self._child.sock, CODEC, self._receive, self._lost)
         self._link.add_outbound(self._requests)
         self._link.add_inbound(self._tokens)
         self._link.start()
@@ -92,7 +92,7 @@ class EngineClient:
             raise EngineDied("the engine process has ended")
         number = next(self._numbers)
         answer = self._asked[number] = asyncio.get_running_loop().create_future()
-        self.post(Ask(number, what, tuple(faults)))
+        self.post(StatusQuery(number, what, tuple(faults)))
         try:
             async with asyncio.timeout(timeout_s):
                 return await answer
@@ -123,16 +123,16 @@ class EngineClient:
             await self._ending
         self._give_up("the engine was stopped")
 
-    def _hear(self, word: Any) -> None:
+    def _receive(self, word: Any) -> None:
         match word:
-            case Told():
+            case StatusReply():
                 answer = self._asked.get(word.number)
                 if answer is not None and not answer.done():
                     if word.error is None:
                         answer.set_result(word.value)
                     else:
                         answer.set_exception(EngineDied(word.error))
-            case Ready() if not self._started.done():
+            case EngineReady() if not self._started.done():
                 self._started.set_result(word)
             case NotStarted() if not self._started.done():
                 kinds = {"ConfigError": ConfigError, "ModelError": ModelError}

@@ -24,7 +24,7 @@ from ...runtime.stage_runner import StageCrashed
 from ..beam_search.algorithm import CandidateParams
 from ..config import EngineConfig
 from ..errors import Failed, Refused, RequestError
-from ..memory_table import Machine, MemoryRow, MemoryTable
+from ..memory_table import MachineMemory, MemoryTable, MemoryUse
 from ..messages import (
     Begun,
     Ints,
@@ -37,7 +37,7 @@ from ..messages import (
     TokenRequest,
     TopLogprobs,
 )
-from ..outputs import Batch, CaptureReport, ModelInfo
+from ..outputs import CaptureReport, GraphBatch, ModelInfo
 from ..params import SamplingParams, ThinkingBudget
 from ..pooling_params import PoolingParams
 from ..structured_outputs import StructuredOutputs
@@ -55,7 +55,7 @@ class Setup:
 
 
 @message
-class Ready:
+class EngineReady:
     """The model is loaded and the stages run."""
 
     info: ModelInfo
@@ -97,14 +97,14 @@ class Crashed:
 
 
 @message
-class Gone:
+class RequestsEnded:
     """These requests have ended: their queued items are dropped."""
 
     request_ids: Sequence[str]
 
 
 @message
-class Causes:
+class ControlCauses:
     """Entries of the control lane: sequence id -> cause."""
 
     causes: Mapping[int, str]
@@ -153,7 +153,7 @@ def engine_side_error(kind: str, stack: Sequence[str]) -> EngineSideError:
 
 
 @message
-class Served:
+class ServiceTimes:
     """Microseconds that a stage of the engine process spent on each of these requests."""
 
     stage: str
@@ -171,8 +171,8 @@ class Admitted:
 
 
 @message
-class Ask:
-    """A question, answered by a `Told` with the same number."""
+class StatusQuery:
+    """A question, answered by a `StatusReply` with the same number."""
 
     number: int
     what: str  # "books", "blocks", "forget_prefixes", "inject", "stacks"
@@ -180,8 +180,8 @@ class Ask:
 
 
 @message
-class Told:
-    """The answer to an `Ask`; `error` says why there is none."""
+class StatusReply:
+    """The answer to an `StatusQuery`; `error` says why there is none."""
 
     number: int
     value: Any = None
@@ -192,7 +192,7 @@ class Told:
 
 
 @message
-class StageBooks:
+class StageStatus:
     """The status of one stage. Points in time are on the clock that both processes share."""
 
     name: str
@@ -216,7 +216,7 @@ class StageBooks:
 
 
 @message
-class EdgeBooks:
+class EdgeStatus:
     """The status of one channel."""
 
     name: str
@@ -226,7 +226,7 @@ class EdgeBooks:
 
 
 @message
-class PoolBooks:
+class PoolStatus:
     """The numbers of blocks on the device or the host, by state."""
 
     num_blocks: int
@@ -238,7 +238,7 @@ class PoolBooks:
 
 
 @message
-class BlockBooks:
+class BlockStatus:
     """The state and owner of each block. Sent only on request."""
 
     state: NDArray[np.int8]  # [N]
@@ -247,11 +247,11 @@ class BlockBooks:
 
 
 @message
-class Books:
+class CoreStatus:
     """The status of the engine process for observers, all at one point in time."""
 
-    stages: Sequence[StageBooks]
-    edges: Sequence[EdgeBooks]
+    stages: Sequence[StageStatus]
+    edges: Sequence[EdgeStatus]
     figures: Mapping[str, Any]  # of the scheduler, by their names there
     preemptions: Mapping[tuple[str, str], int]
     drafts: Mapping[str, Any]  # of its speculation
@@ -259,22 +259,22 @@ class Books:
     num_generated: NDArray[np.intp]  # [S]
     num_held: Ints  # [S] blocks of each slot
     waste: float  # unused share of the blocks held
-    pool: PoolBooks
-    host_pool: PoolBooks | None
+    pool: PoolStatus
+    host_pool: PoolStatus | None
     swaps_refused: tuple[int, int]  # host full, or slower
     prefixes: tuple[int, int, int] | None  # tokens looked up, found, and found on the host
     step_tokens: Sequence[int]  # counts by bucket, then the sum
     idle_gaps: Sequence[int] | None  # likewise; None if the device is not asynchronous
-    blocks: BlockBooks | None = None
+    blocks: BlockStatus | None = None
 
 
 CODEC = Codec(
     [
         *(TokenRequest, StepTokens, Started, TopLogprobs, Pooled, Begun, PromptLogprobs, PromptProgress),
         *(SamplingParams, CandidateParams, PoolingParams, StructuredOutputs, ThinkingBudget),
-        *(Setup, Ready, NotStarted, Stop, Broken, Crashed, EngineConfig),
-        *(ModelInfo, Rates, MemoryTable, MemoryRow, Machine, PoolingConfig, CaptureReport, Batch),
-        *(Gone, Causes, RequestFailed, Served, Admitted, Ask, Told, Fault),
-        *(Books, StageBooks, EdgeBooks, PoolBooks, BlockBooks, ChannelStats),
+        *(Setup, EngineReady, NotStarted, Stop, Broken, Crashed, EngineConfig),
+        *(ModelInfo, Rates, MemoryTable, MemoryUse, MachineMemory, PoolingConfig, CaptureReport, GraphBatch),
+        *(RequestsEnded, ControlCauses, RequestFailed, ServiceTimes, Admitted, StatusQuery, StatusReply, Fault),
+        *(CoreStatus, StageStatus, EdgeStatus, PoolStatus, BlockStatus, ChannelStats),
     ]
 )

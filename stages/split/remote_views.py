@@ -1,7 +1,7 @@
 """Views of the engine process's state, for observers in the front process.
 
-Their attributes have the names of the real objects. Updated from `Books` a few times a second, and on request. Plain
-data.
+Their attributes have the names of the real objects. Updated from `CoreStatus` a few times a second, and on request.
+Plain data.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from ..backends.cuda.idle_time import BOUNDS_US
 from ..config import EngineConfig
 from ..outputs import ModelInfo
 from ..schedule.sequence import State
-from .protocol import BlockBooks, Books, EdgeBooks, PoolBooks, StageBooks
+from .protocol import BlockStatus, CoreStatus, EdgeStatus, PoolStatus, StageStatus
 from .status import STATES
 
 
-class MirrorChannel:
+class RemoteChannelView:
     """The view of a channel of the engine process. It holds no items."""
 
     def __init__(self, name: str, capacity: int) -> None:
@@ -41,8 +41,8 @@ class MirrorChannel:
         self.is_closed = False
         self._stats = ChannelStats(capacity, 0, 0, 0, 0, 0.0, 0.0)
 
-    def update(self, books: EdgeBooks) -> None:
-        self._stats, self.num_waiting, self.waiting_since = books.stats, books.num_waiting, books.waiting_since
+    def update(self, status: EdgeStatus) -> None:
+        self._stats, self.num_waiting, self.waiting_since = status.stats, status.num_waiting, status.waiting_since
 
     def __len__(self) -> int:
         return self._stats.depth
@@ -60,33 +60,33 @@ class MirrorChannel:
         """Does nothing: the engine process closes its channels."""
 
 
-class MirrorStage(Stage[Any, Any]):
+class RemoteStageView(Stage[Any, Any]):
     """The view of a stage of the engine process, with what stall detection reads."""
 
     def __init__(self, of: type[Stage[Any, Any]]) -> None:
         self.inputs, self.outputs = of.inputs, of.outputs  # type: ignore[misc]
-        self.books: StageBooks | None = None
+        self.status: StageStatus | None = None
 
     @property
     def has_work(self) -> bool:
-        return self.books is not None and self.books.has_work
+        return self.status is not None and self.status.has_work
 
     @property
     def expected_s(self) -> float:
-        return 0.0 if self.books is None else self.books.expected_s
+        return 0.0 if self.status is None else self.status.expected_s
 
     @property
     def waits_for(self) -> str | None:
-        return None if self.books is None else self.books.waits_for
+        return None if self.status is None else self.status.waits_for
 
     def wants(self, port: str) -> bool:
-        return self.books is None or port in self.books.wants
+        return self.status is None or port in self.status.wants
 
 
-class MirrorRunner:
+class RemoteRunnerView:
     """The view of a stage runner of the engine process."""
 
-    def __init__(self, name: str, stage: MirrorStage, inputs: Mapping[str, Any], now_s: float) -> None:
+    def __init__(self, name: str, stage: RemoteStageView, inputs: Mapping[str, Any], now_s: float) -> None:
         self.name = name
         self.stage = stage
         self.inputs = dict(inputs)
@@ -101,19 +101,19 @@ class MirrorRunner:
         self.unwanted_ports: set[str] = set()
         self.faults: Faults | None = None
 
-    def update(self, books: StageBooks, channels: Mapping[str, Any]) -> None:
-        self.stage.books = books
-        self.times = StageTimes(books.idle, books.busy, books.blocked)
-        _fill(self.wait_us, books.wait_us)
-        _fill(self.service_us, books.service_us)
-        self.num_restarts, self.num_dropped, self.is_busy = books.num_restarts, books.num_dropped, books.is_busy
-        self.last_progress_s, self.busy_since_s = books.last_progress_s, books.busy_since_s
-        self.blocked_on = None if books.blocked_on is None else channels.get(books.blocked_on)
-        self.blocked_since_s = books.blocked_since_s
-        self.unwanted_ports = set(books.unwanted_ports)
+    def update(self, status: StageStatus, channels: Mapping[str, Any]) -> None:
+        self.stage.status = status
+        self.times = StageTimes(status.idle, status.busy, status.blocked)
+        _fill(self.wait_us, status.wait_us)
+        _fill(self.service_us, status.service_us)
+        self.num_restarts, self.num_dropped, self.is_busy = status.num_restarts, status.num_dropped, status.is_busy
+        self.last_progress_s, self.busy_since_s = status.last_progress_s, status.busy_since_s
+        self.blocked_on = None if status.blocked_on is None else channels.get(status.blocked_on)
+        self.blocked_since_s = status.blocked_since_s
+        self.unwanted_ports = set(status.unwanted_ports)
 
     def request_ended(self, request_id: str) -> None:
-        """Does nothing: the engine process learns of ended requests from `Gone`."""
+        """Does nothing: the engine process learns of ended requests from `RequestsEnded`."""
 
 
 def _fill(histogram: Histogram, counts: Sequence[int]) -> None:
@@ -135,7 +135,7 @@ class SequenceView:
 
 
 @dataclass(eq=False)
-class SlotsView:
+class SlotTableView:
     """The view of the slot table."""
 
     num_generated: Any  # [S]
@@ -179,11 +179,11 @@ class SchedulerView:
         self._columns: Sequence[Any] = ()
         self._num_generated = np.zeros(config.max_num_seqs, np.intp)
 
-    def update(self, books: Books) -> None:
-        for name, value in books.figures.items():
+    def update(self, status: CoreStatus) -> None:
+        for name, value in status.figures.items():
             setattr(self, name, value)
-        self.preemptions, self.speculation = Counter(books.preemptions), SpeculationView(**books.drafts)
-        self._columns, self._num_generated = books.sequences, books.num_generated
+        self.preemptions, self.speculation = Counter(status.preemptions), SpeculationView(**status.drafts)
+        self._columns, self._num_generated = status.sequences, status.num_generated
         for name in ("sequences", "slots"):
             self.__dict__.pop(name, None)
 
@@ -194,12 +194,12 @@ class SchedulerView:
         return {one: SequenceView(one, self._request_id(one) or "", STATES[state], *rest) for one, state, *rest in rows}
 
     @cached_property
-    def slots(self) -> SlotsView:
+    def slots(self) -> SlotTableView:
         holders: list[SequenceView | None] = [None] * len(self._num_generated)
         for one in self.sequences.values():
             if one.state is State.RUNNING:
                 holders[one.slot] = one
-        return SlotsView(self._num_generated, holders)
+        return SlotTableView(self._num_generated, holders)
 
 
 class PoolView:
@@ -212,10 +212,10 @@ class PoolView:
         self.state = np.zeros(num_blocks, np.int8)  # [N] at the last request with blocks, as `num_tables`
         self.num_tables = np.zeros(num_blocks, np.int32)
 
-    def update(self, books: PoolBooks, blocks: BlockBooks | None) -> None:
-        self.num_blocks, self.num_free, self.num_in_use = books.num_blocks, books.num_free, books.num_in_use
-        self.num_shared, self.num_cached = books.num_shared, books.num_cached
-        self.num_quarantined = books.num_quarantined
+    def update(self, status: PoolStatus, blocks: BlockStatus | None) -> None:
+        self.num_blocks, self.num_free, self.num_in_use = status.num_blocks, status.num_free, status.num_in_use
+        self.num_shared, self.num_cached = status.num_shared, status.num_cached
+        self.num_quarantined = status.num_quarantined
         if blocks is not None:
             self.state, self.num_tables = blocks.state, blocks.num_tables
 
@@ -228,12 +228,12 @@ class TablesView:
         self.blocks = np.zeros((num_slots, 0), np.int32)  # [S, M] at the last request with blocks
         self.waste = 0.0
 
-    def update(self, books: Books) -> None:
-        self.num_blocks, self.waste = books.num_held, books.waste
-        counts = books.num_held
-        if books.blocks is not None:
+    def update(self, status: CoreStatus) -> None:
+        self.num_blocks, self.waste = status.num_held, status.waste
+        counts = status.num_held
+        if status.blocks is not None:
             self.blocks = np.zeros((len(counts), int(counts.max(initial=0))), np.int32)
-            self.blocks[np.arange(self.blocks.shape[1]) < counts[:, None]] = books.blocks.table_blocks
+            self.blocks[np.arange(self.blocks.shape[1]) < counts[:, None]] = status.blocks.table_blocks
         elif (widest := int(counts.max(initial=0))) > self.blocks.shape[1]:
             self.blocks = np.pad(self.blocks, ((0, 0), (0, widest - self.blocks.shape[1])))
 
@@ -257,12 +257,12 @@ class HostView:
 
 
 @dataclass(eq=False)
-class Mirror:
-    """All views of the engine process. Call `update` with each `Books`."""
+class RemoteCoreView:
+    """All views of the engine process. Call `update` with each `CoreStatus`."""
 
     config: EngineConfig
     info: ModelInfo
-    runners: Mapping[str, MirrorRunner]
+    runners: Mapping[str, RemoteRunnerView]
     channels: Mapping[str, Any]  # of the whole pipeline, by name
     request_id: Callable[[int], str | None]
     cache: CacheView | None = field(init=False)
@@ -279,22 +279,22 @@ class Mirror:
         self.step_tokens = Histogram(STEP_TOKENS)
         self.idle_gaps_us: Histogram | None = None  # None until the engine process reports them
 
-    def update(self, books: Books) -> None:
-        for stage in books.stages:
+    def update(self, status: CoreStatus) -> None:
+        for stage in status.stages:
             self.runners[stage.name].update(stage, self.channels)
-        for edge in books.edges:
+        for edge in status.edges:
             channel = self.channels[edge.name]
-            if isinstance(channel, MirrorChannel):
+            if isinstance(channel, RemoteChannelView):
                 channel.update(edge)
-        self.scheduler.update(books)
-        self.tables.update(books)
-        self.pool.update(books.pool, books.blocks)
-        if self.host is not None and books.host_pool is not None:
-            self.host.pool.update(books.host_pool, None)
-            self.host.num_full, self.host.num_dear = books.swaps_refused
-        if self.cache is not None and books.prefixes is not None:
-            self.cache.num_queries, self.cache.num_hits, self.cache.num_host_hits = books.prefixes
-        _fill(self.step_tokens, books.step_tokens)
-        if books.idle_gaps is not None:
+        self.scheduler.update(status)
+        self.tables.update(status)
+        self.pool.update(status.pool, status.blocks)
+        if self.host is not None and status.host_pool is not None:
+            self.host.pool.update(status.host_pool, None)
+            self.host.num_full, self.host.num_dear = status.swaps_refused
+        if self.cache is not None and status.prefixes is not None:
+            self.cache.num_queries, self.cache.num_hits, self.cache.num_host_hits = status.prefixes
+        _fill(self.step_tokens, status.step_tokens)
+        if status.idle_gaps is not None:
             self.idle_gaps_us = self.idle_gaps_us or Histogram(BOUNDS_US)
-            _fill(self.idle_gaps_us, books.idle_gaps)
+            _fill(self.idle_gaps_us, status.idle_gaps)

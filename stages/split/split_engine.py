@@ -29,37 +29,37 @@ from ...runtime.processes.child import shared_file
 from ...runtime.processes.wire import WireError
 from ...runtime.stage import Stage
 from ...runtime.trace.tracer import ring_bytes
-from ...runtime.wakeups import Bell
+from ...runtime.wakeups import Wakeup
 from ..allocate.block_pool import BlockPool, BlockTables
 from ..allocate.host_tier import HostTier
 from ..allocate.prefix_cache import PrefixCache
 from ..config import EngineConfig
 from ..engine.engine import Engine
-from ..engine.wiring import LoadedText, TextParts
+from ..engine.wiring import LoadedText, TextStages
 from ..errors import ConfigError, Failed
 from ..exit.outboxes import RequestOutbox
 from ..grammar.compiled import Grammars
 from ..messages import TokenRequest
 from ..outputs import ModelInfo
 from ..schedule.scheduler import Scheduler
-from .front import CORE, FrontParts, TriedGrammars, make_ends, show_the_loop
-from .inflight_requests import LiveTable
+from .front import CORE, FrontStages, TriedGrammars, make_ends, show_core
+from .inflight_requests import InflightRequests
 from .process_client import ANSWER_S, MODULE, EngineClient, EngineDied
 from .protocol import (
     Admitted,
-    Ask,
-    Books,
     Broken,
-    Causes,
+    ControlCauses,
+    CoreStatus,
     Crashed,
-    Gone,
-    Ready,
+    EngineReady,
     RequestFailed,
-    Served,
+    RequestsEnded,
+    ServiceTimes,
     Setup,
+    StatusQuery,
     engine_side_error,
 )
-from .remote_views import Mirror
+from .remote_views import RemoteCoreView
 
 NUM_RINGS = 6  # of the trace, for threads of the engine process: loop, device, grammars and the pool's first
 MAX_DEATHS = 5  # of engine processes within DEATHS_S; after one more, restarts are given up
@@ -90,10 +90,10 @@ class SplitEngine(Engine):
             raise ConfigError("mode = split: a logits processor is in the caller's process; use mode = inline")
         if self._opening is not None:
             raise ConfigError("mode = split: the engine process loads the model itself; give no opening")
-        self._table = LiveTable()
+        self._table = InflightRequests()
         self._requests, self._tokens = make_ends(self._table, self._refused)
         self._client: EngineClient | None = None
-        self._mirror: Mirror | None = None
+        self._core_view: RemoteCoreView | None = None
         self._files: list[int] = []
         self._faults_there: list[Fault] = []
         self._gone: list[str] = []  # ended requests, to be reported in the next turn of the loop
@@ -145,16 +145,16 @@ class SplitEngine(Engine):
 
         return await self._env.run_in_thread(load_text, self.config, phases)
 
-    async def _start_process(self, config: EngineConfig, first_step: int) -> Ready:
+    async def _start_process(self, config: EngineConfig, first_step: int) -> EngineReady:
         if not self._files:
             self._files = [shared_file(ring_bytes()) for _ in range(NUM_RINGS)]
-        client = self._client = EngineClient(self._requests, self._tokens, self._hear, self.module)
+        client = self._client = EngineClient(self._requests, self._tokens, self._receive, self.module)
         ready = await client.start(Setup(config, logs.settings(), first_step), self._files)
         log.info("engine_process.ready", pid=client.pid)
         return ready
 
-    def _make_parts(self, loaded: Any) -> TextParts:
-        parts = FrontParts(self.config, loaded, self._grammars(loaded), self._table, self._requests, self._tokens)
+    def _make_parts(self, loaded: Any) -> TextStages:
+        parts = FrontStages(self.config, loaded, self._grammars(loaded), self._table, self._requests, self._tokens)
         parts.exit.on_end.append(self._request_ended)
         return parts
 
@@ -178,8 +178,8 @@ class SplitEngine(Engine):
         parts = self._front()
         for file in self._files:
             parts.pipeline.tracer.adopt(mmap.mmap(file, 0))
-        self._mirror = show_the_loop(parts, self.config, self._env.now())
-        parts.pipeline.lane.listen(_OncePerTurn(self._tell_causes))
+        self._core_view = show_core(parts, self.config, self._env.now())
+        parts.pipeline.lane.listen(_OncePerTurn(self._report_causes))
         assert parts.pipeline.watch is not None
         parts.pipeline.watch.on_tick.append(self._look)
         self._keeper = asyncio.ensure_future(self._keep())
@@ -192,7 +192,7 @@ class SplitEngine(Engine):
         if keeper is not None:
             keeper.cancel()
             await asyncio.wait([keeper])
-        has_started = self._mirror is not None
+        has_started = self._core_view is not None
         await super().stop(cause)
         if self._client is not None:
             if not has_started:
@@ -231,7 +231,7 @@ class SplitEngine(Engine):
         exit = self._front().exit
         log.error("engine_process.died", pid=self._client.pid, how=how, num_live=len(exit.live))
         self._away = Health("loading", stage="engine", reason=f"the engine process ended ({how}), another is starting")
-        self._tell_crash("engine", engine_side_error("EngineDied", ()), list(exit.live))
+        self._report_crash("engine", engine_side_error("EngineDied", ()), list(exit.live))
         began_s = self._env.now()
         while not await self._start_again():
             if self._is_worn_out():
@@ -293,7 +293,7 @@ class SplitEngine(Engine):
             return
         self._next_look_s = now_s + 1.0
         self._num_unheard += 1
-        self._client.post(Ask(-1, "books"))  # any message resets `_num_unheard`
+        self._client.post(StatusQuery(-1, "books"))  # any message resets `_num_unheard`
         pipeline = self._front().pipeline
         if find_stall(pipeline, SUSPECT_S) is None:
             pipeline.stacks_elsewhere = []
@@ -309,17 +309,17 @@ class SplitEngine(Engine):
 
     # -- messages from and to the engine process
 
-    def _hear(self, word: Any) -> None:
+    def _receive(self, word: Any) -> None:
         """Handles a message of the engine process."""
         self._num_unheard = 0
         parts = self._parts
-        if not isinstance(parts, FrontParts):
+        if not isinstance(parts, FrontStages):
             return  # not started yet, or stopped
         match word:
-            case Books():
-                if self._mirror is not None:
-                    self._mirror.update(word)
-            case Served():
+            case CoreStatus():
+                if self._core_view is not None:
+                    self._core_view.update(word)
+            case ServiceTimes():
                 for request_id, service_us in word.times_us.items():
                     parts.exit.note_service(request_id, word.stage, service_us)
             case Admitted():
@@ -327,29 +327,29 @@ class SplitEngine(Engine):
             case RequestFailed():
                 parts.exit.fail(word.request_id, word.error())
             case Crashed():
-                self._tell_crash(word.stage, engine_side_error(word.error, word.stack), word.request_ids)
+                self._report_crash(word.stage, engine_side_error(word.error, word.stack), word.request_ids)
             case Broken():
                 log.error("engine_process.broken", stage=word.stage, reason=word.error)
             case _:
                 log.error("link.refused", word=type(word).__name__, reason="not a message of the engine process")
 
-    def _tell_crash(self, stage: str, error: BaseException, request_ids: Sequence[str]) -> None:
+    def _report_crash(self, stage: str, error: BaseException, request_ids: Sequence[str]) -> None:
         for tell in self._front().pipeline.on_crash:
             tell(stage, error, request_ids)
 
-    def _tell_causes(self) -> None:
+    def _report_causes(self) -> None:
         """Sends the entries of the control lane, and the ended requests."""
-        if isinstance(self._parts, FrontParts) and self._client is not None:
+        if isinstance(self._parts, FrontStages) and self._client is not None:
             if causes := self._parts.pipeline.lane.take():
-                self._client.post(Causes(causes))
+                self._client.post(ControlCauses(causes))
             gone, self._gone = self._gone, []
             if gone:
-                self._client.post(Gone(gone))
+                self._client.post(RequestsEnded(gone))
 
     def _request_ended(self, outbox: RequestOutbox, cause: str, error: BaseException | None) -> None:
         if self._table.forget(outbox.request_id):
             if not self._gone:
-                asyncio.get_running_loop().call_soon(self._tell_causes)
+                asyncio.get_running_loop().call_soon(self._report_causes)
             self._gone.append(outbox.request_id)
 
     def _refused(self, request: TokenRequest, error: WireError) -> None:
@@ -408,17 +408,17 @@ class SplitEngine(Engine):
     def step_tokens(self) -> Histogram:
         return self._seen().step_tokens
 
-    def _seen(self) -> Mirror:
-        if self._mirror is None or self._parts is None:
+    def _seen(self) -> RemoteCoreView:
+        if self._core_view is None or self._parts is None:
             raise NotServing(self.health)
-        return self._mirror
+        return self._core_view
 
-    def _front(self) -> FrontParts:
-        assert isinstance(self._parts, FrontParts)
+    def _front(self) -> FrontStages:
+        assert isinstance(self._parts, FrontStages)
         return self._parts
 
 
-class _OncePerTurn(Bell):
+class _OncePerTurn(Wakeup):
     """Calls `react` once for all wakeups of one turn of the event loop."""
 
     __slots__ = ("_is_due", "_react")
@@ -428,7 +428,7 @@ class _OncePerTurn(Bell):
         self._react = react
         self._is_due = False
 
-    def ring(self) -> None:
+    def set(self) -> None:
         if not self._is_due:
             self._is_due = True
             asyncio.get_running_loop().call_soon(self._turn)

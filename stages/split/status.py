@@ -18,7 +18,7 @@ from ..allocate.block_pool import BlockPool
 from ..engine.wiring import CoreStages
 from ..schedule.scheduler import Scheduler
 from ..schedule.sequence import State
-from .protocol import BlockBooks, Books, EdgeBooks, PoolBooks, StageBooks
+from .protocol import BlockStatus, CoreStatus, EdgeStatus, PoolStatus, StageStatus
 
 STATES = list(State)
 FIGURES = (
@@ -36,10 +36,12 @@ FIGURES = (
 DRAFT_FIGURES = ("num_tokens", "num_drafting", "num_drafts", "num_draft_tokens", "num_accepted_tokens")
 
 
-def read_books(core: CoreStages, pipeline: Pipeline, told_here: Collection[str], *, with_blocks: bool = False) -> Books:
+def read_status(
+    core: CoreStages, pipeline: Pipeline, counted_here: Collection[str], *, with_blocks: bool = False
+) -> CoreStatus:
     """The current status.
 
-    `told_here` names the channels that the front process cannot see by itself.
+    `counted_here` names the channels that the front process cannot see by itself.
     """
     scheduler, allocator = core.schedule.scheduler, core.allocate.allocator
     tables, cache, host = allocator.tables, allocator.cache, allocator.host
@@ -48,10 +50,10 @@ def read_books(core: CoreStages, pipeline: Pipeline, told_here: Collection[str],
     if with_blocks:
         held = [tables.blocks[slot, : num_held[slot]] for slot in np.flatnonzero(num_held).tolist()]
         table_blocks = np.concatenate(held) if held else np.zeros(0, np.int32)
-        blocks = BlockBooks(allocator.pool.state.copy(), allocator.pool.num_tables.copy(), table_blocks)
-    return Books(
+        blocks = BlockStatus(allocator.pool.state.copy(), allocator.pool.num_tables.copy(), table_blocks)
+    return CoreStatus(
         stages=[_stage(name, runner) for name, runner in pipeline.runners.items()],
-        edges=[_edge(channel) for name, channel in pipeline.channels.items() if name in told_here],
+        edges=[_edge(channel) for name, channel in pipeline.channels.items() if name in counted_here],
         figures={name: getattr(scheduler, name) for name in FIGURES},
         preemptions=dict(scheduler.preemptions),
         drafts={name: getattr(scheduler.speculation, name) for name in DRAFT_FIGURES}
@@ -70,9 +72,9 @@ def read_books(core: CoreStages, pipeline: Pipeline, told_here: Collection[str],
     )
 
 
-def _stage(name: str, runner: StageRunner) -> StageBooks:
+def _stage(name: str, runner: StageRunner) -> StageStatus:
     stage = runner.stage
-    return StageBooks(
+    return StageStatus(
         name=name,
         idle=runner.times.idle,
         busy=runner.times.busy,
@@ -94,21 +96,21 @@ def _stage(name: str, runner: StageRunner) -> StageBooks:
     )
 
 
-def _edge(channel: Channel[Any]) -> EdgeBooks:
-    return EdgeBooks(channel.name, channel.stats(), channel.num_waiting, channel.waiting_since)
+def _edge(channel: Channel[Any]) -> EdgeStatus:
+    return EdgeStatus(channel.name, channel.stats(), channel.num_waiting, channel.waiting_since)
 
 
 def _counts(histogram: Histogram) -> list[int]:
     return [*histogram.counts, histogram.total]
 
 
-def _pool(pool: BlockPool) -> PoolBooks:
+def _pool(pool: BlockPool) -> PoolStatus:
     counts = (pool.num_free, pool.num_in_use, pool.num_shared, pool.num_cached, pool.num_quarantined)
-    return PoolBooks(pool.num_blocks, *counts)
+    return PoolStatus(pool.num_blocks, *counts)
 
 
 def _sequences(scheduler: Scheduler) -> list[Any]:
-    """The columns of `Books.sequences`."""
+    """The columns of `CoreStatus.sequences`."""
     known = list(scheduler.sequences.values())
     states = {state: code for code, state in enumerate(STATES)}
     return [

@@ -148,7 +148,7 @@ class _Bench:
         self.watched = _Watched(kit.make_stage(), self.exit)
         self.pipeline = Pipeline()
         self.pipeline.use(env)
-        for name, stage in (("door", _Door()), ("stage", self.watched), ("exit", self.exit)):
+        for name, stage in (("door", _EntryStage()), ("stage", self.watched), ("exit", self.exit)):
             self.pipeline.add(stage, name)
         self.pipeline.entry = Port("door", "in")
         self.pipeline.connect("door", "stage", capacity=kit.capacity, reason="as the caller says")
@@ -312,7 +312,7 @@ class _Poison:
         raise RuntimeError(f"poison: {name} was read")
 
 
-class _Door(Stage[Any, Any]):
+class _EntryStage(Stage[Any, Any]):
     """The entry stage.
 
     With it, the channel before the stage under test has the caller's capacity.
@@ -395,7 +395,7 @@ class _WatchedOutlet:
         self._out.reply(item)
 
 
-class _Box:
+class _UnreadOutbox:
     """An outbox that only keeps its error."""
 
     def __init__(self, request_id: str) -> None:
@@ -409,7 +409,7 @@ class _Box:
         raise NotImplementedError
 
 
-class _CountingExit(Exit[_Box]):
+class _CountingExit(Exit[_UnreadOutbox]):
     """Counts what comes out, and ends a request once it is complete."""
 
     def __init__(self, expected: Mapping[int, int]) -> None:
@@ -425,8 +425,8 @@ class _CountingExit(Exit[_Box]):
         self._items: dict[str, int] = {}  # request id -> item
         self._owners: dict[int, str] = {}  # sequence id -> request id
 
-    def make_outbox(self, request: Any) -> _Box:
-        return _Box(request.request_id)
+    def make_outbox(self, request: Any) -> _UnreadOutbox:
+        return _UnreadOutbox(request.request_id)
 
     def note_item(self, i: int, item: Any) -> None:
         """Registers item i before it enters."""
@@ -457,6 +457,6 @@ class _CountingExit(Exit[_Box]):
             if self.num_out[i] >= self._expected.get(i, 1 << 30) or isinstance(item, _Poison):
                 self.end(request_id, "finished")
 
-    def _note_end(self, box: _Box, cause: str, error: BaseException | None) -> None:
+    def _note_end(self, box: _UnreadOutbox, cause: str, error: BaseException | None) -> None:
         if error is not None:
             self.errors[self._items[box.request_id]] = error

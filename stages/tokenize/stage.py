@@ -145,7 +145,7 @@ class Tokenize(Stage[Request, TokenRequest]):
         self, request: Request, params: SamplingParams, prompt_index: int, encoded: EncodedPrompt
     ) -> TokenRequest:
         assert self._context is not None
-        params = self.limits.settle(params, len(encoded.token_ids), request.pooling)
+        params = self.limits.complete_params(params, len(encoded.token_ids), request.pooling)
         if params.seed is None:
             params = replace(params, seed=self._context.env.random("tokenize.seed").getrandbits(63))
         return TokenRequest(
@@ -158,7 +158,7 @@ class Tokenize(Stage[Request, TokenRequest]):
             cache_salt=request.cache_salt,
             arrival_s=request.arrival_s,
             num_expected_cached=request.num_expected_cached,
-            pooling=self.limits.settle_pooling(request.pooling),
+            pooling=self.limits.complete_pooling(request.pooling),
             type_ids=encoded.type_ids,
         )
 

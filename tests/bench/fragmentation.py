@@ -26,10 +26,10 @@ from typing import Any
 import numpy as np
 
 from millrace.stages.allocate.allocator import Allocator
-from millrace.stages.config import EngineConfig, settle_step_size
+from millrace.stages.config import EngineConfig, resolve_step_size
 from millrace.stages.messages import StepDone, StepGrant, TokenRequest
 from millrace.stages.params import SamplingParams
-from millrace.stages.schedule.scheduler import Limits, Scheduler
+from millrace.stages.schedule.scheduler import Scheduler, StepLimits
 
 TRACES = {  # file -> its columns of prompt and answer lengths, in tokens
     "azure_llm_2023_conv.csv": ("ContextTokens", "GeneratedTokens"),
@@ -48,9 +48,9 @@ class Traffic:
     """Schedule's and allocate's plain code with the engine's default limits, and a device that is done at once."""
 
     def __init__(self, block_size: int) -> None:
-        defaults = settle_step_size(EngineConfig(), is_native=False)
+        defaults = resolve_step_size(EngineConfig(), is_native=False)
         self.num_slots = defaults.max_num_seqs
-        limits = Limits(
+        limits = StepLimits(
             max_num_seqs=self.num_slots,
             max_num_batched_tokens=defaults.num_step_tokens,
             max_model_len=MAX_MODEL_LEN,
@@ -143,7 +143,7 @@ def lengths_of(path: Path, num_requests: int | None) -> Iterator[Lengths]:
 
 def figures_of(folder: Path, num_requests: int | None) -> dict[str, Any]:
     """All traces that are there, with all block sizes."""
-    defaults = settle_step_size(EngineConfig(), is_native=False)
+    defaults = resolve_step_size(EngineConfig(), is_native=False)
     figures: dict[str, Any] = {
         "python": platform.python_version(),
         "numpy": np.__version__,

@@ -34,7 +34,7 @@ from millrace.stages.allocate.allocator import Allocator
 from millrace.stages.allocate.prefix_cache import PrefixCache
 from millrace.stages.messages import StepDone, StepGrant, TokenRequest
 from millrace.stages.params import SamplingParams
-from millrace.stages.schedule.scheduler import Limits, Scheduler
+from millrace.stages.schedule.scheduler import Scheduler, StepLimits
 from tests.bench.shapes import make_checkpoint
 
 HASH_TOKENS = 512  # of a hash id in the trace
@@ -153,7 +153,7 @@ class Books:
 
     def __init__(self, num_blocks: int, block_size: int, max_num_seqs: int, max_model_len: int) -> None:
         budget = max(max_model_len, max_num_seqs)
-        self.scheduler = Scheduler(Limits(max_num_seqs, budget, max_model_len, block_size, steps_in_flight=1))
+        self.scheduler = Scheduler(StepLimits(max_num_seqs, budget, max_model_len, block_size, steps_in_flight=1))
         self.cache = PrefixCache(block_size)
         self.allocator = Allocator(num_blocks, block_size, max_num_seqs, max_model_len, self.cache)
         self.answers = np.zeros(max_num_seqs, np.intp)  # tokens so far, by slot

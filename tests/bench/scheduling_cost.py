@@ -32,7 +32,7 @@ from millrace.stages.allocate.allocator import Allocator
 from millrace.stages.allocate.prefix_cache import PrefixCache
 from millrace.stages.messages import StepDone, StepGrant, TokenRequest
 from millrace.stages.params import SamplingParams
-from millrace.stages.schedule.scheduler import Limits, Scheduler
+from millrace.stages.schedule.scheduler import Scheduler, StepLimits
 from tests.bench.pipeline_cost import MAX_MODEL_LEN, REFERENCE_HOP_US, host_cost, queue_hop_us
 
 SIZES = (64, 256, 1024, 4096)
@@ -47,7 +47,7 @@ class Books:
     """A scheduler and an allocator that serve `size` endless answers, two steps in flight."""
 
     def __init__(self, size: int, *, has_cache: bool) -> None:
-        self.scheduler = Scheduler(Limits(size, max(2048, NUM_PROMPT * size), MAX_MODEL_LEN, BLOCK_SIZE))
+        self.scheduler = Scheduler(StepLimits(size, max(2048, NUM_PROMPT * size), MAX_MODEL_LEN, BLOCK_SIZE))
         num_blocks = size * (MAX_MODEL_LEN // BLOCK_SIZE)
         cache = PrefixCache(BLOCK_SIZE) if has_cache else None
         self.allocator = Allocator(num_blocks, BLOCK_SIZE, size, MAX_MODEL_LEN, cache)

@@ -36,9 +36,9 @@ from millrace.stages.config import EngineConfig
 from millrace.stages.engine.engine import Engine
 from millrace.stages.messages import Prompt, Request
 from millrace.stages.params import SamplingParams
-from millrace.stages.recordings.cost_model import Fitted, fit
+from millrace.stages.recordings.cost_model import FittedCostModel, fit
 from millrace.stages.recordings.reader import Recording
-from millrace.stages.recordings.workloads import Trace, TraceRequest, from_recording
+from millrace.stages.recordings.workloads import Workload, WorkloadRequest, from_recording
 from tests.bench.shapes import SHAPES, make_checkpoint
 
 RECORDED = {"max_num_seqs": 16, "max_num_batched_tokens": 128}
@@ -54,18 +54,18 @@ MAX_MODEL_LEN = 512
 WITHIN = 0.10  # what a prediction is to be good to
 
 
-def make_trace(num_requests: int, requests_per_s: float, seed: int) -> Trace:
+def make_trace(num_requests: int, requests_per_s: float, seed: int) -> Workload:
     """Poisson arrivals; prompts and answers of lengths that vary as real ones do, over two orders of magnitude."""
     rng = np.random.default_rng(seed)
     arrivals_s = np.cumsum(rng.exponential(1 / requests_per_s, num_requests))
     prompts = np.clip(rng.lognormal(4.0, 0.8, num_requests), 4, 200).astype(int)
     answers = np.clip(rng.lognormal(3.4, 0.7, num_requests), 2, 120).astype(int)
     rows = zip((arrivals_s - arrivals_s[0]).tolist(), prompts.tolist(), answers.tolist(), strict=True)
-    return Trace([TraceRequest(*row) for row in rows], tells_prefixes=False)
+    return Workload([WorkloadRequest(*row) for row in rows], tells_prefixes=False)
 
 
 async def run_live(
-    model: str | None, trace: Trace, settings: dict[str, int], record: Path | None = None
+    model: str | None, trace: Workload, settings: dict[str, int], record: Path | None = None
 ) -> dict[str, float]:
     """The figures of the trace on a real engine, by the engine's own clock."""
     fixed = {"enable_prefix_caching": False, "record": None if record is None else str(record), "threads": 1}
@@ -89,7 +89,7 @@ async def run_live(
     }
 
 
-async def _ask(engine: Engine, name: str, request: TraceRequest, token_ids: Any, began_s: float) -> dict[str, Any]:
+async def _ask(engine: Engine, name: str, request: WorkloadRequest, token_ids: Any, began_s: float) -> dict[str, Any]:
     await asyncio.sleep(max(0.0, began_s + request.arrival_s - asyncio.get_running_loop().time()))
     params = SamplingParams(max_tokens=request.num_answer, temperature=0.0, ignore_eos=True)
     outbox = await engine.submit(Request(name, (Prompt(token_ids=token_ids.astype(np.int32)),), params), wait=True)
@@ -99,7 +99,7 @@ async def _ask(engine: Engine, name: str, request: TraceRequest, token_ids: Any,
     return told
 
 
-def predict(trace: Trace, fitted: Fitted, settings: dict[str, int]) -> dict[str, float]:
+def predict(trace: Workload, fitted: FittedCostModel, settings: dict[str, int]) -> dict[str, float]:
     """The same by simulation."""
     figures = run_one(trace, fitted, {"enable_prefix_caching": False, **settings})
     return {name: float(figures[name] or 0.0) for name in FIGURES}
@@ -122,10 +122,10 @@ def same_order(rows: list[dict[str, Any]], name: str) -> bool:
     )
 
 
-def measure(model: str | None, trace: Trace, num_repeats: int, folder: Path) -> dict[str, Any]:
+def measure(model: str | None, trace: Workload, num_repeats: int, folder: Path) -> dict[str, Any]:
     """Pairs of a recorded run and a live one, in turn by setting; of each pair, what its recording predicts."""
     pairs: list[list[tuple[dict[str, float], dict[str, float]]]] = [[] for _ in OTHERS]
-    fits: list[Fitted] = []
+    fits: list[FittedCostModel] = []
     selves: list[dict[str, float]] = []
     for _ in range(num_repeats):
         for settings, found in zip(OTHERS, pairs, strict=True):

@@ -87,11 +87,13 @@ def test_steps_are_measured_on_any_streams(is_eager: bool) -> None:
 
 def test_the_check_of_kernels_finds_one_that_is_wrong_and_no_other() -> None:
     class Wrong:
-        take_news, make_inputs = step_state.take_news, step_state.make_inputs
+        apply_updates, make_inputs = step_state.apply_updates, step_state.make_inputs
 
         @staticmethod
-        def settle(out: torch.Tensor, chosen: torch.Tensor, sampled: torch.Tensor, slots: step_state.SlotState) -> None:
-            step_state.settle(out, chosen, sampled, slots)
+        def note_tokens(
+            out: torch.Tensor, chosen: torch.Tensor, sampled: torch.Tensor, slots: step_state.SlotState
+        ) -> None:
+            step_state.note_tokens(out, chosen, sampled, slots)
             out[1].clamp_(max=step_state.STOP)
 
     cpu = torch.device("cpu")

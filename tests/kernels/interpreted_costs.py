@@ -17,9 +17,8 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpreterBuilder
 
-from millrace.kernels.checks import roofline as cost
-from millrace.kernels.checks import roofline_sampling as cost_sampling
-from millrace.kernels.checks.roofline import Cost
+from millrace.kernels.checks import roofline, roofline_sampling
+from millrace.kernels.checks.roofline import LaunchCost
 from millrace.kernels.triton import attention_prologue as triton_prologue
 from millrace.kernels.triton import block_copy as triton_copy
 from millrace.kernels.triton import layers as triton_layers
@@ -67,7 +66,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Traffic]:
 
 
 def assert_counts(
-    monkeypatch: pytest.MonkeyPatch, launch: Callable[[], object], want: Cost, slack: float = 0.0
+    monkeypatch: pytest.MonkeyPatch, launch: Callable[[], object], want: LaunchCost, slack: float = 0.0
 ) -> None:
     """The launch touches what its cost says, or up to `slack` of it less: rows are counted whole of which some numbers
     are read."""
@@ -85,21 +84,23 @@ def test_the_prologue(half: int, has_norms: bool, monkeypatch: pytest.MonkeyPatc
     assert_counts(
         monkeypatch,
         lambda: triton_prologue.attention_prologue(qkv, *norms, 1e-5, *tables, *kv, torch.tensor([3, 9, 20])),
-        cost.attention_prologue(3, 4, 2, 16, 2 * half, 2, 2, has_norms),
+        roofline.attention_prologue(3, 4, 2, 16, 2 * half, 2, 2, has_norms),
     )
 
 
 def test_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = torch.ones(3, 40), torch.ones(40)
-    assert_counts(monkeypatch, lambda: triton_layers.rms_norm(x, weight, 1e-5), cost.rms_norm(3, 40, 4))
-    add = cost.add_rms_norm(3, 40, 4)
+    assert_counts(monkeypatch, lambda: triton_layers.rms_norm(x, weight, 1e-5), roofline.rms_norm(3, 40, 4))
+    add = roofline.add_rms_norm(3, 40, 4)
     assert_counts(monkeypatch, lambda: triton_layers.add_rms_norm(x, x.clone(), weight, 1e-5), add)
-    assert_counts(monkeypatch, lambda: triton_layers.silu_mul(x), cost.silu_mul(3, 20, 4))
+    assert_counts(monkeypatch, lambda: triton_layers.silu_mul(x), roofline.silu_mul(3, 20, 4))
 
 
 def test_copies_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     data, ids = torch.zeros(6, 3000), torch.arange(6)
-    assert_counts(monkeypatch, lambda: triton_copy.copy_blocks(data, 0, ids[:2], ids[2:4]), cost.copy_blocks(2, 12_000))
+    assert_counts(
+        monkeypatch, lambda: triton_copy.copy_blocks(data, 0, ids[:2], ids[2:4]), roofline.copy_blocks(2, 12_000)
+    )
 
 
 ASKED = table({"temperature": 1.0, "top_p": 0.5}, {"temperature": 1.0}, {}, {"presence": 1.0, "num_biased": 3})
@@ -108,12 +109,12 @@ SLOTS = torch.arange(4)
 
 def test_choosing_and_thresholds(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = noise(4, 8193).half()
-    want = cost_sampling.choose(4, 2, 8193, 2)
+    want = roofline_sampling.choose(4, 2, 8193, 2)
     assert_counts(monkeypatch, lambda: triton_sampling.choose(logits, ASKED, SLOTS, SLOTS), want, slack=0.01)
     with watched(monkeypatch) as traffic:
         triton_thresholds.thresholds(logits, ASKED, SLOTS)
     candidates = 2 * 2 * triton_thresholds.CAPACITY  # written and read again, at most
-    want = cost_sampling.thresholds(4, 1, 8193, 2)
+    want = roofline_sampling.thresholds(4, 1, 8193, 2)
     assert 0.98 * want.num_bytes <= traffic.num_bytes <= want.num_bytes + candidates
 
 
@@ -122,13 +123,13 @@ def test_edits(monkeypatch: pytest.MonkeyPatch) -> None:
     biased, bias = torch.tensor([[0, 5, 8192]] * 4, dtype=torch.int32), torch.ones(4, 3)
     masks = torch.zeros(1, 257, dtype=torch.int32)
     lists = (counts, biased, bias, biased, masks, torch.tensor([-1, -1, 0, -1]))
-    want = cost_sampling.edit(4, 8193, 2, 1, 1, [0, 0, 0, 3])
+    want = roofline_sampling.edit(4, 8193, 2, 1, 1, [0, 0, 0, 3])
     assert_counts(monkeypatch, lambda: triton_edits.edit(logits, ASKED, SLOTS, SLOTS, *lists), want, slack=0.01)
 
 
 def test_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = noise(4, 8193).half()
-    want = cost_sampling.score(3, 8193, 2, 5)
+    want = roofline_sampling.score(3, 8193, 2, 5)
     launch = lambda: triton_sampling.score(logits, SLOTS[1:], SLOTS, 5)  # noqa: E731
     assert_counts(monkeypatch, launch, want, slack=0.01)
 

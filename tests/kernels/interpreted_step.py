@@ -15,7 +15,7 @@ from millrace.kernels.layout import step_state
 from millrace.kernels.layout.step_state import SlotState
 from millrace.kernels.triton import launch as triton_launch
 from millrace.kernels.triton import step_state as triton_step
-from millrace.stages.backends.cuda.step_update import Ends, diff_size
+from millrace.stages.backends.cuda.step_update import EndRules, diff_size
 from tests.kernels.step_sides import Side, differences, parts_of
 from tests.stages.step_walk import EOS, Walk
 
@@ -56,7 +56,7 @@ def test_tokens_beyond_2_to_the_31_elements_are_reached() -> None:
     ours.slots = SlotState(ours.slots.state, memory.as_strided((2, 32), (far, 1)), ours.slots.tables)
     ours.slots.tokens.copy_(twin.slots.tokens)
     for grant in walk.steps(6, only_decode=0.2):
-        parts = parts_of(grant, Ends((EOS,), 32), diff_size(2, 20, 100))
+        parts = parts_of(grant, EndRules((EOS,), 32), diff_size(2, 20, 100))
         for side in (twin, ours):
             side.step(parts, 2, 64, [5] * grant.num_sampled)
         assert torch.equal(ours.slots.tokens, twin.slots.tokens)

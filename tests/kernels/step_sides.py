@@ -11,7 +11,7 @@ import torch
 
 from millrace.kernels.layout import step_state
 from millrace.kernels.layout.step_state import SlotState, StepBuffers
-from millrace.stages.backends.cuda.step_update import Ends, diff_size, write
+from millrace.stages.backends.cuda.step_update import EndRules, diff_size, write
 from millrace.stages.messages import Ints, StepGrant
 from tests.stages.step_walk import EOS, VOCAB_SIZE, Walk
 
@@ -36,12 +36,12 @@ class Side:
         """All that a step does, padded to `num_rows` and `num_tokens`."""
         for part in parts:
             diff = torch.from_numpy(part).to(self.device)
-            self.kernels.take_news(diff, self.slots)
+            self.kernels.apply_updates(diff, self.slots)
         inputs = self.buffers.of(num_rows, num_tokens)
         self.kernels.make_inputs(diff, self.slots, inputs, self.block_size)
         ids = torch.full((num_rows,), 44, dtype=torch.int64)
         ids[: len(chosen)] = torch.tensor(chosen, dtype=torch.int64)
-        self.kernels.settle(self.told[:, :num_rows], ids.to(self.device), inputs.sampled_slots, self.slots)
+        self.kernels.note_tokens(self.told[:, :num_rows], ids.to(self.device), inputs.sampled_slots, self.slots)
 
     def everything(self) -> dict[str, torch.Tensor]:
         """All that was written, by name."""
@@ -49,7 +49,7 @@ class Side:
         return found | {name: getattr(self.buffers, name) for name in StepBuffers.__slots__} | {"told": self.told}
 
 
-def parts_of(grant: StepGrant, ends: Ends, capacity: int) -> list[Ints]:
+def parts_of(grant: StepGrant, ends: EndRules, capacity: int) -> list[Ints]:
     """The diff, in copies of what was sent."""
     buffer = np.full(capacity, POISON, np.int32)
     return [buffer.copy() for _ in write(grant, ends, repeat(buffer))]
@@ -74,7 +74,7 @@ def differences(
     twin = Side(step_state, walk, num_rows, num_tokens)
     ours = Side(kernels, walk, num_rows, num_tokens, device)
     for grant in walk.steps(num_steps):
-        parts = parts_of(grant, Ends((EOS,), max_model_len), diff_size(num_slots, 3, room))
+        parts = parts_of(grant, EndRules((EOS,), max_model_len), diff_size(num_slots, 3, room))
         rows = dice.randint(len(grant.slots), num_rows)
         tokens = min(num_tokens, grant.num_computed + dice.choice([0, 1, 40]))
         chosen = [dice.choice([EOS, -1, *range(2, VOCAB_SIZE)]) for _ in range(grant.num_sampled)]

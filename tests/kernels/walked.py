@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from millrace.kernels.layout.work_lists import Division, Item, Listed, Split
+from millrace.kernels.layout.work_lists import Division, HostWorkList, SplitTask, WorkItem
 from tests.kernels.paged import PagedCase
 
 
@@ -27,7 +27,7 @@ class Counted:
 
 
 def walk(
-    case: PagedCase, lists: list[tuple[Division, Listed]], scale: float, window: int | None
+    case: PagedCase, lists: list[tuple[Division, HostWorkList]], scale: float, window: int | None
 ) -> tuple[Tensor, Counted]:
     """[T, H, D] f64, and the counts."""
     out = torch.full(case.q.shape, float("nan"), dtype=torch.float64)
@@ -37,14 +37,14 @@ def walk(
         for item in listed.items.tolist():
             counted.num_items += 1
             for row, head, sums, peak, weight in _item(case, division, item, scale, window, counted):
-                if item[Item.PARTIAL] >= 0:
-                    partials[item[Item.PARTIAL]][row, head] = sums, peak, weight
+                if item[WorkItem.PARTIAL] >= 0:
+                    partials[item[WorkItem.PARTIAL]][row, head] = sums, peak, weight
                     counted.num_partial_rows += 1
                 else:
                     counted.results.add((row, head))
                     out[row, head] = sums / weight if weight else 0.0
         for split in listed.splits.tolist():
-            pieces = range(split[Split.FIRST_PARTIAL], split[Split.FIRST_PARTIAL] + split[Split.NUM_PIECES])
+            pieces = range(split[SplitTask.FIRST_PARTIAL], split[SplitTask.FIRST_PARTIAL] + split[SplitTask.NUM_PIECES])
             for row, head in partials[pieces[0]]:
                 counted.num_merged_rows += 1
                 parts = zip(*(partials[piece][row, head] for piece in pieces), strict=True)
@@ -61,22 +61,22 @@ def _item(
     group = case.q.shape[1] // case.k_cache.shape[1]
     block_size = case.k_cache.shape[2]
     found = []
-    for new in range(item[Item.NUM_TOKENS]):
-        last = item[Item.POSITION] + new
+    for new in range(item[WorkItem.NUM_TOKENS]):
+        last = item[WorkItem.POSITION] + new
         first = 0 if window is None else max(0, last + 1 - window)
-        tiles = range(item[Item.FIRST_TILE] * division.block_n, item[Item.END_TILE] * division.block_n)
+        tiles = range(item[WorkItem.FIRST_TILE] * division.block_n, item[WorkItem.END_TILE] * division.block_n)
         tokens = [token for token in tiles if first <= token <= last]
         places = []
         for token in tokens:
-            counted.table_entries.add((item[Item.SEQUENCE], token // block_size))
-            block = int(case.block_tables[item[Item.SEQUENCE], token // block_size])
-            counted.cached.add((block, item[Item.GROUP], token % block_size))
+            counted.table_entries.add((item[WorkItem.SEQUENCE], token // block_size))
+            block = int(case.block_tables[item[WorkItem.SEQUENCE], token // block_size])
+            counted.cached.add((block, item[WorkItem.GROUP], token % block_size))
             places.append((block, token % block_size))
         blocks, offsets = torch.tensor(places, dtype=torch.long).reshape(-1, 2).unbind(1)
-        keys = case.k_cache[blocks, item[Item.GROUP], offsets].double()
-        values = case.v_cache[blocks, item[Item.GROUP], offsets].double()
-        for head in range(item[Item.GROUP] * group, (item[Item.GROUP] + 1) * group):
-            row = item[Item.ROW] + new
+        keys = case.k_cache[blocks, item[WorkItem.GROUP], offsets].double()
+        values = case.v_cache[blocks, item[WorkItem.GROUP], offsets].double()
+        for head in range(item[WorkItem.GROUP] * group, (item[WorkItem.GROUP] + 1) * group):
+            row = item[WorkItem.ROW] + new
             counted.queries.add((row, head))
             counted.num_pairs += len(tokens)
             scores = keys @ case.q[row, head].double() * scale

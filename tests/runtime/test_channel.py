@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from millrace.runtime.channel import Channel, ChannelClosed, ControlLane
-from millrace.runtime.wakeups import Bell
+from millrace.runtime.wakeups import Wakeup
 
 
 def run(main: Coroutine[Any, Any, Any]) -> Any:
@@ -225,13 +225,13 @@ def test_counters_and_times_tell_how_long_a_channel_was_full_and_empty() -> None
 
 def test_a_ring_before_the_wait_is_not_lost() -> None:
     async def main() -> None:
-        bell = Bell()
-        bell.ring()
-        await asyncio.wait_for(bell.wait(), 1.0)
-        waiting = asyncio.create_task(bell.wait())
+        wakeup = Wakeup()
+        wakeup.set()
+        await asyncio.wait_for(wakeup.wait(), 1.0)
+        waiting = asyncio.create_task(wakeup.wait())
         await settle()
         assert not waiting.done()  # one ring, one wake-up
-        bell.ring()
+        wakeup.set()
         await asyncio.wait_for(waiting, 1.0)
 
     run(main())
@@ -239,13 +239,13 @@ def test_a_ring_before_the_wait_is_not_lost() -> None:
 
 def test_a_ring_whose_waiter_was_cancelled_wakes_the_next_one() -> None:
     async def main() -> None:
-        bell = Bell()
-        waiting = asyncio.create_task(bell.wait())
+        wakeup = Wakeup()
+        waiting = asyncio.create_task(wakeup.wait())
         await settle()
-        bell.ring()
+        wakeup.set()
         waiting.cancel()
         await settle()
-        await asyncio.wait_for(bell.wait(), 1.0)
+        await asyncio.wait_for(wakeup.wait(), 1.0)
 
     run(main())
 
@@ -254,17 +254,17 @@ def test_a_bell_that_starts_to_listen_late_still_rings_for_what_is_there() -> No
     async def main() -> None:
         channel: Channel[int] = Channel("c", 1)
         channel.try_send(1)
-        bell = Bell()
-        channel.listen(bell)
-        await asyncio.wait_for(bell.wait(), 1.0)
+        wakeup = Wakeup()
+        channel.listen(wakeup)
+        await asyncio.wait_for(wakeup.wait(), 1.0)
         closed: Channel[int] = Channel("c", 1)
         closed.close()
-        closed.listen(bell)
-        await asyncio.wait_for(bell.wait(), 1.0)
+        closed.listen(wakeup)
+        await asyncio.wait_for(wakeup.wait(), 1.0)
         lane = ControlLane("control")
         lane.post(1, "cancel")
-        lane.listen(bell)
-        await asyncio.wait_for(bell.wait(), 1.0)
+        lane.listen(wakeup)
+        await asyncio.wait_for(wakeup.wait(), 1.0)
 
     run(main())
 
@@ -280,12 +280,12 @@ def test_the_control_lane_keeps_the_first_cause_of_each_sequence_in_order_of_pos
 
 def test_a_control_lane_may_be_rung_with_nothing_to_take() -> None:
     lane = ControlLane("control")
-    assert not lane.is_rung
-    lane.ring()
-    assert lane.is_rung and len(lane) == 0
-    assert lane.take() == {} and not lane.is_rung
+    assert not lane.is_set
+    lane.set()
+    assert lane.is_set and len(lane) == 0
+    assert lane.take() == {} and not lane.is_set
     lane.post(7, "cancel")
-    assert lane.is_rung and lane.take() == {7: "cancel"} and not lane.is_rung
+    assert lane.is_set and lane.take() == {7: "cancel"} and not lane.is_set
 
 
 # -- any order of operations, against a model that is a list and a queue of waiters

@@ -11,7 +11,7 @@ import pytest
 
 from millrace.runtime.env import cpus
 from millrace.runtime.env.env import LiveEnv
-from millrace.runtime.simulation.manual_env import VirtualEnv
+from millrace.runtime.simulation.manual_env import ManualEnv
 from millrace.runtime.simulation.run import SimEnv
 from millrace.runtime.workers.worker import WorkerClosed
 
@@ -267,7 +267,7 @@ def test_an_env_calls_at_the_time_that_it_was_told_unless_that_is_cancelled(kind
 
 
 def test_where_time_is_set_from_outside_those_are_called_whose_time_has_come():
-    env, called = VirtualEnv(), []
+    env, called = ManualEnv(), []
     alarms = {when_s: env.call_at(when_s, lambda when_s=when_s: called.append(when_s)) for when_s in (3.0, 1.0, 2.0)}
     assert env.next_alarm_s == 1.0
     alarms[1.0].cancel()
@@ -282,7 +282,7 @@ def test_where_time_is_set_from_outside_those_are_called_whose_time_has_come():
 
 
 def test_of_alarms_due_together_the_earlier_is_called_first_and_may_cancel_the_later():
-    env, called = VirtualEnv(), []
+    env, called = ManualEnv(), []
     later = env.call_at(2.0, lambda: called.append(2.0))
     env.call_at(1.0, later.cancel)
     env.call_at(0.5, lambda: called.append(0.5))

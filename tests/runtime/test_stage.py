@@ -51,7 +51,7 @@ async def test_a_stage_that_rings_its_own_lane_is_called_with_nothing_when_it_sa
             self.lane.take()
             if batch:
                 (self.held,) = batch
-                env.call_at(env.now() + 7.0, self.lane.ring)
+                env.call_at(env.now() + 7.0, self.lane.set)
             elif self.held is not None:
                 out.send(self.held)
 
@@ -125,7 +125,7 @@ async def test_an_unwanted_port_holds_its_sender_back_until_it_is_wanted_again(e
         await env.sleep(1.0)
         assert picky.batches == [] and pipeline.runners["pass"].times.blocked == 0.0  # the send has not returned yet
         picky.is_open = True
-        pipeline.runners["picky"]._bell.ring()
+        pipeline.runners["picky"]._wakeup.set()
         await asyncio.gather(*tasks)
         assert pipeline.runners["pass"].times.blocked > 0.9
 

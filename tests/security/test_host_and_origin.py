@@ -10,7 +10,7 @@ from aiohttp.test_utils import make_mocked_request
 
 from millrace.deploy.config import ServerConfig
 from millrace.deploy.errors import ApiError
-from millrace.deploy.http.origin_check import Gate
+from millrace.deploy.http.origin_check import OriginCheck
 from millrace.stages.errors import ConfigError
 from tests.deploy.running import Answer, RunningServer, post_bytes
 from tests.security.oracle import CHAT, KEY, TEXT, check_error, refused
@@ -157,7 +157,7 @@ def test_the_answers_to_its_page_are_readable_whatever_they_are(cors_server):
 def passes(config: ServerConfig, host: str, origin: str | None = None) -> bool:
     headers = {"Host": host} | ({} if origin is None else {"Origin": origin})
     try:
-        Gate.of(config).check(make_mocked_request("GET", "/", headers=headers))
+        OriginCheck.of(config).check(make_mocked_request("GET", "/", headers=headers))
     except ApiError as error:
         assert error.status == 403
         return False

@@ -14,8 +14,8 @@ from multidict import CIMultiDict
 
 from millrace.deploy.config import ServerConfig
 from millrace.deploy.errors import ApiError
-from millrace.deploy.http import api_keys as keys
-from millrace.deploy.http.api_keys import Keys
+from millrace.deploy.http import api_keys
+from millrace.deploy.http.api_keys import ApiKeys
 from millrace.deploy.server.server import Server
 from tests.counts import count
 
@@ -27,7 +27,7 @@ class Request:
         self.headers = CIMultiDict({"Authorization": f"Bearer {key}"})
 
 
-def seconds(checker: Keys, request: Request) -> float:
+def seconds(checker: ApiKeys, request: Request) -> float:
     began = time.perf_counter_ns()
     with contextlib.suppress(ApiError):
         checker.check(request)  # type: ignore[arg-type]
@@ -35,7 +35,7 @@ def seconds(checker: Keys, request: Request) -> float:
 
 
 def test_keys_are_compared_as_digests_by_compare_digest_only():
-    tree = ast.parse(inspect.getsource(keys))
+    tree = ast.parse(inspect.getsource(api_keys))
     calls = [ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
     assert calls.count("hmac.compare_digest") == 1
     compared = [node for node in ast.walk(tree) if isinstance(node, ast.Compare)]
@@ -43,7 +43,7 @@ def test_keys_are_compared_as_digests_by_compare_digest_only():
 
 
 def test_no_other_file_compares_keys():
-    paths = list(Path(inspect.getfile(keys)).parents[1].rglob("*.py"))
+    paths = list(Path(inspect.getfile(api_keys)).parents[1].rglob("*.py"))
     assert len({path.parent for path in paths}) > 3
     texts = {path: path.read_text() for path in paths}
     for path in (path for path, text in texts.items() if "api_key" in text or "admin_key" in text):
@@ -57,7 +57,7 @@ def test_the_admins_routes_are_checked_as_all_others():
     app = Server(config)._make_app()
     (check,) = [middleware for middleware in app.middlewares if "check_keys" in middleware.__qualname__]
     checkers = inspect.getclosurevars(check).nonlocals
-    assert type(checkers["keys"]) is Keys and {type(other) for other in checkers["others"].values()} == {Keys}
+    assert type(checkers["keys"]) is ApiKeys and {type(other) for other in checkers["others"].values()} == {ApiKeys}
 
 
 def test_a_key_that_begins_right_takes_no_longer_than_one_that_does_not():
@@ -72,7 +72,7 @@ def test_a_key_that_begins_right_takes_no_longer_than_one_that_does_not():
 
 def timings(order: random.Random) -> tuple[list[float], list[float]]:
     """Nanoseconds of checks of keys that begin right, and of others, in a random order."""
-    checker = Keys([RIGHT, "another-key"])
+    checker = ApiKeys([RIGHT, "another-key"])
     taken: tuple[list[float], list[float]] = ([], [])
     requests = [
         (wrong, Request("x" * len(RIGHT) if wrong else RIGHT[:-1] + "x")) for wrong in order.choices((0, 1), k=400)

@@ -19,19 +19,19 @@ import pytest
 
 from millrace.kernels.native import build, machine
 from millrace.kernels.native.cache import NativeCache
-from millrace.kernels.reference import attention_plans as plans
+from millrace.kernels.reference import attention_plans
 from millrace.stages import Engine, EngineConfig, SamplingParams
 from millrace.stages.allocate.block_pool import BlockPool, BlockState
 from millrace.stages.outputs import CompletionOutput, RequestOutput
 from tests.counts import FULL
 from tests.model.checkpoints import make_checkpoint
 
-AT_ONCE = 64
+IMMEDIATELY = 64
 TIE = 1e-6  # between the two likeliest tokens' logits: there float32 may choose either, as steps are put together
 MOST_TIES = {"torch": 5, "native": 0}  # answers; the native step's logits do not depend on how steps are put together
 MODEL = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
 SIZES = {"block_size": 4, "max_model_len": 64, "max_num_seqs": 32, "max_num_batched_tokens": 256, "threads": 1}
-ROOMY = {"num_gpu_blocks": 2048, "max_num_seqs": 2 * AT_ONCE, "enable_prefix_caching": False}
+ROOMY = {"num_gpu_blocks": 2048, "max_num_seqs": 2 * IMMEDIATELY, "enable_prefix_caching": False}
 TIGHT = {"num_gpu_blocks": 40}
 NUM_REQUESTS = 1000 if FULL else 120
 POISONS = {"NaN, no host": (math.nan, 0), "10,000": (1e4, 0), "NaN, a host": (math.nan, 60)}
@@ -116,7 +116,7 @@ async def ask_all(model: Path, asks: list[Ask], settings: dict[str, Any], poison
     config = EngineConfig(model=str(model), dtype="float32", device="cpu", **{**SIZES, **settings})
     async with Engine(config) as engine:
         poisoned = None if poison is None else Poison(engine, poison)
-        gate = asyncio.Semaphore(AT_ONCE)
+        gate = asyncio.Semaphore(IMMEDIATELY)
 
         async def one(ask: Ask) -> RequestOutput:
             async with gate:
@@ -192,7 +192,7 @@ def test_poison_in_every_freed_block_changes_no_answer(subject: Subject, poison:
 @pytest.mark.parametrize("subject", ["torch"], indirect=True)
 def test_a_kernel_that_read_unwritten_places_would_be_noticed(subject: Subject, monkeypatch: pytest.MonkeyPatch):
     """The control: without zeros in the rest of a last block, a probability of 0 meets NaN."""
-    monkeypatch.setattr(plans, "_unwritten_tokens", lambda *_: np.zeros(0, np.int64))
+    monkeypatch.setattr(attention_plans, "_unwritten_tokens", lambda *_: np.zeros(0, np.int64))
     gaps = subject.differences(subject.run(math.nan, 120))
     assert max(gaps) > TIE
 

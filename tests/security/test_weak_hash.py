@@ -17,7 +17,7 @@ from tests.counts import count
 from tests.simulation.bugs import BUGS
 
 NUM_PROMPTS = count(1_000, full=10_000)
-AT_ONCE = 64  # prompts of a request
+IMMEDIATELY = 64  # prompts of a request
 SIZES = {"block_size": 4, "num_gpu_blocks": 512, "max_model_len": 64, "max_num_seqs": 64}
 SCRIPT = Script(eos_probability=0.0)
 PARAMS = SamplingParams(max_tokens=2, temperature=0.0, seed=0)
@@ -62,8 +62,8 @@ async def num_wrong(asked: list[list[int]], digest: WeakDigest) -> tuple[int, in
         engine.prefix_cache.digest = digest
 
         wrong = 0
-        for first in range(0, len(asked), AT_ONCE):
-            some = asked[first : first + AT_ONCE]
+        for first in range(0, len(asked), IMMEDIATELY):
+            some = asked[first : first + IMMEDIATELY]
             request = Request(f"from {first}", tuple(Prompt(token_ids=np.array(ids, np.int32)) for ids in some), PARAMS)
             (answer,) = [output async for output in read_outputs(await engine.submit(request), "final")]
             expected = [SCRIPT.expected(prompt, PARAMS) for prompt in some]

@@ -16,13 +16,13 @@ from pytest import MonkeyPatch
 
 from millrace.runtime.channel import Channel
 from millrace.runtime.exit import Exit
-from millrace.runtime.wakeups import BellTower
+from millrace.runtime.wakeups import WakeupBatch
 from millrace.stages.allocate.allocator import Allocator
-from millrace.stages.allocate.slot_blocks import Holdings
-from millrace.stages.exit.outboxes import Choice, RequestOutbox
+from millrace.stages.allocate.slot_blocks import SlotBlocks
+from millrace.stages.exit.outboxes import AnswerBuffer, RequestOutbox
 from millrace.stages.messages import StepPlan
-from millrace.stages.sample.draft_acceptance import NO_DRAFT, Runs
-from millrace.stages.schedule.lifecycle import Lives
+from millrace.stages.sample.draft_acceptance import NO_DRAFT, DraftRuns
+from millrace.stages.schedule.lifecycle import SequenceLifecycle
 from millrace.stages.schedule.planner import Planner
 from millrace.stages.schedule.scheduler import Scheduler
 from millrace.stages.schedule.sequence import State
@@ -34,7 +34,7 @@ def lost_free_on_abort() -> AbstractContextManager[None]:
     """Schedule does not report sequences to allocate that end in another way than on the device."""
 
     def change(end: Any) -> Any:
-        def lossy(self: Lives, sequence_id: int) -> None:
+        def lossy(self: SequenceLifecycle, sequence_id: int) -> None:
             sequence = self.sequences.get(sequence_id)
             end(self, sequence_id)
             is_told = sequence is not None and self.news.ended[-1:] == [sequence.slot]
@@ -54,7 +54,7 @@ def lost_free_on_abort() -> AbstractContextManager[None]:
             on_done(self, done)
             finished_by_device.clear()
 
-        with MonkeyPatch.context() as patch, changed(Lives, "end", change):
+        with MonkeyPatch.context() as patch, changed(SequenceLifecycle, "end", change):
             patch.setattr(Scheduler, "on_done", noting)
             yield
 
@@ -79,26 +79,26 @@ def bells_beyond_a_turn_forgotten() -> AbstractContextManager[None]:
     """Of stages that ring together, those beyond the limit of one loop callback are never woken."""
 
     def change(wake_some: Any) -> Any:
-        def forgetful(self: BellTower) -> None:
+        def forgetful(self: WakeupBatch) -> None:
             wake_some(self)
             self._rung.clear()
 
         return forgetful
 
-    return changed(BellTower, "_wake_some", change)
+    return changed(WakeupBatch, "_wake_some", change)
 
 
 def duplicate_terminal_event() -> AbstractContextManager[None]:
     """A choice that has ended repeats its end at each read of its client."""
 
     def change(take: Any) -> Any:
-        def repeating(self: Choice) -> Any:
+        def repeating(self: AnswerBuffer) -> Any:
             self.is_told = False
             return take(self)
 
         return repeating
 
-    return changed(Choice, "take", change)
+    return changed(AnswerBuffer, "take", change)
 
 
 def second_end() -> AbstractContextManager[None]:
@@ -123,9 +123,9 @@ def sleeping_client() -> AbstractContextManager[None]:
 
     def change(end: Any) -> Any:
         def silent(self: RequestOutbox, cause: str, error: BaseException | None) -> None:
-            self.bell, bell = BellTower().bell(), self.bell  # one without a waiter
+            self.wakeup, wakeup = WakeupBatch().wakeup(), self.wakeup  # one without a waiter
             end(self, cause, error)
-            self.bell = bell
+            self.wakeup = wakeup
 
         return silent
 
@@ -136,53 +136,53 @@ def swap_kept_despite_void() -> AbstractContextManager[None]:
     """Blocks that a void step should have copied to the host count as copied."""
 
     def change(give_up: Any) -> Any:
-        def gullible(self: Lives, void_step: int) -> None:
+        def gullible(self: SequenceLifecycle, void_step: int) -> None:
             pass
 
         return gullible
 
-    return changed(Lives, "give_up_swapped", change)
+    return changed(SequenceLifecycle, "give_up_swapped", change)
 
 
 def lost_host_blocks() -> AbstractContextManager[None]:
     """Sequences that end while they are swapped out leave their blocks on the host for good."""
 
     def change(discard: Any) -> Any:
-        def silent(self: Lives, sequence: Any) -> None:
+        def silent(self: SequenceLifecycle, sequence: Any) -> None:
             discard(self, sequence)
             self.news.discarded.clear()
 
         return silent
 
-    return changed(Lives, "_discard", change)
+    return changed(SequenceLifecycle, "_discard", change)
 
 
 def parked_for_good() -> AbstractContextManager[None]:
     """A sequence parked after it lost its blocks does not return to the queue."""
 
     def change(unpark: Any) -> Any:
-        def forgetful(self: Lives, sequence_id: int) -> None:
+        def forgetful(self: SequenceLifecycle, sequence_id: int) -> None:
             sequence = self.sequences.get(sequence_id)
             if sequence is None or sequence.state is not State.PARKED:
                 unpark(self, sequence_id)
 
         return forgetful
 
-    return changed(Lives, "unpark", change)
+    return changed(SequenceLifecycle, "unpark", change)
 
 
 def trusted_drafts() -> AbstractContextManager[None]:
     """The token after the first wrong draft counts, too."""
 
     def change(that_count: Any) -> Any:
-        def trusting(self: Runs, token_ids: Any) -> Any:
+        def trusting(self: DraftRuns, token_ids: Any) -> Any:
             rows = that_count(self, token_ids)
             more = rows[self.drafts[rows] != NO_DRAFT] + 1
             return np.union1d(rows, more)
 
         return trusting
 
-    return changed(Runs, "that_count", change)
+    return changed(DraftRuns, "that_count", change)
 
 
 def drafts_computed_for_good() -> AbstractContextManager[None]:
@@ -198,14 +198,14 @@ def drafts_computed_for_good() -> AbstractContextManager[None]:
         return gullible
 
     def change_note(take_note: Any) -> Any:
-        def deaf(self: Holdings, plan: StepPlan) -> None:
+        def deaf(self: SlotBlocks, plan: StepPlan) -> None:
             take_note(self, replace(plan, accepted=()))
 
         return deaf
 
     @contextmanager
     def planted() -> Iterator[None]:
-        with changed(Allocator, "serve", change), changed(Holdings, "take_note", change_note):
+        with changed(Allocator, "serve", change), changed(SlotBlocks, "take_note", change_note):
             yield
 
     return planted()
@@ -215,12 +215,12 @@ def accepted_drafts_forgotten() -> AbstractContextManager[None]:
     """Accepted drafts are not reported to allocate."""
 
     def change(take_note: Any) -> Any:
-        def deaf(self: Holdings, plan: StepPlan) -> None:
+        def deaf(self: SlotBlocks, plan: StepPlan) -> None:
             take_note(self, replace(plan, accepted=()))
 
         return deaf
 
-    return changed(Holdings, "take_note", change)
+    return changed(SlotBlocks, "take_note", change)
 
 
 def drafting_rows_run_ahead() -> AbstractContextManager[None]:

@@ -13,10 +13,10 @@ from typing import Any
 from millrace.kernels.layout import step_state
 from millrace.runtime.device_streams.simulated import SimStream
 from millrace.runtime.workers.in_order import InOrder
-from millrace.stages.backends.cuda import step_submission as submission
-from millrace.stages.backends.cuda.async_device import LateDevice
+from millrace.stages.backends.cuda import step_submission
+from millrace.stages.backends.cuda.async_device import AsyncDevice
 from millrace.stages.backends.cuda.pinned_ring import SendRing
-from millrace.stages.backends.cuda.step_submission import Step, StepLine
+from millrace.stages.backends.cuda.step_submission import StepSubmitter, SubmittedStep
 from millrace.stages.messages import StepGrant, StepTokens
 from tests.simulation.memory_bugs import early_reuse
 from tests.simulation.planting import Bug, changed
@@ -30,7 +30,7 @@ def fence_dropped() -> AbstractContextManager[None]:
 def told_when_submitted() -> AbstractContextManager[None]:
     """A step counts as done as soon as all of it is submitted."""
 
-    return changed(submission, "_wait", lambda wait: lambda step: None)
+    return changed(step_submission, "_wait", lambda wait: lambda step: None)
 
 
 def attended_beside_others() -> AbstractContextManager[None]:
@@ -42,21 +42,21 @@ def told_before_its_swaps() -> AbstractContextManager[None]:
     """A step counts as done when its results are there, though it still copies blocks."""
 
     def change(finish: Any) -> Any:
-        def hasty(self: StepLine, step: Step) -> StepTokens:
+        def hasty(self: StepSubmitter, step: SubmittedStep) -> StepTokens:
             step.has_swaps = False
             tokens: StepTokens = finish(self, step)
             return tokens
 
         return hasty
 
-    return changed(StepLine, "finish", change)
+    return changed(StepSubmitter, "finish", change)
 
 
 def void_told_at_once() -> AbstractContextManager[None]:
     """A step that failed half submitted counts as done while the device still runs that half."""
 
     def change(finish: Any) -> Any:
-        def hasty(self: LateDevice, grant: StepGrant, submitted: asyncio.Future[Step]) -> StepTokens:
+        def hasty(self: AsyncDevice, grant: StepGrant, submitted: asyncio.Future[SubmittedStep]) -> StepTokens:
             if (error := submitted.exception()) is not None:
                 raise error
             tokens: StepTokens = finish(self, grant, submitted)
@@ -64,7 +64,7 @@ def void_told_at_once() -> AbstractContextManager[None]:
 
         return hasty
 
-    return changed(LateDevice, "_finish", change)
+    return changed(AsyncDevice, "_finish", change)
 
 
 def results_not_behind_done() -> AbstractContextManager[None]:
@@ -74,7 +74,7 @@ def results_not_behind_done() -> AbstractContextManager[None]:
 
 def result_overwritten() -> AbstractContextManager[None]:
     """A step is sampled while the result of the one before is still being read."""
-    return changed(StepLine, "_before", lambda _: lambda self, step: step)
+    return changed(StepSubmitter, "_before", lambda _: lambda self, step: step)
 
 
 def diff_buffer_taken_too_soon() -> AbstractContextManager[None]:
@@ -92,7 +92,7 @@ def diff_buffer_taken_too_soon() -> AbstractContextManager[None]:
 
 def swap_in_not_waited_for() -> AbstractContextManager[None]:
     """A step runs while blocks that it reads are still on their way from the host."""
-    return changed(submission, "_is_touched", lambda _: lambda grant: False)
+    return changed(step_submission, "_is_touched", lambda _: lambda grant: False)
 
 
 def swap_out_not_behind_its_writers() -> AbstractContextManager[None]:
@@ -102,7 +102,7 @@ def swap_out_not_behind_its_writers() -> AbstractContextManager[None]:
 
 def line_not_entered() -> AbstractContextManager[None]:
     """The device's thread does not use the stream that steps run on."""
-    return changed(StepLine, "enter", lambda enter: lambda self: None)
+    return changed(StepSubmitter, "enter", lambda enter: lambda self: None)
 
 
 def stream_not_used() -> AbstractContextManager[None]:

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 from pytest import MonkeyPatch
 
-from millrace.stages.allocate import prefix_cache as prefix
+from millrace.stages.allocate import prefix_cache
 from millrace.stages.allocate.block_pool import BlockPool
 from millrace.stages.allocate.host_tier import HostTier
-from millrace.stages.allocate.partial_blocks import Followers
-from millrace.stages.allocate.prefix_publisher import Sharing
-from millrace.stages.allocate.slot_blocks import Holdings
+from millrace.stages.allocate.partial_blocks import PartialBlocks
+from millrace.stages.allocate.prefix_publisher import PrefixPublisher
+from millrace.stages.allocate.slot_blocks import SlotBlocks
 from millrace.stages.messages import Ints, StepPlan
 from tests.simulation.planting import Bug, changed
 
@@ -60,19 +60,19 @@ def trusted_digest() -> AbstractContextManager[None]:
 
         return trusting
 
-    return changed(prefix._Tier, "find", change)
+    return changed(prefix_cache._Tier, "find", change)
 
 
 def kept_despite_void() -> AbstractContextManager[None]:
     """Blocks that a void step should have filled count as filled."""
 
-    def change(settle: Any) -> Any:
-        def gullible(self: Sharing, plan: StepPlan) -> None:
-            settle(self, replace(plan, voided=()))
+    def change(complete_steps: Any) -> Any:
+        def gullible(self: PrefixPublisher, plan: StepPlan) -> None:
+            complete_steps(self, replace(plan, voided=()))
 
         return gullible
 
-    return changed(Sharing, "settle", change)
+    return changed(PrefixPublisher, "settle", change)
 
 
 def freed_by_the_first_holder() -> AbstractContextManager[None]:
@@ -92,32 +92,32 @@ def shared_too_early() -> AbstractContextManager[None]:
     """A prompt's blocks can be found as soon as their step is granted."""
 
     def change(note_grant: Any) -> Any:
-        def hasty(self: Sharing, step: int, *columns: Any) -> None:
+        def hasty(self: PrefixPublisher, step: int, *columns: Any) -> None:
             note_grant(self, -1, *columns)
 
         return hasty
 
-    return changed(Sharing, "note_grant", change)
+    return changed(PrefixPublisher, "note_grant", change)
 
 
 def forked_one_token_too_many() -> AbstractContextManager[None]:
     """One token more counts as copied than two blocks have in common."""
 
     def change(find: Any) -> Any:
-        def generous(self: Followers, before: int | str, tokens: bytes, least: int) -> tuple[int, int] | None:
+        def generous(self: PartialBlocks, before: int | str, tokens: bytes, least: int) -> tuple[int, int] | None:
             found = find(self, before, tokens, least)
             return None if found is None else (found[0], min(found[1] + 1, len(tokens) // 4))
 
         return generous
 
-    return changed(Followers, "find", change)
+    return changed(PartialBlocks, "find", change)
 
 
 def fork_source_not_held() -> AbstractContextManager[None]:
     """The block that a sequence copies from may be reused before it is copied."""
 
     def change(attach: Any) -> Any:
-        def careless(self: Holdings, plan: StepPlan, row: int, *, may_fork: bool) -> None:
+        def careless(self: SlotBlocks, plan: StepPlan, row: int, *, may_fork: bool) -> None:
             attach(self, plan, row, may_fork=may_fork)
             beginning = self.begun.get(int(plan.slots[row]))
             if beginning is not None and beginning.source is not None:
@@ -126,7 +126,7 @@ def fork_source_not_held() -> AbstractContextManager[None]:
         return careless
 
     def change_fork(fork: Any) -> Any:
-        def without_giving_back(self: Holdings, step: int) -> None:
+        def without_giving_back(self: SlotBlocks, step: int) -> None:
             give_back, self.pool.give_back = self.pool.give_back, lambda *_: None  # type: ignore[method-assign]
             fork(self, step)
             self.pool.give_back = give_back  # type: ignore[method-assign]
@@ -134,7 +134,7 @@ def fork_source_not_held() -> AbstractContextManager[None]:
         return without_giving_back
 
     def change_give_up(give_up: Any) -> Any:
-        def without_giving_back(self: Holdings, slot: int) -> None:
+        def without_giving_back(self: SlotBlocks, slot: int) -> None:
             beginning = self.begun.get(slot)
             if beginning is not None and beginning.source is not None:
                 self.begun[slot] = replace(beginning, source=None)
@@ -150,7 +150,7 @@ def fork_source_not_held() -> AbstractContextManager[None]:
                 ("fork", change_fork),
                 ("_give_up_beginning", change_give_up),
             ):
-                patch.setattr(Holdings, name, made(getattr(Holdings, name)))
+                patch.setattr(SlotBlocks, name, made(getattr(SlotBlocks, name)))
             yield
 
     return planted()
@@ -160,26 +160,26 @@ def fork_source_reused_while_copied() -> AbstractContextManager[None]:
     """The block that a sequence copies from is freed as soon as the step that copies it is granted."""
 
     def change(fork: Any) -> Any:
-        def hasty(self: Holdings, step: int) -> None:
+        def hasty(self: SlotBlocks, step: int) -> None:
             fork(self, -1)
 
         return hasty
 
-    return changed(Holdings, "fork", change)
+    return changed(SlotBlocks, "fork", change)
 
 
 def forked_block_never_let_go() -> AbstractContextManager[None]:
     """A sequence that copies from a block goes on holding it."""
 
     def change(fork: Any) -> Any:
-        def clinging(self: Holdings, step: int) -> None:
+        def clinging(self: SlotBlocks, step: int) -> None:
             give_back, self.pool.give_back = self.pool.give_back, lambda *_: None  # type: ignore[method-assign]
             fork(self, step)
             self.pool.give_back = give_back  # type: ignore[method-assign]
 
         return clinging
 
-    return changed(Holdings, "fork", change)
+    return changed(SlotBlocks, "fork", change)
 
 
 def tails_of_other_salts() -> AbstractContextManager[None]:
@@ -187,7 +187,7 @@ def tails_of_other_salts() -> AbstractContextManager[None]:
 
     def change(name: str) -> Any:
         def of(method: Any) -> Any:
-            def unsalted(self: Followers, *args: Any) -> Any:
+            def unsalted(self: PartialBlocks, *args: Any) -> Any:
                 at = 0 if name == "find" else 1
                 before = "" if isinstance(args[at], str) else args[at]
                 return method(self, *args[:at], before, *args[at + 1 :])
@@ -200,7 +200,7 @@ def tails_of_other_salts() -> AbstractContextManager[None]:
     def planted() -> Iterator[None]:
         with MonkeyPatch.context() as patch:
             for name in ("find", "add", "add_tail", "remove"):
-                patch.setattr(Followers, name, change(name)(getattr(Followers, name)))
+                patch.setattr(PartialBlocks, name, change(name)(getattr(PartialBlocks, name)))
             yield
 
     return planted()
@@ -210,29 +210,29 @@ def tail_found_too_early() -> AbstractContextManager[None]:
     """The tail of a prompt can be found as soon as its step is granted."""
 
     def change(note_grant: Any) -> Any:
-        def hasty(self: Sharing, step: int, slots: Any, starts: Ints, ends: Ints, found: Ints) -> None:
+        def hasty(self: PrefixPublisher, step: int, slots: Any, starts: Ints, ends: Ints, found: Ints) -> None:
             note_grant(self, step, slots, starts, ends, found)
             for slot, end in zip(slots.tolist(), ends.tolist(), strict=True):
                 chain = self._chain(slot)
                 if end == self._num_known[slot] and chain.num_blocks == chain.num_known:
-                    self._num_settled[slot] = end
+                    self._num_completed[slot] = end
                     self._put_tail(slot, chain)
 
         return hasty
 
-    return changed(Sharing, "note_grant", change)
+    return changed(PrefixPublisher, "note_grant", change)
 
 
 def reused_while_copied() -> AbstractContextManager[None]:
     """The blocks of a victim are freed when its own last step is done, though a later one copies them."""
 
     def change(preempt: Any) -> Any:
-        def hasty(self: Holdings, slot: int, step: int) -> None:
+        def hasty(self: SlotBlocks, slot: int, step: int) -> None:
             preempt(self, slot, int(self.last_step[slot]))
 
         return hasty
 
-    return changed(Holdings, "preempt", change)
+    return changed(SlotBlocks, "preempt", change)
 
 
 def host_reused_early() -> AbstractContextManager[None]:
@@ -251,7 +251,7 @@ def half_a_block_forgotten() -> AbstractContextManager[None]:
     """Only full blocks are copied to the host, and the tokens in the last one count as copied, too."""
 
     def change(preempt: Any) -> Any:
-        def short(self: Holdings, slot: int, step: int) -> None:
+        def short(self: SlotBlocks, slot: int, step: int) -> None:
             num_copies = len(self.copies)
             num_full = int(self.tables.num_tokens[slot]) // self.pool.block_size
             preempt(self, slot, step)
@@ -263,15 +263,15 @@ def half_a_block_forgotten() -> AbstractContextManager[None]:
 
         return short
 
-    return changed(Holdings, "preempt", change)
+    return changed(SlotBlocks, "preempt", change)
 
 
 def moved_despite_void() -> AbstractContextManager[None]:
     """Cached blocks that a void step should have copied to the host count as copied."""
 
-    def change(settle: Any) -> Any:
+    def change(complete_steps: Any) -> Any:
         def gullible(self: HostTier, completed_step: int, voided: Any, generation: int) -> list[int]:
-            return list(settle(self, completed_step, (), -1))
+            return list(complete_steps(self, completed_step, (), -1))
 
         return gullible
 

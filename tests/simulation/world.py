@@ -17,12 +17,12 @@ from typing import Any
 from millrace.runtime.env.log import captured_logs
 from millrace.runtime.pipeline import Busy, NotServing
 from millrace.runtime.simulation.run import SimEnv, SimResult, run
-from millrace.runtime.wakeups import BellTower
+from millrace.runtime.wakeups import WakeupBatch
 from millrace.stages.errors import Failed, Overloaded, RequestError, TimedOut, Unavailable
 from millrace.stages.messages import Direction, Prompt
-from millrace.stages.outputs import Delta
+from millrace.stages.outputs import ChoiceDelta
 from millrace.stages.schedule.sequence import MAX_PREEMPTIONS, State
-from millrace.stages.testing.scripted.async_device import LateScript
+from millrace.stages.testing.scripted.async_device import AsyncScriptedModel
 from millrace.stages.testing.scripted.engine import ScriptedPipeline, scripted_pipeline
 from millrace.stages.testing.scripted.script import Script
 from tests.simulation.right_answers import right_answer
@@ -45,7 +45,7 @@ class History:
     finishes: list[tuple[str, str | int | None] | None]
     outcome: str = "waiting"  # refused, finished, left, or the name of its error
 
-    def take(self, delta: Delta) -> None:
+    def take(self, delta: ChoiceDelta) -> None:
         i = delta.index
         if self.finishes[i] is not None:
             raise Broken(f"I1: choice {i} of {self.client.request.request_id} got {delta} after its finish")
@@ -90,7 +90,7 @@ class World:
         parts.pipeline.entry_capacity = next(capacities)
         parts.schedule.max_waiting = self.setup.max_waiting
         if self.setup.woken_at_once is not None:
-            parts.pipeline.bells = BellTower(self.setup.woken_at_once)
+            parts.pipeline.wakeups = WakeupBatch(self.setup.woken_at_once)
         cache = parts.allocate.allocator.cache
         if cache is not None:
             cache.min_tokens_to_wait_for = cache.min_tokens_to_fork = 1
@@ -215,7 +215,7 @@ class World:
         await self.env.aclose()
         self.failure.cancel()
         self.report.num_steps = self.parts.model.num_steps
-        if isinstance(self.parts.model, LateScript):
+        if isinstance(self.parts.model, AsyncScriptedModel):
             graphs = self.parts.model.line.graphs
             self.report.states.update(replayed=graphs.num_replayed, eager=graphs.num_eager)
         return self.report

@@ -15,18 +15,18 @@ import torch
 
 from millrace.kernels import kernel_set
 from millrace.kernels.triton import launch as triton_launch
-from millrace.stages.backends.cuda.triton_chooser import KernelChoosing
+from millrace.stages.backends.cuda.triton_chooser import TritonTokenChooser
 from millrace.stages.backends.memory_needs import device_sampler_bytes
-from millrace.stages.grammar.masks import Allowed
+from millrace.stages.grammar.masks import AllowedTokens
 from millrace.stages.sample.sampler import Sampler
-from millrace.stages.sample.slot_params import SamplingTable
-from millrace.stages.sample.token_chooser import Choosing, Rows, any_of
+from millrace.stages.sample.slot_params import SlotParams
+from millrace.stages.sample.token_chooser import SampledRows, TokenChooser, any_of
 from tests.stages.device.test_arrays import any_params, same
 from tests.stages.grants import decode, started
-from tests.stages.sample import test_sampler as test_sampling
+from tests.stages.sample import test_sampler
 from tests.stages.sample.test_sampler import *  # noqa: F403  (its tests, which look for `CHOOSING` over there)
 
-BY_TRITON = partial(KernelChoosing, kernels=kernel_set.load_sampling("triton"))
+BY_TRITON = partial(TritonTokenChooser, kernels=kernel_set.load_sampling("triton"))
 
 del test_seeds_make_choices_of_one_prompt_differ  # noqa: F821  (64 rows; the kernel has its own test)
 
@@ -34,19 +34,19 @@ del test_seeds_make_choices_of_one_prompt_differ  # noqa: F821  (64 rows; the ke
 @pytest.fixture(autouse=True)
 def _by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert triton_launch.IS_INTERPRETED, "run with TRITON_INTERPRET=1"
-    monkeypatch.setattr(test_sampling, "CHOOSING", BY_TRITON)
+    monkeypatch.setattr(test_sampler, "CHOOSING", BY_TRITON)
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN")
 @pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "top_p": 0.5}])
 @pytest.mark.parametrize("bad", ["one nan", "all nan", "all -inf", "one inf"])
 def test_a_row_without_numbers_ends_alone(bad: str, params: dict[str, Any]) -> None:
-    test_sampling.test_a_row_without_numbers_ends_alone(bad, 100, params)
+    test_sampler.test_a_row_without_numbers_ends_alone(bad, 100, params)
 
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "top_k": 5}, {"presence_penalty": 1.0}, {"logprobs": 1}])
 def test_half_precision_logits_do(params: dict[str, Any]) -> None:
-    test_sampling.test_half_precision_logits_do(torch.float16, params)  # bfloat16 is not for the interpreter
+    test_sampler.test_half_precision_logits_do(torch.float16, params)  # bfloat16 is not for the interpreter
 
 
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
@@ -74,9 +74,9 @@ def test_what_is_drawn_is_what_the_other_sampler_would_keep_and_as_likely() -> N
     cut = {"temperature": 1.5, "top_k": 20, "top_p": 0.8, "min_p": 0.05, "logprobs": 20}
     news = [started(slot, seed=slot, **cut) for slot in range(num_slots)]
     drawn = []
-    for choosing in (BY_TRITON, Choosing):
+    for chooser in (BY_TRITON, TokenChooser):
         last_tokens = torch.zeros(num_slots, dtype=torch.int64)
-        sampler = Sampler(last_tokens, 300, 64, logprobs_mode="processed_logprobs", choosing=choosing)
+        sampler = Sampler(last_tokens, 300, 64, logprobs_mode="processed_logprobs", chooser=chooser)
         drawn.append(sampler.sample(decode(*range(num_slots), started=news), logits.clone()))
     ours, theirs = drawn
     assert ours.token_ids.tolist() != theirs.token_ids.tolist()  # another noise
@@ -90,17 +90,17 @@ def test_what_a_grammar_forbids_is_not_chosen(has_processor: bool) -> None:
     masks = np.random.default_rng(1).integers(-(1 << 31), 1 << 31, (2, 4)).astype(np.int32)
     masks &= masks << 1 & masks << 3  # few bits
     found = []
-    for choosing in (BY_TRITON, Choosing):
-        sampler = Sampler(torch.zeros(3, dtype=torch.int64), 100, 64, choosing=choosing)
+    for chooser in (BY_TRITON, TokenChooser):
+        sampler = Sampler(torch.zeros(3, dtype=torch.int64), 100, 64, chooser=chooser)
         if has_processor:
-            sampler.use(test_sampling.Witness())
+            sampler.use(test_sampler.Witness())
         for slot in range(3):
             sampler.table.start(started(slot))
-            sampler.choosing.start(started(slot))
+            sampler.chooser.start(started(slot))
         slots = np.array([2, 0, 1])
-        rows = Rows(slots, np.zeros(3, np.intp), sampler.table.needs[slots], any_of(sampler.table.needs[slots]))
-        allowed = Allowed(np.array([0, 2]), masks, np.arange(2))
-        choice = sampler.choosing.choose(rows, test_sampling.noise(3, 100), allowed)
+        rows = SampledRows(slots, np.zeros(3, np.intp), sampler.table.needs[slots], any_of(sampler.table.needs[slots]))
+        allowed = AllowedTokens(np.array([0, 2]), masks, np.arange(2))
+        choice = sampler.chooser.choose(rows, test_sampler.noise(3, 100), allowed)
         found.append(choice.token_ids.tolist())
     assert found[0] == found[1]
     for mask, token_id in zip(masks, (found[0][0], found[0][2]), strict=True):
@@ -108,7 +108,7 @@ def test_what_a_grammar_forbids_is_not_chosen(has_processor: bool) -> None:
 
 
 def test_the_tables_on_the_device_take_what_the_sizing_counts() -> None:
-    table = SamplingTable(4, 100, 64, ())
+    table = SlotParams(4, 100, 64, ())
     held = vars(BY_TRITON(table, torch.zeros(4, dtype=torch.int64), "raw_logprobs")).values()
     num_bytes = sum(tensor.nbytes for tensor in held if isinstance(tensor, torch.Tensor))
     assert num_bytes == device_sampler_bytes(4, 100)

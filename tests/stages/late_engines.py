@@ -8,12 +8,12 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from millrace.runtime.device_streams.interface import Streams
+from millrace.runtime.device_streams.interface import DeviceStreams
 from millrace.runtime.device_streams.simulated import SimStreams
 from millrace.runtime.env.env import LiveEnv
 from millrace.runtime.env.log import captured_logs
-from millrace.stages.backends.cuda.async_device import LateDevice
-from millrace.stages.backends.cuda.async_model import LateModel
+from millrace.stages.backends.cuda.async_device import AsyncDevice
+from millrace.stages.backends.cuda.async_model import AsyncModel
 from millrace.stages.engine.engine import Engine
 from millrace.stages.engine.results import read_outputs
 from millrace.stages.messages import Prompt, Request
@@ -55,7 +55,7 @@ class Ran:
 async def run(
     checkpoint: Path,
     asks: Sequence[Ask],
-    streams: Streams | None,
+    streams: DeviceStreams | None,
     prepare: Callable[[Engine], object] = lambda engine: None,
     **settings: Any,
 ) -> Ran:
@@ -69,7 +69,7 @@ async def run(
             prepare(engine)
             model = engine.pipeline.stages["execute"].runner  # type: ignore[attr-defined]
             device = engine.pipeline.stages["execute"].device  # type: ignore[attr-defined]
-            assert isinstance(model, LateModel) == isinstance(device, LateDevice) == (streams is not None)
+            assert isinstance(model, AsyncModel) == isinstance(device, AsyncDevice) == (streams is not None)
             before = _counts(engine, model, device)  # of the requests that warmed it up
             counted = _count_copies(engine) if streams is not None else []
             requests = [
@@ -93,7 +93,7 @@ async def run(
 def _counts(engine: Engine, model: Any, device: Any) -> tuple[int, int, int, int]:
     """Preemptions, attended steps, steps and gaps so far; the last three of an asynchronous device only."""
     num_preemptions = engine.scheduler.num_preemptions
-    if not isinstance(model, LateModel):
+    if not isinstance(model, AsyncModel):
         return num_preemptions, 0, 0, 0
     return num_preemptions, model.num_attended, model.line._num_submitted, device.idle_gaps_us.num_observed
 
@@ -117,7 +117,7 @@ async def _final(engine: Engine, request: Request) -> RequestOutput:
     return output
 
 
-def both(checkpoint: Path, asks: Sequence[Ask], streams: Streams, **settings: Any) -> tuple[Ran, Ran]:
+def both(checkpoint: Path, asks: Sequence[Ask], streams: DeviceStreams, **settings: Any) -> tuple[Ran, Ran]:
     """(answers of the synchronous device, answers of the asynchronous one)."""
     with captured_logs():
         return (

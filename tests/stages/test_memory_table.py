@@ -8,28 +8,32 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.stages.backends.cache_size import Needs, Sizing, check_weights
+from millrace.stages.backends.cache_size import CacheSizing, MemoryNeeds, check_weights
 from millrace.stages.config import EngineConfig
 from millrace.stages.errors import ConfigError
-from millrace.stages.memory_table import Machine, human
+from millrace.stages.memory_table import MachineMemory, human
 
 BLOCK = 1_000  # bytes, of 16 tokens
-CPU = Machine(device="cpu", total_bytes=90_000, limit_bytes=60_000, budget_bytes=60_000, cache_cap_bytes=10_000)
-GPU = Machine(device="cuda:0", total_bytes=90_000, limit_bytes=90_000, budget_bytes=60_000, host_free_bytes=40_000)
+CPU = MachineMemory(device="cpu", total_bytes=90_000, limit_bytes=60_000, budget_bytes=60_000, cache_cap_bytes=10_000)
+GPU = MachineMemory(
+    device="cuda:0", total_bytes=90_000, limit_bytes=90_000, budget_bytes=60_000, host_free_bytes=40_000
+)
 
 
-def needs(length: int = 0, **other: int) -> Needs:
+def needs(length: int = 0, **other: int) -> MemoryNeeds:
     """10,000 bytes, and 10 for each token that a sequence may have."""
-    return Needs(**{"weights": 5_000, "state": 10 * length, "activations": 3_000, "logits": 2_000} | other)
+    return MemoryNeeds(**{"weights": 5_000, "state": 10 * length, "activations": 3_000, "logits": 2_000} | other)
 
 
-def sizing(machine: Machine = CPU, needs_of=needs, host_blocks: int = 0, **settings) -> Sizing:
+def sizing(machine: MachineMemory = CPU, needs_of=needs, host_blocks: int = 0, **settings) -> CacheSizing:
     config = EngineConfig(**{"max_num_seqs": 4, "max_num_batched_tokens": 64} | settings)
-    return Sizing(config=config, machine=machine, needs_of=needs_of, bytes_per_block=BLOCK, host_blocks=host_blocks)
+    return CacheSizing(
+        config=config, machine=machine, needs_of=needs_of, bytes_per_block=BLOCK, host_blocks=host_blocks
+    )
 
 
 def test_the_pool_is_what_was_asked_for_or_what_fits():
-    roomy = Machine(device="cpu", total_bytes=10**9, limit_bytes=10**9, budget_bytes=10**9)
+    roomy = MachineMemory(device="cpu", total_bytes=10**9, limit_bytes=10**9, budget_bytes=10**9)
     assert sizing(roomy).num_blocks(64) == 16  # all that four slots can use
     assert sizing(CPU, max_num_seqs=64).num_blocks(64) == 10  # the share of a CPU's memory
     assert sizing(GPU, max_num_seqs=64).num_blocks(64) == (60_000 - 10_000 - 640) // BLOCK
@@ -68,7 +72,9 @@ def test_a_gpus_budget_is_used_to_the_last_block():
 
 
 def test_a_pool_of_swapped_blocks_on_a_cpu_is_taken_from_the_same_memory():
-    tight = Machine(device="cpu", total_bytes=90_000, limit_bytes=30_000, budget_bytes=30_000, cache_cap_bytes=18_000)
+    tight = MachineMemory(
+        device="cpu", total_bytes=90_000, limit_bytes=30_000, budget_bytes=30_000, cache_cap_bytes=18_000
+    )
     assert sizing(tight, max_num_seqs=64).plan(64).num_blocks == 18
     assert sizing(tight, host_blocks=12, max_num_seqs=64).plan(64).num_blocks == (30_000 - 10_640 - 12_000) // BLOCK
 
@@ -209,7 +215,9 @@ def test_auto_does_not_fit_where_not_even_two_tokens_do():
     at_most=st.integers(2, 2_000),
 )
 def test_every_shorter_sequence_fits_and_no_longer_one_does(budget, share, by_token, host_blocks, num_seqs, at_most):
-    machine = Machine(device="cpu", total_bytes=budget, limit_bytes=budget, budget_bytes=budget, cache_cap_bytes=share)
+    machine = MachineMemory(
+        device="cpu", total_bytes=budget, limit_bytes=budget, budget_bytes=budget, cache_cap_bytes=share
+    )
     asked = sizing(machine, lambda n: needs(n, state=by_token * n), host_blocks, max_num_seqs=num_seqs)
     longest = asked.longest(at_most)
     assert [asked.fits(length) for length in range(1, at_most + 1)] == [n <= longest for n in range(1, at_most + 1)]

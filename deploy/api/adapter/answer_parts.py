@@ -15,12 +15,12 @@ from ..parsers.interface import Reasoning
 
 if TYPE_CHECKING:
     from ....stages.messages import TokenLogprobs
-    from ....stages.outputs import Delta
-    from ..assistant_turn import Turn
+    from ....stages.outputs import ChoiceDelta
+    from ..assistant_turn import AssistantTurn
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class TextDelta:
     """The next piece of the answer's text."""
 
     text: str
@@ -28,19 +28,19 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class AnswerEnd:
     """The end of the answer."""
 
     reason: str  # stop, length, tool_calls, error or abort
     stop_reason: str | int | None = None  # the stop string or stop token id
 
 
-# A call ends at a part of another kind, another call, or `End`.
-Part = Text | Reasoning | ToolCallBegun | ToolCallArguments | End
+# A call ends at a part of another kind, another call, or `AnswerEnd`.
+Part = TextDelta | Reasoning | ToolCallBegun | ToolCallArguments | AnswerEnd
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class TokenUsage:
     """Tokens of one request."""
 
     num_prompt: int
@@ -53,10 +53,10 @@ class PartsReader:
     """Converts the deltas of one answer to parts.
 
     `turn` parses the text; None if the answer can only be plain text. With a turn, the log-probabilities of a delta go
-    with its first `Text`.
+    with its first `TextDelta`.
     """
 
-    def __init__(self, turn: Turn | None = None) -> None:
+    def __init__(self, turn: AssistantTurn | None = None) -> None:
         self._turn = turn
 
     @property
@@ -64,25 +64,25 @@ class PartsReader:
         """Reasoning tokens so far; 0 if the model does not mark its reasoning."""
         return (self._turn.num_reasoning_tokens or 0) if self._turn is not None else 0
 
-    def read(self, delta: Delta) -> Iterator[Part]:
+    def read(self, delta: ChoiceDelta) -> Iterator[Part]:
         """Takes the next delta; yields the parts that are certain by now."""
         reason = delta.finish_reason
         if self._turn is None:
             if delta.text or delta.logprobs:
-                yield Text(delta.text, delta.logprobs)
+                yield TextDelta(delta.text, delta.logprobs)
         else:
             yield from self._read_turn(self._turn, delta)
             if reason == "stop" and self._turn.num_calls:
-                yield End("tool_calls", delta.stop_reason)
+                yield AnswerEnd("tool_calls", delta.stop_reason)
                 return
         if reason is not None:
-            yield End(reason, delta.stop_reason)
+            yield AnswerEnd(reason, delta.stop_reason)
 
-    def _read_turn(self, turn: Turn, delta: Delta) -> Iterator[Part]:
+    def _read_turn(self, turn: AssistantTurn, delta: ChoiceDelta) -> Iterator[Part]:
         logprobs: Sequence[TokenLogprobs] = delta.logprobs
         for piece in turn.read(delta.text, delta.token_ids, delta.finish_reason is not None):
             if isinstance(piece, interface.Text):
-                yield Text(piece.text, logprobs)
+                yield TextDelta(piece.text, logprobs)
                 logprobs = ()
             else:
                 yield piece

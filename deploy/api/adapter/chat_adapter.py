@@ -16,15 +16,15 @@ from pydantic_core import CoreSchema
 
 from ...errors import ApiError
 from ..openai.bodies import ChatBody
-from ..openai.generation import Generation, Order, in_terms_of
+from ..openai.generation import GenerationRoutes, PreparedRequest, translate_body_error
 from ..schema.body import Body
 from ..schema.hints import nullable
 from ..schema.validation import read_body
-from .answer_parts import End, Part, PartsReader, Usage
+from .answer_parts import AnswerEnd, Part, PartsReader, TokenUsage
 
 if TYPE_CHECKING:
     from ....stages.exit.outboxes import RequestOutbox
-    from ..assistant_turn import Turn
+    from ..assistant_turn import AssistantTurn
 
 A = TypeVar("A", bound="AdaptedBody")
 
@@ -50,7 +50,7 @@ EXTENSIONS = (
 )
 
 # fields of chat that an error text may mention besides the wrong one
-TOLD_BESIDE = ("max_tokens", "structured_outputs.json", "structured_outputs")
+CALLER_PARAMETERS = ("max_tokens", "structured_outputs.json", "structured_outputs")
 
 
 class AdaptedBody(Body):
@@ -81,7 +81,7 @@ def read_adapted(kind: type[A], raw: Mapping[str, Any], strict_fields: bool) -> 
     return body, passed, ignored
 
 
-def take_order(generation: Generation, chat: Chat, name_of: NameOf) -> Order:
+def take_order(generation: GenerationRoutes, chat: Chat, name_of: NameOf) -> PreparedRequest:
     """Validates a chat body.
 
     `ApiError` 400 names the fields by `name_of`, as the client's API does.
@@ -89,28 +89,30 @@ def take_order(generation: Generation, chat: Chat, name_of: NameOf) -> Order:
     try:
         return generation.order(ChatBody, {name: value for name, value in chat.items() if value is not None})
     except ApiError as error:
-        raise in_own_words(error, name_of) from None
+        raise translate_error(error, name_of) from None
 
 
-class Parts:
+class AnswerParts:
     """The parts of a request's one answer, as an async iterator.
 
     Each item is the list of all parts that have arrived. `end` is the last part, once it has arrived; None before.
     """
 
-    def __init__(self, outbox: RequestOutbox, turn: Turn | None = None) -> None:
-        self.end: End | None = None
+    def __init__(self, outbox: RequestOutbox, turn: AssistantTurn | None = None) -> None:
+        self.end: AnswerEnd | None = None
         self._outbox = outbox
         self._reader = PartsReader(turn)
 
     @property
-    def usage(self) -> Usage:
+    def usage(self) -> TokenUsage:
         """Token counts so far."""
         outbox = self._outbox
         num_reasoning = self._reader.num_reasoning_tokens
-        return Usage(outbox.num_prompt_tokens, outbox.num_cached_tokens, outbox.num_generated_tokens, num_reasoning)
+        return TokenUsage(
+            outbox.num_prompt_tokens, outbox.num_cached_tokens, outbox.num_generated_tokens, num_reasoning
+        )
 
-    def __aiter__(self) -> Parts:
+    def __aiter__(self) -> AnswerParts:
         return self
 
     async def __anext__(self) -> list[Part]:
@@ -118,14 +120,16 @@ class Parts:
         while not parts:
             for delta in await anext(self._outbox):
                 parts += self._reader.read(delta)
-        if isinstance(parts[-1], End):
+        if isinstance(parts[-1], AnswerEnd):
             self.end = parts[-1]
         return parts
 
 
 @asynccontextmanager
-async def under_way(generation: Generation, answer_id: str, order: Order, name_of: NameOf) -> AsyncIterator[Parts]:
-    """Submits an order and yields its `Parts`.
+async def submit_chat(
+    generation: GenerationRoutes, answer_id: str, order: PreparedRequest, name_of: NameOf
+) -> AsyncIterator[AnswerParts]:
+    """Submits an order and yields its `AnswerParts`.
 
     On exit the request is closed, however the block ends. `answer_id` comes from `Service.open`. Errors inside the
     block are raised with the field names of the client's API.
@@ -133,20 +137,20 @@ async def under_way(generation: Generation, answer_id: str, order: Order, name_o
     cause = "disconnect"  # if no exception below sets another: the handler is cancelled when its client disconnects
     try:
         outbox = await generation.submit(answer_id, order)
-        yield Parts(outbox, None if order.make_turn is None else order.make_turn())
+        yield AnswerParts(outbox, None if order.make_turn is None else order.make_turn())
     except Exception as error:
         cause = "error"
-        known = in_terms_of(order.body, error, answer_id)
+        known = translate_body_error(order.body, error, answer_id)
         if isinstance(known, ApiError):
-            raise in_own_words(known, name_of) from error
+            raise translate_error(known, name_of) from error
         raise
     finally:
         generation.service.close(answer_id, cause)
 
 
-def in_own_words(error: ApiError, name_of: NameOf) -> ApiError:
+def translate_error(error: ApiError, name_of: NameOf) -> ApiError:
     """Renames the fields in an error by `name_of`. Changes `error` and returns it."""
-    for theirs in (error.param, *TOLD_BESIDE):
+    for theirs in (error.param, *CALLER_PARAMETERS):
         if theirs is not None:
             error.message = _replaced(error.message, theirs, name_of(theirs))
     error.param = None if error.param is None else name_of(error.param)

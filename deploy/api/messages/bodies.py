@@ -13,7 +13,7 @@ from ....stages.params import MAX_STOPS
 from ...errors import ApiError, shorten
 from ..adapter.chat_adapter import EXTENSIONS, AdaptedBody, Chat, renamed
 from ..openai.bodies import ModelName
-from ..schema import fields as documented_forms
+from ..schema import fields as schema_fields
 from ..schema.hints import STOP_STRING, array, needs, nullable
 from ..schema.unsupported import NOTHING, Harmless
 
@@ -93,9 +93,9 @@ class CountTokensBody(AdaptedBody):
     )
 
     model: ModelName = None
-    messages: Annotated[Any, WithJsonSchema(documented_forms.ANTHROPIC_MESSAGES)]
-    system: Annotated[Any, WithJsonSchema(documented_forms.ANTHROPIC_SYSTEM)] = None
-    tools: Annotated[list[dict[str, Any]] | None, WithJsonSchema(documented_forms.ANTHROPIC_TOOLS)] = None
+    messages: Annotated[Any, WithJsonSchema(schema_fields.ANTHROPIC_MESSAGES)]
+    system: Annotated[Any, WithJsonSchema(schema_fields.ANTHROPIC_SYSTEM)] = None
+    tools: Annotated[list[dict[str, Any]] | None, WithJsonSchema(schema_fields.ANTHROPIC_TOOLS)] = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -110,7 +110,7 @@ class CountTokensBody(AdaptedBody):
 
     def chat(self) -> tuple[Chat, list[str]]:
         """The chat body of this request, and for each of its messages the source field."""
-        turns = _Turns()
+        turns = _ChatMessages()
         if self.system is not None:
             turns.add({"role": "system", "content": _text_content(self.system, "system")}, "system")
         _read_messages(self.messages, turns)
@@ -192,7 +192,7 @@ def name_of(sources: list[str]) -> Callable[[str], str]:
 
 
 @dataclass
-class _Turns:
+class _ChatMessages:
     """Messages of a chat, and the source field of each."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -203,7 +203,7 @@ class _Turns:
         self.sources.append(source)
 
 
-def _read_messages(value: Any, turns: _Turns) -> None:
+def _read_messages(value: Any, turns: _ChatMessages) -> None:
     if not isinstance(value, list):
         raise _wrong_type("messages", "a list")
     if not value:
@@ -241,7 +241,7 @@ def _assistant(blocks: list[dict[str, Any]]) -> dict[str, Any]:
     return message
 
 
-def _add_user(blocks: list[dict[str, Any]], path: str, source: str, turns: _Turns) -> None:
+def _add_user(blocks: list[dict[str, Any]], path: str, source: str, turns: _ChatMessages) -> None:
     """Adds one message per tool result and per run of text blocks, in order.
 
     Chat has no field for `is_error`; the model sees the error in the text.

@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 
 from ...errors import ApiError
-from ..adapter.answer_parts import End, Part, Text, Usage
+from ..adapter.answer_parts import AnswerEnd, Part, TextDelta, TokenUsage
 from ..assistant_turn import ToolCallArguments, ToolCallBegun
 from ..parsers.interface import Reasoning
 
@@ -45,20 +45,20 @@ class MessageEvents:
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": message_usage(Usage(0, 0, 0)),
+            "usage": message_usage(TokenUsage(0, 0, 0)),
         }
         self._stop_sequences = stop_sequences
         self._texts: list[str] | None = None  # text of the open block; None if no block is open
 
-    def begin(self, usage: Usage) -> list[Event]:
+    def begin(self, usage: TokenUsage) -> list[Event]:
         """Starts the message, after the prefill."""
         self.message["usage"] = message_usage(usage)
         return [{"type": "message_start", "message": self.message | {"content": []}}, PING]
 
     def add(self, part: Part) -> list[Event]:
-        """Adds a part. An `End` closes the open block only; call `end` afterwards."""
+        """Adds a part. An `AnswerEnd` closes the open block only; call `end` afterwards."""
         match part:
-            case Text():
+            case TextDelta():
                 opened = self._enter({"type": "text", "text": ""})
                 return [*opened, *self._grow("text_delta", "text", part.text)]
             case Reasoning():
@@ -68,10 +68,10 @@ class MessageEvents:
                 return self._open({"type": "tool_use", "id": part.id, "name": part.name, "input": {}})
             case ToolCallArguments():
                 return self._grow("input_json_delta", "partial_json", part.text)
-            case End():
+            case AnswerEnd():
                 return self._leave()
 
-    def end(self, end: End, usage: Usage) -> list[Event]:
+    def end(self, end: AnswerEnd, usage: TokenUsage) -> list[Event]:
         """Ends the message, after all parts have been added."""
         self.message["stop_reason"] = self._stop_reason(end)
         if self.message["stop_reason"] == "stop_sequence":
@@ -83,7 +83,7 @@ class MessageEvents:
             {"type": "message_stop"},
         ]
 
-    def _stop_reason(self, end: End) -> str:
+    def _stop_reason(self, end: AnswerEnd) -> str:
         match end.reason:
             case "stop" if end.stop_reason in self._stop_sequences:
                 return "stop_sequence"
@@ -133,7 +133,7 @@ class MessageEvents:
         return [{"type": "content_block_stop", "index": len(self._content) - 1}]
 
 
-def message_usage(usage: Usage) -> dict[str, Any]:
+def message_usage(usage: TokenUsage) -> dict[str, Any]:
     """The `usage` object of this API: `input_tokens` excludes cached tokens."""
     return {
         "input_tokens": usage.num_prompt - usage.num_cached,

@@ -17,8 +17,8 @@ from ...errors import describe
 from ...http.body_reader import read
 from ...http.request_context import OWNER, REQUEST_ID
 from ...http.sse import named_event, stream_framed
-from ..adapter.chat_adapter import NameOf, Parts, in_own_words, read_adapted, take_order, under_way
-from ..openai.generation import Generation, Order, ignored_headers, in_terms_of, told
+from ..adapter.chat_adapter import AnswerParts, NameOf, read_adapted, submit_chat, take_order, translate_error
+from ..openai.generation import GenerationRoutes, PreparedRequest, ignored_headers, stream_error, translate_body_error
 from .bodies import CountTokensBody, MessagesBody, name_of
 from .events import Event, MessageEvents, error_body
 
@@ -26,11 +26,11 @@ PREFIX = "msg_"
 
 
 @dataclass(frozen=True, slots=True)
-class MessageOrder:
+class PreparedMessage:
     """A validated request for a message."""
 
     is_stream: bool
-    order: Order
+    order: PreparedRequest
     ignored: Sequence[str]  # names of unknown fields
     name_of: NameOf
 
@@ -38,7 +38,7 @@ class MessageOrder:
 class MessagesRoutes:
     """The handlers of `/v1/messages`."""
 
-    def __init__(self, generation: Generation, threads: Executor) -> None:
+    def __init__(self, generation: GenerationRoutes, threads: Executor) -> None:
         self._service = generation.service
         self._generation = generation
         self._threads = threads
@@ -51,7 +51,7 @@ class MessagesRoutes:
         built = MessageEvents(answer_id, self._service.model_names[0], stops)
         headers = {"request-id": request[REQUEST_ID]} | ignored_headers(order.ignored)
         if not order.is_stream:
-            async with under_way(self._generation, answer_id, order.order, order.name_of) as parts:
+            async with submit_chat(self._generation, answer_id, order.order, order.name_of) as parts:
                 async for more in parts:
                     _add(built, more, parts)
             return web.json_response(body=orjson.dumps(built.message), headers=headers)
@@ -64,15 +64,17 @@ class MessagesRoutes:
             on_stall=lambda: self._service.close(answer_id, "stalled_reader"),
         )
 
-    async def _stream(self, answer_id: str, order: MessageOrder, built: MessageEvents) -> AsyncGenerator[bytes, None]:
-        async with under_way(self._generation, answer_id, order.order, order.name_of) as parts:
+    async def _stream(
+        self, answer_id: str, order: PreparedMessage, built: MessageEvents
+    ) -> AsyncGenerator[bytes, None]:
+        async with submit_chat(self._generation, answer_id, order.order, order.name_of) as parts:
             first = await anext(parts)
             yield _framed(built.begin(parts.usage) + _add(built, first, parts))
             try:
                 async for more in parts:
                     yield _framed(_add(built, more, parts))
             except Exception as error:
-                yield _framed([error_body(told(error, answer_id), answer_id.removeprefix(PREFIX))])
+                yield _framed([error_body(stream_error(error, answer_id), answer_id.removeprefix(PREFIX))])
 
     async def count_tokens(self, request: web.Request) -> web.Response:
         """`POST /v1/messages/count_tokens`."""
@@ -83,27 +85,27 @@ class MessagesRoutes:
         try:
             token_ids = await loop.run_in_executor(self._threads, encoder.encode_chat, chat)
         except RequestError as error:
-            known = describe(in_terms_of(order.order.body, error, request[REQUEST_ID]))
-            raise (error if known is None else in_own_words(known, order.name_of)) from None
+            known = describe(translate_body_error(order.order.body, error, request[REQUEST_ID]))
+            raise (error if known is None else translate_error(known, order.name_of)) from None
         return web.json_response({"input_tokens": len(token_ids)}, headers=ignored_headers(order.ignored))
 
-    async def _take(self, request: web.Request, kind: type[CountTokensBody]) -> MessageOrder:
+    async def _take(self, request: web.Request, kind: type[CountTokensBody]) -> PreparedMessage:
         self._service.require_engine()
         return await read(request, self._service.config, self._threads, partial(self._read, kind))
 
-    def _read(self, kind: type[CountTokensBody], raw: Mapping[str, Any]) -> MessageOrder:
+    def _read(self, kind: type[CountTokensBody], raw: Mapping[str, Any]) -> PreparedMessage:
         """Validates a body. `ApiError` names the wrong field. May be called in a thread."""
         body, passed, ignored = read_adapted(kind, raw, self._service.config.strict_fields)
         chat, sources = body.chat()
         named = name_of(sources)
         order = take_order(self._generation, chat | passed | {"model": body.model}, named)
-        return MessageOrder(bool(getattr(body, "stream", None)), order, ignored, named)
+        return PreparedMessage(bool(getattr(body, "stream", None)), order, ignored, named)
 
 
 def _framed(events: Sequence[Event]) -> bytes:
     return b"".join(map(named_event, events))
 
 
-def _add(built: MessageEvents, more: Sequence[Any], parts: Parts) -> list[Event]:
+def _add(built: MessageEvents, more: Sequence[Any], parts: AnswerParts) -> list[Event]:
     events = [event for part in more for event in built.add(part)]
     return events if parts.end is None else events + built.end(parts.end, parts.usage)

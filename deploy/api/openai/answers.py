@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import orjson
 
-from ..assistant_turn import Piece, ToolCallArguments, ToolCallBegun, Turn
+from ..assistant_turn import AssistantTurn, Piece, ToolCallArguments, ToolCallBegun
 from ..parsers.interface import Reasoning, Text
 
 if TYPE_CHECKING:
     from ....stages.messages import TokenLogprobs
-    from ....stages.outputs import Delta, Progress
+    from ....stages.outputs import ChoiceDelta, PrefillProgress
 
 MARK = "\x00text\x00"  # placeholder for the text in a chunk
 _MARK = orjson.dumps(MARK)
@@ -24,7 +24,7 @@ LEAST_LOGPROB = -9999.0  # JSON has no minus infinity
 
 
 @dataclass(frozen=True, slots=True)
-class PromptPart:
+class PromptEcho:
     """The data about one prompt that the client requested."""
 
     text: str = ""  # echoed before the answer's text
@@ -34,7 +34,7 @@ class PromptPart:
 
 
 @dataclass(slots=True)
-class Choice:
+class ChoiceState:
     """One answer as it grows. `num_chars` counts the text of its tokens, for `text_offset`."""
 
     index: int
@@ -45,13 +45,13 @@ class Choice:
     num_chars: int = 0
     finish_reason: str | None = None
     stop_reason: str | int | None = None
-    turn: Turn | None = None  # parser of the text; None if it is plain text
+    turn: AssistantTurn | None = None  # parser of the text; None if it is plain text
     pieces: list[Piece] = field(
         default_factory=list
     )  # of the turn: all of them, or those of the last delta if not kept
     is_opened: bool = False  # its first chunk, which may hold prompt data, has been sent
 
-    def add(self, delta: Delta, keep: bool) -> None:
+    def add(self, delta: ChoiceDelta, keep: bool) -> None:
         """Adds a delta. With `keep`, its text, token ids and logprobs are stored too."""
         self.num_tokens += len(delta.token_ids)
         if self.turn is not None:
@@ -69,7 +69,7 @@ class Choice:
                 self.finish_reason = "tool_calls"
 
 
-def usage(num_prompt: int, num_cached: int, choices: Sequence[Choice]) -> dict[str, Any]:
+def usage(num_prompt: int, num_cached: int, choices: Sequence[ChoiceState]) -> dict[str, Any]:
     """The `usage` object: tokens of all prompts and all choices of a request."""
     num_completion = sum(choice.num_tokens for choice in choices)
     told: dict[str, Any] = {
@@ -84,12 +84,12 @@ def usage(num_prompt: int, num_cached: int, choices: Sequence[Choice]) -> dict[s
     return told
 
 
-def best(choices: Sequence[Choice], best_of: int, n: int) -> list[Choice]:
+def best(choices: Sequence[ChoiceState], best_of: int, n: int) -> list[ChoiceState]:
     """Selects the `n` best of each prompt's `best_of` choices, best first, and renumbers them.
 
     Choices are ranked by mean log-probability per token. Among equals the earlier choice wins.
     """
-    chosen: list[Choice] = []
+    chosen: list[ChoiceState] = []
     for first in range(0, len(choices), best_of):
         ranked = sorted(choices[first : first + best_of], key=_mean_logprob, reverse=True)
         chosen += ranked[:n]
@@ -98,12 +98,12 @@ def best(choices: Sequence[Choice], best_of: int, n: int) -> list[Choice]:
     return chosen
 
 
-def _mean_logprob(choice: Choice) -> float:
+def _mean_logprob(choice: ChoiceState) -> float:
     logprobs = [token.logprob for token in choice.logprobs]
     return sum(logprobs) / len(logprobs) if logprobs else float("-inf")
 
 
-class Answer:
+class AnswerBuilder:
     """Writes one request's answer as JSON. The common part of its chunks is encoded once."""
 
     PREFIX: ClassVar[str]
@@ -118,7 +118,7 @@ class Answer:
         has_usage: bool,
         has_running_usage: bool,
         *,
-        make_turn: Callable[[], Turn] | None = None,
+        make_turn: Callable[[], AssistantTurn] | None = None,
         has_token_ids: bool = False,
         has_logprobs: bool = True,
         has_tokens_as_ids: bool = False,
@@ -129,7 +129,7 @@ class Answer:
         self.has_token_ids = has_token_ids  # of each choice, and of the prompts
         self.has_logprobs = has_logprobs  # False: logprobs were computed for ranking only, so leave them out
         self.has_tokens_as_ids = has_tokens_as_ids  # tokens in logprobs are spelled as their ids
-        self.prompts: dict[int, PromptPart] = {}  # prompt index -> its data, if requested; filled at its first token
+        self.prompts: dict[int, PromptEcho] = {}  # prompt index -> its data, if requested; filled at its first token
         self.choices_per_prompt = 1
         self._around: dict[
             int, tuple[bytes, bytes]
@@ -141,12 +141,12 @@ class Answer:
         self._head = orjson.dumps(shared)[:-1] + b',"choices":['
         self._tail = b'],"usage":null}' if has_usage else b"]}"
 
-    def choices(self, num_choices: int) -> list[Choice]:
+    def choices(self, num_choices: int) -> list[ChoiceState]:
         """New, empty choices."""
         make_turn = self._make_turn
-        return [Choice(index, turn=None if make_turn is None else make_turn()) for index in range(num_choices)]
+        return [ChoiceState(index, turn=None if make_turn is None else make_turn()) for index in range(num_choices)]
 
-    def whole(self, choices: Sequence[Choice], usage: dict[str, Any]) -> dict[str, Any]:
+    def whole(self, choices: Sequence[ChoiceState], usage: dict[str, Any]) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
         return {
             "id": self.id,
@@ -162,19 +162,21 @@ class Answer:
         """The chunks before any text."""
         return []
 
-    def chunks(self, choice: Choice, delta: Delta, running_usage: dict[str, Any] | None = None) -> list[bytes]:
+    def chunks(
+        self, choice: ChoiceState, delta: ChoiceDelta, running_usage: dict[str, Any] | None = None
+    ) -> list[bytes]:
         """The chunks of one delta of one choice; none if there is no output yet (half a character)."""
         if not (delta.finish_reason or delta.logprobs or self.has_token_ids or running_usage is not None):
             return [self._plain(choice, delta)] if delta.text else []
-        has_news = delta.text or delta.finish_reason or delta.logprobs or (self.has_token_ids and delta.token_ids)
-        if not has_news and running_usage is None:
+        has_unread = delta.text or delta.finish_reason or delta.logprobs or (self.has_token_ids and delta.token_ids)
+        if not has_unread and running_usage is None:
             return []
         piece = self._chunk_choice(choice, delta)
         if self.has_token_ids:
             piece["token_ids"] = delta.token_ids
         return [self._encoded(piece, running_usage)]
 
-    def _plain(self, choice: Choice, delta: Delta) -> bytes:
+    def _plain(self, choice: ChoiceState, delta: ChoiceDelta) -> bytes:
         """The chunk of a delta that is only text, the common case.
 
         The JSON around it is encoded once per choice.
@@ -191,7 +193,7 @@ class Answer:
         fields = {name: value for name, value in told.items() if value is not None}
         return self._head + b"]," + orjson.dumps(fields)[1:] if fields else None
 
-    def progress_chunk(self, progress: Progress) -> bytes:
+    def progress_chunk(self, progress: PrefillProgress) -> bytes:
         """A chunk with the progress of the prefill and no text."""
         told = {
             "total": progress.total,
@@ -202,7 +204,7 @@ class Answer:
         }
         return self._head + b'],"prompt_progress":' + orjson.dumps(told) + b"}"
 
-    def _prompt(self, choice: Choice) -> PromptPart | None:
+    def _prompt(self, choice: ChoiceState) -> PromptEcho | None:
         return self.prompts.get(choice.index // self.choices_per_prompt)
 
     def _encoded(self, choice: dict[str, Any], running_usage: dict[str, Any] | None = None) -> bytes:
@@ -210,21 +212,21 @@ class Answer:
             return self._head + orjson.dumps(choice) + b'],"usage":' + orjson.dumps(running_usage) + b"}"
         return self._head + orjson.dumps(choice) + self._tail
 
-    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
+    def _whole_choice(self, choice: ChoiceState) -> dict[str, Any]:
         raise NotImplementedError
 
-    def _chunk_choice(self, choice: Choice, delta: Delta) -> dict[str, Any]:
+    def _chunk_choice(self, choice: ChoiceState, delta: ChoiceDelta) -> dict[str, Any]:
         raise NotImplementedError
 
 
-class ChatAnswer(Answer):
+class ChatAnswerBuilder(AnswerBuilder):
     """`chat.completion` and `chat.completion.chunk`."""
 
     PREFIX = "chatcmpl-"
     WHOLE = "chat.completion"
     CHUNK = "chat.completion.chunk"
 
-    def whole(self, choices: Sequence[Choice], usage: dict[str, Any]) -> dict[str, Any]:
+    def whole(self, choices: Sequence[ChoiceState], usage: dict[str, Any]) -> dict[str, Any]:
         body = super().whole(choices, usage)
         for part in self.prompts.values():  # chat has one prompt
             if part.prompt_logprobs is not None:
@@ -241,13 +243,15 @@ class ChatAnswer(Answer):
             chunks[0] = chunks[0].replace(b'"choices":[', ids + b'"choices":[', 1)
         return chunks
 
-    def chunks(self, choice: Choice, delta: Delta, running_usage: dict[str, Any] | None = None) -> list[bytes]:
+    def chunks(
+        self, choice: ChoiceState, delta: ChoiceDelta, running_usage: dict[str, Any] | None = None
+    ) -> list[bytes]:
         """One chunk per piece of the turn, as clients join pieces of the same kind."""
         if choice.turn is None:
             return super().chunks(choice, delta, running_usage)
         told = [_told(piece) for piece in choice.pieces]
-        has_news = told or delta.finish_reason or delta.logprobs or (self.has_token_ids and delta.token_ids)
-        if not has_news and running_usage is None:
+        has_unread = told or delta.finish_reason or delta.logprobs or (self.has_token_ids and delta.token_ids)
+        if not has_unread and running_usage is None:
             return []
         endings = [_ending(choice.index, {"delta": part}, None, None, None) for part in told or [{}]]
         endings[0]["logprobs"] = self._logprobs(delta.logprobs)
@@ -257,7 +261,7 @@ class ChatAnswer(Answer):
             endings[-1] |= {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
         return [self._encoded(ending, running_usage) for ending in endings]
 
-    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
+    def _whole_choice(self, choice: ChoiceState) -> dict[str, Any]:
         if choice.turn is None:
             message: dict[str, Any] = {"role": "assistant", "content": "".join(choice.texts)}
         else:
@@ -269,21 +273,21 @@ class ChatAnswer(Answer):
     def _logprobs(self, tokens: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
         return chat_logprobs(_spelled(tokens, self.has_tokens_as_ids)) if tokens else None
 
-    def _chunk_choice(self, choice: Choice, delta: Delta) -> dict[str, Any]:
+    def _chunk_choice(self, choice: ChoiceState, delta: ChoiceDelta) -> dict[str, Any]:
         content = {"content": delta.text} if delta.text or delta.finish_reason is None else {}
         logprobs = self._logprobs(delta.logprobs)
         return _ending(choice.index, {"delta": content}, logprobs, delta.finish_reason, delta.stop_reason)
 
 
-class CompletionAnswer(Answer):
+class CompletionAnswerBuilder(AnswerBuilder):
     """`text_completion`, whole and in chunks."""
 
     PREFIX = "cmpl-"
     WHOLE = "text_completion"
     CHUNK = "text_completion"
 
-    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
-        part = self._prompt(choice) or PromptPart()
+    def _whole_choice(self, choice: ChoiceState) -> dict[str, Any]:
+        part = self._prompt(choice) or PromptEcho()
         choice.num_chars += len(part.text)
         logprobs = self._logprobs(choice, choice.logprobs, part)
         text = {"text": part.text + "".join(choice.texts)}
@@ -292,7 +296,9 @@ class CompletionAnswer(Answer):
             whole |= {"token_ids": choice.token_ids, "prompt_token_ids": part.token_ids}
         return whole if part.prompt_logprobs is None else whole | {"prompt_logprobs": part.prompt_logprobs}
 
-    def chunks(self, choice: Choice, delta: Delta, running_usage: dict[str, Any] | None = None) -> list[bytes]:
+    def chunks(
+        self, choice: ChoiceState, delta: ChoiceDelta, running_usage: dict[str, Any] | None = None
+    ) -> list[bytes]:
         part = self._prompt(choice)
         if part is None or choice.is_opened:
             return super().chunks(choice, delta, running_usage)
@@ -304,12 +310,12 @@ class CompletionAnswer(Answer):
             piece |= {"token_ids": delta.token_ids, "prompt_token_ids": part.token_ids}
         return [self._encoded(piece, running_usage)]
 
-    def _chunk_choice(self, choice: Choice, delta: Delta) -> dict[str, Any]:
+    def _chunk_choice(self, choice: ChoiceState, delta: ChoiceDelta) -> dict[str, Any]:
         logprobs = self._logprobs(choice, delta.logprobs)
         return _ending(choice.index, {"text": delta.text}, logprobs, delta.finish_reason, delta.stop_reason)
 
     def _logprobs(
-        self, choice: Choice, tokens: Sequence[TokenLogprobs], part: PromptPart | None = None
+        self, choice: ChoiceState, tokens: Sequence[TokenLogprobs], part: PromptEcho | None = None
     ) -> dict[str, Any] | None:
         of_prompt = None if part is None else part.logprobs
         if not self.has_logprobs or (not tokens and of_prompt is None):
@@ -367,7 +373,7 @@ def token_logprobs(tokens: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
     ]
 
 
-def completion_logprobs(choice: Choice, tokens: Sequence[TokenLogprobs], as_ids: bool = False) -> dict[str, Any]:
+def completion_logprobs(choice: ChoiceState, tokens: Sequence[TokenLogprobs], as_ids: bool = False) -> dict[str, Any]:
     """Logprobs in the shape of completions: parallel lists.
 
     Offsets continue from the last call's.

@@ -42,8 +42,8 @@ from ....stages.params import (
 )
 from ....stages.structured_outputs import StructuredOutputs
 from ...errors import ApiError, shorten
-from ..schema import fields as documented_forms
-from ..schema import hints as documented
+from ..schema import fields as schema_fields
+from ..schema import hints
 from ..schema.body import Body
 from ..schema.relations import (
     EMPTY_ANSWERS,
@@ -56,7 +56,7 @@ from ..schema.relations import (
 )
 from ..schema.unsupported import UNSUPPORTED, Harmless
 from .chat_messages import MAX_MESSAGES, NOT_OVER, Message, TemplateKwargs, check_last_turn
-from .prompt_echo import Asked
+from .prompt_echo import EchoOptions
 from .prompts import read_prompts
 from .structured_fields import field_of, structured_outputs
 from .tools import NamedTool, Tool, ToolChoice, Tools, check_tools, forced_schema
@@ -84,7 +84,7 @@ def _early_stopping(value: Any) -> Any:
     return value
 
 
-ModelName = Annotated[str | None, WithJsonSchema(documented.MODEL)]
+ModelName = Annotated[str | None, WithJsonSchema(hints.MODEL)]
 
 
 class StreamOptions(BaseModel):
@@ -131,23 +131,23 @@ class GenerationBody(Body):
         list[str] | None,
         Field(max_length=MAX_STOPS),
         BeforeValidator(_one_or_many),
-        WithJsonSchema(documented.STOP),
+        WithJsonSchema(hints.STOP),
     ] = None
     stop_token_ids: Annotated[
-        list[int] | None, Field(max_length=MAX_STOP_TOKEN_IDS), WithJsonSchema(documented.STOP_TOKEN_IDS)
+        list[int] | None, Field(max_length=MAX_STOP_TOKEN_IDS), WithJsonSchema(hints.STOP_TOKEN_IDS)
     ] = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     allowed_token_ids: Annotated[
         list[int] | None,
         Field(max_length=MAX_ALLOWED_TOKEN_IDS),
-        WithJsonSchema(documented_forms.ALLOWED_TOKEN_IDS),
+        WithJsonSchema(schema_fields.ALLOWED_TOKEN_IDS),
     ] = None
-    bad_words: Annotated[
-        list[str] | None, Field(max_length=MAX_BAD_WORDS), WithJsonSchema(documented_forms.BAD_WORDS)
-    ] = None
-    truncate_prompt_tokens: Annotated[int | None, WithJsonSchema(documented_forms.TRUNCATE_PROMPT_TOKENS)] = None
-    truncation_side: Annotated[str | None, WithJsonSchema(documented_forms.TRUNCATION_SIDE)] = None
+    bad_words: Annotated[list[str] | None, Field(max_length=MAX_BAD_WORDS), WithJsonSchema(schema_fields.BAD_WORDS)] = (
+        None
+    )
+    truncate_prompt_tokens: Annotated[int | None, WithJsonSchema(schema_fields.TRUNCATE_PROMPT_TOKENS)] = None
+    truncation_side: Annotated[str | None, WithJsonSchema(schema_fields.TRUNCATION_SIDE)] = None
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
     return_metrics: bool | None = None
@@ -156,7 +156,7 @@ class GenerationBody(Body):
     return_tokens_as_token_ids: bool | None = None
     logit_bias: Annotated[
         Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS), AfterValidator(_bias_by_id)] | None,
-        WithJsonSchema(documented.LOGIT_BIAS),
+        WithJsonSchema(hints.LOGIT_BIAS),
     ] = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
@@ -167,12 +167,12 @@ class GenerationBody(Body):
     request_id: str | None = None
     user: Annotated[str | None, Field(max_length=512)] = None
     # the values of these fields are read in structured_fields.py
-    response_format: Annotated[Any, WithJsonSchema(documented_forms.RESPONSE_FORMAT)] = None
-    structured_outputs: Annotated[Any, WithJsonSchema(documented_forms.STRUCTURED_OUTPUTS)] = None
-    guided_json: Annotated[Any, WithJsonSchema(documented_forms.GUIDED_JSON)] = None
-    guided_regex: Annotated[Any, WithJsonSchema(documented_forms.GUIDED_REGEX)] = None
-    guided_choice: Annotated[Any, WithJsonSchema(documented_forms.GUIDED_CHOICE)] = None
-    guided_grammar: Annotated[Any, WithJsonSchema(documented_forms.GUIDED_GRAMMAR)] = None
+    response_format: Annotated[Any, WithJsonSchema(schema_fields.RESPONSE_FORMAT)] = None
+    structured_outputs: Annotated[Any, WithJsonSchema(schema_fields.STRUCTURED_OUTPUTS)] = None
+    guided_json: Annotated[Any, WithJsonSchema(schema_fields.GUIDED_JSON)] = None
+    guided_regex: Annotated[Any, WithJsonSchema(schema_fields.GUIDED_REGEX)] = None
+    guided_choice: Annotated[Any, WithJsonSchema(schema_fields.GUIDED_CHOICE)] = None
+    guided_grammar: Annotated[Any, WithJsonSchema(schema_fields.GUIDED_GRAMMAR)] = None
 
     def sampling_params(self, model_defaults: SamplingParams) -> SamplingParams:
         """The sampling parameters.
@@ -251,9 +251,9 @@ class GenerationBody(Body):
     def least_max_tokens(self) -> int:
         return 1
 
-    def asked_of_prompts(self) -> Asked:
+    def asked_of_prompts(self) -> EchoOptions:
         """The prompt data that the answer must contain."""
-        return Asked(
+        return EchoOptions(
             prompt_logprobs=self.prompt_logprobs is not None,
             token_ids=bool(self.return_token_ids),
             tokens_as_ids=bool(self.return_tokens_as_token_ids),
@@ -392,7 +392,7 @@ class CompletionBody(GenerationBody):
     )
     LEAST_MAX_TOKENS: ClassVar[int] = 0
 
-    prompt: Annotated[Any, WithJsonSchema(documented.PROMPT)]
+    prompt: Annotated[Any, WithJsonSchema(hints.PROMPT)]
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
 
@@ -425,7 +425,7 @@ class CompletionBody(GenerationBody):
             message = "echo: requires n = 1 together with logprobs and stream; leave one of them out"
             raise ApiError("invalid_value", message, param="echo")
 
-    def asked_of_prompts(self) -> Asked:
+    def asked_of_prompts(self) -> EchoOptions:
         asked = super().asked_of_prompts()
         has_logprobs = self.logprobs is not None
         return replace(

@@ -17,8 +17,8 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from ...errors import ApiError, shorten
-from ..schema import fields as documented_forms
-from ..schema import hints as documented
+from ..schema import fields as schema_fields
+from ..schema import hints
 from ..schema.hints import nullable, only_with
 from .tools import MAX_TOOLS, CalledTool
 
@@ -65,19 +65,19 @@ def _template_kwargs(value: dict[str, Any]) -> dict[str, Any]:
 TemplateKwargs = Annotated[
     dict[str, Any] | None,
     AfterValidator(lambda value: None if value is None else _template_kwargs(value)),
-    WithJsonSchema(nullable(documented.scalars(TEMPLATE_KWARGS, MAX_KWARG_CHARS))),
+    WithJsonSchema(nullable(hints.scalars(TEMPLATE_KWARGS, MAX_KWARG_CHARS))),
 ]
 
 
 class Message(BaseModel):
     """One turn of a chat."""
 
-    model_config = ConfigDict(strict=True, extra="ignore", json_schema_extra=documented_forms.content_or_calls)
+    model_config = ConfigDict(strict=True, extra="ignore", json_schema_extra=schema_fields.content_or_calls)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     tool_calls: Annotated[list[CalledTool], Field(max_length=MAX_TOOLS)] | None = None  # only with role = assistant
     content: Annotated[  # optional with tool_calls
-        str | list[dict[str, str]] | None, BeforeValidator(_content), WithJsonSchema(documented.CONTENT)
+        str | list[dict[str, str]] | None, BeforeValidator(_content), WithJsonSchema(hints.CONTENT)
     ]
     tool_call_id: str | None = Field(None, max_length=256)  # the call that this is the result of
     reasoning: str | None = None  # only with role = assistant: its reasoning before the content
@@ -98,14 +98,14 @@ class Message(BaseModel):
         return known
 
 
-class Continued(Protocol):
+class HasContinuation(Protocol):
     """The fields that say how the last turn of a chat ends."""
 
     continue_final_message: bool
     add_generation_prompt: bool
 
 
-def check_last_turn(body: Continued) -> None:
+def check_last_turn(body: HasContinuation) -> None:
     """Raises `ApiError` if a body asks both to continue the last turn and to open a new one."""
     if body.continue_final_message and body.add_generation_prompt:
         message = "continue_final_message: requires add_generation_prompt = false, as the last turn is continued"

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .answers import Answer, usage
+from .answers import AnswerBuilder, usage
 
 if TYPE_CHECKING:
     from ....stages.exit.outboxes import RequestOutbox
-    from ....stages.outputs import Delta
+    from ....stages.outputs import ChoiceDelta
 
 
 Tell = Callable[[Iterable[int]], Awaitable[None]]
 
 
-class Chunks:
+class ChunkIterator:
     """The chunks of a request's stream as JSON, as an async iterator.
 
     Each item is the list of all chunks that have arrived, at least one. It reads the outbox only when the next item is
@@ -25,7 +25,7 @@ class Chunks:
 
     def __init__(
         self,
-        answer: Answer,
+        answer: AnswerBuilder,
         outbox: RequestOutbox,
         num_choices: int,
         tell: Tell | None = None,
@@ -60,7 +60,7 @@ class Chunks:
         """The `usage` object for the tokens so far."""
         return usage(self.outbox.num_prompt_tokens, self.outbox.num_cached_tokens, self.choices)
 
-    def __aiter__(self) -> Chunks:
+    def __aiter__(self) -> ChunkIterator:
         return self
 
     async def __anext__(self) -> list[bytes]:
@@ -80,7 +80,7 @@ class Chunks:
         deltas = self.outbox.poll()
         return self._encode(deltas) if deltas else []
 
-    def _encode(self, deltas: Sequence[Delta]) -> list[bytes]:
+    def _encode(self, deltas: Sequence[ChoiceDelta]) -> list[bytes]:
         """The chunks of `deltas`, with the opening chunks first and the closing one last."""
         answer = self._answer
         bodies: list[bytes] = []

@@ -11,12 +11,12 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, WithJsonSchema
 from pydantic.json_schema import JsonSchemaValue
 
-from ....stages.engine.pooled_requests import Pairs, pooled_request
+from ....stages.engine.pooled_requests import ScoringPairs, pooled_request
 from ....stages.errors import Refused
 from ....stages.messages import Request, Task
 from ....stages.pooling_params import MAX_INPUTS, MAX_PAIRS, PoolingParams
 from ...errors import ApiError
-from ..schema import fields as documented_forms
+from ..schema import fields as schema_fields
 from ..schema.body import Body
 from ..schema.hints import NOT_EMPTY, NOT_NULL, has
 from .bodies import ModelName
@@ -35,7 +35,7 @@ Texts = Annotated[
     list[Text],
     Field(min_length=1, max_length=MAX_PAIRS),
     BeforeValidator(_texts),
-    WithJsonSchema(documented_forms.TEXTS),
+    WithJsonSchema(schema_fields.TEXTS),
 ]
 
 
@@ -50,7 +50,7 @@ class PooledBody(Body):
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     request_id: str | None = None
     user: Annotated[str | None, Field(max_length=512)] = None
-    truncate_prompt_tokens: Annotated[Any, WithJsonSchema(documented_forms.ONLY_NULL)] = None
+    truncate_prompt_tokens: Annotated[Any, WithJsonSchema(schema_fields.ONLY_NULL)] = None
 
     def check(self) -> None:
         """Refuses fields that are supported only on other endpoints."""
@@ -77,7 +77,7 @@ class EmbeddingBody(PooledBody):
 
     NAMES: ClassVar[dict[str, str]] = {"prompt": "input"}
 
-    input: Annotated[Any, WithJsonSchema(documented_forms.INPUT)]
+    input: Annotated[Any, WithJsonSchema(schema_fields.INPUT)]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     normalize: bool | None = None  # scale vectors to length 1; the default is true
@@ -94,7 +94,7 @@ class EmbeddingBody(PooledBody):
 class PairsBody(PooledBody):
     """Base class of scores and reranking: pairs of texts to compare."""
 
-    def pairs(self) -> Pairs:
+    def pairs(self) -> ScoringPairs:
         """The pairs to compare."""
         raise NotImplementedError
 
@@ -145,9 +145,9 @@ class ScoreBody(PairsBody):
             param = "queries" if self.text_1 is None else "text_1"
             raise ApiError(refused.code, refused.message, param=param) from None
 
-    def pairs(self) -> Pairs:
+    def pairs(self) -> ScoringPairs:
         """The queries with the documents."""
-        return Pairs(self.queries or self.text_1 or [], self.documents or self.text_2 or [])
+        return ScoringPairs(self.queries or self.text_1 or [], self.documents or self.text_2 or [])
 
 
 class RerankBody(PairsBody):
@@ -160,6 +160,6 @@ class RerankBody(PairsBody):
     top_n: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None  # 0 or none: all
     return_documents: bool = True
 
-    def pairs(self) -> Pairs:
+    def pairs(self) -> ScoringPairs:
         """The query with each document."""
-        return Pairs([self.query], self.documents)
+        return ScoringPairs([self.query], self.documents)

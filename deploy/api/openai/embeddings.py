@@ -21,7 +21,7 @@ from ....stages.engine.pooled_requests import read_vectors
 from ....stages.pooling_params import Floats
 from ...errors import describe
 from ...http.body_reader import read
-from ...http.request_context import OWNER, REQUEST_ID, settled_id
+from ...http.request_context import OWNER, REQUEST_ID, checked_request_id
 from ..schema.validation import read_body
 from ..service import Service
 from .answers import usage
@@ -38,7 +38,7 @@ B = TypeVar("B", bound=PooledBody)
 
 
 @dataclass(frozen=True, slots=True)
-class _Done(Generic[B]):
+class _PooledAnswer(Generic[B]):
     """A finished request, ready to be written as JSON."""
 
     body: B
@@ -48,7 +48,7 @@ class _Done(Generic[B]):
     tasks: frozenset[Task]  # of the model
 
 
-class Embeddings:
+class EmbeddingRoutes:
     """The handlers of embeddings, scores and reranking."""
 
     def __init__(self, service: Service, threads: Executor) -> None:
@@ -68,7 +68,7 @@ class Embeddings:
         return await self._answer(request, RerankBody, "rerank-", _ranks)
 
     async def _answer(
-        self, request: web.Request, kind: type[B], prefix: str, write: Callable[[_Done[B]], bytes]
+        self, request: web.Request, kind: type[B], prefix: str, write: Callable[[_PooledAnswer[B]], bytes]
     ) -> web.Response:
         tasks = self.service.require_engine().info.tasks
         strict_fields = self.service.config.strict_fields
@@ -80,10 +80,10 @@ class Embeddings:
 
         body, ignored, asked = await read(request, self.service.config, self._threads, make)
         if body.request_id is not None:
-            request[REQUEST_ID] = settled_id(body.request_id)
+            request[REQUEST_ID] = checked_request_id(body.request_id)
         outbox, vectors = await self._compute(request, body, asked, prefix)
         head = {"id": outbox.request_id, "model": self.service.model_names[0]}
-        done = _Done(body, outbox, vectors, head, tasks)
+        done = _PooledAnswer(body, outbox, vectors, head, tasks)
         if sum(map(len, done.vectors)) <= INLINE_NUMBERS:
             data = write(done)
         else:
@@ -108,7 +108,7 @@ class Embeddings:
             self.service.close(answer_id, cause)
 
 
-def _embeddings(done: _Done[EmbeddingBody]) -> bytes:
+def _embeddings(done: _PooledAnswer[EmbeddingBody]) -> bytes:
     """Writes one embedding per call of orjson, as one call for all would hold the GIL too long."""
     in_base64 = done.body.encoding_format == "base64"
     items = []
@@ -120,13 +120,13 @@ def _embeddings(done: _Done[EmbeddingBody]) -> bytes:
     return b"%b,%b%b],%b%b}" % (opening, b'"data":[', b",".join(items), b'"usage":', orjson.dumps(_usage(done.outbox)))
 
 
-def _scores(done: _Done[ScoreBody]) -> bytes:
+def _scores(done: _PooledAnswer[ScoreBody]) -> bytes:
     scores = done.body.pairs().scores(done.vectors, done.tasks)
     data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
     return orjson.dumps(_opening(done.head) | {"data": data, "usage": _usage(done.outbox)})
 
 
-def _ranks(done: _Done[RerankBody]) -> bytes:
+def _ranks(done: _PooledAnswer[RerankBody]) -> bytes:
     body, scores = done.body, done.body.pairs().scores(done.vectors, done.tasks)
     best = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n or None]
     results = []

@@ -22,17 +22,17 @@ from ....stages.messages import Prompt, Request
 from ....stages.params import SamplingParams
 from ...errors import ApiError, describe, shorten, unforeseen
 from ...http.body_reader import read
-from ...http.request_context import OWNER, REQUEST_ID, settled_id
+from ...http.request_context import OWNER, REQUEST_ID, checked_request_id
 from ...http.sse import DONE, EventStream
-from ..assistant_turn import Turn
+from ..assistant_turn import AssistantTurn
 from ..schema.validation import read_body
 from ..service import Service
-from .answers import Answer, ChatAnswer, CompletionAnswer, best, usage
+from .answers import AnswerBuilder, ChatAnswerBuilder, CompletionAnswerBuilder, best, usage
 from .bodies import MAX_TIMEOUT_S, ChatBody, CompletionBody, GenerationBody, renamed
-from .chunks import Chunks, Tell
-from .prompt_echo import Asked, tell_prompt
+from .chunks import ChunkIterator, Tell
+from .prompt_echo import EchoOptions, echo_prompt
 from .sse_pump import send_all
-from .token_ids import GenerateBody, TokensAnswer, flatten, rendered
+from .token_ids import GenerateBody, TokenIdsAnswerBuilder, flatten, rendered
 
 if TYPE_CHECKING:
     from ....stages.exit.outboxes import RequestOutbox
@@ -43,7 +43,7 @@ log = get_logger("millrace.deploy")
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class PreparedRequest:
     """A validated body, ready to submit.
 
     Checks that depend on the prompt's tokens follow at intake.
@@ -54,15 +54,15 @@ class Order:
     prompts: tuple[Prompt, ...]
     params: SamplingParams
     beams: BeamParams | None  # None: no beam search
-    asked: Asked  # what the answer returns about the prompts
-    make_turn: Callable[[], Turn] | None = None  # one per choice; None if choices are plain text
+    asked: EchoOptions  # what the answer returns about the prompts
+    make_turn: Callable[[], AssistantTurn] | None = None  # one per choice; None if choices are plain text
 
     @property
     def num_choices(self) -> int:
         return len(self.prompts) * self.params.n
 
 
-class Generation:
+class GenerationRoutes:
     """The handlers of the endpoints that generate text or token ids."""
 
     def __init__(self, service: Service, threads: Executor) -> None:
@@ -79,15 +79,15 @@ class Generation:
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """`POST /generate`: see `token_ids.py`."""
-        return await self._generate(request, GenerateBody, TokensAnswer)
+        return await self._generate(request, GenerateBody, TokenIdsAnswerBuilder)
 
     async def render_chat(self, request: web.Request) -> web.Response:
         """`POST /v1/chat/completions/render`."""
-        return await self._render(request, ChatBody, ChatAnswer)
+        return await self._render(request, ChatBody, ChatAnswerBuilder)
 
     async def render_completions(self, request: web.Request) -> web.Response:
         """`POST /v1/completions/render`."""
-        return await self._render(request, CompletionBody, CompletionAnswer)
+        return await self._render(request, CompletionBody, CompletionAnswerBuilder)
 
     async def abort(self, request: web.Request) -> web.Response:
         """`DELETE /v1/requests/{id}`: aborts a request.
@@ -101,14 +101,16 @@ class Generation:
         body = orjson.dumps({"id": some_id, "aborted": True})
         return web.Response(body=body, content_type="application/json")
 
-    async def _render(self, request: web.Request, kind: type[GenerationBody], shape: type[Answer]) -> web.Response:
+    async def _render(
+        self, request: web.Request, kind: type[GenerationBody], shape: type[AnswerBuilder]
+    ) -> web.Response:
         """Answers with bodies for `/generate`: one for a chat, a list for completions."""
         order = await self._take_order(request, kind)
         engine, answer_id = self.service.require_engine(), shape.PREFIX + request[REQUEST_ID]
         try:
             prompts, params = await engine.render(Request(answer_id, order.prompts, order.params))
         except Exception as error:
-            raise in_terms_of(order.body, error, answer_id) from error
+            raise translate_body_error(order.body, error, answer_id) from error
         raw = order.body.model_dump(include={"stream", "priority", "cache_salt"})
         loop, model = asyncio.get_running_loop(), self.service.model_names[0]
         texts = [await loop.run_in_executor(self._threads, engine.decode, ids.tolist(), False) for ids in prompts]
@@ -117,11 +119,11 @@ class Generation:
         return web.Response(body=body, content_type="application/json", headers=ignored_headers(order.ignored))
 
     async def _generate(
-        self, request: web.Request, kind: type[GenerationBody], shape: type[Answer]
+        self, request: web.Request, kind: type[GenerationBody], shape: type[AnswerBuilder]
     ) -> web.StreamResponse:
         order = await self._take_order(request, kind)
         if order.body.request_id is not None:
-            request[REQUEST_ID] = settled_id(order.body.request_id)
+            request[REQUEST_ID] = checked_request_id(order.body.request_id)
         answer_id = self.service.open(shape.PREFIX, request[REQUEST_ID], request[OWNER])
         cause = "disconnect"  # if no exception below sets another: the handler is cancelled when its client disconnects
         try:
@@ -134,18 +136,18 @@ class Generation:
             raise
         except Exception as error:
             cause = "error"
-            raise in_terms_of(order.body, error, request[REQUEST_ID]) from error
+            raise translate_body_error(order.body, error, request[REQUEST_ID]) from error
         finally:
             self.service.close(answer_id, cause)
 
-    async def _take_order(self, request: web.Request, kind: type[GenerationBody]) -> Order:
+    async def _take_order(self, request: web.Request, kind: type[GenerationBody]) -> PreparedRequest:
         self.service.require_engine()
         order = await read(request, self.service.config, self._threads, lambda raw: self.order(kind, raw))
         if order.ignored:
             log.debug("request.fields_ignored", fields=_listed(order.ignored))
         return order
 
-    def order(self, kind: type[GenerationBody], raw: Mapping[str, Any]) -> Order:
+    def order(self, kind: type[GenerationBody], raw: Mapping[str, Any]) -> PreparedRequest:
         """Validates a body. `ApiError` names the wrong field. May be called in a thread."""
         defaults = self.service.require_engine().info.default_params
         raw = flatten(raw) if kind is GenerateBody else raw
@@ -153,10 +155,12 @@ class Generation:
         self.service.require_model(body.model)
         params, make_turn = body.sampling_params(defaults), None
         if isinstance(body, ChatBody):
-            params, make_turn = self.service.require_speech().settle(body, params)
-        return Order(body, ignored, body.prompts(), params, body.beam_params(), body.asked_of_prompts(), make_turn)
+            params, make_turn = self.service.require_chat_format().apply(body, params)
+        return PreparedRequest(
+            body, ignored, body.prompts(), params, body.beam_params(), body.asked_of_prompts(), make_turn
+        )
 
-    async def submit(self, answer_id: str, order: Order, limit_s: float | None = None) -> RequestOutbox:
+    async def submit(self, answer_id: str, order: PreparedRequest, limit_s: float | None = None) -> RequestOutbox:
         """Submits an order to the engine under an id from `Service.open`.
 
         The deadline is `limit_s` seconds from now, or the body's `timeout_s` if that is None.
@@ -176,7 +180,7 @@ class Generation:
         # wait=True: in a burst, submitting waits for microseconds; admission control comes after it
         return await self.service.require_engine().submit(asked, wait=True, deadline_s=limit_s)
 
-    def answer(self, shape: type[Answer], answer_id: str, order: Order) -> Answer:
+    def answer(self, shape: type[AnswerBuilder], answer_id: str, order: PreparedRequest) -> AnswerBuilder:
         """The object that writes the answer to an order."""
         options = order.body.stream_options
         forced = self.service.config.enable_force_include_usage
@@ -192,12 +196,14 @@ class Generation:
             has_logprobs=order.asked.logprobs,
         )
 
-    def chunks(self, order: Order, answer: Answer, outbox: RequestOutbox) -> Chunks:
+    def chunks(self, order: PreparedRequest, answer: AnswerBuilder, outbox: RequestOutbox) -> ChunkIterator:
         """The chunks of the streamed answer, for any transport."""
         tell, metrics = self.teller(order, answer, outbox), lambda: self._metrics(order, outbox)
-        return Chunks(answer, outbox, order.num_choices, tell, metrics, waits_for_tokens=order.asked.echo_logprobs)
+        return ChunkIterator(
+            answer, outbox, order.num_choices, tell, metrics, waits_for_tokens=order.asked.echo_logprobs
+        )
 
-    def teller(self, order: Order, answer: Answer, outbox: RequestOutbox) -> Tell | None:
+    def teller(self, order: PreparedRequest, answer: AnswerBuilder, outbox: RequestOutbox) -> Tell | None:
         """A function that adds prompt data to the answer for given choices.
 
         None if the client requested no prompt data.
@@ -210,17 +216,17 @@ class Generation:
         async def tell(choices: Iterable[int]) -> None:
             for index in sorted({choice // order.params.n for choice in choices}.difference(answer.prompts)):
                 answer.prompts[index] = await loop.run_in_executor(
-                    self._threads, tell_prompt, order.asked, outbox, tokenizer, index
+                    self._threads, echo_prompt, order.asked, outbox, tokenizer, index
                 )
 
         return tell
 
-    def _metrics(self, order: Order, outbox: RequestOutbox) -> Mapping[str, Any] | None:
+    def _metrics(self, order: PreparedRequest, outbox: RequestOutbox) -> Mapping[str, Any] | None:
         is_asked = order.body.return_metrics or self.service.config.enable_request_metrics
         return outbox.metrics() if is_asked else None
 
     async def _whole(
-        self, request: web.Request, order: Order, answer: Answer, outbox: RequestOutbox
+        self, request: web.Request, order: PreparedRequest, answer: AnswerBuilder, outbox: RequestOutbox
     ) -> web.StreamResponse:
         choices = answer.choices(order.num_choices)
         async for deltas in outbox:
@@ -239,7 +245,7 @@ class Generation:
         return web.Response(body=body, content_type="application/json", headers=ignored_headers(order.ignored))
 
     async def _stream(
-        self, request: web.Request, order: Order, answer: Answer, outbox: RequestOutbox
+        self, request: web.Request, order: PreparedRequest, answer: AnswerBuilder, outbox: RequestOutbox
     ) -> web.StreamResponse:
         """The answer as server-sent events.
 
@@ -261,7 +267,7 @@ class Generation:
                 except ConnectionError:
                     raise
                 except Exception as error:
-                    await stream.send([orjson.dumps(told(error, answer.id).body())])
+                    await stream.send([orjson.dumps(stream_error(error, answer.id).body())])
                 await stream.send([DONE])
                 return await stream.finish()
         except ConnectionError:
@@ -272,13 +278,13 @@ class Generation:
                 self.service.close(answer.id, "stalled_reader")
 
 
-ENDPOINTS: dict[str, tuple[type[ChatBody] | type[CompletionBody], type[Answer]]] = {
-    "chat": (ChatBody, ChatAnswer),
-    "completions": (CompletionBody, CompletionAnswer),
+ENDPOINTS: dict[str, tuple[type[ChatBody] | type[CompletionBody], type[AnswerBuilder]]] = {
+    "chat": (ChatBody, ChatAnswerBuilder),
+    "completions": (CompletionBody, CompletionAnswerBuilder),
 }
 
 
-def told(error: Exception, answer_id: str) -> ApiError:
+def stream_error(error: Exception, answer_id: str) -> ApiError:
     """The error that a stream ends with. An unexpected `error` is logged."""
     known = describe(error)
     if known is None:
@@ -298,7 +304,7 @@ def _time_limit_s(request: web.Request, body: GenerationBody) -> float | None:
     return limit_s
 
 
-def in_terms_of(body: GenerationBody, error: Exception, request_id: str) -> Exception:
+def translate_body_error(body: GenerationBody, error: Exception, request_id: str) -> Exception:
     """Renames the field of an engine error as in `body`, e.g. `prompt` to `messages` on chat."""
     known = describe(error)
     if known is None:

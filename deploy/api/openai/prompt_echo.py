@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import orjson
 
-from .answers import PromptPart, as_id, finite
+from .answers import PromptEcho, as_id, finite
 
 if TYPE_CHECKING:
     from ....stages.exit.outboxes import RequestOutbox
@@ -24,7 +24,7 @@ SLICE = 512  # entries in one call of the JSON writer
 TokenName = Callable[[int], str]
 
 
-class Tokenizer(Protocol):
+class SpellsTokens(Protocol):
     """The members of a tokenizer that are used here."""
 
     @property
@@ -33,7 +33,7 @@ class Tokenizer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class EchoOptions:
     """The data about each prompt that the answer must contain."""
 
     echo: bool = False
@@ -48,7 +48,7 @@ class Asked:
         return self.echo or self.prompt_logprobs or self.token_ids
 
 
-def tell_prompt(asked: Asked, outbox: RequestOutbox, tokenizer: Tokenizer, index: int) -> PromptPart:
+def echo_prompt(asked: EchoOptions, outbox: RequestOutbox, tokenizer: SpellsTokens, index: int) -> PromptEcho:
     """The requested data of prompt `index`.
 
     Call it after the first token of an answer to that prompt.
@@ -67,7 +67,7 @@ def tell_prompt(asked: Asked, outbox: RequestOutbox, tokenizer: Tokenizer, index
         text = given if given is not None and is_whole else "".join(texts)
         if asked.echo_logprobs:
             logprobs = _echo(token_ids, texts, scores, name)
-    return PromptPart(
+    return PromptEcho(
         text=text,
         logprobs=logprobs,
         token_ids=token_ids if asked.token_ids else None,
@@ -75,7 +75,7 @@ def tell_prompt(asked: Asked, outbox: RequestOutbox, tokenizer: Tokenizer, index
     )
 
 
-def token_texts(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
+def token_texts(tokenizer: SpellsTokens, token_ids: Sequence[int]) -> list[str]:
     """The text that each token adds.
 
     A character comes with its last byte; special tokens add nothing.
@@ -90,7 +90,7 @@ def token_texts(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
     return texts
 
 
-def _namer(tokenizer: Tokenizer) -> TokenName:
+def _namer(tokenizer: SpellsTokens) -> TokenName:
     """A function from token id to the token's text, cached."""
     names: dict[int, str] = {}
 

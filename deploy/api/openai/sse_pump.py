@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 from contextvars import copy_context
 
-from ....runtime.wakeups import SharedBell
+from ....runtime.wakeups import SharedWakeup
 from ...http.sse import EventStream
-from .chunks import Chunks
+from .chunks import ChunkIterator
 
 
-async def send_all(chunks: Chunks, stream: EventStream) -> None:
+async def send_all(chunks: ChunkIterator, stream: EventStream) -> None:
     """Sends all chunks to the end, each as soon as it arrives.
 
     Raises the error that ends the request, and `ConnectionError` if the client has disconnected.
@@ -23,16 +23,16 @@ async def send_all(chunks: Chunks, stream: EventStream) -> None:
     async for bodies in chunks:
         await stream.send(bodies)
         if stream.can_send_now and not chunks.needs_waiting and not chunks.is_over():
-            await _Flow(chunks, stream).run()
+            await _StreamPump(chunks, stream).run()
 
 
-class _Flow:
+class _StreamPump:
     """Writes a stream from a callback while its client reads and its task sleeps."""
 
-    def __init__(self, chunks: Chunks, stream: EventStream) -> None:
+    def __init__(self, chunks: ChunkIterator, stream: EventStream) -> None:
         self._chunks = chunks
         self._stream = stream
-        self._bell = chunks.outbox.bell
+        self._wakeup = chunks.outbox.wakeup
         self._context = copy_context()
         # resolved: the task must continue (None) or raise the exception
         self._is_stuck: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
@@ -43,21 +43,21 @@ class _Flow:
         On return every chunk is sent or still unread in the outbox.
         """
         try:
-            self._hear(self._bell)  # chunks that arrived in the meantime
+            self._hear(self._wakeup)  # chunks that arrived in the meantime
             error = await self._is_stuck
         finally:
-            if not self._bell.is_going:
-                self._bell.waiter = None
+            if not self._wakeup.is_going:
+                self._wakeup.waiter = None
         if error is not None:
             raise error
 
-    def _hear(self, bell: SharedBell) -> None:
+    def _hear(self, wakeup: SharedWakeup) -> None:
         """Sends the chunks that are there; hands any exception to the task."""
         if self._is_stuck.done():
             return  # the task was cancelled
         try:
             if self._goes_on():
-                bell.add_done_callback(self._hear, context=self._context)
+                wakeup.add_done_callback(self._hear, context=self._context)
             else:
                 self._is_stuck.set_result(None)
         except Exception as error:

@@ -20,15 +20,15 @@ from pydantic_core import CoreSchema
 
 from ....stages.params import SamplingParams
 from ...errors import ApiError
-from ..schema import hints as documented
+from ..schema import hints
 from ..schema.relations import FIELDS_OF_STREAMS, SAMPLING_ALONE
 from ..schema.unsupported import UNSUPPORTED
-from .answers import Answer, Choice, completion_logprobs
+from .answers import AnswerBuilder, ChoiceState, completion_logprobs
 from .bodies import CompletionBody
 
 if TYPE_CHECKING:
     from ....stages.messages import Ints, Prompt, TokenLogprobs
-    from ....stages.outputs import Delta
+    from ....stages.outputs import ChoiceDelta
 
 PLAIN = SamplingParams()
 BESIDE = (
@@ -55,7 +55,7 @@ class GenerateBody(CompletionBody):
             "properties": {name: fields[name] for name in inside},
             "allOf": list(SAMPLING_ALONE),
         }
-        tokens = {"token_ids": documented.ONLY_TOKENS, "sampling_params": sampling}
+        tokens = {"token_ids": hints.ONLY_TOKENS, "sampling_params": sampling}
         schema.update({"properties": tokens | {name: fields[name] for name in BESIDE}, "required": ["token_ids"]})
         return reference
 
@@ -119,31 +119,33 @@ def rendered(
     }
 
 
-class TokensAnswer(Answer):
+class TokenIdsAnswerBuilder(AnswerBuilder):
     """The answer of `/generate`: token ids instead of text."""
 
     PREFIX = "gen-"
     WHOLE = CHUNK = "token_ids"
 
-    def whole(self, choices: Sequence[Choice], usage: dict[str, Any]) -> dict[str, Any]:
+    def whole(self, choices: Sequence[ChoiceState], usage: dict[str, Any]) -> dict[str, Any]:
         return {"request_id": self.id} | super().whole(choices, usage)
 
-    def chunks(self, choice: Choice, delta: Delta, running_usage: dict[str, Any] | None = None) -> list[bytes]:
+    def chunks(
+        self, choice: ChoiceState, delta: ChoiceDelta, running_usage: dict[str, Any] | None = None
+    ) -> list[bytes]:
         if not (delta.token_ids or delta.finish_reason or running_usage is not None):
             return []
         return [self._encoded(self._chunk_choice(choice, delta), running_usage)]
 
-    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
+    def _whole_choice(self, choice: ChoiceState) -> dict[str, Any]:
         part = self._prompt(choice)
         whole = self._choice(choice, choice.token_ids, choice.logprobs, choice.finish_reason, choice.stop_reason)
         return whole if part is None else whole | {"prompt_logprobs": part.prompt_logprobs}
 
-    def _chunk_choice(self, choice: Choice, delta: Delta) -> dict[str, Any]:
+    def _chunk_choice(self, choice: ChoiceState, delta: ChoiceDelta) -> dict[str, Any]:
         return self._choice(choice, delta.token_ids, delta.logprobs, delta.finish_reason, delta.stop_reason)
 
     def _choice(
         self,
-        choice: Choice,
+        choice: ChoiceState,
         token_ids: Sequence[int],
         logprobs: Sequence[TokenLogprobs],
         finish_reason: str | None,

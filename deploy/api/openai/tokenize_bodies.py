@@ -8,7 +8,7 @@ from pydantic import Field, WithJsonSchema
 from pydantic.json_schema import JsonSchemaValue
 
 from ...errors import ApiError
-from ..schema import hints as documented
+from ..schema import hints
 from ..schema.body import Body
 from ..schema.hints import has
 from .bodies import ModelName
@@ -47,4 +47,4 @@ class DetokenizeBody(Body):
     """`POST /detokenize`."""
 
     model: ModelName = None
-    tokens: Annotated[list[int], WithJsonSchema(documented.TOKEN_IDS)]
+    tokens: Annotated[list[int], WithJsonSchema(hints.TOKEN_IDS)]

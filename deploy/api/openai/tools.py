@@ -119,7 +119,7 @@ class Tool(Part):
         return self.model_dump(exclude_none=True)
 
 
-class CalledFunction(Part):
+class AssistantFunction(Part):
     """The function of a call in an earlier turn."""
 
     name: Annotated[str, Field(pattern=NAME)]
@@ -131,7 +131,7 @@ class CalledTool(Part):
 
     id: Annotated[str, Field(max_length=256)] = ""
     type: Literal["function"] = "function"
-    function: CalledFunction
+    function: AssistantFunction
 
 
 class NamedFunction(Part):

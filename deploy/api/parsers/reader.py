@@ -26,7 +26,7 @@ class Malformed(Exception):
         self.character = character
 
 
-class Reader:
+class CharacterReader:
     """Feeds `_read` one character at a time and joins the events that it emits."""
 
     def __init__(self) -> None:
@@ -129,7 +129,7 @@ class Reader:
             character = yield
 
 
-class CallReader(Reader, ToolParser):
+class CallReader(CharacterReader, ToolParser):
     """Base of the readers of calls.
 
     A possible call is held back; if it is none, all of it becomes text.
@@ -139,7 +139,7 @@ class CallReader(Reader, ToolParser):
 
     def __init__(self, tool_names: Collection[str] = ()) -> None:
         ToolParser.__init__(self, tool_names)
-        Reader.__init__(self)
+        CharacterReader.__init__(self)
 
     def _read_calls(self, tag: str, calls: Callable[[str, str], Reading]) -> Generator[None, str, None]:
         """Reads an answer whose calls stand at its start or after a `tag`; the rest is text.

@@ -9,10 +9,10 @@ from collections.abc import Generator
 from typing import ClassVar
 
 from .interface import Event, Reasoning, ReasoningParser, Text
-from .reader import Reader
+from .reader import CharacterReader
 
 
-class ThinkParser(Reader, ReasoningParser):
+class ThinkParser(CharacterReader, ReasoningParser):
     """Qwen3 and others: reasoning follows a `<think>` that begins the answer or ends the prompt.
 
     Everything after `</think>` is content. Without `</think>` the whole answer is reasoning. A family with other
@@ -25,7 +25,7 @@ class ThinkParser(Reader, ReasoningParser):
         ReasoningParser.__init__(self, is_open)
         self._breaks: list[str] = []  # held line breaks: reasoning only if more reasoning follows
         self._has_thought = False
-        Reader.__init__(self)
+        CharacterReader.__init__(self)
 
     def _read(self) -> Generator[None, str, None]:
         begin, end = self.markers

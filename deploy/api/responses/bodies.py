@@ -13,7 +13,7 @@ from ....stages.params import MAX_LOGPROBS
 from ...errors import ApiError, shorten
 from ..adapter.chat_adapter import EXTENSIONS, AdaptedBody, Chat, renamed
 from ..openai.bodies import ModelName
-from ..schema import fields as documented_forms
+from ..schema import fields as schema_fields
 from ..schema.hints import has, needs, nullable
 from ..schema.unsupported import NOTHING, Harmless
 
@@ -119,7 +119,7 @@ class ResponsesBody(AdaptedBody):
         {"if": has("background", {"const": True}), "then": {"properties": {"store": {"enum": [True, None]}}}},
     )
 
-    input: Annotated[Any, WithJsonSchema(documented_forms.RESPONSE_INPUT)]
+    input: Annotated[Any, WithJsonSchema(schema_fields.RESPONSE_INPUT)]
     model: ModelName = None
     instructions: str | None = None
     max_output_tokens: int | None = None
@@ -128,8 +128,8 @@ class ResponsesBody(AdaptedBody):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     include: list[Includable] | None = None
     text: TextConfig | None = None
-    tools: Annotated[list[dict[str, Any]] | None, WithJsonSchema(documented_forms.RESPONSE_TOOLS)] = None
-    tool_choice: Annotated[Any, WithJsonSchema(documented_forms.RESPONSE_TOOL_CHOICE)] = None
+    tools: Annotated[list[dict[str, Any]] | None, WithJsonSchema(schema_fields.RESPONSE_TOOLS)] = None
+    tool_choice: Annotated[Any, WithJsonSchema(schema_fields.RESPONSE_TOOL_CHOICE)] = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningConfig | None = None
     truncation: Literal["auto", "disabled"] | None = None

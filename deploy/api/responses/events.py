@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from ...errors import ApiError
-from ..adapter.answer_parts import End, Part, Text, Usage
+from ..adapter.answer_parts import AnswerEnd, Part, TextDelta, TokenUsage
 from ..assistant_turn import ToolCallArguments, ToolCallBegun
 from ..openai.answers import token_logprobs
 from ..parsers.interface import Reasoning
@@ -86,9 +86,9 @@ class ResponseEvents:
         return [*events, self._of_response("response.in_progress")]
 
     def add(self, part: Part) -> list[Event]:
-        """Adds a part. An `End` closes the open item only; call `end` afterwards."""
+        """Adds a part. An `AnswerEnd` closes the open item only; call `end` afterwards."""
         match part:
-            case Text():
+            case TextDelta():
                 return [*self._enter(_Message), *self._grow(part.text, token_logprobs(part.logprobs))]
             case Reasoning():
                 return [*self._enter(_Reasoning), *self._grow(part.text)]
@@ -96,12 +96,12 @@ class ResponseEvents:
                 return [*self._leave(), *self._open(_FunctionCall(self.response["id"], self._place, part))]
             case ToolCallArguments():
                 return self._grow(part.text)
-            case End():
+            case AnswerEnd():
                 is_empty = self._item is None and not self.response["output"]
                 opened = self._enter(_Message) if is_empty else []  # an empty answer is a message with empty text
                 return [*opened, *self._leave(is_whole=part.reason in ("stop", "tool_calls"))]
 
-    def end(self, end: End, usage: Usage) -> list[Event]:
+    def end(self, end: AnswerEnd, usage: TokenUsage) -> list[Event]:
         """Ends the response, after all parts have been added."""
         if end.reason not in STATUS:
             return self.fail(ApiError("internal_error", "the model failed on this response; see the server's log"))
@@ -253,7 +253,7 @@ class _FunctionCall(_Item):
         }
 
 
-def response_usage(usage: Usage) -> dict[str, Any]:
+def response_usage(usage: TokenUsage) -> dict[str, Any]:
     """The `usage` object of this API."""
     return {
         "input_tokens": usage.num_prompt,

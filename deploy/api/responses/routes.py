@@ -18,7 +18,7 @@ from ...http.request_context import OWNER, REQUEST_ID
 from ...http.sse import named_event, stream_framed
 from ..openai.generation import ignored_headers
 from .events import Event
-from .service import Responses
+from .service import ResponseService
 from .store import StoredResponse
 
 MAX_ITEMS_LISTED = 100
@@ -27,7 +27,7 @@ MAX_ITEMS_LISTED = 100
 class ResponsesRoutes:
     """The handlers of `/v1/responses`."""
 
-    def __init__(self, responses: Responses, threads: Executor) -> None:
+    def __init__(self, responses: ResponseService, threads: Executor) -> None:
         self.responses = responses
         self._service = responses.service
         self._threads = threads

@@ -21,8 +21,8 @@ from ....stages.request_limits import MAX_CHARS_PER_TOKEN, chat_chars
 from ...errors import ApiError
 from ...http.json_limits import INLINE_BYTES
 from ...http.sse import named_event
-from ..adapter.chat_adapter import Chat, NameOf, Parts, read_adapted, take_order, under_way
-from ..openai.generation import Generation, Order, told
+from ..adapter.chat_adapter import AnswerParts, Chat, NameOf, read_adapted, submit_chat, take_order
+from ..openai.generation import GenerationRoutes, PreparedRequest, stream_error
 from .bodies import ResponsesBody, name_of
 from .events import Event, ResponseEvents, new_response
 from .input_items import Item, messages_of, num_to_cut, read_items
@@ -32,7 +32,7 @@ PREFIX = "resp_"
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ParsedBody:
     """A validated body, before the owner's earlier responses are looked up."""
 
     id: str  # of the response; random, as without API keys the id alone gives access to it
@@ -44,22 +44,22 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class ResponseOrder:
+class PreparedResponse:
     """A validated request for a response, with its history."""
 
     id: str
     owner: str
     client_id: str  # X-Request-Id
     body: ResponsesBody
-    order: Order
+    order: PreparedRequest
     items: bytes  # its own input items, as JSON
     name_of: NameOf
 
 
-class Responses:
+class ResponseService:
     """Generates responses, and stores those with `store`."""
 
-    def __init__(self, generation: Generation, threads: Executor) -> None:
+    def __init__(self, generation: GenerationRoutes, threads: Executor) -> None:
         self.service = generation.service
         self.store = ResponseStore(generation.service.config.response_store_bytes)
         self._generation = generation
@@ -68,14 +68,16 @@ class Responses:
 
     # -- reading requests
 
-    def read(self, raw: Mapping[str, Any]) -> Asked:
+    def read(self, raw: Mapping[str, Any]) -> ParsedBody:
         """Validates a body alone. `ApiError` 400 names the wrong field. May be called in a thread."""
         body, passed, ignored = read_adapted(ResponsesBody, raw, self.service.config.strict_fields)
         self.service.require_model(body.model)
         suffix = secrets.token_hex(16)
-        return Asked(PREFIX + suffix, body, passed, ignored, read_items(body.input, suffix), len(orjson.dumps(raw)))
+        return ParsedBody(
+            PREFIX + suffix, body, passed, ignored, read_items(body.input, suffix), len(orjson.dumps(raw))
+        )
 
-    async def take(self, asked: Asked, owner: str, client_id: str) -> ResponseOrder:
+    async def take(self, asked: ParsedBody, owner: str, client_id: str) -> PreparedResponse:
         """The order with its history.
 
         `ApiError` 400 names the field; 404 a response that is not stored.
@@ -94,23 +96,23 @@ class Responses:
             return make()
         return await asyncio.get_running_loop().run_in_executor(self._threads, make)
 
-    def _make_order(self, asked: Asked, owner: str, client_id: str, history: Sequence[bytes]) -> ResponseOrder:
+    def _make_order(self, asked: ParsedBody, owner: str, client_id: str, history: Sequence[bytes]) -> PreparedResponse:
         earlier: list[Item] = [item for part in history for item in orjson.loads(part)]
         names = ["previous_response_id"] * len(earlier) + [f"input[{i}]" for i in range(len(asked.items))]
         messages, sources = messages_of([*earlier, *asked.items], names)
         items = orjson.dumps(asked.items)
 
-        def without(num_cut: int) -> ResponseOrder:
+        def without(num_cut: int) -> PreparedResponse:
             named = name_of(sources[num_cut:], num_before=int(asked.body.instructions is not None))
             order = take_order(self._generation, asked.body.chat(messages[num_cut:]) | asked.passed, named)
-            return ResponseOrder(asked.id, owner, client_id, asked.body, order, items, named)
+            return PreparedResponse(asked.id, owner, client_id, asked.body, order, items, named)
 
         num_cut = 0
         if asked.body.truncation == "auto":
             num_cut = num_to_cut(messages, lambda num_cut: self._fits(without(num_cut).order))
         return without(num_cut)
 
-    def _fits(self, order: Order) -> bool:
+    def _fits(self, order: PreparedRequest) -> bool:
         """Whether prompt and answer fit the context.
 
         True if the template fails: intake reports that error.
@@ -138,48 +140,48 @@ class Responses:
 
     # -- answering
 
-    async def whole(self, order: ResponseOrder) -> dict[str, Any]:
+    async def whole(self, order: PreparedResponse) -> dict[str, Any]:
         """Generates a response and returns it when it is complete."""
         built = self._begin(order)
         built.begin()
-        async with under_way(self._generation, self._open(order), order.order, order.name_of) as parts:
+        async with submit_chat(self._generation, self._open(order), order.order, order.name_of) as parts:
             async for more in parts:
                 _add(built, more, parts)
         self._keep(order, built)
         return built.response
 
-    async def events(self, order: ResponseOrder) -> AsyncGenerator[Event, None]:
+    async def events(self, order: PreparedResponse) -> AsyncGenerator[Event, None]:
         """The events of a response's stream, one by one. See `batches`."""
         async with aclosing(self.batches(order)) as batches:
             async for batch in batches:
                 for event in batch:
                     yield event
 
-    async def batches(self, order: ResponseOrder) -> AsyncGenerator[list[Event], None]:
+    async def batches(self, order: PreparedResponse) -> AsyncGenerator[list[Event], None]:
         """The events of a response's stream, in lists of all that have arrived.
 
         An error before the first event is raised; a later one becomes an event. A caller that does not read to the end
         must close the generator, which aborts the request.
         """
         built = self._begin(order)
-        async with under_way(self._generation, self._open(order), order.order, order.name_of) as parts:
+        async with submit_chat(self._generation, self._open(order), order.order, order.name_of) as parts:
             first = await anext(parts)
             yield built.begin() + _add(built, first, parts)
             try:
                 async for more in parts:
                     yield _add(built, more, parts)
             except Exception as error:
-                yield built.fail(told(error, order.id))
+                yield built.fail(stream_error(error, order.id))
         self._keep(order, built)
 
-    def _begin(self, order: ResponseOrder) -> ResponseEvents:
+    def _begin(self, order: PreparedResponse) -> ResponseEvents:
         model = self.service.model_names[0]
         return ResponseEvents(new_response(order.id, model, order.body, order.order.params))
 
-    def _open(self, order: ResponseOrder) -> str:
+    def _open(self, order: PreparedResponse) -> str:
         return self.service.open(PREFIX, order.client_id, order.owner, answer_id=order.id)
 
-    def _keep(self, order: ResponseOrder, built: ResponseEvents) -> None:
+    def _keep(self, order: PreparedResponse, built: ResponseEvents) -> None:
         if order.body.is_stored:
             stored = _stored(order, built)
             stored.is_over = True
@@ -187,7 +189,7 @@ class Responses:
 
     # -- in the background
 
-    def start(self, order: ResponseOrder) -> StoredResponse:
+    def start(self, order: PreparedResponse) -> StoredResponse:
         """Generates a response in a background task. `ApiError` 429 if the store has no room for it."""
         built = self._begin(order)
         queued = built.queue()
@@ -205,9 +207,9 @@ class Responses:
         stored.task.add_done_callback(self._tasks.discard)
         return stored
 
-    async def _make(self, order: ResponseOrder, built: ResponseEvents, stored: StoredResponse) -> None:
+    async def _make(self, order: PreparedResponse, built: ResponseEvents, stored: StoredResponse) -> None:
         try:
-            async with under_way(self._generation, order.id, order.order, order.name_of) as parts:
+            async with submit_chat(self._generation, order.id, order.order, order.name_of) as parts:
                 has_begun = False
                 async for more in parts:
                     if not has_begun:
@@ -215,7 +217,7 @@ class Responses:
                         has_begun = True
                     self.store.grow(stored, _framed(_add(built, more, parts)))
         except Exception as error:
-            self.store.grow(stored, _framed(built.fail(told(error, order.id))))
+            self.store.grow(stored, _framed(built.fail(stream_error(error, order.id))))
         finally:
             stored.is_over = True
             self._tell(stored, built, [])
@@ -223,7 +225,7 @@ class Responses:
     def _tell(self, stored: StoredResponse, built: ResponseEvents, events: Sequence[Event]) -> None:
         self.store.update(stored, orjson.dumps(built.response), orjson.dumps(built.response["output"]))
         self.store.grow(stored, _framed(events))
-        stored.ring()
+        stored.set()
 
     async def cancel(self, response_id: str, owner: str) -> StoredResponse:
         """Aborts a background response and returns it. A complete one stays as it is."""
@@ -244,7 +246,7 @@ class Responses:
             await asyncio.wait(self._tasks)
 
 
-def _add(built: ResponseEvents, more: Sequence[Any], parts: Parts) -> list[Event]:
+def _add(built: ResponseEvents, more: Sequence[Any], parts: AnswerParts) -> list[Event]:
     events = [event for part in more for event in built.add(part)]
     return events if parts.end is None else events + built.end(parts.end, parts.usage)
 
@@ -253,7 +255,7 @@ def _framed(events: Sequence[Event]) -> list[bytes]:
     return [named_event(event) for event in events]
 
 
-def _stored(order: ResponseOrder, built: ResponseEvents) -> StoredResponse:
+def _stored(order: PreparedResponse, built: ResponseEvents) -> StoredResponse:
     previous_id = order.body.previous_response_id
     stored = StoredResponse(order.id, order.owner, previous_id, order.items, orjson.dumps(built.response))
     stored.output = orjson.dumps(built.response["output"])

@@ -32,7 +32,7 @@ class StoredResponse:
         self.task: asyncio.Task[None] | None = None  # generates it, if in the background
         self.is_over = False
         self.num_bytes = 0  # as the store counts them
-        self._news = asyncio.Event()
+        self._new_events = asyncio.Event()
 
     @property
     def length(self) -> int:
@@ -40,10 +40,10 @@ class StoredResponse:
         parts = (self.items, self.response, self.output, *(self.events or ()))
         return sum(map(len, parts))
 
-    def ring(self) -> None:
+    def set(self) -> None:
         """Wakes the readers: there are new events, or there will be none."""
-        self._news.set()
-        self._news = asyncio.Event()
+        self._new_events.set()
+        self._new_events = asyncio.Event()
 
     async def events_from(self, first: int) -> AsyncGenerator[list[bytes], None]:
         """Yields its events from number `first` to the last, in lists of all that have arrived.
@@ -57,7 +57,7 @@ class StoredResponse:
             elif self.is_over:
                 return
             else:
-                await self._news.wait()
+                await self._new_events.wait()
 
 
 class ResponseStore:
@@ -124,7 +124,7 @@ class ResponseStore:
         stored.events += events
         if stored.id in self._kept:
             self._resize(stored, stored.num_bytes + sum(map(len, events)))
-        stored.ring()
+        stored.set()
 
     def delete(self, response_id: str, owner: str) -> StoredResponse:
         """Removes the owner's response and returns it. `ApiError` 404 if there is none."""
@@ -141,7 +141,7 @@ class ResponseStore:
                 self._drop(victim)
             elif stored.events is not None:
                 stored.events = None
-                stored.ring()
+                stored.set()
                 self.num_bytes += stored.length - stored.num_bytes
                 stored.num_bytes = stored.length
             else:

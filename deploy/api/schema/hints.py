@@ -1,7 +1,8 @@
 """Builders of OpenAPI schemas: single fields, combinations, and limits set by the model.
 
-A limit that is unknown before a model is loaded stands in the schema as a name under `x-limits`. `settle` replaces it
-by the number. Nothing is checked here: validation happens where the bodies are read, with the same constants.
+A limit that is unknown before a model is loaded stands in the schema as a name under `x-limits`. `fill_in_limits`
+replaces it by the number. Nothing is checked here: validation happens where the bodies are read, with the same
+constants.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ class ModelLimits:
         }[name]
 
 
-def settle(schema: Any, limits: ModelLimits | None) -> Any:
+def fill_in_limits(schema: Any, limits: ModelLimits | None) -> Any:
     """A copy of the schema, or of a whole document, with model limits filled in.
 
     With `limits` None (no model is loaded) the keywords are left out.
     """
     if isinstance(schema, list):
-        return [settle(part, limits) for part in schema]
+        return [fill_in_limits(part, limits) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    settled = {key: settle(value, limits) for key, value in schema.items() if key != LIMITS}
+    settled = {key: fill_in_limits(value, limits) for key, value in schema.items() if key != LIMITS}
     if limits is not None:
         settled.update({key: limits[name] for key, name in schema.get(LIMITS, {}).items()})
     return settled

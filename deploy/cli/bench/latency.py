@@ -11,7 +11,7 @@ import numpy as np
 
 from ....stages.config import EngineConfig
 from ...config import ServerConfig
-from .measures import Record, summarize
+from .measures import RequestRecord, summarize
 from .offline import ask, make_asks, make_engine, make_rng
 from .report import at_least_one, complain, progress, publish
 
@@ -40,7 +40,7 @@ async def _run(options: argparse.Namespace, config: EngineConfig) -> int:
     return 1 if any(record.error is not None for record in records) else 0
 
 
-async def measure(engine: Engine, options: argparse.Namespace, seed: int) -> tuple[list[float], list[Record]]:
+async def measure(engine: Engine, options: argparse.Namespace, seed: int) -> tuple[list[float], list[RequestRecord]]:
     """(seconds of each measured batch, records of all its requests).
 
     Every batch has new prompts, so that none finds a cached prefix.

@@ -17,7 +17,7 @@ Rng = np.random.Generator
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class BenchRequest:
     """One request of a benchmark."""
 
     prompt: str | list[int] | None  # text or token ids; None: use `messages`
@@ -27,7 +27,7 @@ class Ask:
 
 def random_asks(
     num: int, input_len: int, output_len: int, vocab_size: int, rng: Rng, range_ratio: float = 0.0
-) -> list[Ask]:
+) -> list[BenchRequest]:
     """Requests with random token ids.
 
     Lengths are uniform in `len * (1 - range_ratio)` to `len * (1 + range_ratio)`, and at least 1.
@@ -36,7 +36,7 @@ def random_asks(
         raise ConfigError(f"--random-range-ratio {range_ratio:g}: must be from 0 to 1")
     inputs, outputs = _lengths(num, input_len, rng, range_ratio), _lengths(num, output_len, rng, range_ratio)
     return [
-        Ask(rng.integers(0, vocab_size, num_input).tolist(), num_output)
+        BenchRequest(rng.integers(0, vocab_size, num_input).tolist(), num_output)
         for num_input, num_output in zip(inputs, outputs, strict=True)
     ]
 
@@ -47,7 +47,7 @@ def _lengths(num: int, length: int, rng: Rng, range_ratio: float) -> list[int]:
     return lengths
 
 
-def read_asks(path: Path, num: int, output_len: int) -> list[Ask]:
+def read_asks(path: Path, num: int, output_len: int) -> list[BenchRequest]:
     """The first `num` requests of a file of JSON lines. Raises `ConfigError`.
 
     A line has a `prompt` (text or token ids) or `messages`, and optionally `output_tokens`.
@@ -61,7 +61,7 @@ def read_asks(path: Path, num: int, output_len: int) -> list[Ask]:
     return asks
 
 
-def _read(path: Path, num: int, output_len: int) -> Iterator[Ask]:
+def _read(path: Path, num: int, output_len: int) -> Iterator[BenchRequest]:
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if number > num:
@@ -69,7 +69,7 @@ def _read(path: Path, num: int, output_len: int) -> Iterator[Ask]:
             yield _parse(line, f"{path}:{number}", output_len)
 
 
-def _parse(line: bytes, where: str, output_len: int) -> Ask:
+def _parse(line: bytes, where: str, output_len: int) -> BenchRequest:
     try:
         asked = orjson.loads(line)
         prompt, messages = asked.get("prompt"), asked.get("messages")
@@ -78,7 +78,7 @@ def _parse(line: bytes, where: str, output_len: int) -> Ask:
         raise ConfigError(f'{where}: must be like {{"prompt": "...", "output_tokens": 20}}') from None
     if prompt is None and messages is None:
         raise ConfigError(f"{where}: must have a prompt or messages")
-    return Ask(prompt, num_output, messages)
+    return BenchRequest(prompt, num_output, messages)
 
 
 def arrivals(num: int, rate: float, rng: Rng) -> list[float]:

@@ -23,7 +23,7 @@ LIMITED = ("ttft", "tpot", "e2el")
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class RequestRecord:
     """Times (seconds) and token counts of one request. With an `error` they are not used."""
 
     num_prompt: int = 0  # tokens
@@ -64,15 +64,15 @@ class Stopwatch:
         """Pieces with text."""
         return 0 if self._first_s is None else 1 + len(self._gaps)
 
-    def record(self, num_prompt: int, num_output: int) -> Record:
+    def record(self, num_prompt: int, num_output: int) -> RequestRecord:
         """The record of the stream. An answer without text has its first token at its end."""
         first_s = self._ended_s if self._first_s is None else self._first_s
         began_s = self._began_s
-        return Record(num_prompt, num_output, first_s - began_s, self._ended_s - began_s, tuple(self._gaps))
+        return RequestRecord(num_prompt, num_output, first_s - began_s, self._ended_s - began_s, tuple(self._gaps))
 
 
 def summarize(
-    records: Sequence[Record],
+    records: Sequence[RequestRecord],
     duration_s: float,
     goodput_ms: Mapping[str, float] | None = None,
     percentiles: Sequence[float] = (99.0,),
@@ -107,7 +107,7 @@ def statistics(name: str, seconds: Sequence[float], percentiles: Sequence[float]
     return {key: float(value) for key, value in found.items()}
 
 
-def is_good(record: Record, goodput_ms: Mapping[str, float]) -> bool:
+def is_good(record: RequestRecord, goodput_ms: Mapping[str, float]) -> bool:
     """Whether the request is within each limit in ms. A missing TPOT is within."""
     seconds = {"ttft": record.ttft_s, "tpot": record.tpot_s or 0.0, "e2el": record.e2el_s}
     return all(1e3 * seconds[name] <= limit for name, limit in goodput_ms.items())

@@ -15,8 +15,8 @@ from ....stages.config import EngineConfig
 from ....stages.errors import ConfigError, RequestError
 from ....stages.messages import ChatPrompt, Prompt
 from ....stages.params import SamplingParams
-from .load import Ask, Rng, random_asks, read_asks
-from .measures import Record, Stopwatch
+from .load import BenchRequest, Rng, random_asks, read_asks
+from .measures import RequestRecord, Stopwatch
 
 if TYPE_CHECKING:
     from ....stages.engine.engine import Engine
@@ -29,7 +29,7 @@ def make_engine(config: EngineConfig) -> AbstractAsyncContextManager[Engine]:
     return Engine(config)
 
 
-async def ask(engine: Engine, asked: Ask, ignore_eos: bool = True) -> Record:
+async def ask(engine: Engine, asked: BenchRequest, ignore_eos: bool = True) -> RequestRecord:
     """Runs one request with greedy sampling and returns its record."""
     params = SamplingParams(max_tokens=asked.num_output, temperature=0.0, ignore_eos=ignore_eos)
     watch = Stopwatch(time.perf_counter())
@@ -39,15 +39,15 @@ async def ask(engine: Engine, asked: Ask, ignore_eos: bool = True) -> Record:
             watch.piece(time.perf_counter())
             num_prompt, num_output = output.num_prompt_tokens, output.num_generated_tokens
     except RequestError as error:
-        return Record(error=str(error))
+        return RequestRecord(error=str(error))
     return watch.record(num_prompt, num_output)
 
 
-def _as_prompt(asked: Ask) -> str | Sequence[int] | Prompt:
+def _as_prompt(asked: BenchRequest) -> str | Sequence[int] | Prompt:
     return Prompt(chat=ChatPrompt(tuple(asked.messages or ()))) if asked.prompt is None else asked.prompt
 
 
-def make_asks(engine: Engine, options: argparse.Namespace, num: int, rng: Rng) -> list[Ask]:
+def make_asks(engine: Engine, options: argparse.Namespace, num: int, rng: Rng) -> list[BenchRequest]:
     """The requests for the options. `ConfigError` if random ones may exceed the model's context."""
     path: Path | None = options.dataset_path
     if path is not None:

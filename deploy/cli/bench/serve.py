@@ -15,8 +15,8 @@ import orjson
 from ....stages.config import EngineConfig
 from ....stages.errors import ConfigError
 from ...config import ServerConfig
-from .load import Ask, arrivals, random_asks, read_asks
-from .measures import Record, Stopwatch, parse_goodput, summarize
+from .load import BenchRequest, arrivals, random_asks, read_asks
+from .measures import RequestRecord, Stopwatch, parse_goodput, summarize
 from .offline import make_rng
 from .report import at_least_one, complain, progress, publish
 
@@ -39,7 +39,7 @@ async def _run(options: argparse.Namespace, config: EngineConfig, api_key: Seque
     async with aiohttp.ClientSession(
         headers=headers, timeout=timeout, connector=aiohttp.TCPConnector(limit=0)
     ) as session:
-        client = Client(session, options.base_url.rstrip("/").removesuffix("/v1"), options.endpoint)
+        client = BenchClient(session, options.base_url.rstrip("/").removesuffix("/v1"), options.endpoint)
         client.model = config.model or await client.served_model()
         client.ignores_eos = options.dataset_path is None if options.ignore_eos is None else options.ignore_eos
         asks = await _make_asks(client, options, config.seed)
@@ -54,7 +54,7 @@ async def _run(options: argparse.Namespace, config: EngineConfig, api_key: Seque
     return 1 if report["failed"] else 0
 
 
-def _settings(options: argparse.Namespace, client: Client, num_prompts: int) -> dict[str, Any]:
+def _settings(options: argparse.Namespace, client: BenchClient, num_prompts: int) -> dict[str, Any]:
     rate = options.request_rate
     return {
         "model_id": client.model,
@@ -66,7 +66,7 @@ def _settings(options: argparse.Namespace, client: Client, num_prompts: int) -> 
     }
 
 
-async def _make_asks(client: Client, options: argparse.Namespace, seed: int) -> list[Ask]:
+async def _make_asks(client: BenchClient, options: argparse.Namespace, seed: int) -> list[BenchRequest]:
     if options.dataset_path is not None:
         return read_asks(options.dataset_path, options.num_prompts, options.output_len)
     if client.is_chat:
@@ -76,8 +76,8 @@ async def _make_asks(client: Client, options: argparse.Namespace, seed: int) -> 
 
 
 async def measure(
-    client: Client, asks: Sequence[Ask], times_s: Sequence[float], max_concurrency: int | None
-) -> tuple[float, list[Record]]:
+    client: BenchClient, asks: Sequence[BenchRequest], times_s: Sequence[float], max_concurrency: int | None
+) -> tuple[float, list[RequestRecord]]:
     """(seconds of the whole run, record of each request).
 
     Request `i` is sent `times_s[i]` seconds after the start, or later if `max_concurrency` requests are running. Its
@@ -86,7 +86,7 @@ async def measure(
     room = nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
     began_s = time.perf_counter()
 
-    async def one(asked: Ask, at_s: float, bar: Any) -> Record:
+    async def one(asked: BenchRequest, at_s: float, bar: Any) -> RequestRecord:
         await asyncio.sleep(at_s - (time.perf_counter() - began_s))
         async with room:
             record = await client.ask(asked)
@@ -98,7 +98,7 @@ async def measure(
         return time.perf_counter() - began_s, records
 
 
-class Client:
+class BenchClient:
     """Sends requests to one server with OpenAI's API."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, path: str) -> None:
@@ -134,14 +134,14 @@ class Client:
         except (TimeoutError, aiohttp.ClientError, ValueError, LookupError, TypeError):
             return VOCAB_SIZE
 
-    async def ask(self, asked: Ask) -> Record:
+    async def ask(self, asked: BenchRequest) -> RequestRecord:
         """Runs one request and returns its record."""
         try:
             return await self._stream(orjson.dumps(self._body(asked)))
         except (TimeoutError, aiohttp.ClientError, ValueError, LookupError, TypeError) as error:
-            return Record(error=str(error) or type(error).__name__)
+            return RequestRecord(error=str(error) or type(error).__name__)
 
-    def _body(self, asked: Ask) -> dict[str, Any]:
+    def _body(self, asked: BenchRequest) -> dict[str, Any]:
         body: dict[str, Any] = {"model": self.model, "temperature": 0.0, "max_tokens": asked.num_output, "stream": True}
         body["stream_options"] = {"include_usage": True}
         if self.ignores_eos:
@@ -150,20 +150,20 @@ class Client:
             return body | {"prompt": asked.prompt}
         return body | {"messages": asked.messages or [{"role": "user", "content": asked.prompt}]}
 
-    async def _stream(self, data: bytes) -> Record:
+    async def _stream(self, data: bytes) -> RequestRecord:
         usage: dict[str, Any] = {}
         watch = Stopwatch(time.perf_counter())
         headers = {"Content-Type": "application/json"}
         async with self._session.post(self.url + self.path, data=data, headers=headers) as response:
             if response.status != 200:
-                return Record(error=f"{response.status}: {(await response.text())[:300]}")
+                return RequestRecord(error=f"{response.status}: {(await response.text())[:300]}")
             async for line in response.content:
                 now_s = time.perf_counter()
                 if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
                     continue
                 event = orjson.loads(line[6:])
                 if "error" in event:
-                    return Record(error=str(event["error"]["message"]))
+                    return RequestRecord(error=str(event["error"]["message"]))
                 usage = event.get("usage") or usage
                 for choice in event["choices"]:
                     watch.piece(now_s) if has_text(choice) else watch.end(now_s)

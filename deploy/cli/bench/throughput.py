@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from ....stages.config import EngineConfig
 from ...config import ServerConfig
-from .load import Ask
-from .measures import Record, summarize
+from .load import BenchRequest
+from .measures import RequestRecord, summarize
 from .offline import ask, make_asks, make_engine, make_rng
 from .report import at_least_one, complain, progress, publish
 
@@ -40,14 +40,14 @@ async def _run(options: argparse.Namespace, config: EngineConfig) -> int:
     return 1 if report["failed"] else 0
 
 
-async def measure(engine: Engine, asks: list[Ask]) -> tuple[float, list[Record]]:
+async def measure(engine: Engine, asks: list[BenchRequest]) -> tuple[float, list[RequestRecord]]:
     """(seconds of the whole run, record of each request).
 
     At most `max_waiting_requests` requests are submitted at once; the times of the others begin later.
     """
     room = asyncio.Semaphore(engine.config.max_waiting_requests)
 
-    async def one(asked: Ask, bar: Any) -> Record:
+    async def one(asked: BenchRequest, bar: Any) -> RequestRecord:
         async with room:
             record = await ask(engine, asked)
         bar.update()

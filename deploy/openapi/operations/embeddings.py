@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...api.openai.embedding_bodies import EmbeddingBody, RerankBody, ScoreBody
-from ..shapes import other_apis as api_shapes
+from ..shapes import other_apis
 from .operation import POOLING_ERRORS, Operation, again, json
 
 SCORE = Operation(
@@ -13,7 +13,7 @@ SCORE = Operation(
     group="pooling",
     summary="Similarity of pairs of texts: one query with all documents, or query by document",
     body=ScoreBody,
-    answers=json(api_shapes.Scores),
+    answers=json(other_apis.Scores),
     errors=POOLING_ERRORS,
 )
 RERANK = Operation(
@@ -23,7 +23,7 @@ RERANK = Operation(
     group="pooling",
     summary="Documents in order of relevance to a query",
     body=RerankBody,
-    answers=json(api_shapes.Ranks),
+    answers=json(other_apis.Ranks),
     errors=POOLING_ERRORS,
 )
 NUMBERS = (
@@ -34,7 +34,7 @@ NUMBERS = (
         group="pooling",
         summary="Embedding vectors of texts",
         body=EmbeddingBody,
-        answers=json(api_shapes.Embeddings),
+        answers=json(other_apis.Embeddings),
         errors=POOLING_ERRORS,
     ),
     SCORE,

@@ -5,8 +5,7 @@ from __future__ import annotations
 from ...api.openai.bodies import ChatBody, CompletionBody
 from ...api.openai.token_ids import GenerateBody
 from ...api.openai.tokenize_bodies import DetokenizeBody, TokenizeBody
-from ..shapes import openai as shapes
-from ..shapes import other_apis as api_shapes
+from ..shapes import openai, other_apis
 from .operation import CHAT_ERRORS, GENERATION_ERRORS, MODEL_ERRORS, Operation, again, json, json_or_events
 
 ABORT = {"abort": {"operationId": "abortRequest", "parameters": {"id": "$response.header.X-Request-Id"}}}
@@ -17,7 +16,7 @@ GENERATE = Operation(
     group="tokens",
     summary="Completion of token ids in token ids, whole or as a stream",
     body=GenerateBody,
-    answers=json_or_events(api_shapes.GeneratedTokens, api_shapes.GeneratedTokensChunk),
+    answers=json_or_events(other_apis.GeneratedTokens, other_apis.GeneratedTokensChunk),
     errors=GENERATION_ERRORS,
 )
 GENERATION = (
@@ -28,7 +27,7 @@ GENERATION = (
         group="generation",
         summary="The answer to a chat, whole or as a stream",
         body=ChatBody,
-        answers=json_or_events(shapes.ChatCompletion, shapes.ChatCompletionChunk),
+        answers=json_or_events(openai.ChatCompletion, openai.ChatCompletionChunk),
         errors=GENERATION_ERRORS,
         links=ABORT,
     ),
@@ -39,7 +38,7 @@ GENERATION = (
         group="generation",
         summary="Completions of one or several prompts, whole or as a stream",
         body=CompletionBody,
-        answers=json_or_events(shapes.Completion, shapes.CompletionChunk),
+        answers=json_or_events(openai.Completion, openai.CompletionChunk),
         errors=GENERATION_ERRORS,
         links=ABORT,
     ),
@@ -50,7 +49,7 @@ GENERATION = (
         group="generation",
         summary="Abort a running request; its client gets the partial answer with finish_reason abort",
         parameters={"id": "The id of the answer, or the request's X-Request-Id"},
-        answers=json(shapes.Aborted),
+        answers=json(openai.Aborted),
         errors=("request_not_found",),
     ),
     GENERATE,
@@ -62,7 +61,7 @@ GENERATION = (
         group="tokens",
         summary="The body for /generate that is equivalent to a chat, without running the model",
         body=ChatBody,
-        answers=json(api_shapes.RenderedPrompt),
+        answers=json(other_apis.RenderedPrompt),
         errors=GENERATION_ERRORS,
     ),
     Operation(
@@ -72,7 +71,7 @@ GENERATION = (
         group="tokens",
         summary="The bodies for /generate that are equivalent to the prompts, without running the model",
         body=CompletionBody,
-        answers=json(api_shapes.RenderedPrompts),
+        answers=json(other_apis.RenderedPrompts),
         errors=GENERATION_ERRORS,
     ),
     Operation(
@@ -82,7 +81,7 @@ GENERATION = (
         group="tokens",
         summary="Token ids of a prompt or a chat",
         body=TokenizeBody,
-        answers=json(shapes.Tokens),
+        answers=json(openai.Tokens),
         errors=CHAT_ERRORS,
         links={"text": {"operationId": "detokenize", "requestBody": {"tokens": "$response.body#/tokens"}}},
     ),
@@ -93,7 +92,7 @@ GENERATION = (
         group="tokens",
         summary="The text of token ids",
         body=DetokenizeBody,
-        answers=json(shapes.Text),
+        answers=json(openai.DetokenizedText),
         errors=(*MODEL_ERRORS, "tokenizer_error"),
     ),
 )

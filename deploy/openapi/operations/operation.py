@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from ...api.schema.body import Body
 from ...api.schema.hints import Schema
 from ...errors import CODES
-from ..shapes import openai as shapes
+from ..shapes import openai
 
 Access = Literal["open", "key", "admin"]
 
@@ -42,7 +42,7 @@ class Operation:
     body: type[Body] | None = None
     access: Access = "key"
     errors: tuple[str, ...] = ()
-    error: type[BaseModel] = shapes.Error
+    error: type[BaseModel] = openai.Error
     parameters: Mapping[str, str] = field(default_factory=dict)  # path parameter -> its description
     query: Mapping[str, Schema] = field(default_factory=dict)  # name -> its schema
     links: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # OpenAPI links of its 200

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from ...inspect.routes import MAX_CURSOR, MAX_LISTED
 from ...metrics.metrics import CONTENT_TYPE
-from ..shapes import inspect as inside_shapes
-from ..shapes import openai as shapes
+from ..shapes import inspect, openai
 from .operation import ENGINE_ERRORS, MODEL_ERRORS, PAGE, SOCKET, Answers, Content, Operation, json, text
 
-READY: Answers = {200: (Content(shapes.Ready),), 503: (Content(shapes.NotReady),)}
+READY: Answers = {200: (Content(openai.Ready),), 503: (Content(openai.NotReady),)}
 SERVER = (
     Operation(
         method="GET",
@@ -26,7 +25,7 @@ SERVER = (
         group="server",
         summary="Whether the process responds",
         access="open",
-        answers=json(shapes.Alive),
+        answers=json(openai.Alive),
     ),
     Operation(
         method="GET",
@@ -43,7 +42,7 @@ SERVER = (
         name="version",
         group="server",
         summary="The version of millrace",
-        answers=json(shapes.Version),
+        answers=json(openai.Version),
     ),
     Operation(
         method="GET",
@@ -51,7 +50,7 @@ SERVER = (
         name="serverInfo",
         group="server",
         summary="Model, settings, memory use and KV blocks by state",
-        answers=json(shapes.ServerInfo),
+        answers=json(openai.ServerInfo),
         errors=ENGINE_ERRORS,
     ),
     Operation(
@@ -60,7 +59,7 @@ SERVER = (
         name="load",
         group="server",
         summary="Running and waiting load, for a load balancer",
-        answers=json(shapes.Load),
+        answers=json(openai.Load),
         errors=ENGINE_ERRORS,
     ),
     Operation(
@@ -77,7 +76,7 @@ SERVER = (
         name="listModels",
         group="models",
         summary="The served model names",
-        answers=json(shapes.Models),
+        answers=json(openai.Models),
         errors=ENGINE_ERRORS,
         links={"model": {"operationId": "getModel", "parameters": {"id": "$response.body#/data/0/id"}}},
     ),
@@ -88,7 +87,7 @@ SERVER = (
         group="models",
         summary="One served model name",
         parameters={"id": "The model name"},
-        answers=json(shapes.Model),
+        answers=json(openai.Model),
         errors=MODEL_ERRORS,
     ),
     Operation(
@@ -101,7 +100,7 @@ SERVER = (
             "limit": {"type": "integer", "minimum": 1, "maximum": MAX_LISTED, "default": MAX_LISTED},
             "cursor": {"type": "integer", "minimum": 0, "maximum": MAX_CURSOR, "default": 0},
         },
-        answers=json(inside_shapes.Requests),
+        answers=json(inspect.Requests),
         errors=(*ENGINE_ERRORS, "invalid_value"),
     ),
     Operation(
@@ -111,7 +110,7 @@ SERVER = (
         group="server",
         summary="The waterfall of a running or recently ended request, and the causes of its latency in words",
         parameters={"id": "The id of the answer, or the request's X-Request-Id"},
-        answers=json(inside_shapes.Explanation),
+        answers=json(inspect.Explanation),
         errors=(*ENGINE_ERRORS, "request_not_found"),
     ),
     Operation(
@@ -120,7 +119,7 @@ SERVER = (
         name="stages",
         group="server",
         summary="Idle, busy and blocked shares of each stage, fill level of each channel, and the bottleneck",
-        answers=json(inside_shapes.Stages),
+        answers=json(inspect.Stages),
         errors=ENGINE_ERRORS,
     ),
 )
@@ -131,7 +130,7 @@ PAGES = (
         name="openapi",
         group="server",
         summary="This document",
-        answers=json(shapes.Document),
+        answers=json(openai.Document),
     ),
     Operation(
         method="GET",

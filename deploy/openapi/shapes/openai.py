@@ -289,7 +289,7 @@ class Tokens(Shape):
     token_strs: list[str] | None
 
 
-class Text(Shape):
+class DetokenizedText(Shape):
     """The text of token ids."""
 
     prompt: str

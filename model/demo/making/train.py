@@ -75,7 +75,7 @@ class TrainConfig:
         return _as_json(saved) | {"num_steps": 0} == _as_json(asdict(self)) | {"num_steps": 0}
 
 
-class Documents:
+class DocumentBatches:
     """Batches of documents of about one length, each document in its own row, padded at the right.
 
     A row sees only its own document, so every name before a token is from the same story.
@@ -277,14 +277,14 @@ def train(
 ) -> tuple[LlamaForCausalLM, list[tuple[int, int, float]], float]:
     """(model, loss curve, seconds of all starts together). Curve: step, tokens seen, mean loss since the last."""
     torch.set_num_threads(1)
-    documents_apart = Documents(*text, config.tokens_per_step, config.seed)
+    documents_apart = DocumentBatches(*text, config.tokens_per_step, config.seed)
     model, kept = make_model(config)
     pool = ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,))
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed_tokens" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim < 2 or "embed_tokens" in name]
     adamw = torch.optim.AdamW(others, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     optimizers = [adamw, Muon(matrices, config.matrix_learning_rate, pool)]
-    done = Progress.load(work_dir, config, model, optimizers)
+    done = TrainProgress.load(work_dir, config, model, optimizers)
     losses: list[float] = []
     began = saved = time.monotonic()
     first_step, seconds = done.step, done.seconds
@@ -318,7 +318,7 @@ def train(
 
 
 @dataclass(slots=True)
-class Progress:
+class TrainProgress:
     """The progress of a run: the part of a checkpoint besides the tensors."""
 
     step: int = 0
@@ -329,7 +329,7 @@ class Progress:
     @classmethod
     def load(
         cls, work_dir: Path, config: TrainConfig, model: LlamaForCausalLM, optimizers: list[torch.optim.Optimizer]
-    ) -> "Progress":
+    ) -> "TrainProgress":
         """The run that `work_dir` holds, if any: fills the model and the optimizers."""
         path = work_dir / "checkpoint.safetensors"
         if not path.exists():

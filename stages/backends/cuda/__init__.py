@@ -1,7 +1,7 @@
 """The asynchronous device: submits steps to a GPU without waiting for their results.
 
-Three threads call it: the event loop (`LateDevice`), the device thread, which submits steps, and the completion thread,
-which waits for them. Each class says which of its methods runs where.
+Three threads call it: the event loop (`AsyncDevice`), the device thread, which submits steps, and the completion
+thread, which waits for them. Each class says which of its methods runs where.
 
 Owns: device buffers, CUDA graphs, pinned memory, and the order of copies and launches.
 In: grants, uploaded as one buffer per step.

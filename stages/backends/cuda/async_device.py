@@ -11,14 +11,14 @@ from typing import Any, ClassVar
 
 from ....runtime.histogram import Histogram
 from ....runtime.stage import Context
-from ....runtime.workers.step_queue import chain, hush
+from ....runtime.workers.step_queue import chain, ignore_error
 from ....runtime.workers.worker import Worker, WorkerClosed
 from ...device.device import Device
 from ...messages import StepGrant, StepTokens
-from .step_submission import Step, StepLine
+from .step_submission import StepSubmitter, SubmittedStep
 
 
-class LateDevice(Device):
+class AsyncDevice(Device):
     """As `Device`, for phases that return before the device has finished.
 
     The future of `sample` resolves or fails only when the step has ended on the device. Until then its blocks must not
@@ -28,7 +28,7 @@ class LateDevice(Device):
 
     is_late: ClassVar[bool] = True
 
-    def __init__(self, line: StepLine) -> None:
+    def __init__(self, line: StepSubmitter) -> None:
         super().__init__(line.enter)
         self.line = line
         self._teller: Worker | None = None
@@ -51,7 +51,7 @@ class LateDevice(Device):
         """
         submitted = super().sample(grant, sample)
         told: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        hush(told)
+        ignore_error(told)
 
         def hand_over(_: object) -> None:
             if submitted.cancelled() or told.done():
@@ -68,7 +68,7 @@ class LateDevice(Device):
 
     # -- on the completion thread
 
-    def _finish(self, grant: StepGrant, submitted: asyncio.Future[Step]) -> StepTokens:
+    def _finish(self, grant: StepGrant, submitted: asyncio.Future[SubmittedStep]) -> StepTokens:
         error = submitted.exception()
         if error is not None:
             try:

@@ -18,12 +18,12 @@ from ...execute.model_runner import ModelRunner
 from ...messages import Started, StepGrant
 from ...sample.logits_processor import LogitsProcessor
 from ...sample.sampler import Sampler
-from .device_work import TorchWork
-from .step_submission import Step, StepLine
-from .triton_chooser import SCORED, KernelChoosing
+from .device_work import TorchDeviceWork
+from .step_submission import StepSubmitter, SubmittedStep
+from .triton_chooser import SCORED, TritonTokenChooser
 
 
-class LateModel:
+class AsyncModel:
     """Both phases of a step.
 
     All methods run on the device thread, except `prepare` (event loop) and `use` (start-up). `sampler` also records the
@@ -31,13 +31,18 @@ class LateModel:
     """
 
     def __init__(
-        self, line: StepLine, work: TorchWork, runner: ModelRunner, sampler: Sampler, choosing: KernelChoosing
+        self,
+        line: StepSubmitter,
+        work: TorchDeviceWork,
+        runner: ModelRunner,
+        sampler: Sampler,
+        chooser: TritonTokenChooser,
     ) -> None:
         self.line = line
         self.runner = runner
         self.sampler = sampler
         self.num_attended = 0  # steps
-        self._work, self._choosing = work, choosing
+        self._work, self._chooser = work, chooser
 
     def prepare(self, started: Sequence[Started]) -> None:
         """As `Sampler.prepare`. Called on the event loop."""
@@ -47,24 +52,24 @@ class LateModel:
         """As `Sampler.use`."""
         self.sampler.use(processor)
 
-    def forward(self, grant: StepGrant) -> Step:
+    def forward(self, grant: StepGrant) -> SubmittedStep:
         """Submits a step up to its logits; computes the logits, if the step is attended."""
-        self.runner.take_news(grant)
+        self.runner.apply_updates(grant)
         for started in grant.started:
             self.sampler.start(started)
         kind = self._kind(grant)
         if kind is not None:
             return self.line.forward(grant, kind, is_scored=kind >= SCORED)
         step = self.line.attend(grant)
-        self._work.tell_newest(self.runner.last_tokens)
+        self._work.copy_newest_tokens(self.runner.last_tokens)
         step.logits = self.runner.compute(grant)
         self.num_attended += 1
         return step
 
-    def sample(self, grant: StepGrant, step: Step) -> Any:
+    def sample(self, grant: StepGrant, step: SubmittedStep) -> Any:
         """Submits the rest of a step; samples it, if attended.
 
-        Returns the step, on which `LateDevice` waits.
+        Returns the step, on which `AsyncDevice` waits.
         """
         if step.logits is None:
             return self.line.sample(grant, step)
@@ -77,4 +82,4 @@ class LateModel:
         """The kind of sampling by which the device chooses the step's tokens; None: attended."""
         if grant.drafts is not None or self.runner.wants_more(grant):
             return None
-        return self._choosing.kind(grant.slots[grant.is_sampled])
+        return self._chooser.kind(grant.slots[grant.is_sampled])

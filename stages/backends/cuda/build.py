@@ -10,62 +10,63 @@ import torch
 
 from ....model.decoder.decoder import Decoder
 from ....model.decoder.kv_cache import KVCache
-from ....runtime.device_streams.interface import Streams
+from ....runtime.device_streams.interface import DeviceStreams
 from ...config import EngineConfig
 from ...execute.model_runner import ModelRunner
 from ...outputs import CaptureReport
 from ...sample.sampler import Sampler
-from .async_device import LateDevice
-from .async_model import LateModel
-from .cuda_graphs import Graphs, batches_of
-from .device_work import TorchWork, step_memory
-from .step_submission import StepLine
-from .step_update import Ends
-from .triton_chooser import KINDS, KernelChoosing
+from .async_device import AsyncDevice
+from .async_model import AsyncModel
+from .cuda_graphs import CudaGraphs, batches_of
+from .device_work import TorchDeviceWork, step_memory
+from .step_submission import StepSubmitter
+from .step_update import EndRules
+from .triton_chooser import KINDS, TritonTokenChooser
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Late:
+class AsyncRuntime:
     """A model, and a function that makes its device.
 
     `captured` describes its graphs; None with `enforce_eager`.
     """
 
-    model: LateModel
-    make_device: Callable[[], LateDevice]
+    model: AsyncModel
+    make_device: Callable[[], AsyncDevice]
     captured: CaptureReport | None
 
 
 def assemble(
-    streams: Streams,
+    streams: DeviceStreams,
     runner: ModelRunner,
     sampler: Sampler,
     config: EngineConfig,
-    ends: Ends,
+    ends: EndRules,
     clock: Callable[[], float],
-) -> Late:
+) -> AsyncRuntime:
     """Builds the model and its device. Blocks until all graphs are captured.
 
-    Called once, on the loading thread. `clock` returns seconds. The sampler must choose by kernels (`KernelChoosing`).
+    Called once, on the loading thread. `clock` returns seconds. The sampler must choose by kernels
+    (`TritonTokenChooser`).
     """
-    choosing, device = sampler.choosing, runner.last_tokens.device
-    assert isinstance(choosing, KernelChoosing), "an asynchronous device needs a sampler that chooses by kernels"
+    chooser, device = sampler.chooser, runner.last_tokens.device
+    assert isinstance(chooser, TritonTokenChooser), "an asynchronous device needs a sampler that chooses by kernels"
     assert isinstance(runner.cache, KVCache) and isinstance(runner.decoder, Decoder)
     num_slots = config.max_num_seqs
-    memory = step_memory(device, num_slots, config.steps_in_flight, choosing.scores)
-    graphs = Graphs(num_slots, config.num_step_tokens, is_eager=config.enforce_eager, kinds=KINDS)
-    work = TorchWork(
+    memory = step_memory(device, num_slots, config.steps_in_flight, chooser.scores)
+    graphs = CudaGraphs(num_slots, config.num_step_tokens, is_eager=config.enforce_eager, kinds=KINDS)
+    work = TorchDeviceWork(
         runner.decoder,
         runner.cache,
         memory,
-        choosing.choose_on_device,
+        chooser.choose_on_device,
         num_slots=num_slots,
         max_model_len=ends.max_model_len,
         max_step_tokens=max(config.num_step_tokens, num_slots),
         host_blocks=runner.host_blocks,
     )
     runner.read_tables(work.slots.tables)
-    line = StepLine(streams, memory, work, graphs, ends, sampler)
+    line = StepSubmitter(streams, memory, work, graphs, ends, sampler)
     streams.wait()  # the weights and the cache were written on another stream
     decode, mixed = batches_of(num_slots, config.num_step_tokens)
     captured = None
@@ -73,7 +74,7 @@ def assemble(
         line.warm([*mixed, *decode], KINDS)
     else:
         captured = line.capture(clock)
-    line.warm(decode[:1], choosing.scored_kinds)
-    choosing.warm_masks(torch.float32 if device.type == "cpu" else runner.decoder.dtype)
-    model = LateModel(line, work, runner, sampler, choosing)
-    return Late(model, partial(LateDevice, line), captured)
+    line.warm(decode[:1], chooser.scored_kinds)
+    chooser.warm_masks(torch.float32 if device.type == "cpu" else runner.decoder.dtype)
+    model = AsyncModel(line, work, runner, sampler, chooser)
+    return AsyncRuntime(model, partial(AsyncDevice, line), captured)

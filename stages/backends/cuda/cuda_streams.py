@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ....runtime.device_streams.interface import Event, Graph
+from ....runtime.device_streams.interface import DeviceEvent, DeviceGraph
 
 
 class CudaStreams:
@@ -48,7 +48,7 @@ class CudaEvent:
     def wait(self) -> None:
         self.event.synchronize()
 
-    def us_since(self, earlier: Event) -> float:
+    def us_since(self, earlier: DeviceEvent) -> float:
         assert isinstance(earlier, CudaEvent)
         return 1000.0 * float(earlier.event.elapsed_time(self.event))
 
@@ -80,11 +80,11 @@ class CudaStream:
         with torch.cuda.stream(self._stream):
             destination.copy_(source, non_blocking=True)
 
-    def record(self, event: Event) -> None:
+    def record(self, event: DeviceEvent) -> None:
         assert isinstance(event, CudaEvent)
         event.event.record(self._stream)
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: DeviceEvent) -> None:
         assert isinstance(event, CudaEvent)
         self._stream.wait_event(event.event)
 
@@ -96,7 +96,7 @@ class CudaStream:
             run()
         return CudaGraph(graph, torch.cuda.memory_reserved(device) - before)
 
-    def replay(self, graph: Graph) -> None:
+    def replay(self, graph: DeviceGraph) -> None:
         assert isinstance(graph, CudaGraph)
         with torch.cuda.stream(self._stream):
             graph.graph.replay()

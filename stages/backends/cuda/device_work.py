@@ -19,12 +19,12 @@ from ....kernels.layout.step_state import SlotState, StepBuffers
 from ....model.decoder.kv_cache import KVCache
 from ....model.decoder.step_inputs import StepInputs
 from ....model.decoder.upload import upload
-from ...execute.model_runner import Model
+from ...execute.model_runner import DecoderProtocol
 from ...messages import Indices, Ints
-from ...outputs import Batch
+from ...outputs import GraphBatch
 from ...sample.draft_acceptance import last_of_each
-from .pinned_ring import Pinned
-from .step_submission import SPARE_STEPS, Memory
+from .pinned_ring import PinnedMemory
+from .step_submission import SPARE_STEPS, StepMemory
 from .step_update import NEWS_ROOM, diff_size
 
 NUM_DIFFS = 3  # pinned buffers: the device reads one while the host writes another
@@ -37,17 +37,17 @@ arbitrary.
 """
 
 
-class TorchWork:
-    """The launches of one model: the `Work` of a `StepLine`. `step_memory` allocates the memory.
+class TorchDeviceWork:
+    """The launches of one model: the `DeviceWork` of a `StepSubmitter`. `step_memory` allocates the memory.
 
-    `tell_newest` and `note` are for attended steps. They run on the device thread, in order with the steps.
+    `copy_newest_tokens` and `note` are for attended steps. They run on the device thread, in order with the steps.
     """
 
     def __init__(
         self,
-        decoder: Model,
+        decoder: DecoderProtocol,
         cache: KVCache,
-        memory: Memory,
+        memory: StepMemory,
         choose: Choose,
         *,
         num_slots: int,
@@ -67,15 +67,15 @@ class TorchWork:
         self._logits: Tensor | None = None  # [S, V] of the step between its halves; made by the first forward pass
 
     @torch.inference_mode()
-    def take_news(self) -> None:
-        self._kernels.take_news(self._memory.diff, self.slots)
+    def apply_updates(self) -> None:
+        self._kernels.apply_updates(self._memory.diff, self.slots)
 
     @torch.inference_mode()
-    def make_inputs(self, batch: Batch) -> None:
+    def make_inputs(self, batch: GraphBatch) -> None:
         buffers = self._buffers.of(batch.num_rows, batch.num_tokens)
         self._kernels.make_inputs(self._memory.diff, self.slots, buffers, self._cache.block_size)
 
-    def forward(self, batch: Batch) -> None:
+    def forward(self, batch: GraphBatch) -> None:
         buffers = self._buffers.of(batch.num_rows, batch.num_tokens)
         inputs = StepInputs(
             input_ids=buffers.input_ids,
@@ -102,14 +102,14 @@ class TorchWork:
         self._logits[: len(logits)].copy_(logits)
 
     @torch.inference_mode()
-    def sample(self, batch: Batch, kind: int) -> None:
+    def sample(self, batch: GraphBatch, kind: int) -> None:
         assert self._logits is not None
         sampled_slots = self._buffers.sampled_slots[: batch.num_rows]
         chosen = self._choose(self._logits[: batch.num_rows], self.slots, sampled_slots, kind)
-        self._kernels.settle(self._memory.result[:, : batch.num_rows], chosen, sampled_slots, self.slots)
+        self._kernels.note_tokens(self._memory.result[:, : batch.num_rows], chosen, sampled_slots, self.slots)
 
     @torch.inference_mode()
-    def tell_newest(self, last_tokens: Tensor) -> None:
+    def copy_newest_tokens(self, last_tokens: Tensor) -> None:
         """Writes each slot's newest token into `last_tokens` [S] i64. No step may be in flight."""
         newest = (self.slots.state[:, step_state.TOKENS].long() - 1).clamp(0, self.slots.tokens.shape[1] - 1)
         last_tokens.copy_(self.slots.tokens.gather(1, newest[:, None])[:, 0])
@@ -144,7 +144,7 @@ class TorchWork:
         return self._host_blocks[block]
 
 
-def step_memory(device: torch.device, num_slots: int, num_steps: int, scores: Tensor | None = None) -> Memory:
+def step_memory(device: torch.device, num_slots: int, num_steps: int, scores: Tensor | None = None) -> StepMemory:
     """Allocates the buffers between host and device, for `num_steps` steps in flight.
 
     Host buffers are pinned if there is a GPU. `scores` [num_slots, W] i32, on the device, receives the scores of a
@@ -152,7 +152,7 @@ def step_memory(device: torch.device, num_slots: int, num_steps: int, scores: Te
     """
     num_results = num_steps + SPARE_STEPS
     capacity = diff_size(num_slots, NEWS_ROOM, NEWS_ROOM)
-    return Memory(
+    return StepMemory(
         torch.zeros(capacity, dtype=torch.int32, device=device),
         torch.zeros(2, num_slots, dtype=torch.int32, device=device),
         [_pinned(device, capacity) for _ in range(NUM_DIFFS)],
@@ -181,6 +181,6 @@ def _maker(device: torch.device) -> step_state.Make:
     return lambda shape, dtype: torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
 
 
-def _pinned(device: torch.device, *shape: int) -> Pinned:
+def _pinned(device: torch.device, *shape: int) -> PinnedMemory:
     memory = torch.zeros(shape, dtype=torch.int32, pin_memory=device.type == "cuda")
-    return Pinned(memory.numpy(), memory)
+    return PinnedMemory(memory.numpy(), memory)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from ....runtime.device_streams.interface import Event
+from ....runtime.device_streams.interface import DeviceEvent
 from ....runtime.histogram import Histogram
 from ...messages import FinishReason, StepGrant, StepTokens
 
@@ -16,12 +16,12 @@ BOUNDS_US = (5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 
 LONGEST_US = 1_000_000
 
 
-class Told(Protocol):
+class FinishedStep(Protocol):
     """The fields of a finished step that are read here."""
 
     grant: StepGrant | None
-    began: Event
-    done: Event
+    began: DeviceEvent
+    done: DeviceEvent
 
 
 class IdleGaps:
@@ -34,7 +34,7 @@ class IdleGaps:
         self.histogram = Histogram(BOUNDS_US)
         self._due_behind: StepGrant | None = None  # the last finished step, if some row of it goes on
 
-    def note(self, step: Told, before: Told, tokens: StepTokens) -> None:
+    def note(self, step: FinishedStep, before: FinishedStep, tokens: StepTokens) -> None:
         """Records a finished `step` with its `tokens`; `before` was submitted directly before it."""
         grant = step.grant
         assert grant is not None

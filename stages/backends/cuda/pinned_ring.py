@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ....runtime.device_streams.interface import Event, Streams
+from ....runtime.device_streams.interface import DeviceEvent, DeviceStreams
 from ...messages import Ints
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Pinned:
+class PinnedMemory:
     """Pinned host memory, which the device reads and writes by itself."""
 
     numbers: Ints  # the memory, for the host
@@ -24,12 +24,12 @@ class SendRing:
     The host may write a buffer again when the copy that reads it is done.
     """
 
-    def __init__(self, buffers: Sequence[Pinned], streams: Streams) -> None:
+    def __init__(self, buffers: Sequence[PinnedMemory], streams: DeviceStreams) -> None:
         self._buffers = buffers
         self._sent = [streams.event() for _ in buffers]
         self._next = 0
 
-    def take(self) -> tuple[Pinned, Event]:
+    def take(self) -> tuple[PinnedMemory, DeviceEvent]:
         """The next buffer, and the event to record after the copy that reads it.
 
         Waits for the last copy from this buffer only, which lies as many uploads back as there are buffers.

@@ -26,35 +26,35 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ....runtime.device_streams.interface import Event, Stream, Streams
-from ....runtime.workers.in_order import InOrder, Turn
-from ...device.device import StepFell
+from ....runtime.device_streams.interface import DeviceEvent, DeviceStream, DeviceStreams
+from ....runtime.workers.in_order import InOrder, OrderTicket
+from ...device.device import StepSkipped
 from ...messages import BlockCopy, Direction, Ints, StepGrant, StepTokens
-from ...outputs import Batch, CaptureReport
-from .cuda_graphs import Captured, Graphs
+from ...outputs import CaptureReport, GraphBatch
+from .cuda_graphs import CapturedGraphs, CudaGraphs
 from .idle_time import IdleGaps
-from .pinned_ring import Pinned, SendRing
-from .step_update import Ends, write
+from .pinned_ring import PinnedMemory, SendRing
+from .step_update import EndRules, write
 
 SPARE_STEPS = 2  # events and buffers beyond the steps in flight: for the step before them, and the one after
 
 
-class Work(Protocol):
+class DeviceWork(Protocol):
     """The device work of a step.
 
     Each method only launches: it never waits or reads device memory. `batch` is the size of the step, padding included.
     """
 
-    def take_news(self) -> None:
+    def apply_updates(self) -> None:
         """Applies the updates in the diff to the tables."""
 
-    def make_inputs(self, batch: Batch) -> None:
+    def make_inputs(self, batch: GraphBatch) -> None:
         """Computes the inputs of the step from the diff and the tables."""
 
-    def forward(self, batch: Batch) -> None:
+    def forward(self, batch: GraphBatch) -> None:
         """Computes the logits from the inputs, and leaves them at a fixed address for `sample`."""
 
-    def sample(self, batch: Batch, kind: int) -> None:
+    def sample(self, batch: GraphBatch, kind: int) -> None:
         """Chooses tokens by this kind of sampling; writes them to the tables and the result."""
 
     def fork(self, sources: Ints, destinations: Ints) -> None:
@@ -67,10 +67,10 @@ class Work(Protocol):
         """The memory of one host block, for copies on a stream."""
 
 
-class Settles(Protocol):
+class TracksOutcomes(Protocol):
     """Applies the results of the device to the host's sampling state."""
 
-    def settle(self, grant: StepGrant, told: Ints, scores: Ints | None = None) -> StepTokens:
+    def note_tokens(self, grant: StepGrant, told: Ints, scores: Ints | None = None) -> StepTokens:
         """Applies a step's result and returns its tokens.
 
         `told` [2, L] is the device's result for the sampled rows: token ids, -1 where a sequence had ended before; and
@@ -80,21 +80,21 @@ class Settles(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Memory:
+class StepMemory:
     """The buffers between host and device.
 
     Their addresses are fixed, as CUDA graphs contain them.
     """
 
     diff: Any  # [C] i32 on the device
-    result: Any  # [2, P] i32 on the device, see `step_state.settle`
-    diffs: Sequence[Pinned]  # [C] each
-    results: Sequence[Pinned]  # [2, P] each, as many as steps in flight plus SPARE_STEPS
+    result: Any  # [2, P] i32 on the device, see `step_state.note_tokens`
+    diffs: Sequence[PinnedMemory]  # [C] each
+    results: Sequence[PinnedMemory]  # [2, P] each, as many as steps in flight plus SPARE_STEPS
     scores: Any = None  # [P, W] i32 on the device; None: no step is scored
-    told_scores: Sequence[Pinned] = ()  # [P, W] each, as many as `results`
+    result_scores: Sequence[PinnedMemory] = ()  # [P, W] each, as many as `results`
 
 
-class Step:
+class SubmittedStep:
     """One submitted step. The device thread makes it; the completion thread calls `wait`."""
 
     __slots__ = (
@@ -103,19 +103,25 @@ class Step:
     )
 
     def __init__(
-        self, line: StepLine, events: tuple[Event, Event, Event, Event], result: Pinned, scores: Pinned | None
+        self,
+        line: StepSubmitter,
+        events: tuple[DeviceEvent, DeviceEvent, DeviceEvent, DeviceEvent],
+        result: PinnedMemory,
+        scores: PinnedMemory | None,
     ) -> None:
         self._line = line
         self.began, self.done, self.copied, self.swapped = events
         self.result, self.scores = result, scores
         self.grant: StepGrant | None = None  # None: never used
-        self.batch = Batch(0, 0, True)
-        self.captured: Captured | None = None
+        self.batch = GraphBatch(0, 0, True)
+        self.captured: CapturedGraphs | None = None
         self.kind = 0
         self.is_scored = False
         self.has_swaps = False
         self.logits: Any = None  # of an attended step, between its phases
-        self.turn: Turn[Step] | None = None  # its place in the order of `settle`; None: an attended step
+        self.turn: OrderTicket[SubmittedStep] | None = (
+            None  # its place in the order of `note_tokens`; None: an attended step
+        )
         self.tokens: StepTokens | None = None  # once its result is applied
 
     def wait(self) -> StepTokens:
@@ -126,16 +132,22 @@ class Step:
         return self._line.finish(self)
 
 
-class StepLine:
+class StepSubmitter:
     """The steps of one device, in order.
 
     The device thread calls `enter`, `forward`, `sample`, `attend` and `attended`. The completion thread calls
-    `Step.wait`, and `drain` after an error. `warm` and `capture` run on the loading thread, before the first step. At
-    most `num_steps` of `step_memory` may be in flight: submitted, and not yet returned by `wait`.
+    `SubmittedStep.wait`, and `drain` after an error. `warm` and `capture` run on the loading thread, before the first
+    step. At most `num_steps` of `step_memory` may be in flight: submitted, and not yet returned by `wait`.
     """
 
     def __init__(
-        self, streams: Streams, memory: Memory, work: Work, graphs: Graphs, ends: Ends, outcomes: Settles
+        self,
+        streams: DeviceStreams,
+        memory: StepMemory,
+        work: DeviceWork,
+        graphs: CudaGraphs,
+        ends: EndRules,
+        outcomes: TracksOutcomes,
     ) -> None:
         self.graphs = graphs
         self.outcomes = outcomes
@@ -143,15 +155,15 @@ class StepLine:
         self._compute, self._results, self._swaps = (streams.stream(name) for name in ("compute", "results", "swaps"))
         self._diffs = SendRing(memory.diffs, streams)
         self._ring = [
-            Step(self, _four_events(streams), result, scores)
-            for result, scores in zip_longest(memory.results, memory.told_scores)
+            SubmittedStep(self, _four_events(streams), result, scores)
+            for result, scores in zip_longest(memory.results, memory.result_scores)
         ]
         self._num_submitted = 0
-        self._unsettled: InOrder[Step] = InOrder(_wait, self._settle)  # submitted, result not applied
+        self._unsettled: InOrder[SubmittedStep] = InOrder(_wait, self._note_outcome)  # submitted, result not applied
         self._lost_generation = -1  # the host's state lacks the tokens of a step of this generation
         self.gaps = IdleGaps()  # owned by the completion thread
 
-    def warm(self, batches: Sequence[Batch], kinds: Sequence[int]) -> None:
+    def warm(self, batches: Sequence[GraphBatch], kinds: Sequence[int]) -> None:
         """Runs an empty step of each size and kind, for lazy initialization.
 
         Called before the first step.
@@ -185,15 +197,15 @@ class StepLine:
         """
         self._compute.use()
 
-    def forward(self, grant: StepGrant, kind: int = 0, *, is_scored: bool = False) -> Step:
+    def forward(self, grant: StepGrant, kind: int = 0, *, is_scored: bool = False) -> SubmittedStep:
         """Submits a step up to its logits.
 
-        `kind` is the kind of sampling, as `Work.sample` takes it. With `is_scored`, scores come with the result.
+        `kind` is the kind of sampling, as `DeviceWork.sample` takes it. With `is_scored`, scores come with the result.
         """
         step = self._begin(grant)
         step.kind, step.is_scored = kind, is_scored
         if not len(grant.slots):
-            self._compute.launch(self._work.take_news)
+            self._compute.launch(self._work.apply_updates)
             return step
         is_decode = bool((grant.num_tokens == 1).all())
         step.batch, step.captured = self.graphs.choose(len(grant.slots), grant.num_computed, is_decode)
@@ -203,7 +215,7 @@ class StepLine:
             self._launch_forward(step.batch)
         return step
 
-    def sample(self, grant: StepGrant, step: Step) -> Step:
+    def sample(self, grant: StepGrant, step: SubmittedStep) -> SubmittedStep:
         """Submits the rest of a step: sampling, and the download of its result."""
         assert step.grant is grant, f"step {grant.step} is sampled with the logits of another step"
         if len(grant.slots):
@@ -222,23 +234,23 @@ class StepLine:
         step.turn = self._unsettled.append(step)
         return step
 
-    def attend(self, grant: StepGrant) -> Step:
+    def attend(self, grant: StepGrant) -> SubmittedStep:
         """As `forward`, for a step that the caller computes.
 
         Blocks until the results of all earlier steps are applied, and the step's own copies and updates are on the
-        device. Raises `StepFell` if a result could not be applied: the host's sampling state lacks its tokens, until a
-        later generation restarts those sequences.
+        device. Raises `StepSkipped` if a result could not be applied: the host's sampling state lacks its tokens, until
+        a later generation restarts those sequences.
         """
         self._unsettled.do_all()
         if grant.generation <= self._lost_generation:
-            raise StepFell(f"step {grant.step} follows one whose result could not be applied")
+            raise StepSkipped(f"step {grant.step} follows one whose result could not be applied")
         step = self._begin(grant)
-        self._compute.launch(self._work.take_news)
+        self._compute.launch(self._work.apply_updates)
         self._compute.record(step.done)
         step.done.wait()
         return step
 
-    def attended(self, step: Step, tokens: StepTokens) -> Step:
+    def attended(self, step: SubmittedStep, tokens: StepTokens) -> SubmittedStep:
         """Ends an attended step. `tokens` are its tokens, already written to the device's tables."""
         self._compute.record(step.done)
         self._results.wait(step.done)
@@ -253,7 +265,7 @@ class StepLine:
         """
         self._streams.wait()
 
-    def _begin(self, grant: StepGrant) -> Step:
+    def _begin(self, grant: StepGrant) -> SubmittedStep:
         step = self._ring[self._num_submitted % len(self._ring)]
         self._num_submitted += 1
         step.grant, step.has_swaps, step.turn, step.tokens, step.logits = grant, False, None, None, None
@@ -263,15 +275,15 @@ class StepLine:
         self._upload(grant)
         return step
 
-    def _before(self, step: Step) -> Step:
+    def _before(self, step: SubmittedStep) -> SubmittedStep:
         return self._ring[self._ring.index(step) - 1]
 
-    def _launch_forward(self, batch: Batch) -> None:
-        self._compute.launch(self._work.take_news)
+    def _launch_forward(self, batch: GraphBatch) -> None:
+        self._compute.launch(self._work.apply_updates)
         self._compute.launch(partial(self._work.make_inputs, batch))
         self._compute.launch(partial(self._work.forward, batch))
 
-    def _launch_sample(self, batch: Batch, kind: int) -> None:
+    def _launch_sample(self, batch: GraphBatch, kind: int) -> None:
         self._compute.launch(partial(self._work.sample, batch, kind))
 
     def _upload(self, grant: StepGrant) -> None:
@@ -279,7 +291,7 @@ class StepLine:
 
         All parts but the last are applied to the tables at once, the last with the step.
         """
-        taken: list[tuple[Pinned, Event]] = []
+        taken: list[tuple[PinnedMemory, DeviceEvent]] = []
 
         def buffers() -> Iterator[Ints]:
             while True:
@@ -291,11 +303,11 @@ class StepLine:
             self._compute.copy(self._memory.diff[:size], buffer.array[:size])
             self._compute.record(sent)
             if not is_last:
-                self._compute.launch(self._work.take_news)
+                self._compute.launch(self._work.apply_updates)
 
-    def _copy(self, grant: StepGrant, step: Step) -> None:
+    def _copy(self, grant: StepGrant, step: SubmittedStep) -> None:
         """Submits the block copies before the step, in their order."""
-        last: Stream = self._compute
+        last: DeviceStream = self._compute
         for copy in grant.copies:
             stream = self._compute if copy.direction is Direction.FORK else self._swaps
             if stream is self._swaps:
@@ -312,7 +324,7 @@ class StepLine:
             if _is_touched(grant):
                 self._compute.wait(step.swapped)
 
-    def _copy_blocks(self, copy: BlockCopy, stream: Stream) -> None:
+    def _copy_blocks(self, copy: BlockCopy, stream: DeviceStream) -> None:
         if copy.direction is Direction.FORK:
             return stream.launch(partial(self._work.fork, copy.sources, copy.destinations))
         on_device, on_host = self._work.block, self._work.host_block
@@ -322,8 +334,8 @@ class StepLine:
 
     # -- on the completion thread
 
-    def finish(self, step: Step) -> StepTokens:
-        """See `Step.wait`."""
+    def finish(self, step: SubmittedStep) -> StepTokens:
+        """See `SubmittedStep.wait`."""
         assert step.grant is not None
         _wait(step)
         if step.turn is not None:
@@ -334,7 +346,7 @@ class StepLine:
 
     # -- on the completion thread or the device thread, never both at once
 
-    def _settle(self, step: Step) -> None:
+    def _note_outcome(self, step: SubmittedStep) -> None:
         """Applies a step's result. `finish` of that step raises what this raises.
 
         The results of later steps are applied all the same. Those steps are void, and the state of each slot starts
@@ -342,19 +354,19 @@ class StepLine:
         """
         assert step.grant is not None
         try:
-            step.tokens = self.outcomes.settle(step.grant, *_told(step, step.grant.num_sampled))
+            step.tokens = self.outcomes.note_tokens(step.grant, *_told(step, step.grant.num_sampled))
         except BaseException:
             self._lost_generation = max(self._lost_generation, step.grant.generation)
             raise
 
 
-def _told(step: Step, num_rows: int) -> tuple[Ints, Ints | None]:
+def _told(step: SubmittedStep, num_rows: int) -> tuple[Ints, Ints | None]:
     """Copies of a step's result and scores."""
     scores = step.scores.numbers[:num_rows].copy() if step.is_scored and step.scores is not None else None
     return step.result.numbers[:, :num_rows].copy(), scores
 
 
-def _wait(step: Step) -> None:
+def _wait(step: SubmittedStep) -> None:
     """Blocks until a submitted step has ended on the device."""
     step.copied.wait()
     if step.has_swaps:
@@ -369,5 +381,5 @@ def _is_touched(grant: StepGrant) -> bool:
     return bool(np.isin(np.concatenate(sources), grant.table_blocks).any())
 
 
-def _four_events(streams: Streams) -> tuple[Event, Event, Event, Event]:
+def _four_events(streams: DeviceStreams) -> tuple[DeviceEvent, DeviceEvent, DeviceEvent, DeviceEvent]:
     return streams.event(), streams.event(), streams.event(), streams.event()

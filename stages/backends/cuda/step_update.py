@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ....kernels.layout import step_state as layout
+from ....kernels.layout import step_state
 from ...messages import NO_INTS, Ints, Started, StepGrant
 
 ROW_NUMBERS = 4  # numbers per row in the diff, plus one for all rows
@@ -19,7 +19,7 @@ NO_ROWS: Ints = np.zeros(1, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
-class Ends:
+class EndRules:
     """The ends that apply to all sequences, besides those of their own parameters."""
 
     eos_token_ids: tuple[int, ...]
@@ -38,24 +38,26 @@ def diff_size(max_num_seqs: int, num_entries: int, num_tokens: int) -> int:
     parts.
     """
     rows = ROW_NUMBERS * max_num_seqs + 1
-    started = (1 + layout.STATE_WIDTH + 3) * max_num_seqs
-    return layout.HEADER + rows + started + 3 * num_entries + num_tokens
+    started = (1 + step_state.STATE_WIDTH + 3) * max_num_seqs
+    return step_state.HEADER + rows + started + 3 * num_entries + num_tokens
 
 
-def state_row(started: Started, ends: Ends) -> Ints:
+def state_row(started: Started, ends: EndRules) -> Ints:
     """[STATE_WIDTH] the state of a slot when a sequence starts or resumes there."""
     params, num_prompt = started.params, started.num_prompt
-    row = np.zeros(layout.STATE_WIDTH, np.int32)
-    row[layout.TOKENS], row[layout.PROMPT] = len(started.token_ids), num_prompt
-    row[layout.LIMIT] = min(num_prompt + (params.max_tokens or ends.max_model_len), ends.max_model_len)
-    row[layout.LEAST] = min(num_prompt + params.min_tokens, ends.max_model_len)
-    row[layout.SEED_LOW : layout.SEED_HIGH + 1] = np.array([started.seed & (2**64 - 1)], np.uint64).view(np.int32)
+    row = np.zeros(step_state.STATE_WIDTH, np.int32)
+    row[step_state.TOKENS], row[step_state.PROMPT] = len(started.token_ids), num_prompt
+    row[step_state.LIMIT] = min(num_prompt + (params.max_tokens or ends.max_model_len), ends.max_model_len)
+    row[step_state.LEAST] = min(num_prompt + params.min_tokens, ends.max_model_len)
+    row[step_state.SEED_LOW : step_state.SEED_HIGH + 1] = np.array([started.seed & (2**64 - 1)], np.uint64).view(
+        np.int32
+    )
     floats = np.array([params.temperature, params.top_p, params.min_p], np.float32).view(np.int32)
-    row[[layout.TEMPERATURE, layout.TOP_P, layout.MIN_P]] = floats
-    row[layout.TOP_K] = max(params.top_k, 0)
-    stops = ends.ids_of(started)[: layout.MAX_STOPS]
-    row[layout.STOPS :] = -1
-    row[layout.STOPS : layout.STOPS + len(stops)] = stops
+    row[[step_state.TEMPERATURE, step_state.TOP_P, step_state.MIN_P]] = floats
+    row[step_state.TOP_K] = max(params.top_k, 0)
+    stops = ends.ids_of(started)[: step_state.MAX_STOPS]
+    row[step_state.STOPS :] = -1
+    row[step_state.STOPS : step_state.STOPS + len(stops)] = stops
     return row
 
 
@@ -66,7 +68,7 @@ def row_order(grant: StepGrant) -> Ints:
     return np.argsort(grant.num_tokens != 1, kind="stable").astype(np.int32)
 
 
-def write(grant: StepGrant, ends: Ends, buffers: Iterator[Ints]) -> Iterator[tuple[int, bool]]:
+def write(grant: StepGrant, ends: EndRules, buffers: Iterator[Ints]) -> Iterator[tuple[int, bool]]:
     """Writes the diff of a grant without drafts into the next of `buffers`, or into several.
 
     Yields (numbers written, whether it was the last) after each: upload it before the next iteration. The rows are in
@@ -80,7 +82,7 @@ def write(grant: StepGrant, ends: Ends, buffers: Iterator[Ints]) -> Iterator[tup
     is_last = False
     while not is_last:
         buffer = next(buffers)
-        room = len(buffer) - layout.HEADER - len(started) - len(rows)
+        room = len(buffer) - step_state.HEADER - len(started) - len(rows)
         assert room > 3, f"a step of {len(grant.slots)} rows does not fit {len(buffer)} numbers"
         num_entries = min(entries.shape[1], room // 3)
         part, runs = _split(runs, room - 3 * num_entries)
@@ -130,26 +132,26 @@ def _put(
     buffer: Ints, counts: tuple[int, int, int], entries: Ints, started: Ints, runs: Sequence[_Run], rows: Ints
 ) -> int:
     """Writes one part of a diff. Returns the count of numbers written."""
-    header = buffer[: layout.HEADER]
+    header = buffer[: step_state.HEADER]
     header[:] = 0
-    header[layout.NUM_ROWS], header[layout.NUM_TOKENS], header[layout.NUM_LOGITS] = counts
-    header[layout.NUM_ENTRIES] = entries.shape[1]
-    header[layout.NUM_STARTED] = len(started) // (1 + layout.STATE_WIDTH)
-    header[layout.NUM_RUNS] = len(runs)
-    at = layout.HEADER
+    header[step_state.NUM_ROWS], header[step_state.NUM_TOKENS], header[step_state.NUM_LOGITS] = counts
+    header[step_state.NUM_ENTRIES] = entries.shape[1]
+    header[step_state.NUM_STARTED] = len(started) // (1 + step_state.STATE_WIDTH)
+    header[step_state.NUM_RUNS] = len(runs)
+    at = step_state.HEADER
     for section, numbers in (
-        (layout.ROWS_AT, rows),
-        (layout.ENTRIES_AT, entries.reshape(-1)),
-        (layout.STARTED_AT, started),
+        (step_state.ROWS_AT, rows),
+        (step_state.ENTRIES_AT, entries.reshape(-1)),
+        (step_state.STARTED_AT, started),
     ):
         header[section] = at
         buffer[at : at + len(numbers)] = numbers
         at += len(numbers)
-    header[layout.RUNS_AT] = at
+    header[step_state.RUNS_AT] = at
     count, end = len(runs), at + 3 * len(runs)
     for index, (slot, start, tokens) in enumerate(runs):
         buffer[end : end + len(tokens)] = tokens
         end += len(tokens)
         buffer[at + index], buffer[at + count + index], buffer[at + 2 * count + index] = slot, start, end
-    header[layout.SIZE] = end
+    header[step_state.SIZE] = end
     return end

@@ -1,8 +1,8 @@
 """Chooses tokens by kernels, with sampling parameters and tokens on the device.
 
-Either the host waits for a step's tokens (`choose`, as in `Choosing`), or it submits the choice and gets the tokens
-later (`choose_on_device`, for a `StepLine`). The tokens are the same either way. Imports torch. Used on the device
-thread, except `read_scores`, which runs where `Settles.settle` does.
+Either the host waits for a step's tokens (`choose`, as in `TokenChooser`), or it submits the choice and gets the tokens
+later (`choose_on_device`, for a `StepSubmitter`). The tokens are the same either way. Imports torch. Used on the device
+thread, except `read_scores`, which runs where `TracksOutcomes.note_tokens` does.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from ....kernels.layout import sampling_rows, step_state
 from ....kernels.layout.step_state import SlotState
 from ....model.decoder.upload import upload
 from ...config import LogprobsMode
-from ...grammar.masks import Allowed
+from ...grammar.masks import AllowedTokens
 from ...messages import Bools, Indices, Ints, Started, TopLogprobs
 from ...params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
-from ...sample import sampling_math as maths
-from ...sample.sampling_math import Longs, Scores
-from ...sample.slot_params import EDITS, GRAMMAR, LOGPROBS, POOLED, RANDOM, THINKING, SamplingTable
-from ...sample.token_chooser import NO_ROWS, Choice, Choosing, Rows, any_of
+from ...sample import sampling_math
+from ...sample.sampling_math import Longs, TokenScores
+from ...sample.slot_params import EDITS, GRAMMAR, LOGPROBS, POOLED, RANDOM, THINKING, SlotParams
+from ...sample.token_chooser import NO_ROWS, SampledRows, TokenChoice, TokenChooser, any_of
 
-PLAIN, TRUNCATED, EDITED = 0, 1, 2  # kinds of sampling of a `StepLine`; each does all that the ones before it do
+PLAIN, TRUNCATED, EDITED = 0, 1, 2  # kinds of sampling of a `StepSubmitter`; each does all that the ones before it do
 KINDS = (PLAIN, TRUNCATED, EDITED)
 SCORED = 4  # kinds with log-probabilities add SCORED * (1 + k), where k of the likeliest tokens are requested
 # Kernels are compiled for a number of candidates rounded up to a power of two. One value for each, and the maximum.
@@ -36,8 +36,8 @@ LOGPROB, RANK, TOP_IDS, TOP_LOGPROBS = 0, 1, 2, 2 + MAX_LOGPROBS
 SCORE_WIDTH = 2 + 2 * MAX_LOGPROBS
 
 
-class KernelChoosing(Choosing):
-    """As `Choosing`, by kernels.
+class TritonTokenChooser(TokenChooser):
+    """As `TokenChooser`, by kernels.
 
     top_k, top_p and min_p keep the same tokens, including all ties. Differences: the random noise is another, so a seed
     gives other tokens; the sums for top_p are in f32; below a temperature of about 1e-5 equal logits go to the lowest
@@ -47,9 +47,7 @@ class KernelChoosing(Choosing):
     Rare features (allowed tokens, bad words, a user's logits processor) are done by torch, between the kernels.
     """
 
-    def __init__(
-        self, table: SamplingTable, last_tokens: Tensor, mode: LogprobsMode, *, kernels: SamplingKernels
-    ) -> None:
+    def __init__(self, table: SlotParams, last_tokens: Tensor, mode: LogprobsMode, *, kernels: SamplingKernels) -> None:
         super().__init__(table, last_tokens, mode)
         self._kernels = kernels
         num_slots, num_ends = len(last_tokens), len(table.eos) + MAX_STOP_TOKEN_IDS
@@ -87,9 +85,9 @@ class KernelChoosing(Choosing):
             self._bias[slot, :num_biased] = self._upload(table.bias[slot, :num_biased])
         self._end_ids[slot, : len(ends)] = self._upload(ends)
 
-    def choose(self, rows: Rows, logits: Tensor, allowed: Allowed | None) -> Choice:
+    def choose(self, rows: SampledRows, logits: Tensor, allowed: AllowedTokens | None) -> TokenChoice:
         if not len(rows.slots):
-            return Choice(NO_ROWS, np.zeros(0, np.bool_))
+            return TokenChoice(NO_ROWS, np.zeros(0, np.bool_))
         slots, positions = self._upload(np.stack([rows.slots, self.table.num_prompt[rows.slots] + rows.places]))
         edited = logits
         if rows.any_needs & EDITS or allowed is not None:
@@ -101,7 +99,7 @@ class KernelChoosing(Choosing):
         scored = None
         if rows.any_needs & LOGPROBS:
             scored = (logits,) if self.logprobs_mode == "raw_logprobs" else (edited, self._rows, slots, least)
-        return Choice(np.maximum(found, 0), found < 0, scored)
+        return TokenChoice(np.maximum(found, 0), found < 0, scored)
 
     @property
     def scored_kinds(self) -> tuple[int, ...]:
@@ -178,8 +176,8 @@ class KernelChoosing(Choosing):
     def read_scores(self, slots: Indices, scores: Ints) -> list[TopLogprobs]:
         """Log-probabilities from rows of `scores` [n, SCORE_WIDTH] on the host."""
         floats, ids = scores.view(np.float32), scores.astype(np.int64)
-        found = Scores(floats[:, LOGPROB], ids[:, RANK], ids[:, TOP_IDS:TOP_LOGPROBS], floats[:, TOP_LOGPROBS:])
-        return maths.told(found, self.table.num_logprobs[slots])
+        found = TokenScores(floats[:, LOGPROB], ids[:, RANK], ids[:, TOP_IDS:TOP_LOGPROBS], floats[:, TOP_LOGPROBS:])
+        return sampling_math.top_logprobs_of(found, self.table.num_logprobs[slots])
 
     def note(self, slots: Indices, token_ids: Longs) -> None:
         super().note(slots, token_ids)
@@ -187,7 +185,9 @@ class KernelChoosing(Choosing):
             where, chosen = self._upload(np.stack([slots, token_ids]))
             self._kernels.count_tokens(self._counts, self._rows, where, chosen)
 
-    def tell(self, choice: Choice, rows: Rows, token_ids: Longs, is_told: Bools) -> dict[int, TopLogprobs]:
+    def logprobs_of(
+        self, choice: TokenChoice, rows: SampledRows, token_ids: Longs, is_told: Bools
+    ) -> dict[int, TopLogprobs]:
         asked = rows.that_need(LOGPROBS)
         told = asked[is_told[asked]]
         if choice.scored is None or not len(told):
@@ -197,12 +197,14 @@ class KernelChoosing(Choosing):
         most = min(int(num_top.max()), logits.shape[1])
         found = self._kernels.score(logits, self._upload(told), self._upload(token_ids), most, *drawn)
         logprobs, ranks, top_ids, top_logprobs = (part.cpu().numpy() for part in found)
-        scores = Scores(logprobs, ranks, top_ids, top_logprobs)
-        return dict(zip(told.tolist(), maths.told(scores, num_top), strict=True))
+        scores = TokenScores(logprobs, ranks, top_ids, top_logprobs)
+        return dict(zip(told.tolist(), sampling_math.top_logprobs_of(scores, num_top), strict=True))
 
     # -- parts
 
-    def _edited(self, rows: Rows, slots: Tensor, positions: Tensor, logits: Tensor, allowed: Allowed | None) -> Tensor:
+    def _edited(
+        self, rows: SampledRows, slots: Tensor, positions: Tensor, logits: Tensor, allowed: AllowedTokens | None
+    ) -> Tensor:
         """The edited logits, a new f32 tensor.
 
         The grammar's mask is applied with the other edits, but after the user's processor if any row has one.
@@ -221,7 +223,7 @@ class KernelChoosing(Choosing):
         if is_processed:
             self._process(rows.slots, edited)
             if allowed is not None:
-                maths.allow_only(edited, allowed.rows, allowed.taken)
+                sampling_math.allow_only(edited, allowed.rows, allowed.taken)
         return edited
 
     def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

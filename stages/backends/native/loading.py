@@ -20,11 +20,11 @@ from ....runtime.phases import Phases
 from ...config import EngineConfig
 from ...device.pooler import Pooler
 from ...memory_table import MemoryTable
-from ..backend import Computing
+from ..backend import Backend
 from ..cache_size import free_host_bytes, num_host_blocks
 from ..memory_needs import sizing_on_cpu
 from ..rates import measure_rates, measure_token_s, target_ms_for
-from .runner import NativeChoosing, NativeRunner
+from .runner import NativeRunner, NativeTokenChooser
 
 log = get_logger("millrace.stages")
 
@@ -42,7 +42,7 @@ def load_natively(
     max_model_len: int,
     phases: Phases,
     threads: ComputeThreads,
-) -> Computing:
+) -> Backend:
     """Makes the backend of a model that has its weights.
 
     Raises `ConfigError` if the KV cache does not fit.
@@ -88,7 +88,7 @@ def load_natively(
             target_ms = target_ms_for(token_s)
             log.info("itl_target.chosen", ms=round(target_ms, 1), us_a_prompt_token=round(1e6 * token_s, 1))
     own_cpu = threads.pinned[0] if threads.pinned else None
-    return Computing(
+    return Backend(
         runner=runner,
         backend="native",
         device="cpu",
@@ -101,7 +101,7 @@ def load_natively(
         max_num_batched_tokens=config.num_step_tokens,
         itl_target_ms=target_ms,
         rates=rates,
-        choosing=partial(NativeChoosing, model=model, runner=runner if config.async_scheduling else None),
+        chooser=partial(NativeTokenChooser, model=model, runner=runner if config.async_scheduling else None),
         call_before_computing=model.call_before_steps,
         enter=partial(_enter, cache, None if model.step_thread_id else own_cpu),
         own_cpu=own_cpu,

@@ -1,7 +1,7 @@
 """The native runner: decode steps and token choice in C++, straight from the slots' columns.
 
-No torch. Three threads take part. The event loop calls `foresee`. The device thread calls `forward`, `take_news` and
-`compute`. The library's step thread, if it has one, runs the steps of a chain.
+No torch. Three threads take part. The event loop calls `run_ahead`. The device thread calls `forward`, `apply_updates`
+and `compute`. The library's step thread, if it has one, runs the steps of a chain.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import numpy as np
 
 from ....kernels.native.cache import NativeCache
 from ....kernels.native.model import NativeModel
-from ....kernels.native.slot_step import NO_IDS, Chooser, Decoding
-from ....kernels.native.step_chain import Chain
+from ....kernels.native.slot_step import NO_IDS, NativeChooser, SlotStep
+from ....kernels.native.step_chain import StepChain
 from ....model.decoder.native_decoder import NativeDecoder
 from ...array_checks import num_true
 from ...config import LogprobsMode
@@ -21,13 +21,13 @@ from ...device.arrays import Array
 from ...device.device import MOST_IN_FLIGHT
 from ...device.pooler import Pooler
 from ...execute.model_runner import ModelRunner
-from ...grammar.masks import Allowed
+from ...grammar.masks import AllowedTokens
 from ...messages import Bools, Started, StepGrant
 from ...params import has_plain_choice
 from ...sample.logits_processor import LogitsProcessor
 from ...sample.sampling_math import Longs
-from ...sample.slot_params import SamplingTable
-from ...sample.token_chooser import Choice, Choosing, Rows
+from ...sample.slot_params import SlotParams
+from ...sample.token_chooser import SampledRows, TokenChoice, TokenChooser
 
 NEVER = -2  # a step; none follows it
 
@@ -37,12 +37,12 @@ class NativeRunner(ModelRunner):
 
     The runner reports to the cache which blocks are used, and when a step starts and ends.
 
-    After `use_chooser`, a step announced by `foresee` may have its tokens chosen with its forward pass. If all tokens
+    After `use_chooser`, a step announced by `run_ahead` may have its tokens chosen with its forward pass. If all tokens
     are greedy, no logits are made. If every row is a decode row that needs nothing but logits, the step is a link of a
-    chain. `foresee` then hands it to the library, which starts it as soon as the previous link ends: no Python runs
+    chain. `run_ahead` then hands it to the library, which starts it as soon as the previous link ends: no Python runs
     between the two. With more than two steps in flight the loop is further ahead, and links are started one by one.
 
-    The columns belong to the device thread. `foresee`, on the event loop, may still write block tables: a step is
+    The columns belong to the device thread. `run_ahead`, on the event loop, may still write block tables: a step is
     handed over only directly after a running link that has all of its slots. So its sequences were started before, and
     the entries it writes lie beyond those that the running link reads.
     """
@@ -59,10 +59,10 @@ class NativeRunner(ModelRunner):
         self._native = NativeDecoder(model)
         super().__init__(self._native, cache, last_tokens, max_blocks_per_slot, num_host_blocks, pooler)
         self._native_cache = cache
-        self._decoding = Decoding(model, cache, last_tokens=last_tokens, num_known=self._num_known, tables=self.tables)
+        self._decoding = SlotStep(model, cache, last_tokens=last_tokens, num_known=self._num_known, tables=self.tables)
         self.num_handed_over = 0  # steps
         self._generation = -1  # the newest of any step
-        self._chain: Chain | None = None
+        self._chain: StepChain | None = None
         # written on the event loop
         self._is_plain = np.zeros(len(last_tokens), np.bool_)  # slots whose choice needs nothing but logits
         self._last_link = np.full(len(last_tokens), NEVER, np.int64)  # the last link that each slot was in
@@ -71,17 +71,17 @@ class NativeRunner(ModelRunner):
         self._greedy_steps = [NEVER] * MOST_IN_FLIGHT  # ring by step: steps of greedy slots only
         self._chooses = False
 
-    def use_chooser(self, chooser: Chooser | None) -> None:
+    def use_chooser(self, chooser: NativeChooser | None) -> None:
         """Lets the runner choose tokens that need nothing but logits, from the next step on.
 
         None turns this off.
         """
         self._chooses = chooser is not None
         has_line = self._native.model.step_thread_id > 0
-        self._chain = Chain(self._decoding, chooser) if chooser is not None and has_line else None
+        self._chain = StepChain(self._decoding, chooser) if chooser is not None and has_line else None
 
-    def foresee(self, grant: StepGrant) -> None:
-        """See `Foresees`. Called on the event loop."""
+    def run_ahead(self, grant: StepGrant) -> None:
+        """See `RunsAhead`. Called on the event loop."""
         for started in grant.started:
             self._is_plain[started.slot] = is_plain = _is_plain(started)
             self._is_greedy[started.slot] = is_plain and started.params.is_greedy
@@ -108,7 +108,7 @@ class NativeRunner(ModelRunner):
         return grant.drafts is None and 0 < len(slots) == num_true(self._is_greedy[slots])
 
     def forward(self, grant: StepGrant) -> Any:
-        """As `ModelRunner.forward`, or a `Choice` if all sampled rows need nothing else.
+        """As `ModelRunner.forward`, or a `TokenChoice` if all sampled rows need nothing else.
 
         On the device thread.
         """
@@ -121,9 +121,9 @@ class NativeRunner(ModelRunner):
         finally:
             self._native_cache.end_step()
 
-    def take_news(self, grant: StepGrant) -> None:
+    def apply_updates(self, grant: StepGrant) -> None:
         if self._links[grant.step % MOST_IN_FLIGHT] != (grant.step, True):
-            super().take_news(grant)
+            super().apply_updates(grant)
         if len(grant.table_blocks):
             self._native_cache.note_used(int(grant.table_blocks.max()))
 
@@ -135,7 +135,7 @@ class NativeRunner(ModelRunner):
                 self._chain.begin(grant.step, grant.slots, grant.starts)
             chosen = self._chain.wait(grant.step, count)
             if chosen is not None:
-                return Choice(*chosen)
+                return TokenChoice(*chosen)
         if self._greedy_steps[grant.step % MOST_IN_FLIGHT] == grant.step and not self.wants_more(grant):
             return self._take_likeliest(grant)
         is_plain = grant.is_decode and grant.drafts is None and self.pooler is not None and not self.pooler.num_pooled
@@ -145,29 +145,29 @@ class NativeRunner(ModelRunner):
                 return logits
         return super().compute(grant)
 
-    def _take_likeliest(self, grant: StepGrant) -> Choice:
+    def _take_likeliest(self, grant: StepGrant) -> TokenChoice:
         slots, chosen = grant.slots[grant.is_sampled], None
         if grant.is_decode and len(slots) == len(grant.slots):
             chosen = self._decoding.likeliest(slots, grant.starts)
         if chosen is None:
             chosen = self._native.likeliest(self.inputs(grant), self._native_cache)
         self.last_tokens[slots] = chosen[0]
-        return Choice(*chosen)
+        return TokenChoice(*chosen)
 
 
 def _is_plain(started: Started) -> bool:
     return started.pooling is None and started.params.logprobs is None and has_plain_choice(started.params)
 
 
-class NativeChoosing(Choosing):
-    """As `Choosing`, in C++, which reads the columns of the table directly.
+class NativeTokenChooser(TokenChooser):
+    """As `TokenChooser`, in C++, which reads the columns of the table directly.
 
     Installs its chooser in `runner`.
     """
 
     def __init__(
         self,
-        table: SamplingTable,
+        table: SlotParams,
         last_tokens: Array,
         mode: LogprobsMode,
         *,
@@ -176,7 +176,7 @@ class NativeChoosing(Choosing):
     ) -> None:
         super().__init__(table, last_tokens, mode)
         self._runner = runner
-        self._chooser = Chooser(
+        self._chooser = NativeChooser(
             model,
             is_random=table.is_random,
             temperature=table.temperature,
@@ -194,7 +194,7 @@ class NativeChoosing(Choosing):
         if self._runner is not None:
             self._runner.use_chooser(None)
 
-    def _choose(self, rows: Rows, logits: Array, allowed: Allowed | None) -> tuple[Longs, Bools]:
+    def _choose(self, rows: SampledRows, logits: Array, allowed: AllowedTokens | None) -> tuple[Longs, Bools]:
         masks, mask_rows = None, NO_IDS
         if allowed is not None:
             masks, mask_rows = allowed.masks, allowed.mask_of_each(len(logits))

@@ -2,7 +2,7 @@
 
 Owns: the tensors of the model, and of its cache.
 In: the checkpoint's folder and the settings.
-Out: `Computing`, whose runner turns grants into logits.
+Out: `Backend`, whose runner turns grants into logits.
 Imports: the root of `stages`, `runtime`, `model`, `kernels`, the stage rooms, `stages/backends`.
 Start with: `loading.py`.
 """

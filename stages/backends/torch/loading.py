@@ -19,24 +19,24 @@ from ....model.decoder.kv_cache import KVCache
 from ....model.decoder.memory_estimate import step_bytes, weights_bytes
 from ....model.decoder.rope import tables_bytes
 from ....model.decoder.weights import load_weights
-from ....runtime.device_streams.interface import Streams
+from ....runtime.device_streams.interface import DeviceStreams
 from ....runtime.env.cpus import ComputeThreads
 from ....runtime.phases import Phases
 from ...config import EngineConfig
 from ...device.pooler import Pooler
 from ...errors import ConfigError
 from ...execute.model_runner import ModelRunner
-from ...memory_table import Machine, MemoryTable
+from ...memory_table import MachineMemory, MemoryTable
 from ...sample.sampler import Sampler
-from ...sample.token_chooser import Choosing, MakeChoosing
-from ..backend import Computing
-from ..cache_size import Needs, Sizing, check_room_for_weights, free_host_bytes, num_host_blocks
-from ..cuda.step_update import Ends
+from ...sample.token_chooser import MakeTokenChooser, TokenChooser
+from ..backend import Backend
+from ..cache_size import CacheSizing, MemoryNeeds, check_room_for_weights, free_host_bytes, num_host_blocks
+from ..cuda.step_update import EndRules
 from ..memory_needs import (
     SORTED_BYTES,
+    async_bytes,
     device_sampler_bytes,
     graphs_bytes,
-    late_bytes,
     sampler_bytes,
     sizing_on_cpu,
     slot_bytes,
@@ -45,7 +45,7 @@ from ..rates import largest_grant, measure_rates
 from .kv_dtype import check_kv_dtype, kv_dtype_of, kv_scales_of
 
 if TYPE_CHECKING:
-    from ..cuda.build import Late
+    from ..cuda.build import AsyncRuntime
 
 LOGIT_COPIES_BYTES = 12  # per logit during sampling: up to three copies in float32
 
@@ -57,8 +57,8 @@ def load_on_torch(
     max_model_len: int,
     phases: Phases,
     threads: ComputeThreads,
-    streams: Streams | None = None,
-) -> Computing:
+    streams: DeviceStreams | None = None,
+) -> Backend:
     """Loads the checkpoint in `root`. Raises as `load_model` does.
 
     `streams` replace the device's own, in tests.
@@ -76,7 +76,7 @@ def load_on_torch(
     with phases("rates"):
         rates = measure_rates(runner, config, max_model_len, host_blocks, phases.clock) if host_blocks else None
     dtype = _name_of(torch_dtype(config, shape.dtype))
-    return Computing(
+    return Backend(
         runner=runner,
         backend=kernels.name,
         device=str(device),
@@ -89,7 +89,7 @@ def load_on_torch(
         max_num_batched_tokens=config.num_step_tokens,
         itl_target_ms=config.itl_target_ms or 0.0,
         rates=rates,
-        choosing=_choosing(kernels.name, is_late=is_late),
+        chooser=_choosing(kernels.name, is_late=is_late),
         assemble=None if streams is None else partial(_assemble, streams, runner, config, phases.clock),
     )
 
@@ -145,8 +145,8 @@ def _name_of(dtype: torch.dtype) -> str:
 
 
 def _streams(
-    config: EngineConfig, given: Streams | None, device: torch.device, kernels: kernel_set.BackendName
-) -> Streams | None:
+    config: EngineConfig, given: DeviceStreams | None, device: torch.device, kernels: kernel_set.BackendName
+) -> DeviceStreams | None:
     """The streams of an asynchronous device; None: the device thread waits for each step."""
     if not config.async_scheduling or given is not None or device.type != "cuda" or kernels != "triton":
         return given if config.async_scheduling else None
@@ -156,24 +156,24 @@ def _streams(
 
 
 def _assemble(
-    streams: Streams,
+    streams: DeviceStreams,
     runner: ModelRunner,
     config: EngineConfig,
     clock: Callable[[], float],
     sampler: Sampler,
-    ends: Ends,
-) -> Late:
+    ends: EndRules,
+) -> AsyncRuntime:
     from ..cuda.build import assemble
 
     return assemble(streams, runner, sampler, config, ends, clock)
 
 
-def _choosing(kernels: kernel_set.BackendName, *, is_late: bool) -> MakeChoosing:
+def _choosing(kernels: kernel_set.BackendName, *, is_late: bool) -> MakeTokenChooser:
     if kernels != "triton" and not is_late:
-        return Choosing
-    from ..cuda.triton_chooser import KernelChoosing
+        return TokenChooser
+    from ..cuda.triton_chooser import TritonTokenChooser
 
-    return partial(KernelChoosing, kernels=kernel_set.load_sampling(kernels))
+    return partial(TritonTokenChooser, kernels=kernel_set.load_sampling(kernels))
 
 
 def choose_device(config: EngineConfig, threads: ComputeThreads) -> torch.device:
@@ -252,8 +252,8 @@ def _sizing(
     host_blocks: int,
     *,
     is_late: bool,
-) -> Sizing:
-    """The `Sizing` of a model.
+) -> CacheSizing:
+    """The `CacheSizing` of a model.
 
     The needs of the largest step are measured on a GPU, and computed on a CPU. Called when `decoder` holds tables for
     `max_model_len` positions, and there is no KV cache yet.
@@ -284,7 +284,7 @@ def _sizing_on_gpu(
     bytes_per_block: int,
     host_blocks: int,
     is_late: bool,
-) -> Sizing:
+) -> CacheSizing:
     try:
         activations = _peak_step_bytes(config, shape, decoder, max_model_len)
     except torch.OutOfMemoryError:
@@ -296,15 +296,15 @@ def _sizing_on_gpu(
     free, total = torch.cuda.mem_get_info(decoder.device)
     loaded = weights + tables_bytes(shape.rope, max_model_len)
     has_kernels = _backend_name(config, decoder.device) == "triton"
-    choosing = device_sampler_bytes(config.max_num_seqs, shape.vocab_size) if has_kernels else 0
+    chooser = device_sampler_bytes(config.max_num_seqs, shape.vocab_size) if has_kernels else 0
 
-    def needs_of(length: int) -> Needs:
-        return Needs(
+    def needs_of(length: int) -> MemoryNeeds:
+        return MemoryNeeds(
             weights=weights,
             state=tables_bytes(shape.rope, length)
             + slot_bytes(config, shape, length)
-            + choosing
-            + (late_bytes(config, length) if is_late else 0),
+            + chooser
+            + (async_bytes(config, length) if is_late else 0),
             activations=activations,
             graphs=graphs_bytes(config, shape, activations) if is_late else 0,
             logits=config.max_num_seqs * shape.vocab_size * _logit_bytes(decoder.dtype, is_late),
@@ -312,14 +312,14 @@ def _sizing_on_gpu(
             sampler=sampler_bytes(config, shape, length) + SORTED_BYTES,
         )
 
-    machine = Machine(
+    machine = MachineMemory(
         device=str(decoder.device),
         total_bytes=total,
         limit_bytes=total,
         budget_bytes=int(total * config.gpu_memory_utilization),
         host_free_bytes=free_host_bytes(),
     )
-    return Sizing(
+    return CacheSizing(
         config=config, machine=machine, needs_of=needs_of, bytes_per_block=bytes_per_block, host_blocks=host_blocks
     )
 

@@ -1,10 +1,10 @@
 """The asynchronous scripted device: the script of `device.py` on simulated streams.
 
-Steps go through the real `StepLine`. `ScriptedModel` computes a step when it is called. This one is launched, copied to
-and waited for as a GPU is, on streams that run as late and in as unusual an order as events allow. It keeps token ids
-where a GPU keeps keys and values. It reads each history back by the inputs that the `StepLine` made, and chooses tokens
-by what it read. So a missing wait, or a block that is reused too early, changes an answer or is reported as a
-violation.
+Steps go through the real `StepSubmitter`. `ScriptedModel` computes a step when it is called. This one is launched,
+copied to and waited for as a GPU is, on streams that run as late and in as unusual an order as events allow. It keeps
+token ids where a GPU keeps keys and values. It reads each history back by the inputs that the `StepSubmitter` made, and
+chooses tokens by what it read. So a missing wait, or a block that is reused too early, changes an answer or is
+reported as a violation.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from ....kernels.layout import step_state
 from ....kernels.layout.step_state import StepBuffers
 from ....runtime.device_streams.simulated import SimStreams
 from ....runtime.env.env import Env
-from ...backends.cuda.async_device import LateDevice
-from ...backends.cuda.cuda_graphs import Graphs
-from ...backends.cuda.pinned_ring import Pinned
-from ...backends.cuda.step_submission import SPARE_STEPS, Memory, Step, StepLine
-from ...backends.cuda.step_update import Ends, diff_size
+from ...backends.cuda.async_device import AsyncDevice
+from ...backends.cuda.cuda_graphs import CudaGraphs
+from ...backends.cuda.pinned_ring import PinnedMemory
+from ...backends.cuda.step_submission import SPARE_STEPS, StepMemory, StepSubmitter, SubmittedStep
+from ...backends.cuda.step_update import EndRules, diff_size
 from ...messages import Ints, StepGrant, StepTokens
-from ...outputs import Batch
+from ...outputs import GraphBatch
 from .byte_tokenizer import EOS
 from .device import ScriptedModel
 from .outcomes import Outcomes
@@ -40,7 +40,7 @@ ATTENDED = (0.0, 0.0, 0.0, 0.2)  # share of attended steps, see `step_submission
 DIFF_ROOM = (0, 8, 100)  # known tokens and new blocks that fit one diff; more are sent in several parts
 
 
-class LateScript(ScriptedModel):
+class AsyncScriptedModel(ScriptedModel):
     """A scripted runner and sampler that submit steps to `line`.
 
     Supports scripts without `answer` or `period`, and requests without drafts, pooling or prompt scores. At most
@@ -72,19 +72,19 @@ class LateScript(ScriptedModel):
         self._other_share = self._kind_dice.choice(OTHER_KINDS)
         is_eager = dice.random() < 0.3
         self.streams = SimStreams(dice, laziness=dice.choice((0.0, 0.5, 0.9)))
-        graphs = Graphs(num_slots, max_step_tokens, is_eager=is_eager)
+        graphs = CudaGraphs(num_slots, max_step_tokens, is_eager=is_eager)
         size = max(max_step_tokens, *(batch.num_tokens for batch in graphs.batches), 0)
         room = dice.choice(DIFF_ROOM)
         capacity = diff_size(num_slots, num_entries=2 + room, num_tokens=room)
-        memory = Memory(
+        memory = StepMemory(
             np.zeros(capacity, np.int32),
             np.zeros((2, num_slots), np.int32),
             [_pinned(capacity) for _ in range(dice.choice(NUM_DIFFS))],
             [_pinned(2, num_slots) for _ in range(num_steps + SPARE_STEPS)],
         )
-        ends = Ends((EOS,), max_model_len)
-        self.work = ScriptWork(self, memory, self._cache, self._host, max_model_len, num_slots, size)
-        self.line = StepLine(
+        ends = EndRules((EOS,), max_model_len)
+        self.work = ScriptedDeviceWork(self, memory, self._cache, self._host, max_model_len, num_slots, size)
+        self.line = StepSubmitter(
             self.streams, memory, self.work, graphs, ends, ScriptedOutcomes(num_slots, ends, self.is_fault)
         )
         if not is_eager:
@@ -115,7 +115,7 @@ class LateScript(ScriptedModel):
             return self.line.sample(grant, logits)
         self.work.sample(logits.logits, 0)
         told = self.work.told[:, : grant.num_sampled].copy()
-        return self.line.attended(logits, self.line.outcomes.settle(grant, told))
+        return self.line.attended(logits, self.line.outcomes.note_tokens(grant, told))
 
     def _check_stream(self, grant: StepGrant) -> None:
         """Checks that the calling thread uses the compute stream.
@@ -125,19 +125,19 @@ class LateScript(ScriptedModel):
         if self.streams.used != "compute":
             self.violations.append(f"step {grant.step} comes from a thread that uses stream {self.streams.used}")
 
-    def _attend(self, grant: StepGrant) -> Step:
+    def _attend(self, grant: StepGrant) -> SubmittedStep:
         """Computes the forward pass of an attended step at once.
 
         This reveals work that is still in progress.
         """
         step = self.line.attend(grant)
-        batch = Batch(len(grant.slots), grant.num_computed, bool((grant.num_tokens == 1).all()))
+        batch = GraphBatch(len(grant.slots), grant.num_computed, bool((grant.num_tokens == 1).all()))
         self.work.make_inputs(batch)
         self.work.forward(batch)
         step.logits = batch
         return step
 
-    def tell(self, grant: StepGrant, tokens: StepTokens) -> StepTokens:
+    def logprobs_of(self, grant: StepGrant, tokens: StepTokens) -> StepTokens:
         """The step's tokens, with invented log-probabilities for rows that request them."""
         for started in grant.started:
             self._params[started.slot] = started.params
@@ -146,25 +146,25 @@ class LateScript(ScriptedModel):
 
 
 class ScriptedOutcomes(Outcomes):
-    """As `Outcomes`, with the fault point `device.settle`: applying a step's result may fail."""
+    """As `Outcomes`, with the fault point `device.note_tokens`: applying a step's result may fail."""
 
-    def __init__(self, num_slots: int, ends: Ends, is_fault: Callable[[str], bool]) -> None:
+    def __init__(self, num_slots: int, ends: EndRules, is_fault: Callable[[str], bool]) -> None:
         super().__init__(num_slots, ends)
         self._is_fault = is_fault
 
-    def settle(self, grant: StepGrant, told: Ints, scores: Ints | None = None) -> StepTokens:
+    def note_tokens(self, grant: StepGrant, told: Ints, scores: Ints | None = None) -> StepTokens:
         if self._is_fault("device.settle"):
             raise ArithmeticError(f"the host could not apply the result of step {grant.step}")
-        return super().settle(grant, told, scores)
+        return super().note_tokens(grant, told, scores)
 
 
-class ScriptWork:
-    """The `Work` of the scripted device. `model` has the script, and collects violations."""
+class ScriptedDeviceWork:
+    """The `DeviceWork` of the scripted device. `model` has the script, and collects violations."""
 
     def __init__(
         self,
-        model: LateScript,
-        memory: Memory,
+        model: AsyncScriptedModel,
+        memory: StepMemory,
         cache: Ints,
         host: Ints,
         max_model_len: int,
@@ -185,13 +185,13 @@ class ScriptWork:
         result: Ints = self._memory.result
         return result
 
-    def take_news(self) -> None:
-        step_state.take_news(self._memory.diff, self.slots)
+    def apply_updates(self) -> None:
+        step_state.apply_updates(self._memory.diff, self.slots)
 
-    def make_inputs(self, batch: Batch) -> None:
+    def make_inputs(self, batch: GraphBatch) -> None:
         step_state.make_inputs(self._memory.diff, self.slots, self._part(batch), self._block_size)
 
-    def forward(self, batch: Batch) -> None:
+    def forward(self, batch: GraphBatch) -> None:
         """Writes tokens to the places in the inputs, and reads the histories of sampled rows."""
         inputs = self._part(batch)
         written = (inputs.slot_mapping >= 0).nonzero()[0]
@@ -207,7 +207,7 @@ class ScriptWork:
             self.slots.tokens[slots], self.slots.state[slots, step_state.TOKENS], self._factors
         )
 
-    def sample(self, batch: Batch, kind: int) -> None:
+    def sample(self, batch: GraphBatch, kind: int) -> None:
         """Chooses tokens by the hashes read, and checks that the histories have not changed since."""
         inputs = self._part(batch)
         rows = (inputs.sampled_slots >= 0).nonzero()[0]
@@ -220,7 +220,7 @@ class ScriptWork:
         chosen[rows] = self._choose(self.slots.state[slots], self._read[rows])
         if len(rows) and self._model.is_fault("device.nan_row"):
             chosen[rows[0]] = -1
-        step_state.settle(self._memory.result[:, : batch.num_rows], chosen, inputs.sampled_slots, self.slots)
+        step_state.note_tokens(self._memory.result[:, : batch.num_rows], chosen, inputs.sampled_slots, self.slots)
 
     def fork(self, sources: Ints, destinations: Ints) -> None:
         self._cache[destinations] = self._cache[sources]
@@ -233,7 +233,7 @@ class ScriptWork:
         self._model.num_copied += 1
         return self._host[block]
 
-    def _part(self, batch: Batch) -> StepBuffers:
+    def _part(self, batch: GraphBatch) -> StepBuffers:
         return self._inputs.of(batch.num_rows, batch.num_tokens)
 
     def _choose(self, state: Ints, contexts: Hashes) -> NDArray[np.intp]:
@@ -267,10 +267,10 @@ class ScriptWork:
         self._model.violations.append(f"a launched step {what}")
 
 
-class LateScriptDevice(LateDevice):
+class AsyncScriptedDevice(AsyncDevice):
     """As `ScriptedDevice`, but asynchronous."""
 
-    def __init__(self, model: LateScript) -> None:
+    def __init__(self, model: AsyncScriptedModel) -> None:
         super().__init__(model.line)
         self.model = model
 
@@ -278,13 +278,13 @@ class LateScriptDevice(LateDevice):
         self.model.announce(grant)
         return super().forward(grant, forward)
 
-    def _finish(self, grant: StepGrant, submitted: asyncio.Future[Step]) -> StepTokens:
+    def _finish(self, grant: StepGrant, submitted: asyncio.Future[SubmittedStep]) -> StepTokens:
         try:
-            return self.model.tell(grant, super()._finish(grant, submitted))
+            return self.model.logprobs_of(grant, super()._finish(grant, submitted))
         finally:
             self.model.complete(grant)
 
 
-def _pinned(*shape: int) -> Pinned:
+def _pinned(*shape: int) -> PinnedMemory:
     memory = np.zeros(shape, np.int32)
-    return Pinned(memory, memory)
+    return PinnedMemory(memory, memory)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ....runtime.env.env import Env
 from ...device.device import SAMPLE, Device
-from ...device.scored_prompts import PromptRun, ScoredPrompts
+from ...device.scored_prompts import ScoredChunk, ScoredPrompts
 from ...messages import (
     NO_INTS,
     Begun,
@@ -34,9 +34,9 @@ from ...messages import (
     TopLogprobs,
 )
 from ...params import SamplingParams
-from ...sample.draft_acceptance import Runs
+from ...sample.draft_acceptance import DraftRuns
 from .byte_tokenizer import EOS, VOCAB_SIZE
-from .grant_checker import GrantBooks
+from .grant_checker import GrantChecker
 from .script import ALPHABET, WORD, Hashes, Script, hash_rows, powers, seed_of
 
 EMPTY = -1  # a place of the cache that was never written
@@ -77,7 +77,9 @@ class ScriptedModel:
         self._copied: dict[int, Ints] = {}  # step -> new blocks of it whose old contents it copies out
         self._host = np.full((num_host_blocks, block_size), EMPTY, np.int32)  # [H, B] token ids
         self._tables = np.zeros((num_slots, blocks_per_slot), np.int32)
-        self._books = GrantBooks(num_blocks, num_host_blocks, block_size, num_slots, blocks_per_slot, self.violations)
+        self._grant_checker = GrantChecker(
+            num_blocks, num_host_blocks, block_size, num_slots, blocks_per_slot, self.violations
+        )
         self._params: list[SamplingParams | None] = [None] * num_slots
         self._known: list[Ints] = [np.zeros(0, np.int32)] * num_slots
         self._written: list[Sequence[int]] = [()] * num_slots  # the answer, if it is scripted
@@ -105,7 +107,7 @@ class ScriptedModel:
 
         On the event loop.
         """
-        new, new_on_host = self._books.announce(grant)
+        new, new_on_host = self._grant_checker.announce(grant)
         if grant.copies:  # blocks that are copied out first are poisoned after that
             self._copied[grant.step] = np.intersect1d(new, _copied_out(grant))
             new = np.setdiff1d(new, self._copied[grant.step])
@@ -114,7 +116,7 @@ class ScriptedModel:
 
     def complete(self, grant: StepGrant) -> None:
         """The device has finished the step, or will never run it."""
-        self._books.complete(grant.step)
+        self._grant_checker.complete(grant.step)
         self._copied.pop(grant.step, None)
 
     def forward(self, grant: StepGrant) -> Hashes:
@@ -191,7 +193,7 @@ class ScriptedModel:
         self.max_batched_tokens = max(self.max_batched_tokens, len(slots))
 
     def _read_back(self, grant: StepGrant) -> Hashes:
-        rows, runs = grant.is_sampled, Runs.of(grant)
+        rows, runs = grant.is_sampled, DraftRuns.of(grant)
         slots, lengths = grant.logits_slots, grant.starts[rows] + grant.num_certain[rows]
         if not len(slots):
             return np.zeros(0, np.uint64)
@@ -210,7 +212,7 @@ class ScriptedModel:
 
         Rows whose sequence has ended are left out.
         """
-        slots, runs = grant.logits_slots, Runs.of(grant)
+        slots, runs = grant.logits_slots, DraftRuns.of(grant)
         firsts = np.arange(len(slots)) if runs is None else (runs.offsets == 0).nonzero()[0]
         self._check_contents(grant, logits, firsts)
         is_alive = ~self._is_finished[slots]
@@ -328,7 +330,7 @@ class ScriptedModel:
         return found
 
 
-def _scores(run: PromptRun) -> PromptLogprobs:
+def _scores(run: ScoredChunk) -> PromptLogprobs:
     """Invented prompt scores: -(token % 64) / 8 at even positions, less 1/16 at odd ones."""
     scores = run.empty(VOCAB_SIZE)
     at = np.arange(run.start, run.start + len(run))

@@ -15,15 +15,15 @@ from ....model.pooling import PoolingConfig
 from ....model.text.vocabulary import Vocabulary
 from ....runtime.env.env import Env
 from ....runtime.phases import Phases
-from ...config import EngineConfig, settle_step_size
+from ...config import EngineConfig, resolve_step_size
 from ...device.device import Device
 from ...engine.engine import Engine
-from ...engine.wiring import EngineParts
+from ...engine.wiring import EngineStages
 from ...grammar.compiled import Grammars
 from ...outputs import ModelInfo
 from ...params import SamplingParams
 from ...request_limits import longest_sequence
-from .async_device import LateScript, LateScriptDevice
+from .async_device import AsyncScriptedDevice, AsyncScriptedModel
 from .byte_tokenizer import EOS, VOCAB_SIZE, ByteTokenizer
 from .device import ScriptedDevice, ScriptedModel
 from .script import EMBEDDING_SIZE, Script
@@ -58,12 +58,12 @@ class ScriptedEngine(Engine):
         super().__init__(_settled(config, overrides), env=env)
         if is_late:
             assert not step_s, "step_s must be 0 with is_late: the streams decide how long a step takes"
-            self.model: ScriptedModel = _late_model(self.config, script, self._env)
+            self.model: ScriptedModel = _async_model(self.config, script, self._env)
         else:
             self.model = _model(self.config, script, self._env, step_s)
 
     @property
-    def parts(self) -> EngineParts:
+    def parts(self) -> EngineStages:
         """The stages, for inspection."""
         return self._core()
 
@@ -129,7 +129,7 @@ def _as_tokens(answer: Answer) -> Callable[[Sequence[int], int], Sequence[int]]:
 # -- the pipeline alone
 
 
-class ScriptedPipeline(EngineParts):
+class ScriptedPipeline(EngineStages):
     """A pipeline with a scripted device, not started, and its parts, for inspection in tests."""
 
     def __init__(self, config: EngineConfig, model: ScriptedModel) -> None:
@@ -155,13 +155,13 @@ def scripted_pipeline(
     `is_late`, which needs an `env`, the device is asynchronous, on simulated streams.
     """
     config = _settled(config, {})
-    made = ScriptedPipeline(config, _late_model(config, script, env) if is_late else _model(config, script, env))
+    made = ScriptedPipeline(config, _async_model(config, script, env) if is_late else _model(config, script, env))
     if env is not None:
         made.pipeline.use(env)
     return made
 
 
-def check_parts(parts: EngineParts, model: ScriptedModel) -> None:
+def check_parts(parts: EngineStages, model: ScriptedModel) -> None:
     """Raises AssertionError unless the invariants hold that must hold between any two steps.
 
     Blocks are counted and owned (I3, I4), each sequence is in one state, and the device saw no violation (I2, I13).
@@ -171,7 +171,7 @@ def check_parts(parts: EngineParts, model: ScriptedModel) -> None:
     parts.schedule.scheduler.check()
 
 
-def check_quiet(parts: EngineParts, model: ScriptedModel) -> None:
+def check_quiet(parts: EngineStages, model: ScriptedModel) -> None:
     """Raises AssertionError unless nothing is left of any request.
 
     Blocks are free (I3), channels are empty (I6), and no map has an entry (I10).
@@ -224,7 +224,7 @@ class _Scripted:
 
 
 def _settled(config: EngineConfig, overrides: dict[str, Any]) -> EngineConfig:
-    config = settle_step_size(replace(config, **overrides), is_native=False)
+    config = resolve_step_size(replace(config, **overrides), is_native=False)
     num_gpu_blocks = config.num_gpu_blocks or NUM_BLOCKS
     max_model_len = config.max_model_len or CONTEXT
     if max_model_len == "auto":
@@ -240,13 +240,13 @@ def _model(config: EngineConfig, script: Script | None, env: Env | None, step_s:
 
 
 def _device(model: ScriptedModel) -> Device:
-    return LateScriptDevice(model) if isinstance(model, LateScript) else ScriptedDevice(model)
+    return AsyncScriptedDevice(model) if isinstance(model, AsyncScriptedModel) else ScriptedDevice(model)
 
 
-def _late_model(config: EngineConfig, script: Script | None, env: Env | None) -> LateScript:
+def _async_model(config: EngineConfig, script: Script | None, env: Env | None) -> AsyncScriptedModel:
     assert config.num_gpu_blocks is not None and isinstance(config.max_model_len, int) and env is not None
     sizes = (config.num_gpu_blocks, config.block_size, config.max_num_seqs, config.max_model_len)
-    return LateScript(
+    return AsyncScriptedModel(
         *sizes,
         script or Script(),
         env,

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from ...messages import NO_INTS, BlockCopy, Direction, Ints, StepGrant
 
 
-class GrantBooks:
+class GrantChecker:
     """Checks each grant when it is issued: block owners, positions and quarantine (I13).
 
     `announce` runs on the event loop, `complete` on the thread that ends the step. Errors go into `violations`.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from ....kernels.layout.step_state import MAX_STOPS
-from ...backends.cuda.step_update import Ends
+from ...backends.cuda.step_update import EndRules
 from ...messages import FinishReason, Ints, Started, StepGrant, StepTokens
 
 
@@ -19,7 +19,7 @@ class Outcomes:
     Results are applied in the order of steps.
     """
 
-    def __init__(self, num_slots: int, ends: Ends) -> None:
+    def __init__(self, num_slots: int, ends: EndRules) -> None:
         self.ends = ends
         self.sequence_ids = np.full(num_slots, -1, np.int64)
         self.num_generated = np.zeros(num_slots, np.intp)
@@ -28,11 +28,11 @@ class Outcomes:
         self._more_stops: dict[int, frozenset[int]] = {}  # by slot: stop ids that the device does not check
 
     @property
-    def has_somebody(self) -> bool:
+    def has_running(self) -> bool:
         """Whether any sequence goes on."""
         return not self.is_over.all()
 
-    def settle(self, grant: StepGrant, told: Ints, scores: Ints | None = None) -> StepTokens:
+    def note_tokens(self, grant: StepGrant, told: Ints, scores: Ints | None = None) -> StepTokens:
         """Applies a step's result, and returns the tokens of rows that had not ended before.
 
         `told` [2, L] is the device's result for the sampled rows: token ids, -1 where a sequence had ended before; and

@@ -36,12 +36,12 @@ from typing import Any, Protocol
 
 import aiohttp
 
-from millrace.deploy.cli.bench.load import Ask
-from millrace.deploy.cli.bench.measures import Record
-from millrace.deploy.cli.bench.serve import Client
+from millrace.deploy.cli.bench.load import BenchRequest
+from millrace.deploy.cli.bench.measures import RequestRecord
+from millrace.deploy.cli.bench.serve import BenchClient
 from millrace.stages.errors import ConfigError
 from millrace.stages.recordings.reader import RecordingError
-from millrace.stages.recordings.workloads import Trace, read_trace
+from millrace.stages.recordings.workloads import Workload, read_trace
 from tests.bench.cpu.contenders import RunningServer, Served, start
 from tests.bench.cpu.figures import machine, tell
 from tests.bench.cpu.peers import OUR_SERVER, contenders_of, distribution_version, find_peers, our_contenders
@@ -56,23 +56,23 @@ UNFINISHED = "not finished when waiting was given up"
 class Asks(Protocol):
     """The client of one request."""
 
-    async def ask(self, asked: Ask) -> Record: ...
+    async def ask(self, asked: BenchRequest) -> RequestRecord: ...
 
 
-async def drive(client: Asks, offered: Window, drain_s: float) -> list[Record]:
+async def drive(client: Asks, offered: Window, drain_s: float) -> list[RequestRecord]:
     """How each request went that was sent when it was due. Who has no whole answer `drain_s` after the last could have
     come is hung up on, and has failed."""
     clock = asyncio.get_running_loop().time
     began_s = clock()
 
-    async def one(asked: Ask, at_s: float) -> Record:
+    async def one(asked: BenchRequest, at_s: float) -> RequestRecord:
         await asyncio.sleep(began_s + at_s - clock())
         late_s = clock() - began_s - at_s
         try:
             async with asyncio.timeout_at(began_s + offered.duration_s + drain_s):
                 record = await client.ask(asked)
         except TimeoutError:
-            return Record(error=UNFINISHED)
+            return RequestRecord(error=UNFINISHED)
         return replace(record, ttft_s=record.ttft_s + late_s, e2el_s=record.e2el_s + late_s)
 
     return await asyncio.gather(*(one(*each) for each in zip(offered.asks, offered.times_s, strict=True)))
@@ -81,7 +81,7 @@ async def drive(client: Asks, offered: Window, drain_s: float) -> list[Record]:
 class Trial:
     """One server under the arrivals of a trace."""
 
-    def __init__(self, server: RunningServer, trace: Trace, options: argparse.Namespace, bounds: Bounds) -> None:
+    def __init__(self, server: RunningServer, trace: Workload, options: argparse.Namespace, bounds: Bounds) -> None:
         self.server = server
         self.probes: list[dict[str, Any]] = []
         self._trace = trace
@@ -129,19 +129,19 @@ class Trial:
 
 
 @asynccontextmanager
-async def _client(server: RunningServer) -> AsyncIterator[Client]:
+async def _client(server: RunningServer) -> AsyncIterator[BenchClient]:
     """A connection for each request: a kept one that the server is just closing would look like a failure of it."""
     timeout = aiohttp.ClientTimeout(total=None)
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     with server.awake():
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
-            client = Client(session, server.url, "/v1/completions")
+            client = BenchClient(session, server.url, "/v1/completions")
             client.model, client.ignores_eos = await client.served_model(), True
             yield client
 
 
 async def compare(
-    servers: Sequence[Served], trace: Trace, options: argparse.Namespace, bounds: Bounds, logs: Path
+    servers: Sequence[Served], trace: Workload, options: argparse.Namespace, bounds: Bounds, logs: Path
 ) -> dict[str, Any]:
     """Each server in turn, ours first; the others are not there meanwhile. A peer that fails is left out."""
     rate: float | None = options.rate
@@ -160,7 +160,7 @@ async def compare(
 
 
 async def _turn(
-    served: Served, trace: Trace, options: argparse.Namespace, bounds: Bounds, rate: float | None, log: Path
+    served: Served, trace: Workload, options: argparse.Namespace, bounds: Bounds, rate: float | None, log: Path
 ) -> tuple[float, dict[str, Any]]:
     """The rate that was asked of a server, which it has to find where there is none yet, and what came of it."""
     server = await start(served, log)
@@ -191,7 +191,7 @@ def _shown(found: dict[str, Any]) -> str:
     return ", ".join(f"{name} {value:.4g}" for name, value in found.items() if isinstance(value, int | float))
 
 
-def described(trace: Trace, rate: float, options: argparse.Namespace) -> dict[str, Any]:
+def described(trace: Workload, rate: float, options: argparse.Namespace) -> dict[str, Any]:
     """What was asked in the minutes that were measured."""
     told = {"from_s": 60 * options.from_minute, "max_model_len": options.max_model_len}
     offered = window(trace, rate, 60 * options.minutes, **told, seed="measured")

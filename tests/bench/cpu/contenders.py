@@ -16,9 +16,9 @@ from typing import Any
 
 import aiohttp
 
-from millrace.deploy.cli.bench.load import Ask
+from millrace.deploy.cli.bench.load import BenchRequest
 from millrace.deploy.cli.bench.measures import statistics
-from millrace.deploy.cli.bench.serve import Client, measure
+from millrace.deploy.cli.bench.serve import BenchClient, measure
 from tests.bench.workloads import IN_FLIGHT, Asked
 
 Figures = dict[str, float]
@@ -154,11 +154,11 @@ class RunningServer(Running):
         self._keeps_connections = keeps_connections
 
     async def answer(self, workload: str, asked: Sequence[Asked]) -> Figures:
-        asks = [Ask(ids, num_answer) for ids, num_answer in asked]
+        asks = [BenchRequest(ids, num_answer) for ids, num_answer in asked]
         timeout = aiohttp.ClientTimeout(total=None)
         connector = aiohttp.TCPConnector(limit=0, force_close=not self._keeps_connections)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
-            client = Client(session, self.url, "/v1/completions")
+            client = BenchClient(session, self.url, "/v1/completions")
             client.model, client.ignores_eos = await client.served_model(), True
             wall_s, records = await measure(client, asks, [0.0] * len(asks), IN_FLIGHT[workload])
         for record, (_, num_answer) in zip(records, asked, strict=True):

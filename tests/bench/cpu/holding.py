@@ -31,7 +31,7 @@ import numpy as np
 
 from millrace.runtime.env.cpus import Cpus
 from millrace.stages import Engine, EngineConfig, SamplingParams
-from millrace.stages.engine.wiring import EngineParts
+from millrace.stages.engine.wiring import EngineStages
 from tests.bench.cpu.figures import machine, spread, tell
 from tests.bench.cpu.parts import look, native_of
 from tests.bench.shapes import SHAPES, make_checkpoint
@@ -132,7 +132,7 @@ def memory_mib(engine: Engine, while_loading: float) -> dict[str, float]:
     """The most this process had since it was ready, and what is neither weights nor cache: runs of blocks of which any
     was used, and memory that was taken for those that come next. Besides, the most until then: weights take more
     before they are coded."""
-    assert isinstance(engine._parts, EngineParts)
+    assert isinstance(engine._parts, EngineStages)
     cache: Any = engine._parts.loaded.runner.cache  # type: ignore[attr-defined]
     num_used = int(np.count_nonzero(cache.data[0].any(axis=(1, 2, 3))))
     used = num_used * cache.data[:, 0].nbytes

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from millrace.kernels.native.model import NativeModel
 from millrace.stages import Engine, EngineConfig, SamplingParams
-from millrace.stages.engine.wiring import EngineParts
+from millrace.stages.engine.wiring import EngineStages
 from tests.bench.throughput import read_bandwidth_gb_s
 
 BATCHES = (1, 8, 16, 32)
@@ -128,7 +128,7 @@ class _Window:
 
 def native_of(engine: Engine) -> NativeModel:
     """What computes the steps of an engine in this process."""
-    assert isinstance(engine._parts, EngineParts)
+    assert isinstance(engine._parts, EngineStages)
     native = engine._parts.loaded.runner.decoder.model  # type: ignore[attr-defined]
     assert isinstance(native, NativeModel)
     return native

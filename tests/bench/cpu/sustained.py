@@ -10,9 +10,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from millrace.deploy.cli.bench.load import Ask
-from millrace.deploy.cli.bench.measures import Record, is_good, statistics
-from millrace.stages.recordings.workloads import Trace
+from millrace.deploy.cli.bench.load import BenchRequest
+from millrace.deploy.cli.bench.measures import RequestRecord, is_good, statistics
+from millrace.stages.recordings.workloads import Workload
 
 TOKEN_IDS = (300, 15_000)  # of which prompts are drawn: every shape of `shapes.py` has them
 REFUSED = "429"  # how the error of a request begins that the server did not let in
@@ -24,7 +24,7 @@ CLOSE = 1.08  # the least rate known as too high, by the highest known as not: n
 class Window:
     """Requests, and the second at which each of them comes."""
 
-    asks: Sequence[Ask]
+    asks: Sequence[BenchRequest]
     times_s: Sequence[float]  # ascending, the first at 0, all below `duration_s`
     duration_s: float
     stretched: float  # how many times as far apart they are as in the trace
@@ -42,7 +42,7 @@ class Bounds:
     settle_s: float = 30.0  # before the end: who came later than that need not have been finished
 
 
-def window(trace: Trace, rate: float, duration_s: float, *, from_s: float, max_model_len: int, seed: str) -> Window:
+def window(trace: Workload, rate: float, duration_s: float, *, from_s: float, max_model_len: int, seed: str) -> Window:
     """As many requests of a trace as come in `duration_s` at `rate` a second, from its second `from_s` on. All gaps are
     stretched by one factor. Prompts are drawn at random, by the seed alone, and cut where they do not fit the context
     with their answers. Raises `ValueError` where the trace has too few requests, or an answer is no shorter than the
@@ -60,12 +60,12 @@ def window(trace: Trace, rate: float, duration_s: float, *, from_s: float, max_m
             raise ValueError(f"an answer of {request.num_answer} tokens does not fit a context of {max_model_len}")
         num_cut += request.num_prompt > room
         ids = [draw.randrange(*TOKEN_IDS) for _ in range(min(request.num_prompt, room))]
-        asks.append(Ask(ids, request.num_answer))
+        asks.append(BenchRequest(ids, request.num_answer))
     times_s = [(request.arrival_s - began_s) * stretched for request in later[:num]]
     return Window(asks, times_s, duration_s, stretched, num_cut)
 
 
-def summary(offered: Window, records: Sequence[Record], bounds: Bounds) -> dict[str, Any]:
+def summary(offered: Window, records: Sequence[RequestRecord], bounds: Bounds) -> dict[str, Any]:
     """What one run came to. Latencies are those of the finished requests; a request is finished if it has as many
     tokens as it was to have. Goodput counts by the seconds in which requests came, tokens by those until the last
     answer's end."""

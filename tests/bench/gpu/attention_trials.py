@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Generator, Tensor
 
-from millrace.kernels.checks import roofline as cost
-from millrace.kernels.checks.roofline import Cost
+from millrace.kernels.checks import roofline
+from millrace.kernels.checks.roofline import LaunchCost
 from millrace.kernels.kernel_set import KernelSet
 from millrace.kernels.layout.work_lists import AttentionPlan, AttentionShape, list_work
 from tests.bench.gpu.layer_trials import Widths
@@ -64,7 +64,7 @@ def checked_trial(
         f"{name} {head_dim} {str(dtype).removeprefix('torch.')}",
         launch,
         lambda got: far("the result", got["out"], want),
-        cost.paged_attention(
+        roofline.paged_attention(
             *_both(load), num_groups * group, num_groups, head_dim, block_size, dtype.itemsize, window
         ),
     )
@@ -124,7 +124,7 @@ def timed_trials(
     plan = kernels.plan_attention(shape, case.lengths, starts, len(case.q))
     listed, walked = _list_costs(plan, case, starts, widths, dtype)
     scales = (torch.ones(widths.num_groups, device=device),) * 2 if is_fp8 else (None, None)
-    whole = cost.paged_attention(
+    whole = roofline.paged_attention(
         num_new, lengths, widths.num_heads, widths.num_groups, widths.head_dim, block_size, dtype.itemsize,
         cache_element_size=case.k_cache.itemsize,
     )  # fmt: skip
@@ -200,20 +200,20 @@ def _random_case(
 
 def _list_costs(
     plan: AttentionPlan | None, case: PagedCase, starts: Tensor | None, widths: Widths, dtype: torch.dtype
-) -> tuple[Cost, Cost]:
+) -> tuple[LaunchCost, LaunchCost]:
     """Of making the lists of a step, and of walking them and merging what was cut."""
-    listed = walked = Cost(0, 0)
+    listed = walked = LaunchCost(0, 0)
     for lists in (plan.decode, plan.extend) if plan is not None else ():
         for window, work in lists.items():
             division = work.division
             on_host = list_work(division, case.lengths.cpu(), None if starts is None else starts.cpu(), window)
             num_items, num_splits = len(on_host.items), len(on_host.splits)
-            listed += cost.list_work(len(case.lengths), num_items, num_splits, division.num_programs)
+            listed += roofline.list_work(len(case.lengths), num_items, num_splits, division.num_programs)
             rows = on_host.splits[:, 1].astype(int) * (widths.num_heads // widths.num_groups)
             num_partial, num_merged = int((rows * on_host.splits[:, 4]).sum()), int(rows.sum())
             sizes = (num_partial, num_merged, widths.head_dim, dtype.itemsize)
-            walked += cost.walk_list(num_items, division.num_programs, *sizes)
-            walked += cost.merge(num_splits, *sizes)
+            walked += roofline.walk_list(num_items, division.num_programs, *sizes)
+            walked += roofline.merge(num_splits, *sizes)
     return listed, walked
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from millrace.kernels.checks import roofline as cost
+from millrace.kernels.checks import roofline
 from millrace.kernels.kernel_set import KernelSet
 from tests.bench.gpu import oracle
 from tests.bench.gpu.trials import Tensors, Trial, far, unlike
@@ -60,19 +60,19 @@ def norm_trials(
             f"rms_norm {at}",
             lambda: {"out": kernels.rms_norm(x, weight, EPS)},
             lambda got: far("the result", got["out"], oracle.rms_norm(x, weight, EPS)),
-            cost.rms_norm(num_tokens, widths.hidden, size),
+            roofline.rms_norm(num_tokens, widths.hidden, size),
         ),
         Trial(
             f"add_rms_norm {at}",
             lambda: {"out": kernels.add_rms_norm(x, residual, weight, EPS), "residual": residual},
             summed,
-            cost.add_rms_norm(num_tokens, widths.hidden, size),
+            roofline.add_rms_norm(num_tokens, widths.hidden, size),
         ),
         Trial(
             f"silu_mul of {num_tokens} x {widths.inner}",
             lambda: {"out": kernels.silu_mul(gate_up)},
             lambda got: far("the result", got["out"], oracle.silu_mul(gate_up)),
-            cost.silu_mul(num_tokens, widths.inner, size),
+            roofline.silu_mul(num_tokens, widths.inner, size),
         ),
     ]
 
@@ -144,7 +144,7 @@ def prologue_trial(
         f"attention_prologue{names} of {num_tokens} x {heads}",
         launch,
         wrong,
-        cost.attention_prologue(num_tokens, *sizes),
+        roofline.attention_prologue(num_tokens, *sizes),
     )
 
 
@@ -173,7 +173,7 @@ def copy_trial(kernels: KernelSet, block_bytes: int, num_copied: int, draw: Gene
         f"copy_blocks of {num_copied} x {block_bytes} B",
         launch,
         lambda got: unlike("the cache", got["data"], want),
-        cost.copy_blocks(num_copied, block_bytes),
+        roofline.copy_blocks(num_copied, block_bytes),
     )
 
 

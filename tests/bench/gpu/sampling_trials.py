@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Generator, Tensor
 
-from millrace.kernels.checks import roofline_sampling as cost_sampling
+from millrace.kernels.checks import roofline_sampling
 from millrace.kernels.kernel_set import SamplingKernels
 from millrace.kernels.layout import sampling_rows
 from millrace.kernels.reference import sampling as reference_sampling
@@ -93,37 +93,37 @@ def sampling_trials(
             f"choose {name}",
             lambda: {"ids": kernels.choose(logits, rows, slots, positions)},
             lambda got: chosen_well(got["ids"], None),
-            cost_sampling.choose(num_rows, num_random, vocab_size, size),
+            roofline_sampling.choose(num_rows, num_random, vocab_size, size),
         ),
         Trial(
             f"choose cut {name}",
             lambda: {"ids": kernels.choose(logits, rows, slots, positions, least)},
             lambda got: chosen_well(got["ids"], least),
-            cost_sampling.choose(num_rows, num_random, vocab_size, size, num_cut),
+            roofline_sampling.choose(num_rows, num_random, vocab_size, size, num_cut),
         ),
         Trial(
             f"thresholds {name}",
             lambda: {"least": kernels.thresholds(logits, rows, slots)},
             lambda got: cut_well(got["least"]),
-            cost_sampling.thresholds(num_rows, num_cut, vocab_size, size),
+            roofline_sampling.thresholds(num_rows, num_cut, vocab_size, size),
         ),
         Trial(
             f"edit {name}",
             lambda: {"edited": kernels.edit(*edit_inputs)},
             lambda got: far("the logits", got["edited"], _twin(reference_sampling.edit, *edit_inputs), 1e-5),
-            cost_sampling.edit(num_rows, vocab_size, size, num_penalised, 0, [0] * num_rows),
+            roofline_sampling.edit(num_rows, vocab_size, size, num_penalised, 0, [0] * num_rows),
         ),
         Trial(
             f"count_tokens {name}",
             counts_one_more,
             counted,
-            cost_sampling.count_tokens(num_rows, num_penalised),
+            roofline_sampling.count_tokens(num_rows, num_penalised),
         ),
         Trial(
             f"score {name}",
             lambda: dict(zip("abcd", kernels.score(logits, slots, chosen, 5), strict=True)),
             scored,
-            cost_sampling.score(num_rows, vocab_size, size, 5),
+            roofline_sampling.score(num_rows, vocab_size, size, 5),
         ),
     ]
 

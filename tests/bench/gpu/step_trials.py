@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from millrace.kernels.checks import roofline_step as cost_step
+from millrace.kernels.checks import roofline_step
 from millrace.kernels.layout import step_state
-from millrace.stages.backends.cuda.step_update import Ends, diff_size
+from millrace.stages.backends.cuda.step_update import EndRules, diff_size
 from tests.bench.gpu.steps import decode_grants
 from tests.bench.gpu.trials import Tensors, Trial, unchecked
 from tests.kernels.step_sides import parts_of
@@ -28,7 +28,7 @@ def step_trials(
     """Sequences that all begin with a context, and the decode step after that."""
     sizes = Sizes(num_rows, context, block_size)
     first, second = decode_grants(sizes, num_rows, context, 2)
-    ends, num_entries = Ends((), sizes.max_model_len), len(first.table_blocks)
+    ends, num_entries = EndRules((), sizes.max_model_len), len(first.table_blocks)
     capacity = diff_size(num_rows, num_entries, num_rows * context)
     (begins,), (goes_on,) = (parts_of(grant, ends, capacity) for grant in (first, second))
     news, steady = (torch.from_numpy(part).to(device) for part in (begins, goes_on))
@@ -42,15 +42,15 @@ def step_trials(
     told, sampled = zeros((2, num_rows), "int32"), torch.arange(num_rows, dtype=torch.int32, device=device)
 
     def take() -> Tensors:
-        kernels.take_news(news, slots)
+        kernels.apply_updates(news, slots)
         return {}
 
     def make() -> Tensors:
         kernels.make_inputs(steady, slots, inputs, block_size)
         return {}
 
-    def settle() -> Tensors:
-        kernels.settle(told, chosen, sampled, slots)
+    def note_tokens() -> Tensors:
+        kernels.note_tokens(told, chosen, sampled, slots)
         return {}
 
     at, num_blocks = f"of {num_rows} x {context}", num_rows * -(-(context + 1) // block_size)
@@ -59,8 +59,8 @@ def step_trials(
             f"take_news {at}",
             take,
             unchecked,
-            cost_step.take_news(num_entries, num_rows, num_rows, num_rows * context),
+            roofline_step.apply_updates(num_entries, num_rows, num_rows, num_rows * context),
         ),
-        Trial(f"make_inputs {at}", make, unchecked, cost_step.make_inputs(num_rows, num_rows, num_blocks)),
-        Trial(f"settle {at}", settle, unchecked, cost_step.settle(num_rows)),
+        Trial(f"make_inputs {at}", make, unchecked, roofline_step.make_inputs(num_rows, num_rows, num_blocks)),
+        Trial(f"settle {at}", note_tokens, unchecked, roofline_step.note_tokens(num_rows)),
     ]

@@ -26,11 +26,11 @@ from millrace.model.config import ModelConfig
 from millrace.model.decoder.decoder import Decoder
 from millrace.model.decoder.kv_cache import KVCache
 from millrace.model.decoder.weights import load_weights
-from millrace.runtime.device_streams.interface import Streams
-from millrace.stages.backends.cuda.cuda_graphs import Graphs
-from millrace.stages.backends.cuda.device_work import TorchWork, greedy, step_memory
-from millrace.stages.backends.cuda.step_submission import Step, StepLine
-from millrace.stages.backends.cuda.step_update import Ends
+from millrace.runtime.device_streams.interface import DeviceStreams
+from millrace.stages.backends.cuda.cuda_graphs import CudaGraphs
+from millrace.stages.backends.cuda.device_work import TorchDeviceWork, greedy, step_memory
+from millrace.stages.backends.cuda.step_submission import StepSubmitter, SubmittedStep
+from millrace.stages.backends.cuda.step_update import EndRules
 from millrace.stages.messages import NO_INDICES, NO_INTS, Started, StepGrant
 from millrace.stages.params import SamplingParams
 from millrace.stages.testing.scripted.outcomes import Outcomes
@@ -73,7 +73,7 @@ def run(place: Place, shape: str) -> None:
             place.tell({"shape": name, "prompt_tokens": num_prompt, **as_json([row])[0]})
 
 
-def streams_of(place: Place) -> Streams:
+def streams_of(place: Place) -> DeviceStreams:
     if place.is_dry:
         from millrace.runtime.device_streams.simulated import SimStreams
 
@@ -126,12 +126,12 @@ class Subject:
         num_blocks = 1 + max(num_rows * -(-length // block_size) for num_rows, length in loads)
         self.cache = KVCache(config, num_blocks, block_size, dtype, device)
 
-    def line(self, streams: Streams, clock: Callable[[], float], *, is_eager: bool) -> StepLine:
+    def line(self, streams: DeviceStreams, clock: Callable[[], float], *, is_eager: bool) -> StepSubmitter:
         """A new step line for it, captured unless it is eager."""
-        ends = Ends((), self.max_model_len)
+        ends = EndRules((), self.max_model_len)
         memory = step_memory(self.device, self.max_num_seqs, STEPS_IN_FLIGHT)
-        graphs = Graphs(self.max_num_seqs, 0, is_eager=is_eager)
-        work = TorchWork(
+        graphs = CudaGraphs(self.max_num_seqs, 0, is_eager=is_eager)
+        work = TorchDeviceWork(
             self.decoder,
             self.cache,
             memory,
@@ -140,20 +140,20 @@ class Subject:
             max_model_len=self.max_model_len,
             max_step_tokens=self.max_step_tokens,
         )
-        line = StepLine(streams, memory, work, graphs, ends, Outcomes(self.max_num_seqs, ends))
+        line = StepSubmitter(streams, memory, work, graphs, ends, Outcomes(self.max_num_seqs, ends))
         if not is_eager:
             line.capture(clock)
         return line
 
 
-def measure(subject: Subject, line: StepLine, num_rows: int, context: int, clock: Callable[[], float]) -> Row:
+def measure(subject: Subject, line: StepSubmitter, num_rows: int, context: int, clock: Callable[[], float]) -> Row:
     """Runs NUM_WARM + NUM_TIMED decode steps of so many sequences."""
     grants = decode_grants(subject, num_rows, context, NUM_WARM + NUM_TIMED)
     floor_s = decode_floor_s(subject.shape, num_rows, context)
     return _measure(line, grants, NUM_WARM, clock, num_rows, num_rows, context, floor_s)
 
 
-def measure_prompt(subject: Subject, line: StepLine, num_tokens: int, clock: Callable[[], float]) -> Row:
+def measure_prompt(subject: Subject, line: StepSubmitter, num_tokens: int, clock: Callable[[], float]) -> Row:
     """Runs NUM_PROMPTS steps of a whole prompt each; `tokens_per_s` counts those of the prompt."""
     grants = prompt_grants(subject, num_tokens, min(NUM_PROMPTS, subject.max_num_seqs))
     floor_s = prefill_floor_s(subject.shape, num_tokens)
@@ -161,7 +161,7 @@ def measure_prompt(subject: Subject, line: StepLine, num_tokens: int, clock: Cal
 
 
 def _measure(
-    line: StepLine,
+    line: StepSubmitter,
     grants: list[StepGrant],
     num_warm: int,
     clock: Callable[[], float],
@@ -187,14 +187,14 @@ def _measure(
 
 
 def run_steps(
-    line: StepLine, grants: Sequence[StepGrant], clock: Callable[[], float]
+    line: StepSubmitter, grants: Sequence[StepGrant], clock: Callable[[], float]
 ) -> tuple[list[float], list[float], list[float]]:
     """Microseconds of each step on the device, of the gap before each but the first, and of the host to submit each."""
-    under_way: deque[Step] = deque()
+    under_way: deque[SubmittedStep] = deque()
     step_us, idle_us, submit_us = list[float](), list[float](), list[float]()
-    before: Step | None = None
+    before: SubmittedStep | None = None
 
-    def tell(before: Step | None) -> Step:
+    def tell(before: SubmittedStep | None) -> SubmittedStep:
         step = under_way.popleft()
         step.wait()
         step_us.append(step.done.us_since(step.began))

@@ -10,7 +10,7 @@ import torch
 from torch import Generator
 
 from millrace.kernels import kernel_set
-from millrace.kernels.checks.roofline import Cost
+from millrace.kernels.checks.roofline import LaunchCost
 from millrace.kernels.kernel_set import KernelSet
 from tests.bench.gpu.attention_trials import timed_trials
 from tests.bench.gpu.floors import GPU_SHAPES, H200
@@ -120,5 +120,5 @@ def product_trials(
         def launch(x: torch.Tensor = x, weight: torch.Tensor = weight) -> dict[str, torch.Tensor]:
             return {"out": torch.nn.functional.linear(x, weight)}
 
-        product = Cost(num_numbers * dtype.itemsize, 2 * num_tokens * inner * outer)
+        product = LaunchCost(num_numbers * dtype.itemsize, 2 * num_tokens * inner * outer)
         yield Trial(f"product {name} of {num_tokens} x {inner} x {outer}", launch, unchecked, product)

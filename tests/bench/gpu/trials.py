@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from millrace.kernels.checks.roofline import Cost
+from millrace.kernels.checks.roofline import LaunchCost
 
 Tensors = dict[str, Tensor]
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}  # of 1 + |number|: some roundings
@@ -26,7 +26,7 @@ class Trial:
     name: str
     launch: Callable[[], Tensors]  # what it wrote
     wrong: Callable[[Tensors], Iterator[str]]  # what the first launch wrote that it should not have, in sentences
-    cost: Cost
+    cost: LaunchCost
 
 
 def check(trial: Trial) -> list[str]:

@@ -17,7 +17,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from millrace.stages.backends.cuda.step_submission import StepLine
+from millrace.stages.backends.cuda.step_submission import StepSubmitter
 from millrace.stages.messages import StepGrant
 from tests.bench.gpu.floors import GPU_SHAPES
 from tests.bench.gpu.place import TINY, Place
@@ -58,7 +58,7 @@ def run(place: Place, shape: str) -> None:
 
 
 def tell(
-    place: Place, which: dict[str, Any], line: StepLine, grants: list[StepGrant], counts: tuple[int, int, int]
+    place: Place, which: dict[str, Any], line: StepSubmitter, grants: list[StepGrant], counts: tuple[int, int, int]
 ) -> None:
     """Tells the rows of one kind of step."""
     num_warm, num_timed, num_profiled = counts
@@ -78,7 +78,7 @@ def tell(
         place.tell(which | row)
 
 
-def profiled(place: Place, line: StepLine, grants: list[StepGrant]) -> Iterator[tuple[str, float]]:
+def profiled(place: Place, line: StepSubmitter, grants: list[StepGrant]) -> Iterator[tuple[str, float]]:
     """Name and microseconds of each kernel and copy; on a CPU, of each operation that no other one called."""
     activity = ProfilerActivity.CPU if place.is_dry else ProfilerActivity.CUDA
     with profile(activities=[activity]) as profiler:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.deploy.api.assistant_turn import Piece, ReasoningCounter, ToolCallArguments, ToolCallBegun, Turn
+from millrace.deploy.api.assistant_turn import AssistantTurn, Piece, ReasoningCounter, ToolCallArguments, ToolCallBegun
 from millrace.deploy.api.parsers.hermes import HermesParser
 from millrace.deploy.api.parsers.interface import Event, Reasoning, Text
 from millrace.deploy.api.parsers.reasoning import DeepSeekR1Parser, ThinkParser
@@ -81,7 +81,7 @@ def test_tokens_of_thoughts_are_counted_without_those_of_their_marks(kind, is_op
         assert counter.num_tokens == expected
 
 
-def read(turn: Turn, *pieces: str) -> list[Piece]:
+def read(turn: AssistantTurn, *pieces: str) -> list[Piece]:
     told: list[Piece] = []
     for i, piece in enumerate(pieces):
         told += turn.read(piece, (), i == len(pieces) - 1)
@@ -117,15 +117,15 @@ def test_thoughts_words_and_calls_come_in_their_order_wherever_the_text_is_cut()
         ("arguments", 1, '{"a": 1}'),
     ]
     for at in range(len(BOTH) + 1):
-        assert merged(read(Turn(ThinkParser(), HermesParser()), BOTH[:at], BOTH[at:])) == expected
-    assert merged(read(Turn(ThinkParser(), HermesParser()), *BOTH)) == expected
+        assert merged(read(AssistantTurn(ThinkParser(), HermesParser()), BOTH[:at], BOTH[at:])) == expected
+    assert merged(read(AssistantTurn(ThinkParser(), HermesParser()), *BOTH)) == expected
 
 
 def test_white_space_is_content_where_no_call_is_next_to_it():
     for text in ("  a \n\n b \n", " ", "\n\n"):
-        assert merged(read(Turn(None, HermesParser()), *text)) == [("Text", text)]
-        assert merged(read(Turn(), *text)) == [("Text", text)]
-    assert merged(read(Turn(None, HermesParser()), f"\n\n{CALL}\n b \n")) == [
+        assert merged(read(AssistantTurn(None, HermesParser()), *text)) == [("Text", text)]
+        assert merged(read(AssistantTurn(), *text)) == [("Text", text)]
+    assert merged(read(AssistantTurn(None, HermesParser()), f"\n\n{CALL}\n b \n")) == [
         ("call", 0, "f"),
         ("arguments", 0, '{"a": 1}'),
         ("Text", "\n b"),
@@ -133,7 +133,7 @@ def test_white_space_is_content_where_no_call_is_next_to_it():
 
 
 def test_without_parallel_calls_only_the_first_is_told():
-    turn = Turn(None, HermesParser(), allows_parallel=False)
+    turn = AssistantTurn(None, HermesParser(), allows_parallel=False)
     assert merged(read(turn, CALL + CALL + "end")) == [("call", 0, "f"), ("arguments", 0, '{"a": 1}'), ("Text", "end")]
     assert turn.num_calls == 1
 
@@ -141,9 +141,9 @@ def test_without_parallel_calls_only_the_first_is_told():
 def test_thoughts_may_be_kept_from_the_client_and_are_counted_all_the_same():
     tokens = [b"<think>", b"a", b"b", b"</think>", b"c"]
     counter = ReasoningCounter(ThinkParser.markers, False, tokens.__getitem__)
-    turn = Turn(ThinkParser(), shows_reasoning=False, counter=counter)
+    turn = AssistantTurn(ThinkParser(), shows_reasoning=False, counter=counter)
     assert turn.read("<think>ab</think>c", range(5), True) == [Text("c")]
-    assert turn.num_reasoning_tokens == 2 and Turn().num_reasoning_tokens is None
+    assert turn.num_reasoning_tokens == 2 and AssistantTurn().num_reasoning_tokens is None
 
 
 FRAGMENTS = [
@@ -172,15 +172,15 @@ def test_deltas_add_up_to_the_whole_for_any_text_in_any_pieces(fragments, places
     text = "".join(fragments)
     cuts = [0, *sorted(min(place, len(text)) for place in places), len(text)]
     pieces = [text[start:end] for start, end in zip(cuts, cuts[1:], strict=False)]
-    whole = merged(read(Turn(ThinkParser(is_open), HermesParser()), text))
-    assert merged(read(Turn(ThinkParser(is_open), HermesParser()), *pieces)) == whole
+    whole = merged(read(AssistantTurn(ThinkParser(is_open), HermesParser()), text))
+    assert merged(read(AssistantTurn(ThinkParser(is_open), HermesParser()), *pieces)) == whole
 
 
 @pytest.mark.slow
 def test_endless_white_space_costs_no_more_the_longer_it_is():
     def seconds(text: str, num_tokens: int) -> float:
         counter = ReasoningCounter(ThinkParser.markers, True, lambda _: text.encode())
-        turn = Turn(ThinkParser(is_open=True), HermesParser(), counter=counter)
+        turn = AssistantTurn(ThinkParser(is_open=True), HermesParser(), counter=counter)
         began = time.process_time()
         for _ in range(num_tokens):
             turn.read(text, (0,), False)

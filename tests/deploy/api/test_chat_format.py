@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from millrace.deploy.api.assistant_turn import ToolCallArguments, ToolCallBegun
-from millrace.deploy.api.chat_format import Speech
+from millrace.deploy.api.chat_format import ChatFormat
 from millrace.deploy.api.openai.bodies import ChatBody
 from millrace.deploy.api.parsers.interface import Reasoning, Text
 from millrace.deploy.api.schema.validation import read_body
@@ -40,20 +40,20 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.read(bundled_model_path())
 
 
-def speech(tokenizer: Tokenizer, template: str | None, **settings: Any) -> Speech:
+def chat_format(tokenizer: Tokenizer, template: str | None, **settings: Any) -> ChatFormat:
     made = None if template is None else ChatTemplate(template, tokenizer)
-    return Speech(
+    return ChatFormat(
         ServerConfig(**settings), SimpleNamespace(encoder=SimpleNamespace(template=made), tokenizer=tokenizer)
     )
 
 
-def settle(speech: Speech, **fields: Any) -> Any:
+def settle(chat_format: ChatFormat, **fields: Any) -> Any:
     body, _ = read_body(ChatBody, {"messages": [{"role": "user", "content": "hi"}]} | fields, False)
-    return speech.settle(body, body.sampling_params(SamplingParams()))
+    return chat_format.settle(body, body.sampling_params(SamplingParams()))
 
 
-def told(speech: Speech, text: str, **fields: Any) -> list[Any]:
-    _, make_turn = settle(speech, **fields)
+def told(chat_format: ChatFormat, text: str, **fields: Any) -> list[Any]:
+    _, make_turn = settle(chat_format, **fields)
     return [Text(text)] if make_turn is None else make_turn().read(text, (), True)
 
 
@@ -74,7 +74,7 @@ def told(speech: Speech, text: str, **fields: Any) -> list[Any]:
 )
 def test_thoughts_begin_where_the_prompt_leaves_them(tokenizer, template, fields, thoughts):
     """Reasoning begins at once (True), at its marker (False) or never (None)."""
-    some = speech(tokenizer, template)
+    some = chat_format(tokenizer, template)
     found = [type(piece) for piece in told(some, "a</think>b", **fields)]
     assert found == ([Reasoning, Text] if thoughts else [Text])
     marked = [type(piece) for piece in told(some, "<think>a</think>b", **fields)]
@@ -86,25 +86,25 @@ def test_a_turn_that_is_continued_goes_on_where_it_was(tokenizer, begun, kind):
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": begun}]
     fields = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
     for template in (QWEN3, R1):
-        assert told(speech(tokenizer, template), " am", **fields) == [kind(" am")]
+        assert told(chat_format(tokenizer, template), " am", **fields) == [kind(" am")]
 
 
 def test_a_budget_is_told_in_the_ids_of_the_marks(tokenizer):
     ids = [tuple(tokenizer.encode(mark, add_special_tokens=False)) for mark in ("<think>", "</think>")]
     for name, template, is_open in (("thinking_budget", QWEN3, False), ("thinking_token_budget", ALWAYS, True)):
-        params, _ = settle(speech(tokenizer, template), **{name: 7})
+        params, _ = settle(chat_format(tokenizer, template), **{name: 7})
         given = params.thinking_budget
         assert (given.num_tokens, given.start_ids, given.end_ids, given.is_open) == (7, *ids, is_open)
-    closed, _ = settle(speech(tokenizer, QWEN3), thinking_budget=7, reasoning_effort="none")
+    closed, _ = settle(chat_format(tokenizer, QWEN3), thinking_budget=7, reasoning_effort="none")
     assert closed.thinking_budget is None, "thoughts that are over need no budget"
     for name in ("thinking_budget", "thinking_token_budget"):
         with pytest.raises(ApiError, match="does not mark its reasoning") as caught:
-            settle(speech(tokenizer, "no thoughts"), **{name: 7})
+            settle(chat_format(tokenizer, "no thoughts"), **{name: 7})
         assert (caught.value.code, caught.value.param) == ("unsupported_parameter", name)
 
 
 def test_an_answer_in_a_given_form_has_no_thoughts_and_is_read_as_that_form(tokenizer):
-    some = speech(tokenizer, ALWAYS, tool_call_parser="mistral")
+    some = chat_format(tokenizer, ALWAYS, tool_call_parser="mistral")
     params, _ = settle(some, tools=TOOLS, tool_choice="required", thinking_budget=7)
     assert params.structured_outputs is not None and params.thinking_budget is None and params.skip_special_tokens
     calls = [{"name": "f", "arguments": {}}, {"name": "g", "arguments": {}}]
@@ -127,11 +127,11 @@ def test_a_server_with_a_parser_that_there_is_not_does_not_start():
 
 
 def test_special_tokens_are_shown_to_a_parser_whose_marks_they_are_and_to_no_other(tokenizer):
-    mistral = speech(tokenizer, "[TOOL_CALLS]")
+    mistral = chat_format(tokenizer, "[TOOL_CALLS]")
     assert settle(mistral, tools=TOOLS)[0].skip_special_tokens is False
     assert settle(mistral)[0].skip_special_tokens and settle(mistral)[1] is None
     assert settle(mistral, tools=TOOLS, tool_choice="none")[1] is None
-    assert settle(speech(tokenizer, "<tool_call>"), tools=TOOLS)[0].skip_special_tokens
+    assert settle(chat_format(tokenizer, "<tool_call>"), tools=TOOLS)[0].skip_special_tokens
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_special_tokens_are_shown_to_a_parser_whose_marks_they_are_and_to_no_oth
     [({"tool_call_parser": "none"}, "--tool-call-parser"), ({"enable_auto_tool_choice": False}, "--enable-auto-tool")],
 )
 def test_a_choice_of_the_models_own_may_be_switched_off_and_no_other(tokenizer, settings, flag):
-    some = speech(tokenizer, None, **settings)
+    some = chat_format(tokenizer, None, **settings)
     with pytest.raises(ApiError, match=flag) as caught:
         settle(some, tools=TOOLS)
     assert (caught.value.code, caught.value.param) == ("unsupported_parameter", "tool_choice")

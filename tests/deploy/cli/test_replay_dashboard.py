@@ -16,10 +16,10 @@ import aiohttp
 import numpy as np
 import pytest
 
-from millrace.deploy.cli.replay_dashboard import MAX_VIEWERS, Playback
+from millrace.deploy.cli.replay_dashboard import MAX_VIEWERS, ReplayDashboard
 from millrace.deploy.config import ServerConfig
 from millrace.deploy.dashboard.messages import Topics
-from millrace.deploy.dashboard.reel import Reel
+from millrace.deploy.dashboard.playback_data import PlaybackData
 from millrace.stages.allocate.block_pool import BlockState
 from millrace.stages.recordings.film import film
 from millrace.stages.recordings.reader import Recording
@@ -33,15 +33,15 @@ EVERYTHING: dict[str, Any] = {name: {} for name in Topics.model_fields if name !
 
 
 @pytest.fixture(scope="module")
-def reel(tmp_path_factory: pytest.TempPathFactory) -> Reel:
+def playback_data(tmp_path_factory: pytest.TempPathFactory) -> PlaybackData:
     path = tmp_path_factory.mktemp("reel") / "run.jsonl"
     record(path, 20, seed=3)
-    return Reel(film(Recording(path)))
+    return PlaybackData(film(Recording(path)))
 
 
 @asynccontextmanager
-async def looking(reel: Reel) -> AsyncIterator[tuple[Playback, Looking]]:
-    async with Playback(reel, ServerConfig(port=0)) as playback, aiohttp.ClientSession() as http:
+async def looking(playback_data: PlaybackData) -> AsyncIterator[tuple[ReplayDashboard, Looking]]:
+    async with ReplayDashboard(playback_data, ServerConfig(port=0)) as playback, aiohttp.ClientSession() as http:
         async with http.ws_connect(f"{playback.url}/dashboard/feed") as socket:
             viewer = Looking(socket)
             await viewer.say("hello")
@@ -71,10 +71,10 @@ async def at(viewer: Looking, time_s: float) -> dict[str, Any]:
 
 
 @on_loop
-async def test_the_figures_anywhere_are_those_of_the_time_machine(reel: Reel):
-    path, duration_s, dice = reel.film.recording.path, reel.film.duration_s, Random(5)
+async def test_the_figures_anywhere_are_those_of_the_time_machine(playback_data: PlaybackData):
+    path, duration_s, dice = playback_data.film.recording.path, playback_data.film.duration_s, Random(5)
     machine = TimeMachine(Recording(path))
-    async with looking(reel) as (_, viewer):
+    async with looking(playback_data) as (_, viewer):
         told = (await viewer.hear())["recording"]
         assert told["name"] == path.name and told["duration_s"] == duration_s and told["trouble"] is None
         await viewer.say("subscribe", topics=EVERYTHING)
@@ -100,8 +100,8 @@ async def test_the_figures_anywhere_are_those_of_the_time_machine(reel: Reel):
             )
             check_cells(viewer.cells, memory)  # type: ignore[attr-defined]
             assert sum(known["latency"]["time_to_first_token"]["counts"]) == sum(
-                life.first_token_s is not None and life.first_token_s <= reel.film.began_s + time_s + 1e-9
-                for life in reel.film.lives.values()
+                life.first_token_s is not None and life.first_token_s <= playback_data.film.began_s + time_s + 1e-9
+                for life in playback_data.film.recorded.values()
             )
 
 
@@ -128,33 +128,33 @@ def check_cells(cells: Any, memory: Any) -> None:
 
 
 @on_loop
-async def test_one_goes_by_steps_and_it_goes_on_by_itself_to_the_end(reel: Reel):
-    async with looking(reel) as (_, viewer):
+async def test_one_goes_by_steps_and_it_goes_on_by_itself_to_the_end(playback_data: PlaybackData):
+    async with looking(playback_data) as (_, viewer):
         await viewer.hear()
         await viewer.say("subscribe", topics={"overview": {}, "steps": {}})
-        known = await at(viewer, reel.film.duration_s / 2)
+        known = await at(viewer, playback_data.film.duration_s / 2)
         step = known["position"]["completed_step"]
         for by, expected in ((1, step + 1), (1, step + 2), (-1, step + 1), (-100_000, -1), (1, 0)):
             await viewer.say("seek", steps=by)
             while viewer.data["position"]["completed_step"] != expected:
                 await viewer.update()  # the test's own limit of time ends this, if it never comes
-        await viewer.say("play", speed=reel.film.duration_s * 4)
-        while viewer.data["position"]["time_s"] < reel.film.duration_s or viewer.data["position"]["speed"]:
+        await viewer.say("play", speed=playback_data.film.duration_s * 4)
+        while viewer.data["position"]["time_s"] < playback_data.film.duration_s or viewer.data["position"]["speed"]:
             await viewer.update()
-        assert viewer.data["position"]["num_done"] == len(reel.steps)
+        assert viewer.data["position"]["num_done"] == len(playback_data.steps)
         await viewer.say("play", speed=0.01)  # from the end it begins anew
-        while viewer.data["position"]["time_s"] >= reel.film.duration_s:
+        while viewer.data["position"]["time_s"] >= playback_data.film.duration_s:
             await viewer.update()
-        assert viewer.data["position"]["time_s"] < reel.film.duration_s / 2
+        assert viewer.data["position"]["time_s"] < playback_data.film.duration_s / 2
 
 
 @on_loop
-async def test_a_request_is_explained_as_far_as_it_had_come(reel: Reel):
-    of_one_choice = (life for life in reel.film.lives.values() if life.num_sequences == 1)
+async def test_a_request_is_explained_as_far_as_it_had_come(playback_data: PlaybackData):
+    of_one_choice = (life for life in playback_data.film.recorded.values() if life.num_sequences == 1)
     life = max(of_one_choice, key=lambda life: life.num_generated_tokens)
     assert life.ended_s is not None and life.first_token_s is not None
-    began_s = reel.film.began_s
-    async with looking(reel) as (_, viewer):
+    began_s = playback_data.film.began_s
+    async with looking(playback_data) as (_, viewer):
         await viewer.hear()
         await viewer.say("subscribe", topics={"request": {"id": life.request_id}, "recent": {}})
         for moment_s, is_over in ((life.ended_s + 1e-5, True), ((life.first_token_s + life.ended_s) / 2, False)):
@@ -171,8 +171,8 @@ async def test_a_request_is_explained_as_far_as_it_had_come(reel: Reel):
 
 
 @on_loop
-async def test_what_makes_no_sense_is_refused_by_name_and_the_viewer_stays(reel: Reel):
-    async with looking(reel) as (_, viewer):
+async def test_what_makes_no_sense_is_refused_by_name_and_the_viewer_stays(playback_data: PlaybackData):
+    async with looking(playback_data) as (_, viewer):
         await viewer.hear()
         for message, word in (
             ({"type": "seek"}, "time_s"),
@@ -187,13 +187,13 @@ async def test_what_makes_no_sense_is_refused_by_name_and_the_viewer_stays(reel:
             assert error["param"] == word and error["code"] in ("invalid_value", "invalid_type"), message
         await viewer.say("subscribe", topics={"overview": {}})
         await viewer.say("seek", time_s=1e8)
-        while viewer.data.get("position", {}).get("time_s") != reel.film.duration_s:
+        while viewer.data.get("position", {}).get("time_s") != playback_data.film.duration_s:
             await viewer.update()
 
 
 @on_loop
-async def test_it_is_a_page_of_this_machine_and_of_nothing_else(reel: Reel):
-    async with Playback(reel, ServerConfig(port=0)) as playback, aiohttp.ClientSession() as http:
+async def test_it_is_a_page_of_this_machine_and_of_nothing_else(playback_data: PlaybackData):
+    async with ReplayDashboard(playback_data, ServerConfig(port=0)) as playback, aiohttp.ClientSession() as http:
         async with http.get(f"{playback.url}/dashboard") as answer:
             assert answer.status == 200 and "default-src 'none'" in answer.headers["Content-Security-Policy"]
         for path, status in (("/v1/models", 404), ("/metrics", 404), ("/static/../playback.py", 404)):

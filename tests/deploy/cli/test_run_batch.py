@@ -19,7 +19,7 @@ import pytest
 from aiohttp import web
 
 from millrace.deploy.cli import run_batch
-from millrace.deploy.cli.batch_file import READ_AHEAD, BadLine, Line, LineReader, parse
+from millrace.deploy.cli.batch_file import READ_AHEAD, BadBatchLine, BatchLine, LineReader, parse
 from millrace.deploy.cli.main import main
 from tests.counts import FULL
 from tests.deploy.running import ROOT, RunningServer
@@ -106,21 +106,21 @@ def test_what_is_wrong_with_one_line_stays_with_it(server: RunningServer, tmp_pa
     ],
 )
 def test_a_line_that_asks_nothing_is_told_what_is_wrong(data, code, custom_id):
-    with pytest.raises(BadLine) as caught:
-        parse(Line(7, data), 100)
+    with pytest.raises(BadBatchLine) as caught:
+        parse(BatchLine(7, data), 100)
     assert (caught.value.code, caught.value.custom_id) == (code, custom_id)
     assert "line 7" in str(caught.value)
 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_line():
-    assert parse(Line(1, b"\xef\xbb\xbf" + line("a").encode()), 1000).custom_id == "a"
+    assert parse(BatchLine(1, b"\xef\xbb\xbf" + line("a").encode()), 1000).custom_id == "a"
 
 
 # -- reading
 
 
-def read(data: bytes, max_bytes: int) -> list[Line]:
-    async def collect() -> list[Line]:
+def read(data: bytes, max_bytes: int) -> list[BatchLine]:
+    async def collect() -> list[BatchLine]:
         return [each async for each in LineReader(io.BytesIO(data), max_bytes)]
 
     return asyncio.run(collect())
@@ -163,7 +163,7 @@ def test_the_file_is_read_no_further_than_the_window_needs():
         raise AssertionError
 
     async def check(session: aiohttp.ClientSession, url: str) -> None:
-        batch = run_batch.Batch(session, url, io.BytesIO(), MIB)
+        batch = run_batch.BatchRun(session, url, io.BytesIO(), MIB)
         running = asyncio.create_task(batch.run(LineReader(Endless(), MIB), 5))
         await asyncio.sleep(0.2)
         assert 5 <= taken <= 5 + READ_AHEAD + 1
@@ -223,7 +223,7 @@ def answers_of(handler: Any, num_lines: int, window: int) -> list[Any]:
 
     async def check(session: aiohttp.ClientSession, url: str) -> None:
         data = "\n".join(line(str(number)) for number in range(num_lines)).encode()
-        await run_batch.Batch(session, url, sink, MIB).run(LineReader(io.BytesIO(data), MIB), window)
+        await run_batch.BatchRun(session, url, sink, MIB).run(LineReader(io.BytesIO(data), MIB), window)
 
     with_fake_server(handler, check)
     return [json.loads(text) for text in sink.getvalue().splitlines()]

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from millrace.deploy.cli.top import Readings, draw
+from millrace.deploy.cli.top import DashboardState, draw
 from tests.deploy.running import RunningServer, free_port
 
 rich = pytest.importorskip("rich.console", reason="rich is not installed: pip install 'millrace[top]'")
 
 
-def shown(readings: Readings) -> str:
+def shown(readings: DashboardState) -> str:
     console = rich.Console(file=io.StringIO(), width=160)
     console.print(draw(readings))
     text: str = console.file.getvalue()
@@ -31,7 +31,7 @@ def stage(busy_s: float, blocked_s: float) -> dict[str, float]:
 
 
 def test_shares_are_of_the_last_seconds_and_rates_of_steps():
-    readings = Readings()
+    readings = DashboardState()
     edges = {
         "in": {"source": "client", "target": "tokenize", "depth": 3, "capacity": 8, "high_water": 5, "num_sent": 9}
     }
@@ -49,7 +49,7 @@ def test_shares_are_of_the_last_seconds_and_rates_of_steps():
 
 
 def test_a_server_without_an_engine_is_told_as_it_is_and_nothing_is_taken_for_markup():
-    readings = Readings()
+    readings = DashboardState()
     readings.take(update(1.0, overview={"health": {"state": "loading", "reason": "[bold]the model is loading"}}))
     assert shown(readings).strip() == "loading [bold]the model is loading"
 

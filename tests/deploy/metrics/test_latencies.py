@@ -8,7 +8,7 @@ from millrace.deploy.config import ServerConfig
 from millrace.deploy.metrics.latencies import FIRST_TOKEN_US, REQUEST_US, SIZES, TIMES, one_two_five
 from millrace.deploy.metrics.metrics import Metrics
 from millrace.deploy.metrics.stats_line import StatsLine
-from millrace.deploy.metrics.watchdog import Oversight
+from millrace.deploy.metrics.watchdog import Watchdog
 from millrace.runtime.env.log import captured_logs
 from millrace.runtime.histogram import STAGE_BOUNDS_US, Histogram
 from millrace.runtime.trace.tracer import EventKind
@@ -22,7 +22,7 @@ NEVER_ENDS = Script(eos_probability=0.0)
 
 
 def watched(engine: ScriptedEngine) -> Metrics:
-    metrics = Metrics(Oversight(ServerConfig(), None))
+    metrics = Metrics(Watchdog(ServerConfig(), None))
     metrics.watch(engine, engine.info.model_id)
     return metrics
 

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from millrace.deploy.config import ServerConfig
 from millrace.deploy.metrics.metrics import Metrics
-from millrace.deploy.metrics.watchdog import Oversight
+from millrace.deploy.metrics.watchdog import Watchdog
 from millrace.stages import EngineConfig, SamplingParams
 from millrace.stages.testing.scripted.engine import Script, ScriptedEngine, scripted_engine
 from tests.deploy.running import RunningServer, post_bytes, send
@@ -90,7 +90,7 @@ def test_vllms_names_are_there_with_their_labels(server: RunningServer):
 
 async def scrape_after_pressure(config: EngineConfig) -> dict[str, float]:
     """The metrics after eight answers of 60 tokens have shared few blocks."""
-    metrics = Metrics(Oversight(ServerConfig(), None))
+    metrics = Metrics(Watchdog(ServerConfig(), None))
     async with scripted_engine(config) as engine, asyncio.TaskGroup() as group:
         metrics.watch(engine, engine.info.model_id)
 
@@ -105,7 +105,7 @@ async def scrape_after_pressure(config: EngineConfig) -> dict[str, float]:
 
 def test_how_large_a_step_may_be_shows_as_schedule_has_decided():
     async def run() -> None:
-        metrics = Metrics(Oversight(ServerConfig(), None))
+        metrics = Metrics(Watchdog(ServerConfig(), None))
         async with scripted_engine(max_num_batched_tokens=100, itl_target_ms=5.0) as engine:
             metrics.watch(engine, engine.info.model_id)
             for _ in range(2):
@@ -164,7 +164,7 @@ def test_drafts_and_what_was_right_of_them_have_the_names_that_vllm_gives_them()
     async def run() -> None:
         script = Script(eos_probability=0.0, period=3)
         async with scripted_engine(script=script, speculation="ngram", num_speculative_tokens=3) as engine:
-            metrics = Metrics(Oversight(ServerConfig(), None))
+            metrics = Metrics(Watchdog(ServerConfig(), None))
             metrics.watch(engine, engine.info.model_id)
             params = SamplingParams(max_tokens=60)
             async for _ in engine.generate("abc", params):

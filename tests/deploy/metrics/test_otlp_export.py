@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from millrace.deploy.http.trace_context import read_traceparent
-from millrace.deploy.metrics import otlp_export as telemetry
+from millrace.deploy.metrics import otlp_export
 from millrace.runtime.env.log import captured_logs
 from tests.deploy.metrics.test_metrics import of
 from tests.deploy.server.test_health import TEXT, eventually, served
@@ -95,7 +95,7 @@ async def spans_in(collects: Collector, count: int) -> list[dict[str, Any]]:
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(telemetry, "INTERVAL_S", 0.05)
+    monkeypatch.setattr(otlp_export, "INTERVAL_S", 0.05)
 
 
 def test_each_request_is_a_root_span_in_its_callers_trace_with_a_child_per_stage():
@@ -148,14 +148,14 @@ def test_a_trace_that_its_caller_does_not_sample_is_not_told_of():
 
 
 def test_a_collector_that_is_gone_costs_spans_and_no_request(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(telemetry, "MAX_QUEUED", 3)
-    monkeypatch.setattr(telemetry, "INTERVAL_S", 0.2)
+    monkeypatch.setattr(otlp_export, "MAX_QUEUED", 3)
+    monkeypatch.setattr(otlp_export, "INTERVAL_S", 0.2)
 
     async def run() -> None:
         async with served({"otlp_traces_endpoint": "http://127.0.0.1:9/v1/traces"}) as client:
             for _ in range(5):
                 assert (await client.post({"prompt": "a", "max_tokens": 2}))[0] == 200
-            sends = client.server.telemetry
+            sends = client.server.otlp_exporter
             assert sends is not None
 
             async def num_dropped() -> int:
@@ -175,7 +175,7 @@ def test_what_a_collector_has_no_time_for_is_sent_again_and_what_it_refuses_is_n
         async with collector() as (collects, url), served({"otlp_traces_endpoint": url}) as client:
             collects.status = status
             await client.post({"prompt": "a", "max_tokens": 2})
-            sends = client.server.telemetry
+            sends = client.server.otlp_exporter
             assert sends is not None
 
             async def num_dropped() -> int:
@@ -189,7 +189,7 @@ def test_what_a_collector_has_no_time_for_is_sent_again_and_what_it_refuses_is_n
 
 
 def test_what_is_left_is_sent_at_the_end(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(telemetry, "INTERVAL_S", 100.0)
+    monkeypatch.setattr(otlp_export, "INTERVAL_S", 100.0)
 
     async def run() -> None:
         async with collector() as (collects, url):

@@ -118,7 +118,7 @@ def takes(raw: dict[str, Any]) -> bool:
         params = body.sampling_params(SamplingParams())
         body.beam_params()
         REQUEST_LIMITS.check(Request("r", body.prompts(), params))
-        REQUEST_LIMITS.settle(params, 1)
+        REQUEST_LIMITS.complete_params(params, 1)
     except (ApiError, Refused):
         return False
     return True

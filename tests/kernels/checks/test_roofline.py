@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.kernels.checks import roofline as cost
-from millrace.kernels.layout.work_lists import Division, Item, Split, list_work
+from millrace.kernels.checks import roofline
+from millrace.kernels.layout.work_lists import Division, SplitTask, WorkItem, list_work
 from tests.kernels.paged import dense_attention, make_case
 from tests.kernels.walked import walk
 
@@ -18,12 +18,12 @@ def test_seen_pairs_counts_what_each_new_token_sees(num_new: int, num_before: in
     length = num_before + num_new
     seen = [num_before + j + 1 for j in range(num_new)]
     want = sum(seen) if window is None else sum(min(count, window) for count in seen)
-    assert cost.seen_pairs(num_new, length, window) == want
+    assert roofline.seen_pairs(num_new, length, window) == want
 
 
 def test_decode_reads_its_cached_tokens_once_a_group() -> None:
     # 2 sequences of 10 and 3 tokens, 4 heads on 2, D = 8, bf16: 13 tokens x K and V x 2 groups x 8 x 2 bytes.
-    work = cost.paged_decode([10, 3, 0], 4, 2, 8, 4, 2)
+    work = roofline.paged_decode([10, 3, 0], 4, 2, 8, 4, 2)
     assert work.num_bytes == 13 * 2 * 2 * 8 * 2 + 2 * 2 * 4 * 8 * 2 + 4 * (3 + 1)
     assert work.num_flops == 4 * 13 * 4 * 8
 
@@ -43,58 +43,60 @@ def test_attention_moves_and_computes_what_walking_its_lists_counts(num_programs
 
     num_splits = sum(len(listed.splits) for _, listed in lists)
     parts = (counted.num_partial_rows, counted.num_merged_rows)
-    work = cost.paged_attention(num_new, lengths, 4, 2, 16, 4, 2, window, cache_element_size=1)
-    work += cost.walk_list(counted.num_items, num_programs, *parts, 16, 2)
+    work = roofline.paged_attention(num_new, lengths, 4, 2, 16, 4, 2, window, cache_element_size=1)
+    work += roofline.walk_list(counted.num_items, num_programs, *parts, 16, 2)
     counted_bytes = 2 * len(counted.cached) * 16 + 4 * len(counted.table_entries)
     counted_bytes += (len(counted.queries) + len(counted.results)) * 16 * 2 + counted.num_partial_rows * 18 * 4
-    assert work.num_bytes == counted_bytes + counted.num_items * len(Item) * 4 + (num_programs + 1) * 4
+    assert work.num_bytes == counted_bytes + counted.num_items * len(WorkItem) * 4 + (num_programs + 1) * 4
     assert work.num_flops == counted.num_pairs * 2 * 16 * 2
-    merged = cost.merge(num_splits, *parts, 16, 2)
-    assert merged.num_bytes == parts[0] * 18 * 4 + parts[1] * 16 * 2 + num_splits * len(Split) * 4 + 4
+    merged = roofline.merge(num_splits, *parts, 16, 2)
+    assert merged.num_bytes == parts[0] * 18 * 4 + parts[1] * 16 * 2 + num_splits * len(SplitTask) * 4 + 4
     assert merged.num_flops == parts[0] * 2 * 16
 
 
 def test_a_work_list_is_written_once() -> None:
-    assert cost.list_work(3, 10, 2, 4).num_bytes == 4 * (3 + 4 + 10 * (len(Item) + 1) + 2 * len(Split) + 5 + 2)
+    assert roofline.list_work(3, 10, 2, 4).num_bytes == 4 * (
+        3 + 4 + 10 * (len(WorkItem) + 1) + 2 * len(SplitTask) + 5 + 2
+    )
 
 
 def test_a_window_bounds_the_bytes_of_decode() -> None:
-    narrow, wide = (cost.paged_decode([length], 4, 2, 8, 4, 2, window=64) for length in (64, 6400))
+    narrow, wide = (roofline.paged_decode([length], 4, 2, 8, 4, 2, window=64) for length in (64, 6400))
     assert narrow == wide
 
 
 def test_decode_of_an_8b_layer_is_bound_by_memory() -> None:
     # Llama-3.1-8B, 64 sequences of 1,024: 268 MB of keys and values a layer, 62 us at 4.3 TB/s.
-    work = cost.paged_decode([1024] * 64, 32, 8, 128, 16, 2)
+    work = roofline.paged_decode([1024] * 64, 32, 8, 128, 16, 2)
     assert work.num_bytes == 64 * 1024 * 2 * 8 * 128 * 2 + 2 * 64 * 32 * 128 * 2 + 4 * 64 * 64
     assert round(work.floor_s(4.3e12, 790e12) * 1e6, 1) == round(work.num_bytes / 4.3e12 * 1e6, 1) == 62.7
 
 
 def test_prefill_of_a_long_prompt_is_bound_by_arithmetic() -> None:
-    work = cost.paged_attention([8192], [8192], 32, 8, 128, 16, 2)
+    work = roofline.paged_attention([8192], [8192], 32, 8, 128, 16, 2)
     assert work.num_flops == 4 * 8192 * 8193 // 2 * 32 * 128
     assert work.floor_s(4.3e12, 790e12) == work.num_flops / 790e12
 
 
 def test_small_kernels_move_what_they_read_and_write() -> None:
-    assert cost.rms_norm(3, 10, 2).num_bytes == (30 + 30 + 10) * 2
-    assert cost.add_rms_norm(3, 10, 2).num_bytes == (4 * 30 + 10) * 2
-    assert cost.silu_mul(3, 10, 4).num_bytes == (60 + 30) * 4
-    assert cost.copy_blocks(3, 100).num_bytes == 3 * (100 + 100 + 8 + 8)
+    assert roofline.rms_norm(3, 10, 2).num_bytes == (30 + 30 + 10) * 2
+    assert roofline.add_rms_norm(3, 10, 2).num_bytes == (4 * 30 + 10) * 2
+    assert roofline.silu_mul(3, 10, 4).num_bytes == (60 + 30) * 4
+    assert roofline.copy_blocks(3, 100).num_bytes == 3 * (100 + 100 + 8 + 8)
 
 
 def test_the_prologue_reads_a_projection_once_and_writes_queries_and_cache() -> None:
     # 3 tokens, 4 heads on 2 of 8 numbers, bf16 in a bf16 cache: all is read and written once.
-    plain = cost.attention_prologue(3, 4, 2, 8, 8, 2, 2)
+    plain = roofline.attention_prologue(3, 4, 2, 8, 8, 2, 2)
     assert plain.num_bytes == 2 * (3 * 8 * 8 * 2) + 3 * (8 * 4 + 16)
     assert plain.num_flops == 3 * 6 * 8 * 3
     # 4 of the 8 numbers turn: the other half of a query stays where it is, unread.
-    partly = cost.attention_prologue(3, 4, 2, 8, 4, 2, 2)
+    partly = roofline.attention_prologue(3, 4, 2, 8, 4, 2, 2)
     assert plain.num_bytes - partly.num_bytes == 3 * (2 * 4 * 4 * 2 + 4 * 4)
     # An fp8 cache takes a byte less for each key and value; norms read a weight each.
-    normed = cost.attention_prologue(3, 4, 2, 8, 4, 2, 1, has_norms=True)
+    normed = roofline.attention_prologue(3, 4, 2, 8, 4, 2, 1, has_norms=True)
     assert normed.num_bytes == plain.num_bytes - 3 * (2 * 2 * 8 + 4 * 4) + 2 * 8 * 2
 
 
 def test_costs_add_up() -> None:
-    assert cost.Cost(1, 2) + cost.Cost(10, 20) == cost.Cost(11, 22)
+    assert roofline.LaunchCost(1, 2) + roofline.LaunchCost(10, 20) == roofline.LaunchCost(11, 22)

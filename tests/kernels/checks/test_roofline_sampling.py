@@ -2,35 +2,35 @@
 
 from __future__ import annotations
 
-from millrace.kernels.checks import roofline_sampling as cost_sampling
+from millrace.kernels.checks import roofline_sampling
 
 
 def test_choosing_reads_logits_once_and_each_groups_best_twice() -> None:
     # 3 rows of 8,193 tokens in bf16: three groups each. A row's slot has 64 bytes of parameters; slot, position, token.
-    work = cost_sampling.choose(3, 1, 8193, 2, num_cut=1)
+    work = roofline_sampling.choose(3, 1, 8193, 2, num_cut=1)
     assert work.num_bytes == 3 * 8193 * 2 + 3 * (64 + 8 + 8 + 8) + 4 + 2 * 3 * 3 * 8
-    assert work.num_flops == 2 * 8193 + 8193 * cost_sampling.GUMBEL_FLOPS
+    assert work.num_flops == 2 * 8193 + 8193 * roofline_sampling.GUMBEL_FLOPS
 
 
 def test_drawing_for_a_full_batch_is_bound_by_memory() -> None:
     # 256 rows of 151,936 tokens in bf16: 78 MB, 18 us at 4.3 TB/s; arithmetic in f32 at 60 TFLOP/s takes less.
-    work = cost_sampling.choose(256, 256, 151_936, 2)
+    work = roofline_sampling.choose(256, 256, 151_936, 2)
     assert round(work.floor_s(4.3e12, 60e12) * 1e6, 1) == round(work.num_bytes / 4.3e12 * 1e6, 1) == 18.1
 
 
 def test_rows_without_a_threshold_are_not_read_for_one() -> None:
-    assert cost_sampling.thresholds(3, 0, 100, 2).num_bytes == 3 * (64 + 8 + 4)
-    assert cost_sampling.thresholds(3, 2, 100, 2).num_bytes == 2 * 100 * 2 + 3 * (64 + 8 + 4)
+    assert roofline_sampling.thresholds(3, 0, 100, 2).num_bytes == 3 * (64 + 8 + 4)
+    assert roofline_sampling.thresholds(3, 2, 100, 2).num_bytes == 2 * 100 * 2 + 3 * (64 + 8 + 4)
 
 
 def test_edits_cost_a_pass_and_what_is_asked_for() -> None:
-    plain = cost_sampling.edit(2, 100, 2, 0, 0, [0, 0])
+    plain = roofline_sampling.edit(2, 100, 2, 0, 0, [0, 0])
     assert plain.num_bytes == 2 * 100 * (2 + 4) + 2 * (64 + 16)
-    full = cost_sampling.edit(2, 100, 2, 1, 1, [3, 0])
+    full = roofline_sampling.edit(2, 100, 2, 1, 1, [3, 0])
     assert full.num_bytes - plain.num_bytes == 100 * 2 + 4 * 4 + 2 * 8 + 3 * 16
 
 
 def test_scoring_reads_logits_once_and_the_groups_parts_twice() -> None:
-    work = cost_sampling.score(2, 8193, 2, 5)
+    work = roofline_sampling.score(2, 8193, 2, 5)
     assert work.num_bytes == 2 * 8193 * 2 + 2 * 2 * 3 * (12 + 40) + 2 * (16 + 12 + 60)
-    assert cost_sampling.count_tokens(3, 2).num_bytes == 3 * (64 + 16) + 8
+    assert roofline_sampling.count_tokens(3, 2).num_bytes == 3 * (64 + 16) + 8

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("triton")
 
 from millrace.kernels.checks import compile_check
-from millrace.kernels.checks.compile_cases import Case, step_cases
+from millrace.kernels.checks.compile_cases import CompileCase, step_cases
 from millrace.kernels.triton import launch as triton_launch
 
 pytestmark = pytest.mark.slow
@@ -37,7 +37,7 @@ def test_the_kernels_equal_their_twins_in_the_interpreter() -> None:
 @pytest.mark.skipif(triton_launch.IS_INTERPRETED, reason="TRITON_INTERPRET is set: nothing is compiled")
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("case", step_cases(), ids=lambda case: case.name)
-def test_the_kernels_compile_without_spills(case: Case, arch: int) -> None:
+def test_the_kernels_compile_without_spills(case: CompileCase, arch: int) -> None:
     reports = compile_check.check(case, arch)
     assert reports
     for report in reports:

@@ -13,9 +13,9 @@ from millrace.kernels.layout.work_lists import (
     MIN_TILES,
     AttentionShape,
     Division,
-    Item,
-    Listed,
-    Split,
+    HostWorkList,
+    SplitTask,
+    WorkItem,
     decode_tiling,
     divide,
     extend_tiling,
@@ -37,7 +37,7 @@ def division_of(kind: str, num_sequences: int, num_tokens: int, num_programs: in
 
 def listed(
     rows: list[tuple[int, int]], num_tail: int, num_programs: int, window: int | None = None, is_fixed: bool = False
-) -> list[tuple[Division, Listed]]:
+) -> list[tuple[Division, HostWorkList]]:
     """The lists of a mixed batch. Sequences have so many new tokens after so many old ones; see `lengths_of`."""
     lengths, starts = lengths_of(rows), starts_of(rows)
     num_tokens = int(starts[-1]) + num_tail
@@ -83,9 +83,9 @@ def test_every_tile_that_a_row_sees_is_in_one_item(
     found: Counter[tuple[int, int, int]] = Counter()
     for _, (items, _, _) in listed(rows, num_tail, num_programs, window, is_fixed):
         for item in items.tolist():
-            tiles = range(item[Item.FIRST_TILE], item[Item.END_TILE])
-            for row in range(item[Item.ROW], item[Item.ROW] + item[Item.NUM_TOKENS]):
-                found.update((row, item[Item.GROUP], tile) for tile in tiles or [-1])
+            tiles = range(item[WorkItem.FIRST_TILE], item[WorkItem.END_TILE])
+            for row in range(item[WorkItem.ROW], item[WorkItem.ROW] + item[WorkItem.NUM_TOKENS]):
+                found.update((row, item[WorkItem.GROUP], tile) for tile in tiles or [-1])
     wanted = tiles_seen(rows, num_tail, window)
     assert not wanted - found
     assert set(found.values()) <= {1}
@@ -100,7 +100,7 @@ def test_no_program_has_more_than_its_stretch(
     rows: list[tuple[int, int]], num_tail: int, num_programs: int, window: int | None
 ) -> None:
     for _, (items, starts, _) in listed(rows, num_tail, num_programs, window):
-        cost = [max(1, item[Item.END_TILE] - item[Item.FIRST_TILE]) for item in items.tolist()]
+        cost = [max(1, item[WorkItem.END_TILE] - item[WorkItem.FIRST_TILE]) for item in items.tolist()]
         stretch = max(MIN_TILES, -(-sum(cost) // num_programs))
         assert starts[0] == 0
         assert starts[-1] == len(items)
@@ -116,9 +116,9 @@ def test_lists_stay_within_what_their_sizes_allow(
     for division, (items, _, splits) in listed(rows, num_tail, num_programs, window, is_fixed):
         assert len(items) <= division.max_items
         assert len(splits) <= division.max_splits
-        partials = sorted(items[items[:, Item.PARTIAL] >= 0, Item.PARTIAL].tolist())
+        partials = sorted(items[items[:, WorkItem.PARTIAL] >= 0, WorkItem.PARTIAL].tolist())
         assert partials == list(range(len(partials)))
-        assert len(partials) == splits[:, Split.NUM_PIECES].sum() <= division.max_partials
+        assert len(partials) == splits[:, SplitTask.NUM_PIECES].sum() <= division.max_partials
 
 
 @settings(max_examples=count(60, 2000), deadline=None)
@@ -126,9 +126,13 @@ def test_lists_stay_within_what_their_sizes_allow(
 def test_the_pieces_of_a_cut_task_follow_each_other(rows: list[tuple[int, int]], num_programs: int) -> None:
     for _, (items, _, splits) in listed(rows, 0, num_programs):
         for row, num_tokens, g, first, num_pieces in splits.tolist():
-            own = [next(item for item in items.tolist() if item[Item.PARTIAL] == first + n) for n in range(num_pieces)]
-            assert {(item[Item.ROW], item[Item.NUM_TOKENS], item[Item.GROUP]) for item in own} == {(row, num_tokens, g)}
-            assert [item[Item.END_TILE] for item in own[:-1]] == [item[Item.FIRST_TILE] for item in own[1:]]
+            own = [
+                next(item for item in items.tolist() if item[WorkItem.PARTIAL] == first + n) for n in range(num_pieces)
+            ]
+            assert {(item[WorkItem.ROW], item[WorkItem.NUM_TOKENS], item[WorkItem.GROUP]) for item in own} == {
+                (row, num_tokens, g)
+            }
+            assert [item[WorkItem.END_TILE] for item in own[:-1]] == [item[WorkItem.FIRST_TILE] for item in own[1:]]
 
 
 @settings(max_examples=count(60, 2000), deadline=None)
@@ -139,10 +143,10 @@ def test_in_batch_invariant_mode_a_sequence_is_cut_as_if_it_were_alone(
     place = place % len(rows)
     rows[place] = (rows[place][0], rows[place][1] + 1)  # no padding
 
-    def own(found: list[tuple[Division, Listed]], sequence: int, start: int) -> list[list[int]]:
-        columns = [Item.GROUP, Item.FIRST_TILE, Item.END_TILE, Item.POSITION, Item.NUM_TOKENS]
-        lists = [items[items[:, Item.SEQUENCE] == sequence] for _, (items, _, _) in found]
-        return [[row[Item.ROW] - start, *row[columns].tolist()] for items in lists for row in items]
+    def own(found: list[tuple[Division, HostWorkList]], sequence: int, start: int) -> list[list[int]]:
+        columns = [WorkItem.GROUP, WorkItem.FIRST_TILE, WorkItem.END_TILE, WorkItem.POSITION, WorkItem.NUM_TOKENS]
+        lists = [items[items[:, WorkItem.SEQUENCE] == sequence] for _, (items, _, _) in found]
+        return [[row[WorkItem.ROW] - start, *row[columns].tolist()] for items in lists for row in items]
 
     alone = listed([rows[place]], 0, num_programs, window, True)
     among = listed(rows, 0, others, window, True)
@@ -152,7 +156,9 @@ def test_in_batch_invariant_mode_a_sequence_is_cut_as_if_it_were_alone(
 def test_a_long_sequence_is_cut_and_short_ones_are_not() -> None:
     # 25 tiles for each of 2 heads, and 1: 54 in all with the other sequence, 14 for each of 4 programs.
     (_, (items, starts, splits)), _ = listed([(1, 199), (1, 0), (1, 7)], 0, 4)
-    assert items[:, [Item.SEQUENCE, Item.GROUP, Item.FIRST_TILE, Item.END_TILE, Item.PARTIAL]].tolist() == [
+    assert items[
+        :, [WorkItem.SEQUENCE, WorkItem.GROUP, WorkItem.FIRST_TILE, WorkItem.END_TILE, WorkItem.PARTIAL]
+    ].tolist() == [
         [0, 0, 0, 14, 0],
         [0, 0, 14, 25, 1],
         [0, 1, 0, 3, 2],
@@ -169,14 +175,14 @@ def test_a_long_sequence_is_cut_and_short_ones_are_not() -> None:
 
 def test_short_work_is_not_shredded() -> None:
     (_, (items, starts, splits)), _ = listed([(1, 63)], 0, 100)  # 8 tiles for each of 2 heads
-    assert (items[:, Item.END_TILE] - items[:, Item.FIRST_TILE]).tolist() == [MIN_TILES] * 4
+    assert (items[:, WorkItem.END_TILE] - items[:, WorkItem.FIRST_TILE]).tolist() == [MIN_TILES] * 4
     assert starts[:6].tolist() == [0, 1, 2, 3, 4, 4]
     assert len(splits) == 2
 
 
 def test_long_contexts_have_a_bounded_number_of_pieces_in_batch_invariant_mode() -> None:
     (_, (items, _, splits)), _ = listed([(1, 10_000)], 0, 3, None, True)
-    assert splits[:, Split.NUM_PIECES].tolist() == [MAX_FIXED_PIECES] * 2
+    assert splits[:, SplitTask.NUM_PIECES].tolist() == [MAX_FIXED_PIECES] * 2
     assert len(items) == 2 * MAX_FIXED_PIECES
 
 

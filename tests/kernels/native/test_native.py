@@ -18,7 +18,7 @@ from millrace.kernels.native.cache import NativeCache
 from millrace.kernels.native.errors import NativeUnavailableError, UnsupportedModelError
 from millrace.kernels.native.model import NativeModel
 from millrace.kernels.native.shape import DType, Longs, NativeShape, Quantization
-from millrace.kernels.native.thread_throttle import Neighbours
+from millrace.kernels.native.thread_throttle import ThreadThrottle
 from tests.counts import FULL
 from tests.kernels.native_oracle import SMALL, Checkpoint, Run
 
@@ -388,7 +388,7 @@ def test_what_is_not_computed_is_refused_with_what_it_lacks() -> None:
         checkpoint("tied").load(instruction_set="avx10")
 
 
-class Told(Neighbours):
+class Told(ThreadThrottle):
     """A limit set from outside."""
 
     def note(self, shares: Longs) -> bool:
@@ -416,7 +416,7 @@ def test_who_computes_while_others_are_left_out_runs_on_any_of_their_cpus_and_th
     assert sorted(places(3), key=min) == sorted(own, key=min) and os.sched_getaffinity(model.step_thread_id) == {first}
 
 
-class Changing(Neighbours):
+class Changing(ThreadThrottle):
     """Another limit for each step, and in every third one those left out try."""
 
     def note(self, shares: Longs) -> bool:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from millrace.kernels.native import build, machine
-from millrace.kernels.native import cache as native
+from millrace.kernels.native import cache as native_cache
 from millrace.kernels.native.cache import LARGE_PAGE, spread_layers
 from millrace.stages.allocate.block_pool import BlockPool
 from tests.kernels.native_oracle import Checkpoint, Run
@@ -53,11 +53,11 @@ def test_answers_and_copies_are_the_same_bits_wherever_layers_lie(block_size: in
         return run, [first, np.array(run.logits[0]), np.array(run.logits[1])]
 
     checkpoint = Checkpoint.random()
-    run_size = native.blocks_of_a_run(block_size)
+    run_size = native_cache.blocks_of_a_run(block_size)
     num_blocks = -(-160 // run_size) * run_size
     usual, expected = answers()
     assert usual.cache.layer_stride_blocks == num_blocks > run_size
-    monkeypatch.setattr(native, "LARGE_PAGE", 1 << 14)
+    monkeypatch.setattr(native_cache, "LARGE_PAGE", 1 << 14)
     spread, found = answers()
     assert spread.cache.layer_stride_blocks > num_blocks and spread.cache.data.shape == usual.cache.data.shape
     assert all(np.array_equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
@@ -66,13 +66,13 @@ def test_answers_and_copies_are_the_same_bits_wherever_layers_lie(block_size: in
 @pytest.mark.parametrize(("num_blocks", "alignment"), [(1, 64), (9, 64), (4096, LARGE_PAGE)])
 def test_a_cache_begins_with_a_line_and_a_large_one_with_a_page(num_blocks: int, alignment: int):
     for _ in range(3):  # memory that was just given back may lie well by chance
-        cache = native.NativeCache(Checkpoint.random().shape, num_blocks, 16, "bfloat16")
+        cache = native_cache.NativeCache(Checkpoint.random().shape, num_blocks, 16, "bfloat16")
         assert cache.data.ctypes.data % alignment == 0
 
 
 def test_a_block_on_the_host_lies_in_one_piece_and_takes_no_more_pages_than_it_fills():
     shape = Checkpoint.random().shape
-    cache = native.NativeCache(shape, 64, 16, "bfloat16")
+    cache = native_cache.NativeCache(shape, 64, 16, "bfloat16")
     host = cache.make_host_blocks(5)
     assert host.shape == (5, *cache.data[cache.at(0)].shape)
     assert host[0].nbytes == shape.bytes_per_block(16, "bfloat16") and host.flags.c_contiguous
@@ -82,8 +82,8 @@ def test_a_block_on_the_host_lies_in_one_piece_and_takes_no_more_pages_than_it_f
     ("block_size", "num_blocks"), [(1, 256), (4, 64), (16, 16), (24, 8), (32, 8), (256, 1), (512, 1)]
 )
 def test_a_piece_of_a_block_lies_beside_that_of_the_next_one_for_256_tokens(block_size: int, num_blocks: int):
-    cache = native.NativeCache(Checkpoint.random().shape, 3 * num_blocks - 1, block_size, "bfloat16")
-    assert native.blocks_of_a_run(block_size) == num_blocks
+    cache = native_cache.NativeCache(Checkpoint.random().shape, 3 * num_blocks - 1, block_size, "bfloat16")
+    assert native_cache.blocks_of_a_run(block_size) == num_blocks
     if block_size & (block_size - 1) == 0:  # those that engines have
         assert BlockPool(1, block_size).run_size == num_blocks
     _, num_runs, num_pieces, _, numbers = cache.data.shape

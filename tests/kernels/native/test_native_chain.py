@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from millrace.kernels.native import build, machine
-from millrace.kernels.native.slot_step import Chooser
-from millrace.kernels.native.step_chain import Chain
+from millrace.kernels.native.slot_step import NativeChooser
+from millrace.kernels.native.step_chain import StepChain
 from tests.kernels.native.test_native_slots import NUM_SLOTS, PROMPTS, Slots
 from tests.kernels.native_oracle import Array
 
@@ -38,7 +38,7 @@ class Linked:
         for slot, count in PROMPTS.items():
             for place in range(-(-count // 4), -(-(count + MOST_LINKS) // 4)):
                 self.slots.tables[slot, place] = next(free)
-        self.chooser = Chooser(
+        self.chooser = NativeChooser(
             self.run.model,
             is_random=(np.arange(NUM_SLOTS) % 2 == 1) & are_drawn,
             temperature=np.full(NUM_SLOTS, 1.3),
@@ -49,7 +49,7 @@ class Linked:
             num_prompt=self.lengths.astype(np.int32),
         )
         self.num_prompt = self.lengths.copy()
-        self.chain = Chain(self.slots.decoding, self.chooser)
+        self.chain = StepChain(self.slots.decoding, self.chooser)
 
     def one_by_one(self, rows: Array) -> Array:
         """Tokens of the next step of these slots, by a call for its logits and one for its choice."""

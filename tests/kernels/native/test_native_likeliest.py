@@ -15,7 +15,7 @@ from millrace.kernels.native import build, machine
 from millrace.kernels.native.errors import NonFiniteError
 from millrace.kernels.native.model import NativeModel
 from millrace.kernels.native.shape import Bools, DType, Longs, Quantization
-from millrace.kernels.native.slot_step import Chooser
+from millrace.kernels.native.slot_step import NativeChooser
 from tests.kernels.native.test_native import DTYPES, SETS
 from tests.kernels.native.test_native_slots import Slots
 from tests.kernels.native_oracle import Array, Checkpoint, Run
@@ -68,7 +68,7 @@ def choose(model: NativeModel, logits: Array) -> tuple[Longs, Bools]:
     count = len(logits)
     zeros, ones, ids = np.zeros(count), np.ones(count), np.zeros(count, np.int64)
     columns = {"temperature": ones, "top_k": ids, "top_p": ones, "min_p": zeros, "seeds": ids.astype(np.uint64)}
-    chooser = Chooser(model, is_random=zeros > 0, num_prompt=ids.astype(np.int32), **columns)  # type: ignore[arg-type]
+    chooser = NativeChooser(model, is_random=zeros > 0, num_prompt=ids.astype(np.int32), **columns)  # type: ignore[arg-type]
     return chooser.choose(logits, np.arange(count), ids)
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from millrace.kernels.native.logits_buffers import ReusedRows
+from millrace.kernels.native.logits_buffers import LogitsBuffers
 
 
 def test_memory_is_reused_once_it_is_released():
-    rows = ReusedRows(8)
+    rows = LogitsBuffers(8)
     first = rows.take(4)
     place = first.ctypes.data
     del first
@@ -17,7 +17,7 @@ def test_memory_is_reused_once_it_is_released():
 
 
 def test_memory_in_use_is_never_given_out_again():
-    rows = ReusedRows(8)
+    rows = LogitsBuffers(8)
     held = []
     for number in range(10):
         taken = rows.take(5)
@@ -29,7 +29,7 @@ def test_memory_in_use_is_never_given_out_again():
 
 
 def test_larger_steps_get_larger_memory_and_the_small_one_is_let_go():
-    rows = ReusedRows(8)
+    rows = LogitsBuffers(8)
     for number in (1, 2, 5, 100):
         taken = rows.take(number)
         assert taken.shape == (number, 8) and taken.dtype == np.float32 and taken.flags.c_contiguous
@@ -38,7 +38,7 @@ def test_larger_steps_get_larger_memory_and_the_small_one_is_let_go():
 
 
 def test_two_that_alternate_take_no_new_memory():
-    rows = ReusedRows(8)
+    rows = LogitsBuffers(8)
     before, places = rows.take(6), set()
     for _ in range(10):
         now = rows.take(6)  # while the one before is still held

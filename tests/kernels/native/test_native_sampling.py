@@ -10,7 +10,7 @@ import pytest
 
 from millrace.kernels.native import build, machine
 from millrace.kernels.native.model import NativeModel
-from millrace.kernels.native.slot_step import Chooser
+from millrace.kernels.native.slot_step import NativeChooser
 from millrace.stages.sample.sampling_math import allow_only, uniform
 from tests.kernels.native_oracle import Array, Checkpoint
 
@@ -39,7 +39,7 @@ def choose(logits: Array, is_random: bool = True, u: Any = 0.0, **asked: Any) ->
         for name, value in (defaults | asked).items()
     }
     seeds = seeds_for(np.broadcast_to(u, count), positions)[slots]
-    chooser = Chooser(model(), is_random=np.full(count, is_random), seeds=seeds, num_prompt=prompt, **columns)
+    chooser = NativeChooser(model(), is_random=np.full(count, is_random), seeds=seeds, num_prompt=prompt, **columns)
     return chooser.choose(logits.astype(np.float32), slots, places, **masked)
 
 

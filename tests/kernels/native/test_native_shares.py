@@ -14,7 +14,7 @@ import pytest
 from millrace.kernels.native import build
 from millrace.kernels.native.model import NativeModel
 from millrace.kernels.native.shape import DType, Ints, Longs
-from millrace.kernels.native.thread_throttle import Neighbours
+from millrace.kernels.native.thread_throttle import ThreadThrottle
 from tests.kernels.native.test_native import AVAILABLE, DTYPES, SETS, tokens
 from tests.kernels.native_oracle import Array, Checkpoint, Run
 
@@ -35,7 +35,7 @@ MODELS: dict[str, dict[str, Any]] = {
 NUM_KNOWN = 800  # tokens in the cache: four chunks of keys
 
 
-class Still(Neighbours):
+class Still(ThreadThrottle):
     """Leaves all threads where they are, whatever else the machine does."""
 
     def note(self, shares: Longs) -> bool:

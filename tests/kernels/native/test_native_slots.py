@@ -12,7 +12,7 @@ from millrace.kernels.native import build, machine
 from millrace.kernels.native.cache import NativeCache
 from millrace.kernels.native.model import NativeModel
 from millrace.kernels.native.shape import DType
-from millrace.kernels.native.slot_step import Decoding
+from millrace.kernels.native.slot_step import SlotStep
 from tests.kernels.native_oracle import Array, Checkpoint, Run
 
 pytestmark = pytest.mark.skipif(
@@ -34,7 +34,7 @@ class Slots:
         for slot, count in PROMPTS.items():
             self.run.step({slot: [(slot * 31 + i) % 70 for i in range(count)]})
             self.num_known[slot] = count
-        self.decoding = Decoding(
+        self.decoding = SlotStep(
             self.run.model, self.run.cache, last_tokens=self.last_tokens, num_known=self.num_known, tables=self.tables
         )
 
@@ -118,4 +118,4 @@ def test_a_cache_of_another_type_is_refused() -> None:
     cache = NativeCache(model.shape, 4, 4, "bfloat16")
     longs = np.zeros(2, np.int64)
     with pytest.raises(AssertionError, match="cache dtype bfloat16"):
-        Decoding(model, cache, last_tokens=longs, num_known=longs, tables=np.zeros((2, 2), np.int32))
+        SlotStep(model, cache, last_tokens=longs, num_known=longs, tables=np.zeros((2, 2), np.int32))

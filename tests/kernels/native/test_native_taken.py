@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from millrace.kernels.native.cache import NativeCache
-from millrace.kernels.native.page_preallocation import IDLE_S, LARGE_PAGE, LOOK_BYTES, TakenAhead, take_pages
+from millrace.kernels.native.page_preallocation import IDLE_S, LARGE_PAGE, LOOK_BYTES, PagePreallocation, take_pages
 from millrace.kernels.native.shape import NativeShape
 from tests.kernels.native.test_native_weights import resident_bytes
 
@@ -52,7 +52,7 @@ class Recorded:
         self.taken: list[tuple[int, int]] = []  # (region, bytes from its beginning) where each piece ends
         self.answer = True
         self.room_bytes = 1 << 40
-        self.ahead = TakenAhead(
+        self.ahead = PagePreallocation(
             self.memory,
             ahead_bytes,
             left_bytes=left_bytes,
@@ -82,7 +82,7 @@ def test_pages_past_what_is_used_are_there_and_all_hold_what_they_held():
     memory = np.zeros((3, 32 * MIB), np.uint8)
     memory[0, :5] = memory[1, 3 * MIB : 3 * MIB + 5] = memory[2, 9 * MIB] = 7
     clock = Clock()
-    ahead = TakenAhead(memory, 8 * MIB, now=clock)
+    ahead = PagePreallocation(memory, 8 * MIB, now=clock)
     gc.collect()  # what other tests left behind is not given back meanwhile
     before = resident_bytes()
     clock.now_s += 1
@@ -157,7 +157,7 @@ def test_two_take_pages_at_a_time_and_none_of_them_twice():
         taken.append(address)
         return True
 
-    ahead = TakenAhead(memory, 16 * MIB, num_takers=2, take=take, now=clock)
+    ahead = PagePreallocation(memory, 16 * MIB, num_takers=2, take=take, now=clock)
     clock.now_s += 1
     ahead.start()
     ahead.join()

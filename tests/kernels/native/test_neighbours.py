@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from millrace.kernels.native.thread_throttle import Neighbours, Share
+from millrace.kernels.native.thread_throttle import ThreadShare, ThreadThrottle
 
 MS = 1_000_000
 STEP_NS = 10 * MS  # of one thread alone, with all others
@@ -20,12 +20,12 @@ class Machine:
 
     def __init__(self, num_threads: int, *, tells: bool = False) -> None:
         self.num_threads, self.others, self.own, self.beside = num_threads, 0, 0.0, 0.0
-        self.shares, self.process_ns = np.zeros(len(Share), np.int64), 0
+        self.shares, self.process_ns = np.zeros(len(ThreadShare), np.int64), 0
         self.told: list[int] = []
         self.limits: list[int] = []  # of each step
         self.num_tries = 0
         self.idle_ns = self.all_ns = self.unseen = 0
-        self.neighbours = Neighbours(
+        self.neighbours = ThreadThrottle(
             num_threads,
             lambda limit, lost: self.told.append(limit),
             lambda: self.process_ns,
@@ -40,17 +40,17 @@ class Machine:
             shared = min(limit, max(0, self.others - idle))  # threads of ours with half a core
             passed = STEP_NS * (2 if shared else 1)
             lost = shared * passed // 2 + int(self.own * passed)
-            self.shares[Share.PASSED] += passed
-            self.shares[Share.USED] += limit * passed - lost
-            self.shares[Share.LOST] += lost
+            self.shares[ThreadShare.PASSED] += passed
+            self.shares[ThreadShare.USED] += limit * passed - lost
+            self.shares[ThreadShare.LOST] += lost
             self.process_ns += limit * passed - lost + int((self.own + self.beside) * passed)
             self.all_ns += self.num_threads * passed
             self.idle_ns += int(max(0, idle - self.others + self.unseen - self.beside) * passed)
             if is_trying:
                 lost = min(idle, self.others) * passed // 2 + int((self.own + self.beside / 2) * passed)
                 self.num_tries += 1
-                self.shares[Share.TRIED] += idle * passed
-                self.shares[Share.LOST_TRYING] += lost
+                self.shares[ThreadShare.TRIED] += idle * passed
+                self.shares[ThreadShare.LOST_TRYING] += lost
                 self.process_ns += idle * passed - lost
             self.limits.append(limit)
             self.neighbours.note(self.shares)

@@ -8,14 +8,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.kernels.reference import attention_plans as plans
+from millrace.kernels.reference import attention_plans
 from millrace.kernels.reference import layers_and_attention as reference
 from tests.kernels.paged import dense_attention, make_case
 
 
-def plan_of(lengths: list[int], window: int | None = None) -> plans.DecodePlan:
+def plan_of(lengths: list[int], window: int | None = None) -> attention_plans.DecodePlan:
     case = make_case([1] * len(lengths), lengths)
-    return plans.plan_decode(case.k_cache, case.v_cache, case.block_tables, case.lengths, window, torch.float32)
+    return attention_plans.plan_decode(
+        case.k_cache, case.v_cache, case.block_tables, case.lengths, window, torch.float32
+    )
 
 
 def test_rows_of_equal_length_need_no_mask() -> None:
@@ -41,20 +43,25 @@ def test_a_window_gathers_only_its_own_blocks() -> None:
 
 def test_rows_are_split_where_padding_would_cost_more() -> None:
     blocks = np.array([1, 100, 1, 100, 0])
-    assert [rows.tolist() for rows in plans._rows_that_go_together(blocks, 16, 500, 10**6)] == [[1, 3], [0, 2]]
-    assert [rows.tolist() for rows in plans._rows_that_go_together(blocks, 16, 5000, 10**6)] == [[0, 1, 2, 3]]
+    assert [rows.tolist() for rows in attention_plans._rows_that_go_together(blocks, 16, 500, 10**6)] == [
+        [1, 3],
+        [0, 2],
+    ]
+    assert [rows.tolist() for rows in attention_plans._rows_that_go_together(blocks, 16, 5000, 10**6)] == [[0, 1, 2, 3]]
 
 
 def test_rows_are_split_where_the_workspace_would_grow_too_large() -> None:
     blocks = np.full(5, 10)
-    assert [len(rows) for rows in plans._rows_that_go_together(blocks, 16, 0, 320)] == [2, 2, 1]
-    assert [len(rows) for rows in plans._rows_that_go_together(blocks, 16, 0, 1)] == [1] * 5  # one row always goes
+    assert [len(rows) for rows in attention_plans._rows_that_go_together(blocks, 16, 0, 320)] == [2, 2, 1]
+    assert [len(rows) for rows in attention_plans._rows_that_go_together(blocks, 16, 0, 1)] == [
+        1
+    ] * 5  # one row always goes
 
 
 @given(st.lists(st.integers(0, 50)), st.integers(0, 200), st.integers(1, 400))
 def test_each_row_with_blocks_is_in_one_bucket(num_blocks: list[int], max_padding: int, max_tokens: int) -> None:
     blocks = np.array(num_blocks, dtype=np.int64)
-    buckets = plans._rows_that_go_together(blocks, 4, max_padding, max_tokens)
+    buckets = attention_plans._rows_that_go_together(blocks, 4, max_padding, max_tokens)
     assert sorted(np.concatenate([*buckets, []]).tolist()) == np.nonzero(blocks)[0].tolist()
     for rows in buckets:
         longest = blocks[rows].max()
@@ -63,7 +70,7 @@ def test_each_row_with_blocks_is_in_one_bucket(num_blocks: list[int], max_paddin
 
 
 def test_several_buckets_give_the_same_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans, "MAX_PADDING_ELEMENTS", 0)
+    monkeypatch.setattr(attention_plans, "MAX_PADDING_ELEMENTS", 0)
     case = make_case([1] * 6, [3, 30, 9, 30, 1, 10], head_dim=24)
     got = reference.paged_decode(case.q, case.k_cache, case.v_cache, case.block_tables, case.lengths, 0.2)
     torch.testing.assert_close(got.double(), dense_attention(case, 0.2), rtol=2e-6, atol=2e-6)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.kernels.reference import layers_and_attention as reference
-from millrace.kernels.reference.kv_gather import Bucket, gather, run_of
+from millrace.kernels.reference.kv_gather import GatherBucket, gather, run_of
 from tests.kernels.paged import LAYOUTS, PagedCase, dense_attention, make_case
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -68,7 +68,7 @@ def test_blocks_that_follow_each_other_give_the_same_attention_and_are_not_copie
     assert run_of(case.k_cache, case.v_cache, blocks.flip(1)) is None
     assert_close(attend(case, 0.25, window), dense_attention(case, 0.25, window))
     if is_one_piece:
-        keys, _ = gather(case.k_cache, case.v_cache, Bucket(None, None, blocks, 2, 14, run=1))
+        keys, _ = gather(case.k_cache, case.v_cache, GatherBucket(None, None, blocks, 2, 14, run=1))
         assert keys.data_ptr() == case.k_cache[1, 0, 2].data_ptr()
         assert torch.equal(keys[0].transpose(0, 1), case.keys[0][2:])
 

@@ -13,8 +13,8 @@ import torch
 pytest.importorskip("triton")
 
 from millrace.kernels.checks import compile_cases, compile_check
-from millrace.kernels.checks.compile_cases import Case
-from millrace.kernels.checks.compile_check import Report
+from millrace.kernels.checks.compile_cases import CompileCase
+from millrace.kernels.checks.compile_check import CompileReport
 from millrace.kernels.layout.work_lists import REGISTERS, Tiling
 from millrace.kernels.triton import launch as triton_launch
 
@@ -38,7 +38,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("arch", "case"), CASES, ids=lambda value: getattr(value, "name", value))
-def test_no_register_spills_in_a_loop_and_loops_are_pipelined(arch: int, case: Case) -> None:
+def test_no_register_spills_in_a_loop_and_loops_are_pipelined(arch: int, case: CompileCase) -> None:
     reports = compile_check.check(case, arch)
     assert reports
     for report in reports:
@@ -46,8 +46,8 @@ def test_no_register_spills_in_a_loop_and_loops_are_pipelined(arch: int, case: C
 
 
 def test_a_report_names_what_is_wrong() -> None:
-    case = Case("extend 128", lambda: None, copies_ahead=True, uses_wgmma=True)
-    good = Report("extend 128: attention_kernel", 90, 1, 8, 200, 0, 0, 98560, 52, 24)
+    case = CompileCase("extend 128", lambda: None, copies_ahead=True, uses_wgmma=True)
+    good = CompileReport("extend 128: attention_kernel", 90, 1, 8, 200, 0, 0, 98560, 52, 24)
     assert good.problems(case) == []
     assert {"3.6": 32, "3.7": 8}.get(compile_check.triton.__version__[:3], 0) == compile_check.STACK_BYTES
     assert replace(good, stack_bytes=compile_check.STACK_BYTES).problems(case) == []
@@ -55,7 +55,7 @@ def test_a_report_names_what_is_wrong() -> None:
     assert much.endswith("0 accesses to them in innermost loops: registers spill")
     (spilled,) = replace(good, stack_bytes=compile_check.STACK_BYTES, num_loop_spills=1).problems(case)
     assert spilled.endswith("1 accesses to them in innermost loops: registers spill")
-    bad = Report("extend 128: attention_kernel", 90, 1, 8, 255, 48, 0, 240 << 10, 0, 0)
+    bad = CompileReport("extend 128: attention_kernel", 90, 1, 8, 255, 48, 0, 240 << 10, 0, 0)
     assert [problem.split()[0] for problem in bad.problems(case)] == ["48", "245760", "no", "no", "0"]
 
 

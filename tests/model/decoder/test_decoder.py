@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from millrace.kernels.layout.work_lists import AttentionShape
-from millrace.kernels.reference import kernel_set as twins
+from millrace.kernels.reference import kernel_set
 from millrace.model.decoder.decoder import Decoder
 from millrace.model.decoder.kv_cache import KVCache
 from millrace.model.decoder.linear import Linear, PackedLinear, WidenedLinear
@@ -164,11 +164,11 @@ def test_attention_is_planned_once_a_step_for_the_windows_of_all_layers(tmp_path
         return attend_and_tell
 
     kernels = SimpleNamespace(
-        **vars(twins)
+        **vars(kernel_set)
         | {
             "plan_attention": plan_attention,
-            "paged_decode": watched(twins.paged_decode),
-            "paged_attention": watched(twins.paged_attention),
+            "paged_decode": watched(kernel_set.paged_decode),
+            "paged_attention": watched(kernel_set.paged_attention),
         }
     )
     greedy(load_decoder(tmp_path, kernels=kernels), [[5, 6, 7]], 2)

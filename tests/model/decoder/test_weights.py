@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from millrace.model.checkpoint import tensor_shapes as expected
+from millrace.model.checkpoint import tensor_shapes
 from millrace.model.checkpoint.tensor_shapes import expected_shapes
 from millrace.model.config import ModelConfig
 from millrace.model.decoder.weights import load_weights
@@ -83,7 +83,7 @@ def test_dummy_weights_are_drawn_in_parts_that_differ_and_do_not_depend_on_threa
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = load(root, load_format="dummy").embedding.flatten()
-    monkeypatch.setattr(expected, "PART", 100)
+    monkeypatch.setattr(tensor_shapes, "PART", 100)
     parts = []
     for num_cpus in (1, 7):
         monkeypatch.setattr(os, "cpu_count", lambda num_cpus=num_cpus: num_cpus)

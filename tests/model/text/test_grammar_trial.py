@@ -8,7 +8,7 @@ import pytest
 from llguidance import LLMatcher
 
 from millrace.model.text import grammar_trial
-from millrace.model.text.grammar_trial import MAX_STEP_S, MAX_TRIALS, Trials
+from millrace.model.text.grammar_trial import MAX_STEP_S, MAX_TRIALS, GrammarTrials
 from millrace.model.text.vocabulary import Vocabulary
 
 EOS = 256
@@ -17,7 +17,7 @@ ONE_TOKEN = "[a-z]"
 COSTLY = f"is too costly to follow: more than {MAX_STEP_S * 1e3:g} ms of CPU a token"
 
 
-class SlowTrials(Trials):
+class SlowTrials(GrammarTrials):
     """The first answers take the given times, the later ones their own."""
 
     def __init__(self, *answers_s: float) -> None:
@@ -63,5 +63,5 @@ def test_a_regex_of_sixty_thousand_letters_is_too_costly_by_the_clock(monkeypatc
     """Some 30 ms a token, of which a whole answer would be two seconds."""
     monkeypatch.setattr(grammar_trial, "NUM_TOKENS", 2)
     monkeypatch.setattr(grammar_trial, "MAX_TRIALS_S", 0.0)
-    answer = Trials(VOCABULARY).answer(b'{"kind": "regex", "source": "((a{100}){100}){6}", "is_compact": false}')
+    answer = GrammarTrials(VOCABULARY).answer(b'{"kind": "regex", "source": "((a{100}){100}){6}", "is_compact": false}')
     assert COSTLY.encode() in answer

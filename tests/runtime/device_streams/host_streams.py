@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from millrace.runtime.device_streams.interface import Event, Graph
+from millrace.runtime.device_streams.interface import DeviceEvent, DeviceGraph
 
 
 class HostStreams:
@@ -39,7 +39,7 @@ class HostEvent:
     def wait(self) -> None:
         pass
 
-    def us_since(self, earlier: Event) -> float:
+    def us_since(self, earlier: DeviceEvent) -> float:
         assert isinstance(earlier, HostEvent)
         return (self.at_ns - earlier.at_ns) / 1000
 
@@ -73,11 +73,11 @@ class HostStream:
         assert self._captured is None, "a copy while a graph is captured"
         destination[...] = source
 
-    def record(self, event: Event) -> None:
+    def record(self, event: DeviceEvent) -> None:
         assert isinstance(event, HostEvent) and self._captured is None
         event.at_ns = time.monotonic_ns()
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: DeviceEvent) -> None:
         assert self._captured is None, "a wait while a graph is captured"
 
     def capture(self, run: Callable[[], object]) -> HostGraph:
@@ -89,7 +89,7 @@ class HostStream:
         finally:
             self._captured = None
 
-    def replay(self, graph: Graph) -> None:
+    def replay(self, graph: DeviceGraph) -> None:
         assert isinstance(graph, HostGraph)
         for run in graph.launches:
             run()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from millrace.runtime.health import flight_recorder as flight
+from millrace.runtime.health import flight_recorder
 from millrace.runtime.health.flight_recorder import MAX_FILES, FlightRecorder, stack_of
 from millrace.runtime.pipeline import Pipeline
 from millrace.stages import SamplingParams
@@ -49,7 +49,7 @@ def test_what_is_queued_is_told_by_kind_and_id_and_not_by_what_it_says(tmp_path:
     lines = lines_of(path)
     assert (lines[0]["type"], lines[0]["reason"], lines[0]["why"]) == ("flight", "test", "because")
     (door,) = [line for line in lines if line.get("edge") == "intake.in"]
-    assert door["depth"] == door["capacity"] == 64 and len(door["items"]) == flight.MAX_ITEMS
+    assert door["depth"] == door["capacity"] == 64 and len(door["items"]) == flight_recorder.MAX_ITEMS
     assert door["items"][1] == {"kind": "Request", "request_id": "request 1", "first_sequence_id": -1}
 
 
@@ -67,7 +67,7 @@ def test_the_trace_goes_back_so_many_seconds_and_so_many_records(tmp_path: Path,
     assert [event["source"] for event in asyncio.run(run(last_s=0.1)) if event["kind"] == "STALL"] == ["late"]
     assert not [event for event in asyncio.run(run(last_s=0.1)) if event["kind"].startswith("STEP")]
     assert [event for event in asyncio.run(run(last_s=60)) if event["kind"].startswith("STEP")]
-    monkeypatch.setattr(flight, "MAX_EVENTS", 5)
+    monkeypatch.setattr(flight_recorder, "MAX_EVENTS", 5)
     assert len(asyncio.run(run(last_s=60))) <= 5
 
 

@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from millrace.runtime.processes.helper_pool import HelperGone, Helpers
+from millrace.runtime.processes.helper_pool import HelperDied, HelperPool
 
 ROOT = Path(__file__).parents[3]
 
 
-def with_helpers(test: Callable[[Helpers], Awaitable[None]], monkeypatch: pytest.MonkeyPatch, num: int = 1) -> None:
+def with_helpers(test: Callable[[HelperPool], Awaitable[None]], monkeypatch: pytest.MonkeyPatch, num: int = 1) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("MILLRACE_API_KEY", "secret")
 
     async def main() -> None:
-        helpers = Helpers("tests.runtime.answering", b"> ", num, wall_s=20.0)
+        helpers = HelperPool("tests.runtime.answering", b"> ", num, wall_s=20.0)
         assert helpers.pids == [], "no request was sent yet"
         try:
             await test(helpers)
@@ -35,21 +35,21 @@ def with_helpers(test: Callable[[Helpers], Awaitable[None]], monkeypatch: pytest
     asyncio.run(asyncio.wait_for(main(), 60.0))
 
 
-async def refilled(helpers: Helpers, ended: int) -> None:
+async def refilled(helpers: HelperPool, ended: int) -> None:
     while not helpers.pids or ended in helpers.pids:  # noqa: ASYNC110 - a process has no event
         await asyncio.sleep(0.01)
 
 
 @pytest.mark.slow
 def test_a_job_that_breaks_a_limit_ends_its_child_and_the_next_one_has_another(monkeypatch) -> None:
-    async def test(helpers: Helpers) -> None:
+    async def test(helpers: HelperPool) -> None:
         assert await helpers.ask(b"one") == b"> ONE"
         (first,) = helpers.pids
         assert await helpers.ask(b"grow") == b"no memory"
         assert helpers.pids == [first]
         told = {}
         for question in (b"spin", b"abort", b"leave"):
-            with pytest.raises(HelperGone) as gone:
+            with pytest.raises(HelperDied) as gone:
                 await helpers.ask(question)
             told[question] = (gone.value.is_over_cpu, gone.value.is_crash)
             assert await helpers.ask(b"two") == b"> TWO"
@@ -61,14 +61,14 @@ def test_a_job_that_breaks_a_limit_ends_its_child_and_the_next_one_has_another(m
 
 @pytest.mark.slow
 def test_a_child_that_is_killed_is_replaced_at_once_and_no_secret_is_handed_on(monkeypatch) -> None:
-    async def test(helpers: Helpers) -> None:
+    async def test(helpers: HelperPool) -> None:
         names = (await helpers.ask(b"environment")).decode().split()
         assert "PATH" in names and not [name for name in names if "MILLRACE" in name or "KEY" in name]
         (pid,) = helpers.pids
         asked = asyncio.ensure_future(helpers.ask(b"spin"))
         await asyncio.sleep(0.05)
         os.kill(pid, signal.SIGKILL)
-        with pytest.raises(HelperGone) as gone:
+        with pytest.raises(HelperDied) as gone:
             await asked
         assert not gone.value.is_over_cpu and not gone.value.is_crash
         await refilled(helpers, pid)
@@ -86,7 +86,7 @@ def test_a_child_that_is_killed_is_replaced_at_once_and_no_secret_is_handed_on(m
 
 @pytest.mark.slow
 def test_a_child_that_is_about_to_be_replaced_has_ended_when_all_have(monkeypatch) -> None:
-    async def test(helpers: Helpers) -> None:
+    async def test(helpers: HelperPool) -> None:
         assert await helpers.ask(b"one") == b"> ONE"
         (pid,) = helpers.pids
         asked = asyncio.ensure_future(helpers.ask(b"spin"))

@@ -17,7 +17,7 @@ from millrace.runtime.trace.step_rows import KEYFRAME_STEPS, StepRows
 from millrace.runtime.trace.tracer import (
     FIELDS,
     EventKind,
-    Reader,
+    RingReader,
     Tracer,
     TraceRing,
     as_dicts,
@@ -75,19 +75,19 @@ def test_numbers_of_kinds_never_change():
 def test_what_is_emitted_is_read_field_by_field():
     ring = TraceRing(8, now_ns=lambda: 123_456_789_012_345)
     ring.emit(EventKind.STEP_GRANTED, 3, 7, 256, 2_048, 255, 99)
-    records, cursor, lost = Reader(ring).read_since(0)
+    records, cursor, lost = RingReader(ring).read_since(0)
     assert records.tolist() == [(123_456_789_012_345, 17, 3, 7, 256, 2_048, 255, 99)] and (cursor, lost) == (1, 0)
 
 
 @pytest.mark.parametrize(("num_events", "lost"), [(0, 0), (1, 0), (7, 0), (8, 1), (9, 2), (16, 9), (1_000, 993)])
 def test_a_reader_gets_the_newest_records_and_the_number_it_missed(num_events: int, lost: int):
-    records, cursor, num_lost = Reader(filled(num_events)).read_since(0)
+    records, cursor, num_lost = RingReader(filled(num_events)).read_since(0)
     assert records["a"].tolist() == list(range(lost, num_events)) and (cursor, num_lost) == (num_events, lost)
 
 
 def test_reading_on_from_a_cursor_gives_each_record_once():
     ring = filled(0)
-    reader, cursor, seen = Reader(ring), 0, []
+    reader, cursor, seen = RingReader(ring), 0, []
     for i in range(100):
         ring.emit(EventKind.LOOP_LAG, 1, 0, i)
         if i % 6 == 5:
@@ -100,13 +100,13 @@ def test_reading_on_from_a_cursor_gives_each_record_once():
 def test_records_that_the_writer_has_begun_to_overwrite_are_reported_lost():
     ring = filled(20)
     struct.pack_into("<Q", ring.map, NUM_BEGUN_AT, 23)  # as within emit_many of three, before they are written
-    records, cursor, lost = Reader(ring).read_since(12)
+    records, cursor, lost = RingReader(ring).read_since(12)
     assert records["a"].tolist() == list(range(15, 20)) and (cursor, lost) == (20, 3)
 
 
 def test_a_reader_beside_a_running_writer_sees_no_torn_record_and_accounts_for_all():
     ring = TraceRing(64)
-    reader, cursor, num_seen, num_lost = Reader(ring), 0, 0, 0
+    reader, cursor, num_seen, num_lost = RingReader(ring), 0, 0, 0
 
     def write() -> None:
         for i in range(5_000):
@@ -128,7 +128,7 @@ def test_emit_many_writes_what_as_many_emits_would(num_rows: int):
     for i in range(num_rows):
         one.emit(EventKind.ROW_DECODE, 2, 9, i, i + 1, 3)
     many.emit_many(EventKind.ROW_DECODE, 2, 9, np.arange(num_rows), np.arange(num_rows) + 1, 3)
-    (expected, *counts), (records, *counts_many) = Reader(one).read_since(0), Reader(many).read_since(0)
+    (expected, *counts), (records, *counts_many) = RingReader(one).read_since(0), RingReader(many).read_since(0)
     fields = ["kind", "source", "step", *"abcd"]
     assert records[fields].tolist() == expected[fields].tolist() and counts == counts_many
 
@@ -138,7 +138,7 @@ def test_values_that_do_not_fit_are_clipped_and_numpy_integers_are_taken():
     ring.emit(EventKind.STAGE_BATCH, 1, np.int64(5), np.int32(6), -1, 2**40, 2.5)  # type: ignore[arg-type]
     ring.emit_many(EventKind.STAGE_BATCH, 1, 5, np.array([6]), -1, 2**40, 2)
     ring.emit_many(EventKind.STAGE_BATCH, 1, 5, np.full(40, 6), -1, np.full(40, 2**40), 2)
-    records, _, _ = Reader(ring).read_since(0)
+    records, _, _ = RingReader(ring).read_since(0)
     assert records[["step", *"abcd"]].tolist() == [(5, 6, 0, 2**32 - 1, 2)] * 42
 
 
@@ -147,7 +147,7 @@ def test_a_file_ring_is_read_by_others_and_after_the_writers_death(tmp_path: Pat
     tracer.emit(EventKind.LOOP_LAG, tracer.source("loop"), 0, 7)
     late = tracer.source("schedule")
     (path,) = tmp_path.iterdir()
-    reader = Reader(path)
+    reader = RingReader(path)
     del tracer
     records, _, _ = reader.read_since()
     assert records["a"].tolist() == [7] and reader.names() == ["", "loop", "schedule"] and late == 2
@@ -195,10 +195,10 @@ def test_a_file_that_is_no_ring_is_refused_by_what_is_wrong(tmp_path: Path, at: 
     ring = TraceRing(8, path)
     ring.map[at : at + len(value)] = value
     with pytest.raises(ValueError, match=re.escape(message)):
-        Reader(path)
+        RingReader(path)
     path.write_bytes(b"short")
     with pytest.raises(ValueError, match="5 bytes: too short for a trace ring"):
-        Reader(path)
+        RingReader(path)
 
 
 def test_each_thread_writes_its_own_ring_and_all_are_read_in_order_of_time():

@@ -10,7 +10,7 @@ import pytest
 
 from millrace.runtime.env.env import LiveEnv
 from millrace.runtime.workers.step_queue import StepQueue
-from millrace.runtime.workers.worker import AskedTooLate, Told, Worker
+from millrace.runtime.workers.worker import ResultForgotten, WhenDone, Worker
 
 
 class CountedLoop(asyncio.SelectorEventLoop):
@@ -46,7 +46,7 @@ def run(main: Callable[[CountedLoop, Worker], Any]) -> None:
 def test_a_job_told_if_asked_wakes_no_loop_and_comes_before_the_next_that_is_told():
     async def main(loop: CountedLoop, worker: Worker) -> None:
         order: list[str] = []
-        quiet = worker.submit(lambda: "logits", told=Told.IF_ASKED)
+        quiet = worker.submit(lambda: "logits", when_done=WhenDone.ON_REQUEST)
         tokens = worker.submit(lambda: "tokens")
         tokens.add_done_callback(lambda _: order.append("logits" if quiet.done() else "nothing"))
         assert await tokens == "tokens"
@@ -61,11 +61,11 @@ def test_a_job_told_if_asked_wakes_no_loop_and_comes_before_the_next_that_is_tol
 def test_who_waits_for_a_job_told_if_asked_gets_it_whether_it_is_over_or_not(is_over: bool):
     async def main(loop: CountedLoop, worker: Worker) -> None:
         may_end = threading.Event()
-        quiet = worker.submit(lambda: may_end.wait(20), told=Told.IF_ASKED)
+        quiet = worker.submit(lambda: may_end.wait(20), when_done=WhenDone.ON_REQUEST)
         if is_over:
             may_end.set()
             over = threading.Event()
-            worker.submit(over.set, told=Told.IF_ASKED)
+            worker.submit(over.set, when_done=WhenDone.ON_REQUEST)
             await asyncio.to_thread(over.wait)  # of another thread: that delivered nothing of this worker
         else:
             loop.call_soon(may_end.set)
@@ -82,7 +82,7 @@ def test_an_error_that_is_not_awaited_is_not_logged_and_a_waiter_gets_it():
         def fail() -> None:
             raise MemoryError("forward 0")
 
-        ignored, asked = (worker.submit(fail, told=Told.IF_ASKED) for _ in range(2))
+        ignored, asked = (worker.submit(fail, when_done=WhenDone.ON_REQUEST) for _ in range(2))
         with pytest.raises(MemoryError, match="forward 0"):
             await asked
         del ignored, asked
@@ -109,10 +109,10 @@ def test_a_result_not_awaited_when_the_step_goes_on_is_freed_before_the_next_ste
             made.append(weakref.ref(logits))
             return logits
 
-        promise = steps.submit(0, 0, forward, Told.IF_ASKED)
+        promise = steps.submit(0, 0, forward, WhenDone.ON_REQUEST)
         asking = asyncio.ensure_future(_of(promise)) if is_asked_for else None
         await asyncio.sleep(0)
-        steps.submit(0, 1, lambda: None, Told.BEFORE_WAITING)
+        steps.submit(0, 1, lambda: None, WhenDone.BEFORE_BLOCKING)
         is_held = steps.submit(1, 0, lambda: made[0]() is not None)
         may_end.set()
         if asking is not None:
@@ -120,7 +120,7 @@ def test_a_result_not_awaited_when_the_step_goes_on_is_freed_before_the_next_ste
             assert logits is made[0]()
             return
         assert await is_held is False
-        with pytest.raises(AskedTooLate):
+        with pytest.raises(ResultForgotten):
             await promise
 
     run(main)
@@ -134,7 +134,7 @@ def test_who_asks_too_late_for_a_job_that_failed_hears_why_it_failed():
             may_end.wait(20)
             raise ValueError("the device fell")
 
-        promise = worker.submit(fail, told=Told.IF_ASKED)
+        promise = worker.submit(fail, when_done=WhenDone.ON_REQUEST)
         worker.forget(promise)
         may_end.set()
         await worker.submit(lambda: None)
@@ -157,12 +157,12 @@ def test_a_job_told_before_waiting_is_delivered_at_the_next_ones_tell_or_end(by:
             is_on.set()
             may_go_on.wait(20)
             if by == "word":
-                worker.tell()
+                worker.deliver()
                 may_end.wait(20)
 
-        worker.submit(may_begin.wait, told=Told.IF_ASKED)
-        tokens = worker.submit(lambda: "tokens", told=Told.BEFORE_WAITING)
-        following = worker.submit(compute, told=Told.IF_ASKED) if by != "nothing to do" else None
+        worker.submit(may_begin.wait, when_done=WhenDone.ON_REQUEST)
+        tokens = worker.submit(lambda: "tokens", when_done=WhenDone.BEFORE_BLOCKING)
+        following = worker.submit(compute, when_done=WhenDone.ON_REQUEST) if by != "nothing to do" else None
         may_begin.set()
         if following is not None:
             await asyncio.to_thread(is_on.wait)
@@ -178,8 +178,8 @@ def test_a_job_told_before_waiting_is_not_forgotten_when_the_next_one_is_cancell
     async def main(loop: CountedLoop, worker: Worker) -> None:
         may_begin = threading.Event()
         first = worker.submit(may_begin.wait)
-        tokens = worker.submit(lambda: "tokens", told=Told.BEFORE_WAITING)
-        following = worker.submit(lambda: None, told=Told.IF_ASKED)
+        tokens = worker.submit(lambda: "tokens", when_done=WhenDone.BEFORE_BLOCKING)
+        following = worker.submit(lambda: None, when_done=WhenDone.ON_REQUEST)
         following.cancel()
         may_begin.set()
         await first

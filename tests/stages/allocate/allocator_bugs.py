@@ -16,11 +16,11 @@ from pytest import MonkeyPatch
 from millrace.stages.allocate import allocator
 from millrace.stages.allocate.block_pool import BlockPool, BlockTables
 from millrace.stages.allocate.host_tier import HostTier
-from millrace.stages.allocate.partial_blocks import Followers
-from millrace.stages.allocate.preemption import Pressure
-from millrace.stages.allocate.prefix_cache import Chain, PrefixCache
-from millrace.stages.allocate.prefix_publisher import Sharing
-from millrace.stages.allocate.slot_blocks import Beginning, Holdings
+from millrace.stages.allocate.partial_blocks import PartialBlocks
+from millrace.stages.allocate.preemption import Preemptor
+from millrace.stages.allocate.prefix_cache import BlockChain, PrefixCache
+from millrace.stages.allocate.prefix_publisher import PrefixPublisher
+from millrace.stages.allocate.slot_blocks import ReusedPrefix, SlotBlocks
 from millrace.stages.messages import Direction, Indices, Ints, Started, StepPlan
 from tests.simulation.memory_bugs import MEMORY_BUGS
 from tests.simulation.planting import Bug, changed
@@ -56,7 +56,7 @@ def whole_wishes_cut() -> AbstractContextManager[None]:
     """If free blocks do not suffice, a part is granted even where that is not allowed."""
 
     def change(what_fits: Any) -> Any:
-        def cutting(self: Pressure, row: int, wanted: int) -> Any:
+        def cutting(self: Preemptor, row: int, wanted: int) -> Any:
             self._plan, plan = replace(self._plan, allows_partial=True), self._plan
             fits = what_fits(self, row, wanted)
             self._plan = plan
@@ -64,7 +64,7 @@ def whole_wishes_cut() -> AbstractContextManager[None]:
 
         return cutting
 
-    return changed(Pressure, "_what_fits", change)
+    return changed(Preemptor, "_what_fits", change)
 
 
 # -- preemption
@@ -74,7 +74,7 @@ def victim_that_may_not_be_taken() -> AbstractContextManager[None]:
     """A row takes from one victim more than it may."""
 
     def change(next_victim: Any) -> Any:
-        def greedy(self: Pressure, row: int, need: int) -> Any:
+        def greedy(self: Preemptor, row: int, need: int) -> Any:
             more = replace(self._plan, num_victims=self._plan.num_victims + 1)
             self._plan, plan = more, self._plan
             victim = next_victim(self, row, need)
@@ -83,35 +83,35 @@ def victim_that_may_not_be_taken() -> AbstractContextManager[None]:
 
         return greedy
 
-    return changed(Pressure, "_next_victim", change)
+    return changed(Preemptor, "_next_victim", change)
 
 
 def victim_served_all_the_same() -> AbstractContextManager[None]:
     """A victim loses its blocks and keeps what this plan has granted it before."""
 
     def change(preempt: Any) -> Any:
-        def forgetful(self: Pressure, slot: int) -> None:
+        def forgetful(self: Preemptor, slot: int) -> None:
             row, self._row_of = self._row_of, {}
             preempt(self, slot)
             self._row_of = row
 
         return forgetful
 
-    return changed(Pressure, "_preempt", change)
+    return changed(Preemptor, "_preempt", change)
 
 
 def detached_in_name_only() -> AbstractContextManager[None]:
     """A row that cannot start after all keeps the cached blocks that it found."""
 
     def change(detach: Any) -> Any:
-        def lossy(self: Holdings, plan: StepPlan, row: int, num_wanted: int) -> None:
+        def lossy(self: SlotBlocks, plan: StepPlan, row: int, num_wanted: int) -> None:
             with MonkeyPatch.context() as patch:
                 patch.setattr(self.pool, "give_back", lambda *args: None)
                 detach(self, plan, row, num_wanted)
 
         return lossy
 
-    return changed(Holdings, "detach", change)
+    return changed(SlotBlocks, "detach", change)
 
 
 # -- blocks that are used again
@@ -120,9 +120,9 @@ def detached_in_name_only() -> AbstractContextManager[None]:
 def settled_one_step_early() -> AbstractContextManager[None]:
     """Blocks leave quarantine one step too early."""
 
-    def change(settle: Any) -> Any:
+    def change(complete_steps: Any) -> Any:
         def hasty(self: BlockPool, completed_step: int) -> None:
-            settle(self, completed_step + 1)
+            complete_steps(self, completed_step + 1)
 
         return hasty
 
@@ -164,7 +164,7 @@ def one_block_too_few_is_swapped() -> AbstractContextManager[None]:
     """The last block of several is not copied to the host."""
 
     def change(preempt: Any) -> Any:
-        def short(self: Holdings, slot: int, step: int) -> None:
+        def short(self: SlotBlocks, slot: int, step: int) -> None:
             num_copies = len(self.copies)
             preempt(self, slot, step)
             if len(self.copies) > num_copies and len(self.copies[-1].sources) > 1:
@@ -173,14 +173,14 @@ def one_block_too_few_is_swapped() -> AbstractContextManager[None]:
 
         return short
 
-    return changed(Holdings, "preempt", change)
+    return changed(SlotBlocks, "preempt", change)
 
 
 def copied_back_in_the_wrong_place() -> AbstractContextManager[None]:
     """Blocks from the host are copied after the shared ones without skipping the shared part."""
 
     def change(copy_in: Any) -> Any:
-        def shifted(self: Holdings, step: int) -> None:
+        def shifted(self: SlotBlocks, step: int) -> None:
             copy_in(self, step)
             for place, copy in enumerate(self.copies):
                 if copy.direction is Direction.IN:
@@ -188,7 +188,7 @@ def copied_back_in_the_wrong_place() -> AbstractContextManager[None]:
 
         return shifted
 
-    return changed(Holdings, "copy_in", change)
+    return changed(SlotBlocks, "copy_in", change)
 
 
 def reset_keeps_the_host() -> AbstractContextManager[None]:
@@ -212,21 +212,21 @@ def one_block_found_too_many() -> AbstractContextManager[None]:
     """The device is notified of one cached block too many."""
 
     def change(with_beginning: Any) -> Any:
-        def boasting(self: Holdings, started: Started) -> Started:
+        def boasting(self: SlotBlocks, started: Started) -> Started:
             told: Started = with_beginning(self, started)
             return replace(told, num_cached=told.num_cached + self.pool.block_size) if told.num_cached else told
 
         return boasting
 
-    return changed(Holdings, "_with_beginning", change)
+    return changed(SlotBlocks, "_with_beginning", change)
 
 
 def salt_ignored() -> AbstractContextManager[None]:
     """Sequences find blocks of any cache salt."""
 
     def change(chain: Any) -> Any:
-        def unsalted(self: PrefixCache, sequence_id: int, token_ids: Ints, salt: str = "") -> Chain:
-            made: Chain = chain(self, sequence_id, token_ids, "")
+        def unsalted(self: PrefixCache, sequence_id: int, token_ids: Ints, salt: str = "") -> BlockChain:
+            made: BlockChain = chain(self, sequence_id, token_ids, "")
             return made
 
         return unsalted
@@ -238,19 +238,19 @@ def partial_block_published() -> AbstractContextManager[None]:
     """The last, partly filled block of a prompt counts as filled."""
 
     def change(put_known: Any) -> Any:
-        def rounding_up(self: Sharing, slot: int, chain: Chain, num_full: int) -> None:
+        def rounding_up(self: PrefixPublisher, slot: int, chain: BlockChain, num_full: int) -> None:
             put_known(self, slot, chain, min(num_full + 1, chain.num_known))
 
         return rounding_up
 
-    return changed(Sharing, "_put_known", change)
+    return changed(PrefixPublisher, "_put_known", change)
 
 
 def answer_published_early() -> AbstractContextManager[None]:
     """A block of an answer can be found when its last token is chosen, before that is computed."""
 
     def change(put_filled: Any) -> Any:
-        def hasty(self: Sharing, slots: Indices, places: Indices) -> None:
+        def hasty(self: PrefixPublisher, slots: Indices, places: Indices) -> None:
             put_filled(self, slots, places)
             size = self._tables.block_size
             for slot in np.flatnonzero(self._sequence_ids >= 0).tolist():
@@ -264,14 +264,14 @@ def answer_published_early() -> AbstractContextManager[None]:
 
         return hasty
 
-    return changed(Sharing, "_put_filled", change)
+    return changed(PrefixPublisher, "_put_filled", change)
 
 
 def kept_unwritten() -> AbstractContextManager[None]:
     """Blocks are put into the cache as soon as they are granted."""
 
     def change(note_grant: Any) -> Any:
-        def hasty(self: Sharing, step: int, slots: Indices, starts: Ints, ends: Ints, found: Ints) -> None:
+        def hasty(self: PrefixPublisher, step: int, slots: Indices, starts: Ints, ends: Ints, found: Ints) -> None:
             note_grant(self, step, slots, starts, ends, found)
             for slot, end in zip(slots.tolist(), ends.tolist(), strict=True):
                 chain = self._chain(slot)
@@ -279,32 +279,32 @@ def kept_unwritten() -> AbstractContextManager[None]:
 
         return hasty
 
-    return changed(Sharing, "note_grant", change)
+    return changed(PrefixPublisher, "note_grant", change)
 
 
 def reset_cache_still_fills() -> AbstractContextManager[None]:
     """Sequences that run during a reset of the prefix cache still publish their blocks."""
 
     def change(forget: Any) -> Any:
-        def lenient(self: Sharing) -> None:
+        def lenient(self: PrefixPublisher) -> None:
             self.cache.clear()
 
         return lenient
 
-    return changed(Sharing, "forget", change)
+    return changed(PrefixPublisher, "forget", change)
 
 
 def forked_on_the_first_token() -> AbstractContextManager[None]:
     """Blocks with the same first token count as equal."""
 
     def change(find: Any) -> Any:
-        def trusting(self: Followers, before: int | str, tokens: bytes, least: int) -> tuple[int, int] | None:
+        def trusting(self: PartialBlocks, before: int | str, tokens: bytes, least: int) -> tuple[int, int] | None:
             found = find(self, before, tokens, least)
             return None if found is None else (found[0], len(tokens) // 4)
 
         return trusting
 
-    return changed(Followers, "find", change)
+    return changed(PartialBlocks, "find", change)
 
 
 def tail_outlives_its_block() -> AbstractContextManager[None]:
@@ -324,27 +324,27 @@ def copied_into_the_wrong_block() -> AbstractContextManager[None]:
     """The forked block goes after the shared ones, even if host blocks come in between."""
 
     def change(fork: Any) -> Any:
-        def shifted(self: Holdings, step: int) -> None:
+        def shifted(self: SlotBlocks, step: int) -> None:
             with MonkeyPatch.context() as patch:
-                patch.setattr(Beginning, "num_whole", property(lambda beginning: len(beginning.shared)))
+                patch.setattr(ReusedPrefix, "num_whole", property(lambda beginning: len(beginning.shared)))
                 fork(self, step)
 
         return shifted
 
-    return changed(Holdings, "fork", change)
+    return changed(SlotBlocks, "fork", change)
 
 
 def whole_block_stays_a_tail() -> AbstractContextManager[None]:
     """A tail is kept as known although another block represents it once it is whole."""
 
     def change(put: Any) -> Any:
-        def lazy(self: Sharing, chain: Chain, block: int, tokens: bytes | None = None) -> bool:
+        def lazy(self: PrefixPublisher, chain: BlockChain, block: int, tokens: bytes | None = None) -> bool:
             self.cache.drop_tail(block)
             return self.cache.put(chain, block, tokens)
 
         return lazy
 
-    return changed(Sharing, "_put", change)
+    return changed(PrefixPublisher, "_put", change)
 
 
 OURS: tuple[Bug, ...] = (

@@ -336,7 +336,7 @@ class NaiveMemory:
             return
         for block, (_, _, tokens, *_) in cache._device.entries.items():
             self._check_found(self.device[block], tokens, f"block {block}")
-        for block, (_, tokens) in cache.followers.tails.items():
+        for block, (_, tokens) in cache.partial_blocks.tails.items():
             self._check_found(self.device[block][: len(tokens) // 4], tokens, f"the tail in block {block}")
         for block, (_, _, tokens, *_) in cache._host.entries.items():
             if self.moved[block] <= completed_step:

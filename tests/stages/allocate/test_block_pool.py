@@ -40,10 +40,10 @@ def test_a_table_grows_into_the_block_after_its_last_while_others_begin_elsewher
 
 def test_no_table_takes_what_others_grow_into_while_a_run_is_free():
     pool = BlockPool(num_blocks=40, block_size=16)  # the last run is a short one
-    lasts = [int(pool.take(1)[0]) for _ in range(3)]
-    assert lasts == [0, 16, 32]
+    last_blocks = [int(pool.take(1)[0]) for _ in range(3)]
+    assert last_blocks == [0, 16, 32]
     assert pool.take(1).tolist() == [1]
-    assert pool.take_behind(lasts, [1, 1, 1], 3).tolist() == [2, 17, 33]
+    assert pool.take_behind(last_blocks, [1, 1, 1], 3).tolist() == [2, 17, 33]
     pool.check()
 
 
@@ -108,7 +108,7 @@ def test_random_takes_and_returns_leave_each_block_with_one_owner():
     draw = random.Random(7)
     pool, tables = BlockPool(num_blocks=430, block_size=32), dict[int, list[int]]()
     for step in range(2000):
-        pool.settle(step)
+        pool.complete_steps(step)
         if tables and (draw.random() < 0.4 or pool.num_available < 8):
             blocks = tables.pop(draw.choice(list(tables)))
             if draw.random() < 0.5:
@@ -120,10 +120,10 @@ def test_random_takes_and_returns_leave_each_block_with_one_owner():
         else:
             grown = draw.sample(sorted(tables), min(len(tables), draw.randint(0, 4)))
             counts = [draw.randint(1, 2) for _ in grown] or [draw.randint(1, 24)]
-            lasts = [tables[table][-1] for table in grown] or [-1]
+            last_blocks = [tables[table][-1] for table in grown] or [-1]
             if sum(counts) > pool.num_available:
                 continue
-            taken = pool.take_behind(lasts, counts, sum(counts)).tolist()
+            taken = pool.take_behind(last_blocks, counts, sum(counts)).tolist()
             for table, count in zip(grown or [step], counts, strict=True):
                 tables.setdefault(table, []).extend(taken[:count])
                 del taken[:count]
@@ -144,9 +144,9 @@ def test_a_block_given_back_is_not_free_until_the_last_step_that_may_touch_it_en
     pool = BlockPool(num_blocks=2, block_size=2)
     blocks = pool.take(2)
     pool.give_back(blocks, last_step=7, completed_step=5)
-    pool.settle(6)
+    pool.complete_steps(6)
     assert (pool.num_free, pool.num_quarantined) == (0, 2)
-    pool.settle(7)
+    pool.complete_steps(7)
     assert (pool.num_free, pool.num_quarantined) == (2, 0)
     pool.check()
 
@@ -183,7 +183,7 @@ def test_after_seizing_all_every_block_comes_back_once_the_device_is_done():
     pool.take(1)
     pool.seize_all(last_step=5)
     pool.check()
-    pool.settle(5)
+    pool.complete_steps(5)
     assert pool.num_free == 3
     pool.check()
 

@@ -11,7 +11,7 @@ import pytest
 
 from millrace.stages.allocate.allocator import Allocator
 from millrace.stages.allocate.host_tier import HostTier
-from millrace.stages.backends import cache_size as sizing
+from millrace.stages.backends import cache_size
 from millrace.stages.backends.cache_size import SWAP_GIB, num_host_blocks, pool_bytes
 from millrace.stages.config import EngineConfig
 from millrace.stages.errors import ConfigError
@@ -53,7 +53,7 @@ def test_cached_prefixes_are_contiguous_on_the_host_however_few_come_at_a_time()
     host = HostTier(64, block_size=32)  # eight runs of eight blocks
 
     def adopted(step: int, count: int) -> list[int]:
-        host.settle(step - 1, [], 0)
+        host.complete_steps(step - 1, [], 0)
         places: list[int] = host.adopt(count, step, 0, step - 1).tolist()
         host.pool.check()
         return places
@@ -70,7 +70,7 @@ def test_cached_prefixes_are_contiguous_on_the_host_however_few_come_at_a_time()
 def test_where_what_was_adopted_last_was_given_up_the_next_goes_anywhere():
     host = HostTier(16, block_size=16)
     (place,) = host.adopt(1, 0, 0, -1).tolist()
-    assert host.settle(0, [0], 0) == [place]  # the step that copies it was voided
+    assert host.complete_steps(0, [0], 0) == [place]  # the step that copies it was voided
     host.pool.check()
     assert len(host.adopt(3, 1, 0, 0)) == 3
     host.pool.check()
@@ -148,7 +148,7 @@ def test_a_pinned_pool_is_counted_by_the_power_of_two_that_it_takes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     written(tmp_path, {"proc/meminfo": f"MemTotal: 64 kB\nMemAvailable: {40 * 2**10} kB\n"})
-    monkeypatch.setattr(sizing, "ROOT", tmp_path)
+    monkeypatch.setattr(cache_size, "ROOT", tmp_path)
     assert [pool_bytes(count, 1000, is_pinned=True) for count in (0, 1, 32, 33)] == [0, 1024, 32_768, 65_536]
     assert pool_bytes(33, 1000, is_pinned=False) == 33_000
     blocks = {device: num_host_blocks(EngineConfig(), 2**20, max_model_len=2048, device=device) for device in SWAP_GIB}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from millrace.stages.allocate.host_tier import HostTier
-from millrace.stages.allocate.offload_policy import FREE_MOVES, MOST_CREDIT, SAMPLED, Offloading, is_sampled
+from millrace.stages.allocate.offload_policy import FREE_MOVES, MOST_CREDIT, SAMPLED, OffloadPolicy, is_sampled
 from millrace.stages.allocate.prefix_cache import PrefixCache
-from millrace.stages.allocate.slot_blocks import Holdings
+from millrace.stages.allocate.slot_blocks import SlotBlocks
 from millrace.stages.messages import Rates
 
 BLOCK = 16
@@ -15,59 +15,59 @@ TEN_TO_ONE = Rates(copy_s=16e-6, compute_s=11e-6)  # a block found saves as much
 
 
 def test_without_rates_it_always_pays():
-    offloading = Offloading(BLOCK)
-    offloading.charge(10**6)
-    assert offloading.pays(0, None)
+    offload_policy = OffloadPolicy(BLOCK)
+    offload_policy.charge(10**6)
+    assert offload_policy.is_worthwhile(0, None)
 
 
 def test_what_is_never_found_stops_paying_after_the_free_moves():
-    offloading = Offloading(BLOCK)
-    offloading.charge(FREE_MOVES - 1)
-    assert offloading.pays(0, TEN_TO_ONE)
-    offloading.charge(1)
-    assert not offloading.pays(0, TEN_TO_ONE)
+    offload_policy = OffloadPolicy(BLOCK)
+    offload_policy.charge(FREE_MOVES - 1)
+    assert offload_policy.is_worthwhile(0, TEN_TO_ONE)
+    offload_policy.charge(1)
+    assert not offload_policy.is_worthwhile(0, TEN_TO_ONE)
 
 
 def test_each_block_found_pays_for_as_many_moves_as_it_saves_in_time():
-    offloading = Offloading(BLOCK)
-    offloading.charge(FREE_MOVES)
-    assert offloading.pays(2 * BLOCK, TEN_TO_ONE)
-    offloading.charge(19)
-    assert offloading.pays(2 * BLOCK, TEN_TO_ONE)
-    offloading.charge(1)
-    assert not offloading.pays(2 * BLOCK, TEN_TO_ONE), "the same hits count once"
+    offload_policy = OffloadPolicy(BLOCK)
+    offload_policy.charge(FREE_MOVES)
+    assert offload_policy.is_worthwhile(2 * BLOCK, TEN_TO_ONE)
+    offload_policy.charge(19)
+    assert offload_policy.is_worthwhile(2 * BLOCK, TEN_TO_ONE)
+    offload_policy.charge(1)
+    assert not offload_policy.is_worthwhile(2 * BLOCK, TEN_TO_ONE), "the same hits count once"
 
 
 def test_where_copying_is_dearer_than_computing_hits_earn_nothing():
-    offloading = Offloading(BLOCK)
-    offloading.charge(FREE_MOVES)
-    assert not offloading.pays(100 * BLOCK, Rates(copy_s=1.0, compute_s=1e-6))
+    offload_policy = OffloadPolicy(BLOCK)
+    offload_policy.charge(FREE_MOVES)
+    assert not offload_policy.is_worthwhile(100 * BLOCK, Rates(copy_s=1.0, compute_s=1e-6))
 
 
 def test_a_long_good_time_does_not_pay_for_ever():
-    offloading = Offloading(BLOCK)
-    offloading.pays(10**6 * BLOCK, TEN_TO_ONE)
-    offloading.charge(MOST_CREDIT)
-    assert not offloading.pays(10**6 * BLOCK, TEN_TO_ONE)
+    offload_policy = OffloadPolicy(BLOCK)
+    offload_policy.is_worthwhile(10**6 * BLOCK, TEN_TO_ONE)
+    offload_policy.charge(MOST_CREDIT)
+    assert not offload_policy.is_worthwhile(10**6 * BLOCK, TEN_TO_ONE)
 
 
 def test_without_credit_all_blocks_of_a_sampled_sequence_are_moved_and_no_others():
     host = HostTier(64, BLOCK, TEN_TO_ONE)
     cache = PrefixCache(BLOCK)
-    holdings = Holdings(16, BLOCK, 4, 16, cache, host)
-    host.offloading.charge(FREE_MOVES)
+    slot_blocks = SlotBlocks(16, BLOCK, 4, 16, cache, host)
+    host.offload_policy.charge(FREE_MOVES)
     moved = {}
     for sequence_id in (SAMPLED, SAMPLED + 1):
-        blocks = holdings.pool.take(3)
+        blocks = slot_blocks.pool.take(3)
         tokens = np.arange(3 * BLOCK, dtype=np.int32) + 1000 * sequence_id
         chain = cache.chain(sequence_id, tokens)
         assert all(cache.put(chain, block) for block in blocks.tolist())
-        holdings.pool.keep(blocks)
-        holdings.pool.give_back(blocks, -1, -1)
+        slot_blocks.pool.keep(blocks)
+        slot_blocks.pool.give_back(blocks, -1, -1)
         before = host.pool.num_cached + host.pool.num_quarantined
-        everything = holdings.pool.take(holdings.pool.num_available)  # evicts them
-        holdings.pool.give_back(everything, -1, -1)
+        everything = slot_blocks.pool.take(slot_blocks.pool.num_available)  # evicts them
+        slot_blocks.pool.give_back(everything, -1, -1)
         moved[sequence_id] = host.pool.num_cached + host.pool.num_quarantined - before
-        holdings.copies.clear()
+        slot_blocks.copies.clear()
     assert is_sampled(SAMPLED) and not is_sampled(SAMPLED + 1)
     assert moved == {SAMPLED: 3, SAMPLED + 1: 0}

@@ -380,7 +380,7 @@ def test_a_tail_replaces_those_it_extends_and_is_not_added_if_another_covers_it(
 
 def test_the_tails_used_last_are_kept_and_no_more_than_may_be():
     cache = forking_cache()
-    cache.followers.most_tails = 2
+    cache.partial_blocks.most_tails = 2
     chain = chain_of(cache, [])
     assert tail(cache, chain, 1, 7) == [] and tail(cache, chain, 2, 8) == []
     assert copied(cache, [7, 0]) == (1, 1)

@@ -15,7 +15,7 @@ from millrace.model.config import ModelConfig
 from millrace.model.decoder.linear import linear_form
 from millrace.runtime.env.env import LiveEnv
 from millrace.runtime.phases import Phases
-from millrace.stages.backends import cache_size as sizing
+from millrace.stages.backends import cache_size
 from millrace.stages.backends.cache_size import (
     check_weights,
     free_host_bytes,
@@ -71,20 +71,20 @@ CASES: dict[str, tuple[dict[str, str], int, int, bool]] = {  # free and in all, 
 def test_memory_is_the_machines_or_what_a_group_gives_where_that_is_less(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, files: dict[str, str], free: int, total: int, is_limited: bool
 ) -> None:
-    monkeypatch.setattr(sizing, "ROOT", written(tmp_path, MACHINE | files))
+    monkeypatch.setattr(cache_size, "ROOT", written(tmp_path, MACHINE | files))
     assert (free_host_bytes(), total_host_bytes()) == (free * MIB, total * MIB)
     assert is_host_limited() == is_limited
 
 
 def test_without_proc_half_of_the_machine_is_free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(sizing, "ROOT", tmp_path)
+    monkeypatch.setattr(cache_size, "ROOT", tmp_path)
     assert free_host_bytes() == total_host_bytes() // 2 > 0
 
 
 def test_a_pool_of_swapped_sequences_is_an_eighth_of_what_the_container_leaves(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(sizing, "ROOT", written(tmp_path, MACHINE | v2(str(90 * MIB), 10 * MIB)))
+    monkeypatch.setattr(cache_size, "ROOT", written(tmp_path, MACHINE | v2(str(90 * MIB), 10 * MIB)))
     assert num_host_blocks(EngineConfig(), MIB, max_model_len=2048, device="cpu") == 10
     with pytest.raises(ConfigError, match="80 MiB are free: lower it, or raise the container's memory limit$"):
         num_host_blocks(EngineConfig(num_cpu_blocks=81), MIB, max_model_len=2048, device="cpu")
@@ -96,7 +96,7 @@ def test_a_pool_of_swapped_sequences_is_an_eighth_of_what_the_container_leaves(
 def test_weights_over_a_containers_limit_are_refused_but_not_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(sizing, "ROOT", written(tmp_path, MACHINE | v2(str(90 * MIB), 10 * MIB)))
+    monkeypatch.setattr(cache_size, "ROOT", written(tmp_path, MACHINE | v2(str(90 * MIB), 10 * MIB)))
     with pytest.raises(ConfigError, match="cpu has 80 MiB free: .* or raise the container's memory limit$"):
         check_weights(81 * MIB, free_host_bytes(), "cpu", "float32")
     with pytest.raises(ConfigError, match="cuda:0 has 80 MiB free: .* or free memory$"):
@@ -126,7 +126,7 @@ def load(checkpoint: Path, **settings: object) -> LoadedModel:
 def test_in_a_container_the_cache_is_as_large_as_on_a_machine_with_so_much_memory(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, checkpoint: Path
 ) -> None:
-    monkeypatch.setattr(sizing, "ROOT", tmp_path)
+    monkeypatch.setattr(cache_size, "ROOT", tmp_path)
     settings = {"max_num_seqs": 64, "swap_space": 0}
     written(tmp_path, MACHINE)
     roomy = load(checkpoint, **settings).info.memory
@@ -151,7 +151,7 @@ def test_weights_have_no_second_form_in_a_container_that_is_too_small_for_it(
     least = 16 * sum(math.prod(sizes) for sizes in expected_shapes(shape).values())
     if linear_form(cpu, torch.float16, 1).__name__ == "Linear":
         pytest.skip("this build of torch packs no weights")
-    monkeypatch.setattr(sizing, "ROOT", written(tmp_path, MACHINE))
+    monkeypatch.setattr(cache_size, "ROOT", written(tmp_path, MACHINE))
     for free, form in ((least, "WidenedLinear"), (least - 1, "Linear")):
         written(tmp_path, v2(str(free), 0))
         decoder = _load_weights(config, checkpoint, shape, cpu, kernel_set.load("torch"))(max_positions=8)
@@ -161,7 +161,7 @@ def test_weights_have_no_second_form_in_a_container_that_is_too_small_for_it(
 def test_an_engine_that_a_container_is_too_small_for_says_so(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, checkpoint: Path
 ) -> None:
-    monkeypatch.setattr(sizing, "ROOT", written(tmp_path, MACHINE | v2(str(60 * MIB), 20 * MIB)))
+    monkeypatch.setattr(cache_size, "ROOT", written(tmp_path, MACHINE | v2(str(60 * MIB), 20 * MIB)))
     with pytest.raises(ConfigError, match="that cpu has for it .*raise the container's memory limit, or"):
         load(checkpoint)
     written(tmp_path, v2(str(60 * MIB), 70 * MIB))

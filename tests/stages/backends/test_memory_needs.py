@@ -15,8 +15,8 @@ from safetensors import safe_open
 from millrace.runtime.env.env import LiveEnv
 from millrace.runtime.env.log import captured_logs
 from millrace.runtime.phases import Phases
-from millrace.stages.backends import cache_size as sizing
-from millrace.stages.backends.memory_needs import CPU_LOGIT_BYTES, SORTED_BYTES, late_bytes
+from millrace.stages.backends import cache_size
+from millrace.stages.backends.memory_needs import CPU_LOGIT_BYTES, SORTED_BYTES, async_bytes
 from millrace.stages.backends.rates import largest_grant
 from millrace.stages.config import EngineConfig
 from millrace.stages.errors import ConfigError
@@ -97,14 +97,14 @@ def test_what_a_late_device_keeps_is_what_the_sizing_counts(checkpoints):
     memory, work = model._work._memory, model._work
     tables = [getattr(part, name) for part in (work.slots, work._buffers) for name in part.__slots__]
     held = sum(tensor.nbytes for tensor in (*tables, memory.diff, memory.result))
-    assert held == late_bytes(replace(config, max_num_batched_tokens=512), 1024)
+    assert held == async_bytes(replace(config, max_num_batched_tokens=512), 1024)
 
 
 def test_little_memory_gives_a_shorter_context_or_an_error_with_the_length(checkpoints, monkeypatch, tmp_path):
     def free(num_bytes: int) -> None:
         written(tmp_path, {"proc/meminfo": f"MemTotal: 8000000 kB\nMemAvailable: {num_bytes // 1024} kB\n"})
 
-    monkeypatch.setattr(sizing, "ROOT", tmp_path)
+    monkeypatch.setattr(cache_size, "ROOT", tmp_path)
     per_token = 24_576 // 16  # bytes of the cache
     free(100 * 2**20)
     assert load(checkpoints["qwen3"], max_num_seqs=1).info.memory.num_tokens == 1024

@@ -13,7 +13,7 @@ from millrace.runtime.simulation.testing import sim_test
 from millrace.runtime.stage import Context
 from millrace.runtime.stage_runner import StageCrashed
 from millrace.runtime.trace.tracer import Tracer
-from millrace.runtime.wakeups import BellTower
+from millrace.runtime.wakeups import WakeupBatch
 from millrace.stages.detokenize.stage import ANY, NOT_PLAIN, Detokenize, token_traits
 from millrace.stages.exit.outboxes import RequestOutbox
 from millrace.stages.messages import Finish, FinishReason, StepText, TopLogprobs
@@ -88,7 +88,7 @@ async def test_half_a_character_is_held_until_it_is_whole_and_the_table_is_used_
         await bench(step(place, (0, 1, place, byte)))
         pieces.append(bench.last.texts[0])
     assert pieces == ["a", "", "", "", "🙂", "b"]
-    assert bench.stage._cares[0] == NOT_PLAIN
+    assert bench.stage._traits_of_slots[0] == NOT_PLAIN
 
 
 @sim_test(seeds=1)
@@ -164,7 +164,7 @@ async def test_an_answer_goes_on_in_another_slot_after_a_preemption(env: SimEnv)
 async def test_nothing_is_kept_of_requests_that_ended(env: SimEnv):
     bench = Bench(env)
     await bench(step(0, (0, 0, 0, "a"), (1, 1, 0, "b"), starts=[started(0, 0), started(1, 1, stop=("x",))]))
-    outbox = RequestOutbox(request("p", request_id="r0", n=2), BellTower().bell())
+    outbox = RequestOutbox(request("p", request_id="r0", n=2), WakeupBatch().wakeup())
     outbox.request = outbox.request.__class__("r0", outbox.request.prompts, outbox.request.params, first_sequence_id=0)
     bench.stage.request_ended(outbox, "cancel", None)
     bench.check_empty()

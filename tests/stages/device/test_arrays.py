@@ -12,13 +12,13 @@ import torch
 
 from millrace.stages.device.arrays import HOST, arrays_of
 from millrace.stages.device.pooler import Pooler
-from millrace.stages.device.scored_prompts import LogitsWithPrompts, PromptRun
+from millrace.stages.device.scored_prompts import LogitsWithPrompts, ScoredChunk
 from millrace.stages.messages import StepTokens
 from millrace.stages.pooling_params import PoolingParams
-from millrace.stages.sample import sampling_math as maths
+from millrace.stages.sample import sampling_math
 from millrace.stages.sample.logits_processor import LogitsProcessor
 from millrace.stages.sample.sampler import Sampler
-from millrace.stages.sample.sampling_math import Blocks, Drawing
+from millrace.stages.sample.sampling_math import DrawParams, LogitTiles
 from tests.counts import count
 from tests.stages.grants import decode, grant, started
 
@@ -33,9 +33,9 @@ def both(rng: np.random.Generator, num_rows: int, vocab: int, spread: float = 3.
     return rows, torch.from_numpy(rows.copy())
 
 
-def how(rng: np.random.Generator, num_rows: int) -> Drawing:
+def how(rng: np.random.Generator, num_rows: int) -> DrawParams:
     """A row each, of every mixture of truncations."""
-    return Drawing(
+    return DrawParams(
         temperature=rng.choice([0.3, 1.0, 1.7], num_rows),
         top_k=rng.choice([0, 1, 7, 50], num_rows),
         top_p=rng.choice([1.0, 0.05, 0.6, 0.95], num_rows),
@@ -46,7 +46,7 @@ def how(rng: np.random.Generator, num_rows: int) -> Drawing:
 
 @pytest.mark.parametrize("vocab", VOCABS)
 def test_the_likeliest_token_its_number_and_the_maxima_of_blocks_are_the_same(vocab: int):
-    ours, theirs = (Blocks(x) for x in both(np.random.default_rng(vocab), 7, vocab))
+    ours, theirs = (LogitTiles(x) for x in both(np.random.default_rng(vocab), 7, vocab))
     for mine, other in zip(ours.likeliest(), theirs.likeliest(), strict=True):
         np.testing.assert_array_equal(mine, other)
     np.testing.assert_array_equal(ours.maxima, theirs.maxima)
@@ -60,12 +60,14 @@ def test_a_number_draws_the_same_token_and_truncation_leaves_the_same_set(vocab:
         ours, theirs = both(rng, 24, vocab)
         drawing = how(rng, 24)
         best = ours.max(1).astype(np.float64)
-        np.testing.assert_array_equal(maths.draw(ours, best, drawing), maths.draw(theirs, best, drawing))
-        maxima = Blocks(ours).maxima
-        drawn = (maths.draw_truncated(x, maxima, drawing) for x in (ours, theirs))
+        np.testing.assert_array_equal(
+            sampling_math.draw(ours, best, drawing), sampling_math.draw(theirs, best, drawing)
+        )
+        maxima = LogitTiles(ours).maxima
+        drawn = (sampling_math.draw_truncated(x, maxima, drawing) for x in (ours, theirs))
         np.testing.assert_array_equal(*drawn)
         over = drawing.temperature[:, None].astype(np.float32)
-        kept = [maths.truncated(x, drawing) for x in (ours / over, theirs / torch.from_numpy(over))]
+        kept = [sampling_math.truncated(x, drawing) for x in (ours / over, theirs / torch.from_numpy(over))]
         np.testing.assert_array_equal(np.isneginf(kept[0]), kept[1].isneginf())
         assert (kept[0] > -np.inf).any(1).all()
 
@@ -77,14 +79,14 @@ def test_logprobs_ranks_and_the_likeliest_few_are_the_same(vocab: int):
     ours += rng.standard_normal(ours.shape, np.float32)  # nothing ties: torch may name equals in any order
     theirs.copy_(torch.from_numpy(ours))
     token_ids = rng.integers(0, vocab, 9)
-    mine, other = (maths.score(x, token_ids, min(20, vocab)) for x in (ours, theirs))
+    mine, other = (sampling_math.score(x, token_ids, min(20, vocab)) for x in (ours, theirs))
     expected = torch.log_softmax(theirs.double(), 1)
     np.testing.assert_allclose(mine.logprobs, expected[torch.arange(9), torch.from_numpy(token_ids)], atol=1e-5)
     np.testing.assert_array_equal(mine.ranks, other.ranks)
     np.testing.assert_array_equal(mine.top_ids, other.top_ids)
     np.testing.assert_allclose(mine.top_logprobs, expected.topk(min(20, vocab)).values, atol=1e-5)
     np.testing.assert_allclose(mine.logprobs, other.logprobs, atol=1e-5)
-    assert maths.score(ours, token_ids, 0).top_ids.shape == (9, 0)
+    assert sampling_math.score(ours, token_ids, 0).top_ids.shape == (9, 0)
 
 
 def test_among_equals_the_likeliest_few_begin_with_the_lowest_id():
@@ -95,13 +97,13 @@ def test_among_equals_the_likeliest_few_begin_with_the_lowest_id():
 def test_a_row_of_numpy_is_drawn_from_alone_as_in_a_batch():
     rng = np.random.default_rng(3)
     ours, _ = both(rng, 33, 1_000)
-    drawing, maxima = how(rng, 33), Blocks(ours).maxima
+    drawing, maxima = how(rng, 33), LogitTiles(ours).maxima
     best = maxima.max(1).astype(np.float64)
-    drawn, cut = maths.draw(ours, best, drawing), maths.draw_truncated(ours, maxima, drawing)
+    drawn, cut = sampling_math.draw(ours, best, drawing), sampling_math.draw_truncated(ours, maxima, drawing)
     for row in range(33):
         only = slice(row, row + 1)
-        assert maths.draw(ours[only], best[only], drawing[only]) == drawn[only]
-        assert maths.draw_truncated(ours[only].copy(), maxima[only], drawing[only]) == cut[only]
+        assert sampling_math.draw(ours[only], best[only], drawing[only]) == drawn[only]
+        assert sampling_math.draw_truncated(ours[only].copy(), maxima[only], drawing[only]) == cut[only]
 
 
 # -- the sampler
@@ -190,7 +192,7 @@ def test_processors_of_users_get_tensors_and_what_they_change_counts(wanted: tup
 def test_prompts_are_scored_alike_in_pieces():
     rng = np.random.default_rng(0)
     hidden, head = rng.standard_normal((12, 8)).astype(np.float32), rng.standard_normal((8, 50)).astype(np.float32)
-    runs = tuple(PromptRun(9, 1, rng.integers(0, 50, n).astype(np.int32), 0, 3) for n in (5, 7))
+    runs = tuple(ScoredChunk(9, 1, rng.integers(0, 50, n).astype(np.int32), 0, 3) for n in (5, 7))
     told = []
     for kind in (lambda x: x, torch.from_numpy):
         matrix = kind(head)

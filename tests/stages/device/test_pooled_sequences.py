@@ -12,7 +12,7 @@ import pytest
 from millrace.runtime.simulation.run import SimEnv
 from millrace.runtime.simulation.testing import sim_test
 from millrace.stages import SamplingParams
-from millrace.stages.engine.pooled_requests import Pairs
+from millrace.stages.engine.pooled_requests import ScoringPairs
 from millrace.stages.errors import Refused
 from millrace.stages.messages import Prompt
 from millrace.stages.pooling_params import Kind, PoolingParams
@@ -87,7 +87,7 @@ async def test_an_unsupported_task_is_refused_with_the_supported_ones(env: SimEn
 
 
 def test_pairs_are_cut_into_parts_that_a_request_may_hold():
-    one, each = Pairs(["q"], list("abcde")), Pairs(list("vwxyz"), list("abcde"))
+    one, each = ScoringPairs(["q"], list("abcde")), ScoringPairs(list("vwxyz"), list("abcde"))
     assert [(part.queries, part.documents) for part in one.cut(2)] == [
         (["q"], ["a", "b"]),
         (["q"], ["c", "d"]),

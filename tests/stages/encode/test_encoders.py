@@ -195,14 +195,14 @@ class Failing:
 @sim_test(seeds=5)
 async def test_a_prompt_that_fails_ends_its_request_and_no_other(env: SimEnv):
     from millrace.stages.engine.pooled_requests import pooled_request, read_vectors
-    from millrace.stages.engine.wiring import EncoderParts
+    from millrace.stages.engine.wiring import EncoderStages
     from millrace.stages.errors import Failed
     from millrace.stages.messages import Prompt
     from millrace.stages.outputs import ModelInfo
 
     info = ModelInfo("x", 64, 500, "float32", "cpu", "", (), 0, 16, False, Params(), tasks=frozenset({"embed"}))
     loaded: Any = type("Loaded", (), {"info": info, "encoder": None, "runner": Failing()})
-    parts = EncoderParts(EngineConfig(), loaded)
+    parts = EncoderStages(EngineConfig(), loaded)
     parts.pipeline.use(env)
     await parts.pipeline.start()
 

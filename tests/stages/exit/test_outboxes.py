@@ -12,11 +12,11 @@ from millrace.runtime.simulation.run import SimEnv, run
 from millrace.runtime.simulation.testing import sim_test
 from millrace.runtime.stage import Stage
 from millrace.runtime.stage_runner import StageCrashed
-from millrace.runtime.wakeups import BellTower
+from millrace.runtime.wakeups import WakeupBatch
 from millrace.stages.errors import Failed, Overloaded, Refused, TimedOut, Unavailable
 from millrace.stages.exit.outboxes import Outboxes, RequestOutbox
 from millrace.stages.messages import Finish, FinishReason, Request, StepText, TokenLogprobs
-from millrace.stages.outputs import Delta
+from millrace.stages.outputs import ChoiceDelta
 from tests.stages.front import Collected, join, request, step, text_step
 
 STOP, LENGTH = Finish(FinishReason.STOP), Finish(FinishReason.LENGTH)
@@ -28,7 +28,7 @@ def exit_with_lane() -> tuple[Outboxes, ControlLane]:
     return exit, exit.lane
 
 
-async def read(outbox: RequestOutbox) -> list[Delta]:
+async def read(outbox: RequestOutbox) -> list[ChoiceDelta]:
     return [delta for deltas in [batch async for batch in outbox] for delta in deltas]
 
 
@@ -38,11 +38,11 @@ async def test_text_between_two_reads_is_joined_choice_by_choice(env: SimEnv):
     outbox = exit.open(request("p", n=2))
     exit.deliver(text_step(0, (0, "Hel", 1), (1, "By", 2), prompt_lengths={0: 3, 1: 3}))
     exit.deliver(text_step(1, (0, "lo", 3), (1, "e", 4)))
-    assert await anext(outbox) == [Delta(0, "Hello", (1, 3)), Delta(1, "Bye", (2, 4))]
+    assert await anext(outbox) == [ChoiceDelta(0, "Hello", (1, 3)), ChoiceDelta(1, "Bye", (2, 4))]
     exit.deliver(text_step(2, (0, "!", 5), finishes={0: LENGTH}))
-    assert await anext(outbox) == [Delta(0, "!", (5,), finish_reason="length")]
+    assert await anext(outbox) == [ChoiceDelta(0, "!", (5,), finish_reason="length")]
     exit.deliver(text_step(3, (1, "", 6), finishes={0: STOP}))
-    assert await read(outbox) == [Delta(1, "", (6,), finish_reason="stop")]
+    assert await read(outbox) == [ChoiceDelta(1, "", (6,), finish_reason="stop")]
     assert (outbox.num_prompt_tokens, outbox.num_generated_tokens, outbox.cause) == (3, 6, "finish")
 
 
@@ -91,8 +91,8 @@ async def test_a_request_cut_short_ends_with_abort_and_schedule_hears_the_cause(
     assert exit.end("r", cause) and not exit.end("r", cause)
     exit.deliver(text_step(1, (1, "late", 3)))
     assert await read(outbox) == [
-        Delta(0, "done", (1,), finish_reason="stop"),
-        Delta(1, "half", (2,), finish_reason="abort"),
+        ChoiceDelta(0, "done", (1,), finish_reason="stop"),
+        ChoiceDelta(1, "half", (2,), finish_reason="abort"),
     ]
     assert lane.take() == {1: cause} and outbox.cause == cause
 
@@ -117,7 +117,7 @@ async def test_a_failed_request_raises_what_its_client_may_know(env: SimEnv, cau
     outbox = exit.open(request("a"))
     exit.deliver(text_step(0, (0, "half", 1)))
     exit.end("r", cause, error)
-    assert await anext(outbox) == [Delta(0, "half", (1,))]
+    assert await anext(outbox) == [ChoiceDelta(0, "half", (1,))]
     with pytest.raises(expected) as caught:
         await anext(outbox)
     assert (caught.value.status, caught.value.code) == (status, code)
@@ -199,12 +199,14 @@ async def test_rows_of_strangers_are_dropped(env: SimEnv):
     exit.deliver(
         text_step(0, (7, "x", 1), (0, "a", 2), finishes={0: STOP}, logprobs={0: entry("x")}, prompt_lengths={7: 1})
     )
-    assert await anext(outbox) == [Delta(0, "a", (2,))]
+    assert await anext(outbox) == [ChoiceDelta(0, "a", (2,))]
 
 
 def test_an_item_belongs_to_the_requests_of_its_rows():
     exit, _ = exit_with_lane()
-    exit._choices = {i: choice for i, choice in enumerate(RequestOutbox(request("a", n=2), BellTower().bell()).choices)}
+    exit._choices = {
+        i: choice for i, choice in enumerate(RequestOutbox(request("a", n=2), WakeupBatch().wakeup()).choices)
+    }
     assert list(exit.requests_of(text_step(0, (0, "x", 1), (1, "y", 1), (9, "z", 1)))) == ["r"]
     assert list(exit.requests_of(step(0, (0, 1, 0, "x")))) == ["r"]
     assert list(exit.requests_of(request("a", request_id="q"))) == ["q"]

@@ -11,9 +11,9 @@ import pytest
 
 from millrace.runtime.simulation.run import SimEnv
 from millrace.runtime.simulation.testing import sim_test
-from millrace.runtime.wakeups import BellTower
+from millrace.runtime.wakeups import WakeupBatch
 from millrace.stages.exit.request_outbox import RequestOutbox
-from millrace.stages.exit.slow_readers import Parking
+from millrace.stages.exit.slow_readers import SlowReaders
 from millrace.stages.messages import Finish, FinishReason, Prompt, Request, StepGrant
 from millrace.stages.params import SamplingParams
 from millrace.stages.request_limits import as_token_ids
@@ -181,8 +181,8 @@ class Parked:
     def __init__(self, stall_s: float) -> None:
         self.said: list[tuple[int, str]] = []
         self.ended: list[tuple[str, str]] = []
-        self.parking = Parking(stall_s, self._post, self._end)
-        self.outbox = RequestOutbox(replace(request("p", n=3), first_sequence_id=7), BellTower().bell())
+        self.parking = SlowReaders(stall_s, self._post, self._end)
+        self.outbox = RequestOutbox(replace(request("p", n=3), first_sequence_id=7), WakeupBatch().wakeup())
 
     def _post(self, sequence_id: int, cause: str) -> None:
         self.said.append((sequence_id, cause))
@@ -200,11 +200,11 @@ async def test_the_next_read_unparks_all_choices_of_a_request_and_later_reads_do
     them = Parked(stall_s=10.0)
     them.park(0, 2)
     assert them.said == [(7, "park"), (9, "park")]
-    them.outbox.has_news = True
+    them.outbox.has_unread = True
     them.outbox.poll()
     assert them.said[2:] == [(7, "unpark"), (9, "unpark")]
     assert not any(choice.is_parked for choice in them.outbox.choices)
-    them.outbox.has_news = True
+    them.outbox.has_unread = True
     them.outbox.poll()
     await env.sleep(60.0)
     assert len(them.said) == 4 and them.ended == []
@@ -215,7 +215,7 @@ async def test_a_choice_that_finished_while_it_was_parked_is_not_unparked(env: S
     them = Parked(stall_s=10.0)
     them.park(0, 1)
     them.outbox.choices[0].finish = Finish(FinishReason.LENGTH)
-    them.outbox.has_news = True
+    them.outbox.has_unread = True
     them.outbox.poll()
     assert them.said[2:] == [(8, "unpark")] and not them.outbox.choices[0].is_parked
 
@@ -225,7 +225,7 @@ async def test_a_requests_time_runs_from_its_first_parked_choice_and_anew_after_
     them = Parked(stall_s=10.0)
     them.park(0)
     await env.sleep(9.0)
-    them.outbox.has_news = True
+    them.outbox.has_unread = True
     them.outbox.poll()
     them.park(0)
     await env.sleep(9.0)
@@ -241,7 +241,7 @@ async def test_a_request_that_is_forgotten_is_neither_ended_nor_told_of(env: Sim
     them.park(0)
     them.parking.forget(them.outbox)
     them.parking.forget(them.outbox)  # a request ends once, whatever was posted before
-    them.outbox.has_news = True
+    them.outbox.has_unread = True
     them.outbox.poll()
     await env.sleep(60.0)
     assert them.said == [(7, "park")] and them.ended == []

@@ -17,7 +17,7 @@ from typing import Any, NoReturn, cast
 import numpy as np
 import pytest
 
-import millrace.stages.loading.early as opening_module
+import millrace.stages.loading.early as early
 from millrace.kernels.native import build, library, machine
 from millrace.kernels.native.errors import NativeUnavailableError
 from millrace.kernels.native.model import NativeModel
@@ -28,7 +28,7 @@ from millrace.model.errors import CheckpointError
 from millrace.runtime.phases import Phases
 from millrace.stages import Engine, EngineConfig, SamplingParams
 from millrace.stages.errors import ConfigError
-from millrace.stages.loading.early import Opening
+from millrace.stages.loading.early import EarlyLoading
 from millrace.stages.split.split_engine import SplitEngine
 from tests.bench.shapes import make_checkpoint
 
@@ -38,8 +38,8 @@ needs_native = pytest.mark.skipif(
 )
 
 
-def opening(config: EngineConfig) -> Opening:
-    return Opening(config, Phases(time.monotonic))
+def opening(config: EngineConfig) -> EarlyLoading:
+    return EarlyLoading(config, Phases(time.monotonic))
 
 
 def threads() -> list[str]:
@@ -68,7 +68,7 @@ def test_an_engine_goes_on_with_what_was_opened_before_it_was_made() -> None:
 def test_weights_are_packed_before_torch_or_an_engine_is_imported() -> None:
     """The other modules are imported meanwhile, which shortens the start."""
     script = (
-        "import sys, time; from millrace.stages.loading.early import Opening;"
+        "import sys, time; from millrace.stages.loading.early import EarlyLoading;"
         "from millrace.runtime.phases import Phases; from millrace.stages.config import EngineConfig;"
         "opening = Opening(EngineConfig(device='cpu'), Phases(time.monotonic));"
         "opening.result().native_model.result();"
@@ -123,7 +123,7 @@ def test_waiting_for_packing_ends_at_once_if_weights_will_not_be_packed(
 
     if what == "library":
         monkeypatch.setattr(library, "load_best", lack)
-    monkeypatch.setattr(opening_module, "free_host_bytes", lambda: 1024)
+    monkeypatch.setattr(early, "free_host_bytes", lambda: 1024)
     begun = opening(SMALL)
     began = time.monotonic()
     begun.wait_until_packing(10)
@@ -163,7 +163,7 @@ def test_a_process_may_end_while_weights_are_packed(tmp_path: Path) -> None:
     """The exit of the process must not free memory that the packing thread uses."""
     make_checkpoint("smollm2-135m", tmp_path)
     script = (
-        "import sys, time; from millrace.stages.loading.early import Opening;"
+        "import sys, time; from millrace.stages.loading.early import EarlyLoading;"
         "from millrace.runtime.phases import Phases; from millrace.stages.config import EngineConfig;"
         "opening = Opening(EngineConfig(model=sys.argv[1], device='cpu', threads=1), Phases(time.monotonic));"
         "opening.wait_until_packing(60); time.sleep(float(sys.argv[2]))"

@@ -14,8 +14,8 @@ from millrace.runtime.trace.tracer import EventKind, Records
 from millrace.stages.insight.trace_view import TraceView
 from millrace.stages.insight.waterfall import waterfall
 from millrace.stages.recordings.film import Film, block_changes, film
-from millrace.stages.recordings.reader import CacheReset, Recording, RecordingError, ScheduleCall
-from millrace.stages.recordings.time_machine import Marks, TimeMachine
+from millrace.stages.recordings.reader import CacheResetCall, Recording, RecordingError, ScheduleCall
+from millrace.stages.recordings.time_machine import Checkpoints, TimeMachine
 from millrace.stages.testing.scripted.engine import ScriptedPipeline
 from tests.counts import FULL
 from tests.stages.recorded_runs import record
@@ -67,10 +67,10 @@ def test_requests_come_and_end_as_they_did(shot: tuple[Film, ScriptedPipeline]) 
     reel, parts = shot
     live, names = parts.pipeline.tracer.read_all(), parts.pipeline.tracer.names()
     ended = {int(row["a"]): names[int(row["b"])] for row in live[live["kind"] == EventKind.REQUEST_FINISHED]}
-    causes = {life.first_sequence_id: life.cause for life in reel.lives.values()}
+    causes = {life.first_sequence_id: life.cause for life in reel.recorded.values()}
     assert causes == ended and Counter(causes.values())["disconnect"] > 3
     admitted = {int(row["a"]): int(row["b"]) for row in live[live["kind"] == EventKind.REQUEST_ADMITTED]}
-    for life in reel.lives.values():
+    for life in reel.recorded.values():
         if life.began_s is not None and life.num_sequences == 1:
             assert life.num_cached_tokens == admitted[life.first_sequence_id]
         assert life.first_token_s is None or life.arrival_s <= life.first_token_s <= (life.ended_s or 0.0)
@@ -96,7 +96,7 @@ def test_tokens_and_their_times_are_those_of_the_steps(shot: tuple[Film, Scripte
                     if is_finished:
                         over.add(sequence_id)
             over |= {sequence_id for sequence_id, cause in call.lane if cause not in ("park", "unpark")}
-    for life in reel.lives.values():
+    for life in reel.recorded.values():
         ids = range(life.first_sequence_id, life.first_sequence_id + life.num_sequences)
         assert life.num_generated_tokens == sum(count[each] for each in ids), life.request_id
     found = reel.latencies["inter_token_latency"].us
@@ -106,7 +106,7 @@ def test_tokens_and_their_times_are_those_of_the_steps(shot: tuple[Film, Scripte
 def test_the_waterfall_of_a_recorded_request_has_no_hole(shot: tuple[Film, ScriptedPipeline]) -> None:
     reel, _ = shot
     view = TraceView(reel.records, reel.names)
-    for life in reel.lives.values():
+    for life in reel.recorded.values():
         fall = waterfall(view, life.first_sequence_id)
         assert fall is not None and fall.cause == life.cause
         assert sum(bar.ns for bar in fall.bars) == fall.end_ns - fall.begin_ns
@@ -121,7 +121,7 @@ def test_blocks_are_said_to_have_changed_when_they_did(shot: tuple[Film, Scripte
     for call, _ in machine.calls():
         now_ns = round((reel.began_s + call.time_s) * 1e9)
         states = machine.core.allocate.allocator.pool.state.tobytes()
-        if isinstance(call, CacheReset):
+        if isinstance(call, CacheResetCall):
             continue  # blocks freed by it are recorded with the next plan
         for block in (i for i in range(len(before)) if before[i] != states[i]):
             hits = (firsts <= block) & (block < firsts + counts) & (when_ns <= now_ns)
@@ -133,7 +133,7 @@ def test_blocks_are_said_to_have_changed_when_they_did(shot: tuple[Film, Scripte
 
 def test_going_back_to_a_mark_leads_to_where_one_was(shot: tuple[Film, ScriptedPipeline]) -> None:
     recording, dice = shot[0].recording, Random(4)
-    marked = TimeMachine(recording, marks=Marks(recording.engine, spacing=8))
+    marked = TimeMachine(recording, marks=Checkpoints(recording.engine, spacing=8))
     times = list(marked.times())
     seen = {time_s: (marked.at(time_s), marked.replay.decision_hash) for time_s in sorted({*times})}
     assert len(marked.marks._places) > 5
@@ -145,7 +145,7 @@ def test_going_back_to_a_mark_leads_to_where_one_was(shot: tuple[Film, ScriptedP
 def test_marks_stay_few_however_long_the_recording(shot: tuple[Film, ScriptedPipeline], monkeypatch: Any) -> None:
     monkeypatch.setattr("millrace.stages.recordings.time_machine.MAX_MARKS", 6)
     recording = Recording(shot[0].recording.path)
-    machine = TimeMachine(recording, marks=Marks(recording.engine, spacing=2))
+    machine = TimeMachine(recording, marks=Checkpoints(recording.engine, spacing=2))
     machine.at(1e9)
     places = [place.num_calls for place in machine.marks._places]
     assert 3 <= len(places) <= 6 and places == sorted(places) and places[-1] > machine.replay.num_calls * 0.6

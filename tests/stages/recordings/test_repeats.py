@@ -18,11 +18,11 @@ from millrace.runtime.simulation.run import SimEnv, run
 from millrace.stages import Engine, SamplingParams
 from millrace.stages.config import EngineConfig
 from millrace.stages.messages import Guess, Prompt, Request, StepDone, TokenRequest
-from millrace.stages.recordings.cost_model import CostModel, Fitted, fit
+from millrace.stages.recordings.cost_model import CostModel, FittedCostModel, fit
 from millrace.stages.recordings.reader import AllocateCall, Recording, RecordingError, ScheduleCall
-from millrace.stages.recordings.repetition import MOST_RIGHT, Answers, Found, Repeats, repeats_of
-from millrace.stages.recordings.simulation import Result, Simulation
-from millrace.stages.recordings.workloads import Trace, TraceRequest, read_trace
+from millrace.stages.recordings.repetition import MOST_RIGHT, AnswerHistory, GuessOutcome, Repetition, repeats_of
+from millrace.stages.recordings.simulation import Simulation, SimulationResult
+from millrace.stages.recordings.workloads import Workload, WorkloadRequest, read_trace
 from millrace.stages.schedule.ngram_drafter import continuation
 from millrace.stages.testing.scripted.engine import Script, ScriptedPipeline, scripted_pipeline
 from tests.counts import count, first_seed
@@ -43,8 +43,8 @@ CONFIG = EngineConfig(
 DRAFTING = replace(ENGINE, block_size=16, max_model_len=256, max_num_seqs=2, max_num_batched_tokens=64, most_drafts=7)
 
 
-def told_at(repeats: Repeats | None, place: int) -> tuple[Found, int]:
-    return (Found.NOTHING, 0) if repeats is None else repeats.at(place)
+def told_at(repeats: Repetition | None, place: int) -> tuple[GuessOutcome, int]:
+    return (GuessOutcome.NOTHING, 0) if repeats is None else repeats.at(place)
 
 
 def patchwork(prompt: list[int], seed: int) -> list[int]:
@@ -112,7 +112,7 @@ def test_each_place_has_what_the_drafter_guesses_there_and_how_much_is_right():
             rest = tokens[num_known:][: len(guess)]
             is_wrong = (rest != guess[: len(rest)]).nonzero()[0]
             assert right == (is_wrong[0] if len(is_wrong) else len(rest))
-            num_right, num_sure = num_right + right, num_sure + (found == Found.SURE)
+            num_right, num_sure = num_right + right, num_sure + (found == GuessOutcome.SURE)
     assert num_right > 10_000 and num_sure > 1000
 
 
@@ -134,7 +134,7 @@ def check_against_what_happened(path: Path) -> tuple[int, int]:
     guesses = [guess for guess in taken if isinstance(guess, Guess) and guess.sequence_id in ended]
     for guess in guesses:
         found, _ = told_at(repeats.get(guess.sequence_id), guess.num_known - prompts[guess.sequence_id])
-        assert (len(guess.token_ids) > 0, guess.is_sure) == (found != Found.NOTHING, found == Found.SURE)
+        assert (len(guess.token_ids) > 0, guess.is_sure) == (found != GuessOutcome.NOTHING, found == GuessOutcome.SURE)
     num_looked_at = 0
     grants = [grant for call in calls if isinstance(call, AllocateCall) for grant in call.grants if grant is not None]
     for grant in grants:
@@ -191,7 +191,7 @@ def test_a_run_without_room_for_drafts_tells_the_same_as_one_with(crowded: Path,
 
 
 def test_a_cancelled_sequence_is_recorded_so_far_and_one_that_may_not_draft_is_not():
-    answers, prompt = Answers(1, 2), np.array([5, 6], np.int32)
+    answers, prompt = AnswerHistory(1, 2), np.array([5, 6], np.int32)
     answers.take([TokenRequest("r", 0, prompt, SamplingParams(n=2), 7)], ())
     answers.take([TokenRequest("biased", 0, prompt, SamplingParams(logit_bias={1: 1.0}), 9)], ())
     assert len(answers) == 2
@@ -332,14 +332,14 @@ def test_drafts_are_simulated_where_memory_runs_out(crowded: Path):
     assert tight.num_accepted_tokens > 100
 
 
-def repeating(num_answer: int) -> TraceRequest:
+def repeating(num_answer: int) -> WorkloadRequest:
     """Its answer goes on as it began, from its first token on."""
-    return TraceRequest(0.0, 4, num_answer, repeats=Repeats([num_answer], [Found.SURE], [num_answer]))
+    return WorkloadRequest(0.0, 4, num_answer, repeats=Repetition([num_answer], [GuessOutcome.SURE], [num_answer]))
 
 
-def simulate(*requests: TraceRequest) -> Result:
+def simulate(*requests: WorkloadRequest) -> SimulationResult:
     """Of a step that takes 1 s, and 0.1 s more for each row."""
-    return Simulation(DRAFTING, CostModel(step_s=1.0, decode_row_s=0.1)).run(Trace(requests, False, True))
+    return Simulation(DRAFTING, CostModel(step_s=1.0, decode_row_s=0.1)).run(Workload(requests, False, True))
 
 
 def test_drafts_that_are_right_come_with_their_step_and_count_as_rows_of_it():
@@ -351,7 +351,7 @@ def test_drafts_that_are_right_come_with_their_step_and_count_as_rows_of_it():
 
 
 def test_drafts_that_are_wrong_cost_their_rows_and_bring_nothing():
-    wrong = TraceRequest(0.0, 4, 3, repeats=Repeats([3], [Found.SURE], [0]))
+    wrong = WorkloadRequest(0.0, 4, 3, repeats=Repetition([3], [GuessOutcome.SURE], [0]))
     result = simulate(wrong)
     assert result.itl_s.tolist() == pytest.approx([1.2, 1.1])  # one draft, as two tokens are left; none, as one is
     assert (result.num_draft_tokens, result.num_accepted_tokens) == (1, 0)
@@ -386,7 +386,7 @@ def test_the_command_says_that_no_drafts_are_made_if_a_trace_has_no_repeats(
 ):
     csv, model, path = tmp_path / "azure.csv", tmp_path / "model.json", tmp_path / "result.json"
     csv.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,37,44\n")
-    Fitted(CostModel(step_s=1.0), DRAFTING).save(model)
+    FittedCostModel(CostModel(step_s=1.0), DRAFTING).save(model)
     told = "the trace has no repetitions in answers: speculation = off\n"
     asked = ["--trace", str(csv), "--cost-model", str(model)]
     rows, said = figures(*asked, capsys=capsys, path=path)

@@ -18,7 +18,7 @@ from millrace.runtime.env.log import captured_logs
 from millrace.runtime.simulation.run import SimEnv, run
 from millrace.stages.errors import ConfigError
 from millrace.stages.params import SamplingParams
-from millrace.stages.recordings import writer as recorder_module
+from millrace.stages.recordings import writer as recording_writer
 from millrace.stages.recordings.memory_state import MemoryState, memory_state
 from millrace.stages.recordings.reader import Recording, RecordingError
 from millrace.stages.recordings.replay import Replay
@@ -176,8 +176,8 @@ def test_a_disk_that_is_full_ends_the_recording_and_nothing_else(tmp_path: Path)
 def test_a_disk_that_is_too_slow_ends_the_recording_within_bounded_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recorder_module, "MAX_WAITING_BYTES", 200_000)
-    monkeypatch.setattr(recorder_module, "FLUSH_S", 1e9)
+    monkeypatch.setattr(recording_writer, "MAX_WAITING_BYTES", 200_000)
+    monkeypatch.setattr(recording_writer, "FLUSH_S", 1e9)
     recording, _ = serve_while(tmp_path, lambda recorder, parts: None)
     calls = list(recording)
     assert 5 < len(calls) <= 12 and recording.end is not None and "cannot be written fast enough" in recording.end

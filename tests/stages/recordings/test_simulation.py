@@ -13,56 +13,56 @@ import orjson
 import pytest
 
 from millrace.deploy.cli.main import main
-from millrace.stages.recordings.cost_model import CostModel, Fitted, StepContents, fit, fit_steps
+from millrace.stages.recordings.cost_model import CostModel, FittedCostModel, StepContents, fit, fit_steps
 from millrace.stages.recordings.reader import Recording, RecordingError
-from millrace.stages.recordings.simulation import Door, Result, Simulation
-from millrace.stages.recordings.workloads import Trace, TraceRequest, read_trace
+from millrace.stages.recordings.simulation import AdmissionLimits, Simulation, SimulationResult
+from millrace.stages.recordings.workloads import Workload, WorkloadRequest, read_trace
 from tests.stages.recorded_runs import ENGINE, TIGHT, record
 
 ONE_A_SECOND = CostModel(step_s=1.0)
 
 
 def simulate(
-    *requests: TraceRequest, model: CostModel = ONE_A_SECOND, door: Door | None = None, **sizes: object
-) -> Result:
-    return Simulation(replace(ENGINE, **sizes), model, door).run(Trace(requests, False))  # type: ignore[arg-type]
+    *requests: WorkloadRequest, model: CostModel = ONE_A_SECOND, door: AdmissionLimits | None = None, **sizes: object
+) -> SimulationResult:
+    return Simulation(replace(ENGINE, **sizes), model, door).run(Workload(requests, False))  # type: ignore[arg-type]
 
 
 # -- by hand
 
 
 def test_a_lone_request_takes_a_step_per_chunk_of_its_prompt_and_per_later_token():
-    result = simulate(TraceRequest(5.0, num_prompt=20, num_answer=3))
+    result = simulate(WorkloadRequest(5.0, num_prompt=20, num_answer=3))
     (outcome,) = result.outcomes
     assert outcome.ttft_s == 3.0 and outcome.end_s == 10.0 and outcome.how == "finished"
     assert result.itl_s.tolist() == [1.0, 1.0] and result.num_steps == 5 and result.duration_s == 5.0
 
 
 def test_rows_of_one_step_share_its_time():
-    result = simulate(*[TraceRequest(0.0, num_prompt=2, num_answer=10) for _ in range(4)])
+    result = simulate(*[WorkloadRequest(0.0, num_prompt=2, num_answer=10) for _ in range(4)])
     assert {outcome.end_s for outcome in result.outcomes} == {10.0} and result.most_rows == 4
     assert result.summary()["output_tokens_per_s"] == 4.0
 
 
 def test_a_step_takes_what_the_model_says_of_its_contents():
     model = CostModel(step_s=1.0, prefill_token_s=0.1, prefill_pair_s=0.01, decode_row_s=0.5, decode_context_s=0.001)
-    (outcome,) = simulate(TraceRequest(0.0, num_prompt=4, num_answer=3), model=model).outcomes
+    (outcome,) = simulate(WorkloadRequest(0.0, num_prompt=4, num_answer=3), model=model).outcomes
     prompt = 1.0 + 4 * 0.1 + (1 + 2 + 3 + 4) * 0.01
     assert outcome.ttft_s == pytest.approx(prompt)
     assert outcome.end_s == pytest.approx(prompt + 2 * 1.5 + (5 + 6) * 0.001)
 
 
 def test_two_steps_in_flight_are_planned_ahead_and_change_no_time():
-    requests = [TraceRequest(0.3 * i, num_prompt=5, num_answer=4 + i) for i in range(6)]
+    requests = [WorkloadRequest(0.3 * i, num_prompt=5, num_answer=4 + i) for i in range(6)]
     one, two = (simulate(*requests, steps_in_flight=k) for k in (1, 2))
     assert [outcome.num_tokens for outcome in one.outcomes] == [outcome.num_tokens for outcome in two.outcomes]
     assert two.duration_s == pytest.approx(one.duration_s, abs=2.0)
 
 
 def test_slots_and_blocks_are_what_they_are_set_to():
-    requests = [TraceRequest(0.0, num_prompt=4, num_answer=4) for _ in range(4)]
+    requests = [WorkloadRequest(0.0, num_prompt=4, num_answer=4) for _ in range(4)]
     assert simulate(*requests, max_num_seqs=1).duration_s == 16.0
-    crowded = [TraceRequest(0.0, num_prompt=8, num_answer=40) for _ in range(4)]
+    crowded = [WorkloadRequest(0.0, num_prompt=8, num_answer=40) for _ in range(4)]
     assert simulate(*crowded).num_preemptions == 0
     tight = simulate(*crowded, num_blocks=16)
     assert tight.num_preemptions > 0 and tight.num_recomputed_tokens > 0
@@ -70,21 +70,21 @@ def test_slots_and_blocks_are_what_they_are_set_to():
 
 
 def test_the_real_intake_turns_away_what_an_engine_would():
-    requests = [TraceRequest(0.0, num_prompt=4, num_answer=4) for _ in range(5)]
-    too_long = TraceRequest(0.0, num_prompt=60, num_answer=5)
-    result = simulate(*requests, too_long, door=Door(max_admitted_requests=3))
+    requests = [WorkloadRequest(0.0, num_prompt=4, num_answer=4) for _ in range(5)]
+    too_long = WorkloadRequest(0.0, num_prompt=60, num_answer=5)
+    result = simulate(*requests, too_long, door=AdmissionLimits(max_admitted_requests=3))
     assert [outcome.how for outcome in result.outcomes] == ["finished"] * 3 + ["turned away"] * 2 + ["too long"]
 
 
 def test_a_client_that_leaves_frees_its_slot():
-    leaving = TraceRequest(0.0, num_prompt=4, num_answer=50, leaves_s=2.5)
-    result = simulate(leaving, TraceRequest(0.0, num_prompt=4, num_answer=4), max_num_seqs=1)
+    leaving = WorkloadRequest(0.0, num_prompt=4, num_answer=50, leaves_s=2.5)
+    result = simulate(leaving, WorkloadRequest(0.0, num_prompt=4, num_answer=4), max_num_seqs=1)
     assert [outcome.how for outcome in result.outcomes] == ["left", "finished"]
     assert result.outcomes[1].end_s is not None and result.outcomes[1].end_s < 10.0
 
 
 def test_prompts_whose_blocks_have_the_same_hash_are_found_in_the_cache():
-    requests = [TraceRequest(10.0 * i, 20, 2, hash_ids=(7, 8, 9 + i), hash_block=8) for i in range(2)]
+    requests = [WorkloadRequest(10.0 * i, 20, 2, hash_ids=(7, 8, 9 + i), hash_block=8) for i in range(2)]
     result = simulate(*requests, enable_prefix_caching=True)
     first, second = result.outcomes
     assert (first.ttft_s, second.ttft_s) == (3.0, 1.0) and result.cache_hit_rate == 16 / 40
@@ -115,13 +115,13 @@ def test_no_cost_is_below_zero_and_the_total_is_right_where_times_are_noise():
 
 def test_a_cost_model_is_written_and_read_and_a_wrong_one_is_refused(tmp_path: Path):
     path = tmp_path / "model.json"
-    Fitted(ONE_A_SECOND, ENGINE).save(path)
-    assert Fitted.read(path) == Fitted(ONE_A_SECOND, ENGINE)
+    FittedCostModel(ONE_A_SECOND, ENGINE).save(path)
+    assert FittedCostModel.read(path) == FittedCostModel(ONE_A_SECOND, ENGINE)
     told = orjson.loads(path.read_bytes())
     told["seconds"]["step_s"] = -1
     path.write_bytes(orjson.dumps(told))
     with pytest.raises(RecordingError, match=r"model.json: seconds.step_s = -1: must be a finite number"):
-        Fitted.read(path)
+        FittedCostModel.read(path)
 
 
 # -- a recording, simulated

@@ -8,22 +8,22 @@ import numpy as np
 import pytest
 
 from millrace.stages.messages import Drafts
-from millrace.stages.sample.draft_acceptance import Runs, last_of_each
+from millrace.stages.sample.draft_acceptance import DraftRuns, last_of_each
 from tests.stages.grants import grant, ints
 
 
-def runs(*drafts: list[int]) -> Runs:
+def runs(*drafts: list[int]) -> DraftRuns:
     """Of a row of the grant for each list."""
     counts = [len(each) for each in drafts]
     made = grant([(slot, 8, 1 + count, True) for slot, count in enumerate(counts)])
     flat = np.array([token for each in drafts for token in each], np.intp)
-    found = Runs.of(replace(made, drafts=Drafts(ints(*counts), flat)))
+    found = DraftRuns.of(replace(made, drafts=Drafts(ints(*counts), flat)))
     assert found is not None
     return found
 
 
 def test_without_drafts_each_row_is_by_itself():
-    assert Runs.of(grant([(0, 8, 1, True)])) is None
+    assert DraftRuns.of(grant([(0, 8, 1, True)])) is None
 
 
 def test_each_draft_is_what_the_row_before_it_has_to_choose():
@@ -34,7 +34,7 @@ def test_each_draft_is_what_the_row_before_it_has_to_choose():
 
 def test_a_row_that_is_not_sampled_has_no_logits():
     made = grant([(0, 0, 5, False), (1, 8, 2, True)])
-    found = Runs.of(replace(made, drafts=Drafts(ints(0, 1), np.array([7]))))
+    found = DraftRuns.of(replace(made, drafts=Drafts(ints(0, 1), np.array([7]))))
     assert found is not None and found.drafts.tolist() == [7, -1]
 
 

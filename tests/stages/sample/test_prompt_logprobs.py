@@ -15,7 +15,7 @@ from millrace.runtime.simulation.run import SimEnv
 from millrace.runtime.simulation.testing import sim_test
 from millrace.stages import Engine, SamplingParams
 from millrace.stages.device import scored_prompts
-from millrace.stages.device.scored_prompts import LogitsWithPrompts, PromptRun, ScoredPrompts
+from millrace.stages.device.scored_prompts import LogitsWithPrompts, ScoredChunk, ScoredPrompts
 from millrace.stages.messages import Prompt, PromptLogprobs, Request
 from millrace.stages.outputs import RequestOutput
 from millrace.stages.sample.sampler import prompt_logprobs
@@ -180,7 +180,10 @@ def test_what_is_kept_is_bounded_by_rows_and_k(monkeypatch):
         return hidden @ weights
 
     weights = torch.randn(8, 50, generator=torch.Generator().manual_seed(0))
-    runs = [PromptRun(1, 1, np.arange(23, dtype=np.int32), 0, 4), PromptRun(2, 9, np.arange(7, dtype=np.int32), 23, 0)]
+    runs = [
+        ScoredChunk(1, 1, np.arange(23, dtype=np.int32), 0, 4),
+        ScoredChunk(2, 9, np.arange(7, dtype=np.int32), 23, 0),
+    ]
     hidden = torch.randn(30, 8, generator=torch.Generator().manual_seed(1))
     made = prompt_logprobs(LogitsWithPrompts(torch.zeros(0, 50), runs, hidden, to_logits, max_rows=8))
     assert seen == [8, 8, 7, 7]

@@ -7,16 +7,16 @@ import torch
 from millrace.stages.messages import FinishReason, Started, StepTokens
 from millrace.stages.sample.logits_processor import LogitsProcessor
 from millrace.stages.sample.sampler import Sampler
-from millrace.stages.sample.token_chooser import Choosing, MakeChoosing
+from millrace.stages.sample.token_chooser import MakeTokenChooser, TokenChooser
 from tests.stages.grants import decode, grant, started
 
 V = 40
 EOS = 39
-CHOOSING: MakeChoosing = Choosing  # `tests/stages/interpreted_choosing.py` has another one
+CHOOSING: MakeTokenChooser = TokenChooser  # `tests/stages/interpreted_choosing.py` has another one
 
 
 def make(num_slots: int = 4, vocab: int = V, max_model_len: int = 64, eos=(EOS,)) -> Sampler:
-    return Sampler(torch.zeros(num_slots, dtype=torch.int64), vocab, max_model_len, eos, choosing=CHOOSING)
+    return Sampler(torch.zeros(num_slots, dtype=torch.int64), vocab, max_model_len, eos, chooser=CHOOSING)
 
 
 def peaks(*token_ids: int, vocab: int = V, height: float = 5.0) -> torch.Tensor:
@@ -69,11 +69,11 @@ def test_results_and_scores_of_a_device_count_only_for_rows_that_go_on():
         read.extend(zip(slots.tolist(), scores[:, 0].tolist(), strict=True))
         return [f"of {slot}" for slot in slots.tolist()]
 
-    sampler.choosing.read_scores = read_scores
+    sampler.chooser.read_scores = read_scores
     for slot, logprobs in ((3, 2), (1, None), (0, 2), (2, 2)):
         sampler.start(started(slot, logprobs=logprobs))
     told = np.array([[-1, 6, 7, 0], [FinishReason.NONE, FinishReason.NONE, FinishReason.NONE, FinishReason.ERROR]])
-    tokens = sampler.settle(decode(3, 1, 0, 2), told.astype(np.int32), np.array([[30], [10], [0], [20]], np.int32))
+    tokens = sampler.note_tokens(decode(3, 1, 0, 2), told.astype(np.int32), np.array([[30], [10], [0], [20]], np.int32))
     assert tokens.slots.tolist() == [1, 0, 2] and tokens.token_ids.tolist() == [6, 7, 0]
     assert tokens.finishes.tolist() == [FinishReason.NONE, FinishReason.NONE, FinishReason.ERROR]
     assert read == [(0, 0)] and tokens.logprobs == {1: "of 0"}

@@ -13,8 +13,8 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from millrace.stages.sample import sampling_math as maths
-from millrace.stages.sample.sampling_math import Blocks, Drawing
+from millrace.stages.sample import sampling_math
+from millrace.stages.sample.sampling_math import DrawParams, LogitTiles
 
 VOCABS = [1, 2, 100, 127, 128, 129, 8193]
 
@@ -23,19 +23,19 @@ def rows(num_rows: int, vocab: int, seed: int = 0, spread: float = 3.0) -> torch
     return torch.randn(num_rows, vocab, generator=torch.Generator().manual_seed(seed)) * spread
 
 
-def drawing(u, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> Drawing:
+def drawing(u, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> DrawParams:
     u = np.asarray(u, np.float64)
     columns = (np.broadcast_to(np.asarray(value), u.shape).copy() for value in (temperature, top_k, top_p, min_p))
     temperature, top_k, top_p, min_p = columns
-    return Drawing(temperature.astype(float), top_k.astype(np.int64), top_p.astype(float), min_p.astype(float), u)
+    return DrawParams(temperature.astype(float), top_k.astype(np.int64), top_p.astype(float), min_p.astype(float), u)
 
 
-def drawn(logits: torch.Tensor, how: Drawing) -> np.ndarray:
-    maxima = Blocks(logits).maxima
+def drawn(logits: torch.Tensor, how: DrawParams) -> np.ndarray:
+    maxima = LogitTiles(logits).maxima
     is_truncated = bool(((how.top_k > 0) | (how.top_p < 1) | (how.min_p > 0)).any())
     if is_truncated:
-        return maths.draw_truncated(logits, maxima, how)
-    return maths.draw(logits, maxima.max(1).astype(float), how)
+        return sampling_math.draw_truncated(logits, maxima, how)
+    return sampling_math.draw(logits, maxima.max(1).astype(float), how)
 
 
 def support(row: torch.Tensor, num_draws: int = 512, **how: float) -> set[int]:
@@ -60,7 +60,7 @@ def by_transformers(row: torch.Tensor, temperature=1.0, top_k=0, top_p=1.0, min_
 @pytest.mark.parametrize("vocab", [*VOCABS, 151_936])
 def test_the_likeliest_token_is_torchs_argmax(vocab):
     logits = rows(3, vocab)
-    blocks = Blocks(logits)
+    blocks = LogitTiles(logits)
     assert blocks.likeliest()[0].tolist() == logits.argmax(-1).tolist()
 
 
@@ -70,7 +70,7 @@ def test_among_equals_the_lowest_id_is_the_likeliest(vocab):
     ties = [0, vocab // 2, vocab - 1, vocab // 3]
     for row, first in enumerate(ties):
         logits[row, [first, vocab - 1]] = 1.0
-    blocks = Blocks(logits)
+    blocks = LogitTiles(logits)
     assert blocks.likeliest()[0].tolist() == ties
 
 
@@ -142,12 +142,12 @@ def test_a_first_try_that_is_short_of_mass_is_made_good():
 def test_candidates_alone_and_whole_rows_draw_the_same(how, monkeypatch):
     logits = rows(40, 5000, 8, spread=2.0)
     how = drawing(np.random.default_rng(0).random(40), **how)
-    monkeypatch.setattr(maths, "WHOLE_SIZE", 3 * 5000)
-    maxima = Blocks(logits).maxima
+    monkeypatch.setattr(sampling_math, "WHOLE_SIZE", 3 * 5000)
+    maxima = LogitTiles(logits).maxima
     best = maxima.max(1).astype(float)
-    mass = Blocks(maths._weights(logits, best, how.temperature)).sums().cumsum(1)[:, -1]
-    whole = maths._draw_whole(logits, best, how, mass)
-    assert maths.draw_truncated(logits, maxima, how).tolist() == whole.tolist()
+    mass = LogitTiles(sampling_math._weights(logits, best, how.temperature)).sums().cumsum(1)[:, -1]
+    whole = sampling_math._draw_whole(logits, best, how, mass)
+    assert sampling_math.draw_truncated(logits, maxima, how).tolist() == whole.tolist()
 
 
 def test_masked_tokens_are_never_drawn():
@@ -182,14 +182,16 @@ def test_a_row_draws_the_same_alone_and_among_others_to_the_last_bit(threads):
         logits = rows(33, 5000, 9)
         rng = np.random.default_rng(3)
         how = drawing(rng.random(33), rng.uniform(0.2, 2, 33), rng.choice([0, 40], 33), rng.choice([1, 0.9], 33), 0.0)
-        together = maths.draw_truncated(logits, Blocks(logits).maxima, how)
-        open_sums = Blocks(maths._weights(logits, Blocks(logits).maxima.max(1).astype(float), how.temperature)).sums()
+        together = sampling_math.draw_truncated(logits, LogitTiles(logits).maxima, how)
+        open_sums = LogitTiles(
+            sampling_math._weights(logits, LogitTiles(logits).maxima.max(1).astype(float), how.temperature)
+        ).sums()
         for i in range(33):
             alone = logits[i : i + 1].clone()
-            maxima = Blocks(alone).maxima
-            assert maths.draw_truncated(alone, maxima, how[np.array([i])])[0] == together[i]
-            weights = maths._weights(alone, maxima.max(1).astype(float), how.temperature[i : i + 1])
-            assert (Blocks(weights).sums()[0] == open_sums[i]).all()
+            maxima = LogitTiles(alone).maxima
+            assert sampling_math.draw_truncated(alone, maxima, how[np.array([i])])[0] == together[i]
+            weights = sampling_math._weights(alone, maxima.max(1).astype(float), how.temperature[i : i + 1])
+            assert (LogitTiles(weights).sums()[0] == open_sums[i]).all()
     finally:
         torch.set_num_threads(before)
 
@@ -200,15 +202,15 @@ def test_a_row_draws_the_same_alone_and_among_others_to_the_last_bit(threads):
 def test_repetition_penalty_is_transformers():
     logits, ids = rows(3, 50), torch.tensor([[1, 4, 4, 9], [0, 0, 0, 0], [49, 2, 3, 2]])
     expected = RepetitionPenaltyLogitsProcessor(1.3)(ids, logits.clone())
-    maths.penalise_repetition(logits, torch.arange(3)[:, None], ids, torch.full((3, 1), 1.3))
+    sampling_math.penalise_repetition(logits, torch.arange(3)[:, None], ids, torch.full((3, 1), 1.3))
     torch.testing.assert_close(logits, expected, rtol=0, atol=0)
 
 
 def test_frequency_counts_and_presence_does_not():
     logits = torch.zeros(1, 6)
     row, ids = torch.zeros(1, 1, dtype=torch.long), torch.tensor([[2, 2, 2, 5]])
-    maths.penalise_frequency(logits, row, ids, torch.tensor([[0.5, 0.5, 0.5, 0.0]]))
-    maths.penalise_presence(logits, row, ids, torch.tensor([[0.25]]))
+    sampling_math.penalise_frequency(logits, row, ids, torch.tensor([[0.5, 0.5, 0.5, 0.0]]))
+    sampling_math.penalise_presence(logits, row, ids, torch.tensor([[0.25]]))
     assert logits.tolist() == [[0, 0, -1.75, 0, 0, -0.25]]
 
 
@@ -229,7 +231,7 @@ def test_uniform_numbers_are_uniform_along_positions_and_along_seeds(varies):
     index = np.arange(n)
     seeds = index.astype(np.uint64) if varies != "position" else np.full(n, 7, np.uint64)
     positions = index if varies != "seed" else np.full(n, 11)
-    u = maths.uniform(seeds, positions)
+    u = sampling_math.uniform(seeds, positions)
     assert ((u >= 0) & (u < 1)).all() and len(np.unique(u)) == n
     cells = np.bincount((u[:-1] * 16).astype(int) * 16 + (u[1:] * 16).astype(int), minlength=256)  # pairs of neighbours
     assert 1e-4 < chi_square(cells, np.full(256, (n - 1) / 256)) < 1 - 1e-4
@@ -249,7 +251,9 @@ def finish(z: int) -> int:
 
 def test_the_noise_is_splitmix64_for_ever_as_seeded_answers_depend_on_it():
     pairs = [(0, 0), (1, 5), (2**64 - 1, 10**6), (12345, 2**31 - 1)]
-    u = maths.uniform(np.array([seed for seed, _ in pairs], np.uint64), np.array([position for _, position in pairs]))
+    u = sampling_math.uniform(
+        np.array([seed for seed, _ in pairs], np.uint64), np.array([position for _, position in pairs])
+    )
     assert u.tolist() == [(splitmix64(finish(seed), position) >> 11) / 2**53 for seed, position in pairs]
     assert u[0] == 0.8833108082136426
 
@@ -258,7 +262,7 @@ def test_the_noise_is_splitmix64_for_ever_as_seeded_answers_depend_on_it():
 def test_frequencies_follow_the_distribution(how):
     row = rows(1, 200, 4, spread=1.5)[0]
     n = 6000
-    u = maths.uniform(np.full(n, 42, np.uint64), np.arange(n))
+    u = sampling_math.uniform(np.full(n, 42, np.uint64), np.arange(n))
     counts = np.bincount(drawn(row.expand(n, -1), drawing(u, **how)), minlength=200)
     expected = by_transformers(row, **how).double().numpy() * n
     is_common = expected >= 5
@@ -275,7 +279,7 @@ def test_frequencies_follow_the_distribution(how):
 def test_logprobs_are_the_log_softmax_of_what_the_model_said():
     logits = rows(3, 60)
     expected = logits.log_softmax(-1)
-    found = maths.top_logprobs(logits, np.array([3, 59, int(logits[2].argmax())]), np.array([5, 0, 20]))
+    found = sampling_math.top_logprobs(logits, np.array([3, 59, int(logits[2].argmax())]), np.array([5, 0, 20]))
     for row, token in enumerate([3, 59, int(logits[2].argmax())]):
         assert found[row].chosen == pytest.approx(float(expected[row, token]), abs=1e-6)
         assert found[row].rank == 1 + int((expected[row] > expected[row, token]).sum())

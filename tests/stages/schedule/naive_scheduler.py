@@ -160,7 +160,7 @@ class NaiveScheduler:
         behind = {seq.slot: sum(is_victim[place + 1 :]) for place, seq in enumerate(order)}
         reserved = [seq.limit if self._is_protected(seq) else 0 for seq in rows]
         has_reserves = any(self._is_protected(seq) for seq in order)
-        news, self._news = self._news, _News()
+        updates, self._news = self._news, _News()
         self._told_step = self.completed_step
         return StepPlan(
             step=self.last_granted + 1,
@@ -176,12 +176,12 @@ class NaiveScheduler:
             is_decode=0 < len(order) == len(decodes) <= row_limit,
             allows_partial=self.allows_partial,
             started=tuple(_started(seq) for seq in started),
-            ended=news.ended,
-            preempted=news.preempted,
-            dropped=news.dropped,
-            discarded=news.discarded,
-            settled=news.settled,
-            voided=news.voided,
+            ended=updates.ended,
+            preempted=updates.preempted,
+            dropped=updates.dropped,
+            discarded=updates.discarded,
+            settled=updates.settled,
+            voided=updates.voided,
         )
 
     # -- events

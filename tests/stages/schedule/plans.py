@@ -23,7 +23,7 @@ def request(sequence_id: int, num_prompt: int, *, max_tokens: int = 4, **fields:
 
 def plan(
     step: int,
-    wishes: dict[int, int],
+    demands: dict[int, int],
     *,
     completed: int = -1,
     budget: int = 1000,
@@ -33,14 +33,14 @@ def plan(
     reserved: dict[int, int] | None = None,
     allows_partial: bool = True,
 ) -> StepPlan:
-    """A plan with `wishes`, slot -> tokens, in order; `may_take`, slot -> how many of `victims` it may preempt."""
-    slots = list(wishes)
+    """A plan with `demands`, slot -> tokens, in order; `may_take`, slot -> how many of `victims` it may preempt."""
+    slots = list(demands)
     return StepPlan(
         step=step,
         generation=0,
         completed_step=completed,
         slots=np.array(slots, np.intp),
-        num_wanted=ints(*wishes.values()),
+        num_wanted=ints(*demands.values()),
         reaches_end=np.ones(len(slots), np.bool_),
         token_budget=budget,
         victims=np.array(victims, np.intp),

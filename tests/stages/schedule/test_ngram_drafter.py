@@ -11,7 +11,7 @@ import pytest
 from millrace.stages.messages import TokenRequest
 from millrace.stages.params import SamplingParams
 from millrace.stages.schedule.ngram_drafter import MOST_TEXTS, NgramDrafter, continuation
-from millrace.stages.schedule.scheduler import Limits, Scheduler
+from millrace.stages.schedule.scheduler import Scheduler, StepLimits
 
 
 def after(text: str, num_tokens: int = 3, *, least: int = 1, most: int = 4) -> tuple[str, int]:
@@ -77,7 +77,7 @@ def searched(tokens: list[int], least: int, most: int, num_tokens: int) -> list[
 
 
 def running(prompts: list[list[int]]) -> Scheduler:
-    scheduler = Scheduler(Limits(max_num_seqs=32, max_num_batched_tokens=512, max_model_len=64, block_size=4))
+    scheduler = Scheduler(StepLimits(max_num_seqs=32, max_num_batched_tokens=512, max_model_len=64, block_size=4))
     for number, prompt in enumerate(prompts):
         params = SamplingParams(max_tokens=20)
         scheduler.add(TokenRequest(f"r{number}", 0, np.array(prompt, np.int32), params, number))

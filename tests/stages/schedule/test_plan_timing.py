@@ -17,14 +17,14 @@ from millrace.stages.messages import StepDone, StepGrant, StepVoid
 from millrace.stages.recordings.cost_model import CostModel
 from millrace.stages.recordings.film import film
 from millrace.stages.recordings.reader import Recording, ScheduleCall
-from millrace.stages.recordings.replay import DEAF, Core, Replay
-from millrace.stages.recordings.simulated_device import ModelledDevice
-from millrace.stages.recordings.simulation import Result, Simulation
-from millrace.stages.recordings.workloads import Trace, TraceRequest
-from millrace.stages.schedule import plan_timing as lead
-from millrace.stages.schedule.plan_timing import FIRST_SHARE, LEAST_S, LONG_STEP_S, RETURN_S, SHORT_STEP_S, Lead
+from millrace.stages.recordings.replay import DEAF, Replay, ReplayedCore
+from millrace.stages.recordings.simulated_device import SimulatedDevice
+from millrace.stages.recordings.simulation import Simulation, SimulationResult
+from millrace.stages.recordings.workloads import Workload, WorkloadRequest
+from millrace.stages.schedule import plan_timing
+from millrace.stages.schedule.plan_timing import FIRST_SHARE, LEAST_S, LONG_STEP_S, RETURN_S, SHORT_STEP_S, PlanTimer
 from millrace.stages.schedule.scheduler import Scheduler
-from millrace.stages.schedule.step_budget import StepSize
+from millrace.stages.schedule.step_budget import StepBudget
 from millrace.stages.schedule.step_time_model import StepContents
 from tests.stages.recorded_runs import TIGHT, record
 from tests.stages.schedule.plans import request
@@ -33,7 +33,7 @@ from tests.stages.schedule.test_step_budget import ENGINE, MODEL, STREAMS, steps
 INFINITE = float("inf")
 
 
-def early_until(told: Lead, expected_s: float, now_s: float) -> float | None:
+def early_until(told: PlanTimer, expected_s: float, now_s: float) -> float | None:
     """When a plan is due that waits; None: it does not wait."""
     return told.due_s if told.is_early(expected_s, now_s) else None
 
@@ -42,27 +42,27 @@ def early_until(told: Lead, expected_s: float, now_s: float) -> float | None:
 
 
 def test_beside_a_long_step_a_plan_waits_until_shortly_before_its_end():
-    told = Lead()
-    told.note_begun(100.0)
+    told = PlanTimer()
+    told.note_started(100.0)
     assert early_until(told, 0.08, 100.0) == pytest.approx(100.08 - FIRST_SHARE * 0.08)
     assert told.is_early(0.08, told.due_s - 0.002) and not told.is_early(0.08, told.due_s)
     assert FIRST_SHARE * LONG_STEP_S > LEAST_S  # so that of the two the share is what counts there
 
 
 def test_a_timer_that_rings_a_moment_too_early_is_not_set_again():
-    told = Lead()
-    told.note_begun(100.0)
+    told = PlanTimer()
+    told.note_started(100.0)
     assert told.is_early(0.08, 100.0) and not told.is_early(0.08, told.due_s - 0.0005)
 
 
 def test_during_a_short_step_a_plan_waits_only_shortly_after_an_answer_has_ended():
-    told = Lead()
-    told.note_begun(100.0)
+    told = PlanTimer()
+    told.note_started(100.0)
     short_s = (SHORT_STEP_S + LONG_STEP_S) / 2
     assert not told.is_early(short_s, 100.0)
     told.note_end(100.0)
     assert early_until(told, short_s, 100.0) == pytest.approx(100.0 + short_s - LEAST_S)
-    told.note_begun(100.0 + RETURN_S)
+    told.note_started(100.0 + RETURN_S)
     assert not told.is_early(short_s, 100.0 + RETURN_S)
     told.note_end(100.0 + RETURN_S)
     assert not told.is_early(0.9 * SHORT_STEP_S, 100.0 + RETURN_S) and not told.is_early(0.0, 100.0 + RETURN_S)
@@ -70,7 +70,7 @@ def test_during_a_short_step_a_plan_waits_only_shortly_after_an_answer_has_ended
 
 @pytest.mark.parametrize("needed", [0.1, 0.3, 0.6])
 def test_plans_are_made_so_early_that_about_one_in_eighteen_comes_too_late(needed: float):
-    told, dice, num_late = Lead(), Random(0), 0
+    told, dice, num_late = PlanTimer(), Random(0), 0
     for number in range(3000):
         is_late = told.share < needed * dice.uniform(0.5, 1.0)  # the needed lead time varies
         told.note_waited(is_late=is_late)
@@ -80,10 +80,10 @@ def test_plans_are_made_so_early_that_about_one_in_eighteen_comes_too_late(neede
 
 
 def test_the_lead_time_stays_within_bounds_and_soon_adapts_when_plans_come_late():
-    told = Lead()
+    told = PlanTimer()
     for _ in range(100):
         told.note_waited(is_late=True)
-    told.note_begun(100.0)
+    told.note_started(100.0)
     assert told.is_early(LONG_STEP_S, 100.0)
     for _ in range(5000):
         told.note_waited(is_late=False)
@@ -94,7 +94,7 @@ def test_the_lead_time_stays_within_bounds_and_soon_adapts_when_plans_come_late(
 
 
 def test_a_step_is_expected_to_take_what_like_steps_took_once_a_size_was_chosen():
-    size = StepSize(0.05, 512)
+    size = StepBudget(0.05, 512)
     for contents, seconds in steps(Random(0), 64):
         size.note(contents, seconds)
         assert size.expected_s(contents) == 0.0
@@ -106,12 +106,14 @@ def test_a_step_is_expected_to_take_what_like_steps_took_once_a_size_was_chosen(
 # -- in an engine, in virtual time
 
 
-def simulate(monkeypatch: pytest.MonkeyPatch, *requests: TraceRequest, waits: bool, model: CostModel = MODEL) -> Result:
+def simulate(
+    monkeypatch: pytest.MonkeyPatch, *requests: WorkloadRequest, waits: bool, model: CostModel = MODEL
+) -> SimulationResult:
     with monkeypatch.context() as patch:
         if not waits:
-            patch.setattr(lead, "LONG_STEP_S", INFINITE)
-            patch.setattr(lead, "SHORT_STEP_S", INFINITE)
-        return Simulation(replace(ENGINE, itl_target_ms=50.0), model).run(Trace(requests, False))
+            patch.setattr(plan_timing, "LONG_STEP_S", INFINITE)
+            patch.setattr(plan_timing, "SHORT_STEP_S", INFINITE)
+        return Simulation(replace(ENGINE, itl_target_ms=50.0), model).run(Workload(requests, False))
 
 
 def test_requests_in_long_steps_are_served_sooner_and_plans_are_nearly_always_ready(
@@ -119,14 +121,14 @@ def test_requests_in_long_steps_are_served_sooner_and_plans_are_nearly_always_re
 ):
     has_come_late: list[bool] = []  # each step: the device had come to the end of the one before
 
-    def launch(device: ModelledDevice, grant: StepGrant, now_s: float) -> None:
+    def launch(device: SimulatedDevice, grant: StepGrant, now_s: float) -> None:
         has_come_late.append(now_s >= device._free_at_s)
         launch_now(device, grant, now_s)
 
-    launch_now = ModelledDevice.launch
-    monkeypatch.setattr(ModelledDevice, "launch", launch)
+    launch_now = SimulatedDevice.launch
+    monkeypatch.setattr(SimulatedDevice, "launch", launch)
     dice = Random(0)
-    prompts = [TraceRequest(0.5 + 0.05 * i + dice.uniform(0, 0.05), dice.randrange(40, 200), 2) for i in range(80)]
+    prompts = [WorkloadRequest(0.5 + 0.05 * i + dice.uniform(0, 0.05), dice.randrange(40, 200), 2) for i in range(80)]
     at_once = simulate(monkeypatch, *STREAMS, *prompts, waits=False)
     has_come_late.clear()
     late = simulate(monkeypatch, *STREAMS, *prompts, waits=True)
@@ -142,11 +144,11 @@ def test_a_client_that_sends_its_next_request_on_an_answer_waits_one_step_less(
     monkeypatch: pytest.MonkeyPatch,
 ):
     slow = replace(MODEL, decode_row_s=5e-4)  # steps of 13 ms
-    others = [TraceRequest(0.0, num_prompt=20, num_answer=200) for _ in range(15)]
-    others += [TraceRequest(0.3, num_prompt=30, num_answer=100)]  # when sizes are first chosen
+    others = [WorkloadRequest(0.0, num_prompt=20, num_answer=200) for _ in range(15)]
+    others += [WorkloadRequest(0.3, num_prompt=30, num_answer=100)]  # when sizes are first chosen
     end_s = simulate(monkeypatch, *others, waits=True, model=slow).outcomes[15].end_s
     assert end_s is not None
-    again = [*others, TraceRequest(end_s + 0.004, num_prompt=100, num_answer=10)]
+    again = [*others, WorkloadRequest(end_s + 0.004, num_prompt=100, num_answer=10)]
     at_once, late = (
         simulate(monkeypatch, *again, waits=waits, model=slow).outcomes[16].ttft_s for waits in (False, True)
     )
@@ -163,9 +165,9 @@ def teach_costs(scheduler: Scheduler, a_token_s: float = 1e-3) -> None:
     size.choose(1, 1, [])
 
 
-def begun(steps_in_flight: int = 2, max_tokens: int = 5) -> tuple[Core, StepGrant]:
+def begun(steps_in_flight: int = 2, max_tokens: int = 5) -> tuple[ReplayedCore, StepGrant]:
     """An engine at 5 s that has begun with a step of 100 ms, and whose last plan waits; and that step."""
-    core = Core(replace(ENGINE, itl_target_ms=50.0, steps_in_flight=steps_in_flight))
+    core = ReplayedCore(replace(ENGINE, itl_target_ms=50.0, steps_in_flight=steps_in_flight))
     core.env.time_s = 5.0
     teach_costs(core.schedule.scheduler)
     plans, _ = core.run_schedule([request(0, 100, max_tokens=max_tokens)])
@@ -186,12 +188,12 @@ def done(grant: StepGrant, *, is_finished: bool = False) -> StepDone:
     return StepDone(grant.step, grant.slots, *numbers, np.array([is_finished]), took_us=100_000)
 
 
-def ring(core: Core) -> None:
+def ring(core: ReplayedCore) -> None:
     """The time has come that the next plan is due."""
     core.env.time_s = core.env.next_alarm_s
-    assert not core.lane.is_rung
+    assert not core.lane.is_set
     core.env.ring()
-    assert core.lane.is_rung and core.env.next_alarm_s == INFINITE
+    assert core.lane.is_set and core.env.next_alarm_s == INFINITE
 
 
 def test_a_delayed_plan_is_made_though_nothing_comes_and_includes_new_requests():
@@ -200,7 +202,7 @@ def test_a_delayed_plan_is_made_though_nothing_comes_and_includes_new_requests()
     assert core.run_schedule([request(1, 30)])[0] == []
     ring(core)
     (plan,), _ = core.run_schedule([])
-    assert len(plan.slots) == 2 and not core.lane.is_rung
+    assert len(plan.slots) == 2 and not core.lane.is_set
     ((_, report),) = core.run_allocate([plan])
     core.run_schedule([report, done(grant)])
     assert core.schedule.lead.share < FIRST_SHARE  # it need not have been made so early

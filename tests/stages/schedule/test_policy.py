@@ -12,13 +12,13 @@ from millrace.stages.config import EngineConfig
 from millrace.stages.errors import ConfigError
 from millrace.stages.params import SamplingParams
 from millrace.stages.schedule.policy import AgeingPriority, Fifo, Policy, make_policy
-from millrace.stages.schedule.scheduler import Limits, Scheduler
+from millrace.stages.schedule.scheduler import Scheduler, StepLimits
 from millrace.stages.schedule.sequence import Sequence
 from tests.stages.schedule.plans import request
 
 pytest_plugins = ["millrace.stages.testing.pytest_plugin"]
 
-LIMITS = Limits(max_num_seqs=2, max_num_batched_tokens=64, max_model_len=64, block_size=4)
+LIMITS = StepLimits(max_num_seqs=2, max_num_batched_tokens=64, max_model_len=64, block_size=4)
 
 
 class ShortestPromptFirst(Policy):

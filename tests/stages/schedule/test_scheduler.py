@@ -13,7 +13,7 @@ from millrace.stages.allocate.allocator import Allocator
 from millrace.stages.allocate.prefix_cache import PrefixCache
 from millrace.stages.messages import StepDone, StepGrant, StepPlan, StepVoid
 from millrace.stages.params import choice_seed
-from millrace.stages.schedule.scheduler import Limits, Scheduler
+from millrace.stages.schedule.scheduler import Scheduler, StepLimits
 from millrace.stages.schedule.sequence import MAX_PREEMPTIONS, State
 from millrace.stages.schedule.slot_table import SlotTable
 from tests.stages.schedule.plans import request
@@ -30,7 +30,7 @@ class Bench:
             "block_size": 4,
             "steps_in_flight": 1,
         }
-        self.limits = Limits(**{**fields, **limits})
+        self.limits = StepLimits(**{**fields, **limits})
         self.scheduler = Scheduler(self.limits)
         self.allocator = Allocator(
             num_blocks, self.limits.block_size, self.limits.max_num_seqs, self.limits.max_model_len
@@ -431,7 +431,7 @@ def test_a_random_life_loses_no_token_and_no_block(seed: int):
 
 
 def test_the_choices_of_a_prompt_start_together_as_the_first_computes_it_for_all():
-    scheduler = Scheduler(Limits(max_num_seqs=16, max_num_batched_tokens=150, max_model_len=200, block_size=4))
+    scheduler = Scheduler(StepLimits(max_num_seqs=16, max_num_batched_tokens=150, max_model_len=200, block_size=4))
     scheduler.add(request(0, 100, n=8))
     scheduler.add(request(8, 60))
     made = scheduler.plan()
@@ -439,7 +439,7 @@ def test_the_choices_of_a_prompt_start_together_as_the_first_computes_it_for_all
 
 
 def test_beams_that_are_likely_cached_are_let_in_together():
-    scheduler = Scheduler(Limits(max_num_seqs=16, max_num_batched_tokens=150, max_model_len=200, block_size=4))
+    scheduler = Scheduler(StepLimits(max_num_seqs=16, max_num_batched_tokens=150, max_model_len=200, block_size=4))
     for beam in range(4):
         scheduler.add(request(beam, 100, num_expected_cached=99))
     made = scheduler.plan()

@@ -21,11 +21,11 @@ from millrace.stages.outputs import RequestOutput
 from millrace.stages.pooling_params import PoolingParams
 from millrace.stages.recordings.reader import Recording
 from millrace.stages.recordings.replay import Replay
-from millrace.stages.recordings.token_masking import Veil
+from millrace.stages.recordings.token_masking import TokenMasking
 from millrace.stages.recordings.writer import _Encoder
 from millrace.stages.sample.logits_processor import LogitsProcessor
 from millrace.stages.sample.stage import Sample
-from millrace.stages.schedule.scheduler import Limits, Scheduler
+from millrace.stages.schedule.scheduler import Scheduler, StepLimits
 from millrace.stages.schedule.sequence import Sequence as Waiting
 from millrace.stages.schedule.speculation import may_draft
 from millrace.stages.structured_outputs import StructuredOutputs
@@ -260,7 +260,7 @@ class Plan:
 
     def __init__(self, **limits: Any) -> None:
         sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 256, "block_size": 16}
-        self.scheduler = Scheduler(Limits(**{**sizes, "steps_in_flight": 1, "num_speculative_tokens": 8, **limits}))
+        self.scheduler = Scheduler(StepLimits(**{**sizes, "steps_in_flight": 1, "num_speculative_tokens": 8, **limits}))
         prompt = np.arange(5, dtype=np.int32)
         self.scheduler.add(TokenRequest("r", 0, prompt, SamplingParams(max_tokens=200), 0))
         self.num_known = 5
@@ -389,14 +389,14 @@ def test_a_recording_with_drafts_replays_without_its_texts(tmp_path: Path):
 
 def test_a_run_of_tokens_is_hidden_as_they_would_be_one_by_one():
     def hidden(*runs: list[int]) -> list[int]:
-        veil, told = Veil(b"secret"), []
+        veil, told = TokenMasking(b"secret"), []
         veil.begin([7], np.array([1, 2], np.int32))
         for run in runs:
             for token in run:
                 told += veil.go_on([7], np.array([token])).tolist()
         return told
 
-    veil = Veil(b"secret")
+    veil = TokenMasking(b"secret")
     veil.begin([7], np.array([1, 2], np.int32))
     slots = np.zeros(3, np.intp)
     done = StepDone(0, slots, np.full(3, 7), np.arange(3), np.array([5, 6, 5]), np.zeros(3, np.bool_), 3)

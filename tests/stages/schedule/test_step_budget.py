@@ -12,13 +12,13 @@ import orjson
 import pytest
 
 from millrace.stages.backends.rates import TARGET_TOKENS, TARGETS_MS, target_ms_for
-from millrace.stages.config import EngineConfig, settle_step_size
+from millrace.stages.config import EngineConfig, resolve_step_size
 from millrace.stages.errors import ConfigError
 from millrace.stages.recordings.cost_model import CostModel
 from millrace.stages.recordings.reader import Recording, ScheduleCall
 from millrace.stages.recordings.replay import Replay
-from millrace.stages.recordings.simulation import Result, Simulation
-from millrace.stages.recordings.workloads import Trace, TraceRequest
+from millrace.stages.recordings.simulation import Simulation, SimulationResult
+from millrace.stages.recordings.workloads import Workload, WorkloadRequest
 from millrace.stages.schedule.step_budget import (
     FIRST_TOKENS,
     LEAST_TOKENS,
@@ -26,12 +26,12 @@ from millrace.stages.schedule.step_budget import (
     MOST_SHARE,
     MOST_STRETCH,
     PATIENCE_S,
-    StepSize,
-    Wish,
+    PrefillDemand,
+    StepBudget,
     stretch,
     tokens_within,
 )
-from millrace.stages.schedule.step_time_model import Costs, StepContents, StepCosts
+from millrace.stages.schedule.step_time_model import StepContents, StepTimeCosts, StepTimeModel
 from tests.stages import recorded_runs
 from tests.stages.recorded_runs import TIGHT, record
 
@@ -51,8 +51,8 @@ def steps(dice: Random, num_steps: int, slow: float = 1.0) -> list[tuple[StepCon
     return made
 
 
-def noted(samples: list[tuple[StepContents, float]]) -> StepCosts:
-    costs = StepCosts()
+def noted(samples: list[tuple[StepContents, float]]) -> StepTimeModel:
+    costs = StepTimeModel()
     for contents, seconds in samples:
         costs.note(contents, seconds)
     return costs
@@ -63,7 +63,7 @@ def noted(samples: list[tuple[StepContents, float]]) -> StepCosts:
 
 def test_costs_are_found_from_steps_and_a_machine_as_before_is_not_slow():
     costs, slowness = noted(steps(Random(0), 100)).read()
-    for name in Costs.__slots__:
+    for name in StepTimeCosts.__slots__:
         assert getattr(costs, name) == pytest.approx(getattr(MODEL, name), rel=1e-3)
     assert slowness == pytest.approx(1.0, rel=1e-3)
 
@@ -107,51 +107,51 @@ def test_costs_of_prompts_are_kept_while_there_are_none():
 
 
 def test_prompts_get_the_tokens_that_fit_in_order_and_a_new_one_gets_the_rest():
-    costs = Costs(prefill_token_s=1.0)
-    assert tokens_within(10.5, costs, [Wish(30, 0)], 100) == 10
-    assert tokens_within(10.5, costs, [Wish(4, 0), Wish(4, 0)], 100) == 10
-    assert tokens_within(10.5, costs, [Wish(4, 0)], 7) == 7
-    assert tokens_within(10.5, Costs(), [Wish(4, 0)], 7) == 7  # nothing costs anything
+    costs = StepTimeCosts(prefill_token_s=1.0)
+    assert tokens_within(10.5, costs, [PrefillDemand(30, 0)], 100) == 10
+    assert tokens_within(10.5, costs, [PrefillDemand(4, 0), PrefillDemand(4, 0)], 100) == 10
+    assert tokens_within(10.5, costs, [PrefillDemand(4, 0)], 7) == 7
+    assert tokens_within(10.5, StepTimeCosts(), [PrefillDemand(4, 0)], 7) == 7  # nothing costs anything
 
 
 def test_tokens_far_into_a_prompt_cost_more_as_they_attend_to_more():
-    costs = Costs(prefill_token_s=1.0, prefill_pair_s=0.1)
+    costs = StepTimeCosts(prefill_token_s=1.0, prefill_pair_s=0.1)
     # 4 tokens behind 10: 4 + 0.1 * (4 * 10 + 4 * 4 / 2) = 8.8
-    assert tokens_within(8.8001, costs, [Wish(30, 10)], 100) == 4
-    assert tokens_within(8.8001, costs, [Wish(30, 0)], 100) == 6  # 6 + 0.1 * 6 * 6 / 2 = 7.8
+    assert tokens_within(8.8001, costs, [PrefillDemand(30, 10)], 100) == 4
+    assert tokens_within(8.8001, costs, [PrefillDemand(30, 0)], 100) == 6  # 6 + 0.1 * 6 * 6 / 2 = 7.8
 
 
 def test_a_step_is_as_large_as_its_target_allows():
-    size = StepSize(0.05, 512)
+    size = StepBudget(0.05, 512)
     for sample in steps(Random(7), 100):
         size.note(*sample)
-    num_prefill = size.choose(16, 16 * 200, [Wish(1000, 300)]) - 16
+    num_prefill = size.choose(16, 16 * 200, [PrefillDemand(1000, 300)]) - 16
     contents = [StepContents(count, count * (300 + count / 2), 16, 3200) for count in (num_prefill, num_prefill + 2)]
     assert MODEL.seconds(contents[0]) <= 0.0501 and MODEL.seconds(contents[1]) > 0.0499
     assert size.last == num_prefill + 16
 
 
 def test_prompts_go_on_whatever_the_target():
-    size = StepSize(0.001, 512)
-    assert size.choose(4, 400, [Wish(1000, 0)]) == 4 + FIRST_TOKENS  # nothing is known
+    size = StepBudget(0.001, 512)
+    assert size.choose(4, 400, [PrefillDemand(1000, 0)]) == 4 + FIRST_TOKENS  # nothing is known
     for sample in steps(Random(8), 100):
         size.note(*sample)
     decoding_s = MODEL.seconds(StepContents(num_decode=16, num_context=3200))
-    num_prefill = size.choose(16, 3200, [Wish(1000, 0)]) - 16
+    num_prefill = size.choose(16, 3200, [PrefillDemand(1000, 0)]) - 16
     assert num_prefill * MODEL.prefill_token_s == pytest.approx(MOST_SHARE * decoding_s, rel=0.1)
-    slow = StepSize(0.05, 512)
+    slow = StepBudget(0.05, 512)
     for _ in range(50):
         slow.note(StepContents(num_prefill=10, num_pairs=50), 100.0)
         slow.note(StepContents(num_decode=1, num_context=10), 0.01)
-    assert slow.choose(1, 10, [Wish(1000, 0)]) == 1 + LEAST_TOKENS  # each of them takes ten seconds
+    assert slow.choose(1, 10, [PrefillDemand(1000, 0)]) == 1 + LEAST_TOKENS  # each of them takes ten seconds
 
 
 def test_prompts_share_of_a_step_grows_as_answers_alone_come_to_miss_the_target():
     def share(decoding_of_target: float) -> float:
-        size = StepSize(decoding_s / decoding_of_target, 100_000)
+        size = StepBudget(decoding_s / decoding_of_target, 100_000)
         for sample in steps(Random(8), 100):
             size.note(*sample)
-        wish = [Wish(100, 0)]  # too few tokens to stretch the target
+        wish = [PrefillDemand(100, 0)]  # too few tokens to stretch the target
         return (size.choose(16, 3200, wish) - 16) * MODEL.prefill_token_s / decoding_s
 
     decoding_s = MODEL.seconds(StepContents(num_decode=16, num_context=3200))
@@ -164,45 +164,52 @@ def test_a_longer_target_never_leaves_prompts_less_whatever_answers_alone_take()
     for num_decode in (1, 4, 8, 16, 32):
         chosen = []
         for target_ms in (10.0, 30.0, 50.0, 75.0, 100.0, 200.0):
-            size = StepSize(target_ms / 1e3, 100_000)
+            size = StepBudget(target_ms / 1e3, 100_000)
             for contents, _ in steps(Random(8), 100):
                 size.note(contents, slow.seconds(contents))
-            chosen.append(size.choose(num_decode, num_decode * 200, [Wish(100, 0)]) - num_decode)
+            chosen.append(size.choose(num_decode, num_decode * 200, [PrefillDemand(100, 0)]) - num_decode)
         assert chosen[2:] == sorted(chosen[2:]), f"{num_decode} rows leave {chosen}"
 
 
 def test_the_target_is_stretched_once_waiting_prompts_take_over_half_a_second():
-    costs = Costs(prefill_token_s=1e-3, prefill_pair_s=1e-6)
-    assert stretch(costs, []) == stretch(costs, [Wish(300, 0)]) == 1  # 0.345 s
-    assert stretch(costs, [Wish(500, 250)]) == pytest.approx(0.75 / PATIENCE_S)  # a third for what it attends to
-    assert stretch(costs, [Wish(500, 0), Wish(100, 0)]) == pytest.approx(0.73 / PATIENCE_S)
-    assert stretch(costs, [Wish(1000, 0)] * 9) == MOST_STRETCH
+    costs = StepTimeCosts(prefill_token_s=1e-3, prefill_pair_s=1e-6)
+    assert stretch(costs, []) == stretch(costs, [PrefillDemand(300, 0)]) == 1  # 0.345 s
+    assert stretch(costs, [PrefillDemand(500, 250)]) == pytest.approx(
+        0.75 / PATIENCE_S
+    )  # a third for what it attends to
+    assert stretch(costs, [PrefillDemand(500, 0), PrefillDemand(100, 0)]) == pytest.approx(0.73 / PATIENCE_S)
+    assert stretch(costs, [PrefillDemand(1000, 0)] * 9) == MOST_STRETCH
 
 
 def test_a_long_line_is_not_walked_to_its_end_for_a_stretch():
-    for costs in (Costs(prefill_token_s=1e-3), Costs()):  # enough soon; or never, as nothing costs anything
-        line = iter([Wish(1000, 0)] * (MOST_LOOKED_AT + 5))
+    for costs in (
+        StepTimeCosts(prefill_token_s=1e-3),
+        StepTimeCosts(),
+    ):  # enough soon; or never, as nothing costs anything
+        line = iter([PrefillDemand(1000, 0)] * (MOST_LOOKED_AT + 5))
         assert stretch(costs, line) == (MOST_STRETCH if costs.prefill_token_s else 1)
         assert len(list(line)) >= 5
 
 
 def test_prompts_in_line_make_room_for_more_of_the_first():
-    size = StepSize(0.05, 512)
+    size = StepBudget(0.05, 512)
     for sample in steps(Random(7), 100):
         size.note(*sample)
-    alone, before_others = (size.choose(16, 3200, [Wish(1000, 300)], [Wish(1500, 0)] * number) for number in (0, 5))
+    alone, before_others = (
+        size.choose(16, 3200, [PrefillDemand(1000, 300)], [PrefillDemand(1500, 0)] * number) for number in (0, 5)
+    )
     assert before_others > 2.5 * alone
 
 
 def test_what_is_left_open_depends_on_what_computes():
-    native, torch = (settle_step_size(EngineConfig(), is_native=is_native) for is_native in (True, False))
+    native, torch = (resolve_step_size(EngineConfig(), is_native=is_native) for is_native in (True, False))
     assert (native.num_step_tokens, native.itl_target_ms) == (512, None)  # until the CPU is measured
     assert (torch.num_step_tokens, torch.itl_target_ms) == (2048, 0.0)
-    whole = settle_step_size(EngineConfig(enable_chunked_prefill=False), is_native=True)
+    whole = resolve_step_size(EngineConfig(enable_chunked_prefill=False), is_native=True)
     assert (whole.num_step_tokens, whole.itl_target_ms) == (2048, 0.0)
-    assert settle_step_size(EngineConfig(max_num_seqs=1000), is_native=True).num_step_tokens == 1000
+    assert resolve_step_size(EngineConfig(max_num_seqs=1000), is_native=True).num_step_tokens == 1000
     said = EngineConfig(max_num_batched_tokens=300, itl_target_ms=0.0)
-    assert settle_step_size(said, is_native=True) == said
+    assert resolve_step_size(said, is_native=True) == said
 
 
 def test_an_unset_target_is_the_time_of_a_chunk_that_keeps_a_cpu_busy_within_bounds():
@@ -238,13 +245,13 @@ ENGINE = replace(
     max_num_batched_tokens=512,
     steps_in_flight=2,
 )
-STREAMS = [TraceRequest(0.01 * i, num_prompt=30, num_answer=500) for i in range(8)]
-PROMPTS = [TraceRequest(0.5 + 0.4 * i, num_prompt=1000, num_answer=2) for i in range(20)]
+STREAMS = [WorkloadRequest(0.01 * i, num_prompt=30, num_answer=500) for i in range(8)]
+PROMPTS = [WorkloadRequest(0.5 + 0.4 * i, num_prompt=1000, num_answer=2) for i in range(20)]
 
 
-def simulate(*requests: TraceRequest, target_ms: float) -> Result:
+def simulate(*requests: WorkloadRequest, target_ms: float) -> SimulationResult:
     simulation = Simulation(replace(ENGINE, itl_target_ms=target_ms), MODEL)
-    result = simulation.run(Trace(requests, False))
+    result = simulation.run(Workload(requests, False))
     budget = simulation.core.schedule.scheduler.step_token_budget
     assert budget == 512 if not target_ms or len(requests) == 1 else LEAST_TOKENS < budget < 512
     return result
@@ -261,7 +268,7 @@ def test_long_prompts_delay_answers_by_no_more_than_the_target_and_finish_as_fas
 
 
 def test_a_burst_of_prompts_gets_through_faster_than_the_target_alone_would_let_it(monkeypatch: pytest.MonkeyPatch):
-    burst = [TraceRequest(0.5 + 0.01 * i, num_prompt=1000, num_answer=2) for i in range(8)]  # 2.8 s of computing
+    burst = [WorkloadRequest(0.5 + 0.01 * i, num_prompt=1000, num_answer=2) for i in range(8)]  # 2.8 s of computing
     stretched = simulate(*STREAMS, *burst, target_ms=20.0)
     monkeypatch.setattr("millrace.stages.schedule.step_budget.MOST_STRETCH", 1.0)
     held = simulate(*STREAMS, *burst, target_ms=20.0)
@@ -281,7 +288,7 @@ def test_a_target_that_answers_alone_do_not_meet_starves_no_prompt():
 
 
 def test_without_running_answers_a_prompt_is_computed_in_the_largest_steps():
-    (outcome,) = simulate(TraceRequest(0.0, num_prompt=1024, num_answer=1), target_ms=1.0).outcomes
+    (outcome,) = simulate(WorkloadRequest(0.0, num_prompt=1024, num_answer=1), target_ms=1.0).outcomes
     pairs = 1024 * 1025 / 2
     expected_s = 2 * MODEL.step_s + 1024 * MODEL.prefill_token_s + pairs * MODEL.prefill_pair_s
     assert outcome.ttft_s == pytest.approx(expected_s)

@@ -18,14 +18,14 @@ from millrace.stages.errors import ConfigError, Failed, Refused
 from millrace.stages.messages import NO_INDICES, FinishReason, StepTokens, TokenRequest
 from millrace.stages.params import SamplingParams, ThinkingBudget
 from millrace.stages.sample.logits_processor import LogitsProcessor
-from millrace.stages.schedule.scheduler import Limits, Scheduler
+from millrace.stages.schedule.scheduler import Scheduler, StepLimits
 from millrace.stages.split.core_exit import CoreExit
 from millrace.stages.split.front import CORE
-from millrace.stages.split.inflight_requests import STEPS_AT_ONCE, LiveTable
-from millrace.stages.split.protocol import CODEC, RequestFailed, Served
-from millrace.stages.split.remote_views import Mirror, MirrorChannel, MirrorRunner, MirrorStage
+from millrace.stages.split.inflight_requests import STEPS_AT_ONCE, InflightRequests
+from millrace.stages.split.protocol import CODEC, RequestFailed, ServiceTimes
+from millrace.stages.split.remote_views import RemoteChannelView, RemoteCoreView, RemoteRunnerView, RemoteStageView
 from millrace.stages.split.split_engine import SplitEngine
-from millrace.stages.split.status import FIGURES, read_books
+from millrace.stages.split.status import FIGURES, read_status
 from millrace.stages.structured_outputs import StructuredOutputs
 from millrace.stages.testing.scripted.engine import SMALL, ScriptedEngine, scripted_engine
 
@@ -51,7 +51,7 @@ def crossed(message: Any) -> Any:
 
 
 def test_another_engine_is_given_each_prompt_with_what_was_told_of_its_answer() -> None:
-    table = LiveTable()
+    table = InflightRequests()
     table.sent(token_request("a", 0, n=3))
     table.sent(token_request("b", 3))
     table.sent(token_request("c", 4))
@@ -69,7 +69,7 @@ def test_another_engine_is_given_each_prompt_with_what_was_told_of_its_answer() 
 
 
 def test_what_is_noted_of_sequences_that_are_over_is_thrown_away() -> None:
-    table = LiveTable()
+    table = InflightRequests()
     for number in (0, 1):
         table.sent(token_request(str(number), number))
     for step in range(STEPS_AT_ONCE - 1):
@@ -81,7 +81,7 @@ def test_what_is_noted_of_sequences_that_are_over_is_thrown_away() -> None:
 
 
 def test_a_request_that_ran_during_two_deaths_is_given_up_and_a_waiting_one_is_not() -> None:
-    table = LiveTable()
+    table = InflightRequests()
     table.sent(token_request("runs", 0))
     table.sent(token_request("waits", 1))
     for due in ([], ["runs"]):
@@ -93,7 +93,7 @@ def test_a_request_that_ran_during_two_deaths_is_given_up_and_a_waiting_one_is_n
 
 
 def test_tokens_that_came_twice_are_counted_once() -> None:
-    table = LiveTable()
+    table = InflightRequests()
     table.sent(token_request("a", 0))
     for step, rows in enumerate([[(0, 0, 5)], [(0, 1, 6)], [(0, 1, 6)], [(0, 2, 7)]]):
         table.note(tokens(step, rows))
@@ -105,7 +105,7 @@ def test_tokens_that_came_twice_are_counted_once() -> None:
 
 
 def test_the_scheduler_goes_on_with_an_answer_where_another_engine_has_stopped() -> None:
-    scheduler = Scheduler(Limits(8, 64, 128, 16), first_step=90)
+    scheduler = Scheduler(StepLimits(8, 64, 128, 16), first_step=90)
     generated = {0: np.array([7, 8], np.int32), 2: np.array([], np.int32)}
     scheduler.add(token_request("a", 4, n=3, generated=generated))
     assert sorted(scheduler.sequences) == [4, 6], "choice 1 is over"
@@ -189,7 +189,7 @@ def test_the_engine_process_maps_sequences_to_requests_and_reports_failures_once
     asyncio.run(main())
     failed, served = said
     assert isinstance(failed, RequestFailed) and (failed.request_id, failed.reason) == ("a", "no")
-    assert isinstance(served, Served) and served.times_us == {"c": 11}
+    assert isinstance(served, ServiceTimes) and served.times_us == {"c": 11}
 
 
 def test_the_mirror_shows_what_the_books_say_under_the_same_names() -> None:
@@ -198,19 +198,19 @@ def test_the_mirror_shows_what_the_books_say_under_the_same_names() -> None:
             stream = engine.generate("abc", SamplingParams(max_tokens=400, ignore_eos=True), request_id="one")
             await anext(stream)
             core, pipeline = engine.parts.core, engine.pipeline
-            told = read_books(core, pipeline, list(pipeline.channels), with_blocks=True)
-            channels = {name: MirrorChannel(name, channel.capacity) for name, channel in pipeline.channels.items()}
+            told = read_status(core, pipeline, list(pipeline.channels), with_blocks=True)
+            channels = {name: RemoteChannelView(name, channel.capacity) for name, channel in pipeline.channels.items()}
             runners = {
-                name: MirrorRunner(
+                name: RemoteRunnerView(
                     name,
-                    MirrorStage(kind),
+                    RemoteStageView(kind),
                     {port: channels[pipeline.runners[name].inputs[port].name] for port in kind.inputs},
                     0.0,
                 )
                 for name, kind in CORE.items()
             }
             stages = [stage for stage in told.stages if stage.name in CORE]
-            mirror = Mirror(engine.config, engine.info, runners, channels, lambda number: "one")
+            mirror = RemoteCoreView(engine.config, engine.info, runners, channels, lambda number: "one")
             mirror.update(crossed(dataclasses.replace(told, stages=stages)))
 
             for name in FIGURES:
@@ -255,8 +255,8 @@ def test_how_long_the_device_idled_crosses_where_it_is_known(is_late: bool) -> N
             params = SamplingParams(max_tokens=20, ignore_eos=True)
             assert [output async for output in engine.generate("abc", params, output_kind="final")]
             await engine.check_quiet()
-            told = dataclasses.replace(read_books(engine.parts.core, engine.pipeline, []), stages=[])
-            mirror = Mirror(engine.config, engine.info, {}, {}, lambda number: None)
+            told = dataclasses.replace(read_status(engine.parts.core, engine.pipeline, []), stages=[])
+            mirror = RemoteCoreView(engine.config, engine.info, {}, {}, lambda number: None)
             assert mirror.idle_gaps_us is None
             mirror.update(crossed(told))
             here, there = mirror.idle_gaps_us, engine.idle_gaps_us
@@ -280,9 +280,9 @@ class Nothing(LogitsProcessor):
 def test_what_would_have_to_be_in_the_engine_process_is_refused_in_a_sentence() -> None:
     engine = SplitEngine(EngineConfig())
     with pytest.raises(ConfigError, match="a stage after schedule would have a neighbour in another process"):
-        engine.insert(MirrorStage(CORE["schedule"]), after="schedule")
+        engine.insert(RemoteStageView(CORE["schedule"]), after="schedule")
     with pytest.raises(ConfigError, match="sample is in the engine process"):
-        engine.replace("sample", MirrorStage(CORE["sample"]))
+        engine.replace("sample", RemoteStageView(CORE["sample"]))
     with pytest.raises(RuntimeError, match="await forget_prefixes"):
         engine.reset_prefix_cache()
     with pytest.raises(NotServing):

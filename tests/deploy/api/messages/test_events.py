@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from millrace.deploy.api.adapter.answer_parts import End, Part, Text, Usage
+from millrace.deploy.api.adapter.answer_parts import AnswerEnd, Part, TextDelta, TokenUsage
 from millrace.deploy.api.adapter.chat_adapter import read_adapted
 from millrace.deploy.api.assistant_turn import ToolCallArguments, ToolCallBegun
 from millrace.deploy.api.messages.bodies import CountTokensBody, MessagesBody, name_of
@@ -18,20 +18,22 @@ from millrace.deploy.api.messages.events import PING, MessageEvents, error_body
 from millrace.deploy.api.parsers.interface import Reasoning
 from millrace.deploy.errors import ApiError
 
-USAGE = Usage(num_prompt=7, num_cached=4, num_completion=5)
+USAGE = TokenUsage(num_prompt=7, num_cached=4, num_completion=5)
 TEXTS = st.text(max_size=5)
 RUNS = st.one_of(
-    st.lists(st.builds(Text, TEXTS), min_size=1, max_size=4),
+    st.lists(st.builds(TextDelta, TEXTS), min_size=1, max_size=4),
     st.lists(st.builds(Reasoning, TEXTS), min_size=1, max_size=4),
     st.builds(ToolCallBegun, st.just(0), TEXTS, TEXTS).map(
         lambda call: [call, ToolCallArguments(0, '{"a"'), ToolCallArguments(0, ": 1}")]
     ),
 )
 ANSWERS = st.lists(RUNS, max_size=4).map(lambda runs: [part for run in runs for part in run])
-ENDS = st.sampled_from([End("stop"), End("stop", "x"), End("length"), End("tool_calls"), End("abort")])
+ENDS = st.sampled_from(
+    [AnswerEnd("stop"), AnswerEnd("stop", "x"), AnswerEnd("length"), AnswerEnd("tool_calls"), AnswerEnd("abort")]
+)
 
 
-def tell(parts: list[Part], end: End) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def tell(parts: list[Part], end: AnswerEnd) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     built = MessageEvents("msg_0", "model", ("x",))
     events = built.begin(USAGE)
     for part in [*parts, end]:
@@ -80,22 +82,22 @@ def test_blocks_are_opened_and_closed_one_after_the_other(parts, end):
 @pytest.mark.parametrize(
     ("end", "reason", "sequence"),
     [
-        (End("stop"), "end_turn", None),
-        (End("stop", 256), "end_turn", None),
-        (End("stop", "x"), "stop_sequence", "x"),
-        (End("length"), "max_tokens", None),
-        (End("tool_calls"), "tool_use", None),
-        (End("abort"), "pause_turn", None),
+        (AnswerEnd("stop"), "end_turn", None),
+        (AnswerEnd("stop", 256), "end_turn", None),
+        (AnswerEnd("stop", "x"), "stop_sequence", "x"),
+        (AnswerEnd("length"), "max_tokens", None),
+        (AnswerEnd("tool_calls"), "tool_use", None),
+        (AnswerEnd("abort"), "pause_turn", None),
     ],
 )
 def test_the_end_of_the_answer_is_the_stop_reason_of_the_message(end, reason, sequence):
-    events, message = tell([Text("a")], end)
+    events, message = tell([TextDelta("a")], end)
     assert (message["stop_reason"], message["stop_sequence"]) == (reason, sequence)
     assert events[-2]["delta"] == {"stop_reason": reason, "stop_sequence": sequence}
 
 
 def test_cached_tokens_are_counted_apart():
-    events, message = tell([Text("a")], End("stop"))
+    events, message = tell([TextDelta("a")], AnswerEnd("stop"))
     usage = {
         "input_tokens": 3,
         "cache_read_input_tokens": 4,
@@ -108,7 +110,9 @@ def test_cached_tokens_are_counted_apart():
 def test_arguments_that_break_off_are_no_arguments():
     for text, read in (('{"a": 1}', {"a": 1}), ('{"a":', {}), ("", {}), ("[1]", {})):
         assert (
-            tell([ToolCallBegun(0, "c", "f"), ToolCallArguments(0, text)], End("tool_calls"))[1]["content"][0]["input"]
+            tell([ToolCallBegun(0, "c", "f"), ToolCallArguments(0, text)], AnswerEnd("tool_calls"))[1]["content"][0][
+                "input"
+            ]
             == read
         )
 

@@ -163,11 +163,11 @@ def test_best_of_returns_the_likeliest_and_counts_all(server):
 
 
 def test_choices_are_ranked_by_their_mean_log_probability():
-    from millrace.deploy.api.openai.answers import Choice, best
+    from millrace.deploy.api.openai.answers import ChoiceState, best
     from millrace.stages.messages import TokenLogprobs
 
-    def choice(index: int, *logprobs: float) -> Choice:
-        return Choice(index, logprobs=[TokenLogprobs(0, "", b"", logprob, 1, ()) for logprob in logprobs])
+    def choice(index: int, *logprobs: float) -> ChoiceState:
+        return ChoiceState(index, logprobs=[TokenLogprobs(0, "", b"", logprob, 1, ()) for logprob in logprobs])
 
     given = [choice(0, -1, -3), choice(1, -1), choice(2), choice(3, -1.5, -0.1), choice(4, -9), choice(5, -9)]
     first, second, third, fourth = best(given, 3, 2)

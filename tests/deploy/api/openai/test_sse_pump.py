@@ -11,16 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.deploy.api.openai.answers import Answer, ChatAnswer, Choice, CompletionAnswer
-from millrace.deploy.api.openai.chunks import Chunks
+from millrace.deploy.api.openai.answers import AnswerBuilder, ChatAnswerBuilder, ChoiceState, CompletionAnswerBuilder
+from millrace.deploy.api.openai.chunks import ChunkIterator
 from millrace.deploy.api.openai.sse_pump import send_all
 from millrace.runtime.wakeups import WOKEN_AT_ONCE
 from millrace.stages.exit.outboxes import Outboxes, RequestOutbox
 from millrace.stages.messages import Finish, FinishReason, Prompt, Request, StepText
-from millrace.stages.outputs import Delta
+from millrace.stages.outputs import ChoiceDelta
 from millrace.stages.params import SamplingParams
 
-ANSWERS = (ChatAnswer, CompletionAnswer)
+ANSWERS = (ChatAnswerBuilder, CompletionAnswerBuilder)
 
 
 class Wire:
@@ -54,17 +54,19 @@ class Wire:
 class Clients:
     """The streams of one server, and the exit stage that feeds them."""
 
-    def __init__(self, shape: type[Answer] = CompletionAnswer, n: int = 1, has_usage: bool = False) -> None:
+    def __init__(
+        self, shape: type[AnswerBuilder] = CompletionAnswerBuilder, n: int = 1, has_usage: bool = False
+    ) -> None:
         self.exit = Outboxes()
         self._shape, self._n, self._has_usage = shape, n, has_usage
         self.boxes: list[RequestOutbox] = []
 
-    def open(self) -> Chunks:
+    def open(self) -> ChunkIterator:
         params = SamplingParams(max_tokens=1000, n=self._n)
         request = Request(f"r{len(self.boxes)}", (Prompt(text="a"),), params)
         self.boxes.append(self.exit.open(request))
         answer = self._shape("id", 1, "model", has_usage=self._has_usage, has_running_usage=False)
-        return Chunks(answer, self.boxes[-1], self._n)
+        return ChunkIterator(answer, self.boxes[-1], self._n)
 
     def send(self) -> tuple[Wire, asyncio.Task[None]]:
         wire = Wire()
@@ -91,7 +93,7 @@ texts_of_steps = st.lists(st.tuples(st.integers(0, 1), st.text(max_size=6), st.b
 
 @given(shape=st.sampled_from(ANSWERS), steps=texts_of_steps, has_usage=st.booleans())
 def test_what_is_pumped_is_byte_for_byte_what_is_iterated(
-    shape: type[Answer], steps: Sequence[tuple[int, str, bool]], has_usage: bool
+    shape: type[AnswerBuilder], steps: Sequence[tuple[int, str, bool]], has_usage: bool
 ) -> None:
     async def bodies_of(pumped: bool) -> list[bytes]:
         clients, wire = Clients(shape, 2, has_usage), Wire()
@@ -117,11 +119,11 @@ def test_what_is_pumped_is_byte_for_byte_what_is_iterated(
 
 @given(shape=st.sampled_from(ANSWERS), text=st.text(min_size=1), has_usage=st.booleans())
 def test_a_spliced_chunk_is_byte_for_byte_the_one_encoded_whole(
-    shape: type[Answer], text: str, has_usage: bool
+    shape: type[AnswerBuilder], text: str, has_usage: bool
 ) -> None:
     answer = shape('id-\x00é"', 1, "a/model", has_usage=has_usage, has_running_usage=False)
-    first, again = (answer.chunks(Choice(3), Delta(3, text, (1,)))[0] for _ in range(2))
-    piece = {"delta": {"content": text}} if shape is ChatAnswer else {"text": text}
+    first, again = (answer.chunks(ChoiceState(3), ChoiceDelta(3, text, (1,)))[0] for _ in range(2))
+    piece = {"delta": {"content": text}} if shape is ChatAnswerBuilder else {"text": text}
     choice = {"index": 3, **piece, "logprobs": None, "finish_reason": None, "stop_reason": None}
     whole = {"id": answer.id, "object": shape.CHUNK, "created": 1, "model": "a/model", "choices": [choice]}
     assert first == again == orjson.dumps(whole | ({"usage": None} if has_usage else {}))
@@ -210,17 +212,17 @@ def test_a_task_that_is_cancelled_leaves_its_outbox_as_it_was(is_ringing: bool) 
     async def test() -> None:
         clients = Clients()
         wire, task = clients.send()
-        bell = clients.boxes[0].bell
+        wakeup = clients.boxes[0].wakeup
         await turns()
         clients.deliver("a")
         await turns()
-        assert bell.waiter is not None
+        assert wakeup.waiter is not None
         if is_ringing:
             clients.deliver("b")
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         await turns()
-        assert bell.waiter is None and not bell.is_going
+        assert wakeup.waiter is None and not wakeup.is_going
         clients.deliver("c")
         await turns()
         assert len(wire.writes) <= 2

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.deploy.api.adapter.answer_parts import End, Part, Text, Usage
+from millrace.deploy.api.adapter.answer_parts import AnswerEnd, Part, TextDelta, TokenUsage
 from millrace.deploy.api.adapter.chat_adapter import read_adapted
 from millrace.deploy.api.assistant_turn import ToolCallArguments, ToolCallBegun
 from millrace.deploy.api.parsers.interface import Reasoning
@@ -20,17 +20,17 @@ from millrace.stages.messages import TokenLogprobs
 from millrace.stages.params import SamplingParams
 from tests.deploy.openai_shapes import check_events, check_response, text_of
 
-USAGE = Usage(num_prompt=7, num_cached=4, num_completion=5, num_reasoning=2)
+USAGE = TokenUsage(num_prompt=7, num_cached=4, num_completion=5, num_reasoning=2)
 TEXTS = st.text(max_size=5)
 ARGUMENTS = st.lists(st.builds(ToolCallArguments, st.just(0), TEXTS), max_size=3)
 CALLS = st.tuples(st.builds(ToolCallBegun, st.just(0), st.text(min_size=1, max_size=3), TEXTS), ARGUMENTS)
 RUNS = st.one_of(
-    st.lists(st.builds(Text, TEXTS), min_size=1, max_size=4),
+    st.lists(st.builds(TextDelta, TEXTS), min_size=1, max_size=4),
     st.lists(st.builds(Reasoning, TEXTS), min_size=1, max_size=4),
     CALLS.map(lambda call: [call[0], *call[1]]),
 )
 ANSWERS = st.lists(RUNS, max_size=4).map(lambda runs: [part for run in runs for part in run])
-ENDS = st.sampled_from(["stop", "length", "tool_calls", "abort", "error"]).map(End)
+ENDS = st.sampled_from(["stop", "length", "tool_calls", "abort", "error"]).map(AnswerEnd)
 
 
 def build(**fields: Any) -> ResponseEvents:
@@ -42,7 +42,7 @@ def text_in(item: dict[str, Any]) -> str:
     return "".join(part["text"] for part in item.get("content", []))
 
 
-def tell(parts: list[Part], end: End) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def tell(parts: list[Part], end: AnswerEnd) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     built = build()
     events = built.begin()
     for part in [*parts, end]:
@@ -74,7 +74,7 @@ def test_deltas_joined_are_the_items_that_end_them(parts, end):
         item.get("arguments", "".join(part["text"] for part in item.get("content", []))) for item in response["output"]
     ]
     assert told == [deltas.get(i, "") for i in range(len(told))]
-    assert text_of(response) == "".join(part.text for part in parts if isinstance(part, Text))
+    assert text_of(response) == "".join(part.text for part in parts if isinstance(part, TextDelta))
     assert [event["item"] for event in events if event["type"] == "response.output_item.done"] == response["output"]
 
 
@@ -104,7 +104,7 @@ def test_items_are_opened_and_closed_one_after_the_other(parts, end):
     ],
 )
 def test_the_end_of_the_answer_is_the_status_of_the_response(reason, status, last):
-    events, response = tell([Text("a")], End(reason))
+    events, response = tell([TextDelta("a")], AnswerEnd(reason))
     assert (response["status"], events[-1]["type"]) == (status, last)
     assert (response["completed_at"] is not None) == (status == "completed")
     assert response["incomplete_details"] == ({"reason": "max_output_tokens"} if reason == "length" else None)
@@ -112,13 +112,13 @@ def test_the_end_of_the_answer_is_the_status_of_the_response(reason, status, las
 
 
 def test_an_answer_of_no_words_is_an_empty_message():
-    _, response = tell([], End("stop"))
+    _, response = tell([], AnswerEnd("stop"))
     assert [item["type"] for item in response["output"]] == ["message"] and text_of(response) == ""
 
 
 def test_a_failure_ends_what_was_under_way_and_says_why():
     built = build()
-    events = built.begin() + built.add(Text("a")) + built.fail(ApiError("rate_limit_exceeded", "no room"))
+    events = built.begin() + built.add(TextDelta("a")) + built.fail(ApiError("rate_limit_exceeded", "no room"))
     check_events(events)
     assert built.response["error"] == {"code": "rate_limit_exceeded", "message": "no room"}
     assert built.response["output"][0]["status"] == "incomplete"
@@ -126,7 +126,7 @@ def test_a_failure_ends_what_was_under_way_and_says_why():
 
 def test_logprobs_come_with_their_text_and_again_with_the_whole():
     token = TokenLogprobs(1, "a", b"a", -0.5, 1, ((1, "a", b"a", -0.5), (2, "b", b"b", float("-inf"))))
-    events, response = tell([Text("a", (token,)), Text("a", (token,))], End("stop"))
+    events, response = tell([TextDelta("a", (token,)), TextDelta("a", (token,))], AnswerEnd("stop"))
     check_events(events)
     entry = {"token": "a", "logprob": -0.5, "bytes": [97]}
     expected = entry | {"top_logprobs": [entry, {"token": "b", "logprob": -9999.0, "bytes": [98]}]}
@@ -161,13 +161,13 @@ def test_what_was_asked_for_is_told_again():
 def test_events_that_were_told_do_not_change_afterwards():
     built = build()
     first = built.begin()
-    built.add(Text("a"))
-    built.end(End("stop"), USAGE)
+    built.add(TextDelta("a"))
+    built.end(AnswerEnd("stop"), USAGE)
     assert first[0]["response"]["output"] == [] and first[0]["response"]["status"] == "in_progress"
 
 
 def test_usage_has_openais_names():
-    _, response = tell([Text("a")], End("stop"))
+    _, response = tell([TextDelta("a")], AnswerEnd("stop"))
     assert response["usage"] == {
         "input_tokens": 7,
         "input_tokens_details": {"cached_tokens": 4, "cache_write_tokens": 0},

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from millrace.deploy.cli.bench import latency, throughput
-from millrace.deploy.cli.bench.load import Ask, arrivals, random_asks, read_asks
-from millrace.deploy.cli.bench.measures import Record, Stopwatch, is_good, parse_goodput, statistics, summarize
+from millrace.deploy.cli.bench.load import BenchRequest, arrivals, random_asks, read_asks
+from millrace.deploy.cli.bench.measures import RequestRecord, Stopwatch, is_good, parse_goodput, statistics, summarize
 from millrace.deploy.cli.bench.offline import ask
 from millrace.deploy.cli.bench.serve import has_text
 from millrace.deploy.cli.main import main
@@ -22,9 +22,9 @@ from millrace.stages.testing.scripted.script import Script
 from tests.deploy.running import RunningServer
 
 # 3 tokens in, 5 out: first after 100 ms, then 200 ms for 4 more
-FIRST = Record(3, 5, 0.1, 0.3, (0.02, 0.08, 0.05, 0.05))
-SECOND = Record(7, 1, 0.3, 0.3)  # one token: nothing between tokens
-BROKEN = Record(error="500: broken")
+FIRST = RequestRecord(3, 5, 0.1, 0.3, (0.02, 0.08, 0.05, 0.05))
+SECOND = RequestRecord(7, 1, 0.3, 0.3)  # one token: nothing between tokens
+BROKEN = RequestRecord(error="500: broken")
 NAMES = [
     f"{statistic}_{name}_ms"
     for name in ("ttft", "tpot", "itl", "e2el")
@@ -100,10 +100,10 @@ def test_a_stopwatch_knows_first_gaps_and_end():
         watch.piece(now)
     watch.end(13.25)
     assert watch.num_pieces == 3
-    assert watch.record(4, 3) == Record(4, 3, 1.0, 3.25, (0.5, 1.5))
+    assert watch.record(4, 3) == RequestRecord(4, 3, 1.0, 3.25, (0.5, 1.5))
     silent = Stopwatch(1.0)
     silent.end(3.0)
-    assert silent.num_pieces == 0 and silent.record(4, 1) == Record(4, 1, 2.0, 2.0)
+    assert silent.num_pieces == 0 and silent.record(4, 1) == RequestRecord(4, 1, 2.0, 2.0)
 
 
 def test_a_piece_without_text_is_no_token():
@@ -126,7 +126,7 @@ def test_a_piece_without_text_is_no_token():
 
 
 def test_random_prompts_have_the_lengths_that_were_asked_for_and_the_seed_decides():
-    def draw(seed: int) -> list[Ask]:
+    def draw(seed: int) -> list[BenchRequest]:
         return random_asks(200, 10, 4, 50, np.random.default_rng(seed), 0.5)
 
     asks = draw(1)
@@ -149,7 +149,7 @@ def test_arrivals_are_a_poisson_process_or_all_at_once():
 def test_a_dataset_is_read_as_far_as_needed_and_its_lines_are_checked(tmp_path):
     file = tmp_path / "data.jsonl"
     file.write_text('{"prompt": "a", "output_tokens": 3}\n{"messages": [{}]}\n{"prompt": [1, 2]}\nno JSON\n')
-    asks = [Ask("a", 3), Ask(None, 9, [{}]), Ask([1, 2], 9)]
+    asks = [BenchRequest("a", 3), BenchRequest(None, 9, [{}]), BenchRequest([1, 2], 9)]
     assert read_asks(file, 3, 9) == asks and read_asks(file, 1, 9) == asks[:1]
     with pytest.raises(ConfigError, match=r"data\.jsonl:4: must be like"):
         read_asks(file, 4, 9)
@@ -220,9 +220,9 @@ def test_what_does_not_fit_the_context_is_refused(monkeypatch, capfd):
 
 
 def test_a_failed_request_is_counted_and_told():
-    async def go() -> Record:
+    async def go() -> RequestRecord:
         async with scripted_engine(script=Script()) as engine:
-            return await ask(engine, Ask([1] * 600, 4))
+            return await ask(engine, BenchRequest([1] * 600, 4))
 
     assert "512" in str(asyncio.run(go()).error)
 

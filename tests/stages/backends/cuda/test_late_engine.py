@@ -16,13 +16,13 @@ import pytest
 from millrace.runtime.env.log import captured_logs
 from millrace.runtime.stage import Stage
 from millrace.stages.backends.cuda.cuda_graphs import batches_of
-from millrace.stages.backends.cuda.device_work import TorchWork
-from millrace.stages.backends.cuda.step_submission import StepLine
-from millrace.stages.backends.cuda.triton_chooser import EDITED, KINDS, PLAIN, SCORED, TRUNCATED, KernelChoosing
+from millrace.stages.backends.cuda.device_work import TorchDeviceWork
+from millrace.stages.backends.cuda.step_submission import StepSubmitter
+from millrace.stages.backends.cuda.triton_chooser import EDITED, KINDS, PLAIN, SCORED, TRUNCATED, TritonTokenChooser
 from millrace.stages.engine.engine import Engine
 from millrace.stages.errors import ConfigError
 from millrace.stages.messages import StepGrant
-from millrace.stages.outputs import Batch
+from millrace.stages.outputs import GraphBatch
 from millrace.stages.params import SamplingParams
 from tests.model.checkpoints import make_checkpoint
 from tests.runtime.device_streams.host_streams import HostStreams
@@ -148,16 +148,16 @@ def test_once_ready_a_real_step_has_run_in_every_graph_and_kind_of_sampling(
 ) -> None:
     found: list[Any] = []
     kinds: set[int] = set()
-    begin = StepLine.forward
+    begin = StepSubmitter.forward
 
-    def noting(line: StepLine, grant: StepGrant, kind: int = 0, **more: Any) -> Any:
+    def noting(line: StepSubmitter, grant: StepGrant, kind: int = 0, **more: Any) -> Any:
         kinds.add(kind)
         return begin(line, grant, kind, **more)
 
     def find(engine: Engine) -> None:
         found.append(engine.pipeline.stages["execute"].runner)  # type: ignore[attr-defined]
 
-    monkeypatch.setattr(StepLine, "forward", noting)
+    monkeypatch.setattr(StepSubmitter, "forward", noting)
     asyncio.run(run(checkpoint, [], late(), find, max_num_batched_tokens=200))
     (model,) = found
     num_replays = {batch: each.forward.num_replays for batch, each in model.line.graphs._captured.items()}
@@ -171,10 +171,10 @@ def test_once_ready_a_real_step_has_run_in_every_graph_and_kind_of_sampling(
 def test_without_graphs_every_size_and_scoring_kernel_has_run_before_ready(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, mode: str, num_kinds: int
 ) -> None:
-    sizes: set[Batch] = set()
+    sizes: set[GraphBatch] = set()
     kinds: set[int] = set()
-    monkeypatch.setattr(TorchWork, "forward", noted(sizes, TorchWork.forward))
-    monkeypatch.setattr(KernelChoosing, "choose_on_device", noted(kinds, KernelChoosing.choose_on_device))
+    monkeypatch.setattr(TorchDeviceWork, "forward", noted(sizes, TorchDeviceWork.forward))
+    monkeypatch.setattr(TritonTokenChooser, "choose_on_device", noted(kinds, TritonTokenChooser.choose_on_device))
     asyncio.run(run(checkpoint, [], late(), enforce_eager=True, max_num_batched_tokens=200, logprobs_mode=mode))
     decode, mixed = batches_of(8, 200)
     assert sizes >= {*decode, *mixed} and kinds >= {*KINDS}

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from millrace.runtime.device_streams.simulated import SimStreams
-from millrace.stages.backends.cuda.cuda_graphs import DECODE_ROWS, MIXED_TOKENS, Graphs
-from millrace.stages.outputs import Batch
+from millrace.stages.backends.cuda.cuda_graphs import DECODE_ROWS, MIXED_TOKENS, CudaGraphs
+from millrace.stages.outputs import GraphBatch
 
 
 class Recorder:
@@ -19,23 +19,23 @@ class Recorder:
     def __init__(self) -> None:
         self.device = SimStreams(Random(0))
         self.stream = self.device.stream("compute")
-        self.launched: list[tuple[str, Batch]] = []
-        self.captured: list[Batch] = []
+        self.launched: list[tuple[str, GraphBatch]] = []
+        self.captured: list[GraphBatch] = []
 
-    def capture(self, graphs: Graphs) -> None:
+    def capture(self, graphs: CudaGraphs) -> None:
         ticks = count()
         self.report = graphs.capture(self.stream, self.forward, self.sample, lambda: float(next(ticks)))
 
-    def forward(self, batch: Batch) -> None:
+    def forward(self, batch: GraphBatch) -> None:
         self.captured.append(batch)
         self.stream.launch(lambda: self.launched.append(("forward", batch)))
 
-    def sample(self, batch: Batch, kind: int) -> None:
+    def sample(self, batch: GraphBatch, kind: int) -> None:
         self.stream.launch(lambda: self.launched.append(("sample", batch)))
 
 
-def captured(max_num_seqs: int = 256, max_num_tokens: int = 2048, **options: Any) -> tuple[Graphs, Recorder]:
-    graphs, recorder = Graphs(max_num_seqs, max_num_tokens, **options), Recorder()
+def captured(max_num_seqs: int = 256, max_num_tokens: int = 2048, **options: Any) -> tuple[CudaGraphs, Recorder]:
+    graphs, recorder = CudaGraphs(max_num_seqs, max_num_tokens, **options), Recorder()
     recorder.capture(graphs)
     return graphs, recorder
 
@@ -47,7 +47,7 @@ def captured(max_num_seqs: int = 256, max_num_tokens: int = 2048, **options: Any
 def test_a_decode_step_runs_in_the_smallest_graph_that_holds_it(rows: int, padded: int) -> None:
     graphs, _ = captured(max_num_seqs=1000)
     batch, found = graphs.choose(rows, rows, True)
-    assert batch == Batch(padded, padded, True) and found is not None
+    assert batch == GraphBatch(padded, padded, True) and found is not None
     assert (graphs.num_replayed, graphs.num_eager) == (1, 0)
 
 
@@ -55,23 +55,23 @@ def test_a_decode_step_runs_in_the_smallest_graph_that_holds_it(rows: int, padde
 def test_a_mixed_step_is_padded_to_tokens_with_room_for_all_rows(tokens: int, padded: int) -> None:
     graphs, _ = captured()
     batch, found = graphs.choose(2, tokens, False)
-    assert batch == Batch(256, padded, False) and found is not None
+    assert batch == GraphBatch(256, padded, False) and found is not None
 
 
 def test_a_step_that_no_graph_holds_runs_eagerly_in_its_own_size() -> None:
     graphs, _ = captured()
-    assert graphs.choose(3, 2049, False) == (Batch(3, 2049, False), None)
+    assert graphs.choose(3, 2049, False) == (GraphBatch(3, 2049, False), None)
     assert (graphs.num_replayed, graphs.num_eager) == (0, 1)
 
 
 def test_with_enforce_eager_nothing_is_captured_and_nothing_padded() -> None:
     graphs, recorder = captured(is_eager=True)
     assert recorder.captured == [] and recorder.report.batches == ()
-    assert graphs.choose(3, 3, True) == (Batch(3, 3, True), None)
+    assert graphs.choose(3, 3, True) == (GraphBatch(3, 3, True), None)
 
 
 def test_before_the_capture_every_step_runs_eagerly() -> None:
-    assert Graphs(8, 64).choose(3, 3, True) == (Batch(3, 3, True), None)
+    assert CudaGraphs(8, 64).choose(3, 3, True) == (GraphBatch(3, 3, True), None)
 
 
 def test_the_largest_is_captured_first_and_the_report_says_what_and_how_long() -> None:
@@ -86,7 +86,7 @@ def test_the_largest_is_captured_first_and_the_report_says_what_and_how_long() -
 
 
 def test_sizes_end_at_what_an_engine_is_set_to() -> None:
-    graphs = Graphs(20, 300)
+    graphs = CudaGraphs(20, 300)
     assert sorted(b.num_rows for b in graphs.batches if b.is_decode) == [1, 2, 4, 8, 16, 20]
     assert sorted(b.num_tokens for b in graphs.batches if not b.is_decode) == [64, 128, 256]
     assert {b.num_rows for b in graphs.batches if not b.is_decode} == {20}
@@ -95,7 +95,7 @@ def test_sizes_end_at_what_an_engine_is_set_to() -> None:
 def test_more_sequences_than_the_largest_graph_has_rows_decode_eagerly() -> None:
     graphs, _ = captured(max_num_seqs=2000)
     assert graphs.choose(1024, 1024, True)[1] is not None
-    assert graphs.choose(1025, 1025, True) == (Batch(1025, 1025, True), None)
+    assert graphs.choose(1025, 1025, True) == (GraphBatch(1025, 1025, True), None)
 
 
 def test_what_is_replayed_is_what_was_captured_for_that_size_and_nothing_ran_before() -> None:
@@ -111,7 +111,7 @@ def test_what_is_replayed_is_what_was_captured_for_that_size_and_nothing_ran_bef
         recorder.launched
         == [("forward", batch), ("sample", batch)]
         == [
-            ("forward", Batch(4, 4, True)),
-            ("sample", Batch(4, 4, True)),
+            ("forward", GraphBatch(4, 4, True)),
+            ("sample", GraphBatch(4, 4, True)),
         ]
     )

@@ -11,15 +11,15 @@ import pytest
 
 from millrace.kernels.layout import step_state
 from millrace.kernels.layout.step_state import SlotState, StepBuffers
-from millrace.stages.backends.cuda.step_update import Ends, diff_size, write
+from millrace.stages.backends.cuda.step_update import EndRules, diff_size, write
 from millrace.stages.execute.model_runner import ModelRunner
 from millrace.stages.messages import FinishReason, Ints, StepGrant
-from millrace.stages.sample.slot_params import SamplingTable
+from millrace.stages.sample.slot_params import SlotParams
 from tests.stages.grants import grant, ints, started
 from tests.stages.step_walk import EOS, VOCAB_SIZE, Walk
 
 PADDING = 5  # rows and tokens beyond those of a step
-ENDS = Ends((EOS,), 40)
+ENDS = EndRules((EOS,), 40)
 
 
 class Side:
@@ -36,18 +36,18 @@ class Side:
         """Sends the grant, and makes its inputs with some padding."""
         for size, _ in write(of, ENDS, self._buffers()):
             assert size <= self.capacity
-            step_state.take_news(self.diff, self.slots)
+            step_state.apply_updates(self.diff, self.slots)
             self.num_parts += 1
         num_rows, num_tokens = len(of.slots) + PADDING, of.num_computed + PADDING
         buffers = step_state.make_buffers(full, num_rows, num_tokens, self.slots.tables.shape[1])
         step_state.make_inputs(self.diff, self.slots, buffers, self.walk.block_size)
         return buffers
 
-    def settle(self, of: StepGrant, buffers: StepBuffers, chosen: list[int]) -> Ints:
+    def note_tokens(self, of: StepGrant, buffers: StepBuffers, chosen: list[int]) -> Ints:
         told = np.full((2, len(buffers.lengths)), 77, np.int32)
         ids = np.full(len(buffers.lengths), 44, np.int64)
         ids[: len(chosen)] = chosen
-        step_state.settle(told, ids, buffers.sampled_slots, self.slots)
+        step_state.note_tokens(told, ids, buffers.sampled_slots, self.slots)
         assert (told[0, len(chosen) :] == -1).all() and not told[1, len(chosen) :].any()
         return told[:, : len(chosen)]
 
@@ -72,7 +72,7 @@ def test_the_inputs_of_a_step_are_those_that_the_runner_makes(seed: int) -> None
     side, last_tokens = Side(walk), np.zeros(walk.num_slots, np.int64)
     runner: Any = ModelRunner(NoDecoder(), NoDecoder(), last_tokens, side.slots.tables.shape[1])  # type: ignore[arg-type]
     for of in walk.steps(30):
-        runner.take_news(of)
+        runner.apply_updates(of)
         right, found = runner.inputs(of), side.inputs(of)
         num_rows, num_tokens, num_logits = len(of.slots), of.num_computed, of.num_sampled
         for name in ("input_ids", "positions", "slot_mapping"):
@@ -90,7 +90,7 @@ def test_the_inputs_of_a_step_are_those_that_the_runner_makes(seed: int) -> None
         assert not found.input_ids[num_tokens:].any() and not found.logits_rows[num_logits:].any()
 
         chosen = [dice.randrange(2, VOCAB_SIZE) for _ in range(num_logits)]
-        side.settle(of, found, chosen)
+        side.note_tokens(of, found, chosen)
         last_tokens[of.slots[of.is_sampled]] = chosen
         walk.chose(of, chosen)
 
@@ -99,21 +99,21 @@ def test_the_inputs_of_a_step_are_those_that_the_runner_makes(seed: int) -> None
 def test_sequences_end_on_the_device_where_the_sampling_table_ends_them(seed: int) -> None:
     dice = Random(seed)
     walk = Walk(dice)
-    side, table = Side(walk), SamplingTable(walk.num_slots, VOCAB_SIZE, walk.max_model_len, [EOS])
+    side, table = Side(walk), SlotParams(walk.num_slots, VOCAB_SIZE, walk.max_model_len, [EOS])
     for of in walk.steps(40):
         for one in of.started:
             table.start(one)
         found, slots = side.inputs(of), of.slots[of.is_sampled]
         chosen = [_draw(dice, table, slot) for slot in slots.tolist()]
-        told = side.settle(of, found, chosen)
+        told = side.note_tokens(of, found, chosen)
         broken = np.array(chosen, np.intp) < 0
         ids = np.maximum(np.array(chosen, np.intp), 0)
-        right = table.settle(slots, table.num_generated[slots], ids, broken)
+        right = table.note_tokens(slots, table.num_generated[slots], ids, broken)
         assert told[1].tolist() == right.tolist()
         walk.chose(of, [EOS if reason else token for token, reason in zip(chosen, right.tolist(), strict=True)])
 
 
-def _draw(dice: Random, table: SamplingTable, slot: int) -> int:
+def _draw(dice: Random, table: SlotParams, slot: int) -> int:
     """Any token, EOS or a stop id often; below min_tokens none of those, as the sampler forbids them."""
     token = dice.choice([EOS, dice.randrange(2, VOCAB_SIZE), max(2, int(table._end_ids[slot].max())), -1])
     is_early = table.num_generated[slot] < table.min_tokens[slot]
@@ -124,7 +124,7 @@ def test_a_row_that_has_finished_keeps_its_place_and_touches_nothing() -> None:
     side = Side(Walk(Random(0)))
     begin = [started(0, max_tokens=1), started(1, max_tokens=9)]
     first = grant([(0, 0, 3, True), (1, 0, 3, True)], started=begin, tables=[(0, 0, 5), (1, 0, 6)])
-    told = side.settle(first, side.inputs(first), [7, 8])
+    told = side.note_tokens(first, side.inputs(first), [7, 8])
     assert told[1].tolist() == [FinishReason.LENGTH, FinishReason.NONE]
 
     second = grant([(0, 3, 1, True), (1, 3, 1, True)], step=1)
@@ -132,7 +132,7 @@ def test_a_row_that_has_finished_keeps_its_place_and_touches_nothing() -> None:
     assert inputs.lengths[:2].tolist() == [0, 4] and inputs.slot_mapping[:2].tolist() == [-1, 6 * 4 + 3]
     assert inputs.sampled_slots[:2].tolist() == [-1, 1] and inputs.logits_rows[:2].tolist() == [0, 1]
     before = side.slots.state[0].copy()
-    told = side.settle(second, inputs, [9, 9])
+    told = side.note_tokens(second, inputs, [9, 9])
     assert told.tolist() == [[-1, 9], [FinishReason.NONE, FinishReason.NONE]]
     assert (side.slots.state[0] == before).all() and side.slots.tokens[0, :4].tolist() == [1, 2, 3, 7]
 
@@ -143,7 +143,7 @@ def test_a_slot_that_is_given_away_begins_anew() -> None:
         of = grant([(0, 0, 3, True)], step=step, started=[started(0, max_tokens=1)], tables=[(0, 0, 5 + step)])
         inputs = side.inputs(of)
         assert inputs.lengths[0] == 3 and inputs.slot_mapping[:3].tolist() == [4 * (5 + step) + i for i in range(3)]
-        assert side.settle(of, inputs, [7]).tolist() == [[7], [FinishReason.LENGTH]]
+        assert side.note_tokens(of, inputs, [7]).tolist() == [[7], [FinishReason.LENGTH]]
 
 
 @pytest.mark.parametrize("room", [0, 1, 7, 40])
@@ -158,7 +158,7 @@ def test_a_diff_that_does_not_fit_its_buffer_goes_in_parts(room: int) -> None:
             assert (getattr(whole.slots, name) == getattr(parts.slots, name)).all(), name
         chosen = [3] * of.num_sampled
         for side, inputs in ((whole, one), (parts, many)):
-            side.settle(of, inputs, chosen)
+            side.note_tokens(of, inputs, chosen)
         walk.chose(of, chosen)
     assert parts.num_parts > whole.num_parts
 

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 
 from millrace.kernels.layout.step_state import MAX_STOPS
-from millrace.stages.backends.cuda.cuda_graphs import Graphs
-from millrace.stages.backends.cuda.pinned_ring import Pinned
-from millrace.stages.backends.cuda.step_submission import Memory, StepLine
-from millrace.stages.backends.cuda.step_update import Ends, diff_size
-from millrace.stages.device.device import StepFell
+from millrace.stages.backends.cuda.cuda_graphs import CudaGraphs
+from millrace.stages.backends.cuda.pinned_ring import PinnedMemory
+from millrace.stages.backends.cuda.step_submission import StepMemory, StepSubmitter
+from millrace.stages.backends.cuda.step_update import EndRules, diff_size
+from millrace.stages.device.device import StepSkipped
 from millrace.stages.messages import BlockCopy, Direction, FinishReason, StepGrant, StepTokens
 from millrace.stages.testing.scripted.outcomes import Outcomes
 from tests.stages.grants import grant, ints, started
 
-ENDS = Ends((1,), 64)
+ENDS = EndRules((1,), 64)
 SLOTS = 4
 
 
@@ -75,20 +75,20 @@ class RecordedStream:
         self._log.append((self.name, "wait", event.name))
 
 
-def pinned(*shape: int) -> Pinned:
+def pinned(*shape: int) -> PinnedMemory:
     memory = np.zeros(shape, np.int32)
-    return Pinned(memory, memory)
+    return PinnedMemory(memory, memory)
 
 
-def line_on(device: Any, outcomes: Outcomes) -> StepLine:
+def line_on(device: Any, outcomes: Outcomes) -> StepSubmitter:
     size = diff_size(SLOTS, 50, 50)
-    memory = Memory(
+    memory = StepMemory(
         np.zeros(size, np.int32),
         np.zeros((2, SLOTS), np.int32),
         [pinned(size) for _ in range(2)],
         [pinned(2, SLOTS) for _ in range(3)],
     )
-    return StepLine(device, memory, device, Graphs(SLOTS, 64, is_eager=True), ENDS, outcomes)
+    return StepSubmitter(device, memory, device, CudaGraphs(SLOTS, 64, is_eager=True), ENDS, outcomes)
 
 
 def submitted(*grants: StepGrant) -> list[tuple[str, ...]]:
@@ -170,10 +170,10 @@ def test_a_step_of_copies_alone_launches_nothing_but_its_news() -> None:
 class Forgetful(Outcomes):
     """Outcomes that fail to apply the result of step 1."""
 
-    def settle(self, grant: StepGrant, told: Any, scores: Any = None) -> StepTokens:
+    def note_tokens(self, grant: StepGrant, told: Any, scores: Any = None) -> StepTokens:
         if grant.step == 1:
             raise ArithmeticError("lost count")
-        return super().settle(grant, told, scores)
+        return super().note_tokens(grant, told, scores)
 
 
 def test_a_result_that_cannot_be_applied_fails_only_the_wait_for_its_step() -> None:
@@ -193,7 +193,7 @@ def test_no_step_is_attended_after_a_lost_result_until_its_sequences_restart() -
     line = line_on(Recorded(), Forgetful(SLOTS, ENDS))
     for one in (FIRST, SECOND):
         step = line.sample(one, line.forward(one))
-    with pytest.raises(StepFell, match="step 2 follows one whose result could not be applied"):
+    with pytest.raises(StepSkipped, match="step 2 follows one whose result could not be applied"):
         line.attend(replace(SECOND, step=2, starts=ints(4)))
     with pytest.raises(ArithmeticError, match="lost count"):
         step.wait()
@@ -214,10 +214,12 @@ GOES_ON, STOP, LENGTH = FinishReason.NONE, FinishReason.STOP, FinishReason.LENGT
 def test_tokens_get_their_sequence_and_their_place_and_rows_that_were_over_get_none() -> None:
     outcomes = Outcomes(SLOTS, ENDS)
     both = [started(0, (4,), (5, 6)), started(1)]
-    first = outcomes.settle(grant([(0, 2, 1, True), (1, 0, 3, True)], started=both), told((7, GOES_ON), (8, LENGTH)))
+    first = outcomes.note_tokens(
+        grant([(0, 2, 1, True), (1, 0, 3, True)], started=both), told((7, GOES_ON), (8, LENGTH))
+    )
     assert (first.sequence_ids.tolist(), first.places.tolist()) == ([100, 101], [2, 0])
     assert first.token_ids.tolist() == [7, 8] and first.finishes.tolist() == [GOES_ON, LENGTH]
-    second = outcomes.settle(grant([(0, 3, 1, True), (1, 3, 1, True)], step=1), told((9, GOES_ON), (-1, GOES_ON)))
+    second = outcomes.note_tokens(grant([(0, 3, 1, True), (1, 3, 1, True)], step=1), told((9, GOES_ON), (-1, GOES_ON)))
     assert (second.slots.tolist(), second.places.tolist(), second.token_ids.tolist()) == ([0], [3], [9])
 
 
@@ -225,7 +227,7 @@ def test_stop_ids_beyond_those_that_the_device_knows_are_found_on_the_host() -> 
     stops = tuple(range(10, 10 + MAX_STOPS))  # with EOS one too many
     outcomes = Outcomes(SLOTS, ENDS)
     begin = grant([(0, 0, 3, True)], started=[started(0, stop_token_ids=stops, min_tokens=1, max_tokens=9)])
-    early = outcomes.settle(begin, told((stops[-1], GOES_ON)))
+    early = outcomes.note_tokens(begin, told((stops[-1], GOES_ON)))
     assert early.finishes.tolist() == [GOES_ON], "min_tokens comes first"
-    assert outcomes.settle(SECOND, told((stops[-1], GOES_ON))).finishes.tolist() == [STOP]
-    assert len(outcomes.settle(SECOND, told((5, GOES_ON))).slots) == 0, "the device runs on; nobody is told"
+    assert outcomes.note_tokens(SECOND, told((stops[-1], GOES_ON))).finishes.tolist() == [STOP]
+    assert len(outcomes.note_tokens(SECOND, told((5, GOES_ON))).slots) == 0, "the device runs on; nobody is told"

@@ -16,10 +16,10 @@ from millrace.model.decoder.decoder import Decoder
 from millrace.model.decoder.kv_cache import KVCache
 from millrace.model.decoder.weights import load_weights
 from millrace.runtime.device_streams.simulated import SimStreams
-from millrace.stages.backends.cuda.cuda_graphs import Graphs
-from millrace.stages.backends.cuda.device_work import TorchWork, greedy, step_memory
-from millrace.stages.backends.cuda.step_submission import Step, StepLine
-from millrace.stages.backends.cuda.step_update import Ends
+from millrace.stages.backends.cuda.cuda_graphs import CudaGraphs
+from millrace.stages.backends.cuda.device_work import TorchDeviceWork, greedy, step_memory
+from millrace.stages.backends.cuda.step_submission import StepSubmitter, SubmittedStep
+from millrace.stages.backends.cuda.step_update import EndRules
 from millrace.stages.execute.model_runner import ModelRunner
 from millrace.stages.messages import StepGrant, StepTokens
 from millrace.stages.testing.scripted.outcomes import Outcomes
@@ -38,7 +38,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Subject:
-    """One model twice: in a runner, and in a `StepLine`."""
+    """One model twice: in a runner, and in a `StepSubmitter`."""
 
     def __init__(self, folder: Path, walk: Walk, seed: int, num_steps: int, *, is_eager: bool) -> None:
         shape = ModelConfig.read(folder)
@@ -49,11 +49,11 @@ class Subject:
         width = -(-walk.max_model_len // walk.block_size)
         self.runner = ModelRunner(decoder, caches[0], self.last_tokens, width)
         most = walk.num_slots * walk.max_model_len
-        graphs, ends = Graphs(walk.num_slots, most, is_eager=is_eager), Ends((EOS,), walk.max_model_len)
+        graphs, ends = CudaGraphs(walk.num_slots, most, is_eager=is_eager), EndRules((EOS,), walk.max_model_len)
         memory = step_memory(CPU, walk.num_slots, num_steps)
         sizes = {"num_slots": walk.num_slots, "max_model_len": walk.max_model_len, "max_step_tokens": max(most, 64)}
-        work = TorchWork(decoder, caches[1], memory, greedy, **sizes)
-        self.line = StepLine(SimStreams(Random(seed)), memory, work, graphs, ends, Outcomes(walk.num_slots, ends))
+        work = TorchDeviceWork(decoder, caches[1], memory, greedy, **sizes)
+        self.line = StepSubmitter(SimStreams(Random(seed)), memory, work, graphs, ends, Outcomes(walk.num_slots, ends))
         if not is_eager:
             self.line.capture(lambda: 0.0)
 
@@ -69,7 +69,7 @@ class Subject:
 def test_a_decoder_says_the_same_on_a_late_device(checkpoint: Path, num_steps: int, is_eager: bool) -> None:
     walk = Walk(Random(num_steps), has_stops=False)
     subject = Subject(checkpoint, walk, num_steps, num_steps, is_eager=is_eager)
-    line, under_way = subject.line, deque[tuple[Step, list[int]]]()
+    line, under_way = subject.line, deque[tuple[SubmittedStep, list[int]]]()
     num_tokens = 0
 
     def tell() -> int:

@@ -9,29 +9,29 @@ from dataclasses import asdict
 from itertools import islice
 from typing import Any
 
-from ...stages.recordings.film import Life
+from ...stages.recordings.film import RecordedRequest
 from ...stages.recordings.time_machine import Preemption, TimeMachine
 from ...stages.schedule.sequence import Sequence
-from .block_map import Books
-from .reel import Reel
+from .block_map import BlockOwners
+from .playback_data import PlaybackData
 from .snapshots import core_figures
 
 MAX_PREEMPTIONS = 100  # rows in the list
 STATES = ("running", "swapped", "preempted", "parked", "waiting")  # a request shows the first that applies
 
 
-class Playhead:
+class PlaybackPosition:
     """One viewer's position in a reel. `go` is slow: call it in a thread, and not concurrently."""
 
-    def __init__(self, reel: Reel) -> None:
-        self.reel = reel
+    def __init__(self, playback_data: PlaybackData) -> None:
+        self.playback_data = playback_data
         self.time_s = 0.0  # from the recording's begin
-        self._machine: TimeMachine = reel.film.machine.another()
+        self._machine: TimeMachine = playback_data.film.machine.another()
 
     @property
     def now_s(self) -> float:
         """The position on the engine's clock."""
-        return self.reel.film.began_s + self.time_s
+        return self.playback_data.film.began_s + self.time_s
 
     @property
     def now_ns(self) -> int:
@@ -40,21 +40,21 @@ class Playhead:
 
     def go(self, time_s: float) -> None:
         """Moves to `time_s` seconds from the begin, at most to the end."""
-        time_s = min(max(0.0, time_s), self.reel.film.duration_s)
+        time_s = min(max(0.0, time_s), self.playback_data.film.duration_s)
         self._machine.go(time_s)
         self.time_s = time_s
 
-    def books(self) -> Books:
+    def books(self) -> BlockOwners:
         """Pool, block tables and scheduler at the position. Valid until the next `go`."""
         core = self._machine.core
         allocator = core.allocate.allocator
-        return Books(allocator.pool, allocator.tables, core.schedule.scheduler)
+        return BlockOwners(allocator.pool, allocator.tables, core.schedule.scheduler)
 
     def position(self) -> dict[str, Any]:
         """The position, and the counts of steps and requests up to it."""
         scheduler = self._machine.core.schedule.scheduler
         steps = {"last_granted": scheduler.last_granted, "completed_step": scheduler.completed_step}
-        return {"time_s": round(self.time_s, 6)} | steps | self.reel.counts(self.now_ns)
+        return {"time_s": round(self.time_s, 6)} | steps | self.playback_data.counts(self.now_ns)
 
     def overview(self) -> dict[str, Any]:
         """As `snapshots.overview`."""
@@ -69,7 +69,10 @@ class Playhead:
         """As `snapshots.requests`."""
         live = self._live()
         ids = reversed(live) if newest_first else iter(live)
-        rows = [self._row(self.reel.film.lives[name], live[name]) for name in islice(ids, offset, offset + limit)]
+        rows = [
+            self._row(self.playback_data.film.recorded[name], live[name])
+            for name in islice(ids, offset, offset + limit)
+        ]
         return {"num_live": len(live), "offset": offset, "rows": rows}
 
     def preemptions(self) -> dict[str, Any]:
@@ -85,7 +88,7 @@ class Playhead:
             live.setdefault(sequence.request_id, []).append(sequence)
         return live
 
-    def _row(self, life: Life, sequences: list[Sequence]) -> dict[str, Any]:
+    def _row(self, life: RecordedRequest, sequences: list[Sequence]) -> dict[str, Any]:
         books = self.books()
         slots = [sequence.slot for sequence in sequences if sequence.slot >= 0]
         told = books.scheduler.slots.num_generated

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from ...runtime.histogram import Histogram
 from ...runtime.trace.tracer import EventKind, Records, as_dicts
 from ...stages.detokenize.token_gaps import BOUNDS_US as TOKEN_GAP_US
-from ...stages.recordings.film import Film, Life, block_changes
+from ...stages.recordings.film import Film, RecordedRequest, block_changes
 from ..metrics.latencies import FIRST_TOKEN_US, REQUEST_US
-from .derived import WINDOW_S, TraceReader
+from .derived import WINDOW_S, ReadsTrace
 from .trace_log import INCIDENTS, MAX_INCIDENTS, MAX_OLDER, MAX_STEPS, OLDER, PAUSES, StepFold
 
 BOUNDS_US = {  # as in `/metrics`
@@ -36,7 +36,7 @@ COUNTED = {  # figure -> the kind of records that it counts
 }
 
 
-class Reel:
+class PlaybackData:
     """The prepared recording. Immutable, shared by all viewers."""
 
     def __init__(self, film: Film) -> None:
@@ -48,9 +48,9 @@ class Reel:
         self._older = np.flatnonzero(np.isin(records["kind"], OLDER))
         self._times_ns = {kind: film.of(kind)["time_ns"].astype(np.int64) for kind in COUNTED.values()}
         self._changes = block_changes(records, film.names)
-        self._arrivals_s = np.sort([life.arrival_s for life in film.lives.values()])
+        self._arrivals_s = np.sort([life.arrival_s for life in film.recorded.values()])
         self._ended = sorted(
-            (life for life in film.lives.values() if life.ended_s is not None), key=lambda life: life.ended_s or 0.0
+            (life for life in film.recorded.values() if life.ended_s is not None), key=lambda life: life.ended_s or 0.0
         )
         self._ended_s = np.array([life.ended_s for life in self._ended])
 
@@ -63,7 +63,7 @@ class Reel:
             "began_s": film.began_s,
             "began_wall_s": film.recording.began_wall_s,
             "duration_s": film.duration_s,
-            "num_requests": len(film.lives),
+            "num_requests": len(film.recorded),
             "num_steps": len(self.steps),
             "num_calls": film.num_calls,
             "num_decisions": film.num_decisions,
@@ -125,9 +125,9 @@ class Reel:
         older = self._older[: int(np.searchsorted(self._older, begin))][-MAX_OLDER:]
         return [records[older], records[begin:end]]
 
-    def readers(self, now_ns: Callable[[], int]) -> list[TraceReader]:
+    def readers(self, now_ns: Callable[[], int]) -> list[ReadsTrace]:
         """Readers of the trace up to `now_ns()`, which is called at each read."""
-        return [_Reader(self.film, now_ns)]
+        return [_PlaybackReader(self.film, now_ns)]
 
     def recent(self, now_s: float) -> dict[str, Any]:
         """The last requests that ended by `now_s`, newest last."""
@@ -178,7 +178,7 @@ HELP = {
 }
 
 
-class _Reader:
+class _PlaybackReader:
     """Reads a recording's trace up to the current position, as if it were being written."""
 
     def __init__(self, film: Film, now_ns: Callable[[], int]) -> None:
@@ -199,7 +199,7 @@ def _at(times_ns: Any, values: Any, edges_ns: NDArray[np.float64], before: int =
     return found
 
 
-def _ended(life: Life) -> dict[str, Any]:
+def _ended(life: RecordedRequest) -> dict[str, Any]:
     assert life.ended_s is not None
     return {
         "id": life.request_id,

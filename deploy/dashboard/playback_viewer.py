@@ -16,23 +16,25 @@ from ..errors import ApiError
 from ..websocket.peer import Peer
 from .block_map import BlockMap
 from .derived import explain, find_bottleneck
-from .messages import OF_RECORDING, Play, Seek, Topics, Window
-from .playhead import Playhead
-from .reel import Reel
+from .messages import OF_RECORDING, Play, RequestWindow, Seek, Topics
+from .playback_data import PlaybackData
+from .playback_position import PlaybackPosition
 from .timeline import Timeline
 from .viewer import INTERVAL_S, Read, Update, Viewer
 
 STILL_S = 3600.0  # between updates while playback is paused and no message comes
 
 
-class PlayedViewer(Viewer):
+class PlaybackViewer(Viewer):
     """A viewer on one socket of the replay server. There are no keys, as it listens on loopback only."""
 
     kinds: Mapping[str, type[Body]] = OF_RECORDING
 
-    def __init__(self, reel: Reel, peer: Peer, config: ServerConfig, threads: Executor, version: str) -> None:
+    def __init__(
+        self, playback_data: PlaybackData, peer: Peer, config: ServerConfig, threads: Executor, version: str
+    ) -> None:
         super().__init__(peer, config)
-        self._head = Playhead(reel)
+        self._head = PlaybackPosition(playback_data)
         self._threads = threads
         self._version = version
         self._target_s = 0.0  # target position in seconds from the recording's begin
@@ -47,29 +49,33 @@ class PlayedViewer(Viewer):
     def introduction(self) -> dict[str, Any]:
         """The server's hello, with the recording's metadata."""
         said = {"type": "hello", "version": self._version, "models": [], "interval_s": INTERVAL_S}
-        return said | {"has_admin_key": False, "can_cancel": False, "recording": self._head.reel.introduction()}
+        return said | {
+            "has_admin_key": False,
+            "can_cancel": False,
+            "recording": self._head.playback_data.introduction(),
+        }
 
     def hear(self, message: Body) -> None:
         """Applies a seek or play message."""
         self._advance()
         if isinstance(message, Play):
             self._speed = message.speed
-            if self._speed and self._target_s >= self._head.reel.film.duration_s:
+            if self._speed and self._target_s >= self._head.playback_data.film.duration_s:
                 self._target_s = 0.0  # restart from the end
         elif isinstance(message, Seek):
             self._target_s = self._wanted(message)
         self._stirred.set()
 
     def _wanted(self, seek: Seek) -> float:
-        reel, began_s = self._head.reel, self._head.reel.film.began_s
+        playback_data, began_s = self._head.playback_data, self._head.playback_data.film.began_s
         if (seek.time_s is None) == (seek.steps is None):
             raise ApiError("invalid_value", "seek: must have either time_s or steps", param="time_s")
         if seek.time_s is not None:
-            return min(seek.time_s, reel.film.duration_s)
+            return min(seek.time_s, playback_data.film.duration_s)
         assert seek.steps is not None
-        at_ns = reel.step_after(round((began_s + self._target_s) * 1e9), seek.steps)
+        at_ns = playback_data.step_after(round((began_s + self._target_s) * 1e9), seek.steps)
         if at_ns is None:
-            return 0.0 if seek.steps < 0 else reel.film.duration_s
+            return 0.0 if seek.steps < 0 else playback_data.film.duration_s
         return at_ns / 1e9 - began_s + 1e-6  # 1 us later, to include all records of that microsecond
 
     def changed(self, topics: Topics) -> None:
@@ -107,8 +113,8 @@ class PlayedViewer(Viewer):
         now_s = time.monotonic()
         self._target_s += self._speed * (now_s - self._played_s)
         self._played_s = now_s
-        if self._target_s >= self._head.reel.film.duration_s:
-            self._target_s, self._speed = self._head.reel.film.duration_s, 0.0
+        if self._target_s >= self._head.playback_data.film.duration_s:
+            self._target_s, self._speed = self._head.playback_data.film.duration_s, 0.0
 
     def _go(self, time_s: float) -> None:
         """Runs in a thread."""
@@ -118,9 +124,11 @@ class PlayedViewer(Viewer):
             self._timeline, self._blocks = None, BlockMap()
         head.go(time_s)
         if topics.overview is not None:
-            self._bottleneck = find_bottleneck(head.reel.window(head.now_ns), head.reel.film.names, head.now_ns)
+            self._bottleneck = find_bottleneck(
+                head.playback_data.window(head.now_ns), head.playback_data.film.names, head.now_ns
+            )
         if topics.request is not None:
-            readers = head.reel.readers(lambda: head.now_ns)
+            readers = head.playback_data.readers(lambda: head.now_ns)
             if self._timeline is None or self._timeline.request_id != topics.request.id:
                 self._timeline = Timeline(lambda: readers, topics.request.id)
             self._timeline.refresh()
@@ -129,15 +137,15 @@ class PlayedViewer(Viewer):
 
     def _readers(self) -> dict[str, Read]:
         """topic -> the function that puts its changes into an update. Other topics do not exist in a recording."""
-        head, reel, now_ns = self._head, self._head.reel, self._head.now_ns
-        window = self.topics.requests or Window()
+        head, playback_data, now_ns = self._head, self._head.playback_data, self._head.now_ns
+        window = self.topics.requests or RequestWindow()
         trees: dict[str, Callable[[], Any]] = {
             "overview": lambda: head.overview() | {"bottleneck": self._bottleneck},
             "requests": lambda: head.requests(window.offset, window.limit, newest_first=window.newest_first),
             "request": self._look_at,
-            "recent": lambda: reel.recent(head.now_s),
-            "latency": lambda: reel.latency(now_ns),
-            "config": reel.configuration,
+            "recent": lambda: playback_data.recent(head.now_s),
+            "latency": lambda: playback_data.latency(now_ns),
+            "config": playback_data.configuration,
             "preemptions": head.preemptions,
         }
 
@@ -145,28 +153,28 @@ class PlayedViewer(Viewer):
             self.tree(name, trees[name](), update)
 
         def steps(name: str, update: Update) -> None:
-            self.grown(name, lambda number: reel.steps_since(number, now_ns), 0, update)
+            self.grown(name, lambda number: playback_data.steps_since(number, now_ns), 0, update)
 
         def incidents(name: str, update: Update) -> None:
-            self.grown(name, lambda number: reel.incidents_since(number, now_ns), 0, update)
+            self.grown(name, lambda number: playback_data.incidents_since(number, now_ns), 0, update)
 
-        return dict.fromkeys(trees, tree) | {"steps": steps, "incidents": incidents, "blocks": self._tell_blocks}
+        return dict.fromkeys(trees, tree) | {"steps": steps, "incidents": incidents, "blocks": self._send_blocks}
 
-    def _tell_blocks(self, name: str, update: Update) -> None:
+    def _send_blocks(self, name: str, update: Update) -> None:
         """Adds the block map, with the time of each block's last change.
 
         For a running engine the page observes these times itself.
         """
         if news := self._blocks.next(self._head.books()):
-            began_s = news["began_s"] = self._head.reel.film.began_s
-            changed_s = self._head.reel.changed_s(self._head.now_ns) - began_s
+            began_s = news["began_s"] = self._head.playback_data.film.began_s
+            changed_s = self._head.playback_data.changed_s(self._head.now_ns) - began_s
             news["changed_s"] = b64encode(changed_s.astype("<f4").tobytes()).decode()
             update["full" if "cells" in news else "patch"][name] = news
 
     def _look_at(self) -> dict[str, Any]:
         assert self.topics.request is not None
         request_id, timeline = self.topics.request.id, self._timeline
-        told = timeline.tell() if timeline is not None and timeline.request_id == request_id else None
+        told = timeline.to_json() if timeline is not None and timeline.request_id == request_id else None
         if told is None:
             return {"id": request_id}
         return told if self._explained is None else told | {"explained": self._explained}

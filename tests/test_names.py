@@ -1,0 +1,81 @@
+"""Names that hold in the whole product: a class name exists once, and no private word names a class or a module."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PARTS = ("runtime", "kernels", "model", "stages", "deploy")
+PRIVATE_WORDS = {
+    "bell", "bells", "books", "crew", "door", "entrance", "followers", "holdings", "lead", "lineup", "lives", "mirror",
+    "news", "oversight", "party", "playhead", "pressure", "reel", "seat", "sharing", "tally", "told", "veil", "wish",
+    "wishes",
+}  # fmt: skip
+
+
+@cache
+def sources() -> dict[Path, str]:
+    """Every module of the product, by its path from the root."""
+    files = [path for part in PARTS for path in sorted((ROOT / part).rglob("*.py"))]
+    return {path.relative_to(ROOT): path.read_text("utf-8") for path in files}
+
+
+def class_names(texts: Mapping[Path, str]) -> dict[str, list[Path]]:
+    """The files that define each top-level class."""
+    found: dict[str, list[Path]] = defaultdict(list)
+    for path, text in texts.items():
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.ClassDef):
+                found[node.name].append(path)
+    return found
+
+
+def defined_twice(texts: Mapping[Path, str]) -> list[str]:
+    """A line for each class name with more than one definition."""
+    names = class_names(texts).items()
+    return [f"{name}: {', '.join(map(str, paths))}" for name, paths in sorted(names) if len(paths) > 1]
+
+
+def words(name: str) -> set[str]:
+    """`SequenceView` and `sequence_view` are both {"sequence", "view"}."""
+    return {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)}
+
+
+def private(names: Iterable[str]) -> list[str]:
+    """The names with a private word in them."""
+    return sorted(name for name in names if words(name) & PRIVATE_WORDS)
+
+
+def test_a_class_name_exists_once_in_the_product() -> None:
+    assert defined_twice(sources()) == []
+
+
+def test_a_second_class_of_a_name_is_noticed() -> None:
+    first = next(name for name, paths in class_names(sources()).items() if paths)
+    planted = {**sources(), Path("stages/planted.py"): f"class {first}:\n    pass\n"}
+    assert [line.split(":")[0] for line in defined_twice(planted)] == [first]
+
+
+def test_no_class_has_a_private_word_in_its_name() -> None:
+    assert private(class_names(sources())) == []
+
+
+def test_no_module_has_a_private_word_in_its_name() -> None:
+    assert private({part for path in sources() for part in path.with_suffix("").parts}) == []
+
+
+@pytest.mark.parametrize("name", ["BellTower", "Holdings", "_Tally", "line_bells", "playhead", "SharedBell"])
+def test_a_private_word_is_noticed(name: str) -> None:
+    assert private([name]) == [name]
+
+
+@pytest.mark.parametrize("name", ["Leader", "WakeupBatch", "sharding", "LiveEnv"])
+def test_a_word_that_only_looks_like_one_is_not(name: str) -> None:
+    assert private([name]) == []

@@ -1,1 +1,4 @@
-"""The actor runtime: channels, stages, pipelines, time and threads. It knows nothing of LLMs, torch or HTTP."""
+"""The actor runtime: channels, stages, pipelines, time and threads.
+
+It does not depend on LLMs, torch or HTTP.
+"""

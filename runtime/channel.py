@@ -1,7 +1,4 @@
-"""A bounded queue between two stages, and the lane for word that must not wait.
-
-Knows waiting, order and counting. Refuses to know what the items are.
-"""
+"""A bounded queue between two stages, and a lane for control messages that must never wait."""
 
 from __future__ import annotations
 
@@ -19,11 +16,11 @@ T = TypeVar("T")
 
 
 class ChannelClosed(Exception):
-    """The channel takes nothing more. What was queued before still reaches the receiver."""
+    """The channel is closed to senders. Items queued before the close still reach the receiver."""
 
 
 class ChannelOverrun(AssertionError):
-    """An edge that credits keep from filling was found full: a credit was spent twice."""
+    """A channel bounded by credits was full: a credit was spent twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +33,11 @@ class ChannelStats:
     num_sent: int
     num_received: int
     seconds_full: float  # time in which a sender would have had to wait
-    seconds_empty: float  # time in which the receiver had nothing from here
+    seconds_empty: float  # time in which nothing was queued
 
 
 class Permit(Generic[T]):
-    """Room for one item, held until it is used or given back."""
+    """Room for one item, held until it is used or released."""
 
     __slots__ = ("_channel",)
 
@@ -48,7 +45,10 @@ class Permit(Generic[T]):
         self._channel: Channel[T] | None = channel
 
     def send(self, item: T) -> None:
-        """Uses the room. A permit is used once. Raises `ChannelClosed` after a close: the receiver may have left."""
+        """Queues `item` in the reserved room. Call it once.
+
+        Raises `ChannelClosed` if the channel was closed since.
+        """
         channel, self._channel = self._channel, None
         if channel is None:
             raise RuntimeError("permit used twice: reserve() another one for each item")
@@ -57,7 +57,7 @@ class Permit(Generic[T]):
         channel._put(item)
 
     def release(self) -> None:
-        """Gives the room back unused; does nothing when it was used."""
+        """Returns the room unused. Does nothing after `send`."""
         channel, self._channel = self._channel, None
         if channel is not None:
             channel._num_promised -= 1
@@ -67,11 +67,11 @@ class Permit(Generic[T]):
 class Channel(Generic[T]):
     """A bounded, closable queue between two stages.
 
-    `send` waits while `capacity` items are queued or promised; this waiting is the only back-pressure there is.
-    Waiting senders get room in the order in which they came. A cancelled `send` or receive leaves the channel
+    `send` waits while `capacity` items are queued or promised; this wait is the only back-pressure.
+    Waiting senders get room in order of arrival. A cancelled `send` or receive leaves the channel
     as it was: a sender cancelled after it was promised room passes the room on.
-    After `close`, senders get `ChannelClosed`, and the receiver still gets what was queued before its
-    `async for` ends. One receiver.
+    After `close`, senders get `ChannelClosed`; the receiver still gets what was queued before its
+    `async for` ends. A channel has one receiver.
     """
 
     def __init__(self, name: str, capacity: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -81,19 +81,19 @@ class Channel(Generic[T]):
         self.capacity = capacity
         self.is_closed = False
         self._clock = clock
-        self.queued: list[T] = []  # in order; to be looked at, and taken by `recv_all`
+        self.queued: list[T] = []  # in order; others may read it, only `recv_all` takes from it
         self._senders: deque[asyncio.Future[None]] = deque()
         self._num_promised = 0
         self._bell = Bell()
-        self._wakes: Callable[[], bool] | None = None  # None: always
-        self._high_water = 0  # at any time that something was received, as the next
-        self._recent_high_water = 0  # since `take_high_water`
+        self._wakes: Callable[[], bool] | None = None  # whether an arrival wakes the receiver; None: always
+        self._high_water = 0  # the most items taken by one `recv_all`
+        self._recent_high_water = 0  # the same, since `take_high_water`
         self._num_sent = 0
         self._seconds_full = 0.0
         self._seconds_empty = 0.0
         self._full_since: float | None = None
-        self._empty_since = clock()  # holds while nothing is queued
-        self.waiting_since = 0.0  # when the oldest queued item came, by this channel's clock; inf if it woke nobody
+        self._empty_since = clock()  # valid while nothing is queued
+        self.waiting_since = 0.0  # when the oldest queued item came, by this channel's clock; inf if it woke no task
 
     def __len__(self) -> int:
         return len(self.queued)
@@ -105,11 +105,14 @@ class Channel(Generic[T]):
 
     @property
     def num_promised(self) -> int:
-        """Room given to permits and woken senders that have not used it yet."""
+        """Room promised to permits and to woken senders, not used yet."""
         return self._num_promised
 
     def listen(self, bell: Bell, wakes: Callable[[], bool] | None = None) -> None:
-        """From now on `bell` rings for the close, and for arrivals: for those at which `wakes()` is true, if given."""
+        """Sets the wakeup to ring at the close and at arrivals.
+
+        `wakes`: only at arrivals where it returns true.
+        """
         self._bell = bell
         self._wakes = wakes
         if self.queued or self.is_closed:
@@ -118,8 +121,10 @@ class Channel(Generic[T]):
     # -- sending
 
     def try_send(self, item: T, now: float | None = None) -> bool:
-        """Queues `item` if there is room and nobody waits before it; True if so. `now` is the time by this channel's
-        clock, from whoever has just looked."""
+        """Queues `item` if there is room and no sender waits. Returns whether it was queued.
+
+        `now`: the time by this channel's clock, if the caller has just read it.
+        """
         if self.is_closed:
             self._check_open()
         if self._senders or len(self.queued) + self._num_promised >= self.capacity:
@@ -128,12 +133,12 @@ class Channel(Generic[T]):
         return True
 
     async def send(self, item: T) -> None:
-        """Queues `item`, after waiting for room if need be."""
+        """Queues `item`; waits for room if there is none."""
         if not self.try_send(item):
             (await self.reserve()).send(item)
 
     async def reserve(self) -> Permit[T]:
-        """Waits for room and holds it: what follows can no longer wait or fail for want of it."""
+        """Waits for room and holds it. The later `Permit.send` neither waits nor lacks room."""
         self._check_open()
         if self._senders or not self._has_room():
             await self._wait_for_room()
@@ -188,8 +193,10 @@ class Channel(Generic[T]):
     # -- receiving
 
     def recv_all(self, now: float | None = None) -> list[T]:
-        """Everything queued, in order, without waiting: the natural batch. Empty if there is nothing. `now` as in
-        `try_send`."""
+        """Takes everything queued, in order, without waiting.
+
+        Returns an empty list if nothing is queued. `now` as in `try_send`.
+        """
         if not self.queued:
             return []
         items, self.queued = self.queued, []
@@ -205,7 +212,7 @@ class Channel(Generic[T]):
         return items
 
     def peek(self, most: int) -> list[T]:
-        """The first so many items that are queued; they stay."""
+        """The first `most` queued items. They stay queued."""
         return self.queued[:most]
 
     def __aiter__(self) -> AsyncIterator[T]:
@@ -223,7 +230,10 @@ class Channel(Generic[T]):
     # -- ending
 
     def close(self) -> None:
-        """No more sending. Waiting senders get `ChannelClosed`; the receiver gets what is queued. Idempotent."""
+        """Ends sending. Waiting senders get `ChannelClosed`; the receiver gets what is queued.
+
+        Idempotent.
+        """
         if self.is_closed:
             return
         self.is_closed = True
@@ -234,7 +244,7 @@ class Channel(Generic[T]):
         self._bell.ring()
 
     def take_high_water(self) -> int:
-        """The most that were queued at once since the last time this was asked."""
+        """The most items queued at once since the last call."""
         highest, self._recent_high_water = max(self._recent_high_water, len(self.queued)), len(self.queued)
         return highest
 
@@ -243,7 +253,7 @@ class Channel(Generic[T]):
             raise ChannelClosed(f"channel {self.name} is closed and takes nothing more")
 
     def stats(self) -> ChannelStats:
-        """The counters, times up to now."""
+        """The counters, with times up to now."""
         now = self._clock()
         return ChannelStats(
             capacity=self.capacity,
@@ -257,16 +267,16 @@ class Channel(Generic[T]):
 
 
 class ControlLane:
-    """Word about sequences that must never wait: `cancel`, `deadline`, `disconnect`, `finish`, `unpark`.
+    """Control messages about sequences: `cancel`, `deadline`, `finish`, `park` and others.
 
-    A coalescing map from an id to one cause, so it is bounded by what is alive and `post` never blocks. One reader,
-    which takes all of it at a boundary of its own choosing. The first cause of an end stays, as a request ends once;
-    `park` and `unpark` give way to whatever is posted later.
+    A map from sequence id to one cause. It holds at most one cause per live sequence, so `post` never blocks. One
+    reader takes all of it at once. The first cause that ends a sequence stays, as a request ends once; a later post
+    replaces `park` and `unpark`.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.is_rung = False  # whether the reader has something to take, or is to look around
+        self.is_rung = False  # whether the reader was woken since its last `take`
         self._causes: dict[int, str] = {}
         self._bell = Bell()
 
@@ -274,23 +284,23 @@ class ControlLane:
         return len(self._causes)
 
     def listen(self, bell: Bell) -> None:
-        """From now on `bell` rings for each post."""
+        """Sets the wakeup that rings at each post."""
         self._bell = bell
         if self.is_rung:
             bell.ring()
 
     def ring(self) -> None:
-        """Calls the reader, also where there is nothing to take."""
+        """Wakes the reader, even if nothing was posted."""
         self.is_rung = True
         self._bell.ring()
 
     def post(self, sequence_id: int, cause: str) -> None:
-        """Says `cause` of `sequence_id`."""
+        """Posts `cause` for `sequence_id` and wakes the reader."""
         if self._causes.get(sequence_id) in (None, "park", "unpark"):
             self._causes[sequence_id] = cause
         self.ring()
 
     def take(self) -> dict[int, str]:
-        """All that was posted since the last `take`, in order of posting."""
+        """Everything posted since the last `take`, in order of posting."""
         causes, self._causes, self.is_rung = self._causes, {}, False
         return causes

@@ -1,7 +1,7 @@
-"""The one place where a request ends.
+"""The exit of a pipeline: the only place where a request ends.
 
-Knows which requests are alive and that each ends once. Refuses to know what their events look like: a pipeline's own
-exit says that in `make_outbox` and `handle`.
+It tracks which requests are live and ends each once. A pipeline's own exit defines the events in `make_outbox` and
+`deliver`.
 """
 
 from __future__ import annotations
@@ -16,25 +16,30 @@ Event_co = TypeVar("Event_co", covariant=True)
 
 
 class Outbox(Protocol[Event_co]):
-    """A client's end of a request. It coalesces, so putting something in never waits."""
+    """The client's end of a request. It merges events, so adding one never waits."""
 
     request_id: str
 
     def end(self, cause: str, error: BaseException | None) -> None:
-        """Puts the terminal event in. Called once, by the exit."""
+        """Adds the terminal event. The exit calls it once."""
 
     def __aiter__(self) -> AsyncIterator[Event_co]:
-        """The events in order; stops after the terminal one, and raises the error if the request failed."""
+        """Yields the events in order.
+
+        Stops after the terminal one; raises the error if the request failed.
+        """
 
 
 OutboxT = TypeVar("OutboxT", bound=Outbox[Any])
 
 
 class Exit(Stage[Any, Never], Generic[OutboxT]):
-    """The sink of a pipeline: hands what arrives to outboxes, and writes each request's one terminal event.
+    """The sink of a pipeline.
 
-    Finishes, failures of any stage, cancels and deadlines all come here; the first one ends the request, later ones
-    find nobody. `on_end` callbacks run at that moment, synchronously.
+    Delivers items to outboxes and writes each request's one terminal event.
+
+    Finishes, stage failures, cancels and deadlines all arrive here. The first one ends the request; later ones have no
+    effect. `on_end` callbacks run at that moment, synchronously.
     """
 
     inputs: ClassVar = {"in": Any}
@@ -52,27 +57,39 @@ class Exit(Stage[Any, Never], Generic[OutboxT]):
         return "exit"
 
     def make_outbox(self, request: Any) -> OutboxT:
-        """The outbox for a request that is about to enter."""
+        """Makes the outbox of a request that is about to enter. Subclasses override it."""
         raise NotImplementedError(f"{type(self).__name__}: write make_outbox(request)")
 
     def requests_of(self, item: Any) -> Iterable[str]:
-        """The requests that a message of any stage belongs to. Messages of one request carry `request_id`."""
+        """The ids of the requests that a stage's message belongs to.
+
+        By default its `request_id`, if it has one.
+        """
         request_id = getattr(item, "request_id", None)
         return () if request_id is None else (request_id,)
 
     def note_service(self, request_id: str, stage: str, service_us: int) -> None:
-        """A stage had a message of this request for so long; the request may have ended meanwhile."""
+        """Records how long a stage held a message of this request.
+
+        The request may have ended meanwhile.
+        """
 
     def number_of(self, request_id: str) -> int | None:
-        """What trace records call a live request; None: it is not live, or nobody numbers requests here."""
+        """The number of a live request in trace records.
+
+        None: it is not live, or this exit numbers no requests.
+        """
         return None
 
     def open(self, request: Any, deadline_s: float | None = None) -> OutboxT:
-        """Takes a request in; from now on it is live until it ends. `deadline_s` counts from now."""
+        """Admits a request: it is live until it ends. `deadline_s` counts from now.
+
+        ValueError: the id is in use.
+        """
         outbox = self.make_outbox(request)
         request_id = outbox.request_id
         if request_id in self.live:
-            raise ValueError(f"request {request_id} is already under way: give each request an id of its own")
+            raise ValueError(f"request {request_id} is already live: give each request its own id")
         self.live[request_id] = outbox
         self._emptied.clear()
         if deadline_s is not None:
@@ -81,11 +98,11 @@ class Exit(Stage[Any, Never], Generic[OutboxT]):
         return outbox
 
     def is_live(self, request_id: str) -> bool:
-        """Whether somebody still waits for this request."""
+        """Whether the request has not ended yet."""
         return request_id in self.live
 
     def end(self, request_id: str, cause: str, error: BaseException | None = None) -> bool:
-        """Ends a request. False, and nothing happens, if it is not live any more."""
+        """Ends a request. Returns False and does nothing if it is not live."""
         outbox = self.live.pop(request_id, None)
         if outbox is None:
             return False
@@ -106,7 +123,7 @@ class Exit(Stage[Any, Never], Generic[OutboxT]):
             self.end(request_id, "error", error)
 
     async def wait_until_empty(self) -> None:
-        """Returns once no request is live."""
+        """Waits until no request is live."""
         while self.live:
             self._emptied.clear()
             await self._emptied.wait()
@@ -116,5 +133,8 @@ class Exit(Stage[Any, Never], Generic[OutboxT]):
             self.deliver(item)
 
     def deliver(self, item: Any) -> None:
-        """Puts what `item` carries into the outboxes it is for. Rows of ended requests are dropped."""
+        """Puts the content of `item` into the outboxes of its requests.
+
+        Subclasses override it; rows of ended requests are dropped.
+        """
         raise NotImplementedError(f"{type(self).__name__}: write deliver(item)")

@@ -1,14 +1,13 @@
-"""Faults on purpose: `stage=execute,delay=200ms,rate=0.01` makes one in a hundred batches of a stage wait 200 ms.
+"""Fault injection: `stage=execute,delay=200ms,rate=0.01` delays one batch in a hundred.
 
-For rehearsals: whoever runs a server sees what its clients, dashboards and alerts make of a fault before it comes by
-itself. Off unless asked for. The kinds, of which a fault has one:
+An operator uses it to see how clients, dashboards and alerts react to a fault. Off by default. A fault has one kind:
 
-    delay=200ms  the stage waits so long before it takes the batch
+    delay=200ms  the stage waits this long before it takes the batch
     error        the stage raises `InjectedError` with the batch in hand, and is treated as after any crash
-    freeze       the stage never comes back from the batch
+    freeze       the stage never returns from the batch
 
-`rate` is the share of batches that are struck, 1 if it is left out; drawn from the env's stream for the stage, so a
-seed repeats a run.
+`rate` is the share of batches that are affected, by default 1. It is drawn from the env's random stream for the stage,
+so a seed repeats a run.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ FORM = "stage=NAME,delay=200ms|error|freeze[,rate=0.01]"
 
 
 class InjectedError(Exception):
-    """A stage was made to fail, by `--inject`."""
+    """An error that `--inject` raised in a stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +40,12 @@ class Fault:
 
 
 def parse_fault(text: str) -> Fault:
-    """ValueError says what is wrong with it, and the form that is right."""
+    """Parses a fault. ValueError: the message says what is wrong and gives the right form."""
     parts = dict(part.partition("=")[::2] for part in text.split(","))
     kinds = parts.keys() & {"delay", "error", "freeze"}
     unknown = parts.keys() - {"stage", "rate", *kinds}
     if unknown or len(kinds) != 1 or not parts.get("stage"):
-        raise ValueError(f"{text!r} is no fault: must be {FORM}")
+        raise ValueError(f"{text!r} is not a fault: must be {FORM}")
     (kind,) = kinds
     if kind != "delay" and parts[kind]:
         raise ValueError(f"{text!r}: {kind} takes no value; must be {FORM}")
@@ -64,20 +63,20 @@ class Faults:
         self.num_struck = 0
 
     async def strike(self) -> None:
-        """Called with each batch before the stage has it."""
+        """Applies the faults. Called before the stage gets each batch."""
         for fault in self._faults:
             if self._draw() >= fault.rate:
                 continue
             self.num_struck += 1
             if fault.kind == "error":
-                raise InjectedError(f"stage {fault.stage} fails on purpose, by --inject")
+                raise InjectedError(f"stage {fault.stage} failed on purpose, by --inject")
             await (self._env.sleep(fault.delay_s) if fault.kind == "delay" else asyncio.Event().wait())
 
 
 def _seconds(text: str, duration: str) -> float:
     match = _DURATION.fullmatch(duration)
     if match is None:
-        raise ValueError(f"{text!r}: delay={duration} is no duration; must be like 200ms, 1.5s or 50us")
+        raise ValueError(f"{text!r}: delay={duration} is not a duration; must be like 200ms, 1.5s or 50us")
     return float(match[1]) * _SECONDS[match[2]]
 
 
@@ -87,5 +86,5 @@ def _share(text: str, rate: str) -> float:
     except ValueError:
         share = -1.0
     if not 0.0 < share <= 1.0:
-        raise ValueError(f"{text!r}: rate={rate} must be above 0 and at most 1, the share of batches that are struck")
+        raise ValueError(f"{text!r}: rate={rate} must be above 0 and at most 1, the share of batches to affect")
     return share

@@ -1,7 +1,4 @@
-"""A pipeline as it is declared: stages, ports and edges, with every check that needs no event loop.
-
-Knows shapes. Refuses to run anything.
-"""
+"""The declaration of a pipeline: stages, ports and edges, and checks without an event loop."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from .stage import Stage
 
 
 class GraphError(ValueError):
-    """The graph cannot run; says which ports, and what would mend it."""
+    """The graph cannot run. The message names the ports and the fix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,17 +28,17 @@ class Port:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """A channel to be: from an output port to an input port.
+    """A declared channel, from an output port to an input port.
 
-    `when_full` is "wait" (back-pressure) or "never": something else keeps it from filling, and `credits` says how many
-    items that something lets be on it at most.
+    `when_full` is "wait" (back-pressure) or "never": credits keep it from filling. `credits` is the most items that can
+    be on it at once.
     """
 
     source: Port
     target: Port
     capacity: int | None
     when_full: Literal["wait", "never"] | None
-    reason: str  # of the capacity, for whoever reads the graph
+    reason: str  # for the capacity; shown with the graph
     credits: int | None = None
 
     @property
@@ -55,13 +52,13 @@ class Graph:
     def __init__(self) -> None:
         self.stages: dict[str, Stage[Any, Any]] = {}
         self.edges: list[Edge] = []
-        self.entry: Port | None = None  # where requests come in; the only input that may be unconnected
+        self.entry: Port | None = None  # where requests enter; the only input that may be unconnected
         self.open_ports: set[Port] = set()  # ends that a slice left open on purpose
 
     # -- declaring
 
     def add(self, stage: Stage[Any, Any], name: str | None = None) -> str:
-        """Puts a stage in, unconnected. Returns its name."""
+        """Adds an unconnected stage. Returns its name."""
         name = name or stage.name
         if name in self.stages:
             raise GraphError(f"two stages are called {name}: give one of them another name")
@@ -78,7 +75,7 @@ class Graph:
         reason: str = "",
         credits: int | None = None,
     ) -> None:
-        """Draws an edge; `source` and `target` are `stage` (its port `out`, `in`) or `stage.port`."""
+        """Adds an edge. `source` and `target` are `stage` (its port `out` or `in`) or `stage.port`."""
         edge = Edge(_port(source, "out"), _port(target, "in"), capacity, when_full, reason, credits)
         self._require_port(edge.source, "outputs")
         self._require_port(edge.target, "inputs")
@@ -87,7 +84,10 @@ class Graph:
     def insert(
         self, stage: Stage[Any, Any], after: str, *, name: str | None = None, capacity: int | None = None
     ) -> str:
-        """Puts a stage on the edge that leaves `after` (`stage` or `stage.port`). Both halves keep the edge's terms."""
+        """Inserts a stage on the edge that leaves `after` (`stage` or `stage.port`).
+
+        Both halves keep the edge's settings.
+        """
         source = _port(after, "out")
         self._require_port(source, "outputs")
         edge = next((edge for edge in self.edges if edge.source == source), None)
@@ -104,7 +104,10 @@ class Graph:
         return name
 
     def replace(self, name: str, stage: Stage[Any, Any]) -> None:
-        """Puts `stage` in the place of the one called `name`. It must have the ports that are connected there."""
+        """Replaces the stage called `name`.
+
+        The new stage must have the ports that are connected there.
+        """
         self._require_stage(name)
         for edge in self.edges:
             if edge.source.stage == name:
@@ -114,8 +117,10 @@ class Graph:
         self.stages[name] = stage
 
     def cut(self, first: str, last: str) -> Graph:
-        """The stages from `first` to `last` in the order of the flow, with the edges among them. The ends that were
-        cut stay open: requests enter at the first stage's main input."""
+        """The stages from `first` to `last` in flow order, with the edges among them.
+
+        Cut ends stay open; requests enter at the first stage's main input.
+        """
         names = list(self.stages)
         self._require_stage(first)
         self._require_stage(last)
@@ -140,7 +145,7 @@ class Graph:
         return part
 
     def _main_input(self, stage: str) -> Port:
-        """Where requests enter a slice that begins with `stage`: an input whose edge was cut, `in` if it is one."""
+        """Where requests enter a slice: an input of `stage` whose edge was cut, preferably `in`."""
         inputs = list(self.stages[stage].inputs)
         cut = [port for port in inputs if Port(stage, port) in self.open_ports] or inputs
         return Port(stage, "in" if "in" in cut else cut[0])
@@ -165,7 +170,7 @@ class Graph:
     # -- checking
 
     def check(self) -> None:
-        """Raises `GraphError` for the first thing that would not run; see the functions below for what is looked at."""
+        """Raises `GraphError` for the first problem; `_complaints` lists the checks."""
         for complaint in self._complaints():
             raise GraphError(complaint)
 
@@ -184,9 +189,9 @@ class Graph:
             elif edge.when_full not in ("wait", "never"):
                 yield f'edge {edge.name} does not say what happens when it is full: when_full="wait" or "never"'
             elif edge.when_full == "never" and edge.credits is None:
-                yield f'edge {edge.name} is when_full="never" and names no credits: say credits=, what bounds it'
+                yield f'edge {edge.name} is when_full="never" without credits: set credits= to what bounds it'
             elif edge.credits is not None and edge.credits > edge.capacity:
-                yield f"edge {edge.name} holds {edge.capacity} and has {edge.credits} credits: give it that capacity"
+                yield f"edge {edge.name} holds {edge.capacity} and has {edge.credits} credits: raise its capacity"
 
     def _ports_with_two_edges(self) -> Iterator[str]:
         seen: dict[Port, Edge] = {}
@@ -221,7 +226,7 @@ class Graph:
 
     def _unreachable_stages(self) -> Iterator[str]:
         if self.entry is None:
-            yield "nothing says where requests enter: set entry to an input port"
+            yield "the graph has no entry: set entry to an input port"
             return
         reached = {self.entry.stage} | {port.stage for port in self.open_ports if port.port in self._inputs(port.stage)}
         grew = True
@@ -231,7 +236,7 @@ class Graph:
             reached |= found
         for name in self.stages:
             if name not in reached:
-                yield f"stage {name} can not be reached from {self.entry}: connect it, or leave it out"
+                yield f"stage {name} cannot be reached from {self.entry}: connect it, or leave it out"
 
     def _inputs(self, stage: str) -> Sequence[str]:
         return list(self.stages[stage].inputs)
@@ -249,7 +254,10 @@ class Graph:
         return [edge for edge in self.edges if edge.source.stage == source and edge.target.stage == target]
 
     def _cycles(self) -> list[list[str]]:
-        """Each simple cycle once, by depth-first search from its first stage in flow order. Graphs here are small."""
+        """Each simple cycle once, by depth-first search from its first stage in flow order.
+
+        Graphs are small.
+        """
         order = {name: i for i, name in enumerate(self.stages)}
         follows: dict[str, list[str]] = {name: [] for name in self.stages}
         for edge in self.edges:
@@ -271,7 +279,7 @@ class Graph:
     # -- showing
 
     def to_json(self) -> dict[str, Any]:
-        """The graph as plain data: stages with their ports, edges with their terms."""
+        """The graph as plain data: stages with their ports, edges with their settings."""
         return {
             "entry": str(self.entry) if self.entry else None,
             "stages": [
@@ -297,7 +305,7 @@ class Graph:
         }
 
     def to_mermaid(self) -> str:
-        """The graph as a Mermaid flowchart: dotted edges never wait."""
+        """The graph as a Mermaid flowchart. Dotted edges never wait."""
         lines = ["flowchart LR"]
         lines += [f"    {name}[{name}]" for name in self.stages]
         for edge in self.edges:
@@ -324,7 +332,7 @@ def _parts(kind: Any) -> tuple[Any, ...]:
 
 
 def _fits(made: Any, taken: Any) -> bool:
-    """Whether everything of type `made` may be handed to a port that takes `taken`."""
+    """Whether a port that takes `taken` accepts everything of type `made`."""
     if made is Any or taken is Any:
         return True
     return all(any(_is_subtype(part, wanted) for wanted in _parts(taken)) for part in _parts(made))

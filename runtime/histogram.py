@@ -1,7 +1,6 @@
-"""Exact histograms: counts by bucket and a sum, of whole numbers.
+"""Exact histograms of whole numbers: counts by bucket, and the sum.
 
-Knows counting. Refuses to know what is counted and who asks. Times go in as whole microseconds, as the trace has them:
-so a recount from the trace gives the very same figures, and no sum drifts.
+Times are whole microseconds, as in the trace. So a recount from the trace gives the same figures, and no sum drifts.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-# of what a stage does with one batch: most take tens of microseconds, a step on a CPU may take a second
+# of the time a stage takes for a batch: mostly tens of microseconds; a step on a CPU may take a second
 STAGE_BOUNDS_US = (
     *(10, 25, 50, 100, 250, 500, 1_000, 2_500, 5_000, 10_000, 25_000, 50_000, 100_000, 250_000, 500_000),
     *(1_000_000, 2_500_000, 5_000_000, 10_000_000),
@@ -22,10 +21,11 @@ STAGE_BOUNDS_US = (
 
 
 class Histogram:
-    """Numbers by bucket: bucket i has those above `bounds[i - 1]` and at most `bounds[i]`, the last those above all.
+    """Counts by bucket, and a sum.
 
-    `observe` costs under 1 us, on 2 busy cores. One writer; a reader on the same loop sees counts and sum that belong
-    together.
+    Bucket i counts values in (`bounds[i - 1]`, `bounds[i]`], the last one those above all bounds.
+
+    One writer. A reader on the same loop sees a consistent pair of counts and sum.
     """
 
     __slots__ = ("_bounds", "bounds", "counts", "total")
@@ -35,16 +35,16 @@ class Histogram:
             raise ValueError(f"histogram bounds {list(bounds)}: must be rising, and at least one")
         self.bounds = tuple(bounds)
         self.counts = [0] * (len(bounds) + 1)
-        self.total = 0  # sum of all numbers
+        self.total = 0  # sum of all values
         self._bounds = np.array(bounds, np.int64)
 
     def observe(self, value: int, times: int = 1) -> None:
-        """Counts `value`, so many times."""
+        """Counts `value` `times` times."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
 
     def observe_many(self, values: NDArray[np.integer[Any]]) -> None:
-        """Counts each of `values` [N]. The many that are all alike are looked up once."""
+        """Counts each of `values` [N]. Equal values are looked up once."""
         if not len(values):
             return
         low = int(values.min())
@@ -57,9 +57,9 @@ class Histogram:
 
     @property
     def num_observed(self) -> int:
-        """How many numbers were counted."""
+        """How many values were counted."""
         return sum(self.counts)
 
     def cumulative(self) -> list[int]:
-        """For each bound how many numbers are at most that, and last how many there are."""
+        """For each bound the number of values at most that; last the number of all values."""
         return list(accumulate(self.counts))

@@ -1,7 +1,4 @@
-"""What a stage sends: collected while it handles a batch, and delivered when it is done with it.
-
-Knows the outputs of one stage. Refuses to know how, and when, a channel takes what is delivered.
-"""
+"""The outlet of a stage: collects what it sends during a batch, for delivery afterwards."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from .graph import Edge
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One output port: the channel behind it, and who gets a lossy copy."""
+    """One output port: its channel, and the taps that get lossy copies."""
 
     channel: Channel[Any]
     edge: Edge | None
@@ -37,7 +34,10 @@ class Deliverer(Protocol):
 
 
 class CollectingOutlet:
-    """The `Outlet` a runner gives to `handle`: it collects, and delivers when `handle` is done."""
+    """The `Outlet` that a runner gives to `handle`.
+
+    It collects items; the runner delivers them after `handle`.
+    """
 
     __slots__ = ("_outputs", "_runner", "blocked_s", "has_flushed", "items")
 
@@ -61,7 +61,7 @@ class CollectingOutlet:
                 await self._runner.deliver(self)
 
     def discard(self) -> None:
-        """Forgets what was collected and not delivered."""
+        """Drops what was collected and not delivered."""
         self.items.clear()
 
     def fail(self, item: Any, error: BaseException) -> None:

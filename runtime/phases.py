@@ -9,7 +9,10 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Phases:
-    """Seconds that each phase of the start took."""
+    """Seconds that each phase of the start took.
+
+    Called as a context manager with the phase's name.
+    """
 
     clock: Callable[[], float]
     seconds: dict[str, float] = field(default_factory=dict)

@@ -1,7 +1,4 @@
-"""A graph that runs: one task a stage, one channel an edge, one exit.
-
-Knows starting, stopping, draining and health. What the stages do is theirs.
-"""
+"""A running graph: one task per stage, one channel per edge, one exit."""
 
 from __future__ import annotations
 
@@ -25,8 +22,8 @@ from .watch import Watch
 
 State = Literal["new", "loading", "ready", "draining", "stalled", "dead", "stopped"]
 
-MAX_TOLD_REQUESTS = 64  # in the record of a crash
-STAGES_AT_ONCE = 8  # go on one after another before others on the loop have their turn: a step passes six
+MAX_TOLD_REQUESTS = 64  # in the log line of a crash
+STAGES_AT_ONCE = 8  # woken one after another before other callbacks of the loop run: a step passes six
 OPEN_END_CAPACITY = 64  # of a channel that the caller feeds or drains
 
 # stage, error, ids of the requests in hand
@@ -37,7 +34,7 @@ log = get_logger("millrace.runtime")
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """Whether the pipeline takes requests, and if not, whose fault it is."""
+    """Whether the pipeline takes requests; if not, which stage failed and why."""
 
     state: State
     stage: str | None = None
@@ -49,7 +46,7 @@ class Health:
 
 
 class NotServing(Exception):
-    """The pipeline takes no request now; `health` says why."""
+    """The pipeline takes no requests now; `health` says why."""
 
     def __init__(self, health: Health) -> None:
         super().__init__(f"the engine is {health.state}" + (f": {health.reason}" if health.reason else ""))
@@ -61,7 +58,10 @@ class Busy(Exception):
 
 
 class Tap:
-    """A lossy copy of what leaves a port: a slow reader misses items, and never holds the pipeline back."""
+    """A lossy copy of what leaves a port.
+
+    A slow reader misses items and never delays the pipeline.
+    """
 
     def __init__(self, channel: Channel[Any]) -> None:
         self._channel = channel
@@ -71,10 +71,12 @@ class Tap:
 
 
 class Pipeline(Graph):
-    """A declared graph that can be started once. Change it before `start`; use it between `start` and `stop`.
+    """A declared graph that can be started once.
+
+    Change it before `start`; use it between `start` and `stop`.
 
     A pipeline with an exit carries requests: `async for event in pipeline.stream(request)`. A slice without one is fed
-    through `channel(port)` or `stream`, and its open outputs are read from `channel(port)`.
+    through `channel(port)`, and its open outputs are read from `channel(port)`.
     """
 
     def __init__(self) -> None:
@@ -85,21 +87,21 @@ class Pipeline(Graph):
         self.lane = ControlLane("control")
         self.env: Env = LiveEnv()
         self.tracer = Tracer(self.env)
-        self.loop: asyncio.AbstractEventLoop | None = None  # it runs on
-        self.on_crash: list[OnCrash] = []  # called when a stage has crashed, before anything is mended
+        self.loop: asyncio.AbstractEventLoop | None = None  # that it runs on
+        self.on_crash: list[OnCrash] = []  # called when a stage has crashed, before recovery
         self.lane_reader: str | None = None  # the stage that reads the control lane
-        self.entry_capacity = OPEN_END_CAPACITY  # requests that have come in and were not looked at
-        self.bells: BellTower | None = None  # wakes stages; None: the env's usual one, see `_bells`
-        self.watch: Watch | None = None  # there once it has started
-        self.stacks_elsewhere: list[dict[str, Any]] = []  # told last of tasks and threads in another process
+        self.entry_capacity = OPEN_END_CAPACITY  # requests that have entered and were not handled yet
+        self.bells: BellTower | None = None  # wakes stages; None: the env's default, see `_bells`
+        self.watch: Watch | None = None  # set by `start`
+        self.stacks_elsewhere: list[dict[str, Any]] = []  # last reported tasks and threads of another process
         self._owns_env = True
         self._health = Health("new")
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._all_set_up = asyncio.Event()  # from then on stages get what is on their edges
+        self._all_set_up = asyncio.Event()  # from then on stages receive items
         self._taps: dict[Port, list[Channel[Any]]] = {}
         self._port_channels: dict[Port, Channel[Any]] = {}
         self._given: dict[Port, Channel[Any]] = {}
-        self._unwatched: set[str] = set()  # channels
+        self._unwatched: set[str] = set()  # names of channels
 
     # -- declaring
 
@@ -110,7 +112,7 @@ class Pipeline(Graph):
         return name
 
     def tap(self, after: str, capacity: int = 256) -> Tap:
-        """A lossy copy of what leaves `after` (`stage` or `stage.port`), to iterate over while the pipeline runs."""
+        """A lossy copy of what leaves `after` (`stage` or `stage.port`), to iterate over."""
         stage, _, port = after.partition(".")
         source = Port(stage, port or "out")
         self._require_port(source, "outputs")
@@ -119,8 +121,10 @@ class Pipeline(Graph):
         return Tap(channel)
 
     def slice(self, first: str, last: str) -> Pipeline:
-        """The stages from `first` to `last` as a pipeline of their own, not yet started. It shares the stage objects,
-        so run the slice or the whole, not both."""
+        """The stages from `first` to `last` as a pipeline of their own, not started.
+
+        It shares the stage objects, so run the slice or the whole, not both.
+        """
         part = self.cut(first, last)
         assert isinstance(part, Pipeline)
         part.env, part.tracer, part._owns_env = self.env, self.tracer, self._owns_env
@@ -129,24 +133,30 @@ class Pipeline(Graph):
         return part
 
     def give_channel(self, port: str, channel: Channel[Any], *, is_watched: bool = True) -> None:
-        """Has an open end use a channel of the caller's, such as half of one that reaches over a link. Before `start`.
-        One that is not watched is watched over there."""
+        """Uses the caller's channel for an open end, such as half of one between processes.
+
+        Before `start`. `is_watched` False: the other process watches it.
+        """
         stage, _, name = port.partition(".")
         self._given[Port(stage, name)] = channel
         if not is_watched:
             self._unwatched.add(channel.name)
 
     def use(self, env: Env, tracer: Tracer | None = None) -> None:
-        """Runs on `env` (simulation, or one shared by several pipelines) and writes to `tracer`. Whoever made them
-        closes them."""
+        """Runs on `env` (simulation, or one shared by several pipelines) and writes to `tracer`.
+
+        The caller closes both.
+        """
         self.env, self._owns_env = env, False
         self.tracer = Tracer(env) if tracer is None else tracer
 
     # -- running
 
     async def start(self) -> None:
-        """Checks the graph, starts every stage, and returns when all are set up. Raises what a set-up raised, after
-        stopping the others."""
+        """Checks the graph and starts every stage. Returns when all are set up.
+
+        If a set-up raises, stops the others and raises its error.
+        """
         if self._health.state != "new":
             raise RuntimeError(f"a pipeline starts once, and this one is {self._health.state}: build another")
         self.check()
@@ -170,12 +180,15 @@ class Pipeline(Graph):
         self.watch = Watch(self.tracer, watched, self.env.now, self._is_busy)
         if self.env.is_live:
             self.watch.start()
-        if self._health.state == "loading":  # none has broken meanwhile
+        if self._health.state == "loading":  # no stage has broken meanwhile
             self._health = Health("ready")
         self._all_set_up.set()
 
     async def stop(self) -> None:
-        """Ends every live request with `abort`, stops the stages and frees what they hold. Idempotent."""
+        """Ends every live request with `abort`, stops the stages and frees their resources.
+
+        Idempotent.
+        """
         if self._health.state in ("new", "stopped"):
             self._health = Health("stopped")
             return
@@ -195,7 +208,10 @@ class Pipeline(Graph):
             await self.env.aclose()
 
     async def drain(self, timeout_s: float | None = None) -> bool:
-        """Takes nothing new and waits until the live requests have ended; False if some are left after `timeout_s`."""
+        """Takes no new requests and waits for the live ones to end.
+
+        Returns False if `timeout_s` passes before.
+        """
         if self._health.state == "ready":
             self._health = Health("draining", reason="shutting down")
         if self.exit is None:
@@ -220,11 +236,11 @@ class Pipeline(Graph):
 
     @property
     def health(self) -> Health:
-        """Ready, or why not."""
+        """The current state, with the reason if it is not ready."""
         return self._health
 
     def inject(self, faults: Sequence[Fault]) -> None:
-        """From now on these faults strike, and no others. While it runs."""
+        """Replaces the injected faults. Only while it runs."""
         for name, runner in self.runners.items():
             own = [fault for fault in faults if fault.stage == name]
             runner.faults = Faults(own, self.env) if own else None
@@ -232,9 +248,9 @@ class Pipeline(Graph):
     # -- requests
 
     async def stream(self, request: Any, *, deadline_s: float | None = None, wait: bool = True) -> AsyncIterator[Any]:
-        """Sends a request in and yields its events; leaving the loop early cancels it.
+        """Submits a request and yields its events. Leaving the loop early cancels it.
 
-        With `wait` False a full first channel raises `Busy` instead of holding the caller back.
+        With `wait` False a full first channel raises `Busy` instead of making the caller wait.
         """
         outbox = await self.submit(request, deadline_s=deadline_s, wait=wait)
         try:
@@ -246,10 +262,13 @@ class Pipeline(Graph):
     async def submit(
         self, request: Any, *, deadline_s: float | None = None, wait: bool = True, is_part: bool = False
     ) -> Outbox[Any]:
-        """Sends a request in and returns its outbox. Whoever gets it reads it, or `cancel`s the request. One that
-        `is_part` of a request under way is taken while that is waited for in `drain`."""
+        """Submits a request and returns its outbox.
+
+        The caller reads the outbox or `cancel`s the request. `is_part`: it belongs to a live request, so it is admitted
+        while `drain` waits for that.
+        """
         if self.exit is None:
-            raise RuntimeError("this slice has no exit, so nobody could answer: use channel() to feed and to read it")
+            raise RuntimeError("this slice has no exit, so it cannot answer requests: feed and read it with channel()")
         if not (self._health.is_ready or (is_part and self._health.state == "draining")):
             raise NotServing(self._health)
         outbox: Outbox[Any] = self.exit.open(request, deadline_s)
@@ -263,11 +282,11 @@ class Pipeline(Graph):
         return outbox
 
     async def call(self, request: Any, *, deadline_s: float | None = None) -> list[Any]:
-        """All events of a request, once it has ended."""
+        """All events of a request, after it has ended."""
         return [event async for event in self.stream(request, deadline_s=deadline_s)]
 
     def cancel(self, request_id: str, cause: str = "cancel") -> bool:
-        """Ends a request early; False if it is not live."""
+        """Ends a request early. Returns False if it is not live."""
         return self.exit is not None and self.exit.end(request_id, cause)
 
     def channel(self, port: str) -> Channel[Any]:
@@ -282,18 +301,18 @@ class Pipeline(Graph):
             if wait:
                 await entry.send(request)
             elif not entry.try_send(request):
-                raise Busy(f"{entry.capacity} requests wait to be looked at")
+                raise Busy(f"{entry.capacity} requests wait to be processed")
         except ChannelClosed:
             raise NotServing(self._health) from None
 
     # -- inside
 
     def _is_busy(self) -> bool:
-        """Whether a request lives, or may: without an exit nobody knows."""
+        """Whether a request may be live: without an exit this is unknown, so True."""
         return self.exit is None or bool(self.exit.live)
 
     def _bells(self) -> BellTower:
-        """Several stages in a turn of the loop; in simulation, which draws the order of turns, one."""
+        """Wakes several stages per loop callback. In simulation, which draws their order, one."""
         if self.bells is not None:
             return self.bells
         return BellTower(STAGES_AT_ONCE) if self.env.is_live else OwnTurns()
@@ -338,7 +357,7 @@ class Pipeline(Graph):
             raise
         except BaseException as error:
             if not runner.is_ready.is_set():
-                raise  # a set-up that failed belongs to whoever called start
+                raise  # a failed set-up belongs to the caller of start
             self._break(name, error)
 
     async def _wait_until_set_up(self) -> None:
@@ -362,7 +381,10 @@ class Pipeline(Graph):
             runner.request_ended(request_id)
 
     def _crashed(self, name: str, error: BaseException, items: Sequence[Any]) -> None:
-        """A stage raised with these items in hand; the one record of it, whatever becomes of them."""
+        """Reports a stage that raised with these items in hand.
+
+        Logged once, whatever becomes of the items.
+        """
         requests_of = _none if self.exit is None else self.exit.requests_of
         request_ids = list(dict.fromkeys(request_id for item in items for request_id in requests_of(item)))
         log.error(
@@ -378,13 +400,13 @@ class Pipeline(Graph):
             callback(name, error, request_ids)
 
     def _break(self, name: str, error: BaseException) -> None:
-        """A stage is beyond mending: nothing more is admitted, and whoever waits gets an error."""
+        """Handles a stage that cannot recover: closes the entry and fails the live requests."""
         if self._health.state in ("dead", "stopped"):
             return
         log.error("pipeline.dead", stage=name, error=type(error).__name__, exc_info=error)
         self._health = Health("dead", stage=name, reason=f"stage {name} failed: {type(error).__name__}")
         if self.entry is not None:
-            self._port_channels[self.entry].close()  # who waits at the door has an outbox, and does not read it yet
+            self._port_channels[self.entry].close()  # a request waiting to enter does not read its outbox yet
         self._end_all("error", NotServing(self._health))
 
     def _end_all(self, cause: str, error: BaseException | None) -> None:

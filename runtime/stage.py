@@ -1,6 +1,6 @@
-"""What a stage is: typed ports, a `handle`, and what becomes of it when it crashes.
+"""What a stage is: typed ports, `handle`, and the policy after a crash.
 
-Knows the promises between a stage and what runs it. The running itself is `stage_runner.py`.
+`stage_runner.py` runs it.
 """
 
 from __future__ import annotations
@@ -23,44 +23,50 @@ Out_co = TypeVar("Out_co", covariant=True)
 
 
 class Crash(enum.Enum):
-    """What the supervisor does after an exception that `handle` did not expect."""
+    """What the supervisor does after an unexpected exception of `handle`."""
 
-    FAIL = "fail"  # end the requests of the batch and go on: nothing outlives a `handle`, so nothing can be broken
-    ISOLATE = "isolate"  # retry each item of the batch alone once; one that crashes again ends its request; restart
-    RECOVER = "recover"  # the stage holds state for many requests: its own `recover` puts that right
-    ESCALATE = "escalate"  # nothing can be saved: the pipeline is dead
+    FAIL = "fail"  # end the requests of the batch and go on: the stage keeps no state between calls
+    ISOLATE = "isolate"  # restart, and retry each item of the batch alone once; an item that crashes again fails
+    RECOVER = "recover"  # the stage holds state for many requests: its own `recover` repairs it
+    ESCALATE = "escalate"  # no recovery: the pipeline is dead
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a running stage may reach. Given to `setup`; the same object for the stage's whole life."""
+    """What a running stage has access to.
+
+    Given to `setup`; the same object for the stage's whole life.
+    """
 
     env: Env
     tracer: Tracer
     source: int  # this stage's id in trace records
-    lane: ControlLane  # control words for this stage, empty unless the pipeline routes some here
-    is_live: Callable[[str], bool]  # whether a request is still wanted; always true in a slice without an exit
-    escalate: Callable[[BaseException], None]  # gives the pipeline up; every live request ends with an error
+    lane: ControlLane  # control messages for this stage, empty unless the pipeline routes some here
+    is_live: Callable[[str], bool]  # whether a request has not ended; always true in a slice without an exit
+    escalate: Callable[[BaseException], None]  # declares the pipeline dead; every live request ends with an error
 
 
 class Outlet(Protocol[Out_co]):
-    """Where `handle` puts what it made. Nothing leaves before `handle` returns or awaits `flush`."""
+    """Where `handle` puts its results.
+
+    Nothing is delivered before `handle` returns or awaits `flush`.
+    """
 
     def send(self, item: Any, port: str = "out") -> None:
-        """Collects `item` for the stage behind `port`. Never waits."""
+        """Collects `item` for the channel at output port `port`. Never waits."""
 
     async def flush(self) -> None:
-        """Delivers what was collected, waiting for room. For a stage that makes more than it takes."""
+        """Delivers what was collected, waiting for room. For a stage that makes many items from one."""
 
     def fail(self, item: Any, error: BaseException) -> None:
-        """Ends the request (or requests) that `item` belongs to with `error`; the rest of the batch goes on."""
+        """Ends the request (or requests) of `item` with `error`. The rest of the batch goes on."""
 
     def reply(self, item: Any) -> None:
-        """Hands `item` straight to the pipeline's exit: the stages between have no part in it (a cache hit)."""
+        """Passes `item` straight to the pipeline's exit, past the stages between (a cache hit)."""
 
 
 class Stage(Generic[In, Out]):
-    """One actor: it owns its state, runs as its own task, and meets others only through its ports.
+    """One actor: owns its state, runs as its own task, and communicates only through its ports.
 
     Subclass with the two types, `class Clip(Stage[TokenRequest, TokenRequest])`, and write `handle`. A stage with more
     ports names them in `inputs` and `outputs`; `handle` then gets the items of all input ports in one batch, in the
@@ -70,18 +76,20 @@ class Stage(Generic[In, Out]):
     inputs: ClassVar[Mapping[str, Any]] = {"in": Any}
     outputs: ClassVar[Mapping[str, Any]] = {"out": Any}
     on_crash: ClassVar[Crash] = Crash.ISOLATE
-    reads_lane: ClassVar[bool] = False  # True: `handle` is called with an empty batch when the control lane rings
-    error_code: ClassVar[str] = "internal_error"  # for a request that this stage could not carry
+    reads_lane: ClassVar[bool] = False  # True: a post to the control lane calls `handle`, if need be with no items
+    error_code: ClassVar[str] = "internal_error"  # for a request that this stage failed on
 
     @property
     def name(self) -> str:
-        """The stage's name in a pipeline, unless it is given another there."""
+        """The stage's default name in a pipeline."""
         return type(self).__name__.lower()
 
     @property
     def concurrency(self) -> int | None:
-        """None: `handle` gets whole batches, one at a time. N: single items, up to N at a time, each in a task that
-        is cancelled when its request ends; in order when N is 1."""
+        """None: `handle` gets whole batches, one at a time.
+
+        N: single items, up to N at a time, each in a task that is cancelled when its request ends; in order if N is 1.
+        """
         return None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -94,45 +102,53 @@ class Stage(Generic[In, Out]):
 
     @property
     def has_work(self) -> bool:
-        """Whether it keeps work that should be moving, besides what `handle` has in hand."""
+        """Whether it holds work that should make progress, besides what `handle` has in hand."""
         return False
 
     @property
     def expected_s(self) -> float:
-        """Seconds that `handle` may well take for what it has in hand; 0: that can not be told."""
+        """Seconds that `handle` is expected to take for what it has in hand; 0: unknown."""
         return 0.0
 
     @property
     def waits_for(self) -> str | None:
-        """The stage whose work `handle` waits for now, if that is another's."""
+        """The name of another stage whose work `handle` waits for now, or None."""
         return None
 
     async def setup(self, context: Context) -> None:
         """Called before the first `handle`, and again after each restart."""
 
     async def handle(self, batch: Sequence[In], out: Outlet[Out]) -> None:
-        """Takes everything that is waiting. What it raises is a bug and belongs to the supervisor."""
+        """Processes all waiting items.
+
+        An exception is a bug; the supervisor handles it as `on_crash` says.
+        """
         raise NotImplementedError(f"stage {self.name}: write handle(batch, out)")
 
     async def recover(self, batch: Sequence[In], error: BaseException, out: Outlet[Out]) -> None:
-        """Puts the state right after `handle(batch)` raised, for `Crash.RECOVER`. Raising here escalates."""
+        """Repairs the state after `handle(batch)` raised, for `Crash.RECOVER`.
+
+        Raising here escalates.
+        """
         raise error
 
     async def teardown(self) -> None:
-        """Called once after the last `handle`, also after a crash."""
+        """Called once after the last `handle`, also after a crash, and before a restart."""
 
     def wants(self, port: str) -> bool:
-        """Whether to receive from `port` now. What is not wanted stays queued and holds its sender back."""
+        """Whether to receive from `port` now. Other items stay queued and hold their senders back."""
         return True
 
     def wakes(self, port: str) -> bool:
-        """Whether an arrival at `port` is worth waking for now. If not, it is received with what wakes the stage next:
-        say so only where that is sure to come."""
+        """Whether an arrival at `port` should wake the stage.
+
+        If not, the item is received at the next wakeup: return False only if one is sure to come.
+        """
         return True
 
 
 def _declared_types(cls: type) -> tuple[Any, Any]:
-    """The arguments of a `Stage[In, Out]` that `cls` itself names as its base; None where it names none."""
+    """The arguments of a `Stage[In, Out]` that `cls` itself names as a base; else (None, None)."""
     for base in cls.__dict__.get("__orig_bases__", ()):
         origin = typing.get_origin(base)
         if origin is not None and isinstance(origin, type) and issubclass(origin, Stage):
@@ -159,7 +175,7 @@ Function = Callable[[Any], Any]
 
 @dataclass
 class FunctionStage(Stage[Any, Any]):
-    """A stage around a function of one item; see `stage`."""
+    """A stage made from a function of one item; see `stage`."""
 
     function: Function
     title: str
@@ -189,7 +205,10 @@ class FunctionStage(Stage[Any, Any]):
 
 
 async def _results(result: Any) -> AsyncIterator[Any]:
-    """What a stage function made of one item: it may return, await or yield; None is nothing."""
+    """The results of a stage function for one item.
+
+    It may return, await or yield; None means no result.
+    """
     if inspect.isawaitable(result):
         result = await result
     if inspect.isasyncgen(result):
@@ -211,9 +230,11 @@ def stage(*, name: str | None = None, concurrency: int = 1) -> Callable[[Functio
 def stage(
     function: Function | None = None, /, *, name: str | None = None, concurrency: int = 1
 ) -> FunctionStage | Callable[[Function], FunctionStage]:
-    """Turns a function of one item into a stage: `async def shout(request: TokenRequest) -> TokenRequest`.
+    """Turns a function of one item into a stage.
 
-    It may be plain or async, return one item or None (nothing goes on), or yield several. Port types are read from
+    Example: `async def shout(request: TokenRequest) -> TokenRequest`.
+
+    The function may be plain or async, return one item or None (no result), or yield several. Port types are read from
     its annotations; a parameter without one takes anything. An exception ends the request of that item. With
     `concurrency` above 1, items may overtake each other.
     """

@@ -1,6 +1,6 @@
-"""Runs one stage: receives, calls `handle`, delivers, keeps time, and picks up the pieces after a crash.
+"""Runs one stage: receives, calls `handle`, delivers, measures time, recovers after a crash.
 
-Every stage, ours or a user's, gets the same; nothing here knows what a stage does.
+It treats every stage, built in or a user's, the same way.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from .stage import Context, Crash, Stage
 from .trace.tracer import Emit, EventKind
 from .wakeups import Bell, BellTower
 
-MAX_RESTARTS = 5  # within RESTART_WINDOW_S; one more and the stage counts as broken
+MAX_RESTARTS = 5  # within RESTART_WINDOW_S; one more and the stage is broken
 RESTART_WINDOW_S = 10.0
-COUNTED_AT_ONCE = 256  # batches: to count one by one costs each 4 us more than to note it
+COUNTED_AT_ONCE = 256  # batches; counting each alone costs 4 us more than recording it for later
 
-STAGE_BATCH = int(EventKind.STAGE_BATCH)  # a member of an enum takes longer to find
+STAGE_BATCH = int(EventKind.STAGE_BATCH)  # faster to look up than a member of an enum
 
 log = get_logger("millrace.runtime")
 
 
 class StageCrashed(Exception):
-    """A stage could not carry a request: an error of ours, not of the request."""
+    """A stage failed on a request through a bug of ours, not through the request's content."""
 
     def __init__(self, stage: str, code: str, cause: BaseException) -> None:
         super().__init__(f"stage {stage} failed on this request ({type(cause).__name__})")
@@ -45,17 +45,23 @@ class StageCrashed(Exception):
 
 @dataclass(slots=True)
 class StageTimes:
-    """Where a stage's time went, seconds; they add up to its life. Items carried at once count each for itself."""
+    """A stage's time by state, in seconds; the sum is its life.
+
+    Concurrent items count each for themselves.
+    """
 
     idle: float = 0.0
     busy: float = 0.0
-    blocked: float = 0.0  # waiting for room in the channel behind
+    blocked: float = 0.0  # waiting for room in an output channel
 
 
 class StageRunner:
-    """One stage's task. `run` ends when all inputs are closed and empty, or when it is cancelled."""
+    """One stage's task.
 
-    __slots__ = (  # more than the 30 attributes that Python keeps in an object itself; a step comes by here often
+    `run` ends when all inputs are closed and empty, or when it is cancelled.
+    """
+
+    __slots__ = (  # over 30 attributes, more than Python stores inline; each step reads them often
         *("_after", "_before", "_bell", "_context", "_emit", "_idle_since_s", "_injects_faults", "_is_broken"),
         *("_is_stopping", "_items_in_hand", "_names_requests", "_now", "_num_carried", "_oldest_since_s"),
         *("_on_broken", "_on_crash", "_outlet", "_ports", "_recent_restarts", "_service_us", "_services_us"),
@@ -90,24 +96,24 @@ class StageRunner:
         self.num_dropped = 0  # items of requests that had ended
         self.is_ready = asyncio.Event()
         self.last_progress_s = context.env.now()
-        self.busy_since_s = 0.0  # when `handle` last got something, having had nothing
-        self.unwanted_ports: set[str] = set()  # that nothing was received from, the last time that it was looked
-        self.blocked_on: Channel[Any] | None = None  # that has no room for what is to be sent now
+        self.busy_since_s = 0.0  # when `handle` last got something while idle
+        self.unwanted_ports: set[str] = set()  # with queued items that the stage did not want, at the last receive
+        self.blocked_on: Channel[Any] | None = None  # the full channel that the stage waits for now
         self.blocked_since_s = 0.0
         self._context = context
         self._on_broken = on_broken
         self._on_crash = on_crash
-        self.faults: Faults | None = None  # on purpose
+        self.faults: Faults | None = None  # from fault injection
         self._bell = Bell(bells)
         self._recent_restarts: deque[float] = deque(maxlen=MAX_RESTARTS)
         self._items_in_hand: dict[asyncio.Task[None], tuple[str, ...]] = {}
         self._is_stopping = False
         self._is_broken = False
-        self._names_requests = False  # whether items of the last batch are of one request each
-        self._num_carried = 0  # batches, or items at once, that `handle` has now
+        self._names_requests = False  # whether items of the last batch have a `request_id`
+        self._num_carried = 0  # batches, or concurrent items, that `handle` has now
         self._oldest_since_s = 0.0  # when the oldest item of the last batch came
         self._idle_since_s = context.env.now()
-        # looked up once, as a step passes here eight times
+        # looked up once, as each step runs this code eight times
         self._now = context.env.now
         self._source = context.source
         self._tracer = context.tracer
@@ -130,7 +136,7 @@ class StageRunner:
         self.is_ready.set()
         at_once, bell = self.stage.concurrency, self._bell
         try:
-            await all_set_up.wait()  # what it sends may need another's set-up
+            await all_set_up.wait()  # what it sends may need another stage's set-up
             self._idle_since_s = self._now()
             while not self._is_broken:
                 if not bell.is_rung:
@@ -157,7 +163,7 @@ class StageRunner:
         return self._num_carried > 0
 
     def _receive(self, now: float) -> list[Any] | None:
-        """What is waiting at the ports the stage wants, in their order; None if there is nothing to do."""
+        """The items queued at the wanted ports, in port order; None if there is nothing to do."""
         batch: list[Any] = []
         wants = self._wants
         if self.unwanted_ports:
@@ -182,7 +188,7 @@ class StageRunner:
         return None
 
     def _has_ended(self) -> bool:
-        for _, channel in self._ports:  # noqa: SIM110  # a generator costs as much as all the rest
+        for _, channel in self._ports:  # noqa: SIM110  # a generator would cost as much as the whole method
             if not channel.is_closed or len(channel):
                 return False
         return True
@@ -208,9 +214,9 @@ class StageRunner:
     # -- one batch
 
     async def _carry(self, batch: list[Any], began: float, out: CollectingOutlet) -> None:
-        """Has the stage handle a batch that was received just now, and delivers what it made."""
+        """Calls `handle` with a batch that was received at `began`, and delivers the results."""
         names_requests, waited = self._names_requests, began - self._oldest_since_s
-        if waited < 0.0:  # the oldest woke nobody, and came with what did
+        if waited < 0.0:  # the oldest item woke no task, and was received with a later one
             waited = 0.0
         if not self._num_carried:
             self.times.idle += began - self._idle_since_s
@@ -246,7 +252,7 @@ class StageRunner:
     def _note_times(
         self, batch: list[Any], waited_us: int, busy_us: int, blocked_us: int, names_requests: bool
     ) -> None:
-        """How long a batch waited, was worked on, and waited for room behind."""
+        """Records how long a batch waited, was worked on, and waited for room in an output."""
         self._waits_us.append(waited_us)
         self._services_us.append(busy_us)
         if len(self._waits_us) >= COUNTED_AT_ONCE:
@@ -254,7 +260,7 @@ class StageRunner:
         if self._tracer.enabled:
             try:
                 step = int(batch[0].step)
-            except Exception:  # it has none, or is one that breaks when it is looked at
+            except Exception:  # the item has no step, or reading it raises
                 step = 0
             emit = self._emit or self._bind()
             emit(STAGE_BATCH, self._source, step, len(batch), waited_us, busy_us, blocked_us)
@@ -266,7 +272,7 @@ class StageRunner:
         return self._emit
 
     def _count(self) -> None:
-        """Puts into the histograms what was noted since."""
+        """Moves the recorded times into the histograms."""
         if self._waits_us:
             waits_us, services_us = np.array(self._waits_us), np.array(self._services_us)
             self._waits_us.clear()
@@ -276,18 +282,18 @@ class StageRunner:
 
     @property
     def wait_us(self) -> Histogram:
-        """Of each batch: how long its oldest item had waited."""
+        """How long the oldest item of each batch waited."""
         self._count()
         return self._wait_us
 
     @property
     def service_us(self) -> Histogram:
-        """Of each batch, without the wait for room behind."""
+        """How long `handle` took for each batch, without the wait for room in an output."""
         self._count()
         return self._service_us
 
     def _tell_requests(self, batch: list[Any], times_us: tuple[int, int, int]) -> None:
-        """That live requests were in the batch: to the exit, and to the trace."""
+        """Reports the live requests of the batch to the exit and to the trace."""
         assert self.exit is not None
         context = self._context
         for request_id in dict.fromkeys(getattr(item, "request_id", None) for item in batch):
@@ -303,7 +309,7 @@ class StageRunner:
             raise InjectedCrash(name)
 
     def _is_crash(self, error: BaseException) -> bool:
-        """Whether `error` is the stage's own failure, and not somebody stopping it."""
+        """Whether `error` is the stage's own failure, and not a cancellation or exit from outside."""
         if isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit)):
             return False
         if isinstance(error, asyncio.CancelledError):
@@ -311,7 +317,7 @@ class StageRunner:
             return not self._is_stopping and task is not None and not task.cancelling()
         return True
 
-    # -- items one by one, in tasks of their own
+    # -- single items, in tasks of their own
 
     async def _carry_singly(self, batch: list[Any], at_once: int) -> None:
         for item in batch:
@@ -350,9 +356,9 @@ class StageRunner:
     # -- delivering
 
     def deliver_at_once(self, out: CollectingOutlet, now: float | None = None) -> bool:
-        """Sends what there is room for, in order, at the time `now`. Whether that was all."""
+        """Sends what there is room for, in order, at the time `now`. Returns whether that was all."""
         if self._injects_faults:
-            return False  # an edge may be slow
+            return False  # `deliver` simulates slow edges
         items = out.items
         for count, (output, item) in enumerate(items):
             if not output.channel.try_send(item, now):
@@ -364,7 +370,7 @@ class StageRunner:
         return True
 
     async def deliver(self, out: CollectingOutlet) -> None:
-        """Sends each item to its port's channel, waiting where the edge waits."""
+        """Sends each item to its port's channel, waiting for room where the edge allows it."""
         env, items, out.items = self._context.env, out.items, []
         for output, item in items:
             if env.fault("channel.delay"):
@@ -376,7 +382,7 @@ class StageRunner:
 
     async def _wait_and_send(self, output: Output, item: Any) -> float:
         if output.edge is not None and output.edge.when_full == "never":
-            raise ChannelOverrun(f"{output.edge.name} was full at {output.channel.capacity}, yet it never may be")
+            raise ChannelOverrun(f"{output.edge.name} was full at {output.channel.capacity}, though credits bound it")
         began = self.blocked_since_s = self._now()
         self.blocked_on = output.channel
         try:
@@ -430,14 +436,16 @@ class StageRunner:
             self._give_up(second)
 
     def _give_up(self, error: BaseException) -> None:
-        """It takes nothing more: what made it crash may still be there, and would for ever."""
+        """Takes nothing more: the cause of the crash may still be there."""
         self._is_broken = True
         self._on_broken(self.name, error)
 
     async def _isolate(self, batch: list[Any], out: CollectingOutlet, error: BaseException) -> None:
-        """Restarts the stage and tries each item alone once more. What left the stage before can not be taken back,
-        so the items of a batch that had flushed are not tried again. A stage that has other items in hand is not
-        restarted: they would lose the ground under their feet."""
+        """Restarts the stage and retries each item alone once.
+
+        Items that left the stage cannot be taken back, so a batch that had flushed fails without a retry. A stage with
+        other concurrent items is not restarted: they still use its state.
+        """
         out.discard()
         if len(self._items_in_hand) <= 1:
             await self.stage.teardown()
@@ -465,10 +473,13 @@ class StageRunner:
 
 
 def _cancel_once(task: asyncio.Task[None]) -> None:
-    """A second cancel would break into what the first one's `finally` awaits."""
+    """Cancels a task unless it was cancelled before.
+
+    A second cancel would interrupt its `finally`.
+    """
     if not task.cancelling():
         task.cancel()
 
 
 class InjectedCrash(Exception):
-    """A fault point struck: the stage crashes as a bug would crash it."""
+    """A fault point struck: the stage crashes as it would from a bug."""

@@ -1,6 +1,6 @@
-"""Bells, and how they wake the tasks that wait for them: those that are rung together in one callback of the loop.
+"""Wakeups for tasks, coalesced into one loop callback.
 
-Knows what a task asks of what it awaits. Refuses to know who waits, and for what.
+A task awaits a `Bell` or `SharedBell`; `ring` wakes it. Those that ring together wake in one callback of the loop.
 """
 
 from __future__ import annotations
@@ -10,14 +10,16 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from contextvars import Context
 
-WOKEN_AT_ONCE = 32  # before others have their turn
+WOKEN_AT_ONCE = 32  # before other callbacks of the loop run
 
 Callback = Callable[["SharedBell"], object]
 
 
 class BellTower:
-    """Wakes who waits for its bells, in the order in which they were rung, and with them whoever is rung for meanwhile.
-    All wait on one loop, which has its turn after `at_once` of them."""
+    """Wakes the waiters of its bells in the order of the rings, several in one loop callback.
+
+    After `at_once` of them the loop runs other callbacks. All waiters must be on one loop.
+    """
 
     def __init__(self, at_once: int = WOKEN_AT_ONCE) -> None:
         self._at_once = at_once
@@ -25,11 +27,14 @@ class BellTower:
         self._is_due = False
 
     def bell(self) -> SharedBell:
-        """A new bell, which nobody waits for."""
+        """A new bell without a waiter."""
         return SharedBell(self)
 
     def ring(self, bells: Iterable[SharedBell]) -> None:
-        """Rings each: as `bell.ring()`, for less. None of them is a `Bell`, which has to remember."""
+        """Rings each, cheaper than `bell.ring()` one by one.
+
+        None may be a `Bell`, which would have to remember.
+        """
         rung = self._rung
         for bell in bells:
             if bell.waiter is not None and not bell.is_going:
@@ -40,14 +45,14 @@ class BellTower:
             self._call_soon(rung[0])
 
     def wake(self, bell: SharedBell) -> None:
-        """Has the waiter of `bell` woken soon."""
+        """Schedules the waiter of `bell` to be woken."""
         self._rung.append(bell)
         if not self._is_due:
             self._is_due = True
             self._call_soon(bell)
 
     def _call_soon(self, bell: SharedBell) -> None:
-        assert bell._loop is not None, "a bell is on its way to somebody, who has waited"
+        assert bell._loop is not None, "a wakeup is scheduled for a bell that has no waiter"
         bell._loop.call_soon(self._wake_some)
 
     def _wake_some(self) -> None:
@@ -60,14 +65,17 @@ class BellTower:
                 assert waiter is not None
                 callback, context = waiter
                 context.run(callback, bell)
-        finally:  # a task may raise SystemExit, and that ends this callback
+        finally:  # a task may raise SystemExit, which ends this callback
             self._is_due = len(rung) > 0
             if self._is_due:
                 self._call_soon(rung[0])
 
 
 class OwnTurns(BellTower):
-    """Wakes each in a callback of its own, as a future does: in simulation, which draws the order of callbacks."""
+    """Wakes each waiter in a callback of its own, as a future does.
+
+    For simulation, which draws their order.
+    """
 
     def ring(self, bells: Iterable[SharedBell]) -> None:
         for bell in bells:
@@ -75,17 +83,18 @@ class OwnTurns(BellTower):
 
     def wake(self, bell: SharedBell) -> None:
         waiter, bell.waiter, bell.is_going = bell.waiter, None, False
-        assert waiter is not None and bell._loop is not None, "a bell wakes somebody, who has waited"
+        assert waiter is not None and bell._loop is not None, "a wakeup is scheduled for a bell that has no waiter"
         callback, context = waiter
         bell._loop.call_soon(callback, bell, context=context)
 
 
 class SharedBell:
-    """A bell of a tower. It is itself what its one waiter awaits, who has looked before whether there is need to: it
-    remembers nothing.
+    """A wakeup of a tower, with one waiter.
 
-    A task takes for a future whatever has `_asyncio_future_blocking` (see `asyncio.isfuture`) and the methods below. A
-    real one would cost each waiter a future and a handle of the loop.
+    It does not remember a ring, so the waiter checks before it waits.
+
+    It is itself the awaited object: asyncio accepts anything with `_asyncio_future_blocking` (see `asyncio.isfuture`)
+    and the methods below as a future. A real future would cost each waiter an object and a handle of the loop.
     """
 
     __slots__ = ("_asyncio_future_blocking", "_is_cancelled", "_loop", "_tower", "is_going", "waiter")
@@ -93,7 +102,7 @@ class SharedBell:
     def __init__(self, tower: BellTower) -> None:
         self._asyncio_future_blocking = False
         self._tower = tower
-        self._loop: asyncio.AbstractEventLoop | None = None  # of who waits, or waited last; tasks look here
+        self._loop: asyncio.AbstractEventLoop | None = None  # of the current or last waiter; tasks read it
         self.waiter: tuple[Callback, Context] | None = None  # the tower takes it
         self.is_going = False  # the waiter is about to be woken
         self._is_cancelled = False
@@ -109,18 +118,18 @@ class SharedBell:
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
         self._asyncio_future_blocking = True
-        return iter((self,))  # type: ignore[return-value]  # yields itself once, for less than a generator would
+        return iter((self,))  # type: ignore[return-value]  # yields itself once, cheaper than a generator
 
-    # -- what a task asks of a future
+    # -- the interface of a future
 
     def add_done_callback(self, callback: Callback, *, context: Context) -> None:
-        """The next ring calls `callback`, soon and once. For whoever need not be a task, too."""
+        """Has the next ring call `callback`, once. Also for callers that are not tasks."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
         self.waiter = (callback, context)
 
     def cancel(self, msg: object = None) -> bool:
-        """The waiting task is cancelled. False if it is about to go on as it is."""
+        """Cancels the waiting task. Returns False if it is already about to be woken."""
         if self.waiter is None or self.is_going:
             return False
         self._is_cancelled = self.is_going = True
@@ -133,21 +142,21 @@ class SharedBell:
             raise asyncio.CancelledError
 
 
-ALONE = OwnTurns()  # for a bell that has no tower
+ALONE = OwnTurns()  # for a bell without a tower of its own
 
 
 class Bell(SharedBell):
-    """A bell that remembers: who comes after it rang need not wait.
+    """A wakeup that remembers a ring: a later `wait` returns at once.
 
-    `if not bell.is_rung: await bell`, and then `bell.is_rung = False`, is `wait` without the price of a coroutine each
-    time. One waiter at a time.
+    `if not bell.is_rung: await bell`, then `bell.is_rung = False`, does the same as `wait` without the cost of a
+    coroutine. One waiter at a time.
     """
 
     __slots__ = ("is_rung",)
 
     def __init__(self, tower: BellTower = ALONE) -> None:
         super().__init__(tower)
-        self.is_rung = False  # since it was last heard
+        self.is_rung = False  # since the last `wait`
 
     def ring(self) -> None:
         """Wakes the waiter, or lets the next `wait` return at once."""

@@ -1,8 +1,6 @@
-"""Writes, a few times a second while requests live, what no stage writes: how full the edges are, how late the loop is,
-and how long the collector of garbage held everything up. The one clock of a running pipeline: who looks after it
-listens here. While nothing lives it goes once a second, and sees less of what holds the loop for less than that.
+"""The watch: a periodic timer that traces edge depths, loop lag and garbage collections.
 
-Knows channels and the loop. Refuses to judge: who reads the trace says what is too late or too full.
+Ten times a second while requests are live, once a second otherwise. Other periodic checks subscribe to `on_tick`.
 """
 
 from __future__ import annotations
@@ -17,16 +15,18 @@ from .channel import Channel, ChannelStats
 from .trace.tracer import EventKind, Tracer
 
 TICK_S = 0.1
-IDLE_TICK_S = 1.0  # while no request lives: what wakes a core costs it up to 1 ms, however little it does
+IDLE_TICK_S = 1.0  # while no request lives: waking a core costs up to 1 ms, however little it does
 MIN_LAG_US = 1_000  # less is the resolution of timers
-MIN_STANDSTILL_S = 1.0  # a tick so late says that the loop, or the whole process, was held
-MIN_PAUSE_US = 200  # of a collection worth a record; the youngest generation's come hundreds of times a second
+MIN_STANDSTILL_S = 1.0  # a tick this late means that the loop, or the whole process, stood still
+MIN_PAUSE_US = 200  # of a recorded collection; those of the youngest generation come hundreds of times a second
 
 
 class Watch:
-    """Looks at the channels of one pipeline. `start` has it look every TICK_S on the running loop, and every
-    `idle_tick_s` while `is_busy()` is false and until it is told to `wake`. In virtual time a clock of its own would
-    keep the world going: there a test calls `look`."""
+    """Inspects the channels of one pipeline every TICK_S on the running loop.
+
+    While `is_busy()` is false and nothing calls `wake`, every `idle_tick_s`. In virtual time a periodic timer would
+    keep the simulation going: there a test calls `look` instead of `start`.
+    """
 
     def __init__(
         self,
@@ -40,38 +40,41 @@ class Watch:
         self._edges = [(tracer.source(name), channel) for name, channel in channels.items()]
         self._last: dict[int, ChannelStats] = {}  # by source
         self._loop_source, self._gc_source = tracer.source("loop"), tracer.source("gc")
-        self.on_tick: list[Callable[[float], object]] = []  # told at each tick by how many seconds it was late
-        self.on_pause: list[Callable[[int], object]] = []  # told of each collection, in its thread: microseconds
-        self.resumed_s = -math.inf  # when the loop last went on after a standstill: nothing could move before
+        self.on_tick: list[Callable[[float], object]] = []  # called at each tick with its lateness in seconds
+        self.on_pause: list[Callable[[int], object]] = []  # called after each collection, in its thread: microseconds
+        self.resumed_s = -math.inf  # when the loop last continued after a standstill
         self._is_busy = is_busy
-        self.idle_tick_s = IDLE_TICK_S  # to be lowered by who has to hear sooner
+        self.idle_tick_s = IDLE_TICK_S  # lowered by a subscriber that needs shorter ticks
         self.tick_s = TICK_S  # from the last tick to the next
         self._timer: asyncio.TimerHandle | None = None
         self._due_s = 0.0
         self._gc_began_s = 0.0
-        self._pauses: list[tuple[int, int, int]] = []  # in threads without a ring, until the next tick
+        self._pauses: list[tuple[int, int, int]] = []  # of threads without a ring, kept until the next tick
 
     def start(self) -> None:
-        """From now on, until `stop`."""
+        """Begins to tick, until `stop`."""
         gc.callbacks.append(self._on_gc)
         self._wait()
 
     def wake(self) -> None:
-        """Something begins: looks in TICK_S, if it would have later. A look that is overdue says by how much."""
+        """Reports new work: the next tick comes within TICK_S.
+
+        An overdue tick is kept, so that it reports its lag.
+        """
         if self._timer is not None and self.tick_s > TICK_S and self._due_s - self._now() > TICK_S:
             self._timer.cancel()
             self.tick_s = TICK_S
             self._wait()
 
     def stop(self) -> None:
-        """Looks no more. Idempotent."""
+        """Ends the ticks. Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
             gc.callbacks.remove(self._on_gc)
 
     def look(self) -> None:
-        """Writes EDGE_DEPTH for each edge that carried something since the last look, or changed its depth."""
+        """Writes EDGE_DEPTH for each edge that is full or changed since the last call."""
         if not self._tracer.enabled:
             return
         for source, channel in self._edges:
@@ -106,8 +109,10 @@ class Watch:
             tell(late_s)
 
     def _on_gc(self, phase: str, info: Mapping[str, int]) -> None:
-        """Called by the collector, in whichever thread it struck and whatever that was doing, the making of a ring
-        included. So it writes where a ring is, and leaves it to the next tick where none is."""
+        """Called by the collector in any thread, at any point, also while a ring is being made.
+
+        So it writes only if this thread has a ring; otherwise the next tick does.
+        """
         if phase == "start":
             self._gc_began_s = self._now()
             return

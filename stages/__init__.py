@@ -1,7 +1,10 @@
-"""The seven stages of an LLM engine, the messages between them, and the plain code they wrap.
+"""The seven stages of an LLM engine, their messages, and the plain code behind them.
 
-Start reading at `pipeline.py`. What people import from here is loaded on first use, so that a slice without a model
-starts without torch.
+Owns: the contracts that every room of `stages` may import: messages, parameters, configuration, errors, outputs.
+Imports: `runtime`, `model`, `kernels`; no room, except for the lazy names below.
+Start with: `pipeline.py`, then `messages.py`; then the room of the stage of interest.
+
+The public names below are imported on first use, so that a program without a model starts without torch.
 """
 
 from __future__ import annotations

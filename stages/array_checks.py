@@ -1,7 +1,4 @@
-"""Columns of a step compared and counted: what numpy offers for it costs more than a few dozen rows are worth.
-
-Knows arrays of one length. Refuses to know what is in them.
-"""
+"""Comparisons and counts of short arrays, faster than numpy's own at a few hundred entries."""
 
 from __future__ import annotations
 
@@ -13,16 +10,18 @@ from .messages import Bools
 
 
 def equal(a: NDArray[Any], b: NDArray[Any]) -> bool:
-    """Whether two arrays of one type hold the same numbers: 0.12 us for 16 of 64 bits, 0.45 for 256. To compare and
-    count what differs takes 1.1 and 0.9 (2 busy cores of an EPYC)."""
+    """Whether two arrays of the same dtype hold the same numbers.
+
+    Takes 0.12 us for 16 entries of 64 bits and 0.45 us for 256; numpy's comparison and count takes about 1 us.
+    """
     return a.tobytes() == b.tobytes()
 
 
 def is_zero(a: NDArray[Any]) -> bool:
-    """Whether all numbers are zero."""
+    """Whether all entries are zero."""
     return not a.tobytes().strip(b"\0")
 
 
 def num_true(a: Bools) -> int:
-    """How many are."""
+    """How many entries are True."""
     return a.tobytes().count(1)

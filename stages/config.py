@@ -1,6 +1,6 @@
-"""The engine's settings: names, defaults, meanings, and the checks that need no model.
+"""The engine's settings: names, defaults, units, and the checks that need no model.
 
-Read once, checked once, passed in. Names are those of vLLM where it has them.
+A configuration is read and checked once, at start, and then passed in. Names follow vLLM where vLLM has the setting.
 """
 
 from __future__ import annotations
@@ -17,87 +17,91 @@ MAX_SPECULATIVE_TOKENS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """All that an engine can be told at its start. A `None` is settled at start-up from the model and the machine."""
+    """All settings of an engine.
+
+    Start-up replaces a `None` by a value that fits the model and the machine.
+    """
 
     # the model
-    model: str | None = None  # a folder, a Hub id, or None for the bundled model
+    model: str | None = None  # a folder or a Hub id; None: the bundled demo model
     revision: str | None = None  # of a Hub model: branch, tag or commit
-    download_dir: str | None = None  # where Hub models are cached; None: the Hub library's own place
-    offline: bool = False  # never open a socket; the model must be there already
+    download_dir: str | None = None  # where Hub models are cached; None: the Hub library's default
+    offline: bool = False  # True: never open a socket; the model must already be on disk
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"  # dummy: random weights, for benchmarks
     dtype: Literal["auto", "float32", "bfloat16", "float16", "half"] = "auto"  # auto: the checkpoint's
-    quantization: Literal["int8", "int4"] | None = (
-        None  # of matrices, as they are loaded; None: they are kept as `dtype`
-    )
-    max_model_len: int | Literal["auto"] | None = None  # tokens, prompt and answer; None: the model's; auto: what fits
-    logprobs_mode: LogprobsMode = "raw_logprobs"  # the model's own; processed: of what tokens are drawn from
+    quantization: Literal["int8", "int4"] | None = None  # of weight matrices, applied while loading; None: keep `dtype`
+    max_model_len: int | Literal["auto"] | None = None  # tokens, prompt plus answer; None: the model's; auto: what fits
+    logprobs_mode: LogprobsMode = "raw_logprobs"  # raw: before penalties, bias, temperature; processed: after
     generation_config: Literal["auto", "off"] = "auto"  # sampling defaults from the checkpoint
-    chat_template: str | None = None  # text of a template that replaces the checkpoint's
-    pooling: Literal["auto", "last", "mean", "cls"] = "auto"  # of embeddings; auto: as the checkpoint says
-    seed: int = 0  # of random weights, and of requests that bring none
+    chat_template: str | None = None  # template text that replaces the checkpoint's
+    pooling: Literal["auto", "last", "mean", "cls"] = "auto"  # for embeddings; auto: as the checkpoint says
+    seed: int = 0  # for random weights, and for requests without a seed
 
-    # where it runs
+    # device and threads
     device: Literal["auto", "cpu", "cuda"] = "auto"
     attention_backend: Literal["auto", "native", "torch", "triton"] = "auto"  # auto: on cuda triton, on cpu native
-    deterministic: bool = False  # a request gets the same bits whatever runs beside it; slower, and by triton only
-    threads: int | None = None  # compute threads on a CPU; None: one a core, or what a quota keeps running
-    tokenizer_workers: int = 2  # threads; a long prompt keeps one busy while others pass
+    deterministic: bool = False  # True: results do not depend on the rest of the batch; slower, triton only
+    threads: int | None = None  # compute threads on a CPU; None: one per core, or the CPU quota
+    tokenizer_workers: int = 2  # threads; with two, short prompts overtake a long one
 
     # the batch
-    max_num_seqs: int = 256  # sequences that run at once
-    max_num_batched_tokens: int | None = None  # of one step, at most; None: 2048, by the native library 512
-    itl_target_ms: float | None = None  # that steps beside answers may take; None: natively as measured, else 0; 0: any
-    enable_chunked_prefill: bool = True  # False: a prompt runs in one step, whole
+    max_num_seqs: int = 256  # sequences that run at once, which is the number of slots
+    max_num_batched_tokens: int | None = None  # upper bound per step; None: 2048, or 512 with the native library
+    itl_target_ms: float | None = None  # target time of a step with decodes; 0: none; None: measured if native, else 0
+    enable_chunked_prefill: bool = True  # False: a prompt runs whole, in one step
     scheduler: str = (
-        "priority"  # or "fifo", or package.module:Class, a subclass of millrace.stages.schedule.policy.Policy
+        "priority"  # "priority", "fifo", or package.module:Class, a subclass of millrace.stages.schedule.policy.Policy
     )
-    priority_ageing_s: float | None = None  # waiting so long is worth one priority; None: however long, it stays behind
-    steps_in_flight: int = 2  # K: 2 overlaps planning with execution, 1 is the serial debug mode
-    async_scheduling: bool = True  # False: each step is waited for; of effect with triton and native
-    enforce_eager: bool = False  # True: no CUDA graphs; of effect where steps are submitted and not waited for
+    priority_ageing_s: float | None = None  # waiting time worth one priority level; None: no ageing
+    steps_in_flight: int = 2  # K: 2 overlaps planning with execution; 1 is serial, for debugging
+    async_scheduling: bool = True  # False: wait for each step; only triton and native run asynchronously
+    enforce_eager: bool = False  # True: no CUDA graphs; only asynchronous scheduling uses them
 
-    # drafts
-    speculation: Literal["auto", "ngram", "off"] = "auto"  # ngram by native steps on a CPU, where rows are cheap
-    num_speculative_tokens: int = 7  # drafts in one step, at most; of one sequence no more than a block less one
-    prompt_lookup_max: int = 6  # tokens that must have stood there before, for a sequence to begin drafting
-    prompt_lookup_min: int = 2  # the same, for each further draft
+    # speculative decoding
+    speculation: Literal["auto", "ngram", "off"] = "auto"  # auto: ngram with the native library, else off
+    num_speculative_tokens: int = 7  # drafts per step, at most; per sequence at most block_size - 1
+    prompt_lookup_max: int = 6  # matching tokens needed for a sequence to begin drafting
+    prompt_lookup_min: int = 2  # matching tokens needed for each further draft
 
-    # the cache
-    block_size: int = 16  # tokens; smaller wastes less, larger loads faster
-    num_gpu_blocks: int | None = None  # exact size of the pool, on any device; None: from memory
-    kv_cache_bytes: int | None = None  # size of the pool; None: from memory
-    kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"  # of keys and values; int8 natively, fp8 by torch, triton
-    enable_prefix_caching: bool = True  # do not compute what an earlier prompt or answer began with
+    # the KV cache
+    block_size: int = 16  # tokens; smaller wastes less memory, larger loads faster
+    num_gpu_blocks: int | None = None  # blocks in the device pool, GPU or not; None: from the memory available
+    kv_cache_bytes: int | None = None  # size of the device pool; None: from the memory available
+    kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"  # of keys and values; int8: native only; fp8: torch, triton
+    enable_prefix_caching: bool = True  # reuse the blocks of earlier prompts and answers
     swap_space: float | None = None  # GiB of host memory for preempted sequences; None: 4, on a CPU 1; 0: recompute
-    num_cpu_blocks: int | None = None  # exact size of that pool; None: from swap_space
+    num_cpu_blocks: int | None = None  # blocks in the host pool; None: from swap_space
     gpu_memory_utilization: float = 0.9  # share of the device's memory for weights, activations and cache together
 
-    # the door
-    max_admitted_requests: int = 1024  # under way at once, waiting ones included
-    max_waiting_requests: int = 512  # not yet running
-    max_queue_s: float | None = None  # that a request may wait to be served, before it ends; None: for ever
-    max_unread_tokens: int = 256  # of an answer whose client does not read, before it is parked
-    max_parked_s: float = 30.0  # that a client may leave a parked answer unread, before the request ends
+    # admission
+    max_admitted_requests: int = 1024  # requests in progress at once, waiting ones included
+    max_waiting_requests: int = 512  # requests without a first token
+    max_queue_s: float | None = None  # time a request may wait to be served before it ends; None: no limit
+    max_unread_tokens: int = 256  # of one answer whose client does not read, before it is parked
+    max_parked_s: float = 30.0  # time a parked answer may stay unread before its request ends
 
-    # what is kept of it
-    record: str | None = None  # file for a recording of all that schedule and allocate are told and decide
-    record_token_ids: bool = False  # with prompts and answers as they are; else only what is alike in them can be seen
+    # recording
+    record: str | None = None  # file that records the inputs and decisions of schedule and allocate
+    record_token_ids: bool = False  # True: record token ids; False: only which tokens are equal
 
-    # rehearsals
-    inject: tuple[str, ...] = ()  # faults on purpose, as `runtime/fault_injection.py` has them
+    # fault injection
+    inject: tuple[str, ...] = ()  # faults to inject; see `runtime/fault_injection.py`
 
     def dtype_of(self, own: str) -> str:
-        """The name of the dtype that weights are kept in; `own` is the checkpoint's."""
+        """The dtype of the weights in memory; `own` is the checkpoint's dtype."""
         return {"auto": own, "half": "float16"}.get(self.dtype, self.dtype)
 
     def for_whole_answers(self) -> EngineConfig:
-        """For callers who read answers when they are done: nobody waits for a token, unless the target was set."""
+        """The configuration for callers that read only complete answers.
+
+        It has no step-time target unless one is set.
+        """
         return self if self.itl_target_ms is not None else replace(self, itl_target_ms=0.0)
 
     @property
     def num_step_tokens(self) -> int:
-        """`max_num_batched_tokens`, once it is settled."""
-        assert self.max_num_batched_tokens is not None, "settle_step_size() comes before whoever asks for this"
+        """`max_num_batched_tokens`, after `settle_step_size` has set it."""
+        assert self.max_num_batched_tokens is not None, "settle_step_size() must run first"
         return self.max_num_batched_tokens
 
     def __post_init__(self) -> None:
@@ -164,12 +168,15 @@ def _power_of_two(name: str, value: int) -> None:
         raise ConfigError(f"{name} = {value}: must be a power of two, as the kernels load whole blocks; try 16 or 32")
 
 
-NATIVE_TOKENS, OTHER_TOKENS = 512, 2048  # of a step, at most
+NATIVE_TOKENS, OTHER_TOKENS = 512, 2048  # default upper bound per step: native, otherwise
 
 
 def settle_step_size(config: EngineConfig, *, is_native: bool) -> EngineConfig:
-    """With the step size that the configuration leaves open. A prompt that runs whole is not cut for a target; where
-    the native library computes it in parts, a target that nobody has set stays open: see `target_ms_for`."""
+    """`config` with max_num_batched_tokens and itl_target_ms set where they are None.
+
+    With the native library and chunked prefill, itl_target_ms stays None until it is measured (`target_ms_for`).
+    Without, it becomes 0: no target.
+    """
     is_cut = is_native and config.enable_chunked_prefill
     most, target_ms = config.max_num_batched_tokens, config.itl_target_ms
     if most is None:

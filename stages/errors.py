@@ -1,17 +1,21 @@
-"""How a request can fail, seen from its client. Each says whose turn it is.
+"""Errors that a caller of the engine sees.
 
-`status` is the HTTP status a server answers with; nothing here knows HTTP otherwise.
+The class says whether the client, time or the engine is at fault. `status` is the HTTP status with which a server
+answers.
 """
 
 from __future__ import annotations
 
 
 class ConfigError(ValueError):
-    """The engine can not start with these settings; names the setting, its value and what would do."""
+    """The engine cannot start with these settings.
+
+    The message names the setting, its value and valid values.
+    """
 
 
 class RequestError(Exception):
-    """A request that ends without its answer. The message is shown to the client."""
+    """A request ended without its answer. The client sees the message."""
 
     status: int = 500
     type: str = "InternalServerError"
@@ -24,7 +28,7 @@ class RequestError(Exception):
 
 
 class Refused(RequestError):
-    """A bad request: says what was wrong, and what would be right."""
+    """The request is invalid. The message says what is wrong and what is valid."""
 
     status = 400
     type = "BadRequestError"
@@ -34,29 +38,29 @@ class Refused(RequestError):
 
 
 class TimedOut(RequestError):
-    """A time limit passed before the answer was complete (504), or before the request was served at all (408)."""
+    """A time limit passed before the request was served (408) or complete (504)."""
 
     def __init__(self, message: str, *, stage: str, has_begun: bool) -> None:
         super().__init__(message, code="deadline_exceeded" if has_begun else "request_timeout")
-        self.stage = stage  # where it was then
+        self.stage = stage  # where the request was at that time
         self.status = 504 if has_begun else 408
         self.type = "GatewayTimeoutError" if has_begun else "RequestTimeoutError"
 
 
 class Overloaded(RequestError):
-    """A full house: the same request may be served later."""
+    """The engine has no room for the request now. The same request may succeed later."""
 
     status = 429
     type = "overloaded_error"
 
     def __init__(self, message: str, *, queue_depth: int, estimated_wait_s: float) -> None:
         super().__init__(message, code="rate_limit_exceeded")
-        self.queue_depth = queue_depth  # requests before this one
+        self.queue_depth = queue_depth  # waiting requests
         self.estimated_wait_s = estimated_wait_s
 
 
 class Unavailable(RequestError):
-    """The engine loads, drains or has failed."""
+    """The engine is loading, draining or dead."""
 
     status = 503
     type = "ServiceUnavailableError"
@@ -66,4 +70,4 @@ class Unavailable(RequestError):
 
 
 class Failed(RequestError):
-    """Our own bug, as its client sees it: no inner detail."""
+    """The engine has a bug. The message contains no internal detail; the log does."""

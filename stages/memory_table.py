@@ -1,7 +1,6 @@
-"""Where an engine's memory goes: a table with a row for each use, in bytes, whose sum is the total it states.
+"""The memory of an engine by use, as JSON, as log fields and as terminal text.
 
-Knows how to show it, as JSON, as a log line and on a terminal. How large things get to be is decided in
-`stages/backends/cache_size.py`.
+All sizes are in bytes. `stages/backends/cache_size.py` decides the sizes.
 """
 
 from __future__ import annotations
@@ -12,15 +11,15 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """The memory there is, in bytes, with the weights loaded and no cache yet."""
+    """The available memory in bytes, with the weights loaded and no cache allocated."""
 
     device: str  # "cpu", "cuda:0"
-    total_bytes: int  # that the device has
-    limit_bytes: int  # that the table's device rows may reach at all
-    budget_bytes: int  # that they may reach where the size of the cache is ours to choose
-    cache_cap_bytes: int | None = None  # for the cache alone, where it is ours to choose; None: the budget says it
-    host_free_bytes: int | None = None  # of the host beside a GPU; None: the device is the host
-    is_limited: bool = False  # what a CPU has free is what a container's limit leaves
+    total_bytes: int  # of the device
+    limit_bytes: int  # upper bound of the device rows, in any case
+    budget_bytes: int  # upper bound of the device rows if the engine chooses the cache size
+    cache_cap_bytes: int | None = None  # upper bound of the cache alone, likewise; None: no bound of its own
+    host_free_bytes: int | None = None  # free host memory beside a GPU; None: the device is the host
+    is_limited: bool = False  # a container's limit determines the free memory of a CPU
 
     @property
     def is_host(self) -> bool:
@@ -34,14 +33,16 @@ class MemoryRow:
 
     name: str
     num_bytes: int
-    what: str  # for whoever reads the table: how many of what
+    what: str  # shown in the table: how many of what
     place: Literal["device", "host"] = "device"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryTable:
-    """All uses, and what the KV cache holds. What Python, torch and its libraries take of a CPU's memory themselves is
-    in no row: it was gone before there was a plan."""
+    """All uses of memory, and the capacity of the KV cache.
+
+    On a CPU no row covers the memory of Python, torch and their libraries: it is in use before sizes are chosen.
+    """
 
     machine: Machine
     rows: tuple[MemoryRow, ...]
@@ -52,17 +53,17 @@ class MemoryTable:
 
     @property
     def total_bytes(self) -> int:
-        """Of the device; on a CPU of the machine."""
+        """Sum of the device rows; on a CPU, of all rows."""
         return sum(row.num_bytes for row in self.rows if row.place == "device")
 
     @property
     def host_bytes(self) -> int:
-        """Of the host, beside a GPU; 0 on a CPU, where everything is in `total_bytes`."""
+        """Sum of the host rows beside a GPU; 0 on a CPU."""
         return sum(row.num_bytes for row in self.rows if row.place == "host")
 
     @property
     def num_tokens(self) -> int:
-        """That the cache holds."""
+        """Tokens that the cache holds."""
         return self.num_blocks * self.block_size
 
     @property
@@ -75,12 +76,12 @@ class MemoryTable:
         return next(row for row in self.rows if row.name == name)
 
     def with_row(self, name: str, num_bytes: int, what: str) -> MemoryTable:
-        """The same with another size of that row, which is known now."""
+        """A copy with another size and description in that row."""
         rows = (replace(row, num_bytes=num_bytes, what=what) if row.name == name else row for row in self.rows)
         return replace(self, rows=tuple(rows))
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data."""
+        """The table as plain data for JSON."""
         return {
             **self._totals(),
             "rows": [
@@ -135,7 +136,7 @@ def _line(name: str, num_bytes: int, what: str) -> str:
 
 
 def human(num_bytes: int) -> str:
-    """A size for a person: three digits and a unit."""
+    """A size with three significant digits and a unit."""
     size = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 999.5:

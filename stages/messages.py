@@ -1,10 +1,13 @@
-"""What the stages say to each other. Frozen, made once, never patched on the way.
+"""The messages between stages.
 
-A client *request* holds one or more prompts; each prompt and choice is a *sequence*, with a dense `sequence_id` given
-in the order of arrival. A running sequence has a *slot*, and columnar state is indexed by slot. Arrays of a step are
-parallel: row i of each speaks of the same sequence. R rows, L of them sampled, B blocks newly given, E slots ended.
+A message is frozen: it is built once and never changed on its way. A client *request* holds one or more prompts. Each
+choice of each prompt is a *sequence*, with a dense `sequence_id` in order of arrival. A running sequence has a *slot*;
+columnar state is indexed by slot. The arrays of a step are parallel: row i of each describes the same sequence.
 
-Who says what to whom:
+Extents: R rows of a step, L sampled rows, B new block-table entries, E ended slots, P prompt tokens, G generated
+tokens, V vocabulary size.
+
+Senders and receivers:
 
     Request      client   -> intake -> tokenize
     TokenRequest tokenize -> schedule
@@ -13,9 +16,9 @@ Who says what to whom:
     StepGrant    allocate -> execute
     StepLogits   execute  -> sample
     Rates        execute  -> allocate
-    Guess        schedule -> schedule, for those who record
+    Guess        schedule -> schedule; the channel does not carry it, a recording does
     StepDone, StepVoid   sample -> schedule
-    StepTokens   sample   -> detokenize, with what became of pooled sequences, as Pooled
+    StepTokens   sample   -> detokenize, with the results of pooled sequences as Pooled
     StepText     detokenize -> exit
 """
 
@@ -36,7 +39,7 @@ from .params import SamplingParams
 from .pooling_params import PoolingParams
 
 Ints = NDArray[np.int32]
-Indices = NDArray[np.intp]  # numpy indexes with these as they are; int32 costs 3 us more for each use by 256 rows
+Indices = NDArray[np.intp]  # numpy indexes with intp directly; int32 costs 3 us more per use at 256 rows
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float32]
 
@@ -45,12 +48,12 @@ NO_INDICES: Indices = np.zeros(0, np.intp)
 
 
 class FinishReason(enum.IntEnum):
-    """Why a sequence ended. The lower-case names are what clients see."""
+    """Why a sequence ended. Clients see the lower-case names (`outputs.FINISH_NAMES`)."""
 
-    NONE = 0  # it goes on
+    NONE = 0  # not ended
     STOP = 1  # EOS, a stop token id or a stop string
-    LENGTH = 2
-    ERROR = 3  # its logits held no number
+    LENGTH = 2  # max_tokens or the end of the context
+    ERROR = 3  # its logits were NaN
     ABORT = 4  # cancelled, disconnected, timed out or shut down
 
 
@@ -59,7 +62,10 @@ class FinishReason(enum.IntEnum):
 
 @message
 class Prompt:
-    """One prompt, in one of four forms; `token_ids` [P] needs no tokenizer, `pair` is two texts to be read together."""
+    """One prompt in exactly one of four forms.
+
+    `token_ids` [P] skips the tokenizer; `pair` is two texts to score.
+    """
 
     text: str | None = None
     token_ids: Ints | None = None
@@ -69,7 +75,10 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """Messages for the chat template. `content` of a message is text or a list of text parts."""
+    """The input of the chat template.
+
+    The `content` of a message is text or a list of text parts.
+    """
 
     messages: tuple[Mapping[str, Any], ...]
     add_generation_prompt: bool = True
@@ -81,19 +90,21 @@ class ChatPrompt:
 
 @message
 class Request:
-    """What a client asked for. `len(prompts) * params.n` sequences, ids from `first_sequence_id`: prompt p, choice j is
-    `first_sequence_id + p * n + j`, and the same less `first_sequence_id` is the index its client sees."""
+    """A client's request. It has `len(prompts) * params.n` sequences.
+
+    Choice j of prompt p has the id `first_sequence_id + p * n + j`. Its client sees the index `p * n + j`.
+    """
 
     request_id: str
     prompts: tuple[Prompt, ...]
     params: SamplingParams
-    first_sequence_id: int = -1  # given by the exit when the request enters
+    first_sequence_id: int = -1  # the exit assigns it when the request enters
     priority: int = 0  # lower goes first
     arrival_s: float = 0.0  # monotonic
-    cache_salt: str = ""  # cached prefixes are found by requests of the same salt only
-    parent_id: str | None = None  # of a step of a beam search: the request it is made for, which came in at the door
-    num_expected_cached: int = 0  # tokens of each prompt that are likely in the prefix cache; a guess costs nothing
-    pooling: PoolingParams | None = None  # a vector is made of each prompt, and no text; n is 1
+    cache_salt: str = ""  # requests share cached prefixes only with requests of the same salt
+    parent_id: str | None = None  # set on a step of a beam search: the id of the client's request
+    num_expected_cached: int = 0  # prompt tokens likely in the prefix cache; a hint, need not be right
+    pooling: PoolingParams | None = None  # set: the result is a vector per prompt instead of text; n is 1
 
     @property
     def num_sequences(self) -> int:
@@ -102,20 +113,23 @@ class Request:
 
 @message
 class TokenRequest:
-    """One prompt of a request, as token ids. Its `params.n` choices have ids from `first_sequence_id`."""
+    """One tokenized prompt of a request.
+
+    Its `params.n` choices have consecutive ids from `first_sequence_id`.
+    """
 
     request_id: str
     prompt_index: int
     token_ids: Ints  # [P], 1 <= P < max_model_len
-    params: SamplingParams  # max_tokens and seed are numbers now
+    params: SamplingParams  # max_tokens and seed are set, never None
     first_sequence_id: int
     priority: int = 0
     arrival_s: float = 0.0
     cache_salt: str = ""
     num_expected_cached: int = 0  # as in `Request`
-    pooling: PoolingParams | None = None  # its kind is said; the prompt may then fill the context
-    type_ids: Ints | None = None  # [P] which text of a pair each token is of, 0 or 1; None: there is one text
-    # choice -> its answer so far, made by an engine that has died; a choice that is not there is over. None: it is new
+    pooling: PoolingParams | None = None  # with its kind set; the prompt may then fill the context
+    type_ids: Ints | None = None  # [P] 0 or 1: the text of a pair that each token belongs to; None: a single text
+    # choice -> answer tokens from an engine process that died; a missing choice has finished. None: a new request
     generated: Mapping[int, Ints] | None = None
 
 
@@ -124,51 +138,57 @@ class TokenRequest:
 
 @message
 class Rates:
-    """How fast the machine is, as execute's device was measured. Allocate weighs with it whether to swap, and reads no
-    clock of its own."""
+    """Measured speed of the device.
+
+    Allocate uses it to choose between swapping and recomputing, and reads no clock.
+    """
 
     copy_s: float  # to copy one block, one way
     compute_s: float  # to compute one token of a prompt
 
     def favour_swap(self, num_blocks: int, num_tokens: int) -> bool:
-        """Whether copying the blocks out and in takes no longer than computing what they hold again."""
+        """Whether copying the blocks out and back in takes no longer than recomputing their tokens."""
         return 2 * num_blocks * self.copy_s <= num_tokens * self.compute_s
 
 
 @message
 class Started:
-    """A sequence took a slot, for the first time or again after a preemption. Travels with the first grant that runs
-    it, so that each stage can fill its row of columnar state."""
+    """A sequence got a slot, for the first time or again after a preemption.
+
+    It travels with the first grant that runs the sequence, so that each stage can fill its row of columnar state.
+    """
 
     slot: int
     sequence_id: int
     request_id: str
-    token_ids: Ints  # [P + G] the prompt and what was generated before
+    token_ids: Ints  # [P + G] the prompt and the tokens generated before
     num_prompt: int  # P
     params: SamplingParams
     seed: int  # of this choice
-    cache_salt: str = ""  # only sequences of the same salt share blocks
-    pooling: PoolingParams | None = None  # it ends with its prompt, and a vector is made of its hidden states
-    # allocate says these two, of `token_ids`:
-    num_cached: int = 0  # not to be computed, as they are known
-    num_shared: int = 0  # of those, in shared blocks; the others are copied, from the host or from another block
+    cache_salt: str = ""  # sequences share blocks only within one salt
+    pooling: PoolingParams | None = None  # set: it ends with its prompt; its hidden states become a vector
+    # allocate sets the next two; they count tokens of `token_ids`
+    num_cached: int = 0  # whose keys and values exist, so that they are not computed
+    num_shared: int = 0  # of num_cached, in shared blocks; the rest is copied from the host or another block
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether each token of the prompt is to be computed, for its log-probability. Once there is an answer, they
-        all have been told."""
+        """Whether every prompt token must be computed, for its log-probability.
+
+        False once there is an answer: all prompt log-probabilities have then been reported.
+        """
         return self.params.prompt_logprobs is not None and len(self.token_ids) == self.num_prompt
 
 
 @message
 class Drafts:
-    """Tokens that may come next, to be computed behind a row's own and kept as far as they turn out right."""
+    """Speculative tokens, computed after a row's own token and kept up to the first mismatch."""
 
-    counts: Ints  # [R] of each row; only rows that are known to their last token on the host have any
-    token_ids: Indices  # [sum of counts] row by row
+    counts: Ints  # [R] drafts of each row; 0 unless the host knows the row's last token
+    token_ids: Indices  # [sum of counts] in row order
 
     def take(self, rows: Indices) -> Drafts:
-        """Those of some rows, in rising order: all that have any are among them."""
+        """The drafts of some rows (ascending); every row with drafts must be among them."""
         counts = self.counts[rows]
         assert int(counts.sum()) == len(self.token_ids), "a row with drafts is left out"
         return Drafts(counts, self.token_ids)
@@ -176,61 +196,69 @@ class Drafts:
 
 @message
 class StepPlan:
-    """An ordered list of wishes. A plan without rows only says what has happened."""
+    """The token demand of the next step, in order of service.
 
-    step: int  # no gaps among granted steps: a void plan's number is used again
-    generation: int  # goes up when steps in flight were voided; older grants are not run
-    completed_step: int  # every step up to this one is done: what waited for it may be reused
+    A plan without rows only reports what has happened.
+    """
+
+    step: int  # granted steps are numbered without gaps: the number of a void plan is reused
+    generation: int  # incremented when steps in flight are voided; grants of older generations do not run
+    completed_step: int  # every step up to this one is done, so blocks quarantined for it are reusable
     slots: Indices  # [R] in the order of service
     num_wanted: Ints  # [R] tokens to compute, at least 1; drafts are among them
-    reaches_end: Bools  # [R] whether all wanted tokens lead to a new one
+    reaches_end: Bools  # [R] whether computing all wanted tokens yields a new token
     token_budget: int
-    victims: Indices  # slots that may lose their blocks, first to go first
-    num_victims: Ints  # [R] how many of them, from the front, the row may take from
-    num_reserved: Ints | None = None  # [R] tokens to hold blocks for, at once; None and 0 = only for what is granted
-    is_decode: bool = False  # each row wants one token
-    allows_partial: bool = True  # False: a wish is granted whole or not at all
-    drafts: Drafts | None = None  # granted all or none of them
-    accepted: Sequence[tuple[int, int]] = ()  # (slot, drafts of its last step that turned out right): computed for good
+    victims: Indices  # slots that may be preempted, in order of preemption
+    num_victims: Ints  # [R] length of the prefix of `victims` that the row may preempt
+    num_reserved: Ints | None = None  # [R] tokens to allocate blocks for now; None or 0: only the granted tokens
+    is_decode: bool = False  # True: each row wants exactly one token
+    allows_partial: bool = True  # False: a row gets all of its wanted tokens or none
+    drafts: Drafts | None = None  # a row gets all of its drafts or none
+    accepted: Sequence[tuple[int, int]] = ()  # (slot, accepted drafts of its last step), whose KV is valid
     started: tuple[Started, ...] = ()
-    ended: Sequence[int] = ()  # [E] slots whose sequences are over
-    preempted: Sequence[int] = ()  # slots that schedule took from their sequences, for better ones
-    dropped: Sequence[int] = ()  # slots that it took back because what their blocks hold is not to be trusted
-    discarded: Sequence[int] = ()  # ids of sequences whose blocks on the host are not wanted any more
-    settled: Sequence[StepDone] = ()  # steps that are done since the last plan
-    voided: Sequence[int] = ()  # steps that are over since then and did not happen
+    ended: Sequence[int] = ()  # [E] slots whose sequences have ended
+    preempted: Sequence[int] = ()  # slots that schedule took for sequences of better rank
+    dropped: Sequence[int] = ()  # slots taken back because their blocks' contents are not trusted
+    discarded: Sequence[int] = ()  # ids of sequences whose host blocks are no longer needed
+    settled: Sequence[StepDone] = ()  # steps completed since the last plan
+    voided: Sequence[int] = ()  # steps voided since the last plan
 
 
 @message
 class PlanReport:
-    """What became of a plan. Void: nothing was granted and there is nothing to copy, so no step goes on."""
+    """Allocate's answer to a plan.
+
+    Void: nothing was granted and nothing is copied, so no step results.
+    """
 
     step: int
-    num_granted: Ints  # [R] tokens, 0 = left out; the plan's own `num_wanted` if all was granted
-    num_cached: Ints  # [R] tokens of rows that begin, found in the prefix cache or on the host, not computed
-    preempted: Sequence[int]  # slots that lost their blocks
-    num_free: int  # blocks that can be had: free, or cached and in no table
+    num_granted: Ints  # [R] tokens, 0 = not in the step; the plan's `num_wanted` array itself if all were granted
+    num_cached: Ints  # [R] tokens of starting rows found in the prefix cache or on the host
+    preempted: Sequence[int]  # slots that allocate preempted
+    num_free: int  # available blocks: free, or cached and in no table
     num_quarantined: int
-    num_host_free: int = 0  # on the host: free, or holding cached prefixes only
+    num_host_free: int = 0  # available host blocks: free, or holding only cached prefixes
     num_host_quarantined: int = 0
-    # slot -> tokens copied to the host, for those preempted here or in the plan that need not be computed again
+    # slot -> tokens copied to the host; slots preempted here or in the plan that are swapped, not recomputed
     swapped: Mapping[int, int] = field(default_factory=dict)
     is_void: bool = False
-    is_reset: bool = False  # allocate lost its books: no slot has blocks any more
+    is_reset: bool = False  # allocate lost its state in a crash: no slot has blocks any more
 
 
 class Direction(enum.IntEnum):
-    """Where blocks are copied."""
+    """Source and destination of a block copy."""
 
     OUT = 0  # from the device to the host
     IN = 1  # from the host to the device
-    FORK = 2  # on the device: sequences that part within a block go on in blocks of their own
+    FORK = 2  # within the device: sequences that diverge inside a block each get their own copy
 
 
 @message
 class BlockCopy:
-    """Whole blocks to copy: `destinations[i]` becomes what `sources[i]` is, [C] each. When all earlier steps have run,
-    and before this one does; copies of one grant in their order."""
+    """Whole blocks to copy, `sources[i]` to `destinations[i]`, [C] each.
+
+    The copy runs after all earlier steps and before the step of its grant. The copies of one grant run in order.
+    """
 
     direction: Direction
     sources: Ints
@@ -239,22 +267,25 @@ class BlockCopy:
 
 @message
 class StepGrant:
-    """What to run. Block tables travel as what is new in them: entry i says that block `table_places[i]` of slot
-    `table_slots[i]` is `table_blocks[i]`; the execute stage keeps the tables."""
+    """One step to run.
+
+    Block tables travel as differences: entry i sets position `table_places[i]` in the table of slot `table_slots[i]`
+    to block `table_blocks[i]`. The device keeps the tables.
+    """
 
     step: int
     generation: int
     slots: Indices  # [R]
     starts: Ints  # [R] position of the first token to compute
     num_tokens: Ints  # [R] at least 1
-    is_sampled: Bools  # [R] whether the last of them yields a new token; with drafts, so does each before it
+    is_sampled: Bools  # [R] whether the row's last token is sampled; with drafts, so is the token before each draft
     table_slots: Indices  # [B]
     table_places: Indices  # [B]
     table_blocks: Ints  # [B]
-    is_decode: bool = False  # as the plan says
-    drafts: Drafts | None = None  # the last of a row's tokens
+    is_decode: bool = False  # as in the plan
+    drafts: Drafts | None = None  # the last tokens of their rows
     started: tuple[Started, ...] = ()
-    copies: tuple[BlockCopy, ...] = ()  # a grant that has some may have no rows
+    copies: tuple[BlockCopy, ...] = ()  # a grant with copies may have no rows
 
     @property
     def num_sampled(self) -> int:
@@ -262,29 +293,32 @@ class StepGrant:
 
     @property
     def num_computed(self) -> int:
-        """Tokens of all rows."""
+        """Tokens of all rows, drafts included."""
         return len(self.slots) if self.is_decode else int(self.num_tokens.sum())
 
     @property
     def num_certain(self) -> Ints:
-        """[R] tokens that are no drafts."""
+        """[R] tokens of each row without its drafts."""
         return self.num_tokens if self.drafts is None else self.num_tokens - self.drafts.counts
 
     @property
     def logits_slots(self) -> Indices:
-        """[L] whose the rows of logits are."""
+        """[L] the slot of each row of logits."""
         slots = self.slots[self.is_sampled]
         return slots if self.drafts is None else np.repeat(slots, 1 + self.drafts.counts[self.is_sampled])
 
 
 @message
 class StepLogits:
-    """A step on its way through the device. `logits` resolves to the device's handle on [L, V] logits, one row for each
-    sampled row of the grant, in order, and one more for each of its drafts behind it; it raises what the forward pass
-    raised. Ask for them before the step goes on to sample: from then on the sampler may change them, and once it has
-    chosen tokens nothing keeps them but who holds them. Where steps are scheduled asynchronously the handle may be of
-    what was chosen instead; an engine with a stage of yours in the place of execute or sample, or between them, does
-    not do that."""
+    """A step that the device runs.
+
+    `logits` resolves to the device's handle on [L, V] logits: for each sampled row of the grant, in order, one row plus
+    one for each of its drafts. It raises the exception of the forward pass. Read the logits before the step reaches
+    sample: from then on the sampler may change them in place, and it releases them once the tokens are chosen.
+
+    NOTE: with asynchronous scheduling the handle may stand for the chosen tokens instead. An engine with a custom stage
+    in place of execute or sample, or between them, does not schedule asynchronously.
+    """
 
     grant: StepGrant
     logits: asyncio.Future[Any]
@@ -296,8 +330,10 @@ class StepLogits:
 
 @message
 class StepDone:
-    """A step's outcome, for the books of schedule. The tokens of one sequence, if there are several, follow each
-    other."""
+    """The outcome of a step, as schedule needs it.
+
+    Several tokens of one sequence are in adjacent rows.
+    """
 
     step: int
     slots: Indices  # [L]
@@ -305,57 +341,61 @@ class StepDone:
     places: Indices  # [L] which generated token this is, from 0
     token_ids: Indices  # [L]
     is_finished: Bools  # [L]
-    most_tokens: int = 1  # of one sequence: no more than so many
-    took_us: int = 0  # since the step before was done, or the device could begin with this one; 0: not measured
+    most_tokens: int = 1  # upper bound of the tokens of one sequence
+    took_us: int = 0  # since the previous step ended or this one could start; 0: not measured
 
 
 @message
 class Guess:
-    """What may come next in an answer, as its last tokens stood before in it or its prompt. Not a promise: the device
-    looks at each token."""
+    """Draft tokens for a sequence, which sample verifies.
+
+    They followed an earlier match of the sequence's last tokens.
+    """
 
     slot: int
     sequence_id: int
-    num_known: int  # tokens of the sequence, all told by the device, behind which these would come
-    token_ids: Indices  # none: nothing of the kind was found
-    is_sure: bool  # as many tokens stood there before as make it worth to try
+    num_known: int  # tokens of the sequence before the draft; the host knows all of them
+    token_ids: Indices  # empty: no earlier occurrence was found
+    is_sure: bool  # the match was long enough for the sequence to begin drafting
 
 
 @message
 class StepVoid:
-    """A step that did not happen: the device failed, or an earlier step of its generation was void."""
+    """A step without a result: the device failed, or an earlier step was voided."""
 
     step: int
     generation: int
-    error: BaseException | None  # None: it fell with an earlier one
+    error: BaseException | None  # None: voided because of an earlier step
 
 
 @message
 class TopLogprobs:
-    """Log-probabilities of one token: the chosen one's, and the k likeliest in falling order."""
+    """Log-probabilities of the chosen token and of the k likeliest, in descending order."""
 
     chosen: float
-    rank: int  # of the chosen token, 1 is the likeliest
+    rank: int  # of the chosen token; 1 is the likeliest
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
 
 
 @message
 class Pooled:
-    """The one result of a pooled sequence, whole, on its way to its outbox."""
+    """The complete result of a pooled sequence."""
 
     sequence_id: int
-    vector: Floats | None  # [E]; None: the model gave something that is no number
+    vector: Floats | None  # [E] numbers of the embedding; None: the model returned NaN or infinity
     begun: Begun
 
 
 @message
 class PromptLogprobs:
-    """Log-probabilities of C tokens of a prompt, each given those before it, and the k likeliest in its place. What is
-    computed twice, after a preemption, comes twice."""
+    """Log-probabilities of C consecutive prompt tokens, and of the k likeliest at each.
+
+    Positions recomputed after a preemption are reported again.
+    """
 
     sequence_id: int
-    start: int  # position of the first; at least 1, as nothing comes before the first token of a prompt
+    start: int  # position of the first; at least 1, as the first prompt token has no log-probability
     token_ids: Ints  # [C]
     logprobs: Floats  # [C]
     ranks: Ints  # [C] 1 is the likeliest
@@ -364,12 +404,12 @@ class PromptLogprobs:
 
     @property
     def end(self) -> int:
-        """The position behind the last."""
+        """The position after the last token."""
         return self.start + len(self.token_ids)
 
     @staticmethod
     def join(parts: Sequence[PromptLogprobs]) -> PromptLogprobs:
-        """Parts of one prompt in order, less what each repeats of those before it."""
+        """Joins consecutive parts of one prompt; drops the positions that a part repeats."""
         known, end = [], parts[0].start
         for part in parts:
             assert part.start <= end < part.end, f"scores of prompt tokens {part.start} to {part.end} follow {end}"
@@ -384,16 +424,15 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class PromptProgress:
-    """How much of a prompt is computed."""
+    """How much of a prompt has been computed."""
 
     sequence_id: int
-    num_processed: int  # tokens, those found in the cache included
+    num_processed: int  # tokens, cached ones included
 
 
 @message
 class StepTokens:
-    """The tokens of a step, for whoever turns them into text. Those of one sequence, if there are several, follow each
-    other."""
+    """The sampled tokens of a step. Several tokens of one sequence are in adjacent rows."""
 
     step: int
     slots: Indices  # [L]
@@ -402,27 +441,27 @@ class StepTokens:
     token_ids: Indices  # [L]
     finishes: NDArray[np.int8]  # [L] FinishReason
     started: tuple[Started, ...] = ()
-    logprobs: Mapping[int, TopLogprobs] = field(default_factory=dict)  # row -> what was asked for
-    pooled: Mapping[int, Pooled] = field(default_factory=dict)  # slot -> what became of a sequence that has no row here
-    prompt_logprobs: Sequence[PromptLogprobs] = ()  # of prompts that the step computed a part of
-    progress: Sequence[PromptProgress] = ()  # of those who want to be told
-    began_s: float = 0.0  # when the device could begin with the step, if somebody started in it
-    grammar_us: int = 0  # that choosing waited for grammars' masks
+    logprobs: Mapping[int, TopLogprobs] = field(default_factory=dict)  # row -> of requests with logprobs
+    pooled: Mapping[int, Pooled] = field(default_factory=dict)  # slot -> a pooled sequence's result
+    prompt_logprobs: Sequence[PromptLogprobs] = ()  # of prompts of which the step computed a part
+    progress: Sequence[PromptProgress] = ()  # of requests with return_progress
+    began_s: float = 0.0  # when the device could begin the step; set if a sequence started in it
+    grammar_us: int = 0  # time for which sampling waited for grammar masks
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """How a sequence ended. `stop_reason` is the stop string or stop token id that ended it."""
+    """How a sequence ended. `stop_reason` is the stop string or stop token id, if one ended it."""
 
     reason: FinishReason
     stop_reason: str | int | None = None
-    score: float | None = None  # among the answers of a beam search; higher is better
-    num_preempted: int = 0  # how often it lost its slot and came back
+    score: float | None = None  # of a beam search's answer; higher is better
+    num_preempted: int = 0  # times the sequence was preempted and resumed
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """One token's log-probabilities as clients see them: its own text, and that of the alternatives."""
+    """The log-probabilities of one token as clients see them, with the text of the alternatives."""
 
     token_id: int
     token: str
@@ -434,32 +473,38 @@ class TokenLogprobs:
 
 @message
 class Begun:
-    """What there is to say of a sequence when it is first seen."""
+    """Facts about a sequence, sent with its first text."""
 
-    token_ids: Ints  # [P] of its prompt
-    num_cached: int = 0  # of them, not computed
+    token_ids: Ints  # [P] the prompt
+    num_cached: int = 0  # prompt tokens that were not computed
     began_s: float = 0.0  # when the device began with it, monotonic
 
 
 @message
 class StepText:
-    """The text of a step. Row i: sequence, its new text (often "": held back or half a character), its new token."""
+    """The text of a step. Row i: a sequence, its new text, its new token.
+
+    The text is "" while a character is incomplete or a possible stop string is held back.
+    """
 
     step: int
     sequence_ids: Sequence[int]
     texts: Sequence[str]
     token_ids: Sequence[int]
-    finishes: Mapping[int, Finish] = field(default_factory=dict)  # row -> how it ended
-    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)  # row -> if asked for
-    begun: Mapping[int, Begun] = field(default_factory=dict)  # sequence id -> its beginning, when first seen
+    finishes: Mapping[int, Finish] = field(default_factory=dict)  # row -> how its sequence ended
+    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)  # row -> of requests with logprobs
+    begun: Mapping[int, Begun] = field(default_factory=dict)  # sequence id -> facts, with its first text
     prompt_logprobs: Sequence[PromptLogprobs] = ()
-    pooled: Sequence[Pooled] = ()  # of sequences that have no row
+    pooled: Sequence[Pooled] = ()  # of pooled sequences, which have no row
     progress: Sequence[PromptProgress] = ()
 
 
 class CallLog(Protocol):
-    """Hears of the calls of schedule and allocate, in order. Called on the loop, so it is quick; it changes nothing of
-    what it is given, and keeps only messages, which nobody else changes either."""
+    """Receives the calls of schedule and allocate, in order.
+
+    It is called on the loop, so it must be quick. It must not change its arguments, and may keep only messages, which
+    are immutable.
+    """
 
     def schedule(
         self,
@@ -469,19 +514,21 @@ class CallLog(Protocol):
         failed: Sequence[int],
         is_early: bool,
     ) -> None:
-        """Schedule took this batch, and these causes from the control lane; planned so, or not at all as it was too
-        early, and gave these sequences up."""
+        """A call of schedule: its batch, causes from the control lane, plans, sequences given up.
+
+        `is_early`: it did not plan, as it was too early.
+        """
 
     def allocate(
         self, batch: Sequence[StepPlan | Rates], answers: Sequence[tuple[StepGrant | None, PlanReport]]
     ) -> None:
-        """Allocate took this batch and answered its plans so."""
+        """A call of allocate: its batch, and its answers to the plans in it."""
 
     def reset_prefix_cache(self, num_freed: int) -> None:
-        """Somebody reset the prefix cache, which freed so many blocks."""
+        """A reset of the prefix cache, which freed `num_freed` blocks."""
 
     def crash(self, stage: str) -> None:
-        """A stage crashed in the middle of a call: from here on nothing can be repeated."""
+        """A stage crashed during a call: later calls cannot be replayed."""
 
 
 Task = Literal["generate", "embed", "score"]  # score: a number for a pair of texts, from a cross-encoder
@@ -502,14 +549,14 @@ _NOT: dict[Task, str] = {
 
 
 def task_of(request: Request) -> Task:
-    """What a request asks for."""
+    """The task that a request needs."""
     if request.pooling is None:
         return "generate"
     return "score" if any(prompt.pair is not None for prompt in request.prompts) else "embed"
 
 
 def check_task(task: Task, tasks: Collection[Task]) -> None:
-    """Raises `Refused` for what is none of the model's `tasks`, and says what they are."""
+    """Raises `Refused`, with the supported tasks, if `task` is not among the model's `tasks`."""
     if task not in tasks:
         able = "; ".join(_WHERE[name] for name in _WHERE if name in tasks)
         raise Refused(f"{_NOT[task]}; {able}", code="unsupported_task", param="model")

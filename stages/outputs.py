@@ -1,4 +1,7 @@
-"""What callers of the engine get: pieces of answers, whole answers, and facts about the model. Plain data."""
+"""What callers of the engine receive: deltas, whole answers, and facts about the model.
+
+Plain data.
+"""
 
 from __future__ import annotations
 
@@ -25,56 +28,62 @@ FINISH_NAMES: Mapping[FinishReason, FinishName] = {
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a prompt has come."""
+    """How much of a prompt has been computed."""
 
     total: int  # tokens
-    cached: int  # of them found, not computed
-    processed: int  # of them there, the cached ones included
-    time_s: float  # since the device began with it
+    cached: int  # found in the prefix cache, not computed
+    processed: int  # computed so far, cached ones included
+    time_s: float  # since the device began with the prompt
 
 
 @dataclass(slots=True)
 class Delta:
-    """What one choice gained since its client last looked. The last one of a choice has a `finish_reason`."""
+    """What one choice gained since the previous read.
+
+    The last delta of a choice has a `finish_reason`.
+    """
 
     index: int  # of the choice: prompt p, choice j is p * n + j
     text: str
     token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...] = ()  # their texts, joined over all deltas, are the text
+    logprobs: tuple[TokenLogprobs, ...] = ()  # their texts, joined over all deltas, equal the text
     finish_reason: FinishName | None = None
     stop_reason: str | int | None = None  # the stop string or stop token id
-    score: float | None = None  # of an answer that a beam search found
-    vector: Floats | None = None  # of a pooled sequence, which has one delta
-    progress: Progress | None = None  # of its prompt, if that was asked for; such a delta may hold nothing else
+    score: float | None = None  # of a beam search's answer
+    vector: Floats | None = None  # of a pooled sequence, which has exactly one delta
+    progress: Progress | None = None  # of its prompt, with return_progress; such a delta may have no tokens
 
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One choice. With output kind "delta" only what is new since the output before."""
+    """One choice. With output kind "delta", only what is new since the previous output."""
 
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] | None = None  # if asked for
+    logprobs: list[TokenLogprobs] | None = None  # if requested
     finish_reason: FinishName | None = None
     stop_reason: str | int | None = None
-    score: float | None = None  # of an answer that a beam search found, see `BeamParams`; higher is better
+    score: float | None = None  # of a beam search's answer, see `BeamParams`; higher is better
 
 
 @dataclass(slots=True)
 class RequestOutput:
-    """An answer, or a part of one, to one request. `outputs` of kind "delta" hold only the choices that gained."""
+    """The answer to one request, or a part of it.
+
+    With output kind "delta", `outputs` has only changed choices.
+    """
 
     request_id: str
-    prompt: str | None  # if it was given as text
-    prompt_token_ids: list[int] | None  # if it was given as ids, one list until the end; there of any prompt
+    prompt: str | None  # if the prompt was given as text
+    prompt_token_ids: list[int] | None  # if given as ids, the same list in each output; in the last output always
     outputs: list[CompletionOutput]
     finished: bool
-    num_prompt_tokens: int  # 0 until the first token
+    num_prompt_tokens: int  # 0 until the first token of the answer
     num_generated_tokens: int  # of all choices, so far
     num_cached_tokens: int = 0  # prompt tokens that were not computed
-    metrics: Mapping[str, Any] | None = None  # times in ms, when it is finished: see `timing.metrics`
-    prompt_logprobs: PromptLogprobs | None = None  # if asked for, in the output with which the request is finished
+    metrics: Mapping[str, Any] | None = None  # in the last output, times in ms: see `exit/request_times.py`
+    prompt_logprobs: PromptLogprobs | None = None  # if requested, in the last output
 
 
 @dataclass(slots=True)
@@ -89,39 +98,39 @@ class EmbeddingRequestOutput:
 
 @dataclass(slots=True)
 class ScoringRequestOutput:
-    """How well a document answers a query; higher is better."""
+    """How well a document answers a query. Higher is better."""
 
     request_id: str
     score: float
-    num_prompt_tokens: int  # of both texts
+    num_prompt_tokens: int  # of both texts together
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What was loaded, and how long each phase of the start took."""
+    """Facts about the loaded model, and the time of each start-up phase."""
 
     model_id: str
-    max_model_len: int  # tokens of prompt and answer together
+    max_model_len: int  # tokens, prompt plus answer
     vocab_size: int
     dtype: str
     device: str
     attention_backend: str
     eos_token_ids: tuple[int, ...]
-    num_blocks: int  # of the KV cache; 0: an encoder has none
+    num_blocks: int  # of the KV cache; 0 for an encoder
     block_size: int  # tokens
     has_chat_template: bool
-    default_params: SamplingParams  # what a request gets that says nothing
-    num_host_blocks: int = 0  # for swapped sequences
-    max_num_batched_tokens: int = 2048  # of a step, at most
-    itl_target_ms: float = 0.0  # that a step may take while answers wait; 0: any
-    rates: Rates | None = None  # of copying and computing, as measured; None: not measured
+    default_params: SamplingParams  # of a request that sets nothing
+    num_host_blocks: int = 0  # for swapped sequences and evicted prefixes
+    max_num_batched_tokens: int = 2048  # upper bound per step
+    itl_target_ms: float = 0.0  # target time of a step with decodes; 0: none
+    rates: Rates | None = None  # measured speed of copying and computing; None: not measured
     startup_s: Mapping[str, float] = field(default_factory=dict)  # phase -> seconds
-    memory: MemoryTable | None = None  # where it goes; None without a model
-    tasks: frozenset[Task] = frozenset({"generate", "embed"})  # what it can be asked for
-    pooling: PoolingConfig | None = None  # what its embeddings are; None: it has none
-    quantization: str | None = None  # how matrices are kept; None: as dtype
-    kv_cache_dtype: str | None = None  # of keys and values; None: an encoder has none
-    captured: CaptureReport | None = None  # CUDA graphs; None: each kernel is launched by itself
+    memory: MemoryTable | None = None  # memory by use; None without a model
+    tasks: frozenset[Task] = frozenset({"generate", "embed"})  # that the model supports
+    pooling: PoolingConfig | None = None  # of its embeddings; None: it has none
+    quantization: str | None = None  # of weight matrices; None: they have `dtype`
+    kv_cache_dtype: str | None = None  # of keys and values; None for an encoder
+    captured: CaptureReport | None = None  # CUDA graphs; None: kernels are launched one by one
 
 
 @dataclass(frozen=True, slots=True)

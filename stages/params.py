@@ -1,7 +1,7 @@
-"""What a client may ask of the sampler, and the ranges in which that makes sense.
+"""Sampling parameters of a request, with the valid range of each field.
 
-Field names and meanings are vLLM's. Knows numbers; refuses to know models (what depends on one, such as the vocabulary,
-is checked at intake).
+Field names and meanings are vLLM's. Checks that need the model, such as the vocabulary size, are in
+`request_limits.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_ALLOWED_TOKEN_IDS = 16_384
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 64
 
-# field -> least and most. The bodies of requests are documented with the same.
+# field -> (least, most); the OpenAPI schema documents the same ranges
 COUNTS: Mapping[str, tuple[int, int]] = {
     "n": (1, MAX_N),
     "max_tokens": (0, 2**31 - 1),
@@ -37,7 +37,7 @@ COUNTS: Mapping[str, tuple[int, int]] = {
 }
 NUMBERS: Mapping[str, tuple[float, float]] = {
     "temperature": (0.0, 2.0),
-    "top_p": (0.0, 1.0),  # but not 0
+    "top_p": (0.0, 1.0),  # 0 itself is invalid
     "min_p": (0.0, 1.0),
     "presence_penalty": (-2.0, 2.0),
     "frequency_penalty": (-2.0, 2.0),
@@ -48,43 +48,45 @@ MAX_BIAS = 100.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to choose tokens, and when to stop. Checked when made: `Refused` names the field, its value and the range.
+    """How to choose tokens, and when to stop.
 
-    Applied in this order: penalties, logit_bias, min_tokens, allowed_token_ids, bad_words, structured_outputs,
-    temperature, top_k, top_p, min_p.
+    Raises `Refused` on construction for an invalid field; the error names the field, its value and the range.
+
+    The sampler applies, in this order: penalties, logit_bias, min_tokens, allowed_token_ids, bad_words,
+    structured_outputs, temperature, top_k, top_p, min_p.
     """
 
     most_logprobs: ClassVar[int] = MAX_LOGPROBS
 
-    n: int = 1  # choices a prompt
-    max_tokens: int | None = 16  # None: as many as the context has room for; 0: the prompt is computed, and no more
-    min_tokens: int = 0  # before these, no EOS and no stop token id
-    temperature: float = 1.0  # 0 is greedy, and ignores top_k, top_p and min_p
-    top_p: float = 1.0  # smallest set of tokens with this share of the probability; 1 is off
-    top_k: int = 0  # only the k likeliest; 0 or -1 is off
-    min_p: float = 0.0  # only tokens at least this share as likely as the likeliest; 0 is off
-    presence_penalty: float = 0.0  # taken off the logit of each token generated before
-    frequency_penalty: float = 0.0  # the same, times how often
-    repetition_penalty: float = 1.0  # divides (or multiplies, below 0) logits of tokens in prompt or answer
-    seed: int | None = None  # None: drawn for each request
-    stop: tuple[str, ...] = ()  # text that ends the answer
+    n: int = 1  # choices per prompt
+    max_tokens: int | None = 16  # None: up to the end of the context; 0: only compute the prompt
+    min_tokens: int = 0  # before so many tokens, EOS and stop token ids are masked
+    temperature: float = 1.0  # 0 is greedy and ignores top_k, top_p and min_p
+    top_p: float = 1.0  # keep the smallest set of tokens with this total probability; 1 is off
+    top_k: int = 0  # keep the k likeliest; 0 or -1 is off
+    min_p: float = 0.0  # keep tokens with at least this share of the highest probability; 0 is off
+    presence_penalty: float = 0.0  # subtracted from the logit of each token generated before
+    frequency_penalty: float = 0.0  # subtracted once for each earlier generation of the token
+    repetition_penalty: float = 1.0  # of prompt and answer tokens: divides positive logits, multiplies others
+    seed: int | None = None  # None: drawn per request
+    stop: tuple[str, ...] = ()  # strings that end the answer
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    logit_bias: Mapping[int, float] = field(default_factory=dict)  # token id -> added to its logit, -100..100
-    logprobs: int | None = None  # log-probabilities of the chosen token and of the k likeliest; None: not asked
-    prompt_logprobs: int | None = None  # the same of each prompt token but the first, which nothing comes before
-    allowed_token_ids: tuple[int, ...] | None = None  # no token but these; None: any
-    bad_words: tuple[str, ...] = ()  # that may not come up in the answer: at its beginning, or after a space or none
-    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # the same as runs of tokens; tokenize adds those of words
-    truncate_prompt_tokens: int | None = None  # keep so many of a prompt; -1: as many as leave room for the answer
-    truncation_side: Literal["left", "right"] = "left"  # where the others are cut off
-    extra_args: Mapping[str, Any] = field(default_factory=dict)  # for a `LogitsProcessor`; nobody else looks
-    return_progress: bool = False  # tell how much of the prompt is computed, while it is
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # token id -> number added to its logit, -100 to 100
+    logprobs: int | None = None  # report the chosen token's log-probability and the k likeliest; None: off
+    prompt_logprobs: int | None = None  # the same for each prompt token except the first; None: off
+    allowed_token_ids: tuple[int, ...] | None = None  # choose only among these; None: all
+    bad_words: tuple[str, ...] = ()  # words the answer must not contain, with or without a space before
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # as token sequences; tokenize adds those of bad_words
+    truncate_prompt_tokens: int | None = None  # prompt tokens to keep; -1: as many as leave room for the answer
+    truncation_side: Literal["left", "right"] = "left"  # the side that is cut off
+    extra_args: Mapping[str, Any] = field(default_factory=dict)  # for a `LogitsProcessor`; the engine ignores it
+    return_progress: bool = False  # report prefill progress while the prompt is computed
     skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True  # no effect, as with any fast tokenizer of transformers
-    structured_outputs: StructuredOutputs | None = None  # the form that the answer must have
-    thinking_budget: ThinkingBudget | None = None  # tokens of thoughts, after which their closing mark is forced
+    spaces_between_special_tokens: bool = True  # no effect, as with every fast tokenizer of transformers
+    structured_outputs: StructuredOutputs | None = None  # the format that the answer must have
+    thinking_budget: ThinkingBudget | None = None  # limit on thinking tokens; then the end marker is forced
 
     def __post_init__(self) -> None:
         for name, (least, most) in COUNTS.items():
@@ -99,7 +101,7 @@ class SamplingParams:
         self._check_limits()
         if self.thinking_budget is not None and self.structured_outputs is not None:
             raise Refused(
-                "thinking_budget: not with structured_outputs, which leave no thoughts", param="thinking_budget"
+                "thinking_budget: must not be set with structured_outputs; leave one out", param="thinking_budget"
             )
         if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens != -1:
             _whole("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, 2**31 - 1)
@@ -140,13 +142,13 @@ class SamplingParams:
             _refuse("bad_words", f"{len(self.bad_words)} words", f"at most {MAX_BAD_WORDS} words")
         for word in self.bad_words:
             if not isinstance(word, str) or not word.strip() or len(word) > MAX_BAD_WORD_CHARS:
-                _refuse("bad_words", word, f"texts of 1 to {MAX_BAD_WORD_CHARS} characters, spaces alone are none")
+                _refuse("bad_words", word, f"strings of 1 to {MAX_BAD_WORD_CHARS} characters that are not only spaces")
         if not all(self.bad_words_token_ids):
-            _refuse("bad_words_token_ids", (), "runs of at least one token id")
+            _refuse("bad_words_token_ids", (), "lists of at least one token id")
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the likeliest token is always taken."""
+        """Whether the likeliest token is always chosen."""
         return self.temperature == 0.0
 
 
@@ -200,18 +202,18 @@ def _refuse_budget(problem: str) -> None:
 
 
 def choice_seed(seed: int, choice: int) -> int:
-    """The seed of choice j of a request: hash(seed, j), 63 bits, the same in every process."""
+    """The seed of a choice: hash(seed, choice), 63 bits, the same in every process."""
     digest = hashlib.blake2b(f"{seed}/{choice}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def has_plain_choice(params: SamplingParams) -> bool:
-    """Whether what is chosen is what logits, seed and position say."""
+    """Whether a token depends only on logits, seed and position, not on tokens or a grammar."""
     return not (_has_edits(params) or _is_steered(params))
 
 
 def _has_edits(params: SamplingParams) -> bool:
-    """Whether logits are changed before a token is chosen, by what was chosen before or at all."""
+    """Whether logits are edited before a token is chosen."""
     is_penalised = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
     is_limited = params.allowed_token_ids is not None or params.bad_words_token_ids
     return bool(is_penalised or is_limited or params.logit_bias or params.min_tokens)

@@ -5,15 +5,17 @@
                                      |   +- report +                      |
                                      +------------- feedback -------------+
 
-Each stage is a task of its own and meets the others only here. A full channel makes its sender wait; that is how a slow
-stage holds back the ones before it, up to the door, where intake refuses what would wait too long.
+Each stage is one task. Stages do not import each other; this file is the only place that connects them. A full
+channel makes its sender wait, so a slow stage slows down the stages before it. At the head of the pipeline, intake
+rejects requests that would wait too long.
 
-The loop schedule -> allocate -> execute -> sample -> schedule can not deadlock: at most K steps are in flight, schedule
-spends a credit for each and gets it back with the step's outcome, and every channel of the loop holds K. So no send
-inside the loop ever waits. The way out of the loop, sample -> detokenize -> exit, waits for nobody either: outboxes
-coalesce, so the exit takes all it is given.
+The loop schedule -> allocate -> execute -> sample -> schedule cannot deadlock. At most K steps are in flight: schedule
+spends one credit per step and gets it back with the step's outcome. Every channel of the loop holds at least K
+messages, so no send inside the loop waits. The path sample -> detokenize -> exit always drains: the exit joins unread
+text in the outboxes, so it accepts every message without waiting for a client.
 
-In split mode the loop is in a process of its own, and two edges, to schedule and to detokenize, reach across.
+In split mode the loop runs in its own process. Two edges then cross the process boundary: tokenize -> schedule and
+sample -> detokenize.
 """
 
 from __future__ import annotations
@@ -25,9 +27,9 @@ from ..runtime.graph import Port
 from ..runtime.pipeline import Pipeline
 from ..runtime.stage import Stage
 
-ENTRY_CAPACITY = 256  # requests that arrive in one burst; intake looks at each for microseconds
-TEXT_CAPACITY = 16  # steps' worth of tokens on their way to text: slack for a loop that is busy elsewhere
-TO_SCHEDULE = ("tokenize.out", "schedule.in")  # the edges between text and the loop, which may reach across processes
+ENTRY_CAPACITY = 256  # requests; absorbs a burst, as intake spends microseconds on each
+TEXT_CAPACITY = 16  # steps; slack for the time in which the event loop runs other stages
+TO_SCHEDULE = ("tokenize.out", "schedule.in")  # the edges into and out of the loop; they cross processes in split mode
 TO_DETOKENIZE = ("sample.out", "detokenize.in")
 
 
@@ -43,7 +45,10 @@ def build_pipeline(
     *,
     steps_in_flight: int = 2,
 ) -> Pipeline:
-    """Joins seven stages and an exit into an engine's pipeline, not yet started. `steps_in_flight` is K."""
+    """Connects the seven stages and the exit; returns the pipeline, not started.
+
+    `steps_in_flight` is K.
+    """
     pipeline = Pipeline()
     names = ("intake", "tokenize", "schedule", "allocate", "execute", "sample", "detokenize", "exit")
     stages = (intake, tokenize, schedule, allocate, execute, sample, detokenize, exit)
@@ -52,26 +57,29 @@ def build_pipeline(
     pipeline.entry = Port("intake", "in")
     pipeline.lane_reader = "schedule"
     connect = pipeline.connect
-    connect("intake", "tokenize", capacity=ENTRY_CAPACITY, reason="as many as a burst at the door")
+    connect("intake", "tokenize", capacity=ENTRY_CAPACITY, reason="a burst of new requests")
     connect(*TO_SCHEDULE, capacity=ENTRY_CAPACITY, reason="a burst of prompts tokenized at once")
     _connect_the_loop(pipeline, steps_in_flight)
-    connect(*TO_DETOKENIZE, capacity=TEXT_CAPACITY, reason="steps that wait to become text")
-    connect("detokenize", "exit", capacity=TEXT_CAPACITY, reason="the exit takes all; this is slack for its turn")
+    connect(*TO_DETOKENIZE, capacity=TEXT_CAPACITY, reason="steps that wait to be detokenized")
+    connect("detokenize", "exit", capacity=TEXT_CAPACITY, reason="slack until the exit's turn; it never blocks")
     return pipeline
 
 
 def build_front_pipeline(
     intake: Stage[Any, Any], tokenize: Stage[Any, Any], detokenize: Stage[Any, Any], exit: Exit[Any]
 ) -> Pipeline:
-    """The part of an engine's pipeline that knows text, for a process of its own: both ends of the loop are open."""
+    """Connects the text stages for the front process of split mode.
+
+    Both edges to the loop are open ports.
+    """
     pipeline = Pipeline()
     for name, stage in (("intake", intake), ("tokenize", tokenize), ("detokenize", detokenize), ("exit", exit)):
         pipeline.add(stage, name)
     pipeline.entry = Port("intake", "in")
     pipeline.open_ports = {Port("tokenize", "out"), Port("detokenize", "in")}
     connect = pipeline.connect
-    connect("intake", "tokenize", capacity=ENTRY_CAPACITY, reason="as many as a burst at the door")
-    connect("detokenize", "exit", capacity=TEXT_CAPACITY, reason="the exit takes all; this is slack for its turn")
+    connect("intake", "tokenize", capacity=ENTRY_CAPACITY, reason="a burst of new requests")
+    connect("detokenize", "exit", capacity=TEXT_CAPACITY, reason="slack until the exit's turn; it never blocks")
     return pipeline
 
 
@@ -83,7 +91,10 @@ def build_core_pipeline(
     *,
     steps_in_flight: int = 2,
 ) -> Pipeline:
-    """The loop alone, for a process of its own."""
+    """Connects the step loop for the engine process of split mode.
+
+    Its entry and `sample.out` are open ports.
+    """
     pipeline = Pipeline()
     names = ("schedule", "allocate", "execute", "sample")
     for name, stage in zip(names, (schedule, allocate, execute, sample), strict=True):
@@ -97,11 +108,11 @@ def build_core_pipeline(
 
 def _connect_the_loop(pipeline: Pipeline, k: int) -> None:
     connect = pipeline.connect
-    connect("schedule", "allocate", capacity=k, when_full="never", credits=1, reason="one plan awaits its report")
-    connect("allocate.report", "schedule.report", capacity=k, when_full="never", credits=1, reason="its report")
+    connect("schedule", "allocate", capacity=k, when_full="never", credits=1, reason="one plan outstanding")
+    connect("allocate.report", "schedule.report", capacity=k, when_full="never", credits=1, reason="the plan's report")
     connect("allocate", "execute", capacity=k, when_full="never", credits=k, reason="K steps in flight")
     connect("execute", "sample", capacity=k, when_full="never", credits=k, reason="K steps in flight")
-    connect("execute.rates", "allocate.rates", capacity=k, when_full="never", credits=1, reason="told once, at first")
+    connect("execute.rates", "allocate.rates", capacity=k, when_full="never", credits=1, reason="sent once, at start")
     connect(
         "sample.feedback", "schedule.feedback", capacity=2 * k, when_full="never", credits=k, reason="K outcomes, slack"
     )
@@ -110,14 +121,14 @@ def _connect_the_loop(pipeline: Pipeline, k: int) -> None:
 def build_encoder_pipeline(
     intake: Stage[Any, Any], tokenize: Stage[Any, Any], encode: Stage[Any, Any], exit: Exit[Any]
 ) -> Pipeline:
-    """Joins the stages of a model that reads and generates nothing: one stage stands where the loop is above."""
+    """Connects the stages of an encoder model: `encode` takes the place of the loop."""
     pipeline = Pipeline()
     for name, stage in (("intake", intake), ("tokenize", tokenize), ("encode", encode), ("exit", exit)):
         pipeline.add(stage, name)
     pipeline.entry = Port("intake", "in")
     pipeline.lane_reader = "encode"
     connect = pipeline.connect
-    connect("intake", "tokenize", capacity=ENTRY_CAPACITY, reason="as many as a burst at the door")
-    connect("tokenize", "encode", capacity=ENTRY_CAPACITY, reason="what batches are made of")
-    connect("encode", "exit", capacity=TEXT_CAPACITY, reason="the exit takes all; this is slack for its turn")
+    connect("intake", "tokenize", capacity=ENTRY_CAPACITY, reason="a burst of new requests")
+    connect("tokenize", "encode", capacity=ENTRY_CAPACITY, reason="prompts to batch")
+    connect("encode", "exit", capacity=TEXT_CAPACITY, reason="slack until the exit's turn; it never blocks")
     return pipeline

@@ -1,7 +1,7 @@
-"""What a client may ask of an embedding, and the last step to it: cutting and normalising. No torch here.
+"""Parameters of an embedding, and its last step: truncation and normalization.
 
-A pooled sequence is computed like any other, chunk by chunk, and ends with its prompt: a vector is made of its hidden
-states in place of a token of its logits.
+This file does not depend on torch. A pooled sequence is computed like any other, chunk by chunk. It ends with its
+prompt: its hidden states become a vector where another sequence would get a token.
 """
 
 from __future__ import annotations
@@ -16,33 +16,36 @@ from ..model.pooling import PoolingConfig, PoolingKind
 from .errors import Refused
 
 Floats = NDArray[np.float32]
-Kind = PoolingKind | Literal["score"]  # score: one number for a pair of texts, from a cross-encoder's own head
+Kind = PoolingKind | Literal["score"]  # score: one number per pair of texts, from a cross-encoder's head
 
-MAX_INPUTS = 2048  # texts of one request, as OpenAI's
-MAX_PAIRS = MAX_INPUTS // 2  # of one request: without a cross-encoder each is two texts
+MAX_INPUTS = 2048  # texts per request, as OpenAI's limit
+MAX_PAIRS = MAX_INPUTS // 2  # per request; without a cross-encoder each pair is two texts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingParams:
-    """How to make one vector of a sequence's hidden states."""
+    """How to turn the hidden states of a sequence into one vector."""
 
-    kind: Kind | None = None  # None: the model's own
-    dimensions: int | None = None  # numbers to keep, the first ones; None: all
-    normalize: bool = True  # to length 1, after cutting
+    kind: Kind | None = None  # None: the model's
+    dimensions: int | None = None  # leading numbers to keep; None: all
+    normalize: bool = True  # scale to length 1, after truncation
 
     @property
     def needs_every_position(self) -> bool:
-        """Whether hidden states are needed that a prefix from the cache, or a copy from the host, does not bring."""
+        """Whether the hidden state of every token is needed.
+
+        Cached or swapped blocks do not hold hidden states.
+        """
         return self.kind != "last"
 
     def check(self, model: PoolingConfig) -> None:
-        """Raises `Refused` for a length that the model's embeddings can not be cut to."""
+        """Raises `Refused` if the model's embeddings cannot be truncated to `dimensions`."""
         if self.dimensions is not None and not model.allows(self.dimensions):
             message = f"dimensions = {self.dimensions}: {model.describe_dimensions()}"
             raise Refused(message, param="dimensions")
 
     def finish(self, vector: Floats) -> Floats | None:
-        """The embedding of a pooled vector [H], [E]; None if that holds something that is no number."""
+        """The embedding [E] of a pooled vector [H]; None if the vector holds NaN or infinity."""
         if self.dimensions is not None:
             vector = vector[: self.dimensions]
         if not np.isfinite(vector).all():

@@ -1,6 +1,7 @@
-"""What a request may be, given a model and the memory for it. Plain checks, shared by intake, tokenize and start-up.
+"""Checks of a request against the model: task, vocabulary and context length.
 
-Knows vocabulary and context. Refuses to know load: that is `stages/intake/admission.py`.
+Plain functions. Intake, tokenize and start-up share them. Checks that depend on the load are in
+`stages/intake/admission.py`.
 """
 
 from __future__ import annotations
@@ -19,18 +20,21 @@ from .params import SamplingParams
 from .pooling_params import MAX_INPUTS, PoolingParams
 
 MAX_PROMPTS = 256
-MAX_SEQUENCES = 512  # prompts x n
-MAX_LOGPROB_BYTES = 8 * 2**20  # of the prompts of a request, 8 for each token and each of its k likeliest
-MAX_CHARS_PER_TOKEN = 16  # of context: longer text is refused before it costs anything
+MAX_SEQUENCES = 512  # prompts x n of one request
+MAX_LOGPROB_BYTES = 8 * 2**20  # prompt_logprobs of one request; 8 bytes per token and per likeliest token
+MAX_CHARS_PER_TOKEN = 16  # of context; longer text is refused without tokenizing it
 
 
 def longest_sequence(num_blocks: int, block_size: int) -> int:
-    """Tokens of the longest sequence that a pool can hold with nothing else in it."""
+    """Tokens of the longest sequence that fits into an otherwise empty pool."""
     return num_blocks * block_size
 
 
 def as_token_ids(values: Sequence[int] | Ints, param: str = "prompt") -> Ints:
-    """A prompt given as numbers, [P]. Raises `Refused` for anything that is no whole number from 0 to 2**31 - 1."""
+    """A prompt given as token ids, as [P] i32.
+
+    Raises `Refused` unless each is a whole number in [0, 2**31).
+    """
     if isinstance(values, np.ndarray) and values.dtype == np.int32:
         return values
     for at, value in enumerate(values):
@@ -42,15 +46,15 @@ def as_token_ids(values: Sequence[int] | Ints, param: str = "prompt") -> Ints:
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """What a model of `vocab_size` tokens can be asked with a context of `max_model_len`."""
+    """The limits that one model sets to requests."""
 
     vocab_size: int  # rows of the output layer
-    max_model_len: int  # tokens of prompt and answer together; at most the pool's `longest_sequence`
+    max_model_len: int  # tokens, prompt plus answer; at most the pool's `longest_sequence`
     tasks: frozenset[Task] = frozenset({"generate", "embed"})
-    pooling: PoolingConfig | None = None  # of a model that embeds
+    pooling: PoolingConfig | None = None  # of an embedding model
 
     def check(self, request: Request) -> None:
-        """Raises `Refused` for what can be seen without rendering or tokenizing anything."""
+        """Raises `Refused` for everything that shows without rendering or tokenizing a prompt."""
         params = request.params
         check_task(task_of(request), self.tasks)
         if not request.prompts:
@@ -73,15 +77,15 @@ class RequestLimits:
             self._check_prompt(prompt, request)
 
     def settle_pooling(self, pooling: PoolingParams | None) -> PoolingParams | None:
-        """`pooling` with its kind said."""
+        """`pooling` with its kind set: the model's, unless it names one."""
         if pooling is None or pooling.kind is not None or self.pooling is None:
             return pooling
         return replace(pooling, kind=self.pooling.kind)
 
     def settle(self, params: SamplingParams, num_prompt: int, pooling: PoolingParams | None = None) -> SamplingParams:
-        """`params` with max_tokens as a number, for a prompt of `num_prompt` tokens.
+        """`params` with max_tokens set to a number, for a prompt of `num_prompt` tokens.
 
-        Raises `Refused` when prompt and answer do not fit the context together. A pooled prompt may fill it.
+        Raises `Refused` if prompt and answer together exceed the context. A pooled prompt may fill the context.
         """
         limit = self.max_model_len
         if pooling is not None:
@@ -100,7 +104,7 @@ class RequestLimits:
         return params
 
     def check_prompts(self, params: SamplingParams, num_tokens: int) -> None:
-        """Raises `Refused` if prompts of so many tokens in all are too much to tell the log-probabilities of."""
+        """Raises `Refused` if prompt_logprobs of `num_tokens` tokens exceed `MAX_LOGPROB_BYTES`."""
         if params.prompt_logprobs is None:
             return
         num_bytes = num_tokens * (params.prompt_logprobs + 1) * 8
@@ -136,7 +140,10 @@ class RequestLimits:
             )
 
     def _too_long(self, problem: str) -> Refused:
-        """Begins with OpenAI's words: programs look for them, and then shorten what they ask."""
+        """The error of a prompt that exceeds the context.
+
+        NOTE: it begins as OpenAI's message does, since clients match it in order to shorten their prompts.
+        """
         message = f"this model's maximum context length is {self.max_model_len} tokens, {problem}"
         return Refused(message, code="context_length_exceeded", param="prompt")
 
@@ -150,7 +157,7 @@ class RequestLimits:
         self.settle(request.params, len(self.truncate(request.params, token_ids)), request.pooling)
 
     def truncate(self, params: SamplingParams, token_ids: Ints) -> Ints:
-        """What `params` leave of a prompt, [P]."""
+        """The prompt after `truncate_prompt_tokens`, [P]."""
         most = params.truncate_prompt_tokens
         if most is None:
             return token_ids
@@ -160,7 +167,7 @@ class RequestLimits:
 
 
 def estimated_tokens(request: Request, max_model_len: int) -> int:
-    """Tokens of prompts and answers that `request` may come to, without tokenizing: four characters a token."""
+    """Upper estimate of prompt and answer tokens; text counts as four characters a token."""
     total = 0
     for prompt in request.prompts:
         num_prompt = _prompt_chars(prompt) // 4 if prompt.token_ids is None else len(prompt.token_ids)
@@ -177,7 +184,7 @@ def _prompt_chars(prompt: Prompt) -> int:
 
 
 def chat_chars(chat: ChatPrompt | None) -> int:
-    """Characters of all texts in the messages and documents of a chat, and of its tools with their keys."""
+    """Characters of a chat: the texts of messages and documents, and the tools as JSON."""
     if chat is None:
         return 0
     return _chars(chat.messages) + _chars(chat.documents) + (len(json.dumps(chat.tools)) if chat.tools else 0)

@@ -1,7 +1,7 @@
-"""What an answer has to look like: a JSON schema, a regular expression, a list of choices or a grammar, as text.
+"""The required format of an answer: JSON schema, regular expression, choices or grammar.
 
-Names are vLLM's. Knows sizes and that JSON is JSON; refuses to know what a grammar means, which takes a compiler and
-the model's vocabulary (`model/text/grammar.py`). Plain data, which may be compared, hashed and sent.
+Names are vLLM's. This file checks sizes and JSON syntax. Compiling a grammar takes the model's vocabulary and is done
+in `model/text/grammar.py`. Plain data that can be compared, hashed and sent between processes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from .errors import Refused
 
-MAX_GRAMMAR_BYTES = 64 * 1024  # of a schema, a grammar, or all choices together
+MAX_GRAMMAR_BYTES = 64 * 1024  # of a schema, of a grammar, or of all choices together
 MAX_REGEX_BYTES = 1024
 MAX_CHOICES = 1024
 MAX_SCHEMA_DEPTH = 32
@@ -22,17 +22,18 @@ KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputs:
-    """The form of an answer; exactly one of the five kinds. `Refused` names the field and its limit.
+    """The required format of an answer; exactly one of the five kinds is set.
 
-    A mapping or a boolean as `json` becomes text, with its keys in their order, which is the order of the answer's.
+    Raises `Refused` on construction, with the field and its limit. A mapping or boolean in `json` is converted to text.
+    The order of its keys is kept: it is the order of the keys in the answer.
     """
 
     json: str | Mapping[str, Any] | bool | None = None  # a JSON schema
-    regex: str | None = None  # of the whole answer, as Rust's `regex` writes it; no lookaround, no back-references
-    choice: tuple[str, ...] | None = None  # the answer is one of these
-    grammar: str | None = None  # Lark, as llguidance reads it, or GBNF (`root ::= ...`)
+    regex: str | None = None  # matches the whole answer; syntax of Rust's `regex`: no lookaround, no backreferences
+    choice: tuple[str, ...] | None = None  # the answer is one of these strings
+    grammar: str | None = None  # llguidance's Lark dialect, or GBNF (`root ::= ...`)
     json_object: bool = False  # any JSON object
-    disable_any_whitespace: bool = False  # of json and json_object: none between tokens but one behind ":" and ","
+    disable_any_whitespace: bool = False  # for json and json_object: no whitespace but one space after ":" and ","
 
     def __post_init__(self) -> None:
         for name in ("json_object", "disable_any_whitespace"):
@@ -46,11 +47,11 @@ class StructuredOutputs:
 
     @property
     def kind(self) -> str:
-        """Which of the five it is."""
+        """The kind that is set."""
         return self._given()[0]
 
     def _given(self) -> list[str]:
-        """The kinds that something is said of, be it 0 or false; json_object is a kind when it is true."""
+        """The kinds that are set, be it to 0 or false; json_object counts only when true."""
         return [name for name in KINDS if getattr(self, name) is not (False if name == "json_object" else None)]
 
     def _check_json(self) -> None:
@@ -58,7 +59,7 @@ class StructuredOutputs:
         if not isinstance(schema, (dict, bool)):
             _refuse("json", "must be a JSON schema: an object, or true")
         if schema is False:
-            _refuse("json", "= false is the schema of nothing: no answer could be valid")
+            _refuse("json", "= false: must be another schema, as no answer can match this one")
         if any(depth > MAX_SCHEMA_DEPTH for depth in _depths(schema)):
             _refuse("json", f"is nested more than {MAX_SCHEMA_DEPTH} deep")
         text = _write_schema(schema)
@@ -87,7 +88,7 @@ class StructuredOutputs:
 
 
 def _read_schema(given: object) -> Any:
-    """The schema as a value, from text or from a value that JSON can write."""
+    """The schema as a JSON value, from text or from a Python value."""
     try:
         if isinstance(given, str):
             _check_size("json", given, MAX_GRAMMAR_BYTES)
@@ -98,7 +99,7 @@ def _read_schema(given: object) -> Any:
     except RecursionError:
         _refuse("json", f"is nested more than {MAX_SCHEMA_DEPTH} deep")
     except (ValueError, TypeError) as error:
-        _refuse("json", f"is no JSON: {str(error)[:100]}")
+        _refuse("json", f"is not JSON: {str(error)[:100]}")
 
 
 def _write_schema(schema: Any) -> str:
@@ -109,11 +110,11 @@ def _write_schema(schema: Any) -> str:
 
 
 def _no_number(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number in JSON")
+    raise ValueError(f"{name} is not a number in JSON")
 
 
 def _depths(value: Any) -> Iterator[int]:
-    """The depth of each object and list in `value`, breadth by breadth; the outermost has 1."""
+    """The depth of each object and list in `value`, breadth first; the outermost has depth 1."""
     level, depth = [value], 0
     while level:
         level = [item for item in level if isinstance(item, (Mapping, list, tuple))]
@@ -131,7 +132,7 @@ def _check_size(name: str, text: object, most: int) -> None:
     try:
         num_bytes = len(text.encode())
     except UnicodeEncodeError as error:
-        _refuse(name, f"holds half a character (U+{ord(text[error.start]):04X})")
+        _refuse(name, f"holds an unpaired surrogate (U+{ord(text[error.start]):04X})")
     if num_bytes > most:
         _refuse(name, f"has {num_bytes} bytes: at most {most}")
 

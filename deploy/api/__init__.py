@@ -1,9 +1,9 @@
-"""The APIs: OpenAI, Responses, Messages, and what they share.
+"""The client APIs (OpenAI, Responses, Messages) and what they share.
 
-Owns: the `Service` that handlers share, and how its model writes thoughts and calls.
-In: bodies as plain data.
-Out: requests to the engine, and answers in each API's form.
-Imports: the files here, the root of `deploy`, `metrics` and `api/parsers`; the handlers' folders stand on them:
+Owns: the `Service` that handlers share, and the model's output format (reasoning, tool calls).
+In: request bodies as plain data.
+Out: requests to the engine, and answers in the form of each API.
+Imports: the root of `deploy`, `metrics` and `api/parsers`. Order of the rooms:
 `schema`, `parsers` <- the files here <- `openai` <- `adapter` <- `responses`, `messages`.
 Start with: `service.py`, then `openai/generation.py`.
 """

@@ -1,7 +1,7 @@
-"""The assistant's turn: one choice's text on its way through a reasoning parser and a tool parser, whole or in pieces.
+"""Parsing of one choice's text into content, reasoning and tool calls, whole or in pieces.
 
-One piece of code for both, so what a stream tells adds up to what the whole tells. Knows what clients are told of
-thoughts, words and calls. Refuses to know the JSON around them: that is `openai/answers.py`.
+Streams and whole answers use the same code, so a joined stream equals the whole answer. The JSON around the pieces is
+made in `openai/answers.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .parsers.interface import CallArguments, Event, Reasoning, ReasoningParser,
 
 @dataclass(frozen=True, slots=True)
 class ToolCallBegun:
-    """Call `index` of the turn begins; its arguments follow."""
+    """Call `index` of the turn begins. Its `ToolCallArguments` follow."""
 
     index: int
     id: str
@@ -24,7 +24,7 @@ class ToolCallBegun:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallArguments:
-    """More of the arguments of call `index`."""
+    """The next piece of the arguments of call `index`, as JSON text."""
 
     index: int
     text: str
@@ -34,10 +34,10 @@ Piece: TypeAlias = Text | Reasoning | ToolCallBegun | ToolCallArguments
 
 
 class Turn:
-    """What one choice says. `read` takes its text in and returns what is new.
+    """The output of one choice, parsed. `read` takes text and returns the new pieces.
 
-    White space next to a call is no content: families put it there, and clients would show it. With `allows_parallel`
-    False all calls but the first are dropped.
+    White space next to a call is dropped: model families write it there, and clients would show it. With
+    `allows_parallel` False all calls but the first are dropped.
     """
 
     def __init__(
@@ -57,16 +57,19 @@ class Turn:
         self._allows_parallel = allows_parallel
         self._shows_reasoning = shows_reasoning
         self._counter = counter
-        self._blanks: list[str] = []  # white space that is content if more of that follows, and no call
-        self._is_dropped = False  # the call in hand
+        self._blanks: list[str] = []  # held white space: content if text follows, dropped if a call follows
+        self._is_dropped = False  # whether the current call is dropped
 
     @property
     def num_reasoning_tokens(self) -> int | None:
-        """Tokens of thoughts so far; None where nobody thinks, or the family does not mark its thoughts."""
+        """Reasoning tokens so far.
+
+        None without a reasoning parser, or if its model family has no markers.
+        """
         return None if self._counter is None else self._counter.num_tokens
 
     def read(self, text: str, token_ids: Sequence[int], is_end: bool) -> list[Piece]:
-        """The pieces that are certain now that this text and these tokens are there as well."""
+        """Takes the next text and its tokens; returns the pieces that are certain by now."""
         if self._counter is not None:
             self._counter.add(token_ids)
         pieces: list[Piece] = []
@@ -92,7 +95,7 @@ class Turn:
         return found + (self._tools.finish() if is_end else [])
 
     def _take(self, event: Event) -> Piece | None:
-        """What the client is told of an event."""
+        """The piece that the client gets for an event, if any."""
         if isinstance(event, Text):
             return event if self._tools is None else self._say(event.text)
         if isinstance(event, Reasoning):
@@ -107,7 +110,7 @@ class Turn:
         return ToolCallBegun(self.num_calls - 1, self._new_call_id(), event.name)
 
     def _say(self, text: str) -> Text | None:
-        """Words up to their last white space, which waits for what comes."""
+        """Text up to its trailing white space, which is held until the next event."""
         said = text.rstrip()
         if not said:
             self._blanks.append(text)
@@ -118,9 +121,10 @@ class Turn:
 
 
 class ReasoningCounter:
-    """Counts the tokens of thoughts by their bytes, wherever text was cut. Tokens of the marks alone do not count.
+    """Counts reasoning tokens by their bytes, independent of where the text was cut.
 
-    Follows the rule of `ThinkParser`: thoughts are open from the start, or the first thing said opens them.
+    A token that holds only bytes of a marker does not count. As in `ThinkParser`, reasoning is open from the start, or
+    the first non-blank text opens it.
     """
 
     def __init__(self, markers: tuple[str, str], is_open: bool, token_bytes: Callable[[int], bytes]) -> None:
@@ -131,12 +135,12 @@ class ReasoningCounter:
         self._has_begun = False
         self._is_over = False
         self._num_bytes = 0
-        self._num_blank = 0  # tokens of white space before anything is said
-        self._seen = b""  # until thoughts have begun all there is, then as much as may belong to the closing mark
-        self._spans: list[tuple[int, int]] = []  # [start, end) of the tokens in it, in bytes from the first one
+        self._num_blank = 0  # tokens of white space before the first other text
+        self._seen = b""  # all bytes until reasoning begins, then only what may belong to the closing marker
+        self._spans: list[tuple[int, int]] = []  # [start, end) of the tokens in `_seen`, in bytes of the answer
 
     def add(self, token_ids: Sequence[int]) -> None:
-        """More of the answer."""
+        """Takes the next tokens of the answer."""
         for token_id in token_ids:
             if self._is_over:
                 return
@@ -159,7 +163,7 @@ class ReasoningCounter:
             return
         is_marked = said.startswith(self._begin)
         if self._begin.startswith(said) and not is_marked:
-            return  # a part of the mark
+            return  # a part of the marker
         self._has_begun = is_marked or self._is_open
         self._is_over = not self._has_begun
         start = len(self._seen) - len(said) + len(self._begin) if is_marked else 0

@@ -1,7 +1,7 @@
-"""How the model that is served writes thoughts and calls of tools, and what a request makes of that.
+"""The served model's output format (reasoning and tool calls), applied to a request.
 
-Knows which parsers there are for the engine's model and whether a prompt ends among thoughts. What a body may ask for
-is `openai/bodies.py`'s, and what is done with an answer's text `assistant_turn.py`'s.
+Finds the parsers for the engine's model and whether a prompt ends inside reasoning. The fields of a body are defined in
+`openai/bodies.py`; `assistant_turn.py` parses the text.
 """
 
 from __future__ import annotations
@@ -24,19 +24,22 @@ if TYPE_CHECKING:
     from ...stages.engine.engine import Engine
 
 PROBE = "What a user says."
-NUM_PROBES = 256  # ways to set a template's variables whose prompts are remembered
+NUM_PROBES = 256  # cached probe results, one for each set of template variables
 
 MakeTurn = Callable[[], Turn]
 
 
 def check_parsers(config: ServerConfig) -> None:
-    """Raises `ConfigError` for a setting that names no parser, before a model is loaded for it."""
+    """Raises `ConfigError` for a setting that names no parser.
+
+    Called before the model is loaded.
+    """
     registry.tool_parser(config.tool_call_parser, "")
     registry.reasoning_parser(config.reasoning_parser, "")
 
 
 class Speech:
-    """The model's side of one server. Made when the model is there; may be used from several threads."""
+    """The chat format of the engine's model: its parsers and template. Thread-safe."""
 
     def __init__(self, config: ServerConfig, engine: Engine) -> None:
         self._template = getattr(engine.encoder, "template", None)
@@ -48,8 +51,11 @@ class Speech:
         self._is_prompt_open = lru_cache(NUM_PROBES)(self._probe)
 
     def settle(self, body: Chat, params: SamplingParams) -> tuple[SamplingParams, MakeTurn | None]:
-        """What the sampler has to know besides, and what makes the turn of a choice; None if that can be but words.
-        `ApiError` 400 for what this model can not do."""
+        """The sampling parameters that `body` needs, and a factory for the `Turn` of a choice.
+
+        The factory is None if an answer can only be plain text. Raises `ApiError` 400 for a field that this model does
+        not support.
+        """
         calls = self._calls_of(body)
         thoughts = None if params.structured_outputs is not None else self._thoughts_of(body)
         if body.max_thinking_tokens is not None and params.structured_outputs is None:
@@ -81,11 +87,11 @@ class Speech:
             return Calls(JsonList, body.tool_names)
         if self.tool_parser is None or not self._has_auto:
             flag = "--tool-call-parser" if self.tool_parser is None else "--enable-auto-tool-choice"
-            message = f"tool_choice = 'auto' is switched off on this server ({flag}): name a function, or 'required'"
+            message = f"tool_choice = 'auto': disabled on this server (see {flag}); name a function or send 'required'"
             raise ApiError("unsupported_parameter", message, param="tool_choice")
         return Calls(self.tool_parser, body.tool_names)
 
-    # -- thoughts
+    # -- reasoning
 
     def _thoughts_of(self, body: Chat) -> Thoughts | None:
         parser = self.reasoning_parser
@@ -95,11 +101,11 @@ class Speech:
         return Thoughts(parser, parser.thinks_unasked if is_open is None else is_open, is_over=is_open is False)
 
     def _budget(self, body: Chat, num_tokens: int, thoughts: Thoughts | None) -> ThinkingBudget | None:
-        """None if the prompt itself has closed the thoughts."""
+        """The thinking budget; None if the prompt has closed the reasoning already."""
         markers = None if thoughts is None else thoughts.parser.markers
         if thoughts is None or markers is None:
             name = body.client_name("thinking_budget")
-            message = f"{name}: this model marks no thoughts (see --reasoning-parser); leave it out"
+            message = f"{name}: this model does not mark its reasoning (see --reasoning-parser); leave it out"
             raise ApiError("unsupported_parameter", message, param=name)
         if thoughts.is_over:
             return None
@@ -107,25 +113,28 @@ class Speech:
         return ThinkingBudget(num_tokens=num_tokens, start_ids=start, end_ids=end, is_open=thoughts.is_open)
 
     def _is_turn_open(self, body: Chat) -> bool | None:
-        """Whether the answer begins among thoughts; None if the prompt marks none, False also if it has closed them."""
+        """Whether the answer begins inside reasoning.
+
+        False if the prompt closed it, None if it has no markers.
+        """
         if body.continued_text is not None:
             return self._last_mark(body.continued_text) or False
         kwargs: tuple[tuple[str, Any], ...] = tuple(sorted(body.template_kwargs.items()))
         return self._is_prompt_open(kwargs, body.add_generation_prompt)
 
     def _probe(self, kwargs: tuple[tuple[str, Any], ...], add_generation_prompt: bool) -> bool | None:
-        """What the template puts behind a user's turn, when it is told `kwargs`."""
+        """Whether the prompt of a probe chat with `kwargs` ends inside reasoning."""
         if self._template is None:
             return None
         messages = [{"role": "user", "content": PROBE}]
         try:
             prompt = self._template.render(messages, add_generation_prompt=add_generation_prompt, kwargs=dict(kwargs))
         except TemplateError:
-            return None  # the request itself will hear of it, if it fails as well
+            return None  # if the request's own prompt fails too, the request gets the error
         return self._last_mark(prompt.text.rpartition(PROBE)[2])
 
     def _last_mark(self, text: str) -> bool | None:
-        """True if the last mark in `text` opens thoughts, False if it closes them, None if there is none."""
+        """Whether the last marker in `text` opens reasoning; None if there is no marker."""
         markers = None if self.reasoning_parser is None else self.reasoning_parser.markers
         if markers is None:
             return None
@@ -134,19 +143,19 @@ class Speech:
 
 
 class Chat(Protocol):
-    """A body that asks for a chat, as far as it is read here."""
+    """The properties of a chat body that are read here."""
 
     @property
     def tool_names(self) -> tuple[str, ...]:
-        """Of the tools that may be called."""
+        """Names of the tools that may be called."""
 
     @property
     def named_tool(self) -> str | None:
-        """The one that has to be called, if the body names it."""
+        """The tool that must be called, if the body names one."""
 
     @property
     def is_call_forced(self) -> bool:
-        """Whether the answer has to be calls."""
+        """Whether the answer must consist of calls."""
 
     @property
     def parallel_tool_calls(self) -> bool | None:
@@ -154,15 +163,15 @@ class Chat(Protocol):
 
     @property
     def include_reasoning(self) -> bool | None:
-        """False: thoughts are not told."""
+        """False: reasoning is left out of the answer."""
 
     @property
     def max_thinking_tokens(self) -> int | None:
-        """The budget of thoughts."""
+        """The thinking budget, in tokens."""
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
-        """What the template is told."""
+        """Variables for the chat template."""
 
     @property
     def add_generation_prompt(self) -> bool:
@@ -170,15 +179,15 @@ class Chat(Protocol):
 
     @property
     def continued_text(self) -> str | None:
-        """The text that the answer goes on with; None if the answer is a turn of its own."""
+        """The text that the answer continues; None if the answer is a new turn."""
 
     def client_name(self, param: str | None) -> str | None:
-        """What its API calls a field of `SamplingParams`."""
+        """The name that the client's API has for a field of `SamplingParams`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """How the calls in an answer are written."""
+    """The parser of the calls in an answer, and the tools that may be called."""
 
     parser: type[ToolParser]
     tool_names: tuple[str, ...]
@@ -186,13 +195,13 @@ class Calls:
 
 @dataclass(frozen=True, slots=True)
 class Thoughts:
-    """What an answer has of them."""
+    """The parser of the reasoning in an answer, and where the prompt left it."""
 
     parser: type[ReasoningParser]
-    is_open: bool  # it begins with some
-    is_over: bool  # it has none: they were closed in the prompt
+    is_open: bool  # the answer begins inside reasoning
+    is_over: bool  # the prompt closed the reasoning, so the answer has none
 
     def counter(self, token_bytes: Callable[[int], bytes]) -> ReasoningCounter | None:
-        """What counts their tokens, if they are marked."""
+        """A counter of reasoning tokens; None if the model family has no markers."""
         markers = self.parser.markers
         return None if markers is None else ReasoningCounter(markers, self.is_open, token_bytes)

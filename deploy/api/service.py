@@ -1,4 +1,4 @@
-"""What the handlers of one server share: the engine once it is there, the requests under way, and whether it drains."""
+"""State shared by the handlers of one server: engine, live requests, drain flag."""
 
 from __future__ import annotations
 
@@ -20,22 +20,24 @@ from .chat_format import Speech, check_parsers
 if TYPE_CHECKING:
     from ...stages.engine.engine import Engine
 
-MAX_ENDED = 1_000  # requests whose owners are remembered, for whoever asks where their time went
+MAX_ENDED = 1_000  # finished requests whose owners are kept, so that their timings can be queried
 
 log = get_logger("millrace.deploy")
 
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """A request under way."""
+    """A request in progress."""
 
-    owner: str  # of its API key
+    owner: str  # owner of the API key
     client_id: str  # its X-Request-Id
 
 
 class Service:
-    """Admits requests to the engine, and ends them. One a server; used on its loop. Raises `ConfigError` for a parser
-    that there is not."""
+    """Opens requests to the engine and closes them.
+
+    One per server, used on its event loop only. The constructor raises `ConfigError` for an unknown parser.
+    """
 
     def __init__(self, config: ServerConfig, threads: Executor | None = None) -> None:
         check_parsers(config)
@@ -47,19 +49,19 @@ class Service:
         self.created = int(time.time())
         self.is_draining = False
         self.live: dict[str, Live] = {}
-        self.sources: Mapping[str, str] = {}  # setting -> where its value came from; none where code has made them
+        self.sources: Mapping[str, str] = {}  # setting -> where its value came from; empty if built in code
         self.ended: dict[str, Live] = {}  # the last MAX_ENDED, by answer id
         self._emptied = asyncio.Event()
 
     def attach(self, engine: Engine) -> None:
-        """From now on there is somebody to answer."""
+        """Sets the engine, once it is built."""
         self.engine = engine
         self.speech = Speech(self.config, engine)
         self.model_names = self.model_names or (engine.info.model_id,)
 
     @property
     def health(self) -> Health:
-        """Ready, or why not."""
+        """Whether the server can take requests, and the reason if it cannot."""
         if self.is_draining:
             return Health("draining", reason="the server is shutting down")
         if self.engine is None:
@@ -70,7 +72,7 @@ class Service:
         return self.engine.health
 
     def require_engine(self) -> Engine:
-        """The engine, or `ApiError` 503."""
+        """The engine; raises `ApiError` 503 unless it is ready."""
         health = self.health
         if self.engine is None or not health.is_ready:
             patience_s = self.config.shutdown_timeout_s if health.state == "draining" else 1.0
@@ -78,31 +80,37 @@ class Service:
         return self.engine
 
     def require_some_engine(self) -> Engine:
-        """The engine, be it ready or not, for those who want to know why; or `ApiError` 503 while there is none."""
+        """The engine, ready or not, for inspection; raises `ApiError` 503 before it is attached."""
         if self.engine is None:
             raise not_serving(self.health)
         return self.engine
 
     def require_speech(self) -> Speech:
-        """How its model writes, or `ApiError` 503."""
+        """The model's chat format; raises `ApiError` 503 unless the engine is ready."""
         self.require_engine()
         assert self.speech is not None
         return self.speech
 
     def require_model(self, name: str | None) -> None:
-        """Raises `ApiError` 404 for a model that is not served here. None is the one that is."""
+        """Raises `ApiError` 404 for a model that is not served here. None means the served model."""
         if name is not None and name not in self.model_names:
-            message = f"the model {shorten(repr(name), 128)} is not served here; GET /v1/models says what is"
+            message = f"model = {shorten(repr(name), 128)}: not served here; GET /v1/models lists the served names"
             raise ApiError("model_not_found", message, param="model")
 
     def cache_salt(self, wanted: str | None, owner: str) -> str:
-        """The salt of a request's prefixes: the client's own, and with `cache_salt_per_key` its key's before it. No
-        client's salt holds a `/`, so none is another key's."""
+        """The prefix-cache salt of a request: the client's own, or `owner/salt`.
+
+        The owner is added under `cache_salt_per_key`. A client's salt cannot hold a `/`, so it cannot equal the salt of
+        another key.
+        """
         return f"{owner}/{wanted or ''}" if self.config.cache_salt_per_key else wanted or ""
 
     def open(self, prefix: str, client_id: str, owner: str, answer_id: str | None = None) -> str:
-        """Counts a request in and returns the id of its answer: `answer_id`, else the client's own with our prefix;
-        made unique if it is in use. Whoever gets it must `close` it."""
+        """Registers a request and returns the id of its answer. The caller must `close` it.
+
+        The id is `answer_id`, or `prefix` plus the client's id. A random suffix makes it unique if it is in use.
+        Raises `ApiError` 503 unless the engine is ready.
+        """
         self.require_engine()
         answer_id = answer_id or prefix + client_id
         while answer_id in self.live:
@@ -111,7 +119,7 @@ class Service:
         return answer_id
 
     def close(self, answer_id: str, cause: str) -> None:
-        """Forgets a request, and ends it with `cause` if it had not ended."""
+        """Removes a request, and aborts it with `cause` if it has not ended."""
         assert self.engine is not None
         if self.engine.abort(answer_id, cause):
             log.info("request.aborted", request_id=answer_id, cause=cause)
@@ -125,7 +133,10 @@ class Service:
             self._emptied.set()
 
     def abort(self, some_id: str, owner: str) -> str | None:
-        """Ends the owner's request of that answer id or X-Request-Id; None if the owner has none under way."""
+        """Aborts the owner's request with that answer id or X-Request-Id.
+
+        None if the owner has none in progress.
+        """
         for answer_id, live in self.live.items():
             if live.owner == owner and some_id in (answer_id, live.client_id):
                 assert self.engine is not None
@@ -134,8 +145,10 @@ class Service:
         return None
 
     async def drain(self, timeout_s: float) -> bool:
-        """Admits nothing more and waits for those under way; what is left after `timeout_s` is aborted, and its clients
-        are given a second to hear of it. False if some were."""
+        """Stops admission and waits for the requests in progress; False if any had to be aborted.
+
+        Requests that remain after `timeout_s` are aborted, and their handlers get one second to answer the clients.
+        """
         self.is_draining = True
         if await self._wait_until_empty(timeout_s):
             return True

@@ -1,8 +1,8 @@
-"""HTTP itself: connections, bodies, limits, keys, origins, event streams, TLS. Knows no API.
+"""HTTP below the APIs: connections, bodies, limits, keys, origins, event streams and TLS.
 
-Owns: open connections and their limits.
+Owns: open connections, their buffers, timers and limits.
 In: bytes from clients.
-Out: plain data within limits, or a refusal.
+Out: plain data within limits, or an `ApiError`.
 Imports: the root of `deploy`, aiohttp.
-Start with: `body_reader.py`; `sse.py` is the way out of a stream.
+Start with: `body_reader.py` for requests, `sse.py` for streamed answers.
 """

@@ -1,4 +1,4 @@
-"""Who may come in: API keys, compared in a time that says nothing about them."""
+"""API keys, compared in constant time."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ KEY_SUBPROTOCOL = "openai-insecure-api-key."
 
 
 class Keys:
-    """The keys that open some routes; without any, everybody may come in. Keeps digests only. `kind` is what errors
-    call such a key."""
+    """The keys of a set of routes; an empty set admits every request. Only digests are kept.
+
+    `kind` is the name of such a key in error texts.
+    """
 
     def __init__(self, keys: Iterable[str], kind: str = "API key") -> None:
         self.kind = kind
@@ -27,12 +29,14 @@ class Keys:
 
     @property
     def holders(self) -> frozenset[str]:
-        """What `check` calls those who bring one of these."""
+        """The owner ids of these keys, as `check` returns them."""
         return frozenset(digest.hex()[:16] for digest in self._digests)
 
     def check(self, request: web.BaseRequest) -> str:
-        """The holder of the request's key, as an opaque word ("" without keys). `ApiError` 401 if it brings none, a
-        wrong one, or two."""
+        """The owner id of the request's key, an opaque string; "" if no keys are set.
+
+        `ApiError` 401 if the request has no key, a wrong key or two keys.
+        """
         if not self._digests:
             return ""
         holder = self.holder(_presented(request, self.kind))
@@ -42,9 +46,9 @@ class Keys:
         return holder
 
     def holder(self, key: str) -> str | None:
-        """Whose key it is, as `check` says it; None if it is none of these."""
+        """The owner id of `key`; None if it is not one of these keys."""
         digest = _digest(key)
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]  # all of them, always
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]  # all, for constant time
         return digest.hex()[:16] if any(matches) else None
 
 
@@ -62,7 +66,10 @@ def _presented(request: web.BaseRequest, kind: str) -> str:
 
 
 def _subprotocols(request: web.BaseRequest) -> list[str]:
-    """Keys among a WebSocket's subprotocols: where OpenAI's clients put them in a browser, which takes no headers."""
+    """API keys among the subprotocols of a WebSocket handshake.
+
+    Browsers cannot set headers on a handshake, so OpenAI's clients send the key there.
+    """
     names = [name.strip() for name in request.headers.get("Sec-WebSocket-Protocol", "").split(",")]
     return [name.removeprefix(KEY_SUBPROTOCOL) for name in names if name.startswith(KEY_SUBPROTOCOL)]
 

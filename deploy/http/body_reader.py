@@ -1,4 +1,4 @@
-"""From a request to the data in its body: content type, length, time, and then the parser, off the loop if need be."""
+"""Reads and parses the JSON body of a request, within limits of type, length and time."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ from .json_limits import INLINE_BYTES, JsonLimits, parse_object, too_large
 
 T = TypeVar("T")
 
-MAX_CHUNKS = 16_384  # of a chunked body; each costs microseconds, however short it is
+MAX_CHUNKS = 16_384  # of a chunked body; each costs microseconds, even if it is one byte
 
 
 async def read(
     request: web.Request, config: ServerConfig, threads: Executor, make: Callable[[Mapping[str, Any]], T]
 ) -> T:
-    """What `make` makes of the JSON object in the body. A long body is parsed and made in a thread: `make` must not
-    touch what belongs to the loop. `ApiError` 400, 408, 413 or 415."""
+    """Returns `make(body)` for the JSON object in the request's body.
+
+    `ApiError` 400, 408, 413 or 415. A body over `INLINE_BYTES` is parsed, and `make` called, in a thread. `make`
+    must not touch objects of the loop.
+    """
     data = await _read_bytes(request, config)
     limits = JsonLimits(num_bytes=config.max_body_bytes)
     if len(data) <= INLINE_BYTES:
@@ -38,7 +41,7 @@ async def _read_bytes(request: web.Request, config: ServerConfig) -> bytes:
         raise ApiError("unsupported_media_type", "the body must be UTF-8")
     encoding = request.headers.get("Content-Encoding", "identity")
     if encoding.lower() != "identity":
-        raise ApiError("unsupported_media_type", "the body must be sent as it is, with no Content-Encoding")
+        raise ApiError("unsupported_media_type", "the body must be sent without Content-Encoding")
     if (request.content_length or 0) > config.max_body_bytes:
         raise too_large(config.max_body_bytes)
     try:
@@ -61,8 +64,8 @@ async def _read_all(request: web.Request, limit: int) -> bytes:
         if num_bytes > limit:
             raise too_large(limit)
         if num_chunks > MAX_CHUNKS:
-            raise ApiError("body_too_large", f"the body comes in more than {MAX_CHUNKS} chunks: send longer ones")
+            raise ApiError("body_too_large", f"the body has more than {MAX_CHUNKS} chunks: send longer ones")
         parts.append(part)
         if num_chunks % 1024 == 1023:
-            await asyncio.sleep(0)  # chunks that are there already are read without waiting: let others have a turn
+            await asyncio.sleep(0)  # reading buffered chunks never waits: let other tasks run
     return b"".join(parts)

@@ -1,7 +1,7 @@
-"""One client's connection: what HTTP itself may cost before a request exists.
+"""Client connections, with limits that apply before a request exists.
 
-Adds to aiohttp's protocol what it leaves open: a bound on the whole header block, a time limit on it, a bound on
-connections, and errors in our shape. Knows bytes and timers. Refuses to know routes.
+aiohttp's protocol lacks a bound on the whole header block, a time limit on it, a bound on connections, and errors in
+this server's shape. The classes here add them.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from .websocket_frames import FrameGuard
 MAX_HEADER_LINE = 8 * 1024
 MAX_HEADER_BLOCK = 16 * 1024
 MAX_HEADERS = 100
-MAX_READ = 16 * 1024  # bytes parsed in one go: made of the shortest chunks these take 10 ms, and 256 KiB would take 170
+MAX_READ = 16 * 1024  # bytes a parser call: the shortest chunks take 10 ms in 16 KiB, and 170 ms in 256 KiB
 ASCII_HEADERS = ("Expect", "Upgrade", "Connection", "Sec-WebSocket-Version", "Sec-WebSocket-Key")  # see `not_ascii`
 CONTINUE = "100-continue"
-LINGER_S = 1.0  # of reading on after an early answer, so that the client gets to see it
+LINGER_S = 1.0  # reads on for so long after an early answer, so that the client receives it
 
 
 class Connection(web.RequestHandler):
-    """aiohttp's connection, with a bound on what may come before the end of the headers, in bytes and in time."""
+    """aiohttp's connection, with a limit on the header block in bytes and in time."""
 
     __slots__ = ("_frame_guard", "_header_bytes", "_header_timeout_s", "_header_timer")
 
@@ -39,16 +39,16 @@ class Connection(web.RequestHandler):
         self._frame_guard: FrameGuard | None = None
 
     def guard_frames(self, guard: FrameGuard) -> None:
-        """A WebSocket is about to begin: its frames pass `guard` before aiohttp reads them."""
+        """Passes the frames of the upcoming WebSocket through `guard` before aiohttp parses them."""
         self._frame_guard = guard
 
     @property
     def has_more_requests(self) -> bool:
-        """Whether others have come behind the one that is handled, before its answer."""
+        """Whether pipelined requests wait behind the current one."""
         return bool(self._messages)
 
     def set_parser(self, parser: Any, data_received_cb: Callable[[], None] | None = None) -> None:
-        """aiohttp says who reads the bytes from now on."""
+        """Called by aiohttp with the parser of all later bytes; the frame guard is put before it."""
         if self._frame_guard is not None:
             self._frame_guard.reader, parser = parser, self._frame_guard
         super().set_parser(parser, data_received_cb)
@@ -87,20 +87,23 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """What aiohttp answers when the bytes were no HTTP, or when an exception got past every handler."""
+        """aiohttp's answer to malformed HTTP, or to an exception that no handler caught.
+
+        `ConnectionError` if the answer has begun: aiohttp then closes the connection.
+        """
         if request.writer.output_size > 0:
-            raise ConnectionError("the answer has begun: it can only be cut off")
+            raise ConnectionError("the answer has begun: the connection can only be closed")
         if isinstance(exc, LineTooLong):
             error = ApiError("headers_too_large", f"a header line is longer than {MAX_HEADER_LINE} bytes")
         elif status == 400:
-            error = ApiError("bad_request", "this is not well-formed HTTP")
+            error = ApiError("bad_request", "the request is not well-formed HTTP")
         else:
             self.log_exception("unhandled error", exc_info=exc)
             error = ApiError("internal_error", "internal error")
         return closing_response(error)
 
     def _is_between_requests(self) -> bool:
-        """Whether what arrives now belongs to headers: no request is waiting, under way or sending its body."""
+        """Whether the next bytes are headers: no request is queued, running or sending its body."""
         return self._waiter is not None and not self._waiter.done() and not self._messages
 
     def _has_message(self) -> bool:
@@ -126,7 +129,7 @@ class Connection(web.RequestHandler):
 
 
 class Listener(web.Server):
-    """Makes the connections of one server, up to a number."""
+    """Creates the connections of one server, at most `max_connections` at a time."""
 
     def __init__(
         self,
@@ -150,23 +153,29 @@ class Listener(web.Server):
             transport.close()
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Lets the loop turn between pipelined requests: from Python 3.12 on aiohttp runs a handler at once, and the
-        300 and more that fit in one read would follow one another if none has to wait."""
+        """Checks headers that aiohttp mishandles, then calls the handler.
+
+        Yields to the loop between pipelined requests. Since Python 3.12 aiohttp runs a handler at once, so the 300 and
+        more requests of one read would otherwise run in one turn of the loop.
+        """
         connection = request.protocol
         assert isinstance(connection, Connection)
         if connection.has_more_requests:
             await asyncio.sleep(0)
         if name := not_ascii(request):
-            error = ApiError("bad_request", f"the header {name} has bytes beyond ASCII: leave these out")
+            error = ApiError("bad_request", f"the header {name} has non-ASCII bytes: remove them")
             return closing_response(error)
         if any(value.lower() not in ("", CONTINUE) for value in request.headers.getall("Expect", ())):
-            return closing_response(ApiError("expectation_failed", f"the only Expect known here is {CONTINUE}"))
+            return closing_response(ApiError("expectation_failed", f"the Expect header must be {CONTINUE}"))
         return await self._handler(request)
 
 
 def not_ascii(request: web.BaseRequest) -> str | None:
-    """The first of `ASCII_HEADERS` that has other bytes, or None. HTTP allows none there, and aiohttp fails over them:
-    it can not encode an error that quotes them, or does not expect what its decoder says of a key."""
+    """The first of `ASCII_HEADERS` that has non-ASCII bytes, or None.
+
+    HTTP forbids such bytes there. aiohttp raises unexpected exceptions for them: it cannot encode an error that quotes
+    them, and does not catch the error of decoding `Sec-WebSocket-Key`.
+    """
     for name in ASCII_HEADERS:
         if not all(value.isascii() for value in request.headers.getall(name, ())):
             return name
@@ -174,7 +183,7 @@ def not_ascii(request: web.BaseRequest) -> str | None:
 
 
 def closing_response(error: ApiError) -> web.Response:
-    """An error that no route and no middleware answers, behind which the connection closes."""
+    """The response to an error outside all routes and middleware; the connection then closes."""
     response = error_response(error)
     response.headers.update({"Server": "millrace", "X-Content-Type-Options": "nosniff"})
     response.force_close()
@@ -182,13 +191,13 @@ def closing_response(error: ApiError) -> web.Response:
 
 
 def error_response(error: ApiError, body: Mapping[str, Any] | None = None) -> web.Response:
-    """An error as a response, with another `body` than its own if there is one."""
+    """An error as a response; `body` replaces the error's own body."""
     data = orjson.dumps(error.body() if body is None else body)
     return web.Response(status=error.status, body=data, content_type="application/json", headers=error.headers)
 
 
 def raw_response(error: ApiError) -> bytes:
-    """An error as bytes on the wire, for when there is no request yet. The connection closes behind it."""
+    """An error as the bytes of a whole response, for a connection without a request."""
     body = orjson.dumps(error.body())
     lines = [
         f"HTTP/1.1 {error.status} {error.code}",

@@ -1,7 +1,7 @@
-"""From the bytes of a body to plain data, with every bound checked before anything is built.
+"""Parses a JSON body after checking it against limits of size, depth and counts.
 
-The checks are a handful of passes over the bytes in numpy, so a hostile body costs milliseconds, and what is left to
-the JSON parser is bounded in whatever makes parsers slow. Knows JSON; refuses to know what the fields mean.
+The checks are a few numpy passes over the bytes, so a hostile body costs milliseconds. They bound everything that makes
+the JSON parser slow.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ Bytes = NDArray[np.uint8]
 SHORT_BYTES = 4 * 1024
 INLINE_BYTES = 64 * 1024  # a longer body is parsed in a thread
 
-# One C call of the parser holds the interpreter, and so every stream, for its whole length. On one slow core, orjson
-# takes 0.1 to 0.2 us a number, 0.4 us a string or container and 0.04 us an escape: these keep a call under 50 ms.
+# One call of the C parser holds the GIL, and so stops every stream, until it returns. On one slow core, orjson takes
+# 0.1 to 0.2 us a number, 0.4 us a string or container and 0.04 us an escape: these limits keep a call under 50 ms.
 MAX_VALUES = 270_000  # room for a prompt of 256k token ids
 MAX_STRINGS = 100_000
 MAX_CONTAINERS = 20_000
@@ -31,17 +31,19 @@ MAX_ESCAPES = 400_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonLimits:
-    """What a body may hold at most."""
+    """Limits of a body. The limits that do not depend on configuration are module constants."""
 
     num_bytes: int = 4 * 1024 * 1024
     depth: int = 32
     keys: int = 10_000
-    digits: int = 20  # in a row
+    digits: int = 20  # of one number
 
 
 def parse_object(data: bytes, limits: JsonLimits) -> dict[str, Any]:
-    """The JSON object in `data`. `ApiError` 400 says which bound it breaks, or where it stops being JSON; 413 if it is
-    too long. Of a key given twice the last value counts."""
+    """The JSON object in `data`; the last value of a repeated key counts.
+
+    `ApiError` 400 names the limit it exceeds, or the position of the syntax error; 413 if it is too long.
+    """
     if len(data) > limits.num_bytes:
         raise too_large(limits.num_bytes)
     _check_bounds(data, limits)
@@ -55,7 +57,7 @@ def parse_object(data: bytes, limits: JsonLimits) -> dict[str, Any]:
 
 
 def too_large(limit: int) -> ApiError:
-    """413."""
+    """`ApiError` 413 for a body of more than `limit` bytes."""
     return ApiError("body_too_large", f"the body is longer than {limit} bytes: send less, or raise --max-body-bytes")
 
 
@@ -75,8 +77,10 @@ def _check_bounds(data: bytes, limits: JsonLimits) -> None:
 
 
 def _is_plainly_within(data: bytes, limits: JsonLimits) -> bool:
-    """Whether a short body can break no bound, wherever its strings begin and end. A tenth of what it costs to know of
-    any body: short messages may come by the thousand over one WebSocket."""
+    """Whether a short body is within all limits, regardless of where its strings begin and end.
+
+    Costs a tenth of the full check, as one WebSocket may send thousands of short messages.
+    """
     return (
         len(data) <= min(SHORT_BYTES, limits.keys)
         and data.count(b"{") + data.count(b"[") <= limits.depth
@@ -86,13 +90,16 @@ def _is_plainly_within(data: bytes, limits: JsonLimits) -> bool:
 
 def _at_most(what: str, count: int, limit: int) -> None:
     if count > limit:
-        raise ApiError("invalid_json", f"the body has {count} {what}: at most {limit} are taken")
+        raise ApiError("invalid_json", f"the body has {count} {what}: must be at most {limit}")
 
 
 def _outside_strings(data: bytes) -> Bytes:
-    """The bytes of `data` that are not in a string. Meaningful for JSON; for anything else merely bounded."""
+    """The bytes of `data` outside of strings.
+
+    Correct for valid JSON; for other input only the length is bounded.
+    """
     if b"\\" in data:
-        data = data.replace(b"\\\\", b"").replace(b'\\"', b"")  # what is left of quotes begins or ends a string
+        data = data.replace(b"\\\\", b"").replace(b'\\"', b"")  # every quote left begins or ends a string
     characters = np.frombuffer(data, np.uint8)
     is_quote = characters == ord('"')
     is_inside = np.bitwise_xor.accumulate(is_quote) if is_quote.size else is_quote
@@ -116,7 +123,10 @@ def _depth(characters: Bytes) -> int:
 
 
 def _has_digit_run(characters: Bytes, length: int) -> bool:
-    """Whether `length` digits stand in a row. `runs[i]` says so of `width` digits from i on; widths double."""
+    """Whether `length` digits are in a row.
+
+    `runs[i]`: the `width` bytes from i on are digits; `width` doubles.
+    """
     runs = (characters >= ord("0")) & (characters <= ord("9"))
     width = 1
     while width < length:

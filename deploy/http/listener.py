@@ -1,4 +1,4 @@
-"""How aiohttp listens for us: with our connections, HTTP/1.x only, and a time limit on the TLS handshake."""
+"""aiohttp's runner and site, with limited connections and timed TLS handshakes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .origin_check import FOREIGN_VERSION
 
 
 class Site(web.TCPSite):
-    """aiohttp's, with a time limit on the TLS handshake, which comes before there is a connection to time."""
+    """A TCP site with a time limit on the TLS handshake, which no `Connection` can time."""
 
     def __init__(self, runner: web.AppRunner, config: ServerConfig, tls: ssl.SSLContext | None) -> None:
         super().__init__(runner, config.host, config.port, backlog=1024, ssl_context=tls)
@@ -35,7 +35,7 @@ class Site(web.TCPSite):
 
 
 class Runner(web.AppRunner):
-    """aiohttp's runner, with our connections."""
+    """aiohttp's runner, which makes connections of `Listener`."""
 
     def __init__(self, app: web.Application, config: ServerConfig) -> None:
         super().__init__(app, shutdown_timeout=1.0)
@@ -46,7 +46,7 @@ class Runner(web.AppRunner):
         return Listener(
             stock.request_handler,
             request_factory=_answerable(stock.request_factory),
-            handler_cancellation=True,  # a client that leaves ends its request, wherever that is
+            handler_cancellation=True,  # a disconnect cancels the handler, and so ends the request in any stage
             max_connections=self._config.max_connections,
             header_timeout_s=self._config.header_timeout_s,
             keepalive_timeout=self._config.keep_alive_s,
@@ -60,8 +60,11 @@ class Runner(web.AppRunner):
 
 
 def _answerable(make: Callable[..., web.BaseRequest]) -> Callable[..., web.BaseRequest]:
-    """aiohttp's parser takes HTTP/0.9 and 2.0 request lines, and its answers repeat the version, which no client reads:
-    such a request is answered in HTTP/1.1, by the gate's refusal."""
+    """Wraps aiohttp's request factory: requests of foreign HTTP versions get a readable error.
+
+    aiohttp's parser accepts HTTP/0.9 and 2.0 request lines and repeats the version in its answer, which no client can
+    read. Such a request is marked with `FOREIGN_VERSION`; `Gate.check` refuses it, in HTTP/1.1.
+    """
 
     def request_of(message: Any, *rest: Any) -> web.BaseRequest:
         if message.version in (HttpVersion10, HttpVersion11):

@@ -1,8 +1,8 @@
-"""Whom a browser may speak for: a request's Host and Origin, looked at before its key, and CORS.
+"""Checks of a request's Host and Origin, and CORS: protection against foreign web pages.
 
-A page of anybody's can make its reader's browser talk to a server on the reader's own machine. What tells such a
-request from one of ours is its Origin, and, where a foreign name was made to resolve to this address, its Host. Both
-are checked here, for WebSockets as for all else, before a handler runs.
+Any web page can make a browser send requests to a server on the user's own machine. Such a request is recognised by its
+Origin. If a foreign name resolves to this address (DNS rebinding), it is recognised by its Host. Both are checked
+before the key and before any handler, for WebSockets too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..config import ServerConfig
 from ..errors import ApiError, shorten
 
 ANY = "*"
-FOREIGN_VERSION = "foreign_version"  # a request's item: its HTTP version, if not 1.0 or 1.1
+FOREIGN_VERSION = "foreign_version"  # key of a request's item: its HTTP version, if not 1.0 or 1.1
 LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
 EXPOSED_HEADERS = "X-Request-Id, X-Ignored-Fields, Retry-After"
 PREFLIGHT_MAX_AGE_S = 600
@@ -31,17 +31,20 @@ _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """Which hosts and origins may pass. A page of the server's own may, whatever else is allowed."""
+    """The allowed hosts and origins. Pages of this server itself are always allowed."""
 
     hosts: frozenset[str]  # lower case, without a port; {"*"}: any
     origins: frozenset[str]  # lower case, `scheme://host[:port]`, or "null"; {"*"}: any
-    cors_origins: frozenset[str]  # of those, whose pages may read the answers
+    cors_origins: frozenset[str]  # subset of `origins` whose pages may read the answers
 
     @classmethod
     def of(cls, config: ServerConfig) -> Gate:
-        """What the settings allow. On loopback the loopback's names, on a Unix socket and elsewhere any host: the first
-        is out of a browser's reach, elsewhere a key is asked for, and which names lead here nobody but the operator
-        knows (`allowed_host`)."""
+        """The gate of these settings.
+
+        On loopback, only the loopback names and `allowed_host` pass. A Unix socket allows any host without
+        `allowed_host`, as no browser can reach it. So do other addresses: they require a key, and only the operator
+        knows the names that resolve to them.
+        """
         hosts = {host.lower() for host in config.allowed_host}
         if config.is_private and config.uds is None:
             hosts |= LOOPBACK_HOSTS | {f"[{config.host}]" if ":" in config.host else config.host.lower()}
@@ -52,10 +55,12 @@ class Gate:
         return cls(frozenset(hosts or {ANY}), frozenset(origins), cors_origins)
 
     def check(self, request: web.BaseRequest) -> None:
-        """Raises `ApiError` 403 for a request by a host or from an origin that is not allowed; for one without a host
-        or with a malformed one, or of another HTTP than 1.x, 400."""
+        """Raises `ApiError` 403 for a host or an origin that is not allowed.
+
+        Raises `ApiError` 400 for a missing or malformed Host, and for HTTP versions other than 1.0 and 1.1.
+        """
         if (version := request.get(FOREIGN_VERSION)) is not None:
-            raise ApiError("bad_request", f"HTTP/{version.major}.{version.minor} is not spoken here: HTTP/1.1 is")
+            raise ApiError("bad_request", f"HTTP/{version.major}.{version.minor} is not supported: use HTTP/1.1")
         hosts = request.headers.getall("Host", [])
         if len(hosts) > 1 or (not hosts and request.version >= (1, 1)):
             raise ApiError("bad_request", "a request must have one Host header")
@@ -64,11 +69,11 @@ class Gate:
             self._check_host(host)
         origin = request.headers.get("Origin")
         if origin is not None and not self._is_allowed(origin, hosts):
-            message = f"requests of pages of {shorten(repr(origin), 128)} are refused: --allowed-origin lets them in"
+            message = f"requests from pages of {shorten(repr(origin), 128)} are refused: see --allowed-origin"
             raise ApiError("origin_not_allowed", message)
 
     def cors_headers(self, request: web.BaseRequest) -> dict[str, str]:
-        """What lets the page that asks read the answer; nothing if it may not, or is no foreign page."""
+        """The CORS headers of the answer; Allow-Origin only for one of `cors_origins`."""
         origin = request.headers.get("Origin")
         if not self.cors_origins:
             return {}
@@ -81,8 +86,10 @@ class Gate:
         }
 
     def preflight(self, request: web.BaseRequest) -> web.Response | None:
-        """The answer to a browser that asks beforehand whether its page may; None if this is no such question, or the
-        page may not. It needs no key, as browsers send none with it, and says nothing of what there is."""
+        """The answer to a CORS preflight request from an allowed origin; None otherwise.
+
+        It requires no key, as browsers send none with a preflight, and does not reveal which routes exist.
+        """
         method = request.headers.get("Access-Control-Request-Method")
         origin = request.headers.get("Origin")
         if request.method != "OPTIONS" or method is None or origin is None or not _is_among(origin, self.cors_origins):
@@ -91,7 +98,7 @@ class Gate:
         headers["Access-Control-Max-Age"] = str(PREFLIGHT_MAX_AGE_S)
         wanted = request.headers.get("Access-Control-Request-Headers", "")
         if _HEADER_NAMES.fullmatch(wanted):
-            headers["Access-Control-Allow-Headers"] = wanted  # any: keys are in headers, and no cookie counts here
+            headers["Access-Control-Allow-Headers"] = wanted  # any name: keys are headers, and cookies are never read
         return web.Response(status=204, headers=headers)
 
     def _check_host(self, host: str) -> None:
@@ -99,18 +106,20 @@ class Gate:
         if match is None:
             raise ApiError("bad_request", f"the Host {shorten(repr(host), 128)} is not a name or address with a port")
         if ANY not in self.hosts and match[1].lower() not in self.hosts:
-            message = f"this server is not called {shorten(repr(match[1]), 128)}: --allowed-host gives it that name"
+            message = f"the Host {shorten(repr(match[1]), 128)} is not allowed: add it with --allowed-host"
             raise ApiError("host_not_allowed", message)
 
     def _is_allowed(self, origin: str, hosts: Iterable[str]) -> bool:
-        """Whether one of its own pages asks, or one that is allowed. Pages are told apart by host and port: behind a
-        proxy that ends TLS the scheme is another one here."""
+        """Whether the origin is this server itself or an allowed one.
+
+        The server's own origin is compared by host and port only: behind a proxy that ends TLS the scheme differs.
+        """
         own = {host.lower() for host in hosts}
         return _is_among(origin, self.origins) or bool(own & _authorities(origin))
 
 
 def guard(gate: Gate) -> Middleware:
-    """Lets pass what the gate does, and answers preflight requests."""
+    """Middleware that checks requests with `gate` and answers preflight requests."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -125,7 +134,7 @@ def _is_among(origin: str, origins: frozenset[str]) -> bool:
 
 
 def _authorities(origin: str) -> set[str]:
-    """How a Host header may spell the host and port of an origin: with a default port, and without."""
+    """Spellings of an origin's host and port in a Host header; a default port may be missing."""
     scheme, separator, authority = origin.lower().partition("://")
     match = _AUTHORITY.fullmatch(authority)
     if not separator or match is None:
@@ -136,6 +145,6 @@ def _authorities(origin: str) -> set[str]:
 
 
 def _host_of_target(request: web.BaseRequest) -> list[str]:
-    """The host that an absolute request target names besides the header: proxies believe that one."""
+    """The host of an absolute request target, which proxies trust over Host; or empty."""
     target = request.raw_path
     return [urlsplit(target).netloc] if not target.startswith("/") and "://" in target else []

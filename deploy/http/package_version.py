@@ -1,4 +1,4 @@
-"""Which millrace this is."""
+"""The installed version of millrace."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from importlib.metadata import PackageNotFoundError, version
 
 @cache
 def package_version() -> str:
-    """Of millrace, as installed: read at the start, as no request may open a file."""
+    """The installed version, or "unknown".
+
+    Call it once at the start: requests must not open files.
+    """
     try:
         return version("millrace")
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""What a request asks for after the `?`: read by name, and refused by name."""
+"""Reads typed query parameters; errors name the parameter."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from ..errors import ApiError, shorten
 
 
 def whole_number(request: web.Request, name: str, default: int, *, least: int, most: int) -> int:
-    """`ApiError` 400 for what is no whole number in that range."""
+    """The parameter as a whole number in [least, most]; `default` if it is missing.
+
+    `ApiError` 400 for other values.
+    """
     text = request.query.get(name)
     if text is None:
         return default
@@ -19,7 +22,10 @@ def whole_number(request: web.Request, name: str, default: int, *, least: int, m
 
 
 def flag(request: web.Request, name: str) -> bool:
-    """False unless it is there. `ApiError` 400 for anything but true and false."""
+    """The parameter as a boolean; False if it is missing.
+
+    `ApiError` 400 for values other than true and false.
+    """
     text = request.query.get(name, "false").lower()
     if text not in ("true", "false"):
         message = f"{name} = {shorten(repr(text), 64)}: must be true or false"

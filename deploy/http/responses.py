@@ -1,4 +1,4 @@
-"""What handlers of plain routes have in common: data as a JSON response, and the go-ahead for a client's body."""
+"""Helpers of plain routes: a JSON response, and `100 Continue`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ def answer(data: Mapping[str, Any], status: int = 200) -> web.Response:
 
 
 async def expect(request: web.Request) -> None:
-    """Tells a client that waits with its body to send it. HTTP/1.0 knows no such answer."""
+    """Sends `100 Continue` to a client that waits before sending its body.
+
+    HTTP/1.0 lacks this status.
+    """
     if request.version >= HttpVersion11:
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         request.writer.output_size = 0

@@ -1,7 +1,4 @@
-"""A stream of events to one client, which may stop reading and must not be waited for for ever.
-
-Knows sockets, patience and how an event is framed. Refuses to know what the events say.
-"""
+"""Server-sent events (SSE) to one client, with a time limit on a client that stops reading."""
 
 from __future__ import annotations
 
@@ -17,20 +14,21 @@ from aiohttp import HttpVersion11, web
 
 DONE = b"[DONE]"  # the data of a stream's last event
 PING = b": ping\n\n"
-HIGH_WATER_BYTES = 64 * 1024  # of a stream's own buffer; above it a write waits for the client to read
-SEND_BUFFER_BYTES = 128 * 1024  # of the kernel's, which would grow to megabytes for each client that does not read
+HIGH_WATER_BYTES = 64 * 1024  # of the transport's buffer; above it a write waits for the client to read
+SEND_BUFFER_BYTES = 128 * 1024  # of the kernel's buffer, which could grow to megabytes for a client that does not read
 
 
 def named_event(event: Mapping[str, Any]) -> bytes:
-    """An event as it goes over the wire, for those APIs whose events have their type for a name too."""
+    """A framed event whose SSE event name is its `type`, for APIs that send such names."""
     return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), orjson.dumps(event))
 
 
 class EventStream:
-    """Server-sent events on one request. A client that leaves a write waiting for `patience_s` is cut off.
+    """The event stream that answers one request; as a context manager it sends the headers.
 
-    Text made meanwhile stays in the request's outbox, where it is joined, so a client that does not read costs the
-    length of its own answer and holds nobody back.
+    The connection is aborted once a write has waited `patience_s`; `has_stalled` is then True. While a write waits, the
+    request's outbox joins new text. So a client that does not read costs at most the length of its own answer and
+    delays no other request.
     """
 
     def __init__(
@@ -44,7 +42,7 @@ class EventStream:
         self._ping_interval_s = ping_interval_s
         self._pinging: asyncio.Task[None] | None = None
         self._num_sent = 0
-        self._transport: asyncio.Transport | None = None  # that events in chunks may go to, past aiohttp's writer
+        self._transport: asyncio.Transport | None = None  # target of `send_now`; None if the response is not chunked
         self._response = web.StreamResponse(
             headers={
                 "Content-Type": "text/event-stream; charset=utf-8",
@@ -73,11 +71,14 @@ class EventStream:
             self._pinging.cancel()
 
     async def send(self, bodies: Iterable[bytes]) -> None:
-        """Sends an event for each of some bodies, in one write. Waits only while the client's buffers are full."""
+        """Sends one event for each body, in one write.
+
+        Waits only while the client's buffers are full.
+        """
         await self.write(_framed(bodies))
 
     async def write(self, events: bytes) -> None:
-        """Sends whole events that are framed already. Waits as `send` does."""
+        """Sends whole events that are already framed. Waits as `send` does."""
         self._num_sent += 1
         self._waiting_since = asyncio.get_running_loop().time()
         await self._response.write(events)
@@ -85,28 +86,28 @@ class EventStream:
 
     @property
     def can_send_now(self) -> bool:
-        """Whether the client has read all that was sent, and something was: then nothing is to be waited for."""
+        """Whether `send_now` may be called: something was sent, and the transport's buffer is empty."""
         transport = self._transport
         return (
             transport is not None
-            and self._num_sent > 0  # the first goes with the headers
+            and self._num_sent > 0  # the first write includes the headers
             and not transport.is_closing()
             and not transport.get_write_buffer_size()
         )
 
     def send_now(self, bodies: Iterable[bytes]) -> None:
-        """The same as `send`, where `can_send_now`: past aiohttp's writer, which might wait."""
+        """Sends without waiting, past aiohttp's writer. Requires `can_send_now`."""
         transport, events = self._transport, b"\n\ndata: ".join(bodies)
         assert transport is not None
         self._num_sent += 1
         transport.write(b"%x\r\ndata: %b\n\n\r\n" % (len(events) + 8, events))
 
     async def _ping(self) -> None:
-        """Sends a comment whenever nothing was sent for a whole interval: no proxy is to take the stream for dead."""
+        """Sends a comment after each interval without an event, so that proxies keep the stream."""
         num_sent = -1
         while True:
             if num_sent == self._num_sent and self._waiting_since is None:
-                with contextlib.suppress(ConnectionError):  # whoever sends next hears of it
+                with contextlib.suppress(ConnectionError):  # the next `write` raises it
                     await self._response.write(PING)
             num_sent = self._num_sent
             await asyncio.sleep(self._ping_interval_s)
@@ -121,12 +122,12 @@ class EventStream:
         return self._response
 
     def _watch(self) -> None:
-        """One timer a stream, a few times in its patience: cheaper than a timeout around each of its writes."""
+        """Checks for a stall eight times in `patience_s`: cheaper than a timeout for each write."""
         loop = asyncio.get_running_loop()
         if self._waiting_since is not None and loop.time() - self._waiting_since >= self._patience_s:
             self.has_stalled = True
             if self._request.transport is not None:
-                self._request.transport.abort()  # the handler is cancelled, as for any client that leaves
+                self._request.transport.abort()  # this cancels the handler, as any disconnect does
             return
         self._timer = loop.call_later(self._patience_s / 8, self._watch)
 
@@ -136,7 +137,7 @@ def _framed(bodies: Iterable[bytes]) -> bytes:
 
 
 def bound_buffers(request: web.Request) -> None:
-    """Bounds what is kept of an answer on its way to the client."""
+    """Bounds the transport's and the kernel's send buffers of this connection."""
     transport = request.transport
     if transport is not None:
         transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
@@ -150,9 +151,11 @@ async def stream_framed(
     headers: Mapping[str, str],
     on_stall: Callable[[], None],
 ) -> web.StreamResponse:
-    """Sends framed events to their end, and closes them however it is left. Nothing is sent before the first are there,
-    so that what goes wrong before them still has a status of its own. `on_stall` hears of a client cut off for not
-    reading."""
+    """Sends framed events to the end, and closes `events` in every case.
+
+    The headers are sent with the first events, so that an earlier error still gets its own HTTP status. `on_stall` is
+    called if the client is cut off for not reading.
+    """
     async with aclosing(events):
         first = await anext(events, b"")
         stream = EventStream(request, patience_s, headers)
@@ -163,7 +166,7 @@ async def stream_framed(
                     await stream.write(more)
                 return await stream.finish()
         except ConnectionError:
-            raise asyncio.CancelledError from None  # gone, as a handler hears it otherwise
+            raise asyncio.CancelledError from None  # as aiohttp reports a disconnect to handlers
         finally:
             if stream.has_stalled:
                 on_stall()

@@ -1,4 +1,4 @@
-"""The server's certificate and key, read once at the start."""
+"""The TLS context of the server's certificate and key, read once at the start."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from ..config import ServerConfig
 
 
 def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
-    """What makes HTTPS of HTTP; None without a certificate. TLS 1.2 at least, with Python's choice of ciphers.
+    """The TLS context of the configured certificate, or None.
 
-    `ConfigError` names the file that can not be read, that does not fit the other, or whose password is wrong.
+    TLS 1.2 or later, with Python's default ciphers. `ConfigError` names the files if one cannot be read, they do
+    not match, or the password is wrong.
     """
     if config.ssl_certfile is None:
         return None
@@ -20,12 +21,12 @@ def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
     context.set_alpn_protocols(["http/1.1"])
     key = config.ssl_keyfile or config.ssl_certfile
     try:
-        # with no password at all OpenSSL would ask for one on the terminal, and wait
+        # NOTE: without a password argument OpenSSL prompts for one on the terminal and blocks
         context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, config.ssl_keyfile_password or "")
     except ssl.SSLError as error:
         raise ConfigError(
             f"ssl_certfile = {config.ssl_certfile}, ssl_keyfile = {key}: {_reason(error)}; both must be PEM, the key "
-            "that of the certificate, and its password, if it has one, in MILLRACE_SSL_KEYFILE_PASSWORD"
+            "must match the certificate, and MILLRACE_SSL_KEYFILE_PASSWORD must hold the key's password, if any"
         ) from None
     except OSError as error:
         raise ConfigError(f"ssl_certfile = {config.ssl_certfile}, ssl_keyfile = {key}: {error.strerror}") from None
@@ -33,5 +34,5 @@ def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
 
 
 def _reason(error: ssl.SSLError) -> str:
-    """OpenSSL's word for it: `key values mismatch`."""
+    """OpenSSL's reason in words, as in `key values mismatch`."""
     return (error.reason or "no PEM, or a wrong password").replace("_", " ").lower()

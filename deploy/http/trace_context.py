@@ -1,4 +1,7 @@
-"""`traceparent`, W3C's: whose trace a request belongs to. Anything malformed is no trace, as the standard asks."""
+"""W3C trace context of requests (`traceparent`).
+
+As the standard requires, a malformed header is ignored.
+"""
 
 from __future__ import annotations
 
@@ -13,25 +16,25 @@ _NO_TRACE, _NO_SPAN = "0" * 32, "0" * 16
 
 @dataclass(frozen=True, slots=True)
 class TraceContext:
-    """The place of a request in a trace. Its own span has a fresh id."""
+    """The trace, the parent span and the own, new span id of a request."""
 
     trace_id: str = field(default_factory=lambda: secrets.token_hex(16))
-    parent_id: str | None = None  # the caller's span; None: the trace begins here
+    parent_id: str | None = None  # the caller's span; None: the trace starts with this request
     is_sampled: bool = True
     span_id: str = field(default_factory=lambda: secrets.token_hex(8))
 
     @property
     def header(self) -> str:
-        """As a `traceparent` of what this request calls, or a `traceresponse` to its caller."""
+        """The value of `traceparent` in outgoing calls, and of `traceresponse` to the caller."""
         return f"00-{self.trace_id}-{self.span_id}-{int(self.is_sampled):02x}"
 
 
-# of the request whose handler runs; tasks that a handler starts inherit it
+# the context of the current handler's request; tasks that a handler starts inherit it
 CURRENT: ContextVar[TraceContext | None] = ContextVar("trace_context", default=None)
 
 
 def read_traceparent(header: str | None) -> TraceContext:
-    """Goes on with the caller's trace, or begins one."""
+    """A context that continues the caller's trace, or starts a new one without a valid header."""
     match = None if header is None else _PATTERN.fullmatch(header)
     if match is None:
         return TraceContext()

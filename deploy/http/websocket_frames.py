@@ -1,8 +1,7 @@
-"""The frames of one WebSocket, judged by their heads before anything of them is kept.
+"""Checks WebSocket frames (RFC 6455) by their headers, before any payload is buffered.
 
-aiohttp's reader bounds a message's length; this bounds what it leaves open (fragments, control frames, masks), and
-makes each breach one call with a close code, so that the client can be told before it is closed upon. Knows RFC 6455's
-framing; refuses to know what messages say.
+aiohttp's parser bounds only the length of a message. `FrameGuard` also checks fragments, control frames and masks. It
+reports a violation with its close code, so that the server can send an error before it closes.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _OPCODES = frozenset({_CONTINUATION, _TEXT, _BINARY, _CLOSE, _PING, _PONG})
 
 
 def text_frame(message: bytes) -> bytes:
-    """A server's frame of a whole text message."""
+    """An unmasked text frame with a whole message, as servers send it."""
     length = len(message)
     if length < 126:
         return b"\x81%c%b" % (length, message)
@@ -31,20 +30,19 @@ def text_frame(message: bytes) -> bytes:
 
 
 class Reader(Protocol):
-    """What frames are handed on to: aiohttp's parser."""
+    """The receiver of checked frames: aiohttp's parser."""
 
     def feed_data(self, data: bytes) -> tuple[bool, bytes]:
-        """Takes bytes in."""
+        """Parses bytes."""
 
     def feed_eof(self) -> None:
-        """There will be no more."""
+        """Ends the input."""
 
 
 class FrameGuard:
-    """Reads the head of each frame on its way to `reader`, which is set when the WebSocket begins.
+    """Checks each frame header and passes the bytes on to `reader`.
 
-    The first breach goes to `on_breach` as close code and reason. From then on, and after `close`, whatever arrives is
-    dropped unread.
+    `Connection.set_parser` sets `reader`. Calls `on_breach(close_code, reason)` at the first violation. After that, and after `close`, input is dropped.
     """
 
     def __init__(self, max_bytes: int, clock: Callable[[], float], on_breach: Callable[[int, str], object]) -> None:
@@ -53,19 +51,19 @@ class FrameGuard:
         self._clock = clock
         self._on_breach = on_breach
         self._is_closed = False
-        self._head = b""  # of a frame whose head is not complete
-        self._num_left = 0  # bytes of payload still to come of the frame under way
-        self._num_fragments = 0  # of the message under way, 0 between messages
-        self._num_bytes = 0  # of it
-        self._num_control_frames = 0  # since then:
+        self._head = b""  # bytes of an incomplete frame header
+        self._num_left = 0  # payload bytes of the current frame that are still to come
+        self._num_fragments = 0  # of the current message; 0 between messages
+        self._num_bytes = 0  # of the current message
+        self._num_control_frames = 0  # since `_counting_since`
         self._counting_since = 0.0
 
     def close(self) -> None:
-        """Nothing is handed on any more."""
+        """Drops all further input."""
         self._is_closed = True
 
     def feed_data(self, data: bytes) -> tuple[bool, bytes]:
-        """As a parser of aiohttp's: whether it is at its end, and bytes it leaves over. Neither happens."""
+        """Returns (is at end, bytes left over), as aiohttp's parsers do; in practice (False, b"")."""
         if not self._is_closed and (breach := self._scan(data)):
             self.close()
             self._on_breach(*breach)
@@ -78,7 +76,10 @@ class FrameGuard:
             self.reader.feed_eof()
 
     def _scan(self, data: bytes) -> tuple[int, str] | None:
-        """Goes from head to head; a head that is cut waits for the rest of it."""
+        """Checks all complete frame headers in `data`; keeps an incomplete one for the next call.
+
+        Returns the close code and reason of a violation, or None.
+        """
         data = self._head + data
         position, end = self._num_left, len(data)
         while end - position >= 2:
@@ -99,11 +100,11 @@ class FrameGuard:
     def _judge(self, first: int, is_masked: bool, length: int) -> tuple[int, str] | None:
         opcode, is_last = first & 0x0F, bool(first & 0x80)
         if first & 0x70:
-            return PROTOCOL_ERROR, "a frame has reserved bits set: no extension is in use, so send it uncompressed"
+            return PROTOCOL_ERROR, "a frame has reserved bits set: no extension was negotiated, so send it uncompressed"
         if opcode not in _OPCODES:
-            return PROTOCOL_ERROR, f"there is no opcode {opcode}"
+            return PROTOCOL_ERROR, f"opcode = {opcode}: must be one that RFC 6455 defines"
         if not is_masked:
-            return PROTOCOL_ERROR, "a frame is not masked: clients must mask theirs"
+            return PROTOCOL_ERROR, "a frame is not masked: clients must mask every frame"
         if opcode >= _CLOSE:
             return self._judge_control(is_last, length)
         return self._judge_data(opcode, is_last, length)
@@ -121,13 +122,13 @@ class FrameGuard:
 
     def _judge_data(self, opcode: int, is_last: bool, length: int) -> tuple[int, str] | None:
         if (opcode == _CONTINUATION) != (self._num_fragments > 0):
-            return PROTOCOL_ERROR, "a message began before the last one ended, or went on before it began"
+            return PROTOCOL_ERROR, "a data frame must continue the current message, and a continuation frame needs one"
         self._num_fragments += 1
         self._num_bytes += length
         if self._num_bytes > self._max_bytes:
             return MESSAGE_TOO_BIG, f"a message is longer than {self._max_bytes} bytes: send less"
         if self._num_fragments > MAX_FRAGMENTS:
-            return MESSAGE_TOO_BIG, f"a message comes in more than {MAX_FRAGMENTS} fragments: send longer ones"
+            return MESSAGE_TOO_BIG, f"a message has more than {MAX_FRAGMENTS} fragments: send longer ones"
         if is_last:
             self._num_fragments = self._num_bytes = 0
         return None

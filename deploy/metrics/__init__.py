@@ -1,8 +1,8 @@
-"""Metrics, telemetry and the watchdog: numbers for Prometheus and OpenTelemetry.
+"""Prometheus metrics, OpenTelemetry spans and the watchdog.
 
-Owns: histograms of requests, and the loop's meter.
-In: finished requests, and the engine's counters.
-Out: `GET /metrics`, OTLP spans, log lines.
+Owns: request counters and latency histograms, the event loop's lag histogram, and the span export queue.
+In: started and ended requests, and the engine's counters.
+Out: the text of `GET /metrics`, OTLP spans, log lines and flight recordings.
 Imports: the root of `deploy`, `http`.
 Start with: `metrics.py`.
 """

@@ -1,4 +1,4 @@
-"""How one number, or one histogram, is put for Prometheus. Knows names and labels; refuses to know what is measured."""
+"""Builds Prometheus metric families from single values and histograms."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from prometheus_client.utils import floatToGoString
 
 from ...runtime.histogram import Histogram
 
-US = 1e-6  # of histograms that count microseconds, and are told in seconds
+US = 1e-6  # unit of histograms that count microseconds and are exported in seconds
 
 
 def gauge(name: str, text: str, value: float, labels: Mapping[str, str]) -> GaugeMetricFamily:
-    """One value that goes up and down."""
+    """A gauge with one value."""
     family = GaugeMetricFamily(name, text, labels=list(labels))
     family.add_metric(list(labels.values()), value)
     return family
 
 
 def counter(name: str, text: str, value: float, labels: Mapping[str, str]) -> CounterMetricFamily:
-    """One value that only goes up; `_total` is put behind its name."""
+    """A counter with one value; the exposition appends `_total` to its name."""
     family = CounterMetricFamily(name, text, labels=list(labels))
     family.add_metric(list(labels.values()), value)
     return family
@@ -29,14 +29,14 @@ def counter(name: str, text: str, value: float, labels: Mapping[str, str]) -> Co
 def histogram(
     name: str, text: str, value: Histogram, labels: Mapping[str, str], unit: float = 1
 ) -> HistogramMetricFamily:
-    """One histogram; what it counts is told times `unit`."""
+    """A histogram; its bounds and its sum are multiplied by `unit`."""
     family = HistogramMetricFamily(name, text, labels=list(labels))
     add_histogram(family, list(labels.values()), value, unit)
     return family
 
 
 def add_histogram(family: HistogramMetricFamily, labels: list[str], value: Histogram, unit: float = 1) -> None:
-    """A histogram more, with these labels' values."""
+    """Adds a histogram to `family`; `labels` are the values of its labels."""
     names = [*(str(floatToGoString(round(bound * unit, 9))) for bound in value.bounds), "+Inf"]  # type: ignore[no-untyped-call]
     buckets = list(zip(names, map(float, value.cumulative()), strict=True))
     family.add_metric(labels, buckets, value.total * unit)

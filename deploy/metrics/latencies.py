@@ -1,8 +1,8 @@
-"""Histograms of requests: how long they took and how large they were, under vLLM's names and in vLLM's buckets.
+"""Histograms of request latencies and sizes, with vLLM's names and buckets.
 
-Each is taken once, when a request gets its first token or ends; nothing here runs per token. A request of several
-prompts or choices counts as the one that it is. What was cut short (cancelled, timed out, failed) has only a time to
-first token, if it came so far.
+They are updated when a request gets its first token and when it ends; nothing here runs per token. A request with
+several prompts or choices counts once. A request that was cancelled, timed out or failed counts only in the time to
+first token, if it got one.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ REQUEST_MS = (
 FIRST_TOKEN_US, REQUEST_US = (tuple(1000 * ms for ms in bounds) for bounds in (FIRST_TOKEN_MS, REQUEST_MS))
 NUM_CHOICES = (1, 2, 5, 10, 20)
 
-TIMES = {  # name -> what it is
-    "e2e_request_latency": "From a request's arrival to its end.",
-    "request_queue_time": "From a request's arrival until the device began with it.",
-    "request_prefill_time": "From there to the first token.",
-    "request_decode_time": "From the first token to the last.",
-    "request_inference_time": "From the device's beginning to the last token.",
-    "request_time_per_output_token": "Mean time between tokens of a request's longest answer.",
+TIMES = {  # name -> help text
+    "e2e_request_latency": "Time from a request's arrival to its end.",
+    "request_queue_time": "Time from a request's arrival until the device starts on it.",
+    "request_prefill_time": "Time from the device's start on a request to its first token.",
+    "request_decode_time": "Time from a request's first token to its last.",
+    "request_inference_time": "Time from the device's start on a request to its last token.",
+    "request_time_per_output_token": "Mean time between tokens of a request's longest choice.",
 }
 SIZES = {
-    "request_prompt_tokens": "Tokens of a request's prompts.",
-    "request_generation_tokens": "Tokens of a request's answers.",
-    "request_max_num_generation_tokens": "Tokens of a request's longest answer.",
-    "request_params_max_tokens": "What requests ask for as max_tokens.",
+    "request_prompt_tokens": "Prompt tokens of a request.",
+    "request_generation_tokens": "Generated tokens of a request, over all choices.",
+    "request_max_num_generation_tokens": "Generated tokens of a request's longest choice.",
+    "request_params_max_tokens": "Values of max_tokens in requests.",
 }
 
 
@@ -58,13 +58,16 @@ class Latencies:
         self._num_choices = Histogram(NUM_CHOICES)
 
     def request_started(self, request_id: str) -> None:
-        """The first token has arrived. A beam search has no such moment: its answers come together."""
+        """Called at a request's first token.
+
+        A beam search does not count, as its answers arrive together.
+        """
         outbox = self._engine.exit.live.get(request_id)
         if outbox is not None and outbox.request.pooling is None and outbox.times.first_token_s is not None:
             self._first_token.observe(_us(outbox.times.arrival_s, outbox.times.first_token_s))
 
     def request_finished(self, outbox: RequestOutbox) -> None:
-        """All of it was answered."""
+        """Called when a request has ended with a complete answer."""
         request, times = outbox.request, outbox.times
         counts = [choice.num_generated for choice in outbox.choices]
         ended_s = self._engine.pipeline.env.now() if times.last_token_s is None else times.last_token_s
@@ -88,32 +91,32 @@ class Latencies:
             self._num_choices.observe(request.params.n)
 
     def times_us(self) -> dict[str, Histogram]:
-        """Those that say how long a client waits, by name."""
+        """Histograms of client waiting times, in microseconds, by name without prefix and unit."""
         waits = {"time_to_first_token": self._first_token}
         if self._engine.has_core:
             waits["inter_token_latency"] = self._engine.token_gaps_us
         return waits | {name: self._times[name] for name in ("request_queue_time", "e2e_request_latency")}
 
     def collect(self, labels: Mapping[str, str]) -> Iterator[Metric]:
-        """All of them as Prometheus has them."""
-        text = "From a request's arrival to its first token."
+        """Yields all histograms as Prometheus metrics; times are in seconds."""
+        text = "Time from a request's arrival to its first token."
         yield histogram("vllm:time_to_first_token_seconds", text, self._first_token, labels, US)
         if self._engine.has_core:
             gaps, steps = self._engine.token_gaps_us, self._engine.step_tokens
-            yield histogram("vllm:inter_token_latency_seconds", "Between two tokens of an answer.", gaps, labels, US)
+            yield histogram("vllm:inter_token_latency_seconds", "Time between tokens of a choice.", gaps, labels, US)
             yield histogram("vllm:iteration_tokens_total", "Tokens computed in a step.", steps, labels)
             if (idle := self._engine.idle_gaps_us) is not None:
-                text = "That the device idled between two steps with work at hand."
+                text = "Idle time of the device between two steps while work was waiting."
                 yield histogram("millrace:device_idle_gap_seconds", text, idle, labels, US)
         for name, text in TIMES.items():
             yield histogram(f"vllm:{name}_seconds", text, self._times[name], labels, US)
         for name, text in SIZES.items():
             yield histogram(f"vllm:{name}", text, self._sizes[name], labels)
-        yield histogram("vllm:request_params_n", "What requests ask for as n.", self._num_choices, labels)
+        yield histogram("vllm:request_params_n", "Values of n in requests.", self._num_choices, labels)
 
 
 def one_two_five(most: int) -> tuple[int, ...]:
-    """1, 2, 5, 10, 20, 50 and so on, as far as `most`; vLLM's buckets for tokens of a request."""
+    """1, 2, 5, 10, 20, 50 and so on up to `most`: vLLM's buckets for token counts."""
     bounds = [step * 10**exponent for exponent in range(len(str(most))) for step in (1, 2, 5)]
     return tuple(bound for bound in bounds if bound <= max(1, most))
 

@@ -1,6 +1,6 @@
-"""How late the event loop is, and how long collections of garbage hold everything up: histograms, and a guard.
+"""Histograms of event loop lag and GC pauses, and a guard against a blocked loop.
 
-What blocks the loop blocks whoever would say so, so the guard is a thread of its own.
+A blocked loop cannot report itself, so the guard runs in a thread of its own.
 """
 
 from __future__ import annotations
@@ -22,28 +22,31 @@ log = get_logger("millrace.deploy")
 
 
 class LoopMeter:
-    """Lateness of the pipeline's clock, and collections of any thread, as its watch tells of them."""
+    """Event loop lag and GC pauses in microseconds, as reported by the pipeline's watch."""
 
     def __init__(self) -> None:
         self.lag_us = Histogram(LAG_US)
         self.pause_us = Histogram(PAUSE_US)
-        self.due_s = time.monotonic()  # when it is to beat next
+        self.due_s = time.monotonic()  # monotonic time of the next expected beat
 
     def beat(self, late_s: float, next_s: float) -> None:
-        """A timer went off so much later than it was to, and is to go off again in `next_s`."""
+        """Records a timer that fired `late_s` too late; the next one is due in `next_s`."""
         self.due_s = time.monotonic() + next_s
         self.lag_us.observe(max(0, int(late_s * 1e6)))
 
     def collect(self) -> Iterator[Metric]:
-        """As Prometheus has them."""
-        text = "How late timers of the event loop go off."
+        """Yields both histograms as Prometheus metrics, in seconds."""
+        text = "Delay of the event loop's timers."
         yield histogram("millrace:event_loop_lag_seconds", text, self.lag_us, {}, US)
-        text = "How long collections of garbage hold everything up."
+        text = "Pauses for garbage collection."
         yield histogram("millrace:gc_pause_seconds", text, self.pause_us, {}, US)
 
 
 class LoopGuard:
-    """A thread that calls `on_stall(seconds)` once each time that the loop's beat is late by `timeout_s`."""
+    """A thread that calls `on_stall(seconds)` once for each beat that is `timeout_s` late.
+
+    `on_stall` runs in this thread.
+    """
 
     def __init__(self, meter: LoopMeter, timeout_s: float, on_stall: Callable[[float], object]) -> None:
         self._meter = meter
@@ -53,11 +56,11 @@ class LoopGuard:
         self._thread = threading.Thread(target=self._run, name="millrace-guard", daemon=True)
 
     def start(self) -> None:
-        """Begins to look."""
+        """Starts the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Looks no more. Idempotent."""
+        """Ends the thread without waiting for it. Idempotent."""
         self._is_over.set()
 
     def _run(self) -> None:

@@ -1,7 +1,7 @@
-"""`GET /metrics`: vLLM's names, so that dashboards and autoscalers made for it work, and ours for stages and channels.
+"""The metrics of `GET /metrics`, with vLLM's names where it has them.
 
-Everything is read from the engine's own counters when somebody asks; nothing here runs per token. The set of series is
-fixed by the pipeline: no label ever carries what a client sent.
+vLLM's names keep its dashboards and autoscalers working. Values are read from the engine's counters at each scrape;
+nothing here runs per token. The pipeline fixes the set of series: no label contains client data.
 """
 
 from __future__ import annotations
@@ -34,14 +34,17 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 
 class Metrics:
-    """One server's metrics. `watch` once the engine is there; `render` at any time."""
+    """The metrics of one server.
+
+    Call `watch` once the engine exists; `render` works at any time.
+    """
 
     def __init__(self, oversight: Oversight) -> None:
         self._oversight = oversight
         self._model_name = ""
         self._engine: Engine | None = None
         self._latencies: Latencies | None = None
-        self.telemetry: Telemetry | None = None  # whose counts are told, too
+        self.telemetry: Telemetry | None = None  # its counts are exported too
         self._finished: Counter[str] = Counter()  # choices by finish reason
         self._aborted: Counter[str] = Counter()  # requests by cause
         self._rejected: Counter[str] = Counter()  # requests by error code
@@ -51,7 +54,7 @@ class Metrics:
         self._registry.register(self)
 
     def watch(self, engine: Engine, model_name: str) -> None:
-        """From now on the engine's requests are counted, under that name."""
+        """Starts to count the engine's requests, with `model_name` as a label."""
         self._model_name = model_name
         self._engine, self._latencies = engine, Latencies(engine)
         engine.exit.on_end.append(self._request_ended)
@@ -59,19 +62,19 @@ class Metrics:
 
     @property
     def latencies(self) -> Latencies | None:
-        """The histograms of its requests; None before there is an engine."""
+        """The histograms of requests; None before `watch`."""
         return self._latencies
 
     def count_rejection(self, code: str) -> None:
-        """A request was answered with an error."""
+        """Counts a request that was answered with an error."""
         self._rejected[code if code in CODES else "other"] += 1
 
     def render(self) -> bytes:
-        """The exposition."""
+        """The exposition in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def num_tokens(self, engine: Engine) -> tuple[int, int]:
-        """Tokens so far: of prompts, and generated. Those of requests under way are among them."""
+        """Prompt tokens and generated tokens so far, running requests included."""
         assert engine.pipeline.exit is not None
         live = [outbox for outbox in engine.pipeline.exit.live.values() if outbox.request.parent_id is None]
         num_prompt = self._num_prompt + sum(outbox.num_prompt_tokens for outbox in live)
@@ -79,7 +82,7 @@ class Metrics:
 
     def _request_ended(self, outbox: RequestOutbox, cause: str, error: BaseException | None) -> None:
         if outbox.request.parent_id is not None:
-            return  # a step of a beam search, which is counted as the one request that it is
+            return  # one step of a beam search, which counts once, as its parent request
         self._num_prompt += outbox.num_prompt_tokens
         self._num_generated += outbox.num_generated_tokens
         if error is not None:
@@ -101,17 +104,17 @@ class Metrics:
         labels = {"model_name": self._model_name, "engine": "0"}
         yield from self._rejections()
         yield from self._oversight.meter.collect()
-        yield counter("millrace:stalls", "Times that something stood still.", self._oversight.num_stalls, {})
+        yield counter("millrace:stalls", "Stalls: work waits without progress.", self._oversight.num_stalls, {})
         sent, dropped = (0, 0) if self.telemetry is None else (self.telemetry.num_sent, self.telemetry.num_dropped)
-        yield counter("millrace:otlp_requests_sent", "Requests that a collector was told of.", sent, {})
-        yield counter("millrace:otlp_requests_dropped", "Requests that it could not be told of.", dropped, {})
+        yield counter("millrace:otlp_requests_sent", "Requests exported to the collector.", sent, {})
+        yield counter("millrace:otlp_requests_dropped", "Requests that could not be exported.", dropped, {})
         if self._engine is None:
             return
         if self._engine.has_core:
             yield from self._gauges(self._engine, labels)
             yield from self._core_counters(self._engine, labels)
         yield from self._counters(self._engine, labels)
-        name, text = "millrace:engine_process_deaths", "Engine processes that ended by themselves."
+        name, text = "millrace:engine_process_deaths", "Engine processes that ended unexpectedly."
         yield counter(name, text, self._engine.num_deaths, {})
         assert self._latencies is not None
         yield from self._latencies.collect(labels)
@@ -121,42 +124,44 @@ class Metrics:
 
     def _gauges(self, engine: Engine, labels: dict[str, str]) -> Iterator[Metric]:
         scheduler, pool = engine.scheduler, engine.pool
-        yield gauge("vllm:num_requests_running", "Sequences that run.", scheduler.num_running, labels)
-        yield gauge("vllm:num_requests_waiting", "Sequences that wait to run.", scheduler.num_waiting, labels)
-        yield gauge("vllm:num_requests_swapped", "Sequences swapped to the host.", scheduler.num_swapped, labels)
-        yield gauge("millrace:num_requests_parked", "Sequences whose clients stall.", scheduler.num_parked, labels)
+        yield gauge("vllm:num_requests_running", "Running sequences.", scheduler.num_running, labels)
+        yield gauge("vllm:num_requests_waiting", "Waiting sequences.", scheduler.num_waiting, labels)
+        yield gauge("vllm:num_requests_swapped", "Sequences swapped out to the host.", scheduler.num_swapped, labels)
+        yield gauge(
+            "millrace:num_requests_parked", "Sequences whose clients do not read.", scheduler.num_parked, labels
+        )
         used = pool.num_in_use / pool.num_blocks
         yield gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use; 1 is all.", used, labels)
-        yield _blocks("millrace:kv_blocks", "KV blocks by state; shared ones count as used, too.", pool, labels)
+        yield _blocks("millrace:kv_blocks", "KV blocks by state; shared ones are also in used.", pool, labels)
         yield _admission_blocked(scheduler.admission_blocked_reason)
         budget = scheduler.step_token_budget
-        yield gauge("millrace:step_token_budget", "Tokens of a step with prompts and answers, at most.", budget, labels)
+        yield gauge("millrace:step_token_budget", "Token budget of a step with prefills and decodes.", budget, labels)
         waste = engine.block_tables.waste
-        yield gauge("millrace:kv_internal_fragmentation_ratio", "Share of blocks' room without a token.", waste, labels)
+        yield gauge("millrace:kv_internal_fragmentation_ratio", "Unused share of allocated block space.", waste, labels)
         host = None if engine.host_tier is None else engine.host_tier.pool
         used = 0.0 if host is None else host.num_in_use / host.num_blocks
         yield gauge("vllm:cpu_cache_usage_perc", "Share of host KV blocks in use; 1 is all.", used, labels)
         if host is not None:
-            yield _blocks("millrace:host_kv_blocks", "KV blocks on the host, by state.", host, labels)
+            yield _blocks("millrace:host_kv_blocks", "Host KV blocks by state.", host, labels)
 
     def _counters(self, engine: Engine, labels: dict[str, str]) -> Iterator[Metric]:
         num_prompt, num_generated = self.num_tokens(engine)
-        yield counter("vllm:prompt_tokens", "Prompt tokens taken in.", num_prompt, labels)
+        yield counter("vllm:prompt_tokens", "Prompt tokens received.", num_prompt, labels)
         yield counter("vllm:generation_tokens", "Tokens generated.", num_generated, labels)
         success = CounterMetricFamily(
-            "vllm:request_success", "Choices that ended, by reason.", labels=[*labels, "finished_reason"]
+            "vllm:request_success", "Finished choices by reason.", labels=[*labels, "finished_reason"]
         )
         for reason in FINISH_REASONS:
             success.add_metric([*labels.values(), reason], self._finished[reason])
         yield success
-        aborted = CounterMetricFamily("millrace:requests_aborted", "Requests cut short, by cause.", labels=["cause"])
+        aborted = CounterMetricFamily("millrace:requests_aborted", "Requests ended early, by cause.", labels=["cause"])
         for cause in CAUSES:
             aborted.add_metric([cause], self._aborted[cause])
         yield aborted
 
     def _core_counters(self, engine: Engine, labels: dict[str, str]) -> Iterator[Metric]:
         num_preemptions = engine.scheduler.num_preemptions
-        yield counter("vllm:num_preemptions", "Sequences that lost their blocks.", num_preemptions, labels)
+        yield counter("vllm:num_preemptions", "Preemptions of sequences.", num_preemptions, labels)
         yield _preemptions(engine.scheduler.preemptions)
         yield _swaps_refused(engine.host_tier)
         num_recomputed = engine.scheduler.num_recomputed_tokens
@@ -167,7 +172,7 @@ class Metrics:
         on_host = 0 if cache is None else cache.num_host_hits
         yield counter("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.", queries, labels)
         yield counter("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", hits, labels)
-        yield counter("millrace:host_prefix_cache_hits", "Of them, tokens found on the host.", on_host, labels)
+        yield counter("millrace:host_prefix_cache_hits", "Prefix cache hits on the host.", on_host, labels)
 
     def _rejections(self) -> Iterator[Metric]:
         rejected = CounterMetricFamily("millrace:request_errors", "Requests answered with an error.", labels=["code"])
@@ -178,16 +183,16 @@ class Metrics:
 
 def _drafts(speculation: Speculation, labels: dict[str, str]) -> Iterator[Metric]:
     num_drafting = speculation.num_drafting
-    yield gauge("millrace:num_requests_drafting", "Sequences that draft tokens ahead.", num_drafting, labels)
-    name, text = "vllm:spec_decode_num_drafts", "Rows of steps that had drafts."
+    yield gauge("millrace:num_requests_drafting", "Sequences with speculative decoding.", num_drafting, labels)
+    name, text = "vllm:spec_decode_num_drafts", "Rows of steps with draft tokens."
     yield counter(name, text, speculation.num_drafts, labels)
-    name, text = "vllm:spec_decode_num_draft_tokens", "Tokens drafted."
+    name, text = "vllm:spec_decode_num_draft_tokens", "Draft tokens."
     yield counter(name, text, speculation.num_draft_tokens, labels)
-    name, text = "vllm:spec_decode_num_accepted_tokens", "Of them, tokens that turned out right."
+    name, text = "vllm:spec_decode_num_accepted_tokens", "Accepted draft tokens."
     yield counter(name, text, speculation.num_accepted_tokens, labels)
     by_place = CounterMetricFamily(
         "vllm:spec_decode_num_accepted_tokens_per_pos",
-        "The same, by place among the drafts.",
+        "Accepted draft tokens by position in the draft.",
         labels=[*labels, "position"],
     )
     for place, count in enumerate(speculation.num_accepted_at):
@@ -197,7 +202,7 @@ def _drafts(speculation: Speculation, labels: dict[str, str]) -> Iterator[Metric
 
 def _preemptions(counts: Mapping[tuple[str, str], int]) -> Metric:
     preemptions = CounterMetricFamily(
-        "millrace:preemptions", "Sequences that lost their blocks, by how and for what.", labels=["mode", "cause"]
+        "millrace:preemptions", "Preemptions of sequences, by mode and cause.", labels=["mode", "cause"]
     )
     for mode in ("swap", "recompute"):
         for cause in ("blocks", "slot"):
@@ -207,7 +212,7 @@ def _preemptions(counts: Mapping[tuple[str, str], int]) -> Metric:
 
 def _swaps_refused(host: HostTier | None) -> Metric:
     refused = CounterMetricFamily(
-        "millrace:swaps_refused", "Sequences to be computed again instead of swapped, and why.", labels=["reason"]
+        "millrace:swaps_refused", "Preemptions that recompute instead of swapping, by reason.", labels=["reason"]
     )
     counts = {"full": 0, "slower": 0} if host is None else {"full": host.num_full, "slower": host.num_dear}
     for reason, count in counts.items():
@@ -217,7 +222,9 @@ def _swaps_refused(host: HostTier | None) -> Metric:
 
 def _admission_blocked(reason: str) -> Metric:
     blocked = GaugeMetricFamily(
-        "millrace:admission_blocked", "1 while nobody is let in, by what the first in line lacks.", labels=["reason"]
+        "millrace:admission_blocked",
+        "1 while admission is blocked, by what the first waiting sequence lacks.",
+        labels=["reason"],
     )
     for name in ("blocks", "swapped"):
         blocked.add_metric([name], float(reason == name))
@@ -239,7 +246,7 @@ def _blocks(name: str, text: str, pool: BlockPool, labels: dict[str, str]) -> Me
 
 
 def _startup(engine: Engine) -> Metric:
-    seconds = GaugeMetricFamily("millrace:startup_seconds", "How long each phase of the start took.", labels=["phase"])
+    seconds = GaugeMetricFamily("millrace:startup_seconds", "Duration of each phase of the start.", labels=["phase"])
     for phase, value in engine.info.startup_s.items():
         seconds.add_metric([phase], value)
     return seconds

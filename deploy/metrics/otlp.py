@@ -1,7 +1,7 @@
-"""Requests as OpenTelemetry spans, in OTLP's JSON form: one for the request, a child for each part of its time.
+"""Requests as OpenTelemetry spans in OTLP/JSON: a root span and one child per phase.
 
-Attributes are those of OpenTelemetry's conventions for generative AI, `gen_ai.*`. Plain data; no text of a prompt or an
-answer is in it.
+The attributes follow OpenTelemetry's semantic conventions for generative AI (`gen_ai.*`). They contain no text of
+prompts or answers.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from ...runtime.trace.request_spans import RequestSpans
 from ..http.trace_context import TraceContext
 
 Json = dict[str, Any]
-INTERNAL, SERVER = 1, 2  # kinds of spans
-OK, ERROR = 1, 2  # codes of a status
+INTERNAL, SERVER = 1, 2  # OTLP span kinds
+OK, ERROR = 1, 2  # OTLP status codes
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A request that is over, and what the trace does not say of it."""
+    """An ended request with the data that the trace lacks."""
 
-    number: int  # of its first sequence
+    number: int  # id of its first sequence
     num_sequences: int
     context: TraceContext
     attributes: Mapping[str, Any]
     operation: str  # chat, text_completion or embeddings
-    error: str | None  # its code
+    error: str | None  # error code
 
 
 def export_request(spans: Iterable[Json], resource: Mapping[str, Any], version: str) -> Json:
-    """The body of a POST to a collector's /v1/traces."""
+    """The body of a POST to a collector's `/v1/traces`."""
     scope = {"scope": {"name": "millrace", "version": version}, "spans": list(spans)}
     return {"resourceSpans": [{"resource": {"attributes": attributes(resource)}, "scopeSpans": [scope]}]}
 
 
 def spans_of(ended: Ended, request: RequestSpans, model: str, to_unix_ns: int) -> list[Json]:
-    """The request's span, then its children's. `to_unix_ns` turns the trace's moments into those since 1970."""
+    """The root span, then its children. `to_unix_ns` is added to trace times to get Unix times."""
     told = {
         "gen_ai.operation.name": ended.operation,
         "gen_ai.provider.name": "millrace",
@@ -68,7 +68,7 @@ def spans_of(ended: Ended, request: RequestSpans, model: str, to_unix_ns: int) -
 
 
 def attributes(values: Mapping[str, Any]) -> list[Json]:
-    """As OTLP has them; those without a value are left out."""
+    """Attributes in OTLP's encoding; those with value None are left out."""
     return [{"key": key, "value": _value(value)} for key, value in values.items() if value is not None]
 
 
@@ -76,7 +76,7 @@ def _value(value: Any) -> Json:
     if isinstance(value, bool):
         return {"boolValue": value}
     if isinstance(value, int):
-        return {"intValue": str(value)}  # 64 bits, which JSON's numbers need not hold
+        return {"intValue": str(value)}  # OTLP encodes 64-bit integers as strings
     if isinstance(value, float):
         return {"doubleValue": value}
     if isinstance(value, (list, tuple)):

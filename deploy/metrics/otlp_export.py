@@ -1,7 +1,7 @@
-"""Sends what became of each request to an OpenTelemetry collector, behind everybody's back.
+"""Exports the spans of ended requests to an OpenTelemetry collector in the background.
 
-A request that ends is noted in a bounded queue, nothing else; once a second what is noted is looked up in the trace, in
-a thread, and posted. A collector that is slow or gone costs spans, which are counted, and no request any time.
+An ended request is put into a bounded queue. Once a second a thread builds the spans of queued requests from the trace,
+and the loop posts them. If the collector is slow or unreachable, spans are dropped and counted; requests never wait.
 """
 
 from __future__ import annotations
@@ -27,17 +27,20 @@ if TYPE_CHECKING:
     from ...stages.exit.outboxes import RequestOutbox
 
 MAX_QUEUED = 4_096  # requests
-MAX_SENT = 512  # in one post
+MAX_SENT = 512  # requests in one post
 INTERVAL_S = 1.0
 TIMEOUT_S = 10.0
 NUM_TRIES = 3
-RETRIED = frozenset({429, 502, 503, 504})  # as OTLP says
+RETRIED = frozenset({429, 502, 503, 504})  # status codes that OTLP/HTTP defines as retryable
 
 log = get_logger("millrace.deploy")
 
 
 class Telemetry:
-    """One engine's exporter. `watch` once the engine is there, on its loop; `stop` sends what is left."""
+    """The span exporter of one engine.
+
+    Call `watch` once the engine exists, on its loop; `stop` sends what is left.
+    """
 
     def __init__(self, endpoint: str, version: str, threads: Executor) -> None:
         self.num_sent = 0  # requests
@@ -47,19 +50,19 @@ class Telemetry:
         self._threads = threads
         self._engine: Engine | None = None
         self._model = ""
-        self._contexts: dict[str, TraceContext] = {}  # of live requests that are to be told of
+        self._contexts: dict[str, TraceContext] = {}  # of running requests that are sampled
         self._ended: deque[Ended] = deque()
         self._task: asyncio.Task[None] | None = None
 
     def watch(self, engine: Engine, model: str) -> None:
-        """From now on its requests are told of, under the name of this model."""
+        """Starts to export the engine's requests, with `model` as the model's name."""
         self._engine, self._model = engine, model
         engine.exit.on_open.append(self._opened)
         engine.exit.on_end.append(self._request_ended)
         self._task = asyncio.get_running_loop().create_task(self._run(), name="telemetry")
 
     async def stop(self) -> None:
-        """Sends what is left, if that takes no longer than a second. Idempotent."""
+        """Sends queued requests, for at most one second. Idempotent."""
         task, self._task = self._task, None
         if task is None:
             return
@@ -69,7 +72,7 @@ class Telemetry:
             async with asyncio.timeout(1.0), aiohttp.ClientSession() as session:
                 await self._send_all(session)
 
-    # -- requests, in passing
+    # -- request events
 
     def _opened(self, outbox: RequestOutbox) -> None:
         context = CURRENT.get() or TraceContext()
@@ -106,12 +109,12 @@ class Telemetry:
             try:
                 body = await asyncio.get_running_loop().run_in_executor(self._threads, self._body, batch)
                 is_sent = await self._post(session, body)
-            finally:  # also when it is cancelled, as at the end
+            finally:  # also on cancellation by `stop`
                 self.num_sent += is_sent * len(batch)
                 self.num_dropped += (not is_sent) * len(batch)
 
     def _body(self, batch: list[Ended]) -> bytes:
-        """In a thread."""
+        """The body of one post. Runs in a thread."""
         assert self._engine is not None
         pipeline = self._engine.pipeline
         records, readers = pipeline.tracer.read_all(), pipeline.tracer.readers()
@@ -123,13 +126,13 @@ class Telemetry:
         spans = [
             span
             for ended in batch
-            if ended.number in found  # else the ring was overwritten meanwhile
+            if ended.number in found  # otherwise the trace ring was overwritten meanwhile
             for span in spans_of(ended, found[ended.number], self._model, to_unix_ns)
         ]
         return orjson.dumps(export_request(spans, {"service.name": "millrace"}, self._version))
 
     async def _post(self, session: aiohttp.ClientSession, body: bytes) -> bool:
-        """Whether the collector has it."""
+        """Posts one body, with retries. Whether the collector accepted it."""
         reason = ""
         for attempt in range(NUM_TRIES):
             await asyncio.sleep(attempt * INTERVAL_S)
@@ -148,7 +151,7 @@ class Telemetry:
 
 
 def _asked(outbox: RequestOutbox) -> dict[str, Any]:
-    """What a request asked for and how its choices ended, as attributes."""
+    """The sampling parameters of a request and the finish reasons of its choices, as attributes."""
     request = outbox.request
     if request.pooling is not None:
         return {}

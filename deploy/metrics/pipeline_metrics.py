@@ -1,4 +1,7 @@
-"""What stages and channels say of themselves, for Prometheus. Labels name stages and edges, fixed at the start."""
+"""Prometheus metrics of stages and channels.
+
+Labels are the names of stages and edges, fixed at the start.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +14,17 @@ from .families import US, add_histogram
 
 
 def stages(pipeline: Pipeline) -> Iterator[Metric]:
-    """Where each stage's time goes, and how long batches wait for it and are in it."""
+    """Yields time by state, restarts, queue depth, waiting time and service time of each stage."""
     seconds = CounterMetricFamily(
-        "millrace:stage_seconds", "Where a stage's time went: idle, busy, blocked.", labels=["stage", "state"]
+        "millrace:stage_seconds", "Time of a stage by state: idle, busy, blocked.", labels=["stage", "state"]
     )
     restarts = CounterMetricFamily("millrace:stage_restarts", "Restarts of a stage after a crash.", labels=["stage"])
-    depth = GaugeMetricFamily("millrace:stage_queue_depth", "Items waiting before a stage.", labels=["stage"])
+    depth = GaugeMetricFamily("millrace:stage_queue_depth", "Items waiting for a stage.", labels=["stage"])
     wait = HistogramMetricFamily(
-        "millrace:stage_wait_seconds", "How long the oldest item of a batch had waited for its stage.", labels=["stage"]
+        "millrace:stage_wait_seconds", "Waiting time of the oldest item of a batch.", labels=["stage"]
     )
     service = HistogramMetricFamily(
-        "millrace:stage_service_seconds", "How long a stage had a batch, without waits for room.", labels=["stage"]
+        "millrace:stage_service_seconds", "Time of a stage on a batch, without waits for channels.", labels=["stage"]
     )
     for name, runner in pipeline.runners.items():
         for state in ("idle", "busy", "blocked"):
@@ -34,10 +37,10 @@ def stages(pipeline: Pipeline) -> Iterator[Metric]:
 
 
 def channels(pipeline: Pipeline) -> Iterator[Metric]:
-    """How full each channel is, was at most, and for how long it had no room."""
-    depth = GaugeMetricFamily("millrace:channel_depth", "Items on a channel.", labels=["edge"])
-    high = GaugeMetricFamily("millrace:channel_high_water", "Most items ever on a channel.", labels=["edge"])
-    capacity = GaugeMetricFamily("millrace:channel_capacity", "Room of a channel.", labels=["edge"])
+    """Yields depth, high-water mark, capacity, items sent and time full of each channel."""
+    depth = GaugeMetricFamily("millrace:channel_depth", "Items in a channel.", labels=["edge"])
+    high = GaugeMetricFamily("millrace:channel_high_water", "Most items so far in a channel.", labels=["edge"])
+    capacity = GaugeMetricFamily("millrace:channel_capacity", "Capacity of a channel in items.", labels=["edge"])
     sent = CounterMetricFamily("millrace:channel_items", "Items sent over a channel.", labels=["edge"])
     blocked = CounterMetricFamily("millrace:channel_blocked_seconds", "Time a channel was full.", labels=["edge"])
     for name, channel in pipeline.channels.items():

@@ -1,4 +1,4 @@
-"""A line in the log every few seconds while there is something to say: what runs, what waits, and how fast it goes."""
+"""Logs throughput, queue lengths and cache use every few seconds while requests run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...runtime.env.log import get_logger
 if TYPE_CHECKING:
     from ...stages.engine.engine import Engine
 
-NumTokens = Callable[["Engine"], tuple[int, int]]  # so far: of prompts, and generated
+NumTokens = Callable[["Engine"], tuple[int, int]]  # prompt tokens and generated tokens so far
 
 log = get_logger("millrace.deploy")
 
@@ -29,7 +29,7 @@ class _Counts:
 
 
 class StatsLine:
-    """One engine's. `look` says it whenever `interval_s` have passed and something was under way meanwhile."""
+    """Writes the `engine.stats` log line of one engine every `interval_s`; 0: never."""
 
     def __init__(self, engine: Engine, num_tokens: NumTokens, interval_s: float) -> None:
         self._engine = engine
@@ -39,7 +39,10 @@ class StatsLine:
         self._last = self._counts()
 
     def look(self) -> None:
-        """Call it a few times in an interval."""
+        """Logs if `interval_s` have passed and requests ran meanwhile.
+
+        Call it a few times in each interval.
+        """
         passed_s = (now_s := self._engine.pipeline.env.now()) - self._last_s
         if passed_s < self._interval_s or not self._interval_s:
             return

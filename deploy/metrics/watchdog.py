@@ -1,7 +1,7 @@
-"""Looks after one engine, whenever its pipeline's watch does: is all on time, does it move, is there news to log.
+"""The watchdog of one engine: reports stalls, crashes and a blocked event loop.
 
-Knows whom to tell: health, the log, the trace and the flight recorder. What a stall is, `runtime/health/stalls.py`
-says.
+It runs at the ticks of the pipeline's watch and reports to the health state, log, trace and flight recorder.
+`runtime/health/stalls.py` defines a stall.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ log = get_logger("millrace.deploy")
 
 
 class Oversight:
-    """`watch` once the engine is there, on its loop; `stop` before it goes. `stall` is what stands still now."""
+    """Call `watch` once the engine exists, on its loop, and `stop` before it stops.
+
+    `stall` is the current stall.
+    """
 
     def __init__(self, config: ServerConfig, threads: Executor | None) -> None:
         self.stall: Stall | None = None
@@ -46,7 +49,10 @@ class Oversight:
         self._next_look_s = 0.0
 
     def watch(self, engine: Engine, num_tokens: NumTokens) -> None:
-        """From now on. `num_tokens` is what the line of statistics counts."""
+        """Starts to watch the engine, which must have started.
+
+        `num_tokens` counts tokens for `engine.stats`.
+        """
         self._engine = engine
         self._stats = StatsLine(engine, num_tokens, self._stats_interval_s)
         engine.pipeline.on_crash.append(self._crashed)
@@ -60,7 +66,7 @@ class Oversight:
         self._watch.on_pause.append(self.meter.pause_us.observe)
 
     def stop(self) -> None:
-        """Looks no more. Idempotent."""
+        """Stops watching. Idempotent."""
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.on_tick.remove(self._tick)
@@ -69,14 +75,17 @@ class Oversight:
             self._guard.stop()
 
     def record(self, reason: str, **details: object) -> asyncio.Future[Path] | None:
-        """Writes a flight file, in a thread; its path. None without a recorder, or if there was one just now."""
+        """Writes a flight recording in a thread; the future is its path.
+
+        None without a recorder, or if it has just written one.
+        """
         pipeline = None if self._engine is None else self._engine.pipeline
         go_on = None if self.recorder is None else self.recorder.begin(reason, pipeline, **details)
         if go_on is None:
             return None
         return asyncio.get_running_loop().run_in_executor(self._threads, _logged, go_on)
 
-    # -- looking
+    # -- checks
 
     def _tick(self, late_s: float) -> None:
         now_s = asyncio.get_running_loop().time()
@@ -89,7 +98,7 @@ class Oversight:
                 self.look()
 
     def look(self) -> None:
-        """Whether everything moves."""
+        """Updates `stall`; reports a new stall and the end of one."""
         assert self._engine is not None
         before, self.stall = self.stall, find_stall(self._engine.pipeline, self._timeout_s)
         if self.stall is not None and (before is None or before.name != self.stall.name):
@@ -111,12 +120,12 @@ class Oversight:
         self.record("crash", stage=stage, **details)
 
     def _loop_stalled(self, waited_s: float) -> None:
-        """In the guard's thread: the loop can do nothing now."""
+        """Writes a flight recording. Runs in the guard's thread, as the loop is blocked."""
         if self.recorder is None or self._engine is None:
             return
         try:
             pipeline = self._engine.pipeline
-        except NotServing:  # it has stopped, and the loop that did so is still busy: there is nothing to record
+        except NotServing:  # the engine has stopped while the loop is still busy: nothing to record
             return
         go_on = self.recorder.begin("loop", pipeline, waited_s=round(waited_s, 3))
         if go_on is not None:

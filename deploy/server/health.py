@@ -1,4 +1,4 @@
-"""What the server says of itself: alive, ready, version, settings, load and metrics."""
+"""Handlers of the server's own state: health, version, settings, load and metrics."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ from ..metrics.metrics import CONTENT_TYPE, Metrics
 
 
 class HealthRoutes:
-    """The handlers of one server."""
+    """The handlers of one server; `Routes.table` has their paths."""
 
     def __init__(self, service: Service, metrics: Metrics) -> None:
         self.service = service
         self._metrics = metrics
 
     async def live(self, request: web.Request) -> web.Response:
-        """The process answers."""
+        """`GET /health/live`: always 200."""
         return answer({"status": "alive"})
 
     async def ready(self, request: web.Request) -> web.Response:
-        """A request would be taken; 503 says why not."""
+        """`GET /health/ready`: 200 if requests are accepted; 503 with the reason otherwise."""
         health = self.service.health
         if health.is_ready:
             return answer({"status": "ready"})
         return answer({"status": health.state, "stage": health.stage, "reason": health.reason}, status=503)
 
     async def version(self, request: web.Request) -> web.Response:
-        """What runs here."""
+        """`GET /version`."""
         return answer({"version": package_version()})
 
     async def server_info(self, request: web.Request) -> web.Response:
-        """The model, the settings, the memory table and how long the start took."""
+        """`GET /server_info`: model, settings, memory table and startup times."""
         engine = self.service.require_engine()
         await engine.refresh()
         return answer(server_info(engine, self.service.config, self.service.model_names, package_version()))
 
     async def load(self, request: web.Request) -> web.Response:
-        """How much is under way."""
+        """`GET /load`: numbers of running and waiting requests."""
         engine = self.service.require_engine()
         await engine.refresh()
         return answer(load(engine, len(self.service.live)))
 
     async def metrics(self, request: web.Request) -> web.Response:
-        """Prometheus' text format."""
+        """`GET /metrics`: metrics in Prometheus' text format."""
         if self.service.engine is not None:
             await self.service.engine.refresh()
         return web.Response(body=self._metrics.render(), headers={"Content-Type": CONTENT_TYPE})

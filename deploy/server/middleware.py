@@ -1,4 +1,4 @@
-"""Around every handler: the request's id, the key, and errors in one shape."""
+"""Middleware of all handlers: request ids, API keys, common headers and error responses."""
 
 from __future__ import annotations
 
@@ -25,14 +25,16 @@ log = get_logger("millrace.deploy")
 
 
 def identify(count_rejection: Callable[[str], object]) -> Middleware:
-    """Gives each request its id, binds it to the log lines, and turns whatever goes wrong into an answer, whose code is
-    counted."""
+    """Middleware that sets a request's id and trace, and turns exceptions into responses.
+
+    The id and the trace id are bound to log lines; `count_rejection` gets the code of each error.
+    """
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         request[REQUEST_ID] = settled_id(request.headers.get("X-Request-Id"))
         context = read_traceparent(request.headers.get("traceparent"))
-        CURRENT.set(context)  # of this request's task alone
+        CURRENT.set(context)  # in the context of this request's task only
         request[TRACE] = context
         with bound(request_id=request[REQUEST_ID], trace_id=context.trace_id):
             try:
@@ -48,7 +50,7 @@ def identify(count_rejection: Callable[[str], object]) -> Middleware:
 
 
 def _body(request: web.Request, error: ApiError) -> Mapping[str, Any] | None:
-    """The body of an error whose client speaks another API than OpenAI's."""
+    """The error body of the Messages API for its paths; None elsewhere."""
     return error_body(error, request[REQUEST_ID]) if request.path.startswith(MESSAGES_PATH) else None
 
 
@@ -58,13 +60,13 @@ def _unforeseen(request: web.Request, error: Exception) -> ApiError:
 
 
 def _of_aiohttp(request: web.Request, error: web.HTTPException) -> ApiError:
-    """Errors that aiohttp raises itself: no such route, or not by this method."""
+    """The error for an exception of aiohttp itself, such as an unknown route or a wrong method."""
     match error.status:
         case 404:
             return ApiError("not_found", "there is no such route")
         case 405:
             allowed = error.headers.get("Allow", "")
-            return ApiError("method_not_allowed", f"this route takes {allowed}", headers={"Allow": allowed})
+            return ApiError("method_not_allowed", f"this route accepts {allowed}", headers={"Allow": allowed})
         case 413:
             return ApiError("body_too_large", "the body is too long")
         case _:
@@ -72,9 +74,11 @@ def _of_aiohttp(request: web.Request, error: web.HTTPException) -> ApiError:
 
 
 def check_keys(keys: Keys, others: Mapping[Callable[..., object], Keys], open_paths: re.Pattern[str]) -> Middleware:
-    """Lets requests with one of `keys` pass, and those to a handler among `others` with one of the handler's own. It
-    looks at the handler that the router found, never at the path: no spelling of a path is a way around it. The path
-    decides one thing only: a method that one of the `open_paths` does not take is 405 there without a key, too."""
+    """Middleware that requires one of `keys`, or of `others[handler]` for handlers in `others`.
+
+    The check uses the handler that the router found, not the path, so no spelling of a path bypasses it. The path
+    matters in one case only: a wrong method on one of the `open_paths` is answered 405 without a key.
+    """
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -91,7 +95,10 @@ def check_keys(keys: Keys, others: Mapping[Callable[..., object], Keys], open_pa
 
 
 def add_headers(service: Service, gate: Gate) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
-    """A signal handler that puts on every response what belongs on every response."""
+    """A signal handler that adds the common headers to every response.
+
+    While draining, it also closes connections.
+    """
 
     async def add(request: web.Request, response: web.StreamResponse) -> None:
         if REQUEST_ID in request:

@@ -1,4 +1,4 @@
-"""Pages for people, and the files that they are made of: all from this package, nothing from elsewhere."""
+"""The HTML pages and their static files, all part of this package."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from aiohttp import web
 
 from ..errors import ApiError
 
-# Scripts, styles and sockets of this server only; a browser that obeys runs nothing that a model's text may smuggle in.
+# Only scripts, styles and sockets of this server: a browser runs no script that a model's text contains.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; form-action 'none'; "
     "base-uri 'none'; frame-ancestors 'none'"
@@ -19,23 +19,27 @@ POLICY = (
 
 
 class Pages:
-    """The handlers. They tell nothing of the server, so they ask for no key."""
+    """The handlers. They reveal nothing about the server, so they require no key."""
 
     def __init__(self) -> None:
         self._files = dict(_read(files(__package__.rpartition(".")[0]) / "static"))
 
     async def dashboard(self, request: web.Request) -> web.Response:
-        """`GET /dashboard`: what the engine does, live. The page is empty; what it shows comes over `/dashboard/feed`,
-        which asks for the key."""
+        """`GET /dashboard`: the live dashboard.
+
+        The page gets its data from `/dashboard/feed`, which requires a key.
+        """
         return self._answer("dashboard.html")
 
     async def stream_demo(self, request: web.Request) -> web.Response:
-        """`GET /stream-demo`: several answers over one WebSocket, which can be paused and cut."""
+        """`GET /stream-demo`: answers over one WebSocket, with buttons to pause and disconnect."""
         return self._answer("stream.html")
 
     async def file(self, request: web.Request) -> web.Response:
-        """`GET /static/{name}`: looked up among the files that there were at the start, never on the disk. A name may
-        have folders in it."""
+        """`GET /static/{name}`: a file as read at the start, never from disk.
+
+        `name` may contain folders.
+        """
         name = request.match_info["name"]
         if name not in self._files:
             raise ApiError("not_found", "there is no such file")
@@ -48,7 +52,7 @@ class Pages:
 
 
 def _read(folder: Traversable, path: str = "") -> Iterator[tuple[str, bytes]]:
-    """Every file under `folder`, by its path from there."""
+    """Yields the path relative to `folder` and the content of every file under it."""
     for entry in folder.iterdir():
         if entry.is_file():
             yield path + entry.name, entry.read_bytes()

@@ -1,4 +1,4 @@
-"""A line in the log when a request begins and one when it ends. No text of a client's, unless somebody asks for it."""
+"""Logs the start and the end of each request; without client text unless it is enabled."""
 
 from __future__ import annotations
 
@@ -14,20 +14,23 @@ log = get_logger("millrace.deploy")
 
 
 class RequestLog:
-    """The lines of one engine's requests. `num_chars` of the prompts are told; 0 by default, which tells nothing."""
+    """The request log of one engine.
+
+    Includes the first `num_chars` characters of prompts; 0 leaves prompts out.
+    """
 
     def __init__(self, num_chars: int = 0) -> None:
         self._num_chars = num_chars
 
     def watch(self, exit: Outboxes) -> None:
-        """From now on its requests are logged."""
+        """Starts to log the requests of `exit`."""
         exit.on_open.append(self._began)
         exit.on_end.append(self._ended)
 
     def _began(self, outbox: RequestOutbox) -> None:
         request = outbox.request
         if request.parent_id is not None:
-            return  # a step of a beam search, which is told as the one request that it is
+            return  # one step of a beam search, which is logged once, as its parent request
         params = request.params
         asked: dict[str, Any] = {} if request.pooling is not None else {"n": params.n, "max_tokens": params.max_tokens}
         if self._num_chars:
@@ -58,7 +61,7 @@ class RequestLog:
 
 
 def excerpt(prompt: Prompt, num_chars: int) -> str:
-    """The beginning of a prompt, as it came."""
+    """The first `num_chars` characters of a prompt, in the form in which the client sent it."""
     if prompt.text is not None:
         return prompt.text[:num_chars]
     if prompt.token_ids is not None:

@@ -1,4 +1,4 @@
-"""The routing table: which path leads to which handler."""
+"""The routing table of the public routes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ from .pages import Pages
 
 
 class Routes:
-    """Makes the handlers of one server, and tells their paths."""
+    """Creates the handlers of one server and maps paths to them.
+
+    `inspect`, `admin` and `openapi` have their own.
+    """
 
     def __init__(self, service: Service, metrics: Metrics, threads: Executor) -> None:
         self._threads = threads
@@ -43,12 +46,12 @@ class Routes:
 
     @property
     def public(self) -> frozenset[Any]:
-        """Handlers that ask for no key."""
+        """Handlers that require no key."""
         health, pages = self._health, self._pages
         return frozenset({health.live, health.ready, pages.stream_demo, pages.dashboard, self.feed.socket, pages.file})
 
     def table(self) -> list[web.RouteDef]:
-        """All routes."""
+        """The routes of these handlers."""
         generation, messages, embeddings = self._generation, self._messages, self._embeddings
         health, models, tokenize = self._health, self._models, self._tokenize
         responses = ResponsesRoutes(self._responses, self._threads)
@@ -89,9 +92,9 @@ class Routes:
             web.post("/inference/v1/generate", generation.generate, expect_handler=expect),
             web.post("/tokenize", tokenize.tokenize, expect_handler=expect),
             web.post("/detokenize", tokenize.detokenize, expect_handler=expect),
-            web.delete("/v1/requests/{id:(?!.+/explain$).+}", generation.abort),  # what ends so is another route
+            web.delete("/v1/requests/{id:(?!.+/explain$).+}", generation.abort),  # `inspect` has `explain`
         ]
 
     async def stop(self, app: web.Application) -> None:
-        """Ends what no handler waits for."""
+        """Ends background work that no handler waits for."""
         await self._responses.stop()

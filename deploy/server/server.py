@@ -1,4 +1,4 @@
-"""The HTTP server in front of one engine: listening, health while the model loads, and an orderly end."""
+"""The HTTP server of one engine: start, attach, drain and stop."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ log = get_logger("millrace.deploy")
 
 
 class Server:
-    """Listens from `start` on, and answers 503 `loading` until an engine is attached.
+    """An HTTP server; it answers 503 `loading` from `start` until an engine is attached.
 
     ```python
     async with Server(ServerConfig(port=0)) as server, Engine(config) as engine:
@@ -48,7 +48,7 @@ class Server:
 
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="millrace-http")  # long bodies and prompts
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="millrace-http")  # for long bodies and prompts
         self.service = Service(config, self._threads)
         self.metrics = Metrics(self.service.oversight)
         endpoint = config.otlp_traces_endpoint
@@ -64,14 +64,14 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Where to reach it. With port 0, the port that was found."""
+        """The base URL; with port 0, it has the port that the system chose."""
         if self.config.uds is not None:
             return f"unix:{self.config.uds}"
         host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
         return f"{'http' if self._tls is None else 'https'}://{host}:{self._port}"
 
     async def start(self) -> None:
-        """Listens. `ConfigError` if the address can not be had."""
+        """Starts to listen. `ConfigError` if the address cannot be bound."""
         self._runner = Runner(self._make_app(), self.config)
         await self._runner.setup()
         try:
@@ -79,12 +79,12 @@ class Server:
         except OSError as error:
             await self.stop()
             where = self.config.uds or f"{self.config.host}:{self.config.port}"
-            raise ConfigError(f"can not listen on {where}: {error.strerror or error}; try another port") from None
+            raise ConfigError(f"cannot listen on {where}: {error.strerror or error}; try another port") from None
         if self.config.uds is None:
             self._port = int(self._runner.addresses[0][1])
 
     def attach(self, engine: Engine) -> None:
-        """From now on requests are served."""
+        """Starts to serve requests with `engine`, which must have started."""
         self.service.attach(engine)
         self.metrics.watch(engine, self.service.model_names[0])
         self._sockets.watch(engine)
@@ -97,8 +97,10 @@ class Server:
             RequestLog(self.config.log_prompts).watch(engine.exit)
 
     async def drain(self) -> bool:
-        """Takes nothing new and waits for what is under way, up to `shutdown_timeout_s`; aborts the rest. False if
-        there was a rest."""
+        """Refuses new requests, waits for running ones up to `shutdown_timeout_s`, aborts the rest.
+
+        Returns whether all requests ended in time.
+        """
         self.service.is_draining = True
         self._sockets.drain()
         return await self.service.drain(self.config.shutdown_timeout_s)
@@ -145,7 +147,7 @@ class Server:
         app.on_shutdown.append(routes.stop)
         table = routes.table() + inside.table() + admin.table() + docs.table()
         app.add_routes(table)
-        if root := self.config.root_path:  # a proxy may take it off, or not
+        if root := self.config.root_path:  # NOTE: both forms, as some proxies strip the prefix and some do not
             app.add_routes([web.RouteDef(one.method, root + one.path, one.handler, one.kwargs) for one in table])
         return app
 
@@ -165,7 +167,7 @@ __all__ = ["Server", "ServerConfig"]
 
 
 def _pattern(path: str) -> str:
-    """A route's path as a regular expression: `{name}` is one part of a path, `{name:regex}` what that says."""
+    """A route's path as a regex: `{name}` matches one segment, `{name:regex}` that regex."""
     pieces = re.split(r"\{\w+(?::([^}]*))?\}", path)  # literal, regex, literal, ...
     fixed, parts = map(re.escape, pieces[::2]), (part or "[^/]+" for part in pieces[1::2])
     return "".join(piece for pair in zip_longest(fixed, parts, fillvalue="") for piece in pair)

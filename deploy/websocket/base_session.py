@@ -1,7 +1,4 @@
-"""What the sessions of all sockets have in common: messages in, one by one, until the client is gone.
-
-Knows a socket's life. Refuses to know what its messages mean.
-"""
+"""Base class of WebSocket sessions: receives messages one at a time until the socket closes."""
 
 from __future__ import annotations
 
@@ -16,7 +13,10 @@ from .peer import GOING_AWAY, INVALID_PAYLOAD, Peer
 
 
 class SocketSession:
-    """What one socket has under way. `run` returns, or is cancelled, when the socket is gone."""
+    """The running requests of one socket.
+
+    `run` returns, or is cancelled, when the socket has closed.
+    """
 
     def __init__(self, context: SocketContext, peer: Peer, owner: str) -> None:
         self.peer = peer
@@ -25,20 +25,25 @@ class SocketSession:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is under way here."""
+        """Whether no request is running on this socket."""
         raise NotImplementedError
 
     async def take(self, raw: dict[str, Any], num_bytes: int) -> None:
-        """One message of the client, which had so many bytes; what is wrong with it is told."""
+        """Handles one message of the client, of `num_bytes` bytes.
+
+        Answers a wrong message with an error message.
+        """
         raise NotImplementedError
 
     def leave(self) -> None:
-        """The socket is gone: ends what is under way."""
+        """Ends the running requests, as the socket has closed."""
         raise NotImplementedError
 
     async def run(self) -> None:
-        """Serves the client until it is gone. Text that is no JSON object ends the socket, as nobody can say which
-        request it was for."""
+        """Serves the client until it disconnects.
+
+        Text that is not a JSON object closes the socket, as the error cannot name a request.
+        """
         try:
             while (data := await self.peer.receive()) is not None:
                 try:
@@ -51,12 +56,15 @@ class SocketSession:
             self.leave()
 
     def end_if_drained(self) -> None:
-        """Says goodbye if the server is to stop and nothing is under way here."""
+        """Closes the socket if the server is draining and no request is running on it."""
         if self._context.service.is_draining and self.is_idle:
             self._context.spawn(self.peer.end(GOING_AWAY, not_serving(self._context.service.health)))
 
     async def _tell(self, error: ApiError, about: Mapping[str, Any]) -> None:
-        """Says what is wrong, and with which message."""
+        """Counts an error and sends it as a message.
+
+        The fields of `about` name the message that caused it.
+        """
         self._context.metrics.count_rejection(error.code)
-        with suppress(ConnectionError):  # nobody is there to be told
+        with suppress(ConnectionError):  # the client has left
             await self.peer.send(error_message(error, about))

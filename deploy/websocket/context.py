@@ -1,4 +1,4 @@
-"""What all sessions of one server use: its service, its configuration, tasks that are kept, and threads."""
+"""Shared state of all sessions of one server: services, configuration, tasks and threads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class SocketContext:
-    """One a server, on its loop."""
+    """The shared context; one per server, used on its event loop only."""
 
     def __init__(self, generation: Generation, metrics: Metrics, threads: Executor) -> None:
         self.generation = generation
@@ -28,19 +28,19 @@ class SocketContext:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Runs something in a task of its own, which is kept until it ends."""
+        """Runs `work` in a task of its own; holds a reference to it until it ends."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
     def cancel(self) -> None:
-        """Ends what was spawned."""
+        """Cancels all spawned tasks."""
         for task in list(self._tasks):
             task.cancel()
 
     async def compute(self, num_bytes: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What `function` makes of a message of that length: in a thread if it is long."""
+        """Calls `function` for a message; in a thread if `num_bytes` is over `INLINE_BYTES`."""
         if num_bytes <= INLINE_BYTES:
             return function(*args, **kwargs)
         loop = asyncio.get_running_loop()

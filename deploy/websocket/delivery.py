@@ -1,7 +1,7 @@
-"""How the messages of one request reach its client: in order, each once, over one session after another.
+"""Delivery of the messages of one request: in order, each once, across reconnects.
 
-Numbers them, keeps what may be asked for again, and goes on in a new session where the old one was cut. Refuses to know
-what they say.
+`Delivery` numbers the messages, keeps them until they are acknowledged, and continues in a new session after a
+disconnect.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Recipient(Protocol):
-    """The session in which messages reach a client."""
+    """The session that sends messages to a client."""
 
     peer: Peer
     num_kept: int  # bytes of messages in the windows of its requests
@@ -34,9 +34,10 @@ R = TypeVar("R", bound=Recipient)
 
 
 class Delivery(Generic[R]):
-    """The way to the client of request `id`. `bell` is set whenever there may be room again.
+    """Sends the messages of request `id` to its client.
 
-    With `keep`, messages are kept until the client has acknowledged them, and while too many are not, there is no room.
+    `bell` is set whenever `has_room` may have become true. With `keep`, messages are kept until the client
+    acknowledges them; while too many are kept, there is no room.
     """
 
     def __init__(self, id: str, session: R, keep: bool) -> None:
@@ -44,40 +45,43 @@ class Delivery(Generic[R]):
         self.bell = asyncio.Event()
         self._name = b'"id":' + orjson.dumps(id)
         self._window = Window(keep)
-        self._is_caught_up = True  # the session has had all that went before
+        self._is_caught_up = True  # every message so far was sent in this session
 
     @property
     def is_open(self) -> bool:
-        """Whether somebody is there."""
+        """Whether a client is connected and all earlier messages were sent to it."""
         return self.session is not None and self._is_caught_up
 
     @property
     def has_room(self) -> bool:
-        """Whether one more message may be made. One of those whose window is empty may always be."""
+        """Whether one more message may be made.
+
+        If the session's budget is used up, a request with an empty window may still make one.
+        """
         if self.session is None or not self._is_caught_up or self._window.is_full:
             return False
         return self.session.has_room or not self._window.num_bytes
 
     @property
     def is_acknowledged(self) -> bool:
-        """Whether the client has all there is."""
+        """Whether the client has acknowledged every message."""
         return self._window.acknowledged == self._window.last
 
     def num_after(self, last: int) -> int:
-        """Messages behind `last` that are made."""
+        """The number of messages made after message `last`."""
         return self._window.last - last
 
     def message(self, kind: bytes, members: bytes) -> bytes:
-        """A message without a number: `members` is the inside of a JSON object."""
+        """A message without a number. `members` is a JSON object without its braces."""
         return b'{"type":"%b",%b,%b}' % (kind, self._name, members)
 
     async def tell(self, kind: bytes, members: bytes) -> None:
-        """Sends a message without a number, if somebody is there. It is not kept."""
+        """Sends a message without a number, if a client is connected. It is not kept."""
         if self.session is not None:
             await self._send(self.session, self.message(kind, members))
 
     async def put(self, kind: bytes, members: bytes) -> None:
-        """Sends the next message, or leaves it in the window for a session to come."""
+        """Sends the next message, or leaves it in the window until the client resumes."""
         message = self.message(kind, b'"seq":%d,%b' % (self._window.last + 1, members))
         num_bytes = self._window.num_bytes
         self._window.add(message)
@@ -88,7 +92,10 @@ class Delivery(Generic[R]):
             await self._send(self.session, message)
 
     def acknowledge(self, last: int) -> None:
-        """Message `last` has arrived. `ApiError` if it was never sent."""
+        """Drops messages up to number `last`, which the client has received.
+
+        `ApiError` if `last` was never sent.
+        """
         self._check_sent(last)
         num_bytes = self._window.num_bytes
         self._window.acknowledge(last)
@@ -97,14 +104,14 @@ class Delivery(Generic[R]):
         self.bell.set()
 
     def check_resumption(self, last: int) -> None:
-        """`ApiError` if it can not go on behind message `last`."""
+        """`ApiError` if the request cannot continue after message `last`."""
         if last < self._window.acknowledged:
-            message = f"last = {last}: up to {self._window.acknowledged} was said to have arrived, and is not kept"
+            message = f"last = {last}: messages up to {self._window.acknowledged} were acknowledged and are not kept"
             raise ApiError("invalid_value", message, param="last")
         self._check_sent(last)
 
     async def resume(self, session: R, last: int) -> None:
-        """Goes on in another session, behind message `last`."""
+        """Continues in another session, after message `last`: sends the kept messages first."""
         self.leave()
         self._window.acknowledge(last)
         self.session, self._is_caught_up = session, False
@@ -118,16 +125,16 @@ class Delivery(Generic[R]):
             self.bell.set()
 
     def leave(self) -> None:
-        """Its session is not its any more."""
+        """Detaches from the session."""
         if self.session is not None:
             self.session.num_kept -= self._window.num_bytes
             self.session = None
 
     def _check_sent(self, last: int) -> None:
         if last > self._window.last:
-            raise ApiError("invalid_value", f"last = {last}: the last sent is {self._window.last}", param="last")
+            raise ApiError("invalid_value", f"last = {last}: must be at most {self._window.last}", param="last")
 
     async def _send(self, session: R, message: bytes) -> None:
-        """A client that is gone is for its session to notice."""
+        """Sends `message`; a disconnect is handled by the session."""
         with suppress(ConnectionError):
             await session.peer.send(message)

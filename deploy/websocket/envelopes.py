@@ -1,7 +1,4 @@
-"""What clients of `/v1/stream` say: create, credit, cancel, resume; and errors as they are told.
-
-Knows the fields of each message. What they do is the session's to know.
-"""
+"""Client messages of `/v1/stream`: create, credit, cancel, resume; and error messages."""
 
 from __future__ import annotations
 
@@ -23,68 +20,72 @@ Id = Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)]
 
 
 class Envelope(Body):
-    """One message. `id` is the client's name for the request, unique among those on its socket."""
+    """A client message.
+
+    `id` is the client's name for the request, unique among the running requests of a socket.
+    """
 
     type: str
     id: Id
 
 
 class Create(Envelope):
-    """A request. Answered with `created`, then chunks."""
+    """Starts a request. The answer is `created`, then chunks."""
 
     endpoint: Literal["chat", "completions"]
-    body: dict[str, Any]  # as the endpoint takes it over HTTP
-    credit: Annotated[int | None, Field(ge=0, le=MAX_CREDIT)] = None  # chunks it may send for now; none: no limit
-    resume: bool = False  # whether it outlives its socket for a while
-    stats: bool = False  # whether `stats` come before `done`
+    body: dict[str, Any]  # the body of the endpoint's HTTP request
+    credit: Annotated[int | None, Field(ge=0, le=MAX_CREDIT)] = None  # initial chunks; None: no limit
+    resume: bool = False  # whether the request survives a disconnect for a while
+    stats: bool = False  # whether to send `stats` before `done`
 
     def check(self) -> None:
         if self.body.get("stream") not in (None, True):
-            raise ApiError("invalid_value", "stream: answers come in chunks on a socket; leave it out", param="stream")
+            raise ApiError("invalid_value", "stream: a socket always streams; leave it out", param="stream")
 
 
 class Credit(Envelope):
-    """Room for `n` more chunks; and that all up to `last` have arrived, so that they need not be kept."""
+    """Grants `n` more chunks, and acknowledges all messages up to `last`."""
 
     n: Annotated[int, Field(ge=0, le=MAX_CREDIT)] = 0
     last: Annotated[int, Field(ge=0)] | None = None
 
 
 class Cancel(Envelope):
-    """The request need not go on. What it has sent stays valid; `done` follows."""
+    """Cancels the request. Chunks already sent stay valid; `usage` and `done` follow."""
 
 
 class Resume(Envelope):
-    """On a new socket: the request goes on behind `last`, the last message of it that has arrived; 0 if none.
+    """Continues a request on a new socket.
 
-    What was granted on the old one may not have arrived there, so `credit` says anew how many chunks may follow.
+    `last` is the number of the last message that arrived; 0 if none did. Credit sent on the old socket may be lost, so
+    `credit` sets anew how many chunks may follow.
     """
 
     token: Annotated[str, Field(max_length=64)]
     last: Annotated[int, Field(ge=0)]
-    credit: Annotated[int | None, Field(ge=0, le=MAX_CREDIT)] = None  # none: as before
+    credit: Annotated[int | None, Field(ge=0, le=MAX_CREDIT)] = None  # None: unchanged
 
 
 KINDS: dict[str, type[Envelope]] = {"create": Create, "credit": Credit, "cancel": Cancel, "resume": Resume}
 
 
 def parse(data: bytes, max_bytes: int) -> dict[str, Any]:
-    """The JSON object that a message is. `ApiError` if it is none."""
+    """Parses a message into a JSON object. `ApiError` if it is not one."""
     return parse_object(data, JsonLimits(num_bytes=max_bytes, depth=JsonLimits().depth + 1))
 
 
 def read_envelope(raw: Mapping[str, Any], strict_fields: bool) -> Envelope:
-    """What a message says. `ApiError` 400 names the field that is wrong."""
+    """Validates a message. `ApiError` 400 names the wrong field."""
     return read_typed(KINDS, raw, strict_fields)
 
 
 def members(said: Mapping[str, Any]) -> bytes:
-    """The inside of a JSON object."""
+    """A JSON object without its braces."""
     return orjson.dumps(said)[1:-1]
 
 
 def error_members(error: ApiError) -> bytes:
-    """An error as HTTP would tell it: status, body, and when to try again."""
+    """The members of an error message: HTTP status, HTTP body and `retry_after_s`."""
     said: dict[str, Any] = {"status": error.status, **error.body()}
     if error.retry_after_s is not None:
         said["retry_after_s"] = round(error.retry_after_s, 3)
@@ -92,5 +93,5 @@ def error_members(error: ApiError) -> bytes:
 
 
 def error_message(error: ApiError, about: Mapping[str, Any]) -> bytes:
-    """A whole message of it; `about` says what it is about."""
+    """A whole error message; the fields of `about` name the message that caused it."""
     return b"{%b,%b}" % (members({"type": "error", **about}), error_members(error))

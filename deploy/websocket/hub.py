@@ -1,4 +1,4 @@
-"""The WebSockets of one server: who is there, from the handshake to the goodbye."""
+"""The WebSockets of one server, from the handshake to the close."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ log = get_logger("millrace.deploy")
 
 
 class Hub:
-    """All sessions of one server, on its loop. `watch` the engine once it is there."""
+    """All sessions of one server, on its event loop. Call `watch` once the engine exists."""
 
     def __init__(self, generation: Generation, responses: Responses, metrics: Metrics, threads: Executor) -> None:
         self._context = SocketContext(generation, metrics, threads)
@@ -42,7 +42,7 @@ class Hub:
         self._sessions: set[SocketSession] = set()
 
     def watch(self, engine: Engine) -> None:
-        """From now on streams hear of their requests' ends, read or not."""
+        """Notifies streams when their requests end, even if their outboxes are not being read."""
         self._streams.watch(engine)
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
@@ -61,7 +61,7 @@ class Hub:
         peer = Peer(request, self._config)
         try:
             await peer.open()
-        except ConnectionError:  # nobody is there to read this
+        except ConnectionError:  # the client has left and will not read this
             return error_response(ApiError("bad_request", "the client left before its handshake was answered"))
         session = make_session(peer)
         try:
@@ -72,7 +72,7 @@ class Hub:
             self._sessions.add(session)
             await session.run()
         except ConnectionError:
-            pass  # the client is gone: its session has seen to its requests
+            pass  # the client has left; the session has ended its requests
         except Exception as error:
             log.error("socket.failed", error=type(error).__name__, exc_info=error)
             await peer.end(INTERNAL_ERROR, unforeseen(request[REQUEST_ID]))
@@ -81,17 +81,16 @@ class Hub:
             await peer.release()
         return peer.response
 
-    # -- an orderly end
+    # -- shutdown
 
     def drain(self) -> None:
-        """The server takes nothing new: sockets with nothing under way are told, and nobody is waited for who is not
-        there."""
+        """Closes sockets without running requests, and ends requests that wait for a reconnect."""
         self._streams.stop_orphans("server_shutdown")
         for session in list(self._sessions):
             session.end_if_drained()
 
     async def close(self) -> None:
-        """Says goodbye to everybody."""
+        """Closes all sockets with an error message, then cancels all tasks."""
         error = not_serving(self._service.health)
         await asyncio.gather(*(session.peer.end(GOING_AWAY, error) for session in self._sessions))
         self._context.cancel()

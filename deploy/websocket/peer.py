@@ -1,7 +1,4 @@
-"""The client at the other end of one WebSocket: messages in, messages out, patience, and how it ends.
-
-Knows WebSockets. Refuses to know what the messages mean.
-"""
+"""One WebSocket connection: handshake, messages in both directions, stall limit and close."""
 
 from __future__ import annotations
 
@@ -18,8 +15,8 @@ from ..http.sse import HIGH_WATER_BYTES, bound_buffers
 from ..http.websocket_frames import PROTOCOL_ERROR, FrameGuard, text_frame
 from .envelopes import error_message
 
-PROTOCOL = "millrace.v1"  # the subprotocol of a browser that sends its key as another; nobody else need name one
-MAX_IN_A_ROW = 16  # messages received before others have a turn; each costs tens of microseconds
+PROTOCOL = "millrace.v1"  # a browser that sends its key as a subprotocol must also offer this one
+MAX_IN_A_ROW = 16  # messages received before other tasks run; each takes tens of microseconds
 
 # close codes
 NORMAL, GOING_AWAY, UNSUPPORTED_DATA, INVALID_PAYLOAD = 1000, 1001, 1003, 1007
@@ -31,37 +28,37 @@ _VIOLATIONS = {1002: "bad_request", 1008: "rate_limit_exceeded", 1009: "body_too
 class Peer:
     """One WebSocket. `open` it, `receive` until None, and `send` from any number of tasks.
 
-    A client that leaves a message unread for `stalled_reader_s` is cut off, and so is one that leaves a ping
-    unanswered. What leaves this end is text only, uncompressed.
+    The connection is cut if a write waits for `stalled_reader_s`, or if a ping stays unanswered. Sends only text,
+    uncompressed.
     """
 
     def __init__(self, request: web.Request, config: ServerConfig) -> None:
-        self.has_left = False  # with the close code of somebody who will not come back
+        self.has_left = False  # the client closed with code 1000, so it will not resume
         self.has_stalled = False
         self._request = request
         self._patience_s = config.stalled_reader_s
         self._loop = asyncio.get_running_loop()
         self._guard = FrameGuard(config.max_body_bytes, self._loop.time, self._on_breach)
-        self._ending: asyncio.Task[None] | None = None  # after a breach
+        self._ending: asyncio.Task[None] | None = None  # set after a protocol violation
         self._is_ending = False
         self._num_received = 0  # messages
-        self._turn = asyncio.Lock()  # one at a time waits for the client to read; the others wait for their turn
-        self._gathered: list[bytes] = []  # frames to be written when this turn of the loop is over
-        self._num_gathered = 0  # bytes of them
+        self._turn = asyncio.Lock()  # held by the one task that waits for the client to read
+        self._gathered: list[bytes] = []  # frames to write at the end of this loop iteration
+        self._num_gathered = 0  # bytes in `_gathered`
         self._waiting_since: float | None = None
         self._timer: asyncio.TimerHandle | None = None
         self.response = web.WebSocketResponse(
             heartbeat=config.ws_ping_interval_s,
             timeout=LINGER_S,
             autoclose=False,
-            compress=False,  # a few bytes could ask for megabytes
+            compress=False,  # NOTE: a few compressed bytes can expand to megabytes
             decode_text=False,
             max_msg_size=config.max_body_bytes + 1,
             protocols=(PROTOCOL,),
         )
 
     async def open(self) -> None:
-        """Answers the handshake. `ApiError` if it is none."""
+        """Answers the handshake. `ApiError` if the request is not a valid one."""
         _check_handshake(self._request)
         connection = self._request.protocol
         assert isinstance(connection, Connection)
@@ -71,10 +68,10 @@ class Peer:
         self._watch()
 
     async def receive(self) -> bytes | None:
-        """The next message, in UTF-8 or not; None after the last."""
+        """The next text message, not checked for UTF-8; None once the socket is closed or closing."""
         self._num_received += 1
         if self._num_received % MAX_IN_A_ROW == 0:
-            await asyncio.sleep(0)  # what is there already is received without waiting: let others have a turn
+            await asyncio.sleep(0)  # receiving buffered messages never waits: let other tasks run
         message = await self.response.receive()
         if message.type is WSMsgType.TEXT:
             return bytes(message.data)
@@ -86,20 +83,22 @@ class Peer:
             code = message.data or NORMAL
             code = code if _may_be_sent(code) else PROTOCOL_ERROR
             self._flush()
-            await self.response.close(code=code, drain=False)  # its own code, as it expects
+            await self.response.close(code=code, drain=False)  # RFC 6455: echo the client's close code
         return None
 
     async def send(self, message: bytes) -> None:
-        """Sends one text message. Waits while the client's buffers are full. `ConnectionError` once it is gone.
+        """Sends one text message.
 
-        To a client that has read all so far nothing is to be waited for: what all tasks send in one turn of the loop
-        goes in one write."""
+        Waits while the client's buffers are full. `ConnectionError` after a disconnect. If the client has read
+        everything so far, `send` does not wait: the messages of all tasks in one loop iteration go out in one
+        write.
+        """
         if self._can_gather:
             self._gather(message)
             return
         async with self._turn:
             if self._is_ending:
-                raise ConnectionResetError("nothing may follow the close")
+                raise ConnectionResetError("the socket is closing")
             await self._write(message, WSMsgType.TEXT)
 
     @property
@@ -120,7 +119,7 @@ class Peer:
         self._num_gathered += len(message)
 
     def _flush(self) -> None:
-        """Writes what was gathered, if anybody is there."""
+        """Writes the gathered frames, unless the transport is closed."""
         frames, transport = b"".join(self._gathered), self._request.transport
         self._gathered.clear()
         self._num_gathered = 0
@@ -128,8 +127,11 @@ class Peer:
             transport.write(frames)
 
     async def end(self, code: int, error: ApiError) -> None:
-        """Ends it for a reason: the error as a last message, then the close code. Nothing that still arrives is read,
-        but it is let in for a moment, or the client's own sending would cost it the answer."""
+        """Sends the error as a last message, then closes with `code`.
+
+        Input is still received, and dropped, for up to `LINGER_S`. Otherwise a client that is sending would get a
+        connection reset before it reads the error.
+        """
         if self._is_ending:
             return
         self._is_ending = True
@@ -139,19 +141,21 @@ class Peer:
                 async with self._turn:
                     await self._write(error_message(error, {"id": None}), WSMsgType.TEXT)
                     await self._write(struct.pack("!H", code) + error.code.encode(), WSMsgType.CLOSE)
-                await asyncio.Event().wait()  # for the client to close: this task is cancelled then
+                await asyncio.Event().wait()  # until the client closes, which cancels this task
         self._abort()
 
     async def release(self) -> None:
-        """Whoever served it is done with it, and nothing of it is kept: what had come of a message would be, until
-        aiohttp's next ping to a client that is gone."""
+        """Closes the transport and frees all state; called once, when the session is over.
+
+        Otherwise a partly received message would stay in memory until aiohttp's next ping fails.
+        """
         if self._timer is not None:
             self._timer.cancel()
         if self._ending is not None:
             self._ending.cancel()
         self._abort() if self.has_stalled else self._close()
         self._guard.reader = None
-        await self.response.close(drain=False)  # writes nothing, as the transport is closing: it stops the pings
+        await self.response.close(drain=False)  # stops the pings; writes nothing, as the transport is closing
 
     async def _write(self, payload: bytes, kind: WSMsgType) -> None:
         self._flush()
@@ -171,10 +175,10 @@ class Peer:
 
     def _abort(self) -> None:
         if self._request.transport is not None:
-            self._request.transport.abort()  # the handler is cancelled, as for any client that leaves
+            self._request.transport.abort()  # this cancels the handler, as any disconnect does
 
     def _watch(self) -> None:
-        """One timer a socket, a few times in its patience."""
+        """Checks for a stall eight times in `stalled_reader_s`, with one timer a socket."""
         now = self._loop.time()
         if self._waiting_since is not None and now - self._waiting_since >= self._patience_s:
             self.has_stalled = True
@@ -184,15 +188,15 @@ class Peer:
 
 
 def _may_be_sent(code: int) -> bool:
-    """Whether a peer may close with that code (RFC 6455, 7.4): others are reserved, or are none."""
+    """Whether a close frame may have this code (RFC 6455, section 7.4)."""
     return code in range(3000, 5000) or (code in range(1000, 1015) and code not in (1004, 1005, 1006))
 
 
 def _check_handshake(request: web.Request) -> None:
     if request.headers.get("Upgrade", "").lower() != "websocket":
         headers = {"Upgrade": "websocket", "Connection": "Upgrade"}
-        raise ApiError("upgrade_required", "this route speaks WebSocket only", headers=headers)
-    # looked at before aiohttp does, which would log names that it does not know, keys included
+        raise ApiError("upgrade_required", "this route accepts WebSocket handshakes only", headers=headers)
+    # NOTE: checked before aiohttp does, which would log unknown names, keys included
     offered = request.headers.get("Sec-WebSocket-Protocol")
     if offered is not None and PROTOCOL not in (name.strip() for name in offered.split(",")):
-        raise ApiError("bad_request", f"the only subprotocol known here is {PROTOCOL}: name it, beside one with a key")
+        raise ApiError("bad_request", f"Sec-WebSocket-Protocol must offer {PROTOCOL}, also beside a key")

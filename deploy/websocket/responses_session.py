@@ -1,4 +1,4 @@
-"""OpenAI's protocol on a socket of `/v1/responses`: `response.create` in, the events of the response's stream out."""
+"""Sessions of `/v1/responses` sockets: `response.create` in, the events of the response out."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ CREATE = "response.create"
 
 
 class ResponsesSession(SocketSession):
-    """What one such socket has under way: responses one after another, or with a `stream_id`, one after another of the
-    same id and beside those of others. All of them end with the socket."""
+    """The running responses of one socket; all of them end with it.
+
+    Responses with the same `stream_id`, or without one, run one after another; different ids run concurrently.
+    """
 
     def __init__(self, context: SocketContext, peer: Peer, owner: str, client_id: str, responses: Responses) -> None:
         super().__init__(context, peer, owner)
         self._client_id = client_id
         self._responses = responses
-        self._lanes: dict[str | None, asyncio.Task[None]] = {}  # the last of each stream_id
+        self._lanes: dict[str | None, asyncio.Task[None]] = {}  # the last task of each stream_id
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -45,7 +47,7 @@ class ResponsesSession(SocketSession):
         try:
             _check(raw, lane)
             if len(self._tasks) >= self._context.config.ws_max_streams:
-                message = f"{len(self._tasks)} responses are under way on this socket: wait for one to end"
+                message = f"{len(self._tasks)} responses are running on this socket: wait for one to end"
                 raise ApiError("rate_limit_exceeded", message, retry_after_s=1.0)
             asked = await self._context.compute(num_bytes, self._responses.read, _body(raw))
         except ApiError as error:
@@ -62,8 +64,11 @@ class ResponsesSession(SocketSession):
         self.end_if_drained()
 
     async def _answer(self, asked: Asked, lane: str | None, before: asyncio.Task[None] | None) -> None:
-        """One response, once the one before it is over. It may go on from that, so what it goes on from is looked up
-        then. A client that does not read is not read for."""
+        """Runs one response after `before` has ended.
+
+        The response may continue the one before it, so `previous_response_id` is looked up only then. While the client
+        does not read, no further events are taken from the response.
+        """
         if before is not None:
             await asyncio.wait([before])
         with bound(request_id=asked.id):
@@ -74,13 +79,13 @@ class ResponsesSession(SocketSession):
                     async for event in events:
                         await self.peer.send(orjson.dumps(event | more))
             except ConnectionError:
-                return  # the client is gone
+                return  # the client has left
             except Exception as error:
                 await self._tell(told(error, asked.id), _of(lane))
 
 
 def _of(lane: Any) -> dict[str, Any]:
-    """What an error is about."""
+    """The fields of an error message that name the stream."""
     return {"stream_id": lane[:MAX_ID_CHARS]} if isinstance(lane, str) else {}
 
 
@@ -90,12 +95,12 @@ def _check(raw: Mapping[str, Any], lane: Any) -> None:
         raise ApiError("invalid_value", f"type = {shorten(repr(kind), 64)}: must be {CREATE}", param="type")
     if lane is not None and not (isinstance(lane, str) and 0 < len(lane) <= MAX_ID_CHARS):
         raise ApiError(
-            "invalid_value", f"stream_id: must be a text of 1 to {MAX_ID_CHARS} characters", param="stream_id"
+            "invalid_value", f"stream_id: must be a string of 1 to {MAX_ID_CHARS} characters", param="stream_id"
         )
     for name, only, why in (
-        ("stream", True, "a socket always streams"),
-        ("background", False, "a response of a socket ends with it"),
-        ("generate", True, "a response without an answer has nothing to go on from"),
+        ("stream", True, "responses on a socket are always streamed"),
+        ("background", False, "a response on a socket ends with the socket"),
+        ("generate", True, "warming up without an answer is not supported"),
     ):
         if raw.get(name) not in (None, only):
             raise ApiError("unsupported_parameter", f"{name}: {why}; leave it out", param=name)

@@ -1,4 +1,4 @@
-"""The messages of one client on `/v1/stream`, and the requests that are its own."""
+"""Sessions of `/v1/stream` sockets: client messages and the requests they create."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from .peer import Peer
 from .stream import Stream
 from .stream_registry import StreamRegistry
 
-MAX_KEPT_BYTES = 16 * 1024 * 1024  # of messages that one socket's client may leave unacknowledged, over all requests
+MAX_KEPT_BYTES = 16 * 1024 * 1024  # unacknowledged messages of one socket, over all its requests
 
 
 class Session(SocketSession):
-    """What one socket has under way; its requests end with it, but for those that may be resumed."""
+    """The running requests of one socket. They end with it, except resumable ones."""
 
     def __init__(self, registry: StreamRegistry[Stream], peer: Peer, owner: str) -> None:
         super().__init__(registry.context, peer, owner)
@@ -36,15 +36,15 @@ class Session(SocketSession):
 
     @property
     def has_room(self) -> bool:
-        """Whether its requests may leave more messages unacknowledged."""
+        """Whether the requests of this session may have more unacknowledged messages."""
         return self.num_kept < MAX_KEPT_BYTES
 
     def add(self, stream: Stream) -> None:
-        """A request is this session's from now on."""
+        """Adds a request to this session."""
         self._streams[stream.id] = stream
 
     def drop(self, stream: Stream) -> None:
-        """It is not any more."""
+        """Removes a request from this session, if it is there."""
         if self._streams.get(stream.id) is stream:
             del self._streams[stream.id]
             self.end_if_drained()
@@ -72,7 +72,7 @@ class Session(SocketSession):
                 await self._create(envelope, num_bytes)
             case Resume():
                 await self._resume(envelope)
-            case Credit() if stream is not None:  # else it is over, and the client could not know
+            case Credit() if stream is not None:  # otherwise it has ended, which the client cannot know yet
                 stream.grant(envelope.n, envelope.last)
             case Cancel() if stream is not None:
                 stream.cancel()
@@ -81,7 +81,7 @@ class Session(SocketSession):
         self._check_id(create.id)
         limit = self._context.config.ws_max_streams
         if len(self._streams) >= limit:
-            message = f"{limit} requests are under way on this socket: wait for one to end, or open another socket"
+            message = f"{limit} requests are running on this socket: wait for one to end, or open another socket"
             raise ApiError("rate_limit_exceeded", message, retry_after_s=1.0)
         kind, shape = ENDPOINTS[create.endpoint]
         order = await self._context.compute(
@@ -97,12 +97,12 @@ class Session(SocketSession):
 
     def _check_id(self, id: str) -> None:
         if id in self._streams:
-            message = f"id = {shorten(repr(id), 64)}: is in use on this socket; give each request one of its own"
+            message = f"id = {shorten(repr(id), 64)}: is in use on this socket; choose a new one"
             raise ApiError("invalid_value", message, param="id")
 
 
 def _what_of(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """What an error is about: the client's id and type, as far as they are some."""
+    """The fields of an error that name its cause: id and type of the message, if valid."""
     id, kind = raw.get("id"), raw.get("type")
     known_id = id if isinstance(id, str) and len(id) <= MAX_ID_CHARS else None
     return {"id": known_id, "in_reply_to": kind if isinstance(kind, str) and kind in KINDS else None}

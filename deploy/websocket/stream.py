@@ -1,7 +1,7 @@
-"""One request of a socket: what it may send, and that it ends however it is left.
+"""One request of a `/v1/stream` socket: flow control, cancellation and the end.
 
-A stream reads its request's outbox only while its client has room for more. What nobody reads is parked by schedule and
-costs no more of the cache. Refuses to know how messages travel.
+A stream reads the request's outbox only while its client has credit and room. The schedule stage parks a request whose
+outbox is not read, so it takes no further KV blocks.
 """
 
 from __future__ import annotations
@@ -25,25 +25,26 @@ if TYPE_CHECKING:
 
 
 class Cancelled(Exception):
-    """The client wants no more of it."""
+    """The client has cancelled the request."""
 
 
 class StreamSession(Recipient, Protocol):
     """The session that a stream belongs to."""
 
-    owner: str  # of its API key
+    owner: str  # the owner id of its API key
 
     def add(self, stream: Stream) -> None:
-        """A request is this session's from now on."""
+        """Adds a request to this session."""
 
     def drop(self, stream: Stream) -> None:
-        """It is not any more."""
+        """Removes a request from this session, if it is there."""
 
 
 class Stream:
-    """A request on its way to its client, in a task of its own.
+    """A request and the task that sends its answer to the client.
 
-    It belongs to the session that made it. With a `token` it outlives that for a while, and may go on in another.
+    It belongs to the session that created it. With a `token`, it survives the session for `ws_resume_window_s` and may
+    continue in another one.
     """
 
     def __init__(
@@ -65,10 +66,10 @@ class Stream:
         self._credit = create.credit
         self._wants_stats = create.stats
         self._is_cancelled = False
-        self._is_done = False  # its last message is made
+        self._is_done = False  # the last message is made
         self._answer_id = ""
         self._outbox: RequestOutbox | None = None
-        self._cause = "disconnect"  # told to the engine of an end that it does not know of
+        self._cause = "disconnect"  # reported to the engine if the request ends outside it
         self._expiry: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
         self._began_s = self._loop.time()
@@ -79,10 +80,13 @@ class Stream:
             registry.keep(self)
         self._task = self._context.spawn(self._run())
 
-    # -- what its client says
+    # -- messages of the client
 
     def grant(self, n: int, last: int | None) -> None:
-        """Room for `n` more chunks, and that message `last` has arrived. `ApiError` if it was never sent."""
+        """Adds `n` chunks of credit and acknowledges messages up to `last`.
+
+        `ApiError` if `last` was never sent.
+        """
         if last is not None:
             self.delivery.acknowledge(last)
         if self._credit is not None:
@@ -92,14 +96,16 @@ class Stream:
             self._forget()
 
     def cancel(self) -> None:
-        """Ends it: `usage` and `done` come next, whatever is waiting."""
+        """Cancels the request: `usage` and `done` come next, even if chunks are waiting."""
         self._is_cancelled = True
         self._registry.abort(self._answer_id)
         self.delivery.bell.set()
 
     async def resume(self, session: StreamSession, last: int, credit: int | None) -> None:
-        """Goes on in another session, behind message `last`, with new credit if given. `ApiError` if what follows that
-        message is not kept."""
+        """Continues in another session after message `last`, with new credit if it is given.
+
+        `ApiError` if the messages after `last` are not kept.
+        """
         self.delivery.check_resumption(last)
         former = self.delivery.session
         if former is not None and former is not session:
@@ -113,10 +119,10 @@ class Stream:
         if self._is_done:
             self._expire_later()
 
-    # -- what happens around it
+    # -- events of the session and the engine
 
     def leave(self, cause: str, for_good: bool) -> None:
-        """Its session is over. It ends too, unless it may be resumed."""
+        """Handles the end of the session: the request ends too, unless it may be resumed."""
         self.delivery.leave()
         if for_good or self.token is None or not self._registry.adopt(self):
             self.stop(cause)
@@ -124,13 +130,13 @@ class Stream:
             self._expire_later()
 
     def stop(self, cause: str = "disconnect") -> None:
-        """Ends it at once, with no more messages."""
+        """Ends the request at once, without further messages."""
         self._cause = cause
         self._forget()
         self._task.cancel()
 
     def wake(self) -> None:
-        """Its request has ended in the engine."""
+        """Wakes the stream, as its request has ended in the engine."""
         self.delivery.bell.set()
 
     def _expire_later(self) -> None:
@@ -143,7 +149,7 @@ class Stream:
             self._expiry = None
 
     def _forget(self) -> None:
-        """Nobody can find it any more."""
+        """Removes the stream from the registry and from its session."""
         self._stop_expiry()
         self._registry.forget(self)
         if self.delivery.session is not None:
@@ -195,7 +201,7 @@ class Stream:
                 await self.delivery.put(b"chunk", b'"body":' + body)
 
     async def _put_last(self, kind: bytes, members: bytes) -> None:
-        """Its id may be used again once this is read, unless it may be asked for again."""
+        """Sends the last message. Frees the id before that, unless the request may be resumed."""
         self._is_done = True
         if self.token is None:
             self._forget()
@@ -206,14 +212,17 @@ class Stream:
     # -- waiting
 
     async def _wait_for_room(self) -> None:
-        """Waits for credit, for room in the window and for a client. Raises what ends the request meanwhile."""
+        """Waits for credit, room in the window and a connected client.
+
+        Raises the error that ends the request meanwhile; `ApiError` after `stalled_reader_s` with a connected client.
+        """
         if not self._is_cancelled and self._has_room():
             return
         began_s, deadline_s = self._loop.time(), None
         while self._is_cancelled or not self._has_room():
             self._check_alive()
             if not self.delivery.is_open:
-                deadline_s = None  # its time is that of the resume window
+                deadline_s = None  # the resume window limits this wait
             elif deadline_s is None:
                 deadline_s = self._loop.time() + self._context.config.stalled_reader_s
             await self._wait_for_bell(deadline_s)
@@ -223,7 +232,10 @@ class Stream:
         return (self._credit is None or self._credit > 0) and self.delivery.has_room
 
     def _check_alive(self) -> None:
-        """An end that no reading of the outbox will tell, as there is no room to read it."""
+        """Raises if the request has ended.
+
+        The outbox would report the end, but it is not read while there is no room.
+        """
         if self._is_cancelled:
             raise Cancelled
         if self._outbox is None or self._outbox.cause in (None, "finish"):
@@ -246,10 +258,10 @@ class Stream:
             raise self._stalled() from None
 
     def _stalled(self) -> ApiError:
-        message = "this request waited too long for credit, or for its messages to be acknowledged: send credit"
+        message = "the request waited too long for credit or for acknowledgement of its messages: send credit"
         return ApiError("stalled_reader", message)
 
-    # -- words
+    # -- messages to the client
 
     def _created(self) -> bytes:
         said: dict[str, Any] = {"request_id": self._answer_id}
@@ -264,7 +276,7 @@ class Stream:
         said = {
             "ttft_s": first_s,
             "duration_s": round(self._loop.time() - self._began_s, 6),
-            "starved_s": round(self._starved_s, 6),  # without room for the next chunk
+            "starved_s": round(self._starved_s, 6),  # time without room for the next chunk
             "num_chunks": self._num_chunks,
         }
         return members(said)

@@ -1,4 +1,4 @@
-"""The streams of one server: which are under way in the engine, and which wait for their client to come back."""
+"""The streams of one server: those running in the engine, and those waiting for a reconnect."""
 
 from __future__ import annotations
 
@@ -12,60 +12,60 @@ if TYPE_CHECKING:
     from ...stages.engine.engine import Engine
     from ...stages.exit.outboxes import RequestOutbox
 
-MAX_ORPHANS = 1024  # requests whose socket was cut
+MAX_ORPHANS = 1024  # requests without a socket
 
 
 class Registered(Protocol):
-    """A stream, as far as it is looked after here."""
+    """The part of a stream that the registry uses."""
 
     id: str
     owner: str
     token: str | None
 
     def wake(self) -> None:
-        """Its request has ended in the engine."""
+        """Called when the request has ended in the engine."""
 
     def stop(self, cause: str) -> None:
-        """Ends it at once, with no more messages."""
+        """Ends the stream at once, without further messages."""
 
 
 S = TypeVar("S", bound=Registered)
 
 
 class StreamRegistry(Generic[S]):
-    """One a server, on its loop. `watch` the engine once it is there."""
+    """The registry of one server, on its event loop. Call `watch` once the engine exists."""
 
     def __init__(self, context: SocketContext) -> None:
         self.context = context
         self._by_token: dict[str, S] = {}
         self._orphans: set[S] = set()  # without a socket
-        self._by_answer: dict[str, S] = {}  # those under way in the engine
+        self._by_answer: dict[str, S] = {}  # streams whose requests are running in the engine
 
     def watch(self, engine: Engine) -> None:
-        """From now on streams hear of their requests' ends, read or not."""
+        """Notifies streams when their requests end, even if their outboxes are not being read."""
         assert engine.pipeline.exit is not None
         engine.pipeline.exit.on_end.append(self._request_ended)
 
     def stop_orphans(self, cause: str) -> None:
-        """Nobody is waited for who is not there."""
+        """Stops all streams without a socket."""
         for stream in list(self._orphans):
             stream.stop(cause)
 
-    # -- in the engine
+    # -- requests in the engine
 
     def open(self, stream: S, prefix: str, request_id: str) -> str:
-        """Counts a request in, as `Service.open`."""
+        """Registers a request; returns its answer id. Raises as `Service.open` does."""
         answer_id = self.context.service.open(prefix, request_id, stream.owner)
         self._by_answer[answer_id] = stream
         return answer_id
 
     def close_request(self, answer_id: str, cause: str) -> None:
-        """Forgets a request, and ends it with `cause` if it had not ended."""
+        """Removes a request, and ends it with `cause` if it is still running."""
         self._by_answer.pop(answer_id, None)
         self.context.service.close(answer_id, cause)
 
     def abort(self, answer_id: str) -> None:
-        """Ends a request in the engine, if it is there."""
+        """Cancels a request in the engine, if it is running there."""
         if self.context.service.engine is not None:
             self.context.service.engine.abort(answer_id, "cancel")
 
@@ -73,34 +73,40 @@ class StreamRegistry(Generic[S]):
         if (stream := self._by_answer.get(outbox.request_id)) is not None:
             stream.wake()
 
-    # -- by its token
+    # -- streams by token
 
     def keep(self, stream: S) -> None:
-        """The stream may be asked for by its token."""
+        """Makes the stream available to `find`."""
         assert stream.token is not None
         self._by_token[stream.token] = stream
 
     def forget(self, stream: S) -> None:
-        """Not any more."""
+        """Removes the stream."""
         self._orphans.discard(stream)
         if stream.token is not None:
             self._by_token.pop(stream.token, None)
 
     def adopt(self, stream: S) -> bool:
-        """The stream has lost its socket. False if it can not be waited for that its client comes back."""
+        """Keeps a stream that has lost its socket.
+
+        False if the server is draining or has too many such streams.
+        """
         if self.context.service.is_draining or len(self._orphans) >= MAX_ORPHANS:
             return False
         self._orphans.add(stream)
         return True
 
     def take_back(self, stream: S) -> None:
-        """The stream has a socket again."""
+        """Marks a stream as connected again."""
         self._orphans.discard(stream)
 
     def find(self, token: str, id: str, owner: str) -> S:
-        """The stream of that token, if it is the owner's and has that id. `ApiError` 404 tells none of it apart."""
+        """The stream with this token, id and owner.
+
+        `ApiError` 404 does not reveal which of them is wrong.
+        """
         stream = self._by_token.get(token)
         if stream is None or stream.id != id or not hmac.compare_digest(stream.owner, owner):
-            message = "no such request can be resumed: its time has passed, or id or token is wrong; create it anew"
+            message = "no such request can be resumed: it has expired, or id or token is wrong; create it again"
             raise ApiError("request_not_found", message, param="token")
         return stream

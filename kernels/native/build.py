@@ -1,7 +1,7 @@
-"""Where the native library comes from: the package, where it was built with the wheel, or the machine's own compiler.
+"""Finds the native library in the wheel, or compiles it.
 
-What is compiled here is kept in the user's cache folder, by instruction set, compiler flags and source. Imports nothing
-of the package: `packaging.py` runs it before there is one.
+Compiled libraries are cached in the user's cache folder, by instruction set, compiler flags and source. Imports nothing
+of the package, because `packaging.py` runs this file before the package is installed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SOURCE = Path(__file__).parent / "source"
 PREBUILT = Path(__file__).parent / "built"  # in a wheel
 
 COMMON = ["-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-pthread"]
-# One rounding for each operation as it is written, so that no build and no inlining changes a bit of a sum.
+# One rounding per operation as written, so that neither the compiler nor inlining changes a bit of a sum.
 EXACT = ["-ffp-contract=off", "-fno-math-errno"]
 QUIET = ["-Wno-unknown-warning-option", "-Wno-maybe-uninitialized", "-Wno-psabi"]
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mprefer-vector-width=512"]
@@ -29,20 +29,20 @@ FLAGS: dict[str, list[str]] = {
     "avx512_bf16": [*AVX512, "-mavx512bf16", "-mavx512vnni"],
     "avx512": AVX512,
     "avx2": ["-mavx2", "-mfma"],
-    # What "avx512_bf16" computes with AVX-512 alone, and "amx" without tile registers: for tests.
+    # For tests: "avx512_bf16" with AVX-512 alone, and "amx" without tile registers.
     "avx512_bf16_emulated": [*AVX512, "-DMILLRACE_EMULATE_BF16_DOT"],
     "amx_emulated": [*AVX512, "-mavx512bf16", "-mavx512vnni", "-DMILLRACE_EMULATE_AMX"],
 }
 
 
 class BuildError(RuntimeError):
-    """There is no compiler, or it failed; the message holds the end of what it said."""
+    """No compiler, or it failed; the message holds the end of its output."""
 
 
 def library_path(instruction_set: str) -> Path:
-    """The library for that instruction set, compiled now if nobody has yet. Raises BuildError.
+    """Path of the library for an instruction set; compiles it if necessary. Raises BuildError.
 
-    Of several processes that do this at once one compiles, and the others wait for it.
+    Of several processes at once, one compiles and the others wait.
     """
     built = PREBUILT / file_name(instruction_set)
     if built.exists():
@@ -54,13 +54,13 @@ def library_path(instruction_set: str) -> Path:
             with _locked(cached.with_suffix(".lock")):
                 if not cached.exists():
                     compile_library(instruction_set, cached)
-    except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
+    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home directory
         raise BuildError(str(error)) from None
     return cached
 
 
 def file_name(instruction_set: str) -> str:
-    """Of the library, by all that it is made of."""
+    """File name of the library: instruction set, and a hash of the flags and sources."""
     digest = hashlib.sha256(" ".join([*COMMON, *EXACT, *FLAGS[instruction_set]]).encode())
     for path in sorted(SOURCE.rglob("*.*")):
         digest.update(path.relative_to(SOURCE).as_posix().encode() + b"\0" + path.read_bytes())
@@ -68,7 +68,7 @@ def file_name(instruction_set: str) -> str:
 
 
 def is_ready(instruction_set: str) -> bool:
-    """Whether `library_path` will not have to compile."""
+    """Whether `library_path` returns without compiling."""
     name = file_name(instruction_set)
     return (PREBUILT / name).exists() or (cache_folder() / name).exists()
 
@@ -81,10 +81,10 @@ def cache_folder() -> Path:
 
 
 def compile_library(instruction_set: str, target: Path) -> None:
-    """Compiles the sources, in parallel, to the file `target`, which appears only when it is whole."""
+    """Compiles the sources in parallel; `target` appears only once it is complete."""
     compiler = find_compiler()
     if compiler is None:
-        raise BuildError("no C++ compiler is on the PATH (c++, g++ or clang++)")
+        raise BuildError("no C++ compiler on the PATH: install c++, g++ or clang++, or set CXX")
     flags = [*COMMON, *EXACT, *QUIET, *FLAGS[instruction_set], f"-I{SOURCE}"]
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         objects = [Path(folder) / f"{source.stem}.o" for source in _units()]
@@ -101,7 +101,7 @@ def compile_library(instruction_set: str, target: Path) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Held by one process at a time; the system lets go of it if the process ends."""
+    """A lock of one process at a time; the system releases it if the process ends."""
     import fcntl
 
     with path.open("w") as file:
@@ -110,7 +110,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def find_compiler() -> str | None:
-    """The CXX of the environment, or the first there is."""
+    """The compiler that CXX names, or the first of c++, g++ and clang++ on the PATH."""
     asked = os.environ.get("CXX")
     if asked is not None:
         return shutil.which(asked)
@@ -127,5 +127,5 @@ def _run(command: Sequence[str]) -> None:
 
 
 def _units() -> list[Path]:
-    """The translation units, of all rooms of `source/`; objects are named by stem, so a stem is used once."""
+    """The translation units in all folders of `source/`. Objects are named by stem, so stems must be unique."""
     return sorted(SOURCE.rglob("*.cpp"))

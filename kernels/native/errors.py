@@ -1,4 +1,4 @@
-"""What can be wrong with the native step."""
+"""Errors of the native step."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ class NativeUnavailableError(RuntimeError):
 
 
 class UnsupportedModelError(ValueError):
-    """The native step does not compute such a model; the message says what it lacks."""
+    """The native step does not support the model; the message says what it lacks."""
 
 
 class NonFiniteError(ValueError):
-    """A tensor holds NaN or infinity in the dtype it is to be kept in."""
+    """A tensor holds NaN or infinity in the dtype in which it is stored."""

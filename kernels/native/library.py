@@ -1,5 +1,7 @@
-"""The C interface of the native library, as ctypes sees it. A call releases the GIL while it runs; but for one that the
-event loop makes, `millrace_follow`, which takes less time than to get it back.
+"""ctypes bindings of the native library's C interface (source/step/api.cpp).
+
+Each call releases the GIL, except `millrace_follow`: the event loop calls it, and it takes less time than reacquiring
+the GIL.
 """
 
 from __future__ import annotations
@@ -12,8 +14,8 @@ from functools import cache
 from . import build, machine
 from .errors import NativeUnavailableError
 
-ENVIRONMENT = "MILLRACE_INSTRUCTION_SET"  # forces one, for tests
-EMULATED = {"avx512_bf16_emulated": "avx512", "amx_emulated": "avx512_bf16"}  # and what each needs; for tests
+ENVIRONMENT = "MILLRACE_INSTRUCTION_SET"  # forces an instruction set, for tests
+EMULATED = {"avx512_bf16_emulated": "avx512", "amx_emulated": "avx512_bf16"}  # what each needs; for tests
 
 
 class Shape(Structure):
@@ -45,46 +47,46 @@ class StepInputs(Structure):
         *((name, c_int64) for name in ("num_tokens", "num_sequences", "table_width", "num_logits")),
         *((name, c_void_p) for name in ("input_ids", "positions", "slot_mapping")),
         *((name, c_void_p) for name in ("block_tables", "query_starts", "lengths", "logits_rows", "cache")),
-        *((name, c_int64) for name in ("num_blocks", "blocks_apart", "block_size")),
-        *((name, c_void_p) for name in ("hidden", "logits", "likeliest", "is_broken")),
+        *((name, c_int64) for name in ("num_blocks", "layer_stride_blocks", "block_size")),
+        *((name, c_void_p) for name in ("hidden", "logits", "argmax", "is_broken")),
     ]
 
 
-class Decoding(Structure):
-    """`Decoding` of source/step/step.h."""
+class DecodeSlots(Structure):
+    """`DecodeSlots` of source/step/step.h."""
 
     _fields_ = [
         *((name, c_void_p) for name in ("slots", "starts", "last_tokens", "num_known", "tables")),
         *((name, c_int64) for name in ("num_slots", "blocks_per_slot")),
         ("cache", c_void_p),
-        *((name, c_int64) for name in ("num_blocks", "blocks_apart", "block_size")),
+        *((name, c_int64) for name in ("num_blocks", "layer_stride_blocks", "block_size")),
     ]
 
 
-class Asked(Structure):
-    """`Asked` of source/sampling/sampling.h."""
+class SlotSampling(Structure):
+    """`SlotSampling` of source/sampling/sampling.h."""
 
     _fields_ = [
         *((name, c_void_p) for name in ("is_random", "temperature", "top_k", "top_p", "min_p", "seeds", "num_prompt"))
     ]
 
 
-class Choices(Structure):
-    """`Choices` of source/sampling/sampling.h."""
+class SamplingRows(Structure):
+    """`SamplingRows` of source/sampling/sampling.h."""
 
     _fields_ = [
         ("logits", c_void_p),
         *((name, c_int64) for name in ("num_rows", "vocab_size")),
-        *((name, c_void_p) for name in ("slots", "places", "masks")),
+        *((name, c_void_p) for name in ("slots", "positions", "masks")),
         ("num_words", c_int64),
         *((name, c_void_p) for name in ("mask_rows", "token_ids", "is_broken")),
     ]
 
 
 def choose_instruction_set(asked: str | None = None) -> str:
-    """The one asked for, here or in the environment, or the best the machine has.
+    """The requested instruction set, by argument or environment, or the best that the machine has.
 
-    Raises NativeUnavailableError for one that it lacks, and where it has none of them.
+    Raises NativeUnavailableError if the machine lacks the requested one, or all of them.
     """
     asked = asked_for(asked)
     available = machine.instruction_sets()
@@ -98,13 +100,15 @@ def choose_instruction_set(asked: str | None = None) -> str:
 
 
 def asked_for(asked: str | None) -> str | None:
-    """The instruction set that is asked for, here or in the environment."""
+    """The requested instruction set, by argument or environment; None if there is none."""
     return asked or os.environ.get(ENVIRONMENT) or None
 
 
 def load_best(asked: str | None = None) -> tuple[str, ctypes.CDLL]:
-    """The instruction set of `choose_instruction_set` and its library; if nobody asks for one and a compiler is too old
-    for the best, the best that can be had. Raises NativeUnavailableError."""
+    """The instruction set of `choose_instruction_set` and its library. Raises NativeUnavailableError.
+
+    Falls back to the next best instruction set if none is requested and the compiler is too old for the best.
+    """
     chosen = choose_instruction_set(asked)
     failures = []
     for name in (chosen,) if asked_for(asked) else machine.instruction_sets():
@@ -117,7 +121,7 @@ def load_best(asked: str | None = None) -> tuple[str, ctypes.CDLL]:
 
 @cache
 def _load_once(instruction_set: str) -> ctypes.CDLL | NativeUnavailableError:
-    """The library, or why there is none: a compiler that lacks instructions is not tried again for each model."""
+    """The library, or why there is none. Cached, so that a failing compiler runs once and not once per model."""
     try:
         return load(instruction_set)
     except NativeUnavailableError as error:
@@ -126,13 +130,13 @@ def _load_once(instruction_set: str) -> ctypes.CDLL | NativeUnavailableError:
 
 @cache
 def load(instruction_set: str) -> ctypes.CDLL:
-    """The library, with its functions' types. Raises NativeUnavailableError if it can neither be found nor built."""
+    """The library with its functions' types. Raises NativeUnavailableError if it is neither found nor built."""
     try:
         path = str(build.library_path(instruction_set))
         library = ctypes.CDLL(path)
         setattr(library, "millrace_follow", ctypes.PyDLL(path).millrace_follow)  # noqa: B010
     except (build.BuildError, OSError) as error:
-        raise NativeUnavailableError(f"the native library ({instruction_set}) could not be had: {error}") from None
+        raise NativeUnavailableError(f"native library ({instruction_set}) not available: {error}") from None
     model = c_void_p
     library.millrace_is_supported.restype = c_int32
     library.millrace_model_new.restype = model
@@ -143,58 +147,58 @@ def load(instruction_set: str) -> ctypes.CDLL:
     library.millrace_set_positions.restype = c_int32
     library.millrace_set_tensors.argtypes = [model, POINTER(Tensor), c_int64, POINTER(c_int64)]
     library.millrace_set_tensors.restype = c_int32
-    library.millrace_code_weights.argtypes = [model]
-    library.millrace_code_weights.restype = c_int32
+    library.millrace_encode_bf16_12bit.argtypes = [model]
+    library.millrace_encode_bf16_12bit.restype = c_int32
     library.millrace_get_matrix.argtypes = [model, c_int64, c_int32, c_void_p]
     library.millrace_get_matrix.restype = c_int32
     library.millrace_weights_bytes.argtypes = [model]
     library.millrace_weights_bytes.restype = c_int64
     library.millrace_screen_bytes.argtypes = [model]
     library.millrace_screen_bytes.restype = c_int64
-    library.millrace_is_shared_by_rows.argtypes = [model]
-    library.millrace_is_shared_by_rows.restype = c_int32
-    library.millrace_is_apart.argtypes = [model]
-    library.millrace_is_apart.restype = c_int32
-    library.millrace_num_together.argtypes = [model]
-    library.millrace_num_together.restype = c_int32
-    library.millrace_assume_apart.argtypes = [model, c_int32]
-    library.millrace_assume_apart.restype = None
-    library.millrace_is_passing.argtypes = [model]
-    library.millrace_is_passing.restype = c_int32
-    library.millrace_wants_screen.argtypes = [model]
-    library.millrace_wants_screen.restype = c_int32
-    library.millrace_panels_left.argtypes = [model]
-    library.millrace_panels_left.restype = c_int64
-    library.millrace_panels_looked_at_closer.argtypes = [model]
-    library.millrace_panels_looked_at_closer.restype = c_int64
+    library.millrace_is_split_by_rows.argtypes = [model]
+    library.millrace_is_split_by_rows.restype = c_int32
+    library.millrace_is_split.argtypes = [model]
+    library.millrace_is_split.restype = c_int32
+    library.millrace_num_layers_before_split.argtypes = [model]
+    library.millrace_num_layers_before_split.restype = c_int32
+    library.millrace_assume_split.argtypes = [model, c_int32]
+    library.millrace_assume_split.restype = None
+    library.millrace_is_streaming.argtypes = [model]
+    library.millrace_is_streaming.restype = c_int32
+    library.millrace_can_screen.argtypes = [model]
+    library.millrace_can_screen.restype = c_int32
+    library.millrace_screen_candidates.argtypes = [model]
+    library.millrace_screen_candidates.restype = c_int64
+    library.millrace_screen_refined.argtypes = [model]
+    library.millrace_screen_refined.restype = c_int64
     library.millrace_step_bytes.argtypes = [model, c_int64, c_int64]
     library.millrace_step_bytes.restype = c_int64
-    library.millrace_time_parts.argtypes = [model, c_void_p]
-    library.millrace_time_parts.restype = None
+    library.millrace_time_phases.argtypes = [model, c_void_p]
+    library.millrace_time_phases.restype = None
     library.millrace_step.argtypes = [model, POINTER(StepInputs)]
-    library.millrace_count_shares.argtypes = [model, c_void_p]
-    library.millrace_count_shares.restype = None
+    library.millrace_count_thread_times.argtypes = [model, c_void_p]
+    library.millrace_count_thread_times.restype = None
     library.millrace_limit_threads.argtypes = [model, c_int32, c_int32]
     library.millrace_limit_threads.restype = None
-    library.millrace_come_late.argtypes = [model, c_int32]
-    library.millrace_come_late.restype = None
-    library.millrace_assume_kept.argtypes = [model, c_int64]
-    library.millrace_assume_kept.restype = None
-    library.millrace_bytes_beside.argtypes = [model]
-    library.millrace_bytes_beside.restype = c_int64
+    library.millrace_set_join_delay.argtypes = [model, c_int32]
+    library.millrace_set_join_delay.restype = None
+    library.millrace_assume_retained.argtypes = [model, c_int64]
+    library.millrace_assume_retained.restype = None
+    library.millrace_kv_prefetched_bytes.argtypes = [model]
+    library.millrace_kv_prefetched_bytes.restype = c_int64
     library.millrace_step.restype = c_int32
     library.millrace_norm.argtypes = [model, c_void_p, c_int64, c_void_p]
     library.millrace_norm.restype = None
     library.millrace_head.argtypes = [model, c_void_p, c_int64, c_void_p]
     library.millrace_head.restype = c_int32
-    library.millrace_decode.argtypes = [model, POINTER(Decoding), c_int64, c_void_p, c_void_p, c_void_p]
+    library.millrace_decode.argtypes = [model, POINTER(DecodeSlots), c_int64, c_void_p, c_void_p, c_void_p]
     library.millrace_decode.restype = c_int32
-    library.millrace_choose.argtypes = [model, POINTER(Asked), POINTER(Choices)]
-    library.millrace_choose.restype = c_int32
-    library.millrace_line.argtypes = [model]
-    library.millrace_line.restype = c_int32
+    library.millrace_sample.argtypes = [model, POINTER(SlotSampling), POINTER(SamplingRows)]
+    library.millrace_sample.restype = c_int32
+    library.millrace_step_thread_id.argtypes = [model]
+    library.millrace_step_thread_id.restype = c_int32
     for add in (library.millrace_begin, library.millrace_follow):
-        add.argtypes = [model, c_int64, POINTER(Decoding), POINTER(Asked), c_int64]
+        add.argtypes = [model, c_int64, POINTER(DecodeSlots), POINTER(SlotSampling), c_int64]
         add.restype = c_int32
     library.millrace_wait.argtypes = [model, c_int64, c_int64, c_void_p, c_void_p]
     library.millrace_wait.restype = c_int32

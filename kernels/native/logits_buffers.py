@@ -1,4 +1,4 @@
-"""Memory for the logits of each step, which are large and soon forgotten."""
+"""Reusable buffers for the logits of steps."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ import sys
 import numpy as np
 from numpy.typing import NDArray
 
-NUM_KEPT = 2  # who asked for the logits of a step may hold them while the next one computes
-UNHELD = 2  # references to memory of which nothing is held: the list's, and that of who counts
+NUM_KEPT = 2  # a caller may hold the logits of one step while the next one runs
+UNHELD = 2  # reference count of an unused buffer: the list, and the argument of getrefcount
 
 
 class ReusedRows:
-    """Gives out arrays [rows, columns] of float32, not initialized: of memory given out before, if nobody holds any of
-    it any more.
+    """Allocates uninitialized float32 arrays [rows, columns], from buffers that are no longer referenced if possible.
 
-    New memory would come from the system each time, at 512 rows of 49,152 a 25th of the step.
+    New memory would come from the system each time; for 512 rows of 49,152 that is 1/25 of the step.
     """
 
     def __init__(self, num_columns: int) -> None:
@@ -28,7 +27,7 @@ class ReusedRows:
             if sys.getrefcount(self._kept[place]) == UNHELD:
                 if self._kept[place].size >= size:
                     return self._shaped(self._kept[place], num_rows)
-                del self._kept[place]  # too small for what comes now
+                del self._kept[place]  # too small for this request
                 break
         self._kept = [np.empty(size, np.float32), *self._kept[: NUM_KEPT - 1]]
         return self._shaped(self._kept[0], num_rows)

@@ -1,4 +1,4 @@
-"""What this process may use of the machine: instruction sets, processors, threads."""
+"""The machine's resources for this process: instruction sets, processors, threads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq"})
-# What each needs of /proc/cpuinfo, best first; of AMD's.
+# The flags in /proc/cpuinfo that each needs; best first on AMD's processors.
 INSTRUCTION_SETS: dict[str, frozenset[str]] = {
     "amx": AVX512 | {"avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8"},
     "avx512_bf16": AVX512 | {"avx512_bf16", "avx512_vnni"},
@@ -22,7 +22,7 @@ ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA = 158, 0x1023, 18  # of Linu
 
 @cache
 def instruction_sets() -> tuple[str, ...]:
-    """Those of `INSTRUCTION_SETS` that the processor has and the system lets us use, best first."""
+    """The `INSTRUCTION_SETS` that the processor has and the system permits, best first."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return ()
     try:
@@ -34,20 +34,20 @@ def instruction_sets() -> tuple[str, ...]:
 
 @cache
 def ask_for_tiles() -> bool:
-    """Whether this process may use AMX's tile registers, which Linux, from 5.16 on, grants who asks.
+    """Requests permission for AMX tile registers (Linux 5.16 or newer); whether it is granted.
 
-    It is a grant to all threads and to processes that are forked, not to programs that these execute. It is refused
-    where a thread has a stack for signals that could not hold the registers.
+    The permission covers all threads and forked processes, but not programs that these execute. Linux denies it if a
+    thread has a signal stack that is too small for the registers.
     """
     return int(ctypes.CDLL(None).syscall(ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)) == 0
 
 
 def best_first(cpuinfo: str) -> tuple[str, ...]:
-    """The same, by what the system says of the processor.
+    """The instruction sets of a processor, by the text of /proc/cpuinfo, best first.
 
-    Intel's cores take two cycles for sixteen sums of two products of bfloat16, and begin two times sixteen fused
-    multiply-adds of float32 in each. On an Emerald Rapids, 576 x 1536 in bfloat16 at 12 rows: 88 GFLOP/s by the
-    former and 158 by the latter. AMD's are as fast at both or faster at the former.
+    Intel's cores take two cycles for a bf16 dot product instruction (16 sums of two products), and start two float32
+    FMA instructions (16 each) per cycle. On an Emerald Rapids, 576 x 1536 in bfloat16 at 12 rows runs at 88 GFLOP/s
+    with the former and 158 with the latter. AMD's cores are as fast with both, or faster with bf16.
     """
     lines = (line.partition(":") for line in cpuinfo.partition("\n\n")[0].splitlines())
     said = {name.strip(): value.strip() for name, _, value in lines}
@@ -60,12 +60,12 @@ def best_first(cpuinfo: str) -> tuple[str, ...]:
 
 
 def cpus() -> tuple[int, ...]:
-    """The processors this process may run on, in rising order; empty where the system does not say."""
+    """Processors that this process may run on, in rising order; empty if the system does not report them."""
     return tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
 
 
 def default_threads() -> int:
-    """OMP_NUM_THREADS where it is set, otherwise as many processors as affinity and the container's quota allow."""
+    """OMP_NUM_THREADS if set, else the number of processors that affinity and the container's quota allow."""
     asked = os.environ.get("OMP_NUM_THREADS", "")
     if asked.isdigit() and int(asked) > 0:
         return int(asked)
@@ -73,7 +73,7 @@ def default_threads() -> int:
 
 
 def _quota(path: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """Whole processors that the control group grants, rounded up."""
+    """Processors that the control group's quota grants, rounded up."""
     try:
         quota, period = path.read_text().split()
         return max(1, math.ceil(int(quota) / int(period)))

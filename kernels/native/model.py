@@ -1,6 +1,6 @@
-"""A decoder in the native library: weights packed tensor by tensor, the paged cache, and the step.
+"""A decoder in the native library: packed weights, and the steps on a paged cache.
 
-Arrays in, arrays out. Knows tensors by the names checkpoints give them; refuses to know files, torch and requests.
+Inputs and outputs are numpy arrays; tensors go by their checkpoint names. Does not depend on torch.
 """
 
 from __future__ import annotations
@@ -20,23 +20,26 @@ from .shape import Array, Bools, CacheDType, DType, Floats, Ints, Longs, NativeS
 from .thread_throttle import Neighbours, Share
 
 _TYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "int4": 4}
-GROUP_SIZE = 32  # of int4
+GROUP_SIZE = 32  # numbers of an int4 row that share a scale
 
 _PROBLEMS = {
-    1: "an input id is not in the vocabulary",
-    2: "a position is past the rotary tables",
+    1: "an input id is outside the vocabulary",
+    2: "a position is past the rotary tables (max_positions)",
     3: "a slot is past the cache",
     4: "query_starts or lengths do not fit the tokens or the block tables",
-    5: "a block table names a block that the cache does not have",
+    5: "a block table has a block id outside the cache",
     6: "a logits row is not one of the tokens",
-    7: "there is no memory for the step's activations",
+    7: "no memory for the step's activations",
 }
-IS_PROMPT = 8  # a step is none of decoding
+IS_PROMPT = 8  # a row reads a token of its prompt
 
 
 class NativeModel:
-    """A decoder with its weights and its compute threads. Logits of a token do not depend, by one bit, on what else is
-    in the step, how a prompt is cut, the size of blocks, or the number of threads."""
+    """A decoder with its weights and its compute threads.
+
+    The logits of a token are the same, bit for bit, whatever else is in the step, however a prompt is chunked, and with
+    any block size and number of threads.
+    """
 
     def __init__(
         self,
@@ -54,23 +57,24 @@ class NativeModel:
         worth_a_thread: int = 2 << 20,
         neighbours: Neighbours | None = None,
     ) -> None:
-        """cos, sin [P, rotary_dim / 2]: of the P positions that sequences may have.
+        """cos, sin [P, rotary_dim / 2]: the rotary tables of P positions.
 
-        `quantization`: how matrices are kept; None: in `dtype`, in which all is computed. "int8": with a scale for each
-        row. "int4": with a scale for each `group_size` numbers of a row, and the head in int8. An embedding that is not
-        the head stays in `dtype`. `cache_dtype` None: as `dtype`. `num_threads` None: as many as
-        `machine.default_threads` says. Several are the model's own, who calls waits for them, and each is pinned to the
-        processor of `cpus` in its place; None: all there are, in order; fewer than threads: none is pinned. While some
-        are left out, those that compute run on any of their processors. A single one is whoever calls.
-        `worth_a_thread`: bytes of weights to read below which another thread does not pay for a token. `neighbours`
-        decides how many threads compute where others want the cores, too; None: it is made here.
-        Weights come with `set_tensor`; all of them before the first step, and then `code_weights` where it pays.
+        `quantization`: storage of the matrices. None: `dtype`. "int8": one scale per row. "int4": one scale per
+        `group_size` numbers of a row, and the head in int8. An embedding that is not the head stays in `dtype`.
+        Computation is in `dtype`. `cache_dtype` None: as `dtype`.
+        `num_threads` None: `machine.default_threads()`. With several, the model has its own threads, and the caller
+        waits for them; with one, the caller computes.
+        `cpus`: thread i is pinned to cpus[i]. None: all available, in order. Fewer than threads: no thread is pinned.
+        While threads are left out, the others may run on any of these processors.
+        `worth_a_thread`: bytes of weights below which another thread does not pay for one token.
+        `neighbours`: decides how many threads compute while other processes use the cores; None: a new one.
 
-        Raises UnsupportedModelError, and NativeUnavailableError if the library cannot be had.
+        Set all tensors (`set_tensor`) before the first step, then call `encode_bf16_12bit` if it pays.
+        Raises UnsupportedModelError, and NativeUnavailableError if the library is not available.
         """
         shape.check()
         if group_size < 2 or group_size % 2:
-            raise ValueError(f"group_size = {group_size}: must be even, as numbers are kept in pairs")
+            raise ValueError(f"group_size = {group_size}: must be even, because numbers are stored in pairs")
         self.shape, self.dtype, self.quantization = shape, dtype, quantization
         self.cache_dtype = cache_dtype or dtype
         self.num_threads = num_threads or machine.default_threads()
@@ -96,49 +100,50 @@ class NativeModel:
             worth_a_thread,
         )
         if not self._model:
-            raise NativeUnavailableError(f"threads = {self.num_threads}: the system gives no more threads or memory")
+            raise NativeUnavailableError(f"threads = {self.num_threads}: no memory or system threads left; try fewer")
         self._before_step: Callable[[], object] | None = None
         self._logits = ReusedRows(shape.vocab_size)
-        self._part_times: Longs | None = None
+        self._phase_times: Longs | None = None
         self._neighbours = neighbours or Neighbours(self.num_threads)
         self._shares = np.zeros(len(Share), np.int64)
         if self.num_threads > 1:
-            self._library.millrace_count_shares(self._model, self._shares.ctypes.data)
+            self._library.millrace_count_thread_times(self._model, self._shares.ctypes.data)
         self._kept: list[Array] = []
         self._are_coded = False
         freed = weakref.finalize(self, _delete, self._library, self._model, self._kept)
-        freed.atexit = False  # a process that ends has its memory freed, and may have a thread that packs weights
+        freed.atexit = False  # the system frees the memory of a process, and a thread may still be packing weights
         self.set_positions(cos, sin)
 
     def set_positions(self, cos: Floats, sin: Floats) -> None:
-        """Takes other rotary tables, [P, rotary_dim / 2] each, for as many positions as they have."""
+        """Replaces the rotary tables, [P, rotary_dim / 2] each; sets `max_positions` to P."""
         cos, sin = np.ascontiguousarray(cos, np.float32), np.ascontiguousarray(sin, np.float32)
         if cos.shape != sin.shape or cos.shape[1] != self.shape.rotary_dim // 2:
             wanted = f"[positions, {self.shape.rotary_dim // 2}]"
             raise ValueError(f"cos {cos.shape}, sin {sin.shape}: must both be {wanted}")
         self.max_positions = len(cos)
         if self._library.millrace_set_positions(self._model, cos.ctypes.data, sin.ctypes.data, len(cos)):
-            raise MemoryError(f"no memory for the tables of {len(cos)} positions")
+            raise MemoryError(f"no memory for the rotary tables of {len(cos)} positions")
 
     def set_tensor(self, name: str, data: Array, dtype: str | None = None) -> None:
-        """Packs a tensor of the checkpoint, as its row-major array, memory-mapped or not; it is not needed afterwards.
+        """Packs a tensor of the checkpoint, a row-major array, which is not needed afterwards.
 
-        `dtype` says what uint16 holds: "bfloat16" (if nothing is said) or "float16". Raises NonFiniteError.
+        `dtype` is the type of a uint16 array: "bfloat16" (the default) or "float16". Raises NonFiniteError.
         """
         self._set_tensors({name: data}, dtype)
 
     def set_mapped_tensors(self, mapped: Mapping[str, Array]) -> None:
-        """Packs tensors that are of a file's private map, each as `set_tensor` does, and lets its pages go: at no time
-        are there two copies of the model. Nothing else may be passed, as its pages would be empty afterwards.
+        """Packs tensors of a private file mapping like `set_tensor`, and drops each one's pages.
 
-        One call of the library, so that other threads may hold the GIL meanwhile: to get it back takes up to 5 ms, and
-        a model has hundreds of tensors."""
+        So there are never two copies of the model. NOTE: arrays in other memory would lose their contents.
+        One library call for all, because reacquiring the GIL beside other threads takes up to 5 ms, and a model has
+        hundreds of tensors.
+        """
         self._set_tensors(mapped, is_mapped=True)
 
     def _set_tensors(self, arrays: Mapping[str, Array], dtype: str | None = None, is_mapped: bool = False) -> None:
         names = list(arrays)
         if self._are_coded:
-            raise RuntimeError(f"tensor {names[0]}: weights are coded; all tensors come before `code_weights`")
+            raise RuntimeError(f"tensor {names[0]}: set all tensors before `encode_bf16_12bit`")
         sources = [np.ascontiguousarray(array) for array in arrays.values()]
         described = (library.Tensor * len(names))()
         for one, name, source in zip(described, names, sources, strict=True):
@@ -154,76 +159,82 @@ class NativeModel:
             name, size = names[num_set.value], sources[num_set.value].size
             raise MemoryError(f"tensor {name}: no memory for {size} numbers as {self.dtype}")
 
-    def code_weights(self) -> None:
-        """Keeps matrices of bf16, the layers' and the head, in 12 bits a number from now on, to the bit, where the
-        machine multiplies bf16 as such and a matrix's numbers are of like size: few rows' steps take up to a quarter
-        less, as what they read is so much smaller. All tensors are set, and none can be set any more. Raises
-        MemoryError when it is through: what there was no memory for stays as it is, and steps go on.
+    def encode_bf16_12bit(self) -> None:
+        """Encodes the bf16 matrices losslessly in 12 bits per number, where that saves memory.
+
+        Applies on machines with bf16 dot products, to matrices whose numbers have similar magnitudes. Steps of few rows
+        take up to a quarter less, because they read less. Call after all tensors are set; none can be set afterwards.
+        Raises MemoryError after it has tried all: matrices that lacked memory stay as they are, and steps still work.
         """
         self._are_coded = True
-        if self._library.millrace_code_weights(self._model):
-            raise MemoryError("no memory for a matrix while it is coded")
+        if self._library.millrace_encode_bf16_12bit(self._model):
+            raise MemoryError("no memory to encode some of the matrices; these stay in bf16")
 
     def type_of(self, name: str) -> str:
-        """How a checkpoint's tensor is kept: as `dtype`, int8 or int4."""
+        """Storage type of a checkpoint's tensor: `dtype`, "int8" or "int4"."""
         if self.quantization is None or not tensors.is_matrix(name, self.shape.is_tied):
             return self.dtype
         return "int8" if tensors.is_of_model(name) else self.quantization
 
     def has_screen(self, name: str) -> bool:
-        """Whether a copy of the tensor in int8 is made beside it: see `screen_bytes`."""
+        """Whether the tensor gets an int8 copy: see `screen_bytes`."""
         is_head = name == ("model.embed_tokens.weight" if self.shape.is_tied else "lm_head.weight")
-        return is_head and bool(self._library.millrace_wants_screen(self._model))
+        return is_head and bool(self._library.millrace_can_screen(self._model))
 
     @property
-    def num_panels_left(self) -> int:
-        """Panels, of 32 tokens, of the head that may have had a row's largest logit as far as the last step's screen
-        told, each once for each row; -1: that went without one, or needed no logits."""
-        return int(self._library.millrace_panels_left(self._model))
+    def num_screen_candidates(self) -> int:
+        """(row, panel of 32 tokens) pairs that the last step's argmax screen left as candidates.
+
+        -1: the step used no screen, or needed no logits.
+        """
+        return int(self._library.millrace_screen_candidates(self._model))
 
     @property
-    def num_panels_closer(self) -> int:
-        """Those that the last step's screen looked at closer, each once for each row."""
-        return int(self._library.millrace_panels_looked_at_closer(self._model))
+    def num_screen_refined(self) -> int:
+        """(row, panel) pairs that the last step's argmax screen refined."""
+        return int(self._library.millrace_screen_refined(self._model))
 
     @property
-    def is_shared_by_rows(self) -> bool:
-        """Whether two threads shared the last step's products by rows, each with all weights, not by columns."""
-        return bool(self._library.millrace_is_shared_by_rows(self._model))
+    def is_split_by_rows(self) -> bool:
+        """Whether two threads split the last step's products by rows, each with all weights, and not by columns."""
+        return bool(self._library.millrace_is_split_by_rows(self._model))
 
     @property
-    def is_apart(self) -> bool:
-        """Whether each of two threads was to take half of the last step's rows, alone, once both were there."""
-        return bool(self._library.millrace_is_apart(self._model))
+    def is_split(self) -> bool:
+        """Whether the last step's rows were split between two threads, from the layer before which both had joined."""
+        return bool(self._library.millrace_is_split(self._model))
 
     @property
-    def num_together(self) -> int:
-        """Layers that whoever was there went through with all rows before the last step of which two threads took half
-        each; -1: the other one did not come before the last layer."""
-        return int(self._library.millrace_num_together(self._model))
+    def num_layers_before_split(self) -> int:
+        """Layers before the last split step was split; -1: the second thread did not join before the last layer."""
+        return int(self._library.millrace_num_layers_before_split(self._model))
 
     @property
-    def is_passing(self) -> bool:
-        """Whether the last step's rows were so few, in its layers or its head, that weights passed by the caches."""
-        return bool(self._library.millrace_is_passing(self._model))
+    def is_streaming(self) -> bool:
+        """Whether the last step had so few rows, in its layers or its head, that it read weights non-temporally."""
+        return bool(self._library.millrace_is_streaming(self._model))
 
     @property
-    def num_bytes_beside(self) -> int:
-        """Of keys and values: what the last step fetched a layer ahead, beside products."""
-        return int(self._library.millrace_bytes_beside(self._model))
+    def kv_prefetched_bytes(self) -> int:
+        """Bytes of keys and values that the last step prefetched a layer ahead, beside products."""
+        return int(self._library.millrace_kv_prefetched_bytes(self._model))
 
-    def assume_kept(self, num_bytes: int) -> None:
-        """From now on the cache behind the cores' own is taken to keep so many bytes; below 0: that is measured, as at
-        first. What a step computes does not depend on it."""
-        self._library.millrace_assume_kept(self._model, num_bytes)
+    def assume_retained(self, num_bytes: int) -> None:
+        """For tests: fixes the bytes that the shared cache retains; negative: measures them, as by default.
 
-    def assume_apart(self, is_apart: bool | None) -> None:
-        """From now on the rows of steps that can be taken apart are, or are not; None: it is measured which is faster,
-        as at first. What a step computes does not depend on it."""
-        self._library.millrace_assume_apart(self._model, -1 if is_apart is None else int(is_apart))
+        Results of steps do not depend on it.
+        """
+        self._library.millrace_assume_retained(self._model, num_bytes)
+
+    def assume_split(self, is_split: bool | None) -> None:
+        """For tests: splits the rows of all steps that allow it, or of none; None: the faster way, as by default.
+
+        Results of steps do not depend on it.
+        """
+        self._library.millrace_assume_split(self._model, -1 if is_split is None else int(is_split))
 
     def matrix(self, name: str, num_rows: int, num_columns: int) -> Floats:
-        """What is computed with in place of a checkpoint's matrix, [rows, columns]: its numbers as they are kept."""
+        """The numbers that products use for a checkpoint's matrix, [rows, columns]."""
         numbers = np.empty((num_rows, num_columns), np.float32)
         if not self._library.millrace_get_matrix(self._model, *tensors.place(name), numbers.ctypes.data):
             raise ValueError(f"{name}: not a matrix, or not set yet")
@@ -236,13 +247,14 @@ class NativeModel:
 
     @property
     def screen_bytes(self) -> int:
-        """Memory beside the weights that tells where the head's largest logits are: the head in int8, so that steps
-        that are asked for the likeliest tokens of up to 512 rows read and multiply that, and little of the head. 0:
-        there is none."""
+        """Memory of the argmax screen: an int8 copy of the head; 0: there is none.
+
+        Steps that return argmax tokens of up to 512 rows multiply the copy, and little of the head.
+        """
         return int(self._library.millrace_screen_bytes(self._model))
 
     def step_bytes(self, num_tokens: int, num_logits: int = 0) -> int:
-        """Memory of the largest step's activations, its outputs left out."""
+        """Memory of the activations of a step of this size, without its outputs."""
         return int(self._library.millrace_step_bytes(self._model, num_tokens, num_logits))
 
     def step(
@@ -251,24 +263,23 @@ class NativeModel:
         *,
         input_ids: Longs,  # [T]
         positions: Longs,  # [T], from 0 in each sequence
-        slot_mapping: Longs,  # [T] block * block_size + offset; -1 = nothing is written
+        slot_mapping: Longs,  # [T] block * block_size + offset; -1: not written
         block_tables: Ints,  # [S, M] block ids in token order
         query_starts: Ints,  # [S + 1] sequence s has the tokens [query_starts[s], query_starts[s + 1])
         lengths: Ints,  # [S] tokens in the cache, the new ones included
         logits_rows: Longs | None = None,  # [L] which of the T tokens
         logits: Floats | None = None,  # [L, V] to write to
-        likeliest: tuple[Longs, Bools] | None = None,  # in their place: [L] each, to write to
+        likeliest: tuple[Longs, Bools] | None = None,  # instead of logits: ids and broken rows, [L] each
         hidden: Floats | None = None,  # [T, hidden_size] to write to
     ) -> None:
-        """Runs one step: writes the new tokens' keys and values into the cache, and `logits`, `likeliest` and `hidden`
-        where asked. `likeliest` are token ids, the lowest one among equals, and whether a row is broken: as a `Chooser`
-        tells of rows that are not random.
+        """Runs one step: writes the new tokens' keys and values into the cache, and the requested outputs.
 
-        All arrays are contiguous. Blocks the tokens; the GIL is released. Raises ValueError, before anything is
-        computed, for inputs that point outside what there is.
+        `likeliest`: argmax token ids, the lowest id among ties, and whether a row is broken, as in `Chooser`.
+        All arrays must be contiguous. Waits for the step; the GIL is released. Raises ValueError, before anything is
+        computed, for indices out of range.
         """
         self.check_cache(cache)
-        assert logits is None or likeliest is None, "logits, and what is told in their place"
+        assert logits is None or likeliest is None, "request logits or likeliest, not both"
         inputs = library.StepInputs(
             num_tokens=len(input_ids),
             num_sequences=len(lengths),
@@ -283,11 +294,11 @@ class NativeModel:
             logits_rows=None if logits_rows is None else address(logits_rows, np.int64),
             cache=cache.data.ctypes.data,
             num_blocks=cache.num_blocks,
-            blocks_apart=cache.blocks_apart,
+            layer_stride_blocks=cache.layer_stride_blocks,
             block_size=cache.block_size,
             hidden=None if hidden is None else address(hidden, np.float32),
             logits=None if logits is None else address(logits, np.float32),
-            likeliest=None if likeliest is None else address(likeliest[0], np.int64),
+            argmax=None if likeliest is None else address(likeliest[0], np.int64),
             is_broken=None if likeliest is None else address(likeliest[1], np.bool_),
         )
         if self._before_step is not None:
@@ -296,46 +307,52 @@ class NativeModel:
         self._note_shares()
 
     def decode(self, rows: Any, num_rows: int, *wanted: int | None) -> bool:
-        """As `step`, by a reference to a `library.Decoding`, to the addresses of what is `wanted`: logits, or None,
-        likeliest tokens, and which rows are broken. For a `Decoding`. False, and nothing was done, if a row reads a
-        token of its prompt."""
+        """Runs a decoding step, for a `Decoding`. False if a row reads a token of its prompt; then nothing was done.
+
+        `rows`: reference to a `library.DecodeSlots`. `wanted`: addresses of logits, argmax tokens and broken rows, or
+        None. Raises as `step`.
+        """
         if self._before_step is not None:
             self._before_step()
         problem = self._library.millrace_decode(self._model, rows, num_rows, *wanted)
         return self._is_done(problem)
 
     @property
-    def line_thread(self) -> int:
-        """The system's id of the thread that begins each step; 0: that is whoever calls."""
-        return int(self._library.millrace_line(self._model))
+    def step_thread_id(self) -> int:
+        """The system's id of the thread that runs the steps; 0: the caller's thread does."""
+        return int(self._library.millrace_step_thread_id(self._model))
 
     def keep(self, *arrays: Array) -> None:
-        """These are read while steps run that nobody waits for, so they last as long as the model."""
+        """Keeps arrays alive as long as the model, because steps that are not waited for may read them."""
         self._kept.extend(arrays)
 
     def begin(self, number: int, rows: Any, asked: Any, num_rows: int) -> None:
-        """Puts a decoding step with the choice of its tokens in line, by references to a `Decoding` and an `Asked`: for
-        a `Chain`."""
+        """Queues a decoding step with sampling, for a `Chain`.
+
+        `rows`, `asked`: references to a `library.DecodeSlots` and a `library.SlotSampling`.
+        """
         self._check(self._library.millrace_begin(self._model, number, rows, asked, num_rows))
 
     def follow(self, number: int, rows: Any, asked: Any, num_rows: int) -> bool:
-        """The same, but only right behind step `number - 1`: whether it is."""
+        """Like `begin`, but only directly behind step `number - 1`; whether the step was queued."""
         return bool(self._library.millrace_follow(self._model, number, rows, asked, num_rows))
 
     def wait(self, number: int, num_rows: int, token_ids: int, is_broken: int) -> bool:
-        """What a step came to, written to those addresses. False, and nothing was done, if a row reads a token of its
-        prompt, or one of a step that it follows."""
+        """Waits for a step and writes its results to the addresses `token_ids` and `is_broken`.
+
+        False if a row reads a token of its prompt, in this step or one that it follows; then nothing was done.
+        """
         if self._before_step is not None:
             self._before_step()
         problem = self._library.millrace_wait(self._model, number, num_rows, token_ids, is_broken)
         return self._is_done(problem)
 
     def drain(self) -> None:
-        """Returns when nothing is in line."""
+        """Waits until no step is queued or running."""
         self._library.millrace_drain(self._model)
 
     def _is_done(self, problem: int) -> bool:
-        """Whether a decoding step was computed; False if a row reads a token of its prompt."""
+        """Whether a decoding step was computed; False if a row read a token of its prompt. Raises on errors."""
         if problem == IS_PROMPT:
             return False
         if problem:
@@ -349,46 +366,48 @@ class NativeModel:
             self._library.millrace_limit_threads(self._model, *told)
 
     def room_for_logits(self, num_rows: int) -> Floats:
-        """[num_rows, V] for a step to write to; it is not taken again while anybody holds it, or a part of it."""
+        """A buffer [num_rows, V] for a step's logits. It is reused once no reference to it or a part of it is left."""
         return self._logits.take(num_rows)
 
     def call_before_steps(self, call: Callable[[], object]) -> None:
-        """From now on each step calls `call()` when all is ready, right before its caller lets go of the interpreter
-        lock to wait for it."""
+        """Sets a function that each step calls right before its caller releases the interpreter lock and waits."""
         self._before_step = call
 
-    def time_parts(self) -> Longs:
-        """From now on each step adds to what this returns: nanoseconds of its products with weights, of its attention
-        and of the rest, until the last thread was through with each, and 1. Norms of few rows are within products. A
-        clock is read up to nine times a layer."""
-        if self._part_times is None:
-            self._part_times = np.zeros(4, np.int64)
-            self._library.millrace_time_parts(self._model, self._part_times.ctypes.data)
-        return self._part_times
+    def time_phases(self) -> Longs:
+        """Starts to time the phases of steps. Each step adds to the returned array: [products, attention, other, 1].
+
+        Times are nanoseconds until the last thread has finished a phase. Norms of few rows count as products. Reads a
+        clock up to nine times per layer.
+        """
+        if self._phase_times is None:
+            self._phase_times = np.zeros(4, np.int64)
+            self._library.millrace_time_phases(self._model, self._phase_times.ctypes.data)
+        return self._phase_times
 
     def normed(self, hidden: Floats) -> Floats:
-        """The final norm of hidden states, [L, hidden_size] both."""
+        """The final norm of hidden states; both [L, hidden_size]."""
         hidden = np.ascontiguousarray(hidden, np.float32)
         out = np.empty_like(hidden)
         self._library.millrace_norm(self._model, hidden.ctypes.data, len(hidden), out.ctypes.data)
         return out
 
     def logits(self, hidden: Floats) -> Floats:
-        """Logits [L, V] of hidden states [L, hidden_size]: the same bits as `step` gives."""
+        """Logits [L, V] of hidden states [L, hidden_size], the same bits as from `step`."""
         hidden = np.ascontiguousarray(hidden, np.float32)
         out = np.empty((len(hidden), self.shape.vocab_size), np.float32)
         self._check(self._library.millrace_head(self._model, hidden.ctypes.data, len(hidden), out.ctypes.data))
         return out
 
     def choose(self, asked: Any, choices: Any) -> None:
-        """Chooses tokens of logits, by references to an `Asked` and to `Choices`: for a `Chooser`."""
-        self._check(self._library.millrace_choose(self._model, asked, choices))
+        """Samples tokens from logits, for a `Chooser`.
+
+        `asked`, `choices`: references to a `library.SlotSampling` and a `library.SamplingRows`.
+        """
+        self._check(self._library.millrace_sample(self._model, asked, choices))
 
     def check_cache(self, cache: NativeCache) -> None:
-        """That it is one of this model's."""
-        assert cache.dtype == self.cache_dtype, (
-            f"a cache of {cache.dtype} for a model whose cache is {self.cache_dtype}"
-        )
+        """Asserts that the cache has this model's cache dtype."""
+        assert cache.dtype == self.cache_dtype, f"cache dtype {cache.dtype}: the model's is {self.cache_dtype}"
 
     def _check(self, problem: int) -> None:
         if problem == 7:
@@ -398,11 +417,11 @@ class NativeModel:
 
 
 def _delete(library: ctypes.CDLL, model: int, kept: list[Array]) -> None:
-    """When nothing runs any more, `kept` may go, too. Nobody may be waiting for a step then."""
+    """Deletes the model, then releases `kept`, which running steps may read. No caller may be waiting for a step."""
     library.millrace_model_delete(model)
 
 
 def address(array: Array, dtype: type[np.generic]) -> int:
-    """Where the numbers of an array are, that is contiguous and of that type."""
+    """Address of an array, which must be contiguous and of type `dtype`."""
     assert array.dtype == dtype and array.flags.c_contiguous, f"{array.dtype} {array.strides}: not contiguous {dtype}"
     return int(array.ctypes.data)

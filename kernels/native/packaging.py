@@ -1,7 +1,8 @@
-"""How the native library gets to users: a wheel brings it, where the machine that builds the wheel has a compiler; an
-editable install compiles it for this machine, so that the first start need not.
+"""setuptools commands that build the native library into wheels and editable installs.
 
-Named by pyproject.toml as commands of setuptools, which loads this file by its path: it imports nothing of the package.
+A wheel contains the library for every instruction set if the build machine has a compiler. An editable install compiles
+it for this machine, so that the first start does not have to. setuptools loads this file by its path (pyproject.toml),
+so it imports nothing of the package.
 """
 
 from __future__ import annotations
@@ -28,8 +29,11 @@ def is_possible() -> bool:
 
 
 class BuildWithLibrary(build_py):
-    """The package's files, and the library: beside them for every instruction set, or in an editable install in the
-    user's cache folder for the best that this machine has. Without a compiler neither."""
+    """build_py that also builds the library: for every instruction set beside the package's files.
+
+    In an editable install: for this machine's best instruction set, in the user's cache folder. Without a compiler it
+    builds no library.
+    """
 
     def run(self) -> None:
         super().run()
@@ -37,7 +41,7 @@ class BuildWithLibrary(build_py):
             return
         if self.editable_mode:
             available = runpy.run_path(str(HERE / "machine.py"))["instruction_sets"]()
-            any(self._try(name, BUILD["library_path"]) for name in available)  # the first that can be had
+            any(self._try(name, BUILD["library_path"]) for name in available)  # the first that compiles
             return
         folder = Path(self.build_lib) / "millrace" / "kernels" / "native" / "built"
         folder.mkdir(parents=True, exist_ok=True)
@@ -54,7 +58,7 @@ class BuildWithLibrary(build_py):
 
 
 class PlatformWheel(bdist_wheel):
-    """A wheel with the library in it is for this platform, and for any Python: the library knows nothing of that."""
+    """bdist_wheel that tags a wheel with the library for this platform and any Python 3."""
 
     def finalize_options(self) -> None:
         super().finalize_options()

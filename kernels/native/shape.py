@@ -1,7 +1,4 @@
-"""What the native library computes with: the sizes of a decoder, and the types of arrays.
-
-Refuses to know weights.
-"""
+"""The sizes of a decoder for the native library, and the types of its arrays."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ _MAX_HEAD_DIM = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeShape:
-    """What a decoder computes: Llama 2 and 3, Mistral, Qwen2, Qwen2.5, Qwen3."""
+    """The sizes of a decoder. Supported: Llama 2 and 3, Mistral, Qwen2, Qwen2.5, Qwen3."""
 
     vocab_size: int
     hidden_size: int
@@ -45,7 +42,7 @@ class NativeShape:
     has_head: bool = True
 
     def check(self) -> None:
-        """Raises UnsupportedModelError for sizes that the library does not compute with."""
+        """Raises UnsupportedModelError for sizes that the library does not support."""
         even = {
             "hidden_size": self.hidden_size,
             "intermediate_size": self.intermediate_size,
@@ -54,13 +51,15 @@ class NativeShape:
         }
         for name, size in even.items():
             if size % 2:
-                raise UnsupportedModelError(f"{name} = {size}: the native step needs an even size")
+                raise UnsupportedModelError(f"{name} = {size}: must be even for the native step")
         if self.head_dim > _MAX_HEAD_DIM:
-            raise UnsupportedModelError(f"head_dim = {self.head_dim}: the native step has room for {_MAX_HEAD_DIM}")
+            raise UnsupportedModelError(f"head_dim = {self.head_dim}: the native step takes at most {_MAX_HEAD_DIM}")
 
     def bytes_per_block(self, block_size: int, dtype: CacheDType) -> int:
-        """Memory of one block of the cache, all layers, keys and values. Heads are padded to whole vectors; in int8
-        each token's head has a scale of two bytes."""
+        """Memory of one cache block: all layers, keys and values.
+
+        Heads are padded to a multiple of 16 numbers; in int8 each token's head has a scale of two bytes.
+        """
         padded = -(-self.head_dim // 16) * 16
         head = padded * np.dtype(CACHE_TYPES[dtype]).itemsize + (2 if dtype == "int8" else 0)
         return 2 * self.num_layers * self.num_kv_heads * block_size * head

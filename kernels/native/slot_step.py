@@ -1,8 +1,7 @@
-"""Steps of running sequences whose state lies in columns indexed by slot: what is usual in a step is read there by the
-library itself, and nothing has to be gathered for it.
+"""Decoding steps and sampling on slot columns, which the library reads directly.
 
-The columns are the caller's, who changes them between steps. What passes between Python and the library lies in memory
-that is kept, as each array that is made costs more than what a decoding step has in it.
+The caller owns the columns and changes them between steps. Arguments and results are in preallocated memory, because to
+allocate an array costs more than the work that a decoding step has on it.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ NO_IDS: Longs = np.zeros(0, np.int64)
 
 
 class Decoding:
-    """Steps of which each row reads its slot's newest token."""
+    """Decoding steps: each row reads its slot's newest token."""
 
     def __init__(
         self,
@@ -30,7 +29,7 @@ class Decoding:
         cache: NativeCache,
         *,
         last_tokens: Longs,  # [S] the newest token
-        num_known: Longs,  # [S] tokens from the first on that are not read from there
+        num_known: Longs,  # [S] leading tokens that belong to the prompt and are not in `last_tokens`
         tables: Ints,  # [S, M] block ids in token order
     ) -> None:
         model.check_cache(cache)
@@ -40,10 +39,10 @@ class Decoding:
         self._rows = self.rows()
 
     def rows(self) -> DecodingRows:
-        """Room for whose the rows of a step are."""
+        """Memory for the slots of a step."""
         num_slots, blocks_per_slot = self._tables.shape
         slots, starts = np.zeros(num_slots, np.int64), np.zeros(num_slots, np.int64)
-        columns = library.Decoding(
+        columns = library.DecodeSlots(
             slots=address(slots, np.int64),
             starts=address(starts, np.int64),
             last_tokens=address(self._last_tokens, np.int64),
@@ -53,21 +52,22 @@ class Decoding:
             blocks_per_slot=blocks_per_slot,
             cache=self._cache.data.ctypes.data,
             num_blocks=self._cache.num_blocks,
-            blocks_apart=self._cache.blocks_apart,
+            layer_stride_blocks=self._cache.layer_stride_blocks,
             block_size=self._cache.block_size,
         )
         return DecodingRows(slots, starts, ctypes.byref(columns))
 
     def step(self, slots: Longs, starts: Ints) -> Floats | None:
-        """Runs a step of these slots, at most S, each of which has `starts` [L] tokens in the cache: logits [L, V].
-        None, and nothing is done, if a row reads a token of its prompt. As `NativeModel.step` otherwise."""
+        """Runs a step of at most S slots and returns logits [L, V]. `starts` [L]: tokens of each slot in the cache.
+
+        None if a row reads a token of its prompt; then nothing was done. Otherwise as `NativeModel.step`.
+        """
         logits = self.model.room_for_logits(len(slots))
         rows, count = self._rows.of(slots, starts)
         return logits if self.model.decode(rows, count, _place_of(logits), None, None) else None
 
     def likeliest(self, slots: Longs, starts: Ints) -> tuple[Longs, Bools] | None:
-        """The same, but to (token ids, rows that hold no number), [L] each, as a `Chooser` tells of rows that are not
-        random."""
+        """Like `step`, but returns argmax tokens and broken rows, [L] each, as `Chooser` does for greedy rows."""
         token_ids, is_broken = np.zeros(len(slots), np.int64), np.zeros(len(slots), np.bool_)
         rows, count = self._rows.of(slots, starts)
         is_done = self.model.decode(rows, count, None, _place_of(token_ids), _place_of(is_broken))
@@ -75,13 +75,13 @@ class Decoding:
 
 
 class DecodingRows:
-    """What the library is told of a step, in memory of its own that each `of` overwrites: one thread's."""
+    """Arguments of a step, in memory that each `of` overwrites. For one thread."""
 
     def __init__(self, slots: Longs, starts: Longs, rows: Any) -> None:
         self._slots, self._starts, self._rows = slots, starts, rows
 
     def of(self, slots: Longs, starts: Ints) -> tuple[Any, int]:
-        """(a reference to the `library.Decoding`, rows)."""
+        """(reference to the `library.DecodeSlots`, number of rows)."""
         count = len(slots)
         self._slots[:count] = slots
         self._starts[:count] = starts
@@ -89,20 +89,22 @@ class DecodingRows:
 
 
 class Chooser:
-    """Chooses tokens by inverse CDF in the order of the vocabulary, from what masks allow, then top_k, then top_p, then
-    min_p keep; tokens that tie with the last one kept are kept. What a slot's sequence asked for is in [S] columns."""
+    """Samples tokens by inverse CDF in vocabulary order, from what masks, then top_k, then top_p, then min_p keep.
+
+    Ties with the last kept token are kept. The sampling parameters of the slots are in columns, [S] each.
+    """
 
     def __init__(
         self,
         model: NativeModel,
         *,
-        is_random: Bools,  # drawn; otherwise the likeliest, the lowest id among equals
+        is_random: Bools,  # sampled; else argmax, the lowest id among ties
         temperature: Doubles,  # above 0
-        top_k: Longs,  # 0 is off
-        top_p: Doubles,  # 1 is off
-        min_p: Doubles,  # 0 is off
-        seeds: NDArray[np.uint64],  # with a token's absolute position, its randomness
-        num_prompt: Ints,  # positions before the first token of an answer
+        top_k: Longs,  # 0: off
+        top_p: Doubles,  # 1: off
+        min_p: Doubles,  # 0: off
+        seeds: NDArray[np.uint64],  # determine the random number, with the token's absolute position
+        num_prompt: Ints,  # tokens before the first generated one
     ) -> None:
         self._model = model
         columns: list[tuple[Array, type[np.generic]]] = [
@@ -115,25 +117,25 @@ class Chooser:
             (num_prompt, np.int32),
         ]
         model.keep(*(column for column, _ in columns))
-        self.asked = ctypes.byref(library.Asked(*(address(column, dtype) for column, dtype in columns)))
-        self._choices = library.Choices()
+        self.asked = ctypes.byref(library.SlotSampling(*(address(column, dtype) for column, dtype in columns)))
+        self._choices = library.SamplingRows()
         self._make_room(len(is_random))
 
     def _make_room(self, num_rows: int) -> None:
         self._slots, self._places = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)
         self._token_ids, self._is_broken = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.bool_)
-        self._choices.slots, self._choices.places = self._slots.ctypes.data, self._places.ctypes.data
+        self._choices.slots, self._choices.positions = self._slots.ctypes.data, self._places.ctypes.data
         self._choices.token_ids, self._choices.is_broken = self._token_ids.ctypes.data, self._is_broken.ctypes.data
 
     def choose(
         self,
         logits: Floats,  # [L, V]
-        slots: Longs,  # [L] whose the rows are; several may be one slot's
-        places: Longs,  # [L] in their answers, of the tokens to be chosen
-        masks: NDArray[np.int32] | None = None,  # [M, W] of at least V bits, the lowest of a word first; 0 is hidden
-        mask_rows: Longs = NO_IDS,  # [L] which of the masks is whose; below 0, none
+        slots: Longs,  # [L] slot of each row; may repeat
+        places: Longs,  # [L] index of each row's token among the generated ones
+        masks: NDArray[np.int32] | None = None,  # [M, W] at least V bits, lowest bit of a word first; 0: hidden
+        mask_rows: Longs = NO_IDS,  # [L] mask of each row; negative: none
     ) -> tuple[Longs, Bools]:
-        """(token ids, rows that hold no number), [L] each. Of rows with a mask the logits are changed.
+        """(token ids, broken rows), [L] each. Overwrites the logits of rows with a mask.
 
         A row is broken if it has no finite maximum or a NaN; its token is 0. A row's token depends on that row only.
         """
@@ -157,6 +159,8 @@ class Chooser:
 
 
 def _place_of(array: Array) -> int | None:
-    """Where the numbers of an array lie, which are contiguous and not read-only; None: there are none. `ctypes.data` of
-    arrays takes 35 us when every cache is cold, as it goes through Python."""
+    """Address of a contiguous, writable array; None if it is empty.
+
+    `array.ctypes.data` takes 35 us with cold caches, because it is implemented in Python.
+    """
     return ctypes.addressof(ctypes.c_char.from_buffer(array.data)) if array.size else None

@@ -1,8 +1,8 @@
-"""A decoder's tensors by the names that checkpoints give them, as the library numbers them."""
+"""Maps checkpoint tensor names to the library's tensor numbers."""
 
 from __future__ import annotations
 
-# suffix of a layer's tensor -> `Kind` of source/weights/model.h
+# suffix of a layer's tensor -> `TensorKind` of source/weights/model.h
 LAYER_KINDS = {
     "input_layernorm.weight": 3,
     "post_attention_layernorm.weight": 4,
@@ -27,7 +27,7 @@ MODEL_KINDS = {"model.embed_tokens.weight": 0, "lm_head.weight": 1, "model.norm.
 
 
 def place(name: str) -> tuple[int, int]:
-    """(layer, kind)."""
+    """(layer, kind) of a tensor; the layer is 0 for a tensor of the model."""
     if is_of_model(name):
         return 0, MODEL_KINDS[name]
     index, _, suffix = name.removeprefix("model.layers.").partition(".")
@@ -35,12 +35,12 @@ def place(name: str) -> tuple[int, int]:
 
 
 def is_of_model(name: str) -> bool:
-    """Whether it belongs to no layer."""
+    """Whether the tensor belongs to no layer."""
     return name in MODEL_KINDS
 
 
 def is_matrix(name: str, is_tied: bool) -> bool:
-    """Whether something is multiplied with it; with the embedding where it is the head."""
+    """Whether the tensor is multiplied in a product; the embedding is if it is the head (`is_tied`)."""
     return (
         name.endswith("_proj.weight") or name == "lm_head.weight" or (is_tied and name == "model.embed_tokens.weight")
     )

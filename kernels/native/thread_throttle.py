@@ -1,15 +1,16 @@
-"""How many threads compute where others want the cores, too.
+"""Thread throttle: decides how many threads compute while other processes use the cores.
 
-A step has a hundred places where its threads wait for each other. So a thread whose core somebody else has half of the
-time stops all of them that half, and each time for as long as the system lets the other one run: a step takes two to
-five times as long, where one thread less would take a little longer and leave the core to who wants it. Hence: where
-threads lose so much of their time, as many are left out as there are cores lost. Those that go on may run on any of
-their cores then, as whoever came may be pinned to one of them. Once others have had less of these for a while, as the
-system tells, those left out try whether they have them to themselves; and now and then, whatever it tells. Both go by
-the clock, rests included, as who was there before a rest may be gone after it. But a try may cost a step, so after one
-in vain steps come first, too.
+The threads of a step wait for each other at a hundred places. If another process has one thread's core half of the
+time, all threads stop for that half, each time for as long as the system lets the other process run. A step then takes
+two to five times as long; with one thread less it would take a little longer and leave the core to the other process.
 
-Plain code that is told what the library has added up, and what time it is.
+So when threads lose that much time, as many are left out as cores are lost. The others may run on any of the cores,
+because the other process may be pinned to one of them. Later the threads that are left out probe whether the cores are
+free: once the system reports that other processes have used them less for a while, and at long intervals in any case.
+Both intervals are wall time, idle time included, because the other process may end while the engine is idle. A probe
+may slow a step down, so after a failed one some steps must pass as well.
+
+Plain code: takes the library's sums and clocks as arguments, and has no thread of its own.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ from numpy.typing import NDArray
 
 Longs = NDArray[np.int64]
 
-WINDOW_NS = 40_000_000  # of steps, that are judged together
-LOST = 0.25  # cores lost to others in two such windows on end, from which on it is better to leave them
-FREE = 0.1  # of the time of who tries, lost: less is nobody
-TRY_NS = 10_000_000
-WANTED = 0.7  # of a core that others had, for each thread that is left out: with more a try would be in vain
-# By the clock between looks at what others had, or tries where nobody knows: after each try in vain twice as long. And
-# the longest that nobody tries, whatever is known.
+WINDOW_NS = 40_000_000  # of step time per decision
+LOST = 0.25  # cores lost in two consecutive windows from which on threads are left out
+FREE = 0.1  # share of a probe's time lost; below it the cores are free
+TRY_NS = 10_000_000  # of probing per decision
+WANTED = 0.7  # of a core used by others per thread left out; above it a probe would fail
+# Wall time between checks of the cores' use, or between probes if it is unknown; doubles after each failed probe.
+# The second is the longest time without a probe.
 FIRST_PAUSE_NS, LONGEST_PAUSE_NS = 500_000_000, 4_000_000_000
-HOLD_NS = 5_000_000_000  # of steps, as they are what is lost meanwhile: after it did not help
-TIRED_NS = 500_000_000  # of steps, after a try in vain: one in fifty tries where they take 10 ms
+HOLD_NS = 5_000_000_000  # of step time with all threads, after leaving threads out did not help
+TIRED_NS = 500_000_000  # of step time after a failed probe: one step in fifty probes if steps take 10 ms
 
 
 class Share(IntEnum):
-    """As in source/machine/threads.h."""
+    """Indices of the library's time sums: `ThreadTime` of source/machine/threads.h."""
 
     PASSED = 0
     USED = 1
@@ -49,8 +50,10 @@ PASSED = int(Share.PASSED)
 
 
 class Neighbours:
-    """Decides by `note`, which is told the sums after each step, how many threads the next one has: `limit`, and
-    whether those left out try (`is_trying`)."""
+    """Decides the number of threads of the next step (`limit`), and whether the others probe (`is_trying`).
+
+    Call `note` with the library's sums after each step.
+    """
 
     def __init__(
         self,
@@ -60,25 +63,27 @@ class Neighbours:
         idle_ns: Callable[[], tuple[int, int] | None] = lambda: None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """`tell` hears of a new limit, and how many cores others had. `process_ns`: what all threads of this process
-        have computed. `idle_ns`: for how long the cores of all threads have been idle, and how long there were any that
-        could be, both added up over them; None: nobody knows. `clock_ns`: of one that never goes back."""
+        """`tell`: called with a new limit and the number of cores lost. `process_ns`: CPU time of this process.
+
+        `idle_ns`: idle time and elapsed time of the threads' cores, both added up over the cores; None: unknown.
+        `clock_ns`: a monotonic clock.
+        """
         self.limit = self.num_threads = num_threads
         self.is_trying = False
         self.num_lost = 0.0  # cores, in the last window
         self._tell, self._process_ns, self._idle_ns, self._clock_ns = tell, process_ns, idle_ns, clock_ns
-        self._looked: tuple[int, int, int] | None = None  # what the last look saw: both of `idle_ns`, and `process_ns`
-        self._began = [0] * len(Share)  # sums where the window began
+        self._looked: tuple[int, int, int] | None = None  # at the last check: `idle_ns` and `process_ns`
+        self._began = [0] * len(Share)  # sums at the start of the window
         self._began_process_ns = process_ns()
-        self._num_bad = 0  # windows on end in which too much was lost
+        self._num_bad = 0  # consecutive windows in which too much was lost
         self._pause_ns = FIRST_PAUSE_NS
-        self._held_until_ns = 0  # sum of steps, before which nobody is left out
-        self._tired_until_ns = 0  # the same, before which nobody tries
-        self._next_try_ns = 0  # by the clock
-        self._last_try_ns = 0  # the same, when somebody tried or was left out
+        self._held_until_ns = 0  # step time before which no thread is left out
+        self._tired_until_ns = 0  # step time before which no thread probes
+        self._next_try_ns = 0  # wall time
+        self._last_try_ns = 0  # wall time of the last probe or the last reduction
 
     def note(self, shares: Longs) -> bool:
-        """`shares` [5] ns, as `Share` says, since the start. True if something is to be different."""
+        """`shares` [5]: sums since the start, ns, indexed by `Share`. True if `limit` or `is_trying` changed."""
         if not self.is_trying and shares.item(PASSED) - self._began[PASSED] < WINDOW_NS:
             return False  # as after most steps
         before = self.limit, self.is_trying
@@ -110,8 +115,10 @@ class Neighbours:
             self._pause(FIRST_PAUSE_NS)
 
     def _may_be_free(self) -> bool:
-        """Whether others had little enough of these cores since the last look, or nobody knows: what this process had
-        is not theirs, nor what it left while it had nothing to do."""
+        """Whether other processes used the cores little enough since the last check, or their use is unknown.
+
+        Neither this process's own time nor the cores' idle time counts as theirs.
+        """
         before, now = self._looked, self._look()
         if before is None or now is None:
             return True
@@ -125,11 +132,11 @@ class Neighbours:
         return self._looked
 
     def _since(self, shares: Longs, share: Share) -> int:
-        """In this window."""
+        """The sum within this window."""
         return shares.item(share) - self._began[share]
 
     def _to_others(self, lost_ns: int, used_ns: int) -> int:
-        """What was lost to other processes: what threads of this one did besides was not theirs."""
+        """Time lost to other processes: excludes the time of this process's other threads."""
         own_ns = self._process_ns() - self._began_process_ns - used_ns
         return max(0, lost_ns - max(0, own_ns))
 
@@ -137,7 +144,7 @@ class Neighbours:
         least = max(1, self.num_threads // 2)
         if self.limit == self.num_threads and passed_ns < self._held_until_ns:
             return
-        if self.limit == least:  # it was of no use: others want these, too
+        if self.limit == least:  # it did not help: other processes use these cores, too
             self.limit, self._held_until_ns = self.num_threads, passed_ns + HOLD_NS
             return
         self.limit = max(least, self.limit - max(1, round(self.num_lost)))
@@ -162,6 +169,6 @@ class Neighbours:
             self._pause(min(2 * self._pause_ns, LONGEST_PAUSE_NS))
 
     def _begin(self, shares: Longs) -> None:
-        """A new window."""
+        """Starts a new window."""
         self._began = shares.tolist()
         self._began_process_ns = self._process_ns()

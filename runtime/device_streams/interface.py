@@ -1,7 +1,7 @@
-"""What a device is asked besides computing: work in order on a stream, events between streams, copies, graphs.
+"""Interface of a device's streams: ordered work, events between streams, copies, graphs.
 
-The words are CUDA's. Knows nothing of tensors: an array is whatever the implementation copies. `simulated.py` has one
-that runs late and out of order, as far as it may; the one for a GPU is beside the code that imports torch.
+The terms are CUDA's. Arrays are whatever the implementation can copy; this file does not depend on torch.
+`simulated.py` implements it with late, randomly interleaved work. The GPU's implementation is beside the torch code.
 """
 
 from __future__ import annotations
@@ -11,57 +11,67 @@ from typing import Any, Protocol
 
 
 class Event(Protocol):
-    """A place in a stream's work, marked by `Stream.record`; marked again, it is the later place. One that was never
-    recorded has happened."""
+    """A point in a stream's work, marked by `Stream.record`. Recording it again moves it.
+
+    An event that was never recorded counts as done.
+    """
 
     def query(self) -> bool:
-        """Whether all work before it is done. Never waits."""
+        """Whether all work before the event is done. Never waits."""
 
     def wait(self) -> None:
-        """Returns when all work before it is done. The calling thread sleeps meanwhile. Raises what the device
-        raised."""
+        """Waits until all work before the event is done. The calling thread sleeps.
+
+        Raises the device's error, if any.
+        """
 
     def us_since(self, earlier: Event) -> float:
-        """Microseconds on the device's clock from `earlier` to this one, negative if it came first. Both have been
-        recorded, and have happened."""
+        """Microseconds on the device's clock from `earlier` to this event.
+
+        Negative if this one came first. Both must have been recorded and be done.
+        """
 
 
 class Graph(Protocol):
-    """Work that was captured: the launches of one function, to be submitted again by `Stream.replay`."""
+    """Captured work: the launches of one function, which `Stream.replay` submits again."""
 
     @property
     def num_bytes(self) -> int:
-        """Of the device's memory that capturing it took."""
+        """Bytes of device memory that the capture took."""
 
 
 class Stream(Protocol):
-    """Work that is done in the order it was submitted. Nothing here waits for the device.
+    """Work that runs in the order of submission. No method waits for the device.
 
-    What two streams do has no order but by events: work behind `wait(event)` begins when that event has happened, as
-    it was recorded last at the time of the call.
+    Two streams are ordered by events only: work submitted after `wait(event)` begins when that event is done, as last
+    recorded at the time of the call.
     """
 
     name: str
 
     def use(self) -> None:
-        """Work that the calling thread submits from now on past this interface goes to this stream, too."""
+        """Directs the calling thread's work outside this interface to this stream, from now on."""
 
     def launch(self, run: Callable[[], object]) -> None:
-        """Submits what `run()` does to the device: kernels. `run` itself may be called now or later."""
+        """Submits what `run()` does on the device: kernels. `run` itself may be called now or later."""
 
     def copy(self, destination: Any, source: Any) -> None:
-        """Submits a copy between arrays of one size, on the device or in pinned memory of the host. Both are in use
-        until it is done."""
+        """Submits a copy between arrays of the same size, on the device or in pinned host memory.
+
+        Both arrays are in use until the copy is done.
+        """
 
     def record(self, event: Event) -> None: ...
     def wait(self, event: Event) -> None: ...
 
     def capture(self, run: Callable[[], object]) -> Graph:
-        """The launches of `run()` on this stream, which are not done now. In it nothing is copied, recorded or waited
-        for."""
+        """Captures the launches of `run()` on this stream without executing them.
+
+        `run` must not copy, record or wait.
+        """
 
     def replay(self, graph: Graph) -> None:
-        """Submits the graph's launches again, which read and write the same memory."""
+        """Submits the graph's launches again. They read and write the same memory as at the capture."""
 
 
 class Streams(Protocol):
@@ -74,4 +84,4 @@ class Streams(Protocol):
         """A new event."""
 
     def wait(self) -> None:
-        """Returns when everything that was submitted is done. Raises what the device raised."""
+        """Waits until all submitted work is done. Raises the device's error, if any."""

@@ -1,11 +1,11 @@
-"""A device that is late: streams, events and copies on the host's arrays, in any order that events allow.
+"""A simulated asynchronous device: streams, events and copies on host arrays.
 
-Nothing runs when it is submitted. It runs later, a piece at a time, when something else is submitted or waited for;
-which stream comes next is drawn from a seed, and a wait alone makes sure that something is done. Copies are torn: they
-happen in pieces, others come between, and the destination holds garbage at first. So a missing wait shows in the data:
-as an old number, half a new one, or one of somebody who came later.
+Submitted work runs later, piece by piece, during other submissions and waits. A seed decides which stream runs next;
+only a wait guarantees that something is done. Copies happen in pieces: the destination holds garbage first, and other
+work runs in between. A missing wait therefore shows in the data: as an old value, a half-written one, or a value of a
+later request.
 
-Arrays are numpy's, or what numpy can see in place.
+Arrays are numpy's, or objects that numpy can view in place.
 """
 
 from __future__ import annotations
@@ -22,18 +22,22 @@ from .interface import Event, Graph, Stream
 
 GARBAGE = 0x6B
 COPY_PIECES = 2
-WEIGHTS = (1.0, 1.0, 0.03)  # of streams, drawn for each
+WEIGHTS = (1.0, 1.0, 0.03)  # of streams, drawn for each: a few are slow
 
 
 class DeviceStuck(AssertionError):
-    """Something is waited for that will never happen: each stream waits for an event behind another's wait."""
+    """Every stream waits for an event that cannot happen.
+
+    It is queued behind another stream's wait.
+    """
 
 
 class SimStreams:
-    """Streams that progress as `random` says. `laziness`: the share of calls after which nothing more is done at all.
-    Some streams are drawn to be slow: they come last, mostly, where others can go on.
+    """Streams that progress in the order drawn from `random`.
 
-    An operation that raises ends the device, as on a GPU: every wait from then on raises that error.
+    `laziness`: the share of calls after which no work runs. Some streams are drawn to be slow: they mostly run last.
+
+    An operation that raises breaks the device, as on a GPU: every later wait raises that error.
     """
 
     def __init__(self, random: Random, laziness: float = 0.5) -> None:
@@ -41,7 +45,7 @@ class SimStreams:
         self._random = random
         self._laziness = laziness
         self._streams: list[SimStream] = []
-        self._weights: list[float] = []  # by stream: how likely it comes next
+        self._weights: list[float] = []  # by stream: how likely it runs next
         self._error: BaseException | None = None
         self.lock = threading.RLock()  # one thread at a time uses the device
         self._used: dict[int, str] = {}  # by thread: the stream it uses
@@ -57,15 +61,17 @@ class SimStreams:
 
     @property
     def used(self) -> str | None:
-        """The name of the stream that the calling thread uses. None: it has used none, so that what it asks of the
-        device past the streams, which is done at once here, would be in order with nothing on a real one."""
+        """The name of the stream that the calling thread uses. None: it uses none.
+
+        Work it does outside the streams runs at once here, but would be unordered on a real device.
+        """
         return self._used.get(threading.get_ident())
 
     def wait(self) -> None:
         self.run_until(lambda: not any(stream.waiting for stream in self._streams))
 
     def progress(self) -> None:
-        """Does a drawn number of operations, often none."""
+        """Runs a drawn number of operations, often none."""
         with self.lock:
             if self._random.random() < self._laziness:
                 return
@@ -74,7 +80,7 @@ class SimStreams:
                     return
 
     def run_until(self, is_done: Callable[[], bool]) -> None:
-        """Does operations until `is_done()`, and perhaps some more."""
+        """Runs operations until `is_done()`, and perhaps some more."""
         with self.lock:
             while not is_done():
                 if self._error is None and not self._step():
@@ -85,7 +91,7 @@ class SimStreams:
             self.progress()
 
     def _step(self) -> bool:
-        """Does one operation of some stream. False if none can go on."""
+        """Runs one operation of some stream. Returns False if none can run."""
         ready = [i for i, stream in enumerate(self._streams) if stream.waiting and stream.waiting[0].is_ready()]
         if not ready or self._error is not None:
             return False
@@ -105,13 +111,13 @@ class SimStreams:
 
 
 class SimEvent:
-    """Each recording has a number; the event has happened when the last of them has."""
+    """An event. Recordings are numbered; the event is done when the last one is."""
 
     def __init__(self, device: SimStreams) -> None:
         self._device = device
         self.num_recorded = 0
         self.num_happened = 0
-        self.happened_at = 0  # in operations of the device, which pass for microseconds
+        self.happened_at = 0  # in operations of the device, which count as microseconds
 
     def query(self) -> bool:
         self._device.progress()
@@ -124,12 +130,12 @@ class SimEvent:
     def us_since(self, earlier: Event) -> float:
         assert isinstance(earlier, SimEvent)
         for event in (self, earlier):
-            assert event.num_recorded and event.num_happened == event.num_recorded, "an event that has not happened"
+            assert event.num_recorded and event.num_happened == event.num_recorded, "an event that is not done"
         return float(self.happened_at - earlier.happened_at)
 
 
 class SimGraph:
-    """The launches that were captured."""
+    """The captured launches."""
 
     num_bytes = 0
 
@@ -148,8 +154,10 @@ class SimStream:
         self._captured: list[Callable[[], object]] | None = None
 
     def use(self) -> None:
-        """What is not submitted here is done at once: its caller has waited for what must be done before. `used` tells
-        of it."""
+        """Work outside the streams runs at once here.
+
+        Its caller has waited for what must precede it. See `SimStreams.used`.
+        """
         self._device._used[threading.get_ident()] = self.name
 
     def launch(self, run: Callable[[], object]) -> None:
@@ -194,13 +202,13 @@ class SimStream:
 
 
 class _Operation:
-    """A stream's next piece of work."""
+    """One operation in a stream."""
 
     def is_ready(self) -> bool:
         return True
 
     def run(self) -> bool:
-        """Does it, or a part of it. Returns whether that was the last."""
+        """Runs the operation or a part of it. Returns whether it is finished."""
         raise NotImplementedError
 
     def __repr__(self) -> str:
@@ -217,7 +225,10 @@ class _Launch(_Operation):
 
 
 class _Copy(_Operation):
-    """First garbage, then half, then the rest. The source is read when that happens."""
+    """A copy in steps: garbage, then half, then the rest.
+
+    Each step reads the source when it runs.
+    """
 
     def __init__(self, destination: Any, source: Any) -> None:
         self._to, self._from = _bytes_of(destination), _bytes_of(source)
@@ -258,7 +269,7 @@ class _Wait(_Operation):
 def _bytes_of(array: Any) -> Any:
     """A view of the array's bytes."""
     found = np.asarray(array)
-    assert found.flags.c_contiguous, "a copy of something that is not in one piece"
+    assert found.flags.c_contiguous, "a copy of an array that is not contiguous"
     return found.reshape(-1).view(np.uint8)
 
 

@@ -1,6 +1,6 @@
-"""The control groups this process is in, of both versions, and the memory they give it and leave it.
+"""The cgroups of this process (v1 and v2): their folders, memory limits and free memory.
 
-Knows where Linux has them mounted; elsewhere there are none.
+Reads where Linux mounts them; on other systems there are none.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from pathlib import Path
 
 
 def folders(controller: str, root: Path = Path("/")) -> Iterator[Path]:
-    """Those that may limit what `controller` counts, from its own to the outermost.
+    """The cgroup folders that may limit `controller`, from this process's own to the outermost.
 
-    A container sees its own as the root of the mount, while the path that /proc names may be the host's: folders that
-    are not there are named all the same.
+    A container sees its own cgroup as the root of the mount, while /proc may name the host's path. So folders that do
+    not exist are yielded too.
     """
     mounts = root / "sys/fs/cgroup"
     for line in read(root / "proc/self/cgroup").splitlines():
@@ -30,19 +30,23 @@ def folders(controller: str, root: Path = Path("/")) -> Iterator[Path]:
 
 
 def memory_limit(root: Path = Path("/")) -> int | None:
-    """Bytes that all processes of a group may take, the least of all levels; None: no limit. Version 1 writes that as
-    a number, which is larger than any machine's memory."""
+    """Bytes that all processes of a cgroup may use, the least of all levels; None: no limit.
+
+    Version 1 writes "no limit" as a number larger than any machine's memory.
+    """
     return min((limit for limit, _ in _memory(root)), default=None)
 
 
 def memory_left(root: Path = Path("/")) -> int | None:
-    """Bytes until a group ends the process that takes more, the least of all levels and never negative; None: no
-    limit. Pages of files count as left, as they are given up before that."""
+    """Bytes left until a cgroup kills a process; None: no limit.
+
+    The least of all levels, never negative. File pages count as free, as the kernel drops them first.
+    """
     return min((max(0, limit - used) for limit, used in _memory(root)), default=None)
 
 
 def read(path: Path) -> str:
-    """What is in the file, stripped; nothing if it can not be read."""
+    """The stripped content of a file; empty if it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -50,14 +54,14 @@ def read(path: Path) -> str:
 
 
 def _memory(root: Path) -> Iterator[tuple[int, int]]:
-    """The limit of each group that has one and what is used of it, pages of files aside."""
+    """(Limit, bytes used without file pages) of each cgroup that has a limit."""
     for folder in folders("memory", root):
         for limit_name, used_name, prefix in (
             ("memory.max", "memory.current", ""),
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
         ):
             limit, used = read(folder / limit_name), read(folder / used_name)
-            if limit.isdigit() and used.isdigit():  # "max": none
+            if limit.isdigit() and used.isdigit():  # "max" means no limit
                 counts = dict(line.split(" ", 1) for line in read(folder / "memory.stat").splitlines() if " " in line)
                 in_files = sum(int(counts.get(f"{prefix}{name}_file", 0)) for name in ("active", "inactive"))
                 yield int(limit), max(0, int(used) - in_files)

@@ -1,8 +1,7 @@
-"""Which cores this process may compute on, and for how much of the time: the affinity mask, cgroup quotas of both
-versions, cores that are two CPUs, and for how long any had nothing to do. And priorities of single threads, where the
-system has them.
+"""The cores this process may compute on, their idle time, and priorities of single threads.
 
-Knows Linux; elsewhere there is only a number of CPUs, and no priority of a thread.
+Reads the affinity mask, the cgroup quotas of both versions and the topology (two CPUs on one core). Other systems than
+Linux give only a number of CPUs, and no thread priorities.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ from types import MappingProxyType
 from . import cgroups
 from .cgroups import read
 
-FIRST = os.getpriority(os.PRIO_PROCESS, 0) if hasattr(os, "getpriority") else 0  # of this process, when it began
-LOWER = 5  # more nice than that: a third of the time of a thread of ours that computes on the same core
-_narrowed: dict[frozenset[int], frozenset[int]] = {}  # masks that `keep_off` left threads, and what they had before
+FIRST = os.getpriority(os.PRIO_PROCESS, 0) if hasattr(os, "getpriority") else 0  # this process's nice value at start
+LOWER = 5  # added to the nice value: a third of the time that a compute thread gets on the same core
+_narrowed: dict[frozenset[int], frozenset[int]] = {}  # masks that `keep_off` set -> the masks before
 
 
 @dataclass(frozen=True, slots=True)
 class Cpus:
-    """What there is to compute on."""
+    """The CPUs that this process may use."""
 
-    allowed: tuple[int, ...]  # CPUs, by their numbers
+    allowed: tuple[int, ...]  # CPU numbers
     cores: tuple[int, ...]  # the first CPU of each core among them
-    quota: float | None = None  # CPUs' worth of time that cgroups give; None: no limit
+    quota: float | None = None  # CPUs' worth of time that the cgroups allow; None: no limit
 
     @classmethod
     def of_this_process(cls, root: Path = Path("/")) -> Cpus:
@@ -43,21 +42,22 @@ class Cpus:
 
 @dataclass(frozen=True, slots=True)
 class ComputeThreads:
-    """How many threads compute, and where."""
+    """How many threads compute, and on which CPUs."""
 
     count: int
-    pinned: tuple[int, ...]  # a CPU for each; empty: wherever there is room
-    reason: str  # of both
+    pinned: tuple[int, ...]  # a CPU for each thread; empty: not pinned
+    reason: str  # of both, for the log
 
     @classmethod
     def choose(
         cls, asked: int | None, cpus: Cpus, environment: Mapping[str, str] = MappingProxyType({})
     ) -> ComputeThreads:
-        """As many as were asked for, here or by OMP_NUM_THREADS, or one a core, and no more than the quota keeps
-        running.
+        """The number requested by `asked` or OMP_NUM_THREADS.
 
-        They are pinned where they take every core there is for this process. Where they take fewer, others may be on
-        the first ones (containers without CPUs of their own all number them alike), and the system knows better.
+        By default one per core, at most what the quota keeps running.
+
+        Threads are pinned only if they take every core or CPU of this process. With fewer, other processes may use
+        the first CPUs (containers without CPUs of their own all number them alike), so the kernel places them better.
         """
         num_cores, by_environment = len(cpus.cores), environment.get("OMP_NUM_THREADS", "")
         if asked is not None:
@@ -79,7 +79,7 @@ class ComputeThreads:
 
 
 def _cores(root: Path, allowed: tuple[int, ...]) -> Iterator[int]:
-    """The CPUs that are the first of their core, of those that are allowed."""
+    """The first allowed CPU of each core."""
     seen: set[str] = set()
     for cpu in allowed:
         path = root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
@@ -93,13 +93,16 @@ def _cores(root: Path, allowed: tuple[int, ...]) -> Iterator[int]:
 
 
 def quota(root: Path = Path("/")) -> float | None:
-    """CPUs' worth of time that the cgroups of this process leave it, the least of all levels; None: no limit."""
+    """CPUs' worth of time that the cgroups allow, the least of all levels; None: no limit."""
     limits = [limit for folder in cgroups.folders("cpu", root) if (limit := _limit(folder)) is not None]
     return min(limits, default=None)
 
 
 def _limit(folder: Path) -> float | None:
-    """Quota over period, in version 2's file or version 1's two; "max" and -1 are no limit."""
+    """Quota divided by period, from version 2's file or version 1's two.
+
+    "max" and -1 mean no limit.
+    """
     text = read(folder / "cpu.max") or " ".join(
         read(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")
     )
@@ -109,13 +112,15 @@ def _limit(folder: Path) -> float | None:
     return int(numbers[0]) / int(numbers[1])
 
 
-# -- what others leave
+# -- idle time
 
 
 def idle_ns(cpus: Collection[int], root: Path = Path("/")) -> tuple[int, int] | None:
-    """(For how long they had nothing to run, how long that is of) of those CPUs, each added up since the machine was
-    started, ns. None where `/proc/stat` does not tell. Takes 0.1 to 0.3 ms (2 CPUs of an EPYC), more where there are
-    more, and grows in steps of a hundredth of a second."""
+    """(Idle time, total time) of those CPUs in ns, each summed since the machine's start.
+
+    None if `/proc/stat` does not say. A call takes 0.1 to 0.3 ms on 2 CPUs, more with more CPUs. The resolution is 10
+    ms.
+    """
     names, idle, total = {f"cpu{cpu}" for cpu in cpus}, 0, 0
     for line in read(root / "proc/stat").splitlines():
         name, *fields = line.split()[:9] or [""]
@@ -125,7 +130,7 @@ def idle_ns(cpus: Collection[int], root: Path = Path("/")) -> tuple[int, int] | 
             return None
         names.remove(name)
         ticks = [int(field) for field in fields]
-        idle += sum(ticks[3:5])  # idle, and idle until a disk answers
+        idle += sum(ticks[3:5])  # idle, and waiting for I/O
         total += sum(ticks)
     tick_ns = 1_000_000_000 // os.sysconf("SC_CLK_TCK") if total else 0
     return None if names or not total else (idle * tick_ns, total * tick_ns)
@@ -135,11 +140,12 @@ def idle_ns(cpus: Collection[int], root: Path = Path("/")) -> tuple[int, int] | 
 
 
 def lower_priority(native_id: int | None = None) -> bool:
-    """Has a thread of this process, by default the calling one, run when those that compute leave room, and have a
-    small share where they do not. Threads that it starts from now on are like it. There is no way back; again changes
-    nothing.
+    """Lowers a thread's priority below that of the compute threads. Default: the calling thread.
 
-    False where threads have no priorities of their own. NOTE: elsewhere than on Linux `nice` is the process's.
+    It keeps a small share when they use every core. Threads that it starts later inherit this. It cannot be undone;
+    calling it again changes nothing.
+
+    Returns False where threads have no own priorities. NOTE: outside Linux, `nice` applies to the whole process.
     """
     if sys.platform != "linux":
         return False
@@ -152,11 +158,12 @@ def lower_priority(native_id: int | None = None) -> bool:
 
 
 def keep_off(cpu: int, native_id: int | None = None) -> bool:
-    """Has a thread of this process, by default the calling one, and those that it starts from now on, run on other CPUs
-    than this one: whoever is pinned to it need not wait for them when he has something to do.
+    """Bars a thread, and those it starts later, from one CPU. Default: the calling thread.
 
-    False, and nothing is changed, where the thread was not given this CPU, or no other, and where threads are not kept
-    to CPUs. An engine that such a thread makes later has all of them.
+    The compute thread pinned to that CPU then need not wait for them.
+
+    Returns False and changes nothing where the thread may not run on `cpu` or only there, and where threads have no
+    affinity. `Cpus.of_this_process` still counts the CPU for an engine that such a thread makes later.
     """
     if not hasattr(os, "sched_getaffinity"):
         return False
@@ -174,6 +181,6 @@ def keep_off(cpu: int, native_id: int | None = None) -> bool:
 
 
 def _before(mask: Iterable[int]) -> frozenset[int]:
-    """The CPUs that a thread with this mask was given, less none that it keeps off."""
+    """The CPUs that a thread with this mask had before `keep_off`."""
     given = frozenset(mask)
     return _narrowed.get(given, given)

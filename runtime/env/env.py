@@ -1,7 +1,7 @@
-"""Time, randomness and threads, injected. Stages reach them only through an `Env`, so the same code runs live
-(`LiveEnv`) and under virtual time with a seeded order of everything (`SimEnv` in `runtime/simulation/env.py`).
+"""The `Env`: time, randomness and threads, injected into stages.
 
-This file knows clocks, random streams and the event loop. It knows no stage and no channel.
+Stages reach them only through an `Env`. So the same code runs live (`LiveEnv`) and in virtual time with a seeded order
+of all callbacks (`SimEnv` in `runtime/simulation/env.py`).
 """
 
 from __future__ import annotations
@@ -26,22 +26,25 @@ from .cpus import keep_off, lower_priority
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-POOL_THREADS = 4  # of `run_in_thread`: file reads, template renders; a stage with steady work owns a Worker
+POOL_THREADS = 4  # of `run_in_thread`, for file reads and template renders; a stage with steady work owns a Worker
 
 
 class Alarm(Protocol):
-    """A call that is to come."""
+    """A scheduled call."""
 
     def cancel(self) -> None:
-        """It does not come. May be said again, and afterwards."""
+        """Cancels the call. Idempotent, also after the call."""
 
 
 class Env(ABC):
-    """What a stage may know of the world. Belongs to the one event loop it is first used on."""
+    """The clock, randomness and threads of a stage.
 
-    is_live: ClassVar[bool] = False  # True: time passes by itself, so something may look around now and then
-    injects_faults: ClassVar[bool] = True  # False: `fault` is never true, and need not be asked
-    streams: Streams | None = None  # a device to be used in the place of the real one; set before an engine starts
+    Belongs to the event loop it is first used on.
+    """
+
+    is_live: ClassVar[bool] = False  # True: time passes by itself, so periodic checks may run
+    injects_faults: ClassVar[bool] = True  # False: `fault` always returns False, so callers may skip it
+    streams: Streams | None = None  # a device that replaces the real one; set before an engine starts
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -58,22 +61,27 @@ class Env(ABC):
 
     @abstractmethod
     def wall_time(self) -> float:
-        """Seconds since 1970. Never for deadlines: it may jump."""
+        """Seconds since 1970. Not for deadlines: it may jump."""
 
     def random(self, name: str) -> random.Random:
-        """The stream of random numbers called `name`: the same object each time, and for one seed the same numbers in
-        every process, whatever other streams there are. Give each user its own name."""
+        """The random stream called `name`: the same object at each call.
+
+        For one seed it gives the same numbers in every process, whatever other streams exist. Give each user its own
+        name.
+        """
         if name not in self._streams:
             self._streams[name] = seeded_stream(self.seed, name)
         return self._streams[name]
 
     def secret(self, name: str, num_bytes: int) -> bytes:
-        """Bytes that nobody outside the process can know; in simulation those of the stream `name`."""
+        """Bytes that cannot be guessed outside the process; in simulation from the stream `name`."""
         return self.random(name).randbytes(num_bytes)
 
     def call_at(self, when_s: float, callback: Callable[[], object]) -> Alarm:
-        """Calls `callback` on the loop when this env's clock has come to `when_s`, unless what is returned is cancelled
-        before."""
+        """Calls `callback` on the loop when this env's clock reaches `when_s`.
+
+        The alarm can be cancelled.
+        """
         return asyncio.get_running_loop().call_at(when_s, callback)
 
     async def sleep(self, delay_s: float) -> None:
@@ -81,8 +89,11 @@ class Env(ABC):
         await asyncio.sleep(delay_s)
 
     async def run_in_thread(self, fn: Callable[[*Ts], T], *args: *Ts) -> T:
-        """`fn(*args)` in a small shared pool, in the caller's contextvars. A cancelled caller leaves at once: a call
-        that has not begun never runs, one that has begun runs on unseen."""
+        """Runs `fn(*args)` in a small shared pool, in the caller's contextvars.
+
+        A cancelled caller returns at once: a call that has not begun never runs; one that has begun runs on and its
+        result is dropped.
+        """
         if self._pool is None:
             self._pool = self.worker("pool", POOL_THREADS)
         context = contextvars.copy_context()
@@ -90,49 +101,64 @@ class Env(ABC):
 
     @abstractmethod
     def worker(self, name: str, threads: int = 1) -> Worker:
-        """A worker of its own, threads named `millrace-<name>`. Close it, or let `aclose` of this env."""
+        """A new worker with threads named `millrace-<name>`.
+
+        Close it, or let `aclose` of this env do so.
+        """
 
     @abstractmethod
     def side_thread(self, name: str) -> SideThread:
-        """A thread named `millrace-<name>`, started by its first job and ended by `aclose` of this env. Made from any
-        thread."""
+        """A thread named `millrace-<name>`. Its first job starts it; `aclose` of this env ends it.
+
+        May be called from any thread.
+        """
 
     @abstractmethod
     def yield_to(self, name: str, own_cpu: int | None = None) -> None:
-        """From now on the thread of the worker `name` goes first: all other workers of this env, begun or not, run at a
-        lower priority where the system has such, and on other CPUs than `own_cpu`, where it computes or another thread
-        does for it; None: it has no CPU of its own. In simulation nothing."""
+        """Gives the threads of the worker `name` precedence.
+
+        All other workers of this env, present and future, run at a lower priority where the system has priorities. They
+        also avoid `own_cpu`, the CPU on which the worker or its compute thread runs (None: not pinned). In simulation
+        it does nothing.
+        """
 
     @abstractmethod
     def give_way(self) -> None:
-        """The calling thread, and what it starts from now on, does as those other workers do."""
+        """Applies the restrictions of `yield_to` to the calling thread and threads it starts later."""
 
     @abstractmethod
     async def aclose(self) -> None:
-        """Closes every worker, the pool and the side threads, in the order they were made. May be called again."""
+        """Closes every worker, the pool and the side threads, in the order of creation.
+
+        May be called again.
+        """
 
     @abstractmethod
     def fault(self, name: str, probability: float | None = None) -> bool:
-        """Whether the fault point `name` strikes now. Always false live; in simulation drawn from the run's seed, with
-        `probability` or, if that is None, one that the run drew for this point."""
+        """Whether the fault point `name` strikes now. Always False live.
+
+        In simulation it is drawn from the run's seed with `probability`; None: a probability that the run drew for this
+        point.
+        """
 
     @abstractmethod
     def note(self, *fields: object) -> None:
-        """Adds a fact to the run's event trace, by `repr`. Nothing live."""
+        """Adds a fact to the run's event trace, by `repr`. Does nothing live."""
 
 
 def seeded_stream(seed: int, name: str) -> random.Random:
-    """The random stream `name` of a run: a function of both only, so equal in processes of any PYTHONHASHSEED."""
+    """The random stream `name` of a run.
+
+    It depends on both arguments only, not on PYTHONHASHSEED.
+    """
     return random.Random(hashlib.sha256(f"{seed}/{name}".encode()).digest())
 
 
 class LiveEnv(Env):
     """Real clocks and threads. `seed` fixes the random streams; None draws one from the system.
 
-    Worker round trip, `await worker.submit(fn)` on an idle loop: 75 to 80 us at the median, 120 at p99 (2 cores, Python
-    3.11; the default executor takes 135); 256 jobs submitted together: 16 us a job, as results that are ready together
-    reach the loop in one wake-up. A loop that never waits for I/O keeps the interpreter lock, and then a thread may
-    wait for `sys.getswitchinterval()` (5 ms).
+    Results that are ready together reach the loop in one wakeup. NOTE: a loop that never waits for I/O keeps the
+    interpreter lock; then a thread may wait for `sys.getswitchinterval()` (5 ms).
     """
 
     is_live: ClassVar[bool] = True
@@ -146,11 +172,11 @@ class LiveEnv(Env):
         self._handover = Handover()
         self._workers: dict[ThreadWorker, None] = {}
         self._side_threads: list[LiveSideThread] = []
-        self._first: str | None = None  # the worker whose threads go first
-        self._own_cpu: int | None = None  # of that one, or of whoever computes for it
+        self._first: str | None = None  # the worker whose threads have precedence
+        self._own_cpu: int | None = None  # of that worker or its compute thread
 
     def secret(self, name: str, num_bytes: int) -> bytes:
-        return os.urandom(num_bytes)  # a seed may be known: it is a setting, and 0 unless somebody says
+        return os.urandom(num_bytes)  # not from the seed: it may be known, as it is a setting with default 0
 
     def worker(self, name: str, threads: int = 1) -> Worker:
         worker = ThreadWorker(name, threads, self._handover, lambda closed: self._workers.pop(closed, None))
@@ -184,7 +210,7 @@ class LiveEnv(Env):
         self._side_threads.clear()
         for thread in used:
             await self.run_in_thread(thread.close)
-        while self._workers:  # others may be made meanwhile
+        while self._workers:  # more may be made meanwhile
             await next(iter(self._workers)).aclose()
         self._pool = None
         self._handover.close()

@@ -1,17 +1,18 @@
-"""Log lines: `thing.happened` and numbers under fixed names, through structlog, never blocking who logs.
+"""Structured log lines: `thing.happened` and numbers under fixed names, without blocking.
 
     log = get_logger("millrace.schedule")
     with bound(request_id=request.request_id):
         log.info("sequence.preempted", how="swap", num_blocks=40, num_free_blocks=pool.num_free)
 
-A program calls `configure` once; from then on lines of ours, of the standard library's `logging` and of `warnings` go
-to one writer thread with a bounded queue. A full pipe costs lines, which are counted (`dropped`), and no time. Without
-`configure`, as in a library, nothing is installed: warnings and errors go to `sys.stderr`, the rest nowhere.
+A program calls `configure` once. From then on our lines and those of the standard library's `logging` and `warnings` go
+to one writer thread with a bounded queue. If the pipe is full, lines are dropped and counted (`dropped`); the caller
+never waits. Without `configure`, as in a library, nothing is installed: warnings and errors go to `sys.stderr`, other
+lines nowhere.
 
-A field `table`, lines for a person that say what the other fields say, is shown on a console only, below its line.
+A field `table` holds lines that show the other fields to a person. The console prints it below the line; JSON omits it.
 
-A line is one line whatever its values hold: control characters, ANSI sequences and line separators are escaped, and it
-is cut to MAX_LINE_BYTES (a JSON line stays valid JSON).
+Values cannot break a line: control characters, ANSI sequences and line separators are escaped, and a line is cut to
+MAX_LINE_BYTES (a JSON line stays valid JSON).
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ __all__ = ["LogSink", "bind", "bound", "captured_logs", "configure", "dropped", 
 Format = Literal["console", "json"]
 EventDict = MutableMapping[str, Any]
 
-MAX_LINE_BYTES = 4_096  # with the newline
+MAX_LINE_BYTES = 4_096  # including the newline
 MAX_QUEUED_LINES = 8_192
 FIRST_KEYS = ("timestamp", "level", "event", "logger", "stage", "request_id")
 LEVELS = {"debug": 10, "info": 20, "warning": 30, "warn": 30, "error": 40, "exception": 40, "critical": 50, "fatal": 50}
@@ -53,7 +54,7 @@ def get_logger(name: str) -> FilteringBoundLogger:
 
 
 def bind(**values: Any) -> None:
-    """Adds `values` to each line of this context (task or thread) from now on."""
+    """Adds `values` to each later line of this context (task or thread)."""
     from structlog.contextvars import bind_contextvars
 
     bind_contextvars(**values)
@@ -74,11 +75,13 @@ def configure(
     foreign_level: str = "warning",
     with_error_messages: bool = True,
 ) -> LogSink:
-    """Sends all lines of this process to `fd` (standard error if None). Lines below `level`, and below `foreign_level`
-    those of other libraries, are not made at all. Called again, it replaces what the first call set up.
+    """Sends all lines of this process to `fd` (None: standard error).
 
-    Without `with_error_messages` an exception is told by its type and where it came from: what it says may quote what a
-    client sent."""
+    Lines below `level` are not made; for other libraries' lines the limit is `foreign_level`. A second call replaces
+    the first.
+
+    Without `with_error_messages` an exception is logged by its type and stack only: its message may quote a client.
+    """
     shutdown()
     foreign = _ForeignHandler(_level_number(foreign_level))
     sink = LogSink(format, _level_number(level), sys.stderr.fileno() if fd is None else fd)
@@ -96,13 +99,18 @@ def configure(
 
 
 def settings() -> dict[str, Any] | None:
-    """What `configure` was told last, for a process of ours that is to write as this one does; None: nothing."""
+    """The arguments of the last `configure`, or None.
+
+    For a child process that logs the same way.
+    """
     return _Active.settings
 
 
 def shutdown(timeout_s: float = 2.0) -> bool:
-    """Writes what is queued and ends the writer thread; after `timeout_s` it is left behind. Undoes `configure`.
-    Returns whether every line was written."""
+    """Writes the queued lines and ends the writer thread.
+
+    After `timeout_s` it abandons the thread. Undoes `configure`. Returns whether every line was written.
+    """
     target = _Active.target
     _Active.target = _StandardError()
     _Active.with_error_messages = True
@@ -115,13 +123,13 @@ def shutdown(timeout_s: float = 2.0) -> bool:
 
 
 def dropped() -> int:
-    """Lines lost since `configure` because the reader of the log was slower than its writers."""
+    """Lines dropped since `configure` because the log's reader was too slow."""
     return _Active.target.num_dropped if isinstance(_Active.target, LogSink) else 0
 
 
 @contextmanager
 def captured_logs() -> Iterator[list[dict[str, Any]]]:
-    """For tests: the events of our loggers within the block, of every level, in place of being written."""
+    """For tests: collects the events of our loggers, of every level, instead of writing them."""
     before, capture = _Active.target, _Capture()
     _Active.target = capture
     try:
@@ -133,14 +141,17 @@ def captured_logs() -> Iterator[list[dict[str, Any]]]:
 class Target(Protocol):
     """Where events go."""
 
-    level: int  # the lowest that is wanted
+    level: int  # the lowest level taken
 
     def take(self, event: EventDict) -> None: ...
 
 
 class LogSink:
-    """A bounded queue of lines and the thread that writes them to its own duplicate of a file descriptor: who closes
-    the original does not turn our lines to whatever is opened under its number next."""
+    """A bounded queue of lines and the thread that writes them.
+
+    It writes to its own duplicate of the file descriptor: if the original is closed and its number reused, lines do not
+    go to the new file.
+    """
 
     def __init__(self, format: Format, level: int, fd: int, max_queued_lines: int = MAX_QUEUED_LINES) -> None:
         if format not in ("console", "json"):
@@ -163,7 +174,7 @@ class LogSink:
             self._lines.put(self._render(event))
 
     def close(self, timeout_s: float) -> bool:
-        """Whether all lines were out within `timeout_s`."""
+        """Ends the thread. Returns whether all lines were written within `timeout_s`."""
         self._lines.put(None)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -186,9 +197,9 @@ class LogSink:
         while line:
             try:
                 line = line[os.write(self._fd, line) :]
-            except BlockingIOError:  # somebody made it non-blocking; here it may wait
+            except BlockingIOError:  # the descriptor was made non-blocking; this thread may wait
                 select.select([], [self._fd], [])
-            except OSError:  # nobody reads any more
+            except OSError:  # the reader is gone
                 return self._count_dropped()
 
 
@@ -209,8 +220,10 @@ def json_line(event: Mapping[str, Any]) -> bytes:
 
 
 def console_line(event: Mapping[str, Any]) -> bytes:
-    """`time level event key=value ...`, at most MAX_LINE_BYTES; a table, then a traceback, follows on lines that begin
-    with `  | `, and where there is a table it stands for the fields."""
+    """`time level event key=value ...`, at most MAX_LINE_BYTES.
+
+    A table and a traceback follow on lines that begin with `  | `; a table replaces the fields.
+    """
     fields = _in_order(event)
     exception, table = str(fields.pop("exception", "")), _take_table(fields)
     if table:
@@ -224,12 +237,12 @@ def console_line(event: Mapping[str, Any]) -> bytes:
     if len(line) + len(tail) >= MAX_LINE_BYTES:
         line = _cut(line, MAX_LINE_BYTES // 2 if tail else MAX_LINE_BYTES - 1)
         room = MAX_LINE_BYTES - len(line) - len(b"\n  | ...\n")
-        tail = b"\n  | ..." + tail[-room:].decode(errors="ignore").encode() if tail else b""  # the end tells more
+        tail = b"\n  | ..." + tail[-room:].decode(errors="ignore").encode() if tail else b""  # keep the end
     return line + tail + b"\n"
 
 
 class _Active:
-    """What `configure` set up: the one thing here that is per process, as standard error is."""
+    """What `configure` set up. Per process, as standard error is."""
 
     target: Target
     foreign: _ForeignHandler | None = None
@@ -238,8 +251,10 @@ class _Active:
 
 
 class _Logger:
-    """Makes structlog's logger when there is something to log. Its import brings rich along, which takes a quarter of
-    the time in which the test double starts, and a library mostly has nothing to say."""
+    """Makes structlog's logger at the first line that is logged.
+
+    Importing structlog imports rich, a quarter of the start time of the test engine, and a library mostly logs nothing.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -270,18 +285,18 @@ class _Logger:
 
 
 class _Named:
-    """The logger inside structlog's: only its name is of use, `_hand_over` has done the rest."""
+    """The logger wrapped by structlog. Only its name is used; `_hand_over` passes the event on."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
 
 def _say_nothing(*_args: object, **_values: object) -> None:
-    """A line that nobody wants."""
+    """Takes a line below the level."""
 
 
 class _StandardError:
-    """Before `configure`: what a library may say."""
+    """The target before `configure`: warnings and errors to standard error."""
 
     level = logging.WARNING
 
@@ -305,7 +320,7 @@ _Active.target = _StandardError()
 
 
 class _ForeignHandler(logging.Handler):
-    """Lines of the standard library's `logging` (aiohttp, asyncio, huggingface_hub) and of `warnings`, as ours."""
+    """Turns lines of the standard library's `logging` and `warnings` into ours."""
 
     def __init__(self, level: int) -> None:
         super().__init__(level)
@@ -324,12 +339,12 @@ class _ForeignHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             event: EventDict = {"event": record.getMessage(), "logger": record.name, "level": record.levelname.lower()}
-        except Exception as error:  # a format that does not fit its arguments
+        except Exception as error:  # the format string does not fit its arguments
             event = {"event": str(record.msg), "logger": record.name, "level": "error", "format_error": repr(error)}
         told = record.exc_info[1] if record.exc_info else None
         if told is not None:
             event["exception"] = _traceback(told)
-            if not _Active.with_error_messages:  # asyncio, for one, has the exception in its own words too
+            if not _Active.with_error_messages:  # asyncio, for one, quotes the exception in its message too
                 event["event"] = str(event["event"]).replace(repr(told), type(told).__name__)
         from structlog.contextvars import merge_contextvars
 
@@ -337,7 +352,7 @@ class _ForeignHandler(logging.Handler):
 
 
 def _tell_error(_logger: Any, _method_name: str, event: EventDict) -> EventDict:
-    """`exc_info`, an exception or True for the one being handled, as the field `exception`."""
+    """Replaces `exc_info` by the field `exception`. True means the exception being handled."""
     error = event.pop("exc_info", None)
     if error is not None and not isinstance(error, BaseException):
         error = sys.exc_info()[1] if error else None
@@ -347,8 +362,10 @@ def _tell_error(_logger: Any, _method_name: str, event: EventDict) -> EventDict:
 
 
 def _traceback(error: BaseException) -> str:
-    """As Python prints it, or with the types of exceptions in place of what they say; without the marks below parts of
-    lines, as to place them Python compiles each line."""
+    """The traceback as Python prints it; without `with_error_messages`, exception types only.
+
+    Column marks are left out, as Python compiles each source line to place them.
+    """
     if _Active.with_error_messages:
         printed = traceback.TracebackException.from_exception(error, compact=True)
         _forget_places(printed)
@@ -365,7 +382,7 @@ def _traceback(error: BaseException) -> str:
 
 
 def _forget_places(printed: traceback.TracebackException) -> None:
-    """In this and whatever it came from."""
+    """Removes column positions from this exception and its causes."""
     printed.stack = _lines(printed.stack)
     for other in (printed.__cause__, printed.__context__, *(printed.exceptions or ())):
         if other is not None:
@@ -373,7 +390,7 @@ def _forget_places(printed: traceback.TracebackException) -> None:
 
 
 def _lines(stack: traceback.StackSummary) -> traceback.StackSummary:
-    """The same frames, each with its line and no place in it."""
+    """The same frames, with line numbers and no columns."""
     return traceback.StackSummary.from_list([(at.filename, at.lineno or 0, at.name, at.line) for at in stack])
 
 
@@ -383,7 +400,7 @@ def _stamp(_logger: Any, _method_name: str, event: EventDict) -> EventDict:
 
 
 def _drop_below_level(_logger: Any, method_name: str, event: EventDict) -> EventDict:
-    """Of loggers that were bound; the others have looked already."""
+    """Drops lines of bound loggers below the level; the other loggers have checked it already."""
     if LEVELS.get(method_name, logging.INFO) < _Active.target.level:
         raise _drop_event()
     return event
@@ -396,7 +413,7 @@ def _hand_over(logger: Any, _method_name: str, event: EventDict) -> EventDict:
 
 
 def _drop_event() -> BaseException:
-    """What ends structlog's part in a line."""
+    """The exception that stops structlog's processing of a line."""
     from structlog import DropEvent
 
     return DropEvent()
@@ -409,7 +426,7 @@ def _level_number(level: str) -> int:
 
 
 def _take_table(fields: dict[str, Any]) -> list[str]:
-    """The lines of a table, out of the fields; anything else of that name stays a field."""
+    """Takes the lines of a table out of the fields. A `table` that is not a list stays a field."""
     return fields.pop("table") if isinstance(fields.get("table"), list) else []
 
 
@@ -431,7 +448,10 @@ def _escaped(text: object) -> str:
 
 
 def _dump(value: object) -> bytes:
-    """JSON in which nothing unsafe stands bare. What orjson refuses (surrogates, integers of over 64 bits) is text."""
+    """JSON with unsafe characters escaped.
+
+    Values that orjson rejects (surrogates, ints over 64 bits) become text.
+    """
     try:
         line = _strict_dump(value)
     except TypeError:
@@ -471,7 +491,7 @@ def _text(value: object) -> str:
 
 
 def _shortened(key: str, value: object, num_chars: int) -> object:
-    """At most so many characters: of a traceback the last ones, of anything else the first."""
+    """At most `num_chars` characters: a traceback's last ones, any other value's first ones."""
     text = value if isinstance(value, str) else _dump(value).decode()
     if len(text) <= num_chars:
         return value

@@ -1,4 +1,4 @@
-"""Which event loop a process of ours runs on."""
+"""The event loop that a millrace process runs on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop's, where it is installed; None: asyncio's own."""
+    """uvloop's factory if uvloop is installed; None: asyncio's own loop."""
     if find_spec("uvloop") is None:
         return None
     import uvloop

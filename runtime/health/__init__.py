@@ -1,8 +1,8 @@
-"""Detection of stalls, and the flight recorder that writes down what led to one.
+"""Stall detection, and the flight recorder that saves what led to a stall or crash.
 
 Owns: the rules for a stall, and the files of the flight recorder.
-In: the pipeline's stages and channels, as the watch sees them.
-Out: stall reports, and one JSON file an incident.
-Imports: `runtime` and its rooms `env`, `trace`.
+In: the pipeline's stages and channels, inspected at each tick of the watch.
+Out: stall reports, and one file of JSON lines per incident.
+Imports: `runtime` and its room `trace`.
 Start with: `stalls.py`.
 """

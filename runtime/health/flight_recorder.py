@@ -1,8 +1,8 @@
-"""The flight recorder: when something stalls or crashes, what led to it goes to a file before it is gone.
+"""The flight recorder: saves what led to a stall or crash to a file.
 
-A file of JSON lines, each with a `type`: `flight` (why, when), `stage`, `edge` (with what is queued there, by kind and
+A file of JSON lines, each with a `type`: `flight` (reason, time), `stage`, `edge` (with its queued items, by kind and
 id), `request`, `thread` and `task` (stacks: files, lines and functions), and `event`, the trace of the last seconds.
-Never prompts, texts, tokens or keys: values of variables are not looked at. Knows the pipeline; refuses to know HTTP.
+It never holds prompts, texts, tokens or keys: values of variables are not read.
 """
 
 from __future__ import annotations
@@ -27,19 +27,22 @@ import orjson
 from ..pipeline import Pipeline
 from ..trace.tracer import Reader, as_dicts, in_order_of_time
 
-MAX_FILES = 8  # in the folder; the oldest goes
-MAX_EVENTS = 50_000  # the latest; some 7 MB
-MAX_ITEMS = 64  # told of each edge
+MAX_FILES = 8  # in the directory; the oldest is deleted
+MAX_EVENTS = 50_000  # the latest; about 7 MB
+MAX_ITEMS = 64  # listed per edge
 MAX_REQUESTS = 1_024
 MAX_TASKS = 1_024
 MAX_FRAMES = 32  # of a stack, the innermost
-PAUSE_S = 10.0  # between two files for the same reason, so that a crash that goes on crashing fills no disk
+PAUSE_S = 10.0  # between two files for the same reason, so that repeated crashes do not fill the disk
 TOLD = ("request_id", "step", "generation", "sequence_id", "first_sequence_id", "prompt_index")  # of a queued item
 Line = dict[str, Any]
 
 
 class FlightRecorder:
-    """Writes `flight-<time>-<reason>.jsonl` files into `directory`, at most MAX_FILES; `last_s` seconds in each."""
+    """Writes `flight-<time>-<reason>.jsonl` files into `directory`.
+
+    At most MAX_FILES, of `last_s` seconds each.
+    """
 
     def __init__(self, directory: Path, last_s: float = 30.0) -> None:
         self.directory = directory
@@ -47,9 +50,11 @@ class FlightRecorder:
         self._begun_s: dict[str, float] = {}  # by reason
 
     def begin(self, reason: str, pipeline: Pipeline | None, **details: Any) -> Callable[[], Path] | None:
-        """Looks at what changes while one looks, on the pipeline's loop, in milliseconds; what comes back writes the
-        file, in any thread. None if there was one for this reason just now. `reason` is a word, `details` go into the
-        first line. The file's path comes back, or OSError is raised if it can not be written."""
+        """Collects the state that changes, on the pipeline's loop, in milliseconds.
+
+        The returned function writes the file, in any thread; it returns the path, or raises OSError. `reason` is a
+        word; `details` go into the first line. Returns None if a file for this reason was begun less than PAUSE_S ago.
+        """
         now_s = time.monotonic()
         if now_s - self._begun_s.get(reason, -PAUSE_S) < PAUSE_S:
             return None
@@ -61,7 +66,7 @@ class FlightRecorder:
         return partial(self._write, path, lines, pipeline)
 
     def write(self, reason: str, pipeline: Pipeline | None, **details: Any) -> Path | None:
-        """`begin`, and the writing at once: a second or two for a full trace."""
+        """`begin` and the writing, in one call: a second or two for a full trace."""
         go_on = self.begin(reason, pipeline, **details)
         return None if go_on is None else go_on()
 
@@ -126,7 +131,10 @@ def _edges(pipeline: Pipeline) -> Iterator[Line]:
 
 
 def _item(item: object) -> Line:
-    """What a message is and whose, and nothing of what it says. It may be the very one that breaks who looks at it."""
+    """A message's type and ids, without its content.
+
+    Reading it may raise: it may be the item that broke the stage.
+    """
     told: Line = {"kind": type(item).__name__}
     with suppress(Exception):
         told |= {name: getattr(item, name) for name in TOLD if isinstance(getattr(item, name, None), (str, int))}
@@ -143,14 +151,17 @@ def _requests(pipeline: Pipeline) -> Iterator[Line]:
 
 
 def thread_stacks() -> Iterator[Line]:
-    """Where each thread of this process is."""
+    """The stack of each thread of this process."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     for ident, frame in sys._current_frames().items():
         yield {"type": "thread", "thread": names.get(ident, str(ident)), "stack": _stack(frame)}
 
 
 def task_stacks(pipeline: Pipeline, only: Container[str] | None = None) -> Iterator[Line]:
-    """Where each task of the pipeline's loop waits, or those of the names in `only`; whatever thread asks."""
+    """Where each task of the pipeline's loop waits, or those named in `only`.
+
+    Callable from any thread.
+    """
     tasks: Iterable[asyncio.Task[Any]] = () if pipeline.loop is None else asyncio.all_tasks(pipeline.loop)
     tasks = tasks if only is None else [task for task in tasks if task.get_name() in only]
     for task in sorted(tasks, key=asyncio.Task.get_name)[:MAX_TASKS]:
@@ -172,14 +183,16 @@ def _awaited(task: asyncio.Task[Any]) -> list[str]:
 
 
 def _stack(frame: FrameType) -> list[str]:
-    """Outermost first."""
+    """The frames, outermost first."""
     summary = traceback.StackSummary.extract(traceback.walk_stack(frame), limit=MAX_FRAMES, lookup_lines=False)
     return [_place(entry.filename, entry.lineno, entry.name) for entry in reversed(summary)]
 
 
 def stack_of(error: BaseException) -> list[str]:
-    """Where an exception came from, outermost first; nothing of what it says, which may quote a client. One that came
-    from another process has brought that along."""
+    """The stack of an exception, outermost first, without its message, which may quote a client.
+
+    An exception from another process carries its stack in `stack_elsewhere`.
+    """
     if elsewhere := getattr(error, "stack_elsewhere", None):
         return list(elsewhere)
     summary = traceback.StackSummary.extract(traceback.walk_tb(error.__traceback__), lookup_lines=False)

@@ -1,8 +1,7 @@
-"""Finds what does not move although it should: a stage that does not come to its end, an edge that does not deliver.
+"""Stall detection: finds stages that do not finish a batch, and edges that do not deliver.
 
-Judged by progress alone, from moments that stages and channels note in passing, so looking costs nothing in between and
-is exact: no sampling, no timer. Work that waits is no stall while anything of it moves. Knows stages and channels;
-refuses to know what to do about it.
+It uses the times of progress that stages and channels record, so a check is exact and nothing runs between checks.
+Waiting work is not a stall while any of it makes progress.
 """
 
 from __future__ import annotations
@@ -15,36 +14,38 @@ from ..channel import Channel
 from ..pipeline import Pipeline
 from ..stage_runner import StageRunner
 
-PATIENCE = 5.0  # a batch may take so many times what its stage expects of it
+PATIENCE = 5.0  # a batch may take this many times what its stage expects
 
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """Who holds the others up. `name` is a stage's, or an edge's if `is_edge`."""
+    """What blocks the pipeline: a stage, or an edge if `is_edge`."""
 
     name: str
     is_edge: bool
-    waited_s: float  # since it last moved
-    num_waiting: int  # items before it
+    waited_s: float  # since its last progress
+    num_waiting: int  # items queued before it
     reason: str
 
 
 def find_stall(pipeline: Pipeline, timeout_s: float) -> Stall | None:
-    """What has not moved for `timeout_s` though there is work for it; None if all is well. Of several the one that the
-    others wait for. While the loop stood still, as in a process that was suspended, nothing could move: that time does
-    not count."""
+    """The stage or edge with work and no progress for `timeout_s`; None if there is none.
+
+    Of several, the one that the others wait for. Time in which the whole loop stood still, as in a suspended process,
+    does not count.
+    """
     now = pipeline.env.now()
     if pipeline.watch is not None and now - pipeline.watch.resumed_s < timeout_s:
         return None
     for stalls in (_stages, _edges, _keepers):
         found = [stall for stall in stalls(pipeline, now, timeout_s) if stall.waited_s >= timeout_s]
         if found:
-            return max(found, key=lambda stall: stall.waited_s)  # of equals the first
+            return max(found, key=lambda stall: stall.waited_s)  # the first of equals
     return None
 
 
 def _stages(pipeline: Pipeline, now: float, timeout_s: float) -> Iterator[Stall]:
-    """Stages that have a batch and do not come to its end, and wait for no room."""
+    """Stages that have had a batch for too long and do not wait for room."""
     for name, runner in pipeline.runners.items():
         if not runner.is_busy or runner.blocked_on is not None:
             continue
@@ -58,7 +59,7 @@ def _stages(pipeline: Pipeline, now: float, timeout_s: float) -> Iterator[Stall]
 
 
 def _edges(pipeline: Pipeline, now: float, timeout_s: float) -> Iterator[Stall]:
-    """Edges whose receiver is idle, wants what is on them and does not get it; or whose sender gets no room."""
+    """Edges whose idle receiver does not get wanted items, or whose sender gets no room."""
     for runner in pipeline.runners.values():
         for port, channel in runner.inputs.items():
             if runner.is_busy or not runner.stage.wants(port):
@@ -70,8 +71,10 @@ def _edges(pipeline: Pipeline, now: float, timeout_s: float) -> Iterator[Stall]:
 
 
 def _came_s(pipeline: Pipeline, channel: Channel[object]) -> float | None:
-    """When the first that is there came, or the first sender that finds no room; None if nobody is kept waiting. What
-    was to wake nobody may lie there for as long as nothing else comes."""
+    """When the first queued item came, or else the first sender began to wait; None if none did.
+
+    An item that did not wake its receiver may stay until something else arrives.
+    """
     if len(channel):
         return channel.waiting_since if channel.waiting_since != math.inf else None
     return min((sender.blocked_since_s for sender in _senders(pipeline, channel)), default=None)
@@ -87,8 +90,10 @@ def _senders(pipeline: Pipeline, channel: Channel[object]) -> list[StageRunner]:
 
 
 def _keepers(pipeline: Pipeline, now: float, timeout_s: float) -> Iterator[Stall]:
-    """Stages that keep work which should be moving, while nobody is at work: what they wait for lies on an edge, or was
-    lost. What comes from outside after a long rest has waited since it came, not since the rest began."""
+    """Stages that hold work while no stage is busy.
+
+    What they wait for is on an edge, or was lost. An item that arrives after a long idle time counts from its arrival.
+    """
     runners = pipeline.runners.values()
     if any(runner.is_busy for runner in runners):
         return
@@ -100,5 +105,5 @@ def _keepers(pipeline: Pipeline, now: float, timeout_s: float) -> Iterator[Stall
                 yield _edge(channel, now - max(since, came_s))
     for name, runner in pipeline.runners.items():
         if runner.stage.has_work:
-            reason = f"stage {name} has work and has heard nothing for {now - since:.1f} s"
+            reason = f"stage {name} has work and has made no progress for {now - since:.1f} s"
             yield Stall(name, False, now - since, sum(map(len, runner.inputs.values())), reason)

@@ -1,7 +1,7 @@
-"""A child process of ours that is joined to this one by a socketpair, and lives no longer than this one.
+"""A child process joined to its parent by a socketpair, which ends when the parent ends.
 
-The parent starts `python -m <module> <socket> <file>...`, numbers of descriptors that the child inherits, and nothing
-else of ours. Knows processes and how they end. Refuses to know what goes over the socket: that is `link.py`.
+The parent starts `python -m <module> <socket> <file>...`. The arguments are numbers of the descriptors that the child
+inherits; it inherits nothing else. The protocol on the socket is in `link.py`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import threading
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Mapping, Sequence
 
-ORPHAN_S = 5.0  # that a child whose parent has gone may take to end by itself
+ORPHAN_S = 5.0  # that a child may take to end by itself after its parent has gone
 
 
 class Child:
-    """One process, seen from its parent. `sock` is the parent's end."""
+    """A child process, seen from its parent. `sock` is the parent's end."""
 
     def __init__(self, process: Process, sock: socket.socket) -> None:
         self.process = process
@@ -30,7 +30,7 @@ class Child:
 
     @classmethod
     async def start(cls, module: str, files: Sequence[int], environment: Mapping[str, str]) -> Child:
-        """Starts it. What it writes to standard error goes where ours goes; it has no standard input or output."""
+        """Starts a child. It shares standard error and has no standard input or output."""
         ours, theirs = socket.socketpair()
         with theirs:
             command = (sys.executable, "-P", "-m", module, *map(str, (theirs.fileno(), *files)))
@@ -52,7 +52,7 @@ class Child:
         return self.process.pid
 
     async def wait(self) -> str:
-        """How it ended, in words: "signal 9 (SIGKILL)", "exit status 1"."""
+        """Waits for its end and describes it: "signal 9 (SIGKILL)", "exit status 1"."""
         code = await self.process.wait()
         if code >= 0:
             return f"exit status {code}"
@@ -61,13 +61,16 @@ class Child:
         return f"signal {-code}"
 
     def kill(self) -> None:
-        """Ends it at once; nothing if it has ended."""
+        """Kills it. Does nothing if it has ended."""
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()
 
 
 def shared_file(num_bytes: int) -> int:
-    """A descriptor of a file without a name, for memory that a child shares: gone with the last process that has it."""
+    """The descriptor of an unnamed file, for shared memory.
+
+    It is freed with the last process that has it open.
+    """
     if hasattr(os, "memfd_create"):
         file = os.memfd_create("millrace")
     else:
@@ -81,20 +84,26 @@ def shared_file(num_bytes: int) -> int:
 
 
 def joined(arguments: Sequence[str]) -> tuple[socket.socket, list[int]]:
-    """The socket and the files that the parent passed on. From now on Ctrl-C and SIGTERM, which a terminal or a
-    supervisor sends to all of a group, are the parent's alone to heed; and this process ends when the parent does."""
+    """The socket and the files that the parent passed.
+
+    Ignores SIGINT and SIGTERM, which a terminal or a supervisor sends to the whole group: the parent handles them.
+    Makes this process end when the parent does.
+    """
     number, *files = map(int, arguments)
     for ignored in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ignored, signal.SIG_IGN)
     sock = socket.socket(fileno=number)
     for descriptor in (number, *files):
-        os.set_inheritable(descriptor, False)  # our own children have no part in it
+        os.set_inheritable(descriptor, False)  # children of this process must not keep it open
     threading.Thread(target=_end_with_parent, args=(os.dup(number),), name="millrace-parent", daemon=True).start()
     return sock, files
 
 
 def _end_with_parent(number: int) -> None:
-    """Waits for the other end to be closed; who still hangs some seconds later, whatever holds the loop, is ended."""
+    """Waits for the parent to close the socket.
+
+    If this process still lives ORPHAN_S later, ends it.
+    """
     poll = select.poll()
     poll.register(number, select.POLLHUP)
     while not any(event & (select.POLLHUP | select.POLLERR | select.POLLNVAL) for _, event in poll.poll()):

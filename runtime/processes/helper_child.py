@@ -1,5 +1,7 @@
-"""The child's side of `helper_pool.py`: frames in, frames out, and the limits of each job. Loads little, to start
-fast."""
+"""The child's side of `helper_pool.py`: frames in, frames out, and limits per job.
+
+Imports little, to start fast.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,15 @@ from typing import BinaryIO
 
 
 def serve(load: Callable[[bytes], Callable[[bytes], bytes]], cpu_s: float, memory_bytes: int) -> None:
-    """A child's life: `load` makes of the opening what answers questions, until there are no more.
+    """Answers requests until the input ends.
 
-    A job that takes more than `cpu_s` of CPU ends the process; `memory_bytes` is what it may take beyond what is there
-    after loading, and then memory runs out.
+    `load` makes the answering function from the first frame.
+
+    A job that takes more than `cpu_s` of CPU time ends the process. A job may take `memory_bytes` beyond the memory
+    used after loading; then allocation fails.
     """
     source, target = sys.stdin.buffer, sys.stdout.buffer
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends this process
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     answer = load(_read(source) or b"")
     _limit_memory(memory_bytes)
@@ -32,7 +36,7 @@ def serve(load: Callable[[bytes], Callable[[bytes], bytes]], cpu_s: float, memor
 
 
 def _limit_memory(num_bytes: int) -> None:
-    """Where the system says how much there is; elsewhere the limit on time stands alone."""
+    """Limits memory where /proc says how much is in use; elsewhere only the time limit applies."""
     with contextlib.suppress(OSError, ValueError):
         with open("/proc/self/statm") as file:
             pages = int(file.read().split()[0])

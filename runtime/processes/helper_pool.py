@@ -1,7 +1,9 @@
-"""Child processes for work that may take too much: each job has a limit, and a child that breaks it is replaced.
+"""A pool of child processes for expensive jobs.
+
+Each job has limits; a child that exceeds them is replaced.
 
 The child reads frames from its standard input and writes one answer for each to its standard output;
-`helper_child.py` is its side. Knows processes. Refuses to know what a job is.
+`helper_child.py` is its side.
 """
 
 from __future__ import annotations
@@ -18,13 +20,16 @@ from ..env.log import get_logger
 
 PASSED_ON = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "HOME", "TMPDIR", "LANG")  # no keys, no settings
 MAX_ANSWER_BYTES = 1 << 20
-START_S = 30.0  # to load and read its opening, on a machine that is busy
+START_S = 30.0  # to load and to read the opening, on a busy machine
 
 log = get_logger("millrace.runtime")
 
 
 class HelperGone(Exception):
-    """The child ended before it answered. `signal` says by which signal, if by one."""
+    """The child ended before it answered.
+
+    `signal` is the number of the signal that ended it, or None.
+    """
 
     def __init__(self, signal_number: int | None) -> None:
         super().__init__(f"a helper process ended, signal {signal_number}")
@@ -32,24 +37,27 @@ class HelperGone(Exception):
 
     @property
     def is_over_cpu(self) -> bool:
-        """It had used the CPU time of a job."""
+        """Whether a job used up its time."""
         return self.signal == signal.SIGPROF
 
     @property
     def is_crash(self) -> bool:
-        """The job itself did it: memory ran out or the code broke. A kill from outside is none."""
+        """Whether the job itself ended the process: out of memory, or a crash.
+
+        A kill from outside does not count.
+        """
         return self.signal in (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL)
 
 
 class Helpers:
-    """A few children that run `python -m <module>`, started when first asked and replaced when they end.
+    """A few children that run `python -m <module>`, started on demand and replaced at their end.
 
-    `opening` is the first frame that each gets. `ask` serves its callers in order, one a child; a caller that is
-    cancelled takes its child with it. Belongs to one event loop.
+    `opening` is the first frame that each gets. `ask` serves its callers in order, one per child. Cancelling a caller
+    ends its child. Belongs to one event loop.
     """
 
     def __init__(self, module: str, opening: bytes, num: int = 1, wall_s: float = 10.0) -> None:
-        self.wall_s = wall_s  # for a job, whatever CPU it takes
+        self.wall_s = wall_s  # for a job, whatever CPU time it takes
         self._module = module
         self._opening = opening
         self._idle: list[_Helper] = []
@@ -60,11 +68,14 @@ class Helpers:
 
     @property
     def pids(self) -> list[int]:
-        """Of the children there are."""
+        """Process ids of the children."""
         return sorted(helper.process.pid for helper in self._all)
 
     async def ask(self, question: bytes) -> bytes:
-        """The child's answer. Raises `HelperGone` when it ends first, for taking more than `wall_s` too."""
+        """The child's answer to `question`.
+
+        Raises `HelperGone` if the child ends first or takes over `wall_s`.
+        """
         async with self._room:
             helper = await self._take()
             is_well = False
@@ -88,7 +99,7 @@ class Helpers:
         return self._idle.pop() if self._idle else await self._start()
 
     async def aclose(self) -> None:
-        """Ends the children, jobs or not."""
+        """Ends the children, with or without jobs."""
         self._is_closed = True
         for task in list(self._refills):
             task.cancel()
@@ -139,7 +150,7 @@ class Helpers:
         helper.process.stdin.close()
         try:
             await helper.process.wait()
-        except asyncio.CancelledError:  # by `aclose`, for one: it was killed, so this takes no time
+        except asyncio.CancelledError:  # it was killed, so this wait is short
             await helper.process.wait()
             raise
 

@@ -1,15 +1,14 @@
-"""Two processes joined by a socketpair: channels that reach across it, and words that need no room.
+"""A link between two processes over a socketpair: channels and control messages.
 
     one end                                             the other
-    OutboundChannel.send -> items, while credits last -> InboundChannel, as many as it has room for
-                         <- credits, as they are taken <-
+    OutboundChannel.send -> items, while credits last -> InboundChannel, up to its capacity
+                         <- credits, as items are received <-
     Link.post            -> words, in order with items -> on_word
 
-A frame is 16 bytes (what it is, which edge, how long its two parts are), then a message as `wire.py` writes it. Frames
-leave together, once a turn of the loop, and whatever has arrived is read together: a turn costs one call of the system
-each way, however many messages it has. Order is kept over all edges and words of one direction. What is no frame of
-ours, or breaks a promise, ends the link with a `LinkError` that says what it was: a stream can not be resumed in its
-middle. Knows bytes and credits. Refuses to know what a message says, and what becomes of a process.
+A word is a control message that needs no credit. A frame is 16 bytes (kind, edge, lengths of its two parts), then a
+message as `wire.py` encodes it. Frames are sent together, once per turn of the loop, and everything that has arrived is
+read together. So a turn costs one system call each way. Order is kept over all edges and words of one direction. An
+invalid frame ends the link with a `LinkError` that describes it: a stream cannot be resumed in its middle.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from .wire import ALIGNMENT, Buffer, Codec, WireError
 
 T = TypeVar("T")
 
-VERSION = 1  # of the frames and of what they mean
+VERSION = 1  # of the frames and their meaning
 MAX_FRAME_BYTES = 64 << 20  # a prompt of a million tokens has 4 MiB
 READ_BYTES = 1 << 18
-READS_AT_ONCE = 4  # before others of the loop have their turn
-SOCKET_BYTES = 1 << 20  # that the system is asked to hold in each direction
+READS_AT_ONCE = 4  # before other callbacks of the loop run
+SOCKET_BYTES = 1 << 20  # socket buffer requested in each direction
 
 FRAME = struct.Struct("<HBBIII")  # magic, kind, edge, bytes of the header, bytes of the body, count of credits
 MAGIC = 0x4C4D
@@ -41,13 +40,13 @@ HELLO, WORD, ITEM, CREDIT, CLOSE = range(1, 6)  # kinds
 
 
 class LinkError(Exception):
-    """The other end sent what it must not, or is of another version; says what."""
+    """The other end sent an invalid frame or has another version. The message says what it sent."""
 
 
 class Link:
-    """One end. Declare the edges, `start` it on the loop that is to use it, `close` it.
+    """One end of a link. Declare the edges, `start` it on the loop that uses it, `close` it.
 
-    `on_lost` is called once, with None when the other end has gone, or with what was wrong; not after `close`.
+    `on_lost` is called once, with None when the other end has gone, or with the error. Not after `close`.
     """
 
     def __init__(
@@ -66,25 +65,25 @@ class Link:
         self._outbound: list[OutboundChannel[Any]] = []
         self._inbound: list[InboundChannel[Any]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._queued: list[Buffer] = []  # frames that leave with the next turn
-        self._unsent = memoryview(b"")  # what the system had no room for
-        self._is_woken = False  # there will be a flush
+        self._queued: list[Buffer] = []  # frames to send at the next turn
+        self._unsent = memoryview(b"")  # what did not fit into the socket's buffer
+        self._is_woken = False  # a flush is scheduled
         self._received = bytearray()
-        self._is_met = False  # the other end has said hello
+        self._is_met = False  # the other end has sent its hello
         self.is_open = False
         self._is_closing = False
         self.num_sends = self.num_frames_sent = self.num_bytes_sent = 0
 
     def add_outbound(self, channel: OutboundChannel[Any]) -> None:
-        """Before `start`, in the order in which the other end adds its inbound ones."""
+        """Before `start`, in the order in which the other end adds its inbound channels."""
         self._outbound.append(channel)
 
     def add_inbound(self, channel: InboundChannel[Any]) -> None:
-        """Before `start`, in the order in which the other end adds its outbound ones."""
+        """Before `start`, in the order in which the other end adds its outbound channels."""
         self._inbound.append(channel)
 
     def start(self) -> None:
-        """From now on frames come and go."""
+        """Begins to send and receive frames, on the running loop."""
         self._loop = asyncio.get_running_loop()
         self._sock.setblocking(False)
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
@@ -98,13 +97,15 @@ class Link:
         self._loop.add_reader(self._sock, self._on_readable)
 
     def post(self, word: Any) -> None:
-        """Sends a word, in order with items, without waiting; nothing when the link has been lost. `WireError` for one
-        that can not cross. Whoever posts bounds how many there are."""
+        """Sends a word, in order with items, without waiting. Does nothing if the link is lost.
+
+        Raises `WireError` if it cannot be encoded. The caller bounds their number.
+        """
         if self.is_open:
             self._put(WORD, 0, *self._codec.encode(word))
 
     def close(self) -> None:
-        """Sends what there is room for, and ends. Idempotent."""
+        """Sends what the socket has room for, and closes it. Idempotent."""
         if self.is_open:
             self._is_closing = True
             self._flush()
@@ -119,7 +120,7 @@ class Link:
     def _put(self, kind: int, edge: int, header: bytes, body: list[Buffer], count: int = 0) -> None:
         size = sum(map(len, body))
         if len(header) + size > self._max_frame_bytes:
-            raise WireError(f"a message of {len(header) + size} bytes can not cross: at most {self._max_frame_bytes}")
+            raise WireError(f"a message of {len(header) + size} bytes cannot be sent: at most {self._max_frame_bytes}")
         padding = -len(header) % ALIGNMENT
         self._queued += (FRAME.pack(MAGIC, kind, edge, len(header) + padding, size, count), header, b" " * padding)
         self._queued += body
@@ -143,7 +144,7 @@ class Link:
                 count, inbound.num_owed = inbound.num_owed, 0
                 self._queued.append(FRAME.pack(MAGIC, CREDIT, edge, 0, 0, count))
         if self._unsent:
-            return  # the writer goes on when there is room
+            return  # `_on_writable` sends the rest when there is room
         data = memoryview(b"".join(self._queued))
         self._queued.clear()
         if len(data):
@@ -194,7 +195,7 @@ class Link:
             self._lose(error if isinstance(error, LinkError) else LinkError(str(error)))
             return
         if has_ended:
-            torn = f"the other end has gone in the middle of a frame, after {len(self._received)} bytes of it"
+            torn = f"the other end closed the link in the middle of a frame, after {len(self._received)} bytes of it"
             self._lose(LinkError(torn) if self._received else None)
 
     def _take_frames(self) -> None:
@@ -203,13 +204,13 @@ class Link:
             while self.is_open and len(received) - at >= FRAME.size:
                 magic, kind, edge, header_bytes, body_bytes, count = FRAME.unpack_from(received, at)
                 if magic != MAGIC:
-                    raise LinkError(f"a frame that begins with {magic:#06x} is none of ours: {MAGIC:#06x} is due")
+                    raise LinkError(f"a frame begins with {magic:#06x}: must be {MAGIC:#06x}")
                 if header_bytes + body_bytes > self._max_frame_bytes:
                     raise LinkError(f"a frame of {header_bytes + body_bytes} bytes: at most {self._max_frame_bytes}")
                 end = at + FRAME.size + header_bytes + body_bytes
                 if len(received) < end:
                     break
-                frame = memoryview(bytes(received[at + FRAME.size : end]))  # its own: messages keep views of it
+                frame = memoryview(bytes(received[at + FRAME.size : end]))  # a copy: messages keep views of it
                 at = end
                 self._take(kind, edge, frame[:header_bytes], frame[header_bytes:], count)
         finally:
@@ -230,17 +231,17 @@ class Link:
             case _ if kind == CLOSE:
                 self._edge(self._inbound, edge).close()
             case _:
-                raise LinkError(f"a frame of kind {kind}: there is none")
+                raise LinkError(f"a frame of unknown kind {kind}")
 
     def _meet(self, hello: bytes) -> None:
-        """The other end must be of our version and know the same messages and edges."""
+        """Checks the hello: the other end must have the same version, messages and edges."""
         try:
             told = orjson.loads(hello)
         except orjson.JSONDecodeError:
-            raise LinkError("a hello that is no JSON") from None
+            raise LinkError("a hello that is not JSON") from None
         due = orjson.loads(orjson.dumps(self._introduction(self._inbound, self._outbound)))
         if told != due:
-            raise LinkError(f"the other end is {told}, and must be {due}: both are to be of one version")
+            raise LinkError(f"the other end is {told}, and must be {due}: both ends must have the same version")
         self._is_met = True
 
     @staticmethod
@@ -270,11 +271,13 @@ class Link:
 
 
 class OutboundChannel(Channel[T], Generic[T]):
-    """The sending half of a channel that reaches over a link. To its senders it is like any other: `send` waits while
-    `capacity` items are over there and not received, or promised.
+    """The sending half of a channel that crosses a link.
 
-    While there is no link, what is sent waits here. When a link is lost, what it had carried is forgotten: nobody knows
-    what was received. `on_refused` is told of an item that can not cross, which is then as good as received.
+    Senders use it like any other channel: `send` waits while `capacity` items are on the other side and not received,
+    or promised.
+
+    Without a link, items are kept here. When a link is lost, the items it carried are dropped, as it is unknown which
+    were received. `on_refused` gets an item that cannot be encoded; the item then counts as received.
     """
 
     def __init__(
@@ -290,7 +293,7 @@ class OutboundChannel(Channel[T], Generic[T]):
         self._edge = 0
         self._on_send = on_send
         self._on_refused = on_refused
-        self._kept: deque[T] = deque()  # until there is a link; each has its place among `queued`
+        self._kept: deque[T] = deque()  # items kept until there is a link; they are in `queued` too
 
     def _put(self, item: T, now: float | None = None) -> None:
         if self._on_send is not None:
@@ -302,7 +305,7 @@ class OutboundChannel(Channel[T], Generic[T]):
         super()._put(item, now)
 
     def _carry(self, item: T) -> bool:
-        """Whether it is on its way."""
+        """Sends the item over the link. Returns False if it was refused."""
         assert self._link is not None
         try:
             self._link._put(ITEM, self._edge, *self._link._codec.encode(item))
@@ -328,7 +331,7 @@ class OutboundChannel(Channel[T], Generic[T]):
         self._has_new_room()
 
     def _pay(self, count: int) -> None:
-        """So many items were received over there."""
+        """The other side received `count` items."""
         if count > len(self.queued):
             raise LinkError(f"edge {self.name}: {count} credits for {len(self.queued)} items")
         depth = len(self.queued)
@@ -353,9 +356,11 @@ class OutboundChannel(Channel[T], Generic[T]):
 
 
 class InboundChannel(Channel[T], Generic[T]):
-    """The receiving half: what arrives is queued here, and what is received gives the sender room again. It stays when
-    its link is lost, with what had arrived, and may be given another. `on_arrival` is told of each item before it is
-    queued."""
+    """The receiving half: queues what arrives; receiving returns credits to the sender.
+
+    When its link is lost, it stays with what had arrived, and may be bound to another link. `on_arrival` is called with
+    each item before it is queued.
+    """
 
     def __init__(
         self,
@@ -367,8 +372,8 @@ class InboundChannel(Channel[T], Generic[T]):
         super().__init__(name, capacity, clock)
         self._link: Link | None = None
         self._on_arrival = on_arrival
-        self._num_owned = 0  # items that came by the link there is now: the others' room is nobody's
-        self.num_owed = 0  # credits that leave with the next turn
+        self._num_owned = 0  # items that came over the current link; only these return credits
+        self.num_owed = 0  # credits to send at the next turn
 
     def recv_all(self, now: float | None = None) -> list[T]:
         items = super().recv_all(now)

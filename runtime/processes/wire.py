@@ -1,8 +1,8 @@
-"""Messages as bytes: what crosses from one process to another, and nothing else.
+"""The encoding of messages between processes.
 
-A message is a dataclass of a type that both ends have listed, with plain values, containers and numpy arrays in it. It
-becomes a header in JSON, in which whatever holds something is a list that begins with a tag, and behind it the arrays'
-own bytes. Reading builds listed types only and runs no code of the sender's: no pickle, no names of modules.
+A message is a dataclass of a type that both ends have listed. It contains plain values, containers and numpy arrays. It
+is encoded as a JSON header, in which every container is a list that begins with a tag, followed by the arrays' bytes.
+Decoding builds listed types only and runs no code of the sender: no pickle, no module names.
 """
 
 from __future__ import annotations
@@ -21,22 +21,28 @@ Buffer = bytes | memoryview
 
 LIST, TUPLE, DICT, SET, ARRAY, BYTES, FLOAT = range(7)  # tags; those of listed types follow
 FIRST_TYPE = 16
-ALIGNMENT = 8  # of arrays behind the header: numpy and native code read them where they lie
+ALIGNMENT = 8  # of arrays behind the header: numpy and native code read them in place
 
 _DTYPES = ("<i8", "<i4", "<i2", "|i1", "<u8", "<u4", "<u2", "|u1", "<f8", "<f4", "<f2", "|b1")
 _DTYPES_BY_CODE = [np.dtype(name) for name in _DTYPES]
 _CODES = {np.dtype(char).num: _DTYPES_BY_CODE.index(np.dtype(char)) for char in "?bBhHiIlLqQefd"}  # by number: fast
-_COPIED_BYTES = 1 << 16  # arrays up to this are copied, which takes less than to make a view of them
+_COPIED_BYTES = 1 << 16  # arrays up to this size are copied, which is faster than making a view
 _PLAIN = frozenset({int, str, bool, type(None)})
 _PADDING = tuple(bytes(count) for count in range(ALIGNMENT))
 
 
 class WireError(ValueError):
-    """A value that can not cross, or bytes that are no message; says which."""
+    """A value that cannot be encoded, or bytes that are not a message.
+
+    The error text says which.
+    """
 
 
 class Codec:
-    """Turns messages of the listed `types` (dataclasses and enums) into bytes and back. Both ends list the same."""
+    """Encodes messages of the listed `types` (dataclasses and enums), and decodes them.
+
+    Both ends list the same.
+    """
 
     def __init__(self, types: Sequence[type]) -> None:
         self._tags: dict[type, int] = {}
@@ -52,27 +58,32 @@ class Codec:
         self.fingerprint = hashlib.sha256(";".join(told).encode()).hexdigest()[:16]
 
     def encode(self, message: Any) -> tuple[bytes, list[Buffer]]:
-        """(header, what comes behind it). The second part's length is a multiple of ALIGNMENT. Arrays are not copied:
-        send before they change."""
+        """(header, body buffers). The body's length is a multiple of ALIGNMENT.
+
+        Large arrays are not copied: send before they change.
+        """
         buffers: list[Buffer] = []
         try:
             return orjson.dumps(self._pack(message, buffers)), buffers
         except (TypeError, orjson.JSONEncodeError) as error:  # such as an integer of more than 64 bits
-            raise WireError(f"{type(message).__name__} can not cross: {error}") from None
+            raise WireError(f"{type(message).__name__} cannot be encoded: {error}") from None
 
     def decode(self, header: Buffer, body: Buffer) -> Any:
-        """The message. Arrays are views of `body`, not to be written to. `WireError` for what is none."""
+        """The message. Its arrays are read-only views of `body`.
+
+        Raises `WireError` if it is not a valid message.
+        """
         try:
             reading = _Reading(self._readers, body)
             message = reading.unpack(orjson.loads(header))
         except WireError:
             raise
         except (ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError) as error:
-            raise WireError(f"no message: {type(error).__name__}: {str(error)[:200]}") from None
+            raise WireError(f"not a message: {type(error).__name__}: {str(error)[:200]}") from None
         except Exception as error:  # a type's own check of its values
-            raise WireError(f"no message of ours: {type(error).__name__}: {str(error)[:200]}") from None
+            raise WireError(f"an invalid message: {type(error).__name__}: {str(error)[:200]}") from None
         if reading.offset != len(body):
-            raise WireError(f"{len(body)} bytes behind the header, of which the message takes {reading.offset}")
+            raise WireError(f"{len(body)} bytes after the header, of which the message takes {reading.offset}")
         return message
 
     def _pack(self, value: Any, buffers: list[Buffer]) -> Any:
@@ -110,16 +121,16 @@ class Codec:
             return self._pack(value.item(), buffers)
         if isinstance(value, tuple):
             return [TUPLE, *(self._pack(item, buffers) for item in value)]
-        raise WireError(f"a {type(value).__name__} can not cross: its type is not among those that both ends list")
+        raise WireError(f"type {type(value).__name__} cannot be encoded: it is not in the list that both ends share")
 
 
 class _Reading:
-    """One message on its way back from bytes."""
+    """The decoding of one message."""
 
     def __init__(self, readers: Sequence[Callable[[list[Any]], Any]], body: Buffer) -> None:
         self._readers = readers
         self._body = memoryview(body)
-        self.offset = 0  # of what was not taken yet
+        self.offset = 0  # of the next byte to take
 
     def unpack(self, tree: Any) -> Any:
         if type(tree) is not list:
@@ -147,11 +158,11 @@ class _Reading:
             return frozenset(items)
         if tag == DICT:
             return dict(zip(items[::2], items[1::2], strict=True))
-        raise WireError(f"tag {tag}: there is none")
+        raise WireError(f"tag {tag} is unknown")
 
     def _array(self, code: Any, shape: list[Any]) -> Any:
         if type(code) is not int or not 0 <= code < len(_DTYPES) or not all(_is_size(size) for size in shape):
-            raise WireError(f"array of dtype {code!r} and shape {shape!r}: there is none")
+            raise WireError(f"array of dtype {code!r} and shape {shape!r} is invalid")
         dtype = _DTYPES_BY_CODE[code]
         count = shape[0] if len(shape) == 1 else math.prod(shape)
         array = np.frombuffer(self._take(count * dtype.itemsize), dtype, count)
@@ -168,7 +179,7 @@ class _Reading:
 def _pack_array(array: Any, buffers: list[Buffer]) -> list[int]:
     code = _CODES.get(array.dtype.num)
     if code is None or _DTYPES_BY_CODE[code] != array.dtype:
-        raise WireError(f"an array of dtype {array.dtype} can not cross: numbers of fixed size can")
+        raise WireError(f"an array of dtype {array.dtype} cannot be encoded: must be numbers of fixed size")
     if array.nbytes > _COPIED_BYTES:
         _put(np.ascontiguousarray(array).data.cast("B"), buffers)
     elif array.nbytes:
@@ -190,7 +201,7 @@ def _field_names(kind: type) -> tuple[str, ...]:
     if issubclass(kind, enum.Enum):
         return ()
     if not dataclasses.is_dataclass(kind):
-        raise TypeError(f"{kind.__name__}: a type that crosses is a dataclass or an enum")
+        raise TypeError(f"{kind.__name__}: a type to encode must be a dataclass or an enum")
     return tuple(spec.name for spec in dataclasses.fields(kind) if spec.init)
 
 
@@ -208,4 +219,4 @@ def _reader(kind: type, names: tuple[str, ...]) -> Callable[[list[Any]], Any]:
 
 
 def _wrong_number(kind: type) -> NoReturn:
-    raise WireError(f"a {kind.__name__} with another number of fields than it has")
+    raise WireError(f"a {kind.__name__} with a wrong number of fields")

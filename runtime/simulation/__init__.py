@@ -3,6 +3,6 @@
 Owns: the simulated loop, its env, its scheduling policies and its fault points.
 In: a coroutine, a seed and a policy.
 Out: the coroutine's result, or a deadlock or livelock with the tasks involved.
-Imports: `runtime` and its rooms `env`, `workers`.
-Start with: `run.py`; `testing.py` has what tests use.
+Imports: `runtime/env`, `runtime/workers`.
+Start with: `run.py`; `testing.py` has the test decorators.
 """

@@ -1,4 +1,4 @@
-"""The `Env` of a simulated run: its clock is the loop's, and its threads, streams and faults follow from one seed."""
+"""The `Env` of a simulated run: virtual time, and threads and faults from one seed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ START_WALL_S = 1_700_000_000.0
 
 
 class SimSettings(TypedDict, total=False):
-    """What a run may be told besides its seed and policy. `SimEnv` says what it means, and what holds without it."""
+    """Settings of a run besides its seed and policy.
+
+    `SimEnv` documents them and has the defaults.
+    """
 
     fault_probability: float
     fault_names: Collection[str] | None
@@ -34,11 +37,11 @@ class SimEnv(Env):
     """The env of one simulated run; it makes the loop of that run.
 
     seed               of everything: order, delays, faults, streams
-    policy             what runs next: "uniform" (any), "pct" (priorities per task, now and then changed), "fifo" (as a
-                       live loop), "starve:<pattern>" (tasks so named only when nothing else is ready)
+    policy             what runs next: "uniform" (any), "pct" (priorities per task, which sometimes change), "fifo" (as
+                       a live loop), "starve:<pattern>" (matching tasks only when nothing else is ready)
     fault_probability  0 for none. Each fault point is on in every second run, with a probability of its own up to this
     fault_names        only these points, and in every run; a mapping gives each its probability
-    thread_delay_s     how long a job takes, drawn from [low, high]; `worker_delay_s` says otherwise by worker's name
+    thread_delay_s     how long a job takes, drawn from [low, high]; `worker_delay_s` overrides it by worker's name
     """
 
     def __init__(
@@ -68,7 +71,10 @@ class SimEnv(Env):
         return round(self.loop._now * 1e9)
 
     def wall_time(self) -> float:
-        """Follows the virtual time; where the fault point `env.wall_clock_jump` strikes it jumps, an hour at most."""
+        """Follows virtual time.
+
+        The fault point `env.wall_clock_jump` makes it jump by up to an hour.
+        """
         if self.fault("env.wall_clock_jump"):
             self._wall_offset_s += self.random("env.wall_clock_jump").uniform(-3_600, 3_600)
         return self.loop.time() + self._wall_offset_s
@@ -100,12 +106,12 @@ class SimEnv(Env):
         return strikes
 
     def note(self, *fields: object) -> None:
-        """Fields are plain values: the `repr` of anything with an address in it differs from run to run."""
+        """Fields must be plain values: a `repr` with an address in it differs from run to run."""
         self.loop.note(repr(fields))
 
 
 class _SimSideThread(SideThread):
-    """A side thread whose jobs are done as soon as they are submitted."""
+    """A side thread whose jobs run at once, in `submit`."""
 
     def submit(self, fn: Callable[[*Ts], T], *args: *Ts) -> Future[T]:
         done: Future[T] = Future()
@@ -117,8 +123,11 @@ class _SimSideThread(SideThread):
 
 
 class _SimWorker(Worker):
-    """A worker without threads: a job begins, in order, when one of `threads` is free; it takes a drawn delay, and runs
-    whole, on the loop, at the end of it."""
+    """A worker without threads.
+
+    A job begins, in order, when one of `threads` is free; it takes a drawn delay and runs as a whole, on the loop, at
+    the end of it.
+    """
 
     def __init__(
         self,
@@ -130,7 +139,7 @@ class _SimWorker(Worker):
     ) -> None:
         super().__init__(name, threads, on_closed)
         self._env = env
-        self.delay_s = delay_s  # [least, most] of a job; may be changed in the middle of a run
+        self.delay_s = delay_s  # [least, most] of a job; may be changed during a run
         self._num_running = 0
         self._all_ended: asyncio.Future[None] | None = None
 
@@ -140,7 +149,7 @@ class _SimWorker(Worker):
         return job
 
     def tell(self) -> None:
-        """All were told as they ended."""
+        """Does nothing: every result was reported when its job ended."""
 
     async def aclose(self) -> None:
         if not self._is_closed:

@@ -11,7 +11,10 @@ from ..env.env import seeded_stream
 
 
 class FaultPoints:
-    """Drawn from the run's seed, each from a stream of its own, at its first use; see `SimEnv` for what is drawn."""
+    """The fault points, drawn from the run's seed at first use, each from its own stream.
+
+    `SimEnv` has details.
+    """
 
     def __init__(self, seed: int, probability: float, names: Collection[str] | None) -> None:
         self.seen: Counter[str] = Counter()
@@ -22,7 +25,7 @@ class FaultPoints:
         self._points: dict[str, _FaultPoint] = {}
 
     def strikes(self, name: str, probability: float | None = None) -> bool:
-        """Whether it does now: with `probability`, or that of the point."""
+        """Whether the point strikes now, with `probability`, or with that drawn for the point."""
         point = self._points.get(name)
         if point is None:
             point = self._points[name] = self._draw(name)

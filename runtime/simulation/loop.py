@@ -1,6 +1,8 @@
-"""An event loop with virtual time that chooses, by a policy and a seed, which of the ready callbacks runs next.
+"""An event loop with virtual time.
 
-Knows callbacks, timers and tasks, and when nothing can come of them any more; knows nothing of what an `Env` adds.
+A policy and a seed choose which of the ready callbacks runs next.
+
+It handles callbacks, timers and tasks, and detects deadlock and livelock. `env.py` adds workers and faults.
 """
 
 from __future__ import annotations
@@ -21,28 +23,28 @@ from .policies import SimTask, policy_of
 
 Ts = TypeVarTuple("Ts")
 
-START_S = 1_000.0  # virtual time at the start: far from 0, where a forgotten timestamp would look right
+START_S = 1_000.0  # virtual time at the start: far from 0, so that a forgotten timestamp shows
 MAX_CALLBACKS = 1_000_000
 
 
 class SimError(Exception):
-    """The run failed in a way that only a simulation can show."""
+    """A failure that only a simulation can detect."""
 
 
 class Deadlock(SimError):
-    """Nothing is ready and nothing is timed, but the main coroutine has not ended."""
+    """No callback is ready, no timer is set, and the main coroutine has not ended."""
 
 
 class Livelock(SimError):
-    """The run has used up its callbacks."""
+    """The run exceeded its limit of callbacks."""
 
 
 class LoopErrors(SimError):
-    """The main coroutine ended, and these errors had reached nobody (invariant I8)."""
+    """The main coroutine ended, but these errors were never handled (invariant I8)."""
 
 
 class _Handle(asyncio.Handle):
-    """The base's, made faster: a run is mostly these. `_source_traceback` and `_repr` are what its methods look at."""
+    """asyncio's handle, made faster. The base's methods read `_source_traceback` and `_repr`."""
 
     __slots__ = ()
 
@@ -63,9 +65,12 @@ class _Handle(asyncio.Handle):
 
 
 class SimLoop(asyncio.BaseEventLoop):
-    """An event loop that owns its time and chooses what runs next. No selector, no threads, no debug mode."""
+    """An event loop with its own time and order of callbacks.
 
-    _ready: list[Any]  # of Handle; a list in place of the base's deque, as a choice anywhere in it must be cheap
+    No selector, no threads, no debug mode.
+    """
+
+    _ready: list[Any]  # of Handle; a list instead of the base's deque, as taking from anywhere must be cheap
     _scheduled: list[asyncio.TimerHandle]
     _stopping: bool
     _timer_cancelled_count: int
@@ -84,9 +89,9 @@ class SimLoop(asyncio.BaseEventLoop):
         self._pick = policy_of(policy, seeded_stream(seed, "loop/policy"))
         self.max_callbacks = max_callbacks
         self.num_callbacks = 0
-        self.errors: list[str] = []  # what the exception handler was told, and what nobody retrieved
+        self.errors: list[str] = []  # reported to the exception handler, or never retrieved
         self._first_error: BaseException | None = None
-        self._events: list[str] = []  # those not hashed yet
+        self._events: list[str] = []  # not hashed yet
         self._hash = hashlib.sha256()
         self._kept: list[str] | None = [] if keep_trace else None
         self.set_task_factory(self._make_task)
@@ -143,7 +148,7 @@ class SimLoop(asyncio.BaseEventLoop):
         return tuple(self._kept or ())
 
     def unwind(self) -> tuple[str, ...]:
-        """Cancels what is left of the run and lets it end. Returns where those tasks were waiting."""
+        """Cancels the remaining tasks and lets them end. Returns where they were waiting."""
         leaked = [task for task in self._tasks if not task.done()]
         places = tuple(_place(task) for task in leaked)
         for task in leaked:
@@ -154,7 +159,7 @@ class SimLoop(asyncio.BaseEventLoop):
         return places
 
     def abandon(self) -> None:
-        """Ends a run that has failed, as well as can be: its error is on its way, a second one would hide it."""
+        """Ends a failed run as well as possible. Errors are dropped: they would hide the first one."""
         self.max_callbacks = self.num_callbacks + 100_000
         try:
             self.unwind()
@@ -163,15 +168,18 @@ class SimLoop(asyncio.BaseEventLoop):
                 task._log_destroy_pending = False  # type: ignore[attr-defined]
 
     def check_errors(self) -> None:
-        """Raises `LoopErrors` if any error of this run has reached nobody."""
-        gc.collect(0)  # what the run made is in the youngest generation, as the collector was off
+        """Raises `LoopErrors` if an error of this run was never handled."""
+        gc.collect(0)  # objects of the run are in the youngest generation, as the collector was off
         for task in self._tasks:
             self._check_retrieved(task)
         if self.errors:
             raise LoopErrors("\n".join(self.errors)) from self._first_error
 
     def _run_once(self) -> None:
-        """Called by the base's `run_forever`. Runs until nothing is ready, then moves the clock to the next timer."""
+        """Called by the base's `run_forever`.
+
+        Runs until nothing is ready, then moves the clock to the next timer.
+        """
         ready, pick, events = self._ready, self._pick, self._events
         if not ready:
             self._advance()
@@ -204,7 +212,7 @@ class SimLoop(asyncio.BaseEventLoop):
             self._timer_cancelled_count -= 1
         if not timers:
             waiting = "\n".join(f"  {_place(task)}" for task in self._tasks if not task.done())
-            raise Deadlock(f"nothing is ready and nothing is timed, but these tasks wait:\n{waiting}")
+            raise Deadlock(f"no callback is ready and no timer is set, but these tasks wait:\n{waiting}")
         self._now = timers[0].when()
         self._events.append(f"@{self._now!r}")
         while timers and timers[0].when() <= self._now:
@@ -254,11 +262,11 @@ class SimLoop(asyncio.BaseEventLoop):
             self._events.clear()
 
     def __del__(self) -> None:
-        """Nothing to give back, so a loop that was never run is no ResourceWarning."""
+        """Does nothing: the loop holds no resources, so an unclosed one needs no ResourceWarning."""
 
 
 def _label(handle: asyncio.Handle) -> str:
-    """What a callback is called in the trace: the task it runs, or the function."""
+    """A callback's name in the trace: that of its task, or of the function."""
     callback = handle._callback  # type: ignore[attr-defined]
     owner = getattr(callback, "__self__", None)
     if type(owner) is SimTask:
@@ -269,7 +277,7 @@ def _label(handle: asyncio.Handle) -> str:
 
 
 def _place(task: SimTask) -> str:
-    """`name waits at file:line in function`, innermost first, for each coroutine on the task's stack."""
+    """`name waits at file:line in function`, innermost first, for each coroutine of the task."""
     frames = list(_suspended_frames(task.get_coro()))
     stack = " < ".join(f"{code.co_filename}:{line} in {code.co_qualname}" for code, line in reversed(frames))
     return f"{task.get_name()} waits at {stack or 'its start'}"

@@ -1,6 +1,6 @@
-"""An env whose time is set by whoever drives it: for stages that are called one after another, without an event loop.
+"""An env whose time the caller sets, for calling stages without an event loop.
 
-`env.py` has the one for whole pipelines.
+`env.py` has the env for whole pipelines.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ Ts = TypeVarTuple("Ts")
 
 
 class VirtualEnv(Env):
-    """Time stands still until somebody sets `time_s`, who then calls those that asked for it. There are no threads, no
-    faults and no waiting."""
+    """An env with manual time: set `time_s`, then call `ring` to run the due alarms.
+
+    No threads, no faults, no waiting.
+    """
 
     injects_faults = False
 
@@ -31,14 +33,14 @@ class VirtualEnv(Env):
 
     @property
     def next_alarm_s(self) -> float:
-        """When somebody next wants to be called; infinite if nobody does."""
+        """The time of the next alarm; infinite if there is none."""
         return min((alarm.when_s for alarm in self._alarms), default=math.inf)
 
     def ring(self) -> None:
-        """Calls those whose time has come."""
+        """Calls the alarms that are due, in order of time."""
         due = [alarm for alarm in self._alarms if alarm.when_s <= self.time_s]
         for alarm in sorted(due, key=lambda alarm: alarm.when_s):
-            if alarm in self._alarms:  # none before it has cancelled it
+            if alarm in self._alarms:  # not cancelled by an earlier one
                 alarm.cancel()
                 alarm.callback()
 
@@ -57,16 +59,16 @@ class VirtualEnv(Env):
         return self.time_s
 
     async def sleep(self, delay_s: float) -> NoReturn:
-        raise RuntimeError("nobody may wait where time is set from outside: run such a stage in a SimEnv")
+        raise RuntimeError("a stage cannot sleep in a VirtualEnv: run it in a SimEnv")
 
     async def run_in_thread(self, fn: Callable[[*Ts], T], *args: *Ts) -> T:
         return fn(*args)
 
     def worker(self, name: str, threads: int = 1) -> Worker:
-        raise RuntimeError(f"worker {name!r}: there are no threads where time is set from outside")
+        raise RuntimeError(f"worker {name!r}: a VirtualEnv has no threads; use a SimEnv")
 
     def side_thread(self, name: str) -> SideThread:
-        raise RuntimeError(f"side thread {name!r}: there are no threads where time is set from outside")
+        raise RuntimeError(f"side thread {name!r}: a VirtualEnv has no threads; use a SimEnv")
 
     def yield_to(self, name: str, own_cpu: int | None = None) -> None:
         pass
@@ -88,18 +90,21 @@ class VirtualEnv(Env):
 class _Alarm:
     when_s: float
     callback: Callable[[], object]
-    others: dict[_Alarm, None]  # all that are to come, this one too
+    others: dict[_Alarm, None]  # all pending alarms, this one included
 
     def cancel(self) -> None:
         self.others.pop(self, None)
 
 
 def run_at_once(coroutine: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine that waits for nothing, as a stage's `handle` whose work is plain code."""
+    """Runs a coroutine that never waits, such as `handle` of a stage with plain code.
+
+    RuntimeError if it waits.
+    """
     try:
         coroutine.send(None)
     except StopIteration as done:
         value: T = done.value
         return value
     coroutine.close()
-    raise RuntimeError(f"{coroutine!r} waits for something: it can not be run without an event loop")
+    raise RuntimeError(f"{coroutine!r} waits for something: run it on an event loop")

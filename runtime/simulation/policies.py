@@ -1,6 +1,6 @@
-"""Which of the ready callbacks runs next: the policies of the simulated loop, and the tasks that they tell apart.
+"""Scheduling policies of the simulated loop: which ready callback runs next.
 
-A policy is a function that takes one handle out of a list that is not empty; all its choices come from a seeded stream.
+A policy is a function that takes one handle out of a non-empty list. All its choices come from a seeded stream.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 POLICIES = ("uniform", "pct", "fifo")  # and "starve:<pattern>"
 
-Pick = Callable[[list[Any]], Any]  # takes one handle out of a list that is not empty
+Pick = Callable[[list[Any]], Any]  # takes one handle out of a non-empty list
 
 
 def policy_of(policy: str, stream: random.Random) -> Pick:
@@ -29,8 +29,10 @@ def policy_of(policy: str, stream: random.Random) -> Pick:
 
 
 class SimTask(asyncio.Task[Any]):
-    """A task numbered in order of creation. Its hash is the number, so that sets of tasks (asyncio's own, anyio's) are
-    walked in the same order in every process."""
+    """A task numbered in order of creation.
+
+    Its hash is the number, so sets of tasks (asyncio's own, anyio's) iterate in the same order in every process.
+    """
 
     def __init__(self, coro: Any, *, number: int, priority: float, **kwargs: Any) -> None:
         self.number = number
@@ -61,9 +63,11 @@ def _uniform(stream: random.Random) -> Pick:
 
 
 def _pct(stream: random.Random) -> Pick:
-    """Probabilistic concurrency testing: the ready task of the highest priority runs; at random moments the one that
-    would run falls below all others. Callbacks that belong to no task, oldest first, get every second turn: anyio
-    repeats one until a task has taken its cancellation, so neither side may wait for the other to end."""
+    """Probabilistic concurrency testing: the ready task of the highest priority runs.
+
+    At random moments its priority falls below all others. Callbacks without a task, oldest first, get every second
+    turn: anyio repeats one until a task has taken its cancellation, so neither side may wait for the other to end.
+    """
     until_change = stream.randrange(1, 1_000)
     lowest = 0.0
 
@@ -89,7 +93,10 @@ def _pct(stream: random.Random) -> Pick:
 
 
 def _starve(pattern: str, stream: random.Random) -> Pick:
-    """Any but the starved tasks while another task is ready; callbacks do not count, for the reason given in `_pct`."""
+    """Any but the starved tasks, while another task is ready.
+
+    Callbacks do not count, for the reason in `_pct`.
+    """
     pick_any = _uniform(stream)
     starved: dict[int, bool] = {}  # a task's number -> whether it is starved
 

@@ -1,6 +1,6 @@
-"""What tests of asynchronous parts need: run a test under many seeds, and tell which seed failed.
+"""Test tools for asynchronous code: run a test under many seeds, and report the failing one.
 
-`millrace.stages.testing` builds on this; here nothing knows of stages.
+`millrace.stages.testing` builds on this; this file does not depend on stages.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ def sim_test(
     policies: Collection[str] = POLICIES,
     **settings: Unpack[SimSettings],
 ) -> Callable[[Callable[..., Coroutine[Any, Any, Any]]], Callable[..., None]]:
-    """Makes a test of `async def test(env, ...)`: it runs once a seed, in virtual time, and must leave no task behind.
+    """Makes a test of `async def test(env, ...)`.
 
-    Seed i runs under policy i modulo their number. The first seed that fails ends the test, and the failure says how
-    to have that run again: MILLRACE_SIM_SEED=7 MILLRACE_SIM_POLICY=pct in the environment. Parameters other than `env`
+    It runs once per seed, in virtual time, and must leave no task.
+
+    Seed i runs under policy i modulo the number of policies. The first seed that fails ends the test. The failure says
+    how to repeat the run: MILLRACE_SIM_SEED=7 MILLRACE_SIM_POLICY=pct in the environment. Parameters other than `env`
     are pytest's (fixtures, parametrize), shared by all seeds. `seeds` is a number of seeds, or the seeds.
     """
 

@@ -1,13 +1,15 @@
-"""The trace: what happened in a pipeline, as 32-byte records in a memory-mapped ring per writing thread. Always on.
+"""The format of the trace: 32-byte records in a memory-mapped ring per writing thread.
 
-One format for the dashboard, Perfetto, OpenTelemetry, record, replay and simulation. A record is little-endian
+Always on.
+
+One format serves the dashboard, Perfetto, OpenTelemetry, recording, replay and simulation. A record is little-endian:
 
     time_ns u64 | kind u16 | source u16 | step u32 | a u32 | b u32 | c u32 | d u32
 
-with the env's monotonic time, and in `source`, as in fields that end in `_name`, the id of a name from the table in
-the ring's header (stages, edges, causes). Durations end in `_us`, as 32 bits of nanoseconds would end at 4.3 s. A
-value that does not fit is stored as the nearest that does. Numbers of kinds are never used again for something else.
-The fields, `FIELDS` in code:
+The time is the env's monotonic time. `source`, and each field that ends in `_name`, is the id of a name in the table in
+the ring's header (stages, edges, causes). Durations end in `_us`: 32 bits of nanoseconds would end at 4.3 s. A value
+that does not fit is stored as the nearest that does. Numbers of kinds are never reused. The fields, `FIELDS` in code:
+
 
     kind              a              b                c                   d
     STAGE_BATCH       num_items      wait_us          service_us          blocked_us
@@ -43,31 +45,31 @@ The fields, `FIELDS` in code:
     LOOP_LAG          lag_us
     GC_PAUSE          pause_us       generation       num_collected
 
-STAGE_BATCH is written when the batch ends: it began `service_us + blocked_us` before, and its oldest item had then
-waited `wait_us`; its `step` is that of its first item. REQUEST_STAGE says the same to each request in the batch, where
-items are of one request. A request goes by the id of its first sequence. EDGE_DEPTH is written ten times a second
-for edges that carried something, and counts from the last one on, `num_waiting` apart. A step's forward pass and its
-sampling began `forward_us` and `sample_us` before their records: when the device could begin; of `sample_us`,
-`grammar_us` was spent waiting for masks. WAITING_FOR says, when it changes, what the first in line lacks: slots,
-blocks, swapped (blocks, to come back from the host), tokens (of the step), a turn, or "" when nobody waits.
-STEP_DRAFTED is written, once the step is done, for those in which rows had drafts: they are none of the tokens that
-STEP_GRANTED and the rows below tell of, and so many of them became tokens of their answers.
+STAGE_BATCH is written when the batch ends. It began `service_us + blocked_us` before, and its oldest item had waited
+`wait_us` by then. Its `step` is that of its first item. REQUEST_STAGE has the same times for each request in the batch,
+if its items belong to one request each. A request is named by the id of its first sequence.
 
-There is no record per token. Who took part in a step is told by changes only (`StepRows` writes them): ROW_EXTEND is a
-row that computes prompt tokens [start, start + num_tokens) in this step alone, ROW_DECODE one that from this step on
-computes one token a step, the first at position `start`, until the next ROW_EXTEND or ROW_LEAVE of its sequence; a
-void step counts for nothing. `token_times` derives the token timeline. Memory records name slots, and the rows say
-whose slot it is.
+EDGE_DEPTH is written ten times a second for edges that carried something. Its fields except `num_waiting` count since
+the edge's last record. A step's forward pass and its sampling began `forward_us` and `sample_us` before their records:
+when the device could begin. `grammar_us` is the part of `sample_us` spent waiting for masks.
 
-KV_RANGE says what the blocks [first_block, first_block + num_blocks) are from `step` on: `in_use` by a slot, in its
-table; or, in no table, `free`, `cached` or `quarantined`, with NO_SLOT. With `left`, a slot holds none of its
-`num_blocks` blocks any more, and first_block is 0. New blocks of steps that only go on are written some steps later,
-before anything else that comes to pass with blocks. KV_POOL sums up after blocks have left tables, or come back to one;
-in steady decoding STEP_GRANTED tells what is free.
+WAITING_FOR is written when the reason changes. It says what the first request in the queue lacks: slots, blocks,
+swapped (blocks, to return from the host tier), tokens (of the step), a turn, or "" when the queue is empty.
 
-Cost, on a 2-core machine with both cores busy, where an empty call of as many arguments takes 0.11 us:
-`TraceRing.emit` 0.9 us, `Tracer.emit` 1.2 us, switched off 0.3 us; `emit_many` of 256 rows 0.4 us a row;
-`StepRows.step` 10 us for 256 rows that go on decoding.
+STEP_DRAFTED is written when a step with drafts is done. The tokens of STEP_GRANTED and of the rows below do not include
+drafts. `num_accepted` drafts became tokens of answers.
+
+There is no record per token. Rows of a step are recorded by changes only (`StepRows` writes them). ROW_EXTEND is a row
+that computes prompt tokens [start, start + num_tokens) in this step alone. ROW_DECODE is a row that from this step on
+computes one token a step, the first at position `start`, until the next ROW_EXTEND or ROW_LEAVE of its sequence. A void
+step does not count. `token_times` derives the token timeline. Memory records name slots; the rows say which sequence
+has a slot.
+
+KV_RANGE gives the state of the blocks [first_block, first_block + num_blocks) from `step` on: `in_use` by a slot, in
+its table; or, in no table, `free`, `cached` or `quarantined`, with NO_SLOT. With `left`, a slot has given up all of its
+`num_blocks` blocks, and first_block is 0. New blocks of steps that only continue are written some steps later, but
+before any other event about blocks. KV_POOL is written after blocks have left tables or returned to one; in steady
+decoding STEP_GRANTED has the number of free blocks.
 """
 
 from __future__ import annotations
@@ -82,7 +84,7 @@ import numpy.typing as npt
 MAGIC = b"MRTRACE\0"
 VERSION = 1
 MAX_U32 = 2**32 - 1
-NO_SLOT = MAX_U32  # in place of a slot: of none
+NO_SLOT = MAX_U32  # in place of a slot: none
 
 # The header: fixed part, then the table of names, then the records.
 HEADER = struct.Struct("<8sIIQQQQQII64s")
@@ -90,7 +92,7 @@ HEADER_FIELDS = (
     *("magic", "version", "record_size", "capacity_events", "num_written", "num_begun"),
     *("base_monotonic_ns", "base_wall_ns", "num_names", "pid", "thread"),
 )
-NUM_WRITTEN_AT, NUM_BEGUN_AT, NUM_NAMES_AT = 24, 32, 56  # offsets of what changes
+NUM_WRITTEN_AT, NUM_BEGUN_AT, NUM_NAMES_AT = 24, 32, 56  # offsets of the fields that change
 NAMES_AT = 4_096
 MAX_NAMES, NAME_BYTES = 1_024, 64  # each name: its length in the first byte, then UTF-8, cut to 63 bytes
 RECORDS_AT = NAMES_AT + MAX_NAMES * NAME_BYTES
@@ -100,12 +102,12 @@ RECORD_DTYPE = np.dtype(
     [("time_ns", "<u8"), ("kind", "<u2"), ("source", "<u2"), ("step", "<u4")] + [(name, "<u4") for name in "abcd"]
 )
 Records = npt.NDArray[np.void]  # of RECORD_DTYPE
-WHOLE = np.dtype((np.void, RECORD_DTYPE.itemsize))  # a view as this is copied 20 times as fast as field by field
+WHOLE = np.dtype((np.void, RECORD_DTYPE.itemsize))  # a view as this copies 20 times as fast as field by field
 Column = npt.NDArray[np.integer[Any]]
 
 
 class EventKind(IntEnum):
-    """What a record tells; its fields are in `FIELDS`."""
+    """The kind of a record; its fields are in `FIELDS`."""
 
     STAGE_BATCH = 1
     STAGE_RESTART = 2
@@ -146,7 +148,7 @@ class EventKind(IntEnum):
     GC_PAUSE = 81
 
 
-# What a, b, c and d are. NOTE: the same table as above, which a test compares; docstrings may be stripped (-OO).
+# What a, b, c and d are. NOTE: a test compares this with the table above; docstrings may be stripped (-OO).
 FIELDS: dict[EventKind, tuple[str, ...]] = {
     EventKind.STAGE_BATCH: ("num_items", "wait_us", "service_us", "blocked_us"),
     EventKind.STAGE_RESTART: ("num_restarts", "error_name"),

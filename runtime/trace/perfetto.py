@@ -1,8 +1,7 @@
 """The trace as Chrome's trace-event JSON, which ui.perfetto.dev and chrome://tracing open.
 
-A track for each stage, and one for the device, hold slices: a batch, a forward pass. Each request is a track of async
-slices. Flows follow each step from schedule to sample; counters are what runs, waits and fills blocks. Knows records;
-refuses to know where they come from.
+Each stage and the device have a track of slices: a batch, a forward pass. Each request is a track of async slices.
+Flows follow each step from schedule to sample. Counters show what runs, waits and fills blocks.
 """
 
 from __future__ import annotations
@@ -18,14 +17,17 @@ from .tracer import EventKind, Records
 
 Event = dict[str, Any]
 STAGES, REQUESTS, COUNTERS = 1, 2, 3  # "processes", which group tracks
-LANES = 64  # of a stage that carries several items at once; track numbers are this apart
-ROUNDING_NS = 200_000  # by which a slice may seem to begin before the one before it ended: records are written after
+LANES = 64  # of a stage with concurrent items; track numbers are this far apart
+ROUNDING_NS = 200_000  # a slice may seem to begin this long before the previous one ended: records come afterwards
 FLOW = ((EventKind.STEP_PLANNED, "schedule"), (EventKind.STEP_GRANTED, "allocate"), (EventKind.STEP_DONE, "sample"))
 
 
 def chrome_trace(records: Records, names: list[str]) -> dict[str, Any]:
-    """The document. `records` are in order of time, `names` the table of any of their rings. Times in it are in
-    microseconds from the first record on."""
+    """The document.
+
+    `records` are in order of time, `names` is the name table of any of their rings. Times in the document are in
+    microseconds from the first record on.
+    """
     base_ns = int(records["time_ns"][0]) if len(records) else 0
     tracks = _Tracks(base_ns)
     for record in records[np.isin(records["kind"], list(_SLICES))]:
@@ -45,7 +47,7 @@ def chrome_trace(records: Records, names: list[str]) -> dict[str, Any]:
 
 # -- slices
 
-# kind -> (track, if it is not the record's own source; columns whose sum is the duration in microseconds)
+# kind -> (track, or None for the record's own source; columns whose sum is the duration in microseconds)
 _SLICES: dict[EventKind, tuple[str | None, tuple[str, ...]]] = {
     EventKind.STAGE_BATCH: (None, ("c", "d")),
     EventKind.STEP_EXECUTED: ("device", ("c",)),
@@ -56,7 +58,7 @@ _SLICES: dict[EventKind, tuple[str | None, tuple[str, ...]]] = {
 
 
 class _Tracks:
-    """Tracks of slices that nest, as none overlaps another: what runs beside the others of its stage gets a lane."""
+    """Tracks of slices without overlap: slices of one stage that overlap go to separate lanes."""
 
     def __init__(self, base_ns: int) -> None:
         self._base_ns = base_ns
@@ -79,7 +81,7 @@ class _Tracks:
         self._events.append({"ph": "X", "pid": STAGES, "tid": tid, "name": title, "args": told} | times)
 
     def find(self, track: str, time_ns: int) -> tuple[int, int] | None:
-        """(tid, a moment in it) of the slice that was under way at `time_ns`; None if there is none."""
+        """(tid, a time in it) of the slice that was active at `time_ns`; None if there is none."""
         tid = self._tids.get(track)
         if tid is None:
             return None
@@ -95,7 +97,7 @@ class _Tracks:
         return self._tids[track]
 
     def events(self) -> Iterator[Event]:
-        """The slices, and what their tracks are called."""
+        """The slices, and the names of their tracks."""
         yield from self._events
         for track, tid in self._tids.items():
             for lane in range(LANES):
@@ -105,7 +107,7 @@ class _Tracks:
                     yield order | {"args": {"sort_index": tid + lane}}
 
     def _place(self, track: str, begin_ns: int, end_ns: int) -> tuple[int, int]:
-        """(tid, begin) on the first lane that is free by then, or all but."""
+        """(tid, begin) on the first lane that is free by then, within ROUNDING_NS."""
         first = self.tid(track)
         for tid in range(first, first + LANES):
             ends = self._ends.setdefault(tid, [])
@@ -140,7 +142,7 @@ def _title(kind: EventKind, record: np.void) -> tuple[str, Event]:
 
 
 def _request(request: RequestSpans, base_ns: int) -> Iterator[Event]:
-    """An async slice for the whole, and within it one for each span."""
+    """An async slice for the request, and one for each span within it."""
     told = {
         "request_id": request.request_id,
         "cause": request.cause or "under way",
@@ -169,7 +171,7 @@ def _flows(records: Records, tracks: _Tracks, base_ns: int) -> Iterator[Event]:
                 stops.setdefault(int(record["step"]), []).append(place)
     for step, places in stops.items():
         if len(places) != len(FLOW) or sorted(ns for _, ns in places) != [ns for _, ns in places]:
-            continue  # its beginning was overwritten, it is under way, or its number was used twice after a void
+            continue  # its beginning was overwritten, it is not done, or its number was reused after a void step
         for phase, (tid, time_ns) in zip("stf", places, strict=True):
             event = {"ph": phase, "cat": "step", "name": "step", "id": step, "pid": STAGES, "tid": tid}
             yield event | {"ts": (time_ns - base_ns) / 1000} | ({"bp": "e"} if phase == "f" else {})

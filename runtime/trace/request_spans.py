@@ -1,7 +1,4 @@
-"""What the trace says of each request as spans: when it was accepted, what each stage did for it, and how it ended.
-
-Knows records. Refuses to know who shows them: Perfetto, OpenTelemetry, or a page.
-"""
+"""The trace by request, as spans: its arrival, the time in each stage, and its end."""
 
 from __future__ import annotations
 
@@ -24,8 +21,10 @@ OF_REQUESTS = (
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A part of a request's time, [begin_ns, end_ns) on the trace's clock. `name` is a stage's, or queue (it waits for
-    a place in a step), prefill or decode."""
+    """A part of a request's time, [begin_ns, end_ns) on the trace's clock.
+
+    `name` is a stage's, or queue (it waits for admission to a step), prefill or decode.
+    """
 
     name: str
     begin_ns: int
@@ -34,26 +33,30 @@ class Span:
 
 @dataclass(slots=True)
 class RequestSpans:
-    """One request. Its spans are in order, do not overlap, and lie within it; what lies between them is waiting that no
-    stage answers for."""
+    """One request. Its spans are in order, do not overlap, and lie within it.
 
-    number: int  # of its first sequence, what records call it
+    Gaps between them are waits that belong to no stage.
+    """
+
+    number: int  # of its first sequence, its id in records
     request_id: str
     begin_ns: int
     end_ns: int
-    cause: str | None = None  # how it ended; None: it is under way
+    cause: str | None = None  # how it ended; None: it has not ended
     num_sequences: int = 1
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0
     first_token_ns: int | None = None
-    is_cut: bool = False  # its beginning is not in the trace any more
+    is_cut: bool = False  # the trace no longer has its beginning
     spans: list[Span] = field(default_factory=list)
 
 
 def request_spans(records: Records, names: list[str]) -> list[RequestSpans]:
-    """Every request that the records, in order of time, speak of; in order of their numbers. One whose beginning was
-    overwritten begins with the records, one under way ends with them."""
+    """Every request in the records, which are in order of time; sorted by number.
+
+    A request whose beginning was overwritten begins with the records; one that has not ended ends with them.
+    """
     if not len(records):
         return []
     first_ns, last_ns = int(records["time_ns"][0]), int(records["time_ns"][-1])
@@ -75,7 +78,7 @@ def _owners(records: Records) -> dict[int, int]:
 
 
 class _Life:
-    """Puts the records of one request together."""
+    """Collects the records of one request."""
 
     def __init__(self, request: RequestSpans) -> None:
         self.request = request
@@ -106,7 +109,7 @@ class _Life:
                 request.num_prompt_tokens, request.num_generated_tokens = int(record["c"]), int(record["d"])
 
     def told(self) -> RequestSpans:
-        """The request, with the spans between its moments."""
+        """The request, with the spans between its times."""
         request, admitted_ns, first_ns = self.request, self._admitted_ns, self.request.first_token_ns
         request.is_cut = not self._was_accepted
         if self._tokenized_ns is not None:
@@ -120,7 +123,10 @@ class _Life:
 
 
 def _in_turn(request: RequestSpans) -> list[Span]:
-    """The spans within the request, one after the other: a record is written microseconds after what it tells of."""
+    """The spans within the request, without overlap.
+
+    A record is written microseconds after its event.
+    """
     end_ns, spans = request.begin_ns, []
     for span in sorted(request.spans, key=lambda span: (span.begin_ns, span.end_ns)):
         begin_ns = max(span.begin_ns, end_ns)

@@ -1,4 +1,4 @@
-"""One writing thread's ring of records, and how others read it without disturbing the writer."""
+"""The ring of records of one writing thread, and a reader that never disturbs the writer."""
 
 from __future__ import annotations
 
@@ -30,13 +30,16 @@ from .format import (
     Records,
 )
 
-DEFAULT_CAPACITY_EVENTS = 65_536  # 2 MiB a thread; at 14 events a step of 7 ms, about 30 s
+DEFAULT_CAPACITY_EVENTS = 65_536  # 2 MiB per thread; at 14 events per step of 7 ms, about 30 s
 
 _pack = RECORD.pack_into
 
 
 class Emit(Protocol):
-    """Writes one record, in order of time. Never fails: a value that its field cannot hold is clipped."""
+    """Writes one record, in order of time.
+
+    Never fails: a value that its field cannot hold is clipped.
+    """
 
     def __call__(
         self, kind: int, source: int, step: int = 0, a: int = 0, b: int = 0, c: int = 0, d: int = 0
@@ -44,12 +47,14 @@ class Emit(Protocol):
 
 
 class TraceRing:
-    """The last `capacity_events` records of one writing thread. A full ring overwrites its oldest record.
+    """The last `capacity_events` records of one writing thread.
 
-    In memory, or in the file `path`, which other processes may read meanwhile and anybody after a crash; or in `file`,
-    open and of `ring_bytes`, in which it goes on where a process that used it before has left it.
-    NOTE: one thread writes. Readers need no lock: they see by two counters in the header what was overwritten under
-    them. The oldest record may be under the writer's hand, so `capacity_events - 1` can be read.
+    A full ring overwrites its oldest record.
+
+    It is in memory, or in the file `path`, which other processes may read, also after a crash. Or it is in `file`, an
+    open descriptor of `ring_bytes`; there it continues after the records of the process that used the file before.
+    NOTE: one thread writes. Readers need no lock: two counters in the header show which records were overwritten
+    during a read. The writer may be writing the oldest record, so `capacity_events - 1` can be read.
     """
 
     emit: Emit
@@ -74,14 +79,17 @@ class TraceRing:
         wall_ns = time.time_ns() if wall_ns is None else wall_ns
         HEADER.pack_into(self.map, 0, *fixed, now_ns(), wall_ns, 0, os.getpid(), thread.encode()[:64])
         self._now_ns = now_ns
-        self._num_written = [num_written]  # as in the header, where it takes three times as long to read
+        self._num_written = [num_written]  # a copy of the header's, three times as fast to read
         self._counters = memoryview(self.map)[NUM_WRITTEN_AT : NUM_WRITTEN_AT + 16].cast("Q")
         self._records: Records = np.frombuffer(self.map, RECORD_DTYPE, capacity_events, RECORDS_AT)
         self.emit = self._make_emit()
 
     def _make_emit(self) -> Emit:
-        """As a closure, for speed: a third less than a method that looks up its six attributes."""
-        ring = memoryview(self.map)  # to write into the map itself takes a third longer
+        """Makes `emit` as a closure.
+
+        It is a third faster than a method, which would look up six attributes.
+        """
+        ring = memoryview(self.map)  # writing into the map itself takes a third longer
         capacity, now_ns, pack_into = self.capacity_events, self._now_ns, _pack
         told, count = self._counters, self._num_written
 
@@ -98,8 +106,10 @@ class TraceRing:
         return emit
 
     def emit_many(self, kind: int, source: int, step: int | Column, a: Column, *columns: Column | int) -> None:
-        """Writes a record for each row of the columns `step`, `a`, `b`, ...: arrays [n]; all but `a` may be one
-        integer."""
+        """Writes a record for each row of the columns `step`, `a`, `b`, ...: arrays [n].
+
+        All but `a` may be a single integer.
+        """
         num_new, num_written = len(a), self._num_written[0]
         if num_new <= 32:  # below that the array operations cost more than they save
             lists = (
@@ -114,13 +124,13 @@ class TraceRing:
         for name, column in zip("abcd", (a, *columns), strict=False):
             rows[name] = np.clip(column, 0, MAX_U32)
         end = num_written + num_new
-        self._counters[1] = end  # NOTE: before the first of them is touched
+        self._counters[1] = end  # NOTE: set before the first of these records is touched
         kept = rows[-self.capacity_events :]
         self._records[np.arange(end - len(kept), end) % self.capacity_events] = kept
         self._num_written[0] = self._counters[0] = end
 
     def write_names(self, names: Iterable[str], first_id: int) -> None:
-        """Puts names into the table of the header, from `first_id` on."""
+        """Adds names to the table in the header, from id `first_id` on."""
         num_names = first_id
         for name in names:
             at = NAMES_AT + num_names * NAME_BYTES
@@ -131,7 +141,10 @@ class TraceRing:
 
 
 class Reader:
-    """Reads a ring without disturbing its writer: one of this process, or a file (also of a process that has died)."""
+    """Reads a ring without disturbing its writer.
+
+    The ring is of this process, or in a file, also of a dead process.
+    """
 
     def __init__(self, ring: TraceRing | Path | mmap.mmap) -> None:
         if isinstance(ring, Path):
@@ -141,7 +154,7 @@ class Reader:
         self.capacity_events = self.header()["capacity_events"]
 
     def header(self) -> dict[str, Any]:
-        """The fields of the header now, by the names in HEADER_FIELDS."""
+        """The header's current fields, by the names in HEADER_FIELDS."""
         return dict(zip(HEADER_FIELDS, HEADER.unpack_from(self._map, 0), strict=True))
 
     def names(self) -> list[str]:
@@ -151,15 +164,17 @@ class Reader:
         return [self._map[at + 1 : at + 1 + self._map[at]].decode(errors="ignore") for at in cells]
 
     def read_since(self, cursor: int = 0) -> tuple[Records, int, int]:
-        """The records written since `cursor` (0 at first): a copy, the cursor for the next call, and how many of them
-        were overwritten before they could be read."""
+        """(Records written since `cursor`, the next cursor, number of lost records).
+
+        The first cursor is 0. The records are a copy; lost ones were overwritten before they could be read.
+        """
         num_written, _ = self._counters()
         first = max(cursor, num_written - self.capacity_events)
         ring = np.frombuffer(self._map, WHOLE, self.capacity_events, RECORDS_AT)
         begin, count = first % self.capacity_events, num_written - first
         records = np.concatenate([ring[begin : begin + count], ring[: max(0, begin + count - self.capacity_events)]])
         num_written_now, num_begun = self._counters()
-        num_touched = max(num_begun, num_written_now + 1)  # the writer may be at work on the one after the last written
+        num_touched = max(num_begun, num_written_now + 1)  # the writer may be writing one more record
         num_torn = min(max(num_touched - self.capacity_events - first, 0), len(records))
         return records[num_torn:].view(RECORD_DTYPE), num_written, first - cursor + num_torn
 
@@ -169,12 +184,12 @@ class Reader:
 
 
 def ring_bytes(capacity_events: int = DEFAULT_CAPACITY_EVENTS) -> int:
-    """What a ring takes."""
+    """Size of a ring in bytes."""
     return RECORDS_AT + capacity_events * RECORD.size
 
 
 def num_written_in(ring: mmap.mmap) -> int:
-    """Records that were ever written to a ring; 0 where none was begun."""
+    """The number of records ever written to a ring; 0 if it was never used."""
     magic, _, _, _, num_written, *_ = HEADER.unpack_from(ring, 0)
     return int(num_written) if magic == MAGIC else 0
 
@@ -191,12 +206,12 @@ def _read_map(path: Path) -> mmap.mmap:
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size < RECORDS_AT:
-            raise ValueError(f"{path}: {size} bytes is no trace ring, whose header alone has {RECORDS_AT}")
+            raise ValueError(f"{path}: {size} bytes: too short for a trace ring, whose header has {RECORDS_AT}")
         mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
     magic, version, record_size, capacity_events = HEADER.unpack_from(mapped, 0)[:4]
     if magic != MAGIC or version != VERSION or record_size != RECORD.size:
         raise ValueError(
-            f"{path}: magic {magic!r}, version {version}, record size {record_size}: this reader knows"
+            f"{path}: magic {magic!r}, version {version}, record size {record_size}: this reader needs"
             f" {MAGIC!r}, {VERSION}, {RECORD.size}"
         )
     if size != RECORDS_AT + capacity_events * RECORD.size or capacity_events < 1:

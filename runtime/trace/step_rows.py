@@ -1,4 +1,4 @@
-"""Who takes part in each step, written as changes only."""
+"""Records the rows of each step, as changes only."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ KEYFRAME_STEPS = 256
 
 
 class StepRows:
-    """Writes who takes part in each step, as changes: nothing while the same rows go on decoding. Every KEYFRAME_STEPS
-    steps all rows are written, so that what is left of an overwritten ring can still be read.
+    """Writes the rows of each step, as changes: nothing while the same rows go on decoding.
+
+    Every KEYFRAME_STEPS steps it writes all rows, so that a ring whose beginning was overwritten can still be read.
 
     `num_slots` is the size of the slot-indexed state.
     """
@@ -20,14 +21,16 @@ class StepRows:
     def __init__(self, tracer: Tracer, source: int, num_slots: int) -> None:
         self._tracer = tracer
         self._source = source
-        self._decoding = np.full(num_slots, -1, np.int64)  # [S] the sequence that decodes there, -1 if none
-        self._is_here = np.zeros(num_slots, np.bool_)  # [S] in the step in hand; false between steps
+        self._decoding = np.full(num_slots, -1, np.int64)  # [S] the sequence that decodes in the slot, -1 if none
+        self._is_here = np.zeros(num_slots, np.bool_)  # [S] in the current step; false between steps
         self._last_slots = np.empty(0, np.int64)
         self._decoding_slots: Column | None = None  # of the last step, if all its rows decoded
 
     def go_on(self, step: int, slots: Column) -> bool:
-        """Whether this step has the last one's rows, all decoding: the very same array says so, and there is nothing
-        to write."""
+        """Whether this step has the rows of the last one, all decoding.
+
+        Then there is nothing to write. It compares the array's identity only.
+        """
         return slots is self._decoding_slots and step % KEYFRAME_STEPS != 0
 
     def step(
@@ -38,7 +41,10 @@ class StepRows:
         starts: Column,
         num_tokens: Column,
     ) -> None:
-        """The rows of a step, [R] each: slot, sequence, position of its first token, tokens computed."""
+        """Writes the rows of a step.
+
+        Arrays [R]: slot, sequence, position of its first token, tokens computed.
+        """
         if not self._tracer.enabled:
             return
         decodes, before = num_tokens == 1, self._decoding[slots]
@@ -47,13 +53,13 @@ class StepRows:
             is_new[:] = True
         self._decoding_slots = slots if decodes.all() else None
         if not is_new.any() and len(slots) == len(self._last_slots) and self._decoding_slots is not None:
-            return  # as many rows, all of which decoded before: the same ones
+            return  # as many rows as before, all of which decoded before: the same rows
         emit_many, source = self._tracer.emit_many, self._source
         extends, begins = ~decodes, decodes & is_new
         self._is_here[slots] = True
         gone = self._last_slots[~self._is_here[self._last_slots]]
         self._is_here[slots] = False
-        left = np.concatenate([gone, slots[before != sequence_ids]])  # or taken over
+        left = np.concatenate([gone, slots[before != sequence_ids]])  # not in this step, or taken by another sequence
         left = left[self._decoding[left] >= 0]
         if len(left):
             emit_many(EventKind.ROW_LEAVE, source, step, self._decoding[left], left)

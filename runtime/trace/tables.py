@@ -1,4 +1,4 @@
-"""What records say together: in order, under their names, as a timeline of tokens. Plain code on arrays of records."""
+"""Functions on arrays of records: joining, names, request ids, and the token timeline."""
 
 from __future__ import annotations
 
@@ -15,26 +15,29 @@ MOST_KINDS = 1 << 16
 
 
 def in_order_of_time(parts: Iterable[Records]) -> Records:
-    """Joins the records of several rings; those of one ring keep their order."""
+    """Joins the records of several rings in order of time. Records of one ring keep their order."""
     records = np.concatenate([np.empty(0, WHOLE), *(part.view(WHOLE) for part in parts)]).view(RECORD_DTYPE)
     return some_of(records, np.argsort(records["time_ns"], kind="stable"))
 
 
 def some_of(records: Records, which: npt.NDArray[Any]) -> Records:
-    """`records[which]`, for an array of places or of what is to be kept."""
+    """`records[which]`, for an array of indices or a mask; faster than indexing by field."""
     some: Records = records.view(WHOLE)[which].view(RECORD_DTYPE)
     return some
 
 
 def table_of(kinds: Iterable[EventKind]) -> npt.NDArray[np.bool_]:
-    """Whether a kind is one of these: `table_of(kinds)[records["kind"]]`."""
+    """A lookup table of these kinds: `table_of(kinds)[records["kind"]]`."""
     table = np.zeros(MOST_KINDS, np.bool_)
     table[list(kinds)] = True
     return table
 
 
 def as_dicts(records: Records, names: list[str]) -> Iterator[dict[str, Any]]:
-    """Each record with its fields under their names, ids of names resolved. For people and exports, not for speed."""
+    """Each record as a dict of named fields, with name ids resolved.
+
+    For people and exports; slow.
+    """
     for record in records:
         kind = EventKind(int(record["kind"]))
         event: dict[str, Any] = {"time_ns": int(record["time_ns"]), "kind": kind.name}
@@ -55,10 +58,10 @@ def request_names(records: Records) -> dict[int, str]:
 
 
 def token_times(records: Records) -> dict[int, list[tuple[int, int]]]:
-    """sequence_id -> (step, time_ns) of each token it was given: the token timeline.
+    """sequence_id -> (step, time_ns) of each of its tokens: the token timeline.
 
-    `records` are in order of time and reach back to where the rows joined. The time is that of the step's STEP_DONE. A
-    row that extends gets a token if the next thing told of it is that it decodes: its prompt was then complete.
+    `records` are in order of time and reach back to where the rows began. The time is that of the step's STEP_DONE. A
+    row that extends gets a token if its next record is a decode: its prompt was then complete.
     """
     done = {int(r["step"]): int(r["time_ns"]) for r in records[records["kind"] == EventKind.STEP_DONE]}
     rows = records[np.isin(records["kind"], (EventKind.ROW_EXTEND, EventKind.ROW_DECODE, EventKind.ROW_LEAVE))]

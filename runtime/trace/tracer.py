@@ -1,7 +1,7 @@
-"""The trace: what happened in a pipeline. Always on; one ring of records for each thread that writes.
+"""The tracer: gives each writing thread a ring of records, and reads them all. Always on.
 
-Import from here. The format is in `format.py`, the ring in `ring.py`, who runs in which step in
-`step_rows.py`, and what can be told from records in `tables.py`.
+Import from here. The format is in `format.py`, the ring in `ring.py`, the rows of steps in `step_rows.py`, and
+functions on records in `tables.py`.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ NAME_COLUMNS = [
 
 
 class Tracer:
-    """Hands each writing thread its ring. One per pipeline.
+    """Gives each writing thread its ring. One per pipeline.
 
     `enabled` may be switched at any time; switched off, `emit` returns at once. `strict` (for tests) makes `emit` raise
-    where a record would not say what `FIELDS` promises. Rings lie in memory, or in `directory`; or in `files`, each
-    open and of `ring_bytes`, taken in turn by the threads that write: so another process can `adopt` them.
+    if a record does not fit `FIELDS`. Rings are in memory, or in `directory`, or in `files`: open descriptors of
+    `ring_bytes`, one for each writing thread in turn, so that another process can `adopt` them.
     """
 
     def __init__(
@@ -54,18 +54,18 @@ class Tracer:
         self._directory = directory
         self._files = list(files)
         self._rings: list[TraceRing] = []
-        self._readable: list[TraceRing | mmap.mmap] = []  # ours and adopted ones, in the order in which they were begun
-        self._adopted: list[mmap.mmap] = []  # of others, and not begun yet
+        self._readable: list[TraceRing | mmap.mmap] = []  # own and adopted rings, in the order of their first use
+        self._adopted: list[mmap.mmap] = []  # of other processes, not used yet
         self._here = _Here()
         self._names: dict[str, int] = {name: place for place, name in enumerate(_names_before(files))} or {"": 0}
         self._lock = threading.Lock()
 
     def source(self, name: str) -> int:
-        """The id of a name (of a stage, an edge, a cause), always the same; ask once and keep it."""
+        """The id of a name (of a stage, an edge, a cause). It never changes, so callers may keep it."""
         with self._lock:
             if name not in self._names:
                 if len(self._names) >= MAX_NAMES:
-                    return 0  # a table that is full is no reason to stop serving
+                    return 0  # a full table must not stop serving
                 self._names[name] = len(self._names)
                 for ring in self._rings:
                     ring.write_names([name], self._names[name])
@@ -73,7 +73,10 @@ class Tracer:
 
     @property
     def has_ring(self) -> bool:
-        """Whether this thread has written before. It can then write anywhere, even where it holds locks of a tracer."""
+        """Whether this thread has a ring.
+
+        If so, `emit` takes no lock, so it is safe while a tracer's lock is held.
+        """
         return self._here.ring is not None
 
     def names(self) -> list[str]:
@@ -86,7 +89,10 @@ class Tracer:
             (self._here.emit or self._new_ring().emit)(kind, source, step, a, b, c, d)
 
     def bind(self) -> Emit:
-        """This thread's `emit`, a third cheaper: for who always writes on one thread, and asks `enabled` itself."""
+        """This thread's `emit`, a third cheaper.
+
+        For a caller that stays on one thread and checks `enabled` itself.
+        """
         return self._here.emit or self._new_ring().emit
 
     def emit_many(self, kind: int, source: int, step: int | Column, a: Column, *columns: Column | int) -> None:
@@ -95,7 +101,7 @@ class Tracer:
             (self._here.ring or self._new_ring()).emit_many(kind, source, step, a, *columns)
 
     def emit_request_name(self, source: int, sequence_id: int, request_id: str) -> None:
-        """Ties a sequence to its request's name, 12 bytes of UTF-8 a record."""
+        """Records the request id of a sequence, 12 bytes of UTF-8 per record."""
         if self.enabled:
             text = request_id.encode()
             for start in range(0, len(text), 12):
@@ -103,12 +109,15 @@ class Tracer:
                 self.emit(EventKind.REQUEST_NAME, source, 0, sequence_id, *words)
 
     def adopt(self, ring: mmap.mmap) -> None:
-        """From now on a ring that another process writes is read with ours, its names turned into ours."""
+        """Adds a ring that another process writes.
+
+        Its records are read with its names mapped to ours.
+        """
         with self._lock:
             self._adopted.append(ring)
 
     def readers(self) -> list[Reader]:
-        """A reader of each ring there is, always in the same order: new ones come behind."""
+        """A reader for each ring, always in the same order; new ones come last."""
         with self._lock:
             begun = [ring for ring in self._adopted if num_written_in(ring)]
             self._readable += begun
@@ -117,7 +126,7 @@ class Tracer:
         return [Reader(ring) if isinstance(ring, TraceRing) else AdoptedReader(ring, self) for ring in readable]
 
     def read_all(self) -> Records:
-        """What the rings hold now, in order of time."""
+        """All records that the rings hold now, in order of time."""
         return in_order_of_time(reader.read_since()[0] for reader in self.readers())
 
     def _checked(self, emit: Emit) -> Emit:
@@ -150,18 +159,18 @@ class Tracer:
 
 
 class AdoptedReader(Reader):
-    """Reads a ring of another process, whose ids of names are its own, as if it were one of `tracer`'s."""
+    """Reads a ring of another process, and maps its name ids to those of `tracer`."""
 
     def __init__(self, ring: mmap.mmap, tracer: Tracer) -> None:
         super().__init__(ring)
         self._tracer = tracer
 
     def names(self) -> list[str]:
-        """Those of the tracer."""
+        """The tracer's names."""
         return self._tracer.names()
 
     def read_since(self, cursor: int = 0) -> tuple[Records, int, int]:
-        """As any reader's, in ids of the tracer's names."""
+        """As `Reader.read_since`, with the tracer's name ids."""
         records, cursor, num_lost = super().read_since(cursor)
         ids = np.array([self._tracer.source(name) for name in super().names()], np.uint32)
         records["source"] = ids.take(records["source"], mode="clip")
@@ -173,13 +182,16 @@ class AdoptedReader(Reader):
 
 
 def _names_before(files: Sequence[int]) -> list[str]:
-    """The names of a process that wrote to these files before: ids in its records go on meaning them."""
+    """The names of the process that wrote these files before.
+
+    So ids in its records keep their meaning.
+    """
     rings = (mmap.mmap(file, 0, access=mmap.ACCESS_READ) for file in files)
     return max((Reader(ring).names() for ring in rings if num_written_in(ring)), key=len, default=[])
 
 
 class _Here(threading.local):
-    """This thread's ring, and its `emit`."""
+    """This thread's ring and its `emit`."""
 
     ring: TraceRing | None = None
     emit: Emit | None = None

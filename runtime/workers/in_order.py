@@ -1,4 +1,4 @@
-"""Things that are done once each, in their order, by whichever of two threads needs them first."""
+"""Items processed once each, in order, by whichever of two threads needs them first."""
 
 from __future__ import annotations
 
@@ -11,22 +11,24 @@ T = TypeVar("T")
 
 
 class Turn(Generic[T]):
-    """The place of one item in the order."""
+    """One item in the order, and its state."""
 
     __slots__ = ("error", "is_over", "item")
 
     def __init__(self, item: T) -> None:
         self.item = item
         self.is_over = False
-        self.error: BaseException | None = None  # that doing it raised
+        self.error: BaseException | None = None  # raised by processing it
 
 
 class InOrder(Generic[T]):
-    """`wait(item)` returns when an item may be done; both threads may wait for one. `do(item)` is called once, when
-    those before it are over, by one thread at a time.
+    """A queue of items for two threads.
 
-    What `do` raises is raised by `do_through` of that item alone: its turn is over, and those behind it have theirs.
-    What `wait` raises is raised to who called, and the item is still to be done.
+    `wait(item)` returns when an item may be processed; both threads may wait for one item. `do(item)` is called once,
+    after the items before it, by one thread at a time.
+
+    An error of `do` is raised by `do_through` of that item alone; later items are still processed. An error of `wait`
+    is raised to its caller, and the item stays in the queue.
     """
 
     def __init__(self, wait: Callable[[T], object], do: Callable[[T], object]) -> None:
@@ -35,20 +37,22 @@ class InOrder(Generic[T]):
         self._lock = threading.Lock()
 
     def append(self, item: T) -> Turn[T]:
-        """Puts it behind the others; what is returned is what to ask for it by."""
+        """Adds an item at the end. Returns its handle, for `do_through`."""
         turn = Turn(item)
         self._turns.append(turn)
         return turn
 
     def do_through(self, turn: Turn[T]) -> None:
-        """Does what is to be done, one by one, until this turn is over. Raises what doing its item raised, whichever
-        thread did it."""
+        """Processes items in order until `turn` is over.
+
+        Raises the error of its item, whichever thread processed it.
+        """
         self._do_until(lambda: turn.is_over)
         if turn.error is not None:
             raise turn.error
 
     def do_all(self) -> None:
-        """Until nothing is left. What the items raise is for those who ask for them."""
+        """Processes all items. Errors are kept for `do_through`."""
         self._do_until(lambda: False)
 
     def _do_until(self, is_enough: Callable[[], bool]) -> None:

@@ -1,7 +1,7 @@
-"""Wakes an event loop from another thread, which keeps the interpreter lock meanwhile.
+"""Wakes an event loop from another thread without releasing the interpreter lock.
 
-`call_soon_threadsafe` lets go of it to write a byte. On an idle loop that byte is what it waits for: it takes the lock,
-and the thread that only wanted to say something stands still until the loop has done all that follows.
+`call_soon_threadsafe` releases the lock to write a byte. An idle loop wakes at that byte and takes the lock; the
+calling thread then waits until the loop has done all that follows.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ ONE = (1).to_bytes(8, "little")
 
 
 class LoopWaker:
-    """Calls `call()` on a loop, after each `wake`; once for all those that it did not come to in between."""
+    """Calls `call()` on a loop after `wake`. Several calls of `wake` before that need only one."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> None:
         self._loop, self._call = loop, call
-        self._file: int | None = None  # an eventfd that the loop looks at; None: the system has none
+        self._file: int | None = None  # an eventfd that the loop watches; None: the system has none
         if hasattr(os, "eventfd"):
             self._file = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-            # NOTE: not sooner, as a late thread may still wake; nor at exit, while threads that nobody waits for run on
+            # NOTE: not in `close`, as a thread may still call `wake`; nor at exit, while daemon threads run on
             weakref.finalize(self, os.close, self._file).atexit = False
-            self._write = ctypes.PyDLL(None).write  # unlike os.write and CDLL, it keeps the lock
+            self._write = ctypes.PyDLL(None).write  # unlike os.write and CDLL, it keeps the interpreter lock
             loop.add_reader(self._file, self._on_woken)
 
     def wake(self) -> None:
-        """Called by any thread. Once the loop is closed, or this is, nothing."""
+        """Called by any thread. Does nothing after `close` or once the loop is closed."""
         if self._file is not None:
             self._write(self._file, ONE, len(ONE))
             return
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._call)
 
     def close(self) -> None:
-        """Called on the loop, which listens no more."""
+        """Stops listening. Called on the loop."""
         if self._file is not None:
             self._loop.remove_reader(self._file)
 

@@ -1,6 +1,6 @@
-"""A thread that takes work from another thread: a device thread leaves jobs to it and fetches their results later.
+"""A thread that takes jobs from another thread, which fetches the results later.
 
-Knows no event loop. A step passes here twice, so it costs little: a job is one lock, and is no `Future`.
+It uses no event loop. Each step uses it twice, so it is cheap: a job is one lock, not a `Future`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ Ts = TypeVarTuple("Ts")
 
 
 class Pending(Protocol[T_co]):
-    """A job under way on another thread."""
+    """A job on another thread."""
 
     def result(self) -> T_co:
-        """Waits for it, and raises what it raised. May be called again."""
+        """Waits for the job. Returns its result or raises its error. May be called again."""
 
 
 class SideThread(ABC):
-    """One thread that takes jobs from any thread, in the order of `submit`, for callers that have no event loop."""
+    """One thread that runs jobs from any thread, in the order of `submit`.
+
+    For callers without an event loop.
+    """
 
     @abstractmethod
     def submit(self, fn: Callable[[*Ts], T], *args: *Ts) -> Pending[T]:
@@ -32,18 +35,21 @@ class SideThread(ABC):
 
 
 class SideThreadClosed(RuntimeError):
-    """A job was not done, as its thread was closed."""
+    """A job was not run, as its thread was closed."""
 
 
 class LiveSideThread(SideThread):
-    """A side thread that is one. It is a daemon: a process may end under a job that hangs."""
+    """A side thread with a real thread.
+
+    It is a daemon, so a job that hangs does not keep the process alive.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._jobs: SimpleQueue[_Job[Any] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self.is_closed = False
-        self._lock = threading.Lock()  # so that no job comes behind the end
+        self._lock = threading.Lock()  # so that no job is queued after the end
 
     @property
     def is_used(self) -> bool:
@@ -62,7 +68,7 @@ class LiveSideThread(SideThread):
         return job
 
     def close(self) -> None:
-        """Drops the jobs that have not begun, waits for the one that has, and ends the thread."""
+        """Drops the jobs that have not begun, waits for the current one, and ends the thread."""
         with self._lock:
             self.is_closed = True
             self._jobs.put(None)
@@ -76,7 +82,7 @@ class LiveSideThread(SideThread):
 
 
 class _Job(Generic[T]):
-    """Its lock is held until it is done."""
+    """A job. Its lock is held until it is done."""
 
     __slots__ = ("_args", "_error", "_fn", "_is_under_way", "_value")
 
@@ -93,9 +99,9 @@ class _Job(Generic[T]):
         fn, args, self._fn, self._args = self._fn, self._args, None, ()
         try:
             if is_closed:
-                raise SideThreadClosed(f"{name_of(fn)} was left undone: its thread was closed")
+                raise SideThreadClosed(f"{name_of(fn)} was not run: its thread was closed")
             self._value = fn(*args)
-        except BaseException as error:  # the thread lives on; who asks for the result decides
+        except BaseException as error:  # the thread goes on; `result` raises it
             self._error = error
         finally:
             self._is_under_way.release()
@@ -108,5 +114,5 @@ class _Job(Generic[T]):
 
 
 def name_of(fn: Callable[..., Any]) -> str:
-    """What errors call a job."""
+    """The name of a job in error messages."""
     return getattr(fn, "__qualname__", None) or repr(fn)

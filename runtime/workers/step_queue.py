@@ -1,7 +1,4 @@
-"""The device's queue of steps: what makes step n run whole before step n + 1 begins.
-
-Knows order and threads. Refuses to know what a step computes.
-"""
+"""The device's queue of steps: the phases of step n all run before step n + 1 begins."""
 
 from __future__ import annotations
 
@@ -23,12 +20,12 @@ class _Early:
 
 
 class StepQueue:
-    """One device thread that takes each step through its phases in order, whatever order the stages submit in.
+    """Passes each step to one device thread, phase by phase, whatever the order of submission.
 
     Step `n`, phase `p` goes to the thread after (n, p - 1), and (n + 1, 0) after the last phase of n. So a stage may
-    submit the forward pass of the next step while the one before still has to be sampled: the thread never reads
-    state that an earlier phase has yet to write, and never idles for want of a hop through the event loop.
-    Steps are numbered without gaps from `first_step`. A phase nobody will submit must be `skip`ped.
+    submit the forward pass of the next step before the current one is sampled. The thread never reads state that an
+    earlier phase has yet to write, and never idles for a hop through the event loop.
+    Steps are numbered without gaps from `first_step`. A phase that will not be submitted must be `skip`ped.
     """
 
     def __init__(self, worker: Worker, num_phases: int, first_step: int = 0) -> None:
@@ -36,7 +33,7 @@ class StepQueue:
         self.first_step = first_step
         self._num_phases = num_phases
         self._next = (first_step, 0)
-        self._quiet: asyncio.Future[Any] | None = None  # of the phase before, if that is told if asked
+        self._quiet: asyncio.Future[Any] | None = None  # of the phase before, if its result is delivered IF_ASKED
         self._early: dict[tuple[int, int], _Early] = {}
 
     @property
@@ -45,8 +42,11 @@ class StepQueue:
         return self._next[0]
 
     def submit(self, step: int, phase: int, run: Callable[[], R], told: Told = AT_ONCE) -> asyncio.Future[R]:
-        """Runs `run()` on the device thread when its turn comes. Resolves on the loop; raises what `run` raised.
-        Whoever passes a step on to its next phase has asked by then for what comes of this one, or never will."""
+        """Runs `run()` on the device thread when its turn comes.
+
+        Resolves on the loop with its result or error. A result of `IF_ASKED` must be awaited before the step's next
+        phase is submitted; afterwards it is dropped.
+        """
         ticket = (step, phase)
         if ticket == self._next:
             if self._quiet is not None:
@@ -66,12 +66,12 @@ class StepQueue:
         return promise
 
     def skip(self, step: int, phase: int) -> None:
-        """Says that (step, phase) will never be submitted. Does nothing when it was."""
+        """Declares that (step, phase) will not be submitted. Does nothing if it was."""
         if (step, phase) >= self._next and (step, phase) not in self._early:
             self.submit(step, phase, _nothing).cancel()
 
     def _hand_over(self) -> None:
-        """Those that came before their turn, and whose turn it is now."""
+        """Hands over the jobs that were submitted early and whose turn has come."""
         while self._early and (job := self._early.pop(self._next, None)) is not None:
             self._advance()
             if job.result.cancelled():
@@ -88,9 +88,12 @@ def _nothing() -> None:
 
 
 def hush(future: asyncio.Future[Any]) -> None:
-    """Says that nobody has to ask for its error: whoever awaits it still gets it."""
+    """Suppresses the log line about an error that is never retrieved.
+
+    A caller that awaits still gets the error.
+    """
     if isinstance(future, Job):
-        future.is_hushed = True  # a callback would take 1.5 us, and the loop a handle
+        future.is_hushed = True  # a callback would take 1.5 us and a handle of the loop
     else:
         future.add_done_callback(_retrieve)
 
@@ -101,7 +104,7 @@ def _retrieve(future: asyncio.Future[Any]) -> None:
 
 
 def chain(source: asyncio.Future[Any], target: asyncio.Future[Any]) -> None:
-    """Gives `target` the outcome of `source`. A target nobody waits for any more keeps nothing."""
+    """Copies the outcome of `source` to `target`, unless `target` is done, such as cancelled."""
 
     def settle(done: asyncio.Future[Any]) -> None:
         error = None if done.cancelled() else done.exception()

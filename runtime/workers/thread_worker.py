@@ -1,7 +1,4 @@
-"""Workers with real threads, for the live env: how a job comes to a thread, and its result back to the loop.
-
-This file knows threads and how the loop is woken. It knows no clock and no stage.
-"""
+"""Workers with real threads, for the live env, and the delivery of results to the loop."""
 
 from __future__ import annotations
 
@@ -16,11 +13,11 @@ from typing import Any
 from .loop_waker import LoopWaker
 from .worker import AT_ONCE, BEFORE_WAITING, IF_ASKED, NEVER, AskedTooLate, Job, Told, Worker, run_job
 
-_TOO_LATE = "nobody had asked for this by when it was said that nobody would: ask before"
+_TOO_LATE = "the result of this job was dropped, as nothing awaited it before the next phase: await it earlier"
 
 
 class _QuietJob(Job):
-    """One that is told if asked: who waits for it asks."""
+    """A job whose result is delivered if awaited: a waiter hurries the delivery."""
 
     __slots__ = ("handover",)
 
@@ -33,7 +30,7 @@ class _QuietJob(Job):
 
 
 class Handover:
-    """Results on their way from threads to the loop: one wake-up for all that are ready by the time it is served."""
+    """Passes results from threads to the loop, with one wakeup for all that are ready."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -42,7 +39,7 @@ class Handover:
         self._is_woken = False
 
     def bind(self) -> asyncio.AbstractEventLoop:
-        """The loop that owns this env; the first caller's running loop becomes it."""
+        """The loop that owns this env: the running loop of the first caller."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             if self._loop is not None:
@@ -53,30 +50,36 @@ class Handover:
         return loop
 
     def close(self) -> None:
-        """No thread has anything to tell any more. Binding it again opens it."""
+        """Ends the delivery, after a last one. `bind` opens it again."""
         if self._waker is not None:
             self._waker.close()
             self._waker = None
             self._deliver()
 
     def put(self, future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
-        """Called by threads, who `wake` the loop afterwards. NOTE: who waits for a quiet job changes how it is told,
-        and looks here for it then; a thread puts it here, and looks then how it is told."""
+        """Called by threads, which then `wake` the loop.
+
+        NOTE: a waiter of a quiet job changes `told` and then reads this queue; a thread puts the result here and then
+        reads `told`. In this order no result is missed.
+        """
         self._done.append((future, result, error))
 
     def wake(self) -> None:
-        """Called by threads. NOTE: put before reading the flag, and `_deliver` clears it before popping; in this order
-        no result is left behind."""
+        """Called by threads.
+
+        NOTE: `put` comes before reading the flag, and `_deliver` clears it before popping; in this order no result is
+        left behind.
+        """
         if not self._is_woken:
             self._is_woken = True
             waker = self._waker
-            if waker is not None:  # else the env is closed: nobody waits for results any more
+            if waker is not None:  # else the env is closed, and results have no waiters
                 waker.wake()
 
     def hurry(self) -> None:
-        """Called on the loop: what is there is waited for."""
+        """Called on the loop when a result is awaited."""
         if self._done and not self._is_woken:
-            assert self._loop is not None, "a result without a loop that asked for it"
+            assert self._loop is not None, "a result for an env that no loop has used"
             self._is_woken = True
             self._loop.call_soon(self._deliver)
 
@@ -93,21 +96,24 @@ class Handover:
 
 
 class ThreadWorker(Worker):
-    """A worker with real threads. They are daemons: a process may end under a job that hangs."""
+    """A worker with real threads.
+
+    They are daemons, so a job that hangs does not keep the process alive.
+    """
 
     def __init__(self, name: str, threads: int, handover: Handover, on_closed: Callable[[Any], object]) -> None:
         super().__init__(name, threads, on_closed)
         self._handover = handover
-        self._threads: dict[threading.Thread, asyncio.Future[None]] = {}  # with what resolves when the thread has ended
+        self._threads: dict[threading.Thread, asyncio.Future[None]] = {}  # with a future that resolves at its end
         self._jobs: deque[Job | None] = deque()  # None: a thread is to end
-        self._calls: SimpleQueue[None] = SimpleQueue()  # to threads that have nothing to do: there are jobs
+        self._calls: SimpleQueue[None] = SimpleQueue()  # wakes idle threads: there are jobs
         self._is_call_due = False
-        self._has_untold = False  # of its one thread: results that the loop was not woken for, and is to be
-        self.on_start: Callable[[int], object] | None = None  # is called by each of its threads, with that one's id
+        self._has_untold = False  # with one thread: there are results for which the loop was not woken yet
+        self.on_start: Callable[[int], object] | None = None  # called by each thread with its native id
 
     @property
     def native_ids(self) -> list[int]:
-        """Of its threads that have started."""
+        """Native ids of its started threads."""
         return [thread.native_id for thread in tuple(self._threads) if thread.native_id is not None]
 
     def _enqueue(self, fn: Callable[..., Any], args: tuple[Any, ...], told: Told) -> Job:
@@ -127,9 +133,11 @@ class ThreadWorker(Worker):
         return job
 
     def _call(self) -> None:
-        """Wakes threads for the jobs that none has taken yet. A turn of the loop later than they came: until then the
-        loop has the interpreter lock, so a thread that is woken sooner only waits again, for that. Each wake-up takes
-        the loop 8 us where the thread's core has gone idle (2 cores of an EPYC, in a virtual machine)."""
+        """Wakes threads for jobs that none has taken yet.
+
+        One turn of the loop after the jobs came: until then the loop holds the interpreter lock, and a woken thread
+        would only wait for it. Waking a thread on an idle core takes the loop 8 us.
+        """
         self._is_call_due = False
         for _ in range(min(len(self._jobs), self._num_threads) - self._calls.qsize()):
             self._calls.put(None)
@@ -148,7 +156,7 @@ class ThreadWorker(Worker):
             self._call()
         for thread, ended in list(self._threads.items()):
             await asyncio.shield(ended)
-            thread.join()  # it has said its last word, so this is a matter of microseconds
+            thread.join()  # it has run its last job, so this takes microseconds
         self._on_closed(self)
 
     def _start(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -183,8 +191,10 @@ class ThreadWorker(Worker):
         handover.wake()
 
     def _next(self) -> Job | None:
-        """The job that has waited longest. NOTE: a call that comes when its job has gone is no harm; and one that was
-        not taken yet is as good as a new one, as who takes it looks for jobs afterwards."""
+        """The oldest job. NOTE: a call may come after its job was taken, which is harmless.
+
+        A call that was not taken yet serves as a new one, as a woken thread then takes jobs until there are none.
+        """
         while True:
             try:
                 return self._jobs.popleft()

@@ -1,8 +1,8 @@
-"""The allocate stage: the KV blocks, the prefix cache, preemption and the host tier.
+"""The allocate stage: KV blocks, prefix cache, preemption and host tier.
 
-Owns: every KV block on the device and on the host, and each slot's block table.
-In: `StepPlan`, from schedule.
-Out: `StepGrant` to execute, `PlanReport` to schedule.
-Imports: the root of `stages`, `runtime`, `model`, `kernels`.
-Start with: `stage.py`, then `allocator.py`; `preemption.py` frees blocks under memory pressure.
+Owns: every KV block on the device and on the host, each slot's block table, and the prefix cache.
+In: `StepPlan` from schedule; `Rates` from execute.
+Out: `StepGrant` to execute; `PlanReport` to schedule.
+Imports: the root of `stages`, `runtime`.
+Start with: `stage.py`, then `allocator.py`, `slot_blocks.py` and `block_pool.py`; `preemption.py` frees blocks.
 """

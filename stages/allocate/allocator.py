@@ -1,7 +1,7 @@
-"""Turns wishes into blocks: who gets how many tokens of this step, and who loses its memory for it.
+"""Serves plans: the tokens and blocks of each row, and the slots preempted for them.
 
-Plain code behind the allocate stage. Knows memory; refuses to know why somebody is first, and touches no tensor. The
-books are in `slot_blocks.py`; what happens when memory is short, in `preemption.py`.
+Plain code behind the allocate stage; it touches no tensor. `slot_blocks.py` holds the state of each slot, and
+`preemption.py` serves a plan when free blocks run short.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from .steady_decode import Stride
 
 @dataclass(frozen=True, slots=True)
 class _Tally:
-    """What one plan is given. R rows of the plan, of which G get new blocks."""
+    """The allocation for one plan: R rows, of which G get new blocks."""
 
-    granted: Ints  # [R] tokens; the plan's own `num_wanted` if nothing was cut
+    granted: Ints  # [R] tokens; the plan's `num_wanted` array itself if nothing was cut
     grows: Indices  # [G] rows
     counts: Ints  # [G] blocks for each
     num_blocks: int  # in all
@@ -34,15 +34,15 @@ class _Tally:
 class Allocator:
     """Serves one plan after another from one pool.
 
-    Wishes are served in order: min(wanted, budget left) tokens and the blocks they need. What does not fit is left out;
-    it never waits, never reorders, and preempts only in the order it was given.
+    Rows are served in order: each gets min(wanted, budget left) tokens and the blocks for them. A row that does not fit
+    is left out. The allocator never waits, never reorders, and preempts only in the order of the plan's victims.
 
-    With a `cache`, a sequence begins with the blocks that the cache knows for its first tokens; they are shared, never
-    written to, and count as granted without being computed. So do the first tokens of a block that goes on differently:
-    the sequence gets a copy of that one. One whose next block another sequence computes is left out until that is
-    there. With a `host`, what a victim has computed is copied there while there is room, and copied back
-    when it is served again. Drafts get blocks like any tokens, and count as computed once schedule says that they were
-    accepted.
+    With a `cache`, a sequence starts with the cached blocks of its first tokens. They are shared, never written, and
+    count as granted without being computed. If a cached block matches only in part, the sequence gets a copy of it. A
+    sequence whose next block another sequence is computing is left out until that block is cached.
+
+    With a `host`, the blocks of a preempted sequence are copied there if there is room, and copied back when it is
+    served again. Drafts get blocks like other tokens; they count as computed once schedule reports them as accepted.
     """
 
     def __init__(
@@ -60,39 +60,42 @@ class Allocator:
                 f"num_blocks = {num_blocks}: one sequence of max_model_len = {max_model_len} tokens needs "
                 f"{blocks_per_slot} blocks of {block_size}; the largest that fits is {num_blocks * block_size} tokens"
             )
-        self.last_granted = -1  # step
+        self.last_granted = -1  # number of the last granted step
         self._holdings = Holdings(num_blocks, block_size, num_slots, blocks_per_slot, cache, host)
-        self.pool, self.tables = self._holdings.pool, self._holdings.tables  # to be looked at
+        self.pool, self.tables = self._holdings.pool, self._holdings.tables  # public, for inspection
         self._ones = np.ones(num_slots, np.int32)
-        self._nothing = np.zeros(num_slots, np.int32)  # what most plans' rows begin with
-        self._stride: Stride | None = None  # of the last plan's rows, if there were two of the same that only decode
-        self._last_slots: Indices | None = None  # of the last plan, if its rows only decode
+        self._nothing = np.zeros(num_slots, np.int32)  # `num_cached` of most plans
+        self._stride: Stride | None = None  # for the rows of the last two plans, if equal and only decodes
+        self._last_slots: Indices | None = None  # of the last plan, if it has only decodes
 
-    # -- looking at it
+    # -- inspection and settings
 
     @property
     def sequence_ids(self) -> NDArray[np.int64]:
-        """[S] whose blocks a slot holds, or held last; -1 for nobody's yet."""
+        """[S] the sequence whose blocks each slot holds or held last; -1: none yet."""
         return self._holdings.sequence_ids
 
     @property
     def host(self) -> HostTier | None:
-        """What is swapped out; None if nothing ever is."""
+        """The host tier; None if swapping is off."""
         return self._holdings.host
 
     @property
     def cache(self) -> PrefixCache | None:
-        """What is known of earlier sequences; None if it is off."""
+        """The prefix cache; None if it is off."""
         sharing = self._holdings.sharing
         return None if sharing is None else sharing.cache
 
     def use_rates(self, rates: Rates) -> None:
-        """From now on swapping is weighed against computing again with these."""
+        """Sets the rates by which swapping is weighed against recomputing."""
         if self.host is not None:
             self.host.rates = rates
 
     def reset_prefix_cache(self) -> int:
-        """Forgets what the cache knows. Returns the blocks that frees. Sequences that run keep theirs."""
+        """Empties the prefix cache.
+
+        Returns the number of blocks freed. Running sequences keep their blocks.
+        """
         if self._holdings.sharing is None:
             return 0
         self._holdings.sharing.forget()
@@ -107,8 +110,7 @@ class Allocator:
     # -- serving a plan
 
     def serve(self, plan: StepPlan) -> tuple[StepGrant | None, PlanReport]:
-        """The grant to run, or None if nothing of the plan can run now and there is nothing to copy; and the report for
-        whoever planned it."""
+        """Returns the grant and the report. The grant is None if nothing can run or be copied."""
         holdings = self._holdings
         holdings.take_note(plan)
         stride = self._stride_of(plan)
@@ -116,18 +118,18 @@ class Allocator:
             return self._go_on(plan, stride)
         beginners = holdings.beginners(plan)
         if beginners:
-            plan = replace(plan, num_wanted=plan.num_wanted.copy())  # from here on: what is left to compute
+            plan = replace(plan, num_wanted=plan.num_wanted.copy())  # from here on: tokens left to compute
             for row in beginners:
                 holdings.attach(plan, row, may_fork=True)
         granted = _cut_to_budget(plan)
         if beginners:
-            granted = granted.copy()  # some rows may get nothing
+            granted = granted.copy()  # not `num_wanted` itself: waiting rows have 0
             self._detach_idle(plan, beginners, granted)
         tally = self._with_blocks(plan, granted)
         if tally.num_blocks > self.pool.num_available:
             for row, num_wanted in beginners.items():
                 holdings.detach(plan, row, num_wanted)
-            plan = _without_drafts(plan)  # nobody loses anything, or waits, for the sake of a guess
+            plan = _without_drafts(plan)  # drafts are dropped before any sequence is preempted or waits
             pressure = Pressure(holdings, plan, beginners)
             pressure.serve()
             grows = pressure.new_blocks.nonzero()[0]
@@ -136,10 +138,10 @@ class Allocator:
         grant = self._grant(plan, tally)
         return grant, self._report(plan, tally.granted, tally.preempted, is_void=grant is None)
 
-    # -- rows that go on as they are
+    # -- steady decoding
 
     def _stride_of(self, plan: StepPlan) -> Stride | None:
-        """What is known ahead of the plan's rows, if they are the last plan's, and there is all that they need."""
+        """The state of steady decoding, if the rows are the last plan's and their blocks available."""
         is_same = plan.is_decode and plan.slots is self._last_slots
         self._last_slots = plan.slots if plan.is_decode and plan.num_reserved is None else None
         if not is_same or self._last_slots is None or self._holdings.started or len(plan.slots) > plan.token_budget:
@@ -174,7 +176,7 @@ class Allocator:
         )
         return grant, self._report(plan, plan.num_wanted, ())
 
-    # -- any others
+    # -- other plans
 
     def _detach_idle(self, plan: StepPlan, beginners: dict[int, int], granted: Ints) -> None:
         for row, num_wanted in beginners.items():
@@ -182,19 +184,19 @@ class Allocator:
                 self._holdings.detach(plan, row, num_wanted)
 
     def _with_blocks(self, plan: StepPlan, granted: Ints) -> _Tally:
-        """The blocks that all rows take, if there are enough."""
+        """The blocks that all rows need, whether or not the pool has them."""
         tables, slots = self.tables, plan.slots
         lengths = tables.num_tokens[slots] + granted
         if plan.num_reserved is not None:
             lengths = np.maximum(lengths, plan.num_reserved * (granted > 0))
-        num_homeless = lengths - tables.room[slots]  # tokens that the blocks do not hold yet
+        num_homeless = lengths - tables.room[slots]  # tokens beyond the room of the slot's blocks
         grows = (num_homeless > 0).nonzero()[0]
         if plan.is_decode and plan.num_reserved is None:
             return _Tally(granted, grows, self._ones[: len(grows)], len(grows))
         counts = tables.num_blocks_for(num_homeless[grows])
         return _Tally(granted, grows, counts, int(counts.sum()))
 
-    # -- telling
+    # -- grant and report
 
     def _grant(self, plan: StepPlan, tally: _Tally) -> StepGrant | None:
         holdings, tables = self._holdings, self.tables
@@ -236,7 +238,7 @@ class Allocator:
         )
 
     def _num_begun(self, slots: Indices) -> Ints:
-        """Tokens that rows of these slots begin with, now."""
+        """[R] tokens with which sequences in these slots start in this plan, without computing them."""
         begun = self._holdings.begun
         if not begun:
             return self._nothing[: len(slots)]
@@ -264,8 +266,8 @@ class Allocator:
     # -- after a crash
 
     def reset(self, plan: StepPlan) -> PlanReport:
-        """Forgets every table. All blocks are free again once the steps granted so far are done."""
-        self.last_granted = min(self.last_granted, plan.step - 1)  # a grant that was made was not sent
+        """Clears all block tables. All blocks become free once the steps granted so far are done."""
+        self.last_granted = min(self.last_granted, plan.step - 1)  # a grant was made, but not sent
         self._holdings.reset(plan.completed_step, self.last_granted)
         self._stride = self._last_slots = None
         return self._report(plan, np.zeros_like(plan.num_wanted), (), is_void=True, is_reset=True)
@@ -278,7 +280,10 @@ def _without_drafts(plan: StepPlan) -> StepPlan:
 
 
 def _cut_to_budget(plan: StepPlan) -> Ints:
-    """[R] every row's share of the token budget: the plan's own `num_wanted` if that is enough for all."""
+    """[R] the tokens of each row within the token budget.
+
+    Returns the plan's `num_wanted` array itself if all fit.
+    """
     num_rows = len(plan.slots)
     if (num_rows if plan.is_decode else int(plan.num_wanted.sum())) <= plan.token_budget:
         return plan.num_wanted

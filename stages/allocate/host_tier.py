@@ -1,7 +1,6 @@
-"""What lies on the host: the blocks of sequences that were swapped out, and those that the prefix cache had no room for
-on the device; and whether copying is worth it.
+"""The host tier: blocks of swapped sequences and evicted prefix-cache blocks in host memory.
 
-Knows sequences by id, blocks and costs. Refuses to know slots, policy or tensors.
+It also decides whether copying a block is cheaper than recomputing it.
 """
 
 from __future__ import annotations
@@ -16,16 +15,16 @@ from .offload_policy import Offloading
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Swapped:
-    """One sequence's tokens on the host."""
+    """The tokens of one swapped sequence on the host."""
 
     num_tokens: int
     blocks: Ints  # in token order; the last may be partly filled
-    is_stale: bool = False  # computed before the prefix cache was reset: for nobody else
+    is_stale: bool = False  # computed before a reset of the prefix cache: must not be shared
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Arriving:
-    """Blocks that a granted step copies."""
+    """Host blocks that a granted step writes."""
 
     step: int
     generation: int
@@ -33,21 +32,21 @@ class _Arriving:
 
 
 class HostTier:
-    """A bounded pool of blocks in host memory, and whose they are. Without `rates`, swapping is always worth it.
+    """A bounded pool of blocks in host memory, and their owners.
 
-    A sequence's block is in use from the plan that copies into it until the sequence is copied back or given up. Then
-    it is quarantined while a step in flight may still read it, as on the device. What no sequence uses may hold cached
-    prefixes; those used last stay longest.
+    Without `rates`, swapping always pays. A sequence's block is in use from the plan that copies into it until the
+    sequence is copied back or given up. Then it is quarantined while a step in flight may still read it, as on the
+    device. Blocks that no sequence uses may hold cached prefixes; the least recently used are evicted first.
     """
 
     def __init__(self, num_blocks: int, block_size: int, rates: Rates | None = None) -> None:
         self.pool = BlockPool(num_blocks, block_size)
         self.rates = rates
         self.offloading = Offloading(block_size)  # of cached prefixes
-        self.num_full = 0  # times that there was no room
-        self.num_dear = 0  # times that computing again was cheaper
-        self._swapped: dict[int, _Swapped] = {}  # by sequence
-        self._arriving: list[_Arriving] = []  # blocks for cached prefixes
+        self.num_full = 0  # swap-outs that failed for lack of room
+        self.num_dear = 0  # swap-outs skipped, as recomputing was cheaper
+        self._swapped: dict[int, _Swapped] = {}  # by sequence id
+        self._arriving: list[_Arriving] = []  # blocks of cached prefixes being copied here
         self._last_adopted = -1
 
     def __len__(self) -> int:
@@ -55,7 +54,7 @@ class HostTier:
         return len(self._swapped)
 
     def swap_out(self, sequence_id: int, num_tokens: int) -> Ints | None:
-        """Blocks for the first `num_tokens` tokens of a sequence; None if it is to be computed again instead."""
+        """Allocates host blocks for the first `num_tokens` tokens; None: recompute them instead."""
         assert sequence_id not in self._swapped, f"sequence {sequence_id} is swapped out twice"
         num_blocks = -(-num_tokens // self.pool.block_size)
         if self.rates is not None and not self.rates.favour_swap(num_blocks, num_tokens):
@@ -73,41 +72,44 @@ class HostTier:
         return sorted(self._swapped)
 
     def num_tokens(self, sequence_id: int) -> int:
-        """Tokens of the sequence that are here, 0 if none."""
+        """Tokens of the sequence on the host, 0 if none."""
         swapped = self._swapped.get(sequence_id)
         return 0 if swapped is None else swapped.num_tokens
 
     def blocks(self, sequence_id: int) -> Ints:
-        """Where they are, in token order."""
+        """The host blocks of the sequence, in token order."""
         return self._swapped[sequence_id].blocks
 
     def release(self, sequence_id: int, last_step: int, completed_step: int) -> None:
-        """The sequence needs its blocks here no more; step `last_step` may still touch them. Unknown ids have none."""
+        """Frees the sequence's blocks; step `last_step` may still touch them. Ignores unknown ids."""
         swapped = self._swapped.pop(sequence_id, None)
         if swapped is not None:
             self.pool.give_back(swapped.blocks, last_step, completed_step)
 
     def is_stale(self, sequence_id: int) -> bool:
-        """Whether what the sequence has here was computed before the prefix cache was reset."""
+        """Whether the sequence's blocks were computed before a reset of the prefix cache."""
         return self._swapped[sequence_id].is_stale
 
     # -- cached prefixes
 
     def reset(self) -> None:
-        """The prefix cache is: no block here is known by its contents any more."""
+        """Forgets all cached blocks and marks swapped sequences as stale, as the cache was reset."""
         self._swapped = {key: replace(swapped, is_stale=True) for key, swapped in self._swapped.items()}
         self.pool.forget_kept()
 
     def adopt(self, count: int, step: int, generation: int, completed_step: int) -> Ints:
-        """Room for up to `count` cached blocks, which `step` copies: those used longest ago make way. It goes on behind
-        what was adopted last, so that few blocks at a time touch no more memory than many."""
+        """Allocates up to `count` blocks for cached prefixes, which `step` copies.
+
+        Evicts the least recently used. It continues after the blocks adopted last, so that many small copies touch no
+        more memory than a large one.
+        """
         if self.rates is not None and not self.rates.favour_swap(1, self.pool.block_size):
             return NO_INTS
         count = min(count, self.pool.num_available)
         if not count:
             return NO_INTS
         last = self._last_adopted
-        is_there = last >= 0 and self.pool.state[last] != BlockState.FREE  # whose run has begun, then
+        is_there = last >= 0 and self.pool.state[last] != BlockState.FREE  # then its run has been started
         places = self.pool.take_behind([last if is_there else -1], [count], count)
         self._last_adopted = int(places[-1])
         self.pool.keep(places)
@@ -116,8 +118,11 @@ class HostTier:
         return places
 
     def settle(self, completed_step: int, voided: Sequence[int], generation: int) -> list[int]:
-        """Every step up to `completed_step` is over. Returns blocks for cached prefixes that never come: the step that
-        copies them did not happen; or is in flight, of an older generation, and never will."""
+        """Every step up to `completed_step` is done.
+
+        Returns the blocks of cached prefixes that are never written: the step was voided, or is in flight with an older
+        generation and will not run.
+        """
         self.pool.settle(completed_step)
         if not self._arriving:
             return []
@@ -136,13 +141,13 @@ class HostTier:
     # -- after a crash
 
     def forget_all(self, last_step: int) -> None:
-        """Nothing here is to be trusted any more; all is free once step `last_step` is done."""
+        """Forgets everything after a crash. All blocks become free once step `last_step` is done."""
         self._swapped.clear()
         self._arriving.clear()
         self.pool.seize_all(last_step)
 
     def check(self) -> None:
-        """Raises AssertionError unless each block in use is one sequence's (I3, I4)."""
+        """Raises AssertionError unless each block in use belongs to exactly one sequence (I3, I4)."""
         self.pool.check()
         held = sorted(block for swapped in self._swapped.values() for block in swapped.blocks.tolist())
         assert len(set(held)) == len(held), "two sequences have one block on the host"

@@ -1,7 +1,7 @@
-"""Writes who holds which KV blocks, as ranges and as changes only: whoever reads all of it knows each block's state.
+"""Trace records of KV block ownership: only changes, as ranges of blocks.
 
-Knows the allocator's books. A step in which rows go on in the blocks they have writes nothing; new blocks of steps that
-only go on are written some steps later, under the step that gave them, and before anything that comes after them.
+All records together give each block's state. A step that needs no new blocks writes nothing. The new blocks of decode
+steps are written a few steps later, under the step that allocated them, and before any later record.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from ..messages import NO_INDICES, Indices, Ints, PlanReport, StepGrant, StepPla
 from .allocator import Allocator
 from .block_pool import BlockState
 
-PLANS_AT_ONCE = 16  # whose new blocks are written together, each under its own step: a quarter of the cost
+PLANS_AT_ONCE = 16  # plans whose new blocks are written together, which takes a quarter of the time
 
 
 class KVTrace:
-    """What the trace knows of the blocks of `allocator`. Told of each plan once it is served, in order."""
+    """Traces the blocks of `allocator`. Call `served` after each plan, in order."""
 
     def __init__(self, context: Context, allocator: Allocator) -> None:
         self._tracer, self._source = context.tracer, context.source
         self._allocator = allocator
         self._state_names = [context.tracer.source(state.name.lower()) for state in BlockState]
         self._left = context.tracer.source("left")
-        self._told = allocator.pool.state.copy()  # [N] states
+        self._told = allocator.pool.state.copy()  # [N] states as written to the trace
         self._num_held = [0] * len(allocator.tables.room)  # [S] blocks of each slot
         self._num_moves = allocator.pool.num_moves
-        self._new: list[tuple[int, Indices, Ints]] = []  # (step, slot, block) of what came into tables, not written yet
+        self._new: list[tuple[int, Indices, Ints]] = []  # (step, slots, blocks) of new table entries not yet written
 
     def served(self, plan: StepPlan, grant: StepGrant | None, report: PlanReport) -> None:
-        """Writes what a plan changed."""
+        """Writes the changes of a plan."""
         step = plan.step
         if report.is_reset:
             self._leave(step, range(len(self._num_held)))
@@ -48,7 +48,7 @@ class KVTrace:
             self._note_moves(step)
 
     def flush(self) -> None:
-        """Writes what is new in tables and was not written yet."""
+        """Writes the new table entries that are not yet written."""
         if not self._new:
             return
         new, self._new = self._new, []
@@ -69,12 +69,12 @@ class KVTrace:
                 self._tracer.emit(EventKind.KV_RANGE, self._source, step, slot, 0, num_held, self._left)
 
     def _note_moves(self, step: int) -> None:
-        """Blocks that are in no table now have another state than the trace has said."""
+        """Writes the state changes of blocks that are in no table."""
         pool, source = self._allocator.pool, self._source
         self._num_moves = pool.num_moves
         changed = (pool.state != self._told).nonzero()[0]
         states = self._told[changed] = pool.state[changed]
-        is_told = states != BlockState.IN_USE  # the others are in the grant's tables
+        is_told = states != BlockState.IN_USE  # `flush` writes those in use
         changed, states = changed[is_told], states[is_told].astype(np.intp)
         _, of_ranges, firsts, counts = _ranges(np.full(len(changed), step), states, changed)
         if len(firsts):
@@ -86,8 +86,10 @@ class KVTrace:
 
 
 def _ranges(steps: Indices, keys: Indices, blocks: Ints | Indices) -> tuple[Indices, Indices, Indices, Indices]:
-    """Neighbours in the list with one step and one key whose ids follow each other, joined: (step, key, first block,
-    count) of each."""
+    """Joins adjacent entries with the same step, the same key and consecutive block ids.
+
+    Returns (step, key, first block, count) of each range.
+    """
     if not len(blocks):
         return NO_INDICES, NO_INDICES, NO_INDICES, NO_INDICES
     is_new = (np.diff(keys) != 0) | (np.diff(blocks) != 1) | (np.diff(steps) != 0)

@@ -1,38 +1,41 @@
-"""Whether what the prefix cache evicts is worth its copy to the host: as long as enough of it is found there again.
+"""Decides whether evicted prefix-cache blocks are copied to the host.
 
-Plain code behind allocate. Reads no clock, and draws no lots: a recording that is run again decides alike.
+They are while enough of them are hit there. Plain code behind the allocate stage, without clock or random numbers, so
+that a replay decides the same.
 """
 
 from __future__ import annotations
 
 from ..messages import Rates
 
-FREE_MOVES = 256  # blocks that may be moved before any is found again
-MOST_CREDIT = 4096  # moves: what paid once does not pay for ever
-SAMPLED = 8  # while it does not pay, the blocks of one sequence in so many are moved, so as to notice when it does
+FREE_MOVES = 256  # initial credit: blocks to move before any hit
+MOST_CREDIT = 4096  # upper bound of the credit, so that old hits do not pay for ever
+SAMPLED = 8  # without credit, one sequence in so many is still moved, to notice when it pays again
 
 
 def is_sampled(sequence_id: int) -> bool:
-    """Whether the blocks of a sequence are moved even where it does not pay: all of them, as each is found only behind
-    those before it."""
+    """Whether all blocks of a sequence are moved even without credit.
+
+    All or none: a block is found only after those before it.
+    """
     return sequence_id % SAMPLED == 0
 
 
 class Offloading:
-    """Keeps the account of copies: each costs one, and each block found on the host pays for as many as its tokens take
-    longer to compute than to copy.
+    """A credit account of copies to the host.
 
-    Where prompts have nothing in common, moving what is evicted costs 1 % of a CPU's time and brings nothing: with an
-    empty account only the blocks of some sequences are moved, and not charged.
+    Each moved block costs 1. Each block hit on the host earns the ratio of computing to copying it, less 1. Without
+    credit only sampled sequences are moved, free of charge: if prompts have nothing in common, moving costs 1 % of a
+    CPU's time for nothing.
     """
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._credit = float(FREE_MOVES)  # moves
-        self._num_found = 0  # tokens, ever
+        self._num_found = 0  # tokens found on the host in total
 
     def pays(self, num_found: int, rates: Rates | None) -> bool:
-        """Whether all that is evicted is to be moved. `num_found`: tokens found on the host so far."""
+        """Whether to move every evicted block. `num_found`: tokens found on the host so far."""
         blocks, self._num_found = (num_found - self._num_found) / self._block_size, num_found
         if rates is None:
             return True
@@ -41,5 +44,5 @@ class Offloading:
         return self._credit >= 1
 
     def charge(self, num_moved: int) -> None:
-        """So many blocks were moved because it pays."""
+        """Charges moved blocks to the account."""
         self._credit = max(0.0, self._credit - num_moved)

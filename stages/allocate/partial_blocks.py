@@ -1,7 +1,7 @@
-"""Which blocks on the device come behind which, token by token: for a sequence that goes on as another one did, but not
-to the end of a block, so that it copies that block instead of computing what the two have in common.
+"""An index of blocks by predecessor and first tokens, for matches shorter than a block.
 
-Part of the prefix cache. Knows tokens and block ids. Refuses to know which blocks are in use, and who copies.
+Part of the prefix cache. A sequence that agrees with a known block for only some tokens copies that block instead of
+computing those tokens.
 """
 
 from __future__ import annotations
@@ -9,30 +9,33 @@ from __future__ import annotations
 from collections import OrderedDict
 from itertools import islice
 
-MAX_FOLLOWERS_SEEN = 64  # of those that begin alike, the newest: the widest beam search grows as many at a time
+MAX_FOLLOWERS_SEEN = 64  # newest candidates inspected per lookup; the widest beam search adds as many at a time
 TOKEN_BYTES = 4
 
-Before = int | str  # what stands before a block: the number of the block there, or the salt (see prefix.py)
+Before = int | str  # the predecessor of a block: its number, or the salt for a first block (see `prefix_cache.py`)
 
 
 class Followers:
-    """Blocks whose first tokens are known, by what stands before them and by their first token.
+    """Blocks whose first tokens are known, indexed by predecessor and first token.
 
-    A block is there whole, or as a *tail*: the first tokens of one that somebody has filled so far, or did fill before
-    it ended. Whatever is written behind them, those stay as they are. At most `most_tails` are kept, the ones that were
-    used last, so that blocks of which little is known leave room for whole ones.
+    A block is indexed whole or as a *tail*: the tokens that a sequence had filled when the tail was added. Later writes
+    to the block do not change those tokens. At most `most_tails` tails are kept, the most recently used, so that they
+    do not displace whole blocks.
     """
 
     def __init__(self) -> None:
         self.most_tails = 2**31 - 1
-        self.tails: OrderedDict[int, tuple[Before, bytes]] = OrderedDict()  # by block, longest unused first
-        # (what stands before, first token) -> block -> tokens, the newest last. Plain, so that the garbage collector
-        # leaves them alone
+        self.tails: OrderedDict[int, tuple[Before, bytes]] = OrderedDict()  # by block, least recently used first
+        # (predecessor, first token) -> block -> tokens, the newest last. Plain values, so that the garbage collector
+        # does not track them
         self._blocks: dict[tuple[Before, bytes], dict[int, bytes]] = {}
 
     def find(self, before: Before, tokens: bytes, least: int) -> tuple[int, int] | None:
-        """The block that begins like `tokens`, behind `before`, for longest, and for how many of them, if that is for
-        `least` or more. Looks at MAX_FOLLOWERS_SEEN at most, so that many that begin alike cost a hit and no time."""
+        """The block after `before` with the longest common prefix, and its length.
+
+        None if it is shorter than `least` tokens. Inspects at most MAX_FOLLOWERS_SEEN blocks, so that many similar
+        blocks cost a hit at worst, not time.
+        """
         best, most = None, least - 1
         for block, known in self._newest(before, tokens):
             count = _num_common(known, tokens)
@@ -50,15 +53,18 @@ class Followers:
         known = self._blocks.get((before, tokens[:TOKEN_BYTES]))
         return [] if known is None else list(islice(reversed(known.items()), MAX_FOLLOWERS_SEEN))
 
-    # -- putting in
+    # -- adding
 
     def add(self, block: int, before: Before, tokens: bytes) -> None:
-        """`block`, of which nothing is known yet, begins with `tokens`, at least one."""
+        """Adds `block`, which must not be indexed yet and begins with `tokens`, at least one."""
         self._blocks.setdefault((before, tokens[:TOKEN_BYTES]), {})[block] = tokens
 
     def add_tail(self, block: int, before: Before, tokens: bytes) -> list[int] | None:
-        """The same for a block that is partly filled; None if that is of no use, as another one begins so. Returns the
-        tails that are of none from now on, and gone: those that it goes on from, and who is one too many."""
+        """Adds a partly filled block.
+
+        Returns the tails dropped for it; None if another block begins with `tokens`. Dropped are tails that `tokens`
+        extends, and the least recently used ones beyond `most_tails`.
+        """
         gone = []
         for other, known in self._newest(before, tokens):
             if known.startswith(tokens):
@@ -75,10 +81,10 @@ class Followers:
             gone.append(oldest)
         return gone
 
-    # -- forgetting
+    # -- removing
 
     def remove(self, block: int, before: Before, tokens: bytes) -> None:
-        """`block`, which was added so, is given up."""
+        """Removes `block`, which was added with the same arguments."""
         where = before, tokens[:TOKEN_BYTES]
         known = self._blocks[where]
         del known[block]
@@ -86,26 +92,29 @@ class Followers:
             del self._blocks[where]
 
     def drop_tail(self, block: int) -> bool:
-        """`block` is no tail any more. Whether it was one."""
+        """Removes `block` if it is a tail. Returns whether it was one."""
         tail = self.tails.pop(block, None)
         if tail is not None:
             self.remove(block, *tail)
         return tail is not None
 
     def clear(self) -> None:
-        """Forgets all."""
+        """Removes all blocks."""
         self.tails.clear()
         self._blocks.clear()
 
     def known(self) -> dict[int, tuple[Before, bytes]]:
-        """All blocks: what stands before them, and what they begin with."""
+        """All blocks, with their predecessor and first tokens."""
         return {
             block: (before, tokens) for (before, _), known in self._blocks.items() for block, tokens in known.items()
         }
 
 
 def _num_common(one: bytes, other: bytes) -> int:
-    """Tokens that both begin with. As whole numbers, the lowest bit in which they differ says where they part."""
+    """The number of common first tokens.
+
+    As little-endian integers, the lowest differing bit gives it.
+    """
     size = min(len(one), len(other))
     parted = int.from_bytes(one[:size], "little") ^ int.from_bytes(other[:size], "little")
     return size // TOKEN_BYTES if not parted else ((parted & -parted).bit_length() - 1) // (8 * TOKEN_BYTES)

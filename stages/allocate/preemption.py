@@ -1,4 +1,4 @@
-"""Serving a plan when there are fewer free blocks than it wishes for: row by row, and at whose expense.
+"""Serves a plan when free blocks run short: row by row, preempting victims in order.
 
 Plain code behind the allocator.
 """
@@ -14,10 +14,10 @@ from .slot_blocks import Holdings
 class Pressure:
     """One plan, served in order.
 
-    A row that lacks blocks takes them from the victims it may take from. What they give up may have to be waited for,
-    and is counted before the next victim is taken. Rows of lower rank than one that waits get no new blocks: what is
-    free is for the first in line, which is who may take from most others. (Decodes come before prefills of better
-    rank.)
+    A row that lacks blocks preempts the victims that it may preempt. Their blocks may be quarantined at first; they are
+    counted before the next victim is taken. While a row waits for blocks, rows of lower rank get no new ones. The rank
+    of a row is the number of victims that it may preempt, so rank differs from the order in the plan, where decodes
+    come before prefills of better rank.
     """
 
     def __init__(self, holdings: Holdings, plan: StepPlan, beginners: dict[int, int]) -> None:
@@ -26,13 +26,13 @@ class Pressure:
         self.preempted: list[int] = []  # slots
         self._holdings = holdings
         self._plan = plan
-        self._beginners = beginners  # row -> tokens it wants in all
+        self._beginners = beginners  # row -> tokens wanted in all, cached ones included
         self._row_of = {slot: row for row, slot in enumerate(plan.slots.tolist())}
         self._budget = plan.token_budget
-        self._waiting_rank = -1  # of the first row in line that waits for blocks
+        self._waiting_rank = -1  # highest rank of a row that waits for blocks
 
     def serve(self) -> None:
-        """Fills in what each row gets, and who loses its blocks for it."""
+        """Fills in `granted`, `new_blocks` and `preempted`."""
         for row, slot in enumerate(self._plan.slots.tolist()):
             if slot not in self.preempted:
                 self._serve_row(row)
@@ -64,7 +64,7 @@ class Pressure:
             self._holdings.detach(plan, row, self._beginners[row])
 
     def _need(self, row: int, granted: int) -> int:
-        """Blocks that the row lacks for so many tokens more."""
+        """Blocks that the row lacks for `granted` more tokens."""
         if granted == 0:
             return 0
         tables, slot = self._holdings.tables, self._plan.slots[row]
@@ -75,7 +75,7 @@ class Pressure:
         return 0 if self._plan.num_reserved is None else int(self._plan.num_reserved[row])
 
     def _next_victim(self, row: int, need: int) -> int | None:
-        """The next slot to preempt for `row`; None when waiting for quarantined blocks is enough, or nobody is left."""
+        """The next slot to preempt for `row`; None if quarantined blocks suffice or none is left."""
         if need <= self._num_free + self._holdings.pool.num_quarantined:
             return None
         for victim in self._plan.victims[: self._plan.num_victims[row]].tolist():
@@ -84,7 +84,7 @@ class Pressure:
         return None
 
     def _preempt(self, slot: int) -> None:
-        """Takes a slot's blocks, and what it was granted in this plan."""
+        """Preempts a slot, and takes back what it was granted in this plan."""
         self.preempted.append(slot)
         self._holdings.preempt(slot, self._plan.step)
         row = self._row_of.get(slot)
@@ -93,7 +93,7 @@ class Pressure:
             self.granted[row] = self.new_blocks[row] = 0
 
     def _what_fits(self, row: int, wanted: int) -> tuple[int, int]:
-        """The part of a row's wish that the free blocks can hold: (tokens, blocks)."""
+        """The part of the wanted tokens that fits into the free blocks: (tokens, blocks)."""
         if not self._plan.allows_partial or self._num_reserved(row) > 0:
             return 0, 0
         tables, slot = self._holdings.tables, self._plan.slots[row]

@@ -1,6 +1,6 @@
-"""What the allocator does so that blocks are found again: the prefix cache, told of each sequence as it runs.
+"""Publishes blocks to the prefix cache, and looks up blocks for starting sequences.
 
-Columnar beside the allocator's own tables: a step in which no block is filled costs a few numpy operations.
+Columnar: a step in which no block is filled costs a few numpy operations.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ from ..messages import Indices, Ints, Started, StepDone, StepPlan
 from .block_pool import BlockPool, BlockTables
 from .prefix_cache import Chain, Found, PrefixCache
 
-ROWS_READ_AT_ONCE = 1024  # more would save little, and hold the loop for longer at a time
-BLOCKS_PER_TAIL = 8  # of the pool: a tail saves half a block of tokens, a whole one all of them and those behind it
+ROWS_READ_AT_ONCE = 1024  # more would save little, and block the event loop for longer
+BLOCKS_PER_TAIL = 8  # blocks of the pool per tail; a tail saves half a block on average, a whole block more
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Prefill:
-    """Known tokens that a granted step computes."""
+    """The known tokens that a granted step computes."""
 
     step: int
-    rows: list[tuple[int, Chain, int]]  # (slot, chain, position behind the last token)
+    rows: list[tuple[int, Chain, int]]  # (slot, chain, position after the last token)
 
 
 class Sharing:
-    """Keeps the cache, the pool and the tables of running sequences in step.
+    """Keeps the cache, the pool and the tables of running sequences consistent.
 
-    A block is put into the cache when the step that filled it is done: for prompts when the device says so, for answers
-    when the token behind the block is known, as the block's last token has then been computed. Of a block that is not
-    full, the tokens known so far are put in as a tail when the prompt is computed, and again when the sequence ends or
-    loses its blocks: not at every step, as nobody is likely to go on from the middle of an answer.
+    A block is published when the step that filled it is done. For a prompt that is the step's outcome; for an answer it
+    is the token after the block, since the block's last token has then been computed. A partly filled block is
+    published as a tail: when the prompt is computed, and again when the sequence ends or loses its blocks. It is not
+    published at every step, as continuations from the middle of an answer are unlikely.
 
-    Nobody waits for a tail that is being computed. It comes with the blocks before it, in the same step, and whoever
-    waits for those finds it too; alone it is less than `min_tokens_to_wait_for`.
+    No sequence waits for a tail that is being computed. A tail is published with the blocks before it, in the same
+    step; alone it is shorter than `min_tokens_to_wait_for`.
     """
 
     def __init__(self, cache: PrefixCache, pool: BlockPool, tables: BlockTables) -> None:
@@ -44,23 +44,23 @@ class Sharing:
         self._pool = pool
         self._tables = tables
         self._chains: list[Chain | None] = [None] * num_slots
-        self._sequence_ids = np.full(num_slots, -1, np.int64)  # [S] of the chain, -1 if there is none
+        self._sequence_ids = np.full(num_slots, -1, np.int64)  # [S] of the chain; -1: none
         self._num_prompt = np.zeros(num_slots, np.intp)  # [S]
-        self._num_known = np.zeros(num_slots, np.int32)  # [S] tokens that came with Started
-        self._num_settled = np.zeros(num_slots, np.intp)  # [S] tokens in blocks for certain, once the prompt is
-        # [S, 2 B] the newest tokens, by position: of the block that fills, and of the one before
+        self._num_known = np.zeros(num_slots, np.int32)  # [S] tokens in its `Started`
+        self._num_settled = np.zeros(num_slots, np.intp)  # [S] tokens certainly computed; set once the prompt is
+        # [S, 2 B] the newest tokens, by position modulo 2 B: the block being filled and the one before
         self._newest = np.zeros((num_slots, 2 * tables.block_size), np.int32)
         self._prefills: deque[_Prefill] = deque()
         self._unread: list[StepDone] = []
-        self._num_unread = 0  # rows
-        self._most_unread = 0  # tokens of one sequence, at most B
+        self._num_unread = 0  # rows in them
+        self._most_unread = 0  # tokens of one sequence in them; at most B
         cache.followers.most_tails = max(1, pool.num_blocks // BLOCKS_PER_TAIL)
         pool.on_evicted = self._forget
 
     # -- a sequence
 
     def start(self, started: Started) -> None:
-        """A sequence took a slot, and has no blocks."""
+        """A sequence got a slot. It has no blocks yet."""
         slot, token_ids = started.slot, started.token_ids
         self._chains[slot] = self.cache.chain(started.sequence_id, token_ids, started.cache_salt)
         self._sequence_ids[slot] = started.sequence_id
@@ -74,24 +74,29 @@ class Sharing:
             self.cache.forget(block)
 
     def find(self, slot: int, *, may_wait: bool, may_fork: bool) -> Found | None:
-        """What the sequence in `slot` can begin with; None if it may and should wait for the next block, which another
-        sequence computes."""
+        """The cached blocks with which the sequence in `slot` can start.
+
+        None if it should wait (`may_wait`) for its next block, which another sequence is computing.
+        """
         chain = self._chain(slot)
         found = self.cache.find(chain, may_fork=may_fork)
         return None if may_wait and self.cache.is_coming(chain) else found
 
     def begin(self, slot: int, num_tokens: int) -> None:
-        """The sequence is about to have its first `num_tokens` tokens computed: others may wait for them."""
+        """Announces that the sequence computes its first `num_tokens` tokens: others may wait."""
         self.cache.begin(self._chain(slot), num_tokens)
 
     def begin_no_more(self, slot: int) -> None:
-        """It is not, after all."""
+        """Withdraws what `begin` announced."""
         chain = self._chains[slot]
         if chain is not None:
             self.cache.drop(chain)
 
     def drop(self, slot: int) -> None:
-        """The sequence loses its blocks, which are still in its table."""
+        """The sequence is about to lose its blocks, which must still be in its table.
+
+        Publishes its tail.
+        """
         chain = self._chains[slot]
         if chain is not None and self._num_settled[slot]:
             self._put_tail(slot, chain)
@@ -100,18 +105,20 @@ class Sharing:
         self._sequence_ids[slot] = -1
 
     def cut(self, slot: int) -> None:
-        """What the sequence has is not put in."""
+        """Stops publishing the blocks of the sequence."""
         self._chain(slot).is_cut = True
 
     def forget(self) -> None:
-        """Nothing that was computed so far is to be found. What runs is not put in any more either, as it may have
-        begun with what was found."""
+        """Empties the cache.
+
+        Running sequences are no longer published either, as they may have started with blocks from it.
+        """
         for slot in (self._sequence_ids >= 0).nonzero()[0].tolist():
             self.cut(slot)
         self.cache.clear()
 
     def drop_all(self) -> None:
-        """Nobody has blocks, and none holds anything."""
+        """After a crash: forgets all sequences and all cached blocks."""
         self._chains = [None] * len(self._chains)
         self._sequence_ids[:] = -1
         self._prefills.clear()
@@ -122,7 +129,10 @@ class Sharing:
     # -- steps
 
     def note_grant(self, step: int, slots: Indices, starts: Ints, ends: Ints, found: Ints) -> None:
-        """A step was granted; row i begins at `starts[i]`, of which `found[i]` tokens were found just now."""
+        """Records a granted step.
+
+        Row i computes positions `starts[i]` to `ends[i]`; `found[i]` were just found.
+        """
         rows = (starts < self._num_known[slots]).nonzero()[0].tolist()
         prefill = [(int(slots[row]), self._chain(int(slots[row])), int(ends[row])) for row in rows]
         for row, (_, chain, end) in zip(rows, prefill, strict=True):
@@ -133,7 +143,7 @@ class Sharing:
             self._prefills.append(_Prefill(step, prefill))
 
     def settle(self, plan: StepPlan) -> None:
-        """Puts in what the steps have filled that are done since the last plan."""
+        """Publishes the blocks filled by the steps completed since the last plan."""
         while self._prefills and self._prefills[0].step <= plan.completed_step:
             prefill = self._prefills.popleft()
             if prefill.step in plan.voided:
@@ -153,12 +163,14 @@ class Sharing:
             self._most_unread += done.most_tokens
             if self._most_unread == self._tables.block_size or self._num_unread >= ROWS_READ_AT_ONCE:
                 self._read_tokens()
-        if self._unread and not is_steady:  # somebody looks for blocks now, or leaves some
+        if self._unread and not is_steady:  # a sequence looks up blocks now, or leaves some
             self._read_tokens()
 
     def _read_tokens(self) -> None:
-        """Some steps at once, as what it takes hardly depends on how many. NOTE: with no more tokens of a sequence than
-        a block has, or one would be written over before it is put in."""
+        """Reads the tokens of several steps at once, which takes hardly longer than one.
+
+        NOTE: at most one block of tokens per sequence, or a token is overwritten before its block is published.
+        """
         columns = [(done.slots, done.sequence_ids, done.places, done.token_ids) for done in self._unread]
         slots, sequence_ids, places, token_ids = (np.concatenate(column) for column in zip(*columns, strict=True))
         self._unread.clear()
@@ -168,12 +180,12 @@ class Sharing:
             slots, places, token_ids = slots[is_ours], places[is_ours], token_ids[is_ours]
         positions = self._num_prompt[slots] + places
         self._newest[slots, positions % self._newest.shape[1]] = token_ids
-        self._num_settled[slots] = positions  # in the order of the steps, so the last one stays
+        self._num_settled[slots] = positions  # rows are in the order of steps, so the last one wins
         filled = (positions % self._tables.block_size == 0).nonzero()[0]
         self._put_filled(slots[filled], positions[filled] // self._tables.block_size - 1)
 
     def _put_filled(self, slots: Indices, places: Indices) -> None:
-        """Block `places[i]` of `slots[i]` is complete, [F]; so are those before it."""
+        """Publishes the complete block `places[i]` of `slots[i]`, [F], and the ones before it."""
         size = self._tables.block_size
         blocks = self._tables.blocks[slots, places]
         halves = self._newest.reshape(len(self._newest), 2, size)[slots, places % 2]  # [F, B]
@@ -181,7 +193,7 @@ class Sharing:
         chains, put = self._chains, self._put
         for slot, place, block in zip(slots.tolist(), places.tolist(), blocks.tolist(), strict=True):
             chain, end = chains[slot], begin + 4 * size
-            assert chain is not None, f"slot {slot} runs, and nobody started in it"
+            assert chain is not None, f"slot {slot} runs, and no sequence started in it"
             if chain.num_blocks < chain.num_known:
                 self._put_known(slot, chain, min(place + 1, chain.num_known))
             if place >= chain.num_known:
@@ -192,7 +204,7 @@ class Sharing:
         self._pool.keep(np.array(new, np.int32))
 
     def _put_known(self, slot: int, chain: Chain, num_full: int) -> None:
-        """The first `num_full` blocks are complete; their tokens are among those that the sequence started with."""
+        """Publishes up to `num_full` complete blocks whose tokens the sequence started with."""
         blocks = self._tables.blocks[slot, chain.num_blocks : num_full]
         is_new = [self._put(chain, block) for block in blocks.tolist()]
         self._pool.keep(blocks[is_new])
@@ -205,7 +217,7 @@ class Sharing:
         return cache.put(chain, block, tokens)
 
     def _put_tail(self, slot: int, chain: Chain) -> None:
-        """The tokens in the last block of a sequence can be found from now on."""
+        """Publishes the tokens in the last, partly filled block of a sequence."""
         place, count = divmod(int(self._num_settled[slot]), self._tables.block_size)
         if not count or place != chain.num_blocks:
             return
@@ -219,10 +231,10 @@ class Sharing:
                     self._pool.forget(other)
 
     def check(self) -> None:
-        """Raises AssertionError unless the pool keeps what the cache knows, and nothing else (I11)."""
-        assert self._pool.kept() == self.cache.blocks(), "the pool keeps other blocks than the cache knows"
+        """Raises AssertionError unless the pool keeps exactly the blocks in the cache (I11)."""
+        assert self._pool.kept() == self.cache.blocks(), "the pool keeps other blocks than the cache holds"
 
     def _chain(self, slot: int) -> Chain:
         chain = self._chains[slot]
-        assert chain is not None, f"slot {slot} runs, and nobody started in it"
+        assert chain is not None, f"slot {slot} runs, and no sequence started in it"
         return chain

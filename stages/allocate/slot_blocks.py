@@ -1,6 +1,6 @@
-"""What each slot holds: blocks on the device, shared ones among them, and what waits on the host to come back.
+"""The blocks of each slot, on the device and, waiting to be copied back, on the host.
 
-Knows blocks, slots and steps. Refuses to know who should get how much: that is the allocator's part.
+The allocator decides how much each row gets; this file carries it out.
 """
 
 from __future__ import annotations
@@ -20,22 +20,25 @@ NOTHING_FOUND = Found(NO_INTS, NO_INTS, None, 0)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Beginning:
-    """What a sequence need not compute when it starts, or comes back."""
+    """The tokens that a sequence need not compute when it starts or resumes."""
 
-    num_tokens: int  # in the blocks below
-    shared: Ints  # blocks on the device that other tables may hold, too; its first ones
-    on_host: Ints  # blocks on the host that follow them, to be copied in
-    is_swapped: bool  # those on the host are its own; else the prefix cache's
-    source: int | None = None  # a block on the device, of which the tokens behind all those are copied
+    num_tokens: int  # tokens in the blocks below
+    shared: Ints  # its first blocks, on the device; other tables may hold them too
+    on_host: Ints  # the next blocks, on the host, to be copied in
+    is_swapped: bool  # True: the host blocks are its own; False: the prefix cache's
+    source: int | None = None  # a device block from which the remaining tokens are copied
 
     @property
     def num_whole(self) -> int:
-        """Blocks that come before the one that is copied on the device."""
+        """Number of blocks before the one copied from `source`."""
         return len(self.shared) + len(self.on_host)
 
 
 class Holdings:
-    """The books of one pool: a plan's changes are made slot by slot, and what they mean for the device is collected."""
+    """The state of one pool and its slots.
+
+    Collects the copies and starts that the current plan causes.
+    """
 
     def __init__(
         self,
@@ -52,22 +55,22 @@ class Holdings:
         self.sharing = None if cache is None else Sharing(cache, self.pool, self.tables)
         self.completed_step = -1
         self.last_step = np.full(num_slots, -1, np.int64)  # [S] the last step that may touch the slot's blocks
-        self.started: dict[int, Started] = {}  # by slot: not yet told to the device
-        self.sequence_ids = np.full(num_slots, -1, np.int64)  # [S] who started there last
-        self._must_compute = np.zeros(num_slots, np.bool_)  # [S] whether it may begin with nothing that is known
-        # of the plan in hand:
+        self.started: dict[int, Started] = {}  # by slot: not yet sent with a grant
+        self.sequence_ids = np.full(num_slots, -1, np.int64)  # [S] the sequence that started there last
+        self._must_compute = np.zeros(num_slots, np.bool_)  # [S] whether it must compute all its tokens
+        # for the current plan:
         self.begun: dict[int, Beginning] = {}  # by slot
-        self.swapped: dict[int, int] = {}  # slot -> tokens that go to the host
+        self.swapped: dict[int, int] = {}  # slot -> tokens copied to the host
         self.copies: list[BlockCopy] = []
         self._step = self._generation = -1
         if host is not None and self.sharing is not None:
             self.pool.on_evicted = self._move_out
             host.pool.on_evicted = self._forget_on_host
 
-    # -- news
+    # -- updates
 
     def take_note(self, plan: StepPlan) -> None:
-        """What happened since the last plan: steps done, sequences ended, given up, preempted or started."""
+        """Applies the updates of a plan: completed steps, and ended, preempted or started sequences."""
         self.completed_step = plan.completed_step
         self.begun, self.swapped, self.copies = {}, {}, []
         self._step, self._generation = plan.step, plan.generation
@@ -77,7 +80,7 @@ class Holdings:
         if self.host is not None:
             self._forget_on_host(self.host.settle(plan.completed_step, plan.voided, plan.generation))
             for sequence_id in plan.discarded:
-                self.host.release(sequence_id, plan.step - 1, plan.completed_step)  # an older step may copy into them
+                self.host.release(sequence_id, plan.step - 1, plan.completed_step)  # an earlier step may copy into them
         for slot, num_accepted in plan.accepted:
             self.tables.num_tokens[slot] += num_accepted
         for slot in (*plan.ended, *plan.dropped):
@@ -92,7 +95,10 @@ class Holdings:
                 self.sharing.start(started)
 
     def empty(self, slot: int) -> None:
-        """Takes a slot's blocks away; they come back when the last step that may touch them is done."""
+        """Takes all blocks of a slot.
+
+        They become available when the last step that may touch them is done.
+        """
         self.started.pop(slot, None)
         self._give_up_beginning(slot)
         if self.sharing is not None:
@@ -100,8 +106,10 @@ class Holdings:
         self.pool.give_back(self.tables.clear(slot), int(self.last_step[slot]), self.completed_step)
 
     def preempt(self, slot: int, step: int) -> None:
-        """The same for the sake of another sequence, in the plan of `step`: what the blocks hold goes to the host, if
-        there is room and that is worth it. What has not come back from there yet stays there."""
+        """Preempts a slot in the plan of `step`: swaps it out if there is room and it pays.
+
+        Blocks that were not copied back from the host yet stay there.
+        """
         num_tokens = int(self.tables.num_tokens[slot])
         may_return = num_tokens and slot not in self.started and not self._must_compute[slot]
         if self.host is not None and may_return:
@@ -113,13 +121,13 @@ class Holdings:
                 self.last_step[slot] = step
         self.empty(slot)
 
-    # -- beginning
+    # -- starting sequences
 
     def beginners(self, plan: StepPlan) -> dict[int, int]:
-        """Rows that may have a beginning: row -> tokens it wants in all."""
+        """Starting rows that may have cached or swapped tokens: row -> tokens wanted in all."""
         if not self.started:
             return {}
-        fewest = 2  # tokens of a sequence that may find some, and has one left to compute
+        fewest = 2  # tokens; a cache hit must leave at least one token to compute
         return {
             row: int(plan.num_wanted[row])
             for row, slot in enumerate(plan.slots.tolist())
@@ -130,11 +138,14 @@ class Holdings:
         }
 
     def attach(self, plan: StepPlan, row: int, *, may_fork: bool) -> None:
-        """The row begins with what is known of it, and wants the rest; or wants nothing yet, as another sequence
-        computes what it would find. `plan.num_wanted` is the caller's own.
+        """Gives the row its cached or swapped blocks, and reduces `plan.num_wanted` by their tokens.
 
-        A block to copy from is held until the step that copies it is done, and may be the one that is lacking for the
-        copy: where blocks are short, `may_fork` is False, and the few tokens are computed."""
+        `num_wanted` becomes 0 if another sequence is computing the row's next block. The array must be the caller's
+        copy, as it is modified.
+
+        A fork holds its source block until the copy is done, which could be the very block lacking for the copy. So
+        `may_fork` is False when blocks run short, and the few tokens are computed.
+        """
         slot = int(plan.slots[row])
         beginning = self._find(slot, may_fork=may_fork)
         if beginning is None:
@@ -157,8 +168,10 @@ class Holdings:
             self.sharing.begin(slot, num_tokens + min(int(plan.num_wanted[row]), plan.token_budget))
 
     def _find(self, slot: int, *, may_fork: bool) -> Beginning | None:
-        """What the sequence in `slot` need not compute; None if it is to wait for more. One whose prompt is scored
-        needs the logits of each token, so what others have computed is of no use to it."""
+        """What the sequence in `slot` need not compute; None if it should wait for another sequence.
+
+        A sequence with prompt_logprobs needs the logits of each prompt token, so it uses no cached blocks.
+        """
         num_swapped = self._num_swapped(slot)
         found: Found | None = NOTHING_FOUND
         if self.sharing is not None and not self.started[slot].wants_prompt_logprobs:
@@ -177,7 +190,7 @@ class Holdings:
         return Beginning(num_found, shared, places, is_swapped=False, source=source)
 
     def detach(self, plan: StepPlan, row: int, num_wanted: int) -> None:
-        """As if the row, which wants `num_wanted` tokens in all, had not been attached."""
+        """Undoes `attach` for a row that wants `num_wanted` tokens in all."""
         plan.num_wanted[row] = num_wanted
         slot = int(plan.slots[row])
         if self.sharing is not None:
@@ -200,8 +213,10 @@ class Holdings:
     # -- granting
 
     def grow(self, slots: Indices, counts: Ints, num_blocks: int) -> tuple[Indices, Indices, Ints]:
-        """`num_blocks` new blocks, `counts[i]` for `slots[i]`, and those that sequences begin with: (slot, place,
-        block) of each."""
+        """Takes `num_blocks` new blocks, `counts[i]` for `slots[i]`.
+
+        Returns (slot, place, block) of each, and of the shared blocks with which sequences start.
+        """
         blocks = self.pool.take_behind(self.tables.lasts(slots), counts.tolist(), num_blocks)
         table_slots, table_places = self.tables.append(slots, counts, blocks)
         for slot, beginning in self.begun.items():
@@ -212,7 +227,7 @@ class Holdings:
         return table_slots, table_places, blocks
 
     def _move_out(self, blocks: list[int]) -> None:
-        """Cached blocks are taken for something else: what they hold goes to the host as far as there is room."""
+        """Copies evicted blocks to the host, as far as there is room and it pays."""
         assert self.host is not None and self.sharing is not None
         cache, offloading = self.sharing.cache, self.host.offloading
         moving = [block for block in blocks if not cache.is_tail(block) and not cache.is_on_host(block)]
@@ -238,7 +253,7 @@ class Holdings:
                 self.sharing.cache.forget_on_host(place)
 
     def copy_in(self, step: int) -> None:
-        """Those that begin in `step` get what is theirs on the host."""
+        """Collects the copies from the host for the sequences that start in `step`."""
         if self.host is None:
             return
         for slot, beginning in self.begun.items():
@@ -251,8 +266,10 @@ class Holdings:
             self.host.release(int(self.sequence_ids[slot]), step, self.completed_step)
 
     def fork(self, step: int) -> None:
-        """Those that begin in `step` within a block that goes on differently get their own copy of it. The other one
-        can be had again when the step is done."""
+        """Collects the copies of partly matching blocks for the sequences that start in `step`.
+
+        The sources are held until the step is done.
+        """
         sources, destinations = [], []
         for slot, beginning in self.begun.items():
             if beginning.source is not None:
@@ -264,7 +281,7 @@ class Holdings:
             self.copies.append(copy)
 
     def tell_started(self, slots: Indices) -> tuple[Started, ...]:
-        """What the device has not been told yet of these slots."""
+        """The starts of these slots that were not sent with a grant yet."""
         told = (self.started.pop(slot) for slot in slots.tolist() if slot in self.started)
         return tuple(self._with_beginning(started) for started in told)
 
@@ -278,7 +295,7 @@ class Holdings:
     # -- after a crash
 
     def reset(self, completed_step: int, last_granted: int) -> None:
-        """Forgets every table. All blocks are free again once the steps granted so far are done."""
+        """Clears all block tables. All blocks become free once the steps granted so far are done."""
         self.completed_step = completed_step
         self.tables.clear_all()
         self.started.clear()
@@ -292,12 +309,14 @@ class Holdings:
             self.host.pool.settle(completed_step)
 
     def check(self) -> None:
-        """Raises AssertionError unless pools, tables and cache agree (I3, I4, I11): each block is in as many tables as
-        the pool says, and the pool keeps what the cache knows."""
+        """Raises AssertionError unless pools, tables and cache agree (I3, I4, I11).
+
+        Each block is in as many tables as the pool counts, and the pool keeps exactly the blocks in the cache.
+        """
         self.pool.check()
         num_tables = np.bincount(self.tables.held(), minlength=self.pool.num_blocks)
         wrong = (num_tables != self.pool.num_tables).nonzero()[0]
-        assert not len(wrong), f"blocks {wrong.tolist()} are in other tables than the pool knows of"
+        assert not len(wrong), f"blocks {wrong.tolist()} are in other tables than the pool counts"
         if self.sharing is None:
             assert num_tables.max(initial=0) <= 1, "two tables hold one block"
         else:
@@ -305,6 +324,6 @@ class Holdings:
         if self.host is not None:
             self.host.check()
             places = set() if self.sharing is None else self.sharing.cache.places()
-            assert self.host.pool.kept() == places, "the host keeps other blocks than the cache knows"
-        assert not (self.tables.room % self.tables.block_size).any(), "a table has room for a part of a block"
+            assert self.host.pool.kept() == places, "the host pool keeps other blocks than the cache holds"
+        assert not (self.tables.room % self.tables.block_size).any(), "the room of a table ends within a block"
         assert (self.tables.num_tokens <= self.tables.room).all(), "a slot has tokens without a block"

@@ -1,6 +1,6 @@
-"""The allocate stage: owns the KV blocks, and says for each plan what may run.
+"""The allocate stage: owns the KV blocks, and grants for each plan what may run.
 
-The thinking is in `allocator.py`, the books in `block_pool.py`.
+The decisions are in `allocator.py`, the state of the blocks in `block_pool.py`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  
 
 
 class Allocate(Stage[StepPlan, StepGrant]):
-    """Answers each plan with a report to schedule and, unless nothing can run, a grant to execute.
+    """Answers each plan with a report to schedule and, if not void, a grant to execute.
 
-    A `call_log` is told of each call, and what came of it.
+    `call_log` records each call and its results.
     """
 
     inputs: ClassVar = {"rates": Rates, "in": StepPlan}
@@ -48,15 +48,15 @@ class Allocate(Stage[StepPlan, StepGrant]):
     ) -> None:
         self.allocator = Allocator(num_blocks, block_size, num_slots, max_model_len, cache, host)
         self.call_log: CallLog | None = None
-        self.step_tokens = Histogram(STEP_TOKENS)  # computed in each step that has rows
+        self.step_tokens = Histogram(STEP_TOKENS)  # tokens computed in each step with rows
         self._block_size = block_size
-        self._batch: Sequence[StepPlan | Rates] = ()  # in hand, or last
-        self._answered = 0  # messages of it
+        self._batch: Sequence[StepPlan | Rates] = ()  # the current batch, or the last one
+        self._answered = 0  # messages of the batch already answered
         self._context: Context | None = None
-        self._recompute = self._swap = 0  # how a sequence is preempted, as names in the trace
+        self._recompute = self._swap = 0  # the method of a preemption, as names in the trace
         self._rows: StepRows | None = None
         self._kv: KVTrace | None = None
-        self._sequence_ids = np.full(num_slots, -1, np.int64)  # [S] who runs there, for the trace
+        self._sequence_ids = np.full(num_slots, -1, np.int64)  # [S] the running sequence, for the trace
 
     async def setup(self, context: Context) -> None:
         self._context = context
@@ -82,15 +82,15 @@ class Allocate(Stage[StepPlan, StepGrant]):
         if grant is not None and len(grant.slots):
             self.step_tokens.observe(grant.num_computed)
         self._trace(plan, grant, report)
-        out.send(report, port="report")  # first: schedule must have it before the step can be done
+        out.send(report, port="report")  # before the grant: schedule must have it before the step can be done
         if grant is not None:
             out.send(grant)
         return grant, report
 
     async def recover(self, batch: Sequence[StepPlan | Rates], error: BaseException, out: Outlet[Any]) -> None:
-        """Starts with clean books and says so: schedule then computes everything anew."""
+        """Resets the allocator and reports it: schedule then recomputes everything."""
         if self._batch is not batch:
-            return await self.handle(batch, out)  # the crash came before any of it was touched
+            return await self.handle(batch, out)  # the crash came before the batch was touched
         if self.call_log is not None:
             self.call_log.crash("allocate")
         for message in batch[self._answered :]:
@@ -100,7 +100,10 @@ class Allocate(Stage[StepPlan, StepGrant]):
                 out.send(report, port="report")
 
     def reset_prefix_cache(self) -> int:
-        """Forgets what the cache knows. Returns the blocks that frees. Sequences that run keep theirs."""
+        """Empties the prefix cache.
+
+        Returns the number of blocks freed. Running sequences keep their blocks.
+        """
         num_freed = self.allocator.reset_prefix_cache()
         if self.call_log is not None:
             self.call_log.reset_prefix_cache(num_freed)

@@ -1,6 +1,6 @@
-"""Rows that go on decoding, the same ones step after step: what each step needs is known ahead.
+"""Steady decoding: the same rows step after step, with block needs known ahead.
 
-Plain, columnar state behind the allocator. Knows tables; refuses to know where blocks come from.
+Plain, columnar state behind the allocator.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ from .block_pool import BlockTables
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    """The rows that need a block in the same steps, one of each `block_size`."""
+    """The rows that need a block in the same step, which is one in `block_size` steps."""
 
     slots: Indices  # [G]
-    places: Indices  # [G] in their tables, of the block that comes next
+    places: Indices  # [G] table positions of their next blocks
     ones: Indices  # [G]
-    sizes: Ints  # [G] tokens of that block
+    sizes: Ints  # [G] tokens per block
 
 
 class Stride:
-    """Rows that get one token each in every step. Each of them needs a block once in `block_size` steps, so they are
-    sorted by that once, and a step looks at those alone whose turn it is.
+    """Rows that get one token each in every step.
 
-    It holds for plans of the very same array `slots`, which schedule makes anew when anybody comes or goes.
+    Each row needs a new block once in `block_size` steps. The rows are grouped once by the step in which they do, and a
+    step handles only its group. Valid for plans with the identical `slots` array, which schedule replaces when a
+    sequence comes or goes.
     """
 
     def __init__(self, slots: Indices, tables: BlockTables) -> None:
@@ -35,11 +36,11 @@ class Stride:
         self.starts: Ints = tables.num_tokens[slots]  # [R] positions of the tokens of the next step
         self._tables = tables
         self._ones = np.ones(len(slots), np.int32)
-        num_left = tables.room[slots] - self.starts  # [R] tokens for which there is room
+        num_left = tables.room[slots] - self.starts  # [R] tokens that still fit into the slot's blocks
         order = np.argsort(num_left, kind="stable")
         ends = np.searchsorted(num_left[order], np.arange(tables.block_size), side="right")
         places = tables.room[slots] // tables.block_size
-        groups = np.split(order, ends)  # the last one: those that hold more than they need now, and none is made for
+        groups = np.split(order, ends)  # the last group: rows with a whole spare block
         self.is_whole = not len(groups.pop())
         self._turns = [
             Turn(
@@ -54,17 +55,17 @@ class Stride:
 
     @property
     def num_blocks(self) -> int:
-        """That the next step needs."""
+        """Blocks that the next step needs."""
         return len(self._turns[self._turn].slots)
 
     def lasts(self) -> list[int]:
-        """The last block of each row that needs one for the next step."""
+        """The last block of each row that needs a new one in the next step."""
         turn = self._turns[self._turn]
         lasts: list[int] = self._tables.blocks[turn.slots, turn.places - turn.ones].tolist()
         return lasts
 
     def grow(self, blocks: Ints) -> tuple[Indices, Indices]:
-        """Puts the blocks for the next step into the tables: (slot, place) of each."""
+        """Appends the new blocks to the tables. Returns (slot, place) of each."""
         turn, tables = self._turns[self._turn], self._tables
         slots, places = turn.slots, turn.places
         tables.blocks[slots, places] = blocks
@@ -73,7 +74,7 @@ class Stride:
         return slots, places
 
     def step(self) -> Ints:
-        """The step is granted. Returns the positions at which it begins, [R]."""
+        """Advances by one granted step. Returns the positions of its tokens, [R]."""
         starts = self.starts
         self.starts = starts + self._ones
         self._tables.num_tokens[self.slots] = self.starts

@@ -1,4 +1,4 @@
-"""The backends that compute steps (native, torch, cuda), and what they share: memory sizes and measured rates.
+"""The backends that compute steps (native, torch, cuda), and what they share.
 
 Owns: the size of the KV cache, and `Computing`, the result of loading a backend.
 In: the settings, and a model's files or its loaded weights.

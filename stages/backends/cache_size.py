@@ -1,6 +1,7 @@
-"""Sizes of the KV cache, the host pool and the longest sequence: as configured, or what fits the machine's memory.
+"""Sizes of the KV cache, the host pool and the longest sequence.
 
-Plain arithmetic on the `Needs` that `memory_needs.py` computes.
+They are as configured, or what fits the machine's memory. Plain arithmetic on the `Needs` that `memory_needs.py`
+computes.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ ROOT = Path("/")  # root of the file system whose /proc and /sys describe memory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """The memory an engine needs besides its KV cache, in bytes, for sequences of up to some length."""
+    """The memory an engine needs besides its KV cache, in bytes, for some sequence length."""
 
     weights: int
     state: int  # tables of positions and blocks, and on a CPU of the sampler
@@ -79,7 +80,7 @@ class Sizing:
         return table
 
     def num_blocks(self, max_model_len: int) -> int:
-        """Blocks of the pool: as configured, or as many as fit, but no more than all slots can ever use."""
+        """Blocks of the pool: as configured, or as many as fit and all slots can ever use."""
         config = self.config
         if config.num_gpu_blocks is not None:
             return config.num_gpu_blocks
@@ -89,11 +90,17 @@ class Sizing:
         return max(0, min(wanted, self._room_bytes(max_model_len) // self.bytes_per_block))
 
     def fits(self, max_model_len: int) -> bool:
-        """Whether the pool holds one sequence of this length. A sequence that it does not hold could never finish."""
+        """Whether the pool holds one sequence of this length.
+
+        A sequence that it does not hold could never finish.
+        """
         return longest_sequence(self.num_blocks(max_model_len), self.config.block_size) >= max_model_len
 
     def longest(self, at_most: int) -> int:
-        """The longest sequence that fits; 0 if none does. Binary search: any shorter sequence fits too."""
+        """The longest sequence that fits; 0 if none does.
+
+        Binary search: any shorter sequence fits too.
+        """
         return bisect_left(range(1, at_most + 1), True, key=lambda length: not self.fits(length))
 
     # -- the parts
@@ -222,7 +229,7 @@ def check_weights(num_bytes: int, free_bytes: int, device: str, dtype: str) -> N
 
 
 def num_host_blocks(config: EngineConfig, bytes_per_block: int, max_model_len: int, device: str) -> int:
-    """Blocks of the host pool for swapped sequences: 0 for none, and no more than all slots could ever use.
+    """Blocks of the host pool for swapped sequences: at most what all slots could ever use.
 
     For a `cuda` device the pool is pinned, and its size is rounded up (see `pool_bytes`). A default size is chosen so
     that the rounded pool fits. Raises `ConfigError` if a configured size exceeds the free host memory.
@@ -247,13 +254,16 @@ def num_host_blocks(config: EngineConfig, bytes_per_block: int, max_model_len: i
 
 
 def pool_bytes(num_blocks: int, bytes_per_block: int, *, is_pinned: bool) -> int:
-    """Bytes that a host pool takes. Torch rounds pinned memory up to a power of two, so up to twice the size."""
+    """Bytes that a host pool takes.
+
+    Torch rounds pinned memory up to a power of two, so up to twice the size.
+    """
     num_bytes = num_blocks * bytes_per_block
     return 1 << (num_bytes - 1).bit_length() if is_pinned and num_bytes else num_bytes
 
 
 def free_host_bytes() -> int:
-    """Host memory available without swapping, within the limit of the control group (of a container)."""
+    """Host memory available without swapping, within the limit of the control group."""
     free, left = _machine_free_bytes(), memory_left(ROOT)
     return free if left is None else min(free, left)
 

@@ -38,10 +38,11 @@ def sizing_on_cpu(
     bytes_per_block: int,
     host_blocks: int = 0,
 ) -> Sizing:
-    """The `Sizing` of a model on a CPU. All arguments are in bytes but `host_blocks` and `max_model_len`.
+    """The `Sizing` of a model on a CPU.
 
-    Called when `weights` and tables for `max_model_len` positions are in memory, and the cache is not yet.
-    `activations(length)` is the need of the largest step with sequences of up to that length.
+    All arguments are in bytes but `host_blocks` and `max_model_len`. Called when `weights` and tables for
+    `max_model_len` positions are in memory, and the cache is not yet. `activations(length)` is the need of the largest
+    step with sequences of up to that length.
     """
     loaded, free = weights + tables_bytes(shape.rope, max_model_len), free_host_bytes()
     logits = config.max_num_seqs * shape.vocab_size * CPU_LOGIT_BYTES + SORTED_BYTES
@@ -81,7 +82,7 @@ def sampler_bytes(config: EngineConfig, shape: ModelConfig, max_model_len: int) 
 
 
 def late_bytes(config: EngineConfig, max_model_len: int) -> int:
-    """Bytes of an asynchronous device: the slots' tokens, block tables and state, and a step's inputs and buffers."""
+    """Bytes of an asynchronous device: the slots' tables and state, and a step's buffers."""
     slots, tokens = config.max_num_seqs, max(config.num_step_tokens, config.max_num_seqs)
     blocks = -(-max_model_len // config.block_size)
     state = slots * 4 * (STATE_WIDTH + max_model_len + blocks)
@@ -90,7 +91,7 @@ def late_bytes(config: EngineConfig, max_model_len: int) -> int:
 
 
 def graphs_bytes(config: EngineConfig, shape: ModelConfig, activations: int) -> int:
-    """An estimate of the bytes that captured graphs keep, in one pool that the largest graph fills.
+    """An estimate of the bytes that CUDA graphs keep, in one pool that the largest fills.
 
     It is a share of `activations`, the need of the largest step, plus the copies of logits during sampling.
     """
@@ -102,7 +103,7 @@ def graphs_bytes(config: EngineConfig, shape: ModelConfig, activations: int) -> 
 
 
 def device_sampler_bytes(num_slots: int, vocab_size: int) -> int:
-    """Bytes of the sampling tables on a GPU: parameters and token counts of slots, and a step's scores.
+    """Bytes of the sampling tables on a GPU: parameters, token counts and a step's scores.
 
     The lists of EOS tokens are not counted.
     """

@@ -1,4 +1,4 @@
-"""Trial steps that run before an engine serves: the largest one, to measure memory, and others to measure rates."""
+"""Trial steps before an engine serves, to measure memory and rates."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RATE_RUNS = 4  # of it; the first reads weights that are not in memory yet, and 
 def measure_rates(
     runner: ModelRunner, config: EngineConfig, max_model_len: int, num_host_blocks: int, clock: Callable[[], float]
 ) -> Rates:
-    """Measures the seconds to copy a block to the host and to compute a prompt token; each the best of some runs."""
+    """Measures seconds per copied block and per prompt token, each the best of some runs."""
     token_s = measure_token_s(runner, config, max_model_len, clock)
     prompt = _rate_grant(config, max_model_len)
     num_copied = min(len(prompt.table_blocks), num_host_blocks)
@@ -57,7 +57,7 @@ def largest_grant(config: EngineConfig, max_model_len: int) -> StepGrant:
 
 
 def prompts_grant(lengths: list[int], block_size: int) -> StepGrant:
-    """A step that computes prompts of token 0 with these lengths, in consecutive blocks from block 0."""
+    """A step that computes prompts of token 0 with these lengths, in blocks from 0 on."""
     blocks = [-(-length // block_size) for length in lengths]
     slots = np.arange(len(lengths))
     params = SamplingParams(max_tokens=1)
@@ -78,13 +78,13 @@ def prompts_grant(lengths: list[int], block_size: int) -> StepGrant:
     )
 
 
-TARGET_TOKENS = 180  # of a prompt: what a CPU computes of one in the target's time keeps it busy
+TARGET_TOKENS = 180  # prompt tokens that keep a CPU busy; the measured target is the time they take
 
 
-TARGETS_MS = (50.0, 100.0)  # of what that may come to: few read faster than ten tokens a second
+TARGETS_MS = (50.0, 100.0)  # bounds of that target; few people read faster than ten tokens a second
 
 
 def target_ms_for(token_s: float) -> float:
-    """The target of an engine that takes so long for a token of a prompt: what `TARGET_TOKENS` take, within bounds."""
+    """The target time, at which `TARGET_TOKENS` prompt tokens fit, within `TARGETS_MS`."""
     least_ms, most_ms = TARGETS_MS
     return min(max(least_ms, 1e3 * TARGET_TOKENS * token_s), most_ms)

@@ -1,8 +1,8 @@
-"""Beam search: which answers live on, and the requests that each step of a search makes.
+"""Beam search: the algorithm, and the requests that each step of a search makes.
 
-Owns: the searches under way.
-In: a request with `beam_width`.
-Out: requests of one token, and the best answers.
-Imports: the root of `stages`, `runtime`, `model`, `kernels`.
-Start with: `algorithm.py`.
+Owns: the running searches, one task each.
+In: `Request` with `BeamParams`, from the engine.
+Out: a `Request` of one token per live beam and step, to the pipeline; the best answers, to the request's outbox.
+Imports: the root of `stages`, `runtime`, and the rooms `tokenize`, `detokenize` and `exit`.
+Start with: `algorithm.py`, which is plain code; `searches.py` runs it.
 """

@@ -1,8 +1,7 @@
-"""Beam search: which answers to a prompt live on, which are finished, and when no better one can come.
+"""The beam search algorithm: live beams, finished answers, and the end of a search.
 
-Plain code, told a step at a time which tokens are likely behind each live beam. What lives, what is finished and in
-which order is transformers' `generate(num_beams=...)`, sums in float32 as there. Knows tokens and log-probabilities;
-refuses to know who computes them: that is `searches.py`.
+Plain code that takes, step by step, the likeliest next tokens of each live beam. Its results and their order equal
+those of transformers' `generate(num_beams=...)`, with sums in float32 as there. `searches.py` computes the steps.
 """
 
 from __future__ import annotations
@@ -21,28 +20,29 @@ from ..params import SamplingParams
 
 MAX_WIDTH = 64
 EARLY_STOPPINGS = (True, False, "never")
-MAX_LENGTH_PENALTY = 5.0  # a float32 holds a million tokens to the power of it
+MAX_LENGTH_PENALTY = 5.0  # a float32 can hold a million to this power
 
 Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamParams:
-    """How wide to search, and what makes an answer good. `Refused` names the field.
+    """The width of a search and the score of an answer.
 
-    An answer's score is the sum of its tokens' log-probabilities / (their number ** `length_penalty`), EOS included: 0
-    is the plain sum, which short answers win, 1 the mean; below 0 longer is worse still.
+    Raises `Refused` for an invalid field, and names it. The score is the sum of the tokens' log-probabilities / (number
+    of tokens ** `length_penalty`), EOS included. A penalty of 0 gives the sum, which favours short answers, and 1 the
+    mean; below 0, longer answers score even worse.
     """
 
-    width: int  # beams; 1 is greedy, and ends with its first answer
+    width: int  # number of beams; 1 is greedy, and ends with the first answer
     length_penalty: float = 1.0
-    # once `width` answers are finished: True ends; False goes on while the best live beam would beat the worst of
-    # them if it ended now; "never" while it would at its longest (with a length_penalty above 0)
+    # once `width` answers are finished: True ends the search; False continues while the best live beam would beat the
+    # worst of them if it ended now; "never" while it would at max_tokens (if length_penalty is above 0)
     early_stopping: bool | Literal["never"] = False
 
     def __post_init__(self) -> None:
         if type(self.width) is not int or not 1 <= self.width <= MAX_WIDTH:
-            raise Refused(f"width = {self.width!r}: a beam search is 1 to {MAX_WIDTH} wide", param="width")
+            raise Refused(f"width = {self.width!r}: must be a whole number from 1 to {MAX_WIDTH}", param="width")
         penalty = self.length_penalty
         is_number = type(penalty) in (int, float) and math.isfinite(penalty)
         if not is_number or not abs(penalty) <= MAX_LENGTH_PENALTY:
@@ -54,20 +54,20 @@ class BeamParams:
             raise Refused(message, param="early_stopping")
 
     def score(self, logprob: np.float32, num_tokens: int) -> np.float32:
-        """That of an answer of so many tokens."""
+        """The score of an answer of `num_tokens` tokens whose log-probabilities sum to `logprob`."""
         return np.float32(logprob / np.float32(float(num_tokens) ** self.length_penalty))
 
 
 def refuse_sampling(params: SamplingParams) -> None:
-    """Raises `Refused` for what asks for another choice of tokens than the likeliest answers as the model has them."""
+    """Raises `Refused` if a sampling parameter is set that a beam search does not support."""
     for name, off in NO_SAMPLING.items():
         value = getattr(params, name)
         if value != off:
             shown = "" if name in ("logit_bias", "structured_outputs") else f" = {value}"
-            message = f"{name}{shown}: a beam search takes the likeliest answers as the model has them; leave it out"
+            message = f"{name}{shown}: not supported by a beam search; leave it out"
             raise Refused(message, param=name)
     if params.max_tokens == 0:
-        raise Refused("max_tokens = 0: a beam search looks for answers of at least 1 token", param="max_tokens")
+        raise Refused("max_tokens = 0: must be at least 1 for a beam search", param="max_tokens")
 
 
 NO_SAMPLING: dict[str, Any] = {
@@ -89,27 +89,27 @@ NO_SAMPLING: dict[str, Any] = {
 
 
 class CandidateParams(SamplingParams):
-    """For the steps of a search, which look at more candidates than any client may ask for."""
+    """Parameters of a search step, which needs more logprobs than a client may request."""
 
     __slots__ = ()
     most_logprobs: ClassVar[int] = 2**31 - 1
 
 
 class Text(Protocol):
-    """The text of a beam, as far as it is needed to see a stop string."""
+    """The text of a beam, for matching stop strings."""
 
     def grown(self, token_id: int) -> tuple[Text, str | None]:
-        """That with one token more, and the stop string that is complete with it."""
+        """Returns the text with one more token, and the stop string that it completes, if any."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Beam:
-    """One answer as far as it has come."""
+    """One unfinished answer."""
 
-    token_ids: Ints  # [P + G] the prompt's and its own
-    logprob: np.float32 = np.float32(0)  # the sum over its own
-    tops: tuple[TopLogprobs, ...] = ()  # [G] if they were asked for
-    text: Text | None = None  # where there are stop strings
+    token_ids: Ints  # [P + G] the prompt and the answer so far
+    logprob: np.float32 = np.float32(0)  # sum over the answer's tokens
+    tops: tuple[TopLogprobs, ...] = ()  # [G] if requested
+    text: Text | None = None  # only with stop strings
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,17 +117,19 @@ class Hypothesis:
     """A finished answer."""
 
     beam: Beam
-    finish: Finish  # with its score
+    finish: Finish  # including the score
 
 
 class BeamSearch:
-    """One search from one prompt. While it `is_over` not: hand `step` the `num_candidates` likeliest tokens behind each
-    of the `live` beams, in their order. `finished` are the best answers so far, best first, at most `width`.
+    """One search from one prompt.
 
-    A step looks at all candidates of all beams in falling order of their sums. Of the first `width`, those that end are
-    finished; the first `width` that do not end live on. An answer ends with a token of `end_ids`, which is counted and
-    scored; with a token that completes a stop string, likewise; or at `max_tokens`. Before `min_tokens` the end ids are
-    no candidates. With stop strings there may be fewer live beams than `width`, if most of the candidates end.
+    Until `is_over`, call `step` with the `num_candidates` likeliest next tokens of each of the `live` beams, in their
+    order. `finished` holds the best answers so far, best first, at most `width`.
+
+    A step ranks all candidates of all beams by their sums. Of the first `width`, those that end are finished; the first
+    `width` that do not end live on. An answer ends with a token of `end_ids` or one that completes a stop string, both
+    counted and scored, or at `max_tokens`. Before `min_tokens`, end ids are not candidates. With stop strings fewer
+    than `width` beams may live, if most candidates end.
     """
 
     def __init__(
@@ -146,14 +148,14 @@ class BeamSearch:
         self.min_tokens = min_tokens
         self.live = [Beam(prompt, text=text)]  # best first
         self.finished: list[Hypothesis] = []
-        self.num_tokens = 0  # of each live beam
+        self.num_tokens = 0  # generated in each live beam
         self.is_over = False
         self.num_candidates = num_candidates(params.width, len(set(end_ids)), has_stops=text is not None)
         self._end_ids = frozenset(end_ids)
-        self._num_logprobs = num_logprobs  # to keep of each token's candidates, for who asks
+        self._num_logprobs = num_logprobs  # candidates to keep per token as `tops`; None: none
 
     def step(self, token_ids: Ints, logprobs: Floats) -> None:
-        """The candidates behind each of the B live beams, likeliest first, [B, C] each."""
+        """Takes the C candidates of each of the B live beams, likeliest first, [B, C] each."""
         self.num_tokens += 1
         sums = logprobs + np.array([beam.logprob for beam in self.live], np.float32)[:, None]
         if self.num_tokens <= self.min_tokens:
@@ -182,7 +184,7 @@ class BeamSearch:
     def _grow(
         self, parent: Beam, token_ids: Ints, logprobs: Floats, column: int, logprob: np.float32
     ) -> tuple[Beam, str | None]:
-        """`parent` with its candidate at `column`, and the stop string that this completes."""
+        """`parent` with its candidate at `column`, and the stop string that it completes, if any."""
         token_id, tops, stop, text = int(token_ids[column]), parent.tops, None, parent.text
         if self._num_logprobs is not None:
             some = slice(self._num_logprobs)
@@ -201,7 +203,7 @@ class BeamSearch:
         return Finish(FinishReason.LENGTH, None, score) if self.num_tokens == self.max_tokens else None
 
     def _may_improve(self) -> bool:
-        """Whether a live beam may still become one of the best, as far as `early_stopping` wants to know."""
+        """Whether a live beam may still become one of the best, under the rule of `early_stopping`."""
         params = self.params
         if len(self.finished) < params.width:
             return True
@@ -213,7 +215,7 @@ class BeamSearch:
 
 
 def num_candidates(width: int, num_end_ids: int, *, has_stops: bool) -> int:
-    """Tokens of each beam that a step looks at, so that `width` are left if all end ids are among them."""
+    """Candidates per beam that leave `width` even if all end ids are among them."""
     return width * (1 + has_stops) + num_end_ids
 
 

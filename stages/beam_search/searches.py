@@ -1,8 +1,7 @@
-"""Beam searches under way: each step of one is a request of its own, with a prompt for each live beam.
+"""Runs beam searches: each step is one request, with one prompt per live beam.
 
-The prefix cache shares what beams have in common, and copies the block in which they part, so a step computes one token
-a beam; without the cache it computes them whole. Knows requests and their ends. Refuses to know which beam is better:
-`algorithm.py` does.
+The prefix cache shares the common tokens of the beams, and copies the block in which they diverge. So a step computes
+one token per beam; without the cache it computes every beam whole. `algorithm.py` ranks the beams.
 """
 
 from __future__ import annotations
@@ -26,10 +25,11 @@ from .algorithm import BeamParams, BeamSearch, CandidateParams, Floats, Hypothes
 
 @dataclass
 class Searches:
-    """The searches of one engine, a task each. To its client a search is a request like any other, live at the exit
-    from `submit` to its end, whatever ends it; its text comes all at once, at the end.
+    """The searches of one engine, one task each.
 
-    The door counts a search once, and its steps keep its place in the line. What ends it ends the step it is at.
+    To its client a search is an ordinary request, live at the exit from `submit` to its end. All its text comes at the
+    end. Admission counts a search once, and its steps keep its place in the queue. The end of a search also ends its
+    current step.
     """
 
     pipeline: Pipeline
@@ -37,12 +37,15 @@ class Searches:
     encoder: PromptEncoder
     limits: RequestLimits
     eos_token_ids: tuple[int, ...]
-    make_answer: Callable[[SamplingParams], Answer]  # what reads one answer
+    make_answer: Callable[[SamplingParams], Answer]  # makes the detokenizer of one answer
     _tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # by request id
 
     def submit(self, request: Request, beams: BeamParams, deadline_s: float | None = None) -> RequestOutbox:
-        """Begins to search for the `params.n` best answers to each prompt of `request`, and returns where to read them,
-        best first. Raises `Refused` for what makes no sense, ValueError for a request id that is in use."""
+        """Starts a search for the `params.n` best answers to each prompt.
+
+        Returns their outbox, best answer first. Raises `Refused` for invalid parameters, ValueError for a request id
+        that is in use.
+        """
         self._check(request, beams)
         outbox = self.exit.open(request, deadline_s)
         task = asyncio.get_running_loop().create_task(self._run(outbox, beams), name=request.request_id)
@@ -51,21 +54,21 @@ class Searches:
         return outbox
 
     def __contains__(self, request_id: str) -> bool:
-        """Whether it is a search under way."""
+        """Whether a search of that request id is running."""
         return request_id in self._tasks
 
     def request_ended(self, outbox: RequestOutbox, cause: str, error: BaseException | None) -> None:
-        """A request is over. Called by the exit (`exit.on_end`)."""
+        """Cancels the search of a request that has ended. The exit calls it (`exit.on_end`)."""
         task = self._tasks.get(outbox.request_id)
         if task is not None and task is not asyncio.current_task():
             task.cancel()
 
     def _forget(self, task: asyncio.Task[None]) -> None:
-        if self._tasks.get(task.get_name()) is task:  # the id may be another's by now
+        if self._tasks.get(task.get_name()) is task:  # the id may be in use again
             del self._tasks[task.get_name()]
 
     async def wait_until_over(self) -> None:
-        """Returns once the tasks of all searches that were ended are gone."""
+        """Waits until the tasks of all searches are done. End the searches first."""
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     def _check(self, request: Request, beams: BeamParams) -> None:
@@ -73,7 +76,7 @@ class Searches:
         refuse_sampling(params)
         self.limits.check(request)
         if params.n > beams.width:
-            raise Refused(f"n = {params.n}: a search of width {beams.width} finds no more than that", param="n")
+            raise Refused(f"n = {params.n}: must be at most the width of the search, {beams.width}", param="n")
         if len(request.prompts) * beams.width > MAX_SEQUENCES:
             shown = f"{len(request.prompts)} prompts x {beams.width} beams"
             raise Refused(f"{shown}: at most {MAX_SEQUENCES} beams a request", param="width")
@@ -96,9 +99,9 @@ class Searches:
             await self._deliver(request, [task.result() for task in tasks])
         except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
             raise
-        except BaseExceptionGroup as errors:  # of the prompts' searches; the others were cancelled
+        except BaseExceptionGroup as errors:  # of one prompt's search; the others were cancelled
             self.exit.fail(request.request_id, errors.exceptions[0])
-        except BaseException as error:  # a bug of ours: its client is told so, and the log why
+        except BaseException as error:  # a bug: the client gets an error, the log the traceback
             self.exit.fail(request.request_id, error)
 
     async def _search(self, request: Request, index: int, beams: BeamParams) -> _Found:
@@ -143,8 +146,11 @@ class Searches:
         return await self.pipeline.env.run_in_thread(encode_prompt, self.encoder, self.limits, prompt)
 
     async def _compute(self, step: Request) -> tuple[Ints, Floats, int]:
-        """The likeliest tokens behind each prompt of `step` and their log-probabilities, [B, C] each, and how many
-        tokens of the prompts were found in the cache."""
+        """Runs one step.
+
+        Returns the likeliest next tokens of each of its B prompts and their log-probabilities, [B, C] each, and the
+        number of cached prompt tokens.
+        """
         outbox: RequestOutbox = await self.pipeline.submit(step, is_part=True)  # type: ignore[assignment]
         rows: dict[int, TokenLogprobs] = {}
         try:
@@ -162,7 +168,7 @@ class Searches:
     # -- its end
 
     async def _deliver(self, request: Request, found: list[_Found]) -> None:
-        """Hands all answers out at once, and with them the request ends."""
+        """Delivers all answers at once, which ends the request."""
         rows, begun = Rows([], [], []), {}
         for index, one in enumerate(found):
             first = request.first_sequence_id + index * request.params.n
@@ -173,11 +179,11 @@ class Searches:
         self.exit.deliver(rows.message(-1, begun))
 
     def _spell(self, hypothesis: Hypothesis, found: _Found, sequence_id: int, rows: Rows) -> None:
-        """Adds a row for each token of an answer, the last one with its end."""
+        """Adds a row for each token of an answer; the last row has its finish."""
         answer, end = self.make_answer(found.params), hypothesis.finish
         token_ids = hypothesis.beam.token_ids[len(found.prompt) :].tolist()
         tops = hypothesis.beam.tops or (None,) * len(token_ids)
-        # a stop string ends an answer when it is read, anything else by its token
+        # the detokenizer finds a stop string by itself; any other end comes with the last token
         last = FinishReason.NONE if isinstance(end.stop_reason, str) else end.reason
         for place, (token_id, top) in enumerate(zip(token_ids, tops, strict=True)):
             reason = last if place == len(token_ids) - 1 else FinishReason.NONE
@@ -188,17 +194,17 @@ class Searches:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What the search from one prompt came to."""
+    """The result of the search from one prompt."""
 
     prompt: Ints  # [P]
-    num_cached: int  # of its tokens, when it began
+    num_cached: int  # cached tokens of the prompt in the first step
     params: SamplingParams
     hypotheses: list[Hypothesis]  # best first
 
 
 @dataclass(frozen=True, slots=True)
 class _StopText:
-    """The text of a beam, watched for stop strings."""
+    """The text of a beam, matched against stop strings."""
 
     answer: Answer
     num_tokens: int

@@ -1,8 +1,8 @@
-"""The detokenize stage: tokens become text, and stop strings are matched.
+"""The detokenize stage: converts tokens to text and matches stop strings.
 
-Owns: each answer's undecoded tokens and the text held back for a stop string.
-In: `StepTokens`, from sample.
-Out: text to the exit; `Finish` to schedule when a stop string is matched.
-Imports: the root of `stages`, `runtime`, `model`, `kernels`.
-Start with: `stage.py`; `stop_strings.py` matches.
+Owns: the decoder state of each answer, the text held back for a stop string, and inter-token latencies.
+In: `StepTokens`, from sample; a call from the exit when a request ends.
+Out: `StepText` to the exit, with a `Finish` per ended answer; the exit tells schedule of matched stop strings.
+Imports: the root of `stages`, `runtime`.
+Start with: `stage.py`; `stop_strings.py` matches stop strings.
 """

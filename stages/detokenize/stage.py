@@ -1,7 +1,6 @@
-"""The detokenize stage: tokens become text, a step at a time, and stop strings end it.
+"""The detokenize stage: converts tokens to text, and ends answers at stop strings.
 
-Knows text and which tokens it has seen. Refuses to know how bytes become characters: that is
-`model/text/detokenizer.py`.
+`model/text/detokenizer.py` converts bytes to characters.
 """
 
 from __future__ import annotations
@@ -36,48 +35,50 @@ from ..params import SamplingParams
 from .stop_strings import StopMatcher
 from .token_gaps import TokenGaps
 
-NOT_PLAIN = 1 << 63  # trait: the text depends on what stands before
-ANY = 1 << 62  # trait of every token; the lower bits are classes of characters in its text
-ROWS_AT_ONCE = 64  # slow rows between two turns of the event loop: a few hundred microseconds
+NOT_PLAIN = 1 << 63  # trait: the text depends on the tokens before
+ANY = 1 << 62  # trait of every token; the lower bits are the character classes in its text
+ROWS_AT_ONCE = 64  # slow rows between two yields to the event loop: a few hundred microseconds
 
 log = get_logger("millrace.stages")
 
 
 class IncrementalDecoder(Protocol):
-    """Turns the tokens of one answer into text, never half a character."""
+    """Decodes the tokens of one answer to text, in whole characters."""
 
     def push(self, token_id: int) -> str:
-        """The text that is certain now."""
+        """Adds a token. Returns the text that is complete now."""
 
     def flush(self) -> str:
-        """The rest, at the end of the answer."""
+        """Returns the rest, at the end of the answer."""
 
     @property
     def is_idle(self) -> bool:
-        """Whether a plain token's text may be taken from the table, with no push."""
+        """Whether the text of a plain token may be taken from the table without a push."""
 
 
 class TextTable(Protocol):
-    """What each token of a tokenizer's T is by itself. `texts[i]` holds wherever token i stands, if `is_plain[i]`."""
+    """The text of each of T tokens alone. If `is_plain[i]`, it is `texts[i]` in every context."""
 
     @property
     def texts(self) -> Sequence[str]: ...
     @property
-    def bytes(self) -> Sequence[bytes]: ...  # of a special token: its name
+    def bytes(self) -> Sequence[bytes]: ...  # a special token's bytes are its name
     @property
     def is_plain(self) -> Bools: ...  # [T]
 
 
 class Detokenize(Stage[StepTokens, StepText]):
-    """Gives each new token its text, and ends answers at stop strings.
+    """Converts each new token to text, and ends answers at stop strings.
 
-    Rows that need no more than a look into a table, in steady decoding nearly all, cost a few numpy operations a step:
-    for each slot `_cares` says which traits of a token call for a closer look, and `_traits` has those of each token.
-    Half characters, log-probabilities, last rows, and tokens in which a stop string of theirs may begin or go on, are
-    looked at one by one. A token is known by its place in the answer: one seen before is dropped, so that a step may be
-    told twice. What follows a stop string is dropped too, until schedule has heard of it.
+    Fast rows take their text from a table: in steady decoding nearly all rows, for a few numpy operations per step.
+    `_traits` holds the traits of each token, `_cares` the traits that make a row of a slot slow. Slow rows are handled
+    one by one: incomplete characters, log-probabilities, last tokens, and tokens in which a stop string may begin or
+    continue.
 
-    `request_ended` is a call that the exit makes in passing, on the same loop (`exit.on_end`).
+    A token is identified by its place in the answer. A place seen before is dropped, so a step may be sent twice.
+    Tokens after a stop string are dropped as well, until schedule has ended the sequence.
+
+    The exit calls `request_ended` directly, on the same event loop (`exit.on_end`).
     """
 
     on_crash: ClassVar = Crash.RECOVER
@@ -93,19 +94,19 @@ class Detokenize(Stage[StepTokens, StepText]):
     ) -> None:
         self._table = table
         self._make_decoder = make_decoder
-        self._texts = np.full(vocab_size, "", np.object_)  # [V] a model may know more ids than its tokenizer, or fewer
+        self._texts = np.full(vocab_size, "", np.object_)  # [V] the model may have more or fewer ids than its tokenizer
         self._texts[: len(table.texts)] = table.texts[:vocab_size]
         self._traits = token_traits(self._texts.tolist())  # [V]
         self._traits[: len(table.texts)][~table.is_plain[:vocab_size]] |= NOT_PLAIN
         self._traits[len(table.texts) :] |= NOT_PLAIN
-        self._sequence_ids = np.full(num_slots, -1, np.int64)  # [S] who has the slot, -1 nobody
-        self._next_places = np.zeros(num_slots, np.intp)  # [S] of the token to come
+        self._sequence_ids = np.full(num_slots, -1, np.int64)  # [S] the sequence in each slot; -1: none
+        self._next_places = np.zeros(num_slots, np.intp)  # [S] place of the next token
         self._ones = np.ones(num_slots, np.intp)
-        self._cares = np.full(num_slots, ANY, np.uint64)  # [S] traits of tokens that are no matter of a table
+        self._cares = np.full(num_slots, ANY, np.uint64)  # [S] traits of a token that make its row slow
         self.gaps = TokenGaps(num_slots)
         self._sequences: dict[int, Answer] = {}  # by id
-        self._begun: dict[int, Begun] = {}  # by sequence id, to go out with the next text
-        self._is_halfway = False  # in a step, with some of its rows seen
+        self._begun: dict[int, Begun] = {}  # by sequence id; sent with the next text
+        self._is_halfway = False  # whether some rows of the current step were handled
         self._context: Context | None = None
 
     async def setup(self, context: Context) -> None:
@@ -116,14 +117,16 @@ class Detokenize(Stage[StepTokens, StepText]):
             await self._read(step, out)
 
     async def recover(self, batch: Sequence[StepTokens], error: BaseException, out: Outlet[StepText]) -> None:
-        """Reads the batch again: what was read before is dropped by its place. Between two rows nothing can be saved:
-        some have moved on, and their text is lost."""
+        """Handles the batch again; tokens seen before are dropped.
+
+        After a crash between two rows the error is raised, as the text of the handled rows is lost.
+        """
         if self._is_halfway:
             raise error
         await self.handle(batch, out)
 
     def request_ended(self, outbox: Outbox[Any], cause: str, error: BaseException | None) -> None:
-        """Forgets the sequences of a request that is over."""
+        """Forgets the sequences of a request that has ended."""
         request = outbox.request  # type: ignore[attr-defined]
         for sequence_id in range(request.first_sequence_id, request.first_sequence_id + request.num_sequences):
             self._begun.pop(sequence_id, None)
@@ -131,7 +134,7 @@ class Detokenize(Stage[StepTokens, StepText]):
 
     @property
     def num_sequences(self) -> int:
-        """Answers that are not over."""
+        """Answers that have not ended."""
         return len(self._sequences)
 
     # -- a step
@@ -164,14 +167,13 @@ class Detokenize(Stage[StepTokens, StepText]):
         self._is_halfway = False
 
     def _note_gaps(self, slots: Indices, places: Indices, now_us: int) -> None:
-        """Of several tokens of one answer the first ends the gap, and the others have none."""
+        """Counts a gap for the first of an answer's tokens in a step, and 0 for the others."""
         is_first = np.append(True, slots[1:] != slots[:-1])[: len(slots)]
         self.gaps.step(slots[is_first], places[is_first], now_us)
         self.gaps.histogram.observe(0, len(slots) - int(np.count_nonzero(is_first)))
 
     def _is_plain(self, step: StepTokens) -> bool:
-        """Whether nothing in the step needs a closer look: each row goes on with the next token of a sequence that is
-        known here, and its text is in the table."""
+        """Whether all rows are fast: known sequences, next tokens, and texts from the table."""
         slots = step.slots
         return (
             equal(self._sequence_ids[slots], step.sequence_ids)
@@ -181,7 +183,7 @@ class Detokenize(Stage[StepTokens, StepText]):
         )
 
     def _read_fast(self, slots: Indices, places: Indices, sequence_ids: NDArray[np.int64], token_ids: Indices) -> Rows:
-        """Rows whose text is in the table."""
+        """The text of fast rows, from the table."""
         self._next_places[slots] = places + self._ones[: len(places)]
         return Rows(sequence_ids.tolist(), self._texts[token_ids].tolist(), token_ids.tolist())
 
@@ -208,13 +210,13 @@ class Detokenize(Stage[StepTokens, StepText]):
     ) -> None:
         sequence = self._sequences.get(sequence_id)
         if sequence is None:
-            return  # its request ended while this stage let others run
+            return  # its request ended while this stage yielded to the event loop
         try:
             assert place == self._next_places[slot], f"token {place} came when {self._next_places[slot]} was due"
             text, finish, logprobs = sequence.read(token_id, place, finish_reason, top)
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # one answer's, a Rust panic included: the other rows go on
+        except BaseException as error:  # fails only this answer, even for a Rust panic
             log.error("detokenizer.failed", request_id=sequence.request_id, error=type(error).__name__, exc_info=error)
             self._forget(sequence_id)
             out.fail(sequence.request_id, StageCrashed(self.name, self.error_code, error))
@@ -230,12 +232,12 @@ class Detokenize(Stage[StepTokens, StepText]):
     # -- sequences
 
     def _start(self, started: Started, began_s: float) -> None:
-        """`started` has the slot from now on. It may be back after a preemption; then its text goes on where it was."""
+        """Gives the slot to `started`. After a preemption its text continues where it was."""
         sequence = self._sequences.get(started.sequence_id)
         if sequence is None:
             num_generated = len(started.token_ids) - started.num_prompt
             if num_generated or started.pooling is not None or not self._is_live(started.request_id):
-                return  # it has no text; or it has ended here, and schedule did not know that yet
+                return  # it has no text; or it has ended here and schedule does not know yet
             sequence = Answer(started.request_id, self._table, self._make_decoder(started.params), started.params)
             self._sequences[started.sequence_id] = sequence
             self._begun[started.sequence_id] = Begun(started.token_ids, started.num_cached, began_s)
@@ -259,7 +261,7 @@ class Detokenize(Stage[StepTokens, StepText]):
         return self._context.is_live(request_id)
 
     def _empty(self, slot: int) -> None:
-        """Whoever has the slot was preempted, or is over."""
+        """Takes the slot from its last sequence, which was preempted or has ended."""
         holder = self._sequences.get(int(self._sequence_ids[slot]))
         if holder is not None:
             self._leave_slot(holder)
@@ -273,14 +275,14 @@ class Detokenize(Stage[StepTokens, StepText]):
         sequence.slot = None
 
     def _forget(self, sequence_id: int) -> None:
-        """The answer is over. Its beginning, if this was its first token, has yet to go out with the text."""
+        """Forgets an ended answer. Its `Begun` stays, as it may not have been sent yet."""
         sequence = self._sequences.pop(sequence_id, None)
         if sequence is not None and sequence.slot is not None:
             self._sequence_ids[sequence.slot] = -1
 
 
 def token_traits(texts: Sequence[str]) -> NDArray[np.uint64]:
-    """For each text the classes of characters in it, one bit each, and the bit ANY. [len(texts)]"""
+    """[len(texts)] the character classes in each text, one bit each, and the bit ANY."""
     codes = np.frombuffer("".join(texts).encode("utf-32-le", "surrogatepass"), np.uint32)
     classes = _CHARACTER_CLASS[np.minimum(codes, 128)]
     ends = np.cumsum([len(text) for text in texts], dtype=np.int64)
@@ -293,7 +295,7 @@ def token_traits(texts: Sequence[str]) -> NDArray[np.uint64]:
 
 
 def _classes_of(characters: Iterable[str]) -> int:
-    """The classes of a few characters, one bit each."""
+    """The classes of some characters, one bit each."""
     bits = 0
     for character in characters:
         bits |= 1 << int(_CHARACTER_CLASS[min(ord(character), 128)])
@@ -301,8 +303,11 @@ def _classes_of(characters: Iterable[str]) -> int:
 
 
 def _character_classes() -> NDArray[np.uint64]:
-    """[129] the class of each ASCII character, and of all others: a class each for letters of both cases, for space and
-    punctuation, which stop strings like to begin with, and one for the rest."""
+    """[129] the class of each ASCII character, and of all others.
+
+    A letter shares its class with its other case. Each whitespace and punctuation character, with which stop strings
+    often begin, has its own class. All remaining characters share one.
+    """
     classes = np.full(129, 61, np.uint64)
     for index, character in enumerate(string.punctuation + " \n\t"):
         classes[ord(character)] = index
@@ -316,7 +321,7 @@ _CHARACTER_CLASS = _character_classes()
 
 @dataclass(slots=True)
 class Rows:
-    """A step's text as it is put together."""
+    """The rows of a `StepText` under construction."""
 
     sequence_ids: list[int]
     texts: list[str]
@@ -337,7 +342,7 @@ class Rows:
             self.logprobs[row] = logprobs
 
     def message(self, step: int, begun: dict[int, Begun], told: StepTokens | None = None) -> StepText:
-        """With what `told` says besides tokens."""
+        """The message, with the prompt_logprobs and progress of `told`."""
         return StepText(
             step,
             self.sequence_ids,
@@ -352,7 +357,7 @@ class Rows:
 
 
 class Answer:
-    """One answer on its way to text, a token at a time."""
+    """The decoder and stop matcher of one answer."""
 
     __slots__ = (
         "_decoder",
@@ -370,8 +375,8 @@ class Answer:
     def __init__(self, request_id: str, table: TextTable, decoder: IncrementalDecoder, params: SamplingParams) -> None:
         self.request_id = request_id
         self.slot: int | None = None
-        self.next_place = 0  # while it has no slot, as the next
-        self.last_token_us = 0  # when it got its last token
+        self.next_place = 0  # valid without a slot, like the next attribute
+        self.last_token_us = 0  # time of its last token
         self.num_preempted = 0
         self._table = table
         self._params = params
@@ -380,21 +385,21 @@ class Answer:
         self._usual_cares = ANY if params.logprobs is not None else NOT_PLAIN | _classes_of(s[0] for s in params.stop)
 
     def fork(self) -> Answer:
-        """Another one that has read the same, and goes on by itself."""
+        """An independent copy that has read the same tokens."""
         twin = copy.copy(self)
         twin._decoder, twin._matcher = copy.deepcopy((self._decoder, self._matcher))
         return twin
 
     @property
     def cares(self) -> int:
-        """Traits of the next token that make its text another than the table's, or something else wanted of it."""
+        """The traits that make the next token's row slow."""
         is_idle = self._decoder.is_idle and (self._matcher is None or self._matcher.is_idle)
         return self._usual_cares if is_idle else ANY
 
     def read(
         self, token_id: int, place: int, finish_reason: int, top: TopLogprobs | None
     ) -> tuple[str, Finish | None, TokenLogprobs | None]:
-        """The text that may go out now, how the answer ended if it did, and the token's log-probabilities if wanted."""
+        """Returns the text to send, the finish if the answer ended, and requested logprobs."""
         params = self._params
         if params.max_tokens == 0 and finish_reason != FinishReason.ERROR:
             return "", Finish(FinishReason.LENGTH), None
@@ -418,7 +423,7 @@ class Answer:
         return text, Finish(FinishReason(finish_reason), token_id if is_stop_id else None), logprobs
 
     def _logprobs(self, token_id: int, text: str, top: TopLogprobs) -> TokenLogprobs:
-        """The token's text is what it added to the answer, so that tokens joined are the answer."""
+        """The token's logprobs. `text` is what it added, so that joined texts equal the answer."""
         alternatives = tuple(
             (other, text if other == token_id else self._name(other), self._bytes(other), logprob)
             for other, logprob in zip(top.token_ids, top.logprobs, strict=True)

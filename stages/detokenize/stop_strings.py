@@ -1,7 +1,4 @@
-"""Stop strings in streaming text: what may go out now, what must wait, and where the text ends.
-
-Knows characters. Refuses to know tokens, and who asks.
-"""
+"""Stop strings in streamed text: what to send, what to hold back, where to end."""
 
 from __future__ import annotations
 
@@ -9,12 +6,12 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Watches one text for stop strings, however it is cut into pieces.
+    """Finds stop strings in one text that arrives in pieces.
 
     The text ends at the stop string that is complete first; of several complete at the same character, the longest.
-    What may yet turn out to be the beginning of one is held back, so no part of a stop string ever leaves; that is less
-    than the longest stop string. Time is linear in the text for each stop string, and a piece in which none can begin
-    costs one look for a character.
+    Text that may be the beginning of a stop string is held back, so no part of one is ever sent. The held text is
+    shorter than the longest stop string. Time is linear in the text for each stop string. A piece in which no stop
+    string can begin costs one character search per stop string.
     """
 
     __slots__ = ("_held", "_includes_stop", "_progress", "_watches")
@@ -22,11 +19,14 @@ class StopMatcher:
     def __init__(self, stops: Sequence[str], includes_stop: bool = False) -> None:
         self._watches = [_Watch(stop) for stop in stops]
         self._includes_stop = includes_stop
-        self._progress = 0  # characters of the furthest watch
+        self._progress = 0  # of the watch that has matched most characters
         self._held = ""  # the last `_progress` characters of the text
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """The text that may go out now, and the stop string that ended it. Push nothing after one has."""
+        """Returns the text to send now, and the stop string that ended it, if any.
+
+        Push nothing after one.
+        """
         end, found = len(text), ""
         progress = 0
         for watch in self._watches:
@@ -52,17 +52,23 @@ class StopMatcher:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is held back: text in which no stop string begins may then pass without a push."""
+        """Whether nothing is held back.
+
+        Text in which no stop string begins may then be sent without a push.
+        """
         return not self._progress
 
     def flush(self) -> str:
-        """What was held back: the text has ended, and none of it was a stop string."""
+        """Returns the held text, at the end of the text."""
         held, self._progress, self._held = self._held, 0, ""
         return held
 
 
 class _Watch:
-    """How much of one stop string the end of the text is (Knuth, Morris, Pratt)."""
+    """Matches one stop string (Knuth-Morris-Pratt).
+
+    `progress` is the length of the current partial match.
+    """
 
     __slots__ = ("_borders", "first", "progress", "stop")
 
@@ -70,12 +76,12 @@ class _Watch:
         self.stop = stop
         self.first = stop[0]
         self.progress = 0
-        # Entry k: the longest proper beginning of stop[:k] that is also its end. Grown when first needed, so that a
-        # long stop string costs nothing at the start of a request.
+        # Entry k: the length of the longest proper prefix of stop[:k] that is also its suffix. Computed on demand, so
+        # that a long stop string costs nothing at the start of a request.
         self._borders = [0, 0]
 
     def read(self, text: str, end: int) -> int | None:
-        """Reads `text[:end]` up to where the stop string is complete: the index after that, or None."""
+        """Reads `text[:end]`. Returns the index after the complete stop string, or None."""
         stop, progress = self.stop, self.progress
         at = 0
         while at < end:

@@ -1,6 +1,6 @@
-"""The time between two tokens of an answer, for all answers of a step at once. Plain code behind detokenize.
+"""Inter-token latencies, for all answers of a step at once.
 
-Knows slots and moments. Refuses to know clocks.
+Plain code behind the detokenize stage; reads no clock.
 """
 
 from __future__ import annotations
@@ -21,31 +21,33 @@ BOUNDS_US = tuple(1000 * ms for ms in BOUNDS_MS)
 
 
 class TokenGaps:
-    """Counts inter-token latencies, exactly. Columnar, and while the same slots go on, one number stands for all.
+    """An exact histogram of inter-token latencies.
 
-    A sequence that gives its slot up takes its last moment along (`leave`) and brings it to the next (`enter`): what
-    it waited for its turn is a gap that its client saw. On 2 busy cores a step of 256 rows that go
-    on costs 3 to 10 us, any other 20.
+    Columnar: while steps have the same slots, one time covers all. A preempted sequence takes the time of its last
+    token along (`leave`) and brings it to its next slot (`enter`), since its client sees the wait as a gap.
     """
 
     def __init__(self, num_slots: int) -> None:
         self.histogram = Histogram(BOUNDS_US)
-        self._last_us = np.zeros(num_slots, np.int64)  # [S] when the slot's sequence got its last token, but for those
-        self._steady: Indices = NO_INDICES  # of the last step, which all got it then
+        self._last_us = np.zeros(num_slots, np.int64)  # [S] time of the last token, except for slots in `_steady`
+        self._steady: Indices = NO_INDICES  # slots of the last step; their time is `_steady_us`
         self._steady_us = 0
 
     def enter(self, slot: int, last_us: int) -> None:
-        """A sequence takes the slot; its last token, if it has any, came at `last_us`."""
+        """A sequence takes the slot. Its last token, if it has any, came at `last_us`."""
         self._settle()
         self._last_us[slot] = last_us
 
     def leave(self, slot: int) -> int:
-        """When the sequence in the slot got its last token."""
+        """The time of the last token of the sequence in the slot."""
         self._settle()
         return int(self._last_us[slot])
 
     def step(self, slots: Indices, places: NDArray[np.integer], now_us: int) -> None:
-        """Each of these slots [L] got a token; `places` [L] says which of its answer, from 0. The first ends no gap."""
+        """Counts one token for each of `slots` [L]; `places` [L] are from 0.
+
+        The first token ends no gap.
+        """
         if equal(slots, self._steady):
             self.histogram.observe(now_us - self._steady_us, len(slots))
         else:

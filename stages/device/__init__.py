@@ -1,4 +1,4 @@
-"""What execute and sample share: the device thread, array operations, pooling, scored prompts.
+"""What execute and sample share: the device thread, array operations, pooling, scoring.
 
 Owns: the device thread and the queue of its steps.
 In: forward passes from execute and sampling calls from sample, submitted on the event loop.

@@ -1,4 +1,4 @@
-"""Array operations beyond plain indexing, with one interface for numpy arrays and torch tensors.
+"""Array operations beyond plain indexing, with one interface for numpy and torch.
 
 A model that runs without torch uses numpy arrays for the whole step, and this module never imports torch for it.
 All other models use tensors, which `torch_arrays.py` handles. Both take indices as numpy arrays on the host.
@@ -20,7 +20,10 @@ Longs = NDArray[np.int64]
 
 
 class Arrays(Protocol):
-    """Operations on arrays of one kind, numpy or torch. x and each `Array` returned are of that kind."""
+    """Operations on arrays of one kind, numpy or torch.
+
+    x and each `Array` returned are of that kind.
+    """
 
     def inference(self) -> AbstractContextManager[Any]:
         """A context in which no gradients are recorded."""
@@ -53,7 +56,10 @@ class Arrays(Protocol):
         """Adds each value at its place of x [N, V]; repeated places accumulate. Rows broadcast."""
 
     def add_rows(self, x: Array, rows: Longs, values: Array) -> None:
-        """Adds `values[i]` to row `rows[i]` of x [N, H]; repeated rows accumulate. `values` in any precision."""
+        """Adds `values[i]` to row `rows[i]` of x [N, H]; repeated rows accumulate.
+
+        `values` in any precision.
+        """
 
     def where(self, condition: Array, x: Array, y: Array) -> Array:
         """x where the condition holds, y elsewhere."""
@@ -65,7 +71,10 @@ class Arrays(Protocol):
         """Maxima along the last of three axes. NaN where there is one."""
 
     def sums(self, blocks: Array) -> Array:
-        """Sums along the last of three axes. The order of summation does not depend on the other two."""
+        """Sums along the last of three axes.
+
+        The order of summation does not depend on the other two.
+        """
 
     def join(self, x: Array, y: Array) -> Array:
         """x [N, A] and y [N, B] as [N, A + B]."""
@@ -74,10 +83,13 @@ class Arrays(Protocol):
         """`blocks[rows[i], columns[i]]` of an array with three axes, as float32 on the host."""
 
     def weights(self, x: Array, best: HostArray, temperature: HostArray | None) -> Array:
-        """exp((x - best) / temperature) of x [N, V], a new f32 array; `best` and `temperature` [N], None is 1."""
+        """exp((x - best) / temperature) of x [N, V], as a new f32 array.
+
+        `best` and `temperature` are [N]; a temperature of None is 1.
+        """
 
     def likeliest(self, x: Array, k: int) -> tuple[HostArray, HostArray]:
-        """(ids, values) of the k largest of each row of x [N, V] f32, in descending order, on the host."""
+        """(ids, values) of the k largest of each row of x [N, V] f32, largest first, on the host."""
 
 
 class HostArrays:

@@ -40,13 +40,13 @@ class Forward(Protocol):
 
 @runtime_checkable
 class Foresees(Protocol):
-    """A model that may start a step by itself when the previous one ends, and choose its tokens in the same pass."""
+    """A model that may start a step when the previous one ends, and choose its tokens with it."""
 
     def foresee(self, grant: StepGrant) -> None:
-        """Receives a step that will be sampled, before its `forward` is submitted. Called on the event loop.
+        """Receives a step that will be sampled, before its `forward` is submitted.
 
-        `forward` may then return a `Choice` instead of logits. A step that becomes void with an earlier one may still
-        run: the model must keep it from affecting later steps.
+        Called on the event loop. `forward` may then return a `Choice` instead of logits. A step that becomes void with
+        an earlier one may still run: the model must keep it from affecting later steps.
         """
 
 
@@ -54,7 +54,10 @@ class Choose(Protocol):
     """A sampler, as the sample stage uses it."""
 
     def prepare(self, started: Sequence[Started]) -> None:
-        """Receives the sequences that start with a submitted step, before it is sampled. Called on the event loop."""
+        """Receives the sequences that start with a submitted step, before it is sampled.
+
+        Called on the event loop.
+        """
 
     def sample(self, grant: StepGrant, logits: Any) -> StepTokens:
         """Chooses one token for each sampled row of the grant. Called on the device thread.
@@ -73,11 +76,11 @@ class DeviceFault(Exception):
 
 
 class Device:
-    """Runs the phases of every step in order on one thread, whatever order they are submitted in (see `StepQueue`).
+    """Runs the phases of all steps in order on one thread, whatever order they are submitted in.
 
     When a phase raises, its step is void. Later steps of the same or an older generation are void too: they raise
     `StepFell` instead of running. A grant of a higher generation runs again.
-    A step submitted to one phase must be submitted to all phases: the thread waits for it.
+    NOTE: a step submitted to one phase must be submitted to all phases: the thread waits for it (see `StepQueue`).
     """
 
     is_late: ClassVar[bool] = False  # whether it is asynchronous: it finishes a step later than its thread does
@@ -85,10 +88,11 @@ class Device:
     def __init__(
         self, enter: Callable[[], object] | None = None, call_before_computing: CallBefore | None = None
     ) -> None:
-        """`enter` is the first call on the device thread. `call_before_computing` registers a callback with the model.
+        """`enter` is the first call on the device thread.
 
-        `forward` calls the callback when its inputs are ready and it is about to release the interpreter lock. The
-        result of the previous step is delivered then: delivered earlier, the loop would delay the thread's preparation.
+        `call_before_computing` registers a callback with the model. `forward` calls the callback when its inputs are
+        ready and it is about to release the interpreter lock. The result of the previous step is delivered then:
+        delivered earlier, the loop would delay the thread's preparation.
         """
         self._enter = enter
         self._call_before_computing = call_before_computing
@@ -99,7 +103,7 @@ class Device:
         self._now_ns: Callable[[], int] = _never
         self._tracer: Tracer | None = None
         self._sources = [0, 0]  # of the stages, by phase, in the trace
-        # owned by the device thread
+        # Written by the device thread; `_void_generation` of an asynchronous device also by its completion thread.
         self._enter_error: BaseException | None = None
         self._last_end_ns = 0  # of a phase
         self._last_forwarded = -1  # step
@@ -115,13 +119,14 @@ class Device:
 
     @property
     def idle_gaps_us(self) -> Histogram | None:
-        """Idle time between two steps while work was queued; None where the device's thread computes itself."""
+        """Idle time between two steps while work was queued; None if the device is not asynchronous."""
         return None
 
     def join(self, context: Context, phase: int) -> None:
-        """Declares that a stage will submit each step to `phase`. Called in the stage's set-up; idempotent.
+        """Declares that a stage will submit each step to `phase`.
 
-        A pipeline that ends at the logits has no second phase, and the thread does not wait for one.
+        Called in the stage's set-up; idempotent. A pipeline that ends at the logits has no second phase, and the thread
+        does not wait for one.
         """
         if self._worker is None:
             self._env, self._worker = context.env, context.env.worker("device")
@@ -139,11 +144,11 @@ class Device:
         return self._num_phases > SAMPLE
 
     def forward(self, grant: StepGrant, forward: Callable[[StepGrant], Any]) -> asyncio.Future[Any]:
-        """Queues the first phase. Resolves to what `forward(grant)` returned; raises what it raised, or `StepFell`.
+        """Queues the first phase.
 
-        Where there is a second phase and no task awaits this one, both results are delivered together. A task that
-        first awaits this future after the second phase was submitted may get `AskedTooLate`. So logits are not kept
-        alive while the next step computes.
+        Resolves to what `forward(grant)` returned; raises what it raised, or `StepFell`. Where there is a second phase
+        and no task awaits this one, both results are delivered together. A task that first awaits this future after the
+        second phase was submitted may get `AskedTooLate`. So logits are not kept alive while the next step computes.
         """
         if self._queue is None:
             assert self._worker is not None, "forward() before join(): a stage joins the device in its set-up"
@@ -160,7 +165,10 @@ class Device:
         return self._last_forwarded < step
 
     def sample(self, grant: StepGrant, sample: Callable[[StepGrant, Any], R]) -> asyncio.Future[R]:
-        """Queues the second phase. Resolves to `sample(grant, logits)`; raises what either phase raised."""
+        """Queues the second phase.
+
+        Resolves to `sample(grant, logits)`; raises what either phase raised.
+        """
         run = self._or_fault("device.sample", sample)
         told = AT_ONCE if self._call_before_computing is None else BEFORE_WAITING
         return self._submit(grant.step, SAMPLE, partial(self._timed_sample, self._now_ns(), grant, run), told)
@@ -178,7 +186,10 @@ class Device:
     # -- on the thread
 
     def _run_enter(self, enter: Callable[[], object]) -> None:
-        """Calls `enter`. If it raises, every step raises its error: a thread that is not set up runs no step."""
+        """Calls `enter`.
+
+        If it raises, every step raises its error: a thread that is not set up runs no step.
+        """
         try:
             enter()
         except BaseException as error:
@@ -242,7 +253,7 @@ class Device:
 
 
 def fail(error: BaseException, *_: object) -> Any:
-    """A phase that only raises `error`, for a step that must pass through the queue without running."""
+    """A phase that only raises `error`, for a step that must pass the queue without running."""
     raise error
 
 

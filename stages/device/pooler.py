@@ -1,4 +1,7 @@
-"""Pooling: sums the hidden states of pooled sequences, slot by slot, into vectors. Used on the device thread only."""
+"""Pooling: sums the hidden states of pooled sequences, slot by slot, into vectors.
+
+Used on the device thread only.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ class Pooler:
     """The pooling state of each slot, shared by the runner and the sampler.
 
     The runner adds the hidden states of each step with pooled rows. The sampler takes the vectors of the sequences
-    whose prompts are complete. `sums` is [S, H] f32 zeros on the device, one row a slot, H the hidden size.
+    whose prompts are complete. `sums` is [S, H] f32 zeros on the device, one row per slot, H the hidden size.
 
     Chunks of a prompt arrive in order. A sequence that restarts, after a preemption or a void step, starts from zero.
     """
@@ -60,7 +63,10 @@ class Pooler:
         self._arrays.add_rows(self.sums, slots, hidden)
 
     def take(self, slots: Indices) -> dict[int, Pooled]:
-        """The results of the sequences in `slots` [P], by slot. Their prompts are computed; their slots are cleared."""
+        """The results of the sequences in `slots` [P], by slot.
+
+        Their prompts are computed; their slots are cleared.
+        """
         vectors = self._arrays.on_host(self._arrays.take(self.sums, slots))
         pooled = {}
         for slot, vector in zip(slots.tolist(), vectors, strict=True):

@@ -19,7 +19,10 @@ from .arrays import Array, arrays_of
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptRun:
-    """C consecutive tokens of one prompt that a step scores, each by the logits of the token before it."""
+    """C consecutive tokens of one prompt that a step scores.
+
+    Each is scored by the logits of the token before it.
+    """
 
     sequence_id: int
     start: int  # position of the first, at least 1
@@ -48,7 +51,7 @@ class PromptRun:
 
 
 class ScoredPrompts:
-    """The slots whose prompts are scored."""
+    """The slots with prompts to score."""
 
     def __init__(self, num_slots: int) -> None:
         self._started: list[Started | None] = [None] * num_slots
@@ -61,7 +64,10 @@ class ScoredPrompts:
         self._ends[started.slot] = started.num_prompt if wants else 0
 
     def runs(self, grant: StepGrant) -> tuple[PromptRun, ...]:
-        """The prompt tokens to score in a step: none in almost all steps. A decode step never scores any."""
+        """The prompt tokens to score in a step: none in almost all steps.
+
+        A decode step never scores any.
+        """
         if grant.is_decode:
             return ()
         starts, ends = grant.starts + 1, self._ends[grant.slots]

@@ -1,4 +1,4 @@
-"""The encode stage: runs an encoder model on batches of prompts, and returns vectors or scores.
+"""The encode stage: runs an encoder model on batches of prompts, for vectors or scores.
 
 Owns: the current batch.
 In: `TokenRequest`, from tokenize.

@@ -1,4 +1,4 @@
-"""The encoder runner: pads a batch of prompts, runs the encoder, and pools its hidden states. Imports torch."""
+"""The encoder runner: pads a batch of prompts, runs the encoder, and pools. Imports torch."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The engine: a model, the seven stages around it, and the Python interface to both.
+"""The engine: a model, the seven stages around it, and their Python API.
 
-Owns: the running pipeline.
-In: requests, as text, chat or token ids.
-Out: pieces of answers, whole answers, embeddings.
+Owns: the running pipeline, and its start and stop.
+In: requests, as text, chat messages or token ids.
+Out: deltas of answers, whole answers, embeddings, scores.
 Imports: all of `stages` but `split`, `testing`.
-Start with: `engine.py`; `llm.py` is the blocking interface.
+Start with: `engine.py`; `wiring.py` joins the stages; `llm.py` is the blocking API.
 """

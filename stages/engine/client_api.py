@@ -1,6 +1,6 @@
-"""What one asks of an engine in Python, one request at a time: text, chats, searches, vectors and scores.
+"""The asyncio API of an engine: generate, chat, beam search, embed and score.
 
-All of it is said in terms of requests and outboxes. Knows no stage and no part of an engine.
+Implemented with requests and outboxes only; does not depend on any stage.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class Asking(ABC):
-    """The methods of whatever takes requests and tells what it serves. See `Engine` for what the abstract ones do."""
+    """The API methods of an engine, to be called on its event loop.
+
+    `Engine` documents the abstract ones.
+    """
 
     def __init__(self) -> None:
         self._request_numbers = itertools.count()
@@ -59,11 +62,11 @@ class Asking(ABC):
         timeout_s: float | None = None,
         output_kind: OutputKind = "delta",
     ) -> AsyncIterator[RequestOutput]:
-        """Goes on with a prompt: text, or token ids.
+        """Continues a prompt: text, or token ids.
 
-        Yields what is new ("delta"), all there is so far each time ("cumulative"), or the whole, once ("final").
-        Leaving the loop cancels the request. Raises `RequestError` if it fails. Without `params`, the model's defaults.
-        Requests find cached prefixes only of requests with the same `cache_salt`.
+        Yields new text ("delta"), all text so far ("cumulative"), or one whole output ("final"), by `output_kind`.
+        Leaving the loop cancels the request. Raises `RequestError` if it fails. `params` default to the model's. A
+        request shares cached prefixes only with requests of the same `cache_salt`.
         """
         chosen = params or self.info.default_params
         prompts = (_as_prompt(prompt),)
@@ -86,7 +89,10 @@ class Asking(ABC):
         timeout_s: float | None = None,
         output_kind: OutputKind = "delta",
     ) -> AsyncIterator[RequestOutput]:
-        """Answers `messages`, each with a role and a content. Without `params`, up to the end of the context."""
+        """Answers `messages`, each with a role and a content. Otherwise as `generate`.
+
+        Without `params`, the answer may be as long as the context allows.
+        """
         chat = ChatPrompt(tuple(messages), add_generation_prompt, continue_final_message, template_kwargs or {})
         chosen = params or replace(self.info.default_params, max_tokens=None)
         prompts = (Prompt(chat=chat),)
@@ -109,11 +115,11 @@ class Asking(ABC):
         cache_salt: str = "",
         timeout_s: float | None = None,
     ) -> RequestOutput:
-        """The `width` likeliest answers to a prompt, best first, each with its score. `BeamParams` says what is likely.
+        """The `width` likeliest answers to a prompt, best first, each with its score.
 
-        `params` may bring stop strings and ids, min_tokens, ignore_eos and logprobs; what chooses among tokens is
-        refused, and its n and max_tokens are not looked at. Cancelling the caller ends the search. Raises
-        `RequestError` if it fails.
+        `BeamParams` defines the score. `params` may set stop strings and ids, min_tokens, ignore_eos and logprobs.
+        Parameters that choose among tokens are refused; n and max_tokens are ignored. Cancelling the caller ends the
+        search. Raises `RequestError` if it fails.
         """
         beams = BeamParams(width=width, length_penalty=length_penalty, early_stopping=early_stopping)
         chosen = replace(params or SamplingParams(temperature=0.0), n=width, max_tokens=max_tokens)
@@ -133,8 +139,11 @@ class Asking(ABC):
         cache_salt: str = "",
         timeout_s: float | None = None,
     ) -> EmbeddingRequestOutput:
-        """The embedding of a prompt: one vector of its hidden states, of length 1 unless `pooling` says otherwise. It
-        is computed among the sequences that generate. Raises `RequestError` if it fails."""
+        """The embedding of a prompt: one vector pooled from its hidden states.
+
+        Its length is 1, unless `pooling` says otherwise. It is scheduled together with sequences that generate. Raises
+        `RequestError` if it fails.
+        """
         request = pooled_request(
             self._request_id(request_id),
             [_as_prompt(prompt)],
@@ -156,8 +165,10 @@ class Asking(ABC):
         priority: int = 0,
         timeout_s: float | None = None,
     ) -> list[ScoringRequestOutput]:
-        """How well each document answers its query, in order: one query for all documents, or one each. By a
-        cross-encoder's own judgement, or the cosine of two embeddings."""
+        """How well each document answers its query: one query for all documents, or one each.
+
+        The score is that of a cross-encoder model, or with any other model the cosine of two embeddings.
+        """
         pairs, tasks = Pairs(as_texts(queries), as_texts(documents)), self.info.tasks
         request = pairs.request(self._request_id(request_id), tasks, priority=priority)
         outbox, vectors = await self._pool(request, timeout_s)

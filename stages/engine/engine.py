@@ -1,10 +1,10 @@
-"""The engine: a model, the seven stages around it, and the Python interface to both.
+"""The engine: a model, the seven stages around it, and their Python API.
 
     async with Engine(model="path/or/hub-id") as engine:
         async for output in engine.generate("Once upon a time"):
             print(output.outputs[0].text, end="")
 
-Knows how the parts are put together, started and taken apart. What they do is theirs.
+This module starts and stops the parts; `wiring.py` joins them.
 """
 
 from __future__ import annotations
@@ -46,13 +46,16 @@ log = get_logger("millrace.stages")
 
 
 class Engine(EngineBooks, Asking):
-    """Serves one model. Use it as an async context manager, or `start` and `stop` it; it starts once.
+    """Serves one model.
 
-    Leaving frees everything: memory, threads, tasks. Requests under way then end with `abort`. It lives on the loop it
-    was started on, keeps no global state and handles no signals, so there may be several in a process. `config` and
-    `overrides` are those of `EngineConfig`. With an `env` of the caller's, threads end when the caller closes it.
-    A `logits_processor` is yours to write, see `LogitsProcessor`. `opening`: the model's, if it has begun already; of
-    the same `config`.
+    Use it as an async context manager, or call `start` and `stop`; it starts once. Leaving the context frees
+    everything: memory, threads, tasks. Requests in progress then end with `abort`. All methods must be called on the
+    event loop that started the engine. It keeps no global state and handles no signals, so a process may have several
+    engines.
+
+    `config` and `overrides` are those of `EngineConfig`. With the caller's own `env`, threads end when the caller
+    closes it. For a `logits_processor` see `LogitsProcessor`. `opening` is the model's `Opening`, if it has started
+    already, with the same `config`.
     """
 
     mode: ClassVar[Literal["inline", "split"]] = "inline"  # whether the step loop is in this process or one of its own
@@ -72,33 +75,35 @@ class Engine(EngineBooks, Asking):
         self._opening = opening
         self.config = replace(config or EngineConfig(), **overrides)
         if opening is not None and opening.config != self.config:
-            raise ConfigError("opening: it has begun with other settings than the engine's; give both the same")
-        if logits_processor is not None:  # it is to see each token before the next one is chosen
+            raise ConfigError("opening: must have the same settings as the engine")
+        if logits_processor is not None:  # it must see each token before the next one is chosen
             self.config = replace(self.config, speculation="off")
         self._env: Env = LiveEnv(self.config.seed) if env is None else env
         self._owns_env = env is None
         self._edits: list[Callable[[Pipeline], object]] = []
         self._recorder: Recorder | None = None
 
-    # -- stages of your own
+    # -- custom stages
 
     def insert(self, stage: Stage[Any, Any], after: str, *, name: str | None = None) -> None:
-        """Puts a stage of yours behind the one called `after`: "intake", "tokenize", ... "detokenize". Before `start`.
+        """Inserts a custom stage after the stage `after`: "intake", "tokenize", ... "detokenize".
 
-        What does not fit there is refused at the start, with the ports and the mend. The stage sees every request, the
-        engine's own warm-up (request id "warm-up") included.
+        Call before `start`. `start` refuses a stage whose ports do not fit there, and says what would. The stage sees
+        every request, including the engine's own warm-up requests (request id "warm-up").
         """
         self._edit(lambda pipeline: pipeline.insert(stage, after, name=name))
         self._step_plainly(after)
 
     def replace(self, name: str, stage: Stage[Any, Any]) -> None:
-        """Puts a stage of yours in the place of the one called `name`. Before `start`."""
+        """Replaces the stage `name` by a custom one. Call before `start`."""
         self._edit(lambda pipeline: pipeline.replace(name, stage))
         self._step_plainly(name)
 
     def _step_plainly(self, name: str) -> None:
-        """Whoever takes steps from the device sees logits, and need not know of drafts, unless they were asked for by
-        name."""
+        """Gives a custom stage next to the device steps with logits, and without drafts.
+
+        Drafts stay if they are configured explicitly.
+        """
         if name in ("execute", "sample"):
             speculation = "off" if self.config.speculation == "auto" else self.config.speculation
             self.config = replace(self.config, speculation=speculation, async_scheduling=False)
@@ -108,7 +113,7 @@ class Engine(EngineBooks, Asking):
             raise RuntimeError(f"the engine is {self._health.state}: change its stages before it starts")
         self._edits.append(edit)
 
-    # -- life
+    # -- start and stop
 
     async def start(self) -> None:
         """Loads the model and starts the stages; returns when a first answer has been generated.
@@ -116,7 +121,7 @@ class Engine(EngineBooks, Asking):
         Raises `ConfigError` or `ModelError` for what is wrong with the settings or the model.
         """
         if self._health.state != "new":
-            raise RuntimeError(f"an engine starts once, and this one is {self._health.state}: make another")
+            raise RuntimeError(f"the engine is {self._health.state}, and an engine starts once: create a new one")
         self._health = Health("loading", reason="the model is loading")
         try:
             await self._start()
@@ -162,26 +167,28 @@ class Engine(EngineBooks, Asking):
         )
 
     def give_way(self) -> None:
-        """For whoever owns the event loop's thread, to be called on it once the engine is ready: that thread, and what
-        it starts from then on, runs at a lower priority than those that compute, and keeps off the CPU of the one that
-        begins each step, if that is in this process. An engine does so with its own threads by itself, and with its
-        caller's never."""
+        """Lowers the priority of the calling thread below that of the compute threads.
+
+        Call it on the event loop's thread, once the engine is ready. It also applies to threads that this thread starts
+        later, and keeps them off the CPU of the thread that starts each step, if that is in this process. The engine
+        does this for its own threads, but never for its caller's.
+        """
         if self._computes_here:
             self._env.give_way()
 
     @property
     def _computes_here(self) -> bool:
-        """Whether steps are computed by threads of ours, which all else takes the cores from."""
+        """Whether threads of this process compute the steps, and so compete for its cores."""
         return self._info is not None and self._info.attention_backend == "native"
 
     def _faults(self, pipeline: Pipeline) -> list[Fault]:
-        """Those that the configuration asks for. `ConfigError` if there is no such stage."""
+        """The configured fault injections. Raises `ConfigError` for an unknown stage."""
         faults = [parse_fault(text) for text in self.config.inject]
         names = self._stage_names(pipeline)
         for fault in faults:
             if fault.stage not in names:
                 stages = ", ".join(names)
-                raise ConfigError(f"inject: there is no stage {fault.stage}; there are {stages}")
+                raise ConfigError(f"inject = {fault.stage}: must name a stage, one of {stages}")
             log.warning("fault.injected", stage=fault.stage, kind=fault.kind, rate=fault.rate, delay_s=fault.delay_s)
         return faults
 
@@ -189,13 +196,16 @@ class Engine(EngineBooks, Asking):
         return list(pipeline.stages)
 
     async def _load(self) -> tuple[Any, Phases]:
-        """The model, and how long each phase took. In a thread. The test double has neither file nor thread."""
+        """Loads the model in a thread; returns it with the time of each phase.
+
+        The scripted engine overrides this.
+        """
         loaded = await self._env.run_in_thread(_load, self.config, self._env, self._opening)
-        self._opening = None  # which has the model, too
+        self._opening = None  # it holds the model, too
         return loaded
 
     def _make_parts(self, loaded: Any) -> TextParts | EncoderParts:
-        """Of what `_load` gave."""
+        """Joins the stages of the model that `_load` returned."""
         if not loaded.info.num_blocks:
             return EncoderParts(self.config, loaded)
         secret = self._env.secret("prefix.secret", 16)
@@ -206,7 +216,7 @@ class Engine(EngineBooks, Asking):
 
     def _record(self, path: Path) -> Recorder | None:
         if not isinstance(self._parts, EngineParts):
-            raise ConfigError(f"record = {path}: this model generates nothing, so nothing is scheduled")
+            raise ConfigError(f"record = {path}: an encoder model has no scheduler to record; leave it out")
         return self._parts.record(path, self.config, self._env)
 
     def _make_device(self, loaded: LoadedModel) -> Device:
@@ -217,7 +227,7 @@ class Engine(EngineBooks, Asking):
         await self.forget_prefixes()
 
     async def stop(self, cause: str = "server_shutdown") -> None:
-        """Ends what is under way, and frees everything. May be called again."""
+        """Ends all requests and frees everything. Idempotent."""
         self._health = Health("stopped", reason="the engine has been stopped")
         parts, self._parts = self._parts, None
         if parts is not None:
@@ -242,16 +252,19 @@ class Engine(EngineBooks, Asking):
 
     @property
     def engine_pid(self) -> int | None:
-        """The process of the step loop, if it has one of its own."""
+        """The id of the engine process; None if the step loop runs in this process."""
         return None
 
     @property
     def num_deaths(self) -> int:
-        """Engine processes that have ended by themselves."""
+        """The number of engine processes that died."""
         return 0
 
     async def drain(self, timeout_s: float | None = None) -> bool:
-        """Takes nothing new and waits for what is under way; False if some of it is left after `timeout_s`."""
+        """Stops admitting requests and waits for the rest; False if some are left.
+
+        Waits for at most `timeout_s`.
+        """
         return await self.pipeline.drain(timeout_s)
 
     async def __aenter__(self) -> Engine:
@@ -261,25 +274,29 @@ class Engine(EngineBooks, Asking):
     async def __aexit__(self, *exc_info: object) -> None:
         await self.stop()
 
-    # -- asking
+    # -- requests
 
     async def submit(self, request: Request, *, wait: bool = False, deadline_s: float | None = None) -> RequestOutbox:
-        """Sends a request of any number of prompts in, and returns where to read its answers.
+        """Submits a request, and returns the outbox from which to read its answers.
 
-        Whoever gets the outbox reads it to its end, or calls `abort`. With `wait` False a burst that is more than the
-        door can look at is refused with `Overloaded`, with True it is held back. Raises `NotServing` when not ready.
-        A grammar is tried and compiled first; `Refused` says what is wrong with it.
+        The caller reads the outbox to its end, or calls `abort`. When the entry channel is full, raises `Overloaded`
+        with `wait` False, and waits with `wait` True. Raises `NotServing` when the engine is not ready. A grammar is
+        tried and compiled first; `Refused` says what is wrong with it.
         """
         return await self._open_door().submit(request, wait, deadline_s)
 
     def submit_search(self, request: Request, beams: BeamParams, *, deadline_s: float | None = None) -> RequestOutbox:
-        """As `submit`, for the `params.n` best answers that a beam search finds to each prompt: they arrive together,
-        in the order of their scores. Raises `Refused` for params that have no meaning in a search."""
+        """As `submit`, for the `params.n` best answers of a beam search to each prompt.
+
+        They arrive together, best first. Raises `Refused` for parameters that a beam search does not support.
+        """
         return self._open_door().submit_search(request, beams, deadline_s)
 
     async def render(self, request: Request) -> tuple[list[Ints], SamplingParams]:
-        """What a request comes to before anything is computed: its prompts as token ids, and its params with all that a
-        tokenizer settles. Raises `Refused` for what the stages from intake to tokenize would refuse."""
+        """A request's prompts as token ids, and its params with the values that depend on them.
+
+        Computes no step. Raises `Refused` where the intake and tokenize stages would.
+        """
         return await Door(self._require_parts(), self._env).render(request)
 
     def _open_door(self) -> Door:
@@ -288,13 +305,19 @@ class Engine(EngineBooks, Asking):
         return Door(self._require_parts(), self._env)
 
     def abort(self, request_id: str, cause: str = "cancel") -> bool:
-        """Ends a request early; its blocks come free within a few steps. False if it is not under way."""
+        """Ends a request early; its blocks become free within a few steps.
+
+        Returns False if it is not in progress.
+        """
         return self._parts is not None and self._parts.pipeline.cancel(request_id, cause)
 
     # -- text
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a plain prompt. A long one takes its time; see `encoder` for use in a thread."""
+        """Token ids of a plain prompt.
+
+        Blocks the event loop; for long prompts use `encoder` in a thread.
+        """
         return self.encoder.encode_text(text)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -303,7 +326,7 @@ class Engine(EngineBooks, Asking):
 
 
 def _load(config: EngineConfig, env: Env, opening: Opening | None) -> tuple[LoadedModel | LoadedEncoder, Phases]:
-    """In a thread: what is imported for a model alone takes longer than a loop may stand still."""
+    """Loads the model. Runs in a thread: its imports alone would block the event loop too long."""
     if opening is None:
         from ..loading.early import Opening
 
@@ -317,7 +340,7 @@ def _load(config: EngineConfig, env: Env, opening: Opening | None) -> tuple[Load
 
 
 def _free_memory(is_on_gpu: bool) -> None:
-    """Returns what the model held now, and not whenever cycles of objects happen to be collected."""
+    """Frees the model's memory now, instead of at some later collection of reference cycles."""
     gc.collect()
     if is_on_gpu:
         import torch

@@ -1,6 +1,6 @@
-"""What one may look at in an engine: its model, its stages, and the books that the stages keep.
+"""Inspection of an engine: its model, its stages, and their state.
 
-Changes nothing but the one thing that is asked of the books: to forget the prefixes.
+Read-only, except `reset_prefix_cache` and `forget_prefixes`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ if TYPE_CHECKING:
 
 
 class EngineBooks:
-    """The parts of an engine while there are any, and what is in them. Raises `NotServing` while there are none.
+    """Access to the parts of a running engine. Raises `NotServing` while it is not running.
 
-    The engine that inherits it puts the parts in place when it starts, and takes them away when it stops.
+    `Engine` inherits it, sets the parts when it starts, and removes them when it stops. Call it on the event loop. The
+    objects returned are owned by their stages: read them only.
     """
 
     def __init__(self) -> None:
@@ -38,14 +39,14 @@ class EngineBooks:
 
     @property
     def health(self) -> Health:
-        """Whether requests are taken, and if not, why."""
+        """Whether requests are admitted, and if not, why."""
         if self._health.is_ready and self._parts is not None:
             return self._parts.pipeline.health
         return self._health
 
     @property
     def info(self) -> ModelInfo:
-        """What was loaded. There once the engine has started, and stays."""
+        """The loaded model. Available from the start of the engine on, also after its stop."""
         if self._info is None:
             raise NotServing(self.health)
         return self._info
@@ -57,93 +58,97 @@ class EngineBooks:
 
     @property
     def encoder(self) -> ModelEncoder:
-        """Prompts and chats to token ids, as the tokenize stage does it."""
+        """Encodes prompts and chats to token ids, as the tokenize stage does."""
         return self._require_parts().loaded.encoder
 
     @property
     def pipeline(self) -> Pipeline:
-        """The stages and the channels between them, running."""
+        """The running stages, and the channels between them."""
         return self._require_parts().pipeline
 
     @property
     def exit(self) -> Outboxes:
-        """Where requests end, to be told of them."""
+        """The exit, whose `on_start` and `on_end` report each request."""
         return self._require_parts().exit
 
     @property
     def scheduler(self) -> Scheduler:
-        """The books of schedule, to look at."""
+        """The scheduler's state: sequences, slots, counters."""
         return self._core().schedule.scheduler
 
     @property
     def pool(self) -> BlockPool:
-        """The books of the KV cache's blocks, to look at."""
+        """The state of the KV blocks."""
         return self._core().allocate.allocator.pool
 
     @property
     def host_tier(self) -> HostTier | None:
-        """The books of what was moved to the host's memory, to look at; None if nothing is ever moved there."""
+        """The state of the host tier; None if the engine has none."""
         return self._core().allocate.allocator.host
 
     @property
     def block_tables(self) -> BlockTables:
-        """Where the running sequences' keys and values lie, to look at."""
+        """The block tables of the running sequences."""
         return self._core().allocate.allocator.tables
 
     @property
     def prefix_cache(self) -> PrefixCache | None:
-        """What is known of earlier prompts and answers, to look at; None if it is switched off."""
+        """The state of the prefix cache; None if it is disabled."""
         return self._core().allocate.allocator.cache
 
     @property
     def step_tokens(self) -> Histogram:
-        """Tokens computed in a step, of all steps so far."""
+        """Tokens computed per step, over all steps so far."""
         return self._core().allocate.step_tokens
 
     @property
     def token_gaps_us(self) -> Histogram:
-        """Microseconds between two tokens of an answer, of all answers so far."""
+        """Microseconds between two tokens of an answer, over all answers so far."""
         return self._text().detokenize.gaps.histogram
 
     @property
     def idle_gaps_us(self) -> Histogram | None:
-        """Microseconds that the device stood idle between two steps although there was work, of all steps so far; None
-        where the steps are computed by the thread that is told to."""
+        """Idle microseconds of the device between two steps while there was work, of all steps.
+
+        None if the device is not asynchronous.
+        """
         return self._core().device.idle_gaps_us
 
     @property
     def admission(self) -> Admission:
-        """The counts at the door, to look at."""
+        """The counts of admitted and waiting requests."""
         return self._require_parts().intake.admission
 
     @property
     def grammars(self) -> Grammars:
-        """The books of the compiled grammars, to look at."""
+        """The compiled grammars."""
         return self._text().grammars
 
     @property
     def grammar_gate(self) -> GrammarGate:
-        """Where grammars are looked at, to look at."""
+        """The gate that tries and compiles grammars."""
         return self._text().gate
 
     def reset_prefix_cache(self) -> int:
-        """Forgets every cached prefix, so that nothing is found that was computed before. Returns the blocks freed."""
+        """Empties the prefix cache. Returns the number of blocks freed."""
         if not self.has_core:
             return 0
         return self._core().allocate.reset_prefix_cache()
 
     async def forget_prefixes(self) -> int:
-        """The same, wherever the blocks are."""
+        """As `reset_prefix_cache`, also if the blocks are in the engine process."""
         return self.reset_prefix_cache()
 
     async def refresh(self, *, with_blocks: bool = False, with_stacks: bool = False) -> None:
-        """Before one looks at books that may be in another process (`scheduler`, `pool`, stages and channels): what
-        they show then is not older than this call. Which block is whose, and where tasks wait, is told if asked for.
-        Here they are at hand."""
+        """Updates state that may be in another process: `scheduler`, `pool`, stages and channels.
+
+        Afterwards they are not older than this call. `with_blocks` includes the owner of each block, `with_stacks` the
+        stacks of tasks. Does nothing here, where all state is in this process.
+        """
 
     @property
     def has_core(self) -> bool:
-        """Whether there are a scheduler and blocks: not where the model reads texts at once."""
+        """Whether the engine has a scheduler and blocks. An encoder model has neither."""
         return isinstance(self._require_parts(), TextParts)
 
     def _require_parts(self) -> TextParts | EncoderParts:
@@ -159,5 +164,5 @@ class EngineBooks:
 
     def _core(self) -> EngineParts:
         parts = self._text()
-        assert isinstance(parts, EngineParts), "the books of another process are its own"
+        assert isinstance(parts, EngineParts), "the step loop is in another process"
         return parts

@@ -1,4 +1,7 @@
-"""The engine without asyncio: lists of prompts in, lists of answers out, in a script, a notebook or another loop."""
+"""`LLM`: the blocking API, for scripts and notebooks.
+
+Lists of prompts in, lists of answers out.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +25,12 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 
 
 class LLM:
-    """A model to ask synchronously: `LLM(model="...").generate(["Once", "Twice"], SamplingParams(max_tokens=20))`.
+    """A model with blocking calls, for scripts and notebooks.
 
-    The engine runs on an event loop of its own in a thread of its own, so calls block their caller and work inside a
-    running loop too. Close it, or use it as a context manager; a second thread may ask at the same time.
+        LLM(model="...").generate(["Once", "Twice"], SamplingParams(max_tokens=20))
+
+    The engine runs on an event loop and thread of its own. Calls block the calling thread, and also work inside a
+    running event loop. Several threads may call at the same time. Close it, or use it as a context manager.
     """
 
     def __init__(self, model: str | None = None, config: EngineConfig | None = None, **overrides: Any) -> None:
@@ -48,12 +53,12 @@ class LLM:
 
     @property
     def info(self) -> ModelInfo:
-        """What was loaded."""
+        """The loaded model."""
         return self._engine.info
 
     @property
     def engine(self) -> Engine:
-        """The engine, on its own loop: look, but call nothing that awaits."""
+        """The engine, on its own event loop: inspect it, but call none of its coroutines."""
         return self._engine
 
     def generate(
@@ -63,10 +68,10 @@ class LLM:
         use_tqdm: bool = True,
         priority: int = 0,
     ) -> list[RequestOutput]:
-        """Goes on with each prompt, text or token ids; the answers are in the order of the prompts.
+        """Continues each prompt, text or token ids; the answers are in the order of the prompts.
 
-        `params` are for all, or a list of one each; without any, the model's defaults. Raises the first `RequestError`
-        that a prompt meets, and cancels the rest.
+        `params` are for all prompts, or a list with one for each; the default is the model's. Raises the first
+        `RequestError` of any prompt, and cancels the others.
         """
         asked = _as_prompts(prompts)
         chosen = _each(params, len(asked))
@@ -100,7 +105,10 @@ class LLM:
         use_tqdm: bool = True,
         **options: Any,
     ) -> list[RequestOutput]:
-        """The `width` likeliest answers to each prompt, best first. `options` are those of `Engine.beam_search`."""
+        """The `width` likeliest answers to each prompt, best first.
+
+        `options` are those of `Engine.beam_search`.
+        """
 
         async def search(prompt: PromptLike) -> AsyncIterator[RequestOutput]:
             yield await self._engine.beam_search(prompt, width, max_tokens, **options)
@@ -124,8 +132,10 @@ class LLM:
     def score(
         self, queries: str | Sequence[str], documents: str | Sequence[str], **options: Any
     ) -> list[ScoringRequestOutput]:
-        """How well each document answers its query: one query for all documents, or one each. `options` are those of
-        `Engine.score`."""
+        """How well each document answers its query: one query for all documents, or one each.
+
+        `options` are those of `Engine.score`.
+        """
         pairs = Pairs(as_texts(queries), as_texts(documents))
 
         async def score() -> list[ScoringRequestOutput]:
@@ -135,7 +145,7 @@ class LLM:
         return self._run(score())
 
     def close(self) -> None:
-        """Frees everything. May be called again."""
+        """Frees everything. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -155,11 +165,11 @@ class LLM:
         try:
             return future.result()
         except BaseException:
-            future.cancel()  # Ctrl-C: what it waited for stops too
+            future.cancel()  # Ctrl-C: also stops the coroutine
             raise
 
     async def _gather(self, streams: Sequence[AsyncIterator[OutputT]], use_tqdm: bool) -> list[OutputT]:
-        room = asyncio.Semaphore(self._engine.config.max_waiting_requests)  # as many as the door lets wait
+        room = asyncio.Semaphore(self._engine.config.max_waiting_requests)  # as many as the engine lets wait
         bar = _progress_bar(len(streams)) if use_tqdm else None
 
         async def answer(stream: AsyncIterator[OutputT]) -> OutputT:
@@ -183,7 +193,7 @@ class LLM:
 
 
 def _as_prompts(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:
-    """A list of prompts, also from one: a string, or a list of numbers."""
+    """A list of prompts, also from a single prompt: a string, or a list of numbers."""
     if isinstance(prompts, Sequence) and not isinstance(prompts, str):
         many = list(prompts)
         if not many or not isinstance(many[0], int):

@@ -1,7 +1,4 @@
-"""Embeddings and scores, as requests to a pipeline: what to ask, and what to make of the vectors that come back.
-
-Knows texts, vectors and which model reads pairs. Refuses to know HTTP.
-"""
+"""Embeddings and scores: builds their requests, and turns vectors into results."""
 
 from __future__ import annotations
 
@@ -16,40 +13,42 @@ from ..messages import Prompt, Request, Task
 from ..params import SamplingParams
 from ..pooling_params import Floats, PoolingParams
 
-NO_TOKENS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, seed=0)  # of a request that gets no text
+NO_TOKENS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, seed=0)  # for requests without text
 
 
 def pooled_request(
     request_id: str, prompts: Sequence[Prompt], pooling: PoolingParams, *, priority: int = 0, cache_salt: str = ""
 ) -> Request:
-    """A request for one vector a prompt."""
+    """A request for one vector per prompt."""
     return Request(request_id, tuple(prompts), NO_TOKENS, priority=priority, cache_salt=cache_salt, pooling=pooling)
 
 
 async def read_vectors(outbox: RequestOutbox) -> list[Floats]:
-    """The vectors of a pooled request, one a prompt, in their order. Raises the `RequestError` that ended it, or
-    `Refused` if it was cancelled."""
+    """Waits for the vectors of a pooled request, one per prompt, in order.
+
+    Raises the `RequestError` that ended it, or `Refused` if it was cancelled.
+    """
     vectors: list[Floats | None] = [None] * len(outbox.choices)
     async for deltas in outbox:
         for delta in deltas:
             vectors[delta.index] = delta.vector
             if delta.finish_reason == "error":
-                raise Failed(f"the model gave something that is no number for input {delta.index}")
+                raise Failed(f"the model returned a vector with NaN or infinity for input {delta.index}")
             if delta.finish_reason == "abort":
                 raise Refused("the request was cancelled before all of its inputs were done", code="cancelled")
     return [vector for vector in vectors if vector is not None]
 
 
 def as_texts(texts: str | Sequence[str]) -> Sequence[str]:
-    """A list, also of one."""
+    """A list of texts, also from a single one."""
     return [texts] if isinstance(texts, str) else texts
 
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Queries and the documents to compare them with: one query for all documents, or one each.
+    """Queries and documents to score: one query for all documents, or one each.
 
-    A cross-encoder reads each pair at once; with any other model the texts are embedded, each query once, and the score
+    A cross-encoder model scores each pair. With any other model the texts are embedded, each query once, and the score
     is the cosine of their embeddings.
     """
 
@@ -65,7 +64,7 @@ class Pairs:
             )
 
     def request(self, request_id: str, tasks: Collection[Task], *, priority: int = 0) -> Request:
-        """What to ask a model that can do `tasks`."""
+        """The request for a model with these `tasks`."""
         if "score" in tasks:
             prompts = [Prompt(pair=pair) for pair in zip(self._query_of_each(), self.documents, strict=True)]
             return pooled_request(request_id, prompts, PoolingParams(kind="score", normalize=False), priority=priority)
@@ -73,14 +72,14 @@ class Pairs:
         return pooled_request(request_id, prompts, PoolingParams(), priority=priority)
 
     def scores(self, vectors: Sequence[Floats], tasks: Collection[Task]) -> list[float]:
-        """One a document, of the vectors that came back."""
+        """One score per document, from the vectors of the request."""
         if "score" in tasks:
             return [float(vector[0]) for vector in vectors]
         queries, documents = np.stack(vectors[: len(self.queries)]), np.stack(vectors[len(self.queries) :])
         return [float(score) for score in (queries * documents).sum(1)]
 
     def num_tokens(self, outbox: RequestOutbox, tasks: Collection[Task]) -> list[int]:
-        """Of both texts of each pair."""
+        """The number of tokens of each pair, both texts together."""
         counts = [len(choice.begun.token_ids) for choice in outbox.choices]
         if "score" in tasks:
             return counts
@@ -89,7 +88,7 @@ class Pairs:
         return [query + document for query, document in zip(queries, documents, strict=True)]
 
     def cut(self, most: int) -> Iterator[Pairs]:
-        """The same in parts of at most so many documents."""
+        """Splits the pairs into parts of at most `most` documents."""
         for begin in range(0, len(self.documents), most):
             queries = self.queries if len(self.queries) == 1 else self.queries[begin : begin + most]
             yield Pairs(queries, self.documents[begin : begin + most])

@@ -1,4 +1,4 @@
-"""An outbox, read as the outputs that callers of the engine get. Plain code."""
+"""Reads an outbox as the `RequestOutput`s that callers of the engine get."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..params import SamplingParams
 
 
 async def read_outputs(outbox: RequestOutbox, kind: OutputKind = "delta") -> AsyncIterator[RequestOutput]:
-    """An outbox, read as `RequestOutput`s of a kind."""
+    """Yields the outputs of an outbox: deltas, cumulative ones, or one final output."""
     request = outbox.request
     choices = [_empty(index, request.params) for index in range(request.num_sequences)]
     given, prompt_ids = request.prompts[0].token_ids, None
@@ -19,7 +19,7 @@ async def read_outputs(outbox: RequestOutbox, kind: OutputKind = "delta") -> Asy
         for delta in deltas:
             _add(choices[delta.index], delta)
         if given is not None and prompt_ids is None and kind != "final":
-            prompt_ids = given.tolist()  # for all outputs but the last
+            prompt_ids = given.tolist()  # of all outputs but the last
         if kind == "delta":
             yield _output(outbox, [_part(delta, request.params) for delta in deltas], choices, prompt_ids)
         elif kind == "cumulative":

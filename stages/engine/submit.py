@@ -1,7 +1,4 @@
-"""The way into a running engine: what a request waits for, or is turned away for, before its first stage has it.
-
-Grammars are tried here, beam searches begin here, and what is shed here is told to the trace.
-"""
+"""Submits requests to a running engine: grammars, beam searches, trace of shed requests."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from .wiring import EncoderParts, TextParts
 
 @dataclass(frozen=True, slots=True)
 class Door:
-    """Into these parts, which run. Keeps nothing itself; `Engine` says what its methods promise."""
+    """Submits requests to running parts. Stateless; `Engine` documents the methods."""
 
     parts: TextParts | EncoderParts
     env: Env
@@ -38,7 +35,7 @@ class Door:
             self._trace_shed(error, "grammar")
             raise
         except TimeoutError:
-            message = "the time limit of the request passed while its grammar was looked at"
+            message = "the time limit of the request passed while its grammar was compiled"
             raise TimedOut(message, stage="intake", has_begun=False) from None
         left_s = None if deadline_s is None else max(deadline_s - (self.env.now() - began_s), 0.0)
         looked_s = self.env.now() - began_s

@@ -1,7 +1,7 @@
-"""The first requests of an engine, before it is ready: real answers, or a real vector.
+"""Warm-up: the first requests of an engine, before it is ready.
 
-Whatever is made at first use is made now, and what does not work shows. On a device with CUDA graphs there is one for
-each size of them, and one for each way to choose a token that no graph has.
+They trigger all lazy initialization, and show what does not work. With CUDA graphs there are requests for each size of
+graph, and for each way of choosing tokens that no graph covers.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ log = get_logger("millrace.stages")
 
 WARM_UP_PROMPT_TOKENS = 16
 WARM_UP_TOKENS = 4
-SHARED_TOKENS = 6  # of answers that are to be made together: the first to begin is some steps ahead of the last
+SHARED_TOKENS = 6  # of answers that must share steps: the first starts some steps before the last
 
 
 async def warm_up(pipeline: Pipeline, info: ModelInfo) -> None:
-    """Blocks may be cached afterwards."""
+    """Runs the warm-up requests, and waits for them. May leave blocks in the prefix cache."""
     if "generate" in info.tasks:
         await pipeline.call(_request("warm-up", info))
         if info.captured is not None:
@@ -40,7 +40,7 @@ async def warm_up(pipeline: Pipeline, info: ModelInfo) -> None:
 
 
 async def _warm_up_steps(pipeline: Pipeline, info: ModelInfo, batches: tuple[Batch, ...]) -> None:
-    """A generation of each size, and of each way to choose."""
+    """Runs requests for each size of step, and for each way of choosing tokens."""
     for batch in batches:
         requests = _decoding(info, batch) if batch.is_decode else _mixed(info, batch)
         await asyncio.gather(*(_call(pipeline, request) for request in requests))
@@ -51,12 +51,12 @@ async def _warm_up_steps(pipeline: Pipeline, info: ModelInfo, batches: tuple[Bat
 async def _call(pipeline: Pipeline, request: Request) -> None:
     try:
         await pipeline.call(request)
-    except (Overloaded, TimedOut) as error:  # it is set to take fewer at once, or to let them wait for less
+    except (Overloaded, TimedOut) as error:  # the settings allow fewer requests at once, or shorter waits
         log.info("warm_up.left_out", request_id=request.request_id, reason=str(error))
 
 
 def _decoding(info: ModelInfo, batch: Batch) -> Iterator[Request]:
-    """Answers to one prompt, as many as the steps of this size have rows."""
+    """Requests for as many answers to one prompt as the steps of this size have rows."""
     for first in range(0, batch.num_rows, MAX_N):
         count = min(MAX_N, batch.num_rows - first)
         params = _greedy(SHARED_TOKENS, info, n=count)
@@ -64,7 +64,7 @@ def _decoding(info: ModelInfo, batch: Batch) -> Iterator[Request]:
 
 
 def _mixed(info: ModelInfo, batch: Batch) -> Iterator[Request]:
-    """Prompts that fill a step of this size, no two of which begin alike."""
+    """A request whose prompts fill a step of this size; no two prompts share a prefix."""
     longest = max(1, info.max_model_len - WARM_UP_TOKENS)
     num_left, prompts = batch.num_tokens, list[Prompt]()
     while num_left and len(prompts) < min(batch.num_rows, MAX_PROMPTS):
@@ -74,7 +74,10 @@ def _mixed(info: ModelInfo, batch: Batch) -> Iterator[Request]:
 
 
 def _ways(info: ModelInfo) -> Iterator[tuple[str, SamplingParams]]:
-    """What the sampler may be asked for; the last three make the host look at the logits."""
+    """The ways of choosing tokens, by name.
+
+    The last three make the step attended: the host reads the logits.
+    """
     drawn = SamplingParams(max_tokens=_num_tokens(info), top_p=0.9, seed=0, ignore_eos=True)
     yield "truncated", drawn
     yield "edited", _greedy(WARM_UP_TOKENS, info, repetition_penalty=1.1)

@@ -1,6 +1,6 @@
-"""The stages of one engine, joined: what an `Engine` starts, and what tests look into.
+"""Wiring: builds the stages of an engine and joins them into a pipeline.
 
-Knows who needs what of whom. Starts and stops nothing.
+Starts and stops nothing.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 class LoadedText(Protocol):
-    """What the stages that know text need of a model."""
+    """The parts of a model that the text stages need."""
 
     @property
     def info(self) -> ModelInfo: ...
@@ -61,7 +61,7 @@ class LoadedText(Protocol):
 
 
 class EncoderParts:
-    """The stages of an engine whose model reads and generates nothing, joined."""
+    """The joined stages of an engine with an encoder model."""
 
     def __init__(self, config: EngineConfig, loaded: LoadedEncoder) -> None:
         info = loaded.info
@@ -78,8 +78,10 @@ class EncoderParts:
 
 
 class TextParts:
-    """The stages of an engine that know text, and what goes with them: the same whether the step loop is in this
-    process or in another. `loaded` brings tokenizer and grammars."""
+    """The text stages of an engine, joined, with their grammars and beam searches.
+
+    They are the same whether the step loop is in this process or in another. `loaded` has the tokenizer.
+    """
 
     def __init__(self, config: EngineConfig, loaded: LoadedText, grammars: Grammars) -> None:
         info = loaded.info
@@ -116,12 +118,12 @@ class TextParts:
         raise NotImplementedError
 
     def _stage_of(self, outbox: RequestOutbox) -> tuple[str, bool]:
-        """(where a request is, whether any of it has been served yet)."""
+        """(stage that a request is in, whether any of its sequences has been served)."""
         raise NotImplementedError
 
 
 class CoreStages:
-    """The stages of the step loop. Steps are counted from `first_step`."""
+    """The stages of the step loop. Steps are numbered from `first_step`."""
 
     def __init__(
         self, config: EngineConfig, loaded: LoadedModel, device: Device, secret: bytes = b"", first_step: int = 0
@@ -141,22 +143,25 @@ class CoreStages:
         self.execute, self.sample = Execute(loaded.runner, device, info.rates), Sample(loaded.sampler, device)
 
     def record(self, path: Path, config: EngineConfig, env: Env) -> Recorder:
-        """Records from now on, which is before the pipeline starts. The caller closes the recorder when it has stopped.
-        Raises `ConfigError` for a file that can not be made."""
+        """Starts a recording.
+
+        Call before the pipeline starts; the caller closes the recorder after it has stopped. Raises `ConfigError` for a
+        file that cannot be created.
+        """
         engine = RecordedEngine.of(config, self.loaded.info, self.schedule.max_waiting)
         lookup = (config.prompt_lookup_min, config.prompt_lookup_max) if engine.most_drafts else None
         recorder = Recorder(path, engine, with_token_ids=config.record_token_ids, lookup=lookup)
         try:
             recorder.open(env)
         except OSError as error:
-            reason = f"{error.strerror}: must name a file in a folder that is there"
+            reason = f"{error.strerror}: must name a file in an existing folder"
             raise ConfigError(f"record = {path}: {reason}") from None
         self.schedule.call_log = self.allocate.call_log = recorder
         return recorder
 
 
 class EngineParts(TextParts):
-    """The stages of one engine, joined: an engine's own, and what tests look into."""
+    """All stages of one engine in one process, joined."""
 
     def __init__(self, config: EngineConfig, loaded: LoadedModel, device: Device, secret: bytes = b"") -> None:
         self.device = device

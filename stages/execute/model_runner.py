@@ -1,6 +1,6 @@
-"""The model runner: turns a grant into the decoder's input arrays, and runs it. Used on the device thread only.
+"""The model runner: turns a grant into the decoder's input arrays, and runs it.
 
-Arrays are numpy's or torch's, of the same kind as `last_tokens`.
+Used on the device thread only. Arrays are numpy's or torch's, of the same kind as `last_tokens`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ Longs = NDArray[np.int64]
 
 
 class Cache(Protocol):
-    """What a runner needs of a KV cache: copies of whole blocks, in all layers. Block ids are [C] i64 on the host."""
+    """What a runner needs of a KV cache: copies of whole blocks, in all layers.
+
+    Block ids are [C] i64 on the host.
+    """
 
     block_size: int
 
@@ -74,14 +77,18 @@ class ModelRunner:
         self._scored = ScoredPrompts(num_slots)
 
     def read_tables(self, tables: Array) -> None:
-        """Reads block tables on the device from `tables` [S, M] i32 from now on. The caller keeps them up to date."""
+        """Reads block tables on the device from `tables` [S, M] i32 from now on.
+
+        The caller keeps them up to date.
+        """
         self._device_tables, self._keeps_tables = tables, False
 
     def forward(self, grant: StepGrant) -> Array | LogitsWithPrompts:
-        """Runs one step. Returns [L, V] logits of the grant's sampled rows and their drafts, in their order.
+        """Runs one step.
 
-        Pooled sequences have no logits: the pooler has their results. A grant of copies alone gives [0, 0]. A step that
-        scores prompts returns `LogitsWithPrompts`.
+        Returns [L, V] logits of the grant's sampled rows and their drafts, in their order. Pooled sequences have no
+        logits: the pooler has their results. A grant of copies alone gives [0, 0]. A step that scores prompts returns
+        `LogitsWithPrompts`.
         """
         self.take_news(grant)
         if grant.copies:
@@ -91,7 +98,7 @@ class ModelRunner:
         return self.compute(grant)
 
     def compute(self, grant: StepGrant) -> Array | LogitsWithPrompts:
-        """As `forward`, for a step whose updates are applied (`take_news`) and whose copies are done."""
+        """As `forward`, after `take_news` and the step's copies."""
         with self._arrays.inference():
             if not len(grant.slots):
                 return self._upload(np.zeros((0, 0), np.float32))
@@ -104,7 +111,10 @@ class ModelRunner:
     def _forward_in_parts(
         self, grant: StepGrant, inputs: StepInputs[Any], runs: tuple[PromptRun, ...]
     ) -> Array | LogitsWithPrompts:
-        """Runs a step with pooled rows or scored prompts: hidden states first, then the logits that are needed."""
+        """Runs a step with pooled rows or scored prompts.
+
+        Computes hidden states first, then the logits that are needed.
+        """
         hidden, rows = self.decoder.hidden(inputs, self.cache), inputs.logits_rows
         if self.pooler is not None and self.pooler.num_pooled:
             self._pool(grant, hidden, self.pooler)
@@ -133,13 +143,19 @@ class ModelRunner:
             self.cache.copy_in(self.host_blocks, sources, destinations)
 
     def wants_more(self, grant: StepGrant) -> bool:
-        """Whether a step has pooled rows or scored prompts. Its updates must be applied (`take_news`)."""
+        """Whether a step has pooled rows or scored prompts.
+
+        Its updates must be applied (`take_news`).
+        """
         if self.pooler is not None and self.pooler.num_pooled and bool(self.pooler.is_pooled[grant.slots].any()):
             return True
         return len(self._scored.runs(grant)) > 0
 
     def take_news(self, grant: StepGrant) -> None:
-        """Applies a grant's new sequences and new blocks. Called first: a step that fails must not lose them."""
+        """Applies a grant's new sequences and new blocks.
+
+        Called first: a step that fails must not lose them.
+        """
         for started in grant.started:
             self._known[started.slot] = started.token_ids.astype(np.int64)
             self._num_known[started.slot] = len(started.token_ids)
@@ -153,7 +169,10 @@ class ModelRunner:
                 self._device_tables[where] = self._upload(grant.table_blocks)
 
     def inputs(self, grant: StepGrant) -> StepInputs[Any]:
-        """The grant as decoder inputs. Rows with one token come first there; logits keep the grant's order."""
+        """The grant as decoder inputs.
+
+        Rows with one token come first there; logits keep the grant's order.
+        """
         slots, starts = grant.slots, grant.starts.astype(np.int64)
         is_fed = starts >= self._num_known[slots]  # its input is the newest token
         if np.count_nonzero(is_fed) == len(slots) and grant.drafts is None:
@@ -199,7 +218,7 @@ class ModelRunner:
         )
 
     def _input_ids(self, slots: Longs, starts: Longs, counts: Longs, offsets: Longs, is_fed: Bools) -> Array:
-        """[T] i64. A row that is not fed with its newest token reads the tokens that came with `Started`."""
+        """[T] i64 the step's input tokens. Rows without `is_fed` read those that came with `Started`."""
         ids = np.empty(int(counts.sum()), np.int64)
         for row in np.flatnonzero(~is_fed).tolist():
             start, count, offset = int(starts[row]), int(counts[row]), int(offsets[row])

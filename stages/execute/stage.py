@@ -1,4 +1,4 @@
-"""The execute stage: submits each granted step to the device, and sends on a future of its logits.
+"""The execute stage: submits each granted step, and sends on a future of its logits.
 
 The stage runs on the event loop. The model runs on the device thread, in the runner.
 """
@@ -46,7 +46,10 @@ class Execute(Stage[StepGrant, StepLogits]):
             self._run(grant, self.runner.forward, out)
 
     async def recover(self, batch: Sequence[StepGrant], error: BaseException, out: Outlet[Any]) -> None:
-        """Voids the steps that were not submitted: a step that crashed is not tried again with the same rows."""
+        """Voids the steps that were not submitted.
+
+        A step that crashed is not tried again with the same rows.
+        """
         for grant in batch:
             if grant.step > self._last_sent:
                 self._run(grant, partial(fail, error), out)

@@ -1,7 +1,7 @@
 """The exit of the engine's pipeline: sorts text into the outboxes from which clients read.
 
-Everything about the end of a request meets here: the exit writes the one terminal event, tells schedule which sequences
-need not go on (the control lane), and intake that there is room again. Knows text and counts; refuses to know HTTP.
+It also handles the end of every request: it writes the single terminal event, tells schedule which sequences have ended
+(the control lane), and tells intake that there is room again.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from ..outputs import Progress
 from .request_outbox import Choice, RequestOutbox
 from .slow_readers import Parking
 
-MAX_UNREAD_TOKENS = 256  # of a choice, before it is parked
-STALL_S = 30.0  # that a client may leave a parked choice
+MAX_UNREAD_TOKENS = 256  # unread tokens of a choice at which it is parked
+STALL_S = 30.0  # time a choice may stay parked before its request ends
 
 
 class Outboxes(Exit[RequestOutbox]):
     """Sorts text into outboxes, and ends requests.
 
-    A choice that has `max_unread_tokens` tokens nobody reads is parked: schedule does not serve it until its client
-    reads again, and the request ends if that takes longer than `stall_s`.
+    A choice with `max_unread_tokens` unread tokens is parked: schedule does not serve it until its client reads again.
+    The request ends if that takes longer than `stall_s`.
 
-    The control lane is written here and nowhere else, for here all ends are known: a cancel, a deadline or an error
-    posts its cause for each sequence that has not finished, a stop string posts "finish". EOS, stop ids and lengths are
-    not posted, as schedule learns of them from the device. Schedule may be told of sequences that it never met.
+    Only the exit writes to the control lane, since it knows of every end. A cancel, a deadline or an error posts its
+    cause for each unfinished sequence; a stop string posts "finish". EOS, stop ids and lengths are not posted: schedule
+    learns of them from the device. The lane may name sequences that schedule has never received.
     """
 
     inputs: ClassVar = {"in": StepText}
@@ -48,20 +48,20 @@ class Outboxes(Exit[RequestOutbox]):
         max_queue_s: float | None = None,
     ) -> None:
         super().__init__()
-        self.max_queue_s = max_queue_s  # that a request may wait to be served; None: for ever
-        self.locate: Callable[[RequestOutbox], tuple[str, bool]] = _nowhere  # the stage it is at, whether it was served
+        self.max_queue_s = max_queue_s  # time a request may wait to be served; None: no limit
+        self.locate: Callable[[RequestOutbox], tuple[str, bool]] = _nowhere  # (its stage, whether it was served)
         self.max_unread_tokens = max_unread_tokens
-        self.lane = ControlLane("nobody reads")  # the pipeline's own takes its place before the start
-        self.on_open: list[Callable[[RequestOutbox], None]] = []  # called with each request that comes in
+        self.lane = ControlLane("unconnected")  # replaced by the pipeline's lane before the start
+        self.on_open: list[Callable[[RequestOutbox], None]] = []  # called with each new request
         self.on_start: list[Callable[[str], None]] = []  # called with the id of a request at its first token
         self.on_end.append(self._let_go)
         self._parking = Parking(stall_s, self._post, self.end)
         self._queue_timers: dict[str, asyncio.TimerHandle] = {}  # by request id, until it has ended
         self._bells = BellTower()  # of the outboxes
-        self._choices: dict[int, Choice] = {}  # by sequence id: those that have not finished
+        self._choices: dict[int, Choice] = {}  # by sequence id: unfinished choices
         self._next_sequence_id = 0
-        self._batch: Sequence[Any] = ()  # in hand, or last
-        self._num_delivered = 0  # items of it
+        self._batch: Sequence[Any] = ()  # the current batch, or the last one
+        self._num_delivered = 0  # items of the batch already delivered
         self._context: Context | None = None
 
     async def setup(self, context: Context) -> None:
@@ -71,7 +71,7 @@ class Outboxes(Exit[RequestOutbox]):
 
     def make_outbox(self, request: Request) -> RequestOutbox:
         first, self._next_sequence_id = self._next_sequence_id, self._next_sequence_id + request.num_sequences
-        is_new = self._context is not None and request.parent_id is None  # a step of a search came when that did
+        is_new = self._context is not None and request.parent_id is None  # a beam search's steps keep its time
         arrival_s = self._context.env.now() if self._context is not None and is_new else request.arrival_s
         return RequestOutbox(replace(request, first_sequence_id=first, arrival_s=arrival_s), self._bells.bell())
 
@@ -94,8 +94,8 @@ class Outboxes(Exit[RequestOutbox]):
 
     def _timed_out(self, outbox: RequestOutbox) -> TimedOut:
         stage, has_begun = self.locate(outbox)
-        what = "its answer was not complete" if has_begun else "it had not begun"
-        message = f"the request ran out of time at {stage}: {what}; allow more time, or ask for less"
+        what = "its answer was not complete" if has_begun else "it had not started"
+        message = f"the request ran out of time at {stage}: {what}; allow more time, or request fewer tokens"
         return TimedOut(message, stage=stage, has_begun=has_begun)
 
     def _end_if_queued(self, outbox: RequestOutbox) -> None:
@@ -103,7 +103,7 @@ class Outboxes(Exit[RequestOutbox]):
             self.end(outbox.request_id, "deadline")
 
     def requests_of(self, item: Any) -> Iterable[str]:
-        """By request id, or by the sequences in the rows of a step."""
+        """The live requests of an item: by its request id, or by the sequences of its rows."""
         if hasattr(item, "request_id"):
             return (item.request_id,)
         sequence_ids = [*getattr(item, "sequence_ids", ()), *(pooled.sequence_id for pooled in _pooled_in(item))]
@@ -117,11 +117,11 @@ class Outboxes(Exit[RequestOutbox]):
             stages_us[stage] = stages_us.get(stage, 0) + service_us
 
     def awaits(self, sequence_id: int) -> bool:
-        """Whether somebody waits for more of a sequence."""
+        """Whether a client still waits for tokens of a sequence."""
         return sequence_id in self._choices
 
     def park_again(self) -> None:
-        """Tells schedule once more of each choice that is parked: it is another one, and has not heard."""
+        """Posts each parked choice again, for a new scheduler that does not know of them."""
         for choice in self._choices.values():
             if choice.is_parked:
                 self._post(choice.sequence_id, "park")
@@ -163,8 +163,11 @@ class Outboxes(Exit[RequestOutbox]):
             self._num_delivered += 1
 
     async def recover(self, batch: Sequence[Any], error: BaseException, out: Outlet[Never]) -> None:
-        """Delivers what was not delivered. The step in whose middle it broke ends its requests: some of its text is
-        with their clients, and none may be sent twice."""
+        """Delivers the remaining items.
+
+        Fails the requests of the item that crashed: clients may already have some of its text, and none may be sent
+        twice.
+        """
         if self._batch is batch and self._num_delivered < len(batch):
             self.fail(batch[self._num_delivered], StageCrashed(self.name, self.error_code, error))
             self._num_delivered += 1
@@ -244,7 +247,7 @@ class Outboxes(Exit[RequestOutbox]):
             return
         choice.finish = finish
         if choice.outbox.request.params.max_tokens == 0:
-            choice.token_ids.clear()  # a token that came with the end of the prompt, and nobody asked for
+            choice.token_ids.clear()  # the token sampled at the end of the prompt, not requested
         if isinstance(finish.stop_reason, str):
             self._post(sequence_id, "finish")
         outbox = choice.outbox
@@ -255,7 +258,7 @@ class Outboxes(Exit[RequestOutbox]):
 
 
 def _pooled_in(item: Any) -> Iterable[Pooled]:
-    """Of a message of any stage."""
+    """The pooled results in a message of any stage."""
     pooled = getattr(item, "pooled", ())
     return pooled.values() if isinstance(pooled, Mapping) else pooled
 

@@ -1,4 +1,4 @@
-"""Where a client reads the answer to its request. Knows text, counts and the one end; refuses to know HTTP."""
+"""The outbox of a request, from which its client reads the answer."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ log = get_logger("millrace.stages")
 
 
 class RequestOutbox:
-    """Where a client reads the answer to its request: an async iterator over lists of `Delta`, at most one a choice.
+    """The answer to a request: an async iterator over lists of `Delta`, one per choice at most.
 
-    Text that arrives between two reads is joined, so the writer never waits; and a reader that stalls holds little more
-    than `max_unread_tokens` of each choice in memory, as those are parked. The iteration ends after each choice had its
-    finish reason, or raises the `RequestError` that ended the request. One reader.
+    For one reader. Text that arrives between two reads is joined, so the writer never waits. A reader that stalls holds
+    little more than `max_unread_tokens` of each choice in memory, since such a choice is parked. The iteration ends
+    once each choice has given its finish reason, or raises the `RequestError` that ended the request.
     """
 
     def __init__(self, request: Request, bell: SharedBell) -> None:
-        self.request = request  # as it enters the pipeline
+        self.request = request  # as it entered the pipeline
         self.request_id = request.request_id
         self.choices = [Choice(self, index) for index in range(request.num_sequences)]
         self.num_unfinished = len(self.choices)
@@ -36,16 +36,16 @@ class RequestOutbox:
         self.has_started = False
         self.cause: str | None = None  # why it ended: finish, error, cancel, disconnect, deadline, ...
         self.error: RequestError | None = None
-        self.bell = bell  # rung when there is something to read; who does not iterate waits for it otherwise
+        self.bell = bell  # wakes the reader; a reader that polls instead of iterating awaits it
         self.times = RequestTimes(request.arrival_s)
-        self.on_read: Callable[[RequestOutbox], None] | None = None  # to be told of the next read
+        self.on_read: Callable[[RequestOutbox], None] | None = None  # called at each read, if set
         self._is_over = False  # the reader has seen the end
 
-    # -- counts, for the usage that a client is told
+    # -- counts, for the usage reported to clients
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of all prompts, each counted once however many choices it has; 0 for those not started."""
+        """Tokens of all started prompts; each prompt counts once, however many choices it has."""
         return sum(len(choice.begun.token_ids) for choice in self.choices[:: self.request.params.n])
 
     @property
@@ -55,11 +55,11 @@ class RequestOutbox:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Prompt tokens that were found, not computed; of each prompt those of its first choice."""
+        """Prompt tokens that were cached, not computed; counted for the first choice of each prompt."""
         return sum(choice.begun.num_cached for choice in self.choices[:: self.request.params.n])
 
     def metrics(self) -> dict[str, Any]:
-        """How long it took, once it is over; see `timing.metrics`."""
+        """The times of the request, once it has ended; see `request_times.metrics`."""
         counts = [choice.num_generated for choice in self.choices]
         num_preempted = sum(choice.finish.num_preempted for choice in self.choices if choice.finish is not None)
         return metrics(self.times, sum(counts), max(counts), num_preempted)
@@ -67,14 +67,16 @@ class RequestOutbox:
     # -- prompts
 
     def prompt_token_ids(self, prompt: int) -> Ints:
-        """[P] of that prompt, as it was computed; empty until a first token of answer to it."""
+        """[P] the ids of a prompt, as computed; empty until the first token of an answer to it."""
         first = prompt * self.request.params.n
         begun = (choice.begun.token_ids for choice in self.choices[first : first + self.request.params.n])
         return next((token_ids for token_ids in begun if len(token_ids)), NO_INTS)
 
     def prompt_logprobs(self, prompt: int) -> PromptLogprobs | None:
-        """Of all tokens but the first of that prompt, once it has a token of answer; None if it has just one, or if
-        nobody asked."""
+        """The log-probabilities of a prompt's tokens except the first, once its answer has a token.
+
+        None if they were not requested, or if the prompt has a single token.
+        """
         scored = self.choices[prompt * self.request.params.n].prompt_logprobs
         return PromptLogprobs.join(scored) if scored else None
 
@@ -91,14 +93,14 @@ class RequestOutbox:
         return deltas
 
     def _end(self) -> Never:
-        """No more is to come."""
+        """Ends the iteration, or raises the request's error once."""
         if self._is_over or self.error is None:
             raise StopAsyncIteration
         self._is_over = True
         raise self.error
 
     def poll(self) -> list[Delta]:
-        """What has arrived, without waiting for more; nothing of how it ends."""
+        """Returns what has arrived, without waiting. Does not report the end of the request."""
         return self._take() if self.has_news else []
 
     def _take(self) -> list[Delta]:
@@ -113,12 +115,12 @@ class RequestOutbox:
     # -- writing
 
     def tell(self) -> None:
-        """There is something to read."""
+        """Wakes the reader: there is something to read."""
         self.has_news = True
         self.bell.ring()
 
     def end(self, cause: str, error: BaseException | None) -> None:
-        """Called once, by the exit."""
+        """Records the end of the request. The exit calls it once."""
         self.cause = cause
         self.error = _as_request_error(self.request_id, cause, error)
         if self.error is None:
@@ -129,7 +131,7 @@ class RequestOutbox:
 
 
 def _as_request_error(request_id: str, cause: str, error: BaseException | None) -> RequestError | None:
-    """What the client is told: nothing of our insides."""
+    """The error shown to the client, without internal detail."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, StageCrashed):
@@ -146,7 +148,7 @@ NOT_BEGUN = Begun(NO_INTS)
 
 
 class Choice:
-    """One answer on its way to the reader: what has arrived and was not read yet."""
+    """One choice of a request: the exit fills it, the reader takes `Delta`s from it."""
 
     __slots__ = (
         "begun",
@@ -176,24 +178,27 @@ class Choice:
         self.vector: Floats | None = None  # of a pooled sequence, whole
         self.finish: Finish | None = None
         self.is_parked = False
-        self.is_told = False  # the reader knows that it has finished
+        self.is_told = False  # whether the reader has its finish reason
         self.begun = NOT_BEGUN
-        self.progress: Progress | None = None  # the last that was told, until it is read
-        self.prompt_logprobs: list[PromptLogprobs] = []  # of a prompt's first choice, if asked for; in order
-        self.num_read = 0  # tokens
-        self.num_unspoken_chars = 0  # of text that was read, and whose logprobs were not
+        self.progress: Progress | None = None  # the last report, until it is read
+        self.prompt_logprobs: list[PromptLogprobs] = []  # of a prompt's first choice, if requested; in order
+        self.num_read = 0  # tokens already read
+        self.num_unspoken_chars = 0  # characters read whose logprobs are not read yet
 
     @property
     def num_generated(self) -> int:
         return self.num_read + len(self.token_ids)
 
     def add_prompt_logprobs(self, scored: PromptLogprobs) -> None:
-        """Takes in what is new. After a preemption a prompt is scored again, and may be from its beginning."""
+        """Adds new positions.
+
+        Drops parts that repeat known ones: a preempted prompt is scored again.
+        """
         if not self.prompt_logprobs or scored.end > self.prompt_logprobs[-1].end:
             self.prompt_logprobs.append(scored)
 
     def take(self) -> Delta | None:
-        """What is new, or None. Tokens without text yet (half a character, a held-back stop string) are news too."""
+        """Takes what is new, or None. Tokens count even if their text is still held back."""
         is_end = self.finish is not None and not self.is_told
         progress, self.progress = self.progress, None
         if not self.token_ids and not is_end:
@@ -211,8 +216,10 @@ class Choice:
         return Delta(self.index, text, token_ids, logprobs, reason, finish.stop_reason, finish.score, self.vector)
 
     def _take_logprobs(self) -> tuple[TokenLogprobs, ...]:
-        """Those whose text has been spoken, so that their texts joined are the text. What a stop string took from the
-        text, it takes from the logprobs too."""
+        """Takes the logprobs whose text has been read, so that their joined texts equal the text.
+
+        Text cut off by a stop string is cut off here too.
+        """
         taken: list[TokenLogprobs] = []
         for entry in self.logprobs:
             if len(entry.token) > self.num_unspoken_chars:

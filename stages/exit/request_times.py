@@ -1,4 +1,4 @@
-"""When a request came, began and ended, and what that says of it. Plain data."""
+"""The times of a request, and the metrics derived from them. Plain data."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Any
 
 @dataclass(slots=True)
 class RequestTimes:
-    """Moments of one request on the clock of its engine, in seconds; None: not yet."""
+    """Times of one request on the monotonic clock of its engine, in seconds; None: not yet."""
 
     arrival_s: float
-    began_s: float | None = None  # the device began with its first sequence
+    began_s: float | None = None  # when the device began with its first sequence
     first_token_s: float | None = None
     last_token_s: float | None = None
-    stages_us: dict[str, int] = field(default_factory=dict)  # stage -> how long it had the request
+    stages_us: dict[str, int] = field(default_factory=dict)  # stage -> time that the stage spent on the request
 
 
 def metrics(times: RequestTimes, num_tokens: int, longest: int, num_preempted: int) -> dict[str, Any]:
-    """What a client is told, times in milliseconds. `num_tokens` is of all choices, `longest` of the longest one.
+    """The metrics reported to clients: times in ms, None where there is nothing to measure.
 
-    Queue time ends when the device begins with the request, generation time goes from the first token to the last, and
-    tokens a second are of the time in between both; a value is None where there is nothing to measure. `stages` says
-    how long each stage had the request, and for those that take steps of many requests together how long it was in
-    prefill and in decode.
+    `num_tokens` is the total of all choices, `longest` that of the longest one. Queue time ends when the device begins
+    with the request. Generation time is from the first token to the last. Tokens per second covers the time from the
+    device's beginning to the last token. `stages` has the time spent in each stage; the stages of the step loop, which
+    serve many requests together, appear as prefill and decode.
     """
     generation_s = _between(times.first_token_s, times.last_token_s)
     served_s = _between(times.began_s, times.last_token_s)

@@ -1,4 +1,4 @@
-"""Answers that nobody reads: schedule does not serve them until their client reads again, or has had its time."""
+"""Parking of answers whose client does not read: schedule does not serve them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from .request_outbox import Choice, RequestOutbox
 
 
 class Parking:
-    """Parks choices, and unparks all of a request's at its next read. `post` tells schedule so, of a sequence; `end`
-    ends a request that has had a choice parked for `stall_s`."""
+    """Parks choices, and unparks all choices of a request at its next read.
+
+    `post` sends "park" or "unpark" for a sequence to schedule. `end` ends a request that has had a parked choice for
+    `stall_s`.
+    """
 
     def __init__(self, stall_s: float, post: Callable[[int, str], object], end: Callable[[str, str], object]) -> None:
         self._stall_s = stall_s
@@ -19,7 +22,7 @@ class Parking:
         self._timers: dict[str, asyncio.TimerHandle] = {}  # by request id: those with a parked choice
 
     def park(self, choice: Choice) -> None:
-        """Its reader is too far behind."""
+        """Parks a choice whose reader is too far behind."""
         choice.is_parked = True
         self._post(choice.sequence_id, "park")
         outbox = choice.outbox
@@ -38,7 +41,7 @@ class Parking:
                     self._post(choice.sequence_id, "unpark")
 
     def forget(self, outbox: RequestOutbox) -> None:
-        """The reader reads, or need not any more."""
+        """Stops the timer of a request: its client reads again, or the request has ended."""
         timer = self._timers.pop(outbox.request_id, None)
         if timer is not None:
             timer.cancel()

@@ -1,4 +1,4 @@
-"""Structured output: grammars tried and compiled off the event loop, token masks, thinking budgets.
+"""Structured output: grammars compiled off the event loop, token masks, thinking budgets.
 
 Owns: compiled grammars, the matcher of each sequence, and the state of thinking budgets.
 In: grammars of requests, and the chosen tokens.

@@ -112,7 +112,10 @@ class Grammars:
         self._compiled[structured].num_users -= 1
 
     def add(self, structured: StructuredOutputs, template: LLMatcher, num_bytes: int) -> bool:
-        """Stores a grammar; False if those in use leave no room. A worn one of the same text passes on its users."""
+        """Stores a grammar; False if those in use leave no room.
+
+        A worn one of the same text passes on its users.
+        """
         old = self._compiled.get(structured)
         num_users = 0 if old is None else old.num_users
         if old is not None:

@@ -1,4 +1,4 @@
-"""The grammar gate: tries each request's grammar in a helper process, then compiles and caches it.
+"""The grammar gate: tries a request's grammar in a helper process, then compiles it.
 
 Runs before a request enters the waiting queue, on the event loop. What a grammar means is in `model/text/grammar.py`.
 """
@@ -22,7 +22,7 @@ log = get_logger("millrace.stages")
 
 
 class GrammarGate:
-    """Admits requests with a grammar once it is compiled and fits the cache, and refuses invalid or costly ones.
+    """Admits requests once their grammar is compiled, and refuses invalid or costly grammars.
 
     Requests with the same grammar wait for one trial. An admitted request holds its grammar until `leave`, or until
     `request_ended`, which the exit calls.

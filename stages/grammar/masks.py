@@ -1,4 +1,4 @@
-"""Grammar masks: for each running sequence with a grammar, a matcher and a mask of the tokens allowed next.
+"""Grammar masks: the tokens that each sequence with a grammar may choose next.
 
 Used by the sampler on the device thread. The work is done on two side threads while the device runs: one starts
 answers, the other consumes each step's tokens and computes the next masks. So a slow start delays no step. Numpy only.
@@ -89,7 +89,10 @@ class GrammarMasks:
             self._beginning.pop(started.slot, None)
 
     def read(self, rows: Indices, slots: Indices) -> Allowed:
-        """The masks of `rows`, those of a step's `slots` with a grammar. Waits for them; valid until `advance`."""
+        """The masks of `rows`, those of a step's `slots` with a grammar.
+
+        Waits for them; valid until `advance`.
+        """
         began_ns = self._now_ns()
         guided = slots[rows]
         self._settle(guided)
@@ -97,7 +100,10 @@ class GrammarMasks:
         return Allowed(rows, self._masks, guided)
 
     def over(self, allowed: Allowed, token_ids: Longs, is_broken: Bools) -> Indices:
-        """The rows that can only end here, given the step's chosen tokens: only end tokens or nothing is allowed."""
+        """The rows that can only end here: their masks allow end tokens or nothing.
+
+        They are found by the step's chosen tokens.
+        """
         chosen = token_ids[allowed.rows]
         some = np.flatnonzero(self.grammars.compiler.is_end[chosen] | is_broken[allowed.rows])
         if not len(some):
@@ -110,7 +116,10 @@ class GrammarMasks:
         return allowed.rows[some[is_over]]
 
     def advance(self, slots: Indices, token_ids: Indices) -> None:
-        """Slot `slots[i]` got `token_ids[i]`: starts computing the next masks. Each slot was read before."""
+        """Slot `slots[i]` got `token_ids[i]`: starts computing the next masks.
+
+        Each slot was read before.
+        """
         pairs = zip(slots.tolist(), token_ids.tolist(), strict=True)
         rows = [(answer, slot, token) for slot, token in pairs if (answer := self._answers[slot]) is not None]
         if rows:
@@ -200,6 +209,9 @@ class GrammarMasks:
             self._executor.unsafe_compute_mask_ptr(well, self._masks.ctypes.data, row_bytes, len(self._masks))
 
     def _note_failure(self, structured: StructuredOutputs, matcher: LLMatcher) -> None:
-        """Logs that a matcher failed: most likely the state shared by all answers of its grammar reached a limit."""
+        """Logs that a matcher failed, and marks its grammar as worn.
+
+        Most likely the state shared by all answers of the grammar reached a limit.
+        """
         log.warning("grammar.failed", kind=structured.kind, error=matcher.get_error()[:200])
         self.grammars.wear_out(structured)

@@ -1,7 +1,8 @@
-"""Thinking budgets: when an answer's budget is used up, the closing marker of its thinking is forced token by token.
+"""Thinking budgets: limits the tokens of an answer's thinking section.
 
-Columnar: rows without a budget cost nothing; all others together cost a dozen numpy operations a step. Used on the
-device thread only. The markers of each model are given as token ids.
+When the budget is used up, the closing marker is forced token by token. Columnar: rows without a budget cost nothing;
+all others together cost a dozen numpy operations a step. Used on the device thread only. The markers of each model are
+given as token ids.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ class ThinkingTable:
         self._lengths = np.zeros((2, num_slots), np.intp)
 
     def start(self, slot: int, budget: ThinkingBudget, generated: NDArray[Any]) -> bool:
-        """Assigns a slot to a sequence that has `generated` [G] tokens. Returns whether it needs `steer`."""
+        """Assigns a slot to a sequence that has `generated` [G] tokens.
+
+        Returns whether it needs `steer`.
+        """
         for side, ids in ((OUTSIDE, budget.start_ids), (INSIDE, budget.end_ids)):
             self._markers[side, slot, : len(ids)] = ids
             self._lengths[side, slot] = len(ids)
@@ -48,7 +52,7 @@ class ThinkingTable:
         return True
 
     def steer(self, slots: NDArray[np.intp], token_ids: Longs) -> tuple[Longs, Bools]:
-        """Replaces chosen tokens by forced ones: (tokens [n], whether the thinking section is over [n])."""
+        """Replaces chosen tokens by forced ones: (tokens, whether the thinking is over), [n] each."""
         side, at = self._side[slots], self._num_matched[slots]
         is_inside = side == INSIDE
         wanted = self._markers[side, slots, at]

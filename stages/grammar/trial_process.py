@@ -1,4 +1,7 @@
-"""The helper process in which grammars are tried. The engine starts it as `python -P -m` and this module's name."""
+"""The helper process in which grammars are tried.
+
+The engine starts it as `python -P -m` and this module's name.
+"""
 
 from __future__ import annotations
 

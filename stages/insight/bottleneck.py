@@ -1,7 +1,7 @@
-"""What limits a pipeline now, in one sentence. Derived from the records of the last few seconds.
+"""What limits a pipeline now, in one sentence, from the records of the last few seconds.
 
-Situations are asked about in an order: what stands before the device (clients, memory, slots, tokenizer, grammars) is
-named before the device, since a device that is busy for their sake can not be relieved by a faster one alone.
+Situations are checked in order. What comes before the device (clients, memory, slots, tokenizer, grammars) is named
+first: a faster device alone would not help there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .trace_view import TraceView
 
 WINDOW_S = 5.0
 MAX_NS = 2**63
-LARGE, SOME = 0.5, 0.2  # shares of the window that make a situation
+LARGE, SOME = 0.5, 0.2  # shares of the window from which a situation counts
 
 Situation = Literal[
     "idle", "slow client", "kv full", "slots full", "tokenizer", "grammar", "long prefill", "execute", "none"
@@ -31,13 +31,13 @@ class Load:
     busy: dict[str, float]  # by stage: its time in batches; of execute and sample, the device's
     blocked: dict[str, float]  # by stage
     full: dict[str, float]  # by edge: its senders had to wait, or would have had to
-    waiting_for: dict[str, float]  # by what the first in line lacked
-    prefill: float  # the device's time in steps that computed prompts, for the most part
-    grammar: float  # the device's time waiting for masks, of its time in steps
-    grammar_gate: float  # of requests that waited for their grammars to be looked at, each for itself
+    waiting_for: dict[str, float]  # by what the first request in the queue lacked
+    prefill: float  # the device's time in steps with mostly prompt tokens
+    grammar: float  # the device's time waiting for masks, as a share of its time in steps
+    grammar_gate: float  # requests that waited for their grammars to be compiled; each counts for itself
     num_steps: int
     num_rows: float  # of a step, on average
-    num_waiting: int  # in line, by the last plan
+    num_waiting: int  # in the queue, by the last plan
     num_preempted: int
     num_parked: int  # at the end
     num_prompt_tokens: int
@@ -49,17 +49,17 @@ class Bottleneck:
     """What limits the pipeline, or that nothing does."""
 
     situation: Situation
-    stage: str | None  # the one to look at
+    stage: str | None  # the one to improve
     sentence: str
 
 
 def bottleneck(view: TraceView, now_ns: int | None = None, window_s: float = WINDOW_S) -> Bottleneck:
-    """Of the last `window_s` seconds before `now_ns`, or before the last record."""
+    """The bottleneck in the last `window_s` seconds before `now_ns` (default: the last record)."""
     return judge(load_of(view, now_ns, window_s))
 
 
 def judge(load: Load) -> Bottleneck:
-    """The sentence for a load. The first situation that is there is the one that is named."""
+    """The bottleneck of a load: the first situation that applies."""
     device = load.busy.get("execute", 0.0) + load.busy.get("sample", 0.0)
     short = load.waiting_for.get("blocks", 0.0) + load.waiting_for.get("swapped", 0.0)
     full = load.waiting_for.get("slots", 0.0)
@@ -67,7 +67,7 @@ def judge(load: Load) -> Bottleneck:
         return Bottleneck(
             "slow client",
             "exit",
-            f"Clients limit it: {load.num_parked} sequences are parked, as nobody reads their answers, and the device"
+            f"Clients limit it: {load.num_parked} sequences are parked, as their clients do not read, and the device"
             f" is busy {_percent(device)} of the time.",
         )
     if short >= SOME or (load.num_preempted and short + full > 0 and short >= full):
@@ -75,14 +75,14 @@ def judge(load: Load) -> Bottleneck:
             "kv full",
             "allocate",
             f"KV memory is full: for {_percent(short)} of the time the next request waited for blocks, and"
-            f" {load.num_preempted} sequences lost theirs. More blocks, or shorter contexts, would help.",
+            f" {load.num_preempted} sequences were preempted. More blocks, or shorter contexts, would help.",
         )
     if full >= SOME:
         return Bottleneck(
             "slots full",
             "schedule",
             f"All slots are taken: {load.num_waiting} sequences wait while {load.num_rows:.0f} run. A higher"
-            " max_num_seqs would let more in, if memory allows.",
+            " max_num_seqs would admit more, if memory allows.",
         )
     if load.busy.get("tokenize", 0.0) >= LARGE and device < LARGE:
         return Bottleneck(
@@ -96,7 +96,7 @@ def judge(load: Load) -> Bottleneck:
             "grammar",
             "sample",
             f"Grammars limit it: the device waits for their masks {_percent(load.grammar)} of its time in steps, and"
-            f" {load.grammar_gate:.1f} requests at a time wait for theirs to be looked at.",
+            f" {load.grammar_gate:.1f} requests at a time wait for their grammars to be compiled.",
         )
     if load.prefill >= LARGE and load.prefill >= 0.6 * device:
         return Bottleneck(
@@ -113,21 +113,24 @@ def judge(load: Load) -> Bottleneck:
             f" {load.num_steps / load.window_s:.0f} steps a second of {load.num_rows:.1f} rows.",
         )
     if not load.num_steps and not load.num_waiting and max(load.busy.values(), default=0.0) < 0.01:
-        return Bottleneck("idle", None, "It is idle: nothing was asked of it.")
+        return Bottleneck("idle", None, "It is idle: there are no requests.")
     return Bottleneck("none", None, f"Nothing limits it: the device is busy {_percent(device)} of the time.")
 
 
 def load_of(view: TraceView, now_ns: int | None = None, window_s: float = WINDOW_S) -> Load:
-    """What the records say of the last `window_s` seconds before `now_ns`."""
+    """The load in the last `window_s` seconds before `now_ns`. Default: the last record's time.
+
+    The window begins with the first record if that is later.
+    """
     end_ns = view.end_ns if now_ns is None else now_ns
     if len(view.records) and view.begin_ns > end_ns - window_s * 1e9:
-        window_s = max(end_ns - view.begin_ns, 1) / 1e9  # that is all there is
+        window_s = max(end_ns - view.begin_ns, 1) / 1e9  # the records begin later
     begin_ns = end_ns - round(window_s * 1e9)
     executed, sampled = (_since(view.of(kind), begin_ns) for kind in (EventKind.STEP_EXECUTED, EventKind.STEP_SAMPLED))
     planned, granted = (_since(view.of(kind), begin_ns) for kind in (EventKind.STEP_PLANNED, EventKind.STEP_GRANTED))
     busy, blocked = _shares(view, begin_ns, window_s)
     busy |= {"execute": _sum_s(executed["c"]) / window_s, "sample": _sum_s(sampled["b"]) / window_s}
-    of_prompts = granted["step"][granted["b"] > 2 * granted["c"]]  # most of their tokens are
+    of_prompts = granted["step"][granted["b"] > 2 * granted["c"]]  # steps with mostly prompt tokens
     prefill_s = _sum_s(executed["c"][np.isin(executed["step"], of_prompts)])
     prefill_s += _sum_s(sampled["b"][np.isin(sampled["step"], of_prompts)])
     in_steps_s = _sum_s(executed["c"]) + _sum_s(sampled["b"])
@@ -152,7 +155,7 @@ def load_of(view: TraceView, now_ns: int | None = None, window_s: float = WINDOW
 
 
 def _shares(view: TraceView, begin_ns: int, window_s: float) -> tuple[dict[str, float], dict[str, float]]:
-    """(busy, blocked) by stage; items that are carried at once count each for itself."""
+    """(busy, blocked) by stage; concurrent items count each for themselves."""
     batches = _since(view.of(EventKind.STAGE_BATCH), begin_ns)
     busy, blocked = {}, {}
     for source in np.unique(batches["source"]).tolist():
@@ -169,7 +172,7 @@ def _full_shares(view: TraceView, begin_ns: int, window_s: float) -> dict[str, f
 
 
 def _waiting_shares(view: TraceView, begin_ns: int, end_ns: int) -> dict[str, float]:
-    """How much of the time the first in line lacked what."""
+    """The share of time in which the first request in the queue lacked each resource."""
     told = view.of(EventKind.WAITING_FOR)
     begins = np.clip(told["time_ns"].astype(np.int64), begin_ns, end_ns)
     lasted = np.diff(np.append(begins, end_ns)) / max(1, end_ns - begin_ns)
@@ -181,7 +184,7 @@ def _waiting_shares(view: TraceView, begin_ns: int, end_ns: int) -> dict[str, fl
 
 
 def _num_parked(view: TraceView) -> int:
-    """Sequences parked now: those that were and neither read again nor came to their end."""
+    """Sequences parked now: those that neither were unparked nor ended since."""
     accepted = view.of(EventKind.REQUEST_ACCEPTED)
     num_sequences = dict(zip(accepted["a"].tolist(), accepted["b"].tolist(), strict=True))
     last = {int(record["c"]): int(record["time_ns"]) for record in view.of(EventKind.PARKED)}

@@ -1,7 +1,4 @@
-"""Why a request took as long as it did, in words: the causes of its latency, the longest first.
-
-Derived from its waterfall and the records around it. Knows what usually goes wrong; refuses to know the live engine.
-"""
+"""The causes of a request's latency in words, the longest first, from its waterfall."""
 
 from __future__ import annotations
 
@@ -14,28 +11,28 @@ from ...runtime.trace.tracer import EventKind
 from .trace_view import SCHEDULE, TraceView
 from .waterfall import Bar, StepPart, Waterfall
 
-MIN_NS = 1_000_000  # of a cause that is worth a word
+MIN_NS = 1_000_000  # of a cause worth naming
 MIN_SHARE = 0.03
 
 SENTENCES = {
-    "queue": "it waited {ms} ms for its turn behind requests that came before it",
+    "queue": "it waited {ms} ms in the queue behind earlier requests",
     "slots": "it waited {ms} ms for a slot, as max_num_seqs sequences were running",
     "blocks": "it waited {ms} ms for KV blocks, which other sequences held",
-    "swap-in": "it waited {ms} ms on the host, to be swapped back in",
-    "long prefill": "steps that it shared with other requests' long prompts took {ms} ms longer than others",
-    "slow client": "it stood still for {ms} ms, as its client did not read",
-    "grammar": "its grammar took {ms} ms: to be looked at, or to make the masks that a step had to wait for",
-    "tokenizer": "its prompt took {ms} ms to become tokens",
-    "prompt": "its own prompt took {ms} ms to compute",
-    "decoding": "its own tokens took {ms} ms to compute, {num_tokens} of them",
+    "swap-in": "it waited {ms} ms in host memory, to be swapped in",
+    "long prefill": "steps shared with other requests' long prompts took {ms} ms longer than usual",
+    "slow client": "it was paused for {ms} ms, as its client did not read",
+    "grammar": "its grammar took {ms} ms, to compile or to make the masks that a step waited for",
+    "tokenizer": "tokenizing its prompt took {ms} ms",
+    "prompt": "computing its own prompt took {ms} ms",
+    "decoding": "computing its own tokens took {ms} ms, {num_tokens} of them",
     "other stages": "the other stages took {ms} ms",
 }
-WAITING = {"slots": "slots", "blocks": "blocks", "swapped": "swap-in"}  # what the line waits for -> the cause
+WAITING = {"slots": "slots", "blocks": "blocks", "swapped": "swap-in"}  # what the queue waits for -> the cause
 
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """A part of a request's time. All causes together are the whole of it."""
+    """A part of a request's time. All causes of a request add up to the whole."""
 
     name: str  # a key of SENTENCES
     ns: int
@@ -61,17 +58,17 @@ def causes(view: TraceView, fall: Waterfall) -> list[Cause]:
 
 
 def in_words(fall: Waterfall, found: list[Cause]) -> str:
-    """One sentence for a person: the causes that count."""
+    """One sentence with the main causes."""
     total_ns = fall.end_ns - fall.begin_ns
     worth = [cause for cause in found if cause.ns >= MIN_NS and cause.share >= MIN_SHARE][:4]
-    ended = "took" if fall.cause is not None else "is under way for"
+    ended = "took" if fall.cause is not None else "has been running for"
     if not worth:
-        return f"The request {ended} {_ms(total_ns)} ms, and nothing held it up."
+        return f"The request {ended} {_ms(total_ns)} ms, without a delay."
     return f"The request {ended} {_ms(total_ns)} ms: " + "; ".join(cause.sentence for cause in worth) + "."
 
 
 def _parts(view: TraceView, bar: Bar, steps: dict[int, StepPart]) -> list[tuple[str, int]]:
-    """What a bar was spent on."""
+    """(Cause, ns) pairs that a bar was spent on."""
     match bar.kind, bar.stage:
         case "client", _:
             return [("slow client", bar.ns)]
@@ -93,7 +90,7 @@ def _parts(view: TraceView, bar: Bar, steps: dict[int, StepPart]) -> list[tuple[
 
 
 def _waits(view: TraceView, bar: Bar) -> list[tuple[str, int]]:
-    """A wait in line, cut where what the first in line lacked changed."""
+    """A wait in the queue, split where the resource that the first request lacked changed."""
     told = view.of(EventKind.WAITING_FOR)
     first, end = np.searchsorted(told["time_ns"], [bar.begin_ns, bar.end_ns], "right").tolist()
     found, cursor_ns = [], bar.begin_ns
@@ -106,7 +103,7 @@ def _waits(view: TraceView, bar: Bar) -> list[tuple[str, int]]:
 
 
 def _of_forward(view: TraceView, bar: Bar, part: StepPart) -> list[tuple[str, int]]:
-    """A forward pass is the request's own, but for what it took longer because of others' prompts."""
+    """Splits a forward pass into the request's own time and the excess from others' prompts."""
     own = "prompt" if part.num_prompt_tokens else "decoding"
     granted = view.of_step(EventKind.STEP_GRANTED, part.step)
     executed = view.of_step(EventKind.STEP_EXECUTED, part.step)

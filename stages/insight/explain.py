@@ -1,4 +1,4 @@
-"""A request explained as plain data: its waterfall, its steps and its causes in words. For JSON and for pages."""
+"""A request explained as plain data: its waterfall, its steps and its causes in words."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from .causes import causes, in_words
 from .trace_view import TraceView
 from .waterfall import Waterfall, waterfall
 
-MAX_BARS = 2_000  # told one by one: of a very long answer the first and the last
+MAX_BARS = 2_000  # listed; of a longer list the first and last half of this number
 
 
 def view_of(tracer: Tracer) -> TraceView:
-    """What all rings of a tracer hold, from when on none of them has lost anything. From any thread."""
+    """All records of a tracer from the time on at which no ring has lost any.
+
+    Callable from any thread.
+    """
     parts, since_ns = [], 0
     for reader in tracer.readers():
         records, _, num_lost = reader.read_since()
@@ -25,7 +28,10 @@ def view_of(tracer: Tracer) -> TraceView:
 
 
 def explain(view: TraceView, request_id: str, now_ns: int | None = None) -> dict[str, Any] | None:
-    """Where the time of a request went, and why. Milliseconds, from its arrival. None if the trace does not know it."""
+    """Where the time of a request went, and why. Milliseconds, from its arrival.
+
+    None if it is not in the trace.
+    """
     numbers = [number for number, name in request_names(view.records).items() if name == request_id]
     fall = waterfall(view, numbers[-1], now_ns) if numbers else None
     if fall is None:
@@ -53,8 +59,10 @@ def explain(view: TraceView, request_id: str, now_ns: int | None = None) -> dict
 
 
 def _stages(fall: Waterfall) -> list[dict[str, Any]]:
-    """How long each stage served it, let it wait, and stood before a full edge with it; in the order of first meeting.
-    With what is preempted and the client's, they are the total."""
+    """The request's time in each stage by service, wait and blocking, in the order of first use.
+
+    With the preempted and the client's time they add up to the total.
+    """
     names = dict.fromkeys(bar.stage for bar in fall.bars if bar.kind in ("service", "wait", "blocked"))
     return [
         {

@@ -1,6 +1,6 @@
-"""Records of a trace, looked at by kind, by step and by request. What waterfalls, causes and bottlenecks are made of.
+"""Records of a trace, indexed by kind, by step and by request.
 
-Plain code on arrays: the records may be of this process, of a file, or of a recording.
+The records may be of this process, of a file, or of a recording.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 from ...runtime.trace.tracer import EventKind, Records, some_of
 
-# The names of stages that derivations know by what they do; those of the engine's own pipeline.
+# Names of stages in the engine's pipeline that the analysis treats specially.
 SCHEDULE, SAMPLE = "schedule", "sample"
 
 
@@ -29,13 +29,13 @@ class Batches:
     ends: np.ndarray  # after the time blocked
 
     def of_step(self, step: int) -> int | None:
-        """The place of the batch that carried `step`."""
+        """The index of the batch that carried `step`, or None."""
         place = int(np.searchsorted(self.first_steps, step, "right")) - 1
         return place if place >= 0 and step < self.first_steps[place] + self.num_items[place] else None
 
 
 class TraceView:
-    """`records` in order of time, and the names that they mean."""
+    """`records` in order of time, and the table of their names."""
 
     def __init__(self, records: Records, names: Sequence[str]) -> None:
         self.records = records
@@ -56,35 +56,38 @@ class TraceView:
         return chosen
 
     def of_step(self, kind: EventKind, step: int) -> np.void | None:
-        """The last record of a kind that tells of `step`."""
+        """The last record of a kind for `step`, or None."""
         place = self._places_by_step(kind).get(step)
         return None if place is None else self.of(kind)[place]
 
     def rows_of(self, sequence_id: int) -> Records:
-        """What ROW records say of a sequence, in order of time."""
+        """The ROW records of a sequence, in order of time."""
         rows, places = self._rows
         first, end = np.searchsorted(places, [sequence_id, sequence_id + 1])
         return rows[first:end]
 
     def num_prompt_tokens(self, sequence_id: int) -> int:
-        """Of a sequence's prompt; 0 if the trace does not know. The choices of a prompt follow it in their ids."""
+        """Of a sequence's prompt; 0 if the trace does not have it.
+
+        The choices of a prompt have the ids after it.
+        """
         told = self.of(EventKind.REQUEST_TOKENIZED)
         before = told[told["a"] <= sequence_id]
         return int(before["b"][np.argmax(before["a"])]) if len(before) else 0
 
     @property
     def begin_ns(self) -> int:
-        """Of the first record."""
+        """Time of the first record."""
         return int(self.records["time_ns"][0]) if len(self.records) else 0
 
     @property
     def end_ns(self) -> int:
-        """Of the last record."""
+        """Time of the last record."""
         return int(self.records["time_ns"][-1]) if len(self.records) else 0
 
     @cached_property
     def step_batches(self) -> list[Batches]:
-        """Of each stage whose items are of steps, schedule apart."""
+        """The batches of each stage whose items are steps, without schedule."""
         batches = self.of(EventKind.STAGE_BATCH)
         others = {*np.unique(self.of(EventKind.REQUEST_STAGE)["source"]).tolist()}
         others |= {source for source, name in enumerate(self.names) if name == SCHEDULE}
@@ -93,7 +96,7 @@ class TraceView:
 
     @cached_property
     def schedule_batches(self) -> Batches | None:
-        """Of the stage that plans."""
+        """The batches of schedule."""
         batches = self.of(EventKind.STAGE_BATCH)
         planned = self.of(EventKind.STEP_PLANNED)
         of_schedule = some_of(batches, batches["source"] == planned["source"][0]) if len(planned) else planned
@@ -101,18 +104,18 @@ class TraceView:
 
     @cached_property
     def void_steps(self) -> set[int]:
-        """Granted steps that did not happen."""
+        """Granted steps that did not run."""
         return set(self.of(EventKind.STEP_VOID)["step"].tolist())
 
     @cached_property
     def last_step(self) -> int:
-        """The last that was granted."""
+        """The last granted step, or -1."""
         granted = self.of(EventKind.STEP_GRANTED)
         return int(granted["step"].max()) if len(granted) else -1
 
     @cached_property
     def decode_step_ns(self) -> int | None:
-        """The median forward pass in which no prompt was computed; None if there was none."""
+        """The median forward pass without prompt tokens; None if there was none."""
         executed = self.of(EventKind.STEP_EXECUTED)
         alone = executed[executed["a"] == executed["b"]]
         return int(np.median(alone["c"])) * 1000 if len(alone) else None

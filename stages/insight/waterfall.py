@@ -1,10 +1,9 @@
-"""Where the time of a request went: bars that follow each other from its arrival to its end, without a hole.
+"""The waterfall of a request: consecutive bars from its arrival to its end, without gaps.
 
     arrival  |intake|tokenize|..wait..|schedule|allocate|execute......|sample|detokenize|exit|  end
 
-At each moment a request is where its oldest unfinished step is, so what stages do for later steps meanwhile is hidden
-time and has no bar: a stage that is slow where others wait for it has a longer bar, and elsewhere it has not.
-Derived from records, and from nothing else.
+At each moment a request is where its oldest unfinished step is. Work on its later steps in the meantime is hidden and
+has no bar. So a slow stage has a longer bar only where other stages wait for it.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ Kind = Literal["service", "wait", "blocked", "preempted", "client"]
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A stretch of a request's life [begin_ns, end_ns), on the trace's clock.
+    """A part of a request's life [begin_ns, end_ns), on the trace's clock.
 
-    service    `stage` had it in hand
-    wait       for `stage` to take it up
-    blocked    `stage` was done, and the edge behind it full
+    service    `stage` worked on it
+    wait       it waited for `stage`
+    blocked    `stage` was done, and its output channel was full
     preempted  it had lost its blocks or its slot; `stage` is how: swap or recompute
-    client     it was parked, as nobody read its answer
+    client     it was parked, as its client did not read
     """
 
     kind: Kind
@@ -40,13 +39,13 @@ class Bar:
 
     @property
     def ns(self) -> int:
-        """How long it is."""
+        """Its length."""
         return self.end_ns - self.begin_ns
 
 
 @dataclass(frozen=True, slots=True)
 class StepPart:
-    """What a request had in one step: tokens of prompts, or one token for each of its rows."""
+    """What a request had in one step: prompt tokens, or one token for each of its rows."""
 
     step: int
     num_prompt_tokens: int
@@ -55,25 +54,31 @@ class StepPart:
 
 @dataclass(frozen=True, slots=True)
 class Waterfall:
-    """A request's life. The bars are in order, each begins where the one before ends, and they fill [begin, end)."""
+    """A request's life.
+
+    The bars are in order, each begins where the one before ends, and they fill [begin, end).
+    """
 
     sequence_id: int  # of its first sequence
     num_sequences: int
     begin_ns: int
     end_ns: int
-    cause: str | None  # why it ended; None: it is under way
+    cause: str | None  # why it ended; None: it has not ended
     bars: list[Bar]
     steps: list[StepPart]
     num_preemptions: int
 
     def total_ns(self, kind: Kind, stage: str | None = None) -> int:
-        """Of all bars of a kind, and of a stage if one is named."""
+        """Total of all bars of a kind, and of a stage if given."""
         return sum(bar.ns for bar in self.bars if bar.kind == kind and stage in (None, bar.stage))
 
 
 def waterfall(view: TraceView, sequence_id: int, now_ns: int | None = None) -> Waterfall | None:
-    """Of the request whose first sequence is `sequence_id`, up to its end or, while it lives, to `now_ns` (the last
-    record's time unless given). None if the trace does not reach back to its arrival."""
+    """The waterfall of the request whose first sequence is `sequence_id`, up to its end.
+
+    While it is live, up to `now_ns` (default: the last record's time). None if the trace does not reach back to its
+    arrival.
+    """
     accepted = view.of_request(EventKind.REQUEST_ACCEPTED, sequence_id)
     if not len(accepted):
         return None
@@ -93,17 +98,17 @@ def waterfall(view: TraceView, sequence_id: int, now_ns: int | None = None) -> W
     return Waterfall(sequence_id, num_sequences, begin_ns, end_ns, cause, bars, steps, len(preempted))
 
 
-# -- what happened to it, in the order in which a token comes about
+# -- bars in the order in which a token is made
 
 
 def _grammar(view: TraceView, sequence_id: int, arrival_ns: int) -> Iterator[Bar]:
-    """Before it was let in."""
+    """The wait for its grammar, before admission."""
     for record in view.of_request(EventKind.REQUEST_GRAMMAR, sequence_id):
         yield Bar("wait", "grammar", arrival_ns - int(record["b"]) * 1000, arrival_ns)
 
 
 def _spans(view: TraceView, sequence_id: int, steps: list[StepPart]) -> Iterator[Bar]:
-    """Before its first step, what each stage did for it; then what each stage did for each of its steps."""
+    """The stages before its first step, then the stages of each of its steps."""
     for record in view.of_request(EventKind.REQUEST_STAGE, sequence_id):
         stage, end_ns = view.names[int(record["source"])], int(record["time_ns"])
         served_ns = end_ns - int(record["d"]) * 1000
@@ -131,7 +136,10 @@ def _spans_of_step(view: TraceView, step: int) -> Iterator[Bar]:
 
 
 def _spans_of_batch(batches: Batches, step: int, executed: np.void | None, done: np.void | None) -> Iterator[Bar]:
-    """A stage's own bar for a step. Sample has a step from its forward pass to its outcome: before, it waits."""
+    """A stage's own bar for a step.
+
+    Sample gets a step before its forward pass has ended; until then it waits.
+    """
     place = batches.of_step(step)
     if place is None:
         return
@@ -145,11 +153,11 @@ def _spans_of_batch(batches: Batches, step: int, executed: np.void | None, done:
     yield Bar("blocked", batches.stage, served_ns, int(batches.ends[place]), step)
 
 
-# -- its rows
+# -- rows
 
 
 def _steps(view: TraceView, sequence_ids: range, end_ns: int) -> list[StepPart]:
-    """The steps it took part in, void ones left out, up to the one that was granted last before `end_ns`."""
+    """The request's steps, without void ones, up to the last one granted before `end_ns`."""
     prompts: dict[int, int] = {}
     decodes: dict[int, int] = {}
     granted = view.of(EventKind.STEP_GRANTED)
@@ -162,7 +170,7 @@ def _steps(view: TraceView, sequence_ids: range, end_ns: int) -> list[StepPart]:
             if row["kind"] == EventKind.ROW_EXTEND:
                 prompts[step] = prompts.get(step, 0) + int(row["d"])
             elif row["kind"] == EventKind.ROW_DECODE:
-                if int(row["c"]) < num_prompt:  # the rest of a prompt may be one token
+                if int(row["c"]) < num_prompt:  # the rest of a prompt may be a single token
                     prompts[step] = prompts.get(step, 0) + 1
                     step += 1
                 for later in range(step, min(next_step, last_step + 1)):
@@ -184,7 +192,7 @@ def _preempted(view: TraceView, sequence_ids: range, end_ns: int) -> list[Bar]:
 
 
 def _parked(view: TraceView, sequence_ids: range, end_ns: int) -> Iterator[Bar]:
-    """From each moment in which nobody read enough to the one in which somebody read again."""
+    """From each time it was parked to the time it was unparked."""
     unparked = view.of(EventKind.UNPARKED)
     for record in view.of(EventKind.PARKED):
         time_ns, sequence_id = int(record["time_ns"]), int(record["c"])
@@ -194,14 +202,16 @@ def _parked(view: TraceView, sequence_ids: range, end_ns: int) -> Iterator[Bar]:
             yield Bar("client", "", time_ns, min(back_ns, end_ns))
 
 
-# -- one after another
+# -- joining bars
 
 
 def _without_holes(
     spans: Iterable[Bar], away: Iterable[Bar], begin_ns: int, end_ns: int, next_stage: str
 ) -> Iterator[Bar]:
-    """Each span less what those before it cover; and between them what it waited for, the last time for `next_stage`,
-    unless it was `away`."""
+    """Cuts each span by those before it.
+
+    Fills gaps with waits for the next span, the last with a wait for `next_stage`. Times in `away` replace waits.
+    """
     away = sorted(away, key=lambda bar: bar.begin_ns)
     cursor_ns = begin_ns
     for span in [*spans, Bar("wait", next_stage, end_ns, end_ns)]:

@@ -1,6 +1,6 @@
-"""Who may come in: counts of requests under way and waiting, and how long the wait would be.
+"""Admission control: limits on load, and an estimate of the waiting time.
 
-Knows counts, tokens and seconds. Refuses to know what a request asks, and reads no clock.
+Reads no clock: the caller passes the time.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from dataclasses import dataclass
 
 from ..errors import Overloaded
 
-RATE_MEMORY_S = 30.0  # the service rate is that of about the last half minute of work
-LEAST_WAIT_S = 1.0  # nobody is told to come back at once
+RATE_MEMORY_S = 30.0  # time constant with which old work fades from the service rate
+LEAST_WAIT_S = 1.0  # lower bound of the estimate: never suggest an immediate retry
 
 
 @dataclass(slots=True)
 class _Admitted:
-    num_tokens: int  # estimate: prompt and the longest answer asked for
+    num_tokens: int  # estimate: prompt plus the longest requested answer
     is_waiting: bool = True  # has no token yet
 
 
 class Admission:
-    """The door. `admit` counts a request in, `start` says that it has its first token, `release` that it is over.
+    """Counts requests: `admit` adds one, `start` reports its first token, `release` its end.
 
-    The wait is estimated from what those who wait may still need and from the rate at which requests got done, both in
-    the same estimated tokens: an estimate that is wrong by a factor is wrong by it in both.
+    The estimated wait is the tokens of all waiting requests divided by the rate at which requests finished. Both use
+    the same token estimate per request, so a constant error factor cancels out.
     """
 
     def __init__(self, max_admitted: int, max_waiting: int) -> None:
@@ -34,32 +34,34 @@ class Admission:
         self.num_refused = 0
         self._admitted: dict[str, _Admitted] = {}
         self._queued_tokens = 0
-        self._served_tokens = 0.0  # both fade with RATE_MEMORY_S
+        self._served_tokens = 0.0  # this and the next fade with RATE_MEMORY_S
         self._served_s = 0.0
-        self._counted_s = 0.0  # until when time was counted
+        self._counted_s = 0.0  # the time up to which the rate is counted
 
     @property
     def num_admitted(self) -> int:
-        """Requests under way, those that wait included."""
+        """Requests in progress, waiting ones included."""
         return len(self._admitted)
 
     def admit(self, request_id: str, num_tokens: int, now_s: float) -> None:
-        """Counts a request of about `num_tokens` in; raises `Overloaded` when the house is full. Once is enough: a
-        request that is in stays in."""
+        """Admits a request of about `num_tokens` tokens, or raises `Overloaded`.
+
+        No effect on an admitted request.
+        """
         if request_id in self._admitted:
             return
         if self.num_admitted >= self.max_admitted:
-            raise self._refuse(f"{self.num_admitted} requests are under way, which is all that are admitted")
+            raise self._refuse(f"{self.num_admitted} requests are in progress, which is the limit")
         if self.num_waiting >= self.max_waiting:
-            raise self._refuse(f"{self.num_waiting} requests wait for their first token, which is all that may wait")
+            raise self._refuse(f"{self.num_waiting} requests wait for their first token, which is the limit")
         if not self._admitted:
-            self._counted_s = now_s  # the time nobody was here says nothing about the rate
+            self._counted_s = now_s  # idle time must not lower the rate
         self._admitted[request_id] = _Admitted(num_tokens)
         self._queued_tokens += num_tokens
         self.num_waiting += 1
 
     def start(self, request_id: str) -> None:
-        """The request has its first token; saying it again changes nothing."""
+        """Records that the request has its first token. Further calls have no effect."""
         admitted = self._admitted.get(request_id)
         if admitted is not None and admitted.is_waiting:
             admitted.is_waiting = False
@@ -67,14 +69,17 @@ class Admission:
             self._queued_tokens -= admitted.num_tokens
 
     def release(self, request_id: str, now_s: float, *, is_served: bool) -> None:
-        """The request is over, with its answer if `is_served`. One that was never admitted changes nothing."""
+        """Removes a request that has ended, complete if `is_served`.
+
+        Has no effect on one that was not admitted.
+        """
         self.start(request_id)
         admitted = self._admitted.pop(request_id, None)
         if admitted is not None and is_served:
             self._count(admitted.num_tokens, now_s)
 
     def estimate_wait_s(self) -> float:
-        """Seconds until those who wait now may have been served; LEAST_WAIT_S while no rate is known."""
+        """Estimated seconds until the waiting requests are served; LEAST_WAIT_S if unknown."""
         if not self._served_tokens:
             return LEAST_WAIT_S
         rate = self._served_tokens / max(self._served_s, 1e-3)

@@ -1,6 +1,6 @@
-"""The intake stage: looks at each request once, before it has cost anything, and lets it in or turns it away.
+"""The intake stage: admits or rejects each request, before the engine spends any work on it.
 
-The checks are in `stages/request_limits.py`, the counts in `admission.py`.
+The checks against the model are in `stages/request_limits.py`, the limits on load in `admission.py`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from .admission import Admission
 
 
 class Intake(Stage[Request, Request]):
-    """Refuses what the model can not do (`Refused`) and what it has no room for now (`Overloaded`); counts the rest in.
+    """Admits requests; fails those the model cannot serve at all or has no room for now.
 
-    A beam search is counted in with its first step, under its own id, and its later steps are always let in.
+    The errors are `Refused` and `Overloaded`. A beam search counts once, under its own id, with its first step. Its
+    later steps are always admitted.
 
-    Whoever is counted in is counted out by `request_ended`, and moves from waiting to running with `request_started`:
-    both are calls that the exit makes in passing, on the same loop (`exit.on_end`, `exit.on_start`).
+    `request_started` moves a request from waiting to running, and `request_ended` releases it. The exit calls both
+    directly, on the same event loop (`exit.on_start`, `exit.on_end`).
     """
 
     on_crash: ClassVar = Crash.ISOLATE
@@ -41,7 +42,7 @@ class Intake(Stage[Request, Request]):
     async def handle(self, batch: Sequence[Request], out: Outlet[Request]) -> None:
         for request in batch:
             if request.parent_id is not None and not self._is_live(request.parent_id):
-                continue  # a step of a search that is over
+                continue  # a step of a beam search that has ended
             try:
                 self.limits.check(request)
                 num_tokens = estimated_tokens(request, self.limits.max_model_len)
@@ -55,11 +56,11 @@ class Intake(Stage[Request, Request]):
                 out.send(request)
 
     def request_started(self, request_id: str) -> None:
-        """The first text of a request has arrived."""
+        """Counts the request as running: its first text has arrived."""
         self.admission.start(request_id)
 
     def request_ended(self, outbox: Outbox[Any], cause: str, error: BaseException | None) -> None:
-        """A request is over, for whatever reason."""
+        """Releases a request that has ended, for any reason."""
         self.admission.release(outbox.request_id, self._now_s(), is_served=cause == "finish")
 
     def _trace_shed(self, error: Overloaded) -> None:

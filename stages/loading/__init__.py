@@ -1,8 +1,8 @@
-"""From a model's name to an engine's parts: files, tokenizer, backend.
+"""Model loading: from a model's name to its files, tokenizer, backend and sampler.
 
 Owns: nothing after the start.
 In: a folder or Hub id, and the settings.
-Out: a `LoadedModel`.
-Imports: the root of `stages`, `runtime`, `model`, `kernels`, `stages/backends`.
-Start with: `model.py`; `early.py` starts before the engine is imported.
+Out: a `LoadedModel`, or a `LoadedEncoder`.
+Imports: the root of `stages`, `runtime`, `model`, `kernels`, `stages/backends`, the stage rooms.
+Start with: `model.py`; `early.py` runs first, before the engine is imported; `encoder.py` loads encoder models.
 """

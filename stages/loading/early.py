@@ -1,8 +1,8 @@
-"""The first part of loading a model: its files, its sizes, what computes it, and, for the native library, its weights.
+"""The first part of model loading: files, sizes, choice of the backend, native weights.
 
-To pack weights takes longest of a start, and no Python: so this comes before all else is imported, imports little, and
-runs on a thread of its own. What computes is chosen here: the native library on a CPU, unless something asks for more
-than it does; else torch, which `model.py` imports only then.
+Packing weights takes most of the start-up time and needs no Python. So this runs on a thread of its own, before most
+modules are imported, and imports little itself. On a CPU it chooses the native library, unless a setting needs more
+than it supports; otherwise torch, which `model.py` imports only then.
 """
 
 from __future__ import annotations
@@ -42,48 +42,52 @@ Ts = TypeVarTuple("Ts")
 
 log = get_logger("millrace.stages")
 
-# bytes of a number, in int4 with its share of a scale
+# Bytes of a number; for int4 including its share of a scale.
 ITEM_SIZES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "int4": 0.5 + 2 / GROUP_SIZE}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Opened:
-    """A model whose files are there."""
+    """A model whose files are present."""
 
     root: Path
     threads: ComputeThreads
-    shape: ModelConfig | None  # None: it reads texts at once
-    max_model_len: int = 0  # as it was asked for; for "auto" the most it may become, whatever the memory
+    shape: ModelConfig | None  # None: an encoder model
+    max_model_len: int = 0  # as configured; for "auto" the upper bound, before memory is considered
     native_model: Pending[NativeModel | str] | None = None  # see `_load_native_model`
-    why_not_native: str = ""  # what is asked for that the library does not do, where there is none
+    why_not_native: str = ""  # without a native model: the setting that the library does not support
 
 
 class Opening:
-    """Opens a model from when this is made, on a thread that `close` ends."""
+    """Starts opening a model when constructed, on a thread of its own, which `close` ends."""
 
     def __init__(self, config: EngineConfig, phases: Phases) -> None:
         self.config, self.phases = config, phases
-        self._is_packing = threading.Event()  # or will not be
+        self._is_packing = threading.Event()  # set when packing starts, or will not happen
         self._thread = LiveSideThread("opening")
         self._opened = self._submit(self._open)
 
     def result(self) -> Opened:
-        """Waits for the files, which may have to be fetched. Raises `ConfigError` for settings, and `ModelError` for a
-        model, that do not fit together."""
+        """Blocks until the files are present; they may have to be downloaded.
+
+        Raises `ConfigError` for invalid settings, and `ModelError` for a model that cannot be loaded with them.
+        """
         return self._opened.result()
 
     def wait_until_packing(self, timeout_s: float) -> None:
-        """Waits, so long at most, until the library packs weights, or is known not to. Who imports much goes on then:
-        before, the two take turns at the GIL, 5 ms each, at every file that is read. Once files are there it is a
-        matter of 50 ms."""
+        """Blocks for at most `timeout_s`, until the library packs weights or is known not to.
+
+        Import large modules after this call. Before, the importing thread and this one compete for the interpreter
+        lock, 5 ms at a time, at every file read. With the files present, the wait is about 50 ms.
+        """
         self._is_packing.wait(timeout_s)
 
     def close(self) -> None:
-        """Waits until nothing is under way. May be called again."""
+        """Waits for the running job and ends the thread. Idempotent."""
         self._thread.close()
 
     def _submit(self, job: Callable[[*Ts], T], *args: *Ts) -> Pending[T]:
-        """In the caller's contextvars, as they are what log lines are marked with."""
+        """Runs a job in a copy of the caller's contextvars, which mark its log lines."""
         context = contextvars.copy_context()
         return self._thread.submit(lambda: context.run(job, *args))
 
@@ -116,8 +120,10 @@ class Opening:
     def _load_native_model(
         self, root: Path, shape: ModelConfig, max_model_len: int, threads: ComputeThreads
     ) -> NativeModel | str:
-        """The library with the weights, or why it does not run here: it can not be had, or does not compute such a
-        model. Raises `ConfigError` where weights have no room, and `CheckpointError`."""
+        """The native model with its weights, or the reason why it cannot run on this machine.
+
+        Raises `ConfigError` if the weights do not fit the memory, and `CheckpointError`.
+        """
         try:
             with self.phases("library"):
                 model = _make_native_model(self.config, shape, max_model_len, threads)
@@ -136,7 +142,7 @@ class Opening:
 
 
 def resolve(config: EngineConfig) -> Path:
-    """The folder of the model's files, which are fetched first where they have to be."""
+    """The folder of the model's files. Downloads them first if necessary."""
     return hub.resolve(
         config.model,
         revision=config.revision,
@@ -145,35 +151,38 @@ def resolve(config: EngineConfig) -> Path:
     )
 
 
-# -- what computes
+# -- choice of the backend
 
 
 def _why_not_native(config: EngineConfig, shape: ModelConfig) -> str | None:
-    """What is asked for that the native library does not do; None: nothing."""
+    """The setting that the native library does not support, and why; None if it supports all."""
     if config.attention_backend not in ("auto", "native"):
         return f"attention_backend = {config.attention_backend}"
     if config.device == "cuda" or (config.device == "auto" and has_cuda_driver()):
-        return f"device = {config.device}: it computes on CPUs, and this is for a GPU"
+        return f"device = {config.device}: the native backend computes on CPUs only"
     if config.kv_cache_dtype == "fp8":
-        return "kv_cache_dtype = fp8: it keeps keys and values in int8, or as dtype"
+        return "kv_cache_dtype = fp8: the native backend keeps keys and values in int8, or as dtype"
     if config.deterministic:
-        return "deterministic: it cuts sums by the batch, and this is for a GPU"
+        return "deterministic = True: the native backend splits sums by the batch; this setting needs a GPU"
     if config.dtype_of(shape.dtype) == "float16":
-        return "dtype = float16: it computes in bfloat16 and float32"
+        return "dtype = float16: the native backend computes in bfloat16 and float32"
     return None
 
 
 def require_torch(config: EngineConfig, reason: str) -> None:
-    """Raises `ConfigError` where torch does not do what is asked for either. `reason`: why the library does not run."""
+    """Raises `ConfigError` if torch does not support the settings either.
+
+    `reason`: why the library does not run.
+    """
     asked = _native_only(config)
     if asked is not None:
-        raise ConfigError(f"{asked}: only the native step does that, and here it does not run: {reason}")
+        raise ConfigError(f"{asked}: only the native backend supports that, and it does not run here: {reason}")
     if config.attention_backend == "native":
-        raise ConfigError(f"attention_backend = native: {reason}; use auto, which then takes torch")
+        raise ConfigError(f"attention_backend = native: {reason}; use auto, which then chooses torch")
 
 
 def _native_only(config: EngineConfig) -> str | None:
-    """What is asked for that only the native library does, and what to do without it; None: nothing."""
+    """The setting that only the native library supports, with the alternatives; or None."""
     if config.quantization is not None:
         return f"quantization = {config.quantization} (leave it out, or use device = cpu with attention_backend = auto)"
     if config.kv_cache_dtype == "int8":
@@ -182,7 +191,10 @@ def _native_only(config: EngineConfig) -> str | None:
 
 
 def has_cuda_driver() -> bool:
-    """Whether this machine may have a GPU, so that torch is to be asked: which takes a second that others need not."""
+    """Whether this machine may have a GPU.
+
+    Only then is torch imported to find out, which takes a second.
+    """
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -196,7 +208,10 @@ def has_cuda_driver() -> bool:
 def _make_native_model(
     config: EngineConfig, shape: ModelConfig, max_model_len: int, threads: ComputeThreads
 ) -> NativeModel:
-    """Without its weights. Raises `NativeUnavailableError` and `UnsupportedModelError`."""
+    """A native model without weights.
+
+    Raises `NativeUnavailableError` and `UnsupportedModelError`.
+    """
     return NativeModel(
         native_shape(shape),
         cast(DType, config.dtype_of(shape.dtype)),
@@ -214,8 +229,8 @@ def _make_native_model(
 
 
 def _native_cache_dtype(config: EngineConfig, shape: ModelConfig) -> CacheDType:
-    """Of keys and values."""
-    assert config.kv_cache_dtype != "fp8", "whoever chose the native step saw that"
+    """The dtype of keys and values."""
+    assert config.kv_cache_dtype != "fp8", "the native backend is not chosen for an fp8 cache"
     return cast(DType, config.dtype_of(shape.dtype)) if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
 
 
@@ -224,7 +239,7 @@ def _log_threads(num_threads: int, limit: int, num_lost: float) -> None:
 
 
 def _check_room(model: NativeModel, shape: ModelConfig) -> None:
-    """Raises `ConfigError` if the weights are larger than what is free: before they are loaded, not in the middle."""
+    """Raises `ConfigError`, before loading, if the weights are larger than the free memory."""
 
     def item_size(name: str) -> float:
         return ITEM_SIZES[model.type_of(name)] + ITEM_SIZES["int8"] * model.has_screen(name)
@@ -233,45 +248,48 @@ def _check_room(model: NativeModel, shape: ModelConfig) -> None:
 
 
 def _fill(model: NativeModel, source: Source, names: Iterable[str]) -> None:
-    """Packs each tensor: at no time are there two copies of the model."""
+    """Packs the tensors. There are never two copies of the whole model in memory."""
     mapped = {name: source.array(name) for name in names if source.is_mapped(name)}
     try:
         model.set_mapped_tensors(mapped)
         for name in names:
-            if name not in mapped:  # a copy, or drawn: one at a time
+            if name not in mapped:  # copied or random tensors, one at a time
                 model.set_tensor(name, source.array(name))
     except NonFiniteError as error:
         raise CheckpointError(str(error)) from None
 
 
 def _code(model: NativeModel) -> None:
-    """Makes the weights smaller, where that loses nothing; what there is no memory for stays as it is."""
+    """Compresses weights without loss.
+
+    Tensors for which there is not enough memory stay as they are.
+    """
     before = model.weights_bytes
     try:
-        model.code_weights()
+        model.encode_bf16_12bit()
     except MemoryError as error:
         log.warning("weights.not_coded", reason=str(error))
     if model.weights_bytes < before:
         log.info("weights.coded", weights_mib=round(model.weights_bytes / 2**20, 1), of_mib=round(before / 2**20, 1))
 
 
-# -- what the configuration left open
+# -- settings with defaults
 
 
 def _max_model_len(config: EngineConfig, shape: ModelConfig) -> int:
-    """As it was asked for; for "auto" the most it may become, whatever the memory."""
+    """The configured length; for "auto" the upper bound, before memory is considered."""
     longest = shape.max_position_embeddings
-    most = settle_step_size(config, is_native=False).num_step_tokens  # of prompts that run whole, whatever computes
+    most = settle_step_size(config, is_native=False).num_step_tokens  # limit of unchunked prompts, for any backend
     if config.max_model_len == "auto":
         return longest if config.enable_chunked_prefill else min(longest, most)
     chosen = longest if config.max_model_len is None else config.max_model_len
     if chosen > longest:
-        raise ConfigError(f"max_model_len = {chosen}: the model was made for {longest} tokens; set at most that")
+        raise ConfigError(f"max_model_len = {chosen}: must be at most {longest}, the model's maximum")
     if chosen < 2:
-        raise ConfigError(f"max_model_len = {chosen}: needs at least 2, a token of prompt and one of answer")
+        raise ConfigError(f"max_model_len = {chosen}: must be at least 2, a token of prompt and one of answer")
     if not config.enable_chunked_prefill and most < chosen:
         raise ConfigError(
             f"enable_chunked_prefill = False: a prompt of max_model_len = {chosen} tokens does not fit a step of "
-            f"max_num_batched_tokens = {most}; raise the one or lower the other"
+            f"max_num_batched_tokens = {most}; raise max_num_batched_tokens or lower max_model_len"
         )
     return chosen

@@ -1,5 +1,6 @@
-"""From a folder to a loaded encoder: what `model.py` does for a model that generates. Imports torch, and in the end
-transformers, which takes its time: so only when such a model is asked for.
+"""Loads an encoder model, as `model.py` loads a model that generates.
+
+Imports torch, and later transformers.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ..tokenize.prompt_encoder import ModelEncoder
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedEncoder:
-    """All that an engine needs of an encoder model."""
+    """The loaded parts of an encoder model that an engine needs."""
 
     info: ModelInfo
     tokenizer: Tokenizer
@@ -39,14 +40,17 @@ def load_encoder(
     phases: Phases,
     threads: ComputeThreads,
 ) -> LoadedEncoder:
-    """Blocks for as long as it takes. Raises as `load_model` does."""
+    """Loads the encoder model in `root`. Blocks until done; run it in a thread.
+
+    Raises as `load_model` does.
+    """
     if config.load_format == "dummy":
-        raise ConfigError("load_format = dummy: random weights are made for models that generate; this one only reads")
+        raise ConfigError("load_format = dummy: must be auto for an encoder model, which has no random weights")
     if config.quantization is not None or config.kv_cache_dtype != "auto":
         asked = "kv_cache_dtype" if config.quantization is None else "quantization"
         raise ConfigError(
-            f"{asked} = {getattr(config, asked)}: is for models that generate, and this one only reads, in its own "
-            "dtype and without a cache; leave it out, or set dtype = bfloat16"
+            f"{asked} = {getattr(config, asked)}: is for models that generate; an encoder model runs in its own "
+            "dtype and without a KV cache; leave it out, or set dtype = bfloat16"
         )
     device = choose_device(config, threads)
     dtype = None if config.dtype == "auto" else torch_dtype(config, "")
@@ -83,7 +87,5 @@ def _max_model_len(config: EngineConfig, longest: int) -> int:
         return longest
     assert isinstance(config.max_model_len, int)
     if config.max_model_len > longest:
-        raise ConfigError(
-            f"max_model_len = {config.max_model_len}: the model reads at most {longest} tokens; set at most that"
-        )
+        raise ConfigError(f"max_model_len = {config.max_model_len}: must be at most {longest}, the model's maximum")
     return config.max_model_len

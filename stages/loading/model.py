@@ -1,7 +1,7 @@
-"""From a model's name to what an engine needs of it: files, tokenizer, what computes its steps, and the sampler.
+"""Loads a model: tokenizer, backend and sampler. `load_model` is the entry point.
 
-Runs in a thread, once, before the pipeline starts. Files and the native library's weights are `early.py`'s, which may
-have begun before this is imported.
+Runs in a thread, once, before the pipeline starts. `early.py` finds the files and loads the native library's weights;
+it may have started before this module is imported.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ log = get_logger("millrace.stages")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
-    """All that an engine needs of a model."""
+    """The loaded parts of a model that an engine needs."""
 
     info: ModelInfo
     tokenizer: Tokenizer
@@ -57,19 +57,19 @@ class LoadedModel:
     runner: ModelRunner | LateModel
     sampler: Sampler | LateModel
     grammars: Grammars
-    make_device: Callable[[], Device]  # whose thread is theirs
+    make_device: Callable[[], Device]  # on whose thread runner and sampler run
     own_cpu: int | None = None  # as in `Computing`
 
     def make_decoder(self, params: SamplingParams) -> IncrementalDecoder:
-        """For an answer, which goes on after its prompt: a space it begins with belongs to it."""
+        """A decoder for an answer. The answer continues its prompt, so a leading space is its own."""
         return IncrementalDecoder(self.text_table, params.skip_special_tokens, continues=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelText:
-    """What a process needs of a model that has the stages of text, and computes nothing."""
+    """The loaded parts of a model in a process of text stages, which computes no steps."""
 
-    own_cpu: ClassVar[int | None] = None  # it computes nothing
+    own_cpu: ClassVar[int | None] = None  # computes no steps
 
     info: ModelInfo
     tokenizer: Tokenizer
@@ -82,11 +82,14 @@ class ModelText:
 
 
 def load_text(config: EngineConfig, phases: Phases) -> Callable[[ModelInfo], ModelText]:
-    """The parts of a model that know text, once one says what was loaded elsewhere. Blocks for as long as it takes, and
-    raises as `load_model` does; `ConfigError` for a model that generates nothing."""
+    """Loads the parts of a model that handle text.
+
+    Returns a function of the `ModelInfo` of the engine process. Blocks until done; run it in a thread. Raises as
+    `load_model` does, and `ConfigError` for an encoder model.
+    """
     root = resolve(config)
     if is_bidirectional(root):
-        raise ConfigError("mode = split: this model reads texts at once and generates nothing; use mode = inline")
+        raise ConfigError("mode = split: must be inline for an encoder model, which generates nothing")
     shape = ModelConfig.read(root)
     text = _read_text(config, root, shape, config.model or hub.BUNDLED, phases)
     return lambda info: ModelText(info, text.tokenizer, text.encoder, text.table)
@@ -95,8 +98,10 @@ def load_text(config: EngineConfig, phases: Phases) -> Callable[[ModelInfo], Mod
 def load_model(
     config: EngineConfig, phases: Phases, env: Env, opening: Opening | None = None
 ) -> LoadedModel | LoadedEncoder:
-    """Blocks for as long as it takes. Raises `ConfigError` for settings, and `ModelError` for a model, that do not
-    fit together; each says what would. `opening`: one that has begun, with the same phases; it stays the caller's.
+    """Loads a model. Blocks until done; run it in a thread.
+
+    Raises `ConfigError` for invalid settings, and `ModelError` for a model that cannot be loaded; each says what would
+    be right. `opening` is an `Opening` that has started already, with the same `phases`; the caller closes it.
     """
     if opening is not None:
         return _load(config, opening.result(), phases, env)
@@ -116,7 +121,7 @@ def _load(config: EngineConfig, opened: Opened, phases: Phases, env: Env) -> Loa
         return load_encoder(config, opened.root, model_id, asked_pooling(config), phases, opened.threads)
     text = env.side_thread("load").submit(_read_text, config, opened.root, opened.shape, model_id, phases)
     if opened.native_model is not None:
-        text.result()  # weights are packed meanwhile; what comes then is measured, and nothing is to run beside it
+        text.result()  # weights are packed meanwhile; the measurements that follow must not run beside it
     computing = _load_computing(config, opened, opened.shape, phases, env.streams)
     return _put_together(config, opened.shape, model_id, computing, text.result(), phases, env)
 
@@ -179,7 +184,7 @@ def _put_together(
 
 
 def _with_graphs(info: ModelInfo, captured: CaptureReport) -> ModelInfo:
-    """With what capturing took, in the place of what it was guessed to take."""
+    """`info` with the measured memory of the CUDA graphs instead of the estimate."""
     log.info("graphs.captured", **captured.to_event())
     assert info.memory is not None
     what = f"{len(captured.batches)} sizes of CUDA graphs, measured"
@@ -187,17 +192,17 @@ def _with_graphs(info: ModelInfo, captured: CaptureReport) -> ModelInfo:
 
 
 def make_vocabulary(tokenizer: Tokenizer, text_table: TextTable, info: ModelInfo) -> Vocabulary:
-    """What grammars know of the model's tokens."""
+    """The model's tokens, as grammars need them."""
     return Vocabulary(text_table.bytes, tokenizer.special_ids, info.eos_token_ids, info.vocab_size, tokenizer.to_json())
 
 
-# -- what computes
+# -- the backend
 
 
 def _load_computing(
     config: EngineConfig, opened: Opened, shape: ModelConfig, phases: Phases, streams: Streams | None
 ) -> Computing:
-    """The steps by the native library where that does all that is asked for, else by torch."""
+    """Loads the native backend if it supports the settings, otherwise torch."""
     reason, max_model_len, threads = opened.why_not_native, opened.max_model_len, opened.threads
     if opened.native_model is not None:
         from ..backends.native.loading import load_natively
@@ -208,7 +213,7 @@ def _load_computing(
         reason = model
     require_torch(config, reason)
     if opened.native_model is not None:
-        costs = "torch instead: a second and 200 MiB more at the start, and longer steps"
+        costs = "torch instead: a second and 200 MiB more at the start, and slower steps"
         log.warning("native.unavailable", reason=reason, costs=costs)
     with phases("import"):
         from ..backends.torch.loading import load_on_torch
@@ -221,7 +226,7 @@ def _load_computing(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Text:
-    """The parts of a model that know text, and what the checkpoint says besides."""
+    """The parts of a model that handle text, and the checkpoint's defaults."""
 
     tokenizer: Tokenizer
     encoder: ModelEncoder
@@ -231,7 +236,10 @@ class _Text:
 
 
 def _read_text(config: EngineConfig, root: Path, shape: ModelConfig, model_id: str, phases: Phases) -> _Text:
-    """Beside the loading of weights, on a thread of its own."""
+    """Reads tokenizer, chat template and defaults.
+
+    Runs on a thread of its own, while weights are loaded.
+    """
     with phases("tokenizer"):
         tokenizer = Tokenizer.read(root)
         template = ChatTemplate(config.chat_template, tokenizer) if config.chat_template else None
@@ -243,11 +251,11 @@ def _read_text(config: EngineConfig, root: Path, shape: ModelConfig, model_id: s
         return _Text(tokenizer, encoder, TextTable(tokenizer), defaults, pooling)
 
 
-# -- what the configuration left open
+# -- settings with defaults
 
 
 def asked_pooling(config: EngineConfig) -> PoolingKind | None:
-    """The pooling that is asked for whatever the checkpoint says."""
+    """The configured pooling, which overrides the checkpoint's; None for "auto"."""
     return None if config.pooling == "auto" else config.pooling
 
 

@@ -1,6 +1,8 @@
-"""How long a step takes, from what is in it: fitted to the steps of a recording, and used in place of a device.
+"""The cost model of steps: predicts a step's duration from its contents.
 
-Plain numbers: what a step costs in any case, and what each token, row and copied block adds.
+Fitted to a recording; replaces a device.
+
+It is linear: a fixed time per step, plus a time per token, row and copied block.
 """
 
 from __future__ import annotations
@@ -20,26 +22,26 @@ from .format import Fields, Given, RecordedEngine, Wrong, read_engine
 from .reader import AllocateCall, Recording, RecordingError, ScheduleCall
 
 VERSION = 1
-LEAST_STEPS = 64  # a fit of fewer would say little
-WINDOW = 4  # steps that are looked at together: what the host does for a sequence that begins delays the one before it
+LEAST_STEPS = 64  # a fit of fewer steps would be unreliable
+WINDOW = 4  # steps summed in the fit, as host work for a new sequence delays the step before it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
-    """Seconds of a step. All are at least 0."""
+    """Seconds of a step, by part. All are at least 0."""
 
-    step_s: float  # of any
-    prefill_token_s: float = 0.0  # more for each of its contents, as in `StepContents`
+    step_s: float  # of any step
+    prefill_token_s: float = 0.0  # this and the next: for each of its contents, as in `StepContents`
     prefill_pair_s: float = 0.0
     decode_row_s: float = 0.0
     decode_context_s: float = 0.0
     copied_block_s: float = 0.0
-    mixed_step_s: float = 0.0  # once, if it computes any prompt
-    started_s: float = 0.0  # for each sequence that begins: what the host does for it between two steps is in this
+    mixed_step_s: float = 0.0  # once, if the step computes any prompt tokens
+    started_s: float = 0.0  # for each sequence that begins, including host work between two steps
     front_s: float = 0.0  # from a request's arrival to schedule
 
     def seconds(self, contents: StepContents) -> float:
-        """How long such a step takes."""
+        """The duration of a step with these contents."""
         return (
             self.step_s
             + self.prefill_token_s * contents.num_prefill
@@ -60,13 +62,13 @@ COSTS = (  # in the order of `_column`
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """A cost model, and what it was fitted to."""
+    """A cost model, and the data of its fit."""
 
     model: CostModel
     engine: RecordedEngine
     num_steps: int = 0
-    mean_error: float = 0.0  # of a step's predicted time, as a share of it
-    total_error: float = 0.0  # of the predicted time of all, as a share of it; with its sign
+    mean_error: float = 0.0  # mean absolute error of a step's prediction, as a share of its time
+    total_error: float = 0.0  # of the sum of all predictions, as a share of the sum; signed
 
     def save(self, path: Path) -> None:
         """Writes it as JSON."""
@@ -76,13 +78,13 @@ class Fitted:
 
     @classmethod
     def read(cls, path: Path) -> Fitted:
-        """From such a file, or from a recording. Raises `RecordingError` for anything else."""
+        """Reads such a file, or fits a recording. Raises `RecordingError` for anything else."""
         try:
             told: Any = orjson.loads(path.read_bytes())
         except OSError as error:
             raise RecordingError(f"{path}: {error.strerror}: must name a cost model or a recording") from None
         except orjson.JSONDecodeError:
-            return fit(Recording(path))  # of many lines, if it is one
+            return fit(Recording(path))  # a recording has several lines
         if not isinstance(told, dict) or told.get("millrace_cost_model") != VERSION:
             return fit(Recording(path))
         try:
@@ -92,12 +94,13 @@ class Fitted:
 
 
 def fit(recording: Recording) -> Fitted:
-    """The model that fits the steps of a recording best: least squares over windows of a few steps, each weighed by its
-    time, nothing below 0.
+    """Fits the model to the steps of a recording by least squares.
 
-    Steps that began with the device idle are counted from their grant to their outcome, the others from the outcome of
-    the one before: so what the host adds is in them, as it is when it serves. Raises `RecordingError` for a recording
-    with too few steps.
+    Sums windows of a few steps, each weighed by its time; no coefficient is below 0.
+
+    A step that began with the device idle counts from its grant to its outcome, any other from the outcome of the
+    step before. So host overhead is included, as in serving. Raises `RecordingError` for a recording with too few
+    steps.
     """
     samples, front_s = step_times(recording)
     if len(samples) < LEAST_STEPS:
@@ -112,26 +115,28 @@ def fit(recording: Recording) -> Fitted:
 
 
 def fit_steps(samples: Sequence[tuple[StepContents, float]]) -> CostModel:
-    """The same for steps of which is known what was in them and how many seconds they took."""
+    """Fits the model to steps with known contents and durations."""
     num_windows = max(1, len(samples) // WINDOW)
     seconds = _sums(np.array([took for _, took in samples]), num_windows)  # [W]
     columns = _sums(np.array([_column(contents) for contents, _ in samples]), num_windows)  # [W, C]
     weights = 1.0 / np.sqrt(np.maximum(seconds, np.median(seconds) / 4))
     found = least_squares(columns * weights[:, None], seconds * weights)
-    found *= seconds.sum() / max(float((columns @ found).sum()), 1e-12)  # what is left over adds up to nothing
+    found *= seconds.sum() / max(float((columns @ found).sum()), 1e-12)  # so that the errors add up to 0
     return CostModel(**dict(zip(COSTS, found.tolist(), strict=True)))
 
 
 def _sums(rows: NDArray[np.float64], num_windows: int) -> NDArray[np.float64]:
-    """Sums of rows that follow each other, for so many windows of about the same length."""
+    """Sums of consecutive rows, in `num_windows` windows of about the same length."""
     begins = np.arange(num_windows) * len(rows) // num_windows
     sums: NDArray[np.float64] = np.add.reduceat(rows, begins, axis=0)
     return sums
 
 
 def step_times(recording: Recording) -> tuple[list[tuple[StepContents, float]], float]:
-    """What was in each step of a recording that ran, and how long it took; and what requests took to reach schedule, at
-    the median. Nothing is run again: the stages may have changed since."""
+    """(Contents, seconds) of each step, and the median seconds from arrival to schedule.
+
+    Nothing is replayed, as the stages may have changed since.
+    """
     samples: list[tuple[StepContents, float]] = []
     fronts: list[float] = []
     granted: dict[int, tuple[float, StepContents]] = {}
@@ -157,7 +162,7 @@ def step_times(recording: Recording) -> tuple[list[tuple[StepContents, float]], 
 
 
 def _contents(told: Fields) -> tuple[int, StepContents]:
-    """The step of a recorded grant, and what was in it."""
+    """The step of a recorded grant, and its contents."""
     given = Given("grant", told)
     step, least, most = given.whole("step"), -(2**31), 2**31 - 1
     starts = np.array(given.wholes("starts_less_step", most, least), np.int64) + step
@@ -169,7 +174,7 @@ def _contents(told: Fields) -> tuple[int, StepContents]:
         or not isinstance(copies, list)
         or not isinstance(started, list)
     ):
-        raise Wrong("grant: must have a start for each row, and say what it copies and starts")
+        raise Wrong("grant: must have a start for each row, and lists of copies and started sequences")
     num_copied = sum(len(copy[1]) for copy in copies if _is_copy(copy))
     certain = num_tokens - np.array(drafts, np.int32)
     return step, StepContents.of(starts, certain, num_copied, len(started), sum(drafts))

@@ -1,8 +1,8 @@
-"""A recording that was run through once, to be looked at: its trace, its requests, and its curves.
+"""A recording loaded for viewing: its trace, its requests, and its latencies.
 
-The real stages write their part of the trace as they decide again. What other stages would have written is derived from
-what schedule was told, as far as that says it: when requests came and ended, and when steps were done. So whatever is
-made of a trace (waterfalls, bottlenecks, steps) is made of a recording by the same code.
+The real stages write their part of the trace as they decide again. Events of other stages are derived from the inputs
+of schedule, as far as possible: when requests came and ended, and when steps were done. So the code that reads a live
+trace (waterfalls, bottlenecks, steps) also reads a recording.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from .reader import AllocateCall, Call, Recording, RecordingError, ScheduleCall
 from .replay import Core
 from .time_machine import TimeMachine
 
-FRONT = "before schedule"  # intake, tokenize and what users put there: a recording does not tell them apart
-DRAIN_CALLS = 32  # after so many calls what they have traced is taken out of the ring
-TOLD_CALLS = 256  # between two words of progress
+FRONT = "before schedule"  # intake, tokenize and users' stages, which a recording does not tell apart
+DRAIN_CALLS = 32  # after this many calls their trace is taken out of the ring
+TOLD_CALLS = 256  # between two reports of progress
 
 Times = NDArray[np.int64]
 
 
 @dataclass(slots=True)
 class Life:
-    """One request, as schedule saw it. Moments on the engine's clock; None: that did not come."""
+    """One request, as schedule saw it. Times on the engine's clock; None: it did not happen."""
 
     request_id: str
     first_sequence_id: int
@@ -51,39 +51,42 @@ class Life:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Times that were measured: [N] when, in ns on the engine's clock and in order, and how many microseconds."""
+    """Measurements, [N] each: times in ns on the engine's clock, in order, and durations in us."""
 
     when_ns: Times
     us: Times
 
     @classmethod
     def of(cls, pairs: Sequence[tuple[float, float]]) -> Measured:
-        """Of (when, how long), both in seconds."""
+        """From (when, how long) pairs, both in seconds."""
         rows = np.array(pairs, np.float64).reshape(-1, 2)
         when_ns, us = np.round(rows[:, 0] * 1e9).astype(np.int64), np.maximum(0, rows[:, 1] * 1e6).astype(np.int64)
         order = np.argsort(when_ns, kind="stable")
         return cls(when_ns[order], us[order])
 
     def until(self, now_ns: int) -> Times:
-        """How long those took that were measured by then, in us."""
+        """The durations measured up to `now_ns`, in us."""
         return self.us[: int(np.searchsorted(self.when_ns, now_ns, "right"))]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Film:
-    """All of a recording that could be run again. Moments are on the engine's clock, where it begins at `began_s`."""
+    """The part of a recording that could be replayed.
+
+    Times are on the engine's clock, where it begins at `began_s`.
+    """
 
     recording: Recording
     records: Records  # the trace, in order of time
-    names: list[str]  # that its records mean
-    lives: dict[str, Life]  # by request id, as they came
-    latencies: dict[str, Measured]  # under the names that `/metrics` has for them
+    names: list[str]  # the name table of the records
+    lives: dict[str, Life]  # by request id, in order of arrival
+    latencies: dict[str, Measured]  # by their names in `/metrics`
     duration_s: float
     num_calls: int
     num_decisions: int
     decision_hash: str
-    trouble: str | None  # why it can be looked at only so far
-    machine: TimeMachine  # with marks everywhere
+    trouble: str | None  # why the replay ended early
+    machine: TimeMachine  # with marks over the whole recording
 
     @property
     def began_s(self) -> float:
@@ -91,7 +94,7 @@ class Film:
         return self.recording.began_s
 
     def place(self, now_ns: int) -> int:
-        """How many of the records are no later."""
+        """The number of records up to `now_ns`."""
         return int(np.searchsorted(self.records["time_ns"], max(0, now_ns), "right"))
 
     def of(self, kind: EventKind) -> Records:
@@ -103,14 +106,16 @@ class Film:
 def film(
     recording: Recording, policy: Policy | None = None, progress: Callable[[float], object] = lambda time_s: None
 ) -> Film:
-    """Runs a recording through. `progress` is told the time that it has come to, now and then. Raises `RecordingError`
-    for one of which nothing can be run."""
+    """Replays a recording. `progress` is called now and then with the time reached.
+
+    Raises `RecordingError` if nothing can be replayed.
+    """
     return _Shooting(recording, policy).run(progress)
 
 
 @dataclass(slots=True)
 class _Sequence:
-    """One choice of a request while the recording runs."""
+    """One choice of a request during the replay."""
 
     life: Life
     num_generated: int = 0
@@ -119,7 +124,7 @@ class _Sequence:
 
 @dataclass(slots=True)
 class _Rows:
-    """Records that are written by hand."""
+    """Records written by this module."""
 
     rows: list[tuple[int, ...]] = field(default_factory=list)
 
@@ -132,7 +137,7 @@ class _Rows:
 
 
 class _Shooting:
-    """One run through a recording."""
+    """One replay of a recording."""
 
     def __init__(self, recording: Recording, policy: Policy | None) -> None:
         env = VirtualEnv()
@@ -147,7 +152,7 @@ class _Shooting:
         self._cursor = 0
         self._lives: dict[str, Life] = {}
         self._alive: dict[int, _Sequence] = {}  # by id
-        self._granted: dict[int, tuple[float, int, int]] = {}  # step -> when, rows and tokens
+        self._granted: dict[int, tuple[float, int, int]] = {}  # step -> (when, rows, tokens)
         self._done_s = 0.0
         self._first_tokens: list[tuple[float, float]] = []
         self._gaps: list[tuple[float, float]] = []
@@ -197,7 +202,7 @@ class _Shooting:
             assert not num_lost, f"{num_lost} records of {DRAIN_CALLS} calls did not fit in the ring"
             self._traced.append(records)
 
-    # -- what calls tell
+    # -- events of a call
 
     def _take(self, call: Call, now_s: float) -> None:
         match call:
@@ -281,10 +286,10 @@ class _Shooting:
         if not any(each in self._alive for each in ids):
             life.ended_s, life.cause = now_s, cause
 
-    # -- what is known in the end
+    # -- at the end
 
     def _close(self) -> None:
-        """Writes down who the requests were."""
+        """Writes the records of the requests' arrivals, names and ends."""
         env, tracer = self._tracer_env(), self._tracer
         for number, life in enumerate(self._lives.values()):
             first = life.first_sequence_id
@@ -319,8 +324,11 @@ class _Shooting:
 
 
 def block_changes(records: Records, names: Sequence[str]) -> tuple[Times, Times, Times]:
-    """When blocks came into another state or another table: (when in ns [C], first block [C], how many [C]), in order.
-    Blocks came into tables when their step was granted, however late that was written down."""
+    """Changes of blocks' state or table, in order.
+
+    (When in ns [C], first block [C], number of blocks [C]). A block enters a table when its step is granted, however
+    late the record was written.
+    """
     granted = records[records["kind"] == EventKind.STEP_GRANTED]
     ranges = records[records["kind"] == EventKind.KV_RANGE]
     ids = {name: names.index(name) if name in names else -1 for name in ("left", "in_use")}

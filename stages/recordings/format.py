@@ -1,4 +1,4 @@
-"""What a recording is: JSON lines that say what schedule and allocate were told, in order, and what they decided.
+"""The format of recordings: JSON lines with inputs and decisions of schedule and allocate.
 
     {"millrace_recording": 3, "began_wall_s": ..., "began_s": ..., "tokens": "hidden", "engine": {...},
      "repeats": {"least": 2, "most": 6}}
@@ -9,18 +9,20 @@
     {"t": 1.25, "reset_prefix_cache": 12}
     {"t": 9.00, "end": "closed"}
 
-One line is one call of a stage's `handle`; `t` is in seconds since the recording began, and `arrival_s` of a request is
-on the engine's clock, on which that was `began_s`. A message is an object with the fields of `stages/messages.py`; one
-that is as in the message of its kind before is left out (`Unchanged`). Positions and places are written less the step's
-number, so that rows which go on decoding do not change. Prompts and answers are there as numbers that show what is
-alike and not what it says (`token_masking.py`), unless ids were asked for. Of guesses and drafts only is told how many
-tokens they are: nothing that is decided depends on more. That a plan waits depends on clocks; `is_early` says so, or is
-left out. Where the engine may draft, each sequence that ends is told with how it repeats what was said
-(`repetition.py`; not at all: it does nowhere), found by so many last tokens as the first line says: nothing was decided
-by it, and a simulation drafts by it.
+One line is one call of a stage's `handle`. `t` is in seconds since the recording began; `arrival_s` of a request is on
+the engine's clock, which was at `began_s` then. A message is an object with the fields of `stages/messages.py`. A field
+with the same value as in the last message of its kind is left out (`Unchanged`). Positions and places are written minus
+the step's number, so that decoding rows do not change.
 
-This file knows the format, both ways, and no file: `writer.py` writes one, `reader.py` reads one. Nothing read here
-is trusted.
+Token ids are masked: the numbers show which texts are equal, not their content (`token_masking.py`), unless plain ids
+were requested. Of guesses and drafts only the number of tokens is written: decisions depend on nothing else. Whether a
+plan waits depends on clocks; `is_early` records it, and is left out if false.
+
+Where the engine may draft, each sequence that ends is recorded with how it repeats earlier text (`repetition.py`), or
+left out if it does not. The first line has the least and most last tokens that the search used. No decision depended on
+it; a simulation drafts by it.
+
+This file encodes and decodes messages; `writer.py` writes files and `reader.py` reads them. Values read are checked.
 """
 
 from __future__ import annotations
@@ -51,12 +53,12 @@ from ..pooling_params import PoolingParams
 from ..schedule.speculation import num_speculative_tokens
 
 VERSION = 3  # of the format; the reader refuses any other
-Fields = dict[str, Any]  # of a message: plain values, and arrays where it has them
+Fields = dict[str, Any]  # of a message: plain values and arrays
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedEngine:
-    """All that decisions depend on besides what happens."""
+    """The settings and sizes that decisions depend on."""
 
     num_blocks: int
     num_host_blocks: int
@@ -71,11 +73,11 @@ class RecordedEngine:
     scheduler: str
     priority_ageing_s: float | None
     itl_target_ms: float = 0.0  # 0: none
-    most_drafts: int = 0  # in a step; 0: nobody drafts
+    most_drafts: int = 0  # per step; 0: no drafts
 
     @classmethod
     def of(cls, config: EngineConfig, info: ModelInfo, max_waiting: int) -> RecordedEngine:
-        """That of an engine with this configuration and these sizes."""
+        """From an engine's configuration and sizes."""
         settled = {
             "most_drafts": num_speculative_tokens(config, info),
             "num_blocks": info.num_blocks,
@@ -95,35 +97,38 @@ class RecordedEngine:
 
 
 class Unchanged:
-    """Leaves out what is as in the message of the same kind before, and puts it back."""
+    """Leaves out fields that are equal in the last message of the same kind, and puts them back."""
 
     def __init__(self) -> None:
         self._last: dict[str, Fields] = {}
 
     def leave_out(self, kind: str, told: Fields) -> Fields:
-        """What is new in `told`."""
+        """The fields of `told` that changed."""
         last, self._last[kind] = self._last.get(kind, {}), told
         return {name: value for name, value in told.items() if name not in last or not _is_same(last[name], value)}
 
     def put_back(self, kind: str, new: Mapping[str, Any]) -> Fields:
-        """The whole again."""
+        """All fields again."""
         told = self._last[kind] = {**self._last.get(kind, {}), **new}
         return told
 
     def copy(self) -> Unchanged:
-        """Another one that has seen the same messages."""
+        """A copy with the same state."""
         other = Unchanged()
         other._last = dict(self._last)
         return other
 
 
 def plain(told: Fields) -> Fields:
-    """Fields with lists in place of arrays, as they are read back."""
+    """The fields with lists instead of arrays, as they are read back."""
     return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in told.items()}
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Mostly they are the very same array: what goes on decoding is told with the arrays of the step before."""
+    """Equality, by identity first.
+
+    Rows that go on decoding mostly have the array objects of the step before.
+    """
     if one is other:
         return True
     if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
@@ -135,7 +140,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def plan_fields(plan: StepPlan) -> Fields:
-    """A plan."""
+    """The fields of a plan."""
     return {
         "step": plan.step,
         "generation": plan.generation,
@@ -162,7 +167,7 @@ def plan_fields(plan: StepPlan) -> Fields:
 
 
 def report_fields(report: PlanReport) -> Fields:
-    """A report."""
+    """The fields of a report."""
     return {
         "step": report.step,
         "num_granted": report.num_granted,
@@ -179,7 +184,7 @@ def report_fields(report: PlanReport) -> Fields:
 
 
 def grant_fields(grant: StepGrant) -> Fields:
-    """A grant."""
+    """The fields of a grant."""
     return {
         "step": grant.step,
         "generation": grant.generation,
@@ -197,11 +202,14 @@ def grant_fields(grant: StepGrant) -> Fields:
     }
 
 
-# -- what schedule is told
+# -- inputs of schedule
 
 
 def done_fields(done: StepDone, token_ids: Ints | None) -> Fields:
-    """A step's outcome, with these in place of its token ids; None where no cache looks at them."""
+    """The fields of a step's outcome.
+
+    `token_ids` replace its own; None if there is no prefix cache.
+    """
     return {
         "step": done.step,
         "slots": done.slots,
@@ -215,7 +223,7 @@ def done_fields(done: StepDone, token_ids: Ints | None) -> Fields:
 
 
 def guess_fields(guess: Guess) -> Fields:
-    """A guess; its tokens are nothing that schedule looks at."""
+    """The fields of a guess, without its tokens, which schedule does not read."""
     return {
         "slot": guess.slot,
         "sequence_id": guess.sequence_id,
@@ -226,12 +234,12 @@ def guess_fields(guess: Guess) -> Fields:
 
 
 def void_fields(void: StepVoid) -> Fields:
-    """A void; what went wrong is nothing that schedule looks at."""
+    """The fields of a void step, without the error, which schedule does not read."""
     return {"step": void.step, "generation": void.generation}
 
 
 def add_fields(request: TokenRequest, token_ids: Ints | None, salt: str) -> Fields:
-    """A prompt, with these in place of its token ids and its salt."""
+    """The fields of a prompt, with these instead of its token ids and its salt."""
     params = request.params
     return {
         "request_id": request.request_id,
@@ -251,17 +259,20 @@ def add_fields(request: TokenRequest, token_ids: Ints | None, salt: str) -> Fiel
 
 
 def to_base64(token_ids: Ints) -> str:
-    """int32, little-endian."""
+    """As int32, little-endian."""
     return base64.b64encode(token_ids.astype("<i4").tobytes()).decode()
 
 
 class Wrong(ValueError):
-    """A value that no engine writes; says which, and what it must be."""
+    """An invalid value in a recording. The message names it and the valid values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """The fields of a message from a file: each is looked at before it is used."""
+    """The fields of a message from a file.
+
+    Each method checks one field and returns it, or raises `Wrong`.
+    """
 
     kind: str
     values: Mapping[str, Any]
@@ -288,21 +299,21 @@ class Given:
         return value
 
     def text(self, name: str, most: int = 512) -> str:
-        """A short text."""
+        """A text of at most `most` characters."""
         value = self.values.get(name)
         if type(value) is not str or len(value) > most:
             raise Wrong(f"{self.kind}.{name} = {shown(value)}: must be a text of at most {most} characters")
         return value
 
     def wholes(self, name: str, most: int, least: int = 0) -> list[int]:
-        """Whole numbers."""
+        """A list of whole numbers."""
         values = self.values.get(name)
         if type(values) is not list or any(type(v) is not int or not least <= v <= most for v in values):
             raise Wrong(f"{self.kind}.{name} = {shown(values)}: must be whole numbers from {least} to {most}")
         return values
 
     def tokens(self, name: str, count: int) -> Ints:
-        """`count` token ids; zeros where none were written."""
+        """`count` token ids; zeros if none were written."""
         value = self.values.get(name)
         if value is None:
             return np.zeros(count, np.int32)
@@ -314,12 +325,12 @@ class Given:
             raise Wrong(f"{self.kind}.{name} holds {len(data)} bytes: must be 4 for each of {count} tokens")
         token_ids = np.frombuffer(data, "<i4").astype(np.int32)
         if count and int(token_ids.min()) < 0:
-            raise Wrong(f"{self.kind}.{name} holds {int(token_ids.min())}: a token id is at least 0")
+            raise Wrong(f"{self.kind}.{name} holds {int(token_ids.min())}: a token id must be at least 0")
         return token_ids
 
 
 def read_engine(values: Any) -> RecordedEngine:
-    """The engine of a header. Sizes are bounded, as tables are made of them."""
+    """The engine of a header. Sizes are bounded, as table sizes follow from them."""
     given = Given("engine", values if isinstance(values, dict) else {})
     ageing = given.values.get("priority_ageing_s")
     engine = RecordedEngine(
@@ -340,7 +351,7 @@ def read_engine(values: Any) -> RecordedEngine:
     )
     if engine.max_num_seqs * engine.max_model_len > 2**28:
         sizes = f"max_num_seqs = {engine.max_num_seqs}, max_model_len = {engine.max_model_len}"
-        raise Wrong(f"engine: {sizes}: their product must be at most {2**28}, as tables are made of it")
+        raise Wrong(f"engine: {sizes}: their product must be at most {2**28}, as table sizes follow from it")
     if engine.num_blocks * engine.block_size < engine.max_model_len:
         sizes = f"num_blocks = {engine.num_blocks} of {engine.block_size} tokens"
         raise Wrong(f"engine: {sizes} hold no sequence of max_model_len = {engine.max_model_len}")
@@ -371,7 +382,7 @@ def read_done(values: Mapping[str, Any], engine: RecordedEngine) -> StepDone:
 
 
 def read_guess(values: Mapping[str, Any], engine: RecordedEngine) -> Guess:
-    """A guess, of which tokens 0 stand for what they were."""
+    """A guess. Its tokens are zeros: only their number was recorded."""
     given = Given("guess", values)
     return Guess(
         given.whole("slot", 0, engine.max_num_seqs - 1),
@@ -383,7 +394,7 @@ def read_guess(values: Mapping[str, Any], engine: RecordedEngine) -> Guess:
 
 
 def read_void(values: Mapping[str, Any]) -> StepVoid:
-    """A void."""
+    """A void step."""
     given = Given("void", values)
     return StepVoid(given.whole("step"), given.whole("generation"), None)
 
@@ -415,7 +426,7 @@ def read_add(values: Mapping[str, Any], engine: RecordedEngine) -> TokenRequest:
 
 
 def shown(value: Any) -> str:
-    """A value for an error, cut short."""
+    """A value for an error message, cut short."""
     text = repr(value)
     return text if len(text) <= 48 else text[:45] + "..."
 

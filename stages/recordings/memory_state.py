@@ -1,6 +1,6 @@
-"""Who holds which block, at one moment: of an engine that runs, or of a recording that is run again up to there.
+"""The memory of a running engine or a replayed recording at one moment, by block and holder.
 
-Plain data, made by looking at the books of schedule and allocate; equal moments are equal values.
+Plain data, copied from the state of schedule and allocate. Equal moments give equal values.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..schedule.scheduler import Scheduler
 
 @dataclass(frozen=True, slots=True)
 class SequenceState:
-    """One sequence that is not over."""
+    """One sequence that has not ended."""
 
     sequence_id: int
     request_id: str
@@ -30,12 +30,15 @@ class SequenceState:
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """One slot that has blocks. Its sequence may be over for schedule already, while allocate was not told yet."""
+    """One slot that has blocks.
+
+    Its sequence may have ended for schedule before allocate is notified.
+    """
 
     slot: int
     sequence_id: int
     num_tokens: int  # with a place in the blocks
-    blocks: tuple[int, ...]  # in token order; others may hold them, too
+    blocks: tuple[int, ...]  # in token order; other slots may share them
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,38 +46,41 @@ class PoolState:
     """The blocks of one memory."""
 
     block_states: bytes  # [N] a BlockState each
-    num_tables: bytes  # [N] of holders, 255 for more
+    num_tables: bytes  # [N] number of holders; 255 for 255 or more
 
     @classmethod
     def of(cls, pool: BlockPool) -> PoolState:
-        """As it is now."""
+        """The current state of a pool."""
         return cls(pool.state.tobytes(), np.minimum(pool.num_tables, 255).astype(np.uint8).tobytes())
 
     def count(self, state: BlockState) -> int:
-        """Blocks in that state."""
+        """The number of blocks in that state."""
         return self.block_states.count(int(state))
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryState:
-    """All memory, and all who want some."""
+    """All memory, and all sequences that use it or wait for it."""
 
     last_granted: int  # step
     completed_step: int
     device: PoolState
-    host: PoolState | None  # None: nothing is ever swapped
+    host: PoolState | None  # None: there is no host tier
     holders: tuple[Holder, ...]  # by slot
     swapped: tuple[tuple[int, tuple[int, ...]], ...]  # (sequence, its blocks on the host)
     sequences: tuple[SequenceState, ...]  # by id
-    admission_blocked_reason: str  # what the first in line lacks: blocks, swapped, or ""
+    admission_blocked_reason: str  # what the first request in the queue lacks: blocks, swapped, or ""
 
     def holders_of(self, block: int) -> list[Holder]:
-        """Who holds a block of the device."""
+        """The slots that hold a block of the device."""
         return [holder for holder in self.holders if block in holder.blocks]
 
 
 def memory_state(scheduler: Scheduler, allocator: Allocator) -> MemoryState:
-    """The memory as it is now. Between two calls of the stages: in the middle of one the books do not agree."""
+    """The current memory.
+
+    Call it between two calls of the stages: during one their states do not agree.
+    """
     tables, host, table = allocator.tables, allocator.host, scheduler.slots
     holders = []
     for slot in np.flatnonzero(tables.room).tolist():

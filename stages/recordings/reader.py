@@ -1,7 +1,7 @@
-"""Reads a recording line by line, trusting none of it: see `format.py` for what is in one.
+"""Reads a recording line by line. The format is in `format.py`.
 
-A file that no engine wrote is refused with its line and the reason. Nothing in it is ever run or imported; sizes are
-bounded before anything of that size is made.
+A file is not trusted. An invalid one is rejected with the line and the reason. Nothing in it is run or imported; sizes
+are checked before anything of that size is allocated.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ END_CAUSES = 512  # characters
 
 
 class RecordingError(ValueError):
-    """A recording that can not be read, or not be run. Names file and line."""
+    """A recording that cannot be read or replayed. Names file and line."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReportTaken:
-    """Schedule took allocate's report of a step; what it says follows from the plan."""
+    """Schedule received allocate's report of a step. Its content follows from the plan."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScheduleCall:
-    """One `handle` of schedule: what it was given, and what it decided, as plain values."""
+    """One `handle` of schedule: its inputs, and its decisions as plain values."""
 
     line: int
     time_s: float  # since the recording began
@@ -67,12 +67,12 @@ class AllocateCall:
     time_s: float
     rates: Sequence[Rates]
     reports: Sequence[Fields]
-    grants: Sequence[Fields | None]  # one for each report; None: nothing went on
+    grants: Sequence[Fields | None]  # one for each report; None: the step was void
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CacheReset:
-    """Somebody reset the prefix cache."""
+    """A reset of the prefix cache."""
 
     line: int
     time_s: float
@@ -83,10 +83,12 @@ Call = ScheduleCall | AllocateCall | CacheReset
 
 
 class Recording:
-    """A recording in a file. Reading it again begins anew; the first line is read at once.
+    """A recording in a file. The first line is read at once.
 
-    Raises `RecordingError` for a file that is none. Of a recording that was cut off, as when its engine was killed, the
-    last line is left out; `end` says how it ended once it was read to its end.
+    Each iteration starts at the beginning.
+
+    Raises `RecordingError` if the file is not a recording. If it was cut off, as when its engine was killed, an
+    incomplete last line is ignored. After reading all of it, `end` says how it ended.
     """
 
     def __init__(self, path: Path) -> None:
@@ -99,8 +101,8 @@ class Recording:
             raise RecordingError(f"{path}: {error.strerror}: must name a recording") from None
         if not isinstance(header, dict) or header.get("millrace_recording") != VERSION:
             version = header.get("millrace_recording") if isinstance(header, dict) else None
-            what = "this is no recording" if version is None else f"a recording of format {version!r:.40}"
-            raise RecordingError(f"{path}:1: {what}: `millrace serve --record FILE` makes one of format {VERSION}")
+            what = "this is not a recording" if version is None else f"a recording of format {version!r:.40}"
+            raise RecordingError(f"{path}:1: {what}: `millrace serve --record FILE` writes format {VERSION}")
         try:
             self.engine: RecordedEngine = read_engine(header.get("engine"))
             given = Given("header", header)
@@ -115,8 +117,10 @@ class Recording:
         return Reading(self)
 
     def call(self, number: int, least_s: float, line: bytes, unchanged: Unchanged) -> Call | None:
-        """What line `number` says, which is of `least_s` or later; None if it is the last one. Raises
-        `RecordingError`."""
+        """The call in line `number`, whose time must be at least `least_s`; None for the last line.
+
+        Raises `RecordingError`.
+        """
         values = self._parse(number, line)
         if not isinstance(values, dict):
             raise RecordingError(f"{self.path}:{number}: must be a JSON object")
@@ -135,7 +139,7 @@ class Recording:
         try:
             return orjson.loads(line)
         except orjson.JSONDecodeError as error:
-            raise RecordingError(f"{self.path}:{number}: this is no JSON: {error}") from None
+            raise RecordingError(f"{self.path}:{number}: this is not JSON: {error}") from None
 
     # -- a line
 
@@ -146,7 +150,7 @@ class Recording:
             return self._allocate(number, time_s, _object(values, "allocate"), unchanged)
         if "reset_prefix_cache" in values:
             return CacheReset(number, time_s, Given("line", values).whole("reset_prefix_cache"))
-        raise Wrong("must say schedule, allocate, reset_prefix_cache or end")
+        raise Wrong("must have schedule, allocate, reset_prefix_cache or end")
 
     def _schedule(self, number: int, time_s: float, told: dict[str, Any], unchanged: Unchanged) -> ScheduleCall:
         taken = [self._taken(item, unchanged) for item in _objects(told, "in")]
@@ -181,13 +185,16 @@ class Recording:
 
 
 class Reading:
-    """The calls of a recording from some place on, in order. `copy` goes on from the same place, by itself."""
+    """Iterates over the calls of a recording from some place on.
+
+    `copy` continues from the same place independently.
+    """
 
     def __init__(self, recording: Recording) -> None:
         recording.end = None
         self._recording = recording
         self._unchanged = Unchanged()
-        self._number, self._offset, self._time_s = 1, -1, 0.0  # of what was read last; -1: nothing was
+        self._number, self._offset, self._time_s = 1, -1, 0.0  # of the last line read; -1: none was read
         self._file: BinaryIO | None = None
 
     def __iter__(self) -> Reading:
@@ -198,7 +205,7 @@ class Reading:
             self._open()
         assert self._file is not None
         line = self._file.readline(MAX_LINE_BYTES + 1)
-        is_whole = line.endswith(b"\n") or len(line) > MAX_LINE_BYTES  # a longer one is refused
+        is_whole = line.endswith(b"\n") or len(line) > MAX_LINE_BYTES  # `call` rejects a longer one
         call = self._recording.call(self._number + 1, self._time_s, line, self._unchanged) if is_whole else None
         if call is None:
             self.close()
@@ -207,7 +214,7 @@ class Reading:
         return call
 
     def copy(self) -> Reading:
-        """Another one at this place."""
+        """A second iterator at this place."""
         other = Reading.__new__(Reading)
         other._recording, other._unchanged = self._recording, self._unchanged.copy()
         other._number, other._offset, other._time_s = self._number, self._offset, self._time_s
@@ -215,7 +222,7 @@ class Reading:
         return other
 
     def close(self) -> None:
-        """Gives the file back. Reading on opens it again."""
+        """Closes the file. Further reading opens it again."""
         if self._file is not None:
             self._file.close()
             self._file = None

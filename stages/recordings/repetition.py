@@ -1,11 +1,11 @@
-"""How an answer repeats what was said before: at each place, what the n-gram drafter would have found there, and how
-many of its drafts would have been right.
+"""How an answer repeats earlier text: what the n-gram drafter would find at each place.
 
-A recording tells this in place of tokens, whether or not anybody drafted: so it can be simulated with drafts where they
-were not worth their while. It says where an answer repeats something and for how long, and neither what nor since when.
+A recording has this instead of tokens, whether or not the engine drafted. So a simulation can use drafts even if the
+recorded engine did not. It shows where an answer repeats something and for how long, but neither the text nor its
+source.
 
-Knows what `stages/schedule/ngram_drafter.py` would guess, for all places at once; refuses to know when drafting pays
-(`stages/schedule/speculation.py`).
+This file finds what `stages/schedule/ngram_drafter.py` would guess, for all places at once.
+`stages/schedule/speculation.py` decides when drafting pays.
 """
 
 from __future__ import annotations
@@ -27,31 +27,35 @@ from ..messages import Indices, Ints, StepDone, TokenRequest
 from ..schedule.speculation import may_draft
 from .format import Fields, Given, RecordedEngine, Wrong
 
-MOST_RIGHT = MAX_SPECULATIVE_TOKENS  # drafts that are looked at: so many, or more, are right
-PLACES_AT_ONCE = 4096  # whose drafts are compared: 2 MiB
+MOST_RIGHT = MAX_SPECULATIVE_TOKENS  # the most right drafts counted at a place
+PLACES_AT_ONCE = 4096  # whose drafts are compared together: 2 MiB
 
 
 class Found(IntEnum):
-    """What there is to a guess."""
+    """What the drafter finds at a place."""
 
     NOTHING = 0
     GUESS = 1
-    SURE = 2  # as many tokens stood there before as make it worth to try
+    SURE = 2  # as many matching tokens as the drafter looks for at most
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Repeats:
-    """Of one answer, place by place from 0 on: when so many of its tokens are known, what the drafter finds, and how
-    many of its drafts are right. In runs of places, [C] each: within one, a draft fewer is right at each next place, or
-    MOST_RIGHT at all of them."""
+    """The repetitions of one answer, by place.
 
-    ends: Sequence[int]  # the place behind each run, ever later
+    At place i, i of its tokens are known: what the drafter finds there, and how many of its drafts are right. Stored as
+    runs of places, [C] each: within a run the number of right drafts falls by one per place, or stays at MOST_RIGHT.
+    """
+
+    ends: Sequence[int]  # the place after each run, rising
     found: Sequence[int]  # `Found`, of all its places
-    right: Sequence[int]  # drafts, at its first place
+    right: Sequence[int]  # right drafts, at its first place
 
     def at(self, place: int) -> tuple[Found, int]:
-        """(what is found, how many drafts are right) when `place` tokens of the answer are known. Nothing where nothing
-        is told."""
+        """(What is found, how many drafts are right) when `place` tokens of the answer are known.
+
+        (NOTHING, 0) after the last run.
+        """
         run = bisect_right(self.ends, place)
         if run == len(self.ends):
             return Found.NOTHING, 0
@@ -65,7 +69,7 @@ class Repeats:
 
 
 def read_repeats(values: Mapping[str, Any], engine: RecordedEngine) -> tuple[int, Repeats]:
-    """The sequence that is told of, and what. Nothing of the size of its numbers is made."""
+    """The sequence id and its repetitions. Nothing is allocated by the numbers in the file."""
     given = Given("repeats", values)
     counts = given.wholes("counts", engine.max_model_len, 1)
     found, right = given.wholes("found", max(Found)), given.wholes("right", MOST_RIGHT)
@@ -77,8 +81,11 @@ def read_repeats(values: Mapping[str, Any], engine: RecordedEngine) -> tuple[int
 
 
 def repeats_of(token_ids: Ints, num_prompt: int, least: int, most: int) -> Repeats | None:
-    """What a drafter that looks for `least` to `most` last tokens would have found in the answer behind a prompt of
-    `num_prompt` tokens, [T] together; None: nothing anywhere. Takes 0.1 ms, and 0.1 to 0.2 us a token."""
+    """What a drafter that looks for `least` to `most` last tokens finds in an answer.
+
+    `token_ids` [T] are a prompt of `num_prompt` tokens and its answer. None: nothing anywhere. Takes 0.1 ms, and 0.1 to
+    0.2 us per token.
+    """
     if len(token_ids) == num_prompt:
         return None
     num_matched, sources = _earlier(token_ids[:-1], num_prompt - 1, most)  # [T - P]
@@ -95,21 +102,23 @@ def repeats_of(token_ids: Ints, num_prompt: int, least: int, most: int) -> Repea
 
 
 def _earlier(token_ids: Ints, first: int, most: int) -> tuple[Indices, Indices]:
-    """Of each token from `first` on: how many, up to `most`, of it and those before it stood somewhere earlier; and
-    what follows them there, the last time. [T - first] both, of `token_ids` [T].
+    """For each token from `first` on: its longest earlier match, and where that continues.
 
-    Sorts all tokens once, and then those that may match further: where an answer repeats little, those are few.
+    The first is how many tokens that end with it, up to `most`, occurred earlier; the second is the position after
+    their last earlier occurrence. Both [T - first], of `token_ids` [T].
+
+    Sorts all tokens once, then only those whose match may be longer: few, if an answer repeats little.
     """
     num_matched, sources = np.zeros(len(token_ids), np.intp), np.zeros(len(token_ids), np.intp)
-    at = np.arange(len(token_ids))  # tokens that may match, as the last of so many; in the order of the text
-    keys = token_ids.astype(np.int64)  # the same where they do
+    at = np.arange(len(token_ids))  # last tokens of possible matches, in order of position within equal keys
+    keys = token_ids.astype(np.int64)  # equal where the tokens match
     for length in range(1, most + 1):
         order = np.argsort(keys, kind="stable")
         keys, at = keys[order], at[order]
         is_alike = keys[1:] == keys[:-1]
         later = at[1:][is_alike]
         num_matched[later], sources[later] = length, at[:-1][is_alike] + 1
-        ends = np.append(~is_alike, True).nonzero()[0]  # of groups that are alike
+        ends = np.append(~is_alike, True).nonzero()[0]  # of groups of equal keys
         sizes = np.diff(ends, prepend=-1)
         group = np.repeat(np.arange(len(ends)), sizes)
         is_kept = np.repeat((sizes > 1) & (at[ends] >= first), sizes) & (at >= length)
@@ -121,7 +130,7 @@ def _earlier(token_ids: Ints, first: int, most: int) -> tuple[Indices, Indices]:
 
 
 def _num_alike(token_ids: Ints, places: Indices, sources: Indices) -> Indices:
-    """How many tokens from each of `places` on are those from each of `sources` on, [n], up to MOST_RIGHT."""
+    """How many tokens from each place on equal those from its source on, [n], up to MOST_RIGHT."""
     none = np.full(MOST_RIGHT + 1, -1, token_ids.dtype)
     windows = sliding_window_view(np.concatenate([token_ids, none]), MOST_RIGHT + 1)
     is_alike = windows[places] == windows[sources]
@@ -138,8 +147,10 @@ def _in_runs(found: NDArray[Any], right: Indices) -> Repeats:
 
 
 class Answers:
-    """The texts of sequences that may draft, from their arrival to their end. Holds 4 bytes for each token that is
-    answered; prompts are shared with who sent them."""
+    """The texts of sequences that may draft, from their arrival to their end.
+
+    Holds 4 bytes per answered token; prompts are shared with their requests.
+    """
 
     def __init__(self, least: int, most: int) -> None:
         self._least, self._most = least, most
@@ -147,12 +158,14 @@ class Answers:
         self._answers: dict[int, array[int]] = {}
 
     def __len__(self) -> int:
-        """Sequences that have not ended."""
+        """The number of sequences that have not ended."""
         return len(self._answers)
 
     def take(self, batch: Sequence[Any], over: Iterable[int]) -> list[Fields]:
-        """What schedule took, and the sequences that are over besides those that finished: what is told of all that
-        ended so."""
+        """Processes a batch of schedule. `over`: sequences that ended without finishing.
+
+        Returns the repetitions of all sequences that ended.
+        """
         ended = []
         for message in batch:
             if isinstance(message, TokenRequest):
@@ -169,7 +182,7 @@ class Answers:
         first = request.first_sequence_id
         for sequence_id in range(first, first + request.params.n):
             self._prompts[sequence_id] = request.token_ids
-            self._answers.setdefault(sequence_id, array("i"))  # it may be said twice
+            self._answers.setdefault(sequence_id, array("i"))  # a request may be added twice
 
     def _go_on(self, done: StepDone) -> None:
         answers = self._answers

@@ -1,8 +1,8 @@
-"""Runs a recording again: the real schedule and allocate stages, call by call, under virtual time.
+"""Replays a recording: the real schedule and allocate stages, call by call, in virtual time.
 
-Each call is given what it was given then, and what it decides is compared with what it decided then. What schedule
-decides by a clock, whether a plan waits, is told with each call; else both read none and draw no dice, so all is the
-same, unless code or settings are not.
+Each call gets its recorded inputs, and its decisions are compared with the recorded ones. Schedule reads a clock only
+to decide whether a plan waits; the recording has that for each call. Otherwise both stages use no clock and no
+randomness, so decisions differ only if code or settings do.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ STAGES_REFUSE = (AssertionError, ArithmeticError, LookupError, TypeError, ValueE
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first decision that is not as it was."""
+    """The first decision that differs from the recorded one."""
 
     line: int
     time_s: float
@@ -55,7 +55,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What a stage decided in a call: as it was recorded, and as it is now."""
+    """One decision of a stage in a call: as recorded, and as replayed."""
 
     kind: str
     recorded: Any
@@ -63,9 +63,11 @@ class Decision:
 
 
 class Core:
-    """The two stages that decide, as an engine has them, driven call by call. With a `tracer` made of `env` they trace
-    what they do as they would in an engine; else nothing is traced. Without a `drafter` there are no guesses but those
-    that schedule is given."""
+    """The schedule and allocate stages of an engine, driven call by call.
+
+    With a `tracer` made of `env` they write their trace as in an engine; without one nothing is traced. Without a
+    `drafter`, the only guesses are those in the inputs.
+    """
 
     def __init__(
         self,
@@ -98,30 +100,38 @@ class Core:
         run_at_once(self.allocate.setup(self.context("allocate")))
 
     def context(self, name: str) -> Context:
-        """For a stage of that name that runs here."""
+        """The context of a stage with that name."""
         source = self.tracer.source(name)
         return Context(self.env, self.tracer, source, self.lane, lambda request_id: True, _escalate)
 
     def run_schedule(
         self, batch: Sequence[Any], is_early: bool | None = None
     ) -> tuple[Sequence[StepPlan], Sequence[int]]:
-        """One `handle` of schedule, which is told whether it is too early to plan, or judges that by itself. The plans
-        that it made, and the sequences that it gave up."""
+        """One `handle` of schedule.
+
+        `is_early`: whether it is too early to plan; None: it decides by its clock. Returns its plans, and the sequences
+        that it gave up.
+        """
         self.schedule.told_early = is_early
         run_at_once(self.schedule.handle(batch, DEAF))
         return self._heard.plans, self._heard.failed
 
     def run_allocate(self, batch: Sequence[StepPlan | Rates]) -> Sequence[tuple[StepGrant | None, PlanReport]]:
-        """One `handle` of allocate. A report for each plan, and a grant for each that was not void."""
+        """One `handle` of allocate.
+
+        Returns a grant and a report for each plan; the grant is None if it was void.
+        """
         run_at_once(self.allocate.handle(batch, DEAF))
         return self._heard.answers
 
 
 class Replay:
-    """A recording that is run again. `calls` runs it; `core` is where it has come to, `difference` the first one.
+    """A replay of a recording.
 
-    `policy` takes the place of the recorded one, which is only found by itself where it is one of ours: a file never
-    names what is imported. Raises `RecordingError` for what the stages can not take.
+    `calls` runs it; `core` is its current state, `difference` the first difference.
+
+    `policy` replaces the recorded one. Without it only built-in policies are found: a name in a file is never imported.
+    Raises `RecordingError` for calls that the stages reject.
     """
 
     def __init__(self, recording: Recording, policy: Policy | None = None, core: Core | None = None) -> None:
@@ -131,36 +141,39 @@ class Replay:
         self.time_s = 0.0
         self.num_calls = self.num_decisions = 0
         self._hash = hashlib.sha256()
-        self._plans: deque[StepPlan] = deque()  # on their way to allocate
-        self._reports: deque[PlanReport] = deque()  # on their way to schedule
+        self._plans: deque[StepPlan] = deque()  # not taken by allocate yet
+        self._reports: deque[PlanReport] = deque()  # not taken by schedule yet
 
     @property
     def decision_hash(self) -> str:
-        """SHA-256 over all decisions so far, in order: the same for the same decisions, on any machine."""
+        """SHA-256 over all decisions so far, in order.
+
+        Equal decisions give equal hashes on any machine.
+        """
         return self._hash.hexdigest()
 
     def run(self) -> Replay:
-        """Runs it to its end, or to the first difference."""
+        """Runs to the end, or to the first difference."""
         for _ in self.calls():
             pass
         return self
 
     def calls(self) -> Iterator[tuple[Call, Sequence[Decision]]]:
-        """Runs it, call by call; stops after the first one that decides differently."""
+        """Runs call by call; stops after the first call that decides differently."""
         for call in self.recording:
             yield call, self.take(call)
             if self.difference is not None:
                 return
 
     def take(self, call: Call) -> Sequence[Decision]:
-        """Runs the next call of the recording: what is decided now, beside what was."""
+        """Runs one call of the recording. Returns the recorded and the new decisions."""
         self.time_s = call.time_s
-        self.core.env.time_s = self.recording.began_s + call.time_s  # the engine's clock
+        self.core.env.time_s = self.recording.began_s + call.time_s  # on the engine's clock
         try:
             decisions = self._run(call)
         except STAGES_REFUSE as error:
             raise RecordingError(
-                f"{self.recording.path}:{call.line}: no engine was ever told this ({type(error).__name__}: {error})"
+                f"{self.recording.path}:{call.line}: the stages reject this call ({type(error).__name__}: {error})"
             ) from error
         self.num_calls += 1
         for decision in decisions:
@@ -168,10 +181,10 @@ class Replay:
         return decisions
 
     def copy(self) -> Replay:
-        """Another one that has come as far, and goes its own way from here. It traces nothing."""
+        """An independent replay at the same place. It writes no trace."""
         other = copy.copy(self)
         tracer = Tracer(self.core.env, enabled=False)
-        shared = {id(self.core.tracer): tracer}  # it is of threads, and can not be copied
+        shared = {id(self.core.tracer): tracer}  # it has thread-local state and cannot be copied
         other.core, other._plans, other._reports = copy.deepcopy((self.core, self._plans, self._reports), shared)
         other._hash = self._hash.copy()
         return other
@@ -199,7 +212,7 @@ class Replay:
 
     def _take_report(self, told: ReportTaken) -> PlanReport:
         report = self._reports.popleft()
-        assert report.step == told.step, f"a report of step {told.step} is taken, and that of {report.step} is next"
+        assert report.step == told.step, f"the call has the report of step {told.step}, but the next is {report.step}"
         return report
 
     def _allocate(self, call: AllocateCall) -> list[Decision]:
@@ -220,19 +233,19 @@ class Replay:
 
 
 def built_in_policy(engine: RecordedEngine) -> Policy:
-    """The policy that a recording names, if it is one of ours. Raises `ConfigError` for others."""
+    """The policy that a recording names, if it is built in. Raises `ConfigError` for others."""
     if engine.priority_ageing_s is not None and engine.scheduler == "priority":
         return AgeingPriority(engine.priority_ageing_s)
     if engine.scheduler not in BUILT_IN:
         raise ConfigError(
-            f"scheduler = {shown(engine.scheduler)} was used, which is not one of ours: say --scheduler, as nothing is "
-            "imported because a recording names it"
+            f"scheduler = {shown(engine.scheduler)} in the recording: not a built-in policy; give --scheduler, as a "
+            "name in a recording is never imported"
         )
     return BUILT_IN[engine.scheduler]()
 
 
 class _Heard:
-    """What the stages say of their last call."""
+    """The call log of a replay: keeps the outputs of the last call."""
 
     plans: Sequence[StepPlan] = ()
     failed: Sequence[int] = ()
@@ -257,11 +270,11 @@ class _Heard:
         pass
 
     def crash(self, stage: str) -> None:
-        raise AssertionError(f"{stage} says that it crashed, and nobody called recover")
+        raise AssertionError(f"stage {stage} reports a crash, but recover was not called")
 
 
 class _Deaf:
-    """An outlet for a stage whose call log is listened to instead."""
+    """An outlet that drops everything: the call log has the outputs."""
 
     def send(self, item: Any, port: str = "out") -> None:
         pass
@@ -284,7 +297,7 @@ def _escalate(error: BaseException) -> None:
 
 
 def _pairs(recorded: Sequence[Fields], replayed: Sequence[Fields]) -> Iterator[tuple[Fields | None, Fields | None]]:
-    """Decisions side by side; None where one has more than the other."""
+    """Pairs of decisions in order; None where one side has fewer."""
     for i in range(max(len(recorded), len(replayed))):
         yield recorded[i] if i < len(recorded) else None, replayed[i] if i < len(replayed) else None
 
@@ -300,7 +313,7 @@ def _difference(call: Call, decision: Decision) -> Difference:
 
 
 def _narrow(then: Any, now: Any) -> tuple[str, str]:
-    """Both, for people: of lists only the first row that differs."""
+    """Both values, for people: of lists only the first row that differs."""
     if isinstance(then, list) and isinstance(now, list):
         row = next((i for i, pair in enumerate(zip(then, now, strict=False)) if pair[0] != pair[1]), None)
         if row is None:

@@ -1,8 +1,7 @@
-"""A device that takes as long for each step as a cost model says, and answers as long as was asked; and a drafter that
-guesses as right as it would have in the run that was recorded.
+"""A device with step times from a cost model, and a drafter that is right as recorded.
 
-Part of the simulation. No token means anything. What the device makes of a step is known as soon as the step is
-granted, and told when it is done.
+Part of the simulation. Token ids have no meaning. The outcome of a step is computed when the step is granted, and
+delivered when it is done.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ class Flight:
 
     end_s: float
     done: StepDone
-    is_steady: bool  # the same rows as in the step before, of which none began or ended
+    is_steady: bool  # the same rows as in the step before; none began or ended
 
 
 @dataclass(slots=True, eq=False)
 class _Steady:
-    """Rows that go on decoding, step after step: what changes from one to the next are a few numbers."""
+    """Rows that go on decoding. Only a few numbers change from one step to the next."""
 
     slots: Indices  # [R]
     sequence_ids: NDArray[np.int64]
@@ -45,16 +44,18 @@ class _Steady:
 
 
 class ModelledDrafter:
-    """Finds something to guess where an engine's own drafter would, by what is told of how answers repeat what was
-    said: `repeats`, by sequence."""
+    """Guesses where an engine's own drafter would.
+
+    `repeats` has the recorded repetitions by sequence.
+    """
 
     def __init__(self, repeats: Mapping[int, Repeats], num_tokens: int) -> None:
         self._repeats, self._num_tokens = repeats, num_tokens
 
     def guess(self, table: SlotTable, slot: int) -> Guess:
-        """Of the sequence in `slot`: zeros, as many as could be drafted."""
+        """The guess for the sequence in `slot`: zeros, as many as could be drafted."""
         sequence = table.sequences[slot]
-        assert sequence is not None, f"nobody runs in slot {slot}"
+        assert sequence is not None, f"slot {slot} is empty"
         place, repeats = len(table.answer(slot)), self._repeats.get(sequence.sequence_id)
         found = Found.NOTHING if repeats is None else repeats.at(place)[0]
         token_ids = np.zeros(self._num_tokens if found else 0, np.intp)
@@ -62,7 +63,10 @@ class ModelledDrafter:
 
 
 class ModelledDevice:
-    """Runs granted steps one behind the other. Of drafts as many are right as `repeats` says of their sequence."""
+    """Runs granted steps one after another.
+
+    `repeats` gives the number of right drafts of each sequence.
+    """
 
     def __init__(self, model: CostModel, num_slots: int, repeats: Mapping[int, Repeats]) -> None:
         self.num_steps = 0
@@ -73,7 +77,7 @@ class ModelledDevice:
         self._steady: _Steady | None = None
         self._repeats = repeats
         self._zeros = np.zeros(num_slots + MAX_SPECULATIVE_TOKENS, np.intp)  # the ids of all tokens
-        self._sequence_id = np.full(num_slots, -1, np.int64)  # [S] all, by slot
+        self._sequence_id = np.full(num_slots, -1, np.int64)  # [S], this and the next, by slot
         self._num_generated = np.zeros(num_slots, np.intp)
         self._num_wanted = np.zeros(num_slots, np.intp)  # tokens of the answer
         self._is_over = np.ones(num_slots, np.bool_)
@@ -100,7 +104,7 @@ class ModelledDevice:
         self.busy_s += took_s
 
     def _sample(self, grant: StepGrant, took_s: float) -> StepDone:
-        """One token for each sampled row whose answer goes on, and one more for each draft that is right."""
+        """One token for each sampled row that has not ended, and one more for each right draft."""
         for started in grant.started:
             slot, num_wanted = started.slot, started.params.max_tokens
             assert num_wanted is not None
@@ -115,14 +119,14 @@ class ModelledDevice:
             most_tokens = 1 + int(grant.drafts.counts.max())
             num_right = self._num_right(rows, places, grant.drafts.counts[grant.is_sampled][is_alive])
             rows, places = _with_right(rows, places, num_right)
-        self._num_generated[rows] = places + 1  # of several the last
+        self._num_generated[rows] = places + 1  # for a repeated row the last one counts
         is_finished = places + 1 >= self._num_wanted[rows]
         self._is_over[rows] = is_finished
         columns = (rows, self._sequence_id[rows], places, self._zeros[: len(rows)], is_finished)
         return StepDone(grant.step, *columns, most_tokens, int(took_s * 1e6))
 
     def _num_right(self, rows: Indices, places: Indices, counts: Ints) -> Indices:
-        """Of so many drafts of each row, [R]."""
+        """The number of right drafts of each row, [R], of `counts` drafts."""
         told = [self._repeats.get(sequence_id) for sequence_id in self._sequence_id[rows].tolist()]
         right = [0 if each is None else each.at(place)[1] for each, place in zip(told, places.tolist(), strict=True)]
         return np.minimum(np.array(right, np.intp), counts)
@@ -145,14 +149,14 @@ class ModelledDevice:
         return StepDone(step, *columns, took_us=int(took_s * 1e6))
 
     def _settle(self) -> None:
-        """Rows come or go: writes down how far they have come."""
+        """Stores the progress of steady rows, when rows come or go."""
         if self._steady is not None:
             self._num_generated[self._steady.slots] = self._steady.places
             self._steady = None
 
 
 def _with_right(rows: Indices, places: Indices, num_right: Indices) -> tuple[Indices, Indices]:
-    """Rows and places, [R] each, with those of the drafts that are right behind each: one entry a token."""
+    """Rows and places, [R] each, with an entry for each right draft after its row."""
     sizes = 1 + num_right
     ends = np.cumsum(sizes)
     offsets = np.arange(int(sizes.sum())) - np.repeat(ends - sizes, sizes)

@@ -1,9 +1,8 @@
-"""What would have been with other settings: a trace through the real intake, schedule and allocate stages, with a cost
-model in place of the device, in virtual time.
+"""Simulation of other settings: the real intake, schedule and allocate in virtual time.
 
-Stages are called one after another, as the loop of an engine would call them, and time moves from one event to the
-next: an arrival, a client that leaves, a step that is done, a plan that is due. What takes time is told by the cost
-model alone; clients read at once, and nothing fails.
+A cost model replaces the device and is the only thing that takes time. Stages are called one after another, as an
+engine's loop would call them. Time moves from event to event: an arrival, a client that leaves, a step that is done, a
+plan that is due. Clients read at once, and nothing fails.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ from .replay import Core
 from .simulated_device import Flight, ModelledDevice, ModelledDrafter
 from .workloads import Trace, TraceRequest
 
-VOCAB_SIZE = 2**31 - 1  # token ids of traces mean nothing
+VOCAB_SIZE = 2**31 - 1  # token ids of traces have no meaning
 PERCENTILES = (50, 90, 99)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Door:
-    """Who may come in, as in `EngineConfig`."""
+    """Admission limits, as in `EngineConfig`."""
 
     max_admitted_requests: int = 1024
     max_waiting_requests: int = 512
@@ -45,14 +44,14 @@ class Door:
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of one request, times since the trace began."""
+    """The outcome of one request. Times since the trace began."""
 
     arrival_s: float
     num_prompt: int
-    num_tokens: int = 0  # answered
+    num_tokens: int = 0  # of the answer
     first_token_s: float | None = None
     end_s: float | None = None
-    how: str = "unfinished"  # finished, left, too long, or turned away
+    how: str = "unfinished"  # or: finished, left, too long, turned away
 
     @property
     def ttft_s(self) -> float | None:
@@ -62,22 +61,22 @@ class Outcome:
 
 @dataclass(slots=True)
 class Result:
-    """What a simulation came to."""
+    """The result of a simulation."""
 
     outcomes: list[Outcome]
-    itl_s: NDArray[np.float64]  # [T] between a token and the one before it, of all answers
+    itl_s: NDArray[np.float64]  # [T] times between successive tokens of all answers
     num_steps: int = 0
     busy_s: float = 0.0  # of the device
     duration_s: float = 0.0  # from the first arrival to the last token
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
-    cache_hit_rate: float = 0.0  # share of prompt tokens that were found
+    cache_hit_rate: float = 0.0  # share of prompt tokens found in the prefix cache
     most_rows: int = 0  # of any step
     num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0  # of those
+    num_accepted_tokens: int = 0  # of the drafts
 
     def summary(self) -> dict[str, float | int | None]:
-        """The figures of a table: rates are per second of the whole, times in milliseconds."""
+        """The figures of a table: rates per second of the whole duration, times in milliseconds."""
         finished = [outcome for outcome in self.outcomes if outcome.how == "finished"]
         ttft_s = np.array([outcome.ttft_s for outcome in self.outcomes if outcome.ttft_s is not None])
         e2el_s = np.array([each.end_s - each.arrival_s for each in finished if each.end_s is not None])
@@ -108,7 +107,7 @@ class Result:
 
 @dataclass(slots=True, eq=False)
 class _Refusals:
-    """Intake's outlet."""
+    """The outlet of intake: collects passed and refused requests."""
 
     passed: list[Request] = field(default_factory=list)
     refused: list[tuple[Request, BaseException]] = field(default_factory=list)
@@ -133,7 +132,7 @@ class Simulation:
         self, engine: RecordedEngine, model: CostModel, door: Door | None = None, policy: Policy | None = None
     ) -> None:
         door = door or Door()
-        self._repeats: dict[int, Repeats] = {}  # of the answers to those that have come, by sequence
+        self._repeats: dict[int, Repeats] = {}  # of the answers to requests so far, by sequence
         drafter = ModelledDrafter(self._repeats, engine.most_drafts) if engine.most_drafts else None
         self.core = Core(engine, policy, drafter=drafter)
         self._model = model
@@ -143,14 +142,14 @@ class Simulation:
         run_at_once(self._intake.setup(self.core.context("intake")))
         self._device = ModelledDevice(model, engine.max_num_seqs, self._repeats)
         self._tokenized: deque[TokenRequest] = deque()  # that schedule does not want yet
-        self._reports: list[Any] = []  # that woke nobody
+        self._reports: list[Any] = []  # that did not wake schedule
         self._outcomes: list[Outcome] = []
         self._leaving: list[tuple[float, int]] = []  # a heap of (when, sequence)
         self._gaps: list[NDArray[np.float64]] = []  # between tokens of a row
-        self._even_gaps: list[tuple[float, int]] = []  # the same where all rows of a step had one: (gap, rows)
-        self._even_slots: Indices | None = None  # rows of the last step, if it was so
-        self._last_s = 0.0  # when a step was done last
-        self._last_token_s = np.zeros(engine.max_num_seqs)  # [S] but for the even ones
+        self._even_gaps: list[tuple[float, int]] = []  # the same for steady steps: (gap, rows)
+        self._even_slots: Indices | None = None  # rows of the last step, if it was steady
+        self._last_s = 0.0  # when the last step was done
+        self._last_token_s = np.zeros(engine.max_num_seqs)  # [S], except for rows in `_even_slots`
         self._result = Result(self._outcomes, np.zeros(0))
 
     def run(self, trace: Trace) -> Result:
@@ -177,10 +176,10 @@ class Simulation:
             self._turn(batch)
         return self._close()
 
-    # -- the loop of the three stages
+    # -- the loop of the stages
 
     def _turn(self, batch: list[Any]) -> None:
-        """Schedule takes what is there, then allocate its plan, until nobody has anything to do."""
+        """Runs schedule and allocate in turns until neither has work."""
         core = self.core
         reports, self._reports = self._reports, []
         batch = [*reports, *batch]
@@ -235,10 +234,10 @@ class Simulation:
             self._tokenized = deque(each for each in self._tokenized if each.first_sequence_id != number)
             self._intake.admission.release(str(number), now_s, is_served=False)
 
-    # -- what comes of a step
+    # -- the outcome of a step
 
     def _finish(self, flight: Flight) -> StepDone:
-        """A step is done: counts its tokens."""
+        """Processes a step that is done: records the times of its tokens."""
         done, now_s = flight.done, flight.end_s
         if flight.is_steady:
             self._even_gaps.append((now_s - self._last_s, len(done.slots)))
@@ -252,7 +251,7 @@ class Simulation:
             self._begin(number, now_s)
         gaps_s = now_s - self._last_token_s[done.slots]
         if done.most_tokens > 1:
-            gaps_s[1:][done.slots[1:] == done.slots[:-1]] = 0.0  # a token that comes with others
+            gaps_s[1:][done.slots[1:] == done.slots[:-1]] = 0.0  # several tokens of a sequence in one step
         self._gaps.append(gaps_s[~is_first])
         self._last_token_s[done.slots] = now_s
         for row in np.flatnonzero(done.is_finished).tolist():

@@ -1,6 +1,6 @@
-"""The memory of a recorded engine at any time: who held which block, and why who was preempted.
+"""The memory of a recorded engine at any time, with the cause of each preemption.
 
-A recording says what happened, not what the books looked like; so it is run again up to the moment that is asked for.
+A recording has inputs and decisions, not the stages' state. So the state at a time is rebuilt by a replay up to it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .memory_state import MemoryState, memory_state
 from .reader import AllocateCall, Call, Reading, Recording, RecordingError, ScheduleCall
 from .replay import Core, Decision, Replay
 
-MARK_CALLS = 128  # between two places to go back to, at first
+MARK_CALLS = 128  # between two marks, at first
 MAX_MARKS, MAX_MARK_BYTES = 64, 2**29
 
 
@@ -29,21 +29,21 @@ class Preemption:
     sequence_id: int
     request_id: str  # "" if it ended meanwhile
     how: str  # swap or recompute
-    cause: str  # blocks: they ran out; slot: a better one wanted its place. Of a parked one: parked
-    num_tokens: int  # that went to the host
+    cause: str  # blocks: they ran out; slot: a better sequence waited for it; parked: its client did not read
+    num_tokens: int  # swapped to the host
     num_free: int  # blocks, after that plan
-    beneficiaries: tuple[int, ...]  # sequences that got blocks in that plan, or were first in line for its slot
+    beneficiaries: tuple[int, ...]  # sequences that got blocks in that plan, or were first in the queue for its slot
 
     def __str__(self) -> str:
-        whom = ", ".join(str(sequence_id) for sequence_id in self.beneficiaries) or "nobody yet"
-        why = {"blocks": "blocks ran out", "slot": "a better one waited"}.get(self.cause, "its client does not read")
-        how = f"{self.num_tokens} tokens went to the host" if self.how == "swap" else "to be computed again"
-        return f"step {self.step}: sequence {self.sequence_id} gave way, {how}: {why}; blocks went to {whom}"
+        whom = ", ".join(str(sequence_id) for sequence_id in self.beneficiaries) or "no sequence yet"
+        why = {"blocks": "blocks ran out", "slot": "its slot was needed"}.get(self.cause, "its client does not read")
+        how = f"{self.num_tokens} tokens swapped to the host" if self.how == "swap" else "to be recomputed"
+        return f"step {self.step}: sequence {self.sequence_id} was preempted, {how}: {why}; blocks went to {whom}"
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A recorded engine after its last call at or before some time."""
+    """The state of a recorded engine after its last call at or before some time."""
 
     time_s: float  # of that call
     memory: MemoryState
@@ -52,29 +52,32 @@ class Moment:
 
 @dataclass(slots=True, eq=False)
 class _Place:
-    """How far a recording was run again, and what is to come."""
+    """A place in the replay of a recording."""
 
     replay: Replay
     reading: Reading
-    upcoming: Call | None  # read and not run
+    upcoming: Call | None  # read, but not run
     done_s: float = 0.0  # time of the last call that was run
     preemptions: list[Preemption] = field(default_factory=list)
     taken: dict[int, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
-    # slot -> (cause, for whom), until allocate was told
+    # slot -> (cause, beneficiaries), until allocate is notified
 
     @property
     def num_calls(self) -> int:
-        """That were run."""
+        """The number of calls that were run."""
         return self.replay.num_calls
 
     def copy(self) -> _Place:
-        """The same place, to go on from by itself."""
+        """An independent copy, to continue from."""
         books = (self.done_s, list(self.preemptions), dict(self.taken))
         return _Place(self.replay.copy(), self.reading.copy(), self.upcoming, *books)
 
 
 class Marks:
-    """Places of a recording that were passed, to go back to: some evenly spread ones, however long it is."""
+    """Copies of places that the replay passed, to go back to.
+
+    Evenly spread, however long the recording is.
+    """
 
     def __init__(self, engine: RecordedEngine, spacing: int = MARK_CALLS) -> None:
         self._spacing = spacing  # calls between two, at least
@@ -82,7 +85,7 @@ class Marks:
         self._places: list[_Place] = []  # in order
 
     def passed(self, place: _Place) -> None:
-        """Keeps a copy, if the last one is far behind."""
+        """Keeps a copy of `place`, if the last one is far enough behind."""
         last = self._places[-1].num_calls if self._places else 0
         if place.num_calls - last < self._spacing:
             return
@@ -92,23 +95,25 @@ class Marks:
             self._spacing *= 2
 
     def before(self, time_s: float) -> _Place | None:
-        """The last one that is no later, to be copied; None if there is none."""
+        """The last place at or before `time_s`, to be copied; None if there is none."""
         number = bisect_right(self._places, time_s, key=lambda place: place.done_s)
         return self._places[number - 1] if number else None
 
 
 def _place_bytes(engine: RecordedEngine) -> int:
-    """About what a place takes: the books of blocks, of the prefix cache and of the slots."""
+    """The approximate size of a place in bytes: state of blocks, prefix cache and slots."""
     num_blocks = engine.num_blocks + engine.num_host_blocks
     of_tables = 4 * engine.max_num_seqs * engine.max_model_len // engine.block_size
     return (1024 if engine.enable_prefix_caching else 32) * num_blocks + of_tables + 2**16
 
 
 class TimeMachine:
-    """A recording to be looked at, moment by moment. Going anywhere costs what lies between it and here, or the last
-    mark before it; marks are left where nobody has been.
+    """A recording that can be inspected at any time.
 
-    `core` is an own one, which may trace. Raises `RecordingError` for what can not be read or run.
+    Going to a time replays what lies between it and the current place or the last mark before it. New marks are left on
+    the way.
+
+    `core` is a core of the caller's, which may trace. Raises `RecordingError` for what cannot be read or replayed.
     """
 
     def __init__(
@@ -123,19 +128,19 @@ class TimeMachine:
             self._here.replay.core = core
 
     def another(self) -> TimeMachine:
-        """One of the same recording, at its begin, which goes its own way by the same marks."""
+        """A second one of the same recording, at its beginning. It shares the marks."""
         other = copy.copy(self)
         other._here = self._begin.copy()
         return other
 
     @property
     def core(self) -> Core:
-        """The stages as they are now. Another one after going back."""
+        """The stages in their current state. A different object after going back."""
         return self._here.replay.core
 
     @property
     def replay(self) -> Replay:
-        """How it has gone so far."""
+        """The replay so far."""
         return self._here.replay
 
     @property
@@ -144,13 +149,13 @@ class TimeMachine:
         return self._here.preemptions
 
     def at(self, time_s: float) -> Moment:
-        """The engine at `time_s` seconds since the recording began; at its end for any time behind that."""
+        """The state at `time_s` seconds since the recording began; after its end, the last state."""
         self.go(time_s)
         memory = memory_state(self.core.schedule.scheduler, self.core.allocate.allocator)
         return Moment(self._here.done_s, memory, tuple(self.preemptions))
 
     def go(self, time_s: float) -> None:
-        """Goes there, and looks at nothing."""
+        """Goes to a time without building its `Moment`."""
         mark = self.marks.before(time_s) or self._begin
         if time_s < self._here.done_s or mark.num_calls > self._here.num_calls:
             self._here = mark.copy()
@@ -158,12 +163,12 @@ class TimeMachine:
             pass
 
     def calls(self, until_s: float = float("inf")) -> Iterator[tuple[Call, Sequence[Decision]]]:
-        """Goes on call by call, through those at or before that time."""
+        """Runs call by call, through those at or before `until_s`."""
         while (call := self._here.upcoming) is not None and call.time_s <= until_s:
             yield call, self._step(call)
 
     def times(self) -> Iterator[float]:
-        """The times of all calls, in order, for a bar to scrub along."""
+        """The times of all calls, in order, for a scrub bar."""
         return (call.time_s for call in self.recording)
 
     # -- running
@@ -172,7 +177,7 @@ class TimeMachine:
         here = self._here
         decisions = here.replay.take(call)
         if here.replay.difference is not None:
-            where = f"{self.recording.path}: the stages decide differently now, and what comes then can not be rebuilt"
+            where = f"{self.recording.path}: the stages decide differently now, so later calls cannot be replayed"
             raise RecordingError(f"{where}: {here.replay.difference}")
         here.upcoming, here.done_s = next(here.reading, None), call.time_s
         if isinstance(call, ScheduleCall):
@@ -183,7 +188,7 @@ class TimeMachine:
         return decisions
 
     def _note_taken(self, decisions: Sequence[Decision]) -> None:
-        """Slots that schedule took."""
+        """Records the slots that schedule took from sequences."""
         scheduler = self.core.schedule.scheduler
         for plan in _replayed(decisions, "plan"):
             for slot in plan["preempted"]:
@@ -222,5 +227,5 @@ class TimeMachine:
 
 
 def _replayed(decisions: Sequence[Decision], kind: str) -> list[Fields]:
-    """What was decided of a kind; {} for a grant that there was none of."""
+    """The replayed decisions of a kind; {} for a missing grant."""
     return [decision.replayed or {} for decision in decisions if decision.kind == kind]

@@ -1,12 +1,13 @@
-"""Token ids under a veil: numbers that tell where texts are alike, and nothing of what they say.
+"""Masks token ids: numbers that show where texts are equal, but not their content.
 
-A recording must say which prompts and answers begin alike, as the prefix cache decides by it, and must not hold them.
-So each token is replaced by a hash of itself and of all tokens before it, keyed with a secret that is never written
-down: two texts have the same numbers as far as they are the same, and different ones from there on (but for one chance
-in 2**31). As no number stands for a token of its own, there are no frequencies to count.
+A recording must show which prompts and answers begin with the same tokens, as the prefix cache decides by it, without
+holding the text. So each token is replaced by a hash of itself and all tokens before it. The hash is keyed with a
+secret that is never stored. Two texts have the same numbers up to their first difference, and different ones from there
+on (except with probability 2**-31). No number stands for one token, so frequencies reveal nothing.
 
-Each CHUNK tokens a keyed blake2b of all before gives new keys; inside a chunk the numbers are a polynomial hash under
-those keys, mixed: a few numpy operations for all tokens at once, which do not hold the interpreter as a loop would.
+For each chunk of CHUNK tokens, a keyed blake2b of everything before it gives new keys. Inside a chunk the numbers are a
+polynomial hash under those keys, mixed. That takes a few numpy operations for all tokens at once, and does not hold the
+interpreter lock as a loop would.
 """
 
 from __future__ import annotations
@@ -27,39 +28,42 @@ FIRST_ROWS = 64  # of the table of answers, which grows
 
 
 class Veil:
-    """Hides prompts whole, and answers token by token as they are made. Each sequence is begun once and ended once."""
+    """Masks prompts as a whole, and answers token by token.
+
+    Each sequence is begun once and ended once.
+    """
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
         self._rows: dict[int, int] = {}  # sequence -> its row below
         self._free: list[int] = []
-        self._digests: list[bytes] = []  # [R] of all chunks before the one that fills
+        self._digests: list[bytes] = []  # [R] of all chunks before the current one
         self._table = _Table(0)
-        self._last: tuple[Sequence[int], NDArray[np.intp]] | None = None  # sequences and rows, until any come or go
+        self._last: tuple[Sequence[int], NDArray[np.intp]] | None = None  # sequences and rows, until they change
 
     def __len__(self) -> int:
-        """Sequences begun and not ended."""
+        """The number of sequences begun and not ended."""
         return len(self._rows)
 
     def hide(self, token_ids: Ints) -> Ints:
-        """A whole text, [P]."""
+        """Masks a whole text, [P]."""
         return _hash(self._chunks(token_ids)[0], token_ids)
 
     def begin(self, sequence_ids: Sequence[int], token_ids: Ints) -> Ints:
-        """The prompt of these sequences, [P]; their answers go on behind it."""
+        """Masks the prompt of these sequences, [P]. Their answers continue it."""
         digests, filling = self._chunks(token_ids)
         hidden = _hash(digests, token_ids)
         rest = token_ids[len(token_ids) // CHUNK * CHUNK :]
         for sequence_id in sequence_ids:
             if sequence_id in self._rows:
-                continue  # said twice
+                continue  # begun before
             row = self._take_row(sequence_id)
             self._digests[row] = filling
             self._table.begin(row, filling, rest)
         return hidden
 
     def go_on(self, sequence_ids: Sequence[int], token_ids: NDArray[Any]) -> Ints:
-        """The next token of the answer of each, [L]; 0 for sequences that are over."""
+        """Masks the next token of the answer of each, [L]; 0 for sequences that have ended."""
         if self._last is None or self._last[0] != sequence_ids:
             rows = np.array([self._rows.get(sequence_id, -1) for sequence_id in sequence_ids], np.intp)
             self._last = sequence_ids, rows
@@ -74,14 +78,14 @@ class Veil:
         return hidden
 
     def end(self, sequence_id: int) -> None:
-        """Nothing more comes of it. Unknown ids are over already."""
+        """Ends a sequence. Does nothing if it has ended."""
         row = self._rows.pop(sequence_id, None)
         if row is not None:
             self._free.append(row)
             self._last = None
 
     def name(self, text: str) -> str:
-        """A text of which only matters whether it is the same as another; "" stays."""
+        """Masks a text that only needs to be compared for equality; "" stays."""
         return hashlib.blake2b(text.encode(), key=self._secret, digest_size=8).hexdigest() if text else ""
 
     def _take_row(self, sequence_id: int) -> int:
@@ -96,7 +100,10 @@ class Veil:
         return row
 
     def _chunks(self, token_ids: Ints) -> tuple[list[bytes], bytes]:
-        """The digest before each chunk, a partly filled one included; and that before the chunk that fills next."""
+        """(The digest before each chunk, the digest before the chunk to fill next).
+
+        A partly filled chunk counts.
+        """
         digests = [hashlib.blake2b(key=self._secret, digest_size=16).digest()]
         for begin in range(CHUNK, len(token_ids) + 1, CHUNK):
             digests.append(self._next(digests[-1], token_ids[begin - CHUNK : begin]))
@@ -108,10 +115,10 @@ class Veil:
 
 
 class _Table:
-    """How far the answers are, columnar: the chunk that fills, row by row."""
+    """The current chunk of each answer, columnar."""
 
     def __init__(self, num_rows: int) -> None:
-        self.count = np.zeros(num_rows, np.intp)  # tokens in it
+        self.count = np.zeros(num_rows, np.intp)  # tokens in the chunk
         self.tokens = np.zeros((num_rows, CHUNK), np.int32)
         self.factor, self.mask = np.zeros(num_rows, np.uint64), np.zeros(num_rows, np.uint64)
         self.power, self.sum = np.zeros(num_rows, np.uint64), np.zeros(num_rows, np.uint64)
@@ -141,7 +148,7 @@ def _keys(digests: Sequence[bytes]) -> tuple[Words, Words]:
 
 
 def _hash(digests: Sequence[bytes], token_ids: Ints) -> Ints:
-    """[P] the hidden tokens of a text, whose chunks have these digests before them."""
+    """The masked tokens of a text, [P]. `digests` are those before its chunks."""
     if not len(token_ids):
         return np.zeros(0, np.int32)
     factor, mask = _keys(digests)
@@ -153,7 +160,7 @@ def _hash(digests: Sequence[bytes], token_ids: Ints) -> Ints:
 
 
 def _mix(z: Words) -> Ints:
-    """Splitmix64's finalizer, of which 31 bits are kept."""
+    """Splitmix64's finalizer, cut to 31 bits."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     z = z ^ (z >> np.uint64(31))

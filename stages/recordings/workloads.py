@@ -1,7 +1,7 @@
-"""Requests to simulate: when they came, how long prompt and answer were, and what prompts had in common.
+"""Workloads to simulate: arrival times, lengths, and common prefixes of prompts.
 
-From a recording of ours, or from published traces: a CSV like Azure's (TIMESTAMP, ContextTokens, GeneratedTokens) or
-JSON lines like Mooncake's (timestamp in ms, input_length, output_length, hash_ids). None of them holds any text.
+From a recording, or from published traces: a CSV like Azure's (TIMESTAMP, ContextTokens, GeneratedTokens) or JSON lines
+like Mooncake's (timestamp in ms, input_length, output_length, hash_ids). None of them holds any text.
 """
 
 from __future__ import annotations
@@ -21,26 +21,29 @@ from .reader import Recording, RecordingError, ScheduleCall
 from .repetition import Repeats
 
 MAX_TOKENS = 2**24  # of a prompt or an answer in a trace
-HASH_BLOCK = 512  # tokens that a hash id of Mooncake's stands for
+HASH_BLOCK = 512  # tokens per hash id in Mooncake's traces
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TraceRequest:
-    """One prompt and how much is answered to it."""
+    """One prompt and the length of its answer."""
 
     arrival_s: float  # since the trace began
     num_prompt: int
     num_answer: int  # at least 1
-    hash_ids: Sequence[int] = ()  # of its blocks of `hash_block` tokens; the same ids begin alike
+    hash_ids: Sequence[int] = ()  # of its blocks of `hash_block` tokens; equal ids mean equal prefixes
     hash_block: int = HASH_BLOCK
     token_ids: Ints | None = None  # [P] where they are known
-    leaves_s: float | None = None  # after its arrival, its client is gone
+    leaves_s: float | None = None  # time from its arrival until its client leaves
     priority: int = 0
     cache_salt: str = ""
-    repeats: Repeats | None = None  # how the answer repeats what was said; None: nowhere, or it is not known
+    repeats: Repeats | None = None  # how the answer repeats earlier text; None: nowhere, or unknown
 
     def tokens(self, number: int) -> Ints:
-        """[P] ids that are the same as another's as far as the trace says so; `number` is the request's own."""
+        """Ids [P] that equal another request's as far as the trace says so.
+
+        `number` is the request's own.
+        """
         if self.token_ids is not None:
             return self.token_ids
         if not self.hash_ids:
@@ -53,19 +56,22 @@ class TraceRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trace:
-    """Requests in the order of their arrival."""
+    """Requests in order of arrival."""
 
     requests: Sequence[TraceRequest]
-    tells_prefixes: bool  # whether it is known what prompts have in common
-    tells_repeats: bool = False  # whether it is known how answers repeat what was said
+    tells_prefixes: bool  # whether it has the common prefixes of prompts
+    tells_repeats: bool = False  # whether it has the repetitions in answers
 
     def scaled(self, *, times: float = 1.0, lengths: float = 1.0, most: int | None = None) -> Trace:
-        """The first `most` of it, with arrivals `times` as far apart and prompts and answers `lengths` as long."""
+        """The first `most` requests, with gaps scaled by `times` and lengths by `lengths`."""
         return replace(self, requests=[_scaled(request, times, lengths) for request in self.requests[:most]])
 
 
 def read_trace(path: Path) -> Trace:
-    """A trace of any of these forms. Raises `RecordingError`, with the line, for a file of none."""
+    """Reads a trace in any of these formats.
+
+    Raises `RecordingError`, with the line, for any other file.
+    """
     try:
         with path.open("rb") as file:
             first = file.readline(65_536)
@@ -76,15 +82,17 @@ def read_trace(path: Path) -> Trace:
     read = _read_csv if b"ContextTokens" in first else _read_json_lines
     requests = sorted(read(path), key=lambda request: request.arrival_s)
     if not requests:
-        raise RecordingError(f"{path}: there is no request in it")
+        raise RecordingError(f"{path}: it has no requests")
     began_s = requests[0].arrival_s
     tells = any(request.hash_ids for request in requests)
     return Trace([replace(request, arrival_s=request.arrival_s - began_s) for request in requests], tells)
 
 
 def from_recording(recording: Recording) -> Trace:
-    """What an engine was asked, each choice a request of its own; answers are as long as they were. Who was cancelled
-    leaves when it did then."""
+    """The requests of a recording with their recorded lengths, each choice as its own request.
+
+    A cancelled request leaves after the same time as recorded.
+    """
     asked: dict[int, TokenRequest] = {}
     num_answered: dict[int, int] = {}
     over: set[int] = set()
@@ -124,7 +132,7 @@ def from_recording(recording: Recording) -> Trace:
             )
         )
     if not requests:
-        raise RecordingError(f"{recording.path}: nobody asked anything in it")
+        raise RecordingError(f"{recording.path}: it has no requests")
     requests.sort(key=lambda request: request.arrival_s)
     return Trace(requests, recording.engine.enable_prefix_caching, recording.tells_repeats)
 
@@ -144,7 +152,7 @@ def _read_csv(path: Path) -> Iterator[TraceRequest]:
 
 
 def _seconds(text: str) -> float:
-    """Of a date and time, since some day; its words for now and today are none."""
+    """A date and time as seconds since 1970. Rejects numpy's words such as now and today."""
     if not text[:4].isdigit():
         raise Wrong(f"row.TIMESTAMP = {shown(text)}: must be a date and a time")
     return float(np.datetime64(text, "ns").astype(np.int64)) / 1e9
@@ -172,7 +180,7 @@ def _read_json_lines(path: Path) -> Iterator[TraceRequest]:
 
 def _scaled(request: TraceRequest, times: float, lengths: float) -> TraceRequest:
     if lengths != 1.0 and request.token_ids is not None:
-        raise RecordingError("the prompts of a recording are what they are: their lengths can not be scaled")
+        raise RecordingError("lengths: prompts of a recording have fixed lengths; scale a trace without token ids")
     return replace(
         request,
         arrival_s=request.arrival_s * times,

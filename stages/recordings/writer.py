@@ -1,7 +1,7 @@
-"""Writes a recording while an engine runs: see `format.py` for what is in it.
+"""Writes a recording while an engine runs. The format is in `format.py`.
 
-The stages hand over what they were given and what they made of it, as it is: messages are never changed once they are
-made, so a tuple in a list is all that is paid on the event loop. A thread writes, ten times a second.
+The stages hand over their messages as they are. Messages are immutable, so a call costs the event loop a tuple in a
+list. A thread encodes and writes, ten times a second.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from .repetition import Answers
 from .token_masking import Veil
 
 FLUSH_S = 0.1  # between two writes
-MAX_WAITING_BYTES = 64 * 2**20  # estimated, of what is not written yet: a disk that is slower than that is given up
-CALL_BYTES = 16_384  # of a call's messages, which are kept until they are written: 256 rows of some columns
+MAX_WAITING_BYTES = 64 * 2**20  # estimated size of unwritten calls; beyond it the disk is too slow, and recording stops
+CALL_BYTES = 16_384  # estimated size of a call's messages: 256 rows of some columns
 
 log = get_logger("millrace.stages")
 
@@ -46,13 +46,15 @@ Answer = tuple[StepGrant | None, PlanReport]
 
 
 class Recorder:
-    """One recording. `open` it before the stages run and close it after them; in between it never waits and never
-    raises: what can not be written any more ends the recording, which says so, and the engine goes on.
+    """One recording. `open` it before the stages run and close it after them.
 
-    An existing file is left alone: the recording then goes to the first of `path`.1, `path`.2, ... that is free.
+    In between it never waits and never raises: if writing fails, the recording ends with the reason, and the engine
+    goes on.
 
-    With a `lookup`, the least and the most last tokens that drafts are found by, it tells how answers repeat what was
-    said.
+    It never overwrites a file: if `path` exists, it uses the first free one of `path`.1, `path`.2, ...
+
+    With a `lookup`, the least and most last tokens by which drafts are found, it records how answers repeat earlier
+    text.
     """
 
     def __init__(
@@ -71,7 +73,7 @@ class Recorder:
         self._lookup = lookup
         self._encoder: _Encoder | None = None
         self._calls: list[tuple[Any, ...]] = []  # not handed to the thread yet
-        self._waiting_bytes = 0  # estimated, of those and of what the thread has
+        self._waiting_bytes = 0  # estimated size of those and of what the thread has
         self._file: BinaryIO | None = None
         self._worker: Worker | None = None
         self._env: Env | None = None
@@ -82,7 +84,7 @@ class Recorder:
     # -- life
 
     def open(self, env: Env) -> None:
-        """Makes the file and writes the first line. Raises OSError where it can not."""
+        """Makes the file and writes the first line. Raises OSError if that fails."""
         self._env, self._worker = env, env.worker("recorder")
         self.path, self._file = _create(self.path)
         veil = None if self._with_token_ids else Veil(env.secret("recorder.veil", 32))
@@ -119,11 +121,11 @@ class Recorder:
         except OSError as error:
             log.error("recording.stopped", path=str(self.path), reason=str(error))
         await worker.aclose()
-        with suppress(OSError):  # what could not be written a moment ago
+        with suppress(OSError):  # closing flushes what could not be written before
             file.close()
         log.info("recording.closed", path=str(self.path), num_calls=self.num_calls)
 
-    # -- what the stages tell, as a `CallLog`
+    # -- the `CallLog`
 
     def schedule(
         self,
@@ -154,7 +156,7 @@ class Recorder:
             return
         assert self._env is not None
         if self._waiting_bytes + num_bytes > MAX_WAITING_BYTES:
-            return self._stop(f"the file can not be written fast enough: {self._waiting_bytes >> 20} MiB waited for it")
+            return self._stop(f"the file cannot be written fast enough: {self._waiting_bytes >> 20} MiB wait for it")
         self._calls.append((self._env.now(), *call))
         self._waiting_bytes += num_bytes
         self.num_calls += 1
@@ -188,7 +190,7 @@ class Recorder:
             self._timer = asyncio.get_running_loop().call_later(FLUSH_S, self._flush)
 
     def _write(self, file: BinaryIO, calls: Sequence[tuple[Any, ...]]) -> None:
-        """On the thread."""
+        """Encodes and writes. Runs on the thread."""
         assert self._encoder is not None
         file.write(b"".join([_dumps(self._encoder.line(*call)) for call in calls]))
         file.flush()
@@ -199,7 +201,7 @@ def _dumps(line: Fields) -> bytes:
 
 
 class _Encoder:
-    """From calls to lines. Belongs to the thread."""
+    """Encodes calls as lines. Belongs to the thread."""
 
     def __init__(self, began_s: float, veil: Veil | None, *, has_cache: bool, answers: Answers | None = None) -> None:
         self._began_s = began_s
@@ -256,7 +258,7 @@ class _Encoder:
             case Guess():
                 return {"guess": guess_fields(message)}
             case _:
-                raise TypeError(f"schedule was given {type(message).__name__}, of which a recording knows nothing")
+                raise TypeError(f"schedule was given a {type(message).__name__}, which the recording format lacks")
 
     def _add(self, request: TokenRequest) -> Fields:
         token_ids: Ints | None = request.token_ids
@@ -278,9 +280,9 @@ class _Encoder:
         return token_ids
 
     def _go_on_by_runs(self, done: StepDone) -> Ints:
-        """Of several tokens of one answer each goes on from the one before."""
+        """Masks steps with several tokens per answer: each token continues from the one before it."""
         assert self._veil is not None
-        nth = np.zeros(len(done.slots), np.intp)  # token of its sequence, in this step
+        nth = np.zeros(len(done.slots), np.intp)  # index of the token among its sequence's in this step
         for row in range(1, len(nth)):
             nth[row] = nth[row - 1] + 1 if done.slots[row] == done.slots[row - 1] else 0
         token_ids = np.zeros(len(nth), np.int32)
@@ -302,7 +304,10 @@ class _Encoder:
 
 
 def _create(path: Path) -> tuple[Path, BinaryIO]:
-    """A new file, readable by its owner only: `path`, or the first of `path`.1, `path`.2, ... that is not there."""
+    """A new file, readable by its owner only.
+
+    It is `path`, or the first of `path`.1, `path`.2, ... that does not exist.
+    """
     number = 0
     while True:
         chosen = path if not number else path.with_name(f"{path.name}.{number}")

@@ -1,4 +1,4 @@
-"""Draft acceptance: groups the rows of logits of a step with drafts, and decides which of their tokens count.
+"""Draft acceptance: decides which tokens of a step with drafts count.
 
 A *run* is a row's own token and its drafts. Each of them yields logits, from which one token is chosen independently.
 The tokens of a run count up to and including the first that differs from the next draft, or that ends the answer.
@@ -19,7 +19,7 @@ NO_DRAFT = -1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Runs:
-    """One entry per row of logits, [L], in the order of the grant, and within a run in text order."""
+    """One entry per row of logits, [L], in the order of the grant; within a run in text order."""
 
     offsets: Indices  # of the row in its run; 0 starts a run
     drafts: Indices  # the token the row must choose for the next row of its run to count; NO_DRAFT: last of its run
@@ -48,7 +48,7 @@ class Runs:
         return self._up_to(is_wrong)
 
     def up_to_the_end(self, rows: Indices, finishes: NDArray[np.int8]) -> Indices:
-        """Indices into `rows` [n], the rows that count, up to the first of each run that ends its answer.
+        """Indices into `rows` [n], which count, up to the first of each run that ends its answer.
 
         `finishes` [n] are the rows' finish reasons.
         """

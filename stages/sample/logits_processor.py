@@ -29,26 +29,26 @@ from ..messages import Indices, Started
 
 
 class LogitsProcessor:
-    """The base class of a logits processor. Every method runs on the device thread, in the order of steps.
+    """The base class of a logits processor.
 
-    Rows are identified by their slots. The change to a row must depend on that row alone. Otherwise an answer depends
-    on the other sequences of its batch. If a method raises, the step is void and is retried in smaller steps, until
-    the sequence that it raises for is alone and fails.
+    Every method runs on the device thread, in the order of steps. Rows are identified by their slots. The change to a
+    row must depend on that row alone. Otherwise an answer depends on the other sequences of its batch. If a method
+    raises, the step is void and is retried in smaller steps, until the sequence that it raises for is alone and fails.
     """
 
     def start(self, started: Started) -> bool:
-        """A sequence takes `started.slot`: discard the slot's old state. Returns whether to process its logits.
+        """A sequence takes `started.slot`: discard the slot's old state.
 
-        The sequence is new, or resumes after a preemption with the tokens it had generated. The request's own
-        parameters are in `started.params.extra_args`.
+        Returns whether to process its logits. The sequence is new, or resumes after a preemption with the tokens it had
+        generated. The request's own parameters are in `started.params.extra_args`.
         """
         return True
 
     def process(self, slots: Indices, logits: Any) -> None:
-        """Changes `logits` [n, V], a float32 tensor on the device, in place: row i belongs to `slots[i]`, [n].
+        """Changes `logits` [n, V] in place. Row i belongs to `slots[i]`, [n].
 
-        Runs after penalties, bias and min_tokens, and before temperature and truncation. A token at -inf is not chosen.
-        Imports torch, even for a model that runs without it.
+        `logits` is a float32 tensor on the device. Runs after penalties, bias and min_tokens, and before temperature
+        and truncation. A token at -inf is not chosen. Imports torch, even for a model that runs without it.
         """
 
     def note(self, slots: Indices, token_ids: Indices) -> None:

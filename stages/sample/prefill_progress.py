@@ -1,4 +1,7 @@
-"""Prompt progress for requests with `return_progress`: how many prompt tokens are computed. Used on the event loop."""
+"""Prompt progress for requests with `return_progress`: how many prompt tokens are computed.
+
+Used on the event loop.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The sampler: chooses each step's tokens, greedily or at random. Used on the device thread, except `prepare`.
+"""The sampler: chooses each step's tokens, greedily or at random.
 
-A row pays only for the features that its request uses.
+Used on the device thread, except `prepare`. A row pays only for the features that its request uses.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .token_chooser import NO_ROWS, Choice, Choosing, MakeChoosing, Rows, any_of
 
 
 class Sampler:
-    """The columnar sampling state of the running sequences, by slot, and the choice of their next tokens.
+    """The sampling state of the running sequences, by slot, and the choice of their tokens.
 
     Order of operations: penalties (repetition, frequency, presence), logit_bias, EOS and stop ids while below
     min_tokens, allowed tokens and bad words, the user's logits processor, the grammar's mask, temperature, top_k,
@@ -79,7 +79,10 @@ class Sampler:
         self.masks = masks  # None: no request has a grammar
 
     def prepare(self, started: Sequence[Started]) -> None:
-        """Starts the grammars of new sequences. Called on the event loop, before their first step has run."""
+        """Starts the grammars of new sequences.
+
+        Called on the event loop, before their first step has run.
+        """
         if self.masks is not None:
             for one in started:
                 self.masks.prepare(one)
@@ -94,7 +97,7 @@ class Sampler:
         self.choosing.start(started)
 
     def sample(self, grant: StepGrant, logits: Array | LogitsWithPrompts | Choice) -> StepTokens:
-        """Chooses a token for each sampled row whose sequence goes on, and one more for each accepted draft.
+        """Chooses a token for each live sampled row, and one more for each accepted draft.
 
         The result also has the vectors of pooled sequences. `logits` [L, V], of all rows that are not pooled, may be
         modified. A `Choice` instead of logits holds tokens that the model has chosen.
@@ -149,7 +152,7 @@ class Sampler:
         return replace(tokens, logprobs=dict(zip(asked.tolist(), found, strict=True)))
 
     def _settle_chosen(self, grant: StepGrant, token_ids: Indices, is_broken: Bools) -> tuple[StepTokens, Bools]:
-        """Applies chosen tokens [L] of a step without drafts; below 0 for a row whose sequence had ended.
+        """Applies chosen tokens [L] of a step without drafts; below 0 for a row that had ended.
 
         Returns the step's tokens, and which of the sampled rows had not ended before this step, [L].
         """
@@ -217,7 +220,7 @@ class Sampler:
     def _settle_runs(
         self, runs: Runs, slots: Indices, places: Indices, token_ids: Longs, is_broken: Bools, over: Longs
     ) -> tuple[NDArray[np.int8], Indices]:
-        """As the table's `settle`, where a sequence may have several rows: (finishes [L], rows that count)."""
+        """As the table's `settle`, for several rows of a sequence: (finishes [L], rows that count)."""
         counting = runs.that_count(token_ids)
         over = np.isin(counting, over).nonzero()[0]
         at, place, chosen = slots[counting], places[counting], token_ids[counting]

@@ -35,9 +35,9 @@ SLACK = 1e-3  # subtracted from a bound that only saves work, so that rounding n
 
 
 def uniform(seeds: NDArray[np.uint64], positions: Longs) -> Doubles:
-    """A random number in [0, 1) for each (seed, absolute position of the token to choose); depends on nothing else.
+    """A random number in [0, 1) for each (seed, absolute position of the token to choose).
 
-    SplitMix64: its stream for the mixed seed, at index `position`. 53 random bits.
+    It depends on nothing else. SplitMix64: its stream for the mixed seed, at index `position`. 53 random bits.
     """
     state = _mix(seeds) + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     return (_mix(state) >> np.uint64(11)).astype(np.float64) * 2.0**-53
@@ -53,13 +53,19 @@ def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def penalise_repetition(logits: Array, rows: Array, ids: Array, penalty: Array) -> None:
-    """Divides positive logits by `penalty` and multiplies others, once for each distinct id. All [n, W] or [n, 1]."""
+    """Divides positive logits by `penalty` and multiplies others, once for each distinct id.
+
+    All [n, W] or [n, 1].
+    """
     seen = logits[rows, ids]
     logits[rows, ids] = arrays_of(logits).where(seen < 0, seen * penalty, seen / penalty)
 
 
 def penalise_frequency(logits: Array, rows: Array, ids: Array, penalty: Array) -> None:
-    """Subtracts `penalty` from each id as often as it is listed. `penalty` [n, W]: 0 where the listing is padding."""
+    """Subtracts `penalty` from each id as often as it is listed.
+
+    `penalty` [n, W]: 0 where the listing is padding.
+    """
     arrays_of(logits).add(logits, (rows, ids), -penalty)
 
 
@@ -138,7 +144,10 @@ class Blocks:
         return found
 
     def likeliest(self) -> tuple[Longs, Floats]:
-        """The likeliest token of each row, the lowest id among equals, and its logit: NaN where a row holds one."""
+        """The likeliest token of each row, the lowest id among equals, and its logit.
+
+        The logit is NaN where a row holds one.
+        """
         rows = np.arange(len(self._rows))
         if isinstance(self._rows, np.ndarray):  # numpy's argmax, unlike torch's, is fast
             ids: Longs = self._rows.argmax(1)
@@ -202,9 +211,11 @@ def choose(logits: Array, is_random: Bools, drawing: Drawing | None) -> tuple[Lo
 
 
 def draw(logits: Array, best: Doubles, drawing: Drawing) -> Longs:
-    """Draws tokens by inverse CDF in vocabulary order: the first whose cumulative probability is above `u`.
+    """Draws tokens by inverse CDF in vocabulary order.
 
-    logits [n, V] with finite maxima `best` [n]. Ignores truncation.
+    The token is the first whose cumulative probability is above `u`. Ignores truncation.
+
+    logits [n, V] with finite maxima `best` [n].
     """
     blocks = Blocks(_weights(logits, best, drawing.temperature))
     rows = np.arange(len(best))
@@ -310,7 +321,10 @@ def _draw_candidates(found: _Candidates, rows: Longs, drawing: Drawing, mass: Do
 
 
 def _draw_whole(logits: Array, best: Doubles, drawing: Drawing, mass: Doubles) -> Longs:
-    """One token for each row, from a full sort; a few rows at a time, since an entry takes about 40 bytes."""
+    """One token for each row, from a full sort.
+
+    Sorts a few rows at a time, since an entry takes about 40 bytes.
+    """
     parts, num_rows = [], max(WHOLE_SIZE // logits.shape[1], 1)
     for start in range(0, len(best), num_rows):
         some = slice(start, start + num_rows)
@@ -322,17 +336,19 @@ def _draw_whole(logits: Array, best: Doubles, drawing: Drawing, mass: Doubles) -
 
 
 def _draw_from(values: Doubles, drawing: Drawing, mass: Doubles) -> Longs:
-    """[n] the columns drawn from log-weights [n, W], which are in vocabulary order; -inf is padding."""
+    """[n] the columns drawn from log-weights [n, W] in vocabulary order; -inf is padding."""
     is_kept = values >= thresholds(values, drawing, mass)[:, None]
     sums = np.where(is_kept, np.exp(values), 0.0).cumsum(1)
     return _first_above(sums, drawing.u * sums[:, -1])
 
 
 def thresholds(values: Doubles, drawing: Drawing, mass: Doubles) -> Doubles:
-    """[n] the smallest log-weight that top_k, then top_p, then min_p keep. The likeliest token is always kept.
+    """[n] the smallest log-weight that top_k, then top_p, then min_p keep.
 
-    values [n, W] log-weights relative to the row's largest, which is 0; -inf is padding. mass [n] the sum of all
-    weights of the row, including those of tokens that are not candidates; not read where top_k is on.
+    The likeliest token is always kept.
+
+    values  [n, W]  log-weights relative to the row's largest, which is 0; -inf is padding
+    mass    [n]     sum of all weights of the row, including tokens that are not candidates; not read where top_k is on
     """
     width = values.shape[1]
     rows = np.arange(len(values))
@@ -361,7 +377,10 @@ def truncated(logits: Array, drawing: Drawing) -> Array:
 
 
 def _weights(logits: Array, best: Doubles, temperature: Doubles) -> Array:
-    """exp((logits - best) / temperature), a new [n, V] f32: unnormalized probabilities; the largest is 1."""
+    """exp((logits - best) / temperature), a new [n, V] f32: unnormalized probabilities.
+
+    The largest is 1.
+    """
     return arrays_of(logits).weights(logits, best, temperature if (temperature != 1).any() else None)
 
 
@@ -395,7 +414,10 @@ class Scores:
 
 
 def score(logits: Array, token_ids: Longs, num_top: int) -> Scores:
-    """Scores `token_ids` [n] by `logits` [n, V] f32 with finite maxima, and finds the `num_top` likeliest tokens."""
+    """Scores `token_ids` [n] by `logits` [n, V] f32, and finds the `num_top` likeliest tokens.
+
+    The rows of `logits` must have finite maxima.
+    """
     arrays = arrays_of(logits)
     best = Blocks(logits).likeliest()[1].astype(np.float64)
     total = np.log(Blocks(arrays.weights(logits, best, None)).sums().cumsum(1)[:, -1])
@@ -411,7 +433,10 @@ def score(logits: Array, token_ids: Longs, num_top: int) -> Scores:
 
 
 def top_logprobs(logits: Array, token_ids: Longs, num_top: Longs) -> list[TopLogprobs]:
-    """Log-probabilities under `logits` [n, V]: of the chosen `token_ids` [n], and of the `num_top` [n] likeliest."""
+    """Log-probabilities under `logits` [n, V]: of the chosen tokens and of the likeliest.
+
+    Both `token_ids` and `num_top` are [n].
+    """
     scores = score(arrays_of(logits).floats(logits), token_ids, min(int(num_top.max()), logits.shape[1]))
     return told(scores, num_top)
 

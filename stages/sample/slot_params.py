@@ -1,6 +1,6 @@
-"""Sampling parameters and token counts of the running sequences, in columns indexed by slot. Decides when they end.
+"""Sampling parameters and token counts of the running sequences, in columns indexed by slot.
 
-Plain numpy: a step of 256 rows is a few operations and no loop. Used on the device thread only.
+Decides when they end. Plain numpy: a step of 256 rows is a few operations and no loop. Used on the device thread only.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class SamplingTable:
         self._may_end[self.eos] = True
 
     def start(self, started: Started) -> None:
-        """Assigns a slot to a sequence, new or resumed after a preemption, and discards the slot's old state."""
+        """Assigns a slot to a sequence, new or resumed, and discards the slot's old state."""
         slot, params = started.slot, started.params
         self.sequence_ids[slot] = started.sequence_id
         self.num_prompt[slot] = started.num_prompt
@@ -141,7 +141,7 @@ class SamplingTable:
         return known
 
     def forbidden(self, slots: Indices) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """EOS and stop token ids of the rows that have not reached `min_tokens`: (index into `slots`, id)."""
+        """EOS and stop ids of the rows below `min_tokens`: (index into `slots`, id)."""
         early = np.flatnonzero(self.num_generated[slots] < self.min_tokens[slots])
         ids = self._end_ids[slots[early], : self._num_end_ids].astype(np.int64)
         at, column = np.nonzero(ids != NO_TOKEN)
@@ -158,12 +158,12 @@ class SamplingTable:
     def settle(
         self, slots: Indices, place: Indices, token_ids: Indices, is_broken: Bools, over: Indices = NO_INDICES
     ) -> NDArray[np.int8]:
-        """Records one new token for each of `slots`, none of which has ended. Returns their `FinishReason`.
+        """Records one new token for each of `slots`, none of which has ended.
 
-        `place` is the token's index in its answer: `num_generated` so far, plus one for each earlier row of the slot.
-        A row whose logits held no number ends with ERROR. The rows `over` end with STOP, whatever their token. EOS or a
-        stop token id ends a row with STOP, even if it reaches its limit at the same token. Otherwise the limit ends it
-        with LENGTH.
+        Returns their `FinishReason`. `place` is the token's index in its answer: `num_generated` so far, plus one for
+        each earlier row of the slot. A row whose logits held no number ends with ERROR. The rows `over` end with STOP,
+        whatever their token. EOS or a stop token id ends a row with STOP, even if it reaches its limit at the same
+        token. Otherwise the limit ends it with LENGTH.
         """
         num_generated = place + 1
         self.num_generated[slots] = num_generated

@@ -1,4 +1,4 @@
-"""The sample stage: has each step's tokens chosen on the device, and reports them to schedule and detokenize.
+"""The sample stage: chooses each step's tokens on the device, and reports them.
 
 The stage runs on the event loop. The sampler runs on the device thread, except `Sampler.prepare`.
 """
@@ -25,10 +25,10 @@ STEP_DONE = int(EventKind.STEP_DONE)
 
 
 class Sample(Stage[StepLogits, StepTokens]):
-    """Turns every `StepLogits` into exactly one `StepDone` or `StepVoid` on `feedback`, in order, whatever fails.
+    """Turns every `StepLogits` into exactly one `StepDone` or `StepVoid`, in order.
 
-    The credits of the step loop depend on this. The message is sent when the device has finished the step, or at least
-    runs no later step before it has. So the receiver may reuse blocks.
+    They go to `feedback`, whatever fails. The credits of the step loop depend on this. The message is sent when the
+    device has finished the step, or at least runs no later step before it has. So the receiver may reuse blocks.
 
     On an asynchronous device a step is submitted when it arrives, whatever is in flight: the device never waits for
     this stage between two steps. Each step waits in a task of its own, first for its result, then for its turn to be
@@ -76,7 +76,10 @@ class Sample(Stage[StepLogits, StepTokens]):
             await self._answer(item.grant, out)
 
     async def recover(self, batch: Sequence[StepLogits], error: BaseException, out: Outlet[StepTokens]) -> None:
-        """Voids the steps that were not reported. Submits them first: the device thread must not wait for them."""
+        """Voids the steps that were not reported.
+
+        Submits them first: the device thread must not wait for them.
+        """
         for item in batch:
             step = item.grant.step
             if step > self._last_told:
@@ -110,7 +113,10 @@ class Sample(Stage[StepLogits, StepTokens]):
         self._results[grant.step] = self.device.sample(grant, sample)
 
     async def _answer(self, grant: StepGrant, out: Outlet[StepTokens], crash: BaseException | None = None) -> None:
-        """Waits for the step's turn and for the device, and reports the result. With a `crash`, the step is void."""
+        """Waits for the step's turn and for the device, and reports the result.
+
+        With a `crash`, the step is void.
+        """
         if grant.step != self._next:
             await self._turn(grant.step)
         tokens, error = None, crash
@@ -196,7 +202,10 @@ def _done(grant: StepGrant, tokens: StepTokens, took_us: int) -> StepDone:
 
 
 def _with_rows_of_pooled(tokens: StepTokens) -> StepTokens:
-    """Adds a row for each pooled sequence: the scheduler sees it end with a token, whose id means nothing."""
+    """Adds a row for each pooled sequence, for the scheduler.
+
+    The sequence ends with a token whose id means nothing.
+    """
     slots = np.array([*tokens.pooled], np.intp)
     nothing = np.zeros(len(slots), np.intp)
     ids = [pooled.sequence_id for pooled in tokens.pooled.values()]

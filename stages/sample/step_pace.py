@@ -7,7 +7,10 @@ NUM_SIZES = 32  # step sizes, in powers of two of tokens
 
 
 class StepPace:
-    """The slowest recent steps, by size. A size without a step is extrapolated from the next smaller one."""
+    """The slowest recent steps, by size.
+
+    A size without a step is extrapolated from the next smaller one.
+    """
 
     def __init__(self) -> None:
         self._slowest_s = [0.0] * NUM_SIZES

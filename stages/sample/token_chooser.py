@@ -1,6 +1,7 @@
-"""Chooses tokens from a step's logits: edits, masks, the choice, log-probabilities. Used on the device thread only.
+"""Chooses tokens from a step's logits: edits, masks, the choice, log-probabilities.
 
-Rows of V logits are numpy's or torch's, as the model returns them. Each row pays only for the features it uses.
+Used on the device thread only. Rows of V logits are numpy's or torch's, as the model returns them. Each row pays only
+for the features it uses.
 """
 
 from __future__ import annotations
@@ -118,7 +119,10 @@ class Choosing:
         return dict(zip(told.tolist(), found, strict=True))
 
     def read_scores(self, slots: Indices, scores: Ints) -> list[TopLogprobs]:
-        """Log-probabilities from the scores [n, W] of an asynchronous device. Its own chooser overrides this."""
+        """Log-probabilities from the scores [n, W] of an asynchronous device.
+
+        Its own chooser overrides this.
+        """
         raise NotImplementedError(f"{type(self).__name__} chooses on the host: cannot read {len(scores)} scores")
 
     def _drawing(self, slots: Indices, places: Indices) -> Drawing:
@@ -155,7 +159,10 @@ class Choosing:
             self._arrays.put(logits, rows, some)
 
     def _penalise(self, slots: Indices, rows: Longs, logits: Array) -> None:
-        """`rows` index into `slots`. Token lists are padded with their last token; repeating its edit has no effect."""
+        """Applies the penalties of `rows`, which index into `slots`.
+
+        Token lists are padded with their last token; repeating its edit has no effect.
+        """
         table = self.table
         at = slots[rows]
         num_generated = table.num_generated[at]

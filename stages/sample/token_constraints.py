@@ -1,6 +1,7 @@
-"""Token constraints: `allowed_token_ids` and `bad_words`, by slot. Used on the device thread only.
+"""Token constraints: `allowed_token_ids` and `bad_words`, by slot.
 
-Rows with constraints are processed one by one, since they are few. The tokenize stage turns bad words into ids.
+Used on the device thread only. Rows with constraints are processed one by one, since they are few. The tokenize stage
+turns bad words into ids.
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ class TokenLimits:
         self._has_bad_words = np.zeros(num_slots, np.bool_)
 
     def start(self, started: Started) -> bool:
-        """Assigns a slot to a sequence, and discards the slot's old state. Returns whether it has constraints."""
+        """Assigns a slot to a sequence, and discards the slot's old state.
+
+        Returns whether it has constraints.
+        """
         slot, params = started.slot, started.params
         self._limits.pop(slot, None)
         has_bad_words = len(params.bad_words_token_ids) > 0
@@ -63,7 +67,10 @@ class TokenLimits:
         return _Limit(allowed, bad_words, newest)
 
     def apply(self, slots: Indices, logits: Array) -> None:
-        """Sets to -inf, in place, the tokens that the rows of `slots` may not choose. `logits` [n, V] f32."""
+        """Sets to -inf, in place, the tokens that the rows of `slots` may not choose.
+
+        `logits` [n, V] f32.
+        """
         for row in np.flatnonzero(self.is_limited[slots]).tolist():
             limit = self._limits[int(slots[row])]
             if limit.allowed is not None:

@@ -1,8 +1,8 @@
-"""The schedule stage: which sequences run in the next step, and how many tokens of each.
+"""The schedule stage: chooses the sequences of each step, and how many tokens of each.
 
-Owns: the waiting queue, the slots, the state of every sequence, and the credits of the step loop.
-In: `TokenRequest` from tokenize; `PlanReport`, `StepDone`, `StepVoid` as feedback; the control lane.
+Owns: the waiting queue, the slots, the state of every sequence, the credits of the step loop, and speculation.
+In: `TokenRequest` from tokenize; `PlanReport` from allocate; `StepDone`, `StepVoid` from sample; the control lane.
 Out: `StepPlan`, to allocate.
-Imports: the root of `stages`, `runtime`, `model`, `kernels`, `stages/grammar`.
-Start with: `stage.py`, then `scheduler.py`; `policy.py` orders requests and picks preemption victims.
+Imports: the root of `stages`, `runtime`.
+Start with: `stage.py`, then `scheduler.py` and `planner.py`; `policy.py` is the part that users may replace.
 """

@@ -1,7 +1,6 @@
-"""Who is given a slot, and who gives one up for somebody better.
+"""Admission of waiting sequences to slots, and preemption for better ones.
 
-Plain code behind the schedule stage. Knows the line, the slots, and how many blocks the last report left; refuses to
-know steps, and who is better than whom (`policy.py`).
+Plain code behind the schedule stage. `policy.py` decides which sequence is better.
 """
 
 from __future__ import annotations
@@ -12,18 +11,18 @@ from ..messages import Ints, PlanReport
 from .lifecycle import Lives
 from .sequence import Sequence
 
-MAX_GROWTH = 6  # blocks that are left to a running sequence when somebody is let in, where nothing can be swapped
+MAX_GROWTH = 6  # blocks reserved per running sequence on admission, where nothing can be swapped
 
 
 class Entrance:
-    """Lets sequences in from the line, in order, and has others make way for them.
+    """Admits sequences from the queue, in order, and preempts running ones for them.
 
-    A `report` is the last one that allocate gave, None before the first. What it says is a step old: everything here is
-    a guess, and costs no more than time when it is wrong.
+    A `report` is allocate's last one; None before the first. It is a step old, so every decision here is an estimate:
+    a wrong one costs time, and breaks nothing.
     """
 
     def __init__(self, lives: Lives, block_size: int) -> None:
-        self.blocked_reason = ""  # what the first in line lacks: "blocks", or "swapped" if it is swapped out
+        self.blocked_reason = ""  # what the first in the queue lacks: "blocks"; "swapped" if it is swapped out
         self._lives = lives
         self._slots = lives.slots
         self._waiting = lives.waiting
@@ -32,21 +31,27 @@ class Entrance:
         self._found = FoundShare()
 
     def note_found(self, slot: int, num_cached: int) -> None:
-        """What was found of a prompt that begins, if it was not known before."""
+        """Records how much of a starting prompt was cached.
+
+        Ignores prompts with a hint and resumed sequences.
+        """
         sequence = self._slots.sequences[slot]
         if sequence is not None and not sequence.num_expected_cached and not sequence.num_preempted:
             self._found.note(len(sequence.token_ids), num_cached)
 
     def num_to_compute(self, sequence: Sequence) -> int:
-        """Tokens of it that are likely neither on the host nor in the prefix cache."""
+        """Expected tokens to compute: those likely neither on the host nor in the prefix cache."""
         num_tokens = len(sequence.token_ids)
         return max(1, num_tokens - max(sequence.num_swapped, sequence.num_expected_cached, self._found.of(num_tokens)))
 
-    # -- making way
+    # -- preemption
 
     def move_parked(self, report: PlanReport | None) -> None:
-        """Takes slots from parked sequences for any that wait; and their blocks before they are wanted, while there is
-        one left for each row and what the first in line begins with: a copy takes some steps, and nobody is to wait."""
+        """Preempts parked sequences: for slots, if any sequence waits; for blocks, ahead of need.
+
+        Blocks are freed until each served row can have one and the first waiting sequence can start. A copy to the host
+        takes some steps, so doing it ahead avoids waiting for it.
+        """
         first, table = self._waiting.peek(), self._slots
         parked = (table.is_running & table.is_parked).nonzero()[0].tolist()
         num_slots = len(self._waiting) - table.num_free - table.num_leaving
@@ -63,12 +68,14 @@ class Entrance:
                 num_slots, num_blocks = num_slots - 1, num_blocks - num_held
 
     def make_way(self) -> None:
-        """Takes slots from running sequences for strictly better ones that wait; who is served last gives way first.
-        They are let in once no step in flight knows the slots any more."""
+        """Preempts running sequences, the last served first, for strictly better waiting ones.
+
+        The waiting ones are admitted once no step in flight uses the slots any more.
+        """
         first = self._waiting.peek()
         if first is None or not self._is_better_than_running(first):
             return
-        line = self._waiting.in_order()[self._slots.num_leaving :]  # the others have slots on their way to them
+        line = self._waiting.in_order()[self._slots.num_leaving :]  # the others get the slots that are being freed
         for slot in self._lives.lineup.slots[::-1].tolist():
             victim = self._slots.sequences[slot]
             assert victim is not None
@@ -79,16 +86,18 @@ class Entrance:
                 self._lives.take_slot(slot, "slot")
 
     def _is_better_than_running(self, sequence: Sequence) -> bool:
-        """Whether it is better than the one that is served last."""
+        """Whether `sequence` is better than the running one that is served last."""
         slots = self._lives.lineup.slots
         last = self._slots.sequences[slots[-1]] if len(slots) else None
         return last is not None and self._policy.is_better(sequence, last)
 
-    # -- letting in
+    # -- admission
 
     def admit(self, token_budget: int, row_limit: int, report: PlanReport | None) -> bool:
-        """Gives slots to those that wait, in order, while tokens (`token_budget` of them), slots (`row_limit` of them
-        in use) and blocks are likely to be there. Whether anybody got one."""
+        """Gives slots to waiting sequences, in order. Returns whether any got one.
+
+        Stops when the `token_budget` is used up, `row_limit` slots are in use, or blocks are likely to run out.
+        """
         first, table = self._waiting.peek(), self._slots
         self.blocked_reason = ""
         if first is None or self._lives.num_returning or not table.num_free:
@@ -97,7 +106,7 @@ class Entrance:
         while first is not None and table.num_free and token_budget > 0 and table.num_running < row_limit:
             need = self._need(first)
             is_tight = spare is not None and table.num_running > 0 and not self._policy.may_enter(first, need, spare)
-            if is_tight and not self._is_better_than_running(first):  # else it may take what it lacks
+            if is_tight and not self._is_better_than_running(first):  # a better one may preempt for what it lacks
                 self.blocked_reason = "swapped" if first.num_swapped else "blocks"
                 break
             token_budget -= self.num_to_compute(first)
@@ -107,14 +116,19 @@ class Entrance:
         return table.num_running > num_before
 
     def _need(self, sequence: Sequence) -> int:
-        """Blocks that a sequence begins with: for what is known of it and one token, or all it may ever need."""
+        """Blocks that a sequence starts with.
+
+        They hold its known tokens plus one; if it is protected, its full length.
+        """
         num_tokens = max(len(sequence.token_ids) + 1, sequence.limit if sequence.is_protected else 0)
         return -(-num_tokens // self._block_size)
 
     def _spare_blocks(self, report: PlanReport | None) -> int | None:
-        """Blocks likely to be left when every running sequence has what it needs now and some more, those of parked
-        ones included; None before the first report. A guess that only keeps the newest from being let in to be
-        preempted at once: that costs little where it is swapped, and much where it is computed again."""
+        """Blocks likely to be left once running sequences have what they need, and room to grow.
+
+        Blocks of parked sequences count as available. None before the first report. The estimate only avoids admitting
+        a sequence that would be preempted at once, which is cheap with swapping and expensive with recomputing.
+        """
         table = self._slots
         if report is None:
             return None
@@ -122,7 +136,7 @@ class Entrance:
         owed = self._blocks(table.num_known[slots]) - self._blocks(table.num_computed[slots])
         if report.num_host_free:
             growth = len(slots)
-        else:  # what is preempted is computed again: fewer are let in
+        else:  # preempted sequences are recomputed, so admit fewer
             half_left = self._blocks(table.limit[slots] - table.num_known[slots]) // 2
             growth = int(np.clip(half_left, 1, MAX_GROWTH).sum())
         parked = self._blocks(table.num_computed[table.is_running & table.is_parked])
@@ -136,15 +150,15 @@ RATE = 0.25  # of the newest prompt in the mean
 
 
 class FoundShare:
-    """How much of a prompt is likely found in the cache: a running mean over the prompts that began."""
+    """The share of a prompt likely found in the cache: an exponential mean over started prompts."""
 
     def __init__(self) -> None:
         self._share = 0.0
 
     def note(self, num_tokens: int, num_found: int) -> None:
-        """A prompt began, of which so many tokens were found."""
+        """Records a started prompt of `num_tokens` tokens, of which `num_found` were cached."""
         self._share += RATE * (num_found / num_tokens - self._share)
 
     def of(self, num_tokens: int) -> int:
-        """Tokens of the next prompt that are likely there."""
+        """Expected cached tokens of a prompt of `num_tokens`."""
         return int(self._share * num_tokens)

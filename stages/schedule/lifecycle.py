@@ -1,7 +1,7 @@
-"""The lives of sequences: how each comes from one state to the next, and what allocate must be told of it.
+"""The life cycle of sequences: state transitions, and the updates for allocate.
 
-Plain code behind the schedule stage. Knows states, slots and the line; refuses to know steps in flight, and who should
-come next.
+Plain code behind the schedule stage. It owns the waiting queue and the slots; `planner.py` and `admitter.py` decide
+which sequence runs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .slot_table import SlotTable
 
 @dataclass(slots=True)
 class News:
-    """What allocate hears with the next plan; as in `StepPlan`."""
+    """Updates for allocate, sent with the next plan; fields as in `StepPlan`."""
 
     started: list[Started] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)  # slots
@@ -33,18 +33,18 @@ class News:
 
     @property
     def frees(self) -> bool:
-        """Whether allocate could free something if it knew."""
+        """Whether allocate could free blocks if it knew."""
         return bool(self.ended or self.preempted or self.dropped or self.discarded)
 
     def __bool__(self) -> bool:
         return self.frees or bool(self.started or self.accepted)
 
 
-NO_NEWS = News()  # one for all plans: nobody changes what a plan says
+NO_NEWS = News()  # shared by all plans, which do not change it
 
 
 class Lives:
-    """Every sequence from its arrival to its end, each in exactly one place."""
+    """Every sequence from arrival to end, in exactly one place: queue, slot or parked."""
 
     def __init__(self, num_slots: int, policy: Policy) -> None:
         self.policy = policy
@@ -52,31 +52,34 @@ class Lives:
         self.waiting = WaitingQueue()
         self.slots = SlotTable(num_slots)
         self.news = News()
-        self.num_returning = 0  # preempted, and not back in line yet
-        self.num_swapped = 0  # in line, with blocks on the host
+        self.num_returning = 0  # preempted, and not back in the queue yet
+        self.num_swapped = 0  # in the queue, with blocks on the host
         self.num_parked = 0
-        self.preemptions: Counter[tuple[str, str]] = Counter()  # (how: swap or recompute, for what: blocks or slot)
-        self.num_recomputed_tokens = 0  # computed once more
-        self._lineup: Lineup | None = None  # None: membership changed
+        self.preemptions: Counter[tuple[str, str]] = Counter()  # (method: swap or recompute, cause: blocks or slot)
+        self.num_recomputed_tokens = 0  # computed again after a preemption
+        self._lineup: Lineup | None = None  # None: to be rebuilt, as membership changed
 
     @property
     def lineup(self) -> Lineup:
-        """Who is served, in which order."""
+        """The slots that are served, in order."""
         if self._lineup is None:
             self._lineup = Lineup.of(self.slots)
         return self._lineup
 
     def take_news(self) -> News:
-        """What allocate has not heard of yet; it hears of it now."""
+        """Returns the updates since the last plan, and clears them."""
         if not self.news:
             return NO_NEWS
         news, self.news = self.news, News()
         return news
 
-    # -- coming and going
+    # -- arrival, start, end
 
     def add(self, request: TokenRequest, max_model_len: int) -> None:
-        """A prompt arrived; its choices wait from now on. Adding it twice changes nothing."""
+        """Adds the choices of a new prompt to the waiting queue.
+
+        Adding a prompt again has no effect.
+        """
         params = request.params
         num_prompt = len(request.token_ids)
         room = max_model_len - num_prompt
@@ -84,7 +87,7 @@ class Lives:
         answer = answer if request.pooling is None else 1
         for choice in range(params.n):
             if choice == 1 and (params.prompt_logprobs is not None or params.return_progress):
-                params = replace(params, prompt_logprobs=None, return_progress=False)  # told of the first for all
+                params = replace(params, prompt_logprobs=None, return_progress=False)  # the first reports them
             sequence_id = request.first_sequence_id + choice
             if sequence_id in self.sequences:
                 continue
@@ -103,7 +106,7 @@ class Lives:
                 choice_seed(params.seed or 0, choice),
                 request.priority,
                 request.cache_salt,
-                num_prompt - 1 if choice else request.num_expected_cached,  # the first choice computes it for all
+                num_prompt - 1 if choice else request.num_expected_cached,  # the first choice computes it
                 request.arrival_s,
                 request.pooling,
             )
@@ -112,7 +115,10 @@ class Lives:
             self.waiting.push(sequence, self.policy.rank(sequence))
 
     def end(self, sequence_id: int) -> None:
-        """A sequence is over, wherever it is: finished, stopped or cancelled. Unknown ids are over already."""
+        """Ends a sequence in any state: finished, stopped or cancelled.
+
+        Ignores unknown ids, which have ended.
+        """
         sequence = self.sequences.pop(sequence_id, None)
         if sequence is None:
             return
@@ -130,7 +136,7 @@ class Lives:
         self.policy.on_end(sequence)
 
     def start(self, sequence: Sequence) -> None:
-        """Gives a sequence that was taken from the line a slot."""
+        """Gives a slot to a sequence that was taken from the queue."""
         self.num_swapped -= sequence.state is State.SWAPPED
         sequence.move(State.RUNNING)
         sequence.num_starts += 1
@@ -144,26 +150,29 @@ class Lives:
         self.news.accepted = [(slot, count) for slot, count in self.news.accepted if slot != sequence.slot]
         self._lineup = None
 
-    # -- losing blocks
+    # -- preemption
 
     def take_slot(self, slot: int, cause: str) -> None:
-        """A running sequence gives its slot to a better one, or its blocks if that is the cause."""
+        """Preempts the running sequence in `slot`, for a slot or for blocks (`cause`)."""
         self.news.preempted.append(slot)
         self.note_preempted(slot, cause)
 
     def note_preempted(self, slot: int, cause: str) -> None:
-        """The sequence in `slot` lost its blocks, for a better one. To be parked costs it nothing."""
+        """Records that the sequence in `slot` was preempted. A parked sequence does not count it."""
         sequence = self.slots.sequences[slot]
         if sequence is None or sequence.state is not State.RUNNING:
-            return  # it ended while allocate was taking its blocks
+            return  # it ended while allocate preempted it
         sequence.num_preempted += not sequence.is_parked
         sequence.lost_for = cause
         sequence.num_lost += int(self.slots.num_computed[slot])
         self._return(sequence)
 
     def note_way(self, slot: int, report: PlanReport, *, has_fallen: bool) -> None:
-        """Whether what the preempted sequence of `slot` had is on the host now, or never will be, as the step that
-        copies it has fallen. The slot is nobody else's before the next plan."""
+        """Records whether the preempted sequence of `slot` was swapped out.
+
+        It was not if the step that copies its blocks was voided (`has_fallen`). No other sequence can have the slot
+        before the next plan.
+        """
         sequence = self.slots.sequences[slot]
         num_swapped = report.swapped.get(slot, 0)
         if sequence is None:
@@ -178,8 +187,10 @@ class Lives:
             sequence.lost_for = ""
 
     def take_back(self, slots: Iterable[int], *, tell: bool) -> None:
-        """Sends running sequences back to the line without counting it as their preemption: what their blocks hold is
-        not to be trusted."""
+        """Sends running sequences back to the queue, as their blocks cannot be trusted.
+
+        This does not count as preemption. `tell` reports the slots to allocate.
+        """
         for slot in slots:
             sequence = self.slots.sequences[slot]
             assert sequence is not None
@@ -189,12 +200,12 @@ class Lives:
 
     def _return(self, sequence: Sequence) -> None:
         sequence.move(State.PREEMPTED)
-        sequence.num_expected_cached = 0  # what it had may be gone
+        sequence.num_expected_cached = 0  # its cached blocks may be gone
         self.num_returning += 1
         self._leave(sequence)
 
     def settle(self, completed_step: int, last_granted: int) -> None:
-        """Frees the slots that no step in flight knows any more; preempted sequences are back in line."""
+        """Frees slots that no step in flight uses; queues or parks their preempted sequences."""
         for sequence in self.slots.settle(completed_step, last_granted):
             self.num_returning -= 1
             if sequence.is_parked:
@@ -207,17 +218,17 @@ class Lives:
         self.num_swapped += sequence.state is State.SWAPPED
         self.waiting.push(sequence, self.policy.rank(sequence))
 
-    # -- blocks on the host, and tokens computed again
+    # -- blocks on the host, and recomputed tokens
 
     def note_begun(self, slot: int, num_cached: int) -> None:
-        """So many tokens of a sequence that begins need not be computed."""
+        """Records that the first `num_cached` tokens of a starting sequence need not be computed."""
         sequence = self.slots.sequences[slot]
         if sequence is not None:
             sequence.num_swapped = 0
             sequence.num_lost -= min(num_cached, sequence.num_lost)
 
     def note_computed(self, slots: Iterable[int], num_tokens: Ints) -> None:
-        """Counts what is computed again."""
+        """Counts the recomputed tokens among those granted."""
         for slot, count in zip(slots, num_tokens.tolist(), strict=True):
             sequence = self.slots.sequences[slot]
             if sequence is not None and sequence.num_lost:
@@ -226,7 +237,7 @@ class Lives:
                 self.num_recomputed_tokens += num_again
 
     def give_up_swapped(self, void_step: int) -> None:
-        """What was to be copied to the host in `void_step` or later is not there."""
+        """Gives up host blocks that `void_step` or a later step was to write."""
         for sequence in self.sequences.values():
             if sequence.num_swapped and sequence.swapped_step >= void_step:
                 self._discard(sequence)
@@ -234,16 +245,19 @@ class Lives:
                     sequence.move(State.WAITING)
 
     def _discard(self, sequence: Sequence) -> None:
-        """What it has on the host is of no use any more."""
+        """Gives up the sequence's blocks on the host."""
         if sequence.num_swapped:
             self.news.discarded.append(sequence.sequence_id)
             sequence.num_swapped = 0
             self.num_swapped -= sequence.state is State.SWAPPED
 
-    # -- readers that stall
+    # -- slow readers
 
     def park(self, sequence_id: int) -> None:
-        """Its client does not read: it is not served, and the first to give way. Unknown ids are over already."""
+        """Parks a sequence whose client does not read: not served, and preempted first.
+
+        Ignores unknown ids.
+        """
         sequence = self.sequences.get(sequence_id)
         if sequence is None or sequence.is_parked:
             return
@@ -258,7 +272,7 @@ class Lives:
             sequence.move(State.PARKED)
 
     def unpark(self, sequence_id: int) -> None:
-        """Its client reads again."""
+        """Unparks a sequence: its client reads again. Ignores unknown ids."""
         sequence = self.sequences.get(sequence_id)
         if sequence is None or not sequence.is_parked:
             return
@@ -271,14 +285,14 @@ class Lives:
             self._line_up(sequence)
 
     def check(self) -> None:
-        """Raises AssertionError unless every sequence is in exactly one place (I10: and none is left at the end)."""
+        """Raises AssertionError unless each sequence is in exactly one place (I10)."""
         in_slots = [s for s in self.slots.sequences if s is not None and s.state is not State.OVER]
         running = [s for s in in_slots if s.state is State.RUNNING]
         waiting = list(self.waiting)
         aside = [s for s in self.sequences.values() if s.state is State.PARKED]
-        assert len(running) == self.slots.num_running, f"{len(running)} run, the table says {self.slots.num_running}"
-        assert len(in_slots) - len(running) == self.num_returning, "the count of those that return is wrong"
-        assert len(waiting) == len(self.waiting), "the line has another length than those in it"
+        assert len(running) == self.slots.num_running, f"{len(running)} run, the table has {self.slots.num_running}"
+        assert len(in_slots) - len(running) == self.num_returning, "the count of returning sequences is wrong"
+        assert len(waiting) == len(self.waiting), "the length of the queue is wrong"
         num_swapped = sum(s.state is State.SWAPPED for s in waiting)
         assert num_swapped == self.num_swapped, f"{num_swapped} sequences are swapped, the counter says otherwise"
         assert all(s.num_swapped > 0 for s in waiting if s.state is State.SWAPPED), "swapped, with nothing on the host"

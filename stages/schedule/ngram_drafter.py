@@ -1,7 +1,6 @@
-"""Guesses how an answer goes on: as it went on where its last tokens stood before, in its prompt or in itself.
+"""Prompt lookup: drafts the tokens after an earlier match of a sequence's last tokens.
 
-That is all the drafting there is (prompt lookup): no second model. Knows tokens; refuses to know who should guess, and
-when that pays (`speculation.py`).
+There is no draft model. `speculation.py` decides which sequences draft.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ import numpy as np
 from ..messages import NO_INDICES, Guess, Indices, Ints
 from .slot_table import SlotTable
 
-MOST_TEXTS = 16  # kept, of as many slots; the one that was asked for longest ago goes first
+MOST_TEXTS = 16  # texts kept, one per slot; the least recently used is dropped first
 
 
 def continuation(tokens: Ints, least: int, most: int, num_tokens: int) -> tuple[Indices, int]:
-    """(the next `num_tokens` tokens, how many of the last ones they were found by), of `tokens` [T].
+    """Returns (`num_tokens` draft tokens, length of the match) for `tokens` [T].
 
-    The longest run of last tokens that stood there before counts, up to `most`, and of several such places the last;
-    nothing comes of less than `least`. Where what followed runs into the end, it goes on as a period does. Takes as
-    long as one comparison of all tokens: 10 us for a few thousand, 40 for 100,000.
+    The match is the longest run of last tokens, up to `most`, that occurs earlier; of several places, the last. A match
+    shorter than `least` gives no drafts. If the continuation reaches the end of `tokens`, it repeats from the place
+    after the match. Takes about one comparison of all tokens: 10 us for a few thousand, 40 us for 100,000.
     """
-    found = np.flatnonzero(tokens[:-1] == tokens[-1])  # where the earlier ones end
+    found = np.flatnonzero(tokens[:-1] == tokens[-1])  # where earlier matches end
     num_matched = 0
     while len(found):
         num_matched += 1
@@ -43,15 +42,15 @@ def continuation(tokens: Ints, least: int, most: int, num_tokens: int) -> tuple[
 
 
 class Drafter(Protocol):
-    """Guesses of sequences that are served."""
+    """Makes drafts for served sequences."""
 
     def guess(self, table: SlotTable, slot: int) -> Guess:
-        """What may come next of the sequence in `slot`, by what is told of it."""
+        """Draft tokens for the sequence in `slot`, from its reported tokens."""
 
 
 @dataclass(slots=True)
 class _Text:
-    """All tokens of a sequence that are known, in a buffer that has room for more."""
+    """All known tokens of a sequence, in a buffer with room for more."""
 
     sequence_id: int
     tokens: Ints
@@ -59,21 +58,21 @@ class _Text:
 
 
 class NgramDrafter:
-    """Looks into the books of the scheduler, and keeps each text that it reads in one piece."""
+    """A `Drafter` that reads the slot table and keeps each text in one buffer."""
 
     def __init__(self, least: int, most: int, num_tokens: int) -> None:
         self._least, self._most, self._num_tokens = least, most, num_tokens
-        self._texts: dict[int, _Text] = {}  # by slot, the one asked for last at the end
+        self._texts: dict[int, _Text] = {}  # by slot, the most recently used last
 
     def guess(self, table: SlotTable, slot: int) -> Guess:
-        """What may come next of the sequence in `slot`, by what is told of it."""
+        """Draft tokens for the sequence in `slot`, from its reported tokens."""
         text = self._read(table, slot)
         token_ids, num_matched = continuation(text.tokens[: text.count], self._least, self._most, self._num_tokens)
         return Guess(slot, text.sequence_id, text.count, token_ids, num_matched >= self._most)
 
     def _read(self, table: SlotTable, slot: int) -> _Text:
         sequence = table.sequences[slot]
-        assert sequence is not None, f"nobody runs in slot {slot}"
+        assert sequence is not None, f"no sequence runs in slot {slot}"
         answer, num_prompt = table.answer(slot), sequence.num_prompt
         text = self._texts.pop(slot, None)
         if text is None or text.sequence_id != sequence.sequence_id:

@@ -1,8 +1,7 @@
-"""Chooses what the next step runs: decodes before prefills, and otherwise as the policy says.
+"""Chooses the rows of the next step: decodes first, then prefills, in policy order.
 
-Plain code behind the schedule stage. Knows who runs and who waits, and what drafts are under way; refuses to know which
-step it is, what became of those before, and what allocate must be told (`scheduler.py` does). Who is let in, and who
-gives way, is in `admitter.py`; how much a step may hold, in `step_budget.py`.
+Plain code behind the schedule stage. `scheduler.py` tracks steps and assembles the plan, `admitter.py` admits and
+preempts sequences, `step_budget.py` sets the token budget of a step.
 """
 
 from __future__ import annotations
@@ -24,20 +23,20 @@ from .step_time_model import StepContents
 
 @message
 class Flight:
-    """A granted step that is not done yet."""
+    """A granted step that is in flight."""
 
     step: int
     generation: int
-    slots: Indices  # of the rows it runs
-    contents: StepContents | None  # for who chooses the size of steps
-    drafted: Mapping[int, int] = field(default_factory=dict)  # slot -> drafts
+    slots: Indices  # of its rows
+    contents: StepContents | None  # for the step time model; None: there is none
+    drafted: Mapping[int, int] = field(default_factory=dict)  # slot -> number of drafts
 
 
 class Planner:
-    """Asked for one step at a time, once it is known what was granted of the one before.
+    """Chooses one step at a time, after the report on the previous one.
 
-    Lets sequences in and takes slots away, as `lives` then says; all else it leaves as it is. What it keeps is only
-    that nothing has changed (`Steady`), which saves looking at each row again.
+    It admits and preempts sequences through `lives`, and changes no other state of them. Its own state is only a cache:
+    `Steady` holds the rows of the last step while nothing has changed, so that rows are not inspected again.
     """
 
     def __init__(
@@ -45,8 +44,8 @@ class Planner:
         lives: Lives,
         entrance: Entrance,
         speculation: Speculation,
-        step_size: StepSize | None,  # None: always the most
-        most: int,  # tokens of a step
+        step_size: StepSize | None,  # None: always `most`
+        most: int,  # tokens of a step, at most
     ) -> None:
         self._lives = lives
         self._slots = lives.slots
@@ -55,13 +54,15 @@ class Planner:
         self._speculation = speculation
         self._step_size = step_size
         self._most = most
-        self._steady: Steady | None = None  # None, or of another lineup: rows are to be looked at
+        self._steady: Steady | None = None  # None, or of another lineup: inspect the rows again
 
     def choose(
         self, flights: Collection[Flight], report: PlanReport | None, row_limit: int
     ) -> tuple[Wishes, Drafts | None, int]:
-        """At most `row_limit` rows, perhaps none, what they draft, and the token budget; `flights` are under way, and
-        `report` is the last one that came."""
+        """At most `row_limit` rows, perhaps none, with their drafts, and the token budget.
+
+        `flights` are in flight; `report` is the last report.
+        """
         if self._lives.num_parked:
             self._entrance.move_parked(report)
         has_waiting = len(self._waiting) > 0
@@ -69,7 +70,7 @@ class Planner:
             self._entrance.make_way()
         steady = self._same_again(row_limit)
         if steady is not None and not has_waiting:
-            return steady, None, self._most  # no prompt to leave room for, and nobody drafts
+            return steady, None, self._most  # no prompt waits and no row drafts
         slots, num_wanted = self._rows(flights, row_limit)
         budget = self._token_budget(slots, num_wanted)
         if has_waiting and self._entrance.admit(budget - int(num_wanted.sum()), row_limit, report):
@@ -78,21 +79,23 @@ class Planner:
         return wishes, self._drafts(slots, num_wanted, budget), budget
 
     def steady_if_granted(self, report: PlanReport) -> Steady | None:
-        """The rows of the last choice, if each got its one token and nobody has come or gone since. If not, they are
-        looked at again."""
+        """The rows of the last choice, if each got its token and no row has come or gone.
+
+        Otherwise None, and the next choice inspects all rows.
+        """
         steady = self._steady
         if steady is None or report.num_granted is not steady.num_wanted or steady.lineup is not self._lives.lineup:
             self._steady = None
         return self._steady
 
     def look_again(self) -> None:
-        """Rows may want something else than they did, though nobody has come or gone."""
+        """Makes the next choice inspect all rows, although none has come or gone."""
         self._steady = None
 
     # -- rows
 
     def _rows(self, flights: Collection[Flight], row_limit: int) -> tuple[Indices, Ints]:
-        """The rows to ask for, decodes first, each group in the order of service: (slots, tokens wanted)."""
+        """(slots, tokens wanted) of the step: decodes first, each group in the order of service."""
         steady = self._same_again(row_limit)
         if steady is not None:
             return steady.slots, steady.num_wanted
@@ -116,29 +119,29 @@ class Planner:
         return rows[:row_limit], wanted[:row_limit]
 
     def _same_again(self, row_limit: int) -> Steady | None:
-        """What the last plan asked for, if it is to be asked for again: one token for each row, and no drafts."""
+        """The demand of the last plan, if it still holds: one token for each row, and no drafts."""
         steady = self._steady
         if steady is None or steady.lineup is not self._lives.lineup or steady.num_plans <= 0:
             return None
         return steady if len(steady.slots) <= row_limit else None
 
     def _held(self, slots: Indices, flights: Collection[Flight], *, is_drafting_time: bool) -> Bools:
-        """[R] rows that wait for the outcome of a step: it decides how far they have come, or what to draft behind."""
+        """[R] rows that wait for a step in flight, which decides their position or drafts."""
         held = [slot for flight in flights for slot in flight.drafted]
         drafting = self._speculation.drafting()
         if is_drafting_time and any(np.isin(drafting, flight.slots).any() for flight in flights):
-            held += drafting  # all of them, so that they go on together, in one step
+            held += drafting  # all of them, so that they draft together in one step
         is_held: Bools = np.isin(slots, held)
         return is_held
 
     # -- tokens
 
     def _token_budget(self, slots: Indices, num_wanted: Ints) -> int:
-        """Tokens of the step: where it is to compute prompts beside answers, as its target allows."""
+        """The token budget: limited by the target time only if the step mixes prefills and decodes."""
         size = self._step_size
         if size is None:
             return self._most
-        num_decode = int(np.count_nonzero(num_wanted == 1))  # they come first
+        num_decode = int(np.count_nonzero(num_wanted == 1))  # they are first in `slots`
         may_begin = len(self._waiting) and self._slots.num_free and not self._lives.num_returning
         if not num_decode or (num_decode == len(slots) and not may_begin):
             return self._most
@@ -149,7 +152,7 @@ class Planner:
         return size.choose(num_decode, num_context, [Wish(*prompt) for prompt in prompts], in_line)
 
     def _drafts(self, slots: Indices, num_wanted: Ints, token_budget: int) -> Drafts | None:
-        """What rows are to compute besides; nothing while any computes a prompt."""
+        """The drafts of the rows; None while any row computes a prompt."""
         if not self._speculation.is_drafting or np.count_nonzero(num_wanted > 1):
             return None
         return self._speculation.drafts(slots, self._slots, token_budget)

@@ -1,4 +1,4 @@
-"""Who goes first, who gives way, and who is let in: the part of scheduling that one may want otherwise.
+"""The scheduling policy: order of service, preemption and admission. Users may replace it:
 
     class ShortestPromptFirst(Policy):
         def weight(self, sequence: Sequence) -> float:
@@ -6,8 +6,7 @@
 
     millrace serve --scheduler my_package.my_module:ShortestPromptFirst
 
-Knows sequences. Refuses to know steps, blocks by number, and the device: the scheduler's books are right whatever a
-policy says, and a poor policy makes things slow, not wrong.
+The scheduler stays correct whatever a policy returns: a poor policy makes the engine slow, not wrong.
 """
 
 from __future__ import annotations
@@ -20,40 +19,51 @@ from .sequence import Sequence
 
 
 class Policy:
-    """By priority (lower first), then first come, first served; what is swapped out before what is new.
+    """By priority (lower first), then by arrival.
 
-    Subclass it and change what you like. One is made per engine, without arguments. Answers must follow from the
-    arguments and from what it was told before: no clock, no dice, so that a recording replays.
+    At equal priority, swapped sequences go before new ones. Subclass it and override any method. The engine creates one
+    instance, without arguments. NOTE: results must depend only on the arguments and on earlier calls, not on a clock or
+    random numbers, or recordings do not replay.
     """
 
     def on_add(self, sequence: Sequence) -> None:
-        """A sequence arrived."""
+        """Called when a sequence arrives."""
 
     def on_end(self, sequence: Sequence) -> None:
-        """A sequence is over, for whatever reason."""
+        """Called when a sequence ends, for any reason."""
 
     def weight(self, sequence: Sequence) -> float:
-        """Where it stands: lower is served first, and of two that weigh the same the one that came first. Asked when
-        the sequence begins to wait and when it gets a slot. Who is served last gives way first when blocks run out."""
+        """The order of service: lower is served first; equal weights are served by arrival.
+
+        Called when the sequence begins to wait and when it gets a slot. The sequence served last is preempted first
+        when blocks run out.
+        """
         return sequence.priority
 
     def rank(self, sequence: Sequence) -> tuple[float, bool, float, int]:
-        """Its place in the line of those that wait for a slot; lower is let in first. (The steps of a beam search have
-        its arrival, and so its place.)"""
+        """The order in the waiting queue; lower is admitted first.
+
+        The steps of a beam search keep its arrival time, and so its rank.
+        """
         return (self.weight(sequence), not sequence.num_swapped, sequence.arrival_s, sequence.sequence_id)
 
     def is_better(self, waiting: Sequence, running: Sequence) -> bool:
-        """Whether `waiting` may take the slot and the blocks of `running`. Say so of strictly better ones only."""
+        """Whether `waiting` may preempt `running`.
+
+        NOTE: True only if strictly better, else they preempt in turn.
+        """
         return waiting.priority < running.priority
 
     def may_enter(self, first: Sequence, num_blocks: int, num_spare: int) -> bool:
-        """Whether the first in line may have a slot. It needs `num_blocks` blocks to begin with; `num_spare` are
-        likely to be left over by those that run. Not asked while nobody runs."""
+        """Whether the first waiting sequence may have a slot. Not called while no sequence runs.
+
+        It needs `num_blocks` blocks to start; the running sequences are likely to leave `num_spare`.
+        """
         return num_blocks <= num_spare
 
 
 class Fifo(Policy):
-    """First come, first served; priorities count for nothing."""
+    """First come, first served. Ignores priorities."""
 
     def weight(self, sequence: Sequence) -> float:
         return 0.0
@@ -63,10 +73,10 @@ class Fifo(Policy):
 
 
 class AgeingPriority(Policy):
-    """By priority, but who waits becomes better: by one for each `ageing_s` seconds, so that nobody starves.
+    """By priority, improved by one level per `ageing_s` of waiting: no request starves.
 
-    What counts is the difference between two arrivals, so it needs no clock: it is as if a request of priority p had
-    come `p * ageing_s` later.
+    It needs no clock, since only the difference of two arrival times counts: a request of priority p ranks as if it had
+    arrived `p * ageing_s` later.
     """
 
     def __init__(self, ageing_s: float) -> None:
@@ -85,14 +95,14 @@ BUILT_IN = {"priority": Policy, "fifo": Fifo}
 def make_policy(config: EngineConfig) -> Policy:
     """The policy that `config.scheduler` names: "priority", "fifo" or "package.module:Class".
 
-    Raises `ConfigError` if there is no such class, or it is no `Policy`.
+    Raises `ConfigError` if the class does not exist or is not a `Policy`.
     """
     name = config.scheduler
     if name == "priority" and config.priority_ageing_s is not None:
         return AgeingPriority(config.priority_ageing_s)
     made = BUILT_IN[name]() if name in BUILT_IN else _load(name)
     if config.priority_ageing_s is not None:
-        raise ConfigError(f"priority_ageing_s = {config.priority_ageing_s}: only scheduler = priority knows ageing")
+        raise ConfigError(f"priority_ageing_s = {config.priority_ageing_s}: must be unset unless scheduler = priority")
     return made
 
 
@@ -109,4 +119,4 @@ def _load(name: str) -> Policy:
     try:
         return found()
     except TypeError as error:
-        raise ConfigError(f"scheduler = {name!r}: is made without arguments, and that failed: {error}") from error
+        raise ConfigError(f"scheduler = {name!r}: must be constructible without arguments: {error}") from error

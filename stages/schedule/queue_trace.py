@@ -1,7 +1,6 @@
-"""Writes what happens to the line in front of the slots: who was let in or came back, whose client does not read, and
-what the first in line waits for.
+"""Trace records of the waiting queue: admissions, resumptions, parking, waiting reasons.
 
-Knows the scheduler's books, and changes nothing in them.
+Reads the scheduler's state and never changes it.
 """
 
 from __future__ import annotations
@@ -16,16 +15,16 @@ STEP_PLANNED = int(EventKind.STEP_PLANNED)
 
 
 class LineTrace:
-    """The trace's view of one scheduler. `planned` and `reported` are told of each plan and its report, in turn."""
+    """Traces one scheduler. Call `planned` with each plan, then `reported` with its report."""
 
     def __init__(self, context: Context, scheduler: Scheduler) -> None:
         self._tracer, self._source, self._now = context.tracer, context.source, context.env.now
         self._scheduler = scheduler
         self._recompute, self._swap = context.tracer.source("recompute"), context.tracer.source("swap")
         self._waiting_for = ""
-        self._drafted = (0, 0, 0)  # so far: rows with drafts, drafts, and those that were accepted
+        self._drafted = (0, 0, 0)  # totals so far: rows with drafts, drafts, accepted drafts
         self._plan: StepPlan | None = None
-        self._starting: dict[int, tuple[Sequence, int]] = {}  # by slot, not served yet: (who, tokens on the host)
+        self._starting: dict[int, tuple[Sequence, int]] = {}  # by slot, not served yet: (sequence, tokens on the host)
 
     def planned(self, plan: StepPlan) -> None:
         """Writes STEP_PLANNED."""
@@ -43,7 +42,7 @@ class LineTrace:
                 self._starting[started.slot] = (sequence, sequence.num_swapped)
 
     def reported(self, report: PlanReport) -> None:
-        """Writes REQUEST_ADMITTED or RESUMED for those that are served for the first time since they have a slot."""
+        """Writes REQUEST_ADMITTED or RESUMED for sequences served for the first time in their slot."""
         if not self._starting or self._plan is None:
             return
         rows = zip(self._plan.slots.tolist(), report.num_granted.tolist(), report.num_cached.tolist(), strict=True)
@@ -62,7 +61,7 @@ class LineTrace:
             self._tracer.emit(EventKind.RESUMED, self._source, step, slot, how, *counts)
 
     def done(self, done: StepDone) -> None:
-        """Writes STEP_DRAFTED for a step in which somebody drafted. Told when the scheduler has taken it in."""
+        """Writes STEP_DRAFTED for a step with drafts. Call it after the scheduler has taken `done`."""
         speculation, before = self._scheduler.speculation, self._drafted
         if speculation.num_drafts == before[0]:
             return
@@ -72,7 +71,7 @@ class LineTrace:
         self._tracer.emit(EventKind.STEP_DRAFTED, self._source, done.step, *counts)
 
     def parked(self, sequence_id: int, kind: EventKind) -> None:
-        """Writes PARKED or UNPARKED. Unknown ids are over already."""
+        """Writes PARKED or UNPARKED. Ignores unknown ids, which have ended."""
         sequence = self._scheduler.sequences.get(sequence_id)
         if sequence is not None:
             has_slot = sequence.state is State.RUNNING

@@ -1,8 +1,7 @@
-"""Keeps the books of steps: planned, granted, done or void; and so says what each next plan tells allocate.
+"""Tracks steps (planned, granted, done or void) and assembles each plan.
 
-Plain code behind the schedule stage. Knows sequences and steps; refuses to know blocks (allocate does), clocks, and the
-event loop. Told the same things in the same order, it decides the same. What a step should run is chosen in
-`planner.py`, who is better than whom in `policy.py`, and what becomes of each sequence in `lifecycle.py`.
+Plain code behind the schedule stage, without clock or event loop: the same calls in the same order give the same
+plans. `planner.py` chooses the rows of a step, `policy.py` ranks sequences, `lifecycle.py` moves them between states.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from .speculation import Speculation
 from .step_budget import StepSize
 from .step_time_model import StepContents
 
-MAX_VOIDS_ALONE = 2  # steps a sequence may make fail all by itself before it is given up
+MAX_VOIDS_ALONE = 2  # steps that may fail with this sequence alone in them, before it fails for good
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a step may hold."""
+    """The limits of the scheduler, from the configuration."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -38,16 +37,16 @@ class Limits:
     block_size: int
     steps_in_flight: int = 2  # K
     enable_chunked_prefill: bool = True
-    itl_target_ms: float = 0.0  # that a step beside answers may take; 0: as long as it takes
-    num_speculative_tokens: int = 0  # drafts of a step, at most; 0: nobody drafts
+    itl_target_ms: float = 0.0  # target time of a step with decodes; 0: none
+    num_speculative_tokens: int = 0  # drafts per step, at most; 0: speculation is off
 
 
 class Scheduler:
     """Holds every sequence from its arrival to its end, and makes one plan at a time.
 
     Call `add`, `on_report`, `on_done`, `on_void`, `take_guess`, `end`, `park` and `unpark` as things happen, then
-    `plan` until it returns None. A plan is outstanding until its report; at most K granted steps are in flight. Steps
-    are counted from `first_step`, where another engine has stopped.
+    `plan` until it returns None. A plan is outstanding until its report. At most K granted steps are in flight. Step
+    numbers start at `first_step`, which is where a restarted engine continues.
     """
 
     def __init__(self, limits: Limits, policy: Policy | None = None, first_step: int = 0) -> None:
@@ -56,49 +55,49 @@ class Scheduler:
         self.lives = Lives(limits.max_num_seqs, self.policy)
         self.slots = self.lives.slots
         self.waiting = self.lives.waiting
-        self.last_granted = first_step - 1  # step
+        self.last_granted = first_step - 1  # number of the last granted step
         self.completed_step = first_step - 1
-        self._told_step = first_step - 1  # the completed step that allocate was last told of
+        self._told_step = first_step - 1  # the `completed_step` of the last plan
         self._generation = 0
         self._outstanding: StepPlan | None = None
         self._flights: deque[Flight] = deque()
         self._report: PlanReport | None = None  # the last one
-        self._must_wait = False  # nothing could be granted: plan again when a step is done
-        self._row_limit = limits.max_num_seqs  # lowered when steps fail, until the one at fault is alone
-        self._settled: list[StepDone] = []  # to tell allocate in the next plan, as the next
+        self._must_wait = False  # nothing could be granted: plan again after the next step
+        self._row_limit = limits.max_num_seqs  # halved when steps fail, until the faulty sequence is alone
+        self._settled: list[StepDone] = []  # for the next plan, like the next line
         self._voided: list[int] = []
         target_s, most = limits.itl_target_ms / 1e3, limits.max_num_batched_tokens
-        self._step_size = StepSize(target_s, most) if target_s else None  # None: always the most
-        most_each = limits.block_size - 1  # no more than a block of tokens at a time, for the cache
+        self._step_size = StepSize(target_s, most) if target_s else None  # None: always `most`
+        most_each = limits.block_size - 1  # prefix cache reads at most one block of tokens per sequence and step
         self.speculation = Speculation(limits.num_speculative_tokens, most_each, limits.steps_in_flight)
         self._entrance = Entrance(self.lives, limits.block_size)
         self._planner = Planner(self.lives, self._entrance, self.speculation, self._step_size, most)
 
-    # -- asking
+    # -- state
 
     @property
     def sequences(self) -> dict[int, Sequence]:
-        """All that are not over, by id."""
+        """All sequences that have not ended, by id."""
         return self.lives.sequences
 
     @property
     def num_in_flight(self) -> int:
-        """Steps granted and not done."""
+        """Steps granted and not yet done."""
         return self.last_granted - self.completed_step
 
     @property
     def has_credit(self) -> bool:
-        """Whether another step may be planned now: allocate has answered, and fewer than K are in flight."""
+        """Whether a step may be planned: no plan is outstanding, fewer than K steps are in flight."""
         return self._outstanding is None and self.num_in_flight < self.limits.steps_in_flight
 
     @property
     def has_last_credit(self) -> bool:
-        """Whether one step may be planned now, and no second one."""
+        """Whether exactly one more step may be planned now."""
         return self.has_credit and self.num_in_flight == self.limits.steps_in_flight - 1
 
     @property
     def expected_s(self) -> float:
-        """Seconds that the step which runs takes as a rule; 0 if none does, or it can not be told."""
+        """Expected duration of the running step in seconds; 0 if none runs or it is unknown."""
         running, step_size = self._flights[0] if self._flights else None, self._step_size
         if running is None or step_size is None or running.contents is None or running.generation != self._generation:
             return 0.0
@@ -106,29 +105,34 @@ class Scheduler:
 
     @property
     def is_asking(self) -> bool:
-        """Whether allocate has a plan with rows that it has not answered yet."""
+        """Whether a plan with rows is outstanding."""
         return self._outstanding is not None and len(self._outstanding.slots) > 0
 
     @property
     def may_plan_after_report(self) -> bool:
-        """Whether there may be a credit left once the outstanding plan is granted. If not, some step in flight is done
-        before another can be planned, whatever the report says."""
+        """Whether a credit may be left once the outstanding plan is granted.
+
+        If not, a step in flight must finish before the next plan, whatever the report says.
+        """
         return self.num_in_flight == 0 or self.num_in_flight + 1 < self.limits.steps_in_flight
 
     @property
     def num_running(self) -> int:
-        """Sequences that hold a slot, parked ones too."""
+        """Sequences that hold a slot, parked ones included."""
         return self.slots.num_running
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that wait to run, but for swapped ones."""
+        """Sequences that wait to run, swapped ones excluded."""
         return len(self.waiting) + self.lives.num_returning - self.lives.num_swapped
 
     @property
     def waiting_for(self) -> str:
-        """What the first in line lacks: "slots", "blocks", or "swapped" if it waits for blocks to come back from the
-        host; "step" if it is only not its turn; "" when nobody waits."""
+        """What the first waiting sequence lacks.
+
+        "slots" or "blocks"; "swapped" if it lacks blocks to be copied back from the host; "step" if it is only not its
+        turn yet; "" if no sequence waits.
+        """
         if self.lives.num_returning:
             return "blocks"
         if not len(self.waiting):
@@ -137,32 +141,32 @@ class Scheduler:
 
     @property
     def admission_blocked_reason(self) -> str:
-        """What the first in line lacked when it was last looked at: "blocks", or "swapped" if it is swapped out."""
+        """What the first waiting sequence lacked last: "blocks", or "swapped" if swapped out."""
         return self._entrance.blocked_reason
 
     @property
     def num_swapped(self) -> int:
-        """Sequences that wait to come back from the host."""
+        """Sequences that wait with blocks on the host."""
         return self.lives.num_swapped
 
     @property
     def num_parked(self) -> int:
-        """Sequences whose clients do not read."""
+        """Sequences that are parked, as their clients do not read."""
         return self.lives.num_parked
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nobody whose work should be moving."""
+        """Whether every sequence is parked, or there is none."""
         return len(self.sequences) == self.num_parked
 
     @property
     def step_token_budget(self) -> int:
-        """Tokens of a step, at most, when prompts were last computed beside answers."""
+        """The token budget of the last step that mixed prefills and decodes."""
         return self.limits.max_num_batched_tokens if self._step_size is None else self._step_size.last
 
     @property
     def preemptions(self) -> Counter[tuple[str, str]]:
-        """How often, by (how: swap or recompute, for what: blocks or slot)."""
+        """Number of preemptions by (method: swap or recompute, cause: blocks or slot)."""
         return self.lives.preemptions
 
     @property
@@ -171,31 +175,40 @@ class Scheduler:
 
     @property
     def num_recomputed_tokens(self) -> int:
-        """Tokens computed once more after a preemption."""
+        """Tokens computed again after a preemption."""
         return self.lives.num_recomputed_tokens
 
-    # -- being told
+    # -- events
 
     def add(self, request: TokenRequest) -> None:
-        """A prompt arrived; its choices wait from now on. Adding it twice changes nothing."""
+        """Adds the choices of a new prompt to the waiting queue.
+
+        Adding a prompt again has no effect.
+        """
         self.lives.add(request, self.limits.max_model_len)
 
     def end(self, sequence_id: int) -> None:
-        """A sequence is over, wherever it is: finished, stopped or cancelled. Unknown ids are over already."""
+        """Ends a sequence in any state: finished, stopped or cancelled.
+
+        Ignores unknown ids, which have ended.
+        """
         self.lives.end(sequence_id)
 
     def park(self, sequence_id: int) -> None:
-        """Its client does not read: it is not served, and the first to give way. Unknown ids are over already."""
+        """Parks a sequence whose client does not read: it is not served, and preempted first.
+
+        Ignores unknown ids.
+        """
         self.lives.park(sequence_id)
 
     def unpark(self, sequence_id: int) -> None:
-        """Its client reads again."""
+        """Unparks a sequence: its client reads again. Ignores unknown ids."""
         self.lives.unpark(sequence_id)
 
     def on_report(self, report: PlanReport) -> None:
-        """Allocate's answer to the outstanding plan."""
+        """Takes allocate's report on the outstanding plan."""
         plan, self._outstanding, self._report = self._outstanding, None, report
-        assert plan is not None and report.step == plan.step, f"a report of step {report.step} was not asked for"
+        assert plan is not None and report.step == plan.step, f"no plan of step {report.step} is outstanding"
         if report.is_reset:
             self.lives.take_back(self.slots.running().tolist(), tell=False)
             self.lives.give_up_swapped(-1)
@@ -210,7 +223,7 @@ class Scheduler:
             self.lives.note_way(slot, report, has_fallen=plan.generation != self._generation)
 
     def on_done(self, done: StepDone) -> None:
-        """A step's tokens are known."""
+        """Takes the outcome of a completed step."""
         flight = self._pop_flight(done.step)
         if self._step_size is not None and flight.contents is not None and done.took_us:
             self._step_size.note(flight.contents, done.took_us / 1e6)
@@ -236,12 +249,14 @@ class Scheduler:
                 self.end(sequence_id)
 
     def on_void(self, void: StepVoid) -> list[tuple[Sequence, RequestError]]:
-        """A step did not happen. Everything that was in flight with it is computed anew, in smaller steps. Returns the
-        sequences to give up, with the error their clients get."""
+        """Takes a void step: everything in flight is recomputed, in smaller steps.
+
+        Returns the sequences that fail, with the error for their clients.
+        """
         flight = self._pop_flight(void.step)
         self._voided.append(void.step)
         if void.generation != self._generation:
-            return []  # it fell with an earlier one, and was dealt with then
+            return []  # voided by an earlier step, which was handled then
         self._generation += 1
         self._row_limit = max(1, len(flight.slots) // 2)
         guilty = self._find_guilty(flight)
@@ -256,26 +271,29 @@ class Scheduler:
         return [(sequence, Failed("the model failed on this request")) for sequence in guilty]
 
     def rebuild(self) -> None:
-        """After a crash: trusts nothing about what runs or is swapped out, and computes it all anew."""
+        """After a crash: recomputes all running and swapped sequences, trusting no block."""
         self.lives.take_back(self.slots.running().tolist(), tell=True)
         self.lives.give_up_swapped(-1)
 
     # -- drafts
 
     def slots_to_guess(self) -> list[int]:
-        """Those of which a guess is worth its time now. Changes nothing: who replays a recording does not ask."""
+        """Slots for which a draft is worth its time.
+
+        NOTE: must change no state, as a replay does not call it.
+        """
         if not self.speculation.num_watched:
             return []
         return self.speculation.due(self.slots, {slot for flight in self._flights for slot in flight.slots.tolist()})
 
     def take_guess(self, guess: Guess) -> None:
-        """What may come next in an answer."""
+        """Takes draft tokens for a sequence."""
         self.speculation.take(guess, self.slots)
         if self.speculation.is_drafting:
             self._planner.look_again()
 
     def _note_drafts(self, slot: int, num_drafts: int, num_new: int) -> None:
-        """Of the first new token it was known that it comes; each further one is a draft that turned out right."""
+        """Counts accepted drafts: all new tokens but the first, which was counted when granted."""
         num_accepted = max(0, num_new - 1)
         self.speculation.note(slot, num_drafts, num_accepted)
         if num_accepted and self.slots.is_running[slot]:
@@ -286,7 +304,7 @@ class Scheduler:
     # -- planning
 
     def plan(self) -> StepPlan | None:
-        """The next plan, or None while there is nothing to say or nobody to say it to."""
+        """The next plan; None without a credit, or if there is nothing to run and nothing to report."""
         if not self.has_credit:
             return None
         self.lives.settle(self.completed_step, self.last_granted)
@@ -301,7 +319,7 @@ class Scheduler:
         return self._outstanding
 
     def _has_news(self) -> bool:
-        """Whether allocate could free something if it knew what has happened since the last plan."""
+        """Whether allocate could free blocks if it knew what has happened since the last plan."""
         if self.lives.news.frees:
             return True
         report = self._report
@@ -336,7 +354,7 @@ class Scheduler:
             voided=voided,
         )
 
-    # -- books
+    # -- outcomes
 
     def _note_grant(self, plan: StepPlan, report: PlanReport) -> None:
         self.last_granted = report.step
@@ -352,7 +370,7 @@ class Scheduler:
         rows = report.num_granted.nonzero()[0]
         slots, granted, num_cached = plan.slots[rows], report.num_granted[rows], report.num_cached[rows]
         wanted, drafted = plan.num_wanted[rows], {}
-        if plan.drafts is not None:  # a row is granted all of its drafts, or a single token
+        if plan.drafts is not None:  # a row with drafts is granted all of them, or only its own token
             counts = plan.drafts.counts[rows]
             wanted = wanted - counts
             more = (granted - wanted) * (counts > 0)
@@ -382,7 +400,7 @@ class Scheduler:
         return flight
 
     def _find_guilty(self, flight: Flight) -> list[Sequence]:
-        """The sequence that made the step fail, once that is beyond doubt: it was alone, and not for the first time."""
+        """The sequence at fault, once `MAX_VOIDS_ALONE` steps have failed with it alone in them."""
         sequence = self.slots.sequences[int(flight.slots[0])] if len(flight.slots) == 1 else None
         if sequence is None or sequence.state is State.OVER:
             return []
@@ -390,7 +408,7 @@ class Scheduler:
         return [sequence] if sequence.num_voids_alone >= MAX_VOIDS_ALONE else []
 
     def check(self) -> None:
-        """Raises AssertionError unless every sequence is in exactly one place, and every step accounted for."""
+        """Raises AssertionError unless each sequence is in one place and each step accounted for."""
         self.lives.check()
         assert 0 <= self.num_in_flight <= self.limits.steps_in_flight
         assert len(self._flights) == self.num_in_flight

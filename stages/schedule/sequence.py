@@ -1,7 +1,4 @@
-"""A sequence as schedule knows it, from its arrival to its end, and the line in which it waits.
-
-Plain state behind the schedule stage. Knows no policy and no memory.
-"""
+"""The scheduler's state of a sequence, with its state machine, and the waiting queue."""
 
 from __future__ import annotations
 
@@ -15,17 +12,17 @@ from ..messages import Ints, Started
 from ..params import SamplingParams
 from ..pooling_params import PoolingParams
 
-MAX_PREEMPTIONS = 4  # a sequence preempted this often comes back only with all it may need, and is no victim again
+MAX_PREEMPTIONS = 4  # a sequence preempted this often resumes only with all the blocks it may need, and is protected
 
 
 class State(enum.Enum):
-    """Where a sequence is in its life."""
+    """The state of a sequence."""
 
     WAITING = "waiting"
     RUNNING = "running"  # holds a slot
-    PREEMPTED = "preempted"  # lost its blocks; waits for the steps in flight that still know its slot
-    SWAPPED = "swapped"  # waits to come back, with blocks on the host
-    PARKED = "parked"  # not in line, as its client does not read; perhaps with blocks on the host
+    PREEMPTED = "preempted"  # lost its blocks; waits until no step in flight uses its slot
+    SWAPPED = "swapped"  # waits to resume, with blocks on the host
+    PARKED = "parked"  # not in the queue, as its client does not read; may have blocks on the host
     OVER = "over"
 
 
@@ -41,44 +38,44 @@ TRANSITIONS: dict[State, frozenset[State]] = {
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One prompt and one of its choices. Owned by schedule, for its whole life."""
+    """One choice of one prompt. Owned by the scheduler from its arrival to its end."""
 
     sequence_id: int
     request_id: str
-    token_ids: Ints  # [P + G] known tokens; while it runs, those it started with
+    token_ids: Ints  # [P + G] known tokens; while it runs, those at its start
     num_prompt: int  # P
-    limit: int  # tokens of prompt and answer together; the last one is never computed
+    limit: int  # tokens, prompt plus answer; the last one is never computed
     params: SamplingParams
     seed: int
     priority: int
     cache_salt: str = ""
-    num_expected_cached: int = 0  # tokens that are likely found when it starts
+    num_expected_cached: int = 0  # tokens likely in the prefix cache at its start
     arrival_s: float = 0.0  # monotonic
-    pooling: PoolingParams | None = None  # its answer is one token, which stands for a vector
+    pooling: PoolingParams | None = None  # set: its answer counts as one token, which stands for a vector
     state: State = State.WAITING
     slot: int = -1  # while running or preempted
-    num_starts: int = 0  # how often it got a slot
+    num_starts: int = 0  # times it got a slot
     num_preempted: int = 0
-    num_swapped: int = 0  # tokens on the host, until they are copied back or given up
-    swapped_step: int = -1  # in which they are copied there
-    num_lost: int = 0  # tokens that were computed before a preemption and have not been again
-    lost_for: str = ""  # what it was preempted for last: "blocks" or "slot"
-    is_parked: bool = False  # its client does not read: it is not served, whatever its state
-    ticket: int = 0  # its place in the line is the one that it took last
-    num_voids_alone: int = 0  # steps that failed with no other sequence in them
+    num_swapped: int = 0  # tokens on the host; 0 once copied back or given up
+    swapped_step: int = -1  # the step that copies them to the host
+    num_lost: int = 0  # tokens computed before a preemption and not yet recomputed
+    lost_for: str = ""  # cause of the last preemption: "blocks" or "slot"
+    is_parked: bool = False  # its client does not read: not served in any state
+    ticket: int = 0  # of its valid entry in the waiting queue
+    num_voids_alone: int = 0  # failed steps with only this sequence in them
 
     @property
     def is_protected(self) -> bool:
-        """Whether it was preempted so often that it may not be again."""
+        """Whether it was preempted so often that it must not be again."""
         return self.num_preempted >= MAX_PREEMPTIONS
 
     def move(self, state: State) -> None:
-        """Goes on to `state`, if life allows."""
-        assert state in TRANSITIONS[self.state], f"sequence {self.sequence_id} can not go {self.state} -> {state}"
+        """Changes the state. Asserts that `TRANSITIONS` allows it."""
+        assert state in TRANSITIONS[self.state], f"sequence {self.sequence_id} cannot go {self.state} -> {state}"
         self.state = state
 
     def started(self) -> Started:
-        """What the stages behind must know to run it in its slot."""
+        """The message that tells later stages to run it in its slot."""
         return Started(
             self.slot,
             self.sequence_id,
@@ -93,7 +90,10 @@ class Sequence:
 
 
 class WaitingQueue:
-    """Sequences in line, the one of the lowest rank first. Those that have left it are skipped and forgotten."""
+    """A priority queue of sequences, lowest rank first.
+
+    Removed entries stay in the heap until they surface.
+    """
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[Any, ...], int, int, Sequence]] = []  # (rank, id, ticket, sequence)
@@ -103,19 +103,19 @@ class WaitingQueue:
         return len(self._heap) - self._num_gone
 
     def push(self, sequence: Sequence, rank: tuple[Any, ...]) -> None:
-        """Adds a sequence; where it stands does not change while it waits."""
+        """Adds a sequence. Its rank is fixed while it waits."""
         sequence.ticket += 1
         heapq.heappush(self._heap, (rank, sequence.sequence_id, sequence.ticket, sequence))
 
     def peek(self) -> Sequence | None:
-        """The first in line, or None."""
+        """The first sequence, or None."""
         while self._heap and not _is_there(self._heap[0]):
             heapq.heappop(self._heap)
             self._num_gone -= 1
         return self._heap[0][-1] if self._heap else None
 
     def pop(self) -> Sequence:
-        """Takes the first in line; there must be one."""
+        """Removes and returns the first sequence. Asserts that there is one."""
         first = self.peek()
         assert first is not None
         heapq.heappop(self._heap)
@@ -123,7 +123,7 @@ class WaitingQueue:
         return first
 
     def remove(self, sequence: Sequence) -> None:
-        """Takes a sequence out, wherever it stands."""
+        """Removes a sequence from any position."""
         sequence.ticket += 1
         self._num_gone += 1
         if self._num_gone > 64 and self._num_gone > len(self._heap) // 2:
@@ -135,7 +135,7 @@ class WaitingQueue:
         return (entry[-1] for entry in self._heap if _is_there(entry))
 
     def in_order(self) -> list[Sequence]:
-        """All of them, first to be served first."""
+        """All sequences, sorted by rank."""
         return [entry[-1] for entry in sorted(self._heap) if _is_there(entry)]
 
 

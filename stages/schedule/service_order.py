@@ -1,6 +1,6 @@
-"""The order in which running sequences are served, who may lose its blocks for whom, and what a plan asks for them.
+"""The order of service of running sequences, their victims, and their token demand.
 
-Plain, columnar state behind the schedule stage; made anew when somebody comes or goes.
+Plain, columnar state behind the schedule stage; rebuilt when a sequence comes or goes.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from .slot_table import SlotTable
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lineup:
-    """The slots that are served, in order, and the victims: parked ones, then who is served last."""
+    """The served slots in order, and the victims: parked slots, then served from the last."""
 
     slots: Indices  # [R]
-    victims: Indices  # [V] first to go first
-    num_victims: Ints  # [S] by slot: how many of them, from the front, it may take
-    has_reserves: bool  # whether any row is to have all its blocks at once
+    victims: Indices  # [V] in order of preemption
+    num_victims: Ints  # [S] by slot: length of the prefix of `victims` that it may preempt
+    has_reserves: bool  # whether any row reserves all its blocks at once
 
     @classmethod
     def of(cls, table: SlotTable) -> Lineup:
         slots = table.served()
         parked = (table.is_running & table.is_parked).nonzero()[0]
         is_victim = table.reserve[slots] == 0
-        is_victim[:1] = False  # the first in line is never preempted
+        is_victim[:1] = False  # the first served sequence is never preempted
         behind = np.cumsum(is_victim[::-1])[::-1] - is_victim
         num_victims = np.zeros(table.num_slots, np.int32)
         num_victims[slots] = behind + len(parked)
@@ -37,11 +37,11 @@ class Lineup:
 
 @dataclass(slots=True, eq=False)
 class Wishes:
-    """What a plan asks for, row by row: the columns of `StepPlan` of these names."""
+    """The token demand of a plan, by row: the columns of `StepPlan` with these names."""
 
     slots: Indices  # [R]
-    num_wanted: Ints  # [R] drafts not counted
-    reaches_end: Bools  # [R] all true
+    num_wanted: Ints  # [R] without drafts
+    reaches_end: Bools  # [R] always True
     victims: Indices  # [V]
     num_victims: Ints  # [R]
     num_reserved: Ints | None  # [R]
@@ -53,16 +53,19 @@ class Wishes:
 
 @dataclass(slots=True, eq=False)
 class Steady(Wishes):
-    """What a plan of decoding rows asks for, again and again, until a row comes or goes: each row wants one token."""
+    """The demand of decoding rows, one token each.
 
-    lineup: Lineup  # it holds for
+    It is reused step after step until a row comes or goes.
+    """
+
+    lineup: Lineup  # for which it holds
     one_each: Ints  # [S] by slot: ones for the rows, zeros elsewhere
-    num_plans: int  # for which it still holds: the fewest tokens that any row may yet make
-    num_context: int  # tokens that the rows of the next plan attend to
+    num_plans: int  # plans for which it still holds: the fewest tokens that any row has left to generate
+    num_context: int  # tokens to which the rows of the next plan attend
 
     @classmethod
     def begin(cls, lineup: Lineup, table: SlotTable, ones: Ints) -> Steady:
-        """Of all rows of a lineup, each of which wants `ones` of them, [R]."""
+        """The demand of all rows of `lineup`; `ones` [R] is 1 for each."""
         slots = lineup.slots
         one_each = np.zeros(table.num_slots, np.int32)
         one_each[slots] = 1
@@ -75,7 +78,7 @@ class Steady(Wishes):
         )
 
     def note_granted(self, table: SlotTable) -> None:
-        """All rows got their token."""
+        """Records that each row was granted its token."""
         table.num_computed += self.one_each
         table.num_known += self.one_each
         self.num_plans -= 1
@@ -85,6 +88,6 @@ class Steady(Wishes):
 def _columns(
     lineup: Lineup, table: SlotTable, slots: Indices, num_wanted: Ints
 ) -> tuple[Indices, Ints, Bools, Indices, Ints, Ints | None]:
-    """Those of `Wishes`, in their order."""
+    """The fields of `Wishes`, in their order."""
     num_reserved = table.reserve[slots] if lineup.has_reserves else None
     return slots, num_wanted, np.ones(len(slots), np.bool_), lineup.victims, lineup.num_victims[slots], num_reserved

@@ -1,7 +1,4 @@
-"""How far the sequences have come that run, slot by slot.
-
-Plain, columnar state behind the schedule stage. Knows no policy and no memory.
-"""
+"""The scheduler's slots: the progress of each running sequence, in columns indexed by slot."""
 
 from __future__ import annotations
 
@@ -16,10 +13,10 @@ STEPS_WRITTEN_AT_ONCE = 32
 
 
 class SlotTable:
-    """How far the sequence in each slot has come. Columnar: arrays are indexed by slot, [S].
+    """The progress of the sequence in each slot. Columnar: all arrays are indexed by slot, [S].
 
-    `num_known` counts the tokens that exist or will when the steps in flight are done; `num_computed` of them have, or
-    then will have, keys and values; `num_generated` were told by the device.
+    `num_known` counts the tokens that exist once the steps in flight are done. `num_computed` of them then have keys
+    and values. `num_generated` counts the answer tokens that the device has reported.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -32,14 +29,14 @@ class SlotTable:
         self.num_computed = np.zeros(num_slots, np.int32)
         self.num_generated = np.zeros(num_slots, np.intp)
         self.limit = np.zeros(num_slots, np.int32)
-        self.reserve = np.zeros(num_slots, np.int32)  # tokens to hold blocks for, 0 = as they come
-        self.weight = np.zeros(num_slots, np.float64)  # lower is served first, then who came first
-        self.is_parked = np.zeros(num_slots, np.bool_)  # runs, holds blocks, and is not served
-        self.last_step = np.full(num_slots, -1, np.int64)  # the last planned step with a row of the slot
+        self.reserve = np.zeros(num_slots, np.int32)  # tokens to allocate blocks for at once; 0: as needed
+        self.weight = np.zeros(num_slots, np.float64)  # lower is served first; ties by sequence id
+        self.is_parked = np.zeros(num_slots, np.bool_)  # holds slot and blocks, and is not served
+        self.last_step = np.full(num_slots, -1, np.int64)  # the last planned step with a row of this slot
         self.generated = np.zeros((num_slots, 64), np.int32)  # [S, W] token ids, in order; W grows
-        self._unwritten: list[tuple[Indices, Indices, Indices]] = []  # (slots, places, token ids), a step each
+        self._unwritten: list[tuple[Indices, Indices, Indices]] = []  # (slots, places, token ids) of each step
         self._free = list(range(num_slots - 1, -1, -1))
-        self._leaving: list[tuple[int, int]] = []  # (last step that may know the slot, slot)
+        self._leaving: list[tuple[int, int]] = []  # (last step that may use the slot, slot)
 
     @property
     def num_free(self) -> int:
@@ -47,7 +44,7 @@ class SlotTable:
 
     @property
     def num_leaving(self) -> int:
-        """Slots that will be free once the steps in flight are done."""
+        """Slots that become free once the steps in flight are done."""
         return len(self._leaving)
 
     @property
@@ -64,8 +61,8 @@ class SlotTable:
         return slots[np.lexsort((self.sequence_id[slots], self.weight[slots]))]
 
     def enter(self, sequence: Sequence, weight: float) -> int:
-        """Gives `sequence` a slot; ask `num_free` first."""
-        self._write_down()  # what is told of a slot's last holder ends here
+        """Gives `sequence` a free slot, which it returns. Check `num_free` first."""
+        self._write_down()  # before the slot changes its sequence
         slot = self._free.pop()
         sequence.slot = slot
         self.sequences[slot] = sequence
@@ -86,14 +83,18 @@ class SlotTable:
         return slot
 
     def leave(self, slot: int) -> None:
-        """The sequence stops running; the slot is free once the last step planned with it is done, if it was granted,
-        and `settle` heard of it."""
+        """The sequence in `slot` stops running.
+
+        `settle` frees the slot once its last granted step is done.
+        """
         self.is_running[slot] = False
         self._leaving.append((int(self.last_step[slot]), slot))
 
     def settle(self, completed_step: int, last_granted: int) -> list[Sequence]:
-        """Frees the slots that no step in flight knows any more. Returns the sequences among them that were preempted,
-        now with all their tokens known."""
+        """Frees the slots that no step in flight uses any more.
+
+        Returns their preempted sequences, now with all tokens known.
+        """
         if not self._leaving:
             return []
         back: list[Sequence] = []
@@ -115,19 +116,22 @@ class SlotTable:
         return back
 
     def known_tokens(self, sequence: Sequence) -> Ints:
-        """Prompt and answer so far of a sequence that has a slot, [P + G]."""
+        """The prompt and the answer so far of a sequence with a slot, [P + G]."""
         return np.concatenate([sequence.token_ids[: sequence.num_prompt], self.answer(sequence.slot)])
 
     def answer(self, slot: int) -> Ints:
-        """What the device has told of the answer of the sequence in `slot`, [G]; a view that holds for now."""
+        """The reported answer tokens of the sequence in `slot`, [G].
+
+        A view, valid until the next change.
+        """
         self._write_down()
         return self.generated[slot, : self.num_generated[slot]]
 
     def note_tokens(self, slots: Indices, places: Indices, token_ids: Indices) -> None:
-        """The device chose `token_ids[i]` as answer token `places[i]` of `slots[i]`. Said twice, it changes nothing.
+        """Records `token_ids[i]` as answer token `places[i]` of `slots[i]`. Idempotent.
 
-        Written down for many steps at once: the rows of `generated` lie far apart, and nobody reads them until a
-        sequence is to be computed anew (256 sequences: 180 us a step before, 15 now).
+        Tokens are written to `generated` for many steps at once, since its rows lie far apart in memory and are read
+        only when a sequence is recomputed or drafts (256 sequences: 15 us a step instead of 180).
         """
         self._unwritten.append((slots, places, token_ids))
         if len(self._unwritten) >= STEPS_WRITTEN_AT_ONCE:
@@ -142,12 +146,12 @@ class SlotTable:
         np.maximum.at(self.num_generated, slots, places + 1)
 
     def knows(self, slots: Indices, sequence_ids: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which rows still speak of the sequence in their slot."""
+        """[L] whether each row's sequence still has the slot."""
         known: NDArray[np.bool_] = self.sequence_id[slots] == sequence_ids
         return known
 
     def knows_all(self, slots: Indices, sequence_ids: NDArray[np.int64]) -> bool:
-        """Whether all rows do: nearly always."""
+        """Whether all rows' sequences still have their slots, which is nearly always so."""
         return equal(self.sequence_id[slots], sequence_ids)
 
     def _make_room(self, num_answer: int) -> None:

@@ -1,14 +1,16 @@
-"""Which sequences draft, how far ahead, and when that stops paying: by what came of it lately.
+"""Speculative decoding: which sequences draft, and how many tokens.
 
-Drafts are computed behind a row's own token, as a chunk of a prompt is, and kept as far as the sampler then chooses the
-very same tokens: so an answer is what it is without them. What they cost is a wider step, and that a row with drafts
-needs its last token on the host, so it can not run ahead. Hence three rules. Nobody drafts while so many sequences are
-served that each could draft but a few tokens, or while a prompt is computed: a step has better use for its width. A
-sequence begins when a whole run of its last tokens stood before; it goes on while the drafts of its steps turn out
-right, and drafts further the more of them do. And it stops when it makes no more than it would by running ahead.
+Drafts are computed after a row's own token, like a chunk of a prompt, and accepted as long as the sampler chooses the
+same tokens. So drafting never changes an answer. It costs a wider step, and a row with drafts cannot run ahead: it
+needs its last token on the host. Three rules follow:
 
-Plain state beside the scheduler's. Knows how many tokens there are, not which: all that it decides follows from
-guesses, grants and outcomes, so a recording replays whatever it hides.
+- No sequence drafts while so many are served that each could draft only a few tokens, or while a prompt is computed.
+- A sequence begins to draft when a long enough run of its last tokens has occurred before. It continues while its
+  drafts are accepted, and drafts more tokens the more are accepted.
+- It stops when it gains no more than it would by running ahead.
+
+All decisions depend on numbers of tokens in guesses, grants and outcomes, never on token ids. So a recording with
+masked token ids replays.
 """
 
 from __future__ import annotations
@@ -26,56 +28,62 @@ from .sequence import Sequence
 from .service_order import Lineup
 from .slot_table import SlotTable
 
-FEWEST = 3  # drafts that each row must have room for in a step
-FIRST_LENGTH, LEAST_LENGTH = 4, 2  # drafts of a row
-LOOK_TOKENS = 4  # between two looks at a sequence that does not draft
-PAUSE_TOKENS = 32  # after it stopped
+FEWEST = 3  # drafts for which each row must have room in a step
+FIRST_LENGTH, LEAST_LENGTH = 4, 2  # drafts of a row: at first, at least
+LOOK_TOKENS = 4  # tokens between two lookups for a sequence that does not draft
+PAUSE_TOKENS = 32  # tokens until the next lookup, after drafting stopped
 FIRST_SCORE = 3.0
-SCORE_WEIGHT = 0.25  # of the newest step in a sequence's score
-LEAST_SCORE = 1.0  # drafts accepted a step, where nobody runs ahead
+SCORE_WEIGHT = 0.25  # weight of the newest step in a sequence's score
+LEAST_SCORE = 1.0  # accepted drafts per step, where all sequences draft
 
 
 def num_speculative_tokens(config: EngineConfig, info: ModelInfo) -> int:
-    """Drafts of a step, at most; 0: nobody drafts. "auto" means the native step on a CPU,
-    in which a few rows more cost little, as one row reads all weights."""
+    """Drafts per step, at most; 0: speculation is off.
+
+    "auto" turns it on for the native library on a CPU, where a few more rows cost little, since one row already reads
+    all weights.
+    """
     is_on = config.speculation == "ngram" or (config.speculation == "auto" and info.attention_backend == "native")
     return config.num_speculative_tokens if is_on else 0
 
 
 def may_draft(sequence: Sequence | TokenRequest) -> bool:
-    """Whether the choice of each of its tokens depends on logits, seed and position alone, so that several may be
-    chosen at once. Log-probabilities may be asked for."""
+    """Whether each token depends only on logits, seed and position.
+
+    Then several can be chosen in one step. Requests for log-probabilities may draft.
+    """
     return sequence.pooling is None and has_plain_choice(sequence.params)
 
 
 @dataclass(slots=True)
 class _Track:
-    """One sequence that is served."""
+    """The drafting state of one served sequence."""
 
     sequence_id: int
     may_draft: bool
     is_drafting: bool = False
-    score: float = 0.0  # drafts accepted a step
-    length: int = FIRST_LENGTH  # of the drafts to come
-    look_at: int = 0  # tokens of it, known or in flight, before which it is not worth a look
-    guess: Guess | None = None  # the last one
+    score: float = 0.0  # accepted drafts per step, a running mean
+    length: int = FIRST_LENGTH  # number of drafts to compute next
+    look_at: int = 0  # number of known tokens from which the next lookup is due
+    guess: Guess | None = None  # the last one taken
 
 
 class Speculation:
-    """Told of the line-up before each plan, of guesses, and of what became of drafts.
+    """The drafting state of all served sequences.
 
-    A step holds `num_tokens` drafts at most, and one token more: several rows share them. With 0 nobody ever drafts.
+    Call `line_up` before each plan, `take` for each guess, `note` for each outcome. A step computes at most
+    `num_tokens` + 1 tokens while rows draft; the rows share them. 0 turns speculation off.
     """
 
     def __init__(self, num_tokens: int, most_each: int, steps_in_flight: int) -> None:
-        self.num_tokens = min(num_tokens, most_each)  # drafts of a row, at most
-        self._width = 1 + num_tokens  # tokens of a step
+        self.num_tokens = min(num_tokens, most_each)  # drafts per row, at most
+        self._width = 1 + num_tokens  # tokens of a step with drafts, at most
         self._max_rows = max(1, self._width // (1 + FEWEST))
-        self.num_drafts = 0  # rows of steps that had some
+        self.num_drafts = 0  # rows with drafts, over all steps
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
-        self.num_accepted_at = [0] * self.num_tokens  # of the drafts at each place of a row
-        self._least_beside_others = max(LEAST_SCORE, steps_in_flight - 0.5)  # who run ahead make as many meanwhile
+        self.num_accepted_at = [0] * self.num_tokens  # accepted drafts at each position of a row
+        self._least_beside_others = max(LEAST_SCORE, steps_in_flight - 0.5)  # what running ahead yields meanwhile
         self._lineup: Lineup | None = None
         self._tracks: dict[int, _Track] = {}  # by slot
 
@@ -95,7 +103,7 @@ class Speculation:
         return sum(track.is_drafting for track in self._tracks.values())
 
     def line_up(self, lineup: Lineup, table: SlotTable) -> None:
-        """Who is served now. Nobody drafts of too many."""
+        """Takes the current lineup. No sequence is tracked if there are too many."""
         if lineup is self._lineup or not self.num_tokens:
             return
         self._lineup, before = lineup, self._tracks
@@ -110,11 +118,11 @@ class Speculation:
     # -- guesses
 
     def due(self, table: SlotTable, in_flight: Collection[int]) -> list[int]:
-        """The slots of which a guess is wanted, when those `in_flight` have a row in some step. Changes nothing."""
+        """The slots that need a guess. Slots `in_flight` have a row in some step. Changes no state."""
         return [slot for slot, track in self._tracks.items() if _is_due(slot, track, table, slot in in_flight)]
 
     def take(self, guess: Guess, table: SlotTable) -> None:
-        """A guess was made."""
+        """Takes a guess; a sequence may begin to draft with it."""
         track = self._tracks.get(guess.slot)
         if track is None or track.sequence_id != guess.sequence_id:
             return
@@ -130,11 +138,11 @@ class Speculation:
     # -- steps
 
     def drafting(self) -> list[int]:
-        """The slots that draft: each waits for its last token before it is planned again."""
+        """The slots that draft. Each waits for its last token before it is planned again."""
         return [slot for slot, track in self._tracks.items() if track.is_drafting]
 
     def drafts(self, slots: Indices, table: SlotTable, token_budget: int) -> Drafts | None:
-        """What rows that want one token each, [R], are to compute besides; None: nothing."""
+        """The drafts of rows that each want one token, [R]; None if no row has any."""
         if not len(slots):
             return None
         most = min(self.num_tokens, min(self._width, token_budget) // len(slots) - 1)
@@ -147,11 +155,11 @@ class Speculation:
         num_known = int(table.num_known[slot])
         if track is None or not track.is_drafting or track.guess is None or track.guess.num_known != num_known:
             return np.zeros(0, np.intp)
-        room = int(table.limit[slot]) - num_known - 1  # the token behind the last draft is to be the last one
+        room = int(table.limit[slot]) - num_known - 1  # the token after the last draft may be the last one
         return track.guess.token_ids[: max(0, min(track.length, most, room))]
 
     def note(self, slot: int, num_drafts: int, num_accepted: int) -> None:
-        """A step with drafts of the sequence in `slot` is done."""
+        """Records the outcome of a step with drafts for the sequence in `slot`."""
         self.num_drafts += 1
         self.num_draft_tokens += num_drafts
         self.num_accepted_tokens += num_accepted
@@ -184,7 +192,7 @@ def _is_due(slot: int, track: _Track, table: SlotTable, is_in_flight: bool) -> b
 
 
 def _is_decoding(slot: int, track: _Track, table: SlotTable) -> bool:
-    """Whether the sequence is there yet, and the device has its newest token from a step of its own."""
+    """Whether the sequence has the slot, is served, and has a new token since it started."""
     sequence = table.sequences[slot]
     if sequence is None or sequence.sequence_id != track.sequence_id or not table.is_running[slot]:
         return False

@@ -1,6 +1,6 @@
-"""The schedule stage: takes new work and feedback, and starts a step when it has a credit and it is time.
+"""The schedule stage: takes requests and feedback, and plans steps.
 
-The thinking is in `scheduler.py`; when it is time, in `plan_timing.py`.
+It plans when a credit is free and it is time. The decisions are in `scheduler.py`, the timing in `plan_timing.py`.
 """
 
 from __future__ import annotations
@@ -27,17 +27,19 @@ NO_CAUSES: Mapping[int, str] = {}
 
 
 class Schedule(Stage[TokenRequest, StepPlan]):
-    """Plans steps from what it is told. Reports are taken before feedback, as a step is granted before it is done, and
-    both before new work, so the loop never waits for itself.
+    """Plans steps.
 
-    The control lane names sequences that are over (cancelled, past their deadline, stopped by a stop string); they run
-    on for at most K + 1 steps, and nobody sees what they make. And those whose clients stall, or read again.
+    It takes reports before feedback, since a step is granted before it is done, and both before new requests, so that
+    the loop never waits for itself.
 
-    A plan that can wait while a step runs is made when the `lead` says so; an alarm then rings, if nothing else has
-    come before it.
+    The control lane names sequences that have ended (cancelled, past their deadline, stopped by a stop string). Such a
+    sequence runs for at most K + 1 more steps, and their tokens are dropped. The lane also names sequences to park or
+    unpark, as their clients stop or resume reading.
 
-    A `call_log` is told of each call, and what came of it. The `drafter` guesses how answers go on; what it says is
-    told to the log with what was taken, so that who replays it needs no texts.
+    While a step runs, `lead` decides when to plan the next one. An alarm wakes the stage at that time.
+
+    `call_log` records each call and its results. The guesses of the `drafter` are recorded as inputs, so that a replay
+    needs no token texts.
     """
 
     inputs: ClassVar = {"report": PlanReport, "feedback": StepDone | StepVoid, "in": TokenRequest}
@@ -56,16 +58,16 @@ class Schedule(Stage[TokenRequest, StepPlan]):
         self.scheduler = Scheduler(limits, policy, first_step)
         self.drafter = drafter
         self.lead = Lead()
-        self.told_early: bool | None = None  # whether it is too early to plan, by who knows; None: nobody does
-        self.max_waiting = max_waiting  # prompts; more stay in the channel, and hold their senders back
+        self.told_early: bool | None = None  # set by a replay: whether it is too early to plan; None: `lead` decides
+        self.max_waiting = max_waiting  # prompts; more stay in the channel, which holds back its senders
         self.last_step_s = 0.0  # when a step was last planned or done
         self.call_log: CallLog | None = None
-        self.on_start: list[Callable[[Sequence[Started]], object]] = []  # told of those that get slots
+        self.on_start: list[Callable[[Sequence[Started]], object]] = []  # called with the sequences that got slots
         self._batch: Sequence[Any] = ()
-        self._taken = 0  # messages of it
+        self._taken = 0  # messages of the batch already taken
         self._context: Context | None = None
         self._alarm: Alarm | None = None
-        self._has_waited = False  # a plan, beside the step that runs
+        self._has_waited = False  # whether a plan was delayed while the current step runs
         self._trace: LineTrace | None = None
 
     async def setup(self, context: Context) -> None:
@@ -77,7 +79,10 @@ class Schedule(Stage[TokenRequest, StepPlan]):
         return port != "in" or self.scheduler.num_waiting < self.max_waiting
 
     def wakes(self, port: str) -> bool:
-        """A report after which no step could begin comes with the feedback that lets the next one begin."""
+        """Whether a message on `port` wakes the stage.
+
+        Not for a report after which no step can be planned: it is taken together with the next feedback.
+        """
         return port != "report" or self.scheduler.may_plan_after_report
 
     async def handle(self, batch: Sequence[Any], out: Outlet[StepPlan]) -> None:
@@ -103,7 +108,7 @@ class Schedule(Stage[TokenRequest, StepPlan]):
         self._set_alarm(None)
 
     async def recover(self, batch: Sequence[Any], error: BaseException, out: Outlet[StepPlan]) -> None:
-        """Goes on with the messages it had not taken, and computes anew all that runs."""
+        """Resumes with the messages not yet taken, and recomputes everything that runs."""
         rest = batch[self._taken :] if self._batch is batch else batch
         if self.call_log is not None:
             self.call_log.crash("schedule")
@@ -111,7 +116,7 @@ class Schedule(Stage[TokenRequest, StepPlan]):
         await self.handle(rest, out)
 
     def _is_early(self) -> bool:
-        """Whether nothing is to be planned yet. If so, the alarm is set."""
+        """Whether it is too early to plan. If so, the alarm is set."""
         if self.told_early is not None:
             return self.told_early
         assert self._context is not None
@@ -121,13 +126,13 @@ class Schedule(Stage[TokenRequest, StepPlan]):
         return is_early
 
     def _judge_wait(self) -> None:
-        """A step is done. If a plan waited beside it: whether there was one when the device wanted it."""
+        """Reports to `lead`, after a step with a delayed plan, whether the plan was in time."""
         has_waited, self._has_waited = self._has_waited, False
         if not has_waited:
             return
         if self.scheduler.num_in_flight:
             self.lead.note_waited(is_late=False)
-        elif self.scheduler.is_asking:  # since just now, perhaps; else there was nothing to run
+        elif self.scheduler.is_asking:  # else there was nothing to run
             self.lead.note_waited(is_late=True)
 
     def _set_alarm(self, when_s: float | None) -> None:
@@ -139,7 +144,7 @@ class Schedule(Stage[TokenRequest, StepPlan]):
             self._alarm = self._context.env.call_at(when_s, self._context.lane.ring)
 
     def _guess(self, drafter: Drafter) -> Sequence[Guess]:
-        """Of sequences that draft, or may begin to, how they may go on."""
+        """Drafts for the sequences that draft or may begin to."""
         scheduler = self.scheduler
         guesses = [drafter.guess(scheduler.slots, slot) for slot in scheduler.slots_to_guess()]
         for guess in guesses:
@@ -164,7 +169,7 @@ class Schedule(Stage[TokenRequest, StepPlan]):
         return causes
 
     def _take(self, batch: Sequence[Any], out: Outlet[StepPlan]) -> list[int]:
-        """Returns the sequences that are given up."""
+        """Takes the messages of the batch. Returns the ids of sequences that have failed."""
         scheduler, trace, context = self.scheduler, self._trace, self._context
         assert trace is not None and context is not None
         failed: list[int] = []
@@ -182,11 +187,11 @@ class Schedule(Stage[TokenRequest, StepPlan]):
                     trace.reported(message)
                 case TokenRequest():
                     scheduler.add(message)
-                case Guess():  # in a recording that is run again
+                case Guess():  # only in a replay
                     scheduler.take_guess(message)
                 case StepVoid():
                     self.lead.note_begun(context.env.now())
-                    self._has_waited = False  # no plan was wanted then
+                    self._has_waited = False  # a voided step says nothing about the timing
                     for sequence, error in scheduler.on_void(message):
                         out.fail(sequence.request_id, error)
                         failed.append(sequence.sequence_id)

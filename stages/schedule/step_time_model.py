@@ -1,6 +1,7 @@
-"""How long a step takes, by what is in it, as the steps of late have shown. Plain code behind the schedule stage.
+"""A linear model of step times, fitted to recent steps.
 
-Reads no clock: each step's time comes with its outcome, so a recording brings the same times again.
+Plain code behind the schedule stage. Reads no clock: each step's time comes with its outcome, so a replay sees the same
+times.
 """
 
 from __future__ import annotations
@@ -14,26 +15,26 @@ from ..messages import Indices, Ints
 
 Numbers = NDArray[np.float64]
 
-NUM_KEPT = 64  # steps of each kind that costs are fitted to
-NUM_LATE = 32  # of any kind, that say how slow the machine is now
-SLOW_SHARE = 0.9  # of those, how many a step is to be no slower than
-FIT_EVERY = 4  # steps that computed prompts, once there are some: a fit is 150 us
-ROUNDS = 3  # of a fit: each takes what is far off in the one before for less
-FAR_OFF = 1.5  # times as long as was expected, or as short
-SHARING = 1e-12  # of a column's weight, that keeps it from being traded for another's
-SLOWNESS = (0.25, 8.0)  # bounds of what is believed
+NUM_KEPT = 64  # steps of each kind to which costs are fitted
+NUM_LATE = 32  # last steps of any kind, from which the current slowness is estimated
+SLOW_SHARE = 0.9  # quantile of their slowness
+FIT_EVERY = 4  # steps with prefills between two fits, later on; a fit takes 150 us
+ROUNDS = 3  # of a fit; each clips the outliers of the previous one
+FAR_OFF = 1.5  # factor from the expected time beyond which a step is clipped
+SHARING = 1e-12  # ridge, relative; makes columns that could replace each other share
+SLOWNESS = (0.25, 8.0)  # bounds of the estimate
 
 
 @dataclass(frozen=True, slots=True)
 class StepContents:
-    """What a step has to do, as far as it costs time."""
+    """The contents of a step that determine its time."""
 
     num_prefill: int = 0  # tokens of prompts
-    num_pairs: float = 0.0  # of such a token and one before it, or itself
+    num_pairs: float = 0.0  # pairs of such a token and a token at or before its position
     num_decode: int = 0  # rows of one token
-    num_context: int = 0  # tokens that those attend to
-    num_copied: int = 0  # blocks
-    num_started: int = 0  # sequences that begin, or come back
+    num_context: int = 0  # tokens to which those rows attend
+    num_copied: int = 0  # blocks copied
+    num_started: int = 0  # sequences that start or resume
 
     @classmethod
     def of(
@@ -44,8 +45,10 @@ class StepContents:
         num_started: int = 0,
         num_drafts: int = 0,
     ) -> StepContents:
-        """Of rows that compute `num_tokens` tokens each from `starts` on, [R] both, and drafts besides, each of which
-        counts as a row."""
+        """The contents of a step whose rows compute `num_tokens` tokens from `starts`, [R] each.
+
+        Each draft counts as one more row.
+        """
         is_prefill = num_tokens > 1
         tokens, before = num_tokens[is_prefill].astype(np.float64), starts[is_prefill]
         decoding = starts[~is_prefill]
@@ -61,45 +64,45 @@ class StepContents:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds of a step. All are at least 0."""
+    """Coefficients of the step time, in seconds. All are at least 0."""
 
-    step_s: float = 0.0  # of any
-    prefill_token_s: float = 0.0  # more for each of its contents, as in `StepContents`
+    step_s: float = 0.0  # of any step
+    prefill_token_s: float = 0.0  # this and the next: per unit of `StepContents`
     prefill_pair_s: float = 0.0
     decode_row_s: float = 0.0
     decode_context_s: float = 0.0
 
     def decoding_s(self, num_rows: int, num_context: int) -> float:
-        """A step of rows that decode, and nothing else."""
+        """The time of a step with decodes only."""
         return self.step_s + self.decode_row_s * num_rows + self.decode_context_s * num_context
 
     def seconds(self, contents: StepContents) -> float:
-        """A step with these contents."""
+        """The time of a step with these contents."""
         prefill_s = self.prefill_token_s * contents.num_prefill + self.prefill_pair_s * contents.num_pairs
         return self.decoding_s(contents.num_decode, contents.num_context) + prefill_s
 
 
 class StepCosts:
-    """Costs fitted to the last steps that computed prompts and the last of any kind, so that neither kind is forgotten
-    while there is only the other.
+    """Costs fitted to recent steps.
 
-    What a neighbour on the machine does is in `slowness`, not in the costs: how much longer than fitted the slow ones
-    among the last steps took. It rises within a few slow steps, and one that is late by itself does not move it.
+    The last steps with prefills and the last steps of any kind are kept separately, so that neither kind is forgotten.
+    Other load on the machine shows in `slowness`, not in the costs: a high quantile of measured over fitted time among
+    the last steps. It rises within a few slow steps; a single slow step does not change it.
     """
 
     def __init__(self) -> None:
         self.num_noted = 0
         self._num_prefills = 0
-        self._late = np.zeros((NUM_KEPT, 6))  # of any kind: what `_columns` makes of it, and seconds
+        self._late = np.zeros((NUM_KEPT, 6))  # last steps of any kind: the five columns of the fit, and seconds
         self._prefills = np.zeros((NUM_KEPT, 6))
-        self._num_fitted = 0  # of the prefills there were, when costs were last fitted
+        self._num_fitted = 0  # `_num_prefills` at the last fit
         self._found = np.zeros(5)
-        self.last_told = Costs()  # by `read`
-        self._read_at = 0  # notes, when the slowness was last judged
+        self.last_told = Costs()  # the last result of `read`
+        self._read_at = 0  # `num_noted` when the slowness was last estimated
         self._slowness = 1.0
 
     def note(self, contents: StepContents, seconds: float) -> None:
-        """A step with these contents took so long."""
+        """Records the duration of a step."""
         row = (
             1.0,
             contents.num_prefill,
@@ -116,11 +119,11 @@ class StepCosts:
 
     @property
     def is_known(self) -> bool:
-        """Whether a step that computes a prompt has been seen."""
+        """Whether a step with a prefill has been recorded."""
         return self._num_prefills > 0
 
     def read(self) -> tuple[Costs, float]:
-        """The costs, and how many times as long a step of now may well take."""
+        """The costs, and the current slowness: the factor by which steps may now take longer."""
         num_new = self._num_prefills - self._num_fitted
         if num_new >= FIT_EVERY or num_new > 0 and self._num_prefills <= NUM_LATE:
             self._num_fitted = self._num_prefills
@@ -140,8 +143,10 @@ class StepCosts:
 
 
 def fit_robustly(columns: Numbers, seconds: Numbers) -> Numbers:
-    """Coefficients [C] of at least 0 with which `columns` [N, C] come to about `seconds` [N], each row weighed by its
-    own size. A row that is far off counts as if it were `FAR_OFF`, once the rest has shown what to expect."""
+    """Fits coefficients [C] >= 0 with `columns` [N, C] @ coefficients = about `seconds` [N].
+
+    Errors are relative to the expected size of each row. After the first round, outliers are clipped to `FAR_OFF`.
+    """
     expected = np.maximum(seconds, np.median(seconds) / 4)
     wanted = seconds
     found = np.zeros(columns.shape[1])
@@ -154,8 +159,10 @@ def fit_robustly(columns: Numbers, seconds: Numbers) -> Numbers:
 
 
 def least_squares(columns: Numbers, wanted: Numbers) -> Numbers:
-    """Coefficients of at least 0: the one that would fall furthest below is left out, until none does. Where columns
-    can stand for each other, they share."""
+    """Least squares with coefficients >= 0.
+
+    Drops the most negative coefficient until none is negative. Collinear columns share their coefficient.
+    """
     scale = np.maximum(np.abs(columns).max(axis=0), 1e-30)
     scaled = columns / scale
     squares, products = scaled.T @ scaled + SHARING * len(wanted) * np.eye(len(scale)), scaled.T @ wanted

@@ -1,8 +1,10 @@
-"""An engine in two processes: HTTP and text in the front, the step loop in the engine process.
+"""An engine in two processes: the front process (HTTP, text) and the engine process.
 
-Owns: the link between the two, and the table of requests in flight.
-In: requests, in the front.
-Out: the same requests in the engine process; answers in the front, none twice after a restart.
+The engine process runs the step loop.
+
+Owns: the link between the two, the engine process, and the table of requests in flight.
+In: requests, in the front process.
+Out: tokenized requests to the engine process; answers in the front process, no token twice after a restart.
 Imports: all of `stages` but `testing`.
-Start with: `split_engine.py`; `protocol.py` says what crosses.
+Start with: `split_engine.py` (front process) and `engine_process.py`; `protocol.py` has the messages between them.
 """

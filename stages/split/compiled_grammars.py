@@ -1,4 +1,7 @@
-"""The grammars of the requests under way, compiled once in the engine process: the front has tried them all before."""
+"""The grammars of live requests, compiled once in the engine process.
+
+The front process has tried them before.
+"""
 
 from __future__ import annotations
 
@@ -10,24 +13,26 @@ from ...runtime.exit import Outbox
 from ..grammar.compiled import MAX_BYTES, MAX_GRAMMARS, Grammars
 from ..structured_outputs import StructuredOutputs
 
-NUM_BYTES = MAX_BYTES // MAX_GRAMMARS  # of each, as far as is known here: the front has counted them
+NUM_BYTES = MAX_BYTES // MAX_GRAMMARS  # assumed for each; the front process counts the actual bytes
 
 log = get_logger("millrace.stages")
 
 
 class KeptGrammars:
-    """Has a grammar compiled when the first request with it comes, and kept while one is under way. An answer that
-    begins before that has it compiled for itself."""
+    """Compiles a grammar when its first request arrives, and keeps it while it is used.
+
+    Compiles in a thread. An answer that starts before that compiles the grammar by itself.
+    """
 
     def __init__(self, grammars: Grammars, env: Env) -> None:
         self._grammars = grammars
         self._env = env
         self._live: dict[str, StructuredOutputs] = {}  # by request id
-        self._held: set[str] = set()  # of them, those whose grammar is there
+        self._held: set[str] = set()  # those whose grammar is compiled
         self._compiling: dict[StructuredOutputs, asyncio.Task[None]] = {}
 
     def request_came(self, request_id: str, structured: StructuredOutputs) -> None:
-        """A prompt of that request has arrived."""
+        """A prompt of the request has arrived: starts compiling its grammar, if needed."""
         if request_id in self._live:
             return
         self._live[request_id] = structured
@@ -38,21 +43,21 @@ class KeptGrammars:
             task.add_done_callback(lambda done: self._compiled(structured, done))
 
     def request_ended(self, outbox: Outbox[object], cause: str, error: BaseException | None) -> None:
-        """A request is over."""
+        """Releases the grammar of a request that ended."""
         structured = self._live.pop(outbox.request_id, None)
         if structured is not None and outbox.request_id in self._held:
             self._held.discard(outbox.request_id)
             self._grammars.release(structured)
 
     async def aclose(self) -> None:
-        """Waits for nothing more."""
+        """Cancels the running compilations."""
         for task in list(self._compiling.values()):
             task.cancel()
         await asyncio.gather(*self._compiling.values(), return_exceptions=True)
 
     def _compiled(self, structured: StructuredOutputs, task: asyncio.Task[None]) -> None:
         self._compiling.pop(structured, None)
-        if not task.cancelled() and (error := task.exception()) is not None:  # each answer will meet it, and say so
+        if not task.cancelled() and (error := task.exception()) is not None:  # each answer will fail and log it
             log.warning("grammar.not_kept", kind=structured.kind, error=type(error).__name__)
 
     async def _compile(self, structured: StructuredOutputs) -> None:

@@ -1,6 +1,7 @@
-"""Stands in the engine process for the exit, which is in the front: knows which requests live, and passes failures on.
+"""The engine process's stand-in for the exit, which is in the front process.
 
-The front alone ends a request. Knows requests and their sequences; refuses to know what becomes of text.
+It tracks which requests are live, and reports failures and service times to the front process. Only the front process
+ends a request.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from .protocol import RequestFailed, Served
 
 
 class CoreOutbox:
-    """A request that lives in the front."""
+    """The outbox of a request, whose answer is read in the front process."""
 
     def __init__(self, request_id: str, first_sequence_id: int, post: Callable[[Any], None]) -> None:
         self.request_id = request_id
@@ -25,25 +26,31 @@ class CoreOutbox:
         self._post = post
 
     def end(self, cause: str, error: BaseException | None) -> None:
-        """Tells the front of a failure of its own; a dead pipeline is no failure of the request's."""
+        """Reports a failure of the request to the front process.
+
+        A dead pipeline is not the request's failure.
+        """
         if cause == "error" and not isinstance(error, NotServing):
             self._post(RequestFailed.of(self.request_id, error))
 
     def __aiter__(self) -> Never:
-        raise TypeError("answers are read in the front")
+        raise TypeError("answers are read in the front process")
 
 
 class CoreExit(Exit[CoreOutbox]):
-    """`take` each request before it is scheduled, and `forget` it when the front says so"""
+    """The live requests of the engine process.
+
+    Call `take` before a request is scheduled, and `forget` when the front process reports its end.
+    """
 
     def __init__(self, post: Callable[[Any], None]) -> None:
         super().__init__()
         self._post = post
         self._request_ids: dict[int, str] = {}  # by sequence id
-        self._times_us: dict[str, dict[str, int]] = {}  # by stage and request, since they were told
+        self._times_us: dict[str, dict[str, int]] = {}  # by stage and request, since the last report
 
     def take(self, item: TokenRequest) -> None:
-        """A prompt of a request arrives; there may be more of the same."""
+        """Registers a prompt of a request; a request may have several."""
         outbox = self.live.get(item.request_id)
         if outbox is None:
             first = item.first_sequence_id - item.prompt_index * item.params.n
@@ -53,7 +60,7 @@ class CoreExit(Exit[CoreOutbox]):
         self._request_ids.update(dict.fromkeys(ids, item.request_id))
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """These requests are over."""
+        """Drops requests that the front process has ended."""
         for request_id in request_ids:
             self.end(request_id, "over")
 
@@ -65,7 +72,7 @@ class CoreExit(Exit[CoreOutbox]):
         return super().end(request_id, cause, error)
 
     def requests_of(self, item: Any) -> Iterable[str]:
-        """By request id, or by the sequences in the rows of a step."""
+        """The ids of an item's requests: its own, or those of the sequences in the rows of a step."""
         if hasattr(item, "request_id"):
             return (item.request_id,)
         pooled = getattr(item, "pooled", None)
@@ -85,7 +92,7 @@ class CoreExit(Exit[CoreOutbox]):
         times[request_id] = times.get(request_id, 0) + service_us
 
     def _later(self) -> None:
-        """Once for all that a batch of a stage says."""
+        """Schedules one report for all service times of a batch."""
         asyncio.get_running_loop().call_soon(self._tell_times)
 
     def _tell_times(self) -> None:
@@ -94,7 +101,7 @@ class CoreExit(Exit[CoreOutbox]):
             self._post(Served(stage, by_request))
 
     def make_outbox(self, request: Any) -> CoreOutbox:
-        raise TypeError("requests come in at the front")
+        raise TypeError("requests are submitted in the front process")
 
     def deliver(self, item: Any) -> None:
-        raise TypeError("texts are delivered in the front")
+        raise TypeError("texts are delivered in the front process")

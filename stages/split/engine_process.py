@@ -1,7 +1,7 @@
-"""The engine process: loads the model, runs the step loop, and says to the front what comes of it.
+"""The engine process: loads the model, runs the step loop, and reports to the front process.
 
-The front starts it as `python -P -m` and this module's name (`runtime/processes/child.py`). It ends when the front says
-so, when the front has gone, or when its pipeline is beyond mending; whatever it held, the front knows enough to go on.
+The front process starts it as `python -P -m` and this module's name (`runtime/processes/child.py`). It ends when the
+front process says so or has ended, or when its pipeline is dead. The front process can then resume every request.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ from .protocol import (
 )
 from .status import read_books
 
-Load = Callable[[EngineConfig, Env, Phases], tuple[Any, Device]]  # in a thread: the model, and what runs its steps
+Load = Callable[[EngineConfig, Env, Phases], tuple[Any, Device]]  # run in a thread: the model and its device
 
 log = get_logger("millrace.stages")
 
 
 class EngineProcess:
-    """The life of the process: `run` it."""
+    """The engine process's main object; call `run` once, on the event loop."""
 
     def __init__(self, sock: socket, files: Sequence[int], load: Load) -> None:
         self._files = files
@@ -78,18 +78,18 @@ class EngineProcess:
         self._pipeline: Pipeline | None = None
         self._recorder: Recorder | None = None
         self._grammars: KeptGrammars | None = None
-        self._last_moved: tuple[object, ...] = ()  # what shows that there is news
+        self._last_moved: tuple[object, ...] = ()  # `_moved` at the last report
         self._is_lost = False
 
     async def run(self) -> int:
-        """Until it is told to stop, or the front has gone."""
+        """Runs until a `Stop`, the end of the front process, or a failure. Returns the exit code."""
         self._link.start()
         over = asyncio.ensure_future(self._over.wait())
         starting = asyncio.ensure_future(self._start())
         try:
             await asyncio.wait([over, starting], return_when=asyncio.FIRST_COMPLETED)
             if starting.done() and not starting.result():
-                await asyncio.sleep(0)  # what was said last leaves
+                await asyncio.sleep(0)  # lets the last message leave
                 return 1
             await over
             return 1 if self._is_lost else 0
@@ -102,7 +102,10 @@ class EngineProcess:
     # -- starting
 
     async def _start(self) -> bool:
-        """Whether it could."""
+        """Loads the model and starts the stages; returns whether it succeeded.
+
+        Reports a failure to the front process.
+        """
         setup = await self._setup
         if setup.log is not None:
             logs.configure(**setup.log)
@@ -129,7 +132,7 @@ class EngineProcess:
 
     async def _start_stages(self, setup: Setup, loaded: Any, device: Device) -> None:
         if not loaded.info.num_blocks:
-            raise ConfigError("mode = split: this model generates nothing; use mode = inline")
+            raise ConfigError("mode = split: must be inline for an encoder model, which generates nothing")
         secret = self._env.secret("prefix.secret", 16)
         core = self._core = CoreStages(setup.config, loaded, device, secret, setup.first_step)
         core.schedule.on_start.append(self._admitted)
@@ -149,7 +152,7 @@ class EngineProcess:
         assert pipeline.watch is not None
         pipeline.watch.on_tick.append(self._tick)
 
-    # -- hearing
+    # -- messages from the front process
 
     def _hear(self, word: Any) -> None:
         match word:
@@ -166,7 +169,7 @@ class EngineProcess:
             case Stop():
                 self._over.set()
             case _:
-                raise LinkError(f"a {type(word).__name__} is none of the front's words")
+                raise LinkError(f"{type(word).__name__} is not a message of the front process")
 
     def _arrived(self, request: TokenRequest) -> None:
         self._exit.take(request)
@@ -196,12 +199,12 @@ class EngineProcess:
             case "stacks":
                 stacks = [*task_stacks(self._pipeline, only=self._pipeline.runners), *thread_stacks()]
                 return Told(ask.number, [stack | {"process": "engine"} for stack in stacks])
-        return Told(ask.number, error=f"nobody here knows {ask.what!r}")
+        return Told(ask.number, error=f"unknown question {ask.what!r}")
 
-    # -- saying
+    # -- messages to the front process
 
     def _tick(self, late_s: float) -> None:
-        """Ten times a second while a request lives, else once: what has changed."""
+        """Reports changes: ten times a second while a request is live, otherwise once a second."""
         assert self._pipeline is not None
         health = self._pipeline.health
         if health.state == "dead":
@@ -213,7 +216,7 @@ class EngineProcess:
             self._tell_books()
 
     def _moved(self) -> tuple[object, ...]:
-        """Changes whenever anything does that books tell of."""
+        """A value that changes whenever the reported state does."""
         assert self._pipeline is not None and self._core is not None
         runners = self._pipeline.runners.values()
         moments = [(runner.last_progress_s, runner.is_busy, runner.num_restarts) for runner in runners]
@@ -245,17 +248,17 @@ class EngineProcess:
 
 
 def load(config: EngineConfig, env: Env, phases: Phases) -> tuple[Any, Device]:
-    """A real model."""
+    """Loads a real model. Runs in a thread."""
     with phases("import"):
         from ..loading.model import LoadedModel, load_model
     loaded = load_model(config, phases, env)
     if not isinstance(loaded, LoadedModel):
-        raise ConfigError("mode = split: this model reads texts at once and generates nothing; use mode = inline")
+        raise ConfigError("mode = split: must be inline for an encoder model, which generates nothing")
     return loaded, loaded.make_device()
 
 
 def main(arguments: Sequence[str], load: Load = load) -> int:
-    """The process."""
+    """The entry point of the process. Returns its exit code."""
     sock, files = joined(arguments)
 
     async def live() -> int:

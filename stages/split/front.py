@@ -1,4 +1,4 @@
-"""The stages of text in a process without the step loop, and what stands there for the loop."""
+"""The front process's stages, and the views that stand for the step loop."""
 
 from __future__ import annotations
 
@@ -40,14 +40,17 @@ CORE: dict[str, type[Stage[Any, Any]]] = {
 
 
 class TriedGrammars(Grammars):
-    """Grammars that were tried, and are compiled in the engine process; here they are counted only."""
+    """The grammars of the front process: tried and counted here, compiled in the engine process."""
 
     def compile(self, structured: Any) -> Any:
-        """Nothing: what a trial lets pass compiles."""
+        """Does nothing: a grammar that passed its trial compiles."""
 
 
 class FrontParts(TextParts):
-    """The front's stages, joined; the ends of the loop are `requests` and `tokens`, which reach to the engine."""
+    """The joined stages of the front process.
+
+    `requests` and `tokens` connect it to the engine process.
+    """
 
     def __init__(
         self,
@@ -82,7 +85,7 @@ class FrontParts(TextParts):
 def make_ends(
     table: LiveTable, refused: Callable[[TokenRequest, WireError], object]
 ) -> tuple[OutboundChannel[TokenRequest], InboundChannel[StepTokens]]:
-    """The front's halves of the two edges that reach to the engine."""
+    """The front process's halves of the two channels between the processes."""
     requests: OutboundChannel[TokenRequest] = OutboundChannel(
         "->".join(TO_SCHEDULE), ENTRY_CAPACITY, on_send=table.sent, on_refused=refused
     )
@@ -91,8 +94,11 @@ def make_ends(
 
 
 def show_the_loop(parts: FrontParts, config: EngineConfig, now_s: float) -> Mirror:
-    """Has a pipeline that runs show the stages and channels of the engine process among its own, in the order of the
-    flow, for observers. Returns what fills them."""
+    """Adds views of the engine process's stages and channels to a running pipeline.
+
+    They are in the order of the data flow. Observers then see all seven stages. Returns the `Mirror` that updates the
+    views.
+    """
     pipeline = parts.pipeline
     loop = build_core_pipeline(*map(_Ports, CORE.values()), steps_in_flight=config.steps_in_flight)
     reach = {edge.name: edge for edge in _reaching_edges()}
@@ -136,4 +142,4 @@ def _port(text: str) -> Port:
 
 
 class _Ports(MirrorStage):
-    """A stage of which only the ports are wanted."""
+    """A stage of which only the ports are used."""

@@ -1,6 +1,6 @@
-"""What the front keeps of each request that it has handed to the engine: enough for another engine to go on with it.
+"""Requests in flight: the front process's copy of each, to resume it after a crash.
 
-Prompts and params as they crossed, and the tokens that came back. Knows sequences; refuses to know text.
+These are the prompts and params sent, and the tokens received.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from ..messages import Indices, Ints, StepTokens, TokenRequest
 
-STEPS_AT_ONCE = 512  # that are noted before those of sequences that are over are thrown away
-MAX_DEATHS = 2  # of engines that a request may see while it runs: it may be what kills them
+STEPS_AT_ONCE = 512  # steps recorded before the tokens of ended sequences are discarded
+MAX_DEATHS = 2  # engine deaths during a request's run after which it is given up: it may be the cause
 
 Columns = tuple[NDArray[np.int64], Indices, Indices]  # (sequence ids, places, token ids) of steps
 
@@ -26,21 +26,27 @@ class _Live:
 
 
 class LiveTable:
-    """`sent` and `note` cost about a microsecond; the tokens of steps are sorted out when somebody dies."""
+    """The table of requests in flight.
+
+    `sent` and `note` take about a microsecond. Tokens are assigned to sequences only after a death.
+    """
 
     def __init__(self) -> None:
         self._live: dict[str, _Live] = {}
-        self._request_ids: dict[int, str] = {}  # by sequence id, of those that are not over
+        self._request_ids: dict[int, str] = {}  # by sequence id, of live sequences
         self._admitted: set[int] = set()  # sequences that had a slot
         self._steps: list[Columns] = []
         self.last_step = -1
 
     def __contains__(self, request_id: str) -> bool:
-        """Whether any of it was sent."""
+        """Whether any prompt of the request was sent."""
         return request_id in self._live
 
     def sent(self, request: TokenRequest) -> None:
-        """A prompt goes to the engine. Again, for another engine, changes nothing."""
+        """Records a prompt sent to the engine process.
+
+        Sending it again, to another one, changes nothing.
+        """
         if request.generated is not None:
             return
         self._live.setdefault(request.request_id, _Live()).prompts.append(request)
@@ -48,7 +54,7 @@ class LiveTable:
         self._request_ids.update(dict.fromkeys(ids, request.request_id))
 
     def note(self, step: StepTokens) -> None:
-        """What came back."""
+        """Records the tokens of a step."""
         self.last_step = max(self.last_step, step.step)
         self._steps.append((step.sequence_ids, step.places, step.token_ids))
         if np.count_nonzero(step.finishes):
@@ -59,7 +65,7 @@ class LiveTable:
             self._steps = [self._columns()]
 
     def admit(self, sequence_ids: Iterable[int]) -> None:
-        """These were given slots."""
+        """Records that these sequences were given slots."""
         self._admitted.update(one for one in sequence_ids if one in self._request_ids)
 
     def is_admitted(self, sequence_ids: Iterable[int]) -> bool:
@@ -67,11 +73,11 @@ class LiveTable:
         return not self._admitted.isdisjoint(sequence_ids)
 
     def request_id(self, sequence_id: int) -> str | None:
-        """Whose it is; None once it is over."""
+        """The request of a sequence; None once the sequence has ended."""
         return self._request_ids.get(sequence_id)
 
     def forget(self, request_id: str) -> bool:
-        """The request is over. False if none of it was sent."""
+        """Drops a request that has ended. False if none of its prompts was sent."""
         live = self._live.pop(request_id, None)
         if live is None:
             return False
@@ -80,8 +86,10 @@ class LiveTable:
         return True
 
     def after_death(self, is_unfinished: Callable[[int], bool]) -> tuple[list[TokenRequest], list[str]]:
-        """The engine has died: (what another one is to go on with, requests that are given up). `is_unfinished` says of
-        a sequence whether its client still waits for it."""
+        """After a death of the engine process: (prompts to resume, ids of requests to give up).
+
+        `is_unfinished` says of a sequence whether its client still waits for it.
+        """
         answers = self._answers()
         resumed, given_up = [], []
         for request_id, live in self._live.items():
@@ -107,7 +115,7 @@ class LiveTable:
             self._admitted.discard(sequence_id)
 
     def _columns(self) -> Columns:
-        """Of the sequences that are not over."""
+        """The recorded tokens of live sequences."""
         if not self._steps:
             return np.zeros(0, np.int64), np.zeros(0, np.intp), np.zeros(0, np.intp)
         ids, places, token_ids = (np.concatenate(columns) for columns in zip(*self._steps, strict=True))
@@ -115,7 +123,7 @@ class LiveTable:
         return ids[is_live], places[is_live], token_ids[is_live]
 
     def _answers(self) -> dict[int, Ints]:
-        """sequence id -> its answer so far."""
+        """The answer so far of each live sequence, by sequence id."""
         ids, places, token_ids = self._columns()
         order = np.lexsort((places, ids))
         ids, places, token_ids = ids[order], places[order], token_ids[order]

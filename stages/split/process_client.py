@@ -1,4 +1,4 @@
-"""One engine process, seen from the front: started, asked, and noticed when it ends."""
+"""The client of one engine process: starts it, sends it messages, and notices its end."""
 
 from __future__ import annotations
 
@@ -20,18 +20,21 @@ from ..messages import StepTokens, TokenRequest
 from .protocol import CODEC, Ask, NotStarted, Ready, Setup, Stop, Told
 
 MODULE = "millrace.stages.split.engine_process"
-ANSWER_S = 2.0  # that an engine may take to answer a question, before whoever asks goes on with what is known
+ANSWER_S = 2.0  # that an engine may take to answer a question; then the caller uses the last known state
 DEATH_S = 1.0  # from the end of the link to that of the process
 
 log = get_logger("millrace.stages")
 
 
 class EngineDied(Exception):
-    """The engine process ended by itself; says how."""
+    """The engine process ended by itself. The message says how."""
 
 
 class EngineClient:
-    """`start` it once; `died` resolves with how it ended, unless `stop` was called."""
+    """One engine process. Call `start` once.
+
+    `died` resolves with how it ended, unless `stop` was called.
+    """
 
     def __init__(
         self,
@@ -56,11 +59,14 @@ class EngineClient:
 
     @property
     def pid(self) -> int | None:
-        """Of the process; None before there is one."""
+        """The id of the process; None before it has started."""
         return None if self._child is None else self._child.pid
 
     async def start(self, setup: Setup, files: Sequence[int]) -> Ready:
-        """Returns when its stages run. Raises what its start raised, or `EngineDied`."""
+        """Starts the process, and returns when its stages run.
+
+        Raises what its start raised, or `EngineDied`.
+        """
         self._child = await Child.start(self._module, files, _environment())
         self._link = Link(self._child.sock, CODEC, self._hear, self._lost)
         self._link.add_outbound(self._requests)
@@ -70,7 +76,7 @@ class EngineClient:
         return await self._started
 
     def post(self, word: Any) -> None:
-        """Says something; nothing once the engine has gone."""
+        """Sends a message. Does nothing once the engine process has ended."""
         if self._link is not None:
             try:
                 self._link.post(word)
@@ -78,9 +84,12 @@ class EngineClient:
                 log.error("link.refused", word=type(word).__name__, reason=str(error))
 
     async def ask(self, what: str, faults: Sequence[Fault] = (), timeout_s: float = ANSWER_S) -> Any:
-        """Its answer. `EngineDied` when it has gone, `TimeoutError` when it does not answer in time."""
+        """Sends a question, and waits for its answer.
+
+        Raises `EngineDied`, or `TimeoutError` after `timeout_s`.
+        """
         if self._link is None or not self._link.is_open:
-            raise EngineDied("the engine process has gone")
+            raise EngineDied("the engine process has ended")
         number = next(self._numbers)
         answer = self._asked[number] = asyncio.get_running_loop().create_future()
         self.post(Ask(number, what, tuple(faults)))
@@ -91,12 +100,12 @@ class EngineClient:
             del self._asked[number]
 
     def kill(self) -> None:
-        """Ends it at once."""
+        """Kills the process."""
         if self._child is not None:
             self._child.kill()
 
     async def stop(self, timeout_s: float) -> None:
-        """Has it free everything and end; ends it after `timeout_s`. May be called again, and for one that has died."""
+        """Asks the process to end, and kills it after `timeout_s`. Idempotent, also after its death."""
         self._is_stopping = True
         if self._child is None:
             return
@@ -138,7 +147,7 @@ class EngineClient:
         self._ending = asyncio.ensure_future(self._end())
 
     async def _end(self) -> None:
-        """The link is gone; the process is, or will be."""
+        """The link is closed: waits for the process to end, or kills it."""
         assert self._child is not None
         try:
             async with asyncio.timeout(DEATH_S):
@@ -161,7 +170,7 @@ class EngineClient:
 
 
 def _environment() -> dict[str, str]:
-    """Ours, less what is nobody's business but the server's; modules are found where we find them."""
+    """This process's environment and module path, without the server's secrets."""
     secret = ("MILLRACE_API_KEY", "MILLRACE_ADMIN_KEY", "MILLRACE_SSL")
     told = {name: value for name, value in os.environ.items() if not name.startswith(secret)}
     ours = [path or os.getcwd() for path in sys.path]

@@ -1,10 +1,10 @@
-"""What front and engine process say to each other besides the items of the two edges between them.
+"""The messages between front process and engine process, besides the items of channels.
 
     Setup, Gone, Causes, Ask, Stop                     front  -> engine
     Ready, NotStarted, RequestFailed, Served, Admitted,
     Crashed, Broken, Told, Books                       engine -> front
 
-Plain data. The items are `TokenRequest` and `StepTokens`, from `stages/messages.py`.
+Plain data. The items are `TokenRequest` and `StepTokens`, from `stages/messages.py`. `CODEC` lists all types sent.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from ..params import SamplingParams, ThinkingBudget
 from ..pooling_params import PoolingParams
 from ..structured_outputs import StructuredOutputs
 
-# -- the engine's life
+# -- start and stop
 
 
 @message
 class Setup:
-    """The first word: what to load, and how to write the log."""
+    """The first message: what to load, and how to write the log."""
 
     config: EngineConfig
     log: Mapping[str, Any] | None
-    first_step: int  # the trace goes on where the engine before was
+    first_step: int  # step numbers continue after those of the previous engine process, for the trace
 
 
 @message
@@ -64,20 +64,20 @@ class Ready:
 
 @message
 class NotStarted:
-    """The engine can not start, and its process ends."""
+    """The engine cannot start, and its process ends."""
 
-    kind: str  # of the error: ConfigError, ModelError, or another's name
+    kind: str  # name of the error type: ConfigError, ModelError, or another
     reason: str
 
 
 @message
 class Stop:
-    """Free everything and end."""
+    """Frees everything and ends the process."""
 
 
 @message
 class Broken:
-    """A stage is beyond mending, and the process ends."""
+    """A stage has failed for good, and the process ends."""
 
     stage: str
     error: str  # its type
@@ -85,7 +85,7 @@ class Broken:
 
 @message
 class Crashed:
-    """A stage raised, with these requests in hand; it goes on."""
+    """A stage raised an error while it handled these requests; it was restarted."""
 
     stage: str
     error: str
@@ -98,21 +98,21 @@ class Crashed:
 
 @message
 class Gone:
-    """These requests are over: what is still queued of them is dropped."""
+    """These requests have ended: their queued items are dropped."""
 
     request_ids: Sequence[str]
 
 
 @message
 class Causes:
-    """What the control lane says of sequences."""
+    """Entries of the control lane: sequence id -> cause."""
 
     causes: Mapping[int, str]
 
 
 @message
 class RequestFailed:
-    """A stage of the engine could not carry this request."""
+    """A stage of the engine process failed this request."""
 
     request_id: str
     kind: str  # of the error
@@ -131,7 +131,7 @@ class RequestFailed:
         return cls(request_id, kind, "", "internal_error")
 
     def error(self) -> Exception:
-        """As the engine's stage would have raised it here."""
+        """The error to end the request with, as a stage of this process would raise it."""
         if self.kind == "Refused":
             return Refused(self.reason, code=self.code, param=self.param)
         if self.kind == "StageCrashed":
@@ -140,13 +140,13 @@ class RequestFailed:
 
 
 class EngineSideError(Exception):
-    """Stands for an error that the engine process has logged."""
+    """Represents an error that the engine process has logged."""
 
     stack_elsewhere: Sequence[str] = ()
 
 
 def engine_side_error(kind: str, stack: Sequence[str]) -> EngineSideError:
-    """One of the same name, that came from there."""
+    """An exception whose type has the same name as the original one."""
     error: EngineSideError = type(kind, (EngineSideError,), {})()
     error.stack_elsewhere = stack
     return error
@@ -154,7 +154,7 @@ def engine_side_error(kind: str, stack: Sequence[str]) -> EngineSideError:
 
 @message
 class Served:
-    """A stage of the engine had messages of these requests, for so many microseconds each."""
+    """Microseconds that a stage of the engine process spent on each of these requests."""
 
     stage: str
     times_us: Mapping[str, int]
@@ -167,12 +167,12 @@ class Admitted:
     sequence_ids: Sequence[int]
 
 
-# -- questions
+# -- questions and answers
 
 
 @message
 class Ask:
-    """To be answered with `Told` of the same number."""
+    """A question, answered by a `Told` with the same number."""
 
     number: int
     what: str  # "books", "blocks", "forget_prefixes", "inject", "stacks"
@@ -181,19 +181,19 @@ class Ask:
 
 @message
 class Told:
-    """The answer; `error` says why there is none."""
+    """The answer to an `Ask`; `error` says why there is none."""
 
     number: int
     value: Any = None
     error: str | None = None
 
 
-# -- what the engine's books say
+# -- status of the engine process
 
 
 @message
 class StageBooks:
-    """One stage's counters; moments are of the clock that both processes share."""
+    """The status of one stage. Points in time are on the clock that both processes share."""
 
     name: str
     idle: float
@@ -217,7 +217,7 @@ class StageBooks:
 
 @message
 class EdgeBooks:
-    """One channel's counters."""
+    """The status of one channel."""
 
     name: str
     stats: ChannelStats
@@ -227,7 +227,7 @@ class EdgeBooks:
 
 @message
 class PoolBooks:
-    """Blocks of one memory, by state."""
+    """The numbers of blocks on the device or the host, by state."""
 
     num_blocks: int
     num_free: int
@@ -239,7 +239,7 @@ class PoolBooks:
 
 @message
 class BlockBooks:
-    """Which block is in which state, and whose: only told when somebody looks."""
+    """The state and owner of each block. Sent only on request."""
 
     state: NDArray[np.int8]  # [N]
     num_tables: Ints  # [N]
@@ -248,7 +248,7 @@ class BlockBooks:
 
 @message
 class Books:
-    """What observers see of the engine, all of one moment."""
+    """The status of the engine process for observers, all at one point in time."""
 
     stages: Sequence[StageBooks]
     edges: Sequence[EdgeBooks]
@@ -258,13 +258,13 @@ class Books:
     sequences: Sequence[NDArray[Any]]  # columns: id, state, slot, num_prompt, limit, num_preempted, is_parked
     num_generated: NDArray[np.intp]  # [S]
     num_held: Ints  # [S] blocks of each slot
-    waste: float  # share of the blocks' room
+    waste: float  # unused share of the blocks held
     pool: PoolBooks
     host_pool: PoolBooks | None
     swaps_refused: tuple[int, int]  # host full, or slower
     prefixes: tuple[int, int, int] | None  # tokens looked up, found, and found on the host
     step_tokens: Sequence[int]  # counts by bucket, then the sum
-    idle_gaps: Sequence[int] | None  # likewise, of the device's; None where nobody knows them
+    idle_gaps: Sequence[int] | None  # likewise; None if the device is not asynchronous
     blocks: BlockBooks | None = None
 
 

@@ -1,6 +1,7 @@
-"""The engine process's books as observers in the front see them: with the names that the real ones have.
+"""Views of the engine process's state, for observers in the front process.
 
-Filled a few times a second from `Books`, or when somebody asks. Plain data; nothing here decides anything.
+Their attributes have the names of the real objects. Updated from `Books` a few times a second, and on request. Plain
+data.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from .status import STATES
 
 
 class MirrorChannel:
-    """A channel of the engine process. It has no items here."""
+    """The view of a channel of the engine process. It holds no items."""
 
     def __init__(self, name: str, capacity: int) -> None:
         self.name = name
@@ -56,11 +57,11 @@ class MirrorChannel:
         return []
 
     def close(self) -> None:
-        """It is the engine's to close."""
+        """Does nothing: the engine process closes its channels."""
 
 
 class MirrorStage(Stage[Any, Any]):
-    """A stage of the engine process, as far as who looks for stalls asks."""
+    """The view of a stage of the engine process, with what stall detection reads."""
 
     def __init__(self, of: type[Stage[Any, Any]]) -> None:
         self.inputs, self.outputs = of.inputs, of.outputs  # type: ignore[misc]
@@ -83,7 +84,7 @@ class MirrorStage(Stage[Any, Any]):
 
 
 class MirrorRunner:
-    """What runs a stage in the engine process."""
+    """The view of a stage runner of the engine process."""
 
     def __init__(self, name: str, stage: MirrorStage, inputs: Mapping[str, Any], now_s: float) -> None:
         self.name = name
@@ -112,7 +113,7 @@ class MirrorRunner:
         self.unwanted_ports = set(books.unwanted_ports)
 
     def request_ended(self, request_id: str) -> None:
-        """The engine is told by itself."""
+        """Does nothing: the engine process learns of ended requests from `Gone`."""
 
 
 def _fill(histogram: Histogram, counts: Sequence[int]) -> None:
@@ -121,7 +122,7 @@ def _fill(histogram: Histogram, counts: Sequence[int]) -> None:
 
 @dataclass(slots=True, eq=False)
 class SequenceView:
-    """A sequence as schedule knows it."""
+    """The view of a sequence of the scheduler."""
 
     sequence_id: int
     request_id: str
@@ -135,7 +136,7 @@ class SequenceView:
 
 @dataclass(eq=False)
 class SlotsView:
-    """Who runs where."""
+    """The view of the slot table."""
 
     num_generated: Any  # [S]
     sequences: list[SequenceView | None]
@@ -146,7 +147,7 @@ class SlotsView:
 
 @dataclass(eq=False)
 class SpeculationView:
-    """What became of drafts."""
+    """The counters of speculative decoding."""
 
     num_tokens: int
     num_drafting: int = 0
@@ -162,7 +163,7 @@ class LimitsView:
 
 
 class SchedulerView:
-    """The books of schedule."""
+    """The view of the scheduler's state."""
 
     num_running = num_waiting = num_swapped = num_parked = num_recomputed_tokens = num_preemptions = 0
     admission_blocked_reason = ""
@@ -188,7 +189,7 @@ class SchedulerView:
 
     @cached_property
     def sequences(self) -> dict[int, SequenceView]:
-        """All that are not over, by id. Made when somebody looks."""
+        """All live sequences, by id. Built on first access after an update."""
         rows = zip(*(column.tolist() for column in self._columns), strict=True)
         return {one: SequenceView(one, self._request_id(one) or "", STATES[state], *rest) for one, state, *rest in rows}
 
@@ -202,13 +203,13 @@ class SchedulerView:
 
 
 class PoolView:
-    """The books of one memory's blocks."""
+    """The view of a block pool, of the device or the host."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
         self.num_blocks = self.num_free = num_blocks
         self.num_in_use = self.num_shared = self.num_cached = self.num_quarantined = 0
-        self.state = np.zeros(num_blocks, np.int8)  # [N] when they were last asked for, as the next
+        self.state = np.zeros(num_blocks, np.int8)  # [N] at the last request with blocks, as `num_tables`
         self.num_tables = np.zeros(num_blocks, np.int32)
 
     def update(self, books: PoolBooks, blocks: BlockBooks | None) -> None:
@@ -220,11 +221,11 @@ class PoolView:
 
 
 class TablesView:
-    """Where the running sequences' keys and values lie."""
+    """The view of the block tables."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_blocks = np.zeros(num_slots, np.int32)  # [S]
-        self.blocks = np.zeros((num_slots, 0), np.int32)  # [S, M] when they were last asked for
+        self.blocks = np.zeros((num_slots, 0), np.int32)  # [S, M] at the last request with blocks
         self.waste = 0.0
 
     def update(self, books: Books) -> None:
@@ -239,7 +240,7 @@ class TablesView:
 
 @dataclass(eq=False)
 class CacheView:
-    """What was looked for in the prefix cache, and found; in tokens."""
+    """The counters of the prefix cache, in tokens."""
 
     num_queries: int = 0
     num_hits: int = 0
@@ -248,7 +249,7 @@ class CacheView:
 
 @dataclass(eq=False)
 class HostView:
-    """What is on the host."""
+    """The view of the host tier."""
 
     pool: PoolView
     num_full: int = 0
@@ -257,7 +258,7 @@ class HostView:
 
 @dataclass(eq=False)
 class Mirror:
-    """All of them. `update` with each `Books`."""
+    """All views of the engine process. Call `update` with each `Books`."""
 
     config: EngineConfig
     info: ModelInfo
@@ -276,7 +277,7 @@ class Mirror:
         self.host = HostView(PoolView(info.num_host_blocks, info.block_size)) if info.num_host_blocks else None
         self.cache = CacheView() if self.config.enable_prefix_caching else None
         self.step_tokens = Histogram(STEP_TOKENS)
-        self.idle_gaps_us: Histogram | None = None  # until the engine says that it knows them
+        self.idle_gaps_us: Histogram | None = None  # None until the engine process reports them
 
     def update(self, books: Books) -> None:
         for stage in books.stages:

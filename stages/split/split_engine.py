@@ -1,7 +1,8 @@
-"""An engine whose step loop is in a process of its own: nothing that this process does delays a step.
+"""`SplitEngine`: an engine whose step loop runs in a process of its own.
 
-To its callers it is an `Engine`. When the engine process dies, another is started and goes on with every request where
-the first had stopped; no token is sent twice. Knows both processes' lives; refuses to know what they compute.
+So HTTP and text never delay a step. To its callers it is an `Engine`. When the engine process dies, another one is
+started, and resumes every request where the first stopped. No token is sent twice. All code here runs on the front
+process's event loop.
 """
 
 from __future__ import annotations
@@ -61,21 +62,24 @@ from .protocol import (
 from .remote_views import Mirror
 
 NUM_RINGS = 6  # of the trace, for threads of the engine process: loop, device, grammars and the pool's first
-MAX_DEATHS = 5  # of engine processes within DEATHS_S; with one more there is something that restarts do not mend
+MAX_DEATHS = 5  # of engine processes within DEATHS_S; after one more, restarts are given up
 DEATHS_S = 120.0
-STEPS_APART = 16  # from the last step that is known of an engine to the first of the next one: more than are in flight
-STOP_S = 10.0  # that an engine may take to free everything
-HANG_S = 30  # without a word of the engine process, though there is work and it is asked each second: it is replaced
-STALL_S = 300.0  # the same where it speaks and nothing moves: it may compute something large on a slow machine
-SUSPECT_S = 2.0  # the same: it is asked where its tasks wait
-REFRESH_S = 0.5  # that whoever looks at books waits for new ones
-OPEN_TO_INSERT = ("intake", "detokenize")  # behind these a stage of a user's is in this process with both neighbours
+STEPS_APART = 16  # from the last known step of an engine process to the first of the next; more than are in flight
+STOP_S = 10.0  # that an engine process may take to free everything
+HANG_S = 30  # without a message from the engine process, while it has work: it is replaced
+STALL_S = 300.0  # without progress, though it sends messages: it is replaced; a large step on a slow machine is shorter
+SUSPECT_S = 2.0  # without progress: it is asked for the stacks of its tasks
+REFRESH_S = 0.5  # that `refresh` waits for new state
+OPEN_TO_INSERT = ("intake", "detokenize")  # a custom stage after these has both neighbours in this process
 
 log = get_logger("millrace.stages")
 
 
 class SplitEngine(Engine):
-    """As `Engine`; its books are read from what the engine process tells a few times a second (`refresh` asks now)."""
+    """An `Engine` whose step loop runs in the engine process.
+
+    The engine process reports its state a few times a second; `refresh` requests it now.
+    """
 
     mode = "split"
     module = MODULE  # that the process runs
@@ -85,44 +89,44 @@ class SplitEngine(Engine):
         if self._logits_processor is not None:
             raise ConfigError("mode = split: a logits processor is in the caller's process; use mode = inline")
         if self._opening is not None:
-            raise ConfigError("mode = split: the engine process opens the model itself; give no opening")
+            raise ConfigError("mode = split: the engine process loads the model itself; give no opening")
         self._table = LiveTable()
         self._requests, self._tokens = make_ends(self._table, self._refused)
         self._client: EngineClient | None = None
         self._mirror: Mirror | None = None
         self._files: list[int] = []
         self._faults_there: list[Fault] = []
-        self._gone: list[str] = []  # requests that are over, to be told with the next turn
+        self._gone: list[str] = []  # ended requests, to be reported in the next turn of the loop
         self._num_deaths = 0
         self._deaths_s: deque[float] = deque(maxlen=MAX_DEATHS)
         self._keeper: asyncio.Task[None] | None = None
         self._away: Health | None = None  # while there is no engine process
         self._next_look_s = 0.0
         self._looking: asyncio.Task[None] | None = None
-        self._num_unheard = 0  # looks since the engine process said anything
+        self._num_unheard = 0  # checks since the last message of the engine process
 
-    # -- stages of your own
+    # -- custom stages
 
     def insert(self, stage: Stage[Any, Any], after: str, *, name: str | None = None) -> None:
-        """As an engine's, where both neighbours are in this process."""
+        """As `Engine.insert`. Both neighbours must be in this process."""
         if after.partition(".")[0] not in OPEN_TO_INSERT:
             behind = " or ".join(OPEN_TO_INSERT)
             raise ConfigError(
-                f"mode = split: a stage behind {after} would have a neighbour in another process: put it "
-                f"behind {behind}, or use mode = inline"
+                f"mode = split: a stage after {after} would have a neighbour in another process: insert it "
+                f"after {behind}, or use mode = inline"
             )
         super().insert(stage, after, name=name)
 
     def replace(self, name: str, stage: Stage[Any, Any]) -> None:
-        """As an engine's, of the stages in this process."""
+        """As `Engine.replace`, for the stages in this process."""
         if name in CORE:
             raise ConfigError(f"mode = split: {name} is in the engine process; use mode = inline")
         super().replace(name, stage)
 
-    # -- life
+    # -- start and stop
 
     async def _load(self) -> tuple[Any, Phases]:
-        """The part of the model that knows text here, the rest over there, at once."""
+        """Loads the text parts here, and at the same time the rest in the engine process."""
         phases = Phases(self._env.now)
         reading = asyncio.ensure_future(self._read_text(phases))
         starting = asyncio.ensure_future(self._start_process(self.config, 0))
@@ -160,7 +164,7 @@ class SplitEngine(Engine):
         return TriedGrammars(lambda: make_vocabulary(loaded.tokenizer, loaded.text_table, loaded.info))
 
     def _record(self, path: Path) -> None:
-        """The engine process does."""
+        """Does nothing: the engine process records."""
 
     def _stage_names(self, pipeline: Pipeline) -> list[str]:
         return [*pipeline.stages, *CORE]
@@ -183,7 +187,7 @@ class SplitEngine(Engine):
         await self.refresh()
 
     async def stop(self, cause: str = "server_shutdown") -> None:
-        """As an engine's, and the engine process ends."""
+        """As `Engine.stop`; also ends the engine process."""
         keeper, self._keeper = self._keeper, None
         if keeper is not None:
             keeper.cancel()
@@ -192,7 +196,7 @@ class SplitEngine(Engine):
         await super().stop(cause)
         if self._client is not None:
             if not has_started:
-                self._client.kill()  # it loads, which nobody waits for any more
+                self._client.kill()  # it is still loading
             await self._client.stop(STOP_S)
         for file in self._files:
             os.close(file)
@@ -200,7 +204,7 @@ class SplitEngine(Engine):
 
     @property
     def health(self) -> Health:
-        """Also whether there is an engine process."""
+        """As `Engine.health`; not ready while there is no engine process."""
         return self._away if self._away is not None and self._health.is_ready else super().health
 
     @property
@@ -209,19 +213,19 @@ class SplitEngine(Engine):
 
     @property
     def engine_pid(self) -> int | None:
-        """The engine process, or the last one; None before there was one."""
+        """The id of the current or last engine process; None before the first."""
         return None if self._client is None else self._client.pid
 
     # -- when the engine process dies
 
     async def _keep(self) -> None:
-        """Replaces each engine process that dies, until too many do."""
+        """Replaces each engine process that dies, until too many have died."""
         assert self._client is not None
         while await self._replace_process(await self._client.died):
             pass
 
     async def _replace_process(self, how: str) -> bool:
-        """Starts another process, which goes on with what is under way. False if that is given up."""
+        """Starts another process, and resumes the live requests in it. False if that is given up."""
         assert self._client is not None
         self._num_deaths += 1
         exit = self._front().exit
@@ -254,13 +258,16 @@ class SplitEngine(Engine):
         return True
 
     async def _start_again(self) -> bool:
-        """Whether there is a process now. Steps go on from where the last one can have been, for the trace."""
+        """Starts a process; returns whether it runs.
+
+        Its steps are numbered after those of the last one.
+        """
         if self._is_worn_out():
             return False
         self._deaths_s.append(self._env.now())
         first_step = max(self._table.last_step, self._seen().scheduler.last_granted) + STEPS_APART
         try:
-            await self._start_process(replace(self.config, record=None), first_step)  # a recording is of one engine
+            await self._start_process(replace(self.config, record=None), first_step)  # a recording covers one process
             if self._faults_there:
                 await self._ask_there("inject", self._faults_there)
         except (EngineDied, ConfigError, ModelError, NotServing) as error:
@@ -274,7 +281,10 @@ class SplitEngine(Engine):
         return len(self._deaths_s) == MAX_DEATHS and self._env.now() - self._deaths_s[0] < DEATHS_S
 
     def _look(self, late_s: float) -> None:
-        """A few times a second: whether the engine process lives as it should while there is work for it."""
+        """Checks that the engine process makes progress; kills it if not.
+
+        Once a second, while requests are live.
+        """
         if self._away is not None or self._client is None or not self._front().exit.live:
             self._num_unheard = 0
             return
@@ -283,28 +293,28 @@ class SplitEngine(Engine):
             return
         self._next_look_s = now_s + 1.0
         self._num_unheard += 1
-        self._client.post(Ask(-1, "books"))  # whatever it says next will do
+        self._client.post(Ask(-1, "books"))  # any message resets `_num_unheard`
         pipeline = self._front().pipeline
         if find_stall(pipeline, SUSPECT_S) is None:
             pipeline.stacks_elsewhere = []
         elif self._looking is None or self._looking.done():
-            self._looking = asyncio.ensure_future(self.refresh(with_stacks=True))  # for who records what led to it
+            self._looking = asyncio.ensure_future(self.refresh(with_stacks=True))  # for the flight recorder
         stall = find_stall(pipeline, STALL_S)
         is_stalled = stall is not None and stall.name.partition(".")[0] in CORE
         if self._num_unheard > HANG_S or is_stalled:
-            reason = f"no word for {HANG_S} s" if stall is None else stall.reason
+            reason = f"no message for {HANG_S} s" if stall is None else stall.reason
             log.error("engine_process.killed", pid=self._client.pid, reason=reason)
             self._num_unheard = 0
             self._client.kill()
 
-    # -- to and from the engine process
+    # -- messages from and to the engine process
 
     def _hear(self, word: Any) -> None:
-        """A word of the engine process."""
+        """Handles a message of the engine process."""
         self._num_unheard = 0
         parts = self._parts
         if not isinstance(parts, FrontParts):
-            return  # nobody is there yet, or any more
+            return  # not started yet, or stopped
         match word:
             case Books():
                 if self._mirror is not None:
@@ -321,14 +331,14 @@ class SplitEngine(Engine):
             case Broken():
                 log.error("engine_process.broken", stage=word.stage, reason=word.error)
             case _:
-                log.error("link.refused", word=type(word).__name__, reason="none of the engine's words")
+                log.error("link.refused", word=type(word).__name__, reason="not a message of the engine process")
 
     def _tell_crash(self, stage: str, error: BaseException, request_ids: Sequence[str]) -> None:
         for tell in self._front().pipeline.on_crash:
             tell(stage, error, request_ids)
 
     def _tell_causes(self) -> None:
-        """What the control lane says, and who has gone."""
+        """Sends the entries of the control lane, and the ended requests."""
         if isinstance(self._parts, FrontParts) and self._client is not None:
             if causes := self._parts.pipeline.lane.take():
                 self._client.post(Causes(causes))
@@ -343,8 +353,8 @@ class SplitEngine(Engine):
             self._gone.append(outbox.request_id)
 
     def _refused(self, request: TokenRequest, error: WireError) -> None:
-        """A request that can not cross."""
-        failed = Failed(f"this request can not be handed to the engine process: {error}")
+        """Fails a request that cannot be encoded for the link."""
+        failed = Failed(f"this request cannot be sent to the engine process: {error}")
         self._front().exit.fail(request.request_id, failed)
 
     async def _ask_there(self, what: str, faults: Sequence[Fault] = (), timeout_s: float = ANSWER_S) -> Any:
@@ -355,10 +365,10 @@ class SplitEngine(Engine):
         except (EngineDied, TimeoutError):
             raise NotServing(self.health) from None
 
-    # -- books
+    # -- inspection
 
     async def refresh(self, *, with_blocks: bool = False, with_stacks: bool = False) -> None:
-        with suppress(NotServing):  # then what was told last is what there is
+        with suppress(NotServing):  # then the last reported state stays
             await self._ask_there("blocks" if with_blocks else "books", timeout_s=REFRESH_S)
             if with_stacks:
                 self._front().pipeline.stacks_elsewhere = await self._ask_there("stacks", timeout_s=REFRESH_S)
@@ -367,7 +377,7 @@ class SplitEngine(Engine):
         return int(await self._ask_there("forget_prefixes"))
 
     def reset_prefix_cache(self) -> int:
-        """Not here: the blocks are in another process."""
+        """Raises: the blocks are in another process. Use `forget_prefixes`."""
         raise RuntimeError("mode = split: await forget_prefixes() instead, as the engine is another process")
 
     @property
@@ -409,7 +419,7 @@ class SplitEngine(Engine):
 
 
 class _OncePerTurn(Bell):
-    """Has `react` called once for all that rings in one turn of the loop."""
+    """Calls `react` once for all wakeups of one turn of the event loop."""
 
     __slots__ = ("_is_due", "_react")
 

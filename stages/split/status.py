@@ -1,4 +1,7 @@
-"""What the engine process tells of its books, for observers in the front. Reads counters and changes none."""
+"""Reads the status of the engine process, for observers in the front process.
+
+Changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,10 @@ DRAFT_FIGURES = ("num_tokens", "num_drafting", "num_drafts", "num_draft_tokens",
 
 
 def read_books(core: CoreStages, pipeline: Pipeline, told_here: Collection[str], *, with_blocks: bool = False) -> Books:
-    """All of them, of this moment. `told_here` are the edges that are not told of in the front."""
+    """The current status.
+
+    `told_here` names the channels that the front process cannot see by itself.
+    """
     scheduler, allocator = core.schedule.scheduler, core.allocate.allocator
     tables, cache, host = allocator.tables, allocator.cache, allocator.host
     num_held = np.asarray(tables.num_blocks, np.int32)
@@ -102,7 +108,7 @@ def _pool(pool: BlockPool) -> PoolBooks:
 
 
 def _sequences(scheduler: Scheduler) -> list[Any]:
-    """Columns, as `Books` has them."""
+    """The columns of `Books.sequences`."""
     known = list(scheduler.sequences.values())
     states = {state: code for code, state in enumerate(STATES)}
     return [

@@ -1,8 +1,8 @@
-"""What tests of stages and of servers need: an engine without a model, and the conformance kit.
+"""Test tools for stages and servers: an engine without a model, and the conformance kit.
 
 Owns: nothing.
-In: a script of answers, or a stage of the user's.
-Out: an engine that answers without a model; a report of broken promises.
+In: a script of answers, or a custom stage.
+Out: an engine that answers without a model; `BrokenPromise` for a stage that breaks the contract of stages.
 Imports: all of `stages`.
 Start with: `scripted/engine.py` and `conformance_kit.py`; import from this package.
 
@@ -12,8 +12,8 @@ Start with: `scripted/engine.py` and `conformance_kit.py`; import from this pack
         async for output in engine.generate("anything"):
             ...
 
-No torch. What is imported from here is loaded on first use: the kit brings the simulated loop along, which an engine
-alone does not need. As a pytest fixture: see `pytest_plugin.py`.
+No torch. Names imported from here are loaded on first use: the kit imports the simulated event loop, which an engine
+alone does not need. For a pytest fixture see `pytest_plugin.py`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""What every stage promises, checked on a stage of your own: order, cancel, drain, bounded memory, error isolation.
+"""Conformance kit: checks that a custom stage keeps the promises of every stage.
+
+They are order, cancel, drain, bounded memory, error isolation and a clean stop.
 
     def test_my_stage_keeps_its_promises():
         conformance(MyStage, lambda request_id, i: TokenRequest(request_id, ...))
 
-Runs the stage in small pipelines, in virtual time, under many seeded orders of events; needs neither model nor torch.
+Runs the stage in small pipelines, in virtual time, under many seeded orders of events. Needs neither model nor torch.
 """
 
 from __future__ import annotations
@@ -21,14 +23,14 @@ from ...runtime.simulation.run import POLICIES, Deadlock, Livelock, SimEnv, SimE
 from ...runtime.stage import Context, Outlet, Stage
 
 NUM_ITEMS = 12
-QUIET_S = 3_600.0  # virtual: after this nothing more is coming
+QUIET_S = 3_600.0  # virtual time after which nothing more comes out
 
 MakeItem = Callable[[str, int], Any]
 Scenario = Callable[["_Bench"], Coroutine[Any, Any, None]]
 
 
 class BrokenPromise(AssertionError):
-    """The stage does not do what every stage must; says which promise, and what happened."""
+    """The stage breaks a promise of every stage. The message says which one, and what happened."""
 
     def __init__(self, promise: str, what: str) -> None:
         super().__init__(f"{promise}: {what}")
@@ -47,17 +49,18 @@ def conformance(
     """Raises `BrokenPromise` for the first promise that a stage breaks.
 
     make_stage    makes a new stage with ports `in` and `out`
-    make_item     (request id, i) to an item it takes, with that `request_id`; items of different i differ. An item with
-                  a `first_sequence_id` has i there, times its number of sequences
-    make_poison   the same, for an item on which the stage fails. By default one that fails whoever looks into it
-    is_ordered    whether items leave in the order in which they came; by default unless `concurrency` is above 1
-    capacity      of the channels around the stage: it may hold so many items at once
-    seeds         runs a promise; each has its own order of events
+    make_item     (request id, i) to an input item with that `request_id`; items of different i differ. If an item has
+                  a `first_sequence_id`, it is i times its number of sequences
+    make_poison   the same, for an item on which the stage fails. By default one that raises on any attribute access
+    is_ordered    whether items leave in the order in which they came; by default True unless `concurrency` is above 1
+    capacity      of the channels around the stage, which may hold this many items at once
+    seeds         number of runs per promise; each has its own order of events
 
-    The promises. **once**: each item comes out as often as it does alone. **order**. **cancel**: who is cancelled
-    stops, and nobody else does; `CancelledError` passes through. **drain**: with nothing more to come, everything comes
-    out. **bounded memory**: while nothing can leave, the stage takes no more than the channels around it hold. **error
-    isolation**: an item that fails ends its own request, and no other. **clean stop**: no task outlives the stage.
+    The promises. **once**: each item comes out as often as it does alone. **order**. **cancel**: a cancelled request
+    stops, and no other one does; `CancelledError` passes through. **drain**: when no more items come in, all come out.
+    **bounded memory**: while nothing can leave, the stage takes no more items than the channels around it hold.
+    **error isolation**: an item that fails ends its own request, and no other. **clean stop**: no task outlives the
+    stage.
     """
     kit = _Kit(make_stage, make_item, make_poison or _Poison, is_ordered, capacity)
     for i in range(NUM_ITEMS):
@@ -67,11 +70,11 @@ def conformance(
             kit.run(name, scenario, seed)
 
 
-# -- what every promise is tested with
+# -- one test run
 
 
 class _Kit:
-    """What the caller gave, and what is known of the stage."""
+    """The caller's arguments, and what was found out about the stage."""
 
     def __init__(
         self,
@@ -90,7 +93,7 @@ class _Kit:
         self.is_ordered = (at_once or 1) == 1 if is_ordered is None else is_ordered
 
     def count_alone(self, i: int) -> int:
-        """How often item i comes out of a new stage that gets nothing else."""
+        """How often item i comes out of a new stage that gets no other item."""
         counts: list[int] = []
 
         async def alone(bench: _Bench) -> None:
@@ -100,14 +103,14 @@ class _Kit:
             counts.append(bench.exit.num_out[i])
             if not counts[0]:
                 raise BrokenPromise(
-                    "drain", f"item {i}, alone, never came out: fail() or reply() to what you keep, or its client waits"
+                    "drain", f"item {i}, alone, never came out: call fail() or reply() for items that you keep"
                 )
 
         self.run("once", alone, seed=0)
         return counts[0]
 
     def run(self, promise: str, scenario: Scenario, seed: int) -> None:
-        """One scenario under one seed."""
+        """Runs one scenario under one seed."""
         policy = POLICIES[seed % len(POLICIES)]
 
         async def main(env: SimEnv) -> None:
@@ -134,7 +137,7 @@ class _Kit:
 
 
 class _Bench:
-    """One pipeline: a door, the stage under watch, and an exit that counts."""
+    """One pipeline: an entry stage, the stage under test, and an exit that counts."""
 
     def __init__(self, kit: _Kit, env: SimEnv, promise: str) -> None:
         self.kit = kit
@@ -152,7 +155,7 @@ class _Bench:
         self.pipeline.connect("stage", "exit", capacity=kit.capacity, reason="as the caller says")
 
     async def submit(self, i: int, make: MakeItem | None = None) -> None:
-        """Sends item i in, as the request `request-i`."""
+        """Submits item i as the request `request-i`."""
         item = (make or self.kit.make_item)(f"request-{i}", i)
         self.exit.note_item(i, item)
         await self.pipeline.submit(item)
@@ -162,42 +165,42 @@ class _Bench:
             await self.submit(i)
 
     async def stop(self) -> None:
-        """Stops the pipeline; a stage that can not be stopped breaks the promise of cancel."""
+        """Stops the pipeline. A stage that cannot be stopped breaks the promise of cancel."""
         try:
             async with asyncio.timeout(QUIET_S):
                 await self.pipeline.stop()
         except TimeoutError:
             raise BrokenPromise("cancel", "the stage goes on after it was cancelled") from None
         if self.watched.has_swallowed:
-            raise BrokenPromise("cancel", "handle swallowed CancelledError, and returned: let it fly")
+            raise BrokenPromise("cancel", "handle swallowed CancelledError, and returned: do not catch it")
 
     async def moment(self) -> None:
-        """Some time, long or short, in which the stage goes on."""
+        """Waits for a random time, short or long, in which the stage runs."""
         if self.dice.random() < 0.5:
             for _ in range(self.dice.randrange(30)):
                 await asyncio.sleep(0)
         else:
             await self.env.sleep(self.dice.choice([0.001, 0.1, 1.0, 10.0]) * self.dice.random())
 
-    # -- what must be true
+    # -- checks
 
     def broken(self, what: str) -> BrokenPromise:
         return BrokenPromise(self.promise, what)
 
     def require_all_out(self, but: Iterable[int] = ()) -> None:
-        """Every item came out as often as it does alone, and no request failed."""
+        """Checks that every item came out as often as it does alone, and no request failed."""
         left_out = set(but)
         self.require_nothing_failed(left_out)
         for i, expected in self.kit.expected.items():
             found = self.exit.num_out[i]
             if i not in left_out and found != expected:
-                raise self.broken(f"item {i} came out {found} times in company, and {expected} times alone")
+                raise self.broken(f"item {i} came out {found} times with other items, and {expected} times alone")
 
     def require_nothing_failed(self, but: Iterable[int] = ()) -> None:
         failed = {i: error for i, error in self.exit.errors.items() if i not in set(but)}
         if failed:
             i, error = next(iter(failed.items()))
-            raise self.broken(f"request {i} ended with {error!r}, though its item is sound") from error
+            raise self.broken(f"request {i} ended with {error!r}, though its item is valid") from error
         if self.pipeline.health.state == "dead":
             raise self.broken(f"the pipeline is dead: {self.pipeline.health.reason}")
 
@@ -260,7 +263,7 @@ async def _drain(bench: _Bench) -> None:
     is_empty = await bench.pipeline.drain(QUIET_S)
     if not is_empty:
         left = sorted(request_id for request_id in bench.exit.live)
-        raise bench.broken(f"nothing more comes in, and these never came out: {', '.join(left)}")
+        raise bench.broken(f"no more items come in, and these never came out: {', '.join(left)}")
     bench.require_all_out()
 
 
@@ -300,17 +303,20 @@ _SCENARIOS: Mapping[str, Scenario] = {
 
 
 class _Poison:
-    """An item that fails whoever looks into it."""
+    """An item that raises on any attribute access but `request_id`."""
 
     def __init__(self, request_id: str, i: int) -> None:
         self.request_id = request_id
 
     def __getattr__(self, name: str) -> Any:
-        raise RuntimeError(f"poison: {name} was looked at")
+        raise RuntimeError(f"poison: {name} was read")
 
 
 class _Door(Stage[Any, Any]):
-    """Lets items in, so that the channel before the stage under test is as small as the caller says."""
+    """The entry stage.
+
+    With it, the channel before the stage under test has the caller's capacity.
+    """
 
     async def handle(self, batch: Sequence[Any], out: Outlet[Any]) -> None:
         for item in batch:
@@ -318,19 +324,19 @@ class _Door(Stage[Any, Any]):
 
 
 class _Watched(Stage[Any, Any]):
-    """The stage under test, seen from outside."""
+    """A wrapper of the stage under test that counts the items it holds."""
 
     def __init__(self, stage: Stage[Any, Any], exit: _CountingExit) -> None:
         if set(stage.inputs) != {"in"} or not set(stage.outputs) <= {"out"}:
             ports = ", ".join([*stage.inputs, *stage.outputs])
-            raise ValueError(f"stage {stage.name} has the ports {ports}: the kit knows stages with in and out")
+            raise ValueError(f"stage {stage.name} has the ports {ports}: must be in and out")
         self.stage = stage
         self.exit = exit
         self.inputs = {"in": Any}  # type: ignore[misc]
         self.on_crash = stage.on_crash  # type: ignore[misc]
         self.has_swallowed = False
         self.most_held = 0
-        self._held: set[str] = set()  # requests whose item the stage has, and has not let go
+        self._held: set[str] = set()  # requests whose item is in the stage
 
     @property
     def name(self) -> str:
@@ -362,12 +368,12 @@ class _Watched(Stage[Any, Any]):
         self.has_swallowed |= task.cancelling() > before
 
     def let_go(self, item: Any) -> None:
-        """`item` has left the stage."""
+        """Records that `item` has left the stage."""
         self._held.difference_update((item,) if isinstance(item, str) else self.exit.requests_of(item))
 
 
 class _WatchedOutlet:
-    """The outlet, seen from outside."""
+    """A wrapper of the outlet that reports items which leave the stage."""
 
     def __init__(self, out: Outlet[Any], watched: _Watched) -> None:
         self._out = out
@@ -390,7 +396,7 @@ class _WatchedOutlet:
 
 
 class _Box:
-    """Nobody reads it."""
+    """An outbox that only keeps its error."""
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
@@ -423,7 +429,7 @@ class _CountingExit(Exit[_Box]):
         return _Box(request.request_id)
 
     def note_item(self, i: int, item: Any) -> None:
-        """Item i is about to enter."""
+        """Registers item i before it enters."""
         self._items[item.request_id] = i
         first = None if isinstance(item, _Poison) else getattr(item, "first_sequence_id", None)
         if first is not None:

@@ -1,10 +1,11 @@
-"""The scripted engine as a pytest fixture: `pytest_plugins = ["millrace.stages.testing.pytest_plugin"]` in a
-conftest.py.
+"""The pytest fixture `scripted`, which runs a scripted engine.
 
-def test_my_client_reads_the_answer(scripted):
-    async def main(engine):
-        ...
-    scripted(main, answer="Hello!")
+Put `pytest_plugins = ["millrace.stages.testing.pytest_plugin"]` into a conftest.py.
+
+    def test_my_client_reads_the_answer(scripted):
+        async def main(engine):
+            ...
+        scripted(main, answer="Hello!")
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ Main = Callable[[ScriptedEngine], Awaitable[Any]]
 
 @pytest.fixture
 def scripted() -> Callable[..., Any]:
-    """Runs `async def main(engine)` with a scripted engine, started, on an event loop of its own, and returns what it
-    returned. Keywords are those of `scripted_engine`."""
+    """A function that runs `async def main(engine)` with a scripted engine.
+
+    It returns the result of `main`. Each call has an event loop of its own. Keyword arguments are those of
+    `scripted_engine`.
+    """
 
     def run(main: Main, **options: Any) -> Any:
         async def run_main() -> Any:

@@ -1,8 +1,8 @@
-"""The tokenize stage: prompts and chats become token ids, in threads.
+"""The tokenize stage: converts prompts and chats to token ids, in threads.
 
-Owns: the threads that tokenize.
+Owns: the tokenizer threads.
 In: `Request`, from intake.
-Out: `TokenRequest`, to schedule.
-Imports: the root of `stages`, `runtime`, `model`, `kernels`.
-Start with: `stage.py`.
+Out: one `TokenRequest` per prompt, to schedule (to encode, for an encoder model).
+Imports: the root of `stages`, `runtime`, `model`.
+Start with: `stage.py`; `prompt_encoder.py` wraps a checkpoint's tokenizer and chat template.
 """

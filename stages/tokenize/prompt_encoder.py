@@ -1,6 +1,6 @@
-"""Prompts to token ids with a checkpoint's own tokenizer and chat template, and their errors in a client's words.
+"""Converts prompts to token ids with a checkpoint's tokenizer and chat template.
 
-Knows the model's text side. Refuses to know threads: the tokenize stage has those.
+Their errors become `Refused`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ..messages import ChatPrompt
 
 
 class ModelEncoder:
-    """The `PromptEncoder` of a checkpoint. Every method may be called from several threads at once."""
+    """The `PromptEncoder` of a checkpoint. All methods are thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, model_id: str) -> None:
         self.tokenizer = tokenizer
@@ -21,19 +21,22 @@ class ModelEncoder:
         self.model_id = model_id
 
     def encode_text(self, text: str) -> list[int]:
-        """Ids of a plain prompt, with the special tokens that the tokenizer puts around one."""
+        """Ids of a plain prompt, with the special tokens that the tokenizer adds."""
         return self.tokenizer.encode(_unicode(text, "prompt"))
 
     def encode_words(self, text: str) -> list[int]:
-        """Ids of a text with no special tokens around it."""
+        """Ids of a text without special tokens."""
         return self.tokenizer.encode(_unicode(text, "bad_words"), add_special_tokens=False)
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
-        """Ids of two texts as the tokenizer puts them together, and the text that each is of."""
+        """Ids of two texts joined by the tokenizer, and 0 or 1 per id: the text that it belongs to."""
         return self.tokenizer.encode_pair(_unicode(first, "prompt"), _unicode(second, "prompt"))
 
     def encode_chat(self, chat: ChatPrompt) -> list[int]:
-        """Ids of the rendered template. What messages spell of special tokens stays text."""
+        """Ids of the rendered template.
+
+        The text of a special token inside a message is encoded as plain text.
+        """
         try:
             if self.template is None:
                 raise missing_template(self.model_id)
@@ -52,9 +55,12 @@ class ModelEncoder:
 
 
 def _unicode(text: str, param: str) -> str:
-    """`text`, if it can be written down: a JSON string may hold half of a character's two escapes."""
+    """Returns `text`, or raises `Refused` for an unpaired surrogate.
+
+    A JSON escape can produce one.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise Refused(f"{param} holds half a character (U+{ord(text[error.start]):04X})", param=param) from None
+        raise Refused(f"{param} holds an unpaired surrogate (U+{ord(text[error.start]):04X})", param=param) from None
     return text

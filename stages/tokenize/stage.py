@@ -1,6 +1,7 @@
-"""The tokenize stage: prompts become token ids, in threads, so that a long one never holds the event loop.
+"""The tokenize stage: converts prompts to token ids.
 
-Knows order, lengths and who pays for an error. Refuses to know how tokens are made: that is `model/text/tokenizer.py`.
+It runs in threads, so that a long prompt never blocks the event loop. The tokenizer itself is in
+`model/text/tokenizer.py`.
 """
 
 from __future__ import annotations
@@ -21,42 +22,45 @@ from ..messages import ChatPrompt, Ints, Prompt, Request, TokenRequest
 from ..params import SamplingParams
 from ..request_limits import RequestLimits
 
-IDS_AT_ONCE = 16_384  # making an array of a list holds the interpreter: a quarter of a million ids at once, 15 ms
-SHORT_TEXT_CHARS = 200  # tokenized in place: a hop to a thread and back costs more than such a text does
-MAX_QUICK_PROMPTS = 256  # of them in place; as many texts as an embedding request may have take tens of milliseconds
+IDS_AT_ONCE = 16_384  # converting a list to an array holds the GIL: 15 ms for 250,000 ids at once
+SHORT_TEXT_CHARS = 200  # up to this length a text takes less time than a hop to a thread and back
+MAX_QUICK_PROMPTS = 256  # short prompts tokenized in place; more could take tens of milliseconds
 
 log = get_logger("millrace.stages")
 
 
 class PromptEncoder(Protocol):
-    """Turns prompts into token ids. Called from several threads at once; `Refused` is the client's fault."""
+    """Converts prompts to token ids.
+
+    Called from several threads at once. Raises `Refused` for an invalid prompt.
+    """
 
     def encode_text(self, text: str) -> Sequence[int]:
-        """Token ids of a plain prompt, with the special tokens that the model wants before it."""
+        """Token ids of a plain prompt, with the special tokens that the model expects."""
 
     def encode_chat(self, chat: ChatPrompt) -> Sequence[int]:
         """Token ids of the rendered chat template."""
 
     def encode_words(self, text: str) -> Sequence[int]:
-        """Token ids of a text from the middle of another: with nothing before it."""
+        """Token ids of a text inside another one: without special tokens."""
 
     def encode_pair(self, first: str, second: str) -> tuple[Sequence[int], Sequence[int]]:
-        """Token ids of two texts that are read together, and for each token 0 or 1: the text it is of."""
+        """Token ids of a pair of texts, and for each token 0 or 1: the text that it belongs to."""
 
 
 class EncodedPrompt(NamedTuple):
-    """A prompt as tokens."""
+    """A tokenized prompt."""
 
     token_ids: Ints  # [P]
-    type_ids: Ints | None = None  # [P] of a pair
+    type_ids: Ints | None = None  # [P] for a pair: the text of each token, 0 or 1
 
 
 class Tokenize(Stage[Request, TokenRequest]):
-    """Sends one `TokenRequest` a prompt, all of a request together, with max_tokens and seed made numbers.
+    """Sends one `TokenRequest` per prompt, with max_tokens and seed set.
 
-    Up to `num_workers` requests are worked on at once, each in a thread; so requests may overtake each other, and
-    schedule puts them in order again. Whatever the tokenizer throws, a panic of its Rust code included, ends that
-    request alone. A request that ends meanwhile is dropped; what its thread makes of it is thrown away.
+    All prompts of a request are sent together. Up to `num_workers` requests are tokenized at once, each in a thread.
+    Requests may therefore overtake each other; schedule restores the order of arrival. Any exception of the tokenizer,
+    a panic of its Rust code included, fails only its own request. If a request ends meanwhile, its result is discarded.
     """
 
     on_crash: ClassVar = Crash.ISOLATE
@@ -78,7 +82,7 @@ class Tokenize(Stage[Request, TokenRequest]):
         self._context = context
 
     async def teardown(self) -> None:
-        # NOTE: after a crash of one item this runs while others are still at work in the threads; the worker stays.
+        # NOTE: after a crash of one item this runs while other items are still in the threads: keep the worker then.
         if all(task.cancelling() for task in self._at_work) and self._worker is not None:
             worker, self._worker = self._worker, None
             await worker.aclose()
@@ -104,7 +108,7 @@ class Tokenize(Stage[Request, TokenRequest]):
             out.fail(request, error)
         except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # a Rust panic is no Exception
+        except BaseException as error:  # a Rust panic is not an Exception
             log.error("tokenizer.failed", request_id=request.request_id, error=type(error).__name__, exc_info=error)
             failed = error if isinstance(error, RequestError) else _failed()
             out.fail(request, failed)
@@ -115,14 +119,14 @@ class Tokenize(Stage[Request, TokenRequest]):
                 self._trace(token_request, service_us)
 
     def _trace(self, made: TokenRequest, service_us: int) -> None:
-        """`service_us` is of the whole request."""
+        """`service_us` is the time of the whole request."""
         assert self._context is not None
         tracer, source = self._context.tracer, self._context.source
         counts = (made.first_sequence_id, len(made.token_ids), service_us)
         tracer.emit(EventKind.REQUEST_TOKENIZED, source, 0, *counts)
 
     async def encode(self, request: Request) -> tuple[list[EncodedPrompt], SamplingParams]:
-        """The prompts as tokens, and the request's params with all that takes a tokenizer done."""
+        """The tokenized prompts, and the params with their bad words tokenized."""
         assert self._context is not None
         if self._context.env.fault("tokenizer.panic"):
             raise TokenizerPanic
@@ -160,7 +164,10 @@ class Tokenize(Stage[Request, TokenRequest]):
 
 
 def encode(encoder: PromptEncoder, limits: RequestLimits, prompt: Prompt) -> EncodedPrompt:
-    """A prompt in any form as tokens. `Refused` is the client's fault, anything else the tokenizer's."""
+    """Tokenizes a prompt of any form.
+
+    Raises `Refused` for an invalid prompt; any other error is the tokenizer's.
+    """
     if prompt.pair is None:
         return EncodedPrompt(encode_prompt(encoder, limits, prompt))
     token_ids, type_ids = encoder.encode_pair(*prompt.pair)
@@ -168,7 +175,7 @@ def encode(encoder: PromptEncoder, limits: RequestLimits, prompt: Prompt) -> Enc
 
 
 def encode_prompt(encoder: PromptEncoder, limits: RequestLimits, prompt: Prompt) -> Ints:
-    """The token ids of a prompt that is no pair, [P]. Errors as those of `encode`."""
+    """The token ids [P] of a prompt that is not a pair. Raises as `encode` does."""
     if prompt.token_ids is not None:
         return prompt.token_ids
     if prompt.chat is not None:
@@ -180,16 +187,18 @@ def encode_prompt(encoder: PromptEncoder, limits: RequestLimits, prompt: Prompt)
 
 def _checked(token_ids: Sequence[int], limits: RequestLimits, param: str) -> Ints:
     if not len(token_ids):
-        raise Refused(f"{param}: nothing is left of it as tokens", code="empty_prompt", param=param)
+        raise Refused(f"{param}: must give at least one token, and gives none", code="empty_prompt", param=param)
     made = _as_array(token_ids)
     if int(made.max()) >= limits.vocab_size:
-        raise ValueError(f"the tokenizer made token {made.max()}, the model knows {limits.vocab_size}")
+        raise ValueError(f"the tokenizer returned token {made.max()}, the model has {limits.vocab_size}")
     return made
 
 
 def with_bad_words(encoder: PromptEncoder, params: SamplingParams) -> SamplingParams:
-    """`params` with its bad words as runs of tokens: each as it is, and, where that spells the same number of tokens in
-    another way, behind a space."""
+    """`params` with its bad words as token sequences.
+
+    Each word is tokenized as it is, and with a space before it if that gives as many tokens but another first one.
+    """
     if not params.bad_words:
         return params
     runs = list(params.bad_words_token_ids)
@@ -203,7 +212,7 @@ def with_bad_words(encoder: PromptEncoder, params: SamplingParams) -> SamplingPa
 
 
 class TokenizerPanic(BaseException):
-    """A fault point struck: the tokenizer fails as its Rust code would, past every `except Exception`."""
+    """An injected fault. Like a panic of the Rust code, it is not an `Exception`."""
 
 
 def _as_array(token_ids: Sequence[int]) -> Ints:
@@ -212,13 +221,16 @@ def _as_array(token_ids: Sequence[int]) -> Ints:
 
 
 def _is_quick(request: Request) -> bool:
-    """Whether making tokens of all its prompts takes less than a hop to a thread."""
+    """Whether tokenizing all prompts in place takes less time than a hop to a thread."""
     is_short = len(request.prompts) <= MAX_QUICK_PROMPTS and not request.params.bad_words
     return is_short and all(is_quick(prompt) for prompt in request.prompts)
 
 
 def is_quick(prompt: Prompt) -> bool:
-    """Whether making tokens of it takes less than a hop to a thread: ids, and short text. A chat has a template."""
+    """Whether to tokenize in place: token ids and short text.
+
+    A chat never is, as its template must be rendered.
+    """
     return prompt.token_ids is not None or (prompt.text is not None and len(prompt.text) <= SHORT_TEXT_CHARS)
 
 

@@ -79,7 +79,7 @@ def load(root: Path, form: Form) -> NativeModel:
     source = open_source(root, config, "auto")
     for name in expected_shapes(config):
         model.set_tensor(name, source.array(name))
-    model.code_weights()  # as an engine does
+    model.encode_bf16_12bit()  # as an engine does
     return model
 
 

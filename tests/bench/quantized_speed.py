@@ -116,7 +116,7 @@ def subjects(shape: str, threads: int | None) -> list[Subject]:
             for each in made:
                 each.model.set_tensor(name, tensor)
     for each in made:
-        each.model.code_weights()  # as an engine does: of plain bf16
+        each.model.encode_bf16_12bit()  # as an engine does: of plain bf16
     return made
 
 

@@ -1,1 +1,1 @@
-"""What the servers do over real sockets and in Chromium."""
+"""Tests of the servers over real sockets and in Chromium."""

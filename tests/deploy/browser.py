@@ -1,4 +1,4 @@
-"""A page of ours in a real Chromium, and what tests ask of it."""
+"""Opens pages of the server in a real Chromium, and checks for tests."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ WATCH = "addEventListener('securitypolicyviolation', (e) => (globalThis.violatio
 
 @contextmanager
 def opened(url: str, script: str = "") -> Iterator[Any]:
-    """A page, in which `script` runs first. `page.complaints` has what went wrong, `page.asked` what was asked for.
-    Skips the test where there is no browser."""
+    """A page in which `script` runs first. Skips the test if no browser is installed.
+
+    `page.complaints` has the errors, `page.asked` the requested URLs.
+    """
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     if not CHROMIUM.exists():
         pytest.skip(f"there is no {CHROMIUM}: apt install chromium")
@@ -40,7 +42,7 @@ def opened(url: str, script: str = "") -> Iterator[Any]:
 
 
 def check_that_it_stayed_at_home(page: Any) -> None:
-    """Everything was asked of one server, and nothing went wrong."""
+    """Asserts that all requests went to one server, and that there were no errors."""
     (home,) = {url.split("/")[2] for url in page.asked}
     assert home.startswith("127.0.0.1:")
     assert page.evaluate("globalThis.violations ?? []") == []
@@ -48,7 +50,7 @@ def check_that_it_stayed_at_home(page: Any) -> None:
 
 
 def until(page: Any, claim: str, timeout_s: float = 20.0) -> None:
-    """Waits until it holds in the page. Playwright's own way is `eval`, which the page's policy forbids."""
+    """Waits until `claim` holds in the page. Playwright's own wait uses `eval`, which the page's policy forbids."""
     deadline = time.monotonic() + timeout_s
     while not page.evaluate(claim):
         assert time.monotonic() < deadline, f"{claim} does not become true"
@@ -66,7 +68,7 @@ def wait_for_updates(page: Any, count: int) -> None:
 
 
 def accessibility(page: Any) -> Callable[[str], None]:
-    """A check that the page as it is has no serious fault by axe-core; none where that is not installed."""
+    """A check that axe-core finds no serious fault in the page. Skips the test if axe is not installed."""
     axe = pytest.importorskip("axe_playwright_python", reason="axe-playwright-python is not installed")
     page.evaluate((Path(axe.__file__).parent / "axe.min.js").read_text())
 

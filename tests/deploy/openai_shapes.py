@@ -1,4 +1,4 @@
-"""Whether answers and events are what the openai package says they are."""
+"""Checks of answers and events against the types of the openai package."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ _KINDS = {
 
 
 def check_response(response: dict[str, Any]) -> Response:
-    """The response as the package reads it. ValidationError for a field that is missing or of another type."""
+    """The response as the package parses it. ValidationError for a missing field or a wrong type."""
     return Response.model_validate(response, strict=True)
 
 
 def check_events(events: list[dict[str, Any]]) -> list[Any]:
-    """The events as the package reads them; they are numbered from 0, and what they add up to is what they end with."""
+    """The events as the package parses them. Asserts that they are numbered from 0."""
     assert [event["sequence_number"] for event in events] == list(range(events[0]["sequence_number"], len(events)))
     return [_KINDS[event["type"]].model_validate(event, strict=True) for event in events]
 
 
 def text_of(response: dict[str, Any]) -> str:
-    """What the assistant says in it."""
+    """The assistant's text."""
     parts = [part for item in response["output"] if item["type"] == "message" for part in item["content"]]
     return "".join(part["text"] for part in parts)

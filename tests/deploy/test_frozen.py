@@ -1,7 +1,7 @@
-"""Each stage and each edge frozen in turn under a server that is being used: `/health/ready` names it in time.
+"""Freezes each stage and each edge in turn under load: `/health/ready` names it in time.
 
-CI freezes a few; MILLRACE_FULL=1 all, and each by `--inject` too. `tests/runtime/health/test_stalls.py` has them all in
-virtual time.
+CI freezes a few; MILLRACE_FULL=1 freezes all, and each by `--inject` too. `tests/runtime/health/test_stalls.py` covers
+all of them in virtual time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ INJECTED = tuple(name for name in STAGES if name != "exit") if FULL else ("token
 
 
 async def named(client: Client, freeze: Callable[[Pipeline], None], num_before: int = 3) -> tuple[str, str, float]:
-    """State and stage that `/health/ready` tells, and how long after the freeze, of a server under load."""
+    """Freezes a server under load. Returns the state and stage of `/health/ready` and the delay after the freeze."""
     ask: Callable[[int], Any] = lambda i: client.post({"prompt": "a" * (3 + i), "max_tokens": 400}, f"r{i}")  # noqa: E731
     asking = [asyncio.ensure_future(ask(i)) for i in range(num_before)]
     if num_before:

@@ -1,4 +1,4 @@
-"""`millrace serve` and `millrace complete` with a checkpoint, from the command line on."""
+"""`millrace serve` and `millrace complete` with a checkpoint, from the command line."""
 
 from __future__ import annotations
 

@@ -83,9 +83,9 @@ class Checkpoint:
         model = NativeModel(self.shape, dtype, self.cos, self.sin, **settings)
         for name, tensor in self.tensors.items():
             model.set_tensor(name, tensor)
-        model._library.millrace_come_late(model._model, 0)
-        model.assume_kept(16 << 20)
-        model.assume_apart(False)
+        model._library.millrace_set_join_delay(model._model, 0)
+        model.assume_retained(16 << 20)
+        model.assume_split(False)
         return model
 
     def kept_by(self, model: NativeModel) -> Checkpoint:
@@ -189,7 +189,7 @@ class Run:
 
     def step(self, parts: dict[int, list[int]], asked: dict[int, list[int]] | None = None) -> dict[int, Array]:
         """One step: for each sequence its next tokens. Logits [n, V] of those of them that are asked for, by their
-        numbers among these; of all, which are kept, if nobody says so."""
+        numbers among these; of all, which are kept, by default."""
         positions, slots, starts = [], [], [0]
         for sequence, token_ids in parts.items():
             table, start = self._tables.setdefault(sequence, []), self._lengths.get(sequence, 0)

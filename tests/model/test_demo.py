@@ -116,7 +116,7 @@ def test_a_story_ends_and_does_not_repeat_itself(demo: tuple[Any, Any]):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Pip", "Zanemo"])
-def test_a_story_keeps_its_hero_also_one_nobody_has_heard_of(demo: tuple[Any, Any], name: str):
+def test_a_story_keeps_its_hero_even_with_an_unknown_name(demo: tuple[Any, Any], name: str):
     model, tokenizer = demo
     ids = greedy(model, tokenizer, f"Once upon a time, there was a little fox named {name}. {name} lived in a forest.")
     assert tokenizer.decode(ids).count(name) >= 2

@@ -1,4 +1,4 @@
-"""A helper process for tests: it answers what it is asked in capitals, or does what it should not."""
+"""A helper process for tests: it answers requests in capitals, or misbehaves on request."""
 
 from __future__ import annotations
 

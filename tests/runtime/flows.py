@@ -74,7 +74,7 @@ class Words(Exit[WordBox]):
 
 
 class Pass(Stage[Word, Word]):
-    """Hands words on, and remembers its batches."""
+    """Passes words on, and remembers its batches."""
 
     def __init__(self) -> None:
         self.batches: list[list[str]] = []
@@ -107,7 +107,7 @@ class Slow(Pass):
 
 
 class Poison(Pass):
-    """Crashes on words that begin so, after it has sent them and the ones before."""
+    """Crashes on words with this prefix, after it has sent them and the ones before."""
 
     def __init__(self, error: type[BaseException] = LookupError) -> None:
         super().__init__()

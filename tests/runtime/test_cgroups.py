@@ -1,4 +1,4 @@
-"""The memory that control groups give and leave, which are written down in files."""
+"""Memory limits and free memory of cgroups, read from files."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def test_a_capacity_below_one_is_refused() -> None:
         Channel("c", 0)
 
 
-def test_send_waits_for_room_and_waiting_senders_get_it_in_the_order_in_which_they_came() -> None:
+def test_send_waits_for_room_and_waiting_senders_get_it_in_order_of_arrival() -> None:
     async def main() -> None:
         channel: Channel[int] = Channel("c", 1)
         senders = [asyncio.create_task(channel.send(i)) for i in range(4)]
@@ -149,7 +149,7 @@ def test_closing_wakes_waiting_senders_with_an_error() -> None:
     run(main())
 
 
-def test_room_promised_before_the_close_can_not_be_used_after_it() -> None:
+def test_room_promised_before_the_close_cannot_be_used_after_it() -> None:
     """Else `send` would succeed with an item that its receiver, which saw the end, never takes."""
 
     async def main() -> None:
@@ -220,7 +220,7 @@ def test_counters_and_times_tell_how_long_a_channel_was_full_and_empty() -> None
     assert (stats.seconds_full, stats.seconds_empty) == (4.0, 2.0)
 
 
-# -- bells and lanes
+# -- wakeups and lanes
 
 
 def test_a_ring_before_the_wait_is_not_lost() -> None:
@@ -269,7 +269,7 @@ def test_a_bell_that_starts_to_listen_late_still_rings_for_what_is_there() -> No
     run(main())
 
 
-def test_the_control_lane_keeps_the_first_cause_of_each_sequence_in_the_order_of_posting() -> None:
+def test_the_control_lane_keeps_the_first_cause_of_each_sequence_in_order_of_posting() -> None:
     lane = ControlLane("control")
     for sequence_id, cause in ((7, "finish"), (3, "cancel"), (7, "deadline")):
         lane.post(sequence_id, cause)
@@ -292,7 +292,7 @@ def test_a_control_lane_may_be_rung_with_nothing_to_take() -> None:
 
 
 class ChannelMachine(RuleBasedStateMachine):
-    """Every rule leaves the loop settled; the races are between a receive or close and cancels before anyone runs."""
+    """Every rule leaves the loop idle. The races are between a receive or close and cancels before any task runs."""
 
     capacity = 3
 
@@ -317,7 +317,7 @@ class ChannelMachine(RuleBasedStateMachine):
         self.loop.run_until_complete(settle())
 
     def give_room(self) -> None:
-        """The model: who waits first gets room first."""
+        """The model: the first waiter gets room first."""
         while self.waiting and len(self.items) + len(self.permits) < self.capacity:
             self.put(self.waiting.pop(0)[0])
 
@@ -400,7 +400,7 @@ class ChannelMachine(RuleBasedStateMachine):
         assert self.channel.num_waiting == len(self.waiting)
         assert stats.num_sent == self.num_sent and stats.num_sent == stats.num_received + stats.depth
         assert stats.high_water <= self.capacity
-        assert not (self.waiting and self.has_room()), "room, and somebody waits for it"
+        assert not (self.waiting and self.has_room()), "there is room, but a sender waits for it"
 
 
 TestAnyOrderOfOperations = pytest.mark.slow(ChannelMachine.TestCase)

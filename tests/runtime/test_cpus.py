@@ -1,4 +1,4 @@
-"""Which cores there are to compute on: of a machine written down in files, and of this one."""
+"""The cores to compute on: of a machine described in files, and of this one."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_the_quota_is_the_narrowest_of_the_processs_cgroups(tmp_path: Path, file
 def test_two_cpus_of_one_core_are_one_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 2, 5, 6}, raising=False)
     monkeypatch.setattr(cpus, "_narrowed", {})
-    siblings = {1: "1,5", 5: "1,5", 2: "2"}  # of 6 the system says nothing
+    siblings = {1: "1,5", 5: "1,5", 2: "2"}  # the system does not describe CPU 6
     place = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
     root = written(tmp_path, {place.format(cpu): text for cpu, text in siblings.items()})
     assert Cpus.of_this_process(root) == Cpus((1, 2, 5, 6), (1, 2, 6), None)
@@ -97,7 +97,7 @@ def test_two_cpus_of_one_core_are_one_core(tmp_path: Path, monkeypatch: pytest.M
         (9, Cpus((0, 1), (0, 1)), 9, (), "threads = 9; not pinned"),
     ],
 )
-def test_threads_are_as_many_as_asked_or_as_keep_running_and_pinned_where_they_take_all(
+def test_threads_are_as_many_as_requested_or_can_run_and_pinned_if_they_take_all(
     asked, there, count, pinned, reason
 ) -> None:
     chosen = ComputeThreads.choose(asked, there)
@@ -105,7 +105,7 @@ def test_threads_are_as_many_as_asked_or_as_keep_running_and_pinned_where_they_t
     assert chosen.reason.startswith(reason)
 
 
-def test_the_environment_asks_where_nobody_else_does() -> None:
+def test_the_environment_counts_where_no_setting_is_given() -> None:
     there = Cpus((0, 1, 2, 3), (0, 1, 2, 3))
     asked = ComputeThreads.choose(None, there, {"OMP_NUM_THREADS": "3"})
     assert asked.count == 3 and asked.reason.startswith("OMP_NUM_THREADS = 3")

@@ -70,7 +70,7 @@ def test_a_job_cannot_end_its_awaiter_by_raising_what_a_future_reads_as_control_
     asyncio.run(main())
 
 
-def test_cancelling_a_waiting_job_removes_it_and_a_running_one_ends_with_its_result_dropped():
+def test_cancelling_removes_a_waiting_job_and_drops_the_result_of_a_running_one():
     async def main() -> None:
         env = LiveEnv()
         worker = env.worker("w")
@@ -144,7 +144,7 @@ def test_closing_waits_for_the_running_job_cancels_the_others_and_joins_the_thre
         begun, go_on = threading.Barrier(3), threading.Event()
         running = [worker.submit(lambda: begun.wait(5) >= 0 and go_on.wait(5)) for _ in range(2)]
         waiting = [worker.submit(int) for _ in range(3)]
-        await asyncio.sleep(0)  # a turn of the loop, at which a thread that is free hears of jobs
+        await asyncio.sleep(0)  # a turn of the loop, at which a free thread is woken for jobs
         begun.wait(5)
         assert threads_of("w") == ["millrace-w-0", "millrace-w-1"]
         closings = [asyncio.create_task(worker.aclose()) for _ in range(2)]
@@ -191,7 +191,7 @@ def test_a_loop_that_closes_over_a_running_job_is_no_error_in_the_thread():
     finally:
         threading.excepthook = hook
     assert thread.is_alive() and thread.daemon and errors == []  # it waits for jobs; the process may end without it
-    worker._jobs.append(None)  # type: ignore[attr-defined]  # nobody else can end it: `aclose` needs the loop
+    worker._jobs.append(None)  # type: ignore[attr-defined]  # `aclose` cannot end it: it needs the loop
     worker._call()  # type: ignore[attr-defined]
     thread.join(5)
 
@@ -231,7 +231,7 @@ def test_random_streams_depend_on_seed_and_name_only():
     assert [one.random("a").random() for _ in range(3)] == [same.random("a").random() for _ in range(3)]
     assert one.random("a") is one.random("a")
     assert one.random("b").random() != other.random("b").random() != one.random("c").random()
-    assert one.random("known").getrandbits(32) == 3868693624  # in every process, or recorded seeds lose their worth
+    assert one.random("known").getrandbits(32) == 3868693624  # in every process, or recorded seeds become useless
     assert LiveEnv().random("a").random() != LiveEnv().random("a").random()
 
 
@@ -281,7 +281,7 @@ def test_where_time_is_set_from_outside_those_are_called_whose_time_has_come():
     assert called == [2.0, 3.0] and env.next_alarm_s == float("inf")
 
 
-def test_of_those_whose_time_has_come_together_the_earlier_is_called_first_and_may_cancel_the_later():
+def test_of_alarms_due_together_the_earlier_is_called_first_and_may_cancel_the_later():
     env, called = VirtualEnv(), []
     later = env.call_at(2.0, lambda: called.append(2.0))
     env.call_at(1.0, later.cancel)
@@ -299,7 +299,7 @@ def test_a_secret_is_known_to_no_one_who_knows_the_seed():
 @pytest.mark.skipif(
     not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2, reason="threads have one CPU"
 )
-def test_other_workers_and_whoever_gives_way_leave_the_first_worker_the_cpu_that_is_its_own(
+def test_other_workers_and_threads_that_yield_leave_the_first_worker_its_own_cpu(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(cpus, "_narrowed", {})
@@ -319,7 +319,7 @@ def test_other_workers_and_whoever_gives_way_leave_the_first_worker_the_cpu_that
         return *found, os.sched_getaffinity(0)
 
     found: list[set[int]] = []
-    loop = threading.Thread(target=lambda: found.extend(asyncio.run(main())))  # not this one: there is no way back
+    loop = threading.Thread(target=lambda: found.extend(asyncio.run(main())))  # not this one: it cannot be undone
     loop.start()
     loop.join()
     assert found == [here, *[here - {own}] * 3]

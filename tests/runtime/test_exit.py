@@ -1,4 +1,4 @@
-"""The exit: each request ends once, whoever ends it first."""
+"""The exit: each request ends once, by its first cause."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Desk(Exit[Box]):
             self.live[item.request_id].items.append(item)
 
 
-def test_the_first_word_ends_a_request_and_later_ones_find_nobody() -> None:
+def test_the_first_end_of_a_request_counts_and_later_ones_do_nothing() -> None:
     desk = Desk()
     box = desk.open(Ask("a"))
     assert desk.is_live("a")
@@ -57,11 +57,11 @@ def test_the_first_word_ends_a_request_and_later_ones_find_nobody() -> None:
 def test_a_request_id_that_is_under_way_is_refused_and_the_first_goes_on() -> None:
     desk = Desk()
     box = desk.open(Ask("a"))
-    with pytest.raises(ValueError, match="request a is already under way"):
+    with pytest.raises(ValueError, match="request a is already live"):
         desk.open(Ask("a"))
     assert desk.is_live("a") and box.ends == []
     desk.end("a", "finished")
-    desk.open(Ask("a"))  # an id may come again once it has ended
+    desk.open(Ask("a"))  # an id may be reused once its request has ended
 
 
 def test_a_failure_ends_all_requests_of_a_message_with_its_error() -> None:
@@ -74,7 +74,7 @@ def test_a_failure_ends_all_requests_of_a_message_with_its_error() -> None:
     error = RuntimeError("the step failed")
     desk.fail(("a", "c"), error)
     assert [box.ends for box in boxes] == [[("error", error)], [], [("error", error)]]
-    desk.fail("b", error)  # a bare request id does as well
+    desk.fail("b", error)  # a bare request id works too
     assert boxes[1].ends == [("error", error)]
 
 

@@ -1,4 +1,4 @@
-"""Faults on purpose, by the text that asks for them."""
+"""Fault injection, by its command line text."""
 
 from __future__ import annotations
 

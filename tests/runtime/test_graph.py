@@ -204,7 +204,7 @@ def test_requests_enter_a_cut_where_its_edge_was_cut_and_not_at_its_feedback() -
     assert graph.cut("fed", "fed").entry == Port("fed", "in")
 
 
-# -- complaints, each with its mend
+# -- complaints, each with its fix
 
 
 def test_unknown_stages_and_ports_are_named_with_those_there_are() -> None:
@@ -237,10 +237,8 @@ def test_an_edge_needs_a_capacity_and_a_full_policy() -> None:
 
 
 def test_an_edge_that_never_fills_says_what_bounds_it_and_has_room_for_it() -> None:
-    assert 'is when_full="never" and names no credits' in complaint(cycle(capacity=4, when_full="never"))
-    assert "holds 2 and has 4 credits: give it that capacity" in complaint(
-        cycle(capacity=2, when_full="never", credits=4)
-    )
+    assert 'is when_full="never" without credits' in complaint(cycle(capacity=4, when_full="never"))
+    assert "holds 2 and has 4 credits: raise its capacity" in complaint(cycle(capacity=2, when_full="never", credits=4))
 
 
 def test_a_port_on_two_edges_is_refused() -> None:
@@ -295,7 +293,7 @@ def test_a_graph_says_where_requests_enter() -> None:
     graph = chain(Source(), Sink())
     graph.entry = None
     graph.open_ports.add(Port("source", "in"))
-    assert complaint(graph) == "nothing says where requests enter: set entry to an input port"
+    assert complaint(graph) == "the graph has no entry: set entry to an input port"
 
 
 def test_a_stage_that_no_request_can_reach_is_named() -> None:
@@ -305,7 +303,7 @@ def test_a_stage_that_no_request_can_reach_is_named() -> None:
     graph.connect("island", "shore", capacity=1)
     graph.connect("shore.feedback", "island.feedback", capacity=1, when_full="never", credits=1)
     graph.connect("shore", "island", capacity=1)
-    assert complaint(graph) == "stage island can not be reached from source.in: connect it, or leave it out"
+    assert complaint(graph) == "stage island cannot be reached from source.in: connect it, or leave it out"
 
 
 def test_a_cycle_of_waiting_edges_can_deadlock_and_is_refused() -> None:
@@ -317,7 +315,7 @@ def test_a_cycle_of_waiting_edges_can_deadlock_and_is_refused() -> None:
 def test_a_cycle_in_which_nothing_is_counted_is_refused() -> None:
     graph = cycle(capacity=4, when_full="never", credits=4)
     graph.edges[-1] = replace(graph.edges[-1], credits=None)
-    assert 'is when_full="never" and names no credits' in complaint(graph)
+    assert 'is when_full="never" without credits' in complaint(graph)
     assert "cycle without credits" in " ".join(graph._bad_cycles())
 
 

@@ -1,4 +1,4 @@
-"""Log lines: one line each whatever they hold, never blocking, nothing installed unless asked."""
+"""Log lines: one line each whatever they hold, never blocking, nothing installed by default."""
 
 import fcntl
 import json
@@ -100,7 +100,7 @@ def test_a_traceback_in_the_console_stays_behind_its_bar_whatever_the_exception_
 
 
 def test_a_traceback_is_as_python_prints_it_but_for_the_marks_below_lines(lines_of):
-    """With what an exception came from, and of each in a group."""
+    """With the causes of an exception, and of each in a group."""
     lines_of.start("json")
     try:
         try:
@@ -142,7 +142,7 @@ def test_every_line_is_one_line_within_the_cap_and_every_json_line_parses(fields
 
 
 @pytest.mark.parametrize("num_keys", [1, 50, 300])
-def test_a_line_too_long_is_cut_says_so_and_keeps_its_head_and_the_end_of_a_traceback(num_keys: int):
+def test_a_line_too_long_is_cut_and_keeps_its_head_and_the_end_of_a_traceback(num_keys: int):
     fields = {"event": "a.b", "level": "error", "request_id": "r1"} | {f"k{i}": "x" * 9_000 for i in range(num_keys)}
     line = json.loads(json_line(fields))
     assert line["is_cut"] is True and (line["event"], line["request_id"]) == ("a.b", "r1")
@@ -173,10 +173,10 @@ def test_a_full_pipe_costs_lines_and_no_time_and_the_log_says_how_many():
     for i in range(2_000):
         sink.take({"event": "a.b", "level": "info", "i": i, "text": "x" * 900})
     assert time.monotonic() - began < 5.0 and sink.num_dropped > 1_900
-    assert sink.close(timeout_s=0.01) is False  # nobody reads
+    assert sink.close(timeout_s=0.01) is False  # the pipe has no reader
     seen = b""
     while sink._thread.is_alive():
-        if select.select([reading], [], [], 0.01)[0]:  # the thread may end between the two looks
+        if select.select([reading], [], [], 0.01)[0]:  # the thread may end between the two checks
             seen += os.read(reading, 65_536)
     os.close(writing)
     with open(reading, "rb") as pipe:
@@ -201,7 +201,7 @@ def test_lines_never_reach_a_file_opened_under_the_number_of_the_log_s():
     reading, writing = os.pipe()
     sink = LogSink("json", logging.INFO, writing)
     other_reading, other = os.pipe()
-    os.dup2(other, writing)  # closes what was the log's
+    os.dup2(other, writing)  # closes the log's descriptor
     sink.take({"event": "a.b", "level": "info"})
     assert sink.close(timeout_s=5.0)
     os.close(other)

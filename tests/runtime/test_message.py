@@ -13,7 +13,7 @@ from millrace.runtime.message import message
 
 @message
 class Told:
-    """What was told."""
+    """A message."""
 
     step: int
     rows: Sequence[int]
@@ -31,7 +31,7 @@ def test_it_is_made_by_place_or_by_name_and_defaults_are_its_own() -> None:
         Told(1, (), colour="red")  # type: ignore[call-arg]
 
 
-def test_it_can_not_be_changed_and_has_no_room_for_more() -> None:
+def test_it_cannot_be_changed_and_takes_no_more_attributes() -> None:
     told = Told(1, ())
     for name in ("step", "colour"):
         with pytest.raises(FrozenInstanceError, match=name):
@@ -62,7 +62,7 @@ def test_equal_contents_are_two_messages() -> None:
 
 
 def test_it_says_what_it_is_and_what_it_takes() -> None:
-    assert (Told.__name__, Told.__doc__, Told.__module__) == ("Told", "What was told.", __name__)
+    assert (Told.__name__, Told.__doc__, Told.__module__) == ("Told", "A message.", __name__)
     assert list(inspect.signature(Told).parameters) == ["step", "rows", "is_last", "notes"]
 
 

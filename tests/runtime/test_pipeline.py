@@ -147,7 +147,7 @@ async def test_without_waiting_a_full_first_channel_says_busy_and_the_request_is
         await env.sleep(0.1)
         for i in range(capacity):
             await pipeline.submit(Word(str(i)), wait=False)
-        with pytest.raises(Busy, match=f"{capacity} requests wait to be looked at"):
+        with pytest.raises(Busy, match=f"{capacity} requests wait to be processed"):
             await pipeline.submit(Word("too many"), wait=False)
         assert pipeline.exit is not None and not pipeline.exit.is_live("too many")
         late = asyncio.create_task(pipeline.submit(Word("patient")))
@@ -173,7 +173,7 @@ async def test_a_submit_that_is_cancelled_while_it_waits_leaves_nothing_live(env
 
 
 @sim_test(seeds=6)
-async def test_whoever_waits_at_the_door_of_a_pipeline_that_dies_is_told_so(env: SimEnv) -> None:
+async def test_a_request_waiting_to_enter_a_pipeline_that_dies_gets_an_error(env: SimEnv) -> None:
     class Fatal(Slow):
         on_crash = Crash.ESCALATE
 
@@ -243,7 +243,7 @@ async def test_a_tap_copies_what_leaves_a_port_and_ends_with_the_pipeline(env: S
 
 
 @sim_test(seeds=6)
-async def test_a_tap_nobody_reads_loses_items_and_holds_nobody_back(env: SimEnv) -> None:
+async def test_an_unread_tap_loses_items_and_delays_no_stage(env: SimEnv) -> None:
     pipeline = line(Pass(), env=env)
     tap = pipeline.tap("pass", capacity=2)
     async with pipeline:
@@ -337,5 +337,5 @@ def test_a_pipeline_without_entry_is_refused_with_the_mend() -> None:
     pipeline = Pipeline()
     pipeline.add(Pass())
     pipeline.open_ports = {Port("pass", "in"), Port("pass", "out")}
-    with pytest.raises(GraphError, match="nothing says where requests enter"):
+    with pytest.raises(GraphError, match="the graph has no entry"):
         pipeline.check()

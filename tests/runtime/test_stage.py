@@ -131,7 +131,7 @@ async def test_an_unwanted_port_holds_its_sender_back_until_it_is_wanted_again(e
 
 
 @sim_test(seeds=3)
-async def test_an_arrival_that_wakes_nobody_is_handled_with_the_next_one_that_does(env: SimEnv) -> None:
+async def test_an_arrival_that_does_not_wake_is_handled_with_the_next_one_that_does(env: SimEnv) -> None:
     class Sleepy(Pass):
         def wakes(self, port: str) -> bool:
             return self.is_awake

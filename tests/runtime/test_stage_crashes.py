@@ -1,4 +1,4 @@
-"""What a stage that crashes costs: its own item at the most, a restart, or, where it can not go on, the pipeline."""
+"""The cost of a stage's crash: at most its own item, a restart, or, if it cannot go on, the pipeline."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ async def test_a_cancelled_error_that_a_stage_makes_itself_is_a_crash_and_does_n
 
 
 @sim_test(seeds=3)
-async def test_more_restarts_than_allowed_in_the_window_end_the_pipeline_with_the_stages_name(env: SimEnv) -> None:
+async def test_too_many_restarts_in_the_window_end_the_pipeline_with_the_stages_name(env: SimEnv) -> None:
     async with line(Poison(), Pass(), env=env) as pipeline:
         bystander = asyncio.create_task(outcome(pipeline, Word("bystander", "x", is_last=False)))
         for i in range(MAX_RESTARTS):

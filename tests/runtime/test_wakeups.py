@@ -1,4 +1,4 @@
-"""Bells: the order in which tasks are woken, cancelled waiters, and turns for others between."""
+"""Wakeups: the order in which tasks are woken, cancelled waiters, and callbacks that run between."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from millrace.runtime.wakeups import WOKEN_AT_ONCE, Bell, BellTower, OwnTurns, S
 
 
 async def _waiting(bells: list[SharedBell], told: list[int]) -> list[asyncio.Task[None]]:
-    """A task for each bell, which waits now, and says its number when it goes on."""
+    """A task for each bell, which waits now and records its number when it is woken."""
 
     async def wait(number: int) -> None:
         await bells[number]
@@ -39,7 +39,7 @@ def test_waiters_go_on_in_the_order_of_ringing_and_only_those_that_were_rung_for
     asyncio.run(main())
 
 
-def test_a_ring_that_nobody_waits_for_is_forgotten() -> None:
+def test_a_ring_without_a_waiter_is_forgotten() -> None:
     async def main() -> None:
         bell = BellTower().bell()
         bell.ring()
@@ -130,8 +130,8 @@ def test_a_function_can_wait_for_a_bell_that_no_task_has_waited_for() -> None:
 
 
 async def _relay(tower: BellTower, told: list[str], length: int) -> None:
-    """Tasks in a row, each of which rings for the next; then the first bell is rung, and the loop has one turn, in
-    which somebody else says so."""
+    """Tasks in a row, each of which wakes the next. The first is woken, and another callback records its place in
+    the order."""
     bells = [Bell(tower) for _ in range(length + 1)]
 
     async def pass_on(place: int) -> None:
@@ -146,7 +146,7 @@ async def _relay(tower: BellTower, told: list[str], length: int) -> None:
     await asyncio.gather(*tasks)
 
 
-def test_who_is_rung_for_by_one_that_goes_on_goes_on_in_the_same_turn_and_after_some_others_have_theirs() -> None:
+def test_a_task_woken_by_a_woken_task_runs_in_the_same_turn_up_to_a_limit() -> None:
     told: list[str] = []
     asyncio.run(_relay(BellTower(at_once=3), told, 4))
     assert told == ["task 0", "task 1", "task 2", "somebody else", "task 3"]

@@ -1,4 +1,4 @@
-"""What is written of edges, of a loop that is late, and of the garbage collector."""
+"""The watch: records of edges, of a late loop, and of the garbage collector."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def told(tracer: Tracer, kind: EventKind) -> list[dict[str, Any]]:
 
 
 @sim_test(seeds=1)
-async def test_an_edge_is_told_when_it_carried_something_with_what_happened_since_it_was_told_last(env: SimEnv):
+async def test_an_edge_that_carried_items_is_recorded_with_changes_since_the_last_record(env: SimEnv):
     tracer, edge, idle = (
         Tracer(env, strict=True),
         Channel[int]("a -> b", 3, env.now),
@@ -88,7 +88,7 @@ def test_a_loop_that_stood_still_and_collections_of_any_thread_are_told():
 
 
 def test_a_collection_while_a_ring_is_being_made_does_not_stop_the_thread():
-    """The collector may strike where the tracer holds its lock."""
+    """The collector may run while the tracer holds its lock."""
     tracer, seconds = Tracer(), iter(range(100))  # any collection takes a second by this clock
     watch = Watch(tracer, {}, lambda: next(seconds))
 
@@ -128,7 +128,7 @@ def test_who_listens_hears_of_every_tick_and_every_collection_until_it_has_stopp
 
 
 @pytest.mark.slow
-def test_a_watch_looks_less_often_while_no_request_lives_and_soon_again_once_it_is_woken():
+def test_a_watch_ticks_less_often_while_no_request_lives_and_soon_again_once_woken():
     ticks: list[float] = []
     live: list[str] = []
 
@@ -158,7 +158,7 @@ def test_a_watch_looks_less_often_while_no_request_lives_and_soon_again_once_it_
     asyncio.run(main())
 
 
-def test_a_look_that_is_overdue_says_how_late_it_is_though_a_request_wakes_the_watch_before_it():
+def test_an_overdue_tick_reports_its_lag_though_a_request_wakes_the_watch_before_it():
     late: list[float] = []
     seconds = [0.0]
 
@@ -167,7 +167,7 @@ def test_a_look_that_is_overdue_says_how_late_it_is_though_a_request_wakes_the_w
         watch.tick_s, watch.idle_tick_s = 0.11, 0.11
         watch.on_tick.append(late.append)
         watch.start()
-        seconds[0] = 5.0  # the loop was held, and then somebody asked
+        seconds[0] = 5.0  # the loop was held, and then a request came
         watch.wake()
         while not late:  # noqa: ASYNC110
             await asyncio.sleep(0.01)

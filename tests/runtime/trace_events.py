@@ -41,7 +41,7 @@ def _check_nesting(track: tuple[int, int], slices: list[tuple[float, float]]) ->
 
 
 def _check_async(events: list[dict[str, Any]]) -> None:
-    """In the order in which they stand, which must be that of their times."""
+    """In file order, which must be the order of their times."""
     under_way: dict[tuple[str, int], list[str]] = defaultdict(list)
     last: dict[tuple[str, int], float] = defaultdict(float)
     for event in events:

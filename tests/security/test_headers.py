@@ -63,7 +63,7 @@ def test_bytes_beyond_ascii_in_a_header_of_names_are_refused_and_no_error_of_our
     assert "unhandled error" not in log and "request.failed" not in log
 
 
-def test_an_expectation_that_nobody_knows_is_417_in_our_words_on_every_route(server):
+def test_an_unknown_expectation_is_417_in_our_words_on_every_route(server):
     for method, path in (("GET", "/health"), ("GET", "/nope"), ("GET", "/v1/stream"), ("POST", TEXT)):
         for value in ("x", "100-continue, x", "<b>"):
             told = tell(server, head_bytes(method, path, {"Expect": value}) + head_bytes("GET", "/health", {}))

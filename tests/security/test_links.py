@@ -30,7 +30,7 @@ def test_a_part_with_a_link_is_refused(server, kind, url):
         refused(server, lambda body=body: server.post(CHAT, body), code="unsupported_content_type", param="messages")
 
 
-def test_a_link_in_a_text_is_text_and_nobody_is_called(server):
+def test_a_link_in_a_text_is_text_and_is_not_fetched(server):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(0.3)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/x.png"

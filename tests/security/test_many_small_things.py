@@ -21,7 +21,7 @@ def test_a_body_in_single_bytes_is_a_body(server):
         assert read_answer(connection).status == 200
 
 
-def test_a_million_chunks_of_one_byte_hold_nobody_up(server):
+def test_a_million_chunks_of_one_byte_delay_no_other_request(server):
     server.stats()
     told = tell(server, CHUNKED + chunk(b" ") * 10**6 + b"0\r\n\r\n", patience_s=30.0)
     assert told.num_responses == 1

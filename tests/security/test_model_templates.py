@@ -41,7 +41,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("template", "code"), HOSTILE.items(), ids=lambda value: value[:40])
-def test_a_hostile_template_is_400_and_holds_nobody_up(tokenizer, audit, template, code):
+def test_a_hostile_template_is_400_and_delays_no_other_request(tokenizer, audit, template, code):
     async def post(session: aiohttp.ClientSession, url: str, body: Any) -> Answer:
         began = time.perf_counter()
         async with session.post(url, json=body) as response:

@@ -128,7 +128,7 @@ LEFT_MIB = 12.0
     ],
     ids=["headers", "body"],
 )
-def test_five_hundred_that_send_a_byte_a_second_are_given_up_and_nobody_notices(first, limit_s):
+def test_500_clients_of_a_byte_a_second_are_cut_off_and_others_do_not_notice(first, limit_s):
     """With the limits as they are by default; streams run beside them."""
     with (
         RunningServer(step_s=0.001, audit=True) as server,

@@ -82,7 +82,7 @@ def step_ratio(server: RunningServer, control: RunningServer) -> float:
 
 
 @pytest.mark.skipif(not FULL, reason="takes a minute: MILLRACE_FULL=1")
-def test_a_hundred_stalled_readers_hold_nobody_back_and_are_cut_off_with_all_they_held():
+def test_100_stalled_readers_delay_no_one_else_and_are_cut_off_with_all_they_held():
     """While they are there, a token takes those who read as long as on a server without them; 30 s later all is free,
     and what lay in their buffers has been little."""
     with RunningServer(**PATIENT) as server, RunningServer(**PATIENT) as control:

@@ -17,7 +17,7 @@ def test_a_mebibyte_of_stops_is_refused(server, stop):
     refused(server, lambda: server.post(TEXT, {"prompt": "hi", "stop": stop}), budget_s=LONG_BODY_S)
 
 
-def test_half_a_character_can_not_stop(server):
+def test_half_a_character_cannot_stop(server):
     data = literal({"prompt": "hi"}, "stop", '"\\ud800"')
     refused(server, lambda: server.post(TEXT, data), code="invalid_json")
 

@@ -168,7 +168,7 @@ def pairs(manner: Manner, num_pairs: int, *, has_salts: bool, lengths: tuple[int
 
 @pytest.mark.slow
 @pytest.mark.parametrize("manner", MANNERS.values(), ids=MANNERS.keys())
-def test_what_another_tenant_has_asked_takes_as_many_steps_as_what_nobody_has(manner: Manner):
+def test_a_prompt_of_another_tenant_takes_as_many_steps_as_a_new_one(manner: Manner):
     lengths = (SHORT,) if manner.is_tight else (5, 17, LONG)
     num_pairs = manner.num_pairs(NUM_EXACT_PAIRS)
     for asked_by_a, asked_by_nobody in pairs(manner, num_pairs, has_salts=True, lengths=lengths):

@@ -1,6 +1,6 @@
 """The long part of the simulation's tests, in a process of its own, beside the other tests: it needs one core.
 
-`tests/simulation/conftest.py` starts it when all tests are run; else it is run when somebody asks for its results.
+`tests/simulation/conftest.py` starts it when all tests are run; else it is run when a test needs its results.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ R = TypeVar("R")
 
 NUM_SEEDS = count(90, 500)  # `python -m tests.simulation.run` runs as many as one likes
 MAX_SEEDS_TO_FIND = 300  # a planted bug
-LATE_SEED = 10  # that is better listed than searched for
-# Seeds that found it when last somebody looked, tried first: from 0 on it may be the hundredth. What the pipeline does
-# changes what a seed meets, so they go stale: then the test warns (`tell_if_late`).
+LATE_SEED = 10  # above this, a seed should be listed
+# Seeds that found the bug at the last search, tried first: from 0 on it may be the hundredth. Changes to the pipeline
+# change what a seed finds, so they go stale: then the test warns (`tell_if_late`).
 FOUND_BY = {
     "missed_wake_up": (82,),
     "half_a_block_forgotten": (45,),
@@ -69,7 +69,7 @@ _futures: dict[tuple[Any, ...], Future[Any]] = {}  # by function and arguments
 
 @dataclass
 class Totals:
-    """What all seeds together came to."""
+    """The results of all seeds together."""
 
     failures: list[str] = field(default_factory=list)
     faults_seen: Counter[str] = field(default_factory=Counter)
@@ -121,7 +121,7 @@ def find_bug(name: str) -> int | None:
 
 
 def find_device_bug(name: str) -> tuple[int, int] | None:
-    """The seed, and the steps in flight, that find the planted bug of a late device, or None."""
+    """The seed and the steps in flight that find the planted bug of an asynchronous device, or None."""
     with DEVICE_BUGS[name]():
         for seed, steps in (*FOUND_LATE_BY.get(name, ()), *product(range(MAX_SEEDS_TO_FIND), STEPS_IN_FLIGHT)):
             try:
@@ -135,13 +135,13 @@ def find_device_bug(name: str) -> tuple[int, int] | None:
 
 
 def tell_if_late(name: str, seed: int, found: Any, listed: Collection[Any]) -> None:
-    """Warns if a bug was found by a seed that took a search and stands in no list."""
+    """Warns if a bug was found by a seed that is not listed and took a search."""
     if seed >= LATE_SEED and found not in listed:
         warnings.warn(f"{name} is found by {found}: list it in background.py, or each run searches anew", stacklevel=2)
 
 
 def start() -> None:
-    """Begins with all of it."""
+    """Starts all of it."""
     global _pool
     _pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=os.nice, initargs=(5,))
     _futures[run_seeds, NUM_SEEDS] = _pool.submit(run_seeds, NUM_SEEDS)
@@ -151,12 +151,12 @@ def start() -> None:
 
 
 def stop() -> None:
-    """What nobody has asked for is not wanted any more."""
+    """Cancels results that no test has requested."""
     if _pool is not None:
         _pool.shutdown(cancel_futures=True)
 
 
 def result(run: Callable[..., R], *args: Any) -> R:
-    """What `run(*args)` returned, there or here."""
+    """The result of `run(*args)`, from the background process or computed here."""
     future: Future[R] | None = _futures.get((run, *args))
     return run(*args) if future is None else future.result()

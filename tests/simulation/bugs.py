@@ -1,6 +1,6 @@
 """Bugs to plant: each is a context manager that puts one into the real classes. The simulation must find every one.
 
-Those of memory are in `memory_bugs.py`, those of a device that is late in `device_bugs.py`.
+Those of memory are in `memory_bugs.py`, those of an asynchronous device in `device_bugs.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.simulation.planting import Bug, changed
 
 
 def lost_free_on_abort() -> AbstractContextManager[None]:
-    """Schedule does not tell allocate of sequences that end any other way than by the device's word."""
+    """Schedule does not report sequences to allocate that end in another way than on the device."""
 
     def change(end: Any) -> Any:
         def lossy(self: Lives, sequence_id: int) -> None:
@@ -62,7 +62,7 @@ def lost_free_on_abort() -> AbstractContextManager[None]:
 
 
 def missed_wake_up() -> AbstractContextManager[None]:
-    """A sender that is cancelled after it was promised room takes the room with it: whoever is behind it sleeps on."""
+    """A sender cancelled after it was promised room keeps the room: the senders behind it are never woken."""
 
     def change(wait: Any) -> Any:
         async def lossy(self: Channel[Any]) -> None:
@@ -76,7 +76,7 @@ def missed_wake_up() -> AbstractContextManager[None]:
 
 
 def bells_beyond_a_turn_forgotten() -> AbstractContextManager[None]:
-    """Of stages that are rung for together, those beyond what is woken in one turn of the loop sleep on."""
+    """Of stages that ring together, those beyond the limit of one loop callback are never woken."""
 
     def change(wake_some: Any) -> Any:
         def forgetful(self: BellTower) -> None:
@@ -89,7 +89,7 @@ def bells_beyond_a_turn_forgotten() -> AbstractContextManager[None]:
 
 
 def duplicate_terminal_event() -> AbstractContextManager[None]:
-    """A choice that has ended says so again whenever its client looks."""
+    """A choice that has ended repeats its end at each read of its client."""
 
     def change(take: Any) -> Any:
         def repeating(self: Choice) -> Any:
@@ -102,7 +102,7 @@ def duplicate_terminal_event() -> AbstractContextManager[None]:
 
 
 def second_end() -> AbstractContextManager[None]:
-    """The exit forgets that a request has ended while it tells everybody."""
+    """The exit forgets that a request has ended while it runs the callbacks."""
 
     def change(end: Any) -> Any:
         def again(self: Exit[Any], request_id: str, cause: str, error: BaseException | None = None) -> bool:
@@ -123,7 +123,7 @@ def sleeping_client() -> AbstractContextManager[None]:
 
     def change(end: Any) -> Any:
         def silent(self: RequestOutbox, cause: str, error: BaseException | None) -> None:
-            self.bell, bell = BellTower().bell(), self.bell  # one that nobody hears
+            self.bell, bell = BellTower().bell(), self.bell  # one without a waiter
             end(self, cause, error)
             self.bell = bell
 
@@ -133,7 +133,7 @@ def sleeping_client() -> AbstractContextManager[None]:
 
 
 def swap_kept_despite_void() -> AbstractContextManager[None]:
-    """What a step should have copied to the host that did not happen counts as copied."""
+    """Blocks that a void step should have copied to the host count as copied."""
 
     def change(give_up: Any) -> Any:
         def gullible(self: Lives, void_step: int) -> None:
@@ -158,7 +158,7 @@ def lost_host_blocks() -> AbstractContextManager[None]:
 
 
 def parked_for_good() -> AbstractContextManager[None]:
-    """Whoever is parked after its blocks were taken is not put back in line."""
+    """A sequence parked after it lost its blocks does not return to the queue."""
 
     def change(unpark: Any) -> Any:
         def forgetful(self: Lives, sequence_id: int) -> None:
@@ -172,7 +172,7 @@ def parked_for_good() -> AbstractContextManager[None]:
 
 
 def trusted_drafts() -> AbstractContextManager[None]:
-    """The token behind the first draft that was wrong counts, too."""
+    """The token after the first wrong draft counts, too."""
 
     def change(that_count: Any) -> Any:
         def trusting(self: Runs, token_ids: Any) -> Any:
@@ -186,7 +186,7 @@ def trusted_drafts() -> AbstractContextManager[None]:
 
 
 def drafts_computed_for_good() -> AbstractContextManager[None]:
-    """What a step drafts counts as computed, right or wrong."""
+    """Drafts count as computed, right or wrong."""
 
     def change(serve: Any) -> Any:
         def gullible(self: Allocator, plan: StepPlan) -> Any:
@@ -212,7 +212,7 @@ def drafts_computed_for_good() -> AbstractContextManager[None]:
 
 
 def accepted_drafts_forgotten() -> AbstractContextManager[None]:
-    """Allocate does not hear of drafts that were accepted."""
+    """Accepted drafts are not reported to allocate."""
 
     def change(take_note: Any) -> Any:
         def deaf(self: Holdings, plan: StepPlan) -> None:

@@ -1,5 +1,7 @@
-"""Bugs of a device that is late, to plant: a wait that is missing, a buffer that is used too soon. Each is a context
-manager that puts one into the real classes. The simulation on streams must find every one."""
+"""Bugs of an asynchronous device, to plant: a missing wait, a buffer that is used too soon.
+
+Each is a context manager that puts one into the real classes. The simulation on streams must find every one.
+"""
 
 from __future__ import annotations
 
@@ -21,23 +23,23 @@ from tests.simulation.planting import Bug, changed
 
 
 def fence_dropped() -> AbstractContextManager[None]:
-    """A block that is given back is free at once, whatever steps in flight still touch it."""
+    """A released block is free at once, whatever steps in flight still touch it."""
     return early_reuse()
 
 
 def told_when_submitted() -> AbstractContextManager[None]:
-    """A step counts as over as soon as all of it is submitted."""
+    """A step counts as done as soon as all of it is submitted."""
 
     return changed(submission, "_wait", lambda wait: lambda step: None)
 
 
 def attended_beside_others() -> AbstractContextManager[None]:
-    """The host computes a step while those before it are not told yet."""
+    """The host computes a step before the results of earlier steps are reported."""
     return changed(InOrder, "do_all", lambda do_all: lambda self: None)
 
 
 def told_before_its_swaps() -> AbstractContextManager[None]:
-    """A step counts as over when its results are there, though it still copies blocks."""
+    """A step counts as done when its results are there, though it still copies blocks."""
 
     def change(finish: Any) -> Any:
         def hasty(self: StepLine, step: Step) -> StepTokens:
@@ -51,7 +53,7 @@ def told_before_its_swaps() -> AbstractContextManager[None]:
 
 
 def void_told_at_once() -> AbstractContextManager[None]:
-    """A step that failed half submitted counts as over while the device still runs that half."""
+    """A step that failed half submitted counts as done while the device still runs that half."""
 
     def change(finish: Any) -> Any:
         def hasty(self: LateDevice, grant: StepGrant, submitted: asyncio.Future[Step]) -> StepTokens:
@@ -99,12 +101,12 @@ def swap_out_not_behind_its_writers() -> AbstractContextManager[None]:
 
 
 def line_not_entered() -> AbstractContextManager[None]:
-    """The device's thread does not take the stream that steps run on."""
+    """The device's thread does not use the stream that steps run on."""
     return changed(StepLine, "enter", lambda enter: lambda self: None)
 
 
 def stream_not_used() -> AbstractContextManager[None]:
-    """A thread that takes a stream goes on with the one it had."""
+    """A thread that switches streams goes on with its old one."""
     return changed(SimStream, "use", lambda use: lambda self: None)
 
 

@@ -1,4 +1,4 @@
-"""Bugs of memory, to plant: in blocks, the prefix cache and what is on the host. Each is a context manager.
+"""Bugs of memory, to plant: in blocks, the prefix cache and the host tier. Each is a context manager.
 
 The simulation must find every one, and so must random plans for the allocator alone
 (tests/stages/allocate/allocator_bugs.py).
@@ -25,7 +25,7 @@ from tests.simulation.planting import Bug, changed
 
 
 def double_free() -> AbstractContextManager[None]:
-    """The first of several blocks that come free goes on the free stack twice."""
+    """The first of several freed blocks goes on the free stack twice."""
 
     def change(release: Any) -> Any:
         def twice(self: BlockPool, blocks: Ints) -> None:
@@ -64,7 +64,7 @@ def trusted_digest() -> AbstractContextManager[None]:
 
 
 def kept_despite_void() -> AbstractContextManager[None]:
-    """What a step should have filled that did not happen counts as filled."""
+    """Blocks that a void step should have filled count as filled."""
 
     def change(settle: Any) -> Any:
         def gullible(self: Sharing, plan: StepPlan) -> None:
@@ -76,7 +76,7 @@ def kept_despite_void() -> AbstractContextManager[None]:
 
 
 def freed_by_the_first_holder() -> AbstractContextManager[None]:
-    """A shared block leaves with the first table that gives it back."""
+    """A shared block is freed with the first table that releases it."""
 
     def change(share: Any) -> Any:
         def counting_nobody(self: BlockPool, blocks: Ints) -> None:
@@ -114,7 +114,7 @@ def forked_one_token_too_many() -> AbstractContextManager[None]:
 
 
 def fork_source_not_held() -> AbstractContextManager[None]:
-    """The block that a sequence copies from may be given away before it is copied."""
+    """The block that a sequence copies from may be reused before it is copied."""
 
     def change(attach: Any) -> Any:
         def careless(self: Holdings, plan: StepPlan, row: int, *, may_fork: bool) -> None:
@@ -157,7 +157,7 @@ def fork_source_not_held() -> AbstractContextManager[None]:
 
 
 def fork_source_reused_while_copied() -> AbstractContextManager[None]:
-    """The block that a sequence copies from comes free as soon as the step that copies it is granted."""
+    """The block that a sequence copies from is freed as soon as the step that copies it is granted."""
 
     def change(fork: Any) -> Any:
         def hasty(self: Holdings, step: int) -> None:
@@ -169,7 +169,7 @@ def fork_source_reused_while_copied() -> AbstractContextManager[None]:
 
 
 def forked_block_never_let_go() -> AbstractContextManager[None]:
-    """Whoever copies from a block goes on holding it."""
+    """A sequence that copies from a block goes on holding it."""
 
     def change(fork: Any) -> Any:
         def clinging(self: Holdings, step: int) -> None:
@@ -183,7 +183,7 @@ def forked_block_never_let_go() -> AbstractContextManager[None]:
 
 
 def tails_of_other_salts() -> AbstractContextManager[None]:
-    """A first block is copied whoever computed it."""
+    """A first block is copied whichever sequence computed it."""
 
     def change(name: str) -> Any:
         def of(method: Any) -> Any:
@@ -224,7 +224,7 @@ def tail_found_too_early() -> AbstractContextManager[None]:
 
 
 def reused_while_copied() -> AbstractContextManager[None]:
-    """The blocks of a victim come free when its own last step is done, though a later one copies them."""
+    """The blocks of a victim are freed when its own last step is done, though a later one copies them."""
 
     def change(preempt: Any) -> Any:
         def hasty(self: Holdings, slot: int, step: int) -> None:
@@ -267,7 +267,7 @@ def half_a_block_forgotten() -> AbstractContextManager[None]:
 
 
 def moved_despite_void() -> AbstractContextManager[None]:
-    """Cached blocks that a step should have copied to the host that did not happen count as copied."""
+    """Cached blocks that a void step should have copied to the host count as copied."""
 
     def change(settle: Any) -> Any:
         def gullible(self: HostTier, completed_step: int, voided: Any, generation: int) -> list[int]:

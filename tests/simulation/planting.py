@@ -1,4 +1,4 @@
-"""How a bug is planted: a method of a real class is another one for a while."""
+"""Planting of bugs: replaces a method of a real class for a while."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Bug = Callable[[], AbstractContextManager[None]]
 
 @contextmanager
 def changed(owner: object, name: str, change: Callable[[Any], Any]) -> Iterator[None]:
-    """While it lasts, `owner.name` is what `change` makes of it."""
+    """Within the block, `owner.name` is `change` of the original."""
     with MonkeyPatch.context() as patch:
         patch.setattr(owner, name, change(getattr(owner, name)))
         yield

@@ -1,4 +1,4 @@
-"""What a client must be told, whatever happens on the way: by the script and the plainest reading of its request."""
+"""The right answer to a request, whatever happens in between: by the script and the plainest reading of the request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from millrace.stages.testing.scripted.script import Script
 
 @dataclass(frozen=True)
 class Answer:
-    """What one choice must come to, if nothing ends it early."""
+    """The right result of one choice, if nothing ends it early."""
 
     token_ids: list[int]
     text: str

@@ -1,6 +1,6 @@
-"""`python -m tests.simulation.run --seeds 10000`, and `--seed 17 --trace` to have one run again.
+"""`python -m tests.simulation.run --seeds 10000`, and `--seed 17 --trace` to repeat one run.
 
-With `--late 1 2 4` on a device that runs on streams behind the host, with so many steps in flight, each seed with each.
+With `--late 1 2 4` on an asynchronous device, each seed with each of these numbers of steps in flight.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _as_drawn(setup: Setup) -> Setup:
 
 
 def run_one(seed: int, is_traced: bool, change: Change) -> int:
-    """Prints what became of one seed."""
+    """Prints the result of one seed."""
     if is_traced:
         for name, value in asdict(change(draw_setup(seed))).items():
             for line in [value] if name != "clients" else value:

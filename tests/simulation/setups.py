@@ -25,7 +25,7 @@ OTHER_FAULTS = (
 )
 CLOCK_FAULT = "env.wall_clock_jump"  # the wall clock is read once or twice a run, so it jumps for certain or not
 COPY_FAULT = "device.copy"  # blocks are copied in few runs
-SETTLE_FAULT = "device.settle"  # of a late device alone
+SETTLE_FAULT = "device.settle"  # of an asynchronous device alone
 FAULTS = (*STAGE_FAULTS, *OTHER_FAULTS, CLOCK_FAULT, COPY_FAULT)
 
 
@@ -38,7 +38,7 @@ class Client:
     waits_at_door: bool = True
     deadline_s: float | None = None
     gives_up_s: float | None = None  # after this long it goes away, wherever its request is
-    gives_up_turns: int | None = None  # the same, after so many turns of the loop: in the midst of what happens
+    gives_up_turns: int | None = None  # the same, after this many turns of the loop: in the middle of other work
     leaves_after: int | None = None  # tokens
     pause_s: float = 0.0  # between two reads
     stalls: bool = False  # reads nothing until all others have ended
@@ -53,18 +53,18 @@ class Setup:
     config: EngineConfig
     eos_probability: float
     period: int | None  # of answers that repeat themselves
-    capacities: tuple[int, ...]  # of the edges that wait, in their order; the last is the door's
+    capacities: tuple[int, ...]  # of the edges that wait, in their order; the last is the entry's
     max_waiting: int  # prompts inside schedule
     device_delay_s: float
     tokenize_delay_s: float
     faults: dict[str, float]
     clients: tuple[Client, ...]
     digest_bits: int  # of the prefix cache's keys: few, so that they collide
-    cut_probability: float  # when schedule takes work: that three in ten of the live requests are cancelled at once
+    cut_probability: float  # at each call of schedule: that three in ten of the live requests are cancelled together
     ends: str  # "all": when every client is served; "drain" or "stop": in the middle
     ends_at_s: float
-    woken_at_once: int | None = None  # stages, in one turn of the loop, as in a process; None: each in its own turn
-    is_late: bool = False  # the device runs on streams, behind the host
+    woken_at_once: int | None = None  # stages woken per loop callback, as in a process; None: each in its own
+    is_late: bool = False  # the device runs asynchronously, on streams
 
 
 def draw_setup(seed: int) -> Setup:
@@ -133,7 +133,7 @@ def draw_setup(seed: int) -> Setup:
 
 
 def on_streams(setup: Setup, steps_in_flight: int) -> Setup:
-    """The same run on a device that is late, with so many steps in flight. What that device can not do is left out."""
+    """The same run on an asynchronous device with this many steps in flight, without what that device cannot do."""
     config = replace(setup.config, steps_in_flight=steps_in_flight, speculation="off")
     faults = setup.faults | ({SETTLE_FAULT: 0.05} if Random(f"settle/{setup.seed}").random() < 0.1 else {})
     setup = replace(setup, config=config, period=None, faults=faults, is_late=True)
@@ -142,7 +142,7 @@ def on_streams(setup: Setup, steps_in_flight: int) -> Setup:
 
 def _with_failing_copies(setup: Setup) -> Setup:
     """In hardly more memory than one needs, and copies to and from a small host pool fail. A step that stops half
-    submitted must not be told before the device is through with that half: little else shows it."""
+    submitted must not be reported before the device has finished that half: little else shows it."""
     blocks_per_sequence = -(-setup.config.max_model_len // setup.config.block_size)
     config = replace(
         setup.config,
@@ -155,7 +155,7 @@ def _with_failing_copies(setup: Setup) -> Setup:
 
 
 def _draw_faults(dice: Random) -> dict[str, float]:
-    """None in every third run; else a few points, each with its own probability a pass."""
+    """No faults in every third run; else a few points, each with its own probability per pass."""
     if dice.random() < 0.33:
         return {}
     names = dice.sample(STAGE_FAULTS + OTHER_FAULTS, dice.choice([1, 2, 4, 8]))

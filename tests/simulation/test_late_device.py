@@ -1,5 +1,5 @@
-"""The whole pipeline on a device that runs behind the host, late and out of order: every seed passes with any number of
-steps in flight, and waits that are left out are found.
+"""The whole pipeline on an asynchronous device: every seed passes with any number of steps in flight, and missing waits
+are found.
 
 In full: `python -m tests.simulation.run --seeds 2000 --late 1 2 4`.
 """
@@ -43,7 +43,7 @@ SOMETIMES = (
 
 @pytest.fixture(scope="module")
 def totals() -> Totals:
-    """What the seeds came to, once for all tests of this file."""
+    """The results of the seeds, computed once for all tests of this file."""
     return background.result(run_late_seeds, NUM_LATE_SEEDS)
 
 

@@ -60,7 +60,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def totals() -> Totals:
-    """What the seeds came to, once for all tests of this file."""
+    """The results of the seeds, computed once for all tests of this file."""
     return background.result(run_seeds, NUM_SEEDS)
 
 

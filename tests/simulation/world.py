@@ -28,7 +28,7 @@ from millrace.stages.testing.scripted.script import Script
 from tests.simulation.right_answers import right_answer
 from tests.simulation.setups import CLOCK_FAULT, Client, Setup, draw_setup
 
-QUIET_S = 200.0  # virtual, after the last client: everything that can settle has
+QUIET_S = 200.0  # virtual, after the last client: then all work has ended
 
 
 class Broken(AssertionError):
@@ -37,7 +37,7 @@ class Broken(AssertionError):
 
 @dataclass
 class History:
-    """What one client saw."""
+    """What one client received."""
 
     client: Client
     token_ids: list[list[int]]
@@ -57,7 +57,7 @@ class History:
 
 @dataclass
 class Report:
-    """What a run came to."""
+    """The result of a run."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     states: Counter[str] = field(default_factory=Counter)  # "sometimes" states that it passed
@@ -125,7 +125,7 @@ class World:
     # -- the checks of every step
 
     def _check_step(self, plan: Any, grant: Any, report: Any) -> None:
-        """I2-I4, I9 and I13. What fails is kept aside: raised here, it would look like a crash of the stage."""
+        """I2-I4, I9 and I13. A failure is kept for later: raised here, it would look like a crash of the stage."""
         self.env.note("step", plan.step, plan.slots.tolist(), report.num_granted.tolist(), list(report.preempted))
         try:
             self.parts.check()
@@ -191,7 +191,7 @@ class World:
     # -- clients
 
     async def live(self) -> Report:
-        """The run, from start to quiet."""
+        """The run, from its start until no work is left."""
         pipeline = self.parts.pipeline
         await pipeline.start()
         clients = [asyncio.create_task(self._serve(client), name="client") for client in self.setup.clients]
@@ -353,7 +353,7 @@ def _require(is_true: bool, complaint: str) -> None:
 def run_seed(
     seed: int, *, keep_trace: bool = False, change: Callable[[Setup], Setup] | None = None
 ) -> SimResult[Report]:
-    """Runs the world of `seed`. Raises `Broken`, or what else went wrong, with a note on how to have it again."""
+    """Runs the world of `seed`. Raises `Broken` or another error, with a note on how to repeat the run."""
     setup = draw_setup(seed)
     if change is not None:
         setup = change(setup)

@@ -1,4 +1,4 @@
-"""What tests of the stages around the engine's core share: a tokenizer one can read, messages, and small pipelines."""
+"""Shared by tests of the text stages: a readable tokenizer, messages, and small pipelines."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class Collected:
 
 
 class Answer(Stage[TokenRequest, StepText]):
-    """In the place of everything behind tokenize: answers each choice with its prompt, a character a step."""
+    """Stands in for all stages after tokenize: answers each choice with its prompt, one character per step."""
 
     async def handle(self, batch: Sequence[TokenRequest], out: Outlet[StepText]) -> None:
         for request in batch:

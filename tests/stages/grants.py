@@ -46,5 +46,5 @@ def grant(
 
 
 def decode(*slots: int, **news: Any) -> StepGrant:
-    """A step of one token for each slot, at a position the sampler does not look at."""
+    """A step of one token for each slot, at a position that the sampler ignores."""
     return grant([(slot, 0, 1, True) for slot in slots], **news)

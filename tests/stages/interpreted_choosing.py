@@ -1,5 +1,5 @@
-"""The sampler whose choices Triton kernels make, in Triton's interpreter: all that
-`tests/stages/sample/test_sampler.py` says of samplers, and that both kinds choose the same where nothing is drawn.
+"""The sampler with Triton kernels, in Triton's interpreter: all tests of `tests/stages/sample/test_sampler.py`, and a
+comparison with the plain sampler where nothing is drawn at random.
 
 Run by `tests/kernels/triton/test_triton_interpreted.py`; by hand: `TRITON_INTERPRET=1 pytest` of this file.
 """
@@ -28,7 +28,7 @@ from tests.stages.sample.test_sampler import *  # noqa: F403  (its tests, which 
 
 BY_TRITON = partial(KernelChoosing, kernels=kernel_set.load_sampling("triton"))
 
-del test_seeds_make_choices_of_one_prompt_differ  # noqa: F821  (64 rows, and said of the kernel already)
+del test_seeds_make_choices_of_one_prompt_differ  # noqa: F821  (64 rows; the kernel has its own test)
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +50,7 @@ def test_half_precision_logits_do(params: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
-def test_greedy_rows_get_the_tokens_and_logprobs_of_the_other_sampler_whatever_they_ask(mode: Any) -> None:
+def test_greedy_rows_get_the_tokens_and_logprobs_of_the_other_sampler_in_all_cases(mode: Any) -> None:
     vocab, num_slots, rng = 300, 6, np.random.default_rng(0)
     ours, theirs = (
         Sampler(torch.zeros(num_slots, dtype=torch.int64), vocab, 64, (vocab - 1,), logprobs_mode=mode, **more)

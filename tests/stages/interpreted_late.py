@@ -1,4 +1,4 @@
-"""Whole engines with Triton's kernels, in its interpreter: a late device, and one whose answers depend on no company.
+"""Whole engines with Triton's kernels, in its interpreter: an asynchronous device, and deterministic answers.
 
 Run by `tests/kernels/triton/test_triton_interpreted.py`; by hand: `TRITON_INTERPRET=1 pytest` of this file.
 """

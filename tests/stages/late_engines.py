@@ -1,4 +1,4 @@
-"""Whole engines on a real model of some thousand weights, whose device is waited for, or late."""
+"""Whole engines with a real model of some thousand weights, on a synchronous or an asynchronous device."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def run(
     prepare: Callable[[Engine], object] = lambda engine: None,
     **settings: Any,
 ) -> Ran:
-    """`prepare` hears of the engine that has started."""
+    """Runs the requests on one engine; `prepare` is called with it after its start."""
     env, ran = LiveEnv(0), Ran()
     env.streams = streams
     try:
@@ -91,7 +91,7 @@ async def run(
 
 
 def _counts(engine: Engine, model: Any, device: Any) -> tuple[int, int, int, int]:
-    """Preemptions, attended steps, steps and gaps so far; the last three of a late device only."""
+    """Preemptions, attended steps, steps and gaps so far; the last three of an asynchronous device only."""
     num_preemptions = engine.scheduler.num_preemptions
     if not isinstance(model, LateModel):
         return num_preemptions, 0, 0, 0
@@ -118,7 +118,7 @@ async def _final(engine: Engine, request: Request) -> RequestOutput:
 
 
 def both(checkpoint: Path, asks: Sequence[Ask], streams: Streams, **settings: Any) -> tuple[Ran, Ran]:
-    """(what the device that is waited for answers, what the late one does)."""
+    """(answers of the synchronous device, answers of the asynchronous one)."""
     with captured_logs():
         return (
             asyncio.run(run(checkpoint, asks, None, **settings)),

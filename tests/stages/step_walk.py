@@ -17,7 +17,7 @@ VOCAB_SIZE = 50
 
 
 class Walk:
-    """Sequences in `num_slots` slots. Take grants from `steps`, and say with `chose` what each sampled row came to.
+    """Sequences in `num_slots` slots. Take grants from `steps`, and report the token of each sampled row with `chose`.
 
     Blocks are numbered from 1 in the order they are needed, and never used again.
     """
@@ -32,7 +32,7 @@ class Walk:
         has_stops: bool = True,
     ) -> None:
         self.num_slots, self.max_model_len, self.block_size = num_slots, max_model_len, block_size
-        self.has_stops = has_stops  # whether some ask for stop ids
+        self.has_stops = has_stops  # whether some have stop ids
         self.num_blocks = 1
         self.tokens: dict[int, list[int]] = {}  # of each slot's sequence, all that are known
         self.limits: dict[int, int] = {}
@@ -41,7 +41,7 @@ class Walk:
         self._placed: dict[int, int] = {}  # blocks
 
     def steps(self, num_steps: int, *, only_decode: float = 0.5) -> Iterator[StepGrant]:
-        """`only_decode`: how often nobody new is let in."""
+        """`only_decode`: how often no new sequence is admitted."""
         for step in range(num_steps):
             started = [] if self._dice.random() < only_decode else self._let_in()
             slots = [slot for slot in self.tokens if self._dice.random() < 0.9]

@@ -1,4 +1,4 @@
-"""Columns of a step compared and counted."""
+"""Comparisons and counts of arrays."""
 
 import numpy as np
 import pytest

@@ -52,7 +52,7 @@ def test_the_total_is_the_sum_of_the_rows_and_within_the_budget():
         assert ("other" in sizes) == ("sampler" in sizes) == (machine is GPU)
 
 
-def test_what_graphs_are_guessed_to_keep_comes_off_the_cache_and_their_row_is_told_anew_when_it_is_known():
+def test_the_estimate_for_graphs_reduces_the_cache_and_its_row_is_updated_once_known():
     plain = sizing(GPU, max_num_seqs=64).plan(64)
     with_graphs = sizing(GPU, lambda n: needs(n, graphs=4_000), max_num_seqs=64).plan(64)
     assert plain.num_blocks - with_graphs.num_blocks == 4

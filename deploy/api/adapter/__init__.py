@@ -1,8 +1,8 @@
-"""A request of another API as a chat, and its answer as parts.
+"""Requests of other APIs converted to chat bodies, and their answers as parts.
 
 Owns: nothing.
-In: bodies of Responses and Messages.
-Out: chat bodies; answers as text, reasoning and calls.
+In: bodies of the Responses and Messages APIs.
+Out: chat bodies, and answers as text, reasoning and calls.
 Imports: the root of `deploy`, the files of `api`, `api/schema`, `api/parsers`, `api/openai`.
 Start with: `chat_adapter.py`.
 """

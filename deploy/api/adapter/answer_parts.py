@@ -1,6 +1,6 @@
-"""What an answer is made of, in order: text, reasoning, calls of functions, and an end.
+"""The parts of an answer, in order: text, reasoning, function calls and an end.
 
-The APIs beside chat tell these in their own shapes. Knows what a turn finds in a text. Refuses to know any API.
+Responses and Messages convert these parts to their own shapes.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """More of what the model says."""
+    """The next piece of the answer's text."""
 
     text: str
-    logprobs: Sequence[TokenLogprobs] = ()  # of tokens of this text, if asked for
+    logprobs: Sequence[TokenLogprobs] = ()  # of the tokens of this text, if requested
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The answer is over."""
+    """The end of the answer."""
 
     reason: str  # stop, length, tool_calls, error or abort
     stop_reason: str | int | None = None  # the stop string or stop token id
 
 
-# A call lasts until a part of another kind, another call, or the end.
+# A call ends at a part of another kind, another call, or `End`.
 Part = Text | Reasoning | ToolCallBegun | ToolCallArguments | End
 
 
@@ -44,25 +44,28 @@ class Usage:
     """Tokens of one request."""
 
     num_prompt: int
-    num_cached: int  # of the prompt, not computed
+    num_cached: int  # of the prompt, taken from the prefix cache
     num_completion: int
     num_reasoning: int = 0  # of the completion
 
 
 class PartsReader:
-    """From the pieces of one answer to its parts. `turn` finds in the text what is more than words, if it may hold
-    that; log-probabilities go with the first words of their piece then."""
+    """Converts the deltas of one answer to parts.
+
+    `turn` parses the text; None if the answer can only be plain text. With a turn, the log-probabilities of a delta go
+    with its first `Text`.
+    """
 
     def __init__(self, turn: Turn | None = None) -> None:
         self._turn = turn
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Tokens of reasoning so far, as far as the model marks it."""
+        """Reasoning tokens so far; 0 if the model does not mark its reasoning."""
         return (self._turn.num_reasoning_tokens or 0) if self._turn is not None else 0
 
     def read(self, delta: Delta) -> Iterator[Part]:
-        """What is certain now that this piece is there as well."""
+        """Takes the next delta; yields the parts that are certain by now."""
         reason = delta.finish_reason
         if self._turn is None:
             if delta.text or delta.logprobs:

@@ -1,6 +1,6 @@
-"""What the APIs that are spoken besides chat have in common: they become a body of chat, and its errors their own.
+"""Base of the APIs other than chat: conversion to chat bodies, and back for errors.
 
-Knows how fields are called here and there. What a field may be is said once, by chat's body and behind it.
+This file maps field names. The values are checked once, by the chat body and the engine.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 A = TypeVar("A", bound="AdaptedBody")
 
-Chat = dict[str, Any]  # a body of chat as plain data
+Chat = dict[str, Any]  # a chat body as plain data
 NameOf = Callable[[str], str]
 
-# fields of chat that the other APIs do not have, and that may be sent all the same, under the same names
+# fields of chat that the other APIs do not define and that this server accepts there under the same names
 EXTENSIONS = (
     "min_tokens",
     "min_p",
@@ -49,15 +49,15 @@ EXTENSIONS = (
     "cache_salt",
 )
 
-# fields of chat that errors may speak of besides the one that is wrong
+# fields of chat that an error text may mention besides the wrong one
 TOLD_BESIDE = ("max_tokens", "structured_outputs.json", "structured_outputs")
 
 
 class AdaptedBody(Body):
-    """The body of another API, which becomes one of chat."""
+    """The body of another API, to be converted to a chat body."""
 
-    PASSED: ClassVar[tuple[str, ...]] = EXTENSIONS  # fields that chat takes as they are
-    WITHOUT_EFFECT: ClassVar[tuple[str, ...]] = ()  # accepted without a word
+    PASSED: ClassVar[tuple[str, ...]] = EXTENSIONS  # fields that go to the chat body unchanged
+    WITHOUT_EFFECT: ClassVar[tuple[str, ...]] = ()  # accepted, ignored, and not reported as ignored
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
@@ -66,13 +66,15 @@ class AdaptedBody(Body):
         passed = {
             name: fields[name] if fields[name]["default"] is None else nullable(fields[name]) for name in cls.PASSED
         }
-        handler.resolve_ref_schema(reference)["properties"] |= passed  # what is null is left out
+        handler.resolve_ref_schema(reference)["properties"] |= passed  # a null field is left out
         return reference
 
 
 def read_adapted(kind: type[A], raw: Mapping[str, Any], strict_fields: bool) -> tuple[A, Chat, list[str]]:
-    """The body, the fields of it that chat takes as they are, and the names of those that nobody knows. `ApiError` 400
-    names the field."""
+    """Returns the body, the fields passed on to chat, and the names of ignored unknown fields.
+
+    `ApiError` 400 names the wrong field.
+    """
     passed = {name: raw[name] for name in kind.PASSED if name in raw}
     own = {name: value for name, value in raw.items() if name not in passed and name not in kind.WITHOUT_EFFECT}
     body, ignored = read_body(kind, own, strict_fields)
@@ -80,7 +82,10 @@ def read_adapted(kind: type[A], raw: Mapping[str, Any], strict_fields: bool) -> 
 
 
 def take_order(generation: Generation, chat: Chat, name_of: NameOf) -> Order:
-    """The order that `chat` is. `ApiError` 400 speaks of the fields of the API that it was made from."""
+    """Validates a chat body.
+
+    `ApiError` 400 names the fields by `name_of`, as the client's API does.
+    """
     try:
         return generation.order(ChatBody, {name: value for name, value in chat.items() if value is not None})
     except ApiError as error:
@@ -88,8 +93,10 @@ def take_order(generation: Generation, chat: Chat, name_of: NameOf) -> Order:
 
 
 class Parts:
-    """The parts of the one answer to a request, as they come: an async iterator over lists, all that is there. `end` is
-    the last of all, once it has come."""
+    """The parts of a request's one answer, as an async iterator.
+
+    Each item is the list of all parts that have arrived. `end` is the last part, once it has arrived; None before.
+    """
 
     def __init__(self, outbox: RequestOutbox, turn: Turn | None = None) -> None:
         self.end: End | None = None
@@ -98,7 +105,7 @@ class Parts:
 
     @property
     def usage(self) -> Usage:
-        """Tokens so far."""
+        """Token counts so far."""
         outbox = self._outbox
         num_reasoning = self._reader.num_reasoning_tokens
         return Usage(outbox.num_prompt_tokens, outbox.num_cached_tokens, outbox.num_generated_tokens, num_reasoning)
@@ -118,9 +125,12 @@ class Parts:
 
 @asynccontextmanager
 async def under_way(generation: Generation, answer_id: str, order: Order, name_of: NameOf) -> AsyncIterator[Parts]:
-    """Has an order carried out, under an id that `Service.open` gave, which is closed at the end. However the block is
-    left, the request is over then. What goes wrong in it is told in the words of the API that was asked."""
-    cause = "disconnect"  # of an end that nobody here foresees: the handler is cancelled when its client leaves
+    """Submits an order and yields its `Parts`.
+
+    On exit the request is closed, however the block ends. `answer_id` comes from `Service.open`. Errors inside the
+    block are raised with the field names of the client's API.
+    """
+    cause = "disconnect"  # if no exception below sets another: the handler is cancelled when its client disconnects
     try:
         outbox = await generation.submit(answer_id, order)
         yield Parts(outbox, None if order.make_turn is None else order.make_turn())
@@ -135,7 +145,7 @@ async def under_way(generation: Generation, answer_id: str, order: Order, name_o
 
 
 def in_own_words(error: ApiError, name_of: NameOf) -> ApiError:
-    """The same error, of fields as `name_of` calls them. Changes `error` and returns it."""
+    """Renames the fields in an error by `name_of`. Changes `error` and returns it."""
     for theirs in (error.param, *TOLD_BESIDE):
         if theirs is not None:
             error.message = _replaced(error.message, theirs, name_of(theirs))
@@ -148,7 +158,7 @@ def _replaced(text: str, word: str, other: str) -> str:
 
 
 def renamed(param: str, names: Mapping[str, str]) -> str:
-    """`param`, a path such as `a.b[0].c`, with its longest beginning that is a key of `names` replaced."""
+    """Replaces the longest prefix of a path such as `a.b[0].c` that is a key of `names`."""
     parts = re.findall(r"[\w]+|\[\d+\]|\.", param)
     for end in range(len(parts), 0, -1):
         head = "".join(parts[:end])

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API.
+"""The Messages API, Anthropic's.
 
 Owns: nothing.
 In: bodies of `POST /v1/messages`.

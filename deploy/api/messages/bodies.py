@@ -1,4 +1,4 @@
-"""The bodies of `POST /v1/messages` and its `count_tokens`, in Anthropic's shape, and the body of chat they become."""
+"""The bodies of `POST /v1/messages` and `count_tokens`, and their conversion to a chat body."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ..schema import fields as documented_forms
 from ..schema.hints import STOP_STRING, array, needs, nullable
 from ..schema.unsupported import NOTHING, Harmless
 
-EFFORTS = {"max": "xhigh"}  # as chat calls them, where it has another word
-NAMES = {
+EFFORTS = {"max": "xhigh"}  # Anthropic's value -> chat's, where they differ
+NAMES = {  # chat's field -> this API's, for error texts
     "max_completion_tokens": "max_tokens",
     "prompt": "messages",
     "stop": "stop_sequences",
@@ -35,7 +35,7 @@ NAMES = {
 
 
 class Metadata(BaseModel):
-    """About the request."""
+    """`metadata` of a request."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -43,7 +43,7 @@ class Metadata(BaseModel):
 
 
 class Thinking(BaseModel):
-    """Whether to think before speaking, and for how long."""
+    """`thinking`: whether to reason before the answer, and the budget in tokens."""
 
     model_config = ConfigDict(strict=True, extra="ignore", json_schema_extra=needs("type", "enabled", "budget_tokens"))
 
@@ -52,7 +52,7 @@ class Thinking(BaseModel):
 
 
 class ToolChoice(BaseModel):
-    """Which tools to use."""
+    """`tool_choice`: which tools may or must be called."""
 
     model_config = ConfigDict(strict=True, extra="ignore", json_schema_extra=needs("type", "tool", "name"))
 
@@ -62,7 +62,7 @@ class ToolChoice(BaseModel):
 
 
 class OutputFormat(BaseModel):
-    """The form that the text must have."""
+    """`output_config.format`: the JSON schema of the answer."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -71,7 +71,7 @@ class OutputFormat(BaseModel):
 
 
 class OutputConfig(BaseModel):
-    """What is asked of the text."""
+    """`output_config`: the format of the answer and the reasoning effort."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -82,7 +82,7 @@ class OutputConfig(BaseModel):
 class CountTokensBody(AdaptedBody):
     """`POST /v1/messages/count_tokens`."""
 
-    PASSED: ClassVar[tuple[str, ...]] = ()  # how an answer is made has no meaning here
+    PASSED: ClassVar[tuple[str, ...]] = ()  # no answer is generated, so sampling fields have no effect
     UNSUPPORTED: ClassVar[Harmless] = dict.fromkeys(("container", "mcp_servers", "context_management"), NOTHING)
     WITHOUT_EFFECT: ClassVar[tuple[str, ...]] = (
         "service_tier",
@@ -102,14 +102,14 @@ class CountTokensBody(AdaptedBody):
 
     def check(self) -> None:
         if self.thinking is not None and self.thinking.type == "enabled" and self.thinking.budget_tokens is None:
-            message = "thinking.budget_tokens: needed with type = enabled"
+            message = "thinking.budget_tokens: required with type = enabled"
             raise ApiError("missing_required_parameter", message, param="thinking.budget_tokens")
         if self.tool_choice is not None and self.tool_choice.type == "tool" and self.tool_choice.name is None:
-            message = "tool_choice.name: needed with type = tool"
+            message = "tool_choice.name: required with type = tool"
             raise ApiError("missing_required_parameter", message, param="tool_choice.name")
 
     def chat(self) -> tuple[Chat, list[str]]:
-        """The body of chat of this request, and for each of its messages the field that it was made from."""
+        """The chat body of this request, and for each of its messages the source field."""
         turns = _Turns()
         if self.system is not None:
             turns.add({"role": "system", "content": _text_content(self.system, "system")}, "system")
@@ -123,7 +123,7 @@ class CountTokensBody(AdaptedBody):
             "response_format": self._response_format(),
             **self._thoughts(),
         }
-        if turns.messages and turns.messages[-1]["role"] == "assistant":  # the beginning of the answer
+        if turns.messages and turns.messages[-1]["role"] == "assistant":  # a prefilled answer
             chat |= {"add_generation_prompt": False, "continue_final_message": True}
         return chat, turns.sources
 
@@ -176,7 +176,10 @@ class MessagesBody(CountTokensBody):
 
 
 def name_of(sources: list[str]) -> Callable[[str], str]:
-    """A function from chat's name of a field to this API's. Message i was made from `sources[i]`."""
+    """A function from chat's name of a field to this API's.
+
+    Message i came from field `sources[i]`.
+    """
     names = NAMES | {f"messages[{i}]": source for i, source in enumerate(sources)}
 
     def name(param: str) -> str:
@@ -190,7 +193,7 @@ def name_of(sources: list[str]) -> Callable[[str], str]:
 
 @dataclass
 class _Turns:
-    """Messages of chat, and where each is from."""
+    """Messages of a chat, and the source field of each."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
@@ -204,7 +207,7 @@ def _read_messages(value: Any, turns: _Turns) -> None:
     if not isinstance(value, list):
         raise _wrong_type("messages", "a list")
     if not value:
-        raise ApiError("empty_prompt", "messages is empty: send at least one", param="messages")
+        raise ApiError("empty_prompt", "messages: is empty; send at least one message", param="messages")
     for i, message in enumerate(value):
         path = f"messages[{i}]"
         if not isinstance(message, dict):
@@ -229,7 +232,7 @@ THOUGHTS = ("thinking", "redacted_thinking")
 
 
 def _assistant(blocks: list[dict[str, Any]]) -> dict[str, Any]:
-    """One message of what the assistant thought, said and called."""
+    """One chat message from the reasoning, text and calls of an assistant's turn."""
     message: dict[str, Any] = {"role": "assistant", "content": _joined(blocks)}
     if calls := [_tool_call(block) for block in blocks if block["type"] == "tool_use"]:
         message["tool_calls"] = calls
@@ -239,8 +242,10 @@ def _assistant(blocks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _add_user(blocks: list[dict[str, Any]], path: str, source: str, turns: _Turns) -> None:
-    """What tools answered, a message each, and what the user said, in their order. Chat has no word for `is_error`: the
-    model reads it off the text."""
+    """Adds one message per tool result and per run of text blocks, in order.
+
+    Chat has no field for `is_error`; the model sees the error in the text.
+    """
     said: list[dict[str, Any]] = []
     for i, block in enumerate(blocks):
         if block["type"] == "text":
@@ -257,7 +262,10 @@ def _add_user(blocks: list[dict[str, Any]], path: str, source: str, turns: _Turn
 
 
 def _joined(blocks: list[dict[str, Any]]) -> str | list[dict[str, str]]:
-    """The text blocks; one as the text it is, as templates differ in how they join several."""
+    """The text blocks as content.
+
+    A single one becomes a plain text, as templates differ in how they join parts.
+    """
     texts = [block["text"] for block in blocks if block["type"] == "text"]
     return "".join(texts) if len(texts) < 2 else [{"type": "text", "text": text} for text in texts]
 
@@ -307,12 +315,12 @@ def _wrong_type(path: str, right: str) -> ApiError:
 
 def _chat_tool(tool: dict[str, Any], path: str) -> dict[str, Any]:
     if tool.get("type") not in (None, "custom"):
-        message = f"{path}.type = {shorten(repr(tool.get('type')), 64)}: only tools with an input_schema are known here"
+        message = f"{path}.type = {shorten(repr(tool.get('type')), 64)}: must be custom; other tools are not supported"
         raise ApiError("unsupported_parameter", message, param=f"{path}.type")
     function: dict[str, Any] = {name: tool[name] for name in ("name", "description", "strict") if name in tool}
     if "input_schema" in tool:
-        if tool["input_schema"] is None:  # as parameters it would be none at all
-            raise ApiError("invalid_type", f"{path}.input_schema must be an object", param=f"{path}.input_schema")
+        if tool["input_schema"] is None:  # passed on as parameters, null would mean no schema
+            raise ApiError("invalid_type", f"{path}.input_schema: must be an object", param=f"{path}.input_schema")
         function["parameters"] = tool["input_schema"]
     return {"type": "function", "function": function}
 

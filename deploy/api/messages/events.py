@@ -1,7 +1,6 @@
-"""From the parts of an answer to the events of `POST /v1/messages`, and to the message that they build up.
+"""Builds the events of `POST /v1/messages` and the complete message from answer parts.
 
-One path for a message that is streamed and for one that is not, so they can not differ. Knows shapes; refuses to know
-sockets, and how an event is framed.
+Streamed and whole messages use the same code, so they cannot differ. The framing of events is left to the transport.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from ..adapter.answer_parts import End, Part, Text, Usage
 from ..assistant_turn import ToolCallArguments, ToolCallBegun
 from ..parsers.interface import Reasoning
 
-MESSAGES_PATH = "/v1/messages"  # errors on routes that begin so have this API's shape
+MESSAGES_PATH = "/v1/messages"  # errors on paths with this prefix have this API's shape
 
 Event = dict[str, Any]
 
 PING: Event = {"type": "ping"}
 
-# HTTP status -> what Anthropic's clients know it as
+# HTTP status -> error type of Anthropic's API
 ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -35,7 +34,7 @@ ERROR_TYPES = {
 
 
 class MessageEvents:
-    """Builds one message. Each method returns the events that tell what it did; `message` is as it stands."""
+    """Builds one message. Each method returns its events and updates `message`."""
 
     def __init__(self, message_id: str, model: str, stop_sequences: Collection[str]) -> None:
         self.message: dict[str, Any] = {
@@ -49,15 +48,15 @@ class MessageEvents:
             "usage": message_usage(Usage(0, 0, 0)),
         }
         self._stop_sequences = stop_sequences
-        self._texts: list[str] | None = None  # of the block under way
+        self._texts: list[str] | None = None  # text of the open block; None if no block is open
 
     def begin(self, usage: Usage) -> list[Event]:
-        """The prompt has been read."""
+        """Starts the message, after the prefill."""
         self.message["usage"] = message_usage(usage)
         return [{"type": "message_start", "message": self.message | {"content": []}}, PING]
 
     def add(self, part: Part) -> list[Event]:
-        """Takes in a part; the end of an answer only ends what is under way, and then comes `end`."""
+        """Adds a part. An `End` closes the open block only; call `end` afterwards."""
         match part:
             case Text():
                 opened = self._enter({"type": "text", "text": ""})
@@ -73,7 +72,7 @@ class MessageEvents:
                 return self._leave()
 
     def end(self, end: End, usage: Usage) -> list[Event]:
-        """It is over, with all parts added."""
+        """Ends the message, after all parts have been added."""
         self.message["stop_reason"] = self._stop_reason(end)
         if self.message["stop_reason"] == "stop_sequence":
             self.message["stop_sequence"] = end.stop_reason
@@ -93,7 +92,7 @@ class MessageEvents:
             case "length":
                 return "max_tokens"
             case "abort":
-                return "pause_turn"  # it was cut off from outside, and may be sent back to be gone on with
+                return "pause_turn"  # aborted from outside; the client may send it back to be continued
             case _:
                 return "end_turn"
 
@@ -105,7 +104,7 @@ class MessageEvents:
         return content
 
     def _enter(self, block: dict[str, Any]) -> list[Event]:
-        """A block of that type, if none is under way."""
+        """Opens a block of that type, unless one is open."""
         is_open = self._texts is not None and self._content[-1]["type"] == block["type"]
         return [] if is_open else self._open(block)
 
@@ -116,13 +115,13 @@ class MessageEvents:
         return [*events, {"type": "content_block_start", "index": len(self._content) - 1, "content_block": block}]
 
     def _grow(self, kind: str, name: str, text: str) -> list[Event]:
-        assert self._texts is not None, "a part of a block that has not begun"
+        assert self._texts is not None, "a part without an open block"
         self._texts.append(text)
         delta = {"type": kind, name: text}
         return [{"type": "content_block_delta", "index": len(self._content) - 1, "delta": delta}]
 
     def _leave(self) -> list[Event]:
-        """Ends the block under way, if there is one."""
+        """Closes the open block, if there is one."""
         if self._texts is None:
             return []
         block, text = self._content[-1], "".join(self._texts)
@@ -135,7 +134,7 @@ class MessageEvents:
 
 
 def message_usage(usage: Usage) -> dict[str, Any]:
-    """Tokens as this API counts them: cached ones are not among the input tokens."""
+    """The `usage` object of this API: `input_tokens` excludes cached tokens."""
     return {
         "input_tokens": usage.num_prompt - usage.num_cached,
         "cache_read_input_tokens": usage.num_cached,
@@ -151,7 +150,10 @@ def error_body(error: ApiError, request_id: str) -> dict[str, Any]:
 
 
 def _as_object(text: str) -> dict[str, Any]:
-    """The arguments of a call. A model may end in their middle, or write none."""
+    """The arguments of a call as an object.
+
+    They may be missing or cut off; then the object is empty.
+    """
     try:
         parsed = orjson.loads(text or "{}")
     except orjson.JSONDecodeError:

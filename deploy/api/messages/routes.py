@@ -1,4 +1,4 @@
-"""The Messages API, Anthropic's, over HTTP: from a body to the engine and back, whole or as a stream."""
+"""The HTTP handlers of the Messages API, whole answers and streams."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ PREFIX = "msg_"
 
 @dataclass(frozen=True, slots=True)
 class MessageOrder:
-    """A message that can be made."""
+    """A validated request for a message."""
 
     is_stream: bool
     order: Order
-    ignored: Sequence[str]  # names of fields that nobody knows
+    ignored: Sequence[str]  # names of unknown fields
     name_of: NameOf
 
 
@@ -78,7 +78,7 @@ class MessagesRoutes:
         """`POST /v1/messages/count_tokens`."""
         order = await self._take(request, CountTokensBody)
         encoder, chat = self._service.require_engine().encoder, order.order.prompts[0].chat
-        assert chat is not None, "the body of chat is a chat"
+        assert chat is not None, "a chat body has a chat prompt"
         loop = asyncio.get_running_loop()
         try:
             token_ids = await loop.run_in_executor(self._threads, encoder.encode_chat, chat)
@@ -92,7 +92,7 @@ class MessagesRoutes:
         return await read(request, self._service.config, self._threads, partial(self._read, kind))
 
     def _read(self, kind: type[CountTokensBody], raw: Mapping[str, Any]) -> MessageOrder:
-        """The order of a body. `ApiError` names the field. May be called in a thread."""
+        """Validates a body. `ApiError` names the wrong field. May be called in a thread."""
         body, passed, ignored = read_adapted(kind, raw, self._service.config.strict_fields)
         chat, sources = body.chat()
         named = name_of(sources)

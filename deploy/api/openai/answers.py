@@ -1,6 +1,6 @@
-"""What clients get back: the shapes of chat and completions, whole and in chunks, with logprobs and usage.
+"""The JSON of chat and completion answers, whole and in chunks, with logprobs and usage.
 
-Knows JSON. Refuses to know how a chunk is framed on its way, sockets and the engine.
+The framing of chunks is left to the transport.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     from ....stages.messages import TokenLogprobs
     from ....stages.outputs import Delta, Progress
 
-MARK = "\x00text\x00"  # stands for a text in a chunk
+MARK = "\x00text\x00"  # placeholder for the text in a chunk
 _MARK = orjson.dumps(MARK)
 LEAST_LOGPROB = -9999.0  # JSON has no minus infinity
 
 
 @dataclass(frozen=True, slots=True)
 class PromptPart:
-    """What is told of one prompt, where that was asked for."""
+    """The data about one prompt that the client requested."""
 
-    text: str = ""  # before the answer's
-    logprobs: dict[str, list[Any]] | None = None  # before the answer's, in completions' shape
+    text: str = ""  # echoed before the answer's text
+    logprobs: dict[str, list[Any]] | None = None  # of the echoed text, in the shape of completions
     token_ids: list[int] | None = None
     prompt_logprobs: Any = None  # null, then for each token: id -> log-probability, rank and text
 
@@ -45,12 +45,14 @@ class Choice:
     num_chars: int = 0
     finish_reason: str | None = None
     stop_reason: str | int | None = None
-    turn: Turn | None = None  # what the text means, if more may be in it than words
-    pieces: list[Piece] = field(default_factory=list)  # of the turn: all that are kept, or those of the last delta
-    is_opened: bool = False  # its first chunk, which may tell of the prompt, is out
+    turn: Turn | None = None  # parser of the text; None if it is plain text
+    pieces: list[Piece] = field(
+        default_factory=list
+    )  # of the turn: all of them, or those of the last delta if not kept
+    is_opened: bool = False  # its first chunk, which may hold prompt data, has been sent
 
     def add(self, delta: Delta, keep: bool) -> None:
-        """Takes a piece in; its text and logprobs too if `keep`."""
+        """Adds a delta. With `keep`, its text, token ids and logprobs are stored too."""
         self.num_tokens += len(delta.token_ids)
         if self.turn is not None:
             pieces = self.turn.read(delta.text, delta.token_ids, delta.finish_reason is not None)
@@ -68,7 +70,7 @@ class Choice:
 
 
 def usage(num_prompt: int, num_cached: int, choices: Sequence[Choice]) -> dict[str, Any]:
-    """Tokens of all prompts and all choices of a request."""
+    """The `usage` object: tokens of all prompts and all choices of a request."""
     num_completion = sum(choice.num_tokens for choice in choices)
     told: dict[str, Any] = {
         "prompt_tokens": num_prompt,
@@ -83,8 +85,10 @@ def usage(num_prompt: int, num_cached: int, choices: Sequence[Choice]) -> dict[s
 
 
 def best(choices: Sequence[Choice], best_of: int, n: int) -> list[Choice]:
-    """Of each prompt's `best_of` choices the `n` with the highest mean log-probability a token, best first, numbered
-    anew. Among equals the earlier ones."""
+    """Selects the `n` best of each prompt's `best_of` choices, best first, and renumbers them.
+
+    Choices are ranked by mean log-probability per token. Among equals the earlier choice wins.
+    """
     chosen: list[Choice] = []
     for first in range(0, len(choices), best_of):
         ranked = sorted(choices[first : first + best_of], key=_mean_logprob, reverse=True)
@@ -100,7 +104,7 @@ def _mean_logprob(choice: Choice) -> float:
 
 
 class Answer:
-    """The shape of one request's answer. `head` is what its chunks have in common, encoded once."""
+    """Writes one request's answer as JSON. The common part of its chunks is encoded once."""
 
     PREFIX: ClassVar[str]
     WHOLE: ClassVar[str]
@@ -119,15 +123,17 @@ class Answer:
         has_logprobs: bool = True,
         has_tokens_as_ids: bool = False,
     ) -> None:
-        """`make_turn` for answers in which more than words may be."""
+        """`make_turn` makes the parser of a choice; None if choices are plain text."""
         self.id = answer_id
         self._make_turn = make_turn
         self.has_token_ids = has_token_ids  # of each choice, and of the prompts
-        self.has_logprobs = has_logprobs  # False: they were computed for another purpose
+        self.has_logprobs = has_logprobs  # False: logprobs were computed for ranking only, so leave them out
         self.has_tokens_as_ids = has_tokens_as_ids  # tokens in logprobs are spelled as their ids
-        self.prompts: dict[int, PromptPart] = {}  # told of each prompt, if anything is; known with its first token
+        self.prompts: dict[int, PromptPart] = {}  # prompt index -> its data, if requested; filled at its first token
         self.choices_per_prompt = 1
-        self._around: dict[int, tuple[bytes, bytes]] = {}  # choice -> what stands around the text of its plain pieces
+        self._around: dict[
+            int, tuple[bytes, bytes]
+        ] = {}  # choice -> encoded JSON before and after the text of a plain chunk
         self.has_usage = has_usage
         self.has_running_usage = has_running_usage
         self._common = {"id": answer_id, "created": created, "model": model}
@@ -136,7 +142,7 @@ class Answer:
         self._tail = b'],"usage":null}' if has_usage else b"]}"
 
     def choices(self, num_choices: int) -> list[Choice]:
-        """So many, with nothing in them yet."""
+        """New, empty choices."""
         make_turn = self._make_turn
         return [Choice(index, turn=None if make_turn is None else make_turn()) for index in range(num_choices)]
 
@@ -157,7 +163,7 @@ class Answer:
         return []
 
     def chunks(self, choice: Choice, delta: Delta, running_usage: dict[str, Any] | None = None) -> list[bytes]:
-        """The chunks of one piece of one choice; none if there is nothing to tell yet (half a character)."""
+        """The chunks of one delta of one choice; none if there is no output yet (half a character)."""
         if not (delta.finish_reason or delta.logprobs or self.has_token_ids or running_usage is not None):
             return [self._plain(choice, delta)] if delta.text else []
         has_news = delta.text or delta.finish_reason or delta.logprobs or (self.has_token_ids and delta.token_ids)
@@ -169,8 +175,10 @@ class Answer:
         return [self._encoded(piece, running_usage)]
 
     def _plain(self, choice: Choice, delta: Delta) -> bytes:
-        """The chunk of a piece that is text and nothing else, as nearly all are: what stands around it is written once
-        a choice."""
+        """The chunk of a delta that is only text, the common case.
+
+        The JSON around it is encoded once per choice.
+        """
         around = self._around.get(choice.index)
         if around is None:
             before, _, after = self._encoded(self._chunk_choice(choice, replace(delta, text=MARK))).partition(_MARK)
@@ -178,13 +186,13 @@ class Answer:
         return around[0] + orjson.dumps(delta.text) + around[1]
 
     def closing(self, usage: dict[str, Any] | None, metrics: Mapping[str, Any] | None) -> bytes | None:
-        """The extra chunk at the end of a stream that was asked for usage, or for metrics."""
+        """The extra chunk at the end of a stream, if usage or metrics were requested."""
         told = {"usage": usage, "metrics": metrics}
         fields = {name: value for name, value in told.items() if value is not None}
         return self._head + b"]," + orjson.dumps(fields)[1:] if fields else None
 
     def progress_chunk(self, progress: Progress) -> bytes:
-        """How far a prompt has come, with no text."""
+        """A chunk with the progress of the prefill and no text."""
         told = {
             "total": progress.total,
             "cached": progress.cached,
@@ -218,7 +226,7 @@ class ChatAnswer(Answer):
 
     def whole(self, choices: Sequence[Choice], usage: dict[str, Any]) -> dict[str, Any]:
         body = super().whole(choices, usage)
-        for part in self.prompts.values():  # one
+        for part in self.prompts.values():  # chat has one prompt
             if part.prompt_logprobs is not None:
                 body["prompt_logprobs"] = part.prompt_logprobs
             if part.token_ids is not None:
@@ -234,7 +242,7 @@ class ChatAnswer(Answer):
         return chunks
 
     def chunks(self, choice: Choice, delta: Delta, running_usage: dict[str, Any] | None = None) -> list[bytes]:
-        """One chunk for each thing that the turn tells, as clients join what is of one kind."""
+        """One chunk per piece of the turn, as clients join pieces of the same kind."""
         if choice.turn is None:
             return super().chunks(choice, delta, running_usage)
         told = [_told(piece) for piece in choice.pieces]
@@ -311,7 +319,7 @@ class CompletionAnswer(Answer):
 
 
 def _told(piece: Piece) -> dict[str, Any]:
-    """A piece as the `delta` of a chunk."""
+    """The `delta` of a chunk for a piece."""
     if isinstance(piece, Text):
         return {"content": piece.text}
     if isinstance(piece, Reasoning):
@@ -322,7 +330,7 @@ def _told(piece: Piece) -> dict[str, Any]:
 
 
 def _message(pieces: Sequence[Piece]) -> dict[str, Any]:
-    """All pieces as one message. Content is null where there is something else and no content."""
+    """All pieces as one message. `content` is null if there are calls or reasoning but no text."""
     content = "".join(piece.text for piece in pieces if isinstance(piece, Text))
     thoughts = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
     begun = [piece for piece in pieces if isinstance(piece, ToolCallBegun)]
@@ -344,12 +352,12 @@ def _call(begun: ToolCallBegun, arguments: str) -> dict[str, Any]:
 
 
 def chat_logprobs(tokens: Sequence[TokenLogprobs]) -> dict[str, Any]:
-    """Chat's shape: one entry a token."""
+    """Logprobs in the shape of chat: one entry per token."""
     return {"content": token_logprobs(tokens)}
 
 
 def token_logprobs(tokens: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
-    """One entry a token, with its bytes, as a token may be half a character."""
+    """One entry per token, with its bytes, as a token may be half a character."""
     return [
         {
             **_token(token.token, token.token_bytes, token.logprob),
@@ -360,7 +368,10 @@ def token_logprobs(tokens: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
 
 
 def completion_logprobs(choice: Choice, tokens: Sequence[TokenLogprobs], as_ids: bool = False) -> dict[str, Any]:
-    """Completions' shape: parallel lists. Offsets go on where the choice's last ones ended."""
+    """Logprobs in the shape of completions: parallel lists.
+
+    Offsets continue from the last call's.
+    """
     shape: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for token, spelled in zip(tokens, _spelled(tokens, as_ids), strict=True):
         chosen = {spelled.token: finite(token.logprob)}
@@ -373,7 +384,7 @@ def completion_logprobs(choice: Choice, tokens: Sequence[TokenLogprobs], as_ids:
 
 
 def as_id(token_id: int) -> str:
-    """How a token is spelled under `return_tokens_as_token_ids`."""
+    """The form of a token under `return_tokens_as_token_ids`."""
     return f"token_id:{token_id}"
 
 
@@ -407,5 +418,5 @@ def _token(text: str, raw: bytes, logprob: float) -> dict[str, Any]:
 
 
 def finite(logprob: float) -> float:
-    """As JSON can say it."""
+    """A log-probability that JSON can represent: minus infinity becomes `LEAST_LOGPROB`."""
     return max(logprob, LEAST_LOGPROB)

@@ -1,7 +1,7 @@
-"""The bodies of requests: which fields there are, of which types, and what they mean to the engine.
+"""The bodies of chat and completions, and their conversion to engine parameters.
 
-Names are OpenAI's and vLLM's. Types are strict (no bool is a number, no string is one). Ranges of sampling fields are
-those of `SamplingParams`, which refuses them by name. What depends on the model is checked behind this, at intake.
+Names are OpenAI's and vLLM's. Types are strict (a bool or a string is not a number). Ranges of sampling fields are
+checked by `SamplingParams`, by name. Checks that depend on the model follow at intake.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _bias_by_id(bias: dict[str, float]) -> dict[int, float]:
     for key in bias:
         if not (key.isascii() and key.isdigit() and len(key) <= 10 and key == str(int(key))):
             shown = repr(shorten(key, 64))
-            raise PydanticCustomError("invalid_value", "the keys must be token ids, and {key} is none", {"key": shown})
+            raise PydanticCustomError("invalid_value", "keys must be token ids, not {key}", {"key": shown})
     return {int(key): value for key, value in bias.items()}
 
 
@@ -88,7 +88,7 @@ ModelName = Annotated[str | None, WithJsonSchema(documented.MODEL)]
 
 
 class StreamOptions(BaseModel):
-    """What a stream tells besides its text."""
+    """Options for usage data in a stream."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -97,7 +97,7 @@ class StreamOptions(BaseModel):
 
 
 class GenerationBody(Body):
-    """What chat and completions have in common."""
+    """Base class of the chat and completion bodies."""
 
     UNSUPPORTED: ClassVar[Harmless] = UNSUPPORTED
     RELATIONS: ClassVar[tuple[JsonSchemaValue, ...]] = (
@@ -106,7 +106,7 @@ class GenerationBody(Body):
         WITHOUT_SEARCH,
     )
 
-    # fields that take the checkpoint's own default when the client brings none
+    # fields whose default comes from the checkpoint
     MODEL_DEFAULTS: ClassVar = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
     model: ModelName = None
@@ -121,7 +121,7 @@ class GenerationBody(Body):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
-    best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None  # answers, or beams, of which the n best are returned
+    best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None  # number of answers, or beams; the n best are returned
     use_beam_search: bool | None = None
     length_penalty: Annotated[float, Field(ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY)] | None = None
     early_stopping: Annotated[
@@ -166,7 +166,7 @@ class GenerationBody(Body):
     cache_salt: Annotated[str | None, Field(pattern=r"^[A-Za-z0-9_.:=+~-]{1,128}$")] = None
     request_id: str | None = None
     user: Annotated[str | None, Field(max_length=512)] = None
-    # these and their shapes: structured_fields.py
+    # the values of these fields are read in structured_fields.py
     response_format: Annotated[Any, WithJsonSchema(documented_forms.RESPONSE_FORMAT)] = None
     structured_outputs: Annotated[Any, WithJsonSchema(documented_forms.STRUCTURED_OUTPUTS)] = None
     guided_json: Annotated[Any, WithJsonSchema(documented_forms.GUIDED_JSON)] = None
@@ -175,7 +175,10 @@ class GenerationBody(Body):
     guided_grammar: Annotated[Any, WithJsonSchema(documented_forms.GUIDED_GRAMMAR)] = None
 
     def sampling_params(self, model_defaults: SamplingParams) -> SamplingParams:
-        """The sampler's view. `ApiError` names the field that is out of range, or has no meaning in a beam search."""
+        """The sampling parameters.
+
+        `ApiError` names a field that is out of range or not allowed in a beam search.
+        """
         if self.use_beam_search:
             model_defaults = SamplingParams(temperature=0.0)
         given = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
@@ -196,7 +199,7 @@ class GenerationBody(Body):
             raise self._in_own_words(refused) from None
 
     def beam_params(self) -> BeamParams | None:
-        """The beam search, if one is asked for. `ApiError` names the field that is out of range."""
+        """The beam search, or None. `ApiError` names a field that is out of range."""
         try:
             return _beam_params(self)
         except Refused as refused:
@@ -207,22 +210,22 @@ class GenerationBody(Body):
         return ApiError(refused.code, renamed(refused.message, refused.param, param), param=param)
 
     def _own_params(self) -> dict[str, Any]:
-        """`max_tokens` and `logprobs`, which the two endpoints spell differently."""
+        """`max_tokens` and `logprobs`, whose fields differ between the two endpoints."""
         raise NotImplementedError
 
     def prompts(self) -> tuple[Prompt, ...]:
-        """What to go on with."""
+        """The prompts to complete."""
         raise NotImplementedError
 
     def client_name(self, param: str | None) -> str | None:
-        """What this endpoint calls a field of `SamplingParams` or `BeamParams`."""
+        """This endpoint's name of a field of `SamplingParams` or `BeamParams`."""
         if param == "structured_outputs":
             return field_of(self)
         return ("n" if self.best_of is None else "best_of") if param == "width" else param
 
     def check(self) -> None:
         if self.stream_options is not None and not self.stream:
-            raise ApiError("invalid_value", "stream_options: only with stream = true", param="stream_options")
+            raise ApiError("invalid_value", "stream_options: requires stream = true", param="stream_options")
         for name in ("max_tokens", "max_completion_tokens"):
             value = getattr(self, name, None)
             if value is not None and value < self.least_max_tokens:
@@ -230,14 +233,18 @@ class GenerationBody(Body):
                     "invalid_value", f"{name} = {value}: must be at least {self.least_max_tokens}", param=name
                 )
         if self.return_progress and not self.stream:
-            raise ApiError("invalid_value", "return_progress: only with stream = true", param="return_progress")
+            raise ApiError("invalid_value", "return_progress: requires stream = true", param="return_progress")
         if self.stream and self.prompt_logprobs is not None:
-            raise ApiError("invalid_value", "prompt_logprobs: not in a stream; leave one out", param="prompt_logprobs")
+            raise ApiError(
+                "invalid_value",
+                "prompt_logprobs: not supported with stream = true; leave one of the two out",
+                param="prompt_logprobs",
+            )
         _check_beams(self)
 
     @property
     def ranks(self) -> bool:
-        """Whether more answers are made than are returned."""
+        """Whether more answers are generated than returned."""
         return False
 
     @property
@@ -245,7 +252,7 @@ class GenerationBody(Body):
         return 1
 
     def asked_of_prompts(self) -> Asked:
-        """What the answer is to tell of its prompts."""
+        """The prompt data that the answer must contain."""
         return Asked(
             prompt_logprobs=self.prompt_logprobs is not None,
             token_ids=bool(self.return_token_ids),
@@ -280,27 +287,27 @@ class ChatBody(GenerationBody):
 
     @property
     def offered_tools(self) -> list[Tool]:
-        """Tools that may be called."""
+        """The tools that may be called."""
         return [] if self.tools is None or self.tool_choice == "none" else self.tools
 
     @property
     def tool_names(self) -> tuple[str, ...]:
-        """Of the tools that may be called."""
+        """Names of the tools that may be called."""
         return tuple(tool.function.name for tool in self.offered_tools)
 
     @property
     def named_tool(self) -> str | None:
-        """The one that has to be called, if the body names it."""
+        """The tool that must be called, if the body names one."""
         return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
 
     @property
     def is_call_forced(self) -> bool:
-        """Whether the answer has to be calls."""
+        """Whether the answer must consist of calls."""
         return self.tool_choice == "required" or self.named_tool is not None
 
     @property
     def continued_text(self) -> str | None:
-        """The text that the answer goes on with; None if the answer is a turn of its own."""
+        """The text that the answer continues; None if the answer is a new turn."""
         if not self.continue_final_message:
             return None
         content = self.messages[-1].content
@@ -308,17 +315,17 @@ class ChatBody(GenerationBody):
 
     @property
     def max_thinking_tokens(self) -> int | None:
-        """The budget of thoughts, by either name."""
+        """The thinking budget in tokens, from either field."""
         return self.thinking_budget if self.thinking_token_budget is None else self.thinking_token_budget
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
-        """What the template is told; of effort only what the client does not tell it itself."""
+        """Variables for the chat template; `chat_template_kwargs` wins over the derived ones."""
         told: dict[str, Any] = {}
         if self.reasoning_effort is not None:
             told["reasoning_effort"] = self.reasoning_effort
         has_form = self.is_call_forced or structured_outputs(self) is not None
-        if self.reasoning_effort == "none" or has_form:  # an answer in a given form has no room for thoughts
+        if self.reasoning_effort == "none" or has_form:  # a constrained answer cannot contain reasoning
             told["enable_thinking"] = told["thinking"] = False
         return told | (self.chat_template_kwargs or {})
 
@@ -327,13 +334,17 @@ class ChatBody(GenerationBody):
         return {"max_tokens": longest, "logprobs": (self.top_logprobs or 0) if self.logprobs else None}
 
     def sampling_params(self, model_defaults: SamplingParams) -> SamplingParams:
-        """Of a call that is forced, the form too; it goes before the form of an answer in words."""
+        """Adds the schema of a forced call, which replaces any other output format."""
         params = super().sampling_params(model_defaults)
         schema = forced_schema(self.offered_tools, self.tool_choice, self.parallel_tool_calls is not False)
         if schema is None:
             return params
         if self.use_beam_search:
-            raise ApiError("invalid_value", "tool_choice: a beam search can not be made to call", param="tool_choice")
+            raise ApiError(
+                "invalid_value",
+                "tool_choice: forced calls are not supported with use_beam_search; leave one of the two out",
+                param="tool_choice",
+            )
         try:
             return replace(params, structured_outputs=StructuredOutputs(json=schema))
         except Refused as refused:
@@ -351,14 +362,14 @@ class ChatBody(GenerationBody):
     def check(self) -> None:
         super().check()
         if not self.messages:
-            raise ApiError("empty_prompt", "messages is empty: send at least one", param="messages")
+            raise ApiError("empty_prompt", "messages: is empty; send at least one message", param="messages")
         if self.top_logprobs is not None and not self.logprobs:
-            raise ApiError("invalid_value", "top_logprobs: only with logprobs = true", param="top_logprobs")
+            raise ApiError("invalid_value", "top_logprobs: requires logprobs = true", param="top_logprobs")
         check_last_turn(self)
         check_tools(self.tools, self.tool_choice)
 
     def prompts(self) -> tuple[Prompt, ...]:
-        """The chat as the one prompt that it is."""
+        """The chat, as one prompt."""
         chat = ChatPrompt(
             messages=tuple(message.for_template() for message in self.messages),
             add_generation_prompt=self.add_generation_prompt,
@@ -411,7 +422,7 @@ class CompletionBody(GenerationBody):
     def check(self) -> None:
         super().check()
         if self.echo and self.stream and self.logprobs is not None and (self.n or 1) > 1:
-            message = "echo: with logprobs in a stream only for n = 1; leave one of them out"
+            message = "echo: requires n = 1 together with logprobs and stream; leave one of them out"
             raise ApiError("invalid_value", message, param="echo")
 
     def asked_of_prompts(self) -> Asked:
@@ -430,20 +441,20 @@ _SAMPLING_FIELDS = [name for name in GenerationBody.model_fields if name in Samp
 
 
 def renamed(message: str, theirs: str | None, own: str | None) -> str:
-    """A message that begins with a field of `SamplingParams`, with what its client calls that field."""
+    """Replaces the field name at the start of `message` by the client's name of that field."""
     if theirs is None or own is None or theirs == own or not message.startswith(theirs):
         return message
     rest = message[len(theirs) :]
-    if theirs == "structured_outputs":  # the other fields that ask for a form have no parts of its names
+    if theirs == "structured_outputs":  # the other output-format fields have no members of these names
         rest = ": " + re.sub(r"^\.(json|regex|choice|grammar)\b", "", rest).lstrip(" :")
     return own + rest
 
 
-# -- beam search: what a search does is `stages/beam_search/algorithm.py`'s to say
+# -- beam search: see `stages/beam_search/algorithm.py`
 
 
 def _check_beams(body: GenerationBody) -> None:
-    """Raises `ApiError` for fields of a search without one, for a stream of one, and for a `best_of` that is none."""
+    """Checks the beam-search fields and `best_of`; raises `ApiError`."""
     n = 1 if body.n is None else body.n
     if body.use_beam_search:
         _check_search(body, n)
@@ -454,34 +465,38 @@ def _check_beams(body: GenerationBody) -> None:
         _check_best_of(body)
     for name, off in (("length_penalty", (None, 1.0)), ("early_stopping", (None, False))):
         if getattr(body, name) not in off:
-            raise ApiError("invalid_value", f"{name}: only with use_beam_search = true", param=name)
+            raise ApiError("invalid_value", f"{name}: requires use_beam_search = true", param=name)
 
 
 def _check_best_of(body: GenerationBody) -> None:
     if not body.ranks:
-        message = f"best_of = {body.best_of}: on chat only with use_beam_search = true; leave it out, or equal to n"
+        message = f"best_of = {body.best_of}: requires use_beam_search = true on chat; leave it out or set it to n"
         raise ApiError("unsupported_parameter", message, param="best_of")
     if body.stream:
-        message = "best_of: above n not in a stream, as the best answer is known only at the end; leave one out"
+        message = (
+            "best_of: above n is not supported in a stream, as the best answer is known only at the end; leave one out"
+        )
         raise ApiError("unsupported_parameter", message, param="best_of")
 
 
 def _check_search(body: GenerationBody, n: int) -> None:
     if body.stream:
-        message = "stream: a beam search knows its best answer only at its end, so there is nothing to send before"
+        message = "stream: not supported with use_beam_search, as the best answer is known only at the end"
         raise ApiError("unsupported_parameter", f"{message}; leave it out", param="stream")
     if getattr(body, "echo", None):
-        raise ApiError("unsupported_parameter", "echo: not with a beam search; leave it out", param="echo")
+        raise ApiError("unsupported_parameter", "echo: not supported with use_beam_search; leave it out", param="echo")
     for name, off in NO_SAMPLING.items():
-        if off is None and getattr(body, name, None) is not None:  # whatever it asks for, and if it is nothing
-            raise ApiError("unsupported_parameter", f"{name}: not with a beam search; leave it out", param=name)
+        if off is None and getattr(body, name, None) is not None:  # refused for any value, also one without effect
+            raise ApiError(
+                "unsupported_parameter", f"{name}: not supported with use_beam_search; leave it out", param=name
+            )
     if body.best_of is not None and body.best_of < n:
-        message = f"best_of = {body.best_of}: is the width of the search, so must be at least n, which is {n}"
+        message = f"best_of = {body.best_of}: must be at least n, which is {n}, as it is the width of the beam search"
         raise ApiError("invalid_value", message, param="best_of")
 
 
 def _beam_params(body: GenerationBody) -> BeamParams | None:
-    """The search that `body` asks for, if it does. `Refused` names the field by the name that the search has for it."""
+    """The beam search of `body`, or None. `Refused` names the field as `BeamParams` does."""
     if not body.use_beam_search:
         return None
     width = body.n if body.best_of is None else body.best_of

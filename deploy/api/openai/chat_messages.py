@@ -1,4 +1,4 @@
-"""The turns of a chat as clients send them, and what else of a body goes to the chat template."""
+"""The messages of a chat body, and its other inputs to the chat template."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .tools import MAX_TOOLS, CalledTool
 
 MAX_MESSAGES = 4096
 
-# What a client may hand to the chat template. Never what a template trusts: its own text, tools, or how to tokenize.
+# Variables that a client may set. Never those that a template trusts: its own text, tools, or how to tokenize.
 TEMPLATE_KWARGS = frozenset({"enable_thinking", "thinking", "thinking_budget", "reasoning_effort", "date_string"})
 MAX_KWARG_CHARS = 1024
 
@@ -32,7 +32,7 @@ NOT_OVER = only_with("continue_final_message", {"const": True}, {"add_generation
 
 
 def _content(value: Any, info: ValidationInfo) -> Any:
-    """Text, or a list of text parts. A turn that calls tools may do without."""
+    """Validates `content`: text, or a list of text parts; optional in a turn with tool calls."""
     if isinstance(value, str) or (value is None and info.data.get("tool_calls")):
         return value
     if not isinstance(value, list):
@@ -42,7 +42,7 @@ def _content(value: Any, info: ValidationInfo) -> Any:
         if kind != "text" and isinstance(kind, str):
             raise PydanticCustomError(
                 "unsupported_content_type",
-                "part {i} is of type {kind}: this model takes text parts only",
+                "part {i} is of type {kind}, but this model takes text parts only",
                 {"i": i, "kind": repr(shorten(kind, 32))},
             )
         if kind != "text" or not isinstance(part.get("text"), str):
@@ -55,7 +55,7 @@ def _template_kwargs(value: dict[str, Any]) -> dict[str, Any]:
         if name not in TEMPLATE_KWARGS:
             known = ", ".join(sorted(TEMPLATE_KWARGS))
             raise PydanticCustomError(
-                "invalid_value", "{name} is none of {known}", {"name": repr(shorten(name, 64)), "known": known}
+                "invalid_value", "{name} must be one of {known}", {"name": repr(shorten(name, 64)), "known": known}
             )
         if not isinstance(item, (str, int, float, bool, type(None))) or len(str(item)) > MAX_KWARG_CHARS:
             raise PydanticCustomError("invalid_value", "{name} must be a text, number or boolean", {"name": name})
@@ -75,13 +75,13 @@ class Message(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", json_schema_extra=documented_forms.content_or_calls)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    tool_calls: Annotated[list[CalledTool], Field(max_length=MAX_TOOLS)] | None = None  # of an assistant
-    content: Annotated[  # may be left out beside calls
+    tool_calls: Annotated[list[CalledTool], Field(max_length=MAX_TOOLS)] | None = None  # only with role = assistant
+    content: Annotated[  # optional with tool_calls
         str | list[dict[str, str]] | None, BeforeValidator(_content), WithJsonSchema(documented.CONTENT)
     ]
-    tool_call_id: str | None = Field(None, max_length=256)  # whose result this is
-    reasoning: str | None = None  # of an assistant: what it thought before
-    reasoning_content: str | None = None  # the same, by its other name
+    tool_call_id: str | None = Field(None, max_length=256)  # the call that this is the result of
+    reasoning: str | None = None  # only with role = assistant: its reasoning before the content
+    reasoning_content: str | None = None  # the same under its older name
     name: str | None = Field(None, max_length=64)
 
     @model_validator(mode="before")
@@ -91,7 +91,7 @@ class Message(BaseModel):
         return {**raw, "content": None} if has_calls else raw
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates know messages."""
+        """The message as plain data for the chat template."""
         known = self.model_dump(exclude_none=True)
         if thoughts := self.reasoning or self.reasoning_content:
             known["reasoning"] = known["reasoning_content"] = thoughts
@@ -99,13 +99,14 @@ class Message(BaseModel):
 
 
 class Continued(Protocol):
-    """A body that says where its chat ends."""
+    """The fields that say how the last turn of a chat ends."""
 
     continue_final_message: bool
     add_generation_prompt: bool
 
 
 def check_last_turn(body: Continued) -> None:
+    """Raises `ApiError` if a body asks both to continue the last turn and to open a new one."""
     if body.continue_final_message and body.add_generation_prompt:
-        message = "continue_final_message: needs add_generation_prompt = false, as the last turn is not over"
+        message = "continue_final_message: requires add_generation_prompt = false, as the last turn is continued"
         raise ApiError("invalid_value", message, param="continue_final_message")

@@ -1,4 +1,4 @@
-"""The chunks of a streamed answer, as they come: what every transport sends and frames in its own way."""
+"""The chunks of a streamed answer, for any transport to frame and send."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ Tell = Callable[[Iterable[int]], Awaitable[None]]
 
 
 class Chunks:
-    """An async iterator over the bodies of a request's chunks: JSON, at least one at a time, all that is there.
+    """The chunks of a request's stream as JSON, as an async iterator.
 
-    It reads the outbox when it is asked for more and at no other time, so a client that asks for nothing is not read
-    for, and its request is parked. It raises what ended the request, as the outbox does.
+    Each item is the list of all chunks that have arrived, at least one. It reads the outbox only when the next item is
+    requested. If the client does not read, the outbox fills and the request is parked. It raises the error that ended
+    the request, as the outbox does.
     """
 
     def __init__(
@@ -32,8 +33,11 @@ class Chunks:
         *,
         waits_for_tokens: bool = False,
     ) -> None:
-        """`tell` hears of choices before their first chunk; with `waits_for_tokens`, when they have a token, as their
-        prompts are scored by then. `metrics` is asked at the end."""
+        """`tell` is awaited with the indices of choices before their chunks.
+
+        `metrics` is called at the end. With `waits_for_tokens`, `tell` gets only choices that have a token, as their
+        prompts are scored by then.
+        """
         self.outbox = outbox
         self.choices = answer.choices(num_choices)
         self._answer = answer
@@ -45,15 +49,15 @@ class Chunks:
 
     @property
     def needs_waiting(self) -> bool:
-        """Whether chunks are waited for even when their text is there, so that they can not be polled."""
+        """Whether chunks must be awaited even if their text has arrived, so `poll` is not allowed."""
         return self._tell is not None
 
     def is_over(self) -> bool:
-        """Whether all has been given: known with the last chunk."""
+        """Whether the last chunk has been returned."""
         return not self._num_unfinished
 
     def usage(self) -> dict[str, Any]:
-        """Tokens so far, as clients are told."""
+        """The `usage` object for the tokens so far."""
         return usage(self.outbox.num_prompt_tokens, self.outbox.num_cached_tokens, self.choices)
 
     def __aiter__(self) -> Chunks:
@@ -71,13 +75,13 @@ class Chunks:
         return bodies
 
     def poll(self) -> list[bytes]:
-        """The same of what is there, without waiting for more; often nothing."""
+        """The chunks that have arrived, without waiting; often none."""
         assert not self.needs_waiting
         deltas = self.outbox.poll()
         return self._encode(deltas) if deltas else []
 
     def _encode(self, deltas: Sequence[Delta]) -> list[bytes]:
-        """With what stands before the first and behind the last."""
+        """The chunks of `deltas`, with the opening chunks first and the closing one last."""
         answer = self._answer
         bodies: list[bytes] = []
         for delta in deltas:

@@ -1,6 +1,7 @@
-"""The bodies of embeddings, scores and reranking. Names are OpenAI's, vLLM's, Jina's and Cohere's.
+"""The bodies of embeddings, scores and reranking.
 
-What depends on the model (lengths, dimensions, whether it embeds at all) is checked behind this, at intake.
+Field names are those of OpenAI, vLLM, Jina and Cohere. Checks that depend on the model (lengths, dimensions, whether it
+embeds at all) follow at intake.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from .prompts import read_prompts
 
 
 def _texts(value: Any) -> Any:
-    """A list of texts, also from one, or from objects with a text."""
+    """Converts one text, or a list of texts and `{"text": ...}` objects, to a list of texts."""
     if not isinstance(value, list):
         return [value]
     return [item["text"] if isinstance(item, dict) and set(item) == {"text"} else item for item in value]
@@ -39,10 +40,10 @@ Texts = Annotated[
 
 
 class PooledBody(Body):
-    """What all of them have in common."""
+    """Base class of the bodies in this file."""
 
     refuses_unsupported: ClassVar[bool] = True
-    # what intake and the pairs call a field -> what this endpoint calls it
+    # the engine's name of a field -> the name at this endpoint
     NAMES: ClassVar[dict[str, str]] = {}
 
     model: ModelName = None
@@ -52,17 +53,17 @@ class PooledBody(Body):
     truncate_prompt_tokens: Annotated[Any, WithJsonSchema(documented_forms.ONLY_NULL)] = None
 
     def check(self) -> None:
-        """What this server has, and not here."""
+        """Refuses fields that are supported only on other endpoints."""
         if self.truncate_prompt_tokens is not None:
-            message = "truncate_prompt_tokens: not supported here, as what ends a text would be lost; shorten the text"
+            message = "truncate_prompt_tokens: not supported here, as the end of a text would be lost; shorten the text"
             raise ApiError("unsupported_parameter", message, param="truncate_prompt_tokens")
 
     def request(self, answer_id: str, tasks: frozenset[Task]) -> Request:
-        """What to ask a model that can do `tasks`."""
+        """The request to the engine, for a model that supports `tasks`."""
         raise NotImplementedError
 
     def in_own_words(self, error: ApiError) -> ApiError:
-        """`error` with the name that this endpoint has for the field that is wrong."""
+        """Renames the field in `error` to its name at this endpoint. Changes `error` and returns it."""
         name = self.NAMES.get(error.param or "")
         if name is not None and error.param is not None:
             if error.message.startswith(error.param + " "):
@@ -79,11 +80,11 @@ class EmbeddingBody(PooledBody):
     input: Annotated[Any, WithJsonSchema(documented_forms.INPUT)]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
-    normalize: bool | None = None  # to length 1, which is the default
+    normalize: bool | None = None  # scale vectors to length 1; the default is true
     cache_salt: Annotated[str | None, Field(pattern=r"^[A-Za-z0-9_.:=+~-]{1,128}$")] = None
 
     def request(self, answer_id: str, tasks: frozenset[Task]) -> Request:
-        """One vector for each input. `ApiError` says which input is wrong, and why."""
+        """A request for one vector per input. `ApiError` names the wrong field."""
         prompts = read_prompts(self.input, "input", MAX_INPUTS)
         pooling = PoolingParams(dimensions=self.dimensions, normalize=self.normalize is not False)
         salt = self.cache_salt or ""
@@ -91,14 +92,14 @@ class EmbeddingBody(PooledBody):
 
 
 class PairsBody(PooledBody):
-    """What scores and reranking have in common: texts to compare."""
+    """Base class of scores and reranking: pairs of texts to compare."""
 
     def pairs(self) -> Pairs:
-        """Which with which."""
+        """The pairs to compare."""
         raise NotImplementedError
 
     def request(self, answer_id: str, tasks: frozenset[Task]) -> Request:
-        """A score for each pair."""
+        """A request for one score per pair."""
         return self.pairs().request(answer_id, tasks, priority=self.priority)
 
 
@@ -107,7 +108,10 @@ def _pair_of(*names: str) -> JsonSchemaValue:
 
 
 class ScoreBody(PairsBody):
-    """`POST /score`: one query for all documents, or one each. The two go by several names."""
+    """`POST /score`: one query for all documents, or one query per document.
+
+    Both have two names.
+    """
 
     RELATIONS: ClassVar[tuple[JsonSchemaValue, ...]] = (
         {
@@ -128,7 +132,7 @@ class ScoreBody(PairsBody):
     text_2: Texts | None = None
 
     def check(self) -> None:
-        """One pair of names, whole."""
+        """Requires both fields of one pair of names, and none of the other pair."""
         super().check()
         given = [name for name in ("queries", "documents", "text_1", "text_2") if getattr(self, name) is not None]
         if given not in (["queries", "documents"], ["text_1", "text_2"]):
@@ -142,12 +146,12 @@ class ScoreBody(PairsBody):
             raise ApiError(refused.code, refused.message, param=param) from None
 
     def pairs(self) -> Pairs:
-        """Which with which."""
+        """The queries with the documents."""
         return Pairs(self.queries or self.text_1 or [], self.documents or self.text_2 or [])
 
 
 class RerankBody(PairsBody):
-    """`POST /rerank`: the documents that answer a query best come first."""
+    """`POST /rerank`: documents sorted by how well they answer a query, best first."""
 
     NAMES: ClassVar[dict[str, str]] = {"prompt": "documents"}
 

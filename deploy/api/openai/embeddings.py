@@ -1,6 +1,6 @@
-"""Embeddings, scores and reranking: from a body to the engine and back. None of them streams.
+"""Embeddings, scores and reranking: from a body to the engine and back.
 
-Knows the life of such a request, and that however its handler is left, the request ends.
+None of them streams. However a handler ends, its request is closed.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
     from ....stages.exit.outboxes import RequestOutbox
     from ....stages.messages import Request, Task
 
-INLINE_NUMBERS = 16_384  # of embeddings, written to JSON on the loop: more would hold it for over a millisecond
+INLINE_NUMBERS = 16_384  # numbers written to JSON on the event loop; more would block it for over a millisecond
 
 B = TypeVar("B", bound=PooledBody)
 
 
 @dataclass(frozen=True, slots=True)
 class _Done(Generic[B]):
-    """An answer to be written."""
+    """A finished request, ready to be written as JSON."""
 
     body: B
     outbox: RequestOutbox
@@ -49,7 +49,7 @@ class _Done(Generic[B]):
 
 
 class Embeddings:
-    """The handlers of the endpoints whose answers are numbers."""
+    """The handlers of embeddings, scores and reranking."""
 
     def __init__(self, service: Service, threads: Executor) -> None:
         self.service = service
@@ -94,7 +94,7 @@ class Embeddings:
         self, request: web.Request, body: PooledBody, asked: Request, prefix: str
     ) -> tuple[RequestOutbox, Sequence[Floats]]:
         answer_id = self.service.open(prefix, request[REQUEST_ID], request[OWNER])
-        cause = "disconnect"  # of an end that nobody here foresees: the handler is cancelled when its client leaves
+        cause = "disconnect"  # if no exception below sets another: the handler is cancelled when its client disconnects
         try:
             salt = self.service.cache_salt(asked.cache_salt, request[OWNER])
             asked = replace(asked, request_id=answer_id, cache_salt=salt)
@@ -109,7 +109,7 @@ class Embeddings:
 
 
 def _embeddings(done: _Done[EmbeddingBody]) -> bytes:
-    """Embedding by embedding: one call for all of them would hold the interpreter."""
+    """Writes one embedding per call of orjson, as one call for all would hold the GIL too long."""
     in_base64 = done.body.encoding_format == "base64"
     items = []
     for index, vector in enumerate(done.vectors):
@@ -137,7 +137,7 @@ def _ranks(done: _Done[RerankBody]) -> bytes:
 
 
 def _base64(vector: Floats) -> str:
-    """Little-endian float32, as OpenAI's."""
+    """Base64 of little-endian float32, as OpenAI encodes it."""
     return base64.b64encode(vector.astype(np.dtype("<f4")).tobytes()).decode()
 
 

@@ -1,6 +1,6 @@
 """Chat and completions: from a body to the engine and back, whole or as a stream.
 
-Knows the life of one request, and that however its handler is left, the request ends.
+However a handler ends, its request is closed.
 """
 
 from __future__ import annotations
@@ -44,15 +44,18 @@ log = get_logger("millrace.deploy")
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What a client asked for, checked as far as that goes without the model."""
+    """A validated body, ready to submit.
+
+    Checks that depend on the prompt's tokens follow at intake.
+    """
 
     body: GenerationBody
-    ignored: Sequence[str]  # names of fields that nobody knows
+    ignored: Sequence[str]  # names of unknown fields
     prompts: tuple[Prompt, ...]
     params: SamplingParams
-    beams: BeamParams | None  # if it is a beam search
-    asked: Asked  # of the prompts, to be told in the answer
-    make_turn: Callable[[], Turn] | None = None  # for each choice, if more than words may be in it
+    beams: BeamParams | None  # None: no beam search
+    asked: Asked  # what the answer returns about the prompts
+    make_turn: Callable[[], Turn] | None = None  # one per choice; None if choices are plain text
 
     @property
     def num_choices(self) -> int:
@@ -60,7 +63,7 @@ class Order:
 
 
 class Generation:
-    """The handlers of the two endpoints that generate text."""
+    """The handlers of the endpoints that generate text or token ids."""
 
     def __init__(self, service: Service, threads: Executor) -> None:
         self.service = service
@@ -87,16 +90,19 @@ class Generation:
         return await self._render(request, CompletionBody, CompletionAnswer)
 
     async def abort(self, request: web.Request) -> web.Response:
-        """`DELETE /v1/requests/{id}`: ends a request; its own client gets what there is, with finish_reason `abort`."""
+        """`DELETE /v1/requests/{id}`: aborts a request.
+
+        Its client gets the partial answer, finish_reason `abort`.
+        """
         some_id = request.match_info["id"]
         if self.service.abort(some_id, request[OWNER]) is None:
-            message = f"no request {shorten(repr(some_id), 128)} is under way"
+            message = f"id = {shorten(repr(some_id), 128)}: no request with this id is in progress"
             raise ApiError("request_not_found", message, param="id")
         body = orjson.dumps({"id": some_id, "aborted": True})
         return web.Response(body=body, content_type="application/json")
 
     async def _render(self, request: web.Request, kind: type[GenerationBody], shape: type[Answer]) -> web.Response:
-        """What `/generate` takes, made of a body for another route: one for a chat, a list for completions."""
+        """Answers with bodies for `/generate`: one for a chat, a list for completions."""
         order = await self._take_order(request, kind)
         engine, answer_id = self.service.require_engine(), shape.PREFIX + request[REQUEST_ID]
         try:
@@ -117,7 +123,7 @@ class Generation:
         if order.body.request_id is not None:
             request[REQUEST_ID] = settled_id(order.body.request_id)
         answer_id = self.service.open(shape.PREFIX, request[REQUEST_ID], request[OWNER])
-        cause = "disconnect"  # of an end that nobody here foresees: the handler is cancelled when its client leaves
+        cause = "disconnect"  # if no exception below sets another: the handler is cancelled when its client disconnects
         try:
             outbox = await self.submit(answer_id, order, _time_limit_s(request, order.body))
             answer = self.answer(shape, answer_id, order)
@@ -140,7 +146,7 @@ class Generation:
         return order
 
     def order(self, kind: type[GenerationBody], raw: Mapping[str, Any]) -> Order:
-        """What a body asks for. `ApiError` says what is wrong with it. May be called in a thread."""
+        """Validates a body. `ApiError` names the wrong field. May be called in a thread."""
         defaults = self.service.require_engine().info.default_params
         raw = flatten(raw) if kind is GenerateBody else raw
         body, ignored = read_body(kind, raw, self.service.config.strict_fields)
@@ -151,8 +157,10 @@ class Generation:
         return Order(body, ignored, body.prompts(), params, body.beam_params(), body.asked_of_prompts(), make_turn)
 
     async def submit(self, answer_id: str, order: Order, limit_s: float | None = None) -> RequestOutbox:
-        """Sends an order to the engine, which answers it under an id that `Service.open` gave, within `limit_s` or what
-        the body says."""
+        """Submits an order to the engine under an id from `Service.open`.
+
+        The deadline is `limit_s` seconds from now, or the body's `timeout_s` if that is None.
+        """
         limit_s = order.body.timeout_s if limit_s is None else limit_s
         owner = self.service.live[answer_id].owner
         asked = Request(
@@ -165,11 +173,11 @@ class Generation:
         )
         if order.beams is not None:
             return self.service.require_engine().submit_search(asked, order.beams, deadline_s=limit_s)
-        # a burst waits its turn at the door for microseconds; who may stay is for admission to say, behind it
+        # wait=True: in a burst, submitting waits for microseconds; admission control comes after it
         return await self.service.require_engine().submit(asked, wait=True, deadline_s=limit_s)
 
     def answer(self, shape: type[Answer], answer_id: str, order: Order) -> Answer:
-        """The shape of the answer to an order."""
+        """The object that writes the answer to an order."""
         options = order.body.stream_options
         forced = self.service.config.enable_force_include_usage
         return shape(
@@ -185,12 +193,15 @@ class Generation:
         )
 
     def chunks(self, order: Order, answer: Answer, outbox: RequestOutbox) -> Chunks:
-        """What is sent of the answer, on whatever it is sent."""
+        """The chunks of the streamed answer, for any transport."""
         tell, metrics = self.teller(order, answer, outbox), lambda: self._metrics(order, outbox)
         return Chunks(answer, outbox, order.num_choices, tell, metrics, waits_for_tokens=order.asked.echo_logprobs)
 
     def teller(self, order: Order, answer: Answer, outbox: RequestOutbox) -> Tell | None:
-        """Puts into the answer what it tells of the prompts of choices that have begun. None if it tells nothing."""
+        """A function that adds prompt data to the answer for given choices.
+
+        None if the client requested no prompt data.
+        """
         if not order.asked.anything:
             return None
         answer.choices_per_prompt = order.params.n
@@ -230,8 +241,11 @@ class Generation:
     async def _stream(
         self, request: web.Request, order: Order, answer: Answer, outbox: RequestOutbox
     ) -> web.StreamResponse:
-        """The answer as events. Nothing is sent before the first piece is there, so that what goes wrong before it
-        still has a status of its own; unless that takes so long that a proxy might give up."""
+        """The answer as server-sent events.
+
+        Nothing is sent before the first piece, so that an earlier error still gets its own HTTP status. After
+        `sse_ping_interval_s` the headers are sent anyway, so that no proxy times out.
+        """
         chunks, config = self.chunks(order, answer, outbox), self.service.config
         first = asyncio.ensure_future(anext(chunks))
         headers = ignored_headers(order.ignored)
@@ -251,7 +265,7 @@ class Generation:
                 await stream.send([DONE])
                 return await stream.finish()
         except ConnectionError:
-            raise asyncio.CancelledError from None  # gone, as a handler hears it otherwise
+            raise asyncio.CancelledError from None  # the client is gone; aiohttp signals that by cancellation
         finally:
             first.cancel()
             if stream.has_stalled:
@@ -265,7 +279,7 @@ ENDPOINTS: dict[str, tuple[type[ChatBody] | type[CompletionBody], type[Answer]]]
 
 
 def told(error: Exception, answer_id: str) -> ApiError:
-    """What the client of a stream is told of its end; in the log too, if nobody foresaw it."""
+    """The error that a stream ends with. An unexpected `error` is logged."""
     known = describe(error)
     if known is None:
         log.error("request.failed", error=type(error).__name__, exc_info=error)
@@ -273,7 +287,7 @@ def told(error: Exception, answer_id: str) -> ApiError:
 
 
 def _time_limit_s(request: web.Request, body: GenerationBody) -> float | None:
-    """As the body says, or the header."""
+    """The time limit from the body, else from the `X-Request-Timeout` header, in seconds."""
     given = request.headers.get("X-Request-Timeout")
     if body.timeout_s is not None or given is None:
         return body.timeout_s
@@ -285,7 +299,7 @@ def _time_limit_s(request: web.Request, body: GenerationBody) -> float | None:
 
 
 def in_terms_of(body: GenerationBody, error: Exception, request_id: str) -> Exception:
-    """The error in the client's words: intake calls a chat's messages the prompt, and max_tokens by its older name."""
+    """Renames the field of an engine error as in `body`, e.g. `prompt` to `messages` on chat."""
     known = describe(error)
     if known is None:
         return error
@@ -295,10 +309,10 @@ def in_terms_of(body: GenerationBody, error: Exception, request_id: str) -> Exce
 
 
 def ignored_headers(ignored: Sequence[str]) -> dict[str, str]:
-    """What a response says of fields that nobody knows."""
+    """The response header that lists unknown fields, if there are any."""
     return {"X-Ignored-Fields": _listed(ignored)} if ignored else {}
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Field names as a header may hold them: the first 32, each cut, and without what does not belong there."""
+    """The first 32 names, each cut to 64 characters; characters unsafe in a header become `?`."""
     return ", ".join(re.sub(r"[^A-Za-z0-9_.-]", "?", name[:64]) for name in names[:32])

@@ -11,18 +11,18 @@ from ..service import Service
 
 
 class ModelRoutes:
-    """The handlers of one server."""
+    """The handlers of `GET /v1/models`."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
 
     async def models(self, request: web.Request) -> web.Response:
-        """All names that are served."""
+        """`GET /v1/models`: all served names."""
         self.service.require_engine()
         return answer({"object": "list", "data": [self._model(name) for name in self.service.model_names]})
 
     async def model(self, request: web.Request) -> web.Response:
-        """One of them."""
+        """`GET /v1/models/{id}`: one served name."""
         self.service.require_engine()
         name = request.match_info["id"]
         self.service.require_model(name)

@@ -1,8 +1,6 @@
-"""What an answer tells of its prompt, where its client asked: the text itself (`echo`), its token ids, and how likely
-each of its tokens was.
+"""Prompt data in an answer: the text (`echo`), its token ids and log-probabilities.
 
-Knows the shapes. Long ones are made of JSON that is written a slice at a time, so that one call never holds the
-interpreter for long. Refuses to know sockets.
+Long JSON arrays are written in slices, so that one call of the JSON writer does not hold the GIL for long.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ TokenName = Callable[[int], str]
 
 
 class Tokenizer(Protocol):
-    """What is needed of one."""
+    """The members of a tokenizer that are used here."""
 
     @property
     def special_ids(self) -> frozenset[int]: ...
@@ -36,14 +34,14 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What to tell of each prompt, and of the answer."""
+    """The data about each prompt that the answer must contain."""
 
     echo: bool = False
-    echo_logprobs: bool = False  # in the arrays of the answer's own
+    echo_logprobs: bool = False  # in front of the answer's own logprobs
     prompt_logprobs: bool = False
     token_ids: bool = False
     tokens_as_ids: bool = False
-    logprobs: bool = True  # of the answer
+    logprobs: bool = True  # log-probabilities of the answer itself
 
     @property
     def anything(self) -> bool:
@@ -51,7 +49,10 @@ class Asked:
 
 
 def tell_prompt(asked: Asked, outbox: RequestOutbox, tokenizer: Tokenizer, index: int) -> PromptPart:
-    """Of one prompt, once a first token of answer to it is there."""
+    """The requested data of prompt `index`.
+
+    Call it after the first token of an answer to that prompt.
+    """
     token_ids = outbox.prompt_token_ids(index).tolist()
     scores = outbox.prompt_logprobs(index) if asked.prompt_logprobs or asked.echo_logprobs else None
     name = as_id if asked.tokens_as_ids else _namer(tokenizer)
@@ -61,7 +62,7 @@ def tell_prompt(asked: Asked, outbox: RequestOutbox, tokenizer: Tokenizer, index
         texts = token_texts(tokenizer, token_ids)
         first = next((at for at, part in enumerate(texts) if part), 0)
         if texts and texts[first].startswith(" ") and given is not None and not given.startswith(" "):
-            texts[first] = texts[first][1:]  # the tokenizer's own
+            texts[first] = texts[first][1:]  # a space that the tokenizer added
         is_whole = given is not None and outbox.request.params.truncate_prompt_tokens is None
         text = given if given is not None and is_whole else "".join(texts)
         if asked.echo_logprobs:
@@ -75,8 +76,10 @@ def tell_prompt(asked: Asked, outbox: RequestOutbox, tokenizer: Tokenizer, index
 
 
 def token_texts(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
-    """What each token adds to the text: the whole of a character comes with its last byte; special tokens add
-    nothing."""
+    """The text that each token adds.
+
+    A character comes with its last byte; special tokens add nothing.
+    """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     texts = []
     for token_id in token_ids:
@@ -88,7 +91,7 @@ def token_texts(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
 
 
 def _namer(tokenizer: Tokenizer) -> TokenName:
-    """The tokens' own texts, each made once."""
+    """A function from token id to the token's text, cached."""
     names: dict[int, str] = {}
 
     def name(token_id: int) -> str:
@@ -100,7 +103,10 @@ def _namer(tokenizer: Tokenizer) -> TokenName:
 
 
 def _entries(scores: PromptLogprobs | None, name: TokenName) -> Iterable[dict[str, Any]]:
-    """For each token but the first: token id -> its log-probability, rank and text; the token's own first."""
+    """For each token but the first: token id -> log-probability, rank and text.
+
+    The prompt's own token comes first.
+    """
     if scores is None:
         return
     columns = (scores.token_ids, scores.logprobs, scores.ranks, scores.top_ids, scores.top_logprobs)
@@ -118,7 +124,7 @@ def _entry(logprob: float, rank: int, text: str) -> dict[str, Any]:
 def _echo(
     token_ids: Sequence[int], texts: Sequence[str], scores: PromptLogprobs | None, name: TokenName
 ) -> dict[str, list[Any]]:
-    """Completions' shape. Nothing comes before the first token, so nothing is said of how likely it was."""
+    """Prompt logprobs in the shape of completions. The first token has no log-probability."""
     shape: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [None], "top_logprobs": [None], "text_offset": []}
     num_chars = 0
     for token_id, text in zip(token_ids, texts, strict=True):
@@ -136,7 +142,7 @@ def _echo(
 
 
 def _fragment(head: Sequence[Any], entries: Iterable[Any]) -> orjson.Fragment:
-    """The JSON array of both."""
+    """The JSON array of `head` and then `entries`."""
     written, rest = [orjson.dumps(entry) for entry in head], iter(entries)
     while piece := list(islice(rest, SLICE)):
         written.append(orjson.dumps(piece)[1:-1])

@@ -1,6 +1,6 @@
-"""Prompts as clients of completions write them: a text, texts, token ids, or lists of token ids.
+"""The four forms of a prompt in completions: a text, texts, token ids, lists of token ids.
 
-Knows the four forms. How long a prompt may be, and which ids there are, depends on the model and is intake's to say.
+Limits that depend on the model (length, vocabulary) are checked at intake.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from ...errors import ApiError
 
 
 def read_prompts(value: Any, name: str = "prompt", most: int = MAX_PROMPTS) -> tuple[Prompt, ...]:
-    """The prompts in any of the four forms, at most so many. `ApiError` 400 says which one is wrong, and why: `name` is
-    what the client calls them."""
+    """Reads prompts in any of the four forms, at most `most`.
+
+    `ApiError` 400 names the field as `name`.
+    """
     try:
         return _read(value, most)
     except ApiError as error:
@@ -30,33 +32,33 @@ def _read(value: Any, most: int) -> tuple[Prompt, ...]:
     if isinstance(value, str):
         return (_text(value),)
     if not isinstance(value, list):
-        raise _wrong("prompt must be a text, a list of texts, a list of token ids, or a list of such lists")
+        raise _wrong("prompt: must be a text, a list of texts, a list of token ids, or a list of such lists")
     if not value:
-        raise ApiError("empty_prompt", "prompt is an empty list: send at least one text or token id", param="prompt")
+        raise ApiError("empty_prompt", "prompt: is an empty list; send at least one text or token id", param="prompt")
     if type(value[0]) is int:
         return (_ids(value),)
     if len(value) > most:
-        raise ApiError("invalid_value", f"{len(value)} prompts: at most {most}", param="prompt")
+        raise ApiError("invalid_value", f"prompt: has {len(value)} entries; must have at most {most}", param="prompt")
     if all(isinstance(item, str) for item in value):
         return tuple(_text(item) for item in value)
     if all(isinstance(item, list) for item in value):
         return tuple(_ids(item) for item in value)
-    raise _wrong("prompt mixes forms: send only texts, or only token ids, or only lists of token ids")
+    raise _wrong("prompt: mixes forms; send only texts, or only token ids, or only lists of token ids")
 
 
 def _text(text: str) -> Prompt:
     if not text:
-        raise ApiError("empty_prompt", "prompt is empty: send at least one character", param="prompt")
+        raise ApiError("empty_prompt", "prompt: is empty; send at least one character", param="prompt")
     return Prompt(text=text)
 
 
 def _ids(token_ids: list[Any]) -> Prompt:
     if not token_ids:
-        raise ApiError("empty_prompt", "prompt holds an empty list: send at least one token id", param="prompt")
-    if set(map(type, token_ids)) != {int}:  # in C: a prompt of 256k ids takes 5 ms
-        raise _wrong("prompt holds something that is no whole number among its token ids")
+        raise ApiError("empty_prompt", "prompt: holds an empty list; send at least one token id", param="prompt")
+    if set(map(type, token_ids)) != {int}:  # a loop in C: 5 ms for a prompt of 256k ids
+        raise _wrong("prompt: token ids must be integers")
     if min(token_ids) < 0 or max(token_ids) >= 2**31:
-        raise ApiError("invalid_value", "prompt holds a token id outside the model's vocabulary", param="prompt")
+        raise ApiError("invalid_value", "prompt: token ids must be in the model's vocabulary", param="prompt")
     return Prompt(token_ids=np.array(token_ids, np.int32))
 
 

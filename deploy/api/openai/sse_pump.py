@@ -1,9 +1,8 @@
-"""Chunks on their way to clients that read: those of all streams are written in the turn of the loop they come in.
+"""Streams chunks to clients from the outbox's wakeup, without waking a task per token.
 
-A task that waits for its next token costs a turn of the loop and all its coroutines each time, several times what the
-writing costs. So while a client reads, its task sleeps, and its stream is written where its outbox's bell is heard:
-what has come by then, in one write. Where a write would have to wait, or something goes wrong, the task wakes up and
-sees to it.
+Waking a task costs a turn of the event loop and all its coroutines, several times the cost of the write. While a client
+reads, its task sleeps. The callback writes all chunks that have arrived in one write. The task wakes up if a write
+would have to wait, or on an error.
 """
 
 from __future__ import annotations
@@ -17,8 +16,10 @@ from .chunks import Chunks
 
 
 async def send_all(chunks: Chunks, stream: EventStream) -> None:
-    """Sends all chunks to the end, each as soon as it is there. Raises what ends the request, and `ConnectionError`
-    where the client has left."""
+    """Sends all chunks to the end, each as soon as it arrives.
+
+    Raises the error that ends the request, and `ConnectionError` if the client has disconnected.
+    """
     async for bodies in chunks:
         await stream.send(bodies)
         if stream.can_send_now and not chunks.needs_waiting and not chunks.is_over():
@@ -26,20 +27,23 @@ async def send_all(chunks: Chunks, stream: EventStream) -> None:
 
 
 class _Flow:
-    """A stream whose client reads, in the place of its task."""
+    """Writes a stream from a callback while its client reads and its task sleeps."""
 
     def __init__(self, chunks: Chunks, stream: EventStream) -> None:
         self._chunks = chunks
         self._stream = stream
         self._bell = chunks.outbox.bell
         self._context = copy_context()
-        # resolved: its task has to go on, or to raise that
+        # resolved: the task must continue (None) or raise the exception
         self._is_stuck: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> None:
-        """Sends chunks as long as none has to be waited for. Returns with all that came sent, or still to be read."""
+        """Sends chunks while writes need no waiting.
+
+        On return every chunk is sent or still unread in the outbox.
+        """
         try:
-            self._hear(self._bell)  # what came meanwhile
+            self._hear(self._bell)  # chunks that arrived in the meantime
             error = await self._is_stuck
         finally:
             if not self._bell.is_going:
@@ -48,16 +52,16 @@ class _Flow:
             raise error
 
     def _hear(self, bell: SharedBell) -> None:
-        """Sends what is there. What goes wrong is for the task to hear."""
+        """Sends the chunks that are there; hands any exception to the task."""
         if self._is_stuck.done():
-            return  # it was cancelled
+            return  # the task was cancelled
         try:
             if self._goes_on():
                 bell.add_done_callback(self._hear, context=self._context)
             else:
                 self._is_stuck.set_result(None)
         except Exception as error:
-            self._is_stuck.set_result(error)  # if the task is cancelled, nobody misses it
+            self._is_stuck.set_result(error)  # lost if the task is cancelled, which is fine
 
     def _goes_on(self) -> bool:
         if not self._stream.can_send_now:

@@ -1,6 +1,6 @@
-"""The fields of a body that ask for an answer of a certain form: OpenAI's, vLLM's, and vLLM's older ones.
+"""The body fields that constrain the answer's format: OpenAI's, vLLM's and older ones.
 
-Knows names and shapes. What a form means is `stages/structured_outputs.py`'s and the grammar's compiler's to say.
+This file reads the fields. Their meaning is in `stages/structured_outputs.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ...errors import ApiError, shorten
 from ..schema.body import Body
 
 OLDER = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
-EMPTY: dict[str, tuple[Any, ...]] = {  # of those: what older clients send where they ask for nothing
+EMPTY: dict[str, tuple[Any, ...]] = {  # values of these fields that mean no constraint, as older clients send them
     "guided_json": ({}, ""),
     "guided_regex": ("",),
     "guided_choice": ([],),
@@ -23,22 +23,27 @@ EMPTY: dict[str, tuple[Any, ...]] = {  # of those: what older clients send where
 }
 FIELDS = ("response_format", "structured_outputs", *OLDER)
 OPTIONS = (*KINDS, "disable_any_whitespace")
-# of vLLM's own: which library does the work is not a client's to choose, and what it falls back to neither
+# vLLM's options for the grammar library and its fallback: accepted and ignored
 WITHOUT_EFFECT = ("_backend", "backend", "disable_fallback", "_backend_was_auto")
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 def structured_outputs(body: Body) -> StructuredOutputs | None:
-    """The form that `body` asks for, if it does. `ApiError` names the field; two at once are refused."""
+    """The output format that `body` requests, or None.
+
+    `ApiError` names the field; two formats are refused.
+    """
     found = {name: form for name in FIELDS if (form := _read(body, name)) is not None}
     if len(found) > 1:
         first, second = list(found)[:2]
-        raise ApiError("invalid_value", f"{second}: {first} asks for a form already; leave one out", param=second)
+        raise ApiError(
+            "invalid_value", f"{second}: {first} sets the output format already; leave one out", param=second
+        )
     return next(iter(found.values()), None)
 
 
 def field_of(body: Body) -> str:
-    """The field in which a client of `body` has asked for a form."""
+    """The field in which `body` requests an output format."""
     return next((name for name in FIELDS if getattr(body, name) is not None), "structured_outputs")
 
 
@@ -63,12 +68,15 @@ def _response_format(value: Any) -> StructuredOutputs | None:
         return StructuredOutputs(json_object=True)
     if kind != "json_schema":
         shown = shorten(repr(kind), 64)
-        _refuse("response_format", f"type {shown} is none of text, json_object and json_schema")
+        _refuse("response_format", f"type = {shown} must be text, json_object or json_schema")
     return StructuredOutputs(json=_schema(value.get("json_schema")))
 
 
 def _schema(wrapped: Any) -> Mapping[str, Any]:
-    """The schema of `{"name": ..., "schema": ..., "strict": ...}`. It is kept to the letter, `strict` or not."""
+    """The schema of `{"name": ..., "schema": ..., "strict": ...}`.
+
+    It is always enforced, also without `strict`.
+    """
     if not isinstance(wrapped, dict):
         _refuse("response_format.json_schema", 'must be {"name": ..., "schema": ...}')
     name, schema = wrapped.get("name"), wrapped.get("schema")
@@ -88,7 +96,7 @@ def _from_vllm(value: Any) -> StructuredOutputs | None:
     for name in given:
         if name not in OPTIONS:
             shown, known = shorten(name, 64), ", ".join(OPTIONS)
-            _refuse(f"structured_outputs.{shown}", f"is not served; there are {known}")
+            _refuse(f"structured_outputs.{shown}", f"not supported; must be one of {known}")
     return _form(given) if given else None
 
 

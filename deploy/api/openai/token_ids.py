@@ -1,13 +1,12 @@
-"""`POST /generate`: token ids in, token ids out. And `.../render`: the body of such a request from a chat or a prompt,
-with nothing computed.
+"""`POST /generate`: token ids in, token ids out, and the `.../render` bodies for it.
 
     {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 8, "temperature": 0}, "stream": false}
  -> {"request_id": ..., "choices": [{"index": 0, "token_ids": [...], "logprobs": null, "finish_reason": "length", ...}]}
 
-`token_ids` may be a list of lists. Which ids are drawn, and how many, is said in `sampling_params`, by the fields of
-completions; what becomes of them (`BESIDE`) is said beside it. In the other place a field is one that nobody knows.
-Names are vLLM's; SGLang's `input_ids` is taken too. Streams are server-sent events of the same choices, each with its
-new ids, and end with [DONE].
+`token_ids` may be a list of lists. Sampling fields of completions go into `sampling_params`; the fields in `BESIDE` go
+beside it. A field in the wrong place counts as unknown. Names are vLLM's; SGLang's `input_ids` is accepted too. Streams
+are server-sent events of the same choices, each with its new ids, and end with [DONE]. The render routes compute
+nothing: they convert a chat or a prompt to such a body.
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ NOT_RENDERED = frozenset({"bad_words_token_ids", "extra_args", "truncate_prompt_
 
 
 class GenerateBody(CompletionBody):
-    """`POST /generate`, once `flatten` has brought it into the shape of completions."""
+    """`POST /generate`, after `flatten` has converted it to the shape of completions."""
 
     RELATIONS: ClassVar[tuple[JsonSchemaValue, ...]] = (FIELDS_OF_STREAMS,)
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """As it was before: token ids in the place of prompts, and the fields of sampling together."""
+        """The schema of the body before `flatten`, with its sampling fields in `sampling_params`."""
         reference = super().__get_pydantic_json_schema__(core_schema, handler)
         schema = handler.resolve_ref_schema(reference)
         fields = schema["properties"]
@@ -75,31 +74,34 @@ TAKEN = ("prompt", "token_ids", "input_ids", "sampling_params")
 
 
 def flatten(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The body as completions has it. `ApiError` 400 names what is missing or of another kind. A field in the wrong
-    place comes out under a name that nobody knows, and that says so."""
+    """Converts the body to the shape of completions.
+
+    `ApiError` 400 names a missing field or one of the wrong type. A field in the wrong place gets a name that says
+    so, such as `in_sampling_params.stream`, and is then unknown.
+    """
     token_ids = raw.get("token_ids", raw.get("input_ids"))
     if token_ids is None:
         raise ApiError("missing_required_parameter", "token_ids: a list of token ids is required", param="token_ids")
     first = token_ids[0] if isinstance(token_ids, list) and token_ids else None
     if not isinstance(token_ids, list) or isinstance(first, str):
-        raise ApiError("invalid_type", "token_ids must be a list of token ids, or of such lists", param="token_ids")
+        raise ApiError("invalid_type", "token_ids: must be a list of token ids, or of such lists", param="token_ids")
     sampling = raw.get("sampling_params")
     if not isinstance(sampling, dict | None):
-        raise ApiError("invalid_type", "sampling_params must be an object", param="sampling_params")
+        raise ApiError("invalid_type", "sampling_params: must be an object", param="sampling_params")
     beside = {name: value for name, value in raw.items() if name not in TAKEN}
     inside = _misplaced(sampling or {}, {*BESIDE, "prompt"}, "in")
     return _misplaced(beside, {*SAMPLING, *UNSUPPORTED} - {*BESIDE}, "outside") | inside | {"prompt": token_ids}
 
 
 def _misplaced(fields: Mapping[str, Any], others: Set[str], where: str) -> dict[str, Any]:
-    """`fields`, of which `others` belong elsewhere."""
+    """Renames the fields that are in `others`, which belong elsewhere."""
     return {f"{where}_sampling_params.{name}" if name in others else name: value for name, value in fields.items()}
 
 
 def rendered(
     answer_id: str, model: str, token_ids: Ints, prompt: str, params: SamplingParams, body: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """One prompt as a body for `/generate`, with its text beside it, special tokens spelled out."""
+    """One prompt as a body for `/generate`, plus its text with special tokens shown."""
     said: dict[str, Any] = {
         name: value
         for name in PLAIN.__dataclass_fields__
@@ -118,7 +120,7 @@ def rendered(
 
 
 class TokensAnswer(Answer):
-    """Ids in the place of text."""
+    """The answer of `/generate`: token ids instead of text."""
 
     PREFIX = "gen-"
     WHOLE = CHUNK = "token_ids"

@@ -29,7 +29,7 @@ class TokenizeRoutes:
         self._threads = threads
 
     async def tokenize(self, request: web.Request) -> web.Response:
-        """Token ids of a prompt or a chat."""
+        """`POST /tokenize`: the token ids of a prompt or a chat."""
         engine = self.service.require_engine()
         body = await read(request, self.service.config, self._threads, self._tokenize_body)
         tokenizer, encoder = engine.tokenizer, engine.encoder
@@ -54,12 +54,12 @@ class TokenizeRoutes:
         return answer({"count": len(tokens), "max_model_len": max_model_len, "tokens": tokens, "token_strs": strings})
 
     async def detokenize(self, request: web.Request) -> web.Response:
-        """The text of token ids."""
+        """`POST /detokenize`: the text of token ids."""
         engine = self.service.require_engine()
         body = await read(request, self.service.config, self._threads, self._detokenize_body)
         vocab_size = engine.info.vocab_size
         if body.tokens and (min(body.tokens) < 0 or max(body.tokens) >= vocab_size):
-            message = f"tokens holds an id outside 0..{vocab_size - 1}, the model's vocabulary"
+            message = f"tokens: ids must be from 0 to {vocab_size - 1}, the model's vocabulary"
             raise ApiError("invalid_value", message, param="tokens")
         return answer({"prompt": await self._in_thread(engine.tokenizer.decode, body.tokens, False)})
 
@@ -74,7 +74,10 @@ class TokenizeRoutes:
         return body
 
     async def _in_thread(self, function: Any, *arguments: Any) -> Any:
-        """What the tokenizer makes of that. `ApiError` 500 if it panics: code in Rust raises what is no `Exception`."""
+        """Calls a tokenizer function in a thread. `ApiError` 500 if it panics.
+
+        NOTE: a panic in Rust raises a `BaseException` that is no `Exception`.
+        """
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
         except (Exception, asyncio.CancelledError, KeyboardInterrupt, SystemExit):
@@ -82,5 +85,5 @@ class TokenizeRoutes:
         except BaseException as error:
             log.error("tokenizer.failed", error=type(error).__name__, exc_info=error)
             raise ApiError(
-                "tokenizer_error", "the tokenizer failed on this request; it is not the client's fault"
+                "tokenizer_error", "the tokenizer failed on this request; this is a server error, see the server's log"
             ) from None

@@ -38,7 +38,7 @@ class TokenizeBody(Body):
 
     def check(self) -> None:
         if (self.prompt is None) == (self.messages is None):
-            raise ApiError("invalid_value", "send either prompt or messages", param="prompt")
+            raise ApiError("invalid_value", "prompt: exactly one of prompt and messages is required", param="prompt")
         check_tools(self.tools, None)
         check_last_turn(self)
 

@@ -1,6 +1,6 @@
-"""Tools as requests bring them: what they may look like, which of them may be called, and what the answer must then be.
+"""Tools in a request: their fields, the choice among them, the schema of a forced call.
 
-Knows the fields and JSON schema's outer form. Refuses to know how a model writes a call: that is its parser's.
+How a model writes a call depends on its parser; see `api/parsers`.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ MAX_ARGUMENTS_CHARS = 1 << 20
 NAME = r"^[A-Za-z0-9_.:/-]{1,128}$"
 TYPES = frozenset({"string", "number", "integer", "boolean", "object", "array", "null"})
 
-# where schemas are in a schema; what else is in it is data
+# keywords of a schema that hold schemas; all others hold data
 SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 LISTS_OF_SCHEMAS = ("anyOf", "allOf", "oneOf", "prefixItems")
 ONE_SCHEMA = ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
 
-# what ECMA's regular expressions have and Python's have not
+# errors of Python's `re` for syntax that is valid in ECMA regular expressions
 _ECMA_ONLY = ("bad escape", "unknown extension")
 
 
 def _schema(value: dict[str, Any]) -> dict[str, Any]:
-    """A JSON schema of an object, with types and patterns that there are."""
+    """Checks that a value is the JSON schema of an object with known types and patterns."""
     if value.get("type", "object") != "object":
-        raise PydanticCustomError("invalid_value", "type must be object, as arguments are one")
+        raise PydanticCustomError("invalid_value", "type must be object, as the arguments are an object")
     for schema in _schemas(value):
         _check_type(schema.get("type"))
         _check_pattern(schema.get("pattern"))
@@ -46,7 +46,7 @@ def _check_type(kind: Any) -> None:
         if not isinstance(name, str) or name not in TYPES:
             shown, known = shorten(repr(name), 64), ", ".join(sorted(TYPES))
             raise PydanticCustomError(
-                "invalid_value", "type {shown} is none of {known}", {"shown": shown, "known": known}
+                "invalid_value", "type = {shown} must be one of {known}", {"shown": shown, "known": known}
             )
 
 
@@ -55,14 +55,16 @@ def _check_pattern(pattern: Any) -> None:
         return
     if not isinstance(pattern, str) or len(pattern) > MAX_PATTERN_CHARS:
         raise PydanticCustomError(
-            "invalid_value", "a pattern must be text of at most {most} characters", {"most": MAX_PATTERN_CHARS}
+            "invalid_value", "pattern must be a text of at most {most} characters", {"most": MAX_PATTERN_CHARS}
         )
     try:
         re.compile(pattern)
     except (re.error, RecursionError, OverflowError) as error:
         if not str(error).startswith(_ECMA_ONLY):
             shown = {"pattern": shorten(repr(pattern), 64), "error": shorten(str(error), 128)}
-            raise PydanticCustomError("invalid_value", "pattern {pattern}: {error}", shown) from None
+            raise PydanticCustomError(
+                "invalid_value", "pattern = {pattern} must be a regular expression: {error}", shown
+            ) from None
 
 
 def _members(value: Any) -> Mapping[str, Any]:
@@ -70,7 +72,7 @@ def _members(value: Any) -> Mapping[str, Any]:
 
 
 def _schemas(schema: Any) -> Iterator[dict[str, Any]]:
-    """The schema and all schemas in it. A body's depth is bounded, so this is."""
+    """The schema and all schemas in it. The recursion is bounded, as the depth of a body is."""
     if not isinstance(schema, dict):
         return
     yield schema
@@ -93,11 +95,13 @@ def _inner(schema: Mapping[str, Any]) -> Iterator[Any]:
 
 
 class Part(BaseModel):
+    """Base class of the models here: strict types, unknown fields ignored."""
+
     model_config = ConfigDict(strict=True, extra="ignore")
 
 
 class Function(Part):
-    """What may be called, and with what."""
+    """A function that may be called, and its parameters."""
 
     name: Annotated[str, Field(pattern=NAME)]
     description: str | None = None
@@ -111,12 +115,12 @@ class Tool(Part):
     function: Function
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates know tools."""
+        """The tool as plain data for the chat template."""
         return self.model_dump(exclude_none=True)
 
 
 class CalledFunction(Part):
-    """The call in a turn that was."""
+    """The function of a call in an earlier turn."""
 
     name: Annotated[str, Field(pattern=NAME)]
     arguments: Annotated[str, Field(max_length=MAX_ARGUMENTS_CHARS)] = "{}"
@@ -131,18 +135,20 @@ class CalledTool(Part):
 
 
 class NamedFunction(Part):
+    """The function that a `tool_choice` names."""
+
     name: str
 
 
 class NamedTool(Part):
-    """`tool_choice` that names the one to call."""
+    """A `tool_choice` that names the function to call."""
 
     type: Literal["function"]
     function: NamedFunction
 
 
 def _tool_choice(value: Any) -> Any:
-    """One of the words, or the function that is named."""
+    """Validates `tool_choice`: none, auto, required or a named function."""
     if value in ("none", "auto", "required"):
         return value
     function = value.get("function") if isinstance(value, dict) else None
@@ -158,7 +164,7 @@ def _tool_choice(value: Any) -> Any:
 def _not_too_many(value: Any) -> Any:
     if isinstance(value, list) and len(value) > MAX_TOOLS:
         raise PydanticCustomError(
-            "invalid_value", "tools[{most}] is one too many: at most {most} are taken", {"most": MAX_TOOLS}
+            "invalid_value", "must have at most {most} entries, so tools[{most}] is too many", {"most": MAX_TOOLS}
         )
     return value
 
@@ -168,26 +174,32 @@ ToolChoice = Annotated[Literal["none", "auto", "required"] | NamedTool, BeforeVa
 
 
 def check_tools(tools: Sequence[Tool] | None, choice: ToolChoice | None) -> None:
-    """What no single tool can say. `ApiError` names the tool or the choice."""
+    """Checks tools against each other and against `choice`. `ApiError` names the wrong one."""
     seen: set[str] = set()
     for i, tool in enumerate(tools or ()):
         if tool.function.name in seen:
-            message = f"tools[{i}].function.name = {tool.function.name!r}: another tool has this name"
+            message = (
+                f"tools[{i}].function.name = {tool.function.name!r}: must be unique, and another tool has this name"
+            )
             raise ApiError("invalid_value", message, param=f"tools[{i}].function.name")
         seen.add(tool.function.name)
     if isinstance(choice, NamedTool) and choice.function.name not in seen:
-        message = f"tool_choice names {shorten(repr(choice.function.name), 64)}, and tools has no such function"
+        message = f"tool_choice = {shorten(repr(choice.function.name), 64)}: must name a function in tools"
         raise ApiError("invalid_value", message, param="tool_choice")
     if choice == "required" and not seen:
-        raise ApiError("invalid_value", "tool_choice = 'required': only with tools", param="tool_choice")
+        raise ApiError(
+            "invalid_value", "tool_choice = 'required': requires tools; send at least one", param="tool_choice"
+        )
 
 
-# -- what an answer must be
+# -- schemas of forced calls
 
 
 def forced_schema(tools: Sequence[Tool], choice: ToolChoice | None, allows_parallel: bool) -> dict[str, Any] | None:
-    """The JSON schema of an answer that has to be calls: of the named one's arguments, or of a list of calls to any.
-    None if nothing has to be called."""
+    """The JSON schema of an answer that must consist of calls; None if no call is forced.
+
+    With a named tool it is the schema of its arguments, otherwise of a list of calls.
+    """
     if isinstance(choice, NamedTool):
         return next(_parameters(tool) for tool in tools if tool.function.name == choice.function.name)
     if choice != "required":
@@ -219,7 +231,7 @@ def _call_schema(index: int, tool: Tool) -> dict[str, Any]:
 
 
 def _moved(schema: Any, to: str) -> Any:
-    """The schema as it must be written at `to`, a place in a larger one: what it refers to in itself has moved too."""
+    """Rewrites the local `$ref`s of a schema that is placed at path `to` in a larger schema."""
     if not isinstance(schema, dict):
         return schema
     moved = dict(schema)

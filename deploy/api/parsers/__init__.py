@@ -1,6 +1,10 @@
-"""What an answer's text means: thoughts, words, calls of tools. One parser a family of models, and the place for yours.
+"""Parsers of reasoning and tool calls in an answer's text, one per model family.
 
-Parsers are pure: text in, events out, no I/O. `interface.py` says what one is; start reading there.
+Owns: the parsers and their registry.
+In: text in pieces of any size.
+Out: events.
+Imports: the root of `stages`, for `ConfigError`.
+Start with: `interface.py`, which defines what a parser of your own must do.
 """
 
 from __future__ import annotations

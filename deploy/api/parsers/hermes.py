@@ -1,4 +1,4 @@
-"""Hermes, Qwen2.5 and Qwen3: `<tool_call>{"name": "f", "arguments": {...}}</tool_call>`, among words or alone."""
+"""Hermes, Qwen2.5 and Qwen3: `<tool_call>{"name": "f", "arguments": {...}}</tool_call>`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BEGIN, END = "<tool_call>", "</tool_call>"
 
 
 class HermesParser(JsonReader):
-    """Each call between its marks. The closing one may be missing."""
+    """Calls between markers, anywhere in the text. The closing marker may be missing."""
 
     def _read(self) -> Generator[None, str, None]:
         character, matched = (yield), 0
@@ -23,8 +23,12 @@ class HermesParser(JsonReader):
         self._tell(Text, BEGIN[:matched])
 
     def _marked(self, character: str) -> Generator[None, str, tuple[int, str]]:
-        """A call, and its closing mark if there is one. What looks like the start of that may be the next opening one:
-        (characters of it that were read, what follows)."""
+        """A call, and its closing marker if there is one.
+
+        Returns (matched characters of `BEGIN`, next character).
+
+        NOTE: a `<` after the call may begin the closing marker or the next opening one. Then `matched` is 1.
+        """
         held = BEGIN + character
         while character.isspace():
             character = yield

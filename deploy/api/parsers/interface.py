@@ -1,11 +1,12 @@
-"""What a parser is: it gets an answer's text in pieces of any size and tells what is in it.
+"""The interface of a parser: text in pieces of any size in, events out.
 
     class MyParser(ToolParser):  # millrace serve --tool-call-parser my_package.my_module:MyParser
         def feed(self, text: str) -> list[Event]: ...
         def finish(self) -> list[Event]: ...
 
-One is made per choice. The events of an answer, joined, must not depend on where its text was cut: then a stream tells
-what the whole tells. A parser never raises for what a model writes: what it can not read as a call is `Text`.
+The server makes one parser per choice. The joined events of an answer must not depend on where its text was cut, so
+that a stream equals the whole answer. A parser never raises for a model's text: what it cannot read as a call is
+`Text`. Parsers do no I/O.
 """
 
 from __future__ import annotations
@@ -18,28 +19,28 @@ from typing import ClassVar, TypeAlias
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Words for the reader."""
+    """A piece of the answer's content."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Thoughts on the way to them."""
+    """A piece of the reasoning before the content."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallBegun:
-    """A tool is called. What follows of `CallArguments` belongs to it, up to the next call."""
+    """A call of a tool begins. All `CallArguments` up to the next `CallBegun` belong to it."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """A piece of the arguments, which are the text of a JSON object."""
+    """A piece of a call's arguments. Joined, they are the text of a JSON object."""
 
     text: str
 
@@ -48,45 +49,51 @@ Event: TypeAlias = Text | Reasoning | CallBegun | CallArguments
 
 
 class ToolParser:
-    """Finds the calls of tools in one answer."""
+    """Finds the tool calls in one answer."""
 
-    needs_special_tokens: ClassVar[bool] = False  # the marks of a call are special tokens, which are else left out
+    needs_special_tokens: ClassVar[bool] = False  # True: a call's markers are special tokens, so keep them in the text
 
     def __init__(self, tool_names: Collection[str] = ()) -> None:
-        self.tool_names = frozenset(tool_names)  # those that the request offers
+        self.tool_names = frozenset(tool_names)  # tools that the request offers
 
     def feed(self, text: str) -> list[Event]:
-        """What is certain now that `text` is there as well; `Text`, `CallBegun` and `CallArguments`."""
+        """Takes the next text.
+
+        Returns the events that are certain by now: `Text`, `CallBegun`, `CallArguments`.
+        """
         raise NotImplementedError
 
     def finish(self) -> list[Event]:
-        """The rest: the answer ends here, perhaps in the middle of a call. Called once."""
+        """Returns the remaining events. The answer ends here, perhaps inside a call. Called once."""
         raise NotImplementedError
 
     @classmethod
     def new_call_id(cls) -> str:
-        """The id of a call, which comes back with its result. Random: it has to be unique in a conversation."""
+        """A random id for a call, unique in a conversation.
+
+        The client sends it back with the call's result.
+        """
         return "call_" + secrets.token_hex(12)
 
 
 class ReasoningParser:
-    """Tells thoughts from words in one answer.
+    """Separates the reasoning from the content in one answer.
 
-    `markers`, if the family has them, are the texts that thoughts stand between: by them tokens are counted, and a
-    budget of thinking ends. `is_open`: the prompt has ended among thoughts already.
+    `markers` are the texts before and after the reasoning, or None if the family has none. They are needed to count
+    reasoning tokens and to enforce a thinking budget. `is_open`: the prompt ends inside reasoning.
     """
 
     markers: ClassVar[tuple[str, str] | None] = None
-    thinks_unasked: ClassVar[bool] = False  # an answer begins with thoughts, although nothing in the prompt opened them
+    thinks_unasked: ClassVar[bool] = False  # True: an answer begins with reasoning even if the prompt did not open it
     needs_special_tokens: ClassVar[bool] = False
 
     def __init__(self, is_open: bool = False) -> None:
         self.is_open = is_open
 
     def feed(self, text: str) -> list[Event]:
-        """What is certain now that `text` is there as well; `Reasoning` and `Text`."""
+        """Takes the next text; returns the events that are certain by now: `Reasoning` and `Text`."""
         raise NotImplementedError
 
     def finish(self) -> list[Event]:
-        """The rest. Called once."""
+        """Returns the remaining events. Called once."""
         raise NotImplementedError

@@ -1,7 +1,8 @@
-"""Calls written as JSON: one object with a name and its arguments, or a list of such objects.
+"""Calls written as JSON: an object with a name and its arguments, or a list of objects.
 
-Arguments go on to the client as the model writes them, character by character, checked on the way. So a call that
-closes has valid JSON for arguments; of one that breaks off the client has what was right of it, and the rest is text.
+Arguments go to the client as the model writes them, character by character, and are checked on the way. The arguments
+of a completed call are therefore valid JSON. If a call breaks off, its valid beginning has been sent and the rest is
+text.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from .json_text import decoded, json_members, json_value, read_text
 from .reader import CallReader, Malformed, Reading, blanks, past
 
 ARGUMENTS = ("arguments", "parameters")
-OTHERS = ("type", "id")  # keys of a call that tell nothing new
+OTHERS = ("type", "id")  # keys of a call that are ignored
 
 
 class JsonReader(CallReader):
-    """A reader of text in which calls stand as JSON."""
+    """Base of the readers of text that contains calls as JSON."""
 
     def _call(self, character: str) -> Reading:
-        """One object, from its brace on: `{"name": "f", "arguments": {...}}`, with its keys in any order."""
+        """`{"name": "f", "arguments": {...}}`, from its opening brace; keys in any order."""
         character = yield from past("{", character)
         name, arguments, is_told = "", "", False
         while True:
@@ -52,7 +53,7 @@ class JsonReader(CallReader):
         return (yield)
 
     def _stream_arguments(self, name: str, character: str) -> Reading:
-        """An object that is told while it is read, once it has begun as JSON does."""
+        """Reads an object and emits it by character, once its first characters are valid JSON."""
         opening = character
         character = yield
         while character.isspace():
@@ -67,7 +68,10 @@ class JsonReader(CallReader):
         self._tell(CallArguments, text)
 
     def _calls(self, character: str) -> Reading:
-        """`[{...}, {...}]`, from its bracket on. Each call is told as it comes, and is one whatever follows it."""
+        """`[{...}, {...}]`, from its opening bracket.
+
+        A call that was emitted stays a call, whatever follows.
+        """
         character = yield from past("[", character)
         while True:
             character = yield from blanks(character)
@@ -80,7 +84,7 @@ class JsonReader(CallReader):
 
 
 def _whole_arguments(character: str) -> Generator[None, str, tuple[str, str]]:
-    """Arguments as text: an object, or a text that holds one, or null for none."""
+    """Arguments as JSON text, from an object, a string with an object, or null (no arguments)."""
     written: list[str] = []
     character = yield from json_value(character, written.append)
     text = "".join(written)
@@ -95,11 +99,11 @@ def _whole_arguments(character: str) -> Generator[None, str, tuple[str, str]]:
 
 
 def _forget(text: str) -> None:
-    """Keeps nothing."""
+    """Discards the text."""
 
 
 class JsonList(JsonReader):
-    """The whole answer is a list of calls: what `tool_choice = "required"` makes of it."""
+    """The whole answer is a list of calls, as under `tool_choice = "required"`."""
 
     def _read(self) -> Generator[None, str, None]:
         character = yield from blanks((yield))
@@ -108,7 +112,7 @@ class JsonList(JsonReader):
 
 
 class JsonArguments(JsonReader):
-    """The whole answer is the arguments of the one tool there is: what a named `tool_choice` makes of it."""
+    """The whole answer is the arguments of the one tool, as under a named `tool_choice`."""
 
     def _read(self) -> Generator[None, str, None]:
         (name,) = self.tool_names

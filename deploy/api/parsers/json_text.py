@@ -1,8 +1,8 @@
-"""JSON, a character at a time, with two mistakes mended that models make: control characters in strings, and escapes
-that there are none of.
+"""JSON, one character at a time, with two common mistakes of models repaired.
 
-Each function reads one thing that begins with `character`, hands what JSON it is to `keep`, and returns the character
-that follows. `Malformed` has the first that does not fit.
+The mistakes are control characters in strings and invalid escapes. Each function reads one item that begins with
+`character`, passes the repaired JSON to `keep`, and returns the next character. `Malformed` carries the first character
+that does not fit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import orjson
 
 from .reader import Malformed, Reading
 
-MAX_DEPTH = 64  # of objects and arrays
+MAX_DEPTH = 64  # nested objects and arrays
 
 Keep = Callable[[str], None]
 
@@ -36,7 +36,7 @@ def json_value(character: str, keep: Keep, depth: int = 0) -> Reading:
 
 
 def json_members(character: str, keep: Keep, depth: int = 1) -> Reading:
-    """What is behind an object's brace: its members, if any, and the other brace."""
+    """The rest of an object after its opening brace: its members and the closing brace."""
     character = yield from json_blanks(character, keep)
     if character == "}":
         keep(character)
@@ -61,7 +61,7 @@ def json_members(character: str, keep: Keep, depth: int = 1) -> Reading:
 
 
 def _json_elements(character: str, keep: Keep, depth: int) -> Reading:
-    """What is behind an array's bracket."""
+    """The rest of an array after its opening bracket."""
     character = yield from json_blanks(character, keep)
     if character == "]":
         keep(character)
@@ -78,7 +78,7 @@ def _json_elements(character: str, keep: Keep, depth: int) -> Reading:
 
 
 def json_string(character: str, keep: Keep) -> Reading:
-    """A string, from its quote on."""
+    """A string, from its opening quote."""
     keep(character)
     character = yield
     while character != '"':
@@ -94,7 +94,10 @@ def json_string(character: str, keep: Keep) -> Reading:
 
 
 def _json_escape(keep: Keep) -> Reading:
-    """What is behind a backslash. If that is no escape, the backslash is taken for itself."""
+    """The rest of an escape after its backslash.
+
+    If it is invalid, the backslash is kept as a literal.
+    """
     character = yield
     if character and character in '"\\/bfnrt':
         keep("\\" + character)
@@ -126,7 +129,7 @@ def _json_word(word: str, character: str, keep: Keep) -> Reading:
 
 
 def _json_number(character: str, keep: Keep) -> Reading:
-    """As `-12.5e+3`."""
+    """A number, such as `-12.5e+3`."""
     if character == "-":
         keep(character)
         character = yield
@@ -162,7 +165,7 @@ _BLANKS = frozenset(" \t\n\r")
 
 
 def json_blanks(character: str, keep: Keep) -> Reading:
-    """Past what JSON knows of white space, which is kept."""
+    """Reads JSON white space and keeps it."""
     while character in _BLANKS:
         keep(character)
         character = yield
@@ -170,7 +173,7 @@ def json_blanks(character: str, keep: Keep) -> Reading:
 
 
 def read_text(character: str) -> Generator[None, str, tuple[str, str]]:
-    """A string, decoded, and the character that follows."""
+    """A decoded string, and the next character."""
     if character != '"':
         raise Malformed(character)
     written: list[str] = []
@@ -179,7 +182,7 @@ def read_text(character: str) -> Generator[None, str, tuple[str, str]]:
 
 
 def decoded(text: str, character: str) -> Any:
-    """The value that JSON text stands for. `Malformed` for what only looks like JSON: half a character's escape."""
+    """The value of JSON text. `Malformed` if it is invalid after all: a lone surrogate escape."""
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError:

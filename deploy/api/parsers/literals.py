@@ -1,7 +1,7 @@
-"""Python literals, a character at a time: texts, numbers, words, lists, tuples, dicts. Nothing is evaluated.
+"""Python literals, one character at a time: strings, numbers, words, lists, tuples, dicts.
 
-Each function reads one literal that begins with `character` and returns its value and the character that follows.
-`Malformed` for all that is more than a literal: names, operators, f-strings, calls.
+Nothing is evaluated. Each function reads one literal that begins with `character` and returns its value and the next
+character. Everything else raises `Malformed`: names, operators, f-strings, calls.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from .reader import Malformed, blanks
 
-MAX_DEPTH = 64  # of lists, tuples and dicts
+MAX_DEPTH = 64  # nested lists, tuples and dicts
 MAX_NUMBER_CHARS = 64
 
 Value: TypeAlias = Generator[None, str, tuple[Any, str]]
@@ -39,7 +39,7 @@ def literal(character: str, depth: int = 0) -> Value:
 
 
 def name(character: str) -> Generator[None, str, tuple[str, str]]:
-    """A name, perhaps with dots; "" if none stands there."""
+    """A name, which may contain dots; "" if there is none."""
     letters = []
     while character.isalnum() or character in ("_", "."):
         letters.append(character)
@@ -48,7 +48,7 @@ def name(character: str) -> Generator[None, str, tuple[str, str]]:
 
 
 def _items(character: str, closing: str, depth: int) -> Value:
-    """What is behind the bracket of a list, or of a tuple. `(x)` is `x`, as in Python."""
+    """The rest of a list or tuple after its opening bracket. `(x)` is `x`, as in Python."""
     items: list[Any] = []
     has_comma = False
     character = yield from blanks(character)
@@ -66,7 +66,7 @@ def _items(character: str, closing: str, depth: int) -> Value:
 
 
 def _mapping(character: str, depth: int) -> Value:
-    """What is behind the brace of a dict. Its keys become texts, as JSON wants them."""
+    """The rest of a dict after its opening brace. Keys become strings, as JSON requires."""
     members: dict[str, Any] = {}
     character = yield from blanks(character)
     while character != "}":
@@ -87,7 +87,7 @@ def _mapping(character: str, depth: int) -> Value:
 
 
 def _word(character: str) -> Value:
-    """True, False, None, or the text behind a prefix as in r"..."."""
+    """True, False, None, or a string with a prefix such as r"..."."""
     word, character = yield from name(character)
     if character in ("'", '"') and word in ("r", "R", "u", "U"):
         return (yield from _texts(character, is_raw=word in ("r", "R")))
@@ -116,23 +116,23 @@ def _number(character: str) -> Value:
 
 
 def _texts(character: str, is_raw: bool = False) -> Value:
-    """A text; texts next to each other are one."""
+    """A string; adjacent strings are joined."""
     pieces: list[str] = []
     while character in ("'", '"'):
         character = yield from _text(character, is_raw, pieces)
         character = yield from blanks(character)
-    # halves of characters that were escaped one by one belong together; one that is left alone is no text
+    # joins surrogate pairs that were escaped one by one; a lone surrogate becomes U+FFFD
     text = "".join(pieces).encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
     return text, character
 
 
 def _text(quote: str, is_raw: bool, pieces: list[str]) -> Generator[None, str, str]:
-    """One text, in single or triple quotes, from its first quote on."""
+    """One string, in single or triple quotes, from its first quote."""
     num_quotes, character = 1, (yield)
     if character == quote:
         character = yield
         if character != quote:
-            return character  # an empty text
+            return character  # an empty string
         num_quotes, character = 3, (yield)
     num_closing = 0
     while num_closing < num_quotes:
@@ -153,7 +153,10 @@ def _text(quote: str, is_raw: bool, pieces: list[str]) -> Generator[None, str, s
 
 
 def _escape(is_raw: bool, pieces: list[str]) -> Generator[None, str, str]:
-    """What is behind a backslash; one that escapes nothing is kept, as in Python."""
+    """The rest of an escape after its backslash.
+
+    An unknown escape is kept as it is, as in Python.
+    """
     character = yield
     if not character:
         raise Malformed(character)

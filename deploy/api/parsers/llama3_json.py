@@ -1,7 +1,7 @@
-"""Llama 3.1 to 3.3: the answer is `{"name": "f", "parameters": {...}}`, or several with `;` between them.
+"""Llama 3.1 to 3.3: the answer is `{"name": "f", "parameters": {...}}`.
 
-`<|python_tag|>` may stand before it, and where it does, words may stand before that. Nothing else marks a call, so an
-object is one only if it names a tool that the request offers.
+Several calls are separated by `;`. `<|python_tag|>` may stand before the calls, and text before the tag. Nothing else
+marks a call, so an object counts as a call only if it names a tool that the request offers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ TAG = "<|python_tag|>"
 
 
 class Llama3JsonParser(JsonReader):
-    """Calls at the start of the answer, or behind the tag."""
+    """Calls at the start of the answer, or after the tag."""
 
     offers_only = True
     needs_special_tokens = True
@@ -25,7 +25,7 @@ class Llama3JsonParser(JsonReader):
         yield from self._read_calls(TAG, self._objects)
 
     def _objects(self, character: str, held: str) -> Generator[None, str, str]:
-        """Calls, one after the other; what is none of them follows."""
+        """Reads consecutive calls; returns the first character after them."""
         if character != "{":
             self._tell(Text, held[: len(held) - len(character)])
             return character

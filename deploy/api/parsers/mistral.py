@@ -1,4 +1,7 @@
-"""Mistral: `[TOOL_CALLS]` and then a list of calls as JSON, or, in newer models, `name{...}` or `name[ARGS]{...}`."""
+"""Mistral: `[TOOL_CALLS]` and a list of calls as JSON.
+
+Newer models write `name{...}` or `name[ARGS]{...}`.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,13 @@ ID_CHARACTERS = string.ascii_letters + string.digits
 
 
 class MistralParser(JsonReader):
-    """Calls behind their mark, which is a special token."""
+    """Calls after `[TOOL_CALLS]`, which is a special token."""
 
     needs_special_tokens = True
 
     @classmethod
     def new_call_id(cls) -> str:
-        """Nine letters and digits: the chat templates of these models refuse any other id."""
+        """Nine letters and digits: the chat templates of these models reject any other id."""
         return "".join(secrets.choice(ID_CHARACTERS) for _ in range(9))
 
     def _read(self) -> Generator[None, str, None]:
@@ -38,7 +41,7 @@ class MistralParser(JsonReader):
                 _, character = yield from self._try(reading, held)
 
     def _named(self, character: str) -> Reading:
-        """`name{...}`, perhaps with `[CALL_ID]id[ARGS]` or `[ARGS]` between the two."""
+        """`name{...}`, with an optional `[CALL_ID]id[ARGS]` or `[ARGS]` between name and arguments."""
         name = ""
         while character in NAME_CHARACTERS and len(name) <= MAX_NAME_CHARS:
             name += character

@@ -1,8 +1,8 @@
-"""Calls written as a list of Python calls, as Llama 4 and Llama 3.2 do: `[f(a=1, b="x"), g()]`.
+"""Llama 4 and Llama 3.2: calls written as a list of Python calls, `[f(a=1, b="x"), g()]`.
 
-`<|python_start|>` and `<|python_end|>` may stand around it. Arguments are literals and are read as such; nothing is
-evaluated. A call is told when it is over, as its arguments have to become JSON, and only if it names a tool that the
-request offers.
+`<|python_start|>` and `<|python_end|>` may stand around the list. Arguments are literals; nothing is evaluated. A call
+is emitted when it is complete, as its arguments are converted to JSON, and only if it names a tool that the request
+offers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ START, END = "<|python_start|>", "<|python_end|>"
 
 
 class PythonicParser(CallReader):
-    """The whole answer is such a list, or behind the tag there is one."""
+    """One list of calls at the start of the answer, or after the tag."""
 
     offers_only = True
     needs_special_tokens = True
@@ -62,7 +62,7 @@ class PythonicParser(CallReader):
 
 
 def _arguments(character: str) -> Generator[None, str, tuple[dict[str, Any], str]]:
-    """`(a=1, b="x")`, from the bracket on."""
+    """`(a=1, b="x")`, from the opening bracket."""
     arguments: dict[str, Any] = {}
     character = yield from past("(", character)
     character = yield from blanks(character)

@@ -1,6 +1,7 @@
-"""Reading text that comes in pieces, as plainly as if all of it were there: parsers as generators of one character.
+"""Base of the parsers: generators that read one character at a time.
 
-A reader can not see where its text was cut, so its events can not depend on that.
+A reader is written as if the whole text were there. It cannot see where the text was cut, so its events cannot depend
+on that.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ Reading: TypeAlias = Generator[None, str, str]
 
 
 class Malformed(Exception):
-    """Not what it began as. `character` is the first that does not fit; "" if the text ended too early."""
+    """The text is not the item that it began as.
+
+    `character` is the first that does not fit; "" if the text ended too early.
+    """
 
     def __init__(self, character: str) -> None:
         super().__init__(character)
@@ -23,17 +27,19 @@ class Malformed(Exception):
 
 
 class Reader:
-    """Feeds `_read` a character at a time, and joins what it tells."""
+    """Feeds `_read` one character at a time and joins the events that it emits."""
 
     def __init__(self) -> None:
-        self._held: list[str] | None = None  # characters read since it may be a call that begins
-        self._plain: tuple[str, type[Event]] | None = None  # what is all of one kind up to this character, "": the end
+        self._held: list[str] | None = None  # characters read since a possible call began; None outside one
+        self._plain: tuple[str, type[Event]] | None = (
+            None  # all text up to this character is of this kind; "": up to the end
+        )
         self._told: list[tuple[type[Event], list[str]]] = []
         self._reading = self._read()
         next(self._reading)
 
     def feed(self, text: str) -> list[Event]:
-        """See `ToolParser` and `ReasoningParser`."""
+        """Takes the next text; see `ToolParser.feed` and `ReasoningParser.feed`."""
         at = 0
         while at < len(text):
             if self._plain is not None:
@@ -47,26 +53,29 @@ class Reader:
         return self._take()
 
     def _skip(self, text: str, at: int, stop: str, kind: type[Event]) -> int:
-        """Tells what needs no look at each character: most of what a model says. Returns where that ends."""
+        """Emits the text up to `stop` in one piece and returns its end.
+
+        Most text takes this fast path.
+        """
         end = text.find(stop, at) if stop else -1
         end = len(text) if end < 0 else end
         self._tell(kind, text[at:end])
         return end
 
     def finish(self) -> list[Event]:
-        """Likewise."""
+        """Ends the text; see `ToolParser.finish` and `ReasoningParser.finish`."""
         try:
             self._reading.send("")
         except StopIteration:
             return self._take()
-        raise AssertionError("the reading goes on behind the end")
+        raise AssertionError("the reader continues after the end of the text")
 
     def _read(self) -> Generator[None, str, None]:
-        """The whole text; its first `yield` gets the first character, and it ends when it gets ""."""
+        """Reads the whole text. The first `yield` gets the first character; "" means the end."""
         raise NotImplementedError
 
     def _tell(self, kind: type[Event], text: str) -> None:
-        """An event, or more text of the one before."""
+        """Emits an event, or extends the last one if it is of the same kind."""
         if not text:
             return
         if self._told and self._told[-1][0] is kind and kind is not CallBegun:
@@ -81,10 +90,12 @@ class Reader:
     def _until(
         self, marker: str, character: str, kind: type[Event], matched: int = 0
     ) -> Generator[None, str, tuple[bool, str]]:
-        """Tells all up to `marker` as `kind`: (True, what follows it), or (False, "") at the end of the text. So many
-        characters of it have been `matched` before.
+        """Emits all text up to `marker` as `kind`.
 
-        NOTE: after a mismatch it looks for the marker's first character only, so that must occur in it once.
+        Returns (True, next character), or (False, "") at the end. `matched` characters of the marker have been read
+        already.
+
+        NOTE: after a mismatch it looks for the marker's first character only, so that must occur once in the marker.
         """
         while character:
             if character == marker[matched]:
@@ -100,7 +111,10 @@ class Reader:
         return False, ""
 
     def _mismatch(self, marker: str, matched: int, character: str, kind: type[Event]) -> int:
-        """Tells what was no marker after all, and returns how much of another one has begun."""
+        """Emits a false beginning of the marker.
+
+        Returns how many characters of a new one have begun.
+        """
         self._tell(kind, marker[:matched])
         if character == marker[0]:
             return 1
@@ -108,7 +122,7 @@ class Reader:
         return 0
 
     def _rest(self, character: str, kind: type[Event]) -> Generator[None, str, None]:
-        """All that follows."""
+        """Emits all remaining text as `kind`."""
         while character:
             self._tell(kind, character)
             self._plain = ("", kind)
@@ -116,19 +130,22 @@ class Reader:
 
 
 class CallReader(Reader, ToolParser):
-    """A reader of calls. What may become one is held back; if it does not, all of it is text."""
+    """Base of the readers of calls.
 
-    offers_only: ClassVar[bool] = False  # a call of a tool that the request does not offer is text
+    A possible call is held back; if it is none, all of it becomes text.
+    """
+
+    offers_only: ClassVar[bool] = False  # True: a call of a tool that the request does not offer is text
 
     def __init__(self, tool_names: Collection[str] = ()) -> None:
         ToolParser.__init__(self, tool_names)
         Reader.__init__(self)
 
     def _read_calls(self, tag: str, calls: Callable[[str, str], Reading]) -> Generator[None, str, None]:
-        """A whole answer whose calls stand at its start or behind a `tag`, white space aside; all else is text.
+        """Reads an answer whose calls stand at its start or after a `tag`; the rest is text.
 
-        `calls(character, held)` reads some, if there are any: `held` is what was read before, and `character`, the last
-        of it, is the one in hand.
+        White space before calls is allowed. `calls(character, held)` reads the calls, if there are any. `held` is the
+        text read so far; `character` is its last character.
         """
         held, character = "", (yield)
         while True:
@@ -143,8 +160,11 @@ class CallReader(Reader, ToolParser):
             held = tag
 
     def _try(self, reading: Reading, held: str) -> Generator[None, str, tuple[bool, str]]:
-        """Reads what may be calls: (whether it was all that, what follows). `held` is what has been read of it, the
-        character in hand included. Where it breaks off, what has not been told as a call is text."""
+        """Runs a reading that may be calls; returns (whether it was complete, next character).
+
+        `held` is the text read so far, the current character included. If the reading breaks off, the text that was
+        not emitted as a call is emitted as text.
+        """
         self._held = list(held)
         try:
             character = yield from reading
@@ -157,12 +177,12 @@ class CallReader(Reader, ToolParser):
         return True, character
 
     def _begin(self, name: str) -> None:
-        """From here on it is a call, whatever comes."""
+        """Emits the beginning of a call. It stays a call, whatever follows."""
         self._held = None
         self._tell(CallBegun, name)
 
     def _give(self, name: str, arguments: str) -> None:
-        """A call that is known whole."""
+        """Emits a complete call."""
         self._begin(name)
         self._tell(CallArguments, arguments)
 
@@ -175,14 +195,14 @@ MAX_NAME_CHARS = 256
 
 
 def blanks(character: str) -> Reading:
-    """Past white space."""
+    """Skips white space."""
     while character.isspace():
         character = yield
     return character
 
 
 def past(wanted: str, character: str) -> Reading:
-    """Past these characters, which have to be there."""
+    """Reads exactly the characters `wanted`; raises `Malformed` at the first other one."""
     for expected in wanted:
         if character != expected:
             raise Malformed(character)

@@ -1,5 +1,6 @@
-"""Thoughts before the answer, between `<think>` and `</think>`. The marks are left out, and so are line breaks next to
-them: chat templates put them back.
+"""Reasoning between `<think>` and `</think>`, before the content.
+
+The markers are left out, and so are the line breaks next to them: chat templates put them back.
 """
 
 from __future__ import annotations
@@ -12,17 +13,17 @@ from .reader import Reader
 
 
 class ThinkParser(Reader, ReasoningParser):
-    """Qwen3 and others: an answer that begins with `<think>`, or a prompt that ended with it, begins with thoughts.
+    """Qwen3 and others: reasoning follows a `<think>` that begins the answer or ends the prompt.
 
-    Everything behind `</think>` is the answer, whatever it holds. Thoughts that never end are thoughts. A family with
-    other marks needs a subclass with those `markers`; the first character of each must occur in it once.
+    Everything after `</think>` is content. Without `</think>` the whole answer is reasoning. A family with other
+    markers needs a subclass with its `markers`; the first character of a marker must occur in it once.
     """
 
     markers: ClassVar[tuple[str, str]] = ("<think>", "</think>")
 
     def __init__(self, is_open: bool = False) -> None:
         ReasoningParser.__init__(self, is_open)
-        self._breaks: list[str] = []  # line breaks that are thoughts if more thoughts follow
+        self._breaks: list[str] = []  # held line breaks: reasoning only if more reasoning follows
         self._has_thought = False
         Reader.__init__(self)
 
@@ -48,7 +49,7 @@ class ThinkParser(Reader, ReasoningParser):
         yield from self._rest(character, Text)
 
     def _thoughts(self, matched: int, character: str) -> Generator[None, str, str]:
-        """Up to the closing mark, of which so many characters were read, and past the line breaks behind it."""
+        """Reads past the closing marker, `matched` characters of it read, and line breaks after it."""
         _, character = yield from self._until(self.markers[1], character, Reasoning, matched)
         while character == "\n":
             character = yield
@@ -73,6 +74,6 @@ class ThinkParser(Reader, ReasoningParser):
 
 
 class DeepSeekR1Parser(ThinkParser):
-    """DeepSeek R1 and its kin: an answer begins with thoughts even if nothing in the prompt says so."""
+    """DeepSeek R1 and similar: answers begin with reasoning even if the prompt did not open it."""
 
     thinks_unasked = True

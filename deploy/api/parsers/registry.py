@@ -1,4 +1,4 @@
-"""Which parsers there are, by name or import path, and which one a chat template asks for."""
+"""The known parsers, by name or import path, and the choice of one from a chat template."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOOL_PARSERS: dict[str, type[ToolParser]] = {
 }
 REASONING_PARSERS: dict[str, type[ReasoningParser]] = {"deepseek_r1": DeepSeekR1Parser, "qwen3": ThinkParser}
 
-# what a template writes if its model was taught to answer so, most telling first
+# text in a template -> the call format of its model; the most specific text first
 TOOL_SIGNS = (
     ("<tool_call>", "hermes"),
     ("[TOOL_CALLS]", "mistral"),
@@ -35,15 +35,21 @@ P = TypeVar("P", ToolParser, ReasoningParser)
 
 
 def tool_parser(setting: str, template: str) -> type[ToolParser] | None:
-    """The parser that `--tool-call-parser` names; with "auto" the one of the template's family, hermes if it shows
-    none. None for "none". `ConfigError` for a name of nothing."""
+    """The parser that `--tool-call-parser` names; None for "none".
+
+    "auto" selects the parser of the template's family, or hermes if the template shows none. Raises `ConfigError` for
+    an unknown name.
+    """
     if setting == "auto":
         setting = next((name for sign, name in TOOL_SIGNS if sign in template), "hermes")
     return _find(setting, "tool_call_parser", TOOL_PARSERS, ToolParser)
 
 
 def reasoning_parser(setting: str, template: str) -> type[ReasoningParser] | None:
-    """The parser that `--reasoning-parser` names; with "auto" that of a template that knows of thoughts, else none."""
+    """The parser that `--reasoning-parser` names; None for "none".
+
+    "auto" selects one if the template has `</think>`, else none. Raises `ConfigError` for an unknown name.
+    """
     if setting == "auto":
         setting = "none" if "</think>" not in template else "deepseek_r1" if "<｜Assistant｜>" in template else "qwen3"
     return _find(setting, "reasoning_parser", REASONING_PARSERS, ReasoningParser)
@@ -62,7 +68,7 @@ def _load(name: str, setting: str, known: dict[str, type[P]], kind: type[P]) -> 
     try:
         found: Any = getattr(importlib.import_module(where), class_name)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{setting} = {name!r}: {error}") from error
+        raise ConfigError(f"{setting} = {name!r}: cannot be imported: {error}") from error
     if not (isinstance(found, type) and issubclass(found, kind)):
         raise ConfigError(f"{setting} = {name!r}: must be a subclass of millrace.deploy.api.parsers.{kind.__name__}")
     return found

@@ -1,8 +1,8 @@
-"""OpenAI's Responses API, with responses that are kept.
+"""The Responses API, OpenAI's, with stored responses.
 
 Owns: the store of responses.
 In: bodies and input items.
 Out: responses and their events.
 Imports: the root of `deploy`, `http`, `api/adapter` and what that imports.
-Start with: `service.py`; `routes.py` is its HTTP side.
+Start with: `service.py`; `routes.py` has the HTTP handlers.
 """

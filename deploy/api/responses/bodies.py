@@ -1,4 +1,4 @@
-"""The body of `POST /v1/responses`, and the body of chat that it becomes."""
+"""The body of `POST /v1/responses`, and its conversion to a chat body."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..schema.unsupported import NOTHING, Harmless
 LOGPROBS = "message.output_text.logprobs"
 MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
 
-# what clients ask for of tools that only OpenAI hosts comes to nothing, as there are no such tools
+# values for tools that only OpenAI hosts are accepted without effect
 Includable = Literal[
     "message.output_text.logprobs",
     "reasoning.encrypted_content",
@@ -31,8 +31,8 @@ Includable = Literal[
     "computer_call_output.output.image_url",
     "code_interpreter_call.outputs",
 ]
-EFFORTS = {"max": "xhigh"}  # as chat calls them, where it has another word
-NAMES = {
+EFFORTS = {"max": "xhigh"}  # this API's value -> chat's, where they differ
+NAMES = {  # chat's field -> this API's, for error texts
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
     "messages": "input",
@@ -51,7 +51,7 @@ def _metadata(pairs: dict[str, str]) -> dict[str, str]:
         if len(key) > MAX_METADATA_KEY or len(value) > MAX_METADATA_VALUE:
             raise PydanticCustomError(
                 "invalid_value",
-                f"keys have at most {MAX_METADATA_KEY} characters and values {MAX_METADATA_VALUE}, unlike {{key}}",
+                f"keys must have at most {MAX_METADATA_KEY} characters and values {MAX_METADATA_VALUE}, unlike {{key}}",
                 {"key": repr(shorten(key, MAX_METADATA_KEY))},
             )
     return pairs
@@ -68,7 +68,7 @@ METADATA = nullable(
 
 
 class TextFormat(BaseModel):
-    """The form that the text must have."""
+    """`text.format`: the format of the answer."""
 
     model_config = ConfigDict(
         strict=True, extra="ignore", json_schema_extra=needs("type", "json_schema", "name", "schema")
@@ -82,16 +82,16 @@ class TextFormat(BaseModel):
 
 
 class TextConfig(BaseModel):
-    """What is asked of the text."""
+    """`text`: options for the answer."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
     format: TextFormat | None = None
-    verbosity: Literal["medium"] | None = None  # there is no other way to talk
+    verbosity: Literal["medium"] | None = None  # other values are not supported
 
 
 class ReasoningConfig(BaseModel):
-    """What is asked of the reasoning. Nobody sums it up here: it is told as it is."""
+    """`reasoning`: options for the reasoning. It is returned as it is, without a summary."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -147,7 +147,7 @@ class ResponsesBody(AdaptedBody):
 
     @property
     def is_stored(self) -> bool:
-        """Whether the response can be asked for later."""
+        """Whether the response is kept for later retrieval."""
         return self.store is not False
 
     @property
@@ -159,16 +159,16 @@ class ResponsesBody(AdaptedBody):
             message = f"max_output_tokens = {self.max_output_tokens}: must be at least 1"
             raise ApiError("invalid_value", message, param="max_output_tokens")
         if self.background and not self.is_stored:
-            message = "background: needs store = true, as nobody could ask for the response otherwise"
+            message = "background: requires store = true, as the response could not be retrieved otherwise"
             raise ApiError("invalid_value", message, param="background")
         wanted = self.text.format if self.text is not None else None
         if wanted is not None and wanted.type == "json_schema" and (wanted.schema_ is None or wanted.name is None):
             name = "schema" if wanted.schema_ is None else "name"
-            message = f"text.format.{name}: needed with type = json_schema"
+            message = f"text.format.{name}: required with type = json_schema"
             raise ApiError("missing_required_parameter", message, param=f"text.format.{name}")
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> Chat:
-        """The body of chat of this request, with these messages after the instructions."""
+        """The chat body of this request: the instructions, then `messages`."""
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         effort = self.reasoning.effort if self.reasoning is not None else None
         return {
@@ -197,8 +197,10 @@ class ResponsesBody(AdaptedBody):
 
 
 def name_of(sources: Sequence[str], num_before: int) -> Any:
-    """A function from chat's name of a field to this API's. Message i + `num_before` was made from `sources[i]`, and
-    those before from the instructions."""
+    """A function from chat's name of a field to this API's.
+
+    Message i + `num_before` came from `sources[i]`, the messages before from `instructions`.
+    """
     names = NAMES | {f"messages[{i}]": "instructions" for i in range(num_before)}
     names |= {f"messages[{i}]": source for i, source in enumerate(sources, num_before)}
 
@@ -210,7 +212,9 @@ def name_of(sources: Sequence[str], num_before: int) -> Any:
 
 def _chat_tool(tool: dict[str, Any], path: str) -> dict[str, Any]:
     if tool.get("type") != "function":
-        message = f"{path}.type = {shorten(repr(tool.get('type')), 64)}: only functions are called here"
+        message = (
+            f"{path}.type = {shorten(repr(tool.get('type')), 64)}: must be function; other tools are not supported"
+        )
         raise ApiError("unsupported_parameter", message, param=f"{path}.type")
     function = {name: tool[name] for name in ("name", "description", "parameters", "strict") if name in tool}
     return {"type": "function", "function": function}

@@ -1,7 +1,6 @@
-"""From the parts of an answer to the events of `POST /v1/responses`, and to the response that they build up.
+"""Builds the events of `POST /v1/responses` and the complete response from answer parts.
 
-One path for a response that is streamed and for one that is not, so they can not differ. Knows shapes; refuses to know
-sockets, and how an event is framed.
+Streamed and whole responses use the same code, so they cannot differ. The framing of events is left to the transport.
 """
 
 from __future__ import annotations
@@ -22,11 +21,14 @@ if TYPE_CHECKING:
 Event = dict[str, Any]
 
 STATUS = {"stop": "completed", "tool_calls": "completed", "length": "incomplete", "abort": "cancelled"}
-ERROR_CODES = {429: "rate_limit_exceeded", 400: "invalid_prompt"}  # of a response that failed; others: server_error
+ERROR_CODES = {
+    429: "rate_limit_exceeded",
+    400: "invalid_prompt",
+}  # HTTP status -> code in a failed response; others: server_error
 
 
 def new_response(response_id: str, model: str, body: ResponsesBody, params: SamplingParams) -> dict[str, Any]:
-    """The response before anything is in it."""
+    """A response without output, with status `in_progress`."""
     reasoning = {"effort": None, "summary": None} | (body.reasoning.model_dump() if body.reasoning else {})
     wanted = body.text.format if body.text is not None else None
     return {
@@ -62,27 +64,29 @@ def new_response(response_id: str, model: str, body: ResponsesBody, params: Samp
 
 
 class ResponseEvents:
-    """Builds one response. Each method returns the events that tell what it did; `response` is as it stands, and its
-    `output` holds the items that are done. Events are the caller's to keep."""
+    """Builds one response. Each method returns its events and updates `response`.
+
+    `response["output"]` holds the completed items. The caller owns the events.
+    """
 
     def __init__(self, response: dict[str, Any]) -> None:
         self.response = response
         self._num_events = 0
-        self._item: _Item | None = None  # under way
+        self._item: _Item | None = None  # the open item
 
     def queue(self) -> list[Event]:
-        """It waits to be begun."""
+        """Marks the response as queued."""
         self.response["status"] = "queued"
         return [self._of_response("response.created"), self._of_response("response.queued")]
 
     def begin(self) -> list[Event]:
-        """It is under way."""
+        """Marks the response as in progress."""
         self.response["status"] = "in_progress"
         events = [] if self._num_events else [self._of_response("response.created")]
         return [*events, self._of_response("response.in_progress")]
 
     def add(self, part: Part) -> list[Event]:
-        """Takes in a part; the end of an answer only ends what is under way, and then comes `end`."""
+        """Adds a part. An `End` closes the open item only; call `end` afterwards."""
         match part:
             case Text():
                 return [*self._enter(_Message), *self._grow(part.text, token_logprobs(part.logprobs))]
@@ -94,13 +98,13 @@ class ResponseEvents:
                 return self._grow(part.text)
             case End():
                 is_empty = self._item is None and not self.response["output"]
-                opened = self._enter(_Message) if is_empty else []  # who said nothing said ""
+                opened = self._enter(_Message) if is_empty else []  # an empty answer is a message with empty text
                 return [*opened, *self._leave(is_whole=part.reason in ("stop", "tool_calls"))]
 
     def end(self, end: End, usage: Usage) -> list[Event]:
-        """It is over, with all parts added."""
+        """Ends the response, after all parts have been added."""
         if end.reason not in STATUS:
-            return self.fail(ApiError("internal_error", "the model failed on this response; the log has more"))
+            return self.fail(ApiError("internal_error", "the model failed on this response; see the server's log"))
         self.response["usage"] = response_usage(usage)
         self.response["status"] = status = STATUS[end.reason]
         if status == "completed":
@@ -111,7 +115,7 @@ class ResponseEvents:
         return [self._of_response("response.incomplete")]
 
     def fail(self, error: ApiError) -> list[Event]:
-        """It is over, and for this reason."""
+        """Ends the response with an error."""
         events = self._leave(is_whole=False)
         self.response["status"] = "failed"
         code = ERROR_CODES.get(error.status, "server_error")
@@ -125,7 +129,7 @@ class ResponseEvents:
         return len(self.response["output"])
 
     def _enter(self, kind: type[_Message] | type[_Reasoning]) -> list[Event]:
-        """An item of that kind, if none is under way."""
+        """Opens an item of that kind, unless one is open."""
         if isinstance(self._item, kind):
             return []
         return [*self._leave(), *self._open(kind(self.response["id"], self._place))]
@@ -139,14 +143,14 @@ class ResponseEvents:
 
     def _grow(self, text: str, logprobs: list[dict[str, Any]] | None = None) -> list[Event]:
         item = self._item
-        assert item is not None, "a part of an item that has not begun"
+        assert item is not None, "a part without an open item"
         item.texts.append(text)
         if logprobs:
             item.logprobs += logprobs
         return [self._of_item(f"{item.EVENT}.delta", item, delta=text, **item.extras(logprobs or []))]
 
     def _leave(self, is_whole: bool = True) -> list[Event]:
-        """Ends the item under way, if there is one."""
+        """Closes the open item, if there is one."""
         item, self._item = self._item, None
         if item is None:
             return []
@@ -174,11 +178,11 @@ class ResponseEvents:
 
 
 class _Item:
-    """An item of the output that grows by text."""
+    """An output item whose text grows."""
 
     PREFIX = ""
-    EVENT = ""  # what its events begin with
-    PART: str = ""  # type of its one content part, if its text is in one
+    EVENT = ""  # prefix of its event types
+    PART: str = ""  # type of its one content part; "" if it has none
 
     def __init__(self, response_id: str, place: int) -> None:
         self.id = f"{self.PREFIX}_{response_id.removeprefix('resp_')}_o{place}"
@@ -193,15 +197,15 @@ class _Item:
         return {"type": self.PART, "text": self.text if is_done else ""}
 
     def whole(self) -> dict[str, Any]:
-        """Its text, when it is done."""
+        """The fields with the complete text in its `.done` event."""
         return {"text": self.text}
 
     def extras(self, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
-        """What its text events say besides the text."""
+        """Further fields of its text events."""
         return {}
 
     def shape(self, status: str) -> dict[str, Any]:
-        """The item itself; empty while it is in progress."""
+        """The item as JSON; without content while it is in progress."""
         raise NotImplementedError
 
 
@@ -250,7 +254,7 @@ class _FunctionCall(_Item):
 
 
 def response_usage(usage: Usage) -> dict[str, Any]:
-    """Tokens as this API counts them."""
+    """The `usage` object of this API."""
     return {
         "input_tokens": usage.num_prompt,
         "input_tokens_details": {"cached_tokens": usage.num_cached, "cache_write_tokens": 0},

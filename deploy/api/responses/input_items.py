@@ -1,6 +1,6 @@
-"""The input of `POST /v1/responses`: items in OpenAI's many spellings, in one spelling, and as messages of a chat.
+"""The input of `POST /v1/responses`, normalized and converted to chat messages.
 
-Knows the shapes of items. Whether a model takes such messages is for the body of chat to say.
+OpenAI allows several spellings of an item. The values in the messages are checked by the chat body.
 """
 
 from __future__ import annotations
@@ -19,25 +19,29 @@ ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "func
 
 
 def read_items(value: Any, suffix: str) -> list[Item]:
-    """The items of an input, each with an id that ends in `suffix` and its place, and with its content as parts.
-    `ApiError` 400 names the place that is wrong."""
+    """Normalizes an input to items with content parts. `ApiError` 400 names the wrong item.
+
+    The id of each item ends in `suffix` and its index.
+    """
     if isinstance(value, str):
         if not value:
-            raise ApiError("empty_prompt", "input is empty: send at least one character", param="input")
+            raise ApiError("empty_prompt", "input: is empty; send at least one character", param="input")
         value = [{"role": "user", "content": value}]
     if not isinstance(value, list):
         raise _wrong_type("input", "a text or a list of items")
     if not value:
-        raise ApiError("empty_prompt", "input is an empty list: send at least one item", param="input")
+        raise ApiError("empty_prompt", "input: is an empty list; send at least one item", param="input")
     return [_read_item(item, f"input[{i}]", f"{suffix}_{i}") for i, item in enumerate(value)]
 
 
 def messages_of(items: Sequence[Item], names: Sequence[str]) -> tuple[list[dict[str, Any]], list[str]]:
-    """The messages of a chat that items stand for, and for each message the name of its (first) item: reasoning and
-    calls of one turn of the assistant are one message with what it said."""
+    """Converts items to chat messages; returns them with the name of each message's first item.
+
+    The reasoning, text and calls of one assistant turn become one message.
+    """
     messages: list[dict[str, Any]] = []
     sources: list[str] = []
-    reasoning: dict[str, str] = {}  # of the assistant's turn that comes next
+    reasoning: dict[str, str] = {}  # of the assistant's next message
     for item, name in zip(items, names, strict=True):
         kind = item["type"]
         if kind == "reasoning":
@@ -52,9 +56,11 @@ def messages_of(items: Sequence[Item], names: Sequence[str]) -> tuple[list[dict[
 
 
 def num_to_cut(messages: Sequence[dict[str, Any]], fits: Callable[[int], bool]) -> int:
-    """How many messages to leave out at the beginning: as few as let the rest begin with a turn of the user and fit.
-    `fits` says so of what is left without the first n. If not even the last turn fits, all that are before it; of no
-    messages, none."""
+    """The number of messages to drop at the beginning, under `truncation = "auto"`.
+
+    It is the smallest for which the rest fits and begins with a user turn. `fits(n)` says whether the messages fit
+    without the first n. If not even the last user turn fits, all messages before it are dropped. 0 for no messages.
+    """
     starts = [i for i, message in enumerate(messages) if message["role"] == "user" or i == 0] or [0]
     return starts[min(bisect_left(starts, True, key=fits), len(starts) - 1)]
 
@@ -79,7 +85,10 @@ def _tool_call(item: Item) -> dict[str, Any]:
 
 
 def _content(parts: str | list[dict[str, Any]]) -> str | list[dict[str, str]]:
-    """One part as the text it is, as templates differ in how they join several."""
+    """The parts as content.
+
+    A single one becomes a plain text, as templates differ in how they join parts.
+    """
     if isinstance(parts, str):
         return parts
     texts = _texts(parts)

@@ -1,4 +1,4 @@
-"""The Responses API over HTTP. See `service.py` for what it does."""
+"""The HTTP handlers of the Responses API; `service.py` does the work."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ class ResponsesRoutes:
         return _json(orjson.dumps(await self.responses.whole(order)), headers)
 
     async def retrieve(self, request: web.Request) -> web.StreamResponse:
-        """`GET /v1/responses/{id}`, and with `stream=true` the events that it was and is made by."""
+        """`GET /v1/responses/{id}`; with `stream=true` its past and future events."""
         stored = self._stored(request)
         first = whole_number(request, "starting_after", -1, least=0, most=2**31 - 1) + 1
         if not flag(request, "stream"):
             return _json(stored.response)
         if stored.events is None:
-            message = "stream: only with a response that was made with background and stream, and whose events are kept"
+            message = "stream: requires a response created with background and stream whose events are still stored"
             raise ApiError("invalid_value", message, param="stream")
         return await self._stream(request, self._logged(stored, first), {})
 
@@ -65,14 +65,14 @@ class ResponsesRoutes:
         return _json(stored.response)
 
     async def delete(self, request: web.Request) -> web.Response:
-        """`DELETE /v1/responses/{id}`; one that is being made ends."""
+        """`DELETE /v1/responses/{id}`; a response in progress is aborted."""
         stored = self.responses.store.delete(request.match_info["id"], request[OWNER])
         if not stored.is_over:
             self._service.abort(stored.id, request[OWNER])
         return _json(orjson.dumps({"id": stored.id, "object": "response", "deleted": True}))
 
     async def input_items(self, request: web.Request) -> web.Response:
-        """`GET /v1/responses/{id}/input_items`: what it answered, with all that it went on from."""
+        """`GET /v1/responses/{id}/input_items`: its input, with all turns that it continues."""
         stored = self._stored(request)
         chain = self.responses.store.chain(stored.id, request[OWNER], param="response_id")
         parts = [part for one in chain for part in (one.items, one.output)][:-1]
@@ -95,14 +95,14 @@ class ResponsesRoutes:
     # -- streams
 
     async def _logged(self, stored: StoredResponse, first: int) -> AsyncGenerator[bytes, None]:
-        """The events of a response that is made in the background. Its client may come and go."""
+        """The events of a background response. The client may disconnect and reconnect."""
         num_sent = first
         async with aclosing(stored.events_from(first)) as batches:
             async for events in batches:
                 num_sent += len(events)
                 yield b"".join(events)
         if stored.events is None:
-            message = "the events of this response are not kept any more; GET it without stream"
+            message = "the events of this response are no longer stored; GET it without stream"
             error = {"code": "server_error", "message": message, "param": None}
             yield named_event({"type": "error", "sequence_number": num_sent, **error})
 
@@ -125,7 +125,7 @@ async def _framed(batches: AsyncGenerator[Sequence[Event], None]) -> AsyncGenera
 def _page(items: Sequence[dict[str, Any]], after: str | None, limit: int) -> dict[str, Any]:
     ids = [item["id"] for item in items]
     if after is not None and after not in ids:
-        message = f"after = {shorten(repr(after), 128)}: there is no such item"
+        message = f"after = {shorten(repr(after), 128)}: no such item exists"
         raise ApiError("invalid_value", message, param="after")
     first = 0 if after is None else ids.index(after) + 1
     page = items[first : first + limit]

@@ -1,6 +1,6 @@
-"""The Responses API over whatever transport: from a body to the events that answer it, and what is kept of them.
+"""The Responses API without its transport: generation, streaming and storage of responses.
 
-Knows what a response goes on from and where it ends up. Refuses to know HTTP: `routes.py` does.
+`routes.py` is the HTTP side.
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ PREFIX = "resp_"
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A body that was read: what can be checked without knowing who asks."""
+    """A validated body, before the owner's earlier responses are looked up."""
 
-    id: str  # of the response; not to be guessed, as it is all it takes to read it where there are no keys
+    id: str  # of the response; random, as without API keys the id alone gives access to it
     body: ResponsesBody
-    passed: Chat  # fields that chat takes as they are
-    ignored: Sequence[str]  # names of fields that nobody knows
+    passed: Chat  # fields that go to the chat body unchanged
+    ignored: Sequence[str]  # names of unknown fields
     items: Sequence[Item]
     num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseOrder:
-    """A response that can be made."""
+    """A validated request for a response, with its history."""
 
     id: str
     owner: str
     client_id: str  # X-Request-Id
     body: ResponsesBody
     order: Order
-    items: bytes  # its own input, as JSON
+    items: bytes  # its own input items, as JSON
     name_of: NameOf
 
 
 class Responses:
-    """Makes responses, and keeps those that are to be kept."""
+    """Generates responses, and stores those with `store`."""
 
     def __init__(self, generation: Generation, threads: Executor) -> None:
         self.service = generation.service
@@ -66,24 +66,27 @@ class Responses:
         self._threads = threads
         self._tasks: set[asyncio.Task[None]] = set()
 
-    # -- asking
+    # -- reading requests
 
     def read(self, raw: Mapping[str, Any]) -> Asked:
-        """The body, checked as far as that goes alone. `ApiError` 400 names the field. May be called in a thread."""
+        """Validates a body alone. `ApiError` 400 names the wrong field. May be called in a thread."""
         body, passed, ignored = read_adapted(ResponsesBody, raw, self.service.config.strict_fields)
         self.service.require_model(body.model)
         suffix = secrets.token_hex(16)
         return Asked(PREFIX + suffix, body, passed, ignored, read_items(body.input, suffix), len(orjson.dumps(raw)))
 
     async def take(self, asked: Asked, owner: str, client_id: str) -> ResponseOrder:
-        """The order, with all that it goes on from. `ApiError` 400 names the field, 404 a response that is not kept."""
+        """The order with its history.
+
+        `ApiError` 400 names the field; 404 a response that is not stored.
+        """
         self.service.require_engine()
         history = self._history(asked.body.previous_response_id, owner)
         num_bytes = asked.num_bytes + sum(map(len, history))
         limit = self.service.config.max_body_bytes
         if history and num_bytes > limit:
             message = (
-                f"previous_response_id: with all that it goes on from there are {num_bytes} bytes: at most {limit}"
+                f"previous_response_id: input and history have {num_bytes} bytes together; must have at most {limit}"
             )
             raise ApiError("context_length_exceeded", message, param="previous_response_id")
         make = partial(self._make_order, asked, owner, client_id, history)
@@ -108,11 +111,14 @@ class Responses:
         return without(num_cut)
 
     def _fits(self, order: Order) -> bool:
-        """Whether there is room for an answer behind the prompt. What the template refuses is for intake to say."""
+        """Whether prompt and answer fit the context.
+
+        True if the template fails: intake reports that error.
+        """
         engine = self.service.require_engine()
         room = engine.info.max_model_len - (order.params.max_tokens or 1)
         chat = order.prompts[0].chat
-        assert chat is not None, "the body of chat is a chat"
+        assert chat is not None, "a chat body has a chat prompt"
         if chat_chars(chat) > MAX_CHARS_PER_TOKEN * room:
             return False
         try:
@@ -121,19 +127,19 @@ class Responses:
             return True
 
     def _history(self, previous_id: str | None, owner: str) -> list[bytes]:
-        """Items of all that a response goes on from, in order."""
+        """Items of all earlier responses that a response continues, oldest first, as JSON."""
         if previous_id is None:
             return []
         chain = self.store.chain(previous_id, owner)
         if not chain[-1].is_over:
-            message = f"previous_response_id = {previous_id!r}: that response is not over yet"
+            message = f"previous_response_id = {previous_id!r}: that response is not complete yet; wait until it is"
             raise ApiError("invalid_value", message, param="previous_response_id")
         return [part for stored in chain for part in (stored.items, stored.output)]
 
     # -- answering
 
     async def whole(self, order: ResponseOrder) -> dict[str, Any]:
-        """The response, once it is over."""
+        """Generates a response and returns it when it is complete."""
         built = self._begin(order)
         built.begin()
         async with under_way(self._generation, self._open(order), order.order, order.name_of) as parts:
@@ -143,15 +149,18 @@ class Responses:
         return built.response
 
     async def events(self, order: ResponseOrder) -> AsyncGenerator[Event, None]:
-        """The events of its stream, one after the other. See `batches`."""
+        """The events of a response's stream, one by one. See `batches`."""
         async with aclosing(self.batches(order)) as batches:
             async for batch in batches:
                 for event in batch:
                     yield event
 
     async def batches(self, order: ResponseOrder) -> AsyncGenerator[list[Event], None]:
-        """The events of its stream, all that are there at a time. What goes wrong before the first is raised, later it
-        is told by an event. To be closed by whoever does not read to the end: with it ends the request."""
+        """The events of a response's stream, in lists of all that have arrived.
+
+        An error before the first event is raised; a later one becomes an event. A caller that does not read to the end
+        must close the generator, which aborts the request.
+        """
         built = self._begin(order)
         async with under_way(self._generation, self._open(order), order.order, order.name_of) as parts:
             first = await anext(parts)
@@ -179,7 +188,7 @@ class Responses:
     # -- in the background
 
     def start(self, order: ResponseOrder) -> StoredResponse:
-        """Has the response made while nobody waits for it. `ApiError` 429 if there is no room to keep it."""
+        """Generates a response in a background task. `ApiError` 429 if the store has no room for it."""
         built = self._begin(order)
         queued = built.queue()
         stored = _stored(order, built)
@@ -188,7 +197,7 @@ class Responses:
         self._open(order)
         if not self.store.put(stored):
             self.service.close(order.id, "error")
-            message = "there is no room to keep another response that is made in the background; wait for one"
+            message = "the store has no room for another background response; retry when one is complete"
             raise ApiError("rate_limit_exceeded", message, retry_after_s=1.0)
         self.store.grow(stored, _framed(queued))
         stored.task = asyncio.create_task(self._make(order, built, stored))
@@ -217,10 +226,10 @@ class Responses:
         stored.ring()
 
     async def cancel(self, response_id: str, owner: str) -> StoredResponse:
-        """Ends a response that is made in the background, and returns it. One that is over stays as it is."""
+        """Aborts a background response and returns it. A complete one stays as it is."""
         stored = self.store.get(response_id, owner)
         if stored.task is None:
-            message = f"response_id = {response_id!r}: only a response made with background = true can be cancelled"
+            message = f"response_id = {response_id!r}: only a response created with background = true can be cancelled"
             raise ApiError("invalid_value", message, param="response_id")
         if not stored.is_over:
             self.service.abort(response_id, owner)
@@ -228,7 +237,7 @@ class Responses:
         return stored
 
     async def stop(self) -> None:
-        """Ends all that is made in the background."""
+        """Cancels all background responses."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:

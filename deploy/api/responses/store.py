@@ -1,7 +1,6 @@
-"""Responses that may be asked for later, in memory, up to a number of entries and of bytes.
+"""The store of responses for later retrieval: in memory, bounded in entries and bytes.
 
-Knows who owns what, and what goes first when there is no room. Refuses to know what a response says: it keeps bytes,
-whose length is the memory they take.
+It keeps encoded bytes, so that their length is the memory they use. It does not parse them.
 """
 
 from __future__ import annotations
@@ -16,36 +15,41 @@ MAX_ENTRIES = 4096
 
 
 class StoredResponse:
-    """One response: its own input items, and what has become of it. `events` are those of its stream as they go over
-    the wire, if it is made in the background and was asked for as one; that of sequence number n is `events[n]`."""
+    """One response: its input items, its state and its output.
+
+    `events` are the framed events of its stream, if it is made in the background with `stream`; else None. `events[n]`
+    has sequence number n.
+    """
 
     def __init__(self, response_id: str, owner: str, previous_id: str | None, items: bytes, response: bytes) -> None:
         self.id = response_id
-        self.owner = owner  # of the API key it was made with
+        self.owner = owner  # owner of the API key that created it
         self.previous_id = previous_id
         self.items = items  # JSON
         self.response = response  # JSON
-        self.output = b"[]"  # JSON; of a response that is over
+        self.output = b"[]"  # JSON; complete once `is_over`
         self.events: list[bytes] | None = None
-        self.task: asyncio.Task[None] | None = None  # that makes it, in the background
+        self.task: asyncio.Task[None] | None = None  # generates it, if in the background
         self.is_over = False
         self.num_bytes = 0  # as the store counts them
         self._news = asyncio.Event()
 
     @property
     def length(self) -> int:
-        """Bytes of all that is kept."""
+        """Size of all stored parts, in bytes."""
         parts = (self.items, self.response, self.output, *(self.events or ()))
         return sum(map(len, parts))
 
     def ring(self) -> None:
-        """There are new events, or there will be none."""
+        """Wakes the readers: there are new events, or there will be none."""
         self._news.set()
         self._news = asyncio.Event()
 
     async def events_from(self, first: int) -> AsyncGenerator[list[bytes], None]:
-        """Its events from `first` on, those that are there at once and then as they come, to the last one. Ends early
-        if they are not kept any more."""
+        """Yields its events from number `first` to the last, in lists of all that have arrived.
+
+        Ends early if the events are dropped for lack of room.
+        """
         while self.events is not None:
             if new := self.events[first:]:
                 first += len(new)
@@ -57,14 +61,17 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """All that is kept for all clients of one server. Those asked for least recently go first, but for those that are
-    still being made. Another key's response is as unknown as one that never was."""
+    """The stored responses of all clients of one server.
+
+    The least recently used response is evicted first, except those in progress. A response of another owner is
+    reported exactly like one that does not exist.
+    """
 
     def __init__(self, max_bytes: int, max_entries: int = MAX_ENTRIES) -> None:
         self.max_bytes = max_bytes
         self.max_entries = max_entries
         self.num_bytes = 0
-        self._kept: OrderedDict[str, StoredResponse] = OrderedDict()  # least recently asked for first
+        self._kept: OrderedDict[str, StoredResponse] = OrderedDict()  # least recently used first
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -73,18 +80,21 @@ class ResponseStore:
         return response_id in self._kept
 
     def get(self, response_id: str, owner: str, param: str = "response_id") -> StoredResponse:
-        """The owner's response. `ApiError` 404 if it has none of that id."""
+        """The owner's response. `ApiError` 404 if the owner has none with that id."""
         stored = self._kept.get(response_id)
         if stored is None or stored.owner != owner:
             shown = shorten(repr(response_id), 128)
-            message = f"{param} = {shown}: there is no such response, or it is not kept any more"
+            message = f"{param} = {shown}: no such response exists, or it is no longer stored"
             raise ApiError("response_not_found", message, param=param)
         self._kept.move_to_end(response_id)
         return stored
 
     def chain(self, response_id: str, owner: str, param: str = "previous_response_id") -> list[StoredResponse]:
-        """The response and all that it goes on from, the first one first. All count as asked for, the earlier the
-        more, so that room is never made by taking the beginning of what is kept. `ApiError` 404 if one is missing."""
+        """The response and its predecessors by `previous_response_id`, oldest first.
+
+        `ApiError` 404 if one is missing. All count as used, the oldest most recently, so eviction never removes the
+        beginning of a stored chain first.
+        """
         chain = []
         wanted: str | None = response_id
         while wanted is not None:
@@ -93,20 +103,22 @@ class ResponseStore:
         return chain[::-1]
 
     def put(self, stored: StoredResponse) -> bool:
-        """Keeps it, if there is room or room can be made."""
+        """Stores a response, evicting others if needed; False if there is no room."""
         self._kept[stored.id] = stored
         self._resize(stored, stored.length)
         return stored.id in self._kept
 
     def update(self, stored: StoredResponse, response: bytes, output: bytes) -> None:
-        """What has become of it now. It is forgotten if there is no room for that."""
+        """Replaces its state and output. The response is dropped if there is no room."""
         stored.response, stored.output = response, output
         if stored.id in self._kept:
             self._resize(stored, stored.length)
 
     def grow(self, stored: StoredResponse, events: Sequence[bytes]) -> None:
-        """More events of a response that is being made. If there is no room for them, and none can be made, its events
-        are not kept any more; the response still is."""
+        """Appends events of a response in progress.
+
+        If eviction cannot make room, its events are dropped and the response stays.
+        """
         if stored.events is None:
             return
         stored.events += events
@@ -115,7 +127,7 @@ class ResponseStore:
         stored.ring()
 
     def delete(self, response_id: str, owner: str) -> StoredResponse:
-        """Forgets the owner's response. `ApiError` 404 if there is none."""
+        """Removes the owner's response and returns it. `ApiError` 404 if there is none."""
         stored = self.get(response_id, owner)
         self._drop(stored)
         return stored

@@ -1,8 +1,8 @@
-"""Validation of bodies, and what the OpenAPI document says of their fields.
+"""Validation of request bodies, and the OpenAPI schema of their fields.
 
-Owns: the base of all bodies.
+Owns: the base class of all bodies.
 In: plain data.
-Out: typed bodies, or one sentence that names the field.
+Out: typed bodies, or an `ApiError` that names the field.
 Imports: the root of `deploy`.
 Start with: `validation.py`.
 """

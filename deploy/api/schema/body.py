@@ -1,4 +1,4 @@
-"""The base of all bodies: strict types, what they refuse, and how the OpenAPI document shows it."""
+"""The base class of all bodies: strict types, unsupported fields and their OpenAPI schema."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from .unsupported import Harmless
 
 
 class Body(BaseModel):
-    """What all bodies have in common."""
+    """Base class of all request bodies. Unknown fields are ignored, types are strict."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
-    UNSUPPORTED: ClassVar[Harmless] = {}  # fields that change answers elsewhere: 400, and not ignored
-    RELATIONS: ClassVar[tuple[JsonSchemaValue, ...]] = ()  # what `check` asks of fields together, as a schema says it
+    UNSUPPORTED: ClassVar[Harmless] = {}  # fields that other servers act on: refused with 400, not ignored
+    RELATIONS: ClassVar[tuple[JsonSchemaValue, ...]] = ()  # field combinations of `check`, as JSON schemas
     LEAST_MAX_TOKENS: ClassVar[int] = 1
 
     def check(self) -> None:
-        """What no single field can say. `ApiError` names the field to change."""
+        """Checks combinations of fields. `ApiError` names the field to change."""
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:

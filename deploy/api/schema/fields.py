@@ -1,5 +1,6 @@
-"""How the OpenAPI document shows the fields whose types are too plain to say it: forms of an answer, tools, items of
-input, and texts to compare. As in `hints.py`, nothing is checked here.
+"""OpenAPI schemas of fields whose Python type says too little.
+
+These are output formats, tools, input items and texts to compare. As in `hints.py`, nothing is checked here.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ BAD_WORDS = nullable(
 )
 TRUNCATE_PROMPT_TOKENS: Schema = {
     "anyOf": [
-        {"const": -1, "description": "as many as leave room for the answer"},
+        {"const": -1, "description": "as many tokens as leave room for the answer"},
         {"type": "integer", "minimum": 1, "maximum": 2**31 - 1},
         {"type": "null"},
     ]
@@ -30,7 +31,7 @@ TRUNCATION_SIDE: Schema = {"enum": ["left", "right", None]}
 
 
 def content_or_calls(schema: Schema) -> None:
-    """A turn that calls tools may do without words."""
+    """Makes `content` optional in the schema of a turn that has `tool_calls`."""
     schema["required"].remove("content")
     schema["properties"]["content"] = nullable(CONTENT)
     schema["anyOf"] = [
@@ -50,7 +51,7 @@ REGEX = _text(MAX_REGEX_BYTES)
 GRAMMAR = _text(MAX_GRAMMAR_BYTES)
 CHOICE: Schema = array(_text(MAX_GRAMMAR_BYTES), MAX_CHOICES, least=1)
 JSON_SCHEMA: Schema = {"anyOf": [{"type": "object"}, {"const": True}, GRAMMAR], "description": "a JSON schema"}
-# of the older names: an empty one asks for nothing
+# vLLM's older names: an empty value means no constraint
 GUIDED_JSON = nullable({"anyOf": [*JSON_SCHEMA["anyOf"], {"const": ""}]})
 GUIDED_REGEX, GUIDED_GRAMMAR = nullable(REGEX | {"minLength": 0}), nullable(GRAMMAR | {"minLength": 0})
 GUIDED_CHOICE = nullable(CHOICE | {"minItems": 0})
@@ -100,7 +101,7 @@ _ITEM: Schema = {
     ]
 }
 TEXTS: Schema = {"anyOf": [NOT_EMPTY, array(_ITEM, MAX_PAIRS, least=1)]}
-ONLY_NULL: Schema = {"type": "null", "description": "not supported here, as what ends a text would be lost"}
+ONLY_NULL: Schema = {"type": "null", "description": "not supported here, as the end of a text would be lost"}
 
 
 # -- items of responses, and messages of Anthropic's API

@@ -1,8 +1,7 @@
-"""How the OpenAPI document shows what types alone do not say: forms of one field, limits that hang on the model, and
-fields that need one another.
+"""Builders of OpenAPI schemas: single fields, combinations, and limits set by the model.
 
-What a schema can not know before a model is loaded stands in it as a `Limit` by name; `settle` puts the numbers there.
-Refuses to check anything: that is done where the bodies are read, with the same constants.
+A limit that is unknown before a model is loaded stands in the schema as a name under `x-limits`. `settle` replaces it
+by the number. Nothing is checked here: validation happens where the bodies are read, with the same constants.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from ....stages.request_limits import MAX_CHARS_PER_TOKEN, MAX_PROMPTS
 
 Schema = dict[str, Any]
 
-LIMITS = "x-limits"  # keyword of a schema -> name of what it is in `ModelLimits`
+LIMITS = "x-limits"  # schema keyword -> name of its value in `ModelLimits`
 
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What a model, its context and its names allow."""
+    """Limits that depend on the loaded model, its context length and its served names."""
 
     vocab_size: int
     max_model_len: int
@@ -38,8 +37,10 @@ class ModelLimits:
 
 
 def settle(schema: Any, limits: ModelLimits | None) -> Any:
-    """A copy of the schema (or of a whole document) with the numbers in place of their names; without a model they are
-    left out."""
+    """A copy of the schema, or of a whole document, with model limits filled in.
+
+    With `limits` None (no model is loaded) the keywords are left out.
+    """
     if isinstance(schema, list):
         return [settle(part, limits) for part in schema]
     if not isinstance(schema, dict):
@@ -51,7 +52,7 @@ def settle(schema: Any, limits: ModelLimits | None) -> Any:
 
 
 def number_pattern(most: int) -> str:
-    """A regular expression for the whole numbers from 0 to `most`, without leading zeros."""
+    """A regular expression that matches the integers 0 to `most`, without leading zeros."""
     digits = str(most)
     forms = ["0"] if len(digits) > 1 else []
     if len(digits) > 1:
@@ -65,12 +66,12 @@ def number_pattern(most: int) -> str:
 
 
 def nullable(schema: Schema) -> Schema:
-    """That, or null."""
+    """The schema, or null."""
     return {"anyOf": [schema, {"type": "null"}]}
 
 
 def array(items: Schema, most: int, least: int = 0) -> Schema:
-    """Of so many."""
+    """An array of `least` to `most` items."""
     return {"type": "array", "items": items, "minItems": least, "maxItems": most}
 
 
@@ -83,7 +84,7 @@ TOKENS_OF_A_PROMPT: Schema = TOKEN_IDS | {"minItems": 1, LIMITS: {"maxItems": "l
 
 
 def prompts(most: int) -> Schema:
-    """One, or at most so many, in any of the four forms."""
+    """One prompt, or at most `most`, as texts or token ids."""
     return {
         "anyOf": [
             NOT_EMPTY,
@@ -117,7 +118,7 @@ CONTENT: Schema = {"anyOf": [{"type": "string"}, {"type": "array", "items": TEXT
 
 
 def scalars(names: frozenset[str], most_chars: int) -> Schema:
-    """An object of numbers, texts and booleans under these names only."""
+    """An object with scalar values under these names only."""
     scalar = {"type": ["string", "number", "boolean", "null"], "maxLength": most_chars}
     return {
         "type": "object",
@@ -127,7 +128,7 @@ def scalars(names: frozenset[str], most_chars: int) -> Schema:
 
 
 def unsupported(fields: Mapping[str, Sequence[Any]]) -> Schema:
-    """Properties that are known and not served: any may have the values that ask for nothing."""
+    """Properties for unsupported fields, each restricted to its values without effect."""
     return {
         name: {"enum": list(values), "description": "not supported by this server"} for name, values in fields.items()
     }
@@ -137,7 +138,7 @@ def unsupported(fields: Mapping[str, Sequence[Any]]) -> Schema:
 
 
 def add_ranges(schema: Schema, least_max_tokens: int = 1) -> None:
-    """Puts the sampler's ranges on the fields of a body."""
+    """Adds the ranges of `SamplingParams` to the fields of a body's schema, in place."""
     for name, (least, most) in {**COUNTS, **NUMBERS}.items():
         for form in _forms(schema["properties"].get(name, {})):
             if form.get("type") in ("integer", "number"):
@@ -159,30 +160,30 @@ def _forms(schema: Schema) -> list[Schema]:
     return forms
 
 
-# -- fields that need one another
+# -- combinations of fields
 
 
 NOT_NULL: Schema = {"not": {"type": "null"}}
 
 
 def has(name: str, schema: Schema) -> Schema:
-    """Bodies whose field is there and so."""
+    """Matches bodies in which the field is present and matches `schema`."""
     return {"properties": {name: schema}, "required": [name]}
 
 
 def only_with(name: str, schema: Schema, needed: Mapping[str, Any]) -> Schema:
-    """Bodies whose field `name` is so have to have the others of these values."""
+    """If field `name` matches `schema`, the fields in `needed` must have these values."""
     then = {"properties": {other: {"const": value} for other, value in needed.items()}, "required": [*needed]}
     return {"if": has(name, schema), "then": then}
 
 
 def needs(name: str, value: Any, *others: str) -> Schema:
-    """Bodies whose field `name` has that value have to have the others, and not as null."""
+    """If field `name` equals `value`, the other fields must be present and not null."""
     return {"if": has(name, {"const": value}), "then": {"allOf": [has(other, NOT_NULL) for other in others]}}
 
 
 def off_with(name: str, schema: Schema, off: Mapping[str, Any]) -> Schema:
-    """Bodies whose field `name` is so must leave the others out, or at these values."""
+    """If field `name` matches `schema`, the fields in `off` must be absent, null or equal."""
     then = {
         "properties": {other: {"enum": [None, *([] if value is None else [value])]} for other, value in off.items()}
     }

@@ -1,5 +1,7 @@
-"""How the OpenAPI document says which fields of a body go together. As in `hints.py`, nothing is checked here:
-`deploy/api/openai/bodies.py` does, by name. How numbers must fit one another a schema can not say.
+"""OpenAPI schemas for combinations of fields of one body.
+
+As in `hints.py`, nothing is checked here: `deploy/api/openai/bodies.py` checks the same rules, by name. A schema cannot
+express rules that compare two numbers.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from .hints import Schema, has, off_with, only_with
 
 _SEARCHES = has("use_beam_search", {"const": True})
 
-# -- streams; in one, as generators of bodies multiply the branches of all relations
+# -- streams: one schema for all rules, as body generators multiply the branches of all relations
 
 FIELDS_OF_STREAMS: Schema = {
     "if": has("stream", {"const": True}),
@@ -43,7 +45,7 @@ TOP_LOGPROBS = only_with("top_logprobs", {"type": "integer"}, {"logprobs": True}
 # -- completions
 
 NO_ECHO_OF_A_SEARCH = off_with("use_beam_search", {"const": True}, {"echo": False})
-EMPTY_ANSWERS: Schema = {  # only where the prompt is told
+EMPTY_ANSWERS: Schema = {  # max_tokens = 0 only if the prompt is returned
     "if": {"anyOf": [has("echo", {"const": True}), has("prompt_logprobs", {"type": "integer"})]},
     "else": {"properties": {"max_tokens": {"minimum": 1}}},
 }
@@ -53,6 +55,6 @@ ONE_STREAMED_ECHO: Schema = {
     "then": {"properties": {"n": {"maximum": 1}}},
 }
 
-# -- /generate: streams are asked for beside sampling_params, and no relation reaches from one level to the other
+# -- /generate: `stream` stands outside sampling_params, so no relation can connect it with a sampling field
 
 SAMPLING_ALONE = (_with_search({"echo": False}), WITHOUT_SEARCH, EMPTY_ANSWERS)

@@ -1,5 +1,6 @@
-"""Fields that this server knows of and does not serve. Dropped silently they would change the answer, so they are
-refused unless their value asks for nothing.
+"""Known fields that this server does not support.
+
+Ignoring them would change the answer, so a request is refused unless the field's value has no effect.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from typing import Any
 
 from ...errors import ApiError
 
-Harmless = Mapping[str, Sequence[Any]]  # field -> values that ask for nothing
+Harmless = Mapping[str, Sequence[Any]]  # field -> values without effect
 
 NOTHING: Sequence[Any] = (None, False, {}, [], "")
 _OFF_WHEN_EMPTY = (
@@ -26,12 +27,12 @@ _OFF_WHEN_EMPTY = (
     "web_search_options",
 )
 
-# what more there is to say of some
+# advice for some fields, after their name in the error text
 REASONS = {
     "suffix": "this server does not fill in the middle; leave it out, or write the model's markers into the prompt",
-    "echo": "only on /v1/completions; leave it out",
-    "functions": "not supported by this server; send tools",
-    "function_call": "not supported by this server; send tools and tool_choice",
+    "echo": "only supported on /v1/completions; leave it out",
+    "functions": "not supported by this server; send tools instead",
+    "function_call": "not supported by this server; send tools and tool_choice instead",
 }
 
 UNSUPPORTED: Harmless = {
@@ -44,7 +45,10 @@ UNSUPPORTED: Harmless = {
 
 
 def refuse_unsupported(raw: Mapping[str, Any], unknown: list[str], unsupported: Harmless) -> list[str]:
-    """`unknown` without the fields that are merely not served. `ApiError` if one of those asks for something."""
+    """Returns `unknown` without the unsupported fields.
+
+    `ApiError` if one of those would have an effect.
+    """
     for name in unknown:
         if name in unsupported and not _is_one_of(raw[name], unsupported[name]):
             message = f"{name}: {REASONS.get(name, 'not supported by this server; leave it out')}"
@@ -53,5 +57,5 @@ def refuse_unsupported(raw: Mapping[str, Any], unknown: list[str], unsupported: 
 
 
 def _is_one_of(value: Any, values: Sequence[Any]) -> bool:
-    """As JSON: 0 is not false."""
+    """Membership by JSON equality: 0 is not false."""
     return any(value == one and type(value) is type(one) for one in values)

@@ -1,4 +1,4 @@
-"""From plain data to a body of the right types, or to the one sentence that says what is wrong with it."""
+"""Turns plain data into a typed body, or into one `ApiError` that names the wrong field."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ from ...errors import ApiError, shorten
 from .body import Body
 from .unsupported import refuse_unsupported
 
-SILENT = frozenset({"metadata", "service_tier", "store"})  # accepted, without effect and without a word
+SILENT = frozenset({"metadata", "service_tier", "store"})  # accepted, ignored, and not reported as ignored
 
 B = TypeVar("B", bound=Body)
 
 
 def read_body(kind: type[B], raw: Mapping[str, Any], strict_fields: bool) -> tuple[B, list[str]]:
-    """The body, and the names of fields that nobody knows and that go no further. `ApiError` 400 names the field."""
+    """The body, and the names of unknown fields that were ignored.
+
+    `ApiError` 400 names the wrong field.
+    """
     ignored = [name for name in raw if name not in kind.model_fields and name not in SILENT]
     ignored = refuse_unsupported(raw, ignored, kind.UNSUPPORTED)
     if ignored and strict_fields:
         name = shorten(ignored[0], 64)
-        raise ApiError("unknown_parameter", f"{name}: there is no such field", param=name)
+        raise ApiError("unknown_parameter", f"{name}: unknown field; leave it out", param=name)
     try:
         body = kind.model_validate(raw)
     except ValidationError as errors:
@@ -32,7 +35,7 @@ def read_body(kind: type[B], raw: Mapping[str, Any], strict_fields: bool) -> tup
 
 
 def read_typed(kinds: Mapping[str, type[B]], raw: Mapping[str, Any], strict_fields: bool) -> B:
-    """A message of the kind that its `type` names. `ApiError` 400 names the field that is wrong."""
+    """The body of the kind that its `type` names. `ApiError` 400 names the wrong field."""
     kind = raw.get("type")
     if not isinstance(kind, str) or kind not in kinds:
         shown = "" if kind is None else f" = {shorten(repr(kind), 32)}"

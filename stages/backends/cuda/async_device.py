@@ -1,6 +1,6 @@
-"""The asynchronous device: the device thread submits steps, and the completion thread waits for them.
+"""The asynchronous device: one thread submits steps, another one waits for them.
 
-What is submitted, and in which order, is in `step_submission.py`.
+They are the device thread and the completion thread. What is submitted, and in which order, is in `step_submission.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The model of an asynchronous device: both phases of a step, for the execute and sample stages.
+"""The model of an asynchronous device: both phases of a step.
 
 Most steps are only submitted: their input, and the parameters that choose their tokens, are on the device already. Some
 steps are *attended* (see `step_submission.py`). These have drafts, a pooled sequence, a scored prompt, or a row whose
@@ -24,9 +24,10 @@ from .triton_chooser import SCORED, KernelChoosing
 
 
 class LateModel:
-    """Both phases of a step. All methods run on the device thread, except `prepare` (event loop) and `use` (start-up).
+    """Both phases of a step.
 
-    `sampler` also records the tokens that the device has chosen.
+    All methods run on the device thread, except `prepare` (event loop) and `use` (start-up). `sampler` also records the
+    tokens that the device has chosen.
     """
 
     def __init__(
@@ -61,7 +62,10 @@ class LateModel:
         return step
 
     def sample(self, grant: StepGrant, step: Step) -> Any:
-        """Submits the rest of a step; samples it, if attended. Returns the step, on which `LateDevice` waits."""
+        """Submits the rest of a step; samples it, if attended.
+
+        Returns the step, on which `LateDevice` waits.
+        """
         if step.logits is None:
             return self.line.sample(grant, step)
         tokens = self.sampler.choose(grant, step.logits)
@@ -70,7 +74,7 @@ class LateModel:
         return self.line.attended(step, tokens)
 
     def _kind(self, grant: StepGrant) -> int | None:
-        """The kind of sampling by which the device chooses all of the step's tokens; None: the step is attended."""
+        """The kind of sampling by which the device chooses the step's tokens; None: attended."""
         if grant.drafts is not None or self.runner.wants_more(grant):
             return None
         return self._choosing.kind(grant.slots[grant.is_sampled])

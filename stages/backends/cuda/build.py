@@ -1,4 +1,4 @@
-"""Builds an asynchronous device: its tables and buffers, streams, CUDA graphs, and the model that uses them."""
+"""Builds an asynchronous device: tables, buffers, streams, CUDA graphs and the model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ from .triton_chooser import KINDS, KernelChoosing
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Late:
-    """A model, and a function that makes its device. `captured` describes its graphs; None with `enforce_eager`."""
+    """A model, and a function that makes its device.
+
+    `captured` describes its graphs; None with `enforce_eager`.
+    """
 
     model: LateModel
     make_device: Callable[[], LateDevice]
@@ -41,9 +44,9 @@ def assemble(
     ends: Ends,
     clock: Callable[[], float],
 ) -> Late:
-    """Builds the model and its device. Blocks until all graphs are captured. Called once, on the loading thread.
+    """Builds the model and its device. Blocks until all graphs are captured.
 
-    `clock` returns seconds. The sampler must choose by kernels (`KernelChoosing`).
+    Called once, on the loading thread. `clock` returns seconds. The sampler must choose by kernels (`KernelChoosing`).
     """
     choosing, device = sampler.choosing, runner.last_tokens.device
     assert isinstance(choosing, KernelChoosing), "an asynchronous device needs a sampler that chooses by kernels"

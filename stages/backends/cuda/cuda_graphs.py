@@ -1,4 +1,4 @@
-"""CUDA graphs: the sizes that steps are padded to, the order of capture, and the graph that runs a step.
+"""CUDA graphs: the padded sizes, the order of capture, and the graph that runs a step.
 
 A graph has a fixed size and fixed addresses; everything that differs between steps is read from memory. So a step runs
 in the smallest graph that holds it, and without a graph if none does.
@@ -25,14 +25,17 @@ MIXED_TOKENS = (
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """The graphs of one size. After `forward` one of `samples` is replayed; a kind without a graph is launched."""
+    """The graphs of one size.
+
+    After `forward` one of `samples` is replayed; a kind without a graph is launched.
+    """
 
     forward: Graph
     samples: Mapping[int, Graph]  # by kind of sampling
 
 
 def batches_of(max_num_seqs: int, max_num_tokens: int) -> tuple[list[Batch], list[Batch]]:
-    """(decode, mixed) sizes to capture, smallest first, for steps of at most this many rows and tokens."""
+    """(decode, mixed) sizes to capture, smallest first, for at most this many rows and tokens."""
     rows = {min(count, max_num_seqs) for count in DECODE_ROWS}
     tokens = [count for count in MIXED_TOKENS if count <= max_num_tokens]
     decode = [Batch(count, count, True) for count in sorted(rows)]
@@ -86,7 +89,7 @@ class Graphs:
         return CaptureReport(tuple(self.batches), clock() - began, num_bytes)
 
     def choose(self, num_rows: int, num_tokens: int, is_decode: bool) -> tuple[Batch, Captured | None]:
-        """The size that a step is padded to, and its graphs; the step's own size and None, if no graph holds it."""
+        """The size that a step is padded to, and its graphs; its own size and None without a graph."""
         for batch in self._decode if is_decode else self._mixed:
             if batch.num_tokens >= num_tokens and batch in self._captured:
                 self.num_replayed += 1

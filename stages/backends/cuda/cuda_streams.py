@@ -1,6 +1,7 @@
-"""CUDA streams, events and graphs through torch.cuda. `runtime/device_streams/interface.py` specifies each call.
+"""CUDA streams, events and graphs through torch.cuda.
 
-Tests of the callers use `runtime/device_streams/simulated.py` instead.
+`runtime/device_streams/interface.py` specifies each call. Tests of the callers use
+`runtime/device_streams/simulated.py` instead.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -33,7 +34,10 @@ class CudaStreams:
 
 
 class CudaEvent:
-    """A timed event. A waiting thread sleeps: a spinning one would take the core from the device thread."""
+    """A timed event.
+
+    A waiting thread sleeps: a spinning one would take the core from the device thread.
+    """
 
     def __init__(self) -> None:
         self.event = torch.cuda.Event(enable_timing=True, blocking=True)

@@ -1,6 +1,7 @@
-"""The launches of a step on torch tensors: kernels that make the inputs, the decoder, kernels that record the tokens.
+"""The launches of a step on torch tensors.
 
-Also runs on a CPU, with the kernels' reference twins, and is tested there.
+Kernels make the inputs, the decoder runs, and kernels choose and record the tokens. Also runs on a CPU, with the
+kernels' reference twins, and is tested there.
 """
 
 from __future__ import annotations
@@ -90,10 +91,11 @@ class TorchWork:
 
     @torch.inference_mode()
     def _keep(self, logits: Tensor) -> None:
-        """Copies logits [L, V] to a fixed address: a step's forward pass may be a graph and its sampling a launch.
+        """Copies logits [L, V] to a fixed address.
 
-        Costs a read and a write of the logits (156 MB for 256 rows of 151,936 in half precision), and memory for one
-        step's logits. Without the copy, each size of graph would have to keep its own.
+        A step's forward pass may be a graph and its sampling a launch. Costs a read and a write of the logits (156 MB
+        for 256 rows of 151,936 in half precision), and memory for one step's logits. Without the copy, each size of
+        graph would have to keep its own.
         """
         if self._logits is None:
             self._logits = logits.new_empty(self._num_slots, logits.shape[1])
@@ -143,9 +145,10 @@ class TorchWork:
 
 
 def step_memory(device: torch.device, num_slots: int, num_steps: int, scores: Tensor | None = None) -> Memory:
-    """Allocates the buffers between host and device, for `num_steps` steps in flight; pinned if there is a GPU.
+    """Allocates the buffers between host and device, for `num_steps` steps in flight.
 
-    `scores` [num_slots, W] i32, on the device, receives the scores of a step.
+    Host buffers are pinned if there is a GPU. `scores` [num_slots, W] i32, on the device, receives the scores of a
+    step.
     """
     num_results = num_steps + SPARE_STEPS
     capacity = diff_size(num_slots, NEWS_ROOM, NEWS_ROOM)

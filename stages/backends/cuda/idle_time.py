@@ -25,7 +25,10 @@ class Told(Protocol):
 
 
 class IdleGaps:
-    """A histogram of the gaps, in whole microseconds. The completion thread writes it; other threads may read it."""
+    """A histogram of the gaps, in whole microseconds.
+
+    The completion thread writes it; other threads may read it.
+    """
 
     def __init__(self) -> None:
         self.histogram = Histogram(BOUNDS_US)

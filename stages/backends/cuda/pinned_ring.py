@@ -19,7 +19,10 @@ class Pinned:
 
 
 class SendRing:
-    """Buffers to upload from. The host may write a buffer again when the copy that reads it is done."""
+    """Buffers to upload from.
+
+    The host may write a buffer again when the copy that reads it is done.
+    """
 
     def __init__(self, buffers: Sequence[Pinned], streams: Streams) -> None:
         self._buffers = buffers

@@ -1,4 +1,4 @@
-"""Step submission: the order of a step's uploads, block copies, launches and downloads on three streams.
+"""Step submission: the order of a step's copies and launches on three streams.
 
 The device thread submits; it waits only for a free upload buffer. The completion thread waits for finished steps.
 
@@ -12,8 +12,8 @@ concurrently with the steps around it:
 
 A step has ended when its results and its copies are on the host.
 
-A step whose logits the host must see is *attended*: the device thread waits for all earlier steps, computes it, and has
-all of it when that call returns.
+A step whose logits the host must see is *attended*: the device thread waits for all earlier steps and then computes it.
+The step has ended when that computation returns.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ SPARE_STEPS = 2  # events and buffers beyond the steps in flight: for the step b
 
 
 class Work(Protocol):
-    """The device work of a step. Each method only launches: it never waits or reads device memory.
+    """The device work of a step.
 
-    `batch` is the size of the step, padding included.
+    Each method only launches: it never waits or reads device memory. `batch` is the size of the step, padding included.
     """
 
     def take_news(self) -> None:
@@ -55,7 +55,7 @@ class Work(Protocol):
         """Computes the logits from the inputs, and leaves them at a fixed address for `sample`."""
 
     def sample(self, batch: Batch, kind: int) -> None:
-        """Chooses tokens from the logits by this kind of sampling; writes them to the tables and the step's result."""
+        """Chooses tokens by this kind of sampling; writes them to the tables and the result."""
 
     def fork(self, sources: Ints, destinations: Ints) -> None:
         """Copies whole blocks on the device."""
@@ -81,7 +81,10 @@ class Settles(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Memory:
-    """The buffers between host and device. Their addresses are fixed, as CUDA graphs contain them."""
+    """The buffers between host and device.
+
+    Their addresses are fixed, as CUDA graphs contain them.
+    """
 
     diff: Any  # [C] i32 on the device
     result: Any  # [2, P] i32 on the device, see `step_state.settle`
@@ -116,7 +119,10 @@ class Step:
         self.tokens: StepTokens | None = None  # once its result is applied
 
     def wait(self) -> StepTokens:
-        """Blocks until the step has ended, and returns its tokens. On the completion thread, for steps in order."""
+        """Blocks until the step has ended, and returns its tokens.
+
+        On the completion thread, for steps in order.
+        """
         return self._line.finish(self)
 
 
@@ -146,7 +152,10 @@ class StepLine:
         self.gaps = IdleGaps()  # owned by the completion thread
 
     def warm(self, batches: Sequence[Batch], kinds: Sequence[int]) -> None:
-        """Runs an empty step of each size and kind, for lazy initialization. Called before the first step."""
+        """Runs an empty step of each size and kind, for lazy initialization.
+
+        Called before the first step.
+        """
         for batch in batches:
             self._launch_forward(batch)
             for kind in kinds:
@@ -154,7 +163,7 @@ class StepLine:
         self._streams.wait()
 
     def capture(self, clock: Callable[[], float]) -> CaptureReport:
-        """Captures a step of each size, and replays each graph once, without rows, to find broken ones.
+        """Captures a step of each size, and replays each graph once to find broken ones.
 
         Called before the first step. `clock` returns seconds.
         """
@@ -170,7 +179,10 @@ class StepLine:
     # -- on the device thread
 
     def enter(self) -> None:
-        """The thread's first call: puts its own device operations on the compute stream, in order with the steps."""
+        """The thread's first call: puts its device operations on the compute stream.
+
+        They are then in order with the steps.
+        """
         self._compute.use()
 
     def forward(self, grant: StepGrant, kind: int = 0, *, is_scored: bool = False) -> Step:
@@ -235,7 +247,10 @@ class StepLine:
         return step
 
     def drain(self) -> None:
-        """Blocks until all submitted work has ended. Called on the completion thread, after an error."""
+        """Blocks until all submitted work has ended.
+
+        Called on the completion thread, after an error.
+        """
         self._streams.wait()
 
     def _begin(self, grant: StepGrant) -> Step:
@@ -260,7 +275,10 @@ class StepLine:
         self._compute.launch(partial(self._work.sample, batch, kind))
 
     def _upload(self, grant: StepGrant) -> None:
-        """Uploads the diff. All parts but the last are applied to the tables at once, the last with the step."""
+        """Uploads the diff.
+
+        All parts but the last are applied to the tables at once, the last with the step.
+        """
         taken: list[tuple[Pinned, Event]] = []
 
         def buffers() -> Iterator[Ints]:

@@ -1,6 +1,6 @@
-"""Step updates (diffs): writes a grant into one i32 buffer, in the layout of `kernels/layout/step_state.py`.
+"""Step updates (diffs): a grant as one i32 buffer.
 
-Plain numpy on the host.
+The layout is in `kernels/layout/step_state.py`. Plain numpy on the host.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ class Ends:
 
 
 def diff_size(max_num_seqs: int, num_entries: int, num_tokens: int) -> int:
-    """The size of a diff of `max_num_seqs` new rows, `num_entries` block table entries and `num_tokens` known tokens.
+    """The size of a diff of `max_num_seqs` new rows.
 
-    A step with more is sent in several parts.
+    It has room for `num_entries` block table entries and `num_tokens` known tokens. A step with more is sent in several
+    parts.
     """
     rows = ROW_NUMBERS * max_num_seqs + 1
     started = (1 + layout.STATE_WIDTH + 3) * max_num_seqs
@@ -42,7 +43,7 @@ def diff_size(max_num_seqs: int, num_entries: int, num_tokens: int) -> int:
 
 
 def state_row(started: Started, ends: Ends) -> Ints:
-    """[STATE_WIDTH] the state of a slot when a sequence starts there, new or resumed after a preemption."""
+    """[STATE_WIDTH] the state of a slot when a sequence starts or resumes there."""
     params, num_prompt = started.params, started.num_prompt
     row = np.zeros(layout.STATE_WIDTH, np.int32)
     row[layout.TOKENS], row[layout.PROMPT] = len(started.token_ids), num_prompt
@@ -59,14 +60,14 @@ def state_row(started: Started, ends: Ends) -> Ints:
 
 
 def row_order(grant: StepGrant) -> Ints:
-    """[R] the rows in the device's order: those with one token first, otherwise in the grant's order."""
+    """[R] the rows in the device's order: rows with one token first, else the grant's order."""
     if grant.is_decode:
         return np.arange(len(grant.slots), dtype=np.int32)
     return np.argsort(grant.num_tokens != 1, kind="stable").astype(np.int32)
 
 
 def write(grant: StepGrant, ends: Ends, buffers: Iterator[Ints]) -> Iterator[tuple[int, bool]]:
-    """Writes the diff of a grant without drafts into the next of `buffers`, or into several if it does not fit one.
+    """Writes the diff of a grant without drafts into the next of `buffers`, or into several.
 
     Yields (numbers written, whether it was the last) after each: upload it before the next iteration. The rows are in
     the last part; the others hold only new sequences, blocks and known tokens.
@@ -109,7 +110,10 @@ _Run = tuple[int, int, Ints]
 
 
 def _split(runs: Sequence[_Run], room: int) -> tuple[list[_Run], list[_Run]]:
-    """Splits `runs` into those that fit `room` numbers and the rest. A run takes three numbers besides its tokens."""
+    """Splits `runs` into those that fit `room` numbers and the rest.
+
+    A run takes three numbers besides its tokens.
+    """
     fitting: list[_Run] = []
     for index, (slot, start, tokens) in enumerate(runs):
         count = min(len(tokens), room - 3)

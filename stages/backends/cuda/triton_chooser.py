@@ -1,4 +1,4 @@
-"""Chooses tokens by kernels: sampling parameters are on the device, and the tokens can stay there.
+"""Chooses tokens by kernels, with sampling parameters and tokens on the device.
 
 Either the host waits for a step's tokens (`choose`, as in `Choosing`), or it submits the choice and gets the tokens
 later (`choose_on_device`, for a `StepLine`). The tokens are the same either way. Imports torch. Used on the device
@@ -37,11 +37,11 @@ SCORE_WIDTH = 2 + 2 * MAX_LOGPROBS
 
 
 class KernelChoosing(Choosing):
-    """As `Choosing`, by kernels. top_k, top_p and min_p keep the same tokens, including all ties.
+    """As `Choosing`, by kernels.
 
-    Differences: the random noise is another, so a seed gives other tokens; the sums for top_p are in f32; below a
-    temperature of about 1e-5 equal logits go to the lowest id, as the noise is lost to rounding; and a token counts at
-    most 32,767 times for penalties.
+    top_k, top_p and min_p keep the same tokens, including all ties. Differences: the random noise is another, so a seed
+    gives other tokens; the sums for top_p are in f32; below a temperature of about 1e-5 equal logits go to the lowest
+    id, as the noise is lost to rounding; and a token counts at most 32,767 times for penalties.
 
     Tables on the device, indexed by slot, are filled when a sequence starts. Token counts are updated with each choice.
     Rare features (allowed tokens, bad words, a user's logits processor) are done by torch, between the kernels.
@@ -105,12 +105,18 @@ class KernelChoosing(Choosing):
 
     @property
     def scored_kinds(self) -> tuple[int, ...]:
-        """Kinds that together launch every scoring kernel. With raw logits the kernels are the same for all kinds."""
+        """Kinds that together launch every scoring kernel.
+
+        With raw logits the kernels are the same for all kinds.
+        """
         kinds = (PLAIN,) if self.logprobs_mode == "raw_logprobs" else KINDS
         return tuple(kind + SCORED * (1 + k) for kind in kinds for k in COMPILED_TOPS)
 
     def warm_masks(self, dtype: torch.dtype) -> None:
-        """Launches the kernel for rows with a grammar once, to compile it at the start. Logits are of `dtype`."""
+        """Launches the kernel for rows with a grammar once, to compile it at the start.
+
+        Logits are of `dtype`.
+        """
         table = self.table
         logits = self._zeros((1, table.vocab_size), dtype)
         slots = self._zeros((1,), torch.int64)
@@ -139,7 +145,10 @@ class KernelChoosing(Choosing):
         return kind
 
     def choose_on_device(self, logits: Tensor, slots: SlotState, sampled_slots: Tensor, kind: int) -> Tensor:
-        """[P] token ids: a `Choose` of `device_work.py`. Launches only. A scored kind also fills `scores`."""
+        """[P] token ids: a `Choose` of `device_work.py`. Launches only.
+
+        A scored kind also fills `scores`.
+        """
         num_scores, kind = divmod(kind, SCORED)
         raw = logits
         rows = slots.state[:, step_state.SEED_LOW :]  # starts with the columns of a row of `sampling_rows`

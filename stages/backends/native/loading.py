@@ -1,4 +1,7 @@
-"""Loads the native backend for a model whose weights are packed: KV cache, runner, measured rates. No torch."""
+"""Loads the native backend of a model with packed weights. No torch.
+
+Makes the KV cache and the runner, and measures rates.
+"""
 
 from __future__ import annotations
 
@@ -40,16 +43,20 @@ def load_natively(
     phases: Phases,
     threads: ComputeThreads,
 ) -> Computing:
-    """Makes the backend of a model that has its weights. Raises `ConfigError` if the KV cache does not fit."""
+    """Makes the backend of a model that has its weights.
+
+    Raises `ConfigError` if the KV cache does not fit.
+    """
     sizes, cache_dtype = model.shape, model.cache_dtype
     with phases("cache"):
         bytes_per_block = sizes.bytes_per_block(config.block_size, cache_dtype)
         host_blocks = num_host_blocks(config, bytes_per_block, max_model_len, "cpu")
         most_logits = config.max_num_seqs * (1 + config.num_speculative_tokens)
         most_tokens = config.num_step_tokens
-        asked = (min(most_tokens - 1, most_logits), min(most_tokens, most_logits))  # not all, or all
+        # a step of which every token has logits needs other buffers than one of which only some have
+        asked = (min(most_tokens - 1, most_logits), min(most_tokens, most_logits))
         activations = max(model.step_bytes(most_tokens, num_asked) for num_asked in asked)
-        is_chained = config.async_scheduling and model.line_thread > 0
+        is_chained = config.async_scheduling and model.step_thread_id > 0
         of_chain = config.max_num_seqs * shape.vocab_size * 4 if is_chained else 0  # its own logits
         sizing = sizing_on_cpu(
             config,
@@ -96,13 +103,13 @@ def load_natively(
         rates=rates,
         choosing=partial(NativeChoosing, model=model, runner=runner if config.async_scheduling else None),
         call_before_computing=model.call_before_steps,
-        enter=partial(_enter, cache, None if model.line_thread else own_cpu),
+        enter=partial(_enter, cache, None if model.step_thread_id else own_cpu),
         own_cpu=own_cpu,
     )
 
 
 def _blocks_ahead(config: EngineConfig, memory: MemoryTable) -> int:
-    """Blocks to touch in advance: all of a cache of configured size, at most a quarter of any other."""
+    """Blocks to touch in advance: all of a cache of configured size, else at most a quarter."""
     if config.kv_cache_bytes is not None or config.num_gpu_blocks is not None:
         return memory.num_blocks
     return min(-(-TOKENS_AHEAD // config.block_size), memory.num_blocks // 4)

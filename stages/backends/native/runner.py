@@ -1,7 +1,7 @@
-"""The native runner: decode steps and token choice in C++, straight from the slots' columns. No torch.
+"""The native runner: decode steps and token choice in C++, straight from the slots' columns.
 
-Three threads take part. The event loop calls `foresee`. The device thread calls `forward`, `take_news` and `compute`.
-The library's step thread, if it has one, runs the steps of a chain.
+No torch. Three threads take part. The event loop calls `foresee`. The device thread calls `forward`, `take_news` and
+`compute`. The library's step thread, if it has one, runs the steps of a chain.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ NEVER = -2  # a step; none follows it
 class NativeRunner(ModelRunner):
     """As `ModelRunner`, but a step whose rows all read their newest token is one C++ call.
 
-    The cache is told which blocks are used, and when a step starts and ends.
+    The runner reports to the cache which blocks are used, and when a step starts and ends.
 
     After `use_chooser`, a step announced by `foresee` may have its tokens chosen with its forward pass. If all tokens
     are greedy, no logits are made. If every row is a decode row that needs nothing but logits, the step is a link of a
     chain. `foresee` then hands it to the library, which starts it as soon as the previous link ends: no Python runs
-    between the two. With more than two steps in flight, links are started one by one instead.
+    between the two. With more than two steps in flight the loop is further ahead, and links are started one by one.
 
     The columns belong to the device thread. `foresee`, on the event loop, may still write block tables: a step is
-    handed over only directly after a running link with the same slots. So all its sequences were started before, and
+    handed over only directly after a running link that has all of its slots. So its sequences were started before, and
     the entries it writes lie beyond those that the running link reads.
     """
 
@@ -72,9 +72,12 @@ class NativeRunner(ModelRunner):
         self._chooses = False
 
     def use_chooser(self, chooser: Chooser | None) -> None:
-        """From the next step on, chooses tokens that need nothing but logits in the runner, by `chooser`; None: off."""
+        """Lets the runner choose tokens that need nothing but logits, from the next step on.
+
+        None turns this off.
+        """
         self._chooses = chooser is not None
-        has_line = self._native.model.line_thread > 0
+        has_line = self._native.model.step_thread_id > 0
         self._chain = Chain(self._decoding, chooser) if chooser is not None and has_line else None
 
     def foresee(self, grant: StepGrant) -> None:
@@ -105,7 +108,10 @@ class NativeRunner(ModelRunner):
         return grant.drafts is None and 0 < len(slots) == num_true(self._is_greedy[slots])
 
     def forward(self, grant: StepGrant) -> Any:
-        """As `ModelRunner.forward`, or a `Choice` if all sampled rows need nothing else. On the device thread."""
+        """As `ModelRunner.forward`, or a `Choice` if all sampled rows need nothing else.
+
+        On the device thread.
+        """
         self._native_cache.begin_step()
         try:
             is_new, self._generation = grant.generation > self._generation, grant.generation
@@ -154,7 +160,10 @@ def _is_plain(started: Started) -> bool:
 
 
 class NativeChoosing(Choosing):
-    """As `Choosing`, in C++, which reads the columns of the table directly. Installs its chooser in `runner`."""
+    """As `Choosing`, in C++, which reads the columns of the table directly.
+
+    Installs its chooser in `runner`.
+    """
 
     def __init__(
         self,

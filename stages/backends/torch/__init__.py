@@ -1,4 +1,4 @@
-"""The torch backend: weights, KV cache and runner on a GPU, or on a CPU if the native backend does not apply.
+"""The torch backend: weights, KV cache and runner, on a GPU or a CPU.
 
 Owns: the tensors of the model, and of its cache.
 In: the checkpoint's folder and the settings.

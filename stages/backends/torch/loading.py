@@ -59,7 +59,10 @@ def load_on_torch(
     threads: ComputeThreads,
     streams: Streams | None = None,
 ) -> Computing:
-    """Loads the checkpoint in `root`. Raises as `load_model` does. `streams` replace the device's own, in tests."""
+    """Loads the checkpoint in `root`. Raises as `load_model` does.
+
+    `streams` replace the device's own, in tests.
+    """
     device = choose_device(config, threads)
     kernels = kernel_set.load(_backend_name(config, device))
     _check_backend(config, device, kernels.name)
@@ -123,7 +126,7 @@ def _load_weights(
 def _make_room(
     config: EngineConfig, shape: ModelConfig, make_decoder: Callable[..., Decoder], max_model_len: int, *, is_late: bool
 ) -> tuple[ModelRunner, MemoryTable, int]:
-    """A runner with a KV cache that fits the memory, the memory table, and the number of host blocks.
+    """A runner with a KV cache that fits the memory, the memory table, and the host blocks.
 
     With `max_model_len = auto`, the table's `max_model_len` may be shorter than the argument.
     """
@@ -174,7 +177,10 @@ def _choosing(kernels: kernel_set.BackendName, *, is_late: bool) -> MakeChoosing
 
 
 def choose_device(config: EngineConfig, threads: ComputeThreads) -> torch.device:
-    """The GPU, unless there is none or the CPU is configured. Raises `ConfigError` for a missing GPU."""
+    """The GPU, unless there is none or the CPU is configured.
+
+    Raises `ConfigError` for a missing GPU.
+    """
     has_cuda = torch.cuda.is_available()
     if config.device == "cuda" and not has_cuda:
         raise ConfigError(
@@ -209,7 +215,7 @@ def make_runner(
     *,
     is_block_major: bool | None = None,
 ) -> ModelRunner:
-    """A runner of the decoder with `blocks` KV blocks on its device and `host_blocks` on the host."""
+    """A runner of the decoder with `blocks` KV blocks, and `host_blocks` on the host."""
     dtype = kv_dtype_of(config, decoder.dtype)
     scales = kv_scales_of(config, decoder)
     sizes = (shape, blocks, config.block_size)
@@ -247,9 +253,10 @@ def _sizing(
     *,
     is_late: bool,
 ) -> Sizing:
-    """The `Sizing` of a model. The needs of the largest step are measured on a GPU, and computed on a CPU.
+    """The `Sizing` of a model.
 
-    Called when `decoder` holds tables for `max_model_len` positions, and there is no KV cache yet.
+    The needs of the largest step are measured on a GPU, and computed on a CPU. Called when `decoder` holds tables for
+    `max_model_len` positions, and there is no KV cache yet.
     """
     bytes_per_block = KVCache.bytes_per_block(shape, config.block_size, kv_dtype_of(config, decoder.dtype))
     weights = weights_bytes(decoder.weights)
@@ -318,5 +325,5 @@ def _sizing_on_gpu(
 
 
 def _logit_bytes(dtype: torch.dtype, is_late: bool) -> int:
-    """Bytes of one logit: from the model, once more on an asynchronous device (between the phases), and copies."""
+    """Bytes of one logit: the model's, its copy on an asynchronous device, and others."""
     return dtype.itemsize * (2 if is_late else 1) + LOGIT_COPIES_BYTES

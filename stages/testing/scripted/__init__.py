@@ -1,8 +1,8 @@
-"""The scripted device: answers known beforehand, and grants checked as they come.
+"""The scripted device: produces predictable answers, and checks every grant.
 
-Owns: the script, and what was granted to whom.
+Owns: the script, and the owner of each block.
 In: grants.
-Out: tokens of the script; AssertionError for a wrong grant.
+Out: tokens of the script; a list of violations, which the engine raises as AssertionError.
 Imports: all of `stages`.
 Start with: `script.py`, then `device.py`.
 """

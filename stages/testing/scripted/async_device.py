@@ -1,9 +1,10 @@
-"""A scripted device that runs late: the script of `device.py`, on streams, through the real step line.
+"""The asynchronous scripted device: the script of `device.py` on simulated streams.
 
-Where `ScriptedModel` computes a step when it is called, this one is launched, copied to and waited for as a GPU is, on
-streams that run as late and in as odd an order as events allow. It keeps token ids where a GPU keeps keys and values,
-reads each history back by the inputs that the step line made of what it was sent, and chooses by what it read. So a
-wait that is missing, or a block that comes back too early, changes an answer, or is seen here.
+Steps go through the real `StepLine`. `ScriptedModel` computes a step when it is called. This one is launched, copied to
+and waited for as a GPU is, on streams that run as late and in as unusual an order as events allow. It keeps token ids
+where a GPU keeps keys and values. It reads each history back by the inputs that the `StepLine` made, and chooses tokens
+by what it read. So a missing wait, or a block that is reused too early, changes an answer or is reported as a
+violation.
 """
 
 from __future__ import annotations
@@ -32,19 +33,21 @@ from .device import ScriptedModel
 from .outcomes import Outcomes
 from .script import Hashes, Script, hash_rows
 
-NUM_DIFFS = (1, 2, 3)  # pinned buffers to send diffs from, drawn
-OTHER_KINDS = (0.0, 0.0, 0.2)  # of steps, drawn: sampled in a way that no graph has
-ATTENDED = (0.0, 0.0, 0.0, 0.2)  # of steps, drawn: the host computes them, see `submission.py`
-DIFF_ROOM = (0, 8, 100)  # known tokens and new blocks in one of them, drawn; more of either go in several parts
+# One value of each is drawn at random.
+NUM_DIFFS = (1, 2, 3)  # pinned buffers to upload diffs from
+OTHER_KINDS = (0.0, 0.0, 0.2)  # share of steps with a kind of sampling that no graph has
+ATTENDED = (0.0, 0.0, 0.0, 0.2)  # share of attended steps, see `step_submission.py`
+DIFF_ROOM = (0, 8, 100)  # known tokens and new blocks that fit one diff; more are sent in several parts
 
 
 class LateScript(ScriptedModel):
-    """A scripted runner and sampler that submit. `line` is what they submit to.
+    """A scripted runner and sampler that submit steps to `line`.
 
-    For scripts without written answers or periods, and requests without drafts, pooling or scores of their prompts. At
-    most `num_steps` are in flight, of `max_step_tokens` at most. What is late, and whether there are graphs, is drawn
-    from the env's stream "streams"; which steps the host computes from "attended", and which are sampled without a
-    graph from "kinds".
+    Supports scripts without `answer` or `period`, and requests without drafts, pooling or prompt scores. At most
+    `num_steps` steps are in flight, of at most `max_step_tokens` tokens.
+
+    Random choices come from the env's random streams: "streams" for delays and the use of graphs, "attended" for
+    attended steps, and "kinds" for steps sampled without a graph.
     """
 
     def __init__(
@@ -61,7 +64,7 @@ class LateScript(ScriptedModel):
         max_step_tokens: int,
     ) -> None:
         super().__init__(num_blocks, block_size, num_slots, max_model_len, script, env, 0.0, num_host_blocks)
-        assert script.answer is None and script.period is None, "the launched script can neither"
+        assert script.answer is None and script.period is None, "an asynchronous script has no answer or period"
         dice = env.random("streams")
         self._dice = env.random("attended")
         self._attended_share = self._dice.choice(ATTENDED)
@@ -88,14 +91,17 @@ class LateScript(ScriptedModel):
             self.line.capture(env.now)
 
     def forward(self, grant: StepGrant) -> Any:
-        """Submits the first half. The step is on its way when a fault strikes: what fails must not be told before."""
+        """Submits the forward pass.
+
+        Faults strike after that: their error must be reported when the step ends.
+        """
         self._check_stream(grant)
         is_attended = len(grant.slots) > 0 and self._dice.random() < self._attended_share
         kind = int(self._kind_dice.random() < self._other_share)
         step = self._attend(grant) if is_attended else self.line.forward(grant, kind)
         for copy in grant.copies:
             if self.is_fault("device.copy"):
-                raise MemoryError(f"the scripted device stopped behind copies {copy.direction.name}")
+                raise MemoryError(f"the scripted device stopped after copies {copy.direction.name}")
         if self.is_fault("device.out_of_memory"):
             raise MemoryError("the scripted device is out of memory")
         self.num_steps += 1
@@ -103,7 +109,7 @@ class LateScript(ScriptedModel):
         return step
 
     def sample(self, grant: StepGrant, logits: Any) -> Any:
-        """Submits the second half."""
+        """Submits the sampling of a step."""
         self._check_stream(grant)
         if logits.logits is None:
             return self.line.sample(grant, logits)
@@ -112,12 +118,18 @@ class LateScript(ScriptedModel):
         return self.line.attended(logits, self.line.outcomes.settle(grant, told))
 
     def _check_stream(self, grant: StepGrant) -> None:
-        """A real model fills tables and computes attended steps past the streams: by the one that its thread uses."""
+        """Checks that the calling thread uses the compute stream.
+
+        A real model writes tables and computes attended steps on the current stream of the thread.
+        """
         if self.streams.used != "compute":
             self.violations.append(f"step {grant.step} comes from a thread that uses stream {self.streams.used}")
 
     def _attend(self, grant: StepGrant) -> Step:
-        """Computes the first half, at once: whatever is still under way then shows."""
+        """Computes the forward pass of an attended step at once.
+
+        This reveals work that is still in progress.
+        """
         step = self.line.attend(grant)
         batch = Batch(len(grant.slots), grant.num_computed, bool((grant.num_tokens == 1).all()))
         self.work.make_inputs(batch)
@@ -126,7 +138,7 @@ class LateScript(ScriptedModel):
         return step
 
     def tell(self, grant: StepGrant, tokens: StepTokens) -> StepTokens:
-        """What the step line tells, with log-probabilities for those who asked: made up."""
+        """The step's tokens, with invented log-probabilities for rows that request them."""
         for started in grant.started:
             self._params[started.slot] = started.params
             self._has_extras[started.slot] = started.params.logprobs is not None
@@ -134,7 +146,7 @@ class LateScript(ScriptedModel):
 
 
 class ScriptedOutcomes(Outcomes):
-    """Books of a host that may fail to take note of a step: the fault point `device.settle`."""
+    """As `Outcomes`, with the fault point `device.settle`: applying a step's result may fail."""
 
     def __init__(self, num_slots: int, ends: Ends, is_fault: Callable[[str], bool]) -> None:
         super().__init__(num_slots, ends)
@@ -142,12 +154,12 @@ class ScriptedOutcomes(Outcomes):
 
     def settle(self, grant: StepGrant, told: Ints, scores: Ints | None = None) -> StepTokens:
         if self._is_fault("device.settle"):
-            raise ArithmeticError(f"the host could not make out what step {grant.step} came to")
+            raise ArithmeticError(f"the host could not apply the result of step {grant.step}")
         return super().settle(grant, told, scores)
 
 
 class ScriptWork:
-    """What a step line launches: the device's side. `model` has the script, and is told of violations."""
+    """The `Work` of the scripted device. `model` has the script, and collects violations."""
 
     def __init__(
         self,
@@ -163,13 +175,13 @@ class ScriptWork:
         self._block_size = cache.shape[1]
         self.slots = step_state.make_slots(np.zeros, num_slots, max_model_len, self._block_size)
         self._inputs = step_state.make_buffers(np.zeros, num_slots, max_step_tokens, self.slots.tables.shape[1])
-        self._read: Hashes = np.zeros(num_slots, np.uint64)  # by each sampled row: the logits, so to say
-        self._wanted: Hashes = np.zeros(num_slots, np.uint64)  # what it should have been
+        self._read: Hashes = np.zeros(num_slots, np.uint64)  # hash read by each sampled row, in place of logits
+        self._wanted: Hashes = np.zeros(num_slots, np.uint64)  # the expected hash
         self._factors = model._factors
 
     @property
     def told(self) -> Ints:
-        """[2, P] what the last step came to, on the device."""
+        """[2, P] the result of the last step, on the device."""
         result: Ints = self._memory.result
         return result
 
@@ -180,7 +192,7 @@ class ScriptWork:
         step_state.make_inputs(self._memory.diff, self.slots, self._part(batch), self._block_size)
 
     def forward(self, batch: Batch) -> None:
-        """Writes the tokens where the inputs say, and reads the histories of the rows that are sampled."""
+        """Writes tokens to the places in the inputs, and reads the histories of sampled rows."""
         inputs = self._part(batch)
         written = (inputs.slot_mapping >= 0).nonzero()[0]
         places = inputs.slot_mapping[written]
@@ -196,7 +208,7 @@ class ScriptWork:
         )
 
     def sample(self, batch: Batch, kind: int) -> None:
-        """Chooses by what was read, and sees that it still stands there."""
+        """Chooses tokens by the hashes read, and checks that the histories have not changed since."""
         inputs = self._part(batch)
         rows = (inputs.sampled_slots >= 0).nonzero()[0]
         slots = inputs.sampled_slots[rows]
@@ -204,7 +216,7 @@ class ScriptWork:
             wrong = slots[found != self._wanted[rows]]
             if len(wrong):
                 self._complain(f"{when} another history of slots {wrong.tolist()} than their tokens are")
-        chosen = np.full(batch.num_rows, EOS, np.int64)  # of rows that nobody wants: anything
+        chosen = np.full(batch.num_rows, EOS, np.int64)  # arbitrary for rows that are not sampled
         chosen[rows] = self._choose(self.slots.state[slots], self._read[rows])
         if len(rows) and self._model.is_fault("device.nan_row"):
             chosen[rows[0]] = -1
@@ -233,7 +245,7 @@ class ScriptWork:
         return self._model.script.next_tokens(contexts, seeds, places, may_end).astype(np.intp)
 
     def _histories(self, inputs: StepBuffers, sampled: NDArray[np.intp]) -> Hashes:
-        """[n] hashes of what the cache holds for the rows of these logits."""
+        """[n] hashes of the cache's contents for the rows of these logits."""
         if not len(sampled):
             return np.zeros(0, np.uint64)
         rows = np.searchsorted(inputs.query_starts, inputs.logits_rows[sampled], side="right") - 1
@@ -243,7 +255,7 @@ class ScriptWork:
         return hash_rows(history, lengths, self._factors)
 
     def _check_goes_on(self, rows: NDArray[np.intp]) -> None:
-        """None of these rows, which write keys and values, has finished."""
+        """Checks that none of these rows, which write keys and values, has finished."""
         diff = self._memory.diff
         at = diff[step_state.ROWS_AT]
         slots = diff[at : at + diff[step_state.NUM_ROWS]][np.unique(rows)]
@@ -256,7 +268,7 @@ class ScriptWork:
 
 
 class LateScriptDevice(LateDevice):
-    """A late device that hears of each grant when it is issued and when it is over, as `ScriptedDevice` does."""
+    """As `ScriptedDevice`, but asynchronous."""
 
     def __init__(self, model: LateScript) -> None:
         super().__init__(model.line)

@@ -1,4 +1,4 @@
-"""Text without a vocabulary: a token is a byte, and a few more have names."""
+"""A tokenizer without files: each byte is a token, plus four special tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
 
 
 class ByteTokenizer:
-    """A token a byte, and four special ones. Text to ids and back without a file."""
+    """Converts text to token ids and back: one token per byte, and four special ones."""
 
     eos_token = SPECIAL_TOKENS[0]
     eos_token_id = EOS
@@ -33,11 +33,11 @@ class ByteTokenizer:
         return VOCAB_SIZE
 
     def encode_text(self, text: str) -> list[int]:
-        """UTF-8. Special tokens can not be spelled."""
+        """The UTF-8 bytes of the text. Text cannot contain special tokens."""
         return list(text.encode(errors="replace"))
 
     def encode_chat(self, chat: ChatPrompt) -> list[int]:
-        """Each message between its role's token and <|end|>; then the assistant's turn."""
+        """Each message between its role's token and <|end|>, then the assistant's role token."""
         ids: list[int] = []
         for message in chat.messages:
             token = f"<|{message.get('role', 'user')}|>"
@@ -54,7 +54,7 @@ class ByteTokenizer:
         return self.encode_text(text)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """As `encode_text`: there is nothing to add."""
+        """As `encode_text`: there are no special tokens to add."""
         return self.encode_text(text)
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
@@ -63,7 +63,7 @@ class ByteTokenizer:
         return begin + rest, [0] * len(begin) + [1] * len(rest)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of whole answers."""
+        """The text of a whole answer."""
         decoder = _ByteDecoder(skip_special_tokens)
         return "".join([decoder.push(token_id) for token_id in ids]) + decoder.flush()
 
@@ -77,7 +77,7 @@ class ByteTokenizer:
 
 
 class _ByteDecoder:
-    """UTF-8, a byte at a time; what is no UTF-8 becomes U+FFFD."""
+    """Decodes UTF-8 one byte at a time; invalid bytes become U+FFFD."""
 
     def __init__(self, skip_special_tokens: bool) -> None:
         self._skips = skip_special_tokens

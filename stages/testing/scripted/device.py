@@ -1,9 +1,9 @@
-"""A device without a model: its answers are known beforehand, and it notices every misplaced token.
+"""The scripted device: no model, predictable answers, and checks for misplaced tokens.
 
-The scripted device keeps a "cache" of token ids where a real one keeps keys and values. It writes each token where the
-block tables say, reads each sequence's whole history back through them, and makes the next token of what it read. So a
-block that is reused too early, a token that is missing or computed twice, or an order that is wrong changes the answer,
-and `Script.answer` says what the answer should have been. Needs numpy only.
+It keeps a "cache" of token ids where a real device keeps keys and values. It writes each token to the place in the
+block tables, reads each sequence's whole history back through them, and derives the next token from what it read. So a
+block that is reused too early, a missing or repeated token, or a wrong order changes the answer. `Script.expected`
+gives the right answer. Needs numpy only.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from .byte_tokenizer import EOS, VOCAB_SIZE
 from .grant_checker import GrantBooks
 from .script import ALPHABET, WORD, Hashes, Script, hash_rows, powers, seed_of
 
-EMPTY = -1  # a place of the cache that nobody has written
-POISON = -2  # a place that somebody else may be writing
+EMPTY = -1  # a place of the cache that was never written
+POISON = -2  # a place that a step in flight may write
 
 
 class ScriptedModel:
-    """Runner and sampler of a scripted device: `forward` and `sample` as execute and sample call them.
+    """The runner and sampler of a scripted device.
 
-    What should never happen is told in `violations`, a sentence each; a real device would compute nonsense in silence.
-    `env` gives the fault points `device.out_of_memory` and `device.nan_row`. A forward pass takes `step_s` of real
-    time, on its thread, as a real one would.
+    Their methods run on the same threads as those of a real one. Errors that a real device would not notice are
+    collected in `violations`, one sentence each. `env` has the fault points `device.out_of_memory`, `device.copy` and
+    `device.nan_row`. A forward pass takes `step_s` of real time on the device thread.
     """
 
     def __init__(
@@ -86,13 +86,13 @@ class ScriptedModel:
         self._num_prompt = np.zeros(num_slots, np.int32)
         self._num_tokens = np.zeros(num_slots, np.int32)  # known and sampled
         self._last_tokens = np.zeros(num_slots, np.int32)
-        self._contexts = np.zeros(num_slots, np.uint64)  # hash of all tokens, as they should be
+        self._contexts = np.zeros(num_slots, np.uint64)  # expected hash of all tokens
         self._sequence_ids = np.full(num_slots, -1, np.int64)
         self._seeds = np.zeros(num_slots, np.uint64)
         self._max_tokens = np.zeros(num_slots, np.int32)
         self._min_tokens = np.zeros(num_slots, np.int32)
         self._ignores_eos = np.zeros(num_slots, np.bool_)
-        self._has_extras = np.zeros(num_slots, np.bool_)  # stop ids, or log-probabilities asked for
+        self._has_extras = np.zeros(num_slots, np.bool_)  # stop ids, or logprobs requested
         self._is_finished = np.zeros(num_slots, np.bool_)
         self._started: list[Started | None] = [None] * num_slots
         self._is_pooled = np.zeros(num_slots, np.bool_)
@@ -101,21 +101,24 @@ class ScriptedModel:
     # -- a step
 
     def announce(self, grant: StepGrant) -> None:
-        """The grant is on its way: from now on its new blocks may be written at any moment, until `complete`."""
+        """A grant was issued: until `complete`, its new blocks may be written at any time.
+
+        On the event loop.
+        """
         new, new_on_host = self._books.announce(grant)
-        if grant.copies:  # what is copied out first is poisoned then
+        if grant.copies:  # blocks that are copied out first are poisoned after that
             self._copied[grant.step] = np.intersect1d(new, _copied_out(grant))
             new = np.setdiff1d(new, self._copied[grant.step])
         self._cache[new] = POISON
         self._host[new_on_host] = POISON
 
     def complete(self, grant: StepGrant) -> None:
-        """The device is done with the step, or will never run it."""
+        """The device has finished the step, or will never run it."""
         self._books.complete(grant.step)
         self._copied.pop(grant.step, None)
 
     def forward(self, grant: StepGrant) -> Hashes:
-        """[L] hashes of what the cache holds for each sampled row, in their order."""
+        """[L] hashes of the cache's contents for each sampled row, in their order."""
         for started in grant.started:
             self._start(started)
         self._tables[grant.table_slots, grant.table_places] = grant.table_blocks
@@ -200,11 +203,13 @@ class ScriptedModel:
         return hash_rows(history, lengths, self._factors)
 
     def prepare(self, started: Sequence[Started]) -> None:
-        """A script needs no preparation, and no grammar changes it."""
+        """Does nothing: a script needs no preparation, and ignores grammars."""
 
     def sample(self, grant: StepGrant, logits: Hashes) -> StepTokens:
-        """One token for each sampled row whose sequence goes on, and more behind drafts that are right; rows that have
-        ended appear no more."""
+        """One token for each live sampled row, and one more for each accepted draft.
+
+        Rows whose sequence has ended are left out.
+        """
         slots, runs = grant.logits_slots, Runs.of(grant)
         firsts = np.arange(len(slots)) if runs is None else (runs.offsets == 0).nonzero()[0]
         self._check_contents(grant, logits, firsts)
@@ -241,7 +246,7 @@ class ScriptedModel:
         )
 
     def _pool(self, grant: StepGrant, slots: Indices, contexts: Hashes) -> dict[int, Pooled]:
-        """What becomes of the pooled sequences among `slots` [L]."""
+        """The results of the pooled sequences among `slots` [L]."""
         pooled = {}
         for slot, context in zip(slots.tolist(), contexts.tolist(), strict=True):
             started = self._started[slot]
@@ -249,8 +254,8 @@ class ScriptedModel:
                 continue
             if started.pooling.needs_every_position and self._num_seen[slot] != started.num_prompt:
                 self.violations.append(
-                    f"step {grant.step} pools sequence {started.sequence_id}, of whose {started.num_prompt} tokens "
-                    f"{self._num_seen[slot]} were computed"
+                    f"step {grant.step} pools sequence {started.sequence_id}, with {started.num_prompt} prompt tokens, "
+                    f"of which {self._num_seen[slot]} were computed"
                 )
             vector = started.pooling.finish(self.script.vector(context))
             pooled[slot] = Pooled(started.sequence_id, vector, Begun(started.token_ids, started.num_cached))
@@ -258,8 +263,10 @@ class ScriptedModel:
         return pooled
 
     def _check_contents(self, grant: StepGrant, contexts: Hashes, rows: Indices) -> None:
-        """What `rows` of the logits were read from, before and after the step, is what each sequence's history should
-        be."""
+        """Checks that `rows` of the logits were read from the right history.
+
+        The step must also have left it unchanged.
+        """
         slots = grant.logits_slots[rows]
         is_ours = ~self._is_finished[slots]
         after = self._read_back(grant)
@@ -273,8 +280,10 @@ class ScriptedModel:
     def _check_drafted(
         self, grant: StepGrant, slots: Indices, places: Indices, tokens: Indices, contexts: Hashes
     ) -> None:
-        """What each token that counts was chosen by is its sequence's history, the tokens before it in the step
-        included."""
+        """Checks that each accepted token was chosen by its sequence's history.
+
+        The history includes earlier tokens of the step.
+        """
         expected, terms = self._contexts.tolist(), self._terms(slots, places, tokens).tolist()
         for row, slot in enumerate(slots.tolist()):
             if contexts[row] != expected[slot]:
@@ -282,7 +291,7 @@ class ScriptedModel:
             expected[slot] = (expected[slot] + terms[row]) & WORD
 
     def _terms(self, slots: Indices, places: Indices, tokens: Indices) -> Hashes:
-        """What answer tokens add to the hashes of their sequences."""
+        """The terms that answer tokens add to the hashes of their sequences."""
         with np.errstate(over="ignore"):
             factors = self._factors[np.minimum(self._num_prompt[slots] + places, len(self._factors) - 1)]
             terms: Hashes = (tokens + 3).astype(np.uint64) * factors
@@ -308,7 +317,7 @@ class ScriptedModel:
         return finishes.astype(np.int8)
 
     def _logprobs(self, slots: Indices, tokens: Indices) -> dict[int, TopLogprobs]:
-        """Made up, in shape: the chosen token is the likeliest, the first letters follow."""
+        """Invented log-probabilities: the chosen token is the likeliest, the first letters follow."""
         found = {}
         for row in self._has_extras[slots].nonzero()[0].tolist():
             params = self._params[slots[row]]
@@ -320,7 +329,7 @@ class ScriptedModel:
 
 
 def _scores(run: PromptRun) -> PromptLogprobs:
-    """Made up, and a function of position and token: -(token % 64) / 8 at even positions, less 1/16 at odd ones."""
+    """Invented prompt scores: -(token % 64) / 8 at even positions, less 1/16 at odd ones."""
     scores = run.empty(VOCAB_SIZE)
     at = np.arange(run.start, run.start + len(run))
     scores.logprobs[:] = -(run.token_ids % 64) / 8 - (at % 2) / 16
@@ -337,8 +346,7 @@ def _copied_out(grant: StepGrant) -> Ints:
 
 
 class ScriptedDevice(Device):
-    """The device's order of steps, with a scripted model that hears of each grant when it is issued and when it is
-    over, as well as when it runs."""
+    """A `Device` that also reports to its scripted model when a grant is issued and ends."""
 
     def __init__(self, model: ScriptedModel) -> None:
         super().__init__()
@@ -352,7 +360,7 @@ class ScriptedDevice(Device):
         try:
             return super()._run_forward(grant, forward)
         finally:
-            if self._num_phases <= SAMPLE:  # a slice that ends at the logits
+            if self._num_phases <= SAMPLE:  # a pipeline that ends at the logits
                 self.model.complete(grant)
 
     def _run_sample(self, grant: StepGrant, sample: Callable[[StepGrant, Any], Any]) -> Any:

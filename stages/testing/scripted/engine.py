@@ -1,6 +1,7 @@
-"""The engine without a model, for tests of stages and of servers. Import it from `millrace.stages.testing`.
+"""The scripted engine: an engine without a model, for tests.
 
-The engine is the real one, all seven stages, with a scripted device (see `device.py`) in place of a model.
+Import it from `millrace.stages.testing`. It is the real engine with all seven stages. A scripted device (see
+`device.py`) replaces the model.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ Answer = str | Callable[[str], str]
 
 
 class ScriptedEngine(Engine):
-    """An `Engine` whose device is scripted: same interface, no weights, no torch, ready in milliseconds.
+    """An `Engine` with a scripted device: same API, no weights, no torch, ready in milliseconds.
 
-    `model` is the scripted device; leaving the context raises AssertionError for what it saw amiss.
+    `model` is the scripted device. Leaving the context raises AssertionError for the violations it saw.
     """
 
     def __init__(
@@ -56,18 +57,21 @@ class ScriptedEngine(Engine):
     ) -> None:
         super().__init__(_settled(config, overrides), env=env)
         if is_late:
-            assert not step_s, "a late device takes as long as its streams do"
+            assert not step_s, "step_s must be 0 with is_late: the streams decide how long a step takes"
             self.model: ScriptedModel = _late_model(self.config, script, self._env)
         else:
             self.model = _model(self.config, script, self._env, step_s)
 
     @property
     def parts(self) -> EngineParts:
-        """The stages, to look at."""
+        """The stages, for inspection."""
         return self._core()
 
     async def check_quiet(self, timeout_s: float = 5.0) -> None:
-        """Waits until nothing is left of any request; raises AssertionError for what still is after `timeout_s`."""
+        """Waits until nothing is left of any request.
+
+        Raises AssertionError if something is, after `timeout_s`.
+        """
         deadline = self._env.now() + timeout_s
         while self._env.now() < deadline:
             with suppress(AssertionError):
@@ -83,7 +87,7 @@ class ScriptedEngine(Engine):
         return _device(self.model)
 
     async def _warm_up(self) -> None:
-        """There is nothing to make at first use."""
+        """Does nothing: there is no lazy initialization."""
 
     async def __aexit__(self, *exc_info: object) -> None:
         await super().__aexit__(*exc_info)
@@ -100,12 +104,12 @@ def scripted_engine(
     is_late: bool = False,
     **overrides: Any,
 ) -> ScriptedEngine:
-    """An engine without a model, to be used as an `Engine`: `async with scripted_engine() as engine`.
+    """An engine without a model: `async with scripted_engine() as engine`.
 
-    `answer` is the answer to every prompt, or a function from the prompt's text to it (a chat prompt reads
-    `<|user|>Hi<|end|><|assistant|>`); without it, and without a `script`, answers are letters drawn from a hash of the
-    prompt. Each step takes `step_s`. With `is_late` the device runs on streams, behind the host, as a GPU does; it
-    speaks no `answer`. `overrides` are fields of `EngineConfig`.
+    `answer` is the answer to every prompt, or a function from the prompt's text to it. The text of a chat prompt is
+    like `<|user|>Hi<|end|><|assistant|>`. Without `answer` and `script`, answers are letters drawn from a hash of the
+    prompt. Each step takes `step_s` seconds. With `is_late` the device is asynchronous, on simulated streams; this
+    excludes `answer`. `overrides` are fields of `EngineConfig`.
     """
     if answer is not None:
         script = replace(script or Script(), answer=_as_tokens(answer))
@@ -126,7 +130,7 @@ def _as_tokens(answer: Answer) -> Callable[[Sequence[int], int], Sequence[int]]:
 
 
 class ScriptedPipeline(EngineParts):
-    """A pipeline with a scripted device, not started, and its parts, for tests that look inside."""
+    """A pipeline with a scripted device, not started, and its parts, for inspection in tests."""
 
     def __init__(self, config: EngineConfig, model: ScriptedModel) -> None:
         super().__init__(config, _loaded(config, model), _device(model))
@@ -134,7 +138,7 @@ class ScriptedPipeline(EngineParts):
         self.model = model
 
     def check(self) -> None:
-        """Raises AssertionError for what should hold between any two steps; see `check_parts`."""
+        """Checks the invariants that hold between any two steps; see `check_parts`."""
         check_parts(self, self.model)
 
     def check_quiet(self) -> None:
@@ -147,8 +151,8 @@ def scripted_pipeline(
 ) -> ScriptedPipeline:
     """The engine's own pipeline with a scripted device and a tokenizer of bytes.
 
-    `config` gives the sizes (a length or pool that it leaves open is that of `SMALL`); `env` another world to run in.
-    With `is_late`, which needs one, the device runs on streams, behind the host, as a GPU does.
+    `config` gives the sizes; an unset length or pool size is that of `SMALL`. `env` is the environment to run in. With
+    `is_late`, which needs an `env`, the device is asynchronous, on simulated streams.
     """
     config = _settled(config, {})
     made = ScriptedPipeline(config, _late_model(config, script, env) if is_late else _model(config, script, env))
@@ -158,26 +162,30 @@ def scripted_pipeline(
 
 
 def check_parts(parts: EngineParts, model: ScriptedModel) -> None:
-    """Raises AssertionError for what should hold between any two steps: blocks counted and owned (I3, I4), sequences in
-    one place each, and nothing that the device saw amiss (I2, I13)."""
+    """Raises AssertionError unless the invariants hold that must hold between any two steps.
+
+    Blocks are counted and owned (I3, I4), each sequence is in one state, and the device saw no violation (I2, I13).
+    """
     _check_violations(model)
     parts.allocate.allocator.check()
     parts.schedule.scheduler.check()
 
 
 def check_quiet(parts: EngineParts, model: ScriptedModel) -> None:
-    """Raises AssertionError unless nothing is left of any request: blocks free (I3), channels empty (I6), no entry in
-    any map (I10)."""
+    """Raises AssertionError unless nothing is left of any request.
+
+    Blocks are free (I3), channels are empty (I6), and no map has an entry (I10).
+    """
     check_parts(parts, model)
     pool, scheduler, admission = parts.allocate.allocator.pool, parts.schedule.scheduler, parts.intake.admission
     host = parts.allocate.allocator.host
     if host is not None:
-        assert not len(host), f"{len(host)} sequences are on the host and nobody runs"
-        assert host.pool.num_in_use == 0, f"{host.pool.num_in_use} host blocks are in use and nobody runs"
-        assert host.pool.num_quarantined == 0, f"{host.pool.num_quarantined} host blocks wait, and for no step"
+        assert not len(host), f"{len(host)} sequences are on the host and none runs"
+        assert host.pool.num_in_use == 0, f"{host.pool.num_in_use} host blocks are in use and no sequence runs"
+        assert host.pool.num_quarantined == 0, f"{host.pool.num_quarantined} host blocks are quarantined, for no step"
     if parts.allocate.allocator.cache is not None:
         parts.allocate.allocator.cache.check()
-    assert pool.num_in_use == 0, f"{pool.num_in_use} blocks are in use and nobody runs"
+    assert pool.num_in_use == 0, f"{pool.num_in_use} blocks are in use and no sequence runs"
     assert pool.num_quarantined == 0, f"{pool.num_quarantined} blocks are quarantined and no step is in flight"
     assert not scheduler.sequences, f"schedule still knows sequences {sorted(scheduler.sequences)}"
     assert not parts.exit.live, f"the exit still knows {sorted(parts.exit.live)}"
@@ -187,7 +195,7 @@ def check_quiet(parts: EngineParts, model: ScriptedModel) -> None:
     for name, channel in parts.pipeline.channels.items():
         stats = channel.stats()
         assert stats.depth == 0 and channel.num_waiting == 0, f"channel {name} still holds {stats.depth}"
-        assert channel.num_promised == 0, f"channel {name} keeps room for {channel.num_promised} senders that are gone"
+        assert channel.num_promised == 0, f"channel {name} reserves room for {channel.num_promised} ended senders"
         assert stats.high_water <= stats.capacity, f"channel {name} held {stats.high_water} of {stats.capacity}"
         assert stats.num_sent == stats.num_received, f"channel {name} lost items"
 
@@ -196,12 +204,12 @@ def _check_violations(model: ScriptedModel) -> None:
     assert not model.violations, "the scripted device saw: " + "; ".join(model.violations[:5])
 
 
-# -- what stands in for a model
+# -- the replacement of a model
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Scripted:
-    """What `LoadedModel` is for a real model."""
+    """The scripted counterpart of `LoadedModel`."""
 
     info: ModelInfo
     tokenizer: ByteTokenizer

@@ -1,4 +1,4 @@
-"""Which grants may be issued: who owns which block, and which steps may still use it."""
+"""The grant checker: tracks the owner of each block, and the steps that may still use it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from ...messages import NO_INTS, BlockCopy, Direction, Ints, StepGrant
 
 
 class GrantBooks:
-    """Checks grants as they are issued (I13, quarantine): who owns which block, and which steps may still use it."""
+    """Checks each grant when it is issued: block owners, positions and quarantine (I13).
+
+    `announce` runs on the event loop, `complete` on the thread that ends the step. Errors go into `violations`.
+    """
 
     def __init__(
         self,
@@ -26,15 +29,18 @@ class GrantBooks:
         self._tables = np.full((num_slots, blocks_per_slot), -1, np.int32)
         self._num_placed = np.zeros(num_slots, np.int32)  # entries of the table that count
         self._num_computed = np.zeros(num_slots, np.int32)
-        self._num_drafted = np.zeros(num_slots, np.int32)  # behind those, in the last step
+        self._num_drafted = np.zeros(num_slots, np.int32)  # tokens after those, in the last step
         self._owner = np.full(num_blocks, -1, np.int32)  # slot that may write it
-        # step -> blocks it may read or write, on the device and on the host
+        # By step: blocks that it may read or write, on the device and on the host.
         self._in_flight: dict[int, tuple[NDArray[np.bool_], NDArray[np.bool_]]] = {}
         self._last_step = -1
 
     def announce(self, grant: StepGrant) -> tuple[Ints, Ints]:
-        """Checks the grant and notes what it uses. Returns its new blocks on the device and on the host, those that
-        exist: not those that begin a sequence because their contents are known, which nobody may write."""
+        """Checks the grant and records its blocks.
+
+        Returns its new blocks, on the device and on the host. Invalid block ids are left out, and so are blocks from
+        the prefix cache, which no step may write.
+        """
         if grant.step != self._last_step + 1 and self._last_step >= 0:
             self._complain(grant, f"follows step {self._last_step}: steps have no gaps")
         self._last_step = grant.step
@@ -97,7 +103,7 @@ class GrantBooks:
         if (grant.num_tokens < 1).any():
             self._complain(grant, f"has a row of no tokens: {grant.num_tokens.tolist()}")
         due = self._num_computed[grant.slots]
-        latest = due + self._num_drafted[grant.slots]  # if they all were right
+        latest = due + self._num_drafted[grant.slots]  # if all drafts were accepted
         if (grant.starts < due).any() or (grant.starts > latest).any():
             self._complain(grant, f"starts at {grant.starts.tolist()}, not at {due.tolist()} to {latest.tolist()}")
         if (ends > self._num_placed[grant.slots] * self._block_size).any():
@@ -112,7 +118,7 @@ class GrantBooks:
         self._num_drafted[grant.slots] = ends - self._num_computed[grant.slots]
 
     def complete(self, step: int) -> None:
-        """Nothing of `step` runs any more."""
+        """Records that `step` has ended."""
         self._in_flight.pop(step, None)
 
     def _complain(self, grant: StepGrant, what: str) -> None:

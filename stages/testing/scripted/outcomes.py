@@ -1,7 +1,7 @@
-"""What a step came to, as the host learns it: from the device's result to tokens for the stages behind.
+"""Outcomes: turns results of an asynchronous scripted device into tokens.
 
-One row a slot, filled when a sequence starts there. Knows what the host must do by itself: more stop ids than fit the
-device's table. Refuses to know how the result got here.
+One row per slot, filled when a sequence starts there. The host itself checks stop ids that do not fit the device's
+table.
 """
 
 from __future__ import annotations
@@ -14,25 +14,30 @@ from ...messages import FinishReason, Ints, Started, StepGrant, StepTokens
 
 
 class Outcomes:
-    """Where each slot's sequence is, as far as the device has told. Steps are settled in order."""
+    """The progress of each slot's sequence, by the results so far.
+
+    Results are applied in the order of steps.
+    """
 
     def __init__(self, num_slots: int, ends: Ends) -> None:
         self.ends = ends
         self.sequence_ids = np.full(num_slots, -1, np.int64)
         self.num_generated = np.zeros(num_slots, np.intp)
-        self.is_over = np.ones(num_slots, np.bool_)  # nothing more that the device tells of it counts
+        self.is_over = np.ones(num_slots, np.bool_)  # later results of the slot are ignored
         self._min_tokens = np.zeros(num_slots, np.intp)
-        self._more_stops: dict[int, frozenset[int]] = {}  # slot -> ids that the device does not look for
+        self._more_stops: dict[int, frozenset[int]] = {}  # by slot: stop ids that the device does not check
 
     @property
     def has_somebody(self) -> bool:
-        """Whether a sequence is known that goes on."""
+        """Whether any sequence goes on."""
         return not self.is_over.all()
 
     def settle(self, grant: StepGrant, told: Ints, scores: Ints | None = None) -> StepTokens:
-        """Tokens of the rows whose sequences went on until this step. `told` [2, L] is one of the device's results, cut
-        to the sampled rows: token ids, -1 where a sequence had ended before; and how each ends, see
-        `step_state.FINISHED`."""
+        """Applies a step's result, and returns the tokens of rows that had not ended before.
+
+        `told` [2, L] is the device's result for the sampled rows: token ids, -1 where a sequence had ended before; and
+        how each ends, see `step_state.FINISHED`.
+        """
         for started in grant.started:
             self._start(started)
         slots = grant.slots[grant.is_sampled]

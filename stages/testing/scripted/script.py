@@ -1,4 +1,4 @@
-"""What a scripted device answers: letters of a hash of all that stands before, or what a function says."""
+"""`Script`: the answers of a scripted device, by a hash of earlier tokens or a function."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .byte_tokenizer import EOS
 
 Hashes = NDArray[np.uint64]
 
-ALPHABET = b"etaoin shrdlucmfwypvbgkjqxz.,\xc3\xa9e"  # 32 bytes: hashed answers are spelled with these
+ALPHABET = b"etaoin shrdlucmfwypvbgkjqxz.,\xc3\xa9e"  # the 32 bytes of hashed answers
 EMBEDDING_SIZE = 8
 WORD = 2**64 - 1
 
@@ -27,13 +27,15 @@ _LETTERS = np.frombuffer(ALPHABET, np.uint8).astype(np.int32)
 
 @dataclass(frozen=True)
 class Script:
-    """What a scripted device answers.
+    """The answers of a scripted device.
 
-    By default the next token is a keyed hash of all tokens before it (of the seed too, unless greedy): a letter or,
-    with `eos_probability`, EOS. With `answer`, a function from the prompt's token ids and the choice's seed to the
-    answer's token ids, EOS follows after those. With a `period` answers repeat themselves: letters hang on the seed and
-    on their place in it, and only the end on what stands before. Of the sampling parameters, max_tokens, min_tokens,
-    ignore_eos, stop_token_ids, seed and temperature = 0 count; the others change nothing.
+    By default the next token is a keyed hash of all earlier tokens, and of the seed unless greedy: a letter or, with
+    `eos_probability`, EOS. `answer` is a function from the prompt's token ids and the choice's seed to the answer's
+    token ids; EOS follows them. With a `period`, answers repeat: a letter depends on the seed and its place in the
+    period, and only EOS on earlier tokens.
+
+    The sampling parameters max_tokens, min_tokens, ignore_eos, stop_token_ids, seed and temperature = 0 have an
+    effect; all others are ignored.
     """
 
     key: int = 0
@@ -42,7 +44,7 @@ class Script:
     period: int | None = None
 
     def next_token(self, context: int, seed: int, place: int, may_end: bool) -> int:
-        """The hashed token after a context of hash `context`, at a place of the answer."""
+        """The token after a context with hash `context`, at index `place` of the answer."""
         key = seed * _FACTOR + self.key & WORD
         mixed = _mix(context ^ key)
         if may_end and (mixed >> 11) * 2.0**-53 < self.eos_probability:
@@ -50,7 +52,7 @@ class Script:
         return ALPHABET[(mixed if self.period is None else _mix(place % self.period ^ key)) & 31]
 
     def embedding(self, prompt: Sequence[int]) -> Floats:
-        """The embedding of a prompt, whole and of length 1: letters of a hash of it. [EMBEDDING_SIZE]"""
+        """The embedding of a whole prompt, of length 1, from its hash. [EMBEDDING_SIZE]"""
         context, factor = 0, 1
         for token in prompt:
             context, factor = (context + (token + 3) * factor) & WORD, factor * _FACTOR & WORD
@@ -59,12 +61,12 @@ class Script:
         return vector
 
     def vector(self, context: int) -> Floats:
-        """The vector of a context of hash `context`. [EMBEDDING_SIZE]"""
+        """The vector of a context with hash `context`. [EMBEDDING_SIZE]"""
         mixed = _mix(context ^ self.key & WORD)
         return np.frombuffer(mixed.to_bytes(EMBEDDING_SIZE, "little"), np.uint8).astype(np.float32) + 1
 
     def next_tokens(self, contexts: Hashes, seeds: Hashes, places: Indices, may_end: Bools) -> Ints:
-        """The same for many rows, [L] each."""
+        """As `next_token` for many rows, [L] each."""
         with np.errstate(over="ignore"):
             keys = seeds * np.uint64(_FACTOR) + np.uint64(self.key & WORD)
         z = _mix_all(contexts ^ keys)
@@ -74,7 +76,10 @@ class Script:
         return np.where(is_end, np.int32(EOS), _LETTERS[(z & np.uint64(31)).astype(np.intp)]).astype(np.int32)
 
     def expected(self, prompt: Sequence[int], params: SamplingParams, choice: int = 0) -> list[int]:
-        """The whole answer to a prompt, EOS or stop token id included; `params.max_tokens` must be a number."""
+        """The whole answer to a prompt, EOS or stop token id included.
+
+        `params.max_tokens` must be a number.
+        """
         assert params.max_tokens is not None
         seed = seed_of(params, choice_seed(params.seed or 0, choice))
         written = None if self.answer is None else [*self.answer(list(prompt), seed), EOS]
@@ -98,7 +103,7 @@ class Script:
 
 
 def seed_of(params: SamplingParams, seed: int) -> int:
-    """The seed that counts: none when greedy."""
+    """The effective seed: 0 when greedy."""
     return 0 if params.is_greedy else seed
 
 
@@ -109,7 +114,7 @@ def _mix(z: int) -> int:
 
 
 def _mix_all(z: Hashes) -> Hashes:
-    """The same of each."""
+    """As `_mix`, of each number."""
     with np.errstate(over="ignore"):
         z = (z ^ (z >> np.uint64(30))) * np.uint64(_MIX_1)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(_MIX_2)
@@ -120,7 +125,7 @@ def _mix_all(z: Hashes) -> Hashes:
 
 
 def powers(count: int) -> Hashes:
-    """[count] what tokens count for, by their positions."""
+    """[count] the factors of tokens in a hash, by position."""
     with np.errstate(over="ignore"):
         factors = np.full(count, _FACTOR, np.uint64)
         factors[0] = 1

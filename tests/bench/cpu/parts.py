@@ -122,7 +122,7 @@ class _Window:
                 self.is_over.set()
 
     def _look(self) -> _Look:
-        times = native_of(self._engine).time_parts().copy()
+        times = native_of(self._engine).time_phases().copy()
         return _Look(time.perf_counter(), self._engine.scheduler.completed_step, times, sum(self._counts))
 
 

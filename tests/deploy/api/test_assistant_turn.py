@@ -1,4 +1,4 @@
-"""Thoughts, words and calls of one answer: the reasoning parser, then the tool parser, and the tokens of thoughts."""
+"""Reasoning, text and calls of one answer, and the count of reasoning tokens."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ NUM_EXAMPLES = count(60, 2000)
 
 
 class OtherMarks(ThinkParser):
-    """A family of its own takes one line."""
+    """A new family takes one line."""
 
     markers = ("[THINK]", "[/THINK]")
 
 
 GOLDEN = [
-    # (parser, whether the prompt opened the thoughts, text, thoughts, words)
+    # (parser, whether the prompt opened the reasoning, text, reasoning, content)
     (ThinkParser, False, "<think>\nHm, é.\n\nYes.\n</think>\n\nHello", "Hm, é.\n\nYes.", "Hello"),
     (ThinkParser, True, "\nHm.\n</think>\n\nHello </think> <think>", "Hm.", "Hello </think> <think>"),
     (ThinkParser, True, "<think>Hm.</think>Hello", "Hm.", "Hello"),
@@ -73,7 +73,7 @@ def test_tokens_of_thoughts_are_counted_without_those_of_their_marks(kind, is_op
     edges = [(at, min(at + size, len(raw))) for at in range(0, len(raw), size)]
     expected = sum(first < stop and last > start for first, last in edges) if is_marked or is_open else 0
     if is_open and text == "<":
-        expected = 0  # what it is, is not known yet
+        expected = 0  # ambiguous so far
     for cut in range(len(tokens) + 1):
         counter = ReasoningCounter(kind.markers, is_open, tokens.__getitem__)
         counter.add(range(cut))
@@ -93,7 +93,7 @@ BOTH = f"<think>\nShould I?\n</think>\n\nI will.\n{CALL}\n{CALL}\n"
 
 
 def merged(pieces: Sequence[Piece]) -> list[tuple[object, ...]]:
-    """Pieces with neighbours of a kind joined, and without the ids, which are random."""
+    """The pieces, with neighbours of the same kind joined and without the random ids."""
     found: list[tuple[object, ...]] = []
     for piece in pieces:
         if isinstance(piece, ToolCallBegun):

@@ -1,4 +1,4 @@
-"""What a request becomes for the model that is served: its parsers, what the sampler is told, where thoughts begin."""
+"""The chat format of the served model: parsers, sampling parameters, start of the reasoning."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def told(speech: Speech, text: str, **fields: Any) -> list[Any]:
     ],
 )
 def test_thoughts_begin_where_the_prompt_leaves_them(tokenizer, template, fields, thoughts):
-    """True: at once; False: with their mark; None: never."""
+    """Reasoning begins at once (True), at its marker (False) or never (None)."""
     some = speech(tokenizer, template)
     found = [type(piece) for piece in told(some, "a</think>b", **fields)]
     assert found == ([Reasoning, Text] if thoughts else [Text])
@@ -98,7 +98,7 @@ def test_a_budget_is_told_in_the_ids_of_the_marks(tokenizer):
     closed, _ = settle(speech(tokenizer, QWEN3), thinking_budget=7, reasoning_effort="none")
     assert closed.thinking_budget is None, "thoughts that are over need no budget"
     for name in ("thinking_budget", "thinking_token_budget"):
-        with pytest.raises(ApiError, match="marks no thoughts") as caught:
+        with pytest.raises(ApiError, match="does not mark its reasoning") as caught:
             settle(speech(tokenizer, "no thoughts"), **{name: 7})
         assert (caught.value.code, caught.value.param) == ("unsupported_parameter", name)
 

@@ -78,7 +78,7 @@ def test_chat_answers_each_line_and_remembers(server: RunningServer, capfd, monk
 
 def test_what_the_server_refuses_is_told_and_exit_code_1(server: RunningServer, capfd):
     assert main(["complete", "x", "--url", server.url, "--model", "other"]) == 1
-    assert "'other' is not served here" in capfd.readouterr().err
+    assert "'other': not served here" in capfd.readouterr().err
     assert main(["complete", "x", "--url", "http://127.0.0.1:1"]) == 1
     assert "does not answer" in capfd.readouterr().err
 

@@ -216,4 +216,4 @@ def test_a_file_that_is_no_recording_is_not_shown(tmp_path: Path, capsys: pytest
     path = tmp_path / "nothing.jsonl"
     path.write_text("{}\n")
     assert main(["replay", str(path), "--dashboard", "--port", "0"]) == 3
-    assert "this is no recording" in capsys.readouterr().err
+    assert "this is not a recording" in capsys.readouterr().err

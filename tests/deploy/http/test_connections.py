@@ -1,4 +1,4 @@
-"""Connections by themselves, without a server's routes behind them."""
+"""Connections without routes."""
 
 from __future__ import annotations
 

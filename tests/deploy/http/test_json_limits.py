@@ -1,4 +1,4 @@
-"""Bodies are bounded before anything is built from them."""
+"""Limits of JSON bodies, checked before parsing."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_an_escaped_quote_does_not_end_a_string():
 def test_keys_are_counted_and_colons_in_text_are_not():
     limits = JsonLimits(keys=3)
     assert parse_object(b'{"a":1,"b":{"c":":::::::"}}', limits)
-    assert "4 keys: at most 3" in refusal(b'{"a":1,"b":1,"c":1,"d":1}', limits).message
+    assert "4 keys: must be at most 3" in refusal(b'{"a":1,"b":1,"c":1,"d":1}', limits).message
 
 
 def test_numbers_of_more_than_twenty_digits_are_refused():
@@ -109,7 +109,7 @@ def test_four_hostile_mebibytes_cost_a_fraction_of_a_second(name):
     data = HOSTILE[name]
     assert len(data) <= LIMITS.num_bytes
     best = float("inf")
-    for _ in range(3):  # the least of three, in processor time, as others share the core
+    for _ in range(3):  # minimum of three, in CPU time, as other processes share the core
         began = time.thread_time()
         try:
             parse_object(data, LIMITS)

@@ -1,4 +1,4 @@
-"""HTTPS, and keys from files."""
+"""TLS, and keys from files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def authority() -> trustme.CA:
 
 @pytest.fixture
 def files(authority: trustme.CA, tmp_path: Path) -> tuple[str, str]:
-    """A certificate of localhost with its chain, and its key."""
+    """A certificate for localhost with its chain, and its key."""
     issued = authority.issue_cert("localhost", key_type=trustme.KeyType.ECDSA)
     certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     for blob in issued.cert_chain_pems:
@@ -63,7 +63,7 @@ def test_https_is_spoken_and_http_is_not(files, authority):
             old.maximum_version = ssl.TLSVersion.TLSv1_1
         with pytest.raises((ssl.SSLError, ConnectionError)):
             old.wrap_socket(server.connect(), server_hostname="localhost")
-        with server.connect() as connection:  # a handshake that never comes is given up, as headers are
+        with server.connect() as connection:  # a missing handshake times out, as missing headers do
             connection.settimeout(10.0)
             assert connection.recv(1) == b""
         assert "word" not in server.errors()

@@ -1,4 +1,4 @@
-"""Histograms of requests, steps and stages: each number counted once, the same as a recount from the trace."""
+"""Histograms of requests, steps and stages: each value counts once, as a recount from the trace confirms."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_each_request_is_counted_once_in_each_histogram():
     assert of(found, "vllm:request_max_num_generation_tokens_sum") == 4 * 5 + 1
     assert of(found, "vllm:request_params_n_bucket", le="1.0") == 1
     assert of(found, "vllm:request_params_n_sum") == 9
-    assert of(found, "vllm:inter_token_latency_seconds_count") == 8 * 4  # each answer's tokens but its first
+    assert of(found, "vllm:inter_token_latency_seconds_count") == 8 * 4  # all tokens of each answer except its first
     assert of(found, "vllm:request_prompt_tokens_bucket", le="2.0") == 2
 
 
@@ -152,7 +152,7 @@ def test_the_buckets_are_vllms():
     assert one_two_five(1) == (1,)
 
 
-def test_a_device_that_runs_behind_the_host_tells_how_long_it_idles_and_others_do_not():
+def test_an_asynchronous_device_reports_its_idle_time_and_others_do_not():
     async def run(*, is_late: bool) -> tuple[dict[str, float], Histogram | None, dict[str, object]]:
         with captured_logs() as logs:
             async with scripted_engine(script=NEVER_ENDS, is_late=is_late) as engine:

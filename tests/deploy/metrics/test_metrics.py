@@ -1,4 +1,4 @@
-"""What a scrape says, against what was done."""
+"""Scraped metrics, compared with the requests that were served."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VLLM = {'model_name="scripted"', 'engine="0"'}
 
 
 def scrape(server: RunningServer) -> dict[str, float]:
-    """Sample name with its labels in order -> value."""
+    """Maps each sample name with its labels, in order, to its value."""
     return samples_of(server.get("/metrics").body.decode())
 
 
@@ -33,7 +33,7 @@ def samples_of(text: str) -> dict[str, float]:
 
 
 def of(samples: dict[str, float], name: str, **labels: str) -> float:
-    """The one sample of that name with those labels."""
+    """The only sample with this name and these labels."""
     wanted = {f'{key}="{value}"' for key, value in labels.items()}
     own = {key: value for key, value in samples.items() if key.startswith(name + "{")}
     found = [value for key, value in own.items() if all(part in key for part in wanted)]
@@ -89,7 +89,7 @@ def test_vllms_names_are_there_with_their_labels(server: RunningServer):
 
 
 async def scrape_after_pressure(config: EngineConfig) -> dict[str, float]:
-    """What a scrape says when eight answers of 60 tokens have had to share a few blocks."""
+    """The metrics after eight answers of 60 tokens have shared few blocks."""
     metrics = Metrics(Oversight(ServerConfig(), None))
     async with scripted_engine(config) as engine, asyncio.TaskGroup() as group:
         metrics.watch(engine, engine.info.model_id)

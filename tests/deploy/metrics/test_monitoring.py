@@ -1,7 +1,7 @@
 """The Grafana dashboard, the alert rules and the scrape config: every query names a metric that is exported.
 
-With Prometheus installed (Debian's package), promtool judges them; with MILLRACE_FULL=1 a Prometheus scrapes a server,
-and each query of the dashboard is put to it.
+With Prometheus installed (Debian's package), promtool checks them. With MILLRACE_FULL=1, a Prometheus scrapes a server
+and evaluates each query of the dashboard.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FOLDER = Path(millrace.deploy.__file__).parent / "monitoring"
 HAS_PROMTOOL = shutil.which("promtool") is not None
 HAS_PROMETHEUS = shutil.which("prometheus") is not None and FULL
 NAMES = re.compile(r"\b(?:vllm|millrace):[a-z0-9_]+|\bup\b")
-NO_DATA_WHEN_ALL_IS_WELL = ("> 0", "prefix_cache")  # comparisons that hold only in trouble; 0 / 0
+NO_DATA_WHEN_ALL_IS_WELL = ("> 0", "prefix_cache")  # comparisons that hold only on errors; 0 / 0
 
 
 def dashboard_queries() -> list[str]:
@@ -46,7 +46,7 @@ def alert_queries() -> list[str]:
 
 @pytest.fixture(scope="module")
 def exposition() -> str:
-    """A scrape of a server that has answered something."""
+    """The metrics of a server that has answered a request."""
 
     async def run() -> str:
         async with served() as client:
@@ -58,7 +58,7 @@ def exposition() -> str:
 
 
 def exported(exposition: str) -> set[str]:
-    """Names of samples, `_bucket` and the like with them."""
+    """Names of samples, including suffixes such as `_bucket`."""
     return {sample.name for family in text_string_to_metric_families(exposition) for sample in family.samples}
 
 
@@ -94,7 +94,7 @@ def test_panels_have_titles_units_and_places_of_their_own():
 def test_promtool_accepts_rules_config_and_exposition(exposition: str):
     def check(*arguments: str, text: str | None = None) -> str:
         done = subprocess.run(["promtool", "check", *arguments], input=text, capture_output=True, text=True, cwd=FOLDER)
-        assert done.returncode in (0, 3), done.stdout + done.stderr  # 3: a hint on names, which are vLLM's
+        assert done.returncode in (0, 3), done.stdout + done.stderr  # 3: style hints on names, which are vLLM's
         return done.stdout + done.stderr
 
     assert "9 rules found" in check("rules", "alerts.yml")
@@ -105,7 +105,7 @@ def test_promtool_accepts_rules_config_and_exposition(exposition: str):
 
 @pytest.fixture
 def prometheus(tmp_path: Path) -> Iterator[tuple[str, RunningServer]]:
-    """A Prometheus that scrapes a server of ours every half second, by the config that is shipped."""
+    """A Prometheus that scrapes a server every half second, with the shipped configuration."""
     port = free_port()
     with RunningServer(step_s=0.002, script={"eos_probability": 0.0}) as server:
         config = yaml.safe_load((FOLDER / "prometheus.yml").read_text())

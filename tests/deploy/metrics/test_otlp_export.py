@@ -1,4 +1,4 @@
-"""What an OpenTelemetry collector receives: OTLP's shape, the caller's trace, and the times of the trace."""
+"""Exports to an OpenTelemetry collector: OTLP's shape, the caller's trace, and the times of the trace."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ VALUES = {"stringValue": str, "intValue": str, "doubleValue": float, "boolValue"
 
 
 class Collector:
-    """Takes POST /v1/traces, checks the shape, keeps the spans."""
+    """A collector: accepts POST /v1/traces, checks the shape and keeps the spans."""
 
     def __init__(self) -> None:
         self.spans: list[dict[str, Any]] = []
@@ -98,7 +98,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(telemetry, "INTERVAL_S", 0.05)
 
 
-def test_each_request_is_a_root_span_with_a_child_for_each_stage_in_its_callers_trace():
+def test_each_request_is_a_root_span_in_its_callers_trace_with_a_child_per_stage():
     async def run() -> None:
         async with collector() as (collects, url), served({"otlp_traces_endpoint": url}, step_s=0.002) as client:
             began_ns = time.time_ns()

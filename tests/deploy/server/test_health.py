@@ -1,4 +1,4 @@
-"""Health, flight files and faults on purpose, at a server: what stands still is named, and everybody hears of it."""
+"""Health, flight recordings and injected faults of a server."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NEVER_ENDS = Script(eos_probability=0.0)
 
 
 class Client:
-    """Talks with a server on the same loop."""
+    """A client of a server on the same loop."""
 
     def __init__(self, url: str, engine: ScriptedEngine, server: Server) -> None:
         self.session = aiohttp.ClientSession(url)
@@ -62,7 +62,7 @@ async def served(config: dict[str, Any] | None = None, step_s: float = 0.0, **en
 
 
 async def eventually(ask: Callable[[], Awaitable[Any]], wanted: Callable[[Any], object]) -> Any:
-    """Asks again until the answer is as wanted, for half a minute."""
+    """Repeats a request until the answer is as wanted, for at most 30 s."""
     deadline_s = asyncio.get_running_loop().time() + 30.0
     while not wanted(found := await ask()):
         assert asyncio.get_running_loop().time() < deadline_s, f"still {found!r}"
@@ -71,7 +71,7 @@ async def eventually(ask: Callable[[], Awaitable[Any]], wanted: Callable[[Any], 
 
 
 async def flight_file(folder: Path, reason: str, logs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Its lines, once it is whole."""
+    """The lines of the file, once it is complete."""
 
     async def written() -> list[str]:
         return [line["path"] for line in logs if line["event"] == "flight.written" and f"-{reason}." in line["path"]]
@@ -141,7 +141,7 @@ def test_a_crash_is_one_record_with_stage_requests_and_stack_and_a_flight_file(t
     assert SECRET_PROMPT not in json.dumps(lines) + repr(logs)
 
 
-# what a client sees of each fault, as the README has it
+# the client's view of each fault, as documented
 FAULTS = [
     ("stage=sample,delay=50ms", {}, 200, None),
     ("stage=intake,error", {}, 500, "internal_error"),
@@ -261,7 +261,7 @@ def test_a_loop_that_stands_still_is_noticed_from_beside_it(tmp_path: Path):
             scraped = await client.scrape()
             lag_s = of(scraped, "millrace:event_loop_lag_seconds_sum")
             assert 0.6 < lag_s < 10 and of(scraped, "millrace:event_loop_lag_seconds_count") >= 2
-            assert (await client.get("/health/ready"))[0] == 200  # it goes on, and nothing stalls
+            assert (await client.get("/health/ready"))[0] == 200  # it continues, and nothing stalls
 
     with captured_logs() as logs:
         asyncio.run(run(logs))

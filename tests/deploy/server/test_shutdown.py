@@ -1,4 +1,4 @@
-"""Starting, draining and ending, as a process manager sees it."""
+"""Start, drain and exit, as a process manager sees them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def begin_stream(server: RunningServer, max_tokens: int):
 
 
 def until_draining(server: RunningServer) -> None:
-    """Until it has heard of the signal."""
+    """Waits until the server has received the signal."""
     deadline = time.monotonic() + 10.0
     while (ready := server.get("/health/ready")).status == 200:
         assert time.monotonic() < deadline

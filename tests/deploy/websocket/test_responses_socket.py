@@ -1,4 +1,4 @@
-"""The official client over a socket of `/v1/responses`, unmodified but for where it looks."""
+"""The official client over a socket of `/v1/responses`, unmodified except for its URL."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def client(server: RunningServer) -> Iterator[openai.OpenAI]:
 
 
 def events_of(connection: Any) -> list[Any]:
-    """The events of one response, up to its end."""
+    """The events of one response, up to the last."""
     events = []
     for event in connection:
         events.append(event)
@@ -33,7 +33,7 @@ def events_of(connection: Any) -> list[Any]:
 
 
 def as_streamed(event: Any) -> dict[str, Any]:
-    """An event without what differs from one response to the next."""
+    """An event without the fields that differ between responses."""
     text = json.dumps(event.to_dict())
     plain = json.loads(text)
     ids = {plain.get("item_id"), plain.get("item", {}).get("id"), plain.get("response", {}).get("id")} - {None}
@@ -61,7 +61,7 @@ def test_the_events_are_those_of_the_stream(client: openai.OpenAI):
     assert joined(ours) == joined(theirs) != ""
 
     def but_deltas(events: list[Any]) -> list[dict[str, Any]]:
-        """How the text is cut into deltas depends on the moment, and with it the numbers."""
+        """The events without text deltas and numbers: both depend on how timing splits the text."""
         kept = [as_streamed(event) for event in events if event.type != "response.output_text.delta"]
         return [{name: value for name, value in event.items() if name != "sequence_number"} for event in kept]
 

@@ -24,7 +24,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
 
 
 async def events(serving: Serving, endpoint: str, body: dict[str, Any], request_id: str) -> list[bytes]:
-    """The bodies of the same request's server-sent events."""
+    """The bodies of the server-sent events of the same request."""
     path = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}[endpoint]
     headers = {"X-Request-Id": request_id}
     async with serving.http.post(serving.server.url + path, json=body | {"stream": True}, headers=headers) as response:
@@ -34,7 +34,7 @@ async def events(serving: Serving, endpoint: str, body: dict[str, Any], request_
 
 
 async def chunks(serving: Serving, endpoint: str, body: dict[str, Any], request_id: str) -> list[bytes]:
-    """The bodies of its chunks, as the bytes that they were."""
+    """The bodies of the chunks, as raw bytes."""
     found = []
     async with serving.client() as client:
         await client.send("create", id=request_id, endpoint=endpoint, body=body)
@@ -49,13 +49,13 @@ async def chunks(serving: Serving, endpoint: str, body: dict[str, Any], request_
 
 
 def without_date(body: bytes) -> bytes:
-    """The one member in which two requests may differ."""
+    """Removes the only member in which two requests may differ."""
     before, _, rest = body.partition(b'"created":')
     return before + rest.partition(b",")[2]
 
 
 async def check_identical(serving: Serving, endpoint: str, body: dict[str, Any]) -> None:
-    """Chunks and events are equal, byte by byte. What comes in one chunk varies: in one of 8 tries."""
+    """Chunks equal events byte for byte in one of 8 tries, as the tokens of one chunk vary."""
     body = {"seed": 7} | body
     for attempt in range(8):
         ours = [without_date(found) for found in await chunks(serving, endpoint, body, f"same-{attempt}")]
@@ -147,7 +147,7 @@ async def test_cancel_ends_a_request_with_usage_and_done():
         await client.send("cancel", id="a")
         assert (await client.receive_until("done"))["reason"] == "cancel"
         assert 0 < client.of("a", "usage")[0]["usage"]["completion_tokens"] < 400
-        await client.send("cancel", id="a")  # it is over, and the client could not know: nothing happens
+        await client.send("cancel", id="a")  # it has ended, which the client cannot know: nothing happens
         await client.send("credit", id="a", n=1)
         assert not await client.receive_waiting(0.05)
         await running.check_quiet()
@@ -301,7 +301,7 @@ async def test_the_route_says_what_it_speaks():
 
 
 @on_loop
-async def test_a_key_is_asked_for_before_the_upgrade_and_a_browser_sends_it_as_a_subprotocol(caplog):
+async def test_a_key_is_required_before_the_upgrade_and_may_be_a_subprotocol(caplog):
     async with serving(api_key=("sesame",)) as running:
         for options in (
             {},
@@ -329,7 +329,7 @@ async def test_a_client_that_answers_no_ping_is_taken_for_dead():
             await client.create("a", max_tokens=400, credit=1)
             await until(lambda: running.server.service.live)
             await until(lambda: not running.server.service.live)
-        async with running.client() as client:  # this one answers, as it reads
+        async with running.client() as client:  # this client reads, so it gets answers
             await client.create("a", max_tokens=1)
             await client.receive_until("done")
             assert not await client.receive_waiting(0.4)

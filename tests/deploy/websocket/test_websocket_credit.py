@@ -1,4 +1,4 @@
-"""Credit: who grants none gets nothing more, and costs nothing more of the cache; others do not notice."""
+"""Credit: a stream without credit gets no chunks and takes no blocks; others are not affected."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def test_a_stream_without_credit_is_parked_and_its_cache_does_not_grow():
         await until(lambda: parts.allocate.allocator.pool.num_in_use <= num_blocks)
         assert running.engine.model.num_steps > num_steps + 90
         assert len(client.of("a")) == 2 and len(client.text("b")) == 100
-        assert num_blocks * SMALL.block_size < 60  # of the 250 tokens asked for
+        assert num_blocks * SMALL.block_size < 60  # of the 250 requested tokens
         await client.send("credit", id="a", n=1000)
         await client.receive_until("done", "a")
         assert client.text("a") == await whole(running, 250)
@@ -56,7 +56,7 @@ async def test_a_stream_without_credit_is_parked_and_its_cache_does_not_grow():
 
 @on_loop
 async def test_who_grants_no_credit_in_time_loses_the_request_and_not_the_socket():
-    for limits in ({"stalled_reader_s": 0.2}, {}):  # the server's patience, and the engine's
+    for limits in ({"stalled_reader_s": 0.2}, {}):  # the server's limit, and the engine's
         engine = replace(PARKS_SOON, max_parked_s=60.0 if limits else 0.2)
         async with serving(step_s=0.001, script=ENDLESS, engine=engine, **limits) as running:
             async with running.client() as client:
@@ -88,8 +88,8 @@ async def test_cancel_needs_no_credit():
 
 
 @on_loop
-async def test_a_socket_that_nobody_reads_is_cut_off():
-    """These make about 4 MB, more than the buffers between us."""
+async def test_a_socket_that_is_not_read_is_cut_off():
+    """The answers are about 4 MB, more than all buffers hold."""
     async with serving(script=ENDLESS, stalled_reader_s=0.3) as running, running.client() as client:
         connection = client.socket._response.connection
         assert connection is not None and connection.transport is not None
@@ -117,7 +117,7 @@ async def test_choices_share_the_credit_of_their_request():
 
 
 @on_loop
-async def test_a_hundred_streams_without_credit_hold_nobody_back():
+async def test_a_hundred_streams_without_credit_delay_no_other_request():
     small = replace(PARKS_SOON, max_num_seqs=128, num_gpu_blocks=1024)
     async with serving(step_s=0.001, script=ENDLESS, engine=small) as running, running.client() as client:
         for i in range(100):

@@ -1,4 +1,4 @@
-"""A short and small run of the load that `tests/bench/websocket_load.py` measures in full."""
+"""A short run of the load of `tests/bench/websocket_load.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cut sockets: requests that may be resumed go on in a new one, and no token is lost or repeated."""
+"""Disconnects: resumable requests continue on a new socket, and no token is lost or repeated."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ ROOM = replace(SMALL, max_num_seqs=64, num_gpu_blocks=1024)
 
 
 def last_of(client: Client, id: str) -> int:
-    """The number of the last message that came for a request."""
+    """The number of the last message received for a request."""
     return max((m["seq"] for m in client.received if m.get("id") == id and "seq" in m), default=0)
 
 
 async def begin(client: Client, max_tokens: int, num_chunks: int = 0) -> str:
-    """Asks for "a", and waits for the first chunks. Returns the token to resume it with."""
+    """Creates request "a" and waits for the first chunks. Returns the token to resume it."""
     await client.create("a", max_tokens=max_tokens, resume=True)
     token = (await client.receive_until("created"))["token"]
     for _ in range(num_chunks):
@@ -40,7 +40,7 @@ async def test_a_request_goes_on_behind_the_last_message_received():
         async with running.client() as first:
             token = await begin(first, max_tokens=80, num_chunks=20)
             first.cut()
-        for last in (12, 20):  # what is not acknowledged can be had again, and again
+        for last in (12, 20):  # unacknowledged messages can be sent again, any number of times
             async with running.client() as client:
                 await resume(client, "a", token, last)
                 assert (await client.receive())["seq"] == last + 1
@@ -52,13 +52,13 @@ async def test_a_request_goes_on_behind_the_last_message_received():
             assert [chunk["seq"] for chunk in chunks] == list(range(1, len(chunks) + 1))
             assert text_of(chunks) == await whole(running, 80)
             await second.send("credit", id="a", last=last_of(second, "a"))
-            await second.create("a", max_tokens=1)  # so its id is free
+            await second.create("a", max_tokens=1)  # so the id is free
             await second.receive_until("done", "a")
         await running.check_quiet()
 
 
 @on_loop
-async def test_while_nobody_is_there_it_is_parked_and_keeps_no_more_than_was_on_its_way():
+async def test_a_request_without_a_client_is_parked_and_keeps_few_messages():
     async with serving(step_s=0.001, script=ENDLESS, engine=PARKS_SOON) as running:
         async with running.client() as first:
             token = await begin(first, max_tokens=200, num_chunks=1)
@@ -148,7 +148,7 @@ async def test_a_request_whose_time_is_over_is_given_up():
 
 
 @on_loop
-async def test_nobody_resumes_what_is_not_theirs():
+async def test_a_client_cannot_resume_requests_of_other_clients():
     async with serving(step_s=0.002, script=ENDLESS, api_key=("one", "two")) as running:
         ours, theirs = ({"headers": {"Authorization": f"Bearer {key}"}} for key in ("one", "two"))
         async with running.client(**ours) as first, running.client(**theirs) as thief, running.client(**ours) as second:
@@ -163,7 +163,7 @@ async def test_nobody_resumes_what_is_not_theirs():
 
 
 @on_loop
-async def test_what_was_acknowledged_can_not_be_asked_for_again():
+async def test_acknowledged_messages_cannot_be_sent_again():
     async with serving(step_s=0.002, script=ENDLESS) as running:
         async with running.client() as first:
             token = await begin(first, max_tokens=100, num_chunks=5)
@@ -179,7 +179,7 @@ async def test_what_was_acknowledged_can_not_be_asked_for_again():
 
 
 async def read_with_cuts(running: Serving, draw: random.Random, name: str, max_tokens: int) -> str:
-    """The text of a request whose client is cut off again and again."""
+    """The text of a request that is disconnected again and again."""
     token, last, chunks = "", 0, []
     while True:
         async with running.client() as client:

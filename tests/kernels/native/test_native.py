@@ -129,9 +129,9 @@ def test_two_threads_share_many_rows_where_a_cache_keeps_what_both_read(instruct
     def is_shared(num_tokens: int, num_kept: int = 16 << 20, num_threads: int = 2, **settings: Any) -> bool:
         settings |= {"instruction_set": instruction_set, "num_threads": num_threads, "worth_a_thread": 1}
         model = checkpoint("tied").load(dtype, **settings)
-        model.assume_kept(num_kept)
+        model.assume_retained(num_kept)
         Run(model).whole(tokens(num_tokens))
-        return model.is_shared_by_rows
+        return model.is_split_by_rows
 
     in_tiles_of_registers = "amx" in instruction_set and dtype == "bfloat16"
     is_wide = instruction_set != "avx2"
@@ -153,11 +153,11 @@ def test_weights_of_few_rows_pass_where_a_cache_keeps_anything_and_no_bit_depend
     def are_passing(model: NativeModel, num_rows: int, num_asked: int) -> bool:
         asked, found = list(range(num_rows - num_asked, num_rows)), []
         for num_kept in (0, 16 << 20):
-            model.assume_kept(num_kept)
+            model.assume_retained(num_kept)
             found.append(Run(model).step({0: tokens(num_rows)}, {0: asked})[0])
-            assert num_kept > 0 or not model.is_passing
+            assert num_kept > 0 or not model.is_streaming
         assert np.array_equal(*found)
-        return model.is_passing
+        return model.is_streaming
 
     multiplies_bf16 = dtype == "bfloat16" and ("bf16" in instruction_set or "amx" in instruction_set)
     in_tiles_of_registers = multiplies_bf16 and "amx" in instruction_set
@@ -261,7 +261,7 @@ def test_plain_code_stands_in_for_tile_registers(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_step_of_which_nobody_samples_only_fills_the_cache(dtype: DType) -> None:
+def test_a_step_without_requested_logits_only_fills_the_cache(dtype: DType) -> None:
     model = load("tied", dtype)
     cache = NativeCache(model.shape, 2, 16, model.cache_dtype)
     inputs = {"block_tables": np.zeros((1, 1), np.int32), "query_starts": np.array([0, 3], np.int32)}
@@ -362,13 +362,13 @@ def test_room_for_rows_that_are_asked_for_is_counted_where_there_are_fewer_of_th
 def test_the_parts_of_a_step_are_timed_for_who_asks_and_change_no_bit() -> None:
     model = checkpoint("tied").load("float32", num_threads=2, worth_a_thread=1)
     before = Run(model).whole(tokens(40))
-    times, began_ns = model.time_parts(), time.perf_counter_ns()
+    times, began_ns = model.time_phases(), time.perf_counter_ns()
     assert not times.any()
     after = Run(model).whole(tokens(40), [20, 20])
     passed_ns, (linears_ns, attention_ns, rest_ns, num_steps) = time.perf_counter_ns() - began_ns, times.tolist()
     assert np.array_equal(before, after) and num_steps == 2
     assert min(linears_ns, attention_ns, rest_ns) > 0 and linears_ns + attention_ns + rest_ns < passed_ns
-    assert model.time_parts() is times
+    assert model.time_phases() is times
 
 
 def test_a_step_says_that_it_is_ready_before_it_computes_anything() -> None:
@@ -410,10 +410,10 @@ def test_who_computes_while_others_are_left_out_runs_on_any_of_their_cpus_and_th
         return [os.sched_getaffinity(thread) for thread in threads]
 
     all_cpus = os.sched_getaffinity(0)
-    assert model.line_thread in threads and sorted(places(3), key=min) == sorted(own, key=min)
+    assert model.step_thread_id in threads and sorted(places(3), key=min) == sorted(own, key=min)
     assert sorted(places(2), key=len) == [{first}, any_of_them, any_of_them], "the one left out stays where it may try"
-    assert os.sched_getaffinity(model.line_thread) == any_of_them
-    assert sorted(places(3), key=min) == sorted(own, key=min) and os.sched_getaffinity(model.line_thread) == {first}
+    assert os.sched_getaffinity(model.step_thread_id) == any_of_them
+    assert sorted(places(3), key=min) == sorted(own, key=min) and os.sched_getaffinity(model.step_thread_id) == {first}
 
 
 class Changing(Neighbours):

@@ -42,9 +42,9 @@ def in_registers(instruction_set: str, dtype: DType) -> bool:
     return "amx" in instruction_set and dtype == "bfloat16"
 
 
-def decoded(model: NativeModel, num_rows: int, *, is_apart: bool) -> Array:
+def decoded(model: NativeModel, num_rows: int, *, is_split: bool) -> Array:
     """Logits of two steps of so many sequences, whose contexts differ in length, one after the other."""
-    model.assume_apart(is_apart)
+    model.assume_split(is_split)
     run = Run(model)
     vocabulary = model.shape.vocab_size
     for sequence in range(num_rows):
@@ -64,26 +64,26 @@ def test_rows_that_are_taken_apart_have_the_bits_that_they_have_together(
     sizes = by_two(instruction_set)
     model = Checkpoint.random(**MODELS[name]).load(dtype, **sizes)
     for num_rows in (26, 27, 48, 61):
-        together = decoded(model, num_rows, is_apart=False)
-        assert not model.is_apart
-        apart = decoded(model, num_rows, is_apart=True)
-        assert model.is_apart == (not in_registers(instruction_set, dtype))
+        together = decoded(model, num_rows, is_split=False)
+        assert not model.is_split
+        apart = decoded(model, num_rows, is_split=True)
+        assert model.is_split == (not in_registers(instruction_set, dtype))
         assert np.array_equal(apart, together), f"{num_rows} rows"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_are_taken_apart_from_the_layer_on_before_which_both_threads_are_there(dtype: DType) -> None:
     model = Checkpoint.random(num_layers=4).load(dtype, **by_two(IN_VECTORS))
-    together, layers = decoded(model, 26, is_apart=False), []
+    together, layers = decoded(model, 26, is_split=False), []
     for lateness in (*range(1, 50), 1000):  # phases that one thread misses
-        model._library.millrace_come_late(model._model, lateness)
-        assert np.array_equal(decoded(model, 26, is_apart=True), together), f"{lateness} phases late"
-        layers.append(model.num_together)
+        model._library.millrace_set_join_delay(model._model, lateness)
+        assert np.array_equal(decoded(model, 26, is_split=True), together), f"{lateness} phases late"
+        layers.append(model.num_layers_before_split)
     assert layers[0] == 0 and layers[-1] == -1
     come = [layer for layer in layers if layer >= 0]
     assert come == sorted(come) and set(come) == {0, 1, 2, 3} and set(layers[len(come) :]) == {-1}
-    model._library.millrace_come_late(model._model, -1)  # it comes when it will
-    assert np.array_equal(decoded(model, 26, is_apart=True), together)
+    model._library.millrace_set_join_delay(model._model, -1)  # it comes when it will
+    assert np.array_equal(decoded(model, 26, is_split=True), together)
 
 
 def test_memory_of_halves_is_part_of_a_steps_where_rows_can_be_taken_apart() -> None:
@@ -107,8 +107,8 @@ def test_so_they_have_in_int8_and_int4(settings: dict[str, Any]) -> None:
         "bfloat16", **sizes, **settings
     )
     for num_rows in (26, 41):
-        together, apart = (decoded(model, num_rows, is_apart=is_apart) for is_apart in (False, True))
-        assert model.is_apart and np.array_equal(apart, together)
+        together, apart = (decoded(model, num_rows, is_split=is_split) for is_split in (False, True))
+        assert model.is_split and np.array_equal(apart, together)
 
 
 @pytest.mark.parametrize("has_screen", [True, False], ids=["with a screen", "without"])
@@ -116,13 +116,13 @@ def test_so_they_have_in_int8_and_int4(settings: dict[str, Any]) -> None:
 def test_rows_that_are_taken_apart_have_the_likeliest_tokens(dtype: DType, has_screen: bool) -> None:
     made = large_checkpoint() if has_screen else Checkpoint.random(vocab_size=1003, is_tied=False)
     model = made.load(dtype, **by_two(IN_VECTORS))
-    model.assume_apart(True)
+    model.assume_split(True)
     run = Both(model)
     for count in (26, 33, 70):
         for sequence in range(count):
             run.step({sequence: [sequence * 37 % 999, 5]})
         ids, is_broken, right, is_right_broken = run.of({s: [s * 11 % 999] for s in range(count)})
-        assert model.is_apart
+        assert model.is_split
         assert count <= run.num_left < count * 30 if has_screen else run.num_left == -1
         assert ids.tolist() == right.tolist() and is_broken.tolist() == is_right_broken.tolist()
 
@@ -130,50 +130,50 @@ def test_rows_that_are_taken_apart_have_the_likeliest_tokens(dtype: DType, has_s
 def test_steps_of_one_kind_that_follow_each_other_show_which_way_is_faster() -> None:
     sizes = by_two(IN_VECTORS)
     model = Checkpoint.random().load("bfloat16", **sizes)
-    model.assume_apart(None)
+    model.assume_split(None)
     run, kinds = Run(model), []
     many = {sequence: [1] for sequence in range(30)}
     for _ in range(7):
         run.step(many)
-        kinds.append(model.is_apart)
+        kinds.append(model.is_split)
     assert kinds == [False, True] * 3 + [False]
     other = {sequence: [1] for sequence in range(40)}
     for parts in (other, many, other):
         run.step(parts)
-        kinds.append(model.is_apart)
+        kinds.append(model.is_split)
     assert not any(kinds[-3::2]), "nothing is known of what never comes twice in a row"
 
 
 def test_keys_are_fetched_beside_products_of_halves_and_each_step_is_told_once() -> None:
     sizes = by_two(IN_VECTORS)
     model = Checkpoint.random(hidden_size=128, intermediate_size=4096).load("bfloat16", **sizes)
-    model.assume_kept(1 << 24)
-    times, fetched = model.time_parts(), []
-    for is_apart in (False, True):
+    model.assume_retained(1 << 24)
+    times, fetched = model.time_phases(), []
+    for is_split in (False, True):
         before = int(times[3])
-        decoded(model, 30, is_apart=is_apart)
-        fetched.append(model.num_bytes_beside)
-        assert model.is_apart == is_apart and times[3] - before == 30 + 2
+        decoded(model, 30, is_split=is_split)
+        fetched.append(model.kv_prefetched_bytes)
+        assert model.is_split == is_split and times[3] - before == 30 + 2
     assert all(fetched) and (times[:3] > 0).all()
 
 
 def test_only_steps_of_many_rows_that_decode_are_taken_apart_and_only_by_two_threads() -> None:
-    def is_apart(parts: dict[int, list[int]], asked: dict[int, list[int]] | None = None, num_threads: int = 2) -> bool:
+    def is_split(parts: dict[int, list[int]], asked: dict[int, list[int]] | None = None, num_threads: int = 2) -> bool:
         threads: dict[str, Any] = {"num_threads": num_threads, "neighbours": Still(num_threads)}
         model = Checkpoint.random().load("bfloat16", **by_two(IN_VECTORS) | threads)
-        model.assume_apart(True)
+        model.assume_split(True)
         Run(model).step(parts, asked)
-        return model.is_apart
+        return model.is_split
 
     least = least_rows(IN_VECTORS)
     many = {sequence: [1] for sequence in range(least)}
-    assert is_apart(many) and is_apart({sequence: [1] for sequence in range(200)})
-    assert not is_apart(many, num_threads=1) and not is_apart(many, num_threads=3)
-    assert not is_apart({sequence: [1] for sequence in range(least - 1)})
-    assert not is_apart({0: [1] * 40}) and not is_apart({**many, least: [1, 2]})
-    assert not is_apart({0: [], 1: [1, 2], **{2 + s: [1] for s in range(least)}})  # as many tokens as sequences
-    assert not is_apart(many, {sequence: [0] for sequence in range(least - 1)})
-    assert not is_apart(many, {sequence: [0] for sequence in reversed(range(least))})
+    assert is_split(many) and is_split({sequence: [1] for sequence in range(200)})
+    assert not is_split(many, num_threads=1) and not is_split(many, num_threads=3)
+    assert not is_split({sequence: [1] for sequence in range(least - 1)})
+    assert not is_split({0: [1] * 40}) and not is_split({**many, least: [1, 2]})
+    assert not is_split({0: [], 1: [1, 2], **{2 + s: [1] for s in range(least)}})  # as many tokens as sequences
+    assert not is_split(many, {sequence: [0] for sequence in range(least - 1)})
+    assert not is_split(many, {sequence: [0] for sequence in reversed(range(least))})
 
 
 # -- when
@@ -183,11 +183,11 @@ SOURCE = """
 using namespace millrace;
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-static Apart apart;
-EXPORT void begin() { apart = Apart(); }
-EXPORT int is_next(long num_rows) { return apart.is_next({num_rows, 0}); }
-EXPORT void note(long num_rows, int is_apart, long took_ns) { apart.note({num_rows, 0}, is_apart, took_ns); }
-EXPORT void pass_() { apart.pass(); }
+static SplitTuner tuner;
+EXPORT void begin() { tuner = SplitTuner(); }
+EXPORT int should_split(long num_rows) { return tuner.should_split({num_rows, 0}); }
+EXPORT void record(long num_rows, int is_split, long elapsed_ns) { tuner.record({num_rows, 0}, is_split, elapsed_ns); }
+EXPORT void skip() { tuner.skip(); }
 """
 
 
@@ -207,10 +207,10 @@ def chosen(
     """Which of these steps are taken apart, if each takes so long."""
     kinds = []
     for step in range(num_steps):
-        is_apart = bool(library.is_next(ctypes.c_long(num_rows)))
-        took = took_us(step, is_apart)
-        library.note(ctypes.c_long(num_rows), int(is_apart), ctypes.c_long(int(1000 * took)))
-        kinds.append(is_apart)
+        is_split = bool(library.should_split(ctypes.c_long(num_rows)))
+        took = took_us(step, is_split)
+        library.record(ctypes.c_long(num_rows), int(is_split), ctypes.c_long(int(1000 * took)))
+        kinds.append(is_split)
     return kinds
 
 
@@ -220,46 +220,46 @@ def test_steps_are_taken_apart_where_that_is_faster_and_the_other_kind_is_tried_
 ) -> None:
     library.begin()
     dice = Random(0)
-    kinds = chosen(library, 2000, lambda step, is_apart: 20_000 * (1 - gain * is_apart) * dice.uniform(0.99, 1.01))
-    num_other = sum(is_apart != (gain > 0) for is_apart in kinds[20:])
+    kinds = chosen(library, 2000, lambda step, is_split: 20_000 * (1 - gain * is_split) * dice.uniform(0.99, 1.01))
+    num_other = sum(is_split != (gain > 0) for is_split in kinds[20:])
     assert 1980 / 300 < num_other < 1980 / (25 if abs(gain) < 0.1 else 200)
 
 
 def test_what_is_faster_is_found_anew_when_it_changes(library: ctypes.CDLL) -> None:
     library.begin()
     for gain in (0.1, -0.1, 0.05, -0.05):
-        kinds = chosen(library, 4000, lambda step, is_apart, gain=gain: 20_000 * (1 - gain * is_apart))
-        assert sum(is_apart == (gain > 0) for is_apart in kinds[-1000:]) > 950
+        kinds = chosen(library, 4000, lambda step, is_split, gain=gain: 20_000 * (1 - gain * is_split))
+        assert sum(is_split == (gain > 0) for is_split in kinds[-1000:]) > 950
 
 
 def test_steps_that_are_late_by_themselves_decide_little(library: ctypes.CDLL) -> None:
     library.begin()
     dice = Random(1)
     late = lambda: 10 if dice.random() < 0.05 else 1  # noqa: E731
-    kinds = chosen(library, 4000, lambda step, is_apart: 20_000 * (1 - 0.1 * is_apart) * late())
+    kinds = chosen(library, 4000, lambda step, is_split: 20_000 * (1 - 0.1 * is_split) * late())
     assert sum(kinds) > 3000
 
 
 def test_other_numbers_of_rows_have_a_rule_of_their_own(library: ctypes.CDLL) -> None:
     library.begin()
-    few = chosen(library, 500, lambda step, is_apart: 10_000 * (1 + 0.2 * is_apart), num_rows=16)
-    many = chosen(library, 500, lambda step, is_apart: 20_000 * (1 - 0.2 * is_apart), num_rows=32)
+    few = chosen(library, 500, lambda step, is_split: 10_000 * (1 + 0.2 * is_split), num_rows=16)
+    many = chosen(library, 500, lambda step, is_split: 20_000 * (1 - 0.2 * is_split), num_rows=32)
     assert sum(few[20:]) < 10 and sum(many[20:]) > 470
 
 
 def test_the_other_kind_is_tried_only_where_it_can_be_compared(library: ctypes.CDLL) -> None:
     library.begin()
-    chosen(library, 30, lambda step, is_apart: 20_000 * (1 - 0.03 * is_apart))
+    chosen(library, 30, lambda step, is_split: 20_000 * (1 - 0.03 * is_split))
     kinds = []
     for _ in range(100):
-        kinds += chosen(library, 1, lambda step, is_apart: 20_000)
-        library.pass_()
+        kinds += chosen(library, 1, lambda step, is_split: 20_000)
+        library.skip()
     assert all(kinds)
-    assert chosen(library, 3, lambda step, is_apart: 20_000 * (1 - 0.03 * is_apart)) == [True, False, True]
+    assert chosen(library, 3, lambda step, is_split: 20_000 * (1 - 0.03 * is_split)) == [True, False, True]
 
 
 def test_steps_that_do_not_follow_each_other_are_not_compared(library: ctypes.CDLL) -> None:
     library.begin()
     for _ in range(50):
-        assert chosen(library, 1, lambda step, is_apart: 20_000 * (1 - 0.2 * is_apart)) == [False]
-        library.pass_()
+        assert chosen(library, 1, lambda step, is_split: 20_000 * (1 - 0.2 * is_split)) == [False]
+        library.skip()

@@ -56,10 +56,10 @@ def test_answers_and_copies_are_the_same_bits_wherever_layers_lie(block_size: in
     run_size = native.blocks_of_a_run(block_size)
     num_blocks = -(-160 // run_size) * run_size
     usual, expected = answers()
-    assert usual.cache.blocks_apart == num_blocks > run_size
+    assert usual.cache.layer_stride_blocks == num_blocks > run_size
     monkeypatch.setattr(native, "LARGE_PAGE", 1 << 14)
     spread, found = answers()
-    assert spread.cache.blocks_apart > num_blocks and spread.cache.data.shape == usual.cache.data.shape
+    assert spread.cache.layer_stride_blocks > num_blocks and spread.cache.data.shape == usual.cache.data.shape
     assert all(np.array_equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
 
 

@@ -106,7 +106,7 @@ def test_nothing_follows_a_step_that_is_over_or_never_began() -> None:
 
 
 @pytest.mark.parametrize("spoil", ["prompt", "slot"])
-def test_a_link_that_can_not_be_computed_does_nothing_and_neither_does_who_follows(spoil: str) -> None:
+def test_a_step_that_cannot_run_does_nothing_and_neither_do_the_ones_behind_it(spoil: str) -> None:
     linked = Linked()
     before, tokens = linked.run.cache.data.copy(), linked.slots.last_tokens.copy()
     rows, starts = RUNNING.copy(), linked.lengths[RUNNING].astype(np.int32)
@@ -137,7 +137,7 @@ def test_a_row_without_a_number_is_told_and_the_others_have_their_tokens(are_dra
     assert found[0][1] == 0 and np.array_equal(np.delete(found[0], 1), np.delete(right, 1))
 
 
-def test_links_that_nobody_asks_for_give_way_to_later_ones() -> None:
+def test_queued_steps_that_are_never_taken_make_room_for_later_ones() -> None:
     linked = Linked()
     for step in range(0, 24, 2):
         starts = linked.lengths[RUNNING].astype(np.int32)

@@ -41,7 +41,7 @@ def settings(instruction_set: str, num_threads: int = 2) -> dict[str, Any]:
 
 def coded(made: Checkpoint, instruction_set: str, num_threads: int = 2) -> NativeModel:
     model = made.load("bfloat16", **settings(instruction_set, num_threads))
-    model.code_weights()
+    model.encode_bf16_12bit()
     return model
 
 
@@ -89,8 +89,8 @@ def test_many_who_decode_get_the_same_bits_coded_together_and_apart() -> None:
     made = large(1_500)
     models = [made.load("bfloat16", **settings(IN_VECTORS[0]), neighbours=Still(2)) for _ in range(3)]
     for model in models[1:]:
-        model.code_weights()
-    models[2].assume_apart(True)
+        model.encode_bf16_12bit()
+    models[2].assume_split(True)
     runs = [Run(model) for model in models]
     for step in range(4):
         parts = {sequence: tokens(70 if step == 0 else 1, sequence) for sequence in range(32)}
@@ -98,7 +98,7 @@ def test_many_who_decode_get_the_same_bits_coded_together_and_apart() -> None:
         for sequence in parts:
             assert np.array_equal(plain[sequence], together[sequence])
             assert np.array_equal(plain[sequence], apart[sequence])
-    assert models[1].num_bytes_beside > 0 and models[2].is_apart
+    assert models[1].kv_prefetched_bytes > 0 and models[2].is_split
 
 
 @needs_coding
@@ -149,7 +149,7 @@ def test_the_likeliest_tokens_and_their_logits_are_those_of_a_head_that_is_not_c
 def test_a_coded_matrix_has_the_numbers_it_was_given(every: int) -> None:
     made = large(every)
     model = coded(made, CODING[0])
-    model.code_weights()  # again: they are already
+    model.encode_bf16_12bit()  # again: they are already
     for name, tensor in made.tensors.items():
         if "proj.weight" in name:
             assert np.array_equal(model.matrix(name, *tensor.shape).view(np.uint32), tensor.view(np.uint32)), name
@@ -198,7 +198,7 @@ def test_what_coded_weights_no_longer_need_goes_back_to_the_system() -> None:
     trim = ctypes.CDLL(None).malloc_trim  # what the C library keeps is not to count
     trim(0)
     before, counted = resident_bytes(), model.weights_bytes
-    model.code_weights()
+    model.encode_bf16_12bit()
     trim(0)
     saved = counted - model.weights_bytes
     assert saved > 12 << 20  # of 60 MiB
@@ -217,8 +217,8 @@ def test_a_matrix_there_is_no_memory_for_stays_as_it_is_and_the_others_are_coded
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (mapped + (12 << 20), limits[1]))
     try:
-        with pytest.raises(MemoryError, match="coded"):
-            model.code_weights()
+        with pytest.raises(MemoryError, match="no memory to encode"):
+            model.encode_bf16_12bit()
     finally:
         resource.setrlimit(resource.RLIMIT_AS, limits)
     assert whole < model.weights_bytes < plain.weights_bytes
@@ -234,13 +234,13 @@ def test_where_nothing_is_gained_weights_stay_as_they_are(name: str) -> None:
     for dtype, quantization in kinds:
         model = made.load(dtype, quantization=quantization, **settings(name))  # type: ignore[arg-type]
         before, logits = model.weights_bytes, Run(model).whole(tokens(20))
-        model.code_weights()
+        model.encode_bf16_12bit()
         assert model.weights_bytes == before and np.array_equal(Run(model).whole(tokens(20)), logits)
 
 
 def test_a_tensor_that_comes_after_coding_is_refused_by_name() -> None:
     made = checkpoint("tied")
     model = made.load("bfloat16", num_threads=1)
-    model.code_weights()
+    model.encode_bf16_12bit()
     with pytest.raises(RuntimeError, match=DOWN):
         model.set_tensor(DOWN, made.tensors[DOWN])

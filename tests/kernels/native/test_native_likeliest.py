@@ -53,7 +53,7 @@ class Both(Run):
         def twice(*args: object, logits: Array, **inputs: object) -> None:
             found.append((np.full(len(logits), -1), np.full(len(logits), True)))
             step(*args, likeliest=found[0], **inputs)  # type: ignore[arg-type]
-            self.num_left, self.num_closer = self.model.num_panels_left, self.model.num_panels_closer
+            self.num_left, self.num_closer = self.model.num_screen_candidates, self.model.num_screen_refined
             step(*args, logits=logits, **inputs)  # type: ignore[arg-type]
 
         self.model.step = twice  # type: ignore[method-assign, assignment]
@@ -102,7 +102,9 @@ def test_rows_that_are_asked_for_keep_their_order() -> None:
 
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
 @pytest.mark.parametrize("equals", [(3, 9), (5, 40), (31, 1002), (2, 500, 900), (0, 1, 1000, 1001, 1002)])
-def test_of_equals_the_lowest_is_taken_whoever_found_which(equals: tuple[int, ...], num_threads: int) -> None:
+def test_of_equal_logits_the_lowest_id_is_taken_whichever_thread_found_it(
+    equals: tuple[int, ...], num_threads: int
+) -> None:
     """Threads take from each other's end what those have left, so that a higher one may be found first."""
 
     def spoil(head: Array) -> None:
@@ -393,7 +395,7 @@ def test_what_is_missed_is_allowed_for_even_where_all_of_it_goes_the_same_way(
 def test_threads_that_come_late_change_no_token(dtype: DType, num_threads: int) -> None:
     model = large(dtype, num_threads=num_threads)
     for lateness in (*range(25), 1000, -1):  # phases; -1: they come when they will
-        model._library.millrace_come_late(model._model, lateness)
+        model._library.millrace_set_join_delay(model._model, lateness)
         for count, left in zip((3, 33, 130), check_rows(model, (3, 33, 130)), strict=True):
             assert 0 < left < count * NUM_PANELS / 50
 

@@ -7,7 +7,7 @@ import numpy as np
 from millrace.kernels.native.logits_buffers import ReusedRows
 
 
-def test_memory_is_taken_again_once_nobody_holds_it():
+def test_memory_is_reused_once_it_is_released():
     rows = ReusedRows(8)
     first = rows.take(4)
     place = first.ctypes.data
@@ -16,7 +16,7 @@ def test_memory_is_taken_again_once_nobody_holds_it():
     assert rows.take(3).ctypes.data == place  # and so is a part of it
 
 
-def test_what_somebody_holds_is_never_given_out_again():
+def test_memory_in_use_is_never_given_out_again():
     rows = ReusedRows(8)
     held = []
     for number in range(10):

@@ -164,7 +164,7 @@ def test_whenever_threads_come_to_a_step_its_bits_are_those_of_one_thread(name: 
     batches = [[0], [0, 2, 5], list(range(7))]
     wanted = [forks.logits(alone, chosen) for chosen in batches]
     for lateness in (*range(27), 1000, -1):  # -1: when they will
-        model._library.millrace_come_late(model._model, lateness)
+        model._library.millrace_set_join_delay(model._model, lateness)
         for chosen, expected in zip(batches, wanted, strict=True):
             found = forks.logits(model, chosen)
             assert np.array_equal(found, expected), f"sequences {chosen}, threads come {lateness} phases late"

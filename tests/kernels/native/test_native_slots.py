@@ -93,7 +93,11 @@ def spoil_position(slots: Slots) -> None:
 
 @pytest.mark.parametrize(
     ("spoil", "problem"),
-    [(spoil_token, "not in the vocabulary"), (spoil_block, "a block that the cache"), (spoil_position, "do not fit")],
+    [
+        (spoil_token, "outside the vocabulary"),
+        (spoil_block, "a block id outside the cache"),
+        (spoil_position, "do not fit"),
+    ],
 )
 def test_columns_that_point_outside_are_refused_before_any_computing(
     spoil: Callable[[Slots], None], problem: str
@@ -113,5 +117,5 @@ def test_a_cache_of_another_type_is_refused() -> None:
     model: NativeModel = Checkpoint.random().load("float32", num_threads=1)
     cache = NativeCache(model.shape, 4, 4, "bfloat16")
     longs = np.zeros(2, np.int64)
-    with pytest.raises(AssertionError, match="a cache of bfloat16"):
+    with pytest.raises(AssertionError, match="cache dtype bfloat16"):
         Decoding(model, cache, last_tokens=longs, num_known=longs, tables=np.zeros((2, 2), np.int32))

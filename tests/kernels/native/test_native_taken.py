@@ -118,7 +118,7 @@ def test_nothing_is_taken_past_the_end_of_a_region():
     assert recorded.take() == []
 
 
-def test_a_little_more_that_is_used_makes_nobody_look_and_an_eighth_of_what_is_ahead_does():
+def test_small_growth_does_not_trigger_a_check_and_an_eighth_of_the_rest_does():
     recorded = Recorded(1, 64 * MIB, 16 * MIB)
     num_taken = len(recorded.take())
     recorded.ahead.note_used(2 * MIB)
@@ -217,7 +217,7 @@ def test_memory_of_host_blocks_is_taken_ahead_once_the_cache_is_nearly_full():
 
 
 @NEEDS_CALL
-def test_a_cache_that_nobody_holds_takes_nothing_more():
+def test_a_released_cache_takes_no_more_memory():
     cache = NativeCache(SHAPE, 2048, 16, "bfloat16", blocks_ahead=1024)
     ahead = cache.ahead
     ahead.begin_step()  # threads begin, and wait

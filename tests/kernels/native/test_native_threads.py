@@ -23,7 +23,7 @@ using namespace millrace;
 EXPORT long things_not_done_once(int num_threads, int lateness, long num_regions, long num, long size, long pause_us) {
     constexpr int PHASES = 20;
     Pool pool(num_threads, {});
-    pool.party.lateness = lateness;
+    pool.team.join_delay = lateness;
     std::vector<std::atomic<int>> done(PHASES * num);
     std::atomic<long> num_wrong{0};
     for (long region = 0; region < num_regions; region++) {
@@ -31,9 +31,9 @@ EXPORT long things_not_done_once(int num_threads, int lateness, long num_regions
         pool.run(num_threads, [&](int thread) {
             Phases phases(&pool, thread);
             for (int phase = 0; phase < PHASES; phase++) {
-                phases.run([&](Party::Seat seat) {
-                    if (seat.rank == 0) std::this_thread::sleep_for(std::chrono::microseconds(pause_us));
-                    seat.each_piece(num, size, [&](long first, long last, long end) {
+                phases.run([&](ThreadTeam::Member member) {
+                    if (member.rank == 0) std::this_thread::sleep_for(std::chrono::microseconds(pause_us));
+                    member.parallel_for(num, size, [&](long first, long last, long end) {
                         if (last <= first || last > end || end > num) num_wrong++;
                         for (long i = first; i < last; i++) {
                             done[phase * num + i].fetch_add(1, std::memory_order_relaxed);
@@ -51,21 +51,21 @@ EXPORT long things_not_done_once(int num_threads, int lateness, long num_regions
 // Thread 1 goes on with its first thing only when `num` - 1 others are done. How many were before `limit_s`.
 EXPORT long done_beside_one_that_stands(int num_threads, long num, double limit_s) {
     Pool pool(num_threads, {});
-    pool.party.lateness = 0;
+    pool.team.join_delay = 0;
     std::atomic<long> num_done{0};
     std::atomic<bool> is_standing{false};
     long found = 0;
     pool.run(num_threads, [&](int thread) {
         Phases phases(&pool, thread);
-        phases.run([](Party::Seat) {});  // all are there from the next one on
-        phases.run([&](Party::Seat seat) {
-            seat.each_piece(num, 1, [&](long, long, long) {
-                if (seat.rank == 1 && !is_standing.exchange(true)) {
+        phases.run([](ThreadTeam::Member) {});  // all are there from the next one on
+        phases.run([&](ThreadTeam::Member member) {
+            member.parallel_for(num, 1, [&](long, long, long) {
+                if (member.rank == 1 && !is_standing.exchange(true)) {
                     auto until = std::chrono::steady_clock::now() + std::chrono::duration<double>(limit_s);
                     while (num_done < num - 1 && std::chrono::steady_clock::now() < until) std::this_thread::yield();
                     found = num_done;
                 } else {
-                    while (seat.rank != 1 && !is_standing) std::this_thread::yield();
+                    while (member.rank != 1 && !is_standing) std::this_thread::yield();
                     num_done++;
                 }
             });
@@ -97,7 +97,7 @@ def not_done_once(
 
 @pytest.mark.parametrize("lateness", [-1, 0, 1, 4])
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 5])
-def test_each_thing_of_a_phase_is_done_once_before_the_next_whoever_comes_when(
+def test_each_item_of_a_phase_is_done_once_before_the_next_phase_starts(
     threads: ctypes.CDLL, num_threads: int, lateness: int
 ) -> None:
     for num, size in ((0, 1), (1, 1), (2, 3), (17, 1), (17, 4), (100, 16)):

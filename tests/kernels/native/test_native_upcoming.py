@@ -39,21 +39,23 @@ int64_t millrace::now_ns() {
 EXPORT void fetch(const int64_t* places, int64_t num, int64_t tile_bytes, int64_t most_bytes, int64_t num_pairs,
                   int64_t count, int64_t* out) {
     const uint16_t* layer = nullptr;
-    Upcoming upcoming;
-    upcoming.begin(layer, places, places + num, tile_bytes, most_bytes, num_pairs * count);
+    KvPrefetcher prefetcher;
+    prefetcher.begin(layer, places, places + num, tile_bytes, most_bytes, num_pairs * count);
     for (int64_t i = 0; i < count; i++, out += 2) {
-        Beside beside = upcoming.beside(num_pairs);
-        out[0] = beside.place - reinterpret_cast<const char*>(layer), out[1] = beside.times * Upcoming::FETCHED;
-        if (beside.times && (beside.times - 1) * beside.apart >= num_pairs) out[1] = -1;  // some come too late
+        KvPrefetch prefetch = prefetcher.next(num_pairs);
+        out[0] = prefetch.address - reinterpret_cast<const char*>(layer);
+        out[1] = prefetch.num_prefetches * KvPrefetcher::PREFETCH_BYTES;
+        bool is_late = prefetch.num_prefetches && (prefetch.num_prefetches - 1) * prefetch.interval >= num_pairs;
+        if (is_late) out[1] = -1;  // some come too late
     }
 }
 // What is kept at a request at [num_asked] of `asked`, and how often it was read for that by then: of [2] each.
 EXPORT void keep(const char* data, int64_t num_bytes, const int64_t* times, int64_t num, const int64_t* asked,
                  int64_t num_asked, int64_t* out) {
     late = times, num_late = num, num_looks = 0;
-    Kept kept;
+    CacheProbe probe;
     for (int64_t i = 0; i < num_asked; i++, out += 2)
-        out[0] = kept.measured(data, num_bytes, asked[i]), out[1] = num_looks / 2;
+        out[0] = probe.retained_bytes(data, num_bytes, asked[i]), out[1] = num_looks / 2;
 }
 """
 
@@ -202,7 +204,7 @@ def run(
 ) -> tuple[Array, list[int]]:
     """Logits of three steps of decoding rows, in two of them beside a prompt, of which no logits are asked for in the
     last one; and how many bytes each has fetched."""
-    model.assume_kept(num_kept)
+    model.assume_retained(num_kept)
     going = Run(model, num_blocks=2 * NUM_SEQUENCES * -(-(num_context + 30) // block_size), block_size=block_size)
     draw = np.random.default_rng(5)
     vocabulary = model.shape.vocab_size
@@ -215,7 +217,7 @@ def run(
         if turn and has_prompt:
             parts[NUM_SEQUENCES] = draw.integers(0, vocabulary, 23).tolist()
         given += list(going.step(parts, asked).values())
-        fetched.append(model.num_bytes_beside)
+        fetched.append(model.kv_prefetched_bytes)
     return np.concatenate(given), fetched
 
 
@@ -269,7 +271,7 @@ def test_so_they_have_where_a_chunk_s_values_wait_for_the_next_one_s_keys(settin
 def test_so_they_have_where_a_thread_comes_late(lateness: int) -> None:
     model = load()
     without, _ = run(model, 0)
-    model._library.millrace_come_late(model._model, lateness)
+    model._library.millrace_set_join_delay(model._model, lateness)
     ahead, some = run(model, PLENTY)
     assert np.array_equal(without, ahead) and all(some)
 
@@ -292,11 +294,11 @@ def test_what_is_fetched_of_a_layer_is_half_of_what_is_kept() -> None:
 def test_one_tile_of_rows_and_blocks_smaller_than_tiles_fetch_nothing() -> None:
     model = load()
     assert run(model, PLENTY, block_size=8)[1] == [0, 0, 0]
-    model.assume_kept(PLENTY)
+    model.assume_retained(PLENTY)
     going = Run(model)
     going.step({s: list(range(5)) for s in range(3)})
     going.step({s: [1] for s in range(3)})
-    assert model.num_bytes_beside == 0
+    assert model.kv_prefetched_bytes == 0
 
 
 def test_one_layer_has_none_to_fetch_for() -> None:

@@ -183,7 +183,7 @@ def test_where_others_want_every_core_all_threads_stay():
     assert machine.told == [1, 2], "five seconds of steps, not of the clock"
 
 
-def test_what_other_threads_of_this_process_compute_is_nobody_elses():
+def test_work_of_other_threads_of_this_process_is_not_a_neighbours():
     """The loop, tokenizers and the embedding program have their share by priority."""
     machine = Machine(2)
     machine.own = 0.45

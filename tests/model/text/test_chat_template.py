@@ -108,7 +108,7 @@ def test_tokens_split_over_two_texts_do_not_join(tmp_path: Path) -> None:
     assert not tokenizer.special_ids & set(encode(template, tokenizer, messages))
 
 
-def test_marks_are_characters_that_nobody_wrote(tmp_path: Path) -> None:
+def test_marks_are_characters_that_occur_in_no_message(tmp_path: Path) -> None:
     make_tokenizer("chatml", tmp_path, VOCAB_SIZE)
     tokenizer = Tokenizer.read(tmp_path)
     template = ChatTemplate.read(tmp_path, tokenizer)

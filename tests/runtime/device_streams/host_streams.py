@@ -1,8 +1,7 @@
-"""Streams without a device: everything is done at once, on the thread that submits it.
+"""Streams without a device: all work runs at once, on the thread that submits it.
 
-With them, what is written for a device that runs beside the host runs where there is none, in the same order of calls
-and on the same memory. Nothing overlaps, and what is wrong with the order of events does not show: for that there is
-`runtime/device_streams/simulated.py`.
+Code for an asynchronous device runs with them on a host without one, with the same calls and memory. Nothing overlaps,
+so errors in the order of events do not show; `runtime/device_streams/simulated.py` finds those.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from millrace.runtime.device_streams.interface import Event, Graph
 
 
 class HostStreams:
-    """Arrays are copied by `to[...] = source`: numpy's, or tensors on a CPU. What an operation raises is raised to who
-    submitted it."""
+    """Arrays are copied by `to[...] = source`: numpy's, or tensors on a CPU. An operation's error is raised to its
+    submitter."""
 
     def stream(self, name: str) -> HostStream:
         return HostStream(name)
@@ -29,7 +28,7 @@ class HostStreams:
 
 
 class HostEvent:
-    """It has happened when it is recorded."""
+    """It is done when it is recorded."""
 
     def __init__(self) -> None:
         self.at_ns = 0
@@ -46,7 +45,7 @@ class HostEvent:
 
 
 class HostGraph:
-    """The launches that were captured."""
+    """The captured launches."""
 
     num_bytes = 0
 

@@ -1,4 +1,4 @@
-"""The late device keeps the order that streams and events promise, and no other."""
+"""The simulated device keeps the order that streams and events promise, and no other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from millrace.runtime.device_streams.simulated import DeviceStuck, SimStreams
 
 
 def run_of(seed: int, *, waits: bool) -> list[str]:
-    """Two streams that note what they do; the second waits for the middle of the first, or does not."""
+    """Two streams that record their work. The second waits for the middle of the first, or does not."""
     device, seen = SimStreams(Random(seed)), []
     first, second, event = device.stream("first"), device.stream("second"), device.event()
     first.launch(lambda: seen.append("a"))

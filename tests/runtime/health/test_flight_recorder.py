@@ -20,10 +20,10 @@ SECRET = "nobody-may-read-this"
 
 
 class Poison:
-    """Breaks whoever looks at it."""
+    """Raises when it is inspected."""
 
     def __getattr__(self, name: str) -> Any:
-        raise RuntimeError(f"{name} was looked at")
+        raise RuntimeError(f"{name} was inspected")
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
@@ -82,7 +82,7 @@ def test_files_stay_few_and_a_crash_that_goes_on_crashing_writes_one(tmp_path: P
     assert other.exists()
 
 
-def test_a_folder_that_can_not_be_written_is_the_callers_to_hear_of(tmp_path: Path):
+def test_a_folder_that_cannot_be_written_raises_in_the_caller(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError):
         FlightRecorder(tmp_path / "file").write("test", Pipeline())

@@ -1,4 +1,4 @@
-"""What does not move is named, and nothing else ever is."""
+"""Stall detection names what does not move, and nothing else."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def read(engine: ScriptedEngine, num_prompt: int, max_tokens: int = 400) -
 
 
 async def frozen(env: SimEnv, freeze: Callable[[Pipeline], None]) -> tuple[Stall | None, float]:
-    """What is found, and how long after the freeze, in an engine under load of which a part is frozen."""
+    """The stall found after a part of a loaded engine is frozen, and how long after the freeze."""
     async with scripted_engine(script=NEVER_ENDS, env=env) as engine:
         readers = [asyncio.ensure_future(read(engine, 3 + i)) for i in range(3)]
         await env.sleep(0.5)
@@ -69,7 +69,7 @@ def freeze_stage(name: str) -> Callable[[Pipeline], None]:
 
 
 def freeze_edge(name: str) -> Callable[[Pipeline], None]:
-    """From now on the channel takes all it has room for, and hands nothing over."""
+    """Makes the channel accept items up to its capacity and deliver none."""
 
     def freeze(pipeline: Pipeline) -> None:
         pipeline.channels[name].recv_all = lambda now=None: []  # type: ignore[method-assign]
@@ -140,7 +140,7 @@ async def test_a_request_that_came_just_now_after_a_long_rest_is_no_stall(env: S
         reader = asyncio.ensure_future(read(engine, 5, max_tokens=20))
         num_looks = 0
         for _ in range(50):
-            num_looks += len(intake) > 0  # it lies there, and intake has not been woken yet
+            num_looks += len(intake) > 0  # it is queued, and intake has not been woken yet
             assert find_stall(engine.pipeline, TIMEOUT_S) is None
             await asyncio.sleep(0)
         assert num_looks > 0
@@ -148,7 +148,7 @@ async def test_a_request_that_came_just_now_after_a_long_rest_is_no_stall(env: S
 
 
 @sim_test(seeds=1, policies=("fifo",))
-async def test_answers_that_nobody_reads_are_no_stall(env: SimEnv):
+async def test_unread_answers_are_no_stall(env: SimEnv):
     async with scripted_engine(script=NEVER_ENDS, env=env, max_unread_tokens=4, max_parked_s=1000.0) as engine:
         answers = engine.generate([97], SamplingParams(max_tokens=400))
         await anext(answers)
@@ -202,7 +202,7 @@ async def test_a_step_that_takes_as_long_as_its_like_is_no_stall_however_short_t
         await reader
 
 
-def test_a_forward_pass_that_hangs_is_executes_to_answer_for_though_sample_waits_for_it():
+def test_a_forward_pass_that_hangs_is_blamed_on_execute_though_sample_waits_for_it():
     async def main() -> Stall | None:
         go_on = threading.Event()
         async with scripted_engine(script=NEVER_ENDS) as engine:
@@ -214,8 +214,8 @@ def test_a_forward_pass_that_hangs_is_executes_to_answer_for_though_sample_waits
 
             engine.model.forward = hang  # type: ignore[method-assign]
             reader = asyncio.ensure_future(read(engine, 3, max_tokens=3))
-            async with asyncio.timeout(30):  # one that is suspended meanwhile counts anew
-                while (stall := find_stall(engine.pipeline, timeout_s=0.2)) is None:  # noqa: ASYNC110 - told by looking
+            async with asyncio.timeout(30):  # a process that was suspended starts counting again
+                while (stall := find_stall(engine.pipeline, timeout_s=0.2)) is None:  # noqa: ASYNC110 - found by polling
                     await asyncio.sleep(0.1)
             go_on.set()
             await reader
@@ -235,10 +235,10 @@ async def test_what_waited_while_the_whole_process_was_suspended_is_no_stall(env
         await env.sleep(2 * TIMEOUT_S)
         assert find_stall(engine.pipeline, TIMEOUT_S) is not None
         assert engine.pipeline.watch is not None
-        engine.pipeline.watch.resumed_s = env.now()  # as its tick says when it comes much too late
+        engine.pipeline.watch.resumed_s = env.now()  # as a tick does that comes much too late
         assert find_stall(engine.pipeline, TIMEOUT_S) is None
         await env.sleep(1.01 * TIMEOUT_S)
-        assert find_stall(engine.pipeline, TIMEOUT_S) is not None  # it has had its chance
+        assert find_stall(engine.pipeline, TIMEOUT_S) is not None  # its receiver had a chance to take it
         reader.cancel()
         with suppress(asyncio.CancelledError):
             await reader

@@ -21,7 +21,7 @@ def with_helpers(test: Callable[[Helpers], Awaitable[None]], monkeypatch: pytest
 
     async def main() -> None:
         helpers = Helpers("tests.runtime.answering", b"> ", num, wall_s=20.0)
-        assert helpers.pids == [], "nobody has asked yet"
+        assert helpers.pids == [], "no request was sent yet"
         try:
             await test(helpers)
         finally:

@@ -1,4 +1,4 @@
-"""Links: channels that reach to another process keep a channel's promises, and what is foreign ends them."""
+"""Links: channels to another process keep a channel's promises, and foreign frames end the link."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def run(test: Callable[[Pair], Awaitable[None]], capacity: int = 2) -> None:
 
 
 async def settle() -> None:
-    """Lets what is ready cross, there and back: everything is in one process, so turns of the loop are enough."""
+    """Lets everything ready cross, both ways: both ends are in one process, so turns of the loop are enough."""
     for _ in range(12):
         await asyncio.sleep(0)
 
@@ -195,14 +195,14 @@ def test_a_channel_outlives_its_link_and_keeps_what_is_sent_meanwhile_for_the_ne
     run(test)
 
 
-def test_an_item_that_can_not_cross_is_handed_back_and_takes_no_room() -> None:
+def test_an_item_that_cannot_be_encoded_is_handed_back_and_takes_no_room() -> None:
     async def main() -> None:
         refused: list[Any] = []
         pair = Pair()
         pair.out._on_refused = lambda item, error: refused.append((item.number, str(error)))
         pair.start()
         await pair.out.send(Parcel(1, object()))
-        assert refused == [(1, "a object can not cross: its type is not among those that both ends list")]
+        assert refused == [(1, "type object cannot be encoded: it is not in the list that both ends share")]
         assert len(pair.out) == 0
         pair.here.close()
         pair.there.close()
@@ -211,11 +211,11 @@ def test_an_item_that_can_not_cross_is_handed_back_and_takes_no_room() -> None:
 
 
 FOREIGN = {
-    "none of ours": b"GET / HTTP/1.1\r\n\r\n",
+    "a frame begins with": b"GET / HTTP/1.1\r\n\r\n",
     "at most": FRAME.pack(MAGIC, WORD, 0, 1 << 30, 0, 0),
     "for edge 9": FRAME.pack(MAGIC, 3, 9, 0, 0, 0),
-    "of kind 77": FRAME.pack(MAGIC, 77, 0, 0, 0, 0),
-    "no message": FRAME.pack(MAGIC, WORD, 0, 8, 0, 0) + b"\x80\x04\x95nopi.",
+    "of unknown kind 77": FRAME.pack(MAGIC, 77, 0, 0, 0, 0),
+    "not a message": FRAME.pack(MAGIC, WORD, 0, 8, 0, 0) + b"\x80\x04\x95nopi.",
     "without a credit": b"".join(FRAME.pack(MAGIC, 3, 0, 8, 0, 0) + b"[16,1,1]" for _ in range(3)),
     "credits for 0 items": None,
     "in the middle of a frame": FRAME.pack(MAGIC, WORD, 0, 100, 0, 0) + b"[",
@@ -264,7 +264,7 @@ def test_ends_of_two_versions_or_with_other_edges_do_not_meet() -> None:
         pair.there._inbound[0].capacity = 3
         pair.start()
         await settle()
-        assert "both are to be of one version" in str(pair.lost[1][0])
+        assert "both ends must have the same version" in str(pair.lost[1][0])
         assert not pair.there.is_open
         pair.here.close()
 

@@ -1,4 +1,4 @@
-"""The simulated loop: virtual time, seeded order, and what it finds that a live loop would not tell."""
+"""The simulated loop: virtual time, seeded order, and errors that a live loop would hide."""
 
 import asyncio
 import gc
@@ -199,7 +199,7 @@ def test_code_that_polls_is_a_livelock():
         run(main, seed=1, max_callbacks=10_000)
 
 
-def test_an_error_that_nobody_retrieves_fails_the_run():
+def test_an_error_that_is_never_retrieved_fails_the_run():
     async def forgotten_task(env: SimEnv) -> None:
         async def fail() -> None:
             raise ValueError("lost")
@@ -288,7 +288,7 @@ def test_jobs_take_virtual_time_begin_in_order_and_overlap_only_over_several_thr
     assert run(lambda env: main(env, 2), seed=1, worker_delay_s={"w": (0.5, 0.5)}).value[0] == pytest.approx(1.0)
 
 
-def test_jobs_in_simulation_keep_the_promises_of_a_live_worker_on_cancelling_errors_and_closing():
+def test_simulated_jobs_act_as_live_ones_on_cancelling_errors_and_closing():
     class RustPanic(BaseException):
         pass
 
@@ -333,7 +333,7 @@ def test_fault_points_strike_with_their_probability_and_are_counted():
     assert run(main, seed=5, fault_names={"other": 1.0}).value >= 1_000_000
 
 
-def test_each_fault_point_is_on_in_about_every_second_run_and_draws_its_own_probability():
+def test_each_fault_point_is_on_in_half_of_the_runs_and_draws_its_own_probability():
     async def main(env: SimEnv) -> int:
         return sum(env.fault("x") for _ in range(200))
 

@@ -22,7 +22,7 @@ STAGES = ("intake", "tokenize", "schedule", "allocate", "execute", "sample", "de
 
 
 def traced(num_requests: int = 6, **engine: Any) -> tuple[Records, list[str]]:
-    """Of a run with a request that is cancelled, and one that is under way."""
+    """Of a run with a cancelled request and a live one."""
 
     async def run() -> tuple[Records, list[str]]:
         async with scripted_engine(script=Script(eos_probability=0.0), step_s=0.001, **engine) as scripted:
@@ -83,7 +83,7 @@ def test_what_is_left_of_an_overwritten_ring_is_well_formed_too(run: tuple[Recor
     check_trace_events(chrome_trace(records[int((1 - keep) * len(records)) :], names))
 
 
-def test_spans_of_a_request_lie_within_it_in_order_and_leave_no_gap_once_it_is_in_line(run: tuple[Records, list[str]]):
+def test_spans_of_a_request_are_in_order_and_leave_no_gap_once_it_is_queued(run: tuple[Records, list[str]]):
     requests = request_spans(*run)
     assert [request.request_id for request in requests] == [f"request {i}" for i in (*range(6), 50)]
     for request in requests:

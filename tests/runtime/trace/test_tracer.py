@@ -1,4 +1,4 @@
-"""The trace: what a record says, what a reader may rely on while the writer goes on, and what can be derived."""
+"""The trace: records, what a reader may rely on while the writer goes on, and derived tables."""
 
 import mmap
 import re
@@ -156,7 +156,7 @@ def test_a_file_ring_is_read_by_others_and_after_the_writers_death(tmp_path: Pat
     assert header["thread"].rstrip(b"\0") == b"MainThread" and header["capacity_events"] == 8
 
 
-def test_a_ring_of_another_process_is_read_with_ours_in_our_names_and_goes_on_after_its_death():
+def test_a_ring_of_a_dead_process_is_read_in_our_names_and_continued():
     with tempfile.TemporaryFile() as file:
         file.truncate(ring_bytes(8))
         ours = Tracer(capacity_events=8)
@@ -197,7 +197,7 @@ def test_a_file_that_is_no_ring_is_refused_by_what_is_wrong(tmp_path: Path, at: 
     with pytest.raises(ValueError, match=re.escape(message)):
         Reader(path)
     path.write_bytes(b"short")
-    with pytest.raises(ValueError, match="5 bytes is no trace ring"):
+    with pytest.raises(ValueError, match="5 bytes: too short for a trace ring"):
         Reader(path)
 
 
@@ -323,7 +323,7 @@ def test_steady_decoding_writes_no_row_and_a_change_writes_only_itself():
     assert steps.tracer.read_all()["kind"].tolist()[-2:] == [EventKind.ROW_LEAVE, EventKind.STEP_DONE]
 
 
-def test_a_slot_taken_over_by_another_sequence_while_the_number_of_rows_stays_is_noticed():
+def test_a_slot_taken_by_another_sequence_is_noticed_if_the_number_of_rows_stays():
     steps = Steps()
     steps.step(1, (0, 70, 5, 1), (1, 71, 5, 1), gives=(70, 71))
     steps.step(2, (0, 70, 6, 1), (2, 72, 5, 1), gives=(70, 72))
@@ -332,7 +332,7 @@ def test_a_slot_taken_over_by_another_sequence_while_the_number_of_rows_stays_is
     assert steps.derived() == steps.expected
 
 
-def test_rows_are_written_anew_now_and_then_so_that_an_overwritten_ring_still_tells_who_runs():
+def test_rows_are_rewritten_at_intervals_so_an_overwritten_ring_can_be_read():
     steps = Steps()
     for step in range(KEYFRAME_STEPS - 3, KEYFRAME_STEPS + 3):
         steps.step(step, (0, 70, step, 1), gives=(70,))

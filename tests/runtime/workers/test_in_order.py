@@ -1,4 +1,4 @@
-"""Things that either of two threads may do: once, in order, whoever comes first."""
+"""Items that either of two threads may process: once, in order."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_an_item_that_another_thread_did_while_this_one_waited_is_not_done_again
     assert done == [1] and not slow.is_alive()
 
 
-def test_what_could_not_be_done_is_told_to_who_asks_for_it_and_holds_nobody_up() -> None:
+def test_an_item_that_fails_raises_for_its_own_caller_and_delays_no_other() -> None:
     tried: list[int] = []
 
     def do(item: int) -> None:
@@ -62,7 +62,7 @@ def test_what_could_not_be_done_is_told_to_who_asks_for_it_and_holds_nobody_up()
     assert tried == [6, 7, 8, 9]
 
 
-def test_what_can_not_be_waited_for_is_still_to_be_done() -> None:
+def test_an_item_whose_wait_fails_stays_in_the_queue() -> None:
     done: list[int] = []
     troubles = [OSError("the device is gone")]
 

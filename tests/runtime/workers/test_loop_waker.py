@@ -1,4 +1,4 @@
-"""A loop that is woken by another thread: when it hears of it, and who runs first."""
+"""A loop that is woken by another thread: when it wakes, and which of the two runs first."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HAS_EVENTS = hasattr(os, "eventfd")
 
 @pytest.fixture
 def has_long_turns() -> Iterator[None]:
-    """A thread that keeps the interpreter lock is not asked for it."""
+    """A thread that keeps the interpreter lock is not interrupted for it."""
     usual = sys.getswitchinterval()
     sys.setswitchinterval(60)
     yield
@@ -69,7 +69,7 @@ def test_a_loop_hears_of_wakes_until_it_listens_no_more(has_events: bool, monkey
 
     told = asyncio.Event()
     waker = asyncio.run(main())
-    waker.wake()  # by a thread that is late: the loop is closed
+    waker.wake()  # by a late thread: the loop is closed
     assert not told.is_set()
 
 
@@ -88,8 +88,8 @@ def test_files_are_closed_with_their_wakers():
 
 
 @pytest.mark.skipif(not HAS_EVENTS, reason="no eventfd")
-def test_a_thread_that_outlives_the_interpreters_exit_writes_into_nobody_elses_file(tmp_path: Path):
-    """Daemon threads run until the very end: a number that was free by then could be that of a log."""
+def test_a_thread_that_outlives_the_interpreters_exit_writes_into_no_other_file(tmp_path: Path):
+    """Daemon threads run until the very end: a descriptor number reused by then could be a log's."""
     script = """if True:
         import asyncio, os, sys, weakref
         from millrace.runtime.workers.loop_waker import LoopWaker

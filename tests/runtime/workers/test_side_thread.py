@@ -11,7 +11,7 @@ from millrace.runtime.env.env import LiveEnv
 from millrace.runtime.workers.side_thread import LiveSideThread, SideThreadClosed
 
 
-def test_jobs_are_done_in_order_on_one_thread_whoever_submits_them() -> None:
+def test_jobs_are_done_in_order_on_one_thread_from_any_submitter() -> None:
     side, done = LiveSideThread("order"), []
 
     def job(number: int) -> str:
@@ -55,7 +55,7 @@ def test_closing_waits_for_the_job_that_has_begun_and_drops_the_others() -> None
     may_end.set()
     closer.join(60)
     assert not closer.is_alive() and begun.result() == "done"
-    with pytest.raises(SideThreadClosed, match="left undone"):
+    with pytest.raises(SideThreadClosed, match="was not run"):
         dropped.result()
     with pytest.raises(SideThreadClosed, match="'closed' is closed: .* too late"):
         side.submit(long)

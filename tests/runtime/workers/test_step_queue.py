@@ -72,7 +72,7 @@ async def test_an_error_reaches_its_own_phase_only(env: SimEnv) -> None:
 
 
 @sim_test(seeds=3)
-async def test_a_cancelled_phase_that_is_still_early_does_not_run_and_holds_nobody_up(env: SimEnv) -> None:
+async def test_a_cancelled_early_phase_does_not_run_and_delays_no_other(env: SimEnv) -> None:
     queue = StepQueue(env.worker("device"), num_phases=2)
     ran: list[str] = []
     early = queue.submit(0, SAMPLE, lambda: ran.append("sample 0"))

@@ -1,4 +1,4 @@
-"""When the loop hears of a job: how often it is woken, and that nobody who waits is forgotten."""
+"""When a job's result is delivered to the loop: how often the loop wakes, and that no waiter is missed."""
 
 import asyncio
 import threading
@@ -43,7 +43,7 @@ def run(main: Callable[[CountedLoop, Worker], Any]) -> None:
         loop.close()
 
 
-def test_a_job_told_if_asked_wakes_nobody_and_comes_before_the_next_that_is_told():
+def test_a_job_told_if_asked_wakes_no_loop_and_comes_before_the_next_that_is_told():
     async def main(loop: CountedLoop, worker: Worker) -> None:
         order: list[str] = []
         quiet = worker.submit(lambda: "logits", told=Told.IF_ASKED)
@@ -66,7 +66,7 @@ def test_who_waits_for_a_job_told_if_asked_gets_it_whether_it_is_over_or_not(is_
             may_end.set()
             over = threading.Event()
             worker.submit(over.set, told=Told.IF_ASKED)
-            await asyncio.to_thread(over.wait)  # of another thread: nothing of this worker was told by that
+            await asyncio.to_thread(over.wait)  # of another thread: that delivered nothing of this worker
         else:
             loop.call_soon(may_end.set)
         assert await quiet is True
@@ -74,7 +74,7 @@ def test_who_waits_for_a_job_told_if_asked_gets_it_whether_it_is_over_or_not(is_
     run(main)
 
 
-def test_an_error_that_nobody_asks_for_is_not_logged_and_who_asks_gets_it():
+def test_an_error_that_is_not_awaited_is_not_logged_and_a_waiter_gets_it():
     async def main(loop: CountedLoop, worker: Worker) -> None:
         complaints: list[Any] = []
         loop.set_exception_handler(lambda _, context: complaints.append(context))
@@ -93,11 +93,11 @@ def test_an_error_that_nobody_asks_for_is_not_logged_and_who_asks_gets_it():
 
 
 class Logits:
-    """What a phase comes to; it is seen whether anybody still holds it."""
+    """A phase's result; a weak reference shows whether it is still held."""
 
 
 @pytest.mark.parametrize("is_asked_for", [False, True])
-def test_what_nobody_asked_for_by_when_the_step_went_on_is_let_go_before_the_next_step_begins(is_asked_for: bool):
+def test_a_result_not_awaited_when_the_step_goes_on_is_freed_before_the_next_step(is_asked_for: bool):
     async def main(loop: CountedLoop, worker: Worker) -> None:
         steps = StepQueue(worker, num_phases=2)
         may_end = threading.Event()
@@ -149,7 +149,7 @@ async def _of(future: asyncio.Future[Any]) -> Any:
 
 
 @pytest.mark.parametrize("by", ["word", "end", "nothing to do"])
-def test_a_job_told_before_waiting_is_told_by_the_next_ones_word_or_its_end_or_when_there_is_none(by: str):
+def test_a_job_told_before_waiting_is_delivered_at_the_next_ones_tell_or_end(by: str):
     async def main(loop: CountedLoop, worker: Worker) -> None:
         may_begin, may_go_on, is_on, may_end = (threading.Event() for _ in range(4))
 
@@ -188,7 +188,7 @@ def test_a_job_told_before_waiting_is_not_forgotten_when_the_next_one_is_cancell
     run(main)
 
 
-def test_an_env_that_closes_also_closes_workers_made_meanwhile_and_serves_those_made_later():
+def test_an_env_that_closes_also_closes_workers_made_meanwhile_and_serves_later_ones():
     async def main(loop: CountedLoop, worker: Worker) -> None:
         def hold(which: int) -> bool:
             begun[which].set()

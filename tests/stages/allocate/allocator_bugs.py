@@ -1,6 +1,6 @@
-"""Bugs to plant in the allocator: each is a context manager. Random plans against the naive memory must find them.
+"""Bugs to plant in the allocator, each a context manager. Random plans against the naive memory must find them.
 
-Those of `tests/simulation/memory_bugs.py` are here, too.
+Includes those of `tests/simulation/memory_bugs.py`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.simulation.planting import Bug, changed
 
 
 def one_block_too_few() -> AbstractContextManager[None]:
-    """What does not fill a whole block gets none."""
+    """Tokens that do not fill a whole block get no block."""
 
     def change(num_blocks_for: Any) -> Any:
         def short(self: BlockTables, num_tokens: Ints) -> Ints:
@@ -53,7 +53,7 @@ def budget_exceeded_by_one() -> AbstractContextManager[None]:
 
 
 def whole_wishes_cut() -> AbstractContextManager[None]:
-    """Where free blocks do not hold a wish, a part of it is granted even if that is not allowed."""
+    """If free blocks do not suffice, a part is granted even where that is not allowed."""
 
     def change(what_fits: Any) -> Any:
         def cutting(self: Pressure, row: int, wanted: int) -> Any:
@@ -101,7 +101,7 @@ def victim_served_all_the_same() -> AbstractContextManager[None]:
 
 
 def detached_in_name_only() -> AbstractContextManager[None]:
-    """A row that can not begin after all does not give back the blocks that it found."""
+    """A row that cannot start after all keeps the cached blocks that it found."""
 
     def change(detach: Any) -> Any:
         def lossy(self: Holdings, plan: StepPlan, row: int, num_wanted: int) -> None:
@@ -118,7 +118,7 @@ def detached_in_name_only() -> AbstractContextManager[None]:
 
 
 def settled_one_step_early() -> AbstractContextManager[None]:
-    """Blocks leave their quarantine one step before the last that may touch them is done."""
+    """Blocks leave quarantine one step too early."""
 
     def change(settle: Any) -> Any:
         def hasty(self: BlockPool, completed_step: int) -> None:
@@ -144,7 +144,7 @@ def evicted_while_in_use() -> AbstractContextManager[None]:
 
 
 def eviction_untold() -> AbstractContextManager[None]:
-    """The cache does not hear which blocks are taken from it."""
+    """The cache is not notified of evicted blocks."""
 
     def change(tell: Any) -> Any:
         def silent(self: BlockPool) -> None:
@@ -177,7 +177,7 @@ def one_block_too_few_is_swapped() -> AbstractContextManager[None]:
 
 
 def copied_back_in_the_wrong_place() -> AbstractContextManager[None]:
-    """What comes back from the host is put behind the shared blocks from its own beginning."""
+    """Blocks from the host are copied after the shared ones without skipping the shared part."""
 
     def change(copy_in: Any) -> Any:
         def shifted(self: Holdings, step: int) -> None:
@@ -192,7 +192,7 @@ def copied_back_in_the_wrong_place() -> AbstractContextManager[None]:
 
 
 def reset_keeps_the_host() -> AbstractContextManager[None]:
-    """After a crash sequences still have what they had on the host."""
+    """After a crash sequences keep their host blocks."""
 
     def change(forget_all: Any) -> Any:
         def sentimental(self: HostTier, last_step: int) -> None:
@@ -209,7 +209,7 @@ def reset_keeps_the_host() -> AbstractContextManager[None]:
 
 
 def one_block_found_too_many() -> AbstractContextManager[None]:
-    """The device is told of one cached block more than there is."""
+    """The device is notified of one cached block too many."""
 
     def change(with_beginning: Any) -> Any:
         def boasting(self: Holdings, started: Started) -> Started:
@@ -222,7 +222,7 @@ def one_block_found_too_many() -> AbstractContextManager[None]:
 
 
 def salt_ignored() -> AbstractContextManager[None]:
-    """Everybody finds everybody's blocks."""
+    """Sequences find blocks of any cache salt."""
 
     def change(chain: Any) -> Any:
         def unsalted(self: PrefixCache, sequence_id: int, token_ids: Ints, salt: str = "") -> Chain:
@@ -283,7 +283,7 @@ def kept_unwritten() -> AbstractContextManager[None]:
 
 
 def reset_cache_still_fills() -> AbstractContextManager[None]:
-    """Sequences that run over a reset of the prefix cache go on putting their blocks in."""
+    """Sequences that run during a reset of the prefix cache still publish their blocks."""
 
     def change(forget: Any) -> Any:
         def lenient(self: Sharing) -> None:
@@ -295,7 +295,7 @@ def reset_cache_still_fills() -> AbstractContextManager[None]:
 
 
 def forked_on_the_first_token() -> AbstractContextManager[None]:
-    """Blocks that begin with the same token count as alike to their end."""
+    """Blocks with the same first token count as equal."""
 
     def change(find: Any) -> Any:
         def trusting(self: Followers, before: int | str, tokens: bytes, least: int) -> tuple[int, int] | None:
@@ -321,7 +321,7 @@ def tail_outlives_its_block() -> AbstractContextManager[None]:
 
 
 def copied_into_the_wrong_block() -> AbstractContextManager[None]:
-    """What is copied goes behind the blocks that are shared, even where some come from the host in between."""
+    """The forked block goes after the shared ones, even if host blocks come in between."""
 
     def change(fork: Any) -> Any:
         def shifted(self: Holdings, step: int) -> None:
@@ -335,7 +335,7 @@ def copied_into_the_wrong_block() -> AbstractContextManager[None]:
 
 
 def whole_block_stays_a_tail() -> AbstractContextManager[None]:
-    """A tail that somebody else's block stands for once it is whole is kept as if it were known."""
+    """A tail is kept as known although another block represents it once it is whole."""
 
     def change(put: Any) -> Any:
         def lazy(self: Sharing, chain: Chain, block: int, tokens: bytes | None = None) -> bool:

@@ -89,7 +89,7 @@ class Walk:
         self.trie = Trie()
         self.memory = NaiveMemory(self.allocator, self.trie)
         self.texts: list[Text] = []  # of all, ever
-        self.report: PlanReport | None = None  # that schedule has not heard
+        self.report: PlanReport | None = None  # not yet delivered to schedule
         self.num_stuck = 0  # plans in a row that ran nothing while nothing was in flight
         self.seen: Counter[str] = Counter()
 
@@ -113,7 +113,7 @@ class Walk:
         self.scheduler.add(Seq(text, len(prompt), limit, max(0, priority - 2)))
 
     def plan(self, admitted: int, row_limit: int, spare_budget: int, moves: int, is_slow: int) -> None:
-        """One plan, as the scheduler makes it, with its answer; unless `is_slow` is 0 schedule hears it at once."""
+        """One plan, as the scheduler makes it; unless `is_slow` is 0, schedule takes its report at once."""
         self.take_report()
         while not self.scheduler.may_plan:
             self.complete(0)
@@ -144,7 +144,7 @@ class Walk:
         if not self.memory.flights:
             return
         if self.memory.flights[0].generation != self.scheduler.generation:
-            return self.void()  # it falls with an earlier one
+            return self.void()  # voided because of an earlier one
         step = self.memory.run()
         rows = [row for row in step.rows if row.is_sampled and not self._seq_of(row).is_finished]
         chosen = [self._choose(row, finished >> i & 1 and finished < 4) for i, row in enumerate(rows)]
@@ -160,7 +160,7 @@ class Walk:
         self.scheduler.note_done(done)
 
     def void(self) -> None:
-        """The oldest step in flight does not happen, nor does what is in flight behind it."""
+        """The oldest step in flight is voided, and with it all later ones."""
         self._hear_before_done()
         if not self.memory.flights:
             return
@@ -169,7 +169,7 @@ class Walk:
         self.seen["void"] += self.scheduler.note_void(step.step, step.generation, slots)
 
     def take_report(self) -> None:
-        """Schedule hears what became of its last plan."""
+        """Schedule takes the report on its last plan."""
         if self.report is not None:
             report, self.report = self.report, None
             self.scheduler.hear(report)
@@ -181,12 +181,12 @@ class Walk:
             self.scheduler.end(list(sequences)[which % len(sequences)])
 
     def reset_prefix_cache(self) -> None:
-        """Nothing that was computed so far is to be found."""
+        """The prefix cache is reset."""
         self.allocator.reset_prefix_cache()
         self.memory.forget_cached()
 
     def crash(self, kind: int) -> None:
-        """Allocate loses its books over a plan (0: before it serves it, 1: after), or schedule does (2)."""
+        """Allocate loses its state at a plan (0: before serving it, 1: after), or schedule does (2)."""
         if kind > 2:
             return
         self.take_report()
@@ -206,7 +206,7 @@ class Walk:
         self.seen["reset"] += 1
 
     def finish(self) -> None:
-        """Everybody goes away, and nothing may be left of anybody (I3, I5)."""
+        """All clients leave, and nothing of any sequence may remain (I3, I5)."""
         for sequence_id in list(self.scheduler.sequences):
             self.scheduler.end(sequence_id)
         for _ in range(3 * STEPS_IN_FLIGHT + 3):
@@ -221,16 +221,16 @@ class Walk:
         )
 
     def check(self) -> None:
-        """What holds between any two rules."""
+        """Checks what holds between any two rules."""
         self.allocator.check()
         if self.allocator.cache is not None:
             self.allocator.cache.check()
         self.memory.check(self.scheduler.completed_step)
 
-    # -- what an answer must be
+    # -- the grant and report
 
     def _check_answer(self, plan: StepPlan, grant: StepGrant | None, report: PlanReport, had_blocks: set[int]) -> None:
-        """No more than was asked for, from nobody but those it may be taken from; and sooner or later something."""
+        """Grants at most the demand, preempts only allowed victims, and makes progress sooner or later."""
         wanted, granted, cached = plan.num_wanted, report.num_granted, report.num_cached
         assert (granted >= 0).all() and (granted + np.where(granted, cached, 0) <= wanted).all()
         assert granted.sum() <= plan.token_budget, f"{granted.sum()} tokens granted of {plan.token_budget}"
@@ -269,7 +269,7 @@ class Walk:
     # -- the device
 
     def _hear_before_done(self) -> None:
-        """Schedule hears of a grant before the step can be done."""
+        """Schedule takes the report before the step can be done."""
         if self.memory.flights and self.memory.flights[0].step > self.scheduler.last_granted:
             self.take_report()
 

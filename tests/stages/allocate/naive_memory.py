@@ -1,7 +1,7 @@
-"""What lies where on the device and the host if grants are taken at their word: lists, sets and dicts, no cleverness.
+"""The contents of device and host blocks, derived from grants alone: lists, sets and dicts, no cleverness.
 
-The oracle of `allocator_machine.py`. Knows grants, and which tokens each sequence has. Refuses to know how blocks were
-chosen: of the allocator it reads only what it claims, to compare.
+The oracle of `allocator_machine.py`. It does not depend on how blocks are chosen: it reads the allocator's state only
+to compare it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from millrace.stages.allocate.block_pool import BlockPool, BlockState
 from millrace.stages.messages import Direction, PlanReport, StepGrant, StepPlan
 
 NEVER = sys.maxsize  # the step that copies what is lost
-SAFE = {int(BlockState.IN_USE), int(BlockState.QUARANTINED)}  # states in which nobody else gets a block
-EMPTY, POISON = -1, -2  # nobody has written here; somebody may be writing here, or a step broke off that would have
+SAFE = {int(BlockState.IN_USE), int(BlockState.QUARANTINED)}  # states in which no other sequence gets a block
+EMPTY, POISON = -1, -2  # never written; being written, or left so by a step that broke off
 
 
 class Trie:
@@ -94,7 +94,7 @@ class NaiveMemory:
         num_host = 0 if allocator.host is None else allocator.host.pool.num_blocks
         self.device = [[EMPTY] * self.size for _ in range(allocator.pool.num_blocks)]
         self.host = [[EMPTY] * self.size for _ in range(num_host)]
-        self.tenants: dict[int, Text] = {}  # slot -> who started there last
+        self.tenants: dict[int, Text] = {}  # slot -> the sequence that started there last
         self.tables: dict[int, dict[int, int]] = {}  # slot -> place -> block
         self.num_computed: dict[int, int] = {}  # slot -> tokens, when all steps in flight are done
         self.num_done: dict[int, int] = {}  # slot -> tokens that certainly lie in its blocks now
@@ -125,7 +125,7 @@ class NaiveMemory:
         used, used_on_host, gone = self._note_copied_out(grant.step, report, lost, copies)
         moved = {block: list(self.device[block]) for block in gone}
         new = self._note_tables(grant)
-        assert gone <= set(new), f"blocks {sorted(gone)} are copied out, and nobody wants all of them"
+        assert gone <= set(new), f"blocks {sorted(gone)} are copied out, and not all of them are needed"
         self._take(new, self.device, used, [flight.used for flight in self.flights])
         self._note_begun(grant, copies, new, used, used_on_host)
         self._note_forked(copies, new, used)
@@ -135,7 +135,7 @@ class NaiveMemory:
         self.flights.append(Step(grant.step, grant.generation, rows, copies, used, used_on_host, moved))
 
     def forget_all(self) -> None:
-        """The allocator has lost its books."""
+        """The allocator has lost its state."""
         for slot in list(self.tables):
             self._empty(slot)
         self.on_host.clear()
@@ -157,8 +157,8 @@ class NaiveMemory:
         lost: dict[int, tuple[Text | None, list[int]]],
         copies: list[tuple[Direction, list[int], list[int]]],
     ) -> tuple[set[int], set[int], set[int]]:
-        """Who went to the host, and which cached blocks. Returns the blocks that the former read, those that are
-        written there, and the latter."""
+        """Applies the copies to the host. Returns the blocks read for swapped sequences, the host blocks written, and
+        the cached blocks moved."""
         outs = [(sources, destinations) for direction, sources, destinations in copies if direction is Direction.OUT]
         gone = [slot for slot in lost if slot in report.swapped]
         assert len(gone) == len(report.swapped) and 0 <= len(outs) - len(gone) <= 1, (
@@ -181,7 +181,7 @@ class NaiveMemory:
         return read, set(written), {block for sources, _ in moves for block in sources}
 
     def _note_tables(self, grant: StepGrant) -> list[int]:
-        """What is new in the tables. Returns the blocks whose contents nobody claims to know."""
+        """Applies the new table entries. Returns the blocks without known contents."""
         num_found = {started.slot: started.num_shared // self.size for started in grant.started}
         for started in grant.started:
             text = self.tenants[started.slot]
@@ -209,7 +209,7 @@ class NaiveMemory:
         used: set[int],
         used_on_host: set[int],
     ) -> None:
-        """Who came back from the host, with what."""
+        """Applies the copies from the host."""
         written = set(used_on_host)
         for direction, sources, destinations in copies:
             if direction is Direction.IN:
@@ -223,8 +223,8 @@ class NaiveMemory:
     def _note_forked(
         self, copies: list[tuple[Direction, list[int], list[int]]], new: list[int], used: set[int]
     ) -> None:
-        """Who begins with a copy of a block that goes on differently: after all copies to the host, so that nobody's
-        last copy is lost."""
+        """Applies the copies of partly matching blocks, which come after all copies to the host, so that no last copy
+        is lost."""
         for place, (direction, sources, destinations) in enumerate(copies):
             if direction is Direction.FORK:
                 assert set(destinations) <= set(new), f"blocks {destinations} are copied into, not all of them are new"
@@ -234,7 +234,7 @@ class NaiveMemory:
                 used |= {*sources, *destinations}
 
     def _take(self, new: list[int], blocks: list[list[int]], used: set[int], in_flight: list[set[int]]) -> None:
-        """`new` ones are each nobody else's, and no step may still touch them. From now on anything may be there."""
+        """Checks that no table or step in flight has the `new` blocks. Their contents become undefined."""
         assert len(set(new)) == len(new), f"blocks {new} are given, one of them twice"
         assert not used & set(new), f"blocks {sorted(used & set(new))} are read and given away in one step"
         for touched in in_flight:
@@ -303,7 +303,7 @@ class NaiveMemory:
     # -- after every rule
 
     def check(self, completed_step: int) -> None:
-        """The allocator claims what is the case: holders, states, contents (I3, I4, I5, I11)."""
+        """Checks the allocator's view against this one: holders, states, contents (I3, I4, I5, I11)."""
         self._check_pool(self.allocator.pool, Counter(b for t in self.tables.values() for b in t.values()), "used")
         for slot, count in self.num_done.items():
             text, table = self.tenants[slot], self.tables[slot]

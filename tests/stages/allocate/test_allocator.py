@@ -1,4 +1,4 @@
-"""Who gets blocks, and who loses them."""
+"""Block allocation and preemption in the allocator."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def make(num_blocks: int = 4, block_size: int = 2, num_slots: int = 4, max_model
     return Allocator(num_blocks, block_size, num_slots, max_model_len)
 
 
-def test_a_pool_too_small_for_one_longest_sequence_is_refused_with_the_length_that_would_fit():
+def test_a_pool_too_small_for_the_longest_sequence_is_refused_with_what_would_fit():
     with pytest.raises(ValueError, match="the largest that fits is 8 tokens"):
         Allocator(num_blocks=4, block_size=2, num_slots=1, max_model_len=9)
     Allocator(num_blocks=4, block_size=2, num_slots=1, max_model_len=8)
@@ -88,7 +88,7 @@ def test_a_victim_loses_what_this_plan_granted_it():
     allocator.check()
 
 
-def test_blocks_of_a_victim_stay_away_from_others_while_a_step_in_flight_may_touch_them():
+def test_a_victims_blocks_are_not_reused_while_a_step_in_flight_may_touch_them():
     allocator = make()
     allocator.serve(plan(0, {0: 4, 1: 4}))
     grant, report = allocator.serve(plan(1, {0: 1}, completed=-1, victims=[1], may_take={0: 1}))
@@ -97,7 +97,7 @@ def test_blocks_of_a_victim_stay_away_from_others_while_a_step_in_flight_may_tou
     assert grant is not None
 
 
-def test_blocks_that_are_on_their_way_back_are_waited_for_before_anybody_else_is_preempted():
+def test_quarantined_blocks_are_waited_for_before_another_victim_is_preempted():
     allocator = make(num_blocks=4, num_slots=3)
     allocator.serve(plan(0, {0: 4, 1: 2, 2: 2}))
     _, report = allocator.serve(plan(1, {0: 1}, completed=-1, ended=[2], victims=[1], may_take={0: 1}))
@@ -127,7 +127,7 @@ def test_a_reserved_row_gets_all_its_blocks_at_once_or_none():
     assert grant is not None and len(grant.table_blocks) == 3
 
 
-def test_started_sequences_are_told_to_the_device_with_the_first_grant_that_runs_them():
+def test_started_sequences_reach_the_device_with_the_first_grant_that_runs_them():
     allocator = make(num_blocks=4)
     grant, _ = allocator.serve(plan(0, {0: 8, 1: 1}))
     assert grant is not None and [s.slot for s in grant.started] == [0]

@@ -103,7 +103,7 @@ def starting(
     return replace(made, started=started, ended=ended, discarded=discarded)
 
 
-def test_a_row_that_can_not_begin_takes_no_block_from_a_row_that_was_served_before() -> None:
+def test_a_row_that_cannot_begin_takes_no_block_from_a_row_that_was_served_before() -> None:
     """Blocks: two of the prompt 0 1 2 3, one of them in slot 1, the other cached and the only one to be had. Slot 2
     decodes into it. Slot 3 would begin with both, takes slot 1's blocks, must wait for them, and goes back."""
     allocator = Allocator(4, 2, 4, 8, PrefixCache(2))
@@ -117,7 +117,7 @@ def test_a_row_that_can_not_begin_takes_no_block_from_a_row_that_was_served_befo
     assert grant is not None and grant.slots.tolist() == [2]
 
 
-def test_what_was_on_the_host_when_the_prefix_cache_was_reset_is_not_found_when_it_is_back() -> None:
+def test_blocks_on_the_host_at_a_reset_of_the_prefix_cache_are_not_found_afterwards() -> None:
     allocator = Allocator(4, 2, 4, 8, PrefixCache(2), HostTier(4, 2))
     allocator.serve(starting(plan(0, {0: 4, 1: 4}), (0, 0, [5, 5, 5, 5]), (1, 1, [0, 1, 2, 3])))
     _, report = allocator.serve(starting(plan(1, {0: 1}, completed=0, victims=[1], may_take={0: 1})))

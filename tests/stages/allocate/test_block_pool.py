@@ -29,7 +29,7 @@ def test_an_untouched_pool_gives_blocks_that_follow_each_other():
     assert pool.take(5).tolist() == [0, 1, 2, 3, 4]
 
 
-def test_a_table_goes_on_with_the_block_behind_its_last_one_while_others_begin_elsewhere():
+def test_a_table_grows_into_the_block_after_its_last_while_others_begin_elsewhere():
     pool = BlockPool(num_blocks=48, block_size=16)  # three runs
     first, second = pool.take(3).tolist(), pool.take(2).tolist()
     assert (first, second) == ([0, 1, 2], [16, 17])
@@ -38,7 +38,7 @@ def test_a_table_goes_on_with_the_block_behind_its_last_one_while_others_begin_e
     pool.check()
 
 
-def test_nobody_takes_what_others_go_on_with_before_no_run_is_whole():
+def test_no_table_takes_what_others_grow_into_while_a_run_is_free():
     pool = BlockPool(num_blocks=40, block_size=16)  # the last run is a short one
     lasts = [int(pool.take(1)[0]) for _ in range(3)]
     assert lasts == [0, 16, 32]
@@ -57,14 +57,14 @@ def test_two_tables_that_share_their_last_block_do_not_go_on_with_the_same_one()
 
 
 def cached(pool: BlockPool, count: int) -> list[int]:
-    """A table of so many blocks that has ended, and whose contents may be wanted again."""
+    """Takes so many blocks, keeps their contents and gives them back."""
     blocks = pool.take(count)
     pool.keep(blocks)
     pool.give_back(blocks, last_step=0, completed_step=0)
     return blocks.tolist()  # type: ignore[no-any-return]
 
 
-def test_where_nothing_is_free_a_table_takes_the_place_of_one_that_ended_long_ago_block_by_block():
+def test_without_free_blocks_a_table_reuses_those_of_one_ended_long_ago_one_by_one():
     pool = BlockPool(num_blocks=320, block_size=16)  # twenty runs
     told: list[list[int]] = []
     pool.on_evicted = told.append
@@ -140,7 +140,7 @@ def test_blocks_taken_are_distinct_and_in_use():
     pool.check()
 
 
-def test_a_block_given_back_is_not_free_before_the_last_step_that_may_touch_it_is_done():
+def test_a_block_given_back_is_not_free_until_the_last_step_that_may_touch_it_ends():
     pool = BlockPool(num_blocks=2, block_size=2)
     blocks = pool.take(2)
     pool.give_back(blocks, last_step=7, completed_step=5)

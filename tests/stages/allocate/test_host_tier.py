@@ -1,4 +1,4 @@
-"""What is swapped out, what comes back, and what it costs."""
+"""The host tier: swapping out and in, its cost, and cached prefixes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def copies(grant: Any) -> list[tuple[Direction, int]]:
     return [(copy.direction, len(copy.sources)) for copy in grant.copies]
 
 
-def test_a_victims_blocks_are_copied_to_the_host_and_come_free_when_that_step_is_done():
+def test_a_victims_blocks_are_copied_to_the_host_and_freed_when_that_step_is_done():
     allocator = make()
     grant, report = squeeze(allocator)
     assert report.preempted == [1] and report.swapped == {1: 3}
@@ -49,7 +49,7 @@ def test_a_victims_blocks_are_copied_to_the_host_and_come_free_when_that_step_is
     allocator.check()
 
 
-def test_cached_prefixes_lie_behind_those_before_however_few_come_at_a_time_until_all_places_are_taken():
+def test_cached_prefixes_are_contiguous_on_the_host_however_few_come_at_a_time():
     host = HostTier(64, block_size=32)  # eight runs of eight blocks
 
     def adopted(step: int, count: int) -> list[int]:
@@ -63,14 +63,14 @@ def test_cached_prefixes_lie_behind_those_before_however_few_come_at_a_time_unti
     assert run == [*range(run[0], run[0] + 8)] and run[0] % 8 == 0 and run[0] > 0
     rest = [adopted(step, 1)[0] for step in range(6, 54)]
     assert {*rest} == {*range(8, 64)} - {*run}
-    assert adopted(54, 3) == [0, 1, 2]  # those that have been there longest make way, and as many as are cached by runs
+    assert adopted(54, 3) == [0, 1, 2]  # the least recently cached are evicted, as few runs are cached
     assert host.pool.num_evicted == 3
 
 
 def test_where_what_was_adopted_last_was_given_up_the_next_goes_anywhere():
     host = HostTier(16, block_size=16)
     (place,) = host.adopt(1, 0, 0, -1).tolist()
-    assert host.settle(0, [0], 0) == [place]  # the step that copies it did not happen
+    assert host.settle(0, [0], 0) == [place]  # the step that copies it was voided
     host.pool.check()
     assert len(host.adopt(3, 1, 0, 0)) == 3
     host.pool.check()
@@ -119,7 +119,7 @@ def test_what_is_discarded_leaves_the_host_once_no_step_copies_it():
     allocator.check()
 
 
-def test_a_row_that_can_not_come_back_yet_keeps_what_it_has_on_the_host():
+def test_a_row_that_cannot_resume_yet_keeps_its_blocks_on_the_host():
     allocator = make()
     squeeze(allocator)
     allocator.serve(plan(2, {0: 1}, completed=1))
@@ -166,7 +166,7 @@ def test_more_swap_space_than_the_machine_has_is_refused_with_what_is_free():
         EngineConfig(num_cpu_blocks=-1)
 
 
-def test_under_pressure_sequences_come_back_from_the_host_with_nothing_computed_twice(scripted: Any) -> None:
+def test_under_pressure_sequences_resume_from_the_host_with_nothing_computed_twice(scripted: Any) -> None:
     """Eight answers of 60 tokens in memory for two."""
 
     async def main(engine: Any) -> None:

@@ -51,7 +51,7 @@ def test_a_long_good_time_does_not_pay_for_ever():
     assert not offloading.pays(10**6 * BLOCK, TEN_TO_ONE)
 
 
-def test_with_an_empty_account_all_blocks_of_a_sampled_sequence_are_moved_and_none_of_another():
+def test_without_credit_all_blocks_of_a_sampled_sequence_are_moved_and_no_others():
     host = HostTier(64, BLOCK, TEN_TO_ONE)
     cache = PrefixCache(BLOCK)
     holdings = Holdings(16, BLOCK, 4, 16, cache, host)

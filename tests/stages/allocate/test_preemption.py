@@ -1,4 +1,4 @@
-"""Memory for a quarter of what runs at once: every answer is right, nobody stands still, little is computed twice."""
+"""Memory for a quarter of the running sequences: right answers, steady progress, little computed twice."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Ask:
 
 @dataclass
 class Watch:
-    """Sees each plan and what becomes of it."""
+    """Counts plans and their results."""
 
     engine: Engine
     num_computed: int = 0  # tokens
@@ -110,7 +110,7 @@ def scripted_asks(count: int, max_tokens: int) -> list[Ask]:
 
 
 def serve_scripted(asks: Sequence[Ask], max_num_seqs: int, **settings: Any) -> Watch:
-    """All of them at once, in virtual time. Checks every answer, and that nothing is left of anybody."""
+    """Sends all requests at once, in virtual time. Checks every answer, and that no state remains."""
     config = EngineConfig(
         max_model_len=max(len(ask.prompt) + (ask.params.max_tokens or 0) for ask in asks),
         max_num_seqs=max_num_seqs,
@@ -147,7 +147,7 @@ def serve_scripted(asks: Sequence[Ask], max_num_seqs: int, **settings: Any) -> W
     ],
     ids=["ample room on the host", "no host", "room for little on the host"],
 )
-def test_requests_in_a_quarter_of_the_memory_are_answered_right_and_little_is_computed_twice(
+def test_requests_in_a_quarter_of_the_memory_are_answered_with_little_computed_twice(
     num_cpu_blocks: int, ways: set[str], max_recomputed: float
 ) -> None:
     num_requests = NUM_REQUESTS if len(ways) == 1 else NUM_REQUESTS // 4

@@ -1,4 +1,4 @@
-"""What is computed once, and by whom it may be found."""
+"""The prefix cache: which tokens are computed once, and which sequences find them."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def copied(cache: PrefixCache, tokens: Sequence[int], **where: Any) -> tuple[int
     return both.source, both.num_forked
 
 
-def test_a_block_that_somebody_else_put_in_first_is_not_put_in_again():
+def test_a_block_that_another_sequence_put_in_first_is_not_put_in_again():
     cache = PrefixCache(block_size=2)
     one, other = chain_of(cache, [1, 2, 3, 4, 5], 1), chain_of(cache, [1, 2, 7, 8, 9], 2)
     assert cache.put(one, 10) and not cache.put(other, 20)
@@ -244,7 +244,7 @@ def test_keys_differ_between_processes_with_different_secrets():
 # -- the host's part
 
 
-def test_what_moved_to_the_host_is_found_behind_what_stayed_and_keeps_its_number_when_it_comes_back():
+def test_blocks_moved_to_the_host_are_found_after_those_that_stayed_and_keep_numbers():
     cache = PrefixCache(block_size=2)
     chain = chain_of(cache, [1, 2, 3, 4, 5, 6, 7])
     for block in (10, 11, 12):
@@ -290,7 +290,7 @@ async def test_prefixes_that_the_device_has_no_room_for_come_back_from_the_host(
 
 
 @sim_test(seeds=4)
-async def test_sequences_that_are_swapped_out_take_the_place_of_cached_prefixes_on_the_host(env: SimEnv):
+async def test_swapped_sequences_take_the_place_of_cached_prefixes_on_the_host(env: SimEnv):
     """The host is full of prefixes when four long answers need more memory than there is."""
     async with engine_of(
         env, num_gpu_blocks=64, num_cpu_blocks=64, max_num_seqs=4, max_num_batched_tokens=128
@@ -304,7 +304,7 @@ async def test_sequences_that_are_swapped_out_take_the_place_of_cached_prefixes_
         await engine.check_quiet()
 
 
-# -- copies of blocks that go on differently
+# -- copies of partly matching blocks
 
 
 def forking_cache(block_size: int = 4) -> PrefixCache:
@@ -330,7 +330,7 @@ def test_a_block_that_goes_on_differently_is_found_for_the_tokens_before_that():
     cache.check()
 
 
-def test_a_few_tokens_that_are_alike_by_chance_are_not_copied_unless_they_are_all_but_one():
+def test_a_few_tokens_alike_by_chance_are_not_copied_unless_they_are_all_but_one():
     cache = PrefixCache(block_size=8)
     cache.put(chain_of(cache, range(8)), 10)
     assert copied(cache, [0, 1, 2, 9, 9]) == (None, 0) and copied(cache, [0, 1, 2, 9]) == (10, 3)
@@ -369,7 +369,7 @@ def test_a_tail_is_found_until_it_is_whole_or_forgotten():
     cache.check()
 
 
-def test_a_tail_takes_the_place_of_those_it_goes_on_from_and_is_none_where_another_says_as_much():
+def test_a_tail_replaces_those_it_extends_and_is_not_added_if_another_covers_it():
     cache = forking_cache()
     chain = chain_of(cache, [])
     assert tail(cache, chain, 1, 7, 8) == [] and tail(cache, chain, 2, 7, 9) == []

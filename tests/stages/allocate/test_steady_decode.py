@@ -1,4 +1,4 @@
-"""Rows that go on decoding get what they would get one by one."""
+"""Steady decoding gives the same grants as serving row by row."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def decoding(step: int, slots: np.ndarray, *, completed: int) -> StepPlan:
 
 
 def told(grant: StepGrant | None, report: PlanReport) -> list[object]:
-    """All that execute and schedule hear; blocks in the order of their places."""
+    """The grant and the report as plain data; blocks in the order of their places."""
     heard: list[object] = [report.num_granted.tolist(), report.num_free, report.num_quarantined, report.is_void]
     if grant is not None:
         columns = (grant.table_slots.tolist(), grant.table_places.tolist(), grant.table_blocks.tolist())

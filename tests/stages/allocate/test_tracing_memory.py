@@ -1,4 +1,4 @@
-"""What the trace tells of slots and blocks: enough to know at any moment who holds which."""
+"""The trace of slots and blocks: it gives the holder of each block at any time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TIGHT = {"num_gpu_blocks": 34, "max_num_seqs": 8, "block_size": 8, "max_model_le
 
 
 class Memory:
-    """Who holds what, from KV_RANGE records alone."""
+    """The holder of each block, from KV_RANGE records alone."""
 
     def __init__(self, engine: ScriptedEngine) -> None:
         self.names = engine.pipeline.tracer.names()

@@ -93,7 +93,7 @@ def test_a_pool_of_swapped_sequences_is_an_eighth_of_what_the_container_leaves(
         num_host_blocks(EngineConfig(num_cpu_blocks=801), MIB, max_model_len=2048, device="cpu")
 
 
-def test_weights_that_a_container_has_no_room_for_are_refused_by_its_limit_but_not_on_a_gpu(
+def test_weights_over_a_containers_limit_are_refused_but_not_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(sizing, "ROOT", written(tmp_path, MACHINE | v2(str(90 * MIB), 10 * MIB)))
@@ -103,7 +103,7 @@ def test_weights_that_a_container_has_no_room_for_are_refused_by_its_limit_but_n
         check_weights(81 * MIB, 80 * MIB, "cuda:0", "float32")
 
 
-def test_a_weight_is_kept_in_a_second_form_where_that_is_a_quarter_of_free_memory_at_most() -> None:
+def test_a_weight_has_a_second_form_if_it_takes_at_most_a_quarter_of_free_memory() -> None:
     choose = lambda free: linear_form(torch.device("cpu"), torch.float16, 100, free).__name__  # noqa: E731
     if choose(None) == "Linear":
         pytest.skip("this build of torch packs no weights")

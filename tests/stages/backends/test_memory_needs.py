@@ -1,4 +1,4 @@
-"""What the memory table says of a real model, beside what torch and the checkpoint's file say."""
+"""The memory table of a real model, compared with torch's measurements and the checkpoint's file."""
 
 from __future__ import annotations
 
@@ -100,9 +100,7 @@ def test_what_a_late_device_keeps_is_what_the_sizing_counts(checkpoints):
     assert held == late_bytes(replace(config, max_num_batched_tokens=512), 1024)
 
 
-def test_a_machine_with_little_memory_gets_a_shorter_context_or_an_error_with_the_length(
-    checkpoints, monkeypatch, tmp_path
-):
+def test_little_memory_gives_a_shorter_context_or_an_error_with_the_length(checkpoints, monkeypatch, tmp_path):
     def free(num_bytes: int) -> None:
         written(tmp_path, {"proc/meminfo": f"MemTotal: 8000000 kB\nMemAvailable: {num_bytes // 1024} kB\n"})
 

@@ -47,7 +47,7 @@ def finished(one: BeamSearch) -> dict[tuple[int, ...], float]:
 # -- by hand
 
 
-def test_the_likeliest_of_all_continuations_live_on_whoever_they_come_from():
+def test_the_likeliest_of_all_continuations_live_on_whatever_beam_they_extend():
     one = search(2)
     step(one, {A: -1.0, B: -2.0, C: -3.0})
     assert live(one) == {(A,): -1.0, (B,): -2.0}
@@ -152,7 +152,7 @@ def test_a_search_as_wide_as_the_tree_finds_the_best_of_all_answers():
         *[("early_stopping", value) for value in ("always", 0, 1, None, "")],
     ],
 )
-def test_a_search_that_can_not_be_names_its_field(field, value):
+def test_an_invalid_search_names_its_field(field, value):
     with pytest.raises(Refused, match=field) as caught:
         BeamParams(**{"width": 2, field: value})
     assert caught.value.param == field
@@ -185,7 +185,7 @@ NUM_NEW = 8
 def oracle(
     model: PreTrainedModel, prompt: list[int], case: tuple[int, float, Any], end_ids: list[int], num_new: int = NUM_NEW
 ) -> tuple[list[list[int]], list[float] | None]:
-    """transformers' answers, best first, and their scores, which greedy search (width 1) does not tell."""
+    """transformers' answers, best first, and their scores, which greedy search (width 1) does not return."""
     width, length_penalty, early_stopping = case
     ids = torch.tensor([prompt])
     model.generation_config.eos_token_id = end_ids or None

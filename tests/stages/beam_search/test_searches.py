@@ -218,7 +218,7 @@ def test_the_door_counts_a_search_once_and_never_turns_it_away_halfway():
 
 @sim_test(seeds=8)
 async def test_the_steps_of_a_search_keep_its_place_in_the_line(env: SimEnv):
-    """There are two slots: between two steps of the search two who came later are let in, and no more."""
+    """With two slots, at most two later requests are admitted between two steps of the search."""
     ended: list[str] = []
 
     async def ask(name: str, asking: Awaitable[Any]) -> None:
@@ -252,7 +252,7 @@ async def test_the_steps_of_a_search_keep_its_place_in_the_line(env: SimEnv):
         ({"prompt": [999]}, "prompt"),
     ],
 )
-def test_what_can_not_be_searched_is_refused(options, param):
+def test_an_unsupported_search_is_refused(options, param):
     async def work(engine: ScriptedEngine) -> Any:
         return await outcome(engine.beam_search(**{"prompt": "abc", "width": 2, **options}))
 

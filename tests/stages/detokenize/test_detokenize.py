@@ -123,7 +123,7 @@ async def test_a_stop_string_ends_the_answer_and_what_follows_is_dropped(env: Si
     finishes = [m.finishes for m in bench.out.sent if m.finishes]
     assert finishes == [{1: Finish(STOP, "END")}]
     assert sum(m.sequence_ids.count(1) for m in bench.out.sent) == 4
-    # schedule starts it again, as it did not know yet: nobody answers
+    # schedule starts it again, as it did not know yet: no text results
     await bench(step(9, (0, 1, 6, "z"), starts=[started(0, 1, generated=b"xENDyy", stop=("END",))]))
     assert bench.text == {1: "x", 2: "abcdef"}
 
@@ -201,7 +201,7 @@ async def test_ids_that_the_tokenizer_does_not_know_have_no_text(env: SimEnv):
 
 
 class Cursed(ByteText):
-    """Its decoders break on byte 0xFF, as Rust breaks: with no Exception."""
+    """Its decoders fail on byte 0xFF as Rust code does: not with an `Exception`."""
 
     def decoder(self, params):
         decoder = super().decoder(params)

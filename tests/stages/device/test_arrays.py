@@ -1,4 +1,4 @@
-"""Steps without torch: what is chosen from numpy arrays is what is chosen from tensors of the same numbers."""
+"""Steps without torch: numpy arrays give the same tokens as tensors of the same numbers."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_samplers_of_both_kinds_choose_the_same_tokens_whatever_is_asked(mode: A
 
 
 class Favourite(LogitsProcessor):
-    """Token 7, for the rows that want it: as somebody writes it who knows tensors."""
+    """Forces token 7 in the rows that request it, with tensor operations."""
 
     def start(self, started: Any) -> bool:
         return bool(started.params.extra_args.get("favourite"))

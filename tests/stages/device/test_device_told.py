@@ -1,4 +1,4 @@
-"""When the loop hears of a step that a device's thread computes: once, and not before the next one is ready."""
+"""When the event loop gets the result of a step of the device thread: once, and not before the next one is ready."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_step_is_told_when_the_next_one_is_about_to_compute():
 
 @pytest.mark.parametrize("says_when", [False, True])
 def test_a_step_is_told_though_the_next_one_does_not_get_to_its_computing(says_when: bool):
-    """The first fails, so the second falls without saying anything, and no third comes."""
+    """The first step fails, so the second is void and does not call back, and there is no third."""
 
     async def main(device: Device, loop: CountedLoop) -> None:
         complaints: list[Any] = []

@@ -53,7 +53,7 @@ def expected(model: PreTrainedModel, prompt: list[int], kind: Kind) -> Floats:
 
 
 async def everything(engine: Engine, prompts: list[list[int]], kinds: tuple[Kind, ...]) -> list[Floats]:
-    """An embedding of each kind for each prompt, among better sequences that generate, which are looked at too."""
+    """An embedding of each kind for each prompt, beside generating sequences of higher priority, also checked."""
     params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
 
     async def embed(prompt: list[int], kind: Kind) -> Floats:
@@ -67,7 +67,7 @@ async def everything(engine: Engine, prompts: list[list[int]], kinds: tuple[Kind
     alone = [await generate(prompt) for prompt in others]
     engine.reset_prefix_cache()
     vectors = asyncio.gather(*(embed(prompt, kind) for prompt in prompts for kind in kinds))
-    while not engine.scheduler.num_running:  # noqa: ASYNC110 - it has no bell
+    while not engine.scheduler.num_running:  # noqa: ASYNC110 - it has no event
         await asyncio.sleep(0)
     among = await asyncio.gather(*(generate(prompt) for prompt in others))
     assert among == alone, "an embedding changed what another sequence generates"
@@ -86,7 +86,7 @@ def test_embeddings_are_transformers_pooled_hidden_states_in_any_company(checkpo
         async with Engine(EngineConfig(model=str(folder)), **SMALL | SETTINGS[setting]) as engine:
             lone = (await engine.embed(prompts[0])).embedding
             assert np.abs(lone - expected(model, prompts[0], "last")).max() < TOLERANCE
-            for _ in range(10):  # whether they get in each other's way is a matter of milliseconds: until they have
+            for _ in range(10):  # preemptions depend on milliseconds: repeat until there are some
                 for vector, other in zip(await everything(engine, prompts, kinds), right, strict=True):
                     assert np.abs(vector - other).max() < TOLERANCE
                 if engine.scheduler.num_preemptions or "few" not in setting:
@@ -100,10 +100,10 @@ def test_embeddings_are_transformers_pooled_hidden_states_in_any_company(checkpo
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "generates"), [("qwen3", True), ("mistral", False)])
-def test_a_decoder_saved_without_its_head_embeds_and_generates_if_its_head_is_its_embedding(
+def test_a_decoder_saved_without_a_head_embeds_and_with_a_tied_head_generates(
     checkpoints: Any, family: str, generates: bool, tmp_path: Path
 ):
-    """As models that are made for embeddings are published."""
+    """Embedding models are published in this form."""
     source, model = checkpoints[family]
     model.model.save_pretrained(tmp_path)
     for file in source.glob("tokenizer*"):
@@ -123,7 +123,7 @@ def test_a_decoder_saved_without_its_head_embeds_and_generates_if_its_head_is_it
 
 
 @pytest.mark.slow
-def test_a_prompt_may_fill_the_context_and_its_beginning_is_found_where_that_is_right(checkpoints: Any):
+def test_a_prompt_may_fill_the_context_and_finds_its_cached_prefix(checkpoints: Any):
     folder, model = checkpoints["qwen3"]
     (prompt,) = drawn(3, (256,))
 

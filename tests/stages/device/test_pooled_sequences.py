@@ -1,4 +1,4 @@
-"""Pooled sequences in the pipeline, on a device that knows every answer and notices what is not computed."""
+"""Pooled sequences in the pipeline, on the scripted device, which reports tokens that were not computed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from millrace.stages.testing.scripted.engine import scripted_engine
 
 @sim_test(seeds=4)
 async def test_embeddings_survive_pressure_cancels_and_company(env: SimEnv):
-    """Tiny pool, tiny steps, the host as a way out: each vector is that of its prompt, and nothing is left behind."""
+    """With a tiny pool, tiny steps and a host tier, each vector is that of its prompt, and nothing is left behind."""
     draw = random.Random(f"{env.seed}/prompts")
     sizes = {"num_gpu_blocks": 12, "max_model_len": 128, "max_num_batched_tokens": 24, "max_num_seqs": 6}
     async with scripted_engine(env=env, num_cpu_blocks=draw.choice((0, 30)), **sizes) as engine:
@@ -75,7 +75,7 @@ async def test_one_request_of_many_prompts_keeps_their_order(env: SimEnv):
 
 
 @sim_test(seeds=1)
-async def test_what_the_model_can_not_do_is_refused_with_what_it_can(env: SimEnv):
+async def test_an_unsupported_task_is_refused_with_the_supported_ones(env: SimEnv):
     async with scripted_engine(env=env) as engine:
         with pytest.raises(Refused, match="dimensions = 3: this model's embeddings have 8 numbers"):
             await engine.embed("x", PoolingParams(dimensions=3))

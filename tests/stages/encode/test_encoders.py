@@ -109,7 +109,7 @@ def test_there_is_nothing_to_record_of_an_encoder(tmp_path: Path):
     assert not (tmp_path / "run.jsonl").exists()
 
 
-# -- what a checkpoint may say
+# -- the checkpoint's settings
 
 
 def load(folder: Path, **settings: Any) -> Any:
@@ -135,7 +135,7 @@ def test_pooling_and_limits_are_read_from_the_checkpoint_unless_told_otherwise(t
     (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 64}')
     assert load(tmp_path).info.max_model_len == 64
     assert load(tmp_path, max_model_len=32).info.max_model_len == 32
-    with pytest.raises(ConfigError, match="max_model_len = 65: the model reads at most 64 tokens"):
+    with pytest.raises(ConfigError, match="max_model_len = 65: must be at most 64"):
         load(tmp_path, max_model_len=65)
     change_config(tmp_path, matryoshka_dimensions=[8, 16])
     pooling = load(tmp_path).info.pooling

@@ -71,7 +71,7 @@ async def last(outputs: AsyncIterator):
 
 
 def live(test, limit_s: float = 120.0) -> None:
-    """Runs a live test: no task may be left, and no thread of ours."""
+    """Runs a live test: no task and no thread of the engine may be left."""
 
     async def main() -> None:
         with no_leaked_tasks():
@@ -83,7 +83,7 @@ def live(test, limit_s: float = 120.0) -> None:
 
 @contextmanager
 def no_threads_left() -> Iterator[None]:
-    """Threads of ours that begin in the block end in it; those of others, such as the log's, are their business."""
+    """Checks that threads of the engine that start in the block end in it; others, such as the log's, may stay."""
     before = set(threading.enumerate())
     yield
     ours = [thread for thread in threading.enumerate() if thread.name.startswith("millrace")]
@@ -121,8 +121,8 @@ def test_prompts_that_begin_alike_get_the_tokens_they_would_get_alone(checkpoint
     live(test)
 
 
-def test_a_prompts_token_ids_are_one_list_in_all_outputs_until_the_last_which_has_them_of_any_prompt(checkpoint):
-    """As a prompt may have ten thousand, and each token is an output."""
+def test_prompt_token_ids_are_one_shared_list_in_all_outputs_but_the_last(checkpoint):
+    """A prompt may have ten thousand tokens, and each generated token is an output."""
 
     async def test() -> None:
         params = SamplingParams(max_tokens=5, ignore_eos=True)
@@ -291,7 +291,7 @@ def test_two_engines_in_one_process_do_not_mix(checkpoint, reference):
         ({"device": "cuda"}, ["device = cuda"]),
     ],
 )
-def test_settings_that_can_not_work_are_refused_at_the_start_with_what_would(checkpoint, settings, words):
+def test_settings_that_cannot_work_are_refused_at_the_start_with_what_would(checkpoint, settings, words):
     if settings.get("device") == "cuda" and torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
 
@@ -389,7 +389,7 @@ def test_a_model_that_does_not_load_leaves_nothing_behind(tmp_path):
         LLM(str(tmp_path), **SMALL)
 
 
-# -- E14
+# -- the event loop during tokenization
 
 
 @pytest.mark.slow
@@ -419,7 +419,7 @@ def test_tokenizing_a_256k_token_prompt_leaves_the_loop_free(checkpoint):
 
     async def test() -> None:
         async with engine_of(checkpoint) as engine:
-            engine._parts.intake.limits = RequestLimits(vocab_size=640, max_model_len=1_000_000)  # past the door
+            engine._parts.intake.limits = RequestLimits(vocab_size=640, max_model_len=1_000_000)  # no limit at intake
             tries = []
             while not tries or (tries[-1][0] >= tries[-1][1] and len(tries) < 3):
                 tries.append(await try_once(engine))

@@ -1,4 +1,4 @@
-"""Stages of a user's own in an engine."""
+"""Custom stages in an engine."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ async def test_a_stage_that_does_not_fit_is_refused_at_the_start_with_both_ports
 
 
 @sim_test(seeds=1)
-async def test_stages_can_not_be_changed_once_the_engine_runs(env: SimEnv):
+async def test_stages_cannot_be_changed_once_the_engine_runs(env: SimEnv):
     async with scripted_engine(env=env) as engine:
         with pytest.raises(RuntimeError, match="before it starts"):
             engine.insert(Clip(4), after="tokenize")

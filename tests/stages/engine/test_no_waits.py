@@ -1,4 +1,4 @@
-"""What the thread that submits a step asks of tensors: nothing that would make it wait for a GPU.
+"""The device thread, which submits steps, makes no tensor operation that would wait for a GPU.
 
 Kernels are exempt, as here they are their PyTorch twins, and on a GPU they are launched.
 """
@@ -26,7 +26,7 @@ WAITS = ("cpu", "item", "tolist", "numpy", "nonzero", "__bool__", "__int__", "__
 
 
 class Guard:
-    """While a thread is `watching`, whatever waits is noted and raises, but for what is `exempt`."""
+    """While a thread is `watching`, every operation that waits is recorded and raises, except `exempt` ones."""
 
     def __init__(self) -> None:
         self.caught: list[str] = []
@@ -95,7 +95,7 @@ def launched(kernels: Any, guard: Guard) -> Any:
 
 
 def watch(engine: Engine, guard: Guard) -> None:
-    """Has the guard look at all that a started engine submits."""
+    """Makes the guard watch all calls that a started engine submits."""
     model: Any = engine.pipeline.stages["execute"].runner  # type: ignore[attr-defined]
     decoder, work, choosing = model.runner.decoder, model._work, model._choosing
     decoder.kernels, choosing._kernels = (launched(each, guard) for each in (decoder.kernels, choosing._kernels))

@@ -1,4 +1,4 @@
-"""The way into an engine: who is turned away there hears why, and leaves nothing behind."""
+"""Submitting to an engine: a refused request gets the reason, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def request(name: str, form: StructuredOutputs | None = None) -> Request:
 
 
 async def fill(engine: Any) -> list[Any]:
-    """Sends in as many requests as may wait to be looked at; nobody does in the meantime."""
+    """Submits as many requests as the entry channel holds, while no stage takes any."""
     outboxes: list[Any] = []
-    with pytest.raises(Overloaded, match=r"requests wait to be looked at: try again in 1 s") as full:
+    with pytest.raises(Overloaded, match=r"requests wait to be processed: try again in 1 s") as full:
         while len(outboxes) < 10_000:
             outboxes.append(await engine.submit(request(f"f{len(outboxes)}"), wait=False))
     assert full.value.estimated_wait_s == 1.0
@@ -41,7 +41,7 @@ async def read(outboxes: list[Any]) -> None:
 @pytest.mark.parametrize("reason", ["full", "id in use"])
 def test_a_request_that_is_turned_away_lets_go_of_its_grammar(reason: str) -> None:
     async def test(engine: Any, gate: Any) -> None:
-        await ask(engine, FORM)  # from now on it is known, and nobody who brings it has to wait
+        await ask(engine, FORM)  # from now on the grammar is compiled, and requests with it need not wait
         others = await fill(engine) if reason == "full" else [await engine.submit(request("same"))]
         with pytest.raises(Overloaded if reason == "full" else Refused):
             await engine.submit(request("same", FORM), wait=False)
@@ -53,7 +53,7 @@ def test_a_request_that_is_turned_away_lets_go_of_its_grammar(reason: str) -> No
     gated(test)
 
 
-def test_an_entrance_that_was_full_lets_in_who_comes_later() -> None:
+def test_a_full_engine_admits_later_requests() -> None:
     async def test(engine: Any, gate: Any) -> None:
         waiting = asyncio.ensure_future(read(await fill(engine)))
         assert await ask(engine, FORM)

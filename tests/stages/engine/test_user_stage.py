@@ -1,4 +1,4 @@
-"""Stages of users: the README's, one behind the text, a semantic cache, and slices of the pipeline."""
+"""Custom stages: the README's, one after detokenize, a semantic cache, and parts of the pipeline."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_the_readmes_stage_passes_the_kit() -> None:
 # -- a stage sees each message once, in order, and cancels with its request
 
 
-def test_a_stage_behind_tokenize_sees_each_prompt_once_in_order_and_is_cancelled_with_its_request() -> None:
+def test_a_stage_after_tokenize_sees_each_prompt_once_in_order_and_is_cancelled() -> None:
     seen: list[str] = []
     cancelled: list[str] = []
     has_come = asyncio.Event()
@@ -92,7 +92,7 @@ def test_a_stage_behind_tokenize_sees_each_prompt_once_in_order_and_is_cancelled
     assert seen == [f"r{i}" for i in range(6)] and cancelled == ["r3"]
 
 
-def test_a_stage_behind_detokenize_sees_every_text_once_in_order_until_its_request_is_cancelled() -> None:
+def test_a_stage_after_detokenize_sees_every_text_once_in_order_until_a_cancel() -> None:
     seen: dict[int, str] = {}
     steps: list[int] = []
 
@@ -148,9 +148,9 @@ Tokens = list[tuple[str, int]]  # (text, token id)
 
 
 class SemanticCache(Stage[TokenRequest, TokenRequest]):
-    """Answers a prompt that says what an earlier one said, here: the same words, whatever their order and case.
+    """Answers a prompt that has the same words as an earlier one, in any order and case.
 
-    A hit goes straight to the client; a miss goes on, and its answer is learnt from a tap behind detokenize.
+    A hit is answered directly. A miss is sent on, and its answer is learnt from a stage after detokenize.
     """
 
     def __init__(self, max_entries: int = 1000) -> None:

@@ -1,4 +1,4 @@
-"""What the device is given: a grant becomes the decoder's inputs, token by token; and steps stay in order."""
+"""The model runner and the execute stage: a grant becomes the decoder's inputs, and steps stay in order."""
 
 import subprocess
 import sys
@@ -193,7 +193,7 @@ def test_a_grant_of_copies_alone_moves_blocks_to_the_host_and_back_and_runs_no_m
 
 @pytest.mark.slow
 def test_runner_and_sampler_generate_what_the_decoder_generates_by_hand(tmp_path):
-    """Chunked prompts beside decodes, a preemption in the middle, and steps that are sampled before the host looks."""
+    """Chunked prompts beside decode rows, a preemption in the middle, and steps sampled before the host reads them."""
     make_checkpoint("llama", tmp_path, has_tokenizer=False)
     decoder = load_decoder(tmp_path)
     rng = np.random.default_rng(0)
@@ -249,7 +249,7 @@ class Scripted:
 async def run_alone(
     env: Env, runner: Scripted, generations: Sequence[int], enter: Callable[[], object] | None = None
 ) -> list[str]:
-    """The execute stage as a slice, fed with steps from 5: what became of each, in the order in which they left."""
+    """The results of the execute stage alone, for steps from 5 on, in the order in which they left."""
     pipeline = Pipeline()
     pipeline.add(Execute(runner, Device(enter)))
     pipeline.entry = Port("execute", "in")

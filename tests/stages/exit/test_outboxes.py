@@ -1,4 +1,4 @@
-"""The exit: every request ends once, everything reaches its reader once, and schedule hears of what is over."""
+"""The exit: each request ends once, its text arrives once, and schedule is notified of ended sequences."""
 
 import asyncio
 import time
@@ -153,7 +153,7 @@ async def test_a_deadline_ends_a_request_that_is_still_waiting(env: SimEnv):
 
 
 @sim_test(seeds=10)
-async def test_a_reader_that_sleeps_holds_nobody_back_and_gets_all_of_it_once(env: SimEnv):
+async def test_a_reader_that_sleeps_delays_no_other_and_gets_all_text_once(env: SimEnv):
     exit, _ = exit_with_lane()
     outboxes = [exit.open(request("p", request_id=f"{i}")) for i in range(3)]
     texts = ["", "", ""]
@@ -231,7 +231,7 @@ async def test_what_was_delivered_before_a_crash_is_not_delivered_again(env: Sim
     assert exit.is_live("r0") and not exit.is_live("r1")
 
 
-def test_every_request_has_one_end_whatever_crashes_and_whoever_cancels():
+def test_every_request_has_one_end_whatever_crashes_or_cancels():
     fired = 0
 
     async def main(env: SimEnv) -> None:

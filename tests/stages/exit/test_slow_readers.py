@@ -1,4 +1,4 @@
-"""Clients that do not read: they are parked, hold nobody back, and lose nothing."""
+"""Clients that do not read: they are parked, delay no other client, and lose no text."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def _until(condition: Any) -> None:
     raise AssertionError("it never came to that")
 
 
-def test_an_answer_that_nobody_reads_stops_soon_and_goes_on_when_it_is_read(scripted: Any):
+def test_an_answer_that_is_not_read_stops_soon_and_continues_when_it_is_read(scripted: Any):
     async def main(engine: Any) -> None:
         request = _request("stalled", 0, 200)
         outbox = await engine.submit(request)
@@ -63,8 +63,8 @@ def test_an_answer_that_nobody_reads_stops_soon_and_goes_on_when_it_is_read(scri
 
 
 class _Steps:
-    """Which sequences the steps of an engine gave a token, as its device saw them: the same however late the machine
-    lets anybody read."""
+    """The sequences to which each step of an engine gave a token, as its device saw them: independent of when
+    clients read."""
 
     def __init__(self, engine: Any) -> None:
         self.of: dict[int, list[int]] = {}  # sequence -> numbers of steps
@@ -172,11 +172,11 @@ def test_choices_of_one_request_are_parked_and_end_together(scripted: Any, ends:
     scripted(main, **SIZES)
 
 
-# -- who is parked, and until when
+# -- parking and unparking
 
 
 class Parked:
-    """A parking whose word to schedule and whose ends are kept, with one request of three choices."""
+    """A parking that records its posts and ends, with one request of three choices."""
 
     def __init__(self, stall_s: float) -> None:
         self.said: list[tuple[int, str]] = []
@@ -196,7 +196,7 @@ class Parked:
 
 
 @sim_test(seeds=1)
-async def test_the_next_read_unparks_all_choices_of_a_request_and_no_other_read_says_anything(env: SimEnv):
+async def test_the_next_read_unparks_all_choices_of_a_request_and_later_reads_do_nothing(env: SimEnv):
     them = Parked(stall_s=10.0)
     them.park(0, 2)
     assert them.said == [(7, "park"), (9, "park")]
@@ -221,7 +221,7 @@ async def test_a_choice_that_finished_while_it_was_parked_is_not_unparked(env: S
 
 
 @sim_test(seeds=1)
-async def test_a_request_has_its_time_from_its_first_parked_choice_and_again_after_each_read(env: SimEnv):
+async def test_a_requests_time_runs_from_its_first_parked_choice_and_anew_after_each_read(env: SimEnv):
     them = Parked(stall_s=10.0)
     them.park(0)
     await env.sleep(9.0)
@@ -240,7 +240,7 @@ async def test_a_request_that_is_forgotten_is_neither_ended_nor_told_of(env: Sim
     them = Parked(stall_s=10.0)
     them.park(0)
     them.parking.forget(them.outbox)
-    them.parking.forget(them.outbox)  # a request ends once, whatever it was told before
+    them.parking.forget(them.outbox)  # a request ends once, whatever was posted before
     them.outbox.has_news = True
     them.outbox.poll()
     await env.sleep(60.0)

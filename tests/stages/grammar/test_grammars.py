@@ -1,4 +1,4 @@
-"""The books of compiled grammars, and the gate before them: bounded, shared, held while used, and never in the way."""
+"""The cache of compiled grammars, and the grammar gate: bounded, shared, held while used."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def books(**limits: int) -> Grammars:
 TEMPLATE: Any = object()
 
 
-def test_what_nobody_uses_makes_room_the_longest_unused_first() -> None:
+def test_unused_grammars_are_evicted_least_recently_used_first() -> None:
     grammars = books(max_grammars=2, max_bytes=100)
     a, b, c, d = (regex(name) for name in "abcd")
     assert grammars.add(a, TEMPLATE, 40) and grammars.add(b, TEMPLATE, 40)
@@ -81,7 +81,7 @@ async def ask(engine: Any, form: StructuredOutputs, **options: Any) -> str:
     return str(outputs[0].outputs[0].text)
 
 
-def test_an_engine_that_nobody_asks_for_a_form_has_no_helper() -> None:
+def test_an_engine_without_structured_outputs_has_no_helper() -> None:
     async def test(engine: Any, gate: GrammarGate) -> None:
         assert [output async for output in engine.generate("hi")]
         assert gate.helper_pids == [] and len(engine.grammars) == 0
@@ -90,7 +90,7 @@ def test_an_engine_that_nobody_asks_for_a_form_has_no_helper() -> None:
 
 
 @pytest.mark.slow
-def test_one_trial_serves_all_who_ask_for_the_same_and_a_bad_one_harms_nobody() -> None:
+def test_one_trial_serves_all_equal_requests_and_a_bad_grammar_harms_no_other() -> None:
     async def test(engine: Any, gate: GrammarGate) -> None:
         await asyncio.gather(*(ask(engine, regex("[ab]{3}")) for _ in range(20)))
         assert len(engine.grammars) == 1 and len(gate.helper_pids) == 1
@@ -111,7 +111,7 @@ def test_one_trial_serves_all_who_ask_for_the_same_and_a_bad_one_harms_nobody() 
 
 
 @pytest.mark.slow
-def test_whoever_finds_no_room_waits_for_it_and_too_many_are_told_to_come_back() -> None:
+def test_a_request_waits_for_room_and_too_many_are_refused_as_overloaded() -> None:
     async def test(engine: Any, gate: GrammarGate) -> None:
         env, gate.grammars.max_grammars, gate.max_waiting = LiveEnv(0), 2, 1
         for name in "ab":
@@ -139,13 +139,13 @@ def test_a_grammar_that_many_asked_for_at_once_is_let_go_when_all_have_ended() -
     async def test(engine: Any, gate: GrammarGate) -> None:
         await asyncio.gather(*(ask(engine, regex("[ab]{3}")) for _ in range(20)))
         gate.grammars.max_grammars = 1
-        assert gate.grammars.add(regex("c"), TEMPLATE, 1), "somebody still uses it"
+        assert gate.grammars.add(regex("c"), TEMPLATE, 1), "a request still uses it"
 
     gated(test)
 
 
 @pytest.mark.slow
-def test_of_two_requests_of_one_id_that_wait_for_their_grammars_one_passes_and_its_grammar_is_let_go(
+def test_of_two_waiting_requests_with_one_id_one_is_refused_and_frees_the_grammar(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def test(engine: Any, gate: GrammarGate) -> None:
@@ -161,7 +161,7 @@ def test_of_two_requests_of_one_id_that_wait_for_their_grammars_one_passes_and_i
         found = await asyncio.gather(*twins, return_exceptions=True)
         assert sorted(type(each).__name__ for each in found) == ["Refused", "str"]
         gate.grammars.max_grammars = 1
-        assert gate.grammars.add(regex("c"), TEMPLATE, 1), "somebody still uses it"
+        assert gate.grammars.add(regex("c"), TEMPLATE, 1), "a request still uses it"
 
     gated(test, step_s=0.02)
 
@@ -177,7 +177,7 @@ def test_a_helper_that_is_killed_costs_one_request_and_is_back_within_a_second()
             doomed = asyncio.ensure_future(ask(engine, regex(f"((((a{{100}}){{100}}){{100}}){{{100 + i}}})")))
             await asyncio.sleep(0.1)
             os.kill(pid, signal.SIGKILL)
-            with pytest.raises(Failed, match="looks at grammars"):
+            with pytest.raises(Failed, match="compiles grammars"):
                 await doomed
             began_s, used_s = clock(), sum(os.times()[:4])
             await ask(engine, regex(f"b{{{i + 1}}}"))

@@ -1,4 +1,4 @@
-"""Masks of running answers, slot by slot, on a vocabulary of bytes."""
+"""Grammar masks of running answers, by slot, on a vocabulary of bytes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def begin(masks: GrammarMasks, slot: int, *, ignore_eos: bool = False, **form: o
 
 
 def allowed(masks: GrammarMasks, *slots: int) -> list[set[int]]:
-    """What each may say next, all rows of a step."""
+    """The tokens that each row of a step may choose next."""
     found = masks.read(np.arange(len(slots)), np.array(slots))
     return [set(np.flatnonzero(row).tolist()) for row in unpack(found.taken, 257)]
 
@@ -70,7 +70,7 @@ def test_an_answer_is_over_where_only_an_end_is_left() -> None:
     assert over(masks, [2, 1, 0], [0, 0, 0], ~NONE_BROKEN) == [2], "nothing was found for any, and 0 has an end only"
 
 
-def test_one_that_ignores_eos_has_no_end_among_its_tokens_and_is_over_where_nothing_is_left() -> None:
+def test_with_ignore_eos_masks_have_no_eos_and_the_answer_ends_when_none_is_left() -> None:
     masks = make()
     begin(masks, 0, regex="[0-9]{1,2}", ignore_eos=True)
     say(masks, [0], "1")

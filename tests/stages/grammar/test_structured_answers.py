@@ -1,4 +1,4 @@
-"""Answers in the form that was asked for: random weights, the real engine, and a validator that is not ours."""
+"""Structured answers of the real engine with random weights, checked by an independent validator."""
 
 from __future__ import annotations
 

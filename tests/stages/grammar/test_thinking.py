@@ -1,4 +1,4 @@
-"""A budget of thoughts: it lasts as long as it says, and then the closing mark comes, whoever else is in the step."""
+"""Thinking budgets: after the budget the closing marker is forced, whatever else is in the step."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def budget(num_tokens: int, is_open: bool = True) -> ThinkingBudget:
 
 
 def steered(wanted: list[int], given: ThinkingBudget) -> list[int]:
-    """What becomes of the tokens that a model wants, written down plainly."""
+    """A plain reference: the tokens of an answer, given those that the model would choose."""
     tokens: list[int] = []
-    begun = 0 if given.is_open else None  # where thoughts begin
+    begun = 0 if given.is_open else None  # where the thinking section starts
     end = len(given.end_ids)
     for token in wanted:
         is_over = begun is not None and tuple(END) in zip(*(tokens[begun + i :] for i in range(end)), strict=False)
@@ -115,7 +115,7 @@ def test_a_budget_that_makes_no_sense_is_refused(fields):
 
 
 def test_a_budget_and_a_form_of_the_answer_are_refused_together():
-    with pytest.raises(Refused, match="thinking_budget: not with structured_outputs"):
+    with pytest.raises(Refused, match="thinking_budget: must not be set with structured_outputs"):
         SamplingParams(thinking_budget=budget(1), structured_outputs=StructuredOutputs(json_object=True))
 
 

@@ -148,7 +148,7 @@ async def test_waiting_behind_earlier_prompts_is_called_queue(env: SimEnv):
     async with engine_of(env, max_num_batched_tokens=16, num_gpu_blocks=800) as engine:
         await asyncio.gather(*(ask(engine, 100, 2, "x" * number) for number in range(1, 12)))
         name, sentence = causes_of(engine, "x" * 11)
-    assert name == "queue" and "behind requests that came before it" in sentence
+    assert name == "queue" and "behind earlier requests" in sentence
 
 
 @staged
@@ -208,7 +208,7 @@ async def test_masks_that_come_late_are_called_grammar(env: SimEnv):
 
 
 def slow_masks(engine: ScriptedEngine) -> None:
-    """Sampling says that of the half millisecond it takes, most was spent waiting for masks."""
+    """Sampling reports that it spent most of its half millisecond waiting for masks."""
     sample = engine.model.sample
     sampler = engine.pipeline.stages["sample"].sampler  # type: ignore[attr-defined]
     sampler.sample = lambda grant, logits: replace(sample(grant, logits), grammar_us=450)

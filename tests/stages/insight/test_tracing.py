@@ -1,4 +1,4 @@
-"""What the trace of an engine tells afterwards."""
+"""The trace of an engine, read afterwards."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ async def traced(env: SimEnv, **params: Any) -> Any:
 
 
 @sim_test(seeds=3)
-async def test_every_token_of_a_request_has_its_time_although_no_record_is_written_per_token(env: SimEnv):
+async def test_every_token_of_a_request_has_a_time_without_a_record_per_token(env: SimEnv):
     records = await traced(env, max_tokens=30)
     (times,) = token_times(records).values()
     assert len(times) == 30

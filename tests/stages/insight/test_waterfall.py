@@ -1,4 +1,4 @@
-"""Whether a waterfall tells the truth: a stage that is slower has a longer bar, and the bars fill the whole time."""
+"""Waterfalls: a slower stage has a longer bar, and the bars fill the whole time."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ async def test_each_step_of_a_request_is_in_its_waterfall_with_its_tokens(env: S
 
 
 @sim_test(seeds=1, policies=("fifo",), thread_delay_s=STEP_S)
-async def test_time_in_which_nobody_reads_is_the_clients(env: SimEnv):
+async def test_time_in_which_the_client_does_not_read_is_the_clients(env: SimEnv):
     async with scripted_engine(script=NEVER_ENDS, env=env, max_unread_tokens=8) as engine:
         reader = engine.generate([3, 4, 5], SamplingParams(max_tokens=30))
         await anext(reader)

@@ -1,4 +1,4 @@
-"""The door: what is refused before it costs anything, and how many are let in."""
+"""Intake: which requests are refused before any work, and how many are admitted."""
 
 import numpy as np
 import pytest
@@ -62,7 +62,7 @@ def test_prompts_and_choices_are_bounded():
     LIMITS.check(request(*["a"] * 4, n=128))
 
 
-def test_text_of_more_than_sixteen_characters_a_token_is_refused_before_it_is_tokenized():
+def test_text_of_over_sixteen_characters_a_token_is_refused_before_it_is_tokenized():
     LIMITS.check(request("a" * 16 * 64))
     assert refusal(request("a" * (16 * 64 + 1))).code == "context_length_exceeded"
     chat = ChatPrompt(({"role": "user", "content": [{"type": "text", "text": "a" * 16 * 64}]},))

@@ -1,4 +1,4 @@
-"""The first part of loading a model, which may begin before there is an engine: what it opens, and what it refuses."""
+"""The first part of model loading, which may start before there is an engine."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_an_engine_goes_on_with_what_was_opened_before_it_was_made() -> None:
 @needs_native
 @pytest.mark.slow
 def test_weights_are_packed_before_torch_or_an_engine_is_imported() -> None:
-    """That is what a start gains by it: all else is imported meanwhile."""
+    """The other modules are imported meanwhile, which shortens the start."""
     script = (
         "import sys, time; from millrace.stages.loading.early import Opening;"
         "from millrace.runtime.phases import Phases; from millrace.stages.config import EngineConfig;"
@@ -80,7 +80,7 @@ def test_weights_are_packed_before_torch_or_an_engine_is_imported() -> None:
 
 
 @needs_native
-def test_whoever_waits_goes_on_while_weights_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_packing_ends_while_weights_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()
 
     def pack(model: NativeModel, mapped: Mapping[str, Array]) -> None:
@@ -95,7 +95,7 @@ def test_whoever_waits_goes_on_while_weights_are_packed(monkeypatch: pytest.Monk
     begun.close()
 
 
-def test_whoever_waits_for_a_model_that_is_fetched_does_so_no_longer_than_he_said(
+def test_waiting_for_packing_during_a_download_ends_at_its_timeout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     is_there = threading.Event()
@@ -115,7 +115,7 @@ def test_whoever_waits_for_a_model_that_is_fetched_does_so_no_longer_than_he_sai
 
 
 @pytest.mark.parametrize("what", ["library", "room"])
-def test_whoever_waits_goes_on_at_once_where_weights_will_not_be_packed(
+def test_waiting_for_packing_ends_at_once_if_weights_will_not_be_packed(
     what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def lack(*_: object) -> NoReturn:
@@ -160,7 +160,7 @@ def test_an_engine_refuses_what_was_opened_with_other_settings() -> None:
 @needs_native
 @pytest.mark.slow
 def test_a_process_may_end_while_weights_are_packed(tmp_path: Path) -> None:
-    """At its end nothing is taken from under the thread that packs."""
+    """The exit of the process must not free memory that the packing thread uses."""
     make_checkpoint("smollm2-135m", tmp_path)
     script = (
         "import sys, time; from millrace.stages.loading.early import Opening;"
@@ -197,10 +197,10 @@ def test_of_tensors_at_odd_places_no_two_are_copied_at_once(tmp_path: Path, monk
         one.close()
 
 
-def test_a_setting_that_does_not_fit_the_model_is_refused_where_the_result_is_asked_for() -> None:
+def test_a_setting_that_does_not_fit_the_model_is_refused_by_result() -> None:
     begun = opening(EngineConfig(device="cpu", max_model_len=10_000_000))
     began = time.monotonic()
-    begun.wait_until_packing(10)  # which will not be
+    begun.wait_until_packing(10)  # which will not happen
     assert time.monotonic() - began < 5
     with pytest.raises(ConfigError, match="max_model_len = 10000000"):
         begun.result()

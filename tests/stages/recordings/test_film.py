@@ -1,4 +1,4 @@
-"""A recording that is run through once: its trace is the one that the engine wrote, and any place is found again."""
+"""A recording loaded for viewing: its trace equals the engine's, and any place is found again."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def shot(tmp_path_factory: pytest.TempPathFactory) -> tuple[Film, ScriptedPipeli
 
 
 def told(records: Records, names: list[str], kind: EventKind) -> list[tuple[Any, ...]]:
-    """What records of a kind say, names resolved, but for when."""
+    """The fields of records of a kind, names resolved, without times."""
     rows = []
     for row in records[records["kind"] == kind]:
         values = [int(row[name]) for name in ("step", "a", "b", "c", "d")]
@@ -45,7 +45,7 @@ def told(records: Records, names: list[str], kind: EventKind) -> list[tuple[Any,
             at = {EventKind.WAITING_FOR: 3, EventKind.KV_RANGE: 4}.get(kind, 2)
             values[at] = names[values[at]]  # type: ignore[call-overload]
         if kind is EventKind.REQUEST_ADMITTED:
-            values[3] = 0  # when it came, which is rounded in a recording
+            values[3] = 0  # its arrival, which is rounded in a recording
         rows.append(tuple(values))
     return rows
 
@@ -122,7 +122,7 @@ def test_blocks_are_said_to_have_changed_when_they_did(shot: tuple[Film, Scripte
         now_ns = round((reel.began_s + call.time_s) * 1e9)
         states = machine.core.allocate.allocator.pool.state.tobytes()
         if isinstance(call, CacheReset):
-            continue  # what that frees is written with the next plan
+            continue  # blocks freed by it are recorded with the next plan
         for block in (i for i in range(len(before)) if before[i] != states[i]):
             hits = (firsts <= block) & (block < firsts + counts) & (when_ns <= now_ns)
             assert hits.any() and when_ns[hits].max() >= before_ns, (block, call.line)

@@ -1,4 +1,4 @@
-"""How answers repeat what was said: what recordings tell of it, and simulations that draft by it."""
+"""Repetitions in answers: in recordings, and in simulations that draft by them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def told_at(repeats: Repeats | None, place: int) -> tuple[Found, int]:
 
 
 def patchwork(prompt: list[int], seed: int) -> list[int]:
-    """Of new tokens and of pieces of what was said, one as often as the other."""
+    """A text of new tokens and of copies of earlier pieces, in equal parts."""
     dice, answer = Random(f"{prompt[0]}/{len(prompt)}"), list[int]()
     while len(answer) < 200:
         begin = dice.randrange(len(answer)) if answer else 0
@@ -74,7 +74,7 @@ def serve(
         recorder = parts.record(path, config, env)
         async with parts.pipeline:
             await asyncio.gather(*(ask(parts, number, env) for number in range(12)))
-            await env.sleep(0.1)  # a client may know of the end of its answer before schedule does
+            await env.sleep(0.1)  # a client may get the end of its answer before schedule does
         await recorder.aclose()
         return parts
 
@@ -83,17 +83,17 @@ def serve(
 
 @pytest.fixture(scope="module")
 def crowded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run in which nobody drafts, as there are too many."""
+    """A run without drafts, as too many requests run."""
     path = tmp_path_factory.mktemp("crowded") / "run.jsonl"
     parts = serve(path, CONFIG)
     assert parts.schedule.scheduler.speculation.num_draft_tokens == 0
     return path
 
 
-# -- what is told
+# -- what is recorded
 
 
-def test_what_is_told_of_each_place_is_what_the_drafter_guesses_there_and_how_much_of_that_is_right():
+def test_each_place_has_what_the_drafter_guesses_there_and_how_much_is_right():
     dice = np.random.default_rng(first_seed())
     num_right = num_sure = 0
     for _ in range(count(60, 2000)):
@@ -117,8 +117,8 @@ def test_what_is_told_of_each_place_is_what_the_drafter_guesses_there_and_how_mu
 
 
 def check_against_what_happened(path: Path) -> tuple[int, int]:
-    """That each guess of the recorded run was what is told of its place, and as many drafts of each row were right.
-    Returns how many guesses and drafts were looked at: those of sequences that ended."""
+    """Checks that each guess of the run equals the recorded repetition at its place, as does the number of right
+    drafts. Returns how many guesses and drafts were checked: those of sequences that ended."""
     calls = list(Recording(path))
     schedule = [call for call in calls if isinstance(call, ScheduleCall)]
     taken = [message for call in schedule for message in call.taken]
@@ -190,7 +190,7 @@ def test_a_run_without_room_for_drafts_tells_the_same_as_one_with(crowded: Path,
     assert told[0] == told[1] and sum(each is not None for each in told[0]) == 12
 
 
-def test_a_sequence_that_is_cancelled_is_told_up_to_there_and_one_that_may_not_draft_is_not():
+def test_a_cancelled_sequence_is_recorded_so_far_and_one_that_may_not_draft_is_not():
     answers, prompt = Answers(1, 2), np.array([5, 6], np.int32)
     answers.take([TokenRequest("r", 0, prompt, SamplingParams(n=2), 7)], ())
     answers.take([TokenRequest("biased", 0, prompt, SamplingParams(logit_bias={1: 1.0}), 9)], ())
@@ -201,12 +201,12 @@ def test_a_sequence_that_is_cancelled_is_told_up_to_there_and_one_that_may_not_d
     again = StepDone(3, same, ids, same + 2, same + 99, same > 0)  # the same place once more, which changes nothing
     assert answers.take([again], ()) == []
     last = StepDone(4, same, ids, same + 3, same + 6, np.array([False, True, True]))
-    seven, eight = answers.take([last], [7])[::-1]  # 5 6 | nothing; 5: 6 is found; 6: 5 surely, and 6 behind it; ...
+    seven, eight = answers.take([last], [7])[::-1]  # 5 6 | nothing; 5: 6 is found; 6: 5 surely, and 6 after it; ...
     assert seven == {"sequence_id": 7, "counts": [1, 1, 2], "found": [0, 1, 2], "right": [0, 3, 2]}
     assert eight == {**seven, "sequence_id": 8} and len(answers) == 0
 
 
-# -- what is not told
+# -- what is not recorded
 
 
 def lines_of(path: Path) -> Iterable[Any]:
@@ -215,7 +215,7 @@ def lines_of(path: Path) -> Iterable[Any]:
 
 @pytest.mark.slow
 def test_texts_of_other_tokens_that_repeat_alike_are_told_alike(crowded: Path, tmp_path: Path):
-    """So what is told of a text hangs on nothing but where it repeats itself."""
+    """So the record of a text depends only on where it repeats itself."""
 
     def renamed(token: int) -> int:
         return (token * 77 + 13) % 251
@@ -232,7 +232,7 @@ def test_texts_of_other_tokens_that_repeat_alike_are_told_alike(crowded: Path, t
     assert told == other and sum(len(each) for each in told) == 12
 
 
-def test_an_engine_that_can_not_draft_tells_nothing_of_repeats(tmp_path: Path):
+def test_an_engine_that_cannot_draft_records_no_repeats(tmp_path: Path):
     serve(tmp_path / "off.jsonl", replace(CONFIG, speculation="off"))
     header, *rest = lines_of(tmp_path / "off.jsonl")
     assert header["repeats"] is None and not any("repeats" in line.get("schedule", ()) for line in rest)
@@ -243,7 +243,7 @@ def test_an_engine_that_can_not_draft_tells_nothing_of_repeats(tmp_path: Path):
 
 
 def with_repeats(path: Path) -> tuple[list[bytes], int]:
-    """Its lines, and the number of the first that tells of repeats."""
+    """Its lines, and the number of the first with repeats."""
     lines = path.read_bytes().splitlines(keepends=True)
     return lines, next(number for number, line in enumerate(lines) if number and b'"repeats"' in line)
 
@@ -302,7 +302,7 @@ def test_with_one_wrong_value_repeats_are_refused_or_simulated(crowded: Path, tm
 @pytest.mark.slow
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3])
-def test_a_simulation_by_a_run_without_drafts_takes_the_steps_that_a_run_with_drafts_took(
+def test_a_simulation_of_a_run_without_drafts_takes_the_steps_of_one_with_drafts(
     crowded: Path, tmp_path: Path, max_num_seqs: int, steps_in_flight: int
 ):
     settings = {"max_num_seqs": max_num_seqs, "steps_in_flight": steps_in_flight}
@@ -361,7 +361,7 @@ def test_drafts_that_are_wrong_cost_their_rows_and_bring_nothing():
 
 
 def figures(*arguments: str, capsys: pytest.CaptureFixture[str], path: Path) -> tuple[list[dict[str, Any]], str]:
-    """Of `millrace simulate`: the runs, and what it said besides."""
+    """Of `millrace simulate`: the runs, and its other output."""
     assert main(["simulate", *arguments, "--save-result", str(path)]) == 0
     return orjson.loads(path.read_bytes()), capsys.readouterr().err
 
@@ -381,7 +381,7 @@ def test_the_command_sweeps_drafts(crowded: Path, tmp_path: Path, capsys: pytest
     assert "speculation" in capsys.readouterr().err
 
 
-def test_the_command_says_that_nobody_drafts_where_a_trace_tells_no_repeats(
+def test_the_command_says_that_no_drafts_are_made_if_a_trace_has_no_repeats(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     csv, model, path = tmp_path / "azure.csv", tmp_path / "model.json", tmp_path / "result.json"

@@ -1,4 +1,4 @@
-"""Recordings: made by a loaded engine, run again, looked into, and refused where no engine wrote them."""
+"""Recordings: written by a loaded engine, replayed, inspected, and rejected if invalid."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.stages.recorded_runs import TIGHT, record, requests, spoil
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ScriptedPipeline, dict[float, MemoryState]]:
-    """A recording of a few requests, the pipeline that made it, and what its memory looked like at each time."""
+    """A recording of a few requests, the pipeline that made it, and its memory at each time."""
     path = tmp_path_factory.mktemp("loaded") / "run.jsonl"
     seen: dict[float, MemoryState] = {}
 
@@ -40,7 +40,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ScriptedPipe
     return path, record(path, 24, look=look), seen
 
 
-# -- running it again
+# -- replaying it
 
 
 @pytest.mark.slow
@@ -92,7 +92,7 @@ def test_the_command_prints_the_hash_and_says_by_its_code_whether_all_is_the_sam
     cut.write_bytes(loaded[0].read_bytes()[:-40])
     assert main(["replay", str(cut)]) == 0 and "ended early" in capsys.readouterr().out
     cut.write_bytes(b"not json\n")
-    assert main(["replay", str(cut)]) == 3 and f"{cut}:1: this is no JSON" in capsys.readouterr().err
+    assert main(["replay", str(cut)]) == 3 and f"{cut}:1: this is not JSON" in capsys.readouterr().err
 
 
 # -- what a recording holds
@@ -119,7 +119,7 @@ async def serve(path: Path) -> None:
             pass
 
 
-def test_an_engine_records_from_its_start_to_its_stop_and_spares_a_file_that_is_there(tmp_path: Path) -> None:
+def test_an_engine_records_from_its_start_to_its_stop_and_spares_an_existing_file(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     path.write_text("an older one\n")
     asyncio.run(serve(path))
@@ -128,12 +128,12 @@ def test_an_engine_records_from_its_start_to_its_stop_and_spares_a_file_that_is_
     assert replay.difference is None and replay.num_decisions >= 8 and replay.recording.end == "closed"
 
 
-def test_a_file_that_can_not_be_made_is_a_wrong_setting(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_made_is_a_wrong_setting(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"record = .*nowhere/run.jsonl: No such file"):
         asyncio.run(serve(tmp_path / "nowhere" / "run.jsonl"))
 
 
-# -- when it can not go on
+# -- when it cannot go on
 
 
 def serve_while(tmp_path: Path, spoil: Any) -> tuple[Recording, list[dict[str, Any]]]:
@@ -180,7 +180,7 @@ def test_a_disk_that_is_too_slow_ends_the_recording_within_bounded_memory(
     monkeypatch.setattr(recorder_module, "FLUSH_S", 1e9)
     recording, _ = serve_while(tmp_path, lambda recorder, parts: None)
     calls = list(recording)
-    assert 5 < len(calls) <= 12 and recording.end is not None and "can not be written fast enough" in recording.end
+    assert 5 < len(calls) <= 12 and recording.end is not None and "cannot be written fast enough" in recording.end
     assert Replay(recording).run().difference is None
 
 
@@ -243,9 +243,9 @@ def refusal(path: Path, content: bytes) -> str:
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b"", ":1: this is no JSON"),
-        (b"\x80\x04\x95cposix\nsystem\n", ":1: this is no JSON"),
-        (b"[1]\n", ":1: this is no recording"),
+        (b"", ":1: this is not JSON"),
+        (b"\x80\x04\x95cposix\nsystem\n", ":1: this is not JSON"),
+        (b"[1]\n", ":1: this is not a recording"),
         (b'{"millrace_recording": 99}\n', ":1: a recording of format 99"),
         (
             b'{"millrace_recording": 2}\n',
@@ -266,7 +266,7 @@ def test_a_file_that_is_no_recording_is_refused_with_line_and_reason(tmp_path: P
         ("num_blocks", 1, "hold no sequence of max_model_len = 96"),
         ("max_num_seqs", True, "engine.max_num_seqs = True: must be a whole number"),
         ("max_model_len", 2**24, "hold no sequence"),
-        ("scheduler", "os:system", "which is not one of ours"),
+        ("scheduler", "os:system", "not a built-in policy"),
     ],
 )
 def test_a_header_with_sizes_or_names_that_would_do_harm_is_refused(
@@ -283,7 +283,7 @@ def test_a_header_with_sizes_or_names_that_would_do_harm_is_refused(
 
 @pytest.mark.slow
 def test_a_recording_with_one_wrong_value_is_refused_with_its_line_or_differs(loaded: Any, tmp_path: Path) -> None:
-    """Every kind of value is put in every kind of place; nothing but a refusal or a difference comes of it."""
+    """Puts every kind of value in every kind of place. Each gives an error, a difference or no effect."""
     lines = loaded[0].read_bytes().splitlines()[:60]
     dice, path = Random(3), tmp_path / "hostile"
     outcomes = {"refused": 0, "differs": 0, "same": 0}

@@ -31,7 +31,7 @@ def simulate(
 # -- by hand
 
 
-def test_a_lone_request_takes_a_step_for_each_chunk_of_its_prompt_and_each_token_behind_the_first():
+def test_a_lone_request_takes_a_step_per_chunk_of_its_prompt_and_per_later_token():
     result = simulate(TraceRequest(5.0, num_prompt=20, num_answer=3))
     (outcome,) = result.outcomes
     assert outcome.ttft_s == 3.0 and outcome.end_s == 10.0 and outcome.how == "finished"
@@ -193,7 +193,7 @@ def test_the_runs_can_be_drawn(recorded: Path, tmp_path: Path):
         ("max_model_len=auto", "must be a number, as a simulation"),
     ],
 )
-def test_a_setting_that_can_not_be_is_refused_as_an_engine_would(
+def test_an_impossible_setting_is_refused_as_an_engine_would(
     recorded: Path, setting: str, reason: str, capsys: pytest.CaptureFixture[str]
 ):
     assert main(["simulate", "--trace", str(recorded), "--cost-model", str(recorded), "--set", setting]) == 3
@@ -223,7 +223,7 @@ def test_azures_and_mooncakes_traces_are_read(tmp_path: Path):
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ("", ": there is no request in it"),
+        ("", ": it has no requests"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\nnow,1,1\n", ":2: row.TIMESTAMP = 'now': must be a date"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-13-77 18:15:46,1,1\n", ":2: "),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,-5,1\n", ":2: row.ContextTokens = '-5'"),

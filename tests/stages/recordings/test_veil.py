@@ -1,4 +1,4 @@
-"""Token ids under a veil."""
+"""Masking of token ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tokens of a step with drafts count."""
+"""Draft acceptance: which tokens of a step with drafts count."""
 
 from __future__ import annotations
 

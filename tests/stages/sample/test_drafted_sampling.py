@@ -1,4 +1,4 @@
-"""The sampler where rows have drafts: what it says is what it would have said token by token."""
+"""The sampler with drafts: its tokens are those it would choose one by one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def make(kind: str) -> Sampler:
 
 
 def rows(sampler: Sampler, logits: np.ndarray) -> Any:
-    """Of the kind that the sampler has."""
+    """An array of the sampler's kind."""
     made = logits.astype(np.float32)
     return torch.from_numpy(made) if isinstance(sampler.last_tokens, torch.Tensor) else made
 
@@ -87,8 +87,7 @@ def test_a_row_that_holds_no_number_ends_its_run(sampler: Sampler):
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
 @pytest.mark.parametrize("truncation", [{}, {"top_p": 0.7}, {"top_k": 5, "min_p": 0.05}])
 def test_drawn_tokens_are_those_that_would_be_drawn_one_by_one(kind: str, truncation: dict[str, Any]):
-    """Whatever is drafted: the tokens of a first run through are drafted in a second, right as far as a place and then
-    wrong."""
+    """For any drafts: the tokens of a first run, changed from some place on, are the drafts of a second one."""
     params: dict[str, Any] = {"temperature": 1.5, "seed": 11, "logprobs": 2, **truncation}
     logits = np.random.default_rng(3).normal(size=(6, V)) * 3
     single = make(kind)
@@ -116,7 +115,7 @@ def test_rows_beside_it_get_their_edits_and_log_probabilities(sampler: Sampler):
     assert list(tokens.logprobs) == [2] and tokens.logprobs[2].token_ids == (2,)
 
 
-def test_who_has_ended_takes_its_rows_along(sampler: Sampler):
+def test_an_ended_sequence_loses_all_rows_of_its_run(sampler: Sampler):
     sampler.sample(drafted([], [], news=[started(0, max_tokens=1), started(1)]), rows(sampler, peaks(1, 2)))
     tokens = sampler.sample(drafted([4], [5]), rows(sampler, peaks(4, 4, 5, 6)))
     assert said(tokens) == [(1, 1, 5, 0), (1, 2, 6, 0)]

@@ -153,7 +153,7 @@ asyncio.run(main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3])))
 
 
 @pytest.mark.slow
-def test_the_engine_on_interpreted_triton_kernels_gives_the_torch_backends_greedy_tokens(tmp_path: Path):
+def test_interpreted_triton_kernels_give_the_torch_backends_greedy_tokens(tmp_path: Path):
     """Ten tokens each, in chunks of at most eight, with a pool so small that sequences are preempted."""
     shape = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
     make_checkpoint("llama", tmp_path, **shape, intermediate_size=48, vocab_size=640)

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompt tokens: those of transformers, each once, whatever happens to the prompt on its way."""
+"""Log-probabilities of prompt tokens: those of transformers, each once, also with chunks and preemptions."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def check_against_transformers(model: Any, prompt: list[int], scores: PromptLogp
 
 
 def check_scripted(prompt: list[int], scores: PromptLogprobs | None, k: int = K) -> None:
-    """The scripted device makes up a function of position and token."""
+    """The scripted device's log-probabilities, a function of position and token."""
     ids, at = ints(*prompt[1:]), np.arange(1, len(prompt))
     assert scores is not None and scores.start == 1 and scores.token_ids.tolist() == prompt[1:]
     np.testing.assert_array_equal(scores.logprobs, np.float32(-(ids % 64) / 8 - (at % 2) / 16))

@@ -1,4 +1,4 @@
-"""The step loop's promise: each step is answered once, in order, when the device is done with it, whatever fails."""
+"""The sample stage: each step is reported once, in order, when the device has finished it, whatever fails."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.stages.grants import decode, grant, started
 
 
 class Scripted:
-    """Model and sampler in one: notes what runs, token = step, and fails where it is told to."""
+    """Model and sampler in one: records what runs, chooses token = step, and fails in the given steps."""
 
     def __init__(self, fails: Sequence[str] = (), finishes: Sequence[int] = (), forward_s: float = 0.0) -> None:
         self.fails, self.finishes, self.forward_s = set(fails), set(finishes), forward_s
@@ -82,7 +82,7 @@ async def receive(pipeline: Pipeline, port: str, count: int) -> list[Any]:
 
 
 async def answers(env: Env, model: Scripted, *grants: StepGrant) -> tuple[list[Any], list[Any]]:
-    """What comes back on feedback for these grants, sent at once, and what has gone to detokenize by then."""
+    """The feedback for these grants, sent at once, and what detokenize has received by then."""
     async with make(model, env) as pipeline:
         for each in grants:
             await pipeline.channel("execute.in").send(each)
@@ -188,7 +188,7 @@ async def test_an_older_generation_behind_a_void_is_void_too(env):
 
 
 class LateInName(Device):
-    """Steps come to the sample stage one by one, as those of a late device do."""
+    """Steps arrive at the sample stage one by one, as with an asynchronous device."""
 
     is_late = True
 
@@ -206,7 +206,7 @@ FAULTS = {
 @pytest.mark.slow
 @sim_test(seeds=60, fault_names=FAULTS)
 async def test_every_step_is_answered_once_in_order_and_when_the_device_is_done_with_it(env):
-    """A schedule in small: two steps in flight, a higher generation after a void, credits by the answers."""
+    """A small scheduler: two steps in flight, a higher generation after a void, credits returned with each report."""
     model = Scripted()
     generation, voided, sent, answered, num_done = 0, -1, 0, 0, 0
     device = LateInName() if env.seed % 2 else Device()
@@ -218,7 +218,7 @@ async def test_every_step_is_answered_once_in_order_and_when_the_device_is_done_
             while sent < 12 and sent - answered < 2:
                 await pipeline.channel("execute.in").send(decode(0, step=sent, generation=generation))
                 sent += 1
-            item = await anext(feedback)  # a credit that never comes back is a deadlock, which the loop tells
+            item = await anext(feedback)  # a lost credit is a deadlock, which the simulated loop reports
             ran_before = list(model.ran)
             assert item.step == answered
             answered += 1
@@ -229,7 +229,7 @@ async def test_every_step_is_answered_once_in_order_and_when_the_device_is_done_
             else:
                 num_done += 1
                 assert f"sample {item.step}" in ran_before
-            await env.sleep(5.0)  # crashes must stay rarer than what wears a stage out; a step takes milliseconds
+            await env.sleep(5.0)  # crashes must stay below the stage's restart limit; a step takes milliseconds
             late = [name for name in model.ran[len(ran_before) :] if name.endswith(f" {item.step}")]
             assert not late, f"{late} ran after step {item.step} was answered"
         assert pipeline.health.is_ready
@@ -251,7 +251,7 @@ def test_the_faults_of_that_walk_are_all_met():
 
 @sim_test(seeds=10)
 async def test_a_crash_while_the_device_works_voids_the_step_after_it_has_worked(env):
-    """The error comes from inside handle, before its answer, with several steps on the device."""
+    """The error is raised inside handle, before the report, with several steps on the device."""
     model = Scripted()
     async with make(model, env) as pipeline:
         sample = pipeline.stages["sample"]
@@ -297,7 +297,7 @@ async def test_a_crash_behind_a_steps_answer_does_not_answer_it_again(env):
 
 
 class Untold(Device):
-    """Samples each step, and tells of none before `tell`."""
+    """Samples each step, and resolves none before `tell`."""
 
     is_late = True
 

@@ -1,4 +1,4 @@
-"""The sampler: what each row asked for is what it gets, whoever else is in the step."""
+"""The sampler: each row gets what its parameters request, whatever else is in the step."""
 
 import numpy as np
 import pytest
@@ -61,8 +61,8 @@ def test_a_row_in_the_middle_of_its_prompt_gets_no_token():
     assert sampler.sample(grant([(1, 2, 1, True)]), peaks(9)).places.tolist() == [0]
 
 
-def test_what_a_device_has_written_down_belongs_to_the_rows_that_go_on_and_so_do_its_scores():
-    """The first row was over by then, and the last one's logits held no number: nobody reads their scores."""
+def test_results_and_scores_of_a_device_count_only_for_rows_that_go_on():
+    """The first row had ended before, and the last one's logits held no number: their scores are not read."""
     sampler, read = make(), []
 
     def read_scores(slots, scores):
@@ -88,7 +88,7 @@ def test_dtypes_are_those_of_the_messages():
 # -- seeds
 
 
-def test_a_seeded_row_draws_the_same_tokens_whatever_its_neighbours_order_slot_and_preemption():
+def test_a_seeded_row_draws_the_same_in_any_batch_order_slot_and_after_preemption():
     logits = noise(6)
     params = {"temperature": 1.2, "top_p": 0.9}
 
@@ -148,7 +148,7 @@ def test_every_kind_of_row_in_one_step_gets_its_own_treatment():
 
 
 class Witness(LogitsProcessor):
-    """Sees what the sampler has made of logits, and leaves them so."""
+    """Records the edited logits, and changes nothing."""
 
     def process(self, slots, logits) -> None:
         self.seen = logits.clone()
@@ -162,7 +162,7 @@ def edits(first: list[Started], logits: torch.Tensor) -> torch.Tensor:
     return witness.seen
 
 
-def test_presence_and_frequency_look_at_the_answer_only_and_repetition_at_the_prompt_too():
+def test_presence_and_frequency_count_the_answer_and_repetition_the_prompt_too():
     logits = peaks(1, height=1.0)
     assert one(logits, prompt=(1, 2), presence_penalty=2.0).token_ids[0] == 1
     assert one(logits, prompt=(1, 2), frequency_penalty=2.0).token_ids[0] == 1
@@ -284,7 +284,7 @@ def test_an_end_token_at_the_last_place_is_a_stop():
     assert one(peaks(EOS), max_tokens=1).finishes.tolist() == [FinishReason.STOP]
 
 
-def test_a_row_that_has_ended_says_nothing_in_later_steps_until_its_slot_is_given_again():
+def test_an_ended_row_gets_no_tokens_until_its_slot_is_assigned_again():
     sampler = make()
     sampler.sample(decode(0, 1, started=[started(0), started(1)]), peaks(EOS, 4))
     late = sampler.sample(decode(0, 1, step=1), peaks(5, 6))

@@ -1,4 +1,4 @@
-"""What a row may not choose: allowed tokens, bad words, a user's processor; and log-probabilities of what is left."""
+"""Token constraints: allowed tokens, bad words, a logits processor; and log-probabilities of the remaining tokens."""
 
 from __future__ import annotations
 
@@ -62,18 +62,18 @@ def test_a_row_that_may_choose_nothing_ends_with_an_error():
 # -- bad words
 
 
-def test_a_bad_word_of_one_token_is_never_chosen_and_a_longer_one_never_becomes_whole():
+def test_a_bad_word_never_occurs_whether_of_one_token_or_several():
     assert answer(make(), 3, bad_words_token_ids=((0,),)) == [1, 1, 1]
     assert answer(make(), 5, bad_words_token_ids=((0, 0),)) == [0, 1, 0, 1, 0]
     assert answer(make(), 6, bad_words_token_ids=((0, 0, 0), (0, 1), (2, 0))) == [0, 0, 2, 1, 0, 0]
 
 
-def test_a_bad_word_goes_on_where_a_preemption_cut_it_and_does_not_begin_in_the_prompt():
+def test_a_bad_word_continues_after_a_preemption_and_does_not_begin_in_the_prompt():
     assert answer(make(), 1, generated=(5, 6), bad_words_token_ids=((5, 6, 0),)) == [1]
     assert answer(make(), 1, prompt=(5, 6), bad_words_token_ids=((5, 6, 0),)) == [0]
 
 
-def test_words_are_forbidden_as_they_are_and_behind_a_space_where_that_is_one_token_too():
+def test_words_are_forbidden_with_and_without_a_leading_space():
     class Words(ByteTokenizer):
         def encode_words(self, text: str) -> list[int]:
             known = {"fie": [7], " fie": [8], "zounds": [3, 4], " zounds": [5, 6, 4], "x": [9], " x": [9]}
@@ -107,7 +107,7 @@ def test_logprobs_are_the_models_own_or_those_that_tokens_are_drawn_by(mode):
 
 
 class NeverTwice(LogitsProcessor):
-    """No token follows itself, where that is asked for."""
+    """Forbids that a token follows itself, in the rows that request it."""
 
     def __init__(self) -> None:
         self.newest: dict[int, int] = {}

@@ -1,7 +1,7 @@
-"""Plans of the kinds that the real scheduler makes, of random choices: lists and dicts, no policy, no columns.
+"""Random plans of the kinds that the real scheduler makes: lists and dicts, no policy, no columns.
 
-Drives the allocator in `tests/stages/allocate/allocator_machine.py`. Knows sequences and steps in the scheduler's own
-words; refuses to know blocks, and what the device does.
+Drives the allocator in `tests/stages/allocate/allocator_machine.py`. It uses the scheduler's terms for sequences and
+steps, and knows neither blocks nor the device.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PARAMS = SamplingParams()
 
 @dataclass(eq=False)
 class Seq:
-    """What the scheduler knows of a sequence, in its own words (see sequences.py)."""
+    """The scheduler's state of a sequence; see `schedule/sequence.py`."""
 
     text: Text
     num_prompt: int
@@ -35,7 +35,7 @@ class Seq:
     swapped_step: int = -1
     last_step: int = -1
     num_preempted: int = 0
-    is_finished: bool = False  # the device knows: it says nothing more of it
+    is_finished: bool = False  # on the device, which returns no more tokens of it
 
     @property
     def sequence_id(self) -> int:
@@ -48,7 +48,7 @@ class Seq:
 
 @dataclass
 class _News:
-    """What allocate is told with the next plan."""
+    """Updates for allocate, sent with the next plan."""
 
     ended: list[int] = field(default_factory=list)
     preempted: list[int] = field(default_factory=list)
@@ -63,7 +63,7 @@ class _News:
 
 
 class NaiveScheduler:
-    """Told what happens, and asked for plans: one at a time, and the next one once `hear` has had the report."""
+    """Takes events and makes plans: one at a time, and the next one after `hear` has taken the report."""
 
     def __init__(self, num_slots: int, max_model_len: int, *, allows_partial: bool, protects_after: int) -> None:
         self.num_slots = num_slots
@@ -71,11 +71,11 @@ class NaiveScheduler:
         self.allows_partial = allows_partial
         self.protects_after = protects_after  # preemptions
         self.sequences: dict[int, Seq] = {}  # not over
-        self.holders: dict[int, Seq] = {}  # slot -> who is in it
+        self.holders: dict[int, Seq] = {}  # slot -> its sequence
         self.last_granted = self.completed_step = -1
         self.generation = 0
         self.outstanding: StepPlan | None = None
-        self._leaving: list[tuple[int, int]] = []  # (last step that may know the slot, slot)
+        self._leaving: list[tuple[int, int]] = []  # (last step that may use the slot, slot)
         self._told_step = -1
         self._news = _News()
         self._must_wait = False
@@ -184,14 +184,14 @@ class NaiveScheduler:
             voided=news.voided,
         )
 
-    # -- being told
+    # -- events
 
     def add(self, seq: Seq) -> None:
         """A sequence arrives."""
         self.sequences[seq.sequence_id] = seq
 
     def end(self, sequence_id: int) -> None:
-        """A sequence is over, wherever it is. Unknown ids are over already."""
+        """Ends a sequence in any state. Ignores unknown ids, which have ended."""
         seq = self.sequences.pop(sequence_id, None)
         if seq is None:
             return
@@ -202,7 +202,7 @@ class NaiveScheduler:
             self._news.ended.append(seq.slot)
 
     def hear(self, report: PlanReport) -> None:
-        """What became of the outstanding plan."""
+        """Takes the report on the outstanding plan."""
         plan, self.outstanding = self.outstanding, None
         assert plan is not None
         self._num_quarantined = report.num_quarantined + report.num_host_quarantined
@@ -226,8 +226,8 @@ class NaiveScheduler:
             self.end(sequence_id)
 
     def note_void(self, step: int, generation: int, slots: set[int]) -> bool:
-        """The oldest step in flight did not happen; `slots` have rows in it or behind it. Whether that is news, as it
-        did not fall with an earlier one."""
+        """The oldest step in flight was voided; `slots` have rows in it or in later steps. Returns whether it was the
+        first of its generation."""
         self._pop(step)
         self._news.voided.append(step)
         if generation != self.generation:
@@ -240,7 +240,7 @@ class NaiveScheduler:
         return True
 
     def rebuild(self) -> None:
-        """Its books are lost: all that runs or is swapped out is computed anew."""
+        """Its state is lost: all running and swapped sequences are recomputed."""
         self._take_back(list(self.holders.values()), tell=True)
         self._give_up_swapped(-1)
 

@@ -33,7 +33,7 @@ def plan(
     reserved: dict[int, int] | None = None,
     allows_partial: bool = True,
 ) -> StepPlan:
-    """A plan with `wishes` slot -> tokens, in order. `may_take` slot -> how many of `victims` it may take."""
+    """A plan with `wishes`, slot -> tokens, in order; `may_take`, slot -> how many of `victims` it may preempt."""
     slots = list(wishes)
     return StepPlan(
         step=step,

@@ -1,4 +1,4 @@
-"""Steps that need the host among steps that do not: everybody gets what a device answers that is waited for."""
+"""Steps that need the host among steps that do not: answers equal those of a synchronous device."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_penalties_bias_and_least_lengths_are_the_devices_own_business(checkpoin
 
 
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
-def test_log_probabilities_come_with_the_tokens_and_nobody_waits(checkpoint: Path, mode: str) -> None:
+def test_log_probabilities_come_with_the_tokens_and_no_step_waits(checkpoint: Path, mode: str) -> None:
     asks = among_plain(greedy(9, logprobs=5), greedy(9, logprobs=0, presence_penalty=1.0), greedy(9, logprobs=20))
     right, ran = both(checkpoint, asks, late(), logprobs_mode=mode)
     assert ran.answers == right.answers and ran.num_attended == 0
@@ -64,7 +64,7 @@ def _same_logprobs(ours: RequestOutput, theirs: RequestOutput) -> None:
         assert [top[3] for top in this.top] == pytest.approx([top[3] for top in that.top], abs=1e-5)
 
 
-def test_grammars_limits_and_scored_prompts_are_attended_and_the_others_are_not_delayed_wrongly(
+def test_grammars_limits_and_scored_prompts_wait_and_others_are_not_delayed_wrongly(
     checkpoint: Path,
 ) -> None:
     digits = StructuredOutputs(regex="[0-9]{4}(-[0-9]{2})?")
@@ -104,7 +104,7 @@ def test_preempted_sequences_with_a_grammar_go_on_where_they_were(checkpoint: Pa
 
 
 class NeverTwice(LogitsProcessor):
-    """No token follows itself, for those who ask."""
+    """A logits processor that forbids a token to follow itself, where requested."""
 
     def __init__(self) -> None:
         self.newest: dict[int, int] = {}
@@ -129,7 +129,7 @@ def test_a_users_processor_sees_the_tokens_it_asked_for_in_order(checkpoint: Pat
         assert all(this != that for this, that in zip(ids, ids[1:], strict=False))
 
 
-@pytest.mark.parametrize("width", [3, 12])  # the second looks at more candidates than a device tells of
+@pytest.mark.parametrize("width", [3, 12])  # the second needs more candidates than the device returns
 def test_a_beam_search_among_answers_finds_what_it_would_find(checkpoint: Path, width: int) -> None:
     async def ask(streams: Any) -> list[list[int]]:
         env = LiveEnv(0)

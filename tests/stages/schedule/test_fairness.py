@@ -1,7 +1,7 @@
-"""L06: one long prompt among many short ones, or the other way round, and neither waits for those that came later.
+"""Fairness: one long prompt among many short ones, or the reverse; neither waits for much later requests.
 
 In virtual time and counted in steps, on a scripted engine that is busy throughout: there are always more requests than
-slots. What counts is what reaches the device: who gets its first tokens when, and in which steps a sequence gains one.
+slots. Measured at the device: when each sequence gets its first token, and in which steps it gains one.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Watch:
 
 
 def play(scene: Scene, settings: dict[str, Any], *, has_odd: bool = True) -> Watch:
-    """Runs a scene to its end: twice as many clients as slots, each of whom asks again when answered."""
+    """Runs a scene to its end: twice as many clients as slots, each of which sends its next request on an answer."""
 
     async def main(env: SimEnv) -> Watch:
         async with scripted_engine(script=Script(eos_probability=0.0), env=env, **{**SIZES, **settings}) as engine:
@@ -133,7 +133,7 @@ def played(scene: str, settings: str, has_odd: bool = True) -> Watch:
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("scene", SCENES)
-def test_nobody_waits_for_more_than_50_who_came_later(scene: str, settings: str):
+def test_no_request_waits_for_more_than_50_later_ones(scene: str, settings: str):
     watch = played(scene, settings)
     (odd,) = watch.ids_of(SCENES[scene].odd_prompt)
     num_later = sum(sequence_id > odd for sequence_id in watch.admitted)
@@ -155,7 +155,7 @@ def test_who_runs_waits_no_longer_for_a_token_because_of_the_odd_one(scene: str,
 
 @pytest.mark.slow
 def test_serving_short_prompts_first_would_be_noticed(monkeypatch: pytest.MonkeyPatch):
-    """The control: then whoever comes with a short prompt overtakes the long one."""
+    """The control: then every request with a short prompt overtakes the long one."""
     monkeypatch.setattr(Policy, "rank", lambda self, sequence: (sequence.num_prompt, sequence.sequence_id))
     scene = SCENES["a long prompt among short ones"]
     watch = play(scene, {})

@@ -1,4 +1,4 @@
-"""How an answer may go on, by what stood in it before."""
+"""Prompt lookup: drafts from earlier occurrences of the last tokens."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_it_is_what_a_plain_search_finds(seed: int):
 
 
 def searched(tokens: list[int], least: int, most: int, num_tokens: int) -> list[int]:
-    """The same, as plainly as it can be said."""
+    """The same, as a plain loop."""
     for size in range(most, least - 1, -1):
         for end in range(len(tokens) - 1, size - 1, -1):
             if tokens[end - size : end] == tokens[len(tokens) - size :]:
@@ -73,7 +73,7 @@ def searched(tokens: list[int], least: int, most: int, num_tokens: int) -> list[
     return []
 
 
-# -- from the scheduler's books
+# -- from the slot table
 
 
 def running(prompts: list[list[int]]) -> Scheduler:

@@ -1,4 +1,4 @@
-"""When the next step is planned: as late as it can be where somebody may come, but seldom so late the device waits."""
+"""Plan timing: as late as possible where a request may arrive, but seldom so late that the device waits."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_timer_that_rings_a_moment_too_early_is_not_set_again():
     assert told.is_early(0.08, 100.0) and not told.is_early(0.08, told.due_s - 0.0005)
 
 
-def test_beside_a_short_step_a_plan_waits_only_for_a_moment_after_an_answer_has_ended():
+def test_during_a_short_step_a_plan_waits_only_shortly_after_an_answer_has_ended():
     told = Lead()
     told.note_begun(100.0)
     short_s = (SHORT_STEP_S + LONG_STEP_S) / 2
@@ -69,17 +69,17 @@ def test_beside_a_short_step_a_plan_waits_only_for_a_moment_after_an_answer_has_
 
 
 @pytest.mark.parametrize("needed", [0.1, 0.3, 0.6])
-def test_plans_are_made_as_early_as_it_takes_for_about_one_in_eighteen_to_come_too_late(needed: float):
+def test_plans_are_made_so_early_that_about_one_in_eighteen_comes_too_late(needed: float):
     told, dice, num_late = Lead(), Random(0), 0
     for number in range(3000):
-        is_late = told.share < needed * dice.uniform(0.5, 1.0)  # what it takes differs from step to step
+        is_late = told.share < needed * dice.uniform(0.5, 1.0)  # the needed lead time varies
         told.note_waited(is_late=is_late)
         num_late += is_late and number >= 1000
     assert 0.5 * needed < told.share < 1.3 * needed
     assert 0.03 < num_late / 2000 < 0.08
 
 
-def test_however_late_plans_come_some_still_wait_and_however_timely_they_are_it_is_soon_found_when_that_ends():
+def test_the_lead_time_stays_within_bounds_and_soon_adapts_when_plans_come_late():
     told = Lead()
     for _ in range(100):
         told.note_waited(is_late=True)
@@ -93,7 +93,7 @@ def test_however_late_plans_come_some_still_wait_and_however_timely_they_are_it_
     assert told.share > FIRST_SHARE
 
 
-def test_a_step_is_expected_to_take_what_steps_of_its_contents_took_once_a_size_was_chosen():
+def test_a_step_is_expected_to_take_what_like_steps_took_once_a_size_was_chosen():
     size = StepSize(0.05, 512)
     for contents, seconds in steps(Random(0), 64):
         size.note(contents, seconds)
@@ -114,7 +114,7 @@ def simulate(monkeypatch: pytest.MonkeyPatch, *requests: TraceRequest, waits: bo
         return Simulation(replace(ENGINE, itl_target_ms=50.0), model).run(Trace(requests, False))
 
 
-def test_who_comes_while_long_steps_run_is_served_sooner_and_the_device_nearly_always_finds_its_plans_ready(
+def test_requests_in_long_steps_are_served_sooner_and_plans_are_nearly_always_ready(
     monkeypatch: pytest.MonkeyPatch,
 ):
     has_come_late: list[bool] = []  # each step: the device had come to the end of the one before
@@ -138,7 +138,7 @@ def test_who_comes_while_long_steps_run_is_served_sooner_and_the_device_nearly_a
     assert np.percentile(late.itl_s, 99) < 1.01 * np.percentile(at_once.itl_s, 99)
 
 
-def test_a_client_that_sends_its_next_request_when_it_has_an_answer_waits_for_one_step_less(
+def test_a_client_that_sends_its_next_request_on_an_answer_waits_one_step_less(
     monkeypatch: pytest.MonkeyPatch,
 ):
     slow = replace(MODEL, decode_row_s=5e-4)  # steps of 13 ms
@@ -194,7 +194,7 @@ def ring(core: Core) -> None:
     assert core.lane.is_rung and core.env.next_alarm_s == INFINITE
 
 
-def test_a_plan_that_waits_is_made_though_nothing_comes_and_whoever_comes_before_is_in_it():
+def test_a_delayed_plan_is_made_though_nothing_comes_and_includes_new_requests():
     core, grant = begun()
     core.env.time_s = 5.01
     assert core.run_schedule([request(1, 30)])[0] == []
@@ -206,7 +206,7 @@ def test_a_plan_that_waits_is_made_though_nothing_comes_and_whoever_comes_before
     assert core.schedule.lead.share < FIRST_SHARE  # it need not have been made so early
 
 
-def test_a_step_that_is_done_before_its_successor_is_planned_has_that_planned_at_once_and_plans_come_earlier_then():
+def test_a_step_done_before_the_next_plan_has_it_made_at_once_and_later_ones_sooner():
     core, grant = begun()
     core.env.time_s = 5.05
     (plan,), _ = core.run_schedule([done(grant)])
@@ -234,7 +234,7 @@ def test_where_nothing_is_left_to_run_no_plan_was_late():
     assert core.schedule.lead.share == FIRST_SHARE
 
 
-def test_a_step_that_fails_while_a_plan_waits_is_planned_anew_at_once_and_nothing_is_learned_from_it():
+def test_a_step_that_fails_during_a_delay_is_replanned_at_once_and_teaches_nothing():
     core, grant = begun()
     (plan,), _ = core.run_schedule([StepVoid(grant.step, grant.generation, MemoryError())])
     assert plan.voided == [grant.step] and core.env.next_alarm_s == INFINITE

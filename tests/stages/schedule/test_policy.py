@@ -1,4 +1,4 @@
-"""Policies: what may be replaced, and that the books stay right whatever one says."""
+"""Policies: what may be replaced, and that the scheduler stays consistent whatever a policy returns."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ShortestPromptFirst(Policy):
 
 
 class Chaotic(Policy):
-    """Says whatever comes to mind."""
+    """Returns random results."""
 
     def __init__(self) -> None:
         self.dice = random.Random(1)
@@ -88,7 +88,7 @@ def test_waiting_ten_seconds_is_worth_one_priority_with_ageing_of_ten(gap_s: flo
 
 
 def test_with_ageing_a_stream_of_better_requests_does_not_starve_a_worse_one():
-    """One slot, a better request every second, each runs for two: without ageing the worse one never gets in."""
+    """One slot, a better request every second, each runs for two: without ageing the worse one never starts."""
 
     def entered_at(policy: Policy) -> int | None:
         line = Scheduler(LIMITS, policy).waiting
@@ -120,7 +120,7 @@ def test_policies_are_named_by_import_path():
         ("no.such.module:Class", "No module named"),
         ("json:NoSuchClass", "has no attribute 'NoSuchClass'"),
         (f"{__name__}:NotAPolicy", "must be a subclass"),
-        (f"{__name__}:NeedsMore", "is made without arguments"),
+        (f"{__name__}:NeedsMore", "must be constructible without arguments"),
     ],
 )
 def test_what_is_no_policy_is_refused_with_the_reason(name: str, complaint: str):
@@ -129,7 +129,7 @@ def test_what_is_no_policy_is_refused_with_the_reason(name: str, complaint: str)
 
 
 def test_ageing_with_a_policy_that_knows_none_is_refused():
-    with pytest.raises(ConfigError, match="only scheduler = priority knows ageing"):
+    with pytest.raises(ConfigError, match="must be unset unless scheduler = priority"):
         make_policy(EngineConfig(scheduler="fifo", priority_ageing_s=1.0))
 
 

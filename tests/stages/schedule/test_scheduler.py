@@ -1,4 +1,4 @@
-"""What runs next. Schedule's logic and allocate's together, without an event loop."""
+"""The scheduler and the allocator together, without an event loop."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Bench:
         self.sequence_in: dict[int, int] = {}  # slot -> sequence id
 
     def plan(self) -> tuple[StepPlan | None, StepGrant | None]:
-        """The next plan and its grant, with all books checked."""
+        """The next plan and its grant; checks all state."""
         plan = self.scheduler.plan()
         if plan is None:
             return None, None
@@ -79,7 +79,7 @@ class Bench:
         return grant
 
     def run(self) -> None:
-        """Steps until nothing is left to say."""
+        """Runs steps until there is no plan."""
         for _ in range(10_000):
             plan, grant = self.plan()
             if grant is not None:
@@ -185,7 +185,7 @@ def test_a_request_of_equal_priority_waits_for_a_slot():
     assert bench.scheduler.num_preemptions == 0
 
 
-def test_as_many_give_way_as_there_are_better_ones_and_nobody_more_often_than_four_times():
+def test_as_many_are_preempted_as_better_ones_wait_and_none_more_than_four_times():
     bench = Bench(max_num_seqs=4)
     for i in range(4):
         bench.scheduler.add(request(i, 3, max_tokens=25, priority=9))
@@ -244,7 +244,7 @@ def test_a_row_is_never_planned_beyond_its_limit():
     assert bench.scheduler.plan() is None
 
 
-def test_a_finished_sequence_gives_its_blocks_back_in_the_next_plan_even_if_nothing_runs():
+def test_a_finished_sequence_frees_its_blocks_in_the_next_plan_even_if_nothing_runs():
     bench = Bench()
     bench.scheduler.add(request(0, 3))
     bench.step(stop={0})
@@ -283,13 +283,13 @@ def test_a_cancelled_sequence_is_gone_and_its_blocks_with_it(when: str):
     assert not bench.scheduler.sequences and bench.allocator.pool.num_free == 64
 
 
-def test_ending_a_sequence_nobody_knows_changes_nothing():
+def test_ending_an_unknown_sequence_changes_nothing():
     bench = Bench()
     bench.scheduler.end(99)
     assert bench.scheduler.plan() is None
 
 
-def test_the_newest_is_preempted_for_the_oldest_and_computed_again_with_its_answer_so_far():
+def test_the_newest_is_preempted_for_the_oldest_and_recomputed_with_its_answer():
     bench = Bench(num_blocks=8, max_num_seqs=2)
     bench.scheduler.add(request(0, 12, max_tokens=20))
     bench.scheduler.add(request(1, 12, max_tokens=20))
@@ -298,7 +298,7 @@ def test_the_newest_is_preempted_for_the_oldest_and_computed_again_with_its_answ
     assert bench.answers == {0: list(range(20)), 1: list(range(20))}
 
 
-def test_nobody_is_preempted_more_than_four_times():
+def test_no_sequence_is_preempted_more_than_four_times():
     bench = Bench(num_blocks=8, max_num_seqs=8, max_model_len=32)
     for i in range(12):
         bench.scheduler.add(request(i, 2, max_tokens=28))
@@ -430,7 +430,7 @@ def test_a_random_life_loses_no_token_and_no_block(seed: int):
         assert bench.answers[i] == list(range(wanted[i]))
 
 
-def test_the_choices_of_a_prompt_are_let_in_together_as_the_first_computes_it_for_all():
+def test_the_choices_of_a_prompt_start_together_as_the_first_computes_it_for_all():
     scheduler = Scheduler(Limits(max_num_seqs=16, max_num_batched_tokens=150, max_model_len=200, block_size=4))
     scheduler.add(request(0, 100, n=8))
     scheduler.add(request(8, 60))
@@ -465,7 +465,7 @@ def num_let_in(bench: Bench, first: int) -> int:
     return len(plan.started)
 
 
-def test_no_two_columns_of_the_slot_table_share_memory_as_a_copied_replay_would_part_them():
+def test_no_two_columns_of_the_slot_table_share_memory_as_a_copy_would_split_them():
     columns = [column for column in vars(SlotTable(4)).values() if isinstance(column, np.ndarray)]
     assert len(columns) > 9
     assert not any(np.shares_memory(one, other) for one, other in combinations(columns, 2))

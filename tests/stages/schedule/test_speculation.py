@@ -1,4 +1,4 @@
-"""Drafts: answers are what they are without them, and come in fewer steps where they repeat something."""
+"""Speculation: answers equal those without drafts, and repetitive ones take fewer steps."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ async def test_an_answer_that_was_drafted_is_found_by_who_goes_on_from_it(env: S
         assert second.num_cached_tokens == 44  # all but the last token, which is never computed, of 45
 
 
-# -- who drafts
+# -- which sequences draft
 
 
 def test_rows_whose_tokens_hang_on_more_than_logits_and_position_do_not_draft():
@@ -198,7 +198,7 @@ def test_rows_whose_tokens_hang_on_more_than_logits_and_position_do_not_draft():
 
 
 @sim_test(seeds=2)
-async def test_nobody_drafts_while_too_many_are_served(env: SimEnv):
+async def test_no_sequence_drafts_while_too_many_are_served(env: SimEnv):
     async with engine_of(env, num_speculative_tokens=11) as engine:  # 12 tokens of a step: 3 rows with 3 drafts each
         await asyncio.gather(*(ask(engine, "abc", seed=i) for i in range(4)))
         assert engine.scheduler.speculation.num_drafts == 0
@@ -209,7 +209,7 @@ async def test_nobody_drafts_while_too_many_are_served(env: SimEnv):
 
 
 @sim_test(seeds=2)
-async def test_nobody_drafts_while_a_prompt_is_computed(env: SimEnv):
+async def test_no_sequence_drafts_while_a_prompt_is_computed(env: SimEnv):
     async with engine_of(env, max_num_batched_tokens=16) as engine:
         grants = grants_of(engine)
         drafting = asyncio.create_task(ask(engine, max_tokens=200, temperature=0.0))
@@ -278,7 +278,7 @@ class Plan:
         return self.finish(plan, num_accepted)
 
     def grant(self, plan: StepPlan, preempted: Sequence[int] = ()) -> None:
-        """As much as was wanted, but for who loses its blocks."""
+        """Grants the demand, except to preempted slots."""
         granted = np.where(np.isin(plan.slots, preempted), 0, plan.num_wanted).astype(np.int32)
         report = PlanReport(plan.step, granted, np.zeros_like(granted), preempted, 99, 0, is_void=not granted.any())
         self.scheduler.on_report(report)
@@ -346,7 +346,7 @@ def test_no_draft_goes_past_the_limit_of_an_answer():
     while plan.scheduler.sequences[0].limit - plan.num_known > 3:
         plan.step(0)
     plan.guess(8)
-    assert plan.step(0) == 2  # they, and the token behind them, are the last three
+    assert plan.step(0) == 2  # they, and the token after them, are the last three
 
 
 def test_drafts_of_a_sequence_that_has_lost_its_blocks_are_not_said_to_be_computed():
@@ -366,7 +366,7 @@ def test_drafts_of_a_sequence_that_has_lost_its_blocks_are_not_said_to_be_comput
     assert last is not None and last.accepted == []
 
 
-def test_without_drafts_there_is_nobody_to_guess_of():
+def test_without_drafts_no_slot_needs_a_guess():
     plan = Plan(num_speculative_tokens=0)
     assert plan.scheduler.slots_to_guess() == []
     assert Plan(block_size=1).scheduler.speculation.num_tokens == 0
@@ -403,7 +403,7 @@ def test_a_run_of_tokens_is_hidden_as_they_would_be_one_by_one():
     assert _Encoder(0.0, veil, has_cache=True)._answered(done).tolist() == hidden([5, 6, 5])
 
 
-def test_code_of_ones_own_between_logits_and_tokens_switches_it_off_unless_it_was_asked_for():
+def test_custom_code_between_logits_and_tokens_turns_it_off_unless_requested():
     assert Engine(logits_processor=LogitsProcessor(), speculation="ngram").config.speculation == "off"
     engine = Engine(speculation="auto")
     engine.replace("tokenize", Sample(None, None))  # type: ignore[arg-type]

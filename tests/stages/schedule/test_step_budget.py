@@ -1,5 +1,4 @@
-"""The size of a step by its target: what a step costs, how much of a prompt that leaves room for, and what comes of it
-in an engine under load, in virtual time."""
+"""The token budget by target time: step costs, the room for prompts, and an engine under load in virtual time."""
 
 from __future__ import annotations
 
@@ -78,7 +77,7 @@ def test_steps_that_are_late_by_themselves_change_hardly_anything():
     assert expected == pytest.approx(MODEL.seconds(a_step), rel=0.1) and slowness < 1.25
 
 
-def test_outcomes_that_are_told_late_and_then_two_at_once_do_not_count_as_quick_steps():
+def test_outcomes_reported_late_and_then_two_at_once_do_not_count_as_quick_steps():
     samples = steps(Random(2), 120)
     for number in range(5, 115, 10):
         (first, took), (second, also_took) = samples[number : number + 2]
@@ -107,7 +106,7 @@ def test_costs_of_prompts_are_kept_while_there_are_none():
 # -- what there is room for
 
 
-def test_prompts_get_the_tokens_that_fit_in_order_and_what_they_leave_is_for_one_that_begins():
+def test_prompts_get_the_tokens_that_fit_in_order_and_a_new_one_gets_the_rest():
     costs = Costs(prefill_token_s=1.0)
     assert tokens_within(10.5, costs, [Wish(30, 0)], 100) == 10
     assert tokens_within(10.5, costs, [Wish(4, 0), Wish(4, 0)], 100) == 10
@@ -172,7 +171,7 @@ def test_a_longer_target_never_leaves_prompts_less_whatever_answers_alone_take()
         assert chosen[2:] == sorted(chosen[2:]), f"{num_decode} rows leave {chosen}"
 
 
-def test_the_target_is_stretched_by_how_long_the_prompts_that_wait_take_beyond_half_a_second():
+def test_the_target_is_stretched_once_waiting_prompts_take_over_half_a_second():
     costs = Costs(prefill_token_s=1e-3, prefill_pair_s=1e-6)
     assert stretch(costs, []) == stretch(costs, [Wish(300, 0)]) == 1  # 0.345 s
     assert stretch(costs, [Wish(500, 250)]) == pytest.approx(0.75 / PATIENCE_S)  # a third for what it attends to
@@ -206,7 +205,7 @@ def test_what_is_left_open_depends_on_what_computes():
     assert settle_step_size(said, is_native=True) == said
 
 
-def test_a_target_that_nobody_set_is_what_a_part_of_a_prompt_takes_that_keeps_a_cpu_busy_within_bounds():
+def test_an_unset_target_is_the_time_of_a_chunk_that_keeps_a_cpu_busy_within_bounds():
     least_ms, most_ms = TARGETS_MS
     assert target_ms_for(0.075 / TARGET_TOKENS) == pytest.approx(75.0)
     assert target_ms_for(0.001 / TARGET_TOKENS) == least_ms and target_ms_for(1.0) == most_ms
@@ -251,7 +250,7 @@ def simulate(*requests: TraceRequest, target_ms: float) -> Result:
     return result
 
 
-def test_long_prompts_do_not_hold_answers_up_for_longer_than_the_target_and_come_through_as_fast():
+def test_long_prompts_delay_answers_by_no_more_than_the_target_and_finish_as_fast():
     free, held = (simulate(*STREAMS, *PROMPTS, target_ms=target_ms) for target_ms in (0.0, 50.0))
     gaps = [float(np.percentile(result.itl_s, 99)) for result in (free, held)]
     assert gaps[0] > 0.12 and gaps[1] <= 0.0505 and float(np.percentile(held.itl_s, 99.9)) < 0.08
@@ -281,7 +280,7 @@ def test_a_target_that_answers_alone_do_not_meet_starves_no_prompt():
     assert float(np.percentile(crowded.itl_s, 99)) < (1 + MOST_SHARE) * 1.1 * float(np.percentile(alone.itl_s, 99))
 
 
-def test_where_nobody_waits_for_a_token_a_prompt_is_computed_in_steps_as_large_as_may_be():
+def test_without_running_answers_a_prompt_is_computed_in_the_largest_steps():
     (outcome,) = simulate(TraceRequest(0.0, num_prompt=1024, num_answer=1), target_ms=1.0).outcomes
     pairs = 1024 * 1025 / 2
     expected_s = 2 * MODEL.step_s + 1024 * MODEL.prefill_token_s + pairs * MODEL.prefill_pair_s

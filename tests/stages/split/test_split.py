@@ -1,4 +1,4 @@
-"""The parts of split mode that need no second process: what the front keeps, and what crosses."""
+"""The parts of split mode that need no second process: the table of requests in flight, and the messages."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def crossed(message: Any) -> Any:
     return CODEC.decode(header, b"".join(body))
 
 
-# -- the live table
+# -- requests in flight
 
 
 def test_another_engine_is_given_each_prompt_with_what_was_told_of_its_answer() -> None:
@@ -80,7 +80,7 @@ def test_what_is_noted_of_sequences_that_are_over_is_thrown_away() -> None:
     assert len(table._steps) == 1 and len(ids) == STEPS_AT_ONCE and token_ids[-1] == 7
 
 
-def test_a_request_that_ran_in_two_engines_that_died_is_given_up_and_one_that_waited_is_not() -> None:
+def test_a_request_that_ran_during_two_deaths_is_given_up_and_a_waiting_one_is_not() -> None:
     table = LiveTable()
     table.sent(token_request("runs", 0))
     table.sent(token_request("waits", 1))
@@ -101,7 +101,7 @@ def test_tokens_that_came_twice_are_counted_once() -> None:
     assert resumed.generated is not None and resumed.generated[0].tolist() == [5, 6, 7]
 
 
-# -- going on
+# -- resuming
 
 
 def test_the_scheduler_goes_on_with_an_answer_where_another_engine_has_stopped() -> None:
@@ -117,7 +117,7 @@ def test_the_scheduler_goes_on_with_an_answer_where_another_engine_has_stopped()
     assert scheduler.sequences[4].limit == 53, "as many tokens as were asked for, those that there are included"
 
 
-# -- what crosses
+# -- messages between the processes
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_a_failure_crosses_with_what_its_client_is_told_and_no_more(error: Excep
 # -- the engine's side
 
 
-def test_the_engine_process_knows_whose_sequences_are_and_tells_failures_once() -> None:
+def test_the_engine_process_maps_sequences_to_requests_and_reports_failures_once() -> None:
     said: list[Any] = []
 
     async def main() -> None:
@@ -279,7 +279,7 @@ class Nothing(LogitsProcessor):
 
 def test_what_would_have_to_be_in_the_engine_process_is_refused_in_a_sentence() -> None:
     engine = SplitEngine(EngineConfig())
-    with pytest.raises(ConfigError, match="a stage behind schedule would have a neighbour in another process"):
+    with pytest.raises(ConfigError, match="a stage after schedule would have a neighbour in another process"):
         engine.insert(MirrorStage(CORE["schedule"]), after="schedule")
     with pytest.raises(ConfigError, match="sample is in the engine process"):
         engine.replace("sample", MirrorStage(CORE["sample"]))
@@ -291,7 +291,7 @@ def test_what_would_have_to_be_in_the_engine_process_is_refused_in_a_sentence() 
         SplitEngine(EngineConfig(), logits_processor=Nothing())
 
 
-def test_a_front_whose_engine_can_not_be_started_says_why_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_front_whose_engine_cannot_be_started_says_why_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         engine = SplitEngine(EngineConfig(model="/nowhere/at/all"), env=(env := LiveEnv()))
         with pytest.raises(Exception, match="/nowhere/at/all"):

@@ -1,4 +1,4 @@
-"""A split engine from Python, with the bundled model: what it survives, and what it says when it can not."""
+"""A split engine from Python, with the bundled model: the failures it survives, and its errors for the others."""
 
 from __future__ import annotations
 
@@ -119,10 +119,10 @@ def test_when_engine_processes_keep_dying_every_request_is_told_and_health_says_
     run(test)
 
 
-def test_a_request_that_can_not_cross_is_told_so_alone() -> None:
+def test_a_request_that_cannot_be_sent_fails_alone() -> None:
     async def test(engine: SplitEngine) -> None:
         params: Any = SamplingParams(max_tokens=3, extra_args={"it": object()})
-        with pytest.raises(RequestError, match="can not be handed to the engine process: a object can not cross"):
+        with pytest.raises(RequestError, match="cannot be sent to the engine process"):
             async for _ in engine.generate("a", params):
                 pass
         assert await answer(engine)
@@ -204,11 +204,11 @@ def test_a_stage_that_stands_still_over_there_is_found_from_here_with_where_it_w
 @pytest.mark.parametrize(
     ("config", "complaint"),
     [
-        ('{"model_type": "bert", "architectures": ["BertModel"]}', "mode = split: this model reads texts at once"),
-        (None, "max_model_len = 1: needs at least 2"),
+        ('{"model_type": "bert", "architectures": ["BertModel"]}', "mode = split: must be inline for an encoder model"),
+        (None, "max_model_len = 1: must be at least 2"),
     ],
 )
-def test_what_can_not_be_served_is_said_as_in_one_process(tmp_path: Path, config: str | None, complaint: str) -> None:
+def test_what_cannot_be_served_is_reported_as_inline(tmp_path: Path, config: str | None, complaint: str) -> None:
     options: dict[str, Any] = {"max_model_len": 1}
     if config is not None:
         (tmp_path / "config.json").write_text(config)

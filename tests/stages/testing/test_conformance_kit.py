@@ -1,4 +1,4 @@
-"""The conformance kit: sound stages pass it, and a stage with any one of the seeded bugs does not."""
+"""The conformance kit: correct stages pass it, and a stage with any one of the seeded bugs fails."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def make_note(request_id: str, i: int) -> Note:
 
 
 class Upper(Stage[Note, Note]):
-    """A sound stage; the bugs below are made of it. Takes a while for each batch."""
+    """A correct stage, from which the buggy ones below are derived. Takes some time for each batch."""
 
     def __init__(self) -> None:
         self._context: Context | None = None
@@ -45,7 +45,7 @@ class Upper(Stage[Note, Note]):
             out.send(replace(note, text=note.text.upper()))
 
 
-# -- sound stages
+# -- correct stages
 
 
 def test_a_sound_stage_passes() -> None:
@@ -65,7 +65,7 @@ def test_sound_functions_pass_one_by_one_and_several_at_once() -> None:
     conformance(lambda: make(3), make_note)
 
 
-def test_a_stage_that_makes_several_of_an_item_passes_and_one_that_swallows_an_item_does_not() -> None:
+def test_a_stage_that_multiplies_items_passes_and_one_that_swallows_items_fails() -> None:
     @stage
     async def twice(note: Note) -> AsyncIterator[Note]:
         yield note
@@ -148,7 +148,7 @@ class SwallowsCancellationOfAnItem(SwallowsCancellation):
 
 
 class DropsOnDrain(Upper):
-    """Waits for a second item before it lets the first one go."""
+    """Waits for a second item before it sends the first one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -237,5 +237,5 @@ def test_a_stage_with_ports_of_its_own_is_refused_with_their_names() -> None:
     class Forks(Stage[Note, Note]):
         outputs = {"left": Note, "right": Note}
 
-    with pytest.raises(ValueError, match="has the ports in, left, right: the kit knows stages with in and out"):
+    with pytest.raises(ValueError, match="has the ports in, left, right: must be in and out"):
         conformance(Forks, make_note)

@@ -1,4 +1,4 @@
-"""Work that arrives while other work runs, in virtual time, on a device whose steps take as long as they are told."""
+"""Requests that arrive while others run, in virtual time, on a device with a given time per step."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def time_to_first_token(engine: Any, env: SimEnv, num_prompt: int) -> floa
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
 @pytest.mark.parametrize("seed", range(count(1, 3)))
-def test_short_requests_get_their_first_token_within_three_steps_while_a_long_one_runs(seed: int, steps_in_flight: int):
+def test_short_requests_get_a_first_token_within_three_steps_beside_a_long_one(seed: int, steps_in_flight: int):
     """One answer of 1,000 tokens, and 50 short requests that arrive while it runs: none waits for it."""
 
     async def main(env: SimEnv) -> tuple[list[float], int]:
@@ -63,7 +63,7 @@ def test_short_requests_get_their_first_token_within_three_steps_while_a_long_on
 
 
 def test_a_finished_sequence_leaves_at_once_and_the_next_takes_its_place():
-    """Eight slots, 40 requests of unequal length: the device is never left with a free slot while somebody waits."""
+    """Eight slots, 40 requests of unequal length: no slot stays free while a request waits."""
 
     async def main(env: SimEnv) -> float:
         sizes = {"max_num_seqs": 8, "num_gpu_blocks": 256}

@@ -1,4 +1,4 @@
-"""The test double: the real stages, a scripted device, the interface of an engine, and no model."""
+"""The scripted engine: the real stages and the API of an engine, with a scripted device and no model."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_tokens_one_by_one_and_many_at_once_are_the_same(
         assert together.tolist() == one_by_one
 
 
-# -- what the device notices
+# -- violations
 
 
 def grant(step: int, **changes: Any) -> StepGrant:
@@ -175,7 +175,7 @@ def test_a_sound_run_gives_the_expected_tokens_and_nothing_to_complain_of() -> N
     assert found == device.script.expected([65], SamplingParams(max_tokens=2, temperature=0)) and not device.violations
 
 
-def test_a_block_granted_again_while_a_step_may_use_it_is_noticed_by_the_books_and_in_the_answer() -> None:
+def test_a_block_granted_while_a_step_may_use_it_is_a_violation_and_a_wrong_answer() -> None:
     device = model()
     first = grant(0)
     device.announce(first)
@@ -210,14 +210,14 @@ def test_a_block_granted_again_while_a_step_may_use_it_is_noticed_by_the_books_a
         ),
     ],
 )  # fmt: skip
-def test_a_grant_that_can_not_be_right_is_named(change: dict[str, Any], complaint: str) -> None:
+def test_a_grant_that_cannot_be_right_is_named(change: dict[str, Any], complaint: str) -> None:
     device = model()
     run_step(device, grant(0))
     device.announce(replace(grant(1), **change))
     assert any(complaint in violation for violation in device.violations), device.violations
 
 
-def test_a_violation_fails_whoever_used_the_engine() -> None:
+def test_a_violation_fails_the_user_of_the_engine() -> None:
     async def main() -> None:
         async with scripted_engine() as engine:
             engine.model.violations.append("step 1 something impossible")

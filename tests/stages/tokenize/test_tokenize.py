@@ -1,4 +1,4 @@
-"""Prompts to token ids: in order, in threads, and nobody pays for another's prompt."""
+"""Tokenize: prompts to token ids, in order and in threads; an error fails only its own request."""
 
 import asyncio
 import threading
@@ -32,7 +32,7 @@ class Keep(Answer):
 
 
 class Panic(BaseException):
-    """As a Rust panic: no Exception."""
+    """Like a Rust panic: not an `Exception`."""
 
 
 class Fragile(ByteText):

@@ -1,6 +1,8 @@
-// Attention's part of a step: what threads read for a plan, and what becomes of each chunk that one has seen.
+// AttentionStep: the attention phases of a step. Lists the tiles to read, computes the parts of the plan, and merges
+// split chunks.
 //
-// Knows in which memory. Refuses to know which parts there are (plan.h), and how a chunk is seen (attention.h).
+// The plan (attention_plan.h) says what the parts are; attention.h computes a chunk. Buffers are per thread, by
+// `scratch_index`; partial results of a split plan are in `Model::partials`. Called by Step, on each compute thread.
 
 #pragma once
 
@@ -14,117 +16,125 @@
 namespace millrace {
 
 template <class Input, class Cached>
-class Attending {
-    using Seat = Party::Seat;
+class AttentionStep {
+    using Member = ThreadTeam::Member;
     using Attention = ItemAttention<Cached>;
 
   public:
-    Attending(Model& model, const CacheLayout<Cached>& layout) : model_(model), shape_(model.shape), layout_(layout) {}
+    AttentionStep(Model& model, const CacheLayout<Cached>& layout) : model_(model), shape_(model.shape), layout_(layout) {}
 
-    // Before anything is listed: whether chunks' values wait where it is worth it (see `Plan`), so not where keys and values
-    // are fetched a layer ahead.
-    // NOTE: small blocks, and tile registers, keep a chunk's values where the next one's would overwrite them.
-    void decide_waiting(bool looks_ahead) { can_wait_ = !looks_ahead && !IN_AMX<Cached> && layout_.is_tiled(); }
+    // Decides, before reads are listed, whether the values of chunks are deferred where that pays (see
+    // `AttentionPlan`): not if keys and values are prefetched a layer ahead.
+    // NOTE: small blocks and AMX keep a chunk's values where the next chunk's would overwrite them, so they cannot
+    // defer.
+    void decide_deferral(bool prefetches_kv) { can_defer_ = !prefetches_kv && !USES_AMX<Cached> && layout_.is_tiled(); }
 
-    // Memory of it, of so many threads.
-    static int64_t scratch_bytes(int num_threads) { return int64_t(sizeof(Scratch<Cached>)) * num_threads; }
+    // Memory of the threads' buffers.
+    static int64_t scratch_bytes(int num_threads) { return int64_t(sizeof(AttentionScratch<Cached>)) * num_threads; }
 
-    // The tiles that each part of the plan reads, in the order in which `attend` does.
-    void list_reads(const Batch<Input>& batch, Plan* plan) {
+    // Lists the tiles that each part reads, in the order in which `attend` reads them.
+    void list_reads(const Batch<Input>& batch, AttentionPlan* plan) {
         plan->first_read.push_back(0);
         for (int64_t part = 0; part < plan->num_parts(); part++) {
             auto list = [&](size_t i, auto list_of) {
                 auto [item, chunk] = plan->chunks[i];
-                (look(batch, *plan, plan->items[item], nullptr, 0).*list_of)(chunk, &plan->reads);
+                (item_attention(batch, *plan, plan->items[item], nullptr, 0).*list_of)(chunk, &plan->reads);
             };
             std::array<size_t, 2> seen;
-            plan->each_chunk(
-                part, can_wait_, [&](size_t i, int half, bool) { list(seen[half] = i, &Attention::list_keys); },
+            plan->for_each_chunk(
+                part, can_defer_, [&](size_t i, int half, bool) { list(seen[half] = i, &Attention::list_keys); },
                 [&](int half) { list(seen[half], &Attention::list_values); });
             plan->first_read.push_back(int64_t(plan->reads.size()));
         }
-        static_assert(Reads<Cached>::AHEAD <= MOST_AHEAD, "what is read ahead of the last tile is in the list");
-        plan->reads.resize(plan->reads.size() + MOST_AHEAD);
+        static_assert(TileReadOrder<Cached>::DISTANCE <= MAX_TILES_AHEAD,
+                      "what is read ahead of the last tile is in the list");
+        plan->reads.resize(plan->reads.size() + MAX_TILES_AHEAD);
     }
 
-    // Of a layer, whose cache that is.
-    void attend(const Batch<Input>& batch, const Plan& plan, const Cached* cache, Seat seat) {
-        TilesInUse tiles;
-        seat.each_piece(plan.num_parts(), 1, [&](int64_t part, int64_t, int64_t) {
-            attend_part(batch, plan, cache, part, seat.place, tiles);
+    // Attention of one layer, whose cache is given.
+    void attend(const Batch<Input>& batch, const AttentionPlan& plan, const Cached* cache, Member member) {
+        TileScope tiles;
+        member.parallel_for(plan.num_parts(), 1, [&](int64_t part, int64_t, int64_t) {
+            attend_part(batch, plan, cache, part, member.scratch_index, tiles);
         });
     }
 
-    // After it, where the plan is split.
-    void put_chunks_together(const Batch<Input>& batch, const Plan& plan, const Cached* cache, Seat seat) {
-        each_row(seat, int64_t(plan.items.size()), [&](int64_t i) {
-            const Item& item = plan.items[i];
-            Attention attention = look(batch, plan, item, cache, seat.place);
+    // The phase after `attend`, if the plan is split.
+    void merge_chunks(const Batch<Input>& batch, const AttentionPlan& plan, const Cached* cache, Member member) {
+        parallel_for_rows(member, int64_t(plan.items.size()), [&](int64_t i) {
+            const AttentionItem& item = plan.items[i];
+            Attention attention = item_attention(batch, plan, item, cache, member.scratch_index);
             for (int64_t chunk = item.first_chunk(); chunk < item.last_chunk(); chunk++) {
                 const float* partial = partial_of(plan, item, chunk);
-                attention.put_together(partial, partial + MAX_ROWS, partial + 2 * MAX_ROWS,
-                                       chunk == item.first_chunk());
+                attention.merge_chunk(partial, partial + MAX_QUERY_ROWS, partial + 2 * MAX_QUERY_ROWS,
+                                      chunk == item.first_chunk());
             }
-            attention.finish(batch.at.attended);
+            attention.finish(batch.buffers.attended);
         });
     }
 
   private:
-    // A chunk that was begun, and who sees it.
-    struct Sight {
-        const Item* item;
+    // A chunk that has begun, and its item.
+    struct ChunkState {
+        const AttentionItem* item;
         int64_t chunk;
         std::optional<Attention> attention;
-        typename Attention::Begun begun;
+        typename Attention::PendingChunk pending;
     };
 
-    void attend_part(const Batch<Input>& batch, const Plan& plan, const Cached* cache, int64_t part, int place,
-                     TilesInUse& tiles) {
-        Reads<Cached> reads{cache, plan.reads.data() + plan.first_read[part]};
-        std::array<Sight, 2> sights;
-        auto begin = [&](size_t i, int half, bool is_other_waiting) {
-            Sight& sight = sights[half];
+    void attend_part(const Batch<Input>& batch, const AttentionPlan& plan, const Cached* cache, int64_t part,
+                     int scratch_index, TileScope& tiles) {
+        TileReadOrder<Cached> reads{cache, plan.reads.data() + plan.first_read[part]};
+        std::array<ChunkState, 2> states;
+        auto begin = [&](size_t i, int half, bool is_other_pending) {
+            ChunkState& state = states[half];
             auto [item, chunk] = plan.chunks[i];
-            sight.item = &plan.items[item], sight.chunk = chunk;
-            Attention& attention = sight.attention.emplace(look(batch, plan, *sight.item, cache, place));
-            if constexpr (IN_AMX<Cached>) tiles.shape(attention_shapes(sight.item->num_rows));
-            if (plan.is_split || chunk == sight.item->first_chunk())
-                attention.take_queries(batch.at.qkv, batch.at.qkv_stride, 1.0f / std::sqrt(float(shape_.head_dim)));
-            Weighing<Cached>* weighed = is_other_waiting ? &sights[1 - half].begun.weighing : nullptr;
-            attention.begin_chunk(chunk, &reads, half, weighed, &sight.begun);
+            state.item = &plan.items[item], state.chunk = chunk;
+            Attention& attention = state.attention.emplace(item_attention(batch, plan, *state.item, cache, scratch_index));
+            if constexpr (USES_AMX<Cached>) tiles.configure(attention_tile_config(state.item->num_rows));
+            if (plan.is_split || chunk == state.item->first_chunk())
+                attention.load_queries(batch.buffers.qkv, batch.buffers.qkv_stride,
+                                       1.0f / std::sqrt(float(shape_.head_dim)));
+            SoftmaxWeights<Cached>* deferred = is_other_pending ? &states[1 - half].pending.softmax : nullptr;
+            attention.begin_chunk(chunk, &reads, half, deferred, &state.pending);
         };
-        plan.each_chunk(part, can_wait_, begin, [&](int half) { end_chunk(batch, plan, sights[half], &reads, place); });
+        plan.for_each_chunk(part, can_defer_, begin,
+                            [&](int half) { end_chunk(batch, plan, states[half], &reads, scratch_index); });
     }
 
-    void end_chunk(const Batch<Input>& batch, const Plan& plan, Sight& sight, Reads<Cached>* reads, int place) {
-        auto& [item, chunk, attention, begun] = sight;
-        Scratch<Cached>* scratch = scratch_of(place);
+    void end_chunk(const Batch<Input>& batch, const AttentionPlan& plan, ChunkState& state, TileReadOrder<Cached>* reads,
+                   int scratch_index) {
+        auto& [item, chunk, attention, pending] = state;
+        AttentionScratch<Cached>* scratch = scratch_of(scratch_index);
         if (plan.is_split) {
             float* partial = partial_of(plan, *item, chunk);
-            return attention->end_chunk(begun, reads, partial, partial + MAX_ROWS, partial + 2 * MAX_ROWS);
+            return attention->end_chunk(pending, reads, partial, partial + MAX_QUERY_ROWS, partial + 2 * MAX_QUERY_ROWS);
         }
-        attention->end_chunk(begun, reads, scratch->chunk_largest, scratch->chunk_sum, scratch->chunk);
-        attention->put_together(scratch->chunk_largest, scratch->chunk_sum, scratch->chunk, chunk == item->first_chunk());
-        if (chunk + 1 == item->last_chunk()) attention->finish(batch.at.attended);
+        attention->end_chunk(pending, reads, scratch->chunk_largest, scratch->chunk_sum, scratch->chunk);
+        attention->merge_chunk(scratch->chunk_largest, scratch->chunk_sum, scratch->chunk, chunk == item->first_chunk());
+        if (chunk + 1 == item->last_chunk()) attention->finish(batch.buffers.attended);
     }
 
-    // What a chunk of a split plan leaves behind: largest scores, sums of weights, and sums of values.
-    float* partial_of(const Plan& plan, const Item& item, int64_t chunk) const {
+    // The partial result of a chunk: largest scores, sums of weights, sums of values.
+    float* partial_of(const AttentionPlan& plan, const AttentionItem& item, int64_t chunk) const {
         return model_.partials.as<float>() + (item.partial + chunk - item.first_chunk()) * plan.partial_size;
     }
 
-    // An item before it has its queries.
-    Attention look(const Batch<Input>& batch, const Plan& plan, const Item& item, const Cached* cache, int place) {
+    // An item without its queries.
+    Attention item_attention(const Batch<Input>& batch, const AttentionPlan& plan, const AttentionItem& item,
+                             const Cached* cache, int scratch_index) {
         int64_t group = shape_.num_heads / shape_.num_kv_heads;
-        return {layout_, batch.sequences(), item, cache, group, plan.window, scratch_of(place)};
+        return {layout_, batch.sequences(), item, cache, group, plan.window, scratch_of(scratch_index)};
     }
 
-    Scratch<Cached>* scratch_of(int place) const { return model_.scratch.as<Scratch<Cached>>() + place; }
+    AttentionScratch<Cached>* scratch_of(int scratch_index) const {
+        return model_.scratch.as<AttentionScratch<Cached>>() + scratch_index;
+    }
 
     Model& model_;
     const Shape& shape_;
     CacheLayout<Cached> layout_;
-    bool can_wait_ = false;
+    bool can_defer_ = false;
 };
 
 }  // namespace millrace

@@ -1,15 +1,18 @@
-// Keys and values in the paged cache: where they lie, how they get there, and in which order they are read.
+// Layout of keys and values in the paged cache, how a token is written, and how tiles are read and prefetched.
 //
-// A block's keys are stored in tiles of 16 tokens, [dim / 2][16][2], so that a vector holds scores of 16 keys, and its
-// values in tiles of [8][dim][2] (float32 and int8: [dim][16] and [16][dim]). Blocks smaller than a tile keep rows of
-// [token][dim], which are put into tiles when they are read. In int8 each key and each value has a scale of bf16; a key's
-// multiplies its score, a value's its weight.
+// A block's keys are stored in tiles of 16 tokens, [dim / 2][16][2], so that a vector holds the scores of 16 keys, and
+// its values in tiles of [8][dim][2] (float32 and int8: [dim][16] and [16][dim]). Blocks smaller than a tile store
+// rows, [token][dim], from which tiles are gathered on reading. In int8 each key and each value has a bf16 scale; a
+// key's multiplies its score, a value's its weight.
 //
-// Blocks that hold a chunk, the 256 tokens that attention sees at a time, are a run, in which a head's keys lie side by side,
-// then its values. So those of a sequence whose blocks follow each other are read from their beginning to their end. A core
-// that reads so is ahead of itself; each time it goes on elsewhere it waits anew, and what it was ahead with is for nothing.
-// Attention of 8,000 tokens takes 19 % less than by runs of 128, that of 8 to 32 sequences 7 to 14 (two cores of a Zen 4
-// class EPYC, memory at 50 GB/s; at 34 it is 11 and 6 to 11; in tile registers nobody has looked).
+// Blocks that together hold a chunk, the 256 tokens that attention processes at a time, form a run. In a run a head's
+// keys are contiguous, then its values. So a sequence in consecutive blocks is read from end to end. The hardware
+// prefetcher follows such a stream; at each jump it starts again, and what it had prefetched is wasted. Attention of
+// 8,000 tokens takes 19 % less than with runs of 128 tokens, of 8 to 32 sequences 7 to 14 % less (two cores of a Zen 4
+// class EPYC, memory at 50 GB/s; at 34 GB/s 11 and 6 to 11 %; not measured with AMX).
+//
+// Written in the cache-write phase, read in the attention phase, on each compute thread. cache.py computes the same
+// layout for copies.
 
 #pragma once
 
@@ -21,33 +24,33 @@
 
 namespace millrace {
 
-constexpr int64_t TILE = 16;    // keys
-constexpr int64_t CHUNK = 256;  // keys
-constexpr int64_t RUN = CHUNK;  // tokens
-constexpr int64_t MOST_AHEAD = 8;  // tiles
+constexpr int64_t KEY_TILE = 16;        // keys
+constexpr int64_t CHUNK = 256;          // keys
+constexpr int64_t RUN_TOKENS = CHUNK;   // tokens
+constexpr int64_t MAX_TILES_AHEAD = 8;  // tiles
 constexpr int64_t MAX_HEAD_DIM = 1024;
 
-// One layer of the cache: [runs][kv heads][keys, values][blocks of a run] heads of T, each [block_size * padded dim] numbers
-// and in int8 [block_size] scales. The next layer begins `blocks_apart` blocks after this one.
+// One layer of the cache: [runs][kv heads][keys, values][blocks of a run] heads of T, each [block_size * padded dim]
+// numbers and in int8 [block_size] scales. The next layer begins `layer_stride_blocks` blocks after this one.
 template <class T>
 struct CacheLayout {
     static constexpr bool HAS_SCALES = std::is_same<T, int8_t>::value;
-    int64_t blocks_apart, block_size, num_kv_heads, head_dim;
-    int run_bits = 0;  // a run has 1 << run_bits blocks: RUN tokens or less, but at least one
+    int64_t layer_stride_blocks, block_size, num_kv_heads, head_dim;
+    int run_bits = 0;  // a run has 1 << run_bits blocks: at most RUN_TOKENS tokens, but at least one block
 
-    CacheLayout(int64_t blocks_apart, int64_t block_size, int64_t num_kv_heads, int64_t head_dim)
-        : blocks_apart(blocks_apart), block_size(block_size), num_kv_heads(num_kv_heads), head_dim(head_dim) {
-        while (block_size << (run_bits + 1) <= RUN) run_bits++;
+    CacheLayout(int64_t layer_stride_blocks, int64_t block_size, int64_t num_kv_heads, int64_t head_dim)
+        : layer_stride_blocks(layer_stride_blocks), block_size(block_size), num_kv_heads(num_kv_heads), head_dim(head_dim) {
+        while (block_size << (run_bits + 1) <= RUN_TOKENS) run_bits++;
     }
 
     int64_t padded_dim() const { return round_up(head_dim, 16); }
-    int64_t head_numbers() const { return block_size * padded_dim(); }
-    int64_t head_size() const { return head_numbers() + (HAS_SCALES ? block_size * 2 : 0); }
+    int64_t head_elements() const { return block_size * padded_dim(); }
+    int64_t head_size() const { return head_elements() + (HAS_SCALES ? block_size * 2 : 0); }
     int64_t block_stride() const { return 2 * num_kv_heads * head_size(); }
-    int64_t layer_stride() const { return blocks_apart * block_stride(); }
-    bool is_tiled() const { return block_size % TILE == 0; }
+    int64_t layer_stride() const { return layer_stride_blocks * block_stride(); }
+    bool is_tiled() const { return block_size % KEY_TILE == 0; }
 
-    int64_t to_values() const { return head_size() << run_bits; }  // from the keys of the same block and head
+    int64_t value_offset() const { return head_size() << run_bits; }  // from the keys of the same block and head
 
     template <class P>  // T* or const T*
     P keys(P layer, int64_t block, int64_t head) const {
@@ -55,32 +58,33 @@ struct CacheLayout {
         return layer + first * block_stride() + ((2 * head << run_bits) + block - first) * head_size();
     }
     template <class P>
-    P values(P layer, int64_t block, int64_t head) const { return keys(layer, block, head) + to_values(); }
-    const bf16* scales(const T* head) const { return reinterpret_cast<const bf16*>(head + head_numbers()); }
+    P values(P layer, int64_t block, int64_t head) const { return keys(layer, block, head) + value_offset(); }
+    const bf16* scales(const T* head) const { return reinterpret_cast<const bf16*>(head + head_elements()); }
 };
 
-// A token's numbers as the cache has them, and `scale` of them if it has one.
+// Converts a token's numbers to the cache's type, with their scale if it has one.
 template <class T>
-void to_cached(const float* x, int64_t count, T* to, bf16*) {
-    narrow_all(x, count, to);
+void convert_for_cache(const float* x, int64_t count, T* to, bf16*) {
+    convert_all(x, count, to);
 }
-inline void to_cached(const float* x, int64_t count, int8_t* to, bf16* scale) { *scale = to_int8(x, count, to); }
+inline void convert_for_cache(const float* x, int64_t count, int8_t* to, bf16* scale) { *scale = to_int8(x, count, to); }
 
-// Puts a token's key in its place in a tile.
+// Writes a token's key into its tile.
 template <class T>
-void put_key(const T* key, int64_t dim, T* tile, int64_t token) {
-    for (int64_t d = 0; d < dim; d++) tile[d * TILE + token] = key[d];
+void write_key(const T* key, int64_t dim, T* tile, int64_t token) {
+    for (int64_t d = 0; d < dim; d++) tile[d * KEY_TILE + token] = key[d];
 }
-inline void put_key(const bf16* key, int64_t dim, bf16* tile, int64_t token) {
-    for (int64_t d = 0; d < dim; d += 2) std::memcpy(tile + d * TILE + 2 * token, key + d, 4);
+inline void write_key(const bf16* key, int64_t dim, bf16* tile, int64_t token) {
+    for (int64_t d = 0; d < dim; d += 2) std::memcpy(tile + d * KEY_TILE + 2 * token, key + d, 4);
 }
 
-// And its value, which changes nothing of what lies beside it: another thread may be writing that.
+// Writes a token's value into its tile. NOTE: must not touch the neighbouring elements, which another thread may be
+// writing.
 template <class T>
-void put_value(const T* value, int64_t dim, int64_t width, T* tile, int64_t token) {
+void write_value(const T* value, int64_t dim, int64_t width, T* tile, int64_t token) {
     std::copy(value, value + dim, tile + token * width);
 }
-inline void put_value(const bf16* value, int64_t dim, int64_t width, bf16* tile, int64_t token) {
+inline void write_value(const bf16* value, int64_t dim, int64_t width, bf16* tile, int64_t token) {
     tile += token / 2 * 2 * width;
     int64_t d = 0;
 #if defined(__AVX512F__)
@@ -89,51 +93,52 @@ inline void put_value(const bf16* value, int64_t dim, int64_t width, bf16* tile,
     for (; d < dim; d++) tile[2 * d + token % 2] = value[d];
 }
 
-// Puts a token's key and value, [head_dim] each, at `offset` of a block's keys and values of that head.
+// Writes a token's key and value, [head_dim] each, at `offset` of a block's keys and values of one head.
 template <class T>
 void write_token(const CacheLayout<T>& layout, T* keys, T* values, int64_t offset, const float* key,
                  const float* value) {
     int64_t dim = layout.head_dim, width = layout.padded_dim();
     T k[MAX_HEAD_DIM], v[MAX_HEAD_DIM];
     auto scale_of = [&](T* head) { return const_cast<bf16*>(layout.scales(head)) + offset; };
-    to_cached(key, dim, k, scale_of(keys));
-    to_cached(value, dim, v, scale_of(values));
+    convert_for_cache(key, dim, k, scale_of(keys));
+    convert_for_cache(value, dim, v, scale_of(values));
     if (!layout.is_tiled()) {
         std::copy(k, k + dim, keys + offset * width);
         std::copy(v, v + dim, values + offset * width);
         return;
     }
-    keys += offset / TILE * TILE * width, values += offset / TILE * TILE * width, offset %= TILE;
-    if (IN_AMX<T>) std::fill(k + dim, k + width, T());  // there a tile's padding is multiplied, by zeros
-    put_key(k, IN_AMX<T> ? width : dim, keys, offset);
-    put_value(v, dim, width, values, offset);
+    keys += offset / KEY_TILE * KEY_TILE * width, values += offset / KEY_TILE * KEY_TILE * width, offset %= KEY_TILE;
+    if (USES_AMX<T>) std::fill(k + dim, k + width, T());  // AMX multiplies the padding of a tile, so it must be 0
+    write_key(k, USES_AMX<T> ? width : dim, keys, offset);
+    write_value(v, dim, width, values, offset);
 }
 
-// Tiles of a layer in the order in which a thread reads them, from the one it reads next. While it computes with a tile it
-// fetches the one that is AHEAD of it, so that memory is busy all the time. Nobody needs that where many rows share what
-// was read. In tile registers the next one is soon enough, and 10 % less of attention of 32 sequences: Intel's cores read
-// faster what they are asked for shortly before (two cores of a Granite Rapids class Xeon); by quarters, one before each
-// product, 3 % less than at once (heads of 128 numbers). With AVX-512 one to five tiles are alike, and up to 6 % less than
-// eight (heads of 128 numbers; Zen 5 class EPYC).
+// The tiles of a layer in the order in which a thread reads them, from the next one. While it computes with a tile it
+// prefetches the one that is DISTANCE further, so that memory is always busy. Where many rows share a tile this is not
+// needed.
+// With AMX the next tile is soon enough and saves 10 % of attention of 32 sequences: Intel's cores read faster what
+// they prefetch shortly before (two cores of a Granite Rapids class Xeon). Prefetching it in quarters, one before each
+// product, saves 3 % more (heads of 128 numbers). With AVX-512 distances of one to five tiles are alike, and up to 6 %
+// faster than eight (heads of 128 numbers; Zen 5 class EPYC).
 template <class T>
-struct Reads {
-    static constexpr int64_t AHEAD = IN_AMX<T> ? 1 : W == 16 ? 4 : MOST_AHEAD;
+struct TileReadOrder {
+    static constexpr int64_t DISTANCE = USES_AMX<T> ? 1 : W == 16 ? 4 : MAX_TILES_AHEAD;
     const T* layer;
-    const int64_t* tiles;  // where they begin in the layer; with AHEAD more after the last that is read
+    const int64_t* tiles;  // offsets in the layer, with DISTANCE more after the last that is read
 
-    const T* ahead(int64_t tile) const { return layer + tiles[AHEAD + tile]; }
+    const T* prefetch_address(int64_t tile) const { return layer + tiles[DISTANCE + tile]; }
 };
-constexpr bool is_fetched_ahead(int64_t rows) { return rows <= 6; }
+constexpr bool uses_prefetch(int64_t rows) { return rows <= 6; }
 
-// Where keys and values are fetched to: the second-level cache. What waits for the first one takes a place of the few that it
-// has for lines on their way, and the core reads ahead of its own less: attention took 5 to 17 % more so (8,000 tokens, 8 and
-// 16 sequences; two cores of a Zen 4 class EPYC, memory at 54 GB/s; on the Zen 5 class they were alike). In tile registers the
-// first one's is 4 % less where the quarters of values are fetched. Of a type that each compiler calls its own name.
-constexpr auto FETCHED_TO = IN_AMX<bf16> ? _MM_HINT_T0 : _MM_HINT_T1;
+// Where keys and values are prefetched to: the L2 cache. A prefetch to L1 occupies one of its few line fill buffers, so
+// that the hardware prefetcher does less: attention took 5 to 17 % more (8,000 tokens, 8 and 16 sequences; two cores of
+// a Zen 4 class EPYC, memory at 54 GB/s; on the Zen 5 class they were alike). With AMX L1 takes 4 % less, where the
+// values are prefetched in quarters. `auto`, because each compiler has its own type for the hint.
+constexpr auto PREFETCH_HINT = USES_AMX<bf16> ? _MM_HINT_T0 : _MM_HINT_T1;
 
-// Always inline: a compiler may take a call that only fetches for one that does nothing, and leave it out.
-[[gnu::always_inline]] inline void fetch(const void* from, int64_t num_bytes) {
-    for (int64_t i = 0; i < num_bytes; i += 64) _mm_prefetch(static_cast<const char*>(from) + i, FETCHED_TO);
+// NOTE: always inline, because a compiler may take a call that only prefetches for one without effect and drop it.
+[[gnu::always_inline]] inline void prefetch(const void* from, int64_t num_bytes) {
+    for (int64_t i = 0; i < num_bytes; i += 64) _mm_prefetch(static_cast<const char*>(from) + i, PREFETCH_HINT);
 }
 
 }  // namespace millrace

@@ -1,11 +1,10 @@
-// A weight's panels, number by number and panel by panel.
+// Access to a weight's panels: dispatch on the storage type, order of the pairs of k, single elements and rows.
 //
-// Knows how numbers of each type lie in a panel. Refuses to know what is multiplied with them.
-//
-// Pairs of k that are summed one after the other lie in streams: pair 0 at the first place of the first stream, pair 1 at
-// that of the second one, and so on in turn; so the order of no sum changes. A core that goes through a panel then reads
-// from as many pages as there are streams, and fetches ahead in all of them by itself: from one place to the next it gets
-// 41 GB/s, in three to six streams 52 (one row in bf16, AVX2 on two cores of a Zen 3 class EPYC; in eight streams 47).
+// Pairs of k that are summed in one chain are stored in streams: pair 0 first in the first stream, pair 1 first in the
+// second, and so on in turn; the order of sums does not change. A core that goes through a panel then reads from as
+// many pages as there are streams, and the hardware prefetcher follows each: 41 GB/s from one stream, 52 from three to
+// six, 47 from eight (one row in bf16, AVX2 on two cores of a Zen 3 class EPYC). Used for packing, embedding and
+// products, on any thread.
 
 #pragma once
 
@@ -18,33 +17,33 @@
 
 namespace millrace {
 
-// Calls `use` with a linear's panels as what they hold; `Weight` is the model's dtype.
+// Calls `use` with a pointer to the linear's panels, by storage type; `Weight` is the model's dtype.
 template <class Weight, class Use>
-void with_panels(const Linear& linear, const Use& use) {
-    if constexpr (HAS_CODED && std::is_same<Weight, bf16>::value)
-        if (linear.type == CODED) return use(linear.weight.as<Coded>());
+void dispatch_panels(const Linear& linear, const Use& use) {
+    if constexpr (HAS_BF16_12BIT && std::is_same<Weight, bf16>::value)
+        if (linear.type == BF16_12BIT) return use(linear.weight.as<Bf16In12Bits>());
     switch (linear.type) {
         case INT8: return use(linear.weight.as<int8_t>());
-        case INT4: return use(linear.weight.as<Nibbles>());
+        case INT4: return use(linear.weight.as<Int4Pair>());
         default: return use(linear.weight.as<Weight>());
     }
 }
 
-// Of a panel, [groups][32]; none where numbers are what they are.
+// A panel's scales, [groups][32]; null if not quantized.
 inline const bf16* scales_of(const Linear& linear, int64_t panel) {
     const bf16* scales = linear.scales.as<bf16>();
     return scales ? scales + panel * linear.num_groups() * PANEL : nullptr;
 }
 
-// With AVX-512 one: in four, one to four rows took 6 to 25 % longer, and 32 rows 12 (Zen 5 class EPYC).
+// With AVX-512 one: with four, one to four rows took 6 to 25 % longer, and 32 rows 12 % (Zen 5 class EPYC).
 constexpr int64_t STREAMS = W == 8 ? 4 : 1;
 
-// Of `num` pairs that are summed one after the other; as many places each, and in bf16 none shorter than a page.
+// Streams of `num` pairs that are summed in one chain, all of one length; in bf16 at least a page.
 constexpr int64_t num_streams(int64_t num) { return num % STREAMS || num < 32 * STREAMS ? 1 : STREAMS; }
 
-// use(pair, place) for the pairs of a linear's k, by their places.
+// Calls use(pair, place) for a linear's pairs of k, in stored order.
 template <class Use>
-void each_pair(const Linear& linear, const Use& use) {
+void for_each_pair(const Linear& linear, const Use& use) {
     int64_t num = linear.k / 2, size = linear.group_pairs();
     for (int64_t begin = 0; begin < num; begin += size) {
         int64_t count = std::min(size, num - begin), streams = num_streams(count), place = begin;
@@ -53,32 +52,32 @@ void each_pair(const Linear& linear, const Use& use) {
     }
 }
 
-// Number `index` of row `lane` of a panel, by its place and without its scale.
+// Element `index` of row `lane` of a panel, in stored order, without its scale.
 template <class T>
-float number_at(const T* panel, int64_t index, int64_t lane) {
-    return widen(panel[place_in_pairs<T>(index, PANEL, lane)]);
+float element_at(const T* panel, int64_t index, int64_t lane) {
+    return widen(panel[index_in_pairs<T>(index, PANEL, lane)]);
 }
-inline float number_at(const Nibbles* panel, int64_t index, int64_t lane) {
-    uint8_t codes = panel[place_in_pairs<Nibbles>(index, PANEL, lane)].codes;
-    return LEVELS[index % 2 ? codes >> 4 : codes & 15];
+inline float element_at(const Int4Pair* panel, int64_t index, int64_t lane) {
+    uint8_t codes = panel[index_in_pairs<Int4Pair>(index, PANEL, lane)].codes;
+    return INT4_VALUES[index % 2 ? codes >> 4 : codes & 15];
 }
 
-// Bytes from a panel's beginning to where this pair of k lies, if pairs lie in order; of coded ones an even one, and the
-// first one with the book before it.
+// Byte offset of a pair of k in a panel whose pairs are stored in order. For 12-bit panels an even pair; pair 0
+// includes the codebook.
 template <class Stored>
-constexpr int64_t place_of_pair(int64_t pair) {
-    if constexpr (std::is_same<Stored, Coded>::value) return pair == 0 ? 0 : place_of_block(pair / 2);
-    return place_in_pairs<Stored>(2 * pair, PANEL, 0) * int64_t(sizeof(Stored));
+constexpr int64_t offset_of_pair(int64_t pair) {
+    if constexpr (std::is_same<Stored, Bf16In12Bits>::value) return pair == 0 ? 0 : offset_of_block(pair / 2);
+    return index_in_pairs<Stored>(2 * pair, PANEL, 0) * int64_t(sizeof(Stored));
 }
 
-// A row of the weight, [k], as products see it.
+// A row of the weight, [k], as products use it.
 template <class Weight>
 void read_row(const Linear& linear, int64_t row, float* to) {
     int64_t panel = row / PANEL, lane = row % PANEL;
-    with_panels<Weight>(linear, [&](auto* panels) {
+    dispatch_panels<Weight>(linear, [&](auto* panels) {
         auto from = panels + panel * (linear.panel_bytes() / int64_t(sizeof(*panels)));
-        each_pair(linear, [&](int64_t pair, int64_t place) {
-            for (int64_t i : {0, 1}) to[2 * pair + i] = number_at(from, 2 * place + i, lane);
+        for_each_pair(linear, [&](int64_t pair, int64_t place) {
+            for (int64_t i : {0, 1}) to[2 * pair + i] = element_at(from, 2 * place + i, lane);
         });
     });
     if (!linear.is_quantized()) return;
@@ -86,10 +85,10 @@ void read_row(const Linear& linear, int64_t row, float* to) {
     for (int64_t i = 0; i < linear.k; i++) to[i] *= widen(scales[i / linear.group_size * PANEL]);
 }
 
-// What the thread in this seat reads first of the linear that is multiplied after this one.
-inline const char* place_after(const Linear& linear, const Party::Seat& seat) {
+// What this thread reads first of the next linear.
+inline const char* first_address_of_next(const Linear& linear, const ThreadTeam::Member& member) {
     int64_t first, last;
-    share(linear.next->num_panels(), seat.rank, seat.count, &first, &last);
+    split_evenly(linear.next->num_panels(), member.rank, member.count, &first, &last);
     return linear.next->weight.as<char>() + first * linear.next->panel_bytes();
 }
 

@@ -1,6 +1,7 @@
-// Rows as products read them, in tiles, and what becomes of the tiles that products are.
+// Inputs and outputs of products: rows in tiles, and what is done with the tiles of a result.
 //
-// Knows how rows lie; refuses to know how weights do.
+// TiledRows is the layout that products read. FloatOutput and SiluMul are outputs (RowArgmax in step/argmax.h is
+// another): `prefetch_output` is called before a tile is summed, `write` with the result. Used on each compute thread.
 
 #pragma once
 
@@ -12,197 +13,199 @@
 
 namespace millrace {
 
-// What a product reads: float32, or bf16 where the machine multiplies pairs of it.
+// Input type of a product: bf16 where the machine has bf16 dot products and the model is bf16, else float32.
 template <class Weight>
-using InputOf = typename std::conditional<MULTIPLIES_BF16, Weight, float>::type;
+using InputOf = typename std::conditional<HAS_BF16_DOT, Weight, float>::type;
 
-// Of a row, what lies together among the rows of a tile: four bytes, a pair of bf16 or a number of float32; in AMX a row of
-// a register.
+// Elements of a row that are stored together before those of the tile's next row: 4 bytes, a pair of bf16 or one
+// float32; in AMX a register row.
 template <class T>
-constexpr int64_t TOGETHER = IN_AMX<T> ? AMX_STEP : 4 / sizeof(T);
+constexpr int64_t INTERLEAVE = USES_AMX<T> ? AMX_K_STEP : 4 / sizeof(T);
 
-// Rows that a tile has at most.
+// Most rows of a tile.
 template <class T>
-constexpr int TILE_ROWS = IN_AMX<T> ? AMX_TILE_ROWS : GEMM_ROWS;
+constexpr int MAX_TILE_ROWS = USES_AMX<T> ? AMX_TILE_ROWS : GEMM_ROWS;
 
-// From so many tiles on two threads share a product by its rows, not by its columns: see linear.h.
-constexpr int64_t SHARED_TILES = 4;
+// From this many tiles on, two threads split a product by rows, not by columns: see linear.h.
+constexpr int64_t MIN_TILES_TO_SPLIT = 4;
 
-// Rows that each of an even number of them has at least; else their number stays odd.
+// Fewest rows of a tile if their number is rounded up to even; else it stays odd.
 template <class T>
-constexpr int64_t SHARED_ROWS = 2 * TILE_ROWS<T> / 3;
+constexpr int64_t MIN_ROWS_TO_SPLIT = 2 * MAX_TILE_ROWS<T> / 3;
 
-// Some numbers as products read them: these themselves in float32, in bf16 what `narrowed` then holds.
-inline const float* as_read(const float* numbers, int64_t, float*) { return numbers; }
-inline const bf16* as_read(const float* numbers, int64_t count, bf16* narrowed) {
-    narrow_all(numbers, count, narrowed);
-    return narrowed;
+// Numbers in a product's input type: float32 as they are, bf16 in `converted`.
+inline const float* to_input(const float* numbers, int64_t, float*) { return numbers; }
+inline const bf16* to_input(const float* numbers, int64_t count, bf16* converted) {
+    convert_all(numbers, count, converted);
+    return converted;
 }
 
-// Puts numbers [begin, begin + count) of `num` rows among `rows` of a tile in AMX, from `row` on, which are `apart` from
-// each other in `numbers`.
+// Interleaves elements [begin, begin + count) of `num` rows, `stride` apart in `numbers`, with the `rows` rows of an
+// AMX tile, from `row` on.
 template <class T>
-void put_among_in_amx(const float* numbers, int64_t apart, int64_t begin, int64_t count, int64_t rows, int64_t row, int num,
-                      T* to) {
-    constexpr int64_t LINE = TOGETHER<T>;
+void interleave_rows_amx(const float* numbers, int64_t stride, int64_t begin, int64_t count, int64_t rows, int64_t row,
+                         int num, T* to) {
+    constexpr int64_t UNIT = INTERLEAVE<T>;
     for (int64_t i = begin, end = begin + count, next; i < end; i = next) {
-        next = std::min(end, round_up(i + 1, LINE));
-        T* line = to + (i - i % LINE) * rows + row * LINE + i % LINE;
-        for (int r = 0; r < num; r++, line += LINE) {
-            const float* from = numbers + r * apart + i - begin;
-            if (next - i < LINE) {
-                narrow_all(from, next - i, line);
+        next = std::min(end, round_up(i + 1, UNIT));
+        T* unit = to + (i - i % UNIT) * rows + row * UNIT + i % UNIT;
+        for (int r = 0; r < num; r++, unit += UNIT) {
+            const float* from = numbers + r * stride + i - begin;
+            if (next - i < UNIT) {
+                convert_all(from, next - i, unit);
             } else {
-                UNROLL for (int64_t at = 0; at < LINE; at += W) store(line + at, load(from + at));
+                UNROLL for (int64_t at = 0; at < UNIT; at += W) store(unit + at, load(from + at));
             }
         }
     }
 }
 
-// Puts numbers [begin, begin + count) of R rows, both even, among `rows` that lie side by side: one, two or four of them
-// from `row` on, which are `apart` from each other in `numbers`.
+// Interleaves elements [begin, begin + count) of R rows (1, 2 or 4), `stride` apart in `numbers`, with the `rows` rows
+// of a tile, from `row` on. `begin` and `count` must be even.
 template <int R, class T>
-void put_among(const float* numbers, int64_t apart, int64_t begin, int64_t count, int64_t rows, int64_t row, T* to) {
-    constexpr int64_t LINE = TOGETHER<T>, SOME = 64;
-    if constexpr (IN_AMX<T>) return put_among_in_amx(numbers, apart, begin, count, rows, row, R, to);
-    alignas(64) T narrowed[R][SOME];
-    to += begin * rows + row * LINE;
-    for (int64_t done = 0; done < count; done += SOME) {
-        int64_t some = std::min(SOME, count - done), i = 0;
+void interleave_rows(const float* numbers, int64_t stride, int64_t begin, int64_t count, int64_t rows, int64_t row, T* to) {
+    constexpr int64_t UNIT = INTERLEAVE<T>, BATCH = 64;
+    if constexpr (USES_AMX<T>) return interleave_rows_amx(numbers, stride, begin, count, rows, row, R, to);
+    alignas(64) T converted[R][BATCH];
+    to += begin * rows + row * UNIT;
+    for (int64_t done = 0; done < count; done += BATCH) {
+        int64_t count_now = std::min(BATCH, count - done), i = 0;
         const T* from[R];
-        UNROLL for (int r = 0; r < R; r++) from[r] = as_read(numbers + r * apart + done, some, narrowed[r]);
+        UNROLL for (int r = 0; r < R; r++) from[r] = to_input(numbers + r * stride + done, count_now, converted[r]);
         if constexpr (R > 1) {
-            for (; i + 4 * LINE <= some; i += 4 * LINE, to += 4 * rows * LINE) {
+            for (; i + 4 * UNIT <= count_now; i += 4 * UNIT, to += 4 * rows * UNIT) {
                 const T* four[R];
                 UNROLL for (int r = 0; r < R; r++) four[r] = from[r] + i;
-                turn_4(four, to, rows * LINE);
+                transpose_4(four, to, rows * UNIT);
             }
         }
-        for (; i < some; i += LINE, to += rows * LINE)
-            UNROLL for (int r = 0; r < R; r++) std::memcpy(to + r * LINE, from[r] + i, 4);
+        for (; i < count_now; i += UNIT, to += rows * UNIT)
+            UNROLL for (int r = 0; r < R; r++) std::memcpy(to + r * UNIT, from[r] + i, 4);
     }
 }
 
-// The same of all rows.
+// The same for all rows of a tile.
 template <class T>
-void put_side_by_side(const float* numbers, int64_t apart, int64_t begin, int64_t count, int64_t rows, T* to) {
+void interleave_tile(const float* numbers, int64_t stride, int64_t begin, int64_t count, int64_t rows, T* to) {
     int64_t r = 0;
-    for (; r + 4 <= rows; r += 4) put_among<4>(numbers + r * apart, apart, begin, count, rows, r, to);
-    if (r + 2 <= rows) put_among<2>(numbers + r * apart, apart, begin, count, rows, r, to), r += 2;
-    if (r < rows) put_among<1>(numbers + r * apart, apart, begin, count, rows, r, to);
+    for (; r + 4 <= rows; r += 4) interleave_rows<4>(numbers + r * stride, stride, begin, count, rows, r, to);
+    if (r + 2 <= rows) interleave_rows<2>(numbers + r * stride, stride, begin, count, rows, r, to), r += 2;
+    if (r < rows) interleave_rows<1>(numbers + r * stride, stride, begin, count, rows, r, to);
 }
 
-// Rows of numbers as products read them: in tiles of up to TILE_ROWS rows, each with the numbers of all its rows side by
-// side, [size][rows] (in bf16 [size / 2][rows][2]). One pointer then walks through a whole tile. Tiles are as equal as may
-// be, and from four on an even number, so that two threads can share them; three become four where each then has SHARED_ROWS.
-// In AMX all but the last are whole, laid out [size / 32][rows][32] with zeros past the size.
+// Rows in the layout that products read: tiles of up to MAX_TILE_ROWS rows, the elements of a tile's rows interleaved,
+// [size][rows] (bf16: [size / 2][rows][2]), so that one pointer walks through the tile. Tiles are of similar size. From
+// four on their number is even, so that two threads can split them; three become four if each then has
+// MIN_ROWS_TO_SPLIT. AMX: whole tiles except the last, [size / 32][rows][32] with zeros past the size.
 template <class T>
 struct TiledRows {
-    static constexpr int64_t READ_PAST = IN_AMX<T> ? (AMX_ROWS - 1) * 64 : 0;  // bytes past the last row, whatever they are
+    // Bytes read past the last row; any contents.
+    static constexpr int64_t OVERREAD_BYTES = USES_AMX<T> ? (AMX_ROWS - 1) * 64 : 0;
     T* data;
     int64_t num_rows, size;
 
     static int64_t num_tiles_of(int64_t num_rows) {
-        int64_t num = ceil_div(num_rows, TILE_ROWS<T>), even = round_up(num, 2);
-        return !IN_AMX<T> && even >= SHARED_TILES && num_rows >= even * SHARED_ROWS<T> ? even : num;
+        int64_t num = ceil_div(num_rows, MAX_TILE_ROWS<T>), even = round_up(num, 2);
+        return !USES_AMX<T> && even >= MIN_TILES_TO_SPLIT && num_rows >= even * MIN_ROWS_TO_SPLIT<T> ? even : num;
     }
     int64_t num_tiles() const { return num_tiles_of(num_rows); }
     int64_t first_row(int64_t tile) const {
-        return IN_AMX<T> ? std::min(num_rows, tile * TILE_ROWS<T>) : num_rows * tile / num_tiles();
+        return USES_AMX<T> ? std::min(num_rows, tile * MAX_TILE_ROWS<T>) : num_rows * tile / num_tiles();
     }
     int64_t tile_of(int64_t row) const {
-        return IN_AMX<T> ? row / TILE_ROWS<T> : ((row + 1) * num_tiles() - 1) / num_rows;
+        return USES_AMX<T> ? row / MAX_TILE_ROWS<T> : ((row + 1) * num_tiles() - 1) / num_rows;
     }
-    int64_t padded_size() const { return IN_AMX<T> ? round_up(size, TOGETHER<T>) : size; }
+    int64_t padded_size() const { return USES_AMX<T> ? round_up(size, INTERLEAVE<T>) : size; }
     T* tile(int64_t tile) const { return data + first_row(tile) * padded_size(); }
 
-    // Puts `count` numbers of a row in their place, from number `begin`.
+    // Writes `count` elements of a row, from element `begin`.
     void put(int64_t row, int64_t begin, int64_t count, const float* numbers) const {
         int64_t at = tile_of(row), first = first_row(at), rows = first_row(at + 1) - first;
         T* to = tile(at);
-        if (rows == 1 && !IN_AMX<T>)
-            narrow_all(numbers, count, to + begin);
+        if (rows == 1 && !USES_AMX<T>)
+            convert_all(numbers, count, to + begin);
         else
-            put_among<1>(numbers, 0, begin, count, rows, row - first, to);
+            interleave_rows<1>(numbers, 0, begin, count, rows, row - first, to);
         pad(row, 1, begin + count);
     }
 
-    // The same of `num` rows from `row` on, which are `apart` from each other in `numbers`.
-    void put_rows(int64_t row, int64_t num, int64_t begin, int64_t count, const float* numbers, int64_t apart) const {
-        for (int64_t end = row + num, some; row < end; row += some, numbers += some * apart) {
+    // The same for `num` rows from `row` on, `stride` apart in `numbers`.
+    void put_rows(int64_t row, int64_t num, int64_t begin, int64_t count, const float* numbers, int64_t stride) const {
+        for (int64_t end = row + num, count_now; row < end; row += count_now, numbers += count_now * stride) {
             int64_t at = tile_of(row), first = first_row(at), rows = first_row(at + 1) - first;
             int64_t left = std::min(end, first + rows) - row;
-            some = left >= 4 ? 4 : left >= 2 ? 2 : 1;
-            if (some == 4)
-                put_among<4>(numbers, apart, begin, count, rows, row - first, tile(at));
-            else if (some == 2)
-                put_among<2>(numbers, apart, begin, count, rows, row - first, tile(at));
+            count_now = left >= 4 ? 4 : left >= 2 ? 2 : 1;
+            if (count_now == 4)
+                interleave_rows<4>(numbers, stride, begin, count, rows, row - first, tile(at));
+            else if (count_now == 2)
+                interleave_rows<2>(numbers, stride, begin, count, rows, row - first, tile(at));
             else
                 put(row, begin, count, numbers);
-            if (some > 1) pad(row, some, begin + count);
+            if (count_now > 1) pad(row, count_now, begin + count);
         }
     }
 
-    // The same of all rows of the tile that begins with row `first`.
-    void put_tile(int64_t first, int64_t rows, int64_t begin, int64_t count, const float* numbers, int64_t apart) const {
-        put_side_by_side(numbers, apart, begin, count, rows, data + first * padded_size());
+    // The same for all rows of the tile that begins with row `first`.
+    void put_tile(int64_t first, int64_t rows, int64_t begin, int64_t count, const float* numbers, int64_t stride) const {
+        interleave_tile(numbers, stride, begin, count, rows, data + first * padded_size());
         pad(first, rows, begin + count);
     }
 
   private:
-    // Zeros past the size of rows of a tile, once their last numbers are there: until `end`.
+    // Zeros the padding of a tile's rows once their last elements, up to `end`, are written.
     void pad(int64_t row, int64_t num, int64_t end) const {
         if (end < size || padded_size() == size) return;
-        int64_t at = tile_of(row), first = first_row(at), rows = first_row(at + 1) - first, line = TOGETHER<T>;
-        T* last = tile(at) + (size - size % line) * rows + (row - first) * line;
-        for (int64_t i = 0; i < num; i++) std::fill(last + i * line + size % line, last + (i + 1) * line, T());
+        int64_t at = tile_of(row), first = first_row(at), rows = first_row(at + 1) - first, unit = INTERLEAVE<T>;
+        T* last = tile(at) + (size - size % unit) * rows + (row - first) * unit;
+        for (int64_t i = 0; i < num; i++) std::fill(last + i * unit + size % unit, last + (i + 1) * unit, T());
     }
 };
 
-enum class Into { STORE, ADD };  // out = product, out += product
+enum class StoreMode { STORE, ADD };  // out = product, out += product
 
 inline void add_bias(float* tile, int rows, const float* bias) {
     for (int r = 0; r < rows; r++, tile += PANEL)
         for (int v = 0; v < PANEL; v += W) store(tile + v, add(load(tile + v), load(bias + v)));
 }
 
-// What becomes of a tile [rows][32] of a product, of which `columns` are there. `expect`: it is about to be summed.
-struct Rows {  // rows of float32, one after the other
+// Outputs take a tile [rows][32] of a product, of which `columns` are valid. `prefetch_output`: the tile is about to be
+// summed.
+struct FloatOutput {  // rows of float32
     float* data;
     int64_t stride;
-    Into into;
+    StoreMode mode;
 
-    void expect(int64_t first_row, int rows, int64_t panel) const {
+    void prefetch_output(int64_t first_row, int rows, int64_t panel) const {
         const float* out = data + first_row * stride + panel * PANEL;
-        for (int r = 0; r < rows; r++, out += stride) fetch_to_write(out), fetch_to_write(out + 16);
+        for (int r = 0; r < rows; r++, out += stride) prefetch_for_write(out), prefetch_for_write(out + 16);
     }
 
-    void take(const float* tile, int64_t first_row, int rows, int64_t panel, int64_t columns) const {
+    void write(const float* tile, int64_t first_row, int rows, int64_t panel, int64_t columns) const {
         float* out = data + first_row * stride + panel * PANEL;
         for (int r = 0; r < rows; r++, tile += PANEL, out += stride) {
             int64_t c = 0;
             for (; c + W <= columns; c += W) {
                 F numbers = load(tile + c);
-                store(out + c, into == Into::ADD ? add(load(out + c), numbers) : numbers);
+                store(out + c, mode == StoreMode::ADD ? add(load(out + c), numbers) : numbers);
             }
-            for (; c < columns; c++) out[c] = into == Into::ADD ? out[c] + tile[c] : tile[c];
+            for (; c < columns; c++) out[c] = mode == StoreMode::ADD ? out[c] + tile[c] : tile[c];
         }
     }
 };
 
 template <class T>
-struct SiluMul {  // silu(gate) * up, of a product whose columns are 16 gates and 16 ups in turn
+struct SiluMul {  // silu(gate) * up, of a product whose columns are 16 of gate, 16 of up, alternating
     TiledRows<T> rows_out;
 
-    void expect(int64_t first_row, int rows, int64_t panel) const {
-        int64_t begin = panel * PANEL / 2, line = TOGETHER<T>, size = std::max(PANEL / 2, line);
-        auto out = rows_out.data + first_row * rows_out.padded_size() + (begin - begin % line) * rows;
+    void prefetch_output(int64_t first_row, int rows, int64_t panel) const {
+        int64_t begin = panel * PANEL / 2, unit = INTERLEAVE<T>, size = std::max(PANEL / 2, unit);
+        auto out = rows_out.data + first_row * rows_out.padded_size() + (begin - begin % unit) * rows;
         for (int64_t i = 0; i < rows * size * int64_t(sizeof(T)); i += 64)
-            fetch_to_write(reinterpret_cast<const char*>(out) + i);
+            prefetch_for_write(reinterpret_cast<const char*>(out) + i);
     }
 
-    // silu(gate) * up of R rows of a tile, in the place of the gates. Of two rows at a time, since a power's steps wait for
-    // each other: 147 cycles for 6 rows instead of 176 (AVX2 on a Zen 3 class EPYC).
+    // silu(gate) * up of R rows of a tile, in place of the gates. Two rows at a time, because the operations of an
+    // exponential depend on each other: 147 cycles for 6 rows instead of 176 (AVX2 on a Zen 3 class EPYC).
     template <int R>
     static void compute(float* rows) {
         constexpr int V = PANEL / 2 / W;  // vectors of gates in a row
@@ -216,7 +219,7 @@ struct SiluMul {  // silu(gate) * up, of a product whose columns are 16 gates an
         }
     }
 
-    void take(float* tile, int64_t first_row, int rows, int64_t panel, int64_t) const {
+    void write(float* tile, int64_t first_row, int rows, int64_t panel, int64_t) const {
         int r = 0;
         for (; r + 2 <= rows; r += 2) compute<2>(tile + r * PANEL);
         if (r < rows) compute<1>(tile + r * PANEL);
@@ -225,23 +228,23 @@ struct SiluMul {  // silu(gate) * up, of a product whose columns are 16 gates an
     }
 };
 
-// Of a tile's row the largest of the first `columns`, past all numbers if one of them is none. What lies behind is lost.
-inline float largest_of(float* row, int64_t columns) {
+// The largest of the first `columns` of a tile's row; +inf if one is a NaN. Overwrites what lies behind.
+inline float max_of_columns(float* row, int64_t columns) {
     constexpr float INFINITE = std::numeric_limits<float>::infinity();
     std::fill(row + columns, row + PANEL, -INFINITE);
-    F most = splat(-INFINITE);
+    F maximum = splat(-INFINITE);
     for (int v = 0; v < PANEL; v += W) {
         F numbers = load(row + v);
-        most = max(most, where_ge(numbers, numbers, numbers, splat(INFINITE)));
+        maximum = max(maximum, select_ge(numbers, numbers, numbers, splat(INFINITE)));
     }
-    return max_of(most);
+    return max_of(maximum);
 }
 
-// A tile [rows][32] of a product, to whoever it is for.
+// Adds the bias to a tile [rows][32] of a product and passes it to `out`.
 template <class Out>
-void hand_over(const Linear& linear, const Out& out, float* tile, int64_t first_row, int rows, int64_t panel) {
+void emit_tile(const Linear& linear, const Out& out, float* tile, int64_t first_row, int rows, int64_t panel) {
     if (!linear.bias.empty()) add_bias(tile, rows, linear.bias.data() + panel * PANEL);
-    out.take(tile, first_row, rows, panel, std::min(PANEL, linear.n - panel * PANEL));
+    out.write(tile, first_row, rows, panel, std::min(PANEL, linear.n - panel * PANEL));
 }
 
 }  // namespace millrace

@@ -1,6 +1,6 @@
-// What is fetched while a tile of a product is summed, so that memory is busy meanwhile.
+// Prefetches beside the sums of a tile: the tile's share of the next panel, and keys and values of the next layer.
 //
-// Knows how much comes with each pair of k. Refuses to know what is summed.
+// Used by panel_dot.h, on each compute thread.
 
 #pragma once
 
@@ -9,51 +9,52 @@
 
 namespace millrace {
 
-constexpr int64_t MOST_SHARE = 256;  // bytes: the four lines of the cache that are fetched at most at a time
+constexpr int64_t MAX_PREFETCH_BYTES = 256;  // four cache lines, the most of one prefetch
 
-// So many `times` the next `share` bytes from `place` on, whole lines. Where not all of the tile's columns are summed at a
-// time, as many are fetched with the next ones, `apart` further on; 0: all are fetched with the first ones. And what else, with
-// the first ones. `is_passing`: the panel itself is asked for, as what passes, and nothing ahead.
-struct Ahead {
-    const char* place;
-    int64_t share, times, apart;
-    Beside beside;
-    bool is_passing = false;
+// `num_prefetches` times the next `bytes_per_prefetch` bytes from `address`, whole lines. If a tile is summed in
+// several passes over its columns, each pass prefetches as many, `pass_stride` further on; 0: the first pass prefetches
+// all. `kv` is prefetched in the first pass. `is_streaming`: prefetches the panel itself, non-temporally, and nothing
+// ahead.
+struct WeightPrefetch {
+    const char* address;
+    int64_t bytes_per_prefetch, num_prefetches, pass_stride;
+    KvPrefetch kv;
+    bool is_streaming = false;
 };
 
-// Fetches that, as sums go on. Who fetches nothing does not look for that either: where two threads share a core, as those of
-// virtual machines do, instructions beside the sums cost as much as these.
-template <Fetched FETCHED>
-class Fetching {
+// Issues the prefetches as sums go on. MODE removes the code of what is not prefetched: where two threads share a core,
+// as those of virtual machines do, instructions beside the sums cost as much as the sums.
+template <PrefetchMode MODE>
+class Prefetcher {
   public:
-    explicit Fetching(const Ahead& ahead)
-        : line_(ahead.place), share_(ahead.share), times_(ahead.times), other_(ahead.beside.place), others_(ahead.beside.times),
-          apart_(ahead.beside.apart) {}
+    explicit Prefetcher(const WeightPrefetch& plan)
+        : address_(plan.address), bytes_per_prefetch_(plan.bytes_per_prefetch), num_prefetches_(plan.num_prefetches),
+          kv_address_(plan.kv.address), num_kv_prefetches_(plan.kv.num_prefetches), kv_interval_(plan.kv.interval) {}
 
-    // What is ahead, one time.
-    [[gnu::always_inline]] void once() {
-        if (FETCHED == Fetched::NONE || FETCHED == Fetched::PASSING || times_-- <= 0) return;
-        _mm_prefetch(line_, _MM_HINT_T1);
-        if (share_ > 64) _mm_prefetch(line_ + 64, _MM_HINT_T1);
-        if (share_ > 128) {
-            _mm_prefetch(line_ + 128, _MM_HINT_T1);
-            _mm_prefetch(line_ + 192, _MM_HINT_T1);
+    // One prefetch of weights.
+    [[gnu::always_inline]] void prefetch_weights() {
+        if (MODE == PrefetchMode::NONE || MODE == PrefetchMode::STREAMING || num_prefetches_-- <= 0) return;
+        _mm_prefetch(address_, _MM_HINT_T1);
+        if (bytes_per_prefetch_ > 64) _mm_prefetch(address_ + 64, _MM_HINT_T1);
+        if (bytes_per_prefetch_ > 128) {
+            _mm_prefetch(address_ + 128, _MM_HINT_T1);
+            _mm_prefetch(address_ + 192, _MM_HINT_T1);
         }
-        line_ += share_;
+        address_ += bytes_per_prefetch_;
     }
 
-    // And what else is, with a pair of k.
-    [[gnu::always_inline]] void beside() {
-        if (FETCHED != Fetched::BOTH || --until_other_ > 0) return;
-        if (others_-- > 0) _mm_prefetch(other_, _MM_HINT_T1), _mm_prefetch(other_ + 64, _MM_HINT_T1);
-        other_ += Upcoming::FETCHED, until_other_ = apart_;
+    // One prefetch of keys and values, if due at this pair of k.
+    [[gnu::always_inline]] void prefetch_kv() {
+        if (MODE != PrefetchMode::NEXT_PANEL_AND_KV || --until_kv_ > 0) return;
+        if (num_kv_prefetches_-- > 0) _mm_prefetch(kv_address_, _MM_HINT_T1), _mm_prefetch(kv_address_ + 64, _MM_HINT_T1);
+        kv_address_ += KvPrefetcher::PREFETCH_BYTES, until_kv_ = kv_interval_;
     }
 
   private:
-    const char* line_;
-    int64_t share_, times_;
-    const char* other_;
-    int64_t others_, apart_, until_other_ = 1;
+    const char* address_;
+    int64_t bytes_per_prefetch_, num_prefetches_;
+    const char* kv_address_;
+    int64_t num_kv_prefetches_, kv_interval_, until_kv_ = 1;
 };
 
 }  // namespace millrace

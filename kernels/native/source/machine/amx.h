@@ -1,7 +1,8 @@
-// Small matrices in the tile registers of AMX, eight of them, each up to 16 rows of 64 bytes.
+// AMX tile registers: eight registers of up to 16 rows of 64 bytes, with load, store and dot-product instructions.
 //
-// Knows instructions; refuses to know what is multiplied. Without those instructions plain code stands in for them, which
-// computes the same but for the last bits of a sum: for tests, on any machine.
+// Used by attention/amx_attention.h and linear/amx_*.h, each thread for itself. Without AMX (MILLRACE_EMULATE_AMX)
+// plain C++ stands in for the instructions, so that tests run on any machine. The emulation gives the same results
+// except for the last bits of a sum.
 
 #pragma once
 
@@ -11,14 +12,14 @@
 
 namespace millrace {
 
-constexpr int AMX_ROWS = 16;     // of a register
-constexpr int AMX_PAIRS = 16;    // of bf16 in one of its rows
-constexpr int AMX_COLUMNS = 16;  // of sums, float32, in one of its rows
-constexpr int AMX_TILE_ROWS = 2 * AMX_ROWS;      // of a product: two registers
-constexpr int64_t AMX_STEP = 2 * AMX_PAIRS;      // numbers of k that are multiplied at a time
+constexpr int AMX_ROWS = 16;                   // rows of a register
+constexpr int AMX_PAIRS = 16;                  // bf16 pairs in a register row
+constexpr int AMX_COLUMNS = 16;                // float32 sums in a register row
+constexpr int AMX_TILE_ROWS = 2 * AMX_ROWS;    // rows of a product tile: two registers
+constexpr int64_t AMX_K_STEP = 2 * AMX_PAIRS;  // elements of k per dot-product instruction
 
-// What of each register is in use, as the processor reads it.
-struct alignas(64) TileShapes {
+// The tile configuration that `ldtilecfg` reads: the used rows and bytes of each register.
+struct alignas(64) TileConfig {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
     uint16_t row_bytes[16] = {};
     uint8_t rows[16] = {};
@@ -30,80 +31,79 @@ struct alignas(64) TileShapes {
 
 #if defined(__AMX_BF16__)
 
-// Instructions and not intrinsics, since these take no template's argument.
+// Inline assembly, because the intrinsics do not accept a template argument as the register number.
 template <int TILE>
-inline void load_tile(const void* from, int64_t bytes_apart) {
-    asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(bytes_apart), "i"(TILE) : "memory");
+inline void load_tile(const void* from, int64_t stride) {
+    asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(stride), "i"(TILE) : "memory");
 }
-// The same of what is read once for what stays near: the first-level cache keeps that.
+// Like load_tile, with a non-temporal hint. For data that is read once beside data that must stay in the L1 cache.
 template <int TILE>
-inline void stream_tile(const void* from, int64_t bytes_apart) {
-    asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(bytes_apart), "i"(TILE) : "memory");
+inline void stream_tile(const void* from, int64_t stride) {
+    asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(stride), "i"(TILE) : "memory");
 }
 template <int TILE>
-inline void store_tile(void* to, int64_t bytes_apart) {
-    asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(to), "r"(bytes_apart), "i"(TILE) : "memory");
+inline void store_tile(void* to, int64_t stride) {
+    asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(to), "r"(stride), "i"(TILE) : "memory");
 }
 template <int TILE>
 inline void clear_tile() {
     asm volatile("tilezero %%tmm%c0" : : "i"(TILE));
 }
-// Adds to each number of `SUMS` [rows][16] of float32 the products of pairs of `ROWS` [rows][pairs] with those of
-// `COLUMNS` [pairs][16].
+// SUMS [rows][16] float32 += bf16 pairs ROWS [rows][pairs] * COLUMNS [pairs][16].
 template <int SUMS, int ROWS, int COLUMNS>
-inline void add_products() {
+inline void tile_dot_bf16() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(SUMS), "i"(ROWS), "i"(COLUMNS));
 }
-// Adds to each number of `SUMS` [rows][16] of int32 the products of quads of bytes of `ROWS` [rows][quads], which have signs,
-// with those of `COLUMNS` [quads][16], which have none.
+// SUMS [rows][16] int32 += signed bytes ROWS [rows][quads] * unsigned bytes COLUMNS [quads][16], four bytes per quad.
 template <int SUMS, int ROWS, int COLUMNS>
-inline void add_byte_products() {
+inline void tile_dot_int8() {
     asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(SUMS), "i"(ROWS), "i"(COLUMNS));
 }
-inline void load_shapes(const TileShapes& shapes) { asm volatile("ldtilecfg %0" : : "m"(shapes)); }
+inline void load_tile_config(const TileConfig& config) { asm volatile("ldtilecfg %0" : : "m"(config)); }
 inline void release_tiles() { asm volatile("tilerelease"); }
 
 #else
 
 struct TileRegisters {
-    TileShapes shapes;
+    TileConfig config;
     alignas(64) uint32_t rows[8][AMX_ROWS][AMX_PAIRS];
 };
 inline thread_local TileRegisters tile_registers;
 
 template <int TILE>
-inline void load_tile(const void* from, int64_t bytes_apart) {
+inline void load_tile(const void* from, int64_t stride) {
     TileRegisters& all = tile_registers;
-    for (int row = 0; row < all.shapes.rows[TILE]; row++)
-        std::memcpy(all.rows[TILE][row], static_cast<const char*>(from) + row * bytes_apart, all.shapes.row_bytes[TILE]);
+    for (int row = 0; row < all.config.rows[TILE]; row++)
+        std::memcpy(all.rows[TILE][row], static_cast<const char*>(from) + row * stride, all.config.row_bytes[TILE]);
 }
 template <int TILE>
-inline void stream_tile(const void* from, int64_t bytes_apart) {
-    load_tile<TILE>(from, bytes_apart);
+inline void stream_tile(const void* from, int64_t stride) {
+    load_tile<TILE>(from, stride);
 }
 template <int TILE>
-inline void store_tile(void* to, int64_t bytes_apart) {
+inline void store_tile(void* to, int64_t stride) {
     TileRegisters& all = tile_registers;
-    for (int row = 0; row < all.shapes.rows[TILE]; row++)
-        std::memcpy(static_cast<char*>(to) + row * bytes_apart, all.rows[TILE][row], all.shapes.row_bytes[TILE]);
+    for (int row = 0; row < all.config.rows[TILE]; row++)
+        std::memcpy(static_cast<char*>(to) + row * stride, all.rows[TILE][row], all.config.row_bytes[TILE]);
 }
 template <int TILE>
 inline void clear_tile() {
     std::memset(tile_registers.rows[TILE], 0, sizeof tile_registers.rows[TILE]);
 }
-// Such products' shapes, where the processor would fault if they did not fit.
+// Aborts on operand shapes that would make the processor fault.
 template <int SUMS, int ROWS, int COLUMNS>
 inline void check_shapes() {
-    auto rows = tile_registers.shapes.rows;
-    auto bytes = tile_registers.shapes.row_bytes;
-    bool fits = rows[SUMS] > 0 && rows[SUMS] == rows[ROWS] && bytes[ROWS] == 4 * rows[COLUMNS] && bytes[SUMS] == bytes[COLUMNS];
+    auto rows = tile_registers.config.rows;
+    auto bytes = tile_registers.config.row_bytes;
+    bool fits = rows[SUMS] > 0 && rows[SUMS] == rows[ROWS] && bytes[ROWS] == 4 * rows[COLUMNS]
+        && bytes[SUMS] == bytes[COLUMNS];
     if (!fits) std::abort();
 }
 template <int SUMS, int ROWS, int COLUMNS>
-inline void add_products() {
+inline void tile_dot_bf16() {
     check_shapes<SUMS, ROWS, COLUMNS>();
     TileRegisters& all = tile_registers;
-    auto rows = all.shapes.rows;
+    auto rows = all.config.rows;
     for (int row = 0; row < rows[SUMS]; row++) {
         float even[AMX_COLUMNS] = {}, odd[AMX_COLUMNS] = {}, sums[AMX_COLUMNS];
         for (int pair = 0; pair < rows[COLUMNS]; pair++) {
@@ -119,10 +119,10 @@ inline void add_products() {
     }
 }
 template <int SUMS, int ROWS, int COLUMNS>
-inline void add_byte_products() {
+inline void tile_dot_int8() {
     check_shapes<SUMS, ROWS, COLUMNS>();
     TileRegisters& all = tile_registers;
-    auto rows = all.shapes.rows;
+    auto rows = all.config.rows;
     for (int row = 0; row < rows[SUMS]; row++)
         for (int quad = 0; quad < rows[COLUMNS]; quad++)
             for (int i = 0; i < AMX_COLUMNS; i++)
@@ -131,31 +131,32 @@ inline void add_byte_products() {
                     all.rows[SUMS][row][i] += uint32_t(x * y);
                 }
 }
-inline void load_shapes(const TileShapes& shapes) { tile_registers.shapes = shapes; }
-inline void release_tiles() { tile_registers.shapes = TileShapes(); }
+inline void load_tile_config(const TileConfig& config) { tile_registers.config = config; }
+inline void release_tiles() { tile_registers.config = TileConfig(); }
 
 #endif
 
-// A thread's use of the registers. Whoever begins takes nothing for granted, since the thread may be somebody else's
-// meanwhile, and leaves nothing behind, since what is in them would be saved with each change of threads.
-class TilesInUse {
+// Scope in which a thread uses the tile registers. It assumes nothing about the configuration it finds, because other
+// code may run on the thread in between. It releases the registers at the end, because the system saves live registers
+// at each context switch.
+class TileScope {
   public:
-    TilesInUse() = default;
-    TilesInUse(const TilesInUse&) = delete;
-    TilesInUse& operator=(const TilesInUse&) = delete;
-    ~TilesInUse() {
+    TileScope() = default;
+    TileScope(const TileScope&) = delete;
+    TileScope& operator=(const TileScope&) = delete;
+    ~TileScope() {
         if (current_) release_tiles();
     }
 
-    // Before tiles of other shapes; numbers in registers are lost. `shapes` outlive this.
-    void shape(const TileShapes& shapes) {
-        if (current_ == &shapes) return;
-        load_shapes(shapes);
-        current_ = &shapes;
+    // Selects the tile configuration; register contents are lost if it changes. `config` must outlive this scope.
+    void configure(const TileConfig& config) {
+        if (current_ == &config) return;
+        load_tile_config(config);
+        current_ = &config;
     }
 
   private:
-    const TileShapes* current_ = nullptr;
+    const TileConfig* current_ = nullptr;
 };
 
 }  // namespace millrace

@@ -1,7 +1,8 @@
-// How much of what cores read stays in the cache behind their own until it is read again.
+// CacheProbe: measures how many recently read bytes the shared cache behind the cores' private caches retains.
 //
-// What a processor says of that cache tells little: others on the same machine fill it, too, and a host may leave a guest a
-// part of it. So it is measured by reading weights twice in a row, and again after some time.
+// The size that the processor reports is of little use: other tenants fill the same cache, and a host may give a guest
+// only a part. So the probe reads parts of the weights twice in a row and compares the times, and repeats this from
+// time to time. Used by Step (step/decoder.h) on the calling thread, before a step's threads start.
 
 #pragma once
 
@@ -12,62 +13,63 @@
 
 namespace millrace {
 
-class Kept {
+class CacheProbe {
   public:
-    // Bytes, 0 where these are few or nobody knows, for who asks at `asked_ns`. They are measured by reading parts of `data`
-    // that were last read before more than a cache holds: 96 MiB in all where MOST are kept, in 4.5 ms (Zen 4 class EPYC), and
-    // 168 where LEAST or none are. They are measured again after PAUSE times as long, and if they were none PAUSE_IN_VAIN
-    // times; but after MOST_PAUSE_NS at the latest, as somebody else may have had the core meanwhile.
-    int64_t measured(const char* data, int64_t size, int64_t asked_ns) {
-        if (is_assumed_ || asked_ns < next_ns_) return num_bytes_;
+    // Returns the retained bytes; 0 if they are few or unknown. `at_ns` is the current time. A measurement reads parts
+    // of `data` that were last read before more than a cache holds: 96 MiB in all if MAX_BYTES are retained, which
+    // takes 4.5 ms (Zen 4 class EPYC), and 168 MiB if MIN_BYTES or none are. The next one follows after PAUSE_FACTOR
+    // times its duration, or PAUSE_FACTOR_IF_NONE times if nothing is retained, but after MAX_PAUSE_NS at the latest,
+    // because another process may have had the core meanwhile.
+    int64_t retained_bytes(const char* data, int64_t size, int64_t at_ns) {
+        if (is_fixed_ || at_ns < next_ns_) return num_bytes_;
         int64_t spent_ns = 0;
         num_bytes_ = measure(data, size, &spent_ns);
-        next_ns_ = asked_ns + std::min(MOST_PAUSE_NS, spent_ns * (num_bytes_ > 0 ? PAUSE : PAUSE_IN_VAIN));
+        next_ns_ = at_ns + std::min(MAX_PAUSE_NS, spent_ns * (num_bytes_ > 0 ? PAUSE_FACTOR : PAUSE_FACTOR_IF_NONE));
         return num_bytes_;
     }
 
     int64_t num_bytes() const { return num_bytes_; }  // as last measured
 
-    // From now on it is that many, and nothing is measured; below 0: it is measured again. For tests.
+    // Fixes the result and stops measuring; a negative number resumes measuring. For tests.
     void assume(int64_t num_bytes) {
-        is_assumed_ = num_bytes >= 0;
+        is_fixed_ = num_bytes >= 0;
         num_bytes_ = std::max<int64_t>(0, num_bytes), next_ns_ = 0;
     }
 
   private:
-    static constexpr int64_t PAUSE = 2000, PAUSE_IN_VAIN = 10000, MOST_PAUSE_NS = 120'000'000'000;
-    // Of more nobody makes use, and less is no more than cores have for themselves.
-    static constexpr int64_t MOST = 16 << 20, LEAST = 4 << 20;
-    static constexpr int LOOKS = 3;  // of the shortest times: others may have had the core
-    // Reads that take less than two thirds of the time are from a cache: on a Zen 4 class EPYC it is a third.
-    static constexpr int64_t SHORT = 2, LONG = 3;
+    static constexpr int64_t PAUSE_FACTOR = 2000, PAUSE_FACTOR_IF_NONE = 10000, MAX_PAUSE_NS = 120'000'000'000;
+    // More is of no use; less is no more than the cores' private caches hold.
+    static constexpr int64_t MAX_BYTES = 16 << 20, MIN_BYTES = 4 << 20;
+    static constexpr int NUM_TRIALS = 3;  // the shortest time of these counts: another process may have had the core
+    // A second read that takes less than 2/3 of the first comes from a cache. On a Zen 4 class EPYC it takes 1/3.
+    static constexpr int64_t FAST_RATIO = 2, SLOW_RATIO = 3;
 
     static int64_t measure(const char* data, int64_t size, int64_t* spent_ns) {
-        if (size < LOOKS * MOST) return 0;  // so few weights that a cache may have them all
-        int64_t place = 0;
-        for (int64_t bytes = MOST; bytes >= LEAST; bytes /= 2) {
+        if (size < NUM_TRIALS * MAX_BYTES) return 0;  // a cache may hold all of so few weights
+        int64_t offset = 0;
+        for (int64_t bytes = MAX_BYTES; bytes >= MIN_BYTES; bytes /= 2) {
             int64_t first_ns = INT64_MAX, again_ns = INT64_MAX;
-            for (int look = 0; look < LOOKS; look++, place += bytes) {
-                if (place + bytes > size) place = 0;
+            for (int trial = 0; trial < NUM_TRIALS; trial++, offset += bytes) {
+                if (offset + bytes > size) offset = 0;
                 for (int64_t* least_ns : {&first_ns, &again_ns}) {
-                    int64_t took_ns = read_ns(data + place, bytes);
+                    int64_t took_ns = read_ns(data + offset, bytes);
                     *least_ns = std::min(*least_ns, took_ns), *spent_ns += took_ns;
                 }
             }
-            if (again_ns * LONG < first_ns * SHORT) return bytes;
+            if (again_ns * SLOW_RATIO < first_ns * FAST_RATIO) return bytes;
         }
         return 0;
     }
 
-    // How long it takes to read a number of each line.
+    // Time to read one byte of each cache line.
     static int64_t read_ns(const char* data, int64_t num_bytes) {
         int64_t began_ns = now_ns();
         for (int64_t i = 0; i < num_bytes; i += 64) asm volatile("" : : "r"(data[i]));
         return now_ns() - began_ns;
     }
 
-    int64_t num_bytes_ = 0, next_ns_ = 0;  // and when it is measured next
-    bool is_assumed_ = false;
+    int64_t num_bytes_ = 0, next_ns_ = 0;  // the second is the time of the next measurement
+    bool is_fixed_ = false;
 };
 
 }  // namespace millrace

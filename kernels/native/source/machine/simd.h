@@ -1,7 +1,8 @@
-// Vectors of float32 on AVX-512 or AVX2, and numbers as weights and keys are stored.
+// SIMD vectors of float32 on AVX-512 or AVX2, and loads and stores of the stored number types: bf16, int8, int4.
 //
-// Knows instructions; refuses to know matrices. One source, compiled once for each instruction set: a vector is as wide
-// as the set allows. Whatever is here gives the same bits for the same element, wherever in a vector the element is.
+// The same source is compiled once per instruction set; W is the number of lanes of the float32 vector F. Used by all
+// kernels, on every compute thread. NOTE: each function gives the same bits for an element in whatever lane it is.
+// Batch invariance depends on this.
 
 #pragma once
 
@@ -13,20 +14,20 @@
 
 namespace millrace {
 
-// Before a loop over registers: compilers keep them as such only where no index is left.
+// Placed before a loop over registers: compilers keep an array in registers only if no index remains.
 #define UNROLL _Pragma("GCC unroll 16")
 
 using bf16 = uint16_t;
-struct Nibbles {  // two numbers of 4 bits, the first of them in the lower half
+struct Int4Pair {  // two 4-bit numbers, the first in the lower half
     uint8_t codes;
 };
 
-struct Coded {  // what panels of coded numbers are made of: see coded.h
+struct Bf16In12Bits {  // storage type of 12-bit bf16 panels: see weights/bf16_12bit.h
     uint8_t byte;
 };
 
-// What the 16 codes of 4 bits stand for, times a scale.
-alignas(64) constexpr float LEVELS[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
+// The values of the 16 codes of int4, before the scale.
+alignas(64) constexpr float INT4_VALUES[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
 
 inline float widen(bf16 x) {
     uint32_t bits = uint32_t(x) << 16;
@@ -37,17 +38,17 @@ inline float widen(bf16 x) {
 inline float widen(float x) { return x; }
 inline float widen(int8_t x) { return x; }
 
-// Rounds to nearest, ties to even; a NaN stays one.
+// Rounds to nearest, ties to even. A NaN stays a NaN.
 inline bf16 to_bf16(float x) {
     uint32_t bits;
     std::memcpy(&bits, &x, 4);
     if ((bits & 0x7fffffff) > 0x7f800000) return bf16((bits >> 16) | 0x40);
     return bf16((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
-inline void narrow(float x, bf16* to) { *to = to_bf16(x); }
-inline void narrow(float x, float* to) { *to = x; }
+inline void convert(float x, bf16* to) { *to = to_bf16(x); }
+inline void convert(float x, float* to) { *to = x; }
 
-// The sum, or the largest, of 8 numbers: halves are put together, then halves of what that gave, and so on.
+// Sum and maximum of 8 numbers: adds the halves, then the halves of the result, and so on.
 inline float sum_of_8(__m256 x) {
     __m128 four = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
     __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
@@ -59,14 +60,14 @@ inline float max_of_8(__m256 x) {
     return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
 }
 
-// `fma_to` is an instruction and not an intrinsic, since compilers trade the sum for a factor's register in long runs of
-// them, and pay with a move each.
+// NOTE: `fma_to` is inline assembly and not an intrinsic. In long runs of FMAs compilers swap the register of the sum
+// for that of a factor, which costs a move each.
 
 #if defined(__AVX512F__)
 
 using F = __m512;
-constexpr int W = 16;  // numbers in a vector
-constexpr int GEMM_ROWS = 12, GEMM_VECTORS = 2;  // a tile: 24 of 32 registers are sums
+constexpr int W = 16;  // lanes
+constexpr int GEMM_ROWS = 12, GEMM_VECTORS = 2;  // a tile: 24 of 32 registers hold sums
 
 inline F load(const float* p) { return _mm512_loadu_ps(p); }
 inline void store(float* p, F x) { _mm512_storeu_ps(p, x); }
@@ -81,29 +82,29 @@ inline F div(F a, F b) { return _mm512_div_ps(a, b); }
 inline F max(F a, F b) { return _mm512_max_ps(a, b); }
 inline F min(F a, F b) { return _mm512_min_ps(a, b); }
 inline F round(F a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-// `x` where a >= b, otherwise `y`
-inline F where_ge(F a, F b, F x, F y) { return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_GE_OQ), y, x); }
-// Whether any a < b is false
+// x where a >= b, otherwise y.
+inline F select_ge(F a, F b, F x, F y) { return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_GE_OQ), y, x); }
+// Whether any a < b is false, so also for a NaN.
 inline bool is_any_not_less(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_NLT_UQ) != 0; }
-// x * 2 ** n where a >= b, otherwise 0; where it is not 0, n is a whole number in [-126, 127]
+// x * 2 ** n where a >= b, otherwise 0. Where it is not 0, n must be an integer in [-126, 127].
 inline F times_power_where_ge(F a, F b, F x, F n) {
     return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(a, b, _CMP_GE_OQ), x, n);
 }
 inline float sum_of(F x) { return sum_of_8(_mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1))); }
 inline float max_of(F x) { return max_of_8(_mm256_max_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1))); }
-// Writes the numbers of x in [low, high), in their order; how many these are. What is behind them, to W numbers, is overwritten.
-inline int64_t store_between(float* p, F x, F low, F high) {
+// Writes the lanes of x that are in [low, high), in order, and returns their number. Up to W numbers are overwritten.
+inline int64_t compress_store_between(float* p, F x, F low, F high) {
     __mmask16 is_between = _mm512_mask_cmp_ps_mask(_mm512_cmp_ps_mask(x, low, _CMP_GE_OQ), x, high, _CMP_LT_OQ);
     _mm512_storeu_ps(p, _mm512_maskz_compress_ps(is_between, x));
     return __builtin_popcount(is_between);
 }
 inline F iota() { return _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
-// W pairs (a, b) of bf16: the a's and the b's
+// Loads W interleaved pairs (a, b) of bf16: load_even returns the a's, load_odd the b's.
 inline F load_even(const bf16* p) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16)); }
 inline F load_odd(const bf16* p) {
     return _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32(int(0xffff0000))));
 }
-// W numbers of bf16 or int8
+// Loads W numbers of bf16 or int8.
 inline F load(const bf16* p) {
     __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
     return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
@@ -112,11 +113,11 @@ inline F load(const int8_t* p) {
     __m512i wide = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
     return _mm512_cvtepi32_ps(wide);
 }
-// Rounded to whole numbers, ties to even, which int8 holds
+// Rounds to integers, ties to even; they must fit int8.
 inline void store(int8_t* p, F x) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x)));
 }
-// W numbers as the first or the second ones of W pairs; the other ones are not written.
+// Writes W numbers as the first or the second elements of W pairs. The other elements are not written.
 inline void store_in_pairs(bf16* pairs, const bf16* from, bool is_second) {
     __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
     if (is_second)
@@ -124,16 +125,16 @@ inline void store_in_pairs(bf16* pairs, const bf16* from, bool is_second) {
     else
         _mm512_mask_storeu_epi16(pairs, 0x55555555, wide);
 }
-// W bytes of two numbers of 4 bits each: the levels that the lower and the upper of them name
-inline F load_even(const Nibbles* p) {
+// Loads W bytes of two int4 numbers: the values of the lower halves, or of the upper halves.
+inline F load_even(const Int4Pair* p) {
     __m512i codes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-    return _mm512_permutexvar_ps(codes, _mm512_load_ps(LEVELS));
+    return _mm512_permutexvar_ps(codes, _mm512_load_ps(INT4_VALUES));
 }
-inline F load_odd(const Nibbles* p) {
+inline F load_odd(const Int4Pair* p) {
     __m512i codes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-    return _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4), _mm512_load_ps(LEVELS));
+    return _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4), _mm512_load_ps(INT4_VALUES));
 }
-// Numbers that bf16 holds exactly, as pairs (even, odd) of it
+// Interleaves numbers that bf16 holds exactly to pairs (even, odd) of bf16.
 inline F join(F even, F odd) {
     __m512i low = _mm512_srli_epi32(_mm512_castps_si512(even), 16);
     return _mm512_castsi512_ps(_mm512_or_si512(low, _mm512_castps_si512(odd)));
@@ -143,7 +144,7 @@ inline F join(F even, F odd) {
 
 using F = __m256;
 constexpr int W = 8;
-constexpr int GEMM_ROWS = 6, GEMM_VECTORS = 2;  // 12 of 16 registers are sums
+constexpr int GEMM_ROWS = 6, GEMM_VECTORS = 2;  // 12 of 16 registers hold sums
 
 inline F load(const float* p) { return _mm256_loadu_ps(p); }
 inline void store(float* p, F x) { _mm256_storeu_ps(p, x); }
@@ -158,15 +159,15 @@ inline F div(F a, F b) { return _mm256_div_ps(a, b); }
 inline F max(F a, F b) { return _mm256_max_ps(a, b); }
 inline F min(F a, F b) { return _mm256_min_ps(a, b); }
 inline F round(F a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-inline F where_ge(F a, F b, F x, F y) { return _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_GE_OQ)); }
+inline F select_ge(F a, F b, F x, F y) { return _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_GE_OQ)); }
 inline bool is_any_not_less(F a, F b) { return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_NLT_UQ)) != 0; }
 inline F times_power_where_ge(F a, F b, F x, F n) {
     __m256i bits = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
-    return where_ge(a, b, mul(x, _mm256_castsi256_ps(_mm256_slli_epi32(bits, 23))), zero());
+    return select_ge(a, b, mul(x, _mm256_castsi256_ps(_mm256_slli_epi32(bits, 23))), zero());
 }
 inline float sum_of(F x) { return sum_of_8(x); }
 inline float max_of(F x) { return max_of_8(x); }
-inline int64_t store_between(float* p, F x, F low, F high) {
+inline int64_t compress_store_between(float* p, F x, F low, F high) {
     F is_between = _mm256_and_ps(_mm256_cmp_ps(x, low, _CMP_GE_OQ), _mm256_cmp_ps(x, high, _CMP_LT_OQ));
     alignas(32) float numbers[W];
     store(numbers, x);
@@ -191,15 +192,15 @@ inline F load(const int8_t* p) {
 }
 inline void store(int8_t* p, F x) {
     __m256i whole = _mm256_cvtps_epi32(x);
-    __m128i narrow = _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
-    _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(narrow, narrow));
+    __m128i packed = _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(packed, packed));
 }
 inline F level_of(__m256i codes) { return _mm256_cvtepi32_ps(_mm256_sub_epi32(codes, _mm256_set1_epi32(8))); }
-inline F load_even(const Nibbles* p) {
+inline F load_even(const Int4Pair* p) {
     __m256i codes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
     return level_of(_mm256_and_si256(codes, _mm256_set1_epi32(15)));
 }
-inline F load_odd(const Nibbles* p) {
+inline F load_odd(const Int4Pair* p) {
     __m256i codes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
     return level_of(_mm256_srli_epi32(codes, 4));
 }
@@ -212,19 +213,19 @@ inline F join(F even, F odd) {
 #error "the native step needs AVX-512 (F, BW, VL, DQ) or AVX2 with FMA"
 #endif
 
-// Numbers are stored in pairs along the dimension that is summed: in bf16 the two of a pair lie side by side,
-// [pairs][width][2], and in 4 bits in one byte, [pairs][width]; in float32 and int8 the rows stay whole,
-// [2 * pairs][width]. All are read through these.
+// Numbers are stored in pairs along the summed dimension. bf16: the two of a pair side by side, [pairs][width][2].
+// int4: a pair in one byte, [pairs][width]. float32 and int8: whole rows, [2 * pairs][width]. These functions read all
+// of them.
 inline F even_of(const bf16* base, int64_t pair, int64_t width, int64_t lane) {
     return load_even(base + 2 * (pair * width + lane));
 }
 inline F odd_of(const bf16* base, int64_t pair, int64_t width, int64_t lane) {
     return load_odd(base + 2 * (pair * width + lane));
 }
-inline F even_of(const Nibbles* base, int64_t pair, int64_t width, int64_t lane) {
+inline F even_of(const Int4Pair* base, int64_t pair, int64_t width, int64_t lane) {
     return load_even(base + pair * width + lane);
 }
-inline F odd_of(const Nibbles* base, int64_t pair, int64_t width, int64_t lane) {
+inline F odd_of(const Int4Pair* base, int64_t pair, int64_t width, int64_t lane) {
     return load_odd(base + pair * width + lane);
 }
 template <class T>
@@ -235,12 +236,12 @@ template <class T>
 inline F odd_of(const T* base, int64_t pair, int64_t width, int64_t lane) {
     return load(base + (2 * pair + 1) * width + lane);
 }
-// One or the other.
+// Either half of a pair.
 template <bool IS_ODD, class T>
 inline F half_of(const T* base, int64_t pair, int64_t width, int64_t lane) {
     return IS_ODD ? odd_of(base, pair, width, lane) : even_of(base, pair, width, lane);
 }
-// Both as W pairs of bf16, where that holds them exactly.
+// Both halves as W pairs of bf16, if bf16 holds them exactly.
 inline F pairs_of(const bf16* base, int64_t pair, int64_t width, int64_t lane) {
     return load(reinterpret_cast<const float*>(base + 2 * (pair * width + lane)));
 }
@@ -248,60 +249,60 @@ template <class T>
 inline F pairs_of(const T* base, int64_t pair, int64_t width, int64_t lane) {
     return join(even_of(base, pair, width, lane), odd_of(base, pair, width, lane));
 }
-// Where number `index` of the summed dimension is, in lane `lane`; of two in one place see `Nibbles`.
+// Index of element `index` of the summed dimension in lane `lane`. Two int4 elements share an index: see `Int4Pair`.
 template <class T>
-constexpr int64_t place_in_pairs(int64_t index, int64_t width, int64_t lane) {
+constexpr int64_t index_in_pairs(int64_t index, int64_t width, int64_t lane) {
     if (std::is_same<T, bf16>::value) return 2 * ((index / 2) * width + lane) + index % 2;
-    if (std::is_same<T, Nibbles>::value) return index / 2 * width + lane;
+    if (std::is_same<T, Int4Pair>::value) return index / 2 * width + lane;
     return index * width + lane;
 }
 
-// Four rows of four times 4 bytes as four columns, `to_apart` from each other.
+// Transposes four rows of four 4-byte units to four columns, which are `to_stride` elements apart.
 template <class T>
-inline void turn_4(const T* const (&rows)[4], T* to, int64_t to_apart) {
+inline void transpose_4(const T* const (&rows)[4], T* to, int64_t to_stride) {
     __m128 a[4];
     UNROLL for (int i = 0; i < 4; i++) a[i] = _mm_loadu_ps(reinterpret_cast<const float*>(rows[i]));
     _MM_TRANSPOSE4_PS(a[0], a[1], a[2], a[3]);
-    UNROLL for (int i = 0; i < 4; i++) _mm_storeu_ps(reinterpret_cast<float*>(to + i * to_apart), a[i]);
+    UNROLL for (int i = 0; i < 4; i++) _mm_storeu_ps(reinterpret_cast<float*>(to + i * to_stride), a[i]);
 }
 
-// Two rows of four times 4 bytes as four columns of two.
+// Transposes two rows of four 4-byte units to four columns of two.
 template <class T>
-inline void turn_4(const T* const (&rows)[2], T* to, int64_t to_apart) {
+inline void transpose_4(const T* const (&rows)[2], T* to, int64_t to_stride) {
     __m128 a = _mm_loadu_ps(reinterpret_cast<const float*>(rows[0]));
     __m128 b = _mm_loadu_ps(reinterpret_cast<const float*>(rows[1]));
     __m128 low = _mm_unpacklo_ps(a, b), high = _mm_unpackhi_ps(a, b);
     _mm_storel_pi(reinterpret_cast<__m64*>(to), low);
-    _mm_storeh_pi(reinterpret_cast<__m64*>(to + to_apart), low);
-    _mm_storel_pi(reinterpret_cast<__m64*>(to + 2 * to_apart), high);
-    _mm_storeh_pi(reinterpret_cast<__m64*>(to + 3 * to_apart), high);
+    _mm_storeh_pi(reinterpret_cast<__m64*>(to + to_stride), low);
+    _mm_storel_pi(reinterpret_cast<__m64*>(to + 2 * to_stride), high);
+    _mm_storeh_pi(reinterpret_cast<__m64*>(to + 3 * to_stride), high);
 }
 
-// Two bf16 numbers that lie side by side.
+// Two adjacent bf16 numbers.
 inline uint32_t pair_at(const bf16* p) {
     uint32_t both;
     std::memcpy(&both, p, 4);
     return both;
 }
 
-// Whether products of bf16 numbers are computed in the tile registers of AMX: see amx.h.
+// Whether products of bf16 run in AMX tile registers: see machine/amx.h.
 #if defined(__AMX_BF16__) || defined(MILLRACE_EMULATE_AMX)
 constexpr bool HAS_AMX = true;
 #else
 constexpr bool HAS_AMX = false;
 #endif
 template <class T>
-constexpr bool IN_AMX = HAS_AMX && std::is_same<T, bf16>::value;
+constexpr bool USES_AMX = HAS_AMX && std::is_same<T, bf16>::value;
 
-// Sums of two products of bf16 numbers: each lane's pair, of `pairs_of`, with one pair `x` for all lanes.
+// sums += dot product of two bf16 pairs: each lane's pair, as `pairs_of` loads it, with the one pair `x`.
 #if defined(__AVX512BF16__)
 #define MILLRACE_BF16_DOT 1
-inline F add_dots(F sums, F pairs, uint32_t x) {
+inline F dot2_add(F sums, F pairs, uint32_t x) {
     return _mm512_dpbf16_ps(sums, __m512bh(_mm512_castps_si512(pairs)), __m512bh(_mm512_set1_epi32(int(x))));
 }
-#elif defined(MILLRACE_EMULATE_BF16_DOT)  // what runs with those instructions, on a machine without them: for tests
+#elif defined(MILLRACE_EMULATE_BF16_DOT)  // stands in for those instructions: for tests
 #define MILLRACE_BF16_DOT 1
-inline F add_dots(F sums, F pairs, uint32_t x) {
+inline F dot2_add(F sums, F pairs, uint32_t x) {
     float both[W];
     store(both, pairs);
     auto at = reinterpret_cast<const bf16*>(both);
@@ -310,18 +311,18 @@ inline F add_dots(F sums, F pairs, uint32_t x) {
 }
 #endif
 
-// Whether bf16 is multiplied as such, one way or the other.
+// Whether bf16 is multiplied as bf16, by an instruction or by its emulation, and not converted to float32.
 #if defined(MILLRACE_BF16_DOT)
-constexpr bool MULTIPLIES_BF16 = true;
+constexpr bool HAS_BF16_DOT = true;
 #else
-constexpr bool MULTIPLIES_BF16 = false;
+constexpr bool HAS_BF16_DOT = false;
 #endif
 
-// W numbers, rounded to bf16.
+// Stores W numbers rounded to bf16.
 inline void store(bf16* p, F x) {
 #if defined(__AVX512BF16__)
-    __m256bh narrowed = _mm512_cvtneps_pbh(x);
-    std::memcpy(p, &narrowed, 32);
+    __m256bh converted = _mm512_cvtneps_pbh(x);
+    std::memcpy(p, &converted, 32);
 #else
     float numbers[W];
     store(numbers, x);
@@ -330,14 +331,14 @@ inline void store(bf16* p, F x) {
 }
 
 template <class T>
-void narrow_all(const float* x, int64_t count, T* to) {
+void convert_all(const float* x, int64_t count, T* to) {
     int64_t i = 0;
     for (; i + W <= count; i += W) store(to + i, load(x + i));
-    for (; i < count; i++) narrow(x[i], to + i);
+    for (; i < count; i++) convert(x[i], to + i);
 }
 
-// e ** x for x up to 88, to 2 units in the last place; exactly 1 at 0 and exactly 0 below -87.3, where float32 would be
-// subnormal, and for a NaN. Of N vectors side by side, as each step waits for the one before it.
+// e ** x for x up to 88, to 2 units in the last place. Exactly 1 at 0, and exactly 0 below -87.3, where float32 would
+// be subnormal, and for a NaN. Computes N vectors side by side, because the operations on one depend on each other.
 template <int N>
 [[gnu::always_inline]] inline void exp_all(F (&x)[N]) {
     constexpr float FACTORS[] = {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f,

@@ -1,7 +1,9 @@
-// Compute threads that outlive a step: they spin for a few microseconds, then yield, then sleep.
+// Compute threads that outlive a step: the pool, the barrier between phases, and work stealing within a phase.
 //
-// Knows how to run one function on all of them, how they wait for each other, and how much of their time others had the
-// cores. Refuses to know what is computed, and what is to be done about the others (neighbours.py).
+// `Pool::run` runs one function on several threads: a region. A region consists of phases (`Phases`), with a barrier
+// after each (`ThreadTeam`). Within a phase each thread has a range of pieces, and takes pieces of others when its own
+// are done (`WorkRanges`). Idle threads spin for some microseconds, then yield, then sleep. The pool also adds up how
+// long other processes had the cores; thread_throttle.py decides from that how many threads compute.
 
 #pragma once
 
@@ -21,212 +23,220 @@
 namespace millrace {
 
 constexpr int NUM_SPINS = 256;  // about 4 to 15 us
-constexpr int64_t AWAKE_NS = 300'000;  // after a region; a busy server's next step begins within that time
+constexpr int64_t YIELD_NS = 300'000;  // after a region; a busy server begins its next step within that time
 
-void pin(const std::vector<int>& cpus);  // the calling thread
+void pin(const std::vector<int>& cpus);  // pins the calling thread
 int64_t now_ns();
 
-// Returns true when `is_so` is. False if that takes long, so that a thread had better sleep: it spins first, then yields.
+// Waits for `is_so`: spins first, then yields. Returns false if it takes long, so that the thread should sleep.
 template <class Condition>
-bool awake_until(const Condition& is_so) {
+bool spin_until(const Condition& is_so) {
     for (int spin = 0; spin < NUM_SPINS; spin++) {
         if (is_so()) return true;
         _mm_pause();
     }
-    for (int64_t began_ns = now_ns(); now_ns() - began_ns < AWAKE_NS; std::this_thread::yield())
+    for (int64_t began_ns = now_ns(); now_ns() - began_ns < YIELD_NS; std::this_thread::yield())
         if (is_so()) return true;
     return false;
 }
 
-// What is left of a phase's work, in pieces that any thread may take: each its own in rising order, and once those are
-// taken what others have left, from their end. So what a thread has yet to begin need not wait until it has its core
-// again, if somebody else has that meanwhile.
-class Deal {
+// The unfinished pieces of a phase, one range per thread. A thread takes pieces of its own range in rising order, then
+// pieces of other ranges from their end. So the pieces of a thread that lost its core do not wait until it runs again.
+class WorkRanges {
   public:
-    void clear(int num_threads);  // before a region
+    void reset(int num_threads);  // before a region
 
-    // The first that is left of the `num_pieces` of thread `rank` in phase `phase`, or the last.
-    std::optional<int64_t> take(uint32_t phase, int rank, int64_t num_pieces, bool is_last);
+    // Takes the first piece of the range of thread `rank` in phase `phase`, or the last one if `from_end`; none if it
+    // is empty. `num_pieces` is the length of the whole range.
+    std::optional<int64_t> take(uint32_t phase, int rank, int64_t num_pieces, bool from_end);
 
   private:
-    struct Left {  // of a thread's pieces in the phase in which somebody last took one; room for four million
+    struct Range {  // a thread's pieces in the phase in which one was last taken; up to four million
         uint64_t phase : 20, first : 22, last : 22;
     };
     static constexpr uint64_t NO_PHASE = (1 << 20) - 1;  // a step has some hundreds
-    struct alignas(64) Hand {
-        std::atomic<Left> left;
+    struct alignas(64) ThreadRange {
+        std::atomic<Range> range;
     };
 
-    std::vector<Hand> hands_;
+    std::vector<ThreadRange> ranges_;
 };
 
-// The threads that go through the phases of one region together: the caller from the first on, each other one from the
-// phase after it has come. So nobody waits for a thread whose core is somebody else's when a region begins: each phase is
-// shared by those who are there, and who yields its core before it takes part has not come.
+// The threads that go through the phases of one region together. The caller takes part from the first phase, each other
+// thread from the phase after it has joined. So a region does not wait for a thread whose core runs another process at
+// its start: the threads that have joined share each phase. A thread that yields its core before it takes part has not
+// joined.
 //
-// Between two phases they wait for each other. Who waits spins first, since the others are usually there within a
-// microsecond; then it yields, so that a busy neighbour on the same core is not kept from letting the others on.
-class Party {
+// Between two phases the threads wait for each other. A waiting thread spins first, because the others usually arrive
+// within a microsecond. Then it yields, so that a neighbour on its core does not delay the other threads.
+class ThreadTeam {
   public:
-    // A thread as one of `count` that share a phase. The caller has rank 0, and nobody's rank changes.
-    struct Seat {
+    // A thread as one of the `count` threads that share a phase. The caller has rank 0. Ranks do not change in a
+    // region.
+    struct Member {
         int rank = 0, count = 1;
-        uint32_t phase = 0;  // how many are over for all
-        Deal* deal = nullptr;  // none: nobody else has a part of it
-        int place = 0;         // of what each thread has for itself: its rank, or the one of a thread that is alone
+        uint32_t phase = 0;  // number of phases that all threads have finished
+        WorkRanges* work_ranges = nullptr;  // none: the thread is alone
+        int scratch_index = 0;  // index of the thread's own buffers: its rank, or a fixed one for a thread that is alone
 
-        // All `num` things of the phase in pieces of `size` or fewer: use(first, last, end) for the pieces [first, last)
-        // that this thread comes to take; it expects those until `end` next. Once in a phase, and for all threads alike.
+        // Runs the `num` items of the phase in pieces of at most `size`: use(first, last, end) for the items [first,
+        // last) that this thread takes; it expects to take those until `end` next. At most once per phase, with the
+        // same arguments on all threads.
         template <class Use>
-        void each_piece(int64_t num, int64_t size, const Use& use) const;
+        void parallel_for(int64_t num, int64_t size, const Use& use) const;
     };
 
-    void open(int num_threads);  // by the caller, before others may join; nobody is left of a region before
-    void close();  // by the caller, when all phases are over
-    // By another thread: returns when it is to take part. False if all was over before that.
-    bool join(int thread, Seat* seat);
-    // All who share the phase have come to its end. Those who have joined meanwhile share the next one.
-    void end_phase(Seat* seat);
+    // By the caller, before other threads may join; no thread may be left of the region before.
+    void begin_region(int num_threads);
+    void end_region();  // by the caller, after the last phase
+    // By another thread: waits until it takes part. False if the region ended before that.
+    bool join(int thread, Member* member);
+    // The barrier: waits until all threads that share the phase have arrived. Threads that joined meanwhile share the
+    // next phase.
+    void end_phase(Member* member);
 
-    // For tests: phases that thread 1 misses, thread 2 twice as many and so on; no phase begins before who is due has
-    // come. Below 0: who comes when is left to the system, and a phase in which nobody is late may be the caller's alone.
-    int32_t lateness = -1;
+    // For tests: thread 1 misses this many phases, thread 2 twice as many, and so on, and no phase begins before every
+    // thread that is due has joined. Negative: threads join as the system schedules them, and a phase that no thread
+    // has joined in time may be the caller's alone.
+    int32_t join_delay = -1;
 
-    Deal deal;  // of the phase that all are in
+    WorkRanges work_ranges;  // of the current phase
 
   private:
-    static constexpr uint32_t OVER = ~uint32_t(0);
+    static constexpr uint32_t FINISHED = ~uint32_t(0);
     struct State {
         uint32_t phase;
         uint16_t num_present, num_joining;
     };
 
-    bool is_due(int thread, uint32_t phase) const { return lateness < 0 || int64_t(thread) * lateness <= phase; }
+    bool is_due(int thread, uint32_t phase) const { return join_delay < 0 || int64_t(thread) * join_delay <= phase; }
     void await_due(uint32_t phase) const;
-    State wait_for_other(uint32_t phase) const;
-    // Says that this thread is there, and takes that back if the phase is not over in a moment. True if it is, or if all
-    // phases are.
+    State wait_for_others(uint32_t phase) const;
+    // Announces this thread, and withdraws the announcement if the current phase does not end soon. True if it ended,
+    // or the region did.
     bool try_to_join();
 
     int num_threads_ = 1;  // of the region, at most
 
     alignas(64) std::atomic<int> num_arrived_{0};
-    std::atomic<int> num_ranks_{1};  // that are given
-    alignas(64) std::atomic<State> state_{State{OVER, 0, 0}};
+    std::atomic<int> num_ranks_{1};  // ranks that are given out
+    alignas(64) std::atomic<State> state_{State{FINISHED, 0, 0}};
 };
 
-// Nanoseconds of all regions, added up: how long they took, how long their threads, all together, had cores and had
-// none, and how long those that only tried ran and had none. As in neighbours.py.
-enum Share : int32_t { PASSED, USED, LOST, TRIED, LOST_TRYING, NUM_SHARES };
+// Nanoseconds, added up over all regions: their duration; the time that their threads, added up, had cores and lost
+// cores; and the time that probing threads ran and lost their cores. Mirrored by `Share` in thread_throttle.py.
+enum ThreadTime : int32_t { ELAPSED, USED, LOST, PROBED, LOST_PROBING, NUM_THREAD_TIMES };
 
 class Pool {
   public:
-    // The caller of `run` is one of the threads. Of the others each is pinned to one of `cpus` in their order, and to
-    // none when there are fewer of them. While threads are left out, the rest run on any of these: who wants a core may be
-    // pinned, too, to that of a thread that goes on. A caller does so only if it is pinned itself.
+    // The caller of `run` is thread 0. Each worker is pinned to one of `cpus` in order, or none is if there are fewer
+    // cpus than threads. While threads are left out, the others may run on any of the cpus, because the process that
+    // wants a core may be pinned to the core of a thread that goes on. A caller changes its affinity only if it is
+    // pinned itself.
     Pool(int num_threads, const std::vector<int>& cpus);
     ~Pool();
 
     int size() const { return int(workers_.size()) + 1; }
 
-    // How many threads a region is to have at most. With `is_trying` those left out compute nothing and keep their cores
-    // busy while a region runs, which shows whether anybody else is there. A region that runs does not heed a change.
+    // `limit`: the most threads of a region. With `is_probing` the threads that are left out keep their cores busy
+    // while a region runs and compute nothing, which shows whether another process wants the cores. A running region
+    // ignores changes.
     std::atomic<int> limit{0};
-    std::atomic<bool> is_trying{false};
+    std::atomic<bool> is_probing{false};
 
-    std::array<int64_t, NUM_SHARES> shares{};  // of all regions so far; the caller's of `run`
+    std::array<int64_t, NUM_THREAD_TIMES> thread_times{};  // of all regions so far; owned by the caller of `run`
 
-    // Calls job(thread) for each thread in [0, num_threads) and returns when all of them have. One caller at a time.
+    // Calls job(thread) for each thread in [0, num_threads) and returns when all calls have. One caller at a time.
     void run(int num_threads, const std::function<void(int)>& job);
 
-    Party party;  // of the region that runs
+    ThreadTeam team;  // of the region that runs
 
   private:
-    // What the workers are told of a region in one word, so that who has nothing to do in it need not say so.
-    struct Turn {
+    // Describes a region to the workers in one atomic word, so that a worker with no part in it need not answer.
+    struct Region {
         uint32_t number;
-        uint16_t num_called, num_computing;  // threads; who is called and does not compute, tries
+        uint16_t num_woken, num_computing;  // numbers of threads; a thread that is woken and does not compute probes
     };
 
-    void work(int thread);
-    void settle(int thread, bool is_loose);  // by the thread itself, before it computes or tries
-    void compute(int thread);
-    void keep_busy();
-    void add_shares(int64_t passed_ns);
+    void worker_loop(int thread);
+    void set_affinity(int thread, bool uses_all_cpus);  // by the thread itself, before it computes or probes
+    void run_job(int thread);
+    void probe();
+    void add_thread_times(int64_t elapsed_ns);
 
     std::vector<std::thread> workers_;
-    std::vector<int> cpus_;        // of each thread; none: they are where the system has them
-    std::vector<char> are_loose_;  // threads that run on any of these; each knows of itself
-    bool is_loose_ = false;        // those of the region
-    std::thread::id loose_caller_;
+    std::vector<int> cpus_;          // one per thread; empty: the system places the threads
+    std::vector<char> on_all_cpus_;  // which threads may run on any of the cpus; each thread uses its own entry
+    bool uses_all_cpus_ = false;     // in the current region
+    std::thread::id released_caller_;
     const std::function<void(int)>* job_ = nullptr;
-    int64_t began_ns_ = 0;                   // the region
-    alignas(64) std::atomic<Turn> turn_{};   // a new one for each region
-    alignas(64) std::atomic<int> num_left_{0};  // workers that have yet to finish the region
-    std::atomic<bool> is_running_{false};       // the caller still computes
-    std::atomic<int64_t> used_ns_{0}, lost_ns_{0}, tried_ns_{0}, lost_trying_ns_{0};  // of the region
+    int64_t began_ns_ = 0;  // start of the region
+    alignas(64) std::atomic<Region> region_{};  // a new value per region
+    alignas(64) std::atomic<int> num_unfinished_{0};  // workers that have not finished the region
+    std::atomic<bool> is_running_{false};  // the caller still computes
+    std::atomic<int64_t> used_ns_{0}, lost_ns_{0}, probed_ns_{0}, lost_probing_ns_{0};  // in the region
     std::mutex mutex_;
-    std::condition_variable woken_;
-    bool is_over_ = false;
+    std::condition_variable wakeup_;
+    bool is_stopping_ = false;
 };
 
-// A thread's way through a region that is made of phases.
+// A thread's way through the phases of a region.
 class Phases {
   public:
-    // For thread `thread` of a region of `pool`. The caller begins; another thread returns from here when it may join.
-    Phases(Pool* pool, int thread) : party_(&pool->party), is_alone_(pool->size() == 1) {
-        if (thread > 0 && !party_->join(thread, &seat_)) seat_.phase = ~uint32_t(0);
-        seat_.deal = &party_->deal;
+    // For thread `thread` of a region of `pool`. Thread 0 begins; another thread waits here until it takes part.
+    Phases(Pool* pool, int thread) : team_(&pool->team), is_alone_(pool->size() == 1) {
+        if (thread > 0 && !team_->join(thread, &member_)) member_.phase = ~uint32_t(0);
+        member_.work_ranges = &team_->work_ranges;
     }
 
-    // Of a thread that goes through them alone.
-    explicit Phases(int place) : party_(nullptr), is_alone_(true) { seat_.place = place; }
+    // For a thread that goes through the phases alone.
+    explicit Phases(int scratch_index) : team_(nullptr), is_alone_(true) { member_.scratch_index = scratch_index; }
 
-    // work(seat) is the next phase, and returns for nobody before it has for all. Nothing if it is one that was over
-    // when this thread came.
+    // Runs work(member) as the next phase; returns after all threads have finished it. Does nothing and returns false
+    // if the phase was over when this thread joined.
     template <class Work>
-    bool run(const Work& work) {
-        if (next_++ < seat_.phase) return false;
-        work(seat_);
+    bool run(const Work& worker_loop) {
+        if (next_++ < member_.phase) return false;
+        worker_loop(member_);
         if (is_alone_)
-            seat_.phase++;
+            member_.phase++;
         else
-            party_->end_phase(&seat_);
+            team_->end_phase(&member_);
         return true;
     }
 
-    const Party::Seat& seat() const { return seat_; }
+    const ThreadTeam::Member& member() const { return member_; }
 
-    // Whether the next phase is one that this thread has a share of: not one that was over when it came.
-    bool is_next_shared() const { return next_ >= seat_.phase; }
+    // Whether this thread takes part in the next phase: false if the phase was over when it joined.
+    bool takes_part_in_next() const { return next_ >= member_.phase; }
 
   private:
-    Party* party_;
-    Party::Seat seat_;
+    ThreadTeam* team_;
+    ThreadTeam::Member member_;
     uint32_t next_ = 0;
     bool is_alone_;
 };
 
-// [first, last) of `count` things for one of the threads, each as many as the others or one more.
-inline void share(int64_t count, int thread, int num_threads, int64_t* first, int64_t* last) {
+// The part [first, last) of `count` items for one of the threads; parts differ by one item at most.
+inline void split_evenly(int64_t count, int thread, int num_threads, int64_t* first, int64_t* last) {
     *first = count * thread / num_threads;
     *last = count * (thread + 1) / num_threads;
 }
 
 template <class Use>
-void Party::Seat::each_piece(int64_t num, int64_t size, const Use& use) const {
-    if (!deal) {
+void ThreadTeam::Member::parallel_for(int64_t num, int64_t size, const Use& use) const {
+    if (!work_ranges) {
         for (int64_t begin = 0; begin < num; begin += size) use(begin, std::min(begin + size, num), num);
         return;
     }
-    for (int turn = 0; turn < count; turn++) {
-        int whose = (rank + turn) % count;
+    for (int step = 0; step < count; step++) {
+        int owner = (rank + step) % count;
         int64_t first, last;
-        share(num, whose, count, &first, &last);
+        split_evenly(num, owner, count, &first, &last);
         int64_t num_pieces = (last - first + size - 1) / size;
-        while (auto piece = deal->take(phase, whose, num_pieces, turn > 0)) {
+        while (auto piece = work_ranges->take(phase, owner, num_pieces, step > 0)) {
             int64_t begin = first + *piece * size, end = std::min(begin + size, last);
-            use(begin, end, turn == 0 ? last : end);
+            use(begin, end, step == 0 ? last : end);
         }
     }
 }

@@ -11,218 +11,224 @@ namespace millrace {
 
 namespace {
 
-constexpr int64_t BLOCK = 128;  // tokens that are looked at together
-constexpr int64_t WORDS = BLOCK / 32;  // of a mask, for a block
-constexpr float NOTHING = -std::numeric_limits<float>::infinity();
-constexpr int RUNGS = 8;
-constexpr float FALLS[RUNGS - 1] = {0.5f, 1, 2, 3, 4.5f, 7, 11};  // of log-weights below the largest, at first
-constexpr int64_t FEW = 128;  // logits, that are sorted
-constexpr int64_t SUMMED = 1024;  // weights that are added up in float32, then in float64
+constexpr int64_t BLOCK = 128;  // tokens processed together
+constexpr int64_t WORDS = BLOCK / 32;  // mask words of a block
+constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();
+constexpr int NUM_LEVELS = 8;
+constexpr float LEVEL_OFFSETS[NUM_LEVELS - 1] = {0.5f, 1, 2, 3, 4.5f, 7, 11};  // of log-weights below the largest, at first
+constexpr int64_t MAX_SORTED = 128;  // logits that are sorted
+constexpr int64_t FLOAT_SUM_LENGTH = 1024;  // weights that are summed in float32 before float64
 
 // Sets the logits of tokens whose bits are 0 to -inf.
-void hide(float* logits, const uint32_t* words, int64_t size) {
+void mask_out(float* logits, const uint32_t* words, int64_t size) {
     for (int64_t first = 0; first < size; first += 32) {
         uint32_t word = words[first / 32];
         float* x = logits + first;
         if (size - first >= 32) {
-            for (int i = 0; i < 32; i++) x[i] = word >> i & 1 ? x[i] : NOTHING;  // one masked move
+            for (int i = 0; i < 32; i++) x[i] = word >> i & 1 ? x[i] : MINUS_INFINITY;  // one masked move
         } else {
-            for (int i = 0; i < size - first; i++) x[i] = word >> i & 1 ? x[i] : NOTHING;
+            for (int i = 0; i < size - first; i++) x[i] = word >> i & 1 ? x[i] : MINUS_INFINITY;
         }
     }
 }
 
-struct Between {  // [low, high)
+struct Interval {  // [low, high)
     float low, high;
 };
 
-// Logits, each at most the one before it, and the weights of what is at or above each; of the last, of all that counts.
-struct Rungs {
-    float at[RUNGS];
-    double mass[RUNGS] = {};
+// Logit levels in falling order, and the mass (sum of weights) at or above each. The mass of the last is the total.
+struct Levels {
+    float at[NUM_LEVELS];
+    double mass[NUM_LEVELS] = {};
 
-    // Where tokens, from the likeliest on, come to `wanted`; `seen` are those before the first rung, and then those above.
-    Between where(double wanted, double& seen) const {
+    // The interval in which the cumulative mass, from the largest logit down, reaches `target`. `seen`: the mass above
+    // the first level, updated to the mass above the interval.
+    Interval find_interval(double target, double& seen) const {
         int r = 0;
-        while (r + 1 < RUNGS && seen + mass[r] < wanted) r++;
+        while (r + 1 < NUM_LEVELS && seen + mass[r] < target) r++;
         if (r > 0) seen += mass[r - 1];
         return {at[r], r > 0 ? at[r - 1] : std::numeric_limits<float>::infinity()};
     }
 };
 
-// One row, while its token is chosen.
-class Row {
+// Samples one row. Each thread keeps one and reuses its buffers.
+class RowSampler {
   public:
-    // A block of which `words` allow nothing is never read; what they hide in others is lost. Grammars allow nearly all
-    // tokens or very few, so that most blocks are one of both: 16 rows of 49,152 cost no more than without masks.
-    void take(float* logits, int64_t size, const uint32_t* words) {
+    // Sets the row and applies the mask `words`, if any. A block in which no token is allowed is never read; in others
+    // the hidden logits are overwritten. Grammars allow nearly all tokens or very few, so that most blocks are all or
+    // nothing: 16 rows of 49,152 cost no more than without masks.
+    void set_row(float* logits, int64_t size, const uint32_t* words) {
         logits_ = logits, size_ = size, num_blocks_ = (size + BLOCK - 1) / BLOCK;
         maxima_.resize(num_blocks_), sums_.resize(num_blocks_);
-        best_ = NOTHING;
-        F no_numbers = zero();
+        best_ = MINUS_INFINITY;
+        F has_nan = zero();
         for (int64_t b = 0; b < num_blocks_; b++) {
-            if (words && !allow(logits + b * BLOCK, words + b * WORDS, std::min(BLOCK, size - b * BLOCK))) {
-                maxima_[b] = NOTHING;
+            if (words && !apply_mask(logits + b * BLOCK, words + b * WORDS, std::min(BLOCK, size - b * BLOCK))) {
+                maxima_[b] = MINUS_INFINITY;
                 continue;
             }
             const float* x = block(b);
-            F most = splat(NOTHING);
+            F maximum = splat(MINUS_INFINITY);
             for (int i = 0; i < BLOCK; i += W) {
                 F numbers = load(x + i);
-                most = max(numbers, most);
-                no_numbers = max(no_numbers, where_ge(numbers, numbers, zero(), splat(1.0f)));
+                maximum = max(numbers, maximum);
+                has_nan = max(has_nan, select_ge(numbers, numbers, zero(), splat(1.0f)));
             }
-            maxima_[b] = max_of(most);
+            maxima_[b] = max_of(maximum);
             best_ = std::max(best_, maxima_[b]);
         }
-        is_broken_ = max_of(no_numbers) > 0 || !std::isfinite(best_);
+        is_broken_ = max_of(has_nan) > 0 || !std::isfinite(best_);
     }
 
     bool is_broken() const { return is_broken_; }
 
-    // The lowest id among the likeliest.
-    int64_t likeliest() {
+    // The lowest id among the largest logits.
+    int64_t argmax() {
         int64_t b = std::find(maxima_.begin(), maxima_.end(), best_) - maxima_.begin();
         const float* x = block(b);
         return b * BLOCK + (std::find(x, x + BLOCK, best_) - x);
     }
 
-    // By inverse CDF in the order of the vocabulary, from what top_k, then top_p, then min_p keep. Each keeps all that
-    // is at least as likely as some token, so tokens that tie with the last one kept are kept.
+    // Samples by inverse CDF in vocabulary order from the tokens that top_k, then top_p, then min_p keep. Each keeps
+    // all tokens at or above a threshold, so ties with the last kept token are kept.
     int64_t draw(double temperature, int64_t top_k, double top_p, double min_p, double u) {
         is_scaled_ = temperature != 1.0;
         temperature_ = float(temperature);
-        float least = top_k > 0 && top_k < size_ ? kth_largest(top_k) : NOTHING;
-        if (top_p < 1.0) least = std::max(least, least_of_share(least, top_p));
-        if (min_p > 0.0) least = std::max(least, float(double(best_) + temperature * std::log(min_p)));
-        return first_above(u, std::min(least, best_));
+        float threshold = top_k > 0 && top_k < size_ ? top_k_threshold(top_k) : MINUS_INFINITY;
+        if (top_p < 1.0) threshold = std::max(threshold, top_p_threshold(threshold, top_p));
+        if (min_p > 0.0) threshold = std::max(threshold, float(double(best_) + temperature * std::log(min_p)));
+        return inverse_cdf(u, std::min(threshold, best_));
     }
 
   private:
-    // Whether any of up to 128 tokens is allowed; if so, the others are hidden.
-    static bool allow(float* logits, const uint32_t* words, int64_t count) {
+    // Whether any of up to 128 tokens is allowed; if so, hides the others.
+    static bool apply_mask(float* logits, const uint32_t* words, int64_t count) {
         uint32_t any = 0, all = ~0u;
         for (int64_t i = 0; i < (count + 31) / 32; i++) any |= words[i], all &= words[i];
-        if (any && all != ~0u) hide(logits, words, count);
+        if (any && all != ~0u) mask_out(logits, words, count);
         return any;
     }
 
-    // Whether a token in it may be chosen. What others hold says nothing.
-    bool counts(int64_t b, float least) const { return maxima_[b] > NOTHING && maxima_[b] >= least; }
+    // Whether a token of the block may be chosen. The contents of other blocks are undefined.
+    bool is_candidate(int64_t b, float threshold) const { return maxima_[b] > MINUS_INFINITY && maxima_[b] >= threshold; }
 
-    // 128 logits; past the end of the vocabulary they are -inf.
+    // 128 logits; -inf past the end of the vocabulary.
     const float* block(int64_t b) {
         int64_t count = size_ - b * BLOCK;
         if (count >= BLOCK) return logits_ + b * BLOCK;
-        std::fill(std::copy(logits_ + b * BLOCK, logits_ + size_, tail_), tail_ + BLOCK, NOTHING);
+        std::fill(std::copy(logits_ + b * BLOCK, logits_ + size_, tail_), tail_ + BLOCK, MINUS_INFINITY);
         return tail_;
     }
 
-    // Probabilities up to a factor, the largest is 1; 0 below `least`. Returns their sum, which is of one order.
-    double weigh(int64_t b, float least, float* weights) {
+    // Probabilities up to a common factor; the largest is 1, and those below `threshold` are 0. Returns their sum, in a
+    // fixed order.
+    double block_weights(int64_t b, float threshold, float* weights) {
         const float* x = block(b);
-        F best = splat(best_), bound = splat(least), temperature = splat(temperature_), sum = zero();
+        F best = splat(best_), bound = splat(threshold), temperature = splat(temperature_), sum = zero();
         for (int i = 0; i < BLOCK; i += W) {
-            F logits = load(x + i), weight = where_ge(logits, bound, weight_of(logits, best, temperature), zero());
+            F logits = load(x + i), weight = select_ge(logits, bound, weight_of(logits, best, temperature), zero());
             store(weights + i, weight);
             sum = add(sum, weight);
         }
         return sum_of(sum);
     }
 
-    // k blocks have a maximum at or above the k-th largest maximum, so k tokens are: only those are looked at.
-    float kth_largest(int64_t k) {
-        float bound = NOTHING;
+    // The k-th largest logit. At least k tokens are at or above the k-th largest block maximum, so only those are
+    // inspected.
+    float top_k_threshold(int64_t k) {
+        float bound = MINUS_INFINITY;
         if (k <= num_blocks_) {
-            found_ = maxima_;
-            std::nth_element(found_.begin(), found_.begin() + k - 1, found_.end(), std::greater<float>());
-            bound = found_[k - 1];
+            scratch_ = maxima_;
+            std::nth_element(scratch_.begin(), scratch_.begin() + k - 1, scratch_.end(), std::greater<float>());
+            bound = scratch_[k - 1];
         }
-        found_.clear();
+        scratch_.clear();
         for (int64_t b = 0; b < num_blocks_; b++) {
-            if (!counts(b, bound)) continue;
+            if (!is_candidate(b, bound)) continue;
             const float* x = block(b);
             for (int64_t i = 0; i < std::min(BLOCK, size_ - b * BLOCK); i++)
-                if (x[i] >= bound) found_.push_back(x[i]);
+                if (x[i] >= bound) scratch_.push_back(x[i]);
         }
-        if (int64_t(found_.size()) < k) return NOTHING;
-        std::nth_element(found_.begin(), found_.begin() + k - 1, found_.end(), std::greater<float>());
-        return found_[k - 1];
+        if (int64_t(scratch_.size()) < k) return MINUS_INFINITY;
+        std::nth_element(scratch_.begin(), scratch_.begin() + k - 1, scratch_.end(), std::greater<float>());
+        return scratch_[k - 1];
     }
 
-    // The logit of the last token, from the likeliest on, before which less than `share` of what is at or above `least`
-    // has been seen. How much is at or above a few logits is summed up at once; it lies between two of them, and the same
-    // is done with the tokens there, until so few are left that they are sorted.
-    float least_of_share(float least, double share) {
-        float lowest = std::max(least, best_ - 87.0f * temperature_);  // below it weights are next to nothing
-        Rungs rungs;
-        for (int r = 0; r + 1 < RUNGS; r++) rungs.at[r] = std::max(best_ - FALLS[r] * temperature_, lowest);
-        rungs.at[RUNGS - 1] = lowest;
-        each_run(lowest, [&](const float* x, int64_t size) { weigh_above(x, size, rungs); });
-        double wanted = share * rungs.mass[RUNGS - 1], seen = 0;
-        Between between = rungs.where(wanted, seen);
-        left_.resize(num_blocks_ * BLOCK + W);  // whole vectors are written
+    // The smallest logit that top_p keeps: that of the last token, in falling order, before which less than `top_p` of
+    // the mass at or above `threshold` is reached. Sums the mass at or above a few levels in one pass; the result lies
+    // between two of them. Repeats this with the tokens in that interval until few enough are left to sort.
+    float top_p_threshold(float threshold, double top_p) {
+        float lowest = std::max(threshold, best_ - 87.0f * temperature_);  // weights below are next to nothing
+        Levels levels;
+        for (int r = 0; r + 1 < NUM_LEVELS; r++) levels.at[r] = std::max(best_ - LEVEL_OFFSETS[r] * temperature_, lowest);
+        levels.at[NUM_LEVELS - 1] = lowest;
+        for_each_run(lowest, [&](const float* x, int64_t size) { add_level_masses(x, size, levels); });
+        double target = top_p * levels.mass[NUM_LEVELS - 1], seen = 0;
+        Interval interval = levels.find_interval(target, seen);
+        remaining_.resize(num_blocks_ * BLOCK + W);  // whole vectors are written
         int64_t count = 0;
-        each_run(between.low, [&](const float* x, int64_t size) { count = gather(x, size, between, count); });
-        while (count > FEW) {
-            auto [lowest_left, highest_left] = extremes_left(count);
-            if (lowest_left == highest_left) return lowest_left;
-            float step = (highest_left - lowest_left) / RUNGS;
-            for (int r = 0; r < RUNGS; r++) rungs.at[r] = highest_left - step * float(r + 1), rungs.mass[r] = 0;
-            rungs.at[RUNGS - 1] = lowest_left;
-            std::fill_n(left_.begin() + count, W, NOTHING);
-            weigh_above(left_.data(), count, rungs);
-            between = rungs.where(wanted, seen);
-            count = gather(left_.data(), count, between, 0);
+        for_each_run(interval.low, [&](const float* x, int64_t size) { count = gather_between(x, size, interval, count); });
+        while (count > MAX_SORTED) {
+            auto [low, high] = remaining_range(count);
+            if (low == high) return low;
+            float step = (high - low) / NUM_LEVELS;
+            for (int r = 0; r < NUM_LEVELS; r++) levels.at[r] = high - step * float(r + 1), levels.mass[r] = 0;
+            levels.at[NUM_LEVELS - 1] = low;
+            std::fill_n(remaining_.begin() + count, W, MINUS_INFINITY);
+            add_level_masses(remaining_.data(), count, levels);
+            interval = levels.find_interval(target, seen);
+            count = gather_between(remaining_.data(), count, interval, 0);
         }
-        std::sort(left_.begin(), left_.begin() + count, std::greater<float>());
-        float last = std::min(between.high, best_);
-        for (int64_t i = 0; i < count && seen < wanted; i++) seen += weight_of(last = left_[i]);
+        std::sort(remaining_.begin(), remaining_.begin() + count, std::greater<float>());
+        float last = std::min(interval.high, best_);
+        for (int64_t i = 0; i < count && seen < target; i++) seen += weight_of(last = remaining_[i]);
         return last;
     }
 
-    // `take(x, count)` of blocks that count and follow each other; the last one of all, which may be filled up, is alone.
+    // Calls take(x, count) for runs of adjacent candidate blocks. The last block of the row, which may be padded, is
+    // passed alone.
     template <class Take>
-    void each_run(float least, const Take& take) {
+    void for_each_run(float threshold, const Take& set_row) {
         for (int64_t b = 0, first; b < num_blocks_; b++) {
-            for (first = b; b + 1 < num_blocks_ && counts(b, least);) b++;
-            if (first < b) take(logits_ + first * BLOCK, (b - first) * BLOCK);
-            if (b + 1 == num_blocks_ && counts(b, least)) take(block(b), BLOCK);
+            for (first = b; b + 1 < num_blocks_ && is_candidate(b, threshold);) b++;
+            if (first < b) set_row(logits_ + first * BLOCK, (b - first) * BLOCK);
+            if (b + 1 == num_blocks_ && is_candidate(b, threshold)) set_row(block(b), BLOCK);
         }
     }
 
-    // Adds weights of what is at or above each rung. Numbers past `count`, to a whole vector, are -inf.
-    void weigh_above(const float* x, int64_t count, Rungs& rungs) const {
+    // Adds the mass at or above each level. Numbers past `count`, to a whole vector, must be -inf.
+    void add_level_masses(const float* x, int64_t count, Levels& levels) const {
         F best = splat(best_), temperature = splat(temperature_);
-        for (int64_t begin = 0; begin < count; begin += SUMMED) {
-            F sums[RUNGS];
+        for (int64_t begin = 0; begin < count; begin += FLOAT_SUM_LENGTH) {
+            F sums[NUM_LEVELS];
             for (F& sum : sums) sum = zero();
-            for (int64_t i = begin; i < std::min(count, begin + SUMMED); i += W) {
+            for (int64_t i = begin; i < std::min(count, begin + FLOAT_SUM_LENGTH); i += W) {
                 F logits = load(x + i), weight = weight_of(logits, best, temperature);
-                UNROLL for (int r = 0; r < RUNGS; r++)
-                    sums[r] = add(sums[r], where_ge(logits, splat(rungs.at[r]), weight, zero()));
+                UNROLL for (int r = 0; r < NUM_LEVELS; r++)
+                    sums[r] = add(sums[r], select_ge(logits, splat(levels.at[r]), weight, zero()));
             }
-            for (int r = 0; r < RUNGS; r++) rungs.mass[r] += sum_of(sums[r]);
+            for (int r = 0; r < NUM_LEVELS; r++) levels.mass[r] += sum_of(sums[r]);
         }
     }
 
-    // Writes the logits between two to `left_`, behind `num_found`; how many there are then. From there, too, at or behind
-    // where they are written to. Numbers past `count`, to a whole vector, are -inf.
-    int64_t gather(const float* x, int64_t count, Between between, int64_t num_found) {
-        F low = splat(between.low), high = splat(between.high);
-        for (int64_t i = 0; i < count; i += W) num_found += store_between(left_.data() + num_found, load(x + i), low, high);
+    // Appends the logits in the interval to `remaining_` behind `num_found` and returns the new number. `x` may be
+    // `remaining_` itself, at or behind the write position. Numbers past `count`, to a whole vector, must be -inf.
+    int64_t gather_between(const float* x, int64_t count, Interval interval, int64_t num_found) {
+        F low = splat(interval.low), high = splat(interval.high);
+        for (int64_t i = 0; i < count; i += W)
+            num_found += compress_store_between(remaining_.data() + num_found, load(x + i), low, high);
         return num_found;
     }
 
-    std::pair<float, float> extremes_left(int64_t count) const {
+    std::pair<float, float> remaining_range(int64_t count) const {
         int64_t i = 0;
-        F falls = splat(NOTHING), rises = falls;
+        F falls = splat(MINUS_INFINITY), rises = falls;
         for (; i + W <= count; i += W) {
-            F logits = load(left_.data() + i);
+            F logits = load(remaining_.data() + i);
             falls = max(falls, sub(zero(), logits)), rises = max(rises, logits);
         }
         float low = -max_of(falls), high = max_of(rises);
-        for (; i < count; i++) low = std::min(low, left_[i]), high = std::max(high, left_[i]);
+        for (; i < count; i++) low = std::min(low, remaining_[i]), high = std::max(high, remaining_[i]);
         return {low, high};
     }
 
@@ -235,19 +241,19 @@ class Row {
         return max_of(weight_of(splat(logit), splat(best_), splat(temperature_)));
     }
 
-    // The first token at or above `least` whose cumulative probability is above u.
-    int64_t first_above(double u, float least) {
+    // The first token at or above `threshold` whose cumulative probability exceeds u.
+    int64_t inverse_cdf(double u, float threshold) {
         float weights[BLOCK];
         double total = 0;
         for (int64_t b = 0; b < num_blocks_; b++) {
-            sums_[b] = counts(b, least) ? weigh(b, least, weights) : 0.0;
+            sums_[b] = is_candidate(b, threshold) ? block_weights(b, threshold, weights) : 0.0;
             total += sums_[b];
         }
         double target = std::min(u * total, std::nextafter(total, 0.0)), before = 0;
         int64_t b = 0;
         while (b + 1 < num_blocks_ && before + sums_[b] <= target) before += sums_[b++];
-        while (sums_[b] == 0) b--;  // rounding has brought `target` up to the whole sum
-        weigh(b, least, weights);
+        while (sums_[b] == 0) b--;  // rounding raised `target` to the whole sum
+        block_weights(b, threshold, weights);
         int64_t chosen = 0;
         double inside = 0;
         for (int i = 0; i < BLOCK; i++) {
@@ -264,7 +270,7 @@ class Row {
     float best_ = 0, temperature_ = 1;
     bool is_broken_ = false, is_scaled_ = false;
     alignas(64) float tail_[BLOCK];
-    std::vector<float> maxima_, found_, left_;
+    std::vector<float> maxima_, scratch_, remaining_;
     std::vector<double> sums_;
 };
 
@@ -274,24 +280,26 @@ uint64_t mix(uint64_t z) {
     return z ^ z >> 31;
 }
 
-// In [0, 1), of a seed and a token's absolute position: as `uniform` of stages/sample/sampling_math.py, to the bit.
+// A number in [0, 1) from a seed and a token's absolute position. NOTE: the same bits as `uniform` in
+// stages/sample/sampling_math.py.
 double uniform(uint64_t seed, uint64_t position) {
     return double(mix(mix(seed) + (position + 1) * 0x9E3779B97F4A7C15) >> 11) * 0x1p-53;
 }
 
-void choose_row(Row& row, const Asked& asked, const Choices& all, int64_t i) {
+void sample_row(RowSampler& row, const SlotSampling& sampling, const SamplingRows& all, int64_t i) {
     int64_t slot = all.slots[i];
     int64_t mask = all.masks ? all.mask_rows[i] : -1;
     const uint32_t* words = mask < 0 ? nullptr : all.masks + mask * all.num_words;
-    row.take(all.logits + i * all.vocab_size, all.vocab_size, words);
+    row.set_row(all.logits + i * all.vocab_size, all.vocab_size, words);
     all.is_broken[i] = row.is_broken();
     if (row.is_broken())
         all.token_ids[i] = 0;
-    else if (asked.is_random[slot])
-        all.token_ids[i] = row.draw(asked.temperature[slot], asked.top_k[slot], asked.top_p[slot], asked.min_p[slot],
-                                    uniform(asked.seeds[slot], asked.num_prompt[slot] + all.places[i]));
+    else if (sampling.is_random[slot])
+        all.token_ids[i] = row.draw(sampling.temperature[slot], sampling.top_k[slot], sampling.top_p[slot],
+                                    sampling.min_p[slot],
+                                        uniform(sampling.seeds[slot], sampling.num_prompt[slot] + all.positions[i]));
     else
-        all.token_ids[i] = row.likeliest();
+        all.token_ids[i] = row.argmax();
 }
 
 int threads_for(const Pool& pool, int64_t num_rows, int64_t vocab_size) {
@@ -301,15 +309,15 @@ int threads_for(const Pool& pool, int64_t num_rows, int64_t vocab_size) {
 
 }  // namespace
 
-void choose(Model& model, const Asked& asked, const Choices& choices) {
+void sample(Model& model, const SlotSampling& sampling, const SamplingRows& rows) {
     std::lock_guard<std::mutex> lock(model.is_running);
     Pool& pool = *model.pool;
-    int num_threads = threads_for(pool, choices.num_rows, choices.vocab_size);
+    int num_threads = threads_for(pool, rows.num_rows, rows.vocab_size);
     pool.run(num_threads, [&](int thread) {
-        thread_local Row row;
+        thread_local RowSampler row;
         int64_t first, last;
-        share(choices.num_rows, thread, num_threads, &first, &last);
-        for (int64_t i = first; i < last; i++) choose_row(row, asked, choices, i);
+        split_evenly(rows.num_rows, thread, num_threads, &first, &last);
+        for (int64_t i = first; i < last; i++) sample_row(row, sampling, rows, i);
     });
 }
 

@@ -1,4 +1,6 @@
-// Choosing tokens from logits, row by row; what happens to a row depends on nothing but that row.
+// Sampling of tokens from logits, row by row. The result of a row depends on that row alone.
+//
+// Called through api.cpp, or by StepChain after a step, on the step's thread; rows are split over the pool's threads.
 
 #pragma once
 
@@ -8,29 +10,29 @@
 
 namespace millrace {
 
-// What each slot's sequence asked for, [S] each; but for the first, not read where it is 0.
-struct Asked {  // as `Asked` of library.py
+// Sampling parameters per slot, [S] each. All but the first are read only where `is_random` is 1.
+struct SlotSampling {  // mirrored by `SlotSampling` in library.py
     const uint8_t* is_random;
     const double* temperature;    // above 0
-    const int64_t* top_k;         // 0 is off
-    const double *top_p, *min_p;  // 1 and 0 are off
+    const int64_t* top_k;         // 0: off
+    const double *top_p, *min_p;  // 1 and 0: off
     const uint64_t* seeds;
-    const int32_t* num_prompt;  // tokens before the first of its answer
+    const int32_t* num_prompt;  // tokens before the first generated one
 };
 
-// L rows of V logits.
-struct Choices {  // as `Choices` of library.py
-    float* logits;            // where there are masks, what they do not allow is lost
+// L rows of V logits to sample.
+struct SamplingRows {  // mirrored by `SamplingRows` in library.py
+    float* logits;     // overwritten where masks hide tokens
     int64_t num_rows, vocab_size;
-    const int64_t *slots, *places;  // [L] whose the row is, and which token of its answer, from 0
-    const uint32_t* masks;      // [M, num_words] bit t says whether token t may be chosen; null: all may, everywhere
-    int64_t num_words;          // enough for V bits
-    const int64_t* mask_rows;   // which of the masks is whose; below 0, none
-    int64_t* token_ids;         // the choices
-    uint8_t* is_broken;         // rows without a finite maximum, or with a NaN; their token is 0
+    const int64_t *slots, *positions;  // [L] slot of each row, and index of its token among the generated ones
+    const uint32_t* masks;             // [M, num_words] bit t: token t is allowed; null: all are
+    int64_t num_words;                 // enough for V bits
+    const int64_t* mask_rows;          // [L] mask of each row; negative: none
+    int64_t* token_ids;                // [L] result
+    uint8_t* is_broken;                // [L] result: no finite maximum, or a NaN; the token is 0
 };
 
-// Waits for a step that runs.
-void choose(Model& model, const Asked& asked, const Choices& choices);
+// Waits for a running step.
+void sample(Model& model, const SlotSampling& asked, const SamplingRows& rows);
 
 }  // namespace millrace

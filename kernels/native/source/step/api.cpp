@@ -1,4 +1,7 @@
-// The library's C interface: what library.py calls. Nothing throws past it.
+// The C interface of the library, called through ctypes by library.py. No exception leaves it.
+//
+// Steps, sampling and the head run on the step thread if the model has one (several compute threads), else on the
+// caller's. `millrace_follow` never blocks and may be called with Python's interpreter lock held.
 
 #include <algorithm>
 #include <cstring>
@@ -15,7 +18,7 @@ using namespace millrace;
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-// AMX is not asked for here: who may use it is found in machine.py, which asks the system, too.
+// Does not check for AMX: machine.py does, because a process must also request AMX from the system.
 EXPORT int32_t millrace_is_supported() {
 #if defined(__AVX512F__)
     bool is = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -31,36 +34,37 @@ EXPORT int32_t millrace_is_supported() {
 
 namespace {
 
-// The answer of `ask`, which throws nothing but bad_alloc; where the model has a thread for that, by that one.
-template <class Ask>
-int32_t ask_for(Model* model, const Ask& ask) {
-    int32_t answer = FINE;
+// Returns the result of `call`, which may throw bad_alloc only. Runs it on the step thread if the model has one.
+template <class Call>
+int32_t run_on_step_thread(Model* model, const Call& call) {
+    int32_t result = FINE;
     auto run = [&] {
         try {
-            answer = ask();
+            result = call();
         } catch (const std::bad_alloc&) {
-            answer = NO_MEMORY;
+            result = NO_MEMORY;
         }
-        if (model->shares) std::copy(model->pool->shares.begin(), model->pool->shares.end(), model->shares);
+        if (model->thread_times)
+            std::copy(model->pool->thread_times.begin(), model->pool->thread_times.end(), model->thread_times);
     };
-    model->line ? model->line->call(run) : run();
-    return answer;
+    model->step_thread ? model->step_thread->call(run) : run();
+    return result;
 }
 
 }  // namespace
 
-// windows [layers]: 0 for none. cpus [num_cpus]: see Pool; the first is the line's, which who has several threads has.
-// worth_a_thread: see Model.
+// windows [layers]: 0 for none. cpus [num_cpus]: see Pool; the first is the step thread's, which a model with several
+// compute threads has. min_work_per_thread: see Model.
 EXPORT Model* millrace_model_new(const Shape* shape, const int64_t* windows, int32_t num_threads, const int32_t* cpus,
-                                 int32_t num_cpus, int64_t worth_a_thread) {
+                                 int32_t num_cpus, int64_t min_work_per_thread) {
     try {
         auto model = std::make_unique<Model>();
         model->shape = *shape;
-        model->worth_a_thread = std::max<int64_t>(1, worth_a_thread);
+        model->min_work_per_thread = std::max<int64_t>(1, min_work_per_thread);
         int64_t hidden = shape->hidden_size, inner = round_up(shape->intermediate_size, 16);
         int64_t num_bytes = 0;
         auto define = [&](Linear& linear, int64_t n, int64_t k, int32_t type) {
-            linear.n = n, linear.k = k, linear.type = Type(type);
+            linear.n = n, linear.k = k, linear.type = DataType(type);
             linear.group_size = type == INT4 ? shape->group_size : k;
             linear.offset = num_bytes, num_bytes += round_up(linear.weight_bytes(), 64);
         };
@@ -74,11 +78,11 @@ EXPORT Model* millrace_model_new(const Shape* shape, const int64_t* windows, int
             define(layer.down, hidden, shape->intermediate_size, shape->linears);
         }
         define(model->head, shape->vocab_size, hidden, shape->head);
-        set_order(*model);
+        link_linears(*model);
         model->pool = std::make_unique<Pool>(num_threads, std::vector<int>(cpus, cpus + num_cpus));
         if (num_threads > 1) {
-            model->chain = std::make_unique<Chain>(*model);
-            model->line = std::make_unique<Line>(num_cpus >= num_threads ? cpus[0] : -1);
+            model->step_chain = std::make_unique<StepChain>(*model);
+            model->step_thread = std::make_unique<StepThread>(num_cpus >= num_threads ? cpus[0] : -1);
         }
         return model.release();
     } catch (const std::exception&) {
@@ -88,8 +92,10 @@ EXPORT Model* millrace_model_new(const Shape* shape, const int64_t* windows, int
 
 EXPORT void millrace_model_delete(Model* model) { delete model; }
 
-// The system's id of the thread that begins each step; 0: whoever asks does.
-EXPORT int32_t millrace_line(const Model* model) { return model->line ? model->line->thread_id() : 0; }
+// The system's id of the step thread; 0: the model has none.
+EXPORT int32_t millrace_step_thread_id(const Model* model) {
+    return model->step_thread ? model->step_thread->thread_id() : 0;
+}
 
 // cos, sin [count, rotary_dim / 2]
 EXPORT int32_t millrace_set_positions(Model* model, const float* cos, const float* sin, int64_t count) {
@@ -104,8 +110,9 @@ EXPORT int32_t millrace_set_positions(Model* model, const float* cos, const floa
     }
 }
 
-// Tensors, one after the other, in one call: who loads them beside threads that hold Python's lock gets it back once, not with
-// each. 0: done; else `num_set` of them are, and with the next one 1: a number is not finite; 2: there is no memory.
+// Packs tensors in order, in one call: a loader thread beside threads that hold Python's interpreter lock waits for it
+// once, not once per tensor. Returns 0 if all are set. Otherwise `num_set` are, and the next one failed: 1: a number is
+// not finite; 2: no memory.
 EXPORT int32_t millrace_set_tensors(Model* model, const Tensor* tensors, int64_t count, int64_t* num_set) {
     try {
         for (*num_set = 0; *num_set < count; ++*num_set)
@@ -116,99 +123,101 @@ EXPORT int32_t millrace_set_tensors(Model* model, const Tensor* tensors, int64_t
     }
 }
 
-// Of a model that has all of its tensors, and takes no more. 0: done; 2: there was no memory for some, which stay as they are.
-EXPORT int32_t millrace_code_weights(Model* model) {
+// Call once all tensors are set; the model takes no more. 0: done; 2: no memory for some linears, which stay as they
+// are.
+EXPORT int32_t millrace_encode_bf16_12bit(Model* model) {
     try {
         std::lock_guard<std::mutex> lock(model->is_running);
-        code_weights(*model);
+        encode_bf16_12bit(*model);
         return 0;
     } catch (const std::bad_alloc&) {
         return 2;
     }
 }
 
-// What is computed with in place of a matrix's numbers, [rows, columns] of the tensor. False for a tensor that is none.
+// The numbers that products use for a matrix, [rows, columns]. False for a tensor that is no matrix.
 EXPORT int32_t millrace_get_matrix(Model* model, int64_t layer, int32_t kind, float* numbers) {
-    return get_matrix(*model, layer, Kind(kind), numbers);
+    return get_matrix(*model, layer, TensorKind(kind), numbers);
 }
 
 EXPORT int64_t millrace_weights_bytes(const Model* model) { return model->weights_bytes(); }
 
-// Of what tells where the largest logits are, beside the weights.
+// Memory of the argmax screen, which `millrace_weights_bytes` leaves out.
 EXPORT int64_t millrace_screen_bytes(const Model* model) { return model->screen.num_bytes(); }
 
-// Whether a head that is set gets one.
-EXPORT int32_t millrace_wants_screen(const Model* model) { return wants_screen(model->head); }
+// Whether a head that is set gets a screen.
+EXPORT int32_t millrace_can_screen(const Model* model) { return can_screen(model->head); }
 
-// Panels of the head that the last step's screen left, each once for each row; -1: that went without.
-EXPORT int64_t millrace_panels_left(const Model* model) { return model->screen.num_left; }
-EXPORT int64_t millrace_panels_looked_at_closer(const Model* model) { return model->screen.num_closer; }
+// (row, panel) pairs of the head that the last step's screen left, and those that it refined. -1: the step used no
+// screen.
+EXPORT int64_t millrace_screen_candidates(const Model* model) { return model->screen.num_candidates; }
+EXPORT int64_t millrace_screen_refined(const Model* model) { return model->screen.num_refined; }
 
-// Whether two threads shared products by rows in the last step.
-EXPORT int32_t millrace_is_shared_by_rows(const Model* model) { return model->is_shared_by_rows; }
+// Whether two threads split products by rows in the last step.
+EXPORT int32_t millrace_is_split_by_rows(const Model* model) { return model->splits_rows; }
 
-// Whether the last step's rows were taken apart.
-EXPORT int32_t millrace_is_apart(const Model* model) { return model->is_apart; }
+// Whether the last step's rows were split between two threads.
+EXPORT int32_t millrace_is_split(const Model* model) { return model->is_step_split; }
 
-EXPORT int32_t millrace_num_together(const Model* model) { return model->num_together; }
+EXPORT int32_t millrace_num_layers_before_split(const Model* model) { return model->num_layers_before_split; }
 
-// For tests: see Apart.
-EXPORT void millrace_assume_apart(Model* model, int32_t is_apart) {
+// For tests: see SplitTuner.
+EXPORT void millrace_assume_split(Model* model, int32_t is_step_split) {
     std::lock_guard<std::mutex> lock(model->is_running);
-    model->apart.assume(is_apart);
+    model->split_tuner.assume(is_step_split);
 }
 
-// Whether few rows' weights passed by the caches in the last step.
-EXPORT int32_t millrace_is_passing(const Model* model) { return model->is_passing; }
+// Whether few rows read weights non-temporally in the last step.
+EXPORT int32_t millrace_is_streaming(const Model* model) { return model->is_streaming; }
 
 EXPORT int64_t millrace_step_bytes(const Model* model, int64_t num_tokens, int64_t num_logits) {
     return step_bytes(*model, num_tokens, num_logits);
 }
 
-// part_ns [NUM_PARTS + 1]: see Model; it is the caller's, and outlives the steps.
-EXPORT void millrace_time_parts(Model* model, int64_t* part_ns) {
+// phase_ns [NUM_PHASE_KINDS + 1]: see Model. Owned by the caller; must outlive the steps.
+EXPORT void millrace_time_phases(Model* model, int64_t* phase_ns) {
     std::lock_guard<std::mutex> lock(model->is_running);
-    model->part_ns = part_ns;
+    model->phase_ns = phase_ns;
 }
 
-// shares [NUM_SHARES]: see Model; it is the caller's, and outlives the steps.
-EXPORT void millrace_count_shares(Model* model, int64_t* shares) { model->shares = shares; }
+// thread_times [NUM_THREAD_TIMES]: see Model. Owned by the caller; must outlive the steps.
+EXPORT void millrace_count_thread_times(Model* model, int64_t* thread_times) { model->thread_times = thread_times; }
 
-// Steps from now on have `num_threads` at most, and those left out try: see Pool.
-EXPORT void millrace_limit_threads(Model* model, int32_t num_threads, int32_t is_trying) {
+// Limits the threads of the following steps; with `is_probing` those left out probe: see Pool.
+EXPORT void millrace_limit_threads(Model* model, int32_t num_threads, int32_t is_probing) {
     model->pool->limit = num_threads;
-    model->pool->is_trying = is_trying != 0;
+    model->pool->is_probing = is_probing != 0;
 }
 
-// For tests: see Party.
-EXPORT void millrace_come_late(Model* model, int32_t num_phases) {
+// For tests: see ThreadTeam.
+EXPORT void millrace_set_join_delay(Model* model, int32_t num_phases) {
     std::lock_guard<std::mutex> lock(model->is_running);
-    model->pool->party.lateness = num_phases;
+    model->pool->team.join_delay = num_phases;
 }
 
-// For tests: see Kept.
-EXPORT void millrace_assume_kept(Model* model, int64_t num_bytes) {
+// For tests: see CacheProbe.
+EXPORT void millrace_assume_retained(Model* model, int64_t num_bytes) {
     std::lock_guard<std::mutex> lock(model->is_running);
-    model->kept.assume(num_bytes);
+    model->cache_probe.assume(num_bytes);
 }
 
-// Of keys and values, that the last step fetched beside products.
-EXPORT int64_t millrace_bytes_beside(Model* model) {
+// Bytes of keys and values that the last step prefetched beside products.
+EXPORT int64_t millrace_kv_prefetched_bytes(Model* model) {
     std::lock_guard<std::mutex> lock(model->is_running);
-    return model->num_bytes_beside;
+    return model->kv_prefetched_bytes;
 }
 
 EXPORT int32_t millrace_step(Model* model, const StepInputs* inputs) {
-    return ask_for(model, [&] {
+    return run_on_step_thread(model, [&] {
         Error error = check(*model, *inputs);
         if (error == FINE && inputs->num_tokens > 0) run_step(*model, *inputs);
         return error;
     });
 }
 
-EXPORT int32_t millrace_decode(Model* model, const Decoding* decoding, int64_t num_rows, float* logits,
-                               int64_t* likeliest, uint8_t* is_broken) {
-    return ask_for(model, [&] { return decode(*model, *decoding, num_rows, {logits, likeliest, is_broken}); });
+EXPORT int32_t millrace_decode(Model* model, const DecodeSlots* decode_slots, int64_t num_rows, float* logits,
+                               int64_t* argmax, uint8_t* is_broken) {
+    return run_on_step_thread(model, [&] { return decode(*model, *decode_slots, num_rows, {logits, argmax, is_broken}); });
 }
 
 EXPORT void millrace_norm(Model* model, const float* hidden, int64_t count, float* normed) {
@@ -216,45 +225,45 @@ EXPORT void millrace_norm(Model* model, const float* hidden, int64_t count, floa
 }
 
 EXPORT int32_t millrace_head(Model* model, const float* hidden, int64_t count, float* logits) {
-    return ask_for(model, [&] {
+    return run_on_step_thread(model, [&] {
         if (count > 0) run_head(*model, hidden, count, logits);
         return FINE;
     });
 }
 
-EXPORT int32_t millrace_choose(Model* model, const Asked* asked, const Choices* choices) {
-    return ask_for(model, [&] {
-        if (choices->num_rows > 0) choose(*model, *asked, *choices);
+EXPORT int32_t millrace_sample(Model* model, const SlotSampling* sampling, const SamplingRows* rows) {
+    return run_on_step_thread(model, [&] {
+        if (rows->num_rows > 0) sample(*model, *sampling, *rows);
         return FINE;
     });
 }
 
-// Returns when nothing is in line.
+// Returns once the step thread's queue is empty.
 EXPORT void millrace_drain(Model* model) {
-    if (model->line) model->line->call([] {});
+    if (model->step_thread) model->step_thread->call([] {});
 }
 
-// The next three of a model that has a line, see Chain. An error: no memory.
-EXPORT int32_t millrace_begin(Model* model, int64_t number, const Decoding* decoding, const Asked* asked,
+// The next three need a model with a step thread: see StepChain. Returns NO_MEMORY or FINE.
+EXPORT int32_t millrace_begin(Model* model, int64_t number, const DecodeSlots* decode_slots, const SlotSampling* sampling,
                               int64_t num_rows) {
     try {
-        model->chain->begin(number, *decoding, *asked, num_rows);
+        model->step_chain->begin(number, *decode_slots, *sampling, num_rows);
         return FINE;
     } catch (const std::bad_alloc&) {
         return NO_MEMORY;
     }
 }
 
-// 1 if the step follows. Where there is no memory for that, it does not.
-EXPORT int32_t millrace_follow(Model* model, int64_t number, const Decoding* decoding, const Asked* asked,
+// 1 if the step follows. It does not if there is no memory.
+EXPORT int32_t millrace_follow(Model* model, int64_t number, const DecodeSlots* decode_slots, const SlotSampling* sampling,
                                int64_t num_rows) {
     try {
-        return model->chain->follow(number, *decoding, *asked, num_rows);
+        return model->step_chain->follow(number, *decode_slots, *sampling, num_rows);
     } catch (const std::bad_alloc&) {
         return 0;
     }
 }
 
 EXPORT int32_t millrace_wait(Model* model, int64_t number, int64_t num_rows, int64_t* token_ids, uint8_t* is_broken) {
-    return model->chain->wait(number, num_rows, token_ids, is_broken);
+    return model->step_chain->wait(number, num_rows, token_ids, is_broken);
 }

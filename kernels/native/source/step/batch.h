@@ -1,4 +1,7 @@
-// Rows of a step that go through layers together, what is kept of them meanwhile, and room for their products.
+// The rows that go through a step's layers together: their inputs, activations and attention plans.
+//
+// Activations lie in one buffer (`Model::activations`), in the order of `Activations`, each part aligned to 64 bytes.
+// Built by Step on the calling thread, before the compute threads start.
 
 #pragma once
 
@@ -9,7 +12,7 @@
 
 namespace millrace {
 
-// Where a step's activations are.
+// Addresses of a batch's activations.
 template <class Input>
 struct Activations {
     float *residual, *qkv;
@@ -26,7 +29,7 @@ struct Activations {
         auto take_tiled = [&](TiledRows<Input>* rows, int64_t size) {
             rows->num_rows = num_rows, rows->size = size;
             take(&rows->data, rows->padded_size());
-            if (num_rows > 0) memory += TiledRows<Input>::READ_PAST;
+            if (num_rows > 0) memory += TiledRows<Input>::OVERREAD_BYTES;
         };
         take(&residual, hidden_stride);
         take(&qkv, qkv_stride);
@@ -42,46 +45,46 @@ int64_t activation_bytes(const Model& model, int64_t num_rows) {
     return Activations<Input>(model, nullptr, num_rows).end - static_cast<char*>(nullptr);
 }
 
-// Of all rows, and of those that are asked for, where these are fewer.
+// For all rows, and for the selected ones if these are fewer.
 template <class Input>
 int64_t step_activation_bytes(const Model& model, int64_t num_tokens, int64_t num_logits) {
     if (num_logits >= num_tokens) return activation_bytes<Input>(model, num_logits);
     return activation_bytes<Input>(model, num_tokens) + activation_bytes<Input>(model, num_logits);
 }
 
-// Rows that go through a layer together, where they are, and who sees which keys for them.
+// Rows that go through a layer together, where their activations are, and how their attention is divided.
 template <class Input>
 struct Batch {
     StepInputs inputs;
-    Activations<Input> at;
-    std::map<int64_t, Plan> plans;  // for each window
+    Activations<Input> buffers;
+    std::map<int64_t, AttentionPlan> plans;  // by window
 
     Batch(const Model& model, char* memory, const StepInputs& inputs)
-        : inputs(inputs), at(model, memory, inputs.num_tokens) {}
+        : inputs(inputs), buffers(model, memory, inputs.num_tokens) {}
 
     void plan(const Model& model, int64_t window, int num_threads, int rows_together) {
-        if (!plans.count(window)) plans[window] = make_plan(model, inputs, window, num_threads, rows_together);
+        if (!plans.count(window)) plans[window] = make_attention_plan(model, inputs, window, num_threads, rows_together);
     }
-    Sequences sequences() const {
+    SequenceTables sequences() const {
         return {inputs.block_tables, inputs.query_starts, inputs.lengths, inputs.num_sequences, inputs.table_width};
     }
 };
 
-// Rows of a step whose logits are asked for, where these are the last ones of their sequences and not all: of a prompt's
-// tokens one at most. The others have done their part when the last layer has their keys and values.
-struct AskedRows {
-    std::vector<int64_t> rows;  // of the step; none where all of them go on
+// The rows whose logits are requested, if these are the last ones of their sequences and not all: at most one per
+// prompt chunk. The other rows are finished once the last layer's keys and values are in the cache.
+struct SelectedRows {
+    std::vector<int64_t> rows;  // of the step; unused unless `is_cut`
     std::vector<int32_t> query_starts;
-    std::vector<int64_t> logits_rows;  // of `rows`
+    std::vector<int64_t> logits_rows;  // indices into `rows`
     bool is_cut = false;
 
-    explicit AskedRows(const StepInputs& in) {
+    explicit SelectedRows(const StepInputs& in) {
         if (in.hidden || in.num_logits >= in.num_tokens) return;
         std::vector<int64_t> firsts(in.query_starts + 1, in.query_starts + in.num_sequences + 1), sequences;
         for (int64_t i = 0; i < in.num_logits; i++) {
             auto end = std::upper_bound(in.query_starts, in.query_starts + in.num_sequences + 1, in.logits_rows[i]);
             int64_t s = end - in.query_starts - 1;
-            if (s < 0 || s >= in.num_sequences) return;  // of no sequence: nobody says what becomes of it
+            if (s < 0 || s >= in.num_sequences) return;  // in no sequence: what becomes of it is undefined
             firsts[s] = std::min(firsts[s], in.logits_rows[i]);
             sequences.push_back(s);
         }
@@ -95,37 +98,37 @@ struct AskedRows {
             logits_rows.push_back(in.logits_rows[i] - firsts[sequences[i]] + query_starts[sequences[i]]);
     }
 
-    // What the rest of the step reads.
+    // The inputs of the rest of the step.
     StepInputs of(const StepInputs& inputs) const {
-        StepInputs asked = inputs;
-        asked.num_tokens = int64_t(rows.size());
-        asked.query_starts = query_starts.data(), asked.logits_rows = logits_rows.data();
-        asked.input_ids = asked.positions = asked.slot_mapping = nullptr;  // read before
-        return asked;
+        StepInputs selected = inputs;
+        selected.num_tokens = int64_t(rows.size());
+        selected.query_starts = query_starts.data(), selected.logits_rows = logits_rows.data();
+        selected.input_ids = selected.positions = selected.slot_mapping = nullptr;  // already used
+        return selected;
     }
 };
 
-// Rows that each thread norms for itself, at most: a tile of them, whose products need no room for anything else. In AMX nobody
-// has measured it.
+// Up to this many rows, each thread normalizes all of them for itself: one tile, whose products need no workspace for
+// anything else. Not measured with AMX.
 template <class Input>
-constexpr int64_t NORMED_BY_ALL = IN_AMX<Input> ? 0 : GEMM_ROWS;
+constexpr int64_t MAX_ROWS_NORMED_PER_THREAD = USES_AMX<Input> ? 0 : GEMM_ROWS;
 
-// Bytes of room for each thread in any of the products of `num_rows` rows, and in what comes before one.
+// Workspace per thread for any product of `num_rows` rows and for the norm before it, bytes.
 template <class Weight>
-int64_t most_room_bytes(const Model& model, int64_t num_rows) {
+int64_t max_workspace_bytes(const Model& model, int64_t num_rows) {
     using Input = InputOf<Weight>;
-    int64_t most = room_bytes<Weight>(model.head, num_rows);
-    most = std::max(most, NORMED_BY_ALL<Input> * model.shape.hidden_size * int64_t(sizeof(Input)));
+    int64_t maximum = workspace_bytes<Weight>(model.head, num_rows);
+    maximum = std::max(maximum, MAX_ROWS_NORMED_PER_THREAD<Input> * model.shape.hidden_size * int64_t(sizeof(Input)));
     for (const Layer& layer : model.layers)
         for (const Linear* linear : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down})
-            most = std::max(most, room_bytes<Weight>(*linear, num_rows));
-    return round_up(most, 64);
+            maximum = std::max(maximum, workspace_bytes<Weight>(*linear, num_rows));
+    return round_up(maximum, 64);
 }
 
 template <class Weight>
-void reserve_room(Model* model, int64_t num_rows, int num_threads) {
-    model->room_apart = most_room_bytes<Weight>(*model, num_rows);
-    ensure(&model->room, model->room_apart * num_threads);
+void reserve_workspace(Model* model, int64_t num_rows, int num_threads) {
+    model->workspace_stride = max_workspace_bytes<Weight>(*model, num_rows);
+    grow(&model->workspace, model->workspace_stride * num_threads);
 }
 
 }  // namespace millrace

@@ -1,8 +1,20 @@
-// The step itself, for one dtype and one type of the cache's numbers: a decoder's layers in phases, which threads go through
-// together, or from some layer on one alone with its rows.
+// One step of the decoder, for one dtype and one cache type: the layers as a sequence of phases.
 //
-// Knows in which order the parts come. Refuses to know what each does: products (linear.h), attention (attending.h), what lies
-// between the two (placing.h), and what comes after the layers (ending.h); and who goes through a step (ways.h).
+// The phases of a step, with a barrier after each (machine/threads.h):
+//   list reads     rank 0 lists the key and value tiles that each part of attention reads, while the others join
+//   embed          embedding rows to the residual
+//   per layer:
+//     norm + qkv     input norm, qkv product (linear/linear.h); up to one tile of rows each thread norms for itself
+//     rope + cache   q and k norms, RoPE, keys and values into the paged cache (rope_and_cache_write.h)
+//     attention      per part of the plan (attention/attention_step.h)
+//     merge          only if the plan is split over keys: merges the chunks
+//     output         output product, added to the residual; prefetch of the next layer's keys and values begins
+//     norm + gate_up post-attention norm, gate_up product with SiLU(gate) * up as epilogue
+//     down           down product, added to the residual
+//   select         in the last layer, after its cache write: gathers the rows whose logits are requested
+//   output head    final norm, head; logits, or argmax with the screen (output_head.h)
+//
+// All compute threads go through the phases; step_split.h decides whether they share all rows or each takes half.
 
 #pragma once
 
@@ -15,94 +27,97 @@
 
 namespace millrace {
 
-// Who goes through a step: `num_threads` together; or one of `num_beside` alone, at its `place` among them.
-struct Crew {
-    int num_threads, place = 0, num_beside = num_threads;
+// The threads of a step: `num_threads` together, or the one with index `thread_index` of `num_concurrent` alone.
+struct ThreadAssignment {
+    int num_threads, thread_index = 0, num_concurrent = num_threads;
 };
 
 template <class Weight, class Cached>
 class Step {
     using Input = InputOf<Weight>;
-    using Seat = Party::Seat;
+    using Member = ThreadTeam::Member;
 
   public:
-    // `memory`: of its activations. What else threads need is there: see `reserve`.
-    Step(Model& model, const StepInputs& inputs, Crew crew, char* memory, bool is_screened)
-        : model_(model), shape_(model.shape), crew_(crew), times_(model.part_ns),
-          layout_{inputs.blocks_apart, inputs.block_size, shape_.num_kv_heads, shape_.head_dim}, asked_rows_(inputs),
-          all_(model, memory, inputs), asked_(model, all_.at.end, asked_rows_.of(inputs)), placing_(model, layout_, inputs),
-          attending_(model, layout_), ending_(model, inputs, crew.num_threads, is_screened) {
-        int num_threads = crew.num_threads;
+    // `memory`: of its activations. The other buffers must exist: see `reserve`.
+    Step(Model& model, const StepInputs& inputs, ThreadAssignment assignment, char* memory, bool uses_screen)
+        : model_(model), shape_(model.shape), assignment_(assignment), times_(model.phase_ns),
+          layout_{inputs.layer_stride_blocks, inputs.block_size, shape_.num_kv_heads, shape_.head_dim},
+          selected_rows_(inputs), all_(model, memory, inputs), selected_(model, all_.buffers.end, selected_rows_.of(inputs)),
+          rope_(model, layout_, inputs), attention_(model, layout_),
+          output_head_(model, inputs, assignment.num_threads, uses_screen) {
+        int num_threads = assignment.num_threads;
         for (const Layer& layer : model.layers)
-            (&layer == &model.layers.back() ? last_batch() : all_).plan(model, layer.window, num_threads, ROWS_TOGETHER<Cached>);
+            (&layer == &model.layers.back() ? last_batch() : all_).plan(model, layer.window, num_threads,
+                                                                        QUERY_ROWS<Cached>);
         int64_t num_floats = 0;
-        each_plan([&](const Batch<Input>&, const Plan& plan) {
+        for_each_plan([&](const Batch<Input>&, const AttentionPlan& plan) {
             if (plan.is_split) num_floats = std::max(num_floats, plan.partial_size * int64_t(plan.chunks.size()));
         });
-        ensure(&model.partials, num_floats * 4);
-        bool looks_ahead = is_worth_looking_ahead();
-        model.is_shared_by_rows = num_threads == 2 && can_share_rows<Weight>(model.layers[0].qkv, all_.at.normed.num_tiles());
-        model.is_passing = inputs.num_tokens <= passing_rows<Weight>(model.layers[0].qkv) ||
-                           (inputs.num_logits > 0 && inputs.num_logits <= passing_rows<Weight>(model.head));
-        if ((looks_ahead || model.is_shared_by_rows || model.is_passing) && !is_any_kept())
-            looks_ahead = model.is_shared_by_rows = model.is_passing = false;
-        if (looks_ahead) upcoming_.resize(num_threads);
-        attending_.decide_waiting(looks_ahead);
+        grow(&model.partials, num_floats * 4);
+        bool prefetches_kv = is_kv_prefetch_worthwhile();
+        model.splits_rows = num_threads == 2 &&
+                            can_split_rows<Weight>(model.layers[0].qkv, all_.buffers.normed.num_tiles());
+        model.is_streaming = inputs.num_tokens <= streaming_rows<Weight>(model.layers[0].qkv) ||
+                           (inputs.num_logits > 0 && inputs.num_logits <= streaming_rows<Weight>(model.head));
+        if ((prefetches_kv || model.splits_rows || model.is_streaming) && !is_cache_retaining())
+            prefetches_kv = model.splits_rows = model.is_streaming = false;
+        if (prefetches_kv) kv_prefetchers_.resize(num_threads);
+        attention_.decide_deferral(prefetches_kv);
     }
 
-    // Memory of a step of so many threads: for its activations, and what each thread has. Here a lack of it can be told.
+    // Allocates the activations and the buffers per thread. NOTE: here, where bad_alloc can be reported; not on a pool
+    // thread.
     static char* reserve(Model& model, int64_t num_tokens, int64_t num_logits, int num_threads, int64_t activation_bytes) {
-        ensure(&model.activations, activation_bytes);
-        ensure(&model.scratch, Attending<Input, Cached>::scratch_bytes(num_threads));
-        reserve_room<Weight>(&model, std::max(num_tokens, num_logits), num_threads);
+        grow(&model.activations, activation_bytes);
+        grow(&model.scratch, AttentionStep<Input, Cached>::scratch_bytes(num_threads));
+        reserve_workspace<Weight>(&model, std::max(num_tokens, num_logits), num_threads);
         return model.activations.as<char>();
     }
 
-    // All of it.
+    // The whole step, on one thread of the region.
     void run(int thread) {
         Phases phases(model_.pool.get(), thread);
         begin(phases);
         run_layers(0, phases);
     }
 
-    // From its beginning to the layer before which all threads are there; to the last one, if that never is. None for who
-    // comes when that is over.
-    std::optional<int> run_until_all_are_there(Phases& phases) {
+    // Runs from the start to the layer before which all threads have joined; to the last layer if they never have.
+    // Returns that layer; none for a thread that joins after this part.
+    std::optional<int> run_until_all_joined(Phases& phases) {
         begin(phases);
         for (int i = 0; i < last_layer(); i++) {
-            if (phases.is_next_shared() && phases.seat().count == crew_.num_threads) return i;
-            begin_layer(i, phases);
-            end_layer(i, all_, phases);
+            if (phases.takes_part_in_next() && phases.member().count == assignment_.num_threads) return i;
+            run_qkv(i, phases);
+            run_attention_and_mlp(i, all_, phases);
         }
-        return phases.is_next_shared() ? std::optional<int>(last_layer()) : std::nullopt;
+        return phases.takes_part_in_next() ? std::optional<int>(last_layer()) : std::nullopt;
     }
 
-    // What another step has left of its rows from `first` on before that layer is what this one, of these rows, goes on with,
-    // by this thread alone.
-    void go_on(const Step& before, int64_t first, int layer) {
-        Phases phases(crew_.place);
-        all_.at.residual = before.all_.at.residual + first * before.all_.at.hidden_stride;
+    // Continues another step's rows from `first` on before that layer, by this thread alone.
+    void resume(const Step& before, int64_t first, int layer) {
+        Phases phases(assignment_.thread_index);
+        all_.buffers.residual = before.all_.buffers.residual + first * before.all_.buffers.hidden_stride;
         times_.start();
         list_all_reads(phases);
         run_layers(layer, phases);
     }
 
-    // Once all have gone through it: what was found, and what becomes known of the model.
-    void tell() {
-        ending_.tell();
-        for (const Upcoming& upcoming : upcoming_) model_.num_bytes_beside += upcoming.num_bytes();
+    // After the region: writes the results, and updates the model's statistics.
+    void publish_results() {
+        output_head_.publish_results();
+        for (const KvPrefetcher& kv_prefetcher : kv_prefetchers_) model_.kv_prefetched_bytes += kv_prefetcher.num_bytes();
     }
 
-    // Adds the times of its parts.
-    void tell_times(int64_t* part_ns) const { times_.tell(part_ns); }
+    // Adds the times of its phases.
+    void add_times(int64_t* phase_ns) const { times_.add_to(phase_ns); }
 
   private:
-    // Who goes through what comes after the last layer's keys and values.
-    Batch<Input>& last_batch() { return asked_rows_.is_cut ? asked_ : all_; }
+    // The batch after the last layer's cache write.
+    Batch<Input>& last_batch() { return selected_rows_.is_cut ? selected_ : all_; }
 
     template <class Use>
-    void each_plan(const Use& use) {
-        for (Batch<Input>* batch : {&all_, &asked_})
+    void for_each_plan(const Use& use) {
+        for (Batch<Input>* batch : {&all_, &selected_})
             for (auto& [window, plan] : batch->plans) use(*batch, plan);
     }
 
@@ -110,34 +125,34 @@ class Step {
 
     void begin(Phases& phases) {
         list_all_reads(phases);
-        times_.pass(phases, REST, [&](Seat seat) { embed(seat); });
+        times_.run(phases, OTHER, [&](Member member) { embed(member); });
     }
 
-    // By who comes first alone, while the others come.
+    // By rank 0 alone, while the others join.
     void list_all_reads(Phases& phases) {
-        times_.pass(phases, REST, [&](Seat) {
-            each_plan([&](const Batch<Input>& batch, Plan& plan) { attending_.list_reads(batch, &plan); });
+        times_.run(phases, OTHER, [&](Member) {
+            for_each_plan([&](const Batch<Input>& batch, AttentionPlan& plan) { attention_.list_reads(batch, &plan); });
         });
     }
 
-    // From the layer `first` on, to the end.
+    // From layer `first` to the end.
     void run_layers(int first, Phases& phases) {
         int last = last_layer();
         for (int i = first; i < last; i++) {
-            begin_layer(i, phases);
-            end_layer(i, all_, phases);
+            run_qkv(i, phases);
+            run_attention_and_mlp(i, all_, phases);
         }
-        begin_layer(last, phases);
-        if (asked_rows_.is_cut) times_.pass(phases, REST, [&](Seat seat) { keep_asked(seat); });
-        end_layer(last, last_batch(), phases);
-        ending_.run(last_batch(), times_, phases);
+        run_qkv(last, phases);
+        if (selected_rows_.is_cut) times_.run(phases, OTHER, [&](Member member) { gather_selected(member); });
+        run_attention_and_mlp(last, last_batch(), phases);
+        output_head_.run(last_batch(), times_, phases);
     }
 
-    void embed(Seat seat) {
+    void embed(Member member) {
         int64_t hidden = shape_.hidden_size;
-        each_row(seat, all_.inputs.num_tokens, [&](int64_t t) {
+        parallel_for_rows(member, all_.inputs.num_tokens, [&](int64_t t) {
             int64_t id = all_.inputs.input_ids[t];
-            float* to = all_.at.residual + t * all_.at.hidden_stride;
+            float* to = all_.buffers.residual + t * all_.buffers.hidden_stride;
             if (!shape_.is_tied) {
                 const Weight* row = model_.embedding.as<Weight>() + id * hidden;
                 for (int64_t i = 0; i < hidden; i++) to[i] = widen(row[i]);
@@ -149,131 +164,139 @@ class Step {
 
     Cached* cache_of(int index) const { return static_cast<Cached*>(all_.inputs.cache) + index * layout_.layer_stride(); }
 
-    // Where rows begin before they are normed.
+    // Where rows begin before their norm.
     static auto residual_of(const Batch<Input>& batch) {
-        return [&at = batch.at](int64_t t) { return at.residual + t * at.hidden_stride; };
+        return [&at = batch.buffers](int64_t t) { return at.residual + t * at.hidden_stride; };
     }
 
-    // A product of a layer's, of rows that are normed first. Of few rows each thread norms all of them, for itself, and nobody
-    // waits for the others and reads what they have normed: 1 to 12 rows take 1 to 4 % less where memory is fast, perhaps as
-    // the cores are on different dies then, and as long where it is slow (two threads, AVX-512 with bf16, Zen 4 class EPYC).
+    // A layer's product of normalized rows. For few rows each thread normalizes all of them, so that it neither waits
+    // for the other threads nor reads their results. 1 to 12 rows take 1 to 4 % less where memory is fast, perhaps
+    // because the cores are on different dies then, and as long where it is slow (two threads, AVX-512 with bf16, Zen 4
+    // class EPYC).
     template <class Out>
-    void pass_normed(Phases& phases, const Batch<Input>& batch, const std::vector<float>& norm_weight, const Linear& linear,
-                     const Out& out) {
-        const TiledRows<Input>& normed = batch.at.normed;
-        if (normed.num_rows > NORMED_BY_ALL<Input>) {
-            times_.pass(phases, REST, [&](Seat seat) { norm(batch, norm_weight, seat); });
-            return pass_product(phases, linear, normed, out);
+    void run_normed_product(Phases& phases, const Batch<Input>& batch, const std::vector<float>& norm_weight,
+                            const Linear& linear, const Out& out) {
+        const TiledRows<Input>& normed = batch.buffers.normed;
+        if (normed.num_rows > MAX_ROWS_NORMED_PER_THREAD<Input>) {
+            times_.run(phases, OTHER, [&](Member member) { norm(batch, norm_weight, member); });
+            return run_product(phases, linear, normed, out);
         }
-        times_.pass(phases, LINEARS, [&](Seat seat) {
-            TiledRows<Input> own{reinterpret_cast<Input*>(model_.room_of(seat.place)), normed.num_rows, normed.size};
+        times_.run(phases, LINEARS, [&](Member member) {
+            TiledRows<Input> own{reinterpret_cast<Input*>(model_.workspace_of(member.scratch_index)), normed.num_rows,
+                                 normed.size};
             norm_to(own, 0, own.num_rows, residual_of(batch), norm_weight.data(), shape_.rms_norm_eps);
-            multiply<Weight>(model_, linear, own, out, seat);
+            multiply<Weight>(model_, linear, own, out, member);
         });
     }
 
-    // A product of a layer's.
+    // A layer's product.
     template <class Out>
-    void pass_product(Phases& phases, const Linear& linear, const TiledRows<Input>& x, const Out& out) {
-        times_.pass(phases, LINEARS, [&](Seat seat) { multiply<Weight>(model_, linear, x, out, seat, upcoming_of(seat)); });
+    void run_product(Phases& phases, const Linear& linear, const TiledRows<Input>& x, const Out& out) {
+        times_.run(phases, LINEARS,
+                   [&](Member member) { multiply<Weight>(model_, linear, x, out, member, kv_prefetcher_of(member)); });
     }
 
-    // By the cache behind the cores' own, which is measured if nobody knows.
-    bool is_any_kept() {
-        return model_.kept.measured(model_.weights.as<char>(), model_.weights.num_bytes(), times_.since_ns()) > 0;
+    // Whether the shared cache retains anything; measured if it is not known.
+    bool is_cache_retaining() {
+        return model_.cache_probe.retained_bytes(model_.weights.as<char>(), model_.weights.num_bytes(),
+                                                 times_.since_ns()) > 0;
     }
 
-    // Whether keys and values are fetched a layer ahead, if they are kept until then: where products have time for it, and
-    // decoding rows read any.
-    bool is_worth_looking_ahead() {
+    // Whether to prefetch keys and values a layer ahead, provided that the cache retains them: products leave time for
+    // it, and decoding rows read any.
+    bool is_kv_prefetch_worthwhile() {
         if (model_.layers.size() == 1 || !layout_.is_tiled()) return false;
-        if (num_pairs_beside<Weight>(model_.layers[0].qkv, all_.at.normed) == 0) return false;
+        if (num_prefetch_pairs<Weight>(model_.layers[0].qkv, all_.buffers.normed) == 0) return false;
         bool is_read = false;
-        each_plan([&](const Batch<Input>&, const Plan& plan) {
-            for (const Item& item : plan.items) is_read |= is_fetched_ahead(item.num_rows);
+        for_each_plan([&](const Batch<Input>&, const AttentionPlan& plan) {
+            for (const AttentionItem& item : plan.items) is_read |= uses_prefetch(item.num_rows);
         });
         return is_read;
     }
 
-    Upcoming* upcoming_of(Seat seat) { return upcoming_.empty() ? nullptr : &upcoming_[seat.rank]; }
+    KvPrefetcher* kv_prefetcher_of(Member member) {
+        return kv_prefetchers_.empty() ? nullptr : &kv_prefetchers_[member.rank];
+    }
 
-    // From here on this thread fetches its part of what layer `index` reads, the one after the layer it is in; of the layer
-    // it is in nothing more, and nothing at all in the last one.
-    void look_ahead(int index, Seat seat) {
+    // From here on this thread prefetches its part of what layer `index`, the next one, reads. Ends the prefetch for
+    // the current layer; in the last layer nothing is prefetched.
+    void begin_kv_prefetch(int index, Member member) {
         int last = last_layer();
-        if (upcoming_.empty()) return;
-        if (index > last) return upcoming_[seat.rank].stop();
+        if (kv_prefetchers_.empty()) return;
+        if (index > last) return kv_prefetchers_[member.rank].stop();
         const Layer &before = model_.layers[index - 1], &layer = model_.layers[index];
-        const Plan& plan = (index == last ? last_batch() : all_).plans.at(layer.window);
+        const AttentionPlan& plan = (index == last ? last_batch() : all_).plans.at(layer.window);
         int64_t first, end, num_pairs = 0;
-        share(plan.num_parts(), seat.rank, seat.count, &first, &end);
+        split_evenly(plan.num_parts(), member.rank, member.count, &first, &end);
         for (const Linear* linear : {&before.output, &before.gate_up, &before.down, &layer.qkv})
-            num_pairs += num_pairs_beside<Weight>(*linear, all_.at.normed) / seat.count;
-        int64_t tile_bytes = TILE * layout_.padded_dim() * int64_t(sizeof(Cached));
-        int64_t most_bytes = model_.kept.num_bytes() / 2 / crew_.num_beside;  // the other half is for what is read meanwhile
+            num_pairs += num_prefetch_pairs<Weight>(*linear, all_.buffers.normed) / member.count;
+        int64_t tile_bytes = KEY_TILE * layout_.padded_dim() * int64_t(sizeof(Cached));
+        // The other half is for what is read meanwhile.
+        int64_t max_bytes = model_.cache_probe.num_bytes() / 2 / assignment_.num_concurrent;
         const int64_t* reads = plan.reads.data();
-        upcoming_[seat.rank].begin(cache_of(index), reads + plan.first_read[first], reads + plan.first_read[end], tile_bytes,
-                                   most_bytes, num_pairs);
+        kv_prefetchers_[member.rank].begin(cache_of(index), reads + plan.first_read[first], reads + plan.first_read[end],
+                                           tile_bytes, max_bytes, num_pairs);
     }
 
-    // Until the cache has the layer's keys and values.
-    void begin_layer(int index, Phases& phases) {
+    // The layer up to its cache write.
+    void run_qkv(int index, Phases& phases) {
         const Layer& layer = model_.layers[index];
-        pass_normed(phases, all_, layer.input_norm, layer.qkv, Rows{all_.at.qkv, all_.at.qkv_stride, Into::STORE});
-        times_.pass(phases, REST, [&](Seat seat) { place_tokens(layer, cache_of(index), seat); });
+        run_normed_product(phases, all_, layer.input_norm, layer.qkv,
+                           FloatOutput{all_.buffers.qkv, all_.buffers.qkv_stride, StoreMode::STORE});
+        times_.run(phases, OTHER, [&](Member member) { write_rope_and_cache(layer, cache_of(index), member); });
     }
 
-    void end_layer(int index, const Batch<Input>& batch, Phases& phases) {
+    void run_attention_and_mlp(int index, const Batch<Input>& batch, Phases& phases) {
         const Layer& layer = model_.layers[index];
-        const Plan& plan = batch.plans.at(layer.window);
+        const AttentionPlan& plan = batch.plans.at(layer.window);
         const Cached* cache = cache_of(index);
-        const Activations<Input>& at = batch.at;
-        Rows residual{at.residual, at.hidden_stride, Into::ADD};
-        times_.pass(phases, ATTENTION, [&](Seat seat) { attending_.attend(batch, plan, cache, seat); });
+        const Activations<Input>& at = batch.buffers;
+        FloatOutput residual{at.residual, at.hidden_stride, StoreMode::ADD};
+        times_.run(phases, ATTENTION, [&](Member member) { attention_.attend(batch, plan, cache, member); });
         if (plan.is_split)
-            times_.pass(phases, ATTENTION, [&](Seat seat) { attending_.put_chunks_together(batch, plan, cache, seat); });
-        times_.pass(phases, LINEARS, [&](Seat seat) {
-            look_ahead(index + 1, seat);
-            multiply<Weight>(model_, layer.output, at.attended, residual, seat, upcoming_of(seat));
+            times_.run(phases, ATTENTION, [&](Member member) { attention_.merge_chunks(batch, plan, cache, member); });
+        times_.run(phases, LINEARS, [&](Member member) {
+            begin_kv_prefetch(index + 1, member);
+            multiply<Weight>(model_, layer.output, at.attended, residual, member, kv_prefetcher_of(member));
         });
-        pass_normed(phases, batch, layer.post_norm, layer.gate_up, SiluMul<Input>{at.inner});
-        pass_product(phases, layer.down, at.inner, residual);
+        run_normed_product(phases, batch, layer.post_norm, layer.gate_up, SiluMul<Input>{at.inner});
+        run_product(phases, layer.down, at.inner, residual);
     }
 
-    // Residuals and queries of the rows that are asked for, to where those are by themselves.
-    void keep_asked(Seat seat) {
-        const Activations<Input>&from = all_.at, &to = asked_.at;
-        each_row(seat, asked_.inputs.num_tokens, [&](int64_t i) {
-            int64_t row = asked_rows_.rows[i];
+    // Gathers residuals and queries of the selected rows.
+    void gather_selected(Member member) {
+        const Activations<Input>&from = all_.buffers, &to = selected_.buffers;
+        parallel_for_rows(member, selected_.inputs.num_tokens, [&](int64_t i) {
+            int64_t row = selected_rows_.rows[i];
             std::memcpy(to.residual + i * to.hidden_stride, from.residual + row * from.hidden_stride,
                         shape_.hidden_size * 4);
             std::memcpy(to.qkv + i * to.qkv_stride, from.qkv + row * from.qkv_stride, model_.attended_size() * 4);
         });
     }
 
-    void norm(const Batch<Input>& batch, const std::vector<float>& weight, Seat seat) {
-        seat.each_piece(batch.inputs.num_tokens, ROWS, [&](int64_t first, int64_t last, int64_t) {
-            norm_to(batch.at.normed, first, last, residual_of(batch), weight.data(), shape_.rms_norm_eps);
+    void norm(const Batch<Input>& batch, const std::vector<float>& weight, Member member) {
+        member.parallel_for(batch.inputs.num_tokens, ROWS_PER_PIECE, [&](int64_t first, int64_t last, int64_t) {
+            norm_to(batch.buffers.normed, first, last, residual_of(batch), weight.data(), shape_.rms_norm_eps);
         });
     }
 
-    // Norms and rotates queries and keys, and writes keys and values into the cache.
-    void place_tokens(const Layer& layer, Cached* cache, Seat seat) {
-        each_row(seat, all_.inputs.num_tokens,
-                 [&](int64_t t) { placing_.place(layer, cache, t, all_.at.qkv + t * all_.at.qkv_stride); });
+    // Normalizes and rotates queries and keys, and writes keys and values into the cache.
+    void write_rope_and_cache(const Layer& layer, Cached* cache, Member member) {
+        parallel_for_rows(member, all_.inputs.num_tokens,
+                          [&](int64_t t) { rope_.run(layer, cache, t, all_.buffers.qkv + t * all_.buffers.qkv_stride); });
     }
 
     Model& model_;
     const Shape& shape_;
-    Crew crew_;
-    PartTimes times_;
+    ThreadAssignment assignment_;
+    PhaseTimes times_;
     CacheLayout<Cached> layout_;
-    AskedRows asked_rows_;
-    Batch<Input> all_, asked_;
-    std::vector<Upcoming> upcoming_;  // of each thread, where anything is fetched a layer ahead
-    Placing<Cached> placing_;
-    Attending<Input, Cached> attending_;
-    Ending<Weight> ending_;
+    SelectedRows selected_rows_;
+    Batch<Input> all_, selected_;
+    std::vector<KvPrefetcher> kv_prefetchers_;  // per thread; empty if nothing is prefetched a layer ahead
+    RopeAndCacheWrite<Cached> rope_;
+    AttentionStep<Input, Cached> attention_;
+    OutputHead<Weight> output_head_;
 };
 
 }  // namespace millrace

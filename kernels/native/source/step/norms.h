@@ -1,4 +1,6 @@
-// Norms of rows, for who reads them and for products. Refuses to know which rows, and when.
+// RMS norm of rows, to plain rows or to the tiles that products read.
+//
+// Called in phases of a step, on each compute thread for its rows. The bits of a row do not depend on other rows.
 
 #pragma once
 
@@ -23,7 +25,7 @@ inline void norm_row(const float* x, const float* weight, int64_t size, float ep
     for (int64_t i = whole; i < size; i++) out[i] = x[i] * scale * weight[i];
 }
 
-// The same of rows [first, last), to those of what a product reads; `row(i)` is where the i-th begins.
+// Normalizes rows [first, last) into a product's tiles; `row(i)` is where row i begins.
 template <class T, class Row>
 void norm_to(const TiledRows<T>& rows, int64_t first, int64_t last, const Row& row, const float* weight, float eps) {
     constexpr int64_t SOME = 4;

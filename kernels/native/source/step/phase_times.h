@@ -1,4 +1,6 @@
-// How a step goes about its phases: rows in pieces, and each part's time where somebody asks for it.
+// Helpers of a step's phases: loops over rows, and the times of the phases.
+//
+// Times are taken on rank 0 only, and only if requested.
 
 #pragma once
 
@@ -9,42 +11,42 @@
 
 namespace millrace {
 
-constexpr int64_t ROWS = 16;  // a piece of the work between products
+constexpr int64_t ROWS_PER_PIECE = 16;  // rows of a piece, in phases between products
 
-// Calls use(row) for the rows of a phase that a thread comes to take.
+// Calls use(row) for the rows of a phase that this thread takes.
 template <class Use>
-void each_row(Party::Seat seat, int64_t num, const Use& use) {
-    seat.each_piece(num, ROWS, [&](int64_t first, int64_t last, int64_t) {
+void parallel_for_rows(ThreadTeam::Member member, int64_t num, const Use& use) {
+    member.parallel_for(num, ROWS_PER_PIECE, [&](int64_t first, int64_t last, int64_t) {
         for (int64_t row = first; row < last; row++) use(row);
     });
 }
 
-// The times of a step's parts, as who comes first sees them.
-class PartTimes {
+// Times of a step's phases, as rank 0 sees them.
+class PhaseTimes {
   public:
-    explicit PartTimes(bool is_asked) : is_asked_(is_asked) { start(); }
+    explicit PhaseTimes(bool is_enabled) : is_enabled_(is_enabled) { start(); }
 
     void start() { since_ns_ = now_ns(); }
-    int64_t since_ns() const { return since_ns_; }  // when the last phase ended
+    int64_t since_ns() const { return since_ns_; }  // end of the last phase
 
-    // A phase, whose time is that of a part of the step.
+    // Runs a phase and adds its time to `kind`.
     template <class Work>
-    void pass(Phases& phases, Part part, const Work& work) {
-        if (!phases.run(work) || !is_asked_ || phases.seat().rank > 0) return;
+    void run(Phases& phases, PhaseKind kind, const Work& work) {
+        if (!phases.run(work) || !is_enabled_ || phases.member().rank > 0) return;
         int64_t now = now_ns();
-        spent_ns_[part] += now - since_ns_;
+        elapsed_ns_[kind] += now - since_ns_;
         since_ns_ = now;
     }
 
-    // Adds them.
-    void tell(int64_t* part_ns) const {
-        for (int part = 0; part < NUM_PARTS; part++) part_ns[part] += spent_ns_[part];
+    // Adds the times to the caller's.
+    void add_to(int64_t* phase_ns) const {
+        for (int kind = 0; kind < NUM_PHASE_KINDS; kind++) phase_ns[kind] += elapsed_ns_[kind];
     }
 
   private:
-    bool is_asked_;
+    bool is_enabled_;
     int64_t since_ns_;
-    std::array<int64_t, NUM_PARTS> spent_ns_{};
+    std::array<int64_t, NUM_PHASE_KINDS> elapsed_ns_{};
 };
 
 }  // namespace millrace

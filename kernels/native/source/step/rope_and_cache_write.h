@@ -1,7 +1,7 @@
-// What lies between a layer's first product and its attention: queries and keys are turned to their positions, and keys and
-// values put into the cache.
+// RoPE of queries and keys, and the write of keys and values into the paged cache: the phase between qkv and attention.
 //
-// Refuses to know whose part which tokens are, and when.
+// Operates on the float32 output of the qkv product, token by token. attention/kv_layout.h defines the cache's layout.
+// Called on each compute thread for its tokens.
 
 #pragma once
 
@@ -14,18 +14,18 @@
 namespace millrace {
 
 template <class Cached>
-class Placing {
+class RopeAndCacheWrite {
   public:
-    Placing(const Model& model, const CacheLayout<Cached>& layout, const StepInputs& inputs)
+    RopeAndCacheWrite(const Model& model, const CacheLayout<Cached>& layout, const StepInputs& inputs)
         : model_(model), shape_(model.shape), layout_(layout), inputs_(inputs) {}
 
-    // Turns a token's queries and keys, and puts keys and values into the layer's cache. `heads`: all of them, as the product
-    // left them.
-    void place(const Layer& layer, Cached* cache, int64_t t, float* heads) const {
+    // Rotates a token's queries and keys, and writes keys and values into the layer's cache. `heads`: query, key and
+    // value heads of the token, as the product left them.
+    void run(const Layer& layer, Cached* cache, int64_t t, float* heads) const {
         int64_t dim = shape_.head_dim, slot = inputs_.slot_mapping[t];
         float *keys = heads + shape_.num_heads * dim, *values = keys + shape_.num_kv_heads * dim;
-        for (float* head = heads; head < keys; head += dim) turn(head, layer.q_norm, t);
-        for (float* head = keys; head < values; head += dim) turn(head, layer.k_norm, t);
+        for (float* head = heads; head < keys; head += dim) rotate(head, layer.q_norm, t);
+        for (float* head = keys; head < values; head += dim) rotate(head, layer.k_norm, t);
         if (slot < 0) return;
         int64_t block = slot / layout_.block_size, offset = slot % layout_.block_size;
         for (int64_t head = 0; head < shape_.num_kv_heads; head++)
@@ -34,8 +34,9 @@ class Placing {
     }
 
   private:
-    // Norms a head of token `t`, if the model does, and rotates it to its position; the halves are the pairs.
-    void turn(float* head, const std::vector<float>& norm, int64_t t) const {
+    // Normalizes a head of token `t`, if the model does, and rotates it to its position. Element i is paired with
+    // element i + half.
+    void rotate(float* head, const std::vector<float>& norm, int64_t t) const {
         if (!norm.empty()) norm_row(head, norm.data(), shape_.head_dim, shape_.rms_norm_eps, head);
         int64_t half = shape_.rotary_dim / 2, position = inputs_.positions[t];
         const float *cos = model_.cos.data() + position * half, *sin = model_.sin.data() + position * half;

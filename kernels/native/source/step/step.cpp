@@ -4,7 +4,7 @@
 
 namespace millrace {
 
-// Compiled apart, in step_bfloat16.cpp and step_float32.cpp.
+// Compiled in separate units, step_bfloat16.cpp and step_float32.cpp.
 template <class Weight>
 void run_typed(Model& model, const StepInputs& inputs, int num_threads);
 template <class Weight>
@@ -14,10 +14,10 @@ int64_t step_bytes_typed(const Model& model, int64_t num_tokens, int64_t num_log
 
 namespace {
 
-// Threads that pay: one for a model that is done before another has woken up.
+// Threads that pay: one for a model that is done before another thread wakes up.
 int threads_for(const Model& model, int64_t num_rows) {
     int64_t work = model.weights_bytes() * std::max<int64_t>(1, num_rows / 4);
-    return int(std::min<int64_t>(model.pool->limit.load(), std::max<int64_t>(1, work / model.worth_a_thread)));
+    return int(std::min<int64_t>(model.pool->limit.load(), std::max<int64_t>(1, work / model.min_work_per_thread)));
 }
 
 }  // namespace
@@ -49,8 +49,8 @@ void run_step(Model& model, const StepInputs& inputs) {
     run(model, inputs, threads_for(model, inputs.num_tokens));
 }
 
-Error decode(Model& model, const Decoding& in, int64_t num_rows, const Wanted& wanted) {
-    DecodeInputs& made = model.decode_inputs;
+Error decode(Model& model, const DecodeSlots& in, int64_t num_rows, const StepOutputs& outputs) {
+    DecodeBuffers& buffers = model.decode_buffers;
     int64_t longest = 0;
     for (int64_t row = 0; row < num_rows; row++) {
         if (in.slots[row] < 0 || in.slots[row] >= in.num_slots) return BAD_ROW;
@@ -59,22 +59,23 @@ Error decode(Model& model, const Decoding& in, int64_t num_rows, const Wanted& w
     }
     int64_t width = ceil_div(longest, in.block_size);
     if (width > in.blocks_per_slot) return BAD_SEQUENCE;
-    made.input_ids.resize(num_rows), made.slot_mapping.resize(num_rows), made.rows.resize(num_rows);
-    made.lengths.resize(num_rows), made.query_starts.resize(num_rows + 1), made.block_tables.resize(num_rows * width);
+    buffers.input_ids.resize(num_rows), buffers.slot_mapping.resize(num_rows), buffers.rows.resize(num_rows);
+    buffers.lengths.resize(num_rows), buffers.query_starts.resize(num_rows + 1),
+        buffers.block_tables.resize(num_rows * width);
     for (int64_t row = 0; row < num_rows; row++) {
         int64_t slot = in.slots[row], start = in.starts[row];
         const int32_t* table = in.tables + slot * in.blocks_per_slot;
-        made.input_ids[row] = in.last_tokens[slot];
-        made.slot_mapping[row] = table[start / in.block_size] * in.block_size + start % in.block_size;
-        made.rows[row] = row;
-        made.lengths[row] = int32_t(start + 1);
-        made.query_starts[row + 1] = int32_t(row + 1);
-        std::copy(table, table + width, made.block_tables.begin() + row * width);
+        buffers.input_ids[row] = in.last_tokens[slot];
+        buffers.slot_mapping[row] = table[start / in.block_size] * in.block_size + start % in.block_size;
+        buffers.rows[row] = row;
+        buffers.lengths[row] = int32_t(start + 1);
+        buffers.query_starts[row + 1] = int32_t(row + 1);
+        std::copy(table, table + width, buffers.block_tables.begin() + row * width);
     }
-    StepInputs inputs{num_rows, num_rows, width, num_rows, made.input_ids.data(), in.starts, made.slot_mapping.data(),
-                      made.block_tables.data(), made.query_starts.data(), made.lengths.data(), made.rows.data(),
-                      in.cache, in.num_blocks, in.blocks_apart, in.block_size, nullptr, wanted.logits,
-                      wanted.likeliest, wanted.is_broken};
+    StepInputs inputs{num_rows, num_rows, width, num_rows, buffers.input_ids.data(), in.starts, buffers.slot_mapping.data(),
+                      buffers.block_tables.data(), buffers.query_starts.data(), buffers.lengths.data(), buffers.rows.data(),
+                      in.cache, in.num_blocks, in.layer_stride_blocks, in.block_size, nullptr, outputs.logits,
+                      outputs.argmax, outputs.is_broken};
     Error error = check(model, inputs);
     if (error == FINE && num_rows > 0) run_step(model, inputs);
     return error;

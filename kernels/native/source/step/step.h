@@ -1,4 +1,7 @@
-// One step of a decoder: from token ids to hidden states and logits.
+// The interface of a step: from token ids to hidden states, logits or argmax tokens.
+//
+// Inputs are flat arrays, described by StepInputs, or slot tables (DecodeSlots) from which `decode` builds the inputs
+// of a decoding step. Called by api.cpp and StepChain, on the step thread or the caller's. One step runs at a time.
 
 #pragma once
 
@@ -8,56 +11,56 @@
 
 namespace millrace {
 
-struct StepInputs {  // as `_StepInputs` of library.py
+struct StepInputs {  // mirrored by `StepInputs` in library.py
     int64_t num_tokens, num_sequences, table_width, num_logits;
-    const int64_t *input_ids, *positions, *slot_mapping;                // [T]
-    const int32_t *block_tables, *query_starts, *lengths;               // [S, M], [S + 1], [S]
-    const int64_t* logits_rows;                                         // [L]
-    void* cache;                                                        // [layers] of `CacheLayout`
-    int64_t num_blocks;    // of a layer
-    int64_t blocks_apart;  // from the beginning of one layer to that of the next
-    int64_t block_size;    // tokens
-    float* hidden;  // [T, hidden], or none
-    float* logits;  // [L, V], or none
-    int64_t* likeliest;  // [L] in their place: each row's token, and whether the row is broken, as `Choices` of rows that are
-    uint8_t* is_broken;  // not random; or none, both of them
+    const int64_t *input_ids, *positions, *slot_mapping;  // [T]
+    const int32_t *block_tables, *query_starts, *lengths;  // [S, M], [S + 1], [S]
+    const int64_t* logits_rows;  // [L]
+    void* cache;  // [layers] of `CacheLayout`
+    int64_t num_blocks;  // per layer
+    int64_t layer_stride_blocks;  // from the start of one layer to that of the next
+    int64_t block_size;  // tokens
+    float* hidden;  // [T, hidden], or null
+    float* logits;  // [L, V], or null
+    int64_t* argmax;  // [L] instead of logits: each row's argmax token; or null
+    uint8_t* is_broken;  // [L] with argmax: as in SamplingRows, for rows that are not random; or null
 };
 
-// What a step can be wrong in, 0 if in nothing.
+// What is wrong with a step's inputs; 0: nothing.
 enum Error : int32_t { FINE, BAD_TOKEN, BAD_POSITION, BAD_SLOT, BAD_SEQUENCE, BAD_BLOCK, BAD_ROW, NO_MEMORY, IS_PROMPT };
 
 Error check(const Model& model, const StepInputs& inputs);
 
-// Runs a step that has been checked.
+// Runs a step whose inputs `check` accepted.
 void run_step(Model& model, const StepInputs& inputs);
 
-// What is known of each slot's sequence, [S] each, and which slots a step has.
-struct Decoding {  // as `Decoding` of library.py
-    const int64_t *slots, *starts;  // [S] whose the step's rows are, and where each row's token comes
-    int64_t* last_tokens;           // [S] each slot's newest token
-    const int64_t* num_known;       // [S] tokens from the first that are not newest ones, but of a prompt
+// The state of each slot's sequence, [S] each, and the slots of a step.
+struct DecodeSlots {                // mirrored by `DecodeSlots` in library.py
+    const int64_t *slots, *starts;  // [S] slot of each row of the step, and position of its token
+    int64_t* last_tokens;           // [S] newest token of each slot
+    const int64_t* num_known;       // [S] leading tokens that belong to the prompt and are not in `last_tokens`
     const int32_t* tables;          // [S, blocks_per_slot] block ids in token order
     int64_t num_slots, blocks_per_slot;
     void* cache;  // this and the rest as in StepInputs
-    int64_t num_blocks, blocks_apart, block_size;
+    int64_t num_blocks, layer_stride_blocks, block_size;
 };
 
-// What is wanted of a step, as in StepInputs.
-struct Wanted {
+// Requested outputs of a step, as in StepInputs.
+struct StepOutputs {
     float* logits;
-    int64_t* likeliest = nullptr;
+    int64_t* argmax = nullptr;
     uint8_t* is_broken = nullptr;
 };
 
-// Runs a step of `num_rows` slots, each of which reads its newest token. IS_PROMPT, and nothing is done, if one reads
-// another.
-Error decode(Model& model, const Decoding& decoding, int64_t num_rows, const Wanted& wanted);
+// Runs a step of `num_rows` slots, each of which reads its newest token. Does nothing and returns IS_PROMPT if a row
+// reads a token of its prompt.
+Error decode(Model& model, const DecodeSlots& decode_slots, int64_t num_rows, const StepOutputs& outputs);
 
 // The final norm of `hidden` [n, hidden], to `normed` likewise; and logits [n, V] of it.
 void run_norm(const Model& model, const float* hidden, int64_t count, float* normed);
 void run_head(Model& model, const float* hidden, int64_t count, float* logits);
 
-// Memory that steps of so many tokens take, the output left out.
+// Memory that a step takes, without its outputs.
 int64_t step_bytes(const Model& model, int64_t num_tokens, int64_t num_logits);
 
 }  // namespace millrace

@@ -1,5 +1,8 @@
-// Decoding steps with the choice of their tokens, each of which may be handed over while the one before it runs: what is
-// chosen there is what it reads.
+// StepChain: decoding steps with sampling, queued one behind the other, each reading the tokens that the one before
+// sampled.
+//
+// `begin` and `wait` are called by the thread that waits for steps, `follow` by any one thread. The steps run on the
+// step thread (step_thread.h).
 
 #pragma once
 
@@ -13,49 +16,51 @@
 
 namespace millrace {
 
-// What a step reads of its slots may be changed for others meanwhile, but for its own only when it is over: who gives up
-// waiting for a step has to `Line::call` first.
-class Chain {
+// The slot tables that a step reads may change for other slots while it runs, for its own slots only after it. A caller
+// that gives up on a step must call `StepThread::call` first.
+class StepChain {
   public:
-    explicit Chain(Model& model) : model_(model) {
-        for (Link& link : links_) link.chain = this;
+    explicit StepChain(Model& model) : model_(model) {
+        for (ChainedStep& step : steps_) step.step_chain = this;
     }
 
-    // A step of `num_rows` slots begins when all that the model was asked for is over. Their columns in `decoding` and
-    // `asked` are read while it runs, and each slot's newest token is written there. `number` is the step's, and rises.
-    void begin(int64_t number, const Decoding& decoding, const Asked& asked, int64_t num_rows);
-    // The same, but only right behind step `number - 1`; false, and nothing is done, if that has not begun or is over, or
-    // if the last of so many steps were not asked for. Never waits.
-    bool follow(int64_t number, const Decoding& decoding, const Asked& asked, int64_t num_rows);
-    // Waits for a step that has begun, whose rows were `num_rows`: token ids, and which rows are broken, as in `Choices`.
-    // Nothing was done where there is an error, and nothing by those that follow it. To be asked for once.
+    // Queues a step of `num_rows` slots behind everything that the model was asked to run. The step reads their columns
+    // in `decode_slots` and `sampling` while it runs, and writes each slot's newest token. `number` identifies the step
+    // and must rise.
+    void begin(int64_t number, const DecodeSlots& decode_slots, const SlotSampling& sampling, int64_t num_rows);
+    // Like `begin`, but only directly behind step `number - 1`. Returns false and does nothing if that step has not
+    // begun or is over, or if MAX_IN_FLIGHT steps have not been waited for. Never blocks.
+    bool follow(int64_t number, const DecodeSlots& decode_slots, const SlotSampling& sampling, int64_t num_rows);
+    // Waits for a step that has begun, with `num_rows` rows: its token ids, and which rows are broken, as in
+    // `SamplingRows`. On an error nothing was done, neither by it nor by the steps that follow it. Call once per step.
     Error wait(int64_t number, int64_t num_rows, int64_t* token_ids, uint8_t* is_broken);
 
   private:
-    struct Link : Line::Job {
-        void run() override { error = chain->run(*this); }
+    struct ChainedStep : StepThread::Job {
+        void run() override { error = step_chain->run(*this); }
 
-        Chain* chain = nullptr;
-        int64_t number = -1;  // of a step that nobody has asked for; below 0: there is none
-        const Link* before = nullptr;  // that it follows; none: it does not
-        Decoding decoding;
-        Asked asked;
-        std::vector<int64_t> slots, starts, places, token_ids;
+        StepChain* step_chain = nullptr;
+        int64_t number = -1;  // of a step that was not waited for; negative: free
+        const ChainedStep* before = nullptr;  // the step that it follows, or null
+        DecodeSlots decode_slots;
+        SlotSampling sampling;
+        std::vector<int64_t> slots, starts, positions, token_ids;
         std::vector<uint8_t> is_broken;
-        std::array<int64_t, NUM_SHARES> shares;  // when it was over
+        std::array<int64_t, NUM_THREAD_TIMES> thread_times;  // when the step was over
         Error error = FINE;
     };
-    static constexpr int64_t MOST = 4;  // in line, or over and not asked for: as many as engines have in flight
+    static constexpr int64_t MAX_IN_FLIGHT = 4;  // queued, or over and not waited for: as many as engines have in flight
 
-    Link& link(int64_t number) { return links_[number % MOST]; }
-    void fill(Link* link, int64_t number, const Decoding& decoding, const Asked& asked, int64_t num_rows);
-    Error run(Link& link);
-    Error decode_and_choose(Link& link);
+    ChainedStep& step(int64_t number) { return steps_[number % MAX_IN_FLIGHT]; }
+    void fill(ChainedStep* step, int64_t number, const DecodeSlots& decode_slots, const SlotSampling& sampling,
+              int64_t num_rows);
+    Error run(ChainedStep& step);
+    Error decode_and_sample(ChainedStep& step);
 
     Model& model_;
-    std::mutex filling_;
-    std::array<Link, MOST> links_;
-    Memory logits_;  // [rows, V] of the step that runs, if one of them is random
+    std::mutex mutex_;
+    std::array<ChainedStep, MAX_IN_FLIGHT> steps_;
+    Memory logits_;  // [rows, V] of the running step, if a row is random
 };
 
 }  // namespace millrace

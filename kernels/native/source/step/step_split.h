@@ -1,6 +1,7 @@
-// How a step is gone through: by all threads together, or by two of which each takes half of the rows.
+// How the threads divide a step: all threads share all rows, or each of two threads takes half of the rows.
 //
-// Knows who goes through which rows, and in what memory. Refuses to know what a layer is.
+// Picks the code for the cache's type, allocates the activations, and runs the region on the pool. Runs on the thread
+// that called `run_step`.
 
 #pragma once
 
@@ -12,123 +13,125 @@
 
 namespace millrace {
 
-// Rows of a step that may be taken apart, at least: each half is more than a tile. A half of one waits for memory, and fetches
-// no keys a layer ahead: 14 to 24 rows took 3 to 30 % more apart, wherever the cores were (AVX-512; with AVX2 nobody has
-// measured any of it).
-constexpr int64_t APART_ROWS = 2 * (GEMM_ROWS + 1);
+// Fewest rows of a step that may be split: each half is more than a tile. A half of one tile waits for memory, and
+// prefetches no keys a layer ahead: 14 to 24 rows took 3 to 30 % more when split, wherever the cores were (AVX-512; not
+// measured with AVX2).
+constexpr int64_t MIN_SPLIT_ROWS = 2 * (GEMM_ROWS + 1);
 
-// Whether a screen is asked for the step's likeliest tokens: not for some steps after one that it told little. Counts these.
-inline bool ask_screen(Screen* screen, const StepInputs& inputs) {
-    bool are_few = 0 < inputs.num_logits && inputs.num_logits <= SCREENED_ROWS;
-    if (!inputs.likeliest || !are_few || !screen->is_made()) return false;
-    if (screen->num_steps_off == 0) return true;
-    screen->num_steps_off--;
+// Whether the step uses the argmax screen: not for some steps after one in which it was ineffective. Counts these.
+inline bool use_screen(ArgmaxScreen* screen, const StepInputs& inputs) {
+    bool is_in_range = 0 < inputs.num_logits && inputs.num_logits <= MAX_SCREENED_ROWS;
+    if (!inputs.argmax || !is_in_range || !screen->is_made()) return false;
+    if (screen->num_steps_disabled == 0) return true;
+    screen->num_steps_disabled--;
     return false;
 }
 
-// Whether each sequence of a step has one token of it, in their order.
-inline bool have_one_token_each(const StepInputs& inputs) {
+// Whether each sequence has one token in the step, in order.
+inline bool has_one_token_each(const StepInputs& inputs) {
     bool have = inputs.num_tokens == inputs.num_sequences;
     for (int64_t i = 0; have && i <= inputs.num_sequences; i++) have = inputs.query_starts[i] == i;
     return have;
 }
 
-// Whether the rows of a step can be taken apart: those of sequences that decode, in vectors, by two threads. Sequences share
-// blocks of earlier steps only, so that none reads what another one's row writes.
+// Whether the rows of a step can be split: rows of decoding sequences, without AMX, by two threads. Sequences share
+// blocks of earlier steps only, so that no row reads what another row of the step writes.
 template <class Weight>
-bool can_be_apart(const StepInputs& inputs, int num_threads) {
-    if (IN_AMX<InputOf<Weight>> || num_threads != 2 || inputs.num_tokens != inputs.num_logits || inputs.hidden) return false;
-    if (inputs.num_tokens < APART_ROWS || !have_one_token_each(inputs)) return false;
+bool can_split_step(const StepInputs& inputs, int num_threads) {
+    if (USES_AMX<InputOf<Weight>> || num_threads != 2 || inputs.num_tokens != inputs.num_logits || inputs.hidden)
+        return false;
+    if (inputs.num_tokens < MIN_SPLIT_ROWS || !has_one_token_each(inputs)) return false;
     for (int64_t i = 0; i < inputs.num_tokens; i++)
         if (inputs.logits_rows[i] != i) return false;
     return true;
 }
 
-// Those from sequence `first` on, of a step whose rows can be taken apart.
-inline StepInputs part_of(const StepInputs& inputs, int64_t first, int64_t num, int64_t vocab_size) {
-    StepInputs part = inputs;  // rows begin with 0 again, in `query_starts` and `logits_rows`, too
+// The inputs of `num` sequences from `first` on, of a step whose rows can be split.
+inline StepInputs slice_inputs(const StepInputs& inputs, int64_t first, int64_t num, int64_t vocab_size) {
+    StepInputs part = inputs;  // rows are numbered from 0 again, in `query_starts` and `logits_rows`, too
     part.num_tokens = part.num_sequences = part.num_logits = num;
     part.input_ids += first, part.positions += first, part.slot_mapping += first, part.lengths += first;
     part.block_tables += first * inputs.table_width;
     if (inputs.logits) part.logits += first * vocab_size;
-    if (inputs.likeliest) part.likeliest += first, part.is_broken += first;
+    if (inputs.argmax) part.argmax += first, part.is_broken += first;
     return part;
 }
 
-// Bytes of activations of each half of so many rows. They begin on lines of their own.
+// Bytes of activations of each half. Halves begin on their own cache lines.
 template <class Weight>
 int64_t half_bytes(const Model& model, int64_t num_rows) {
     return round_up(activation_bytes<InputOf<Weight>>(model, ceil_div(num_rows, 2)), 128);
 }
 
-// And of both halves, and of all of them before they are taken apart.
+// Bytes of both halves, and of all rows before the split.
 template <class Weight>
-int64_t apart_bytes(const Model& model, int64_t num_rows) {
+int64_t split_bytes(const Model& model, int64_t num_rows) {
     return 2 * half_bytes<Weight>(model, num_rows) + activation_bytes<InputOf<Weight>>(model, num_rows);
 }
 
-// Returns how long that took, ns; so do the next two.
-inline int64_t run_by(Model& model, int num_threads, const std::function<void(int)>& job) {
+// Returns the duration in ns; so do the next two.
+inline int64_t run_region(Model& model, int num_threads, const std::function<void(int)>& job) {
     int64_t began_ns = now_ns();
     model.pool->run(num_threads, job);
     return now_ns() - began_ns;
 }
 
-// Two threads go through layers together until both are there, as one may have its core later, then each with half of the
-// rows. One that stays alone takes both halves of the last layer.
+// Two threads go through layers together until both have joined, because one may get its core late; then each continues
+// with half of the rows. If one thread stays alone it takes both halves from the last layer on.
 template <class Weight, class Cached>
-int64_t run_apart(Model& model, const StepInputs& inputs, bool is_screened) {
+int64_t run_split(Model& model, const StepInputs& inputs, bool uses_screen) {
     using OfRows = Step<Weight, Cached>;
     int64_t num = inputs.num_tokens, bytes = half_bytes<Weight>(model, num), vocab_size = model.shape.vocab_size;
-    char* memory = OfRows::reserve(model, num, num, 2, apart_bytes<Weight>(model, num));
+    char* memory = OfRows::reserve(model, num, num, 2, split_bytes<Weight>(model, num));
     std::array<int64_t, 3> begins{0, num / 2, num};
-    auto half = [&](int place) {
-        StepInputs part = part_of(inputs, begins[place], begins[place + 1] - begins[place], vocab_size);
-        return OfRows(model, part, {1, place, 2}, memory + place * bytes, is_screened);
+    auto half = [&](int index) {
+        StepInputs part = slice_inputs(inputs, begins[index], begins[index + 1] - begins[index], vocab_size);
+        return OfRows(model, part, {1, index, 2}, memory + index * bytes, uses_screen);
     };
     std::array<OfRows, 2> halves{half(0), half(1)};
-    StepInputs unasked = inputs;
-    unasked.logits = nullptr, unasked.likeliest = nullptr, unasked.is_broken = nullptr;
-    OfRows whole(model, unasked, {2}, memory + 2 * bytes, false);  // after them, as what it shares is the model's
-    int64_t took_ns = run_by(model, 2, [&](int thread) {
+    StepInputs without_outputs = inputs;
+    without_outputs.logits = nullptr, without_outputs.argmax = nullptr, without_outputs.is_broken = nullptr;
+    OfRows whole(model, without_outputs, {2}, memory + 2 * bytes, false);  // last, as its state is the model's
+    int64_t elapsed_ns = run_region(model, 2, [&](int thread) {
         Phases phases(model.pool.get(), thread);
-        std::optional<int> layer = whole.run_until_all_are_there(phases);
+        std::optional<int> layer = whole.run_until_all_joined(phases);
         if (!layer) return;
-        Party::Seat seat = phases.seat();
-        if (seat.rank == 0) model.num_together = seat.count == 1 ? -1 : *layer;
-        for (int place = seat.rank; place < 2; place += seat.count) halves[place].go_on(whole, begins[place], *layer);
-        phases.run([](const Party::Seat&) {});  // who is counted as there and has yet to see it is waited for
+        ThreadTeam::Member member = phases.member();
+        if (member.rank == 0) model.num_layers_before_split = member.count == 1 ? -1 : *layer;
+        for (int index = member.rank; index < 2; index += member.count) halves[index].resume(whole, begins[index], *layer);
+        phases.run([](const ThreadTeam::Member&) {});  // waits for a thread that has joined but not yet noticed
     });
-    for (OfRows* each : {&whole, &halves[0], &halves[1]}) each->tell();
-    if (model.part_ns) {
-        whole.tell_times(model.part_ns), halves[0].tell_times(model.part_ns);
-        if (model.num_together < 0) halves[1].tell_times(model.part_ns);  // otherwise it went beside the other
+    for (OfRows* step : {&whole, &halves[0], &halves[1]}) step->publish_results();
+    if (model.phase_ns) {
+        whole.add_times(model.phase_ns), halves[0].add_times(model.phase_ns);
+        // Otherwise the halves ran at the same time.
+        if (model.num_layers_before_split < 0) halves[1].add_times(model.phase_ns);
     }
-    return took_ns;
+    return elapsed_ns;
 }
 
 template <class Weight, class Cached>
-int64_t run_together(Model& model, const StepInputs& inputs, int num_threads, bool is_screened) {
+int64_t run_whole(Model& model, const StepInputs& inputs, int num_threads, bool uses_screen) {
     using Whole = Step<Weight, Cached>;
     int64_t bytes = step_activation_bytes<InputOf<Weight>>(model, inputs.num_tokens, inputs.num_logits);
     char* memory = Whole::reserve(model, inputs.num_tokens, inputs.num_logits, num_threads, bytes);
-    Whole step(model, inputs, {num_threads}, memory, is_screened);
-    int64_t took_ns = run_by(model, num_threads, [&](int thread) { step.run(thread); });
-    step.tell();
-    if (model.part_ns) step.tell_times(model.part_ns);
-    return took_ns;
+    Whole step(model, inputs, {num_threads}, memory, uses_screen);
+    int64_t elapsed_ns = run_region(model, num_threads, [&](int thread) { step.run(thread); });
+    step.publish_results();
+    if (model.phase_ns) step.add_times(model.phase_ns);
+    return elapsed_ns;
 }
 
 template <class Weight, class Cached>
 void run_cached(Model& model, const StepInputs& inputs, int num_threads) {
-    bool is_screened = ask_screen(&model.screen, inputs), can_be = can_be_apart<Weight>(inputs, num_threads);
-    Apart::Kind kind{inputs.num_tokens, is_screened ? 2 : inputs.likeliest ? 1 : 0};
-    model.screen.num_left = -1, model.screen.num_closer = model.num_bytes_beside = 0;
-    model.is_apart = can_be && model.apart.is_next(kind);
-    int64_t took_ns = model.is_apart ? run_apart<Weight, Cached>(model, inputs, is_screened)
-                                     : run_together<Weight, Cached>(model, inputs, num_threads, is_screened);
-    if (model.part_ns) model.part_ns[NUM_PARTS]++;
-    can_be ? model.apart.note(kind, model.is_apart, took_ns) : model.apart.pass();
+    bool uses_screen = use_screen(&model.screen, inputs), can_split = can_split_step<Weight>(inputs, num_threads);
+    SplitTuner::Kind kind{inputs.num_tokens, uses_screen ? 2 : inputs.argmax ? 1 : 0};
+    model.screen.num_candidates = -1, model.screen.num_refined = model.kv_prefetched_bytes = 0;
+    model.is_step_split = can_split && model.split_tuner.should_split(kind);
+    int64_t elapsed_ns = model.is_step_split ? run_split<Weight, Cached>(model, inputs, uses_screen)
+                                     : run_whole<Weight, Cached>(model, inputs, num_threads, uses_screen);
+    if (model.phase_ns) model.phase_ns[NUM_PHASE_KINDS]++;
+    can_split ? model.split_tuner.record(kind, model.is_step_split, elapsed_ns) : model.split_tuner.skip();
 }
 
 template <class Weight>
@@ -141,21 +144,22 @@ void run_typed(Model& model, const StepInputs& inputs, int num_threads) {
 
 template <class Weight>
 int64_t step_bytes_typed(const Model& model, int64_t num_tokens, int64_t num_logits) {
-    int64_t room = most_room_bytes<Weight>(model, std::max(num_tokens, num_logits));
+    int64_t workspace = max_workspace_bytes<Weight>(model, std::max(num_tokens, num_logits));
     using Input = InputOf<Weight>;
-    auto scratch_bytes = model.shape.cache == INT8 ? Attending<Input, int8_t>::scratch_bytes
-                                                   : Attending<Input, Weight>::scratch_bytes;
+    auto scratch_bytes = model.shape.cache == INT8 ? AttentionStep<Input, int8_t>::scratch_bytes
+                                                   : AttentionStep<Input, Weight>::scratch_bytes;
     int64_t activations = step_activation_bytes<InputOf<Weight>>(model, num_tokens, num_logits);
     int num_threads = model.pool->size();
-    int64_t halved = IN_AMX<InputOf<Weight>> || num_threads == 1 ? 0 : std::min(num_tokens, num_logits);  // may be taken apart
-    if (halved >= APART_ROWS) activations = std::max(activations, apart_bytes<Weight>(model, halved));
-    int64_t screened = model.screen.is_made() ? std::min(num_logits, SCREENED_ROWS) : 0;
+    // Rows that may be split.
+    int64_t num_split = USES_AMX<InputOf<Weight>> || num_threads == 1 ? 0 : std::min(num_tokens, num_logits);
+    if (num_split >= MIN_SPLIT_ROWS) activations = std::max(activations, split_bytes<Weight>(model, num_split));
+    int64_t num_screened = model.screen.is_made() ? std::min(num_logits, MAX_SCREENED_ROWS) : 0;
     int64_t screening = 0;
-    if (screened > 0) screening = Screening<InputOf<Weight>>::num_bytes(model.head, screened, num_threads);
-    int64_t half = ceil_div(std::min(halved, SCREENED_ROWS), 2);
-    if (screened > 0 && half > 0)
-        screening = std::max(screening, 2 * Screening<InputOf<Weight>>::num_bytes(model.head, half, 1));
-    return activations + screening + scratch_bytes(num_threads) + room * num_threads;
+    if (num_screened > 0) screening = ScreenedArgmax<InputOf<Weight>>::num_bytes(model.head, num_screened, num_threads);
+    int64_t half = ceil_div(std::min(num_split, MAX_SCREENED_ROWS), 2);
+    if (num_screened > 0 && half > 0)
+        screening = std::max(screening, 2 * ScreenedArgmax<InputOf<Weight>>::num_bytes(model.head, half, 1));
+    return activations + screening + scratch_bytes(num_threads) + workspace * num_threads;
 }
 
 }  // namespace millrace

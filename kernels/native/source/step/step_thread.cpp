@@ -11,9 +11,9 @@ namespace millrace {
 
 namespace {
 
-class Call : public Line::Job {
+class FunctionJob : public StepThread::Job {
   public:
-    explicit Call(const std::function<void()>& function) : function_(function) {}
+    explicit FunctionJob(const std::function<void()>& function) : function_(function) {}
     void run() override { function_(); }
 
   private:
@@ -22,90 +22,90 @@ class Call : public Line::Job {
 
 }  // namespace
 
-Line::Line(int cpu) {
+StepThread::StepThread(int cpu) {
     std::unique_lock<std::mutex> lock(mutex_);
-    bool has_begun = false;
-    thread_ = std::thread([this, cpu, &has_begun] {
+    bool has_started = false;
+    thread_ = std::thread([this, cpu, &has_started] {
         if (cpu >= 0) pin({cpu});
         {
             std::lock_guard<std::mutex> inner(mutex_);
 #ifdef __linux__
             thread_id_ = int32_t(syscall(SYS_gettid));
 #endif
-            has_begun = true;
+            has_started = true;
         }
-        over_.notify_all();
-        work();
+        job_done_.notify_all();
+        run_jobs();
     });
-    over_.wait(lock, [&] { return has_begun; });
+    job_done_.wait(lock, [&] { return has_started; });
 }
 
-Line::~Line() {
+StepThread::~StepThread() {
     {
         std::lock_guard<std::mutex> lock(mutex_);
         is_closed_ = true;
     }
-    come_.notify_all();
+    job_added_.notify_all();
     thread_.join();
 }
 
-void Line::add(Job* job) {
+void StepThread::submit(Job* job) {
     {
         std::lock_guard<std::mutex> lock(mutex_);
         append(job);
     }
-    come_.notify_one();
+    job_added_.notify_one();
 }
 
-bool Line::add_behind(Job* job, const Job* before) {
+bool StepThread::submit_after(Job* job, const Job* before) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (!last_ || last_ != before) return false;
-    append(job);  // the thread runs, so nobody has to be woken
+    append(job);  // the thread is running, so it needs no wakeup
     return true;
 }
 
-void Line::append(Job* job) {
-    job->is_in_line_ = true, job->next_ = nullptr;
+void StepThread::append(Job* job) {
+    job->is_queued_ = true, job->next_ = nullptr;
     (last_ ? last_->next_ : first_) = job;
     last_ = job;
     has_jobs_.store(true, std::memory_order_release);
 }
 
-void Line::wait(const Job* job) {
+void StepThread::wait(const Job* job) {
     std::unique_lock<std::mutex> lock(mutex_);
-    over_.wait(lock, [&] { return !job->is_in_line_; });
+    job_done_.wait(lock, [&] { return !job->is_queued_; });
 }
 
-bool Line::is_in_line(const Job* job) {
+bool StepThread::is_queued(const Job* job) {
     std::lock_guard<std::mutex> lock(mutex_);
-    return job->is_in_line_;
+    return job->is_queued_;
 }
 
-void Line::call(const std::function<void()>& function) {
-    Call job(function);
-    add(&job);
+void StepThread::call(const std::function<void()>& function) {
+    FunctionJob job(function);
+    submit(&job);
     wait(&job);
 }
 
-void Line::work() {
-    while (Job* job = first()) {
+void StepThread::run_jobs() {
+    while (Job* job = next_job()) {
         job->run();
         {
             std::lock_guard<std::mutex> lock(mutex_);
             first_ = job->next_;
             if (!first_) last_ = nullptr;
             has_jobs_.store(first_ != nullptr, std::memory_order_release);
-            job->is_in_line_ = false;
+            job->is_queued_ = false;
         }
-        over_.notify_all();
+        job_done_.notify_all();
     }
 }
 
-// The one to run next; none when all is over. Waits as workers of a `Pool` do.
-Line::Job* Line::first() {
-    awake_until([this] { return has_jobs_.load(std::memory_order_acquire); });
+// The next job; null when the queue is closed and empty. Waits as the workers of a `Pool` do.
+StepThread::Job* StepThread::next_job() {
+    spin_until([this] { return has_jobs_.load(std::memory_order_acquire); });
     std::unique_lock<std::mutex> lock(mutex_);
-    come_.wait(lock, [&] { return is_closed_ || first_; });
+    job_added_.wait(lock, [&] { return is_closed_ || first_; });
     return first_;
 }
 

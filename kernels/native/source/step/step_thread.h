@@ -1,7 +1,7 @@
-// A thread of its own for steps, one behind the other: it begins the next one when the last is over, whatever whoever
-// asked for them does meanwhile.
+// StepThread: a thread that runs jobs in order, each as soon as the one before is over.
 //
-// Knows order and waiting. Refuses to know what a step computes.
+// It decouples steps from the threads that request them, which may be busy or descheduled meanwhile. The queue is an
+// intrusive list of jobs. All methods may be called by any thread.
 
 #pragma once
 
@@ -14,45 +14,46 @@
 
 namespace millrace {
 
-class Line {
+class StepThread {
   public:
-    // Something to run. Whoever has it keeps it until it is over.
+    // A job. The caller owns it and must keep it until it is over.
     class Job {
       public:
         virtual ~Job() = default;
-        virtual void run() = 0;  // throws nothing
+        virtual void run() = 0;  // must not throw
 
       private:
-        friend class Line;
-        bool is_in_line_ = false;
-        Job* next_ = nullptr;  // in line; so a line takes no memory
+        friend class StepThread;
+        bool is_queued_ = false;
+        Job* next_ = nullptr;  // in the queue, so that queuing allocates nothing
     };
 
-    // The thread is pinned to `cpu`; below 0 it is not.
-    explicit Line(int cpu);
-    ~Line();  // runs what is in line first
+    // Pins the thread to `cpu` unless it is negative.
+    explicit StepThread(int cpu);
+    ~StepThread();  // runs the queued jobs first
 
-    // By any thread, as all that follows. Runs `job` behind all that is in line; does not wait.
-    void add(Job* job);
-    // The same, but only if `before` is the last in line; false, and nothing is done, if it is over or somebody is behind.
-    bool add_behind(Job* job, const Job* before);
-    // Returns when `job` is over; at once if it is not in line.
+    // Queues `job` behind all others; does not wait.
+    void submit(Job* job);
+    // Like `submit`, but only if `before` is the last in the queue. Returns false and does nothing if it is over or not
+    // the last.
+    bool submit_after(Job* job, const Job* before);
+    // Waits until `job` is over; returns at once if it is not queued.
     void wait(const Job* job);
-    bool is_in_line(const Job* job);
-    // `add` and `wait`, of a function.
+    bool is_queued(const Job* job);
+    // `submit` and `wait`, for a function.
     void call(const std::function<void()>& function);
 
     int32_t thread_id() const { return thread_id_; }  // the system's
 
   private:
-    void work();
+    void run_jobs();
     void append(Job* job);
-    Job* first();
+    Job* next_job();
 
     std::mutex mutex_;
-    std::condition_variable come_, over_;
-    Job *first_ = nullptr, *last_ = nullptr;  // in line; the first runs
-    std::atomic<bool> has_jobs_{false};       // whether there is one, for who looks often
+    std::condition_variable job_added_, job_done_;
+    Job *first_ = nullptr, *last_ = nullptr;  // the queue; the first is running
+    std::atomic<bool> has_jobs_{false};       // whether the queue is not empty, for polling
     bool is_closed_ = false;
     int32_t thread_id_ = 0;
     std::thread thread_;

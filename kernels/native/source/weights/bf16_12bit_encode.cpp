@@ -17,18 +17,19 @@ namespace millrace {
 
 namespace {
 
-constexpr int64_t TOGETHER_BYTES = 16 << 20;  // of panels that are coded at a time where their linear is
-constexpr int64_t BLOCKS_A_WHOLE = 8;  // a linear with more than one whole block in so many stays as it is
+constexpr int64_t BATCH_BYTES = 16 << 20;  // of panels that are encoded at a time in place
+constexpr int64_t MIN_BLOCKS_PER_RAW = 8;  // a linear with more than one raw block per this many stays bf16
 
-// How far a byte's size is from that of the most common one; larger ones come last: of normally distributed numbers each
-// power of 4 below is a quarter as common as the one before, and above it there are soon none.
+// Distance of a byte from the most common one; larger magnitudes come last. Of normally distributed numbers each power
+// of 4 below is a quarter as common as the one before, and those above soon do not occur.
 int rarity(int byte, int most_common) {
     int below = (most_common & 127) - (byte & 127);
     return below >= 0 ? below : 128 - below;
 }
 
-// A panel's book: the most common upper bytes of one block in SAMPLED, filled up with the likeliest of the rest.
-CodeBook book_of(const bf16* panel, int64_t num_blocks) {
+// The codebook of a panel: the most common upper bytes in one of SAMPLED blocks, filled up with the most probable
+// others.
+Codebook make_codebook(const bf16* panel, int64_t num_blocks) {
     constexpr int64_t SAMPLED = 4;
     std::array<int32_t, 256> counts{};
     for (int64_t block = 0; block < num_blocks; block += SAMPLED)
@@ -39,92 +40,93 @@ CodeBook book_of(const bf16* panel, int64_t num_blocks) {
     std::stable_sort(bytes.begin(), bytes.end(), [&](uint8_t a, uint8_t b) {
         return counts[a] != counts[b] ? counts[a] > counts[b] : rarity(a, most_common) < rarity(b, most_common);
     });
-    CodeBook book{};
+    Codebook book{};
     std::copy(bytes.begin(), bytes.begin() + 16, book.upper);
     return book;
 }
 
-// Codes the numbers of one pair of k, [32][2]: their lower bytes, and their codes, [64] each. False if the book lacks any.
-bool code_pair(const CodeBook& book, const bf16* numbers, uint8_t* lower, __m512i* codes) {
+// Encodes one pair of k, [32][2], to lower bytes and codes, [64] each. False if the codebook lacks an upper byte.
+bool encode_pair(const Codebook& book, const bf16* numbers, uint8_t* lower, __m512i* codes) {
     const __m512i first = _mm512_loadu_si512(numbers), second = _mm512_loadu_si512(numbers + PANEL);
     const __m512i low = _mm512_set1_epi16(255);
     _mm512_storeu_si512(lower, _mm512_packus_epi16(_mm512_and_si512(first, low), _mm512_and_si512(second, low)));
     const __m512i upper = _mm512_packus_epi16(_mm512_srli_epi16(first, 8), _mm512_srli_epi16(second, 8));
     __mmask64 known = 0;
     *codes = _mm512_setzero_si512();
-    for (int code = 0; code < 16; code++) {
-        __mmask64 are = _mm512_cmpeq_epi8_mask(upper, _mm512_set1_epi8(char(book.upper[code])));
-        *codes = _mm512_mask_mov_epi8(*codes, are, _mm512_set1_epi8(char(code)));
+    for (int encode = 0; encode < 16; encode++) {
+        __mmask64 are = _mm512_cmpeq_epi8_mask(upper, _mm512_set1_epi8(char(book.upper[encode])));
+        *codes = _mm512_mask_mov_epi8(*codes, are, _mm512_set1_epi8(char(encode)));
         known |= are;
     }
     return known == ~__mmask64(0);
 }
 
-// Codes a panel to `to`, and adds its whole blocks. Returns how many these are.
-int64_t code_panel(const bf16* panel, int64_t num_blocks, uint8_t* to, std::vector<WholeBlock>* whole) {
-    CodeBook book = book_of(panel, num_blocks);
-    int64_t num_whole = 0;
-    int64_t* next = &book.first_whole;  // where the next whole block is told
+// Encodes a panel to `to` and appends its raw blocks to `raw`. Returns the number of raw blocks.
+int64_t encode_panel(const bf16* panel, int64_t num_blocks, uint8_t* to, std::vector<RawBlock>* raw) {
+    Codebook book = make_codebook(panel, num_blocks);
+    int64_t num_raw = 0;
+    int64_t* next = &book.first_raw;  // where the index of the next raw block goes
     for (int64_t block = 0; block < num_blocks; block++, panel += BLOCK_NUMBERS) {
-        uint8_t* place = to + CODE_BOOK_BYTES + block * CODED_BLOCK_BYTES;
+        uint8_t* place = to + CODEBOOK_BYTES + block * BF16_12BIT_BLOCK_BYTES;
         __m512i codes[2];
-        bool is_first_known = code_pair(book, panel, place, &codes[0]);
-        bool is_second_known = code_pair(book, panel + 2 * PANEL, place + 2 * PANEL, &codes[1]);
+        bool is_first_known = encode_pair(book, panel, place, &codes[0]);
+        bool is_second_known = encode_pair(book, panel + 2 * PANEL, place + 2 * PANEL, &codes[1]);
         _mm512_storeu_si512(place + BLOCK_NUMBERS, _mm512_or_si512(codes[0], _mm512_slli_epi16(codes[1], 4)));
         if (is_first_known && is_second_known) continue;
-        *next = block, num_whole++;
-        whole->emplace_back();
-        std::copy(panel, panel + BLOCK_NUMBERS, whole->back().numbers);
-        next = &whole->back().next;
+        *next = block, num_raw++;
+        raw->emplace_back();
+        std::copy(panel, panel + BLOCK_NUMBERS, raw->back().numbers);
+        next = &raw->back().next;
     }
-    *next = NO_BLOCK;
+    *next = NO_RAW_BLOCK;
     std::memcpy(to, &book, sizeof(book));
-    return num_whole;
+    return num_raw;
 }
 
-// Codes linears in the order in which they lie, each to where the last one ended: never past its own beginning, as what is
-// coded is smaller.
-class Coder {
+// Encodes the layers' linears in memory order, each to where the one before ended. This never passes a linear's own
+// start, because encoded weights are smaller.
+class Encoder {
   public:
-    explicit Coder(Model& model) : model_(model) {}
+    explicit Encoder(Model& model) : model_(model) {}
 
-    void code(Linear& linear) {
+    void encode(Linear& linear) {
         if (!linear.weight.num_bytes()) return;
         int64_t num_panels = linear.num_panels();
-        if (!can_code(linear) || !code_panels(linear, 0, num_panels, most_whole(linear)) || !is_worth_it(linear, num_whole_))
+        if (!can_encode(linear) || !encode_panels(linear, 0, num_panels, max_raw_blocks(linear))
+            || !saves_memory(linear, num_raw_))
             return move(linear);
-        Memory whole(num_whole_ * int64_t(sizeof(WholeBlock)));  // like all that may lack, before anything has changed
-        place(linear, [&](char* to) { take_panels(linear, 0, num_panels, to), linear.type = CODED; });
-        take_whole(whole.as<WholeBlock>());
-        tell_whole(linear, std::move(whole));
+        Memory raw(num_raw_ * int64_t(sizeof(RawBlock)));  // all that may fail is allocated before anything changes
+        place(linear, [&](char* to) { copy_panels(linear, 0, num_panels, to), linear.type = BF16_12BIT; });
+        copy_raw(raw.as<RawBlock>());
+        link_raw(linear, std::move(raw));
     }
 
-    // Codes a linear that has memory of its own, within it, so many panels at a time: what is coded ends before what is not
-    // yet. Whether that is worth it is seen by going through it once before.
-    void code_alone(Linear& linear) {
-        if (!linear.weight.num_bytes() || !can_code(linear)) return;
-        int64_t together = std::max<int64_t>(1, TOGETHER_BYTES / linear.panel_bytes()), num_whole = 0;
-        auto each_stretch = [&](const auto& use) {
+    // Encodes a linear that has memory of its own, in place, a batch of panels at a time: the encoded part ends before
+    // the rest. A first pass finds whether this saves memory.
+    void encode_in_place(Linear& linear) {
+        if (!linear.weight.num_bytes() || !can_encode(linear)) return;
+        int64_t together = std::max<int64_t>(1, BATCH_BYTES / linear.panel_bytes()), num_raw = 0;
+        auto for_each_batch = [&](const auto& use) {
             int64_t first = 0, last = 0;
             do first = last, last = std::min(first + together, linear.num_panels());
-            while (first < last && code_panels(linear, first, last, most_whole(linear)) && use(first, last));
+            while (first < last && encode_panels(linear, first, last, max_raw_blocks(linear)) && use(first, last));
             return first == last;
         };
-        bool is_through = each_stretch([&](int64_t, int64_t) { return (num_whole += num_whole_) <= most_whole(linear); });
-        if (!is_through || !is_worth_it(linear, num_whole)) return;
-        Memory whole(num_whole * int64_t(sizeof(WholeBlock)));
-        auto to = whole.as<WholeBlock>();
-        each_stretch([&](int64_t first, int64_t last) {
-            take_panels(linear, first, last, linear.weight.as<char>());
-            to = take_whole(to);
+        bool is_through = for_each_batch([&](int64_t, int64_t) { return (num_raw += num_raw_) <= max_raw_blocks(linear); });
+        if (!is_through || !saves_memory(linear, num_raw)) return;
+        Memory raw(num_raw * int64_t(sizeof(RawBlock)));
+        auto to = raw.as<RawBlock>();
+        for_each_batch([&](int64_t first, int64_t last) {
+            copy_panels(linear, first, last, linear.weight.as<char>());
+            to = copy_raw(to);
             return true;
         });
-        linear.type = CODED;
+        linear.type = BF16_12BIT;
         linear.weight.shrink(linear.weight_bytes());
-        tell_whole(linear, std::move(whole));
+        link_raw(linear, std::move(raw));
     }
 
-    // A linear as it is, to where the last one ended.
+    // Moves a linear as it is to where the one before ended.
     void move(Linear& linear) {
         const char* from = linear.weight.as<char>();
         place(linear, [&](char* to) {
@@ -132,66 +134,67 @@ class Coder {
         });
     }
 
-    // Bytes of all of them.
+    // Bytes of all linears so far.
     int64_t end() const { return end_; }
 
   private:
     int num_threads() const { return model_.pool->size(); }
-    static bool can_code(const Linear& linear) { return linear.type == BFLOAT16 && linear.k % 4 == 0; }
+    static bool can_encode(const Linear& linear) { return linear.type == BFLOAT16 && linear.k % 4 == 0; }
 
-    static int64_t most_whole(const Linear& linear) { return linear.k / 4 * linear.num_panels() / BLOCKS_A_WHOLE; }
+    static int64_t max_raw_blocks(const Linear& linear) { return linear.k / 4 * linear.num_panels() / MIN_BLOCKS_PER_RAW; }
 
-    static Linear coded_of(const Linear& linear) {
-        Linear coded;
-        coded.n = linear.n, coded.k = linear.k, coded.type = CODED;
-        return coded;
+    static Linear encoded_shape(const Linear& linear) {
+        Linear encoded;
+        encoded.n = linear.n, encoded.k = linear.k, encoded.type = BF16_12BIT;
+        return encoded;
     }
 
-    static bool is_worth_it(const Linear& linear, int64_t num_whole) {
-        return coded_of(linear).weight_bytes() + num_whole * int64_t(sizeof(WholeBlock)) < linear.weight_bytes();
+    static bool saves_memory(const Linear& linear, int64_t num_raw) {
+        return encoded_shape(linear).weight_bytes() + num_raw * int64_t(sizeof(RawBlock)) < linear.weight_bytes();
     }
 
-    // Codes panels to the room. Room for whole blocks is set aside before the threads begin, as none of the pool's can tell
-    // of a lack; all stop once there are more of them than `most`, and that is false.
-    bool code_panels(const Linear& linear, int64_t begin, int64_t end, int64_t most) {
-        int64_t size = coded_of(linear).panel_bytes(), num_blocks = linear.k / 4;
-        ensure(&room_, (end - begin) * size);
-        whole_.resize(num_threads()), num_whole_of_.resize(linear.num_panels());
-        auto share_of = [&](int thread) {
+    // Encodes panels to the workspace. NOTE: space for raw blocks is reserved before the threads start, because a pool
+    // thread cannot report a failed allocation. All threads stop once there are more than `max_raw` raw blocks; then
+    // the result is false.
+    bool encode_panels(const Linear& linear, int64_t begin, int64_t end, int64_t max_raw) {
+        int64_t size = encoded_shape(linear).panel_bytes(), num_blocks = linear.k / 4;
+        grow(&workspace_, (end - begin) * size);
+        raw_.resize(num_threads()), num_raw_of_panel_.resize(linear.num_panels());
+        auto panels_of = [&](int thread) {
             std::array<int64_t, 2> panels;
-            share(end - begin, thread, num_threads(), &panels[0], &panels[1]);
+            split_evenly(end - begin, thread, num_threads(), &panels[0], &panels[1]);
             return panels;
         };
         for (int thread = 0; thread < num_threads(); thread++) {
-            auto [first, last] = share_of(thread);
-            whole_[thread].clear(), whole_[thread].reserve(std::min(most + num_blocks, (last - first) * num_blocks));
+            auto [first, last] = panels_of(thread);
+            raw_[thread].clear(), raw_[thread].reserve(std::min(max_raw + num_blocks, (last - first) * num_blocks));
         }
-        std::atomic<int64_t> num_whole{0};
+        std::atomic<int64_t> num_raw{0};
         model_.pool->run(num_threads(), [&](int thread) {
-            auto [first, last] = share_of(thread);
-            for (int64_t i = first; i < last && num_whole <= most; i++) {
+            auto [first, last] = panels_of(thread);
+            for (int64_t i = first; i < last && num_raw <= max_raw; i++) {
                 const bf16* from = linear.weight.as<bf16>() + (begin + i) * linear.k * PANEL;
-                uint8_t* to = room_.as<uint8_t>() + i * size;
-                num_whole += num_whole_of_[begin + i] = code_panel(from, num_blocks, to, &whole_[thread]);
+                uint8_t* to = workspace_.as<uint8_t>() + i * size;
+                num_raw += num_raw_of_panel_[begin + i] = encode_panel(from, num_blocks, to, &raw_[thread]);
             }
         });
-        num_whole_ = num_whole;
-        return num_whole_ <= most;
+        num_raw_ = num_raw;
+        return num_raw_ <= max_raw;
     }
 
-    // Takes panels from the room to where they stay: `to` is where the first one of all does.
-    void take_panels(const Linear& linear, int64_t begin, int64_t end, char* to) {
-        int64_t size = coded_of(linear).panel_bytes();
+    // Copies panels from the workspace to their final place; `to` is where panel 0 goes.
+    void copy_panels(const Linear& linear, int64_t begin, int64_t end, char* to) {
+        int64_t size = encoded_shape(linear).panel_bytes();
         model_.pool->run(num_threads(), [&](int thread) {
             int64_t first, last;
-            share(end - begin, thread, num_threads(), &first, &last);
-            std::memcpy(to + (begin + first) * size, room_.as<char>() + first * size, (last - first) * size);
+            split_evenly(end - begin, thread, num_threads(), &first, &last);
+            std::memcpy(to + (begin + first) * size, workspace_.as<char>() + first * size, (last - first) * size);
         });
     }
 
-    // Copies whole blocks to where they stay, and returns where the next ones do.
-    WholeBlock* take_whole(WholeBlock* to) const {
-        for (const auto& each : whole_) to = std::copy(each.begin(), each.end(), to);
+    // Copies raw blocks to their final place and returns the end.
+    RawBlock* copy_raw(RawBlock* to) const {
+        for (const auto& each : raw_) to = std::copy(each.begin(), each.end(), to);
         return to;
     }
 
@@ -202,51 +205,51 @@ class Coder {
         end_ += round_up(linear.weight_bytes(), 64);
     }
 
-    // Tells each panel's book where its whole blocks are.
-    void tell_whole(Linear& linear, Memory whole) const {
-        auto own = whole.as<WholeBlock>();
+    // Stores in each panel's codebook where its raw blocks are.
+    void link_raw(Linear& linear, Memory raw) const {
+        auto own = raw.as<RawBlock>();
         for (int64_t panel = 0; panel < linear.num_panels(); panel++) {
-            reinterpret_cast<CodeBook*>(linear.weight.as<char>() + panel * linear.panel_bytes())->whole = own;
-            own += num_whole_of_[panel];
+            reinterpret_cast<Codebook*>(linear.weight.as<char>() + panel * linear.panel_bytes())->raw = own;
+            own += num_raw_of_panel_[panel];
         }
-        linear.whole_blocks = std::move(whole);
+        linear.raw_blocks = std::move(raw);
     }
 
     Model& model_;
-    Memory room_;
-    std::vector<std::vector<WholeBlock>> whole_;  // of each thread's panels
-    std::vector<int64_t> num_whole_of_;           // each panel
-    int64_t num_whole_ = 0, end_ = 0;
+    Memory workspace_;
+    std::vector<std::vector<RawBlock>> raw_;  // per thread, of its panels
+    std::vector<int64_t> num_raw_of_panel_;   // per panel
+    int64_t num_raw_ = 0, end_ = 0;
 };
 
 }  // namespace
 
-void code_weights(Model& model) {
-    if (!HAS_CODED || !model.weights.num_bytes()) return;
-    Coder coder(model);
-    std::exception_ptr lack;
-    auto code = [&](Linear& linear) {
+void encode_bf16_12bit(Model& model) {
+    if (!HAS_BF16_12BIT || !model.weights.num_bytes()) return;
+    Encoder encoder(model);
+    std::exception_ptr error;
+    auto encode = [&](Linear& linear) {
         try {
-            coder.code(linear);
-        } catch (const std::bad_alloc&) {  // a smaller one may have enough
-            lack = std::current_exception();
-            coder.move(linear);
+            encoder.encode(linear);
+        } catch (const std::bad_alloc&) {  // a smaller linear may have enough memory
+            error = std::current_exception();
+            encoder.move(linear);
         }
     };
     for (Layer& layer : model.layers)
-        for (Linear* linear : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down}) code(*linear);
-    model.weights.shrink(coder.end());
+        for (Linear* linear : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down}) encode(*linear);
+    model.weights.shrink(encoder.end());
     try {
-        coder.code_alone(model.head);
+        encoder.encode_in_place(model.head);
     } catch (const std::bad_alloc&) {
-        lack = std::current_exception();
+        error = std::current_exception();
     }
-    if (lack) std::rethrow_exception(lack);
+    if (error) std::rethrow_exception(error);
 }
 
 #else
 
-void code_weights(Model&) {}
+void encode_bf16_12bit(Model&) {}
 
 #endif
 

@@ -1,4 +1,4 @@
-// How weights of bf16 become coded ones: see coded.h. Refuses to know who multiplies them.
+// Encoder of bf16 weights to 12 bits: see bf16_12bit.h for the format. Called once through api.cpp, after loading.
 
 #pragma once
 
@@ -6,9 +6,9 @@
 
 namespace millrace {
 
-// Codes linears that are kept in bf16, the layers' and the head, where that is worth it, and gives memory back. All tensors are
-// set: a linear that is coded takes no more of them. Throws bad_alloc when it is through: what there was no memory for stays as
-// it is.
-void code_weights(Model& model);
+// Encodes the layers' bf16 linears and the head where this saves memory, and returns the memory saved. All tensors must
+// be set; an encoded linear takes no more. Throws bad_alloc after it has tried all: a linear that lacked memory stays
+// as it is.
+void encode_bf16_12bit(Model& model);
 
 }  // namespace millrace

@@ -1,4 +1,6 @@
-// From a checkpoint's rows to packed panels, one tensor at a time.
+// Packing of a checkpoint's tensors into panels, one tensor at a time, and the memory that holds them.
+//
+// Called through api.cpp on the loading thread; large tensors are packed by all threads of the pool.
 
 #include <algorithm>
 #include <atomic>
@@ -22,9 +24,10 @@ constexpr int64_t LARGE_PAGE = 2 << 20;  // bytes
 
 Memory::Memory(int64_t num_bytes) : num_bytes_(num_bytes) {
 #ifdef __linux__
-    if (num_bytes >= LARGE_PAGE) {  // so many that all begins with one, and what is before and behind it is given back
+    if (num_bytes >= LARGE_PAGE) {  // maps one page more, to start on a large page, and unmaps the rest
         mapped_bytes_ = round_up(num_bytes, LARGE_PAGE);
-        void* mapped = mmap(nullptr, mapped_bytes_ + LARGE_PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        void* mapped = mmap(nullptr, mapped_bytes_ + LARGE_PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1,
+                            0);
         if (mapped == MAP_FAILED) throw std::bad_alloc();
         int64_t before = -int64_t(reinterpret_cast<uintptr_t>(mapped)) & (LARGE_PAGE - 1);
         data_ = static_cast<char*>(mapped) + before;
@@ -46,13 +49,13 @@ Memory::~Memory() {
     if (!is_part_) std::free(data_);
 }
 
-Memory Memory::taken(int64_t num_bytes, [[maybe_unused]] Pool& pool) {
+Memory Memory::prefaulted(int64_t num_bytes, [[maybe_unused]] Pool& pool) {
     Memory memory(num_bytes);
 #ifdef __linux__
     if (memory.mapped_bytes_ == 0) return memory;
     pool.run(pool.size(), [&](int thread) {
         int64_t first, last;
-        share(memory.mapped_bytes_ / LARGE_PAGE, thread, pool.size(), &first, &last);
+        split_evenly(memory.mapped_bytes_ / LARGE_PAGE, thread, pool.size(), &first, &last);
         char *begin = memory.as<char>() + first * LARGE_PAGE, *end = memory.as<char>() + last * LARGE_PAGE;
         for (volatile char* page = begin; page < end; page += 4096) *page = 0;
     });
@@ -72,7 +75,7 @@ void Memory::shrink(int64_t num_bytes) {
 
 int64_t Model::weights_bytes() const {
     auto of = [](const Linear& linear) {
-        int64_t numbers = linear.weight.num_bytes() + linear.whole_blocks.num_bytes();
+        int64_t numbers = linear.weight.num_bytes() + linear.raw_blocks.num_bytes();
         return numbers + linear.scales.num_bytes() + int64_t(linear.bias.size()) * 4;
     };
     int64_t total = embedding.num_bytes() + of(head) + int64_t(final_norm.size()) * 4;
@@ -84,7 +87,7 @@ int64_t Model::weights_bytes() const {
     return total;
 }
 
-void set_order(Model& model) {
+void link_linears(Model& model) {
     Linear* before = &model.head;
     for (Layer& layer : model.layers)
         for (Linear* linear : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down})
@@ -106,8 +109,8 @@ float half_to_float(uint16_t bits) {
     return value;
 }
 
-// Numbers [begin, begin + count) of a tensor.
-void read(const void* data, Type type, int64_t begin, int64_t count, float* to) {
+// Reads numbers [begin, begin + count) of a tensor as float32.
+void read(const void* data, DataType type, int64_t begin, int64_t count, float* to) {
     auto halves = static_cast<const uint16_t*>(data) + begin;
     if (type == FLOAT32)
         std::memcpy(to, static_cast<const float*>(data) + begin, count * 4);
@@ -117,45 +120,45 @@ void read(const void* data, Type type, int64_t begin, int64_t count, float* to) 
         for (int64_t i = 0; i < count; i++) to[i] = half_to_float(halves[i]);
 }
 
-// Rounds to the type that numbers are kept in. False if one of them is not finite there.
+// Rounds to the storage type. False if a result is not finite.
 template <class T>
 bool round_all(const float* from, int64_t count, T* to) {
     int64_t num_broken = 0;
     for (int64_t i = 0; i < count; i++) {
-        narrow(from[i], to + i);
+        convert(from[i], to + i);
         num_broken += !(std::abs(widen(to[i])) <= std::numeric_limits<float>::max());
     }
     return num_broken == 0;
 }
 
-bool set_floats(std::vector<float>& to, int64_t offset, int64_t count, const void* data, Type type, Type rounded) {
+bool set_floats(std::vector<float>& to, int64_t offset, int64_t count, const void* data, DataType type, DataType rounded) {
     if (int64_t(to.size()) < offset + count) to.resize(offset + count);
     float* numbers = to.data() + offset;
     read(data, type, 0, count, numbers);
     if (rounded != BFLOAT16) return round_all(numbers, count, numbers);
-    std::vector<bf16> narrowed(count);
-    bool is_finite = round_all(numbers, count, narrowed.data());
-    for (int64_t i = 0; i < count; i++) numbers[i] = widen(narrowed[i]);
+    std::vector<bf16> converted(count);
+    bool is_finite = round_all(numbers, count, converted.data());
+    for (int64_t i = 0; i < count; i++) numbers[i] = widen(converted[i]);
     return is_finite;
 }
 
-// Where row `row` of gate (half 0) or of up (half 1) is among the columns of the fused product.
+// Column of row `row` of gate (half 0) or up (half 1) in the fused gate_up product.
 int64_t interleaved(int64_t row, int half) { return row / 16 * 32 + half * 16 + row % 16; }
 
-struct Rows {  // which columns of a fused linear a tensor's rows become
+struct RowPlacement {  // maps a tensor's rows to columns of a fused linear
     int64_t offset = 0;
-    int half = -1;  // of gate and up; -1: one after the other
+    int half = -1;  // 0: gate, 1: up, -1: contiguous
     int64_t column(int64_t row) const { return half < 0 ? offset + row : interleaved(row, half); }
 };
 
-struct Matrix {  // where a tensor with rows and columns is kept
+struct Matrix {  // where a matrix is stored
     Linear* linear = nullptr;
-    Rows place;
+    RowPlacement place;
     int64_t num_rows = 0;
 };
 
-// None for a tensor that is no such.
-Matrix matrix_of(Model& model, int64_t index, Kind kind) {
+// `linear` is null for a tensor that is no matrix.
+Matrix matrix_of(Model& model, int64_t index, TensorKind kind) {
     const Shape& shape = model.shape;
     int64_t hidden = shape.hidden_size, inner = shape.intermediate_size;
     int64_t heads = shape.num_heads * shape.head_dim, kv = shape.num_kv_heads * shape.head_dim;
@@ -175,15 +178,15 @@ Matrix matrix_of(Model& model, int64_t index, Kind kind) {
 
 template <class T>
 void put_numbers(Linear& linear, int64_t column, const T* numbers) {
-    int64_t lane = column % PANEL, second = place_in_pairs<T>(1, PANEL, lane) - place_in_pairs<T>(0, PANEL, lane);
-    T* panel = linear.weight.as<T>() + column / PANEL * linear.k * PANEL + place_in_pairs<T>(0, PANEL, lane);
-    each_pair(linear, [=](int64_t pair, int64_t place) {
+    int64_t lane = column % PANEL, second = index_in_pairs<T>(1, PANEL, lane) - index_in_pairs<T>(0, PANEL, lane);
+    T* panel = linear.weight.as<T>() + column / PANEL * linear.k * PANEL + index_in_pairs<T>(0, PANEL, lane);
+    for_each_pair(linear, [=](int64_t pair, int64_t place) {
         T* to = panel + 2 * PANEL * place;
         to[0] = numbers[2 * pair], to[second] = numbers[2 * pair + 1];
     });
 }
 
-// Puts a row where its panel has it. False if a number is not finite. `codes` [4 k] is for use meanwhile.
+// Writes a row to its panel. False if a number is not finite. `codes` [4 k] is scratch memory.
 template <class T>
 bool put_row(Linear& linear, int64_t column, const float* row, std::vector<uint8_t>& codes) {
     auto numbers = reinterpret_cast<T*>(codes.data());
@@ -205,7 +208,7 @@ bool put_row<int8_t>(Linear& linear, int64_t column, const float* row, std::vect
 }
 
 template <>
-bool put_row<Nibbles>(Linear& linear, int64_t column, const float* row, std::vector<uint8_t>& codes) {
+bool put_row<Int4Pair>(Linear& linear, int64_t column, const float* row, std::vector<uint8_t>& codes) {
     bool is_finite = true;
     for (int64_t begin = 0; begin < linear.k; begin += linear.group_size) {
         int64_t count = std::min(linear.group_size, linear.k - begin);
@@ -213,17 +216,17 @@ bool put_row<Nibbles>(Linear& linear, int64_t column, const float* row, std::vec
         *scale_of(linear, column, begin / linear.group_size) = scale;
         is_finite &= std::isfinite(widen(scale));
     }
-    Nibbles* panel = linear.weight.as<Nibbles>() + column / PANEL * (linear.k / 2) * PANEL;
-    each_pair(linear, [&](int64_t pair, int64_t place) {
+    Int4Pair* panel = linear.weight.as<Int4Pair>() + column / PANEL * (linear.k / 2) * PANEL;
+    for_each_pair(linear, [&](int64_t pair, int64_t place) {
         uint8_t both = uint8_t(codes[2 * pair] | codes[2 * pair + 1] << 4);
-        panel[place_in_pairs<Nibbles>(2 * place, PANEL, column % PANEL)].codes = both;
+        panel[index_in_pairs<Int4Pair>(2 * place, PANEL, column % PANEL)].codes = both;
     });
     return is_finite;
 }
 
-// Of a multiple of 8 numbers.
+// `count` must be a multiple of 8.
 bool are_finite(const bf16* numbers, int64_t count) {
-    const __m128i none = _mm_set1_epi16(0x7f80);  // the exponent that only infinity and NaN have
+    const __m128i none = _mm_set1_epi16(0x7f80);  // the exponent of infinity and NaN
     __m128i broken = _mm_setzero_si128();
     for (int64_t i = 0; i < count; i += 8) {
         __m128i exponents = _mm_and_si128(_mm_loadu_si128(reinterpret_cast<const __m128i*>(numbers + i)), none);
@@ -232,38 +235,38 @@ bool are_finite(const bf16* numbers, int64_t count) {
     return _mm_movemask_epi8(broken) == 0;
 }
 
-// Puts four rows of bf16 that are kept as they are, [4][k], in their places, from `column` on in one panel. False if one of
-// their numbers is not finite. Four pairs of k at a time: they lie one after the other, or one in each of four streams.
+// Writes four rows of bf16, [4][k], to columns `column` to `column` + 3 of one panel, without conversion. False if a
+// number is not finite. Four pairs of k at a time: they are contiguous, or one in each of four streams.
 bool put_four_rows(Linear& linear, int64_t column, const bf16* rows) {
     int64_t k = linear.k, num_pairs = k / 2, streams = num_streams(num_pairs), whole = num_pairs / 4 * 4;
     static_assert(STREAMS == 1 || STREAMS == 4, "four pairs are one of each stream");
-    int64_t apart = (streams == 1 ? 1 : num_pairs / streams) * 2 * PANEL;
+    int64_t stride = (streams == 1 ? 1 : num_pairs / streams) * 2 * PANEL;
     bf16* panel = linear.weight.as<bf16>() + column / PANEL * k * PANEL + 2 * (column % PANEL);
     for (int64_t pair = 0; pair < whole; pair += 4) {
         const bf16* from[4] = {rows + 2 * pair, rows + k + 2 * pair, rows + 2 * k + 2 * pair, rows + 3 * k + 2 * pair};
-        turn_4(from, panel + pair / streams * 2 * PANEL, apart);
+        transpose_4(from, panel + pair / streams * 2 * PANEL, stride);
     }
-    for (int64_t pair = whole; pair < num_pairs; pair++)  // in one stream: four have a whole number of pairs each
+    for (int64_t pair = whole; pair < num_pairs; pair++)  // one stream only: four streams have a multiple of four pairs
         for (int r = 0; r < 4; r++) std::memcpy(panel + pair * 2 * PANEL + 2 * r, rows + r * k + 2 * pair, 4);
     return are_finite(rows, 4 * k);
 }
 
 template <class T>
-bool pack_rows(Pool& pool, const Matrix& matrix, const void* data, Type type) {
+bool pack_rows(Pool& pool, const Matrix& matrix, const void* data, DataType type) {
     Linear& linear = *matrix.linear;
     int64_t rows = matrix.num_rows, k = linear.k;
     std::atomic<bool> is_finite{true};
     int num_threads = rows * k > 1 << 16 ? pool.size() : 1;
-    const bool are_kept = std::is_same<T, bf16>::value && type == BFLOAT16;
+    const bool is_copied_bf16 = std::is_same<T, bf16>::value && type == BFLOAT16;
     pool.run(num_threads, [&](int thread) {
         std::vector<float> row(k);
         std::vector<uint8_t> codes(4 * k);
         int64_t first, last;
-        share(ceil_div(rows, 16), thread, num_threads, &first, &last);
+        split_evenly(ceil_div(rows, 16), thread, num_threads, &first, &last);
         bool finite = true;
         for (int64_t r = first * 16, end = std::min(last * 16, rows); r < end; r++) {
             int64_t column = matrix.place.column(r);
-            if (are_kept && r + 4 <= end && matrix.place.column(r + 3) == column + 3 && column % PANEL + 4 <= PANEL) {
+            if (is_copied_bf16 && r + 4 <= end && matrix.place.column(r + 3) == column + 3 && column % PANEL + 4 <= PANEL) {
                 finite &= put_four_rows(linear, column, static_cast<const bf16*>(data) + r * k);
                 r += 3;
                 continue;
@@ -276,67 +279,68 @@ bool pack_rows(Pool& pool, const Matrix& matrix, const void* data, Type type) {
     return is_finite;
 }
 
-// A layer's linear's part of the memory of all, which is taken with the first of them: before, a model that is too large
-// can still be told by what is free.
-Memory memory_of(Model& model, const Linear& linear) {
+// A layer linear's part of the memory of all layers. The memory is allocated with the first linear: until then the free
+// memory still shows whether the model is too large.
+Memory layer_memory(Model& model, const Linear& linear) {
     if (!model.weights.num_bytes()) {
         const Linear& last = model.layers.back().down;
-        model.weights = Memory::taken(last.offset + last.weight_bytes(), *model.pool);
+        model.weights = Memory::prefaulted(last.offset + last.weight_bytes(), *model.pool);
     }
     return Memory(model.weights, linear.offset, linear.weight_bytes());
 }
 
-// Of a head that has its numbers.
+// Builds the argmax screen of a packed head.
 template <class Weight>
 void make_screen(Model& model) {
     const Linear& head = model.head;
-    Screen screen;
-    screen.panels = QuadPanels(head.n, head.k, *model.pool);
-    screen.scales.assign(head.num_panels() * PANEL, 0.0f), screen.blurs.resize(head.num_panels());
+    ArgmaxScreen screen;
+    screen.panels = Int8Panels(head.n, head.k, *model.pool);
+    screen.scales.assign(head.num_panels() * PANEL, 0.0f), screen.error_bounds.resize(head.num_panels());
     model.pool->run(model.pool->size(), [&](int thread) {
         std::vector<float> row(head.k);
         std::vector<int8_t> codes(head.k);
         int64_t first, last;
-        share(head.num_panels(), thread, model.pool->size(), &first, &last);
+        split_evenly(head.num_panels(), thread, model.pool->size(), &first, &last);
         for (int64_t r = first * PANEL; r < std::min(last * PANEL, head.n); r++) {
             read_row<Weight>(head, r, row.data());
             float scale = screen.scales[r] = widen(to_int8(row.data(), head.k, codes.data()));
             screen.panels.put(r, head.k, codes.data());
-            Blur &most = screen.blurs[r / PANEL], blur = blur_of(row.data(), codes.data(), scale, head.k);
-            most = {std::max(most.missed, blur.missed), std::max(most.size, blur.size)};
+            ErrorBound &maximum = screen.error_bounds[r / PANEL],
+                error_bound = error_bound_of(row.data(), codes.data(), scale, head.k);
+            maximum = {std::max(maximum.error_norm, error_bound.error_norm), std::max(maximum.norm, error_bound.norm)};
         }
     });
     model.screen = std::move(screen);
 }
 
-bool set_matrix(Model& model, const Matrix& matrix, const void* data, Type type) {
+bool set_matrix(Model& model, const Matrix& matrix, const void* data, DataType type) {
     Linear& linear = *matrix.linear;
     if (!linear.weight.num_bytes()) {
         bool is_head = &linear == &model.head;
-        linear.weight = is_head ? Memory::taken(linear.weight_bytes(), *model.pool) : memory_of(model, linear);
+        linear.weight = is_head ? Memory::prefaulted(linear.weight_bytes(), *model.pool) : layer_memory(model, linear);
         if (linear.is_quantized()) linear.scales = Memory(linear.num_panels() * linear.num_groups() * PANEL * 2);
     }
     switch (linear.type) {
         case INT8: return pack_rows<int8_t>(*model.pool, matrix, data, type);
-        case INT4: return pack_rows<Nibbles>(*model.pool, matrix, data, type);
+        case INT4: return pack_rows<Int4Pair>(*model.pool, matrix, data, type);
         case BFLOAT16: return pack_rows<bf16>(*model.pool, matrix, data, type);
         default: return pack_rows<float>(*model.pool, matrix, data, type);
     }
 }
 
-bool set_bias(Model& model, Linear& linear, Rows place, int64_t rows, const void* data, Type type) {
+bool set_bias(Model& model, Linear& linear, RowPlacement place, int64_t rows, const void* data, DataType type) {
     linear.bias.resize(round_up(linear.n, PANEL));
     std::vector<float> numbers;
-    bool is_finite = set_floats(numbers, 0, rows, data, type, Type(model.shape.dtype));
+    bool is_finite = set_floats(numbers, 0, rows, data, type, DataType(model.shape.dtype));
     for (int64_t row = 0; row < rows; row++) linear.bias[place.column(row)] = numbers[row];
     return is_finite;
 }
 
-bool set_embedding(Model& model, const void* data, Type type) {
+bool set_embedding(Model& model, const void* data, DataType type) {
     const Shape& shape = model.shape;
     int64_t hidden = shape.hidden_size;
     bool is_half = shape.dtype == BFLOAT16, is_finite = true;
-    model.embedding = Memory::taken(shape.vocab_size * hidden * (is_half ? 2 : 4), *model.pool);
+    model.embedding = Memory::prefaulted(shape.vocab_size * hidden * (is_half ? 2 : 4), *model.pool);
     std::vector<float> row(hidden);
     for (int64_t id = 0; id < shape.vocab_size; id++) {
         read(data, type, id * hidden, hidden, row.data());
@@ -346,21 +350,21 @@ bool set_embedding(Model& model, const void* data, Type type) {
     return is_finite;
 }
 
-bool pack(Model& model, int64_t index, Kind kind, const void* data, Type type) {
+bool pack(Model& model, int64_t index, TensorKind kind, const void* data, DataType type) {
     const Shape& shape = model.shape;
     Matrix matrix = matrix_of(model, index, kind);
     if (matrix.linear) {
         bool is_head = matrix.linear == &model.head;
-        if (is_head) model.screen = Screen();
+        if (is_head) model.screen = ArgmaxScreen();
         if (!set_matrix(model, matrix, data, type)) return false;
         auto make = model.head.type == BFLOAT16 ? make_screen<bf16> : make_screen<float>;
-        if (is_head && wants_screen(model.head)) make(model);
+        if (is_head && can_screen(model.head)) make(model);
         return true;
     }
     if (kind == EMBEDDING) return set_embedding(model, data, type);
     int64_t hidden = shape.hidden_size, inner = shape.intermediate_size;
     int64_t heads = shape.num_heads * shape.head_dim, kv = shape.num_kv_heads * shape.head_dim;
-    Type rounded = Type(shape.dtype);
+    DataType rounded = DataType(shape.dtype);
     if (kind == FINAL_NORM) return set_floats(model.final_norm, 0, hidden, data, type, rounded);
     Layer& layer = model.layers[index];
     switch (kind) {
@@ -379,7 +383,8 @@ bool pack(Model& model, int64_t index, Kind kind, const void* data, Type type) {
     }
 }
 
-// Gives the whole pages of a file's map back: others have its ends. Who reads them again has them from the file.
+// Drops the whole pages of a file mapping; the partial pages at its ends belong to other tensors as well. A later read
+// gets them from the file again.
 void forget(const void* data, int64_t num_bytes) {
 #ifdef __linux__
     constexpr int64_t PAGE = 4096;
@@ -397,7 +402,7 @@ bool set_tensor(Model& model, const Tensor& tensor) {
     return is_finite;
 }
 
-bool get_matrix(Model& model, int64_t index, Kind kind, float* numbers) {
+bool get_matrix(Model& model, int64_t index, TensorKind kind, float* numbers) {
     Matrix matrix = matrix_of(model, index, kind);
     if (!matrix.linear || !matrix.linear->weight.num_bytes()) return false;
     auto read = model.shape.dtype == BFLOAT16 ? read_row<bf16> : read_row<float>;

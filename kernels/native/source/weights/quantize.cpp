@@ -4,21 +4,21 @@ namespace millrace {
 
 namespace {
 
-constexpr int LANES = 16;  // scales that are tried, side by side; on every machine the same ones, by the same sums
+constexpr int LANES = 16;  // candidate scales, side by side; the same on every machine, with the same sums
 constexpr float ALL_BUT_ZERO = 1e-30f;
 
 F clamp(F x) { return max(splat(-8.0f), sub(zero(), max(sub(zero(), x), splat(-7.0f)))); }
 
-// The scale with which `count` numbers, the largest of which is `most`, are met best: for each of some roundings to
-// levels the scale with the least squares is sum(x * level) / sum(level * level), and lessens the error by the square of
-// the former sum over the latter.
-float best_scale(const float* x, int64_t count, float most) {
+// The scale that represents `count` numbers, the largest of which is `maximum`, best. For each candidate rounding the
+// scale of least squares is sum(x * level) / sum(level * level); it reduces the error by the square of the first sum
+// over the second.
+float best_scale(const float* x, int64_t count, float maximum) {
     constexpr int V = LANES / W;
-    float unit = std::ldexp(1.0f, -std::ilogb(most));  // in which no square is too large or too small
+    float unit = std::ldexp(1.0f, -std::ilogb(maximum));  // a unit in which no square overflows or underflows
     F inverses[V], crosses[V], squares[V];
     UNROLL for (int v = 0; v < V; v++) {
-        F tries = add(iota(), splat(float(v * W)));  // most becomes -7 to -8.875
-        inverses[v] = div(fma(tries, splat(-0.125f), splat(-7.0f)), splat(most * unit));
+        F tries = add(iota(), splat(float(v * W)));  // maximum becomes -7 to -8.875
+        inverses[v] = div(fma(tries, splat(-0.125f), splat(-7.0f)), splat(maximum * unit));
         crosses[v] = squares[v] = zero();
     }
     for (int64_t i = 0; i < count; i++) {
@@ -38,16 +38,16 @@ float best_scale(const float* x, int64_t count, float most) {
 }  // namespace
 
 bf16 to_int4(const float* x, int64_t count, uint8_t* codes) {
-    float most = 0, nan = 0;
+    float maximum = 0, nan = 0;
     for (int64_t i = 0; i < count; i++) {
         nan += x[i] * 0.0f;
-        if (std::fabs(x[i]) > std::fabs(most)) most = x[i];
+        if (std::fabs(x[i]) > std::fabs(maximum)) maximum = x[i];
     }
-    if (std::isnan(nan) || std::fabs(most) < ALL_BUT_ZERO) {
+    if (std::isnan(nan) || std::fabs(maximum) < ALL_BUT_ZERO) {
         std::memset(codes, 8, count);
         return std::isnan(nan) ? to_bf16(nan) : 0;
     }
-    bf16 scale = to_bf16(best_scale(x, count, most));
+    bf16 scale = to_bf16(best_scale(x, count, maximum));
     float inverse = 1.0f / widen(scale);
     for (int64_t i = 0; i < count; i++)
         codes[i] = uint8_t(8 + std::lrintf(std::min(7.0f, std::max(-8.0f, x[i] * inverse))));

@@ -1,4 +1,4 @@
-"""Calls of functions and thoughts in the Responses and Messages APIs, as their own clients read them.
+"""Calls and reasoning in the Responses and Messages APIs, read by the official clients.
 
 The server is the real one on a socket of this process, in front of an engine whose answer is given.
 """
@@ -21,7 +21,7 @@ from millrace.deploy.server.server import Server
 from millrace.stages.testing.scripted.engine import scripted_engine
 from tests.deploy.openai_shapes import check_events, check_response
 
-pytestmark = pytest.mark.slow  # the first of them reads two large packages
+pytestmark = pytest.mark.slow  # the first test imports two large packages
 
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ async def serving(answer: Any) -> AsyncIterator[str]:
 
 
 def ask(answer: Any, asking: Callable[[str], Awaitable[T]]) -> T:
-    """What `asking` makes of a server that answers everything with `answer`."""
+    """Runs `asking` against a server that answers everything with `answer`."""
 
     async def run() -> T:
         async with serving(answer) as url:
@@ -144,11 +144,11 @@ def test_a_tool_that_is_wrong_is_named_in_this_apis_words():
     assert param == "tools[0].name" and all(message.startswith("tools[0].name") for message in told)
 
 
-# -- forms
+# -- output formats
 
 
 class City(BaseModel):
-    """What is asked for."""
+    """The requested answer."""
 
     name: str
     people: int

@@ -1,4 +1,4 @@
-"""What an answer is made of, told in the events of the Messages API, and read back by Anthropic's own package."""
+"""Events of the Messages API for the parts of an answer, read by Anthropic's package."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def tell(parts: list[Part], end: End) -> tuple[list[dict[str, Any]], dict[str, A
 
 @cache
 def anthropics() -> Any:
-    """What the package adds events up with, and reads an event and a message with."""
+    """The package's functions that accumulate events, read an event and read a message."""
     types = pytest.importorskip("anthropic.types", reason="the anthropic package is not installed (extra: clients)")
     from anthropic.lib.streaming._messages import accumulate_event
 

@@ -1,4 +1,4 @@
-"""Beam search over HTTP: the best answers in order, what they cost, and what ends them."""
+"""Beam search over HTTP: the best answers in order, their cost, and errors."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def test_each_prompt_has_a_search_of_its_own(server: RunningServer):
 @pytest.mark.parametrize(
     ("fields", "param", "says"),
     [
-        ({"stream": True}, "stream", "knows its best answer only at its end"),
+        ({"stream": True}, "stream", "not supported with use_beam_search"),
         ({"temperature": 0.7}, "temperature", "takes the likeliest answers"),
         ({"n": 65}, "n", "1 to 64 wide"),
         ({"max_tokens": 2000}, None, "context length is 512 tokens"),
     ],
 )
-def test_what_can_not_be_is_400_and_says_why(server: RunningServer, path, fields, param, says):
+def test_an_impossible_search_is_400_and_says_why(server: RunningServer, path, fields, param, says):
     answer = server.post(path, body_for(path, **fields))
     assert answer.status == 400 and says in answer.error["message"]
     assert answer.error["param"] == (param or ("messages" if path == CHAT else "prompt"))

@@ -1,4 +1,4 @@
-"""Each wrong field is named, and none is misread."""
+"""Every wrong field is named in the error, and none is misread."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def complete(**fields: Any) -> SamplingParams:
 def test_a_value_out_of_range_names_its_field(ask, field, value):
     with pytest.raises(ApiError) as caught:
         ask(**{field: value})
-    assert (caught.value.status, caught.value.param.partition("[")[0]) == (400, field)  # a list names the place
+    assert (caught.value.status, caught.value.param.partition("[")[0]) == (400, field)  # in a list the index is named
 
 
 def test_min_tokens_above_max_tokens_is_refused():
@@ -130,7 +130,7 @@ def search(kind: type[ChatBody] | type[CompletionBody] = CompletionBody, **field
 
 
 @pytest.mark.parametrize("kind", [ChatBody, CompletionBody])
-def test_a_beam_search_is_n_wide_or_best_of_and_takes_no_sampling_default_of_the_model(kind):
+def test_a_beam_search_is_n_or_best_of_wide_and_ignores_the_models_sampling_defaults(kind):
     beams, params = search(kind, n=3, length_penalty=0.5, early_stopping="never")
     assert beams == BeamParams(width=3, length_penalty=0.5, early_stopping="never")
     assert params == SamplingParams(n=3, max_tokens=params.max_tokens, temperature=0.0)
@@ -161,7 +161,7 @@ def test_what_makes_no_sense_in_a_beam_search_is_refused_by_name(kind, field, va
 
 
 def test_best_of_is_at_least_n():
-    with pytest.raises(ApiError, match="best_of = 2: is the width of the search, so must be at least n, which is 3"):
+    with pytest.raises(ApiError, match="best_of = 2: must be at least n, which is 3"):
         search(n=3, best_of=2)
 
 

@@ -1,4 +1,4 @@
-"""Embeddings, scores and reranking over HTTP, by the official client and by hand."""
+"""Embeddings, scores and reranking over HTTP, by the official client and raw requests."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def cosine(first: str, second: str) -> float:
 
 @pytest.mark.parametrize("options", [{}, {"encoding_format": "float"}, {"encoding_format": "base64"}])
 def test_the_official_client_gets_embeddings_in_their_order(client: openai.OpenAI, options: Any):
-    """Without an encoding the client asks for base64 and makes floats of it."""
+    """Without an encoding the client requests base64 and decodes it to floats."""
     texts = ["one", "two" * 40, "three", "one"] + [f"text {i}" for i in range(40)]
     made = client.embeddings.create(model="scripted", input=texts, **options)
     assert (made.object, made.model, [item.index for item in made.data]) == ("list", "scripted", list(range(44)))
@@ -64,15 +64,15 @@ def test_an_embedding_may_be_left_as_long_as_it_is(server: RunningServer):
 def test_what_is_wrong_with_an_input_is_said_by_its_name(server: RunningServer):
     for body, param, words in (
         ({}, "input", "field required"),
-        ({"input": ""}, "input", "input is empty"),
-        ({"input": []}, "input", "input is an empty list"),
-        ({"input": ["a", ""]}, "input", "input is empty"),
-        ({"input": ["a", 1]}, "input", "input mixes forms"),
-        ({"input": {"text": "a"}}, "input", "input must be a text"),
-        ({"input": [1.5]}, "input", "input mixes forms"),
+        ({"input": ""}, "input", "input: is empty"),
+        ({"input": []}, "input", "input: is an empty list"),
+        ({"input": ["a", ""]}, "input", "input: is empty"),
+        ({"input": ["a", 1]}, "input", "input: mixes forms"),
+        ({"input": {"text": "a"}}, "input", "input: must be a text"),
+        ({"input": [1.5]}, "input", "input: mixes forms"),
         ({"input": [1, 999]}, "input", "input holds token id 999: ids go from 0 to 259"),
         ({"input": "x" * 513}, "input", "length is 512 tokens, and the prompt has 513"),
-        ({"input": ["x"] * 2049}, "input", "2049 prompts: at most 2048"),
+        ({"input": ["x"] * 2049}, "input", "input: has 2049 entries; must have at most 2048"),
         ({"input": "x", "encoding_format": "hex"}, "encoding_format", "must be 'float' or 'base64'"),
         ({"input": "x", "dimensions": 4}, "dimensions", "have 8 numbers and were not trained to be cut"),
         ({"input": "x", "dimensions": 0}, "dimensions", "greater than or equal to 1"),
@@ -136,7 +136,9 @@ def test_what_is_wrong_with_pairs_is_said_by_its_name(server: RunningServer):
 
 def test_a_client_that_leaves_frees_what_its_embeddings_hold(slow_server: RunningServer):
     with slow_server.connect() as connection:
-        connection.sendall(post_bytes("/v1/embeddings", {"input": ["x" * 500] * 250}))  # of 5 s, half a prompt a step
+        connection.sendall(
+            post_bytes("/v1/embeddings", {"input": ["x" * 500] * 250})
+        )  # in 5 s, with half a prompt per step
         while not slow_server.stats()["blocks_in_use"]:
             pass
     assert slow_server.wait_until_idle() < 2.0

@@ -1,4 +1,4 @@
-"""A server with an encoder behind it: what it answers, and what it refuses, in the official client's classes."""
+"""A server with an encoder model: its answers and errors, read by the official client."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ def test_an_encoder_answers_embeddings_and_ranks_and_refuses_to_chat(tmp_path: P
                 made = await client.embeddings.create(model="bert", input=texts)
                 assert np.abs(np.array([item.embedding for item in made.data]) - right).max() < 1e-4
                 assert made.usage.prompt_tokens == int(mask.sum())
-                many = await client.embeddings.create(model="bert", input=["a cat"] * 520)  # too many for the loop
+                many = await client.embeddings.create(
+                    model="bert", input=["a cat"] * 520
+                )  # too many to write on the event loop
                 assert len({item.index for item in many.data}) == 520
                 assert np.abs(np.array([item.embedding for item in many.data]) - right[1]).max() < 1e-4
                 with pytest.raises(openai.BadRequestError, match="does not generate text; it embeds") as refused:

@@ -1,4 +1,7 @@
-"""A real model, far too small to call tools, calls them where it must; and stops thinking where it must."""
+"""Forced tool calls and thinking budgets with a real, tiny model.
+
+The model is far too small to call tools by itself.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The official client, unmodified but for where it looks."""
+"""The official OpenAI client against the server, unmodified except for its base URL."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_chat_answers_and_streams_the_same(client: openai.OpenAI):
     )
     chunks = list(stream)
     assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == text
-    told, counted = chunks[-1].usage, whole.usage  # the second one finds more of its prompt cached
+    told, counted = chunks[-1].usage, whole.usage  # the second request finds more of its prompt cached
     for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
         assert getattr(told, name) == getattr(counted, name)
 
@@ -73,7 +73,9 @@ def test_errors_have_the_clients_own_classes(client: openai.OpenAI, server: Runn
     with pytest.raises(openai.BadRequestError) as long:
         client.completions.create(prompt="a" * 600, model="scripted")
     assert long.value.code == "context_length_exceeded"
-    assert "this model's maximum context length is 512 tokens" in long.value.message  # what programs look for
+    assert (
+        "this model's maximum context length is 512 tokens" in long.value.message
+    )  # values that client programs check
 
 
 def test_a_wrong_key_and_a_full_house_have_their_classes():

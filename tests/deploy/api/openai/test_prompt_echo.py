@@ -1,4 +1,4 @@
-"""What answers tell of their prompts: `echo`, `prompt_logprobs`, `return_token_ids`, over HTTP."""
+"""Prompt data in answers over HTTP: `echo`, `prompt_logprobs`, `return_token_ids`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def complete(server: RunningServer, prompt: object = "Zoé", path: str = TEXT, *
 
 
 def score(token_id: int, position: int) -> float:
-    """What the scripted device makes up."""
+    """The log-probability that the scripted device computes."""
     return -(token_id % 64) / 8 - (position % 2) / 16
 
 

@@ -1,5 +1,4 @@
-"""What a request may ask for besides text: limits in time, metrics, progress, the best of several; and the routes that
-take and give tokens."""
+"""Time limits, metrics, progress and `best_of` over HTTP, and the token-id routes."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ ASKED = {CHAT: {"messages": MESSAGES}, TEXT: {"prompt": "hi"}}
 
 @pytest.fixture(scope="module")
 def patient_server() -> Iterator[RunningServer]:
-    """Two slots, steps of 20 ms and 16 tokens, prompts in pieces; pings after 100 ms; behind a prefix."""
+    """Two slots, steps of 20 ms and 16 tokens, chunked prefill, pings after 100 ms, URL prefix."""
     engine = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "block_size": 4}
     server = {"sse_ping_interval_s": 0.1, "root_path": "/llm", "enable_request_metrics": True}
     with RunningServer(step_s=0.02, script={"eos_probability": 0.0}, engine=engine, server=server) as running:
@@ -26,7 +25,7 @@ def patient_server() -> Iterator[RunningServer]:
 
 
 def until_there(server: RunningServer, num: int) -> None:
-    """Until the engine has so many sequences."""
+    """Waits until the engine has so many sequences."""
     deadline = time.monotonic() + 10.0
     while server.stats()["sequences"] < num:
         assert time.monotonic() < deadline
@@ -107,7 +106,7 @@ def test_with_usage_they_are_in_the_same_last_chunk(patient_server):
     assert last["usage"]["completion_tokens"] == 2 and last["metrics"]["time_to_first_token_ms"] > 0
 
 
-# -- while the prompt is computed
+# -- during the prefill
 
 
 def test_progress_of_a_long_prompt_is_told_piece_by_piece(patient_server):
@@ -137,7 +136,7 @@ def test_a_stream_that_is_silent_gets_comments_which_are_no_events(patient_serve
     assert len(pings) + len(events) + 2 == len(pieces), "and [DONE], and what follows the last blank line"
 
 
-# -- a prefix
+# -- a URL prefix
 
 
 def test_all_routes_answer_under_the_prefix_too(patient_server):
@@ -148,7 +147,7 @@ def test_all_routes_answer_under_the_prefix_too(patient_server):
     assert patient_server.get("/llm/nowhere").status == 404
 
 
-# -- the best of several
+# -- best_of
 
 
 def test_best_of_returns_the_likeliest_and_counts_all(server):
@@ -201,8 +200,8 @@ def test_token_ids_are_streamed_as_they_come(server):
 
 
 @pytest.mark.parametrize("stream", [True, {}, "x", 1])
-def test_a_field_on_the_wrong_side_of_sampling_params_is_one_that_nobody_knows(server, stream):
-    """Whatever its value is: it has no effect, and the answer says where it stood."""
+def test_a_field_on_the_wrong_side_of_sampling_params_is_unknown(server, stream):
+    """It has no effect, whatever its value, and the answer says where it stood."""
     sampling = {"max_tokens": 2, "stream": stream, "stream_options": 3}
     answer = server.post(GENERATE, {"token_ids": [97], "n": -4e40, "suffix": "x", "sampling_params": sampling})
     assert answer.status == 200 and len(answer.json["choices"]) == 1

@@ -1,4 +1,4 @@
-"""The way of chunks from an outbox to its client: each as it would be alone, in as few writes as there are turns."""
+"""The path of chunks from an outbox to its client: correct, and in one write per loop turn."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ ANSWERS = (ChatAnswer, CompletionAnswer)
 
 
 class Wire:
-    """In the place of an `EventStream`: writes as they were made, and how far the client reads."""
+    """Replaces `EventStream`: records the writes and how far the client has read."""
 
     def __init__(self) -> None:
         self.writes: list[list[bytes]] = []
-        self.is_read = True  # the client has read all
+        self.is_read = True  # the client has read everything
         self.may_go_on = asyncio.Event()
         self.may_go_on.set()
         self.num_waits = 0
@@ -52,7 +52,7 @@ class Wire:
 
 
 class Clients:
-    """Streams of one server, and the exit that feeds them."""
+    """The streams of one server, and the exit stage that feeds them."""
 
     def __init__(self, shape: type[Answer] = CompletionAnswer, n: int = 1, has_usage: bool = False) -> None:
         self.exit = Outboxes()
@@ -71,7 +71,7 @@ class Clients:
         return wire, asyncio.get_running_loop().create_task(send_all(self.open(), wire))  # type: ignore[arg-type]
 
     def deliver(self, *texts: str, choice: int = 0, ends: bool = False) -> None:
-        """A step in which a choice of each stream gains the text for it."""
+        """One step, in which a choice of each stream gets its text."""
         ids = tuple(box.choices[choice].sequence_id for box in self.boxes)
         finishes = {row: Finish(FinishReason.STOP) for row in range(len(ids))} if ends else {}
         self.exit.deliver(StepText(0, ids, texts or ("",) * len(ids), (7,) * len(ids), finishes))
@@ -138,7 +138,7 @@ def test_what_came_in_one_turn_is_one_write_and_wakes_no_task() -> None:
             clients.deliver(text)
         await turns(1)
         assert len(wire.writes) == 2 and b'"bcd"' in wire.writes[1][0]
-        assert wire.num_waits == 1  # for the first alone
+        assert wire.num_waits == 1  # for the first stream only
         clients.deliver("e", ends=True)
         await task
         assert len(wire.writes) == 3 and b'"finish_reason":"stop"' in wire.writes[2][0]
@@ -164,7 +164,7 @@ def test_more_streams_than_one_turn_takes_are_written_in_the_next() -> None:
     run(test())
 
 
-def test_a_client_that_does_not_read_holds_up_nobody_and_loses_nothing() -> None:
+def test_a_client_that_does_not_read_delays_no_other_and_loses_nothing() -> None:
     async def test() -> None:
         clients = Clients()
         (slow, waiting), (quick, task) = clients.send(), clients.send()
@@ -177,7 +177,7 @@ def test_a_client_that_does_not_read_holds_up_nobody_and_loses_nothing() -> None
             clients.deliver(text, text)
             await turns()
         assert len(quick.writes) == 6
-        assert len(slow.writes) == 2  # the second waits; the rest is joined in the outbox
+        assert len(slow.writes) == 2  # the second waits; the outbox joins the rest
         slow.may_go_on.set()
         slow.is_read = True
         await turns()

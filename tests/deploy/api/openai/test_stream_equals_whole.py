@@ -1,4 +1,4 @@
-"""What a stream's pieces join to is the answer that is not streamed, for random prompts and parameters over HTTP.
+"""A joined stream equals the whole answer, for random prompts and parameters over HTTP.
 
 About a hundred pairs; a thousand with MILLRACE_FULL=1.
 """
@@ -22,8 +22,11 @@ LETTERS = "etaoin shrdlu.,é漢🙂"
 
 
 def draw(dice: Random) -> tuple[str, dict[str, Any]]:
-    """A route and a body. The scripted device answers with a hash of the prompt, spelled in few bytes: é comes up in
-    halves that fit together or not, and so do short stop strings."""
+    """A route and a body.
+
+    The scripted device answers with a hash of the prompt, spelled in few bytes. So halves of é occur that do or do not
+    fit together, and so do short stop strings.
+    """
     prompt = "".join(dice.choices(LETTERS, k=dice.randint(1, 40)))
     body: dict[str, Any] = {"max_tokens": dice.randint(1, 30), "seed": dice.randrange(1000)}
     body["n"] = dice.choice((1, 1, 2, 5))
@@ -52,7 +55,7 @@ def stream(server: RunningServer, path: str, body: dict[str, Any]) -> list[Any]:
 
 
 def joined(path: str, events: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """By choice, what its pieces come to."""
+    """The joined pieces of each choice."""
     choices: dict[int, dict[str, Any]] = defaultdict(lambda: {"text": "", "logprobs": [], "token_ids": [], "ends": []})
     for event in events:
         for piece in event["choices"]:
@@ -78,7 +81,7 @@ def whole(path: str, answer: dict[str, Any]) -> dict[int, dict[str, Any]]:
 
 
 def columns(path: str, logprobs: dict[str, Any] | None) -> list[Any]:
-    """One entry a token."""
+    """One entry per token."""
     if logprobs is None:
         return []
     return logprobs["content"] if path == CHAT else list(zip(*logprobs.values(), strict=True))

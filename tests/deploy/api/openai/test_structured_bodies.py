@@ -1,4 +1,4 @@
-"""Fields that ask for an answer of a certain form, by OpenAI's and vLLM's names: what they become, what is refused."""
+"""Fields that constrain the output format, by OpenAI's and vLLM's names: meaning and errors."""
 
 from __future__ import annotations
 

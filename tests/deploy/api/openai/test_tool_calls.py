@@ -1,4 +1,4 @@
-"""Calls of tools and thoughts over HTTP, whole and as a stream, by raw requests and by the official client."""
+"""Tool calls and reasoning over HTTP, whole and streamed, raw and by the official client."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TOOLS = [
 
 @pytest.fixture(scope="module")
 def parrot() -> Iterator[RunningServer]:
-    """A server that answers with what it is asked."""
+    """A server that answers with the prompt it gets."""
     engine = {"max_model_len": 2048, "num_gpu_blocks": 512}
     with RunningServer(parrot=True, server={"reasoning_parser": "qwen3"}, engine=engine) as running:
         yield running
@@ -50,7 +50,7 @@ def streamed(server: RunningServer, text: str, **fields: Any) -> list[dict[str, 
 
 
 def joined(chunks: list[dict[str, Any]], index: int = 0) -> tuple[dict[str, Any], str]:
-    """The message that the deltas of a choice add up to, and its finish reason; ids of calls are left out."""
+    """The joined message of a choice's deltas, without call ids, and its finish reason."""
     message: dict[str, Any] = {"content": ""}
     reasons = []
     for choice in (chunk["choices"][0] for chunk in chunks if chunk["choices"]):
@@ -76,7 +76,7 @@ def joined(chunks: list[dict[str, Any]], index: int = 0) -> tuple[dict[str, Any]
 
 
 def told(answer: dict[str, Any], index: int = 0) -> tuple[dict[str, Any], str]:
-    """A whole answer in the same form."""
+    """A whole answer in the same shape."""
     choice = answer["choices"][index]
     message = {name: value for name, value in choice["message"].items() if name != "role"}
     message["content"] = message["content"] or ""
@@ -167,7 +167,7 @@ def test_code_in_a_call_stays_a_text(parrot: RunningServer):
     assert json.loads(call["arguments"]) == {"code": "__import__('os').system('touch x')"}
 
 
-def test_an_answer_cut_by_its_length_keeps_that_reason_and_what_there_was_of_the_call(parrot: RunningServer):
+def test_an_answer_cut_by_its_length_keeps_that_reason_and_the_partial_call(parrot: RunningServer):
     message, reason = told(whole(parrot, CALL, max_tokens=len('<tool_call>\n{"name": "get_weather", "arguments": {"c')))
     assert (reason, message["tool_calls"]) == ("length", [{"name": "get_weather", "arguments": '{"c'}])
 

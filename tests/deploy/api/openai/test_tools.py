@@ -1,4 +1,4 @@
-"""Tools in requests: what is refused and by which name, what the template gets, and what the answer is made to be."""
+"""Tools in requests: errors and the field they name, the template's input, forced calls."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_wrong_tool_is_refused_by_its_place(wrong, param):
 
 def test_more_than_128_tools_are_refused_by_the_first_too_many():
     chat(tools=[tool(f"f{i}") for i in range(128)])
-    with pytest.raises(ApiError, match=r"tools\[128\] is one too many: at most 128 are taken"):
+    with pytest.raises(ApiError, match=r"tools: must have at most 128 entries, so tools\[128\] is too many"):
         chat(tools=[{}] * 10_000)
 
 
@@ -72,9 +72,9 @@ def test_what_other_dialects_of_patterns_know_is_taken():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"tool_choice": "required"}, "tool_choice = 'required': only with tools"),
-        ({"tool_choice": NAMED}, "tools has no such function"),
-        ({"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": [tool()]}, "names 'g'"),
+        ({"tool_choice": "required"}, "tool_choice = 'required': requires tools"),
+        ({"tool_choice": NAMED}, "must name a function in tools"),
+        ({"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": [tool()]}, "tool_choice = 'g'"),
         ({"tool_choice": "always", "tools": [tool()]}, "must be none, auto, required or"),
         ({"tool_choice": {"type": "function"}, "tools": [tool()]}, "must be none, auto, required or"),
         ({"tool_choice": ["auto"], "tools": [tool()]}, "must be none, auto, required or"),
@@ -94,7 +94,7 @@ def test_the_older_fields_are_refused_with_the_newer_ones_named():
         assert (caught.value.code, caught.value.param) == ("unsupported_parameter", field)
 
 
-# -- what the template gets
+# -- the template's input
 
 
 def prompt(**fields: Any) -> Any:
@@ -165,7 +165,7 @@ def test_effort_reaches_the_template_and_none_switches_thoughts_off():
     assert prompt(response_format={"type": "text"}).template_kwargs == {}
 
 
-# -- what the answer is made to be
+# -- forced calls
 
 
 def schema(**fields: Any) -> Any:
@@ -188,11 +188,11 @@ def test_tools_that_no_grammar_has_room_for_are_refused_by_their_field():
         schema(tools=tools, tool_choice="required")
     assert caught.value.param == "tools"
     assert schema(tools=tools) is None
-    with pytest.raises(ApiError, match="a beam search can not be made to call"):
+    with pytest.raises(ApiError, match="forced calls are not supported with use_beam_search"):
         schema(tools=[tool()], tool_choice=NAMED, use_beam_search=True)
 
 
-def test_required_makes_the_answer_a_list_of_calls_whose_schemas_still_find_their_own_parts():
+def test_required_makes_the_answer_a_list_of_calls_and_local_refs_still_resolve():
     node = {"type": "object", "properties": {"next": {"$ref": "#/$defs/n"}, "all": {"items": {"$ref": "#"}}}}
     tools = [tool("g"), tool("f", properties={"n": {"$ref": "#/$defs/n"}}, **{"$defs": {"n": node}})]
     made = schema(tools=tools, tool_choice="required")

@@ -1,4 +1,4 @@
-"""Calls of tools in the texts of four families, cut at every place, and texts that only look like calls."""
+"""Tool calls of four model families, cut at every place, and texts that resemble calls."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ GOLDEN: list[tuple[type[ToolParser], str, Found]] = [
         )
     ],
     (PythonicParser, "[f(a=1), f(a=x)]", [("f", '{"a": 1}'), "f(a=x)]"]),
-    # answers whose form was given
+    # answers with a forced output format
     (
         JsonList,
         f'[{{"name": "f", "arguments": {WEATHER}}},\n{{"name": "g", "arguments": {{}}}}]',
@@ -272,7 +272,7 @@ def test_auto_takes_the_parser_of_the_templates_family(template, expected):
     assert tool_parser("auto", template) is expected
 
 
-def test_a_parser_of_ones_own_is_named_by_its_import_path_and_a_wrong_name_says_what_is_right():
+def test_a_users_parser_is_named_by_import_path_and_a_wrong_name_says_what_is_right():
     assert tool_parser("millrace.deploy.api.parsers.hermes:HermesParser", "") is HermesParser
     assert tool_parser("none", "<tool_call>") is None and reasoning_parser("none", "</think>") is None
     for name, message in (

@@ -1,4 +1,4 @@
-"""What an answer is made of, told in the events of the Responses API: whatever the parts, each event has its shape."""
+"""The events of the Responses API for the parts of an answer: each event has its shape."""
 
 from __future__ import annotations
 

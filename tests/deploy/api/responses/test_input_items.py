@@ -1,4 +1,4 @@
-"""Input items in all their spellings mean the same messages, and each wrong place is named."""
+"""All spellings of an input item give the same messages, and every wrong field is named."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ def test_fields_have_their_counterparts_in_chat():
     }
 
 
-def test_nobody_knows_a_response_that_is_made_in_the_background_and_not_stored():
+def test_a_background_response_that_is_not_stored_is_refused():
     with pytest.raises(ApiError, match="store") as refused:
         read_adapted(ResponsesBody, {"input": "hi", "background": True, "store": False}, False)
     assert refused.value.param == "background"

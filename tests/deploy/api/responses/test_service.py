@@ -25,7 +25,7 @@ def client(server: RunningServer) -> Iterator[openai.OpenAI]:
 
 
 def events_of(answer: Answer) -> list[dict[str, Any]]:
-    """The events of a stream; each bears its type as its name."""
+    """The events of a stream. Each event name equals its type."""
     assert (answer.status, answer.headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
     events = []
     for frame in answer.body.decode().split("\n\n")[:-1]:
@@ -125,7 +125,7 @@ def test_errors_have_the_clients_own_classes(client):
     assert missing.value.param == "previous_response_id"
 
 
-# -- as bytes
+# -- over bare sockets
 
 
 def test_a_stream_has_openais_events_and_adds_up_to_the_whole(server):

@@ -1,4 +1,4 @@
-"""What is kept of responses is bounded, and belongs to whoever made it."""
+"""The store of responses is bounded, and each response belongs to the owner that created it."""
 
 from __future__ import annotations
 

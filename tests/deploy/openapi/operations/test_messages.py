@@ -86,7 +86,7 @@ def test_tokens_are_counted_as_they_are_charged(server):
         ({"max_tokens": 600}, 400, "invalid_request_error", "max_tokens = 600"),
         ({"temperature": 3}, 400, "invalid_request_error", "temperature = 3"),
         ({"stop_sequences": [""]}, 400, "invalid_request_error", "stop_sequences = ''"),
-        ({"messages": []}, 400, "invalid_request_error", "messages is empty"),
+        ({"messages": []}, 400, "invalid_request_error", "messages: is empty"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400, "invalid_request_error", "'image'"),
         ({"thinking": {"type": "enabled", "budget_tokens": 5}}, 400, "invalid_request_error", "thinking.budget_tokens"),
         ({"tools": [{"name": "f", "input_schema": None}]}, 400, "invalid_request_error", "tools[0].input_schema"),

@@ -1,4 +1,4 @@
-"""The late device with real threads: what it answers, when it tells, and how long it idles."""
+"""The asynchronous device with real threads: its answers, when it reports them, and its idle time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROMPTS = [f"prompt {i} " + "and more" * (i % 5) for i in range(12)]
 
 
 async def answers(*, is_late: bool, steps_in_flight: int) -> list[list[int]]:
-    """What one engine answers to all prompts at once, in memory that is too small for them."""
+    """The answers of one engine to all prompts at once, with too few blocks for them."""
     sizes = {"num_gpu_blocks": 16, "num_cpu_blocks": 20, "max_model_len": 128, "max_num_seqs": 8, "block_size": 8}
     script = Script(key=5, eos_probability=0.0)
 
@@ -45,7 +45,7 @@ async def answers(*, is_late: bool, steps_in_flight: int) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def right() -> list[list[int]]:
-    """What a device answers that is never late."""
+    """The answers of a synchronous device."""
     with captured_logs():
         return asyncio.run(answers(is_late=False, steps_in_flight=2))
 
@@ -81,7 +81,7 @@ GOES_ON, ENDS = tokens(FinishReason.NONE), tokens(FinishReason.LENGTH)
 
 
 def gaps_of(*steps: tuple[Any, Any]) -> list[int]:
-    """The gaps that are counted of steps that tell these tokens."""
+    """The gaps counted for steps with these tokens."""
     gaps, found, before = IdleGaps(), [0], steps[0][0]
     for step, what in steps:
         gaps.note(step, before, what)
@@ -95,7 +95,7 @@ def test_a_gap_is_the_time_from_done_to_the_beginning_of_the_next_step() -> None
     assert gaps_of(*steps) == [0, 7, 0]
 
 
-def test_nobody_waits_behind_a_step_that_ended_all_its_rows() -> None:
+def test_there_is_no_gap_after_a_step_that_ended_all_its_rows() -> None:
     assert gaps_of((told(0, 10), ENDS), (told(90, 99), GOES_ON), (told(100, 101), GOES_ON)) == [0, 0, 1]
 
 

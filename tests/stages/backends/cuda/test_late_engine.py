@@ -1,4 +1,4 @@
-"""A whole engine whose device runs beside the host: it answers as the one that waits for each step.
+"""A whole engine with an asynchronous device: its answers are those of an engine that waits for each step.
 
 The model is real, of some thousand weights, and its kernels are the PyTorch twins. The streams run late and out of
 order, or at once; in either case the step line, the graphs, the slot tables and the completion thread are those that a
@@ -104,7 +104,7 @@ def test_choices_of_one_prompt_share_its_blocks_and_part_when_they_differ(checkp
     assert again.answers == ran.answers, "the noise depends on seed and position alone"
 
 
-def test_what_only_a_row_asks_for_its_token_leaves_the_forward_pass_of_all_in_its_graph(checkpoint: Path) -> None:
+def test_sampling_parameters_of_a_row_leave_the_forward_pass_in_its_graph(checkpoint: Path) -> None:
     found: list[Any] = []
 
     def find(engine: Engine) -> None:
@@ -121,7 +121,7 @@ def test_what_only_a_row_asks_for_its_token_leaves_the_forward_pass_of_all_in_it
     assert [[top[0] for top in each.top] for each in ours] == [[top[0] for top in each.top] for each in theirs]
 
 
-def test_all_that_a_step_asks_of_the_device_is_asked_by_a_thread_that_uses_the_stream_of_steps(
+def test_all_device_calls_of_a_step_come_from_a_thread_on_the_compute_stream(
     checkpoint: Path,
 ) -> None:
     streams, seen = late(), []
@@ -143,7 +143,7 @@ def test_all_that_a_step_asks_of_the_device_is_asked_by_a_thread_that_uses_the_s
     assert set(seen) == {("start", "compute"), ("compute", "compute"), ("note", "compute")}
 
 
-def test_when_it_is_ready_a_real_step_has_run_in_every_graph_and_in_every_way_to_choose(
+def test_once_ready_a_real_step_has_run_in_every_graph_and_kind_of_sampling(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[Any] = []
@@ -168,7 +168,7 @@ def test_when_it_is_ready_a_real_step_has_run_in_every_graph_and_in_every_way_to
 
 
 @pytest.mark.parametrize(("mode", "num_kinds"), [("raw_logprobs", 1), ("processed_logprobs", 3)])
-def test_an_engine_without_graphs_has_run_every_size_and_every_kernel_of_scores_before_it_is_ready(
+def test_without_graphs_every_size_and_scoring_kernel_has_run_before_ready(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, mode: str, num_kinds: int
 ) -> None:
     sizes: set[Batch] = set()
@@ -207,7 +207,7 @@ def test_the_sizes_that_were_captured_and_the_time_it_took_are_told(checkpoint: 
     assert eager.answers == ran.answers
 
 
-def test_whoever_takes_the_place_of_a_stage_of_the_device_gets_logits_and_no_promise_of_tokens(
+def test_a_custom_stage_next_to_the_device_gets_logits_and_not_tokens(
     checkpoint: Path,
 ) -> None:
     for name, is_late in (("tokenize", True), ("execute", False), ("sample", False)):

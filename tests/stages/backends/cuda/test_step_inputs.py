@@ -1,4 +1,4 @@
-"""What the device makes of a diff is what the host would have made of the grant, step by step."""
+"""The device computes the same inputs from a diff as the host from the grant, step by step."""
 
 from __future__ import annotations
 

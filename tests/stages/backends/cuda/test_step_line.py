@@ -1,4 +1,4 @@
-"""What is submitted for a step, and in which order; what the host makes of what comes back."""
+"""Step submission: what is submitted for a step, in which order, and how its result is applied."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SLOTS = 4
 
 
 class Recorded:
-    """Streams, and their work, that note what is submitted: ("stream", "what", of what)."""
+    """Streams and their work that record what is submitted: ("stream", "what", of what)."""
 
     def __init__(self) -> None:
         self.log: list[tuple[str, ...]] = []
@@ -128,7 +128,7 @@ def test_the_host_waits_for_nothing_but_the_buffer_it_writes() -> None:
     assert len(waits) == 1 and waits[0][1] not in ("began", "done", "copied", "swapped", "all")
 
 
-def test_blocks_go_out_behind_all_earlier_steps_and_nobody_waits_for_them() -> None:
+def test_blocks_go_out_after_all_earlier_steps_and_no_step_waits_for_them() -> None:
     log = submitted(FIRST, replace(SECOND, copies=(OUT,)))
     assert of(log, "swaps") == [
         ("wait", "began"),
@@ -164,11 +164,11 @@ def test_a_step_of_copies_alone_launches_nothing_but_its_news() -> None:
     assert of(log, "results")[-1] == ("record", "copied")
 
 
-# -- steps that can not be settled
+# -- results that cannot be applied
 
 
 class Forgetful(Outcomes):
-    """The books of a host that fails to take note of one step."""
+    """Outcomes that fail to apply the result of step 1."""
 
     def settle(self, grant: StepGrant, told: Any, scores: Any = None) -> StepTokens:
         if grant.step == 1:
@@ -176,7 +176,7 @@ class Forgetful(Outcomes):
         return super().settle(grant, told, scores)
 
 
-def test_a_step_that_can_not_be_settled_is_told_to_who_waits_for_it_and_to_nobody_else() -> None:
+def test_a_result_that_cannot_be_applied_fails_only_the_wait_for_its_step() -> None:
     line = line_on(Recorded(), Forgetful(SLOTS, ENDS))
     grants = [FIRST, SECOND, replace(SECOND, step=2, starts=ints(4))]
     first, lost, behind = (line.sample(one, line.forward(one)) for one in grants)
@@ -189,7 +189,7 @@ def test_a_step_that_can_not_be_settled_is_told_to_who_waits_for_it_and_to_nobod
     assert line.sample(again, line.forward(again)).wait().places.tolist() == [0]
 
 
-def test_nothing_is_computed_by_books_that_lack_a_step_until_its_sequences_start_anew() -> None:
+def test_no_step_is_attended_after_a_lost_result_until_its_sequences_restart() -> None:
     line = line_on(Recorded(), Forgetful(SLOTS, ENDS))
     for one in (FIRST, SECOND):
         step = line.sample(one, line.forward(one))

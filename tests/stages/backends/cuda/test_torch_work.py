@@ -1,4 +1,4 @@
-"""A real decoder on a device that is late: the same tokens as the runner that waits for each step."""
+"""A real decoder on an asynchronous device: the same tokens as the runner that waits for each step."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Subject:
-    """One model twice: behind a runner, and behind a step line."""
+    """One model twice: in a runner, and in a `StepLine`."""
 
     def __init__(self, folder: Path, walk: Walk, seed: int, num_steps: int, *, is_eager: bool) -> None:
         shape = ModelConfig.read(folder)
@@ -58,7 +58,7 @@ class Subject:
             self.line.capture(lambda: 0.0)
 
     def right(self, grant: StepGrant) -> list[int]:
-        """What the runner's logits choose."""
+        """The likeliest tokens by the runner's logits."""
         logits: Any = self.runner.forward(grant)
         ids: list[int] = logits.argmax(1).tolist() if grant.num_sampled else []
         self.last_tokens[torch.from_numpy(grant.slots[grant.is_sampled])] = torch.tensor(ids, dtype=torch.int64)

@@ -1,5 +1,6 @@
-"""A whole engine whose native steps follow each other by the library's own thread: it answers as one that takes them
-one by one, whatever its requests ask for and whatever becomes of their sequences.
+"""A whole engine whose native steps are chained on the library's own thread.
+
+Its answers are those of an engine that starts the steps one by one, for all parameters and after preemptions.
 
 The model's steps take some milliseconds, so that most of them are handed over while the one before them runs.
 """
@@ -48,8 +49,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def both(
     checkpoint: Path, asks: list[Ask], prepare: Callable[[Engine], object] = lambda engine: None, **settings: Any
 ) -> tuple[Ran, Ran, int]:
-    """(one thread, which takes step by step; two; how many steps of these were handed over). `prepare` hears of the
-    second engine."""
+    """(answers with one thread and no chain; with two threads; number of steps handed over by the second engine).
+
+    `prepare` is called with the second engine.
+    """
     found: list[Any] = []
 
     def find(engine: Engine) -> None:
@@ -70,7 +73,7 @@ def test_greedy_and_drawn_answers_are_the_same_whatever_is_in_flight(checkpoint:
     asks += list(zip(prompts(3, 9, seed=1), drawn, strict=True))
     right, ran, num_handed_over = both(checkpoint, asks, steps_in_flight=steps_in_flight)
     assert ran.answers == right.answers
-    if steps_in_flight < 3:  # with more a step may come before the one that it follows begins
+    if steps_in_flight < 3:  # with more, a step may be submitted before its predecessor starts
         assert (num_handed_over > 0) == (steps_in_flight == 2)
 
 
@@ -94,7 +97,7 @@ def test_answers_end_where_they_should_while_later_steps_are_in_line(checkpoint:
     assert [reason for ((_, _, reason),) in ran.answers].count("stop") >= 5
 
 
-def test_what_takes_more_than_logits_is_chosen_as_before_and_so_are_the_rows_beside_it(checkpoint: Path) -> None:
+def test_rows_that_need_more_than_logits_are_chosen_outside_the_chain(checkpoint: Path) -> None:
     more: list[dict[str, Any]] = [
         {"logprobs": 3},
         {"repetition_penalty": 1.3, "presence_penalty": 0.4},

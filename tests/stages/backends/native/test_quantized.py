@@ -1,5 +1,4 @@
-"""Engines whose weights, keys and values are kept in 8 and 4 bits: what it costs the model, what it takes, what it
-says, and that neither swapping nor a prefix hit shows."""
+"""Engines with weights, keys and values in 8 and 4 bits: perplexity, memory, reports, swapping and prefix hits."""
 
 from __future__ import annotations
 
@@ -58,7 +57,7 @@ async def answer(engine: Engine, prompt: list[int], num_new: int) -> list[int]:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_answers_are_the_same_alone_and_swapped_and_recomputed_and_after_a_prefix_hit(form: str):
+def test_answers_are_the_same_alone_swapped_recomputed_and_after_a_prefix_hit(form: str):
     """bfloat16 besides: tokens are equal because bits are. The pool holds one longest sequence and little more."""
     common = list(range(40, 100))
     prompts = [[*common, 100 + 7 * i, 5, i] for i in range(6)]
@@ -115,5 +114,5 @@ def test_what_only_the_native_step_does_is_refused_elsewhere_with_what_to_do(ask
 
 def test_without_a_native_library_quantization_is_refused_and_not_left_out(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MILLRACE_INSTRUCTION_SET", "none of them")
-    with pytest.raises(ConfigError, match="quantization = int8.*only the native step.*none of them"):
+    with pytest.raises(ConfigError, match="quantization = int8.*only the native backend.*none of them"):
         LLM(config=EngineConfig(**SMALL, quantization="int8"))

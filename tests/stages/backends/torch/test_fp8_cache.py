@@ -1,5 +1,4 @@
-"""Keys and values in fp8, by torch: what it costs the model, what it takes and says, that neither swapping nor a prefix
-hit shows, and where it is refused."""
+"""A KV cache in fp8 on torch: perplexity, memory, reports, swapping and prefix hits, and where it is refused."""
 
 from __future__ import annotations
 
@@ -114,7 +113,7 @@ async def answer(engine: Engine, prompt: list[int], num_new: int) -> list[int]:
 
 
 @pytest.mark.slow
-def test_answers_are_the_same_alone_and_swapped_and_recomputed_and_after_a_prefix_hit() -> None:
+def test_answers_are_the_same_alone_swapped_recomputed_and_after_a_prefix_hit() -> None:
     """A pool that holds one longest sequence and little more."""
     common = list(range(40, 100))
     prompts = [[*common, 100 + 7 * i, 5, i] for i in range(4)]
@@ -153,7 +152,7 @@ def test_on_a_cpu_torch_is_taken_where_nothing_else_was_asked_for() -> None:
         assert llm.info.attention_backend == "torch"
 
 
-def test_the_native_step_refuses_it_and_says_who_does_it() -> None:
+def test_the_native_backend_refuses_it_and_names_the_backends_that_support_it() -> None:
     with pytest.raises(ConfigError, match="attention_backend = native: kv_cache_dtype = fp8.*use auto.*torch"):
         LLM(**{**SMALL, "attention_backend": "native"}, kv_cache_dtype="fp8")
 
@@ -178,7 +177,7 @@ def test_a_gpu_without_e4m3_refuses_it_at_the_start(
 def test_a_step_over_such_a_cache_takes_little_less_than_is_foreseen() -> None:
     model, num_tokens = decoder(torch.float32), 200
     kept, inputs = kept_and_inputs(torch.float32, measured_scales(model), list(range(40, 40 + num_tokens)))
-    model.hidden(inputs, kept)  # what is kept from step to step is there
+    model.hidden(inputs, kept)  # allocates what is kept between steps
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
         model.hidden(inputs, kept)
     events = sorted(watched.profiler.kineto_results.events(), key=lambda event: event.start_ns())

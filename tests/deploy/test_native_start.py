@@ -145,7 +145,7 @@ def test_what_the_library_does_not_do_goes_to_torch_or_is_refused_by_name(monkey
 def test_an_unset_itl_target_follows_from_the_measured_time_of_a_prompt_token(
     swap_space: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("millrace.stages.schedule.step_budget.TARGETS_MS", (0.0, float("inf")))
+    monkeypatch.setattr("millrace.stages.backends.rates.TARGETS_MS", (0.0, float("inf")))
 
     async def main() -> tuple[ModelInfo, ModelInfo]:
         small = EngineConfig(device="cpu", num_gpu_blocks=128, swap_space=swap_space)

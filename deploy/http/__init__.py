@@ -1,4 +1,4 @@
-"""HTTP below the APIs: connections, bodies, limits, API keys, origins, event streams and TLS.
+"""HTTP below the APIs: connections, bodies, limits, keys, origins, event streams and TLS.
 
 Owns: open connections, their buffers, timers and limits.
 In: bytes from clients.

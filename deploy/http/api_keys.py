@@ -66,7 +66,10 @@ def _presented(request: web.BaseRequest, kind: str) -> str:
 
 
 def _subprotocols(request: web.BaseRequest) -> list[str]:
-    """Keys among a WebSocket's subprotocols: browsers cannot set headers, so OpenAI's clients put the key there."""
+    """API keys among the subprotocols of a WebSocket handshake.
+
+    Browsers cannot set headers on a handshake, so OpenAI's clients send the key there.
+    """
     names = [name.strip() for name in request.headers.get("Sec-WebSocket-Protocol", "").split(",")]
     return [name.removeprefix(KEY_SUBPROTOCOL) for name in names if name.startswith(KEY_SUBPROTOCOL)]
 

@@ -21,9 +21,10 @@ MAX_CHUNKS = 16_384  # of a chunked body; each costs microseconds, even if it is
 async def read(
     request: web.Request, config: ServerConfig, threads: Executor, make: Callable[[Mapping[str, Any]], T]
 ) -> T:
-    """Returns `make(body)` for the JSON object in the request's body. `ApiError` 400, 408, 413 or 415.
+    """Returns `make(body)` for the JSON object in the request's body.
 
-    A body over `INLINE_BYTES` is parsed, and `make` called, in a thread. `make` must not touch objects of the loop.
+    `ApiError` 400, 408, 413 or 415. A body over `INLINE_BYTES` is parsed, and `make` called, in a thread. `make`
+    must not touch objects of the loop.
     """
     data = await _read_bytes(request, config)
     limits = JsonLimits(num_bytes=config.max_body_bytes)

@@ -39,7 +39,7 @@ class Connection(web.RequestHandler):
         self._frame_guard: FrameGuard | None = None
 
     def guard_frames(self, guard: FrameGuard) -> None:
-        """Passes the frames of the WebSocket that is about to begin through `guard` before aiohttp parses them."""
+        """Passes the frames of the upcoming WebSocket through `guard` before aiohttp parses them."""
         self._frame_guard = guard
 
     @property
@@ -103,7 +103,7 @@ class Connection(web.RequestHandler):
         return closing_response(error)
 
     def _is_between_requests(self) -> bool:
-        """Whether the next bytes belong to headers: no request is queued, running or sending its body."""
+        """Whether the next bytes are headers: no request is queued, running or sending its body."""
         return self._waiter is not None and not self._waiter.done() and not self._messages
 
     def _has_message(self) -> bool:
@@ -183,7 +183,7 @@ def not_ascii(request: web.BaseRequest) -> str | None:
 
 
 def closing_response(error: ApiError) -> web.Response:
-    """The response to an error outside all routes and middleware; the connection closes after it."""
+    """The response to an error outside all routes and middleware; the connection then closes."""
     response = error_response(error)
     response.headers.update({"Server": "millrace", "X-Content-Type-Options": "nosniff"})
     response.force_close()
@@ -197,7 +197,7 @@ def error_response(error: ApiError, body: Mapping[str, Any] | None = None) -> we
 
 
 def raw_response(error: ApiError) -> bytes:
-    """An error as the bytes of a whole response, for a connection without a request; the caller closes it."""
+    """An error as the bytes of a whole response, for a connection without a request."""
     body = orjson.dumps(error.body())
     lines = [
         f"HTTP/1.1 {error.status} {error.code}",

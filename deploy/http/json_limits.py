@@ -94,7 +94,10 @@ def _at_most(what: str, count: int, limit: int) -> None:
 
 
 def _outside_strings(data: bytes) -> Bytes:
-    """The bytes of `data` outside of strings. Correct for valid JSON; for other input only the length is bounded."""
+    """The bytes of `data` outside of strings.
+
+    Correct for valid JSON; for other input only the length is bounded.
+    """
     if b"\\" in data:
         data = data.replace(b"\\\\", b"").replace(b'\\"', b"")  # every quote left begins or ends a string
     characters = np.frombuffer(data, np.uint8)
@@ -120,7 +123,10 @@ def _depth(characters: Bytes) -> int:
 
 
 def _has_digit_run(characters: Bytes, length: int) -> bool:
-    """Whether `length` digits are in a row. `runs[i]`: the `width` bytes from i on are digits; `width` doubles."""
+    """Whether `length` digits are in a row.
+
+    `runs[i]`: the `width` bytes from i on are digits; `width` doubles.
+    """
     runs = (characters >= ord("0")) & (characters <= ord("9"))
     width = 1
     while width < length:

@@ -1,4 +1,4 @@
-"""aiohttp's runner and site, with limited connections, HTTP/1.x only, and timed TLS handshakes."""
+"""aiohttp's runner and site, with limited connections and timed TLS handshakes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .origin_check import FOREIGN_VERSION
 
 
 class Site(web.TCPSite):
-    """A TCP site with a time limit on the TLS handshake, which no timer of a `Connection` covers yet."""
+    """A TCP site with a time limit on the TLS handshake, which no `Connection` can time."""
 
     def __init__(self, runner: web.AppRunner, config: ServerConfig, tls: ssl.SSLContext | None) -> None:
         super().__init__(runner, config.host, config.port, backlog=1024, ssl_context=tls)
@@ -60,7 +60,7 @@ class Runner(web.AppRunner):
 
 
 def _answerable(make: Callable[..., web.BaseRequest]) -> Callable[..., web.BaseRequest]:
-    """Wraps aiohttp's request factory so that requests of foreign HTTP versions get a readable error.
+    """Wraps aiohttp's request factory: requests of foreign HTTP versions get a readable error.
 
     aiohttp's parser accepts HTTP/0.9 and 2.0 request lines and repeats the version in its answer, which no client can
     read. Such a request is marked with `FOREIGN_VERSION`; `Gate.check` refuses it, in HTTP/1.1.

@@ -73,7 +73,7 @@ class Gate:
             raise ApiError("origin_not_allowed", message)
 
     def cors_headers(self, request: web.BaseRequest) -> dict[str, str]:
-        """The CORS headers of the answer; no Allow-Origin unless the origin is one of `cors_origins`."""
+        """The CORS headers of the answer; Allow-Origin only for one of `cors_origins`."""
         origin = request.headers.get("Origin")
         if not self.cors_origins:
             return {}
@@ -86,7 +86,7 @@ class Gate:
         }
 
     def preflight(self, request: web.BaseRequest) -> web.Response | None:
-        """The answer to a CORS preflight request; None for other requests and for origins that are not allowed.
+        """The answer to a CORS preflight request from an allowed origin; None otherwise.
 
         It requires no key, as browsers send none with a preflight, and does not reveal which routes exist.
         """
@@ -134,7 +134,7 @@ def _is_among(origin: str, origins: frozenset[str]) -> bool:
 
 
 def _authorities(origin: str) -> set[str]:
-    """The spellings of an origin's host and port in a Host header: a default port may be left out."""
+    """Spellings of an origin's host and port in a Host header; a default port may be missing."""
     scheme, separator, authority = origin.lower().partition("://")
     match = _AUTHORITY.fullmatch(authority)
     if not separator or match is None:
@@ -145,6 +145,6 @@ def _authorities(origin: str) -> set[str]:
 
 
 def _host_of_target(request: web.BaseRequest) -> list[str]:
-    """The host of an absolute request target, which proxies prefer to the Host header; empty for other targets."""
+    """The host of an absolute request target, which proxies trust over Host; or empty."""
     target = request.raw_path
     return [urlsplit(target).netloc] if not target.startswith("/") and "://" in target else []

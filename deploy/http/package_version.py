@@ -8,7 +8,10 @@ from importlib.metadata import PackageNotFoundError, version
 
 @cache
 def package_version() -> str:
-    """The installed version, or "unknown". Call it once at the start: requests must not open files."""
+    """The installed version, or "unknown".
+
+    Call it once at the start: requests must not open files.
+    """
     try:
         return version("millrace")
     except PackageNotFoundError:

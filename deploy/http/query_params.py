@@ -8,7 +8,10 @@ from ..errors import ApiError, shorten
 
 
 def whole_number(request: web.Request, name: str, default: int, *, least: int, most: int) -> int:
-    """The parameter as a whole number in [least, most]; `default` if it is missing. `ApiError` 400 for other values."""
+    """The parameter as a whole number in [least, most]; `default` if it is missing.
+
+    `ApiError` 400 for other values.
+    """
     text = request.query.get(name)
     if text is None:
         return default
@@ -19,7 +22,10 @@ def whole_number(request: web.Request, name: str, default: int, *, least: int, m
 
 
 def flag(request: web.Request, name: str) -> bool:
-    """The parameter as a boolean; False if it is missing. `ApiError` 400 for values other than true and false."""
+    """The parameter as a boolean; False if it is missing.
+
+    `ApiError` 400 for values other than true and false.
+    """
     text = request.query.get(name, "false").lower()
     if text not in ("true", "false"):
         message = f"{name} = {shorten(repr(text), 64)}: must be true or false"

@@ -15,7 +15,10 @@ def answer(data: Mapping[str, Any], status: int = 200) -> web.Response:
 
 
 async def expect(request: web.Request) -> None:
-    """Sends `100 Continue` to a client that waits before sending its body; HTTP/1.0 lacks this status."""
+    """Sends `100 Continue` to a client that waits before sending its body.
+
+    HTTP/1.0 lacks this status.
+    """
     if request.version >= HttpVersion11:
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         request.writer.output_size = 0

@@ -24,7 +24,7 @@ def named_event(event: Mapping[str, Any]) -> bytes:
 
 
 class EventStream:
-    """The event stream that answers one request; an async context manager that sends the headers on entry.
+    """The event stream that answers one request; as a context manager it sends the headers.
 
     The connection is aborted once a write has waited `patience_s`; `has_stalled` is then True. While a write waits, the
     request's outbox joins new text. So a client that does not read costs at most the length of its own answer and
@@ -71,7 +71,10 @@ class EventStream:
             self._pinging.cancel()
 
     async def send(self, bodies: Iterable[bytes]) -> None:
-        """Sends one event for each body, in one write. Waits only while the client's buffers are full."""
+        """Sends one event for each body, in one write.
+
+        Waits only while the client's buffers are full.
+        """
         await self.write(_framed(bodies))
 
     async def write(self, events: bytes) -> None:
@@ -100,7 +103,7 @@ class EventStream:
         transport.write(b"%x\r\ndata: %b\n\n\r\n" % (len(events) + 8, events))
 
     async def _ping(self) -> None:
-        """Sends a comment after each interval without an event, so that no proxy takes the stream for dead."""
+        """Sends a comment after each interval without an event, so that proxies keep the stream."""
         num_sent = -1
         while True:
             if num_sent == self._num_sent and self._waiting_since is None:
@@ -119,7 +122,7 @@ class EventStream:
         return self._response
 
     def _watch(self) -> None:
-        """Checks for a stall eight times in `patience_s`: one timer is cheaper than a timeout around each write."""
+        """Checks for a stall eight times in `patience_s`: cheaper than a timeout for each write."""
         loop = asyncio.get_running_loop()
         if self._waiting_since is not None and loop.time() - self._waiting_since >= self._patience_s:
             self.has_stalled = True

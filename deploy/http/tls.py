@@ -9,9 +9,10 @@ from ..config import ServerConfig
 
 
 def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
-    """The TLS context of the configured certificate, or None. TLS 1.2 or later, with Python's default ciphers.
+    """The TLS context of the configured certificate, or None.
 
-    `ConfigError` names the files if one cannot be read, they do not match, or the password is wrong.
+    TLS 1.2 or later, with Python's default ciphers. `ConfigError` names the files if one cannot be read, they do
+    not match, or the password is wrong.
     """
     if config.ssl_certfile is None:
         return None

@@ -1,4 +1,7 @@
-"""W3C trace context of requests (`traceparent`). As the standard requires, a malformed header is ignored."""
+"""W3C trace context of requests (`traceparent`).
+
+As the standard requires, a malformed header is ignored.
+"""
 
 from __future__ import annotations
 

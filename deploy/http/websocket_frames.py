@@ -40,9 +40,10 @@ class Reader(Protocol):
 
 
 class FrameGuard:
-    """Checks each frame header and passes the bytes on to `reader`, which is set when the WebSocket begins.
+    """Checks each frame header and passes the bytes on to `reader`.
 
-    Calls `on_breach(close_code, reason)` at the first violation. After that, and after `close`, input is dropped.
+    `Connection.set_parser` sets `reader`. The first violation calls `on_breach(close_code, reason)`. After that, and
+    after `close`, input is dropped.
     """
 
     def __init__(self, max_bytes: int, clock: Callable[[], float], on_breach: Callable[[int, str], object]) -> None:

@@ -58,7 +58,10 @@ class Latencies:
         self._num_choices = Histogram(NUM_CHOICES)
 
     def request_started(self, request_id: str) -> None:
-        """Called at a request's first token. A beam search does not count, as its answers arrive together."""
+        """Called at a request's first token.
+
+        A beam search does not count, as its answers arrive together.
+        """
         outbox = self._engine.exit.live.get(request_id)
         if outbox is not None and outbox.request.pooling is None and outbox.times.first_token_s is not None:
             self._first_token.observe(_us(outbox.times.arrival_s, outbox.times.first_token_s))
@@ -88,7 +91,7 @@ class Latencies:
             self._num_choices.observe(request.params.n)
 
     def times_us(self) -> dict[str, Histogram]:
-        """The histograms of a client's waiting times, in microseconds, by name without prefix and unit."""
+        """Histograms of client waiting times, in microseconds, by name without prefix and unit."""
         waits = {"time_to_first_token": self._first_token}
         if self._engine.has_core:
             waits["inter_token_latency"] = self._engine.token_gaps_us

@@ -1,4 +1,4 @@
-"""Histograms of event loop lag and garbage collection pauses, and a guard against a blocked loop.
+"""Histograms of event loop lag and GC pauses, and a guard against a blocked loop.
 
 A blocked loop cannot report itself, so the guard runs in a thread of its own.
 """
@@ -22,7 +22,7 @@ log = get_logger("millrace.deploy")
 
 
 class LoopMeter:
-    """Event loop lag and garbage collection pauses, as reported by the pipeline's watch; in microseconds."""
+    """Event loop lag and GC pauses in microseconds, as reported by the pipeline's watch."""
 
     def __init__(self) -> None:
         self.lag_us = Histogram(LAG_US)
@@ -43,7 +43,7 @@ class LoopMeter:
 
 
 class LoopGuard:
-    """A thread that calls `on_stall(seconds)` once for each beat of the loop that is late by `timeout_s`.
+    """A thread that calls `on_stall(seconds)` once for each beat that is `timeout_s` late.
 
     `on_stall` runs in this thread.
     """

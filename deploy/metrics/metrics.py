@@ -1,4 +1,4 @@
-"""The metrics of `GET /metrics`: vLLM's names, and `millrace:` names for stages, channels and memory.
+"""The metrics of `GET /metrics`, with vLLM's names where it has them.
 
 vLLM's names keep its dashboards and autoscalers working. Values are read from the engine's counters at each scrape;
 nothing here runs per token. The pipeline fixes the set of series: no label contains client data.
@@ -34,7 +34,10 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 
 class Metrics:
-    """The metrics of one server. Call `watch` once the engine exists; `render` works at any time."""
+    """The metrics of one server.
+
+    Call `watch` once the engine exists; `render` works at any time.
+    """
 
     def __init__(self, oversight: Oversight) -> None:
         self._oversight = oversight

@@ -1,4 +1,4 @@
-"""Requests as OpenTelemetry spans in OTLP's JSON encoding: a root span and one child span per phase.
+"""Requests as OpenTelemetry spans in OTLP/JSON: a root span and one child per phase.
 
 The attributes follow OpenTelemetry's semantic conventions for generative AI (`gen_ai.*`). They contain no text of
 prompts or answers.

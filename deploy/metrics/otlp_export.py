@@ -37,7 +37,10 @@ log = get_logger("millrace.deploy")
 
 
 class Telemetry:
-    """The span exporter of one engine. Call `watch` once the engine exists, on its loop; `stop` sends what is left."""
+    """The span exporter of one engine.
+
+    Call `watch` once the engine exists, on its loop; `stop` sends what is left.
+    """
 
     def __init__(self, endpoint: str, version: str, threads: Executor) -> None:
         self.num_sent = 0  # requests

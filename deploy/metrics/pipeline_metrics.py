@@ -1,4 +1,7 @@
-"""Prometheus metrics of stages and channels. Labels are the names of stages and edges, fixed at the start."""
+"""Prometheus metrics of stages and channels.
+
+Labels are the names of stages and edges, fixed at the start.
+"""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class _Counts:
 
 
 class StatsLine:
-    """Writes the `engine.stats` log line of one engine, at most once in `interval_s`; 0 turns it off."""
+    """Writes the `engine.stats` log line of one engine every `interval_s`; 0: never."""
 
     def __init__(self, engine: Engine, num_tokens: NumTokens, interval_s: float) -> None:
         self._engine = engine
@@ -39,7 +39,10 @@ class StatsLine:
         self._last = self._counts()
 
     def look(self) -> None:
-        """Logs if `interval_s` have passed and requests ran meanwhile. Call it a few times in each interval."""
+        """Logs if `interval_s` have passed and requests ran meanwhile.
+
+        Call it a few times in each interval.
+        """
         passed_s = (now_s := self._engine.pipeline.env.now()) - self._last_s
         if passed_s < self._interval_s or not self._interval_s:
             return

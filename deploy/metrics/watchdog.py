@@ -29,7 +29,10 @@ log = get_logger("millrace.deploy")
 
 
 class Oversight:
-    """Call `watch` once the engine exists, on its loop, and `stop` before it stops. `stall` is the current stall."""
+    """Call `watch` once the engine exists, on its loop, and `stop` before it stops.
+
+    `stall` is the current stall.
+    """
 
     def __init__(self, config: ServerConfig, threads: Executor | None) -> None:
         self.stall: Stall | None = None
@@ -46,7 +49,10 @@ class Oversight:
         self._next_look_s = 0.0
 
     def watch(self, engine: Engine, num_tokens: NumTokens) -> None:
-        """Starts to watch the engine, which must have started. `num_tokens` counts tokens for `engine.stats`."""
+        """Starts to watch the engine, which must have started.
+
+        `num_tokens` counts tokens for `engine.stats`.
+        """
         self._engine = engine
         self._stats = StatsLine(engine, num_tokens, self._stats_interval_s)
         engine.pipeline.on_crash.append(self._crashed)

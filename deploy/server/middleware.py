@@ -25,7 +25,7 @@ log = get_logger("millrace.deploy")
 
 
 def identify(count_rejection: Callable[[str], object]) -> Middleware:
-    """Middleware that sets the request's id and trace, and turns exceptions into error responses.
+    """Middleware that sets a request's id and trace, and turns exceptions into responses.
 
     The id and the trace id are bound to log lines; `count_rejection` gets the code of each error.
     """
@@ -74,7 +74,7 @@ def _of_aiohttp(request: web.Request, error: web.HTTPException) -> ApiError:
 
 
 def check_keys(keys: Keys, others: Mapping[Callable[..., object], Keys], open_paths: re.Pattern[str]) -> Middleware:
-    """Middleware that requires one of `keys`, or one of `others[handler]` for the handlers listed there.
+    """Middleware that requires one of `keys`, or of `others[handler]` for handlers in `others`.
 
     The check uses the handler that the router found, not the path, so no spelling of a path bypasses it. The path
     matters in one case only: a wrong method on one of the `open_paths` is answered 405 without a key.
@@ -95,7 +95,10 @@ def check_keys(keys: Keys, others: Mapping[Callable[..., object], Keys], open_pa
 
 
 def add_headers(service: Service, gate: Gate) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
-    """A signal handler that adds the common headers to every response; while draining, it also closes connections."""
+    """A signal handler that adds the common headers to every response.
+
+    While draining, it also closes connections.
+    """
 
     async def add(request: web.Request, response: web.StreamResponse) -> None:
         if REQUEST_ID in request:

@@ -25,15 +25,21 @@ class Pages:
         self._files = dict(_read(files(__package__.rpartition(".")[0]) / "static"))
 
     async def dashboard(self, request: web.Request) -> web.Response:
-        """`GET /dashboard`: the live dashboard. The page gets its data from `/dashboard/feed`, which requires a key."""
+        """`GET /dashboard`: the live dashboard.
+
+        The page gets its data from `/dashboard/feed`, which requires a key.
+        """
         return self._answer("dashboard.html")
 
     async def stream_demo(self, request: web.Request) -> web.Response:
-        """`GET /stream-demo`: several answers over one WebSocket, with buttons to pause and disconnect."""
+        """`GET /stream-demo`: answers over one WebSocket, with buttons to pause and disconnect."""
         return self._answer("stream.html")
 
     async def file(self, request: web.Request) -> web.Response:
-        """`GET /static/{name}`: a file as read at the start, never from disk. `name` may contain folders."""
+        """`GET /static/{name}`: a file as read at the start, never from disk.
+
+        `name` may contain folders.
+        """
         name = request.match_info["name"]
         if name not in self._files:
             raise ApiError("not_found", "there is no such file")

@@ -14,7 +14,10 @@ log = get_logger("millrace.deploy")
 
 
 class RequestLog:
-    """The request log of one engine. Includes the first `num_chars` characters of prompts; 0 leaves prompts out."""
+    """The request log of one engine.
+
+    Includes the first `num_chars` characters of prompts; 0 leaves prompts out.
+    """
 
     def __init__(self, num_chars: int = 0) -> None:
         self._num_chars = num_chars

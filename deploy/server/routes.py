@@ -26,7 +26,10 @@ from .pages import Pages
 
 
 class Routes:
-    """Creates the handlers of one server and maps paths to them; `inspect`, `admin` and `openapi` have their own."""
+    """Creates the handlers of one server and maps paths to them.
+
+    `inspect`, `admin` and `openapi` have their own.
+    """
 
     def __init__(self, service: Service, metrics: Metrics, threads: Executor) -> None:
         self._threads = threads

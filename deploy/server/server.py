@@ -37,7 +37,7 @@ log = get_logger("millrace.deploy")
 
 
 class Server:
-    """An HTTP server that listens from `start` on and answers 503 `loading` until an engine is attached.
+    """An HTTP server; it answers 503 `loading` from `start` until an engine is attached.
 
     ```python
     async with Server(ServerConfig(port=0)) as server, Engine(config) as engine:
@@ -97,7 +97,7 @@ class Server:
             RequestLog(self.config.log_prompts).watch(engine.exit)
 
     async def drain(self) -> bool:
-        """Refuses new requests and waits up to `shutdown_timeout_s` for running ones; aborts the rest.
+        """Refuses new requests, waits for running ones up to `shutdown_timeout_s`, aborts the rest.
 
         Returns whether all requests ended in time.
         """
@@ -167,7 +167,7 @@ __all__ = ["Server", "ServerConfig"]
 
 
 def _pattern(path: str) -> str:
-    """A route's path as a regular expression: `{name}` matches one segment, `{name:regex}` that regex."""
+    """A route's path as a regex: `{name}` matches one segment, `{name:regex}` that regex."""
     pieces = re.split(r"\{\w+(?::([^}]*))?\}", path)  # literal, regex, literal, ...
     fixed, parts = map(re.escape, pieces[::2]), (part or "[^/]+" for part in pieces[1::2])
     return "".join(piece for pair in zip_longest(fixed, parts, fillvalue="") for piece in pair)

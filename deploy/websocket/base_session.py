@@ -13,7 +13,10 @@ from .peer import GOING_AWAY, INVALID_PAYLOAD, Peer
 
 
 class SocketSession:
-    """The running requests of one socket. `run` returns, or is cancelled, when the socket has closed."""
+    """The running requests of one socket.
+
+    `run` returns, or is cancelled, when the socket has closed.
+    """
 
     def __init__(self, context: SocketContext, peer: Peer, owner: str) -> None:
         self.peer = peer
@@ -26,7 +29,10 @@ class SocketSession:
         raise NotImplementedError
 
     async def take(self, raw: dict[str, Any], num_bytes: int) -> None:
-        """Handles one message of the client, of `num_bytes` bytes. Answers a wrong message with an error message."""
+        """Handles one message of the client, of `num_bytes` bytes.
+
+        Answers a wrong message with an error message.
+        """
         raise NotImplementedError
 
     def leave(self) -> None:
@@ -55,7 +61,10 @@ class SocketSession:
             self._context.spawn(self.peer.end(GOING_AWAY, not_serving(self._context.service.health)))
 
     async def _tell(self, error: ApiError, about: Mapping[str, Any]) -> None:
-        """Counts an error and sends it as a message; the fields of `about` name the message that caused it."""
+        """Counts an error and sends it as a message.
+
+        The fields of `about` name the message that caused it.
+        """
         self._context.metrics.count_rejection(error.code)
         with suppress(ConnectionError):  # the client has left
             await self.peer.send(error_message(error, about))

@@ -1,4 +1,4 @@
-"""What all sessions of one server share: services, configuration, metrics, tasks and threads."""
+"""Shared state of all sessions of one server: services, configuration, tasks and threads."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class SocketContext:
             task.cancel()
 
     async def compute(self, num_bytes: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Calls `function` for a message of `num_bytes` bytes: in a thread if it is over `INLINE_BYTES`."""
+        """Calls `function` for a message; in a thread if `num_bytes` is over `INLINE_BYTES`."""
         if num_bytes <= INLINE_BYTES:
             return function(*args, **kwargs)
         loop = asyncio.get_running_loop()

@@ -34,9 +34,10 @@ R = TypeVar("R", bound=Recipient)
 
 
 class Delivery(Generic[R]):
-    """Sends the messages of request `id` to its client. `bell` is set whenever `has_room` may have become true.
+    """Sends the messages of request `id` to its client.
 
-    With `keep`, messages are kept until the client acknowledges them; while too many are kept, there is no room.
+    `bell` is set whenever `has_room` may have become true. With `keep`, messages are kept until the client
+    acknowledges them; while too many are kept, there is no room.
     """
 
     def __init__(self, id: str, session: R, keep: bool) -> None:
@@ -91,7 +92,10 @@ class Delivery(Generic[R]):
             await self._send(self.session, message)
 
     def acknowledge(self, last: int) -> None:
-        """Drops messages up to number `last`, which the client has received. `ApiError` if `last` was never sent."""
+        """Drops messages up to number `last`, which the client has received.
+
+        `ApiError` if `last` was never sent.
+        """
         self._check_sent(last)
         num_bytes = self._window.num_bytes
         self._window.acknowledge(last)

@@ -1,4 +1,4 @@
-"""The client messages of `/v1/stream` (create, credit, cancel, resume) and the form of errors."""
+"""Client messages of `/v1/stream`: create, credit, cancel, resume; and error messages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ Id = Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)]
 
 
 class Envelope(Body):
-    """A client message. `id` is the client's name for the request, unique among the running requests of a socket."""
+    """A client message.
+
+    `id` is the client's name for the request, unique among the running requests of a socket.
+    """
 
     type: str
     id: Id
@@ -52,9 +55,10 @@ class Cancel(Envelope):
 
 
 class Resume(Envelope):
-    """Continues a request on a new socket after `last`, the last of its messages that arrived; 0 if none did.
+    """Continues a request on a new socket.
 
-    Credit sent on the old socket may be lost, so `credit` sets anew how many chunks may follow.
+    `last` is the number of the last message that arrived; 0 if none did. Credit sent on the old socket may be lost, so
+    `credit` sets anew how many chunks may follow.
     """
 
     token: Annotated[str, Field(max_length=64)]

@@ -84,7 +84,7 @@ class Hub:
     # -- shutdown
 
     def drain(self) -> None:
-        """Closes sockets without running requests, and ends requests that wait for their client to reconnect."""
+        """Closes sockets without running requests, and ends requests that wait for a reconnect."""
         self._streams.stop_orphans("server_shutdown")
         for session in list(self._sessions):
             session.end_if_drained()

@@ -28,7 +28,7 @@ _VIOLATIONS = {1002: "bad_request", 1008: "rate_limit_exceeded", 1009: "body_too
 class Peer:
     """One WebSocket. `open` it, `receive` until None, and `send` from any number of tasks.
 
-    The connection is aborted if a write waits for `stalled_reader_s`, or if a ping stays unanswered. Sends only text,
+    The connection is cut if a write waits for `stalled_reader_s`, or if a ping stays unanswered. Sends only text,
     uncompressed.
     """
 
@@ -87,10 +87,11 @@ class Peer:
         return None
 
     async def send(self, message: bytes) -> None:
-        """Sends one text message. Waits while the client's buffers are full. `ConnectionError` after a disconnect.
+        """Sends one text message.
 
-        If the client has read everything so far, `send` does not wait: the messages of all tasks in one loop iteration
-        go out in one write.
+        Waits while the client's buffers are full. `ConnectionError` after a disconnect. If the client has read
+        everything so far, `send` does not wait: the messages of all tasks in one loop iteration go out in one
+        write.
         """
         if self._can_gather:
             self._gather(message)

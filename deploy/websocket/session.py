@@ -102,7 +102,7 @@ class Session(SocketSession):
 
 
 def _what_of(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of an error message that name its cause: the id and type of the client's message, if valid."""
+    """The fields of an error that name its cause: id and type of the message, if valid."""
     id, kind = raw.get("id"), raw.get("type")
     known_id = id if isinstance(id, str) and len(id) <= MAX_ID_CHARS else None
     return {"id": known_id, "in_reply_to": kind if isinstance(kind, str) and kind in KINDS else None}

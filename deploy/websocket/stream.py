@@ -83,7 +83,10 @@ class Stream:
     # -- messages of the client
 
     def grant(self, n: int, last: int | None) -> None:
-        """Adds `n` chunks of credit and acknowledges messages up to `last`. `ApiError` if `last` was never sent."""
+        """Adds `n` chunks of credit and acknowledges messages up to `last`.
+
+        `ApiError` if `last` was never sent.
+        """
         if last is not None:
             self.delivery.acknowledge(last)
         if self._credit is not None:
@@ -229,7 +232,10 @@ class Stream:
         return (self._credit is None or self._credit > 0) and self.delivery.has_room
 
     def _check_alive(self) -> None:
-        """Raises if the request has ended: the outbox, which would report it, is not read while there is no room."""
+        """Raises if the request has ended.
+
+        The outbox would report the end, but it is not read while there is no room.
+        """
         if self._is_cancelled:
             raise Cancelled
         if self._outbox is None or self._outbox.cause in (None, "finish"):

@@ -87,7 +87,10 @@ class StreamRegistry(Generic[S]):
             self._by_token.pop(stream.token, None)
 
     def adopt(self, stream: S) -> bool:
-        """Keeps a stream that has lost its socket. False if the server is draining or has too many such streams."""
+        """Keeps a stream that has lost its socket.
+
+        False if the server is draining or has too many such streams.
+        """
         if self.context.service.is_draining or len(self._orphans) >= MAX_ORPHANS:
             return False
         self._orphans.add(stream)
@@ -98,7 +101,10 @@ class StreamRegistry(Generic[S]):
         self._orphans.discard(stream)
 
     def find(self, token: str, id: str, owner: str) -> S:
-        """The stream with this token, id and owner. `ApiError` 404 does not reveal which of them is wrong."""
+        """The stream with this token, id and owner.
+
+        `ApiError` 404 does not reveal which of them is wrong.
+        """
         stream = self._by_token.get(token)
         if stream is None or stream.id != id or not hmac.compare_digest(stream.owner, owner):
             message = "no such request can be resumed: it has expired, or id or token is wrong; create it again"

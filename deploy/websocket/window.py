@@ -40,6 +40,9 @@ class Window:
             self.num_bytes -= len(self._messages.popleft())
 
     def after(self, number: int) -> bytes | None:
-        """The message after `number`, which is at least `acknowledged`; None if it does not exist yet."""
+        """The message after `number`, which is at least `acknowledged`.
+
+        None if it does not exist yet.
+        """
         place = number - self.acknowledged
         return self._messages[place] if place < len(self._messages) else None

@@ -42,7 +42,7 @@ class FeedsFrames(Protocol):
 class FrameGuard:
     """Checks each frame header and passes the bytes on to `reader`.
 
-    `Connection.set_parser` sets `reader`. Calls `on_breach(close_code, reason)` at the first violation. After that, and
+    `Connection.set_parser` sets `reader`. The first violation calls `on_breach(close_code, reason)`. After that, and
     after `close`, input is dropped.
     """
 

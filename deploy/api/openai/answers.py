@@ -131,9 +131,7 @@ class AnswerBuilder:
         self.has_tokens_as_ids = has_tokens_as_ids  # tokens in logprobs are spelled as their ids
         self.prompts: dict[int, PromptEcho] = {}  # prompt index -> its data, if requested; filled at its first token
         self.choices_per_prompt = 1
-        self._around: dict[
-            int, tuple[bytes, bytes]
-        ] = {}  # choice -> encoded JSON before and after the text of a plain chunk
+        self._around: dict[int, tuple[bytes, bytes]] = {}  # choice -> JSON before and after the text of a chunk
         self.has_usage = has_usage
         self.has_running_usage = has_running_usage
         self._common = {"id": answer_id, "created": created, "model": model}

@@ -18,9 +18,9 @@ Tell = Callable[[Iterable[int]], Awaitable[None]]
 class ChunkIterator:
     """The chunks of a request's stream as JSON, as an async iterator.
 
-    Each item is the list of all chunks that have arrived, at least one. It reads the outbox only when the next item is
-    requested. If the client does not read, the outbox fills and the request is parked. It raises the error that ended
-    the request, as the outbox does.
+    Each item is the list of all chunks that have arrived, at least one. The iterator reads the outbox only when the
+    next item is requested. If the client does not read, the outbox fills and the request is parked. The iterator raises
+    the error that ended the request, as the outbox does.
     """
 
     def __init__(

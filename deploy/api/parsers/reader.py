@@ -31,9 +31,7 @@ class CharacterReader:
 
     def __init__(self) -> None:
         self._held: list[str] | None = None  # characters read since a possible call began; None outside one
-        self._plain: tuple[str, type[Event]] | None = (
-            None  # all text up to this character is of this kind; "": up to the end
-        )
+        self._plain: tuple[str, type[Event]] | None = None  # (stop, kind): text up to `stop` is `kind`; "": the end
         self._told: list[tuple[type[Event], list[str]]] = []
         self._reading = self._read()
         next(self._reading)

@@ -228,4 +228,4 @@ def test_stop_ids_beyond_those_that_the_device_knows_are_found_on_the_host() -> 
     early = outcomes.settle(begin, told((stops[-1], GOES_ON)))
     assert early.finishes.tolist() == [GOES_ON], "min_tokens comes first"
     assert outcomes.settle(SECOND, told((stops[-1], GOES_ON))).finishes.tolist() == [STOP]
-    assert len(outcomes.settle(SECOND, told((5, GOES_ON))).slots) == 0, "the device runs on; nobody is told"
+    assert len(outcomes.settle(SECOND, told((5, GOES_ON))).slots) == 0, "the device runs on, and no token is reported"

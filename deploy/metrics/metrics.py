@@ -39,9 +39,6 @@ class Metrics:
     Call `watch` once the engine exists; `render` works at any time.
     """
 
-    Call `watch` once the engine exists; `render` works at any time.
-    """
-
     def __init__(self, watchdog: Watchdog) -> None:
         self._oversight = watchdog
         self._model_name = ""

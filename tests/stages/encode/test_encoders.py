@@ -104,7 +104,7 @@ def test_an_encoder_scores_by_cosine_and_generates_nothing(tmp_path: Path):
 @pytest.mark.slow
 def test_there_is_nothing_to_record_of_an_encoder(tmp_path: Path):
     make_encoder("bert", tmp_path)
-    with pytest.raises(ConfigError, match="this model generates nothing"):
+    with pytest.raises(ConfigError, match="an encoder model has no scheduler"):
         LLM(str(tmp_path), record=str(tmp_path / "run.jsonl"), **CPU)
     assert not (tmp_path / "run.jsonl").exists()
 

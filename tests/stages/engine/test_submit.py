@@ -46,7 +46,7 @@ def test_a_request_that_is_turned_away_lets_go_of_its_grammar(reason: str) -> No
         with pytest.raises(Overloaded if reason == "full" else Refused):
             await engine.submit(request("same", FORM), wait=False)
         gate.grammars.max_grammars = 1
-        assert gate.grammars.add(regex("c"), TEMPLATE, 1), "somebody still uses it"
+        assert gate.grammars.add(regex("c"), TEMPLATE, 1), "a request still uses it"
         await read(others)
         await engine.check_quiet()
 

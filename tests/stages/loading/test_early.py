@@ -150,7 +150,7 @@ def test_an_engine_that_is_stopped_before_it_starts_leaves_nothing_of_what_had_b
 
 def test_an_engine_refuses_what_was_opened_with_other_settings() -> None:
     begun = opening(SMALL)
-    with pytest.raises(ConfigError, match="other settings"):
+    with pytest.raises(ConfigError, match="opening: must have the same settings"):
         Engine(SMALL, opening=begun, quantization="int8")
     with pytest.raises(ConfigError, match="give no opening"):
         SplitEngine(SMALL, opening=begun)

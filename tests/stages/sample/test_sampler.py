@@ -289,8 +289,8 @@ def test_an_ended_row_gets_no_tokens_until_its_slot_is_assigned_again():
     sampler.sample(decode(0, 1, started=[started(0), started(1)]), peaks(EOS, 4))
     late = sampler.sample(decode(0, 1, step=1), peaks(5, 6))
     assert late.slots.tolist() == [1] and late.token_ids.tolist() == [6] and late.places.tolist() == [1]
-    nobody = sampler.sample(decode(0, step=2), peaks(5))
-    assert len(nobody.slots) == 0 and len(nobody.token_ids) == 0
+    empty = sampler.sample(decode(0, step=2), peaks(5))
+    assert len(empty.slots) == 0 and len(empty.token_ids) == 0
     anew = sampler.sample(decode(0, step=3, started=[started(0)]), peaks(5))
     assert anew.slots.tolist() == [0] and anew.places.tolist() == [0]
 

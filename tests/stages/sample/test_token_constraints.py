@@ -51,7 +51,7 @@ def test_only_allowed_tokens_are_chosen_whatever_the_others_in_the_step_may():
     tokens = sampler.sample(decode(0, 1, 2, started=first), falling().repeat(3, 1))
     assert tokens.token_ids.tolist() == [5, 0, 30]
     tokens = sampler.sample(decode(0, started=[started(0)]), falling())
-    assert tokens.token_ids.tolist() == [0], "the slot is somebody else's now"
+    assert tokens.token_ids.tolist() == [0], "the slot belongs to another sequence now"
 
 
 def test_a_row_that_may_choose_nothing_ends_with_an_error():

@@ -53,7 +53,7 @@ def test_short_requests_get_a_first_token_within_three_steps_beside_a_long_one(s
                 short.append(asyncio.create_task(time_to_first_token(engine, env, draw.randint(1, 30))))
                 await env.sleep(draw.uniform(0.0, 3 * STEP_S))
             waits = [await task for task in short]
-            assert not long.done(), "the long request ended too early to be in anybody's way"
+            assert not long.done(), "the long request ended too early to delay others"
             return waits, await long
 
     waits, num_long = simulate(main, seed)

@@ -230,4 +230,6 @@ def test_stop_ids_beyond_those_that_the_device_knows_are_found_on_the_host() -> 
     early = outcomes.note_tokens(begin, told((stops[-1], GOES_ON)))
     assert early.finishes.tolist() == [GOES_ON], "min_tokens comes first"
     assert outcomes.note_tokens(SECOND, told((stops[-1], GOES_ON))).finishes.tolist() == [STOP]
-    assert len(outcomes.note_tokens(SECOND, told((5, GOES_ON))).slots) == 0, "the device runs on; nobody is told"
+    assert len(outcomes.note_tokens(SECOND, told((5, GOES_ON))).slots) == 0, (
+        "the device runs on, and no token is reported"
+    )

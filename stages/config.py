@@ -65,8 +65,8 @@ class EngineConfig:
 
     # the KV cache
     block_size: int = 16  # tokens; smaller wastes less memory, larger loads faster
-    num_gpu_blocks: int | None = None  # blocks in the device pool, GPU or not; None: from the memory available
-    kv_cache_bytes: int | None = None  # size of the device pool; None: from the memory available
+    num_gpu_blocks: int | None = None  # exact number of KV blocks, on any device; None: from the memory available
+    kv_cache_bytes: int | None = None  # exact size of the KV cache; None: from the memory available
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"  # of keys and values; int8: native only; fp8: torch, triton
     enable_prefix_caching: bool = True  # reuse the blocks of earlier prompts and answers
     swap_space: float | None = None  # GiB of host memory for preempted sequences; None: 4, on a CPU 1; 0: recompute

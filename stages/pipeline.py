@@ -60,7 +60,7 @@ def build_pipeline(
     connect("intake", "tokenize", capacity=ENTRY_CAPACITY, reason="a burst of new requests")
     connect(*TO_SCHEDULE, capacity=ENTRY_CAPACITY, reason="a burst of prompts tokenized at once")
     _connect_the_loop(pipeline, steps_in_flight)
-    connect(*TO_DETOKENIZE, capacity=TEXT_CAPACITY, reason="steps that wait to be detokenized")
+    connect(*TO_DETOKENIZE, capacity=TEXT_CAPACITY, reason="steps that wait to become text")
     connect("detokenize", "exit", capacity=TEXT_CAPACITY, reason="slack until the exit's turn; it never blocks")
     return pipeline
 

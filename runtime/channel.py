@@ -109,7 +109,7 @@ class Channel(Generic[T]):
         return self._num_promised
 
     def listen(self, wakeup: Wakeup, wakes: Callable[[], bool] | None = None) -> None:
-        """Sets the wakeup to ring at the close and at arrivals.
+        """Registers the wakeup to set at the close and at arrivals.
 
         `wakes`: only at arrivals where it returns true.
         """

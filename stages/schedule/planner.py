@@ -55,7 +55,7 @@ class Planner:
         self._speculation = speculation
         self._step_size = step_size
         self._most = most
-        self._steady: SteadyDemand | None = None  # None, or of another lineup: inspect the rows again
+        self._steady: SteadyDemand | None = None  # None, or of an earlier service order: inspect the rows again
 
     def choose(
         self, flights: Collection[StepInFlight], report: PlanReport | None, row_limit: int

@@ -103,7 +103,7 @@ class Speculation:
         return sum(track.is_drafting for track in self._tracks.values())
 
     def follow_order(self, service_order: ServiceOrder, table: SlotTable) -> None:
-        """Takes the current lineup. No sequence is tracked if there are too many."""
+        """Takes the current service order. If it has too many rows, no sequence is tracked."""
         if service_order is self._service_order or not self.num_tokens:
             return
         self._service_order, before = service_order, self._tracks

@@ -170,7 +170,7 @@ class _Bench:
             async with asyncio.timeout(QUIET_S):
                 await self.pipeline.stop()
         except TimeoutError:
-            raise BrokenPromise("cancel", "the stage goes on after it was cancelled") from None
+            raise BrokenPromise("cancel", "the stage continues after it was cancelled") from None
         if self.watched.has_swallowed:
             raise BrokenPromise("cancel", "handle swallowed CancelledError, and returned: do not catch it")
 
@@ -214,7 +214,7 @@ class _Bench:
         if self.watched.most_held > limit:
             raise self.broken(
                 f"the stage held {self.watched.most_held} items at once, and the channel before it holds "
-                f"{self.kit.capacity}: it goes on taking while nothing leaves; send what you took before handle returns"
+                f"{self.kit.capacity}: it takes items while nothing leaves; send what you took before `handle` returns"
             )
 
 
@@ -285,7 +285,7 @@ async def _error_isolation(bench: _Bench) -> None:
     await bench.env.sleep(QUIET_S)
     bench.require_all_out(but=[poisoned])
     if bench.exit.is_live(f"request-{poisoned}"):
-        raise bench.broken(f"item {poisoned} failed, and its request never ended: its client waits for ever")
+        raise bench.broken(f"item {poisoned} failed, and its request never ended: its client waits forever")
 
 
 _SCENARIOS: Mapping[str, Scenario] = {

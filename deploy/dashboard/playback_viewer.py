@@ -48,14 +48,14 @@ class PlaybackViewer(Viewer):
 
     def introduction(self) -> dict[str, Any]:
         """The server's hello, with the recording's metadata."""
-        said = {"type": "hello", "version": self._version, "models": [], "interval_s": INTERVAL_S}
-        return said | {
+        hello = {"type": "hello", "version": self._version, "models": [], "interval_s": INTERVAL_S}
+        return hello | {
             "has_admin_key": False,
             "can_cancel": False,
             "recording": self._head.playback_data.introduction(),
         }
 
-    def hear(self, message: Body) -> None:
+    def handle_message(self, message: Body) -> None:
         """Applies a seek or play message."""
         self._advance()
         if isinstance(message, Play):
@@ -142,7 +142,7 @@ class PlaybackViewer(Viewer):
         trees: dict[str, Callable[[], Any]] = {
             "overview": lambda: head.overview() | {"bottleneck": self._bottleneck},
             "requests": lambda: head.requests(window.offset, window.limit, newest_first=window.newest_first),
-            "request": self._look_at,
+            "request": self._request_details,
             "recent": lambda: playback_data.recent(head.now_s),
             "latency": lambda: playback_data.latency(now_ns),
             "config": playback_data.configuration,
@@ -165,16 +165,16 @@ class PlaybackViewer(Viewer):
 
         For a running engine the page observes these times itself.
         """
-        if news := self._blocks.next(self._head.books()):
-            began_s = news["began_s"] = self._head.playback_data.film.began_s
+        if changes := self._blocks.next(self._head.block_owners()):
+            began_s = changes["began_s"] = self._head.playback_data.film.began_s
             changed_s = self._head.playback_data.changed_s(self._head.now_ns) - began_s
-            news["changed_s"] = b64encode(changed_s.astype("<f4").tobytes()).decode()
-            update["full" if "cells" in news else "patch"][name] = news
+            changes["changed_s"] = b64encode(changed_s.astype("<f4").tobytes()).decode()
+            update["full" if "cells" in changes else "patch"][name] = changes
 
-    def _look_at(self) -> dict[str, Any]:
+    def _request_details(self) -> dict[str, Any]:
         assert self.topics.request is not None
         request_id, timeline = self.topics.request.id, self._timeline
-        told = timeline.to_json() if timeline is not None and timeline.request_id == request_id else None
-        if told is None:
+        details = timeline.to_json() if timeline is not None and timeline.request_id == request_id else None
+        if details is None:
             return {"id": request_id}
-        return told if self._explained is None else told | {"explained": self._explained}
+        return details if self._explained is None else details | {"explained": self._explained}

@@ -64,7 +64,7 @@ class Viewer:
         """The server's hello."""
         raise NotImplementedError
 
-    def hear(self, message: Body) -> None:
+    def handle_message(self, message: Body) -> None:
         """Handles a message other than hello and subscribe. An `ApiError` is sent to the viewer."""
         raise NotImplementedError
 
@@ -114,7 +114,7 @@ class Viewer:
             if isinstance(message, Subscribe):
                 self._subscribe(message.topics)
             elif not isinstance(message, Hello):
-                self.hear(message)
+                self.handle_message(message)
         except ApiError as error:
             if error.code == "invalid_json":
                 await self.peer.end(INVALID_PAYLOAD, error)
@@ -169,8 +169,8 @@ class Viewer:
         """Adds the changes of a topic that is a tree of plain data."""
         if name not in self._known:
             update["full"][name] = data
-        elif news := merge_patch(self._known[name], data):
-            update["patch"][name] = news
+        elif patch := merge_patch(self._known[name], data):
+            update["patch"][name] = patch
         self._known[name] = data
 
     def grown(self, name: str, since: Callable[[int], tuple[list[Any], int]], num_skipped: int, update: Update) -> None:

@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run: Run = import_module(f".{options.command.replace('-', '_')}", __package__).run
         return run(options, engine_config, server_config)
     except ConfigError as error:
-        return _complain(error)
+        return _print_error(error)
     except KeyboardInterrupt:
         return 130
     except Exception as error:
@@ -51,10 +51,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         if not isinstance(error, ModelError):
             raise
-        return _complain(error)
+        return _print_error(error)
 
 
-def _complain(error: Exception) -> int:
+def _print_error(error: Exception) -> int:
     print(f"millrace: {error}", file=sys.stderr)
     return STARTUP_ERROR_EXIT_CODE
 

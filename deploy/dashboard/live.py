@@ -91,7 +91,7 @@ class LiveViewer(Viewer):
 
     # -- updates to the viewer
 
-    async def think(self) -> None:
+    async def refresh(self) -> None:
         """Refreshes the bottleneck and the explained request, if subscribed and due."""
         engine, sources = self._service.engine, self._sources
         with suppress(NotServing):
@@ -120,7 +120,7 @@ class LiveViewer(Viewer):
             self.read(self._readers(engine), update)
         except NotServing:
             update["full"]["overview"] = {"health": {"state": health.state, "reason": health.reason}}
-            self.forget()
+            self.reset()
 
     def _readers(self, engine: Engine) -> dict[str, Read]:
         """topic -> the function that puts its changes into an update."""

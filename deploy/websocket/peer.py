@@ -36,7 +36,7 @@ class Peer:
         self.has_left = False  # the client closed with code 1000, so it will not resume
         self.has_stalled = False
         self._request = request
-        self._patience_s = config.stalled_reader_s
+        self._stalled_reader_s = config.stalled_reader_s
         self._loop = asyncio.get_running_loop()
         self._guard = FrameGuard(config.max_body_bytes, self._loop.time, self._on_breach)
         self._close_task: asyncio.Task[None] | None = None  # set after a protocol violation
@@ -180,11 +180,11 @@ class Peer:
     def _watch(self) -> None:
         """Checks for a stall eight times in `stalled_reader_s`, with one timer a socket."""
         now = self._loop.time()
-        if self._waiting_since is not None and now - self._waiting_since >= self._patience_s:
+        if self._waiting_since is not None and now - self._waiting_since >= self._stalled_reader_s:
             self.has_stalled = True
             self._abort()
             return
-        self._timer = self._loop.call_later(self._patience_s / 8, self._watch)
+        self._timer = self._loop.call_later(self._stalled_reader_s / 8, self._watch)
 
 
 def _may_be_sent(code: int) -> bool:

@@ -131,7 +131,7 @@ class AnswerBuilder:
         self.has_tokens_as_ids = has_tokens_as_ids  # tokens in logprobs are spelled as their ids
         self.prompts: dict[int, PromptEcho] = {}  # prompt index -> its data, if requested; filled at its first token
         self.choices_per_prompt = 1
-        self._around: dict[int, tuple[bytes, bytes]] = {}  # choice -> JSON before and after the text of a chunk
+        self._affixes: dict[int, tuple[bytes, bytes]] = {}  # choice -> JSON before and after the text of a chunk
         self.has_usage = has_usage
         self.has_running_usage = has_running_usage
         self._common = {"id": answer_id, "created": created, "model": model}
@@ -179,11 +179,11 @@ class AnswerBuilder:
 
         The JSON around it is encoded once per choice.
         """
-        around = self._around.get(choice.index)
-        if around is None:
+        affixes = self._affixes.get(choice.index)
+        if affixes is None:
             before, _, after = self._encoded(self._chunk_choice(choice, replace(delta, text=MARK))).partition(_MARK)
-            around = self._around[choice.index] = (before, after)
-        return around[0] + orjson.dumps(delta.text) + around[1]
+            affixes = self._affixes[choice.index] = (before, after)
+        return affixes[0] + orjson.dumps(delta.text) + affixes[1]
 
     def closing(self, usage: dict[str, Any] | None, metrics: Mapping[str, Any] | None) -> bytes | None:
         """The extra chunk at the end of a stream, if usage or metrics were requested."""

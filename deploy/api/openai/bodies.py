@@ -440,14 +440,14 @@ class CompletionBody(GenerationBody):
 _SAMPLING_FIELDS = [name for name in GenerationBody.model_fields if name in SamplingParams.__dataclass_fields__]
 
 
-def renamed(message: str, theirs: str | None, own: str | None) -> str:
+def renamed(message: str, engine_name: str | None, public_name: str | None) -> str:
     """Replaces the field name at the start of `message` by the client's name of that field."""
-    if theirs is None or own is None or theirs == own or not message.startswith(theirs):
+    if engine_name is None or public_name is None or engine_name == public_name or not message.startswith(engine_name):
         return message
-    rest = message[len(theirs) :]
-    if theirs == "structured_outputs":  # the other output-format fields have no members of these names
+    rest = message[len(engine_name) :]
+    if engine_name == "structured_outputs":  # the other output-format fields have no members of these names
         rest = ": " + re.sub(r"^\.(json|regex|choice|grammar)\b", "", rest).lstrip(" :")
-    return own + rest
+    return public_name + rest
 
 
 # -- beam search: see `stages/beam_search/algorithm.py`

@@ -13,7 +13,7 @@ from ....stages.config import EngineConfig
 from ...config import ServerConfig
 from .measures import RequestRecord, summarize
 from .offline import make_engine, make_requests, make_rng, run_request
-from .report import at_least_one, complain, progress, publish
+from .report import at_least_one, print_errors, progress, publish
 
 if TYPE_CHECKING:
     from ....stages.engine.engine import Engine
@@ -36,7 +36,7 @@ async def _run(options: argparse.Namespace, config: EngineConfig) -> int:
     print(f"Avg latency: {np.mean(latencies_s)} seconds")
     for percentile in PERCENTILES:
         print(f"{percentile}% percentile latency: {np.percentile(latencies_s, percentile)} seconds")
-    complain(record.error for record in records if record.error is not None)
+    print_errors(record.error for record in records if record.error is not None)
     return 1 if any(record.error is not None for record in records) else 0
 
 

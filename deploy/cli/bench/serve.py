@@ -18,7 +18,7 @@ from ...config import ServerConfig
 from .load import BenchRequest, arrivals, random_requests, read_requests
 from .measures import RequestRecord, Stopwatch, parse_goodput, summarize
 from .offline import make_rng
-from .report import at_least_one, complain, progress, publish
+from .report import at_least_one, print_errors, progress, publish
 
 TEXTS = ("text", "content", "reasoning", "reasoning_content", "tool_calls")  # fields of a piece with tokens
 VOCAB_SIZE = 256  # for random prompts, if the server does not report its own
@@ -51,7 +51,7 @@ async def _run(options: argparse.Namespace, config: EngineConfig, api_key: Seque
         duration_s, records = await measure(client, requests, times_s, options.max_concurrency)
     report = summarize(records, duration_s, goodput_ms)
     publish(options, "Serving Benchmark Result", _settings(options, client, len(requests)), report)
-    complain(record.error for record in records if record.error is not None)
+    print_errors(record.error for record in records if record.error is not None)
     return 1 if report["failed"] else 0
 
 

@@ -12,7 +12,7 @@ from ...config import ServerConfig
 from .load import BenchRequest
 from .measures import RequestRecord, summarize
 from .offline import make_engine, make_requests, make_rng, run_request
-from .report import at_least_one, complain, progress, publish
+from .report import at_least_one, print_errors, progress, publish
 
 if TYPE_CHECKING:
     from ....stages.engine.engine import Engine
@@ -36,7 +36,7 @@ async def _run(options: argparse.Namespace, config: EngineConfig) -> int:
         f"Throughput: {figures['requests_per_second']:.2f} requests/s, "
         f"{figures['tokens_per_second']:.2f} total tokens/s, {report['output_throughput']:.2f} output tokens/s"
     )
-    complain(record.error for record in records if record.error is not None)
+    print_errors(record.error for record in records if record.error is not None)
     return 1 if report["failed"] else 0
 
 

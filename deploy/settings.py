@@ -158,7 +158,7 @@ SERVER_HELP: dict[str, dict[str, str]] = {
         "log_format": "format of the log on stderr",
         "log_level": "minimum severity to log",
         "log_error_messages": "log exception messages, not only their place in the code; they may quote prompts",
-        "log_requests": "log the begin and the end of each request",
+        "log_requests": "log the start and the end of each request",
         "log_prompts": "characters of each prompt to log with log_requests; 0: none",
         "stats_interval_s": "seconds between two status lines while requests run; 0: none",
         "otlp_traces_endpoint": "URL of an OpenTelemetry collector, such as http://127.0.0.1:4318/v1/traces; none: no "

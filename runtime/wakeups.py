@@ -1,6 +1,7 @@
 """Wakeups for tasks, coalesced into one loop callback.
 
-A task awaits a `Wakeup` or `SharedWakeup`; `ring` wakes it. Those that ring together wake in one callback of the loop.
+A task awaits a `Wakeup` or `SharedWakeup`; `set` wakes it. Wakeups that are set together wake their tasks in one
+callback of the loop.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ Callback = Callable[["SharedWakeup"], object]
 
 
 class WakeupBatch:
-    """Wakes the waiters of its bells in the order of the rings, several in one loop callback.
+    """Wakes the waiters of its wakeups in the order in which they were set, several in one loop callback.
 
     After `at_once` of them the loop runs other callbacks. All waiters must be on one loop.
     """
@@ -27,13 +28,13 @@ class WakeupBatch:
         self._is_due = False
 
     def wakeup(self) -> SharedWakeup:
-        """A new bell without a waiter."""
+        """A new wakeup without a waiter."""
         return SharedWakeup(self)
 
     def set(self, wakeups: Iterable[SharedWakeup]) -> None:
-        """Rings each, cheaper than `bell.set()` one by one.
+        """Sets each of `wakeups`; cheaper than calling `set` of each.
 
-        None may be a `Wakeup`, which would have to remember.
+        None may be a `Wakeup`: its `is_set` would stay False.
         """
         rung = self._set
         for wakeup in wakeups:
@@ -52,7 +53,7 @@ class WakeupBatch:
             self._call_soon(wakeup)
 
     def _call_soon(self, wakeup: SharedWakeup) -> None:
-        assert wakeup._loop is not None, "a wakeup is scheduled for a bell that has no waiter"
+        assert wakeup._loop is not None, "a wakeup is scheduled that has no waiter"
         wakeup._loop.call_soon(self._wake_some)
 
     def _wake_some(self) -> None:
@@ -83,15 +84,15 @@ class SeparateWakeups(WakeupBatch):
 
     def wake(self, wakeup: SharedWakeup) -> None:
         waiter, wakeup.waiter, wakeup.is_going = wakeup.waiter, None, False
-        assert waiter is not None and wakeup._loop is not None, "a wakeup is scheduled for a bell that has no waiter"
+        assert waiter is not None and wakeup._loop is not None, "a wakeup is scheduled that has no waiter"
         callback, context = waiter
         wakeup._loop.call_soon(callback, wakeup, context=context)
 
 
 class SharedWakeup:
-    """A wakeup of a tower, with one waiter.
+    """A wakeup of a `WakeupBatch`, with one waiter.
 
-    It does not remember a ring, so the waiter checks before it waits.
+    It does not remember that it was set, so the waiter checks its condition before it waits.
 
     It is itself the awaited object: asyncio accepts anything with `_asyncio_future_blocking` (see `asyncio.isfuture`)
     and the methods below as a future. A real future would cost each waiter an object and a handle of the loop.
@@ -103,7 +104,7 @@ class SharedWakeup:
         self._asyncio_future_blocking = False
         self._group = group
         self._loop: asyncio.AbstractEventLoop | None = None  # of the current or last waiter; tasks read it
-        self.waiter: tuple[Callback, Context] | None = None  # the tower takes it
+        self.waiter: tuple[Callback, Context] | None = None  # the group takes it
         self.is_going = False  # the waiter is about to be woken
         self._is_cancelled = False
 
@@ -114,7 +115,7 @@ class SharedWakeup:
             self._group.wake(self)
 
     def __await__(self) -> Generator[SharedWakeup, None, None]:
-        """Waits for the next ring. One waiter at a time."""
+        """Waits for the next `set`. One waiter at a time."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
         self._asyncio_future_blocking = True
@@ -123,7 +124,7 @@ class SharedWakeup:
     # -- the interface of a future
 
     def add_done_callback(self, callback: Callback, *, context: Context) -> None:
-        """Has the next ring call `callback`, once. Also for callers that are not tasks."""
+        """The next `set` calls `callback`, once. Also for callers that are not tasks."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
         self.waiter = (callback, context)
@@ -142,13 +143,13 @@ class SharedWakeup:
             raise asyncio.CancelledError
 
 
-ALONE = SeparateWakeups()  # for a bell without a tower of its own
+ALONE = SeparateWakeups()  # for a wakeup without a batch of its own
 
 
 class Wakeup(SharedWakeup):
-    """A wakeup that remembers a ring: a later `wait` returns at once.
+    """A wakeup that remembers that it was set: a later `wait` returns at once.
 
-    `if not bell.is_set: await wakeup`, then `bell.is_set = False`, does the same as `wait` without the cost of a
+    `if not wakeup.is_set: await wakeup`, then `wakeup.is_set = False`, does the same as `wait` without the cost of a
     coroutine. One waiter at a time.
     """
 
@@ -166,7 +167,7 @@ class Wakeup(SharedWakeup):
             self._group.wake(self)
 
     async def wait(self) -> None:
-        """Returns after the next ring, or at once if it rang since the last `wait`."""
+        """Returns after the next `set`, or at once if it was set since the last `wait`."""
         while not self.is_set:
             await self
         self.is_set = False

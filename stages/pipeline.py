@@ -5,9 +5,10 @@
                                      |   +- report +                      |
                                      +------------- feedback -------------+
 
-Each stage is one task. Stages do not import each other; this file is the only place that connects them. A full
-channel makes its sender wait, so a slow stage slows down the stages before it. At the head of the pipeline, intake
-rejects requests that would wait too long.
+Each stage is one task, and has a folder: `intake` is `intake/stage.py`, and so on; `exit` is `exit/outboxes.py`. Stages
+do not import each other. This file has every channel between them, and `engine/wiring.py` makes them; besides, the exit
+calls intake and detokenize directly when a request starts and ends. A full channel makes its sender wait, so a slow
+stage slows down the stages before it. At the head of the pipeline, intake rejects requests while too many wait.
 
 The loop schedule -> allocate -> execute -> sample -> schedule cannot deadlock. At most K steps are in flight: schedule
 spends one credit per step and gets it back with the step's outcome. Every channel of the loop holds at least K

@@ -185,7 +185,7 @@ def test_the_table_of_readme_has_a_row_for_each_run_and_one_line_of_losses(resul
     assert lines[2:4] == [
         f"| smollm2-135m, bfloat16, {cpu} (AVX512) | {row}" for cpu in ("A &lt;fast&gt; one", "Another")
     ]
-    assert lines[-1] == "Where millrace loses, at worst: gap between tokens, p99: W4 1.36x against other."
+    assert lines[-1] == "Where millrace loses, at worst: gap between tokens, p99: 16 streams 1.36x against other."
     results["workloads"]["w4"]["ours_to_theirs"] = {}
     assert list(brief([results]))[-1] == "Where millrace loses: in no figure of these runs."
 

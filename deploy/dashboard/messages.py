@@ -77,7 +77,7 @@ class CancelRequest(Body):
 
 
 class Seek(Body):
-    """Recordings only: goes to a time in seconds from the begin, or by a number of steps, backwards if negative."""
+    """Recordings only: goes to a time in seconds from the start, or by a number of steps, backwards if negative."""
 
     type: Literal["seek"]
     time_s: Annotated[float, Field(ge=0, le=MAX_TIME_S, allow_inf_nan=False)] | None = None

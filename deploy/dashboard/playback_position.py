@@ -21,11 +21,11 @@ STATES = ("running", "swapped", "preempted", "parked", "waiting")  # a request s
 
 
 class PlaybackPosition:
-    """One viewer's position in a reel. `go` is slow: call it in a thread, and not concurrently."""
+    """One viewer's position in a recording. `go` is slow: call it in a thread, and not concurrently."""
 
     def __init__(self, playback_data: PlaybackData) -> None:
         self.playback_data = playback_data
-        self.time_s = 0.0  # from the recording's begin
+        self.time_s = 0.0  # from the start of the recording
         self._machine: TimeMachine = playback_data.film.machine.another()
 
     @property
@@ -39,7 +39,7 @@ class PlaybackPosition:
         return round(self.now_s * 1e9)
 
     def go(self, time_s: float) -> None:
-        """Moves to `time_s` seconds from the begin, at most to the end."""
+        """Moves to `time_s` seconds from the start, at most to the end."""
         time_s = min(max(0.0, time_s), self.playback_data.film.duration_s)
         self._machine.go(time_s)
         self.time_s = time_s

@@ -47,7 +47,7 @@ class TimelinePiece:
 
 @dataclass(slots=True)
 class StepTimes:
-    """Begin and end of completed steps; each array [T], in order."""
+    """Start and end of completed steps; each array [T], in order."""
 
     numbers: NDArray[np.int64] = field(default_factory=lambda: NO_TIMES)
     begin_us: NDArray[np.int64] = field(default_factory=lambda: NO_TIMES)

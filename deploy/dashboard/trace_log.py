@@ -99,8 +99,8 @@ class _Progress:
     """The computed tokens of a sequence, from its row records."""
 
     high: int = 0  # tokens computed, or found in the cache
-    decodes_from: int = -1  # position at the begin of decoding; -1: not decoding
-    step: int = 0  # step at the begin of decoding
+    decodes_from: int = -1  # position at the start of decoding; -1: not decoding
+    step: int = 0  # step at the start of decoding
 
 
 class StepFold:

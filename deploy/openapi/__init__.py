@@ -3,6 +3,6 @@
 Owns: nothing.
 In: the operations and the bodies' models.
 Out: `GET /openapi.json`, `GET /docs`.
-Imports: the root of `deploy`, `http`, `api`; `shapes` <- `operations`, which also imports each API, `inspect`, `admin`.
+Imports: the root, `http`, `api`; `shapes` <- `operations`, which imports `metrics`, `inspect`, `admin` and each API.
 Start with: `document.py`; `operations/` is the table.
 """

@@ -4,5 +4,5 @@ Owns: every KV block on the device and on the host, each slot's block table, and
 In: `StepPlan` from schedule; `Rates` from execute.
 Out: `StepGrant` to execute; `PlanReport` to schedule.
 Imports: the root of `stages`, `runtime`.
-Start with: `stage.py`, then `allocator.py`, `slot_blocks.py` and `block_pool.py`; `preemption.py` frees blocks.
+Start with: `stage.py`, then `allocator.py`, `slot_blocks.py` and `block_pool.py`; `preemption.py` picks victims.
 """

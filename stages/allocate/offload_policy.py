@@ -9,7 +9,7 @@ from __future__ import annotations
 from ..messages import Rates
 
 FREE_MOVES = 256  # initial credit: blocks to move before any hit
-MOST_CREDIT = 4096  # upper bound of the credit, so that old hits do not pay for ever
+MOST_CREDIT = 4096  # upper bound of the credit, so that old hits do not pay forever
 SAMPLED = 8  # without credit, one sequence in so many is still moved, to notice when it pays again
 
 

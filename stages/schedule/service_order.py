@@ -1,6 +1,7 @@
-"""The order of service of running sequences, their victims, and their token demand.
+"""The order of service of running sequences, the order of their victims, and their token demand.
 
-Plain, columnar state behind the schedule stage; rebuilt when a sequence comes or goes.
+`allocate/preemption.py` takes victims in this order while blocks are missing. Plain, columnar state behind the schedule
+stage; rebuilt when a sequence comes or goes.
 """
 
 from __future__ import annotations

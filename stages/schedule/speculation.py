@@ -103,7 +103,7 @@ class Speculation:
         return sum(track.is_drafting for track in self._tracks.values())
 
     def follow_order(self, service_order: ServiceOrder, table: SlotTable) -> None:
-        """Takes the current lineup. No sequence is tracked if there are too many."""
+        """Takes the current service order. If it has too many rows, no sequence is tracked."""
         if service_order is self._service_order or not self.num_tokens:
             return
         self._service_order, before = service_order, self._tracks
@@ -155,8 +155,8 @@ class Speculation:
         num_known = int(table.num_known[slot])
         if track is None or not track.is_drafting or track.guess is None or track.guess.num_known != num_known:
             return np.zeros(0, np.intp)
-        room = int(table.limit[slot]) - num_known - 1  # the token after the last draft may be the last one
-        return track.guess.token_ids[: max(0, min(track.length, most, room))]
+        num_left = int(table.limit[slot]) - num_known - 1  # the token after the last draft may be the last one
+        return track.guess.token_ids[: max(0, min(track.length, most, num_left))]
 
     def note(self, slot: int, num_drafts: int, num_accepted: int) -> None:
         """Records the outcome of a step with drafts for the sequence in `slot`."""

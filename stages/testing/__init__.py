@@ -3,7 +3,7 @@
 Owns: nothing.
 In: a script of answers, or a custom stage.
 Out: an engine that answers without a model; `BrokenPromise` for a stage that breaks the contract of stages.
-Imports: all of `stages`.
+Imports: `runtime`, the root of `stages`, `scripted`; may import all of `stages`.
 Start with: `scripted/engine.py` and `conformance_kit.py`; import from this package.
 
     from millrace.stages.testing import conformance, scripted_engine

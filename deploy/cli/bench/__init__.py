@@ -1,4 +1,11 @@
-"""`millrace bench latency | throughput | serve`: benchmarks with the report format of `vllm bench`."""
+"""`millrace bench latency | throughput | serve`: benchmarks with the report format of `vllm bench`.
+
+Owns: nothing after a run.
+In: the options of the command; a model, or the URL of a server.
+Out: a report on stdout, and with `--save-result` a JSON file.
+Imports: the root of `deploy`, `stages`, `runtime`.
+Start with: `latency.py`, the shortest; `measures.py` defines the figures.
+"""
 
 from __future__ import annotations
 

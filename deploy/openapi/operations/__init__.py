@@ -2,6 +2,12 @@
 
 The OpenAPI document is made from it. A test compares it with the routes of the server: a new route needs a new entry,
 in the file of its kind.
+
+Owns: nothing.
+In: the bodies of each API, and the shapes of answers.
+Out: `OPERATIONS`.
+Imports: the root of `deploy`, `metrics`, `api/schema`, each API, `inspect`, `admin`, `openapi/shapes`.
+Start with: `operation.py`, then `generation.py`.
 """
 
 from __future__ import annotations

@@ -175,7 +175,7 @@ class FunctionDelta(Shape):
 
 
 class ToolCallDelta(Shape):
-    """The begin of a tool call, or a piece of its arguments."""
+    """The start of a tool call, or a piece of its arguments."""
 
     index: Count
     id: str | None = None

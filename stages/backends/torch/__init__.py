@@ -3,6 +3,7 @@
 Owns: the tensors of the model, and of its cache.
 In: the checkpoint's folder and the settings.
 Out: `Backend`, whose runner turns grants into logits.
-Imports: the root of `stages`, `runtime`, `model`, `kernels`, the stage rooms, `stages/backends`.
+Imports: the root of `stages`, `runtime`, `model`, `kernels`, `device`, `execute`, `sample`, `backends`,
+`backends/cuda`.
 Start with: `loading.py`.
 """

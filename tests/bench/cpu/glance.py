@@ -74,6 +74,9 @@ def glance(runs: Sequence[Run]) -> Iterator[str]:
     yield from _losses(runs)
 
 
+BRIEF_NAMES = {"w1": "1 request", "w2": "32 at once", "w3": "shared prefix", "w4": "16 streams"}
+
+
 def brief(runs: Sequence[Run]) -> Iterator[str]:
     """The table of README.md, and in one line where another engine is better."""
     columns = {heading: column for heading, *column in COLUMNS}
@@ -89,7 +92,7 @@ def brief(runs: Sequence[Run]) -> Iterator[str]:
         return
     losses: dict[str, list[str]] = {}
     for (workload, figure, label), all_times in lost:
-        worst = f"{workload.upper()} {max(all_times):.2f}x against {label.removesuffix(' server')}"
+        worst = f"{BRIEF_NAMES[workload]} {max(all_times):.2f}x against {label.removesuffix(' server')}"
         losses.setdefault(WORDS[figure], []).append(worst)
     told_losses = (f"{figure}: {', '.join(each)}" for figure, each in losses.items())
     yield f"Where millrace loses, at worst: {'; '.join(told_losses)}."

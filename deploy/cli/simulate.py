@@ -103,11 +103,11 @@ def simulate(options: argparse.Namespace) -> list[SimulationRow]:
 
 def run_one(trace: Workload, fitted: FittedCostModel, settings: Mapping[str, Any]) -> dict[str, float | int | None]:
     """The results of a trace with `settings`; other settings are those of the cost model's recording."""
-    engine, admission, policy = _apply(fitted.engine, settings)
+    engine, limits, policy = _apply(fitted.engine, settings)
     was_enabled = gc.isenabled()
     gc.disable()  # a simulation makes millions of objects without cycles, which collections would scan in vain
     try:
-        return Simulation(engine, fitted.model, admission, policy).run(trace).summary()
+        return Simulation(engine, fitted.model, limits, policy).run(trace).summary()
     finally:
         if was_enabled:
             gc.enable()

@@ -225,7 +225,7 @@ class ResponseService:
     def _publish(self, stored: StoredResponse, built: ResponseEvents, events: Sequence[Event]) -> None:
         self.store.update(stored, orjson.dumps(built.response), orjson.dumps(built.response["output"]))
         self.store.grow(stored, _framed(events))
-        stored.set()
+        stored.wake_readers()
 
     async def cancel(self, response_id: str, owner: str) -> StoredResponse:
         """Aborts a background response and returns it. A complete one stays as it is."""

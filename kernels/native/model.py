@@ -327,7 +327,7 @@ class NativeModel:
         self._kept.extend(arrays)
 
     def begin(self, number: int, rows: Any, asked: Any, num_rows: int) -> None:
-        """Queues a decoding step with sampling, for a `Chain`.
+        """Queues a decoding step with sampling, for a `StepChain`.
 
         `rows`, `asked`: references to a `library.DecodeSlots` and a `library.SlotSampling`.
         """

@@ -61,7 +61,7 @@ class Permit(Generic[T]):
         channel, self._channel = self._channel, None
         if channel is not None:
             channel._num_promised -= 1
-            channel._pass_room_on()
+            channel._wake_senders()
 
 
 class Channel(Generic[T]):
@@ -154,7 +154,7 @@ class Channel(Generic[T]):
         except asyncio.CancelledError:
             if promise.done() and not promise.cancelled() and promise.exception() is None:
                 self._num_promised -= 1
-                self._pass_room_on()
+                self._wake_senders()
             else:
                 self._forget(promise)
             raise
@@ -183,7 +183,7 @@ class Channel(Generic[T]):
         elif depth == 1:
             self.waiting_since = math.inf
 
-    def _pass_room_on(self) -> None:
+    def _wake_senders(self) -> None:
         while self._senders and self._has_room():
             promise = self._senders.popleft()
             if not promise.done():
@@ -208,7 +208,7 @@ class Channel(Generic[T]):
             self._seconds_full += now - self._full_since
             self._full_since = None
         if self._senders:
-            self._pass_room_on()
+            self._wake_senders()
         return items
 
     def peek(self, most: int) -> list[T]:

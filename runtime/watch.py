@@ -25,7 +25,7 @@ class Watch:
     """Inspects the channels of one pipeline every TICK_S on the running loop.
 
     While `is_busy()` is false and nothing calls `wake`, every `idle_tick_s`. In virtual time a periodic timer would
-    keep the simulation going: there a test calls `look` instead of `start`.
+    keep the simulation going: there a test calls `write_edge_depths` instead of `start`.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Watch:
             self._timer = None
             gc.callbacks.remove(self._on_gc)
 
-    def look(self) -> None:
+    def write_edge_depths(self) -> None:
         """Writes EDGE_DEPTH for each edge that is full or changed since the last call."""
         if not self._tracer.enabled:
             return
@@ -94,19 +94,19 @@ class Watch:
         self._timer = loop.call_later(self.tick_s, self._tick)
 
     def _tick(self) -> None:
-        late_s = self._now() - self._due_s
+        lag_s = self._now() - self._due_s
         self.tick_s = TICK_S if self._is_busy() else max(self.idle_tick_s, TICK_S)
         self._wait()
-        if late_s >= MIN_STANDSTILL_S:
+        if lag_s >= MIN_STANDSTILL_S:
             self.resumed_s = self._now()
-        if late_s * 1e6 >= MIN_LAG_US:
-            self._tracer.emit(EventKind.LOOP_LAG, self._loop_source, 0, int(late_s * 1e6))
+        if lag_s * 1e6 >= MIN_LAG_US:
+            self._tracer.emit(EventKind.LOOP_LAG, self._loop_source, 0, int(lag_s * 1e6))
         pauses, self._pauses = self._pauses, []
         for pause in pauses:
             self._tracer.emit(EventKind.GC_PAUSE, self._gc_source, 0, *pause)
-        self.look()
-        for tell in self.on_tick:
-            tell(late_s)
+        self.write_edge_depths()
+        for callback in self.on_tick:
+            callback(lag_s)
 
     def _on_gc(self, phase: str, info: Mapping[str, int]) -> None:
         """Called by the collector in any thread, at any point, also while a ring is being made.
@@ -117,8 +117,8 @@ class Watch:
             self._gc_began_s = self._now()
             return
         pause_us = int((self._now() - self._gc_began_s) * 1e6)
-        for tell in self.on_pause:
-            tell(pause_us)
+        for callback in self.on_pause:
+            callback(pause_us)
         if pause_us < MIN_PAUSE_US:
             return
         pause = (pause_us, info["generation"], info["collected"])

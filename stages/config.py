@@ -129,11 +129,11 @@ class EngineConfig:
                 f"num_cpu_blocks = {self.num_cpu_blocks}: must be at least 0, which switches swapping off"
             )
         if self.num_speculative_tokens > MAX_SPECULATIVE_TOKENS:
-            asked = f"num_speculative_tokens = {self.num_speculative_tokens}"
-            raise ConfigError(f"{asked}: must be at most {MAX_SPECULATIVE_TOKENS}; speculation = off has none")
+            setting = f"num_speculative_tokens = {self.num_speculative_tokens}"
+            raise ConfigError(f"{setting}: must be at most {MAX_SPECULATIVE_TOKENS}; speculation = off has none")
         if self.prompt_lookup_max < self.prompt_lookup_min:
-            asked = f"prompt_lookup_max = {self.prompt_lookup_max}"
-            raise ConfigError(f"{asked}: must be at least prompt_lookup_min, which is {self.prompt_lookup_min}")
+            setting = f"prompt_lookup_max = {self.prompt_lookup_max}"
+            raise ConfigError(f"{setting}: must be at least prompt_lookup_min, which is {self.prompt_lookup_min}")
         for name in ("priority_ageing_s", "max_parked_s"):
             seconds = getattr(self, name)
             if seconds is not None and not 0.0 < seconds < float("inf"):

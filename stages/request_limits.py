@@ -173,9 +173,9 @@ def estimated_tokens(request: Request, max_model_len: int) -> int:
     total = 0
     for prompt in request.prompts:
         num_prompt = _prompt_chars(prompt) // 4 if prompt.token_ids is None else len(prompt.token_ids)
-        room = max(1, max_model_len - num_prompt)
-        asked = request.params.max_tokens
-        total += num_prompt + request.params.n * (room if asked is None else min(asked, room))
+        num_left = max(1, max_model_len - num_prompt)
+        max_tokens = request.params.max_tokens
+        total += num_prompt + request.params.n * (num_left if max_tokens is None else min(max_tokens, num_left))
     return total
 
 

@@ -91,23 +91,23 @@ def simulate(options: argparse.Namespace) -> list[SimulationRow]:
     trace = read_trace(options.trace)
     trace = trace.scaled(times=options.scale_times, lengths=options.scale_lengths, most=options.max_requests)
     fixed = dict(_assignment(text) for text in options.set or ())
-    if not trace.tells_prefixes and "enable_prefix_caching" not in fixed:
+    if not trace.has_prefixes and "enable_prefix_caching" not in fixed:
         print("the trace has no common prefixes of prompts: enable_prefix_caching = False", file=sys.stderr)
         fixed["enable_prefix_caching"] = False
     swept = dict(_sweep(text) for text in options.sweep or ())
     combinations = [dict(zip(swept, values, strict=True)) for values in itertools.product(*swept.values())]
-    if not trace.tells_repeats and any(_most_drafts(fitted.engine, {**fixed, **varied}) for varied in combinations):
+    if not trace.has_repeats and any(_most_drafts(fitted.engine, {**fixed, **varied}) for varied in combinations):
         print("the trace has no repetitions in answers: speculation = off", file=sys.stderr)
     return [SimulationRow(varied, run_one(trace, fitted, {**fixed, **varied})) for varied in combinations]
 
 
 def run_one(trace: Workload, fitted: FittedCostModel, settings: Mapping[str, Any]) -> dict[str, float | int | None]:
     """The results of a trace with `settings`; other settings are those of the cost model's recording."""
-    engine, door, policy = _apply(fitted.engine, settings)
+    engine, admission, policy = _apply(fitted.engine, settings)
     was_enabled = gc.isenabled()
     gc.disable()  # a simulation makes millions of objects without cycles, which collections would scan in vain
     try:
-        return Simulation(engine, fitted.model, door, policy).run(trace).summary()
+        return Simulation(engine, fitted.model, admission, policy).run(trace).summary()
     finally:
         if was_enabled:
             gc.enable()

@@ -19,10 +19,10 @@ GUMBEL_FLOPS = 16  # of a token, with temperature and comparison
 def choose(num_rows: int, num_random: int, vocab_size: int, element_size: int, num_cut: int = 0) -> LaunchCost:
     """`num_random` of the rows are drawn, `num_cut` of them above a threshold."""
     logits = num_rows * vocab_size * element_size
-    asked = num_rows * (ROW_BYTES + 3 * INDEX_BYTES) + 4 * num_cut
+    row_params = num_rows * (ROW_BYTES + 3 * INDEX_BYTES) + 4 * num_cut
     bests = 2 * num_rows * -(-vocab_size // GROUP) * 8
     greedy = num_rows - num_random
-    return LaunchCost(logits + asked + bests, vocab_size * (greedy + GUMBEL_FLOPS * num_random))
+    return LaunchCost(logits + row_params + bests, vocab_size * (greedy + GUMBEL_FLOPS * num_random))
 
 
 def thresholds(num_rows: int, num_cut: int, vocab_size: int, element_size: int) -> LaunchCost:
@@ -38,8 +38,8 @@ def edit(
     logits = num_rows * vocab_size * (element_size + 4)
     counts = num_penalised * vocab_size * 2
     masks = num_masked * -(-vocab_size // 32) * 4 + num_rows * INDEX_BYTES * (num_masked > 0)
-    asked = num_rows * (ROW_BYTES + 2 * INDEX_BYTES) + 16 * sum(num_listed)
-    return LaunchCost(logits + counts + masks + asked, 5 * num_penalised * vocab_size + sum(num_listed))
+    row_params = num_rows * (ROW_BYTES + 2 * INDEX_BYTES) + 16 * sum(num_listed)
+    return LaunchCost(logits + counts + masks + row_params, 5 * num_penalised * vocab_size + sum(num_listed))
 
 
 def count_tokens(num_rows: int, num_penalised: int) -> LaunchCost:

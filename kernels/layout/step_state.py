@@ -172,16 +172,16 @@ def note_tokens(out: Array, chosen: Array, sampled_slots: Array, slots: SlotStat
     chosen         [P] i64      a token for each row of logits; negative = the row was broken, which ends its sequence
     sampled_slots  [P] i32      as in `StepBuffers`; each slot at most once
     """
-    told, ids, at = np.asarray(out), np.asarray(chosen), np.asarray(sampled_slots)
+    result, ids, at = np.asarray(out), np.asarray(chosen), np.asarray(sampled_slots)
     state, tokens = np.asarray(slots.state), np.asarray(slots.tokens)
-    told[0], told[1] = -1, GOES_ON
+    result[0], result[1] = -1, GOES_ON
     rows = (at >= 0).nonzero()[0]
     slot, is_broken, token = at[rows], ids[rows] < 0, np.maximum(ids[rows], 0).astype(np.int32)
     count = state[slot, TOKENS]
     finish = np.where(count + 1 >= state[slot, LIMIT], LENGTH, GOES_ON)
     is_stop = (state[slot, STOPS : STOPS + MAX_STOPS] == token[:, None]).any(1) & (count >= state[slot, LEAST])
     finish = np.where(is_broken, ERROR, np.where(is_stop, STOP, finish))
-    has_room = count < tokens.shape[1]
-    tokens[slot[has_room], count[has_room]] = token[has_room]
+    fits = count < tokens.shape[1]
+    tokens[slot[fits], count[fits]] = token[fits]
     state[slot, TOKENS], state[slot, FINISHED] = count + 1, finish
-    told[0, rows], told[1, rows] = token, finish
+    result[0, rows], result[1, rows] = token, finish

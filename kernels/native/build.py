@@ -75,9 +75,9 @@ def is_ready(instruction_set: str) -> bool:
 
 def cache_folder() -> Path:
     """MILLRACE_CACHE, or `millrace` in the user's cache folder."""
-    asked = os.environ.get("MILLRACE_CACHE")
+    cache_home = os.environ.get("MILLRACE_CACHE")
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "millrace"
-    return (Path(asked) if asked else base) / "native"
+    return (Path(cache_home) if cache_home else base) / "native"
 
 
 def compile_library(instruction_set: str, target: Path) -> None:
@@ -111,9 +111,9 @@ def _locked(path: Path) -> Iterator[None]:
 
 def find_compiler() -> str | None:
     """The compiler that CXX names, or the first of c++, g++ and clang++ on the PATH."""
-    asked = os.environ.get("CXX")
-    if asked is not None:
-        return shutil.which(asked)
+    compiler = os.environ.get("CXX")
+    if compiler is not None:
+        return shutil.which(compiler)
     return next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
 
 

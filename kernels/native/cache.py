@@ -31,12 +31,12 @@ class NativeCache:
         block_size: int,
         dtype: CacheDType,
         blocks_ahead: int = 0,
-        room: Callable[[], int] = lambda: NO_LIMIT,
+        available_bytes: Callable[[], int] = lambda: NO_LIMIT,
     ) -> None:
         """`blocks_ahead`: blocks past the used ones whose memory is preallocated once `ahead` is started.
 
-        Stops while the system has too little memory left; `room()` returns the bytes that are left. Once the cache is
-        nearly full, does the same for the host blocks: as many, but at most half of them.
+        Stops while the system has too little memory left; `available_bytes()` returns the bytes that are left. Once the
+        cache is nearly full, does the same for the host blocks: as many, but at most half of them.
         """
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -53,13 +53,13 @@ class NativeCache:
         assert np.may_share_memory(self.data, memory), "a copy of the cache is not the cache"
         self._run_bytes = run * block_bytes
         self._blocks_ahead = blocks_ahead
-        self._room = room
+        self._available_bytes = available_bytes
         self.ahead = self._take_ahead(used, blocks_ahead * block_bytes)
         self.ahead_on_host: PagePreallocation | None = None  # once there are host blocks
         self._is_nearly_full = False
 
     def _take_ahead(self, regions: Array, ahead_bytes: int) -> PagePreallocation:
-        ahead = PagePreallocation(regions, ahead_bytes, room=self._room)
+        ahead = PagePreallocation(regions, ahead_bytes, available_bytes=self._available_bytes)
         weakref.finalize(self, ahead.stop)
         return ahead
 

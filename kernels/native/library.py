@@ -83,35 +83,35 @@ class SamplingRows(Structure):
     ]
 
 
-def choose_instruction_set(asked: str | None = None) -> str:
+def choose_instruction_set(requested: str | None = None) -> str:
     """The requested instruction set, by argument or environment, or the best that the machine has.
 
     Raises NativeUnavailableError if the machine lacks the requested one, or all of them.
     """
-    asked = asked_for(asked)
+    requested = requested_instruction_set(requested)
     available = machine.instruction_sets()
-    if asked is not None and EMULATED.get(asked) in available:
-        return asked
-    if asked is not None and asked not in available:
-        raise NativeUnavailableError(f"instruction set {asked}: this machine has {', '.join(available) or 'none'}")
+    if requested is not None and EMULATED.get(requested) in available:
+        return requested
+    if requested is not None and requested not in available:
+        raise NativeUnavailableError(f"instruction set {requested}: this machine has {', '.join(available) or 'none'}")
     if not available:
         raise NativeUnavailableError("the native step needs AVX2 and FMA, or AVX-512, on Linux")
-    return asked or available[0]
+    return requested or available[0]
 
 
-def asked_for(asked: str | None) -> str | None:
+def requested_instruction_set(requested: str | None) -> str | None:
     """The requested instruction set, by argument or environment; None if there is none."""
-    return asked or os.environ.get(ENVIRONMENT) or None
+    return requested or os.environ.get(ENVIRONMENT) or None
 
 
-def load_best(asked: str | None = None) -> tuple[str, ctypes.CDLL]:
+def load_best(requested: str | None = None) -> tuple[str, ctypes.CDLL]:
     """The instruction set of `choose_instruction_set` and its library. Raises NativeUnavailableError.
 
     Falls back to the next best instruction set if none is requested and the compiler is too old for the best.
     """
-    chosen = choose_instruction_set(asked)
+    chosen = choose_instruction_set(requested)
     failures = []
-    for name in (chosen,) if asked_for(asked) else machine.instruction_sets():
+    for name in (chosen,) if requested_instruction_set(requested) else machine.instruction_sets():
         found = _load_once(name)
         if not isinstance(found, NativeUnavailableError):
             return name, found

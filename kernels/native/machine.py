@@ -66,9 +66,9 @@ def cpus() -> tuple[int, ...]:
 
 def default_threads() -> int:
     """OMP_NUM_THREADS if set, else the number of processors that affinity and the container's quota allow."""
-    asked = os.environ.get("OMP_NUM_THREADS", "")
-    if asked.isdigit() and int(asked) > 0:
-        return int(asked)
+    configured = os.environ.get("OMP_NUM_THREADS", "")
+    if configured.isdigit() and int(configured) > 0:
+        return int(configured)
     return max(1, min(len(cpus()) or os.cpu_count() or 1, _quota()))
 
 

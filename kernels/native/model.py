@@ -326,16 +326,16 @@ class NativeModel:
         """Keeps arrays alive as long as the model, because steps that are not waited for may read them."""
         self._kept.extend(arrays)
 
-    def begin(self, number: int, rows: Any, asked: Any, num_rows: int) -> None:
+    def begin(self, number: int, rows: Any, sampling: Any, num_rows: int) -> None:
         """Queues a decoding step with sampling, for a `StepChain`.
 
-        `rows`, `asked`: references to a `library.DecodeSlots` and a `library.SlotSampling`.
+        `rows`, `sampling`: references to a `library.DecodeSlots` and a `library.SlotSampling`.
         """
-        self._check(self._library.millrace_begin(self._model, number, rows, asked, num_rows))
+        self._check(self._library.millrace_begin(self._model, number, rows, sampling, num_rows))
 
-    def follow(self, number: int, rows: Any, asked: Any, num_rows: int) -> bool:
+    def follow(self, number: int, rows: Any, sampling: Any, num_rows: int) -> bool:
         """Like `begin`, but only directly behind step `number - 1`; whether the step was queued."""
-        return bool(self._library.millrace_follow(self._model, number, rows, asked, num_rows))
+        return bool(self._library.millrace_follow(self._model, number, rows, sampling, num_rows))
 
     def wait(self, number: int, num_rows: int, token_ids: int, is_broken: int) -> bool:
         """Waits for a step and writes its results to the addresses `token_ids` and `is_broken`.
@@ -362,10 +362,10 @@ class NativeModel:
 
     def _note_shares(self) -> None:
         if self._neighbours.note(self._shares):
-            told = self._neighbours.limit, self._neighbours.is_trying
-            self._library.millrace_limit_threads(self._model, *told)
+            limits = self._neighbours.limit, self._neighbours.is_trying
+            self._library.millrace_limit_threads(self._model, *limits)
 
-    def room_for_logits(self, num_rows: int) -> Floats:
+    def logits_buffer(self, num_rows: int) -> Floats:
         """A buffer [num_rows, V] for a step's logits. It is reused once no reference to it or a part of it is left."""
         return self._logits.take(num_rows)
 
@@ -398,12 +398,12 @@ class NativeModel:
         self._check(self._library.millrace_head(self._model, hidden.ctypes.data, len(hidden), out.ctypes.data))
         return out
 
-    def choose(self, asked: Any, choices: Any) -> None:
+    def choose(self, sampling: Any, choices: Any) -> None:
         """Samples tokens from logits, for a `NativeChooser`.
 
-        `asked`, `choices`: references to a `library.SlotSampling` and a `library.SamplingRows`.
+        `sampling`, `choices`: references to a `library.SlotSampling` and a `library.SamplingRows`.
         """
-        self._check(self._library.millrace_sample(self._model, asked, choices))
+        self._check(self._library.millrace_sample(self._model, sampling, choices))
 
     def check_cache(self, cache: NativeCache) -> None:
         """Asserts that the cache has this model's cache dtype."""

@@ -50,7 +50,7 @@ class PagePreallocation:
         left_bytes: int = LEFT_BYTES,
         num_takers: int = NUM_TAKERS,
         take: Callable[[int, int], bool] = take_pages,
-        room: Callable[[], int] = lambda: NO_LIMIT,  # bytes that the system has left
+        available_bytes: Callable[[], int] = lambda: NO_LIMIT,  # bytes that the system has left
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.num_taken = 0  # bytes so far
@@ -62,7 +62,7 @@ class PagePreallocation:
         self._left_bytes = left_bytes
         self._num_takers = num_takers
         self._take = take
-        self._room = room
+        self._available_bytes = available_bytes
         self._now = now
         self._used_bytes = 0
         self._looked_at_bytes = 0  # `_used_bytes` at the last check
@@ -108,10 +108,10 @@ class PagePreallocation:
     def _run(self) -> None:
         while not self._is_over.is_set():
             wait_s = IDLE_S if self._is_in_step else self._last_step_s + IDLE_S - self._now()
-            has_room = wait_s > 0 or self._has_room()  # reads files, so not under the lock
+            has_memory = wait_s > 0 or self._has_memory()  # reads files, so not under the lock
             with self._lock:
                 region = self._lacking()
-                if region is None or not has_room:  # ends until more is used
+                if region is None or not has_memory:  # ends until more is used
                     self._takers.remove(threading.current_thread())
                     return
                 begin, end = self._next[region], self._end_of_page(region)
@@ -125,8 +125,8 @@ class PagePreallocation:
             else:
                 self._is_over.set()
 
-    def _has_room(self) -> bool:
-        return self._room() >= self._left_bytes
+    def _has_memory(self) -> bool:
+        return self._available_bytes() >= self._left_bytes
 
     def _end_of_page(self, region: int) -> int:
         """End of the next page of a region; the last page may be a partial one."""

@@ -62,7 +62,7 @@ class SlotStep:
 
         None if a row reads a token of its prompt; then nothing was done. Otherwise as `NativeModel.step`.
         """
-        logits = self.model.room_for_logits(len(slots))
+        logits = self.model.logits_buffer(len(slots))
         rows, count = self._rows.of(slots, starts)
         return logits if self.model.decode(rows, count, _place_of(logits), None, None) else None
 
@@ -117,11 +117,11 @@ class NativeChooser:
             (num_prompt, np.int32),
         ]
         model.keep(*(column for column, _ in columns))
-        self.asked = ctypes.byref(library.SlotSampling(*(address(column, dtype) for column, dtype in columns)))
+        self.slot_sampling = ctypes.byref(library.SlotSampling(*(address(column, dtype) for column, dtype in columns)))
         self._choices = library.SamplingRows()
-        self._make_room(len(is_random))
+        self._allocate_rows(len(is_random))
 
-    def _make_room(self, num_rows: int) -> None:
+    def _allocate_rows(self, num_rows: int) -> None:
         self._slots, self._places = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)
         self._token_ids, self._is_broken = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.bool_)
         self._choices.slots, self._choices.positions = self._slots.ctypes.data, self._places.ctypes.data
@@ -141,7 +141,7 @@ class NativeChooser:
         """
         count, choices = len(slots), self._choices
         if count > len(self._slots):
-            self._make_room(count)
+            self._allocate_rows(count)
         self._slots[:count] = slots
         self._places[:count] = places
         assert logits.dtype.char == "f", f"logits of {logits.dtype}"
@@ -154,7 +154,7 @@ class NativeChooser:
             assert len(mask_rows) == count and mask_rows.max() < num_masks, f"rows {mask_rows} of {num_masks} masks"
             choices.masks, choices.mask_rows = address(masks, np.int32), address(mask_rows, np.int64)
         assert len(logits) == count, f"{len(logits)} rows of logits for {count} slots"
-        self._model.choose(self.asked, ctypes.byref(choices))
+        self._model.choose(self.slot_sampling, ctypes.byref(choices))
         return self._token_ids[:count].copy(), self._is_broken[:count].copy()
 
 

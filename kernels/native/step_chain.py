@@ -18,7 +18,7 @@ class StepChain:
     """
 
     def __init__(self, decoding: SlotStep, chooser: NativeChooser) -> None:
-        self._model, self._asked = decoding.model, chooser.asked
+        self._model, self._slot_sampling = decoding.model, chooser.slot_sampling
         assert self._model.step_thread_id, "a step chain needs a model with a step thread: num_threads > 1"
         self._begun, self._following = decoding.rows(), decoding.rows()
 
@@ -28,7 +28,7 @@ class StepChain:
         `starts` [L]: tokens of each slot in the cache. Raises MemoryError. Call on the thread that calls `wait`.
         """
         rows, count = self._begun.of(slots, starts)
-        self._model.begin(number, rows, self._asked, count)
+        self._model.begin(number, rows, self._slot_sampling, count)
 
     def follow(self, number: int, slots: Longs, starts: Ints) -> bool:
         """Like `begin`, but directly behind step `number - 1`.
@@ -37,7 +37,7 @@ class StepChain:
         one thread, which may be another than the one that waits.
         """
         rows, count = self._following.of(slots, starts)
-        return self._model.follow(number, rows, self._asked, count)
+        return self._model.follow(number, rows, self._slot_sampling, count)
 
     def wait(self, number: int, num_rows: int) -> tuple[Longs, Bools] | None:
         """Waits for a step: (token ids, broken rows), [L] each. Call once per step.

@@ -58,12 +58,12 @@ class ThreadThrottle:
     def __init__(
         self,
         num_threads: int,
-        tell: Callable[[int, float], None] = lambda limit, num_lost: None,
+        on_change: Callable[[int, float], None] = lambda limit, num_lost: None,
         process_ns: Callable[[], int] = time.process_time_ns,
         idle_ns: Callable[[], tuple[int, int] | None] = lambda: None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """`tell`: called with a new limit and the number of cores lost. `process_ns`: CPU time of this process.
+        """`on_change`: called with a new limit and the number of cores lost. `process_ns`: CPU time of this process.
 
         `idle_ns`: idle time and elapsed time of the threads' cores, both added up over the cores; None: unknown.
         `clock_ns`: a monotonic clock.
@@ -71,8 +71,8 @@ class ThreadThrottle:
         self.limit = self.num_threads = num_threads
         self.is_trying = False
         self.num_lost = 0.0  # cores, in the last window
-        self._tell, self._process_ns, self._idle_ns, self._clock_ns = tell, process_ns, idle_ns, clock_ns
-        self._looked: tuple[int, int, int] | None = None  # at the last check: `idle_ns` and `process_ns`
+        self._on_change, self._process_ns, self._idle_ns, self._clock_ns = on_change, process_ns, idle_ns, clock_ns
+        self._last_sample: tuple[int, int, int] | None = None  # at the last check: `idle_ns` and `process_ns`
         self._began = [0] * len(ThreadShare)  # sums at the start of the window
         self._began_process_ns = process_ns()
         self._num_bad = 0  # consecutive windows in which too much was lost
@@ -92,7 +92,7 @@ class ThreadThrottle:
         else:
             self._judge(shares)
         if self.limit != before[0]:
-            self._tell(self.limit, self.num_lost)
+            self._on_change(self.limit, self.num_lost)
         return (self.limit, self.is_trying) != before
 
     def _judge(self, shares: Longs) -> None:
@@ -121,17 +121,17 @@ class ThreadThrottle:
 
         Neither this process's own time nor the cores' idle time counts as theirs.
         """
-        before, now = self._looked, self._look()
+        before, now = self._last_sample, self._take_sample()
         if before is None or now is None:
             return True
         idle, passed, own = (after - then for after, then in zip(now, before, strict=True))
         num_had = (passed - idle - own) * self.num_threads / max(1, passed)
         return num_had <= WANTED * (self.num_threads - self.limit)
 
-    def _look(self) -> tuple[int, int, int] | None:
+    def _take_sample(self) -> tuple[int, int, int] | None:
         idle_ns = self._idle_ns()
-        self._looked = None if idle_ns is None else (*idle_ns, self._process_ns())
-        return self._looked
+        self._last_sample = None if idle_ns is None else (*idle_ns, self._process_ns())
+        return self._last_sample
 
     def _since(self, shares: Longs, share: ThreadShare) -> int:
         """The sum within this window."""
@@ -150,7 +150,7 @@ class ThreadThrottle:
             self.limit, self._held_until_ns = self.num_threads, passed_ns + HOLD_NS
             return
         self.limit = max(least, self.limit - max(1, round(self.num_lost)))
-        self._look()
+        self._take_sample()
         self._last_try_ns = self._clock_ns()
         self._pause(FIRST_PAUSE_NS)
 

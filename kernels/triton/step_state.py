@@ -20,7 +20,7 @@ from ..layout import step_state
 from ..layout.step_state import SlotState, StepBuffers
 from .launch import next_power_of_2
 
-NEWS_PROGRAMS = 32  # they share the copy of a long prompt (128k tokens are 512 kB), and idle otherwise
+UPDATE_PROGRAMS = 32  # they share the copy of a long prompt (128k tokens are 512 kB), and idle otherwise
 BLOCK = 256
 TOKENS_PER_PROGRAM = 32  # with 64 rows at a time: 2,048 comparisons, 16 a thread
 ROWS_AT_A_TIME = 64
@@ -41,7 +41,7 @@ LENGTH, ERROR = tl.constexpr(step_state.LENGTH), tl.constexpr(step_state.ERROR)
 
 def apply_updates(diff: Tensor, slots: SlotState) -> None:
     """See `apply_updates` in `kernels/layout/step_state.py`."""
-    _apply_updates_kernel[(NEWS_PROGRAMS,)](
+    _apply_updates_kernel[(UPDATE_PROGRAMS,)](
         diff, slots.state, slots.tokens, slots.tables,
         slots.state.stride(0), slots.tokens.stride(0), slots.tables.stride(0),
         WIDTH=step_state.STATE_WIDTH, BLOCK_WIDTH=next_power_of_2(step_state.STATE_WIDTH), BLOCK=BLOCK,

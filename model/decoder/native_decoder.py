@@ -47,7 +47,7 @@ class NativeDecoder:
         if not self.model.shape.has_head:
             self._step(inputs, cache)
             return np.zeros((len(inputs.logits_rows), self.model.shape.vocab_size), np.float32)
-        logits = self.model.room_for_logits(len(inputs.logits_rows))
+        logits = self.model.logits_buffer(len(inputs.logits_rows))
         self._step(inputs, cache, logits_rows=inputs.logits_rows, logits=logits)
         return logits
 

@@ -62,7 +62,7 @@ def _schema_text(schema: str, is_compact: bool) -> str:
         overrides = spacing | {"lenient": False, "coerce_one_of": False}
         return LLMatcher.grammar_from_json_schema(schema, overrides=overrides)  # type: ignore[arg-type]
     except ValueError as error:
-        raise GrammarError(_told(str(error))) from None
+        raise GrammarError(_client_message(str(error))) from None
 
 
 def _unanchored(regex: str) -> str:
@@ -78,10 +78,10 @@ def _as_lark(grammar: str) -> str:
     try:
         return str(any_to_lark(grammar))
     except Exception as error:  # its parser raises Exception itself
-        raise GrammarError(f"is no GBNF: {_told(str(error))}") from None
+        raise GrammarError(f"is no GBNF: {_client_message(str(error))}") from None
 
 
-def _told(error: str) -> str:
+def _client_message(error: str) -> str:
     """A compiler's message for a client: one line, without the parser's state and the quoted source."""
     line = " ".join(SOURCE_OR_STATE.split(error)[0].split()).replace("Error:", "error:")
     return line if len(line) <= MAX_MESSAGE_CHARS else line[: MAX_MESSAGE_CHARS - 3] + "..."
@@ -109,13 +109,13 @@ class GrammarCompiler:
         """A matcher at the start of the grammar. Raises `GrammarError` if it does not compile."""
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
         if matcher.is_error():
-            raise GrammarError(_told(matcher.get_error()))
+            raise GrammarError(_client_message(matcher.get_error()))
         return matcher
 
     def check_start(self, matcher: LLMatcher) -> None:
         """Raises `GrammarError` if a matcher at its start allows no text. Leaves the matcher usable."""
         if not self.allowed(matcher):
-            problem = _told(matcher.get_error())
+            problem = _client_message(matcher.get_error())
             raise GrammarError("matches no text" + (f": {problem}" if matcher.is_error() else ""))
 
     def mask(self, matcher: LLMatcher) -> NDArray[np.int32]:
@@ -142,8 +142,8 @@ def _make_tokenizer(vocabulary: Vocabulary, num_bits: int, eos_ids: list[int]) -
 
     It is the model's own if llguidance reads tokenizer.json correctly, else one that takes the longest tokens first.
     """
-    has_room = len(vocabulary.tokens) <= vocabulary.vocab_size
-    if vocabulary.tokenizer_json is not None and has_room:
+    fits = len(vocabulary.tokens) <= vocabulary.vocab_size
+    if vocabulary.tokenizer_json is not None and fits:
         try:
             made = LLTokenizer(vocabulary.tokenizer_json, n_vocab=num_bits, eos_token=eos_ids)
         except ValueError:

@@ -50,9 +50,9 @@ class ComputeThreads:
 
     @classmethod
     def choose(
-        cls, asked: int | None, cpus: Cpus, environment: Mapping[str, str] = MappingProxyType({})
+        cls, requested: int | None, cpus: Cpus, environment: Mapping[str, str] = MappingProxyType({})
     ) -> ComputeThreads:
-        """The number requested by `asked` or OMP_NUM_THREADS.
+        """The `requested` number, or that of OMP_NUM_THREADS.
 
         By default one per core, at most what the quota keeps running.
 
@@ -60,16 +60,16 @@ class ComputeThreads:
         the first CPUs (containers without CPUs of their own all number them alike), so the kernel places them better.
         """
         num_cores, by_environment = len(cpus.cores), environment.get("OMP_NUM_THREADS", "")
-        if asked is not None:
-            count, reason = asked, f"threads = {asked}"
+        if requested is not None:
+            count, reason = requested, f"threads = {requested}"
         elif by_environment.isdigit() and int(by_environment):
-            asked = count = int(by_environment)
+            requested = count = int(by_environment)
             reason = f"OMP_NUM_THREADS = {count}"
         elif cpus.quota is not None and cpus.quota < num_cores:
             count, reason = max(1, int(cpus.quota)), f"the cgroup's quota of {cpus.quota:g} CPUs"
         else:
             count, reason = num_cores, f"one for each of {num_cores} cores"
-        if len(cpus.allowed) > num_cores and asked is None:
+        if len(cpus.allowed) > num_cores and requested is None:
             reason += f" ({len(cpus.allowed)} CPUs)"
         is_throttled = cpus.quota is not None and cpus.quota < count
         for some in (cpus.cores, cpus.allowed):

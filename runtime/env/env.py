@@ -123,7 +123,7 @@ class Env(ABC):
         """
 
     @abstractmethod
-    def give_way(self) -> None:
+    def yield_this_thread(self) -> None:
         """Applies the restrictions of `yield_to` to the calling thread and threads it starts later."""
 
     @abstractmethod
@@ -197,7 +197,7 @@ class LiveEnv(Env):
                 for other in worker.native_ids:
                     self._stand_back(other)
 
-    def give_way(self) -> None:
+    def yield_this_thread(self) -> None:
         self._stand_back(threading.get_native_id())
 
     def _stand_back(self, thread: int) -> None:

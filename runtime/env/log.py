@@ -236,8 +236,8 @@ def console_line(event: Mapping[str, Any]) -> bytes:
     line, tail = text.encode(), stack.encode()
     if len(line) + len(tail) >= MAX_LINE_BYTES:
         line = _cut(line, MAX_LINE_BYTES // 2 if tail else MAX_LINE_BYTES - 1)
-        room = MAX_LINE_BYTES - len(line) - len(b"\n  | ...\n")
-        tail = b"\n  | ..." + tail[-room:].decode(errors="ignore").encode() if tail else b""  # keep the end
+        num_left = MAX_LINE_BYTES - len(line) - len(b"\n  | ...\n")
+        tail = b"\n  | ..." + tail[-num_left:].decode(errors="ignore").encode() if tail else b""  # keep the end
     return line + tail + b"\n"
 
 
@@ -341,11 +341,11 @@ class _ForeignHandler(logging.Handler):
             event: EventDict = {"event": record.getMessage(), "logger": record.name, "level": record.levelname.lower()}
         except Exception as error:  # the format string does not fit its arguments
             event = {"event": str(record.msg), "logger": record.name, "level": "error", "format_error": repr(error)}
-        told = record.exc_info[1] if record.exc_info else None
-        if told is not None:
-            event["exception"] = _traceback(told)
+        exception = record.exc_info[1] if record.exc_info else None
+        if exception is not None:
+            event["exception"] = _traceback(exception)
             if not _Active.with_error_messages:  # asyncio, for one, quotes the exception in its message too
-                event["event"] = str(event["event"]).replace(repr(told), type(told).__name__)
+                event["event"] = str(event["event"]).replace(repr(exception), type(exception).__name__)
         from structlog.contextvars import merge_contextvars
 
         _Active.target.take(_stamp(None, "", merge_contextvars(None, "", event)))
@@ -371,10 +371,10 @@ def _traceback(error: BaseException) -> str:
         _forget_places(printed)
         return "".join(printed.format()).rstrip("\n")
     parts: list[str] = []
-    told: list[BaseException] = []
+    seen: list[BaseException] = []
     cause: BaseException | None = error
-    while cause is not None and cause not in told:
-        told.append(cause)
+    while cause is not None and cause not in seen:
+        seen.append(cause)
         frames = "".join(_lines(traceback.extract_tb(cause.__traceback__)).format())
         parts.insert(0, f"Traceback (most recent call last):\n{frames}{type(cause).__qualname__} (message withheld)")
         cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)

@@ -34,7 +34,8 @@ MAX_REQUESTS = 1_024
 MAX_TASKS = 1_024
 MAX_FRAMES = 32  # of a stack, the innermost
 PAUSE_S = 10.0  # between two files for the same reason, so that repeated crashes do not fill the disk
-TOLD = ("request_id", "step", "generation", "sequence_id", "first_sequence_id", "prompt_index")  # of a queued item
+# of a queued item
+ITEM_ID_FIELDS = ("request_id", "step", "generation", "sequence_id", "first_sequence_id", "prompt_index")
 Line = dict[str, Any]
 
 
@@ -135,10 +136,12 @@ def _item(item: object) -> Line:
 
     Reading it may raise: it may be the item that broke the stage.
     """
-    told: Line = {"kind": type(item).__name__}
+    line: Line = {"kind": type(item).__name__}
     with suppress(Exception):
-        told |= {name: getattr(item, name) for name in TOLD if isinstance(getattr(item, name, None), (str, int))}
-    return told
+        line |= {
+            name: getattr(item, name) for name in ITEM_ID_FIELDS if isinstance(getattr(item, name, None), (str, int))
+        }
+    return line
 
 
 def _requests(pipeline: Pipeline) -> Iterator[Line]:

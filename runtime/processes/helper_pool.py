@@ -61,7 +61,7 @@ class HelperPool:
         self._module = module
         self._opening = opening
         self._idle: list[_Helper] = []
-        self._room = asyncio.Semaphore(num)
+        self._permits = asyncio.Semaphore(num)
         self._refills: set[asyncio.Task[None]] = set()
         self._all: set[_Helper] = set()
         self._is_closed = False
@@ -76,7 +76,7 @@ class HelperPool:
 
         Raises `HelperDied` if the child ends first or takes over `wall_s`.
         """
-        async with self._room:
+        async with self._permits:
             helper = await self._take()
             is_well = False
             try:

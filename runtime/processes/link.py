@@ -236,12 +236,14 @@ class Link:
     def _meet(self, hello: bytes) -> None:
         """Checks the hello: the other end must have the same version, messages and edges."""
         try:
-            told = orjson.loads(hello)
+            received = orjson.loads(hello)
         except orjson.JSONDecodeError:
             raise LinkError("a hello that is not JSON") from None
-        due = orjson.loads(orjson.dumps(self._introduction(self._inbound, self._outbound)))
-        if told != due:
-            raise LinkError(f"the other end is {told}, and must be {due}: both ends must have the same version")
+        expected = orjson.loads(orjson.dumps(self._introduction(self._inbound, self._outbound)))
+        if received != expected:
+            raise LinkError(
+                f"the other end is {received}, and must be {expected}: both ends must have the same version"
+            )
         self._is_met = True
 
     @staticmethod
@@ -323,12 +325,12 @@ class OutboundChannel(Channel[T], Generic[T]):
         self.queued.extend(item for item in kept if self._carry(item))
         if self.is_closed:
             link._put(CLOSE, edge, b"", [])
-        self._has_new_room()
+        self._on_capacity_freed()
 
     def _unbind(self) -> None:
         self._link = None
         self.queued.clear()
-        self._has_new_room()
+        self._on_capacity_freed()
 
     def _pay(self, count: int) -> None:
         """The other side received `count` items."""
@@ -338,16 +340,16 @@ class OutboundChannel(Channel[T], Generic[T]):
         self._recent_high_water = max(self._recent_high_water, depth)
         self._high_water = max(self._high_water, depth)
         del self.queued[:count]
-        self._has_new_room()
+        self._on_capacity_freed()
 
-    def _has_new_room(self) -> None:
+    def _on_capacity_freed(self) -> None:
         now = self._clock()
         if self._full_since is not None and len(self.queued) < self.capacity:
             self._seconds_full += now - self._full_since
             self._full_since = None
         if not self.queued:
             self._empty_since = now
-        self._pass_room_on()
+        self._wake_senders()
 
     def close(self) -> None:
         if not self.is_closed and self._link is not None:

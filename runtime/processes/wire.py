@@ -48,14 +48,14 @@ class Codec:
         self._tags: dict[type, int] = {}
         self._readers: list[Callable[[list[Any]], Any]] = []
         self._fields: dict[type, tuple[str, ...]] = {}
-        told = []
+        signatures = []
         for kind in types:
             self._tags[kind] = FIRST_TYPE + len(self._readers)
             names = _field_names(kind)
             self._fields[kind] = names
             self._readers.append(_reader(kind, names))
-            told.append(f"{kind.__name__}({','.join(names)})")
-        self.fingerprint = hashlib.sha256(";".join(told).encode()).hexdigest()[:16]
+            signatures.append(f"{kind.__name__}({','.join(names)})")
+        self.fingerprint = hashlib.sha256(";".join(signatures).encode()).hexdigest()[:16]
 
     def encode(self, message: Any) -> tuple[bytes, list[Buffer]]:
         """(header, body buffers). The body's length is a multiple of ALIGNMENT.

@@ -91,7 +91,7 @@ class SimEnv(Env):
     def yield_to(self, name: str, own_cpu: int | None = None) -> None:
         pass
 
-    def give_way(self) -> None:
+    def yield_this_thread(self) -> None:
         pass
 
     async def aclose(self) -> None:

@@ -106,14 +106,14 @@ def _starve(pattern: str, stream: random.Random) -> Pick:
             task = getattr(handle._callback, "__self__", None)
             if type(task) is not SimTask:
                 others.append(i)
-            elif not (starved[task.number] if task.number in starved else look(task)):
+            elif not (starved[task.number] if task.number in starved else classify(task)):
                 others.append(i)
                 has_task = True
         if not has_task:
             return pick_any(ready)
         return ready.pop(others[int(stream.random() * len(others))])
 
-    def look(task: SimTask) -> bool:
+    def classify(task: SimTask) -> bool:
         starved[task.number] = fnmatchcase(task.get_name(), pattern)
         return starved[task.number]
 

@@ -76,9 +76,9 @@ class _Tracks:
         tid, begin_ns = self._place(track, begin_ns, end_ns)
         self._begins[tid].append(begin_ns)
         self._ends[tid].append(end_ns)
-        title, told = _title(kind, record)
+        title, args = _title(kind, record)
         times = {"ts": (begin_ns - self._base_ns) / 1000, "dur": (end_ns - begin_ns) / 1000}
-        self._events.append({"ph": "X", "pid": STAGES, "tid": tid, "name": title, "args": told} | times)
+        self._events.append({"ph": "X", "pid": STAGES, "tid": tid, "name": title, "args": args} | times)
 
     def find(self, track: str, time_ns: int) -> tuple[int, int] | None:
         """(tid, a time in it) of the slice that was active at `time_ns`; None if there is none."""
@@ -143,7 +143,7 @@ def _title(kind: EventKind, record: np.void) -> tuple[str, Event]:
 
 def _request(request: RequestSpans, base_ns: int) -> Iterator[Event]:
     """An async slice for the request, and one for each span within it."""
-    told = {
+    args = {
         "request_id": request.request_id,
         "cause": request.cause or "under way",
         "num_sequences": request.num_sequences,
@@ -153,7 +153,7 @@ def _request(request: RequestSpans, base_ns: int) -> Iterator[Event]:
         "is_cut": request.is_cut,
     }
     own = {"cat": "request", "id": request.number, "pid": REQUESTS, "tid": 0}
-    yield {"ph": "b", "name": request.request_id, "ts": (request.begin_ns - base_ns) / 1000, "args": told} | own
+    yield {"ph": "b", "name": request.request_id, "ts": (request.begin_ns - base_ns) / 1000, "args": args} | own
     for span in request.spans:
         yield {"ph": "b", "name": span.name, "ts": (span.begin_ns - base_ns) / 1000} | own
         yield {"ph": "e", "name": span.name, "ts": (span.end_ns - base_ns) / 1000} | own

@@ -61,15 +61,15 @@ def request_spans(records: Records, names: list[str]) -> list[RequestSpans]:
         return []
     first_ns, last_ns = int(records["time_ns"][0]), int(records["time_ns"][-1])
     ids, owners = request_names(records), _owners(records)
-    lives: dict[int, _RequestRecords] = {}
+    collectors: dict[int, _RequestRecords] = {}
     for record in records[np.isin(records["kind"], OF_REQUESTS)]:
         number = owners.get(int(record["a"]), int(record["a"]))
-        if number not in lives:
-            lives[number] = _RequestRecords(
+        if number not in collectors:
+            collectors[number] = _RequestRecords(
                 RequestSpans(number, ids.get(number, f"request {number}"), first_ns, last_ns)
             )
-        lives[number].hear(record, names)
-    return [lives[number].told() for number in sorted(lives)]
+        collectors[number].add(record, names)
+    return [collectors[number].result() for number in sorted(collectors)]
 
 
 def _owners(records: Records) -> dict[int, int]:
@@ -88,7 +88,7 @@ class _RequestRecords:
         self._tokenized_ns: int | None = None
         self._admitted_ns: int | None = None
 
-    def hear(self, record: np.void, names: list[str]) -> None:
+    def add(self, record: np.void, names: list[str]) -> None:
         request, time_ns = self.request, int(record["time_ns"])
         match record["kind"]:
             case EventKind.REQUEST_ACCEPTED:
@@ -110,7 +110,7 @@ class _RequestRecords:
                 request.end_ns, request.cause = time_ns, names[record["b"]]
                 request.num_prompt_tokens, request.num_generated_tokens = int(record["c"]), int(record["d"])
 
-    def told(self) -> RequestSpans:
+    def result(self) -> RequestSpans:
         """The request, with the spans between its times."""
         request, admitted_ns, first_ns = self.request, self._admitted_ns, self.request.first_token_ns
         request.is_cut = not self._was_accepted

@@ -91,7 +91,7 @@ class TraceRing:
         """
         ring = memoryview(self.map)  # writing into the map itself takes a third longer
         capacity, now_ns, pack_into = self.capacity_events, self._now_ns, _pack
-        told, count = self._counters, self._num_written
+        counters, count = self._counters, self._num_written
 
         def emit(kind: int, source: int, step: int = 0, a: int = 0, b: int = 0, c: int = 0, d: int = 0) -> None:
             num_written = count[0]
@@ -101,7 +101,7 @@ class TraceRing:
             except struct.error:
                 clipped = (min(max(int(value), 0), MAX_U32) for value in (step, a, b, c, d))
                 pack_into(ring, at, now_ns(), kind, source, *clipped)
-            count[0] = told[0] = num_written + 1
+            count[0] = counters[0] = num_written + 1
 
         return emit
 

@@ -108,7 +108,7 @@ def _retrieve(future: asyncio.Future[Any]) -> None:
 def chain(source: asyncio.Future[Any], target: asyncio.Future[Any]) -> None:
     """Copies the outcome of `source` to `target`, unless `target` is done, such as cancelled."""
 
-    def settle(done: asyncio.Future[Any]) -> None:
+    def copy_outcome(done: asyncio.Future[Any]) -> None:
         error = None if done.cancelled() else done.exception()
         if target.done():
             return
@@ -119,4 +119,4 @@ def chain(source: asyncio.Future[Any], target: asyncio.Future[Any]) -> None:
         else:
             target.set_result(done.result())
 
-    source.add_done_callback(settle)
+    source.add_done_callback(copy_outcome)

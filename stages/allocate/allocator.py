@@ -189,7 +189,7 @@ class Allocator:
         lengths = tables.num_tokens[slots] + granted
         if plan.num_reserved is not None:
             lengths = np.maximum(lengths, plan.num_reserved * (granted > 0))
-        num_homeless = lengths - tables.room[slots]  # tokens beyond the room of the slot's blocks
+        num_homeless = lengths - tables.capacity[slots]  # tokens beyond the capacity of the slot's blocks
         grows = (num_homeless > 0).nonzero()[0]
         if plan.is_decode and plan.num_reserved is None:
             return _PlanAllocation(granted, grows, self._ones[: len(grows)], len(grows))

@@ -321,8 +321,8 @@ class BlockPool:
     def check(self) -> None:
         """Raises AssertionError unless the counts, the states and the runs agree (I3, I4)."""
         counted = np.bincount(self.state, minlength=len(BlockState))
-        told = [self.num_free, self.num_in_use, self.num_cached, self.num_quarantined]
-        assert counted.tolist() == told, f"blocks by state are {counted.tolist()}, counted {told}"
+        kept_counts = [self.num_free, self.num_in_use, self.num_cached, self.num_quarantined]
+        assert counted.tolist() == kept_counts, f"blocks by state are {counted.tolist()}, counted {kept_counts}"
         firsts = np.arange(0, self.num_blocks, self.run_size)
         num_free_of = np.add.reduceat(self.state == FREE, firsts, dtype=np.int64).tolist()
         assert num_free_of == self._num_free_of, f"free blocks by run are {num_free_of}, counted {self._num_free_of}"
@@ -355,13 +355,13 @@ class BlockTables:
     def __init__(self, num_slots: int, blocks_per_slot: int, block_size: int) -> None:
         self.block_size = block_size
         self.blocks = np.zeros((num_slots, blocks_per_slot), np.int32)  # [S, M] block ids, in token order
-        self.room = np.zeros(num_slots, np.int32)  # [S] capacity of the slot's blocks in tokens
+        self.capacity = np.zeros(num_slots, np.int32)  # [S] capacity of the slot's blocks in tokens
         self.num_tokens = np.zeros(num_slots, np.int32)  # [S] tokens in the blocks; the last block may be partly filled
 
     @property
     def num_blocks(self) -> Ints:
         """[S] valid entries of each row of `blocks`."""
-        return self.room // self.block_size
+        return self.capacity // self.block_size
 
     def num_blocks_for(self, num_tokens: Ints) -> Ints:
         """Blocks that hold `num_tokens` tokens, elementwise."""
@@ -369,7 +369,7 @@ class BlockTables:
 
     def last_blocks(self, slots: Indices) -> list[int]:
         """The last block of each slot; -1 if it has none."""
-        places = self.room[slots] // self.block_size - 1
+        places = self.capacity[slots] // self.block_size - 1
         last_blocks: list[int] = np.where(places < 0, -1, self.blocks[slots, places]).tolist()
         return last_blocks
 
@@ -379,29 +379,29 @@ class BlockTables:
         Returns (slot, place) of each, [B].
         """
         if len(blocks) == len(slots):  # one each, as in decoding
-            owners, places = slots, (self.room[slots] // self.block_size).astype(np.intp)
+            owners, places = slots, (self.capacity[slots] // self.block_size).astype(np.intp)
         else:
             owners = np.repeat(slots, counts)
             places = self.num_blocks[owners] + np.arange(len(blocks)) - np.repeat(np.cumsum(counts) - counts, counts)
         self.blocks[owners, places] = blocks
-        self.room[slots] += counts * self.block_size
+        self.capacity[slots] += counts * self.block_size
         return owners, places
 
     @property
     def waste(self) -> float:
         """The unused share of the running sequences' blocks; 0 if none run."""
-        room = int(self.room.sum())
-        return 1.0 - int(self.num_tokens.sum()) / room if room else 0.0
+        capacity = int(self.capacity.sum())
+        return 1.0 - int(self.num_tokens.sum()) / capacity if capacity else 0.0
 
     def clear(self, slot: int) -> Ints:
         """Empties the table of `slot`. Returns the blocks it held."""
-        held = self.blocks[slot, : self.room[slot] // self.block_size].copy()
-        self.room[slot] = self.num_tokens[slot] = 0
+        held = self.blocks[slot, : self.capacity[slot] // self.block_size].copy()
+        self.capacity[slot] = self.num_tokens[slot] = 0
         return held
 
     def clear_all(self) -> None:
         """Empties every table."""
-        self.room[:] = self.num_tokens[:] = 0
+        self.capacity[:] = self.num_tokens[:] = 0
 
     def held(self) -> Ints:
         """The blocks of all tables, one after another."""

@@ -27,8 +27,8 @@ class KVTrace:
         self._allocator = allocator
         self._state_names = [context.tracer.source(state.name.lower()) for state in BlockState]
         self._left = context.tracer.source("left")
-        self._told = allocator.pool.state.copy()  # [N] states as written to the trace
-        self._num_held = [0] * len(allocator.tables.room)  # [S] blocks of each slot
+        self._written_states = allocator.pool.state.copy()  # [N] states as written to the trace
+        self._num_held = [0] * len(allocator.tables.capacity)  # [S] blocks of each slot
         self._num_moves = allocator.pool.num_moves
         self._new: list[tuple[int, Indices, Ints]] = []  # (step, slots, blocks) of new table entries not yet written
 
@@ -54,7 +54,7 @@ class KVTrace:
         new, self._new = self._new, []
         slots, blocks = np.concatenate([each[1] for each in new]), np.concatenate([each[2] for each in new])
         steps = np.repeat([each[0] for each in new], [len(each[2]) for each in new])
-        self._told[blocks] = BlockState.IN_USE
+        self._written_states[blocks] = BlockState.IN_USE
         in_use = self._state_names[BlockState.IN_USE]
         steps, owners, firsts, counts = _ranges(steps, slots, blocks)
         for slot, count in zip(owners.tolist(), counts.tolist(), strict=True):
@@ -72,10 +72,10 @@ class KVTrace:
         """Writes the state changes of blocks that are in no table."""
         pool, source = self._allocator.pool, self._source
         self._num_moves = pool.num_moves
-        changed = (pool.state != self._told).nonzero()[0]
-        states = self._told[changed] = pool.state[changed]
-        is_told = states != BlockState.IN_USE  # `flush` writes those in use
-        changed, states = changed[is_told], states[is_told].astype(np.intp)
+        changed = (pool.state != self._written_states).nonzero()[0]
+        states = self._written_states[changed] = pool.state[changed]
+        is_unused = states != BlockState.IN_USE  # `flush` writes those in use
+        changed, states = changed[is_unused], states[is_unused].astype(np.intp)
         _, of_ranges, firsts, counts = _ranges(np.full(len(changed), step), states, changed)
         if len(firsts):
             names = np.array(self._state_names)[of_ranges]

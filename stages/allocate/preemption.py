@@ -69,7 +69,7 @@ class Preemptor:
             return 0
         tables, slot = self._slot_blocks.tables, self._plan.slots[row]
         length = max(int(tables.num_tokens[slot]) + granted, self._num_reserved(row))
-        return max(-(-(length - int(tables.room[slot])) // tables.block_size), 0)
+        return max(-(-(length - int(tables.capacity[slot])) // tables.block_size), 0)
 
     def _num_reserved(self, row: int) -> int:
         return 0 if self._plan.num_reserved is None else int(self._plan.num_reserved[row])
@@ -79,7 +79,7 @@ class Preemptor:
         if need <= self._num_free + self._slot_blocks.pool.num_quarantined:
             return None
         for victim in self._plan.victims[: self._plan.num_victims[row]].tolist():
-            if victim not in self.preempted and self._slot_blocks.tables.room[victim] > 0:
+            if victim not in self.preempted and self._slot_blocks.tables.capacity[victim] > 0:
                 return int(victim)
         return None
 
@@ -97,6 +97,6 @@ class Preemptor:
         if not self._plan.allows_partial or self._num_reserved(row) > 0:
             return 0, 0
         tables, slot = self._slot_blocks.tables, self._plan.slots[row]
-        room = int(tables.room[slot]) + self._num_free * tables.block_size
-        fits = max(0, min(wanted, room - int(tables.num_tokens[slot])))
+        capacity = int(tables.capacity[slot]) + self._num_free * tables.block_size
+        fits = max(0, min(wanted, capacity - int(tables.num_tokens[slot])))
         return fits, self._need(row, fits)

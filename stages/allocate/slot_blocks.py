@@ -132,7 +132,7 @@ class SlotBlocks:
             row: int(plan.num_wanted[row])
             for row, slot in enumerate(plan.slots.tolist())
             if slot in self.started
-            and not self.tables.room[slot]
+            and not self.tables.capacity[slot]
             and not self._must_compute[slot]
             and (self._num_swapped(slot) or (self.publisher is not None and plan.num_wanted[row] >= fewest))
         }
@@ -282,8 +282,8 @@ class SlotBlocks:
 
     def take_started(self, slots: Indices) -> tuple[Started, ...]:
         """The starts of these slots that were not sent with a grant yet."""
-        told = (self.started.pop(slot) for slot in slots.tolist() if slot in self.started)
-        return tuple(self._with_beginning(started) for started in told)
+        all_started = (self.started.pop(slot) for slot in slots.tolist() if slot in self.started)
+        return tuple(self._with_beginning(started) for started in all_started)
 
     def _with_beginning(self, started: Started) -> Started:
         beginning = self.begun.get(started.slot)
@@ -325,5 +325,5 @@ class SlotBlocks:
             self.host.check()
             places = set() if self.publisher is None else self.publisher.cache.places()
             assert self.host.pool.kept() == places, "the host pool keeps other blocks than the cache holds"
-        assert not (self.tables.room % self.tables.block_size).any(), "the room of a table ends within a block"
-        assert (self.tables.num_tokens <= self.tables.room).all(), "a slot has tokens without a block"
+        assert not (self.tables.capacity % self.tables.block_size).any(), "the capacity of a table ends within a block"
+        assert (self.tables.num_tokens <= self.tables.capacity).all(), "a slot has tokens without a block"

@@ -36,10 +36,10 @@ class SteadyDecode:
         self.starts: Ints = tables.num_tokens[slots]  # [R] positions of the tokens of the next step
         self._tables = tables
         self._ones = np.ones(len(slots), np.int32)
-        num_left = tables.room[slots] - self.starts  # [R] tokens that still fit into the slot's blocks
+        num_left = tables.capacity[slots] - self.starts  # [R] tokens that still fit into the slot's blocks
         order = np.argsort(num_left, kind="stable")
         ends = np.searchsorted(num_left[order], np.arange(tables.block_size), side="right")
-        places = tables.room[slots] // tables.block_size
+        places = tables.capacity[slots] // tables.block_size
         groups = np.split(order, ends)  # the last group: rows with a whole spare block
         self.is_whole = not len(groups.pop())
         self._cohorts = [
@@ -69,7 +69,7 @@ class SteadyDecode:
         turn, tables = self._cohorts[self._cohort], self._tables
         slots, places = turn.slots, turn.places
         tables.blocks[slots, places] = blocks
-        tables.room[slots] += turn.sizes
+        tables.capacity[slots] += turn.sizes
         turn.places = places + turn.ones
         return slots, places
 

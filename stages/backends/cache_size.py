@@ -87,7 +87,7 @@ class CacheSizing:
         if config.kv_cache_bytes is not None:
             return config.kv_cache_bytes // self.bytes_per_block
         wanted = self._blocks_of(max_model_len) * config.max_num_seqs
-        return max(0, min(wanted, self._room_bytes(max_model_len) // self.bytes_per_block))
+        return max(0, min(wanted, self._available_bytes(max_model_len) // self.bytes_per_block))
 
     def fits(self, max_model_len: int) -> bool:
         """Whether the pool holds one sequence of this length.
@@ -108,7 +108,7 @@ class CacheSizing:
     def _blocks_of(self, length: int) -> int:
         return -(-length // self.config.block_size)
 
-    def _room_bytes(self, max_model_len: int) -> int:
+    def _available_bytes(self, max_model_len: int) -> int:
         """Bytes for a cache whose size is not configured; negative if the other needs do not fit."""
         swap_bytes = self.host_blocks * self.bytes_per_block if self.machine.is_host else 0
         left = self.machine.budget_bytes - self.needs_of(max_model_len).of_device() - swap_bytes
@@ -166,9 +166,9 @@ class CacheSizing:
             mend = f"set max_model_len to at most {longest}, or to auto, or {self._more()}"
         else:
             mend = f"no sequence fits, however short: {self._more()}, or choose a smaller model"
-        asked = "auto, or " if self.config.max_model_len == "auto" else ""
+        auto_prefix = "auto, or " if self.config.max_model_len == "auto" else ""
         return ConfigError(
-            f"max_model_len = {asked}{max_model_len} needs {needed} blocks of {self.config.block_size} tokens "
+            f"max_model_len = {auto_prefix}{max_model_len} needs {needed} blocks of {self.config.block_size} tokens "
             f"({human(needed * self.bytes_per_block)} of KV cache), and {self._source(max_model_len)} gives {blocks}: "
             f"{mend}"
         )
@@ -180,8 +180,8 @@ class CacheSizing:
             return f"num_gpu_blocks = {config.num_gpu_blocks}"
         if config.kv_cache_bytes is not None:
             return f"kv_cache_bytes = {config.kv_cache_bytes}"
-        room = human(max(0, self._room_bytes(max_model_len)))
-        return f"the {room} that {self.machine.device} has for it beside {self._rest(max_model_len)}"
+        available = human(max(0, self._available_bytes(max_model_len)))
+        return f"the {available} that {self.machine.device} has for it beside {self._rest(max_model_len)}"
 
     def _rest(self, max_model_len: int) -> str:
         rows = [row for row in self._rows(max_model_len) if row.place == "device" and row.name != "kv_cache"]
@@ -201,7 +201,7 @@ def _kept_as(form: str | None) -> str:
     return "" if form is None else f" in {form}"
 
 
-def check_room_for_weights(
+def check_weights_fit(
     shape: ModelConfig, dtype: str, item_size: Callable[[str], float], device: str, free_bytes: int
 ) -> None:
     """Raises `ConfigError`, before loading, if the weights are larger than the free memory.
@@ -242,10 +242,10 @@ def num_host_blocks(config: EngineConfig, bytes_per_block: int, max_model_len: i
         wanted = int(config.swap_space * 2**30) // bytes_per_block
         blocks, source = min(most, wanted), f"swap_space = {config.swap_space:g} GiB"
     else:
-        room = int(min(SWAP_GIB[device] * 2**30, free * SWAP_SHARE))
+        budget_bytes = int(min(SWAP_GIB[device] * 2**30, free * SWAP_SHARE))
         if device == "cuda":
-            room = 1 << (room.bit_length() - 1) if room else 0
-        return min(most, room // bytes_per_block)
+            budget_bytes = 1 << (budget_bytes.bit_length() - 1) if budget_bytes else 0
+        return min(most, budget_bytes // bytes_per_block)
     taken = pool_bytes(blocks, bytes_per_block, is_pinned=device == "cuda")
     if taken > free:
         needs = f"{source} needs {human(taken)} of host memory"

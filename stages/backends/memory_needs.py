@@ -18,7 +18,7 @@ from ..params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
 from ..sample.sampling_math import WHOLE_SIZE
 from .cache_size import CPU_SHARE, CacheSizing, MemoryNeeds, free_host_bytes, is_host_limited, total_host_bytes
 from .cuda.cuda_graphs import batches_of
-from .cuda.step_update import NEWS_ROOM, diff_size
+from .cuda.step_update import MAX_DIFF_ITEMS, diff_size
 
 # Bytes of a logit during sampling, copies included. On a CPU, by torch's profiler, with logprobs in each row: float32
 # from the model, a copy, and flags of likelier tokens, which are summed as i64.
@@ -87,7 +87,7 @@ def async_bytes(config: EngineConfig, max_model_len: int) -> int:
     blocks = -(-max_model_len // config.block_size)
     state = slots * 4 * (STATE_WIDTH + max_model_len + blocks)
     inputs = tokens * 3 * 8 + slots * (4 * blocks + 4 + 4 + 8 + 4) + 4
-    return state + inputs + 4 * (diff_size(slots, NEWS_ROOM, NEWS_ROOM) + 2 * slots)
+    return state + inputs + 4 * (diff_size(slots, MAX_DIFF_ITEMS, MAX_DIFF_ITEMS) + 2 * slots)
 
 
 def graphs_bytes(config: EngineConfig, shape: ModelConfig, activations: int) -> int:

@@ -119,7 +119,7 @@ class BeamSearches:
             text=_StopText(self.make_answer(params), 0) if params.stop else None,
         )
         least = num_candidates(beams.width, len(end_ids), has_stops=bool(params.stop))
-        asked = CandidateParams(
+        step_params = CandidateParams(
             max_tokens=1, temperature=0.0, ignore_eos=True, seed=0, logprobs=max(least, params.logprobs or 0)
         )
         num_cached = 0
@@ -130,7 +130,7 @@ class BeamSearches:
                 request,
                 request_id=step_id,
                 prompts=prompts,
-                params=asked,
+                params=step_params,
                 parent_id=request.request_id,
                 num_expected_cached=len(search.live[0].token_ids) - 1 if search.num_tokens else 0,
             )

@@ -343,8 +343,8 @@ class TextRows:
         if logprobs is not None:
             self.logprobs[row] = logprobs
 
-    def message(self, step: int, begun: dict[int, Begun], told: StepTokens | None = None) -> StepText:
-        """The message, with the prompt_logprobs and progress of `told`."""
+    def message(self, step: int, begun: dict[int, Begun], step_tokens: StepTokens | None = None) -> StepText:
+        """The message, with the prompt_logprobs and progress of `step_tokens`."""
         return StepText(
             step,
             self.sequence_ids,
@@ -353,8 +353,8 @@ class TextRows:
             self.finishes,
             self.logprobs,
             begun,
-            prompt_logprobs=() if told is None else told.prompt_logprobs,
-            progress=() if told is None else told.progress,
+            prompt_logprobs=() if step_tokens is None else step_tokens.prompt_logprobs,
+            progress=() if step_tokens is None else step_tokens.progress,
         )
 
 

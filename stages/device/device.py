@@ -83,7 +83,7 @@ class Device:
     NOTE: a step submitted to one phase must be submitted to all phases: the thread waits for it (see `StepQueue`).
     """
 
-    is_late: ClassVar[bool] = False  # whether it is asynchronous: it finishes a step later than its thread does
+    is_async: ClassVar[bool] = False  # whether it is asynchronous: it finishes a step later than its thread does
 
     def __init__(
         self, enter: Callable[[], object] | None = None, call_before_computing: CallBefore | None = None
@@ -171,12 +171,12 @@ class Device:
         Resolves to `sample(grant, logits)`; raises what either phase raised.
         """
         run = self._or_fault("device.sample", sample)
-        told = IMMEDIATELY if self._call_before_computing is None else BEFORE_BLOCKING
-        return self._submit(grant.step, SAMPLE, partial(self._timed_sample, self._now_ns(), grant, run), told)
+        when_done = IMMEDIATELY if self._call_before_computing is None else BEFORE_BLOCKING
+        return self._submit(grant.step, SAMPLE, partial(self._timed_sample, self._now_ns(), grant, run), when_done)
 
-    def _submit(self, step: int, phase: int, run: Callable[[], R], told: WhenDone) -> asyncio.Future[R]:
+    def _submit(self, step: int, phase: int, run: Callable[[], R], when_done: WhenDone) -> asyncio.Future[R]:
         assert self._queue is not None, f"step {step} is sampled before its forward pass was submitted"
-        result = self._queue.submit(step, phase, run, told)
+        result = self._queue.submit(step, phase, run, when_done)
         ignore_error(result)
         return result
 

@@ -174,7 +174,7 @@ class Engine(EngineStatus, ClientApi):
         does this for its own threads, but never for its caller's.
         """
         if self._computes_here:
-            self._env.give_way()
+            self._env.yield_this_thread()
 
     @property
     def _computes_here(self) -> bool:

@@ -73,11 +73,11 @@ class LLM:
         `params` are for all prompts, or a list with one for each; the default is the model's. Raises the first
         `RequestError` of any prompt, and cancels the others.
         """
-        asked = _as_prompts(prompts)
-        chosen = _each(params, len(asked))
+        prompt_list = _as_prompts(prompts)
+        chosen = _each(params, len(prompt_list))
         streams = [
             self._engine.generate(prompt, one, priority=priority, output_kind="final")
-            for prompt, one in zip(asked, chosen, strict=True)
+            for prompt, one in zip(prompt_list, chosen, strict=True)
         ]
         return self._run(self._gather(streams, use_tqdm))
 
@@ -169,11 +169,11 @@ class LLM:
             raise
 
     async def _gather(self, streams: Sequence[AsyncIterator[OutputT]], use_tqdm: bool) -> list[OutputT]:
-        room = asyncio.Semaphore(self._engine.config.max_waiting_requests)  # as many as the engine lets wait
+        semaphore = asyncio.Semaphore(self._engine.config.max_waiting_requests)  # as many as the engine lets wait
         bar = _progress_bar(len(streams)) if use_tqdm else None
 
         async def answer(stream: AsyncIterator[OutputT]) -> OutputT:
-            async with room:
+            async with semaphore:
                 outputs = [output async for output in stream]
             if bar is not None:
                 if isinstance(outputs[-1], RequestOutput):

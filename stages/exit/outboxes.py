@@ -196,9 +196,9 @@ class Outboxes(Exit[RequestOutbox]):
                 choice.begun = begun
                 times = choice.outbox.times
                 times.began_s = begun.began_s if times.began_s is None else min(times.began_s, begun.began_s)
-        for told in item.progress:
-            if (choice := choices.get(told.sequence_id)) is not None:
-                self._report_progress(choice, told.num_processed)
+        for report in item.progress:
+            if (choice := choices.get(report.sequence_id)) is not None:
+                self._report_progress(choice, report.num_processed)
         for scored in item.prompt_logprobs:
             if (choice := choices.get(scored.sequence_id)) is not None:
                 choice.add_prompt_logprobs(scored)

@@ -155,7 +155,7 @@ class AnswerBuffer:
         "finish",
         "index",
         "is_parked",
-        "is_told",
+        "is_finish_delivered",
         "logprobs",
         "num_read",
         "num_unspoken_chars",
@@ -178,7 +178,7 @@ class AnswerBuffer:
         self.vector: Floats | None = None  # of a pooled sequence, whole
         self.finish: Finish | None = None
         self.is_parked = False
-        self.is_told = False  # whether the reader has its finish reason
+        self.is_finish_delivered = False  # whether the reader has its finish reason
         self.begun = NOT_BEGUN
         self.progress: PrefillProgress | None = None  # the last report, until it is read
         self.prompt_logprobs: list[PromptLogprobs] = []  # of a prompt's first choice, if requested; in order
@@ -199,7 +199,7 @@ class AnswerBuffer:
 
     def take(self) -> ChoiceDelta | None:
         """Takes what is new, or None. Tokens count even if their text is still held back."""
-        is_end = self.finish is not None and not self.is_told
+        is_end = self.finish is not None and not self.is_finish_delivered
         progress, self.progress = self.progress, None
         if not self.token_ids and not is_end:
             return None if progress is None else ChoiceDelta(self.index, "", (), progress=progress)
@@ -210,7 +210,7 @@ class AnswerBuffer:
         logprobs = self._take_logprobs() if self.logprobs else ()
         if not is_end or self.finish is None:
             return ChoiceDelta(self.index, text, token_ids, logprobs, progress=progress)
-        self.is_told = True
+        self.is_finish_delivered = True
         finish = self.finish
         reason = FINISH_NAMES[finish.reason]
         return ChoiceDelta(self.index, text, token_ids, logprobs, reason, finish.stop_reason, finish.score, self.vector)

@@ -120,14 +120,14 @@ class Grammars:
         num_users = 0 if old is None else old.num_users
         if old is not None:
             self._drop(structured)
-        has_room = self._make_room(num_bytes)
-        if has_room or old is not None:
+        fits = self._evict_unused(num_bytes)
+        if fits or old is not None:
             kept = CompiledGrammar(template, num_bytes, num_users)
             self._compiled[structured] = kept
             self.num_bytes += num_bytes
-        return has_room or old is not None
+        return fits or old is not None
 
-    def _make_room(self, num_bytes: int) -> bool:
+    def _evict_unused(self, num_bytes: int) -> bool:
         while len(self) >= self.max_grammars or self.num_bytes + num_bytes > self.max_bytes:
             unused = next((key for key, known in self._compiled.items() if not known.num_users), None)
             if unused is None:

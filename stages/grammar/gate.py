@@ -109,26 +109,28 @@ class GrammarGate:
             opening = await env.run_in_thread(lambda: self.grammars.vocabulary.to_bytes())
             self._helpers = self._helpers or HelperPool(HELPER, opening)
         question = {"kind": structured.kind, "source": source_of(structured)}
-        asked = json.dumps(question | {"is_compact": structured.disable_any_whitespace}).encode()
+        question_json = json.dumps(question | {"is_compact": structured.disable_any_whitespace}).encode()
         began_s = env.now()
         try:
-            told = json.loads(await self._helpers.ask(asked))
+            reply = json.loads(await self._helpers.ask(question_json))
         except HelperDied as gone:
-            raise _told(structured, gone) from None
-        if "error" in told:
-            raise _refused(structured, told["error"])
+            raise _helper_error(structured, gone) from None
+        if "error" in reply:
+            raise _refused(structured, reply["error"])
         seconds = round(env.now() - began_s, 4)
-        log.info("grammar.tried", kind=structured.kind, seconds=seconds, bytes=told["num_bytes"], cpu_ms=told["cpu_ms"])
-        if told["num_bytes"] > self.grammars.max_bytes:
-            raise _refused(structured, f"takes {told['num_bytes']} bytes: at most {self.grammars.max_bytes}")
-        return int(told["num_bytes"])
+        log.info(
+            "grammar.tried", kind=structured.kind, seconds=seconds, bytes=reply["num_bytes"], cpu_ms=reply["cpu_ms"]
+        )
+        if reply["num_bytes"] > self.grammars.max_bytes:
+            raise _refused(structured, f"takes {reply['num_bytes']} bytes: at most {self.grammars.max_bytes}")
+        return int(reply["num_bytes"])
 
 
 def _in_use(request_id: str) -> Refused:
     return Refused(f"request id {request_id!r} is in use", param="request_id")
 
 
-def _told(structured: StructuredOutputs, gone: HelperDied) -> Refused | Failed:
+def _helper_error(structured: StructuredOutputs, gone: HelperDied) -> Refused | Failed:
     log.warning("grammar.helper_gone", kind=structured.kind, signal=gone.signal)
     if gone.is_over_cpu:
         return _refused(structured, "takes more than 2 s to compile: simplify it", "grammar_limit")

@@ -166,18 +166,20 @@ def _shares(view: TraceView, begin_ns: int, window_s: float) -> tuple[dict[str, 
 
 
 def _full_shares(view: TraceView, begin_ns: int, window_s: float) -> dict[str, float]:
-    told = _since(view.of(EventKind.EDGE_DEPTH), begin_ns)
-    sources = np.unique(told["source"]).tolist()
-    return {view.names[source]: min(1.0, _sum_s(told["d"][told["source"] == source]) / window_s) for source in sources}
+    records = _since(view.of(EventKind.EDGE_DEPTH), begin_ns)
+    sources = np.unique(records["source"]).tolist()
+    return {
+        view.names[source]: min(1.0, _sum_s(records["d"][records["source"] == source]) / window_s) for source in sources
+    }
 
 
 def _waiting_shares(view: TraceView, begin_ns: int, end_ns: int) -> dict[str, float]:
     """The share of time in which the first request in the queue lacked each resource."""
-    told = view.of(EventKind.WAITING_FOR)
-    begins = np.clip(told["time_ns"].astype(np.int64), begin_ns, end_ns)
+    records = view.of(EventKind.WAITING_FOR)
+    begins = np.clip(records["time_ns"].astype(np.int64), begin_ns, end_ns)
     lasted = np.diff(np.append(begins, end_ns)) / max(1, end_ns - begin_ns)
     shares: dict[str, float] = {}
-    for name, share in zip(told["c"].tolist(), lasted.tolist(), strict=True):
+    for name, share in zip(records["c"].tolist(), lasted.tolist(), strict=True):
         if view.names[name]:
             shares[view.names[name]] = shares.get(view.names[name], 0.0) + share
     return shares

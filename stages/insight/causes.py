@@ -91,12 +91,12 @@ def _parts(view: TraceView, bar: TimeBar, steps: dict[int, StepPart]) -> list[tu
 
 def _waits(view: TraceView, bar: TimeBar) -> list[tuple[str, int]]:
     """A wait in the queue, split where the resource that the first request lacked changed."""
-    told = view.of(EventKind.WAITING_FOR)
-    first, end = np.searchsorted(told["time_ns"], [bar.begin_ns, bar.end_ns], "right").tolist()
+    records = view.of(EventKind.WAITING_FOR)
+    first, end = np.searchsorted(records["time_ns"], [bar.begin_ns, bar.end_ns], "right").tolist()
     found, cursor_ns = [], bar.begin_ns
     for place in range(first - 1, end):
-        end_ns = int(told["time_ns"][place + 1]) if place + 1 < end else bar.end_ns
-        name = view.names[int(told["c"][place])] if place >= 0 else ""
+        end_ns = int(records["time_ns"][place + 1]) if place + 1 < end else bar.end_ns
+        name = view.names[int(records["c"][place])] if place >= 0 else ""
         found.append((WAITING.get(name, "queue"), max(0, end_ns - cursor_ns)))
         cursor_ns = max(cursor_ns, end_ns)
     return found

@@ -71,8 +71,8 @@ class TraceView:
 
         The choices of a prompt have the ids after it.
         """
-        told = self.of(EventKind.REQUEST_TOKENIZED)
-        before = told[told["a"] <= sequence_id]
+        records = self.of(EventKind.REQUEST_TOKENIZED)
+        before = records[records["a"] <= sequence_id]
         return int(before["b"][np.argmax(before["a"])]) if len(before) else 0
 
     @property

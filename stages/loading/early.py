@@ -33,7 +33,7 @@ from ...runtime.env.cpus import ComputeThreads, Cpus, idle_ns
 from ...runtime.env.log import get_logger
 from ...runtime.phases import Phases
 from ...runtime.workers.side_thread import LiveSideThread, Pending
-from ..backends.cache_size import check_room_for_weights, free_host_bytes
+from ..backends.cache_size import check_weights_fit, free_host_bytes
 from ..config import EngineConfig, resolve_step_size
 from ..errors import ConfigError
 
@@ -129,7 +129,7 @@ class EarlyLoading:
                 model = _make_native_model(self.config, shape, max_model_len, threads)
             log.info("instructions.chosen", name=model.instruction_set, machine_has=list(instruction_sets()))
             with self.phases("weights"):
-                _check_room(model, shape)
+                _check_memory(model, shape)
                 source = open_source(root, shape, self.config.load_format)
                 self._is_packing.set()
                 _fill(model, source, expected_shapes(shape))
@@ -174,9 +174,9 @@ def require_torch(config: EngineConfig, reason: str) -> None:
 
     `reason`: why the library does not run.
     """
-    asked = _native_only(config)
-    if asked is not None:
-        raise ConfigError(f"{asked}: only the native backend supports that, and it does not run here: {reason}")
+    setting = _native_only(config)
+    if setting is not None:
+        raise ConfigError(f"{setting}: only the native backend supports that, and it does not run here: {reason}")
     if config.attention_backend == "native":
         raise ConfigError(f"attention_backend = native: {reason}; use auto, which then chooses torch")
 
@@ -238,13 +238,13 @@ def _log_threads(num_threads: int, limit: int, num_lost: float) -> None:
     log.info("threads.changed", threads=limit, of=num_threads, cores_others_had=round(num_lost, 2))
 
 
-def _check_room(model: NativeModel, shape: ModelConfig) -> None:
+def _check_memory(model: NativeModel, shape: ModelConfig) -> None:
     """Raises `ConfigError`, before loading, if the weights are larger than the free memory."""
 
     def item_size(name: str) -> float:
         return ITEM_SIZES[model.type_of(name)] + ITEM_SIZES["int8"] * model.has_screen(name)
 
-    check_room_for_weights(shape, model.quantization or model.dtype, item_size, "cpu", free_host_bytes())
+    check_weights_fit(shape, model.quantization or model.dtype, item_size, "cpu", free_host_bytes())
 
 
 def _fill(model: NativeModel, source: TensorSource, names: Iterable[str]) -> None:

@@ -47,9 +47,9 @@ def load_encoder(
     if config.load_format == "dummy":
         raise ConfigError("load_format = dummy: must be auto for an encoder model, which has no random weights")
     if config.quantization is not None or config.kv_cache_dtype != "auto":
-        asked = "kv_cache_dtype" if config.quantization is None else "quantization"
+        setting = "kv_cache_dtype" if config.quantization is None else "quantization"
         raise ConfigError(
-            f"{asked} = {getattr(config, asked)}: is for models that generate; an encoder model runs in its own "
+            f"{setting} = {getattr(config, setting)}: is for models that generate; an encoder model runs in its own "
             "dtype and without a KV cache; leave it out, or set dtype = bfloat16"
         )
     device = choose_device(config, threads)

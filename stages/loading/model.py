@@ -118,7 +118,7 @@ def _load(config: EngineConfig, opened: OpenedModel, phases: Phases, env: Env) -
         with phases("import"):
             from .encoder import load_encoder
 
-        return load_encoder(config, opened.root, model_id, asked_pooling(config), phases, opened.threads)
+        return load_encoder(config, opened.root, model_id, configured_pooling(config), phases, opened.threads)
     text = env.side_thread("load").submit(_read_text, config, opened.root, opened.shape, model_id, phases)
     if opened.native_model is not None:
         text.result()  # weights are packed meanwhile; the measurements that follow must not run beside it
@@ -177,10 +177,10 @@ def _put_together(
         make_device = partial(Device, computing.enter, computing.call_before_computing)
         return LoadedModel(info, *text_parts, runner, sampler, grammars, make_device, computing.own_cpu)
     with phases("graphs"):
-        late = computing.assemble(sampler, EndRules(eos_token_ids, info.max_model_len))
-    if late.captured is not None:
-        info = _with_graphs(info, late.captured)
-    return LoadedModel(info, *text_parts, late.model, late.model, grammars, late.make_device)
+        async_runtime = computing.assemble(sampler, EndRules(eos_token_ids, info.max_model_len))
+    if async_runtime.captured is not None:
+        info = _with_graphs(info, async_runtime.captured)
+    return LoadedModel(info, *text_parts, async_runtime.model, async_runtime.model, grammars, async_runtime.make_device)
 
 
 def _with_graphs(info: ModelInfo, captured: CaptureReport) -> ModelInfo:
@@ -219,8 +219,8 @@ def _load_computing(
         log.warning("native.unavailable", reason=reason, costs=costs)
     with phases("import"):
         from ..backends.torch.loading import load_on_torch
-    settled = resolve_step_size(config, is_native=False)
-    return load_on_torch(settled, opened.root, shape, max_model_len, phases, threads, streams)
+    resolved = resolve_step_size(config, is_native=False)
+    return load_on_torch(resolved, opened.root, shape, max_model_len, phases, threads, streams)
 
 
 # -- text
@@ -247,7 +247,7 @@ def _read_text(config: EngineConfig, root: Path, shape: ModelConfig, model_id: s
         template = ChatTemplate(config.chat_template, tokenizer) if config.chat_template else None
         encoder = ModelEncoder(tokenizer, template or ChatTemplate.read(root, tokenizer), model_id)
         defaults = GenerationDefaults.read(root, shape)
-        pooling = read_pooling(root, shape.hidden_size, "last", asked_pooling(config))
+        pooling = read_pooling(root, shape.hidden_size, "last", configured_pooling(config))
         if len(tokenizer) > shape.vocab_size:
             log.warning("tokenizer.larger_than_model", num_tokens=len(tokenizer), vocab_size=shape.vocab_size)
         return _LoadedText(tokenizer, encoder, TextTable(tokenizer), defaults, pooling)
@@ -256,7 +256,7 @@ def _read_text(config: EngineConfig, root: Path, shape: ModelConfig, model_id: s
 # -- settings with defaults
 
 
-def asked_pooling(config: EngineConfig) -> PoolingKind | None:
+def configured_pooling(config: EngineConfig) -> PoolingKind | None:
     """The configured pooling, which overrides the checkpoint's; None for "auto"."""
     return None if config.pooling == "auto" else config.pooling
 

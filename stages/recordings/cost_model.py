@@ -72,23 +72,23 @@ class FittedCostModel:
 
     def save(self, path: Path) -> None:
         """Writes it as JSON."""
-        told = {"millrace_cost_model": VERSION, "seconds": asdict(self.model), "engine": self.engine.to_fields()}
-        told |= {"num_steps": self.num_steps, "mean_error": self.mean_error, "total_error": self.total_error}
-        path.write_bytes(orjson.dumps(told, option=orjson.OPT_INDENT_2) + b"\n")
+        document = {"millrace_cost_model": VERSION, "seconds": asdict(self.model), "engine": self.engine.to_fields()}
+        document |= {"num_steps": self.num_steps, "mean_error": self.mean_error, "total_error": self.total_error}
+        path.write_bytes(orjson.dumps(document, option=orjson.OPT_INDENT_2) + b"\n")
 
     @classmethod
     def read(cls, path: Path) -> FittedCostModel:
         """Reads such a file, or fits a recording. Raises `RecordingError` for anything else."""
         try:
-            told: Any = orjson.loads(path.read_bytes())
+            document: Any = orjson.loads(path.read_bytes())
         except OSError as error:
             raise RecordingError(f"{path}: {error.strerror}: must name a cost model or a recording") from None
         except orjson.JSONDecodeError:
             return fit(Recording(path))  # a recording has several lines
-        if not isinstance(told, dict) or told.get("millrace_cost_model") != VERSION:
+        if not isinstance(document, dict) or document.get("millrace_cost_model") != VERSION:
             return fit(Recording(path))
         try:
-            return cls(_read_model(told.get("seconds")), read_engine(told.get("engine")))
+            return cls(_read_model(document.get("seconds")), read_engine(document.get("engine")))
         except InvalidValue as error:
             raise RecordingError(f"{path}: {error}") from None
 
@@ -163,14 +163,14 @@ def step_times(recording: Recording) -> tuple[list[tuple[StepContents, float]], 
     return samples, max(0.0, float(np.median(fronts))) if fronts else 0.0
 
 
-def _contents(told: Fields) -> tuple[int, StepContents]:
+def _contents(fields: Fields) -> tuple[int, StepContents]:
     """The step of a recorded grant, and its contents."""
-    given = MessageFields("grant", told)
+    given = MessageFields("grant", fields)
     step, least, most = given.whole("step"), -(2**31), 2**31 - 1
     starts = np.array(given.wholes("starts_less_step", most, least), np.int64) + step
     num_tokens = np.array(given.wholes("num_tokens", most), np.int32)
-    drafts = [0] * len(num_tokens) if told.get("num_drafts") is None else given.wholes("num_drafts", most)
-    copies, started = told.get("copies"), told.get("started")
+    drafts = [0] * len(num_tokens) if fields.get("num_drafts") is None else given.wholes("num_drafts", most)
+    copies, started = fields.get("copies"), fields.get("started")
     if (
         not len(starts) == len(num_tokens) == len(drafts)
         or not isinstance(copies, list)
@@ -182,8 +182,8 @@ def _contents(told: Fields) -> tuple[int, StepContents]:
     return step, StepContents.of(starts, certain, num_copied, len(started), sum(drafts))
 
 
-def _is_copy(told: Any) -> bool:
-    return isinstance(told, list) and len(told) == 3 and isinstance(told[1], list)
+def _is_copy(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 3 and isinstance(value[1], list)
 
 
 def _column(contents: StepContents) -> list[float]:

@@ -25,7 +25,7 @@ from .time_machine import TimeMachine
 
 FRONT = "before schedule"  # intake, tokenize and users' stages, which a recording does not tell apart
 DRAIN_CALLS = 32  # after this many calls their trace is taken out of the ring
-TOLD_CALLS = 256  # between two reports of progress
+PROGRESS_CALLS = 256  # between two reports of progress
 
 Times = NDArray[np.int64]
 
@@ -168,7 +168,7 @@ class _FilmRun:
                 self._take(call, self._recording.began_s + time_s)
                 if number % DRAIN_CALLS == 0:
                     self._drain()
-                if number % TOLD_CALLS == 0:
+                if number % PROGRESS_CALLS == 0:
                     progress(time_s)
         except RecordingError as error:
             if not replay.num_calls:
@@ -238,8 +238,8 @@ class _FilmRun:
         life.num_prompt_tokens += len(request.token_ids)
         if params.max_tokens is not None:
             life.max_tokens = (life.max_tokens or 0) + params.n * params.max_tokens
-        told = (request.first_sequence_id, len(request.token_ids), 0)
-        self._own.put(now_s, EventKind.REQUEST_TOKENIZED, self._front, 0, *told)
+        counts = (request.first_sequence_id, len(request.token_ids), 0)
+        self._own.put(now_s, EventKind.REQUEST_TOKENIZED, self._front, 0, *counts)
         for number in range(params.n):
             self._alive[request.first_sequence_id + number] = _Sequence(life)
 
@@ -294,8 +294,8 @@ class _FilmRun:
         for number, life in enumerate(self._recorded.values()):
             first = life.first_sequence_id
             arrival_s = max(self._recording.began_s, life.arrival_s)
-            told = (first, life.num_sequences, max(0, life.priority))
-            self._own.put(arrival_s, EventKind.REQUEST_ACCEPTED, self._exit, 0, *told)
+            counts = (first, life.num_sequences, max(0, life.priority))
+            self._own.put(arrival_s, EventKind.REQUEST_ACCEPTED, self._exit, 0, *counts)
             env.time_s = arrival_s
             tracer.emit_request_name(self._exit, first, life.request_id)
             if number % DRAIN_CALLS == 0:

@@ -78,7 +78,7 @@ class RecordedEngine:
     @classmethod
     def of(cls, config: EngineConfig, info: ModelInfo, max_waiting: int) -> RecordedEngine:
         """From an engine's configuration and sizes."""
-        settled = {
+        resolved = {
             "most_drafts": num_speculative_tokens(config, info),
             "num_blocks": info.num_blocks,
             "num_host_blocks": info.num_host_blocks,
@@ -89,7 +89,7 @@ class RecordedEngine:
             "itl_target_ms": info.itl_target_ms,
         }
         values: Fields = {name: getattr(config, name, None) for name in cls.__slots__}
-        return cls(**{**values, **settled})
+        return cls(**{**values, **resolved})
 
     def to_fields(self) -> Fields:
         """As plain values."""
@@ -102,15 +102,15 @@ class UnchangedFields:
     def __init__(self) -> None:
         self._last: dict[str, Fields] = {}
 
-    def leave_out(self, kind: str, told: Fields) -> Fields:
-        """The fields of `told` that changed."""
-        last, self._last[kind] = self._last.get(kind, {}), told
-        return {name: value for name, value in told.items() if name not in last or not _is_same(last[name], value)}
+    def leave_out(self, kind: str, message: Fields) -> Fields:
+        """The fields of `message` that changed."""
+        last, self._last[kind] = self._last.get(kind, {}), message
+        return {name: value for name, value in message.items() if name not in last or not _is_same(last[name], value)}
 
     def put_back(self, kind: str, new: Mapping[str, Any]) -> Fields:
         """All fields again."""
-        told = self._last[kind] = {**self._last.get(kind, {}), **new}
-        return told
+        message = self._last[kind] = {**self._last.get(kind, {}), **new}
+        return message
 
     def copy(self) -> UnchangedFields:
         """A copy with the same state."""
@@ -119,9 +119,9 @@ class UnchangedFields:
         return other
 
 
-def plain(told: Fields) -> Fields:
+def plain(message: Fields) -> Fields:
     """The fields with lists instead of arrays, as they are read back."""
-    return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in told.items()}
+    return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in message.items()}
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -83,15 +83,15 @@ def memory_state(scheduler: Scheduler, allocator: Allocator) -> MemoryState:
     """
     tables, host, table = allocator.tables, allocator.host, scheduler.slots
     holders = []
-    for slot in np.flatnonzero(tables.room).tolist():
-        held = tables.blocks[slot, : int(tables.room[slot]) // tables.block_size]
+    for slot in np.flatnonzero(tables.capacity).tolist():
+        held = tables.blocks[slot, : int(tables.capacity[slot]) // tables.block_size]
         sequence_id = int(allocator.sequence_ids[slot])
         holders.append(Holder(slot, sequence_id, int(tables.num_tokens[slot]), tuple(held.tolist())))
     sequences = []
     for sequence_id, sequence in sorted(scheduler.sequences.items()):
         num_known = int(table.num_known[sequence.slot]) if sequence.slot >= 0 else len(sequence.token_ids)
-        told = (sequence.request_id, sequence.state.value, sequence.is_parked, sequence.num_prompt)
-        sequences.append(SequenceState(sequence_id, *told, num_known, sequence.num_preempted, sequence.priority))
+        args = (sequence.request_id, sequence.state.value, sequence.is_parked, sequence.num_prompt)
+        sequences.append(SequenceState(sequence_id, *args, num_known, sequence.num_preempted, sequence.priority))
     return MemoryState(
         last_granted=scheduler.last_granted,
         completed_step=scheduler.completed_step,

@@ -108,7 +108,7 @@ class Recording:
             given = MessageFields("header", header)
             self.began_s = given.number("began_s", -1e12)
             self.began_wall_s = given.number("began_wall_s")
-            self.tells_repeats = header.get("repeats") is not None
+            self.has_repeats = header.get("repeats") is not None
         except InvalidValue as error:
             raise RecordingError(f"{path}:1: {error}") from None
 
@@ -152,13 +152,15 @@ class Recording:
             return CacheResetCall(number, time_s, MessageFields("line", values).whole("reset_prefix_cache"))
         raise InvalidValue("must have schedule, allocate, reset_prefix_cache or end")
 
-    def _schedule(self, number: int, time_s: float, told: dict[str, Any], unchanged: UnchangedFields) -> ScheduleCall:
-        taken = [self._taken(item, unchanged) for item in _objects(told, "in")]
-        plans: list[Fields] = [{"accepted": []} | unchanged.put_back("plan", plan) for plan in _objects(told, "plans")]
-        failed = MessageFields("schedule", {"failed": [], **told}).wholes("failed", 2**53)
-        repeats = [read_repeats(each, self.engine) for each in _objects(told, "repeats")]
-        is_early = MessageFields("schedule", {"is_early": False, **told}).flag("is_early")
-        return ScheduleCall(number, time_s, taken, _lane(told), plans, failed, is_early, repeats)
+    def _schedule(self, number: int, time_s: float, values: dict[str, Any], unchanged: UnchangedFields) -> ScheduleCall:
+        taken = [self._taken(item, unchanged) for item in _objects(values, "in")]
+        plans: list[Fields] = [
+            {"accepted": []} | unchanged.put_back("plan", plan) for plan in _objects(values, "plans")
+        ]
+        failed = MessageFields("schedule", {"failed": [], **values}).wholes("failed", 2**53)
+        repeats = [read_repeats(each, self.engine) for each in _objects(values, "repeats")]
+        is_early = MessageFields("schedule", {"is_early": False, **values}).flag("is_early")
+        return ScheduleCall(number, time_s, taken, _lane(values), plans, failed, is_early, repeats)
 
     def _taken(
         self, item: dict[str, Any], unchanged: UnchangedFields
@@ -175,13 +177,13 @@ class Recording:
             return read_guess(_object(item, "guess"), self.engine)
         raise InvalidValue("schedule.in: each must be one of add, done, void, report and guess")
 
-    def _allocate(self, number: int, time_s: float, told: dict[str, Any], unchanged: UnchangedFields) -> AllocateCall:
+    def _allocate(self, number: int, time_s: float, values: dict[str, Any], unchanged: UnchangedFields) -> AllocateCall:
         reports, grants = [], []
-        for answer in _objects(told, "answers"):
+        for answer in _objects(values, "answers"):
             reports.append(unchanged.put_back("report", _object(answer, "report")))
             granted = unchanged.put_back("grant", _object(answer, "grant")) if "grant" in answer else None
             grants.append(granted)
-        return AllocateCall(number, time_s, _rates(told), reports, grants)
+        return AllocateCall(number, time_s, _rates(values), reports, grants)
 
 
 class RecordingReader:
@@ -238,9 +240,9 @@ class RecordingReader:
         self.close()
 
 
-def _rates(told: dict[str, Any]) -> list[Rates]:
+def _rates(values: dict[str, Any]) -> list[Rates]:
     made = []
-    for pair in _list(told, "rates"):
+    for pair in _list(values, "rates"):
         if not isinstance(pair, list) or len(pair) != 2:
             raise InvalidValue("allocate.rates: each must be [copy_s, compute_s]")
         given = MessageFields("rates", dict(zip(("copy_s", "compute_s"), pair, strict=True)))
@@ -248,9 +250,9 @@ def _rates(told: dict[str, Any]) -> list[Rates]:
     return made
 
 
-def _lane(told: dict[str, Any]) -> list[tuple[int, str]]:
+def _lane(values: dict[str, Any]) -> list[tuple[int, str]]:
     causes = []
-    for pair in _list(told, "lane"):
+    for pair in _list(values, "lane"):
         if not isinstance(pair, list) or len(pair) != 2:
             raise InvalidValue("schedule.lane: each must be [sequence, cause]")
         given = MessageFields("lane", dict(zip(("sequence_id", "cause"), pair, strict=True)))

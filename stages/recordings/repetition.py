@@ -173,8 +173,8 @@ class AnswerHistory:
             elif isinstance(message, StepDone):
                 self._go_on(message)
                 ended += message.sequence_ids[message.is_finished].tolist()
-        told = ((sequence_id, self._end(sequence_id)) for sequence_id in (*ended, *over))
-        return [repeats.to_fields(sequence_id) for sequence_id, repeats in told if repeats is not None]
+        results = ((sequence_id, self._end(sequence_id)) for sequence_id in (*ended, *over))
+        return [repeats.to_fields(sequence_id) for sequence_id, repeats in results if repeats is not None]
 
     def _begin(self, request: TokenRequest) -> None:
         if not may_draft(request):

@@ -112,7 +112,7 @@ class ReplayedCore:
         `is_early`: whether it is too early to plan; None: it decides by its clock. Returns its plans, and the sequences
         that it gave up.
         """
-        self.schedule.told_early = is_early
+        self.schedule.early_override = is_early
         run_at_once(self.schedule.handle(batch, DEAF))
         return self._captured.plans, self._captured.failed
 
@@ -210,19 +210,21 @@ class Replay:
             decisions.append(Decision("failed", call.failed, list(failed)))
         return decisions
 
-    def _take_report(self, told: ReportTaken) -> PlanReport:
+    def _take_report(self, recorded: ReportTaken) -> PlanReport:
         report = self._reports.popleft()
-        assert report.step == told.step, f"the call has the report of step {told.step}, but the next is {report.step}"
+        assert report.step == recorded.step, (
+            f"the call has the report of step {recorded.step}, but the next is {report.step}"
+        )
         return report
 
     def _allocate(self, call: AllocateCall) -> list[Decision]:
         plans = [self._plans.popleft() for _ in call.reports]
         answers = self.core.run_allocate([*call.rates, *plans])
         decisions = []
-        for told, told_grant, (grant, report) in zip(call.reports, call.grants, answers, strict=True):
+        for recorded_report, recorded_grant, (grant, report) in zip(call.reports, call.grants, answers, strict=True):
             self._reports.append(report)
-            decisions.append(Decision("report", told, plain(report_fields(report))))
-            decisions.append(Decision("grant", told_grant, None if grant is None else plain(grant_fields(grant))))
+            decisions.append(Decision("report", recorded_report, plain(report_fields(report))))
+            decisions.append(Decision("grant", recorded_grant, None if grant is None else plain(grant_fields(grant))))
         return decisions
 
     def _compare(self, call: Call, decision: Decision) -> None:

@@ -127,8 +127,8 @@ class SimulatedDevice:
 
     def _num_right(self, rows: Indices, places: Indices, counts: Ints) -> Indices:
         """The number of right drafts of each row, [R], of `counts` drafts."""
-        told = [self._repeats.get(sequence_id) for sequence_id in self._sequence_id[rows].tolist()]
-        right = [0 if each is None else each.at(place)[1] for each, place in zip(told, places.tolist(), strict=True)]
+        repeats = [self._repeats.get(sequence_id) for sequence_id in self._sequence_id[rows].tolist()]
+        right = [0 if each is None else each.at(place)[1] for each, place in zip(repeats, places.tolist(), strict=True)]
         return np.minimum(np.array(right, np.intp), counts)
 
     def _steady_of(self, grant: StepGrant, done: StepDone, contents: StepContents) -> _Steady | None:

@@ -91,8 +91,8 @@ class SimulationResult:
         }
         for name, times_s in (("ttft", ttft_s), ("itl", self.itl_s), ("e2el", e2el_s)):
             for percentile in PERCENTILES:
-                told = float(np.percentile(times_s, percentile)) * 1e3 if len(times_s) else None
-                figures[f"{name}_p{percentile}_ms"] = told
+                value_ms = float(np.percentile(times_s, percentile)) * 1e3 if len(times_s) else None
+                figures[f"{name}_p{percentile}_ms"] = value_ms
         return figures | {
             "preemptions": self.num_preemptions,
             "recomputed_tokens": self.num_recomputed_tokens,
@@ -132,16 +132,18 @@ class Simulation:
         self,
         engine: RecordedEngine,
         model: CostModel,
-        door: AdmissionLimits | None = None,
+        admission: AdmissionLimits | None = None,
         policy: Policy | None = None,
     ) -> None:
-        door = door or AdmissionLimits()
+        admission = admission or AdmissionLimits()
         self._repeats: dict[int, Repetition] = {}  # of the answers to requests so far, by sequence
         drafter = SimulatedDrafter(self._repeats, engine.most_drafts) if engine.most_drafts else None
         self.core = ReplayedCore(engine, policy, drafter=drafter)
         self._model = model
         self._intake = Intake(
-            RequestLimits(VOCAB_SIZE, engine.max_model_len), door.max_admitted_requests, door.max_waiting_requests
+            RequestLimits(VOCAB_SIZE, engine.max_model_len),
+            admission.max_admitted_requests,
+            admission.max_waiting_requests,
         )
         run_at_once(self._intake.setup(self.core.context("intake")))
         self._device = SimulatedDevice(model, engine.max_num_seqs, self._repeats)
@@ -204,31 +206,31 @@ class Simulation:
             reports, self._reports = self._reports, []
             plans, _ = core.run_schedule(reports)
 
-    def _arrive(self, number: int, asked: WorkloadRequest) -> None:
-        outcome = RequestOutcome(asked.arrival_s, asked.num_prompt)
+    def _arrive(self, number: int, workload_request: WorkloadRequest) -> None:
+        outcome = RequestOutcome(workload_request.arrival_s, workload_request.num_prompt)
         self._outcomes.append(outcome)
-        params = SamplingParams(max_tokens=asked.num_answer, ignore_eos=True)
-        tokens = asked.tokens(number)
-        if asked.repeats is not None:
-            self._repeats[number] = asked.repeats
+        params = SamplingParams(max_tokens=workload_request.num_answer, ignore_eos=True)
+        tokens = workload_request.tokens(number)
+        if workload_request.repeats is not None:
+            self._repeats[number] = workload_request.repeats
         request = Request(
             str(number),
             (Prompt(token_ids=tokens),),
             params,
             first_sequence_id=number,
-            priority=asked.priority,
-            arrival_s=asked.arrival_s,
-            cache_salt=asked.cache_salt,
+            priority=workload_request.priority,
+            arrival_s=workload_request.arrival_s,
+            cache_salt=workload_request.cache_salt,
         )
         out = _Refusals()
         run_at_once(self._intake.handle((request,), out))
         for _, error in out.refused:
             outcome.how = "turned away" if isinstance(error, Overloaded) else "too long"
         for request in out.passed:
-            told = (request.request_id, 0, tokens, params, number, request.priority, request.arrival_s)
-            self._tokenized.append(TokenRequest(*told, request.cache_salt))
-            if asked.leaves_s is not None:
-                heapq.heappush(self._leaving, (asked.arrival_s + asked.leaves_s, number))
+            args = (request.request_id, 0, tokens, params, number, request.priority, request.arrival_s)
+            self._tokenized.append(TokenRequest(*args, request.cache_salt))
+            if workload_request.leaves_s is not None:
+                heapq.heappush(self._leaving, (workload_request.arrival_s + workload_request.leaves_s, number))
 
     def _leave(self, number: int, now_s: float) -> None:
         outcome = self._outcomes[number]

@@ -35,10 +35,10 @@ class Preemption:
     beneficiaries: tuple[int, ...]  # sequences that got blocks in that plan, or were first in the queue for its slot
 
     def __str__(self) -> str:
-        whom = ", ".join(str(sequence_id) for sequence_id in self.beneficiaries) or "no sequence yet"
+        names = ", ".join(str(sequence_id) for sequence_id in self.beneficiaries) or "no sequence yet"
         why = {"blocks": "blocks ran out", "slot": "its slot was needed"}.get(self.cause, "its client does not read")
         how = f"{self.num_tokens} tokens swapped to the host" if self.how == "swap" else "to be recomputed"
-        return f"step {self.step}: sequence {self.sequence_id} was preempted, {how}: {why}; blocks went to {whom}"
+        return f"step {self.step}: sequence {self.sequence_id} was preempted, {how}: {why}; blocks went to {names}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +69,8 @@ class _Place:
 
     def copy(self) -> _Place:
         """An independent copy, to continue from."""
-        books = (self.done_s, list(self.preemptions), dict(self.taken))
-        return _Place(self.replay.copy(), self.reading.copy(), self.upcoming, *books)
+        state = (self.done_s, list(self.preemptions), dict(self.taken))
+        return _Place(self.replay.copy(), self.reading.copy(), self.upcoming, *state)
 
 
 class Checkpoints:
@@ -204,14 +204,14 @@ class TimeMachine:
         ids = self.core.allocate.allocator.sequence_ids
         for report, grant in zip(_replayed(decisions, "report"), _replayed(decisions, "grant"), strict=True):
             served = () if not grant else tuple(dict.fromkeys(int(ids[slot]) for slot in grant["table_slots"]))
-            for slot, (cause, whom) in self._here.taken.items():
-                self._here.preemptions.append(self._preemption(call, report, slot, cause, whom))
+            for slot, (cause, beneficiaries) in self._here.taken.items():
+                self._here.preemptions.append(self._preemption(call, report, slot, cause, beneficiaries))
             self._here.taken.clear()
             for slot in report["preempted"]:
                 self._here.preemptions.append(self._preemption(call, report, slot, "blocks", served))
 
     def _preemption(
-        self, call: AllocateCall, report: Fields, slot: int, cause: str, whom: tuple[int, ...]
+        self, call: AllocateCall, report: Fields, slot: int, cause: str, beneficiaries: tuple[int, ...]
     ) -> Preemption:
         core = self.core
         sequence_id = int(core.allocate.allocator.sequence_ids[slot])
@@ -226,7 +226,7 @@ class TimeMachine:
             cause="parked" if sequence is not None and sequence.is_parked else cause,
             num_tokens=num_tokens,
             num_free=report["num_free"],
-            beneficiaries=tuple(each for each in whom if each != sequence_id),
+            beneficiaries=tuple(each for each in beneficiaries if each != sequence_id),
         )
 
 

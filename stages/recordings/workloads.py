@@ -59,8 +59,8 @@ class Workload:
     """Requests in order of arrival."""
 
     requests: Sequence[WorkloadRequest]
-    tells_prefixes: bool  # whether it has the common prefixes of prompts
-    tells_repeats: bool = False  # whether it has the repetitions in answers
+    has_prefixes: bool  # whether it has the common prefixes of prompts
+    has_repeats: bool = False  # whether it has the repetitions in answers
 
     def scaled(self, *, times: float = 1.0, lengths: float = 1.0, most: int | None = None) -> Workload:
         """The first `most` requests, with gaps scaled by `times` and lengths by `lengths`."""
@@ -84,8 +84,8 @@ def read_trace(path: Path) -> Workload:
     if not requests:
         raise RecordingError(f"{path}: it has no requests")
     began_s = requests[0].arrival_s
-    tells = any(request.hash_ids for request in requests)
-    return Workload([replace(request, arrival_s=request.arrival_s - began_s) for request in requests], tells)
+    has_prefixes = any(request.hash_ids for request in requests)
+    return Workload([replace(request, arrival_s=request.arrival_s - began_s) for request in requests], has_prefixes)
 
 
 def from_recording(recording: Recording) -> Workload:
@@ -93,7 +93,7 @@ def from_recording(recording: Recording) -> Workload:
 
     A cancelled request leaves after the same time as recorded.
     """
-    asked: dict[int, TokenRequest] = {}
+    by_sequence: dict[int, TokenRequest] = {}
     num_answered: dict[int, int] = {}
     over: set[int] = set()
     left_s: dict[int, float] = {}
@@ -103,7 +103,7 @@ def from_recording(recording: Recording) -> Workload:
             continue
         for message in call.taken:
             if isinstance(message, TokenRequest):
-                asked |= {message.first_sequence_id + choice: message for choice in range(message.params.n)}
+                by_sequence |= {message.first_sequence_id + choice: message for choice in range(message.params.n)}
             elif isinstance(message, StepDone):
                 num_answered.update(zip(message.sequence_ids.tolist(), (message.places + 1).tolist(), strict=True))
                 over.update(message.sequence_ids[message.is_finished].tolist())
@@ -114,8 +114,8 @@ def from_recording(recording: Recording) -> Workload:
             elif cause not in ("park", "unpark"):
                 left_s.setdefault(sequence_id, call.time_s)
     requests = []
-    began_s = min((request.arrival_s for request in asked.values()), default=0.0)
-    for sequence_id, request in sorted(asked.items()):
+    began_s = min((request.arrival_s for request in by_sequence.values()), default=0.0)
+    for sequence_id, request in sorted(by_sequence.items()):
         is_cut = sequence_id not in over
         answered = num_answered.get(sequence_id, 0)
         leaves_s = left_s.get(sequence_id) if is_cut else None
@@ -134,7 +134,7 @@ def from_recording(recording: Recording) -> Workload:
     if not requests:
         raise RecordingError(f"{recording.path}: it has no requests")
     requests.sort(key=lambda request: request.arrival_s)
-    return Workload(requests, recording.engine.enable_prefix_caching, recording.tells_repeats)
+    return Workload(requests, recording.engine.enable_prefix_caching, recording.has_repeats)
 
 
 def _read_csv(path: Path) -> Iterator[WorkloadRequest]:

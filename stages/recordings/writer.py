@@ -212,14 +212,14 @@ class _Encoder:
         self._has_cache = has_cache
         self._unchanged = UnchangedFields()
 
-    def line(self, at_s: float, kind: str, *told: Any) -> Fields:
+    def line(self, at_s: float, kind: str, *args: Any) -> Fields:
         match kind:
             case "schedule":
-                made: Any = self._schedule(*told)
+                made: Any = self._schedule(*args)
             case "allocate":
-                made = self._allocate(*told)
+                made = self._allocate(*args)
             case _:
-                (made,) = told
+                (made,) = args
         return {"t": round(at_s - self._began_s, 6), kind: made}
 
     def _schedule(
@@ -251,8 +251,8 @@ class _Encoder:
             case TokenRequest():
                 return {"add": self._add(message)}
             case StepDone():
-                told = done_fields(message, self._answered(message) if self._has_cache else None)
-                return {"done": self._unchanged.leave_out("done", told)}
+                done = done_fields(message, self._answered(message) if self._has_cache else None)
+                return {"done": self._unchanged.leave_out("done", done)}
             case StepVoid():
                 return {"void": void_fields(message)}
             case PlanReport():
@@ -299,10 +299,10 @@ class _Encoder:
         return {name: value for name, value in made.items() if value}
 
     def _answer(self, grant: StepGrant | None, report: PlanReport) -> Fields:
-        told: Fields = {"report": self._unchanged.leave_out("report", report_fields(report))}
+        answer: Fields = {"report": self._unchanged.leave_out("report", report_fields(report))}
         if grant is not None:
-            told["grant"] = self._unchanged.leave_out("grant", grant_fields(grant))
-        return told
+            answer["grant"] = self._unchanged.leave_out("grant", grant_fields(grant))
+        return answer
 
 
 def _create(path: Path) -> tuple[Path, BinaryIO]:

@@ -137,19 +137,19 @@ class Sampler:
             tokens = self._sample(grant, SampledRows(slots, places, needs, any_needs), runs, logits, of_prompts)
         return replace(tokens, pooled=pooled) if pooled else tokens
 
-    def note_tokens(self, grant: StepGrant, told: Ints, scores: Ints | None = None) -> StepTokens:
+    def note_tokens(self, grant: StepGrant, result: Ints, scores: Ints | None = None) -> StepTokens:
         """Applies the tokens that an asynchronous device chose for a step without drafts.
 
-        `told` [2, L] holds token ids, -1 for a row whose sequence had ended, and `FinishReason`s, of which only ERROR
+        `result` [2, L] holds token ids, -1 for a row whose sequence had ended, and `FinishReason`s, of which only ERROR
         is read. `scores` [L, W] are the device's scores, for the log-probabilities.
         """
-        tokens, goes_on = self._note_chosen(grant, told[0].astype(np.intp), told[1] == FinishReason.ERROR)
+        tokens, goes_on = self._note_chosen(grant, result[0].astype(np.intp), result[1] == FinishReason.ERROR)
         if scores is None:
             return tokens
         slots, finishes = tokens.slots, tokens.finishes
-        asked = ((self.table.needs[slots] & LOGPROBS != 0) & (finishes != FinishReason.ERROR)).nonzero()[0]
-        found = self.chooser.read_scores(slots[asked], scores[goes_on][asked])
-        return replace(tokens, logprobs=dict(zip(asked.tolist(), found, strict=True)))
+        requested = ((self.table.needs[slots] & LOGPROBS != 0) & (finishes != FinishReason.ERROR)).nonzero()[0]
+        found = self.chooser.read_scores(slots[requested], scores[goes_on][requested])
+        return replace(tokens, logprobs=dict(zip(requested.tolist(), found, strict=True)))
 
     def _note_chosen(self, grant: StepGrant, token_ids: Indices, is_broken: Bools) -> tuple[StepTokens, Bools]:
         """Applies chosen tokens [L] of a step without drafts; below 0 for a row that had ended.

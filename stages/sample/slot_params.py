@@ -121,8 +121,8 @@ class SlotParams:
 
     def _start_ends(self, started: Started) -> None:
         slot, params = started.slot, started.params
-        room = self.max_model_len - started.num_prompt
-        self.limit[slot] = room if params.max_tokens is None else min(params.max_tokens, room)
+        num_left = self.max_model_len - started.num_prompt
+        self.limit[slot] = num_left if params.max_tokens is None else min(params.max_tokens, num_left)
         self.min_tokens[slot] = min(params.min_tokens, self.max_model_len)
         self.ignores_eos[slot] = params.ignore_eos
         num_eos, stop_ids = len(self.eos), self._known(params.stop_token_ids)

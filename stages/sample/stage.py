@@ -60,7 +60,7 @@ class Sample(Stage[StepLogits, StepTokens]):
     @property
     def concurrency(self) -> int | None:
         """As many steps as may ever be in flight, on an asynchronous device."""
-        return MOST_IN_FLIGHT if self.device.is_late else None
+        return MOST_IN_FLIGHT if self.device.is_async else None
 
     async def setup(self, context: Context) -> None:
         self._context = context

@@ -74,17 +74,17 @@ class TokenChooser:
 
         `allowed` holds the grammars' masks; None if no row has a grammar.
         """
-        asked = rows.that_need(LOGPROBS)
+        requested = rows.that_need(LOGPROBS)
         is_raw = self.logprobs_mode == "raw_logprobs"
-        scored = self._arrays.take(logits, asked) if len(asked) and is_raw else None  # a copy
+        scored = self._arrays.take(logits, requested) if len(requested) and is_raw else None  # a copy
         if rows.any_needs & EDITS:
             logits = self._arrays.floats(logits)
             self._edit(rows.slots, logits)
-        if len(asked) and not is_raw:
+        if len(requested) and not is_raw:
             if allowed is not None:
                 sampling_math.allow_only(logits, allowed.rows, allowed.taken)
                 allowed = None
-            scored = self._processed(logits, asked, rows)
+            scored = self._processed(logits, requested, rows)
         if not len(rows.slots):
             return TokenChoice(NO_ROWS, np.zeros(0, np.bool_))
         return TokenChoice(*self._choose(rows, logits, allowed), scored)
@@ -105,20 +105,20 @@ class TokenChooser:
             self.processor.note(slots[rows], token_ids[rows])
 
     def logprobs_of(
-        self, choice: TokenChoice, rows: SampledRows, token_ids: Longs, is_told: Bools
+        self, choice: TokenChoice, rows: SampledRows, token_ids: Longs, is_reported: Bools
     ) -> dict[int, TopLogprobs]:
-        """Log-probabilities by row, for the rows that request them and with `is_told` [n].
+        """Log-probabilities by row, for the rows that request them and with `is_reported` [n].
 
         `token_ids` [n] are the rows' final tokens.
         """
-        asked = rows.that_need(LOGPROBS)
-        whole = np.flatnonzero(is_told[asked])
-        told = asked[whole]
-        if choice.scored is None or not len(told):
+        requested = rows.that_need(LOGPROBS)
+        whole = np.flatnonzero(is_reported[requested])
+        reported = requested[whole]
+        if choice.scored is None or not len(reported):
             return {}
-        num_top = self.table.num_logprobs[rows.slots[told]]
-        found = sampling_math.top_logprobs(sampling_math.rows_of(choice.scored, whole), token_ids[told], num_top)
-        return dict(zip(told.tolist(), found, strict=True))
+        num_top = self.table.num_logprobs[rows.slots[reported]]
+        found = sampling_math.top_logprobs(sampling_math.rows_of(choice.scored, whole), token_ids[reported], num_top)
+        return dict(zip(reported.tolist(), found, strict=True))
 
     def read_scores(self, slots: Indices, scores: Ints) -> list[TopLogprobs]:
         """Log-probabilities from the scores [n, W] of an asynchronous device.
@@ -203,15 +203,15 @@ class TokenChooser:
 
     # -- log-probabilities
 
-    def _processed(self, logits: Array, asked: Longs, rows: SampledRows) -> Array:
+    def _processed(self, logits: Array, requested: Longs, rows: SampledRows) -> Array:
         """The processed logits of some rows, [n, V] f32.
 
         They are edited. Rows that are not greedy are also divided by their temperature, and truncated tokens are -inf.
         """
         arrays = self._arrays
-        found = arrays.floats(arrays.take(logits, asked))
-        is_random = rows.needs[asked] & RANDOM != 0
-        at = rows.slots[asked]
+        found = arrays.floats(arrays.take(logits, requested))
+        is_random = rows.needs[requested] & RANDOM != 0
+        at = rows.slots[requested]
         if np.count_nonzero(is_random):
             temperature = np.where(is_random, self.table.temperature[at], 1.0).astype(np.float32)
             found = found / arrays.beside(logits, temperature)[:, None]

@@ -82,8 +82,8 @@ class SequenceLifecycle:
         """
         params = request.params
         num_prompt = len(request.token_ids)
-        room = max_model_len - num_prompt
-        answer = room if params.max_tokens is None else min(max(params.max_tokens, 1), room)
+        num_left = max_model_len - num_prompt
+        answer = num_left if params.max_tokens is None else min(max(params.max_tokens, 1), num_left)
         answer = answer if request.pooling is None else 1
         for choice in range(params.n):
             if choice == 1 and (params.prompt_logprobs is not None or params.return_progress):
@@ -186,16 +186,16 @@ class SequenceLifecycle:
             self.preemptions["swap" if is_swapped else "recompute", sequence.lost_for] += 1
             sequence.lost_for = ""
 
-    def take_back(self, slots: Iterable[int], *, tell: bool) -> None:
+    def take_back(self, slots: Iterable[int], *, reports_dropped: bool) -> None:
         """Sends running sequences back to the queue, as their blocks cannot be trusted.
 
-        This does not count as preemption. `tell` reports the slots to allocate.
+        This does not count as preemption. With `reports_dropped`, the slots are reported to allocate.
         """
         for slot in slots:
             sequence = self.slots.sequences[slot]
             assert sequence is not None
             self._return(sequence)
-            if tell:
+            if reports_dropped:
                 self.updates.dropped.append(slot)
 
     def _return(self, sequence: Sequence) -> None:

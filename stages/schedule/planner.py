@@ -153,8 +153,8 @@ class Planner:
         starts = self._slots.num_computed[slots]
         num_context = int(starts[:num_decode].sum()) + num_decode
         prompts = zip(num_wanted[num_decode:].tolist(), starts[num_decode:].tolist(), strict=True)
-        in_line = (PrefillDemand(self._admitter.num_to_compute(sequence), 0) for sequence in self._waiting)
-        return size.choose(num_decode, num_context, [PrefillDemand(*prompt) for prompt in prompts], in_line)
+        waiting = (PrefillDemand(self._admitter.num_to_compute(sequence), 0) for sequence in self._waiting)
+        return size.choose(num_decode, num_context, [PrefillDemand(*prompt) for prompt in prompts], waiting)
 
     def _drafts(self, slots: Indices, num_wanted: Ints, token_budget: int) -> Drafts | None:
         """The drafts of the rows; None while any row computes a prompt."""

@@ -53,8 +53,8 @@ class QueueTrace:
     def _trace_start(self, step: int, slot: int, sequence: Sequence, num_swapped: int, num_cached: int) -> None:
         if sequence.num_starts == 1:
             waited_us = int((self._now() - sequence.arrival_s) * 1e6)
-            told = (sequence.sequence_id, num_cached, waited_us)
-            self._tracer.emit(EventKind.REQUEST_ADMITTED, self._source, step, *told)
+            values = (sequence.sequence_id, num_cached, waited_us)
+            self._tracer.emit(EventKind.REQUEST_ADMITTED, self._source, step, *values)
         else:
             how = self._swap if num_swapped else self._recompute
             counts = (self._num_blocks(num_cached), num_cached)

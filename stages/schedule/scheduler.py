@@ -57,14 +57,14 @@ class Scheduler:
         self.waiting = self.lifecycle.waiting
         self.last_granted = first_step - 1  # number of the last granted step
         self.completed_step = first_step - 1
-        self._told_step = first_step - 1  # the `completed_step` of the last plan
+        self._reported_step = first_step - 1  # the `completed_step` of the last plan
         self._generation = 0
         self._outstanding: StepPlan | None = None
         self._flights: deque[StepInFlight] = deque()
         self._report: PlanReport | None = None  # the last one
         self._must_wait = False  # nothing could be granted: plan again after the next step
         self._row_limit = limits.max_num_seqs  # halved when steps fail, until the faulty sequence is alone
-        self._settled: list[StepDone] = []  # for the next plan, like the next line
+        self._completed: list[StepDone] = []  # for the next plan, like the next line
         self._voided: list[int] = []
         target_s, most = limits.itl_target_ms / 1e3, limits.max_num_batched_tokens
         self._step_size = StepBudget(target_s, most) if target_s else None  # None: always `most`
@@ -210,7 +210,7 @@ class Scheduler:
         plan, self._outstanding, self._report = self._outstanding, None, report
         assert plan is not None and report.step == plan.step, f"no plan of step {report.step} is outstanding"
         if report.is_reset:
-            self.lifecycle.take_back(self.slots.running().tolist(), tell=False)
+            self.lifecycle.take_back(self.slots.running().tolist(), reports_dropped=False)
             self.lifecycle.give_up_swapped(-1)
             return
         if report.is_void:
@@ -241,7 +241,7 @@ class Scheduler:
                 done.took_us,
             )
         self.slots.note_tokens(done.slots, done.places, done.token_ids)
-        self._settled.append(done)
+        self._completed.append(done)
         for slot, num_drafts in flight.drafted.items():
             self._note_drafts(slot, num_drafts, int(np.count_nonzero(done.slots == slot)))
         if num_true(done.is_finished):
@@ -264,7 +264,7 @@ class Scheduler:
         if self._outstanding is not None:
             plans.append(self._outstanding.slots)
         slots = np.unique(np.concatenate(plans))
-        self.lifecycle.take_back(slots[self.slots.is_running[slots]].tolist(), tell=True)
+        self.lifecycle.take_back(slots[self.slots.is_running[slots]].tolist(), reports_dropped=True)
         self.lifecycle.give_up_swapped(void.step)
         for sequence in guilty:
             self.end(sequence.sequence_id)
@@ -272,7 +272,7 @@ class Scheduler:
 
     def rebuild(self) -> None:
         """After a crash: recomputes all running and swapped sequences, trusting no block."""
-        self.lifecycle.take_back(self.slots.running().tolist(), tell=True)
+        self.lifecycle.take_back(self.slots.running().tolist(), reports_dropped=True)
         self.lifecycle.give_up_swapped(-1)
 
     # -- drafts
@@ -315,7 +315,7 @@ class Scheduler:
             return None
         self._outstanding = self._make_plan(demands, drafts, token_budget)
         self.slots.last_step[demands.slots] = self._outstanding.step
-        self._told_step = self.completed_step
+        self._reported_step = self.completed_step
         return self._outstanding
 
     def _has_updates(self) -> bool:
@@ -323,12 +323,12 @@ class Scheduler:
         if self.lifecycle.updates.can_free:
             return True
         report = self._report
-        is_settling = report is not None and report.num_quarantined + report.num_host_quarantined > 0
-        return is_settling and self.completed_step > self._told_step
+        has_quarantined = report is not None and report.num_quarantined + report.num_host_quarantined > 0
+        return has_quarantined and self.completed_step > self._reported_step
 
     def _make_plan(self, demands: TokenDemand, drafts: Drafts | None, token_budget: int) -> StepPlan:
         updates = self.lifecycle.take_updates()
-        settled, self._settled = self._settled, []
+        completed, self._completed = self._completed, []
         voided, self._voided = self._voided, []
         return StepPlan(
             step=self.last_granted + 1,
@@ -350,7 +350,7 @@ class Scheduler:
             preempted=updates.preempted,
             dropped=updates.dropped,
             discarded=updates.discarded,
-            settled=settled,
+            settled=completed,
             voided=voided,
         )
 

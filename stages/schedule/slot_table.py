@@ -77,7 +77,7 @@ class SlotTable:
         self.is_parked[slot] = sequence.is_parked
         self.reserve[slot] = sequence.limit - 1 if sequence.is_protected else 0
         answered = sequence.token_ids[sequence.num_prompt :]
-        self._make_room(sequence.limit - sequence.num_prompt)
+        self._grow_generated(sequence.limit - sequence.num_prompt)
         self.generated[slot, : len(answered)] = answered
         self.num_generated[slot] = len(answered)
         return slot
@@ -154,7 +154,7 @@ class SlotTable:
         """Whether all rows' sequences still have their slots, which is nearly always so."""
         return equal(self.sequence_id[slots], sequence_ids)
 
-    def _make_room(self, num_answer: int) -> None:
+    def _grow_generated(self, num_answer: int) -> None:
         width = self.generated.shape[1]
         if num_answer > width:
             grown = np.zeros((self.num_slots, max(num_answer, 2 * width)), np.int32)

@@ -155,8 +155,8 @@ class Speculation:
         num_known = int(table.num_known[slot])
         if track is None or not track.is_drafting or track.guess is None or track.guess.num_known != num_known:
             return np.zeros(0, np.intp)
-        room = int(table.limit[slot]) - num_known - 1  # the token after the last draft may be the last one
-        return track.guess.token_ids[: max(0, min(track.length, most, room))]
+        num_left = int(table.limit[slot]) - num_known - 1  # the token after the last draft may be the last one
+        return track.guess.token_ids[: max(0, min(track.length, most, num_left))]
 
     def note(self, slot: int, num_drafts: int, num_accepted: int) -> None:
         """Records the outcome of a step with drafts for the sequence in `slot`."""

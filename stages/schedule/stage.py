@@ -58,7 +58,7 @@ class Schedule(Stage[TokenRequest, StepPlan]):
         self.scheduler = Scheduler(limits, policy, first_step)
         self.drafter = drafter
         self.plan_timer = PlanTimer()
-        self.told_early: bool | None = (
+        self.early_override: bool | None = (
             None  # set by a replay: whether it is too early to plan; None: `plan_timer` decides
         )
         self.max_waiting = max_waiting  # prompts; more stay in the channel, which holds back its senders
@@ -119,8 +119,8 @@ class Schedule(Stage[TokenRequest, StepPlan]):
 
     def _is_early(self) -> bool:
         """Whether it is too early to plan. If so, the alarm is set."""
-        if self.told_early is not None:
-            return self.told_early
+        if self.early_override is not None:
+            return self.early_override
         assert self._context is not None
         scheduler, plan_timer = self.scheduler, self.plan_timer
         is_early = scheduler.has_last_credit and plan_timer.is_early(scheduler.expected_s, self._context.env.now())
@@ -203,8 +203,8 @@ class Schedule(Stage[TokenRequest, StepPlan]):
         assert self._context is not None and self._trace is not None
         out.send(plan)
         if plan.started:
-            for tell in self.on_start:
-                tell(plan.started)
+            for callback in self.on_start:
+                callback(plan.started)
         self.last_step_s = self._context.env.now()
         if not self.scheduler.num_in_flight:
             self.plan_timer.note_started(self.last_step_s)

@@ -57,29 +57,29 @@ class StepBudget:
 
     def expected_s(self, contents: StepContents) -> float:
         """Expected duration of a step, by the costs of the last choice; 0 before the first choice."""
-        return self._costs.last_told.seconds(contents)
+        return self._costs.last_costs.seconds(contents)
 
     def choose(
-        self, num_decode: int, num_context: int, demands: Sequence[PrefillDemand], in_line: Iterable[PrefillDemand] = ()
+        self, num_decode: int, num_context: int, demands: Sequence[PrefillDemand], waiting: Iterable[PrefillDemand] = ()
     ) -> int:
         """The token budget of a step with `num_decode` decodes over `num_context` tokens.
 
-        `demands` are the running prompts, in order; `in_line` are waiting ones, which count only for the stretch. Time
-        that running prompts leave is for prompts that start in the step.
+        `demands` are of the running prompts, in order; `waiting` are of waiting ones, which count only for the
+        stretch. Time that running prompts leave is for prompts that start in the step.
         """
-        num_prompt = self._prompt_tokens(num_decode, num_context, demands, in_line)
+        num_prompt = self._prompt_tokens(num_decode, num_context, demands, waiting)
         self.last = min(self.most, num_decode + max(LEAST_TOKENS, num_prompt))
         return self.last
 
     def _prompt_tokens(
-        self, num_decode: int, num_context: int, demands: Sequence[PrefillDemand], in_line: Iterable[PrefillDemand]
+        self, num_decode: int, num_context: int, demands: Sequence[PrefillDemand], waiting: Iterable[PrefillDemand]
     ) -> int:
         if not self._costs.is_known:
             return FIRST_TOKENS
         costs, slowness = self._costs.read()
         decoding_s = costs.decoding_s(num_decode, num_context)
         target_s = self.target_s / slowness
-        left_s = target_s * stretch(costs, chain(demands, in_line)) - decoding_s
+        left_s = target_s * stretch(costs, chain(demands, waiting)) - decoding_s
         long_s = min(self.target_s, LONG_S) / slowness
         share = MOST_SHARE * min(1.0, decoding_s / long_s)  # 1 at half of long_s: as much time as is left of it
         left_s = max(left_s, share * decoding_s)
@@ -89,8 +89,8 @@ class StepBudget:
 def stretch(costs: StepTimeCosts, demands: Iterable[PrefillDemand]) -> float:
     """The factor by which the target is stretched for these prompts, 1 to `MOST_STRETCH`."""
     to_compute_s = 0.0
-    for wish in islice(demands, MOST_LOOKED_AT):
-        to_compute_s += wish.seconds(costs)
+    for demand in islice(demands, MOST_LOOKED_AT):
+        to_compute_s += demand.seconds(costs)
         if to_compute_s >= MOST_STRETCH * PATIENCE_S:
             return MOST_STRETCH
     return max(1.0, to_compute_s / PATIENCE_S)
@@ -103,13 +103,13 @@ def tokens_within(left_s: float, costs: StepTimeCosts, demands: Iterable[Prefill
     """
     token_s, pair_s = costs.prefill_token_s, costs.prefill_pair_s
     total = 0
-    for wish in chain(demands, (PrefillDemand(most, 0),)):
-        wanted_s = wish.seconds(costs)
+    for demand in chain(demands, (PrefillDemand(most, 0),)):
+        wanted_s = demand.seconds(costs)
         if wanted_s > left_s:
-            each_s = token_s + pair_s * wish.start  # plus pair_s / 2 for each token before it in the step
+            each_s = token_s + pair_s * demand.start  # plus pair_s / 2 for each token before it in the step
             return min(most, total + int(2 * left_s / (each_s + sqrt(each_s**2 + 2 * pair_s * left_s))))
         left_s -= wanted_s
-        total += wish.num_tokens
+        total += demand.num_tokens
         if total >= most:
             break
     return min(most, total)

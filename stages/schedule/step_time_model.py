@@ -16,7 +16,7 @@ from ..messages import Indices, Ints
 Numbers = NDArray[np.float64]
 
 NUM_KEPT = 64  # steps of each kind to which costs are fitted
-NUM_LATE = 32  # last steps of any kind, from which the current slowness is estimated
+NUM_RECENT = 32  # last steps of any kind, from which the current slowness is estimated
 SLOW_SHARE = 0.9  # quantile of their slowness
 FIT_EVERY = 4  # steps with prefills between two fits, later on; a fit takes 150 us
 ROUNDS = 3  # of a fit; each clips the outliers of the previous one
@@ -93,11 +93,11 @@ class StepTimeModel:
     def __init__(self) -> None:
         self.num_noted = 0
         self._num_prefills = 0
-        self._late = np.zeros((NUM_KEPT, 6))  # last steps of any kind: the five columns of the fit, and seconds
+        self._recent = np.zeros((NUM_KEPT, 6))  # last steps of any kind: the five columns of the fit, and seconds
         self._prefills = np.zeros((NUM_KEPT, 6))
         self._num_fitted = 0  # `_num_prefills` at the last fit
         self._found = np.zeros(5)
-        self.last_told = StepTimeCosts()  # the last result of `read`
+        self.last_costs = StepTimeCosts()  # the last result of `read`
         self._read_at = 0  # `num_noted` when the slowness was last estimated
         self._slowness = 1.0
 
@@ -111,7 +111,7 @@ class StepTimeModel:
             contents.num_context,
             seconds,
         )
-        self._late[self.num_noted % NUM_KEPT] = row
+        self._recent[self.num_noted % NUM_KEPT] = row
         self.num_noted += 1
         if contents.num_prefill:
             self._prefills[self._num_prefills % NUM_KEPT] = row
@@ -125,20 +125,20 @@ class StepTimeModel:
     def read(self) -> tuple[StepTimeCosts, float]:
         """The costs, and the current slowness: the factor by which steps may now take longer."""
         num_new = self._num_prefills - self._num_fitted
-        if num_new >= FIT_EVERY or num_new > 0 and self._num_prefills <= NUM_LATE:
+        if num_new >= FIT_EVERY or num_new > 0 and self._num_prefills <= NUM_RECENT:
             self._num_fitted = self._num_prefills
-            rows = np.concatenate([self._late[: self.num_noted], self._prefills[: self._num_prefills]])
+            rows = np.concatenate([self._recent[: self.num_noted], self._prefills[: self._num_prefills]])
             self._found = fit_robustly(rows[:, :5], rows[:, 5])
-            self.last_told = StepTimeCosts(*self._found.tolist())
+            self.last_costs = StepTimeCosts(*self._found.tolist())
         if self._read_at != self.num_noted:
             self._read_at = self.num_noted
             self._slowness = self._judge()
-        return self.last_told, self._slowness
+        return self.last_costs, self._slowness
 
     def _judge(self) -> float:
-        last = np.arange(max(0, self.num_noted - NUM_LATE), self.num_noted) % NUM_KEPT
-        expected = np.maximum(self._late[last, :5] @ self._found, 1e-9)
-        ratios = np.sort(self._late[last, 5] / expected)
+        last = np.arange(max(0, self.num_noted - NUM_RECENT), self.num_noted) % NUM_KEPT
+        expected = np.maximum(self._recent[last, :5] @ self._found, 1e-9)
+        ratios = np.sort(self._recent[last, 5] / expected)
         return float(np.clip(ratios[int(SLOW_SHARE * len(ratios))], *SLOWNESS))
 
 

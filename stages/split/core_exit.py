@@ -87,11 +87,11 @@ class CoreExit(Exit[CoreOutbox]):
 
     def note_service(self, request_id: str, stage: str, service_us: int) -> None:
         if not self._times_us:
-            self._later()
+            self._schedule_report()
         times = self._times_us.setdefault(stage, {})
         times[request_id] = times.get(request_id, 0) + service_us
 
-    def _later(self) -> None:
+    def _schedule_report(self) -> None:
         """Schedules one report for all service times of a batch."""
         asyncio.get_running_loop().call_soon(self._report_times)
 

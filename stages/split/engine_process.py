@@ -124,7 +124,7 @@ class EngineProcess:
             return False
         if loaded.info.attention_backend == "native":
             self._env.yield_to("device", loaded.own_cpu)
-            self._env.give_way()
+            self._env.yield_this_thread()
         gc.collect()
         gc.freeze()
         self._link.post(EngineReady(loaded.info, dict(phases.seconds)))
@@ -184,26 +184,26 @@ class EngineProcess:
         self._is_lost = True
         self._over.set()
 
-    def _answer(self, ask: StatusQuery) -> StatusReply:
+    def _answer(self, query: StatusQuery) -> StatusReply:
         if self._core is None or self._pipeline is None:
-            return StatusReply(ask.number, error="the engine is loading")
-        match ask.what:
+            return StatusReply(query.number, error="the engine is loading")
+        match query.what:
             case "books" | "blocks":
-                self._send_status(with_blocks=ask.what == "blocks")
-                return StatusReply(ask.number)
+                self._send_status(with_blocks=query.what == "blocks")
+                return StatusReply(query.number)
             case "forget_prefixes":
-                return StatusReply(ask.number, self._core.allocate.reset_prefix_cache())
+                return StatusReply(query.number, self._core.allocate.reset_prefix_cache())
             case "inject":
-                self._pipeline.inject(ask.faults)
-                return StatusReply(ask.number)
+                self._pipeline.inject(query.faults)
+                return StatusReply(query.number)
             case "stacks":
                 stacks = [*task_stacks(self._pipeline, only=self._pipeline.runners), *thread_stacks()]
-                return StatusReply(ask.number, [stack | {"process": "engine"} for stack in stacks])
-        return StatusReply(ask.number, error=f"unknown question {ask.what!r}")
+                return StatusReply(query.number, [stack | {"process": "engine"} for stack in stacks])
+        return StatusReply(query.number, error=f"unknown question {query.what!r}")
 
     # -- messages to the front process
 
-    def _tick(self, late_s: float) -> None:
+    def _tick(self, lag_s: float) -> None:
         """Reports changes: ten times a second while a request is live, otherwise once a second."""
         assert self._pipeline is not None
         health = self._pipeline.health

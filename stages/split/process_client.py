@@ -40,22 +40,22 @@ class EngineClient:
         self,
         requests: OutboundChannel[TokenRequest],
         tokens: InboundChannel[StepTokens],
-        hear: Callable[[Any], None],
+        on_message: Callable[[Any], None],
         module: str = MODULE,
     ) -> None:
         self._requests = requests
         self._tokens = tokens
-        self._hear_word = hear
+        self._on_message = on_message
         self._module = module
         self._numbers = itertools.count()
-        self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._pending_answers: dict[int, asyncio.Future[Any]] = {}
         self._child: Child | None = None
         self._link: Link | None = None
         self._broken: LinkError | None = None
         self._is_stopping = False
         self._started: asyncio.Future[EngineReady] = asyncio.get_running_loop().create_future()
         self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._ending: asyncio.Task[None] | None = None
+        self._end_task: asyncio.Task[None] | None = None
 
     @property
     def pid(self) -> int | None:
@@ -91,13 +91,13 @@ class EngineClient:
         if self._link is None or not self._link.is_open:
             raise EngineDied("the engine process has ended")
         number = next(self._numbers)
-        answer = self._asked[number] = asyncio.get_running_loop().create_future()
+        answer = self._pending_answers[number] = asyncio.get_running_loop().create_future()
         self.post(StatusQuery(number, what, tuple(faults)))
         try:
             async with asyncio.timeout(timeout_s):
                 return await answer
         finally:
-            del self._asked[number]
+            del self._pending_answers[number]
 
     def kill(self) -> None:
         """Kills the process."""
@@ -119,14 +119,14 @@ class EngineClient:
             await self._child.wait()
         if self._link is not None:
             self._link.close()
-        if self._ending is not None:
-            await self._ending
+        if self._end_task is not None:
+            await self._end_task
         self._give_up("the engine was stopped")
 
     def _receive(self, word: Any) -> None:
         match word:
             case StatusReply():
-                answer = self._asked.get(word.number)
+                answer = self._pending_answers.get(word.number)
                 if answer is not None and not answer.done():
                     if word.error is None:
                         answer.set_result(word.value)
@@ -138,13 +138,13 @@ class EngineClient:
                 kinds = {"ConfigError": ConfigError, "ModelError": ModelError}
                 self._started.set_exception(kinds.get(word.kind, EngineDied)(word.reason))
             case _:
-                self._hear_word(word)
+                self._on_message(word)
 
     def _lost(self, error: LinkError | None) -> None:
         if error is not None:
             log.error("link.broken", end="front", reason=str(error))
         self._broken = error
-        self._ending = asyncio.ensure_future(self._end())
+        self._end_task = asyncio.ensure_future(self._end())
 
     async def _end(self) -> None:
         """The link is closed: waits for the process to end, or kills it."""
@@ -160,7 +160,7 @@ class EngineClient:
         self._give_up(how)
 
     def _give_up(self, how: str) -> None:
-        for answer in self._asked.values():
+        for answer in self._pending_answers.values():
             if not answer.done():
                 answer.set_exception(EngineDied(f"the engine process ended: {how}"))
         if not self._started.done():
@@ -172,7 +172,9 @@ class EngineClient:
 def _environment() -> dict[str, str]:
     """This process's environment and module path, without the server's secrets."""
     secret = ("MILLRACE_API_KEY", "MILLRACE_ADMIN_KEY", "MILLRACE_SSL")
-    told = {name: value for name, value in os.environ.items() if not name.startswith(secret)}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(secret)}
     ours = [path or os.getcwd() for path in sys.path]
-    told["PYTHONPATH"] = os.pathsep.join(path for path in ours if not path.startswith((sys.prefix, sys.base_prefix)))
-    return told
+    environment["PYTHONPATH"] = os.pathsep.join(
+        path for path in ours if not path.startswith((sys.prefix, sys.base_prefix))
+    )
+    return environment

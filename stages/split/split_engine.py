@@ -101,9 +101,9 @@ class SplitEngine(Engine):
         self._deaths_s: deque[float] = deque(maxlen=MAX_DEATHS)
         self._keeper: asyncio.Task[None] | None = None
         self._away: Health | None = None  # while there is no engine process
-        self._next_look_s = 0.0
-        self._looking: asyncio.Task[None] | None = None
-        self._num_unheard = 0  # checks since the last message of the engine process
+        self._next_check_s = 0.0
+        self._stack_refresh: asyncio.Task[None] | None = None
+        self._num_silent_checks = 0  # checks since the last message of the engine process
 
     # -- custom stages
 
@@ -181,7 +181,7 @@ class SplitEngine(Engine):
         self._core_view = show_core(parts, self.config, self._env.now())
         parts.pipeline.lane.listen(_OncePerTurn(self._report_causes))
         assert parts.pipeline.watch is not None
-        parts.pipeline.watch.on_tick.append(self._look)
+        parts.pipeline.watch.on_tick.append(self._check_process)
         self._keeper = asyncio.ensure_future(self._keep())
         await super()._warm_up()
         await self.refresh()
@@ -280,38 +280,38 @@ class SplitEngine(Engine):
     def _is_worn_out(self) -> bool:
         return len(self._deaths_s) == MAX_DEATHS and self._env.now() - self._deaths_s[0] < DEATHS_S
 
-    def _look(self, late_s: float) -> None:
+    def _check_process(self, lag_s: float) -> None:
         """Checks that the engine process makes progress; kills it if not.
 
         Once a second, while requests are live.
         """
         if self._away is not None or self._client is None or not self._front().exit.live:
-            self._num_unheard = 0
+            self._num_silent_checks = 0
             return
         now_s = self._env.now()
-        if now_s < self._next_look_s:
+        if now_s < self._next_check_s:
             return
-        self._next_look_s = now_s + 1.0
-        self._num_unheard += 1
-        self._client.post(StatusQuery(-1, "books"))  # any message resets `_num_unheard`
+        self._next_check_s = now_s + 1.0
+        self._num_silent_checks += 1
+        self._client.post(StatusQuery(-1, "books"))  # any message resets `_num_silent_checks`
         pipeline = self._front().pipeline
         if find_stall(pipeline, SUSPECT_S) is None:
             pipeline.stacks_elsewhere = []
-        elif self._looking is None or self._looking.done():
-            self._looking = asyncio.ensure_future(self.refresh(with_stacks=True))  # for the flight recorder
+        elif self._stack_refresh is None or self._stack_refresh.done():
+            self._stack_refresh = asyncio.ensure_future(self.refresh(with_stacks=True))  # for the flight recorder
         stall = find_stall(pipeline, STALL_S)
         is_stalled = stall is not None and stall.name.partition(".")[0] in CORE
-        if self._num_unheard > HANG_S or is_stalled:
+        if self._num_silent_checks > HANG_S or is_stalled:
             reason = f"no message for {HANG_S} s" if stall is None else stall.reason
             log.error("engine_process.killed", pid=self._client.pid, reason=reason)
-            self._num_unheard = 0
+            self._num_silent_checks = 0
             self._client.kill()
 
     # -- messages from and to the engine process
 
     def _receive(self, word: Any) -> None:
         """Handles a message of the engine process."""
-        self._num_unheard = 0
+        self._num_silent_checks = 0
         parts = self._parts
         if not isinstance(parts, FrontStages):
             return  # not started yet, or stopped
@@ -334,8 +334,8 @@ class SplitEngine(Engine):
                 log.error("link.refused", word=type(word).__name__, reason="not a message of the engine process")
 
     def _report_crash(self, stage: str, error: BaseException, request_ids: Sequence[str]) -> None:
-        for tell in self._front().pipeline.on_crash:
-            tell(stage, error, request_ids)
+        for callback in self._front().pipeline.on_crash:
+            callback(stage, error, request_ids)
 
     def _report_causes(self) -> None:
         """Sends the entries of the control lane, and the ended requests."""

@@ -246,7 +246,7 @@ async def _cancel(bench: _Bench) -> None:
     await bench.env.sleep(QUIET_S)
     bench.require_all_out(but=cancelled)
     for i in cancelled:
-        if bench.exit.num_late[i] and bench.watched.concurrency is not None:
+        if bench.exit.num_after_end[i] and bench.watched.concurrency is not None:
             raise bench.broken(f"item {i} came out after its request was cancelled: its work was not stopped")
 
 
@@ -417,7 +417,7 @@ class _CountingExit(Exit[_UnreadOutbox]):
         self.gate = asyncio.Event()  # closed: nothing leaves the stage
         self.gate.set()
         self.num_out: Counter[int] = Counter()  # item -> outputs and replies
-        self.num_late: Counter[int] = Counter()  # those after the end of its request
+        self.num_after_end: Counter[int] = Counter()  # those after the end of its request
         self.first_out: list[int] = []  # items, in the order of their first output
         self.errors: dict[int, BaseException] = {}
         self.on_end.append(self._note_end)
@@ -451,7 +451,7 @@ class _CountingExit(Exit[_UnreadOutbox]):
         for request_id in self.requests_of(item):
             i = self._items[request_id]
             self.num_out[i] += 1
-            self.num_late[i] += not self.is_live(request_id)
+            self.num_after_end[i] += not self.is_live(request_id)
             if self.num_out[i] == 1:
                 self.first_out.append(i)
             if self.num_out[i] >= self._expected.get(i, 1 << 30) or isinstance(item, _Poison):

@@ -114,7 +114,7 @@ def waste_of(lengths: list[Lengths], block_size: int) -> dict[str, Any]:
         while traffic.grant_step():
             waste.append(tables.waste)
             num_tokens.append(int(tables.num_tokens.sum()))
-            num_sequences.append(int(np.count_nonzero(tables.room)))
+            num_sequences.append(int(np.count_nonzero(tables.capacity)))
         traffic.end_step()
     is_busy = np.array(num_sequences) >= BUSY_SHARE * traffic.num_slots
     return {

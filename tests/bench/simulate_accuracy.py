@@ -61,7 +61,7 @@ def make_trace(num_requests: int, requests_per_s: float, seed: int) -> Workload:
     prompts = np.clip(rng.lognormal(4.0, 0.8, num_requests), 4, 200).astype(int)
     answers = np.clip(rng.lognormal(3.4, 0.7, num_requests), 2, 120).astype(int)
     rows = zip((arrivals_s - arrivals_s[0]).tolist(), prompts.tolist(), answers.tolist(), strict=True)
-    return Workload([WorkloadRequest(*row) for row in rows], tells_prefixes=False)
+    return Workload([WorkloadRequest(*row) for row in rows], has_prefixes=False)
 
 
 async def run_live(

@@ -312,7 +312,7 @@ def test_other_workers_and_threads_that_yield_leave_the_first_worker_its_own_cpu
         for worker in (device, begun):
             await worker.submit(int)
         env.yield_to("device", own)
-        env.give_way()
+        env.yield_this_thread()
         late = env.worker("late")
         found = [await worker.submit(os.sched_getaffinity, 0) for worker in (device, begun, late)]
         await env.aclose()

@@ -40,11 +40,11 @@ async def test_an_edge_that_carried_items_is_recorded_with_changes_since_the_las
     await asyncio.sleep(0.5)
     edge.recv_all()
     edge.try_send(3)
-    watch.look()
-    watch.look()
+    watch.write_edge_depths()
+    watch.write_edge_depths()
     await asyncio.sleep(1.0)
     edge.recv_all()
-    watch.look()
+    watch.write_edge_depths()
     assert told(tracer, EventKind.EDGE_DEPTH) == [
         {"source": "a -> b", "num_waiting": 1, "high_water": 3, "num_sent": 4, "full_us": 500_000},
         {"source": "a -> b", "num_waiting": 0, "high_water": 1, "num_sent": 0, "full_us": 0},
@@ -58,7 +58,7 @@ async def test_an_edge_that_stays_full_is_told_again_and_again(env: SimEnv):
     edge.try_send(1)
     for _ in range(3):
         await asyncio.sleep(0.25)
-        watch.look()
+        watch.write_edge_depths()
     assert [event["full_us"] for event in told(tracer, EventKind.EDGE_DEPTH)] == [250_000] * 3
 
 

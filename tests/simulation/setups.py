@@ -64,7 +64,7 @@ class Setup:
     ends: str  # "all": when every client is served; "drain" or "stop": in the middle
     ends_at_s: float
     woken_at_once: int | None = None  # stages woken per loop callback, as in a process; None: each in its own
-    is_late: bool = False  # the device runs asynchronously, on streams
+    is_async: bool = False  # the device runs asynchronously, on streams
 
 
 def draw_setup(seed: int) -> Setup:
@@ -136,7 +136,7 @@ def on_streams(setup: Setup, steps_in_flight: int) -> Setup:
     """The same run on an asynchronous device with this many steps in flight, without what that device cannot do."""
     config = replace(setup.config, steps_in_flight=steps_in_flight, speculation="off")
     faults = setup.faults | ({SETTLE_FAULT: 0.05} if Random(f"settle/{setup.seed}").random() < 0.1 else {})
-    setup = replace(setup, config=config, period=None, faults=faults, is_late=True)
+    setup = replace(setup, config=config, period=None, faults=faults, is_async=True)
     return _with_failing_copies(setup) if Random(f"copies/{setup.seed}").random() < 0.15 else setup
 
 

@@ -83,7 +83,7 @@ class World:
             self.others_gone.set()
 
     def _build(self) -> ScriptedPipeline:
-        parts = scripted_pipeline(self.setup.config, self.script, self.env, is_late=self.setup.is_late)
+        parts = scripted_pipeline(self.setup.config, self.script, self.env, is_async=self.setup.is_async)
         capacities = iter(self.setup.capacities)
         edges = parts.pipeline.edges
         edges[:] = [replace(e, capacity=next(capacities)) if e.when_full == "wait" else e for e in edges]
@@ -376,7 +376,7 @@ def run_seed(
             )
         _require(not result.leaked_tasks, f"I7: tasks outlived the run: {result.leaked_tasks}")
     except BaseException as error:
-        late = f" --late {setup.config.steps_in_flight}" if setup.is_late else ""
+        late = f" --late {setup.config.steps_in_flight}" if setup.is_async else ""
         error.add_note(f"again: python -m tests.simulation.run --seed {seed} --trace{late}")
         raise
     return result

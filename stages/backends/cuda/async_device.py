@@ -26,12 +26,12 @@ class AsyncDevice(Device):
     that device operations inside the phases are in order with the steps.
     """
 
-    is_late: ClassVar[bool] = True
+    is_async: ClassVar[bool] = True
 
     def __init__(self, line: StepSubmitter) -> None:
         super().__init__(line.enter)
         self.line = line
-        self._teller: Worker | None = None
+        self._completion_worker: Worker | None = None
 
     @property
     def idle_gaps_us(self) -> Histogram:
@@ -40,8 +40,8 @@ class AsyncDevice(Device):
 
     def join(self, context: Context, phase: int) -> None:
         super().join(context, phase)
-        if self._teller is None:
-            self._teller = context.env.worker("completion")
+        if self._completion_worker is None:
+            self._completion_worker = context.env.worker("completion")
 
     def sample(self, grant: StepGrant, sample: Callable[[StepGrant, Any], Any]) -> asyncio.Future[Any]:
         """Queues the second phase. Called on the event loop.
@@ -50,21 +50,21 @@ class AsyncDevice(Device):
         what either phase or the device raised.
         """
         submitted = super().sample(grant, sample)
-        told: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        ignore_error(told)
+        result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        ignore_error(result)
 
         def hand_over(_: object) -> None:
-            if submitted.cancelled() or told.done():
-                told.cancel()
+            if submitted.cancelled() or result.done():
+                result.cancel()
                 return
-            assert self._teller is not None
+            assert self._completion_worker is not None
             try:
-                chain(self._teller.submit(self._finish, grant, submitted), told)
+                chain(self._completion_worker.submit(self._finish, grant, submitted), result)
             except WorkerClosed:  # shutdown: no task waits any more
-                told.cancel()
+                result.cancel()
 
         submitted.add_done_callback(hand_over)
-        return told
+        return result
 
     # -- on the completion thread
 

@@ -25,7 +25,7 @@ from ...outputs import GraphBatch
 from ...sample.draft_acceptance import last_of_each
 from .pinned_ring import PinnedMemory
 from .step_submission import SPARE_STEPS, StepMemory
-from .step_update import NEWS_ROOM, diff_size
+from .step_update import MAX_DIFF_ITEMS, diff_size
 
 NUM_DIFFS = 3  # pinned buffers: the device reads one while the host writes another
 
@@ -121,9 +121,9 @@ class TorchDeviceWork:
         No step may be in flight.
         """
         state, tokens = self.slots.state, self.slots.tokens
-        has_room = positions < tokens.shape[1]
-        where = (self._long(slots[has_room]), self._long(positions[has_room]))
-        tokens[where] = self._long(token_ids[has_room]).int()
+        fits = positions < tokens.shape[1]
+        where = (self._long(slots[fits]), self._long(positions[fits]))
+        tokens[where] = self._long(token_ids[fits]).int()
         last = last_of_each(slots)
         at = self._long(slots[last])
         state[at, step_state.TOKENS] = self._long(positions[last] + 1).int()
@@ -151,7 +151,7 @@ def step_memory(device: torch.device, num_slots: int, num_steps: int, scores: Te
     step.
     """
     num_results = num_steps + SPARE_STEPS
-    capacity = diff_size(num_slots, NEWS_ROOM, NEWS_ROOM)
+    capacity = diff_size(num_slots, MAX_DIFF_ITEMS, MAX_DIFF_ITEMS)
     return StepMemory(
         torch.zeros(capacity, dtype=torch.int32, device=device),
         torch.zeros(2, num_slots, dtype=torch.int32, device=device),

@@ -70,11 +70,11 @@ class DeviceWork(Protocol):
 class TracksOutcomes(Protocol):
     """Applies the results of the device to the host's sampling state."""
 
-    def note_tokens(self, grant: StepGrant, told: Ints, scores: Ints | None = None) -> StepTokens:
+    def note_tokens(self, grant: StepGrant, result: Ints, scores: Ints | None = None) -> StepTokens:
         """Applies a step's result and returns its tokens.
 
-        `told` [2, L] is the device's result for the sampled rows: token ids, -1 where a sequence had ended before; and
-        how each ends, see `step_state.FINISHED`. `scores` [L, W] comes with steps of a scored kind. Called for steps in
+        `result` [2, L] is the device's, for the sampled rows: token ids, -1 where a sequence had ended before; and how
+        each ends, see `step_state.FINISHED`. `scores` [L, W] comes with steps of a scored kind. Called for steps in
         order, on the completion thread or the device thread, never on both at once.
         """
 
@@ -354,13 +354,13 @@ class StepSubmitter:
         """
         assert step.grant is not None
         try:
-            step.tokens = self.outcomes.note_tokens(step.grant, *_told(step, step.grant.num_sampled))
+            step.tokens = self.outcomes.note_tokens(step.grant, *_copy_result(step, step.grant.num_sampled))
         except BaseException:
             self._lost_generation = max(self._lost_generation, step.grant.generation)
             raise
 
 
-def _told(step: SubmittedStep, num_rows: int) -> tuple[Ints, Ints | None]:
+def _copy_result(step: SubmittedStep, num_rows: int) -> tuple[Ints, Ints | None]:
     """Copies of a step's result and scores."""
     scores = step.scores.numbers[:num_rows].copy() if step.is_scored and step.scores is not None else None
     return step.result.numbers[:, :num_rows].copy(), scores

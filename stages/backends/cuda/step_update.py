@@ -14,7 +14,7 @@ from ....kernels.layout import step_state
 from ...messages import NO_INTS, Ints, Started, StepGrant
 
 ROW_NUMBERS = 4  # numbers per row in the diff, plus one for all rows
-NEWS_ROOM = 8192  # known tokens, and new blocks, that fit one diff of a real device
+MAX_DIFF_ITEMS = 8192  # known tokens, and new blocks, that fit one diff of a real device
 NO_ROWS: Ints = np.zeros(1, np.int32)
 
 
@@ -82,10 +82,10 @@ def write(grant: StepGrant, ends: EndRules, buffers: Iterator[Ints]) -> Iterator
     is_last = False
     while not is_last:
         buffer = next(buffers)
-        room = len(buffer) - step_state.HEADER - len(started) - len(rows)
-        assert room > 3, f"a step of {len(grant.slots)} rows does not fit {len(buffer)} numbers"
-        num_entries = min(entries.shape[1], room // 3)
-        part, runs = _split(runs, room - 3 * num_entries)
+        num_left = len(buffer) - step_state.HEADER - len(started) - len(rows)
+        assert num_left > 3, f"a step of {len(grant.slots)} rows does not fit {len(buffer)} numbers"
+        num_entries = min(entries.shape[1], num_left // 3)
+        part, runs = _split(runs, num_left - 3 * num_entries)
         is_last = num_entries == entries.shape[1] and not runs
         counts = (len(grant.slots), grant.num_computed, grant.num_sampled) if is_last else (0, 0, 0)
         size = _put(buffer, counts, entries[:, :num_entries], started, part, rows if is_last else NO_ROWS)
@@ -111,18 +111,18 @@ def _rows(grant: StepGrant) -> Ints:
 _Run = tuple[int, int, Ints]
 
 
-def _split(runs: Sequence[_Run], room: int) -> tuple[list[_Run], list[_Run]]:
-    """Splits `runs` into those that fit `room` numbers and the rest.
+def _split(runs: Sequence[_Run], num_left: int) -> tuple[list[_Run], list[_Run]]:
+    """Splits `runs` into those that fit `num_left` numbers and the rest.
 
     A run takes three numbers besides its tokens.
     """
     fitting: list[_Run] = []
     for index, (slot, start, tokens) in enumerate(runs):
-        count = min(len(tokens), room - 3)
+        count = min(len(tokens), num_left - 3)
         if count <= 0:
             return fitting, list(runs[index:])
         fitting.append((slot, start, tokens[:count]))
-        room -= 3 + count
+        num_left -= 3 + count
         if count < len(tokens):
             return fitting, [(slot, start + count, tokens[count:]), *runs[index + 1 :]]
     return fitting, []

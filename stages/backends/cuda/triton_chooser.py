@@ -186,19 +186,19 @@ class TritonTokenChooser(TokenChooser):
             self._kernels.count_tokens(self._counts, self._rows, where, chosen)
 
     def logprobs_of(
-        self, choice: TokenChoice, rows: SampledRows, token_ids: Longs, is_told: Bools
+        self, choice: TokenChoice, rows: SampledRows, token_ids: Longs, is_reported: Bools
     ) -> dict[int, TopLogprobs]:
-        asked = rows.that_need(LOGPROBS)
-        told = asked[is_told[asked]]
-        if choice.scored is None or not len(told):
+        requested = rows.that_need(LOGPROBS)
+        reported = requested[is_reported[requested]]
+        if choice.scored is None or not len(reported):
             return {}
         logits, *drawn = choice.scored
-        num_top = self.table.num_logprobs[rows.slots[told]]
+        num_top = self.table.num_logprobs[rows.slots[reported]]
         most = min(int(num_top.max()), logits.shape[1])
-        found = self._kernels.score(logits, self._upload(told), self._upload(token_ids), most, *drawn)
+        found = self._kernels.score(logits, self._upload(reported), self._upload(token_ids), most, *drawn)
         logprobs, ranks, top_ids, top_logprobs = (part.cpu().numpy() for part in found)
         scores = TokenScores(logprobs, ranks, top_ids, top_logprobs)
-        return dict(zip(told.tolist(), sampling_math.top_logprobs_of(scores, num_top), strict=True))
+        return dict(zip(reported.tolist(), sampling_math.top_logprobs_of(scores, num_top), strict=True))
 
     # -- parts
 

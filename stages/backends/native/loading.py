@@ -54,8 +54,8 @@ def load_natively(
         most_logits = config.max_num_seqs * (1 + config.num_speculative_tokens)
         most_tokens = config.num_step_tokens
         # a step of which every token has logits needs other buffers than one of which only some have
-        asked = (min(most_tokens - 1, most_logits), min(most_tokens, most_logits))
-        activations = max(model.step_bytes(most_tokens, num_asked) for num_asked in asked)
+        logits_counts = (min(most_tokens - 1, most_logits), min(most_tokens, most_logits))
+        activations = max(model.step_bytes(most_tokens, num_logits) for num_logits in logits_counts)
         is_chained = config.async_scheduling and model.step_thread_id > 0
         of_chain = config.max_num_seqs * shape.vocab_size * 4 if is_chained else 0  # its own logits
         sizing = sizing_on_cpu(

@@ -30,7 +30,7 @@ from ...memory_table import MachineMemory, MemoryTable
 from ...sample.sampler import Sampler
 from ...sample.token_chooser import MakeTokenChooser, TokenChooser
 from ..backend import Backend
-from ..cache_size import CacheSizing, MemoryNeeds, check_room_for_weights, free_host_bytes, num_host_blocks
+from ..cache_size import CacheSizing, MemoryNeeds, check_weights_fit, free_host_bytes, num_host_blocks
 from ..cuda.step_update import EndRules
 from ..memory_needs import (
     SORTED_BYTES,
@@ -70,8 +70,8 @@ def load_on_torch(
     with phases("weights"):
         make_decoder = _load_weights(config, root, shape, device, kernels)
     with phases("cache"):
-        is_late = streams is not None
-        runner, memory, host_blocks = _make_room(config, shape, make_decoder, max_model_len, is_late=is_late)
+        is_async = streams is not None
+        runner, memory, host_blocks = _fit_runner(config, shape, make_decoder, max_model_len, is_async=is_async)
         max_model_len = memory.max_model_len
     with phases("rates"):
         rates = measure_rates(runner, config, max_model_len, host_blocks, phases.clock) if host_blocks else None
@@ -89,7 +89,7 @@ def load_on_torch(
         max_num_batched_tokens=config.num_step_tokens,
         itl_target_ms=config.itl_target_ms or 0.0,
         rates=rates,
-        chooser=_choosing(kernels.name, is_late=is_late),
+        chooser=_choosing(kernels.name, is_async=is_async),
         assemble=None if streams is None else partial(_assemble, streams, runner, config, phases.clock),
     )
 
@@ -110,7 +110,7 @@ def _load_weights(
     """Loads the checkpoint's weights. Returns a function that makes decoders with them."""
     dtype = torch_dtype(config, shape.dtype)
     free = _free_bytes(device)
-    check_room_for_weights(shape, _name_of(dtype), lambda _: dtype.itemsize, str(device), free)
+    check_weights_fit(shape, _name_of(dtype), lambda _: dtype.itemsize, str(device), free)
     weights = load_weights(
         root,
         shape,
@@ -123,8 +123,13 @@ def _load_weights(
     return partial(Decoder, shape, weights, kernels, is_batch_invariant=config.deterministic)
 
 
-def _make_room(
-    config: EngineConfig, shape: ModelConfig, make_decoder: Callable[..., Decoder], max_model_len: int, *, is_late: bool
+def _fit_runner(
+    config: EngineConfig,
+    shape: ModelConfig,
+    make_decoder: Callable[..., Decoder],
+    max_model_len: int,
+    *,
+    is_async: bool,
 ) -> tuple[ModelRunner, MemoryTable, int]:
     """A runner with a KV cache that fits the memory, the memory table, and the host blocks.
 
@@ -133,11 +138,11 @@ def _make_room(
     decoder = make_decoder(max_positions=max_model_len)
     bytes_per_block = KVCache.bytes_per_block(shape, config.block_size, kv_dtype_of(config, decoder.dtype))
     host_blocks = num_host_blocks(config, bytes_per_block, max_model_len, decoder.device.type)
-    memory = _sizing(config, shape, decoder, max_model_len, host_blocks, is_late=is_late).plan(max_model_len)
+    memory = _sizing(config, shape, decoder, max_model_len, host_blocks, is_async=is_async).plan(max_model_len)
     if memory.max_model_len < max_model_len:
         decoder = make_decoder(max_positions=memory.max_model_len)
     sizes = (memory.num_blocks, memory.max_model_len, host_blocks)
-    return make_runner(config, shape, decoder, *sizes, is_block_major=is_late or None), memory, host_blocks
+    return make_runner(config, shape, decoder, *sizes, is_block_major=is_async or None), memory, host_blocks
 
 
 def _name_of(dtype: torch.dtype) -> str:
@@ -168,8 +173,8 @@ def _assemble(
     return assemble(streams, runner, sampler, config, ends, clock)
 
 
-def _choosing(kernels: kernel_set.BackendName, *, is_late: bool) -> MakeTokenChooser:
-    if kernels != "triton" and not is_late:
+def _choosing(kernels: kernel_set.BackendName, *, is_async: bool) -> MakeTokenChooser:
+    if kernels != "triton" and not is_async:
         return TokenChooser
     from ..cuda.triton_chooser import TritonTokenChooser
 
@@ -251,7 +256,7 @@ def _sizing(
     max_model_len: int,
     host_blocks: int,
     *,
-    is_late: bool,
+    is_async: bool,
 ) -> CacheSizing:
     """The `CacheSizing` of a model.
 
@@ -272,7 +277,7 @@ def _sizing(
             bytes_per_block=bytes_per_block,
             host_blocks=host_blocks,
         )
-    return _sizing_on_gpu(config, shape, decoder, max_model_len, weights, bytes_per_block, host_blocks, is_late)
+    return _sizing_on_gpu(config, shape, decoder, max_model_len, weights, bytes_per_block, host_blocks, is_async)
 
 
 def _sizing_on_gpu(
@@ -283,7 +288,7 @@ def _sizing_on_gpu(
     weights: int,
     bytes_per_block: int,
     host_blocks: int,
-    is_late: bool,
+    is_async: bool,
 ) -> CacheSizing:
     try:
         activations = _peak_step_bytes(config, shape, decoder, max_model_len)
@@ -304,10 +309,10 @@ def _sizing_on_gpu(
             state=tables_bytes(shape.rope, length)
             + slot_bytes(config, shape, length)
             + chooser
-            + (async_bytes(config, length) if is_late else 0),
+            + (async_bytes(config, length) if is_async else 0),
             activations=activations,
-            graphs=graphs_bytes(config, shape, activations) if is_late else 0,
-            logits=config.max_num_seqs * shape.vocab_size * _logit_bytes(decoder.dtype, is_late),
+            graphs=graphs_bytes(config, shape, activations) if is_async else 0,
+            logits=config.max_num_seqs * shape.vocab_size * _logit_bytes(decoder.dtype, is_async),
             other=max(0, total - free - loaded),
             sampler=sampler_bytes(config, shape, length) + SORTED_BYTES,
         )
@@ -324,6 +329,6 @@ def _sizing_on_gpu(
     )
 
 
-def _logit_bytes(dtype: torch.dtype, is_late: bool) -> int:
+def _logit_bytes(dtype: torch.dtype, is_async: bool) -> int:
     """Bytes of one logit: the model's, its copy on an asynchronous device, and others."""
-    return dtype.itemsize * (2 if is_late else 1) + LOGIT_COPIES_BYTES
+    return dtype.itemsize * (2 if is_async else 1) + LOGIT_COPIES_BYTES

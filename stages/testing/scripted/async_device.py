@@ -37,7 +37,7 @@ from .script import Hashes, Script, hash_rows
 NUM_DIFFS = (1, 2, 3)  # pinned buffers to upload diffs from
 OTHER_KINDS = (0.0, 0.0, 0.2)  # share of steps with a kind of sampling that no graph has
 ATTENDED = (0.0, 0.0, 0.0, 0.2)  # share of attended steps, see `step_submission.py`
-DIFF_ROOM = (0, 8, 100)  # known tokens and new blocks that fit one diff; more are sent in several parts
+DIFF_ITEMS = (0, 8, 100)  # known tokens and new blocks that fit one diff; more are sent in several parts
 
 
 class AsyncScriptedModel(ScriptedModel):
@@ -74,8 +74,8 @@ class AsyncScriptedModel(ScriptedModel):
         self.streams = SimStreams(dice, laziness=dice.choice((0.0, 0.5, 0.9)))
         graphs = CudaGraphs(num_slots, max_step_tokens, is_eager=is_eager)
         size = max(max_step_tokens, *(batch.num_tokens for batch in graphs.batches), 0)
-        room = dice.choice(DIFF_ROOM)
-        capacity = diff_size(num_slots, num_entries=2 + room, num_tokens=room)
+        num_items = dice.choice(DIFF_ITEMS)
+        capacity = diff_size(num_slots, num_entries=2 + num_items, num_tokens=num_items)
         memory = StepMemory(
             np.zeros(capacity, np.int32),
             np.zeros((2, num_slots), np.int32),
@@ -114,8 +114,8 @@ class AsyncScriptedModel(ScriptedModel):
         if logits.logits is None:
             return self.line.sample(grant, logits)
         self.work.sample(logits.logits, 0)
-        told = self.work.told[:, : grant.num_sampled].copy()
-        return self.line.attended(logits, self.line.outcomes.note_tokens(grant, told))
+        result = self.work.result[:, : grant.num_sampled].copy()
+        return self.line.attended(logits, self.line.outcomes.note_tokens(grant, result))
 
     def _check_stream(self, grant: StepGrant) -> None:
         """Checks that the calling thread uses the compute stream.
@@ -152,10 +152,10 @@ class ScriptedOutcomes(Outcomes):
         super().__init__(num_slots, ends)
         self._is_fault = is_fault
 
-    def note_tokens(self, grant: StepGrant, told: Ints, scores: Ints | None = None) -> StepTokens:
+    def note_tokens(self, grant: StepGrant, result: Ints, scores: Ints | None = None) -> StepTokens:
         if self._is_fault("device.settle"):
             raise ArithmeticError(f"the host could not apply the result of step {grant.step}")
-        return super().note_tokens(grant, told, scores)
+        return super().note_tokens(grant, result, scores)
 
 
 class ScriptedDeviceWork:
@@ -180,7 +180,7 @@ class ScriptedDeviceWork:
         self._factors = model._factors
 
     @property
-    def told(self) -> Ints:
+    def result(self) -> Ints:
         """[2, P] the result of the last step, on the device."""
         result: Ints = self._memory.result
         return result

@@ -52,11 +52,11 @@ class ScriptedEngine(Engine):
         *,
         step_s: float = 0.0,
         env: Env | None = None,
-        is_late: bool = False,
+        is_async: bool = False,
         **overrides: Any,
     ) -> None:
-        super().__init__(_settled(config, overrides), env=env)
-        if is_late:
+        super().__init__(_resolved(config, overrides), env=env)
+        if is_async:
             assert not step_s, "step_s must be 0 with is_late: the streams decide how long a step takes"
             self.model: ScriptedModel = _async_model(self.config, script, self._env)
         else:
@@ -101,19 +101,19 @@ def scripted_engine(
     script: Script | None = None,
     step_s: float = 0.0,
     env: Env | None = None,
-    is_late: bool = False,
+    is_async: bool = False,
     **overrides: Any,
 ) -> ScriptedEngine:
     """An engine without a model: `async with scripted_engine() as engine`.
 
     `answer` is the answer to every prompt, or a function from the prompt's text to it. The text of a chat prompt is
     like `<|user|>Hi<|end|><|assistant|>`. Without `answer` and `script`, answers are letters drawn from a hash of the
-    prompt. Each step takes `step_s` seconds. With `is_late` the device is asynchronous, on simulated streams; this
+    prompt. Each step takes `step_s` seconds. With `is_async` the device is asynchronous, on simulated streams; this
     excludes `answer`. `overrides` are fields of `EngineConfig`.
     """
     if answer is not None:
         script = replace(script or Script(), answer=_as_tokens(answer))
-    return ScriptedEngine(config, script, step_s=step_s, env=env, is_late=is_late, **overrides)
+    return ScriptedEngine(config, script, step_s=step_s, env=env, is_async=is_async, **overrides)
 
 
 def _as_tokens(answer: Answer) -> Callable[[Sequence[int], int], Sequence[int]]:
@@ -147,15 +147,15 @@ class ScriptedPipeline(EngineStages):
 
 
 def scripted_pipeline(
-    config: EngineConfig = SMALL, script: Script | None = None, env: Env | None = None, *, is_late: bool = False
+    config: EngineConfig = SMALL, script: Script | None = None, env: Env | None = None, *, is_async: bool = False
 ) -> ScriptedPipeline:
     """The engine's own pipeline with a scripted device and a tokenizer of bytes.
 
     `config` gives the sizes; an unset length or pool size is that of `SMALL`. `env` is the environment to run in. With
-    `is_late`, which needs an `env`, the device is asynchronous, on simulated streams.
+    `is_async`, which needs an `env`, the device is asynchronous, on simulated streams.
     """
-    config = _settled(config, {})
-    made = ScriptedPipeline(config, _async_model(config, script, env) if is_late else _model(config, script, env))
+    config = _resolved(config, {})
+    made = ScriptedPipeline(config, _async_model(config, script, env) if is_async else _model(config, script, env))
     if env is not None:
         made.pipeline.use(env)
     return made
@@ -223,7 +223,7 @@ class _Scripted:
         return self.tokenizer.decoder(params)
 
 
-def _settled(config: EngineConfig, overrides: dict[str, Any]) -> EngineConfig:
+def _resolved(config: EngineConfig, overrides: dict[str, Any]) -> EngineConfig:
     config = resolve_step_size(replace(config, **overrides), is_native=False)
     num_gpu_blocks = config.num_gpu_blocks or NUM_BLOCKS
     max_model_len = config.max_model_len or CONTEXT

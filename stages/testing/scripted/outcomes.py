@@ -32,18 +32,18 @@ class Outcomes:
         """Whether any sequence goes on."""
         return not self.is_over.all()
 
-    def note_tokens(self, grant: StepGrant, told: Ints, scores: Ints | None = None) -> StepTokens:
+    def note_tokens(self, grant: StepGrant, result: Ints, scores: Ints | None = None) -> StepTokens:
         """Applies a step's result, and returns the tokens of rows that had not ended before.
 
-        `told` [2, L] is the device's result for the sampled rows: token ids, -1 where a sequence had ended before; and
-        how each ends, see `step_state.FINISHED`.
+        `result` [2, L] is the device's, for the sampled rows: token ids, -1 where a sequence had ended before; and how
+        each ends, see `step_state.FINISHED`.
         """
         for started in grant.started:
             self._start(started)
         slots = grant.slots[grant.is_sampled]
-        counts = ((told[0] >= 0) & ~self.is_over[slots]).nonzero()[0]
-        slots, token_ids = slots[counts], told[0, counts].astype(np.intp)
-        finishes = told[1, counts].astype(np.int8)
+        counts = ((result[0] >= 0) & ~self.is_over[slots]).nonzero()[0]
+        slots, token_ids = slots[counts], result[0, counts].astype(np.intp)
+        finishes = result[1, counts].astype(np.int8)
         places = self.num_generated[slots]
         if self._more_stops:
             self._find_stops(slots, places, token_ids, finishes)

@@ -381,7 +381,7 @@ async def test_the_block_map_follows_the_pool_by_changes():
             assert np.count_nonzero(known == 1) == pool.num_cached
             assert np.count_nonzero(known >= 3) == pool.num_in_use
             for slot in np.unique(known[known >= FIRST_SLOT]) - FIRST_SLOT:
-                assert running.engine.block_tables.room[slot] > 0
+                assert running.engine.block_tables.capacity[slot] > 0
             await asyncio.sleep(0.005)
         assert num_patches > 5
         await asyncio.gather(*asking)

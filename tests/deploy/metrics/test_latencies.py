@@ -153,9 +153,9 @@ def test_the_buckets_are_vllms():
 
 
 def test_an_asynchronous_device_reports_its_idle_time_and_others_do_not():
-    async def run(*, is_late: bool) -> tuple[dict[str, float], Histogram | None, dict[str, object]]:
+    async def run(*, is_async: bool) -> tuple[dict[str, float], Histogram | None, dict[str, object]]:
         with captured_logs() as logs:
-            async with scripted_engine(script=NEVER_ENDS, is_late=is_late) as engine:
+            async with scripted_engine(script=NEVER_ENDS, is_async=is_async) as engine:
                 metrics = watched(engine)
                 stats = StatsLine(engine, metrics.num_tokens, 1e-6)
                 await ask(engine, 5, max_tokens=30)
@@ -164,9 +164,9 @@ def test_an_asynchronous_device_reports_its_idle_time_and_others_do_not():
                 (line,) = [line for line in logs if line["event"] == "engine.stats"]
                 return samples(metrics), engine.idle_gaps_us, line
 
-    found, idle, line = asyncio.run(run(is_late=True))
+    found, idle, line = asyncio.run(run(is_async=True))
     assert idle is not None and 0 <= line["device_idle"] < 1  # type: ignore[operator]
     assert of(found, "millrace:device_idle_gap_seconds_count") == idle.num_observed == 29
     assert round(1e6 * of(found, "millrace:device_idle_gap_seconds_sum")) == idle.total
-    found, idle, line = asyncio.run(run(is_late=False))
+    found, idle, line = asyncio.run(run(is_async=False))
     assert idle is None and "device_idle" not in line and not any("device_idle" in name for name in found)

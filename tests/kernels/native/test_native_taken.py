@@ -58,7 +58,7 @@ class Recorded:
             left_bytes=left_bytes,
             num_takers=num_takers,
             take=self._take,
-            room=lambda: self.room_bytes,
+            available_bytes=lambda: self.room_bytes,
             now=self.clock,
         )
         self.clock.now_s += 1  # idle

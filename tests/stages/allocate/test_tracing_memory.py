@@ -44,9 +44,9 @@ class Memory:
         assert self.states.tolist() == engine.pool.state.tolist()
         tables = engine.block_tables
         held = {
-            slot: sorted(tables.blocks[slot, : room // tables.block_size].tolist())
-            for slot, room in enumerate(tables.room.tolist())
-            if room
+            slot: sorted(tables.blocks[slot, : capacity // tables.block_size].tolist())
+            for slot, capacity in enumerate(tables.capacity.tolist())
+            if capacity
         }
         assert {slot: sorted(blocks) for slot, blocks in self.held.items()} == held
 

@@ -185,7 +185,7 @@ def test_a_real_model_guessed_and_accepted_what_is_told_of_it(tmp_path: Path):
 def test_a_run_without_room_for_drafts_tells_the_same_as_one_with(crowded: Path, tmp_path: Path):
     serve(tmp_path / "few.jsonl", replace(CONFIG, max_num_seqs=2))
     crowd, few = read_trace(crowded), read_trace(tmp_path / "few.jsonl")
-    assert crowd.tells_repeats and few.tells_repeats
+    assert crowd.has_repeats and few.has_repeats
     told = [[each.repeats and each.repeats.to_fields(0) for each in trace.requests] for trace in (crowd, few)]
     assert told[0] == told[1] and sum(each is not None for each in told[0]) == 12
 
@@ -236,7 +236,7 @@ def test_an_engine_that_cannot_draft_records_no_repeats(tmp_path: Path):
     serve(tmp_path / "off.jsonl", replace(CONFIG, speculation="off"))
     header, *rest = lines_of(tmp_path / "off.jsonl")
     assert header["repeats"] is None and not any("repeats" in line.get("schedule", ()) for line in rest)
-    assert not read_trace(tmp_path / "off.jsonl").tells_repeats
+    assert not read_trace(tmp_path / "off.jsonl").has_repeats
 
 
 # -- reading

@@ -23,9 +23,12 @@ ONE_A_SECOND = CostModel(step_s=1.0)
 
 
 def simulate(
-    *requests: WorkloadRequest, model: CostModel = ONE_A_SECOND, door: AdmissionLimits | None = None, **sizes: object
+    *requests: WorkloadRequest,
+    model: CostModel = ONE_A_SECOND,
+    admission: AdmissionLimits | None = None,
+    **sizes: object,
 ) -> SimulationResult:
-    return Simulation(replace(ENGINE, **sizes), model, door).run(Workload(requests, False))  # type: ignore[arg-type]
+    return Simulation(replace(ENGINE, **sizes), model, admission).run(Workload(requests, False))  # type: ignore[arg-type]
 
 
 # -- by hand
@@ -72,7 +75,7 @@ def test_slots_and_blocks_are_what_they_are_set_to():
 def test_the_real_intake_turns_away_what_an_engine_would():
     requests = [WorkloadRequest(0.0, num_prompt=4, num_answer=4) for _ in range(5)]
     too_long = WorkloadRequest(0.0, num_prompt=60, num_answer=5)
-    result = simulate(*requests, too_long, door=AdmissionLimits(max_admitted_requests=3))
+    result = simulate(*requests, too_long, admission=AdmissionLimits(max_admitted_requests=3))
     assert [outcome.how for outcome in result.outcomes] == ["finished"] * 3 + ["turned away"] * 2 + ["too long"]
 
 
@@ -211,12 +214,12 @@ def test_azures_and_mooncakes_traces_are_read(tmp_path: Path):
     )
     trace = read_trace(azure)
     assert [(r.num_prompt, r.num_answer) for r in trace.requests] == [(374, 44), (396, 1)]
-    assert trace.requests[1].arrival_s == pytest.approx(4.314579) and not trace.tells_prefixes
+    assert trace.requests[1].arrival_s == pytest.approx(4.314579) and not trace.has_prefixes
     rows = [{"timestamp": 3000 * i, "input_length": 700, "output_length": 5, "hash_ids": [1, 2 + i]} for i in range(2)]
     mooncake.write_bytes(b"\n".join(map(orjson.dumps, rows)))
     trace = read_trace(mooncake).scaled(times=0.5, lengths=1 / 16)
     one, other = (request.tokens(number) for number, request in enumerate(trace.requests))
-    assert len(one) == 44 and trace.tells_prefixes and trace.requests[1].arrival_s == 1.5
+    assert len(one) == 44 and trace.has_prefixes and trace.requests[1].arrival_s == 1.5
     assert np.array_equal(one[:32], other[:32]) and not (one[32:] == other[32:]).any()
 
 

@@ -190,7 +190,7 @@ async def test_an_older_generation_behind_a_void_is_void_too(env):
 class LateInName(Device):
     """Steps arrive at the sample stage one by one, as with an asynchronous device."""
 
-    is_late = True
+    is_async = True
 
 
 FAULTS = {
@@ -289,7 +289,7 @@ async def test_a_crash_behind_a_steps_answer_does_not_answer_it_again(env):
         feedback = await receive(pipeline, "sample.feedback", 3)
         assert [item.step for item in feedback] == [0, 1, 2] and told(feedback[:1]) == ["done 0"]
         assert pipeline.health.is_ready and not pipeline.channel("sample.feedback").recv_all()
-        if device.is_late:
+        if device.is_async:
             assert told(feedback) == ["done 0", "done 1", "done 2"], "the others were none of its business"
 
 
@@ -299,7 +299,7 @@ async def test_a_crash_behind_a_steps_answer_does_not_answer_it_again(env):
 class Untold(Device):
     """Samples each step, and resolves none before `tell`."""
 
-    is_late = True
+    is_async = True
 
     def __init__(self) -> None:
         super().__init__()

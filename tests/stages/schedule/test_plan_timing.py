@@ -205,7 +205,7 @@ def test_a_delayed_plan_is_made_though_nothing_comes_and_includes_new_requests()
     assert len(plan.slots) == 2 and not core.lane.is_set
     ((_, report),) = core.run_allocate([plan])
     core.run_schedule([report, done(grant)])
-    assert core.schedule.lead.share < FIRST_SHARE  # it need not have been made so early
+    assert core.schedule.plan_timer.share < FIRST_SHARE  # it need not have been made so early
 
 
 def test_a_step_done_before_the_next_plan_has_it_made_at_once_and_later_ones_sooner():
@@ -213,7 +213,7 @@ def test_a_step_done_before_the_next_plan_has_it_made_at_once_and_later_ones_soo
     core.env.time_s = 5.05
     (plan,), _ = core.run_schedule([done(grant)])
     assert len(plan.slots) == 1 and core.env.next_alarm_s == INFINITE
-    assert core.schedule.lead.share > FIRST_SHARE
+    assert core.schedule.plan_timer.share > FIRST_SHARE
 
 
 def test_a_plan_that_allocate_still_has_when_the_device_is_done_was_made_too_late():
@@ -221,7 +221,7 @@ def test_a_plan_that_allocate_still_has_when_the_device_is_done_was_made_too_lat
     ring(core)
     assert len(core.run_schedule([])[0]) == 1
     core.run_schedule([done(grant)])
-    assert core.schedule.lead.share > FIRST_SHARE
+    assert core.schedule.plan_timer.share > FIRST_SHARE
 
 
 def test_where_nothing_is_left_to_run_no_plan_was_late():
@@ -230,17 +230,17 @@ def test_where_nothing_is_left_to_run_no_plan_was_late():
     core.run_schedule([])
     plans, _ = core.run_schedule([done(grant)])
     assert not any(len(plan.slots) for plan in plans)
-    assert core.schedule.lead.share == FIRST_SHARE
+    assert core.schedule.plan_timer.share == FIRST_SHARE
     core, grant = begun(max_tokens=1)
     core.run_schedule([done(grant, is_finished=True)])
-    assert core.schedule.lead.share == FIRST_SHARE
+    assert core.schedule.plan_timer.share == FIRST_SHARE
 
 
 def test_a_step_that_fails_during_a_delay_is_replanned_at_once_and_teaches_nothing():
     core, grant = begun()
     (plan,), _ = core.run_schedule([StepVoid(grant.step, grant.generation, MemoryError())])
     assert plan.voided == [grant.step] and core.env.next_alarm_s == INFINITE
-    assert core.schedule.lead.share == FIRST_SHARE
+    assert core.schedule.plan_timer.share == FIRST_SHARE
 
 
 def test_a_stage_that_crashes_while_its_plan_waits_still_makes_it():

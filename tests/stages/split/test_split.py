@@ -248,10 +248,10 @@ def test_the_mirror_shows_what_the_books_say_under_the_same_names() -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("is_late", [True, False])
-def test_how_long_the_device_idled_crosses_where_it_is_known(is_late: bool) -> None:
+@pytest.mark.parametrize("is_async", [True, False])
+def test_how_long_the_device_idled_crosses_where_it_is_known(is_async: bool) -> None:
     async def main() -> None:
-        async with scripted_engine(is_late=is_late) as engine:
+        async with scripted_engine(is_async=is_async) as engine:
             params = SamplingParams(max_tokens=20, ignore_eos=True)
             assert [output async for output in engine.generate("abc", params, output_kind="final")]
             await engine.check_quiet()
@@ -260,7 +260,7 @@ def test_how_long_the_device_idled_crosses_where_it_is_known(is_late: bool) -> N
             assert mirror.idle_gaps_us is None
             mirror.update(crossed(told))
             here, there = mirror.idle_gaps_us, engine.idle_gaps_us
-            if not is_late:
+            if not is_async:
                 assert here is None and there is None
                 return
             assert here is not None and there is not None and there.num_observed > 10

@@ -21,7 +21,7 @@ from tests.stages.grants import grant, ints
 PROMPTS = [f"prompt {i} " + "and more" * (i % 5) for i in range(12)]
 
 
-async def answers(*, is_late: bool, steps_in_flight: int) -> list[list[int]]:
+async def answers(*, is_async: bool, steps_in_flight: int) -> list[list[int]]:
     """The answers of one engine to all prompts at once, with too few blocks for them."""
     sizes = {"num_gpu_blocks": 16, "num_cpu_blocks": 20, "max_model_len": 128, "max_num_seqs": 8, "block_size": 8}
     script = Script(key=5, eos_probability=0.0)
@@ -34,10 +34,10 @@ async def answers(*, is_late: bool, steps_in_flight: int) -> list[list[int]]:
         assert last is not None
         return last.outputs[0].token_ids
 
-    async with scripted_engine(script=script, is_late=is_late, steps_in_flight=steps_in_flight, **sizes) as engine:
+    async with scripted_engine(script=script, is_async=is_async, steps_in_flight=steps_in_flight, **sizes) as engine:
         found = await asyncio.gather(*(ask(engine, prompt, i) for i, prompt in enumerate(PROMPTS)))
         await engine.check_quiet()
-        if is_late:
+        if is_async:
             assert engine.idle_gaps_us is not None and engine.idle_gaps_us.num_observed > 20
             assert engine.parts.schedule.scheduler.num_preemptions > 0
         return found
@@ -47,13 +47,13 @@ async def answers(*, is_late: bool, steps_in_flight: int) -> list[list[int]]:
 def right() -> list[list[int]]:
     """The answers of a synchronous device."""
     with captured_logs():
-        return asyncio.run(answers(is_late=False, steps_in_flight=2))
+        return asyncio.run(answers(is_async=False, steps_in_flight=2))
 
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2, 4])
 def test_it_answers_as_the_device_that_is_never_late(right: list[list[int]], steps_in_flight: int) -> None:
     with captured_logs():
-        assert asyncio.run(answers(is_late=True, steps_in_flight=steps_in_flight)) == right
+        assert asyncio.run(answers(is_async=True, steps_in_flight=steps_in_flight)) == right
 
 
 # -- idle gaps

@@ -121,13 +121,13 @@ def test_a_step_has_no_logits_where_all_its_rows_take_the_likeliest_token(checkp
 
     def count(engine: Engine) -> None:
         model = engine.pipeline.stages["execute"].runner.decoder.model  # type: ignore[attr-defined]
-        take = model.room_for_logits
+        take = model.logits_buffer
 
         def noting(count: int) -> Any:
             num_rows.append(count)
             return take(count)
 
-        model.room_for_logits = noting
+        model.logits_buffer = noting
 
     def answers(asks: list[Ask], **settings: Any) -> Any:
         num_rows.clear()

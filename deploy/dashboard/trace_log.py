@@ -87,7 +87,7 @@ class _Open:
     num_preempted: int = 0
 
     def columns(self) -> tuple[int, ...]:
-        """The last columns of `Ends`."""
+        """The last eight columns of an ended step."""
         return (
             *(self.num_waiting, self.num_rows, self.num_tokens, self.num_decode),
             *(self.num_free, self.num_cached, self.num_wasted, self.num_preempted),

@@ -327,7 +327,7 @@ class NativeModel:
         self._kept.extend(arrays)
 
     def begin(self, number: int, rows: Any, sampling: Any, num_rows: int) -> None:
-        """Queues a decoding step with sampling, for a `Chain`.
+        """Queues a decoding step with sampling, for a `StepChain`.
 
         `rows`, `sampling`: references to a `library.DecodeSlots` and a `library.SlotSampling`.
         """

@@ -231,7 +231,9 @@ class Device:
             if self._enter_error is not None:
                 raise self._enter_error
             if grant.generation <= self._void_generation:
-                raise StepSkipped(f"step {grant.step} fell with an earlier one of generation {self._void_generation}")
+                raise StepSkipped(
+                    f"step {grant.step} is void like an earlier one of generation {self._void_generation}"
+                )
             self._logits = forward(grant)
         except BaseException as error:
             self._error = error

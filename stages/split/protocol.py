@@ -1,8 +1,8 @@
 """The messages between front process and engine process, besides the items of channels.
 
-    Setup, Gone, Causes, Ask, Stop                     front  -> engine
-    Ready, NotStarted, RequestFailed, Served, Admitted,
-    Crashed, Broken, Told, Books                       engine -> front
+    Setup, RequestsEnded, ControlCauses, StatusQuery, Stop     front  -> engine
+    EngineReady, NotStarted, RequestFailed, ServiceTimes,
+    Admitted, Crashed, Broken, StatusReply, CoreStatus         engine -> front
 
 Plain data. The items are `TokenRequest` and `StepTokens`, from `stages/messages.py`. `CODEC` lists all types sent.
 """
@@ -181,7 +181,7 @@ class StatusQuery:
 
 @message
 class StatusReply:
-    """The answer to an `StatusQuery`; `error` says why there is none."""
+    """The answer to a `StatusQuery`; `error` says why there is none."""
 
     number: int
     value: Any = None

@@ -1,13 +1,13 @@
-"""How much of the KV cache is room that no token fills: the rest of each running sequence's last block.
+"""The unused share of the KV cache: the rest of each running sequence's last block.
 
-    python -m tests.bench.fragmentation [--traces ../shared/data/traces] [--json results.json]
+    python -m tests.bench.fragmentation [--traces FOLDER] [--json results.json]
 
-Lengths of real requests, unscaled, through the engine's own schedule and allocate code; only the device is missing, and
-every step is done at once. There is always a next request, so the slots are busy but at a trace's end. When a step is
-granted the live gauge is read, `BlockTables.waste`; the mean is that over all steps. The traces say nothing of common
-prefixes, so nothing is shared, and the prefix cache is off.
+Real request lengths, unscaled, run through the engine's own schedule and allocate code. There is no device, and every
+step is done at once. There is always a next request, so all slots are busy except at the end of a trace. The gauge
+`BlockTables.waste` is read when a step is granted, and averaged over all steps. The traces have no common prefixes, so
+no block is shared, and the prefix cache is off.
 
-The target is less than 4 % with blocks of 16 tokens. A file that is not there is left out, and said so.
+The target is less than 4 % with blocks of 16 tokens. A missing file is skipped, with a message.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The openai package with what it adds of its own: helpers that parse, accumulate, run tools and retry.
 
-Its plain calls are in tests/deploy: test_openai.py, test_tool_calls.py, test_embeddings.py, test_responses.py,
-test_responses_socket.py. Here the bundled model answers.
+Its plain calls are in tests/deploy: api/openai/ (test_openai.py, test_tool_calls.py, test_embeddings.py),
+api/responses/test_service.py and websocket/test_responses_socket.py. Here the bundled model answers.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""P10: no prompt and no key is in what the server tells of itself: its log at its most talkative,
-its metrics, its errors. Even where an unforeseen exception quotes one."""
+"""No prompt and no key appears in the log at its most verbose level, in the metrics, or in errors.
+
+Not even where an unexpected exception quotes one.
+"""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class HostGraph:
 
 
 class HostStream:
-    """See `Stream`."""
+    """See `DeviceStream`."""
 
     def __init__(self, name: str) -> None:
         self.name = name

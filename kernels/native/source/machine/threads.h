@@ -124,7 +124,7 @@ class ThreadTeam {
 };
 
 // Nanoseconds, added up over all regions: their duration; the time that their threads, added up, had cores and lost
-// cores; and the time that probing threads ran and lost their cores. Mirrored by `Share` in thread_throttle.py.
+// cores; and the time that probing threads ran and lost their cores. Mirrored by `ThreadShare` in thread_throttle.py.
 enum ThreadTime : int32_t { ELAPSED, USED, LOST, PROBED, LOST_PROBING, NUM_THREAD_TIMES };
 
 class Pool {

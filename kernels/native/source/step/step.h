@@ -11,7 +11,7 @@
 
 namespace millrace {
 
-struct StepInputs {  // mirrored by `StepInputs` in library.py
+struct StepInputs {  // mirrored by `StepInputsStruct` in library.py
     int64_t num_tokens, num_sequences, table_width, num_logits;
     const int64_t *input_ids, *positions, *slot_mapping;  // [T]
     const int32_t *block_tables, *query_starts, *lengths;  // [S, M], [S + 1], [S]

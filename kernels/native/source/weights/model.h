@@ -36,7 +36,7 @@ constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 // cache set.
 inline int64_t row_stride(int64_t size) { return round_up(size, 32) + 32; }
 
-struct Shape {  // mirrored by `Shape` in library.py
+struct Shape {  // mirrored by `ShapeStruct` in library.py
     int64_t vocab_size, hidden_size, num_layers, num_heads, num_kv_heads, head_dim, intermediate_size;
     int64_t rotary_dim;
     float rms_norm_eps;
@@ -269,7 +269,7 @@ enum TensorKind : int32_t {
 // Sets `Linear::next` of each linear.
 void link_linears(Model& model);
 
-// A tensor of a checkpoint, [rows, columns]. Mirrored by `Tensor` in library.py.
+// A tensor of a checkpoint, [rows, columns]. Mirrored by `TensorStruct` in library.py.
 struct Tensor {
     int64_t layer;
     TensorKind kind;

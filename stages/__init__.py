@@ -1,7 +1,8 @@
 """The seven stages of an LLM engine, their messages, and the plain code behind them.
 
 Owns: the contracts that every room of `stages` may import: messages, parameters, configuration, errors, outputs.
-In, out: nothing; the rooms pass its messages to each other.
+In: nothing; it holds no state.
+Out: the messages that the rooms pass to each other.
 Imports: `runtime`, `model`; no room, except for the lazy names below.
 Start with: `pipeline.py`, then `messages.py`; then the room of the stage of interest.
 

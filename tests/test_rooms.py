@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_layout import PARTS, trees
+from tests.test_layout import PARTS, ROOT, trees
 
 # room -> the rooms of its part that it imports, and no others. Which part imports which: test_layout.py
 BELOW = {
@@ -126,6 +126,19 @@ def test_no_module_imports_itself_by_way_of_others(part: str) -> None:
     imports = imports_of({path: tree for path, tree in trees().items() if path.parts[0] == part})
     found = cycle_in({path.as_posix(): {target.as_posix() for target in imports[path]} for path in imports})
     assert found is None, " imports ".join(found)
+
+
+CARD = ("Owns:", "In:", "Out:", "Imports:", "Start with:")
+
+
+@pytest.mark.parametrize("name", sorted(ROOMS))
+def test_every_room_has_a_card(name: str) -> None:
+    path = Path(name) / "__init__.py"
+    if path not in trees():  # kernels is no package
+        assert (ROOT / name / "README.md").exists()
+        return
+    card = ast.get_docstring(trees()[path]) or ""
+    assert [line for line in CARD if line not in card] == [], card
 
 
 # -- how they are checked

@@ -19,6 +19,12 @@ MOVED = [
 ]
 
 
+@pytest.mark.parametrize("name", ["train", "evaluate"])
+def test_the_commands_that_made_the_bundled_model_say_where_they_are(name: str) -> None:
+    with pytest.raises(ImportError, match=f"has moved: run millrace.model.demo.making.{name}$"):
+        importlib.import_module(f"millrace.model.demo.{name}")
+
+
 @pytest.mark.parametrize(("old", "new"), MOVED)
 def test_an_old_module_name_raises_an_import_error_that_names_the_new_one(old: str, new: str) -> None:
     with pytest.raises(ImportError, match=f"{old} has moved: import {new}$"):

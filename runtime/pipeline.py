@@ -22,7 +22,7 @@ from .watch import Watch
 
 State = Literal["new", "loading", "ready", "draining", "stalled", "dead", "stopped"]
 
-MAX_TOLD_REQUESTS = 64  # in the log line of a crash
+MAX_LOGGED_REQUESTS = 64  # in the log line of a crash
 STAGES_AT_ONCE = 8  # woken one after another before other callbacks of the loop run: a step passes six
 OPEN_END_CAPACITY = 64  # of a channel that the caller feeds or drains
 
@@ -393,7 +393,7 @@ class Pipeline(Graph):
             error=type(error).__name__,
             num_items=len(items),
             num_requests=len(request_ids),
-            request_ids=request_ids[:MAX_TOLD_REQUESTS],
+            request_ids=request_ids[:MAX_LOGGED_REQUESTS],
             exc_info=error,
         )
         for callback in self.on_crash:

@@ -58,7 +58,7 @@ class RequestLimits:
         params = request.params
         check_task(task_of(request), self.tasks)
         if not request.prompts:
-            raise Refused("prompt is an empty list: send at least one prompt", code="empty_prompt", param="prompt")
+            raise Refused("prompt: is an empty list; send at least one prompt", code="empty_prompt", param="prompt")
         most = MAX_PROMPTS if request.pooling is None else MAX_INPUTS
         if len(request.prompts) > most:
             raise Refused(f"{len(request.prompts)} prompts in one request: at most {most}", param="prompt")
@@ -133,9 +133,9 @@ class RequestLimits:
             return
         num_chars = _prompt_chars(prompt)
         if prompt.text == "":
-            raise Refused("prompt is empty: send at least one character", code="empty_prompt", param="prompt")
+            raise Refused("prompt: is empty; send at least one character", code="empty_prompt", param="prompt")
         if prompt.chat is not None and not prompt.chat.messages:
-            raise Refused("messages is empty: send at least one message", code="empty_prompt", param="messages")
+            raise Refused("messages: is empty; send at least one message", code="empty_prompt", param="messages")
         if num_chars > MAX_CHARS_PER_TOKEN * self.max_model_len:
             raise self._too_long(
                 f"and the prompt has {num_chars} characters, more than {MAX_CHARS_PER_TOKEN} for each: shorten it"
@@ -151,7 +151,7 @@ class RequestLimits:
 
     def _check_token_ids(self, token_ids: Ints, request: Request) -> None:
         if not len(token_ids):
-            raise Refused("prompt has no token ids: send at least one", code="empty_prompt", param="prompt")
+            raise Refused("prompt: has no token ids; send at least one", code="empty_prompt", param="prompt")
         least, most = int(token_ids.min()), int(token_ids.max())
         if least < 0 or most >= self.vocab_size:
             wrong = least if least < 0 else most

@@ -97,7 +97,7 @@ class AssistantTurn:
     def _take(self, event: Event) -> Piece | None:
         """The piece that the client gets for an event, if any."""
         if isinstance(event, Text):
-            return event if self._tools is None else self._say(event.text)
+            return event if self._tools is None else self._emit_text(event.text)
         if isinstance(event, Reasoning):
             return event if self._shows_reasoning else None
         if isinstance(event, CallArguments):
@@ -109,14 +109,14 @@ class AssistantTurn:
         self.num_calls += 1
         return ToolCallBegun(self.num_calls - 1, self._new_call_id(), event.name)
 
-    def _say(self, text: str) -> Text | None:
+    def _emit_text(self, text: str) -> Text | None:
         """Text up to its trailing white space, which is held until the next event."""
-        said = text.rstrip()
-        if not said:
+        stripped = text.rstrip()
+        if not stripped:
             self._blanks.append(text)
             return None
-        piece = Text("".join(self._blanks) + said if self._blanks else said)
-        self._blanks = [text[len(said) :]] if len(said) < len(text) else []
+        piece = Text("".join(self._blanks) + stripped if self._blanks else stripped)
+        self._blanks = [text[len(stripped) :]] if len(stripped) < len(text) else []
         return piece
 
 
@@ -150,31 +150,31 @@ class ReasoningCounter:
             self._spans.append((start, self._num_bytes))
             if self._has_begun:
                 self.num_tokens += 1
-                self._look_for_end()
+                self._find_end()
             else:
-                self._look_for_beginning()
+                self._find_beginning()
 
-    def _look_for_beginning(self) -> None:
-        said = self._seen.lstrip()
-        if not said:
+    def _find_beginning(self) -> None:
+        stripped = self._seen.lstrip()
+        if not stripped:
             self._num_blank += len(self._spans)
             self._seen = b""
             self._spans.clear()
             return
-        is_marked = said.startswith(self._begin)
-        if self._begin.startswith(said) and not is_marked:
+        is_marked = stripped.startswith(self._begin)
+        if self._begin.startswith(stripped) and not is_marked:
             return  # a part of the marker
         self._has_begun = is_marked or self._is_open
         self._is_over = not self._has_begun
-        start = len(self._seen) - len(said) + len(self._begin) if is_marked else 0
+        start = len(self._seen) - len(stripped) + len(self._begin) if is_marked else 0
         offset = self._num_bytes - len(self._seen) + start
         self._seen = self._seen[start:]
         self._spans = [span for span in self._spans if span[1] > offset]
         if self._has_begun:
             self.num_tokens = len(self._spans) + (0 if is_marked else self._num_blank)
-            self._look_for_end()
+            self._find_end()
 
-    def _look_for_end(self) -> None:
+    def _find_end(self) -> None:
         at = self._seen.find(self._end)
         if at >= 0:
             end = self._num_bytes - len(self._seen) + at

@@ -75,8 +75,8 @@ class Service:
         """The engine; raises `ApiError` 503 unless it is ready."""
         health = self.health
         if self.engine is None or not health.is_ready:
-            patience_s = self.config.shutdown_timeout_s if health.state == "draining" else 1.0
-            raise not_serving(health, retry_after_s=patience_s)
+            retry_after_s = self.config.shutdown_timeout_s if health.state == "draining" else 1.0
+            raise not_serving(health, retry_after_s=retry_after_s)
         return self.engine
 
     def require_some_engine(self) -> Engine:

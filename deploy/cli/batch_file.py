@@ -124,21 +124,21 @@ def parse(line: BatchLine, max_bytes: int) -> BatchItem:
             "line_too_long", f"line {line.number} is longer than {max_bytes} bytes; see --max-body-bytes"
         )
     try:
-        asked = orjson.loads(line.data.removeprefix(codecs.BOM_UTF8))
+        fields = orjson.loads(line.data.removeprefix(codecs.BOM_UTF8))
     except orjson.JSONDecodeError as error:
         raise BadBatchLine("invalid_json_line", f"line {line.number} is not valid JSON: {error}") from None
-    if not isinstance(asked, dict):
+    if not isinstance(fields, dict):
         raise BadBatchLine("invalid_json_line", f"line {line.number} must be a JSON object")
-    return _item(asked, line.number)
+    return _item(fields, line.number)
 
 
-def _item(asked: dict[str, Any], number: int) -> BatchItem:
-    custom_id, body = asked.get("custom_id"), asked.get("body")
+def _item(fields: dict[str, Any], number: int) -> BatchItem:
+    custom_id, body = fields.get("custom_id"), fields.get("body")
     if not isinstance(custom_id, str):
         raise BadBatchLine("invalid_request_line", f"line {number}: custom_id must be a string")
-    if asked.get("method", "POST") != "POST":
+    if fields.get("method", "POST") != "POST":
         raise BadBatchLine("invalid_method", f"line {number}: method must be POST", custom_id)
-    if asked.get("url") not in URLS:
+    if fields.get("url") not in URLS:
         raise BadBatchLine("invalid_url", f"line {number}: url must be one of {', '.join(URLS)}", custom_id)
     if not isinstance(body, dict):
         raise BadBatchLine("invalid_request_line", f"line {number}: body must be a JSON object", custom_id)
@@ -147,7 +147,7 @@ def _item(asked: dict[str, Any], number: int) -> BatchItem:
             raise BadBatchLine(
                 "invalid_request_line", f"line {number}: body.{name} is not supported in a batch", custom_id
             )
-    return BatchItem(custom_id, asked["url"], body)
+    return BatchItem(custom_id, fields["url"], body)
 
 
 def answered(custom_id: str, status: int, request_id: str, body: Any) -> bytes:

@@ -15,7 +15,7 @@ from ...stages.errors import ConfigError
 from ..config import ServerConfig
 from ..settings import Setting, add_flags, build, resolve, show
 
-CAN_NOT_START = 3  # exit code for a wrong setting or checkpoint; one line on stderr names it
+STARTUP_ERROR_EXIT_CODE = 3  # exit code for a wrong setting or checkpoint; one line on stderr names it
 LOGGING = frozenset({"log_format", "log_level"})
 BATCH = frozenset(
     {"api_key", "served_model_name", "tool_call_parser", "enable_auto_tool_choice", "reasoning_parser"}
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run: Run = import_module(f".{options.command.replace('-', '_')}", __package__).run
         return run(options, engine_config, server_config)
     except ConfigError as error:
-        return _complain(error)
+        return _print_error(error)
     except KeyboardInterrupt:
         return 130
     except Exception as error:
@@ -51,12 +51,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         if not isinstance(error, ModelError):
             raise
-        return _complain(error)
+        return _print_error(error)
 
 
-def _complain(error: Exception) -> int:
+def _print_error(error: Exception) -> int:
     print(f"millrace: {error}", file=sys.stderr)
-    return CAN_NOT_START
+    return STARTUP_ERROR_EXIT_CODE
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -245,14 +245,14 @@ def _add_collect_env(commands: Any) -> None:
 
 
 def _add_client(command: argparse.ArgumentParser) -> None:
-    asking = command.add_argument_group("request")
-    asking.add_argument("--url", help="use this server instead of loading a model, e.g. http://127.0.0.1:8000")
-    asking.add_argument("--max-tokens", type=int, metavar="N", help="maximum tokens (default: 256)", default=256)
-    asking.add_argument("--temperature", type=float, metavar="X", help="0: greedy (default: the model's)")
-    asking.add_argument("--top-p", type=float, metavar="X", help="nucleus sampling (default: the model's)")
-    asking.add_argument("--stop", action="append", metavar="TEXT", help="text that ends an answer; may be repeated")
-    asking.add_argument("--sampling-seed", type=int, metavar="N", help="seed for a reproducible answer")
-    asking.add_argument("--stats", action="store_true", help="print time to first token and tokens/s to stderr")
+    group = command.add_argument_group("request")
+    group.add_argument("--url", help="use this server instead of loading a model, e.g. http://127.0.0.1:8000")
+    group.add_argument("--max-tokens", type=int, metavar="N", help="maximum tokens (default: 256)", default=256)
+    group.add_argument("--temperature", type=float, metavar="X", help="0: greedy (default: the model's)")
+    group.add_argument("--top-p", type=float, metavar="X", help="nucleus sampling (default: the model's)")
+    group.add_argument("--stop", action="append", metavar="TEXT", help="text that ends an answer; may be repeated")
+    group.add_argument("--sampling-seed", type=int, metavar="N", help="seed for a reproducible answer")
+    group.add_argument("--stats", action="store_true", help="print time to first token and tokens/s to stderr")
     _add_common(command)
     command.add_argument("--model", default=argparse.SUPPRESS, help="folder, Hub id, or model name with --url")
     _add_engine_flags(command, LOGGING | {"api_key"})

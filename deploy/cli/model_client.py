@@ -64,14 +64,14 @@ def open_client(
     options: argparse.Namespace, engine_config: EngineConfig, server_config: ServerConfig
 ) -> AbstractAsyncContextManager[ModelClient]:
     """The client for the options: the server at `--url`, or an engine in this process."""
-    asked = {
+    requested = {
         "max_tokens": options.max_tokens,
         "temperature": options.temperature,
         "top_p": options.top_p,
         "seed": options.sampling_seed,
         "stop": tuple(options.stop) if options.stop else None,
     }
-    params = {name: value for name, value in asked.items() if value is not None}
+    params = {name: value for name, value in requested.items() if value is not None}
     if options.url is not None:
         return _remote(options.url.rstrip("/").removesuffix("/v1"), engine_config.model, server_config.api_key, params)
     return _local(engine_config, params)
@@ -98,14 +98,14 @@ class LocalClient:
         self._ids = itertools.count()
 
     async def complete(self, prompt: str) -> AsyncIterator[str]:
-        async for text in self._ask(Prompt(text=prompt)):
+        async for text in self._generate(Prompt(text=prompt)):
             yield text
 
     async def chat(self, messages: Messages) -> AsyncIterator[str]:
-        async for text in self._ask(Prompt(chat=ChatPrompt(messages=tuple(messages)))):
+        async for text in self._generate(Prompt(chat=ChatPrompt(messages=tuple(messages)))):
             yield text
 
-    async def _ask(self, prompt: Prompt) -> AsyncIterator[str]:
+    async def _generate(self, prompt: Prompt) -> AsyncIterator[str]:
         self.stats = stats = AnswerStats(time.perf_counter())
         request = Request(f"terminal-{next(self._ids)}", (prompt,), self._params)
         outbox = await self._engine.submit(request)
@@ -145,19 +145,19 @@ class RemoteClient:
         self._body = params | ({"model": model} if model is not None else {})
 
     async def complete(self, prompt: str) -> AsyncIterator[str]:
-        async for choice in self._ask("/v1/completions", {"prompt": prompt}):
+        async for choice in self._post("/v1/completions", {"prompt": prompt}):
             yield choice["text"]
 
     async def chat(self, messages: Messages) -> AsyncIterator[str]:
-        async for choice in self._ask("/v1/chat/completions", {"messages": list(messages)}):
+        async for choice in self._post("/v1/chat/completions", {"messages": list(messages)}):
             yield choice["delta"].get("content") or ""
 
-    async def _ask(self, path: str, asked: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    async def _post(self, path: str, fields: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """The choices of each event; usage goes to `stats`."""
         import aiohttp
 
         self.stats = stats = AnswerStats(time.perf_counter())
-        body = self._body | asked | {"stream": True, "stream_options": {"include_usage": True}}
+        body = self._body | fields | {"stream": True, "stream_options": {"include_usage": True}}
         try:
             async with self._session.post(self._url + path, json=body) as response:
                 if response.status != 200:

@@ -34,14 +34,16 @@ MAX_VIEWERS = 8  # each holds the engine state of one moment in memory
 def show(recording: Recording, policy: Policy | None, config: ServerConfig) -> int:
     """Serves the dashboard until SIGTERM or SIGINT and returns 0. `RecordingError` if it cannot be played."""
     print(f"millrace: running {recording.path} once ...", file=sys.stderr)
-    playback_data = PlaybackData(film(recording, policy, _say_progress if sys.stderr.isatty() else lambda time_s: None))
+    playback_data = PlaybackData(
+        film(recording, policy, _print_progress if sys.stderr.isatty() else lambda time_s: None)
+    )
     if trouble := playback_data.film.trouble:
         print(f"millrace: {trouble}", file=sys.stderr)
     asyncio.run(_serve(playback_data, ServerConfig(port=config.port)))
     return 0
 
 
-def _say_progress(time_s: float) -> None:
+def _print_progress(time_s: float) -> None:
     print(f"\r  {time_s:,.1f} s", end="\r", file=sys.stderr, flush=True)
 
 

@@ -123,11 +123,11 @@ class BatchRun:
         except BadBatchLine as error:
             return False, failed(error.custom_id, error.code, str(error))
         try:
-            return await self._ask(item)
+            return await self._send(item)
         except (TimeoutError, aiohttp.ClientError) as error:
             return False, failed(item.custom_id, "server_unreachable", f"{self._url} does not answer: {error}")
 
-    async def _ask(self, item: BatchItem) -> tuple[bool, bytes]:
+    async def _send(self, item: BatchItem) -> tuple[bool, bytes]:
         """Sends one request. Retries 429 without limit, and an unreachable server for the seconds of `PAUSES_S`."""
         data, pauses = orjson.dumps(item.body), iter(PAUSES_S)
         while True:
@@ -146,11 +146,11 @@ class BatchRun:
 
 def _pause(status: int, retry_after: str | None, pauses: Any) -> float | None:
     """Seconds to wait before a retry; None if this is the final answer."""
-    told_s = float(retry_after) if retry_after is not None and retry_after.isdecimal() else 1.0
+    retry_after_s = float(retry_after) if retry_after is not None and retry_after.isdecimal() else 1.0
     if status == 429:
-        return told_s
+        return retry_after_s
     pause_s: float | None = next(pauses, None) if status == 503 else None
-    return None if pause_s is None else max(pause_s, told_s)
+    return None if pause_s is None else max(pause_s, retry_after_s)
 
 
 def _json(data: bytes) -> Any:

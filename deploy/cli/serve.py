@@ -91,7 +91,7 @@ async def _serve_engine(
         gc.collect()
         gc.freeze()  # the model and its modules live as long as the process: no collection needs to scan them
         gc.enable()
-        _say_ready(server)
+        _print_ready(server)
         await stop.event.wait()
         log.info("server.draining", live=len(server.service.live), timeout_s=server.config.shutdown_timeout_s)
         is_clean = await server.drain()
@@ -100,7 +100,7 @@ async def _serve_engine(
     return 0
 
 
-def _say_ready(server: Server) -> None:
+def _print_ready(server: Server) -> None:
     """Prints the ready line, JSON, on stdout for the parent process."""
     names = list(server.service.model_names)
     line = {"event": "ready", "url": server.url, "models": names, "pid": os.getpid()}
@@ -125,14 +125,14 @@ class _StopSignals:
             self.on_early()
 
 
-def choose_mode(asked: Literal["auto", "inline", "split"]) -> Mode:
+def choose_mode(requested: Literal["auto", "inline", "split"]) -> Mode:
     """The requested mode; "auto" is "inline", the simpler one, on all machines.
 
     On two cores (Zen 4) "split" gains nothing: 1.02, 1.00 and 1.00 times the tokens/s of "inline" for SmolLM2's shape
     in W2, W4 and with 64 streams, and 0.98, 0.93 and 0.90 times for the bundled model with its short steps
     (tests/bench/results/split-mode-cpu.json). `tests/bench/split_mode.py` measures other machines.
     """
-    return "inline" if asked == "auto" else asked
+    return "inline" if requested == "auto" else requested
 
 
 def _make_engine(mode: Mode, config: EngineConfig) -> AbstractAsyncContextManager[Engine]:

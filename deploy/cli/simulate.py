@@ -28,9 +28,9 @@ UNREADABLE = 3
 FIT = "fit-from-recording"
 # name of an engine setting -> its name in a recording, if different
 RENAMED = {"num_gpu_blocks": "num_blocks", "num_cpu_blocks": "num_host_blocks"}
-OF_DOOR = tuple(spec.name for spec in fields(AdmissionLimits))
-OF_DRAFTS = ("speculation", "num_speculative_tokens")
-OF_ENGINE = tuple(
+ADMISSION_FIELDS = tuple(spec.name for spec in fields(AdmissionLimits))
+DRAFT_FIELDS = ("speculation", "num_speculative_tokens")
+ENGINE_FIELDS = tuple(
     name for name in EngineConfig.__dataclass_fields__ if RENAMED.get(name, name) in RecordedEngine.__dataclass_fields__
 )
 COLUMNS = {  # figure -> heading and digits
@@ -75,8 +75,8 @@ def run(options: argparse.Namespace, engine_config: EngineConfig, server_config:
         return UNREADABLE
     print(table(rows))
     if options.save_result is not None:
-        told = [{"settings": dict(row.settings), **row.figures} for row in rows]
-        options.save_result.write_bytes(orjson.dumps(told, option=orjson.OPT_INDENT_2) + b"\n")
+        results = [{"settings": dict(row.settings), **row.figures} for row in rows]
+        options.save_result.write_bytes(orjson.dumps(results, option=orjson.OPT_INDENT_2) + b"\n")
     if options.plot is not None:
         plot(rows, options.plot)
     return 0
@@ -103,11 +103,11 @@ def simulate(options: argparse.Namespace) -> list[SimulationRow]:
 
 def run_one(trace: Workload, fitted: FittedCostModel, settings: Mapping[str, Any]) -> dict[str, float | int | None]:
     """The results of a trace with `settings`; other settings are those of the cost model's recording."""
-    engine, admission, policy = _apply(fitted.engine, settings)
+    engine, limits, policy = _apply(fitted.engine, settings)
     was_enabled = gc.isenabled()
     gc.disable()  # a simulation makes millions of objects without cycles, which collections would scan in vain
     try:
-        return Simulation(engine, fitted.model, admission, policy).run(trace).summary()
+        return Simulation(engine, fitted.model, limits, policy).run(trace).summary()
     finally:
         if was_enabled:
             gc.enable()
@@ -187,8 +187,8 @@ def _sweep(text: str) -> tuple[str, list[Any]]:
 
 
 def _known(name: str, text: str) -> str:
-    if name not in (*OF_ENGINE, *OF_DRAFTS, *OF_DOOR) or "=" not in text:
-        names = ", ".join((*OF_ENGINE, *OF_DRAFTS, *OF_DOOR))
+    if name not in (*ENGINE_FIELDS, *DRAFT_FIELDS, *ADMISSION_FIELDS) or "=" not in text:
+        names = ", ".join((*ENGINE_FIELDS, *DRAFT_FIELDS, *ADMISSION_FIELDS))
         raise ConfigError(f"{text}: must be name=value, with one of {names}")
     return name
 
@@ -197,10 +197,10 @@ def _apply(
     engine: RecordedEngine, settings: Mapping[str, Any]
 ) -> tuple[RecordedEngine, AdmissionLimits, Policy | None]:
     """Applies the settings, checked as those of an engine."""
-    of_engine = {RENAMED.get(name, name): value for name, value in settings.items() if name in OF_ENGINE}
+    of_engine = {RENAMED.get(name, name): value for name, value in settings.items() if name in ENGINE_FIELDS}
     engine = replace(engine, **of_engine, most_drafts=_most_drafts(engine, settings))
-    values = {name: getattr(engine, RENAMED.get(name, name)) for name in OF_ENGINE}
-    values |= {name: settings[name] for name in OF_DRAFTS if name in settings}
+    values = {name: getattr(engine, RENAMED.get(name, name)) for name in ENGINE_FIELDS}
+    values |= {name: settings[name] for name in DRAFT_FIELDS if name in settings}
     if "scheduler" not in settings:
         values["scheduler"] = "priority"
     config = EngineConfig(**values)
@@ -213,12 +213,13 @@ def _apply(
             f"{engine.max_model_len}: give it at least {-(-engine.max_model_len // engine.block_size)}"
         )
     policy = make_policy(config) if "scheduler" in settings or "priority_ageing_s" in settings else None
-    return engine, AdmissionLimits(**{name: settings[name] for name in OF_DOOR if name in settings}), policy
+    return engine, AdmissionLimits(**{name: settings[name] for name in ADMISSION_FIELDS if name in settings}), policy
 
 
 def _most_drafts(engine: RecordedEngine, settings: Mapping[str, Any]) -> int:
     """Drafts per step with these settings; "auto" is as in the cost model's recording."""
-    asked, usual = settings.get("speculation", "auto"), engine.most_drafts or EngineConfig().num_speculative_tokens
-    is_on = asked == "ngram" or (asked == "auto" and engine.most_drafts > 0)
-    num_tokens: int = settings.get("num_speculative_tokens", usual)
+    speculation = settings.get("speculation", "auto")
+    default_num_tokens = engine.most_drafts or EngineConfig().num_speculative_tokens
+    is_on = speculation == "ngram" or (speculation == "auto" and engine.most_drafts > 0)
+    num_tokens: int = settings.get("num_speculative_tokens", default_num_tokens)
     return num_tokens if is_on else 0

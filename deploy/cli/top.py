@@ -80,13 +80,13 @@ async def watch(url: str, key: str | None) -> AsyncIterator[dict[str, Any]]:
             async for message in socket:
                 if message.type is not aiohttp.WSMsgType.TEXT:
                     break
-                told = orjson.loads(message.data)
-                if told["type"] == "error":
-                    raise DashboardUnavailable(f"{url}: {told['error']['message']}")
-                if told["type"] == "hello":
+                update = orjson.loads(message.data)
+                if update["type"] == "error":
+                    raise DashboardUnavailable(f"{url}: {update['error']['message']}")
+                if update["type"] == "hello":
                     await socket.send_str(orjson.dumps({"type": "subscribe", "topics": TOPICS}).decode())
                 else:
-                    yield told
+                    yield update
     except (aiohttp.ClientError, OSError) as error:
         raise DashboardUnavailable(f"{url} cannot be reached: {error}; check --url") from None
     raise DashboardUnavailable(f"{url} closed the connection")
@@ -109,9 +109,9 @@ class DashboardState:
     def take(self, update: Mapping[str, Any]) -> None:
         """Applies one update of the feed."""
         self.num_taken += 1
-        news = update["full"] | update["patch"]
-        if "steps" in news:
-            self.steps.extend(StepRow(*row) for row in news["steps"]["rows"])
+        topics = update["full"] | update["patch"]
+        if "steps" in topics:
+            self.steps.extend(StepRow(*row) for row in topics["steps"]["rows"])
         self.data |= {name: data for name, data in update["full"].items() if name != "steps"}
         for name, patch in update["patch"].items():
             if name != "steps":

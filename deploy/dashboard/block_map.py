@@ -36,9 +36,9 @@ class BlockOwners:
         return {slot: sequence.request_id for slot, sequence in found if sequence is not None}
 
 
-def block_cells(books: BlockOwners) -> Cells:
+def block_cells(block_owners: BlockOwners) -> Cells:
     """[N] u16: the number of each block."""
-    pool, tables = books.pool, books.block_tables
+    pool, tables = block_owners.pool, block_owners.block_tables
     cells = _BY_STATE[pool.state]
     counts = tables.num_blocks
     slots = np.flatnonzero(counts)
@@ -59,24 +59,30 @@ class BlockMap:
         self._cells: Cells | None = None
         self._owners: dict[int, str] | None = None
 
-    def next(self, books: BlockOwners, may_see: Callable[[str], bool] = lambda request_id: True) -> dict[str, Any]:
+    def next(
+        self, block_owners: BlockOwners, may_see: Callable[[str], bool] = lambda request_id: True
+    ) -> dict[str, Any]:
         """The update for the viewer.
 
         `cells` (u16) has all blocks; or `at` (u32) has the ids of changed blocks and `to` (u16) their numbers. All are
         little-endian in base64. `owners` is slot -> request id of requests that the viewer `may_see`, if changed.
         """
-        cells = block_cells(books)
-        who = {slot: request_id for slot, request_id in books.owners().items() if may_see(request_id)}
-        news: dict[str, Any] = {}
+        cells = block_cells(block_owners)
+        owners = {slot: request_id for slot, request_id in block_owners.owners().items() if may_see(request_id)}
+        changes: dict[str, Any] = {}
         changed = None if self._cells is None else np.flatnonzero(cells != self._cells)
         if changed is None or 3 * len(changed) > len(cells):
-            news = {"num_blocks": len(cells), "block_size": books.pool.block_size, "cells": _text(cells, "<u2")}
+            changes = {
+                "num_blocks": len(cells),
+                "block_size": block_owners.pool.block_size,
+                "cells": _text(cells, "<u2"),
+            }
         elif len(changed):
-            news = {"at": _text(changed, "<u4"), "to": _text(cells[changed], "<u2")}
-        if who != self._owners:
-            news["owners"] = {str(slot): request_id for slot, request_id in who.items()}
-        self._cells, self._owners = cells, who
-        return news
+            changes = {"at": _text(changed, "<u4"), "to": _text(cells[changed], "<u2")}
+        if owners != self._owners:
+            changes["owners"] = {str(slot): request_id for slot, request_id in owners.items()}
+        self._cells, self._owners = cells, owners
+        return changes
 
 
 def _text(values: NDArray[np.integer[Any]], form: str) -> str:

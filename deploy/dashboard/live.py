@@ -71,7 +71,7 @@ class LiveViewer(Viewer):
             "can_cancel": self._is_admin,
         }
 
-    def hear(self, message: Body) -> None:
+    def handle_message(self, message: Body) -> None:
         """Cancels a request. `ApiError` without the admin key or for an unknown request."""
         assert isinstance(message, CancelRequest)
         if not self._is_admin:
@@ -91,7 +91,7 @@ class LiveViewer(Viewer):
 
     # -- updates to the viewer
 
-    async def think(self) -> None:
+    async def refresh(self) -> None:
         """Refreshes the bottleneck and the explained request, if subscribed and due."""
         engine, sources = self._service.engine, self._sources
         with suppress(NotServing):
@@ -120,7 +120,7 @@ class LiveViewer(Viewer):
             self.read(self._readers(engine), update)
         except NotServing:
             update["full"]["overview"] = {"health": {"state": health.state, "reason": health.reason}}
-            self.forget()
+            self.reset()
 
     def _readers(self, engine: Engine) -> dict[str, Read]:
         """topic -> the function that puts its changes into an update."""
@@ -133,8 +133,8 @@ class LiveViewer(Viewer):
             "requests": lambda: snapshots.requests(
                 engine, window.offset, window.limit, newest_first=window.newest_first, only=self._own_requests()
             ),
-            "request": lambda: self._look_at(engine),
-            "recent": lambda: {"rows": [told for owner, told in self._sources.recent if self._sees(owner)]},
+            "request": lambda: self._request_details(engine),
+            "recent": lambda: {"rows": [row for owner, row in self._sources.recent if self._sees(owner)]},
             "latency": lambda: {} if (times := self._sources.metrics.latencies) is None else snapshots.latency(times),
             "loop": lambda: snapshots.loop_health(engine, service.watchdog),
             "config": lambda: {"rows": snapshots.configuration(engine, service)},
@@ -157,12 +157,12 @@ class LiveViewer(Viewer):
             self.grown(name, trace.incidents_since, trace.num_skipped, update)
 
         def blocks(name: str, update: Update) -> None:
-            if engine.has_core and (news := self._blocks.next(snapshots.books(engine), self._may_see)):
-                update["full" if "cells" in news else "patch"][name] = news
+            if engine.has_core and (changes := self._blocks.next(snapshots.block_owners(engine), self._may_see)):
+                update["full" if "cells" in changes else "patch"][name] = changes
 
         return dict.fromkeys(trees, tree) | {"steps": steps, "incidents": incidents, "blocks": blocks}
 
-    def _look_at(self, engine: Engine) -> dict[str, Any]:
+    def _request_details(self, engine: Engine) -> dict[str, Any]:
         """The data of topic `request`; only the id if the trace no longer covers the request."""
         assert self.topics.request is not None
         request_id = self.topics.request.id
@@ -171,8 +171,8 @@ class LiveViewer(Viewer):
         if self._timeline is None:
             self._timeline = Timeline(engine.pipeline.tracer.readers, request_id)
         self._timeline.refresh()
-        told = self._timeline.to_json() or {"id": request_id}
-        return told if self._explained.value is None else told | {"explained": self._explained.value}
+        details = self._timeline.to_json() or {"id": request_id}
+        return details if self._explained.value is None else details | {"explained": self._explained.value}
 
     # -- permissions
 

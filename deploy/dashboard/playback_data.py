@@ -48,11 +48,12 @@ class PlaybackData:
         self._older = np.flatnonzero(np.isin(records["kind"], OLDER))
         self._times_ns = {kind: film.of(kind)["time_ns"].astype(np.int64) for kind in COUNTED.values()}
         self._changes = block_changes(records, film.names)
-        self._arrivals_s = np.sort([life.arrival_s for life in film.recorded.values()])
+        self._arrivals_s = np.sort([recorded.arrival_s for recorded in film.recorded.values()])
         self._ended = sorted(
-            (life for life in film.recorded.values() if life.ended_s is not None), key=lambda life: life.ended_s or 0.0
+            (recorded for recorded in film.recorded.values() if recorded.ended_s is not None),
+            key=lambda recorded: recorded.ended_s or 0.0,
         )
-        self._ended_s = np.array([life.ended_s for life in self._ended])
+        self._ended_s = np.array([recorded.ended_s for recorded in self._ended])
 
     def introduction(self) -> dict[str, Any]:
         """Metadata of the recording, for the first message."""
@@ -132,7 +133,7 @@ class PlaybackData:
     def recent(self, now_s: float) -> dict[str, Any]:
         """The last requests that ended by `now_s`, newest last."""
         count = int(np.searchsorted(self._ended_s, now_s, "right"))
-        return {"rows": [_ended(life) for life in self._ended[max(0, count - MAX_RECENT) : count]]}
+        return {"rows": [_ended(recorded) for recorded in self._ended[max(0, count - MAX_RECENT) : count]]}
 
     def latency(self, now_ns: int) -> dict[str, Any]:
         """Histograms of the latencies measured by `now_ns`."""
@@ -199,14 +200,14 @@ def _at(times_ns: Any, values: Any, edges_ns: NDArray[np.float64], before: int =
     return found
 
 
-def _ended(life: RecordedRequest) -> dict[str, Any]:
-    assert life.ended_s is not None
+def _ended(recorded: RecordedRequest) -> dict[str, Any]:
+    assert recorded.ended_s is not None
     return {
-        "id": life.request_id,
-        "cause": life.cause,
-        "arrival_s": round(life.arrival_s, 3),
-        "ttft_s": None if life.first_token_s is None else round(life.first_token_s - life.arrival_s, 6),
-        "took_s": round(life.ended_s - life.arrival_s, 6),
-        "num_prompt_tokens": life.num_prompt_tokens,
-        "num_generated_tokens": life.num_generated_tokens,
+        "id": recorded.request_id,
+        "cause": recorded.cause,
+        "arrival_s": round(recorded.arrival_s, 3),
+        "ttft_s": None if recorded.first_token_s is None else round(recorded.first_token_s - recorded.arrival_s, 6),
+        "took_s": round(recorded.ended_s - recorded.arrival_s, 6),
+        "num_prompt_tokens": recorded.num_prompt_tokens,
+        "num_generated_tokens": recorded.num_generated_tokens,
     }

@@ -44,7 +44,7 @@ class PlaybackPosition:
         self._machine.go(time_s)
         self.time_s = time_s
 
-    def books(self) -> BlockOwners:
+    def block_owners(self) -> BlockOwners:
         """Pool, block tables and scheduler at the position. Valid until the next `go`."""
         core = self._machine.core
         allocator = core.allocate.allocator
@@ -88,36 +88,37 @@ class PlaybackPosition:
             live.setdefault(sequence.request_id, []).append(sequence)
         return live
 
-    def _row(self, life: RecordedRequest, sequences: list[Sequence]) -> dict[str, Any]:
-        books = self.books()
+    def _row(self, recorded: RecordedRequest, sequences: list[Sequence]) -> dict[str, Any]:
+        block_owners = self.block_owners()
         slots = [sequence.slot for sequence in sequences if sequence.slot >= 0]
-        told = books.scheduler.slots.num_generated
+        generated_by_slot = block_owners.scheduler.slots.num_generated
         num_generated = sum(
-            int(told[one.slot]) if one.slot >= 0 else len(one.token_ids) - one.num_prompt for one in sequences
+            int(generated_by_slot[one.slot]) if one.slot >= 0 else len(one.token_ids) - one.num_prompt
+            for one in sequences
         )
         states = {sequence.state.value for sequence in sequences}
         is_parked = any(sequence.is_parked for sequence in sequences)
-        has_begun = life.began_s is not None and life.began_s <= self.now_s
+        has_begun = recorded.began_s is not None and recorded.began_s <= self.now_s
         ttft_s = None
-        if life.first_token_s is not None and life.first_token_s <= self.now_s:
-            ttft_s = round(life.first_token_s - life.arrival_s, 6)
+        if recorded.first_token_s is not None and recorded.first_token_s <= self.now_s:
+            ttft_s = round(recorded.first_token_s - recorded.arrival_s, 6)
         return {
-            "id": life.request_id,
+            "id": recorded.request_id,
             "stage": "execute" if "running" in states else "schedule",
             "state": "parked" if is_parked else next((state for state in STATES if state in states), "finishing"),
-            "arrival_s": round(life.arrival_s, 3),
+            "arrival_s": round(recorded.arrival_s, 3),
             "ttft_s": ttft_s,
-            "num_choices": life.num_sequences,
-            "num_prompt_tokens": life.num_prompt_tokens,
-            "num_cached_tokens": life.num_cached_tokens if has_begun else 0,
+            "num_choices": recorded.num_sequences,
+            "num_prompt_tokens": recorded.num_prompt_tokens,
+            "num_cached_tokens": recorded.num_cached_tokens if has_begun else 0,
             "num_generated_tokens": num_generated,
             "max_tokens": sum(sequence.limit - sequence.num_prompt for sequence in sequences) or None,
-            "num_blocks": int(books.block_tables.num_blocks[slots].sum()) if slots else 0,
-            "priority": life.priority,
+            "num_blocks": int(block_owners.block_tables.num_blocks[slots].sum()) if slots else 0,
+            "priority": recorded.priority,
             "num_preempted": sum(sequence.num_preempted for sequence in sequences),
         }
 
 
-def _preemption(told: Preemption) -> dict[str, Any]:
-    values = asdict(told) | {"beneficiaries": list(told.beneficiaries)}
-    return values | {"sentence": str(told)}
+def _preemption(preemption: Preemption) -> dict[str, Any]:
+    values = asdict(preemption) | {"beneficiaries": list(preemption.beneficiaries)}
+    return values | {"sentence": str(preemption)}

@@ -22,7 +22,7 @@ from .playback_position import PlaybackPosition
 from .timeline import Timeline
 from .viewer import INTERVAL_S, Read, Update, Viewer
 
-STILL_S = 3600.0  # between updates while playback is paused and no message comes
+PAUSED_INTERVAL_S = 3600.0  # between updates while playback is paused and no message comes
 
 
 class PlaybackViewer(Viewer):
@@ -40,7 +40,7 @@ class PlaybackViewer(Viewer):
         self._target_s = 0.0  # target position in seconds from the recording's begin
         self._speed = 0.0
         self._played_s = time.monotonic()  # the time up to which `_target_s` has advanced
-        self._stirred = asyncio.Event()  # an update is due before the next interval
+        self._update_due = asyncio.Event()  # an update is due before the next interval
         self._bottleneck: dict[str, Any] | None = None
         self._explained: dict[str, Any] | None = None
         self._timeline: Timeline | None = None
@@ -48,14 +48,14 @@ class PlaybackViewer(Viewer):
 
     def introduction(self) -> dict[str, Any]:
         """The server's hello, with the recording's metadata."""
-        said = {"type": "hello", "version": self._version, "models": [], "interval_s": INTERVAL_S}
-        return said | {
+        hello = {"type": "hello", "version": self._version, "models": [], "interval_s": INTERVAL_S}
+        return hello | {
             "has_admin_key": False,
             "can_cancel": False,
             "recording": self._head.playback_data.introduction(),
         }
 
-    def hear(self, message: Body) -> None:
+    def handle_message(self, message: Body) -> None:
         """Applies a seek or play message."""
         self._advance()
         if isinstance(message, Play):
@@ -63,10 +63,10 @@ class PlaybackViewer(Viewer):
             if self._speed and self._target_s >= self._head.playback_data.film.duration_s:
                 self._target_s = 0.0  # restart from the end
         elif isinstance(message, Seek):
-            self._target_s = self._wanted(message)
-        self._stirred.set()
+            self._target_s = self._target_of(message)
+        self._update_due.set()
 
-    def _wanted(self, seek: Seek) -> float:
+    def _target_of(self, seek: Seek) -> float:
         playback_data, began_s = self._head.playback_data, self._head.playback_data.film.began_s
         if (seek.time_s is None) == (seek.steps is None):
             raise ApiError("invalid_value", "seek: must have either time_s or steps", param="time_s")
@@ -82,22 +82,22 @@ class PlaybackViewer(Viewer):
         """Makes an update due at once."""
         if topics.blocks is None:
             self._blocks = BlockMap()
-        self._stirred.set()
+        self._update_due.set()
 
     # -- updates to the viewer
 
-    async def think(self) -> None:
+    async def refresh(self) -> None:
         """Moves to the target position and evaluates the trace there."""
-        self._stirred.clear()
+        self._update_due.clear()
         self._advance()
         await asyncio.get_running_loop().run_in_executor(self._threads, partial(self._go, self._target_s))
 
-    async def rest(self) -> None:
+    async def wait_for_next_update(self) -> None:
         """Waits for the next interval or for a message of the viewer."""
-        wait_s = INTERVAL_S if self._speed else STILL_S
+        wait_s = INTERVAL_S if self._speed else PAUSED_INTERVAL_S
         try:
             async with asyncio.timeout(wait_s):
-                await self._stirred.wait()
+                await self._update_due.wait()
         except TimeoutError:
             pass
 
@@ -120,7 +120,7 @@ class PlaybackViewer(Viewer):
         """Runs in a thread."""
         head, topics = self._head, self.topics
         if time_s < head.time_s:
-            self.forget()
+            self.reset()
             self._timeline, self._blocks = None, BlockMap()
         head.go(time_s)
         if topics.overview is not None:
@@ -142,7 +142,7 @@ class PlaybackViewer(Viewer):
         trees: dict[str, Callable[[], Any]] = {
             "overview": lambda: head.overview() | {"bottleneck": self._bottleneck},
             "requests": lambda: head.requests(window.offset, window.limit, newest_first=window.newest_first),
-            "request": self._look_at,
+            "request": self._request_details,
             "recent": lambda: playback_data.recent(head.now_s),
             "latency": lambda: playback_data.latency(now_ns),
             "config": playback_data.configuration,
@@ -165,16 +165,16 @@ class PlaybackViewer(Viewer):
 
         For a running engine the page observes these times itself.
         """
-        if news := self._blocks.next(self._head.books()):
-            began_s = news["began_s"] = self._head.playback_data.film.began_s
+        if changes := self._blocks.next(self._head.block_owners()):
+            began_s = changes["began_s"] = self._head.playback_data.film.began_s
             changed_s = self._head.playback_data.changed_s(self._head.now_ns) - began_s
-            news["changed_s"] = b64encode(changed_s.astype("<f4").tobytes()).decode()
-            update["full" if "cells" in news else "patch"][name] = news
+            changes["changed_s"] = b64encode(changed_s.astype("<f4").tobytes()).decode()
+            update["full" if "cells" in changes else "patch"][name] = changes
 
-    def _look_at(self) -> dict[str, Any]:
+    def _request_details(self) -> dict[str, Any]:
         assert self.topics.request is not None
         request_id, timeline = self.topics.request.id, self._timeline
-        told = timeline.to_json() if timeline is not None and timeline.request_id == request_id else None
-        if told is None:
+        details = timeline.to_json() if timeline is not None and timeline.request_id == request_id else None
+        if details is None:
             return {"id": request_id}
-        return told if self._explained is None else told | {"explained": self._explained}
+        return details if self._explained is None else details | {"explained": self._explained}

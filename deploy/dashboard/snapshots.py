@@ -166,7 +166,7 @@ def loop_health(engine: Engine, watchdog: Watchdog) -> dict[str, Any]:
         if stall is None
         else {"name": stall.name, "reason": stall.reason, "num_waiting": stall.num_waiting},
         "num_stalls": watchdog.num_stalls,
-        "stacks": {told["task"]: told["stack"] for told in stacks if told.get("task") in runners},
+        "stacks": {entry["task"]: entry["stack"] for entry in stacks if entry.get("task") in runners},
         "lag": _histogram(watchdog.meter.lag_us),
         "pause": _histogram(watchdog.meter.pause_us),
     }
@@ -176,14 +176,14 @@ def _histogram(of: Histogram) -> dict[str, Any]:
     return {"bounds_us": of.bounds, "counts": list(of.counts), "total_us": of.total}
 
 
-def books(engine: Engine) -> BlockOwners:
+def block_owners(engine: Engine) -> BlockOwners:
     """Pool, block tables and scheduler of the engine."""
     return BlockOwners(engine.pool, engine.block_tables, engine.scheduler)
 
 
 def configuration(engine: Engine, service: Service) -> list[dict[str, Any]]:
     """Every effective setting with its value, source and help text. Secrets are masked."""
-    settled = {
+    effective = {
         "model": engine.info.model_id,
         "dtype": engine.info.dtype,
         "kv_cache_dtype": engine.info.kv_cache_dtype or "auto",
@@ -196,7 +196,7 @@ def configuration(engine: Engine, service: Service) -> list[dict[str, Any]]:
     for config, helps in ((engine.config, ENGINE_HELP), (service.config, SERVER_HELP)):
         for group, texts in helps.items():
             for name, text in texts.items():
-                value = settled.get(name, getattr(config, name))
+                value = effective.get(name, getattr(config, name))
                 shown = HIDDEN if name in SECRET and value else value
                 source = service.sources.get(name, "")
                 rows.append({"group": group, "name": name, "value": shown, "source": source, "help": text})

@@ -115,8 +115,8 @@ class Timeline:
         for sequence_id, rows in self._rows.items():
             pieces, ticks_us = self._pieces(rows)
             ticks_us = [t for t in ticks_us if self._ended_us is None or t <= self._ended_us]
-            told = {"sequence_id": sequence_id, "pieces": [piece.to_json() for piece in pieces], "ticks_us": ticks_us}
-            sequences.append(told | {"num_cached_tokens": rows[0].start if rows else 0})
+            row = {"sequence_id": sequence_id, "pieces": [piece.to_json() for piece in pieces], "ticks_us": ticks_us}
+            sequences.append(row | {"num_cached_tokens": rows[0].start if rows else 0})
         return {
             "id": self.request_id,
             "arrival_s": self._arrival_us / 1e6,
@@ -212,7 +212,7 @@ def _joined(pieces: list[TimelinePiece]) -> list[TimelinePiece]:
     joined: list[TimelinePiece] = []
     for piece in pieces:
         last = joined[-1] if joined else None
-        if last is not None and last.end_us is not None and _goes_on(last.kind, last.end_us, piece):
+        if last is not None and last.end_us is not None and _continues(last.kind, last.end_us, piece):
             last.end_us = piece.end_us
             last.num_tokens += piece.num_tokens
         else:
@@ -220,5 +220,5 @@ def _joined(pieces: list[TimelinePiece]) -> list[TimelinePiece]:
     return joined
 
 
-def _goes_on(kind: str, end_us: int, piece: TimelinePiece) -> bool:
+def _continues(kind: str, end_us: int, piece: TimelinePiece) -> bool:
     return piece.kind == kind and not piece.is_back and piece.begin_us - end_us <= MAX_STEP_GAP_US

@@ -144,9 +144,9 @@ class StepFold:
         is_begun[done["step"].astype(np.intp) - first] = False
         begun = is_begun.nonzero()[0]
         self._open.update(zip((begun + first).tolist(), (_Open(*row) for row in counts[begun].tolist()), strict=True))
-        told = np.stack([done[column].astype(np.int64) for column in ("step", "time_ns", "c")], axis=1)
+        times = np.stack([done[column].astype(np.int64) for column in ("step", "time_ns", "c")], axis=1)
         well = np.zeros((len(done), 1), np.int64)
-        return np.concatenate([told, well, counts[told[:, 0] - first]], axis=1)
+        return np.concatenate([times, well, counts[times[:, 0] - first]], axis=1)
 
     def _take_singly(self, of_steps: Records) -> Ends:
         ends: list[tuple[int, ...]] = []

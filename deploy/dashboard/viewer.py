@@ -64,21 +64,21 @@ class Viewer:
         """The server's hello."""
         raise NotImplementedError
 
-    def hear(self, message: Body) -> None:
+    def handle_message(self, message: Body) -> None:
         """Handles a message other than hello and subscribe. An `ApiError` is sent to the viewer."""
         raise NotImplementedError
 
     def changed(self, topics: Topics) -> None:
         """Called before `self.topics` becomes `topics`."""
 
-    async def think(self) -> None:
+    async def refresh(self) -> None:
         """Called before each update, for slow work."""
 
     def fill(self, update: Update) -> None:
         """Puts the changes of the subscribed topics into the update, by `read`."""
         raise NotImplementedError
 
-    async def rest(self) -> None:
+    async def wait_for_next_update(self) -> None:
         """Waits between two updates."""
         await asyncio.sleep(INTERVAL_S)
 
@@ -114,7 +114,7 @@ class Viewer:
             if isinstance(message, Subscribe):
                 self._subscribe(message.topics)
             elif not isinstance(message, Hello):
-                self.hear(message)
+                self.handle_message(message)
         except ApiError as error:
             if error.code == "invalid_json":
                 await self.peer.end(INVALID_PAYLOAD, error)
@@ -143,11 +143,11 @@ class Viewer:
         try:
             while True:
                 await self._wants_something.wait()
-                await self.think()
+                await self.refresh()
                 update: Update = {"type": "update", "now_s": None, "full": {}, "patch": {}}
                 self.fill(update)
                 await self.peer.send(orjson.dumps(update))
-                await self.rest()
+                await self.wait_for_next_update()
         except ConnectionError:
             pass  # the viewer is gone, or its socket is being closed with a reason
         except Exception as error:
@@ -160,7 +160,7 @@ class Viewer:
             if getattr(self.topics, name) is not None:
                 reader(name, update)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Makes the next update send every topic in full."""
         self._known.clear()
         self._numbers.clear()
@@ -169,8 +169,8 @@ class Viewer:
         """Adds the changes of a topic that is a tree of plain data."""
         if name not in self._known:
             update["full"][name] = data
-        elif news := merge_patch(self._known[name], data):
-            update["patch"][name] = news
+        elif patch := merge_patch(self._known[name], data):
+            update["patch"][name] = patch
         self._known[name] = data
 
     def grown(self, name: str, since: Callable[[int], tuple[list[Any], int]], num_skipped: int, update: Update) -> None:

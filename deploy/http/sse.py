@@ -26,17 +26,17 @@ def named_event(event: Mapping[str, Any]) -> bytes:
 class EventStream:
     """The event stream that answers one request; as a context manager it sends the headers.
 
-    The connection is aborted once a write has waited `patience_s`; `has_stalled` is then True. While a write waits, the
-    request's outbox joins new text. So a client that does not read costs at most the length of its own answer and
-    delays no other request.
+    The connection is aborted once a write has waited `stalled_reader_s`; `has_stalled` is then True. While a write
+    waits, the request's outbox joins new text. So a client that does not read costs at most the length of its own
+    answer and delays no other request.
     """
 
     def __init__(
-        self, request: web.Request, patience_s: float, headers: Mapping[str, str], ping_interval_s: float = 0.0
+        self, request: web.Request, stalled_reader_s: float, headers: Mapping[str, str], ping_interval_s: float = 0.0
     ) -> None:
         self.has_stalled = False
         self._request = request
-        self._patience_s = patience_s
+        self._stalled_reader_s = stalled_reader_s
         self._waiting_since: float | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._ping_interval_s = ping_interval_s
@@ -122,14 +122,14 @@ class EventStream:
         return self._response
 
     def _watch(self) -> None:
-        """Checks for a stall eight times in `patience_s`: cheaper than a timeout for each write."""
+        """Checks for a stall eight times in `stalled_reader_s`: cheaper than a timeout for each write."""
         loop = asyncio.get_running_loop()
-        if self._waiting_since is not None and loop.time() - self._waiting_since >= self._patience_s:
+        if self._waiting_since is not None and loop.time() - self._waiting_since >= self._stalled_reader_s:
             self.has_stalled = True
             if self._request.transport is not None:
                 self._request.transport.abort()  # this cancels the handler, as any disconnect does
             return
-        self._timer = loop.call_later(self._patience_s / 8, self._watch)
+        self._timer = loop.call_later(self._stalled_reader_s / 8, self._watch)
 
 
 def _framed(bodies: Iterable[bytes]) -> bytes:
@@ -146,7 +146,7 @@ def bound_buffers(request: web.Request) -> None:
 
 async def stream_framed(
     request: web.Request,
-    patience_s: float,
+    stalled_reader_s: float,
     events: AsyncGenerator[bytes, None],
     headers: Mapping[str, str],
     on_stall: Callable[[], None],
@@ -158,7 +158,7 @@ async def stream_framed(
     """
     async with aclosing(events):
         first = await anext(events, b"")
-        stream = EventStream(request, patience_s, headers)
+        stream = EventStream(request, stalled_reader_s, headers)
         try:
             async with stream:
                 await stream.write(first)

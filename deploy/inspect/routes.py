@@ -86,23 +86,23 @@ class InspectRoutes:
         engine, some_id = self.service.require_engine(), request.match_info["id"]
         answer_id = self._find(request, some_id)
         tracer, now_ns = engine.pipeline.tracer, engine.pipeline.env.now_ns()
-        told = None
+        explanation = None
         if answer_id is not None:
-            told = await self._in_thread(lambda: self._explain(tracer, answer_id, now_ns))
-        if told is None:
+            explanation = await self._in_thread(lambda: self._explain(tracer, answer_id, now_ns))
+        if explanation is None:
             message = (
                 f"request {shorten(repr(some_id), 128)} is neither running nor among the last {MAX_ENDED:,} ended"
                 " ones; look for older ones in the log, in the spans of --otlp-traces-endpoint, or in a recording"
                 " of --record"
             )
             raise ApiError("request_not_found", message, param="id")
-        return answer(told)
+        return answer(explanation)
 
     def _explain(self, tracer: Tracer, answer_id: str, now_ns: int) -> dict[str, Any] | None:
         """Runs in a thread."""
         view = view_of(tracer)
-        if told := explain(view, answer_id, now_ns):
-            return {"detail": "trace"} | told
+        if explanation := explain(view, answer_id, now_ns):
+            return {"detail": "trace"} | explanation
         moments = self.history.find(answer_id)
         return None if moments is None else moments.explain((now_ns - view.begin_ns) / 1e9)
 

@@ -64,11 +64,11 @@ class LoopGuard:
         self._is_over.set()
 
     def _run(self) -> None:
-        told_due_s = None
+        reported_due_s = None
         while not self._is_over.wait(self._timeout_s / 4):
             due_s = self._meter.due_s
             waited_s = time.monotonic() - due_s
-            if waited_s >= self._timeout_s and due_s != told_due_s:
-                told_due_s = due_s
+            if waited_s >= self._timeout_s and due_s != reported_due_s:
+                reported_due_s = due_s
                 log.error("loop.stalled", waited_s=round(waited_s, 3))
                 self._on_stall(waited_s)

@@ -40,7 +40,7 @@ class Metrics:
     """
 
     def __init__(self, watchdog: Watchdog) -> None:
-        self._oversight = watchdog
+        self._watchdog = watchdog
         self._model_name = ""
         self._engine: Engine | None = None
         self._latencies: Latencies | None = None
@@ -103,8 +103,8 @@ class Metrics:
         """Called by prometheus-client at each scrape."""
         labels = {"model_name": self._model_name, "engine": "0"}
         yield from self._rejections()
-        yield from self._oversight.meter.collect()
-        yield counter("millrace:stalls", "Stalls: work waits without progress.", self._oversight.num_stalls, {})
+        yield from self._watchdog.meter.collect()
+        yield counter("millrace:stalls", "Stalls: work waits without progress.", self._watchdog.num_stalls, {})
         sent, dropped = (
             (0, 0) if self.otlp_exporter is None else (self.otlp_exporter.num_sent, self.otlp_exporter.num_dropped)
         )

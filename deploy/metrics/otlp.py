@@ -39,7 +39,7 @@ def export_request(spans: Iterable[Json], resource: Mapping[str, Any], version: 
 
 def spans_of(ended: EndedRequest, request: RequestSpans, model: str, to_unix_ns: int) -> list[Json]:
     """The root span, then its children. `to_unix_ns` is added to trace times to get Unix times."""
-    told = {
+    request_attributes = {
         "gen_ai.operation.name": ended.operation,
         "gen_ai.provider.name": "millrace",
         "gen_ai.request.model": model,
@@ -52,11 +52,11 @@ def spans_of(ended: EndedRequest, request: RequestSpans, model: str, to_unix_ns:
         "error.type": ended.error,
     }
     if request.first_token_ns is not None:
-        told["gen_ai.response.time_to_first_chunk"] = (request.first_token_ns - request.begin_ns) / 1e9
+        request_attributes["gen_ai.response.time_to_first_chunk"] = (request.first_token_ns - request.begin_ns) / 1e9
     context = ended.context
     root = _span(context, context.span_id, context.parent_id, f"{ended.operation} {model}", SERVER)
     root |= _times(request.begin_ns, request.end_ns, to_unix_ns)
-    root |= {"attributes": attributes(told | dict(ended.attributes))}
+    root |= {"attributes": attributes(request_attributes | dict(ended.attributes))}
     root |= {"status": {"code": OK} if ended.error is None else {"code": ERROR, "message": ended.error}}
     children = [
         _span(context, secrets.token_hex(8), context.span_id, span.name, INTERNAL)

@@ -91,7 +91,7 @@ class OtlpExporter:
         operation = "embeddings" if request.pooling is not None else "chat" if is_chat else "text_completion"
         code = None if outbox.error is None else outbox.error.code
         first, count = request.first_sequence_id, request.num_sequences
-        self._ended.append(EndedRequest(first, count, context, _asked(outbox), operation, code))
+        self._ended.append(EndedRequest(first, count, context, _request_attributes(outbox), operation, code))
 
     # -- sending
 
@@ -150,7 +150,7 @@ class OtlpExporter:
         return False
 
 
-def _asked(outbox: RequestOutbox) -> dict[str, Any]:
+def _request_attributes(outbox: RequestOutbox) -> dict[str, Any]:
     """The sampling parameters of a request and the finish reasons of its choices, as attributes."""
     request = outbox.request
     if request.pooling is not None:

@@ -38,7 +38,7 @@ class StatsLine:
         self._last_s = engine.pipeline.env.now()
         self._last = self._counts()
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Logs if `interval_s` have passed and requests ran meanwhile.
 
         Call it a few times in each interval.
@@ -49,9 +49,9 @@ class StatsLine:
         last, counts = self._last, self._counts()
         self._last, self._last_s = counts, now_s
         if counts != last or (self._engine.pipeline.exit is not None and self._engine.pipeline.exit.live):
-            self._say(last, counts, passed_s)
+            self._log(last, counts, passed_s)
 
-    def _say(self, last: _Counts, counts: _Counts, passed_s: float) -> None:
+    def _log(self, last: _Counts, counts: _Counts, passed_s: float) -> None:
         engine, num_queries = self._engine, counts.num_queries - last.num_queries
         in_core: dict[str, float | None] = {}
         if engine.has_core:

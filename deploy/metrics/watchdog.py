@@ -46,7 +46,7 @@ class Watchdog:
         self._stats: StatsLine | None = None
         self._guard: LoopGuard | None = None
         self._watch: Watch | None = None
-        self._next_look_s = 0.0
+        self._next_check_s = 0.0
 
     def watch(self, engine: Engine, num_tokens: NumTokens) -> None:
         """Starts to watch the engine, which must have started.
@@ -80,10 +80,10 @@ class Watchdog:
         None without a recorder, or if it has just written one.
         """
         pipeline = None if self._engine is None else self._engine.pipeline
-        go_on = None if self.recorder is None else self.recorder.begin(reason, pipeline, **details)
-        if go_on is None:
+        write = None if self.recorder is None else self.recorder.begin(reason, pipeline, **details)
+        if write is None:
             return None
-        return asyncio.get_running_loop().run_in_executor(self._threads, _logged, go_on)
+        return asyncio.get_running_loop().run_in_executor(self._threads, _logged, write)
 
     # -- checks
 
@@ -92,12 +92,12 @@ class Watchdog:
         assert self._watch is not None
         self.meter.beat(late_s, self._watch.tick_s)
         if self._engine is not None and self._engine.health.is_ready and self._stats is not None:
-            self._stats.look()
-            if now_s >= self._next_look_s:
-                self._next_look_s = now_s + min(0.9, self._timeout_s / 8)  # idle ticks are 1 s apart
-                self.look()
+            self._stats.check()
+            if now_s >= self._next_check_s:
+                self._next_check_s = now_s + min(0.9, self._timeout_s / 8)  # idle ticks are 1 s apart
+                self.check()
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Updates `stall`; reports a new stall and the end of one."""
         assert self._engine is not None
         before, self.stall = self.stall, find_stall(self._engine.pipeline, self._timeout_s)
@@ -127,9 +127,9 @@ class Watchdog:
             pipeline = self._engine.pipeline
         except NotServing:  # the engine has stopped while the loop is still busy: nothing to record
             return
-        go_on = self.recorder.begin("loop", pipeline, waited_s=round(waited_s, 3))
-        if go_on is not None:
-            _logged(go_on)
+        write = self.recorder.begin("loop", pipeline, waited_s=round(waited_s, 3))
+        if write is not None:
+            _logged(write)
 
 
 def _recorder(config: ServerConfig) -> FlightRecorder | None:
@@ -137,9 +137,9 @@ def _recorder(config: ServerConfig) -> FlightRecorder | None:
     return None if folder is None else FlightRecorder(Path(folder), config.flight_recorder_s)
 
 
-def _logged(go_on: Callable[[], Path]) -> Path:
+def _logged(write: Callable[[], Path]) -> Path:
     try:
-        path = go_on()
+        path = write()
     except OSError as error:
         log.error("flight.failed", error=type(error).__name__, reason=error.strerror)
         raise

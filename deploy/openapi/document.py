@@ -65,8 +65,8 @@ def openapi(config: ServerConfig, version: str, limits: ModelLimits | None) -> d
         "paths": paths,
         "components": {"schemas": _schemas(operations, config), "securitySchemes": _schemes(operations, has_keys)},
     }
-    settled: dict[str, Any] = fill_in_limits(document, limits)
-    return settled
+    filled_in: dict[str, Any] = fill_in_limits(document, limits)
+    return filled_in
 
 
 # -- one operation

@@ -40,11 +40,11 @@ def identify(count_rejection: Callable[[str], object]) -> Middleware:
             try:
                 return await handler(request)
             except web.HTTPException as error:
-                told = _of_aiohttp(request, error)
+                api_error = _of_aiohttp(request, error)
             except Exception as error:
-                told = describe(error) or _unforeseen(request, error)
-            count_rejection(told.code)
-            return error_response(told, _body(request, told))
+                api_error = describe(error) or _unforeseen(request, error)
+            count_rejection(api_error.code)
+            return error_response(api_error, _body(request, api_error))
 
     return middleware
 

@@ -32,15 +32,17 @@ class RequestLog:
         if request.parent_id is not None:
             return  # one step of a beam search, which is logged once, as its parent request
         params = request.params
-        asked: dict[str, Any] = {} if request.pooling is not None else {"n": params.n, "max_tokens": params.max_tokens}
+        logged_fields: dict[str, Any] = (
+            {} if request.pooling is not None else {"n": params.n, "max_tokens": params.max_tokens}
+        )
         if self._num_chars:
-            asked["prompts"] = [excerpt(prompt, self._num_chars) for prompt in request.prompts[:4]]
+            logged_fields["prompts"] = [excerpt(prompt, self._num_chars) for prompt in request.prompts[:4]]
         log.info(
             "request.began",
             request_id=outbox.request_id,
             num_prompts=len(request.prompts),
             priority=request.priority,
-            **asked,
+            **logged_fields,
         )
 
     def _ended(self, outbox: RequestOutbox, cause: str, error: BaseException | None) -> None:

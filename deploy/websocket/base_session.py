@@ -60,7 +60,7 @@ class SocketSession:
         if self._context.service.is_draining and self.is_idle:
             self._context.spawn(self.peer.end(GOING_AWAY, not_serving(self._context.service.health)))
 
-    async def _tell(self, error: ApiError, about: Mapping[str, Any]) -> None:
+    async def _send_error(self, error: ApiError, about: Mapping[str, Any]) -> None:
         """Counts an error and sends it as a message.
 
         The fields of `about` name the message that caused it.

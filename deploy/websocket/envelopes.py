@@ -79,17 +79,17 @@ def read_envelope(raw: Mapping[str, Any], strict_fields: bool) -> Envelope:
     return read_typed(KINDS, raw, strict_fields)
 
 
-def members(said: Mapping[str, Any]) -> bytes:
+def members(fields: Mapping[str, Any]) -> bytes:
     """A JSON object without its braces."""
-    return orjson.dumps(said)[1:-1]
+    return orjson.dumps(fields)[1:-1]
 
 
 def error_members(error: ApiError) -> bytes:
     """The members of an error message: HTTP status, HTTP body and `retry_after_s`."""
-    said: dict[str, Any] = {"status": error.status, **error.body()}
+    fields: dict[str, Any] = {"status": error.status, **error.body()}
     if error.retry_after_s is not None:
-        said["retry_after_s"] = round(error.retry_after_s, 3)
-    return members(said)
+        fields["retry_after_s"] = round(error.retry_after_s, 3)
+    return members(fields)
 
 
 def error_message(error: ApiError, about: Mapping[str, Any]) -> bytes:

@@ -36,11 +36,11 @@ class Peer:
         self.has_left = False  # the client closed with code 1000, so it will not resume
         self.has_stalled = False
         self._request = request
-        self._patience_s = config.stalled_reader_s
+        self._stalled_reader_s = config.stalled_reader_s
         self._loop = asyncio.get_running_loop()
         self._guard = FrameGuard(config.max_body_bytes, self._loop.time, self._on_breach)
-        self._ending: asyncio.Task[None] | None = None  # set after a protocol violation
-        self._is_ending = False
+        self._close_task: asyncio.Task[None] | None = None  # set after a protocol violation
+        self._is_closing = False
         self._num_received = 0  # messages
         self._turn = asyncio.Lock()  # held by the one task that waits for the client to read
         self._gathered: list[bytes] = []  # frames to write at the end of this loop iteration
@@ -97,7 +97,7 @@ class Peer:
             self._gather(message)
             return
         async with self._turn:
-            if self._is_ending:
+            if self._is_closing:
                 raise ConnectionResetError("the socket is closing")
             await self._write(message, WSMsgType.TEXT)
 
@@ -105,7 +105,7 @@ class Peer:
     def _can_gather(self) -> bool:
         transport = self._request.transport
         return (
-            not (self._is_ending or self._turn.locked() or self.response.closed)
+            not (self._is_closing or self._turn.locked() or self.response.closed)
             and self._num_gathered < HIGH_WATER_BYTES
             and transport is not None
             and not transport.is_closing()
@@ -132,9 +132,9 @@ class Peer:
         Input is still received, and dropped, for up to `LINGER_S`. Otherwise a client that is sending would get a
         connection reset before it reads the error.
         """
-        if self._is_ending:
+        if self._is_closing:
             return
-        self._is_ending = True
+        self._is_closing = True
         self._guard.close()
         with suppress(ConnectionError, TimeoutError):
             async with asyncio.timeout(LINGER_S):
@@ -151,8 +151,8 @@ class Peer:
         """
         if self._timer is not None:
             self._timer.cancel()
-        if self._ending is not None:
-            self._ending.cancel()
+        if self._close_task is not None:
+            self._close_task.cancel()
         self._abort() if self.has_stalled else self._close()
         self._guard.reader = None
         await self.response.close(drain=False)  # stops the pings; writes nothing, as the transport is closing
@@ -166,7 +166,7 @@ class Peer:
             self._waiting_since = None
 
     def _on_breach(self, code: int, reason: str) -> None:
-        self._ending = self._loop.create_task(self.end(code, ApiError(_VIOLATIONS[code], reason)))
+        self._close_task = self._loop.create_task(self.end(code, ApiError(_VIOLATIONS[code], reason)))
 
     def _close(self) -> None:
         self._flush()
@@ -180,11 +180,11 @@ class Peer:
     def _watch(self) -> None:
         """Checks for a stall eight times in `stalled_reader_s`, with one timer a socket."""
         now = self._loop.time()
-        if self._waiting_since is not None and now - self._waiting_since >= self._patience_s:
+        if self._waiting_since is not None and now - self._waiting_since >= self._stalled_reader_s:
             self.has_stalled = True
             self._abort()
             return
-        self._timer = self._loop.call_later(self._patience_s / 8, self._watch)
+        self._timer = self._loop.call_later(self._stalled_reader_s / 8, self._watch)
 
 
 def _may_be_sent(code: int) -> bool:

@@ -51,11 +51,11 @@ class ResponsesSession(SocketSession):
             if len(self._tasks) >= self._context.config.ws_max_streams:
                 message = f"{len(self._tasks)} responses are running on this socket: wait for one to end"
                 raise ApiError("rate_limit_exceeded", message, retry_after_s=1.0)
-            asked = await self._context.compute(num_bytes, self._responses.read, _body(raw))
+            parsed = await self._context.compute(num_bytes, self._responses.read, _body(raw))
         except ApiError as error:
-            await self._tell(error, _of(lane))
+            await self._send_error(error, _of(lane))
             return
-        task = self._lanes[lane] = self._context.spawn(self._answer(asked, lane, self._lanes.get(lane)))
+        task = self._lanes[lane] = self._context.spawn(self._answer(parsed, lane, self._lanes.get(lane)))
         self._tasks.add(task)
         task.add_done_callback(lambda task: self._is_over(task, lane))
 
@@ -65,7 +65,7 @@ class ResponsesSession(SocketSession):
             del self._lanes[lane]
         self.end_if_drained()
 
-    async def _answer(self, asked: ParsedBody, lane: str | None, before: asyncio.Task[None] | None) -> None:
+    async def _answer(self, parsed: ParsedBody, lane: str | None, before: asyncio.Task[None] | None) -> None:
         """Runs one response after `before` has ended.
 
         The response may continue the one before it, so `previous_response_id` is looked up only then. While the client
@@ -73,9 +73,9 @@ class ResponsesSession(SocketSession):
         """
         if before is not None:
             await asyncio.wait([before])
-        with bound(request_id=asked.id):
+        with bound(request_id=parsed.id):
             try:
-                order = await self._responses.take(asked, self.owner, self._client_id)
+                order = await self._responses.take(parsed, self.owner, self._client_id)
                 more = {} if lane is None else {"stream_id": lane}
                 async with aclosing(self._responses.events(order)) as events:
                     async for event in events:
@@ -83,7 +83,7 @@ class ResponsesSession(SocketSession):
             except ConnectionError:
                 return  # the client has left
             except Exception as error:
-                await self._tell(stream_error(error, asked.id), _of(lane))
+                await self._send_error(stream_error(error, parsed.id), _of(lane))
 
 
 def _of(lane: Any) -> dict[str, Any]:

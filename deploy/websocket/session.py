@@ -63,7 +63,7 @@ class Session(SocketSession):
         try:
             await self._do(read_envelope(raw, self._context.config.strict_fields), num_bytes)
         except ApiError as error:
-            await self._tell(error, _what_of(raw))
+            await self._send_error(error, _what_of(raw))
 
     async def _do(self, envelope: Envelope, num_bytes: int) -> None:
         stream = self._streams.get(envelope.id)

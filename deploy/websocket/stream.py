@@ -264,19 +264,19 @@ class RequestStream:
     # -- messages to the client
 
     def _created(self) -> bytes:
-        said: dict[str, Any] = {"request_id": self._answer_id}
+        fields: dict[str, Any] = {"request_id": self._answer_id}
         if self.token is not None:
-            said |= {"token": self.token, "resume_window_s": self._context.config.ws_resume_window_s}
+            fields |= {"token": self.token, "resume_window_s": self._context.config.ws_resume_window_s}
         if self._order.ignored:
-            said["ignored_fields"] = [name[:64] for name in self._order.ignored[:32]]
-        return members(said)
+            fields["ignored_fields"] = [name[:64] for name in self._order.ignored[:32]]
+        return members(fields)
 
     def _stats(self) -> bytes:
         first_s = None if self._first_s is None else round(self._first_s - self._began_s, 6)
-        said = {
+        fields = {
             "ttft_s": first_s,
             "duration_s": round(self._loop.time() - self._began_s, 6),
             "starved_s": round(self._starved_s, 6),  # time without room for the next chunk
             "num_chunks": self._num_chunks,
         }
-        return members(said)
+        return members(fields)

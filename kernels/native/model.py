@@ -55,7 +55,7 @@ class NativeModel:
         cpus: Sequence[int] | None = None,
         instruction_set: str | None = None,
         worth_a_thread: int = 2 << 20,
-        neighbours: ThreadThrottle | None = None,
+        thread_throttle: ThreadThrottle | None = None,
     ) -> None:
         """cos, sin [P, rotary_dim / 2]: the rotary tables of P positions.
 
@@ -67,7 +67,7 @@ class NativeModel:
         `cpus`: thread i is pinned to cpus[i]. None: all available, in order. Fewer than threads: no thread is pinned.
         While threads are left out, the others may run on any of these processors.
         `worth_a_thread`: bytes of weights below which another thread does not pay for one token.
-        `neighbours`: decides how many threads compute while other processes use the cores; None: a new one.
+        `thread_throttle`: decides how many threads compute while other processes use the cores; None: a new one.
 
         Set all tensors (`set_tensor`) before the first step, then call `encode_bf16_12bit` if it pays.
         Raises UnsupportedModelError, and NativeUnavailableError if the library is not available.
@@ -104,7 +104,7 @@ class NativeModel:
         self._before_step: Callable[[], object] | None = None
         self._logits = LogitsBuffers(shape.vocab_size)
         self._phase_times: Longs | None = None
-        self._neighbours = neighbours or ThreadThrottle(self.num_threads)
+        self._thread_throttle = thread_throttle or ThreadThrottle(self.num_threads)
         self._shares = np.zeros(len(ThreadShare), np.int64)
         if self.num_threads > 1:
             self._library.millrace_count_thread_times(self._model, self._shares.ctypes.data)
@@ -361,8 +361,8 @@ class NativeModel:
         return True
 
     def _note_shares(self) -> None:
-        if self._neighbours.note(self._shares):
-            limits = self._neighbours.limit, self._neighbours.is_trying
+        if self._thread_throttle.note(self._shares):
+            limits = self._thread_throttle.limit, self._thread_throttle.is_trying
             self._library.millrace_limit_threads(self._model, *limits)
 
     def logits_buffer(self, num_rows: int) -> Floats:

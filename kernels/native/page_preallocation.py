@@ -15,7 +15,7 @@ _SMALL_PAGE = 4 << 10
 _POPULATE_WRITE = 23  # madvise, Linux 5.14 or newer: populates pages as if written to; contents stay
 IDLE_S = 0.25  # without a step before pages are taken; also the shortest wait between checks
 LEFT_BYTES = 512 << 20  # of the system's memory, left to other processes
-LOOK_BYTES = 2 * LARGE_PAGE  # of a region: check again after at most this many more are used
+CHECK_INTERVAL_BYTES = 2 * LARGE_PAGE  # of a region: check again after at most this many more are used
 NUM_TAKERS = 2  # threads; where a page takes 4.7 ms, two take one in 2.5 ms (a virtual machine of two cores)
 
 
@@ -65,7 +65,7 @@ class PagePreallocation:
         self._available_bytes = available_bytes
         self._now = now
         self._used_bytes = 0
-        self._looked_at_bytes = 0  # `_used_bytes` at the last check
+        self._checked_bytes = 0  # `_used_bytes` at the last check
         self._is_in_step = False
         self._last_step_s = now()
         self._lock = threading.Lock()
@@ -75,12 +75,12 @@ class PagePreallocation:
     def note_used(self, num_bytes: int) -> None:
         """Notes that the first `num_bytes` of each region are used, or about to be."""
         self._used_bytes = max(self._used_bytes, num_bytes)
-        if self._used_bytes - self._looked_at_bytes > min(LOOK_BYTES, self._ahead_bytes // 8):
+        if self._used_bytes - self._checked_bytes > min(CHECK_INTERVAL_BYTES, self._ahead_bytes // 8):
             self.start()
 
     def start(self) -> None:
         """Starts to populate missing pages."""
-        self._looked_at_bytes = self._used_bytes
+        self._checked_bytes = self._used_bytes
         with self._lock:
             if not self._ahead_bytes or self._is_over.is_set() or self._lacking() is None:
                 return

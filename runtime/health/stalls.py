@@ -52,10 +52,12 @@ def _stages(pipeline: Pipeline, now: float, timeout_s: float) -> Iterator[Stall]
         waited_s = now - max(runner.busy_since_s, runner.last_progress_s)
         if waited_s < max(timeout_s, PATIENCE * runner.stage.expected_s):
             continue
-        guilty = runner.stage.waits_for or name
-        guilty = guilty if guilty in pipeline.runners else name
+        stalled_stage = runner.stage.waits_for or name
+        stalled_stage = stalled_stage if stalled_stage in pipeline.runners else name
         num_waiting = sum(len(channel) for channel in runner.inputs.values())
-        yield Stall(guilty, False, waited_s, num_waiting, f"stage {guilty} has had a batch for {waited_s:.1f} s")
+        yield Stall(
+            stalled_stage, False, waited_s, num_waiting, f"stage {stalled_stage} has had a batch for {waited_s:.1f} s"
+        )
 
 
 def _edges(pipeline: Pipeline, now: float, timeout_s: float) -> Iterator[Stall]:

@@ -130,11 +130,11 @@ class Allocator:
             for row, num_wanted in starting_rows.items():
                 slot_blocks.detach(plan, row, num_wanted)
             plan = _without_drafts(plan)  # drafts are dropped before any sequence is preempted or waits
-            pressure = Preemptor(slot_blocks, plan, starting_rows)
-            pressure.serve()
-            grows = pressure.new_blocks.nonzero()[0]
-            counts = pressure.new_blocks[grows]
-            allocation = _PlanAllocation(pressure.granted, grows, counts, int(counts.sum()), pressure.preempted)
+            preemptor = Preemptor(slot_blocks, plan, starting_rows)
+            preemptor.serve()
+            grows = preemptor.new_blocks.nonzero()[0]
+            counts = preemptor.new_blocks[grows]
+            allocation = _PlanAllocation(preemptor.granted, grows, counts, int(counts.sum()), preemptor.preempted)
         grant = self._grant(plan, allocation)
         return grant, self._report(plan, allocation.granted, allocation.preempted, is_void=grant is None)
 

@@ -38,14 +38,14 @@ class Submitter:
             message = "the time limit of the request passed while its grammar was compiled"
             raise TimedOut(message, stage="intake", has_begun=False) from None
         left_s = None if deadline_s is None else max(deadline_s - (self.env.now() - began_s), 0.0)
-        looked_s = self.env.now() - began_s
+        lookup_s = self.env.now() - began_s
         try:
             outbox = await self._enter(request, wait, left_s)
         except BaseException:
             parts.gate.leave(request.request_id)
             raise
         tracer, first = parts.pipeline.tracer, outbox.request.first_sequence_id
-        tracer.emit(EventKind.REQUEST_GRAMMAR, tracer.source("grammar"), 0, first, int(looked_s * 1e6))
+        tracer.emit(EventKind.REQUEST_GRAMMAR, tracer.source("grammar"), 0, first, int(lookup_s * 1e6))
         return outbox
 
     def submit_search(self, request: Request, beams: BeamParams, deadline_s: float | None) -> RequestOutbox:

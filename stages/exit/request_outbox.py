@@ -135,12 +135,12 @@ def _as_request_error(request_id: str, cause: str, error: BaseException | None) 
     if isinstance(error, RequestError):
         return error
     if isinstance(error, StageCrashed):
-        return Failed(f"stage {error.stage} failed on this request; the log has more", code=error.code)
+        return Failed(f"stage {error.stage} failed on this request; see the server's log", code=error.code)
     if isinstance(error, NotServing):
         return Unavailable(str(error), code="dead" if error.health.state == "dead" else "draining")
     if error is not None:
         log.error("request.failed", request_id=request_id, error=type(error).__name__, exc_info=error)
-        return Failed("internal error; the log has more")
+        return Failed("internal error; see the server's log")
     return None
 
 

@@ -220,7 +220,7 @@ def _make_native_model(
         cache_dtype=_native_cache_dtype(config, shape),
         num_threads=threads.count,
         cpus=threads.pinned,
-        neighbours=ThreadThrottle(
+        thread_throttle=ThreadThrottle(
             threads.count,
             partial(_log_threads, threads.count),
             idle_ns=partial(idle_ns, threads.pinned) if threads.pinned else lambda: None,

@@ -145,9 +145,9 @@ class Sample(Stage[StepLogits, StepTokens]):
             turn.set_result(None)
 
     def _report_void(self, grant: StepGrant, error: BaseException | None, out: Outlet[StepTokens]) -> None:
-        has_fallen = grant.generation <= self._void_generation
+        is_already_void = grant.generation <= self._void_generation
         self._void_generation = max(self._void_generation, grant.generation)
-        out.send(StepVoid(grant.step, grant.generation, None if has_fallen else error), port="feedback")
+        out.send(StepVoid(grant.step, grant.generation, None if is_already_void else error), port="feedback")
         self._last_reported = grant.step
         self._step_s()  # so that its time is not counted for the next step
         self._trace_void(grant, error)

@@ -40,7 +40,7 @@ class PlanUpdates:
         return self.can_free or bool(self.started or self.accepted)
 
 
-NO_NEWS = PlanUpdates()  # shared by all plans, which do not change it
+NO_UPDATES = PlanUpdates()  # shared by all plans, which do not change it
 
 
 class SequenceLifecycle:
@@ -69,7 +69,7 @@ class SequenceLifecycle:
     def take_updates(self) -> PlanUpdates:
         """Returns the updates since the last plan, and clears them."""
         if not self.updates:
-            return NO_NEWS
+            return NO_UPDATES
         updates, self.updates = self.updates, PlanUpdates()
         return updates
 
@@ -167,17 +167,17 @@ class SequenceLifecycle:
         sequence.num_lost += int(self.slots.num_computed[slot])
         self._return(sequence)
 
-    def note_swap_outcome(self, slot: int, report: PlanReport, *, has_fallen: bool) -> None:
+    def note_swap_outcome(self, slot: int, report: PlanReport, *, is_void: bool) -> None:
         """Records whether the preempted sequence of `slot` was swapped out.
 
-        It was not if the step that copies its blocks was voided (`has_fallen`). No other sequence can have the slot
+        It was not if the step that copies its blocks was voided (`is_void`). No other sequence can have the slot
         before the next plan.
         """
         sequence = self.slots.sequences[slot]
         num_swapped = report.swapped.get(slot, 0)
         if sequence is None:
             return
-        is_swapped = num_swapped > 0 and sequence.state is State.PREEMPTED and not has_fallen
+        is_swapped = num_swapped > 0 and sequence.state is State.PREEMPTED and not is_void
         if is_swapped:
             sequence.num_swapped, sequence.swapped_step = num_swapped, report.step
         elif num_swapped:

@@ -220,7 +220,7 @@ class Scheduler:
         for slot in report.preempted:
             self.lifecycle.note_preempted(slot, "blocks")
         for slot in (*plan.preempted, *report.preempted):
-            self.lifecycle.note_swap_outcome(slot, report, has_fallen=plan.generation != self._generation)
+            self.lifecycle.note_swap_outcome(slot, report, is_void=plan.generation != self._generation)
 
     def on_done(self, done: StepDone) -> None:
         """Takes the outcome of a completed step."""
@@ -259,16 +259,16 @@ class Scheduler:
             return []  # voided by an earlier step, which was handled then
         self._generation += 1
         self._row_limit = max(1, len(flight.slots) // 2)
-        guilty = self._find_guilty(flight)
+        suspects = self._find_suspects(flight)
         plans = [flight.slots, *(later.slots for later in self._flights)]
         if self._outstanding is not None:
             plans.append(self._outstanding.slots)
         slots = np.unique(np.concatenate(plans))
         self.lifecycle.take_back(slots[self.slots.is_running[slots]].tolist(), reports_dropped=True)
         self.lifecycle.give_up_swapped(void.step)
-        for sequence in guilty:
+        for sequence in suspects:
             self.end(sequence.sequence_id)
-        return [(sequence, Failed("the model failed on this request")) for sequence in guilty]
+        return [(sequence, Failed("the model failed on this request")) for sequence in suspects]
 
     def rebuild(self) -> None:
         """After a crash: recomputes all running and swapped sequences, trusting no block."""
@@ -399,7 +399,7 @@ class Scheduler:
         self._must_wait = False
         return flight
 
-    def _find_guilty(self, flight: StepInFlight) -> list[Sequence]:
+    def _find_suspects(self, flight: StepInFlight) -> list[Sequence]:
         """The sequence at fault, once `MAX_VOIDS_ALONE` steps have failed with it alone in them."""
         sequence = self.slots.sequences[int(flight.slots[0])] if len(flight.slots) == 1 else None
         if sequence is None or sequence.state is State.OVER:

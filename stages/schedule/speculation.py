@@ -30,7 +30,7 @@ from .slot_table import SlotTable
 
 FEWEST = 3  # drafts for which each row must have room in a step
 FIRST_LENGTH, LEAST_LENGTH = 4, 2  # drafts of a row: at first, at least
-LOOK_TOKENS = 4  # tokens between two lookups for a sequence that does not draft
+LOOKUP_INTERVAL = 4  # tokens between two lookups for a sequence that does not draft
 PAUSE_TOKENS = 32  # tokens until the next lookup, after drafting stopped
 FIRST_SCORE = 3.0
 SCORE_WEIGHT = 0.25  # weight of the newest step in a sequence's score
@@ -64,7 +64,7 @@ class _Track:
     is_drafting: bool = False
     score: float = 0.0  # accepted drafts per step, a running mean
     length: int = FIRST_LENGTH  # number of drafts to compute next
-    look_at: int = 0  # number of known tokens from which the next lookup is due
+    next_lookup_at: int = 0  # number of known tokens from which the next lookup is due
     guess: Guess | None = None  # the last one taken
 
 
@@ -131,7 +131,7 @@ class Speculation:
             if not len(guess.token_ids):
                 self._note_score(track, 0)
             return
-        track.look_at = int(table.num_known[guess.slot]) + LOOK_TOKENS
+        track.next_lookup_at = int(table.num_known[guess.slot]) + LOOKUP_INTERVAL
         if guess.is_sure:
             track.is_drafting, track.score, track.length = True, FIRST_SCORE, FIRST_LENGTH
 
@@ -179,7 +179,7 @@ class Speculation:
         runs_alone = all(other.is_drafting for other in self._tracks.values())
         if track.score < (LEAST_SCORE if runs_alone else self._least_beside_others):
             assert track.guess is not None
-            track.is_drafting, track.look_at = False, track.guess.num_known + PAUSE_TOKENS
+            track.is_drafting, track.next_lookup_at = False, track.guess.num_known + PAUSE_TOKENS
 
 
 def _is_due(slot: int, track: _Track, table: SlotTable, is_in_flight: bool) -> bool:
@@ -187,7 +187,7 @@ def _is_due(slot: int, track: _Track, table: SlotTable, is_in_flight: bool) -> b
     if not track.may_draft or table.limit[slot] - num_known < 2 or not _is_decoding(slot, track, table):
         return False
     if not track.is_drafting:
-        return num_known >= track.look_at
+        return num_known >= track.next_lookup_at
     return not is_in_flight and (track.guess is None or track.guess.num_known != num_known)
 
 

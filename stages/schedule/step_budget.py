@@ -20,7 +20,7 @@ MOST_SHARE = 2.0  # of the decode time, for prompts when decodes alone miss the 
 LONG_S = 0.05  # upper bound of the target in that rule, so that a longer target never gives prompts less
 PATIENCE_S = 0.5  # time to compute all known prompts above which the target is stretched in proportion
 MOST_STRETCH = 3.0  # upper bound of the factor
-MOST_LOOKED_AT = 100  # waiting prompts to inspect
+MOST_INSPECTED = 100  # waiting prompts to inspect
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class StepBudget:
 def stretch(costs: StepTimeCosts, demands: Iterable[PrefillDemand]) -> float:
     """The factor by which the target is stretched for these prompts, 1 to `MOST_STRETCH`."""
     to_compute_s = 0.0
-    for demand in islice(demands, MOST_LOOKED_AT):
+    for demand in islice(demands, MOST_INSPECTED):
         to_compute_s += demand.seconds(costs)
         if to_compute_s >= MOST_STRETCH * PATIENCE_S:
             return MOST_STRETCH

@@ -21,7 +21,7 @@ SLOW_SHARE = 0.9  # quantile of their slowness
 FIT_EVERY = 4  # steps with prefills between two fits, later on; a fit takes 150 us
 ROUNDS = 3  # of a fit; each clips the outliers of the previous one
 FAR_OFF = 1.5  # factor from the expected time beyond which a step is clipped
-SHARING = 1e-12  # ridge, relative; makes columns that could replace each other share
+RIDGE = 1e-12  # ridge, relative; makes columns that could replace each other share
 SLOWNESS = (0.25, 8.0)  # bounds of the estimate
 
 
@@ -165,7 +165,7 @@ def least_squares(columns: Numbers, wanted: Numbers) -> Numbers:
     """
     scale = np.maximum(np.abs(columns).max(axis=0), 1e-30)
     scaled = columns / scale
-    squares, products = scaled.T @ scaled + SHARING * len(wanted) * np.eye(len(scale)), scaled.T @ wanted
+    squares, products = scaled.T @ scaled + RIDGE * len(wanted) * np.eye(len(scale)), scaled.T @ wanted
     kept = np.flatnonzero(columns.any(axis=0))
     found = np.zeros(len(scale))
     while len(kept):

@@ -120,7 +120,7 @@ class EngineProcess:
             return False
         except Exception as error:
             log.error("engine_process.not_started", error=type(error).__name__, exc_info=error)
-            self._link.post(NotStarted(type(error).__name__, "the log has more"))
+            self._link.post(NotStarted(type(error).__name__, "see the server's log"))
             return False
         if loaded.info.attention_backend == "native":
             self._env.yield_to("device", loaded.own_cpu)

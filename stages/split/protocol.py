@@ -136,7 +136,7 @@ class RequestFailed:
             return Refused(self.reason, code=self.code, param=self.param)
         if self.kind == "StageCrashed":
             return StageCrashed(self.stage, self.code, engine_side_error(self.reason, ()))
-        return Failed(self.reason or "internal error; the log has more", code=self.code, param=self.param)
+        return Failed(self.reason or "internal error; see the server's log", code=self.code, param=self.param)
 
 
 class EngineSideError(Exception):

@@ -245,7 +245,8 @@ class SplitEngine(Engine):
         resumed, given_up = self._table.after_death(exit.awaits)
         for request_id in given_up:
             text = (
-                "the engine process ended twice while it ran this request, which is not tried again; the log has more"
+                "the engine process ended twice while it ran this request, which is not tried again; "
+                "see the server's log"
             )
             exit.fail(request_id, Failed(text, code="engine_died"))
         took_s = round(self._env.now() - began_s, 3)

@@ -235,4 +235,4 @@ def is_quick(prompt: Prompt) -> bool:
 
 
 def _failed() -> Failed:
-    return Failed("the tokenizer failed on this prompt; the log has more", code="tokenizer_error")
+    return Failed("the tokenizer failed on this prompt; see the server's log", code="tokenizer_error")

@@ -135,12 +135,12 @@ class CountTokensBody(AdaptedBody):
 
     def _thoughts(self) -> Chat:
         effort = self.output_config.effort if self.output_config is not None else None
-        told: Chat = {"reasoning_effort": EFFORTS.get(effort or "", effort)}
+        chat_fields: Chat = {"reasoning_effort": EFFORTS.get(effort or "", effort)}
         if self.thinking is not None:
             thinks = self.thinking.type != "disabled"
-            told["chat_template_kwargs"] = {"enable_thinking": thinks, "thinking": thinks}
-            told["thinking_budget"] = self.thinking.budget_tokens
-        return told
+            chat_fields["chat_template_kwargs"] = {"enable_thinking": thinks, "thinking": thinks}
+            chat_fields["thinking_budget"] = self.thinking.budget_tokens
+        return chat_fields
 
 
 class MessagesBody(CountTokensBody):
@@ -246,19 +246,19 @@ def _add_user(blocks: list[dict[str, Any]], path: str, source: str, turns: _Chat
 
     Chat has no field for `is_error`; the model sees the error in the text.
     """
-    said: list[dict[str, Any]] = []
+    text_blocks: list[dict[str, Any]] = []
     for i, block in enumerate(blocks):
         if block["type"] == "text":
-            said.append(block)
+            text_blocks.append(block)
             continue
-        if said:
-            turns.add({"role": "user", "content": _joined(said)}, source)
-            said = []
+        if text_blocks:
+            turns.add({"role": "user", "content": _joined(text_blocks)}, source)
+            text_blocks = []
         content = block.get("content")
         text = "" if content is None else _text_content(content, f"{path}[{i}].content")
         turns.add({"role": "tool", "tool_call_id": block["tool_use_id"], "content": text}, source)
-    if said or not blocks:
-        turns.add({"role": "user", "content": _joined(said)}, source)
+    if text_blocks or not blocks:
+        turns.add({"role": "user", "content": _joined(text_blocks)}, source)
 
 
 def _joined(blocks: list[dict[str, Any]]) -> str | list[dict[str, str]]:

@@ -77,9 +77,9 @@ class MessageEvents:
         if self.message["stop_reason"] == "stop_sequence":
             self.message["stop_sequence"] = end.stop_reason
         self.message["usage"] = message_usage(usage)
-        ending = {name: self.message[name] for name in ("stop_reason", "stop_sequence")}
+        stop_fields = {name: self.message[name] for name in ("stop_reason", "stop_sequence")}
         return [
-            {"type": "message_delta", "delta": ending, "usage": self.message["usage"]},
+            {"type": "message_delta", "delta": stop_fields, "usage": self.message["usage"]},
             {"type": "message_stop"},
         ]
 

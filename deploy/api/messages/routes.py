@@ -55,10 +55,10 @@ class MessagesRoutes:
                 async for more in parts:
                     _add(built, more, parts)
             return web.json_response(body=orjson.dumps(built.message), headers=headers)
-        patience_s = self._service.config.stalled_reader_s
+        stalled_reader_s = self._service.config.stalled_reader_s
         return await stream_framed(
             request,
-            patience_s,
+            stalled_reader_s,
             self._stream(answer_id, order, built),
             headers,
             on_stall=lambda: self._service.close(answer_id, "stalled_reader"),

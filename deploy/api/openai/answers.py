@@ -72,7 +72,7 @@ class ChoiceState:
 def usage(num_prompt: int, num_cached: int, choices: Sequence[ChoiceState]) -> dict[str, Any]:
     """The `usage` object: tokens of all prompts and all choices of a request."""
     num_completion = sum(choice.num_tokens for choice in choices)
-    told: dict[str, Any] = {
+    token_counts: dict[str, Any] = {
         "prompt_tokens": num_prompt,
         "total_tokens": num_prompt + num_completion,
         "completion_tokens": num_completion,
@@ -80,8 +80,8 @@ def usage(num_prompt: int, num_cached: int, choices: Sequence[ChoiceState]) -> d
     }
     thoughts = [choice.turn.num_reasoning_tokens for choice in choices if choice.turn is not None]
     if any(count is not None for count in thoughts):
-        told["completion_tokens_details"] = {"reasoning_tokens": sum(count or 0 for count in thoughts)}
-    return told
+        token_counts["completion_tokens_details"] = {"reasoning_tokens": sum(count or 0 for count in thoughts)}
+    return token_counts
 
 
 def best(choices: Sequence[ChoiceState], best_of: int, n: int) -> list[ChoiceState]:
@@ -131,7 +131,7 @@ class AnswerBuilder:
         self.has_tokens_as_ids = has_tokens_as_ids  # tokens in logprobs are spelled as their ids
         self.prompts: dict[int, PromptEcho] = {}  # prompt index -> its data, if requested; filled at its first token
         self.choices_per_prompt = 1
-        self._around: dict[int, tuple[bytes, bytes]] = {}  # choice -> JSON before and after the text of a chunk
+        self._affixes: dict[int, tuple[bytes, bytes]] = {}  # choice -> JSON before and after the text of a chunk
         self.has_usage = has_usage
         self.has_running_usage = has_running_usage
         self._common = {"id": answer_id, "created": created, "model": model}
@@ -179,28 +179,28 @@ class AnswerBuilder:
 
         The JSON around it is encoded once per choice.
         """
-        around = self._around.get(choice.index)
-        if around is None:
+        affixes = self._affixes.get(choice.index)
+        if affixes is None:
             before, _, after = self._encoded(self._chunk_choice(choice, replace(delta, text=MARK))).partition(_MARK)
-            around = self._around[choice.index] = (before, after)
-        return around[0] + orjson.dumps(delta.text) + around[1]
+            affixes = self._affixes[choice.index] = (before, after)
+        return affixes[0] + orjson.dumps(delta.text) + affixes[1]
 
     def closing(self, usage: dict[str, Any] | None, metrics: Mapping[str, Any] | None) -> bytes | None:
         """The extra chunk at the end of a stream, if usage or metrics were requested."""
-        told = {"usage": usage, "metrics": metrics}
-        fields = {name: value for name, value in told.items() if value is not None}
+        extras = {"usage": usage, "metrics": metrics}
+        fields = {name: value for name, value in extras.items() if value is not None}
         return self._head + b"]," + orjson.dumps(fields)[1:] if fields else None
 
     def progress_chunk(self, progress: PrefillProgress) -> bytes:
         """A chunk with the progress of the prefill and no text."""
-        told = {
+        progress_fields = {
             "total": progress.total,
             "cached": progress.cached,
             "cache": progress.cached,  # as llama.cpp's clients read it
             "processed": progress.processed,
             "time_ms": round(1e3 * progress.time_s, 3),
         }
-        return self._head + b'],"prompt_progress":' + orjson.dumps(told) + b"}"
+        return self._head + b'],"prompt_progress":' + orjson.dumps(progress_fields) + b"}"
 
     def _prompt(self, choice: ChoiceState) -> PromptEcho | None:
         return self.prompts.get(choice.index // self.choices_per_prompt)
@@ -235,7 +235,9 @@ class ChatAnswerBuilder(AnswerBuilder):
 
     def opening(self, num_choices: int) -> list[bytes]:
         delta = {"role": "assistant", "content": ""}
-        chunks = [self._encoded(_ending(index, {"delta": delta}, None, None, None)) for index in range(num_choices)]
+        chunks = [
+            self._encoded(_choice_fields(index, {"delta": delta}, None, None, None)) for index in range(num_choices)
+        ]
         if self.prompts and self.prompts[0].token_ids is not None:
             ids = b'"prompt_token_ids":' + orjson.dumps(self.prompts[0].token_ids) + b","
             chunks[0] = chunks[0].replace(b'"choices":[', ids + b'"choices":[', 1)
@@ -247,17 +249,17 @@ class ChatAnswerBuilder(AnswerBuilder):
         """One chunk per piece of the turn, as clients join pieces of the same kind."""
         if choice.turn is None:
             return super().chunks(choice, delta, running_usage)
-        told = [_told(piece) for piece in choice.pieces]
-        has_unread = told or delta.finish_reason or delta.logprobs or (self.has_token_ids and delta.token_ids)
+        deltas = [_piece_delta(piece) for piece in choice.pieces]
+        has_unread = deltas or delta.finish_reason or delta.logprobs or (self.has_token_ids and delta.token_ids)
         if not has_unread and running_usage is None:
             return []
-        endings = [_ending(choice.index, {"delta": part}, None, None, None) for part in told or [{}]]
-        endings[0]["logprobs"] = self._logprobs(delta.logprobs)
+        chunk_choices = [_choice_fields(choice.index, {"delta": part}, None, None, None) for part in deltas or [{}]]
+        chunk_choices[0]["logprobs"] = self._logprobs(delta.logprobs)
         if self.has_token_ids:
-            endings[0]["token_ids"] = delta.token_ids
+            chunk_choices[0]["token_ids"] = delta.token_ids
         if delta.finish_reason is not None:
-            endings[-1] |= {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
-        return [self._encoded(ending, running_usage) for ending in endings]
+            chunk_choices[-1] |= {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+        return [self._encoded(chunk_choice, running_usage) for chunk_choice in chunk_choices]
 
     def _whole_choice(self, choice: ChoiceState) -> dict[str, Any]:
         if choice.turn is None:
@@ -265,7 +267,7 @@ class ChatAnswerBuilder(AnswerBuilder):
         else:
             message = _message(choice.pieces)
         logprobs = self._logprobs(choice.logprobs)
-        whole = _ending(choice.index, {"message": message}, logprobs, choice.finish_reason, choice.stop_reason)
+        whole = _choice_fields(choice.index, {"message": message}, logprobs, choice.finish_reason, choice.stop_reason)
         return whole | {"token_ids": choice.token_ids} if self.has_token_ids else whole
 
     def _logprobs(self, tokens: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
@@ -274,7 +276,7 @@ class ChatAnswerBuilder(AnswerBuilder):
     def _chunk_choice(self, choice: ChoiceState, delta: ChoiceDelta) -> dict[str, Any]:
         content = {"content": delta.text} if delta.text or delta.finish_reason is None else {}
         logprobs = self._logprobs(delta.logprobs)
-        return _ending(choice.index, {"delta": content}, logprobs, delta.finish_reason, delta.stop_reason)
+        return _choice_fields(choice.index, {"delta": content}, logprobs, delta.finish_reason, delta.stop_reason)
 
 
 class CompletionAnswerBuilder(AnswerBuilder):
@@ -289,7 +291,7 @@ class CompletionAnswerBuilder(AnswerBuilder):
         choice.num_chars += len(part.text)
         logprobs = self._logprobs(choice, choice.logprobs, part)
         text = {"text": part.text + "".join(choice.texts)}
-        whole = _ending(choice.index, text, logprobs, choice.finish_reason, choice.stop_reason)
+        whole = _choice_fields(choice.index, text, logprobs, choice.finish_reason, choice.stop_reason)
         if self.has_token_ids:
             whole |= {"token_ids": choice.token_ids, "prompt_token_ids": part.token_ids}
         return whole if part.prompt_logprobs is None else whole | {"prompt_logprobs": part.prompt_logprobs}
@@ -303,14 +305,14 @@ class CompletionAnswerBuilder(AnswerBuilder):
         choice.is_opened = True
         choice.num_chars += len(part.text)
         logprobs, text = self._logprobs(choice, delta.logprobs, part), {"text": part.text + delta.text}
-        piece = _ending(choice.index, text, logprobs, delta.finish_reason, delta.stop_reason)
+        piece = _choice_fields(choice.index, text, logprobs, delta.finish_reason, delta.stop_reason)
         if self.has_token_ids:
             piece |= {"token_ids": delta.token_ids, "prompt_token_ids": part.token_ids}
         return [self._encoded(piece, running_usage)]
 
     def _chunk_choice(self, choice: ChoiceState, delta: ChoiceDelta) -> dict[str, Any]:
         logprobs = self._logprobs(choice, delta.logprobs)
-        return _ending(choice.index, {"text": delta.text}, logprobs, delta.finish_reason, delta.stop_reason)
+        return _choice_fields(choice.index, {"text": delta.text}, logprobs, delta.finish_reason, delta.stop_reason)
 
     def _logprobs(
         self, choice: ChoiceState, tokens: Sequence[TokenLogprobs], part: PromptEcho | None = None
@@ -322,7 +324,7 @@ class CompletionAnswerBuilder(AnswerBuilder):
         return shape if of_prompt is None else {name: of_prompt[name] + values for name, values in shape.items()}
 
 
-def _told(piece: Piece) -> dict[str, Any]:
+def _piece_delta(piece: Piece) -> dict[str, Any]:
     """The `delta` of a chunk for a piece."""
     if isinstance(piece, Text):
         return {"content": piece.text}
@@ -405,7 +407,7 @@ def _spelled(tokens: Sequence[TokenLogprobs], as_ids: bool) -> Sequence[TokenLog
     ]
 
 
-def _ending(
+def _choice_fields(
     index: int, text: dict[str, Any], logprobs: Any, finish_reason: str | None, stop_reason: str | int | None
 ) -> dict[str, Any]:
     return {

@@ -196,16 +196,16 @@ class GenerationBody(Body):
                 refuse_sampling(params)
             return params
         except Refused as refused:
-            raise self._in_own_words(refused) from None
+            raise self._client_error(refused) from None
 
     def beam_params(self) -> BeamParams | None:
         """The beam search, or None. `ApiError` names a field that is out of range."""
         try:
             return _beam_params(self)
         except Refused as refused:
-            raise self._in_own_words(refused) from None
+            raise self._client_error(refused) from None
 
-    def _in_own_words(self, refused: Refused) -> ApiError:
+    def _client_error(self, refused: Refused) -> ApiError:
         param = self.client_name(refused.param)
         return ApiError(refused.code, renamed(refused.message, refused.param, param), param=param)
 
@@ -251,7 +251,7 @@ class GenerationBody(Body):
     def least_max_tokens(self) -> int:
         return 1
 
-    def asked_of_prompts(self) -> EchoOptions:
+    def echo_options(self) -> EchoOptions:
         """The prompt data that the answer must contain."""
         return EchoOptions(
             prompt_logprobs=self.prompt_logprobs is not None,
@@ -321,13 +321,13 @@ class ChatBody(GenerationBody):
     @property
     def template_kwargs(self) -> dict[str, Any]:
         """Variables for the chat template; `chat_template_kwargs` wins over the derived ones."""
-        told: dict[str, Any] = {}
+        variables: dict[str, Any] = {}
         if self.reasoning_effort is not None:
-            told["reasoning_effort"] = self.reasoning_effort
+            variables["reasoning_effort"] = self.reasoning_effort
         has_form = self.is_call_forced or structured_outputs(self) is not None
         if self.reasoning_effort == "none" or has_form:  # a constrained answer cannot contain reasoning
-            told["enable_thinking"] = told["thinking"] = False
-        return told | (self.chat_template_kwargs or {})
+            variables["enable_thinking"] = variables["thinking"] = False
+        return variables | (self.chat_template_kwargs or {})
 
     def _own_params(self) -> dict[str, Any]:
         longest = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
@@ -348,7 +348,7 @@ class ChatBody(GenerationBody):
         try:
             return replace(params, structured_outputs=StructuredOutputs(json=schema))
         except Refused as refused:
-            raise self._in_own_words(refused) from None
+            raise self._client_error(refused) from None
 
     def client_name(self, param: str | None) -> str | None:
         if param == "structured_outputs" and self.is_call_forced:
@@ -397,12 +397,12 @@ class CompletionBody(GenerationBody):
     echo: bool | None = None
 
     def _own_params(self) -> dict[str, Any]:
-        asked = {"max_tokens": 16 if self.max_tokens is None else self.max_tokens, "logprobs": self.logprobs}
+        fields = {"max_tokens": 16 if self.max_tokens is None else self.max_tokens, "logprobs": self.logprobs}
         if self.ranks:
-            asked |= {"n": self.best_of, "logprobs": self.logprobs or 0}
+            fields |= {"n": self.best_of, "logprobs": self.logprobs or 0}
         if self.echo and self.logprobs is not None:
-            asked["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
-        return asked
+            fields["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
+        return fields
 
     def client_name(self, param: str | None) -> str | None:
         if param == "prompt_logprobs" and self.prompt_logprobs is None:
@@ -425,11 +425,11 @@ class CompletionBody(GenerationBody):
             message = "echo: requires n = 1 together with logprobs and stream; leave one of them out"
             raise ApiError("invalid_value", message, param="echo")
 
-    def asked_of_prompts(self) -> EchoOptions:
-        asked = super().asked_of_prompts()
+    def echo_options(self) -> EchoOptions:
+        options = super().echo_options()
         has_logprobs = self.logprobs is not None
         return replace(
-            asked, echo=bool(self.echo), echo_logprobs=bool(self.echo) and has_logprobs, logprobs=has_logprobs
+            options, echo=bool(self.echo), echo_logprobs=bool(self.echo) and has_logprobs, logprobs=has_logprobs
         )
 
     def prompts(self) -> tuple[Prompt, ...]:
@@ -440,14 +440,14 @@ class CompletionBody(GenerationBody):
 _SAMPLING_FIELDS = [name for name in GenerationBody.model_fields if name in SamplingParams.__dataclass_fields__]
 
 
-def renamed(message: str, theirs: str | None, own: str | None) -> str:
+def renamed(message: str, engine_name: str | None, public_name: str | None) -> str:
     """Replaces the field name at the start of `message` by the client's name of that field."""
-    if theirs is None or own is None or theirs == own or not message.startswith(theirs):
+    if engine_name is None or public_name is None or engine_name == public_name or not message.startswith(engine_name):
         return message
-    rest = message[len(theirs) :]
-    if theirs == "structured_outputs":  # the other output-format fields have no members of these names
+    rest = message[len(engine_name) :]
+    if engine_name == "structured_outputs":  # the other output-format fields have no members of these names
         rest = ": " + re.sub(r"^\.(json|regex|choice|grammar)\b", "", rest).lstrip(" :")
-    return own + rest
+    return public_name + rest
 
 
 # -- beam search: see `stages/beam_search/algorithm.py`

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ....stages.outputs import ChoiceDelta
 
 
-Tell = Callable[[Iterable[int]], Awaitable[None]]
+PromptEchoer = Callable[[Iterable[int]], Awaitable[None]]
 
 
 class ChunkIterator:
@@ -28,20 +28,20 @@ class ChunkIterator:
         answer: AnswerBuilder,
         outbox: RequestOutbox,
         num_choices: int,
-        tell: Tell | None = None,
+        add_prompt_echoes: PromptEchoer | None = None,
         metrics: Callable[[], Mapping[str, Any] | None] = lambda: None,
         *,
         waits_for_tokens: bool = False,
     ) -> None:
-        """`tell` is awaited with the indices of choices before their chunks.
+        """`add_prompt_echoes` is awaited with the indices of choices before their chunks.
 
-        `metrics` is called at the end. With `waits_for_tokens`, `tell` gets only choices that have a token, as their
-        prompts are scored by then.
+        `metrics` is called at the end. With `waits_for_tokens`, `add_prompt_echoes` gets only choices that have
+        a token, as their prompts are scored by then.
         """
         self.outbox = outbox
         self.choices = answer.choices(num_choices)
         self._answer = answer
-        self._tell = tell
+        self._add_prompt_echoes = add_prompt_echoes
         self._metrics = metrics
         self._waits_for_tokens = waits_for_tokens
         self._is_opened = False
@@ -50,7 +50,7 @@ class ChunkIterator:
     @property
     def needs_waiting(self) -> bool:
         """Whether chunks must be awaited even if their text has arrived, so `poll` is not allowed."""
-        return self._tell is not None
+        return self._add_prompt_echoes is not None
 
     def is_over(self) -> bool:
         """Whether the last chunk has been returned."""
@@ -69,8 +69,10 @@ class ChunkIterator:
         bodies: list[bytes] = []
         while not bodies:
             deltas = await anext(self.outbox)
-            if self._tell is not None:
-                await self._tell(delta.index for delta in deltas if delta.token_ids or not self._waits_for_tokens)
+            if self._add_prompt_echoes is not None:
+                await self._add_prompt_echoes(
+                    delta.index for delta in deltas if delta.token_ids or not self._waits_for_tokens
+                )
             bodies = self._encode(deltas)
         return bodies
 

@@ -62,11 +62,11 @@ class PooledBody(Body):
         """The request to the engine, for a model that supports `tasks`."""
         raise NotImplementedError
 
-    def in_own_words(self, error: ApiError) -> ApiError:
+    def rename_field(self, error: ApiError) -> ApiError:
         """Renames the field in `error` to its name at this endpoint. Changes `error` and returns it."""
         name = self.NAMES.get(error.param or "")
         if name is not None and error.param is not None:
-            if error.message.startswith(error.param + " "):
+            if error.message.startswith((error.param + " ", error.param + ":")):
                 error.message = name + error.message[len(error.param) :]
             error.param = name
         return error

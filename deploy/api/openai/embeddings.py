@@ -78,10 +78,10 @@ class EmbeddingRoutes:
             self.service.require_model(body.model)
             return body, ignored, body.request("", tasks)
 
-        body, ignored, asked = await read(request, self.service.config, self._threads, make)
+        body, ignored, engine_request = await read(request, self.service.config, self._threads, make)
         if body.request_id is not None:
             request[REQUEST_ID] = checked_request_id(body.request_id)
-        outbox, vectors = await self._compute(request, body, asked, prefix)
+        outbox, vectors = await self._compute(request, body, engine_request, prefix)
         head = {"id": outbox.request_id, "model": self.service.model_names[0]}
         done = _PooledAnswer(body, outbox, vectors, head, tasks)
         if sum(map(len, done.vectors)) <= INLINE_NUMBERS:
@@ -91,19 +91,19 @@ class EmbeddingRoutes:
         return web.Response(body=data, content_type="application/json", headers=ignored_headers(ignored))
 
     async def _compute(
-        self, request: web.Request, body: PooledBody, asked: Request, prefix: str
+        self, request: web.Request, body: PooledBody, engine_request: Request, prefix: str
     ) -> tuple[RequestOutbox, Sequence[Floats]]:
         answer_id = self.service.open(prefix, request[REQUEST_ID], request[OWNER])
         cause = "disconnect"  # if no exception below sets another: the handler is cancelled when its client disconnects
         try:
-            salt = self.service.cache_salt(asked.cache_salt, request[OWNER])
-            asked = replace(asked, request_id=answer_id, cache_salt=salt)
-            outbox = await self.service.require_engine().submit(asked, wait=True)
+            salt = self.service.cache_salt(engine_request.cache_salt, request[OWNER])
+            engine_request = replace(engine_request, request_id=answer_id, cache_salt=salt)
+            outbox = await self.service.require_engine().submit(engine_request, wait=True)
             return outbox, await read_vectors(outbox)
         except Exception as error:
             cause = "error"
             known = describe(error)
-            raise (error if known is None else body.in_own_words(known)) from error
+            raise (error if known is None else body.rename_field(known)) from error
         finally:
             self.service.close(answer_id, cause)
 

@@ -29,7 +29,7 @@ from ..schema.validation import read_body
 from ..service import Service
 from .answers import AnswerBuilder, ChatAnswerBuilder, CompletionAnswerBuilder, best, usage
 from .bodies import MAX_TIMEOUT_S, ChatBody, CompletionBody, GenerationBody, renamed
-from .chunks import ChunkIterator, Tell
+from .chunks import ChunkIterator, PromptEchoer
 from .prompt_echo import EchoOptions, echo_prompt
 from .sse_pump import send_all
 from .token_ids import GenerateBody, TokenIdsAnswerBuilder, flatten, rendered
@@ -54,7 +54,7 @@ class PreparedRequest:
     prompts: tuple[Prompt, ...]
     params: SamplingParams
     beams: BeamParams | None  # None: no beam search
-    asked: EchoOptions  # what the answer returns about the prompts
+    echo_options: EchoOptions  # what the answer returns about the prompts
     make_turn: Callable[[], AssistantTurn] | None = None  # one per choice; None if choices are plain text
 
     @property
@@ -114,8 +114,10 @@ class GenerationRoutes:
         raw = order.body.model_dump(include={"stream", "priority", "cache_salt"})
         loop, model = asyncio.get_running_loop(), self.service.model_names[0]
         texts = [await loop.run_in_executor(self._threads, engine.decode, ids.tolist(), False) for ids in prompts]
-        told = [rendered(answer_id, model, ids, text, params, raw) for ids, text in zip(prompts, texts, strict=True)]
-        body = orjson.dumps(told[0] if kind is ChatBody else told)
+        prompt_bodies = [
+            rendered(answer_id, model, ids, text, params, raw) for ids, text in zip(prompts, texts, strict=True)
+        ]
+        body = orjson.dumps(prompt_bodies[0] if kind is ChatBody else prompt_bodies)
         return web.Response(body=body, content_type="application/json", headers=ignored_headers(order.ignored))
 
     async def _generate(
@@ -157,7 +159,7 @@ class GenerationRoutes:
         if isinstance(body, ChatBody):
             params, make_turn = self.service.require_chat_format().apply(body, params)
         return PreparedRequest(
-            body, ignored, body.prompts(), params, body.beam_params(), body.asked_of_prompts(), make_turn
+            body, ignored, body.prompts(), params, body.beam_params(), body.echo_options(), make_turn
         )
 
     async def submit(self, answer_id: str, order: PreparedRequest, limit_s: float | None = None) -> RequestOutbox:
@@ -167,7 +169,7 @@ class GenerationRoutes:
         """
         limit_s = order.body.timeout_s if limit_s is None else limit_s
         owner = self.service.live[answer_id].owner
-        asked = Request(
+        engine_request = Request(
             answer_id,
             order.prompts,
             order.params,
@@ -176,9 +178,9 @@ class GenerationRoutes:
             arrival_s=asyncio.get_running_loop().time(),
         )
         if order.beams is not None:
-            return self.service.require_engine().submit_search(asked, order.beams, deadline_s=limit_s)
+            return self.service.require_engine().submit_search(engine_request, order.beams, deadline_s=limit_s)
         # wait=True: in a burst, submitting waits for microseconds; admission control comes after it
-        return await self.service.require_engine().submit(asked, wait=True, deadline_s=limit_s)
+        return await self.service.require_engine().submit(engine_request, wait=True, deadline_s=limit_s)
 
     def answer(self, shape: type[AnswerBuilder], answer_id: str, order: PreparedRequest) -> AnswerBuilder:
         """The object that writes the answer to an order."""
@@ -193,37 +195,44 @@ class GenerationRoutes:
             make_turn=order.make_turn,
             has_token_ids=bool(order.body.return_token_ids),
             has_tokens_as_ids=bool(order.body.return_tokens_as_token_ids),
-            has_logprobs=order.asked.logprobs,
+            has_logprobs=order.echo_options.logprobs,
         )
 
     def chunks(self, order: PreparedRequest, answer: AnswerBuilder, outbox: RequestOutbox) -> ChunkIterator:
         """The chunks of the streamed answer, for any transport."""
-        tell, metrics = self.teller(order, answer, outbox), lambda: self._metrics(order, outbox)
+        add_prompt_echoes, metrics = self.prompt_echoer(order, answer, outbox), lambda: self._metrics(order, outbox)
         return ChunkIterator(
-            answer, outbox, order.num_choices, tell, metrics, waits_for_tokens=order.asked.echo_logprobs
+            answer,
+            outbox,
+            order.num_choices,
+            add_prompt_echoes,
+            metrics,
+            waits_for_tokens=order.echo_options.echo_logprobs,
         )
 
-    def teller(self, order: PreparedRequest, answer: AnswerBuilder, outbox: RequestOutbox) -> Tell | None:
+    def prompt_echoer(
+        self, order: PreparedRequest, answer: AnswerBuilder, outbox: RequestOutbox
+    ) -> PromptEchoer | None:
         """A function that adds prompt data to the answer for given choices.
 
         None if the client requested no prompt data.
         """
-        if not order.asked.anything:
+        if not order.echo_options.anything:
             return None
         answer.choices_per_prompt = order.params.n
         tokenizer, loop = self.service.require_engine().tokenizer, asyncio.get_running_loop()
 
-        async def tell(choices: Iterable[int]) -> None:
+        async def add_prompt_echoes(choices: Iterable[int]) -> None:
             for index in sorted({choice // order.params.n for choice in choices}.difference(answer.prompts)):
                 answer.prompts[index] = await loop.run_in_executor(
-                    self._threads, echo_prompt, order.asked, outbox, tokenizer, index
+                    self._threads, echo_prompt, order.echo_options, outbox, tokenizer, index
                 )
 
-        return tell
+        return add_prompt_echoes
 
     def _metrics(self, order: PreparedRequest, outbox: RequestOutbox) -> Mapping[str, Any] | None:
-        is_asked = order.body.return_metrics or self.service.config.enable_request_metrics
-        return outbox.metrics() if is_asked else None
+        is_requested = order.body.return_metrics or self.service.config.enable_request_metrics
+        return outbox.metrics() if is_requested else None
 
     async def _whole(
         self, request: web.Request, order: PreparedRequest, answer: AnswerBuilder, outbox: RequestOutbox
@@ -232,8 +241,8 @@ class GenerationRoutes:
         async for deltas in outbox:
             for delta in deltas:
                 choices[delta.index].add(delta, keep=True)
-        if tell := self.teller(order, answer, outbox):
-            await tell(range(order.num_choices))
+        if add_prompt_echoes := self.prompt_echoer(order, answer, outbox):
+            await add_prompt_echoes(range(order.num_choices))
         spent = usage(outbox.num_prompt_tokens, outbox.num_cached_tokens, choices)
         if order.body.ranks:
             n = order.body.n or 1

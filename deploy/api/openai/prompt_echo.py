@@ -48,16 +48,16 @@ class EchoOptions:
         return self.echo or self.prompt_logprobs or self.token_ids
 
 
-def echo_prompt(asked: EchoOptions, outbox: RequestOutbox, tokenizer: SpellsTokens, index: int) -> PromptEcho:
+def echo_prompt(options: EchoOptions, outbox: RequestOutbox, tokenizer: SpellsTokens, index: int) -> PromptEcho:
     """The requested data of prompt `index`.
 
     Call it after the first token of an answer to that prompt.
     """
     token_ids = outbox.prompt_token_ids(index).tolist()
-    scores = outbox.prompt_logprobs(index) if asked.prompt_logprobs or asked.echo_logprobs else None
-    name = as_id if asked.tokens_as_ids else _namer(tokenizer)
+    scores = outbox.prompt_logprobs(index) if options.prompt_logprobs or options.echo_logprobs else None
+    name = as_id if options.tokens_as_ids else _namer(tokenizer)
     text, logprobs = "", None
-    if asked.echo:
+    if options.echo:
         given = outbox.request.prompts[index].text
         texts = token_texts(tokenizer, token_ids)
         first = next((at for at, part in enumerate(texts) if part), 0)
@@ -65,13 +65,13 @@ def echo_prompt(asked: EchoOptions, outbox: RequestOutbox, tokenizer: SpellsToke
             texts[first] = texts[first][1:]  # a space that the tokenizer added
         is_whole = given is not None and outbox.request.params.truncate_prompt_tokens is None
         text = given if given is not None and is_whole else "".join(texts)
-        if asked.echo_logprobs:
+        if options.echo_logprobs:
             logprobs = _echo(token_ids, texts, scores, name)
     return PromptEcho(
         text=text,
         logprobs=logprobs,
-        token_ids=token_ids if asked.token_ids else None,
-        prompt_logprobs=_fragment([None], _entries(scores, name)) if asked.prompt_logprobs else None,
+        token_ids=token_ids if options.token_ids else None,
+        prompt_logprobs=_fragment([None], _entries(scores, name)) if options.prompt_logprobs else None,
     )
 
 

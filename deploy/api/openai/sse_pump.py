@@ -43,7 +43,7 @@ class _StreamPump:
         On return every chunk is sent or still unread in the outbox.
         """
         try:
-            self._hear(self._wakeup)  # chunks that arrived in the meantime
+            self._on_wakeup(self._wakeup)  # chunks that arrived in the meantime
             error = await self._is_stuck
         finally:
             if not self._wakeup.is_going:
@@ -51,19 +51,19 @@ class _StreamPump:
         if error is not None:
             raise error
 
-    def _hear(self, wakeup: SharedWakeup) -> None:
+    def _on_wakeup(self, wakeup: SharedWakeup) -> None:
         """Sends the chunks that are there; hands any exception to the task."""
         if self._is_stuck.done():
             return  # the task was cancelled
         try:
-            if self._goes_on():
-                wakeup.add_done_callback(self._hear, context=self._context)
+            if self._send_arrived():
+                wakeup.add_done_callback(self._on_wakeup, context=self._context)
             else:
                 self._is_stuck.set_result(None)
         except Exception as error:
             self._is_stuck.set_result(error)  # lost if the task is cancelled, which is fine
 
-    def _goes_on(self) -> bool:
+    def _send_arrived(self) -> bool:
         if not self._stream.can_send_now:
             return False
         if bodies := self._chunks.poll():

@@ -56,8 +56,8 @@ def _read(body: Body, name: str) -> StructuredOutputs | None:
             return _response_format(value)
         return _from_vllm(value) if name == "structured_outputs" else _form({OLDER[name]: value})
     except Refused as refused:
-        told = refused.message.removeprefix("structured_outputs").removeprefix(".")
-        raise ApiError(refused.code, f"{name}: {told}", param=name) from None
+        problem = refused.message.removeprefix("structured_outputs").removeprefix(".")
+        raise ApiError(refused.code, f"{name}: {problem}", param=name) from None
 
 
 def _response_format(value: Any) -> StructuredOutputs | None:

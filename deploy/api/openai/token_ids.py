@@ -102,19 +102,19 @@ def rendered(
     answer_id: str, model: str, token_ids: Ints, prompt: str, params: SamplingParams, body: Mapping[str, Any]
 ) -> dict[str, Any]:
     """One prompt as a body for `/generate`, plus its text with special tokens shown."""
-    said: dict[str, Any] = {
+    sampling_fields: dict[str, Any] = {
         name: value
         for name in PLAIN.__dataclass_fields__
         if name not in NOT_RENDERED and (value := getattr(params, name)) != getattr(PLAIN, name)
     }
-    if "logit_bias" in said:
-        said["logit_bias"] = {str(token_id): bias for token_id, bias in params.logit_bias.items()}
+    if "logit_bias" in sampling_fields:
+        sampling_fields["logit_bias"] = {str(token_id): bias for token_id, bias in params.logit_bias.items()}
     return {
         "request_id": answer_id,
         "model": model,
         "token_ids": token_ids.tolist(),
         "prompt": prompt,
-        "sampling_params": {"max_tokens": params.max_tokens} | said,
+        "sampling_params": {"max_tokens": params.max_tokens} | sampling_fields,
         **{name: body[name] for name in ("stream", "priority", "cache_salt") if body.get(name)},
     }
 

@@ -20,7 +20,7 @@ class HermesParser(JsonReader):
             is_found, character = yield from self._until(BEGIN, character, Text, matched)
             if is_found:
                 matched, character = yield from self._marked(character)
-        self._tell(Text, BEGIN[:matched])
+        self._emit(Text, BEGIN[:matched])
 
     def _marked(self, character: str) -> Generator[None, str, tuple[int, str]]:
         """A call, and its closing marker if there is one.
@@ -44,5 +44,5 @@ class HermesParser(JsonReader):
         if matched == 1:
             return 1, character
         if matched < len(END):
-            self._tell(Text, END[:matched])
+            self._emit(Text, END[:matched])
         return 0, character

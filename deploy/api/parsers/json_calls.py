@@ -23,7 +23,7 @@ class JsonReader(CallReader):
     def _call(self, character: str) -> Reading:
         """`{"name": "f", "arguments": {...}}`, from its opening brace; keys in any order."""
         character = yield from past("{", character)
-        name, arguments, is_told = "", "", False
+        name, arguments, is_emitted = "", "", False
         while True:
             character = yield from blanks(character)
             key, character = yield from read_text(character)
@@ -33,12 +33,12 @@ class JsonReader(CallReader):
             if key == "name" and not name:
                 name, character = yield from read_text(character)
                 self._check_name(name, character)
-            elif key in ARGUMENTS and name and character == "{" and not arguments and not is_told:
-                is_told = True
+            elif key in ARGUMENTS and name and character == "{" and not arguments and not is_emitted:
+                is_emitted = True
                 character = yield from self._stream_arguments(name, character)
-            elif key in ARGUMENTS and not arguments and not is_told:
+            elif key in ARGUMENTS and not arguments and not is_emitted:
                 arguments, character = yield from _whole_arguments(character)
-            elif key in OTHERS or is_told:
+            elif key in OTHERS or is_emitted:
                 character = yield from json_value(character, _forget)
             else:
                 raise Malformed(character)
@@ -48,7 +48,7 @@ class JsonReader(CallReader):
             character = yield
         if character != "}" or not name:
             raise Malformed(character)
-        if not is_told:
+        if not is_emitted:
             self._give(name, arguments or "{}")
         return (yield)
 
@@ -62,10 +62,10 @@ class JsonReader(CallReader):
         if character not in ('"', "}"):
             raise Malformed(character)
         self._give(name, opening)
-        return (yield from json_members(character, self._tell_argument))
+        return (yield from json_members(character, self._emit_argument))
 
-    def _tell_argument(self, text: str) -> None:
-        self._tell(CallArguments, text)
+    def _emit_argument(self, text: str) -> None:
+        self._emit(CallArguments, text)
 
     def _calls(self, character: str) -> Reading:
         """`[{...}, {...}]`, from its opening bracket.

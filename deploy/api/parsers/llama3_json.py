@@ -27,7 +27,7 @@ class Llama3JsonParser(JsonReader):
     def _objects(self, character: str, held: str) -> Generator[None, str, str]:
         """Reads consecutive calls; returns the first character after them."""
         if character != "{":
-            self._tell(Text, held[: len(held) - len(character)])
+            self._emit(Text, held[: len(held) - len(character)])
             return character
         is_call, character = yield from self._try(self._call(character), held)
         while is_call:

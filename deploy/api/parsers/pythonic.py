@@ -29,7 +29,7 @@ class PythonicParser(CallReader):
 
     def _list(self, character: str, held: str) -> Reading:
         if character != "[":
-            self._tell(Text, held[: len(held) - len(character)])
+            self._emit(Text, held[: len(held) - len(character)])
             return character
         is_list, character = yield from self._try(self._calls(character), held)
         if not is_list:
@@ -40,7 +40,7 @@ class PythonicParser(CallReader):
             matched += 1
             character = yield
         if matched < len(END):
-            self._tell(Text, END[:matched])
+            self._emit(Text, END[:matched])
         return character
 
     def _calls(self, character: str) -> Reading:

@@ -32,7 +32,7 @@ class CharacterReader:
     def __init__(self) -> None:
         self._held: list[str] | None = None  # characters read since a possible call began; None outside one
         self._plain: tuple[str, type[Event]] | None = None  # (stop, kind): text up to `stop` is `kind`; "": the end
-        self._told: list[tuple[type[Event], list[str]]] = []
+        self._events: list[tuple[type[Event], list[str]]] = []
         self._reading = self._read()
         next(self._reading)
 
@@ -57,7 +57,7 @@ class CharacterReader:
         """
         end = text.find(stop, at) if stop else -1
         end = len(text) if end < 0 else end
-        self._tell(kind, text[at:end])
+        self._emit(kind, text[at:end])
         return end
 
     def finish(self) -> list[Event]:
@@ -72,18 +72,18 @@ class CharacterReader:
         """Reads the whole text. The first `yield` gets the first character; "" means the end."""
         raise NotImplementedError
 
-    def _tell(self, kind: type[Event], text: str) -> None:
+    def _emit(self, kind: type[Event], text: str) -> None:
         """Emits an event, or extends the last one if it is of the same kind."""
         if not text:
             return
-        if self._told and self._told[-1][0] is kind and kind is not CallBegun:
-            self._told[-1][1].append(text)
+        if self._events and self._events[-1][0] is kind and kind is not CallBegun:
+            self._events[-1][1].append(text)
         else:
-            self._told.append((kind, [text]))
+            self._events.append((kind, [text]))
 
     def _take(self) -> list[Event]:
-        told, self._told = self._told, []
-        return [kind("".join(pieces)) for kind, pieces in told]
+        events, self._events = self._events, []
+        return [kind("".join(pieces)) for kind, pieces in events]
 
     def _until(
         self, marker: str, character: str, kind: type[Event], matched: int = 0
@@ -105,7 +105,7 @@ class CharacterReader:
             self._plain = None if matched else (marker[0], kind)
             character = yield
         self._plain = None
-        self._tell(kind, marker[:matched])
+        self._emit(kind, marker[:matched])
         return False, ""
 
     def _mismatch(self, marker: str, matched: int, character: str, kind: type[Event]) -> int:
@@ -113,16 +113,16 @@ class CharacterReader:
 
         Returns how many characters of a new one have begun.
         """
-        self._tell(kind, marker[:matched])
+        self._emit(kind, marker[:matched])
         if character == marker[0]:
             return 1
-        self._tell(kind, character)
+        self._emit(kind, character)
         return 0
 
     def _rest(self, character: str, kind: type[Event]) -> Generator[None, str, None]:
         """Emits all remaining text as `kind`."""
         while character:
-            self._tell(kind, character)
+            self._emit(kind, character)
             self._plain = ("", kind)
             character = yield
 
@@ -168,7 +168,7 @@ class CallReader(CharacterReader, ToolParser):
             character = yield from reading
         except Malformed as error:
             if self._held is not None:
-                self._tell(Text, "".join(self._held[:-1] if error.character else self._held))
+                self._emit(Text, "".join(self._held[:-1] if error.character else self._held))
             return False, error.character
         finally:
             self._held = None
@@ -177,12 +177,12 @@ class CallReader(CharacterReader, ToolParser):
     def _begin(self, name: str) -> None:
         """Emits the beginning of a call. It stays a call, whatever follows."""
         self._held = None
-        self._tell(CallBegun, name)
+        self._emit(CallBegun, name)
 
     def _give(self, name: str, arguments: str) -> None:
         """Emits a complete call."""
         self._begin(name)
-        self._tell(CallArguments, arguments)
+        self._emit(CallArguments, arguments)
 
     def _check_name(self, name: str, character: str) -> None:
         if not 0 < len(name) <= MAX_NAME_CHARS or (self.offers_only and name not in self.tool_names):

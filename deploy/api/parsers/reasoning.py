@@ -39,13 +39,13 @@ class ThinkParser(CharacterReader, ReasoningParser):
         if matched == len(begin):
             character = yield from self._thoughts(0, character)
         elif self.is_open and end.startswith(begin[:matched]):
-            self._tell(Reasoning, lead)
+            self._emit(Reasoning, lead)
             character = yield from self._thoughts(matched, character)
         elif self.is_open:
-            self._tell(Reasoning, lead + begin[:matched])
+            self._emit(Reasoning, lead + begin[:matched])
             character = yield from self._thoughts(0, character)
         else:
-            self._tell(Text, lead + begin[:matched])
+            self._emit(Text, lead + begin[:matched])
         yield from self._rest(character, Text)
 
     def _thoughts(self, matched: int, character: str) -> Generator[None, str, str]:
@@ -55,10 +55,10 @@ class ThinkParser(CharacterReader, ReasoningParser):
             character = yield
         return character
 
-    def _tell(self, kind: type[Event], text: str) -> None:
+    def _emit(self, kind: type[Event], text: str) -> None:
         if kind is Reasoning:
             text = self._without_outer_breaks(text)
-        super()._tell(kind, text)
+        super()._emit(kind, text)
 
     def _without_outer_breaks(self, text: str) -> str:
         if not self._has_thought:
@@ -67,10 +67,10 @@ class ThinkParser(CharacterReader, ReasoningParser):
         if not thought:
             self._breaks.append(text)
             return ""
-        told = "".join(self._breaks) + thought
+        emitted = "".join(self._breaks) + thought
         self._breaks = [text[len(thought) :]]
         self._has_thought = True
-        return told
+        return emitted
 
 
 class DeepSeekR1Parser(ThinkParser):

@@ -46,7 +46,7 @@ def messages_of(items: Sequence[Item], names: Sequence[str]) -> tuple[list[dict[
         kind = item["type"]
         if kind == "reasoning":
             reasoning = {"reasoning_content": "\n".join(_texts(item.get("content") or item["summary"]))}
-        elif kind == "function_call" and _goes_on(messages, reasoning):
+        elif kind == "function_call" and _continues_turn(messages, reasoning):
             messages[-1].setdefault("tool_calls", []).append(_tool_call(item))
         else:
             messages.append(_message(item) | (reasoning if kind != "function_call_output" else {}))
@@ -65,7 +65,7 @@ def num_to_cut(messages: Sequence[dict[str, Any]], fits: Callable[[int], bool]) 
     return starts[min(bisect_left(starts, True, key=fits), len(starts) - 1)]
 
 
-def _goes_on(messages: Sequence[dict[str, Any]], reasoning: dict[str, str]) -> bool:
+def _continues_turn(messages: Sequence[dict[str, Any]], reasoning: dict[str, str]) -> bool:
     return bool(messages) and messages[-1]["role"] == "assistant" and not reasoning
 
 

@@ -35,9 +35,9 @@ class ResponsesRoutes:
     async def create(self, request: web.Request) -> web.StreamResponse:
         """`POST /v1/responses`."""
         self._service.require_engine()
-        asked = await read(request, self._service.config, self._threads, self.responses.read)
-        order = await self.responses.take(asked, request[OWNER], request[REQUEST_ID])
-        headers = ignored_headers(asked.ignored)
+        parsed = await read(request, self._service.config, self._threads, self.responses.read)
+        order = await self.responses.take(parsed, request[OWNER], request[REQUEST_ID])
+        headers = ignored_headers(parsed.ignored)
         if order.body.background:
             stored = self.responses.start(order)
             if order.body.stream:

@@ -77,38 +77,38 @@ class ResponseService:
             PREFIX + suffix, body, passed, ignored, read_items(body.input, suffix), len(orjson.dumps(raw))
         )
 
-    async def take(self, asked: ParsedBody, owner: str, client_id: str) -> PreparedResponse:
+    async def take(self, parsed: ParsedBody, owner: str, client_id: str) -> PreparedResponse:
         """The order with its history.
 
         `ApiError` 400 names the field; 404 a response that is not stored.
         """
         self.service.require_engine()
-        history = self._history(asked.body.previous_response_id, owner)
-        num_bytes = asked.num_bytes + sum(map(len, history))
+        history = self._history(parsed.body.previous_response_id, owner)
+        num_bytes = parsed.num_bytes + sum(map(len, history))
         limit = self.service.config.max_body_bytes
         if history and num_bytes > limit:
             message = (
                 f"previous_response_id: input and history have {num_bytes} bytes together; must have at most {limit}"
             )
             raise ApiError("context_length_exceeded", message, param="previous_response_id")
-        make = partial(self._make_order, asked, owner, client_id, history)
-        if num_bytes <= INLINE_BYTES and asked.body.truncation != "auto":
+        make = partial(self._make_order, parsed, owner, client_id, history)
+        if num_bytes <= INLINE_BYTES and parsed.body.truncation != "auto":
             return make()
         return await asyncio.get_running_loop().run_in_executor(self._threads, make)
 
-    def _make_order(self, asked: ParsedBody, owner: str, client_id: str, history: Sequence[bytes]) -> PreparedResponse:
+    def _make_order(self, parsed: ParsedBody, owner: str, client_id: str, history: Sequence[bytes]) -> PreparedResponse:
         earlier: list[Item] = [item for part in history for item in orjson.loads(part)]
-        names = ["previous_response_id"] * len(earlier) + [f"input[{i}]" for i in range(len(asked.items))]
-        messages, sources = messages_of([*earlier, *asked.items], names)
-        items = orjson.dumps(asked.items)
+        names = ["previous_response_id"] * len(earlier) + [f"input[{i}]" for i in range(len(parsed.items))]
+        messages, sources = messages_of([*earlier, *parsed.items], names)
+        items = orjson.dumps(parsed.items)
 
         def without(num_cut: int) -> PreparedResponse:
-            named = name_of(sources[num_cut:], num_before=int(asked.body.instructions is not None))
-            order = take_order(self._generation, asked.body.chat(messages[num_cut:]) | asked.passed, named)
-            return PreparedResponse(asked.id, owner, client_id, asked.body, order, items, named)
+            named = name_of(sources[num_cut:], num_before=int(parsed.body.instructions is not None))
+            order = take_order(self._generation, parsed.body.chat(messages[num_cut:]) | parsed.passed, named)
+            return PreparedResponse(parsed.id, owner, client_id, parsed.body, order, items, named)
 
         num_cut = 0
-        if asked.body.truncation == "auto":
+        if parsed.body.truncation == "auto":
             num_cut = num_to_cut(messages, lambda num_cut: self._fits(without(num_cut).order))
         return without(num_cut)
 
@@ -213,19 +213,19 @@ class ResponseService:
                 has_begun = False
                 async for more in parts:
                     if not has_begun:
-                        self._tell(stored, built, built.begin())
+                        self._publish(stored, built, built.begin())
                         has_begun = True
                     self.store.grow(stored, _framed(_add(built, more, parts)))
         except Exception as error:
             self.store.grow(stored, _framed(built.fail(stream_error(error, order.id))))
         finally:
             stored.is_over = True
-            self._tell(stored, built, [])
+            self._publish(stored, built, [])
 
-    def _tell(self, stored: StoredResponse, built: ResponseEvents, events: Sequence[Event]) -> None:
+    def _publish(self, stored: StoredResponse, built: ResponseEvents, events: Sequence[Event]) -> None:
         self.store.update(stored, orjson.dumps(built.response), orjson.dumps(built.response["output"]))
         self.store.grow(stored, _framed(events))
-        stored.set()
+        stored.wake_readers()
 
     async def cancel(self, response_id: str, owner: str) -> StoredResponse:
         """Aborts a background response and returns it. A complete one stays as it is."""

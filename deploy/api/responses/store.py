@@ -40,7 +40,7 @@ class StoredResponse:
         parts = (self.items, self.response, self.output, *(self.events or ()))
         return sum(map(len, parts))
 
-    def set(self) -> None:
+    def wake_readers(self) -> None:
         """Wakes the readers: there are new events, or there will be none."""
         self._new_events.set()
         self._new_events = asyncio.Event()
@@ -124,7 +124,7 @@ class ResponseStore:
         stored.events += events
         if stored.id in self._kept:
             self._resize(stored, stored.num_bytes + sum(map(len, events)))
-        stored.set()
+        stored.wake_readers()
 
     def delete(self, response_id: str, owner: str) -> StoredResponse:
         """Removes the owner's response and returns it. `ApiError` 404 if there is none."""
@@ -141,7 +141,7 @@ class ResponseStore:
                 self._drop(victim)
             elif stored.events is not None:
                 stored.events = None
-                stored.set()
+                stored.wake_readers()
                 self.num_bytes += stored.length - stored.num_bytes
                 stored.num_bytes = stored.length
             else:

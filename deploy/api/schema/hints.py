@@ -46,10 +46,10 @@ def fill_in_limits(schema: Any, limits: ModelLimits | None) -> Any:
         return [fill_in_limits(part, limits) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    settled = {key: fill_in_limits(value, limits) for key, value in schema.items() if key != LIMITS}
+    filled_in = {key: fill_in_limits(value, limits) for key, value in schema.items() if key != LIMITS}
     if limits is not None:
-        settled.update({key: limits[name] for key, name in schema.get(LIMITS, {}).items()})
-    return settled
+        filled_in.update({key: limits[name] for key, name in schema.get(LIMITS, {}).items()})
+    return filled_in
 
 
 def number_pattern(most: int) -> str:

@@ -12,8 +12,8 @@ import numpy as np
 from ....stages.config import EngineConfig
 from ...config import ServerConfig
 from .measures import RequestRecord, summarize
-from .offline import ask, make_asks, make_engine, make_rng
-from .report import at_least_one, complain, progress, publish
+from .offline import make_engine, make_requests, make_rng, run_request
+from .report import at_least_one, print_errors, progress, publish
 
 if TYPE_CHECKING:
     from ....stages.engine.engine import Engine
@@ -36,7 +36,7 @@ async def _run(options: argparse.Namespace, config: EngineConfig) -> int:
     print(f"Avg latency: {np.mean(latencies_s)} seconds")
     for percentile in PERCENTILES:
         print(f"{percentile}% percentile latency: {np.percentile(latencies_s, percentile)} seconds")
-    complain(record.error for record in records if record.error is not None)
+    print_errors(record.error for record in records if record.error is not None)
     return 1 if any(record.error is not None for record in records) else 0
 
 
@@ -48,9 +48,9 @@ async def measure(engine: Engine, options: argparse.Namespace, seed: int) -> tup
     rng, latencies_s, records = make_rng(seed), [], []
     with progress(options.num_iters, "batch") as bar:
         for number in range(-max(options.num_iters_warmup, 0), options.num_iters):
-            asks = make_asks(engine, options, options.batch_size, rng)
+            requests = make_requests(engine, options, options.batch_size, rng)
             began_s = time.perf_counter()
-            answers = await asyncio.gather(*(ask(engine, asked) for asked in asks))
+            answers = await asyncio.gather(*(run_request(engine, request) for request in requests))
             if number >= 0:
                 latencies_s.append(time.perf_counter() - began_s)
                 records += answers

@@ -25,7 +25,7 @@ class BenchRequest:
     messages: list[dict[str, Any]] | None = None
 
 
-def random_asks(
+def random_requests(
     num: int, input_len: int, output_len: int, vocab_size: int, rng: Rng, range_ratio: float = 0.0
 ) -> list[BenchRequest]:
     """Requests with random token ids.
@@ -47,18 +47,18 @@ def _lengths(num: int, length: int, rng: Rng, range_ratio: float) -> list[int]:
     return lengths
 
 
-def read_asks(path: Path, num: int, output_len: int) -> list[BenchRequest]:
+def read_requests(path: Path, num: int, output_len: int) -> list[BenchRequest]:
     """The first `num` requests of a file of JSON lines. Raises `ConfigError`.
 
     A line has a `prompt` (text or token ids) or `messages`, and optionally `output_tokens`.
     """
     try:
-        asks = list(_read(path, num, output_len))
+        requests = list(_read(path, num, output_len))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}: --dataset-path must name a file of JSON lines") from None
-    if not asks:
+    if not requests:
         raise ConfigError(f"{path}: contains no requests: must have one JSON object per line")
-    return asks
+    return requests
 
 
 def _read(path: Path, num: int, output_len: int) -> Iterator[BenchRequest]:
@@ -71,9 +71,9 @@ def _read(path: Path, num: int, output_len: int) -> Iterator[BenchRequest]:
 
 def _parse(line: bytes, where: str, output_len: int) -> BenchRequest:
     try:
-        asked = orjson.loads(line)
-        prompt, messages = asked.get("prompt"), asked.get("messages")
-        num_output = int(asked.get("output_tokens") or output_len)
+        fields = orjson.loads(line)
+        prompt, messages = fields.get("prompt"), fields.get("messages")
+        num_output = int(fields.get("output_tokens") or output_len)
     except (orjson.JSONDecodeError, AttributeError, ValueError, TypeError):
         raise ConfigError(f'{where}: must be like {{"prompt": "...", "output_tokens": 20}}') from None
     if prompt is None and messages is None:

@@ -65,7 +65,7 @@ def publish(options: argparse.Namespace, title: str, settings: Mapping[str, Any]
         print(f"written to {path}", file=sys.stderr)
 
 
-def complain(errors: Iterable[str]) -> None:
+def print_errors(errors: Iterable[str]) -> None:
     """Prints each distinct error once, on stderr."""
     for error in sorted(set(errors)):
         print(f"millrace: {error}", file=sys.stderr)

@@ -15,10 +15,10 @@ import orjson
 from ....stages.config import EngineConfig
 from ....stages.errors import ConfigError
 from ...config import ServerConfig
-from .load import BenchRequest, arrivals, random_asks, read_asks
+from .load import BenchRequest, arrivals, random_requests, read_requests
 from .measures import RequestRecord, Stopwatch, parse_goodput, summarize
 from .offline import make_rng
-from .report import at_least_one, complain, progress, publish
+from .report import at_least_one, print_errors, progress, publish
 
 TEXTS = ("text", "content", "reasoning", "reasoning_content", "tool_calls")  # fields of a piece with tokens
 VOCAB_SIZE = 256  # for random prompts, if the server does not report its own
@@ -42,15 +42,16 @@ async def _run(options: argparse.Namespace, config: EngineConfig, api_key: Seque
         client = BenchClient(session, options.base_url.rstrip("/").removesuffix("/v1"), options.endpoint)
         client.model = config.model or await client.served_model()
         client.ignores_eos = options.dataset_path is None if options.ignore_eos is None else options.ignore_eos
-        asks = await _make_asks(client, options, config.seed)
-        first = await client.ask(asks[0])  # not measured, as in vLLM's bench; it may leave its prompt's prefix cached
+        requests = await _make_requests(client, options, config.seed)
+        # not measured, as in vLLM's bench; it may leave its prompt's prefix cached
+        first = await client.run_request(requests[0])
         if first.error is not None:
             raise ConfigError(f"{client.url} does not answer the first request: {first.error}")
-        times_s = arrivals(len(asks), options.request_rate, make_rng(config.seed + 1))
-        duration_s, records = await measure(client, asks, times_s, options.max_concurrency)
+        times_s = arrivals(len(requests), options.request_rate, make_rng(config.seed + 1))
+        duration_s, records = await measure(client, requests, times_s, options.max_concurrency)
     report = summarize(records, duration_s, goodput_ms)
-    publish(options, "Serving Benchmark Result", _settings(options, client, len(asks)), report)
-    complain(record.error for record in records if record.error is not None)
+    publish(options, "Serving Benchmark Result", _settings(options, client, len(requests)), report)
+    print_errors(record.error for record in records if record.error is not None)
     return 1 if report["failed"] else 0
 
 
@@ -66,17 +67,17 @@ def _settings(options: argparse.Namespace, client: BenchClient, num_prompts: int
     }
 
 
-async def _make_asks(client: BenchClient, options: argparse.Namespace, seed: int) -> list[BenchRequest]:
+async def _make_requests(client: BenchClient, options: argparse.Namespace, seed: int) -> list[BenchRequest]:
     if options.dataset_path is not None:
-        return read_asks(options.dataset_path, options.num_prompts, options.output_len)
+        return read_requests(options.dataset_path, options.num_prompts, options.output_len)
     if client.is_chat:
         raise ConfigError(f"--endpoint {client.path} takes text, and random prompts are token ids: set --dataset-path")
     sizes = options.num_prompts, options.input_len, options.output_len
-    return random_asks(*sizes, await client.vocab_size(), make_rng(seed), options.random_range_ratio)
+    return random_requests(*sizes, await client.vocab_size(), make_rng(seed), options.random_range_ratio)
 
 
 async def measure(
-    client: BenchClient, asks: Sequence[BenchRequest], times_s: Sequence[float], max_concurrency: int | None
+    client: BenchClient, requests: Sequence[BenchRequest], times_s: Sequence[float], max_concurrency: int | None
 ) -> tuple[float, list[RequestRecord]]:
     """(seconds of the whole run, record of each request).
 
@@ -86,15 +87,15 @@ async def measure(
     room = nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
     began_s = time.perf_counter()
 
-    async def one(asked: BenchRequest, at_s: float, bar: Any) -> RequestRecord:
+    async def one(request: BenchRequest, at_s: float, bar: Any) -> RequestRecord:
         await asyncio.sleep(at_s - (time.perf_counter() - began_s))
         async with room:
-            record = await client.ask(asked)
+            record = await client.run_request(request)
         bar.update()
         return record
 
-    with progress(len(asks), "request") as bar:
-        records = await asyncio.gather(*(one(*each, bar) for each in zip(asks, times_s, strict=True)))
+    with progress(len(requests), "request") as bar:
+        records = await asyncio.gather(*(one(*each, bar) for each in zip(requests, times_s, strict=True)))
         return time.perf_counter() - began_s, records
 
 
@@ -117,13 +118,13 @@ class BenchClient:
         """The name of the server's first model. `ConfigError` if the server reports none."""
         try:
             async with self._session.get(self.url + "/v1/models") as response:
-                told = await response.read()
+                body = await response.read()
         except (TimeoutError, aiohttp.ClientError) as error:
             raise ConfigError(f"{self.url}/v1/models lists no model: {error}; check --base-url and --model") from None
         try:
-            return str(orjson.loads(told)["data"][0]["id"])
+            return str(orjson.loads(body)["data"][0]["id"])
         except (ValueError, LookupError, TypeError):
-            reason = f"HTTP {response.status}, {told[:200].decode(errors='replace')!r}"
+            reason = f"HTTP {response.status}, {body[:200].decode(errors='replace')!r}"
             raise ConfigError(f"{self.url}/v1/models lists no model: {reason}; check --base-url and --model") from None
 
     async def vocab_size(self) -> int:
@@ -134,21 +135,26 @@ class BenchClient:
         except (TimeoutError, aiohttp.ClientError, ValueError, LookupError, TypeError):
             return VOCAB_SIZE
 
-    async def ask(self, asked: BenchRequest) -> RequestRecord:
+    async def run_request(self, request: BenchRequest) -> RequestRecord:
         """Runs one request and returns its record."""
         try:
-            return await self._stream(orjson.dumps(self._body(asked)))
+            return await self._stream(orjson.dumps(self._body(request)))
         except (TimeoutError, aiohttp.ClientError, ValueError, LookupError, TypeError) as error:
             return RequestRecord(error=str(error) or type(error).__name__)
 
-    def _body(self, asked: BenchRequest) -> dict[str, Any]:
-        body: dict[str, Any] = {"model": self.model, "temperature": 0.0, "max_tokens": asked.num_output, "stream": True}
+    def _body(self, request: BenchRequest) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "model": self.model,
+            "temperature": 0.0,
+            "max_tokens": request.num_output,
+            "stream": True,
+        }
         body["stream_options"] = {"include_usage": True}
         if self.ignores_eos:
             body["ignore_eos"] = True
         if not self.is_chat:
-            return body | {"prompt": asked.prompt}
-        return body | {"messages": asked.messages or [{"role": "user", "content": asked.prompt}]}
+            return body | {"prompt": request.prompt}
+        return body | {"messages": request.messages or [{"role": "user", "content": request.prompt}]}
 
     async def _stream(self, data: bytes) -> RequestRecord:
         usage: dict[str, Any] = {}

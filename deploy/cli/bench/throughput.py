@@ -11,8 +11,8 @@ from ....stages.config import EngineConfig
 from ...config import ServerConfig
 from .load import BenchRequest
 from .measures import RequestRecord, summarize
-from .offline import ask, make_asks, make_engine, make_rng
-from .report import at_least_one, complain, progress, publish
+from .offline import make_engine, make_requests, make_rng, run_request
+from .report import at_least_one, print_errors, progress, publish
 
 if TYPE_CHECKING:
     from ....stages.engine.engine import Engine
@@ -26,9 +26,9 @@ def run(options: argparse.Namespace, engine_config: EngineConfig, server_config:
 
 async def _run(options: argparse.Namespace, config: EngineConfig) -> int:
     async with make_engine(config) as engine:
-        asks = make_asks(engine, options, options.num_prompts, make_rng(config.seed))
-        settings = {"model_id": engine.info.model_id, "num_prompts": len(asks)}
-        elapsed_s, records = await measure(engine, asks)
+        requests = make_requests(engine, options, options.num_prompts, make_rng(config.seed))
+        settings = {"model_id": engine.info.model_id, "num_prompts": len(requests)}
+        elapsed_s, records = await measure(engine, requests)
     report = summarize(records, elapsed_s)
     figures = _figures(report)
     publish(options, "Throughput Benchmark Result", settings, figures | report)
@@ -36,26 +36,26 @@ async def _run(options: argparse.Namespace, config: EngineConfig) -> int:
         f"Throughput: {figures['requests_per_second']:.2f} requests/s, "
         f"{figures['tokens_per_second']:.2f} total tokens/s, {report['output_throughput']:.2f} output tokens/s"
     )
-    complain(record.error for record in records if record.error is not None)
+    print_errors(record.error for record in records if record.error is not None)
     return 1 if report["failed"] else 0
 
 
-async def measure(engine: Engine, asks: list[BenchRequest]) -> tuple[float, list[RequestRecord]]:
+async def measure(engine: Engine, requests: list[BenchRequest]) -> tuple[float, list[RequestRecord]]:
     """(seconds of the whole run, record of each request).
 
     At most `max_waiting_requests` requests are submitted at once; the times of the others begin later.
     """
     room = asyncio.Semaphore(engine.config.max_waiting_requests)
 
-    async def one(asked: BenchRequest, bar: Any) -> RequestRecord:
+    async def one(request: BenchRequest, bar: Any) -> RequestRecord:
         async with room:
-            record = await ask(engine, asked)
+            record = await run_request(engine, request)
         bar.update()
         return record
 
-    with progress(len(asks), "request") as bar:
+    with progress(len(requests), "request") as bar:
         began_s = time.perf_counter()
-        records = await asyncio.gather(*(one(asked, bar) for asked in asks))
+        records = await asyncio.gather(*(one(request, bar) for request in requests))
         return time.perf_counter() - began_s, records
 
 

@@ -109,7 +109,7 @@ async def beside_a_neighbour(engine: Engine, run: int) -> tuple[float, float]:
 
 async def compute_until_alone(engine: Engine, run: int) -> None:
     """Until all threads compute again: another tenant may use the machine for a while, too."""
-    neighbours = native_of(engine)._neighbours
+    neighbours = native_of(engine)._thread_throttle
     for _ in range(MOST_WAITS):
         await p95_step_ms(engine, run)
         if neighbours.limit == neighbours.num_threads:

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from millrace.deploy.dashboard.block_map import FIRST_SLOT, BlockMap
 from millrace.deploy.dashboard.messages import Topics
 from millrace.deploy.dashboard.patch import merge_patch
-from millrace.deploy.dashboard.snapshots import books
+from millrace.deploy.dashboard.snapshots import block_owners
 from millrace.deploy.dashboard.trace_log import StepFold, TraceLog
 from millrace.runtime.trace.tracer import EventKind, Tracer
 from millrace.stages.testing.scripted.engine import SMALL
@@ -370,7 +370,7 @@ async def test_the_block_map_follows_the_pool_by_changes():
         blocks, known = BlockMap(), np.zeros(0, np.uint16)
         num_patches = 0
         while not all(task.done() for task in asking):
-            news = blocks.next(books(running.engine))
+            news = blocks.next(block_owners(running.engine))
             if "cells" in news:
                 known = np.frombuffer(b64decode(news["cells"]), "<u2").copy()
             elif "at" in news:

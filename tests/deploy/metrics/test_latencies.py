@@ -160,7 +160,7 @@ def test_an_asynchronous_device_reports_its_idle_time_and_others_do_not():
                 stats = StatsLine(engine, metrics.num_tokens, 1e-6)
                 await ask(engine, 5, max_tokens=30)
                 await engine.check_quiet()
-                stats.look()
+                stats.check()
                 (line,) = [line for line in logs if line["event"] == "engine.stats"]
                 return samples(metrics), engine.idle_gaps_us, line
 

@@ -400,7 +400,7 @@ def test_who_computes_while_others_are_left_out_runs_on_any_of_their_cpus_and_th
     first, second = machine.cpus()[:2]
     own, any_of_them = [{first}, {second}, {first}], {first, second}
     told, before = Told(3), set(os.listdir("/proc/self/task"))
-    model = checkpoint("tied").load(num_threads=3, cpus=[first, second, first], worth_a_thread=1, neighbours=told)
+    model = checkpoint("tied").load(num_threads=3, cpus=[first, second, first], worth_a_thread=1, thread_throttle=told)
     threads = sorted({int(task) for task in set(os.listdir("/proc/self/task")) - before})
 
     def places(limit: int) -> list[set[int]]:
@@ -429,7 +429,7 @@ class Changing(ThreadThrottle):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_steps_that_leave_cores_to_others_give_the_same_bits_and_tell_what_was_lost(dtype: DType) -> None:
     made, prompt, neighbours = checkpoint("tied"), tokens(600), Changing(3)
-    model = made.load(dtype, num_threads=3, worth_a_thread=1, neighbours=neighbours)
+    model = made.load(dtype, num_threads=3, worth_a_thread=1, thread_throttle=neighbours)
     chunks = [200, *[1] * 30, 300]
     assert np.array_equal(Run(model).whole(prompt, chunks), Run(load("tied", dtype, None, 1)).whole(prompt, chunks))
     passed, used, lost, tried, lost_trying = neighbours.seen

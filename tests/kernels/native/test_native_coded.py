@@ -87,7 +87,7 @@ def test_no_bit_of_a_logit_depends_on_whether_weights_are_coded(every: int, inst
 def test_many_who_decode_get_the_same_bits_coded_together_and_apart() -> None:
     """Their keys are fetched beside the products; two threads take half of the rows each."""
     made = large(1_500)
-    models = [made.load("bfloat16", **settings(IN_VECTORS[0]), neighbours=Still(2)) for _ in range(3)]
+    models = [made.load("bfloat16", **settings(IN_VECTORS[0]), thread_throttle=Still(2)) for _ in range(3)]
     for model in models[1:]:
         model.encode_bf16_12bit()
     models[2].assume_split(True)

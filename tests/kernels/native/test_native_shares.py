@@ -107,7 +107,7 @@ def check(
 
     def load(num_threads: int) -> NativeModel:
         neighbours = Still(num_threads)
-        return checkpoint(name).load(num_threads=num_threads, worth_a_thread=1, neighbours=neighbours, **settings)
+        return checkpoint(name).load(num_threads=num_threads, worth_a_thread=1, thread_throttle=neighbours, **settings)
 
     models = {num_threads: load(num_threads) for num_threads in range(1, 9)}
     forks = Forks(models[1], block_size, starts, counts)
@@ -155,7 +155,7 @@ def test_whenever_threads_come_to_a_step_its_bits_are_those_of_one_thread(name: 
     """From each phase on, of two layers; and not before all is over. Few sequences are split, many not."""
     starts, counts = [799, 250, 0, 511, 3, 300, 640], [1, 13, 1, 2, 5, 1, 4]
     alone, model = (
-        checkpoint(name).load("bfloat16", num_threads=number, worth_a_thread=1, neighbours=Still(number))
+        checkpoint(name).load("bfloat16", num_threads=number, worth_a_thread=1, thread_throttle=Still(number))
         for number in (1, num_threads)
     )
     forks = Forks(alone, 16, starts, counts)

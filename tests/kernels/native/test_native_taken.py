@@ -10,7 +10,13 @@ import numpy as np
 import pytest
 
 from millrace.kernels.native.cache import NativeCache
-from millrace.kernels.native.page_preallocation import IDLE_S, LARGE_PAGE, LOOK_BYTES, PagePreallocation, take_pages
+from millrace.kernels.native.page_preallocation import (
+    CHECK_INTERVAL_BYTES,
+    IDLE_S,
+    LARGE_PAGE,
+    PagePreallocation,
+    take_pages,
+)
 from millrace.kernels.native.shape import NativeShape
 from tests.kernels.native.test_native_weights import resident_bytes
 
@@ -189,7 +195,7 @@ def test_so_much_is_left_to_others_and_a_little_more_that_is_used_has_it_look_ag
     assert 32 * MIB - num_takers * LARGE_PAGE <= recorded.room_bytes < 32 * MIB
     assert recorded.take() == []
     recorded.room_bytes = 128 * MIB
-    recorded.ahead.note_used(LOOK_BYTES + 1)
+    recorded.ahead.note_used(CHECK_INTERVAL_BYTES + 1)
     recorded.ahead.join()
     assert recorded.ahead.num_taken >= (9 + 96) * MIB
 

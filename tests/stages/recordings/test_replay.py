@@ -249,7 +249,7 @@ def refusal(path: Path, content: bytes) -> str:
         (b'{"millrace_recording": 99}\n', ":1: a recording of format 99"),
         (
             b'{"millrace_recording": 2}\n',
-            ":1: a recording of format 2: `millrace serve --record FILE` makes one of format 3",
+            ":1: a recording of format 2: `millrace serve --record FILE` writes format 3",
         ),
         (b'{"millrace_recording": 3, "engine": []}\n', ":1: engine.num_blocks = None: must be a whole number"),
     ],

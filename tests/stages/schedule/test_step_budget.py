@@ -22,7 +22,7 @@ from millrace.stages.recordings.workloads import Workload, WorkloadRequest
 from millrace.stages.schedule.step_budget import (
     FIRST_TOKENS,
     LEAST_TOKENS,
-    MOST_LOOKED_AT,
+    MOST_INSPECTED,
     MOST_SHARE,
     MOST_STRETCH,
     PATIENCE_S,
@@ -186,7 +186,7 @@ def test_a_long_line_is_not_walked_to_its_end_for_a_stretch():
         StepTimeCosts(prefill_token_s=1e-3),
         StepTimeCosts(),
     ):  # enough soon; or never, as nothing costs anything
-        line = iter([PrefillDemand(1000, 0)] * (MOST_LOOKED_AT + 5))
+        line = iter([PrefillDemand(1000, 0)] * (MOST_INSPECTED + 5))
         assert stretch(costs, line) == (MOST_STRETCH if costs.prefill_token_s else 1)
         assert len(list(line)) >= 5
 

@@ -51,8 +51,8 @@ def test_each_prompt_has_a_search_of_its_own(server: RunningServer):
     ("fields", "param", "says"),
     [
         ({"stream": True}, "stream", "not supported with use_beam_search"),
-        ({"temperature": 0.7}, "temperature", "takes the likeliest answers"),
-        ({"n": 65}, "n", "1 to 64 wide"),
+        ({"temperature": 0.7}, "temperature", "not supported by a beam search"),
+        ({"n": 65}, "n", "must be a whole number from 1 to 64"),
         ({"max_tokens": 2000}, None, "context length is 512 tokens"),
     ],
 )

@@ -10,6 +10,8 @@ import numpy as np
 import openai
 import pytest
 
+from millrace.deploy.api.openai.embedding_bodies import EmbeddingBody
+from millrace.deploy.errors import ApiError
 from millrace.stages.testing.scripted.script import Script
 from tests.deploy.running import RunningServer, post_bytes
 
@@ -83,6 +85,15 @@ def test_what_is_wrong_with_an_input_is_said_by_its_name(server: RunningServer):
         assert answer.status == (404 if param == "model" else 400), (body, answer.body)
         assert answer.error["param"] == param and words in answer.error["message"], answer.error
     assert server.post("/v1/embeddings", {"input": "x" * 512, "dimensions": 8}).status == 200
+
+
+@pytest.mark.parametrize(
+    "rest", [": is empty; send at least one character", " holds token id 999: ids go from 0 to 259"]
+)
+def test_an_error_of_the_engine_names_the_field_of_this_endpoint(rest: str):
+    body = EmbeddingBody(input="a")
+    error = body.rename_field(ApiError("invalid_value", f"prompt{rest}", param="prompt"))
+    assert (error.param, error.message) == ("input", f"input{rest}")
 
 
 @pytest.mark.parametrize("path", SCORES)

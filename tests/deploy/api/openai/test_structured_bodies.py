@@ -96,6 +96,6 @@ def test_what_is_no_form_is_refused_by_the_name_of_its_field(kind: Any, fields: 
 
 
 def test_a_form_makes_no_sense_in_a_beam_search() -> None:
-    with pytest.raises(ApiError, match="response_format: a beam search") as caught:
+    with pytest.raises(ApiError, match="response_format: not supported by a beam search") as caught:
         form(use_beam_search=True, response_format={"type": "json_object"})
     assert caught.value.param == "response_format"

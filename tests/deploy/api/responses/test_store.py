@@ -143,7 +143,7 @@ def test_readers_get_what_was_and_what_comes_and_then_the_end():
         await asyncio.sleep(0)
         running.is_over = True
         store.grow(running, [b"3"])
-        running.ring()
+        running.wake_readers()
         first, second = await asyncio.gather(*readers)
         return first, second
 

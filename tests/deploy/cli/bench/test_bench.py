@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from millrace.deploy.cli.bench import latency, throughput
-from millrace.deploy.cli.bench.load import BenchRequest, arrivals, random_asks, read_asks
+from millrace.deploy.cli.bench.load import BenchRequest, arrivals, random_requests, read_requests
 from millrace.deploy.cli.bench.measures import RequestRecord, Stopwatch, is_good, parse_goodput, statistics, summarize
-from millrace.deploy.cli.bench.offline import ask
+from millrace.deploy.cli.bench.offline import run_request
 from millrace.deploy.cli.bench.serve import has_text
 from millrace.deploy.cli.main import main
 from millrace.stages.errors import ConfigError
@@ -127,14 +127,14 @@ def test_a_piece_without_text_is_no_token():
 
 def test_random_prompts_have_the_lengths_that_were_asked_for_and_the_seed_decides():
     def draw(seed: int) -> list[BenchRequest]:
-        return random_asks(200, 10, 4, 50, np.random.default_rng(seed), 0.5)
+        return random_requests(200, 10, 4, 50, np.random.default_rng(seed), 0.5)
 
-    asks = draw(1)
-    assert asks == draw(1) != draw(2)
-    assert {len(each.prompt or ()) for each in asks} == set(range(5, 16))
-    assert {each.num_output for each in asks} == {2, 3, 4, 5, 6}
-    assert {token for each in asks for token in each.prompt or ()} == set(range(50))
-    assert {len(each.prompt or ()) for each in random_asks(9, 3, 1, 5, np.random.default_rng(0))} == {3}
+    requests = draw(1)
+    assert requests == draw(1) != draw(2)
+    assert {len(each.prompt or ()) for each in requests} == set(range(5, 16))
+    assert {each.num_output for each in requests} == {2, 3, 4, 5, 6}
+    assert {token for each in requests for token in each.prompt or ()} == set(range(50))
+    assert {len(each.prompt or ()) for each in random_requests(9, 3, 1, 5, np.random.default_rng(0))} == {3}
 
 
 def test_arrivals_are_a_poisson_process_or_all_at_once():
@@ -149,15 +149,15 @@ def test_arrivals_are_a_poisson_process_or_all_at_once():
 def test_a_dataset_is_read_as_far_as_needed_and_its_lines_are_checked(tmp_path):
     file = tmp_path / "data.jsonl"
     file.write_text('{"prompt": "a", "output_tokens": 3}\n{"messages": [{}]}\n{"prompt": [1, 2]}\nno JSON\n')
-    asks = [BenchRequest("a", 3), BenchRequest(None, 9, [{}]), BenchRequest([1, 2], 9)]
-    assert read_asks(file, 3, 9) == asks and read_asks(file, 1, 9) == asks[:1]
+    requests = [BenchRequest("a", 3), BenchRequest(None, 9, [{}]), BenchRequest([1, 2], 9)]
+    assert read_requests(file, 3, 9) == requests and read_requests(file, 1, 9) == requests[:1]
     with pytest.raises(ConfigError, match=r"data\.jsonl:4: must be like"):
-        read_asks(file, 4, 9)
+        read_requests(file, 4, 9)
     file.write_text('{"text": "a"}\n')
     with pytest.raises(ConfigError, match="must have a prompt or messages"):
-        read_asks(file, 4, 9)
+        read_requests(file, 4, 9)
     with pytest.raises(ConfigError, match="No such file"):
-        read_asks(tmp_path / "none", 4, 9)
+        read_requests(tmp_path / "none", 4, 9)
 
 
 # -- in this process
@@ -205,9 +205,9 @@ def test_throughput_counts_every_token_of_every_request(monkeypatch, tmp_path, c
     sizes = ["--num-prompts", "40", "--input-len", "20", "--output-len", "8", "--random-range-ratio", "0.5"]
     code, result = run("throughput", tmp_path, *sizes)
     assert code == 0 and result["completed"] == result["num_requests"] == 40
-    asks = random_asks(40, 20, 8, 260, np.random.default_rng(0), 0.5)
-    assert result["total_input_tokens"] == sum(len(each.prompt or ()) for each in asks)
-    assert result["total_output_tokens"] == sum(each.num_output for each in asks)
+    requests = random_requests(40, 20, 8, 260, np.random.default_rng(0), 0.5)
+    assert result["total_input_tokens"] == sum(len(each.prompt or ()) for each in requests)
+    assert result["total_output_tokens"] == sum(each.num_output for each in requests)
     assert result["total_num_tokens"] == result["total_input_tokens"] + result["total_output_tokens"]
     assert result["tokens_per_second"] == pytest.approx(result["total_num_tokens"] / result["elapsed_time"])
     assert "requests/s" in capfd.readouterr().out
@@ -222,7 +222,7 @@ def test_what_does_not_fit_the_context_is_refused(monkeypatch, capfd):
 def test_a_failed_request_is_counted_and_told():
     async def go() -> RequestRecord:
         async with scripted_engine(script=Script()) as engine:
-            return await ask(engine, BenchRequest([1] * 600, 4))
+            return await run_request(engine, BenchRequest([1] * 600, 4))
 
     assert "512" in str(asyncio.run(go()).error)
 

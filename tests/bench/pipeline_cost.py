@@ -1,4 +1,4 @@
-"""What the pipeline itself costs: python -m tests.bench.pipeline_cost [--output results.json]
+"""The cost of the pipeline itself: python -m tests.bench.pipeline_cost [--output results.json]
 
 Real stages, channels and threads; the device is a stand-in that takes no time or a fixed one. Three questions: how much
 time of the event loop's thread a step takes at 16 and at 256 decoding sequences, stage by stage; whether planning and

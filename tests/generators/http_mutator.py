@@ -1,4 +1,4 @@
-"""Bytes that were HTTP before something happened to them, on raw sockets.
+"""Corrupted HTTP on raw sockets.
 
     python -m tests.generators.http_mutator --cases 20000 [--seed N]
 

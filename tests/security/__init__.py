@@ -1,1 +1,1 @@
-"""Bad input over real sockets: attacks T.., and the oracle that watches meanwhile."""
+"""Hostile input over real sockets, and the oracle that checks the server during each test."""

@@ -1,4 +1,4 @@
-"""Parts of a message that are no text."""
+"""Message parts that are not text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nothing to go on."""
+"""Empty input."""
 
 from __future__ import annotations
 

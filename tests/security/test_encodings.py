@@ -1,4 +1,4 @@
-"""Bytes that are no text, and odd text that is."""
+"""Bytes that are not valid text, and unusual text that is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers that are none, or not finite, or out of range."""
+"""Values that are not numbers, not finite or out of range."""
 
 from __future__ import annotations
 

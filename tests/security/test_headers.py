@@ -1,4 +1,4 @@
-"""Headers without measure."""
+"""Headers of excessive size or number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a wrong key takes says nothing of the right one."""
+"""The time to refuse a wrong key reveals nothing about the right one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Token ids that are none, and ids of other clients' requests."""
+"""Invalid token ids, and ids of other clients' requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts of token ids that are none."""
+"""Prompts of invalid token ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The other numbers of a sampler."""
+"""The other numeric sampling parameters."""
 
 from __future__ import annotations
 

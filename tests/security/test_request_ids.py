@@ -1,4 +1,4 @@
-"""One id for many requests, and ids that are no ids."""
+"""One id for many requests, and invalid ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fields that sound like something inside."""
+"""Unknown fields with names of internals."""
 
 from __future__ import annotations
 

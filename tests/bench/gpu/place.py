@@ -1,4 +1,4 @@
-"""Where a part of the benchmark runs, and whom it tells what it finds.
+"""Where a part of the benchmark runs, and where its results go.
 
 A dry run shows that the code runs: on a CPU, with tiny shapes, Triton's kernels in their interpreter and streams that
 are simulated. What it times says nothing of a GPU.

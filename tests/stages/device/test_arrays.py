@@ -227,4 +227,4 @@ def test_pooled_sums_are_those_of_all_tokens_of_a_slot():
 
 def test_numpy_is_asked_for_numpy_and_torch_for_tensors():
     assert arrays_of(np.zeros(1)) is HOST
-    assert type(arrays_of(torch.zeros(1))).__name__ == "Tensors"
+    assert type(arrays_of(torch.zeros(1))).__name__ == "TorchArrays"

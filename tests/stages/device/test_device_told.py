@@ -97,7 +97,7 @@ def test_a_step_is_told_though_the_next_one_does_not_get_to_its_computing(says_w
             device.forward(grant(ROWS, step=step), fail)
             steps.append(sample(device, step))
         found = await asyncio.gather(*steps, return_exceptions=True)
-        assert [type(error).__name__ for error in found] == ["MemoryError", "StepFell"]
+        assert [type(error).__name__ for error in found] == ["MemoryError", "StepSkipped"]
         del steps, found
         gc.collect()
         await asyncio.sleep(0)

@@ -97,7 +97,7 @@ def launched(kernels: Any, guard: Guard) -> Any:
 def watch(engine: Engine, guard: Guard) -> None:
     """Makes the guard watch all calls that a started engine submits."""
     model: Any = engine.pipeline.stages["execute"].runner  # type: ignore[attr-defined]
-    decoder, work, chooser = model.runner.decoder, model._work, model._choosing
+    decoder, work, chooser = model.runner.decoder, model._work, model._chooser
     decoder.kernels, chooser._kernels = (launched(each, guard) for each in (decoder.kernels, chooser._kernels))
     model.runner.cache._copy_blocks = guard.exempt(model.runner.cache._copy_blocks)
     names = ("take_news", "make_inputs", "settle")

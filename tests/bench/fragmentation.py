@@ -1,6 +1,6 @@
 """The unused share of the KV cache: the rest of each running sequence's last block.
 
-    python -m tests.bench.fragmentation [--traces FOLDER] [--json results.json]
+    python -m tests.bench.fragmentation --traces FOLDER [--json results.json]
 
 Real request lengths, unscaled, run through the engine's own schedule and allocate code. There is no device, and every
 step is done at once. There is always a next request, so all slots are busy except at the end of a trace. The gauge
@@ -178,7 +178,7 @@ def figures_of(folder: Path, num_requests: int | None) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Share of the KV cache's room in use that holds no token.")
-    parser.add_argument("--traces", type=Path, default=Path("../shared/data/traces"), help="the folder they are in")
+    parser.add_argument("--traces", type=Path, required=True, help="the folder they are in")
     parser.add_argument("--requests", type=int, help="of each trace; all of them unless given")
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()

@@ -112,10 +112,10 @@ class Allocator:
     def serve(self, plan: StepPlan) -> tuple[StepGrant | None, PlanReport]:
         """Returns the grant and the report. The grant is None if nothing can run or be copied."""
         slot_blocks = self._slot_blocks
-        slot_blocks.take_note(plan)
-        stride = self._stride_of(plan)
-        if stride is not None:
-            return self._go_on(plan, stride)
+        slot_blocks.apply_updates(plan)
+        steady = self._steady_rows_of(plan)
+        if steady is not None:
+            return self._serve_steady(plan, steady)
         starting_rows = slot_blocks.starting_rows(plan)
         if starting_rows:
             plan = replace(plan, num_wanted=plan.num_wanted.copy())  # from here on: tokens left to compute
@@ -140,7 +140,7 @@ class Allocator:
 
     # -- steady decoding
 
-    def _stride_of(self, plan: StepPlan) -> SteadyDecode | None:
+    def _steady_rows_of(self, plan: StepPlan) -> SteadyDecode | None:
         """The state of steady decoding, if the rows are the last plan's and their blocks available."""
         is_same = plan.is_decode and plan.slots is self._last_slots
         self._last_slots = plan.slots if plan.is_decode and plan.num_reserved is None else None
@@ -153,12 +153,12 @@ class Allocator:
             self._steady = self._last_slots = None
         return self._steady
 
-    def _go_on(self, plan: StepPlan, stride: SteadyDecode) -> tuple[StepGrant, PlanReport]:
+    def _serve_steady(self, plan: StepPlan, steady: SteadyDecode) -> tuple[StepGrant, PlanReport]:
         table_slots, table_places, blocks = NO_INDICES, NO_INDICES, NO_INTS
-        if stride.num_blocks:
-            blocks = self.pool.take_behind(stride.last_blocks(), [1] * stride.num_blocks, stride.num_blocks)
-            table_slots, table_places = stride.grow(blocks)
-        starts = stride.step()
+        if steady.num_blocks:
+            blocks = self.pool.take_behind(steady.last_blocks(), [1] * steady.num_blocks, steady.num_blocks)
+            table_slots, table_places = steady.grow(blocks)
+        starts = steady.step()
         self.last_granted = plan.step
         self._slot_blocks.last_step[plan.slots] = plan.step
         grant = StepGrant(
@@ -189,11 +189,11 @@ class Allocator:
         lengths = tables.num_tokens[slots] + granted
         if plan.num_reserved is not None:
             lengths = np.maximum(lengths, plan.num_reserved * (granted > 0))
-        num_homeless = lengths - tables.capacity[slots]  # tokens beyond the capacity of the slot's blocks
-        grows = (num_homeless > 0).nonzero()[0]
+        num_beyond = lengths - tables.capacity[slots]  # tokens beyond the capacity of the slot's blocks
+        grows = (num_beyond > 0).nonzero()[0]
         if plan.is_decode and plan.num_reserved is None:
             return _PlanAllocation(granted, grows, self._ones[: len(grows)], len(grows))
-        counts = tables.num_blocks_for(num_homeless[grows])
+        counts = tables.num_blocks_for(num_beyond[grows])
         return _PlanAllocation(granted, grows, counts, int(counts.sum()))
 
     # -- grant and report

@@ -103,7 +103,7 @@ class BlockPool:
         taken: list[int] = []
         for last, count in zip(last_blocks, counts, strict=True):
             until = len(taken) + count
-            self._go_on(last + 1, until, taken)
+            self._extend_run(last + 1, until, taken)
             while len(taken) < until:
                 found = self._find_free(until - len(taken))
                 self.state[found] = IN_USE
@@ -117,7 +117,7 @@ class BlockPool:
         self.num_tables[blocks] = 1
         return blocks.astype(np.int32)
 
-    def _go_on(self, block: int, until: int, taken: list[int]) -> None:
+    def _extend_run(self, block: int, until: int, taken: list[int]) -> None:
         """Takes consecutive blocks from `block` on, until `taken` has `until` entries.
 
         Stops at the end of the run or at a block in use.

@@ -16,8 +16,8 @@ class Preemptor:
 
     A row that lacks blocks preempts the victims that it may preempt. Their blocks may be quarantined at first; they are
     counted before the next victim is taken. While a row waits for blocks, rows of lower rank get no new ones. The rank
-    of a row is the number of victims that it may preempt, so rank differs from the order in the plan, where decodes
-    come before prefills of better rank.
+    of a row is the number of victims that it may preempt: higher is better. So rank differs from the order in the plan,
+    where decodes come before prefills of better rank.
     """
 
     def __init__(self, slot_blocks: SlotBlocks, plan: StepPlan, starting_rows: dict[int, int]) -> None:

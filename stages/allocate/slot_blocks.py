@@ -69,7 +69,7 @@ class SlotBlocks:
 
     # -- updates
 
-    def take_note(self, plan: StepPlan) -> None:
+    def apply_updates(self, plan: StepPlan) -> None:
         """Applies the updates of a plan: completed steps, and ended, preempted or started sequences."""
         self.completed_step = plan.completed_step
         self.begun, self.swapped, self.copies = {}, {}, []

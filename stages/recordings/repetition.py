@@ -171,7 +171,7 @@ class AnswerHistory:
             if isinstance(message, TokenRequest):
                 self._begin(message)
             elif isinstance(message, StepDone):
-                self._go_on(message)
+                self._note_tokens(message)
                 ended += message.sequence_ids[message.is_finished].tolist()
         results = ((sequence_id, self._end(sequence_id)) for sequence_id in (*ended, *over))
         return [repeats.to_fields(sequence_id) for sequence_id, repeats in results if repeats is not None]
@@ -184,7 +184,7 @@ class AnswerHistory:
             self._prompts[sequence_id] = request.token_ids
             self._answers.setdefault(sequence_id, array("i"))  # a request may be added twice
 
-    def _go_on(self, done: StepDone) -> None:
+    def _note_tokens(self, done: StepDone) -> None:
         answers = self._answers
         rows = zip(done.sequence_ids.tolist(), done.places.tolist(), done.token_ids.tolist(), strict=True)
         for sequence_id, place, token_id in rows:

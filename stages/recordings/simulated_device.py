@@ -88,7 +88,7 @@ class SimulatedDevice:
         if steady is not None and grant.slots is steady.slots and grant.is_decode and not grant.copies:
             contents = StepContents(num_decode=len(grant.slots), num_context=steady.num_context)
             took_s = self._model.seconds(contents)
-            done, is_steady = self._go_on(grant.step, steady, took_s), True
+            done, is_steady = self._repeat_step(grant.step, steady, took_s), True
         else:
             self._write_progress()
             num_copied = sum(len(copy.sources) for copy in grant.copies)
@@ -139,7 +139,7 @@ class SimulatedDevice:
         columns = (grant.slots, done.sequence_ids, done.places + 1, done.token_ids, done.is_finished)
         return _Steady(*columns, context, num_left)
 
-    def _go_on(self, step: int, steady: _Steady, took_s: float) -> StepDone:
+    def _repeat_step(self, step: int, steady: _Steady, took_s: float) -> StepDone:
         columns = (steady.slots, steady.sequence_ids, steady.places, steady.token_ids, steady.is_finished)
         steady.places = steady.places + 1
         steady.num_context += len(steady.slots)

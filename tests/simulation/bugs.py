@@ -197,15 +197,15 @@ def drafts_computed_for_good() -> AbstractContextManager[None]:
 
         return gullible
 
-    def change_note(take_note: Any) -> Any:
+    def change_note(apply_updates: Any) -> Any:
         def deaf(self: SlotBlocks, plan: StepPlan) -> None:
-            take_note(self, replace(plan, accepted=()))
+            apply_updates(self, replace(plan, accepted=()))
 
         return deaf
 
     @contextmanager
     def planted() -> Iterator[None]:
-        with changed(Allocator, "serve", change), changed(SlotBlocks, "take_note", change_note):
+        with changed(Allocator, "serve", change), changed(SlotBlocks, "apply_updates", change_note):
             yield
 
     return planted()
@@ -214,13 +214,13 @@ def drafts_computed_for_good() -> AbstractContextManager[None]:
 def accepted_drafts_forgotten() -> AbstractContextManager[None]:
     """Accepted drafts are not reported to allocate."""
 
-    def change(take_note: Any) -> Any:
+    def change(apply_updates: Any) -> Any:
         def deaf(self: SlotBlocks, plan: StepPlan) -> None:
-            take_note(self, replace(plan, accepted=()))
+            apply_updates(self, replace(plan, accepted=()))
 
         return deaf
 
-    return changed(SlotBlocks, "take_note", change)
+    return changed(SlotBlocks, "apply_updates", change)
 
 
 def drafting_rows_run_ahead() -> AbstractContextManager[None]:

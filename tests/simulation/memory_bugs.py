@@ -72,7 +72,7 @@ def kept_despite_void() -> AbstractContextManager[None]:
 
         return gullible
 
-    return changed(PrefixPublisher, "settle", change)
+    return changed(PrefixPublisher, "complete_steps", change)
 
 
 def freed_by_the_first_holder() -> AbstractContextManager[None]:
@@ -275,7 +275,7 @@ def moved_despite_void() -> AbstractContextManager[None]:
 
         return gullible
 
-    return changed(HostTier, "settle", change)
+    return changed(HostTier, "complete_steps", change)
 
 
 MEMORY_BUGS: Mapping[str, Bug] = {

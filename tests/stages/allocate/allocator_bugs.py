@@ -126,7 +126,7 @@ def settled_one_step_early() -> AbstractContextManager[None]:
 
         return hasty
 
-    return changed(BlockPool, "settle", change)
+    return changed(BlockPool, "complete_steps", change)
 
 
 def evicted_while_in_use() -> AbstractContextManager[None]:
@@ -154,7 +154,7 @@ def eviction_untold() -> AbstractContextManager[None]:
 
         return silent
 
-    return changed(BlockPool, "_tell_evicted", change)
+    return changed(BlockPool, "_notify_evicted", change)
 
 
 # -- the host

@@ -100,7 +100,7 @@ def watch(engine: Engine, guard: Guard) -> None:
     decoder, work, chooser = model.runner.decoder, model._work, model._chooser
     decoder.kernels, chooser._kernels = (launched(each, guard) for each in (decoder.kernels, chooser._kernels))
     model.runner.cache._copy_blocks = guard.exempt(model.runner.cache._copy_blocks)
-    names = ("take_news", "make_inputs", "settle")
+    names = ("apply_updates", "make_inputs", "note_tokens")
     work._kernels = SimpleNamespace(**{name: guard.exempt(getattr(work._kernels, name)) for name in names})
     for stage, name in (("execute", "forward"), ("sample", "sample")):
         owner = engine.pipeline.stages[stage]

@@ -213,5 +213,5 @@ def test_the_offline_interface_takes_a_form_for_each_prompt(checkpoint: Path) ->
         assert len(second.outputs[0].token_ids) > 0
         with pytest.raises(Refused, match=r"structured_outputs\.regex: .*look-around"):
             llm.generate([[5]], params(regex="(?=a)b"), use_tqdm=False)
-        with pytest.raises(Refused, match="structured_outputs: a beam search"):
+        with pytest.raises(Refused, match="structured_outputs: not supported by a beam search"):
             llm.beam_search([[5]], 2, params=params(regex="a", temperature=0.0, seed=None), use_tqdm=False)

@@ -70,7 +70,7 @@ def test_weights_are_packed_before_torch_or_an_engine_is_imported() -> None:
     script = (
         "import sys, time; from millrace.stages.loading.early import EarlyLoading;"
         "from millrace.runtime.phases import Phases; from millrace.stages.config import EngineConfig;"
-        "opening = Opening(EngineConfig(device='cpu'), Phases(time.monotonic));"
+        "opening = EarlyLoading(EngineConfig(device='cpu'), Phases(time.monotonic));"
         "opening.result().native_model.result();"
         "late = [name for name in ('torch', 'aiohttp', 'tokenizers', 'jinja2', 'millrace.stages.engine.engine',"
         " 'millrace.stages.schedule.scheduler') if name in sys.modules]; sys.exit(' '.join(late) or 0)"
@@ -165,7 +165,7 @@ def test_a_process_may_end_while_weights_are_packed(tmp_path: Path) -> None:
     script = (
         "import sys, time; from millrace.stages.loading.early import EarlyLoading;"
         "from millrace.runtime.phases import Phases; from millrace.stages.config import EngineConfig;"
-        "opening = Opening(EngineConfig(model=sys.argv[1], device='cpu', threads=1), Phases(time.monotonic));"
+        "opening = EarlyLoading(EngineConfig(model=sys.argv[1], device='cpu', threads=1), Phases(time.monotonic));"
         "opening.wait_until_packing(60); time.sleep(float(sys.argv[2]))"
     )
     for wait_s in ("0", "0.05", "0.1", "0.15"):

@@ -49,7 +49,7 @@ def chat_format(tokenizer: Tokenizer, template: str | None, **settings: Any) -> 
 
 def settle(chat_format: ChatFormat, **fields: Any) -> Any:
     body, _ = read_body(ChatBody, {"messages": [{"role": "user", "content": "hi"}]} | fields, False)
-    return chat_format.settle(body, body.sampling_params(SamplingParams()))
+    return chat_format.apply(body, body.sampling_params(SamplingParams()))
 
 
 def told(chat_format: ChatFormat, text: str, **fields: Any) -> list[Any]:

@@ -46,7 +46,7 @@ def run_with(monkeypatch: pytest.MonkeyPatch, seen: list[bool], error: Exception
         os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(serve, "_make_engine", engine)
-    monkeypatch.setattr(serve, "_say_ready", ready)
+    monkeypatch.setattr(serve, "_print_ready", ready)
     return serve.run(argparse.Namespace(sources={}), EngineConfig(), ServerConfig(port=0))
 
 

@@ -186,7 +186,7 @@ def test_a_fault_of_a_stage_that_is_not_there_is_refused_with_those_that_are():
         async with scripted_engine(inject=("stage=prefill,error",)):
             pass
 
-    with pytest.raises(ConfigError, match="no stage prefill; there are intake, tokenize, schedule"):
+    with pytest.raises(ConfigError, match="inject = prefill: must name a stage, one of intake, tokenize, schedule"):
         asyncio.run(run())
 
 

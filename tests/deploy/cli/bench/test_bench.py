@@ -259,7 +259,7 @@ def test_serve_reads_a_dataset_and_asks_chats(server: RunningServer, tmp_path):
 def test_serve_says_when_there_is_nothing_to_measure(server: RunningServer, capfd):
     for arguments, told in (
         (["--base-url", "http://127.0.0.1:1"], "lists no model"),
-        (["--base-url", server.url, "--model", "other"], "'other' is not served here"),
+        (["--base-url", server.url, "--model", "other"], "'other': not served here"),
         (["--base-url", server.url, "--endpoint", "/v1/chat/completions"], "set --dataset-path"),
         (["--base-url", server.url, "--request-rate", "0"], "must be above 0, or inf"),
         (["--base-url", server.url, "--num-prompts", "0"], "--num-prompts 0: must be at least 1"),

@@ -185,7 +185,7 @@ class Slow:
         self.env = env
         self.asked_s: list[float] = []
 
-    async def ask(self, asked: BenchRequest) -> RequestRecord:
+    async def run_request(self, asked: BenchRequest) -> RequestRecord:
         began_s = asyncio.get_running_loop().time()
         self.asked_s.append(began_s)
         await asyncio.sleep(asked.num_output)

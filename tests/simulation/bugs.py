@@ -37,9 +37,9 @@ def lost_free_on_abort() -> AbstractContextManager[None]:
         def lossy(self: SequenceLifecycle, sequence_id: int) -> None:
             sequence = self.sequences.get(sequence_id)
             end(self, sequence_id)
-            is_told = sequence is not None and self.news.ended[-1:] == [sequence.slot]
+            is_told = sequence is not None and self.updates.ended[-1:] == [sequence.slot]
             if is_told and sequence_id not in finished_by_device:
-                self.news.ended.pop()
+                self.updates.ended.pop()
 
         return lossy
 
@@ -81,7 +81,7 @@ def bells_beyond_a_turn_forgotten() -> AbstractContextManager[None]:
     def change(wake_some: Any) -> Any:
         def forgetful(self: WakeupBatch) -> None:
             wake_some(self)
-            self._rung.clear()
+            self._set.clear()
 
         return forgetful
 
@@ -93,7 +93,7 @@ def duplicate_terminal_event() -> AbstractContextManager[None]:
 
     def change(take: Any) -> Any:
         def repeating(self: AnswerBuffer) -> Any:
-            self.is_told = False
+            self.is_finish_delivered = False
             return take(self)
 
         return repeating
@@ -150,7 +150,7 @@ def lost_host_blocks() -> AbstractContextManager[None]:
     def change(discard: Any) -> Any:
         def silent(self: SequenceLifecycle, sequence: Any) -> None:
             discard(self, sequence)
-            self.news.discarded.clear()
+            self.updates.discarded.clear()
 
         return silent
 

@@ -54,7 +54,7 @@ def test_greedy_rows_get_the_tokens_and_logprobs_of_the_other_sampler_in_all_cas
     vocab, num_slots, rng = 300, 6, np.random.default_rng(0)
     ours, theirs = (
         Sampler(torch.zeros(num_slots, dtype=torch.int64), vocab, 64, (vocab - 1,), logprobs_mode=mode, **more)
-        for more in ({"choosing": BY_TRITON}, {})
+        for more in ({"chooser": BY_TRITON}, {})
     )
     prompts = [rng.integers(0, vocab, rng.integers(1, 9)).tolist() for _ in range(num_slots)]
     news = [started(i, p, **(any_params(rng, vocab) | {"temperature": 0.0})) for i, p in enumerate(prompts)]

@@ -56,7 +56,7 @@ UNFINISHED = "not finished when waiting was given up"
 class Asks(Protocol):
     """The client of one request."""
 
-    async def ask(self, asked: BenchRequest) -> RequestRecord: ...
+    async def run_request(self, request: BenchRequest) -> RequestRecord: ...
 
 
 async def drive(client: Asks, offered: Window, drain_s: float) -> list[RequestRecord]:
@@ -70,7 +70,7 @@ async def drive(client: Asks, offered: Window, drain_s: float) -> list[RequestRe
         late_s = clock() - began_s - at_s
         try:
             async with asyncio.timeout_at(began_s + offered.duration_s + drain_s):
-                record = await client.ask(asked)
+                record = await client.run_request(asked)
         except TimeoutError:
             return RequestRecord(error=UNFINISHED)
         return replace(record, ttft_s=record.ttft_s + late_s, e2el_s=record.e2el_s + late_s)

@@ -30,7 +30,7 @@ IN_VECTORS = next((name for name in machine.instruction_sets() if name != "amx")
 
 def by_two(instruction_set: str | None) -> dict[str, Any]:
     """Settings of a model whose threads are two, however busy the machine is."""
-    return {"instruction_set": instruction_set, "num_threads": 2, "worth_a_thread": 1, "neighbours": Still(2)}
+    return {"instruction_set": instruction_set, "num_threads": 2, "worth_a_thread": 1, "thread_throttle": Still(2)}
 
 
 def least_rows(instruction_set: str | None) -> int:
@@ -88,7 +88,7 @@ def test_rows_are_taken_apart_from_the_layer_on_before_which_both_threads_are_th
 
 def test_memory_of_halves_is_part_of_a_steps_where_rows_can_be_taken_apart() -> None:
     def beside(num_threads: int, num_rows: int) -> int:
-        threads: dict[str, Any] = {"num_threads": num_threads, "neighbours": Still(num_threads)}
+        threads: dict[str, Any] = {"num_threads": num_threads, "thread_throttle": Still(num_threads)}
         model = Checkpoint.random().load("bfloat16", **by_two(IN_VECTORS) | threads)
         return model.step_bytes(num_rows, num_rows) - model.step_bytes(num_rows, 0)
 
@@ -159,7 +159,7 @@ def test_keys_are_fetched_beside_products_of_halves_and_each_step_is_told_once()
 
 def test_only_steps_of_many_rows_that_decode_are_taken_apart_and_only_by_two_threads() -> None:
     def is_split(parts: dict[int, list[int]], asked: dict[int, list[int]] | None = None, num_threads: int = 2) -> bool:
-        threads: dict[str, Any] = {"num_threads": num_threads, "neighbours": Still(num_threads)}
+        threads: dict[str, Any] = {"num_threads": num_threads, "thread_throttle": Still(num_threads)}
         model = Checkpoint.random().load("bfloat16", **by_two(IN_VECTORS) | threads)
         model.assume_split(True)
         Run(model).step(parts, asked)

@@ -139,8 +139,8 @@ async def start_timed(engine: ScriptedEngine, clock: Callable[[], float]) -> dic
     clocks: dict[str, Timed] = {}
     run = StageRunner.run
 
-    def timed_run(self: StageRunner) -> Awaitable[None]:
-        clocks[self.name] = Timed(run(self), clock)
+    def timed_run(self: StageRunner, all_set_up: asyncio.Event) -> Awaitable[None]:
+        clocks[self.name] = Timed(run(self, all_set_up), clock)
         return clocks[self.name].run()
 
     StageRunner.run = timed_run  # type: ignore[method-assign, assignment]

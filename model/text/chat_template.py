@@ -23,7 +23,8 @@ from jinja2 import nodes
 from ..errors import TemplateError
 from ..files import read_json, read_text
 from .jinja_sandbox import BUDGET, RenderBudget, TemplateSandbox
-from .tokenizer import NAMED_TOKENS, Tokenizer
+from .special_tokens import NAMED_TOKENS
+from .tokenizer import Tokenizer
 
 PROMPT_CHARS = 1 << 20  # longest prompt that a template may render
 NUM_KWARGS = 64  # most keys in chat_template_kwargs
@@ -63,9 +64,7 @@ class ChatTemplate:
             raise TemplateError(f"chat template: not valid: {error}") from None
         self._joins_arguments = _joins_arguments(sandbox.parse(source))
         self._marker = _Marker(tuple(tokenizer.special_tokens))
-        named = {name: tokenizer.config.get(name) for name in NAMED_TOKENS}
-        self._names = {name: token["content"] if isinstance(token, dict) else token for name, token in named.items()}
-        self._names = {name: token for name, token in self._names.items() if token is not None}
+        self._names = tokenizer.named_tokens
 
     @classmethod
     def read(cls, root: Path, tokenizer: Tokenizer) -> ChatTemplate | None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import codecs
 import copy
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -123,14 +124,34 @@ def _complete_text(raw: bytes) -> str | None:
 
 def _decoder_rules(tokenizer: Tokenizer) -> tuple[bool, bool]:
     """(is byte-level, strips the first space). Raises CheckpointError for any other decoder."""
+    if tokenizer.cleans_up:
+        raise CheckpointError(
+            "tokenizer_config.json: clean_up_tokenization_spaces = true would remove spaces from answers, and is "
+            "supported for encoder models only; set it to false"
+        )
     decoder = tokenizer.decoder_config
     steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
         return True, False
     if kinds[:3] == ["Replace", "ByteFallback", "Fuse"] and kinds[3:] in ([], ["Strip"]):
+        for step in steps:
+            values = {key: value for key, value in step.items() if key != "type"}
+            if values != _VALUES[step["type"]]:
+                raise CheckpointError(
+                    f"tokenizer.json: the decoder's {step['type']} has {str(values)[:128]}; "
+                    f"supported: {_VALUES[step['type']]}"
+                )
         return False, kinds[3:] == ["Strip"]
     raise CheckpointError(
         f"tokenizer.json: a decoder of {' + '.join(kinds)} is not supported; "
         "supported: ByteLevel, and Replace + ByteFallback + Fuse with or without Strip"
     )
+
+
+_VALUES: dict[str, dict[str, Any]] = {
+    "Replace": {"pattern": {"String": "▁"}, "content": " "},
+    "ByteFallback": {},
+    "Fuse": {},
+    "Strip": {"content": " ", "start": 1, "stop": 0},
+}

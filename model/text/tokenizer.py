@@ -9,31 +9,52 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
 from ..files import read_bytes, read_json, refuse_code
+from .special_tokens import SpecialTokens, TokenSpec
+from .tokenizer_class import TokenizerClass, tokenizer_class
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the caller has its own threads
-from tokenizers import AddedToken, Encoding, decoders, pre_tokenizers  # noqa: E402
+from tokenizers import AddedToken, Encoding, models, pre_tokenizers  # noqa: E402
 from tokenizers import Tokenizer as RustTokenizer  # noqa: E402
 
-NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+from .tokenizer_steps import apply_class  # noqa: E402
+
+# clean_up_tokenization_spaces: what a tokenizer of words puts spaces around, as transformers writes it, in its order
+SPACED_MARKS = {
+    " .": ".",
+    " ?": "?",
+    " !": "!",
+    " ,": ",",
+    " ' ": "'",
+    " n't": "n't",
+    " 'm": "'m",
+    " 's": "'s",
+    " 've": "'ve",
+    " 're": "'re",
+}
+ALWAYS_CLEANS = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
 IDS_AT_ONCE = 16_384  # making a list of ids holds the GIL: 46 ms for 240k ids at once, 2 ms for pieces of this size
 
 
 class Tokenizer:
     """A checkpoint's tokenizer.
 
-    `bos_token_id` and `eos_token_id` are from tokenizer_config.json; `special_ids` are the ids that
-    `skip_special_tokens` leaves out. With `is_byte_level`, tokens spell bytes in a substitute alphabet; without, they
-    spell text with "▁" for a space, and bytes as `<0xNN>`.
+    `named_tokens` are the texts of `bos_token`, `eos_token` and others, from the files beside tokenizer.json;
+    `special_ids` are the ids that `skip_special_tokens` leaves out. With `is_byte_level`, tokens spell bytes in a
+    substitute alphabet; without, they spell text with "▁" for a space, and bytes as `<0xNN>`.
     """
 
-    def __init__(self, rust: RustTokenizer, config: dict[str, Any]) -> None:
+    def __init__(
+        self, rust: RustTokenizer, config: dict[str, Any], named_tokens: Mapping[str, str], special: Collection[str]
+    ) -> None:
+        """`special` are the texts of the special tokens; some may have lost the flag while files were merged."""
         self._rust = rust
         self._plain: RustTokenizer | None = None  # made when first needed
         self._plain_lock = threading.Lock()
@@ -42,12 +63,15 @@ class Tokenizer:
             json.loads(rust.decoder.__getstate__()) if rust.decoder else {"type": "None"}
         )
         self.is_byte_level = self.decoder_config["type"] == "ByteLevel"
+        is_bpe = isinstance(rust.model, models.BPE) and config.get(ALWAYS_CLEANS) is not True
+        self.cleans_up = config.get("clean_up_tokenization_spaces") is True and not is_bpe
         added = rust.get_added_tokens_decoder()
         self._added_ids = list(added)
-        self.special_tokens = {str(token.content): index for index, token in added.items() if token.special}
+        self.special_tokens = {token.content: index for index, token in added.items() if token.content in special}
         self.special_ids = frozenset(self.special_tokens.values())
-        self.bos_token = _token_text(config.get("bos_token"))
-        self.eos_token = _token_text(config.get("eos_token"))
+        self.named_tokens = dict(named_tokens)  # texts by name; chat templates get them as variables
+        self.bos_token = named_tokens.get("bos_token")
+        self.eos_token = named_tokens.get("eos_token")
         self.bos_token_id = None if self.bos_token is None else rust.token_to_id(self.bos_token)
         self.eos_token_id = None if self.eos_token is None else rust.token_to_id(self.eos_token)
 
@@ -62,12 +86,21 @@ class Tokenizer:
             )
         config = read_json(root, "tokenizer_config.json") or {}
         refuse_code(root, "tokenizer_config.json", config)
+        others = [name for name in config.get("fast_tokenizer_files") or () if name != "tokenizer.json"]
+        if others:
+            raise CheckpointError(
+                f"tokenizer_config.json ({root}): fast_tokenizer_files lists {str(others[-1])[:64]}, and only "
+                "tokenizer.json is read; rename the newest of them, and remove the key"
+            )
         try:
             rust = RustTokenizer.from_buffer(raw)
-            _configure(rust, config, has_byte_level=b'"ByteLevel"' in raw)
         except Exception as error:  # the bindings raise Exception itself
             raise CheckpointError(f"tokenizer.json ({root}): cannot be used: {str(error)[:200]}") from None
-        return cls(rust, config)
+        kind = tokenizer_class(root, config, has_byte_level=b'"ByteLevel"' in raw)
+        special = SpecialTokens.read(root, config, kind.named, kind.extra)
+        texts = _special_texts(rust)
+        _configure(rust, config, kind, special, root)
+        return cls(rust, config, special.texts, texts | _special_texts(rust))
 
     def __len__(self) -> int:
         """One more than the largest id, added tokens included. An embedding may have more rows or, by mistake, less."""
@@ -104,7 +137,12 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of all ids at once. Invalid bytes become U+FFFD; unknown ids are left out."""
-        return self._rust.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        text = self._rust.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        if not self.cleans_up:
+            return text
+        for spaced, cleaned in SPACED_MARKS.items():
+            text = text.replace(spaced, cleaned)
+        return text
 
     def token(self, token_id: int) -> str | None:
         """The vocabulary's entry, in the tokenizer's own alphabet; None for an unknown id."""
@@ -201,46 +239,39 @@ LATIN_1_OF_CHARACTER = dict.fromkeys(range(256), "\u0100") | {
 }
 
 
-def _configure(rust: RustTokenizer, config: dict[str, Any], *, has_byte_level: bool) -> None:
-    """Applies tokenizer_config.json to the tokenizer, as transformers 5 does.
+def _configure(
+    rust: RustTokenizer, config: dict[str, Any], kind: TokenizerClass, special: SpecialTokens, root: Path
+) -> None:
+    """Applies the files beside tokenizer.json to the tokenizer, as transformers 5 does.
 
     NOTE: `add_bos_token` and `add_eos_token` have no effect with a tokenizer.json, whose post-processor decides.
     """
     rust.no_truncation()
     rust.no_padding()
-    is_llama = str(config.get("tokenizer_class")).removesuffix("Fast") == "LlamaTokenizer"
-    if is_llama and not has_byte_level:
-        _configure_llama(rust, config)
-    decoder = sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0]))
-    missing = [token for _, token in decoder if rust.token_to_id(str(token["content"])) is None]
-    tokens = [_added(token, is_special=bool(token.get("special"))) for token in missing]
-    extra = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
-    named = [*(config.get(name) for name in NAMED_TOKENS), *(extra.values() if isinstance(extra, dict) else extra)]
-    tokens += [_added(token, is_special=True) for token in named if token]
+    apply_class(rust, kind, config, root)
+    tokens = _missing_tokens(rust, special)
     if tokens:
         rust.add_tokens(tokens)  # in one call, as each call goes through all added tokens
+    if kind.name == "Qwen2Tokenizer":
+        again = dict.fromkeys(token.content for token in (*special.named.values(), *special.extra))
+        rust.add_tokens([AddedToken(content, special=True) for content in again])
 
 
-def _configure_llama(rust: RustTokenizer, config: dict[str, Any]) -> None:
-    """Llama 2's tokenizer: prepends "▁" to the text; if legacy, to each piece between special tokens."""
-    has_prefix = config.get("add_prefix_space") is not False
-    scheme = ("always" if config.get("legacy") else "first") if has_prefix else "never"
-    rust.normalizer = None
-    rust.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme=scheme, split=False)
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    rust.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if has_prefix else steps)
+def _special_texts(rust: RustTokenizer) -> set[str]:
+    return {token.content for token in rust.get_added_tokens_decoder().values() if token.special}
 
 
-def _added(token: Any, is_special: bool) -> AddedToken:
-    flags = token if isinstance(token, dict) else {}
-    names = ("single_word", "lstrip", "rstrip", "normalized")
-    return AddedToken(_token_text(token), special=is_special, **{name: bool(flags.get(name, False)) for name in names})
-
-
-def _token_text(token: Any) -> str | None:
-    """A token of tokenizer_config.json, which is a string or an object with its flags."""
-    text = token["content"] if isinstance(token, dict) else token
-    return None if text is None else str(text)
+def _missing_tokens(rust: RustTokenizer, special: SpecialTokens) -> list[AddedToken]:
+    """The tokens of the other files that the tokenizer does not have, or has with other flags."""
+    present = {TokenSpec(**token.__getstate__()) for token in rust.get_added_tokens_decoder().values()}
+    named = {token.content for token in special.named.values()}
+    tokens = [token for token in special.listed if token not in present]
+    contents = {token.content for token in (*present, *tokens)}
+    for token in (*special.named.values(), *special.extra):
+        if token.content not in contents:
+            contents.add(token.content)
+            tokens.append(token)
+    return [AddedToken(**asdict(token) | {"special": token.special or token.content in named}) for token in tokens]
 
 
 def _ids(encoding: Encoding) -> list[int]:

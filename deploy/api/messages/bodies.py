@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -15,7 +15,7 @@ from ..adapter.chat_adapter import EXTENSIONS, AdaptedBody, Chat, renamed
 from ..openai.bodies import ModelName
 from ..schema import fields as schema_fields
 from ..schema.hints import STOP_STRING, array, needs, nullable
-from ..schema.unsupported import NOTHING, Harmless
+from ..schema.unsupported import GENERATION, NOTHING, Harmless
 
 EFFORTS = {"max": "xhigh"}  # Anthropic's value -> chat's, where they differ
 NAMES = {  # chat's field -> this API's, for error texts
@@ -147,6 +147,8 @@ class MessagesBody(CountTokensBody):
     """`POST /v1/messages`."""
 
     PASSED: ClassVar[tuple[str, ...]] = EXTENSIONS
+    FOREIGN: ClassVar[Harmless] = GENERATION
+    INSTEAD: ClassVar[Mapping[str, str]] = NAMES
 
     max_tokens: int
     stop_sequences: Annotated[

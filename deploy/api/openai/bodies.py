@@ -7,6 +7,7 @@ checked by `SamplingParams`, by name. Checks that depend on the model follow at 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -54,7 +55,7 @@ from ..schema.relations import (
     WITH_SEARCH,
     WITHOUT_SEARCH,
 )
-from ..schema.unsupported import UNSUPPORTED, Harmless
+from ..schema.unsupported import GENERATION, UNSUPPORTED, Harmless
 from .chat_messages import MAX_MESSAGES, NOT_OVER, Message, TemplateKwargs, check_last_turn
 from .prompt_echo import EchoOptions
 from .prompts import read_prompts
@@ -100,6 +101,7 @@ class GenerationBody(Body):
     """Base class of the chat and completion bodies."""
 
     UNSUPPORTED: ClassVar[Harmless] = UNSUPPORTED
+    FOREIGN: ClassVar[Harmless] = GENERATION
     RELATIONS: ClassVar[tuple[JsonSchemaValue, ...]] = (
         STREAMS_ONLY,
         WITH_SEARCH,
@@ -263,6 +265,15 @@ class GenerationBody(Body):
 class ChatBody(GenerationBody):
     """`POST /v1/chat/completions`."""
 
+    INSTEAD: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("prompt", "input"), "messages"),
+        **dict.fromkeys(("system", "instructions"), "a message of role system"),
+        "max_output_tokens": "max_completion_tokens",
+        "stop_sequences": "stop",
+        "text": "response_format",
+        "reasoning": "reasoning_effort",
+        "thinking": "chat_template_kwargs",
+    }
     RELATIONS: ClassVar[tuple[JsonSchemaValue, ...]] = (
         *GenerationBody.RELATIONS,
         TOP_LOGPROBS,
@@ -384,6 +395,13 @@ class ChatBody(GenerationBody):
 class CompletionBody(GenerationBody):
     """`POST /v1/completions`."""
 
+    INSTEAD: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("max_completion_tokens", "max_output_tokens"), "max_tokens"),
+        "input": "prompt",
+        "messages": "prompt, or use /v1/chat/completions",
+        "stop_sequences": "stop",
+        "top_logprobs": "logprobs",
+    }
     RELATIONS: ClassVar[tuple[JsonSchemaValue, ...]] = (
         *GenerationBody.RELATIONS,
         NO_ECHO_OF_A_SEARCH,

@@ -19,6 +19,7 @@ from ...errors import ApiError
 from ..schema import fields as schema_fields
 from ..schema.body import Body
 from ..schema.hints import NOT_EMPTY, NOT_NULL, has
+from ..schema.unsupported import POOLING, Harmless
 from .bodies import ModelName
 from .prompts import read_prompts
 
@@ -42,7 +43,7 @@ Texts = Annotated[
 class PooledBody(Body):
     """Base class of the bodies in this file."""
 
-    refuses_unsupported: ClassVar[bool] = True
+    FOREIGN: ClassVar[Harmless] = POOLING
     # the engine's name of a field -> the name at this endpoint
     NAMES: ClassVar[dict[str, str]] = {}
 

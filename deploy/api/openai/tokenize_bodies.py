@@ -11,6 +11,7 @@ from ...errors import ApiError
 from ..schema import hints
 from ..schema.body import Body
 from ..schema.hints import has
+from ..schema.unsupported import TOKENIZING, Harmless
 from .bodies import ModelName
 from .chat_messages import MAX_MESSAGES, NOT_OVER, Message, TemplateKwargs, check_last_turn
 from .tools import Tools, check_tools
@@ -19,6 +20,7 @@ from .tools import Tools, check_tools
 class TokenizeBody(Body):
     """`POST /tokenize`: a prompt or a chat."""
 
+    FOREIGN: ClassVar[Harmless] = TOKENIZING
     RELATIONS: ClassVar[tuple[JsonSchemaValue, ...]] = (
         {"oneOf": [has("prompt", {"type": "string"}), has("messages", {"type": "array"})]},
         NOT_OVER,

@@ -15,7 +15,7 @@ from ..adapter.chat_adapter import EXTENSIONS, AdaptedBody, Chat, renamed
 from ..openai.bodies import ModelName
 from ..schema import fields as schema_fields
 from ..schema.hints import has, needs, nullable
-from ..schema.unsupported import NOTHING, Harmless
+from ..schema.unsupported import GENERATION, NOTHING, Harmless
 
 LOGPROBS = "message.output_text.logprobs"
 MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
@@ -106,6 +106,8 @@ class ResponsesBody(AdaptedBody):
     UNSUPPORTED: ClassVar[Harmless] = dict.fromkeys(
         ("prompt", "conversation", "context_management", "moderation", "image"), NOTHING
     )
+    FOREIGN: ClassVar[Harmless] = GENERATION
+    INSTEAD: ClassVar[Mapping[str, str]] = NAMES
     WITHOUT_EFFECT: ClassVar[tuple[str, ...]] = (
         "service_tier",
         "stream_options",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict
@@ -18,6 +19,8 @@ class Body(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
     UNSUPPORTED: ClassVar[Harmless] = {}  # fields that other servers act on: refused with 400, not ignored
+    FOREIGN: ClassVar[Harmless] = {}  # the same for other servers' and other routes' fields; not in the OpenAPI schema
+    INSTEAD: ClassVar[Mapping[str, str]] = {}  # such a field -> the one of this body with the same meaning
     RELATIONS: ClassVar[tuple[JsonSchemaValue, ...]] = ()  # field combinations of `check`, as JSON schemas
     LEAST_MAX_TOKENS: ClassVar[int] = 1
 

@@ -34,6 +34,27 @@ REASONS = {
     "functions": "not supported by this server; send tools instead",
     "function_call": "not supported by this server; send tools and tool_choice instead",
 }
+INSTEAD = {  # field -> the field of this server with the same meaning
+    **dict.fromkeys(("max_new_tokens", "n_predict", "num_predict", "max_length"), "max_tokens"),
+    **dict.fromkeys(("min_new_tokens", "min_length"), "min_tokens"),
+    **dict.fromkeys(("repeat_penalty", "rep_pen"), "repetition_penalty"),
+    **dict.fromkeys(("stopping_strings", "stop_strings", "stop_sequence"), "stop"),
+    **dict.fromkeys(("grammar", "ebnf", "grammar_string"), "structured_outputs.grammar"),
+    **dict.fromkeys(("enable_thinking", "preserve_thinking"), "chat_template_kwargs"),
+    "json_schema": "response_format",
+    "regex": "structured_outputs.regex",
+    "num_beams": "use_beam_search and best_of",
+    "ban_eos_token": "ignore_eos",
+    "banned_strings": "bad_words",
+    "banned_tokens": "logit_bias",
+    "custom_token_bans": "logit_bias",
+    "add_bos_token": "add_special_tokens on /v1/completions",
+    "no_stop_trim": "include_stop_str_in_output",
+    "random_seed": "seed",
+    "n_probs": "logprobs",
+    "truncate": "truncate_prompt_tokens",
+    "t_max_predict_ms": "timeout_s",
+}
 
 UNSUPPORTED: Harmless = {
     "modalities": (None, ["text"]),
@@ -43,19 +64,93 @@ UNSUPPORTED: Harmless = {
     **dict.fromkeys(_OFF_WHEN_EMPTY, NOTHING),
 }
 
+# Fields of other servers. Options of a method that is off, such as mirostat_tau, ask for nothing and are not listed.
+_OF_OTHER_SERVERS: Harmless = {
+    **dict.fromkeys(("typical_p", "typical", "tfs", "tfs_z", "guidance_scale", "cfg_scale", "num_beams"), (None, 1)),
+    **dict.fromkeys(("repeat_penalty", "rep_pen", "encoder_repetition_penalty", "min_temp", "max_temp"), (None, 1, 0)),
+    **dict.fromkeys(
+        ("dry_multiplier", "xtc_probability", "mirostat", "mirostat_mode", "top_a", "penalty_alpha"), (None, 0)
+    ),
+    **dict.fromkeys(
+        ("epsilon_cutoff", "eta_cutoff", "smoothing_factor", "dynatemp_range", "diversity_penalty"), (None, 0)
+    ),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "n_probs", "min_keep"), (None, 0)),
+    **dict.fromkeys(("min_new_tokens", "min_length", "t_max_predict_ms", "dynatemp_min", "dynatemp_max"), (None, 0)),
+    **dict.fromkeys(("top_n_sigma", "nsigma", "n_predict", "num_predict"), (None, 0, -1)),
+    **dict.fromkeys(("max_new_tokens", "max_length", "random_seed", "enable_thinking", "preserve_thinking"), (None,)),
+    **dict.fromkeys(("do_sample", "add_bos_token", "detokenize"), (None, True)),
+    **dict.fromkeys(
+        (
+            *("prompt_embeds", "input_embeds", "inputs_embeds", "images", "image_data", "audio_data", "video_data"),
+            *("multi_modal_data", "mm_processor_kwargs", "lora", "lora_path", "lora_request", "lora_adapters"),
+            *("adapter_id", "custom_logit_processor", "logits_processor", "vllm_xargs"),
+            *("dynamic_temperature", "samplers", "sampler_order", "sampler_priority", "negative_prompt", "watermark"),
+            *("grammar", "grammar_string", "ebnf", "json_schema", "regex", "structural_tag", "format", "options"),
+            *("ban_eos_token", "banned_tokens", "banned_strings", "custom_token_bans", "token_healing", "stop_regex"),
+            *("stopping_strings", "stop_strings", "stop_sequence", "no_stop_trim", "return_full_text", "truncate"),
+            *("safe_prompt", "prompt_mode", "plugins", "search_parameters"),
+        ),
+        NOTHING,
+    ),
+}
+# Fields of this server's APIs that generate, for the routes that do not have them.
+_OF_OTHER_ROUTES: Harmless = {
+    **dict.fromkeys(("n", "best_of"), (None, 1)),
+    **dict.fromkeys(("top_logprobs", "prompt_logprobs"), (None, 0)),
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens", "seed"), (None,)),
+    **dict.fromkeys(("add_generation_prompt", "include_reasoning"), (None, True)),
+    **dict.fromkeys(
+        (
+            *("messages", "prompt", "input", "system", "instructions", "documents", "previous_response_id"),
+            *("stop", "stop_sequences", "bad_words", "allowed_token_ids", "logprobs", "use_beam_search"),
+            *("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice"),
+            *("guided_grammar", "text", "output_config", "tools", "reasoning", "reasoning_effort", "thinking"),
+            *("thinking_budget", "thinking_token_budget", "chat_template_kwargs", "continue_final_message"),
+            *("truncate_prompt_tokens", "add_special_tokens"),
+        ),
+        NOTHING,
+    ),
+}
+GENERATION: Harmless = {**UNSUPPORTED, "parallel_tool_calls": (None, True), **_OF_OTHER_ROUTES, **_OF_OTHER_SERVERS}
 
-def refuse_unsupported(raw: Mapping[str, Any], unknown: list[str], unsupported: Harmless) -> list[str]:
+# The same for embeddings, scores and reranking.
+POOLING: Harmless = {
+    **dict.fromkeys(("add_special_tokens", "normalized", "use_activation", "activation", "softmax"), (None, True)),
+    **dict.fromkeys(("embedding_type", "embedding_types", "output_dtype", "embed_dtype"), (None, "float", ["float"])),
+    **dict.fromkeys(
+        (
+            *("messages", "prompt_name", "input_type", "task", "instruction", "prompt", "late_chunking"),
+            *("chat_template", "chat_template_kwargs", "mm_processor_kwargs", "multi_modal_data", "prompt_embeds"),
+            *("lora", "lora_path", "lora_request", "rank_fields", "max_chunks_per_doc", "max_tokens_per_doc"),
+        ),
+        NOTHING,
+    ),
+}
+# The same for /tokenize.
+TOKENIZING: Harmless = dict.fromkeys(("chat_template", "documents", "input", "system", "mm_processor_kwargs"), NOTHING)
+
+
+def refuse_unsupported(
+    raw: Mapping[str, Any], unknown: list[str], unsupported: Harmless, instead: Mapping[str, str]
+) -> list[str]:
     """Returns `unknown` without the unsupported fields.
 
-    `ApiError` if one of those would have an effect.
+    `ApiError` if one of those would have an effect; it names the right field if `instead` has it.
     """
     for name in unknown:
         if name in unsupported and not _is_one_of(raw[name], unsupported[name]):
-            message = f"{name}: {REASONS.get(name, 'not supported by this server; leave it out')}"
+            message = f"{name}: {_reason(name, instead)}"
             raise ApiError("unsupported_parameter", message, param=name)
     return [name for name in unknown if name not in unsupported]
 
 
 def _is_one_of(value: Any, values: Sequence[Any]) -> bool:
-    """Membership by JSON equality: 0 is not false."""
-    return any(value == one and type(value) is type(one) for one in values)
+    """Membership by JSON equality: 1 is 1.0, but 0 is not false."""
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in values)
+
+
+def _reason(name: str, instead: Mapping[str, str]) -> str:
+    right = instead.get(name) or INSTEAD.get(name)
+    if right is not None:
+        return f"not supported on this route; send {right} instead"
+    return REASONS.get(name, "not supported on this route; leave it out")

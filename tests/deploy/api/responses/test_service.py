@@ -293,7 +293,8 @@ def test_a_wrong_query_names_its_field(server, query, param):
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"seed": 2**64}, "seed"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
-        ({"n": 2}, None),
+        ({"n": 2}, "n"),
+        ({"n_discard": 2}, None),
         ({"previous_response_id": "resp_0"}, "previous_response_id"),
         ({"logit_bias": {"999": 1}}, "logit_bias"),
     ],
@@ -301,6 +302,6 @@ def test_a_wrong_query_names_its_field(server, query, param):
 def test_a_wrong_field_is_named_in_this_apis_words(server, fields, param):
     answer = server.post(PATH, ASK | fields)
     if param is None:
-        assert (answer.status, answer.headers["x-ignored-fields"]) == (200, "n")
+        assert (answer.status, answer.headers["x-ignored-fields"]) == (200, "n_discard")
     else:
         assert answer.status in (400, 404) and answer.error["param"] == param

@@ -71,6 +71,7 @@ class Prompt:
     token_ids: Ints | None = None
     chat: ChatPrompt | None = None
     pair: tuple[str, str] | None = None
+    add_special_tokens: bool = True  # to a text, as its tokenizer does: BOS, EOS; False: the text spells its own
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ class PromptEncoder(Protocol):
         """Token ids of the rendered chat template."""
 
     def encode_words(self, text: str) -> Sequence[int]:
-        """Token ids of a text inside another one: without special tokens."""
+        """Token ids of a text without special tokens: of a bad word, or of a prompt that spells its own."""
 
     def encode_pair(self, first: str, second: str) -> tuple[Sequence[int], Sequence[int]]:
         """Token ids of a pair of texts, and for each token 0 or 1: the text that it belongs to."""
@@ -181,7 +181,8 @@ def encode_prompt(encoder: PromptEncoder, limits: RequestLimits, prompt: Prompt)
     if prompt.chat is not None:
         token_ids, param = encoder.encode_chat(prompt.chat), "messages"
     else:
-        token_ids, param = encoder.encode_text(prompt.text or ""), "prompt"
+        encode_one = encoder.encode_text if prompt.add_special_tokens else encoder.encode_words
+        token_ids, param = encode_one(prompt.text or ""), "prompt"
     return _checked(token_ids, limits, param)
 
 

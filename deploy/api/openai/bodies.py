@@ -413,6 +413,7 @@ class CompletionBody(GenerationBody):
     prompt: Annotated[Any, WithJsonSchema(hints.PROMPT)]
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
+    add_special_tokens: bool | None = None  # False: a text prompt spells its own BOS
 
     def _own_params(self) -> dict[str, Any]:
         fields = {"max_tokens": 16 if self.max_tokens is None else self.max_tokens, "logprobs": self.logprobs}
@@ -452,7 +453,7 @@ class CompletionBody(GenerationBody):
 
     def prompts(self) -> tuple[Prompt, ...]:
         """One prompt, or several."""
-        return read_prompts(self.prompt)
+        return read_prompts(self.prompt, add_special_tokens=self.add_special_tokens)
 
 
 _SAMPLING_FIELDS = [name for name in GenerationBody.model_fields if name in SamplingParams.__dataclass_fields__]

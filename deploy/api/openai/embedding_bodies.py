@@ -81,12 +81,13 @@ class EmbeddingBody(PooledBody):
     input: Annotated[Any, WithJsonSchema(schema_fields.INPUT)]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    add_special_tokens: bool | None = None  # False: a text spells its own special tokens
     normalize: bool | None = None  # scale vectors to length 1; the default is true
     cache_salt: Annotated[str | None, Field(pattern=r"^[A-Za-z0-9_.:=+~-]{1,128}$")] = None
 
     def request(self, answer_id: str, tasks: frozenset[Task]) -> Request:
         """A request for one vector per input. `ApiError` names the wrong field."""
-        prompts = read_prompts(self.input, "input", MAX_INPUTS)
+        prompts = read_prompts(self.input, "input", MAX_INPUTS, self.add_special_tokens)
         pooling = PoolingParams(dimensions=self.dimensions, normalize=self.normalize is not False)
         salt = self.cache_salt or ""
         return pooled_request(answer_id, prompts, pooling, priority=self.priority, cache_salt=salt)

@@ -5,6 +5,7 @@ Limits that depend on the model (length, vocabulary) are checked at intake.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,13 +15,18 @@ from ....stages.request_limits import MAX_PROMPTS
 from ...errors import ApiError
 
 
-def read_prompts(value: Any, name: str = "prompt", most: int = MAX_PROMPTS) -> tuple[Prompt, ...]:
+def read_prompts(
+    value: Any, name: str = "prompt", most: int = MAX_PROMPTS, add_special_tokens: bool | None = None
+) -> tuple[Prompt, ...]:
     """Reads prompts in any of the four forms, at most `most`.
 
-    `ApiError` 400 names the field as `name`.
+    With `add_special_tokens` False the tokenizer adds none to a text. `ApiError` 400 names the field as `name`.
     """
     try:
-        return _read(value, most)
+        prompts = _read(value, most)
+        if add_special_tokens is False:
+            prompts = tuple(replace(prompt, add_special_tokens=False) for prompt in prompts)
+        return prompts
     except ApiError as error:
         if error.message.startswith("prompt"):
             error.message = name + error.message.removeprefix("prompt")

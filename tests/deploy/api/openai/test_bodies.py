@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from millrace.deploy.api.openai.bodies import ChatBody, CompletionBody
+from millrace.deploy.api.openai.embedding_bodies import EmbeddingBody
 from millrace.deploy.api.schema.validation import read_body
 from millrace.deploy.errors import ApiError
 from millrace.stages.beam_search.algorithm import BeamParams
@@ -280,3 +281,12 @@ def test_messages_of_errors_are_short_whatever_the_client_sent():
     with pytest.raises(ApiError) as caught:
         read_body(ChatBody, {"messages": MESSAGES, "y" * 100_000: 1}, True)
     assert len(caught.value.message) <= 512 and len(caught.value.param) <= 128
+
+
+def test_add_special_tokens_reaches_every_text_prompt_of_a_body():
+    for given, right in ((None, True), (True, True), (False, False)):
+        asked = {"add_special_tokens": given}
+        completion, _ = read_body(CompletionBody, {"prompt": ["a", "b"]} | asked, False)
+        embedding, _ = read_body(EmbeddingBody, {"input": ["a", "b"]} | asked, False)
+        prompts = (*completion.prompts(), *embedding.request("", frozenset()).prompts)
+        assert [prompt.add_special_tokens for prompt in prompts] == [right] * 4

@@ -53,6 +53,7 @@ CODES: dict[str, tuple[int, str]] = {
     "tokenizer_error": (500, "InternalServerError"),
     "detokenizer_error": (500, "InternalServerError"),
     "grammar_error": (500, "InternalServerError"),
+    "model_error": (500, "InternalServerError"),
     "engine_died": (500, "InternalServerError"),
     "deadline_exceeded": (504, "GatewayTimeoutError"),
     "loading": (503, "ServiceUnavailableError"),

@@ -16,12 +16,11 @@ from .params import SamplingParams
 from .pooling_params import Floats
 
 OutputKind = Literal["delta", "cumulative", "final"]
-FinishName = Literal["stop", "length", "error", "abort"]
+FinishName = Literal["stop", "length", "abort"]
 
 FINISH_NAMES: Mapping[FinishReason, FinishName] = {
     FinishReason.STOP: "stop",
     FinishReason.LENGTH: "length",
-    FinishReason.ERROR: "error",
     FinishReason.ABORT: "abort",
 }
 

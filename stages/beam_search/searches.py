@@ -158,7 +158,7 @@ class BeamSearches:
                 rows.update((delta.index, delta.logprobs[0]) for delta in deltas if delta.logprobs)
         finally:
             self.exit.end(step.request_id, "cancel")
-        if len(rows) < len(step.prompts):  # a NaN
+        if len(rows) < len(step.prompts):
             raise Failed("the model gave no log-probabilities for a step of this search")
         tops = [rows[index].top for index in range(len(step.prompts))]
         token_ids = np.array([[top[0] for top in row] for row in tops], np.int32)

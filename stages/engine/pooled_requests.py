@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..errors import Failed, Refused
+from ..errors import Refused
 from ..exit.outboxes import RequestOutbox
 from ..messages import Prompt, Request, Task
 from ..params import SamplingParams
@@ -32,8 +32,6 @@ async def read_vectors(outbox: RequestOutbox) -> list[Floats]:
     async for deltas in outbox:
         for delta in deltas:
             vectors[delta.index] = delta.vector
-            if delta.finish_reason == "error":
-                raise Failed(f"the model returned a vector with NaN or infinity for input {delta.index}")
             if delta.finish_reason == "abort":
                 raise Refused("the request was cancelled before all of its inputs were done", code="cancelled")
     return [vector for vector in vectors if vector is not None]

@@ -11,13 +11,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Never
 
+import numpy as np
+
 from ...runtime.channel import ControlLane
+from ...runtime.env.log import get_logger
 from ...runtime.exit import Exit
 from ...runtime.stage import Context, Crash, Outlet
 from ...runtime.stage_runner import StageCrashed
 from ...runtime.trace.tracer import EventKind
 from ...runtime.wakeups import WakeupBatch
-from ..errors import Overloaded, TimedOut
+from ..errors import Failed, Overloaded, TimedOut
 from ..messages import Finish, FinishReason, Pooled, Request, StepText
 from ..outputs import PrefillProgress
 from .request_outbox import AnswerBuffer, RequestOutbox
@@ -25,6 +28,8 @@ from .slow_readers import SlowReaders
 
 MAX_UNREAD_TOKENS = 256  # unread tokens of a choice at which it is parked
 STALL_S = 30.0  # time a choice may stay parked before its request ends
+
+log = get_logger("millrace.stages")
 
 
 class Outboxes(Exit[RequestOutbox]):
@@ -202,6 +207,8 @@ class Outboxes(Exit[RequestOutbox]):
         for scored in item.prompt_logprobs:
             if (choice := choices.get(scored.sequence_id)) is not None:
                 choice.add_prompt_logprobs(scored)
+                if np.isnan(scored.logprobs).any():
+                    self._fail_not_finite(choice, "the log-probability of a prompt token is NaN")
         for row, logprobs in item.logprobs.items():
             if (choice := choices.get(item.sequence_ids[row])) is not None:
                 choice.logprobs.append(logprobs)
@@ -214,13 +221,16 @@ class Outboxes(Exit[RequestOutbox]):
         choice = self._choices.get(pooled.sequence_id)
         if choice is None:
             return
-        choice.vector = pooled.vector
         choice.begun = pooled.begun
+        if pooled.vector is None:
+            self._fail_not_finite(choice, f"the vector of input {choice.index} holds NaN or infinity")
+            return
+        choice.vector = pooled.vector
         outbox = choice.outbox
         if not outbox.has_started:
             self._start(outbox)
         outbox.notify()
-        self._finish(pooled.sequence_id, Finish(FinishReason.ERROR if pooled.vector is None else FinishReason.STOP))
+        self._finish(pooled.sequence_id, Finish(FinishReason.STOP))
 
     def _report_progress(self, choice: AnswerBuffer, num_processed: int) -> None:
         began_s = choice.begun.began_s
@@ -241,10 +251,30 @@ class Outboxes(Exit[RequestOutbox]):
         for callback in self.on_start:
             callback(outbox.request.parent_id or outbox.request_id)
 
+    def _fail_not_finite(self, choice: AnswerBuffer, problem: str) -> None:
+        """Ends the request of a choice for which the model returned no finite numbers."""
+        outbox = choice.outbox
+        log.error(
+            "model.not_finite",
+            request_id=outbox.request_id,
+            choice=choice.index,
+            num_prompt_tokens=len(choice.begun.token_ids),
+            num_generated_tokens=choice.num_generated,
+        )
+        message = f"{problem}; the model's weights, or its dtype, are to blame: see the server's log"
+        self.end(outbox.request_id, "error", Failed(message, code="model_error"))
+
     def _finish(self, sequence_id: int, finish: Finish) -> None:
-        choice = self._choices.pop(sequence_id, None)
+        choice = self._choices.get(sequence_id)
         if choice is None:
             return
+        if finish.reason is FinishReason.ERROR:
+            choice.token_ids.pop()  # it stands for no token
+            self._fail_not_finite(
+                choice, f"no token has a finite score after {choice.num_generated} tokens of choice {choice.index}"
+            )
+            return
+        del self._choices[sequence_id]
         choice.finish = finish
         if choice.outbox.request.params.max_tokens == 0:
             choice.token_ids.clear()  # the token sampled at the end of the prompt, not requested

@@ -31,7 +31,7 @@ class TextDelta:
 class AnswerEnd:
     """The end of the answer."""
 
-    reason: str  # stop, length, tool_calls, error or abort
+    reason: str  # stop, length, tool_calls or abort
     stop_reason: str | int | None = None  # the stop string or stop token id
 
 

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from ...errors import CODES, MAX_MESSAGE_CHARS
 
 Count = Annotated[int, Field(ge=0)]
-FinishReason = Literal["stop", "length", "abort", "error", "tool_calls"]
+FinishReason = Literal["stop", "length", "abort", "tool_calls"]
 
 
 class Shape(BaseModel):

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +16,17 @@ from millrace.runtime.stage_runner import StageCrashed
 from millrace.runtime.wakeups import WakeupBatch
 from millrace.stages.errors import Failed, Overloaded, Refused, TimedOut, Unavailable
 from millrace.stages.exit.outboxes import Outboxes, RequestOutbox
-from millrace.stages.messages import Finish, FinishReason, Request, StepText, TokenLogprobs
+from millrace.stages.messages import (
+    NO_INTS,
+    Begun,
+    Finish,
+    FinishReason,
+    Pooled,
+    PromptLogprobs,
+    Request,
+    StepText,
+    TokenLogprobs,
+)
 from millrace.stages.outputs import ChoiceDelta
 from tests.stages.front import Collected, join, request, step, text_step
 
@@ -124,6 +135,27 @@ async def test_a_failed_request_raises_what_its_client_may_know(env: SimEnv, cau
     assert "passwd" not in caught.value.message
     assert await read(outbox) == []  # and nothing after the end
     assert list(lane.take()) == [0]
+
+
+@pytest.mark.parametrize("broken", ["token", "vector", "prompt"])
+@sim_test(seeds=1)
+async def test_what_is_not_finite_is_an_error_of_its_request_and_no_finish(env: SimEnv, broken: str):
+    exit, lane = exit_with_lane()
+    outbox = exit.open(request("a", n=2))
+    exit.deliver(text_step(0, (0, "half", 1)))
+    if broken == "token":
+        exit.deliver(text_step(1, (0, "", 0), finishes={0: Finish(FinishReason.ERROR)}))
+    elif broken == "vector":
+        exit.deliver(StepText(1, (), (), (), pooled=(Pooled(0, None, Begun(NO_INTS)),)))
+    else:
+        scored = PromptLogprobs(0, 1, *np.full((3, 1), 5, np.int32), *np.full((2, 1, 1), 5, np.int32))
+        scores = replace(scored, logprobs=np.full(1, np.nan, np.float32))
+        exit.deliver(StepText(1, (), (), (), prompt_logprobs=(scores,)))
+    assert await anext(outbox) == [ChoiceDelta(0, "half", (1,))]
+    with pytest.raises(Failed, match="finite|NaN") as caught:
+        await anext(outbox)
+    assert (caught.value.status, caught.value.code) == (500, "model_error")
+    assert lane.take() == {0: "error", 1: "error"} and outbox.num_generated_tokens == 1
 
 
 @sim_test(seeds=1)

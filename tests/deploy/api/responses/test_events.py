@@ -30,7 +30,7 @@ RUNS = st.one_of(
     CALLS.map(lambda call: [call[0], *call[1]]),
 )
 ANSWERS = st.lists(RUNS, max_size=4).map(lambda runs: [part for run in runs for part in run])
-ENDS = st.sampled_from(["stop", "length", "tool_calls", "abort", "error"]).map(AnswerEnd)
+ENDS = st.sampled_from(["stop", "length", "tool_calls", "abort"]).map(AnswerEnd)
 
 
 def build(**fields: Any) -> ResponseEvents:
@@ -100,7 +100,6 @@ def test_items_are_opened_and_closed_one_after_the_other(parts, end):
         ("tool_calls", "completed", "response.completed"),
         ("length", "incomplete", "response.incomplete"),
         ("abort", "cancelled", "response.incomplete"),
-        ("error", "failed", "response.failed"),
     ],
 )
 def test_the_end_of_the_answer_is_the_status_of_the_response(reason, status, last):

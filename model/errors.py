@@ -2,6 +2,22 @@
 
 from __future__ import annotations
 
+SHOWN_CHARS = 100  # of a name or value that a file holds
+
+
+def shown(name: str) -> str:
+    """A name in a file, for a message: as it is if it is short and printable, else cut and escaped."""
+    cut = name if len(name) <= SHOWN_CHARS else name[: SHOWN_CHARS - 3] + "..."
+    return cut if cut.isprintable() else ascii(cut)
+
+
+def quoted(value: object) -> str:
+    """A value in a file as Python writes it, cut, for a message."""
+    try:
+        return shown(repr(value))
+    except RecursionError:
+        return f"a {type(value).__name__} of many levels"
+
 
 class ModelError(Exception):
     """The model cannot be used as requested. The message names the cause, what is wrong, and what would be right."""

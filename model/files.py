@@ -1,19 +1,27 @@
 """Opens a checkpoint's files: only regular files of bounded size inside the checkpoint.
 
 A Hub cache stores a snapshot as symlinks into its `blobs` folder; those are followed. Any other link out of the
-checkpoint is refused, with the same message whether its target exists or not.
+checkpoint is refused, with the same message whether its target exists or not, unless the folder is a `LinkedFolder`.
 """
 
 from __future__ import annotations
 
 import json
 import stat
-from pathlib import Path
+from pathlib import Path, PosixPath
 from typing import Any
 
-from .errors import CheckpointError
+from .errors import CheckpointError, shown
 
-JSON_BYTES = 256 << 20  # largest JSON file read: a tokenizer.json of 256k entries takes about 35 MB
+FILE_BYTES = 256 << 20  # largest file read whole: a tokenizer.json of 256k entries takes about 35 MB
+JSON_BYTES = 8 << 20  # largest file parsed into Python objects, which take up to 25 times its size
+
+
+class LinkedFolder(PosixPath):
+    """A checkpoint's folder whose links may lead anywhere: setting `allow_links_outside`.
+
+    `checkpoint_file` takes it as the folder of any other checkpoint, so no other code treats it differently.
+    """
 
 
 def checkpoint_file(root: Path, name: str) -> Path | None:
@@ -23,15 +31,22 @@ def checkpoint_file(root: Path, name: str) -> Path | None:
     a directory), before opening it.
     """
     path = root / name
-    if not path.is_symlink() and not path.exists():
-        return None
-    real = path.resolve()
-    if not any(real.is_relative_to(place) for place in _allowed_places(root)):
-        raise CheckpointError(f"{name} ({root}): a link that leads out of the checkpoint; copy the file in its place")
     try:
+        if not path.is_symlink() and not path.exists():
+            return None
+        real = path.resolve()
+        if not isinstance(root, LinkedFolder) and not any(
+            real.is_relative_to(place) for place in _allowed_places(root)
+        ):
+            raise CheckpointError(
+                f"{name} ({root}): a link that leads out of the checkpoint; copy the file in its place, or trust this "
+                "folder's links with allow_links_outside"
+            )
         mode = real.stat().st_mode
     except OSError as error:
         raise CheckpointError(f"{name} ({root}): cannot be read: {error.strerror}") from None
+    except (RuntimeError, ValueError) as error:  # a link to itself, before Python 3.13; a name that no file can have
+        raise CheckpointError(f"{name} ({root}): cannot be read: {error}") from None
     if not stat.S_ISREG(mode):
         raise CheckpointError(f"{name} ({root}): must be a regular file, not a {_kind(mode)}")
     return real
@@ -39,7 +54,7 @@ def checkpoint_file(root: Path, name: str) -> Path | None:
 
 def read_json(root: Path, name: str) -> dict[str, Any] | None:
     """The JSON object in `root/name`, or None when there is no such file. Raises CheckpointError if it is not one."""
-    raw = read_bytes(root, name)
+    raw = read_bytes(root, name, JSON_BYTES)
     if raw is None:
         return None
     try:
@@ -53,40 +68,43 @@ def read_json(root: Path, name: str) -> dict[str, Any] | None:
 
 def read_text(root: Path, name: str) -> str | None:
     """The UTF-8 text of `root/name`, or None when there is no such file."""
-    path = _bounded_file(root, name)
+    raw = read_bytes(root, name, JSON_BYTES)
     try:
-        return None if path is None else path.read_text(encoding="utf-8")
+        return None if raw is None else raw.decode().replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{name} ({root}): not valid UTF-8: {error.reason} at byte {error.start}") from None
 
 
-def read_bytes(root: Path, name: str) -> bytes | None:
-    """The content of `root/name`, or None when there is no such file."""
-    path = _bounded_file(root, name)
-    return None if path is None else path.read_bytes()
-
-
-def refuse_code(root: Path, name: str, values: dict[str, Any], path: str = "") -> None:
-    """Raises CheckpointError if a configuration, at any depth, names code or an attention function to load."""
-    for key, value in values.items():
-        if key in ("auto_map", "_attn_implementation_internal", "custom_pipelines") and value:
-            raise CheckpointError(
-                f"{name} ({root}): {path}{key} requires code outside this program, which is never run; "
-                "use a checkpoint whose architecture is built in, and remove the key"
-            )
-        children = value if isinstance(value, list) else [value]
-        for child in children:
-            if isinstance(child, dict):
-                refuse_code(root, name, child, f"{path}{key}.")
-
-
-def _bounded_file(root: Path, name: str) -> Path | None:
-    """As `checkpoint_file`, for a file to be read whole. Raises CheckpointError if it is larger than JSON_BYTES."""
+def read_bytes(root: Path, name: str, most: int = FILE_BYTES) -> bytes | None:
+    """The content of `root/name`, or None when there is no such file. Raises CheckpointError for more than `most`."""
     path = checkpoint_file(root, name)
-    size = 0 if path is None else path.stat().st_size
-    if size > JSON_BYTES:
-        raise CheckpointError(f"{name} ({root}): {size} bytes, and at most {JSON_BYTES} are read")
-    return path
+    if path is None:
+        return None
+    try:
+        size = path.stat().st_size
+        if size > most:
+            raise CheckpointError(f"{name} ({root}): {size} bytes, and at most {most} are read")
+        return path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{name} ({root}): cannot be read: {error.strerror}") from None
+
+
+def refuse_code(root: Path, name: str, values: dict[str, Any]) -> None:
+    """Raises CheckpointError if a configuration, at any depth, names code or an attention function to load."""
+    waiting: list[tuple[str, Any]] = [("", values)]
+    while waiting:
+        path, value = waiting.pop()
+        if isinstance(value, list):
+            waiting += [(path, child) for child in value if isinstance(child, dict | list)]
+            continue
+        for key, child in value.items():
+            if key in ("auto_map", "_attn_implementation_internal", "custom_pipelines") and child:
+                raise CheckpointError(
+                    f"{name} ({root}): {shown(path + key)} requires code outside this program, which is never run; "
+                    "use a checkpoint whose architecture is built in, and remove the key"
+                )
+            if isinstance(child, dict | list):
+                waiting.append((f"{path[-64:]}{key[:64]}.", child))
 
 
 def _allowed_places(root: Path) -> list[Path]:

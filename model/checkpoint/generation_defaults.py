@@ -2,15 +2,40 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..config import ModelConfig
-from ..errors import CheckpointError
+from ..config_keys import ConfigKeys
 from ..files import read_json
+
+LEAST_TOP_P = 1e-9  # stands for 0, which keeps only the likeliest token
+# Keys that change what transformers generates, and the values at which they do not. No request gets them by default.
+NOT_APPLIED: Mapping[str, tuple[Any, ...]] = {
+    "bad_words_ids": (None, []),
+    "begin_suppress_tokens": (None, []),
+    "encoder_no_repeat_ngram_size": (None, 0),
+    "encoder_repetition_penalty": (None, 1),
+    "epsilon_cutoff": (None, 0),
+    "eta_cutoff": (None, 0),
+    "exponential_decay_length_penalty": (None,),
+    "forced_bos_token_id": (None,),
+    "forced_eos_token_id": (None,),
+    "guidance_scale": (None, 1),
+    "min_length": (None, 0),
+    "min_new_tokens": (None, 0),
+    "no_repeat_ngram_size": (None, 0),
+    "num_beams": (None, 1),
+    "penalty_alpha": (None, 0),
+    "sequence_bias": (None, {}, []),
+    "stop_strings": (None, [], ""),
+    "suppress_tokens": (None, []),
+    "top_h": (None,),
+    "typical_p": (None, 1),
+    "watermarking_config": (None,),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,38 +47,32 @@ class GenerationDefaults:
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    max_tokens: int | None = None  # `max_new_tokens`
     eos_token_ids: tuple[int, ...] = ()  # any of them ends a sequence
+    not_applied: tuple[str, ...] = ()  # keys that would change answers, and that are not supported as defaults
 
     @classmethod
     def read(cls, root: Path, config: ModelConfig) -> GenerationDefaults:
-        """The defaults of the checkpoint in `root`; end tokens are from generation_config.json, else from config.json.
+        """The defaults of the checkpoint in `root`; end tokens are those of generation_config.json and config.json.
 
-        Raises CheckpointError naming a value that is out of range.
+        An end token outside the vocabulary is left out, as it never comes. Raises CheckpointError naming a value that
+        is out of range.
         """
-        values = read_json(root, "generation_config.json") or {}
-        source = f"generation_config.json ({root})"
-        eos = values.get("eos_token_id")
-        ids = config.eos_token_ids if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
-        if not all(type(token_id) is int and 0 <= token_id < config.vocab_size for token_id in ids):
-            raise CheckpointError(f"{source}: eos_token_id: must be ids below {config.vocab_size}, not {eos!r}")
-        if values.get("do_sample") is False:
-            penalty = _number(values, source, "repetition_penalty")
-            return cls(temperature=0.0, repetition_penalty=penalty, eos_token_ids=ids)
-        top_k = _number(values, source, "top_k")
+        keys = ConfigKeys(read_json(root, "generation_config.json") or {}, f"generation_config.json ({root})")
+        eos = keys.token_ids("eos_token_id", config.vocab_size)
+        shared: dict[str, Any] = {
+            "repetition_penalty": keys.optional_number("repetition_penalty"),
+            "max_tokens": None if keys.values.get("max_new_tokens") is None else keys.count("max_new_tokens"),
+            "eos_token_ids": tuple(dict.fromkeys(eos + config.eos_token_ids)),
+            "not_applied": tuple(key for key, off in NOT_APPLIED.items() if keys.values.get(key) not in off),
+        }
+        if keys.values.get("do_sample") is False:
+            return cls(temperature=0.0, **shared)
+        top_k, top_p = keys.optional_number("top_k", least=-1), keys.optional_number("top_p", most=1.0)
         return cls(
-            temperature=_number(values, source, "temperature"),
-            top_p=_number(values, source, "top_p", most=1.0),
-            top_k=None if top_k is None else int(top_k),
-            min_p=_number(values, source, "min_p", most=1.0),
-            repetition_penalty=_number(values, source, "repetition_penalty"),
-            eos_token_ids=ids,
+            temperature=keys.optional_number("temperature"),
+            top_p=None if top_p is None else max(top_p, LEAST_TOP_P),
+            top_k=None if top_k is None else max(int(top_k), 0),
+            min_p=keys.optional_number("min_p", most=1.0),
+            **shared,
         )
-
-
-def _number(values: Mapping[str, Any], source: str, key: str, most: float = math.inf) -> float | None:
-    value = values.get(key)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most or math.isinf(value):
-        raise CheckpointError(f"{source}: {key}: must be a number from 0 to {most}, not {value!r}")
-    return float(value)

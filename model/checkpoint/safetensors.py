@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import math
 import mmap
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,76 +17,118 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, quoted, shown
 from ..files import checkpoint_file, read_json
 
-HEADER_BYTES = 100_000_000  # largest header that the format allows
+HEADER_BYTES = 8 << 20  # largest header read; 126 layers of a decoder take about 0.2 MB
+NUM_AXES = 64  # most axes of a tensor
+# Private, as torch wants to be able to write; without a reservation of swap, as a file may be larger than the memory
+# that its weights take after quantization (0x4000 is Linux's MAP_NORESERVE, which Python names from 3.13 on).
+MAP_FLAGS = mmap.MAP_PRIVATE | (0x4000 if sys.platform == "linux" else 0)
 BFLOAT16 = np.dtype(np.uint16)  # stands for bfloat16, which numpy lacks: the upper 16 bits of a float32
-DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": BFLOAT16}
+DTYPES: dict[str, np.dtype[Any]] = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": BFLOAT16,
+}
+OTHER_BITS = {  # of a number in the format's other dtypes, in which no weight is read
+    **dict.fromkeys(("F4",), 4),
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("U16", "I16"), 16),
+    **dict.fromkeys(("U32", "I32"), 32),
+    **dict.fromkeys(("U64", "I64", "C64"), 64),
+}
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack")
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class Checkpoint:
     """All tensors of a checkpoint by name, read from the memory map on access.
 
-    The constructor checks everything and raises CheckpointError naming file and tensor, so later only the disk can
-    fail. `prefix` is prepended to each name in the files.
+    The constructor checks all headers and raises CheckpointError naming file and tensor, so later only the disk can
+    fail. `warnings` say what is unusual about the files. A tensor in several shards is that of the last.
     """
 
-    def __init__(self, root: Path, prefix: str = "") -> None:
+    def __init__(self, root: Path) -> None:
         self.root = root
-        self._prefix = prefix
-        self._shards: dict[str, _Shard] = {}  # by tensor name
-        for name in _shard_names(root):
-            shard = _Shard(root, name)
+        self.warnings: list[str] = []
+        self._places: dict[str, tuple[_Shard, str]] = {}  # by name: the shard, and the name in it
+        names = _shard_names(root)
+        if names == [WHOLE] and checkpoint_file(root, INDEX) is not None:
+            self.warnings.append(f"{INDEX} is not used, because {WHOLE} is there")
+        for shard in [_Shard(root, name) for name in names]:
             for tensor in shard.entries:
-                if tensor in self._shards:
-                    raise CheckpointError(f"{name} ({root}): tensor {tensor} is also in {self._shards[tensor].name}")
-                self._shards[tensor] = shard
+                if tensor in self._places:
+                    before = self._places[tensor][0].name
+                    self.warnings.append(f"tensor {shown(tensor)} is in {before} and {shard.name}; the last is used")
+                self._places[tensor] = shard, tensor
 
     @property
     def names(self) -> set[str]:
-        return {self._prefix + name for name in self._shards}
+        return set(self._places)
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all tensors, as stored."""
-        return sum(shard.entries[name].num_bytes for name, shard in self._shards.items())
+    def rename(self, new_name: Callable[[str], str]) -> None:
+        """Gives each tensor another name. Raises CheckpointError if two would have the same."""
+        renamed: dict[str, tuple[_Shard, str]] = {}
+        for name, place in self._places.items():
+            if new_name(name) in renamed:
+                first = renamed[new_name(name)][1]
+                raise CheckpointError(
+                    f"{place[0].name} ({self.root}): tensors {first} and {name} are the same; keep one"
+                )
+            renamed[new_name(name)] = place
+        self._places = renamed
+
+    def share(self, name: str, other: str) -> None:
+        """Makes `name` the tensor that `other` is."""
+        self._places[name] = self._places[other]
 
     def where(self, name: str) -> str:
         """The file that holds a tensor, for error messages."""
-        return self._shards[name.removeprefix(self._prefix)].name
+        return self._places[name][0].name
+
+    def dtype(self, name: str) -> str:
+        """The dtype by the format's name; weights have one of DTYPES."""
+        return self._entry(name).dtype
 
     def shape(self, name: str) -> tuple[int, ...]:
-        name = name.removeprefix(self._prefix)
-        return self._shards[name].entries[name].shape
+        return self._entry(name).shape
 
     def is_mapped(self, name: str) -> bool:
-        """Whether `array` is a view of the map. The array of a misaligned tensor is a copy."""
-        name = name.removeprefix(self._prefix)
-        return self._shards[name].entries[name].is_aligned
+        """Whether `array` is a view of the map. The array of a misaligned tensor, or of float64, is a copy."""
+        entry = self._entry(name)
+        return entry.is_aligned and entry.dtype != "F64"
 
     def array(self, name: str) -> NDArray[Any]:
-        """The tensor as stored; bfloat16 has the dtype `BFLOAT16`. Do not write to it: it may be a view of the map."""
-        name = name.removeprefix(self._prefix)
-        return self._shards[name].array(name)
+        """The tensor as stored; bfloat16 has the dtype `BFLOAT16`, and float64 is converted to float32.
+
+        Do not write to it: it may be a view of the map.
+        """
+        shard, stored = self._places[name]
+        return shard.array(stored)
 
     def forget(self, name: str) -> None:
         """Drops the tensor's pages from this process, once it is copied. A later access reads them again."""
-        name = name.removeprefix(self._prefix)
-        self._shards[name].forget(name)
+        shard, stored = self._places[name]
+        shard.forget(stored)
+
+    def _entry(self, name: str) -> _Entry:
+        shard, stored = self._places[name]
+        return shard.entries[stored]
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    dtype: np.dtype[Any]
+    dtype: str  # by the format's name
     shape: tuple[int, ...]
     begin: int  # in the file
     num_bytes: int
 
     @property
     def is_aligned(self) -> bool:
-        return self.begin % self.dtype.itemsize == 0
+        return self.begin % DTYPES[self.dtype].itemsize == 0
 
 
 class _Shard:
@@ -94,15 +138,20 @@ class _Shard:
         self.name = name
         path = checkpoint_file(root, name)
         if path is None:
-            raise CheckpointError(f"{name} ({root}): the index names this shard, but there is no such file")
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            if size < 8:
-                self._fail(f"{size} bytes is too short for a safetensors file")
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # private: torch wants it writable
+            raise CheckpointError(f"{name} ({root}): {INDEX} names this shard, but there is no such file")
+        try:
+            with path.open("rb") as file:
+                size = file.seek(0, 2)
+                if size < 8:
+                    self._fail(f"{size} bytes is too short for a safetensors file")
+                self._map = mmap.mmap(file.fileno(), 0, flags=MAP_FLAGS, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        except OSError as error:
+            raise CheckpointError(f"{name} ({root}): cannot be mapped into memory: {error.strerror}") from None
         header_bytes = int.from_bytes(self._map[:8], "little")
-        if not 2 <= header_bytes <= min(HEADER_BYTES, size - 8):
+        if not 2 <= header_bytes <= size - 8:
             self._fail(f"its header claims {header_bytes} bytes of a file of {size}")
+        if header_bytes > HEADER_BYTES:
+            self._fail(f"its header claims {header_bytes} bytes, and at most {HEADER_BYTES} are read")
         self.entries = self._entries(self._header(self._map[8 : 8 + header_bytes]), 8 + header_bytes, size)
 
     def array(self, name: str) -> NDArray[Any]:
@@ -110,7 +159,8 @@ class _Shard:
         raw = np.frombuffer(self._map, np.uint8, entry.num_bytes, entry.begin)
         if not entry.is_aligned:
             raw = raw.copy()
-        return raw.view(entry.dtype).reshape(entry.shape)
+        array = raw.view(DTYPES[entry.dtype]).reshape(entry.shape)
+        return array.astype(np.float32) if entry.dtype == "F64" else array
 
     def forget(self, name: str) -> None:
         if not hasattr(mmap, "MADV_DONTNEED"):  # no Linux
@@ -126,7 +176,7 @@ class _Shard:
             found: dict[str, Any] = {}
             for key, value in pairs:
                 if key in found:
-                    self._fail(f"its header names {key} twice")
+                    self._fail(f"its header names {shown(key)} twice")
                 found[key] = value
             return found
 
@@ -146,60 +196,77 @@ class _Shard:
         for name, value in sorted(header.items(), key=lambda item: self._offsets(*item)):
             dtype, shape = self._dtype(name, value), self._shape(name, value)
             begin, end = self._offsets(name, value)
-            if end - begin != math.prod(shape) * dtype.itemsize:
-                self._fail(f"tensor {name}: {list(shape)} of {value['dtype']} does not take {end - begin} bytes")
-            if begin == end:
-                self._fail(f"tensor {name}: has no elements")
+            if (end - begin) * 8 != math.prod(shape) * _num_bits(dtype):
+                self._fail(f"tensor {shown(name)}: {quoted(list(shape))} of {dtype} does not take {end - begin} bytes")
             if begin != position:
-                self._fail(f"tensor {name}: begins at byte {begin}, but the tensor before it ends at {position}")
+                place = f"begins at byte {begin}, but the tensor before it ends at {position}"
+                self._fail(f"tensor {shown(name)}: {place}")
             entries[name] = _Entry(dtype, shape, data_begin + begin, end - begin)
             position = end
         if data_begin + position != size:
             self._fail(f"its tensors end at byte {data_begin + position} of {size}; the file is cut or has grown")
         return entries
 
-    def _dtype(self, name: str, value: dict[str, Any]) -> np.dtype[Any]:
+    def _dtype(self, name: str, value: dict[str, Any]) -> str:
         stored = value.get("dtype")
-        if not isinstance(stored, str) or stored not in DTYPES:
-            self._fail(f"tensor {name}: dtype {stored!r} is not supported; supported: {', '.join(DTYPES)}")
-        return DTYPES[stored]
+        if not isinstance(stored, str) or (stored not in DTYPES and stored not in OTHER_BITS):
+            known = ", ".join([*DTYPES, *OTHER_BITS])
+            self._fail(f"tensor {shown(name)}: dtype {quoted(stored)} is unknown; known: {known}")
+        return stored
 
     def _shape(self, name: str, value: dict[str, Any]) -> tuple[int, ...]:
         shape = value.get("shape")
         if not isinstance(shape, list) or not all(type(n) is int and 0 <= n < 2**63 for n in shape):
-            self._fail(f"tensor {name}: shape {str(shape)[:80]} is not a list of counts")
+            self._fail(f"tensor {shown(name)}: shape {quoted(shape)} is not a list of counts")
+        if len(shape) > NUM_AXES:
+            self._fail(f"tensor {shown(name)}: its shape has {len(shape)} axes, and at most {NUM_AXES} are read")
         return tuple(shape)
 
     def _offsets(self, name: str, value: Any) -> tuple[int, int]:
         offsets = value.get("data_offsets") if isinstance(value, dict) else None
         if isinstance(offsets, list) and len(offsets) == 2 and all(type(n) is int for n in offsets):
             begin, end = offsets
-            if 0 <= begin <= end:
+            if 0 <= begin <= end < 2**63:
                 return begin, end
-        self._fail(f"tensor {name}: data_offsets {str(offsets)[:80]} are not [begin, end)")
+        self._fail(f"tensor {shown(name)}: data_offsets {quoted(offsets)} are not [begin, end)")
 
     def _fail(self, problem: str) -> NoReturn:
         raise CheckpointError(f"{self.name}: {problem}; fetch the file again")
 
 
+def _num_bits(dtype: str) -> int:
+    return OTHER_BITS[dtype] if dtype in OTHER_BITS else 8 * DTYPES[dtype].itemsize
+
+
 def _shard_names(root: Path) -> list[str]:
-    """The safetensors files that make up the checkpoint, in order."""
-    index = read_json(root, "model.safetensors.index.json")
+    """The safetensors files that make up the checkpoint, in order: one whole file, else those that the index names."""
+    if checkpoint_file(root, WHOLE) is not None:
+        return [WHOLE]
+    index = read_json(root, INDEX)
     if index is not None:
         weight_map = index.get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map or not all(map(_is_file_name, weight_map.values())):
-            raise CheckpointError(f"model.safetensors.index.json ({root}): weight_map must map tensors to file names")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(
+                f"{INDEX} ({root}): weight_map: must map tensors to file names, not {quoted(weight_map)}"
+            )
+        for tensor, name in weight_map.items():
+            if not _is_file_name(name):
+                raise CheckpointError(
+                    f"{INDEX} ({root}): weight_map: {shown(tensor)}: must be the name of a safetensors file in this "
+                    f"folder, not {quoted(name)}"
+                )
         return sorted(set(weight_map.values()))
-    if checkpoint_file(root, "model.safetensors") is not None:
-        return ["model.safetensors"]
     others = sorted(path.name for pattern in PICKLES for path in root.glob(pattern))
     if others:
         raise CheckpointError(
             f"{root}: unsupported weight format: {others[0]}; only safetensors are loaded, as other formats can run "
             "code or lose names; convert the checkpoint, or choose a revision that has model.safetensors"
         )
-    raise CheckpointError(f"{root}: no model.safetensors and no model.safetensors.index.json")
+    raise CheckpointError(f"{root}: no {WHOLE} and no {INDEX}")
 
 
 def _is_file_name(value: object) -> bool:
-    return isinstance(value, str) and value.endswith(".safetensors") and "/" not in value and "\\" not in value
+    if not isinstance(value, str) or not value.endswith(".safetensors") or "\\" in value or "\0" in value:
+        return False
+    parts = value.split("/")
+    return len(value) <= 255 and not any(part in ("", ".", "..") for part in parts)

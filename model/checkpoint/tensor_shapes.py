@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -19,17 +18,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..config import ModelConfig
-from ..errors import CheckpointError
-from .safetensors import Checkpoint
+from ..errors import CheckpointError, quoted, shown
+from .safetensors import DTYPES, Checkpoint
 
 Shapes = dict[str, tuple[int, ...]]  # by name
 
 PART = 1 << 22  # numbers of a random tensor that one thread draws at a time
 NOT_WEIGHTS = re.compile(r".*\.(rotary_emb\.inv_freq|attention\.bias|attention\.masked_bias)")  # in old checkpoints
+LAYER = re.compile(r"(?:model\.)?layers\.(\d{1,9})\.")
+DTYPE_OF = {"F16": "float16", "BF16": "bfloat16"}  # of weights -> of config.json, which names none; else float32
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class TensorSource(Protocol):
     """A source of tensors by name: a checkpoint, or random numbers."""
+
+    warnings: list[str]  # what is unusual about the files
 
     def is_mapped(self, name: str) -> bool:
         """Whether the tensor's array is a view of a file's private map, which takes no memory before it is read."""
@@ -41,42 +45,84 @@ class TensorSource(Protocol):
         """Releases the tensor's memory, once it is copied."""
 
 
-def open_source(root: Path, config: ModelConfig, load_format: str) -> TensorSource:
-    """The checkpoint in `root`; with load_format "dummy" seeded random numbers, without reading a file.
+def open_source(root: Path, config: ModelConfig, load_format: str) -> tuple[TensorSource, ModelConfig]:
+    """The checkpoint in `root`, and `config` with the output layer that its files hold.
 
-    "auto" is "safetensors". Raises CheckpointError naming file and tensor for a missing, extra or misshapen tensor.
+    With load_format "dummy" it is seeded random numbers, without reading a file; "auto" is "safetensors". Raises
+    CheckpointError naming file and tensor for a missing, extra or misshapen tensor, before any weight is read.
     """
-    shapes = expected_shapes(config)
     if load_format == "dummy":
-        return _RandomTensors(shapes)
+        config = replace(config, dtype="float32") if config.dtype == "auto" else config
+        return _RandomTensors(expected_shapes(config)), config
     if load_format not in ("auto", "safetensors"):
         raise ValueError(f"load_format = {load_format!r}: must be 'safetensors' or 'dummy'")
-    checkpoint = _open(root)
-    _compare(checkpoint, shapes, config)
-    return checkpoint
-
-
-def without_missing_head(root: Path, config: ModelConfig) -> ModelConfig:
-    """`config`, with `has_head` False if the model was saved without its output layer, as embedding models are.
-
-    Raises CheckpointError for a checkpoint that cannot be opened.
-    """
-    if config.tie_word_embeddings:
-        return config
-    return replace(config, has_head="embed_tokens.weight" not in Checkpoint(root).names)
-
-
-def _open(root: Path) -> Checkpoint:
-    """The checkpoint with the names of a whole model, also if it was saved without the prefix `model.`."""
     checkpoint = Checkpoint(root)
-    return Checkpoint(root, prefix="model.") if "embed_tokens.weight" in checkpoint.names else checkpoint
+    _check_layers(checkpoint, config)
+    is_bare = "embed_tokens.weight" in checkpoint.names  # saved without the model around the decoder
+    checkpoint.rename(_name_in_model)
+    config = _with_stored_head(checkpoint, config, is_bare=is_bare)
+    _compare(checkpoint, expected_shapes(config), config)
+    if config.dtype == "auto":
+        config = replace(config, dtype=DTYPE_OF.get(checkpoint.dtype(EMBEDDING), "float32"))
+    return checkpoint, config
+
+
+def _name_in_model(name: str) -> str:
+    """The name of a tensor in a whole model. As in transformers, the prefix `model.` may be there or not."""
+    if name.partition(".")[0] in ("embed_tokens", "layers", "norm"):
+        return f"model.{name}"
+    return name.removeprefix("model.") if name.startswith("model.lm_head.") else name
+
+
+def _check_layers(checkpoint: Checkpoint, config: ModelConfig) -> None:
+    """Raises CheckpointError if the files hold another number of layers, before anything is made for each layer."""
+    found = {int(match[1]) for match in map(LAYER.match, checkpoint.names) if match}
+    num_layers = max(found, default=-1) + 1
+    if num_layers != config.num_layers:
+        raise CheckpointError(
+            f"config.json ({checkpoint.root}): num_hidden_layers: must be {num_layers}, as many as the files hold, "
+            f"not {config.num_layers}"
+        )
+
+
+def _with_stored_head(checkpoint: Checkpoint, config: ModelConfig, *, is_bare: bool) -> ModelConfig:
+    """`config` with the output layer that the files hold: of the embedding, of its own, or none.
+
+    As in transformers, tensors that differ are both used, even if `tie_word_embeddings` says that they are one, and
+    each replaces the other if that is missing. Only a decoder saved by itself, as embedding models are, has none.
+    """
+    has_embedding, has_head = EMBEDDING in checkpoint.names, HEAD in checkpoint.names
+    if not config.tie_word_embeddings:
+        return replace(config, has_head=has_head or not is_bare)
+    if has_head and not has_embedding:
+        checkpoint.share(EMBEDDING, HEAD)
+    if not (has_head and has_embedding) or _are_equal(checkpoint, EMBEDDING, HEAD):
+        return config
+    checkpoint.warnings.append(
+        f"config.json: tie_word_embeddings = true, but {HEAD} in {checkpoint.where(HEAD)} differs from "
+        f"{EMBEDDING}: both are used, as by transformers"
+    )
+    return replace(config, tie_word_embeddings=False)
+
+
+def _are_equal(checkpoint: Checkpoint, first: str, second: str) -> bool:
+    """Whether two tensors hold the same numbers. Reads both, up to the first difference."""
+    kinds = [(checkpoint.shape(name), checkpoint.dtype(name)) for name in (first, second)]
+    if kinds[0] != kinds[1] or kinds[0][1] not in DTYPES:
+        return False
+    one, other = (checkpoint.array(name).reshape(-1).view(np.uint8) for name in (first, second))
+    are_equal = all(
+        np.array_equal(one[begin : begin + PART], other[begin : begin + PART]) for begin in range(0, len(one), PART)
+    )
+    checkpoint.forget(second)
+    return are_equal
 
 
 def expected_shapes(config: ModelConfig) -> Shapes:
     """The name and shape of every tensor that a checkpoint of this configuration must hold."""
     hidden, heads = config.hidden_size, config.num_heads * config.head_dim
     kv_heads, inner = config.num_kv_heads * config.head_dim, config.intermediate_size
-    shapes: Shapes = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    shapes: Shapes = {EMBEDDING: (config.vocab_size, hidden)}
 
     def linear(name: str, rows: int, columns: int, has_bias: bool) -> None:
         shapes[f"{name}.weight"] = (rows, columns)
@@ -99,7 +145,7 @@ def expected_shapes(config: ModelConfig) -> Shapes:
         linear(f"{layer}.mlp.down_proj", hidden, inner, config.mlp_bias)
     shapes["model.norm.weight"] = (hidden,)
     if config.has_head and not config.tie_word_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+        shapes[HEAD] = (config.vocab_size, hidden)
     return shapes
 
 
@@ -108,6 +154,7 @@ class _RandomTensors:
 
     def __init__(self, shapes: Shapes) -> None:
         self.shapes = shapes
+        self.warnings: list[str] = []
 
     def is_mapped(self, name: str) -> bool:
         return False
@@ -139,24 +186,68 @@ def _draw(name: str, index: int, part: NDArray[np.float32]) -> None:
 
 def _compare(checkpoint: Checkpoint, shapes: Shapes, config: ModelConfig) -> None:
     """Raises CheckpointError if the checkpoint's tensors are not those of its configuration."""
-    root = checkpoint.root
-    for name in shapes:
-        if name not in checkpoint.names:
+    root, names = checkpoint.root, checkpoint.names
+    for name, shape in shapes.items():
+        if name not in names:
             raise CheckpointError(f"{root}: tensor {name} is missing, which config.json ({config.model_type}) requires")
-        if checkpoint.shape(name) != shapes[name]:
+        source = f"{checkpoint.where(name)} ({root}): tensor {name}"
+        if checkpoint.shape(name) != shape:
             raise CheckpointError(
-                f"{checkpoint.where(name)} ({root}): tensor {name} is {list(checkpoint.shape(name))}, "
-                f"and config.json requires {list(shapes[name])}"
+                f"{source} is {quoted(list(checkpoint.shape(name)))}, and config.json requires {list(shape)}: "
+                f"{_sizes(name, config)}"
             )
-    for name in _unexpected(checkpoint, shapes, config):
-        raise CheckpointError(
-            f"{checkpoint.where(name)} ({root}): tensor {name} is not part of a {config.model_type} model as "
-            "config.json describes it; the output would be wrong without it"
-        )
-
-
-def _unexpected(checkpoint: Checkpoint, shapes: Shapes, config: ModelConfig) -> Iterator[str]:
-    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    for name in sorted(checkpoint.names - shapes.keys() - tied):
+        if checkpoint.dtype(name) not in DTYPES:
+            raise CheckpointError(
+                f"{source}: dtype {checkpoint.dtype(name)} is not supported; supported: {', '.join(DTYPES)}"
+            )
+    ignored = []
+    for name in sorted(names - shapes.keys() - {HEAD}):  # a head that is not used is equal to the embedding
+        if _is_weight(checkpoint, name):
+            raise CheckpointError(
+                f"{checkpoint.where(name)} ({root}): tensor {shown(name)} is not part of a {config.model_type} model "
+                f"as config.json describes it{_reason(name, config)}; the output would be wrong without it"
+            )
         if not NOT_WEIGHTS.fullmatch(name):
-            yield name
+            ignored.append(shown(name))
+    if ignored:
+        more = f" and {len(ignored) - 3} more" if len(ignored) > 3 else ""
+        checkpoint.warnings.append(f"tensors that no text is made with are not used: {', '.join(ignored[:3])}{more}")
+
+
+def _is_weight(checkpoint: Checkpoint, name: str) -> bool:
+    """Whether a tensor seems to be of the decoder: other heads and buffers of whole numbers are not."""
+    if NOT_WEIGHTS.fullmatch(name) or 0 in checkpoint.shape(name):
+        return False
+    return name.startswith(("model.", "lm_head.")) and checkpoint.dtype(name).startswith(("F", "BF"))
+
+
+def _sizes(name: str, config: ModelConfig) -> str:
+    """The keys of config.json from which the shape of a tensor follows, with their values."""
+    values = {
+        "vocab_size": config.vocab_size,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.intermediate_size,
+        "hidden_size": config.hidden_size,
+    }
+    kind = name.split(".")[-2]
+    keys = next((keys for kinds, keys in SIZES_OF.items() if kind in kinds.split()), ["hidden_size"])
+    return ", ".join(f"{key} = {values[key]}" for key in keys)
+
+
+def _reason(name: str, config: ModelConfig) -> str:
+    """The key of config.json that rules out a bias, if there is one."""
+    if not name.endswith(".bias"):
+        return ""
+    key = "mlp_bias" if ".mlp." in name else "attention_bias"
+    return f" ({key} = false)" if config.model_type in ("llama", "qwen3") else ""
+
+
+SIZES_OF = {  # parts of a decoder -> keys of the sizes of their weights
+    "embed_tokens lm_head": ["vocab_size", "hidden_size"],
+    "q_proj o_proj": ["num_attention_heads", "head_dim", "hidden_size"],
+    "k_proj v_proj": ["num_key_value_heads", "head_dim", "hidden_size"],
+    "q_norm k_norm": ["head_dim"],
+    "gate_proj up_proj down_proj": ["intermediate_size", "hidden_size"],
+}

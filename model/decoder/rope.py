@@ -7,7 +7,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from ..config import RopeConfig
+from ..rope_config import RopeConfig
 
 Floats = NDArray[np.float32]
 
@@ -15,8 +15,12 @@ Floats = NDArray[np.float32]
 def rope_tables(rope: RopeConfig, num_positions: int) -> tuple[Floats, Floats]:
     """cos and sin, [num_positions, rope.dim / 2] each, f32, multiplied by `rope.attention_factor`."""
     angles = np.arange(num_positions, dtype=np.float32)[:, None] * inverse_frequencies(rope)  # [P, D_rot / 2]
-    factor = np.float32(rope.attention_factor)
-    return np.cos(angles) * factor, np.sin(angles) * factor
+    if rope.kind == "dynamic" and num_positions > rope.original_max_position:
+        angles[rope.original_max_position :] = _dynamic_angles(rope, num_positions)
+    cos, sin = np.cos(angles), np.sin(angles, out=angles)
+    for table in (cos, sin):
+        table *= np.float32(rope.attention_factor)
+    return cos, sin
 
 
 def tables_bytes(rope: RopeConfig, num_positions: int) -> int:
@@ -25,10 +29,7 @@ def tables_bytes(rope: RopeConfig, num_positions: int) -> int:
 
 
 def inverse_frequencies(rope: RopeConfig) -> Floats:
-    """Radians per position of each rotated pair, [dim / 2] f32.
-
-    "dynamic" equals "default" up to the checkpoint's own length, which is the longest sequence served.
-    """
+    """Radians per position of each rotated pair, [dim / 2] f32. Those of "dynamic" are for the trained length."""
     exponents = np.arange(0, rope.dim, 2, dtype=np.float32) / np.float32(rope.dim)
     powers = np.float64(rope.theta) ** exponents  # in double precision and rounded once, to match torch's power
     plain: Floats = np.float32(1.0) / powers.astype(np.float32)
@@ -39,6 +40,19 @@ def inverse_frequencies(rope: RopeConfig) -> Floats:
     if rope.kind == "yarn":
         return _yarn(rope, plain)
     return plain
+
+
+def _dynamic_angles(rope: RopeConfig, num_positions: int) -> Floats:
+    """The angles of the positions beyond the trained length, [num_positions - original_max_position, dim / 2].
+
+    The base grows with the length of the sequence. That is the length up to each position, as in transformers, where
+    keys in the cache keep the angles of the step that computed them.
+    """
+    positions = np.arange(rope.original_max_position, num_positions, dtype=np.float64)[:, None]
+    stretch = rope.factor * (positions + 1) / rope.original_max_position - (rope.factor - 1)
+    bases = rope.theta * stretch ** (rope.dim / (rope.dim - 2))  # [P, 1]
+    frequencies = (1 / bases ** (np.arange(0, rope.dim, 2) / rope.dim)).astype(np.float32)
+    return positions.astype(np.float32) * frequencies
 
 
 def _llama3(rope: RopeConfig, plain: Floats) -> Floats:

@@ -72,7 +72,7 @@ def load_weights(
     `EvenLinear`. `free_bytes` is the device's free memory before loading, which limits larger, faster forms; None = no
     limit.
     """
-    source = open_source(root, config, load_format)
+    source, config = open_source(root, config, load_format)
     loader = _Loader(source, config, expected_shapes(config), device, dtype, on_progress)
     num_weights = loader.total_bytes // dtype.itemsize
     loader.form = linear_form(device, dtype, num_weights, free_bytes, is_batch_invariant=is_batch_invariant)

@@ -13,6 +13,7 @@ from ...kernels.layout.step_state import STATE_WIDTH
 from ...model.config import ModelConfig
 from ...model.decoder.rope import tables_bytes
 from ..config import EngineConfig
+from ..errors import ConfigError
 from ..memory_table import MachineMemory
 from ..params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
 from ..sample.sampling_math import WHOLE_SIZE
@@ -31,20 +32,20 @@ COLUMN_BYTES = 128  # per slot: the sampler's columns of one number each
 def sizing_on_cpu(
     config: EngineConfig,
     shape: ModelConfig,
-    max_model_len: int,
     *,
     weights: int,
+    num_positions: int,
     activations: Callable[[int], int],
     bytes_per_block: int,
     host_blocks: int = 0,
 ) -> CacheSizing:
     """The `CacheSizing` of a model on a CPU.
 
-    All arguments are in bytes but `host_blocks` and `max_model_len`. Called when `weights` and tables for
-    `max_model_len` positions are in memory, and the cache is not yet. `activations(length)` is the need of the largest
-    step with sequences of up to that length.
+    `weights` and `bytes_per_block` are in bytes. Called when `weights` and tables for `num_positions` positions are in
+    memory, and the cache is not yet. `activations(length)` is the need in bytes of the largest step with sequences of
+    up to that length.
     """
-    loaded, free = weights + tables_bytes(shape.rope, max_model_len), free_host_bytes()
+    loaded, free = weights + tables_bytes(shape.rope, num_positions), free_host_bytes()
     logits = config.max_num_seqs * shape.vocab_size * CPU_LOGIT_BYTES + SORTED_BYTES
 
     def needs_of(length: int) -> MemoryNeeds:
@@ -67,6 +68,23 @@ def sizing_on_cpu(
     )
     return CacheSizing(
         config=config, machine=machine, needs_of=needs_of, bytes_per_block=bytes_per_block, host_blocks=host_blocks
+    )
+
+
+def positions_that_fit(config: EngineConfig, shape: ModelConfig, max_model_len: int, device: str) -> int:
+    """`max_model_len`, or with `auto` what the free host memory can hold at most, before tables for it are made.
+
+    Counts the rotary tables, and on a CPU keys and values of one sequence. Raises `ConfigError` for more.
+    """
+    cached = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim if device == "cpu" else 0
+    most = free_host_bytes() // (2 * tables_bytes(shape.rope, 1) + cached)
+    if max_model_len <= most:
+        return max_model_len
+    if config.max_model_len == "auto":
+        return max(2, most)
+    raise ConfigError(
+        f"max_model_len = {max_model_len}: the free memory holds the tables and the cache of {most} positions at most; "
+        "set max_model_len to less, or to auto"
     )
 
 

@@ -24,7 +24,7 @@ from ...kernels.native.shape import CacheDType, DType
 from ...kernels.native.thread_throttle import ThreadThrottle
 from ...model.checkpoint import hub
 from ...model.checkpoint.model_kind import is_bidirectional
-from ...model.checkpoint.tensor_shapes import TensorSource, expected_shapes, open_source, without_missing_head
+from ...model.checkpoint.tensor_shapes import TensorSource, expected_shapes, open_source
 from ...model.config import ModelConfig
 from ...model.decoder.native_decoder import native_shape
 from ...model.decoder.rope import rope_tables
@@ -106,31 +106,32 @@ class EarlyLoading:
         threads = ComputeThreads.choose(config.threads, Cpus.of_this_process(), os.environ)
         if is_bidirectional(root):
             return OpenedModel(root, threads, None)
-        shape = ModelConfig.read(root)
-        if config.load_format != "dummy":
-            shape = without_missing_head(root, shape)
+        source, shape = open_source(root, ModelConfig.read(root), config.load_format)
+        for warning in source.warnings:
+            log.warning("checkpoint.unusual", what=warning)
         max_model_len = _max_model_len(config, shape)
         reason = _why_not_native(config, shape)
         if reason is not None:
             return OpenedModel(root, threads, shape, max_model_len, why_not_native=reason)
         log.info("threads.chosen", count=threads.count, cpus=list(threads.pinned), reason=threads.reason)
-        native_model = self._submit(self._load_native_model, root, shape, max_model_len, threads)
+        native_model = self._submit(self._load_native_model, source, shape, threads)
         return OpenedModel(root, threads, shape, max_model_len, native_model)
 
     def _load_native_model(
-        self, root: Path, shape: ModelConfig, max_model_len: int, threads: ComputeThreads
+        self, source: TensorSource, shape: ModelConfig, threads: ComputeThreads
     ) -> NativeModel | str:
         """The native model with its weights, or the reason why it cannot run on this machine.
 
         Raises `ConfigError` if the weights do not fit the memory, and `CheckpointError`.
         """
         try:
+            if self.config.load_format == "dummy":  # no file has limited the sizes
+                _check_least_memory(self.config, shape)
             with self.phases("library"):
-                model = _make_native_model(self.config, shape, max_model_len, threads)
+                model = _make_native_model(self.config, shape, threads)
             log.info("instructions.chosen", name=model.instruction_set, machine_has=list(instruction_sets()))
             with self.phases("weights"):
                 _check_memory(model, shape)
-                source = open_source(root, shape, self.config.load_format)
                 self._is_packing.set()
                 _fill(model, source, expected_shapes(shape))
                 _code(model)
@@ -205,17 +206,15 @@ def has_cuda_driver() -> bool:
 # -- the native library
 
 
-def _make_native_model(
-    config: EngineConfig, shape: ModelConfig, max_model_len: int, threads: ComputeThreads
-) -> NativeModel:
-    """A native model without weights.
+def _make_native_model(config: EngineConfig, shape: ModelConfig, threads: ComputeThreads) -> NativeModel:
+    """A native model without weights, and with rotary tables for one position until its length is known.
 
     Raises `NativeUnavailableError` and `UnsupportedModelError`.
     """
     return NativeModel(
         native_shape(shape),
         cast(DType, config.dtype_of(shape.dtype)),
-        *rope_tables(shape.rope, max_model_len),
+        *rope_tables(shape.rope, 1),
         quantization=config.quantization,
         cache_dtype=_native_cache_dtype(config, shape),
         num_threads=threads.count,
@@ -236,6 +235,12 @@ def _native_cache_dtype(config: EngineConfig, shape: ModelConfig) -> CacheDType:
 
 def _log_threads(num_threads: int, limit: int, num_lost: float) -> None:
     log.info("threads.changed", threads=limit, of=num_threads, cores_others_had=round(num_lost, 2))
+
+
+def _check_least_memory(config: EngineConfig, shape: ModelConfig) -> None:
+    """Raises `ConfigError` if the weights cannot fit the free memory, whatever the library adds to them."""
+    kept = config.quantization or config.dtype_of(shape.dtype)
+    check_weights_fit(shape, kept, lambda _: ITEM_SIZES[kept], "cpu", free_host_bytes())
 
 
 def _check_memory(model: NativeModel, shape: ModelConfig) -> None:
@@ -278,13 +283,13 @@ def _code(model: NativeModel) -> None:
 
 def _max_model_len(config: EngineConfig, shape: ModelConfig) -> int:
     """The configured length; for "auto" the upper bound, before memory is considered."""
-    longest = shape.max_position_embeddings
+    longest, on_request = shape.max_position_embeddings, shape.longest_on_request
     most = resolve_step_size(config, is_native=False).num_step_tokens  # limit of unchunked prompts, for any backend
     if config.max_model_len == "auto":
         return longest if config.enable_chunked_prefill else min(longest, most)
     chosen = longest if config.max_model_len is None else config.max_model_len
-    if chosen > longest:
-        raise ConfigError(f"max_model_len = {chosen}: must be at most {longest}, the model's maximum")
+    if chosen > on_request:
+        raise ConfigError(f"max_model_len = {chosen}: must be at most {on_request}, the model's maximum")
     if chosen < 2:
         raise ConfigError(f"max_model_len = {chosen}: must be at least 2, a token of prompt and one of answer")
     if not config.enable_chunked_prefill and most < chosen:

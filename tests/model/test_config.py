@@ -53,7 +53,7 @@ def test_what_a_family_implies_holds_where_the_file_says_nothing() -> None:
     assert (llama.num_kv_heads, llama.head_dim, llama.max_position_embeddings) == (32, 2, 2048)
     assert (mistral.num_kv_heads, mistral.sliding_windows) == (8, (4096,) * 3)
     assert (qwen3.num_kv_heads, qwen3.head_dim, qwen3.sliding_windows) == (32, 128, (None,) * 3)
-    assert llama.dtype == "float32" and llama.eos_token_ids == () and llama.bos_token_id is None
+    assert llama.dtype == "auto" and llama.eos_token_ids == () and llama.bos_token_id is None
 
 
 def test_windows_hold_for_the_layers_the_file_names() -> None:
@@ -96,7 +96,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor"),
     ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor: is missing"),
     ({"rope_scaling": "linear"}, "rope_scaling: must be an object"),
-    ({"partial_rotary_factor": 0.2}, "partial_rotary_factor: must give an even number"),
+    (
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.2}},
+        "partial_rotary_factor: must give an even number",
+    ),
     ({"model_type": "qwen2", "layer_types": ["full_attention"]}, "layer_types: must list one type for each"),
     ({"model_type": "qwen2", "layer_types": ["sliding_attention"] * 3}, "no sliding_window is in force"),
     ({"model_type": "qwen2", "layer_types": ["chunked_attention"] * 3}, "layer_types: 'chunked_attention'"),
@@ -147,7 +150,7 @@ def test_generation_defaults_are_read_and_checked(tmp_path: Path) -> None:
     file.write_text(json.dumps({"do_sample": False, "temperature": 0.6, "repetition_penalty": 1.1}))
     found = GenerationDefaults.read(tmp_path, config)
     assert (found.temperature, found.repetition_penalty, found.eos_token_ids) == (0.0, 1.1, (2,))
-    for keys in ({"top_p": 1.5}, {"temperature": "hot"}, {"top_k": -1}, {"eos_token_id": [640]}, {"eos_token_id": "x"}):
+    for keys in ({"top_p": 1.5}, {"temperature": "hot"}, {"top_k": -2}, {"eos_token_id": [1.5]}, {"eos_token_id": "x"}):
         file.write_text(json.dumps(keys))
         with pytest.raises(CheckpointError, match=next(iter(keys))):
             GenerationDefaults.read(tmp_path, config)

@@ -61,15 +61,14 @@ def load_natively(
         sizing = sizing_on_cpu(
             config,
             shape,
-            max_model_len,
             weights=model.weights_bytes + model.screen_bytes,
+            num_positions=model.max_positions,
             activations=lambda _: activations + of_chain,
             bytes_per_block=bytes_per_block,
             host_blocks=host_blocks,
         )
         memory = sizing.plan(max_model_len)
-        if memory.max_model_len < max_model_len:  # auto
-            model.set_positions(*rope_tables(shape.rope, memory.max_model_len))
+        model.set_positions(*rope_tables(shape.rope, memory.max_model_len))
         runner = NativeRunner(
             model,
             cache := NativeCache(

@@ -37,6 +37,7 @@ from ..memory_needs import (
     async_bytes,
     device_sampler_bytes,
     graphs_bytes,
+    positions_that_fit,
     sampler_bytes,
     sizing_on_cpu,
     slot_bytes,
@@ -71,7 +72,7 @@ def load_on_torch(
         make_decoder = _load_weights(config, root, shape, device, kernels)
     with phases("cache"):
         is_async = streams is not None
-        runner, memory, host_blocks = _fit_runner(config, shape, make_decoder, max_model_len, is_async=is_async)
+        runner, memory, host_blocks = _fit_runner(config, shape, make_decoder, max_model_len, device, is_async=is_async)
         max_model_len = memory.max_model_len
     with phases("rates"):
         rates = measure_rates(runner, config, max_model_len, host_blocks, phases.clock) if host_blocks else None
@@ -128,6 +129,7 @@ def _fit_runner(
     shape: ModelConfig,
     make_decoder: Callable[..., Decoder],
     max_model_len: int,
+    device: torch.device,
     *,
     is_async: bool,
 ) -> tuple[ModelRunner, MemoryTable, int]:
@@ -135,6 +137,7 @@ def _fit_runner(
 
     With `max_model_len = auto`, the table's `max_model_len` may be shorter than the argument.
     """
+    max_model_len = positions_that_fit(config, shape, max_model_len, device.type)
     decoder = make_decoder(max_positions=max_model_len)
     bytes_per_block = KVCache.bytes_per_block(shape, config.block_size, kv_dtype_of(config, decoder.dtype))
     host_blocks = num_host_blocks(config, bytes_per_block, max_model_len, decoder.device.type)
@@ -269,8 +272,8 @@ def _sizing(
         return sizing_on_cpu(
             config,
             shape,
-            max_model_len,
             weights=weights,
+            num_positions=max_model_len,
             activations=partial(
                 step_bytes, shape, decoder.weights, config.num_step_tokens, is_kv_fp8=config.kv_cache_dtype == "fp8"
             ),

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from millrace.model.checkpoint import tensor_shapes
-from millrace.model.checkpoint.tensor_shapes import expected_shapes
+from millrace.model.checkpoint.tensor_shapes import expected_shapes, open_source
 from millrace.model.config import ModelConfig
 from millrace.model.decoder.weights import load_weights
 from millrace.model.errors import CheckpointError
@@ -56,11 +56,34 @@ def test_shards_give_the_model_that_one_file_gives(root: Path, tmp_path: Path) -
     assert tokens(tmp_path) == tokens(root)
 
 
-def test_tied_heads_use_the_embedding_and_ignore_a_stored_head(tmp_path: Path) -> None:
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+TIED = {  # the tensors beside the embedding of a model that says it is tied -> the rows of the output layer come from
+    "equal": (lambda tensors: tensors.__setitem__(HEAD, tensors[EMBEDDING].clone()), EMBEDDING),
+    "different": (lambda tensors: tensors.__setitem__(HEAD, tensors[EMBEDDING].flip(0).contiguous()), HEAD),
+    "head alone": (lambda tensors: tensors.__setitem__(HEAD, tensors.pop(EMBEDDING)), EMBEDDING),
+}
+
+
+@pytest.mark.parametrize("name", TIED)
+def test_a_tied_model_is_made_of_the_tensors_that_are_there(name: str, tmp_path: Path) -> None:
     make_checkpoint("qwen2", tmp_path, has_tokenizer=False)
-    before = tokens(tmp_path)
-    _change(tmp_path, lambda tensors: tensors.__setitem__("lm_head.weight", torch.randn(3, 3)))
-    assert tokens(tmp_path) == before
+    embedding = load_file(tmp_path / "model.safetensors")[EMBEDDING]
+    change, source = TIED[name]
+    _change(tmp_path, change)
+    weights = load(tmp_path)
+    assert torch.equal(weights.embedding, embedding)
+    x = torch.eye(weights.embedding.shape[1])
+    assert torch.equal(weights.head(x), (embedding if source == EMBEDDING else embedding.flip(0)).T)
+
+
+def test_a_head_that_differs_is_told_and_one_of_another_shape_refused(tmp_path: Path) -> None:
+    make_checkpoint("qwen2", tmp_path, has_tokenizer=False)
+    _change(tmp_path, TIED["different"][0])
+    source, config = open_source(tmp_path, ModelConfig.read(tmp_path), "auto")
+    assert not config.tie_word_embeddings and "lm_head.weight in model.safetensors differs" in source.warnings[0]
+    _change(tmp_path, lambda tensors: tensors.__setitem__(HEAD, torch.randn(3, 3)))
+    with pytest.raises(CheckpointError, match=r"lm_head.weight is \[3, 3\].*vocab_size = "):
+        load(tmp_path)
 
 
 def test_progress_ends_at_the_whole(root: Path) -> None:
@@ -107,11 +130,10 @@ WRONG_TENSORS: dict[str, tuple[Callable[[Tensors], Any], str]] = {
     "missing": (lambda tensors: tensors.pop(TENSOR), f"tensor {TENSOR} is missing"),
     "extra": (lambda tensors: tensors.__setitem__("model.extra.bias", torch.ones(2)), "tensor model.extra.bias"),
     "transposed": (lambda tensors: _put(tensors, tensors[TENSOR].T), f"tensor {TENSOR} is [64, 32]"),
-    "of integers": (lambda tensors: _put(tensors, tensors[TENSOR].to(torch.int8)), f"tensor {TENSOR}: dtype 'I8'"),
-    "in float64": (lambda tensors: _put(tensors, tensors[TENSOR].double()), f"tensor {TENSOR}: dtype 'F64'"),
+    "of integers": (lambda tensors: _put(tensors, tensors[TENSOR].to(torch.int8)), f"tensor {TENSOR}: dtype I8"),
     "NaN": (lambda tensors: tensors[TENSOR].__setitem__((1, 1), float("nan")), f"tensor {TENSOR}: holds NaN"),
     "infinite": (lambda tensors: tensors[TENSOR].__setitem__((1, 1), float("-inf")), f"tensor {TENSOR}: holds NaN"),
-    "empty": (lambda tensors: _put(tensors, torch.zeros(0, 64)), f"tensor {TENSOR}: has no elements"),
+    "empty": (lambda tensors: _put(tensors, torch.zeros(0, 64)), f"tensor {TENSOR} is [0, 64]"),
 }
 
 
@@ -213,25 +235,35 @@ def test_no_weights_at_all_is_said(root: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("index", "message"),
     [
-        ({"weight_map": {"a": "model-00001-of-00002.safetensors"}}, "the index names this shard"),
-        ({"weight_map": {}}, "weight_map must map"),
-        ({"weight_map": {"a": "../model.safetensors"}}, "weight_map must map"),
-        ({"weight_map": {"a": "model.bin"}}, "weight_map must map"),
-        ({}, "weight_map must map"),
+        ({"weight_map": {"a": "model-00001-of-00002.safetensors"}}, "index.json names this shard"),
+        ({"weight_map": {}}, "weight_map: must map"),
+        ({"weight_map": {"a": "../x.safetensors"}}, "weight_map: a: must be the name"),
+        ({"weight_map": {"a": "model.bin"}}, "weight_map: a: must be the name"),
+        ({}, "weight_map: must map"),
     ],
 )
 def test_an_index_that_leads_nowhere_is_refused(index: dict[str, Any], message: str, copy: Path) -> None:
+    (copy / "model.safetensors").rename(copy / "x.safetensors")
     (copy / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match=message):
         load(copy)
 
 
-def test_a_tensor_in_two_shards_is_refused(copy: Path) -> None:
-    shutil.copy(copy / "model.safetensors", copy / "again.safetensors")
-    names = {"a": "model.safetensors", "b": "again.safetensors"}
+def test_of_a_tensor_in_two_shards_the_last_is_used(copy: Path) -> None:
+    tensors = load_file(copy / "model.safetensors")
+    save_file({TENSOR: tensors[TENSOR] * 2}, copy / "b.safetensors")
+    (copy / "model.safetensors").rename(copy / "a.safetensors")
+    names = {"x": "a.safetensors", "y": "b.safetensors"}
     (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-    with pytest.raises(CheckpointError, match=r"is also in again\.safetensors"):
-        load(copy)
+    source, _ = open_source(copy, ModelConfig.read(copy), "auto")
+    assert source.warnings == [f"tensor {TENSOR} is in a.safetensors and b.safetensors; the last is used"]
+    assert (source.array(TENSOR) == (tensors[TENSOR] * 2).numpy()).all()
+
+
+def test_an_index_beside_a_whole_file_is_not_used(copy: Path, root: Path) -> None:
+    (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "gone.safetensors"}}))
+    source, _ = open_source(copy, ModelConfig.read(copy), "auto")
+    assert "is not used" in source.warnings[0] and tokens(copy) == tokens(root)
 
 
 def test_only_regular_files_are_opened(copy: Path) -> None:
@@ -255,7 +287,8 @@ def test_a_link_out_of_the_checkpoint_is_refused_whether_it_leads_anywhere_or_no
         load(copy)
     assert (
         str(caught.value)
-        == f"model.safetensors ({copy}): a link that leads out of the checkpoint; copy the file in its place"
+        == f"model.safetensors ({copy}): a link that leads out of the checkpoint; copy the file in its place, or trust "
+        "this folder's links with allow_links_outside"
     )
 
 

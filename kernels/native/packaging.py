@@ -8,9 +8,10 @@ so it imports nothing of the package.
 from __future__ import annotations
 
 import platform
+import re
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from setuptools.command.build_py import build_py
 HERE = Path(__file__).parent
 BUILD: dict[str, Any] = runpy.run_path(str(HERE / "build.py"))
 IN_WHEELS = ("amx", "avx512_bf16", "avx512", "avx2")
+STATIC_RUNTIME = ("-static-libstdc++", "-static-libgcc")  # what is left to need is the C library alone
+_GLIBC = re.compile(rb"GLIBC_(\d+)\.(\d+)")
 
 
 def is_possible() -> bool:
@@ -43,10 +46,10 @@ class BuildWithLibrary(build_py):
             available = runpy.run_path(str(HERE / "machine.py"))["instruction_sets"]()
             any(self._try(name, BUILD["library_path"]) for name in available)  # the first that compiles
             return
-        folder = Path(self.build_lib) / "millrace" / "kernels" / "native" / "built"
+        folder = _built_folder(self.build_lib)
         folder.mkdir(parents=True, exist_ok=True)
         for name in IN_WHEELS:
-            self._try(name, lambda name: BUILD["compile_library"](name, folder / BUILD["file_name"](name)))
+            self._try(name, lambda name: _compile_for_wheel(name, folder))
 
     def _try(self, name: str, compile_library: Callable[[str], object]) -> bool:
         try:
@@ -58,12 +61,33 @@ class BuildWithLibrary(build_py):
 
 
 class PlatformWheel(bdist_wheel):
-    """bdist_wheel that tags a wheel with the library for this platform and any Python 3."""
+    """bdist_wheel that tags a wheel with the library as manylinux, for any Python 3 on x86-64."""
 
     def finalize_options(self) -> None:
+        if is_possible():
+            self.distribution.has_ext_modules = lambda: True  # so the package is installed beside compiled modules
         super().finalize_options()
-        self.root_is_pure = not is_possible()
 
     def get_tag(self) -> tuple[str, str, str]:
         tag = super().get_tag()
-        return tag if self.root_is_pure else ("py3", "none", tag[2])
+        if self.root_is_pure:
+            return tag
+        built = _built_folder(self.get_finalized_command("build_py").build_lib).glob("*.so")
+        return "py3", "none", manylinux_tag(built) or tag[2]
+
+
+def manylinux_tag(libraries: Iterable[Path]) -> str | None:
+    """The platform tag of a wheel with these libraries: manylinux with the newest glibc version that one of them needs.
+
+    None if there is no library, or none that names a version. Source: PEP 600.
+    """
+    versions = [tuple(map(int, found)) for path in libraries for found in _GLIBC.findall(path.read_bytes())]
+    return "manylinux_{}_{}_x86_64".format(*max(versions)) if versions else None
+
+
+def _built_folder(build_lib: str) -> Path:
+    return Path(build_lib) / "millrace" / "kernels" / "native" / "built"
+
+
+def _compile_for_wheel(name: str, folder: Path) -> None:
+    BUILD["compile_library"](name, folder / BUILD["file_name"](name), STATIC_RUNTIME)

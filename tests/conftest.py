@@ -17,8 +17,14 @@ from tests.counts import FULL
 if "PYTEST_XDIST_WORKER" in os.environ:  # one of several beside each other: torch's threads would fight for the cores
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-settings.register_profile("millrace", derandomize=not FULL, print_blob=True)
+settings.register_profile("millrace", deadline=None, derandomize=not FULL, print_blob=True)
 settings.load_profile("millrace")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Full counts have no time limit per test."""
+    if FULL:
+        config.option.timeout = 0
 
 
 def pytest_collection_finish() -> None:

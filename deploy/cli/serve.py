@@ -46,6 +46,7 @@ def run(options: argparse.Namespace, engine_config: EngineConfig, server_config:
             make_engine = partial(_make_engine, choose_mode(server_config.mode))
             return runner.run(serve(engine_config, server_config, make_engine, options.sources))
     finally:
+        gc.unfreeze()
         gc.enable()
 
 

@@ -22,9 +22,8 @@ from millrace.stages.testing.scripted.engine import ScriptedEngine, scripted_eng
 
 @pytest.fixture(autouse=True)
 def only_what_stays_is_frozen() -> Iterator[None]:
-    """A server freezes what there is, and what a test made of it with that; see `pytest_collection_finish`."""
+    """A server unfreezes everything when it ends, with it what `pytest_collection_finish` froze."""
     yield
-    gc.unfreeze()
     gc.collect()
     gc.freeze()
 
@@ -54,6 +53,11 @@ def test_garbage_collection_is_off_until_the_server_is_ready(monkeypatch: pytest
     seen: list[bool] = []
     assert run_with(monkeypatch, seen) == 0
     assert seen == [False, True] and gc.isenabled()
+
+
+def test_a_server_that_ended_leaves_nothing_frozen(monkeypatch: pytest.MonkeyPatch):
+    assert run_with(monkeypatch, []) == 0
+    assert gc.get_freeze_count() == 0
 
 
 def test_the_collector_is_on_again_after_a_start_that_failed(monkeypatch: pytest.MonkeyPatch):

@@ -7,7 +7,7 @@ import os
 import random
 import sys
 import time
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -55,7 +55,7 @@ def checkpoint(name: str) -> Checkpoint:
     return Checkpoint.random(**MODELS[name])
 
 
-@cache
+@lru_cache(maxsize=4)  # a model keeps its threads until it is dropped
 def load(name: str, dtype: DType, instruction_set: str | None = None, num_threads: int = 2) -> NativeModel:
     return checkpoint(name).load(dtype, instruction_set=instruction_set, num_threads=num_threads, worth_a_thread=1)
 

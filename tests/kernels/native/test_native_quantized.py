@@ -4,7 +4,7 @@ that no bit of a token's logits depends on its company, as with whole numbers.""
 from __future__ import annotations
 
 import random
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,7 @@ def checkpoint(name: str) -> Checkpoint:
     return Checkpoint.random(**MODELS[name])
 
 
-@cache
+@lru_cache(maxsize=4)  # a model keeps its threads until it is dropped
 def load(
     name: str, form: str, dtype: DType = "bfloat16", instruction_set: str | None = None, num_threads: int = 2
 ) -> NativeModel:

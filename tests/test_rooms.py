@@ -70,6 +70,7 @@ BELOW = {
     "stages/testing": "stages/testing/scripted",
     "deploy": "",
     "deploy/http": "deploy",
+    "deploy/package": "",
     "deploy/metrics": "deploy deploy/http",
     "deploy/api/schema": "deploy",
     "deploy/api/parsers": "",

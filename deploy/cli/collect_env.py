@@ -20,10 +20,11 @@ from ...runtime.env.cpus import ComputeThreads, Cpus
 from ...stages.backends.cache_size import free_host_bytes, is_host_limited, total_host_bytes
 from ...stages.config import EngineConfig
 from ..config import ServerConfig
+from ..http.package_version import DISTRIBUTION
 from ..settings import ENV_PREFIX, SECRET
 
 PACKAGES = (
-    "millrace",
+    DISTRIBUTION,
     "torch",
     "triton",
     "transformers",

@@ -78,9 +78,9 @@ def _parser() -> argparse.ArgumentParser:
 
 class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        from importlib.metadata import version
+        from ..http.package_version import package_version
 
-        print(f"millrace {version('millrace')}")
+        print(f"millrace {package_version()}")
         parser.exit()
 
 
@@ -213,7 +213,7 @@ def _add_simulate(commands: Any) -> None:
     simulate.add_argument("--scale-lengths", type=float, metavar="X", default=1.0, help=text)
     simulate.add_argument("--save-cost-model", type=Path, metavar="FILE", help="write the cost model to this JSON file")
     simulate.add_argument("--save-result", type=Path, metavar="FILE", help="write the results to this JSON file")
-    text = "plot the results as PNG, SVG or PDF; needs pip install 'millrace[plots]'"
+    text = "plot the results as PNG, SVG or PDF; needs pip install -e '.[plots]'"
     simulate.add_argument("--plot", type=Path, metavar="FILE", help=text)
     _add_common(simulate)
 

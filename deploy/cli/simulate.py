@@ -134,7 +134,7 @@ def plot(rows: Sequence[SimulationRow], path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigError("--plot needs matplotlib: pip install 'millrace[plots]'") from None
+        raise ConfigError("--plot needs matplotlib: pip install -e '.[plots]'") from None
     figure = Figure(figsize=(max(7.0, 1.2 * len(rows) + 3), 7.0), layout="constrained")
     labels = [row.label for row in rows]
     for axes, (title, curves) in zip(figure.subplots(2, 2).flat, PANELS.items(), strict=True):

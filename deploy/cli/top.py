@@ -1,6 +1,6 @@
 """`millrace top`: the dashboard's first view in a terminal, from the same feed of a running server.
 
-Needs rich: `pip install 'millrace[top]'`.
+Needs rich: `pip install -e '.[top]'`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def run(options: argparse.Namespace, engine_config: EngineConfig, server_config:
     try:
         import rich  # noqa: F401
     except ImportError:
-        raise ConfigError("top needs rich, which is not installed: pip install 'millrace[top]'") from None
+        raise ConfigError("top needs rich, which is not installed: pip install -e '.[top]'") from None
     key = server_config.api_key[0] if server_config.api_key else None
     try:
         asyncio.run(_show(options.url, key, is_once=options.once))

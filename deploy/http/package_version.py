@@ -1,9 +1,11 @@
-"""The installed version of millrace."""
+"""The installed version of millrace: of the distribution `millrace-engine`, which has the package `millrace`."""
 
 from __future__ import annotations
 
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+
+DISTRIBUTION = "millrace-engine"  # `millrace` on PyPI is another project
 
 
 @cache
@@ -13,6 +15,6 @@ def package_version() -> str:
     Call it once at the start: requests must not open files.
     """
     try:
-        return version("millrace")
+        return version(DISTRIBUTION)
     except PackageNotFoundError:
         return "unknown"

@@ -12,7 +12,7 @@ import pytest
 from millrace.deploy.cli.top import DashboardState, draw
 from tests.deploy.running import RunningServer, free_port
 
-rich = pytest.importorskip("rich.console", reason="rich is not installed: pip install 'millrace[top]'")
+rich = pytest.importorskip("rich.console", reason="rich is not installed: pip install -e '.[top]'")
 
 
 def shown(readings: DashboardState) -> str:

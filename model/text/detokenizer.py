@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import codecs
 import copy
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -47,12 +48,18 @@ class TextTable:
     def __len__(self) -> int:
         return len(self.bytes)
 
+    def has_text(self, token_ids: Iterable[int], skip_special_tokens: bool) -> bool:
+        """Whether any of the tokens adds text."""
+        skipped: frozenset[int] = self.special_ids if skip_special_tokens else frozenset()
+        size = len(self.bytes)
+        return any(i < size and self.bytes[i] != b"" and i not in skipped for i in map(int, token_ids))
+
 
 class IncrementalDecoder:
     """The text of one sequence, token by token.
 
     The results of `push` and `flush`, joined, are `tokenizer.decode` of all pushed ids. With `continues` the sequence
-    follows other text, so its first space stays.
+    follows other text, so its first space stays; `after` finds that out from a prompt.
     """
 
     def __init__(self, table: TextTable, skip_special_tokens: bool = True, continues: bool = False) -> None:
@@ -62,6 +69,15 @@ class IncrementalDecoder:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._run = bytearray()  # the current run of byte tokens, with byte fallback
         self._has_pending = False
+
+    @classmethod
+    def after(cls, table: TextTable, prompt: Iterable[int], skip_special_tokens: bool = True) -> IncrementalDecoder:
+        """A decoder for what follows the tokens of a prompt.
+
+        A prompt of no text, as the begin token alone, leaves the answer at the start of the text.
+        """
+        continues = not table.strips_first_space or table.has_text(prompt, skip_special_tokens)
+        return cls(table, skip_special_tokens, continues)
 
     def __deepcopy__(self, memo: object) -> IncrementalDecoder:
         """A decoder in the same state; the table is shared."""

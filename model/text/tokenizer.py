@@ -63,6 +63,8 @@ class Tokenizer:
             json.loads(rust.decoder.__getstate__()) if rust.decoder else {"type": "None"}
         )
         self.is_byte_level = self.decoder_config["type"] == "ByteLevel"
+        last_step = (self.decoder_config.get("decoders") or [{}])[-1]
+        self.strips_first_space = last_step.get("type") == "Strip"  # of a decoded text
         is_bpe = isinstance(rust.model, models.BPE) and config.get(ALWAYS_CLEANS) is not True
         self.cleans_up = config.get("clean_up_tokenization_spaces") is True and not is_bpe
         added = rust.get_added_tokens_decoder()

@@ -37,7 +37,7 @@ class BeamSearches:
     encoder: PromptEncoder
     limits: RequestLimits
     eos_token_ids: tuple[int, ...]
-    make_answer: Callable[[SamplingParams], AnswerText]  # makes the detokenizer of one answer
+    make_answer: Callable[[SamplingParams, Ints], AnswerText]  # makes the detokenizer of one answer to a prompt [P]
     _tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # by request id
 
     def submit(self, request: Request, beams: BeamParams, deadline_s: float | None = None) -> RequestOutbox:
@@ -116,7 +116,7 @@ class BeamSearches:
             end_ids,
             min_tokens=params.min_tokens,
             num_logprobs=params.logprobs,
-            text=_StopText(self.make_answer(params), 0) if params.stop else None,
+            text=_StopText(self.make_answer(params, prompt), 0) if params.stop else None,
         )
         least = num_candidates(beams.width, len(end_ids), has_stops=bool(params.stop))
         step_params = CandidateParams(
@@ -180,7 +180,7 @@ class BeamSearches:
 
     def _spell(self, hypothesis: Hypothesis, found: _SearchResult, sequence_id: int, rows: TextRows) -> None:
         """Adds a row for each token of an answer; the last row has its finish."""
-        answer, end = self.make_answer(found.params), hypothesis.finish
+        answer, end = self.make_answer(found.params, found.prompt), hypothesis.finish
         token_ids = hypothesis.beam.token_ids[len(found.prompt) :].tolist()
         tops = hypothesis.beam.tops or (None,) * len(token_ids)
         # the detokenizer finds a stop string by itself; any other end comes with the last token

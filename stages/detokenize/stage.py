@@ -25,6 +25,7 @@ from ..messages import (
     Finish,
     FinishReason,
     Indices,
+    Ints,
     Started,
     StepText,
     StepTokens,
@@ -87,7 +88,7 @@ class Detokenize(Stage[StepTokens, StepText]):
     def __init__(
         self,
         table: TextTableProtocol,
-        make_decoder: Callable[[SamplingParams], DecodesIncrementally],
+        make_decoder: Callable[[SamplingParams, Ints], DecodesIncrementally],  # of the prompt [P]
         *,
         num_slots: int,
         vocab_size: int,
@@ -240,7 +241,8 @@ class Detokenize(Stage[StepTokens, StepText]):
             num_generated = len(started.token_ids) - started.num_prompt
             if num_generated or started.pooling is not None or not self._is_live(started.request_id):
                 return  # it has no text; or it has ended here and schedule does not know yet
-            sequence = AnswerText(started.request_id, self._table, self._make_decoder(started.params), started.params)
+            decoder = self._make_decoder(started.params, started.token_ids[: started.num_prompt])
+            sequence = AnswerText(started.request_id, self._table, decoder, started.params)
             self._sequences[started.sequence_id] = sequence
             self._begun[started.sequence_id] = Begun(started.token_ids, started.num_cached, began_s)
         else:

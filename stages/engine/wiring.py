@@ -24,6 +24,7 @@ from ..exit.outboxes import Outboxes, RequestOutbox
 from ..grammar.compiled import Grammars
 from ..grammar.gate import GrammarGate
 from ..intake.stage import Intake
+from ..messages import Ints
 from ..outputs import ModelInfo
 from ..params import SamplingParams
 from ..pipeline import build_encoder_pipeline, build_pipeline
@@ -57,7 +58,7 @@ class LoadedText(Protocol):
     def encoder(self) -> ModelEncoder: ...
     @property
     def text_table(self) -> TextTableProtocol: ...
-    def make_decoder(self, params: SamplingParams) -> DecodesIncrementally: ...
+    def make_decoder(self, params: SamplingParams, prompt: Ints) -> DecodesIncrementally: ...
 
 
 class EncoderStages:
@@ -105,7 +106,7 @@ class TextStages:
             loaded.encoder,
             self.limits,
             info.eos_token_ids,
-            lambda params: AnswerText("", loaded.text_table, loaded.make_decoder(params), params),
+            lambda params, prompt: AnswerText("", loaded.text_table, loaded.make_decoder(params, prompt), params),
         )
         self.exit.on_end += [
             self.intake.request_ended,

@@ -33,6 +33,7 @@ from ..errors import ConfigError, Refused
 from ..execute.model_runner import ModelRunner
 from ..grammar.compiled import Grammars
 from ..grammar.masks import GrammarMasks
+from ..messages import Ints
 from ..outputs import CaptureReport, ModelInfo
 from ..params import SamplingParams
 from ..sample.sampler import Sampler
@@ -60,9 +61,9 @@ class LoadedModel:
     make_device: Callable[[], Device]  # on whose thread runner and sampler run
     own_cpu: int | None = None  # as in `Backend`
 
-    def make_decoder(self, params: SamplingParams) -> IncrementalDecoder:
-        """A decoder for an answer. The answer continues its prompt, so a leading space is its own."""
-        return IncrementalDecoder(self.text_table, params.skip_special_tokens, continues=True)
+    def make_decoder(self, params: SamplingParams, prompt: Ints) -> IncrementalDecoder:
+        """A decoder for an answer to `prompt` [P], which the answer's text continues."""
+        return IncrementalDecoder.after(self.text_table, prompt, params.skip_special_tokens)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,9 +77,9 @@ class ModelText:
     encoder: ModelEncoder
     text_table: TextTable
 
-    def make_decoder(self, params: SamplingParams) -> IncrementalDecoder:
+    def make_decoder(self, params: SamplingParams, prompt: Ints) -> IncrementalDecoder:
         """As `LoadedModel` does."""
-        return IncrementalDecoder(self.text_table, params.skip_special_tokens, continues=True)
+        return IncrementalDecoder.after(self.text_table, prompt, params.skip_special_tokens)
 
 
 def load_text(config: EngineConfig, phases: Phases) -> Callable[[ModelInfo], ModelText]:

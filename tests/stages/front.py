@@ -44,7 +44,7 @@ class ByteText:
     def encode_chat(self, chat: ChatPrompt) -> list[int]:
         return self.encode_text("".join(f"[{m['role']}]{m['content']}" for m in chat.messages) + "[assistant]")
 
-    def decoder(self, params: SamplingParams) -> ByteDecoder:
+    def decoder(self, params: SamplingParams, prompt: object = ()) -> ByteDecoder:
         return ByteDecoder()
 
 

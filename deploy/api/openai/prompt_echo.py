@@ -29,6 +29,8 @@ class SpellsTokens(Protocol):
 
     @property
     def special_ids(self) -> frozenset[int]: ...
+    @property
+    def strips_first_space(self) -> bool: ...
     def token_bytes(self, token_id: int) -> bytes: ...
 
 
@@ -61,9 +63,10 @@ def echo_prompt(options: EchoOptions, outbox: RequestOutbox, tokenizer: SpellsTo
         given = outbox.request.prompts[index].text
         texts = token_texts(tokenizer, token_ids)
         first = next((at for at, part in enumerate(texts) if part), 0)
-        if texts and texts[first].startswith(" ") and given is not None and not given.startswith(" "):
-            texts[first] = texts[first][1:]  # a space that the tokenizer added
         is_whole = given is not None and outbox.request.params.truncate_prompt_tokens is None
+        has_added_space = is_whole and given is not None and not given.startswith(" ")
+        if texts and texts[first].startswith(" ") and (tokenizer.strips_first_space or has_added_space):
+            texts[first] = texts[first][1:]  # a space that the tokenizer added
         text = given if given is not None and is_whole else "".join(texts)
         if options.echo_logprobs:
             logprobs = _echo(token_ids, texts, scores, name)

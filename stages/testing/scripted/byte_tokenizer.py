@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ...messages import ChatPrompt
+from ...messages import ChatPrompt, Ints
 from ...params import SamplingParams
 
 EOS = 256
@@ -23,6 +23,7 @@ class ByteTokenizer:
     eos_token_id = EOS
     bos_token_id = None
     special_ids = frozenset(range(256, VOCAB_SIZE))
+    strips_first_space = False
 
     def __init__(self) -> None:
         self.bytes = [bytes([i]) for i in range(256)] + [name.encode() for name in SPECIAL_TOKENS]
@@ -67,8 +68,8 @@ class ByteTokenizer:
         decoder = _ByteDecoder(skip_special_tokens)
         return "".join([decoder.push(token_id) for token_id in ids]) + decoder.flush()
 
-    def decoder(self, params: SamplingParams) -> _ByteDecoder:
-        """A decoder for one answer."""
+    def decoder(self, params: SamplingParams, prompt: Sequence[int] | Ints = ()) -> _ByteDecoder:
+        """A decoder for one answer, whatever its prompt."""
         return _ByteDecoder(params.skip_special_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:

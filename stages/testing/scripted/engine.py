@@ -20,6 +20,7 @@ from ...device.device import Device
 from ...engine.engine import Engine
 from ...engine.wiring import EngineStages
 from ...grammar.compiled import Grammars
+from ...messages import Ints
 from ...outputs import ModelInfo
 from ...params import SamplingParams
 from ...request_limits import longest_sequence
@@ -219,8 +220,8 @@ class _Scripted:
     sampler: ScriptedModel
     grammars: Grammars
 
-    def make_decoder(self, params: SamplingParams) -> Any:
-        return self.tokenizer.decoder(params)
+    def make_decoder(self, params: SamplingParams, prompt: Ints) -> Any:
+        return self.tokenizer.decoder(params, prompt)
 
 
 def _resolved(config: EngineConfig, overrides: dict[str, Any]) -> EngineConfig:

@@ -9,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -167,6 +168,19 @@ def test_the_first_space_goes_at_the_start_of_a_text_and_stays_where_it_continue
     assert tokenizer.token(ids[0]).startswith("▁")  # type: ignore[union-attr]
     assert pushed(IncrementalDecoder(_table(tokenizer)), ids) == "the cats"
     assert pushed(IncrementalDecoder(_table(tokenizer), continues=True), ids) == " the cats"
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_an_answer_continues_the_text_of_its_prompt_and_begins_it_where_there_is_none(
+    tokenizer: Tokenizer, skip: bool
+) -> None:
+    """So the begin token alone, unless it is shown, leaves the answer at the start of the text."""
+    words = tokenizer.encode(" the cats", add_special_tokens=False)
+    special, space = sorted(tokenizer.special_ids)[:2], tokenizer.encode(" ", add_special_tokens=False)
+    for prompt in ([], special, [*special, len(tokenizer) + 1], [*special, *space], [*special, *words], words):
+        decoder = IncrementalDecoder.after(_table(tokenizer), np.array(prompt, np.int32), skip)
+        whole = tokenizer.decode([*prompt, *words], skip)
+        assert tokenizer.decode(prompt, skip) + pushed(decoder, words) == whole
 
 
 def test_decoding_many_byte_tokens_takes_linear_time(tokenizer: Tokenizer) -> None:

@@ -203,8 +203,8 @@ async def test_ids_that_the_tokenizer_does_not_know_have_no_text(env: SimEnv):
 class Cursed(ByteText):
     """Its decoders fail on byte 0xFF as Rust code does: not with an `Exception`."""
 
-    def decoder(self, params):
-        decoder = super().decoder(params)
+    def decoder(self, params, prompt=()):
+        decoder = super().decoder(params, prompt)
         push = decoder.push
 
         def fragile(token_id: int) -> str:

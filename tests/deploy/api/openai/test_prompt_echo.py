@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
 import pytest
 
+from millrace.deploy.api.openai.prompt_echo import EchoOptions, echo_prompt
+from millrace.stages.messages import Prompt, Request
+from millrace.stages.params import SamplingParams
 from tests.deploy.running import RunningServer
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -134,3 +141,23 @@ def test_half_characters_add_no_text_and_a_whole_one_adds_it_with_its_last_byte(
 
     tokenizer = ByteTokenizer()
     assert token_texts(tokenizer, [257, *"é!".encode(), 0xC3, 256, 0xE2]) == ["", "", "é", "!", "", "\ufffd", "\ufffd"]
+
+
+class _Spells:
+    """A tokenizer over "▁" pieces, with one special token."""
+
+    special_ids = frozenset({0})
+
+    def __init__(self, strips_first_space: bool) -> None:
+        self.strips_first_space = strips_first_space
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return [b"<s>", b" Once", b" upon"][token_id]
+
+
+@pytest.mark.parametrize(("strips", "text"), [(True, "Once upon"), (False, " Once upon")])
+def test_an_echo_of_token_ids_is_their_text_as_the_tokenizer_decodes_it(strips: bool, text: str):
+    prompt = Prompt(token_ids=np.array([0, 1, 2], np.int32))
+    request = Request("r", (prompt,), SamplingParams(max_tokens=1))
+    outbox: Any = SimpleNamespace(request=request, prompt_token_ids=lambda index: prompt.token_ids)
+    assert echo_prompt(EchoOptions(echo=True), outbox, _Spells(strips), 0).text == text

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +23,11 @@ from .config import ServerConfig
 ENV_PREFIX = "MILLRACE_"
 SECRET = frozenset({"api_key", "admin_key", "ssl_keyfile_password"})
 NO_FLAG = frozenset({"ssl_keyfile_password"})  # every user can read flags in the process list
+
+NO_SETTINGS = frozenset({"cache"})  # variables of other parts, and of the tests
+SHORT_NAMES = {  # setting -> short name -> value
+    "dtype": {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"},
+}
 
 Kind = type[EngineConfig] | type[ServerConfig]
 
@@ -183,6 +190,14 @@ class Setting:
     source: str  # "flag --port", "environment MILLRACE_PORT", "file x.yaml", "default"
 
 
+@dataclass(frozen=True, slots=True)
+class _YamlEntry:
+    """A value of the YAML file."""
+
+    value: Any
+    line: int  # of its name, from 1
+
+
 def add_flags(parser: argparse.ArgumentParser, kinds: Iterable[Kind], *, omit: frozenset[str] = frozenset()) -> None:
     """Adds a flag for each field, in groups. A flag that is not given sets nothing in the namespace."""
     for kind in kinds:
@@ -203,11 +218,14 @@ def resolve(
     for kind in kinds:
         for name, (hint, default) in _fields(kind).items():
             settings[name] = _resolve(name, hint, default, flags, environment, in_file, file)
-    known = {name for kind in (EngineConfig, ServerConfig) for name in _fields(kind)}
-    for name in in_file:
-        if name not in known:
-            raise ConfigError(f"{file}: unknown setting {name}; --help lists all settings")
+    _check_names(environment, in_file, file)
     return settings
+
+
+def near_miss(name: str, known: Iterable[str]) -> str:
+    """` (did you mean X?)` with the known name that is most like `name`, or the empty string."""
+    found = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+    return f" (did you mean {found[0]}?)" if found else ""
 
 
 def build(kind: type[Any], settings: Mapping[str, Setting]) -> Any:
@@ -274,7 +292,7 @@ def _add_flag(group: argparse._ArgumentGroup, name: str, text: str, hint: Any, d
     if hint is bool:
         options["action"] = argparse.BooleanOptionalAction
     elif typing.get_origin(hint) is Literal:
-        options["choices"] = typing.get_args(hint)
+        options.update(choices=typing.get_args(hint), type=partial(_full_name, name))
     elif typing.get_origin(hint) is tuple:
         options.update(action="append", metavar="TEXT")
     else:
@@ -291,17 +309,20 @@ def _resolve(
     default: Any,
     flags: Mapping[str, Any],
     environment: Mapping[str, str],
-    in_file: Mapping[str, Any],
+    in_file: Mapping[str, _YamlEntry],
     file: Path | None,
 ) -> Setting:
     if name in flags:
         source = "command line" if name == "model" else f"flag --{name.replace('_', '-')}"
         return Setting(_as_tuple(flags[name]), source)
     variable = ENV_PREFIX + name.upper()
-    if variable in environment:
-        return Setting(_from_text(variable, hint, environment[variable]), f"environment {variable}")
+    if variable in environment and not environment[variable].startswith("tcp://"):  # of Kubernetes, see _check_names
+        value = _from_text(variable, hint, _full_name(name, environment[variable]))
+        return Setting(value, f"environment {variable}")
     if name in in_file:
-        return Setting(_from_yaml(f"{file}: {name}", hint, in_file[name]), f"file {file}")
+        entry = in_file[name]
+        value = _from_yaml(f"{file}:{entry.line}: {name}", hint, _full_name(name, entry.value))
+        return Setting(value, f"file {file}")
     return Setting(default, "default")
 
 
@@ -344,24 +365,58 @@ def _checked(where: str, hint: Any, value: Any) -> Any:
     return value
 
 
+def _full_name(name: str, value: Any) -> Any:
+    """`value` of the setting `name`, where it has a short name."""
+    return SHORT_NAMES.get(name, {}).get(value, value) if isinstance(value, str) else value
+
+
+def _check_names(environment: Mapping[str, str], in_file: Mapping[str, _YamlEntry], file: Path | None) -> None:
+    """`ConfigError` for an unknown setting of the file, and for a variable that is almost a setting's.
+
+    Other variables with the prefix are not settings: for a service called millrace, Kubernetes sets
+    MILLRACE_SERVICE_HOST, MILLRACE_PORT=tcp://... and more of the kind.
+    """
+    known = {name for kind in (EngineConfig, ServerConfig) for name in _fields(kind)}
+    for name, entry in in_file.items():
+        if name not in known:
+            hint = near_miss(name, known)
+            raise ConfigError(f"{file}:{entry.line}: unknown setting {name}{hint}; --help lists all settings")
+    for variable in environment:
+        name = variable.removeprefix(ENV_PREFIX).lower()
+        if variable.startswith(ENV_PREFIX) and name not in known | NO_SETTINGS and near_miss(name, known):
+            hint = near_miss(variable, (ENV_PREFIX + each.upper() for each in known))
+            raise ConfigError(f"{variable}: no such setting{hint}; unset it or correct its name")
+
+
 def _as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _read_file(file: Path) -> dict[str, Any]:
+def _read_file(file: Path) -> dict[str, _YamlEntry]:
     import yaml  # slow to import, and needed only with --config
 
     try:
-        data = yaml.safe_load(file.read_text("utf-8"))
+        text = file.read_text("utf-8")
+        data, root = yaml.safe_load(text), yaml.compose(text, Loader=yaml.SafeLoader)
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror}: --config must name a YAML file") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f":{mark.line + 1}:{mark.column + 1}" if mark is not None else ""
+        raise ConfigError(f"{file}{place}: not valid YAML: {error.problem or error.context}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: not valid YAML: {str(error).splitlines()[0]}") from None
     if data is None:
         return {}
     if not isinstance(data, dict):
         raise ConfigError(f"{file}: must be a mapping, with one line `name: value` per setting")
-    return {str(name).replace("-", "_"): value for name, value in data.items()}
+    found: dict[str, _YamlEntry] = {}
+    for key, _ in root.value:
+        name, line = str(key.value).replace("-", "_"), key.start_mark.line + 1
+        if name in found:
+            raise ConfigError(f"{file}:{line}: {name} is in line {found[name].line} already; remove one of them")
+        found[name] = _YamlEntry(data.get(key.value), line)
+    return found
 
 
 def _as_yaml(value: Any) -> str:

@@ -14,6 +14,7 @@ from ...stages.config import EngineConfig
 from ...stages.errors import ConfigError
 from ..config import ServerConfig
 from ..settings import Setting, add_flags, build, resolve, show
+from .argument_parser import ArgumentParser
 
 STARTUP_ERROR_EXIT_CODE = 3  # exit code for a wrong setting or checkpoint; one line on stderr names it
 LOGGING = frozenset({"log_format", "log_level"})
@@ -32,6 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(arguments)
     try:
+        _join_models(options)
         settings = resolve((EngineConfig, ServerConfig), vars(options), os.environ, options.config)
         if options.command != "serve" and settings["log_level"].source == "default":
             settings["log_level"] = Setting("warning", "default")  # keep the terminal for the answer
@@ -54,13 +56,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _print_error(error)
 
 
+def _join_models(options: argparse.Namespace) -> None:
+    """`serve MODEL` and `serve --model MODEL` are one setting."""
+    flag = vars(options).pop("model_flag", None)
+    if flag is None:
+        return
+    if getattr(options, "model", flag) != flag:
+        raise ConfigError(f"two models: {options.model} and --model {flag}; name one of them")
+    options.model = flag
+
+
 def _print_error(error: Exception) -> int:
     print(f"millrace: {error}", file=sys.stderr)
     return STARTUP_ERROR_EXIT_CODE
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="millrace", description="An LLM serving engine made of seven stages.")
+    parser = ArgumentParser(prog="millrace", description="An LLM serving engine made of seven stages.")
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     _add_serve(commands)
@@ -113,7 +125,9 @@ def _add_run_batch(commands: Any) -> None:
     )
     text = "answers in order of completion; an existing file is overwritten; -: stdout"
     files.add_argument("-o", "--output-file", required=True, metavar="FILE", help=text)
-    files.add_argument("--url", help="use this server instead of loading a model, e.g. http://127.0.0.1:8000")
+    files.add_argument(
+        "--url", "--base-url", help="use this server instead of loading a model, e.g. http://127.0.0.1:8000"
+    )
     text = "maximum concurrent requests, which also bounds the lines in memory (default: 128)"
     files.add_argument("--max-concurrency", type=int, metavar="N", default=128, help=text)
     _add_common(batch)
@@ -170,7 +184,7 @@ def _add_many(load: Any) -> None:
 
 def _add_clients(load: Any) -> None:
     text = "URL of the server (default: http://127.0.0.1:8000)"
-    load.add_argument("--base-url", metavar="URL", default="http://127.0.0.1:8000", help=text)
+    load.add_argument("--base-url", "--url", metavar="URL", default="http://127.0.0.1:8000", help=text)
     text = "/v1/completions (default), or /v1/chat/completions with --dataset-path"
     load.add_argument("--endpoint", metavar="PATH", default="/v1/completions", help=text)
     text = "requests per second, a Poisson process (default: inf, all at once)"
@@ -220,8 +234,8 @@ def _add_simulate(commands: Any) -> None:
 
 def _add_top(commands: Any) -> None:
     top = commands.add_parser("top", usage=_usage("top"), help="show a running server live in the terminal")
-    default = "http://127.0.0.1:8000"
-    top.add_argument("--url", metavar="URL", default=default, help=f"URL of the server (default: {default})")
+    text = "URL of the server (default: http://127.0.0.1:8000)"
+    top.add_argument("--url", "--base-url", metavar="URL", default="http://127.0.0.1:8000", help=text)
     top.add_argument("--once", action="store_true", help="print once and exit")
     _add_common(top)
     _add_engine_flags(top, LOGGING | {"api_key"}, of_engine=frozenset())
@@ -233,7 +247,7 @@ def _add_trace(commands: Any) -> None:
     what = trace.add_argument_group("trace")
     what.add_argument("-o", "--output-file", required=True, metavar="FILE", help="output file; -: stdout")
     text = "URL of the server (default: http://127.0.0.1:8000)"
-    what.add_argument("--url", metavar="URL", default="http://127.0.0.1:8000", help=text)
+    what.add_argument("--url", "--base-url", metavar="URL", default="http://127.0.0.1:8000", help=text)
     what.add_argument("--seconds", type=float, metavar="X", default=30.0, help="seconds of the trace (default: 30)")
     _add_common(trace)
     _add_engine_flags(trace, LOGGING | {"admin_key"}, of_engine=frozenset())
@@ -246,7 +260,9 @@ def _add_collect_env(commands: Any) -> None:
 
 def _add_client(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("request")
-    group.add_argument("--url", help="use this server instead of loading a model, e.g. http://127.0.0.1:8000")
+    group.add_argument(
+        "--url", "--base-url", help="use this server instead of loading a model, e.g. http://127.0.0.1:8000"
+    )
     group.add_argument("--max-tokens", type=int, metavar="N", help="maximum tokens (default: 256)", default=256)
     group.add_argument("--temperature", type=float, metavar="X", help="0: greedy (default: the model's)")
     group.add_argument("--top-p", type=float, metavar="X", help="nucleus sampling (default: the model's)")
@@ -276,6 +292,7 @@ def _usage(command: str) -> str:
 def _add_model(command: argparse.ArgumentParser) -> None:
     text = "folder or Hub id of a model; none: the bundled model"
     command.add_argument("model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help=text)
+    command.add_argument("--model", dest="model_flag", metavar="MODEL", default=argparse.SUPPRESS, help="as MODEL")
 
 
 def _add_common(command: argparse.ArgumentParser) -> None:

@@ -65,7 +65,12 @@ def test_each_source_gives_values_of_the_fields_type(tmp_path):
         ({}, "max_model_len: 1.5\n", "max_model_len = 1.5: must be of type int or auto"),
         ({}, "port: x\n", "port = 'x'"),
         ({}, "port: true\n", "port = True"),
-        ({}, "prot: 1\n", "unknown setting prot"),
+        ({}, "a: 1\n", "m.yaml:1: unknown setting a; --help lists all settings"),
+        ({}, "port: 1\nmax-num-seq: 1\n", "m.yaml:2: unknown setting max_num_seq (did you mean max_num_seqs?)"),
+        ({}, "port: 1\nseed: 1\nport: 2\n", "m.yaml:3: port is in line 1 already"),
+        ({}, "seed: 1\nport: x\n", "m.yaml:2: port = 'x'"),
+        ({}, "port: 1\nseed: 2: 3\n", "m.yaml:2:8: not valid YAML: mapping values are not allowed here"),
+        ({"MILLRACE_MAX_NUM_SEQ": "1"}, "", "no such setting (did you mean MILLRACE_MAX_NUM_SEQS?)"),
         ({}, "- 1\n", "must be a mapping"),
         ({}, "a: [\n", "not valid YAML"),
     ],
@@ -159,6 +164,51 @@ def test_a_flag_that_is_neither_number_nor_word_says_what_it_may_be(capsys):
     with pytest.raises(SystemExit):
         main(["serve", "--max-model-len", "long"])
     assert "argument --max-model-len: invalid int or auto value: 'long'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["serve", "--tokenizer", "x"], "millrace serve: error: unrecognized arguments: --tokenizer"),
+        (["serve", "--max-model-length=9"], "--max-model-length=9 (did you mean --max-model-len?)"),
+        (["top", "--ones"], "millrace top: error: unrecognized arguments: --ones (did you mean --once?)"),
+        (["bench", "latenzy"], "(did you mean latency?)"),
+        (["srve"], "(did you mean serve?)"),
+    ],
+)
+def test_a_flag_is_not_abbreviated_and_a_near_miss_is_named(capsys, arguments, error):
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert capsys.readouterr().err.endswith(f"{error}\n")
+
+
+@pytest.mark.parametrize(
+    ("short", "value"), [("bf16", "bfloat16"), ("fp16", "float16"), ("half", "float16"), ("fp32", "float32")]
+)
+def test_short_names_of_data_types_are_taken_from_every_source(tmp_path, capsys, short, value):
+    file = tmp_path / "m.yaml"
+    file.write_text(f"dtype: {short}\n")
+    assert settle([], {"MILLRACE_DTYPE": short})["dtype"].value == value
+    assert settle([], {}, file)["dtype"].value == value
+    assert main(["serve", "--dtype", short, "--print-config"]) == 0
+    assert f"dtype: '{value}'  # flag --dtype" in capsys.readouterr().out
+
+
+def test_underscores_in_flags_are_read_as_hyphens(capsys):
+    assert main(["serve", "--max_num_seqs=3", "--print-config"]) == 0
+    assert "max_num_seqs: 3  # flag --max-num-seqs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["a"], ["--model", "a"], ["a", "--model", "a"]])
+def test_a_model_is_named_with_or_without_its_flag(capsys, arguments):
+    assert main(["serve", *arguments, "--print-config"]) == 0
+    assert "model: 'a'" in capsys.readouterr().out
+    assert main(["serve", *arguments, "--model", "b", "--print-config"]) == (0 if arguments[0] == "--model" else 3)
+
+
+def test_variables_that_kubernetes_sets_for_a_service_are_no_settings():
+    variables = {"MILLRACE_PORT": "tcp://10.0.0.1:80", "MILLRACE_SERVICE_PORT": "80", "MILLRACE_PORT_80_TCP_PORT": "80"}
+    assert settle([], variables) == settle([], {})
 
 
 def test_wrong_usage_is_exit_code_2(capsys):

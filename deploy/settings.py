@@ -38,6 +38,8 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "revision": "branch, tag or commit of a Hub model",
         "download_dir": "cache folder for Hub models; none: the Hub library's own",
         "offline": "never access the network; the model must be on disk already",
+        "allow_links_outside": "follow links that lead out of the checkpoint's folder, as DVC makes them; "
+        "only for a folder that you trust",
         "load_format": "checkpoint format; dummy: random weights, for benchmarks",
         "dtype": "data type of weights and activations; auto: the checkpoint's",
         "quantization": "quantize the weights while loading, CPU only: int8 or int4; none: keep them as dtype",

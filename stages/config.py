@@ -27,6 +27,7 @@ class EngineConfig:
     revision: str | None = None  # of a Hub model: branch, tag or commit
     download_dir: str | None = None  # where Hub models are cached; None: the Hub library's default
     offline: bool = False  # True: never open a socket; the model must already be on disk
+    allow_links_outside: bool = False  # True: a checkpoint's links may lead out of its folder, to any readable file
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"  # dummy: random weights, for benchmarks
     dtype: Literal["auto", "float32", "bfloat16", "float16", "half"] = "auto"  # auto: the checkpoint's
     quantization: Literal["int8", "int4"] | None = None  # of weight matrices, applied while loading; None: keep `dtype`

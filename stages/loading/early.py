@@ -29,6 +29,7 @@ from ...model.config import ModelConfig
 from ...model.decoder.native_decoder import native_shape
 from ...model.decoder.rope import rope_tables
 from ...model.errors import CheckpointError
+from ...model.files import LinkedFolder
 from ...runtime.env.cpus import ComputeThreads, Cpus, idle_ns
 from ...runtime.env.log import get_logger
 from ...runtime.phases import Phases
@@ -144,12 +145,13 @@ class EarlyLoading:
 
 def resolve(config: EngineConfig) -> Path:
     """The folder of the model's files. Downloads them first if necessary."""
-    return hub.resolve(
+    root = hub.resolve(
         config.model,
         revision=config.revision,
         download_dir=Path(config.download_dir) if config.download_dir else None,
         offline=config.offline,
     )
+    return LinkedFolder(root) if config.allow_links_outside else root
 
 
 # -- choice of the backend

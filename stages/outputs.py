@@ -119,6 +119,7 @@ class ModelInfo:
     block_size: int  # tokens
     has_chat_template: bool
     default_params: SamplingParams  # of a request that sets nothing
+    default_max_tokens: int | None = None  # of a request whose answer may fill the context; None: it may
     num_host_blocks: int = 0  # for swapped sequences and evicted prefixes
     max_num_batched_tokens: int = 2048  # upper bound per step
     itl_target_ms: float = 0.0  # target time of a step with decodes; 0: none

@@ -16,6 +16,7 @@ import numpy as np
 from ..model.pooling import PoolingConfig
 from .errors import Refused
 from .messages import ChatPrompt, Ints, Prompt, Request, Task, check_task, task_of
+from .outputs import ModelInfo
 from .params import SamplingParams
 from .pooling_params import MAX_INPUTS, PoolingParams
 
@@ -52,6 +53,12 @@ class RequestLimits:
     max_model_len: int  # tokens, prompt plus answer; at most the pool's `longest_sequence`
     tasks: frozenset[Task] = frozenset({"generate", "embed"})
     pooling: PoolingConfig | None = None  # of an embedding model
+    default_max_tokens: int | None = None  # the checkpoint's; None: up to the end of the context
+
+    @classmethod
+    def of(cls, info: ModelInfo) -> RequestLimits:
+        """The limits of a loaded model."""
+        return cls(info.vocab_size, info.max_model_len, info.tasks, info.pooling, info.default_max_tokens)
 
     def check(self, request: Request) -> None:
         """Raises `Refused` for everything that shows without rendering or tokenizing a prompt."""
@@ -97,7 +104,9 @@ class RequestLimits:
         if num_prompt >= limit:
             raise self._too_long(f"answer included, and the prompt has {num_prompt}: shorten it")
         if params.max_tokens is None:
-            return replace(params, max_tokens=limit - num_prompt)
+            most = limit - num_prompt
+            default = most if self.default_max_tokens is None else max(self.default_max_tokens, params.min_tokens)
+            return replace(params, max_tokens=min(most, default))
         if num_prompt + params.max_tokens > limit:
             raise self._too_long(
                 f"but the prompt has {num_prompt} and max_tokens = {params.max_tokens} asks for as many more: "

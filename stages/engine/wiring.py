@@ -66,7 +66,7 @@ class EncoderStages:
 
     def __init__(self, config: EngineConfig, loaded: LoadedEncoder) -> None:
         info = loaded.info
-        limits = RequestLimits(info.vocab_size, info.max_model_len, info.tasks, info.pooling)
+        limits = RequestLimits.of(info)
         self.loaded = loaded
         self.intake = Intake(limits, config.max_admitted_requests, config.max_waiting_requests)
         self.tokenize = Tokenize(loaded.encoder, limits, config.tokenizer_workers)
@@ -86,7 +86,7 @@ class TextStages:
 
     def __init__(self, config: EngineConfig, loaded: LoadedText, grammars: Grammars) -> None:
         info = loaded.info
-        self.limits = RequestLimits(info.vocab_size, info.max_model_len, info.tasks, info.pooling)
+        self.limits = RequestLimits.of(info)
         self.loaded = loaded
         self.grammars = grammars
         self.gate = GrammarGate(grammars, config.max_waiting_requests)

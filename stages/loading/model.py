@@ -35,7 +35,7 @@ from ..grammar.compiled import Grammars
 from ..grammar.masks import GrammarMasks
 from ..messages import Ints
 from ..outputs import CaptureReport, ModelInfo
-from ..params import SamplingParams
+from ..params import NUMBERS, SamplingParams
 from ..sample.sampler import Sampler
 from ..tokenize.prompt_encoder import ModelEncoder
 from .early import EarlyLoading, OpenedModel, require_torch, resolve
@@ -138,7 +138,7 @@ def _put_together(
 ) -> LoadedModel:
     tokenizer, text_table, memory, runner = text.tokenizer, text.table, computing.memory, computing.runner
     log.info("memory.plan", **memory.to_event(), table=memory.to_text())
-    eos_token_ids = text.defaults.eos_token_ids or tuple(i for i in (tokenizer.eos_token_id,) if i is not None)
+    eos_token_ids = _end_tokens(text.defaults, tokenizer, shape)
     info = ModelInfo(
         model_id=model_id,
         max_model_len=computing.max_model_len,
@@ -151,6 +151,7 @@ def _put_together(
         block_size=config.block_size,
         has_chat_template=text.encoder.template is not None,
         default_params=_default_params(config, text.defaults),
+        default_max_tokens=None if config.generation_config == "off" else text.defaults.max_tokens,
         num_host_blocks=computing.num_host_blocks,
         max_num_batched_tokens=computing.max_num_batched_tokens,
         itl_target_ms=computing.itl_target_ms,
@@ -182,6 +183,16 @@ def _put_together(
     if async_runtime.captured is not None:
         info = _with_graphs(info, async_runtime.captured)
     return LoadedModel(info, *text_parts, async_runtime.model, async_runtime.model, grammars, async_runtime.make_device)
+
+
+def _end_tokens(defaults: GenerationDefaults, tokenizer: Tokenizer, shape: ModelConfig) -> tuple[int, ...]:
+    """The tokens that end an answer: those of generation_config.json, config.json and the tokenizer, joined.
+
+    The files of a checkpoint often disagree, and an answer that goes on behind an end token invents further turns.
+    """
+    own = tokenizer.eos_token_id
+    is_known = own is not None and own < shape.vocab_size and own not in defaults.eos_token_ids
+    return (*defaults.eos_token_ids, own) if is_known and own is not None else defaults.eos_token_ids
 
 
 def _with_graphs(info: ModelInfo, captured: CaptureReport) -> ModelInfo:
@@ -263,14 +274,27 @@ def configured_pooling(config: EngineConfig) -> PoolingKind | None:
 
 
 def _default_params(config: EngineConfig, defaults: GenerationDefaults) -> SamplingParams:
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    said = {name: value for name in names if (value := getattr(defaults, name)) is not None}
     if config.generation_config == "off":
-        said = {}
+        return SamplingParams()
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
+    said = {name: value for name in names if (value := getattr(defaults, name)) is not None}
+    if defaults.not_applied:
+        log.warning("generation_config.not_applied", keys=list(defaults.not_applied))
+    chosen: dict[str, Any] = {name: _within_range(name, value) for name, value in said.items()}
     if said:
-        log.info("generation_config.applied", **said)
-    chosen: dict[str, Any] = said
+        log.info("generation_config.applied", **chosen)
     try:
         return SamplingParams(**chosen)
     except Refused as error:
         raise ConfigError(f"generation_config.json: {error.message}; start with generation_config = off") from None
+
+
+def _within_range(name: str, value: Any) -> Any:
+    """The value, or the nearest that a request may ask for."""
+    if name not in NUMBERS:
+        return value
+    least, most = NUMBERS[name]
+    nearest = min(max(value, least), most)
+    if nearest != value:
+        log.warning("generation_config.out_of_range", name=name, value=value, used=nearest)
+    return nearest

@@ -67,7 +67,7 @@ FORMS = (
 
 def load(root: Path, form: Form) -> NativeModel:
     """The checkpoint in `root`, in bfloat16 but for what `form` says."""
-    config = ModelConfig.read(root)
+    source, config = open_source(root, ModelConfig.read(root), "auto")
     model = NativeModel(
         native_shape(config),
         "bfloat16",
@@ -76,7 +76,6 @@ def load(root: Path, form: Form) -> NativeModel:
         group_size=form.group_size,
         cache_dtype=form.cache_dtype,
     )
-    source = open_source(root, config, "auto")
     for name in expected_shapes(config):
         model.set_tensor(name, source.array(name))
     model.encode_bf16_12bit()  # as an engine does

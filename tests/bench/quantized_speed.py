@@ -110,7 +110,7 @@ def subjects(shape: str, threads: int | None) -> list[Subject]:
         (Path(folder) / "config.json").write_text(json.dumps(SHAPES[shape]))
         config = ModelConfig.read(Path(folder))
         made = [Subject(form, config, threads) for form in FORMS]
-        source = open_source(Path(folder), config, "dummy")
+        source, _ = open_source(Path(folder), config, "dummy")
         for name in expected_shapes(config):
             tensor = source.array(name)
             for each in made:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .engine.llm import LLM
     from .params import SamplingParams
     from .pooling_params import PoolingParams
+    from .replies import reply_text
     from .sample.logits_processor import LogitsProcessor
     from .structured_outputs import StructuredOutputs
 
@@ -37,6 +38,7 @@ __all__ = [
     "SamplingParams",
     "Stage",
     "StructuredOutputs",
+    "reply_text",
     "stage",
 ]
 
@@ -49,6 +51,7 @@ _HOMES = {
     "PoolingParams": ".pooling_params",
     "SamplingParams": ".params",
     "StructuredOutputs": ".structured_outputs",
+    "reply_text": ".replies",
     "Stage": "..runtime.stage",
     "stage": "..runtime.stage",
 }

@@ -446,7 +446,7 @@ class StepTokens:
     pooled: Mapping[int, Pooled] = field(default_factory=dict)  # slot -> a pooled sequence's result
     prompt_logprobs: Sequence[PromptLogprobs] = ()  # of prompts of which the step computed a part
     progress: Sequence[PromptProgress] = ()  # of requests with return_progress
-    began_s: float = 0.0  # when the device could begin the step; set if a sequence started in it
+    began_s: float | None = None  # when the device could begin the step; set if a sequence started in it
     grammar_us: int = 0  # time for which sampling waited for grammar masks
 
 
@@ -478,7 +478,7 @@ class Begun:
 
     token_ids: Ints  # [P] the prompt
     num_cached: int = 0  # prompt tokens that were not computed
-    began_s: float = 0.0  # when the device began with it, monotonic
+    began_s: float | None = None  # when the device began with it, monotonic; None: it was not measured
 
 
 @message

@@ -122,7 +122,7 @@ class BeamSearches:
         step_params = CandidateParams(
             max_tokens=1, temperature=0.0, ignore_eos=True, seed=0, logprobs=max(least, params.logprobs or 0)
         )
-        num_cached = 0
+        num_cached, began_s = 0, None
         while not search.is_over:
             prompts = tuple(Prompt(token_ids=beam.token_ids) for beam in search.live)
             step_id = f"{request.request_id}/{index}.{search.num_tokens}"
@@ -134,23 +134,19 @@ class BeamSearches:
                 parent_id=request.request_id,
                 num_expected_cached=len(search.live[0].token_ids) - 1 if search.num_tokens else 0,
             )
-            token_ids, logprobs, num_found = await self._compute(step)
+            computed = await self._compute(step)
             if not search.num_tokens:
-                num_cached = num_found
-            search.step(token_ids, logprobs)
-        return _SearchResult(prompt, num_cached, params, search.finished[: params.n])
+                num_cached, began_s = computed.num_cached, computed.began_s
+            search.step(computed.token_ids, computed.logprobs)
+        return _SearchResult(Begun(prompt, num_cached, began_s), params, search.finished[: params.n])
 
     async def _encode(self, prompt: Prompt) -> Ints:
         if is_quick(prompt):
             return encode_prompt(self.encoder, self.limits, prompt)
         return await self.pipeline.env.run_in_thread(encode_prompt, self.encoder, self.limits, prompt)
 
-    async def _compute(self, step: Request) -> tuple[Ints, Floats, int]:
-        """Runs one step.
-
-        Returns the likeliest next tokens of each of its B prompts and their log-probabilities, [B, C] each, and the
-        number of cached prompt tokens.
-        """
+    async def _compute(self, step: Request) -> _StepResult:
+        """Runs one step, of B prompts."""
         outbox: RequestOutbox = await self.pipeline.submit(step, is_part=True)  # type: ignore[assignment]
         rows: dict[int, TokenLogprobs] = {}
         try:
@@ -163,7 +159,7 @@ class BeamSearches:
         tops = [rows[index].top for index in range(len(step.prompts))]
         token_ids = np.array([[top[0] for top in row] for row in tops], np.int32)
         logprobs = np.array([[top[3] for top in row] for row in tops], np.float32)
-        return token_ids, logprobs, outbox.num_cached_tokens
+        return _StepResult(token_ids, logprobs, outbox.num_cached_tokens, outbox.times.began_s)
 
     # -- its end
 
@@ -172,7 +168,7 @@ class BeamSearches:
         rows, begun = TextRows([], [], []), {}
         for index, one in enumerate(found):
             first = request.first_sequence_id + index * request.params.n
-            begun[first] = Begun(one.prompt, one.num_cached)
+            begun[first] = one.begun
             for choice, hypothesis in enumerate(one.hypotheses):
                 self._spell(hypothesis, one, first + choice, rows)
                 await self.pipeline.env.sleep(0)  # a long answer takes a millisecond
@@ -180,8 +176,8 @@ class BeamSearches:
 
     def _spell(self, hypothesis: Hypothesis, found: _SearchResult, sequence_id: int, rows: TextRows) -> None:
         """Adds a row for each token of an answer; the last row has its finish."""
-        answer, end = self.make_answer(found.params, found.prompt), hypothesis.finish
-        token_ids = hypothesis.beam.token_ids[len(found.prompt) :].tolist()
+        answer, end = self.make_answer(found.params, found.begun.token_ids), hypothesis.finish
+        token_ids = hypothesis.beam.token_ids[len(found.begun.token_ids) :].tolist()
         tops = hypothesis.beam.tops or (None,) * len(token_ids)
         # the detokenizer finds a stop string by itself; any other end comes with the last token
         last = FinishReason.NONE if isinstance(end.stop_reason, str) else end.reason
@@ -193,11 +189,20 @@ class BeamSearches:
 
 
 @dataclass(frozen=True, slots=True)
+class _StepResult:
+    """The candidates of one step of a search."""
+
+    token_ids: Ints  # [B, C] the likeliest next tokens of each prompt
+    logprobs: Floats  # [B, C]
+    num_cached: int  # prompt tokens that were not computed
+    began_s: float | None  # when the device began with the step
+
+
+@dataclass(frozen=True, slots=True)
 class _SearchResult:
     """The result of the search from one prompt."""
 
-    prompt: Ints  # [P]
-    num_cached: int  # cached tokens of the prompt in the first step
+    begun: Begun  # of the first step
     params: SamplingParams
     hypotheses: list[Hypothesis]  # best first
 

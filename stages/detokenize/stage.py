@@ -234,7 +234,7 @@ class Detokenize(Stage[StepTokens, StepText]):
 
     # -- sequences
 
-    def _start(self, started: Started, began_s: float) -> None:
+    def _start(self, started: Started, began_s: float | None) -> None:
         """Gives the slot to `started`. After a preemption its text continues where it was."""
         sequence = self._sequences.get(started.sequence_id)
         if sequence is None:

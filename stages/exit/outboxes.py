@@ -21,8 +21,9 @@ from ...runtime.stage_runner import StageCrashed
 from ...runtime.trace.tracer import EventKind
 from ...runtime.wakeups import WakeupBatch
 from ..errors import Failed, Overloaded, TimedOut
-from ..messages import Finish, FinishReason, Pooled, Request, StepText
+from ..messages import Begun, Finish, FinishReason, Pooled, Request, StepText
 from ..outputs import PrefillProgress
+from ..replies import Reply
 from .request_outbox import AnswerBuffer, RequestOutbox
 from .slow_readers import SlowReaders
 
@@ -179,7 +180,10 @@ class Outboxes(Exit[RequestOutbox]):
         rest = batch[self._num_delivered :] if self._batch is batch else batch
         await self.handle(rest, out)
 
-    def deliver(self, item: StepText) -> None:
+    def deliver(self, item: StepText | Reply) -> None:
+        if isinstance(item, Reply):
+            self._deliver_reply(item)
+            return
         choices, rung = self._choices, []
         for sequence_id, text, token_id in zip(item.sequence_ids, item.texts, item.token_ids, strict=True):
             choice = choices.get(sequence_id)
@@ -199,8 +203,7 @@ class Outboxes(Exit[RequestOutbox]):
         for sequence_id, begun in item.begun.items():
             if (choice := choices.get(sequence_id)) is not None:
                 choice.begun = begun
-                times = choice.outbox.times
-                times.began_s = begun.began_s if times.began_s is None else min(times.began_s, begun.began_s)
+                choice.outbox.times.begin(begun.began_s)
         for report in item.progress:
             if (choice := choices.get(report.sequence_id)) is not None:
                 self._report_progress(choice, report.num_processed)
@@ -216,6 +219,18 @@ class Outboxes(Exit[RequestOutbox]):
             self._finish(item.sequence_ids[row], finish)
         for pooled in item.pooled:
             self._deliver_pooled(pooled)
+
+    def _deliver_reply(self, reply: Reply) -> None:
+        for sequence_id in reply.sequence_ids:
+            if (choice := self._choices.get(sequence_id)) is None:
+                continue
+            choice.begun = Begun(reply.prompt_ids)
+            choice.texts.append(reply.text)
+            choice.token_ids += reply.token_ids
+            if not choice.outbox.has_started:
+                self._start(choice.outbox)
+            choice.outbox.notify()
+            self._finish(sequence_id, Finish(FinishReason.STOP))
 
     def _deliver_pooled(self, pooled: Pooled) -> None:
         choice = self._choices.get(pooled.sequence_id)
@@ -234,7 +249,7 @@ class Outboxes(Exit[RequestOutbox]):
 
     def _report_progress(self, choice: AnswerBuffer, num_processed: int) -> None:
         began_s = choice.begun.began_s
-        passed_s = max(0.0, self._now_s() - began_s)
+        passed_s = 0.0 if began_s is None else max(0.0, self._now_s() - began_s)
         choice.progress = PrefillProgress(len(choice.begun.token_ids), choice.begun.num_cached, num_processed, passed_s)
         choice.outbox.notify()
 

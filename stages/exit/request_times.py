@@ -16,6 +16,11 @@ class RequestTimes:
     last_token_s: float | None = None
     stages_us: dict[str, int] = field(default_factory=dict)  # stage -> time that the stage spent on the request
 
+    def begin(self, began_s: float | None) -> None:
+        """Records when the device began with a sequence of the request; None: it did not, or it is not known."""
+        if began_s is not None:
+            self.began_s = began_s if self.began_s is None else min(self.began_s, began_s)
+
 
 def metrics(times: RequestTimes, num_tokens: int, longest: int, num_preempted: int) -> dict[str, Any]:
     """The metrics reported to clients: times in ms, None where there is nothing to measure.

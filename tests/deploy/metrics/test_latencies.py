@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from millrace.deploy.config import ServerConfig
 from millrace.deploy.metrics.latencies import FIRST_TOKEN_US, REQUEST_US, SIZES, TIMES, one_two_five
@@ -11,9 +12,12 @@ from millrace.deploy.metrics.stats_line import StatsLine
 from millrace.deploy.metrics.watchdog import Watchdog
 from millrace.runtime.env.log import captured_logs
 from millrace.runtime.histogram import STAGE_BOUNDS_US, Histogram
+from millrace.runtime.stage import Outlet
 from millrace.runtime.trace.tracer import EventKind
-from millrace.stages import EngineConfig, SamplingParams
+from millrace.stages import EngineConfig, SamplingParams, Stage, reply_text
 from millrace.stages.detokenize.token_gaps import BOUNDS_US
+from millrace.stages.messages import Request
+from millrace.stages.outputs import RequestOutput
 from millrace.stages.testing.scripted.engine import ScriptedEngine, scripted_engine
 from millrace.stages.testing.scripted.script import Script
 from tests.deploy.metrics.test_metrics import of, samples_of
@@ -34,6 +38,46 @@ def samples(metrics: Metrics) -> dict[str, float]:
 async def ask(engine: ScriptedEngine, num_prompt: int, **params: object) -> None:
     async for _ in engine.generate([97] * num_prompt, SamplingParams(**params)):  # type: ignore[arg-type]
         pass
+
+
+class Greet(Stage[Request, Request]):
+    """Answers every request by itself."""
+
+    async def handle(self, batch: Sequence[Request], out: Outlet[Request]) -> None:
+        for request in batch:
+            out.reply(reply_text(request, "Hello"))
+
+
+def test_an_answer_of_a_users_stage_has_no_time_of_the_device():
+    async def run() -> tuple[dict[str, float], RequestOutput]:
+        engine = scripted_engine()
+        engine.insert(Greet(), after="intake")
+        async with engine:
+            metrics = watched(engine)
+            async for output in engine.generate("hi", SamplingParams(n=2), output_kind="final"):
+                last = output
+            await engine.check_quiet()
+            return samples(metrics), last
+
+    found, output = asyncio.run(run())
+    assert [choice.text for choice in output.outputs] == ["Hello"] * 2 and output.num_generated_tokens == 0
+    assert output.metrics is not None and output.metrics["tokens_per_second"] is None
+    assert of(found, "vllm:e2e_request_latency_seconds_count") == 1
+    for name in ("prefill_time", "queue_time", "inference_time"):
+        assert of(found, f"vllm:request_{name}_seconds_count") == 0
+
+
+def test_a_beam_search_began_when_its_first_step_did():
+    async def run() -> tuple[dict[str, float], RequestOutput]:
+        async with scripted_engine(script=NEVER_ENDS) as engine:
+            metrics = watched(engine)
+            output = await engine.beam_search("hi", width=2, max_tokens=3)
+            return samples(metrics), output
+
+    found, output = asyncio.run(run())
+    assert output.metrics is not None and output.metrics["tokens_per_second"] > 1
+    assert of(found, "vllm:request_prefill_time_seconds_count") == 1
+    assert of(found, "vllm:request_prefill_time_seconds_sum") <= of(found, "vllm:e2e_request_latency_seconds_sum") < 60
 
 
 def test_each_request_is_counted_once_in_each_histogram():

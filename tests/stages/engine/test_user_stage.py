@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from millrace.runtime.stage import Context, Outlet, Stage, stage
-from millrace.stages.messages import Finish, FinishReason, Prompt, Request, StepPlan, StepText, StepTokens, TokenRequest
+from millrace.stages.messages import Prompt, Request, StepPlan, StepText, StepTokens, TokenRequest
 from millrace.stages.params import SamplingParams
+from millrace.stages.replies import reply_text
 from millrace.stages.testing import Script, conformance, scripted_engine, scripted_pipeline
 
 README = Path(__file__).parents[3] / "README.md"
@@ -166,10 +167,9 @@ class SemanticCache(Stage[TokenRequest, TokenRequest]):
         for request in batch:
             words = frozenset(bytes(request.token_ids.tolist()).decode("utf-8", "replace").lower().split())
             sequence_id = request.first_sequence_id
-            if words in self.answers and request.params.n == 1:
+            if words in self.answers:
                 texts, token_ids = zip(*self.answers[words], strict=True)
-                finishes = {len(texts) - 1: Finish(FinishReason.STOP)}
-                out.reply(StepText(-1, [sequence_id] * len(texts), texts, token_ids, finishes))
+                out.reply(reply_text(request, "".join(texts), token_ids))
             else:
                 self._open[sequence_id] = words, []
                 out.send(request)
@@ -209,6 +209,11 @@ def test_the_semantic_cache_answers_what_it_has_learnt_without_a_step() -> None:
                 await asyncio.sleep(0.001)
             steps = engine.model.num_steps
             assert await ask("France the capital OF") == "it is france"
+            params, last = SamplingParams(n=2, max_tokens=50), None
+            async for output in engine.generate("capital the of FRANCE", params, output_kind="final"):
+                last = output
+            assert last is not None and [choice.text for choice in last.outputs] == ["it is france"] * 2
+            assert (last.num_prompt_tokens, last.num_generated_tokens) == (21, 2 * len("it is france") + 2)
             assert engine.model.num_steps == steps
             assert await ask("the capital of Spain") == "it is spain"
             assert engine.model.num_steps > steps

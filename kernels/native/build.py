@@ -80,11 +80,8 @@ def cache_folder() -> Path:
     return (Path(cache_home) if cache_home else base) / "native"
 
 
-def compile_library(instruction_set: str, target: Path, link_flags: Sequence[str] = ()) -> None:
-    """Compiles the sources in parallel; `target` appears only once it is complete. Raises BuildError.
-
-    `link_flags` are added to the link: a wheel's library brings its C++ runtime along.
-    """
+def compile_library(instruction_set: str, target: Path) -> None:
+    """Compiles the sources in parallel; `target` appears only once it is complete. Raises BuildError."""
     compiler = find_compiler()
     if compiler is None:
         raise BuildError("no C++ compiler on the PATH: install c++, g++ or clang++, or set CXX")
@@ -98,7 +95,7 @@ def compile_library(instruction_set: str, target: Path, link_flags: Sequence[str
         with ThreadPoolExecutor(max_workers=len(commands)) as threads:
             list(threads.map(_run, commands))
         whole = Path(folder) / target.name
-        _run([compiler, "-shared", "-pthread", *link_flags, "-o", str(whole), *map(str, objects)])
+        _run([compiler, "-shared", "-pthread", "-o", str(whole), *map(str, objects)])
         os.replace(whole, target)
 
 

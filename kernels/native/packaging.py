@@ -21,8 +21,10 @@ from setuptools.command.build_py import build_py
 HERE = Path(__file__).parent
 BUILD: dict[str, Any] = runpy.run_path(str(HERE / "build.py"))
 IN_WHEELS = ("amx", "avx512_bf16", "avx512", "avx2")
-STATIC_RUNTIME = ("-static-libstdc++", "-static-libgcc")  # what is left to need is the C library alone
+# Newest GLIBCXX_3.4.N of a platform -> its manylinux version, as auditwheel has them.
+CXX_RUNTIMES = {19: (2, 17), 24: (2, 27), 28: (2, 31), 29: (2, 34), 30: (2, 35), 33: (2, 39)}
 _GLIBC = re.compile(rb"GLIBC_(\d+)\.(\d+)")
+_GLIBCXX = re.compile(rb"GLIBCXX_3\.4\.(\d+)")
 
 
 def is_possible() -> bool:
@@ -49,7 +51,7 @@ class BuildWithLibrary(build_py):
         folder = _built_folder(self.build_lib)
         folder.mkdir(parents=True, exist_ok=True)
         for name in IN_WHEELS:
-            self._try(name, lambda name: _compile_for_wheel(name, folder))
+            self._try(name, lambda name: BUILD["compile_library"](name, folder / BUILD["file_name"](name)))
 
     def _try(self, name: str, compile_library: Callable[[str], object]) -> bool:
         try:
@@ -77,17 +79,19 @@ class PlatformWheel(bdist_wheel):
 
 
 def manylinux_tag(libraries: Iterable[Path]) -> str | None:
-    """The platform tag of a wheel with these libraries: manylinux with the newest glibc version that one of them needs.
+    """The platform tag of a wheel with these libraries: the oldest manylinux that has the symbols they need.
 
-    None if there is no library, or none that names a version. Source: PEP 600.
+    None if there is no library, or one needs a C++ runtime newer than every known platform's. Source: PEP 600.
     """
-    versions = [tuple(map(int, found)) for path in libraries for found in _GLIBC.findall(path.read_bytes())]
+    contents = b"\0".join(path.read_bytes() for path in libraries)
+    versions = [(int(major), int(minor)) for major, minor in _GLIBC.findall(contents)]
+    for needed in {int(minor) for minor in _GLIBCXX.findall(contents)}:
+        known = [version for minor, version in CXX_RUNTIMES.items() if minor >= needed]
+        if not known:
+            return None
+        versions.append(min(known))
     return "manylinux_{}_{}_x86_64".format(*max(versions)) if versions else None
 
 
 def _built_folder(build_lib: str) -> Path:
     return Path(build_lib) / "millrace" / "kernels" / "native" / "built"
-
-
-def _compile_for_wheel(name: str, folder: Path) -> None:
-    BUILD["compile_library"](name, folder / BUILD["file_name"](name), STATIC_RUNTIME)

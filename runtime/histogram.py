@@ -1,4 +1,4 @@
-"""Exact histograms of whole numbers: counts by bucket, and the sum.
+"""Exact histograms of whole numbers: counts by bucket, and the sum; and sketches of latencies, for quantiles.
 
 Times are whole microseconds, as in the trace. So a recount from the trace gives the same figures, and no sum drifts.
 """
@@ -6,8 +6,9 @@ Times are whole microseconds, as in the trace. So a recount from the trace gives
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
+from math import ceil, log
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,11 @@ STAGE_BOUNDS_US = (
     *(10, 25, 50, 100, 250, 500, 1_000, 2_500, 5_000, 10_000, 25_000, 50_000, 100_000, 250_000, 500_000),
     *(1_000_000, 2_500_000, 5_000_000, 10_000_000),
 )
+
+GROWTH = 1.02  # from one bucket of a sketch to the next: a quantile is at most 1 % off
+ZERO = -1  # a sketch's bucket of zeros
+
+_PER_LOG = 1.0 / log(GROWTH)
 
 
 class Histogram:
@@ -63,3 +69,42 @@ class Histogram:
     def cumulative(self) -> list[int]:
         """For each bound the number of values at most that; last the number of all values."""
         return list(accumulate(self.counts))
+
+
+class LatencyHistogram(Histogram):
+    """A histogram of microseconds with a sketch of the distribution, for quantiles (DDSketch, arXiv 1908.10693).
+
+    Bucket i of the sketch counts values in (GROWTH ** (i - 1), GROWTH ** i].
+    """
+
+    __slots__ = ("sketch",)
+
+    def __init__(self, bounds: Sequence[int]) -> None:
+        super().__init__(bounds)
+        self.sketch: dict[int, int] = {}
+
+    def observe(self, value: int, times: int = 1) -> None:
+        super().observe(value, times)
+        if times:
+            place = ceil(log(value) * _PER_LOG) if value > 0 else ZERO
+            self.sketch[place] = self.sketch.get(place, 0) + times
+
+    def observe_many(self, values: NDArray[np.integer[Any]]) -> None:
+        super().observe_many(values)
+        if not len(values) or int(values.min()) == int(values.max()):
+            return  # `observe` has counted them
+        places = np.full(len(values), ZERO)
+        is_some = values > 0
+        places[is_some] = np.ceil(np.log(values[is_some]) * _PER_LOG)
+        for place, count in zip(*(each.tolist() for each in np.unique(places, return_counts=True)), strict=True):
+            self.sketch[place] = self.sketch.get(place, 0) + count
+
+
+def quantile(sketch: Mapping[int, int], share: float) -> float | None:
+    """The value that `share` of a sketch's values do not exceed; None if it has none."""
+    left = ceil(share * sum(sketch.values()))
+    for place in sorted(sketch):
+        left -= sketch[place]
+        if left <= 0 and sketch[place]:
+            return 0.0 if place == ZERO else 2 * GROWTH**place / (GROWTH + 1)  # the middle of the bucket
+    return None

@@ -7,9 +7,9 @@
                                                <-   {"type": "update", "now_s", "full": {topic: data}, "patch": {...}}
     {"type": "cancel", "id"}                   ->   (needs the admin key)
 
-A topic comes in full first, then as changes: `patch` is a JSON merge patch, except for `steps`, `incidents` and
-`blocks`, which have their own formats. The next update is made after the last one is sent, so a slow viewer misses some
-and delays no other; a viewer without subscriptions costs nothing. `now_s` is the engine's clock.
+A topic comes in full first, then as changes: `patch` is a JSON merge patch, except for `steps`, `incidents`,
+`quantiles` and `blocks`, which have their own formats. The next update is made after the last one is sent, so a slow
+viewer misses some and delays no other; a viewer without subscriptions costs nothing. `now_s` is the engine's clock.
 """
 
 from __future__ import annotations

@@ -156,11 +156,16 @@ class LiveViewer(Viewer):
             trace = self._sources.trace_log(engine)
             self.grown(name, trace.incidents_since, trace.num_skipped, update)
 
+        def quantiles(name: str, update: Update) -> None:
+            if (kept := self._sources.metrics.latency_log) is not None:
+                self.grown(name, kept.rows_since, 0, update)
+
         def blocks(name: str, update: Update) -> None:
             if engine.has_core and (changes := self._blocks.next(snapshots.block_owners(engine), self._may_see)):
                 update["full" if "cells" in changes else "patch"][name] = changes
 
-        return dict.fromkeys(trees, tree) | {"steps": steps, "incidents": incidents, "blocks": blocks}
+        grown: dict[str, Read] = {"steps": steps, "incidents": incidents, "quantiles": quantiles}
+        return dict.fromkeys(trees, tree) | grown | {"blocks": blocks}
 
     def _request_details(self, engine: Engine) -> dict[str, Any]:
         """The data of topic `request`; only the id if the trace no longer covers the request."""

@@ -57,6 +57,7 @@ class Topics(Body):
     recent: NoSelection | None = None
     incidents: NoSelection | None = None
     latency: NoSelection | None = None
+    quantiles: NoSelection | None = None  # of latencies, over time
     loop: NoSelection | None = None
     config: NoSelection | None = None
     preemptions: NoSelection | None = None  # of a recording

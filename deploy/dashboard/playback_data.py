@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...runtime.histogram import Histogram
+from ...runtime.histogram import LatencyHistogram
 from ...runtime.trace.tracer import EventKind, Records, as_dicts
 from ...stages.detokenize.token_gaps import BOUNDS_US as TOKEN_GAP_US
 from ...stages.recordings.film import Film, RecordedRequest, block_changes
 from ..metrics.latencies import FIRST_TOKEN_US, REQUEST_US
+from ..metrics.latency_log import INTERVAL_S, MAX_ROWS, LatencyLog, Row
 from .derived import WINDOW_S, ReadsTrace
+from .snapshots import histogram_tree
 from .trace_log import INCIDENTS, MAX_INCIDENTS, MAX_OLDER, MAX_STEPS, OLDER, PAUSES, StepFold
 
 BOUNDS_US = {  # as in `/metrics`
@@ -54,6 +56,8 @@ class PlaybackData:
             key=lambda recorded: recorded.ended_s or 0.0,
         )
         self._ended_s = np.array([recorded.ended_s for recorded in self._ended])
+        self._quantiles = _quantiles(film)
+        self._quantiles_s = np.array([row[0] for row in self._quantiles])
 
     def introduction(self) -> dict[str, Any]:
         """Metadata of the recording, for the first message."""
@@ -139,10 +143,15 @@ class PlaybackData:
         """Histograms of the latencies measured by `now_ns`."""
         found = {}
         for name, bounds in BOUNDS_US.items():
-            histogram = Histogram(bounds)
+            histogram = LatencyHistogram(bounds)
             histogram.observe_many(self.film.latencies[name].until(now_ns))
-            found[name] = {"bounds_us": bounds, "counts": histogram.counts, "total_us": histogram.total}
+            found[name] = histogram_tree(histogram)
         return found
+
+    def quantiles_since(self, number: int, now_ns: int) -> tuple[list[Any], int]:
+        """As `LatencyLog.rows_since`, for the intervals that ended by `now_ns`."""
+        count = int(np.searchsorted(self._quantiles_s, now_ns / 1e9, "right"))
+        return self._quantiles[max(number, count - MAX_ROWS) : count], count
 
     def configuration(self) -> dict[str, Any]:
         """The settings that decisions depend on."""
@@ -191,6 +200,23 @@ class _PlaybackReader:
     def read_since(self, cursor: int = 0) -> tuple[Records, int, int]:
         end = self._film.place(self._now_ns())
         return self._film.records[cursor:end], max(cursor, end), 0
+
+
+def _quantiles(film: Film) -> list[Row]:
+    """The rows that a `LatencyLog` would have made of the recorded run."""
+    histograms = {name: LatencyHistogram(bounds) for name, bounds in BOUNDS_US.items()}
+    time_s, rows = film.began_s, list[Row]()
+    kept = LatencyLog(histograms, lambda: time_s)
+    places = dict.fromkeys(BOUNDS_US, 0)
+    while time_s < film.began_s + film.duration_s:
+        time_s += INTERVAL_S
+        for name, histogram in histograms.items():
+            until = film.latencies[name].until(round(time_s * 1e9))
+            histogram.observe_many(until[places[name] :])
+            places[name] = len(until)
+        kept.tick()
+        rows += kept.rows_since(len(rows))[0]
+    return rows
 
 
 def _at(times_ns: Any, values: Any, edges_ns: NDArray[np.float64], before: int = 0) -> list[int]:

@@ -158,7 +158,11 @@ class PlaybackViewer(Viewer):
         def incidents(name: str, update: Update) -> None:
             self.grown(name, lambda number: playback_data.incidents_since(number, now_ns), 0, update)
 
-        return dict.fromkeys(trees, tree) | {"steps": steps, "incidents": incidents, "blocks": self._send_blocks}
+        def quantiles(name: str, update: Update) -> None:
+            self.grown(name, lambda number: playback_data.quantiles_since(number, now_ns), 0, update)
+
+        grown: dict[str, Read] = {"steps": steps, "incidents": incidents, "quantiles": quantiles}
+        return dict.fromkeys(trees, tree) | grown | {"blocks": self._send_blocks}
 
     def _send_blocks(self, name: str, update: Update) -> None:
         """Adds the block map, with the time of each block's last change.

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...runtime.health.flight_recorder import task_stacks
+from ...runtime.histogram import GROWTH
 from ..inspect.server_info import HIDDEN
 from ..settings import ENGINE_HELP, SECRET, SERVER_HELP
 from .block_map import BlockOwners
 
 if TYPE_CHECKING:
-    from ...runtime.histogram import Histogram
+    from ...runtime.histogram import LatencyHistogram
     from ...runtime.pipeline import Health
     from ...stages.allocate.block_pool import BlockPool
     from ...stages.allocate.prefix_cache import PrefixCache
@@ -153,8 +154,8 @@ def ended_request(outbox: RequestOutbox, cause: str) -> dict[str, Any]:
 
 
 def latency(latencies: Latencies) -> dict[str, Any]:
-    """Latency histograms: exact counts by bucket, as in `/metrics`; sums in microseconds."""
-    return {name: _histogram(times) for name, times in latencies.times_us().items()}
+    """Latency histograms: exact counts by bucket, as in `/metrics`, and sketches; sums in microseconds."""
+    return {name: histogram_tree(times) for name, times in latencies.times_us().items()}
 
 
 def loop_health(engine: Engine, watchdog: Watchdog) -> dict[str, Any]:
@@ -167,13 +168,15 @@ def loop_health(engine: Engine, watchdog: Watchdog) -> dict[str, Any]:
         else {"name": stall.name, "reason": stall.reason, "num_waiting": stall.num_waiting},
         "num_stalls": watchdog.num_stalls,
         "stacks": {entry["task"]: entry["stack"] for entry in stacks if entry.get("task") in runners},
-        "lag": _histogram(watchdog.meter.lag_us),
-        "pause": _histogram(watchdog.meter.pause_us),
+        "lag": histogram_tree(watchdog.meter.lag_us),
+        "pause": histogram_tree(watchdog.meter.pause_us),
     }
 
 
-def _histogram(of: Histogram) -> dict[str, Any]:
-    return {"bounds_us": of.bounds, "counts": list(of.counts), "total_us": of.total}
+def histogram_tree(of: LatencyHistogram) -> dict[str, Any]:
+    """A histogram for the page, which reads quantiles from `sketch`."""
+    sketch = {str(place): count for place, count in of.sketch.copy().items()}
+    return {"bounds_us": of.bounds, "counts": list(of.counts), "total_us": of.total, "sketch": sketch, "growth": GROWTH}
 
 
 def block_owners(engine: Engine) -> BlockOwners:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client.metrics_core import Metric
 
-from ...runtime.histogram import Histogram
+from ...runtime.histogram import Histogram, LatencyHistogram
 from .families import US, histogram
 
 if TYPE_CHECKING:
@@ -51,9 +51,9 @@ class Latencies:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._first_token = Histogram(FIRST_TOKEN_US)
+        self._first_token = LatencyHistogram(FIRST_TOKEN_US)
         per_token = engine.token_gaps_us.bounds if engine.has_core else REQUEST_US
-        self._times = {name: Histogram(per_token if "per_output" in name else REQUEST_US) for name in TIMES}
+        self._times = {name: LatencyHistogram(per_token if "per_output" in name else REQUEST_US) for name in TIMES}
         self._sizes = {name: Histogram(one_two_five(engine.info.max_model_len)) for name in SIZES}
         self._num_choices = Histogram(NUM_CHOICES)
 
@@ -90,9 +90,9 @@ class Latencies:
                 self._sizes["request_params_max_tokens"].observe(request.params.max_tokens)
             self._num_choices.observe(request.params.n)
 
-    def times_us(self) -> dict[str, Histogram]:
+    def times_us(self) -> dict[str, LatencyHistogram]:
         """Histograms of client waiting times, in microseconds, by name without prefix and unit."""
-        waits = {"time_to_first_token": self._first_token}
+        waits: dict[str, LatencyHistogram] = {"time_to_first_token": self._first_token}
         if self._engine.has_core:
             waits["inter_token_latency"] = self._engine.token_gaps_us
         return waits | {name: self._times[name] for name in ("request_queue_time", "e2e_request_latency")}

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from prometheus_client.metrics_core import Metric
 
 from ...runtime.env.log import get_logger
-from ...runtime.histogram import Histogram
+from ...runtime.histogram import LatencyHistogram
 from .families import US, histogram
 
 LAG_US = (100, 250, 500, 1_000, 2_500, 5_000, 10_000, 25_000, 50_000, 100_000, 250_000, 500_000, 1_000_000, 5_000_000)
@@ -25,8 +25,8 @@ class LoopMeter:
     """Event loop lag and GC pauses in microseconds, as reported by the pipeline's watch."""
 
     def __init__(self) -> None:
-        self.lag_us = Histogram(LAG_US)
-        self.pause_us = Histogram(PAUSE_US)
+        self.lag_us = LatencyHistogram(LAG_US)
+        self.pause_us = LatencyHistogram(PAUSE_US)
         self.due_s = time.monotonic()  # monotonic time of the next expected beat
 
     def beat(self, late_s: float, next_s: float) -> None:

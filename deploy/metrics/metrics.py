@@ -18,6 +18,7 @@ from ...stages.allocate.block_pool import BlockPool
 from ..errors import CODES
 from .families import counter, gauge
 from .latencies import Latencies
+from .latency_log import LatencyLog
 from .pipeline_metrics import channels, stages
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class Metrics:
         self._model_name = ""
         self._engine: Engine | None = None
         self._latencies: Latencies | None = None
+        self.latency_log: LatencyLog | None = None
         self.otlp_exporter: OtlpExporter | None = None  # its counts are exported too
         self._finished: Counter[str] = Counter()  # choices by finish reason
         self._aborted: Counter[str] = Counter()  # requests by cause
@@ -59,6 +61,9 @@ class Metrics:
         self._engine, self._latencies = engine, Latencies(engine)
         engine.exit.on_end.append(self._request_ended)
         engine.exit.on_start.append(self._latencies.request_started)
+        self.latency_log = LatencyLog(self._latencies.times_us(), engine.pipeline.env.now)
+        if engine.pipeline.watch is not None:
+            engine.pipeline.watch.on_tick.append(self.latency_log.tick)
 
     @property
     def latencies(self) -> Latencies | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ...runtime.histogram import Histogram
+from ...runtime.histogram import LatencyHistogram
 from ..array_checks import equal
 from ..messages import NO_INDICES, Indices
 
@@ -28,7 +28,7 @@ class TokenGaps:
     """
 
     def __init__(self, num_slots: int) -> None:
-        self.histogram = Histogram(BOUNDS_US)
+        self.histogram = LatencyHistogram(BOUNDS_US)
         self._last_us = np.zeros(num_slots, np.int64)  # [S] time of the last token, except for slots in `_steady`
         self._steady: Indices = NO_INDICES  # slots of the last step; their time is `_steady_us`
         self._steady_us = 0

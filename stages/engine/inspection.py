@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...runtime.histogram import Histogram
+from ...runtime.histogram import Histogram, LatencyHistogram
 from ...runtime.pipeline import Health, NotServing, Pipeline
 from ..allocate.block_pool import BlockPool, BlockTables
 from ..allocate.host_tier import HostTier
@@ -102,7 +102,7 @@ class EngineStatus:
         return self._core().allocate.step_tokens
 
     @property
-    def token_gaps_us(self) -> Histogram:
+    def token_gaps_us(self) -> LatencyHistogram:
         """Microseconds between two tokens of an answer, over all answers so far."""
         return self._text().detokenize.gaps.histogram
 

@@ -28,6 +28,18 @@ export const rate = (n) => (n === null || n === undefined ? "–" : n >= 100 || 
 
 export const shortId = (id) => (id.length > 18 ? `${id.slice(0, 11)}…${id.slice(-5)}` : id);
 
+// The value that a share `q` of the values do not exceed. `sketch`: bucket -> count, where bucket i has the values in
+// (growth ** (i - 1), growth ** i], and -1 the zeros. null if it has no values.
+export function sketchQuantile(sketch, growth, q) {
+  const places = Object.keys(sketch).map(Number).sort((a, b) => a - b);
+  let left = Math.ceil(q * places.reduce((sum, place) => sum + sketch[place], 0));
+  for (const place of places) {
+    left -= sketch[place];
+    if (left <= 0 && sketch[place] > 0) return place < 0 ? 0 : (2 * growth ** place) / (growth + 1);
+  }
+  return null;
+}
+
 export function quantile(sorted, q) {
   if (!sorted.length) return null;
   const at = (sorted.length - 1) * q;

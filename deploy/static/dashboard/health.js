@@ -1,7 +1,7 @@
 // Health: the last progress of each stage, recent incidents, and the lag of the event loop.
 
 import { html } from "../vendor/htm-preact.standalone.module.js";
-import { count, seconds } from "./format.js";
+import { count, seconds, sketchQuantile } from "./format.js";
 import { Card, Figure, Missing, Wide } from "./ui.js";
 
 export const title = "Health";
@@ -53,15 +53,12 @@ const Recorded = ({ recording, rows, app }) => html`
     ${rows.length ? html`<${Incidents} rows=${rows} app=${app} />` : html`<p class="missing">No incidents so far.</p>`}<//>
   <${Card} title="Not in a recording"><p>The stacks of stages, the lag of the event loop and pauses for garbage collection. A flight file of the server has them (<code>--flight-recorder-dir</code>).</p><//>`;
 
-// Mean, p99 and maximum of a histogram; the latter two are bounds of buckets.
+// Mean, p99 and maximum of a histogram.
 function Spread({ name, of }) {
   const total = of.counts.reduce((sum, n) => sum + n, 0);
-  const last = of.counts.findLastIndex((n) => n > 0);
-  let left = Math.ceil(0.99 * total);
-  const p99 = of.counts.findIndex((n) => (left -= n) <= 0);
-  const bound = (i) => (i < 0 || !total ? "–" : i < of.bounds_us.length ? seconds(of.bounds_us[i] / 1e6) : `over ${seconds(of.bounds_us.at(-1) / 1e6)}`);
+  const at = (q) => (total ? seconds(sketchQuantile(of.sketch, of.growth, q) / 1e6) : "–");
   return html`<${Figure} name=${`${name}, mean`} value=${total ? seconds(of.total_us / 1e6 / total) : "–"} />
-    <${Figure} name=${`${name}, p99`} value=${bound(p99)} /><${Figure} name=${`${name}, max`} value=${bound(last)} unit="at most" />`;
+    <${Figure} name=${`${name}, p99`} value=${at(0.99)} /><${Figure} name=${`${name}, max`} value=${at(1)} />`;
 }
 
 const stacks = (loop) => Object.entries(loop.stacks).map(([task, stack]) => `${task}${task === loop.stall?.name ? "  ← stalled" : ""}\n${stack.map((place) => `    ${short(place)}`).join("\n")}`).join("\n");

@@ -1,13 +1,16 @@
-// Latency histograms with the exact counts of /metrics, and heat maps.
+// Latency histograms with the exact counts of /metrics, quantiles, and both over time.
 
 import { html, useState } from "../vendor/htm-preact.standalone.module.js";
-import { count, percent, seconds } from "./format.js";
+import { count, percent, seconds, sketchQuantile } from "./format.js";
+import { Lines } from "./lines.js";
 import { LATENCY_S } from "./store.js";
 import { Canvas, Card, Choice, colour, Figure, Missing, useWidth, Wide } from "./ui.js";
 
 export const title = "Latency";
-export const about = "Latency of requests and tokens, with the histograms of /metrics.";
-export const topics = () => ({ latency: {} });
+export const about = "Latency of requests and tokens: quantiles within 1 %, and the histograms of /metrics.";
+export const topics = () => ({ latency: {}, quantiles: {} });
+
+const MOST_S = 800; // shown of p50 and p99 over time
 
 const NAMES = {
   time_to_first_token: ["Time to first token", "From a request's arrival to its first token."],
@@ -17,7 +20,7 @@ const NAMES = {
 };
 
 export function View({ app }) {
-  const latency = app.feed.data.latency;
+  const { latency, quantiles } = app.feed.data;
   const [span, setSpan] = useState("all");
   if (!latency) return html`<${Missing}>This server does not measure latencies.<//>`;
   const names = Object.keys(latency);
@@ -25,20 +28,22 @@ export function View({ app }) {
   return html`
     ${app.feed.recording && html`<p class="note">Up to this time, as seen by schedule: the time of a token is that of its step's result. A recording does not include the way to the client. The heat maps cover what this page has played.</p>`}
     <div class="bar"><${Choice} label="Show" name="span" value=${span} onchange=${setSpan} options=${[["all", "Since the start"], ["seen", "Since this page opened"]]} /></div>
-    <div class="columns">${names.map((name) => html`<${OfOne} key=${name} one=${{ ...latency[name], title: (NAMES[name] ?? [name])[0], help: (NAMES[name] ?? [])[1] }} readings=${app.history.latencies} name=${name} span=${span} />`)}</div>`;
+    <div class="columns">${names.map((name) => html`<${OfOne} key=${name} one=${{ ...latency[name], title: (NAMES[name] ?? [name])[0], help: (NAMES[name] ?? [])[1] }} readings=${app.history.latencies} rows=${quantiles?.rows ?? []} nowS=${app.feed.nowS()} name=${name} span=${span} />`)}</div>`;
 }
 
-function OfOne({ one, readings, name, span }) {
+function OfOne({ one, readings, rows, nowS, name, span }) {
   const first = readings[0]?.latency[name];
   const counts = span === "seen" && first ? one.counts.map((n, i) => n - first.counts[i]) : one.counts;
   const total = counts.reduce((sum, n) => sum + n, 0);
+  const sketch = span === "seen" && first ? Object.fromEntries(Object.entries(one.sketch).map(([place, n]) => [place, n - (first.sketch[place] ?? 0)])) : one.sketch;
   const sumUs = span === "seen" && first ? one.total_us - first.total_us : one.total_us;
   return html`<${Card} title=${one.title} note=${one.help}>
     <dl class="figures">
       <${Figure} name="measured" value=${count(total)} id=${`${name}.count`} />
       <${Figure} name="mean" value=${total ? seconds(sumUs / 1e6 / total) : "–"} />
-      ${[0.5, 0.9, 0.99].map((q) => html`<${Figure} name=${`p${100 * q}`} value=${atMost(one.bounds_us, counts, total, q)} />`)}
+      ${[0.5, 0.9, 0.99].map((q) => html`<${Figure} name=${`p${100 * q}`} value=${total ? seconds(sketchQuantile(sketch, one.growth, q) / 1e6) : "–"} id=${`${name}.p${100 * q}`} />`)}
     </dl>
+    <${OverTime} rows=${rows} nowS=${nowS} name=${name} />
     ${total > 0 && html`<${Bars} bounds=${one.bounds_us} counts=${counts} total=${total} title=${one.title} /><${Heat} one=${one} readings=${readings} name=${name} />`}
     ${total === 0 && html`<p class="missing">No measurements yet.</p>`}
     <details><summary>As a table</summary><${Wide} label=${`${one.title}, counts by bucket`}><table><thead><tr><th scope="col" class="num">at most</th><th scope="col" class="num">measured</th><th scope="col" class="num">share</th></tr></thead>
@@ -46,15 +51,13 @@ function OfOne({ one, readings, name, span }) {
   <//>`;
 }
 
-// The upper bound of the quantile's bucket.
-function atMost(bounds, counts, total, q) {
-  if (!total) return "–";
-  let left = Math.ceil(q * total);
-  for (let i = 0; i < counts.length; i++) {
-    left -= counts[i];
-    if (left <= 0) return i < bounds.length ? seconds(bounds[i] / 1e6) : `over ${seconds(bounds.at(-1) / 1e6)}`;
-  }
-  return "–";
+// p50 and p99 of the measurements of each interval, as the server has kept them.
+function OverTime({ rows, nowS, name }) {
+  const shown = rows.filter(([endS, of]) => of[name] && nowS !== null && nowS - endS < MOST_S);
+  if (shown.length < 2) return null;
+  const x = shown.map(([endS]) => Math.round(endS - nowS));
+  const series = [["p50", 1, "decode"], ["p99", 2, "mark-strong"]];
+  return html`<${Lines} x=${x} height=${150} unit="ms" series=${series.map(([label, place, colour]) => ({ label, colour, values: shown.map(([, of]) => of[name][place] / 1e3) }))} />`;
 }
 
 const used = (counts) => {

@@ -4,14 +4,15 @@ import { html, useEffect, useRef } from "../vendor/htm-preact.standalone.module.
 import uPlot from "../vendor/uPlot.esm.js";
 import { colour, useWidth } from "./ui.js";
 
-// `x` in seconds before now; `series`: label, colour, values, and `scale` "ms" for the axis at the right.
-export function Lines({ x, series, height }) {
+// `x` in seconds before now; `series`: label, colour, values, and `scale` "ms" for the axis at the right. `unit`: of the
+// axis at the left.
+export function Lines({ x, series, height, unit = "" }) {
   const [ref, width] = useWidth();
   const plot = useRef(null);
   const look = `${width} ${colour("ink")} ${series.map(({ label }) => label)}`;
   useEffect(() => {
     plot.current?.destroy();
-    plot.current = new uPlot(options(width, height, series), data(x, series), ref.current);
+    plot.current = new uPlot(options(width, height, series, unit), data(x, series), ref.current);
     return () => {
       plot.current?.destroy();
       plot.current = null;
@@ -23,7 +24,7 @@ export function Lines({ x, series, height }) {
 
 const data = (x, series) => [x, ...series.map(({ values }) => values)];
 
-function options(width, height, series) {
+function options(width, height, series, unit) {
   const axis = { stroke: colour("muted"), grid: { stroke: colour("line"), width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif" };
   const hasRight = series.some(({ scale }) => scale === "ms");
   return {
@@ -34,7 +35,7 @@ function options(width, height, series) {
     scales: { x: { time: false }, y: { range: (_, __, most) => [0, most > 0 ? 1.1 * most : 1] }, ms: { range: (_, __, most) => [0, most > 0 ? 1.1 * most : 1] } },
     axes: [
       { ...axis, values: (_, ticks) => ticks.map((t) => (t === 0 ? "now" : `${t} s`)) },
-      { ...axis, size: 52 },
+      { ...axis, size: 56, ...(unit && { values: (_, ticks) => ticks.map((t) => `${t} ${unit}`) }) },
       ...(hasRight ? [{ ...axis, scale: "ms", side: 1, grid: { show: false }, size: 52, values: (_, ticks) => ticks.map((t) => `${t} ms`) }] : []),
     ],
     series: [

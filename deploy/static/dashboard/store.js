@@ -49,7 +49,7 @@ function blocks(before, news, now) {
 const told = ({ began_s: began, changed_s: changed }) =>
   Float64Array.from(new Float32Array(bytes(changed).buffer), (after) => began + after);
 
-export const reducers = { steps: grown(KEPT_STEPS), incidents: grown(KEPT_INCIDENTS), blocks };
+export const reducers = { steps: grown(KEPT_STEPS), incidents: grown(KEPT_INCIDENTS), quantiles: grown(KEPT_LATENCIES), blocks };
 
 export class History {
   // Past counters of the pipeline, to compute shares of the last seconds.

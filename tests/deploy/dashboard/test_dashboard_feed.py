@@ -215,6 +215,8 @@ async def test_the_figures_are_the_engines_own():
                 == viewer.data["overview"]["blocks"]["cached"]
             )
             assert {row["name"] for row in viewer.data["config"]["rows"]} >= {"max_num_seqs", "port", "api_key"}
+            for name, one in viewer.data["latency"].items():
+                assert sum(one["sketch"].values()) == sum(one["counts"]) > 0, name
 
 
 @on_loop

@@ -177,7 +177,7 @@ class Pipeline(Graph):
             await self.stop()
             raise
         watched = {name: channel for name, channel in self.channels.items() if name not in self._unwatched}
-        self.watch = Watch(self.tracer, watched, self.env.now, self._is_busy)
+        self.watch = Watch(self.tracer, watched, self.env.now, self._is_busy, self.runners)
         if self.env.is_live:
             self.watch.start()
         if self._health.state == "loading":  # no stage has broken meanwhile

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
 
 from .channel import ControlLane
 from .env.env import Env
+from .histogram import Histogram
 from .trace.tracer import Tracer
 
 In = TypeVar("In")
@@ -113,6 +114,19 @@ class Stage(Generic[In, Out]):
     @property
     def waits_for(self) -> str | None:
         """The name of another stage whose work `handle` waits for now, or None."""
+        return None
+
+    def busy_s(self, handle_s: float, now_s: float) -> float:
+        """Seconds that it has worked up to `now_s`; `handle` had something for `handle_s` of them.
+
+        Override where `handle` waits for another stage's work, or where work goes on after `handle`. The time of work
+        then counts for the stage that does it, in every view of the pipeline. It must never decrease.
+        """
+        return handle_s
+
+    @property
+    def service_us(self) -> Histogram | None:
+        """Its own measurements of its work on a batch; None: the time in `handle` is measured."""
         return None
 
     async def setup(self, context: Context) -> None:

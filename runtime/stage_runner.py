@@ -47,12 +47,14 @@ class StageCrashed(Exception):
 class StageTimes:
     """A stage's time by state, in seconds; the sum is its life.
 
-    Concurrent items count each for themselves.
+    The one attribution that all views show. A stage is busy while it works on any item, and blocked while all items in
+    its hands wait for room in an output channel. Time in which a stage waits for another one's work counts for the
+    other one: see `Stage.busy_s`.
     """
 
     idle: float = 0.0
     busy: float = 0.0
-    blocked: float = 0.0  # waiting for room in an output channel
+    blocked: float = 0.0
 
 
 class StageRunner:
@@ -62,12 +64,12 @@ class StageRunner:
     """
 
     __slots__ = (  # over 30 attributes, more than Python stores inline; each step reads them often
-        *("_after", "_before", "_wakeup", "_context", "_emit", "_idle_since_s", "_injects_faults", "_is_broken"),
-        *("_is_stopping", "_current_items", "_names_requests", "_now", "_num_carried", "_oldest_since_s"),
+        *("_after", "_before", "_wakeup", "_context", "_emit", "_counted_to_s", "_injects_faults", "_is_broken"),
+        *("_is_stopping", "_current_items", "_names_requests", "_now", "_num_blocked", "_num_carried"),
         *("_on_broken", "_on_crash", "_outlet", "_ports", "_recent_restarts", "_service_us", "_services_us"),
-        *("_source", "_tracer", "_wait_us", "_waits_us", "_wants", "blocked_on", "blocked_since_s"),
-        *("busy_since_s", "exit", "faults", "inputs", "is_ready", "last_progress_s", "name", "num_dropped"),
-        *("num_restarts", "outputs", "stage", "times", "unwanted_ports"),
+        *("_oldest_since_s", "_source", "_spent", "_told", "_tracer", "_wait_us", "_waits_us", "_wants"),
+        *("blocked_on", "blocked_since_s", "busy_since_s", "exit", "faults", "inputs", "is_ready", "last_progress_s"),
+        *("name", "num_dropped", "num_restarts", "outputs", "stage", "unwanted_ports"),
     )
 
     def __init__(
@@ -87,7 +89,8 @@ class StageRunner:
         self.inputs = dict(inputs)
         self.outputs = dict(outputs)
         self.exit = exit
-        self.times = StageTimes()
+        self._spent = StageTimes()  # up to `_counted_to_s`; busy: `handle` had something
+        self._told = StageTimes()  # the last result of `times`
         self._wait_us = Histogram(STAGE_BOUNDS_US)
         self._service_us = Histogram(STAGE_BOUNDS_US)
         self._waits_us: list[int] = []  # of batches that are not in the histograms yet
@@ -111,8 +114,9 @@ class StageRunner:
         self._is_broken = False
         self._names_requests = False  # whether items of the last batch have a `request_id`
         self._num_carried = 0  # batches, or concurrent items, that `handle` has now
+        self._num_blocked = 0  # of these, those that wait for room in an output
         self._oldest_since_s = 0.0  # when the oldest item of the last batch came
-        self._idle_since_s = context.env.now()
+        self._counted_to_s = context.env.now()
         # looked up once, as each step runs this code eight times
         self._now = context.env.now
         self._source = context.source
@@ -137,7 +141,7 @@ class StageRunner:
         at_once, wakeup = self.stage.concurrency, self._wakeup
         try:
             await all_set_up.wait()  # what it sends may need another stage's set-up
-            self._idle_since_s = self._now()
+            self._counted_to_s = self._now()
             while not self._is_broken:
                 if not wakeup.is_set:
                     if self._has_ended():
@@ -161,6 +165,28 @@ class StageRunner:
     def is_busy(self) -> bool:
         """Whether `handle` has something now."""
         return self._num_carried > 0
+
+    @property
+    def times(self) -> StageTimes:
+        """Its time by state, up to now."""
+        now = self._now()
+        self._count_up_to(now)
+        spent, told = self._spent, self._told
+        # no part ever shrinks: it is a counter in /metrics
+        busy = max(told.busy, self.stage.busy_s(spent.busy, now))
+        idle = max(told.idle, spent.idle + spent.busy - busy)
+        self._told = StageTimes(idle, busy, spent.blocked)
+        return self._told
+
+    def _count_up_to(self, now: float) -> None:
+        """Adds the time since the last change of state to that state. Called before each change."""
+        passed, self._counted_to_s = now - self._counted_to_s, now
+        if not self._num_carried:
+            self._spent.idle += passed
+        elif self._num_blocked == self._num_carried:
+            self._spent.blocked += passed
+        else:
+            self._spent.busy += passed
 
     def _receive(self, now: float) -> list[Any] | None:
         """The items queued at the wanted ports, in port order; None if there is nothing to do."""
@@ -218,9 +244,11 @@ class StageRunner:
         names_requests, waited = self._names_requests, began - self._oldest_since_s
         if waited < 0.0:  # the oldest item woke no task, and was received with a later one
             waited = 0.0
-        if not self._num_carried:
-            self.times.idle += began - self._idle_since_s
-            self.busy_since_s = began
+        if self._num_carried:
+            self._count_up_to(began)
+        else:  # as `_count_up_to`, without a call
+            self._spent.idle += began - self._counted_to_s
+            self._counted_to_s = self.busy_since_s = began
         self._num_carried += 1
         try:
             try:
@@ -239,14 +267,21 @@ class StageRunner:
             if out.items and not self.deliver_at_once(out, ended):
                 await self.deliver(out)
                 ended = self._now()
-        finally:
+        except BaseException:
+            self._count_up_to(self._now())
             self._num_carried -= 1
-        self._idle_since_s = self.last_progress_s = ended
+            raise
+        if self._num_carried == 1:  # as `_count_up_to`, without a call
+            self._spent.busy += ended - self._counted_to_s
+            self._counted_to_s = ended
+        else:
+            self._count_up_to(ended)
+        self._num_carried -= 1
+        self.last_progress_s = ended
         busy, blocked_us = ended - began, 0
         if out.has_flushed or out.blocked_s:
             busy, blocked_us = busy - out.blocked_s, int(out.blocked_s * 1e6)
             out.blocked_s, out.has_flushed = 0.0, False
-        self.times.busy += busy
         self._note_times(batch, int(waited * 1e6), int(busy * 1e6), blocked_us, names_requests)
 
     def _note_times(
@@ -288,7 +323,9 @@ class StageRunner:
 
     @property
     def service_us(self) -> Histogram:
-        """How long `handle` took for each batch, without the wait for room in an output."""
+        """How long the stage worked on each batch, without the wait for room in an output or for another stage."""
+        if self.stage.service_us is not None:
+            return self.stage.service_us
         self._count()
         return self._service_us
 
@@ -383,15 +420,17 @@ class StageRunner:
     async def _wait_and_send(self, output: OutputPort, item: Any) -> float:
         if output.edge is not None and output.edge.when_full == "never":
             raise ChannelOverrun(f"{output.edge.name} was full at {output.channel.capacity}, though credits bound it")
-        began = self.blocked_since_s = self._now()
+        began = ended = self.blocked_since_s = self._now()
+        self._count_up_to(began)
+        self._num_blocked += 1
         self.blocked_on = output.channel
         try:
             await output.channel.send(item)
         finally:
+            self._count_up_to(ended := self._now())
+            self._num_blocked -= 1
             self.blocked_on = None
-        waited = self._now() - began
-        self.times.blocked += waited
-        return waited
+        return ended - began
 
     def fail(self, item: Any, error: BaseException) -> None:
         """Ends the requests of `item` at the exit."""

@@ -1,4 +1,4 @@
-"""The watch: a periodic timer that traces edge depths, loop lag and garbage collections.
+"""The watch: a periodic timer that traces edge depths, times of stages, loop lag and garbage collections.
 
 Ten times a second while requests are live, once a second otherwise. Other periodic checks subscribe to `on_tick`.
 """
@@ -9,7 +9,7 @@ import asyncio
 import gc
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from .channel import Channel, ChannelStats
 from .trace.tracer import EventKind, Tracer
@@ -21,11 +21,26 @@ MIN_STANDSTILL_S = 1.0  # a tick this late means that the loop, or the whole pro
 MIN_PAUSE_US = 200  # of a recorded collection; those of the youngest generation come hundreds of times a second
 
 
+class SpentTimes(Protocol):
+    """A stage's time so far, by state."""
+
+    idle: float
+    busy: float
+    blocked: float
+
+
+class WatchedStage(Protocol):
+    """What the watch reads of a stage's runner."""
+
+    @property
+    def times(self) -> SpentTimes: ...
+
+
 class Watch:
-    """Inspects the channels of one pipeline every TICK_S on the running loop.
+    """Inspects the channels and stages of one pipeline every TICK_S on the running loop.
 
     While `is_busy()` is false and nothing calls `wake`, every `idle_tick_s`. In virtual time a periodic timer would
-    keep the simulation going: there a test calls `write_edge_depths` instead of `start`.
+    keep the simulation going: there a test calls the `write` methods instead of `start`.
     """
 
     def __init__(
@@ -34,11 +49,14 @@ class Watch:
         channels: Mapping[str, Channel[Any]],
         now: Callable[[], float],
         is_busy: Callable[[], bool] = lambda: True,
+        stages: Mapping[str, WatchedStage] | None = None,
     ) -> None:
         self._tracer = tracer
         self._now = now
         self._edges = [(tracer.source(name), channel) for name, channel in channels.items()]
         self._last: dict[int, ChannelStats] = {}  # by source
+        self._stages = [(tracer.source(name), stage) for name, stage in (stages or {}).items()]
+        self._last_us: dict[int, tuple[int, int, int]] = {}  # by source: busy, blocked, idle
         self._loop_source, self._gc_source = tracer.source("loop"), tracer.source("gc")
         self.on_tick: list[Callable[[float], object]] = []  # called at each tick with its lateness in seconds
         self.on_pause: list[Callable[[int], object]] = []  # called after each collection, in its thread: microseconds
@@ -88,6 +106,19 @@ class Watch:
                 counts = (stats.depth, channel.take_high_water(), stats.num_sent - last.num_sent, full_us)
                 self._tracer.emit(EventKind.EDGE_DEPTH, source, 0, *counts)
 
+    def write_stage_times(self) -> None:
+        """Writes STAGE_TIME for each stage that was not idle since the last call."""
+        if not self._tracer.enabled:
+            return
+        for source, stage in self._stages:
+            times = stage.times
+            now_us = (int(1e6 * times.busy), int(1e6 * times.blocked), int(1e6 * times.idle))
+            last_us = self._last_us.get(source, (0, 0, 0))
+            self._last_us[source] = now_us
+            busy_us, blocked_us, idle_us = (now - last for now, last in zip(now_us, last_us, strict=True))
+            if busy_us or blocked_us:
+                self._tracer.emit(EventKind.STAGE_TIME, source, 0, busy_us, blocked_us, idle_us)
+
     def _wait(self) -> None:
         loop = asyncio.get_running_loop()
         self._due_s = self._now() + self.tick_s
@@ -105,6 +136,7 @@ class Watch:
         for pause in pauses:
             self._tracer.emit(EventKind.GC_PAUSE, self._gc_source, 0, *pause)
         self.write_edge_depths()
+        self.write_stage_times()
         for callback in self.on_tick:
             callback(lag_s)
 

@@ -121,15 +121,10 @@ class DashboardState:
             while len(self._history) > 2 and self._history[1][0] < update["now_s"] - WINDOW_S:
                 self._history.popleft()
 
-    def shares(self, stage: str) -> tuple[float, float] | None:
-        """(busy, blocked) shares of the last `WINDOW_S` seconds; None before the second update."""
-        if len(self._history) < 2:
-            return None
-        (then_s, then), (now_s, now) = self._history[0], self._history[-1]
-        before, after = then["stages"][stage], now["stages"][stage]
-        busy, blocked = ((after[part] - before[part]) / (now_s - then_s) for part in ("busy_s", "blocked_s"))
-        whole = max(1.0, busy + blocked)  # a stage with several items at once counts each
-        return busy / whole, blocked / whole
+    def shares(self, stage: str) -> tuple[float, float]:
+        """(busy, blocked) shares of the last seconds, as the server has measured them."""
+        told = self.data["pipeline"]["stages"][stage]
+        return told["busy"], told["blocked"]
 
     def rate(self, field: str) -> float:
         """The sum of a `StepRow` field over the last `WINDOW_S` seconds, per second."""
@@ -209,8 +204,8 @@ def _stages(readings: DashboardState) -> Table:
         table.add_row(
             f"[bold]{name}[/]",
             _bar(shares),
-            "–" if shares is None else f"{shares[0]:.0%}",
-            "–" if shares is None else f"{shares[1]:.0%}",
+            f"{shares[0]:.0%}",
+            f"{shares[1]:.0%}",
             str(sum(edge["depth"] for edge in incoming)),
             str(max((edge["high_water"] for edge in incoming), default=0)),
             f"{max((edge['num_sent'] for edge in outgoing), default=0):,}",
@@ -219,8 +214,8 @@ def _stages(readings: DashboardState) -> Table:
     return table
 
 
-def _bar(shares: tuple[float, float] | None) -> str:
-    busy, blocked = shares or (0.0, 0.0)
+def _bar(shares: tuple[float, float]) -> str:
+    busy, blocked = shares
     num_busy, num_blocked = round(BAR_CELLS * busy), round(BAR_CELLS * blocked)
     num_idle = max(0, BAR_CELLS - num_busy - num_blocked)
     return f"[cyan]{'█' * num_busy}[/][yellow]{'█' * num_blocked}[/][bright_black]{'░' * num_idle}[/]"

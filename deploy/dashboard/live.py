@@ -129,7 +129,7 @@ class LiveViewer(Viewer):
             "overview": lambda: (
                 snapshots.overview(engine, service.health) | {"bottleneck": self._sources.bottleneck.value}
             ),
-            "pipeline": lambda: snapshots.pipeline(engine),
+            "pipeline": lambda: snapshots.pipeline(engine, self._sources.metrics.stage_load),
             "requests": lambda: snapshots.requests(
                 engine, window.offset, window.limit, newest_first=window.newest_first, only=self._own_requests()
             ),

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ...stages.schedule.sequence import Sequence
     from ..api.service import Service
     from ..metrics.latencies import Latencies
+    from ..metrics.stage_load import StageLoad
     from ..metrics.watchdog import Watchdog
 
 MAX_ROWS = 200  # requests listed in one update
@@ -67,21 +68,25 @@ def core_figures(
     }
 
 
-def pipeline(engine: Engine) -> dict[str, Any]:
-    """Stages and channels with their counters, in order of the flow."""
+def pipeline(engine: Engine, load: StageLoad | None) -> dict[str, Any]:
+    """Stages and channels with their counters, in order of the flow; shares of the last seconds from `load`."""
     running = engine.pipeline
     edges = {edge.name: edge for edge in running.edges}
-    stages = {
-        name: {
-            "idle_s": round(runner.times.idle, 6),
-            "busy_s": round(runner.times.busy, 6),
-            "blocked_s": round(runner.times.blocked, 6),
+    shares = {} if load is None else load.shares()
+    stages = {}
+    for name, runner in running.runners.items():
+        times = runner.times
+        busy, blocked = shares.get(name, (0.0, 0.0))
+        stages[name] = {
+            "busy": round(busy, 4),
+            "blocked": round(blocked, 4),
+            "idle_s": round(times.idle, 6),
+            "busy_s": round(times.busy, 6),
+            "blocked_s": round(times.blocked, 6),
             "num_restarts": runner.num_restarts,
             "num_dropped": runner.num_dropped,
             "last_progress_s": round(runner.last_progress_s, 3),
         }
-        for name, runner in running.runners.items()
-    }
     channels = {}
     for name, channel in running.channels.items():
         stats, edge = channel.stats(), edges.get(name)

@@ -142,7 +142,6 @@ def stages_report(engine: Engine, load: WindowLoad) -> dict[str, Any]:
 def _stage(name: str, load: WindowLoad, engine: Engine) -> dict[str, Any]:
     runner = engine.pipeline.runners[name]
     busy, blocked = load.busy.get(name, 0.0), load.blocked.get(name, 0.0)
-    blocked = min(blocked, 1.0 - busy)
     return {
         "name": name,
         "busy": round(busy, 4),

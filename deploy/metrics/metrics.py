@@ -20,6 +20,7 @@ from .families import counter, gauge
 from .latencies import Latencies
 from .latency_log import LatencyLog
 from .pipeline_metrics import channels, stages
+from .stage_load import StageLoad
 
 if TYPE_CHECKING:
     from ...stages.allocate.host_tier import HostTier
@@ -46,6 +47,7 @@ class Metrics:
         self._engine: Engine | None = None
         self._latencies: Latencies | None = None
         self.latency_log: LatencyLog | None = None
+        self.stage_load: StageLoad | None = None
         self.otlp_exporter: OtlpExporter | None = None  # its counts are exported too
         self._finished: Counter[str] = Counter()  # choices by finish reason
         self._aborted: Counter[str] = Counter()  # requests by cause
@@ -62,8 +64,9 @@ class Metrics:
         engine.exit.on_end.append(self._request_ended)
         engine.exit.on_start.append(self._latencies.request_started)
         self.latency_log = LatencyLog(self._latencies.times_us(), engine.pipeline.env.now)
+        self.stage_load = StageLoad(engine.pipeline.runners, engine.pipeline.env.now)
         if engine.pipeline.watch is not None:
-            engine.pipeline.watch.on_tick.append(self.latency_log.tick)
+            engine.pipeline.watch.on_tick += [self.latency_log.tick, self.stage_load.note]
 
     @property
     def latencies(self) -> Latencies | None:

@@ -24,11 +24,14 @@ def stages(pipeline: Pipeline) -> Iterator[Metric]:
         "millrace:stage_wait_seconds", "Waiting time of the oldest item of a batch.", labels=["stage"]
     )
     service = HistogramMetricFamily(
-        "millrace:stage_service_seconds", "Time of a stage on a batch, without waits for channels.", labels=["stage"]
+        "millrace:stage_service_seconds",
+        "Time of a stage on a batch, without waits for channels or for another stage.",
+        labels=["stage"],
     )
     for name, runner in pipeline.runners.items():
+        times = runner.times
         for state in ("idle", "busy", "blocked"):
-            seconds.add_metric([name, state], getattr(runner.times, state))
+            seconds.add_metric([name, state], getattr(times, state))
         restarts.add_metric([name], runner.num_restarts)
         depth.add_metric([name], sum(len(channel) for channel in runner.inputs.values()))
         add_histogram(wait, [name], runner.wait_us, US)

@@ -103,6 +103,7 @@ def _state(pipeline: Pipeline | None) -> Iterator[Line]:
 def _stages(pipeline: Pipeline) -> Iterator[Line]:
     now = pipeline.env.now()
     for name, runner in pipeline.runners.items():
+        times = runner.times
         yield {
             "type": "stage",
             "stage": name,
@@ -110,9 +111,9 @@ def _stages(pipeline: Pipeline) -> Iterator[Line]:
             "since_progress_s": round(now - runner.last_progress_s, 3),
             "blocked_on": None if runner.blocked_on is None else runner.blocked_on.name,
             "num_restarts": runner.num_restarts,
-            "idle_s": round(runner.times.idle, 3),
-            "busy_s": round(runner.times.busy, 3),
-            "blocked_s": round(runner.times.blocked, 3),
+            "idle_s": round(times.idle, 3),
+            "busy_s": round(times.busy, 3),
+            "blocked_s": round(times.blocked, 3),
         }
 
 

@@ -16,6 +16,7 @@ that does not fit is stored as the nearest that does. Numbers of kinds are never
     STAGE_RESTART     num_restarts   error_name
     EDGE_DEPTH        num_waiting    high_water       num_sent            full_us
     STALL             waited_us      num_waiting
+    STAGE_TIME        busy_us        blocked_us     idle_us
     STEP_PLANNED      num_rows       num_tokens       num_running         num_waiting
     STEP_GRANTED      num_rows       num_tokens       num_decode_rows     num_free_blocks
     STEP_EXECUTED     num_rows       num_tokens       forward_us
@@ -50,8 +51,13 @@ STAGE_BATCH is written when the batch ends. It began `service_us + blocked_us` b
 if its items belong to one request each. A request is named by the id of its first sequence.
 
 EDGE_DEPTH is written ten times a second for edges that carried something. Its fields except `num_waiting` count since
-the edge's last record. A step's forward pass and its sampling began `forward_us` and `sample_us` before their records:
-when the device could begin. `grammar_us` is the part of `sample_us` spent waiting for masks.
+the edge's last record. STAGE_TIME is written as often, for stages that were not idle. It says how the time since the
+last writing was spent, which ends at the record: the one attribution of `StageTimes`. Where a stage waits for another
+one, as sample does for a forward pass, STAGE_BATCH says that `handle` had something, and STAGE_TIME which stage worked.
+
+A step's forward pass and its sampling began `forward_us` and `sample_us` before their records: when the device could
+begin. `grammar_us` is the time spent waiting for masks. An asynchronous device writes STEP_EXECUTED when it has
+finished the step, its sampling included; `sample_us` is 0 there.
 
 WAITING_FOR is written when the reason changes. It says what the first request in the queue lacks: slots, blocks,
 swapped (blocks, to return from the host tier), tokens (of the step), a turn, or "" when the queue is empty.
@@ -113,6 +119,7 @@ class EventKind(IntEnum):
     STAGE_RESTART = 2
     EDGE_DEPTH = 3
     STALL = 4
+    STAGE_TIME = 5
 
     STEP_PLANNED = 16
     STEP_GRANTED = 17
@@ -154,6 +161,7 @@ FIELDS: dict[EventKind, tuple[str, ...]] = {
     EventKind.STAGE_RESTART: ("num_restarts", "error_name"),
     EventKind.EDGE_DEPTH: ("num_waiting", "high_water", "num_sent", "full_us"),
     EventKind.STALL: ("waited_us", "num_waiting"),
+    EventKind.STAGE_TIME: ("busy_us", "blocked_us", "idle_us"),
     EventKind.STEP_PLANNED: ("num_rows", "num_tokens", "num_running", "num_waiting"),
     EventKind.STEP_GRANTED: ("num_rows", "num_tokens", "num_decode_rows", "num_free_blocks"),
     EventKind.STEP_EXECUTED: ("num_rows", "num_tokens", "forward_us"),

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 from ...runtime.env.env import Env
-from ...runtime.histogram import Histogram
+from ...runtime.histogram import STAGE_BOUNDS_US, Histogram
 from ...runtime.stage import Context
 from ...runtime.trace.tracer import EventKind, Tracer
 from ...runtime.workers.step_queue import StepQueue, ignore_error
@@ -75,6 +76,60 @@ class DeviceFault(Exception):
     """An injected fault: the device fails as a kernel would."""
 
 
+@dataclass(slots=True)
+class PhaseEnds:
+    """When the phases of a step ended, in seconds; None: not yet, or not on the device's thread."""
+
+    forward_s: float
+    sample_s: float | None = None
+
+
+class DeviceTimes:
+    """The device's time in forward passes, and the ends of phases. Its threads write, the loop reads."""
+
+    def __init__(self) -> None:
+        self.forward_us = Histogram(STAGE_BOUNDS_US)  # of each pass
+        self._running: dict[int, int] = {}  # by step: when the device could begin with it, ns
+        self._ended = (0, 0)  # ns: sum of all passes, and when the last one ended; replaced at once
+        self._ends: dict[int, PhaseEnds] = {}  # by step, until `take_ends`
+
+    def begin(self, step: int, now_ns: int) -> None:
+        """A pass begins, or waits for the one before."""
+        self._running[step] = now_ns
+
+    def end(self, step: int, now_ns: int, *, is_kept: bool) -> int:
+        """A pass has ended; returns its microseconds. `is_kept`: `take_ends` will be called."""
+        total_ns, last_ns = self._ended
+        took_ns = max(0, now_ns - max(self._running.get(step, now_ns), last_ns))
+        if is_kept:
+            self._ends[step] = PhaseEnds(now_ns / 1e9)
+        self._ended = (total_ns + took_ns, now_ns)  # before it stops to run: the sum never decreases
+        self._running.pop(step, None)
+        self.forward_us.observe(took_ns // 1000)
+        return took_ns // 1000
+
+    def end_sampling(self, step: int, now_ns: int) -> None:
+        """The sampling of a step has ended."""
+        if (ends := self._ends.get(step)) is not None:
+            ends.sample_s = now_ns / 1e9
+
+    def ends(self, step: int) -> PhaseEnds | None:
+        """The ends of a step's phases; None: its pass has not ended."""
+        return self._ends.get(step)
+
+    def take_ends(self, step: int) -> PhaseEnds | None:
+        """As `ends`, for the last time."""
+        return self._ends.pop(step, None)
+
+    def forward_s(self, now_s: float) -> float:
+        """Seconds in passes up to now, with the one that runs."""
+        running = list(self._running.values())  # before the sum: see `end`
+        total_ns, last_ns = self._ended
+        since_ns = max(min(running, default=0), last_ns)
+        running_s = max(0.0, now_s - since_ns / 1e9) if running else 0.0
+        return total_ns / 1e9 + running_s
+
+
 class Device:
     """Runs the phases of all steps in order on one thread, whatever order they are submitted in.
 
@@ -103,6 +158,7 @@ class Device:
         self._now_ns: Callable[[], int] = _never
         self._tracer: Tracer | None = None
         self._sources = [0, 0]  # of the stages, by phase, in the trace
+        self.times = DeviceTimes()
         # Written by the device thread; `_void_generation` of an asynchronous device also by its completion thread.
         self._enter_error: BaseException | None = None
         self._last_end_ns = 0  # of a phase
@@ -198,17 +254,24 @@ class Device:
 
     def _timed_forward(self, since_ns: int, grant: StepGrant, forward: Callable[[StepGrant], Any]) -> Any:
         """A phase's time starts at `since_ns` or at the end of the phase before, whichever is later."""
+        self.times.begin(grant.step, max(since_ns, self._last_end_ns))
         try:
             return self._run_forward(grant, forward)
         finally:
             self._last_forwarded = grant.step
-            forward_us = self._end_phase(since_ns)
-            if self._tracer is not None and self._tracer.enabled:
-                num_rows = num_tokens = len(grant.slots)
-                if not grant.is_decode:
-                    num_tokens = int(grant.num_tokens.sum())
-                counts = (num_rows, num_tokens, forward_us)
-                self._tracer.bind()(STEP_EXECUTED, self._sources[FORWARD], grant.step, *counts)
+            self._end_phase(since_ns)
+            if not self.is_async:
+                self._note_forward(grant, self._last_end_ns)
+
+    def _note_forward(self, grant: StepGrant, now_ns: int) -> None:
+        """Records a forward pass that has ended."""
+        forward_us = self.times.end(grant.step, now_ns, is_kept=self.is_sampling)
+        if self._tracer is not None and self._tracer.enabled:
+            num_rows = num_tokens = len(grant.slots)
+            if not grant.is_decode:
+                num_tokens = int(grant.num_tokens.sum())
+            counts = (num_rows, num_tokens, forward_us)
+            self._tracer.bind()(STEP_EXECUTED, self._sources[FORWARD], grant.step, *counts)
 
     def _timed_sample(self, since_ns: int, grant: StepGrant, sample: Callable[[StepGrant, Any], R]) -> R:
         result = None
@@ -217,8 +280,10 @@ class Device:
             return result
         finally:
             sample_us = self._end_phase(since_ns)
+            if not self.is_async:
+                self.times.end_sampling(grant.step, self._last_end_ns)
             if self._tracer is not None and self._tracer.enabled:
-                times_us = (sample_us, getattr(result, "grammar_us", 0))
+                times_us = (0 if self.is_async else sample_us, getattr(result, "grammar_us", 0))
                 self._tracer.bind()(STEP_SAMPLED, self._sources[SAMPLE], grant.step, len(grant.slots), *times_us)
 
     def _end_phase(self, since_ns: int) -> int:

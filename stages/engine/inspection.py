@@ -143,8 +143,10 @@ class EngineStatus:
         """Updates state that may be in another process: `scheduler`, `pool`, stages and channels.
 
         Afterwards they are not older than this call. `with_blocks` includes the owner of each block, `with_stacks` the
-        stacks of tasks. Does nothing here, where all state is in this process.
+        stacks of tasks. Here all state is in this process, and only the trace is brought up to now.
         """
+        if self.pipeline.watch is not None:
+            self.pipeline.watch.write_stage_times()
 
     @property
     def has_core(self) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
+from ...runtime.histogram import Histogram
 from ...runtime.stage import Context, Crash, Outlet, Stage
 from ..device.device import FORWARD, Device, RunsAhead, RunsForward, fail
 from ..messages import Rates, StepGrant, StepLogits
@@ -32,6 +33,14 @@ class Execute(Stage[StepGrant, StepLogits]):
         self._runs_ahead = runner if isinstance(runner, RunsAhead) else None
         self._untold = rates
         self._last_sent = -1  # step
+
+    def busy_s(self, handle_s: float, now_s: float) -> float:
+        """The device's time: `handle` only submits."""
+        return self.device.times.forward_s(now_s)
+
+    @property
+    def service_us(self) -> Histogram:
+        return self.device.times.forward_us
 
     async def setup(self, context: Context) -> None:
         self.device.join(context, FORWARD)

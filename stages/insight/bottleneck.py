@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from ...runtime.trace.tracer import EventKind, Records, some_of
+from ...runtime.trace.tracer import EventKind, Records
 from .trace_view import TraceView
 
 WINDOW_S = 5.0
@@ -28,8 +28,9 @@ class WindowLoad:
     """Shares of a window of time, [0, 1], and counts in it."""
 
     window_s: float
-    busy: dict[str, float]  # by stage: its time in batches; of execute and sample, the device's
+    busy: dict[str, float]  # by stage
     blocked: dict[str, float]  # by stage
+    device: float  # in forward passes and in sampling
     full: dict[str, float]  # by edge: its senders had to wait, or would have had to
     waiting_for: dict[str, float]  # by what the first request in the queue lacked
     prefill: float  # the device's time in steps with mostly prompt tokens
@@ -60,7 +61,7 @@ def bottleneck(view: TraceView, now_ns: int | None = None, window_s: float = WIN
 
 def judge(load: WindowLoad) -> Bottleneck:
     """The bottleneck of a load: the first situation that applies."""
-    device = load.busy.get("execute", 0.0) + load.busy.get("sample", 0.0)
+    device = load.device
     short = load.waiting_for.get("blocks", 0.0) + load.waiting_for.get("swapped", 0.0)
     full = load.waiting_for.get("slots", 0.0)
     if load.num_parked and device < LARGE and short < SOME and full < SOME:
@@ -129,7 +130,6 @@ def load_of(view: TraceView, now_ns: int | None = None, window_s: float = WINDOW
     executed, sampled = (_since(view.of(kind), begin_ns) for kind in (EventKind.STEP_EXECUTED, EventKind.STEP_SAMPLED))
     planned, granted = (_since(view.of(kind), begin_ns) for kind in (EventKind.STEP_PLANNED, EventKind.STEP_GRANTED))
     busy, blocked = _shares(view, begin_ns, window_s)
-    busy |= {"execute": _sum_s(executed["c"]) / window_s, "sample": _sum_s(sampled["b"]) / window_s}
     of_prompts = granted["step"][granted["b"] > 2 * granted["c"]]  # steps with mostly prompt tokens
     prefill_s = _sum_s(executed["c"][np.isin(executed["step"], of_prompts)])
     prefill_s += _sum_s(sampled["b"][np.isin(sampled["step"], of_prompts)])
@@ -137,8 +137,9 @@ def load_of(view: TraceView, now_ns: int | None = None, window_s: float = WINDOW
     num_decodes, num_tokens = int(granted["c"].sum()), int(granted["b"].sum())
     return WindowLoad(
         window_s=window_s,
-        busy={name: min(1.0, share) for name, share in busy.items()},
+        busy=busy,
         blocked=blocked,
+        device=min(1.0, busy.get("execute", 0.0) + _sum_s(sampled["b"]) / window_s),
         full=_full_shares(view, begin_ns, window_s),
         waiting_for=_waiting_shares(view, begin_ns, end_ns),
         prefill=prefill_s / window_s,
@@ -155,13 +156,20 @@ def load_of(view: TraceView, now_ns: int | None = None, window_s: float = WINDOW
 
 
 def _shares(view: TraceView, begin_ns: int, window_s: float) -> tuple[dict[str, float], dict[str, float]]:
-    """(busy, blocked) by stage; concurrent items count each for themselves."""
-    batches = _since(view.of(EventKind.STAGE_BATCH), begin_ns)
+    """(busy, blocked) by stage.
+
+    A record that begins before the window counts for the part of it that lies in the window.
+    """
+    records = _since(view.of(EventKind.STAGE_TIME), begin_ns)
+    us = np.stack([records[column].astype(np.int64) for column in "abc"])
+    lasted_us = np.maximum(1, us.sum(axis=0))
+    inside_us = np.minimum(lasted_us, (records["time_ns"].astype(np.int64) - begin_ns) // 1000)
+    parts_s = us[:2] * (inside_us / lasted_us) / 1e6
     busy, blocked = {}, {}
-    for source in np.unique(batches["source"]).tolist():
-        of_stage = some_of(batches, batches["source"] == source)
-        busy[view.names[source]] = _sum_s(of_stage["c"]) / window_s
-        blocked[view.names[source]] = min(1.0, _sum_s(of_stage["d"]) / window_s)
+    for source in np.unique(records["source"]).tolist():
+        busy_s, blocked_s = parts_s[:, records["source"] == source].sum(axis=1).tolist()
+        busy[view.names[source]] = min(1.0, busy_s / window_s)
+        blocked[view.names[source]] = min(1.0 - busy[view.names[source]], blocked_s / window_s)
     return busy, blocked
 
 

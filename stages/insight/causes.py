@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -109,6 +109,18 @@ def _of_forward(view: TraceView, bar: TimeBar, part: StepPart) -> list[tuple[str
     executed = view.of_step(EventKind.STEP_EXECUTED, part.step)
     if granted is None or executed is None:
         return [(own, bar.ns)]
+    sampled = view.of_step(EventKind.STEP_SAMPLED, part.step)
+    if sampled is not None and sampled["time_ns"] < executed["time_ns"]:  # asynchronous: the bar includes sampling
+        grammar_ns = min(int(sampled["c"]) * 1000, bar.ns)
+        bar = replace(bar, end_ns=bar.end_ns - grammar_ns)
+        return [("grammar", grammar_ns), *_own_and_excess(view, bar, part, granted, executed)]
+    return _own_and_excess(view, bar, part, granted, executed)
+
+
+def _own_and_excess(
+    view: TraceView, bar: TimeBar, part: StepPart, granted: np.void, executed: np.void
+) -> list[tuple[str, int]]:
+    own = "prompt" if part.num_prompt_tokens else "decoding"
     num_prompt_tokens = int(granted["b"]) - int(granted["c"])
     num_of_others = num_prompt_tokens - part.num_prompt_tokens
     if num_of_others <= 0:

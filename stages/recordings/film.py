@@ -254,6 +254,7 @@ class _FilmRun:
     def _done(self, done: StepDone, now_s: float) -> None:
         granted_s, num_rows, num_tokens = self._granted.pop(done.step, (now_s, 0, 0))
         took_us = int((now_s - max(granted_s, self._done_s)) * 1e6)
+        self._put_time(now_s, took_us)
         self._done_s = now_s
         counts = (num_rows, num_tokens, took_us)
         self._own.put(now_s, EventKind.STEP_EXECUTED, self._execute, done.step, *counts)
@@ -266,6 +267,12 @@ class _FilmRun:
                 self._token(sequence, place, now_s)
                 if is_finished:
                     self._over(sequence_id, now_s, "finish")
+
+    def _put_time(self, now_s: float, took_us: int) -> None:
+        """Notes how execute spent the time since the step before."""
+        before_s = self._done_s or self._recording.began_s
+        idle_us = max(0, int((now_s - before_s) * 1e6) - took_us)
+        self._own.put(now_s, EventKind.STAGE_TIME, self._execute, 0, took_us, 0, idle_us)
 
     def _token(self, sequence: _Sequence, place: int, now_s: float) -> None:
         life = sequence.life

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from ...runtime.histogram import STAGE_BOUNDS_US, Histogram
 from ...runtime.stage import Context, Crash, Outlet, Stage
 from ...runtime.trace.tracer import EventKind
 from ..array_checks import num_true
@@ -56,11 +57,23 @@ class Sample(Stage[StepLogits, StepTokens]):
         self._void_generation = -1
         self._context: Context | None = None
         self._began_s = 0.0  # when the device could start the step that is reported next
+        self._service_us = Histogram(STAGE_BOUNDS_US)
+        self._waited_s = 0.0  # for steps that are reported
+        self._waits_since_s: float | None = None  # since when it waits for the step to report next
 
     @property
     def concurrency(self) -> int | None:
         """As many steps as may ever be in flight, on an asynchronous device."""
         return MOST_IN_FLIGHT if self.device.is_async else None
+
+    def busy_s(self, handle_s: float, now_s: float) -> float:
+        """Without the waits for the device, but for its sampling."""
+        return handle_s - self._waited_s - self._waiting_s(now_s)
+
+    @property
+    def service_us(self) -> Histogram:
+        """The time to sample and to report a step."""
+        return self._service_us
 
     async def setup(self, context: Context) -> None:
         self._context = context
@@ -119,18 +132,38 @@ class Sample(Stage[StepLogits, StepTokens]):
         """
         if grant.step != self._next:
             await self._turn(grant.step)
+        assert self._context is not None
         tokens, error = None, crash
+        since_s = self._waits_since_s = self._context.env.now()
         try:
             tokens = await self._results[grant.step]
         except Exception as failure:  # any error of the device concerns this step, not this stage
             error = crash or failure
+        finally:
+            waited_s = self._waiting_s(self._context.env.now())
+            self._waited_s, self._waits_since_s = self._waited_s + waited_s, None
+            self.device.times.take_ends(grant.step)
         self._watch.take_note(grant)
         if tokens is None or error is not None or grant.generation <= self._void_generation:
             self._report_void(grant, error, out)
         else:
             self._report_done(grant, tokens, out)
+        self._service_us.observe(max(0, int(1e6 * (self._began_s - since_s - waited_s))))
         await out.flush()
         self._pass_turn(grant.step)
+
+    def _waiting_s(self, now_s: float) -> float:
+        """Seconds up to now that it has waited for the step to report next.
+
+        The time in which the device's thread sampled is not among them.
+        """
+        if self._waits_since_s is None or self._next is None:
+            return 0.0
+        sampled_s, ends = 0.0, self.device.times.ends(self._next)
+        if ends is not None and not self.device.is_async:
+            until_s = now_s if ends.sample_s is None else ends.sample_s
+            sampled_s = max(0.0, until_s - max(ends.forward_s, self._waits_since_s))
+        return max(0.0, now_s - self._waits_since_s - sampled_s)
 
     async def _turn(self, step: int) -> None:
         """Waits until all earlier steps are reported."""

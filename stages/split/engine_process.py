@@ -189,6 +189,8 @@ class EngineProcess:
             return StatusReply(query.number, error="the engine is loading")
         match query.what:
             case "books" | "blocks":
+                if self._pipeline.watch is not None:
+                    self._pipeline.watch.write_stage_times()
                 self._send_status(with_blocks=query.what == "blocks")
                 return StatusReply(query.number)
             case "forget_prefixes":

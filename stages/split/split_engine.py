@@ -61,7 +61,7 @@ from .protocol import (
 )
 from .remote_views import RemoteCoreView
 
-NUM_RINGS = 6  # of the trace, for threads of the engine process: loop, device, grammars and the pool's first
+NUM_RINGS = 7  # of the trace, for threads of the engine process: loop, device, completion, grammars, the pool's first
 MAX_DEATHS = 5  # of engine processes within DEATHS_S; after one more, restarts are given up
 DEATHS_S = 120.0
 STEPS_APART = 16  # from the last known step of an engine process to the first of the next; more than are in flight
@@ -370,6 +370,7 @@ class SplitEngine(Engine):
 
     async def refresh(self, *, with_blocks: bool = False, with_stacks: bool = False) -> None:
         with suppress(NotServing):  # then the last reported state stays
+            await super().refresh()
             await self._ask_there("blocks" if with_blocks else "books", timeout_s=REFRESH_S)
             if with_stacks:
                 self._front().pipeline.stacks_elsewhere = await self._ask_there("stacks", timeout_s=REFRESH_S)

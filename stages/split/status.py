@@ -73,12 +73,12 @@ def read_status(
 
 
 def _stage(name: str, runner: StageRunner) -> StageStatus:
-    stage = runner.stage
+    stage, times = runner.stage, runner.times
     return StageStatus(
         name=name,
-        idle=runner.times.idle,
-        busy=runner.times.busy,
-        blocked=runner.times.blocked,
+        idle=times.idle,
+        busy=times.busy,
+        blocked=times.blocked,
         num_restarts=runner.num_restarts,
         num_dropped=runner.num_dropped,
         is_busy=runner.is_busy,

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+import pytest
+
 from millrace.runtime.simulation.run import SimEnv
 from millrace.runtime.simulation.testing import sim_test
 from millrace.runtime.stage import Outlet, Stage, stage
@@ -123,15 +125,33 @@ async def test_a_function_may_raise_as_often_as_it_likes(env: SimEnv) -> None:
 
 
 @sim_test(seeds=6)
-async def test_items_at_once_that_wait_for_room_count_as_blocked_each_for_itself(env: SimEnv) -> None:
+async def test_a_stage_is_blocked_while_all_its_items_wait_for_room(env: SimEnv) -> None:
     @stage(concurrency=3)
     async def quick(word: Word) -> Word:
         return word
 
     async with line(quick, Slow(env, 10.0), env=env, capacity=1) as pipeline:
+        began_s = env.now()
         await asyncio.gather(*(pipeline.call(Word(str(i), str(i))) for i in range(6)))
         times = pipeline.runners["quick"].times
-        assert times.busy >= 0.0 and times.blocked > 10.0
+        assert times.busy == pytest.approx(0.0, abs=1e-6) and 10.0 < times.blocked < env.now() - began_s
+        assert times.idle + times.busy + times.blocked == pytest.approx(env.now() - began_s)
+
+
+@sim_test(seeds=6)
+async def test_items_at_once_count_as_busy_once(env: SimEnv) -> None:
+    @stage(concurrency=3)
+    async def slow(word: Word) -> Word:
+        await env.sleep(5.0)
+        return word
+
+    async with line(slow, env=env) as pipeline:
+        began_s = env.now()
+        await asyncio.gather(*(pipeline.call(Word(str(i), str(i))) for i in range(3)))
+        await env.sleep(2.0)
+        times = pipeline.runners["slow"].times
+        assert (times.busy, times.blocked) == (pytest.approx(5.0, abs=0.1), 0.0)
+        assert times.idle + times.busy == pytest.approx(env.now() - began_s)
 
 
 @sim_test(seeds=6)

@@ -7,6 +7,7 @@ import gc
 import math
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from millrace.runtime.channel import Channel
 from millrace.runtime.simulation.run import SimEnv
 from millrace.runtime.simulation.testing import sim_test
+from millrace.runtime.stage_runner import StageTimes
 from millrace.runtime.trace.tracer import EventKind, Tracer, as_dicts
 from millrace.runtime.watch import MIN_LAG_US, TICK_S, Watch
 
@@ -60,6 +62,20 @@ async def test_an_edge_that_stays_full_is_told_again_and_again(env: SimEnv):
         await asyncio.sleep(0.25)
         watch.write_edge_depths()
     assert [event["full_us"] for event in told(tracer, EventKind.EDGE_DEPTH)] == [250_000] * 3
+
+
+@sim_test(seeds=1)
+async def test_how_a_stage_spent_its_time_is_recorded_since_the_last_record(env: SimEnv):
+    tracer, times = Tracer(env, strict=True), StageTimes(idle=1.0)
+    watch = Watch(tracer, {}, env.now, stages={"busy": SimpleNamespace(times=times)})
+    watch.write_stage_times()  # it was idle
+    for busy_s, blocked_s, idle_s in ((0.5, 0.0, 0.5), (0.0, 0.0, 9.0), (0.25, 0.25, 0.0)):
+        times.busy, times.blocked, times.idle = times.busy + busy_s, times.blocked + blocked_s, times.idle + idle_s
+        watch.write_stage_times()
+    assert told(tracer, EventKind.STAGE_TIME) == [
+        {"source": "busy", "busy_us": 500_000, "blocked_us": 0, "idle_us": 500_000},
+        {"source": "busy", "busy_us": 250_000, "blocked_us": 250_000, "idle_us": 0},
+    ]
 
 
 def test_a_loop_that_stood_still_and_collections_of_any_thread_are_told():

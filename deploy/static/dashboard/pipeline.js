@@ -13,7 +13,7 @@ export function View({ app }) {
   const { pipeline, overview, position } = app.feed.data;
   if (app.feed.recording) return html`<${Recorded} recording=${app.feed.recording} overview=${overview} position=${position} />`;
   if (!pipeline) return html`<${Missing}>${overview?.health.reason ?? "Waiting for data."}<//>`;
-  const shares = sharesOf(overview?.bottleneck, pipeline) ?? app.history.stageShares();
+  const shares = sharesOf(pipeline);
   const rates = app.history.edgeRates();
   return html`
     <${Bottleneck} bottleneck=${overview?.bottleneck} />
@@ -54,15 +54,9 @@ function Recorded({ recording, overview, position }) {
     </div>`;
 }
 
-// As in /v1/stages; null before the server's first evaluation.
-function sharesOf(bottleneck, pipeline) {
-  if (!bottleneck) return null;
-  return Object.fromEntries(Object.keys(pipeline.stages).map((name) => {
-    const busy = bottleneck.busy[name] ?? 0;
-    const blocked = Math.min(bottleneck.blocked[name] ?? 0, 1 - busy);
-    return [name, { busy, blocked, idle: 1 - busy - blocked }];
-  }));
-}
+// stage -> { idle, busy, blocked }: shares of the last seconds, which add up to 1.
+const sharesOf = ({ stages }) =>
+  Object.fromEntries(Object.entries(stages).map(([name, { busy, blocked }]) => [name, { busy, blocked, idle: Math.max(0, 1 - busy - blocked) }]));
 
 function Bottleneck({ bottleneck }) {
   if (!bottleneck) return html`<p class="sentence unknown">The bottleneck is not known yet.</p>`;

@@ -116,12 +116,14 @@ function Summary({ app, rows }) {
   const durations = rows.map((row) => row[STEP.durationUs] / 1e6).sort((a, b) => a - b);
   const sum = (field) => rows.reduce((total, row) => total + row[field], 0);
   const rates = stepRates(app.feed.data.steps, app.feed.nowS());
+  const { pipeline, overview } = app.feed.data;
+  const busy = pipeline?.stages.execute?.busy ?? overview?.bottleneck?.busy.execute; // a recording has no stages
   const computed = sum(STEP.prefill) + sum(STEP.decode);
   return html`<${Card} title=${`The last ${count(rows.length)} steps`}><dl class="figures">
     <${Figure} name="step time p50" value=${seconds(quantile(durations, 0.5))} />
     <${Figure} name="step time p99" value=${seconds(quantile(durations, 0.99))} />
     <${Figure} name="steps per second" value=${rates ? rate(rates.perS) : "0"} />
-    <${Figure} name="device busy" value=${rates ? percent(rates.busy) : "0 %"} />
+    <${Figure} name="execute busy" value=${percent(busy)} />
     <${Figure} name="tokens computed" value=${count(computed)} id="tokens_computed" />
     <${Figure} name="tokens cached" value=${count(sum(STEP.cached))} />
     <${Figure} name="wasted" value=${computed ? percent(sum(STEP.wasted) / computed) : "–"} tone=${sum(STEP.wasted) ? "warn" : ""} />

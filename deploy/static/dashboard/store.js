@@ -72,21 +72,6 @@ export class History {
     while (this.readings.length > 2 && this.readings[1].nowS < nowS - WINDOW_S) this.readings.shift();
   }
 
-  // stage -> { idle, busy, blocked }, shares that add up to 1; null before the second update.
-  stageShares() {
-    return this._between((before, after, spanS) => {
-      const shares = {};
-      for (const [name, now] of Object.entries(after.stages)) {
-        const then = before.stages[name] ?? now;
-        const busy = (now.busy_s - then.busy_s) / spanS;
-        const blocked = (now.blocked_s - then.blocked_s) / spanS;
-        const whole = Math.max(1, busy + blocked); // a stage with several items at once counts each
-        shares[name] = { busy: busy / whole, blocked: blocked / whole, idle: Math.max(0, 1 - (busy + blocked) / whole) };
-      }
-      return shares;
-    });
-  }
-
   // edge -> { full, perS }: the share of time in which it was full, and items per second.
   edgeRates() {
     return this._between((before, after, spanS) => {

@@ -69,6 +69,12 @@ class AsyncDevice(Device):
     # -- on the completion thread
 
     def _finish(self, grant: StepGrant, submitted: asyncio.Future[SubmittedStep]) -> StepTokens:
+        try:
+            return self._wait(grant, submitted)
+        finally:
+            self._note_forward(grant, self._now_ns())
+
+    def _wait(self, grant: StepGrant, submitted: asyncio.Future[SubmittedStep]) -> StepTokens:
         error = submitted.exception()
         if error is not None:
             try:

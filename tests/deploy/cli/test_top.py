@@ -26,19 +26,19 @@ def update(now_s: float, *, patch: dict[str, Any] | None = None, **full: Any) ->
     return {"type": "update", "now_s": now_s, "full": full, "patch": patch or {}}
 
 
-def stage(busy_s: float, blocked_s: float) -> dict[str, float]:
-    return {"busy_s": busy_s, "blocked_s": blocked_s}
+def stage(busy: float, blocked: float) -> dict[str, float]:
+    return {"busy": busy, "blocked": blocked}
 
 
-def test_shares_are_of_the_last_seconds_and_rates_of_steps():
+def test_shares_are_those_of_the_server_and_rates_of_steps():
     readings = DashboardState()
     edges = {
         "in": {"source": "client", "target": "tokenize", "depth": 3, "capacity": 8, "high_water": 5, "num_sent": 9}
     }
-    readings.take(update(100.0, pipeline={"stages": {"tokenize": stage(10.0, 1.0)}, "edges": edges}))
-    assert readings.shares("tokenize") is None
+    readings.take(update(100.0, pipeline={"stages": {"tokenize": stage(0.1, 0.2)}, "edges": edges}))
+    assert readings.shares("tokenize") == (0.1, 0.2)
     rows = [[1, 101_000_000, 500, 0, 4, 30, 4, 0, 0, 0, 0, 9, 0], [2, 102_000_000, 900, 0, 4, 0, 6, 0, 0, 0, 0, 9, 0]]
-    told = {"pipeline": {"stages": {"tokenize": stage(11.0, 1.5)}}, "steps": {"rows": rows}}
+    told = {"pipeline": {"stages": {"tokenize": stage(0.5, 0.25)}}, "steps": {"rows": rows}}
     readings.take(update(102.0, patch=told))
     assert readings.shares("tokenize") == (0.5, 0.25)
     assert readings.rate("num_decode_tokens") == 2.0 and readings.rate("num_prefill_tokens") == 6.0

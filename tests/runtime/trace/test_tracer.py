@@ -54,7 +54,7 @@ def test_the_table_in_the_module_docstring_is_the_table_in_force():
 
 def test_numbers_of_kinds_never_change():
     assert {kind.name: int(kind) for kind in EventKind} == {
-        **{"STAGE_BATCH": 1, "STAGE_RESTART": 2, "EDGE_DEPTH": 3, "STALL": 4},
+        **{"STAGE_BATCH": 1, "STAGE_RESTART": 2, "EDGE_DEPTH": 3, "STALL": 4, "STAGE_TIME": 5},
         **{"STEP_PLANNED": 16, "STEP_GRANTED": 17, "STEP_EXECUTED": 18, "STEP_SAMPLED": 19, "STEP_DONE": 20},
         **{"STEP_VOID": 21, "WAITING_FOR": 22, "ROW_EXTEND": 32, "ROW_DECODE": 33, "ROW_LEAVE": 34, "REQUEST_NAME": 48},
         **{"REQUEST_ACCEPTED": 49, "REQUEST_TOKENIZED": 50, "REQUEST_ADMITTED": 51, "FIRST_TOKEN": 52},

@@ -42,11 +42,15 @@ def view_of(engine: ScriptedEngine) -> TraceView:
 
 
 def look(engine: ScriptedEngine, window_s: float) -> Bottleneck:
+    assert engine.pipeline.watch is not None
+    engine.pipeline.watch.write_stage_times()  # as its timer does, which does not run in virtual time
     return bottleneck(view_of(engine), engine.pipeline.env.now_ns(), window_s)
 
 
 async def limit_of(engine: ScriptedEngine, asked: list[Any], after_s: float = 0.1) -> Bottleneck:
     """What limits the pipeline `after_s` after these requests came."""
+    assert engine.pipeline.watch is not None
+    engine.pipeline.watch.write_stage_times()
     tasks = [asyncio.ensure_future(one) for one in asked]
     await asyncio.sleep(after_s)
     found = look(engine, after_s)
@@ -75,6 +79,7 @@ async def test_a_pipeline_of_which_nothing_was_asked_is_idle(env: SimEnv):
     async with engine_of(env) as engine:
         assert (await limit_of(engine, [])).situation == "idle"
         await ask(engine, 5, 3)
+        look(engine, 0.5)
         await asyncio.sleep(1.0)
         assert look(engine, 0.5).situation == "idle"
 
@@ -135,6 +140,7 @@ async def test_a_device_that_is_always_busy_is_named(env: SimEnv):
     async with engine_of(env) as engine:
         found = await limit_of(engine, [ask(engine, 5, 300) for _ in range(4)])
         assert found.situation == "execute" and "4.0 rows" in found.sentence
+        look(engine, 0.1)
         await ask(engine, 5, 50)
         await asyncio.sleep(0.3)
         assert look(engine, 0.4).situation == "none"

@@ -9,6 +9,7 @@ import asyncio
 import gc
 import math
 from collections.abc import Callable, Mapping
+from contextvars import Context
 from typing import Any, Protocol
 
 from .channel import Channel, ChannelStats
@@ -64,6 +65,8 @@ class Watch:
         self._is_busy = is_busy
         self.idle_tick_s = IDLE_TICK_S  # lowered by a subscriber that needs shorter ticks
         self.tick_s = TICK_S  # from the last tick to the next
+        # NOTE: of its own, as `wake` is called for a request, whose id would mark the log lines of all later ticks
+        self._context = Context()
         self._timer: asyncio.TimerHandle | None = None
         self._due_s = 0.0
         self._gc_began_s = 0.0
@@ -122,7 +125,7 @@ class Watch:
     def _wait(self) -> None:
         loop = asyncio.get_running_loop()
         self._due_s = self._now() + self.tick_s
-        self._timer = loop.call_later(self.tick_s, self._tick)
+        self._timer = loop.call_later(self.tick_s, self._tick, context=self._context)
 
     def _tick(self) -> None:
         lag_s = self._now() - self._due_s

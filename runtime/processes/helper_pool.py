@@ -15,6 +15,7 @@ import signal
 import struct
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
+from contextvars import Context
 
 from ..env.log import get_logger
 
@@ -109,7 +110,8 @@ class HelperPool:
         self._idle.clear()
 
     def _replace(self, helper: _Helper) -> None:
-        task = asyncio.ensure_future(self._refill(helper))
+        # NOTE: not in the context of the request whose job ended the helper, which would mark the log lines
+        task = asyncio.get_running_loop().create_task(self._refill(helper), context=Context())
         self._refills.add(task)
         task.add_done_callback(self._refills.discard)
 

@@ -19,6 +19,7 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable
+from contextvars import Context
 from typing import Any, Generic, TypeVar
 
 import orjson
@@ -65,6 +66,7 @@ class Link:
         self._outbound: list[OutboundChannel[Any]] = []
         self._inbound: list[InboundChannel[Any]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._context = Context()  # of no request: its id would mark the log lines of a link that breaks
         self._queued: list[Buffer] = []  # frames to send at the next turn
         self._unsent = memoryview(b"")  # what did not fit into the socket's buffer
         self._is_woken = False  # a flush is scheduled
@@ -131,7 +133,7 @@ class Link:
         if not self._is_woken and self.is_open:
             self._is_woken = True
             assert self._loop is not None
-            self._loop.call_soon(self._turn)
+            self._loop.call_soon(self._turn, context=self._context)
 
     def _turn(self) -> None:
         self._is_woken = False

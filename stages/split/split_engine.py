@@ -13,6 +13,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from contextvars import Context
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -350,7 +351,7 @@ class SplitEngine(Engine):
     def _request_ended(self, outbox: RequestOutbox, cause: str, error: BaseException | None) -> None:
         if self._table.forget(outbox.request_id):
             if not self._gone:
-                asyncio.get_running_loop().call_soon(self._report_causes)
+                asyncio.get_running_loop().call_soon(self._report_causes, context=Context())
             self._gone.append(outbox.request_id)
 
     def _refused(self, request: TokenRequest, error: WireError) -> None:
@@ -433,7 +434,7 @@ class _OncePerTurn(Wakeup):
     def set(self) -> None:
         if not self._is_due:
             self._is_due = True
-            asyncio.get_running_loop().call_soon(self._turn)
+            asyncio.get_running_loop().call_soon(self._turn, context=Context())
 
     def _turn(self) -> None:
         self._is_due = False

@@ -7,6 +7,7 @@ import gc
 import math
 import threading
 import time
+from contextvars import ContextVar, copy_context
 from types import SimpleNamespace
 from typing import Any
 
@@ -209,3 +210,22 @@ def test_a_loop_that_stood_still_says_when_it_went_on():
         watch.stop()
 
     asyncio.run(main())
+
+
+def test_ticks_have_nothing_of_the_context_of_the_request_that_woke_them():
+    request_id = ContextVar("request_id", default="")
+
+    async def main() -> list[str]:
+        watch, told = Watch(Tracer(enabled=False), {}, time.monotonic, lambda: False), list[str]()
+        watch.on_tick.append(lambda late_s: told.append(request_id.get()))
+        watch.start()
+        await asyncio.sleep(0)
+        context = copy_context()
+        context.run(request_id.set, "of a client")
+        context.run(watch._tick)  # the next tick is 1 s away
+        context.run(watch.wake)
+        await asyncio.sleep(1.5 * TICK_S)
+        watch.stop()
+        return told[1:]
+
+    assert set(asyncio.run(main())) == {""}

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import io
+import json
 import re
 import sys
 import time
@@ -109,3 +110,19 @@ def test_every_view_says_the_same_of_how_busy_each_stage_is(monkeypatch: pytest.
         shares = {view: of.get(name, 0.0) for view, of in views.items()}
         assert max(shares.values()) - min(shares.values()) <= POINTS, (name, shares)
     assert views["/metrics"]["execute"] > views["/metrics"]["sample"], views
+
+
+@pytest.mark.slow
+def test_lines_about_the_whole_engine_name_no_client():
+    command = [*SERVE, "--stats-interval-s", "0.2", "--log-requests"]
+    with RunningServer(command=command) as server:
+        for number in range(3):
+            headers = {"X-Request-Id": f"mine-{number}"}
+            body = {"prompt": "Once upon a time", "max_tokens": 150, "ignore_eos": True}
+            assert server.post("/v1/completions", body, headers).status == 200
+            time.sleep(0.4)
+        lines = [json.loads(line) for line in server.errors().splitlines() if line.startswith("{")]
+    told = {line["event"] for line in lines if "mine" in str(line.get("request_id", ""))}
+    assert told and all(event.startswith("request.") for event in told), told
+    stats = [line for line in lines if line["event"] == "engine.stats"]
+    assert stats and not [line for line in stats if "request_id" in line or "trace_id" in line]

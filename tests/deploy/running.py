@@ -27,6 +27,7 @@ class RunningServer:
     """
 
     def __init__(self, *, wait: bool = True, command: Sequence[str] | None = None, **options: Any) -> None:
+        self.is_scripted = command is None
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by __exit__
         self.process = subprocess.Popen(
             command or [sys.executable, str(ROOT / "tests/deploy/scripted_serve.py"), json.dumps(options)],

@@ -181,7 +181,7 @@ def _parse_windows(keys: ConfigKeys, family: _Family, num_layers: int) -> tuple[
         is_on = keys.flag("use_sliding_window", False) if family.is_window_opt_in else True
         is_null = "sliding_window" in keys.values and keys.values["sliding_window"] is None
         window = keys.count("sliding_window", family.sliding_window) if is_on and not is_null else None
-    layer_types = keys.values.get("layer_types") if family.is_window_opt_in else None  # others have one kind
+    layer_types = keys.values.get("layer_types")
     if layer_types is None:
         first = keys.count("max_window_layers", 28, least=0) if family.is_window_opt_in else 0
         return tuple(window if layer >= first else None for layer in range(num_layers))

@@ -74,6 +74,12 @@ def test_yarn_stretches_the_longest_sequence_once(stated: int, longest: int) -> 
     assert config.rope.attention_factor == pytest.approx(1.1386, abs=1e-4)  # 0.1 ln 4 + 1
 
 
+@pytest.mark.parametrize(("kind", "longest"), [("linear", 8192), ("dynamic", 8192), ("default", 2048)])
+def test_scaling_by_a_factor_serves_that_many_times_the_length_on_request(kind: str, longest: int) -> None:
+    config = parse(rope_parameters={"rope_type": kind, "factor": 4.0})
+    assert (config.max_position_embeddings, config.longest_on_request) == (2048, longest)
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "gpt2"}, "model_type: 'gpt2' is not supported; supported: llama, mistral, qwen2, qwen3"),
     ({"model_type": None}, "model_type"),

@@ -123,7 +123,7 @@ class CountTokensBody(AdaptedBody):
             "response_format": self._response_format(),
             **self._thoughts(),
         }
-        if turns.messages and turns.messages[-1]["role"] == "assistant":  # a prefilled answer
+        if turns.messages and _is_prefill(turns.messages[-1]):
             chat |= {"add_generation_prompt": False, "continue_final_message": True}
         return chat, turns.sources
 
@@ -231,6 +231,11 @@ def _read_messages(value: Any, turns: _ChatMessages) -> None:
 
 
 THOUGHTS = ("thinking", "redacted_thinking")
+
+
+def _is_prefill(message: dict[str, Any]) -> bool:
+    """Whether the last message is the beginning of an answer, to be continued: text, and no call after it."""
+    return message["role"] == "assistant" and bool(message["content"]) and "tool_calls" not in message
 
 
 def _assistant(blocks: list[dict[str, Any]]) -> dict[str, Any]:

@@ -20,9 +20,10 @@ from ...errors import ApiError, shorten
 from ..schema import fields as schema_fields
 from ..schema import hints
 from ..schema.hints import nullable, only_with
-from .tools import MAX_TOOLS, CalledTool
+from .tools import CalledTool
 
 MAX_MESSAGES = 4096
+MAX_CALLS = 4096  # of one turn
 
 # Variables that a client may set. Never those that a template trusts: its own text, tools, or how to tokenize.
 TEMPLATE_KWARGS = frozenset({"enable_thinking", "thinking", "thinking_budget", "reasoning_effort", "date_string"})
@@ -32,11 +33,17 @@ NOT_OVER = only_with("continue_final_message", {"const": True}, {"add_generation
 
 
 def _content(value: Any, info: ValidationInfo) -> Any:
-    """Validates `content`: text, or a list of text parts; optional in a turn with tool calls."""
-    if isinstance(value, str) or (value is None and info.data.get("tool_calls")):
+    """Validates `content`: text, or a list of text parts; optional in a turn of the assistant.
+
+    A part of type refusal, which only an assistant's turn may hold, becomes text.
+    """
+    is_assistant = info.data.get("role") == "assistant"
+    if isinstance(value, str) or (value is None and is_assistant):
         return value
     if not isinstance(value, list):
         raise PydanticCustomError("invalid_type", "must be text, or a list of parts of type text")
+    if is_assistant:
+        value = [_refusal_as_text(part) for part in value]
     for i, part in enumerate(value):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text" and isinstance(kind, str):
@@ -48,6 +55,12 @@ def _content(value: Any, info: ValidationInfo) -> Any:
         if kind != "text" or not isinstance(part.get("text"), str):
             raise PydanticCustomError("invalid_type", 'part {i} must be {"type": "text", "text": ...}', {"i": i})
     return [{"type": "text", "text": part["text"]} for part in value]
+
+
+def _refusal_as_text(part: Any) -> Any:
+    if isinstance(part, dict) and part.get("type") == "refusal":
+        return {"type": "text", "text": part.get("refusal")}
+    return part
 
 
 def _template_kwargs(value: dict[str, Any]) -> dict[str, Any]:
@@ -69,30 +82,45 @@ TemplateKwargs = Annotated[
 ]
 
 
-class Message(BaseModel):
-    """One turn of a chat."""
+# fields of a turn that other servers act on -> what to send here
+_INSTEAD = {"function_call": "tool_calls instead", "prefix": "continue_final_message in the body instead"}
 
-    model_config = ConfigDict(strict=True, extra="ignore", json_schema_extra=schema_fields.content_or_calls)
+
+class Message(BaseModel):
+    """One turn of a chat. An assistant's turn may be any answer of this server."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", json_schema_extra=schema_fields.content_or_assistant)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    tool_calls: Annotated[list[CalledTool], Field(max_length=MAX_TOOLS)] | None = None  # only with role = assistant
-    content: Annotated[  # optional with tool_calls
+    tool_calls: Annotated[list[CalledTool], Field(max_length=MAX_CALLS)] | None = None  # only with role = assistant
+    content: Annotated[  # optional with role = assistant
         str | list[dict[str, str]] | None, BeforeValidator(_content), WithJsonSchema(hints.CONTENT)
     ]
     tool_call_id: str | None = Field(None, max_length=256)  # the call that this is the result of
     reasoning: str | None = None  # only with role = assistant: its reasoning before the content
     reasoning_content: str | None = None  # the same under its older name
+    refusal: str | None = None  # only with role = assistant: its text instead of content
     name: str | None = Field(None, max_length=64)
 
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, raw: Any) -> Any:
-        has_calls = isinstance(raw, dict) and raw.get("tool_calls") and "content" not in raw
-        return {**raw, "content": None} if has_calls else raw
+        if not isinstance(raw, dict):
+            return raw
+        for name, right in _INSTEAD.items():
+            if raw.get(name):
+                raise PydanticCustomError(
+                    "unsupported_parameter", "{name} is not supported; send {right}", {"name": name, "right": right}
+                )
+        is_open = raw.get("role") == "assistant" and "content" not in raw
+        return {**raw, "content": None} if is_open else raw
 
     def for_template(self) -> dict[str, Any]:
         """The message as plain data for the chat template."""
-        known = self.model_dump(exclude_none=True)
+        known = self.model_dump(exclude_none=True, exclude={"refusal"})
+        if not self.tool_calls:
+            known.pop("tool_calls", None)
+            known["content"] = self.content or self.refusal or ""
         if thoughts := self.reasoning or self.reasoning_content:
             known["reasoning"] = known["reasoning_content"] = thoughts
         return known

@@ -17,6 +17,7 @@ from ...errors import ApiError, shorten
 MAX_TOOLS = 128
 MAX_PATTERN_CHARS = 1024
 MAX_ARGUMENTS_CHARS = 1 << 20
+MAX_CALLED_CHARS = 1024  # of the name in an earlier call
 NAME = r"^[A-Za-z0-9_.:/-]{1,128}$"
 TYPES = frozenset({"string", "number", "integer", "boolean", "object", "array", "null"})
 
@@ -120,9 +121,9 @@ class Tool(Part):
 
 
 class AssistantFunction(Part):
-    """The function of a call in an earlier turn."""
+    """The function of a call in an earlier turn. A model, or a parser of a user, may have chosen any name."""
 
-    name: Annotated[str, Field(pattern=NAME)]
+    name: Annotated[str, Field(max_length=MAX_CALLED_CHARS)]
     arguments: Annotated[str, Field(max_length=MAX_ARGUMENTS_CHARS)] = "{}"
 
 

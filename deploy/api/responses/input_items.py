@@ -39,20 +39,54 @@ def messages_of(items: Sequence[Item], names: Sequence[str]) -> tuple[list[dict[
 
     The reasoning, text and calls of one assistant turn become one message.
     """
-    messages: list[dict[str, Any]] = []
-    sources: list[str] = []
-    reasoning: dict[str, str] = {}  # of the assistant's next message
+    turns = _Turns()
     for item, name in zip(items, names, strict=True):
-        kind = item["type"]
-        if kind == "reasoning":
-            reasoning = {"reasoning_content": "\n".join(_texts(item.get("content") or item["summary"]))}
-        elif kind == "function_call" and _continues_turn(messages, reasoning):
-            messages[-1].setdefault("tool_calls", []).append(_tool_call(item))
-        else:
-            messages.append(_message(item) | (reasoning if kind != "function_call_output" else {}))
-            sources.append(name)
-            reasoning = {}
-    return messages, sources
+        turns.add(item, name)
+    turns.end_thoughts()
+    return turns.messages, turns.sources
+
+
+class _Turns:
+    """Chat messages from items, with the name of each message's first item."""
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self.sources: list[str] = []
+        self._thoughts: list[str] = []  # of the assistant's turn that comes next
+        self._thoughts_source = ""
+
+    def add(self, item: Item, name: str) -> None:
+        """Adds an item: to the assistant's last turn, or as a new turn."""
+        match item["type"]:
+            case "reasoning":
+                self._thoughts_source = self._thoughts_source if self._thoughts else name
+                self._thoughts += _texts(item.get("content") or item["summary"])
+                return
+            case "function_call" if self.messages and self.messages[-1]["role"] == "assistant":
+                turn = self.messages[-1]
+                if thoughts := self._take_thoughts(turn.get("reasoning_content")):
+                    turn["reasoning_content"] = thoughts
+                turn.setdefault("tool_calls", []).append(_tool_call(item))
+                return
+        message = _message(item)
+        if message["role"] != "assistant":
+            self.end_thoughts()
+        elif thoughts := self._take_thoughts():
+            message["reasoning_content"] = thoughts
+        self._append(message, name)
+
+    def end_thoughts(self) -> None:
+        """Adds an assistant's turn that was cut off within its reasoning."""
+        if thoughts := self._take_thoughts():
+            self._append({"role": "assistant", "content": "", "reasoning_content": thoughts}, self._thoughts_source)
+
+    def _take_thoughts(self, earlier: str | None = None) -> str:
+        taken, self._thoughts = self._thoughts, []
+        return "\n".join([*([] if earlier is None else [earlier]), *taken])
+
+    def _append(self, message: dict[str, Any], source: str) -> None:
+        self.messages.append(message)
+        self.sources.append(source)
 
 
 def num_to_cut(messages: Sequence[dict[str, Any]], fits: Callable[[int], bool]) -> int:
@@ -63,10 +97,6 @@ def num_to_cut(messages: Sequence[dict[str, Any]], fits: Callable[[int], bool]) 
     """
     starts = [i for i, message in enumerate(messages) if message["role"] == "user" or i == 0] or [0]
     return starts[min(bisect_left(starts, True, key=fits), len(starts) - 1)]
-
-
-def _continues_turn(messages: Sequence[dict[str, Any]], reasoning: dict[str, str]) -> bool:
-    return bool(messages) and messages[-1]["role"] == "assistant" and not reasoning
 
 
 def _message(item: Item) -> dict[str, Any]:

@@ -30,13 +30,13 @@ TRUNCATION_SIDE: Schema = {"enum": ["left", "right", None]}
 # -- messages of a chat
 
 
-def content_or_calls(schema: Schema) -> None:
-    """Makes `content` optional in the schema of a turn that has `tool_calls`."""
+def content_or_assistant(schema: Schema) -> None:
+    """Makes `content` optional in the schema of an assistant's turn."""
     schema["required"].remove("content")
     schema["properties"]["content"] = nullable(CONTENT)
     schema["anyOf"] = [
         {"properties": {"content": {"not": {"type": "null"}}}, "required": ["content"]},
-        {"properties": {"tool_calls": {"type": "array", "minItems": 1}}, "required": ["tool_calls"]},
+        {"properties": {"role": {"const": "assistant"}}, "required": ["role"]},
     ]
 
 
@@ -119,6 +119,7 @@ def _parts(*types: str) -> Schema:
 
 
 _CALLED = {"type": "string", "pattern": r"^[A-Za-z0-9_.:/-]{1,128}$"}
+_CALLED_BEFORE = {"type": "string", "maxLength": 1024}  # in an earlier turn
 _CALL_ID = {"type": "string", "maxLength": 256}
 _ITEM_PARTS = _parts("input_text", "output_text", "text")
 INPUT_ITEM: Schema = {
@@ -128,7 +129,7 @@ INPUT_ITEM: Schema = {
             type={"enum": ["message", None]},
         ),
         _object(
-            {"type": {"const": "function_call"}, "call_id": _CALL_ID, "name": _CALLED, "arguments": _TEXT},
+            {"type": {"const": "function_call"}, "call_id": _CALL_ID, "name": _CALLED_BEFORE, "arguments": _TEXT},
         ),
         _object({"type": {"const": "function_call_output"}, "call_id": _CALL_ID, "output": _ITEM_PARTS}),
         _object(
@@ -162,7 +163,7 @@ _BLOCKS = {
     "assistant": [
         _TEXT_BLOCK,
         _object({"type": {"const": "thinking"}, "thinking": _TEXT}),
-        _object({"type": {"const": "tool_use"}, "id": _CALL_ID, "name": _CALLED, "input": {"type": "object"}}),
+        _object({"type": {"const": "tool_use"}, "id": _CALL_ID, "name": _CALLED_BEFORE, "input": {"type": "object"}}),
     ],
     "system": [_TEXT_BLOCK],
 }

@@ -44,7 +44,11 @@ def read_typed(kinds: Mapping[str, type[B]], raw: Mapping[str, Any], strict_fiel
     return message
 
 
-_CODES = {"missing": "missing_required_parameter", "unsupported_content_type": "unsupported_content_type"}
+_CODES = {
+    "missing": "missing_required_parameter",
+    "unsupported_content_type": "unsupported_content_type",
+    "unsupported_parameter": "unsupported_parameter",
+}
 
 
 def _as_api_error(errors: ValidationError) -> ApiError:

@@ -135,15 +135,15 @@ def test_turns_of_tools_and_calls_reach_the_template():
 @pytest.mark.parametrize(
     ("message", "param"),
     [
-        ({"role": "assistant", "content": None}, "content"),
-        ({"role": "assistant", "tool_calls": []}, "content"),
+        ({"role": "user", "content": None}, "content"),
+        ({"role": "user", "content": [{"type": "refusal", "refusal": "no"}]}, "content"),
         ({"role": "tool", "tool_call_id": "1"}, "content"),
         ({"role": "assistant", "tool_calls": [{"id": "1", "type": "function"}]}, "tool_calls[0].function"),
         (
             {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]},
             "tool_calls[0].function.arguments",
         ),
-        ({"role": "assistant", "tool_calls": [{"function": {"name": 'a"b'}}]}, "tool_calls[0].function.name"),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "a" * 1025}}]}, "tool_calls[0].function.name"),
         ({"role": "function", "content": "x"}, "role"),
     ],
 )
@@ -151,6 +151,33 @@ def test_a_wrong_turn_is_refused_by_its_place(message, param):
     with pytest.raises(ApiError) as caught:
         chat(messages=[*MESSAGES, message])
     assert (caught.value.status, caught.value.param) == (400, f"messages[1].{param}")
+
+
+@pytest.mark.parametrize(
+    ("turn", "content"),
+    [
+        ({"content": None}, ""),
+        ({}, ""),
+        ({"content": None, "tool_calls": []}, ""),
+        ({"content": None, "reasoning": "hm", "tool_calls": None}, ""),
+        ({"content": None, "refusal": "I cannot."}, "I cannot."),
+        ({"content": "a", "refusal": None}, "a"),
+        ({"content": [{"type": "refusal", "refusal": "no"}]}, [{"type": "text", "text": "no"}]),
+    ],
+)
+def test_an_assistants_turn_without_content_reaches_the_template_as_text(turn, content):
+    body, _ = read_body(ChatBody, {"messages": [*MESSAGES, {"role": "assistant", **turn}, *MESSAGES]}, False)
+    (made,) = body.prompts()
+    message = made.chat.messages[1]
+    assert message["content"] == content and not {"tool_calls", "refusal"} & message.keys()
+
+
+def test_the_older_form_of_a_call_is_refused_and_not_dropped():
+    for name, value in (("function_call", {"name": "f", "arguments": "{}"}), ("prefix", True)):
+        with pytest.raises(ApiError, match=name) as caught:
+            chat(messages=[*MESSAGES, {"role": "assistant", "content": "", name: value}])
+        assert (caught.value.code, caught.value.param) == ("unsupported_parameter", "messages[1]")
+        chat(messages=[*MESSAGES, {"role": "assistant", "content": "", name: None}])
 
 
 def test_effort_reaches_the_template_and_none_switches_thoughts_off():

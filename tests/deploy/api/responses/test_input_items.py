@@ -54,9 +54,18 @@ def test_calls_belong_to_the_turn_in_which_they_were_made():
 
 def test_reasoning_goes_with_what_was_said_or_called_after_it():
     assert messages([USER, THOUGHT, SAID])[1] == SAID | {"reasoning_content": "hm"}
-    called = messages([USER, SAID, THOUGHT, CALL])
-    assert called[1] == SAID and called[2]["reasoning_content"] == "hm" and called[2]["tool_calls"] == [TOOL_CALL]
-    assert messages([USER, THOUGHT]) == [USER]
+    assert messages([USER, SAID, THOUGHT, CALL]) == [
+        USER,
+        SAID | {"reasoning_content": "hm", "tool_calls": [TOOL_CALL]},
+    ]
+    assert messages([USER, THOUGHT, SAID, THOUGHT, CALL])[1]["reasoning_content"] == "hm\nhm"
+
+
+def test_reasoning_that_was_cut_off_is_a_turn_of_its_own():
+    cut = {"role": "assistant", "content": "", "reasoning_content": "hm"}
+    assert messages([USER, THOUGHT]) == [USER, cut]
+    assert messages([USER, THOUGHT, USER]) == [USER, cut, USER]
+    assert messages([USER, THOUGHT, THOUGHT, OUTPUT])[1] == cut | {"reasoning_content": "hm\nhm"}
 
 
 def test_an_answer_that_is_sent_back_is_what_was_said():

@@ -159,11 +159,12 @@ class Device:
         self._tracer: Tracer | None = None
         self._sources = [0, 0]  # of the stages, by phase, in the trace
         self.times = DeviceTimes()
-        # Written by the device thread; `_void_generation` of an asynchronous device also by its completion thread.
+        self._void_at_completion = -1  # generation; written by the completion thread of an asynchronous device alone
+        # Written by the device thread alone.
+        self._void_generation = -1
         self._enter_error: BaseException | None = None
         self._last_end_ns = 0  # of a phase
         self._last_forwarded = -1  # step
-        self._void_generation = -1
         self._logits: Any = None  # of the step that is between its phases
         self._error: BaseException | None = None
 
@@ -295,14 +296,13 @@ class Device:
         try:
             if self._enter_error is not None:
                 raise self._enter_error
-            if grant.generation <= self._void_generation:
-                raise StepSkipped(
-                    f"step {grant.step} is void like an earlier one of generation {self._void_generation}"
-                )
+            void_generation = max(self._void_generation, self._void_at_completion)
+            if grant.generation <= void_generation:
+                raise StepSkipped(f"step {grant.step} is void like an earlier one of generation {void_generation}")
             self._logits = forward(grant)
         except BaseException as error:
             self._error = error
-            self._note_void(grant)
+            self._void_generation = max(self._void_generation, grant.generation)
             raise
         return self._logits
 
@@ -313,11 +313,8 @@ class Device:
         try:
             return sample(grant, logits)
         except BaseException:
-            self._note_void(grant)
+            self._void_generation = max(self._void_generation, grant.generation)
             raise
-
-    def _note_void(self, grant: StepGrant) -> None:
-        self._void_generation = max(self._void_generation, grant.generation)
 
 
 def fail(error: BaseException, *_: object) -> Any:

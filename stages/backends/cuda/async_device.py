@@ -84,5 +84,5 @@ class AsyncDevice(Device):
         try:
             return submitted.result().wait()
         except BaseException:
-            self._note_void(grant)
+            self._void_at_completion = max(self._void_at_completion, grant.generation)
             raise

@@ -9,10 +9,14 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from ..runtime.env.log import get_logger
 from ..runtime.pipeline import Busy, Health, NotServing
-from ..stages.errors import Overloaded, RequestError, TimedOut, Unavailable
+from ..runtime.workers.thread_start import ThreadNotStarted
+from ..stages.errors import OutOfResources, Overloaded, RequestError, TimedOut, Unavailable
 
 MAX_MESSAGE_CHARS = 512
+
+log = get_logger("millrace.deploy")
 
 # code -> (HTTP status, type). Codes are OpenAI's where it has one; types are as vLLM names them.
 CODES: dict[str, tuple[int, str]] = {
@@ -60,6 +64,7 @@ CODES: dict[str, tuple[int, str]] = {
     "draining": (503, "ServiceUnavailableError"),
     "stalled": (503, "ServiceUnavailableError"),
     "dead": (503, "ServiceUnavailableError"),
+    "out_of_resources": (503, "ServiceUnavailableError"),
     "too_many_connections": (503, "ServiceUnavailableError"),
 }
 
@@ -131,6 +136,9 @@ def describe(error: BaseException) -> ApiError | None:
         return ApiError("rate_limit_exceeded", message, details=details, retry_after_s=1.0)
     if isinstance(error, NotServing):
         return not_serving(error.health)
+    if isinstance(error, ThreadNotStarted):
+        log.error("thread.not_started", reason=str(error))
+        return _of(OutOfResources(), retry_after_s=1.0)
     return None
 
 

@@ -14,6 +14,10 @@ class ConfigError(ValueError):
     """
 
 
+class NotStartedError(Exception):
+    """The engine cannot start on this system now, whatever the settings. The message says what it lacks."""
+
+
 class RequestError(Exception):
     """A request ended without its answer. The client sees the message."""
 
@@ -67,6 +71,16 @@ class Unavailable(RequestError):
 
     def __init__(self, message: str, *, code: str) -> None:
         super().__init__(message, code=code)
+
+
+class OutOfResources(Unavailable):
+    """The system allows no thread or process now, which this request needs. The same request may succeed later."""
+
+    def __init__(self, what: str = "thread") -> None:
+        super().__init__(
+            f"the server could not start a {what} for this request: send it again in a second, or to another server",
+            code="out_of_resources",
+        )
 
 
 class Failed(RequestError):

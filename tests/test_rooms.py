@@ -23,7 +23,7 @@ BELOW = {
     "runtime/trace": "runtime/env",
     "runtime": "runtime/env runtime/trace",
     "runtime/health": "runtime/trace runtime",
-    "runtime/processes": "runtime/env runtime",
+    "runtime/processes": "runtime/workers runtime/env runtime",
     "kernels/layout": "",
     "kernels/native": "",
     "kernels/reference": "kernels/layout",

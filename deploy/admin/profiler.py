@@ -10,13 +10,13 @@ import asyncio
 import os
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
 from ...runtime.env.log import get_logger
+from ...runtime.workers.thread_start import ThreadPool
 from ..api.service import Service
 from ..errors import ApiError
 from ..http.query_params import whole_number
@@ -38,7 +38,7 @@ class Profiler:
         self._service = service
         folder = service.config.profiler_dir
         self._folder = None if folder is None else Path(folder)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="millrace-profiler")  # start and stop on one thread
+        self._thread = ThreadPool(1, thread_name_prefix="millrace-profiler")  # start and stop on one thread
         self._open: tuple[TorchProfiler, Path] | None = None
         self._is_busy = False  # a profile starts, runs or is being written
         self._timer: asyncio.TimerHandle | None = None

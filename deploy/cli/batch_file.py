@@ -13,6 +13,8 @@ from typing import Any, BinaryIO
 
 import orjson
 
+from ...runtime.workers.thread_start import start_thread
+
 URLS = (
     "/v1/chat/completions",
     "/v1/completions",
@@ -69,7 +71,7 @@ class LineReader:
         self._room = threading.Semaphore(READ_AHEAD)
         self._queue: asyncio.Queue[BatchLine | OSError | None] = asyncio.Queue()
         self._is_closed = False
-        threading.Thread(target=self._read, args=(file,), name="millrace-batch-lines", daemon=True).start()
+        start_thread(threading.Thread(target=self._read, args=(file,), name="millrace-batch-lines", daemon=True))
 
     async def __aiter__(self) -> AsyncIterator[BatchLine]:
         while True:

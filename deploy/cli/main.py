@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...stages.config import EngineConfig
-from ...stages.errors import ConfigError
+from ...stages.errors import ConfigError, NotStartedError
 from ..config import ServerConfig
 from ..settings import Setting, add_flags, build, resolve, show
 from .argument_parser import ArgumentParser
@@ -29,8 +29,11 @@ Run = Callable[[argparse.Namespace, EngineConfig, ServerConfig], int]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code.
 
-    0 success, 1 a failed request, 2 wrong usage, 3 a wrong setting or checkpoint, 130 interrupted.
+    0 success, 1 a failed request, 2 wrong usage, 3 a wrong setting or checkpoint, or too few threads or processes,
+    130 interrupted.
     """
+    # numpy's BLAS has nothing to do here; with too few threads for it, it sends this process a SIGINT
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     options = _parser().parse_args(arguments)
     try:
         _join_models(options)
@@ -50,8 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     except Exception as error:
         from ...model.errors import ModelError  # slow to import; --help does not need it
+        from ...runtime.workers.thread_start import is_thread_shortage
 
-        if not isinstance(error, ModelError):
+        if not isinstance(error, (ModelError, NotStartedError)) and not is_thread_shortage(error):
             raise
         return _print_error(error)
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 from aiohttp import web
 
+from ...runtime.workers.thread_start import ThreadPool
 from ...stages.errors import ConfigError
 from ...stages.recordings.film import film
 from ...stages.recordings.reader import Recording
@@ -62,7 +62,7 @@ class ReplayDashboard:
     def __init__(self, playback_data: PlaybackData, config: ServerConfig) -> None:
         self._playback_data = playback_data
         self._config = config
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="millrace-playback")
+        self._threads = ThreadPool(2, thread_name_prefix="millrace-playback")
         self._pages = Pages()
         self._viewers = Viewers(MAX_VIEWERS, "pages show this recording")
         self._runner = ServerRunner(self._make_app(), config)

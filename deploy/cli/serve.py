@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from threading import Thread
@@ -17,8 +18,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import orjson
 
-from ...runtime.env.log import configure, get_logger
+from ...runtime.env.log import configure, get_logger, shutdown
 from ...runtime.env.loops import loop_factory
+from ...runtime.workers.thread_start import ThreadNotStarted, start_thread
 from ...stages.config import EngineConfig
 from ..config import ServerConfig
 
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 
 log = get_logger("millrace.deploy")
 
+STOP_S = 3.0  # after `shutdown_timeout_s`: the process ends then, whatever hangs
 WAIT_S = 0.2  # for weights to load from local files, before the remaining imports; a download takes longer
 
 Mode = Literal["inline", "split"]
@@ -60,7 +63,7 @@ async def serve(
 
     `sources` maps each setting to its source, for the start-up log.
     """
-    stop = _StopSignals()
+    stop = _StopSignals(server_config.shutdown_timeout_s + STOP_S)
     listening: asyncio.Future[Server] = asyncio.get_running_loop().create_future()
     serving = asyncio.ensure_future(_serve_engine(listening, engine_config, make_engine, stop))
     stop.on_early = serving.cancel
@@ -79,6 +82,7 @@ async def serve(
     finally:
         serving.cancel()
         await asyncio.wait([serving])
+        stop.close()
 
 
 async def _serve_engine(
@@ -110,9 +114,14 @@ def _print_ready(server: Server) -> None:
 
 
 class _StopSignals:
-    """Handles SIGTERM and SIGINT: the first signal sets `event`, the second ends the process with code 1."""
+    """Handles SIGTERM and SIGINT: the first signal sets `event`, the second ends the process with code 1.
 
-    def __init__(self) -> None:
+    So does the time `limit_s` after the first. It needs no thread, and no loop that runs.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._timer: asyncio.TimerHandle | None = None
         self.event = asyncio.Event()
         self.on_early: Callable[[], Any] | None = None  # called instead of draining, while the engine starts
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -122,8 +131,21 @@ class _StopSignals:
         if self.event.is_set():
             os._exit(1)
         self.event.set()
+        self._timer = asyncio.get_running_loop().call_later(self._limit_s, self._end)
+        signal.setitimer(signal.ITIMER_REAL, self._limit_s + 1.0)  # its signal ends the process if the loop is blocked
         if self.on_early is not None:
             self.on_early()
+
+    def close(self) -> None:
+        """Ends the time limit."""
+        if self._timer is not None:
+            self._timer.cancel()
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+
+    def _end(self) -> None:
+        log.error("server.killed", reason=f"it did not stop within {self._limit_s:g} s")
+        shutdown(1.0)  # of the log
+        os._exit(1)
 
 
 def choose_mode(requested: Literal["auto", "inline", "split"]) -> Mode:
@@ -164,4 +186,5 @@ def _import_beside(module: str) -> None:
 
     For aiohttp, whose client reads the system's certificates twice: half of its import time, without the GIL.
     """
-    Thread(target=import_module, args=(module,), name="millrace-import", daemon=True).start()
+    with suppress(ThreadNotStarted):  # then it is imported later
+        start_thread(Thread(target=import_module, args=(module,), name="millrace-import", daemon=True))

@@ -13,6 +13,7 @@ from prometheus_client.metrics_core import Metric
 
 from ...runtime.env.log import get_logger
 from ...runtime.histogram import LatencyHistogram
+from ...runtime.workers.thread_start import start_thread
 from .families import US, histogram
 
 LAG_US = (100, 250, 500, 1_000, 2_500, 5_000, 10_000, 25_000, 50_000, 100_000, 250_000, 500_000, 1_000_000, 5_000_000)
@@ -56,8 +57,8 @@ class LoopGuard:
         self._thread = threading.Thread(target=self._run, name="millrace-guard", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread."""
-        self._thread.start()
+        """Starts the thread. Raises `ThreadNotStarted` if the system refuses."""
+        start_thread(self._thread)
 
     def stop(self) -> None:
         """Ends the thread without waiting for it. Idempotent."""

@@ -83,7 +83,11 @@ class Watchdog:
         write = None if self.recorder is None else self.recorder.begin(reason, pipeline, **details)
         if write is None:
             return None
-        return asyncio.get_running_loop().run_in_executor(self._threads, _logged, write)
+        try:
+            return asyncio.get_running_loop().run_in_executor(self._threads, _logged, write)
+        except RuntimeError as error:  # no thread, or the server has stopped: what is recorded here goes on
+            log.error("flight.failed", error=type(error).__name__, reason=str(error))
+            return None
 
     # -- checks
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 import stat
-from concurrent.futures import ThreadPoolExecutor
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from ...runtime.env.log import get_logger
+from ...runtime.workers.thread_start import ThreadPool
 from ...stages.errors import ConfigError
 from ..admin.routes import AdminRoutes
 from ..api.service import Service
@@ -48,7 +48,7 @@ class Server:
 
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="millrace-http")  # for long bodies and prompts
+        self._threads = ThreadPool(2, thread_name_prefix="millrace-http")  # for long bodies and prompts
         self.service = Service(config, self._threads)
         self.metrics = Metrics(self.service.watchdog)
         endpoint = config.otlp_traces_endpoint
@@ -116,7 +116,7 @@ class Server:
             await runner.cleanup()
         self._threads.shutdown(wait=False, cancel_futures=True)
         if self.config.uds is not None:
-            await asyncio.to_thread(_remove_socket, self.config.uds)
+            _remove_socket(self.config.uds)  # here: a thread might not start, and the stop must go on
 
     async def __aenter__(self) -> Server:
         await self.start()

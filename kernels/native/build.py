@@ -92,8 +92,7 @@ def compile_library(instruction_set: str, target: Path) -> None:
             [compiler, *flags, "-c", str(source), "-o", str(object)]
             for source, object in zip(_units(), objects, strict=True)
         ]
-        with ThreadPoolExecutor(max_workers=len(commands)) as threads:
-            list(threads.map(_run, commands))
+        _run_all(commands)
         whole = Path(folder) / target.name
         _run([compiler, "-shared", "-pthread", "-o", str(whole), *map(str, objects)])
         os.replace(whole, target)
@@ -115,6 +114,17 @@ def find_compiler() -> str | None:
     if compiler is not None:
         return shutil.which(compiler)
     return next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+
+
+def _run_all(commands: list[list[str]]) -> None:
+    """Runs the commands in parallel, or one after the other where the system allows no threads."""
+    with ThreadPoolExecutor(max_workers=len(commands)) as threads:
+        try:
+            results = threads.map(_run, commands)  # starts the threads
+        except RuntimeError:
+            threads.shutdown(cancel_futures=True)
+            results = map(_run, commands)
+        list(results)
 
 
 def _run(command: Sequence[str]) -> None:

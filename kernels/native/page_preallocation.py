@@ -86,7 +86,10 @@ class PagePreallocation:
                 return
             while len(self._takers) < self._num_takers:
                 taker = threading.Thread(target=self._run, name="memory-ahead", daemon=True)
-                taker.start()
+                try:
+                    taker.start()
+                except RuntimeError:  # no further thread: pages come at their first use, or at a later try
+                    return
                 self._takers.append(taker)  # before the thread can check, which needs the lock
 
     def begin_step(self) -> None:

@@ -169,7 +169,12 @@ class _RandomTensors:
             _draw(name, 0, flat)
             return numbers
         with ThreadPoolExecutor(min(len(parts), os.cpu_count() or 1)) as threads:  # numpy draws without the GIL
-            list(threads.map(partial(_draw, name), range(len(parts)), parts))
+            try:
+                drawn = threads.map(partial(_draw, name), range(len(parts)), parts)
+            except RuntimeError:  # no threads: one part after the other
+                threads.shutdown(cancel_futures=True)
+                drawn = map(partial(_draw, name), range(len(parts)), parts)
+            list(drawn)
         return numbers
 
     def forget(self, name: str) -> None:

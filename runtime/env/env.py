@@ -19,6 +19,7 @@ from typing import ClassVar, Protocol, TypeVar, TypeVarTuple
 
 from ..device_streams.interface import DeviceStreams
 from ..workers.side_thread import LiveSideThread, SideThread
+from ..workers.thread_start import ThreadNotStarted
 from ..workers.thread_worker import Handover, ThreadWorker
 from ..workers.worker import Worker
 from .cpus import keep_off, lower_priority
@@ -92,7 +93,7 @@ class Env(ABC):
         """Runs `fn(*args)` in a small shared pool, in the caller's contextvars.
 
         A cancelled caller returns at once: a call that has not begun never runs; one that has begun runs on and its
-        result is dropped.
+        result is dropped. Raises `ThreadNotStarted` while the system allows no thread.
         """
         if self._pool is None:
             self._pool = self.worker("pool", POOL_THREADS)
@@ -209,7 +210,10 @@ class LiveEnv(Env):
         used = [thread for thread in self._side_threads if thread.is_used]
         self._side_threads.clear()
         for thread in used:
-            await self.run_in_thread(thread.close)
+            try:
+                await self.run_in_thread(thread.close)
+            except ThreadNotStarted:  # then here: its last job is short
+                thread.close()
         while self._workers:  # more may be made meanwhile
             await next(iter(self._workers)).aclose()
         self._pool = None

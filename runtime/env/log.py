@@ -34,6 +34,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 import orjson
 
+from ..workers.thread_start import ThreadNotStarted, start_thread
+
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
@@ -164,7 +166,11 @@ class LogSink:
         self._lines: SimpleQueue[bytes | None] = SimpleQueue()
         self._lock = threading.Lock()  # of num_dropped
         self._thread = threading.Thread(target=self._write_lines, name="millrace-log", daemon=True)
-        self._thread.start()
+        try:
+            start_thread(self._thread)
+        except ThreadNotStarted:
+            os.close(self._fd)
+            raise
 
     def take(self, event: EventDict) -> None:
         """Queues a line, or counts it as dropped. Never blocks."""

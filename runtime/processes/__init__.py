@@ -3,6 +3,6 @@
 Owns: sockets, frames, and the life of child processes.
 In: messages for channels that cross a process boundary; jobs for helpers.
 Out: the same messages on the other side, in order; results of jobs, or an error when a job exceeds its limits.
-Imports: `runtime` and its room `env`.
+Imports: `runtime` and its rooms `env` and `workers`.
 Start with: `link.py`; `wire.py` defines how a message is encoded.
 """

@@ -18,6 +18,8 @@ import threading
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Mapping, Sequence
 
+from ..workers.thread_start import ThreadNotStarted, is_thread_shortage, start_thread
+
 ORPHAN_S = 5.0  # that a child may take to end by itself after its parent has gone
 
 
@@ -42,8 +44,10 @@ class Child:
                     env=dict(environment),
                     pass_fds=(theirs.fileno(), *files),
                 )
-            except BaseException:
+            except BaseException as error:
                 ours.close()
+                if is_thread_shortage(error):  # asyncio's own loop starts one for each child
+                    raise ThreadNotStarted("that waits for a child process", error) from error
                 raise
         return cls(process, ours)
 
@@ -87,7 +91,7 @@ def joined(arguments: Sequence[str]) -> tuple[socket.socket, list[int]]:
     """The socket and the files that the parent passed.
 
     Ignores SIGINT and SIGTERM, which a terminal or a supervisor sends to the whole group: the parent handles them.
-    Makes this process end when the parent does.
+    Call `end_with_parent` next.
     """
     number, *files = map(int, arguments)
     for ignored in (signal.SIGINT, signal.SIGTERM):
@@ -95,8 +99,17 @@ def joined(arguments: Sequence[str]) -> tuple[socket.socket, list[int]]:
     sock = socket.socket(fileno=number)
     for descriptor in (number, *files):
         os.set_inheritable(descriptor, False)  # children of this process must not keep it open
-    threading.Thread(target=_end_with_parent, args=(os.dup(number),), name="millrace-parent", daemon=True).start()
     return sock, files
+
+
+def end_with_parent(sock: socket.socket) -> None:
+    """Makes this process end when the parent does, whatever hangs. Raises `ThreadNotStarted`, and OSError."""
+    number = os.dup(sock.fileno())
+    try:
+        start_thread(threading.Thread(target=_end_with_parent, args=(number,), name="millrace-parent", daemon=True))
+    except ThreadNotStarted:
+        os.close(number)
+        raise
 
 
 def _end_with_parent(number: int) -> None:

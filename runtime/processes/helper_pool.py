@@ -50,6 +50,10 @@ class HelperDied(Exception):
         return self.signal in (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL)
 
 
+class HelperNotStarted(Exception):
+    """The system allows no further process now, or no files for it. A later try may succeed."""
+
+
 class HelperPool:
     """A few children that run `python -m <module>`, started on demand and replaced at their end.
 
@@ -75,7 +79,7 @@ class HelperPool:
     async def ask(self, question: bytes) -> bytes:
         """The child's answer to `question`.
 
-        Raises `HelperDied` if the child ends first or takes over `wall_s`.
+        Raises `HelperDied` if the child ends first or takes over `wall_s`, and `HelperNotStarted`.
         """
         async with self._permits:
             helper = await self._take()
@@ -120,7 +124,7 @@ class HelperPool:
         if not self._is_closed:
             try:
                 self._idle.append(await self._start())
-            except HelperDied as error:
+            except (HelperDied, HelperNotStarted) as error:  # `ask` tries again
                 log.error("helper.failed", module=self._module, error=str(error))
 
     async def _start(self) -> _Helper:
@@ -128,9 +132,12 @@ class HelperPool:
             raise HelperDied(None)
         environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
         command = (sys.executable, "-P", "-m", self._module)
-        process = await asyncio.create_subprocess_exec(
-            *command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=environment
-        )
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=environment
+            )
+        except (OSError, RuntimeError, MemoryError) as error:  # asyncio's own loop starts a thread for each child
+            raise HelperNotStarted(f"{self._module} cannot be started: {error}") from error
         helper = _Helper(process)
         self._all.add(helper)
         try:

@@ -9,6 +9,7 @@ from typing import Any, TypedDict, TypeVar, TypeVarTuple
 
 from ..env.env import Env
 from ..workers.side_thread import SideThread
+from ..workers.thread_start import ThreadNotStarted
 from ..workers.worker import Job, WhenDone, Worker, run_job
 from .faults import FaultPoints
 from .loop import MAX_CALLBACKS, START_S, SimLoop
@@ -86,7 +87,7 @@ class SimEnv(Env):
         return worker
 
     def side_thread(self, name: str) -> SideThread:
-        return _SimSideThread()
+        return _SimSideThread(name, self)
 
     def yield_to(self, name: str, own_cpu: int | None = None) -> None:
         pass
@@ -111,9 +112,14 @@ class SimEnv(Env):
 
 
 class _SimSideThread(SideThread):
-    """A side thread whose jobs run at once, in `submit`."""
+    """A side thread whose jobs run at once, in `submit`. It may fail to start, as a worker's threads may."""
+
+    def __init__(self, name: str, env: SimEnv) -> None:
+        self._name, self._env = name, env
+        self._has_started = False
 
     def submit(self, fn: Callable[[*Ts], T], *args: *Ts) -> Future[T]:
+        self._has_started = self._has_started or _start(self._name, self._env)
         done: Future[T] = Future()
         try:
             done.set_result(fn(*args))
@@ -126,7 +132,7 @@ class _SimWorker(Worker):
     """A worker without threads.
 
     A job begins, in order, when one of `threads` is free; it takes a drawn delay and runs as a whole, on the loop, at
-    the end of it.
+    the end of it. At the fault point `thread.start` its threads do not start.
     """
 
     def __init__(
@@ -140,10 +146,15 @@ class _SimWorker(Worker):
         super().__init__(name, threads, on_closed)
         self._env = env
         self.delay_s = delay_s  # [least, most] of a job; may be changed during a run
+        self._has_started = False
         self._num_running = 0
         self._all_ended: asyncio.Future[None] | None = None
 
+    def start(self) -> None:
+        self._has_started = self._has_started or _start(self.name, self._env)
+
     def _enqueue(self, fn: Callable[..., Any], args: tuple[Any, ...], when_done: WhenDone) -> Job:
+        self.start()
         job = Job.of(self._env.loop, fn, args, self._waiting, when_done)
         self._env.loop.call_soon(self._begin_jobs)
         return job
@@ -184,3 +195,9 @@ class _SimWorker(Worker):
     def _note_end(self) -> None:
         if self._all_ended is not None and not self._num_running and not self._all_ended.done():
             self._all_ended.set_result(None)
+
+
+def _start(name: str, env: SimEnv) -> bool:
+    if env.fault("thread.start"):
+        raise ThreadNotStarted(f"millrace-{name}", RuntimeError("can't start new thread"))
+    return True

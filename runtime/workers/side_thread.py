@@ -11,6 +11,8 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar, TypeVarTuple, cast
 
+from .thread_start import ThreadNotStarted, start_thread
+
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 Ts = TypeVarTuple("Ts")
@@ -31,7 +33,16 @@ class SideThread(ABC):
 
     @abstractmethod
     def submit(self, fn: Callable[[*Ts], T], *args: *Ts) -> Pending[T]:
-        """Queues `fn(*args)`."""
+        """Queues `fn(*args)`. Raises `ThreadNotStarted` while the system allows no thread; a later call tries again."""
+
+    def submit_or_run(self, fn: Callable[[*Ts], T], *args: *Ts) -> Pending[T]:
+        """As `submit`. While the system allows no thread, it runs the job in the caller's thread, before it returns."""
+        try:
+            return self.submit(fn, *args)
+        except ThreadNotStarted:
+            job: _Job[T] = _Job(fn, args)
+            job.run(is_closed=False)
+            return job
 
 
 class SideThreadClosed(RuntimeError):
@@ -53,7 +64,7 @@ class LiveSideThread(SideThread):
 
     @property
     def is_used(self) -> bool:
-        """Whether it was ever given a job."""
+        """Whether its thread was started, by a first job."""
         return self._thread is not None
 
     def submit(self, fn: Callable[[*Ts], T], *args: *Ts) -> Pending[T]:
@@ -62,8 +73,9 @@ class LiveSideThread(SideThread):
             if self.is_closed:
                 raise SideThreadClosed(f"side thread {self._name!r} is closed: {name_of(fn)} was submitted too late")
             if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name=f"millrace-{self._name}", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._serve, name=f"millrace-{self._name}", daemon=True)
+                start_thread(thread)
+                self._thread = thread  # only now: `close` waits for it
             self._jobs.put(job)
         return job
 

@@ -78,7 +78,12 @@ class StepQueue:
             self._advance()
             if job.result.cancelled():
                 continue
-            chain(self._worker.submit(job.run, when_done=job.when_done), job.result)
+            try:
+                submitted = self._worker.submit(job.run, when_done=job.when_done)
+            except Exception as error:  # the worker is closed: the stage that waits for this phase must hear of it
+                job.result.set_exception(error)
+            else:
+                chain(submitted, job.result)
 
     def _advance(self) -> None:
         step, phase = self._next

@@ -11,6 +11,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from .loop_waker import LoopWaker
+from .thread_start import ThreadNotStarted, start_thread
 from .worker import BEFORE_BLOCKING, IMMEDIATELY, NEVER, ON_REQUEST, Job, ResultForgotten, WhenDone, Worker, run_job
 
 _TOO_LATE = "the result of this job was dropped, as nothing awaited it before the next phase: await it earlier"
@@ -125,8 +126,13 @@ class ThreadWorker(Worker):
         else:
             job = Job.of(loop, fn, args, self._waiting, when_done if self._num_threads == 1 else IMMEDIATELY)
         self._jobs.append(job)
-        if not self._threads:
-            self._start(loop)
+        if len(self._threads) < self._num_threads:
+            try:
+                self._start(loop)
+            except ThreadNotStarted:
+                self._jobs.remove(job)
+                job.cancel()
+                raise
         if not self._is_call_due:
             self._is_call_due = True
             loop.call_soon(self._call)
@@ -159,13 +165,24 @@ class ThreadWorker(Worker):
             thread.join()  # it has run its last job, so this takes microseconds
         self._on_closed(self)
 
+    def start(self) -> None:
+        loop = self._handover.bind()
+        if len(self._threads) < self._num_threads:
+            self._start(loop)
+
     def _start(self, loop: asyncio.AbstractEventLoop) -> None:
-        for i in range(self._num_threads):
+        """Starts the missing threads. With some of them it works on; later jobs try again to start the others."""
+        for i in range(len(self._threads), self._num_threads):
             name = f"millrace-{self.name}" if self._num_threads == 1 else f"millrace-{self.name}-{i}"
             ended: asyncio.Future[None] = loop.create_future()
             thread = threading.Thread(target=self._serve, args=(ended,), name=name, daemon=True)
-            self._threads[thread] = ended
-            thread.start()
+            try:
+                start_thread(thread)
+            except ThreadNotStarted:
+                if not self._threads:
+                    raise
+                return
+            self._threads[thread] = ended  # only now: `aclose` waits for each of these
 
     def _serve(self, ended: asyncio.Future[None]) -> None:
         if self.on_start is not None:

@@ -63,12 +63,20 @@ class Worker(ABC):
         """Queues `fn(*args)`. Call it on the loop.
 
         The future resolves on the loop with the result or the error, which may be any `BaseException` (a Rust panic is
-        one). Raises `WorkerClosed` after `aclose`. NOTE: a free thread may be woken only at the loop's next turn, so do
-        not block the loop until the job has begun.
+        one). Raises `WorkerClosed` after `aclose`, and `ThreadNotStarted` while the system allows no thread; the job is
+        not queued then. NOTE: a free thread may be woken only at the loop's next turn, so do not block the loop until
+        the job has begun.
         """
         if self._is_closed:
             raise WorkerClosed(f"worker {self.name!r} is closed: {name_of(fn)} was submitted too late")
         return self._enqueue(fn, args, when_done)
+
+    @abstractmethod
+    def start(self) -> None:
+        """Starts the threads now instead of at the first job. Raises `ThreadNotStarted` if there would be none.
+
+        For the set-up of a stage that cannot fail later. May be called again.
+        """
 
     @abstractmethod
     def _enqueue(self, fn: Callable[..., Any], args: tuple[Any, ...], when_done: WhenDone) -> Job:

@@ -183,10 +183,12 @@ class Device:
         """Declares that a stage will submit each step to `phase`.
 
         Called in the stage's set-up; idempotent. A pipeline that ends at the logits has no second phase, and the thread
-        does not wait for one.
+        does not wait for one. Raises `ThreadNotStarted` while the system allows no thread.
         """
         if self._worker is None:
-            self._env, self._worker = context.env, context.env.worker("device")
+            worker = context.env.worker("device")
+            worker.start()  # now, so that no step can fail for lack of a thread
+            self._env, self._worker = context.env, worker
             self._now_ns, self._tracer = context.env.now_ns, context.tracer
             if self._call_before_computing is not None:
                 self._call_before_computing(self._worker.deliver)

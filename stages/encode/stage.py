@@ -46,7 +46,9 @@ class Encode(Stage[TokenRequest, StepText]):
     async def setup(self, context: Context) -> None:
         self._context = context
         if self._worker is None:
-            self._worker = context.env.worker("device")
+            worker = context.env.worker("device")
+            worker.start()  # now, so that no prompt can fail for lack of a thread
+            self._worker = worker
 
     async def handle(self, batch: Sequence[TokenRequest], out: Outlet[StepText]) -> None:
         assert self._context is not None

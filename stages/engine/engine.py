@@ -22,6 +22,7 @@ from ...runtime.phases import Phases
 from ...runtime.pipeline import Health, NotServing, Pipeline
 from ...runtime.stage import Stage
 from ...runtime.trace.tracer import Tracer
+from ...runtime.workers.thread_start import ThreadNotStarted
 from ..beam_search.algorithm import BeamParams
 from ..config import EngineConfig
 from ..device.device import Device
@@ -241,7 +242,10 @@ class Engine(EngineStatus, ClientApi):
         if self._recorder is not None:
             await self._recorder.aclose()
         if self._opening is not None:
-            await self._env.run_in_thread(self._opening.close)
+            try:
+                await self._env.run_in_thread(self._opening.close)
+            except ThreadNotStarted:
+                self._opening.close()
             self._opening = None
         if self._owns_env:
             await self._env.aclose()

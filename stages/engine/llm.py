@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from ...runtime.workers.thread_start import start_thread
 from ..config import EngineConfig
 from ..outputs import EmbeddingRequestOutput, ModelInfo, RequestOutput, ScoringRequestOutput
 from ..params import SamplingParams
@@ -42,7 +43,11 @@ class LLM:
         self._engine = Engine(config, **overrides)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="millrace-llm", daemon=True)
-        self._thread.start()
+        try:
+            start_thread(self._thread)
+        except BaseException:
+            self._loop.close()
+            raise
         self._is_closed = False
         try:
             self._run(self._engine.start())

@@ -10,7 +10,8 @@ from ...runtime.env.log import get_logger
 from ...runtime.pipeline import NotServing
 from ...runtime.stage_runner import StageCrashed
 from ...runtime.wakeups import SharedWakeup
-from ..errors import Failed, RequestError, Unavailable
+from ...runtime.workers.thread_start import ThreadNotStarted
+from ..errors import Failed, OutOfResources, RequestError, Unavailable
 from ..messages import NO_INTS, Begun, Finish, FinishReason, Ints, PromptLogprobs, Request, TokenLogprobs
 from ..outputs import FINISH_NAMES, ChoiceDelta, PrefillProgress
 from ..pooling_params import Floats
@@ -136,6 +137,9 @@ def _as_request_error(request_id: str, cause: str, error: BaseException | None) 
         return error
     if isinstance(error, StageCrashed):
         return Failed(f"stage {error.stage} failed on this request; see the server's log", code=error.code)
+    if isinstance(error, ThreadNotStarted):
+        log.error("thread.not_started", request_id=request_id, reason=str(error))
+        return OutOfResources()
     if isinstance(error, NotServing):
         return Unavailable(str(error), code="dead" if error.health.state == "dead" else "draining")
     if error is not None:

@@ -11,8 +11,9 @@ import json
 from ...runtime.env.env import Env
 from ...runtime.env.log import get_logger
 from ...runtime.exit import Outbox
-from ...runtime.processes.helper_pool import HelperDied, HelperPool
-from ..errors import Failed, Overloaded, Refused
+from ...runtime.processes.helper_pool import HelperDied, HelperNotStarted, HelperPool
+from ...runtime.workers.thread_start import ThreadNotStarted
+from ..errors import Failed, OutOfResources, Overloaded, Refused
 from ..structured_outputs import StructuredOutputs
 from .compiled import Grammars, source_of
 
@@ -45,8 +46,9 @@ class GrammarGate:
     async def admit(self, env: Env, request_id: str, structured: StructuredOutputs) -> None:
         """Waits until the request's grammar is ready.
 
-        Raises `Refused` for an unusable grammar or a request id in use, `Overloaded` if too many requests wait, and
-        `Failed` if the helper process ended without an answer.
+        Raises `Refused` for an unusable grammar or a request id in use, `Overloaded` if too many requests wait,
+        `Failed` if the helper process ended without an answer, and `OutOfResources` if the system allows no thread or
+        process for it.
         """
         if request_id in self._held:
             raise _in_use(request_id)
@@ -57,6 +59,9 @@ class GrammarGate:
             self.num_waiting += 1
             try:
                 await self._bring_in(env, structured)
+            except (ThreadNotStarted, HelperNotStarted) as error:
+                log.error("grammar.not_tried", request_id=request_id, reason=str(error))
+                raise OutOfResources("thread" if isinstance(error, ThreadNotStarted) else "process") from None
             finally:
                 self.num_waiting -= 1
         if request_id in self._held:  # another request with this id was admitted in the meantime

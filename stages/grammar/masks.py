@@ -84,7 +84,7 @@ class GrammarMasks:
     def prepare(self, started: Started) -> None:
         """Assigns a slot to a sequence. Its first mask is computed while its prompt runs."""
         if started.params.structured_outputs is not None:
-            self._beginning[started.slot] = self._begin_thread.submit(self._begin, started)
+            self._beginning[started.slot] = self._begin_thread.submit_or_run(self._begin, started)
         else:
             self._beginning.pop(started.slot, None)
 
@@ -123,7 +123,7 @@ class GrammarMasks:
         pairs = zip(slots.tolist(), token_ids.tolist(), strict=True)
         rows = [(answer, slot, token) for slot, token in pairs if (answer := self._answers[slot]) is not None]
         if rows:
-            self._step = self._step_thread.submit(self._advance, rows)
+            self._step = self._step_thread.submit_or_run(self._advance, rows)
 
     def drop(self, slots: Indices) -> None:
         """Discards the state of `slots`, whose sequences have ended."""

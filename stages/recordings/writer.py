@@ -86,6 +86,7 @@ class RecordingWriter:
     def open(self, env: Env) -> None:
         """Makes the file and writes the first line. Raises OSError if that fails."""
         self._env, self._worker = env, env.worker("recorder")
+        self._worker.start()  # now, as later it could only lose the recording
         self.path, self._file = _create(self.path)
         masking = None if self._with_token_ids else TokenMasking(env.secret("recorder.veil", 32))
         answers = None if self._lookup is None else AnswerHistory(*self._lookup)

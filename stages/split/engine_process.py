@@ -22,9 +22,10 @@ from ...runtime.env.loops import loop_factory
 from ...runtime.health.flight_recorder import stack_of, task_stacks, thread_stacks
 from ...runtime.phases import Phases
 from ...runtime.pipeline import Pipeline
-from ...runtime.processes.child import joined
+from ...runtime.processes.child import end_with_parent, joined
 from ...runtime.processes.link import InboundChannel, Link, LinkError, OutboundChannel
 from ...runtime.trace.tracer import Tracer
+from ...runtime.workers.thread_start import ThreadNotStarted
 from ..config import EngineConfig
 from ..device.device import Device
 from ..engine.wiring import CoreStages
@@ -59,6 +60,7 @@ class EngineProcess:
     """The engine process's main object; call `run` once, on the event loop."""
 
     def __init__(self, sock: socket, files: Sequence[int], load: Load) -> None:
+        self._sock = sock
         self._files = files
         self._load = load
         self._env = LiveEnv()
@@ -107,10 +109,11 @@ class EngineProcess:
         Reports a failure to the front process.
         """
         setup = await self._setup
-        if setup.log is not None:
-            logs.configure(**setup.log)
         phases = Phases(self._env.now)
         try:
+            if setup.log is not None:
+                logs.configure(**setup.log)
+            end_with_parent(self._sock)
             loaded, device = await self._env.run_in_thread(self._load, setup.config, self._env, phases)
             with phases("pipeline"):
                 await self._start_stages(setup, loaded, device)
@@ -118,9 +121,12 @@ class EngineProcess:
             kind = "ConfigError" if isinstance(error, ConfigError) else "ModelError"
             self._link.post(NotStarted(kind, str(error)))
             return False
+        except (ThreadNotStarted, OSError, MemoryError) as error:
+            self._link.post(NotStarted(type(error).__name__, str(error) or "no memory"))
+            return False
         except Exception as error:
             log.error("engine_process.not_started", error=type(error).__name__, exc_info=error)
-            self._link.post(NotStarted(type(error).__name__, "see the server's log"))
+            self._link.post(NotStarted(type(error).__name__, f"{type(error).__name__}; see the server's log"))
             return False
         if loaded.info.attention_backend == "native":
             self._env.yield_to("device", loaded.own_cpu)

@@ -15,7 +15,7 @@ from ...runtime.fault_injection import Fault
 from ...runtime.processes.child import Child
 from ...runtime.processes.link import InboundChannel, Link, LinkError, OutboundChannel
 from ...runtime.processes.wire import WireError
-from ..errors import ConfigError
+from ..errors import ConfigError, NotStartedError
 from ..messages import StepTokens, TokenRequest
 from .protocol import CODEC, EngineReady, NotStarted, Setup, StatusQuery, StatusReply, Stop
 
@@ -26,8 +26,8 @@ DEATH_S = 1.0  # from the end of the link to that of the process
 log = get_logger("millrace.stages")
 
 
-class EngineDied(Exception):
-    """The engine process ended by itself. The message says how."""
+class EngineDied(NotStartedError):
+    """The engine process ended by itself, or could not be started. The message says how."""
 
 
 class EngineClient:
@@ -67,7 +67,10 @@ class EngineClient:
 
         Raises what its start raised, or `EngineDied`.
         """
-        self._child = await Child.start(self._module, files, _environment())
+        try:
+            self._child = await Child.start(self._module, files, _environment())
+        except OSError as error:
+            raise EngineDied(f"the engine process cannot be started: {error.strerror or error}") from error
         self._link = Link(self._child.sock, CODEC, self._receive, self._lost)
         self._link.add_outbound(self._requests)
         self._link.add_inbound(self._tokens)

@@ -16,8 +16,9 @@ import numpy as np
 from ...runtime.env.log import get_logger
 from ...runtime.stage import Context, Crash, Outlet, Stage
 from ...runtime.trace.tracer import EventKind
+from ...runtime.workers.thread_start import ThreadNotStarted
 from ...runtime.workers.worker import Worker
-from ..errors import Failed, Refused, RequestError
+from ..errors import Failed, OutOfResources, Refused, RequestError
 from ..messages import ChatPrompt, Ints, Prompt, Request, TokenRequest
 from ..params import SamplingParams
 from ..request_limits import RequestLimits
@@ -106,6 +107,9 @@ class Tokenize(Stage[Request, TokenRequest]):
             made = [self._token_request(request, params, p, encoded) for p, encoded in enumerate(prompts)]
         except Refused as error:
             out.fail(request, error)
+        except ThreadNotStarted as error:
+            log.error("thread.not_started", request_id=request.request_id, reason=str(error))
+            out.fail(request, OutOfResources())
         except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a Rust panic is not an Exception

@@ -26,7 +26,8 @@ OTHER_FAULTS = (
 CLOCK_FAULT = "env.wall_clock_jump"  # the wall clock is read once or twice a run, so it jumps for certain or not
 COPY_FAULT = "device.copy"  # blocks are copied in few runs
 SETTLE_FAULT = "device.settle"  # of an asynchronous device alone
-FAULTS = (*STAGE_FAULTS, *OTHER_FAULTS, CLOCK_FAULT, COPY_FAULT)
+THREAD_FAULT = "thread.start"  # passed a few times a run, the first time before any request: so not in many runs
+FAULTS = (*STAGE_FAULTS, *OTHER_FAULTS, CLOCK_FAULT, COPY_FAULT, THREAD_FAULT)
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,8 @@ def draw_setup(seed: int) -> Setup:
         tokenize_delay_s=dice.choice([0.0001, 0.05]),
         faults=_draw_faults(dice)
         | ({CLOCK_FAULT: 1.0} if Random(f"clock/{seed}").random() < 0.1 else {})
-        | ({COPY_FAULT: 0.3} if Random(f"copy/{seed}").random() < 0.1 else {}),
+        | ({COPY_FAULT: 0.3} if Random(f"copy/{seed}").random() < 0.1 else {})
+        | ({THREAD_FAULT: 0.5} if Random(f"thread/{seed}").random() < 0.08 else {}),
         clients=tuple(_draw_client(dice, i, duration_s, max_model_len, beginning) for i in range(num_clients)),
         digest_bits=dice.choice([256, 256, 256, 8, 1]),
         cut_probability=dice.choice([0.0, 0.0, 0.02, 0.2]),

@@ -49,6 +49,7 @@ SOMETIMES = (
     "drafted",
     "drafts accepted",
     "drafts left out",
+    "not started",
     "ready",
     "dead",
     "draining",

@@ -18,6 +18,7 @@ from millrace.runtime.env.log import captured_logs
 from millrace.runtime.pipeline import Busy, NotServing
 from millrace.runtime.simulation.run import SimEnv, SimResult, run
 from millrace.runtime.wakeups import WakeupBatch
+from millrace.runtime.workers.thread_start import ThreadNotStarted
 from millrace.stages.errors import Failed, Overloaded, RequestError, TimedOut, Unavailable
 from millrace.stages.messages import Direction, Prompt
 from millrace.stages.outputs import ChoiceDelta
@@ -193,7 +194,10 @@ class World:
     async def live(self) -> Report:
         """The run, from its start until no work is left."""
         pipeline = self.parts.pipeline
-        await pipeline.start()
+        try:
+            await pipeline.start()
+        except ThreadNotStarted:
+            return await self._not_started()
         clients = [asyncio.create_task(self._serve(client), name="client") for client in self.setup.clients]
         ending = asyncio.create_task(self._end_early(), name="ending")
         everything = asyncio.gather(*clients, ending)
@@ -218,6 +222,14 @@ class World:
         if isinstance(self.parts.model, AsyncScriptedModel):
             graphs = self.parts.model.line.graphs
             self.report.states.update(replayed=graphs.num_replayed, eager=graphs.num_eager)
+        return self.report
+
+    async def _not_started(self) -> Report:
+        """The end of a run whose device got no thread. `run_seed` checks that nothing is left of it."""
+        await self.parts.pipeline.stop()
+        await self.env.aclose()
+        self.failure.cancel()
+        self.report.states["not started"] += 1
         return self.report
 
     async def _end_early(self) -> None:

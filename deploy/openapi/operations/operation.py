@@ -96,6 +96,7 @@ ALWAYS = (
     "expectation_failed",
     "headers_too_large",
     "internal_error",
+    "out_of_resources",
     "request_timeout",
     "too_many_connections",
 )

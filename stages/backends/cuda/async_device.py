@@ -41,7 +41,9 @@ class AsyncDevice(Device):
     def join(self, context: Context, phase: int) -> None:
         super().join(context, phase)
         if self._completion_worker is None:
-            self._completion_worker = context.env.worker("completion")
+            worker = context.env.worker("completion")
+            worker.start()  # now, so that no step can fail for lack of a thread
+            self._completion_worker = worker
 
     def sample(self, grant: StepGrant, sample: Callable[[StepGrant, Any], Any]) -> asyncio.Future[Any]:
         """Queues the second phase. Called on the event loop.
@@ -62,6 +64,8 @@ class AsyncDevice(Device):
                 chain(self._completion_worker.submit(self._finish, grant, submitted), result)
             except WorkerClosed:  # shutdown: no task waits any more
                 result.cancel()
+            except BaseException as error:  # an error here would be the loop's, and the step would never be reported
+                result.set_exception(error)
 
         submitted.add_done_callback(hand_over)
         return result

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -68,6 +70,18 @@ def test_an_answer_is_over_where_only_an_end_is_left() -> None:
     assert allowed(masks, 0, 1) == [{EOS}, {ord("c"), EOS}]
     assert over(masks, [0, 1, 2], [EOS, EOS, ord("1")]) == [0], "1 may go on, though it has chosen not to"
     assert over(masks, [2, 1, 0], [0, 0, 0], ~NONE_BROKEN) == [2], "nothing was found for any, and 0 has an end only"
+
+
+def test_masks_are_the_same_while_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    masks = make()
+    begin(masks, 0, choice=("ab", "ac"))
+    assert allowed(masks, 0) == [{ord("a")}]
+    say(masks, [0], "a")
+    assert allowed(masks, 0) == [set(b"bc")]
 
 
 def test_with_ignore_eos_masks_have_no_eos_and_the_answer_ends_when_none_is_left() -> None:

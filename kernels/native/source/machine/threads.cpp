@@ -138,15 +138,22 @@ ThreadTeam::State ThreadTeam::wait_for_others(uint32_t phase) const {
 
 Pool::Pool(int num_threads, const std::vector<int>& cpus) : limit(num_threads), on_all_cpus_(num_threads) {
     if (int(cpus.size()) >= num_threads) cpus_.assign(cpus.begin(), cpus.begin() + num_threads);
-    for (int thread = 1; thread < num_threads; thread++) {
-        workers_.emplace_back([this, thread] {
-            if (!cpus_.empty()) pin({cpus_[thread]});
-            worker_loop(thread);
-        });
+    try {
+        for (int thread = 1; thread < num_threads; thread++) {
+            workers_.emplace_back([this, thread] {
+                if (!cpus_.empty()) pin({cpus_[thread]});
+                worker_loop(thread);
+            });
+        }
+    } catch (...) {  // the system allows no further thread: a vector of running threads must not be destroyed
+        end_workers();
+        throw;
     }
 }
 
-Pool::~Pool() {
+Pool::~Pool() { end_workers(); }
+
+void Pool::end_workers() {
     {
         std::lock_guard<std::mutex> lock(mutex_);
         is_stopping_ = true;

@@ -159,6 +159,7 @@ class Pool {
     };
 
     void worker_loop(int thread);
+    void end_workers();  // and waits for them
     void set_affinity(int thread, bool uses_all_cpus);  // by the thread itself, before it computes or probes
     void run_job(int thread);
     void probe();

@@ -281,7 +281,8 @@ class OutboundChannel(Channel[T], Generic[T]):
     or promised.
 
     Without a link, items are kept here. When a link is lost, the items it carried are dropped, as it is unknown which
-    were received. `on_refused` gets an item that cannot be encoded; the item then counts as received.
+    were received. `on_refused` gets an item that cannot be encoded; the item then counts as received. `on_send` is
+    called with each item, also with those that `hold` drops.
     """
 
     def __init__(
@@ -298,10 +299,28 @@ class OutboundChannel(Channel[T], Generic[T]):
         self._on_send = on_send
         self._on_refused = on_refused
         self._kept: deque[T] = deque()  # items kept until there is a link; they are in `queued` too
+        self._passes: Callable[[T], bool] | None = None  # the items that are not dropped; None: all
+
+    def hold(self, passes: Callable[[T], bool]) -> None:
+        """Drops what is kept, and from now on each item for which `passes` is false, until `release`.
+
+        For a sender that remembers its items (`on_send`) and sends them again.
+        """
+        self._passes = passes
+        if self._kept:
+            self._kept.clear()
+            self.queued.clear()
+            self._on_capacity_freed()
+
+    def release(self) -> None:
+        """Ends `hold`."""
+        self._passes = None
 
     def _put(self, item: T, now: float | None = None) -> None:
         if self._on_send is not None:
             self._on_send(item)
+        if self._passes is not None and not self._passes(item):
+            return
         if self._link is None:
             self._kept.append(item)
         elif not self._carry(item):

@@ -10,6 +10,7 @@ import asyncio
 import gc
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from socket import socket
 from typing import Any
@@ -35,6 +36,7 @@ from ..pipeline import ENTRY_CAPACITY, TEXT_CAPACITY, TO_DETOKENIZE, TO_SCHEDULE
 from ..recordings.writer import RecordingWriter
 from .compiled_grammars import CompiledGrammars
 from .core_exit import CoreExit
+from .model_files import check_same_files, file_digests
 from .protocol import (
     CODEC,
     Admitted,
@@ -114,7 +116,7 @@ class EngineProcess:
             if setup.log is not None:
                 logs.configure(**setup.log)
             end_with_parent(self._sock)
-            loaded, device = await self._env.run_in_thread(self._load, setup.config, self._env, phases)
+            loaded, device, files = await self._env.run_in_thread(self._load_checked, setup, phases)
             with phases("pipeline"):
                 await self._start_stages(setup, loaded, device)
         except (ConfigError, ModelError) as error:
@@ -133,8 +135,24 @@ class EngineProcess:
             self._env.yield_this_thread()
         gc.collect()
         gc.freeze()
-        self._link.post(EngineReady(loaded.info, dict(phases.seconds)))
+        self._link.post(EngineReady(loaded.info, dict(phases.seconds), files))
         return True
+
+    def _load_checked(self, setup: Setup, phases: Phases) -> tuple[Any, Device, dict[str, str]]:
+        """Loads the model, and checks that its files are those of the first process. Runs in a thread."""
+        if setup.files is not None:
+            check_same_files(self._digests(setup.config), setup.files)
+        loaded, device = self._load(setup.config, self._env, phases)
+        files = self._digests(setup.config)
+        if setup.files is not None:
+            check_same_files(files, setup.files)  # again: they may have changed during the load
+        return loaded, device, files
+
+    @staticmethod
+    def _digests(config: EngineConfig) -> dict[str, str]:
+        from ..loading.early import resolve  # imported while the model is loaded
+
+        return file_digests(resolve(replace(config, offline=True)))  # loaded before, so the Hub need not be asked
 
     async def _start_stages(self, setup: Setup, loaded: Any, device: Device) -> None:
         if not loaded.info.num_blocks:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ..messages import Indices, Ints, StepTokens, TokenRequest
 
 STEPS_AT_ONCE = 512  # steps recorded before the tokens of ended sequences are discarded
-MAX_DEATHS = 2  # engine deaths during a request's run after which it is given up: it may be the cause
+SUSPICIOUS_DEATHS = 2  # engine deaths during a request's run from which on it may be the cause
 
 Columns = tuple[NDArray[np.int64], Indices, Indices]  # (sequence ids, places, token ids) of steps
 
@@ -22,7 +22,13 @@ Columns = tuple[NDArray[np.int64], Indices, Indices]  # (sequence ids, places, t
 @dataclass(slots=True, eq=False)
 class _InflightRequest:
     prompts: list[TokenRequest] = field(default_factory=list)
-    num_deaths: int = 0
+    num_deaths: int = 0  # of engine processes that ran it
+    num_deaths_passed: int = 0  # `num_deaths` at its last passed trial
+    num_trials: int = 0  # that it has passed
+
+    @property
+    def is_suspect(self) -> bool:
+        return self.num_deaths >= SUSPICIOUS_DEATHS and self.num_deaths > self.num_deaths_passed
 
 
 class InflightRequests:
@@ -36,6 +42,9 @@ class InflightRequests:
         self._request_ids: dict[int, str] = {}  # by sequence id, of live sequences
         self._admitted: set[int] = set()  # sequences that had a slot
         self._steps: list[Columns] = []
+        self._answers_known: dict[int, Ints] | None = None  # those of the last death, until more is noted
+        self._on_trial: str | None = None  # a request id
+        self.num_trial_tokens = 0  # of the request on trial, since its trial began
         self.last_step = -1
 
     def __contains__(self, request_id: str) -> bool:
@@ -57,6 +66,10 @@ class InflightRequests:
         """Records the tokens of a step."""
         self.last_step = max(self.last_step, step.step)
         self._steps.append((step.sequence_ids, step.places, step.token_ids))
+        self._answers_known = None
+        if self._on_trial is not None:
+            owners = map(self._request_ids.get, step.sequence_ids.tolist())
+            self.num_trial_tokens += sum(owner == self._on_trial for owner in owners)
         if np.count_nonzero(step.finishes):
             self._are_over(step.sequence_ids[step.finishes != 0].tolist())
         if step.pooled:
@@ -85,26 +98,73 @@ class InflightRequests:
             self._are_over(range(prompt.first_sequence_id, prompt.first_sequence_id + prompt.params.n))
         return True
 
-    def after_death(self, is_unfinished: Callable[[int], bool]) -> tuple[list[TokenRequest], list[str]]:
-        """After a death of the engine process: (prompts to resume, ids of requests to give up).
+    def request_ids(self) -> list[str]:
+        """The requests in flight, in the order of their arrival."""
+        return list(self._live)
+
+    def prompts_to_resume(self, request_id: str, is_unfinished: Callable[[int], bool]) -> list[TokenRequest]:
+        """The prompts of a request for another engine process, each with its answers so far.
 
         `is_unfinished` says of a sequence whether its client still waits for it.
         """
-        answers = self._answers()
-        resumed, given_up = [], []
-        for request_id, live in self._live.items():
-            live.num_deaths += any(self.is_admitted(self._ids(prompt)) for prompt in live.prompts)
-            if live.num_deaths >= MAX_DEATHS:
-                given_up.append(request_id)
-                continue
-            for prompt in live.prompts:
-                first = prompt.first_sequence_id
-                left = [one for one in self._ids(prompt) if one in self._request_ids and is_unfinished(one)]
-                generated = {one - first: answers.get(one, np.zeros(0, np.int32)) for one in left}
-                if generated:
-                    resumed.append(replace(prompt, generated=generated))
+        live = self._live.get(request_id)
+        if live is None:
+            return []
+        answers, resumed = self._known_answers(), []
+        for prompt in live.prompts:
+            first = prompt.first_sequence_id
+            left = [one for one in self._ids(prompt) if one in self._request_ids and is_unfinished(one)]
+            generated = {one - first: answers.get(one, np.zeros(0, np.int32)) for one in left}
+            if generated:
+                resumed.append(replace(prompt, generated=generated))
+        return resumed
+
+    # -- deaths of the engine process
+
+    def note_death(self) -> str | None:
+        """Records that the engine process died. Returns the request that ended it, if that is certain.
+
+        It is the one on trial, if it ran, and all others that ran had passed their trials; or a request that ran alone,
+        and during an earlier death too.
+        """
+        ran = [
+            (request_id, live)
+            for request_id, live in self._live.items()
+            if any(self.is_admitted(self._ids(prompt)) for prompt in live.prompts)
+        ]
+        on_trial, self._on_trial = self._on_trial, None
         self._admitted.clear()
-        return resumed, given_up
+        self._answers_known = None
+        others = [live for request_id, live in ran if request_id != on_trial]
+        if len(others) < len(ran) and all(live.num_trials for live in others):
+            return on_trial  # the death says nothing of the others
+        for _, live in ran:
+            live.num_deaths += 1
+        if len(ran) == 1 and ran[0][1].num_deaths >= SUSPICIOUS_DEATHS:
+            return ran[0][0]
+        return None
+
+    def suspects(self) -> list[str]:
+        """The requests that may have ended an engine process, the youngest first: older ones ran well before.
+
+        They ran during two deaths at least, and have passed no trial since.
+        """
+        found = [request_id for request_id, live in self._live.items() if live.is_suspect]
+        return found[::-1]
+
+    def begin_trial(self, request_id: str) -> int:
+        """Counts this request's tokens from now on. Returns the number of its earlier trials."""
+        self._on_trial, self.num_trial_tokens = request_id, 0
+        live = self._live.get(request_id)
+        return 0 if live is None else live.num_trials
+
+    def end_trial(self) -> None:
+        """The request on trial has passed it, or is over."""
+        live = self._live.get(self._on_trial or "")
+        if live is not None:
+            live.num_trials += 1
+            live.num_deaths_passed = live.num_deaths
+        self._on_trial = None
 
     def _ids(self, prompt: TokenRequest) -> range:
         return range(prompt.first_sequence_id, prompt.first_sequence_id + prompt.params.n)
@@ -121,6 +181,11 @@ class InflightRequests:
         ids, places, token_ids = (np.concatenate(columns) for columns in zip(*self._steps, strict=True))
         is_live = np.isin(ids, np.fromiter(self._request_ids, np.int64, len(self._request_ids)))
         return ids[is_live], places[is_live], token_ids[is_live]
+
+    def _known_answers(self) -> dict[int, Ints]:
+        if self._answers_known is None:
+            self._answers_known = self._answers()
+        return self._answers_known
 
     def _answers(self) -> dict[int, Ints]:
         """The answer so far of each live sequence, by sequence id."""

@@ -52,6 +52,7 @@ class Setup:
     config: EngineConfig
     log: Mapping[str, Any] | None
     first_step: int  # step numbers continue after those of the previous engine process, for the trace
+    files: Mapping[str, str] | None = None  # digests of the model's files that must be loaded; None: any
 
 
 @message
@@ -60,6 +61,7 @@ class EngineReady:
 
     info: ModelInfo
     seconds: Mapping[str, float]  # that each phase of the start took
+    files: Mapping[str, str]  # digests of the model's files that were loaded, by name
 
 
 @message

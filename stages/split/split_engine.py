@@ -10,15 +10,13 @@ from __future__ import annotations
 import asyncio
 import mmap
 import os
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from contextvars import Context
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from ...model.errors import ModelError
 from ...runtime.env import log as logs
 from ...runtime.env.log import get_logger
 from ...runtime.fault_injection import Fault
@@ -46,6 +44,7 @@ from ..schedule.scheduler import Scheduler
 from .front import CORE, FrontStages, TriedGrammars, make_ends, show_core
 from .inflight_requests import InflightRequests
 from .process_client import ANSWER_S, MODULE, EngineClient, EngineDied
+from .process_keeper import ProcessKeeper
 from .protocol import (
     Admitted,
     Broken,
@@ -63,8 +62,8 @@ from .protocol import (
 from .remote_views import RemoteCoreView
 
 NUM_RINGS = 7  # of the trace, for threads of the engine process: loop, device, completion, grammars, the pool's first
-MAX_DEATHS = 5  # of engine processes within DEATHS_S; after one more, restarts are given up
-DEATHS_S = 120.0
+MIN_START_S = 120.0  # that a successor may take to start; longer if the first process took long
+START_FACTOR = 10.0
 STEPS_APART = 16  # from the last known step of an engine process to the first of the next; more than are in flight
 STOP_S = 10.0  # that an engine process may take to free everything
 HANG_S = 30  # without a message from the engine process, while it has work: it is replaced
@@ -98,10 +97,9 @@ class SplitEngine(Engine):
         self._files: list[int] = []
         self._faults_there: list[Fault] = []
         self._gone: list[str] = []  # ended requests, to be reported in the next turn of the loop
-        self._num_deaths = 0
-        self._deaths_s: deque[float] = deque(maxlen=MAX_DEATHS)
-        self._keeper: asyncio.Task[None] | None = None
-        self._away: Health | None = None  # while there is no engine process
+        self._model_files: Mapping[str, str] | None = None  # digests of the files that the first process loaded
+        self._start_limit_s = MIN_START_S
+        self._keeper: ProcessKeeper | None = None
         self._next_check_s = 0.0
         self._stack_refresh: asyncio.Task[None] | None = None
         self._num_silent_checks = 0  # checks since the last message of the engine process
@@ -149,8 +147,12 @@ class SplitEngine(Engine):
     async def _start_process(self, config: EngineConfig, first_step: int) -> EngineReady:
         if not self._files:
             self._files = [shared_file(ring_bytes()) for _ in range(NUM_RINGS)]
+        began_s = self._env.now()
         client = self._client = EngineClient(self._requests, self._tokens, self._receive, self.module)
-        ready = await client.start(Setup(config, logs.settings(), first_step), self._files)
+        ready = await client.start(Setup(config, logs.settings(), first_step, self._model_files), self._files)
+        if self._model_files is None:
+            self._model_files = ready.files
+            self._start_limit_s = max(MIN_START_S, START_FACTOR * (self._env.now() - began_s))
         log.info("engine_process.ready", pid=client.pid)
         return ready
 
@@ -183,16 +185,31 @@ class SplitEngine(Engine):
         parts.pipeline.lane.listen(_OncePerTurn(self._report_causes))
         assert parts.pipeline.watch is not None
         parts.pipeline.watch.on_tick.append(self._check_process)
-        self._keeper = asyncio.ensure_future(self._keep())
-        await super()._warm_up()
+        assert self._client is not None
+        await self._warm_up_or_die(self._client)
+        self._keeper = ProcessKeeper(
+            self._env, self._table, self._requests, parts.exit, self._start_again, self._process_died
+        )
+        self._keeper.start(self._client)
         await self.refresh()
+
+    async def _warm_up_or_die(self, client: EngineClient) -> None:
+        """A first process that dies is not replaced: whatever it lacks, it would lack again."""
+        warming = asyncio.ensure_future(super()._warm_up())
+        try:
+            ends: list[asyncio.Future[Any]] = [warming, client.died]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if not warming.done():
+                raise EngineDied(f"the engine process ended while it was warming up: {client.died.result()}")
+        finally:
+            warming.cancel()
+            await asyncio.wait([warming])
+        warming.result()
 
     async def stop(self, cause: str = "server_shutdown") -> None:
         """As `Engine.stop`; also ends the engine process."""
-        keeper, self._keeper = self._keeper, None
-        if keeper is not None:
-            keeper.cancel()
-            await asyncio.wait([keeper])
+        if self._keeper is not None:
+            await self._keeper.stop()
         has_started = self._core_view is not None
         await super().stop(cause)
         if self._client is not None:
@@ -206,11 +223,12 @@ class SplitEngine(Engine):
     @property
     def health(self) -> Health:
         """As `Engine.health`; not ready while there is no engine process."""
-        return self._away if self._away is not None and self._health.is_ready else super().health
+        away = None if self._keeper is None else self._keeper.away
+        return away if away is not None and self._health.is_ready else super().health
 
     @property
     def num_deaths(self) -> int:
-        return self._num_deaths
+        return 0 if self._keeper is None else self._keeper.num_deaths
 
     @property
     def engine_pid(self) -> int | None:
@@ -219,75 +237,34 @@ class SplitEngine(Engine):
 
     # -- when the engine process dies
 
-    async def _keep(self) -> None:
-        """Replaces each engine process that dies, until too many have died."""
-        assert self._client is not None
-        while await self._replace_process(await self._client.died):
-            pass
-
-    async def _replace_process(self, how: str) -> bool:
-        """Starts another process, and resumes the live requests in it. False if that is given up."""
-        assert self._client is not None
-        self._num_deaths += 1
-        exit = self._front().exit
-        log.error("engine_process.died", pid=self._client.pid, how=how, num_live=len(exit.live))
-        self._away = Health("loading", stage="engine", reason=f"the engine process ended ({how}), another is starting")
-        self._report_crash("engine", engine_side_error("EngineDied", ()), list(exit.live))
-        began_s = self._env.now()
-        while not await self._start_again():
-            if self._is_worn_out():
-                self._away = Health(
-                    "dead", stage="engine", reason=f"engine processes keep ending, the last one by {how}"
-                )
-                log.error("engine_process.given_up", num_deaths=MAX_DEATHS, within_s=DEATHS_S)
-                for request_id in list(exit.live):
-                    exit.end(request_id, "error", NotServing(self._away))
-                return False
-        resumed, given_up = self._table.after_death(exit.awaits)
-        for request_id in given_up:
-            text = (
-                "the engine process ended twice while it ran this request, which is not tried again; "
-                "see the server's log"
-            )
-            exit.fail(request_id, Failed(text, code="engine_died"))
-        took_s = round(self._env.now() - began_s, 3)
-        log.info("engine_process.replaced", took_s=took_s, num_resumed=len(resumed), num_given_up=len(given_up))
-        self._away = None
-        for request in resumed:
-            if exit.is_live(request.request_id):
-                await self._requests.send(request)
-        exit.park_again()
-        return True
-
-    async def _start_again(self) -> bool:
-        """Starts a process; returns whether it runs.
-
-        Its steps are numbered after those of the last one.
-        """
-        if self._is_worn_out():
-            return False
-        self._deaths_s.append(self._env.now())
+    async def _start_again(self) -> EngineClient:
+        """Starts a process whose steps are numbered after those of the last one. Raises whatever prevents that."""
         first_step = max(self._table.last_step, self._seen().scheduler.last_granted) + STEPS_APART
+        # a recording covers one process; the files are those of the first, so the Hub is not asked for newer ones
+        config = replace(self.config, record=None, offline=True)
         try:
-            await self._start_process(replace(self.config, record=None), first_step)  # a recording covers one process
-            if self._faults_there:
-                await self._ask_there("inject", self._faults_there)
-        except (EngineDied, ConfigError, ModelError, NotServing) as error:
-            log.error("engine_process.not_started", error=type(error).__name__, reason=str(error))
+            async with asyncio.timeout(self._start_limit_s):
+                await self._start_process(config, first_step)
+                if self._faults_there:
+                    await self._ask_there("inject", self._faults_there)
+        except BaseException:
             if self._client is not None:
+                self._client.kill()
                 await self._client.stop(0.0)
-            return False
-        return True
+            raise
+        assert self._client is not None
+        return self._client
 
-    def _is_worn_out(self) -> bool:
-        return len(self._deaths_s) == MAX_DEATHS and self._env.now() - self._deaths_s[0] < DEATHS_S
+    def _process_died(self, how: str) -> None:
+        self._report_crash("engine", engine_side_error("EngineDied", ()), list(self._front().exit.live))
 
     def _check_process(self, lag_s: float) -> None:
         """Checks that the engine process makes progress; kills it if not.
 
         Once a second, while requests are live.
         """
-        if self._away is not None or self._client is None or not self._front().exit.live:
+        is_away = self._keeper is None or self._keeper.away is not None
+        if is_away or self._client is None or not self._front().exit.live:
             self._num_silent_checks = 0
             return
         now_s = self._env.now()

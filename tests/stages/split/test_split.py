@@ -58,8 +58,13 @@ def test_another_engine_is_given_each_prompt_with_what_was_told_of_its_answer() 
     table.note(tokens(0, [(0, 0, 10), (1, 0, 20), (3, 0, 30)]))
     table.note(tokens(1, [(0, 1, 11), (0, 2, 12), (1, 1, 21)], over=(1,)))  # two at once: drafts
     table.forget("c")
-    resumed, given_up = table.after_death(lambda sequence_id: sequence_id != 3)
-    assert given_up == [] and [request.request_id for request in resumed] == ["a"]
+    assert table.note_death() is None
+    resumed = [
+        prompt
+        for request_id in table.request_ids()
+        for prompt in table.prompts_to_resume(request_id, lambda sequence_id: sequence_id != 3)
+    ]
+    assert [request.request_id for request in resumed] == ["a"] and not table.prompts_to_resume("c", lambda _: True)
     generated = resumed[0].generated
     assert generated is not None and {choice: ids.tolist() for choice, ids in generated.items()} == {
         0: [10, 11, 12],
@@ -80,16 +85,36 @@ def test_what_is_noted_of_sequences_that_are_over_is_thrown_away() -> None:
     assert len(table._steps) == 1 and len(ids) == STEPS_AT_ONCE and token_ids[-1] == 7
 
 
-def test_a_request_that_ran_during_two_deaths_is_given_up_and_a_waiting_one_is_not() -> None:
+def test_requests_that_ran_during_two_deaths_are_suspects_and_waiting_ones_are_not() -> None:
     table = InflightRequests()
-    table.sent(token_request("runs", 0))
-    table.sent(token_request("waits", 1))
-    for due in ([], ["runs"]):
-        table.admit([0])
-        resumed, given_up = table.after_death(lambda sequence_id: True)
-        assert given_up == due and "waits" in {request.request_id for request in resumed}
-        for request in resumed:
-            table.sent(request)
+    for number, name in enumerate(("older", "waits", "younger")):
+        table.sent(token_request(name, number))
+    for due in ([], ["younger", "older"]):
+        table.admit([0, 2])
+        assert table.note_death() is None and table.suspects() == due
+    assert table.begin_trial("younger") == 0
+    table.note(tokens(0, [(2, 0, 7), (0, 0, 8), (2, 1, 9)]))
+    assert table.num_trial_tokens == 2
+    table.end_trial()
+    assert table.suspects() == ["older"]
+
+
+def test_the_one_on_trial_is_guilty_unless_another_untried_one_ran() -> None:
+    table = InflightRequests()
+    for number, name in enumerate("abc"):
+        table.sent(token_request(name, number))
+    table.begin_trial("a")
+    table.admit([1])
+    assert table.note_death() is None, "it did not run"
+    table.begin_trial("a")
+    table.admit([0, 1])
+    assert table.note_death() is None, "b ran too, and was not tried"
+    table.begin_trial("b")
+    table.admit([1])
+    table.end_trial()
+    table.begin_trial("a")
+    table.admit([0])
+    assert table.note_death() == "a"
 
 
 def test_tokens_that_came_twice_are_counted_once() -> None:
@@ -97,7 +122,7 @@ def test_tokens_that_came_twice_are_counted_once() -> None:
     table.sent(token_request("a", 0))
     for step, rows in enumerate([[(0, 0, 5)], [(0, 1, 6)], [(0, 1, 6)], [(0, 2, 7)]]):
         table.note(tokens(step, rows))
-    ((resumed,), _) = table.after_death(lambda sequence_id: True)
+    (resumed,) = table.prompts_to_resume("a", lambda sequence_id: True)
     assert resumed.generated is not None and resumed.generated[0].tolist() == [5, 6, 7]
 
 

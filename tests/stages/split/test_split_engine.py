@@ -18,7 +18,7 @@ from millrace.stages.config import EngineConfig
 from millrace.stages.engine.engine import Engine
 from millrace.stages.errors import ConfigError, RequestError
 from millrace.stages.params import SamplingParams
-from millrace.stages.split import split_engine
+from millrace.stages.split import process_keeper, split_engine
 from millrace.stages.split.split_engine import SplitEngine
 
 pytestmark = pytest.mark.slow
@@ -101,10 +101,9 @@ def test_many_answers_at_once_survive_several_deaths_and_none_has_a_token_twice(
 def test_when_engine_processes_keep_dying_every_request_is_told_and_health_says_dead(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(split_engine, "MAX_DEATHS", 1)
+    monkeypatch.setattr(process_keeper, "MAX_DEATHS", 1)
 
     async def test(engine: SplitEngine) -> None:
-        engine._deaths_s = type(engine._deaths_s)(maxlen=1)
         strike(engine, signal.SIGKILL)
         await until(lambda: not engine.health.is_ready)
         assert engine.health.stage == "engine" and "signal 9" in str(engine.health.reason)

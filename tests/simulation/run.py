@@ -1,5 +1,7 @@
 """`python -m tests.simulation.run --seeds 10000`, and `--seed 17 --trace` to repeat one run.
 
+The first failing seed is minimised: the clients and faults that are left are printed, with the command for them.
+
 With `--late 1 2 4` on an asynchronous device, each seed with each of these numbers of steps in flight.
 """
 
@@ -15,6 +17,7 @@ from dataclasses import asdict
 from functools import partial
 from itertools import product
 
+from tests.simulation.minimise import Part, minimise
 from tests.simulation.setups import FAULTS, SETTLE_FAULT, Setup, draw_setup, on_streams
 from tests.simulation.world import run_seed
 
@@ -28,17 +31,29 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="this one only")
     parser.add_argument("--trace", action="store_true", help="print the set-up and the trace of --seed")
     parser.add_argument("--late", type=int, nargs="+", choices=(1, 2, 3, 4), help="steps in flight on a late device")
+    parser.add_argument("--clients", type=int, nargs="+", metavar="PLACE", help="of --seed, these clients only")
+    parser.add_argument("--faults", nargs="+", metavar="NAME", help="of --seed, these faults only; none: none")
     parser.add_argument("--max-failures", type=int, default=5)
     options = parser.parse_args()
 
     changes: list[Change] = [partial(on_streams, steps_in_flight=count) for count in options.late or ()] or [_as_drawn]
     if options.seed is not None:
+        changes = [partial(_part, change=change, clients=options.clients, faults=options.faults) for change in changes]
         return max(run_one(options.seed, options.trace, change) for change in changes)
     return run_many(range(options.first, options.first + options.seeds), changes, options.max_failures)
 
 
 def _as_drawn(setup: Setup) -> Setup:
     return setup
+
+
+def _part(setup: Setup, *, change: Change, clients: Sequence[int] | None, faults: Sequence[str] | None) -> Setup:
+    """The set-up with some of its clients and faults; all of them where nothing is named."""
+    setup = change(setup)
+    whole = Part.whole(setup)
+    named = tuple(name for name in faults or () if name != "none")
+    part = Part(whole.clients if clients is None else tuple(clients), whole.faults if faults is None else named)
+    return part.of(setup)
 
 
 def run_one(seed: int, is_traced: bool, change: Change) -> int:
@@ -75,6 +90,8 @@ def run_many(seeds: range, changes: Sequence[Change], max_failures: int) -> int:
             failures += 1
             print(f"seed {seed}: {type(error).__name__}: {str(error).splitlines()[0]}")
             print(f"    {'; '.join(error.__notes__)}")
+            if failures == 1:
+                print(f"    smallest part: {_smallest(seed, change)}")
             if failures == max_failures:
                 break
             continue
@@ -92,6 +109,12 @@ def run_many(seeds: range, changes: Sequence[Change], max_failures: int) -> int:
     print(f"states: {dict(sorted(states.items()))}")
     print(f"faults: {dict((name, fired[name]) for name in (*FAULTS, SETTLE_FAULT))}")
     return 1 if failures else 0
+
+
+def _smallest(seed: int, change: Change) -> str:
+    part = minimise(draw_setup(seed), change)
+    late = f" --late {change.keywords['steps_in_flight']}" if isinstance(change, partial) else ""
+    return f"python -m tests.simulation.run --seed {seed} --trace{late} {part.flags}"
 
 
 if __name__ == "__main__":

@@ -14,6 +14,10 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import any_to_lark
 from numpy.typing import NDArray
 
+from .exact_numbers import UnsupportedBesideNumber
+from .schema_closing import closed
+from .schema_keywords import may_repeat_keys, with_safe_patterns, without_idle_keywords
+from .schema_rules import schema_rules
 from .vocabulary import Vocabulary
 
 # Limits of a matcher: about 10 ms of CPU for a step. Typical schemas take a hundredth of that.
@@ -26,6 +30,7 @@ LIMITS = LLParserLimits(
 )
 MAX_MESSAGE_CHARS = 200
 WHITESPACE = r"(\x20|\r?\n[\x20\x09]{0,32})"  # between JSON's tokens: one space, or a new line with indentation
+ESCAPES = 'nrbtf\\"'  # after a backslash in a string, where `\\u` could spell a key that an object has already
 SOURCE_OR_STATE = re.compile(r"<state>|<non-verbose|\n\s*\d+ \|")
 GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 
@@ -52,15 +57,27 @@ def grammar_text(kind: str, source: str | Sequence[str], is_compact: bool = Fals
     return LLMatcher.grammar_from_lark(_as_lark(source))
 
 
-def _schema_text(schema: str, is_compact: bool) -> str:
+def _schema_text(source: str, is_compact: bool) -> str:
     """The grammar of a JSON schema. Overrides the schema's own `x-guidance`, which could disable the checks."""
-    schema = "{}" if schema == "true" else schema
     spacing: dict[str, object] = {"whitespace_pattern": WHITESPACE, "item_separator": ",", "key_separator": ":"}
     if is_compact:
         spacing = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
     try:
+        schema = closed(with_safe_patterns(without_idle_keywords(json.loads(source))))
+        if isinstance(schema, dict):
+            schema.pop("x-guidance", None)
+        if may_repeat_keys(schema):
+            spacing["json_allowed_escapes"] = ESCAPES
+        if (rules := schema_rules(schema, spacing)) is not None:
+            return LLMatcher.grammar_from_lark(rules)
         overrides = spacing | {"lenient": False, "coerce_one_of": False}
-        return LLMatcher.grammar_from_json_schema(schema, overrides=overrides)  # type: ignore[arg-type]
+        text = json.dumps({} if schema is True else schema, ensure_ascii=False)
+        return LLMatcher.grammar_from_json_schema(text, overrides=overrides)  # type: ignore[arg-type]
+    except UnsupportedBesideNumber as error:
+        problem = f"has a number of more than 53 bits, which is not supported together with {error}"
+        raise GrammarError(problem) from None
+    except RecursionError:
+        raise GrammarError("refers to itself too deeply") from None
     except ValueError as error:
         raise GrammarError(_client_message(str(error))) from None
 

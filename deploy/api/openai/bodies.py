@@ -357,7 +357,8 @@ class ChatBody(GenerationBody):
                 param="tool_choice",
             )
         try:
-            return replace(params, structured_outputs=StructuredOutputs(json=schema))
+            form = StructuredOutputs(json=schema, disable_any_whitespace=True)
+            return replace(params, structured_outputs=form)
         except Refused as refused:
             raise self._client_error(refused) from None
 

@@ -6,13 +6,13 @@ This file reads the fields. Their meaning is in `stages/structured_outputs.py`.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from ....stages.errors import Refused
 from ....stages.structured_outputs import KINDS, StructuredOutputs
 from ...errors import ApiError, shorten
 from ..schema.body import Body
+from .tools import required_first
 
 OLDER = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 EMPTY: dict[str, tuple[Any, ...]] = {  # values of these fields that mean no constraint, as older clients send them
@@ -69,13 +69,13 @@ def _response_format(value: Any) -> StructuredOutputs | None:
     if kind != "json_schema":
         shown = shorten(repr(kind), 64)
         _refuse("response_format", f"type = {shown} must be text, json_object or json_schema")
-    return StructuredOutputs(json=_schema(value.get("json_schema")))
+    return _json_schema(value.get("json_schema"))
 
 
-def _schema(wrapped: Any) -> Mapping[str, Any]:
-    """The schema of `{"name": ..., "schema": ..., "strict": ...}`.
+def _json_schema(wrapped: Any) -> StructuredOutputs:
+    """The form of `{"name": ..., "schema": ..., "strict": ...}`.
 
-    It is always enforced, also without `strict`.
+    It is always enforced. With `strict`, required keys come first, and white space is as in `json.dumps`.
     """
     if not isinstance(wrapped, dict):
         _refuse("response_format.json_schema", 'must be {"name": ..., "schema": ...}')
@@ -84,9 +84,12 @@ def _schema(wrapped: Any) -> Mapping[str, Any]:
         _refuse("response_format.json_schema.name", "must be 1 to 64 letters, digits, _ or -")
     if not isinstance(schema, dict):
         _refuse("response_format.json_schema.schema", "must be a JSON schema, an object")
-    if not isinstance(wrapped.get("strict"), bool | None):
+    is_strict = wrapped.get("strict")
+    if not isinstance(is_strict, bool | None):
         _refuse("response_format.json_schema.strict", "must be true or false")
-    return schema
+    return StructuredOutputs(
+        json=required_first(schema) if is_strict else schema, disable_any_whitespace=bool(is_strict)
+    )
 
 
 def _from_vllm(value: Any) -> StructuredOutputs | None:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
+from ....model.text.schema_keywords import map_schemas
 from ...errors import ApiError, shorten
 
 MAX_TOOLS = 128
@@ -21,10 +22,11 @@ MAX_CALLED_CHARS = 1024  # of the name in an earlier call
 NAME = r"^[A-Za-z0-9_.:/-]{1,128}$"
 TYPES = frozenset({"string", "number", "integer", "boolean", "object", "array", "null"})
 
-# keywords of a schema that hold schemas; all others hold data
-SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-LISTS_OF_SCHEMAS = ("anyOf", "allOf", "oneOf", "prefixItems")
-ONE_SCHEMA = ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
+# keywords by which a schema says what an object may hold
+DESCRIBING = frozenset(
+    {"properties", "patternProperties", "additionalProperties", "unevaluatedProperties", "required", "minProperties"}
+    | {"$ref", "anyOf", "allOf", "oneOf", "const", "enum"}
+)
 
 # errors of Python's `re` for syntax that is valid in ECMA regular expressions
 _ECMA_ONLY = ("bad escape", "unknown extension")
@@ -76,20 +78,9 @@ def _schemas(schema: Any) -> Iterator[dict[str, Any]]:
     """The schema and all schemas in it. The recursion is bounded, as the depth of a body is."""
     if not isinstance(schema, dict):
         return
-    yield schema
-    for inner in _inner(schema):
-        yield from _schemas(inner)
-
-
-def _inner(schema: Mapping[str, Any]) -> Iterator[Any]:
-    for key in SCHEMAS_BY_NAME:
-        yield from _members(schema.get(key)).values()
-    for key in LISTS_OF_SCHEMAS:
-        listed = schema.get(key)
-        yield from listed if isinstance(listed, list) else ()
-    for key in ONE_SCHEMA:
-        inner = schema.get(key)
-        yield from inner if isinstance(inner, list) else (inner,)
+    found = [schema]
+    map_schemas(schema, lambda inner: found.extend(_schemas(inner)))
+    yield from found
 
 
 # -- fields
@@ -202,7 +193,9 @@ def forced_schema(tools: Sequence[Tool], choice: ToolChoice | None, allows_paral
     With a named tool it is the schema of its arguments, otherwise of a list of calls.
     """
     if isinstance(choice, NamedTool):
-        return next(_parameters(tool) for tool in tools if tool.function.name == choice.function.name)
+        named = next(tool for tool in tools if tool.function.name == choice.function.name)
+        arguments: dict[str, Any] = required_first(_parameters(named))
+        return arguments
     if choice != "required":
         return None
     calls = [_call_schema(index, tool) for index, tool in enumerate(tools)]
@@ -213,13 +206,16 @@ def forced_schema(tools: Sequence[Tool], choice: ToolChoice | None, allows_paral
     }
     if not allows_parallel:
         listed["maxItems"] = 1
-    return listed | {"$defs": {str(i): _moved(_parameters(tool), f"#/$defs/{i}") for i, tool in enumerate(tools)}}
+    parameters = (required_first(_parameters(tool)) for tool in tools)
+    return listed | {"$defs": {str(i): _moved(schema, f"#/$defs/{i}") for i, schema in enumerate(parameters)}}
 
 
 def _parameters(tool: Tool) -> dict[str, Any]:
-    if tool.function.parameters is None:
+    """The schema of a tool's arguments. Without any keyword that says what they may be, there are none."""
+    parameters = tool.function.parameters or {}
+    if not any(key in parameters for key in DESCRIBING):
         return {"type": "object", "properties": {}, "additionalProperties": False}
-    return {"type": "object"} | tool.function.parameters
+    return {"type": "object"} | parameters
 
 
 def _call_schema(index: int, tool: Tool) -> dict[str, Any]:
@@ -231,20 +227,26 @@ def _call_schema(index: int, tool: Tool) -> dict[str, Any]:
     }
 
 
+def required_first(schema: Any) -> Any:
+    """The schema with the required properties of each object before the others.
+
+    Properties are written in this order, so an answer that breaks off has what is required.
+    """
+    if not isinstance(schema, dict):
+        return schema
+    ordered = map_schemas(schema, required_first)
+    required, properties = schema.get("required"), _members(ordered.get("properties"))
+    if isinstance(required, list) and properties:
+        ordered["properties"] = dict(sorted(properties.items(), key=lambda item: item[0] not in required))
+    return ordered
+
+
 def _moved(schema: Any, to: str) -> Any:
     """Rewrites the local `$ref`s of a schema that is placed at path `to` in a larger schema."""
     if not isinstance(schema, dict):
         return schema
-    moved = dict(schema)
+    moved = map_schemas(schema, lambda inner: _moved(inner, to))
     reference = moved.get("$ref")
     if isinstance(reference, str) and reference.startswith("#"):
         moved["$ref"] = to + reference[1:]
-    for key in SCHEMAS_BY_NAME:
-        if isinstance(moved.get(key), dict):
-            moved[key] = {name: _moved(inner, to) for name, inner in moved[key].items()}
-    for key in (*LISTS_OF_SCHEMAS, *ONE_SCHEMA):
-        if isinstance(moved.get(key), list):
-            moved[key] = [_moved(inner, to) for inner in moved[key]]
-        elif isinstance(moved.get(key), dict):
-            moved[key] = _moved(moved[key], to)
     return moved

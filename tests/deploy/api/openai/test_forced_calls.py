@@ -12,7 +12,10 @@ from typing import Any
 
 import openai
 import pytest
+from jsonschema import Draft202012Validator
 
+from tests.counts import count
+from tests.deploy.api.openai.call_schemas import SCHEMAS
 from tests.deploy.running import RunningServer
 
 NODE = {
@@ -45,6 +48,8 @@ ASKED: dict[str, Any] = {
     "seed": 4,
     "temperature": 1.0,
 }
+
+NUM_CALLS = count(1, 24)
 
 pytestmark = pytest.mark.slow
 
@@ -98,6 +103,24 @@ def test_required_calls_something_and_a_stream_of_it_adds_up_to_the_whole(client
             check_call(call.function.name, call.function.arguments)
             assert [made.function.arguments for made in final.message.tool_calls] == [call.function.arguments]
     assert names <= {"paint", "chain", "stop"}
+
+
+@pytest.mark.parametrize("choice", ["required", "named"])
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_calls_end_by_themselves_and_fit_though_the_model_knows_nothing(
+    server: RunningServer, client: openai.OpenAI, name: str, choice: str
+):
+    tool_choice: Any = "required" if choice == "required" else {"type": "function", "function": {"name": name}}
+    tools: list[Any] = [{"type": "function", "function": {"name": name, "parameters": SCHEMAS[name]}}]
+    asked = ASKED | {"tools": tools, "tool_choice": tool_choice, "parallel_tool_calls": False, "max_tokens": 256}
+    whole = client.chat.completions.create(n=NUM_CALLS, **asked)
+    with client.chat.completions.stream(n=NUM_CALLS, **asked) as stream:
+        streamed = stream.get_final_completion()
+    for one, other in zip(whole.choices, streamed.choices, strict=True):
+        assert one.finish_reason == other.finish_reason == "tool_calls", one
+        (call,), (again,) = one.message.tool_calls, other.message.tool_calls
+        assert call.function == call.function.model_validate(again.function.model_dump(include={"name", "arguments"}))
+        Draft202012Validator(SCHEMAS[name]).validate(json.loads(call.function.arguments))
 
 
 def test_a_schema_that_no_grammar_can_hold_is_refused_and_names_the_tools(server: RunningServer):

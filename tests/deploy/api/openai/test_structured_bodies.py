@@ -12,6 +12,7 @@ from millrace.deploy.errors import ApiError
 from millrace.stages import SamplingParams, StructuredOutputs
 
 SCHEMA = {"type": "object", "properties": {"b": {}, "a": {}}}
+A_FIRST = {"type": "object", "properties": {"a": {}, "b": {}}, "required": ["a"]}
 KINDS = [(ChatBody, {"messages": [{"role": "user", "content": "hi"}]}), (CompletionBody, {"prompt": "hi"})]
 
 
@@ -33,7 +34,11 @@ def format_of(**wrapped: Any) -> dict[str, Any]:
         ({"response_format": None, "structured_outputs": {}}, None),
         ({"structured_outputs": {"json": None, "disable_fallback": True}, "guided_choice": []}, None),
         ({"response_format": {"type": "json_object"}}, StructuredOutputs(json_object=True)),
-        ({"response_format": format_of(name="x", schema=SCHEMA, strict=True)}, StructuredOutputs(json=SCHEMA)),
+        ({"response_format": format_of(name="x", schema=SCHEMA, strict=False)}, StructuredOutputs(json=SCHEMA)),
+        (
+            {"response_format": format_of(name="x", schema=SCHEMA | {"required": ["a"]}, strict=True)},
+            StructuredOutputs(json=A_FIRST, disable_any_whitespace=True),
+        ),
         ({"response_format": format_of(name="x", schema=SCHEMA, description="?")}, StructuredOutputs(json=SCHEMA)),
         ({"structured_outputs": {"json": SCHEMA}}, StructuredOutputs(json=SCHEMA)),
         ({"structured_outputs": {"json": '{"type":"object"}'}}, StructuredOutputs(json={"type": "object"})),

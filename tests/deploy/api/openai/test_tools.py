@@ -209,6 +209,23 @@ def test_a_named_tool_makes_the_answer_its_arguments():
     assert schema(tools=tools) is None and schema(tools=tools, tool_choice="auto") is None
 
 
+@pytest.mark.parametrize("choice", ["required", NAMED])
+def test_arguments_of_a_forced_call_are_compact_and_begin_with_what_is_required(choice: Any):
+    inner = {"type": "object", "properties": {"y": {}, "x": {}}, "required": ["x"]}
+    tools = [tool("f", properties={"a": {}, "b": inner, "c": {}}, required=["b"])]
+    form = chat(tools=tools, tool_choice=choice).sampling_params(SamplingParams()).structured_outputs
+    assert form.disable_any_whitespace
+    made = json.loads(form.json)
+    made = made if choice == NAMED else made["$defs"]["0"]
+    assert list(made["properties"]) == ["b", "a", "c"] and list(made["properties"]["b"]["properties"]) == ["x", "y"]
+
+
+def test_a_tool_that_describes_no_arguments_has_none():
+    assert schema(tools=[tool("f")], tool_choice=NAMED)["additionalProperties"] is False
+    said = {"type": "object", "additionalProperties": True}
+    assert schema(tools=[tool("f", **said)], tool_choice=NAMED) == said
+
+
 def test_tools_that_no_grammar_has_room_for_are_refused_by_their_field():
     tools = [tool(f"f{i}", properties={f"p{j}": {"enum": ["x" * 60]} for j in range(20)}) for i in range(60)]
     with pytest.raises(ApiError, match=r"^tools: has \d+ bytes: at most 65536") as caught:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import orjson
+
 from .parsers.interface import CallArguments, Event, Reasoning, ReasoningParser, Text, ToolParser
 
 
@@ -59,6 +61,8 @@ class AssistantTurn:
         self._counter = counter
         self._blanks: list[str] = []  # held white space: content if text follows, dropped if a call follows
         self._is_dropped = False  # whether the current call is dropped
+        self._arguments: list[str] = []  # of the current call
+        self._has_broken_call = False
 
     @property
     def num_reasoning_tokens(self) -> int | None:
@@ -67,6 +71,13 @@ class AssistantTurn:
         None without a reasoning parser, or if its model family has no markers.
         """
         return None if self._counter is None else self._counter.num_tokens
+
+    def finish_reason(self, reason: str) -> str:
+        """The finish reason that the client gets, after the end.
+
+        "tool_calls" says that there are calls to make. So an answer that ended inside of a call keeps its own reason.
+        """
+        return "tool_calls" if reason == "stop" and self.num_calls and not self._has_broken_call else reason
 
     def read(self, text: str, token_ids: Sequence[int], is_end: bool) -> list[Piece]:
         """Takes the next text and its tokens; returns the pieces that are certain by now."""
@@ -77,6 +88,8 @@ class AssistantTurn:
             piece = self._take(event)
             if piece is not None:
                 pieces.append(piece)
+        if is_end:
+            self._end_call()
         if is_end and self._blanks and not self.num_calls:
             pieces.append(Text("".join(self._blanks)))
         return pieces
@@ -101,13 +114,24 @@ class AssistantTurn:
         if isinstance(event, Reasoning):
             return event if self._shows_reasoning else None
         if isinstance(event, CallArguments):
-            return None if self._is_dropped else ToolCallArguments(self.num_calls - 1, event.text)
+            return None if self._is_dropped else self._add_arguments(event.text)
         self._blanks.clear()
+        self._end_call()
         self._is_dropped = self.num_calls > 0 and not self._allows_parallel
         if self._is_dropped:
             return None
         self.num_calls += 1
         return ToolCallBegun(self.num_calls - 1, self._new_call_id(), event.name)
+
+    def _add_arguments(self, text: str) -> ToolCallArguments:
+        self._arguments.append(text)
+        return ToolCallArguments(self.num_calls - 1, text)
+
+    def _end_call(self) -> None:
+        """Notes whether the arguments of the current call, if there is one, are whole."""
+        if self.num_calls and not self._is_dropped:
+            self._has_broken_call |= not is_json_object("".join(self._arguments))
+        self._arguments.clear()
 
     def _emit_text(self, text: str) -> Text | None:
         """Text up to its trailing white space, which is held until the next event."""
@@ -118,6 +142,14 @@ class AssistantTurn:
         piece = Text("".join(self._blanks) + stripped if self._blanks else stripped)
         self._blanks = [text[len(stripped) :]] if len(stripped) < len(text) else []
         return piece
+
+
+def is_json_object(text: str) -> bool:
+    """Whether the arguments of a call are whole."""
+    try:
+        return isinstance(orjson.loads(text), dict)
+    except orjson.JSONDecodeError:
+        return False
 
 
 class ReasoningCounter:

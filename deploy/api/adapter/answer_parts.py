@@ -66,15 +66,13 @@ class PartsReader:
 
     def read(self, delta: ChoiceDelta) -> Iterator[Part]:
         """Takes the next delta; yields the parts that are certain by now."""
-        reason = delta.finish_reason
+        reason: str | None = delta.finish_reason
         if self._turn is None:
             if delta.text or delta.logprobs:
                 yield TextDelta(delta.text, delta.logprobs)
         else:
             yield from self._read_turn(self._turn, delta)
-            if reason == "stop" and self._turn.num_calls:
-                yield AnswerEnd("tool_calls", delta.stop_reason)
-                return
+            reason = None if reason is None else self._turn.finish_reason(reason)
         if reason is not None:
             yield AnswerEnd(reason, delta.stop_reason)
 

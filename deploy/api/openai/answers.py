@@ -65,8 +65,8 @@ class ChoiceState:
             self.logprobs.extend(delta.logprobs)
         if delta.finish_reason is not None:
             self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
-            if self.turn is not None and self.turn.num_calls and delta.finish_reason == "stop":
-                self.finish_reason = "tool_calls"
+            if self.turn is not None:
+                self.finish_reason = self.turn.finish_reason(delta.finish_reason)
 
 
 def usage(num_prompt: int, num_cached: int, choices: Sequence[ChoiceState]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import ApiError
 from ..adapter.answer_parts import AnswerEnd, Part, TextDelta, TokenUsage
-from ..assistant_turn import ToolCallArguments, ToolCallBegun
+from ..assistant_turn import ToolCallArguments, ToolCallBegun, is_json_object
 from ..openai.answers import token_logprobs
 from ..parsers.interface import Reasoning
 from .bodies import ResponsesBody
@@ -155,7 +155,7 @@ class ResponseEvents:
         events = [self._of_item(f"{item.EVENT}.done", item, **item.whole(), **item.extras(item.logprobs))]
         if item.PART:
             events.append(self._of_item("response.content_part.done", item, part=item.part()))
-        done = item.shape("completed" if is_whole else "incomplete")
+        done = item.shape("completed" if is_whole and item.is_whole else "incomplete")
         events.append(self._event("response.output_item.done", output_index=self._place, item=done))
         self.response["output"].append(done)
         return events
@@ -190,6 +190,11 @@ class _Item:
     @property
     def text(self) -> str:
         return "".join(self.texts)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the text is complete as far as the item can tell."""
+        return True
 
     def part(self, is_done: bool = True) -> dict[str, Any]:
         return {"type": self.PART, "text": self.text if is_done else ""}
@@ -236,6 +241,10 @@ class _FunctionCall(_Item):
     def __init__(self, response_id: str, place: int, call: ToolCallBegun) -> None:
         super().__init__(response_id, place)
         self.call = call
+
+    @property
+    def is_whole(self) -> bool:
+        return is_json_object(self.text)
 
     def whole(self) -> dict[str, Any]:
         return {"name": self.call.name, "arguments": self.text}

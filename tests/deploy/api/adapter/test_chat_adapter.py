@@ -92,6 +92,15 @@ def test_calls_and_thoughts_are_items_of_a_response_whole_and_streamed():
     assert "".join(arguments) == "".join(call.arguments for call in calls)
 
 
+def test_half_a_call_is_an_incomplete_item_and_no_use_of_a_tool():
+    half = CALLS + '<tool_call>{"name": "weather", "arguments": {"city": Bonn}}'
+    response = ask(half, with_openai(lambda client: client.responses.create(**ASKED)))
+    assert [item.status for item in response.output if item.type == "function_call"] == ["completed", "incomplete"]
+
+    message = ask(half, lambda url: post(url, "/v1/messages", MESSAGES))
+    assert message["stop_reason"] == "end_turn"
+
+
 def test_the_events_of_a_call_have_openais_shapes():
     async def stream(url: str) -> list[dict[str, Any]]:
         async with aiohttp.ClientSession() as session:

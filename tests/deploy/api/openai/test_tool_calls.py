@@ -172,6 +172,22 @@ def test_an_answer_cut_by_its_length_keeps_that_reason_and_the_partial_call(parr
     assert (reason, message["tool_calls"]) == ("length", [{"name": "get_weather", "arguments": '{"c'}])
 
 
+@pytest.mark.parametrize(
+    ("text", "fields", "arguments"),
+    [
+        (CALL, {"stop": ["days"]}, '{"city": "Zürich 🌧", "'),
+        ('<tool_call>{"name": "run", "arguments": {"a": 1, b: 2}}</tool_call>', {}, '{"a": 1, '),
+        (CALL + '<tool_call>{"name": "run", "arguments": {"a": ', {}, '{"a": '),
+    ],
+)
+def test_an_answer_with_half_a_call_does_not_say_that_there_are_calls_to_make(
+    parrot: RunningServer, text: str, fields: dict[str, Any], arguments: str
+):
+    message, reason = told(whole(parrot, text, **fields))
+    assert reason == "stop" and message["tool_calls"][-1]["arguments"] == arguments
+    assert joined(streamed(parrot, text, **fields)) == (message, reason)
+
+
 # -- the official client
 
 

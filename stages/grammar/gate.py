@@ -106,8 +106,15 @@ class GrammarGate:
         trial = self._trials.get(structured)
         if trial is None:
             trial = self._trials[structured] = asyncio.ensure_future(self._run_trial(env, structured))
-            trial.add_done_callback(lambda _: self._trials.pop(structured, None))
+            trial.add_done_callback(lambda done: self._trial_ended(structured, done))
         return await asyncio.shield(trial)
+
+    def _trial_ended(self, structured: StructuredOutputs, trial: asyncio.Task[int]) -> None:
+        """Forgets a trial. Reads its error, which no request gets if all that waited for it are gone."""
+        self._trials.pop(structured, None)
+        error = None if trial.cancelled() else trial.exception()
+        if error is not None and not isinstance(error, (Refused, Failed)):
+            log.error("grammar.trial_failed", kind=structured.kind, error=type(error).__name__, exc_info=error)
 
     async def _run_trial(self, env: Env, structured: StructuredOutputs) -> int:
         if self._helpers is None:

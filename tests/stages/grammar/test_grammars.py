@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import threading
@@ -15,6 +16,7 @@ import pytest
 from millrace.runtime.env.env import LiveEnv
 from millrace.stages import SamplingParams, StructuredOutputs
 from millrace.stages.errors import Failed, Overloaded, Refused, TimedOut
+from millrace.stages.grammar import gate as gate_module
 from millrace.stages.grammar.compiled import Grammars
 from millrace.stages.grammar.gate import GrammarGate
 from millrace.stages.testing.scripted.engine import scripted_engine
@@ -87,6 +89,38 @@ def test_an_engine_without_structured_outputs_has_no_helper() -> None:
         assert gate.helper_pids == [] and len(engine.grammars) == 0
 
     gated(test)
+
+
+@pytest.mark.parametrize(("reply", "num_logged"), [(b'{"error": "is no grammar"}', 0), (b"no JSON", 1)])
+def test_a_trial_whose_clients_have_left_fails_without_a_stray_exception(
+    reply: bytes, num_logged: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logged: list[str] = []
+    monkeypatch.setattr(gate_module.log, "error", lambda event, **fields: logged.append(event))
+
+    class SlowHelpers:
+        async def ask(self, question: bytes) -> bytes:
+            await asyncio.sleep(0.01)
+            return reply
+
+        async def aclose(self) -> None:
+            """Nothing to end."""
+
+    async def main() -> None:
+        stray: list[Any] = []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: stray.append(context))
+        gate, env = GrammarGate(books()), LiveEnv(0)
+        gate._helpers = SlowHelpers()  # type: ignore[assignment]
+        client = asyncio.ensure_future(gate.admit(env, "a", regex("a")))
+        await asyncio.sleep(0.001)
+        client.cancel()
+        await asyncio.sleep(0.02)
+        gc.collect()
+        await gate.aclose()
+        await env.aclose()
+        assert (stray, len(logged)) == ([], num_logged)
+
+    asyncio.run(main())
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from ..api.schema.body import Body
 from ..config import ServerConfig
 from ..errors import ApiError
 from ..http.websocket_frames import POLICY_VIOLATION
-from ..websocket.envelopes import error_members, parse
+from ..websocket.envelopes import error_members, is_utf8, parse
 from ..websocket.peer import INTERNAL_ERROR, INVALID_PAYLOAD, Peer
 from .messages import KINDS, Hello, Subscribe, Topics, read_message
 from .patch import merge_patch
@@ -116,7 +116,7 @@ class Viewer:
             elif not isinstance(message, Hello):
                 self.handle_message(message)
         except ApiError as error:
-            if error.code == "invalid_json":
+            if not is_utf8(data):
                 await self.peer.end(INVALID_PAYLOAD, error)
                 return False
             await self.peer.send(b'{"type":"error",%b}' % error_members(error))

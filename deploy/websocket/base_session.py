@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, ClassVar
 
 from ..errors import ApiError, not_serving
 from .context import SocketContext
-from .envelopes import error_message, parse
+from .envelopes import error_message, is_utf8, parse
 from .peer import GOING_AWAY, INVALID_PAYLOAD, Peer
 
 
@@ -17,6 +17,8 @@ class SocketSession:
 
     `run` returns, or is cancelled, when the socket has closed.
     """
+
+    ABOUT_NOTHING: ClassVar[Mapping[str, Any]] = {}  # of an error whose message names no request
 
     def __init__(self, context: SocketContext, peer: Peer, owner: str) -> None:
         self.peer = peer
@@ -42,14 +44,18 @@ class SocketSession:
     async def run(self) -> None:
         """Serves the client until it disconnects.
 
-        Text that is not a JSON object closes the socket, as the error cannot name a request.
+        Text that is not a JSON object is answered with an error message that names no request; bytes that are not UTF-8
+        close the socket.
         """
         try:
             while (data := await self.peer.receive()) is not None:
                 try:
                     raw = await self._context.compute(len(data), parse, data, self._context.config.max_body_bytes)
                 except ApiError as error:
-                    await self.peer.end(INVALID_PAYLOAD, error)
+                    if is_utf8(data):
+                        await self._send_error(error, self.ABOUT_NOTHING)
+                    else:
+                        await self.peer.end(INVALID_PAYLOAD, error)
                     continue
                 await self.take(raw, len(data))
         finally:

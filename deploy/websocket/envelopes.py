@@ -74,6 +74,15 @@ def parse(data: bytes, max_bytes: int) -> dict[str, Any]:
     return parse_object(data, JsonLimits(num_bytes=max_bytes, depth=JsonLimits().depth + 1))
 
 
+def is_utf8(data: bytes) -> bool:
+    """Whether a text message is text."""
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
 def read_envelope(raw: Mapping[str, Any], strict_fields: bool) -> Envelope:
     """Validates a message. `ApiError` 400 names the wrong field."""
     return read_typed(KINDS, raw, strict_fields)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from ..api.openai.generation import ENDPOINTS
 from ..errors import ApiError, shorten
@@ -27,6 +27,8 @@ MAX_KEPT_BYTES = 16 * 1024 * 1024  # unacknowledged messages of one socket, over
 
 class Session(SocketSession):
     """The running requests of one socket. They end with it, except resumable ones."""
+
+    ABOUT_NOTHING: ClassVar[Mapping[str, Any]] = {"id": None, "in_reply_to": None}
 
     def __init__(self, registry: StreamRegistry[RequestStream], peer: Peer, owner: str) -> None:
         super().__init__(registry.context, peer, owner)

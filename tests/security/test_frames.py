@@ -94,7 +94,7 @@ def test_a_flood_of_small_messages_leaves_the_others_their_turns(server: Running
         with upgraded(server) as raw:
             reading = threading.Thread(target=raw.listen)
             reading.start()
-            raw.send(say(message) * 2_000 + say({"type": "done"})[:-1] + b"x")
+            raw.send(say(message) * 2_000 + frame(TEXT, b"\xff"))
             reading.join()
         assert raw.told.close_code == 1007
         lags_ms.append(server.stats()["lag_ms"])

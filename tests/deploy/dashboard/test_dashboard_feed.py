@@ -270,12 +270,13 @@ async def test_a_wrong_message_is_told_and_the_feed_goes_on():
             {"type": "dance"},
             {"type": "subscribe", "topics": {"requests": {"limit": -1}}},
             {"type": "cancel"},
+            "no json",
         ):
-            await viewer.socket.send_str(json.dumps(message))
+            await viewer.socket.send_str(message if isinstance(message, str) else json.dumps(message))
             assert (await viewer.hear())["status"] == 400
         await viewer.say("subscribe", topics={"overview": {}})
         assert (await viewer.update())["full"]["overview"]["health"]["state"] == "ready"
-        await viewer.socket.send_str("no json")
+        await viewer.socket.send_frame(b'{"type": "\xff"}', aiohttp.WSMsgType.TEXT)
         assert (await viewer.until_over())[1] == 1007
 
 

@@ -205,11 +205,27 @@ async def test_a_message_that_is_wrong_is_told_where(message, param):
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"a":NaN}', '{"a":' * 40 + "1" + "}" * 40])
 @on_loop
-async def test_text_that_is_no_json_object_closes_with_1007(text):
+async def test_text_that_is_no_json_object_is_told_and_the_socket_goes_on(text):
+    async with serving() as running:
+        async with running.client() as client:
+            await client.create("before", max_tokens=300, ignore_eos=True)
+            await client.socket.send_str(text)
+            error = await client.receive_until("error")
+            assert (error["id"], error["in_reply_to"], error["error"]["code"]) == (None, None, "invalid_json")
+            await client.receive_until("done", "before")
+        async with running.http.ws_connect(f"{running.server.url}/v1/responses") as socket:
+            await socket.send_str(text)
+            error = await socket.receive_json(timeout=10)
+            assert (error["type"], error["status"], error["error"]["code"]) == ("error", 400, "invalid_json")
+            await socket.send_json({"type": "response.create", "input": "hi", "max_output_tokens": 2})
+            assert (await socket.receive_json(timeout=10))["type"] == "response.created"
+
+
+@on_loop
+async def test_a_text_frame_that_is_no_utf8_closes_with_1007():
     async with serving() as running, running.client() as client:
-        await client.socket.send_str(text)
-        error = await client.receive_until("error")
-        assert (error["id"], error["error"]["code"]) == (None, "invalid_json")
+        await client.socket.send_frame(b'{"type": "\xff"}', aiohttp.WSMsgType.TEXT)
+        assert (await client.receive_until("error"))["error"]["code"] == "invalid_json"
         assert await client.close_code() == 1007
 
 

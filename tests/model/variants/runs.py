@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,18 @@ SHAPE = {
 }
 OWN = {"llama": {"rope_parameters": None}, "mistral": {"head_dim": 8}, "qwen2": {}, "qwen3": {"head_dim": 8}}
 PROMPT = [(17 * index + 5) % 96 for index in range(40)]
-GONE = object()  # the value of a key that the file lacks
+
+
+class Gone(Enum):
+    """The value of a key that the file lacks."""
+
+    GONE = "absent"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+GONE = Gone.GONE
 
 Folder = Callable[[Path], Any]
 

@@ -33,3 +33,7 @@ class DownloadError(ModelError):
 
 class TemplateError(ModelError):
     """A chat template is missing or invalid, rejects the messages, or exceeds its limits."""
+
+    def __init__(self, message: str, param: str = "messages") -> None:
+        super().__init__(message)
+        self.param = param  # the field of a request that the error is about

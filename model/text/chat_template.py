@@ -1,34 +1,40 @@
 """Chat messages to one prompt, by the checkpoint's own Jinja template, run in a sandbox with bounded work.
 
-Special tokens spelled in a message must reach the model as ordinary text. So before rendering, a mark is put inside
-each of them: a Unicode noncharacter that occurs nowhere in the request. `Tokenizer.encode_chat` removes the marks: a
-marked string is text, an unmarked one is from the template. A request that spells no special token is rendered
-unchanged, and gets the same ids as from transformers.
+Special tokens spelled in a message must reach the model as ordinary text. The template sees each message as it was
+sent; if one could spell a special token, the render keeps the origin of every character (see `traced_text.py`). Marks
+are put into the finished prompt, inside each string that looks like a special token but is from the request.
+`Tokenizer.encode_chat` removes them: a marked string is text, an unmarked one is from the template. The ids of a
+request that spells no special token are those of transformers.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
 
 from ..errors import TemplateError
 from ..files import read_json, read_text
-from .jinja_sandbox import BUDGET, RenderBudget, TemplateSandbox
+from .jinja_sandbox import BUDGET, WORK, RenderBudget, TemplateSandbox
 from .special_tokens import NAMED_TOKENS
+from .template_traits import TemplateTraits
 from .tokenizer import Tokenizer
+from .traced_text import request_runs, strings, traced
 
 PROMPT_CHARS = 1 << 20  # longest prompt that a template may render
+PROBE_WORK = WORK >> 3  # of a render that finds out what the template reads
 NUM_KWARGS = 64  # most keys in chat_template_kwargs
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "chat_template", "tokenize", *NAMED_TOKENS)
+CHECKED_ROLES = frozenset({"system", "developer", "tool"})  # that a template may leave out without a word
+REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning in templates
 NONCHARACTERS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))  # never assigned, so not in ordinary text
 RENDER_ERRORS = (  # errors that a template's expressions can raise
     jinja2.TemplateError,
@@ -44,27 +50,33 @@ RENDER_ERRORS = (  # errors that a template's expressions can raise
 
 @dataclass(frozen=True, slots=True)
 class RenderedChat:
-    """A rendered chat. Its ids are `tokenizer.encode_chat(text, mark)`."""
+    """A rendered chat. Its ids are `tokenizer.encode_chat(marked, mark)`."""
 
-    text: str
-    mark: str | None = None  # inside each string in `text` that looks like a special token but is not one
+    text: str  # the prompt
+    marked: str  # the prompt with a mark in each string that looks like a special token but is not one
+    mark: str | None = None  # None: `marked` has none
 
 
 class ChatTemplate:
     """A compiled chat template. Several threads may render it at once."""
 
-    def __init__(self, source: str, tokenizer: Tokenizer, now: Callable[[], datetime] = datetime.now) -> None:
+    def __init__(
+        self,
+        source: str,
+        tokenizer: Tokenizer,
+        now: Callable[[], datetime] = datetime.now,
+    ) -> None:
         """Raises TemplateError if the template is not valid Jinja. `now` is the clock of `strftime_now`."""
         self.source = source
         sandbox = TemplateSandbox(now)
         try:
             self._template = sandbox.from_string(source)
-            self._takes_parts = _takes_parts(sandbox.parse(source))
+            tree = sandbox.parse(source)
         except (jinja2.TemplateError, RecursionError) as error:
             raise TemplateError(f"chat template: not valid: {error}") from None
-        self._joins_arguments = _joins_arguments(sandbox.parse(source))
         self._marker = _Marker(tuple(tokenizer.special_tokens))
         self._names = tokenizer.named_tokens
+        self.traits = TemplateTraits(source, tree, self._probe)
 
     @classmethod
     def read(cls, root: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
@@ -89,70 +101,127 @@ class ChatTemplate:
     ) -> RenderedChat:
         """The prompt for `messages`, each a role and a content: a string, or a list of `{"type": "text", "text": ...}`.
 
-        A message with `tool_calls` needs no content. Their arguments may be JSON text or a mapping; the template gets
-        the form that it can render.
+        A message with `tool_calls` needs no content. Their arguments may be JSON text or a mapping. The template gets
+        content, arguments and a developer's role in the form that it shows.
 
         With `continue_final_message` the prompt ends inside the last message, which the model continues. Raises
-        TemplateError if the template rejects the messages, or if a render exceeds its limits.
+        TemplateError if the template rejects or leaves out a message, or if a render exceeds its limits.
         """
+        variables = {"documents": documents, "tools": tools, **self._checked_kwargs(kwargs or {})}
+        return self._rendered(messages, variables, add_generation_prompt, continue_final_message)
+
+    def _rendered(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: dict[str, Any],
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+    ) -> RenderedChat:
         if continue_final_message and (add_generation_prompt or not messages):
             raise TemplateError(
                 "continue_final_message: needs a message to continue, and add_generation_prompt = false with it"
             )
-        variables: dict[str, Any] = {
-            "messages": [self._message(index, message) for index, message in enumerate(messages)],
-            "documents": documents,
-            "tools": tools,
-            **_checked_kwargs(kwargs or {}),
-        }
-        variables, mark, tag = self._marker.mark(variables, self.source)
+        if continue_final_message and not messages[-1].get("content"):
+            raise TemplateError("continue_final_message: the last message has no text to continue")
+        shaped = [self._message(index, message) for index, message in enumerate(messages)]
+        variables = {"messages": shaped, **variables}
+        tag = None
         if continue_final_message:
-            _append_tag(variables["messages"], tag)
-        text = self._render({**self._names, **variables, "add_generation_prompt": add_generation_prompt})
-        if continue_final_message:
+            tag = _unused_word([self.source, *strings(variables)])
+            _append_tag(shaped[-1], tag)
+        is_traced = self._marker.is_needed(strings(variables))
+        if is_traced:
+            variables = {name: traced(value) for name, value in variables.items()}
+        variables |= {"add_generation_prompt": add_generation_prompt}
+        text = self._render(variables, RenderBudget(is_traced=is_traced))
+        if tag is not None:
             text = _cut_at_tag(text, tag)
-        return RenderedChat(text, mark)
+        return self._marker.marked(text)
 
-    def _render(self, variables: dict[str, Any]) -> str:
+    def _render(self, variables: Mapping[str, Any], budget: RenderBudget) -> str:
+        """The prompt; a `TracedText` if the budget says so."""
         pieces: list[str] = []
         num_chars = 0
         try:
-            for piece in self._template.generate({**variables, BUDGET: RenderBudget()}):
+            for piece in self._template.generate({**self._names, **variables, BUDGET: budget}):
                 pieces.append(piece)
                 num_chars += len(piece)
                 if num_chars > PROMPT_CHARS:
                     raise TemplateError(f"chat template: the prompt is longer than {PROMPT_CHARS} characters")
         except RENDER_ERRORS as error:
             raise TemplateError(f"chat template: {str(error)[:300]}") from None
-        return "".join(pieces)
+        return TemplateSandbox.concat(pieces)
+
+    def _probe(self, variables: Mapping[str, Any]) -> str | None:
+        try:
+            return self._render(
+                {"documents": None, "add_generation_prompt": True, **variables}, RenderBudget(PROBE_WORK)
+            )
+        except TemplateError:
+            return None
+
+    def _checked_kwargs(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Checks chat_template_kwargs: plain values of variables that the template reads."""
+        if len(kwargs) > NUM_KWARGS:
+            raise _wrong_kwargs(f"{len(kwargs)} keys, and at most {NUM_KWARGS} are taken")
+        for name, value in kwargs.items():
+            if name in RESERVED or not name.isidentifier():
+                raise _wrong_kwargs(f"{name[:64]!r} cannot be set there")
+            if not isinstance(value, str | int | float | bool | None):
+                raise _wrong_kwargs(f"{name[:64]!r} must be a string, a number, true, false or null")
+        return dict(kwargs)
+
+    # -- messages
 
     def _message(self, index: int, message: Mapping[str, Any]) -> dict[str, Any]:
-        """A copy of the message in the form that the template expects.
-
-        Content is a string unless the template loops over parts. Missing content is "" unless the template tests for
-        none. Arguments of calls are a mapping unless the template adds them to a string.
-        """
+        """A copy of the message in the form that the template shows."""
         message = dict(message)
         if message.get("tool_calls"):
             message["tool_calls"] = [self._called(call) for call in message["tool_calls"]]
-        content = message.get("content")
-        if content is None and message.get("tool_calls") and not _ASKS_FOR_NONE.search(self.source):
-            return message | {"content": ""}
-        if not isinstance(content, list):
-            return message
-        for part in content:
-            if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                raise TemplateError(f"messages[{index}].content: this model takes text parts only")
-        if self._takes_parts:
-            return {**message, "content": [dict(part) for part in content]}
-        return {**message, "content": "\n".join(part["text"] for part in content)}
+        reasoning = next((message[name] for name in REASONING if message.get(name) is not None), None)
+        if reasoning is not None:
+            message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+        if message.get("role") == "developer":
+            message["role"] = self.traits.developer
+        if "content" in message or message.get("tool_calls"):
+            message["content"] = self._content(index, message)
+        return message
+
+    def _content(self, index: int, message: Mapping[str, Any]) -> Any:
+        role, content = str(message.get("role")), message.get("content")
+        has_calls = bool(message.get("tool_calls"))
+        if role == "assistant" and (content is None or (has_calls and not content)):
+            return self.traits.empty_content(content, has_calls)
+        if content is None:
+            return None
+        if isinstance(content, list):
+            for part in content:
+                if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+                    raise TemplateError(f"messages[{index}].content: this model takes text parts only")
+            content = [dict(part) for part in content]
+        if role in CHECKED_ROLES and content and not self.traits.shows(role):
+            raise TemplateError(
+                f"messages[{index}].role = {role!r}: this model's chat template leaves out such messages; "
+                "put the text into a user message"
+            )
+        return self._shaped(role, content)
+
+    def _shaped(self, role: str, content: str | list[dict[str, str]]) -> str | list[dict[str, str]]:
+        """The content as one string or in parts, as the template shows it."""
+        if isinstance(content, str):
+            is_shown = self.traits.shows_text(role) is not False or not self.traits.num_parts(role)
+            return content if is_shown else [{"type": "text", "text": content}]
+        if self.traits.num_parts(role) > 1:
+            return content
+        text = "\n".join(part["text"] for part in content)
+        return [{"type": "text", "text": text}] if self.traits.num_parts(role) else text
 
     def _called(self, call: Mapping[str, Any]) -> dict[str, Any]:
         function = dict(call.get("function") or {})
         arguments = function.get("arguments")
-        if self._joins_arguments and isinstance(arguments, Mapping):
+        if isinstance(arguments, Mapping) and not self.traits.takes_mapping:
             function["arguments"] = json.dumps(arguments, ensure_ascii=False)
-        elif not self._joins_arguments and isinstance(arguments, str):
+        elif isinstance(arguments, str) and self.traits.takes_mapping:
             with suppress(ValueError, RecursionError):
                 read = json.loads(arguments)
                 function["arguments"] = read if isinstance(read, dict) else arguments
@@ -174,22 +243,27 @@ class _Marker:
         self.starts = {token[:length] for token in self.tokens for length in range(1, len(token))}
         self.ends = {token[length:] for token in self.tokens for length in range(1, len(token))}
         self.longest = len(self.tokens[0]) if self.tokens else 0
+        self._begun = re.compile("|".join(map(re.escape, sorted({token[:2] for token in self.tokens}))) or "(?!)")
 
-    def mark(self, variables: dict[str, Any], template: str) -> tuple[dict[str, Any], str | None, str]:
-        """The variables with marks, the mark (None if none is needed), and a second character that occurs nowhere."""
-        texts = [template, *_strings(variables)]
-        unused = [character for character in NONCHARACTERS if not any(character in text for text in texts)]
-        if len(unused) < 2:
+    def is_needed(self, texts: Iterable[str]) -> bool:
+        """Whether a text holds the first two characters of a special token, or an end of one."""
+        return any(self._begun.search(text) or any(self._edges(text.strip())) for text in texts)
+
+    def marked(self, text: str) -> RenderedChat:
+        """The prompt with marks in what is from the request."""
+        runs = list(request_runs(text))
+        text = str.__str__(text)
+        if not runs:
+            return RenderedChat(text, text)
+        mark = next((character for character in NONCHARACTERS if character not in text), None)
+        if mark is None:
             raise TemplateError("messages: the text is full of Unicode noncharacters (U+FDD0 to U+FDEF); remove them")
-        mark, tag = unused[:2]
-        if not any(map(self._needs_mark, texts[1:])):
-            return variables, None, tag
-        marked = {name: _map_strings(value, lambda text: self._marked(text, mark)) for name, value in variables.items()}
-        return marked, mark, tag
-
-    def _needs_mark(self, text: str) -> bool:
-        text = text.strip()
-        return any(self._edges(text)) or any(token in text for token in self.tokens)
+        pieces: list[str] = []
+        end = 0
+        for begin, run_end in runs:
+            pieces += [text[end:begin], self._marked(text[begin:run_end], mark)]
+            end = run_end
+        return RenderedChat(text, "".join([*pieces, text[end:]]), mark)
 
     def _edges(self, text: str) -> tuple[bool, bool]:
         """Whether the text starts with the end of a special token, and whether it ends with the start of one."""
@@ -197,7 +271,7 @@ class _Marker:
         return any(text[:n] in self.ends for n in lengths), any(text[-n:] in self.starts for n in lengths)
 
     def _marked(self, text: str, mark: str) -> str:
-        stripped = text.strip()  # marks go inside the whitespace, so that a template can still trim it
+        stripped = text.strip()  # special tokens may absorb the white space around them, so marks go inside it
         at_start, at_end = self._edges(stripped)
         marked = stripped
         for token in self.tokens:
@@ -207,51 +281,22 @@ class _Marker:
         return head + marked + tail
 
 
-def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
-    """A copy of nested lists and mappings with every string changed, keys included, as templates render tools' keys."""
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {change(key): _map_strings(child, change) for key, child in value.items()}
-    if isinstance(value, list | tuple):
-        return [_map_strings(child, change) for child in value]
-    return value
+def _wrong_kwargs(problem: str) -> TemplateError:
+    return TemplateError(f"chat_template_kwargs: {problem}", param="chat_template_kwargs")
 
 
-def _strings(value: Any) -> Iterator[str]:
-    """Every string in nested lists and mappings, keys included."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from value
-        for child in value.values():
-            yield from _strings(child)
-    elif isinstance(value, list | tuple):
-        for child in value:
-            yield from _strings(child)
+def _unused_word(texts: Sequence[str]) -> str:
+    """A word that is in none of the texts. Letters and digits only, as a template may print it in JSON."""
+    words = (f"CONTINUED{number}" for number in count())
+    return next(word for word in words if not any(word in text for text in texts))
 
 
-def _checked_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Checks chat_template_kwargs: plain values under names that are not reserved."""
-    if len(kwargs) > NUM_KWARGS:
-        raise TemplateError(f"chat_template_kwargs: {len(kwargs)} keys, and at most {NUM_KWARGS} are taken")
-    for name, value in kwargs.items():
-        if name in RESERVED or not name.isidentifier():
-            raise TemplateError(f"chat_template_kwargs: {name[:64]!r} cannot be set there")
-        if not isinstance(value, str | int | float | bool | None):
-            raise TemplateError(f"chat_template_kwargs: {name[:64]!r} must be a string, a number, true, false or null")
-    return dict(kwargs)
-
-
-def _append_tag(messages: list[dict[str, Any]], tag: str) -> None:
-    """Marks the end of the last message's text: the tag, then a space that shows whether the template trims it."""
-    content = messages[-1].get("content")
-    if isinstance(content, str):
-        messages[-1]["content"] = content + tag + " "
-    elif isinstance(content, list) and content:
-        content[-1]["text"] += tag + " "
+def _append_tag(message: dict[str, Any], tag: str) -> None:
+    """Marks the end of the message's text: the tag, then a space that shows whether the template trims it."""
+    if isinstance(message["content"], str):
+        message["content"] += tag + " "
     else:
-        raise TemplateError("continue_final_message: the last message has no text to continue")
+        message["content"][-1]["text"] += tag + " "
 
 
 def _cut_at_tag(text: str, tag: str) -> str:
@@ -259,31 +304,5 @@ def _cut_at_tag(text: str, tag: str) -> str:
     before, found, after = text.rpartition(tag)
     if not found:
         raise TemplateError("continue_final_message: the chat template leaves out the last message's text")
-    return before if after.startswith(" ") else before.rstrip()
-
-
-_ASKS_FOR_NONE = re.compile(r"content['\"\]]*\s+is\s+none", re.IGNORECASE)
-
-
-def _joins_arguments(template: nodes.Template) -> bool:
-    """Whether the template adds a call's `arguments` to a string, so that they must be a string."""
-    for node in template.find_all(nodes.Add):
-        for part in (node.left, node.right):
-            if isinstance(part, nodes.Getattr) and part.attr == "arguments":
-                return True
-            if isinstance(part, nodes.Getitem) and isinstance(part.arg, nodes.Const) and part.arg.value == "arguments":
-                return True
-    return False
-
-
-def _takes_parts(template: nodes.Template) -> bool:
-    """Whether the template loops over a message's `content`, so that it supports content in parts."""
-    for loop in template.find_all(nodes.For):
-        for node in [loop.iter, *loop.iter.find_all(nodes.Expr)]:
-            if isinstance(node, nodes.Getattr) and node.attr == "content":
-                return True
-            if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const) and node.arg.value == "content":
-                return True
-            if isinstance(node, nodes.Name) and node.name == "content":
-                return True
-    return False
+    before = before if after.startswith(" ") else before.rstrip()
+    return before.replace(tag + " ", "").replace(tag, "")  # the template may show the message more than once

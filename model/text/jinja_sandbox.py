@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from datetime import datetime
+from functools import partial
 from typing import Any, NoReturn
 
 import jinja2
@@ -22,10 +23,14 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
+from .traced_text import TracedMarkup, TracedText, is_traced, joined
+
 BUDGET = "the budget"  # its name among a render's variables; not an identifier, so no template can use it
 VALUE_SIZE = 1 << 20  # longest string or list that an expression may give
 WORK = 1 << 25  # characters and items that a render may make in total
 TURN = 256  # fixed cost of a loop iteration, a call and an output, which take about a microsecond
+JINJA_ARGUMENTS = ("_loop_vars", "_block_vars")  # that Jinja adds to each call in a loop or a block
+PIECE = 32  # cost of each piece of a traced text that is split
 NUMBER_BITS = 4096
 LARGEST_ARGUMENT = 999  # most of a width, an indentation or a precision
 FILTERS = (
@@ -34,14 +39,17 @@ FILTERS = (
     *("replace", "reverse", "round", "safe", "select", "selectattr", "sort", "string", "sum", "title", "trim"),
     *("unique", "upper", "urlencode"),
 )
+TEXT_FILTERS = frozenset(("capitalize", "join", "lower", "replace", "string", "trim", "upper"))  # keep origins exactly
+ITEM_FILTERS = frozenset(("d", "default", "first", "last", "max", "min"))  # give one of the values that they get
 WIDE_FIELD = re.compile(r"\d{4}|\*|\{[^{}]*\{")  # a width of four digits, or one given by a value
 
 
 class RenderBudget:
-    """The work that a render may still do, in characters and items."""
+    """The work that a render may still do, in characters and items, and whether its texts are traced."""
 
-    def __init__(self) -> None:
-        self.left = WORK
+    def __init__(self, work: int = WORK, is_traced: bool = False) -> None:
+        self.left = work
+        self.is_traced = is_traced
 
     def spend(self, amount: int) -> None:
         self.left -= amount
@@ -59,6 +67,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
     """The environment that chat templates are compiled in. Each render needs its own Budget as variable BUDGET."""
 
     intercepted_binops = frozenset(["+", "*", "**", "%"])
+    concat = staticmethod(joined)  # of the pieces of a macro or a block
 
     def __init__(self, now: Callable[[], datetime]) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
@@ -74,8 +83,10 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return tree
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        _pay_for_operator(_budget(context), operator, left, right)
-        return super().call_binop(context, operator, left, right)
+        budget = _budget(context)
+        _pay_for_operator(budget, operator, left, right)
+        result = super().call_binop(context, operator, left, right)
+        return _kept(result, (left, right)) if budget.is_traced else result
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
         budget = _budget(__context)
@@ -83,9 +94,17 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         if __obj is range:
             budget.make(len(range(*args)))
         method = getattr(__obj, "__wrapped__", __obj)  # Jinja wraps str.format
-        if isinstance(owner := getattr(method, "__self__", None), str | bytes | int | float):
-            _pay_for_method(budget, method.__name__, owner, [*args, *kwargs.values()])
-        return super().call(__context, __obj, *args, **kwargs)
+        owner = getattr(method, "__self__", None)
+        values = [*args, *(value for name, value in kwargs.items() if name not in JINJA_ARGUMENTS)]
+        if isinstance(owner, str | bytes | int | float):
+            _pay_for_method(budget, method.__name__, owner, values)
+        if not budget.is_traced or not (isinstance(owner, str) or __obj is __self.globals["strftime_now"]):
+            return super().call(__context, __obj, *args, **kwargs)
+        if isinstance(owner, str):
+            _pay_for_pieces(budget, method.__name__, owner, values)
+        if type(owner) is str and method is __obj and is_traced(values):
+            __obj = getattr(TracedText.of(owner), method.__name__)
+        return _kept(super().call(__context, __obj, *args, **kwargs), (owner, *values))
 
     def handle_exception(self, source: str | None = None) -> NoReturn:
         """Raises a render's error unchanged.
@@ -115,7 +134,9 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         budget = _budget(context)
         budget.spend(TURN)
         budget.make(sum(map(len, texts)))
-        return "".join(texts)
+        if not budget.is_traced:
+            return "".join(texts)
+        return joined(_kept(text, (value,)) for text, value in zip(texts, values, strict=True))
 
 
 class _Paying(NodeTransformer):
@@ -189,6 +210,14 @@ def _pay_for_method(budget: RenderBudget, method: str, owner: str | bytes | floa
         budget.make(len(owner) + owner.count("\t") * LARGEST_ARGUMENT + LARGEST_ARGUMENT)
 
 
+def _pay_for_pieces(budget: RenderBudget, method: str, owner: str, values: list[Any]) -> None:
+    """Charges for the pieces that a traced text is split into, which take more memory than plain ones."""
+    if method in ("split", "rsplit", "splitlines", "replace"):
+        separator = values[0] if values else None
+        num_pieces = owner.count(separator) if separator and isinstance(separator, str) else len(owner) // 2
+        budget.spend(PIECE * num_pieces)
+
+
 def _pay_for_replace(budget: RenderBudget, text: Any, old: Any, new: Any) -> None:
     text = str(text)
     budget.make(len(text) + text.count(str(old)) * len(str(new)))
@@ -238,9 +267,40 @@ def _paid_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             _bound_numbers(values)
             budget.make(str(value).count("\n") * LARGEST_ARGUMENT if name == "indent" else size)
         first = {"context": context, "eval_context": context.eval_ctx, "environment": context.environment}
-        return function(*([first[kind.name]] if kind else []), value, *args, **kwargs)
+        passed = [first[kind.name]] if kind else []
+        if not budget.is_traced:
+            return function(*passed, value, *args, **kwargs)
+        return _traced_filter(name, budget, partial(function, *passed), value, args, kwargs)
 
     return paid
+
+
+def _traced_filter(
+    name: str, budget: RenderBudget, function: Callable[..., Any], value: Any, args: Any, kwargs: Any
+) -> Any:
+    """The result of a filter with its origins."""
+    values = (value, *args, *kwargs.values())
+    if isinstance(value, TracedText) and name not in TEXT_FILTERS:
+        budget.spend(PIECE * len(value))
+    if name == "join" and "attribute" not in kwargs and len(args) < 2:
+        separator = str(args[0] if args else kwargs.get("d", ""))
+        return TracedText.of(separator).join(_kept(str(item), (item,)) for item in value)
+    if name == "safe":
+        return TracedMarkup.of(str(value)) if isinstance(value, str) else _kept(str(value), values)
+    if name in ITEM_FILTERS:
+        return function(value, *args, **kwargs)
+    if type(value) is str and is_traced(values):
+        value = TracedText.of(value)
+    result = function(value, *args, **kwargs)
+    if isinstance(result, TracedText) and name not in TEXT_FILTERS:
+        return TracedText(result)  # the filter may have put it together from plain strings
+    return _kept(result, values)
+
+
+def _kept(result: Any, values: Any) -> Any:
+    """The result of an operation that does not know of origins: a text of the request, if any of `values` is."""
+    is_lost = isinstance(result, str) and not isinstance(result, TracedText)
+    return TracedText(result) if is_lost and is_traced(values) else result
 
 
 def _to_json(

@@ -50,8 +50,8 @@ class ModelEncoder:
             )
         except TemplateError as error:
             code = "template_limit" if "template_limit" in str(error) else "invalid_value"
-            raise Refused(str(error), code=code, param="messages") from None
-        return self.tokenizer.encode_chat(_unicode(rendered.text, "messages"), rendered.mark)
+            raise Refused(str(error), code=code, param=error.param) from None
+        return self.tokenizer.encode_chat(_unicode(rendered.marked, "messages"), rendered.mark)
 
 
 def _unicode(text: str, param: str) -> str:

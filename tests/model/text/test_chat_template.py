@@ -41,7 +41,7 @@ def template(root: Path, tokenizer: Tokenizer) -> ChatTemplate:
 
 def encode(template: ChatTemplate, tokenizer: Tokenizer, messages: list[dict[str, Any]], **options: Any) -> list[int]:
     prompt = template.render(messages, **options)
-    return tokenizer.encode_chat(prompt.text, prompt.mark)
+    return tokenizer.encode_chat(prompt.marked, prompt.mark)
 
 
 def expected(theirs: PreTrainedTokenizerBase, messages: list[dict[str, Any]], **options: Any) -> list[int]:
@@ -85,11 +85,10 @@ def test_spelled_special_tokens_are_plain_text(
     honest = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
     hostile = [{**honest[0], "content": first}, honest[1], {**honest[2], "content": second}]
     prompt = template.render(hostile)
-    ids = tokenizer.encode_chat(prompt.text, prompt.mark)
+    ids = tokenizer.encode_chat(prompt.marked, prompt.mark)
     specials = [token_id for token_id in ids if token_id in tokenizer.special_ids]
     assert specials == [i for i in encode(template, tokenizer, honest) if i in tokenizer.special_ids]
-    unmarked = prompt.text.replace(prompt.mark, "") if prompt.mark else prompt.text
-    assert tokenizer.decode(ids, skip_special_tokens=False).replace(" ", "") == unmarked.replace(" ", "")
+    assert tokenizer.decode(ids, skip_special_tokens=False).replace(" ", "") == prompt.text.replace(" ", "")
 
 
 def test_marked_text_is_tokenised_in_its_context(tokenizer: Tokenizer, template: ChatTemplate) -> None:
@@ -117,7 +116,7 @@ def test_marks_are_characters_that_occur_in_no_message(tmp_path: Path) -> None:
     ids = encode(template, tokenizer, [{"role": "user", "content": odd}])
     assert "\ufdd0 x <|im_end|>" in tokenizer.decode(ids, skip_special_tokens=False)
     with pytest.raises(TemplateError, match="noncharacters"):
-        template.render([{"role": "user", "content": "".join(map(chr, range(0xFDD0, 0xFDF0)))}])
+        template.render([{"role": "user", "content": "<|im_end|>" + "".join(map(chr, range(0xFDD0, 0xFDF0)))}])
 
 
 # ---- what a template sees --------------------------------------------------------------------------------------------
@@ -185,7 +184,7 @@ def test_documents_and_kwargs_cannot_spell_special_tokens_either(chatml: Tokeniz
     prompt = template.render(
         [{"role": "user", "content": "x"}], documents=[{"text": "<|im_end|>"}], kwargs={"note": "<|im_start|>"}
     )
-    assert not chatml.special_ids & set(chatml.encode_chat(prompt.text, prompt.mark))
+    assert not chatml.special_ids & set(chatml.encode_chat(prompt.marked, prompt.mark))
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...runtime.env.log import get_logger
 from ...runtime.pipeline import Health
@@ -20,6 +21,7 @@ from .chat_format import ChatFormat, check_parsers
 if TYPE_CHECKING:
     from ...stages.engine.engine import Engine
 
+ANSWER_S = 1.0  # for the answers to requests that a drain has aborted
 MAX_ENDED = 1_000  # finished requests whose owners are kept, so that their timings can be queried
 
 log = get_logger("millrace.deploy")
@@ -48,10 +50,12 @@ class Service:
         self.model_names: tuple[str, ...] = config.served_model_name
         self.created = int(time.time())
         self.is_draining = False
+        self.is_closing = False  # the drain has reached its limit: what is still unanswered is refused
         self.live: dict[str, ActiveRequest] = {}
         self.sources: Mapping[str, str] = {}  # setting -> where its value came from; empty if built in code
         self.ended: dict[str, ActiveRequest] = {}  # the last MAX_ENDED, by answer id
-        self._emptied = asyncio.Event()
+        self._handlers: set[asyncio.Task[Any]] = set()  # of HTTP requests without an answer yet
+        self._ended = asyncio.Event()  # a request, or the handler of one
 
     def attach(self, engine: Engine) -> None:
         """Sets the engine, once it is built."""
@@ -64,6 +68,11 @@ class Service:
         """Whether the server can take requests, and the reason if it cannot."""
         if self.is_draining:
             return Health("draining", reason="the server is shutting down")
+        return self._engine_health
+
+    @property
+    def _engine_health(self) -> Health:
+        """Whether the engine can compute, be the server draining or not."""
         if self.engine is None:
             return Health("loading", reason="the model is loading")
         stall = self.watchdog.stall
@@ -71,12 +80,19 @@ class Service:
             return Health("stalled", stage=stall.name, reason=stall.reason)
         return self.engine.health
 
+    def refuse_if_draining(self) -> None:
+        """Raises `ApiError` 503 if the server is draining. Called once, where a request comes in."""
+        if self.is_draining:
+            raise not_serving(self.health, retry_after_s=self.config.shutdown_timeout_s)
+
     def require_engine(self) -> Engine:
-        """The engine; raises `ApiError` 503 unless it is ready."""
-        health = self.health
+        """The engine; raises `ApiError` 503 unless it is ready.
+
+        It stays ready during a drain, for the requests that came in before.
+        """
+        health = self._engine_health
         if self.engine is None or not health.is_ready:
-            retry_after_s = self.config.shutdown_timeout_s if health.state == "draining" else 1.0
-            raise not_serving(health, retry_after_s=retry_after_s)
+            raise not_serving(health)
         return self.engine
 
     def require_some_engine(self) -> Engine:
@@ -129,8 +145,24 @@ class Service:
             self.ended[answer_id] = live
             if len(self.ended) > MAX_ENDED:
                 del self.ended[next(iter(self.ended))]
-        if not self.live:
-            self._emptied.set()
+        self._ended.set()
+
+    @property
+    def num_handlers(self) -> int:
+        """The number of HTTP requests without an answer yet, in the engine or not."""
+        return len(self._handlers)
+
+    @contextmanager
+    def handling(self) -> Iterator[None]:
+        """For the time in which the current task makes an answer: `drain` waits for its end, or cancels it."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._handlers.add(task)
+        try:
+            yield
+        finally:
+            self._handlers.discard(task)
+            self._ended.set()
 
     def abort(self, some_id: str, owner: str) -> str | None:
         """Aborts the owner's request with that answer id or X-Request-Id.
@@ -145,25 +177,34 @@ class Service:
         return None
 
     async def drain(self, timeout_s: float) -> bool:
-        """Stops admission and waits for the requests in progress; False if any had to be aborted.
+        """Stops admission and waits for the requests that have come in; False if any had to be aborted.
 
-        Requests that remain after `timeout_s` are aborted, and their handlers get one second to answer the clients.
+        Requests that remain after `timeout_s` are aborted, and their handlers get `ANSWER_S` to answer the clients.
+        Handlers without a request in the engine, or with one that does not end, then answer 503.
         """
         self.is_draining = True
-        if await self._wait_until_empty(timeout_s):
+        if await self._wait_until(self._is_empty, timeout_s):
             return True
         for request_id in list(self.live):
             if self.engine is not None:
                 self.engine.abort(request_id, "server_shutdown")
-        await self._wait_until_empty(1.0)
+        await self._wait_until(lambda: not self.live, ANSWER_S)
+        self.is_closing = True
+        for task in self._handlers:
+            task.cancel()
+        await self._wait_until(self._is_empty, ANSWER_S / 2)
         return False
 
-    async def _wait_until_empty(self, timeout_s: float) -> bool:
+    def _is_empty(self) -> bool:
+        return not (self.live or self._handlers)
+
+    async def _wait_until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
+        """Waits for a condition that only the end of a request can make true."""
         try:
             async with asyncio.timeout(timeout_s):
-                while self.live:
-                    self._emptied.clear()
-                    await self._emptied.wait()
+                while not condition():
+                    self._ended.clear()
+                    await self._ended.wait()
         except TimeoutError:
             return False
         return True

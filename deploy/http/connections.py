@@ -29,7 +29,7 @@ LINGER_S = 1.0  # reads on for so long after an early answer, so that the client
 class Connection(web.RequestHandler):
     """aiohttp's connection, with a limit on the header block in bytes and in time."""
 
-    __slots__ = ("_frame_guard", "_header_bytes", "_header_timeout_s", "_header_timer")
+    __slots__ = ("_frame_guard", "_header_bytes", "_header_timeout_s", "_header_timer", "writes_through")
 
     def __init__(self, manager: web.Server, *, header_timeout_s: float, **kwargs: Any) -> None:
         super().__init__(manager, **kwargs)
@@ -37,6 +37,7 @@ class Connection(web.RequestHandler):
         self._header_timer: asyncio.TimerHandle | None = None
         self._header_bytes = 0
         self._frame_guard: FrameGuard | None = None
+        self.writes_through = False  # a write waits until its bytes have left this process
 
     def guard_frames(self, guard: FrameGuard) -> None:
         """Passes the frames of the upcoming WebSocket through `guard` before aiohttp parses them."""
@@ -141,12 +142,21 @@ class Listener(web.Server):
         super().__init__(self._handle, **kwargs)
         self._handler = handler
         self._max_connections = max_connections
+        self._writes_through = False
 
     def __call__(self) -> Connection:
         return Connection(self, loop=self._loop, **self._kwargs)
 
+    def write_through(self) -> None:
+        """From now on a write to any connection waits until its buffer in this process is empty."""
+        self._writes_through = True
+        for connection, transport in self._connections.items():
+            _write_through(connection, transport)
+
     def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
         super().connection_made(handler, transport)
+        if self._writes_through:
+            _write_through(handler, transport)
         if len(self._connections) > self._max_connections:
             error = ApiError("too_many_connections", "too many connections; try again shortly", retry_after_s=1.0)
             transport.write(raw_response(error))
@@ -168,6 +178,12 @@ class Listener(web.Server):
         if any(value.lower() not in ("", CONTINUE) for value in request.headers.getall("Expect", ())):
             return closing_response(ApiError("expectation_failed", f"the Expect header must be {CONTINUE}"))
         return await self._handler(request)
+
+
+def _write_through(connection: web.RequestHandler, transport: asyncio.Transport) -> None:
+    assert isinstance(connection, Connection)
+    connection.writes_through = True
+    transport.set_write_buffer_limits(0)
 
 
 def not_ascii(request: web.BaseRequest) -> str | None:

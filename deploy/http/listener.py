@@ -41,6 +41,15 @@ class ServerRunner(web.AppRunner):
         super().__init__(app, shutdown_timeout=1.0)
         self._config = config
 
+    def write_through(self) -> None:
+        """From now on a write waits until the kernel has all bytes, so that the end of the process loses none."""
+        if isinstance(self.server, Listener):
+            self.server.write_through()
+
+    def wait_for_writes(self, limit_s: float) -> None:
+        """`cleanup` will wait so long for answers that are being written, and for at least a second."""
+        self._shutdown_timeout = max(1.0, limit_s)
+
     async def _make_server(self) -> web.Server:
         stock = await super()._make_server()
         return Listener(

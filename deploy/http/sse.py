@@ -12,6 +12,8 @@ from typing import Any
 import orjson
 from aiohttp import HttpVersion11, web
 
+from .connections import Connection
+
 DONE = b"[DONE]"  # the data of a stream's last event
 PING = b": ping\n\n"
 HIGH_WATER_BYTES = 64 * 1024  # of the transport's buffer; above it a write waits for the client to read
@@ -138,9 +140,10 @@ def _framed(bodies: Iterable[bytes]) -> bytes:
 
 def bound_buffers(request: web.Request) -> None:
     """Bounds the transport's and the kernel's send buffers of this connection."""
-    transport = request.transport
+    transport, connection = request.transport, request.protocol
     if transport is not None:
-        transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
+        if not (isinstance(connection, Connection) and connection.writes_through):
+            transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any
 
 from aiohttp import web
@@ -12,7 +13,7 @@ from aiohttp.typedefs import Handler, Middleware
 from ...runtime.env.log import bound, get_logger
 from ..api.messages.events import MESSAGES_PATH, error_body
 from ..api.service import Service
-from ..errors import ApiError, describe, shorten, unforeseen
+from ..errors import ApiError, describe, not_serving, shorten, unforeseen
 from ..http.api_keys import ApiKeys
 from ..http.connections import error_response
 from ..http.origin_check import OriginCheck
@@ -20,6 +21,7 @@ from ..http.request_context import OWNER, REQUEST_ID, TRACE, checked_request_id
 from ..http.trace_context import CURRENT, read_traceparent
 
 NO_KEYS = ApiKeys(())
+SWITCHING_PROTOCOLS = 101
 
 log = get_logger("millrace.deploy")
 
@@ -96,6 +98,33 @@ def check_keys(
     return check
 
 
+def take_in(
+    service: Service, new_work: Collection[Callable[..., object]], sockets: Collection[Callable[..., object]]
+) -> Middleware:
+    """Middleware that refuses the requests of the handlers in `new_work` while the server drains.
+
+    The drain waits for all requests that came in before, except those of `sockets`, which it closes.
+    """
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        called = request.match_info.handler
+        if called in new_work:
+            service.refuse_if_draining()
+        if called in sockets:
+            return await handler(request)
+        with service.handling():
+            try:
+                return await handler(request)
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if not service.is_closing or request.writer.output_size or task is None or task.uncancel():
+                    raise
+                raise not_serving(service.health, retry_after_s=1.0) from None
+
+    return middleware
+
+
 def add_headers(service: Service, gate: OriginCheck) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
     """A signal handler that adds the common headers to every response.
 
@@ -110,7 +139,8 @@ def add_headers(service: Service, gate: OriginCheck) -> Callable[[web.Request, w
         response.headers["X-Content-Type-Options"] = "nosniff"
         response.headers["Server"] = "millrace"
         response.headers.update(gate.cors_headers(request))
-        if service.is_draining:
+        if service.is_draining and response.status != SWITCHING_PROTOCOLS:
             response.force_close()
+            response.headers["Connection"] = "close"  # aiohttp has chosen its own already
 
     return add

@@ -32,16 +32,16 @@ class Routes:
     """
 
     def __init__(self, service: Service, metrics: Metrics, threads: Executor) -> None:
-        self._threads = threads
         self._health = HealthRoutes(service, metrics)
         self._models = ModelRoutes(service)
         self._tokenize = TokenizeRoutes(service, threads)
         self._generation = GenerationRoutes(service, threads)
         self._pages = Pages()
         self._embeddings = EmbeddingRoutes(service, threads)
-        self._responses = ResponseService(self._generation, threads)
+        self.responses = ResponseService(self._generation, threads)
+        self._response_routes = ResponsesRoutes(self.responses, threads)
         self._messages = MessagesRoutes(self._generation, threads)
-        self.sockets = Hub(self._generation, self._responses, metrics, threads)
+        self.sockets = Hub(self._generation, self.responses, metrics, threads)
         self.feed = Feed(service, metrics, threads, package_version())
 
     @property
@@ -50,11 +50,22 @@ class Routes:
         health, pages = self._health, self._pages
         return frozenset({health.live, health.ready, pages.stream_demo, pages.dashboard, self.feed.socket, pages.file})
 
+    @property
+    def new_work(self) -> frozenset[Any]:
+        """Handlers that start something, and so are refused while the server drains."""
+        posts = {route.handler for route in self.table() if route.method == "POST"}
+        return frozenset(posts - {self._response_routes.cancel} | {self.sockets.stream, self.sockets.responses})
+
+    @property
+    def open_ended(self) -> frozenset[Any]:
+        """Handlers of sockets, which last until one side closes them."""
+        return frozenset({self.sockets.stream, self.sockets.responses, self.feed.socket})
+
     def table(self) -> list[web.RouteDef]:
         """The routes of these handlers."""
         generation, messages, embeddings = self._generation, self._messages, self._embeddings
         health, models, tokenize = self._health, self._models, self._tokenize
-        responses = ResponsesRoutes(self._responses, self._threads)
+        responses = self._response_routes
         return [
             web.get("/health", health.ready),
             web.get("/health/live", health.live),
@@ -97,4 +108,4 @@ class Routes:
 
     async def stop(self, app: web.Application) -> None:
         """Ends background work that no handler waits for."""
-        await self._responses.stop()
+        await self.responses.stop()

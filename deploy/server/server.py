@@ -26,7 +26,7 @@ from ..inspect.routes import InspectRoutes
 from ..metrics.metrics import Metrics
 from ..metrics.otlp_export import OtlpExporter
 from ..openapi.docs_page import DocsRoutes
-from .middleware import NO_KEYS, add_headers, check_keys, identify
+from .middleware import NO_KEYS, add_headers, check_keys, identify, take_in
 from .request_log import RequestLog
 from .routes import Routes
 
@@ -59,6 +59,7 @@ class Server:
         self._inspect_routes = InspectRoutes(self.service, self._threads)
         self._admin = AdminRoutes(self.service, self._threads)
         self._runner: ServerRunner | None = None
+        self._limit_s = 0.0  # of the drain, by the loop's clock
         self._port = config.port
         self._tls = tls_context(config)
 
@@ -97,13 +98,20 @@ class Server:
             RequestLog(self.config.log_prompts).watch(engine.exit)
 
     async def drain(self) -> bool:
-        """Refuses new requests, waits for running ones up to `shutdown_timeout_s`, aborts the rest.
+        """Refuses new requests, waits up to `shutdown_timeout_s` for those that have come in, aborts the rest.
 
-        Returns whether all requests ended in time.
+        A background response has been answered once its client has fetched it. Returns whether all requests ended in
+        time.
         """
+        loop = asyncio.get_running_loop()
+        self._limit_s = loop.time() + self.config.shutdown_timeout_s
         self.service.is_draining = True
+        if self._runner is not None:
+            self._runner.write_through()
         self._sockets.drain()
-        return await self.service.drain(self.config.shutdown_timeout_s)
+        is_clean = await self.service.drain(self.config.shutdown_timeout_s)
+        await self._routes.responses.wait_until_fetched(self._limit_s - loop.time())
+        return is_clean
 
     async def stop(self) -> None:
         """Closes every connection and stops listening. Idempotent."""
@@ -113,6 +121,7 @@ class Server:
         if self._runner is not None:
             runner, self._runner = self._runner, None
             await asyncio.gather(self._sockets.close(), self._routes.feed.close(), self._admin.profiler.close())
+            runner.wait_for_writes(self._limit_s - asyncio.get_running_loop().time())
             await runner.cleanup()
         self._threads.shutdown(wait=False, cancel_futures=True)
         if self.config.uds is not None:
@@ -141,6 +150,7 @@ class Server:
             identify(self.metrics.count_rejection),
             guard(gate),
             check_keys(ApiKeys(self.config.api_key), others, open_paths),
+            take_in(self.service, routes.new_work, routes.open_ended),
         ]
         app = web.Application(middlewares=middlewares, client_max_size=self.config.max_body_bytes)
         app.on_response_prepare.append(add_headers(self.service, gate))

@@ -48,6 +48,7 @@ class ResponsesSession(SocketSession):
         lane = raw.pop("stream_id", None)
         try:
             _check(raw, lane)
+            self._context.service.refuse_if_draining()
             if len(self._tasks) >= self._context.config.ws_max_streams:
                 message = f"{len(self._tasks)} responses are running on this socket: wait for one to end"
                 raise ApiError("rate_limit_exceeded", message, retry_after_s=1.0)

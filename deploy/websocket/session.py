@@ -80,6 +80,7 @@ class Session(SocketSession):
                 stream.cancel()
 
     async def _create(self, create: Create, num_bytes: int) -> None:
+        self._context.service.refuse_if_draining()
         self._check_id(create.id)
         limit = self._context.config.ws_max_streams
         if len(self._streams) >= limit:

@@ -53,6 +53,7 @@ class ResponsesRoutes:
         stored = self._stored(request)
         first = whole_number(request, "starting_after", -1, least=0, most=2**31 - 1) + 1
         if not flag(request, "stream"):
+            self.responses.note_fetched(stored)
             return _json(stored.response)
         if stored.events is None:
             message = "stream: requires a response created with background and stream whose events are still stored"
@@ -62,11 +63,13 @@ class ResponsesRoutes:
     async def cancel(self, request: web.Request) -> web.Response:
         """`POST /v1/responses/{id}/cancel`."""
         stored = await self.responses.cancel(request.match_info["id"], request[OWNER])
+        self.responses.note_fetched(stored)
         return _json(stored.response)
 
     async def delete(self, request: web.Request) -> web.Response:
         """`DELETE /v1/responses/{id}`; a response in progress is aborted."""
         stored = self.responses.store.delete(request.match_info["id"], request[OWNER])
+        self.responses.note_fetched(stored)
         if not stored.is_over:
             self._service.abort(stored.id, request[OWNER])
         return _json(orjson.dumps({"id": stored.id, "object": "response", "deleted": True}))
@@ -89,7 +92,7 @@ class ResponsesRoutes:
         return _json(await asyncio.get_running_loop().run_in_executor(self._threads, listed))
 
     def _stored(self, request: web.Request) -> StoredResponse:
-        self._service.require_engine()
+        """In every state of the server: a response that is complete needs no engine."""
         return self.responses.store.get(request.match_info["id"], request[OWNER])
 
     # -- streams
@@ -101,7 +104,9 @@ class ResponsesRoutes:
             async for events in batches:
                 num_sent += len(events)
                 yield b"".join(events)
-        if stored.events is None:
+        if stored.events is not None:
+            self.responses.note_fetched(stored)
+        else:
             message = "the events of this response are no longer stored; GET it without stream"
             error = {"code": "server_error", "message": message, "param": None}
             yield named_event({"type": "error", "sequence_number": num_sent, **error})

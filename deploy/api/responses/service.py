@@ -29,6 +29,7 @@ from .input_items import Item, messages_of, num_to_cut, read_items
 from .store import ResponseStore, StoredResponse
 
 PREFIX = "resp_"
+FETCH_S = 30.0  # a shutdown waits for clients that fetch a background response which ended this long ago, or less
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,8 @@ class ResponseService:
         self._generation = generation
         self._threads = threads
         self._tasks: set[asyncio.Task[None]] = set()
+        self._unfetched: dict[str, float] = {}  # background responses that are over -> since when, oldest first
+        self._fetched = asyncio.Event()
 
     # -- reading requests
 
@@ -221,6 +224,8 @@ class ResponseService:
         finally:
             stored.is_over = True
             self._publish(stored, built, [])
+            self._unfetched[stored.id] = asyncio.get_running_loop().time()
+            self._forget_old_ones()
 
     def _publish(self, stored: StoredResponse, built: ResponseEvents, events: Sequence[Event]) -> None:
         self.store.update(stored, orjson.dumps(built.response), orjson.dumps(built.response["output"]))
@@ -237,6 +242,28 @@ class ResponseService:
             self.service.abort(response_id, owner)
             await asyncio.wait([stored.task])
         return stored
+
+    def note_fetched(self, stored: StoredResponse) -> None:
+        """A client has got this response; if it is over, no shutdown waits for that."""
+        if self._unfetched.pop(stored.id, None) is not None:
+            self._fetched.set()
+
+    async def wait_until_fetched(self, timeout_s: float) -> bool:
+        """Waits until clients have fetched the background responses that ended a short while ago."""
+        self._forget_old_ones()
+        try:
+            async with asyncio.timeout(max(0.0, timeout_s)):
+                while any(response_id in self.store for response_id in self._unfetched):
+                    self._fetched.clear()
+                    await self._fetched.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def _forget_old_ones(self) -> None:
+        since_s = asyncio.get_running_loop().time() - FETCH_S
+        while self._unfetched and self._unfetched[first := next(iter(self._unfetched))] < since_s:
+            del self._unfetched[first]
 
     async def stop(self) -> None:
         """Cancels all background responses."""

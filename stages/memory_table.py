@@ -19,7 +19,7 @@ class MachineMemory:
     budget_bytes: int  # upper bound of the device rows if the engine chooses the cache size
     cache_cap_bytes: int | None = None  # upper bound of the cache alone, likewise; None: no bound of its own
     host_free_bytes: int | None = None  # free host memory beside a GPU; None: the device is the host
-    is_limited: bool = False  # a container's limit determines the free memory of a CPU
+    limited_by: str = ""  # the limit that determines the free memory of a CPU, if one does
 
     @property
     def is_host(self) -> bool:
@@ -122,7 +122,7 @@ class MemoryTable:
         """Lines for a terminal."""
         machine = self.machine
         budget = f"of {human(machine.budget_bytes)} for this engine; {machine.device} has {human(machine.total_bytes)}"
-        budget += ", the container's limit" if machine.is_limited else ""
+        budget += f", {machine.limited_by}" if machine.limited_by else ""
         lines = [_line(row.name, row.num_bytes, row.what) for row in self.rows if row.place == "device"]
         lines.append(_line("total", self.total_bytes, budget))
         if machine.host_free_bytes is not None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from ...kernels.native import build, library
 from ...kernels.native.errors import NativeUnavailableError
 from ...runtime.env.cpus import ComputeThreads, Cpus
-from ...stages.backends.cache_size import free_host_bytes, is_host_limited, total_host_bytes
+from ...stages.backends.cache_size import free_host_bytes, host_limit, total_host_bytes
 from ...stages.config import EngineConfig
 from ..config import ServerConfig
 from ..http.package_version import DISTRIBUTION
@@ -85,8 +85,8 @@ def _cpu() -> str:
 
 def _memory() -> str:
     total, free = total_host_bytes() / 2**30, free_host_bytes() / 2**30
-    limited = ", by the container's limit" if is_host_limited() else ""
-    return f"{total:.1f} GiB, {free:.1f} free{limited}"
+    limit = host_limit()
+    return f"{total:.1f} GiB, {free:.1f} free{f', by {limit}' if limit else ''}"
 
 
 def _version(name: str) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 from ...model.checkpoint.tensor_shapes import expected_shapes
 from ...model.config import ModelConfig
 from ...runtime.env.cgroups import memory_left, memory_limit, read
+from ...runtime.env.limits import LIMIT_FLAGS, address_space_left
 from ..config import EngineConfig
 from ..errors import ConfigError
 from ..memory_table import MachineMemory, MemoryTable, MemoryUse, human
@@ -24,6 +25,7 @@ from ..request_limits import longest_sequence
 CPU_SHARE = 0.25  # of free memory, at most, for the cache of an engine on a CPU
 SWAP_GIB = {"cpu": 1.0, "cuda": 4.0}  # of host memory for preempted sequences, by default
 SWAP_SHARE = 0.125  # of free memory, at most, for that default
+PROCESS_RESERVE_BYTES = 512 * 2**20  # of a limit of this process: libraries and stacks of threads that come later
 ROOT = Path("/")  # root of the file system whose /proc and /sys describe memory
 
 
@@ -192,8 +194,7 @@ class CacheSizing:
         if config.num_gpu_blocks is not None or config.kv_cache_bytes is not None:
             return "give more with kv_cache_bytes or num_gpu_blocks"
         if self.machine.is_host:
-            more = _more_memory(self.machine.is_limited)
-            return f"{more}, or give more than {CPU_SHARE:.0%} of what is free with kv_cache_bytes"
+            return f"{memory_advice()}, or give more than {CPU_SHARE:.0%} of what is free with kv_cache_bytes"
         return f"raise gpu_memory_utilization = {config.gpu_memory_utilization}, or lower max_num_batched_tokens"
 
 
@@ -218,7 +219,7 @@ def check_weights(num_bytes: int, free_bytes: int, device: str, dtype: str) -> N
         smaller = "dtype = bfloat16 halves that; or " if dtype == "float32" else ""
         if device == "cpu" and dtype == "bfloat16":
             smaller = "quantization = int8 halves that; or "
-        more = _more_memory(device == "cpu" and is_host_limited())
+        more = memory_advice() if device == "cpu" else "free memory"
         raise ConfigError(
             f"the weights take {human(num_bytes)} as {dtype}, and {device} has {human(free_bytes)} free: {smaller}"
             f"choose a smaller model, or {more}"
@@ -249,7 +250,7 @@ def num_host_blocks(config: EngineConfig, bytes_per_block: int, max_model_len: i
     taken = pool_bytes(blocks, bytes_per_block, is_pinned=device == "cuda")
     if taken > free:
         needs = f"{source} needs {human(taken)} of host memory"
-        raise ConfigError(f"{needs}, and {human(free)} are free: lower it, or {_more_memory(is_host_limited())}")
+        raise ConfigError(f"{needs}, and {human(free)} are free: lower it, or {memory_advice()}")
     return blocks
 
 
@@ -263,9 +264,8 @@ def pool_bytes(num_blocks: int, bytes_per_block: int, *, is_pinned: bool) -> int
 
 
 def free_host_bytes() -> int:
-    """Host memory available without swapping, within the limit of the control group."""
-    free, left = _machine_free_bytes(), memory_left(ROOT)
-    return free if left is None else min(free, left)
+    """Host memory available without swapping, within the limits of the control group and of this process."""
+    return min(left for left in (_machine_free_bytes(), memory_left(ROOT), _process_left()) if left is not None)
 
 
 def total_host_bytes() -> int:
@@ -274,10 +274,24 @@ def total_host_bytes() -> int:
     return total if limit is None else min(total, limit)
 
 
-def is_host_limited() -> bool:
-    """Whether a control group, rather than the machine, determines `free_host_bytes`."""
-    left = memory_left(ROOT)
-    return left is not None and left < _machine_free_bytes()
+def host_limit() -> str:
+    """The limit that determines `free_host_bytes`; empty if the machine does."""
+    free = free_host_bytes()
+    if free == _machine_free_bytes():
+        return ""
+    return f"this process's limit ({LIMIT_FLAGS})" if free == _process_left() else "the container's limit"
+
+
+def memory_advice() -> str:
+    """How this process gets more memory."""
+    if not (limit := host_limit()):
+        return "free memory"
+    return "raise the container's memory limit" if "container" in limit else f"raise {limit}"
+
+
+def _process_left() -> int | None:
+    left = address_space_left(ROOT)
+    return None if left is None else max(0, left - PROCESS_RESERVE_BYTES)
 
 
 def _machine_free_bytes() -> int:
@@ -293,7 +307,3 @@ def _meminfo(field: str) -> int:
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
     return 0
-
-
-def _more_memory(is_limited: bool) -> str:
-    return "raise the container's memory limit" if is_limited else "free memory"

@@ -17,7 +17,7 @@ from ..errors import ConfigError
 from ..memory_table import MachineMemory
 from ..params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
 from ..sample.sampling_math import WHOLE_SIZE
-from .cache_size import CPU_SHARE, CacheSizing, MemoryNeeds, free_host_bytes, is_host_limited, total_host_bytes
+from .cache_size import CPU_SHARE, CacheSizing, MemoryNeeds, free_host_bytes, host_limit, total_host_bytes
 from .cuda.cuda_graphs import batches_of
 from .cuda.step_update import MAX_DIFF_ITEMS, diff_size
 
@@ -64,7 +64,7 @@ def sizing_on_cpu(
         limit_bytes=loaded + free,
         budget_bytes=loaded + free,
         cache_cap_bytes=int(free * CPU_SHARE),
-        is_limited=is_host_limited(),
+        limited_by=host_limit(),
     )
     return CacheSizing(
         config=config, machine=machine, needs_of=needs_of, bytes_per_block=bytes_per_block, host_blocks=host_blocks

@@ -13,13 +13,14 @@ from millrace.kernels import kernel_set
 from millrace.model.checkpoint.tensor_shapes import expected_shapes
 from millrace.model.config import ModelConfig
 from millrace.model.decoder.linear import linear_form
+from millrace.runtime.env import limits as process_limits
 from millrace.runtime.env.env import LiveEnv
 from millrace.runtime.phases import Phases
 from millrace.stages.backends import cache_size
 from millrace.stages.backends.cache_size import (
     check_weights,
     free_host_bytes,
-    is_host_limited,
+    host_limit,
     num_host_blocks,
     total_host_bytes,
 )
@@ -73,7 +74,35 @@ def test_memory_is_the_machines_or_what_a_group_gives_where_that_is_less(
 ) -> None:
     monkeypatch.setattr(cache_size, "ROOT", written(tmp_path, MACHINE | files))
     assert (free_host_bytes(), total_host_bytes()) == (free * MIB, total * MIB)
-    assert is_host_limited() == is_limited
+    assert bool(host_limit()) == is_limited
+
+
+def process(limits: str, pages: str) -> dict[str, str]:
+    return {"proc/self/limits": f"Limit Soft Limit Hard Limit Units\n{limits}\n", "proc/self/statm": pages}
+
+
+@pytest.mark.parametrize(
+    ("limits", "free"),
+    [
+        (f"Max address space {700 * MIB} unlimited bytes", 78),  # 700 - 110 of now - 512 of later
+        (f"Max data size {650 * MIB} {650 * MIB} bytes", 88),  # 650 - 50 - 512
+        (f"Max data size {5 * MIB} {5 * MIB} bytes", 0),
+    ],
+)
+def test_memory_is_what_a_limit_of_this_process_leaves(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, limits: str, free: int
+) -> None:
+    pages = f"{110 * MIB // 4096} 9 9 9 0 {50 * MIB // 4096} 0"
+    files = process("Max address space unlimited unlimited bytes", pages)
+    monkeypatch.setattr(cache_size, "ROOT", written(tmp_path, MACHINE | files))
+    monkeypatch.setattr(process_limits, "PAGE_BYTES", 4096)
+    assert free_host_bytes() == 800 * MIB and not host_limit()
+    written(tmp_path, process(limits, pages))
+    assert free_host_bytes() == free * MIB
+    with pytest.raises(
+        ConfigError, match=f"cpu has {free} .*free: .* or raise this process's limit .ulimit -v or -d.$"
+    ):
+        check_weights(100 * MIB, free_host_bytes(), "cpu", "float16")
 
 
 def test_without_proc_half_of_the_machine_is_free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

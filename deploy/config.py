@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from ..runtime.env.writable import folder_problem
 from ..stages.errors import ConfigError
 
 _HOST = re.compile(r"\*|\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+")
@@ -144,6 +145,16 @@ class ServerConfig:
             for origin in getattr(self, name):
                 if not _ORIGIN.fullmatch(origin):
                     raise ConfigError(f"{name} = {origin}: must be like https://chat.example.com, without a path, or *")
+
+    def check_folders(self) -> None:
+        """`ConfigError` for a folder in which no file can be written. Makes folders that are missing.
+
+        Called at the start, as these files are written long after.
+        """
+        for name in ("flight_recorder_dir", "profiler_dir"):
+            folder = getattr(self, name)
+            if folder is not None and (problem := folder_problem(Path(folder))) is not None:
+                raise ConfigError(f"{name} = {folder}: {problem}")
 
     @property
     def is_private(self) -> bool:

@@ -6,8 +6,10 @@ A configuration is read and checked once, at start, and then passed in. Names fo
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
+from ..runtime.env.writable import file_problem
 from ..runtime.fault_injection import parse_fault
 from .errors import ConfigError
 
@@ -104,6 +106,11 @@ class EngineConfig:
         """`max_num_batched_tokens`, after `resolve_step_size` has set it."""
         assert self.max_num_batched_tokens is not None, "settle_step_size() must run first"
         return self.max_num_batched_tokens
+
+    def check_files(self) -> None:
+        """`ConfigError` if the recording cannot be written. Called before the model is loaded."""
+        if self.record is not None and (problem := file_problem(Path(self.record))) is not None:
+            raise ConfigError(f"record = {self.record}: {problem}")
 
     def __post_init__(self) -> None:
         for text in self.inject:

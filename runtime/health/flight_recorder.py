@@ -72,8 +72,8 @@ class FlightRecorder:
         return None if go_on is None else go_on()
 
     def _write(self, path: Path, lines: Iterable[Line], pipeline: Pipeline | None) -> Path:
-        self.directory.mkdir(parents=True, exist_ok=True)
-        with path.open("xb") as file:
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             for line in chain(lines, () if pipeline is None else self._events(pipeline)):
                 file.write(orjson.dumps(line, default=str, option=orjson.OPT_APPEND_NEWLINE))
         for old in sorted(self.directory.glob("flight-*.jsonl"))[:-MAX_FILES]:

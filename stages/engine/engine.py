@@ -125,6 +125,7 @@ class Engine(EngineStatus, ClientApi):
             raise RuntimeError(f"the engine is {self._health.state}, and an engine starts once: create a new one")
         self._health = Health("loading", reason="the model is loading")
         try:
+            self.config.check_files()
             await self._start()
         except BaseException:
             await self.stop()

@@ -65,7 +65,7 @@ def load_on_torch(
     `streams` replace the device's own, in tests.
     """
     device = choose_device(config, threads)
-    kernels = kernel_set.load(_backend_name(config, device))
+    kernels = _load_kernels(config, device)
     _check_backend(config, device, kernels.name)
     streams = _streams(config, streams, device, kernels.name)
     with phases("weights"):
@@ -93,6 +93,21 @@ def load_on_torch(
         chooser=_choosing(kernels.name, is_async=is_async),
         assemble=None if streams is None else partial(_assemble, streams, runner, config, phases.clock),
     )
+
+
+def _load_kernels(config: EngineConfig, device: torch.device) -> kernel_set.KernelSet:
+    """The kernels of the configured backend. Raises `ConfigError` where they cannot run."""
+    try:
+        kernels = kernel_set.load(_backend_name(config, device))
+    except kernel_set.BackendUnavailableError as error:
+        raise ConfigError(str(error)) from None
+    if kernels.name == "triton" and device.type == "cpu":
+        from ....kernels.triton.launch import IS_INTERPRETED
+
+        if not IS_INTERPRETED:
+            message = "its kernels run on a GPU; use device = cuda, or attention_backend = auto"
+            raise ConfigError(f"attention_backend = triton with device = cpu: {message}")
+    return kernels
 
 
 def _check_backend(config: EngineConfig, device: torch.device, kernels: kernel_set.BackendName) -> None:

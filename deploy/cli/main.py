@@ -10,10 +10,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from ...runtime.env.limits import resource_problem
 from ...stages.config import EngineConfig
 from ...stages.errors import ConfigError, NotStartedError
 from ..config import ServerConfig
 from ..settings import Setting, add_flags, build, resolve, show
+from . import standard_streams
 from .argument_parser import ArgumentParser
 
 STARTUP_ERROR_EXIT_CODE = 3  # exit code for a wrong setting or checkpoint; one line on stderr names it
@@ -29,11 +31,25 @@ Run = Callable[[argparse.Namespace, EngineConfig, ServerConfig], int]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code.
 
-    0 success, 1 a failed request, 2 wrong usage, 3 a wrong setting or checkpoint, or too few threads or processes,
-    130 interrupted.
+    0 success, 1 a failed request, 2 wrong usage, 3 a wrong setting or checkpoint, or too little memory or too few
+    threads, processes or files, 130 interrupted, 141 the reader of the output has left.
     """
     # numpy's BLAS has nothing to do here; with too few threads for it, it sends this process a SIGINT
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    standard_streams.prepare()
+    try:
+        try:
+            return _run(arguments)
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        code = standard_streams.exit_code_of_broken_output(error)
+        if code is None:
+            raise
+        return code
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     options = _parser().parse_args(arguments)
     try:
         _join_models(options)
@@ -55,9 +71,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from ...model.errors import ModelError  # slow to import; --help does not need it
         from ...runtime.workers.thread_start import is_thread_shortage
 
-        if not isinstance(error, (ModelError, NotStartedError)) and not is_thread_shortage(error):
+        if isinstance(error, (ModelError, NotStartedError)) or is_thread_shortage(error):
+            return _print_error(error)
+        if (problem := resource_problem(error)) is None:
             raise
-        return _print_error(error)
+        return _print_error(problem)
 
 
 def _join_models(options: argparse.Namespace) -> None:
@@ -70,8 +88,8 @@ def _join_models(options: argparse.Namespace) -> None:
     options.model = flag
 
 
-def _print_error(error: Exception) -> int:
-    print(f"millrace: {error}", file=sys.stderr)
+def _print_error(error: Exception | str) -> int:
+    standard_streams.print_error(f"millrace: {error}")
     return STARTUP_ERROR_EXIT_CODE
 
 

@@ -12,7 +12,6 @@ import sys
 from aiohttp import web
 
 from ...runtime.workers.thread_start import ThreadPool
-from ...stages.errors import ConfigError
 from ...stages.recordings.film import film
 from ...stages.recordings.reader import Recording
 from ...stages.schedule.policy import Policy
@@ -22,6 +21,7 @@ from ..dashboard.playback_viewer import PlaybackViewer
 from ..dashboard.viewers import Viewers
 from ..errors import ApiError
 from ..http.listener import ServerRunner, Site
+from ..http.listening import ListeningSockets
 from ..http.origin_check import OriginCheck, guard
 from ..http.package_version import package_version
 from ..server.middleware import identify
@@ -74,14 +74,10 @@ class ReplayDashboard:
         return f"http://{self._config.host}:{self._port}"
 
     async def __aenter__(self) -> ReplayDashboard:
+        listening = ListeningSockets.open(self._config)
         await self._runner.setup()
-        try:
-            await Site(self._runner, self._config, None).start()
-        except OSError as error:
-            await self.__aexit__()
-            where = f"{self._config.host}:{self._config.port}"
-            raise ConfigError(f"cannot listen on {where}: {error.strerror or error}; try --port 0") from None
-        self._port = int(self._runner.addresses[0][1])
+        await Site(self._runner, listening, self._config, None).start()
+        self._port = listening.port
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:

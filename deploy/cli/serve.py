@@ -5,24 +5,27 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import json
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 from importlib import import_module
 from threading import Thread
 from typing import TYPE_CHECKING, Any, Literal
 
-import orjson
-
+from ...runtime.env.limits import LIMIT_FLAGS, address_space_left, raise_open_files
 from ...runtime.env.log import configure, get_logger, shutdown
 from ...runtime.env.loops import loop_factory
 from ...runtime.workers.thread_start import ThreadNotStarted, start_thread
 from ...stages.config import EngineConfig
+from ...stages.errors import ConfigError
 from ..config import ServerConfig
+from ..http.listening import ListeningSockets
+from . import standard_streams
 
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
@@ -32,6 +35,8 @@ if TYPE_CHECKING:
 
 log = get_logger("millrace.deploy")
 
+MIN_OPEN_FILES = 48  # for the engine, its helpers, and some connections
+MIN_MEMORY_BYTES = 1024 * 2**20  # for libraries and threads, without any model
 STOP_S = 3.0  # after `shutdown_timeout_s`: the process ends then, whatever hangs
 WAIT_S = 0.2  # for weights to load from local files, before the remaining imports; a download takes longer
 
@@ -63,17 +68,32 @@ async def serve(
 
     `sources` maps each setting to its source, for the start-up log.
     """
+    _check_limits()
+    engine_config.check_files()
+    server_config.check_folders()
     stop = _StopSignals(server_config.shutdown_timeout_s + STOP_S)
-    listening: asyncio.Future[Server] = asyncio.get_running_loop().create_future()
-    serving = asyncio.ensure_future(_serve_engine(listening, engine_config, make_engine, stop))
+    with closing(ListeningSockets.open(server_config)) as listening:  # first: what it needs may belong to another
+        return await _serve(engine_config, server_config, make_engine, sources or {}, listening, stop)
+
+
+async def _serve(
+    engine_config: EngineConfig,
+    server_config: ServerConfig,
+    make_engine: MakeEngine,
+    sources: Mapping[str, str],
+    listening: ListeningSockets,
+    stop: _StopSignals,
+) -> int:
+    started: asyncio.Future[Server] = asyncio.get_running_loop().create_future()
+    serving = asyncio.ensure_future(_serve_engine(started, engine_config, make_engine, stop))
     stop.on_early = serving.cancel
     try:
         await asyncio.sleep(0)  # the model begins to load, here or in the engine process
         from ..server.server import Server  # meanwhile, as this import takes half a second
 
-        async with Server(server_config) as server:
-            server.service.sources = sources or {}
-            listening.set_result(server)
+        async with Server(server_config, listening) as server:
+            server.service.sources = sources
+            started.set_result(server)
             return await serving
     except asyncio.CancelledError:
         if not stop.event.is_set():
@@ -86,10 +106,10 @@ async def serve(
 
 
 async def _serve_engine(
-    listening: asyncio.Future[Server], engine_config: EngineConfig, make_engine: MakeEngine, stop: _StopSignals
+    started: asyncio.Future[Server], engine_config: EngineConfig, make_engine: MakeEngine, stop: _StopSignals
 ) -> int:
     async with make_engine(engine_config) as engine:
-        server = await listening
+        server = await started
         server.attach(engine)
         engine.give_way()
         stop.on_early = None
@@ -106,11 +126,38 @@ async def _serve_engine(
 
 
 def _print_ready(server: Server) -> None:
-    """Prints the ready line, JSON, on stdout for the parent process."""
+    """Prints the ready line: JSON for a parent process, addresses for a person at a terminal."""
     names = list(server.service.model_names)
     line = {"event": "ready", "url": server.url, "models": names, "pid": os.getpid()}
-    sys.stdout.write(orjson.dumps(line).decode() + "\n")
-    sys.stdout.flush()
+    text = _addresses(server) if sys.stdout.isatty() else json.dumps(line, separators=(",", ":"))
+    if (error := standard_streams.print_line(text)) is not None:
+        log.warning("ready_line.not_printed", reason=error.strerror)
+
+
+def _addresses(server: Server) -> str:
+    """What one can open now, one address a line."""
+    if server.config.uds is not None:
+        return f"ready: {server.url}"
+    root = server.url + server.config.root_path
+    rows = {"API": f"{root}/v1", "dashboard": f"{root}/dashboard", "docs": f"{root}/docs"}
+    if server.config.disable_docs:
+        del rows["docs"]
+    names = ", ".join(server.service.model_names)
+    return "\n".join([f"ready: model {names}", *(f"  {name:<10}{url}" for name, url in rows.items())])
+
+
+def _check_limits() -> None:
+    """Raises the limit of open files. `ConfigError` if this process may have too few of them, or too little memory."""
+    num_files, left = raise_open_files(), address_space_left()
+    if num_files < MIN_OPEN_FILES:
+        raise ConfigError(
+            f"this process may open {num_files} files: must be at least {MIN_OPEN_FILES}; raise that with ulimit -n"
+        )
+    if left is not None and left < MIN_MEMORY_BYTES:
+        raise ConfigError(
+            f"this process may map {left >> 20} MiB more memory: must be at least {MIN_MEMORY_BYTES >> 20} MiB, and "
+            f"what the model needs; raise that with {LIMIT_FLAGS}"
+        )
 
 
 class _StopSignals:

@@ -7,7 +7,8 @@ this server's shape. The classes here add them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+import heapq
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any
 
 import orjson
@@ -23,13 +24,16 @@ MAX_HEADERS = 100
 MAX_READ = 16 * 1024  # bytes a parser call: the shortest chunks take 10 ms in 16 KiB, and 170 ms in 256 KiB
 ASCII_HEADERS = ("Expect", "Upgrade", "Connection", "Sec-WebSocket-Version", "Sec-WebSocket-Key")  # see `not_ascii`
 CONTINUE = "100-continue"
+NUM_RESERVED = 16  # connections above the limit that may ask for health, and nothing else
+MIN_IDLE_S = 1.0  # a connection that has been idle for so long may be closed to make room for another
+CLOSED_AT_ONCE = 32  # idle connections, the longest idle ones first
 LINGER_S = 1.0  # reads on for so long after an early answer, so that the client receives it
 
 
 class Connection(web.RequestHandler):
     """aiohttp's connection, with a limit on the header block in bytes and in time."""
 
-    __slots__ = ("_frame_guard", "_header_bytes", "_header_timeout_s", "_header_timer", "writes_through")
+    __slots__ = ("_frame_guard", "_header_bytes", "_header_timeout_s", "_header_timer", "is_reserved", "writes_through")
 
     def __init__(self, manager: web.Server, *, header_timeout_s: float, **kwargs: Any) -> None:
         super().__init__(manager, **kwargs)
@@ -38,10 +42,18 @@ class Connection(web.RequestHandler):
         self._header_bytes = 0
         self._frame_guard: FrameGuard | None = None
         self.writes_through = False  # a write waits until its bytes have left this process
+        self.is_reserved = False  # made although there are too many: for health only
 
     def guard_frames(self, guard: FrameGuard) -> None:
         """Passes the frames of the upcoming WebSocket through `guard` before aiohttp parses them."""
         self._frame_guard = guard
+
+    @property
+    def idle_since_s(self) -> float | None:
+        """Since when it waits for a request, by the loop's clock; None while it has one, or the beginning of one."""
+        if not self._is_between_requests() or self._header_bytes:
+            return None
+        return self._next_keepalive_close_time - self._keepalive_timeout
 
     @property
     def has_more_requests(self) -> bool:
@@ -130,18 +142,25 @@ class Connection(web.RequestHandler):
 
 
 class Listener(web.Server):
-    """Creates the connections of one server, at most `max_connections` at a time."""
+    """Creates the connections of one server, at most `max_connections` at a time.
+
+    Above that, idle ones are closed. If none is idle, `NUM_RESERVED` more may ask for the paths in `probes`; all others
+    are refused.
+    """
 
     def __init__(
         self,
         handler: Callable[[Any], Awaitable[web.StreamResponse]],
         *,
         max_connections: int,
+        probes: Collection[str] = (),
         **kwargs: Any,
     ) -> None:
         super().__init__(self._handle, **kwargs)
         self._handler = handler
         self._max_connections = max_connections
+        self._probes = probes
+        self._closing: set[web.RequestHandler] = set()  # by `close_idle`; they are still among the connections
         self._writes_through = False
 
     def __call__(self) -> Connection:
@@ -157,10 +176,38 @@ class Listener(web.Server):
         super().connection_made(handler, transport)
         if self._writes_through:
             _write_through(handler, transport)
-        if len(self._connections) > self._max_connections:
-            error = ApiError("too_many_connections", "too many connections; try again shortly", retry_after_s=1.0)
-            transport.write(raw_response(error))
+        if len(self._connections) <= self._max_connections or self.num_open <= self._max_connections:
+            return
+        if self.close_idle():
+            return
+        if self.num_open <= self._max_connections + NUM_RESERVED:
+            assert isinstance(handler, Connection)
+            handler.is_reserved = True
+        else:
+            transport.write(raw_response(_too_many()))
             transport.close()
+
+    @property
+    def num_open(self) -> int:
+        """The number of connections, without those that are being closed."""
+        self._closing.intersection_update(self._connections)
+        return len(self._connections) - len(self._closing)
+
+    def close_idle(self) -> int:
+        """Closes the connections that have been idle the longest. Returns how many."""
+        latest_s = self._loop.time() - MIN_IDLE_S
+        idle = (
+            (since_s, connection)
+            for connection in self._connections
+            if isinstance(connection, Connection)
+            and (since_s := connection.idle_since_s) is not None
+            and since_s <= latest_s
+        )
+        chosen = heapq.nsmallest(CLOSED_AT_ONCE, idle, key=lambda pair: pair[0])
+        for _, connection in chosen:
+            connection.force_close()
+            self._closing.add(connection)
+        return len(chosen)
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Checks headers that aiohttp mishandles, then calls the handler.
@@ -170,6 +217,10 @@ class Listener(web.Server):
         """
         connection = request.protocol
         assert isinstance(connection, Connection)
+        if connection.is_reserved:
+            response = await self._handler(request) if request.path in self._probes else closing_response(_too_many())
+            response.force_close()
+            return response
         if connection.has_more_requests:
             await asyncio.sleep(0)
         if name := not_ascii(request):
@@ -178,6 +229,10 @@ class Listener(web.Server):
         if any(value.lower() not in ("", CONTINUE) for value in request.headers.getall("Expect", ())):
             return closing_response(ApiError("expectation_failed", f"the Expect header must be {CONTINUE}"))
         return await self._handler(request)
+
+
+def _too_many() -> ApiError:
+    return ApiError("too_many_connections", "too many connections; try again shortly", retry_after_s=1.0)
 
 
 def _write_through(connection: web.RequestHandler, transport: asyncio.Transport) -> None:

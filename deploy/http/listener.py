@@ -1,45 +1,132 @@
-"""aiohttp's runner and site, with limited connections and timed TLS handshakes."""
+"""aiohttp's runner, and a site that accepts connections, also when descriptors are scarce."""
 
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from aiohttp import HttpVersion10, HttpVersion11, web
 
+from ...runtime.env.limits import open_files
+from ...runtime.env.log import get_logger
 from ..config import ServerConfig
-from .connections import LINGER_S, MAX_HEADER_LINE, MAX_HEADERS, Listener
+from .connections import LINGER_S, MAX_HEADER_LINE, MAX_HEADERS, NUM_RESERVED, Listener
+from .listening import ListeningSockets
 from .origin_check import FOREIGN_VERSION
 
+FILES_BESIDE = 32  # of the engine, its helpers and the log; the other descriptors may be connections
+MIN_CONNECTIONS = 8
+WRITE_S = (1.0, 5.0)  # at least and at most, at the end, for clients that read slowly
+ACCEPTS_AT_ONCE = 128  # in one turn of the loop
+PAUSE_S = 1.0  # without accepting, after no descriptor or memory could be had
 
-class Site(web.TCPSite):
-    """A TCP site with a time limit on the TLS handshake, which no `Connection` can time."""
+log = get_logger("millrace.deploy")
 
-    def __init__(self, runner: web.AppRunner, config: ServerConfig, tls: ssl.SSLContext | None) -> None:
-        super().__init__(runner, config.host, config.port, backlog=1024, ssl_context=tls)
+
+class Site(web.BaseSite):
+    """Accepts the connections of sockets that listen already.
+
+    Unlike the loop's own servers: while `accept` fails, it pauses, and logs one line when that begins and one when it
+    ends. Idle connections are closed meanwhile, as they hold descriptors.
+    """
+
+    def __init__(
+        self, runner: web.AppRunner, listening: ListeningSockets, config: ServerConfig, tls: ssl.SSLContext | None
+    ) -> None:
+        super().__init__(runner, ssl_context=tls)
+        self._listening = listening
         self._handshake_timeout_s = None if tls is None else config.header_timeout_s
+        self._connecting: set[asyncio.Task[None]] = set()
+        self._pausing: asyncio.TimerHandle | None = None
+        self._paused_since_s: float | None = None
+
+    @property
+    def name(self) -> str:
+        return str(self._listening.sockets[0].getsockname())
 
     async def start(self) -> None:
-        await web.BaseSite.start(self)
+        await super().start()
+        for sock in self._listening.sockets:
+            sock.setblocking(False)
+        self._resume()
+
+    async def stop(self) -> None:
+        if self._pausing is not None:
+            self._pausing.cancel()
+        self._remove_readers()
+        for task in list(self._connecting):
+            task.cancel()
+        self._listening.close()
+        await super().stop()
+
+    def _resume(self) -> None:
+        self._pausing = None
+        loop = asyncio.get_running_loop()
+        for sock in self._listening.sockets:
+            loop.add_reader(sock, self._accept, sock)
+
+    def _remove_readers(self) -> None:
+        loop = asyncio.get_running_loop()
+        for sock in self._listening.sockets:
+            if sock.fileno() >= 0:
+                loop.remove_reader(sock)
+
+    def _accept(self, sock: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        for _ in range(ACCEPTS_AT_ONCE):
+            try:
+                connection, _ = sock.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                return self._pause(error)
+            if self._paused_since_s is not None:
+                log.info("server.accepts_again", paused_s=round(loop.time() - self._paused_since_s, 3))
+                self._paused_since_s = None
+            task = loop.create_task(self._connect(connection))
+            self._connecting.add(task)
+            task.add_done_callback(self._connecting.discard)
+
+    def _pause(self, error: OSError) -> None:
+        loop, server = asyncio.get_running_loop(), self._runner.server
+        assert isinstance(server, Listener)
+        if self._paused_since_s is None:
+            self._paused_since_s = loop.time()
+            log.error("server.accepts_nothing", reason=error.strerror, num_connections=len(server.connections))
+        self._remove_readers()
+        self._pausing = loop.call_later(PAUSE_S, self._resume)
+        server.close_idle()
+
+    async def _connect(self, connection: socket.socket) -> None:
         assert self._runner.server is not None
-        self._server = await asyncio.get_running_loop().create_server(
-            self._runner.server,
-            self._host,
-            self._port,
-            ssl=self._ssl_context,
-            backlog=self._backlog,
-            ssl_handshake_timeout=self._handshake_timeout_s,
-        )
+        try:
+            connection.setblocking(False)
+            await asyncio.get_running_loop().connect_accepted_socket(
+                self._runner.server,
+                connection,
+                ssl=self._ssl_context,
+                ssl_handshake_timeout=self._handshake_timeout_s,
+            )
+        except OSError:  # the client has left, or its TLS handshake failed
+            connection.close()
+        except BaseException:
+            connection.close()
+            raise
 
 
 class ServerRunner(web.AppRunner):
-    """aiohttp's runner, which makes connections of `Listener`."""
+    """aiohttp's runner, which makes connections of `Listener`.
 
-    def __init__(self, app: web.Application, config: ServerConfig) -> None:
+    A full server still answers the paths in `probes`.
+    """
+
+    def __init__(self, app: web.Application, config: ServerConfig, probes: Collection[str] = ()) -> None:
         super().__init__(app, shutdown_timeout=1.0)
         self._config = config
+        self._probes = frozenset(probes)
 
     def write_through(self) -> None:
         """From now on a write waits until the kernel has all bytes, so that the end of the process loses none."""
@@ -47,8 +134,16 @@ class ServerRunner(web.AppRunner):
             self.server.write_through()
 
     def wait_for_writes(self, limit_s: float) -> None:
-        """`cleanup` will wait so long for answers that are being written, and for at least a second."""
-        self._shutdown_timeout = max(1.0, limit_s)
+        """`cleanup` will wait so long for answers that are being written, within `WRITE_S`."""
+        self._shutdown_timeout = min(max(limit_s, WRITE_S[0]), WRITE_S[1])
+
+    def _max_connections(self) -> int:
+        """As configured, or as many as this process has descriptors for."""
+        wanted = self._config.max_connections
+        most = min(wanted, max(MIN_CONNECTIONS, open_files() - FILES_BESIDE - NUM_RESERVED))
+        if most < wanted:
+            log.warning("server.connections_limited", max_connections=most, wanted=wanted, open_files=open_files())
+        return most
 
     async def _make_server(self) -> web.Server:
         stock = await super()._make_server()
@@ -56,7 +151,8 @@ class ServerRunner(web.AppRunner):
             stock.request_handler,
             request_factory=_answerable(stock.request_factory),
             handler_cancellation=True,  # a disconnect cancels the handler, and so ends the request in any stage
-            max_connections=self._config.max_connections,
+            max_connections=self._max_connections(),
+            probes=self._probes,
             header_timeout_s=self._config.header_timeout_s,
             keepalive_timeout=self._config.keep_alive_s,
             max_line_size=MAX_HEADER_LINE,

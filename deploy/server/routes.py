@@ -51,6 +51,11 @@ class Routes:
         return frozenset({health.live, health.ready, pages.stream_demo, pages.dashboard, self.feed.socket, pages.file})
 
     @property
+    def probes(self) -> frozenset[Any]:
+        """Handlers for which a full server keeps a few connections."""
+        return frozenset({self._health.live, self._health.ready})
+
+    @property
     def new_work(self) -> frozenset[Any]:
         """Handlers that start something, and so are refused while the server drains."""
         posts = {route.handler for route in self.table() if route.method == "POST"}

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import re
-import stat
 from itertools import zip_longest
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from aiohttp import web
 
 from ...runtime.env.log import get_logger
 from ...runtime.workers.thread_start import ThreadPool
-from ...stages.errors import ConfigError
 from ..admin.routes import AdminRoutes
 from ..api.service import Service
 from ..config import ServerConfig
 from ..http.api_keys import ApiKeys
 from ..http.listener import ServerRunner, Site
+from ..http.listening import ListeningSockets
 from ..http.origin_check import OriginCheck, guard
 from ..http.package_version import package_version
 from ..http.tls import tls_context
@@ -46,8 +44,11 @@ class Server:
     ```
     """
 
-    def __init__(self, config: ServerConfig) -> None:
+    def __init__(self, config: ServerConfig, listening: ListeningSockets | None = None) -> None:
+        """`listening`: the sockets of this configuration, if they are open already."""
+        config.check_folders()
         self.config = config
+        self._listening = listening
         self._threads = ThreadPool(2, thread_name_prefix="millrace-http")  # for long bodies and prompts
         self.service = Service(config, self._threads)
         self.metrics = Metrics(self.service.watchdog)
@@ -72,17 +73,13 @@ class Server:
         return f"{'http' if self._tls is None else 'https'}://{host}:{self._port}"
 
     async def start(self) -> None:
-        """Starts to listen. `ConfigError` if the address cannot be bound."""
-        self._runner = ServerRunner(self._make_app(), self.config)
+        """Starts to accept connections. `ConfigError` if the address cannot be bound."""
+        self._listening = self._listening or ListeningSockets.open(self.config)
+        self._runner = ServerRunner(self._make_app(), self.config, self._probes())
         await self._runner.setup()
-        try:
-            await self._make_site(self._runner).start()
-        except OSError as error:
-            await self.stop()
-            where = self.config.uds or f"{self.config.host}:{self.config.port}"
-            raise ConfigError(f"cannot listen on {where}: {error.strerror or error}; try another port") from None
+        await Site(self._runner, self._listening, self.config, self._tls).start()
         if self.config.uds is None:
-            self._port = int(self._runner.addresses[0][1])
+            self._port = self._listening.port
 
     def attach(self, engine: Engine) -> None:
         """Starts to serve requests with `engine`, which must have started."""
@@ -123,9 +120,9 @@ class Server:
             await asyncio.gather(self._sockets.close(), self._routes.feed.close(), self._admin.profiler.close())
             runner.wait_for_writes(self._limit_s - asyncio.get_running_loop().time())
             await runner.cleanup()
+        if self._listening is not None:
+            self._listening.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
-        if self.config.uds is not None:
-            _remove_socket(self.config.uds)  # here: a thread might not start, and the stop must go on
 
     async def __aenter__(self) -> Server:
         await self.start()
@@ -161,16 +158,10 @@ class Server:
             app.add_routes([web.RouteDef(one.method, root + one.path, one.handler, one.kwargs) for one in table])
         return app
 
-    def _make_site(self, runner: web.AppRunner) -> web.BaseSite:
-        if self.config.uds is not None:
-            return web.UnixSite(runner, self.config.uds, ssl_context=self._tls)
-        return Site(runner, self.config, self._tls)
-
-
-def _remove_socket(path: str) -> None:
-    socket = Path(path)
-    if socket.exists() and stat.S_ISSOCK(socket.stat().st_mode):
-        socket.unlink()
+    def _probes(self) -> list[str]:
+        """The paths that a full server still answers."""
+        paths = [route.path for route in self._routes.table() if route.handler in self._routes.probes]
+        return [prefix + path for prefix in {"", self.config.root_path} for path in paths]
 
 
 __all__ = ["Server", "ServerConfig"]

@@ -100,7 +100,7 @@ def test_connections_over_the_limit_are_turned_away(slow_server):
         for _ in range(80):
             connection = slow_server.connect()
             connections.append(connection)
-            send(connection, head_bytes("GET", "/health", {}))
+            send(connection, head_bytes("GET", "/version", {}))
         for connection in connections:
             try:
                 statuses.add(read_answer(connection).status)

@@ -19,6 +19,7 @@ from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Mapping, Sequence
 
 from ..workers.thread_start import ThreadNotStarted, is_thread_shortage, start_thread
+from .oom_score import ENGINE, raise_oom_score
 
 ORPHAN_S = 5.0  # that a child may take to end by itself after its parent has gone
 
@@ -91,8 +92,9 @@ def joined(arguments: Sequence[str]) -> tuple[socket.socket, list[int]]:
     """The socket and the files that the parent passed.
 
     Ignores SIGINT and SIGTERM, which a terminal or a supervisor sends to the whole group: the parent handles them.
-    Call `end_with_parent` next.
+    The kernel will end this process before its parent when memory runs out. Call `end_with_parent` next.
     """
+    raise_oom_score(ENGINE)
     number, *files = map(int, arguments)
     for ignored in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ignored, signal.SIG_IGN)

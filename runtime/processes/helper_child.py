@@ -13,6 +13,8 @@ import sys
 from collections.abc import Callable
 from typing import BinaryIO
 
+from .oom_score import HELPER, raise_oom_score
+
 
 def serve(load: Callable[[bytes], Callable[[bytes], bytes]], cpu_s: float, memory_bytes: int) -> None:
     """Answers requests until the input ends.
@@ -22,6 +24,7 @@ def serve(load: Callable[[bytes], Callable[[bytes], bytes]], cpu_s: float, memor
     A job that takes more than `cpu_s` of CPU time ends the process. A job may take `memory_bytes` beyond the memory
     used after loading; then allocation fails.
     """
+    raise_oom_score(HELPER)
     source, target = sys.stdin.buffer, sys.stdout.buffer
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends this process
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

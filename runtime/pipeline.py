@@ -168,7 +168,7 @@ class Pipeline(Graph):
         for name, stage in self.stages.items():
             self.runners[name] = self._make_runner(name, stage, wakeups)
         if self.exit is not None:
-            self.exit.on_end.append(lambda outbox, cause, error: self._request_ended(outbox.request_id))
+            self.exit.on_end.append(lambda outbox, cause, error: self._request_ended(outbox.request_id, cause))
         for name, runner in self.runners.items():
             self._tasks[name] = asyncio.get_running_loop().create_task(self._guard(name, runner), name=name)
         try:
@@ -376,9 +376,9 @@ class Pipeline(Graph):
         for runner in self.runners.values():
             await runner.is_ready.wait()
 
-    def _request_ended(self, request_id: str) -> None:
+    def _request_ended(self, request_id: str, cause: str) -> None:
         for runner in self.runners.values():
-            runner.request_ended(request_id)
+            runner.request_ended(request_id, cause)
 
     def _crashed(self, name: str, error: BaseException, items: Sequence[Any]) -> None:
         """Reports a stage that raised with these items in hand.

@@ -139,6 +139,15 @@ class Stage(Generic[In, Out]):
         """
         raise NotImplementedError(f"stage {self.name}: write handle(batch, out)")
 
+    def ended(self, request_id: str, cause: str) -> None:
+        """Called once a request has ended, for a stage that keeps state by request: drop it here.
+
+        `cause` is "finish", "error", "cancel", "disconnect", "deadline", "abort" or another word of the exit. Called on
+        the loop after the last `handle` with an item of the request, and between two calls of `handle` unless
+        `concurrency` is set; also for requests that never came here, and none twice. What belongs to several requests
+        (a step) may still name it afterwards. An exception is logged.
+        """
+
     async def recover(self, batch: Sequence[In], error: BaseException, out: Outlet[Out]) -> None:
         """Repairs the state after `handle(batch)` raised, for `Crash.RECOVER`.
 

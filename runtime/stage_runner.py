@@ -20,6 +20,7 @@ from .exit import Exit
 from .fault_injection import Faults
 from .histogram import STAGE_BOUNDS_US, Histogram
 from .outlet import CollectingOutlet, OutputPort
+from .pending_ends import PendingEnds
 from .stage import Context, Crash, Stage
 from .trace.tracer import Emit, EventKind
 from .wakeups import Wakeup, WakeupBatch
@@ -65,7 +66,7 @@ class StageRunner:
 
     __slots__ = (  # over 30 attributes, more than Python stores inline; each step reads them often
         *("_after", "_before", "_wakeup", "_context", "_emit", "_counted_to_s", "_injects_faults", "_is_broken"),
-        *("_is_stopping", "_current_items", "_names_requests", "_now", "_num_blocked", "_num_carried"),
+        *("_ends", "_is_stopping", "_current_items", "_names_requests", "_now", "_num_blocked", "_num_carried"),
         *("_on_broken", "_on_crash", "_outlet", "_ports", "_recent_restarts", "_service_us", "_services_us"),
         *("_oldest_since_s", "_source", "_spent", "_told", "_tracer", "_wait_us", "_waits_us", "_wants"),
         *("blocked_on", "blocked_since_s", "busy_since_s", "exit", "faults", "inputs", "is_ready", "last_progress_s"),
@@ -126,6 +127,7 @@ class StageRunner:
         self._ports = tuple(self.inputs.items())
         self._wants = stage.wants if type(stage).wants is not Stage.wants else None
         self._injects_faults = context.env.injects_faults
+        self._ends = PendingEnds(self._tell_ended) if type(stage).ended is not Stage.ended else None
         self._before, self._after = f"{name}.crash.before", f"{name}.crash.after"
         for port, channel in self._ports:
             channel.listen(self._wakeup, partial(stage.wakes, port) if type(stage).wakes is not Stage.wakes else None)
@@ -270,6 +272,8 @@ class StageRunner:
         except BaseException:
             self._count_up_to(self._now())
             self._num_carried -= 1
+            if self._ends:
+                self._ends.released(self)
             raise
         if self._num_carried == 1:  # as `_count_up_to`, without a call
             self._spent.busy += ended - self._counted_to_s
@@ -277,6 +281,8 @@ class StageRunner:
         else:
             self._count_up_to(ended)
         self._num_carried -= 1
+        if self._ends:
+            self._ends.released(self)
         self.last_progress_s = ended
         busy, blocked_us = ended - began, 0
         if out.has_flushed or out.blocked_s:
@@ -372,6 +378,8 @@ class StageRunner:
 
     def _item_done(self, task: asyncio.Task[None]) -> None:
         self._current_items.pop(task, None)
+        if self._ends:
+            self._ends.released(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._on_broken(self.name, error)
 
@@ -384,11 +392,22 @@ class StageRunner:
             _cancel_once(task)
         await self._finish_current_items()
 
-    def request_ended(self, request_id: str) -> None:
-        """Cancels the tasks that work on `request_id` here."""
+    def request_ended(self, request_id: str, cause: str) -> None:
+        """Cancels the tasks that work on `request_id` here, and tells the stage once they and the batch are done."""
         for task, request_ids in list(self._current_items.items()):
             if request_id in request_ids:
                 _cancel_once(task)
+        if self._ends is not None:
+            holders: list[object] = [one for one, ids in self._current_items.items() if not ids or request_id in ids]
+            if self._num_carried and not self._current_items:
+                holders.append(self)  # a whole batch
+            self._ends.add(request_id, cause, holders)
+
+    def _tell_ended(self, request_id: str, cause: str) -> None:
+        try:
+            self.stage.ended(request_id, cause)
+        except Exception as error:  # the end of a request must not fail for a bug of one stage
+            self._on_crash(self.name, error, ())
 
     # -- delivering
 

@@ -112,7 +112,7 @@ class RemoteRunnerView:
         self.blocked_since_s = status.blocked_since_s
         self.unwanted_ports = set(status.unwanted_ports)
 
-    def request_ended(self, request_id: str) -> None:
+    def request_ended(self, request_id: str, cause: str) -> None:
         """Does nothing: the engine process learns of ended requests from `RequestsEnded`."""
 
 

@@ -1,6 +1,6 @@
 """Conformance kit: checks that a custom stage keeps the promises of every stage.
 
-They are order, cancel, drain, bounded memory, error isolation and a clean stop.
+They are order, cancel, forgetting, drain, bounded memory, error isolation and a clean stop.
 
     def test_my_stage_keeps_its_promises():
         conformance(MyStage, lambda request_id, i: TokenRequest(request_id, ...))
@@ -11,16 +11,15 @@ Runs the stage in small pipelines, in virtual time, under many seeded orders of 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
-from typing import Any, Never
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from typing import Any
 
 from ...runtime.env.log import captured_logs
-from ...runtime.exit import Exit
 from ...runtime.graph import Port
 from ...runtime.pipeline import Pipeline
 from ...runtime.simulation.run import POLICIES, Deadlock, Livelock, SimEnv, SimError, run
-from ...runtime.stage import Context, Outlet, Stage
+from ...runtime.stage import Stage
+from .conformance_parts import CountingExit, EntrantItem, EntryStage, ObservedStage, PoisonItem, keys_in
 
 NUM_ITEMS = 12
 QUIET_S = 3_600.0  # virtual time after which nothing more comes out
@@ -49,20 +48,22 @@ def conformance(
     """Raises `BrokenPromise` for the first promise that a stage breaks.
 
     make_stage    makes a new stage with ports `in` and `out`
-    make_item     (request id, i) to an input item with that `request_id`; items of different i differ. If an item has
-                  a `first_sequence_id`, it is i times its number of sequences
+    make_item     (request id, i) to an input item of that request; items of different i differ. A message of a step
+                  (`StepText`, `StepTokens`, ...) names no request: let its sequences, or its `step`, have numbers of
+                  its own. If an item has a `first_sequence_id`, it is i times its number of sequences
     make_poison   the same, for an item on which the stage fails. By default one that raises on any attribute access
     is_ordered    whether items leave in the order in which they came; by default True unless `concurrency` is above 1
     capacity      of the channels around the stage, which may hold this many items at once
     seeds         number of runs per promise; each has its own order of events
 
     The promises. **once**: each item comes out as often as it does alone. **order**. **cancel**: a cancelled request
-    stops, and no other one does; `CancelledError` passes through. **drain**: when no more items come in, all come out.
+    stops, and no other one does; `CancelledError` passes through. **forgetting**: once all requests have ended, no
+    attribute of the stage names one (drop such state in `ended`). **drain**: when no more items come in, all come out.
     **bounded memory**: while nothing can leave, the stage takes no more items than the channels around it hold.
     **error isolation**: an item that fails ends its own request, and no other. **clean stop**: no task outlives the
     stage.
     """
-    kit = _Kit(make_stage, make_item, make_poison or _Poison, is_ordered, capacity)
+    kit = _Kit(make_stage, make_item, make_poison or PoisonItem, is_ordered, capacity)
     for i in range(NUM_ITEMS):
         kit.expected[i] = kit.count_alone(i)
     for name, scenario in _SCENARIOS.items():
@@ -144,11 +145,11 @@ class _Bench:
         self.env = env
         self.promise = promise
         self.dice = env.random("conformance")
-        self.exit = _CountingExit(kit.expected)
-        self.watched = _Watched(kit.make_stage(), self.exit)
+        self.exit = CountingExit(kit.expected)
+        self.watched = ObservedStage(kit.make_stage(), self.exit)
         self.pipeline = Pipeline()
         self.pipeline.use(env)
-        for name, stage in (("door", _EntryStage()), ("stage", self.watched), ("exit", self.exit)):
+        for name, stage in (("door", EntryStage()), ("stage", self.watched), ("exit", self.exit)):
             self.pipeline.add(stage, name)
         self.pipeline.entry = Port("door", "in")
         self.pipeline.connect("door", "stage", capacity=kit.capacity, reason="as the caller says")
@@ -156,9 +157,10 @@ class _Bench:
 
     async def submit(self, i: int, make: MakeItem | None = None) -> None:
         """Submits item i as the request `request-i`."""
-        item = (make or self.kit.make_item)(f"request-{i}", i)
-        self.exit.note_item(i, item)
-        await self.pipeline.submit(item)
+        request_id = f"request-{i}"
+        item = (make or self.kit.make_item)(request_id, i)
+        self.exit.note_item(i, request_id, item)
+        await self.pipeline.submit(EntrantItem(request_id, item))
 
     async def submit_all(self) -> None:
         for i in range(NUM_ITEMS):
@@ -204,6 +206,18 @@ class _Bench:
         if self.pipeline.health.state == "dead":
             raise self.broken(f"the pipeline is dead: {self.pipeline.health.reason}")
 
+    def require_forgotten(self) -> None:
+        """Checks that no attribute of the stage names an ended request, or one of its sequences."""
+        for name, value in vars(self.watched.stage).items():
+            for key in keys_in(value):
+                owner = self.exit.owner_of(key)
+                if owner is not None:
+                    raise BrokenPromise(
+                        "forgetting",
+                        f"{name} still holds {key!r} of {owner}, and all requests have ended: write "
+                        "ended(request_id, cause), and drop there what the stage keeps for a request",
+                    )
+
     def require_order(self) -> None:
         order = [i for i in self.exit.first_out if i in self.kit.expected]
         if self.kit.is_ordered and order != sorted(order):
@@ -246,8 +260,10 @@ async def _cancel(bench: _Bench) -> None:
     await bench.env.sleep(QUIET_S)
     bench.require_all_out(but=cancelled)
     for i in cancelled:
-        if bench.exit.num_after_end[i] and bench.watched.concurrency is not None:
+        is_stopped = bench.watched.concurrency is not None and bench.exit.names_requests
+        if bench.exit.num_after_end[i] and is_stopped:
             raise bench.broken(f"item {i} came out after its request was cancelled: its work was not stopped")
+    bench.require_forgotten()
 
 
 async def _stop(bench: _Bench) -> None:
@@ -297,166 +313,3 @@ _SCENARIOS: Mapping[str, Scenario] = {
     "bounded memory": _bounded_memory,
     "error isolation": _error_isolation,
 }
-
-
-# -- parts
-
-
-class _Poison:
-    """An item that raises on any attribute access but `request_id`."""
-
-    def __init__(self, request_id: str, i: int) -> None:
-        self.request_id = request_id
-
-    def __getattr__(self, name: str) -> Any:
-        raise RuntimeError(f"poison: {name} was read")
-
-
-class _EntryStage(Stage[Any, Any]):
-    """The entry stage.
-
-    With it, the channel before the stage under test has the caller's capacity.
-    """
-
-    async def handle(self, batch: Sequence[Any], out: Outlet[Any]) -> None:
-        for item in batch:
-            out.send(item)
-
-
-class _Watched(Stage[Any, Any]):
-    """A wrapper of the stage under test that counts the items it holds."""
-
-    def __init__(self, stage: Stage[Any, Any], exit: _CountingExit) -> None:
-        if set(stage.inputs) != {"in"} or not set(stage.outputs) <= {"out"}:
-            ports = ", ".join([*stage.inputs, *stage.outputs])
-            raise ValueError(f"stage {stage.name} has the ports {ports}: must be in and out")
-        self.stage = stage
-        self.exit = exit
-        self.inputs = {"in": Any}  # type: ignore[misc]
-        self.on_crash = stage.on_crash  # type: ignore[misc]
-        self.has_swallowed = False
-        self.most_held = 0
-        self._held: set[str] = set()  # requests whose item is in the stage
-
-    @property
-    def name(self) -> str:
-        return self.stage.name
-
-    @property
-    def concurrency(self) -> int | None:
-        return self.stage.concurrency
-
-    async def setup(self, context: Context) -> None:
-        await self.stage.setup(context)
-
-    async def handle(self, batch: Sequence[Any], out: Outlet[Any]) -> None:
-        await self._watch(batch, out, self.stage.handle)
-
-    async def recover(self, batch: Sequence[Any], error: BaseException, out: Outlet[Any]) -> None:
-        await self.stage.recover(batch, error, _WatchedOutlet(out, self))
-
-    async def teardown(self) -> None:
-        await self.stage.teardown()
-
-    async def _watch(self, batch: Sequence[Any], out: Outlet[Any], handle: Callable[..., Any]) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        before = task.cancelling()
-        self._held = {name for name in self._held if self.exit.is_live(name)} | {item.request_id for item in batch}
-        self.most_held = max(self.most_held, len(self._held))
-        await handle(batch, _WatchedOutlet(out, self))
-        self.has_swallowed |= task.cancelling() > before
-
-    def let_go(self, item: Any) -> None:
-        """Records that `item` has left the stage."""
-        self._held.difference_update((item,) if isinstance(item, str) else self.exit.requests_of(item))
-
-
-class _WatchedOutlet:
-    """A wrapper of the outlet that reports items which leave the stage."""
-
-    def __init__(self, out: Outlet[Any], watched: _Watched) -> None:
-        self._out = out
-        self._watched = watched
-
-    def send(self, item: Any, port: str = "out") -> None:
-        self._watched.let_go(item)
-        self._out.send(item, port)
-
-    async def flush(self) -> None:
-        await self._out.flush()
-
-    def fail(self, item: Any, error: BaseException) -> None:
-        self._watched.let_go(item)
-        self._out.fail(item, error)
-
-    def reply(self, item: Any) -> None:
-        self._watched.let_go(item)
-        self._out.reply(item)
-
-
-class _UnreadOutbox:
-    """An outbox that only keeps its error."""
-
-    def __init__(self, request_id: str) -> None:
-        self.request_id = request_id
-        self.error: BaseException | None = None
-
-    def end(self, cause: str, error: BaseException | None) -> None:
-        self.error = error
-
-    def __aiter__(self) -> AsyncIterator[Any]:
-        raise NotImplementedError
-
-
-class _CountingExit(Exit[_UnreadOutbox]):
-    """Counts what comes out, and ends a request once it is complete."""
-
-    def __init__(self, expected: Mapping[int, int]) -> None:
-        super().__init__()
-        self.gate = asyncio.Event()  # closed: nothing leaves the stage
-        self.gate.set()
-        self.num_out: Counter[int] = Counter()  # item -> outputs and replies
-        self.num_after_end: Counter[int] = Counter()  # those after the end of its request
-        self.first_out: list[int] = []  # items, in the order of their first output
-        self.errors: dict[int, BaseException] = {}
-        self.on_end.append(self._note_end)
-        self._expected = expected
-        self._items: dict[str, int] = {}  # request id -> item
-        self._owners: dict[int, str] = {}  # sequence id -> request id
-
-    def make_outbox(self, request: Any) -> _UnreadOutbox:
-        return _UnreadOutbox(request.request_id)
-
-    def note_item(self, i: int, item: Any) -> None:
-        """Registers item i before it enters."""
-        self._items[item.request_id] = i
-        first = None if isinstance(item, _Poison) else getattr(item, "first_sequence_id", None)
-        if first is not None:
-            num_choices = getattr(getattr(item, "params", None), "n", 1)
-            count = int(getattr(item, "num_sequences", num_choices))
-            self._owners.update((first + k, item.request_id) for k in range(count))
-
-    def requests_of(self, item: Any) -> Iterable[str]:
-        if hasattr(item, "request_id"):
-            return (item.request_id,)
-        owners = (self._owners.get(int(sequence_id)) for sequence_id in getattr(item, "sequence_ids", ()))
-        return tuple(dict.fromkeys(owner for owner in owners if owner is not None))
-
-    async def handle(self, batch: Sequence[Any], out: Outlet[Never]) -> None:
-        await self.gate.wait()
-        await super().handle(batch, out)
-
-    def deliver(self, item: Any) -> None:
-        for request_id in self.requests_of(item):
-            i = self._items[request_id]
-            self.num_out[i] += 1
-            self.num_after_end[i] += not self.is_live(request_id)
-            if self.num_out[i] == 1:
-                self.first_out.append(i)
-            if self.num_out[i] >= self._expected.get(i, 1 << 30) or isinstance(item, _Poison):
-                self.end(request_id, "finished")
-
-    def _note_end(self, box: _UnreadOutbox, cause: str, error: BaseException | None) -> None:
-        if error is not None:
-            self.errors[self._items[box.request_id]] = error

@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 
 from millrace.runtime.stage import Context, Crash, Outlet, Stage, stage
+from millrace.stages.messages import StepText, StepVoid
 from millrace.stages.testing import BrokenPromise, conformance
+from tests.stages.grants import grant
+from tests.stages.split.test_split import tokens
 
 pytestmark = pytest.mark.slow
 
@@ -212,6 +215,76 @@ class LeavesATaskBehind(Upper):
         self._watching = asyncio.create_task(asyncio.sleep(1e9))
 
 
+class KeepsStateOfEachRequest(Upper):
+    """Forgets a request with its last item, but not one that was cancelled before that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._texts: dict[str, list[str]] = {}
+
+    async def handle(self, batch: Sequence[Note], out: Outlet[Note]) -> None:
+        for note in batch:
+            self._texts.setdefault(note.request_id, []).append(note.text)
+            await self.pause()
+            out.send(note)
+
+
+class ForgetsEndedRequests(KeepsStateOfEachRequest):
+    def ended(self, request_id: str, cause: str) -> None:
+        self._texts.pop(request_id, None)
+
+
+class ForgetsEndedRequestsSeveralAtOnce(ForgetsEndedRequests):
+    concurrency = 3  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("sound", [ForgetsEndedRequests, ForgetsEndedRequestsSeveralAtOnce])
+def test_a_stage_that_forgets_ended_requests_passes(sound: type[Upper]) -> None:
+    conformance(sound, make_note, seeds=8)
+
+
+# -- messages of a step, which name no request
+
+
+def make_text(request_id: str, i: int) -> StepText:
+    return StepText(i, [2 * i, 2 * i + 1], [f"text {i}", "more"], [7, 8])
+
+
+class Redact(Stage[StepText, StepText]):
+    """Counts the tokens of each sequence until its request ends."""
+
+    def __init__(self, forgets: bool = True) -> None:
+        self.num_tokens: dict[int, int] = {}
+        self._sequence_ids: dict[str, int] = {}
+        self._forgets = forgets
+
+    async def handle(self, batch: Sequence[StepText], out: Outlet[StepText]) -> None:
+        for step in batch:
+            for sequence_id in step.sequence_ids:
+                self.num_tokens[sequence_id] = self.num_tokens.get(sequence_id, 0) + 1
+            out.send(replace(step, texts=[text.upper() for text in step.texts]))
+
+    def ended(self, request_id: str, cause: str) -> None:
+        if self._forgets:
+            self.num_tokens.clear()  # a real stage would know its sequences
+
+
+def test_stages_of_messages_without_a_request_pass() -> None:
+    conformance(Redact, make_text, seeds=4)
+    with pytest.raises(BrokenPromise, match=r"num_tokens still holds \d+ of request-\d+"):
+        conformance(lambda: Redact(forgets=False), make_text, seeds=1)
+
+
+def test_stages_of_plans_and_grants_pass() -> None:
+    @stage
+    def watch(item: Any) -> Any:
+        return item
+
+    conformance(lambda: watch, lambda request_id, i: grant([(0, 0, 1, True)], step=i), seeds=2)
+    conformance(lambda: watch, lambda request_id, i: tokens(3, [(i, 0, 5)]), seeds=2)
+    conformance(lambda: watch, lambda request_id, i: StepVoid(i, 0, None), seeds=2)
+
+
 @pytest.mark.parametrize(
     ("bug", "promise"),
     [
@@ -225,6 +298,7 @@ class LeavesATaskBehind(Upper):
         (LetsAPoisonItemKillTheBatch, "error isolation"),
         (ForgetsAPoisonItem, "error isolation"),
         (LeavesATaskBehind, "clean stop"),
+        (KeepsStateOfEachRequest, "forgetting"),
     ],
 )
 def test_a_stage_with_a_seeded_bug_fails_and_hears_which_promise_it_broke(bug: type[Upper], promise: str) -> None:

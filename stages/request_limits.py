@@ -22,7 +22,7 @@ from .pooling_params import MAX_INPUTS, PoolingParams
 
 MAX_PROMPTS = 256
 MAX_SEQUENCES = 512  # prompts x n of one request
-MAX_LOGPROB_BYTES = 8 * 2**20  # prompt_logprobs of one request; 8 bytes per token and per likeliest token
+MAX_LOGPROB_BYTES = 8 * 2**20  # of one request, also of its prompts; 8 bytes per token and per likeliest token
 MAX_CHARS_PER_TOKEN = 16  # of context; longer text is refused without tokenizing it
 
 
@@ -75,6 +75,7 @@ class RequestLimits:
             raise Refused(
                 f"{len(request.prompts)} prompts x n = {params.n}: at most {MAX_SEQUENCES} choices a request", param="n"
             )
+        self._check_logprobs(request)
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("logit_bias", params.logit_bias)
         self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
@@ -105,6 +106,8 @@ class RequestLimits:
             raise self._too_long(f"answer included, and the prompt has {num_prompt}: shorten it")
         if params.max_tokens is None:
             most = limit - num_prompt
+            if params.logprobs:
+                most = min(most, max(1, MAX_LOGPROB_BYTES // (8 * params.n * (params.logprobs + 1))))
             default = most if self.default_max_tokens is None else max(self.default_max_tokens, params.min_tokens)
             return replace(params, max_tokens=min(most, default))
         if num_prompt + params.max_tokens > limit:
@@ -123,6 +126,19 @@ class RequestLimits:
             k, most = params.prompt_logprobs, MAX_LOGPROB_BYTES // 8
             message = f"prompt_logprobs = {k} of {num_tokens} prompt tokens: tokens x (k + 1) must be at most {most}"
             raise Refused(f"{message}; ask for fewer, or send a shorter prompt", param="prompt_logprobs")
+
+    def _check_logprobs(self, request: Request) -> None:
+        """Raises `Refused` if the logprobs of the longest answers that are asked for exceed `MAX_LOGPROB_BYTES`."""
+        params = request.params
+        if not params.logprobs or params.max_tokens is None:
+            return
+        most_tokens = MAX_LOGPROB_BYTES // (8 * (params.logprobs + 1))
+        if request.num_sequences * params.max_tokens > most_tokens:
+            message = (
+                f"logprobs = {params.logprobs} of {request.num_sequences} answers of max_tokens = {params.max_tokens}:"
+                f" answers x max_tokens must be at most {most_tokens}; ask for fewer answers, tokens or logprobs"
+            )
+            raise Refused(message, param="logprobs")
 
     def _check_ids(self, param: str, token_ids: Any) -> None:
         for token_id in token_ids:

@@ -40,7 +40,10 @@ class ChoiceState:
     index: int
     token_ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # not in `written` yet
+    written: dict[str, bytearray] = field(default_factory=dict)  # the lists of logprobs as JSON without brackets
+    num_scored: int = 0  # tokens in `written`, and the sum of their log-probabilities
+    sum_logprobs: float = 0.0
     num_tokens: int = 0
     num_chars: int = 0
     finish_reason: str | None = None
@@ -99,8 +102,7 @@ def best(choices: Sequence[ChoiceState], best_of: int, n: int) -> list[ChoiceSta
 
 
 def _mean_logprob(choice: ChoiceState) -> float:
-    logprobs = [token.logprob for token in choice.logprobs]
-    return sum(logprobs) / len(logprobs) if logprobs else float("-inf")
+    return choice.sum_logprobs / choice.num_scored if choice.num_scored else float("-inf")
 
 
 class AnswerBuilder:
@@ -144,8 +146,34 @@ class AnswerBuilder:
         make_turn = self._make_turn
         return [ChoiceState(index, turn=None if make_turn is None else make_turn()) for index in range(num_choices)]
 
+    def keep(self, choice: ChoiceState, delta: ChoiceDelta) -> None:
+        """Adds a delta to a choice whose answer is not streamed.
+
+        Log-probabilities are written as JSON as they come. At the end of a long answer they would hold the loop for
+        seconds, and as objects they take ten times the memory.
+        """
+        choice.add(delta, keep=True)
+        if choice.logprobs:
+            tokens, choice.logprobs = choice.logprobs, []
+            choice.num_scored += len(tokens)
+            choice.sum_logprobs += sum(token.logprob for token in tokens)
+            if self.has_logprobs:
+                for name, values in self.logprob_lists(choice, tokens).items():
+                    written = choice.written.setdefault(name, bytearray())
+                    written += (b"," if written else b"") + orjson.dumps(values)[1:-1]
+
+    def logprob_lists(self, choice: ChoiceState, tokens: Sequence[TokenLogprobs]) -> dict[str, list[Any]]:
+        """The logprobs of some tokens of a choice in the shape of the API, which is an object of lists."""
+        raise NotImplementedError
+
+    def _kept_logprobs(self, choice: ChoiceState) -> dict[str, orjson.Fragment] | None:
+        """All logprobs of a choice; None if there are none."""
+        if not choice.written:
+            return None
+        return {name: orjson.Fragment(b"[" + written + b"]") for name, written in choice.written.items()}
+
     def whole(self, choices: Sequence[ChoiceState], usage: dict[str, Any]) -> dict[str, Any]:
-        """The body of an answer that is not streamed."""
+        """The body of an answer that is not streamed, with the logprobs that `keep` has written."""
         return {
             "id": self.id,
             "object": self.WHOLE,
@@ -266,9 +294,12 @@ class ChatAnswerBuilder(AnswerBuilder):
             message: dict[str, Any] = {"role": "assistant", "content": "".join(choice.texts)}
         else:
             message = _message(choice.pieces)
-        logprobs = self._logprobs(choice.logprobs)
+        logprobs = self._kept_logprobs(choice)
         whole = _choice_fields(choice.index, {"message": message}, logprobs, choice.finish_reason, choice.stop_reason)
         return whole | {"token_ids": choice.token_ids} if self.has_token_ids else whole
+
+    def logprob_lists(self, choice: ChoiceState, tokens: Sequence[TokenLogprobs]) -> dict[str, list[Any]]:
+        return chat_logprobs(_spelled(tokens, self.has_tokens_as_ids))
 
     def _logprobs(self, tokens: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
         return chat_logprobs(_spelled(tokens, self.has_tokens_as_ids)) if tokens else None
@@ -288,8 +319,8 @@ class CompletionAnswerBuilder(AnswerBuilder):
 
     def _whole_choice(self, choice: ChoiceState) -> dict[str, Any]:
         part = self._prompt(choice) or PromptEcho()
-        choice.num_chars += len(part.text)
-        logprobs = self._logprobs(choice, choice.logprobs, part)
+        self._open(choice, part)
+        logprobs = self._kept_logprobs(choice)
         text = {"text": part.text + "".join(choice.texts)}
         whole = _choice_fields(choice.index, text, logprobs, choice.finish_reason, choice.stop_reason)
         if self.has_token_ids:
@@ -302,13 +333,30 @@ class CompletionAnswerBuilder(AnswerBuilder):
         part = self._prompt(choice)
         if part is None or choice.is_opened:
             return super().chunks(choice, delta, running_usage)
-        choice.is_opened = True
-        choice.num_chars += len(part.text)
+        self._open(choice, part)
         logprobs, text = self._logprobs(choice, delta.logprobs, part), {"text": part.text + delta.text}
         piece = _choice_fields(choice.index, text, logprobs, delta.finish_reason, delta.stop_reason)
         if self.has_token_ids:
             piece |= {"token_ids": delta.token_ids, "prompt_token_ids": part.token_ids}
         return [self._encoded(piece, running_usage)]
+
+    def keep(self, choice: ChoiceState, delta: ChoiceDelta) -> None:
+        if (part := self._prompt(choice)) is not None:
+            self._open(choice, part)
+        super().keep(choice, delta)
+
+    def logprob_lists(self, choice: ChoiceState, tokens: Sequence[TokenLogprobs]) -> dict[str, list[Any]]:
+        return completion_logprobs(choice, tokens, as_ids=self.has_tokens_as_ids)
+
+    def _open(self, choice: ChoiceState, part: PromptEcho) -> None:
+        """Begins a choice with the echo of its prompt, once; before the first of its tokens."""
+        if choice.is_opened:
+            return
+        choice.is_opened = True
+        choice.num_chars += len(part.text)
+        if self.has_logprobs and part.logprobs is not None:
+            for name, values in part.logprobs.items():
+                choice.written[name] = bytearray(orjson.dumps(values)[1:-1])
 
     def _chunk_choice(self, choice: ChoiceState, delta: ChoiceDelta) -> dict[str, Any]:
         logprobs = self._logprobs(choice, delta.logprobs)
@@ -357,7 +405,7 @@ def _call(begun: ToolCallBegun, arguments: str) -> dict[str, Any]:
     return {"id": begun.id, "type": "function", "function": {"name": begun.name, "arguments": arguments}}
 
 
-def chat_logprobs(tokens: Sequence[TokenLogprobs]) -> dict[str, Any]:
+def chat_logprobs(tokens: Sequence[TokenLogprobs]) -> dict[str, list[Any]]:
     """Logprobs in the shape of chat: one entry per token."""
     return {"content": token_logprobs(tokens)}
 
@@ -373,7 +421,9 @@ def token_logprobs(tokens: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
     ]
 
 
-def completion_logprobs(choice: ChoiceState, tokens: Sequence[TokenLogprobs], as_ids: bool = False) -> dict[str, Any]:
+def completion_logprobs(
+    choice: ChoiceState, tokens: Sequence[TokenLogprobs], as_ids: bool = False
+) -> dict[str, list[Any]]:
     """Logprobs in the shape of completions: parallel lists.
 
     Offsets continue from the last call's.

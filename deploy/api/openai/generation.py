@@ -237,11 +237,13 @@ class GenerationRoutes:
     async def _whole(
         self, request: web.Request, order: PreparedRequest, answer: AnswerBuilder, outbox: RequestOutbox
     ) -> web.StreamResponse:
-        choices = answer.choices(order.num_choices)
+        choices, add_prompt_echoes = answer.choices(order.num_choices), self.prompt_echoer(order, answer, outbox)
         async for deltas in outbox:
+            if add_prompt_echoes is not None:
+                await add_prompt_echoes(delta.index for delta in deltas if delta.token_ids)
             for delta in deltas:
-                choices[delta.index].add(delta, keep=True)
-        if add_prompt_echoes := self.prompt_echoer(order, answer, outbox):
+                answer.keep(choices[delta.index], delta)
+        if add_prompt_echoes is not None:
             await add_prompt_echoes(range(order.num_choices))
         spent = usage(outbox.num_prompt_tokens, outbox.num_cached_tokens, choices)
         if order.body.ranks:

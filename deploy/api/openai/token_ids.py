@@ -137,25 +137,29 @@ class TokenIdsAnswerBuilder(AnswerBuilder):
 
     def _whole_choice(self, choice: ChoiceState) -> dict[str, Any]:
         part = self._prompt(choice)
-        whole = self._choice(choice, choice.token_ids, choice.logprobs, choice.finish_reason, choice.stop_reason)
+        logprobs = self._kept_logprobs(choice)
+        whole = self._choice(choice, choice.token_ids, logprobs, choice.finish_reason, choice.stop_reason)
         return whole if part is None else whole | {"prompt_logprobs": part.prompt_logprobs}
 
     def _chunk_choice(self, choice: ChoiceState, delta: ChoiceDelta) -> dict[str, Any]:
-        return self._choice(choice, delta.token_ids, delta.logprobs, delta.finish_reason, delta.stop_reason)
+        logprobs = self.logprob_lists(choice, delta.logprobs) if self.has_logprobs and delta.logprobs else None
+        return self._choice(choice, delta.token_ids, logprobs, delta.finish_reason, delta.stop_reason)
+
+    def logprob_lists(self, choice: ChoiceState, tokens: Sequence[TokenLogprobs]) -> dict[str, list[Any]]:
+        return completion_logprobs(choice, tokens, as_ids=True)
 
     def _choice(
         self,
         choice: ChoiceState,
         token_ids: Sequence[int],
-        logprobs: Sequence[TokenLogprobs],
+        logprobs: Mapping[str, Any] | None,
         finish_reason: str | None,
         stop_reason: str | int | None,
     ) -> dict[str, Any]:
-        has_logprobs = self.has_logprobs and len(logprobs) > 0
         return {
             "index": choice.index,
             "token_ids": token_ids,
-            "logprobs": completion_logprobs(choice, logprobs, as_ids=True) if has_logprobs else None,
+            "logprobs": logprobs,
             "finish_reason": finish_reason,
             "stop_reason": stop_reason,
         }

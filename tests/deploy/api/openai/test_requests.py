@@ -163,11 +163,17 @@ def test_best_of_returns_the_likeliest_and_counts_all(server):
 
 
 def test_choices_are_ranked_by_their_mean_log_probability():
-    from millrace.deploy.api.openai.answers import ChoiceState, best
+    from millrace.deploy.api.openai.answers import ChatAnswerBuilder, ChoiceState, best
     from millrace.stages.messages import TokenLogprobs
+    from millrace.stages.outputs import ChoiceDelta
+
+    answer = ChatAnswerBuilder("a", 0, "m", False, False, has_logprobs=False)
 
     def choice(index: int, *logprobs: float) -> ChoiceState:
-        return ChoiceState(index, logprobs=[TokenLogprobs(0, "", b"", logprob, 1, ()) for logprob in logprobs])
+        made, tokens = ChoiceState(index), [TokenLogprobs(0, "", b"", logprob, 1, ()) for logprob in logprobs]
+        for token in tokens:
+            answer.keep(made, ChoiceDelta(index, "", [0], (token,)))
+        return made
 
     given = [choice(0, -1, -3), choice(1, -1), choice(2), choice(3, -1.5, -0.1), choice(4, -9), choice(5, -9)]
     first, second, third, fourth = best(given, 3, 2)

@@ -1,0 +1,88 @@
+"""Log-probabilities of answers that are not streamed: bounded, and written while they come."""
+
+from __future__ import annotations
+
+from random import Random
+
+import orjson
+import pytest
+
+from millrace.deploy.api.openai.answers import (
+    AnswerBuilder,
+    ChatAnswerBuilder,
+    ChoiceState,
+    CompletionAnswerBuilder,
+    PromptEcho,
+    chat_logprobs,
+    completion_logprobs,
+)
+from millrace.deploy.api.openai.token_ids import TokenIdsAnswerBuilder
+from millrace.stages.errors import Refused
+from millrace.stages.messages import Prompt, Request, TokenLogprobs
+from millrace.stages.outputs import ChoiceDelta
+from millrace.stages.params import SamplingParams
+from millrace.stages.request_limits import RequestLimits
+
+ECHO = {"tokens": ["Hi"], "token_logprobs": [None], "top_logprobs": [None], "text_offset": [0]}
+
+
+def scored(count: int) -> list[TokenLogprobs]:
+    def one(n: int) -> TokenLogprobs:
+        top = ((n, f"t{n}", b"t", -0.5 * n), (9, "ü", b"\xc3", -7.0))
+        return TokenLogprobs(n, f"t{n}", f"t{n}".encode(), -0.5 * n, 1, top)
+
+    return [one(n) for n in range(count)]
+
+
+def kept(shape: type[AnswerBuilder], tokens: list[TokenLogprobs], prompts: dict[int, PromptEcho] | None = None) -> dict:
+    """The only choice of the answer, as a client gets it, from deltas of some tokens each."""
+    draw, answer, at = Random(3), shape("a", 0, "m", False, False), 0
+    answer.prompts = prompts or {}
+    (choice,) = choices = answer.choices(1)
+    while at < len(tokens):
+        some = tokens[at : at + draw.randrange(1, 4)]
+        at += len(some)
+        ids, text = tuple(token.token_id for token in some), "".join(token.token for token in some)
+        answer.keep(choice, ChoiceDelta(0, text, ids, tuple(some)))
+        assert not choice.logprobs  # nothing is left to write at the end
+    answer.keep(choice, ChoiceDelta(0, "", (), finish_reason="length"))
+    return orjson.loads(orjson.dumps(answer.whole(choices, {})))["choices"][0]
+
+
+@pytest.mark.parametrize("count", [1, 2, 30])
+def test_logprobs_written_as_they_come_are_those_written_at_once(count: int):
+    tokens = scored(count)
+    assert kept(ChatAnswerBuilder, tokens)["logprobs"] == chat_logprobs(tokens)
+    assert kept(CompletionAnswerBuilder, tokens)["logprobs"] == completion_logprobs(ChoiceState(0), tokens)
+    as_ids = completion_logprobs(ChoiceState(0), tokens, as_ids=True)
+    assert kept(TokenIdsAnswerBuilder, tokens)["logprobs"] == as_ids
+
+
+def test_an_echoed_prompt_comes_before_the_logprobs_of_its_answer():
+    tokens, echo = scored(5), {0: PromptEcho(text="Hi", logprobs=ECHO)}
+    choice = kept(CompletionAnswerBuilder, tokens, echo)
+    assert choice["text"] == "Hit0t1t2t3t4" and choice["logprobs"]["tokens"] == ["Hi", "t0", "t1", "t2", "t3", "t4"]
+    assert choice["logprobs"]["text_offset"] == [0, 2, 4, 6, 8, 10]
+    assert kept(CompletionAnswerBuilder, [], echo)["logprobs"] == ECHO
+    assert kept(CompletionAnswerBuilder, [])["logprobs"] is None
+
+
+def test_logprobs_of_one_request_are_bounded_before_they_are_computed():
+    limits = RequestLimits(vocab_size=100, max_model_len=2_048)
+
+    def check(**params: int) -> None:
+        limits.check(Request("a", (Prompt(text="a"),), SamplingParams(**params)))
+
+    with pytest.raises(Refused, match="answers x max_tokens must be at most 49932") as refused:
+        check(n=128, logprobs=20, max_tokens=1_900)
+    assert refused.value.param == "logprobs"
+    check(n=26, logprobs=20, max_tokens=1_900)
+    check(n=128, max_tokens=1_900)
+    check(logprobs=20, max_tokens=1_900)
+
+
+def test_without_max_tokens_an_answer_ends_where_its_logprobs_reach_the_bound():
+    limits = RequestLimits(vocab_size=100, max_model_len=1_000_000)
+    assert limits.complete_params(SamplingParams(max_tokens=None, logprobs=20), 10).max_tokens == 49_932
+    assert limits.complete_params(SamplingParams(max_tokens=None, logprobs=20, n=4), 10).max_tokens == 12_483
+    assert limits.complete_params(SamplingParams(max_tokens=None), 10).max_tokens == 999_990

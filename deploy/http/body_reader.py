@@ -12,6 +12,7 @@ from aiohttp import web
 from ..config import ServerConfig
 from ..errors import ApiError
 from .json_limits import INLINE_BYTES, JsonLimits, parse_object, too_large
+from .sized_threads import run_sized
 
 T = TypeVar("T")
 
@@ -30,8 +31,7 @@ async def read(
     limits = JsonLimits(num_bytes=config.max_body_bytes)
     if len(data) <= INLINE_BYTES:
         return make(parse_object(data, limits))
-    loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(threads, lambda: make(parse_object(data, limits)))
+    return await run_sized(threads, len(data), lambda: make(parse_object(data, limits)))
 
 
 async def _read_bytes(request: web.Request, config: ServerConfig) -> bytes:

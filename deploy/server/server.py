@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from ...runtime.env.log import get_logger
-from ...runtime.workers.thread_start import ThreadPool
 from ..admin.routes import AdminRoutes
 from ..api.service import Service
 from ..config import ServerConfig
@@ -19,6 +18,7 @@ from ..http.listener import ServerRunner, Site
 from ..http.listening import ListeningSockets
 from ..http.origin_check import OriginCheck, guard
 from ..http.package_version import package_version
+from ..http.sized_threads import SizedThreads
 from ..http.tls import tls_context
 from ..inspect.routes import InspectRoutes
 from ..metrics.metrics import Metrics
@@ -49,7 +49,7 @@ class Server:
         config.check_folders()
         self.config = config
         self._listening = listening
-        self._threads = ThreadPool(2, thread_name_prefix="millrace-http")  # for long bodies and prompts
+        self._threads = SizedThreads("millrace-http")  # for long bodies and prompts
         self.service = Service(config, self._threads)
         self.metrics = Metrics(self.service.watchdog)
         endpoint = config.otlp_traces_endpoint

@@ -10,6 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 from ..api.openai.generation import GenerationRoutes
 from ..api.service import Service
 from ..http.json_limits import INLINE_BYTES
+from ..http.sized_threads import run_sized
 from ..metrics.metrics import Metrics
 
 P = ParamSpec("P")
@@ -43,5 +44,4 @@ class SocketContext:
         """Calls `function` for a message; in a thread if `num_bytes` is over `INLINE_BYTES`."""
         if num_bytes <= INLINE_BYTES:
             return function(*args, **kwargs)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, lambda: function(*args, **kwargs))
+        return await run_sized(self._threads, num_bytes, lambda: function(*args, **kwargs))

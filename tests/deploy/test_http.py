@@ -339,3 +339,19 @@ def test_a_client_that_asks_first_is_told_to_go_on(server: RunningServer):
         assert connection.recv(1024) == b"HTTP/1.1 100 Continue\r\n\r\n"
         connection.sendall(data)
         assert read_answer(connection).status == 200
+
+
+@pytest.mark.slow
+def test_a_text_is_tokenized_up_to_a_million_characters_and_refused_beyond(server):
+    answer = server.post("/tokenize", {"prompt": "a" * 2**20})
+    assert (answer.status, answer.json["count"]) == (200, 2**20)
+    chat = [{"role": "user", "content": "a" * (2**20 + 1)}]
+    for body in ({"prompt": "a" * (2**20 + 1)}, {"messages": chat}):
+        error = server.post("/tokenize", body).error
+        assert (error["code"], error["param"]) == ("context_length_exceeded", next(iter(body)))
+        assert "at most 1048576" in error["message"]
+    counted = server.post("/v1/messages/count_tokens", {"model": "scripted", "messages": chat})
+    assert counted.status == 400 and "at most 1048576" in counted.json["error"]["message"]
+    tokens = server.post("/detokenize", {"tokens": [97] * (2**18 + 1)}).error
+    assert tokens["param"] == "tokens" and "at most 262144" in tokens["message"]
+    assert len(server.post("/detokenize", {"tokens": [97] * 2**18}).json["prompt"]) == 2**18

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -13,12 +12,15 @@ import orjson
 from aiohttp import web
 
 from ....stages.errors import RequestError
+from ....stages.request_limits import chat_chars
 from ...errors import describe
 from ...http.body_reader import read
 from ...http.request_context import OWNER, REQUEST_ID
+from ...http.sized_threads import run_sized
 from ...http.sse import named_event, stream_framed
 from ..adapter.chat_adapter import AnswerParts, NameOf, read_adapted, submit_chat, take_order, translate_error
 from ..openai.generation import GenerationRoutes, PreparedRequest, ignored_headers, stream_error, translate_body_error
+from ..openai.tokenize import check_length
 from .bodies import CountTokensBody, MessagesBody, name_of
 from .events import Event, MessageEvents, error_body
 
@@ -81,9 +83,10 @@ class MessagesRoutes:
         order = await self._take(request, CountTokensBody)
         encoder, chat = self._service.require_engine().encoder, order.order.prompts[0].chat
         assert chat is not None, "a chat body has a chat prompt"
-        loop = asyncio.get_running_loop()
+        count = chat_chars(chat)
+        check_length(count, self._service.require_engine().info.max_model_len, "messages")
         try:
-            token_ids = await loop.run_in_executor(self._threads, encoder.encode_chat, chat)
+            token_ids = await run_sized(self._threads, count, encoder.encode_chat, chat)
         except RequestError as error:
             known = describe(translate_body_error(order.order.body, error, request[REQUEST_ID]))
             raise (error if known is None else translate_error(known, order.name_of)) from None

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
 from ....runtime.env.log import get_logger
 from ....stages.messages import ChatPrompt
+from ....stages.request_limits import MAX_CHARS_PER_TOKEN, chat_chars
 from ...errors import ApiError
 from ...http.body_reader import read
 from ...http.responses import answer
+from ...http.sized_threads import run_sized
 from ..schema.validation import read_body
 from ..service import Service
 from .tokenize_bodies import DetokenizeBody, TokenizeBody
+
+if TYPE_CHECKING:
+    from ....model.text.tokenizer import Tokenizer
+    from ....stages.tokenize.prompt_encoder import ModelEncoder
+
+LEAST_CHARS, LEAST_IDS = 1 << 20, 1 << 18  # taken even if the context is shorter: documents are counted, then split
+ID_BYTES = 4  # of text for a token id, about
 
 log = get_logger("millrace.deploy")
 
@@ -32,24 +41,13 @@ class TokenizeRoutes:
         """`POST /tokenize`: the token ids of a prompt or a chat."""
         engine = self.service.require_engine()
         body = await read(request, self.service.config, self._threads, self._tokenize_body)
-        tokenizer, encoder = engine.tokenizer, engine.encoder
-        if body.messages is not None:
-            chat = ChatPrompt(
-                messages=tuple(message.for_template() for message in body.messages),
-                add_generation_prompt=body.add_generation_prompt,
-                continue_final_message=body.continue_final_message,
-                template_kwargs=body.chat_template_kwargs or {},
-                tools=tuple(tool.for_template() for tool in body.tools or ()),
-            )
-            token_ids = await self._in_thread(encoder.encode_chat, chat)
-        else:
-            token_ids = await self._in_thread(tokenizer.encode, body.prompt, body.add_special_tokens)
-        tokens = [int(token_id) for token_id in token_ids]
-        if (most := body.truncate_prompt_tokens) is not None:
-            tokens = tokens[-most:] if body.truncation_side == "left" else tokens[:most]
+        chat = None if body.messages is None else _chat(body)
+        count = len(body.prompt or "") if chat is None else chat_chars(chat)
+        check_length(count, engine.info.max_model_len, "prompt" if chat is None else "messages")
+        tokens = await self._in_thread(count, _encoded, body, chat, engine.tokenizer, engine.encoder)
         strings = None
         if body.return_token_strs:
-            strings = [tokenizer.token_bytes(token_id).decode("utf-8", "replace") for token_id in tokens]
+            strings = await self._in_thread(ID_BYTES * len(tokens), _spelled, engine.tokenizer, tokens)
         max_model_len = engine.info.max_model_len
         return answer({"count": len(tokens), "max_model_len": max_model_len, "tokens": tokens, "token_strs": strings})
 
@@ -57,11 +55,15 @@ class TokenizeRoutes:
         """`POST /detokenize`: the text of token ids."""
         engine = self.service.require_engine()
         body = await read(request, self.service.config, self._threads, self._detokenize_body)
-        vocab_size = engine.info.vocab_size
+        vocab_size, most = engine.info.vocab_size, max(engine.info.max_model_len, LEAST_IDS)
+        if len(body.tokens) > most:
+            message = f"tokens: has {len(body.tokens)} ids: at most {most}; send them in pieces"
+            raise ApiError("invalid_value", message, param="tokens")
         if body.tokens and (min(body.tokens) < 0 or max(body.tokens) >= vocab_size):
             message = f"tokens: ids must be from 0 to {vocab_size - 1}, the model's vocabulary"
             raise ApiError("invalid_value", message, param="tokens")
-        return answer({"prompt": await self._in_thread(engine.tokenizer.decode, body.tokens, False)})
+        num_bytes = ID_BYTES * len(body.tokens)
+        return answer({"prompt": await self._in_thread(num_bytes, engine.tokenizer.decode, body.tokens, False)})
 
     def _tokenize_body(self, raw: Mapping[str, Any]) -> TokenizeBody:
         body, _ = read_body(TokenizeBody, raw, self.service.config.strict_fields)
@@ -73,13 +75,13 @@ class TokenizeRoutes:
         self.service.require_model(body.model)
         return body
 
-    async def _in_thread(self, function: Any, *arguments: Any) -> Any:
-        """Calls a tokenizer function in a thread. `ApiError` 500 if it panics.
+    async def _in_thread(self, num_bytes: int, function: Any, *arguments: Any) -> Any:
+        """Calls a tokenizer function, which reads `num_bytes`, in a thread. `ApiError` 500 if it panics.
 
         NOTE: a panic in Rust raises a `BaseException` that is no `Exception`.
         """
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+            return await run_sized(self._threads, num_bytes, function, *arguments)
         except (Exception, asyncio.CancelledError, KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:
@@ -87,3 +89,39 @@ class TokenizeRoutes:
             raise ApiError(
                 "tokenizer_error", "the tokenizer failed on this request; this is a server error, see the server's log"
             ) from None
+
+
+def check_length(count: int, max_model_len: int, param: str) -> None:
+    """Raises `ApiError` for a text of `count` characters if that is too long to be tokenized beside other requests."""
+    most = max(MAX_CHARS_PER_TOKEN * max_model_len, LEAST_CHARS)
+    if count > most:
+        message = f"{param}: has {count} characters: at most {most}; send the text in pieces"
+        raise ApiError("context_length_exceeded", message, param=param)
+
+
+def _chat(body: TokenizeBody) -> ChatPrompt:
+    assert body.messages is not None
+    return ChatPrompt(
+        messages=tuple(message.for_template() for message in body.messages),
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        template_kwargs=body.chat_template_kwargs or {},
+        tools=tuple(tool.for_template() for tool in body.tools or ()),
+    )
+
+
+def _encoded(body: TokenizeBody, chat: ChatPrompt | None, tokenizer: Tokenizer, encoder: ModelEncoder) -> list[int]:
+    """The ids after truncation. Runs in a thread."""
+    if chat is None:
+        token_ids = tokenizer.encode(body.prompt or "", body.add_special_tokens)
+    else:
+        token_ids = encoder.encode_chat(chat)
+    tokens = [int(token_id) for token_id in token_ids]
+    if (most := body.truncate_prompt_tokens) is not None:
+        tokens = tokens[-most:] if body.truncation_side == "left" else tokens[:most]
+    return tokens
+
+
+def _spelled(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
+    """The text of each token. Runs in a thread."""
+    return [tokenizer.token_bytes(token_id).decode("utf-8", "replace") for token_id in tokens]

@@ -20,6 +20,7 @@ from ....stages.errors import RequestError
 from ....stages.request_limits import MAX_CHARS_PER_TOKEN, chat_chars
 from ...errors import ApiError
 from ...http.json_limits import INLINE_BYTES
+from ...http.sized_threads import run_sized
 from ...http.sse import named_event
 from ..adapter.chat_adapter import AnswerParts, Chat, NameOf, read_adapted, submit_chat, take_order
 from ..openai.generation import GenerationRoutes, PreparedRequest, stream_error
@@ -97,7 +98,7 @@ class ResponseService:
         make = partial(self._make_order, parsed, owner, client_id, history)
         if num_bytes <= INLINE_BYTES and parsed.body.truncation != "auto":
             return make()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, make)
+        return await run_sized(self._threads, num_bytes, make)
 
     def _make_order(self, parsed: ParsedBody, owner: str, client_id: str, history: Sequence[bytes]) -> PreparedResponse:
         earlier: list[Item] = [item for part in history for item in orjson.loads(part)]

@@ -266,7 +266,6 @@ def _shard_names(root: Path) -> list[str]:
 
 
 def _is_file_name(value: object) -> bool:
-    if not isinstance(value, str) or not value.endswith(".safetensors") or "\\" in value or "\0" in value:
+    if not isinstance(value, str) or not value.endswith(".safetensors") or "\\" in value or not value.isprintable():
         return False
-    parts = value.split("/")
-    return len(value) <= 255 and not any(part in ("", ".", "..") for part in parts)
+    return len(value) <= 255 and not any(part in ("", ".", "..") for part in value.split("/"))

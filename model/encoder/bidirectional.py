@@ -18,9 +18,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
 from ..checkpoint.safetensors import Checkpoint
-from ..errors import CheckpointError
+from ..errors import CheckpointError, shown
 from ..files import read_json, refuse_code
 from ..pooling import longest_text
+from .encoder_sizes import check_encoder_sizes
 
 _PADDED = frozenset({"roberta", "xlm-roberta", "camembert", "mpnet"})  # positions start after the pad token's id
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"Sigmoid": torch.sigmoid, "Identity": torch.clone}
@@ -48,8 +49,8 @@ class Bidirectional:
         """
         values = read_json(root, "config.json") or {}
         refuse_code(root, "config.json", values)
-        Checkpoint(root)  # checks headers, and rejects pickles
-        config = AutoConfig.from_pretrained(root, local_files_only=True, trust_remote_code=False)
+        check_encoder_sizes(root, values, Checkpoint(root))  # which checks headers, and rejects pickles
+        config = _read_config(root)
         is_cross_encoder = _is_cross_encoder(values)
         if is_cross_encoder and config.num_labels != 1:
             raise CheckpointError(
@@ -94,17 +95,31 @@ def _is_cross_encoder(values: Mapping[str, Any]) -> bool:
     return any(str(name).endswith("ForSequenceClassification") for name in values.get("architectures") or [])
 
 
+def _read_config(root: Path) -> Any:
+    try:
+        return AutoConfig.from_pretrained(root, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # of any type, after the key that led to it
+        raise CheckpointError(f"config.json ({root}): {_first_line(error)}") from None
+
+
+def _first_line(error: Exception) -> str:
+    return shown((str(error).strip().splitlines() or [type(error).__name__])[0])
+
+
 def _load(root: Path, config: Any, is_cross_encoder: bool, dtype: torch.dtype) -> torch.nn.Module:
     kind = AutoModelForSequenceClassification if is_cross_encoder else AutoModel
-    model, report = kind.from_pretrained(
-        root,
-        config=config,
-        dtype=dtype,
-        use_safetensors=True,
-        local_files_only=True,
-        trust_remote_code=False,
-        output_loading_info=True,
-    )
+    try:
+        model, report = kind.from_pretrained(
+            root,
+            config=config,
+            dtype=dtype,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except Exception as error:  # of any type: a size that contradicts another, a tensor of another shape
+        raise CheckpointError(f"{root}: transformers cannot load it: {_first_line(error)}") from None
     # The class always has a pooler; an untrained one is not used here.
     missing = sorted(name for name in report["missing_keys"] if is_cross_encoder or not name.startswith("pooler."))
     if missing:

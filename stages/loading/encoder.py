@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...model.checkpoint.tokenizer_size import check_tokenizer_file
+from ...model.files import read_json
 from ...model.pooling import PoolingKind, read_pooling
 from ...model.text.tokenizer import Tokenizer
 from ...runtime.env.cpus import ComputeThreads
@@ -55,6 +57,9 @@ def load_encoder(
     device = choose_device(config, threads)
     dtype = None if config.dtype == "auto" else torch_dtype(config, "")
     with phases("tokenizer"):
+        vocab_size = (read_json(root, "config.json") or {}).get("vocab_size")
+        if isinstance(vocab_size, int):
+            check_tokenizer_file(root, vocab_size)
         tokenizer = Tokenizer.read(root)
     with phases("weights"):
         from ...model.encoder.bidirectional import Bidirectional

@@ -15,10 +15,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ...model.checkpoint import hub
 from ...model.checkpoint.generation_defaults import GenerationDefaults
 from ...model.checkpoint.model_kind import is_bidirectional
+from ...model.checkpoint.tensor_shapes import open_source
+from ...model.checkpoint.tokenizer_size import check_tokenizer_file, check_tokens
 from ...model.config import ModelConfig
 from ...model.pooling import PoolingConfig, PoolingKind, read_pooling
 from ...model.text.chat_template import ChatTemplate
 from ...model.text.detokenizer import IncrementalDecoder, TextTable
+from ...model.text.template_files import check_templates
 from ...model.text.tokenizer import Tokenizer
 from ...model.text.vocabulary import Vocabulary
 from ...runtime.device_streams.interface import DeviceStreams
@@ -91,7 +94,7 @@ def load_text(config: EngineConfig, phases: Phases) -> Callable[[ModelInfo], Mod
     root = resolve(config)
     if is_bidirectional(root):
         raise ConfigError("mode = split: must be inline for an encoder model, which generates nothing")
-    shape = ModelConfig.read(root)
+    _, shape = open_source(root, ModelConfig.read(root), config.load_format)  # its sizes are those of the files
     text = _read_text(config, root, shape, config.model or hub.BUNDLED, phases)
     return lambda info: ModelText(info, text.tokenizer, text.encoder, text.table)
 
@@ -255,7 +258,10 @@ def _read_text(config: EngineConfig, root: Path, shape: ModelConfig, model_id: s
     Runs on a thread of its own, while weights are loaded.
     """
     with phases("tokenizer"):
+        check_tokenizer_file(root, shape.vocab_size)
         tokenizer = Tokenizer.read(root)
+        check_tokens(root, len(tokenizer), shape.vocab_size)
+        check_templates(root, tokenizer.config)
         template = ChatTemplate(config.chat_template, tokenizer) if config.chat_template else None
         encoder = ModelEncoder(tokenizer, template or ChatTemplate.read(root, tokenizer), model_id)
         defaults = GenerationDefaults.read(root, shape)

@@ -164,6 +164,28 @@ def test_a_classifier_of_several_labels_or_with_missing_weights_is_refused(tmp_p
         load(tmp_path / "headless")
 
 
+SIZES = [
+    ("bert", {"num_hidden_layers": 10**9}, "num_hidden_layers: must be a whole number up to 2"),
+    ("bert", {"intermediate_size": 10**9}, "intermediate_size: must be a whole number up to 300"),
+    ("bert", {"vocab_size": 2**40}, "vocab_size: must be a whole number up to 300"),
+    ("bert", {"max_position_embeddings": 10**9}, "max_position_embeddings: must be a whole number up to 300"),
+    ("distilbert", {"n_layers": 10**9}, "n_layers: must be a whole number up to 2"),
+    ("bert", {"hidden_size": "32"}, "hidden_size: must be a whole number"),
+    ("bert", {"num_attention_heads": 5}, "attention heads"),
+    ("bert", {"hidden_act": "no such"}, "cannot load it"),
+]
+
+
+@pytest.mark.parametrize(("family", "keys", "message"), SIZES, ids=[str(keys) for _, keys, _ in SIZES])
+def test_sizes_that_the_files_do_not_have_are_refused_at_once(
+    family: str, keys: dict[str, Any], message: str, tmp_path: Path
+):
+    make_encoder(family, tmp_path)
+    change_config(tmp_path, **keys)
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path)
+
+
 # -- the stage
 
 

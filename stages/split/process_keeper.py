@@ -78,17 +78,17 @@ class ProcessKeeper:
     async def _keep(self, client: EngineClient | None) -> None:
         try:
             while client is not None:
-                client = await self._replace(await client.died)
+                client = await self._replace(client.pid, await client.died)
         except Exception as error:  # a bug here: no stream may wait for a process that never comes
             log.error("engine_process.not_replaced", error=type(error).__name__, exc_info=error)
             self._give_up(f"the engine process could not be replaced: {type(error).__name__}; see the server's log")
 
-    async def _replace(self, how: str) -> EngineClient | None:
+    async def _replace(self, pid: int | None, how: str) -> EngineClient | None:
         """Starts another process, and resumes the live requests in it. None if that is given up."""
         self.num_deaths += 1
         began_s = self._env.now()
         self.away = Health("loading", stage="engine", reason=f"the engine process ended ({how}), another is starting")
-        log.error("engine_process.died", how=how, num_live=len(self._exit.live))
+        log.error("engine_process.died", pid=pid, how=how, num_live=len(self._exit.live))
         self._on_death(how)
         self._requests.hold(lambda prompt: prompt.generated is not None)  # prompts that come now wait in the table
         guilty = self._table.note_death()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,27 @@ EXPORT long done_beside_one_that_stands(int num_threads, long num, double limit_
     });
     return found;
 }
+
+// Whether the system refused a thread. The threads that had started have ended then.
+EXPORT int is_refused(int num_threads) {
+    try {
+        Pool pool(num_threads, {});
+        return 0;
+    } catch (const std::exception&) {
+        return 1;
+    }
+}
+"""
+
+REFUSED = """
+import ctypes, os, resource, sys
+library = ctypes.CDLL(sys.argv[1])
+assert not library.is_refused(3)
+before = len(os.listdir("/proc/self/task"))
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20),) * 2)  # room for the stacks of a few threads
+assert library.is_refused(200)
+assert len(os.listdir("/proc/self/task")) == before
 """
 
 
@@ -110,6 +132,13 @@ def test_nothing_is_lost_or_done_twice_where_threads_give_up_waiting_for_a_long_
 ) -> None:
     """A phase of 200 us is over ten times as long as they spin."""
     assert not_done_once(threads, num_threads, -1, 20, 40, 1, pause_us=200) == 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads by /proc")
+def test_a_team_that_gets_too_few_threads_is_refused_and_leaves_none(threads: ctypes.CDLL) -> None:
+    command = [sys.executable, "-c", REFUSED, threads._name]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, f"exit status {done.returncode}: {done.stderr[-500:]}"
 
 
 def test_a_phase_may_have_a_hundred_thousand_pieces(threads: ctypes.CDLL) -> None:

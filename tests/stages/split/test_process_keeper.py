@@ -50,7 +50,7 @@ class Front:
 
     def _client(self) -> Any:
         self.ran.append([])
-        self.clients.append(SimpleNamespace(died=asyncio.get_running_loop().create_future()))
+        self.clients.append(SimpleNamespace(pid=1, died=asyncio.get_running_loop().create_future()))
         return self.clients[-1]
 
     async def _start(self) -> Any:

@@ -97,7 +97,9 @@ class Tokenizer:
             )
         try:
             rust = RustTokenizer.from_buffer(raw)
-        except Exception as error:  # the bindings raise Exception itself
+        except BaseException as error:  # the bindings raise Exception itself, and a panic is not even one
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             raise CheckpointError(f"tokenizer.json ({root}): cannot be used: {str(error)[:200]}") from None
         kind = tokenizer_class(root, config, has_byte_level=b'"ByteLevel"' in raw)
         special = SpecialTokens.read(root, config, kind.named, kind.extra)

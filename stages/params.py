@@ -99,10 +99,12 @@ class SamplingParams:
         self._check_stops()
         self._check_bias()
         self._check_limits()
-        if self.thinking_budget is not None and self.structured_outputs is not None:
-            raise Refused(
-                "thinking_budget: must not be set with structured_outputs; leave one out", param="thinking_budget"
+        form = self.structured_outputs
+        if self.thinking_budget is not None and form is not None and form.after is None:
+            message = (
+                "thinking_budget: must not be set with structured_outputs that have no thoughts before; leave one out"
             )
+            raise Refused(message, param="thinking_budget")
         if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens != -1:
             _whole("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, 2**31 - 1)
         if self.truncation_side not in ("left", "right"):

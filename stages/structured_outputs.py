@@ -16,8 +16,25 @@ from .errors import Refused
 MAX_GRAMMAR_BYTES = 64 * 1024  # of a schema, of a grammar, or of all choices together
 MAX_REGEX_BYTES = 1024
 MAX_CHOICES = 1024
+MAX_MARKER_BYTES = 64
 MAX_SCHEMA_DEPTH = 32
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThinkingSection:
+    """The thoughts that come before the format, with the texts that mark them.
+
+    Where the prompt has opened the section, it must be closed first. Otherwise an answer may begin with one.
+    """
+
+    start: str
+    end: str
+    is_open: bool  # the prompt ends inside the section
+
+    def __post_init__(self) -> None:
+        for name in ("start", "end"):
+            _check_size(f"after.{name}", getattr(self, name), MAX_MARKER_BYTES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +51,7 @@ class StructuredOutputs:
     grammar: str | None = None  # llguidance's Lark dialect, or GBNF (`root ::= ...`)
     json_object: bool = False  # any JSON object
     disable_any_whitespace: bool = False  # for json and json_object: no whitespace but one space after ":" and ","
+    after: ThinkingSection | None = None  # the format begins after this section
 
     def __post_init__(self) -> None:
         for name in ("json_object", "disable_any_whitespace"):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ...model.errors import TemplateError
 from ...stages.params import SamplingParams, ThinkingBudget
+from ...stages.structured_outputs import ThinkingSection
 from ..config import ServerConfig
 from ..errors import ApiError
 from .assistant_turn import AssistantTurn, ReasoningCounter
@@ -57,8 +58,11 @@ class ChatFormat:
         not support.
         """
         calls = self._calls_of(body)
-        thoughts = None if params.structured_outputs is not None else self._thoughts_of(body)
-        if body.max_thinking_tokens is not None and params.structured_outputs is None:
+        form, thoughts = params.structured_outputs, self._thoughts_of(body)
+        if form is not None:
+            thoughts, section = _before_form(body, thoughts)
+            params = replace(params, structured_outputs=replace(form, after=section))
+        if body.max_thinking_tokens is not None and (form is None or thoughts is not None):
             params = replace(params, thinking_budget=self._budget(body, body.max_thinking_tokens, thoughts))
         if thoughts is not None and thoughts.is_over:
             thoughts = None
@@ -98,7 +102,8 @@ class ChatFormat:
         if parser is None:
             return None
         is_open = self._is_turn_open(body)
-        return ReasoningFormat(parser, parser.thinks_unasked if is_open is None else is_open, is_over=is_open is False)
+        is_open_or_likely = parser.thinks_unasked if is_open is None else is_open
+        return ReasoningFormat(parser, is_open_or_likely, is_over=is_open is False, is_marked=is_open is not None)
 
     def _budget(self, body: Chat, num_tokens: int, thoughts: ReasoningFormat | None) -> ThinkingBudget | None:
         """The thinking budget; None if the prompt has closed the reasoning already."""
@@ -140,6 +145,20 @@ class ChatFormat:
             return None
         opened, closed = (text.rfind(marker) for marker in markers)
         return None if opened == closed else opened > closed
+
+
+def _before_form(body: Chat, thoughts: ReasoningFormat | None) -> tuple[ReasoningFormat | None, ThinkingSection | None]:
+    """The reasoning before an answer in a given form, and its section; None if the form comes at once.
+
+    Reasoning that the prompt has opened must be closed first. Otherwise the request may switch it off.
+    """
+    if thoughts is None or thoughts.is_over or thoughts.parser.markers is None:
+        return None, None
+    is_off = any(body.template_kwargs.get(name) is False for name in ("enable_thinking", "thinking"))
+    if is_off and not thoughts.is_marked:
+        return None, None
+    start, end = thoughts.parser.markers
+    return thoughts, ThinkingSection(start=start, end=end, is_open=thoughts.is_open)
 
 
 class Chat(Protocol):
@@ -200,6 +219,7 @@ class ReasoningFormat:
     parser: type[ReasoningParser]
     is_open: bool  # the answer begins inside reasoning
     is_over: bool  # the prompt closed the reasoning, so the answer has none
+    is_marked: bool  # the prompt has a marker that opens or closes the reasoning
 
     def counter(self, token_bytes: Callable[[int], bytes]) -> ReasoningCounter | None:
         """A counter of reasoning tokens; None if the model family has no markers."""

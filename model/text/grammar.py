@@ -18,6 +18,7 @@ from .exact_numbers import UnsupportedBesideNumber
 from .schema_closing import closed
 from .schema_keywords import may_repeat_keys, with_safe_patterns, without_idle_keywords
 from .schema_rules import schema_rules
+from .thoughts import Section, after_thoughts, thought_mask
 from .vocabulary import Vocabulary
 
 # Limits of a matcher: about 10 ms of CPU for a step. Typical schemas take a hundredth of that.
@@ -120,6 +121,8 @@ class GrammarCompiler:
         self.is_end[self.eos_ids] = True
         words = np.packbits(self.is_end.reshape(-1, 32), axis=1, bitorder="little").view("<i4")[:, 0]
         self.ends = [(int(word), words[word]) for word in np.flatnonzero(words)]  # words with ends, and their bits
+        self._vocabulary = vocabulary
+        self._thought_masks: dict[str, NDArray[np.int32]] = {}  # by end marker
         self._tokenizer = _make_tokenizer(vocabulary, num_bits, self.eos_ids)
 
     def compile(self, grammar: str) -> LLMatcher:
@@ -128,6 +131,20 @@ class GrammarCompiler:
         if matcher.is_error():
             raise GrammarError(_client_message(matcher.get_error()))
         return matcher
+
+    def after_thoughts(self, grammar: str, section: Section) -> str:
+        """The grammar behind a section of thoughts."""
+        return after_thoughts(grammar, section, self._vocabulary)
+
+    def thought_mask(self, section: Section) -> NDArray[np.int32]:
+        """The tokens that may come where the scan of an answer's thoughts `is_free`. Not to be written to.
+
+        It takes no matcher: a mask of any text costs milliseconds, as it walks the whole vocabulary.
+        """
+        mask = self._thought_masks.get(section.end)
+        if mask is None:
+            mask = self._thought_masks[section.end] = thought_mask(section, self._vocabulary, self.num_words)
+        return mask
 
     def check_start(self, matcher: LLMatcher) -> None:
         """Raises `GrammarError` if a matcher at its start allows no text. Leaves the matcher usable."""

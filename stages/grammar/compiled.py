@@ -83,7 +83,10 @@ class Grammars:
         from ...model.text.grammar import grammar_text
 
         source, is_compact = source_of(structured), structured.disable_any_whitespace
-        return self.compiler.compile(grammar_text(structured.kind, source, is_compact))
+        grammar = grammar_text(structured.kind, source, is_compact)
+        if structured.after is not None:
+            grammar = self.compiler.after_thoughts(grammar, structured.after)
+        return self.compiler.compile(grammar)
 
     def begin(self, structured: StructuredOutputs) -> LLMatcher:
         """A matcher for one answer. Compiles the grammar if the gate did not. Raises `GrammarError`."""

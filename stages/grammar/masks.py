@@ -16,11 +16,13 @@ from ...runtime.env.env import Env
 from ...runtime.env.log import get_logger
 from ...runtime.workers.side_thread import Pending
 from ..messages import Bools, Indices, Ints, Started
-from ..structured_outputs import StructuredOutputs
+from ..structured_outputs import StructuredOutputs, ThinkingSection
 from .compiled import Grammars
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
+
+    from ...model.text.thoughts import ThoughtScan
 
 NUM_THREADS = 2  # that compute a step's masks, if there are `MANY`
 MANY = 64  # masks; fewer are computed faster than other threads wake up: 4 us each for a simple schema
@@ -58,6 +60,7 @@ class GrammarState:
     matcher: LLMatcher
     goes_on: bool  # `ignore_eos`: it ends only if nothing else is allowed, so its masks have no EOS
     mask: Ints  # [W] the first mask, or the next one after a preemption
+    scan: ThoughtScan | None = None  # None: the format has no thoughts before
 
 
 class GrammarMasks:
@@ -171,17 +174,29 @@ class GrammarMasks:
         if matcher.try_consume_tokens(generated) != len(generated):
             self._note_failure(structured, matcher)
             return None
+        scan = None if structured.after is None else self._scan(structured.after, generated)
         mask, goes_on = compiler.mask(matcher), started.params.ignore_eos
         if goes_on:
             for word, bits in compiler.ends:
                 mask[word] &= ~bits
-        return GrammarState(structured, matcher, goes_on, mask)
+        return GrammarState(structured, matcher, goes_on, mask, scan)
+
+    def _scan(self, section: ThinkingSection, generated: list[int]) -> ThoughtScan:
+        """A scan of an answer with thoughts. Makes their mask here, as it takes tens of milliseconds once."""
+        from ...model.text.thoughts import ThoughtScan
+
+        scan = ThoughtScan(section)
+        self.grammars.compiler.thought_mask(section)
+        for token_id in generated:
+            scan.add(self._bytes_of(token_id))
+        return scan
 
     def _advance(self, rows: list[tuple[GrammarState, int, int]]) -> None:
-        if len(rows) < MANY:
-            self._make_masks(rows)
+        others = [row for row in rows if row[0].scan is None or not self._think(*row)]
+        if len(others) < MANY:
+            self._make_masks(others)
         else:
-            self._make_many_masks(rows)
+            self._make_many_masks(others)
         going_on = [slot for answer, slot, _ in rows if answer.goes_on]
         if going_on:
             for word, bits in self.grammars.compiler.ends:
@@ -190,6 +205,19 @@ class GrammarMasks:
             if answer.matcher.is_error():
                 self._masks[slot], self._has_failed[slot] = 0, True
                 self._note_failure(answer.structured, answer.matcher)
+
+    def _think(self, answer: GrammarState, slot: int, token: int) -> bool:
+        """Takes a token of an answer that is in its thoughts; returns whether it still is."""
+        scan, section = answer.scan, answer.structured.after
+        assert scan is not None and section is not None
+        scan.add(self._bytes_of(token))
+        if scan.is_free and answer.matcher.consume_token(token):
+            self._masks[slot] = self.grammars.compiler.thought_mask(section)
+        return scan.is_free
+
+    def _bytes_of(self, token: int) -> bytes:
+        tokens = self.grammars.vocabulary.tokens
+        return tokens[token] if token < len(tokens) else b""
 
     def _make_masks(self, rows: list[tuple[GrammarState, int, int]]) -> None:
         start, row_bytes = self._masks.ctypes.data, self._masks.strides[0]

@@ -40,7 +40,7 @@ from ..messages import (
 from ..outputs import CaptureReport, GraphBatch, ModelInfo
 from ..params import SamplingParams, ThinkingBudget
 from ..pooling_params import PoolingParams
-from ..structured_outputs import StructuredOutputs
+from ..structured_outputs import StructuredOutputs, ThinkingSection
 
 # -- start and stop
 
@@ -273,7 +273,7 @@ class CoreStatus:
 CODEC = Codec(
     [
         *(TokenRequest, StepTokens, Started, TopLogprobs, Pooled, Begun, PromptLogprobs, PromptProgress),
-        *(SamplingParams, CandidateParams, PoolingParams, StructuredOutputs, ThinkingBudget),
+        *(SamplingParams, CandidateParams, PoolingParams, StructuredOutputs, ThinkingSection, ThinkingBudget),
         *(Setup, EngineReady, NotStarted, Stop, Broken, Crashed, EngineConfig),
         *(ModelInfo, Rates, MemoryTable, MemoryUse, MachineMemory, PoolingConfig, CaptureReport, GraphBatch),
         *(RequestsEnded, ControlCauses, RequestFailed, ServiceTimes, Admitted, StatusQuery, StatusReply, Fault),

@@ -335,8 +335,7 @@ class ChatBody(GenerationBody):
         variables: dict[str, Any] = {}
         if self.reasoning_effort is not None:
             variables["reasoning_effort"] = self.reasoning_effort
-        has_form = self.is_call_forced or structured_outputs(self) is not None
-        if self.reasoning_effort == "none" or has_form:  # a constrained answer cannot contain reasoning
+        if self.reasoning_effort == "none":
             variables["enable_thinking"] = variables["thinking"] = False
         return variables | (self.chat_template_kwargs or {})
 

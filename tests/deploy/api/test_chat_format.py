@@ -103,10 +103,32 @@ def test_a_budget_is_told_in_the_ids_of_the_marks(tokenizer):
         assert (caught.value.code, caught.value.param) == ("unsupported_parameter", name)
 
 
-def test_an_answer_in_a_given_form_has_no_thoughts_and_is_read_as_that_form(tokenizer):
-    some = chat_format(tokenizer, ALWAYS, tool_call_parser="mistral")
-    params, _ = settle(some, tools=TOOLS, tool_choice="required", thinking_budget=7)
-    assert params.structured_outputs is not None and params.thinking_budget is None and params.skip_special_tokens
+@pytest.mark.parametrize(
+    ("template", "fields", "section"),
+    [
+        (ALWAYS, {}, True),
+        (ALWAYS, {"reasoning_effort": "none"}, True),  # as the template does not obey
+        (R1, {}, True),
+        (R1, {"reasoning_effort": "none"}, None),
+        (QWEN3, {}, False),
+        (QWEN3, {"reasoning_effort": "none"}, None),
+        (QWEN3, {"chat_template_kwargs": {"enable_thinking": False}}, None),
+        ("no thoughts", {}, None),
+    ],
+)
+@pytest.mark.parametrize("form", [{"response_format": {"type": "json_object"}}, {"tools": TOOLS, "tool_choice": NAMED}])
+def test_a_given_form_follows_the_thoughts_where_there_are_any(tokenizer, template, fields, section, form):
+    """The section must come (True), may come (False), or there is none (None)."""
+    params, _ = settle(chat_format(tokenizer, template), thinking_budget=7, **form, **fields)
+    after = params.structured_outputs.after
+    assert (None if after is None else after.is_open) == section
+    assert (params.thinking_budget is None) == (section is None)
+
+
+def test_an_answer_in_a_given_form_is_read_as_that_form(tokenizer):
+    some = chat_format(tokenizer, QWEN3, tool_call_parser="mistral")
+    params, _ = settle(some, tools=TOOLS, tool_choice="required")
+    assert params.structured_outputs is not None and params.skip_special_tokens
     calls = [{"name": "f", "arguments": {}}, {"name": "g", "arguments": {}}]
     pieces = told(some, str(calls).replace("'", '"'), tools=TOOLS, tool_choice="required")
     assert [(piece.index, getattr(piece, "name", "{}")) for piece in pieces] == [

@@ -15,7 +15,7 @@ from millrace.stages.grammar.compiled import Grammars
 from millrace.stages.grammar.masks import GrammarMasks
 from millrace.stages.messages import Started
 from millrace.stages.params import SamplingParams
-from millrace.stages.structured_outputs import StructuredOutputs
+from millrace.stages.structured_outputs import StructuredOutputs, ThinkingSection
 
 EOS = 256
 NO_PROMPT = np.zeros(0, np.int32)
@@ -125,3 +125,75 @@ def test_many_masks_are_those_of_one_by_one(monkeypatch: pytest.MonkeyPatch, ign
             masks.advance(np.array(slots), np.array([*chosen.values()]))
             masks.read(np.arange(len(slots)), np.array(slots))  # which waits for the thread
     assert slots and 7 not in slots, "0 is never allowed"
+
+
+TEXT = set(range(0x80)) | set(range(0xC2, 0xF5))  # the bytes that may begin a character
+THOUGHTS = ThinkingSection(start="<t>", end="</t>", is_open=True)
+
+
+def with_words(*words: bytes, special: frozenset[int] = frozenset()) -> GrammarMasks:
+    """A vocabulary of bytes, an end and words, of which the special ones are known by their ids alone."""
+    tokens = [bytes([i]) for i in range(256)] + [b"", *words]
+    vocabulary = Vocabulary(tokens, special | {EOS}, (EOS,), vocab_size=len(tokens))
+    return GrammarMasks(Grammars(lambda: vocabulary), 8, LiveEnv())
+
+
+def allowed_at(masks: GrammarMasks, slot: int) -> set[int]:
+    found = masks.read(np.arange(1), np.array([slot]))
+    return set(np.flatnonzero(unpack(found.taken, masks.grammars.compiler.vocab_size)[0]).tolist())
+
+
+def test_thoughts_may_be_any_text_but_an_end_until_their_marker_comes() -> None:
+    masks = make()
+    begin(masks, 0, choice=("ab",), after=THOUGHTS)
+    say(masks, [0], "hm é <")
+    assert allowed_at(masks, 0) == TEXT
+    masks.advance(np.array([0]), np.array([0xC3]))  # half a character
+    assert allowed_at(masks, 0) == set(range(0x80, 0xC0))
+    masks.advance(np.array([0]), np.array([0xA9]))
+    assert allowed_at(masks, 0) == TEXT
+    say(masks, [0], "</t")
+    assert EOS not in allowed_at(masks, 0) and ord(">") in allowed_at(masks, 0)
+    say(masks, [0], ">")
+    assert allowed_at(masks, 0) == {ord("a"), ord("\n")}
+    say(masks, [0], "\n\nab")
+    assert allowed_at(masks, 0) == {EOS}
+
+
+def test_an_answer_may_begin_its_thoughts_itself_or_leave_them_out() -> None:
+    masks = make()
+    section = ThinkingSection(start="<t>", end="</t>", is_open=False)
+    for slot in (0, 1):
+        begin(masks, slot, choice=("ab",), after=section)
+    assert allowed(masks, 0, 1) == [{ord("a"), ord("<")}] * 2
+    say(masks, [0], "ab")
+    assert allowed_at(masks, 0) == {EOS}
+    say(masks, [1], "<t>x</t>ab")
+    assert allowed_at(masks, 1) == {EOS}
+
+
+@pytest.mark.parametrize("is_special", [False, True])
+def test_markers_of_one_token_are_known_special_or_not(is_special: bool) -> None:
+    words = (b"<t>", b"</t>", b"</t>ab", b"\n\n", b"a</t")
+    masks = with_words(*words, special=frozenset({257, 258}) if is_special else frozenset())
+    begin(masks, 0, choice=("ab",), after=THOUGHTS)
+    say(masks, [0], "hm")
+    free = allowed_at(masks, 0)
+    assert {258, 260, 261} <= free and 259 not in free and EOS not in free, "the third says more than the marker"
+    assert (257 in free) != is_special
+    for token in (258, 260):
+        masks.read(np.arange(1), np.array([0]))
+        masks.advance(np.array([0]), np.array([token]))
+    assert allowed_at(masks, 0) == {ord("a")}
+
+
+def test_thoughts_are_taken_up_again_after_a_preemption() -> None:
+    masks = make()
+    for slot, said in enumerate(("hm", "hm</t", "hm</t>\na")):
+        form = StructuredOutputs(choice=("ab",), after=THOUGHTS)
+        tokens = np.array(list(said.encode()), np.int32)
+        masks.prepare(Started(slot, slot, str(slot), tokens, 0, SamplingParams(structured_outputs=form), seed=0))
+    assert allowed_at(masks, 0) >= TEXT and ord(">") in allowed_at(masks, 1)
+    assert allowed_at(masks, 2) == {ord("b")}
+    say(masks, [1], ">a")
+    assert allowed_at(masks, 1) == {ord("b")}

@@ -6,6 +6,7 @@ The model is far too small to call tools by itself.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -48,6 +49,7 @@ ASKED: dict[str, Any] = {
     "seed": 4,
     "temperature": 1.0,
 }
+AT_ONCE = ASKED | {"reasoning_effort": "none"}  # without thoughts, which this server's parser expects first
 
 NUM_CALLS = count(1, 24)
 
@@ -82,7 +84,7 @@ def check_call(name: str, arguments: str) -> None:
 @pytest.mark.parametrize("name", ["paint", "chain", "stop"])
 def test_a_named_tool_is_called_with_arguments_of_its_schema(client: openai.OpenAI, name: str):
     choice = {"type": "function", "function": {"name": name}}
-    answer = client.chat.completions.create(tools=TOOLS, tool_choice=choice, n=3, **ASKED)
+    answer = client.chat.completions.create(tools=TOOLS, tool_choice=choice, n=3, **AT_ONCE)
     for each in answer.choices:
         assert each.message.content is None and len(each.message.tool_calls) == 1
         if each.finish_reason == "tool_calls":
@@ -91,7 +93,7 @@ def test_a_named_tool_is_called_with_arguments_of_its_schema(client: openai.Open
 
 
 def test_required_calls_something_and_a_stream_of_it_adds_up_to_the_whole(client: openai.OpenAI):
-    asked = ASKED | {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
+    asked = AT_ONCE | {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
     names = set()
     for seed in range(2):
         whole = client.chat.completions.create(**asked | {"seed": seed}).choices[0]
@@ -112,7 +114,7 @@ def test_calls_end_by_themselves_and_fit_though_the_model_knows_nothing(
 ):
     tool_choice: Any = "required" if choice == "required" else {"type": "function", "function": {"name": name}}
     tools: list[Any] = [{"type": "function", "function": {"name": name, "parameters": SCHEMAS[name]}}]
-    asked = ASKED | {"tools": tools, "tool_choice": tool_choice, "parallel_tool_calls": False, "max_tokens": 256}
+    asked = AT_ONCE | {"tools": tools, "tool_choice": tool_choice, "parallel_tool_calls": False, "max_tokens": 256}
     whole = client.chat.completions.create(n=NUM_CALLS, **asked)
     with client.chat.completions.stream(n=NUM_CALLS, **asked) as stream:
         streamed = stream.get_final_completion()
@@ -126,10 +128,10 @@ def test_calls_end_by_themselves_and_fit_though_the_model_knows_nothing(
 def test_a_schema_that_no_grammar_can_hold_is_refused_and_names_the_tools(server: RunningServer):
     parameters = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=a)b"}}, "required": ["a"]}
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
-    answer = server.post("/v1/chat/completions", ASKED | {"tools": tools, "tool_choice": "required"})
+    answer = server.post("/v1/chat/completions", AT_ONCE | {"tools": tools, "tool_choice": "required"})
     assert (answer.status, answer.error["param"]) == (400, "tools")
     assert answer.error["message"].startswith("tools: ")
-    assert server.post("/v1/chat/completions", ASKED | {"tools": tools, "max_tokens": 2}).status == 200
+    assert server.post("/v1/chat/completions", AT_ONCE | {"tools": tools, "max_tokens": 2}).status == 200
 
 
 @pytest.mark.parametrize("budget", [0, 5])
@@ -142,3 +144,30 @@ def test_thoughts_end_when_their_budget_does(server: RunningServer, budget: int)
     unlimited = server.post("/v1/chat/completions", ASKED | {"ignore_eos": True, "max_tokens": 40}).json
     assert unlimited["choices"][0]["message"]["content"] is None
     assert unlimited["usage"]["completion_tokens_details"] == {"reasoning_tokens": 40}
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_thoughts_come_first_and_then_the_form(server: RunningServer, is_streamed: bool):
+    choice = {"type": "function", "function": {"name": "paint"}}
+    schema = {"name": "x", "schema": SCHEMAS["enums"], "strict": True}
+    forms: list[dict[str, Any]] = [
+        {"tools": TOOLS, "tool_choice": choice},
+        {"response_format": {"type": "json_schema", "json_schema": schema}},
+        {"structured_outputs": {"regex": "[0-9]{3}-[a-z]{2}"}},
+        {"structured_outputs": {"choice": ["yes", "no"]}},
+    ]
+    for form in forms:
+        asked = ASKED | form | {"thinking_budget": 6, "stream": is_streamed}
+        answer = server.post("/v1/chat/completions", asked)
+        deltas = [event["choices"][0]["delta"] for event in answer.events()[:-1]] if is_streamed else []
+        messages = deltas if is_streamed else [answer.json["choices"][0]["message"]]
+        thoughts = "".join(message.get("reasoning") or "" for message in messages)
+        content = "".join(message.get("content") or "" for message in messages)
+        calls = [call["function"].get("arguments", "") for m in messages for call in m.get("tool_calls") or ()]
+        assert thoughts and "</think>" not in thoughts
+        if "tools" in form:
+            check_call("paint", "".join(calls))
+        elif "response_format" in form:
+            Draft202012Validator(SCHEMAS["enums"]).validate(json.loads(content))
+        else:
+            assert re.fullmatch("[0-9]{3}-[a-z]{2}|yes|no", content)

@@ -121,8 +121,8 @@ class ServerConfig:
         for name in ("api_key", "admin_key"):
             if file := getattr(self, f"{name}_file"):  # here, so that keys in files also count without flags
                 object.__setattr__(self, name, (*getattr(self, name), *read_keys(Path(file))))
-            if any(not key or not key.isascii() for key in getattr(self, name)):
-                raise ConfigError(f"{name}: a key must be ASCII text, and not empty")
+            if not all(map(_is_sendable, getattr(self, name))):
+                raise ConfigError(f"{name}: a key must be printable ASCII text without spaces around it, and not empty")
         if set(self.api_key) & set(self.admin_key):
             raise ConfigError(
                 "admin_key: one of the keys is also an api_key, which would give all clients admin access; "
@@ -165,6 +165,11 @@ class ServerConfig:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return False
+
+
+def _is_sendable(key: str) -> bool:
+    """Whether a header can carry this key."""
+    return bool(key) and key.isascii() and key.isprintable() and key == key.strip()
 
 
 def read_keys(file: Path) -> tuple[str, ...]:

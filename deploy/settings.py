@@ -21,6 +21,7 @@ from ..stages.errors import ConfigError
 from .config import ServerConfig
 
 ENV_PREFIX = "MILLRACE_"
+KEYS = frozenset({"api_key", "admin_key"})
 SECRET = frozenset({"api_key", "admin_key", "ssl_keyfile_password"})
 NO_FLAG = frozenset({"ssl_keyfile_password"})  # every user can read flags in the process list
 
@@ -190,6 +191,7 @@ class Setting:
 
     value: Any
     source: str  # "flag --port", "environment MILLRACE_PORT", "file x.yaml", "default"
+    is_trimmed: bool = False  # white space around a key was removed
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,8 +222,16 @@ def resolve(
     for kind in kinds:
         for name, (hint, default) in _fields(kind).items():
             settings[name] = _resolve(name, hint, default, flags, environment, in_file, file)
+    for name in KEYS & settings.keys():
+        settings[name] = _without_space(settings[name])
     _check_names(environment, in_file, file)
     return settings
+
+
+def _without_space(setting: Setting) -> Setting:
+    """Keys without the white space around them: secrets in files and variables often end with a line break."""
+    keys = tuple(key.strip() if isinstance(key, str) else key for key in setting.value or ())
+    return setting if keys == setting.value else dataclasses.replace(setting, value=keys, is_trimmed=True)
 
 
 def near_miss(name: str, known: Iterable[str]) -> str:
@@ -318,8 +328,9 @@ def _resolve(
         source = "command line" if name == "model" else f"flag --{name.replace('_', '-')}"
         return Setting(_as_tuple(flags[name]), source)
     variable = ENV_PREFIX + name.upper()
-    if variable in environment and not environment[variable].startswith("tcp://"):  # of Kubernetes, see _check_names
-        value = _from_text(variable, hint, _full_name(name, environment[variable]))
+    text = environment.get(variable, "")  # a variable that is set but empty counts as not set
+    if text and not text.startswith("tcp://"):  # of Kubernetes, see _check_names
+        value = _from_text(variable, hint, _full_name(name, text))
         return Setting(value, f"environment {variable}")
     if name in in_file:
         entry = in_file[name]

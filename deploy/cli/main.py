@@ -61,6 +61,7 @@ def _run(arguments: Sequence[str] | None) -> int:
             print(show(settings))
             return 0
         options.sources = {name: setting.source for name, setting in settings.items()}
+        options.trimmed = [name for name, setting in settings.items() if setting.is_trimmed]
         run: Run = import_module(f".{options.command.replace('-', '_')}", __package__).run
         return run(options, engine_config, server_config)
     except ConfigError as error:

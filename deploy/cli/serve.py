@@ -48,6 +48,8 @@ def run(options: argparse.Namespace, engine_config: EngineConfig, server_config:
     """Runs the command. 0 after a stop by signal, even if requests were cut short."""
     with_messages = server_config.log_error_messages
     configure(server_config.log_format, server_config.log_level, with_error_messages=with_messages)
+    for name in options.trimmed:
+        log.warning("setting.trimmed", name=name, source=options.sources[name])  # white space around a key
     gc.disable()  # until the server is ready: start-up objects live on, and scanning them takes a tenth of the start
     try:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:

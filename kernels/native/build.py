@@ -110,8 +110,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 def find_compiler() -> str | None:
     """The compiler that CXX names, or the first of c++, g++ and clang++ on the PATH."""
-    compiler = os.environ.get("CXX")
-    if compiler is not None:
+    if compiler := os.environ.get("CXX"):
         return shutil.which(compiler)
     return next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
 

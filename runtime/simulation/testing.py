@@ -73,7 +73,7 @@ def no_leaked_tasks() -> Iterator[None]:
 def _runs(seeds: int | Iterable[int], policies: Collection[str]) -> Iterator[tuple[int, str]]:
     chosen = list(policies)
     only_seed, only_policy = os.environ.get("MILLRACE_SIM_SEED"), os.environ.get("MILLRACE_SIM_POLICY")
-    if only_seed is not None:
+    if only_seed:
         seeds = [int(only_seed)]
     for seed in range(seeds) if isinstance(seeds, int) else seeds:
         yield seed, only_policy or chosen[seed % len(chosen)]

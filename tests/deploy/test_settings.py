@@ -142,6 +142,34 @@ def test_an_admin_key_is_given_as_an_api_key_is_and_is_none_of_them(tmp_path):
         ServerConfig(host="0.0.0.0", admin_key=("k",))
 
 
+@pytest.mark.parametrize("kind", [EngineConfig, ServerConfig])
+def test_a_variable_that_is_set_but_empty_counts_as_not_set(kind):
+    environment = {f"MILLRACE_{field.name.upper()}": "" for field in dataclasses.fields(kind)}
+    assert build(kind, settle([], environment)) == kind()
+    settings = settle([], {"MILLRACE_PORT": "0"} | environment if kind is EngineConfig else environment)
+    assert {setting.source for name, setting in settings.items() if name != "port"} == {"default"}
+
+
+def test_white_space_around_a_key_is_removed_and_noted(tmp_path):
+    file = tmp_path / "m.yaml"
+    file.write_text('admin_key: " a "\n')
+    settings = settle(["--api-key", "k1\n"], {"MILLRACE_ADMIN_KEY": "a1,\ta2\r\n"}, file)
+    config = build(ServerConfig, settings)
+    assert (config.api_key, config.admin_key) == (("k1",), ("a1", "a2"))
+    assert [name for name, setting in settings.items() if setting.is_trimmed] == ["api_key", "admin_key"]
+    assert build(ServerConfig, settle([], {}, file)).admin_key == ("a",)
+    assert not any(setting.is_trimmed for setting in settle(["--api-key", "k1"]).values())
+
+
+@pytest.mark.parametrize("key", ["", " ", "k\n", "\tk", "a\nb", "a\x7f", "é"])
+def test_a_key_that_no_client_could_send_is_refused(key):
+    for name in ("api_key", "admin_key"):
+        with pytest.raises(ConfigError, match=f"^{name}: "):
+            ServerConfig(**{name: (key,)})
+    with pytest.raises(ConfigError, match="^api_key: "):
+        build(ServerConfig, settle(["--api-key", " \n"]))
+
+
 def test_print_config_prints_and_starts_nothing(capsys, monkeypatch):
     monkeypatch.setenv("MILLRACE_MAX_NUM_SEQS", "9")
     assert main(["serve", "some/model", "--print-config"]) == 0

@@ -5,16 +5,20 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import pty
 import signal
+import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from millrace.deploy.cli import serve
 from millrace.deploy.config import ServerConfig
 from millrace.deploy.server.server import Server
+from millrace.runtime.env.log import captured_logs
 from millrace.stages.config import EngineConfig
 from millrace.stages.errors import ConfigError
 from millrace.stages.testing.scripted.engine import ScriptedEngine, scripted_engine
@@ -46,7 +50,48 @@ def run_with(monkeypatch: pytest.MonkeyPatch, seen: list[bool], error: Exception
 
     monkeypatch.setattr(serve, "_make_engine", engine)
     monkeypatch.setattr(serve, "_print_ready", ready)
-    return serve.run(argparse.Namespace(sources={}), EngineConfig(), ServerConfig(port=0))
+    return serve.run(argparse.Namespace(sources={}, trimmed=[]), EngineConfig(), ServerConfig(port=0))
+
+
+def printed(monkeypatch: pytest.MonkeyPatch, descriptor: int, **config: Any) -> None:
+    """Prints the ready line of a server to a descriptor."""
+    server = SimpleNamespace(
+        service=SimpleNamespace(model_names=("demo", "other")), url="http://127.0.0.1:1", config=ServerConfig(**config)
+    )
+    with open(descriptor, "w", encoding="ascii", closefd=False) as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        serve._print_ready(cast(Server, server))
+        monkeypatch.undo()
+
+
+@pytest.mark.parametrize(
+    ("config", "lines"),
+    [
+        ({}, ["API       http://127.0.0.1:1/v1", "dashboard http://127.0.0.1:1/dashboard", "docs      http://127.0.0.1:1/docs"]),
+        ({"disable_docs": True}, ["API       http://127.0.0.1:1/v1", "dashboard http://127.0.0.1:1/dashboard"]),
+        ({"root_path": "/llm", "disable_docs": True}, ["API       http://127.0.0.1:1/llm/v1", "dashboard http://127.0.0.1:1/llm/dashboard"]),
+    ],
+)  # fmt: skip
+def test_on_a_terminal_the_ready_line_names_what_one_can_open(
+    monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], lines: list[str]
+) -> None:
+    master, slave = pty.openpty()
+    printed(monkeypatch, slave, **config)
+    text = os.read(master, 4096).decode().splitlines()
+    os.close(master)
+    os.close(slave)
+    assert text[0] == "ready: model demo, other"
+    assert [line.strip() for line in text[1:]] == lines
+
+
+def test_a_ready_line_that_cannot_be_printed_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with captured_logs() as logs:
+        printed(monkeypatch, writing)
+    assert [line["event"] for line in logs] == ["ready_line.not_printed"]
+    os.write(writing, b"later output goes nowhere, and raises nothing")
+    os.close(writing)
 
 
 def test_garbage_collection_is_off_until_the_server_is_ready(monkeypatch: pytest.MonkeyPatch):

@@ -25,7 +25,7 @@ class Pages:
         self._files = dict(_read(files(__package__.rpartition(".")[0]) / "static"))
 
     async def dashboard(self, request: web.Request) -> web.Response:
-        """`GET /dashboard`: the live dashboard.
+        """`GET /dashboard` and `GET /`: the live dashboard.
 
         The page gets its data from `/dashboard/feed`, which requires a key.
         """

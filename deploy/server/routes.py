@@ -99,7 +99,7 @@ class Routes:
             web.post(f"{MESSAGES_PATH}/count_tokens", messages.count_tokens, expect_handler=expect),
             web.get("/v1/stream", self.sockets.stream, allow_head=False),
             web.get("/stream-demo", self._pages.stream_demo),
-            web.get("/dashboard", self._pages.dashboard),
+            *(web.get(path, self._pages.dashboard) for path in ("/", "/dashboard")),
             web.get("/dashboard/feed", self.feed.socket, allow_head=False),
             web.get("/static/{name:(?s:.+)}", self._pages.file),
             web.post("/v1/chat/completions/render", generation.render_chat, expect_handler=expect),

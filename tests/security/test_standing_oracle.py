@@ -164,7 +164,7 @@ BODIES = [
 ]
 PATHS = [
     *("/health", "/health/live", "/health/ready", "/version", "/server_info", "/metrics", "/v1/models"),
-    *("/v1/models/scripted", "/openapi.json", "/docs", "/stream-demo", "/static/stream.js", "/dashboard"),
+    *("/v1/models/scripted", "/openapi.json", "/docs", "/stream-demo", "/static/stream.js", "/dashboard", "/"),
     *("/load", "/v1/requests", "/v1/stages"),
 ]
 

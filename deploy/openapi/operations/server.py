@@ -169,6 +169,15 @@ PAGES = (
     ),
     Operation(
         method="GET",
+        path="/",
+        name="root",
+        group="server",
+        summary="The live dashboard of the engine; same as /dashboard",
+        access="open",
+        answers=PAGE,
+    ),
+    Operation(
+        method="GET",
         path="/dashboard/feed",
         name="dashboardFeed",
         group="sockets",

@@ -128,6 +128,7 @@ class ModelInfo:
     memory: MemoryTable | None = None  # memory by use; None without a model
     tasks: frozenset[Task] = frozenset({"generate", "embed"})  # that the model supports
     pooling: PoolingConfig | None = None  # of its embeddings; None: it has none
+    has_trained_pooling: bool = True  # the checkpoint, or a setting, says how to pool; False: no more than a guess
     quantization: str | None = None  # of weight matrices; None: they have `dtype`
     kv_cache_dtype: str | None = None  # of keys and values; None for an encoder
     captured: CaptureReport | None = None  # CUDA graphs; None: kernels are launched one by one

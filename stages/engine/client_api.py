@@ -18,7 +18,7 @@ from ..outputs import EmbeddingRequestOutput, ModelInfo, OutputKind, RequestOutp
 from ..params import SamplingParams
 from ..pooling_params import Floats, PoolingParams
 from ..request_limits import as_token_ids
-from .pooled_requests import ScoringPairs, as_texts, pooled_request, read_vectors
+from .pooled_requests import ScoringPairs, as_texts, check_scoring, pooled_request, read_vectors
 from .results import read_outputs
 
 PromptLike = str | Sequence[int] | Prompt
@@ -169,6 +169,7 @@ class ClientApi(ABC):
 
         The score is that of a cross-encoder model, or with any other model the cosine of two embeddings.
         """
+        check_scoring(self.info)
         pairs, tasks = ScoringPairs(as_texts(queries), as_texts(documents)), self.info.tasks
         request = pairs.request(self._request_id(request_id), tasks, priority=priority)
         outbox, vectors = await self._pool(request, timeout_s)

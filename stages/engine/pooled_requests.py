@@ -10,6 +10,7 @@ import numpy as np
 from ..errors import Refused
 from ..exit.outboxes import RequestOutbox
 from ..messages import Prompt, Request, Task
+from ..outputs import ModelInfo
 from ..params import SamplingParams
 from ..pooling_params import Floats, PoolingParams
 
@@ -35,6 +36,17 @@ async def read_vectors(outbox: RequestOutbox) -> list[Floats]:
             if delta.finish_reason == "abort":
                 raise Refused("the request was cancelled before all of its inputs were done", code="cancelled")
     return [vector for vector in vectors if vector is not None]
+
+
+def check_scoring(info: ModelInfo) -> None:
+    """Raises `Refused` if scores of this model would mean nothing: it was not trained to embed or to rank texts."""
+    if "generate" in info.tasks and "score" not in info.tasks and not info.has_trained_pooling:
+        raise Refused(
+            "this model generates text and ranks none: serve a cross-encoder or an embedding model for /score and "
+            "/rerank, or start this one with --pooling last to compare its last hidden states",
+            code="unsupported_task",
+            param="model",
+        )
 
 
 def as_texts(texts: str | Sequence[str]) -> Sequence[str]:

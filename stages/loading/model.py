@@ -18,6 +18,7 @@ from ...model.checkpoint.model_kind import is_bidirectional
 from ...model.checkpoint.tensor_shapes import open_source
 from ...model.checkpoint.tokenizer_size import check_tokenizer_file, check_tokens
 from ...model.config import ModelConfig
+from ...model.files import read_text
 from ...model.pooling import PoolingConfig, PoolingKind, read_pooling
 from ...model.text.chat_template import ChatTemplate
 from ...model.text.detokenizer import IncrementalDecoder, TextTable
@@ -163,6 +164,7 @@ def _put_together(
         memory=memory,
         tasks=frozenset({"generate", "embed"} if shape.has_head else {"embed"}),
         pooling=text.pooling,
+        has_trained_pooling=text.has_trained_pooling,
         quantization=computing.quantization,
         kv_cache_dtype=computing.kv_cache_dtype,
     )
@@ -250,6 +252,7 @@ class _LoadedText:
     table: TextTable
     defaults: GenerationDefaults
     pooling: PoolingConfig
+    has_trained_pooling: bool
 
 
 def _read_text(config: EngineConfig, root: Path, shape: ModelConfig, model_id: str, phases: Phases) -> _LoadedText:
@@ -268,7 +271,8 @@ def _read_text(config: EngineConfig, root: Path, shape: ModelConfig, model_id: s
         pooling = read_pooling(root, shape.hidden_size, "last", configured_pooling(config))
         if len(tokenizer) > shape.vocab_size:
             log.warning("tokenizer.larger_than_model", num_tokens=len(tokenizer), vocab_size=shape.vocab_size)
-        return _LoadedText(tokenizer, encoder, TextTable(tokenizer), defaults, pooling)
+        is_known = configured_pooling(config) is not None or read_text(root, "modules.json") is not None
+        return _LoadedText(tokenizer, encoder, TextTable(tokenizer), defaults, pooling, is_known)
 
 
 # -- settings with defaults

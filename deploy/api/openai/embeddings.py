@@ -17,7 +17,7 @@ import numpy as np
 import orjson
 from aiohttp import web
 
-from ....stages.engine.pooled_requests import read_vectors
+from ....stages.engine.pooled_requests import check_scoring, read_vectors
 from ....stages.pooling_params import Floats
 from ...errors import describe
 from ...http.body_reader import read
@@ -25,7 +25,7 @@ from ...http.request_context import OWNER, REQUEST_ID, checked_request_id
 from ..schema.validation import read_body
 from ..service import Service
 from .answers import usage
-from .embedding_bodies import EmbeddingBody, PooledBody, RerankBody, ScoreBody
+from .embedding_bodies import EmbeddingBody, PairsBody, PooledBody, RerankBody, ScoreBody
 from .generation import ignored_headers
 
 if TYPE_CHECKING:
@@ -70,7 +70,10 @@ class EmbeddingRoutes:
     async def _answer(
         self, request: web.Request, kind: type[B], prefix: str, write: Callable[[_PooledAnswer[B]], bytes]
     ) -> web.Response:
-        tasks = self.service.require_engine().info.tasks
+        info = self.service.require_engine().info
+        tasks = info.tasks
+        if issubclass(kind, PairsBody):
+            check_scoring(info)
         strict_fields = self.service.config.strict_fields
 
         def make(raw: Mapping[str, Any]) -> tuple[B, list[str], Request]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,11 @@ import pytest
 
 from millrace.deploy.api.openai.embedding_bodies import EmbeddingBody
 from millrace.deploy.errors import ApiError
+from millrace.stages import LLM
+from millrace.stages.errors import Refused
 from millrace.stages.testing.scripted.script import Script
 from tests.deploy.running import RunningServer, post_bytes
+from tests.deploy.sockets import on_loop, serving
 
 SCRIPT = Script()
 SCORES = ("/score", "/v1/score")
@@ -166,3 +170,27 @@ def test_embeddings_are_counted_with_their_tokens(server: RunningServer):
     assert [after - was for after, was in zip(counts(), before, strict=True)] == [5, 0]
     info = server.get("/server_info").json["model"]
     assert info["tasks"] == ["embed", "generate"] and info["embeddings"]["size"] == 8
+
+
+@on_loop
+async def test_a_model_that_only_generates_scores_nothing_and_says_what_does():
+    async with serving() as running:
+        running.engine._info = replace(running.engine.info, has_trained_pooling=False)
+        for path in (*SCORES, *RERANKS):
+            body = {"query": "a", "documents": ["b"]} if "rerank" in path else {"text_1": "a", "text_2": "b"}
+            async with running.http.post(running.server.url + path, json=body) as response:
+                error = (await response.json())["error"]
+            assert (response.status, error["code"], error["param"]) == (400, "unsupported_task", "model")
+            assert "cross-encoder" in error["message"] and "--pooling last" in error["message"]
+        with pytest.raises(Refused, match="ranks none"):
+            await running.engine.score("a", "b")
+        async with running.http.post(running.server.url + "/v1/embeddings", json={"input": "a"}) as response:
+            assert response.status == 200
+
+
+@pytest.mark.slow
+def test_the_bundled_model_ranks_only_when_its_pooling_is_chosen():
+    with LLM() as llm, pytest.raises(Refused, match="ranks none"):
+        llm.score("a", "b")
+    with LLM(pooling="mean") as llm:
+        assert -1.001 <= llm.score("a", "b")[0].score <= 1.001

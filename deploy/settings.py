@@ -125,7 +125,7 @@ SERVER_HELP: dict[str, dict[str, str]] = {
     },
     "API": {
         "served_model_name": "model name that clients may send; answers carry the first; may be repeated; none: the "
-        "model's own",
+        "Hub id, or the folder's name",
         "enable_force_include_usage": "include usage in every stream, requested or not",
         "enable_request_metrics": "include request times in every answer, requested or not",
         "strict_fields": "reject unknown fields with 400 instead of ignoring them",

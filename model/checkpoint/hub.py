@@ -46,6 +46,20 @@ def resolve(
     return _snapshot(model, revision, download_dir, token, offline or _is_offline(), on_progress)
 
 
+def model_name(model: str | None) -> str:
+    """The name of a model for clients: its Hub id, or the name of its folder, without the path to it."""
+    if model is None:
+        return BUNDLED
+    path = Path(model).expanduser()
+    if not os.path.isdir(path):
+        return model
+    folder = Path(os.path.abspath(path))
+    repository = folder.parent.parent.name
+    if folder.parent.name == "snapshots" and repository.startswith("models--"):  # of the Hub's cache
+        return repository.removeprefix("models--").replace("--", "/")
+    return folder.name or model
+
+
 def bundled_model_path() -> Path:
     """The directory of the model that comes with the package."""
     return Path(str(resources.files("millrace.model.demo"))) / "weights"

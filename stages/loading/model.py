@@ -96,7 +96,7 @@ def load_text(config: EngineConfig, phases: Phases) -> Callable[[ModelInfo], Mod
     if is_bidirectional(root):
         raise ConfigError("mode = split: must be inline for an encoder model, which generates nothing")
     _, shape = open_source(root, ModelConfig.read(root), config.load_format)  # its sizes are those of the files
-    text = _read_text(config, root, shape, config.model or hub.BUNDLED, phases)
+    text = _read_text(config, root, shape, hub.model_name(config.model), phases)
     return lambda info: ModelText(info, text.tokenizer, text.encoder, text.table)
 
 
@@ -118,7 +118,7 @@ def load_model(
 
 
 def _load(config: EngineConfig, opened: OpenedModel, phases: Phases, env: Env) -> LoadedModel | LoadedEncoder:
-    model_id = config.model or hub.BUNDLED
+    model_id = hub.model_name(config.model)
     if opened.shape is None:
         with phases("import"):
             from .encoder import load_encoder

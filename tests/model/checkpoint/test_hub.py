@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from millrace.model.checkpoint.hub import bundled_model_path, resolve
+from millrace.model.checkpoint.hub import bundled_model_path, model_name, resolve
 from millrace.model.errors import CheckpointError, DownloadError
 
 
@@ -42,6 +42,27 @@ def test_no_name_and_demo_are_the_bundled_model() -> None:
 
 def test_a_directory_is_taken_as_it_is(tmp_path: Path) -> None:
     assert resolve(str(tmp_path)) == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [
+        ("qwen3", "qwen3"),
+        ("a/b.c/", "b.c"),
+        ("models--owner--name-1/snapshots/0123abcd", "owner/name-1"),
+        ("x/../y", "y"),
+    ],
+)
+def test_a_folder_is_named_without_the_path_to_it(folder: str, name: str, tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    (tmp_path / folder).mkdir(parents=True)
+    assert model_name(str(tmp_path / folder)) == name
+
+
+def test_other_models_have_the_names_they_are_asked_for_by(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert [model_name(model) for model in (None, "demo", "owner/name")] == ["demo", "demo", "owner/name"]
+    assert model_name(".") == tmp_path.name
 
 
 def test_a_file_is_not_a_model(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from .config_keys import ConfigKeys
 from .errors import CheckpointError, quoted
 from .files import read_json, refuse_code
+from .foreign import describe_folder, refuse_quantized
 from .rope_config import RopeConfig, longest_sequence, parse_rope
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -55,8 +56,10 @@ class ModelConfig:
         """The configuration of the checkpoint in `root`. Raises CheckpointError naming the wrong key."""
         values = read_json(root, "config.json")
         if values is None:
-            raise CheckpointError(f"{root}: no config.json, so this is not a model directory in Hugging Face format")
+            nothing = f"{root}: no config.json, so this is not a model directory in Hugging Face format"
+            raise CheckpointError(describe_folder(root) or nothing)
         refuse_code(root, "config.json", values)
+        refuse_quantized(root, values)
         return parse_config(values, f"config.json ({root})")
 
     @property

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, DownloadError
+from ..foreign import describe_gguf
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in total; the total grows while files are listed
 
@@ -40,6 +41,8 @@ def resolve(
     if model and os.path.isdir(path):
         return path
     if os.path.isfile(path):
+        if path.suffix == ".gguf":
+            raise CheckpointError(describe_gguf(path, path.name))
         raise CheckpointError(f"{model}: is a file; name the directory that holds config.json")
     if not HUB_ID.fullmatch(model):
         raise DownloadError(f"{model[:200]!r}: no such directory, and not the form of a Hub id (owner/name)")

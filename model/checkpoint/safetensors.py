@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from ..errors import CheckpointError, quoted, shown
 from ..files import checkpoint_file, read_json
+from ..foreign import describe_folder
 
 HEADER_BYTES = 8 << 20  # largest header read; 126 layers of a decoder take about 0.2 MB
 NUM_AXES = 64  # most axes of a tensor
@@ -256,6 +257,9 @@ def _shard_names(root: Path) -> list[str]:
                     f"folder, not {quoted(name)}"
                 )
         return sorted(set(weight_map.values()))
+    foreign = describe_folder(root)
+    if foreign is not None:
+        raise CheckpointError(foreign)
     others = sorted(path.name for pattern in PICKLES for path in root.glob(pattern))
     if others:
         raise CheckpointError(

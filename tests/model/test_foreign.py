@@ -1,0 +1,98 @@
+"""Files and folders that are no whole, unquantized checkpoint: named, with their base model and the way out."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millrace.model.checkpoint.hub import resolve
+from millrace.model.checkpoint.safetensors import Checkpoint
+from millrace.model.config import ModelConfig
+from millrace.model.errors import CheckpointError
+
+CONFIG = {"model_type": "llama", "hidden_size": 64}
+CARD = "---\nlicense: mit\nbase_model:\n- meta/Llama-9\n---\n# Model\nbase_model: other/one\n"
+
+
+def gguf(**values: str | int) -> bytes:
+    def text(value: str) -> bytes:
+        return struct.pack("<Q", len(value.encode())) + value.encode()
+
+    pairs = [
+        text(key.replace("__", "."))
+        + (struct.pack("<II", 4, value) if isinstance(value, int) else struct.pack("<I", 8) + text(value))
+        for key, value in values.items()
+    ]
+    tokens = text("tokenizer.ggml.tokens") + struct.pack("<IIQ", 9, 8, 2**40)  # an array, which is not read
+    return b"GGUF" + struct.pack("<IQQ", 3, 1, len(pairs) + 1) + b"".join(pairs) + tokens
+
+
+def refusal(root: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        ModelConfig.read(root)
+    return str(caught.value)
+
+
+WHOLE = gguf(
+    general__architecture="llama",
+    general__name="Tiny",
+    general__file_type=15,
+    general__base_model__0__repo_url="https://huggingface.co/meta/Llama-9",
+)
+
+
+@pytest.mark.parametrize("content", [WHOLE, WHOLE[:100], WHOLE[:25], b"GGUF", b"", b"GGUF" + b"\xff" * 500])
+def test_a_gguf_file_is_named_with_what_its_header_says(content: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError) as caught:
+        resolve(str(file))
+    message = str(caught.value)
+    assert message.startswith("m.gguf: a GGUF file") and "quantization = int4" in message and message.isprintable()
+    if content is WHOLE:
+        assert "(llama, Tiny, Q4_K_M)" in message and "serve https://huggingface.co/meta/Llama-9" in message
+    assert refusal(tmp_path) == message
+
+
+def test_an_adapter_is_named_with_its_base_model(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "r": 16, "base_model_name_or_path": "meta/Llama-9"})
+    )
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    message = refusal(tmp_path)
+    assert "a LORA adapter of rank 16 for meta/Llama-9" in message and "merge_and_unload" in message
+    with pytest.raises(CheckpointError, match="a LORA adapter of rank 16"):
+        Checkpoint(tmp_path)  # as in a folder with the base model's config.json
+
+
+QUANTIZED: list[tuple[dict[str, Any], str]] = [
+    ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "quantization_config: 'awq' weights of 4 bits"),
+    ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config: 'fp8' weights are"),
+    ({"quantization_config": "x\ny"}, "quantization_config: 'x\\\\ny' weights"),
+    ({"quantization": {"group_size": 64, "bits": 8}}, "quantization: 'mlx' weights of 8 bits"),
+]
+
+
+@pytest.mark.parametrize(("keys", "message"), QUANTIZED, ids=[message for _, message in QUANTIZED])
+def test_quantized_weights_are_named_with_the_model_they_were_made_of(
+    keys: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **keys}))
+    assert message.replace("\\\\", "\\") in refusal(tmp_path) and "serve the unquantized checkpoint" in refusal(
+        tmp_path
+    )
+    (tmp_path / "README.md").write_text(CARD)
+    assert "serve meta/Llama-9, which they were made of" in refusal(tmp_path)
+
+
+def test_older_quantized_and_original_forms_are_named(tmp_path: Path) -> None:
+    (tmp_path / "params.json").write_text("{}")
+    (tmp_path / "consolidated.safetensors").write_bytes(b"")
+    assert "original form of its maker" in refusal(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "quantize_config.json").write_text('{"bits": 4}')
+    assert f"quantize_config.json ({tmp_path}): 'gptq' weights of 4 bits" in refusal(tmp_path)

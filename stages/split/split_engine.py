@@ -66,6 +66,7 @@ MIN_START_S = 120.0  # that a successor may take to start; longer if the first p
 START_FACTOR = 10.0
 STEPS_APART = 16  # from the last known step of an engine process to the first of the next; more than are in flight
 STOP_S = 10.0  # that an engine process may take to free everything
+SILENT_S = 1.0  # without an answer when the engine stops: then it is killed
 HANG_S = 30  # without a message from the engine process, while it has work: it is replaced
 STALL_S = 300.0  # without progress, though it sends messages: it is replaced; a large step on a slow machine is shorter
 SUSPECT_S = 2.0  # without progress: it is asked for the stacks of its tasks
@@ -213,12 +214,25 @@ class SplitEngine(Engine):
         has_started = self._core_view is not None
         await super().stop(cause)
         if self._client is not None:
-            if not has_started:
-                self._client.kill()  # it is still loading
+            if not has_started or await self._is_silent():
+                self._client.kill()  # it is still loading, or hangs
             await self._client.stop(STOP_S)
         for file in self._files:
             os.close(file)
         self._files.clear()
+
+    async def _is_silent(self) -> bool:
+        """Whether the engine process lives and does not answer, so that it would not stop when asked either."""
+        assert self._client is not None
+        try:
+            with suppress(EngineDied):
+                await self._client.ask("books", timeout_s=SILENT_S)
+        except TimeoutError:
+            log.warning(
+                "engine_process.killed", pid=self._client.pid, reason=f"no answer for {SILENT_S:g} s at the stop"
+            )
+            return True
+        return False
 
     @property
     def health(self) -> Health:

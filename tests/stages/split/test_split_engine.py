@@ -70,6 +70,16 @@ def test_an_engine_process_that_hangs_is_replaced_and_answers_go_on(monkeypatch:
     run(test)
 
 
+def test_an_engine_process_that_hangs_does_not_hold_up_the_end() -> None:
+    async def test(engine: SplitEngine) -> None:
+        strike(engine, signal.SIGSTOP)
+        began_s = asyncio.get_running_loop().time()
+        await engine.stop()
+        assert asyncio.get_running_loop().time() - began_s < split_engine.SILENT_S + 2.0
+
+    run(test)
+
+
 def test_a_foreign_frame_costs_the_engine_process_and_no_answer() -> None:
     async def test(engine: SplitEngine) -> None:
         due, pid = await answer(engine), engine.engine_pid

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from ...runtime.env.log import dropped as dropped_lines
 from ...stages.allocate.block_pool import BlockPool
 from ..errors import CODES
 from .families import counter, gauge
@@ -118,6 +119,7 @@ class Metrics:
         )
         yield counter("millrace:otlp_requests_sent", "Requests exported to the collector.", sent, {})
         yield counter("millrace:otlp_requests_dropped", "Requests that could not be exported.", dropped, {})
+        yield counter("millrace:log_lines_dropped", "Log lines that could not be written in time.", dropped_lines(), {})
         if self._engine is None:
             return
         if self._engine.has_core:

@@ -125,7 +125,7 @@ def shutdown(timeout_s: float = 2.0) -> bool:
 
 
 def dropped() -> int:
-    """Lines dropped since `configure` because the log's reader was too slow."""
+    """Lines dropped since `configure`: the log's reader is too slow or has left, or the disk is full."""
     return _Active.target.num_dropped if isinstance(_Active.target, LogSink) else 0
 
 
@@ -192,21 +192,24 @@ class LogSink:
     def _write_lines(self) -> None:
         num_reported = 0
         while (line := self._lines.get()) is not None:
-            self._write(line)
+            if not self._write(line):
+                self._count_dropped()
             if self.num_dropped > num_reported:
                 num_reported = self.num_dropped
                 event = {"event": "log.lines_dropped", "level": "warning", "logger": __name__}
                 self._write(self._render(_stamp(None, "", event | {"num_dropped": num_reported})))
         os.close(self._fd)
 
-    def _write(self, line: bytes) -> None:
+    def _write(self, line: bytes) -> bool:
+        """Returns whether the line was written."""
         while line:
             try:
                 line = line[os.write(self._fd, line) :]
             except BlockingIOError:  # the descriptor was made non-blocking; this thread may wait
                 select.select([], [self._fd], [])
-            except OSError:  # the reader is gone
-                return self._count_dropped()
+            except OSError:  # the reader is gone, or the disk is full
+                return False
+        return True
 
 
 def json_line(event: Mapping[str, Any]) -> bytes:

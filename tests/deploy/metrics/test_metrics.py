@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from millrace.deploy.config import ServerConfig
 from millrace.deploy.metrics.metrics import Metrics
 from millrace.deploy.metrics.watchdog import Watchdog
+from millrace.runtime.env import log
 from millrace.stages import EngineConfig, SamplingParams
 from millrace.stages.testing.scripted.engine import Script, ScriptedEngine, scripted_engine
 from tests.deploy.running import RunningServer, post_bytes, send
@@ -179,3 +181,16 @@ def test_drafts_and_what_was_right_of_them_have_the_names_that_vllm_gives_them()
             assert of(samples, "millrace:num_requests_drafting") == 0
 
     asyncio.run(run())
+
+
+def test_log_lines_that_could_not_be_written_are_counted() -> None:
+    metrics = Metrics(Watchdog(ServerConfig(), None))
+    with open("/dev/full", "wb") as full:
+        log.configure(level="error", fd=full.fileno())
+        for _ in range(3):
+            log.get_logger("test").error("thing.happened")
+        deadline_s = time.monotonic() + 10.0
+        while log.dropped() < 3:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.001)
+        assert of(samples_of(metrics.render().decode()), "millrace:log_lines_dropped_total") == 3

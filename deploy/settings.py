@@ -48,7 +48,8 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "memory",
         "logprobs_mode": "raw: of the model's logits; processed: after penalties, bias, temperature and truncation",
         "generation_config": "source of sampling defaults; auto: the checkpoint; off: no checkpoint defaults",
-        "chat_template": "text of a chat template that replaces the checkpoint's",
+        "chat_template": "Jinja file of the chat template, its text, or the name of one of the checkpoint's; "
+        "none: the checkpoint's default",
         "pooling": "pooling of embeddings; auto: from the checkpoint, or the last token of a decoder",
         "seed": "seed of requests without one, and of dummy weights",
     },

@@ -36,7 +36,7 @@ class EngineConfig:
     max_model_len: int | Literal["auto"] | None = None  # tokens, prompt plus answer; None: the model's; auto: what fits
     logprobs_mode: LogprobsMode = "raw_logprobs"  # raw: before penalties, bias, temperature; processed: after
     generation_config: Literal["auto", "off"] = "auto"  # sampling defaults from the checkpoint
-    chat_template: str | None = None  # template text that replaces the checkpoint's
+    chat_template: str | None = None  # file, text or name of the template; None: the checkpoint's
     pooling: Literal["auto", "last", "mean", "cls"] = "auto"  # for embeddings; auto: as the checkpoint says
     seed: int = 0  # for random weights, and for requests without a seed
 

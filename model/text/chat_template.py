@@ -22,9 +22,9 @@ from typing import Any
 import jinja2
 
 from ..errors import TemplateError
-from ..files import read_json, read_text
 from .jinja_sandbox import BUDGET, WORK, RenderBudget, TemplateSandbox
 from .special_tokens import NAMED_TOKENS
+from .template_files import DEFAULT, TOOL_USE, TemplateSource, find_templates
 from .template_traits import TemplateTraits
 from .tokenizer import Tokenizer
 from .traced_text import request_runs, strings, traced
@@ -65,29 +65,48 @@ class ChatTemplate:
         source: str,
         tokenizer: Tokenizer,
         now: Callable[[], datetime] = datetime.now,
+        origin: str = "",
+        tool_use: ChatTemplate | None = None,
     ) -> None:
-        """Raises TemplateError if the template is not valid Jinja. `now` is the clock of `strftime_now`."""
+        """Raises TemplateError if the template is not valid Jinja.
+
+        `now` is the clock of `strftime_now`, `tool_use` the template of chats with tools, if that is another one.
+        """
         self.source = source
+        self.origin = origin
+        self.for_tools = tool_use or self
         sandbox = TemplateSandbox(now)
+        where = f"chat template, {origin}" if origin else "chat template"
         try:
             self._template = sandbox.from_string(source)
             tree = sandbox.parse(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise TemplateError(f"{where}, line {error.lineno}: not valid: {error.message}") from None
         except (jinja2.TemplateError, RecursionError) as error:
-            raise TemplateError(f"chat template: not valid: {error}") from None
+            raise TemplateError(f"{where}: not valid: {error}") from None
         self._marker = _Marker(tuple(tokenizer.special_tokens))
         self._names = tokenizer.named_tokens
         self.traits = TemplateTraits(source, tree, self._probe)
 
     @classmethod
-    def read(cls, root: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
-        """The template of the checkpoint in `root`; None if it has none (see `missing_template`)."""
-        source = read_text(root, "chat_template.jinja") or tokenizer.config.get("chat_template")
-        if not source:
-            source = (read_json(root, "chat_template.json") or {}).get("chat_template")
-        if isinstance(source, list):  # named templates
-            by_name = {entry["name"]: entry["template"] for entry in source}
-            source = by_name.get("default")
-        return cls(source, tokenizer) if source else None
+    def read(cls, root: Path, tokenizer: Tokenizer, wanted: str | None = None) -> ChatTemplate | None:
+        """The template of the checkpoint in `root`; None if it has none (see `missing_template`).
+
+        `wanted` replaces it: see `find_templates`.
+        """
+        found = find_templates(root, tokenizer.config, wanted)
+        if not found:
+            return None
+        tool_use = found.get(TOOL_USE)
+        tools = None if tool_use is None else cls(tool_use.text, tokenizer, origin=tool_use.origin)
+        default = found.get(DEFAULT) or _no_default(found)
+        template = cls(default.text, tokenizer, origin=default.origin, tool_use=tools)
+        if wanted is not None and "messages" not in template.traits.variables:
+            raise TemplateError(
+                f"chat_template, {default.origin}: never reads `messages`, so every chat would get the same prompt; "
+                "give a Jinja chat template"
+            )
+        return template
 
     def render(
         self,
@@ -108,7 +127,8 @@ class ChatTemplate:
         TemplateError if the template rejects or leaves out a message, or if a render exceeds its limits.
         """
         variables = {"documents": documents, "tools": tools, **self._checked_kwargs(kwargs or {})}
-        return self._rendered(messages, variables, add_generation_prompt, continue_final_message)
+        template = self.for_tools if tools else self
+        return template._rendered(messages, variables, add_generation_prompt, continue_final_message)
 
     def _rendered(
         self,
@@ -279,6 +299,13 @@ class _Marker:
         marked = (mark if at_start else "") + marked + (mark if at_end else "")
         head, _, tail = text.partition(stripped) if stripped else (text, "", "")
         return head + marked + tail
+
+
+def _no_default(found: Mapping[str, TemplateSource]) -> TemplateSource:
+    """A template that refuses every chat, for a checkpoint whose named templates have no default."""
+    names = ", ".join(sorted(found))
+    problem = f"this model has no default chat template; start the server with chat_template set to one of: {names}"
+    return TemplateSource("{{ raise_exception(" + json.dumps(problem) + ") }}", next(iter(found.values())).origin)
 
 
 def _wrong_kwargs(problem: str) -> TemplateError:

@@ -22,7 +22,6 @@ from ...model.files import read_text
 from ...model.pooling import PoolingConfig, PoolingKind, read_pooling
 from ...model.text.chat_template import ChatTemplate
 from ...model.text.detokenizer import IncrementalDecoder, TextTable
-from ...model.text.template_files import check_templates
 from ...model.text.tokenizer import Tokenizer
 from ...model.text.vocabulary import Vocabulary
 from ...runtime.device_streams.interface import DeviceStreams
@@ -125,8 +124,10 @@ def _load(config: EngineConfig, opened: OpenedModel, phases: Phases, env: Env) -
 
         return load_encoder(config, opened.root, model_id, configured_pooling(config), phases, opened.threads)
     text = env.side_thread("load").submit(_read_text, config, opened.root, opened.shape, model_id, phases)
-    if opened.native_model is not None:
-        text.result()  # weights are packed meanwhile; the measurements that follow must not run beside it
+    if opened.native_model is not None or config.chat_template is not None:
+        # Native weights are packed meanwhile; the measurements that follow must not run beside it. Otherwise this
+        # reports an unusable chat template before the weights are read.
+        text.result()
     computing = _load_computing(config, opened, opened.shape, phases, env.streams)
     return _put_together(config, opened.shape, model_id, computing, text.result(), phases, env)
 
@@ -264,15 +265,23 @@ def _read_text(config: EngineConfig, root: Path, shape: ModelConfig, model_id: s
         check_tokenizer_file(root, shape.vocab_size)
         tokenizer = Tokenizer.read(root)
         check_tokens(root, len(tokenizer), shape.vocab_size)
-        check_templates(root, tokenizer.config)
-        template = ChatTemplate(config.chat_template, tokenizer) if config.chat_template else None
-        encoder = ModelEncoder(tokenizer, template or ChatTemplate.read(root, tokenizer), model_id)
+        template = ChatTemplate.read(root, tokenizer, config.chat_template)
+        log.info("chat_template.chosen", **_origins(template))
+        encoder = ModelEncoder(tokenizer, template, model_id)
         defaults = GenerationDefaults.read(root, shape)
         pooling = read_pooling(root, shape.hidden_size, "last", configured_pooling(config))
         if len(tokenizer) > shape.vocab_size:
             log.warning("tokenizer.larger_than_model", num_tokens=len(tokenizer), vocab_size=shape.vocab_size)
         is_known = configured_pooling(config) is not None or read_text(root, "modules.json") is not None
         return _LoadedText(tokenizer, encoder, TextTable(tokenizer), defaults, pooling, is_known)
+
+
+def _origins(template: ChatTemplate | None) -> dict[str, Any]:
+    """Where the chat templates are from, for the log."""
+    if template is None:
+        return {"source": None}
+    with_tools = {} if template.for_tools is template else {"source_with_tools": template.for_tools.origin}
+    return {"source": template.origin} | with_tools
 
 
 # -- settings with defaults

@@ -14,16 +14,24 @@ from ...stages.errors import ConfigError
 from ..config import ServerConfig
 
 TIMEOUT_S = 60.0
+REASONS = {  # HTTP status -> what to do
+    401: "the server has another admin key; give its own with --admin-key",
+    404: "the server has no admin key; start it with --admin-key too",
+}
 
 
 def run(options: argparse.Namespace, engine_config: EngineConfig, server_config: ServerConfig) -> int:
     """Runs the command. 1 if the server does not answer, or answers with an error."""
     if not server_config.admin_key:
-        raise ConfigError("admin_key: the trace covers the requests of all clients; set --admin-key")
+        raise ConfigError(
+            "admin_key: the trace covers the requests of all clients; start the server with --admin-key KEY, and give"
+            " the same key here"
+        )
     try:
         document = asyncio.run(fetch(options.url, server_config.admin_key[0], options.seconds))
     except (aiohttp.ClientError, TimeoutError) as error:
-        print(f"millrace: {options.url} returned no trace: {error}", file=sys.stderr)
+        reason = REASONS.get(getattr(error, "status", 0), str(error))
+        print(f"millrace: {options.url} returned no trace: {reason}", file=sys.stderr)
         return 1
     if options.output_file == "-":
         sys.stdout.buffer.write(document)

@@ -46,19 +46,19 @@ class LiveViewer(Viewer):
     # -- messages of the viewer
 
     def check(self, hello: Hello) -> None:
-        """Checks the keys of the hello. Raises `ApiError` for a missing or wrong key."""
+        """Checks the keys of the hello; the admin key alone is enough. `ApiError` for a missing or wrong key."""
         sources = self._sources
-        if sources.keys:
-            owner = sources.keys.holder(hello.key or "")
-            if owner is None:
-                wrong = "is wrong" if hello.key else "is missing"
-                raise ApiError("invalid_api_key", f"the API key {wrong}; send it as key in the hello")
-            self._owner = owner
         if hello.admin_key:
             holder = sources.admin_keys.holder(hello.admin_key)
             if not sources.admin_keys or holder is None:
                 raise ApiError("invalid_api_key", "the admin key is wrong")
             self._is_admin = True
+        if sources.keys and not (self._is_admin and hello.key is None):
+            owner = sources.keys.holder(hello.key or "")
+            if owner is None:
+                wrong = "is wrong" if hello.key else "is missing"
+                raise ApiError("invalid_api_key", f"the API key {wrong}; send it as key in the hello")
+            self._owner = owner
 
     def introduction(self) -> dict[str, Any]:
         """The server's hello, with the permissions of this viewer."""

@@ -26,11 +26,17 @@ url.protocol = location.protocol === "https:" ? "wss:" : "ws:";
 const feed = new Feed(url.href, changed);
 feed.reducers = reducers;
 
-const app = { feed, history, view: "pipeline", arg: null, state: {}, redraw };
+const app = { feed, history, view: "pipeline", arg: null, state: {}, redraw, askKeys };
 let isDue = false;
 
 function changed() {
   if (feed.data.pipeline || feed.data.position) history.note(feed.updateS, feed.data.pipeline, app.view === "latency" ? feed.data.latency : null);
+  redraw();
+}
+
+// Shows the form of the keys, or hides it.
+function askKeys(isAsked = true) {
+  app.state.asksKeys = isAsked;
   redraw();
 }
 
@@ -62,7 +68,7 @@ function route() {
 
 function Page() {
   const { View, title, about } = VIEWS[app.view];
-  if (feed.state === "locked") return html`<${Lock} />`;
+  if (feed.state === "locked" || app.state.asksKeys) return html`<${Lock} />`;
   return html`
     <a class="skip" href="#main" onClick=${(event) => { event.preventDefault(); document.getElementById("main").focus(); }}>Skip to the view</a>
     <${Side} />
@@ -82,7 +88,7 @@ function Side() {
       <nav aria-label="Views"><ul>${Object.entries(VIEWS).map(
         ([name, view]) => html`<li><a href=${`#/${name}`} aria-current=${name === app.view ? "page" : null}>${view.title}</a></li>`,
       )}</ul></nav>
-      <footer><${Connection} /><${Theme} /></footer>
+      <footer><${Connection} />${!feed.recording && html`<button class="quiet" onClick=${() => askKeys()}>Keys</button>`}<${Theme} /></footer>
     </div>`;
 }
 
@@ -137,22 +143,25 @@ function Vitals() {
 }
 
 function Lock() {
-  const [key, setKey] = useState("");
-  const [adminKey, setAdminKey] = useState("");
+  const [key, setKey] = useState(feed.keys.key ?? "");
+  const [adminKey, setAdminKey] = useState(feed.keys.admin_key ?? "");
   const unlock = (event) => {
     event.preventDefault();
     const keys = { key: key || null, admin_key: adminKey || null };
     for (const [name, value] of Object.entries(keys)) sessionStorage.setItem(`millrace.${name}`, value ?? "");
+    app.state.asksKeys = false;
     feed.connect(keys);
   };
+  const isLocked = feed.state === "locked";
   return html`<main class="lock"><form class="card" onSubmit=${unlock}>
     <a class="brand"><img src="static/dashboard/icon.svg" alt="" width="26" height="26" /><span>millrace</span></a>
-    <h1>This server needs a key</h1>
+    <h1>${isLocked ? "This server needs a key" : "Keys"}</h1>
     <p class="note" role="alert">${feed.error?.message}</p>
     <label>API key <input id="key" type="password" autocomplete="off" value=${key} onInput=${(event) => setKey(event.target.value)} /></label>
-    <label>Admin key <small>only to cancel requests</small>
+    <label>Admin key <small>to see and cancel all requests, and for files${feed.hello?.has_admin_key === false && "; this server has none (--admin-key)"}</small>
       <input id="admin-key" type="password" autocomplete="off" value=${adminKey} onInput=${(event) => setAdminKey(event.target.value)} /></label>
     <button>Open the dashboard</button>
+    ${!isLocked && html`<button type="button" class="quiet" onClick=${() => askKeys(false)}>Back</button>`}
   </form></main>`;
 }
 

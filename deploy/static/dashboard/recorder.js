@@ -2,7 +2,7 @@
 
 import { html, useState } from "../vendor/htm-preact.standalone.module.js";
 import { count, seconds } from "./format.js";
-import { Card, Figure } from "./ui.js";
+import { Card, Figure, NeedsAdmin } from "./ui.js";
 
 export const title = "Recorder";
 export const about = "Files for offline analysis: recordings, flight files and traces.";
@@ -50,7 +50,7 @@ function Flight({ app, setting }) {
   return html`<${Card} title="Flight recorder" note="The last seconds of the trace, stacks and queues, written at a stall, at a crash, or on demand.">
     ${!setting ? html`<p>This version has no flight recorder.</p>`
       : !setting.value ? html`<p>Off.</p><p class="note">Start the server with <code>--flight-recorder-dir FOLDER</code>.</p>`
-      : html`<p>Files go to <code>${setting.value}</code>.</p>${app.feed.hello?.can_cancel ? html`<p><button onClick=${write}>Write one now</button></p>` : html`<p class="note">To write a file now, open the dashboard with the admin key.</p>`}`}
+      : html`<p>Files go to <code>${setting.value}</code>.</p>${app.feed.hello?.can_cancel ? html`<p><button onClick=${write}>Write one now</button></p>` : html`<${NeedsAdmin} app=${app} what="To write a file now" />`}`}
     ${told && html`<p role="status">${told}</p>`}<//>`;
 }
 
@@ -68,6 +68,6 @@ function Perfetto({ app }) {
     setTold("Saved.");
   };
   return html`<${Card} title="Trace for Perfetto" note="The last 30 seconds with one track per stage and per request, for ui.perfetto.dev or chrome://tracing.">
-    ${app.feed.hello?.can_cancel ? html`<p><button onClick=${save}>Download the trace</button></p>` : html`<p class="note">It covers the requests of all clients. To download it, open the dashboard with the admin key.</p>`}
+    ${app.feed.hello?.can_cancel ? html`<p><button onClick=${save}>Download the trace</button></p>` : html`<p class="note">It covers the requests of all clients.</p><${NeedsAdmin} app=${app} what="To download it" />`}
     ${told && html`<p role="status">${told}</p>`}<//>`;
 }

@@ -2,7 +2,7 @@
 
 import { html, useEffect, useRef, useState } from "../vendor/htm-preact.standalone.module.js";
 import { count, seconds, shortId } from "./format.js";
-import { Card, Choice, Missing } from "./ui.js";
+import { Card, Choice, Missing, NeedsAdmin } from "./ui.js";
 
 export const title = "Requests";
 export const about = "All running and waiting requests, in order of arrival. No prompts, no answers.";
@@ -53,9 +53,9 @@ export function View({ app }) {
         </tbody>
       </table>
     </div>
-    ${!canCancel && html`<p class="note">${app.feed.recording ? "As known to schedule at this time. Requests of a recording cannot be cancelled." : app.feed.hello?.has_admin_key
-      ? "To cancel requests, open the dashboard with the admin key."
-      : "To cancel requests here, start the server with --admin-key."}</p>`}
+    ${!canCancel && (app.feed.recording
+      ? html`<p class="note">As known to schedule at this time. Requests of a recording cannot be cancelled.</p>`
+      : html`<${NeedsAdmin} app=${app} what="To cancel requests" />`)}
   <//>`;
 }
 

@@ -18,6 +18,12 @@ export const Wide = ({ label, children }) =>
 export const Figure = ({ name, value, unit, tone = "", id }) => html`
   <div class=${`figure ${tone}`}><dt>${name}</dt><dd data-figure=${id}>${value}${unit && html`<small> ${unit}</small>`}</dd></div>`;
 
+// What needs the admin key: asks for it, or says that the server has none. `what`: "To cancel requests".
+export const NeedsAdmin = ({ app, what }) => html`<p class="note">${
+  app.feed.hello?.has_admin_key === false
+    ? html`${what}, start the server with <code>--admin-key</code>.`
+    : html`${what}, <button class="quiet" onClick=${() => app.askKeys()}>enter the admin key</button>.`}</p>`;
+
 export const Legend = ({ entries }) => html`
   <ul class="legend">${entries.map(
     ([kind, text]) => html`<li><span class=${`swatch ${kind}`}></span>${text}</li>`,

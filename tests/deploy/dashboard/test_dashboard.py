@@ -219,6 +219,21 @@ def check_cancel(page: Any) -> None:
     page.locator(f"tr[data-request='{name}']").wait_for(state="detached")
 
 
+def test_the_admin_key_is_entered_at_any_time(loaded: RunningServer):
+    with opened(loaded.url + "/dashboard") as page:
+        page.locator("[data-figure=state]", has_text="ready").wait_for()
+        for view in ("requests", "recorder"):
+            show(page, view)
+            page.locator("main button", has_text="enter the admin key").first.wait_for()
+        page.locator("footer button", has_text="Keys").click()
+        page.fill("#admin-key", "wrong")
+        page.click("text=Open the dashboard")
+        page.locator("[role=alert]", has_text="the admin key is wrong").wait_for()
+        page.fill("#admin-key", "boss")
+        page.click("text=Open the dashboard")
+        page.locator("button", has_text="Download the trace").wait_for()
+
+
 def test_views_and_blocks_are_reached_by_keyboard(load: Load, page: Any):
     show(page, "pipeline")
     page.evaluate("document.body.tabIndex = -1; document.body.focus()")

@@ -117,6 +117,22 @@ async def test_without_the_key_nothing_is_told():
 
 
 @on_loop
+async def test_the_admin_key_alone_opens_the_dashboard():
+    for api_key in ((), ("sesame",)):
+        async with serving(api_key=api_key, admin_key=("boss",)) as running:
+            async with looking(running, {"admin_key": "boss"}) as viewer:
+                hello = await viewer.hear()
+                assert hello["can_cancel"] and hello["has_admin_key"]
+            for wrong in (
+                {"admin_key": "sesame"},
+                {"admin_key": "boss", "key": "wrong"} if api_key else {"admin_key": "x"},
+            ):
+                async with looking(running, wrong) as viewer:
+                    (told,), code = await viewer.until_over()
+                    assert "is wrong" in told["error"]["message"] and code == 1008
+
+
+@on_loop
 async def test_the_first_message_is_a_hello_and_comes_in_time():
     async with serving(header_timeout_s=0.1) as running:
         url = f"{running.server.url}/dashboard/feed"

@@ -35,6 +35,17 @@ class ActiveRequest:
     client_id: str  # its X-Request-Id
 
 
+@dataclass(frozen=True, slots=True)
+class CacheUse:
+    """What one cache holds, and its bounds; None: not known, or not bounded by that."""
+
+    name: str
+    entries: int | None
+    max_entries: int | None
+    bytes: int | None = None
+    max_bytes: int | None = None
+
+
 class Service:
     """Opens requests to the engine and closes them.
 
@@ -54,6 +65,7 @@ class Service:
         self.live: dict[str, ActiveRequest] = {}
         self.sources: Mapping[str, str] = {}  # setting -> where its value came from; empty if built in code
         self.ended: dict[str, ActiveRequest] = {}  # the last MAX_ENDED, by answer id
+        self.caches: list[Callable[[], CacheUse]] = []  # of routes, for /server_info
         self._handlers: set[asyncio.Task[Any]] = set()  # of HTTP requests without an answer yet
         self._ended = asyncio.Event()  # a request, or the handler of one
 

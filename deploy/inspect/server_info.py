@@ -5,24 +5,25 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from ..config import ServerConfig
 from ..settings import SECRET
+from .caches import caches
 
 if TYPE_CHECKING:
     from ...stages.engine.engine import Engine
     from ...stages.outputs import ModelInfo
+    from ..api.service import Service
 
 HIDDEN = "***"
 
 
-def server_info(engine: Engine, config: ServerConfig, model_names: tuple[str, ...], version: str) -> dict[str, Any]:
+def server_info(engine: Engine, service: Service, version: str) -> dict[str, Any]:
     """The body of `/server_info`. Sizes are in bytes, times in seconds."""
-    info = engine.info
+    info, config = engine.info, service.config
     return {
         "version": version,
         "model": {
             "id": info.model_id,
-            "served_names": list(model_names),
+            "served_names": list(service.model_names),
             "max_model_len": info.max_model_len,
             "vocab_size": info.vocab_size,
             "dtype": info.dtype,
@@ -30,6 +31,7 @@ def server_info(engine: Engine, config: ServerConfig, model_names: tuple[str, ..
             "kv_cache_dtype": info.kv_cache_dtype,
             "device": info.device,
             "attention_backend": info.attention_backend,
+            "is_batch_invariant": is_batch_invariant(info.attention_backend, engine.config.deterministic),
             "eos_token_ids": list(info.eos_token_ids),
             "has_chat_template": info.has_chat_template,
             "tasks": sorted(info.tasks),
@@ -44,7 +46,17 @@ def server_info(engine: Engine, config: ServerConfig, model_names: tuple[str, ..
         "startup_s": dict(info.startup_s),
         "process": {"mode": engine.mode, "engine_pid": engine.engine_pid},
         "blocks": _blocks(engine) if engine.has_core else None,
+        "caches": [asdict(cache) for cache in caches(engine, service)],
     }
+
+
+def is_batch_invariant(attention_backend: str, deterministic: bool) -> bool:
+    """Whether the numbers of a request do not depend on the other requests of its steps.
+
+    Otherwise kernels, or the pieces of a sum, follow the size of a step. In bfloat16 the sums then differ in their last
+    bits, and another token may become the likeliest one.
+    """
+    return attention_backend == "triton" and deterministic
 
 
 def load(engine: Engine, num_live: int) -> dict[str, Any]:

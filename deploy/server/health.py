@@ -37,7 +37,7 @@ class HealthRoutes:
         """`GET /server_info`: model, settings, memory table and startup times."""
         engine = self.service.require_engine()
         await engine.refresh()
-        return answer(server_info(engine, self.service.config, self.service.model_names, package_version()))
+        return answer(server_info(engine, self.service, package_version()))
 
     async def load(self, request: web.Request) -> web.Response:
         """`GET /load`: numbers of running and waiting requests."""

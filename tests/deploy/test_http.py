@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 
 import pytest
 
 from millrace.deploy.config import ServerConfig
+from millrace.deploy.inspect.server_info import is_batch_invariant
 from millrace.stages.config import EngineConfig
-from tests.deploy.running import RunningServer
+from tests.deploy.running import ROOT, RunningServer
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "Tell me a story"}]
@@ -292,12 +294,13 @@ def test_health_and_version_answer(server: RunningServer):
 
 def test_server_info_tells_the_model_the_settings_and_the_blocks(server: RunningServer):
     info = server.get("/server_info").json
-    assert set(info) == {"version", "model", "config", "memory", "graphs", "startup_s", "process", "blocks"}
+    parts = {"version", "model", "config", "memory", "graphs", "startup_s", "process", "blocks", "caches"}
+    assert set(info) == parts
     assert info["graphs"] is None
     assert info["process"] == {"mode": "inline", "engine_pid": None}
     assert info["version"] == server.get("/version").json["version"]
     assert (info["model"]["id"], info["model"]["max_model_len"]) == ("scripted", 512)
-    assert info["model"]["served_names"] == ["scripted"]
+    assert info["model"]["served_names"] == ["scripted"] and info["model"]["is_batch_invariant"] is False
     engine, deploy = info["config"]["engine"], info["config"]["server"]
     assert set(engine) == {field.name for field in dataclasses.fields(EngineConfig)}
     assert set(deploy) == {field.name for field in dataclasses.fields(ServerConfig)}
@@ -308,6 +311,28 @@ def test_server_info_tells_the_model_the_settings_and_the_blocks(server: Running
     assert (blocks["num_blocks"], blocks["block_size"]) == (256, 16)
     assert sum(blocks[state] for state in ("free", "used", "cached", "quarantined")) == 256
     assert set(info["startup_s"]) == {"pipeline", "warm_up"}
+
+
+def test_server_info_names_the_caches_that_fill_and_their_bounds(server: RunningServer):
+    before = {cache["name"]: cache for cache in server.get("/server_info").json["caches"]}
+    page = (ROOT / "deploy/docs/memory.md").read_text()
+    assert set(before) == set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)), "the page has all of them"
+    server.post("/v1/responses", {"input": "remember me", "max_output_tokens": 16})
+    after = {cache["name"]: cache for cache in server.get("/server_info").json["caches"]}
+    for name in ("trace_records", "ended_requests", "responses"):
+        assert before[name]["entries"] < after[name]["entries"] <= after[name]["max_entries"], name
+    assert 0 < after["responses"]["bytes"] <= after["responses"]["max_bytes"] == 64 << 20
+    assert all(cache["max_entries"] for cache in after.values())
+
+
+@pytest.mark.parametrize(
+    ("backend", "deterministic", "is_invariant"),
+    [("native", False, False), ("torch", False, False), ("triton", False, False), ("triton", True, True)],
+)
+def test_server_info_says_whether_answers_depend_on_other_requests(
+    backend: str, deterministic: bool, is_invariant: bool
+):
+    assert is_batch_invariant(backend, deterministic) == is_invariant
 
 
 def test_server_info_counts_the_blocks_that_are_cached() -> None:

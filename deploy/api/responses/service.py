@@ -24,6 +24,7 @@ from ...http.sized_threads import run_sized
 from ...http.sse import named_event
 from ..adapter.chat_adapter import AnswerParts, Chat, NameOf, read_adapted, submit_chat, take_order
 from ..openai.generation import GenerationRoutes, PreparedRequest, stream_error
+from ..service import CacheUse
 from .bodies import ResponsesBody, name_of
 from .events import Event, ResponseEvents, new_response
 from .input_items import Item, messages_of, num_to_cut, read_items
@@ -63,7 +64,10 @@ class ResponseService:
 
     def __init__(self, generation: GenerationRoutes, threads: Executor) -> None:
         self.service = generation.service
-        self.store = ResponseStore(generation.service.config.response_store_bytes)
+        self.store = store = ResponseStore(generation.service.config.response_store_bytes)
+        self.service.caches.append(
+            lambda: CacheUse("responses", len(store), store.max_entries, store.num_bytes, store.max_bytes)
+        )
         self._generation = generation
         self._threads = threads
         self._tasks: set[asyncio.Task[None]] = set()

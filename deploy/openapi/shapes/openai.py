@@ -384,6 +384,7 @@ class ServedModel(Shape):
     kv_cache_dtype: str | None  # of keys and values; null: no KV cache
     device: str
     attention_backend: str
+    is_batch_invariant: bool  # the numbers of a request do not depend on other requests
     eos_token_ids: list[Count]
     has_chat_template: bool
     tasks: list[str]  # supported tasks
@@ -456,6 +457,16 @@ class Graphs(Shape):
     bytes: Count
 
 
+class Cache(Shape):
+    """A cache that fills while the server runs; null: not known, or not bounded by that."""
+
+    name: str
+    entries: Count | None
+    max_entries: Count | None
+    bytes: Count | None
+    max_bytes: Count | None
+
+
 class ServerInfo(Shape):
     """The running model, its settings and its memory."""
 
@@ -467,6 +478,7 @@ class ServerInfo(Shape):
     startup_s: dict[str, float]
     process: Process
     blocks: Blocks | None
+    caches: list[Cache]
 
 
 class DocumentInfo(Shape):

@@ -113,7 +113,7 @@ class GrammarGate:
         """Forgets a trial. Reads its error, which no request gets if all that waited for it are gone."""
         self._trials.pop(structured, None)
         error = None if trial.cancelled() else trial.exception()
-        if error is not None and not isinstance(error, (Refused, Failed)):
+        if error is not None and not isinstance(error, (Refused, Failed, ThreadNotStarted, HelperNotStarted)):
             log.error("grammar.trial_failed", kind=structured.kind, error=type(error).__name__, exc_info=error)
 
     async def _run_trial(self, env: Env, structured: StructuredOutputs) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from millrace.runtime.env.log import captured_logs
 from millrace.runtime.processes import helper_pool
 from millrace.runtime.workers.thread_start import ThreadNotStarted
 from millrace.stages.engine.llm import LLM
@@ -108,10 +109,13 @@ def test_a_grammar_without_a_thread_or_a_process_fails_alone(
         for _ in range(2):
             with pytest.raises(OutOfResources, match="could not start a process"):
                 await text_of(engine, "a", structured)
+        assert "grammar.trial_failed" not in {event["event"] for event in events}, "the cause is no bug"
         gate = engine.parts.gate
         assert not gate.num_waiting and not gate._trials and not gate._held and not gate.helper_pids
 
-    run(test)
+    with captured_logs() as events:
+        run(test)
+    assert [event["event"] for event in events].count("grammar.not_tried") == 3
 
 
 def test_a_blocking_api_without_a_thread_closes_its_loop(allow: Callable[[int], None]) -> None:

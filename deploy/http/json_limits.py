@@ -28,6 +28,9 @@ MAX_STRINGS = 100_000
 MAX_CONTAINERS = 20_000
 MAX_ESCAPES = 400_000
 
+LONG = 19  # digits; whole numbers of fewer are of 64 bits
+_LONG_NUMBER = re.compile(rb"(?<![0-9.eE+-])-?[0-9]{19,}(?![0-9.eE])")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonLimits:
@@ -74,6 +77,8 @@ def _check_bounds(data: bytes, limits: JsonLimits) -> None:
         raise ApiError("invalid_json", f"the body is nested more than {limits.depth} deep: flatten it")
     if _has_digit_run(outside, limits.digits + 1):
         raise ApiError("invalid_json", f"the body has a number of more than {limits.digits} digits")
+    if _has_digit_run(outside, LONG):
+        _check_whole_numbers(outside.tobytes())
 
 
 def _is_trivially_within(data: bytes, limits: JsonLimits) -> bool:
@@ -84,8 +89,17 @@ def _is_trivially_within(data: bytes, limits: JsonLimits) -> bool:
     return (
         len(data) <= min(SHORT_BYTES, limits.keys)
         and data.count(b"{") + data.count(b"[") <= limits.depth
-        and not re.search(rb"[0-9]{%d}" % (limits.digits + 1), data)
+        and not re.search(rb"[0-9]{%d}" % min(LONG, limits.digits + 1), data)
     )
+
+
+def _check_whole_numbers(outside: bytes) -> None:
+    """Refuses whole numbers of more than 64 bits, of which the parser would make floating-point numbers."""
+    for found in _LONG_NUMBER.finditer(outside):
+        if not -(2**63) <= int(found[0]) < 2**64:
+            shown = found[0].decode()
+            message = f"the body has the number {shown}: whole numbers must be of 64 bits; write it as a string"
+            raise ApiError("invalid_json", message)
 
 
 def _at_most(what: str, count: int, limit: int) -> None:

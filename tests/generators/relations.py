@@ -144,6 +144,8 @@ def has_short_numbers(value: Any, _context: int = 0) -> bool:
     if isinstance(value, list):
         return all(has_short_numbers(part) for part in value)
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
+        return False
     return not is_number or max(map(len, re.findall("[0-9]+", json.dumps(value)))) <= JsonLimits().digits
 
 
@@ -158,7 +160,7 @@ RELATIONS = (
         {"prompt": ["a"] * 5, "n": 128, "max_tokens": 1},
     ),
     Relation("best_of is n, or at least n in a search", "best_of", is_wide_enough, PROMPT | {"n": 3, "best_of": 2}),
-    Relation("numbers are of 20 digits at most", None, has_short_numbers, PROMPT | {"unknown": 10**20}),
+    Relation("numbers are of 20 digits and 64 bits at most", None, has_short_numbers, PROMPT | {"unknown": 10**20}),
     Relation(
         "a stream is of no search and tells no prompt_logprobs",
         "prompt_logprobs",

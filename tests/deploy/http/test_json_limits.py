@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 
 import pytest
@@ -52,6 +53,17 @@ def test_numbers_of_more_than_twenty_digits_are_refused():
     assert parse_object(b'{"n": 12345678901234567890}', LIMITS)
     assert "more than 20 digits" in refusal(b'{"n": 123456789012345678901}').message
     assert parse_object(b'{"n": "123456789012345678901234567890"}', LIMITS)
+
+
+def test_whole_numbers_keep_all_their_digits_or_are_refused():
+    for number in (2**64 - 1, -(2**63), 1234567890123456789, 10**18 + 0.5, 1.2345678901234567e-19, -1e19):
+        for wrapped in ({"n": number}, {"n": [0, number], "pad": "x" * 5000}):
+            parsed = parse_object(json.dumps(wrapped).encode(), LIMITS)
+            assert parsed == wrapped and json.dumps(parsed) == json.dumps(wrapped)
+    for number in (2**64, -(2**63) - 1, 10**20 - 1):
+        for wrapped in ({"n": number}, {"n": [0, number], "pad": "x" * 5000}):
+            assert f"the number {number}: whole numbers must be of 64" in refusal(json.dumps(wrapped).encode()).message
+    assert parse_object(b'{"n": "99999999999999999999", "f": 0.12345678901234567890}', LIMITS)
 
 
 @pytest.mark.parametrize(

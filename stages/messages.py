@@ -121,7 +121,7 @@ class TokenRequest:
 
     request_id: str
     prompt_index: int
-    token_ids: Ints  # [P], 1 <= P < max_model_len
+    token_ids: Ints  # [P], 1 <= P < max_model_len; up to it if no token is generated
     params: SamplingParams  # max_tokens and seed are set, never None
     first_sequence_id: int
     priority: int = 0

@@ -102,7 +102,7 @@ class RequestLimits:
             if num_prompt > limit:
                 raise self._too_long(f"and the prompt has {num_prompt}: shorten it")
             return params
-        if num_prompt >= limit:
+        if num_prompt > (limit if params.max_tokens == 0 else limit - 1):
             raise self._too_long(f"answer included, and the prompt has {num_prompt}: shorten it")
         if params.max_tokens is None:
             most = limit - num_prompt
@@ -157,8 +157,6 @@ class RequestLimits:
             self._check_token_ids(prompt.token_ids, request)
             return
         num_chars = _prompt_chars(prompt)
-        if prompt.text == "":
-            raise Refused("prompt: is empty; send at least one character", code="empty_prompt", param="prompt")
         if prompt.chat is not None and not prompt.chat.messages:
             raise Refused("messages: is empty; send at least one message", code="empty_prompt", param="messages")
         if num_chars > MAX_CHARS_PER_TOKEN * self.max_model_len:

@@ -54,7 +54,8 @@ class SlotParams:
         self.repetition_penalty = np.ones(num_slots, np.float32)
         self.num_biased = np.zeros(num_slots, np.int32)
         # NOTE: empty, not zeros: pages that no row with a penalty or a bias has written are never allocated
-        self.tokens = np.empty((num_slots, max_model_len), np.int32)  # [S, P + G], of rows with penalties only
+        # [S, P + G] of rows with penalties only; one more than a context holds, for max_tokens = 0
+        self.tokens = np.empty((num_slots, max_model_len + 1), np.int32)
         self.biased_ids = np.empty((num_slots, MAX_LOGIT_BIAS), np.int32)
         self.bias = np.empty((num_slots, MAX_LOGIT_BIAS), np.float32)
         self.thinking = ThinkingTable(num_slots)

@@ -84,7 +84,8 @@ class SequenceLifecycle:
         num_prompt = len(request.token_ids)
         num_left = max_model_len - num_prompt
         answer = num_left if params.max_tokens is None else min(max(params.max_tokens, 1), num_left)
-        answer = answer if request.pooling is None else 1
+        if request.pooling is not None or params.max_tokens == 0:
+            answer = 1  # the end of the prompt counts as a token, also in a full context
         for choice in range(params.n):
             if choice == 1 and (params.prompt_logprobs is not None or params.return_progress):
                 params = replace(params, prompt_logprobs=None, return_progress=False)  # the first reports them

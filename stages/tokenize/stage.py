@@ -192,7 +192,8 @@ def encode_prompt(encoder: PromptEncoder, limits: RequestLimits, prompt: Prompt)
 
 def _checked(token_ids: Sequence[int], limits: RequestLimits, param: str) -> Ints:
     if not len(token_ids):
-        raise Refused(f"{param}: must give at least one token, and gives none", code="empty_prompt", param=param)
+        message = f"{param}: is empty, and this model's tokenizer adds no token; send at least one character"
+        raise Refused(message, code="empty_prompt", param=param)
     made = _as_array(token_ids)
     if int(made.max()) >= limits.vocab_size:
         raise ValueError(f"the tokenizer returned token {made.max()}, the model has {limits.vocab_size}")

@@ -167,9 +167,10 @@ class AnswerBuilder:
         raise NotImplementedError
 
     def _kept_logprobs(self, choice: ChoiceState) -> dict[str, orjson.Fragment] | None:
-        """All logprobs of a choice; None if there are none."""
+        """All logprobs of a choice: empty lists for an empty answer, None if they were not requested."""
         if not choice.written:
-            return None
+            is_empty = self.has_logprobs and not choice.num_tokens
+            return {name: orjson.Fragment(b"[]") for name in self.logprob_lists(choice, ())} if is_empty else None
         return {name: orjson.Fragment(b"[" + written + b"]") for name, written in choice.written.items()}
 
     def whole(self, choices: Sequence[ChoiceState], usage: dict[str, Any]) -> dict[str, Any]:

@@ -379,6 +379,9 @@ class ChatBody(GenerationBody):
         check_last_turn(self)
         check_tools(self.tools, self.tool_choice)
 
+    def echo_options(self) -> EchoOptions:
+        return replace(super().echo_options(), logprobs=bool(self.logprobs))
+
     def prompts(self) -> tuple[Prompt, ...]:
         """The chat, as one prompt."""
         chat = ChatPrompt(

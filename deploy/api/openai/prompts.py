@@ -1,6 +1,7 @@
 """The four forms of a prompt in completions: a text, texts, token ids, lists of token ids.
 
-Limits that depend on the model (length, vocabulary) are checked at intake.
+Limits that depend on the model are checked later: length and vocabulary at intake, and at tokenize whether a text has
+a token, as an empty one has with a tokenizer that adds BOS.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def read_prompts(
 
 def _read(value: Any, most: int) -> tuple[Prompt, ...]:
     if isinstance(value, str):
-        return (_text(value),)
+        return (Prompt(text=value),)
     if not isinstance(value, list):
         raise _wrong("prompt: must be a text, a list of texts, a list of token ids, or a list of such lists")
     if not value:
@@ -46,16 +47,10 @@ def _read(value: Any, most: int) -> tuple[Prompt, ...]:
     if len(value) > most:
         raise ApiError("invalid_value", f"prompt: has {len(value)} entries; must have at most {most}", param="prompt")
     if all(isinstance(item, str) for item in value):
-        return tuple(_text(item) for item in value)
+        return tuple(Prompt(text=item) for item in value)
     if all(isinstance(item, list) for item in value):
         return tuple(_ids(item) for item in value)
     raise _wrong("prompt: mixes forms; send only texts, or only token ids, or only lists of token ids")
-
-
-def _text(text: str) -> Prompt:
-    if not text:
-        raise ApiError("empty_prompt", "prompt: is empty; send at least one character", param="prompt")
-    return Prompt(text=text)
 
 
 def _ids(token_ids: list[Any]) -> Prompt:

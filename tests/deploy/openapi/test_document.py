@@ -131,7 +131,6 @@ def takes(raw: dict[str, Any]) -> bool:
         ({"prompt": ["a", "b"]}, True),
         ({"prompt": [[1], [2, 259]]}, True),
         ({"prompt": [260]}, False),
-        ({"prompt": ""}, False),
         ({"prompt": ["a", 1]}, False),
         ({"stop": "x"}, True),
         ({"stop": ["x"] * 17}, False),

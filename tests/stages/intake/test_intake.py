@@ -47,7 +47,6 @@ def test_ids_in_parameters_must_be_in_the_vocabulary(params):
     "asked",
     [
         Request("r", (), SamplingParams()),
-        request(""),
         ids_request(),
         Request("r", (Prompt(chat=ChatPrompt(())),), SamplingParams()),
     ],

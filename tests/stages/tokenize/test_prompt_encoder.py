@@ -9,6 +9,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from millrace.model.text.chat_template import ChatTemplate
 from millrace.model.text.tokenizer import Tokenizer
+from millrace.stages.errors import Refused
 from millrace.stages.messages import Prompt
 from millrace.stages.request_limits import RequestLimits
 from millrace.stages.tokenize.prompt_encoder import ModelEncoder
@@ -44,3 +45,10 @@ def test_a_prompt_without_added_special_tokens_has_the_bos_that_it_spells(encode
         token_ids = encode(encoder, LIMITS, prompt).token_ids.tolist()
         assert token_ids == theirs(spelled, add_special_tokens=add_special_tokens).input_ids
         assert token_ids[: num_bos + 1].count(theirs.bos_token_id) == num_bos
+
+
+def test_an_empty_prompt_is_the_bos_alone_where_the_tokenizer_adds_one(encoder, theirs):
+    assert encode(encoder, LIMITS, Prompt(text="")).token_ids.tolist() == theirs("").input_ids == [theirs.bos_token_id]
+    with pytest.raises(Refused, match="adds no token; send at least one character") as caught:
+        encode(encoder, LIMITS, Prompt(text="", add_special_tokens=False))
+    assert (caught.value.code, caught.value.param) == ("empty_prompt", "prompt")

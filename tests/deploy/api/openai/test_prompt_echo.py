@@ -6,12 +6,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import orjson
 import pytest
 
+from millrace.deploy.api.openai.answers import ChatAnswerBuilder, ChoiceState
 from millrace.deploy.api.openai.prompt_echo import EchoOptions, echo_prompt
+from millrace.stages.errors import Refused
 from millrace.stages.messages import Prompt, Request
 from millrace.stages.params import SamplingParams
+from millrace.stages.testing.scripted.engine import scripted_engine
 from tests.deploy.running import RunningServer
+from tests.deploy.sockets import on_loop, serving
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "hé"}]
@@ -161,3 +166,31 @@ def test_an_echo_of_token_ids_is_their_text_as_the_tokenizer_decodes_it(strips: 
     request = Request("r", (prompt,), SamplingParams(max_tokens=1))
     outbox: Any = SimpleNamespace(request=request, prompt_token_ids=lambda index: prompt.token_ids)
     assert echo_prompt(EchoOptions(echo=True), outbox, _Spells(strips), 0).text == text
+
+
+@on_loop
+async def test_a_prompt_that_fills_the_context_is_scored_with_no_token_after_it():
+    params = SamplingParams(max_tokens=0, repetition_penalty=1.1)
+    async with scripted_engine(max_model_len=64) as engine:
+        for num_tokens in (63, 64):
+            outputs = [output async for output in engine.generate([97] * num_tokens, params)]
+            assert (outputs[-1].num_prompt_tokens, outputs[-1].outputs[0].finish_reason) == (num_tokens, "length")
+            assert outputs[-1].num_generated_tokens == 0
+        for num_tokens, max_tokens in ((65, 0), (64, 1)):
+            with pytest.raises(Refused, match="maximum context length is 64"):
+                async for _ in engine.generate([97] * num_tokens, SamplingParams(max_tokens=max_tokens)):
+                    pass
+        await engine.check_quiet()
+
+
+@on_loop
+async def test_logprobs_of_an_empty_answer_are_empty_lists():
+    async with serving() as running:
+        body = {"prompt": "hi", "max_tokens": 0, "prompt_logprobs": 0}
+        empty: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for logprobs, right in ((1, empty), (None, None)):
+            async with running.http.post(running.server.url + TEXT, json=body | {"logprobs": logprobs}) as got:
+                assert (await got.json())["choices"][0]["logprobs"] == right
+    for wanted, right in ((True, {"content": []}), (False, None)):
+        answer = ChatAnswerBuilder("id", 0, "m", False, False, has_logprobs=wanted)
+        assert orjson.loads(orjson.dumps(answer.whole([ChoiceState(0)], {})))["choices"][0]["logprobs"] == right

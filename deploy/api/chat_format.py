@@ -51,6 +51,11 @@ class ChatFormat:
         self._tokenizer = engine.tokenizer
         self._is_prompt_open = lru_cache(NUM_PROBES)(self._probe)
 
+    @property
+    def has_thoughts(self) -> bool:
+        """Whether the model marks its reasoning, so that a thinking budget can be kept."""
+        return self.reasoning_parser is not None and self.reasoning_parser.markers is not None
+
     def apply(self, body: Chat, params: SamplingParams) -> tuple[SamplingParams, MakeTurn | None]:
         """The sampling parameters that `body` needs, and a factory for the `AssistantTurn` of a choice.
 

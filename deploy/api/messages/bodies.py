@@ -32,6 +32,8 @@ NAMES = {  # chat's field -> this API's, for error texts
     "user": "metadata.user_id",
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
 }
+# values of context_management that leave the context as it is
+NO_EDITS = ({"edits": []}, {"edits": None}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]})
 
 
 class Metadata(BaseModel):
@@ -83,7 +85,10 @@ class CountTokensBody(AdaptedBody):
     """`POST /v1/messages/count_tokens`."""
 
     PASSED: ClassVar[tuple[str, ...]] = ()  # no answer is generated, so sampling fields have no effect
-    UNSUPPORTED: ClassVar[Harmless] = dict.fromkeys(("container", "mcp_servers", "context_management"), NOTHING)
+    UNSUPPORTED: ClassVar[Harmless] = {
+        **dict.fromkeys(("container", "mcp_servers"), NOTHING),
+        "context_management": (*NOTHING, *NO_EDITS),
+    }
     WITHOUT_EFFECT: ClassVar[tuple[str, ...]] = (
         "service_tier",
         "cache_control",
@@ -262,10 +267,13 @@ def _add_user(blocks: list[dict[str, Any]], path: str, source: str, turns: _Chat
             turns.add({"role": "user", "content": _joined(text_blocks)}, source)
             text_blocks = []
         content = block.get("content")
-        text = "" if content is None else _text_content(content, f"{path}[{i}].content")
+        text = "" if content is None else _text_content(content, f"{path}[{i}].content", "tool_reference")
         turns.add({"role": "tool", "tool_call_id": block["tool_use_id"], "content": text}, source)
     if text_blocks or not blocks:
         turns.add({"role": "user", "content": _joined(text_blocks)}, source)
+
+
+_TEXT_OF = {"text": "text", "tool_reference": "tool_name"}  # type of a block -> the field with its text
 
 
 def _joined(blocks: list[dict[str, Any]]) -> str | list[dict[str, str]]:
@@ -273,12 +281,12 @@ def _joined(blocks: list[dict[str, Any]]) -> str | list[dict[str, str]]:
 
     A single one becomes a plain text, as templates differ in how they join parts.
     """
-    texts = [block["text"] for block in blocks if block["type"] == "text"]
+    texts = [block[_TEXT_OF[block["type"]]] for block in blocks if block["type"] in _TEXT_OF]
     return "".join(texts) if len(texts) < 2 else [{"type": "text", "text": text} for text in texts]
 
 
-def _text_content(value: Any, path: str) -> str | list[dict[str, str]]:
-    return value if isinstance(value, str) else _joined(_blocks(value, path, ("text",)))
+def _text_content(value: Any, path: str, *more_kinds: str) -> str | list[dict[str, str]]:
+    return value if isinstance(value, str) else _joined(_blocks(value, path, ("text", *more_kinds)))
 
 
 # type of a block -> the fields it must have, and their types
@@ -286,6 +294,7 @@ _BLOCKS: dict[str, dict[str, tuple[type, str]]] = {
     "text": {"text": (str, "a text")},
     "thinking": {"thinking": (str, "a text")},
     "redacted_thinking": {},
+    "tool_reference": {"tool_name": (str, "a text")},  # all tools are in the prompt, so its name says it all
     "tool_use": {"id": (str, "a text"), "name": (str, "a text"), "input": (dict, "an object")},
     "tool_result": {"tool_use_id": (str, "a text")},
 }

@@ -100,6 +100,9 @@ class MessagesRoutes:
         """Validates a body. `ApiError` names the wrong field. May be called in a thread."""
         body, passed, ignored = read_adapted(kind, raw, self._service.config.strict_fields)
         chat, sources = body.chat()
+        if chat.get("thinking_budget") is not None and not self._service.require_chat_format().has_thoughts:
+            del chat["thinking_budget"]
+            ignored.append("thinking")
         named = name_of(sources)
         order = take_order(self._generation, chat | passed | {"model": body.model}, named)
         return PreparedMessage(bool(getattr(body, "stream", None)), order, ignored, named)

@@ -14,8 +14,8 @@ from pydantic_core import PydanticCustomError
 
 from ....model.text.schema_keywords import map_schemas
 from ...errors import ApiError, shorten
+from ..schema.fields import MAX_TOOLS
 
-MAX_TOOLS = 128
 MAX_PATTERN_CHARS = 1024
 MAX_ARGUMENTS_CHARS = 1 << 20
 MAX_CALLED_CHARS = 1024  # of the name in an earlier call

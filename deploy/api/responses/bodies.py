@@ -87,7 +87,7 @@ class TextConfig(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
     format: TextFormat | None = None
-    verbosity: Literal["medium"] | None = None  # other values are not supported
+    verbosity: Literal["low", "medium", "high"] | None = None  # a wish, without effect
 
 
 class ReasoningConfig(BaseModel):
@@ -96,7 +96,7 @@ class ReasoningConfig(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    summary: Literal["auto"] | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None  # without effect
 
 
 class ResponsesBody(AdaptedBody):

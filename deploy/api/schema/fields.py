@@ -12,6 +12,8 @@ from ....stages.pooling_params import MAX_INPUTS, MAX_PAIRS
 from ....stages.structured_outputs import MAX_CHOICES, MAX_GRAMMAR_BYTES, MAX_REGEX_BYTES
 from .hints import CONTENT, NOT_EMPTY, TOKEN_ID, Schema, array, nullable, prompts
 
+MAX_TOOLS = 1024  # of one request
+
 # -- sampling
 
 ALLOWED_TOKEN_IDS = nullable(array(TOKEN_ID, MAX_ALLOWED_TOKEN_IDS, least=1))
@@ -146,7 +148,7 @@ RESPONSE_TOOL = _object(
     description=nullable(_TEXT),
     parameters=nullable({"type": "object"}),
 )
-RESPONSE_TOOLS = nullable(array(RESPONSE_TOOL, 128))
+RESPONSE_TOOLS = nullable(array(RESPONSE_TOOL, MAX_TOOLS))
 RESPONSE_TOOL_CHOICE: Schema = {
     "anyOf": [
         {"enum": ["none", "auto", "required", None]},
@@ -155,10 +157,12 @@ RESPONSE_TOOL_CHOICE: Schema = {
 }
 
 _TEXT_BLOCK = _object({"type": {"const": "text"}, "text": _TEXT})
+_REFERENCE = _object({"type": {"const": "tool_reference"}, "tool_name": _TEXT})
+_RESULT: Schema = {"anyOf": [_TEXT, {"type": "array", "items": {"anyOf": [_TEXT_BLOCK, _REFERENCE]}}]}
 _BLOCKS = {
     "user": [
         _TEXT_BLOCK,
-        _object({"type": {"const": "tool_result"}, "tool_use_id": _CALL_ID}, content=nullable(CONTENT)),
+        _object({"type": {"const": "tool_result"}, "tool_use_id": _CALL_ID}, content=nullable(_RESULT)),
     ],
     "assistant": [
         _TEXT_BLOCK,
@@ -184,5 +188,5 @@ ANTHROPIC_MESSAGES: Schema = array(
 )
 ANTHROPIC_SYSTEM = nullable({"anyOf": [_TEXT, {"type": "array", "items": _TEXT_BLOCK}]})
 ANTHROPIC_TOOLS = nullable(
-    array(_object({"name": _CALLED}, description=nullable(_TEXT), input_schema={"type": "object"}), 128)
+    array(_object({"name": _CALLED}, description=nullable(_TEXT), input_schema={"type": "object"}), MAX_TOOLS)
 )

@@ -57,9 +57,9 @@ def test_a_wrong_tool_is_refused_by_its_place(wrong, param):
     assert caught.value.message.startswith(param)
 
 
-def test_more_than_128_tools_are_refused_by_the_first_too_many():
-    chat(tools=[tool(f"f{i}") for i in range(128)])
-    with pytest.raises(ApiError, match=r"tools: must have at most 128 entries, so tools\[128\] is too many"):
+def test_more_than_1024_tools_are_refused_by_the_first_too_many():
+    chat(tools=[tool(f"f{i}") for i in range(1024)])
+    with pytest.raises(ApiError, match=r"tools: must have at most 1024 entries, so tools\[1024\] is too many"):
         chat(tools=[{}] * 10_000)
 
 

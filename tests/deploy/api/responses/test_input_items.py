@@ -182,7 +182,7 @@ def test_errors_of_chat_are_told_in_the_names_of_this_api():
         *[("include", value) for value in ("x", ["x"], [5])],
         *[("text", value) for value in (5, {"format": {"type": "xml"}}, {"format": {"type": "json_schema"}})],
         *[("tools", value) for value in (5, [5])],
-        *[("reasoning", value) for value in ({"effort": "huge"}, {"summary": "detailed"})],
+        *[("reasoning", value) for value in ({"effort": "huge"}, {"summary": "long"})],
         *[("truncation", value) for value in ("some", True)],
         *[
             ("metadata", value)

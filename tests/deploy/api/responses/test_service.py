@@ -305,3 +305,15 @@ def test_a_wrong_field_is_named_in_this_apis_words(server, fields, param):
         assert (answer.status, answer.headers["x-ignored-fields"]) == (200, "n_discard")
     else:
         assert answer.status in (400, 404) and answer.error["param"] == param
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"text": {"verbosity": "low"}},
+        {"reasoning": {"summary": "detailed"}},
+        {"tools": [{"type": "function", "name": f"f{i}"} for i in range(300)], "tool_choice": "none"},
+    ],
+)
+def test_a_wish_that_changes_nothing_here_is_accepted(server, fields):
+    assert server.post(PATH, ASK | fields).status == 200

@@ -88,7 +88,8 @@ def test_tokens_are_counted_as_they_are_charged(server):
         ({"stop_sequences": [""]}, 400, "invalid_request_error", "stop_sequences = ''"),
         ({"messages": []}, 400, "invalid_request_error", "messages: is empty"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400, "invalid_request_error", "'image'"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 5}}, 400, "invalid_request_error", "thinking.budget_tokens"),
+        ({"thinking": {"type": "enabled"}}, 400, "invalid_request_error", "thinking.budget_tokens"),
+        ({"context_management": {"edits": [{"type": "x"}]}}, 400, "invalid_request_error", "context_management"),
         ({"tools": [{"name": "f", "input_schema": None}]}, 400, "invalid_request_error", "tools[0].input_schema"),
         ({"model": "other"}, 404, "not_found_error", "'other'"),
     ],
@@ -146,3 +147,23 @@ def test_a_message_that_is_aborted_says_that_it_may_be_gone_on_with(slow_server)
         while more := connection.recv(65536):
             data += more
     assert b'"stop_reason":"pause_turn"' in data and data.rstrip().endswith(b"0")
+
+
+RESULT = {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "tool_reference", "tool_name": "f7"}]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "ignored"),
+    [
+        ({"context_management": {"edits": []}}, None),
+        ({"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}}, None),
+        ({"thinking": {"type": "enabled", "budget_tokens": 5}}, "thinking"),
+        ({"thinking": {"type": "adaptive"}}, None),
+        ({"tools": [{"name": f"f{i}", "input_schema": {}} for i in range(300)], "tool_choice": {"type": "none"}}, None),
+        ({"messages": [*HELLO, {"role": "user", "content": [RESULT]}]}, None),
+    ],
+)
+def test_what_asks_for_nothing_here_is_accepted_on_both_routes(server, fields, ignored):
+    for path, body in ((PATH, ASK | {"max_tokens": 9}), (f"{PATH}/count_tokens", {"messages": HELLO})):
+        answer = server.post(path, body | fields)
+        assert (answer.status, answer.headers.get("x-ignored-fields")) == (200, ignored), answer.body

@@ -1,27 +1,22 @@
-"""The pooling of a checkpoint: which positions of a text make its embedding, and the lengths it may be cut to.
+"""The pooling of a checkpoint: which positions of a text make its embedding, and what happens to that vector.
 
-Read from the files that sentence-transformers writes beside a model (`modules.json`, `1_Pooling/config.json`) and from
-config.json. Does not import torch.
+Read from the files that sentence-transformers writes beside a model, and from config.json. Does not import torch.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from .errors import CheckpointError
-from .files import read_json, read_text
+from .files import read_json
+from .sentence_files import PoolingKind, SentenceFiles, Similarity
 
-PoolingKind = Literal["last", "mean", "cls"]
+Role = Literal["query", "document"]  # of a text in a search
 
-_MODES: dict[str, PoolingKind] = {
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_lasttoken": "last",
-}
+_ROLE_PROMPTS: dict[str, tuple[str, ...]] = {"query": ("query",), "document": ("document", "passage", "corpus")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,10 +30,17 @@ class PoolingConfig:
     kind: PoolingKind
     size: int  # numbers in a whole embedding
     dimensions: tuple[int, ...] | None = None
+    normalizes: bool = True  # embeddings have length 1, unless a request says otherwise
+    truncate_dim: int | None = None  # leading numbers that are kept, unless a request says otherwise
+    max_tokens: int | None = None  # longer texts are cut
+    prompts: Mapping[str, str] = field(default_factory=dict)  # by name: put before a text
+    default_prompt: str = ""
+    includes_prompt: bool = True  # in the pooling
+    similarity: Similarity = "cosine"  # of two embeddings, as a score
 
     def allows(self, dimensions: int) -> bool:
         """Whether embeddings may be cut to `dimensions` numbers."""
-        if dimensions == self.size:
+        if dimensions in (self.size, self.truncate_dim):
             return True
         if self.dimensions is None or not 1 <= dimensions <= self.size:
             return False
@@ -52,63 +54,65 @@ class PoolingConfig:
             return f"must be one of {', '.join(map(str, self.dimensions))}, or {self.size}"
         return f"must be from 1 to {self.size}"
 
+    def prompt(self, name: str | None, role: Role | None) -> str:
+        """What is put before a text: the prompt of a name, else of the text's role, else the default."""
+        if name is not None:
+            return self.prompts[name]
+        known = [each for each in _ROLE_PROMPTS.get(role or "", ()) if each in self.prompts]
+        return self.prompts[known[0]] if known else self.default_prompt
 
-def read_pooling(root: Path, size: int, default: PoolingKind, override: PoolingKind | None = None) -> PoolingConfig:
-    """The pooling of the checkpoint in `root`, whose hidden states have `size` numbers.
 
-    `override` replaces the checkpoint's pooling; `default` applies if it has none. Raises CheckpointError for modules
-    and modes that are not supported.
+def read_pooling(
+    root: Path, files: SentenceFiles, size: int, default: PoolingKind, override: PoolingKind | None = None
+) -> PoolingConfig:
+    """The pooling of the checkpoint in `root`, whose embeddings have `size` numbers.
+
+    `override` replaces the checkpoint's pooling; `default` applies if it has none. Raises CheckpointError for values
+    that are out of range.
     """
-    folder = _pooling_folder(root)
-    kind = override or (None if folder is None else _kind(root, folder)) or default
-    return PoolingConfig(kind=kind, size=size, dimensions=_dimensions(root, size))
-
-
-def longest_text(root: Path) -> int | None:
-    """The number of tokens that sentence-transformers cuts texts to for this model; None if there is no limit."""
-    values = read_json(root, "sentence_bert_config.json") or {}
-    length = values.get("max_seq_length")
-    return length if isinstance(length, int) and not isinstance(length, bool) and length > 0 else None
-
-
-def _pooling_folder(root: Path) -> str | None:
-    """The folder of the pooling configuration, from modules.json; None if it names none.
-
-    Raises CheckpointError for other modules, unless they leave embeddings' directions unchanged.
-    """
-    text = read_text(root, "modules.json")
-    if text is None:
-        return None
-    source, folder = f"modules.json ({root})", None
-    try:
-        modules = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{source}: not valid JSON: {error}") from None
-    if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
-        raise CheckpointError(f"{source}: must hold a list of modules")
-    for module in modules:
-        kind, path = str(module.get("type")).rpartition(".")[2], module.get("path", "")
-        if kind == "Pooling" and isinstance(path, str):
-            folder = path
-        elif kind not in ("Transformer", "Normalize"):
-            raise CheckpointError(
-                f"{source}: module {kind[:64]!r} is not supported, and embeddings would be wrong without it; "
-                "supported: Transformer, Pooling, Normalize"
-            )
-    return folder
-
-
-def _kind(root: Path, folder: str) -> PoolingKind:
-    name = f"{folder}/config.json"
-    values = read_json(root, name) or {}
-    chosen = [mode for mode, is_on in values.items() if mode.startswith("pooling_mode_") and is_on is True]
-    if len(chosen) != 1 or chosen[0] not in _MODES:
-        shown = ", ".join(chosen) or "none"
+    if files.pooling_problem and override is None:
+        raise CheckpointError(files.pooling_problem)
+    if files.truncate_dim is not None and files.truncate_dim > size:
         raise CheckpointError(
-            f"{name} ({root}): pooling modes {shown[:128]}: exactly one of {', '.join(_MODES)} is supported; "
-            "say which with pooling = last, mean or cls"
+            f"config_sentence_transformers.json ({root}): truncate_dim = {files.truncate_dim}: must be at most {size}"
         )
-    return _MODES[chosen[0]]
+    return PoolingConfig(
+        kind=override or files.pooling or default,
+        size=size,
+        dimensions=_dimensions(root / files.folder, size),
+        normalizes=files.normalizes,
+        truncate_dim=files.truncate_dim,
+        max_tokens=files.max_tokens,
+        prompts=files.prompts,
+        default_prompt=files.default_prompt,
+        includes_prompt=files.includes_prompt,
+        similarity=files.similarity,
+    )
+
+
+def read_decoder_pooling(
+    root: Path, files: SentenceFiles, size: int, override: PoolingKind | None = None
+) -> PoolingConfig:
+    """As `read_pooling`, for a decoder. Raises CheckpointError for what only encoders support."""
+    config = read_json(root, "config.json") or {}
+    for key, value in (("is_causal", False), ("use_bidirectional_attention", True)):
+        if config.get(key) is value:
+            raise CheckpointError(
+                f"config.json ({root}): {key} = {str(value).lower()}: attention to later tokens is supported for "
+                "encoders only, and embeddings would be wrong without it"
+            )
+    made = read_pooling(root, files, size, "last", override)
+    problem = None
+    if files.folder or files.dense:
+        what = f"{files.folder or files.dense[0]}: another folder of the model, and Dense,"
+        problem = f"modules.json ({root}): {what} are"
+    elif made.kind in ("max", "weighted_mean"):
+        problem = f"{root}: pooling_mode for {made.kind}: is"
+    elif not made.includes_prompt and any(made.prompts.values()):
+        problem = f"{root}: include_prompt = false with prompts: is"
+    if problem is not None:
+        raise CheckpointError(f"{problem} supported for encoder models, and not for a {config.get('model_type')}")
+    return made if files.is_present else replace(made, max_tokens=None)
 
 
 def _dimensions(root: Path, size: int) -> tuple[int, ...] | None:

@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 from ..runtime.message import message
 from .errors import Refused
 from .params import SamplingParams
-from .pooling_params import PoolingParams
+from .pooling_params import PoolingParams, Role
 
 Ints = NDArray[np.int32]
 Indices = NDArray[np.intp]  # numpy indexes with intp directly; int32 costs 3 us more per use at 256 rows
@@ -71,6 +71,7 @@ class Prompt:
     token_ids: Ints | None = None
     chat: ChatPrompt | None = None
     pair: tuple[str, str] | None = None
+    role: Role | None = None  # of a text in a search, for which an embedding model may have a prompt
     add_special_tokens: bool = True  # to a text, as its tokenizer does: BOS, EOS; False: the text spells its own
 
 

@@ -84,11 +84,9 @@ class RequestLimits:
         for prompt in request.prompts:
             self._check_prompt(prompt, request)
 
-    def complete_pooling(self, pooling: PoolingParams | None) -> PoolingParams | None:
-        """`pooling` with its kind set: the model's, unless it names one."""
-        if pooling is None or pooling.kind is not None or self.pooling is None:
-            return pooling
-        return replace(pooling, kind=self.pooling.kind)
+    def complete_pooling(self, pooling: PoolingParams | None, num_skipped: int = 0) -> PoolingParams | None:
+        """`pooling` with the model's values for what it leaves open, and the first tokens to leave out."""
+        return pooling if pooling is None or self.pooling is None else pooling.complete(self.pooling, num_skipped)
 
     def complete_params(
         self, params: SamplingParams, num_prompt: int, pooling: PoolingParams | None = None
@@ -159,7 +157,7 @@ class RequestLimits:
         num_chars = _prompt_chars(prompt)
         if prompt.chat is not None and not prompt.chat.messages:
             raise Refused("messages: is empty; send at least one message", code="empty_prompt", param="messages")
-        if num_chars > MAX_CHARS_PER_TOKEN * self.max_model_len:
+        if request.pooling is None and num_chars > MAX_CHARS_PER_TOKEN * self.max_model_len:
             raise self._too_long(
                 f"and the prompt has {num_chars} characters, more than {MAX_CHARS_PER_TOKEN} for each: shorten it"
             )
@@ -179,7 +177,25 @@ class RequestLimits:
         if least < 0 or most >= self.vocab_size:
             wrong = least if least < 0 else most
             raise Refused(f"prompt holds token id {wrong}: ids go from 0 to {self.vocab_size - 1}", param="prompt")
-        self.complete_params(request.params, len(self.truncate(request.params, token_ids)), request.pooling)
+        kept = self.truncate(request.params, token_ids) if request.pooling is None else token_ids
+        if request.pooling is not None:
+            kept = self.cut_ids(request.pooling, token_ids)
+        self.complete_params(request.params, len(kept), request.pooling)
+
+    def longest_text(self, pooling: PoolingParams) -> int:
+        """The number of tokens that a longer text is cut to."""
+        longest = self.max_model_len
+        if self.pooling is not None and self.pooling.max_tokens is not None:
+            longest = min(longest, self.pooling.max_tokens)
+        most = pooling.truncate_prompt_tokens
+        return longest if most in (None, -1) else min(longest, most)
+
+    def cut_ids(self, pooling: PoolingParams, token_ids: Ints) -> Ints:
+        """Token ids that a client sent, [P]: cut only if the request says so."""
+        if pooling.truncate_prompt_tokens is None:
+            return token_ids
+        most = self.longest_text(pooling)
+        return token_ids[-most:] if pooling.truncation_side == "left" else token_ids[:most]
 
     def truncate(self, params: SamplingParams, token_ids: Ints) -> Ints:
         """The prompt after `truncate_prompt_tokens`, [P]."""

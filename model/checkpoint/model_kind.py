@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..files import read_json
+from ..sentence_files import transformer_folder
 
 # model_type of the encoders, which do not generate text.
 BIDIRECTIONAL = frozenset(
@@ -25,5 +26,5 @@ BIDIRECTIONAL = frozenset(
 
 def is_bidirectional(root: Path) -> bool:
     """Whether the checkpoint in `root` is an encoder."""
-    values = read_json(root, "config.json") or {}
+    values = read_json(root / transformer_folder(root), "config.json") or {}
     return values.get("model_type") in BIDIRECTIONAL

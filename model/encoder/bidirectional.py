@@ -8,7 +8,7 @@ transformers.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,11 @@ from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassificati
 from ..checkpoint.safetensors import Checkpoint
 from ..errors import CheckpointError, shown
 from ..files import read_json, refuse_code
-from ..pooling import longest_text
+from ..sentence_files import SentenceFiles
+from .dense import DenseLayer, activation_function
 from .encoder_sizes import check_encoder_sizes
 
 _PADDED = frozenset({"roberta", "xlm-roberta", "camembert", "mpnet"})  # positions start after the pad token's id
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"Sigmoid": torch.sigmoid, "Identity": torch.clone}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,15 +38,19 @@ class Bidirectional:
     max_tokens: int  # of a text, special tokens included
     pad_token_id: int
     has_types: bool  # whether it takes token types, 0 or 1 for the two texts of a pair
-    activation: str  # of a cross-encoder: turns its logit into a score
+    activation: Callable[[Tensor], Tensor]  # of a cross-encoder: turns its logit into a score
+    dense: Sequence[DenseLayer]  # behind the pooling, in order
     dtype: torch.dtype
 
     @classmethod
-    def load(cls, root: Path, device: torch.device, dtype: torch.dtype | None = None) -> Bidirectional:
-        """The model in `root`, in `dtype` or that of the checkpoint.
+    def load(
+        cls, checkpoint: Path, files: SentenceFiles, device: torch.device, dtype: torch.dtype | None = None
+    ) -> Bidirectional:
+        """The model in `checkpoint`, in `dtype` or that of the checkpoint.
 
         Raises CheckpointError for a checkpoint that is damaged, or whose results would be wrong.
         """
+        root = checkpoint / files.folder
         values = read_json(root, "config.json") or {}
         refuse_code(root, "config.json", values)
         check_encoder_sizes(root, values, Checkpoint(root))  # which checks headers, and rejects pickles
@@ -59,15 +63,20 @@ class Bidirectional:
         chosen = dtype or _dtype(config)
         model = _load(root, config, is_cross_encoder, chosen).to(device).eval()
         accepted = inspect.signature(model.forward).parameters
+        dense: list[DenseLayer] = []
+        for folder in files.dense:
+            width = dense[-1].num_outputs if dense else config.hidden_size
+            dense.append(DenseLayer.load(checkpoint, folder, width, device))
         return cls(
             model=model,
             is_cross_encoder=is_cross_encoder,
             hidden_size=config.hidden_size,
             vocab_size=config.vocab_size,
-            max_tokens=_max_tokens(root, config),
+            max_tokens=_max_tokens(files, config),
             pad_token_id=config.pad_token_id or 0,
             has_types="token_type_ids" in accepted and getattr(config, "type_vocab_size", 0) > 1,
-            activation=_activation(root, values),
+            activation=_activation(root, files, values),
+            dense=dense,
             dtype=chosen,
         )
 
@@ -80,11 +89,16 @@ class Bidirectional:
         states: Tensor = self.model(**self._inputs(input_ids, mask, type_ids)).last_hidden_state
         return states
 
+    @property
+    def embedding_size(self) -> int:
+        """Numbers of an embedding."""
+        return self.dense[-1].num_outputs if self.dense else self.hidden_size
+
     @torch.inference_mode()
     def scores(self, input_ids: Tensor, mask: Tensor, type_ids: Tensor) -> Tensor:
         """A cross-encoder's scores of N pairs, [N] f32. Arguments as for `hidden_states`."""
         logits: Tensor = self.model(**self._inputs(input_ids, mask, type_ids)).logits
-        return _ACTIVATIONS[self.activation](logits[:, 0].float())
+        return self.activation(logits[:, 0].float())
 
     def _inputs(self, input_ids: Tensor, mask: Tensor, type_ids: Tensor) -> dict[str, Tensor]:
         types = {"token_type_ids": type_ids} if self.has_types else {}
@@ -134,19 +148,18 @@ def _dtype(config: Any) -> torch.dtype:
     return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
 
 
-def _max_tokens(root: Path, config: Any) -> int:
+def _max_tokens(files: SentenceFiles, config: Any) -> int:
     """The longest text in tokens: the size of the position table, or the length that training cut texts to."""
     longest = int(config.max_position_embeddings)
     if config.model_type in _PADDED:
         longest -= config.pad_token_id + 1
-    return min(longest, longest_text(root) or longest)
+    return min(longest, files.max_tokens or longest)
 
 
-def _activation(root: Path, values: Mapping[str, Any]) -> str:
+def _activation(root: Path, files: SentenceFiles, values: Mapping[str, Any]) -> Callable[[Tensor], Tensor]:
     """The activation by sentence-transformers' name; Sigmoid if the checkpoint names none."""
+    if files.activation is not None:
+        return activation_function(f"config_sentence_transformers.json ({root})", files.activation)
     said = (values.get("sentence_transformers") or {}).get("activation_fn")
-    name = str(said or values.get("sbert_ce_default_activation_function") or "Sigmoid").rpartition(".")[2]
-    if name not in _ACTIVATIONS:
-        known = ", ".join(_ACTIVATIONS)
-        raise CheckpointError(f"config.json ({root}): activation {name[:64]!r} is not supported; supported: {known}")
-    return name
+    name = said or values.get("sbert_ce_default_activation_function") or "Sigmoid"
+    return activation_function(f"config.json ({root})", str(name))

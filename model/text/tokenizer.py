@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ..errors import CheckpointError
 from ..files import read_bytes, read_json, refuse_code
@@ -24,7 +24,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the caller has its o
 from tokenizers import AddedToken, Encoding, models, pre_tokenizers  # noqa: E402
 from tokenizers import Tokenizer as RustTokenizer  # noqa: E402
 
-from .tokenizer_steps import apply_class  # noqa: E402
+from .tokenizer_steps import apply_class, lower_texts  # noqa: E402
 
 # clean_up_tokenization_spaces: what a tokenizer of words puts spaces around, as transformers writes it, in its order
 SPACED_MARKS = {
@@ -41,6 +41,8 @@ SPACED_MARKS = {
 }
 ALWAYS_CLEANS = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
 SPARSEST = 8  # most ids a token of a vocabulary, which has few gaps
+Side = Literal["left", "right"]
+_Typed = tuple[list[int], list[int]]  # ids and their types
 IDS_AT_ONCE = 16_384  # making a list of ids holds the GIL: 46 ms for 240k ids at once, 2 ms for pieces of this size
 
 
@@ -72,6 +74,8 @@ class Tokenizer:
         self._added_ids = list(added)
         self.special_tokens = {token.content: index for index, token in added.items() if token.content in special}
         self.special_ids = frozenset(self.special_tokens.values())
+        self.gives_types = True  # whether the model gets the types of a pair's tokens
+        self.truncation_side: Side = "left" if config.get("truncation_side") == "left" else "right"
         self.named_tokens = dict(named_tokens)  # texts by name; chat templates get them as variables
         self.bos_token = named_tokens.get("bos_token")
         self.eos_token = named_tokens.get("eos_token")
@@ -79,8 +83,11 @@ class Tokenizer:
         self.eos_token_id = None if self.eos_token is None else rust.token_to_id(self.eos_token)
 
     @classmethod
-    def read(cls, root: Path) -> Tokenizer:
-        """The tokenizer of the checkpoint in `root`. Raises CheckpointError if it is missing or unusable."""
+    def read(cls, root: Path, lower_case: bool = False) -> Tokenizer:
+        """The tokenizer of the checkpoint in `root`. Raises CheckpointError if it is missing or unusable.
+
+        `lower_case`: texts are written small before any other step, as the files of an embedding model may demand.
+        """
         raw = read_bytes(root, "tokenizer.json")  # bytes, as a str would be encoded again for Rust
         if raw is None:
             raise CheckpointError(
@@ -105,7 +112,12 @@ class Tokenizer:
         special = SpecialTokens.read(root, config, kind.named, kind.extra)
         texts = _special_texts(rust)
         _configure(rust, config, kind, special, root)
-        return cls(rust, config, special.texts, texts | _special_texts(rust))
+        if lower_case:
+            lower_texts(rust)
+        made = cls(rust, config, special.texts, texts | _special_texts(rust))
+        inputs = config.get("model_input_names")
+        made.gives_types = "token_type_ids" in inputs if isinstance(inputs, list) else kind.has_types
+        return made
 
     def __len__(self) -> int:
         """One more than the largest id, added tokens included. An embedding may have more rows or, by mistake, less."""
@@ -123,6 +135,58 @@ class Tokenizer:
         encoding = self._rust.encode_batch([(first, second)], add_special_tokens=True)[0]
         pieces = _pieces(encoding)
         return _ids_of(pieces), [type_id for piece in pieces for type_id in piece.type_ids]
+
+    def encode_cut(self, text: str, most: int, side: Side | None = None, add_special_tokens: bool = True) -> list[int]:
+        """The ids of a text, at most `most` of them: the text is cut on one side, by default the tokenizer's.
+
+        Special tokens are kept. Raises ValueError if `most` leaves no room beside them.
+        """
+        ids = self.encode(text, add_special_tokens)
+        if len(ids) <= most:
+            return ids
+        before, after = self._around[0] if add_special_tokens else ([], [])
+        text_ids = ids[len(before) : len(ids) - len(after)]
+        return [*before, *self._cut(text_ids, _room(most, len(before) + len(after)), side), *after]
+
+    def encode_pair_cut(
+        self, first: str, second: str, most: int, side: Side | None = None
+    ) -> tuple[list[int], list[int]]:
+        """As `encode_pair`, at most `most` ids: the longer text is cut first, as transformers does it."""
+        ids, type_ids = self.encode_pair(first, second)
+        if len(ids) <= most:
+            return ids, type_ids
+        before, between, after, one_type, two_type = self._around[1]
+        room = _room(most, sum(len(special) for special, _ in (before, between, after)))
+        texts = [self.encode(text, add_special_tokens=False) for text in (first, second)]
+        short = min(*map(len, texts), room)
+        kept = [short, max(short, room - short)]
+        if sum(kept) > room:
+            kept = [room // 2, room - room // 2]
+        if len(texts[0]) > len(texts[1]):
+            kept.reverse()
+        one, two = (self._cut(text, count, side) for text, count in zip(texts, kept, strict=True))
+        inside = ((one, [one_type] * len(one)), (two, [two_type] * len(two)))
+        parts = (before, inside[0], between, inside[1], after)
+        return [i for part, _ in parts for i in part], [kind for _, types in parts for kind in types]
+
+    def _cut(self, ids: list[int], most: int, side: Side | None) -> list[int]:
+        if (side or self.truncation_side) == "left":
+            return ids[max(0, len(ids) - most) :]
+        return ids[:most]
+
+    @cached_property
+    def _around(self) -> tuple[tuple[list[int], list[int]], tuple[_Typed, _Typed, _Typed, int, int]]:
+        """The special tokens before and after a text; those around two texts, with types, and the texts' own types."""
+        single = self._rust.encode_batch(["a"], add_special_tokens=True)[0]
+        inside = [place for place, sequence in enumerate(single.sequence_ids) if sequence is not None]
+        pair = self._rust.encode_batch([("a", "a")], add_special_tokens=True)[0]
+        one, two = ([p for p, sequence in enumerate(pair.sequence_ids) if sequence == text] for text in (0, 1))
+        if not inside or not one or not two:
+            raise ValueError("the tokenizer gives no token for the letter a, so its texts cannot be cut")
+        spans = (slice(0, one[0]), slice(one[-1] + 1, two[0]), slice(two[-1] + 1, None))
+        before, between, after = ((pair.ids[span], pair.type_ids[span]) for span in spans)
+        ends = (single.ids[: inside[0]], single.ids[inside[-1] + 1 :])
+        return ends, (before, between, after, pair.type_ids[one[0]], pair.type_ids[two[0]])
 
     def encode_chat(self, text: str, mark: str | None = None) -> list[int]:
         """The ids of a rendered chat prompt, in which the template spells special tokens.
@@ -211,6 +275,12 @@ class Tokenizer:
     def _prepends_only_at_start(self) -> bool:
         pre_tokenizer = self._rust.pre_tokenizer
         return isinstance(pre_tokenizer, pre_tokenizers.Metaspace) and pre_tokenizer.prepend_scheme == "first"
+
+
+def _room(most: int, num_special: int) -> int:
+    if most <= num_special:
+        raise ValueError(f"{most} tokens: must be above {num_special}, the number of special tokens around a text")
+    return most - num_special
 
 
 def byte_level_bytes(token: str) -> bytes:

@@ -33,7 +33,6 @@ _OF_MODEL = {
 _CLASS_IGNORED = frozenset({"modernbert", "qwen2"})  # model types whose checkpoints often name a wrong class
 _ALIASES = {
     "ElectraTokenizer": "BertTokenizer",
-    "DistilBertTokenizer": "BertTokenizer",
     "BartTokenizer": "RobertaTokenizer",
 }
 
@@ -45,6 +44,7 @@ class TokenizerClass:
     name: str | None = None
     named: Mapping[str, str] = field(default_factory=dict)
     extra: tuple[str, ...] = ()
+    has_types: bool = False  # it tells the two texts of a pair apart, unless tokenizer_config.json says otherwise
 
 
 _SENTENCEPIECE = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
@@ -65,6 +65,7 @@ _INFILLING = {
     "fill_token": "<FILL_ME>",
 }
 _CLASSES = {
+    "DistilBertTokenizer": _BERT,
     "AlbertTokenizer": _BERT | {"bos_token": "[CLS]", "eos_token": "[SEP]", "unk_token": "<unk>", "pad_token": "<pad>"},
     "BertTokenizer": _BERT,
     "CamembertTokenizer": _ROBERTA,
@@ -77,6 +78,7 @@ _CLASSES = {
     "RobertaTokenizer": _ROBERTA,
     "XLMRobertaTokenizer": _ROBERTA,
 }
+_TYPED = ("BertTokenizer", "DebertaV2Tokenizer")
 _EXTRA = {"CamembertTokenizer": ("<s>NOTUSED", "</s>NOTUSED", "<unk>NOTUSED")}
 
 
@@ -98,4 +100,4 @@ def tokenizer_class(root: Path, config: Mapping[str, Any], has_byte_level: bool)
             name = of_model
     if name not in _CLASSES:
         return TokenizerClass()
-    return TokenizerClass(name, _CLASSES[name], _EXTRA.get(name, ()))
+    return TokenizerClass(name, _CLASSES[name], _EXTRA.get(name, ()), name in _TYPED)

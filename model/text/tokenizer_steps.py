@@ -20,7 +20,7 @@ from ..errors import CheckpointError
 from .tokenizer_class import TokenizerClass
 
 _BYTE_LEVEL = ("GPT2Tokenizer", "Qwen2Tokenizer", "RobertaTokenizer")
-_WORD_PIECE = ("BertTokenizer", "MPNetTokenizer")
+_WORD_PIECE = ("BertTokenizer", "DistilBertTokenizer", "MPNetTokenizer")
 _UNIGRAM = ("AlbertTokenizer", "CamembertTokenizer", "DebertaV2Tokenizer", "XLMRobertaTokenizer")
 _LLAMA = ("LlamaTokenizer", "CodeLlamaTokenizer")
 
@@ -47,6 +47,13 @@ def apply_class(rust: RustTokenizer, kind: TokenizerClass, config: Mapping[str, 
             _set_deberta(rust, flags)
     elif kind.name in _LLAMA and _is_llama(rust):
         _set_llama(rust, flags, is_code=kind.name == "CodeLlamaTokenizer")
+
+
+def lower_texts(rust: RustTokenizer) -> None:
+    """Makes lower case of a text before its other steps, unless one of them does so."""
+    steps = list(_steps_of(rust.normalizer))
+    if not any(isinstance(step, normalizers.Lowercase) for step in steps):
+        rust.normalizer = normalizers.Sequence([normalizers.Lowercase(), *steps])
 
 
 class _Flags:

@@ -39,7 +39,7 @@ class Pooler:
         slot, kind = started.slot, started.pooling.kind
         self.sums[slot] = 0
         self._started[slot] = started
-        self._is_mean[slot], self._is_first[slot] = kind == "mean", kind == "cls"
+        self._is_mean[slot], self._is_first[slot] = kind in ("mean", "mean_sqrt_len"), kind == "cls"
         self.is_pooled[slot] = True
         self.num_pooled += 1
 
@@ -72,8 +72,7 @@ class Pooler:
         for slot, vector in zip(slots.tolist(), vectors, strict=True):
             started = self._started[slot]
             assert started is not None and started.pooling is not None
-            mean = vector / started.num_prompt if self._is_mean[slot] else vector
-            pooled[slot] = _pooled(started, started.pooling, mean)
+            pooled[slot] = _pooled(started, started.pooling, vector / _divisor(started))
             self._leave(slot)
         return pooled
 
@@ -81,6 +80,12 @@ class Pooler:
         self.num_pooled -= int(self.is_pooled[slot])
         self.is_pooled[slot] = self._is_mean[slot] = self._is_first[slot] = False
         self._started[slot] = None
+
+
+def _divisor(started: Started) -> float:
+    assert started.pooling is not None
+    kind, num_tokens = started.pooling.kind, started.num_prompt
+    return num_tokens if kind == "mean" else num_tokens**0.5 if kind == "mean_sqrt_len" else 1
 
 
 def _pooled(started: Started, params: PoolingParams, vector: Floats) -> Pooled:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..messages import Begun, Pooled, TokenRequest
-from ..pooling_params import Floats
+from ..pooling_params import Floats, Kind
 
 if TYPE_CHECKING:
     from ...model.encoder.bidirectional import Bidirectional
@@ -46,21 +46,65 @@ class EncoderRunner:
         return ids, mask, types
 
     def _pool(self, batch: Sequence[TokenRequest], hidden: Tensor, mask: Tensor) -> Floats:
-        """Pools hidden states [N, P, H] to [N, H]."""
+        """Pools hidden states [N, P, H] to embeddings [N, E]."""
         hidden = hidden.float()
-        kinds = np.array([request.pooling.kind if request.pooling else None for request in batch])
-        pooled = hidden[:, 0]
-        if (kinds == "mean").any():
-            weights = mask[:, :, None] / mask.sum(1)[:, None, None]  # [N, P, 1]
-            pooled = torch.where(self._upload(kinds == "mean")[:, None], (hidden * weights).sum(1), pooled)
-        if (kinds == "last").any():
-            last = hidden[torch.arange(len(batch), device=self.device), mask.sum(1) - 1]
-            pooled = torch.where(self._upload(kinds == "last")[:, None], last, pooled)
+        params = [request.pooling for request in batch]
+        skipped = self._upload(np.array([each.num_skipped if each else 0 for each in params]))
+        places = torch.arange(hidden.shape[1], device=self.device)[None]  # [1, P]
+        is_pooled = (mask > 0) & (places >= skipped[:, None])  # [N, P]
+        kinds: list[Kind] = [each.kind if each and each.kind else "cls" for each in params]
+        pooled = torch.empty_like(hidden[:, 0])
+        for kind in dict.fromkeys(kinds):
+            rows = self._upload(np.array([each == kind for each in kinds]))
+            pooled[rows] = POOLINGS[kind](hidden[rows], is_pooled[rows])
+        for layer in self.model.dense:
+            pooled = layer(pooled)
         vectors: Floats = pooled.cpu().numpy()
         return vectors
 
     def _upload(self, array: NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(array).to(self.device)
+
+
+def _weighted(hidden: Tensor, weights: Tensor, total: Tensor) -> Tensor:
+    return (hidden * weights[:, :, None]).sum(1) / total.clamp(min=1e-9)[:, None]
+
+
+def _mean(hidden: Tensor, is_pooled: Tensor) -> Tensor:
+    return _weighted(hidden, is_pooled.float(), is_pooled.sum(1).float())
+
+
+def _mean_sqrt_len(hidden: Tensor, is_pooled: Tensor) -> Tensor:
+    return _weighted(hidden, is_pooled.float(), is_pooled.sum(1).float().sqrt())
+
+
+def _weighted_mean(hidden: Tensor, is_pooled: Tensor) -> Tensor:
+    """A mean in which the n-th token of the text counts n times."""
+    weights = is_pooled * torch.arange(1.0, hidden.shape[1] + 1, device=hidden.device)[None]
+    return _weighted(hidden, weights, weights.sum(1))
+
+
+def _max(hidden: Tensor, is_pooled: Tensor) -> Tensor:
+    return hidden.masked_fill(~is_pooled[:, :, None], -torch.inf).amax(1)
+
+
+def _first(hidden: Tensor, is_pooled: Tensor) -> Tensor:
+    return hidden[torch.arange(len(hidden)), is_pooled.int().argmax(1)]
+
+
+def _last(hidden: Tensor, is_pooled: Tensor) -> Tensor:
+    return hidden[torch.arange(len(hidden)), hidden.shape[1] - 1 - is_pooled.int().flip(1).argmax(1)]
+
+
+# Of hidden states [N, P, H] at the places [N, P] that are true, as [N, H].
+POOLINGS: dict[Kind, Callable[[Tensor, Tensor], Tensor]] = {
+    "cls": _first,
+    "last": _last,
+    "max": _max,
+    "mean": _mean,
+    "mean_sqrt_len": _mean_sqrt_len,
+    "weighted_mean": _weighted_mean,
+}
 
 
 def _pooled(request: TokenRequest, vector: Floats) -> Pooled:

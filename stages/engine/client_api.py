@@ -141,8 +141,8 @@ class ClientApi(ABC):
     ) -> EmbeddingRequestOutput:
         """The embedding of a prompt: one vector pooled from its hidden states.
 
-        Its length is 1, unless `pooling` says otherwise. It is scheduled together with sequences that generate. Raises
-        `RequestError` if it fails.
+        Its length is 1, unless the model or `pooling` says otherwise. It is scheduled together with sequences that
+        generate. Raises `RequestError` if it fails.
         """
         request = pooled_request(
             self._request_id(request_id),
@@ -167,13 +167,13 @@ class ClientApi(ABC):
     ) -> list[ScoringRequestOutput]:
         """How well each document answers its query: one query for all documents, or one each.
 
-        The score is that of a cross-encoder model, or with any other model the cosine of two embeddings.
+        The score is that of a cross-encoder model, or with any other model the similarity of two embeddings.
         """
         check_scoring(self.info)
         pairs, tasks = ScoringPairs(as_texts(queries), as_texts(documents)), self.info.tasks
         request = pairs.request(self._request_id(request_id), tasks, priority=priority)
         outbox, vectors = await self._pool(request, timeout_s)
-        scores, counts = pairs.scores(vectors, tasks), pairs.num_tokens(outbox, tasks)
+        scores, counts = pairs.scores(vectors, tasks, self.info.pooling), pairs.num_tokens(outbox, tasks)
         return [ScoringRequestOutput(request.request_id, *each) for each in zip(scores, counts, strict=True)]
 
     async def _pool(self, request: Request, timeout_s: float | None) -> tuple[RequestOutbox, list[Floats]]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ...model.pooling import PoolingConfig
+from ...model.sentence_files import Similarity
 from ..errors import Refused
 from ..exit.outboxes import RequestOutbox
 from ..messages import Prompt, Request, Task
@@ -59,7 +61,7 @@ class ScoringPairs:
     """Queries and documents to score: one query for all documents, or one each.
 
     A cross-encoder model scores each pair. With any other model the texts are embedded, each query once, and the score
-    is the cosine of their embeddings.
+    is the similarity of their embeddings: the cosine, unless the model names another.
     """
 
     queries: Sequence[str]
@@ -73,20 +75,33 @@ class ScoringPairs:
                 param="queries",
             )
 
-    def request(self, request_id: str, tasks: Collection[Task], *, priority: int = 0) -> Request:
+    def request(
+        self,
+        request_id: str,
+        tasks: Collection[Task],
+        *,
+        priority: int = 0,
+        pooling: PoolingParams = PoolingParams(),  # noqa: B008 - immutable
+    ) -> Request:
         """The request for a model with these `tasks`."""
         if "score" in tasks:
             prompts = [Prompt(pair=pair) for pair in zip(self._query_of_each(), self.documents, strict=True)]
-            return pooled_request(request_id, prompts, PoolingParams(kind="score", normalize=False), priority=priority)
-        prompts = [Prompt(text=text) for text in (*self.queries, *self.documents)]
-        return pooled_request(request_id, prompts, PoolingParams(), priority=priority)
+            return pooled_request(
+                request_id, prompts, replace(pooling, kind="score", normalize=False), priority=priority
+            )
+        prompts = [Prompt(text=text, role="query") for text in self.queries]
+        prompts += [Prompt(text=text, role="document") for text in self.documents]
+        return pooled_request(request_id, prompts, pooling, priority=priority)
 
-    def scores(self, vectors: Sequence[Floats], tasks: Collection[Task]) -> list[float]:
-        """One score per document, from the vectors of the request."""
+    def scores(
+        self, vectors: Sequence[Floats], tasks: Collection[Task], pooling: PoolingConfig | None = None
+    ) -> list[float]:
+        """One score per document, from the vectors of the request to a model with this `pooling`."""
         if "score" in tasks:
             return [float(vector[0]) for vector in vectors]
         queries, documents = np.stack(vectors[: len(self.queries)]), np.stack(vectors[len(self.queries) :])
-        return [float(score) for score in (queries * documents).sum(1)]
+        scores = _SIMILARITIES["cosine" if pooling is None else pooling.similarity](queries, documents)
+        return [float(score) for score in scores]
 
     def num_tokens(self, outbox: RequestOutbox, tasks: Collection[Task]) -> list[int]:
         """The number of tokens of each pair, both texts together."""
@@ -105,3 +120,18 @@ class ScoringPairs:
 
     def _query_of_each(self) -> list[str]:
         return [*self.queries] * (len(self.documents) // len(self.queries))
+
+
+def _cosine(queries: Floats, documents: Floats) -> Floats:
+    lengths = np.linalg.norm(queries, axis=1) * np.linalg.norm(documents, axis=1)
+    cosines: Floats = (queries * documents).sum(1) / np.maximum(lengths, 1e-12)
+    return cosines
+
+
+# Of embeddings [1 or N, E] and [N, E], as [N]: higher is more alike.
+_SIMILARITIES: dict[Similarity, Callable[[Floats, Floats], Floats]] = {
+    "cosine": _cosine,
+    "dot": lambda queries, documents: (queries * documents).sum(1),
+    "euclidean": lambda queries, documents: -np.linalg.norm(queries - documents, axis=1),
+    "manhattan": lambda queries, documents: -np.abs(queries - documents).sum(1),
+}

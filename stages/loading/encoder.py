@@ -10,7 +10,8 @@ from pathlib import Path
 
 from ...model.checkpoint.tokenizer_size import check_tokenizer_file
 from ...model.files import read_json
-from ...model.pooling import PoolingKind, read_pooling
+from ...model.pooling import read_pooling
+from ...model.sentence_files import PoolingKind, read_sentence_files
 from ...model.text.tokenizer import Tokenizer
 from ...runtime.env.cpus import ComputeThreads
 from ...runtime.phases import Phases
@@ -57,14 +58,16 @@ def load_encoder(
     device = choose_device(config, threads)
     dtype = None if config.dtype == "auto" else torch_dtype(config, "")
     with phases("tokenizer"):
-        vocab_size = (read_json(root, "config.json") or {}).get("vocab_size")
+        files = read_sentence_files(root)
+        model_root = root / files.folder
+        vocab_size = (read_json(model_root, "config.json") or {}).get("vocab_size")
         if isinstance(vocab_size, int):
-            check_tokenizer_file(root, vocab_size)
-        tokenizer = Tokenizer.read(root)
+            check_tokenizer_file(model_root, vocab_size)
+        tokenizer = Tokenizer.read(model_root, lower_case=files.lower_case)
     with phases("weights"):
         from ...model.encoder.bidirectional import Bidirectional
 
-        model = Bidirectional.load(root, device, dtype)
+        model = Bidirectional.load(root, files, device, dtype)
     max_model_len = _max_model_len(config, model.max_tokens)
     tasks: frozenset[Task] = frozenset({"score"} if model.is_cross_encoder else {"embed"})
     info = ModelInfo(
@@ -82,9 +85,10 @@ def load_encoder(
         max_num_batched_tokens=resolve_step_size(config, is_native=False).num_step_tokens,
         startup_s=phases.seconds,
         tasks=tasks,
-        pooling=None if model.is_cross_encoder else read_pooling(root, model.hidden_size, "mean", pooling),
+        pooling=None if model.is_cross_encoder else read_pooling(root, files, model.embedding_size, "mean", pooling),
     )
-    return LoadedEncoder(info, tokenizer, ModelEncoder(tokenizer, None, model_id), EncoderRunner(model, device))
+    encoder = ModelEncoder(tokenizer, None, model_id, files.default_prompt)
+    return LoadedEncoder(info, tokenizer, encoder, EncoderRunner(model, device))
 
 
 def _max_model_len(config: EngineConfig, longest: int) -> int:

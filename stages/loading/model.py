@@ -18,8 +18,8 @@ from ...model.checkpoint.model_kind import is_bidirectional
 from ...model.checkpoint.tensor_shapes import open_source
 from ...model.checkpoint.tokenizer_size import check_tokenizer_file, check_tokens
 from ...model.config import ModelConfig
-from ...model.files import read_text
-from ...model.pooling import PoolingConfig, PoolingKind, read_pooling
+from ...model.pooling import PoolingConfig, read_decoder_pooling
+from ...model.sentence_files import PoolingKind, read_sentence_files
 from ...model.text.chat_template import ChatTemplate
 from ...model.text.detokenizer import IncrementalDecoder, TextTable
 from ...model.text.tokenizer import Tokenizer
@@ -263,16 +263,17 @@ def _read_text(config: EngineConfig, root: Path, shape: ModelConfig, model_id: s
     """
     with phases("tokenizer"):
         check_tokenizer_file(root, shape.vocab_size)
-        tokenizer = Tokenizer.read(root)
+        files = read_sentence_files(root)
+        tokenizer = Tokenizer.read(root, lower_case=files.lower_case)
         check_tokens(root, len(tokenizer), shape.vocab_size)
         template = ChatTemplate.read(root, tokenizer, config.chat_template)
         log.info("chat_template.chosen", **_origins(template))
         encoder = ModelEncoder(tokenizer, template, model_id)
         defaults = GenerationDefaults.read(root, shape)
-        pooling = read_pooling(root, shape.hidden_size, "last", configured_pooling(config))
+        pooling = read_decoder_pooling(root, files, shape.hidden_size, configured_pooling(config))
         if len(tokenizer) > shape.vocab_size:
             log.warning("tokenizer.larger_than_model", num_tokens=len(tokenizer), vocab_size=shape.vocab_size)
-        is_known = configured_pooling(config) is not None or read_text(root, "modules.json") is not None
+        is_known = configured_pooling(config) is not None or files.is_present
         return _LoadedText(tokenizer, encoder, TextTable(tokenizer), defaults, pooling, is_known)
 
 

@@ -49,7 +49,7 @@ from ..messages import (
 )
 from ..outputs import ModelInfo
 from ..params import SamplingParams
-from ..pooling_params import PoolingParams
+from ..pooling_params import KINDS, PoolingParams
 from ..schedule.speculation import num_speculative_tokens
 
 VERSION = 3  # of the format; the reader refuses any other
@@ -403,8 +403,8 @@ def read_add(values: Mapping[str, Any], engine: RecordedEngine) -> TokenRequest:
     """A prompt."""
     given = MessageFields("add", values)
     pooling = given.values.get("pooling")
-    if pooling not in (None, "None", "last", "mean", "cls", "score"):
-        raise InvalidValue(f"add.pooling = {shown(pooling)}: must be null, last, mean, cls or score")
+    if pooling not in (None, "None", *KINDS):
+        raise InvalidValue(f"add.pooling = {shown(pooling)}: must be null or one of {', '.join(KINDS)}")
     longest = engine.max_model_len - (pooling is None)
     params = SamplingParams(
         n=given.whole("n", 1, 128),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ...model.errors import TemplateError
 from ...model.text.chat_template import ChatTemplate, missing_template
-from ...model.text.tokenizer import Tokenizer
+from ...model.text.tokenizer import Side, Tokenizer
 from ..errors import Refused
 from ..messages import ChatPrompt
 
@@ -15,10 +15,14 @@ from ..messages import ChatPrompt
 class ModelEncoder:
     """The `PromptEncoder` of a checkpoint. All methods are thread-safe."""
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, model_id: str) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, template: ChatTemplate | None, model_id: str, pair_prompt: str = ""
+    ) -> None:
+        """`pair_prompt` is put before the first text of a pair."""
         self.tokenizer = tokenizer
         self.template = template
         self.model_id = model_id
+        self.pair_prompt = pair_prompt
 
     def encode_text(self, text: str) -> list[int]:
         """Ids of a plain prompt, with the special tokens that the tokenizer adds."""
@@ -28,9 +32,30 @@ class ModelEncoder:
         """Ids of a text without special tokens."""
         return self.tokenizer.encode(_unicode(text, "bad_words"), add_special_tokens=False)
 
-    def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
-        """Ids of two texts joined by the tokenizer, and 0 or 1 per id: the text that it belongs to."""
-        return self.tokenizer.encode_pair(_unicode(first, "prompt"), _unicode(second, "prompt"))
+    def encode_text_cut(
+        self, text: str, most: int, side: Side | None = None, add_special_tokens: bool = True
+    ) -> list[int]:
+        """Ids of a text, at most `most`, special tokens kept."""
+        try:
+            return self.tokenizer.encode_cut(_unicode(text, "prompt"), most, side, add_special_tokens)
+        except ValueError as error:
+            raise Refused(f"truncate_prompt_tokens: {error}", param="truncate_prompt_tokens") from None
+
+    def encode_pair_cut(
+        self, first: str, second: str, most: int, side: Side | None = None
+    ) -> tuple[list[int], list[int]]:
+        """Ids of two texts joined by the tokenizer, at most `most`, and 0 or 1 per id: the text that it belongs to."""
+        texts = (_unicode(self.pair_prompt + first, "prompt"), _unicode(second, "prompt"))
+        try:
+            token_ids, type_ids = self.tokenizer.encode_pair_cut(*texts, most, side)
+            return token_ids, type_ids if self.tokenizer.gives_types else [0] * len(token_ids)
+        except ValueError as error:
+            raise Refused(f"truncate_prompt_tokens: {error}", param="truncate_prompt_tokens") from None
+
+    def count_prompt(self, text: str) -> int:
+        """Number of tokens of a text with another text behind it, so without the special token at its end."""
+        ids = self.encode_text(text)
+        return len(ids) - int(ids[-1] in self.tokenizer.special_ids) if ids else 0
 
     def encode_chat(self, chat: ChatPrompt) -> list[int]:
         """Ids of the rendered template.

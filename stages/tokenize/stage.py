@@ -21,6 +21,7 @@ from ...runtime.workers.worker import Worker
 from ..errors import Failed, OutOfResources, Refused, RequestError
 from ..messages import ChatPrompt, Ints, Prompt, Request, TokenRequest
 from ..params import SamplingParams
+from ..pooling_params import Side
 from ..request_limits import RequestLimits
 
 IDS_AT_ONCE = 16_384  # converting a list to an array holds the GIL: 15 ms for 250,000 ids at once
@@ -45,8 +46,18 @@ class PromptEncoder(Protocol):
     def encode_words(self, text: str) -> Sequence[int]:
         """Token ids of a text without special tokens: of a bad word, or of a prompt that spells its own."""
 
-    def encode_pair(self, first: str, second: str) -> tuple[Sequence[int], Sequence[int]]:
-        """Token ids of a pair of texts, and for each token 0 or 1: the text that it belongs to."""
+    def encode_text_cut(
+        self, text: str, most: int, side: Side | None = None, add_special_tokens: bool = True
+    ) -> Sequence[int]:
+        """Token ids of a text, at most `most`: the text is cut, special tokens are kept."""
+
+    def encode_pair_cut(
+        self, first: str, second: str, most: int, side: Side | None = None
+    ) -> tuple[Sequence[int], Sequence[int]]:
+        """Token ids of a pair of texts, at most `most`, and for each token 0 or 1: the text that it belongs to."""
+
+    def count_prompt(self, text: str) -> int:
+        """Number of tokens of a text with another text behind it."""
 
 
 class EncodedPrompt(NamedTuple):
@@ -54,6 +65,7 @@ class EncodedPrompt(NamedTuple):
 
     token_ids: Ints  # [P]
     type_ids: Ints | None = None  # [P] for a pair: the text of each token, 0 or 1
+    num_skipped: int = 0  # first tokens that are left out of the pooling
 
 
 class Tokenize(Stage[Request, TokenRequest]):
@@ -142,8 +154,10 @@ class Tokenize(Stage[Request, TokenRequest]):
 
     def _encode_all(self, request: Request) -> tuple[list[EncodedPrompt], SamplingParams]:
         params = with_bad_words(self.encoder, request.params)
-        prompts = [encode(self.encoder, self.limits, prompt) for prompt in request.prompts]
-        return [e._replace(token_ids=self.limits.truncate(params, e.token_ids)) for e in prompts], params
+        if request.pooling is not None:
+            return [encode_pooled(self.encoder, self.limits, request, prompt) for prompt in request.prompts], params
+        prompts = [encode_prompt(self.encoder, self.limits, prompt) for prompt in request.prompts]
+        return [EncodedPrompt(self.limits.truncate(params, token_ids)) for token_ids in prompts], params
 
     def _token_request(
         self, request: Request, params: SamplingParams, prompt_index: int, encoded: EncodedPrompt
@@ -162,24 +176,35 @@ class Tokenize(Stage[Request, TokenRequest]):
             cache_salt=request.cache_salt,
             arrival_s=request.arrival_s,
             num_expected_cached=request.num_expected_cached,
-            pooling=self.limits.complete_pooling(request.pooling),
+            pooling=self.limits.complete_pooling(request.pooling, encoded.num_skipped),
             type_ids=encoded.type_ids,
         )
 
 
-def encode(encoder: PromptEncoder, limits: RequestLimits, prompt: Prompt) -> EncodedPrompt:
-    """Tokenizes a prompt of any form.
+def encode_pooled(encoder: PromptEncoder, limits: RequestLimits, request: Request, prompt: Prompt) -> EncodedPrompt:
+    """Tokenizes a prompt of a pooled request, with the model's own prompt before a text.
 
-    Raises `Refused` for an invalid prompt; any other error is the tokenizer's.
+    Texts that are too long are cut. Raises `Refused` for an invalid prompt; any other error is the tokenizer's.
     """
-    if prompt.pair is None:
-        return EncodedPrompt(encode_prompt(encoder, limits, prompt))
-    token_ids, type_ids = encoder.encode_pair(*prompt.pair)
-    return EncodedPrompt(_checked(token_ids, limits, "prompt"), _as_array(type_ids))
+    pooling, model = request.pooling, limits.pooling
+    assert pooling is not None
+    most, side = limits.longest_text(pooling), pooling.truncation_side
+    if prompt.pair is not None:
+        token_ids, type_ids = encoder.encode_pair_cut(*prompt.pair, most, side)
+        return EncodedPrompt(_checked(token_ids, limits, "prompt"), _as_array(type_ids))
+    if prompt.text is None:
+        return EncodedPrompt(limits.cut_ids(pooling, encode_prompt(encoder, limits, prompt)))
+    put = "" if model is None else model.prompt(pooling.prompt_name, prompt.role)
+    token_ids = encoder.encode_text_cut(put + prompt.text, most, side, prompt.add_special_tokens)
+    num_skipped = 0 if model is None or model.includes_prompt or not put else encoder.count_prompt(put)
+    return EncodedPrompt(_checked(token_ids, limits, "prompt"), num_skipped=num_skipped)
 
 
 def encode_prompt(encoder: PromptEncoder, limits: RequestLimits, prompt: Prompt) -> Ints:
-    """The token ids [P] of a prompt that is not a pair. Raises as `encode` does."""
+    """The token ids [P] of a prompt that is not a pair.
+
+    Raises `Refused` for an invalid prompt; any other error is the tokenizer's.
+    """
     if prompt.token_ids is not None:
         return prompt.token_ids
     if prompt.chat is not None:

@@ -60,7 +60,7 @@ def make_encoder(
             parameter.normal_(0.0, 0.25, generator=generator)
     model.save_pretrained(path)
     change_config(path, **overrides)
-    make_encoder_tokenizer(path, pad=config.pad_token_id)
+    make_encoder_tokenizer(path, pad=config.pad_token_id, has_types=family == "bert")
     if pooling is not None:
         write_pooling(path, pooling)
     return model
@@ -86,8 +86,11 @@ def write_pooling(path: Path, *modes: str, other: str | None = None) -> None:
     (path / "1_Pooling/config.json").write_text(json.dumps({"word_embedding_dimension": 32, **values}))
 
 
-def make_encoder_tokenizer(path: Path, pad: int = 0) -> PreTrainedTokenizerFast:
-    """WordPiece as BERT has it: [CLS] a [SEP], and [CLS] a [SEP] b [SEP] for a pair, with types."""
+def make_encoder_tokenizer(path: Path, pad: int = 0, has_types: bool = True) -> PreTrainedTokenizerFast:
+    """WordPiece as BERT has it: [CLS] a [SEP], and [CLS] a [SEP] b [SEP] for a pair.
+
+    With `has_types` the model gets the types of a pair's tokens.
+    """
     names = SPECIALS if pad == 0 else ["[UNK]", "[PAD]", *SPECIALS[2:]]
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -99,6 +102,7 @@ def make_encoder_tokenizer(path: Path, pad: int = 0) -> PreTrainedTokenizerFast:
         special_tokens=[(name, tokenizer.token_to_id(name)) for name in ("[CLS]", "[SEP]")],
     )
     tokens = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, mask_token="[MASK]", **tokens)
+    inputs = ["input_ids", *(["token_type_ids"] if has_types else []), "attention_mask"]
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, mask_token="[MASK]", model_input_names=inputs, **tokens)
     fast.save_pretrained(path)
     return fast

@@ -51,13 +51,15 @@ class PooledBody(Body):
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     request_id: str | None = None
     user: Annotated[str | None, Field(max_length=512)] = None
-    truncate_prompt_tokens: Annotated[Any, WithJsonSchema(schema_fields.ONLY_NULL)] = None
+    truncate_prompt_tokens: Annotated[int | None, WithJsonSchema(schema_fields.CUT_TEXT)] = None
+    truncation_side: Annotated[Literal["left", "right"] | None, WithJsonSchema(schema_fields.TRUNCATION_SIDE)] = None
 
     def check(self) -> None:
-        """Refuses fields that are supported only on other endpoints."""
-        if self.truncate_prompt_tokens is not None:
-            message = "truncate_prompt_tokens: not supported here, as the end of a text would be lost; shorten the text"
-            raise ApiError("unsupported_parameter", message, param="truncate_prompt_tokens")
+        """Checks fields against each other and against bounds that are not plain."""
+        most = self.truncate_prompt_tokens
+        if most is not None and most != -1 and not 1 <= most < 2**31:
+            message = f"truncate_prompt_tokens = {most}: must be -1 or from 1 to {2**31 - 1}"
+            raise ApiError("invalid_value", message, param="truncate_prompt_tokens")
 
     def request(self, answer_id: str, tasks: frozenset[Task]) -> Request:
         """The request to the engine, for a model that supports `tasks`."""
@@ -82,13 +84,20 @@ class EmbeddingBody(PooledBody):
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     add_special_tokens: bool | None = None  # False: a text spells its own special tokens
-    normalize: bool | None = None  # scale vectors to length 1; the default is true
+    normalize: bool | None = None  # scale vectors to length 1; the default is what the model says, or true
+    prompt_name: Annotated[str | None, Field(max_length=256)] = None  # of the model's prompts, put before each text
     cache_salt: Annotated[str | None, Field(pattern=r"^[A-Za-z0-9_.:=+~-]{1,128}$")] = None
 
     def request(self, answer_id: str, tasks: frozenset[Task]) -> Request:
         """A request for one vector per input. `ApiError` names the wrong field."""
         prompts = read_prompts(self.input, "input", MAX_INPUTS, self.add_special_tokens)
-        pooling = PoolingParams(dimensions=self.dimensions, normalize=self.normalize is not False)
+        pooling = PoolingParams(
+            dimensions=self.dimensions,
+            normalize=self.normalize,
+            prompt_name=self.prompt_name,
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
+            truncation_side=self.truncation_side,
+        )
         salt = self.cache_salt or ""
         return pooled_request(answer_id, prompts, pooling, priority=self.priority, cache_salt=salt)
 
@@ -102,7 +111,10 @@ class PairsBody(PooledBody):
 
     def request(self, answer_id: str, tasks: frozenset[Task]) -> Request:
         """A request for one score per pair."""
-        return self.pairs().request(answer_id, tasks, priority=self.priority)
+        pooling = PoolingParams(
+            truncate_prompt_tokens=self.truncate_prompt_tokens, truncation_side=self.truncation_side
+        )
+        return self.pairs().request(answer_id, tasks, priority=self.priority, pooling=pooling)
 
 
 def _pair_of(*names: str) -> JsonSchemaValue:

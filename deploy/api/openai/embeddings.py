@@ -30,7 +30,8 @@ from .generation import ignored_headers
 
 if TYPE_CHECKING:
     from ....stages.exit.outboxes import RequestOutbox
-    from ....stages.messages import Request, Task
+    from ....stages.messages import Request
+    from ....stages.outputs import ModelInfo
 
 INLINE_NUMBERS = 16_384  # numbers written to JSON on the event loop; more would block it for over a millisecond
 
@@ -45,7 +46,7 @@ class _PooledAnswer(Generic[B]):
     outbox: RequestOutbox
     vectors: Sequence[Floats]
     head: Mapping[str, Any]  # id and model
-    tasks: frozenset[Task]  # of the model
+    info: ModelInfo
 
 
 class EmbeddingRoutes:
@@ -71,7 +72,6 @@ class EmbeddingRoutes:
         self, request: web.Request, kind: type[B], prefix: str, write: Callable[[_PooledAnswer[B]], bytes]
     ) -> web.Response:
         info = self.service.require_engine().info
-        tasks = info.tasks
         if issubclass(kind, PairsBody):
             check_scoring(info)
         strict_fields = self.service.config.strict_fields
@@ -79,14 +79,14 @@ class EmbeddingRoutes:
         def make(raw: Mapping[str, Any]) -> tuple[B, list[str], Request]:
             body, ignored = read_body(kind, raw, strict_fields)
             self.service.require_model(body.model)
-            return body, ignored, body.request("", tasks)
+            return body, ignored, body.request("", info.tasks)
 
         body, ignored, engine_request = await read(request, self.service.config, self._threads, make)
         if body.request_id is not None:
             request[REQUEST_ID] = checked_request_id(body.request_id)
         outbox, vectors = await self._compute(request, body, engine_request, prefix)
         head = {"id": outbox.request_id, "model": self.service.model_names[0]}
-        done = _PooledAnswer(body, outbox, vectors, head, tasks)
+        done = _PooledAnswer(body, outbox, vectors, head, info)
         if sum(map(len, done.vectors)) <= INLINE_NUMBERS:
             data = write(done)
         else:
@@ -124,13 +124,14 @@ def _embeddings(done: _PooledAnswer[EmbeddingBody]) -> bytes:
 
 
 def _scores(done: _PooledAnswer[ScoreBody]) -> bytes:
-    scores = done.body.pairs().scores(done.vectors, done.tasks)
+    scores = done.body.pairs().scores(done.vectors, done.info.tasks, done.info.pooling)
     data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
     return orjson.dumps(_opening(done.head) | {"data": data, "usage": _usage(done.outbox)})
 
 
 def _ranks(done: _PooledAnswer[RerankBody]) -> bytes:
-    body, scores = done.body, done.body.pairs().scores(done.vectors, done.tasks)
+    body = done.body
+    scores = body.pairs().scores(done.vectors, done.info.tasks, done.info.pooling)
     best = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n or None]
     results = []
     for index in best:

@@ -103,7 +103,13 @@ _ITEM: Schema = {
     ]
 }
 TEXTS: Schema = {"anyOf": [NOT_EMPTY, array(_ITEM, MAX_PAIRS, least=1)]}
-ONLY_NULL: Schema = {"type": "null", "description": "not supported here, as the end of a text would be lost"}
+CUT_TEXT: Schema = {
+    "anyOf": [
+        {"const": -1, "description": "as many tokens as the model reads, which is the default"},
+        {"type": "integer", "minimum": 1, "maximum": 2**31 - 1},
+        {"type": "null"},
+    ]
+}
 
 
 # -- items of responses, and messages of Anthropic's API

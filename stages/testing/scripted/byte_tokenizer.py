@@ -58,10 +58,24 @@ class ByteTokenizer:
         """As `encode_text`: there are no special tokens to add."""
         return self.encode_text(text)
 
-    def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
-        """Two texts with <|end|> between them."""
+    def encode_text_cut(
+        self, text: str, most: int, side: str | None = None, add_special_tokens: bool = True
+    ) -> list[int]:
+        """As `encode_text`, cut on one side."""
+        ids = self.encode_text(text)
+        return ids[-most:] if side == "left" else ids[:most]
+
+    def encode_pair_cut(
+        self, first: str, second: str, most: int, side: str | None = None
+    ) -> tuple[list[int], list[int]]:
+        """Two texts with <|end|> between them, cut on one side."""
         begin, rest = [*self.encode_text(first), EOS], self.encode_text(second)
-        return begin + rest, [0] * len(begin) + [1] * len(rest)
+        kept = slice(-most, None) if side == "left" else slice(most)
+        return (begin + rest)[kept], ([0] * len(begin) + [1] * len(rest))[kept]
+
+    def count_prompt(self, text: str) -> int:
+        """The bytes of the text."""
+        return len(self.encode_text(text))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of a whole answer."""

@@ -172,3 +172,23 @@ def test_a_folder_with_nothing_but_tokenizer_json_is_enough(kinds: dict[str, Pat
     for text in TEXTS:
         assert ours.encode(text) == theirs.encode(text)
     assert ours.named_tokens == theirs.special_tokens_map == {}
+
+
+@pytest.mark.parametrize("kind", ["word_piece", "unigram", "llama3", "chatml"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_texts_are_cut_as_transformers_cuts_them(kinds: dict[str, Path], kind: str, side: str, tmp_path: Path):
+    root = written(kinds, Variant(kind, {"truncation_side": side}), tmp_path)
+    ours, theirs = Tokenizer.read(root), AutoTokenizer.from_pretrained(root)
+    short, long = "the dog", " ".join(TEXT)
+    for most in (6, 7, 12, 33, 10_000):
+        assert ours.encode_cut(long, most) == theirs.encode(long, truncation=True, max_length=most)
+        for pair in ((short, long), (long, short), (long, long), (short, short)):
+            right = theirs(*pair, truncation=True, max_length=most, return_token_type_ids=True)
+            assert ours.encode_pair_cut(*pair, most) == (right["input_ids"], right["token_type_ids"])
+    assert ours.encode_cut(long, 5, "left", add_special_tokens=False) == ours.encode(long, False)[-5:]
+
+
+def test_a_cut_without_room_beside_the_special_tokens_is_refused(kinds: dict[str, Path], tmp_path: Path):
+    tokenizer = Tokenizer.read(written(kinds, Variant("word_piece"), tmp_path))
+    with pytest.raises(ValueError, match="2 tokens: must be above 2, the number of special tokens"):
+        tokenizer.encode_cut("a b c", 2)

@@ -98,14 +98,19 @@ def test_a_field_of_another_route_is_refused_with_the_right_name(kind, field, va
 
 
 @pytest.mark.parametrize("kind", POOLING)
-@pytest.mark.parametrize(
-    ("field", "value"), [("input_type", "query"), ("prompt_name", "query"), ("messages", MESSAGES), ("task", "x")]
-)
+@pytest.mark.parametrize(("field", "value"), [("input_type", "query"), ("messages", MESSAGES), ("task", "x")])
 def test_a_field_that_would_change_a_vector_or_score_is_refused(kind, field, value):
     with pytest.raises(ApiError) as caught:
         read(kind, {field: value})
     assert (caught.value.code, caught.value.param) == ("unsupported_parameter", field)
     assert read(kind, {field: None}) == []
+
+
+def test_a_prompt_by_name_is_for_embeddings_alone():
+    assert read(EmbeddingBody, {"prompt_name": "query"}) == []
+    for kind in (ScoreBody, RerankBody):
+        with pytest.raises(ApiError, match="prompt_name"):
+            read(kind, {"prompt_name": "query"})
 
 
 @pytest.mark.parametrize("kind", GENERATING)

@@ -24,6 +24,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the caller has its o
 from tokenizers import AddedToken, Encoding, models, pre_tokenizers  # noqa: E402
 from tokenizers import Tokenizer as RustTokenizer  # noqa: E402
 
+from .tokenizer_growth import check_growth  # noqa: E402
 from .tokenizer_steps import apply_class, lower_texts  # noqa: E402
 
 # clean_up_tokenization_spaces: what a tokenizer of words puts spaces around, as transformers writes it, in its order
@@ -108,6 +109,7 @@ class Tokenizer:
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             raise CheckpointError(f"tokenizer.json ({root}): cannot be used: {str(error)[:200]}") from None
+        check_growth(rust, root)
         kind = tokenizer_class(root, config, has_byte_level=b'"ByteLevel"' in raw)
         special = SpecialTokens.read(root, config, kind.named, kind.extra)
         texts = _special_texts(rust)

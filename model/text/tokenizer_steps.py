@@ -32,11 +32,11 @@ def apply_class(rust: RustTokenizer, kind: TokenizerClass, config: Mapping[str, 
     flags = _Flags(config, root)
     rust.encode_special_tokens = flags("split_special_tokens", False)
     if kind.name in _BYTE_LEVEL:
-        for step in _steps_of(rust.pre_tokenizer):
+        for step in steps_of(rust.pre_tokenizer):
             if isinstance(step, pre_tokenizers.ByteLevel):
                 step.add_prefix_space = flags("add_prefix_space", False)
     elif kind.name in _WORD_PIECE:
-        for step in _steps_of(rust.normalizer):
+        for step in steps_of(rust.normalizer):
             if isinstance(step, normalizers.BertNormalizer):
                 _set_bert(step, flags)
     elif kind.name in _UNIGRAM:
@@ -51,7 +51,7 @@ def apply_class(rust: RustTokenizer, kind: TokenizerClass, config: Mapping[str, 
 
 def lower_texts(rust: RustTokenizer) -> None:
     """Makes lower case of a text before its other steps, unless one of them does so."""
-    steps = list(_steps_of(rust.normalizer))
+    steps = list(steps_of(rust.normalizer))
     if not any(isinstance(step, normalizers.Lowercase) for step in steps):
         rust.normalizer = normalizers.Sequence([normalizers.Lowercase(), *steps])
 
@@ -74,7 +74,7 @@ class _Flags:
         return value
 
 
-def _steps_of(step: Any) -> Iterator[Any]:
+def steps_of(step: Any) -> Iterator[Any]:
     """The steps of a sequence, nested ones too; a single step is itself."""
     if isinstance(step, normalizers.Sequence | pre_tokenizers.Sequence):
         for index in itertools.count():
@@ -82,7 +82,7 @@ def _steps_of(step: Any) -> Iterator[Any]:
                 part = step[index]  # NOTE: a sequence has neither a length nor an iterator
             except IndexError:
                 return
-            yield from _steps_of(part)
+            yield from steps_of(part)
     elif step is not None:
         yield step
 
@@ -96,13 +96,13 @@ def _set_bert(step: Any, flags: _Flags) -> None:
 
 def _set_metaspace(rust: RustTokenizer, has_prefix: bool, name: str) -> None:
     scheme = "always" if has_prefix else "first" if name == "DebertaV2Tokenizer" else "never"
-    for step in [*_steps_of(rust.pre_tokenizer), rust.decoder]:
+    for step in [*steps_of(rust.pre_tokenizer), rust.decoder]:
         if isinstance(step, pre_tokenizers.Metaspace | decoders.Metaspace):
             step.prepend_scheme = scheme
 
 
 def _set_albert(rust: RustTokenizer, flags: _Flags) -> None:
-    steps = list(_steps_of(rust.normalizer))
+    steps = list(steps_of(rust.normalizer))
     changed = (normalizers.NFKD, normalizers.StripAccents, normalizers.Lowercase)
     rest = [step for step in steps if not isinstance(step, changed)]
     if not all(isinstance(step, normalizers.Replace | normalizers.Precompiled) for step in rest):
@@ -114,17 +114,17 @@ def _set_albert(rust: RustTokenizer, flags: _Flags) -> None:
 
 
 def _set_deberta(rust: RustTokenizer, flags: _Flags) -> None:
-    steps = [step for step in _steps_of(rust.normalizer) if not isinstance(step, normalizers.Lowercase)]
+    steps = [step for step in steps_of(rust.normalizer) if not isinstance(step, normalizers.Lowercase)]
     lower = [normalizers.Lowercase()] if flags("do_lower_case", False) else []
     rust.normalizer = normalizers.Sequence([*lower, *steps])
-    pieces = [step for step in _steps_of(rust.pre_tokenizer) if not isinstance(step, pre_tokenizers.Punctuation)]
+    pieces = [step for step in steps_of(rust.pre_tokenizer) if not isinstance(step, pre_tokenizers.Punctuation)]
     punctuation = [pre_tokenizers.Punctuation(behavior="isolated")] if flags("split_by_punct", False) else []
     rust.pre_tokenizer = pre_tokenizers.Sequence([*punctuation, *pieces])
 
 
 def _is_llama(rust: RustTokenizer) -> bool:
     """Whether the steps only write "▁" for a space and put one before the text."""
-    before = [json.loads(step.__getstate__()) for step in _steps_of(rust.normalizer)]
+    before = [json.loads(step.__getstate__()) for step in steps_of(rust.normalizer)]
     spaces = ({"String": " "}, "▁")
     kinds = [
         step["type"] == "Prepend"

@@ -44,8 +44,8 @@ def describe_gguf(path: Path, name: str) -> str:
             values = _gguf_values(file.read(GGUF_HEAD_BYTES))
     except OSError as error:
         return f"{shown(name)}: cannot be read: {error.strerror}"
-    file_type = values.get("general.file_type")
-    said = [values.get("general.architecture"), values.get("general.name"), GGUF_FILE_TYPES.get(file_type, "")]
+    file_type = GGUF_FILE_TYPES.get(values.get("general.file_type", -1))
+    said = [values.get("general.architecture"), values.get("general.name"), file_type]
     facts = ", ".join(shown(str(fact)) for fact in said if fact)
     base = values.get("general.base_model.0.repo_url") or values.get("general.source.huggingface.repository")
     source = f"serve {shown(str(base))}, which it was made of" if base else "serve the checkpoint that it was made of"

@@ -12,6 +12,7 @@ from pydantic.json_schema import models_json_schema
 from ..api.schema.hints import ModelLimits, Schema, fill_in_limits
 from ..config import ServerConfig
 from ..http.body_reader import MAX_CHUNKS
+from .docstrings import add_descriptions
 from .operations import OPERATIONS, Content, Operation
 from .shapes import openai
 
@@ -185,6 +186,7 @@ def _schemas(operations: Iterable[Operation], config: ServerConfig) -> dict[str,
         models |= dict.fromkeys(model for model in found if model is not None)
     _, generated = models_json_schema([(model, "validation") for model in models], ref_template=REF)
     schemas: dict[str, Schema] = generated["$defs"]
+    add_descriptions(schemas)
     if config.strict_fields:
         for operation in operations:
             if operation.body is not None:

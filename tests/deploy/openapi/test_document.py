@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import re
+import subprocess
+import sys
 from html import escape
 from typing import Any
 
@@ -252,3 +255,14 @@ def test_the_page_escapes_what_it_shows():
     made = openapi(ServerConfig(), "<b>", ModelLimits(260, 512, ("<script>alert(1)</script>",)))
     html = render(made)
     assert "<script" not in html and "<b>" not in html and "&lt;script&gt;" in html
+
+
+@pytest.mark.slow
+def test_the_document_is_the_same_where_python_drops_docstrings() -> None:
+    code = (
+        "import json; from millrace.deploy.config import ServerConfig\n"
+        "from millrace.deploy.openapi.document import openapi\n"
+        "print(json.dumps(openapi(ServerConfig(), '1', None)))"
+    )
+    done = subprocess.run([sys.executable, "-OO", "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert json.loads(done.stdout) == json.loads(json.dumps(openapi(ServerConfig(), "1", None)))

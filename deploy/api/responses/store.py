@@ -1,6 +1,6 @@
 """The store of responses for later retrieval: in memory, bounded in entries and bytes.
 
-It keeps encoded bytes, so that their length is the memory they use. It does not parse them.
+It keeps encoded bytes, which it does not parse, and counts them with the objects around them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from collections.abc import AsyncGenerator, Sequence
 from ...errors import ApiError, shorten
 
 MAX_ENTRIES = 4096
+ENTRY_BYTES = 2048  # of the objects of a response beside its parts, measured
+EVENT_BYTES = 56  # of the object of an event beside its text, and of its place in the list
 
 
 class StoredResponse:
@@ -36,9 +38,10 @@ class StoredResponse:
 
     @property
     def length(self) -> int:
-        """Size of all stored parts, in bytes."""
-        parts = (self.items, self.response, self.output, *(self.events or ()))
-        return sum(map(len, parts))
+        """Memory of all stored parts, in bytes."""
+        events = self.events or ()
+        parts = (self.items, self.response, self.output, *events)
+        return ENTRY_BYTES + EVENT_BYTES * len(events) + sum(map(len, parts))
 
     def wake_readers(self) -> None:
         """Wakes the readers: there are new events, or there will be none."""
@@ -123,7 +126,7 @@ class ResponseStore:
             return
         stored.events += events
         if stored.id in self._kept:
-            self._resize(stored, stored.num_bytes + sum(map(len, events)))
+            self._resize(stored, stored.num_bytes + EVENT_BYTES * len(events) + sum(map(len, events)))
         stored.wake_readers()
 
     def delete(self, response_id: str, owner: str) -> StoredResponse:

@@ -188,7 +188,7 @@ def test_truncation_leaves_out_the_oldest_turns(server):
 @pytest.fixture(scope="module")
 def keyed_server() -> Iterator[RunningServer]:
     """Two keys, and room for about two responses."""
-    with RunningServer(server={"api_key": ["mine", "yours"], "response_store_bytes": 4000}) as running:
+    with RunningServer(server={"api_key": ["mine", "yours"], "response_store_bytes": 8100}) as running:
         yield running
 
 
@@ -215,7 +215,7 @@ def test_the_store_is_bounded_and_says_when_it_has_no_room(keyed_server):
     ids = [keyed_server.post(PATH, ASK, mine).json["id"] for _ in range(4)]
     kept = [keyed_server.get(f"{PATH}/{response_id}", mine).status for response_id in ids]
     assert kept[0] == 404 and kept[-1] == 200
-    full = keyed_server.post(PATH, ASK | {"background": True, "input": "x" * 4000}, mine)
+    full = keyed_server.post(PATH, ASK | {"background": True, "input": "x" * 8100}, mine)
     assert (full.status, full.error["code"]) == (429, "rate_limit_exceeded") and full.headers["retry-after"] == "1"
     keyed_server.wait_until_idle()
 

@@ -4,11 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import random
+import tracemalloc
 
 import pytest
 
+from millrace.deploy.api.responses import store as responses_store
 from millrace.deploy.api.responses.store import ResponseStore, StoredResponse
 from millrace.deploy.errors import ApiError
+
+
+@pytest.fixture(autouse=True)
+def only_parts_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the objects around them, so that sizes can be checked by hand."""
+    monkeypatch.setattr(responses_store, "ENTRY_BYTES", 0)
+    monkeypatch.setattr(responses_store, "EVENT_BYTES", 0)
+
+
+def test_a_response_counts_as_it_lies_in_memory(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.undo()
+    store = ResponseStore(max_bytes=10**9)
+    tracemalloc.start()
+    for i in range(50):
+        stored = StoredResponse(f"resp_{i}", "me", None, b"i" * (50 + i), b"r" * (700 + i))
+        stored.output, stored.events = b"o" * (300 + i), []
+        store.put(stored)
+        for size in range(100):
+            store.grow(stored, [b"e" * (150 + size)])
+        assert stored.num_bytes == stored.length
+    used, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert 0.8 * used < store.num_bytes < 1.3 * used
 
 
 def entry(name: str, size: int = 10, owner: str = "me", previous: str | None = None, is_over: bool = True):

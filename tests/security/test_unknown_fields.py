@@ -9,9 +9,7 @@ from tests.security.oracle import CHAT, KEY, TEXT, refused
 FIELDS = [
     "n_discard",
     "kv_transfer_params",
-    "mm_processor_kwargs",
     "media_io_kwargs",
-    "prompt_embeds",
     "request_outbox",
     "first_sequence_id",
     "arrival_s",
@@ -22,8 +20,8 @@ FIELDS = [
     "__init__",
     "model_config",
     "self",
-    "vllm_xargs",
 ]
+UNSERVED = ["mm_processor_kwargs", "prompt_embeds", "vllm_xargs"]  # which would change the answer
 ASKED = {CHAT: {"messages": [{"role": "user", "content": "hi"}]}, TEXT: {"prompt": "hi"}}
 
 
@@ -37,6 +35,13 @@ def test_they_change_nothing_and_are_told(server, path):
     assert answer.headers["x-ignored-fields"].split(", ") == FIELDS
     assert answer.json["choices"] == expected.json["choices"]
     assert "x-ignored-fields" not in expected.headers
+
+
+@pytest.mark.parametrize("name", UNSERVED)
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_those_that_would_change_the_answer_are_refused(server, path, name):
+    body = ASKED[path] | {name: {"do": ["it", 2**40]}}
+    refused(server, lambda: server.post(path, body), code="unsupported_parameter", param=name)
 
 
 @pytest.mark.parametrize("name", FIELDS)

@@ -7,7 +7,7 @@ Plain functions. Intake, tokenize and start-up share them. Checks that depend on
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +23,8 @@ from .pooling_params import MAX_INPUTS, PoolingParams
 MAX_PROMPTS = 256
 MAX_SEQUENCES = 512  # prompts x n of one request
 MAX_LOGPROB_BYTES = 8 * 2**20  # of one request, also of its prompts; 8 bytes per token and per likeliest token
-MAX_CHARS_PER_TOKEN = 16  # of context; longer text is refused without tokenizing it
+MAX_CHARS_PER_TOKEN = 16  # of context; a longer text is counted in pieces before it is tokenized
+PIECE_CHARS = 1 << 16  # of such a text
 
 
 def longest_sequence(num_blocks: int, block_size: int) -> int:
@@ -154,13 +155,22 @@ class RequestLimits:
         if prompt.token_ids is not None:
             self._check_token_ids(prompt.token_ids, request)
             return
-        num_chars = _prompt_chars(prompt)
         if prompt.chat is not None and not prompt.chat.messages:
             raise Refused("messages: is empty; send at least one message", code="empty_prompt", param="messages")
-        if request.pooling is None and num_chars > MAX_CHARS_PER_TOKEN * self.max_model_len:
-            raise self._too_long(
-                f"and the prompt has {num_chars} characters, more than {MAX_CHARS_PER_TOKEN} for each: shorten it"
-            )
+
+    def check_text(self, text: str, count_tokens: Callable[[str], int]) -> None:
+        """Raises `Refused` for a text that cannot fit the context, without tokenizing all of it.
+
+        Only a text of over `MAX_CHARS_PER_TOKEN` characters for each token is counted, piece by piece and up to twice
+        the context: a cut between two pieces adds a few tokens, so the whole text has more than the context, too.
+        """
+        if len(text) <= MAX_CHARS_PER_TOKEN * self.max_model_len:
+            return
+        num_tokens = 0
+        for begin in range(0, len(text), PIECE_CHARS):
+            num_tokens += count_tokens(text[begin : begin + PIECE_CHARS])
+            if num_tokens > 2 * self.max_model_len:
+                raise self._too_long(f"and the prompt, of {len(text)} characters, has more than that: shorten it")
 
     def _too_long(self, problem: str) -> Refused:
         """The error of a prompt that exceeds the context.

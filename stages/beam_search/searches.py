@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
@@ -105,7 +106,7 @@ class BeamSearches:
             self.exit.fail(request.request_id, error)
 
     async def _search(self, request: Request, index: int, beams: BeamParams) -> _SearchResult:
-        prompt = self.limits.truncate(request.params, await self._encode(request.prompts[index]))
+        prompt = self.limits.truncate(request.params, await self._encode(request, index))
         params = self.limits.complete_params(request.params, len(prompt))
         assert params.max_tokens is not None
         end_ids = self._end_ids(params)
@@ -140,10 +141,10 @@ class BeamSearches:
             search.step(computed.token_ids, computed.logprobs)
         return _SearchResult(Begun(prompt, num_cached, began_s), params, search.finished[: params.n])
 
-    async def _encode(self, prompt: Prompt) -> Ints:
-        if is_quick(prompt):
-            return encode_prompt(self.encoder, self.limits, prompt)
-        return await self.pipeline.env.run_in_thread(encode_prompt, self.encoder, self.limits, prompt)
+    async def _encode(self, request: Request, index: int) -> Ints:
+        prompt, is_cut = request.prompts[index], request.params.truncate_prompt_tokens is not None
+        encode = partial(encode_prompt, self.encoder, self.limits, prompt, is_cut=is_cut)
+        return encode() if is_quick(prompt) else await self.pipeline.env.run_in_thread(encode)
 
     async def _compute(self, step: Request) -> _StepResult:
         """Runs one step, of B prompts."""

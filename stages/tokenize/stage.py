@@ -7,7 +7,7 @@ It runs in threads, so that a long prompt never blocks the event loop. The token
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import ClassVar, NamedTuple, Protocol
 
@@ -156,7 +156,8 @@ class Tokenize(Stage[Request, TokenRequest]):
         params = with_bad_words(self.encoder, request.params)
         if request.pooling is not None:
             return [encode_pooled(self.encoder, self.limits, request, prompt) for prompt in request.prompts], params
-        prompts = [encode_prompt(self.encoder, self.limits, prompt) for prompt in request.prompts]
+        is_cut = params.truncate_prompt_tokens is not None
+        prompts = [encode_prompt(self.encoder, self.limits, prompt, is_cut=is_cut) for prompt in request.prompts]
         return [EncodedPrompt(self.limits.truncate(params, token_ids)) for token_ids in prompts], params
 
     def _token_request(
@@ -200,19 +201,33 @@ def encode_pooled(encoder: PromptEncoder, limits: RequestLimits, request: Reques
     return EncodedPrompt(_checked(token_ids, limits, "prompt"), num_skipped=num_skipped)
 
 
-def encode_prompt(encoder: PromptEncoder, limits: RequestLimits, prompt: Prompt) -> Ints:
-    """The token ids [P] of a prompt that is not a pair.
+def encode_prompt(encoder: PromptEncoder, limits: RequestLimits, prompt: Prompt, *, is_cut: bool = False) -> Ints:
+    """The token ids [P] of a prompt that is not a pair. With `is_cut` they may be too many, as they are cut afterwards.
 
     Raises `Refused` for an invalid prompt; any other error is the tokenizer's.
     """
     if prompt.token_ids is not None:
         return prompt.token_ids
+    if not is_cut:
+        for text in _texts_of(prompt):
+            limits.check_text(text, lambda piece: len(encoder.encode_words(piece)))
     if prompt.chat is not None:
         token_ids, param = encoder.encode_chat(prompt.chat), "messages"
     else:
         encode_one = encoder.encode_text if prompt.add_special_tokens else encoder.encode_words
         token_ids, param = encode_one(prompt.text or ""), "prompt"
     return _checked(token_ids, limits, param)
+
+
+def _texts_of(prompt: Prompt) -> Iterator[str]:
+    """The texts that the prompt's tokens hold for certain: of a chat the contents, as a template may drop the rest."""
+    if prompt.text is not None:
+        yield prompt.text
+    for message in prompt.chat.messages if prompt.chat is not None else ():
+        content = message.get("content")
+        for part in content if isinstance(content, list) else [{"text": content}]:
+            if isinstance(part.get("text"), str):
+                yield part["text"]
 
 
 def _checked(token_ids: Sequence[int], limits: RequestLimits, param: str) -> Ints:

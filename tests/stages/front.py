@@ -41,6 +41,9 @@ class ByteText:
     def encode_text(self, text: str) -> list[int]:
         return list(text.encode())
 
+    def encode_words(self, text: str) -> list[int]:
+        return self.encode_text(text)
+
     def encode_chat(self, chat: ChatPrompt) -> list[int]:
         return self.encode_text("".join(f"[{m['role']}]{m['content']}" for m in chat.messages) + "[assistant]")
 

@@ -10,7 +10,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from millrace.model.text.chat_template import ChatTemplate
 from millrace.model.text.tokenizer import Tokenizer
 from millrace.stages.errors import Refused
-from millrace.stages.messages import Prompt
+from millrace.stages.messages import ChatPrompt, Prompt
+from millrace.stages.params import SamplingParams
 from millrace.stages.request_limits import RequestLimits
 from millrace.stages.tokenize.prompt_encoder import ModelEncoder
 from millrace.stages.tokenize.stage import encode_prompt
@@ -52,3 +53,27 @@ def test_an_empty_prompt_is_the_bos_alone_where_the_tokenizer_adds_one(encoder, 
     with pytest.raises(Refused, match="adds no token; send at least one character") as caught:
         encode_prompt(encoder, LIMITS, Prompt(text="", add_special_tokens=False))
     assert (caught.value.code, caught.value.param) == ("empty_prompt", "prompt")
+
+
+def test_a_text_that_cannot_fit_is_refused_after_a_part_of_it(encoder, monkeypatch):
+    seen: list[int] = []
+    real = encoder.encode_words
+    monkeypatch.setattr(encoder, "encode_words", lambda text: seen.append(len(text)) or real(text))
+    text = "The quick brown fox. " * 40_000
+    chat = ChatPrompt(({"role": "user", "content": [{"type": "text", "text": text}]},))
+    for prompt in (Prompt(text=text), Prompt(chat=chat)):
+        with pytest.raises(Refused, match="maximum context length is 1000 tokens") as caught:
+            encode_prompt(encoder, LIMITS, prompt)
+        assert caught.value.code == "context_length_exceeded" and str(len(text)) in caught.value.message
+    assert sum(seen) < len(text) // 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_prompt_of_any_length_may_be_cut_from_either_side(encoder, theirs, side):
+    text = "The quick brown fox. " * 12_000
+    ids = theirs(text).input_ids
+    made = encode_prompt(encoder, LIMITS, Prompt(text=text), is_cut=True)
+    params = SamplingParams(truncate_prompt_tokens=900, truncation_side=side)
+    right = ids[-900:] if side == "left" else ids[:900]
+    assert LIMITS.truncate(params, made).tolist() == right

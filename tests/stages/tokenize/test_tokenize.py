@@ -96,6 +96,30 @@ async def test_prompt_and_answer_together_fit_the_context_to_the_token(env: SimE
             assert "10" in caught.value.message and str(len(prompt)) in caught.value.message
 
 
+class Sparse(ByteText):
+    """A token for each run of 80 blanks, as large vocabularies have."""
+
+    def encode_text(self, text: str) -> list[int]:
+        return super().encode_text(text.replace(" " * 80, "\t"))
+
+
+@sim_test(seeds=3)
+async def test_a_text_of_many_characters_and_few_tokens_fits_and_one_of_many_tokens_does_not(env: SimEnv):
+    pipeline, keep = pipeline_of(env, Sparse())
+    blanks, words = ("\n" + " " * 80) * 450, "a" * 36_000
+    async with pipeline:
+        for prompt in (Prompt(text=blanks), Prompt(chat=ChatPrompt(({"role": "user", "content": blanks},)))):
+            await answer(pipeline, Request("r", (prompt,), SamplingParams(max_tokens=1)))
+        for prompt in (Prompt(text=words), Prompt(chat=ChatPrompt(({"role": "user", "content": words},)))):
+            with pytest.raises(Refused, match="length is 1000 tokens, and the prompt, of 36000 characters") as caught:
+                await answer(pipeline, Request("r", (prompt,), SamplingParams(max_tokens=1)))
+            assert caught.value.code == "context_length_exceeded"
+        await answer(
+            pipeline, Request("r", (Prompt(text=words),), SamplingParams(max_tokens=1, truncate_prompt_tokens=5))
+        )
+    assert [len(made.token_ids) for made in keep.seen] == [900, 900 + len("[user][assistant]"), 5]
+
+
 @sim_test(seeds=3)
 async def test_ids_are_taken_as_they_are_and_chats_go_through_the_template(env: SimEnv):
     pipeline, keep = pipeline_of(env)

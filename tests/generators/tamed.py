@@ -39,6 +39,7 @@ def tamed(value: Any) -> Any:
     if isinstance(body.get("bad_words"), list):
         body["bad_words"] = [word for word in body["bad_words"] if not isinstance(word, str) or word.strip()]
     body.pop("dimensions", None)  # the scripted model's embeddings cannot be cut
+    body.pop("prompt_name", None)  # and it has no prompts
     return body
 
 

@@ -6,12 +6,13 @@ Finds the parsers for the engine's model and whether a prompt ends inside reason
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ...model.errors import TemplateError
+from ...runtime.env.log import get_logger
 from ...stages.params import SamplingParams, ThinkingBudget
 from ...stages.structured_outputs import ThinkingSection
 from ..config import ServerConfig
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 PROBE = "What a user says."
 NUM_PROBES = 256  # cached probe results, one for each set of template variables
+
+log = get_logger("millrace.deploy")
 
 MakeTurn = Callable[[], AssistantTurn]
 
@@ -45,11 +48,38 @@ class ChatFormat:
     def __init__(self, config: ServerConfig, engine: Engine) -> None:
         self._template = getattr(engine.encoder, "template", None)
         source = "" if self._template is None else self._template.source
-        self.tool_parser = registry.tool_parser(config.tool_call_parser, source)
+        with_tools = "" if self._template is None else self._template.for_tools.source
+        self.tool_parser = registry.tool_parser(config.tool_call_parser, with_tools)
         self.reasoning_parser = registry.reasoning_parser(config.reasoning_parser, source)
         self._has_auto = config.enable_auto_tool_choice
         self._tokenizer = engine.tokenizer
         self._is_prompt_open = lru_cache(NUM_PROBES)(self._probe)
+        self._has_told_of_tools = False
+
+    def unread(self, body: Chat) -> list[str]:
+        """The fields of `body` that the model's template does not show: a client learns them from a header.
+
+        Raises `ApiError` 400 if a call is forced, as the model would not see the tools.
+        """
+        if self._template is None:
+            return []
+        names = []
+        if body.tool_names and not self._template.for_tools.traits.shows_tools(
+            tuple(sorted(body.template_kwargs.items()))
+        ):
+            if body.is_call_forced:
+                message = (
+                    "tool_choice: this model's chat template shows no tools, so that no call can be forced; "
+                    "leave out tools, or start the server with --chat-template FILE"
+                )
+                raise ApiError("unsupported_parameter", message, param="tool_choice")
+            if not self._has_told_of_tools:
+                self._has_told_of_tools = True
+                log.warning("tools.ignored", reason="the chat template shows none")
+            names.append("tools")
+        if body.documents and "documents" not in self._template.traits.variables:
+            names.append("documents")
+        return names
 
     @property
     def has_thoughts(self) -> bool:
@@ -172,6 +202,10 @@ class Chat(Protocol):
     @property
     def tool_names(self) -> tuple[str, ...]:
         """Names of the tools that may be called."""
+
+    @property
+    def documents(self) -> Sequence[Mapping[str, str]] | None:
+        """Documents for the chat template."""
 
     @property
     def named_tool(self) -> str | None:

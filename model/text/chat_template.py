@@ -33,6 +33,8 @@ PROMPT_CHARS = 1 << 20  # longest prompt that a template may render
 PROBE_WORK = WORK >> 3  # of a render that finds out what the template reads
 NUM_KWARGS = 64  # most keys in chat_template_kwargs
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "chat_template", "tokenize", *NAMED_TOKENS)
+# variables that clients send to any model; a template that does not read one of them is not changed by it
+COMMON_KWARGS = frozenset({"enable_thinking", "thinking", "thinking_budget", "reasoning_effort", "date_string"})
 CHECKED_ROLES = frozenset({"system", "developer", "tool"})  # that a template may leave out without a word
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning in templates
 NONCHARACTERS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))  # never assigned, so not in ordinary text
@@ -87,6 +89,7 @@ class ChatTemplate:
         self._marker = _Marker(tuple(tokenizer.special_tokens))
         self._names = tokenizer.named_tokens
         self.traits = TemplateTraits(source, tree, self._probe)
+        self._readable = self.traits.variables - {*RESERVED, *sandbox.globals}
 
     @classmethod
     def read(cls, root: Path, tokenizer: Tokenizer, wanted: str | None = None) -> ChatTemplate | None:
@@ -107,6 +110,11 @@ class ChatTemplate:
                 "give a Jinja chat template"
             )
         return template
+
+    @property
+    def readable(self) -> frozenset[str]:
+        """The variables that a client may set: those that the template reads, none that it trusts."""
+        return self._readable | self.for_tools._readable | COMMON_KWARGS
 
     def render(
         self,
@@ -185,8 +193,9 @@ class ChatTemplate:
         if len(kwargs) > NUM_KWARGS:
             raise _wrong_kwargs(f"{len(kwargs)} keys, and at most {NUM_KWARGS} are taken")
         for name, value in kwargs.items():
-            if name in RESERVED or not name.isidentifier():
-                raise _wrong_kwargs(f"{name[:64]!r} cannot be set there")
+            if name not in self.readable:
+                known = ", ".join(sorted(self.readable)[:NUM_KWARGS])
+                raise _wrong_kwargs(f"{name[:64]!r} is not read by this model's chat template; it reads {known}")
             if not isinstance(value, str | int | float | bool | None):
                 raise _wrong_kwargs(f"{name[:64]!r} must be a string, a number, true, false or null")
         return dict(kwargs)

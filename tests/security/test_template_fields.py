@@ -32,7 +32,7 @@ def test_a_template_of_the_client_is_refused(server, template):
     ],
     ids=lambda kwargs: str(kwargs)[:24],
 )
-def test_only_known_scalars_are_taken_as_template_kwargs(server, kwargs):
+def test_only_scalars_under_free_names_are_taken_as_template_kwargs(server, kwargs):
     body = {"messages": MESSAGES, "chat_template_kwargs": kwargs}
     for path in (CHAT, "/tokenize"):
         refused(server, lambda path=path: server.post(path, body), param="chat_template_kwargs", budget_s=LONG_BODY_S)

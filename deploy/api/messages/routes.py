@@ -105,7 +105,7 @@ class MessagesRoutes:
             ignored.append("thinking")
         named = name_of(sources)
         order = take_order(self._generation, chat | passed | {"model": body.model}, named)
-        return PreparedMessage(bool(getattr(body, "stream", None)), order, ignored, named)
+        return PreparedMessage(bool(getattr(body, "stream", None)), order, [*ignored, *order.ignored], named)
 
 
 def _framed(events: Sequence[Event]) -> bytes:

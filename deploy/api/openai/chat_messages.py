@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import (
@@ -25,8 +26,11 @@ from .tools import CalledTool
 MAX_MESSAGES = 4096
 MAX_CALLS = 4096  # of one turn
 
-# Variables that a client may set. Never those that a template trusts: its own text, tools, or how to tokenize.
-TEMPLATE_KWARGS = frozenset({"enable_thinking", "thinking", "thinking_budget", "reasoning_effort", "date_string"})
+# Variables that a client may not set, as templates trust them: fields of the body, and how to render and tokenize.
+# Which others the model's template reads, it says itself when it is rendered.
+TRUSTED_KWARGS = ("messages", "tools", "documents", "add_generation_prompt", "chat_template", "tokenize")
+KWARG_NAME = r"^[A-Za-z_][A-Za-z0-9_]{0,63}$"
+MAX_KWARGS = 64
 MAX_KWARG_CHARS = 1024
 
 NOT_OVER = only_with("continue_final_message", {"const": True}, {"add_generation_prompt": False})
@@ -64,12 +68,11 @@ def _refusal_as_text(part: Any) -> Any:
 
 
 def _template_kwargs(value: dict[str, Any]) -> dict[str, Any]:
+    if len(value) > MAX_KWARGS:
+        raise PydanticCustomError("invalid_value", "must have at most {most} keys", {"most": MAX_KWARGS})
     for name, item in value.items():
-        if name not in TEMPLATE_KWARGS:
-            known = ", ".join(sorted(TEMPLATE_KWARGS))
-            raise PydanticCustomError(
-                "invalid_value", "{name} must be one of {known}", {"name": repr(shorten(name, 64)), "known": known}
-            )
+        if name in TRUSTED_KWARGS or not re.fullmatch(KWARG_NAME, name):
+            raise PydanticCustomError("invalid_value", "{name} cannot be set there", {"name": repr(shorten(name, 64))})
         if not isinstance(item, (str, int, float, bool, type(None))) or len(str(item)) > MAX_KWARG_CHARS:
             raise PydanticCustomError("invalid_value", "{name} must be a text, number or boolean", {"name": name})
     return value
@@ -78,7 +81,7 @@ def _template_kwargs(value: dict[str, Any]) -> dict[str, Any]:
 TemplateKwargs = Annotated[
     dict[str, Any] | None,
     AfterValidator(lambda value: None if value is None else _template_kwargs(value)),
-    WithJsonSchema(nullable(hints.scalars(TEMPLATE_KWARGS, MAX_KWARG_CHARS))),
+    WithJsonSchema(nullable(hints.scalars(KWARG_NAME, TRUSTED_KWARGS, MAX_KWARGS, MAX_KWARG_CHARS))),
 ]
 
 

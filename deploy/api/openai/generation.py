@@ -157,7 +157,9 @@ class GenerationRoutes:
         self.service.require_model(body.model)
         params, make_turn = body.sampling_params(defaults), None
         if isinstance(body, ChatBody):
-            params, make_turn = self.service.require_chat_format().apply(body, params)
+            chat_format = self.service.require_chat_format()
+            ignored += chat_format.unread(body)
+            params, make_turn = chat_format.apply(body, params)
         return PreparedRequest(
             body, ignored, body.prompts(), params, body.beam_params(), body.echo_options(), make_turn
         )

@@ -37,7 +37,7 @@ class ResponsesRoutes:
         self._service.require_engine()
         parsed = await read(request, self._service.config, self._threads, self.responses.read)
         order = await self.responses.take(parsed, request[OWNER], request[REQUEST_ID])
-        headers = ignored_headers(parsed.ignored)
+        headers = ignored_headers([*parsed.ignored, *order.order.ignored])
         if order.body.background:
             stored = self.responses.start(order)
             if order.body.stream:

@@ -118,13 +118,13 @@ TEXT_PART: Schema = {
 CONTENT: Schema = {"anyOf": [{"type": "string"}, {"type": "array", "items": TEXT_PART}]}
 
 
-def scalars(names: frozenset[str], most_chars: int) -> Schema:
-    """An object with scalar values under these names only."""
-    scalar = {"type": ["string", "number", "boolean", "null"], "maxLength": most_chars}
+def scalars(name: str, reserved: Sequence[str], most: int, most_chars: int) -> Schema:
+    """An object with scalar values under names of the pattern `name`, none of them reserved."""
     return {
         "type": "object",
-        "properties": {name: scalar for name in sorted(names)},
-        "additionalProperties": False,
+        "propertyNames": {"pattern": name, "not": {"enum": list(reserved)}},
+        "additionalProperties": {"type": ["string", "number", "boolean", "null"], "maxLength": most_chars},
+        "maxProperties": most,
     }
 
 

@@ -142,6 +142,27 @@ def test_an_answer_in_a_given_form_is_read_as_that_form(tokenizer):
     assert len(begun.id) == 9, "an id as the model's own template wants it back"
 
 
+def unread(tokenizer: Tokenizer, template: str | None, **fields: Any) -> list[str]:
+    body, _ = read_body(ChatBody, {"messages": [{"role": "user", "content": "hi"}]} | fields, False)
+    return chat_format(tokenizer, template).unread(body)
+
+
+def test_tools_that_the_template_does_not_show_are_named_or_refused(tokenizer):
+    shows = (
+        "{% for m in messages %}{{ m.content }}{% endfor %}{% if tools and not hidden %}{{ tools | tojson }}{% endif %}"
+    )
+    assert unread(tokenizer, QWEN3, tools=TOOLS) == ["tools"]
+    assert unread(tokenizer, QWEN3, tools=TOOLS, tool_choice="none") == []
+    assert unread(tokenizer, QWEN3, documents=[{"text": "x"}]) == ["documents"]
+    assert unread(tokenizer, shows, tools=TOOLS, tool_choice="required") == []
+    assert unread(tokenizer, shows, tools=TOOLS, chat_template_kwargs={"hidden": True}) == ["tools"]
+    assert unread(tokenizer, None, tools=TOOLS, tool_choice="required") == []
+    for choice in ("required", NAMED):
+        with pytest.raises(ApiError, match="chat template shows no tools") as caught:
+            unread(tokenizer, QWEN3, tools=TOOLS, tool_choice=choice)
+        assert (caught.value.status, caught.value.param) == (400, "tool_choice")
+
+
 def test_a_server_with_a_parser_that_there_is_not_does_not_start():
     for settings in ({"tool_call_parser": "hermse"}, {"tool_call_parser": ""}, {"reasoning_parser": "no:X"}):
         with pytest.raises(ConfigError, match=next(iter(settings))):

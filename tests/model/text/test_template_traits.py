@@ -145,3 +145,19 @@ def test_the_end_of_a_continued_message_leaves_no_trace(tokenizer: Tokenizer) ->
     source = "{{ messages[0].content }}|{{ messages | tojson(ensure_ascii=true) }}"
     text = render(source, tokenizer, turn, **options)
     assert text == turn["content"] + '|[{"role": "assistant", "content": "' + turn["content"]
+
+
+def test_a_variable_that_the_template_reads_can_be_set_and_no_other(tokenizer: Tokenizer) -> None:
+    source = (
+        "{% if not tools_in_user_message is defined %}{% set tools_in_user_message = true %}{% endif %}"
+        "{% set own = 1 %}{% for m in messages %}{% set content = m.content %}{{ content }}{% endfor %}"
+        "{{ tools_in_user_message }} {{ keep_past_thinking | default(false) }} {{ own }}"
+        "{{ raise_exception is defined }}"
+    )
+    user = {"role": "user", "content": "x"}
+    kwargs = {"tools_in_user_message": False, "keep_past_thinking": "yes", "enable_thinking": True}
+    assert render(source, tokenizer, user, kwargs=kwargs) == "xFalse yes 1True"
+    for name in ("own", "content", "raise_exception", "messages", "bos_token", "tols_in_user_message"):
+        with pytest.raises(TemplateError, match=f"{name}' is not read by .* reads .*keep_past_thinking") as caught:
+            render(source, tokenizer, user, kwargs={name: 1})
+        assert caught.value.param == "chat_template_kwargs"

@@ -235,13 +235,20 @@ def test_text_parts_lose_what_is_not_text():
 
 @pytest.mark.parametrize(
     "kwargs",
-    [{"chat_template": "x"}, {"tokenize": False}, {"tools": []}, {"enable_thinking": {"a": 1}}, {"x" * 100: 1}],
+    [
+        {"chat_template": "x"},
+        {"tokenize": False},
+        {"tools": []},
+        {"enable_thinking": {"a": 1}},
+        {"x" * 100: 1},
+        {"a b": 1},
+    ],
 )
-def test_only_known_scalars_reach_the_template(kwargs):
+def test_only_scalars_under_free_names_reach_the_template(kwargs):
     with pytest.raises(ApiError) as caught:
         chat(chat_template_kwargs=kwargs)
     assert caught.value.param == "chat_template_kwargs"
-    chat(chat_template_kwargs={"enable_thinking": False})
+    chat(chat_template_kwargs={"enable_thinking": False, "tools_in_user_message": True})
 
 
 @pytest.mark.parametrize(

@@ -420,7 +420,7 @@ def _read_file(file: Path) -> dict[str, _YamlEntry]:
         raise ConfigError(f"{file}{place}: not valid YAML: {error.problem or error.context}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: not valid YAML: {str(error).splitlines()[0]}") from None
-    if data is None:
+    if data is None or root is None:
         return {}
     if not isinstance(data, dict):
         raise ConfigError(f"{file}: must be a mapping, with one line `name: value` per setting")

@@ -18,8 +18,8 @@ class ArgumentParser(argparse.ArgumentParser):
     A command rejects its own unknown flags, with its own usage. `--max_num_seqs` is `--max-num-seqs`.
     """
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, allow_abbrev=False, **options)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, allow_abbrev=False)
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None

@@ -67,7 +67,9 @@ class PlatformWheel(bdist_wheel):
 
     def finalize_options(self) -> None:
         if is_possible():
-            self.distribution.has_ext_modules = lambda: True  # so the package is installed beside compiled modules
+            vars(self.distribution)["has_ext_modules"] = lambda: (
+                True
+            )  # so the package is installed beside compiled modules
         super().finalize_options()
 
     def get_tag(self) -> tuple[str, str, str]:

@@ -226,8 +226,9 @@ def _texts_of(prompt: Prompt) -> Iterator[str]:
     for message in prompt.chat.messages if prompt.chat is not None else ():
         content = message.get("content")
         for part in content if isinstance(content, list) else [{"text": content}]:
-            if isinstance(part.get("text"), str):
-                yield part["text"]
+            text = part.get("text")
+            if isinstance(text, str):
+                yield text
 
 
 def _checked(token_ids: Sequence[int], limits: RequestLimits, param: str) -> Ints:

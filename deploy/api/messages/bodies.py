@@ -33,7 +33,11 @@ NAMES = {  # chat's field -> this API's, for error texts
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
 }
 # values of context_management that leave the context as it is
-NO_EDITS = ({"edits": []}, {"edits": None}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]})
+NO_EDITS: tuple[dict[str, Any], ...] = (
+    {"edits": []},
+    {"edits": None},
+    {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+)
 
 
 class Metadata(BaseModel):

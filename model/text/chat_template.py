@@ -22,14 +22,14 @@ from typing import Any
 import jinja2
 
 from ..errors import TemplateError
-from .jinja_sandbox import BUDGET, WORK, RenderBudget, TemplateSandbox
+from .jinja_sandbox import BUDGET, VALUE_SIZE, WORK, RenderBudget, TemplateSandbox
 from .special_tokens import NAMED_TOKENS
 from .template_files import DEFAULT, TOOL_USE, TemplateSource, find_templates
 from .template_traits import TemplateTraits
 from .tokenizer import Tokenizer
 from .traced_text import request_runs, strings, traced
 
-PROMPT_CHARS = 1 << 20  # longest prompt that a template may render
+PROMPT_CHARS = 1 << 20  # longest prompt that a template may render, unless the context is longer
 PROBE_WORK = WORK >> 3  # of a render that finds out what the template reads
 NUM_KWARGS = 64  # most keys in chat_template_kwargs
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "chat_template", "tokenize", *NAMED_TOKENS)
@@ -75,6 +75,7 @@ class ChatTemplate:
         `now` is the clock of `strftime_now`, `tool_use` the template of chats with tools, if that is another one.
         """
         self.source = source
+        self._max_chars = PROMPT_CHARS
         self.origin = origin
         self.for_tools = tool_use or self
         sandbox = TemplateSandbox(now)
@@ -161,10 +162,17 @@ class ChatTemplate:
         if is_traced:
             variables = {name: traced(value) for name, value in variables.items()}
         variables |= {"add_generation_prompt": add_generation_prompt}
-        text = self._render(variables, RenderBudget(is_traced=is_traced))
+        work = WORK * -(-self._max_chars // PROMPT_CHARS)
+        text = self._render(variables, RenderBudget(work, is_traced, max(VALUE_SIZE, self._max_chars)))
         if tag is not None:
             text = _cut_at_tag(text, tag)
         return self._marker.marked(text)
+
+    def allow(self, num_chars: int) -> None:
+        """Lets prompts have so many characters, as a long context holds. Call it before the first render."""
+        self._max_chars = max(PROMPT_CHARS, num_chars)
+        if self.for_tools is not self:
+            self.for_tools.allow(num_chars)
 
     def _render(self, variables: Mapping[str, Any], budget: RenderBudget) -> str:
         """The prompt; a `TracedText` if the budget says so."""
@@ -174,8 +182,8 @@ class ChatTemplate:
             for piece in self._template.generate({**self._names, **variables, BUDGET: budget}):
                 pieces.append(piece)
                 num_chars += len(piece)
-                if num_chars > PROMPT_CHARS:
-                    raise TemplateError(f"chat template: the prompt is longer than {PROMPT_CHARS} characters")
+                if num_chars > self._max_chars:
+                    raise TemplateError(f"chat template: the prompt is longer than {self._max_chars} characters")
         except RENDER_ERRORS as error:
             raise TemplateError(f"chat template: {str(error)[:300]}") from None
         return TemplateSandbox.concat(pieces)

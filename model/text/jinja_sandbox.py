@@ -47,9 +47,10 @@ WIDE_FIELD = re.compile(r"\d{4}|\*|\{[^{}]*\{")  # a width of four digits, or on
 class RenderBudget:
     """The work that a render may still do, in characters and items, and whether its texts are traced."""
 
-    def __init__(self, work: int = WORK, is_traced: bool = False) -> None:
+    def __init__(self, work: int = WORK, is_traced: bool = False, value_size: int = VALUE_SIZE) -> None:
         self.left = work
         self.is_traced = is_traced
+        self.value_size = value_size  # longest string or list that an expression may give
 
     def spend(self, amount: int) -> None:
         self.left -= amount
@@ -58,8 +59,8 @@ class RenderBudget:
 
     def make(self, size: int) -> None:
         """Charges for a string or list of `size`; raises if it is too large."""
-        if size > VALUE_SIZE:
-            _refuse(f"a value of {size} characters or items; at most {VALUE_SIZE}")
+        if size > self.value_size:
+            _refuse(f"a value of {size} characters or items; at most {self.value_size}")
         self.spend(size)
 
 

@@ -30,7 +30,7 @@ from ..params import SamplingParams
 from ..pipeline import build_encoder_pipeline, build_pipeline
 from ..recordings.format import RecordedEngine
 from ..recordings.writer import RecordingWriter
-from ..request_limits import RequestLimits
+from ..request_limits import MAX_CHARS_PER_TOKEN, RequestLimits
 from ..sample.stage import Sample
 from ..schedule.ngram_drafter import NgramDrafter
 from ..schedule.policy import make_policy
@@ -91,6 +91,9 @@ class TextStages:
         self.grammars = grammars
         self.gate = GrammarGate(grammars, config.max_waiting_requests)
         self.intake = Intake(self.limits, config.max_admitted_requests, config.max_waiting_requests)
+        template = getattr(loaded.encoder, "template", None)
+        if template is not None:
+            template.allow(MAX_CHARS_PER_TOKEN * info.max_model_len)
         self.tokenize = Tokenize(loaded.encoder, self.limits, config.tokenizer_workers)
         self.detokenize = Detokenize(
             loaded.text_table, loaded.make_decoder, num_slots=config.max_num_seqs, vocab_size=info.vocab_size

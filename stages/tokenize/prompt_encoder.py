@@ -75,6 +75,8 @@ class ModelEncoder:
             )
         except TemplateError as error:
             code = "template_limit" if "template_limit" in str(error) else "invalid_value"
+            if "the prompt is longer than" in str(error):
+                code = "context_length_exceeded"
             raise Refused(str(error), code=code, param=error.param) from None
         return self.tokenizer.encode_chat(_unicode(rendered.marked, "messages"), rendered.mark)
 

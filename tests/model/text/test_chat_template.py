@@ -315,3 +315,12 @@ def test_a_prompt_is_bounded_and_one_just_within_the_bound_is_rendered(chatml: T
     assert len(render(source, chatml, [{"role": "user", "content": half}] * 2)) == PROMPT_CHARS
     with pytest.raises(TemplateError, match="longer than"):
         render(source, chatml, [{"role": "user", "content": half + "a"}] * 2)
+
+
+def test_the_bound_of_a_prompt_grows_with_the_context(chatml: Tokenizer) -> None:
+    template = ChatTemplate("{% for m in messages %}{{ 'a' + m.content | trim }}{% endfor %}", chatml)
+    messages = [{"role": "user", "content": "a" * 1_060_000}]
+    with pytest.raises(TemplateError, match="longer than|at most"):
+        template.render(messages)
+    template.allow(16 * 1_000_000)
+    assert len(template.render(messages).text) == 1_060_001

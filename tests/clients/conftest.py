@@ -14,6 +14,8 @@ KEY = "a key of the tests"  # what every client of these tests is given, with th
 def demo() -> Iterator[RunningServer]:
     """The bundled model. It cannot call tools or write JSON by itself: where it does, a grammar made it."""
     flags = ["--port", "0", "--api-key", KEY, "--max-num-seqs", "8", "--pooling", "mean"]
+    template = "{{ tools | tojson if tools }}{% for m in messages %}{{ m.role ~ ': ' ~ m.content }}\n{% endfor %}"
+    flags += ["--chat-template", template]  # the bundled model's own shows no tools
     with RunningServer(command=[sys.executable, "-m", "millrace.deploy", "serve", *flags]) as running:
         yield running
 

@@ -58,7 +58,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    flags = ["--port", "0", "--reasoning-parser", "deepseek_r1", "--max-num-seqs", "8"]
+    template = "{{ tools | tojson if tools }}{% for m in messages %}{{ m.role ~ ': ' ~ m.content }}\n{% endfor %}"
+    flags = ["--port", "0", "--reasoning-parser", "deepseek_r1", "--max-num-seqs", "8", "--chat-template", template]
     with RunningServer(command=[sys.executable, "-m", "millrace.deploy", "serve", *flags]) as running:
         yield running
 

@@ -167,11 +167,11 @@ class AnswerBuilder:
         raise NotImplementedError
 
     def _kept_logprobs(self, choice: ChoiceState) -> dict[str, orjson.Fragment] | None:
-        """All logprobs of a choice: empty lists for an empty answer, None if they were not requested."""
-        if not choice.written:
-            is_empty = self.has_logprobs and not choice.num_tokens
-            return {name: orjson.Fragment(b"[]") for name in self.logprob_lists(choice, ())} if is_empty else None
-        return {name: orjson.Fragment(b"[" + written + b"]") for name, written in choice.written.items()}
+        """All logprobs of a choice: empty lists if no token is in its text, None if they were not requested."""
+        if not self.has_logprobs:
+            return None
+        lists = choice.written or dict.fromkeys(self.logprob_lists(choice, ()), bytearray())
+        return {name: orjson.Fragment(b"[" + written + b"]") for name, written in lists.items()}
 
     def whole(self, choices: Sequence[ChoiceState], usage: dict[str, Any]) -> dict[str, Any]:
         """The body of an answer that is not streamed, with the logprobs that `keep` has written."""

@@ -64,7 +64,15 @@ def test_an_echoed_prompt_comes_before_the_logprobs_of_its_answer():
     assert choice["text"] == "Hit0t1t2t3t4" and choice["logprobs"]["tokens"] == ["Hi", "t0", "t1", "t2", "t3", "t4"]
     assert choice["logprobs"]["text_offset"] == [0, 2, 4, 6, 8, 10]
     assert kept(CompletionAnswerBuilder, [], echo)["logprobs"] == ECHO
-    assert kept(CompletionAnswerBuilder, [])["logprobs"] is None
+
+
+@pytest.mark.parametrize("shape", [ChatAnswerBuilder, CompletionAnswerBuilder, TokenIdsAnswerBuilder])
+def test_an_answer_whose_only_token_a_stop_string_took_has_empty_logprobs(shape: type[AnswerBuilder]):
+    choice = ChoiceState(0)
+    answer = shape("a", 0, "m", False, False)
+    answer.keep(choice, ChoiceDelta(0, "", (7,), (), "stop", "x"))
+    lists = orjson.loads(orjson.dumps(answer.whole([choice], {})))["choices"][0]["logprobs"]
+    assert lists and not any(lists.values())
 
 
 def test_logprobs_of_one_request_are_bounded_before_they_are_computed():

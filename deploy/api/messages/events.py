@@ -12,7 +12,7 @@ import orjson
 
 from ...errors import ApiError
 from ..adapter.answer_parts import AnswerEnd, Part, TextDelta, TokenUsage
-from ..assistant_turn import ToolCallArguments, ToolCallBegun
+from ..assistant_turn import ToolCallArguments, ToolCallBegun, is_json_object
 from ..parsers.interface import Reasoning
 
 MESSAGES_PATH = "/v1/messages"  # errors on paths with this prefix have this API's shape
@@ -149,13 +149,9 @@ def error_body(error: ApiError, request_id: str) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id}
 
 
-def _as_object(text: str) -> dict[str, Any]:
-    """The arguments of a call as an object.
+def _as_object(text: str) -> dict[str, Any] | orjson.Fragment:
+    """The arguments of a call as an object, with all digits of its numbers.
 
     They may be missing or cut off; then the object is empty.
     """
-    try:
-        parsed = orjson.loads(text or "{}")
-    except orjson.JSONDecodeError:
-        return {}
-    return parsed if isinstance(parsed, dict) else {}
+    return orjson.Fragment(text) if is_json_object(text) else {}

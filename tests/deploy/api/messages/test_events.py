@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from typing import Any
 
+import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -38,7 +40,8 @@ def tell(parts: list[Part], end: AnswerEnd) -> tuple[list[dict[str, Any]], dict[
     events = built.begin(USAGE)
     for part in [*parts, end]:
         events += built.add(part)
-    return events + built.end(end, USAGE), built.message
+    events += built.end(end, USAGE)
+    return events, json.loads(orjson.dumps(built.message))
 
 
 @cache
@@ -109,12 +112,18 @@ def test_cached_tokens_are_counted_apart():
 
 def test_arguments_that_break_off_are_no_arguments():
     for text, read in (('{"a": 1}', {"a": 1}), ('{"a":', {}), ("", {}), ("[1]", {})):
-        assert (
-            tell([ToolCallBegun(0, "c", "f"), ToolCallArguments(0, text)], AnswerEnd("tool_calls"))[1]["content"][0][
-                "input"
-            ]
-            == read
-        )
+        assert input_of(text) == read
+
+
+def test_numbers_in_arguments_keep_all_their_digits():
+    number = 10**30 + 1
+    assert input_of(f'{{"a": {number}, "b": 0.10}}') == {"a": number, "b": 0.1}
+
+
+def input_of(arguments: str) -> Any:
+    """The input of a block of type tool_use, for a call with these arguments."""
+    parts: list[Part] = [ToolCallBegun(0, "c", "f"), ToolCallArguments(0, arguments)]
+    return tell(parts, AnswerEnd("tool_calls"))[1]["content"][0]["input"]
 
 
 def test_errors_have_anthropics_types():

@@ -6,7 +6,6 @@ It treats every stage, built in or a user's, the same way.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,33 +14,22 @@ from typing import Any
 import numpy as np
 
 from .channel import Channel, ChannelOverrun
+from .crash_recovery import CrashRecovery
 from .env.log import get_logger
 from .exit import Exit
 from .fault_injection import Faults
 from .histogram import STAGE_BOUNDS_US, Histogram
 from .outlet import CollectingOutlet, OutputPort
 from .pending_ends import PendingEnds
-from .stage import Context, Crash, Stage
+from .stage import Context, Stage
 from .trace.tracer import Emit, EventKind
 from .wakeups import Wakeup, WakeupBatch
 
-MAX_RESTARTS = 5  # within RESTART_WINDOW_S; one more and the stage is broken
-RESTART_WINDOW_S = 10.0
 COUNTED_AT_ONCE = 256  # batches; counting each alone costs 4 us more than recording it for later
 
 STAGE_BATCH = int(EventKind.STAGE_BATCH)  # faster to look up than a member of an enum
 
 log = get_logger("millrace.runtime")
-
-
-class StageCrashed(Exception):
-    """A stage failed on a request through a bug of ours, not through the request's content."""
-
-    def __init__(self, stage: str, code: str, cause: BaseException) -> None:
-        super().__init__(f"stage {stage} failed on this request ({type(cause).__name__})")
-        self.stage = stage
-        self.code = code
-        self.__cause__ = cause
 
 
 @dataclass(slots=True)
@@ -67,10 +55,10 @@ class StageRunner:
     __slots__ = (  # over 30 attributes, more than Python stores inline; each step reads them often
         *("_after", "_before", "_wakeup", "_context", "_emit", "_counted_to_s", "_injects_faults", "_is_broken"),
         *("_ends", "_is_stopping", "_current_items", "_names_requests", "_now", "_num_blocked", "_num_carried"),
-        *("_on_broken", "_on_crash", "_outlet", "_ports", "_recent_restarts", "_service_us", "_services_us"),
+        *("_on_broken", "_on_crash", "_outlet", "_ports", "_recovery", "_service_us", "_services_us"),
         *("_oldest_since_s", "_source", "_spent", "_told", "_tracer", "_wait_us", "_waits_us", "_wants"),
         *("blocked_on", "blocked_since_s", "busy_since_s", "exit", "faults", "inputs", "is_ready", "last_progress_s"),
-        *("name", "num_dropped", "num_restarts", "outputs", "stage", "unwanted_ports"),
+        *("name", "num_dropped", "outputs", "stage", "unwanted_ports"),
     )
 
     def __init__(
@@ -96,7 +84,6 @@ class StageRunner:
         self._service_us = Histogram(STAGE_BOUNDS_US)
         self._waits_us: list[int] = []  # of batches that are not in the histograms yet
         self._services_us: list[int] = []
-        self.num_restarts = 0
         self.num_dropped = 0  # items of requests that had ended
         self.is_ready = asyncio.Event()
         self.last_progress_s = context.env.now()
@@ -109,7 +96,7 @@ class StageRunner:
         self._on_crash = on_crash
         self.faults: Faults | None = None  # from fault injection
         self._wakeup = Wakeup(wakeups)
-        self._recent_restarts: deque[float] = deque(maxlen=MAX_RESTARTS)
+        self._recovery = CrashRecovery(self, context, on_crash, self._give_up)
         self._current_items: dict[asyncio.Task[None], tuple[str, ...]] = {}
         self._is_stopping = False
         self._is_broken = False
@@ -169,6 +156,16 @@ class StageRunner:
         return self._num_carried > 0
 
     @property
+    def num_restarts(self) -> int:
+        """How often the stage was restarted after a crash."""
+        return self._recovery.num_restarts
+
+    @property
+    def num_current_items(self) -> int:
+        """How many single items have a task of their own now."""
+        return len(self._current_items)
+
+    @property
     def times(self) -> StageTimes:
         """Its time by state, up to now."""
         now = self._now()
@@ -179,6 +176,11 @@ class StageRunner:
         idle = max(told.idle, spent.idle + spent.busy - busy)
         self._told = StageTimes(idle, busy, spent.blocked)
         return self._told
+
+    def _give_up(self, error: BaseException) -> None:
+        """Takes nothing more: the cause of the crash may still be there."""
+        self._is_broken = True
+        self._on_broken(self.name, error)
 
     def _count_up_to(self, now: float) -> None:
         """Adds the time since the last change of state to that state. Called before each change."""
@@ -231,11 +233,12 @@ class StageRunner:
                     break
         else:
             return batch
-        kept = [item for item in batch if self._is_wanted(item)]
+        kept = [item for item in batch if self.is_wanted(item)]
         self.num_dropped += len(batch) - len(kept)
         return kept
 
-    def _is_wanted(self, item: Any) -> bool:
+    def is_wanted(self, item: Any) -> bool:
+        """Whether the item's request has not ended."""
         request_id = getattr(item, "request_id", None)
         return request_id is None or self._context.is_live(request_id)
 
@@ -262,9 +265,9 @@ class StageRunner:
                 if self._injects_faults:
                     self._fault(self._after)
             except BaseException as error:
-                if not self._is_crash(error):
+                if not self.is_crash(error):
                     raise
-                await self._pick_up(batch, out, error)
+                await self._recovery.recover(batch, out, error)
             ended = self._now()
             if out.items and not self.deliver_at_once(out, ended):
                 await self.deliver(out)
@@ -351,7 +354,7 @@ class StageRunner:
         if self._context.env.fault(name):
             raise InjectedCrash(name)
 
-    def _is_crash(self, error: BaseException) -> bool:
+    def is_crash(self, error: BaseException) -> bool:
         """Whether `error` is the stage's own failure, and not a cancellation or exit from outside."""
         if isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit)):
             return False
@@ -366,7 +369,7 @@ class StageRunner:
         for item in batch:
             while len(self._current_items) >= at_once:
                 await asyncio.wait(list(self._current_items), return_when=asyncio.FIRST_COMPLETED)
-            if not self._is_wanted(item):
+            if not self.is_wanted(item):
                 self.num_dropped += 1
                 continue
             task = asyncio.get_running_loop().create_task(self._carry_one(item), name=f"{self.name}.item")
@@ -457,77 +460,6 @@ class StageRunner:
             log.warning("request.failed", stage=self.name, error=repr(error))
         else:
             self.exit.fail(item, error)
-
-    # -- after a crash
-
-    async def _pick_up(self, batch: list[Any], out: CollectingOutlet, error: BaseException) -> None:
-        self._on_crash(self.name, error, batch)
-        if self.stage.on_crash is Crash.FAIL and not isinstance(error, ChannelOverrun):
-            out.discard()
-            for item in batch:
-                self.fail(item, StageCrashed(self.name, self.stage.error_code, error))
-            return
-        if isinstance(error, ChannelOverrun) or self.stage.on_crash is Crash.ESCALATE or not self._may_restart():
-            self._give_up(error)
-            return
-        tracer = self._context.tracer
-        error_name = tracer.source(type(error).__name__)
-        tracer.emit(EventKind.STAGE_RESTART, self._context.source, 0, self.num_restarts, error_name)
-        if self.stage.on_crash is Crash.RECOVER:
-            await self._recover(batch, out, error)
-        else:
-            await self._isolate(batch, out, error)
-
-    def _may_restart(self) -> bool:
-        now = self._context.env.now()
-        worn_out = len(self._recent_restarts) == MAX_RESTARTS and now - self._recent_restarts[0] < RESTART_WINDOW_S
-        self._recent_restarts.append(now)
-        self.num_restarts += 1
-        return not worn_out
-
-    async def _recover(self, batch: list[Any], out: CollectingOutlet, error: BaseException) -> None:
-        try:
-            await self.stage.recover(batch, error, out)
-        except BaseException as second:
-            if not self._is_crash(second):
-                raise
-            self._give_up(second)
-
-    def _give_up(self, error: BaseException) -> None:
-        """Takes nothing more: the cause of the crash may still be there."""
-        self._is_broken = True
-        self._on_broken(self.name, error)
-
-    async def _isolate(self, batch: list[Any], out: CollectingOutlet, error: BaseException) -> None:
-        """Restarts the stage and retries each item alone once.
-
-        Items that left the stage cannot be taken back, so a batch that had flushed fails without a retry. A stage with
-        other concurrent items is not restarted: they still use its state.
-        """
-        out.discard()
-        if len(self._current_items) <= 1:
-            await self.stage.teardown()
-            await self.stage.setup(self._context)
-        for item in batch:
-            if out.has_flushed:
-                self.fail(item, StageCrashed(self.name, self.stage.error_code, error))
-            elif self._is_wanted(item):
-                await self._retry_alone(item, out)
-
-    async def _retry_alone(self, item: Any, out: CollectingOutlet) -> None:
-        alone = CollectingOutlet(self)
-        try:
-            if self.faults is not None:
-                await self.faults.strike()
-            await self.stage.handle([item], alone)
-        except BaseException as error:
-            if not self._is_crash(error):
-                raise
-            log.error("request.poisoned_stage", stage=self.name, error=type(error).__name__, exc_info=error)
-            self.fail(item, StageCrashed(self.name, self.stage.error_code, error))
-        else:
-            await alone.flush()
-            out.blocked_s += alone.blocked_s
 
 
 def _cancel_once(task: asyncio.Task[None]) -> None:

@@ -14,10 +14,10 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ...runtime.crash_recovery import StageCrashed
 from ...runtime.env.log import get_logger
 from ...runtime.exit import Outbox
 from ...runtime.stage import Context, Crash, Outlet, Stage
-from ...runtime.stage_runner import StageCrashed
 from ..array_checks import equal, is_zero
 from ..messages import (
     Begun,

@@ -14,10 +14,10 @@ from typing import Any, ClassVar, Never
 import numpy as np
 
 from ...runtime.channel import ControlLane
+from ...runtime.crash_recovery import StageCrashed
 from ...runtime.env.log import get_logger
 from ...runtime.exit import Exit
 from ...runtime.stage import Context, Crash, Outlet
-from ...runtime.stage_runner import StageCrashed
 from ...runtime.trace.tracer import EventKind
 from ...runtime.wakeups import WakeupBatch
 from ..errors import Failed, Overloaded, TimedOut

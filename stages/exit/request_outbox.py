@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Never
 
+from ...runtime.crash_recovery import StageCrashed
 from ...runtime.env.log import get_logger
 from ...runtime.pipeline import NotServing
-from ...runtime.stage_runner import StageCrashed
 from ...runtime.wakeups import SharedWakeup
 from ...runtime.workers.thread_start import ThreadNotStarted
 from ..errors import Failed, OutOfResources, RequestError, Unavailable

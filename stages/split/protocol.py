@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from ...model.pooling import PoolingConfig
 from ...runtime.channel import ChannelStats
+from ...runtime.crash_recovery import StageCrashed
 from ...runtime.fault_injection import Fault
 from ...runtime.message import message
 from ...runtime.processes.wire import Codec
-from ...runtime.stage_runner import StageCrashed
 from ..beam_search.algorithm import CandidateParams
 from ..config import EngineConfig
 from ..errors import Failed, Refused, RequestError

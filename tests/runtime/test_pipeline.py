@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from millrace.runtime.channel import Channel
+from millrace.runtime.crash_recovery import StageCrashed
 from millrace.runtime.graph import GraphError, Port
 from millrace.runtime.pipeline import Busy, NotServing, Pipeline
 from millrace.runtime.simulation.run import SimEnv
 from millrace.runtime.simulation.testing import no_leaked_tasks, sim_test
 from millrace.runtime.stage import Crash, Outlet, Stage
-from millrace.runtime.stage_runner import StageCrashed
 from millrace.runtime.watch import TICK_S
 from tests.runtime.flows import Pass, Poison, Slow, Word, WordBox, line
 

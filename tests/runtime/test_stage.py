@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 
+from millrace.runtime.crash_recovery import StageCrashed
 from millrace.runtime.simulation.run import SimEnv
 from millrace.runtime.simulation.testing import sim_test
 from millrace.runtime.stage import Context, Outlet, Stage
-from millrace.runtime.stage_runner import StageCrashed
 from tests.runtime.flows import Pass, Slow, Word, line, outcome
 
 

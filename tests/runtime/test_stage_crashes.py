@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from millrace.runtime.crash_recovery import MAX_RESTARTS, RESTART_WINDOW_S, StageCrashed
 from millrace.runtime.graph import Port
 from millrace.runtime.pipeline import NotServing
 from millrace.runtime.simulation.run import SimEnv
 from millrace.runtime.simulation.testing import sim_test
 from millrace.runtime.stage import Crash, Outlet, Stage
-from millrace.runtime.stage_runner import MAX_RESTARTS, RESTART_WINDOW_S, StageCrashed
 from tests.runtime.flows import Pass, Poison, Word, line, outcome
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from millrace.runtime.crash_recovery import StageCrashed
 from millrace.runtime.simulation.run import SimEnv
 from millrace.runtime.simulation.testing import sim_test
 from millrace.runtime.stage import Outlet, Stage, stage
-from millrace.runtime.stage_runner import StageCrashed
 from tests.runtime.flows import Slow, Word, line, outcome
 
 

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.runtime.channel import ControlLane
+from millrace.runtime.crash_recovery import StageCrashed
 from millrace.runtime.simulation.run import SimEnv, run
 from millrace.runtime.simulation.testing import sim_test
 from millrace.runtime.stage import Context
-from millrace.runtime.stage_runner import StageCrashed
 from millrace.runtime.trace.tracer import Tracer
 from millrace.runtime.wakeups import WakeupBatch
 from millrace.stages.detokenize.stage import ANY, NOT_PLAIN, Detokenize, token_traits

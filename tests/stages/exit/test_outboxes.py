@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from millrace.runtime.channel import ControlLane
+from millrace.runtime.crash_recovery import StageCrashed
 from millrace.runtime.pipeline import Busy, Health, NotServing
 from millrace.runtime.simulation.run import SimEnv, run
 from millrace.runtime.simulation.testing import sim_test
 from millrace.runtime.stage import Stage
-from millrace.runtime.stage_runner import StageCrashed
 from millrace.runtime.wakeups import WakeupBatch
 from millrace.stages.errors import Failed, Overloaded, Refused, TimedOut, Unavailable
 from millrace.stages.exit.outboxes import Outboxes, RequestOutbox

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from millrace.runtime.crash_recovery import StageCrashed
 from millrace.runtime.env.env import LiveEnv
 from millrace.runtime.pipeline import NotServing
-from millrace.runtime.stage_runner import StageCrashed
 from millrace.stages.beam_search.algorithm import CandidateParams
 from millrace.stages.config import EngineConfig
 from millrace.stages.errors import ConfigError, Failed, Refused

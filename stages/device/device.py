@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
@@ -76,50 +75,55 @@ class DeviceFault(Exception):
     """An injected fault: the device fails as a kernel would."""
 
 
-@dataclass(slots=True)
-class PhaseEnds:
-    """When the phases of a step ended, in seconds; None: not yet, or not on the device's thread."""
-
-    forward_s: float
-    sample_s: float | None = None
-
-
 class DeviceTimes:
-    """The device's time in forward passes, and the ends of phases. Its threads write, the loop reads."""
+    """The device's time in forward passes, and the ends of phases. Its threads write, the loop reads.
+
+    Each step calls these methods: whole nanoseconds in dictionaries cost less than an object for each step.
+    """
 
     def __init__(self) -> None:
         self.forward_us = Histogram(STAGE_BOUNDS_US)  # of each pass
         self._running: dict[int, int] = {}  # by step: when the device could begin with it, ns
         self._ended = (0, 0)  # ns: sum of all passes, and when the last one ended; replaced at once
-        self._ends: dict[int, PhaseEnds] = {}  # by step, until `take_ends`
+        self._forward_ends: dict[int, int] = {}  # by step, ns, until `forget`
+        self._sample_ends: dict[int, int] = {}  # the same; none of an asynchronous device
 
     def begin(self, step: int, now_ns: int) -> None:
         """A pass begins, or waits for the one before."""
         self._running[step] = now_ns
 
     def end(self, step: int, now_ns: int, *, is_kept: bool) -> int:
-        """A pass has ended; returns its microseconds. `is_kept`: `take_ends` will be called."""
+        """A pass has ended; returns its microseconds. `is_kept`: `forget` will be called."""
         total_ns, last_ns = self._ended
-        took_ns = max(0, now_ns - max(self._running.get(step, now_ns), last_ns))
+        began_ns = self._running.get(step, now_ns)
+        if began_ns < last_ns:
+            began_ns = last_ns
+        took_ns = now_ns - began_ns if now_ns > began_ns else 0
         if is_kept:
-            self._ends[step] = PhaseEnds(now_ns / 1e9)
+            self._forward_ends[step] = now_ns
         self._ended = (total_ns + took_ns, now_ns)  # before it stops to run: the sum never decreases
         self._running.pop(step, None)
-        self.forward_us.observe(took_ns // 1000)
-        return took_ns // 1000
+        took_us = took_ns // 1000
+        self.forward_us.observe(took_us)
+        return took_us
 
     def end_sampling(self, step: int, now_ns: int) -> None:
-        """The sampling of a step has ended."""
-        if (ends := self._ends.get(step)) is not None:
-            ends.sample_s = now_ns / 1e9
+        """The sampling of a step has ended, before its result is delivered."""
+        self._sample_ends[step] = now_ns
 
-    def ends(self, step: int) -> PhaseEnds | None:
-        """The ends of a step's phases; None: its pass has not ended."""
-        return self._ends.get(step)
+    def sampled_s(self, step: int, since_s: float, now_s: float) -> float:
+        """Seconds between the two times in which the device's thread sampled a step."""
+        forward_ns = self._forward_ends.get(step)
+        if forward_ns is None:
+            return 0.0
+        end_ns = self._sample_ends.get(step)
+        end_s, begin_s = now_s if end_ns is None else end_ns / 1e9, forward_ns / 1e9
+        return max(0.0, end_s - (begin_s if begin_s > since_s else since_s))
 
-    def take_ends(self, step: int) -> PhaseEnds | None:
-        """As `ends`, for the last time."""
-        return self._ends.pop(step, None)
+    def forget(self, step: int) -> None:
+        """Drops the ends of a step's phases: it is reported."""
+        self._forward_ends.pop(step, None)
+        self._sample_ends.pop(step, None)
 
     def forward_s(self, now_s: float) -> float:
         """Seconds in passes up to now, with the one that runs."""

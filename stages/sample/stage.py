@@ -57,6 +57,7 @@ class Sample(Stage[StepLogits, StepTokens]):
         self._void_generation = -1
         self._context: Context | None = None
         self._began_s = 0.0  # when the device could start the step that is reported next
+        self._ended_s = 0.0  # when the result of the last step came
         self._service_us = Histogram(STAGE_BOUNDS_US)
         self._waited_s = 0.0  # for steps that are reported
         self._waits_since_s: float | None = None  # since when it waits for the step to report next
@@ -72,7 +73,7 @@ class Sample(Stage[StepLogits, StepTokens]):
 
     @property
     def service_us(self) -> Histogram:
-        """The time to sample and to report a step."""
+        """The time to sample a step."""
         return self._service_us
 
     async def setup(self, context: Context) -> None:
@@ -133,22 +134,23 @@ class Sample(Stage[StepLogits, StepTokens]):
         if grant.step != self._next:
             await self._turn(grant.step)
         assert self._context is not None
-        tokens, error = None, crash
-        since_s = self._waits_since_s = self._context.env.now()
+        tokens, error, now = None, crash, self._context.env.now
+        since_s = self._waits_since_s = now()
         try:
             tokens = await self._results[grant.step]
         except Exception as failure:  # any error of the device concerns this step, not this stage
             error = crash or failure
         finally:
-            waited_s = self._waiting_s(self._context.env.now())
+            self._ended_s = now()
+            waited_s = self._waiting_s(self._ended_s)
             self._waited_s, self._waits_since_s = self._waited_s + waited_s, None
-            self.device.times.take_ends(grant.step)
+            self.device.times.forget(grant.step)
         self._watch.take_note(grant)
         if tokens is None or error is not None or grant.generation <= self._void_generation:
             self._report_void(grant, error, out)
         else:
             self._report_done(grant, tokens, out)
-        self._service_us.observe(max(0, int(1e6 * (self._began_s - since_s - waited_s))))
+        self._service_us.observe(int(1e6 * (self._ended_s - since_s - waited_s)))  # never below 0: see `_waiting_s`
         await out.flush()
         self._pass_turn(grant.step)
 
@@ -157,13 +159,10 @@ class Sample(Stage[StepLogits, StepTokens]):
 
         The time in which the device's thread sampled is not among them.
         """
-        if self._waits_since_s is None or self._next is None:
+        if (since_s := self._waits_since_s) is None or self._next is None:
             return 0.0
-        sampled_s, ends = 0.0, self.device.times.ends(self._next)
-        if ends is not None and not self.device.is_async:
-            until_s = now_s if ends.sample_s is None else ends.sample_s
-            sampled_s = max(0.0, until_s - max(ends.forward_s, self._waits_since_s))
-        return max(0.0, now_s - self._waits_since_s - sampled_s)
+        sampled_s = 0.0 if self.device.is_async else self.device.times.sampled_s(self._next, since_s, now_s)
+        return max(0.0, now_s - since_s - sampled_s)
 
     async def _turn(self, step: int) -> None:
         """Waits until all earlier steps are reported."""
@@ -198,9 +197,8 @@ class Sample(Stage[StepLogits, StepTokens]):
             out.send(tokens)
 
     def _step_s(self) -> float:
-        """Seconds that the step which ends now took."""
-        assert self._context is not None
-        began_s, self._began_s = self._began_s, self._context.env.now()
+        """Seconds that the step which has ended took."""
+        began_s, self._began_s = self._began_s, self._ended_s
         return self._began_s - began_s
 
     def _note_done(self, grant: StepGrant, done: StepDone, step_s: float) -> None:

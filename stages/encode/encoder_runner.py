@@ -53,10 +53,13 @@ class EncoderRunner:
         places = torch.arange(hidden.shape[1], device=self.device)[None]  # [1, P]
         is_pooled = (mask > 0) & (places >= skipped[:, None])  # [N, P]
         kinds: list[Kind] = [each.kind if each and each.kind else "cls" for each in params]
-        pooled = torch.empty_like(hidden[:, 0])
-        for kind in dict.fromkeys(kinds):
-            rows = self._upload(np.array([each == kind for each in kinds]))
-            pooled[rows] = POOLINGS[kind](hidden[rows], is_pooled[rows])
+        if len(set(kinds)) == 1:  # the usual case; rows chosen by a mask would copy all hidden states
+            pooled = POOLINGS[kinds[0]](hidden, is_pooled)
+        else:
+            pooled = torch.empty_like(hidden[:, 0])
+            for kind in dict.fromkeys(kinds):
+                rows = self._upload(np.array([each == kind for each in kinds]))
+                pooled[rows] = POOLINGS[kind](hidden[rows], is_pooled[rows])
         for layer in self.model.dense:
             pooled = layer(pooled)
         vectors: Floats = pooled.cpu().numpy()
@@ -89,11 +92,12 @@ def _max(hidden: Tensor, is_pooled: Tensor) -> Tensor:
 
 
 def _first(hidden: Tensor, is_pooled: Tensor) -> Tensor:
-    return hidden[torch.arange(len(hidden)), is_pooled.int().argmax(1)]
+    return hidden[torch.arange(len(hidden), device=hidden.device), is_pooled.int().argmax(1)]
 
 
 def _last(hidden: Tensor, is_pooled: Tensor) -> Tensor:
-    return hidden[torch.arange(len(hidden)), hidden.shape[1] - 1 - is_pooled.int().flip(1).argmax(1)]
+    places = hidden.shape[1] - 1 - is_pooled.int().flip(1).argmax(1)
+    return hidden[torch.arange(len(hidden), device=hidden.device), places]
 
 
 # Of hidden states [N, P, H] at the places [N, P] that are true, as [N, H].

@@ -93,11 +93,13 @@ class LatencyHistogram(Histogram):
         super().observe_many(values)
         if not len(values) or int(values.min()) == int(values.max()):
             return  # `observe` has counted them
-        places = np.full(len(values), ZERO)
+        indices = np.zeros(len(values), np.intp)  # of buckets, from that of zeros on
         is_some = values > 0
-        places[is_some] = np.ceil(np.log(values[is_some]) * _PER_LOG)
-        for place, count in zip(*(each.tolist() for each in np.unique(places, return_counts=True)), strict=True):
-            self.sketch[place] = self.sketch.get(place, 0) + count
+        indices[is_some] = np.ceil(np.log(values[is_some]) * _PER_LOG) - ZERO
+        counts = np.bincount(indices)
+        for index in counts.nonzero()[0].tolist():
+            place = index + ZERO
+            self.sketch[place] = self.sketch.get(place, 0) + int(counts[index])
 
 
 def quantile(sketch: Mapping[int, int], share: float) -> float | None:

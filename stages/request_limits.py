@@ -90,9 +90,9 @@ class RequestLimits:
         return pooling if pooling is None or self.pooling is None else pooling.complete(self.pooling, num_skipped)
 
     def complete_params(
-        self, params: SamplingParams, num_prompt: int, pooling: PoolingParams | None = None
+        self, params: SamplingParams, num_prompt: int, pooling: PoolingParams | None = None, *, num_prompts: int = 1
     ) -> SamplingParams:
-        """`params` with max_tokens set to a number, for a prompt of `num_prompt` tokens.
+        """`params` with max_tokens set to a number, for one of `num_prompts` prompts, of `num_prompt` tokens.
 
         Raises `Refused` if prompt and answer together exceed the context. A pooled prompt may fill the context.
         """
@@ -106,7 +106,8 @@ class RequestLimits:
         if params.max_tokens is None:
             most = limit - num_prompt
             if params.logprobs:
-                most = min(most, max(1, MAX_LOGPROB_BYTES // (8 * params.n * (params.logprobs + 1))))
+                num_answers = num_prompts * params.n
+                most = min(most, max(1, MAX_LOGPROB_BYTES // (8 * num_answers * (params.logprobs + 1))))
             default = most if self.default_max_tokens is None else max(self.default_max_tokens, params.min_tokens)
             return replace(params, max_tokens=min(most, default))
         if num_prompt + params.max_tokens > limit:

@@ -107,7 +107,7 @@ class BeamSearches:
 
     async def _search(self, request: Request, index: int, beams: BeamParams) -> _SearchResult:
         prompt = self.limits.truncate(request.params, await self._encode(request, index))
-        params = self.limits.complete_params(request.params, len(prompt))
+        params = self.limits.complete_params(request.params, len(prompt), num_prompts=len(request.prompts))
         assert params.max_tokens is not None
         end_ids = self._end_ids(params)
         search = BeamSearch(

@@ -164,7 +164,9 @@ class Tokenize(Stage[Request, TokenRequest]):
         self, request: Request, params: SamplingParams, prompt_index: int, encoded: EncodedPrompt
     ) -> TokenRequest:
         assert self._context is not None
-        params = self.limits.complete_params(params, len(encoded.token_ids), request.pooling)
+        params = self.limits.complete_params(
+            params, len(encoded.token_ids), request.pooling, num_prompts=len(request.prompts)
+        )
         if params.seed is None:
             params = replace(params, seed=self._context.env.random("tokenize.seed").getrandbits(63))
         return TokenRequest(

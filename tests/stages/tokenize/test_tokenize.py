@@ -84,6 +84,14 @@ async def test_max_tokens_and_seed_are_numbers_from_here_on(env: SimEnv):
 
 
 @sim_test(seeds=3)
+async def test_the_logprobs_of_all_prompts_together_bound_answers_without_max_tokens(env: SimEnv):
+    pipeline, keep = pipeline_of(env, limits=RequestLimits(257, 40_000))
+    async with pipeline:
+        await answer(pipeline, request("abc", "abd", max_tokens=None, logprobs=20, n=1))
+    assert [made.params.max_tokens for made in keep.seen] == [2**20 // 21 // 2] * 2
+
+
+@sim_test(seeds=3)
 async def test_prompt_and_answer_together_fit_the_context_to_the_token(env: SimEnv):
     pipeline, _ = pipeline_of(env, limits=RequestLimits(257, 10))
     async with pipeline:

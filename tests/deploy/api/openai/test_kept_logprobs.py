@@ -93,4 +93,6 @@ def test_without_max_tokens_an_answer_ends_where_its_logprobs_reach_the_bound():
     limits = RequestLimits(vocab_size=100, max_model_len=1_000_000)
     assert limits.complete_params(SamplingParams(max_tokens=None, logprobs=20), 10).max_tokens == 49_932
     assert limits.complete_params(SamplingParams(max_tokens=None, logprobs=20, n=4), 10).max_tokens == 12_483
+    answers = SamplingParams(max_tokens=None, logprobs=20, n=2)
+    assert limits.complete_params(answers, 10, num_prompts=2).max_tokens == 12_483
     assert limits.complete_params(SamplingParams(max_tokens=None), 10).max_tokens == 999_990

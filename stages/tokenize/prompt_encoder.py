@@ -28,9 +28,9 @@ class ModelEncoder:
         """Ids of a plain prompt, with the special tokens that the tokenizer adds."""
         return self.tokenizer.encode(_unicode(text, "prompt"))
 
-    def encode_words(self, text: str) -> list[int]:
-        """Ids of a text without special tokens."""
-        return self.tokenizer.encode(_unicode(text, "bad_words"), add_special_tokens=False)
+    def encode_words(self, text: str, param: str = "bad_words") -> list[int]:
+        """Ids of a text without special tokens; `param` names it in errors."""
+        return self.tokenizer.encode(_unicode(text, param), add_special_tokens=False)
 
     def encode_text_cut(
         self, text: str, most: int, side: Side | None = None, add_special_tokens: bool = True

@@ -43,8 +43,11 @@ class PromptEncoder(Protocol):
     def encode_chat(self, chat: ChatPrompt) -> Sequence[int]:
         """Token ids of the rendered chat template."""
 
-    def encode_words(self, text: str) -> Sequence[int]:
-        """Token ids of a text without special tokens: of a bad word, or of a prompt that spells its own."""
+    def encode_words(self, text: str, param: str = "bad_words") -> Sequence[int]:
+        """Token ids of a text without special tokens: of a bad word, or of a prompt that spells its own.
+
+        `param` names the text in errors.
+        """
 
     def encode_text_cut(
         self, text: str, most: int, side: Side | None = None, add_special_tokens: bool = True
@@ -210,14 +213,16 @@ def encode_prompt(encoder: PromptEncoder, limits: RequestLimits, prompt: Prompt,
     """
     if prompt.token_ids is not None:
         return prompt.token_ids
+    param = "prompt" if prompt.chat is None else "messages"
     if not is_cut:
         for text in _texts_of(prompt):
-            limits.check_text(text, lambda piece: len(encoder.encode_words(piece)))
+            limits.check_text(text, lambda piece: len(encoder.encode_words(piece, param)))
     if prompt.chat is not None:
-        token_ids, param = encoder.encode_chat(prompt.chat), "messages"
+        token_ids = encoder.encode_chat(prompt.chat)
+    elif prompt.add_special_tokens:
+        token_ids = encoder.encode_text(prompt.text or "")
     else:
-        encode_one = encoder.encode_text if prompt.add_special_tokens else encoder.encode_words
-        token_ids, param = encode_one(prompt.text or ""), "prompt"
+        token_ids = encoder.encode_words(prompt.text or "", param)
     return _checked(token_ids, limits, param)
 
 

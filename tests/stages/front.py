@@ -41,7 +41,7 @@ class ByteText:
     def encode_text(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def encode_words(self, text: str) -> list[int]:
+    def encode_words(self, text: str, param: str = "bad_words") -> list[int]:
         return self.encode_text(text)
 
     def encode_chat(self, chat: ChatPrompt) -> list[int]:

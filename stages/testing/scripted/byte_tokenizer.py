@@ -50,7 +50,7 @@ class ByteTokenizer:
             ids.pop()
         return ids
 
-    def encode_words(self, text: str) -> list[int]:
+    def encode_words(self, text: str, param: str = "bad_words") -> list[int]:
         """As `encode_text`."""
         return self.encode_text(text)
 

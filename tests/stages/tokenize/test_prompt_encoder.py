@@ -58,7 +58,7 @@ def test_an_empty_prompt_is_the_bos_alone_where_the_tokenizer_adds_one(encoder, 
 def test_a_text_that_cannot_fit_is_refused_after_a_part_of_it(encoder, monkeypatch):
     seen: list[int] = []
     real = encoder.encode_words
-    monkeypatch.setattr(encoder, "encode_words", lambda text: seen.append(len(text)) or real(text))
+    monkeypatch.setattr(encoder, "encode_words", lambda text, param: seen.append(len(text)) or real(text, param))
     text = "The quick brown fox. " * 40_000
     chat = ChatPrompt(({"role": "user", "content": [{"type": "text", "text": text}]},))
     for prompt in (Prompt(text=text), Prompt(chat=chat)):
@@ -66,6 +66,16 @@ def test_a_text_that_cannot_fit_is_refused_after_a_part_of_it(encoder, monkeypat
             encode_prompt(encoder, LIMITS, prompt)
         assert caught.value.code == "context_length_exceeded" and str(len(text)) in caught.value.message
     assert sum(seen) < len(text) // 4
+
+
+@pytest.mark.parametrize("length", [1, 40_000])
+def test_an_unpaired_surrogate_is_an_error_of_the_field_that_holds_it(encoder, length):
+    text = "a" * length + "\ud800"
+    chat = ChatPrompt(({"role": "user", "content": text},))
+    for prompt, param in ((Prompt(text=text, add_special_tokens=False), "prompt"), (Prompt(chat=chat), "messages")):
+        with pytest.raises(Refused, match=rf"^{param} holds an unpaired surrogate \(U\+D800\)") as caught:
+            encode_prompt(encoder, LIMITS, prompt)
+        assert caught.value.param == param
 
 
 @pytest.mark.slow

@@ -9,9 +9,9 @@ import orjson
 from aiohttp import HttpVersion11, web
 
 
-def answer(data: Mapping[str, Any], status: int = 200) -> web.Response:
+def answer(data: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
     """Plain data as a JSON response."""
-    return web.Response(status=status, body=orjson.dumps(data), content_type="application/json")
+    return web.Response(status=status, body=orjson.dumps(data), content_type="application/json", headers=headers)
 
 
 async def expect(request: web.Request) -> None:

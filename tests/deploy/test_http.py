@@ -223,6 +223,8 @@ def test_unknown_fields_are_dropped_and_listed(server: RunningServer):
     answer = server.post(TEXT, body_for(TEXT, kv_transfer_params={}, user="u", metadata={"a": 1}, **{"a\r\nb": 1}))
     assert answer.status == 200
     assert answer.headers["x-ignored-fields"] == "kv_transfer_params, a??b"
+    for path, asked in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [97]})):
+        assert server.post(path, asked | {"kv_transfer_params": {}}).headers["x-ignored-fields"] == "kv_transfer_params"
 
 
 def test_text_survives_the_round_trip_through_tokens(server: RunningServer):

@@ -18,6 +18,7 @@ from ...http.responses import answer
 from ...http.sized_threads import run_sized
 from ..schema.validation import read_body
 from ..service import Service
+from .generation import ignored_headers
 from .tokenize_bodies import DetokenizeBody, TokenizeBody
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class TokenizeRoutes:
     async def tokenize(self, request: web.Request) -> web.Response:
         """`POST /tokenize`: the token ids of a prompt or a chat."""
         engine = self.service.require_engine()
-        body = await read(request, self.service.config, self._threads, self._tokenize_body)
+        body, ignored = await read(request, self.service.config, self._threads, self._tokenize_body)
         chat = None if body.messages is None else _chat(body)
         count = len(body.prompt or "") if chat is None else chat_chars(chat)
         check_length(count, engine.info.max_model_len, "prompt" if chat is None else "messages")
@@ -49,12 +50,13 @@ class TokenizeRoutes:
         if body.return_token_strs:
             strings = await self._in_thread(ID_BYTES * len(tokens), _spelled, engine.tokenizer, tokens)
         max_model_len = engine.info.max_model_len
-        return answer({"count": len(tokens), "max_model_len": max_model_len, "tokens": tokens, "token_strs": strings})
+        data = {"count": len(tokens), "max_model_len": max_model_len, "tokens": tokens, "token_strs": strings}
+        return answer(data, headers=ignored_headers(ignored))
 
     async def detokenize(self, request: web.Request) -> web.Response:
         """`POST /detokenize`: the text of token ids."""
         engine = self.service.require_engine()
-        body = await read(request, self.service.config, self._threads, self._detokenize_body)
+        body, ignored = await read(request, self.service.config, self._threads, self._detokenize_body)
         vocab_size, most = engine.info.vocab_size, max(engine.info.max_model_len, LEAST_IDS)
         if len(body.tokens) > most:
             message = f"tokens: has {len(body.tokens)} ids: at most {most}; send them in pieces"
@@ -63,17 +65,18 @@ class TokenizeRoutes:
             message = f"tokens: ids must be from 0 to {vocab_size - 1}, the model's vocabulary"
             raise ApiError("invalid_value", message, param="tokens")
         num_bytes = ID_BYTES * len(body.tokens)
-        return answer({"prompt": await self._in_thread(num_bytes, engine.tokenizer.decode, body.tokens, False)})
+        prompt = await self._in_thread(num_bytes, engine.tokenizer.decode, body.tokens, False)
+        return answer({"prompt": prompt}, headers=ignored_headers(ignored))
 
-    def _tokenize_body(self, raw: Mapping[str, Any]) -> TokenizeBody:
-        body, _ = read_body(TokenizeBody, raw, self.service.config.strict_fields)
+    def _tokenize_body(self, raw: Mapping[str, Any]) -> tuple[TokenizeBody, list[str]]:
+        body, ignored = read_body(TokenizeBody, raw, self.service.config.strict_fields)
         self.service.require_model(body.model)
-        return body
+        return body, ignored
 
-    def _detokenize_body(self, raw: Mapping[str, Any]) -> DetokenizeBody:
-        body, _ = read_body(DetokenizeBody, raw, self.service.config.strict_fields)
+    def _detokenize_body(self, raw: Mapping[str, Any]) -> tuple[DetokenizeBody, list[str]]:
+        body, ignored = read_body(DetokenizeBody, raw, self.service.config.strict_fields)
         self.service.require_model(body.model)
-        return body
+        return body, ignored
 
     async def _in_thread(self, num_bytes: int, function: Any, *arguments: Any) -> Any:
         """Calls a tokenizer function, which reads `num_bytes`, in a thread. `ApiError` 500 if it panics.

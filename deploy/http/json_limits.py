@@ -76,7 +76,8 @@ def _check_bounds(data: bytes, limits: JsonLimits) -> None:
     if _depth(outside) > limits.depth:
         raise ApiError("invalid_json", f"the body is nested more than {limits.depth} deep: flatten it")
     if _has_digit_run(outside, limits.digits + 1):
-        raise ApiError("invalid_json", f"the body has a number of more than {limits.digits} digits")
+        hint = "round it, write it with an exponent, or as a string"
+        raise ApiError("invalid_json", f"the body has a number of more than {limits.digits} digits: {hint}")
     if _has_digit_run(outside, LONG):
         _check_whole_numbers(outside.tobytes())
 

@@ -25,7 +25,6 @@ from pydantic_core import PydanticCustomError
 from ....stages.beam_search.algorithm import (
     EARLY_STOPPINGS,
     MAX_LENGTH_PENALTY,
-    NO_SAMPLING,
     BeamParams,
     refuse_sampling,
 )
@@ -56,6 +55,7 @@ from ..schema.relations import (
     WITHOUT_SEARCH,
 )
 from ..schema.unsupported import GENERATION, UNSUPPORTED, Harmless
+from .beam_fields import beam_params, check_beams
 from .chat_messages import MAX_MESSAGES, NOT_OVER, Message, TemplateKwargs, check_last_turn
 from .prompt_echo import EchoOptions
 from .prompts import read_prompts
@@ -203,7 +203,7 @@ class GenerationBody(Body):
     def beam_params(self) -> BeamParams | None:
         """The beam search, or None. `ApiError` names a field that is out of range."""
         try:
-            return _beam_params(self)
+            return beam_params(self)
         except Refused as refused:
             raise self._client_error(refused) from None
 
@@ -242,7 +242,7 @@ class GenerationBody(Body):
                 "prompt_logprobs: not supported with stream = true; leave one of the two out",
                 param="prompt_logprobs",
             )
-        _check_beams(self)
+        check_beams(self)
 
     @property
     def ranks(self) -> bool:
@@ -470,60 +470,3 @@ def renamed(message: str, engine_name: str | None, public_name: str | None) -> s
     if engine_name == "structured_outputs":  # the other output-format fields have no members of these names
         rest = ": " + re.sub(r"^\.(json|regex|choice|grammar)\b", "", rest).lstrip(" :")
     return public_name + rest
-
-
-# -- beam search: see `stages/beam_search/algorithm.py`
-
-
-def _check_beams(body: GenerationBody) -> None:
-    """Checks the beam-search fields and `best_of`; raises `ApiError`."""
-    n = 1 if body.n is None else body.n
-    if body.use_beam_search:
-        _check_search(body, n)
-        return
-    if body.best_of is not None and body.best_of < n:
-        raise ApiError("invalid_value", f"best_of = {body.best_of}: must be at least n, which is {n}", param="best_of")
-    if body.best_of not in (None, n):
-        _check_best_of(body)
-    for name, off in (("length_penalty", (None, 1.0)), ("early_stopping", (None, False))):
-        if getattr(body, name) not in off:
-            raise ApiError("invalid_value", f"{name}: requires use_beam_search = true", param=name)
-
-
-def _check_best_of(body: GenerationBody) -> None:
-    if not body.ranks:
-        message = f"best_of = {body.best_of}: requires use_beam_search = true on chat; leave it out or set it to n"
-        raise ApiError("unsupported_parameter", message, param="best_of")
-    if body.stream:
-        message = (
-            "best_of: above n is not supported in a stream, as the best answer is known only at the end; leave one out"
-        )
-        raise ApiError("unsupported_parameter", message, param="best_of")
-
-
-def _check_search(body: GenerationBody, n: int) -> None:
-    if body.stream:
-        message = "stream: not supported with use_beam_search, as the best answer is known only at the end"
-        raise ApiError("unsupported_parameter", f"{message}; leave it out", param="stream")
-    if getattr(body, "echo", None):
-        raise ApiError("unsupported_parameter", "echo: not supported with use_beam_search; leave it out", param="echo")
-    for name, off in NO_SAMPLING.items():
-        if off is None and getattr(body, name, None) is not None:  # refused for any value, also one without effect
-            raise ApiError(
-                "unsupported_parameter", f"{name}: not supported with use_beam_search; leave it out", param=name
-            )
-    if body.best_of is not None and body.best_of < n:
-        message = f"best_of = {body.best_of}: must be at least n, which is {n}, as it is the width of the beam search"
-        raise ApiError("invalid_value", message, param="best_of")
-
-
-def _beam_params(body: GenerationBody) -> BeamParams | None:
-    """The beam search of `body`, or None. `Refused` names the field as `BeamParams` does."""
-    if not body.use_beam_search:
-        return None
-    width = body.n if body.best_of is None else body.best_of
-    return BeamParams(
-        width=1 if width is None else width,
-        length_penalty=1.0 if body.length_penalty is None else body.length_penalty,
-        early_stopping=False if body.early_stopping is None else body.early_stopping,
-    )

@@ -5,7 +5,8 @@ Ignoring them would change the answer, so a request is refused unless the field'
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from ...errors import ApiError
@@ -131,15 +132,19 @@ TOKENIZING: Harmless = dict.fromkeys(("chat_template", "documents", "input", "sy
 
 
 def refuse_unsupported(
-    raw: Mapping[str, Any], unknown: list[str], unsupported: Harmless, instead: Mapping[str, str]
+    raw: Mapping[str, Any],
+    unknown: list[str],
+    unsupported: Harmless,
+    instead: Mapping[str, str],
+    fields: Container[str],
 ) -> list[str]:
     """Returns `unknown` without the unsupported fields.
 
-    `ApiError` if one of those would have an effect; it names the right field if `instead` has it.
+    `ApiError` if one of those would have an effect; it names the right field, from `instead` or among `fields`.
     """
     for name in unknown:
         if name in unsupported and not _is_one_of(raw[name], unsupported[name]):
-            message = f"{name}: {_reason(name, instead)}"
+            message = f"{name}: {_reason(name, instead, fields)}"
             raise ApiError("unsupported_parameter", message, param=name)
     return [name for name in unknown if name not in unsupported]
 
@@ -149,8 +154,9 @@ def _is_one_of(value: Any, values: Sequence[Any]) -> bool:
     return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in values)
 
 
-def _reason(name: str, instead: Mapping[str, str]) -> str:
-    right = instead.get(name) or INSTEAD.get(name)
-    if right is not None:
+def _reason(name: str, instead: Mapping[str, str], fields: Container[str]) -> str:
+    general = INSTEAD.get(name, "")
+    right = instead.get(name) or instead.get(general) or general  # the general name may have another one here
+    if right and (right != general or re.split(r"\W", general)[0] in fields):
         return f"not supported on this route; send {right} instead"
     return REASONS.get(name, "not supported on this route; leave it out")

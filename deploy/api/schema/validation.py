@@ -22,7 +22,7 @@ def read_body(kind: type[B], raw: Mapping[str, Any], strict_fields: bool) -> tup
     `ApiError` 400 names the wrong field.
     """
     ignored = [name for name in raw if name not in kind.model_fields and name not in SILENT]
-    ignored = refuse_unsupported(raw, ignored, {**kind.FOREIGN, **kind.UNSUPPORTED}, kind.INSTEAD)
+    ignored = refuse_unsupported(raw, ignored, {**kind.FOREIGN, **kind.UNSUPPORTED}, kind.INSTEAD, kind.model_fields)
     if ignored and strict_fields:
         name = shorten(ignored[0], 64)
         raise ApiError("unknown_parameter", f"{name}: unknown field; leave it out", param=name)

@@ -15,26 +15,29 @@ from tests.load.process import Figures, Held, settled, slope
 from tests.load.requests import Tally, send_one
 
 CLIENTS = 32
-SAMPLES = 200
 MAX_GROWTH_MIB = 1.0  # per 10,000 requests, once caches are full
 STORE_BYTES = 4 << 20  # the store of /v1/responses fills early, so that its growth is not taken for a leak
 SERVE = (sys.executable, "-m", "millrace", "serve", "--port", "0")
 FULL_AT = 60_000  # requests after which the caches that /server_info names are full
 
 
-def run(num_requests: int = 100_000, *, is_bundled: bool = False, seed: int = 1) -> Figures:
+def run(num_requests: int = 100_000, *, is_bundled: bool = False, pieces: int = 20, seed: int = 1) -> Figures:
     """Sends them from 32 clients at once. `complaints` must be empty.
 
-    The slope is that of the last part: after 60,000 requests, or the last half of fewer.
+    Memory is read between pieces of them, when nothing is under way and what the C library keeps was given back. The
+    slope is that of the last part: after 60,000 requests, or the last half of fewer.
     """
     command = [*SERVE, "--response-store-bytes", str(STORE_BYTES)] if is_bundled else None
     engine = {"max_num_seqs": 64, "max_waiting_requests": 256}
     with RunningServer(command=command, engine=engine, server={"response_store_bytes": STORE_BYTES}) as server:
-        asyncio.run(_send(server, 500, seed + 1, Tally(), []))
+        asyncio.run(_send(server, 500, seed - 1, Tally()))
         before, tasks = settled(server), None if is_bundled else server.stats()["tasks"]
-        tally, samples = Tally(), [(0, before.rss_mib)]
-        asyncio.run(_send(server, num_requests, seed, tally, samples))
-        after = settled(server)
+        tally, samples, peak_mib = Tally(), [(0, before.rss_mib)], 0.0
+        for piece in range(pieces):
+            asyncio.run(_send(server, num_requests // pieces, seed + piece, tally))
+            peak_mib = max(peak_mib, Held.by(server.process.pid).rss_mib)
+            after = settled(server)
+            samples.append((tally.num_sent, after.rss_mib))
         if tasks is not None and server.stats()["tasks"] != tasks:
             tally.complain(f"{server.stats()['tasks']} tasks, {tasks} before")
         lines = [json.loads(line) for line in server.errors().splitlines() if line.startswith("{")]
@@ -51,8 +54,8 @@ def run(num_requests: int = 100_000, *, is_bundled: bool = False, seed: int = 1)
         "requests": tally.num_sent,
         "left by their clients": tally.num_left,
         "bad": tally.num_bad,
-        "memory_mib": [round(before.rss_mib, 1), round(after.rss_mib, 1)],
-        "memory_mib_over_time": [round(rss_mib) for _, rss_mib in samples[:: SAMPLES // 20]],
+        "memory_mib": [round(rss_mib, 1) for _, rss_mib in samples],
+        "peak_mib": round(peak_mib, 1),
         "growth_mib_per_10000": round(growth, 3),
         "growth_margin": round(margin, 3),
         "threads": [before.num_threads, after.num_threads],
@@ -62,7 +65,7 @@ def run(num_requests: int = 100_000, *, is_bundled: bool = False, seed: int = 1)
     }
 
 
-async def _send(server: RunningServer, count: int, seed: int, tally: Tally, samples: list[tuple[int, float]]) -> None:
+async def _send(server: RunningServer, count: int, seed: int, tally: Tally) -> None:
     begun = 0
 
     async def client(number: int) -> None:
@@ -70,8 +73,6 @@ async def _send(server: RunningServer, count: int, seed: int, tally: Tally, samp
         draw = random.Random(seed * 1_000 + number)
         while begun < count:
             begun += 1
-            if begun % max(1, count // SAMPLES) == 0:
-                samples.append((begun, Held.by(server.process.pid).rss_mib))
             await send_one(http, draw, tally, knows_answers=server.is_scripted)
 
     connector = aiohttp.TCPConnector(limit=0)

@@ -17,7 +17,7 @@ def wrong(complaints: list[str]) -> list[str]:
 
 
 def test_requests_of_all_kinds_leave_no_thread_task_or_descriptor() -> None:
-    figures = soak.run(400)
+    figures = soak.run(400, pieces=2)
     assert figures["requests"] == 400 and figures["left by their clients"] and figures["bad"]
     assert wrong(figures["complaints"]) == []
 

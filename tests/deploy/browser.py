@@ -29,16 +29,21 @@ def opened(url: str, script: str = "") -> Iterator[Any]:
         pytest.skip(f"there is no {CHROMIUM}: apt install chromium")
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 1280, "height": 900})
-        page.complaints, page.asked = [], []
-        page.on("pageerror", lambda error: page.complaints.append(str(error)))
-        page.on("console", lambda line: page.complaints.append(line.text) if line.type == "error" else None)
-        page.on("request", lambda request: page.asked.append(request.url))
-        page.on("websocket", lambda socket: page.asked.append(socket.url))
-        page.add_init_script(WATCH + script)
-        page.goto(url)
-        yield page
+        yield watched(browser, url, script)
         browser.close()
+
+
+def watched(browser: Any, url: str, script: str = "") -> Any:
+    """One more page of an opened browser, with its own storage: a thread can start only one Playwright at a time."""
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page.complaints, page.asked = [], []
+    page.on("pageerror", lambda error: page.complaints.append(str(error)))
+    page.on("console", lambda line: page.complaints.append(line.text) if line.type == "error" else None)
+    page.on("request", lambda request: page.asked.append(request.url))
+    page.on("websocket", lambda socket: page.asked.append(socket.url))
+    page.add_init_script(WATCH + script)
+    page.goto(url)
+    return page
 
 
 def check_that_it_stayed_at_home(page: Any) -> None:

@@ -27,7 +27,7 @@ export class Feed {
     clearTimeout(this._timer);
     if (this.socket) this.socket.onclose = null;
     this.socket?.close();
-    this.error = null;
+    Object.assign(this, { hello: null, error: null, told: null }); // they are the old connection's
     this._set("connecting");
     const socket = (this.socket = new WebSocket(this.url));
     socket.onopen = () => this._send({ type: "hello", ...this.keys });

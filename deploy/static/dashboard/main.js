@@ -155,7 +155,7 @@ function Lock() {
   const isLocked = feed.state === "locked";
   return html`<main class="lock"><form class="card" onSubmit=${unlock}>
     <a class="brand"><img src="static/dashboard/icon.svg" alt="" width="26" height="26" /><span>millrace</span></a>
-    <h1>${isLocked ? "This server needs a key" : "Keys"}</h1>
+    <h1>${isLocked && !feed.keys.key && !feed.keys.admin_key ? "This server needs a key" : "Keys"}</h1>
     <p class="note" role="alert">${feed.error?.message}</p>
     <label>API key <input id="key" type="password" autocomplete="off" value=${key} onInput=${(event) => setKey(event.target.value)} /></label>
     <label>Admin key <small>to see and cancel all requests, and for files${feed.hello?.has_admin_key === false && "; this server has none (--admin-key)"}</small>

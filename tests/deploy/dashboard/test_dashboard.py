@@ -23,6 +23,7 @@ from tests.deploy.browser import (
     show,
     until,
     wait_for_updates,
+    watched,
 )
 from tests.deploy.running import RunningServer
 
@@ -219,19 +220,24 @@ def check_cancel(page: Any) -> None:
     page.locator(f"tr[data-request='{name}']").wait_for(state="detached")
 
 
-def test_the_admin_key_is_entered_at_any_time(loaded: RunningServer):
-    with opened(loaded.url + "/dashboard") as page:
-        page.locator("[data-figure=state]", has_text="ready").wait_for()
-        for view in ("requests", "recorder"):
-            show(page, view)
-            page.locator("main button", has_text="enter the admin key").first.wait_for()
-        page.locator("footer button", has_text="Keys").click()
-        page.fill("#admin-key", "wrong")
-        page.click("text=Open the dashboard")
-        page.locator("[role=alert]", has_text="the admin key is wrong").wait_for()
-        page.fill("#admin-key", "boss")
-        page.click("text=Open the dashboard")
-        page.locator("button", has_text="Download the trace").wait_for()
+def test_the_admin_key_is_entered_at_any_time(loaded: RunningServer, page: Any):
+    other = watched(page.context.browser, loaded.url)
+    other.locator("[data-figure=state]", has_text="ready").wait_for()
+    for view in ("requests", "recorder"):
+        show(other, view)
+        other.locator("main button", has_text="enter the admin key").first.wait_for()
+    other.locator("footer button", has_text="Keys").click()
+    other.fill("#admin-key", "wrong")
+    other.click("text=Open the dashboard")
+    other.locator("[role=alert]", has_text="the admin key is wrong").wait_for()
+    assert other.locator("h1").text_content() == "Keys"  # this server needs none
+    other.fill("#admin-key", "boss")
+    other.click("text=Open the dashboard")
+    other.locator("button", has_text="Download the trace").wait_for()
+    show(other, "requests")
+    assert other.locator("[role=alert]").count() == 0  # the complaint about the wrong key is over
+    assert other.complaints == []
+    other.close()
 
 
 def test_views_and_blocks_are_reached_by_keyboard(load: Load, page: Any):

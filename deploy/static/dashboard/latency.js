@@ -38,7 +38,7 @@ function OfOne({ one, readings, rows, nowS, name, span }) {
   const sketch = span === "seen" && first ? Object.fromEntries(Object.entries(one.sketch).map(([place, n]) => [place, n - (first.sketch[place] ?? 0)])) : one.sketch;
   const sumUs = span === "seen" && first ? one.total_us - first.total_us : one.total_us;
   return html`<${Card} title=${one.title} note=${one.help}>
-    <dl class="figures">
+    <dl class="figures quantiles">
       <${Figure} name="measured" value=${count(total)} id=${`${name}.count`} />
       <${Figure} name="mean" value=${total ? seconds(sumUs / 1e6 / total) : "–"} />
       ${[0.5, 0.9, 0.99].map((q) => html`<${Figure} name=${`p${100 * q}`} value=${total ? seconds(sketchQuantile(sketch, one.growth, q) / 1e6) : "–"} id=${`${name}.p${100 * q}`} />`)}
@@ -76,8 +76,8 @@ function Bars({ bounds, counts, total, title: name }) {
     ${counts.slice(first, last + 1).map((value, i) => {
       const high = (value / most) * 104;
       return html`<g key=${i}><rect class="fill" x=${i * w + 1} y=${122 - high} width=${Math.max(1, w - 2)} height=${high} rx="2" />
-        ${value > 0 && w > 26 && html`<text class="small" x=${i * w + w / 2} y=${117 - high} text-anchor="middle">${percent(value / total)}</text>`}
-        ${(w > 44 || i % Math.ceil(48 / w) === 0) && html`<text class="small" x=${(i + 1) * w - 1} y="140" text-anchor="end">${first + i < bounds.length ? seconds(bounds[first + i] / 1e6) : "more"}</text>`}</g>`;
+        ${value / total >= 0.0005 && w > 34 && html`<text class="small" x=${i * w + w / 2} y=${117 - high} text-anchor="middle">${percent(value / total)}</text>`}
+        ${(i + 1) % Math.ceil(48 / w) === 0 && html`<text class="small" x=${(i + 1) * w - 1} y="140" text-anchor="end">${first + i < bounds.length ? seconds(bounds[first + i] / 1e6) : "more"}</text>`}</g>`;
     })}
     <line x1="0" x2=${width} y1="122.5" y2="122.5" class="base" /></svg></div>`;
 }

@@ -34,7 +34,7 @@ function options(width, height, series, unit) {
     cursor: { drag: { x: false, y: false } },
     scales: { x: { time: false }, y: { range: (_, __, most) => [0, most > 0 ? 1.1 * most : 1] }, ms: { range: (_, __, most) => [0, most > 0 ? 1.1 * most : 1] } },
     axes: [
-      { ...axis, values: (_, ticks) => ticks.map((t) => (t === 0 ? "now" : `${t} s`)) },
+      { ...axis, size: 30, gap: 8, incrs: [1, 2, 5, 10, 25, 50, 100, 200, 500], values: (_, ticks) => ticks.map((t) => (t === 0 ? "now" : `${t} s`)) },
       { ...axis, size: 56, ...(unit && { values: (_, ticks) => ticks.map((t) => `${t} ${unit}`) }) },
       ...(hasRight ? [{ ...axis, scale: "ms", side: 1, grid: { show: false }, size: 52, values: (_, ticks) => ticks.map((t) => `${t} ms`) }] : []),
     ],

@@ -35,6 +35,11 @@ SHARED_FIGURES = """() => [...document.querySelectorAll('[data-stage], [data-edg
   Object.fromEntries([...row.querySelectorAll('[data-value]')].map(({ dataset: d }) => [d.figure, +d.value])),
 ])"""
 
+CUT_TEXTS = """() => [...document.querySelectorAll('.vitals dt, .figures dt, .bars text')].filter((text) => {
+  const [own, around] = [text.getBoundingClientRect(), text.closest('svg')?.getBoundingClientRect()];
+  return around ? own.left < around.left - 1 || own.right > around.right + 1 : text.scrollWidth > text.clientWidth;
+}).map((text) => text.textContent)"""
+
 
 class Load:
     """So many endless requests over one socket, from a thread, until it is left."""
@@ -169,7 +174,9 @@ def test_every_view_shows_a_loaded_server_to_everybody_and_stays_at_home(
         assert page.locator("main > *").count() >= 3, view
         check_access(f"{view}, {width} pixels, {scheme}")
         assert page.evaluate("document.documentElement.scrollWidth") <= width, f"{view} is wider than {width} pixels"
+        assert page.evaluate(CUT_TEXTS) == [], f"{view}, {width} pixels"
         page.screenshot(path=str(tmp_path / f"{view}.png"))  # to look at: pytest keeps it for a while
+    check_narrow_latencies(page)
     page.set_viewport_size({"width": 1280, "height": 900})
     check_bottleneck(loaded, page)
     check_waterfall(page)
@@ -187,6 +194,13 @@ def check_bottleneck(loaded: RunningServer, page: Any) -> None:
     assert page.locator("[data-figure=bottleneck]").text_content().startswith(shown["sentence"][:20])
     for stage in told["stages"]:
         assert shown["busy"].get(stage["name"], 0.0) == pytest.approx(stage["busy"], abs=0.25), stage
+
+
+def check_narrow_latencies(page: Any) -> None:
+    page.set_viewport_size({"width": 390, "height": 900})
+    show(page, "latency")
+    page.locator(".bars text").first.wait_for()
+    assert page.evaluate(CUT_TEXTS) == []
 
 
 def check_waterfall(page: Any) -> None:

@@ -28,7 +28,7 @@ from ..service import CacheUse
 from .bodies import ResponsesBody, name_of
 from .events import Event, ResponseEvents, new_response
 from .input_items import Item, messages_of, num_to_cut, read_items
-from .store import ResponseStore, StoredResponse
+from .store import ResponseStore, StoredResponse, exact
 
 PREFIX = "resp_"
 FETCH_S = 30.0  # a shutdown waits for clients that fetch a background response which ended this long ago, or less
@@ -290,5 +290,5 @@ def _framed(events: Sequence[Event]) -> list[bytes]:
 def _stored(order: PreparedResponse, built: ResponseEvents) -> StoredResponse:
     previous_id = order.body.previous_response_id
     stored = StoredResponse(order.id, order.owner, previous_id, order.items, orjson.dumps(built.response))
-    stored.output = orjson.dumps(built.response["output"])
+    stored.output = exact(orjson.dumps(built.response["output"]))
     return stored

@@ -16,6 +16,11 @@ ENTRY_BYTES = 2048  # of the objects of a response beside its parts, measured
 EVENT_BYTES = 56  # of the object of an event beside its text, and of its place in the list
 
 
+def exact(data: bytes) -> bytes:
+    """A copy that takes as much memory as it has bytes: orjson leaves up to four times as much behind its own."""
+    return bytes(memoryview(data))
+
+
 class StoredResponse:
     """One response: its input items, its state and its output.
 
@@ -27,8 +32,8 @@ class StoredResponse:
         self.id = response_id
         self.owner = owner  # owner of the API key that created it
         self.previous_id = previous_id
-        self.items = items  # JSON
-        self.response = response  # JSON
+        self.items = exact(items)  # JSON
+        self.response = exact(response)  # JSON
         self.output = b"[]"  # JSON; complete once `is_over`
         self.events: list[bytes] | None = None
         self.task: asyncio.Task[None] | None = None  # generates it, if in the background
@@ -113,7 +118,7 @@ class ResponseStore:
 
     def update(self, stored: StoredResponse, response: bytes, output: bytes) -> None:
         """Replaces its state and output. The response is dropped if there is no room."""
-        stored.response, stored.output = response, output
+        stored.response, stored.output = exact(response), exact(output)
         if stored.id in self._kept:
             self._resize(stored, stored.length)
 

@@ -145,7 +145,7 @@ function OverTime({ rows }) {
   }
   const first = Math.max(-119, Math.min(0, Math.min(...bins.keys()) + 1)); // without the first second, which may be incomplete
   const x = Array.from({ length: 1 - first }, (_, i) => first + i);
-  if (x.length < 2) return html`<p class="missing">After two seconds of steps.</p>`;
+  if (x.length < 2) return html`<p class="missing">The kept steps cover less than two whole seconds.</p>`;
   const of = (tell) => x.map((second) => (bins.has(second) ? tell(bins.get(second)) : null));
   return html`<${Lines} x=${x} height=${170} series=${[
     { label: "decoded tokens/s", colour: "decode", values: of((bin) => bin.decode) },

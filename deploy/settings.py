@@ -50,7 +50,8 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "generation_config": "source of sampling defaults; auto: the checkpoint; off: no checkpoint defaults",
         "chat_template": "Jinja file of the chat template, its text, or the name of one of the checkpoint's; "
         "none: the checkpoint's default",
-        "pooling": "pooling of embeddings; auto: from the checkpoint, or the last token of a decoder",
+        "pooling": "pooling of embeddings; auto: from the checkpoint, or the last token of a decoder; "
+        "yes_no: score pairs of texts as Qwen3-Reranker does, which auto chooses by the name",
         "seed": "seed of requests without one, and of dummy weights",
     },
     "device": {

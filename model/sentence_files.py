@@ -39,7 +39,7 @@ _TRANSFORMER_FILES = tuple(
     f"sentence_{family}_config.json"
     for family in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
-_MODULES = ("Transformer", "Pooling", "Dense", "Dropout", "Normalize")
+_MODULES = ("Transformer", "Pooling", "Dense", "Dropout", "Normalize", "LogitScore")
 # Keys of arguments for transformers that change no number here.
 _HARMLESS = frozenset(
     {
@@ -69,6 +69,7 @@ class SentenceFiles:
     similarity: Similarity = "cosine"
     truncate_dim: int | None = None  # leading numbers of an embedding that are kept
     activation: str | None = None  # of a cross-encoder's score
+    score_tokens: tuple[int | None, int | None] | None = None  # of a decoder that judges pairs: those of yes and no
 
 
 def transformer_folder(root: Path) -> str:
@@ -84,6 +85,8 @@ def read_sentence_files(root: Path) -> SentenceFiles:
     settings = _Values.read(root, "config_sentence_transformers.json")
     if not modules:
         return SentenceFiles(activation=settings.text("activation_fn"), max_tokens=_tokenizer_length(root, ""))
+    if [_kind(module) for module in modules[1:]] == ["LogitScore"]:  # its prompt is not made by this file's rules
+        return SentenceFiles(score_tokens=_score_tokens(root, f"{_folder(root, modules[1])}/config.json"))
     transformer = _transformer(root, folder)
     kind = settings.text("model_type") or "SentenceTransformer"
     if kind not in ("SentenceTransformer", "CrossEncoder"):
@@ -259,6 +262,12 @@ def _pipeline(root: Path, modules: list[dict[str, Any]]) -> dict[str, Any]:
                     raise values.wrong(key, "supported: sentence_embedding")
             found["normalizes"] = True
     return found | {"dense": tuple(dense)}
+
+
+def _score_tokens(root: Path, name: str) -> tuple[int | None, int | None]:
+    values = _Values.read(root, name).values
+    yes, no = (each if type(each) is int else None for each in map(values.get, ("true_token_id", "false_token_id")))
+    return yes, no
 
 
 def _pooling(root: Path, name: str) -> dict[str, Any]:

@@ -37,7 +37,8 @@ class EngineConfig:
     logprobs_mode: LogprobsMode = "raw_logprobs"  # raw: before penalties, bias, temperature; processed: after
     generation_config: Literal["auto", "off"] = "auto"  # sampling defaults from the checkpoint
     chat_template: str | None = None  # file, text or name of the template; None: the checkpoint's
-    pooling: Literal["auto", "last", "mean", "cls"] = "auto"  # for embeddings; auto: as the checkpoint says
+    # for embeddings; auto: as the checkpoint says; yes_no: score pairs of texts as Qwen3-Reranker does
+    pooling: Literal["auto", "last", "mean", "cls", "yes_no"] = "auto"
     seed: int = 0  # for random weights, and for requests without a seed
 
     # device and threads

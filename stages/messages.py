@@ -73,6 +73,7 @@ class Prompt:
     pair: tuple[str, str] | None = None
     role: Role | None = None  # of a text in a search, for which an embedding model may have a prompt
     add_special_tokens: bool = True  # to a text, as its tokenizer does: BOS, EOS; False: the text spells its own
+    instruction: str | None = None  # of a pair: what makes a document right for a query; None: the model's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -533,7 +534,7 @@ class CallLog(Protocol):
         """A stage crashed during a call: later calls cannot be replayed."""
 
 
-Task = Literal["generate", "embed", "score"]  # score: a number for a pair of texts, from a cross-encoder
+Task = Literal["generate", "embed", "score"]  # score: a number for a pair of texts, by a reranker
 
 
 _WHERE: dict[Task, str] = {

@@ -18,10 +18,10 @@ from .errors import Refused
 
 Floats = NDArray[np.float32]
 Side = Literal["left", "right"]
-Kind = PoolingKind | Literal["score"]  # score: one number per pair of texts, from a cross-encoder's head
+Kind = PoolingKind | Literal["score"]  # score: one number per pair of texts, from a reranker's head
 KINDS: tuple[Kind, ...] = (*POOLING_KINDS.values(), "score")
 
-__all__ = ["MAX_INPUTS", "KINDS", "MAX_PAIRS", "Floats", "Kind", "PoolingParams", "Role", "Side"]
+__all__ = ["MAX_INPUTS", "KINDS", "MAX_PAIRS", "Floats", "Kind", "PoolingParams", "Role", "Side", "no_instruction"]
 
 MAX_INPUTS = 2048  # texts per request, as OpenAI's limit
 MAX_PAIRS = MAX_INPUTS // 2  # per request; without a cross-encoder each pair is two texts
@@ -47,7 +47,7 @@ class PoolingParams:
 
         Cached or swapped blocks do not hold hidden states.
         """
-        return self.kind != "last"
+        return self.kind not in ("last", "score")
 
     def check(self, model: PoolingConfig) -> None:
         """Raises `Refused` if the model's embeddings cannot be truncated to `dimensions`, or if it lacks the prompt."""
@@ -79,3 +79,12 @@ class PoolingParams:
         if self.normalize is not False:
             vector = vector / max(float(np.linalg.norm(vector)), 1e-12)
         return np.ascontiguousarray(vector[: self.dimensions], np.float32)
+
+
+def no_instruction() -> Refused:
+    """The error of an instruction to a model that reads none."""
+    return Refused(
+        "instruction: this model reads none; leave it out, or put it before the query",
+        code="unsupported_parameter",
+        param="instruction",
+    )

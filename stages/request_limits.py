@@ -231,7 +231,7 @@ def estimated_tokens(request: Request, max_model_len: int) -> int:
 
 def _prompt_chars(prompt: Prompt) -> int:
     if prompt.pair is not None:
-        return sum(map(len, prompt.pair))
+        return sum(map(len, (*prompt.pair, prompt.instruction or "")))
     return len(prompt.text) if prompt.text is not None else chat_chars(prompt.chat)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 
 from ..config import ModelConfig
 from ..errors import CheckpointError, quoted, shown
-from .safetensors import DTYPES, Checkpoint
+from .safetensors import BFLOAT16, DTYPES, Checkpoint
 
 Shapes = dict[str, tuple[int, ...]]  # by name
 
@@ -65,6 +66,19 @@ def open_source(root: Path, config: ModelConfig, load_format: str) -> tuple[Tens
     if config.dtype == "auto":
         config = replace(config, dtype=DTYPE_OF.get(checkpoint.dtype(EMBEDDING), "float32"))
     return checkpoint, config
+
+
+def output_rows(root: Path, config: ModelConfig, load_format: str, rows: Sequence[int]) -> NDArray[np.float32]:
+    """Rows [R, H] of the output layer, as they are before any quantization. `config` is that of `open_source`."""
+    name, other = (EMBEDDING, HEAD) if config.tie_word_embeddings else (HEAD, EMBEDDING)
+    if load_format == "dummy":
+        return np.asarray(_RandomTensors(expected_shapes(config)).array(name)[list(rows)], np.float32)
+    checkpoint = Checkpoint(root)
+    checkpoint.rename(_name_in_model)
+    stored = checkpoint.array(name if name in checkpoint.names else other)[list(rows)]
+    if stored.dtype == BFLOAT16:
+        return (stored.astype(np.uint32) << 16).view(np.float32)
+    return stored.astype(np.float32)
 
 
 def _name_in_model(name: str) -> str:

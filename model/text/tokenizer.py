@@ -206,6 +206,12 @@ class Tokenizer:
             position = end
         return ids + self._encode_plain(text[position:].replace(mark, ""), is_start=position == 0)
 
+    def encode_plain(self, text: str) -> list[int]:
+        """The ids of a text in which special tokens, if it spells any, are ordinary text."""
+        if any(token in text for token in self.special_tokens):
+            return self._encode_plain(text, is_start=True)
+        return self.encode(text, add_special_tokens=False)
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of all ids at once. Invalid bytes become U+FFFD; unknown ids are left out."""
         text = self._rust.decode(list(ids), skip_special_tokens=skip_special_tokens)
@@ -218,6 +224,11 @@ class Tokenizer:
     def token(self, token_id: int) -> str | None:
         """The vocabulary's entry, in the tokenizer's own alphabet; None for an unknown id."""
         return self._rust.id_to_token(token_id)
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a vocabulary entry, spelled in the tokenizer's own alphabet; None if there is none."""
+        found: int | None = self._rust.token_to_id(token)
+        return found
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that the token adds to the text; b"" for an unknown id."""

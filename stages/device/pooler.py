@@ -30,6 +30,7 @@ class Pooler:
         self._started: list[Started | None] = [None] * num_slots
         self._arrays = arrays_of(sums)
         self.sums = sums  # [S, H] over the positions that are pooled
+        self.score_head: Floats | None = None  # [H]: turns the last hidden state of a pair of texts into a logit
 
     def start(self, started: Started) -> None:
         """Assigns a slot to a sequence, pooled or not, and discards the slot's old state."""
@@ -72,6 +73,8 @@ class Pooler:
         for slot, vector in zip(slots.tolist(), vectors, strict=True):
             started = self._started[slot]
             assert started is not None and started.pooling is not None
+            if started.pooling.kind == "score" and self.score_head is not None:
+                vector = _probability(vector @ self.score_head)
             pooled[slot] = _pooled(started, started.pooling, vector / _divisor(started))
             self._leave(slot)
         return pooled
@@ -86,6 +89,11 @@ def _divisor(started: Started) -> float:
     assert started.pooling is not None
     kind, num_tokens = started.pooling.kind, started.num_prompt
     return num_tokens if kind == "mean" else num_tokens**0.5 if kind == "mean_sqrt_len" else 1
+
+
+def _probability(logit: np.float32) -> Floats:
+    """The sigmoid of a logit, as [1]. Tiny values keep their digits."""
+    return np.array([np.exp(-np.logaddexp(0.0, -float(logit)))], np.float32)
 
 
 def _pooled(started: Started, params: PoolingParams, vector: Floats) -> Pooled:

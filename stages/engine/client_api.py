@@ -161,16 +161,18 @@ class ClientApi(ABC):
         queries: str | Sequence[str],
         documents: str | Sequence[str],
         *,
+        instruction: str | None = None,
         request_id: str | None = None,
         priority: int = 0,
         timeout_s: float | None = None,
     ) -> list[ScoringRequestOutput]:
         """How well each document answers its query: one query for all documents, or one each.
 
-        The score is that of a cross-encoder model, or with any other model the similarity of two embeddings.
+        The score is that of a reranker, or with any other model the similarity of two embeddings. `instruction` says
+        what makes a document right, to a Qwen3-Reranker.
         """
         check_scoring(self.info)
-        pairs, tasks = ScoringPairs(as_texts(queries), as_texts(documents)), self.info.tasks
+        pairs, tasks = ScoringPairs(as_texts(queries), as_texts(documents), instruction), self.info.tasks
         request = pairs.request(self._request_id(request_id), tasks, priority=priority)
         outbox, vectors = await self._pool(request, timeout_s)
         scores, counts = pairs.scores(vectors, tasks, self.info.pooling), pairs.num_tokens(outbox, tasks)

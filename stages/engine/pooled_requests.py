@@ -14,7 +14,7 @@ from ..exit.outboxes import RequestOutbox
 from ..messages import Prompt, Request, Task
 from ..outputs import ModelInfo
 from ..params import SamplingParams
-from ..pooling_params import Floats, PoolingParams
+from ..pooling_params import Floats, PoolingParams, no_instruction
 
 NO_TOKENS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, seed=0)  # for requests without text
 
@@ -45,7 +45,8 @@ def check_scoring(info: ModelInfo) -> None:
     if "generate" in info.tasks and "score" not in info.tasks and not info.has_trained_pooling:
         raise Refused(
             "this model generates text and ranks none: serve a cross-encoder or an embedding model for /score and "
-            "/rerank, or start this one with --pooling last to compare its last hidden states",
+            "/rerank, or start this one with --pooling last to compare its last hidden states, or with "
+            "--pooling yes_no if it is a Qwen3-Reranker",
             code="unsupported_task",
             param="model",
         )
@@ -60,12 +61,13 @@ def as_texts(texts: str | Sequence[str]) -> Sequence[str]:
 class ScoringPairs:
     """Queries and documents to score: one query for all documents, or one each.
 
-    A cross-encoder model scores each pair. With any other model the texts are embedded, each query once, and the score
-    is the similarity of their embeddings: the cosine, unless the model names another.
+    A cross-encoder or another reranker scores each pair. With any other model the texts are embedded, each query once,
+    and the score is the similarity of their embeddings: the cosine, unless the model names another.
     """
 
     queries: Sequence[str]
     documents: Sequence[str]
+    instruction: str | None = None  # for a reranker that reads one: what makes a document right; None: its own
 
     def __post_init__(self) -> None:
         if len(self.queries) not in (1, len(self.documents)):
@@ -85,10 +87,13 @@ class ScoringPairs:
     ) -> Request:
         """The request for a model with these `tasks`."""
         if "score" in tasks:
-            prompts = [Prompt(pair=pair) for pair in zip(self._query_of_each(), self.documents, strict=True)]
+            pairs = zip(self._query_of_each(), self.documents, strict=True)
+            prompts = [Prompt(pair=pair, instruction=self.instruction) for pair in pairs]
             return pooled_request(
                 request_id, prompts, replace(pooling, kind="score", normalize=False), priority=priority
             )
+        if self.instruction is not None:
+            raise no_instruction()
         prompts = [Prompt(text=text, role="query") for text in self.queries]
         prompts += [Prompt(text=text, role="document") for text in self.documents]
         return pooled_request(request_id, prompts, pooling, priority=priority)
@@ -116,7 +121,7 @@ class ScoringPairs:
         """Splits the pairs into parts of at most `most` documents."""
         for begin in range(0, len(self.documents), most):
             queries = self.queries if len(self.queries) == 1 else self.queries[begin : begin + most]
-            yield ScoringPairs(queries, self.documents[begin : begin + most])
+            yield ScoringPairs(queries, self.documents[begin : begin + most], self.instruction)
 
     def _query_of_each(self) -> list[str]:
         return [*self.queries] * (len(self.documents) // len(self.queries))

@@ -59,6 +59,9 @@ def load_encoder(
     dtype = None if config.dtype == "auto" else torch_dtype(config, "")
     with phases("tokenizer"):
         files = read_sentence_files(root)
+        if files.score_tokens is not None or config.pooling == "yes_no":
+            what = "pooling = yes_no" if config.pooling == "yes_no" else f"modules.json ({root}): LogitScore"
+            raise ConfigError(f"{what}: is for a model that generates, as Qwen3-Reranker; this one is an encoder")
         model_root = root / files.folder
         vocab_size = (read_json(model_root, "config.json") or {}).get("vocab_size")
         if isinstance(vocab_size, int):

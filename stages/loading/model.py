@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ...model.checkpoint import hub
 from ...model.checkpoint.generation_defaults import GenerationDefaults
 from ...model.checkpoint.model_kind import is_bidirectional
-from ...model.checkpoint.tensor_shapes import open_source
+from ...model.checkpoint.tensor_shapes import open_source, output_rows
 from ...model.checkpoint.tokenizer_size import check_tokenizer_file, check_tokens
 from ...model.config import ModelConfig
+from ...model.errors import shown
 from ...model.pooling import PoolingConfig, read_decoder_pooling
-from ...model.sentence_files import PoolingKind, read_sentence_files
+from ...model.sentence_files import PoolingKind, SentenceFiles, read_sentence_files
 from ...model.text.chat_template import ChatTemplate
 from ...model.text.detokenizer import IncrementalDecoder, TextTable
 from ...model.text.tokenizer import Tokenizer
@@ -36,11 +37,12 @@ from ..errors import ConfigError, Refused
 from ..execute.model_runner import ModelRunner
 from ..grammar.compiled import Grammars
 from ..grammar.masks import GrammarMasks
-from ..messages import Ints
+from ..messages import Ints, Task
 from ..outputs import CaptureReport, ModelInfo
 from ..params import NUMBERS, SamplingParams
 from ..sample.sampler import Sampler
 from ..tokenize.prompt_encoder import ModelEncoder
+from ..tokenize.yes_no import YesNoPrompt, is_named, missing_tokens
 from .early import EarlyLoading, OpenedModel, require_torch, resolve
 
 if TYPE_CHECKING:
@@ -129,11 +131,12 @@ def _load(config: EngineConfig, opened: OpenedModel, phases: Phases, env: Env) -
         # reports an unusable chat template before the weights are read.
         text.result()
     computing = _load_computing(config, opened, opened.shape, phases, env.streams)
-    return _put_together(config, opened.shape, model_id, computing, text.result(), phases, env)
+    return _put_together(config, opened.root, opened.shape, model_id, computing, text.result(), phases, env)
 
 
 def _put_together(
     config: EngineConfig,
+    root: Path,
     shape: ModelConfig,
     model_id: str,
     computing: Backend,
@@ -163,12 +166,16 @@ def _put_together(
         rates=computing.rates,
         startup_s=phases.seconds,
         memory=memory,
-        tasks=frozenset({"generate", "embed"} if shape.has_head else {"embed"}),
+        tasks=_tasks(shape, text),
         pooling=text.pooling,
         has_trained_pooling=text.has_trained_pooling,
         quantization=computing.quantization,
         kv_cache_dtype=computing.kv_cache_dtype,
     )
+    if text.encoder.yes_no is not None:
+        assert runner.pooler is not None
+        yes, no = output_rows(root, shape, config.load_format, text.encoder.yes_no.token_ids)
+        runner.pooler.score_head = yes - no
     grammars = Grammars(lambda: make_vocabulary(tokenizer, text_table, info))
     sampler = Sampler(
         runner.last_tokens,
@@ -189,6 +196,11 @@ def _put_together(
     if async_runtime.captured is not None:
         info = _with_graphs(info, async_runtime.captured)
     return LoadedModel(info, *text_parts, async_runtime.model, async_runtime.model, grammars, async_runtime.make_device)
+
+
+def _tasks(shape: ModelConfig, text: _LoadedText) -> frozenset[Task]:
+    tasks: set[Task] = {"generate", "embed"} if shape.has_head else {"embed"}
+    return frozenset(tasks | {"score"} if text.encoder.yes_no is not None else tasks)
 
 
 def _end_tokens(defaults: GenerationDefaults, tokenizer: Tokenizer, shape: ModelConfig) -> tuple[int, ...]:
@@ -268,13 +280,40 @@ def _read_text(config: EngineConfig, root: Path, shape: ModelConfig, model_id: s
         check_tokens(root, len(tokenizer), shape.vocab_size)
         template = ChatTemplate.read(root, tokenizer, config.chat_template)
         log.info("chat_template.chosen", **_origins(template))
-        encoder = ModelEncoder(tokenizer, template, model_id)
+        yes_no = _yes_no_prompt(config, root, shape, model_id, files, tokenizer)
+        encoder = ModelEncoder(tokenizer, template, model_id, yes_no=yes_no)
         defaults = GenerationDefaults.read(root, shape)
         pooling = read_decoder_pooling(root, files, shape.hidden_size, configured_pooling(config))
         if len(tokenizer) > shape.vocab_size:
             log.warning("tokenizer.larger_than_model", num_tokens=len(tokenizer), vocab_size=shape.vocab_size)
         is_known = configured_pooling(config) is not None or files.is_present
         return _LoadedText(tokenizer, encoder, TextTable(tokenizer), defaults, pooling, is_known)
+
+
+def _yes_no_prompt(
+    config: EngineConfig, root: Path, shape: ModelConfig, model_id: str, files: SentenceFiles, tokenizer: Tokenizer
+) -> YesNoPrompt | None:
+    """The prompt of a Qwen3-Reranker: of a qwen3 model with this name, or where `pooling` or modules.json says so."""
+    is_told = config.pooling == "yes_no"
+    if config.pooling not in ("auto", "yes_no"):
+        return None
+    missing = missing_tokens(tokenizer)
+    if is_told and (missing or not shape.has_head):
+        lacks = f"no token {shown(missing[0])!r}" if missing else "no output layer"
+        raise ConfigError(f"pooling = yes_no: is for Qwen3-Reranker checkpoints, and {root} has {lacks}")
+    is_able = not missing and shape.has_head and (is_told or shape.model_type == "qwen3")
+    prompt = YesNoPrompt(tokenizer) if is_able else None
+    if is_told or (files.score_tokens is None and is_named(model_id)):
+        return prompt
+    if files.score_tokens is None:
+        return None
+    if prompt is None or files.score_tokens != prompt.token_ids:
+        raise ConfigError(
+            f"modules.json ({root}): LogitScore with true_token_id, false_token_id = {files.score_tokens}: only those "
+            'of Qwen3-Reranker, its tokens "yes" and "no", are supported; start with pooling = last to serve the model '
+            "without scores"
+        )
+    return prompt
 
 
 def _origins(template: ChatTemplate | None) -> dict[str, Any]:
@@ -289,8 +328,8 @@ def _origins(template: ChatTemplate | None) -> dict[str, Any]:
 
 
 def configured_pooling(config: EngineConfig) -> PoolingKind | None:
-    """The configured pooling, which overrides the checkpoint's; None for "auto"."""
-    return None if config.pooling == "auto" else config.pooling
+    """The configured pooling of embeddings, which overrides the checkpoint's; None if none is."""
+    return None if config.pooling == "auto" or config.pooling == "yes_no" else config.pooling
 
 
 def _default_params(config: EngineConfig, defaults: GenerationDefaults) -> SamplingParams:

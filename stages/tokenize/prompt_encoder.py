@@ -10,19 +10,27 @@ from ...model.text.chat_template import ChatTemplate, missing_template
 from ...model.text.tokenizer import Side, Tokenizer
 from ..errors import Refused
 from ..messages import ChatPrompt
+from ..pooling_params import no_instruction
+from .yes_no import YesNoPrompt
 
 
 class ModelEncoder:
     """The `PromptEncoder` of a checkpoint. All methods are thread-safe."""
 
     def __init__(
-        self, tokenizer: Tokenizer, template: ChatTemplate | None, model_id: str, pair_prompt: str = ""
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        model_id: str,
+        pair_prompt: str = "",
+        yes_no: YesNoPrompt | None = None,
     ) -> None:
-        """`pair_prompt` is put before the first text of a pair."""
+        """`pair_prompt` is put before the first text of a pair. `yes_no` is the prompt of a model that judges pairs."""
         self.tokenizer = tokenizer
         self.template = template
         self.model_id = model_id
         self.pair_prompt = pair_prompt
+        self.yes_no = yes_no
 
     def encode_text(self, text: str) -> list[int]:
         """Ids of a plain prompt, with the special tokens that the tokenizer adds."""
@@ -42,11 +50,21 @@ class ModelEncoder:
             raise Refused(f"truncate_prompt_tokens: {error}", param="truncate_prompt_tokens") from None
 
     def encode_pair_cut(
-        self, first: str, second: str, most: int, side: Side | None = None
+        self, first: str, second: str, most: int, side: Side | None = None, instruction: str | None = None
     ) -> tuple[list[int], list[int]]:
-        """Ids of two texts joined by the tokenizer, at most `most`, and 0 or 1 per id: the text that it belongs to."""
+        """Ids of two texts, at most `most`, and 0 or 1 per id: the text that it belongs to.
+
+        They are joined by the prompt of a model that judges pairs, or else by the tokenizer.
+        """
         texts = (_unicode(self.pair_prompt + first, "prompt"), _unicode(second, "prompt"))
+        if instruction is not None:
+            if self.yes_no is None:
+                raise no_instruction()
+            _unicode(instruction, "instruction")
         try:
+            if self.yes_no is not None:
+                token_ids = self.yes_no.encode(*texts, most, side, instruction)
+                return token_ids, [0] * len(token_ids)
             token_ids, type_ids = self.tokenizer.encode_pair_cut(*texts, most, side)
             return token_ids, type_ids if self.tokenizer.gives_types else [0] * len(token_ids)
         except ValueError as error:

@@ -55,9 +55,12 @@ class PromptEncoder(Protocol):
         """Token ids of a text, at most `most`: the text is cut, special tokens are kept."""
 
     def encode_pair_cut(
-        self, first: str, second: str, most: int, side: Side | None = None
+        self, first: str, second: str, most: int, side: Side | None = None, instruction: str | None = None
     ) -> tuple[Sequence[int], Sequence[int]]:
-        """Token ids of a pair of texts, at most `most`, and for each token 0 or 1: the text that it belongs to."""
+        """Token ids of a pair of texts, at most `most`, and for each token 0 or 1: the text that it belongs to.
+
+        Raises `Refused` for an `instruction` to a model that reads none.
+        """
 
     def count_prompt(self, text: str) -> int:
         """Number of tokens of a text with another text behind it."""
@@ -196,7 +199,7 @@ def encode_pooled(encoder: PromptEncoder, limits: RequestLimits, request: Reques
     assert pooling is not None
     most, side = limits.longest_text(pooling), pooling.truncation_side
     if prompt.pair is not None:
-        token_ids, type_ids = encoder.encode_pair_cut(*prompt.pair, most, side)
+        token_ids, type_ids = encoder.encode_pair_cut(*prompt.pair, most, side, prompt.instruction)
         return EncodedPrompt(_checked(token_ids, limits, "prompt"), _as_array(type_ids))
     if prompt.text is None:
         return EncodedPrompt(limits.cut_ids(pooling, encode_prompt(encoder, limits, prompt)))

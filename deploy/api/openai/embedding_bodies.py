@@ -105,6 +105,9 @@ class EmbeddingBody(PooledBody):
 class PairsBody(PooledBody):
     """Base class of scores and reranking: pairs of texts to compare."""
 
+    # what makes a document right, for a reranker that reads it; the default is the model's own
+    instruction: Annotated[str | None, Field(min_length=1)] = None
+
     def pairs(self) -> ScoringPairs:
         """The pairs to compare."""
         raise NotImplementedError
@@ -161,7 +164,7 @@ class ScoreBody(PairsBody):
 
     def pairs(self) -> ScoringPairs:
         """The queries with the documents."""
-        return ScoringPairs(self.queries or self.text_1 or [], self.documents or self.text_2 or [])
+        return ScoringPairs(self.queries or self.text_1 or [], self.documents or self.text_2 or [], self.instruction)
 
 
 class RerankBody(PairsBody):
@@ -176,4 +179,4 @@ class RerankBody(PairsBody):
 
     def pairs(self) -> ScoringPairs:
         """The query with each document."""
-        return ScoringPairs([self.query], self.documents)
+        return ScoringPairs([self.query], self.documents, self.instruction)

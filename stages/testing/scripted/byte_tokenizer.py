@@ -66,9 +66,9 @@ class ByteTokenizer:
         return ids[-most:] if side == "left" else ids[:most]
 
     def encode_pair_cut(
-        self, first: str, second: str, most: int, side: str | None = None
+        self, first: str, second: str, most: int, side: str | None = None, instruction: str | None = None
     ) -> tuple[list[int], list[int]]:
-        """Two texts with <|end|> between them, cut on one side."""
+        """Two texts with <|end|> between them, cut on one side. `instruction` has no effect."""
         begin, rest = [*self.encode_text(first), EOS], self.encode_text(second)
         kept = slice(-most, None) if side == "left" else slice(most)
         return (begin + rest)[kept], ([0] * len(begin) + [1] * len(rest))[kept]

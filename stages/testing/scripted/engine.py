@@ -275,7 +275,10 @@ def _loaded(config: EngineConfig, model: ScriptedModel, phases: Phases | None = 
         num_host_blocks=config.num_cpu_blocks or 0,
         max_num_batched_tokens=config.num_step_tokens,
         itl_target_ms=config.itl_target_ms or 0.0,
-        pooling=PoolingConfig(kind="last" if config.pooling == "auto" else config.pooling, size=EMBEDDING_SIZE),
+        pooling=PoolingConfig(
+            kind="last" if config.pooling == "auto" or config.pooling == "yes_no" else config.pooling,
+            size=EMBEDDING_SIZE,
+        ),
         startup_s={} if phases is None else phases.seconds,
     )
     vocabulary = Vocabulary(tokenizer.bytes, tokenizer.special_ids, (EOS,), VOCAB_SIZE)

@@ -183,6 +183,7 @@ async def test_a_model_that_only_generates_scores_nothing_and_says_what_does():
                 error = (await response.json())["error"]
             assert (response.status, error["code"], error["param"]) == (400, "unsupported_task", "model")
             assert "cross-encoder" in error["message"] and "--pooling last" in error["message"]
+            assert "--pooling yes_no if it is a Qwen3-Reranker" in error["message"]
         with pytest.raises(Refused, match="ranks none"):
             await running.engine.score("a", "b")
         async with running.http.post(running.server.url + "/v1/embeddings", json={"input": "a"}) as response:

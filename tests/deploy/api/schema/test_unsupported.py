@@ -110,6 +110,12 @@ def test_a_field_that_would_change_a_vector_or_score_is_refused(kind, field, val
     assert read(kind, {field: None}) == []
 
 
+def test_an_instruction_is_for_scores_and_reranking_alone():
+    assert read(ScoreBody, {"instruction": "x"}) == read(RerankBody, {"instruction": "x"}) == []
+    with pytest.raises(ApiError, match="instruction"):
+        read(EmbeddingBody, {"instruction": "x"})
+
+
 def test_a_prompt_by_name_is_for_embeddings_alone():
     assert read(EmbeddingBody, {"prompt_name": "query"}) == []
     for kind in (ScoreBody, RerankBody):

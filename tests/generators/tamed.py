@@ -40,6 +40,7 @@ def tamed(value: Any) -> Any:
         body["bad_words"] = [word for word in body["bad_words"] if not isinstance(word, str) or word.strip()]
     body.pop("dimensions", None)  # the scripted model's embeddings cannot be cut
     body.pop("prompt_name", None)  # and it has no prompts
+    body.pop("instruction", None)  # and it reads none
     return body
 
 

@@ -49,13 +49,17 @@ def parse_object(data: bytes, limits: JsonLimits) -> dict[str, Any]:
     """
     if len(data) > limits.num_bytes:
         raise too_large(limits.num_bytes)
-    _check_bounds(data, limits)
+    inexact = _check_bounds(data, limits)
     try:
         parsed = orjson.loads(data)
     except orjson.JSONDecodeError as error:
         raise ApiError("invalid_json", f"the body is not valid JSON: {error}") from None
     if not isinstance(parsed, dict):
         raise ApiError("invalid_json", f"the body is a JSON {_kind(parsed)}: must be an object")
+    if inexact is not None:
+        name = next((str(name) for name, value in parsed.items() if _holds(value, float(inexact))), None)
+        hint = "whole numbers must be of 64 bits; write it as a string"
+        raise ApiError("invalid_value", f"{name or 'the body'} has the number {inexact}: {hint}", param=name)
     return parsed
 
 
@@ -64,9 +68,10 @@ def too_large(limit: int) -> ApiError:
     return ApiError("body_too_large", f"the body is longer than {limit} bytes: send less, or raise --max-body-bytes")
 
 
-def _check_bounds(data: bytes, limits: JsonLimits) -> None:
+def _check_bounds(data: bytes, limits: JsonLimits) -> str | None:
+    """Raises `ApiError` for a limit that `data` exceeds. Returns the first whole number of more than 64 bits."""
     if _is_trivially_within(data, limits):
-        return
+        return None
     _at_most("escapes", data.count(b"\\"), 2 * MAX_ESCAPES)
     _at_most("strings", data.count(b'"') // 2, MAX_STRINGS)
     outside = _outside_strings(data)
@@ -78,8 +83,7 @@ def _check_bounds(data: bytes, limits: JsonLimits) -> None:
     if _has_digit_run(outside, limits.digits + 1):
         hint = "round it, write it with an exponent, or as a string"
         raise ApiError("invalid_json", f"the body has a number of more than {limits.digits} digits: {hint}")
-    if _has_digit_run(outside, LONG):
-        _check_whole_numbers(outside.tobytes())
+    return _inexact_number(outside.tobytes()) if _has_digit_run(outside, LONG) else None
 
 
 def _is_trivially_within(data: bytes, limits: JsonLimits) -> bool:
@@ -94,13 +98,19 @@ def _is_trivially_within(data: bytes, limits: JsonLimits) -> bool:
     )
 
 
-def _check_whole_numbers(outside: bytes) -> None:
-    """Refuses whole numbers of more than 64 bits, of which the parser would make floating-point numbers."""
-    for found in _LONG_NUMBER.finditer(outside):
-        if not -(2**63) <= int(found[0]) < 2**64:
-            shown = found[0].decode()
-            message = f"the body has the number {shown}: whole numbers must be of 64 bits; write it as a string"
-            raise ApiError("invalid_json", message)
+def _inexact_number(outside: bytes) -> str | None:
+    """The first whole number of more than 64 bits, of which the parser makes a floating-point number."""
+    numbers = (found[0] for found in _LONG_NUMBER.finditer(outside))
+    return next((number.decode() for number in numbers if not -(2**63) <= int(number) < 2**64), None)
+
+
+def _holds(value: Any, number: float) -> bool:
+    """Whether `value`, or something in it, is `number`. The depth of `value` is bounded."""
+    if isinstance(value, dict):
+        return any(_holds(each, number) for each in value.values())
+    if isinstance(value, list):
+        return any(_holds(each, number) for each in value)
+    return isinstance(value, float) and value == number
 
 
 def _at_most(what: str, count: int, limit: int) -> None:

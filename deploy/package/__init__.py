@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         SamplingParams,
         Stage,
         StructuredOutputs,
+        reply_text,
         stage,
     )
 
@@ -43,6 +44,7 @@ __all__ = [
     "Stage",
     "StructuredOutputs",
     "__version__",
+    "reply_text",
     "stage",
 ]
 

@@ -18,7 +18,7 @@ from ....stages.pooling_params import MAX_INPUTS, MAX_PAIRS, PoolingParams
 from ...errors import ApiError
 from ..schema import fields as schema_fields
 from ..schema.body import Body
-from ..schema.hints import NOT_EMPTY, NOT_NULL, has
+from ..schema.hints import NOT_NULL, OF_ANY_LENGTH, has
 from ..schema.unsupported import POOLING, Harmless
 from .bodies import ModelName
 from .prompts import read_prompts
@@ -172,7 +172,7 @@ class RerankBody(PairsBody):
 
     NAMES: ClassVar[dict[str, str]] = {"prompt": "documents"}
 
-    query: Annotated[Text, WithJsonSchema(NOT_EMPTY)]
+    query: Annotated[Text, WithJsonSchema(OF_ANY_LENGTH)]
     documents: Texts
     top_n: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None  # 0 or none: all
     return_documents: bool = True

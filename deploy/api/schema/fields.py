@@ -10,7 +10,7 @@ from typing import Any
 from ....stages.params import MAX_ALLOWED_TOKEN_IDS, MAX_BAD_WORD_CHARS, MAX_BAD_WORDS
 from ....stages.pooling_params import MAX_INPUTS, MAX_PAIRS
 from ....stages.structured_outputs import MAX_CHOICES, MAX_GRAMMAR_BYTES, MAX_REGEX_BYTES
-from .hints import CONTENT, NOT_EMPTY, TOKEN_ID, Schema, array, nullable, prompts
+from .hints import CONTENT, NOT_EMPTY, OF_ANY_LENGTH, TOKEN_ID, Schema, array, nullable, prompts
 
 MAX_TOOLS = 1024  # of one request
 
@@ -95,14 +95,14 @@ RESPONSE_FORMAT: Schema = nullable(
 
 # -- embeddings and pairs
 
-INPUT = prompts(MAX_INPUTS)
+INPUT = prompts(MAX_INPUTS, OF_ANY_LENGTH)
 _ITEM: Schema = {
     "anyOf": [
-        NOT_EMPTY,
-        {"type": "object", "properties": {"text": NOT_EMPTY}, "required": ["text"], "additionalProperties": False},
+        OF_ANY_LENGTH,
+        {"type": "object", "properties": {"text": OF_ANY_LENGTH}, "required": ["text"], "additionalProperties": False},
     ]
 }
-TEXTS: Schema = {"anyOf": [NOT_EMPTY, array(_ITEM, MAX_PAIRS, least=1)]}
+TEXTS: Schema = {"anyOf": [OF_ANY_LENGTH, array(_ITEM, MAX_PAIRS, least=1)]}
 CUT_TEXT: Schema = {
     "anyOf": [
         {"const": -1, "description": "as many tokens as the model reads, which is the default"},

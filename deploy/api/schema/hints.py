@@ -79,17 +79,18 @@ def array(items: Schema, most: int, least: int = 0) -> Schema:
 # -- forms
 
 NOT_EMPTY: Schema = {"type": "string", "minLength": 1, LIMITS: {"maxLength": "most_prompt_chars"}}
+OF_ANY_LENGTH: Schema = {"type": "string", "minLength": 1}  # where texts are cut at the model's length
 TOKEN_ID: Schema = {"type": "integer", "minimum": 0, LIMITS: {"maximum": "last_token_id"}}
 TOKEN_IDS: Schema = {"type": "array", "items": TOKEN_ID}
 TOKENS_OF_A_PROMPT: Schema = TOKEN_IDS | {"minItems": 1, LIMITS: {"maxItems": "longest_prompt"}}
 
 
-def prompts(most: int) -> Schema:
+def prompts(most: int, text: Schema = NOT_EMPTY) -> Schema:
     """One prompt, or at most `most`, as texts or token ids."""
     return {
         "anyOf": [
-            NOT_EMPTY,
-            array(NOT_EMPTY, most, least=1),
+            text,
+            array(text, most, least=1),
             TOKENS_OF_A_PROMPT,
             array(TOKENS_OF_A_PROMPT, most, least=1),
         ]

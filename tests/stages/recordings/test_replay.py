@@ -129,7 +129,7 @@ def test_an_engine_records_from_its_start_to_its_stop_and_spares_an_existing_fil
 
 
 def test_a_file_that_cannot_be_made_is_a_wrong_setting(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"record = .*nowhere/run.jsonl: No such file"):
+    with pytest.raises(ConfigError, match=r"record = .*nowhere/run.jsonl: the folder .*nowhere does not exist"):
         asyncio.run(serve(tmp_path / "nowhere" / "run.jsonl"))
 
 

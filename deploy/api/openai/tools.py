@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-from ....model.text.schema_keywords import map_schemas
+from ....model.schema.schema_keywords import map_schemas
 from ...errors import ApiError, shorten
 from ..schema.fields import MAX_TOOLS
 

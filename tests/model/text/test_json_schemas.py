@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher
 
+from millrace.model.schema.schema_closing import closed
 from millrace.model.text.grammar import GrammarError
-from millrace.model.text.schema_closing import closed
 from tests.model.text.grammar_checks import accepts, holds, matcher_of
 
 INT = {"type": "integer"}

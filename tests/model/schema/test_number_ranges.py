@@ -8,7 +8,7 @@ from decimal import Decimal
 
 import pytest
 
-from millrace.model.text.number_ranges import decimal_range, integer_range
+from millrace.model.schema.number_ranges import decimal_range, integer_range
 from tests.counts import count
 
 NUM_RANGES = count(150, 5000)

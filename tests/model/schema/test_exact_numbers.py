@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from millrace.model.text.exact_numbers import with_nearer_bounds
+from millrace.model.schema.exact_numbers import with_nearer_bounds
 from millrace.model.text.grammar import GrammarError
 from tests.counts import count
 from tests.model.text.grammar_checks import accepts, holds, matcher_of, write

@@ -1,0 +1,267 @@
+"""The architecture of a decoder as data: what each layer computes, whichever family it is of. Does not import torch.
+
+A family (`families/NAME.py`) makes a `DecoderSpec` of a config.json. The decoders read only the spec, and
+`backend_gaps.py` says what each backend lacks of one. Every default is Llama's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+from .rope_config import RopeConfig
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu", "swiglu_clamped"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NormSpec:
+    """A norm over the numbers of a row: RMS norm, or LayerNorm, which subtracts the mean first. Computed in f32."""
+
+    kind: Literal["rms", "layer"] = "rms"
+    eps: float = 1e-6
+    weight: Literal["w", "one_plus", "none"] = (
+        "w"  # one_plus: the checkpoint stores w - 1, and the loader adds 1 in f32
+    )
+    has_bias: bool = False  # added after the weight
+    is_exact: bool = False  # False: rounded to the dtype before the weight as well, as in Llama; True: at the end only
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QkNorm:
+    """The norm of queries and keys."""
+
+    norm: NormSpec
+    over: Literal["head", "row"] = "head"  # row: all heads of a token together, with a weight a number of the row
+    when: Literal["before_rope", "after_rope"] = "before_rope"
+    has_weight_per_head: bool = False  # over heads: each head has its own weight, [H, D] and [G, D], instead of [D]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """Attention over cached keys and values."""
+
+    num_heads: int  # H
+    num_kv_heads: int  # G; divides H
+    head_dim: int  # D, of queries and keys
+    value_dim: int | None = None  # of values; None = head_dim
+    scale: float  # multiplies q @ k; usually head_dim ** -0.5
+    rope: int | None = 0  # index into `DecoderSpec.ropes`; None = no rotary positions (NoPE)
+    window: int | None = None  # keys a query sees, itself included; None = all
+    chunk: int | None = None  # a query sees only keys of its own chunk of so many positions; None = all
+    soft_cap: float | None = None  # scores become cap * tanh(score / cap)
+    has_sinks: bool = False  # one more score a head in the softmax, without a value
+    qk_norm: QkNorm | None = None
+    v_norm: NormSpec | None = None  # over each value head
+    has_qkv_bias: bool = False
+    has_output_bias: bool = False
+    has_output_gate: bool = False  # the output is multiplied by the sigmoid of a fourth projection
+    is_k_v: bool = False  # values are the keys before norm and rotation
+    query_temper: tuple[float, int] | None = None  # (b, n): q *= 1 + b * ln(1 + position // n), after the rotation
+    kv_of: int | None = None  # layer whose cache is read; this one writes none
+    has_alibi: bool = False  # scores get slope(head) * (key position - query position)
+
+    @property
+    def group(self) -> int:
+        """Query heads a key/value head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def qkv_size(self) -> int:
+        """Columns of the fused projection."""
+        return (self.num_heads + self.num_kv_heads) * self.head_dim + self.num_kv_heads * (
+            self.value_dim or self.head_dim
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentSpec:
+    """Attention over a compressed cache (multi-head latent attention)."""
+
+    num_heads: int
+    q_rank: int | None  # of the compressed query; None = queries are projected directly
+    kv_rank: int  # of the cached latent
+    nope_dim: int  # numbers of a head without rotation
+    rope_dim: int  # rotated numbers of a head, whose key all heads share
+    value_dim: int
+    scale: float
+    rope: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecurrentSpec:
+    """A layer whose state has one size, however long the sequence is."""
+
+    kind: Literal["gdn", "kda", "mamba2", "mamba", "short_conv"]
+    num_key_heads: int = 1
+    num_value_heads: int = 1
+    key_dim: int = 0  # of a head
+    value_dim: int = 0
+    conv_width: int = 0  # tokens of the short convolution
+    groups: int = 1
+    norm_group: int | None = None  # numbers normed together; None = a head
+    dt_limit: tuple[float, float] | None = None
+    chunk: int = 64  # tokens computed together in a prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeedSpec:
+    """A feed-forward network: down(act(gate x) * up x), or down(act(up x))."""
+
+    intermediate_size: int
+    is_gated: bool = True
+    activation: Activation = "silu"
+    has_bias: bool = False
+    alpha: float = 1.702  # swiglu_clamped: (up + 1) * gate * sigmoid(alpha * gate)
+    limit: float = 7.0  # swiglu_clamped: gate <= limit, |up| <= limit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterSpec:
+    """Which experts a token goes to, and with what weights."""
+
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    when: Literal["before_top_k", "after_top_k"] = "before_top_k"  # the score function is applied
+    norm_top_k: bool = False  # the chosen weights are divided by their sum
+    norm_eps: float = 0.0
+    scale: float = 1.0
+    has_bias: bool = False
+    has_choice_bias: bool = False  # added to choose, not to weigh
+    groups: int = 1
+    groups_kept: int = 1
+    group_score: Literal["max", "top2"] = "max"
+    scales_input: bool = False  # the weight multiplies the expert's input
+    input_norm: NormSpec | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoeSpec:
+    """A mixture of experts."""
+
+    num_experts: int
+    top_k: int
+    expert: FeedSpec
+    router: RouterSpec
+    shared: FeedSpec | None = None  # computed for every token
+    has_shared_gate: bool = False
+    dense_beside: FeedSpec | None = None  # a network of its own beside the experts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec:
+    """x += scale * post_mixer(mixer(pre_mixer(x))); x += scale * post_feed(feed(pre_feed(x))).
+
+    With `is_parallel` both read the same x: x += mixer(pre_mixer(x)) + feed(pre_feed(x)), where a missing `pre_feed` is
+    `pre_mixer`.
+    """
+
+    mixer: AttentionSpec | LatentSpec | RecurrentSpec | None
+    feed: FeedSpec | MoeSpec | None
+    pre_mixer: NormSpec | None = field(default_factory=NormSpec)
+    post_mixer: NormSpec | None = None
+    pre_feed: NormSpec | None = field(default_factory=NormSpec)
+    post_feed: NormSpec | None = None
+    is_parallel: bool = False
+    residual_scale: float = 1.0  # multiplies what is added to the residual
+    has_output_scale: bool = False  # the layer's output is multiplied by a number of the checkpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnedPositions:
+    """A table of position vectors that are added to the embedding."""
+
+    rows: int  # of the table
+    offset: int = 0  # row of position 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingSpec:
+    """From token ids to the first residual."""
+
+    scale: float = 1.0  # rounded to the dtype before use
+    positions: LearnedPositions | None = None
+    norm: NormSpec | None = None  # after the positions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadSpec:
+    """Logits = cap(scale * (W x + b))."""
+
+    exists: bool = True  # False = no logits, as the checkpoint was saved without its output layer
+    is_tied: bool = False  # W is the embedding
+    has_bias: bool = False
+    scale: float = 1.0
+    soft_cap: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderSpec:
+    """A decoder, layer by layer. Equal layers are one object, so `is` compares them."""
+
+    family: str  # model_type of config.json
+    vocab_size: int  # V, rows of the embedding; the tokenizer may have fewer ids
+    hidden_size: int
+    layers: tuple[LayerSpec, ...]
+    embedding: EmbeddingSpec = EmbeddingSpec()
+    final_norm: NormSpec | None = NormSpec()
+    head: HeadSpec = HeadSpec()
+    ropes: tuple[RopeConfig, ...]  # of the layers; empty = none rotates
+    max_position_embeddings: int  # longest sequence, prompt and output together
+    dtype: str  # float32, bfloat16 or float16; "auto", if config.json names none, until the files say it
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @cached_property
+    def attentions(self) -> tuple[AttentionSpec, ...]:
+        """The attention of each layer that has one."""
+        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionSpec))
+
+    @property
+    def attention(self) -> AttentionSpec:
+        """The attention whose sizes all layers share: they may differ in windows and positions only."""
+        return self.attentions[0]
+
+    @property
+    def num_heads(self) -> int:
+        return self.attention.num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.attention.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.attention.head_dim
+
+    @property
+    def qkv_size(self) -> int:
+        return self.attention.qkv_size
+
+    @cached_property
+    def windows(self) -> tuple[int | None, ...]:
+        """Of each layer with attention: keys a query sees, itself included; None = all."""
+        return tuple(attention.window for attention in self.attentions)
+
+    @cached_property
+    def intermediate_size(self) -> int:
+        """The largest of the layers."""
+        return max((feed.intermediate_size for feed in self.feeds()), default=0)
+
+    def feeds(self) -> Iterator[FeedSpec]:
+        """The feed-forward networks that are no experts."""
+        return (layer.feed for layer in self.layers if isinstance(layer.feed, FeedSpec))
+
+    @property
+    def longest_on_request(self) -> int:
+        """The longest sequence that a setting may ask for: rotary scaling may stretch the trained length."""
+        stretched = [rope.factor for rope in self.ropes if rope.kind in ("linear", "dynamic")]
+        longest = (
+            min(stretched) * self.max_position_embeddings if len(stretched) == len(self.ropes) and stretched else 0
+        )
+        return max(self.max_position_embeddings, int(longest))

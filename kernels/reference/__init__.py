@@ -4,5 +4,5 @@ Owns: how each kernel of `kernels/kernel_set.py` computes in PyTorch; the protoc
 In: tensors on any device; on a GPU the attention kernels wait for the device.
 Out: tensors.
 Imports: `kernels/layout`, torch.
-Start with: `kernel_set.py`, the list of kernels, then `layers_and_attention.py`.
+Start with: `kernel_set.py`, the list of kernels, then `attention.py`.
 """

@@ -1,6 +1,6 @@
 """Paged attention with soft caps and 8-bit caches, which PyTorch's SDPA lacks. Plain, in f32, not fast.
 
-`layers_and_attention.py` calls it in these cases, where it is the oracle of `kernels/triton/attention.py`.
+`attention.py` calls it in these cases, where it is the oracle of `kernels/triton/attention.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def attend_in_f32(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
 ) -> Tensor:
-    """As `paged_attention` in `layers_and_attention.py`. One sequence at a time, SCORED_ROWS of its query rows."""
+    """As `paged_attention` in `attention.py`. One sequence at a time, SCORED_ROWS of its query rows."""
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     starts = query_starts.tolist()
     for sequence, length in enumerate(lengths.tolist()):

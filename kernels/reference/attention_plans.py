@@ -1,6 +1,6 @@
 """Plans how a step's contexts are read: buckets of rows, their blocks, masks and shared prefixes.
 
-The attention kernels of `layers_and_attention.py` make a plan once a step, from lengths and block tables.
+The attention kernels of `attention.py` make a plan once a step, from lengths and block tables.
 
 C rows of a bucket, S sequences, M blocks a row of a block table, N blocks of B tokens, G key/value heads, D head size.
 """

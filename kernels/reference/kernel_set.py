@@ -4,16 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from .layers_and_attention import (
-    add_rms_norm,
-    attention_prologue,
-    copy_blocks,
-    paged_attention,
-    paged_decode,
-    plan_attention,
-    rms_norm,
-    silu_mul,
-)
+from .attention import copy_blocks, paged_attention, paged_decode, plan_attention
+from .attention_prologue import attention_prologue
+from .layers import add_rms_norm, rms_norm, silu_mul
 from .sampling import choose, count_tokens, edit, score, thresholds
 
 __all__ = [

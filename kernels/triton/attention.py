@@ -1,4 +1,4 @@
-"""Triton kernels of attention over a paged cache. Their twins are in `kernels/reference/layers_and_attention.py`.
+"""Triton kernels of attention over a paged cache. Their twins are in `kernels/reference/attention.py`.
 
 Shapes: q [T or S, H, D], a layer's cache [N, G, B, D], block tables [S, M]; T new tokens, S sequences, H query heads,
 G key/value heads, D head size, N blocks of B tokens. In the kernels [M, N] is a tile of query rows x cached tokens.

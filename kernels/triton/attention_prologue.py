@@ -1,6 +1,6 @@
 """The Triton kernel between a layer's fused projection and its attention.
 
-Its twin is `attention_prologue` in `kernels/reference/layers_and_attention.py`.
+Its twin is `attention_prologue` in `kernels/reference/attention_prologue.py`.
 
 Shapes: qkv [T, H + 2G, D], a layer's cache [N, G, B, D], tables [P, D_rot / 2] f32, positions and slots [T] i64.
 

@@ -1,6 +1,6 @@
 """The Triton kernel that copies whole blocks of the KV cache.
 
-Its twin is `copy_blocks` in `kernels/reference/layers_and_attention.py`.
+Its twin is `copy_blocks` in `kernels/reference/attention.py`.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"

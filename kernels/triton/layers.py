@@ -1,4 +1,4 @@
-"""Triton kernels of norms and activation. Their twins are in `kernels/reference/layers_and_attention.py`.
+"""Triton kernels of norms and activation. Their twins are in `kernels/reference/layers.py`.
 
 Shapes: x [T, D] or [T, H, D], gate_up [T, 2F]; T new tokens, H heads, D row size.
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from millrace.kernels import kernel_set
-from millrace.kernels.reference import layers_and_attention as reference
+from millrace.kernels.reference import layers as reference
 from millrace.kernels.triton import attention as triton_attention
 from millrace.kernels.triton import launch as triton_launch
 from millrace.kernels.triton import layers as triton_layers

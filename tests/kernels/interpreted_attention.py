@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.kernels.layout.work_lists import AttentionPlan, AttentionShape, list_work
-from millrace.kernels.reference import layers_and_attention as reference
+from millrace.kernels.reference import attention as reference
 from millrace.kernels.triton import attention as triton_attention
 from millrace.kernels.triton import launch as triton_launch
 from millrace.kernels.triton.attention_plan import plan_attention, workspace_bytes

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from millrace.kernels.reference import layers_and_attention as reference
+from millrace.kernels.reference import attention, attention_prologue
 from millrace.kernels.triton import attention_prologue as triton_prologue
 from millrace.kernels.triton import block_copy as triton_copy
 from millrace.kernels.triton import launch as triton_launch
@@ -42,7 +42,7 @@ def prologues(
     angles = torch.rand(20, half, generator=generator) * 6
     positions = torch.tensor([19, 0, 3, 3, 7])[: len(qkv)]
     made = []
-    for kernels in (triton_prologue, reference):
+    for kernels in (triton_prologue, attention_prologue):
         caches = empty_caches(4, num_groups, 4, head_dim, dtype, layout)
         if scales is not None:
             caches = tuple(cache.nan_to_num(0.0).to(torch.float8_e4m3fn) for cache in caches)
@@ -139,7 +139,7 @@ def test_blocks_are_copied_whole_and_no_other_is_touched(
     theirs = ours.clone()
     sources, destinations = torch.tensor([1, 1, 4]), torch.tensor([0, 5, 3])
     triton_copy.copy_blocks(ours, axis, sources, destinations)
-    reference.copy_blocks(theirs, axis, sources, destinations)
+    attention.copy_blocks(theirs, axis, sources, destinations)
     assert torch.equal(ours, theirs)
     assert torch.equal(ours.select(axis, 5), ours.select(axis, 1))
 

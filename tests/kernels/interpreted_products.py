@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from millrace.kernels.reference import layers_and_attention as reference
+from millrace.kernels.reference import layers as reference
 from millrace.kernels.triton import launch as triton_launch
 from tests.bench.gpu.few_rows import (
     Tiling,

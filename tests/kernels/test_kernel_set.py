@@ -18,7 +18,7 @@ from torch import Tensor
 
 from millrace.kernels import kernel_set
 from millrace.kernels.kernel_set import KernelSet, SamplingKernels
-from millrace.kernels.reference import layers_and_attention, sampling
+from millrace.kernels.reference import sampling
 
 PROTOCOLS = (KernelSet, SamplingKernels)
 KERNELS = Path(kernel_set.__file__).parent
@@ -88,7 +88,7 @@ def test_torch_gives_the_twins() -> None:
     kernels = kernel_set.load("torch")
     assert kernels.name == "torch"
     for name in kernels_of(KernelSet):
-        assert getattr(kernels, name) is getattr(layers_and_attention, name)
+        assert getattr(kernels, name).__module__.startswith("millrace.kernels.reference.")
     for name in kernels_of(SamplingKernels):
         assert getattr(kernel_set.load_sampling("torch"), name) is getattr(sampling, name)
 

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from millrace.kernels.reference import attention as reference
 from millrace.kernels.reference import attention_plans
-from millrace.kernels.reference import layers_and_attention as reference
 from tests.kernels.paged import dense_attention, make_case
 
 

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.kernels.reference import layers_and_attention as reference
+from millrace.kernels.reference import attention as reference
+from millrace.kernels.reference.attention_prologue import write_kv
 from millrace.kernels.reference.kv_gather import GatherBucket, gather, run_of
 from tests.kernels.paged import LAYOUTS, PagedCase, dense_attention, make_case
 
@@ -197,7 +198,7 @@ def test_offsets_beyond_two_to_the_31_elements_are_reached() -> None:
     k_cache, v_cache = kv[:, 0], kv[:, 1]
     last = num_blocks - 1
     k, v = torch.randn(3, 1, 64).half(), torch.randn(3, 1, 64).half()
-    reference.write_kv(k, v, k_cache, v_cache, torch.arange(3) + last * 16)
+    write_kv(k, v, k_cache, v_cache, torch.arange(3) + last * 16)
     assert torch.equal(kv[last, 0, 0, :3], k[:, 0])
     q = torch.randn(1, 2, 64).half()
     tables, length = torch.tensor([[last]], dtype=torch.int32), torch.tensor([3], dtype=torch.int32)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from millrace.kernels.reference import layers_and_attention as reference
+from millrace.kernels.reference import layers
+from millrace.kernels.reference.attention_prologue import rope, write_kv
 from tests.kernels.paged import LAYOUTS, empty_caches
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -20,7 +21,7 @@ def test_rms_norm_is_that_of_llama_to_the_bit(shape: tuple[int, ...], dtype: tor
     norm = LlamaRMSNorm(shape[-1], eps=1e-5).to(dtype)
     with torch.no_grad():
         norm.weight.copy_(torch.randn(shape[-1]))
-        assert torch.equal(reference.rms_norm(x, norm.weight, 1e-5), norm(x))
+        assert torch.equal(layers.rms_norm(x, norm.weight, 1e-5), norm(x))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -28,10 +29,10 @@ def test_add_rms_norm_leaves_the_sum_in_the_residual(dtype: torch.dtype) -> None
     torch.manual_seed(0)
     x, residual, weight = torch.randn(3, 20).to(dtype), torch.randn(3, 20).to(dtype), torch.randn(20).to(dtype)
     total, untouched = x + residual, x.clone()
-    got = reference.add_rms_norm(x, residual, weight, 1e-6)
+    got = layers.add_rms_norm(x, residual, weight, 1e-6)
     assert torch.equal(residual, total)
     assert torch.equal(x, untouched)
-    assert torch.equal(got, reference.rms_norm(total, weight, 1e-6))
+    assert torch.equal(got, layers.rms_norm(total, weight, 1e-6))
 
 
 def tables(num_positions: int, half: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -46,7 +47,7 @@ def test_rope_is_that_of_llama_to_the_bit() -> None:
     positions = torch.tensor([0, 39, 7, 7, 1])
     full_cos, full_sin = (torch.cat([t[positions]] * 2, dim=-1)[None] for t in (cos, sin))
     want_q, want_k = apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], full_cos, full_sin)
-    reference.rope(q, k, cos, sin, positions)
+    rope(q, k, cos, sin, positions)
     assert torch.equal(q, want_q[0].transpose(0, 1))
     assert torch.equal(k, want_k[0].transpose(0, 1))
 
@@ -60,7 +61,7 @@ def test_rope_rounds_once(dtype: torch.dtype) -> None:
     first, second = q.double()[..., :4], q.double()[..., 4:]
     c, s = cos[positions, None].double(), sin[positions, None].double()
     want = torch.cat([first * c - second * s, second * c + first * s], dim=-1)
-    reference.rope(q, k, cos, sin, positions)
+    rope(q, k, cos, sin, positions)
     torch.testing.assert_close(q.double(), want, rtol=torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps / 4)
 
 
@@ -72,8 +73,8 @@ def test_rope_of_adjoining_heads_is_that_of_separate_ones(gap: int) -> None:
     apart_q, apart_k, rest = q.clone(), k.clone(), fused[:, 5 + gap :].clone()
     cos, sin = tables(10, 4)
     positions = torch.tensor([2, 0, 9, 5])
-    reference.rope(apart_q, apart_k, cos, sin, positions)
-    reference.rope(q, k, cos, sin, positions)
+    rope(apart_q, apart_k, cos, sin, positions)
+    rope(q, k, cos, sin, positions)
     assert torch.equal(q, apart_q)
     assert torch.equal(k, apart_k)
     assert torch.equal(fused[:, 5 + gap :], rest)
@@ -86,7 +87,7 @@ def test_rope_turns_views_in_place_and_leaves_the_rest_of_a_head() -> None:
     q, k = fused[:, :3], fused[:, 3:5]
     cos, sin = tables(10, 3)  # 6 of 10 dimensions turn
     positions = torch.tensor([2, 0, 9, 5])
-    reference.rope(q, k, cos, sin, positions)
+    rope(q, k, cos, sin, positions)
     assert torch.equal(fused[..., 6:], before[..., 6:])
     assert torch.equal(fused[:, 5], before[:, 5])
     turned = torch.complex(before[:, :5, :3], before[:, :5, 3:6]) * torch.complex(cos, sin)[positions, None]
@@ -100,7 +101,7 @@ def test_rope_follows_positions_and_tables_that_change_between_calls() -> None:
     for position, sign in ((3, 1), (3, 1), (5, 1), (5, -1)):
         positions[0] = position
         q, k = torch.ones(1, 1, 4), torch.ones(1, 1, 4)
-        reference.rope(q, k, cos, sin if sign == 1 else -sin, positions)
+        rope(q, k, cos, sin if sign == 1 else -sin, positions)
         turned.append(q)
     assert torch.equal(turned[0], turned[1])
     assert not torch.equal(turned[1], turned[2])
@@ -113,7 +114,7 @@ def test_write_kv_fills_its_slots_and_no_other(layout: str) -> None:
     torch.manual_seed(0)
     k, v = torch.randn(5, 2, 8), torch.randn(5, 2, 8)
     slots = [6, -1, 15, 0, -1]
-    reference.write_kv(k, v, k_cache, v_cache, torch.tensor(slots))
+    write_kv(k, v, k_cache, v_cache, torch.tensor(slots))
     for token, slot in enumerate(slots):
         if slot >= 0:
             assert torch.equal(k_cache[slot // 4, :, slot % 4], k[token])
@@ -124,7 +125,7 @@ def test_write_kv_fills_its_slots_and_no_other(layout: str) -> None:
 
 def test_write_kv_of_padding_alone_writes_nothing() -> None:
     k_cache, v_cache = empty_caches(2, 1, 4, 8, torch.float32, "layer-major")
-    reference.write_kv(torch.ones(2, 1, 8), torch.ones(2, 1, 8), k_cache, v_cache, torch.tensor([-1, -1]))
+    write_kv(torch.ones(2, 1, 8), torch.ones(2, 1, 8), k_cache, v_cache, torch.tensor([-1, -1]))
     assert bool(k_cache.isnan().all()) and bool(v_cache.isnan().all())
 
 
@@ -133,6 +134,6 @@ def test_silu_mul_takes_the_gate_first(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     gate_up = torch.randn(3, 14).to(dtype)
     gate, up = gate_up[:, :7], gate_up[:, 7:]
-    got = reference.silu_mul(gate_up)
+    got = layers.silu_mul(gate_up)
     assert torch.equal(got, torch.nn.functional.silu(gate) * up)
     assert got.is_contiguous()

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.kernels.reference import layers_and_attention as reference
+from millrace.kernels.reference import attention as reference
 from millrace.kernels.reference.shared_prefix import shared_prefixes
 from tests.kernels.paged import PagedCase, dense_attention, make_case
 

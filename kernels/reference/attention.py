@@ -1,12 +1,12 @@
-"""Norms, activation, rotary positions, cache write, attention and block copies in plain PyTorch: `KernelSet` on a CPU.
+"""Attention over a paged cache, and block copies, in plain PyTorch.
 
 The protocol in `kernels/kernel_set.py` says what each kernel takes and returns; the docstrings here say what is special
-to this backend. The functions run on any device, but the two attention kernels read lengths on the host, which makes a
-GPU wait. The twins are in `kernels/triton`: `layers.py`, `attention_prologue.py`, `attention.py`, `block_copy.py`.
+to this backend. The functions run on any device, but the attention kernels read lengths on the host, which makes a GPU
+wait. The twins are in `kernels/triton`: `attention.py`, `block_copy.py`.
 
-Shapes: q [T or S, H, D], a layer's cache [N, G, B, D], block tables [S, M], slots [T]; T new tokens of a step,
-S sequences, H query heads, G key/value heads (H % G == 0), D head size, N blocks of B tokens, M blocks a row of a block
-table. Floating tensors are f32, bf16 or f16; sums are in f32.
+Shapes: q [T or S, H, D], a layer's cache [N, G, B, D], block tables [S, M]; T new tokens of a step, S sequences,
+H query heads, G key/value heads (H % G == 0), D head size, N blocks of B tokens, M blocks a row of a block table.
+Floating tensors are f32, bf16 or f16; sums are in f32.
 """
 
 from __future__ import annotations
@@ -22,144 +22,14 @@ from .kv_gather import GatherBucket, gather, rows_to_gather, run_of
 from .per_step import PerStepCache
 from .split_context import attend, can_see_parts, rows_of, see_as_well
 
-_rotations = PerStepCache[tuple[Tensor, Tensor, Tensor, Tensor]]()
-_places = PerStepCache[tuple[Tensor | None, tuple[Tensor, Tensor]]]()
 _plans = PerStepCache[DecodePlan]()
 _extends = PerStepCache[ExtendPlan]()
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `KernelSet.rms_norm`. Takes x of any rank, [..., D], with any strides over rows."""
-    size = x.shape[-1]
-    if x.numel() == size and x.dtype != torch.float32 and x.device.type == "cpu":
-        # For a single row the calls dominate, and `F.rms_norm` makes ten of them on a CPU. The mean of (x, -x) is 0,
-        # so its layer norm (one call) is the RMS norm of x: 38 us against 67 in bf16 at D = 576 on one 2.5 GHz core.
-        # f32 is excluded, as it differs in the last bit.
-        return weight * F.layer_norm(torch.cat((x, -x), -1), (2 * size,), None, None, eps)[..., :size]
-    return weight * F.rms_norm(x, (size,), None, eps)
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `KernelSet.add_rms_norm`."""
-    residual.add_(x)
-    return rms_norm(residual, weight, eps)
-
-
-def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
-    """Rotates queries and keys to their positions, in place; the two halves of a head are the pairs (NeoX).
-
-    q          [T, H, D]   contiguous in D
-    k          [T, G, D]   as q
-    cos, sin   [P, D_rot / 2] f32   D_rot <= D; the rest of each head is not rotated; never written to
-    positions  [T] i64     row of the tables, 0 <= position < P
-    """
-    # The value holds the tables, so that no other object can get their ids.
-    _, _, cosines, sines = _rotations.get(
-        (id(cos), id(sin)), (positions,), lambda: (cos, sin, *_rotation(cos[positions], sin[positions]))
-    )
-    half = cos.shape[-1]
-    for heads in _adjoined(q, k):
-        if heads.shape[0] == 1:
-            # For a single row the calls dominate: 55 us against 86 for the form below, in bf16 on one 2.5 GHz core. At
-            # 512 rows the copies would cost twice what the form below takes.
-            turned = heads if heads.shape[-1] == 2 * half else heads[..., : 2 * half]
-            both = turned.float()
-            turned.copy_(both * cosines + both.roll(half, -1) * sines)
-            continue
-        first, second = heads[..., :half], heads[..., half : 2 * half]
-        rotated = first * cosines - second * sines  # f32, as the tables are
-        second.copy_(second * cosines + first * sines)
-        first.copy_(rotated)
-
-
-def _rotation(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """The factors of T rows, from tables of [T, D_rot / 2]: [T, 1, D_rot / 2], for each half of a head.
-
-    For a single row [1, 1, D_rot]: the factors of the head, and those of the head with its halves swapped.
-    """
-    if len(cos) == 1:
-        cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
-    return cos.unsqueeze(1), sin.unsqueeze(1)
-
-
-def _adjoined(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
-    """One view [T, H + G, D] of both if k follows q in memory, as in a fused projection: half the calls."""
-    num_tokens, num_heads, head_dim = q.shape
-    gap = num_heads * q.stride(1)
-    is_one_storage = k.data_ptr() - q.data_ptr() == (k.storage_offset() - q.storage_offset()) * q.element_size()
-    is_next = k.storage_offset() - q.storage_offset() == gap and q.stride()[1:] == k.stride()[1:]
-    if not (is_one_storage and is_next and (num_tokens <= 1 or q.stride(0) == k.stride(0))):
-        return q, k
-    return (q.as_strided((num_tokens, num_heads + k.shape[1], head_dim), q.stride()),)
-
-
-def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Writes the keys and values of new tokens into their slots of one layer's cache.
-
-    k, v          [T, G, D]
-    k/v_cache     [N, G, B, D]   as k; any strides
-    slot_mapping  [T] i64        block * B + offset in the block; negative = nothing is written
-    """
-    block_size = k_cache.shape[2]
-    written, place = _places.get(block_size, (slot_mapping,), lambda: _places_of(slot_mapping, block_size))
-    if written is not None:
-        k, v = k[written], v[written]
-    k_cache.transpose(1, 2).index_put_(place, k)
-    v_cache.transpose(1, 2).index_put_(place, v)
-
-
-def _places_of(slot_mapping: Tensor, block_size: int) -> tuple[Tensor | None, tuple[Tensor, Tensor]]:
-    """The tokens that are written, None for all; and where: their blocks and the offsets in them."""
-    written = (slot_mapping >= 0).nonzero().squeeze(1)
-    slots = slot_mapping[written]
-    is_all = len(written) == len(slot_mapping)
-    return None if is_all else written, (slots // block_size, slots % block_size)
-
-
-def attention_prologue(
-    qkv: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> Tensor:
-    """See `KernelSet.attention_prologue`. qkv is [T, H + 2G, D]. Works out rotations and slots once a step."""
-    num_groups = k_cache.shape[1]
-    q, k, v = qkv.split_with_sizes((qkv.shape[1] - 2 * num_groups, num_groups, num_groups), dim=1)
-    if q_norm is not None and k_norm is not None:
-        q, k = rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)
-    rope(q, k, cos, sin, positions)
-    if k_scale is not None and v_scale is not None:
-        k, v = _to_fp8(k, k_scale), _to_fp8(v, v_scale)
-        k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
-    write_kv(k, v, k_cache, v_cache, slot_mapping)
-    return q
-
-
-def _to_fp8(heads: Tensor, scale: Tensor) -> Tensor:
-    """Heads [T, G, D] divided by `scale` [G], in e4m3, as u8."""
-    largest = torch.finfo(torch.float8_e4m3fn).max
-    numbers = (heads.float() / scale[:, None]).clamp(-largest, largest)
-    return numbers.to(torch.float8_e4m3fn).view(torch.uint8)
 
 
 def copy_blocks(data: Tensor, axis: int, sources: Tensor, destinations: Tensor) -> None:
     """See `KernelSet.copy_blocks`. Block by block, which is twice as fast on a CPU as indexing by a list."""
     for source, destination in zip(sources.tolist(), destinations.tolist(), strict=True):
         data.select(axis, destination).copy_(data.select(axis, source))
-
-
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """See `KernelSet.silu_mul`."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate).mul_(up)
 
 
 def plan_attention(

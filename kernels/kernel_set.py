@@ -22,6 +22,8 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from .layout.layer_options import Activation as Activation
+from .layout.layer_options import HeadNorms as HeadNorms
 from .layout.work_lists import AttentionPlan, AttentionShape
 from .reference import kernel_set as torch_kernels
 
@@ -68,7 +70,7 @@ def load_sampling(name: BackendName) -> SamplingKernels:
 
 
 class KernelSet(Protocol):
-    """The kernels of a decoder: norms, activation, rotary positions and cache write, attention, block copies.
+    """The kernels of a decoder: norms, activations, rotary positions and cache write, attention, block copies.
 
     A result is a new, contiguous tensor unless the docstring says otherwise.
     """
@@ -77,12 +79,12 @@ class KernelSet(Protocol):
     def name(self) -> BackendName:
         """The backend's name, as `load` takes it."""
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Scales each row to unit mean square, then by `weight`; rounds to x's type between the two, as transformers'
-        Llama does.
+    def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+        """Scales each row to unit mean square, then by `weight`.
 
         x       [T, D] or [T, H, D]   contiguous in D
-        weight  [D]                   as x
+        weight  [D] or [H, D]         as x: rounds to x's type before the weight as well, as transformers' Llama does;
+                                      f32: rounds at the end only; None = 1
 
         Returns the shape and type of x.
         """
@@ -96,28 +98,52 @@ class KernelSet(Protocol):
         Returns [T, D] as x.
         """
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """`silu(gate) * up` of a fused projection.
+    def layer_norm(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+        """Shifts each row to mean 0, scales it to variance 1, then by `weight`, and adds `bias`; rounds at the end.
 
-        gate_up  [T, 2F]   gate first
+        x             [T, D] or [T, H, D]   contiguous in D
+        weight, bias  [D] or [H, D]         as x, or f32; None = 1, and 0
+
+        Returns the shape and type of x.
+        """
+
+    def gated(self, gate_up: Tensor, activation: Activation, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
+        """`activation(gate) * up` of a fused projection; rounds at the end, with SiLU before the product as well.
+
+        gate_up     [T, 2F]   gate first
+        activation            not xielu; swiglu_clamped is `gate * sigmoid(alpha * gate) * (up + 1)` of a gate of at
+                              most `limit`, and of up within +-`limit`
 
         Returns [T, F] as gate_up.
         """
 
+    def activated(self, x: Tensor, activation: Activation, params: Tensor | None = None) -> Tensor:
+        """`activation(x)`, rounded at the end.
+
+        x           [T, F]
+        activation           not swiglu_clamped
+        params      [2] f32  of xielu: `p * x**2 + x / 2` for x > 0, else `n * (expm1(min(x, -1e-6)) - x) + x / 2`; a
+                             checkpoint has the inverse softplus of p and of n - 1/2
+
+        Returns [T, F] as x.
+        """
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """`gated(gate_up, "silu")`."""
+
     def attention_prologue(
         self,
         qkv: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
-        cos: Tensor,
-        sin: Tensor,
+        norms: HeadNorms | None,
+        cos: Tensor | None,
+        sin: Tensor | None,
         positions: Tensor,
         k_cache: Tensor,
         v_cache: Tensor,
         slot_mapping: Tensor,
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
+        query_factors: Tensor | None = None,
     ) -> Tensor:
         """Norms of heads, rotary positions and the cache write: between a layer's fused projection and its attention.
 
@@ -125,13 +151,15 @@ class KernelSet(Protocol):
 
         qkv             [T, H + 2G, D]       queries, keys, values; contiguous in D; may be overwritten, so its content
                                              is undefined afterwards
-        q_norm, k_norm  [D]                  as qkv; both None = heads are not normed
-        cos, sin        [P, D_rot / 2] f32   D_rot <= D; the rest of each head is not rotated; never written to
+        norms                                of queries and keys; None = heads are not normed
+        cos, sin        [P, D_rot / 2] f32   D_rot <= D; the rest of each head is not rotated; never written to; both
+                                             None = no head is rotated
         positions       [T] i64              row of the tables, 0 <= position < P
         k/v_cache       [N, G, B, D]         as qkv, or float8_e4m3fn; one layer's view of the cache; any strides
         slot_mapping    [T] i64              block * B + offset in the block; negative = nothing is written
         k/v_scale       [G] f32              for a float8_e4m3fn cache only: numbers are divided by it, then clamped to
                                              +-448
+        query_factors   [P] f32              the queries of position p are multiplied by factor p at last; None = 1
 
         Returns the queries, [T, H, D] as qkv, contiguous in D; they may share its memory.
         """
@@ -166,6 +194,9 @@ class KernelSet(Protocol):
         window: int | None = None,
         *,
         soft_cap: float | None = None,
+        sinks: Tensor | None = None,
+        alibi: Tensor | None = None,
+        chunk: int | None = None,
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
         plan: AttentionPlan | None = None,
@@ -179,6 +210,9 @@ class KernelSet(Protocol):
         scale                        multiplies q @ k before the softmax, usually D ** -0.5
         window                       sees only the last `window` tokens, the new one included; None = sees all
         soft_cap                     scores become soft_cap * tanh(score / soft_cap); None = no cap
+        sinks         [H] f32        one more score a head in the softmax, without a value; not capped; None = none
+        alibi         [H] f32        alibi * (key position - query position) is added to scores; None = 0
+        chunk                        sees only tokens of its own chunk, as in positions // chunk; None = sees all
         k/v_scale     [G] f32        keys and values are the cache's numbers times this; None = 1
         plan                         from `plan_attention` for this step; None = made for this call
 
@@ -197,6 +231,9 @@ class KernelSet(Protocol):
         window: int | None = None,
         *,
         soft_cap: float | None = None,
+        sinks: Tensor | None = None,
+        alibi: Tensor | None = None,
+        chunk: int | None = None,
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
         plan: AttentionPlan | None = None,
@@ -210,7 +247,8 @@ class KernelSet(Protocol):
         lengths                   [S] i32        tokens in the cache, the new ones included; 0 is a padding row
         scale                                    multiplies q @ k before the softmax
         window                                   a token sees only the last `window` tokens, itself included; None = all
-        soft_cap, k/v_scale, plan                as in `paged_decode`
+        soft_cap, sinks, alibi, chunk            as in `paged_decode`
+        k/v_scale, plan                          as in `paged_decode`
 
         With n new tokens, token j sees the cache positions [0, lengths[s] - n + j].
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..layout import sampling_rows, step_state
+from ..layout.layer_options import HeadNorms
 from ..layout.work_lists import AttentionShape, extend_tiling
 from ..triton import attention as triton_attention
 from ..triton import attention_plan as triton_plan
@@ -149,13 +150,12 @@ def prologue_cases(
         num_heads, num_groups = 32, 8
         qkv = _meta(64, num_heads + 2 * num_groups, head_dim, dtype=dtype)
         kv = _meta(1024, 32, 2, num_groups, 16, head_dim, dtype=torch.float8_e4m3fn if is_fp8 else dtype)
-        norm = _meta(head_dim, dtype=dtype) if has_norms else None
+        norm = _meta(head_dim, dtype=dtype)
+        norms = HeadNorms(q=norm, k=norm, eps=1e-6) if has_norms else None
         table, numbers = _meta(4096, num_pairs, dtype=torch.float32), _meta(64, dtype=torch.int64)
         scale = _meta(num_groups, dtype=torch.float32) if is_fp8 else None
         caches = kv[:, 5, 0], kv[:, 5, 1]
-        return triton_prologue.attention_prologue(
-            qkv, norm, norm, 1e-6, table, table, numbers, *caches, numbers, scale, scale
-        )
+        return triton_prologue.attention_prologue(qkv, norms, table, table, numbers, *caches, numbers, scale, scale)
 
     size, half = f"{head_dim} {TYPE_NAMES[dtype]}", head_dim // 2
     cases = [

@@ -12,7 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .layers import rms_norm
+from ..layout.layer_options import HeadNorms
+from .layers import layer_norm, rms_norm
 from .per_step import PerStepCache
 
 _rotations = PerStepCache[tuple[Tensor, Tensor, Tensor, Tensor]]()
@@ -92,29 +93,42 @@ def _places_of(slot_mapping: Tensor, block_size: int) -> tuple[Tensor | None, tu
 
 def attention_prologue(
     qkv: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    cos: Tensor,
-    sin: Tensor,
+    norms: HeadNorms | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
     positions: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
     slot_mapping: Tensor,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    query_factors: Tensor | None = None,
 ) -> Tensor:
     """See `KernelSet.attention_prologue`. qkv is [T, H + 2G, D]. Works out rotations and slots once a step."""
     num_groups = k_cache.shape[1]
     q, k, v = qkv.split_with_sizes((qkv.shape[1] - 2 * num_groups, num_groups, num_groups), dim=1)
-    if q_norm is not None and k_norm is not None:
-        q, k = rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)
-    rope(q, k, cos, sin, positions)
+    if norms is not None and not norms.is_after_rope:
+        q, k = _normed(q, norms.q, norms), _normed(k, norms.k, norms)
+    if cos is not None and sin is not None:
+        rope(q, k, cos, sin, positions)
+    if norms is not None and norms.is_after_rope:
+        q, k = _normed(q, norms.q, norms), _normed(k, norms.k, norms)
+    if query_factors is not None:
+        q.mul_(query_factors[positions][:, None, None])
     if k_scale is not None and v_scale is not None:
         k, v = _to_fp8(k, k_scale), _to_fp8(v, v_scale)
         k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
     write_kv(k, v, k_cache, v_cache, slot_mapping)
     return q
+
+
+def _normed(heads: Tensor, weight: Tensor | None, norms: HeadNorms) -> Tensor:
+    """Heads [T, n, D] normed, each by itself or all of a token as one row."""
+    rows = heads
+    if norms.is_over_row:
+        rows, weight = heads.flatten(1), None if weight is None else weight.flatten()
+    normed = rms_norm(rows, weight, norms.eps) if norms.kind == "rms" else layer_norm(rows, weight, None, norms.eps)
+    return normed.view(heads.shape)
 
 
 def _to_fp8(heads: Tensor, scale: Tensor) -> Tensor:

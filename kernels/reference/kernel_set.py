@@ -6,16 +6,19 @@ from typing import Final
 
 from .attention import copy_blocks, paged_attention, paged_decode, plan_attention
 from .attention_prologue import attention_prologue
-from .layers import add_rms_norm, rms_norm, silu_mul
+from .layers import activated, add_rms_norm, gated, layer_norm, rms_norm, silu_mul
 from .sampling import choose, count_tokens, edit, score, thresholds
 
 __all__ = [
+    "activated",
     "add_rms_norm",
     "attention_prologue",
     "choose",
     "copy_blocks",
     "count_tokens",
     "edit",
+    "gated",
+    "layer_norm",
     "name",
     "paged_attention",
     "paged_decode",

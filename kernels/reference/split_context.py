@@ -20,13 +20,21 @@ def can_see_parts(device: torch.device) -> bool:
     return device.type == "cpu" and _FLASH is not None
 
 
-def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+def attend(
+    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Attention of q [C, G, R, D] over keys and values [C, G, L, D]; `mask` as for SDPA.
+
+    Each of `sinks` [G, R] f32 is one more score of its rows, without a value. A context in parts has them in one part
+    only.
 
     Returns the result, as q, and the log-sum-exp of the scores, [C, G, R] f32.
     """
     assert _FLASH is not None
     seen, logs = _FLASH(q, keys, values, attn_mask=mask, scale=scale)
+    if sinks is not None:
+        share = torch.sigmoid(logs - sinks).unsqueeze(-1)  # of the keys in the sum of weights
+        seen, logs = (seen * share).to(seen.dtype), torch.logaddexp(logs, sinks)
     return seen, logs
 
 

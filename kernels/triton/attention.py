@@ -41,12 +41,17 @@ def paged_decode(
     window: int | None = None,
     *,
     soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+    alibi: Tensor | None = None,
+    chunk: int | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     plan: AttentionPlan | None = None,
 ) -> Tensor:
     """See `KernelSet.paged_decode`."""
     check_types(q, k_cache, k_scale)
+    if sinks is not None or alibi is not None or chunk is not None:
+        raise NotImplementedError("attention_backend = triton: no sinks, ALiBi or chunks; use torch")
     plan = plan or plan_attention(shape_of(q, k_cache, window), lengths, None, len(q))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     attend(
@@ -67,12 +72,17 @@ def paged_attention(
     window: int | None = None,
     *,
     soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+    alibi: Tensor | None = None,
+    chunk: int | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     plan: AttentionPlan | None = None,
 ) -> Tensor:
     """See `KernelSet.paged_attention`. Sequences of one new token have a work list and a tile size of their own."""
     check_types(q, k_cache, k_scale)
+    if sinks is not None or alibi is not None or chunk is not None:
+        raise NotImplementedError("attention_backend = triton: no sinks, ALiBi or chunks; use torch")
     plan = plan or plan_attention(shape_of(q, k_cache, window), lengths, query_starts, len(q))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     for lists in (plan.decode, plan.extend):

@@ -18,6 +18,7 @@ from torch import Tensor
 import triton
 import triton.language as tl
 
+from ..layout.layer_options import HeadNorms
 from .launch import check_dtype, next_power_of_2
 
 HEADS_PER_PROGRAM = 16  # at D = 128, 16 elements a thread
@@ -26,17 +27,16 @@ LARGEST_FP8 = tl.constexpr(448.0)  # of e4m3
 
 def attention_prologue(
     qkv: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    cos: Tensor,
-    sin: Tensor,
+    norms: HeadNorms | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
     positions: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
     slot_mapping: Tensor,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    query_factors: Tensor | None = None,
 ) -> Tensor:
     """See `KernelSet.attention_prologue`. One program per token and 16 query heads or 16 key/value heads.
 
@@ -46,7 +46,11 @@ def attention_prologue(
     num_tokens, num_heads, head_dim = qkv.shape
     num_groups, block_size = k_cache.shape[1:3]
     num_query_heads = num_heads - 2 * num_groups
-    assert (q_norm is None) == (k_norm is None) and (k_scale is None) == (v_scale is None)
+    assert (k_scale is None) == (v_scale is None)
+    q_norm, k_norm, eps = (norms.q, norms.k, norms.eps) if norms is not None else (None, None, 0.0)
+    is_plain = norms is None or (norms.kind == "rms" and not norms.is_over_row and not norms.is_after_rope)
+    if not is_plain or cos is None or sin is None or query_factors is not None:
+        raise NotImplementedError("attention_backend = triton: of norms only the RMS norm of heads; use torch")
     assert qkv.stride(2) == 1, "a head's numbers must follow each other"
     half, rest = cos.shape[1], head_dim - 2 * cos.shape[1]
     heads = min(next_power_of_2(max(num_query_heads, num_groups)), HEADS_PER_PROGRAM)

@@ -8,18 +8,21 @@ from .attention import paged_attention, paged_decode
 from .attention_plan import plan_attention
 from .attention_prologue import attention_prologue
 from .block_copy import copy_blocks
-from .layers import add_rms_norm, rms_norm, silu_mul
+from .layers import activated, add_rms_norm, gated, layer_norm, rms_norm, silu_mul
 from .logit_edits import count_tokens, edit
 from .sampling import choose, score
 from .thresholds import thresholds
 
 __all__ = [
+    "activated",
     "add_rms_norm",
     "attention_prologue",
     "choose",
     "copy_blocks",
     "count_tokens",
     "edit",
+    "gated",
+    "layer_norm",
     "name",
     "paged_attention",
     "paged_decode",

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ...kernels.kernel_set import KernelSet
+from ...kernels.kernel_set import HeadNorms, KernelSet
 from ...kernels.layout.work_lists import AttentionPlan, AttentionShape
 from ..config import ModelConfig
 from .kv_cache import KVCache
@@ -105,9 +105,11 @@ class Decoder:
         qkv = layer.qkv(x).view(num_tokens, -1, config.head_dim)  # [T, H + 2 G, D]
         keys, values = cache.layer(index)  # [N, G, B, D]
         k_scale, v_scale = cache.layer_scales(index)  # [G]
-        norms, tables = (layer.q_norm, layer.k_norm, config.rms_norm_eps), (self._cos, self._sin, inputs.positions)
+        has_norms = layer.q_norm is not None
+        norms = HeadNorms(q=layer.q_norm, k=layer.k_norm, eps=config.rms_norm_eps) if has_norms else None
+        tables = (self._cos, self._sin, inputs.positions)
         q = kernels.attention_prologue(
-            qkv, *norms, *tables, keys, values, inputs.slot_mapping, k_scale, v_scale
+            qkv, norms, *tables, keys, values, inputs.slot_mapping, k_scale, v_scale
         )  # [T, H, D]
         window = config.sliding_windows[index]
         if inputs.is_decode:

@@ -19,6 +19,7 @@ from triton.runtime.interpreter import InterpreterBuilder
 
 from millrace.kernels.checks import roofline, roofline_sampling
 from millrace.kernels.checks.roofline import LaunchCost
+from millrace.kernels.kernel_set import HeadNorms
 from millrace.kernels.triton import attention_prologue as triton_prologue
 from millrace.kernels.triton import block_copy as triton_copy
 from millrace.kernels.triton import layers as triton_layers
@@ -80,10 +81,10 @@ def assert_counts(
 def test_the_prologue(half: int, has_norms: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     qkv, kv = torch.ones(3, 8, 16).half(), torch.zeros(2, 4, 2, 8, 16).half()
     tables = torch.ones(5, half), torch.ones(5, half), torch.arange(3)
-    norms = [torch.ones(16).half() if has_norms else None for _ in range(2)]
+    norms = HeadNorms(q=torch.ones(16).half(), k=torch.ones(16).half(), eps=1e-5) if has_norms else None
     assert_counts(
         monkeypatch,
-        lambda: triton_prologue.attention_prologue(qkv, *norms, 1e-5, *tables, *kv, torch.tensor([3, 9, 20])),
+        lambda: triton_prologue.attention_prologue(qkv, norms, *tables, *kv, torch.tensor([3, 9, 20])),
         roofline.attention_prologue(3, 4, 2, 16, 2 * half, 2, 2, has_norms),
     )
 

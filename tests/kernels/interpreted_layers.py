@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from millrace.kernels.kernel_set import HeadNorms
 from millrace.kernels.reference import attention, attention_prologue
 from millrace.kernels.triton import attention_prologue as triton_prologue
 from millrace.kernels.triton import block_copy as triton_copy
@@ -38,7 +39,8 @@ def prologues(
     """(queries, key cache, value cache), by Triton and by the twin, of a cache of 4 blocks of 4 tokens."""
     head_dim, dtype = qkv.shape[2], qkv.dtype
     generator = torch.Generator().manual_seed(1)
-    norms = [torch.randn(head_dim, generator=generator).to(dtype) if has_norms else None for _ in range(2)]
+    weights = [torch.randn(head_dim, generator=generator).to(dtype) for _ in range(2)]
+    norms = HeadNorms(q=weights[0], k=weights[1], eps=1e-5) if has_norms else None
     angles = torch.rand(20, half, generator=generator) * 6
     positions = torch.tensor([19, 0, 3, 3, 7])[: len(qkv)]
     made = []
@@ -48,7 +50,7 @@ def prologues(
             caches = tuple(cache.nan_to_num(0.0).to(torch.float8_e4m3fn) for cache in caches)
         tables = (angles.cos(), angles.sin(), positions)
         mapping = torch.tensor(slots[: len(qkv)], dtype=torch.int64)
-        q = kernels.attention_prologue(qkv.clone(), *norms, 1e-5, *tables, *caches, mapping, *(scales or ()))
+        q = kernels.attention_prologue(qkv.clone(), norms, *tables, *caches, mapping, *(scales or ()))
         made.append((q, *caches))
     return made
 
@@ -115,7 +117,7 @@ def test_the_prologue_reaches_blocks_beyond_two_to_the_31_elements() -> None:
     qkv = torch.randn(3, 4, 64).half()
     nothing = torch.ones(1, 32), torch.zeros(1, 32), torch.zeros(3, dtype=torch.int64)  # no rotation
     slots = torch.arange(3) + last * 16
-    triton_prologue.attention_prologue(qkv, None, None, 1e-5, *nothing, kv[:, 0], kv[:, 1], slots)
+    triton_prologue.attention_prologue(qkv, None, *nothing, kv[:, 0], kv[:, 1], slots)
     assert torch.equal(kv[last, 0, 0, :3], qkv[:, 2])
     assert torch.equal(kv[last, 1, 0, :3], qkv[:, 3])
 

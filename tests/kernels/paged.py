@@ -79,7 +79,15 @@ def empty_caches(
     return kv[:, :, 0].transpose(1, 2), kv[:, :, 1].transpose(1, 2)
 
 
-def dense_attention(case: PagedCase, scale: float, window: int | None = None, soft_cap: float | None = None) -> Tensor:
+def dense_attention(
+    case: PagedCase,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+    alibi: Tensor | None = None,
+    chunk: int | None = None,
+) -> Tensor:
     """[T, H, D] f64 by the definition."""
     out = torch.zeros(case.q.shape, dtype=torch.float64)
     group = case.q.shape[1] // case.k_cache.shape[1]
@@ -91,9 +99,16 @@ def dense_attention(case: PagedCase, scale: float, window: int | None = None, so
         for j in range(num_new if length else 0):
             end = length - num_new + j + 1
             first = 0 if window is None else max(0, end - window)
+            if chunk is not None:
+                first = max(first, (end - 1) // chunk * chunk)
             row = starts[sequence] + j
             scores = torch.einsum("hd,lhd->hl", case.q[row].double(), keys[first:end]) * scale
             if soft_cap is not None:
                 scores = soft_cap * torch.tanh(scores / soft_cap)
-            out[row] = torch.einsum("hl,lhd->hd", scores.softmax(-1), values[first:end])
+            if alibi is not None:
+                scores += alibi.double()[:, None] * (torch.arange(first, end) - (end - 1))
+            total = scores.logsumexp(-1, keepdim=True)
+            if sinks is not None:
+                total = torch.logaddexp(total, sinks.double()[:, None])
+            out[row] = torch.einsum("hl,lhd->hd", (scores - total).exp(), values[first:end])
     return out

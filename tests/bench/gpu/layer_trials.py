@@ -10,7 +10,7 @@ import torch
 from torch import Generator, Tensor
 
 from millrace.kernels.checks import roofline
-from millrace.kernels.kernel_set import KernelSet
+from millrace.kernels.kernel_set import HeadNorms, KernelSet
 from tests.bench.gpu import oracle
 from tests.bench.gpu.trials import Tensors, Trial, far, unlike
 
@@ -107,10 +107,10 @@ def prologue_trial(
     inputs, before = qkv.clone(), data.to(torch.float32, copy=True)
 
     def launch() -> Tensors:
-        q_norm, k_norm = norms or (None, None)
+        normed = HeadNorms(q=norms[0], k=norms[1], eps=EPS) if norms is not None else None
         more = (None, None) if scales is None else (scales[0], scales[1])
         tables = (cos, sin, positions, *caches, slots)
-        return {"q": kernels.attention_prologue(qkv, q_norm, k_norm, EPS, *tables, *more)}
+        return {"q": kernels.attention_prologue(qkv, normed, *tables, *more)}
 
     def wrong(got: Tensors) -> Iterator[str]:
         q, k, v = oracle.prologue(inputs, num_groups, norms, EPS, cos, sin, positions)

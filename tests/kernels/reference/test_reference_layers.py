@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import get_args
+
 import pytest
 import torch
+from transformers.activations import ACT2FN, XIELUActivation
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
+from millrace.kernels.kernel_set import Activation
 from millrace.kernels.reference import layers
 from millrace.kernels.reference.attention_prologue import rope, write_kv
+from millrace.model import spec
 from tests.kernels.paged import LAYOUTS, empty_caches
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -137,3 +145,90 @@ def test_silu_mul_takes_the_gate_first(dtype: torch.dtype) -> None:
     got = layers.silu_mul(gate_up)
     assert torch.equal(got, torch.nn.functional.silu(gate) * up)
     assert got.is_contiguous()
+
+
+# ---- other norms and activations ------------------------------------------------------------------------------------
+
+HALVES = [torch.float16, torch.bfloat16]
+ONE_ROUNDING = {torch.float32: 1e-6, torch.float16: 0.502 * 2**-10, torch.bfloat16: 0.502 * 2**-7}  # relative
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("shape", [(1, 576), (3, 17), (2, 3, 64)])
+def test_an_rms_norm_with_a_weight_in_f32_rounds_once(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, norm = (torch.randn(shape) * 3).to(dtype), Gemma2RMSNorm(shape[-1], eps=1e-5)
+    with torch.no_grad():
+        norm.weight.copy_(torch.randn(shape[-1]))
+        got, want = layers.rms_norm(x, 1 + norm.weight, 1e-5), norm(x)
+    assert got.dtype == dtype
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 576), (3, 17), (2, 3, 64)])
+def test_norms_without_weights(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = (torch.randn(shape) * 3 + 1).to(dtype)
+    wide = x.double()
+    for got, want in (
+        (layers.rms_norm(x, None, 1e-5), wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt()),
+        (layers.layer_norm(x, None, None, 1e-5), torch.nn.functional.layer_norm(wide, shape[-1:], eps=1e-5)),
+    ):
+        assert got.dtype == dtype and got.is_contiguous()
+        torch.testing.assert_close(got.double(), want, rtol=ONE_ROUNDING[dtype], atol=2e-7)
+
+
+@pytest.mark.parametrize("weight_dtype", [None, torch.float32])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_layer_norm_rounds_once(has_bias: bool, dtype: torch.dtype, weight_dtype: torch.dtype | None) -> None:
+    torch.manual_seed(0)
+    x = (torch.randn(3, 40) * 3 + 1).to(dtype)
+    weight, bias = (torch.randn(40).to(weight_dtype or dtype) for _ in range(2))
+    wide = torch.nn.functional.layer_norm(x.double(), (40,), weight.double(), bias.double() * has_bias, 1e-5)
+    got = layers.layer_norm(x, weight, bias if has_bias else None, 1e-5)
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.double(), wide, rtol=ONE_ROUNDING[dtype], atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "relu", "relu2"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_activations_are_those_of_transformers_rounded_once(kind: Activation, dtype: torch.dtype) -> None:
+    function = ACT2FN[{"gelu_tanh": "gelu_pytorch_tanh"}.get(kind, kind)]
+    x = torch.linspace(-6, 6, 98).view(7, 14).to(dtype)
+    gate, up = x.float().chunk(2, -1)
+    bounds = {"rtol": ONE_ROUNDING[dtype], "atol": 1e-6}
+    torch.testing.assert_close(layers.activated(x, kind).double(), function(x.double()), **bounds)
+    got = layers.gated(x, kind)
+    assert got.dtype == dtype and got.is_contiguous()
+    torch.testing.assert_close(got.double(), function(gate.double()) * up.double(), **bounds)
+
+
+def test_xielu_is_that_of_apertus() -> None:
+    module = XIELUActivation(alpha_p_init=1.3, alpha_n_init=0.9, dtype=torch.float32).requires_grad_(False)
+    softplus = torch.nn.functional.softplus
+    params = torch.cat((softplus(module.alpha_p), 0.5 + softplus(module.alpha_n)))
+    x = torch.cat((torch.linspace(-8, 8, 33), torch.tensor([0.0, -1e-7, 1e-7, -1e-5])))[None]
+    torch.testing.assert_close(layers.activated(x, "xielu", params), module._xielu_python(x), rtol=1e-6, atol=0)
+    half = layers.activated(x.half(), "xielu", params)
+    torch.testing.assert_close(half.float(), module._xielu_python(x.half().float()), rtol=1e-3, atol=1e-7)
+
+
+def test_the_clamped_swiglu_is_that_of_gpt_oss() -> None:
+    experts = SimpleNamespace(limit=2.0, alpha=1.5)
+    gate, up = torch.linspace(-5, 5, 21)[None], torch.linspace(4, -4, 21)[None]
+    want = GptOssExperts._apply_gate(experts, torch.stack((gate, up), -1).flatten(1))
+    got = layers.gated(torch.cat((gate, up), -1), "swiglu_clamped", 1.5, 2.0)
+    torch.testing.assert_close(got, want)
+
+
+def test_activations_of_the_other_kernel_are_refused() -> None:
+    with pytest.raises(ValueError, match="activation = 'xielu': gated takes silu, .* and swiglu_clamped"):
+        layers.gated(torch.ones(1, 2), "xielu")
+    with pytest.raises(ValueError, match="activation = 'swiglu_clamped': activated takes silu, .* and xielu"):
+        layers.activated(torch.ones(1, 2), "swiglu_clamped")
+
+
+def test_kernels_and_specs_name_the_same_activations() -> None:
+    assert get_args(spec.Activation) == get_args(Activation)

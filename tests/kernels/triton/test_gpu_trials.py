@@ -76,7 +76,7 @@ def test_scores_counts_and_copies_that_are_wrong_are_found() -> None:
 
 def test_keys_that_are_written_beside_their_slots_are_found() -> None:
     def beside(*args: Any) -> Tensor:
-        k_cache, slots = args[7], args[9]
+        k_cache, slots = args[5], args[7]
         out = KERNELS.attention_prologue(*args)
         k_cache[slots[0] // k_cache.shape[2], :, slots[0] % k_cache.shape[2]] = 0  # of the padding, slot -1
         return out

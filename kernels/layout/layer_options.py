@@ -1,0 +1,26 @@
+"""What the kernels of a layer can be told besides tensors: the norm of heads, and activations by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu", "swiglu_clamped"]  # as in `model/spec.py`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class HeadNorms:
+    """The norm of queries and keys, each head by itself or all heads of a token as one row.
+
+    A weight is [D], or [H, D] for queries and [G, D] for keys: the weights of a row, or of each head. It is of the
+    projection's type (an RMS norm then rounds before it, as in `KernelSet.rms_norm`) or f32. None = no weight.
+    """
+
+    q: Tensor | None
+    k: Tensor | None
+    eps: float
+    kind: Literal["rms", "layer"] = "rms"
+    is_over_row: bool = False
+    is_after_rope: bool = False

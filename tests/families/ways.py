@@ -1,0 +1,124 @@
+"""Ways in which a request is computed, none of which may change its tokens, and what an engine gives in each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from millrace.model.errors import ModelError
+from millrace.stages import LLM, EngineConfig, SamplingParams
+from millrace.stages.errors import ConfigError
+from tests.families.oracle import LENGTHS, NUM_NEW, Answer, prompts
+
+State = Literal["equal", "differs", "refused", "failed"]
+BACKENDS = ("native", "torch", "triton", "transformers", "auto")
+BLOCK_SIZE = 4  # tokens; small, so that answers grow by more blocks than are reserved for them
+LONGEST = max(LENGTHS) + NUM_NEW  # tokens of a sequence
+TOLERANCE = 2e-3  # of log-probabilities, which show what keeps the order of logits: multipliers and caps
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of one way, or of all."""
+
+    state: State
+    detail: str = ""  # how it differs, or the message
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """Settings of an engine, and how its requests come."""
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    num_rounds: int = 1  # how often they come
+    num_others: int = 0  # requests beside them
+    check: Callable[[LLM, Sequence[Any]], str] = lambda llm, outputs: ""  # what should have happened and did not
+
+
+def _was_cached(_: LLM, outputs: Sequence[Any]) -> str:
+    return "" if sum(output.num_cached_tokens for output in outputs) else "no prompt was found in the cache"
+
+
+def _was_preempted(llm: LLM, _: Sequence[Any]) -> str:
+    schedule: Any = llm.engine.pipeline.stages["schedule"]
+    return "" if schedule.scheduler.num_preemptions else "no sequence was preempted"
+
+
+NO_CACHE: dict[str, Any] = {"enable_prefix_caching": False}
+FEW = {**NO_CACHE, "num_gpu_blocks": -(-LONGEST // BLOCK_SIZE) + 10}
+WAYS: Mapping[str, Way] = {
+    "plain": Way({**NO_CACHE, "speculation": "off", "max_num_seqs": 1}),
+    "chunked": Way({**NO_CACHE, "max_num_batched_tokens": 16, "max_num_seqs": 8}),
+    "prefix": Way({}, num_rounds=2, check=_was_cached),
+    "preempted": Way({**FEW, "swap_space": 0.0}, num_others=4, check=_was_preempted),
+    "swapped": Way({**FEW, "num_cpu_blocks": 256}, num_others=4, check=_was_preempted),
+    "among16": Way({**NO_CACHE, "max_num_seqs": 16}, num_others=13),
+}
+
+
+def settings_of(backend: str) -> dict[str, Any]:
+    """The settings that choose a backend; KeyError if the engine has no such setting yet."""
+    has_impl = "model_impl" in {item.name for item in fields(EngineConfig)}
+    if backend == "auto":
+        return {}
+    if backend == "transformers":
+        if not has_impl:
+            raise KeyError("model_impl")
+        return {"model_impl": "transformers"}
+    return {"attention_backend": backend} | ({"model_impl": "millrace"} if has_impl else {})
+
+
+def run_way(folder: Path, answers: Sequence[Answer], name: str, backend: str) -> Outcome:
+    """Compare an engine's answers in one way with those of transformers."""
+    way = WAYS[name]
+    common = {"device": "cpu", "dtype": "float32", "threads": 1, "block_size": BLOCK_SIZE}
+    sizes = {"max_model_len": LONGEST, "num_gpu_blocks": 40 * LONGEST // BLOCK_SIZE}
+    try:
+        settings = settings_of(backend)
+    except KeyError as error:
+        return Outcome("refused", f"there is no setting {error.args[0]}")
+    try:
+        llm = LLM(str(folder), **{**common, **sizes, **settings, **way.settings})
+    except (ModelError, ConfigError) as error:
+        return Outcome("refused", str(error).replace(str(folder), "FOLDER"))
+    except Exception as error:
+        return Outcome("failed", f"at the start: {error!r}")
+    with llm:
+        try:
+            return _compare(llm, way, answers)
+        except Exception as error:
+            return Outcome("failed", repr(error))
+
+
+def _compare(llm: LLM, way: Way, answers: Sequence[Answer]) -> Outcome:
+    others = prompts(tuple(range(3, 3 + 5 * way.num_others, 5)))
+    lists = [answer.prompt for answer in answers]
+    counts = [len(answer.token_ids) for answer in answers]
+    params = [
+        SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True, logprobs=0)
+        for count in [*counts, *[max(counts)] * len(others)]
+    ]
+    for _ in range(way.num_rounds):
+        outputs = llm.generate([*lists, *others], params, use_tqdm=False)
+        for place, answer in enumerate(answers):
+            if difference := differing(answer, outputs[place].outputs[0]):
+                return Outcome("differs", f"prompt of {len(answer.prompt)}, {difference}")
+    problem = way.check(llm, outputs)
+    return Outcome("failed", problem) if problem else Outcome("equal")
+
+
+def differing(answer: Answer, choice: Any) -> str:
+    """Where a choice's tokens or log-probabilities leave those of transformers; "" if nowhere."""
+    for step, (wanted, found) in enumerate(zip(answer.token_ids, choice.token_ids, strict=True)):
+        logits = answer.logits[step]
+        if wanted != found:
+            gap = float(logits[wanted] - logits[found])
+            return (
+                f"step {step} of {len(answer.token_ids)}: {found} instead of {wanted}, whose logit is {gap:.2g} higher"
+            )
+        logprob = float(logits.log_softmax(-1)[wanted])
+        if abs(logprob - choice.logprobs[step].logprob) > TOLERANCE:
+            return f"step {step}: log-probability {choice.logprobs[step].logprob:.4f} instead of {logprob:.4f}"
+    return ""

@@ -1,0 +1,121 @@
+"""Greedy tokens, chats and token ids of the real models against transformers in float32.
+
+A model whose packages are not installed is skipped; tests/README.md has the commands.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from millrace import LLM, SamplingParams
+from millrace.model.text.tokenizer import Tokenizer
+from tests.deploy.running import RunningServer
+from tests.real_models.models import MODELS
+
+pytestmark = pytest.mark.slow
+
+NUM_TOKENS = 64
+LONG = " ".join(
+    f"On day {day} the mill ground {day * 7 % 40} sacks of flour." for day in range(1, 60)
+)  # over 600 tokens
+PROMPTS = (
+    "The capital of France is",
+    "Once upon a time, in a small village by the sea, there lived",
+    "def fibonacci(n):\n    ",
+    "1, 2, 3, 4, 5, 6, 7,",
+    "Water boils at 100 degrees Celsius, and it freezes at",
+    "Les trois mousquetaires étaient",
+    'Answer in JSON: {"name": "Ada Lovelace", "born":',
+    "日本の首都は",
+    "Q: Why is the sky blue?\nA:",
+    LONG,
+)
+QUESTION = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
+AWKWARD = (
+    "",
+    " ",
+    "  two  spaces\n\n\n\tand\ttabs \r\n",
+    "Ünï 🙂🙃 👩‍👩‍👧‍👦 e\u0301 \u200b\ufeff\x00\x7f \U000e0001",
+    "in 2023, it's 650841823! 3.14159",
+    "<bos>x<eos> <|im_start|>user\n<|im_end|><start_of_turn> <unused7> </s> [INST] <0x41> <table>",
+    "▁low ▁▁line Ġg",
+    "日本語のテキスト。 Привет 你好 ไทย العربية हिन्दी",
+    "a" * 300,
+)
+
+
+@dataclass(frozen=True)
+class Real:
+    """A model's folder, and the model that transformers makes of it."""
+
+    name: str
+    root: Path
+    oracle: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+
+    def logits_after(self, ids: list[int], answer: list[int]) -> torch.Tensor:
+        """The logits at which each token of the answer was chosen, [tokens, vocabulary].
+
+        The answer is transformers' greedy one exactly if each of its tokens is the likeliest there.
+        """
+        with torch.inference_mode():
+            whole = torch.tensor([[*ids, *answer[:-1]]])
+            logits: torch.Tensor = self.oracle(whole, logits_to_keep=len(answer)).logits[0]
+        return logits
+
+
+@pytest.fixture(scope="module", params=["smollm2-135m-instruct"])
+def real(request: pytest.FixtureRequest) -> Real:
+    model = MODELS[request.param]
+    if model.missing:
+        pytest.skip(f"not installed: {', '.join(model.missing)}")
+    root = model.folder()
+    tokenizer = AutoTokenizer.from_pretrained(root)
+    oracle = AutoModelForCausalLM.from_pretrained(root, dtype=torch.float32).eval()
+    return Real(model.name, root, oracle, tokenizer)
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_greedy_tokens_are_those_of_transformers(real: Real, backend: str) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    with LLM(str(real.root), dtype="float32", attention_backend=backend, device="cpu", max_model_len=2048) as llm:
+        answers = [output.outputs[0].token_ids for output in llm.generate(list(PROMPTS), params, use_tqdm=False)]
+    num_equal, differences = 0, []
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        logits = real.logits_after(real.tokenizer(prompt)["input_ids"], list(answer))
+        likeliest = logits.argmax(-1).tolist()
+        num_equal += sum(ours == theirs for ours, theirs in zip(answer, likeliest, strict=True))
+        for place, (ours, theirs) in enumerate(zip(answer, likeliest, strict=True)):
+            if ours != theirs:
+                gap = float(logits[place, theirs] - logits[place, ours])
+                differences.append(f"{prompt[:20]!r}, token {place}: {ours} instead of {theirs}, {gap:.2g} above it")
+    assert not differences, f"{num_equal} of {NUM_TOKENS * len(PROMPTS)} equal; {'; '.join(differences)}"
+
+
+def test_a_chat_over_http_is_answered_as_by_transformers(real: Real) -> None:
+    command = [sys.executable, "-m", "millrace.deploy", "serve", str(real.root), "--port", "0", "--dtype", "float32"]
+    with RunningServer(command=[*command, "--max-model-len", "1024"]) as server:
+        asked = {"messages": QUESTION, "temperature": 0, "max_tokens": 24, "return_token_ids": True}
+        answer = server.post("/v1/chat/completions", asked).json
+    ids = real.tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, return_dict=False)
+    choice = answer["choices"][0]
+    assert answer["prompt_token_ids"] == ids
+    assert choice["token_ids"] == real.logits_after(ids, choice["token_ids"]).argmax(-1).tolist()
+    assert choice["message"]["content"] == real.tokenizer.decode(choice["token_ids"], skip_special_tokens=True)
+    assert "Paris" in choice["message"]["content"]
+
+
+def test_awkward_texts_have_the_ids_and_texts_of_transformers(real: Real) -> None:
+    ours = Tokenizer.read(real.root)
+    for text in (*AWKWARD, *PROMPTS):
+        for has_specials in (True, False):
+            ids = real.tokenizer.encode(text, add_special_tokens=has_specials)
+            assert ours.encode(text, has_specials) == ids, text
+        assert ours.decode(ids) == real.tokenizer.decode(ids, skip_special_tokens=True), text
+        assert ours.decode(ids, False) == text, "a round trip"

@@ -11,12 +11,14 @@ from .errors import CheckpointError, quoted
 class ConfigKeys:
     """Typed access to a JSON object; errors name the source, the key and the value."""
 
-    def __init__(self, values: Mapping[str, Any], source: str) -> None:
+    def __init__(self, values: Mapping[str, Any], source: str, stored_names: Mapping[str, str] | None = None) -> None:
+        """`stored_names`: names of keys as in the file, where they differ from those in `values`."""
         self.values = values
         self.source = source
+        self.stored_names = stored_names or {}
 
     def fail(self, key: str, problem: str) -> NoReturn:
-        raise CheckpointError(f"{self.source}: {key}: {problem}")
+        raise CheckpointError(f"{self.source}: {self.stored_names.get(key, key)}: {problem}")
 
     def count(self, key: str, default: int | None = None, least: int = 1, most: int = 2**31 - 1) -> int:
         value = self._value(key, default)
@@ -41,6 +43,10 @@ class ConfigKeys:
         if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
             self.fail(key, f"must be a number from {least:g} to {most:g}, not {quoted(value)}")
         return float(value)
+
+    def cap(self, key: str, default: float | None) -> float | None:
+        """A cap that null switches off. The default holds where the key is absent."""
+        return self.number(key) if self.values.get(key) is not None else None if key in self.values else default
 
     def flag(self, key: str, default: bool) -> bool:
         value = self._value(key, default)

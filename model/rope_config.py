@@ -10,6 +10,7 @@ from .config_keys import ConfigKeys
 from .errors import quoted
 
 MAX_POSITIONS = 2**31 - 1
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 MAX_THETA = 1e30  # rotary positions are computed in float32
 
 
@@ -17,7 +18,7 @@ MAX_THETA = 1e30  # rotary positions are computed in float32
 class RopeConfig:
     """Rotary positions: `dim / 2` frequencies from `theta`, scaled by `kind`."""
 
-    kind: str = "default"  # default | linear | dynamic | llama3 | yarn
+    kind: str = "default"  # default | linear | dynamic | llama3 | yarn | longrope
     theta: float = 10_000.0
     dim: int  # rotated elements of a head, from its start; even
     factor: float = 1.0  # by which the context is stretched
@@ -28,25 +29,39 @@ class RopeConfig:
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn: the ramp begins and ends at whole numbers
     attention_factor: float = 1.0  # multiplies cos and sin
+    short_factors: tuple[float, ...] = ()  # longrope: each pair's wavelength is stretched by its factor, ...
+    long_factors: tuple[float, ...] = ()  # ... in tables of more positions than the original ones by these
 
 
-def parse_rope(keys: ConfigKeys, head_dim: int, max_position: int) -> RopeConfig:
-    """The rotary positions of a config.json, for heads of `head_dim` numbers."""
-    name, scaling = _rope_values(keys)
+def parse_rope(
+    keys: ConfigKeys,
+    head_dim: int,
+    max_position: int,
+    *,
+    theta: float = 10_000.0,
+    share: float | None = None,
+    layer_type: str | None = None,
+) -> RopeConfig:
+    """The rotary positions of a config.json, for heads of `head_dim` numbers.
+
+    `theta` and `share` are the defaults of `rope_theta` and `partial_rotary_factor`; `share` None: as in transformers'
+    Llama, the default kind rotates whole heads, whatever the file says. `layer_type`: the layers that they are of, if
+    the file may give each type its own.
+    """
+    name, scaling = _rope_values(keys, layer_type)
     rope = ConfigKeys(scaling, f"{keys.source}: {name}")
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind not in ("default", "linear", "dynamic", "llama3", "yarn"):
-        known = "default, linear, dynamic, llama3, yarn"
-        rope.fail("rope_type", f"{quoted(kind)} is not supported; supported: {known}")
-    # transformers rotates whole heads by the default kind, whatever the factor says
-    share = (
-        1.0 if kind == "default" else rope.number("partial_rotary_factor", keys.number("partial_rotary_factor", 1.0))
-    )
+    kind = "longrope" if kind == "su" else kind  # its first name
+    if kind not in KINDS:
+        rope.fail("rope_type", f"{quoted(kind)} is not supported; supported: {', '.join(KINDS)}")
+    whole = keys.number("partial_rotary_factor", 1.0 if share is None else share)
+    share = 1.0 if kind == "default" and share is None else rope.number("partial_rotary_factor", whole)
     dim = int(head_dim * share) if share <= 1.0 else -1
     if dim % 2 or not 0 < dim <= head_dim:
         size = f"must give an even number of rotated elements up to head_dim = {head_dim}, not {quoted(share)}"
         rope.fail("partial_rotary_factor", size)
-    original = _original_length(keys, rope, max_position) if kind in ("llama3", "yarn") else max_position
+    has_original = kind in ("llama3", "yarn", "longrope")
+    original = _original_length(keys, rope, max_position) if has_original else max_position
     needs_factor = kind in ("linear", "dynamic", "llama3") or (kind == "yarn" and original == max_position)
     factor = rope.number("factor", None if needs_factor else max_position / original)
     low_freq = rope.number("low_freq_factor", None if kind == "llama3" else 1.0)
@@ -56,7 +71,7 @@ def parse_rope(keys: ConfigKeys, head_dim: int, max_position: int) -> RopeConfig
         rope.fail("factor", f"{length}, not {factor:g}")
     if not 0 < low_freq < high_freq:
         rope.fail("low_freq_factor", f"must be above 0 and below high_freq_factor = {high_freq:g}, not {low_freq:g}")
-    theta = rope.number("rope_theta", keys.number("rope_theta", 10_000.0))
+    theta = rope.number("rope_theta", keys.number("rope_theta", theta))
     if not 1.0 < theta <= MAX_THETA:
         rope.fail("rope_theta", f"must be above 1 and at most {MAX_THETA:g}, not {theta:g}")
     if kind == "dynamic" and dim < 4:
@@ -72,8 +87,19 @@ def parse_rope(keys: ConfigKeys, head_dim: int, max_position: int) -> RopeConfig
         beta_fast=rope.number("beta_fast", 32.0) or 32.0,
         beta_slow=rope.number("beta_slow", 1.0) or 1.0,
         truncate=rope.flag("truncate", "truncate" not in scaling),
-        attention_factor=_yarn_attention_factor(rope, factor) if kind == "yarn" else 1.0,
+        attention_factor=_attention_factor(kind, rope, factor, original),
+        short_factors=_factors(rope, "short_factor", dim) if kind == "longrope" else (),
+        long_factors=_factors(rope, "long_factor", dim) if kind == "longrope" else (),
     )
+
+
+def _factors(rope: ConfigKeys, key: str, dim: int) -> tuple[float, ...]:
+    """A factor for each rotated pair."""
+    factors: Any = rope.values.get(key)
+    is_right = isinstance(factors, list) and len(factors) == dim // 2
+    if not is_right or any(isinstance(f, bool) or not isinstance(f, int | float) or not 0 < f < 1e9 for f in factors):
+        rope.fail(key, f"must be a list of {dim // 2} numbers above 0, one a rotated pair, not {quoted(factors)}")
+    return tuple(map(float, factors))
 
 
 def _original_length(keys: ConfigKeys, rope: ConfigKeys, max_position: int) -> int:
@@ -82,7 +108,7 @@ def _original_length(keys: ConfigKeys, rope: ConfigKeys, max_position: int) -> i
     return (keys if is_beside else rope).count("original_max_position_embeddings", max_position)
 
 
-def _rope_values(keys: ConfigKeys) -> tuple[str, dict[str, Any]]:
+def _rope_values(keys: ConfigKeys, layer_type: str | None) -> tuple[str, dict[str, Any]]:
     """The rotary parameters, and the key that holds them; as in transformers, the older key has priority."""
     name = "rope_scaling" if keys.values.get("rope_scaling") else "rope_parameters"
     scaling = keys.values.get(name) or {}
@@ -91,13 +117,20 @@ def _rope_values(keys: ConfigKeys) -> tuple[str, dict[str, Any]]:
     by_type = [scaling[kind] for kind in ("full_attention", "sliding_attention") if kind in scaling]
     if not by_type:
         return name, scaling
+    if layer_type in scaling and isinstance(scaling[layer_type], dict):
+        return f"{name}: {layer_type}", scaling[layer_type]
     if not all(isinstance(values, dict) and values == by_type[0] for values in by_type):
         keys.fail(name, "must be one object, or the same for each type of layer")
     return name, by_type[0]
 
 
-def _yarn_attention_factor(rope: ConfigKeys, factor: float) -> float:
-    """YaRN's factor of cos and sin, which keeps attention equally sharp over a longer context."""
+def _attention_factor(kind: str, rope: ConfigKeys, factor: float, original: int) -> float:
+    """The factor of cos and sin, which keeps attention equally sharp over a longer context."""
+    if kind == "longrope":
+        default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
+        return rope.number("attention_factor", default, most=1e6)
+    if kind != "yarn":
+        return 1.0
 
     def sharpness(mscale: float) -> float:
         return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..config import ModelConfig
 from ..config_keys import ConfigKeys
 from ..files import read_json
+from ..spec import DecoderSpec
 
 LEAST_TOP_P = 1e-9  # stands for 0, which keeps only the likeliest token
 # Keys that change what transformers generates, and the values at which they do not. No request gets them by default.
@@ -52,7 +52,7 @@ class GenerationDefaults:
     not_applied: tuple[str, ...] = ()  # keys that would change answers, and that are not supported as defaults
 
     @classmethod
-    def read(cls, root: Path, config: ModelConfig) -> GenerationDefaults:
+    def read(cls, root: Path, config: DecoderSpec) -> GenerationDefaults:
         """The defaults of the checkpoint in `root`; end tokens are those of generation_config.json and config.json.
 
         An end token outside the vocabulary is left out, as it never comes. Raises CheckpointError naming a value that

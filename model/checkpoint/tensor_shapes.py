@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -18,26 +18,30 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ..config import ModelConfig
 from ..errors import CheckpointError, quoted, shown
-from .safetensors import BFLOAT16, DTYPES, Checkpoint
+from ..families.names import DOWN, EMBEDDING, HEAD, Names, Target, tensors_of
+from ..families.registry import OTHER_HALVES, WRAPPER_PREFIXES, family_of
+from ..spec import DecoderSpec
+from .canonical import CanonicalTensors, TensorSources, widened
+from .safetensors import DTYPES, Checkpoint
 
 Shapes = dict[str, tuple[int, ...]]  # by name
 
 PART = 1 << 22  # numbers of a random tensor that one thread draws at a time
-NOT_WEIGHTS = re.compile(r".*\.(rotary_emb\.inv_freq|attention\.bias|attention\.masked_bias)")  # in old checkpoints
-LAYER = re.compile(r"(?:model\.)?layers\.(\d{1,9})\.")
+NOT_WEIGHTS = re.compile(r".*\.(rotary_emb\.inv_freq|(attention|attn)\.(bias|masked_bias))")  # in old checkpoints
 DTYPE_OF = {"F16": "float16", "BF16": "bfloat16"}  # of weights -> of config.json, which names none; else float32
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class TensorSource(Protocol):
-    """A source of tensors by name: a checkpoint, or random numbers."""
+    """A source of tensors by canonical name: a checkpoint, or random numbers."""
 
     warnings: list[str]  # what is unusual about the files
 
     def is_mapped(self, name: str) -> bool:
         """Whether the tensor's array is a view of a file's private map, which takes no memory before it is read."""
+
+    def stored_name(self, name: str) -> str:
+        """The name of the tensor in its file, for error messages."""
 
     def array(self, name: str) -> NDArray[Any]:
         """The tensor; bfloat16 has the dtype `safetensors.BFLOAT16`. Do not write to it."""
@@ -46,77 +50,111 @@ class TensorSource(Protocol):
         """Releases the tensor's memory, once it is copied."""
 
 
-def open_source(root: Path, config: ModelConfig, load_format: str) -> tuple[TensorSource, ModelConfig]:
-    """The checkpoint in `root`, and `config` with the output layer that its files hold.
+def open_source(root: Path, spec: DecoderSpec, load_format: str) -> tuple[TensorSource, DecoderSpec]:
+    """The checkpoint in `root` by canonical names, and `spec` with the output layer that its files hold.
 
     With load_format "dummy" it is seeded random numbers, without reading a file; "auto" is "safetensors". Raises
     CheckpointError naming file and tensor for a missing, extra or misshapen tensor, before any weight is read.
     """
     if load_format == "dummy":
-        config = replace(config, dtype="float32") if config.dtype == "auto" else config
-        return _RandomTensors(expected_shapes(config)), config
+        spec = replace(spec, dtype="float32") if spec.dtype == "auto" else spec
+        return _RandomTensors(expected_shapes(spec)), spec
     if load_format not in ("auto", "safetensors"):
         raise ValueError(f"load_format = {load_format!r}: must be 'safetensors' or 'dummy'")
-    checkpoint = Checkpoint(root)
-    _check_layers(checkpoint, config)
-    is_bare = "embed_tokens.weight" in checkpoint.names  # saved without the model around the decoder
-    checkpoint.rename(_name_in_model)
-    config = _with_stored_head(checkpoint, config, is_bare=is_bare)
-    _compare(checkpoint, expected_shapes(config), config)
-    if config.dtype == "auto":
-        config = replace(config, dtype=DTYPE_OF.get(checkpoint.dtype(EMBEDDING), "float32"))
-    return checkpoint, config
+    checkpoint, spec = _open(root, spec)
+    family = family_of(spec.family)
+    sources = TensorSources(tensors_of(spec), family.names(spec))
+    _compare(checkpoint, sources, spec, family.prefix)
+    if spec.dtype == "auto":
+        stored = checkpoint.dtype(sources.stored_name(f"{EMBEDDING}.weight"))
+        spec = replace(spec, dtype=DTYPE_OF.get(stored, "float32"))
+    return CanonicalTensors(checkpoint, sources), spec
 
 
-def output_rows(root: Path, config: ModelConfig, load_format: str, rows: Sequence[int]) -> NDArray[np.float32]:
-    """Rows [R, H] of the output layer, as they are before any quantization. `config` is that of `open_source`."""
-    name, other = (EMBEDDING, HEAD) if config.tie_word_embeddings else (HEAD, EMBEDDING)
+def output_rows(root: Path, spec: DecoderSpec, load_format: str, rows: Sequence[int]) -> NDArray[np.float32]:
+    """Rows [R, H] of the output layer, as they are before any quantization. `spec` is that of `open_source`."""
+    name, other = f"{EMBEDDING}.weight", f"{HEAD}.weight"
+    name, other = (name, other) if spec.head.is_tied else (other, name)
     if load_format == "dummy":
-        return np.asarray(_RandomTensors(expected_shapes(config)).array(name)[list(rows)], np.float32)
+        return np.asarray(_RandomTensors(expected_shapes(spec)).array(name)[list(rows)], np.float32)
+    checkpoint, spec = _open(root, spec)
+    sources = TensorSources([Target(name, ()), Target(other, ())], family_of(spec.family).names(spec))
+    stored = sources.stored_name(name)
+    return widened(checkpoint.array(stored if stored in checkpoint.names else sources.stored_name(other))[list(rows)])
+
+
+def expected_shapes(spec: DecoderSpec) -> Shapes:
+    """The canonical name and shape of every tensor of a decoder."""
+    return {target.name: target.shape for target in tensors_of(spec)}
+
+
+def _open(root: Path, spec: DecoderSpec) -> tuple[Checkpoint, DecoderSpec]:
+    """The checkpoint with its names as in a whole model, and `spec` with the output layer that it holds."""
+    family = family_of(spec.family)
+    names, prefix = family.names(spec), f"{family.prefix}."
     checkpoint = Checkpoint(root)
-    checkpoint.rename(_name_in_model)
-    stored = checkpoint.array(name if name in checkpoint.names else other)[list(rows)]
-    if stored.dtype == BFLOAT16:
-        return (stored.astype(np.uint32) << 16).view(np.float32)
-    return stored.astype(np.float32)
+    checkpoint.rename(_name_of_text_half)
+    _check_layers(checkpoint, spec, names, prefix)
+    sources = TensorSources(tensors_of(replace(spec, head=replace(spec.head, exists=True, is_tied=False))), names)
+    stored = sources.stored_shapes().keys()
+    is_bare = sources.stored_name(f"{EMBEDDING}.weight").removeprefix(prefix) in checkpoint.names
+    roots = {name.removeprefix(prefix).partition(".")[0] for name in stored if name.startswith(prefix)}
+    checkpoint.rename(partial(_name_in_model, stored=stored, prefix=prefix, roots=roots))
+    return checkpoint, _with_stored_head(checkpoint, spec, sources, is_bare=is_bare)
 
 
-def _name_in_model(name: str) -> str:
-    """The name of a tensor in a whole model. As in transformers, the prefix `model.` may be there or not."""
-    if name.partition(".")[0] in ("embed_tokens", "layers", "norm"):
-        return f"model.{name}"
-    return name.removeprefix("model.") if name.startswith("model.lm_head.") else name
+def _name_of_text_half(name: str) -> str:
+    """The name of a tensor without the wrapper around its decoder."""
+    prefix = next((prefix for prefix in WRAPPER_PREFIXES if name.startswith(prefix)), "")
+    rest = name.removeprefix(prefix)
+    return f"model.{rest}" if prefix and not rest.startswith(("model.", "lm_head.")) else rest
 
 
-def _check_layers(checkpoint: Checkpoint, config: ModelConfig) -> None:
+def _name_in_model(name: str, stored: Collection[str], prefix: str, roots: Collection[str]) -> str:
+    """The name of a tensor in a whole model. As in transformers, the prefix may be there or not.
+
+    `stored`: the names of the model's tensors. `roots`: the first parts of those with the prefix, behind it.
+    """
+    if name not in stored and name.partition(".")[0] in roots:
+        return prefix + name
+    return rest if (rest := name.removeprefix(prefix)) in stored else name
+
+
+def _check_layers(checkpoint: Checkpoint, spec: DecoderSpec, names: Names, prefix: str) -> None:
     """Raises CheckpointError if the files hold another number of layers, before anything is made for each layer."""
-    found = {int(match[1]) for match in map(LAYER.match, checkpoint.names) if match}
+    sources = TensorSources([Target(f"{DOWN}.weight", ())], names)
+    stem, _, _ = sources.stored_name(f"{DOWN}.weight").removeprefix(prefix).partition("*")
+    pattern = re.compile(rf"(?:{re.escape(prefix)})?{re.escape(stem)}(\d{{1,9}})\.")
+    found = {int(match[1]) for match in map(pattern.match, checkpoint.names) if match}
     num_layers = max(found, default=-1) + 1
-    if num_layers != config.num_layers:
+    if num_layers != spec.num_layers:
         raise CheckpointError(
             f"config.json ({checkpoint.root}): num_hidden_layers: must be {num_layers}, as many as the files hold, "
-            f"not {config.num_layers}"
+            f"not {spec.num_layers}"
         )
 
 
-def _with_stored_head(checkpoint: Checkpoint, config: ModelConfig, *, is_bare: bool) -> ModelConfig:
-    """`config` with the output layer that the files hold: of the embedding, of its own, or none.
+def _with_stored_head(
+    checkpoint: Checkpoint, spec: DecoderSpec, sources: TensorSources, *, is_bare: bool
+) -> DecoderSpec:
+    """`spec` with the output layer that the files hold: of the embedding, of its own, or none.
 
     As in transformers, tensors that differ are both used, even if `tie_word_embeddings` says that they are one, and
     each replaces the other if that is missing. Only a decoder saved by itself, as embedding models are, has none.
     """
-    has_embedding, has_head = EMBEDDING in checkpoint.names, HEAD in checkpoint.names
-    if not config.tie_word_embeddings:
-        return replace(config, has_head=has_head or not is_bare)
+    embedding, head = (sources.stored_name(f"{stem}.weight") for stem in (EMBEDDING, HEAD))
+    has_embedding, has_head = embedding in checkpoint.names, head in checkpoint.names
+    if not spec.head.is_tied:
+        return replace(spec, head=replace(spec.head, exists=has_head or not is_bare))
     if has_head and not has_embedding:
-        checkpoint.share(EMBEDDING, HEAD)
-    if not (has_head and has_embedding) or _are_equal(checkpoint, EMBEDDING, HEAD):
-        return config
+        checkpoint.share(embedding, head)
+    if not (has_head and has_embedding) or _are_equal(checkpoint, embedding, head):
+        return spec
     checkpoint.warnings.append(
-        f"config.json: tie_word_embeddings = true, but {HEAD} in {checkpoint.where(HEAD)} differs from "
-        f"{EMBEDDING}: both are used, as by transformers"
+        f"config.json: tie_word_embeddings = true, but {head} in {checkpoint.where(head)} differs from "
+        f"{embedding}: both are used, as by transformers"
     )
-    return replace(config, tie_word_embeddings=False)
+    return replace(spec, head=replace(spec.head, is_tied=False))
 
 
 def _are_equal(checkpoint: Checkpoint, first: str, second: str) -> bool:
@@ -132,37 +170,6 @@ def _are_equal(checkpoint: Checkpoint, first: str, second: str) -> bool:
     return are_equal
 
 
-def expected_shapes(config: ModelConfig) -> Shapes:
-    """The name and shape of every tensor that a checkpoint of this configuration must hold."""
-    hidden, heads = config.hidden_size, config.num_heads * config.head_dim
-    kv_heads, inner = config.num_kv_heads * config.head_dim, config.intermediate_size
-    shapes: Shapes = {EMBEDDING: (config.vocab_size, hidden)}
-
-    def linear(name: str, rows: int, columns: int, has_bias: bool) -> None:
-        shapes[f"{name}.weight"] = (rows, columns)
-        if has_bias:
-            shapes[f"{name}.bias"] = (rows,)
-
-    for index in range(config.num_layers):
-        layer = f"model.layers.{index}"
-        shapes[f"{layer}.input_layernorm.weight"] = (hidden,)
-        linear(f"{layer}.self_attn.q_proj", heads, hidden, config.qkv_bias)
-        linear(f"{layer}.self_attn.k_proj", kv_heads, hidden, config.qkv_bias)
-        linear(f"{layer}.self_attn.v_proj", kv_heads, hidden, config.qkv_bias)
-        if config.has_qk_norm:
-            shapes[f"{layer}.self_attn.q_norm.weight"] = (config.head_dim,)
-            shapes[f"{layer}.self_attn.k_norm.weight"] = (config.head_dim,)
-        linear(f"{layer}.self_attn.o_proj", hidden, heads, config.output_bias)
-        shapes[f"{layer}.post_attention_layernorm.weight"] = (hidden,)
-        linear(f"{layer}.mlp.gate_proj", inner, hidden, config.mlp_bias)
-        linear(f"{layer}.mlp.up_proj", inner, hidden, config.mlp_bias)
-        linear(f"{layer}.mlp.down_proj", hidden, inner, config.mlp_bias)
-    shapes["model.norm.weight"] = (hidden,)
-    if config.has_head and not config.tie_word_embeddings:
-        shapes[HEAD] = (config.vocab_size, hidden)
-    return shapes
-
-
 class _RandomTensors:
     """Random tensors in place of a checkpoint: N(0, 0.02), norms 1. A tensor's values depend on its name alone."""
 
@@ -172,6 +179,9 @@ class _RandomTensors:
 
     def is_mapped(self, name: str) -> bool:
         return False
+
+    def stored_name(self, name: str) -> str:
+        return name
 
     def array(self, name: str) -> NDArray[Any]:
         if name.endswith("norm.weight"):
@@ -203,28 +213,29 @@ def _draw(name: str, index: int, part: NDArray[np.float32]) -> None:
     part *= np.float32(0.02)
 
 
-def _compare(checkpoint: Checkpoint, shapes: Shapes, config: ModelConfig) -> None:
+def _compare(checkpoint: Checkpoint, sources: TensorSources, spec: DecoderSpec, prefix: str) -> None:
     """Raises CheckpointError if the checkpoint's tensors are not those of its configuration."""
-    root, names = checkpoint.root, checkpoint.names
+    root, names, shapes = checkpoint.root, checkpoint.names, sources.stored_shapes()
     for name, shape in shapes.items():
         if name not in names:
-            raise CheckpointError(f"{root}: tensor {name} is missing, which config.json ({config.model_type}) requires")
+            raise CheckpointError(f"{root}: tensor {name} is missing, which config.json ({spec.family}) requires")
         source = f"{checkpoint.where(name)} ({root}): tensor {name}"
         if checkpoint.shape(name) != shape:
             raise CheckpointError(
                 f"{source} is {quoted(list(checkpoint.shape(name)))}, and config.json requires {list(shape)}: "
-                f"{_sizes(name, config)}"
+                f"{_sizes(sources.canonical_name(name), spec)}"
             )
         if checkpoint.dtype(name) not in DTYPES:
             raise CheckpointError(
                 f"{source}: dtype {checkpoint.dtype(name)} is not supported; supported: {', '.join(DTYPES)}"
             )
     ignored = []
-    for name in sorted(names - shapes.keys() - {HEAD}):  # a head that is not used is equal to the embedding
-        if _is_weight(checkpoint, name):
+    head = f"{HEAD}.weight"
+    for name in sorted(names - shapes.keys() - {head}):  # a head that is not used is equal to the embedding
+        if _is_weight(checkpoint, name, prefix):
             raise CheckpointError(
-                f"{checkpoint.where(name)} ({root}): tensor {shown(name)} is not part of a {config.model_type} model "
-                f"as config.json describes it{_reason(name, config)}; the output would be wrong without it"
+                f"{checkpoint.where(name)} ({root}): tensor {shown(name)} is not part of a {spec.family} model "
+                f"as config.json describes it{_reason(name, spec)}; the output would be wrong without it"
             )
         if not NOT_WEIGHTS.fullmatch(name):
             ignored.append(shown(name))
@@ -233,34 +244,36 @@ def _compare(checkpoint: Checkpoint, shapes: Shapes, config: ModelConfig) -> Non
         checkpoint.warnings.append(f"tensors that no text is made with are not used: {', '.join(ignored[:3])}{more}")
 
 
-def _is_weight(checkpoint: Checkpoint, name: str) -> bool:
-    """Whether a tensor seems to be of the decoder: other heads and buffers of whole numbers are not."""
+def _is_weight(checkpoint: Checkpoint, name: str, prefix: str) -> bool:
+    """Whether a tensor seems to be of the decoder: other heads, other halves and buffers of whole numbers are not."""
     if NOT_WEIGHTS.fullmatch(name) or 0 in checkpoint.shape(name):
         return False
-    return name.startswith(("model.", "lm_head.")) and checkpoint.dtype(name).startswith(("F", "BF"))
+    if name.removeprefix("model.").partition(".")[0] in OTHER_HALVES:
+        return False
+    return name.startswith((prefix, "model.", "lm_head.")) and checkpoint.dtype(name).startswith(("F", "BF"))
 
 
-def _sizes(name: str, config: ModelConfig) -> str:
-    """The keys of config.json from which the shape of a tensor follows, with their values."""
+def _sizes(name: str, spec: DecoderSpec) -> str:
+    """The keys of config.json from which the shape of a canonical tensor follows, with their values."""
     values = {
-        "vocab_size": config.vocab_size,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "intermediate_size": config.intermediate_size,
-        "hidden_size": config.hidden_size,
+        "vocab_size": spec.vocab_size,
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "intermediate_size": spec.intermediate_size,
+        "hidden_size": spec.hidden_size,
     }
     kind = name.split(".")[-2]
     keys = next((keys for kinds, keys in SIZES_OF.items() if kind in kinds.split()), ["hidden_size"])
     return ", ".join(f"{key} = {values[key]}" for key in keys)
 
 
-def _reason(name: str, config: ModelConfig) -> str:
+def _reason(name: str, spec: DecoderSpec) -> str:
     """The key of config.json that rules out a bias, if there is one."""
     if not name.endswith(".bias"):
         return ""
     key = "mlp_bias" if ".mlp." in name else "attention_bias"
-    return f" ({key} = false)" if config.model_type in ("llama", "qwen3") else ""
+    return f" ({key} = false)" if spec.family in ("llama", "qwen3") else ""
 
 
 SIZES_OF = {  # parts of a decoder -> keys of the sizes of their weights

@@ -1,4 +1,4 @@
-"""The decoder of Llama, Mistral, Qwen2 and Qwen3: one plain function of weights, cache and a step's inputs.
+"""The decoder: one plain function of a spec, weights, a cache and a step's inputs. It knows no family.
 
 The kernels are an argument (`KernelSet` of `kernels/kernel_set.py`), so the same code runs on PyTorch and on Triton.
 """
@@ -6,17 +6,21 @@ The kernels are an argument (`KernelSet` of `kernels/kernel_set.py`), so the sam
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ...kernels.kernel_set import HeadNorms, KernelSet
 from ...kernels.layout.work_lists import AttentionPlan, AttentionShape
-from ..config import ModelConfig
+from ..spec import AttentionSpec, DecoderSpec, FeedSpec, LayerSpec
 from .kv_cache import KVCache
-from .rope import rope_tables
+from .linear import Linear
+from .rope import alibi_slopes, query_factors, rope_tables
 from .step_inputs import StepInputs
-from .weights import DecoderWeights, LayerWeights
+from .weights import DecoderWeights, LayerWeights, NormWeights
 
 
 class Decoder:
@@ -29,32 +33,36 @@ class Decoder:
 
     def __init__(
         self,
-        config: ModelConfig,
+        spec: DecoderSpec,
         weights: DecoderWeights,
         kernels: KernelSet,
         max_positions: int | None = None,
         *,
         is_batch_invariant: bool = False,
     ) -> None:
-        self.config = config
+        self.spec = spec
         self.weights = weights
         self.kernels = kernels
         self.device = weights.embedding.device
         self.dtype = weights.embedding.dtype
-        self.max_positions = max_positions or config.max_position_embeddings
-        self._scale = config.head_dim**-0.5
-        windows = tuple(dict.fromkeys(config.sliding_windows))
+        self.max_positions = max_positions or spec.max_position_embeddings
+        attention = spec.attention
         self._attention_shape = AttentionShape(
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
+            attention.num_heads,
+            attention.num_kv_heads,
+            attention.head_dim,
             self.dtype,
             self.dtype,
-            windows,
+            tuple(dict.fromkeys(spec.windows)),
             is_batch_invariant,
         )
-        tables = rope_tables(config.rope, self.max_positions)
-        self._cos, self._sin = (torch.from_numpy(table).to(self.device) for table in tables)  # [P, D_rot / 2] f32 each
+        self._tables = [  # cos, sin of each of `spec.ropes`, [P, D_rot / 2] f32 each
+            tuple(map(self.on_device, rope_tables(rope, self.max_positions))) for rope in spec.ropes
+        ]
+        self._blocks = [
+            _Layer(self, layer, weights) for layer, weights in zip(spec.layers, weights.layers, strict=True)
+        ]
+        self._embedding_scale = float(torch.tensor(spec.embedding.scale, dtype=self.dtype))
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs[Tensor], cache: KVCache) -> Tensor:
@@ -67,76 +75,156 @@ class Decoder:
     @torch.inference_mode()
     def hidden(self, inputs: StepInputs[Tensor], cache: KVCache) -> Tensor:
         """The layers' part of a step: writes the cache, returns hidden states before the final norm, [T, hidden]."""
-        kernels, eps = self.kernels, self.config.rms_norm_eps
         starts = None if inputs.is_decode else inputs.query_starts
-        attention_shape = replace(self._attention_shape, cache_dtype=cache.data.dtype)
-        plan = kernels.plan_attention(attention_shape, inputs.lengths, starts, len(inputs.input_ids))
-        residual = self.weights.embedding.index_select(0, inputs.input_ids)  # [T, hidden]
-        for index, layer in enumerate(self.weights.layers):
-            x = kernels.rms_norm(residual, layer.input_norm, eps)
-            residual = layer.output.add_to(residual, self._attention(index, layer, x, inputs, cache, plan))
-            x = kernels.rms_norm(residual, layer.post_norm, eps)
-            residual = layer.down.add_to(residual, kernels.silu_mul(layer.gate_up.unrounded(x)))
+        shape = replace(self._attention_shape, cache_dtype=cache.data.dtype)
+        plan = self.kernels.plan_attention(shape, inputs.lengths, starts, len(inputs.input_ids))
+        residual = self._embed(inputs)
+        for index, layer in enumerate(self._blocks):
+            residual = layer.run(residual, index, inputs, cache, plan)
         return residual
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """The head's part of a step: logits [L, V] of `hidden` [L, hidden], rows of what `hidden` returns."""
+        head = self.spec.head
         logits = self.weights.head.unrounded(self.normed(hidden))
+        if head.scale != 1.0:
+            logits = logits * head.scale
+        if head.soft_cap is not None:
+            logits = (torch.tanh(logits.float() / head.soft_cap) * head.soft_cap).to(logits.dtype)
         return logits.float() if self.device.type == "cpu" else logits
 
     @torch.inference_mode()
     def normed(self, hidden: Tensor) -> Tensor:
         """The final norm of `hidden` [L, hidden], as embeddings are made from; same shape."""
-        return self.kernels.rms_norm(hidden, self.weights.final_norm, self.config.rms_norm_eps)
+        return self.norm(hidden, self.weights.final_norm)
 
-    def _attention(
-        self,
-        index: int,
-        layer: LayerWeights,
-        x: Tensor,
-        inputs: StepInputs[Tensor],
-        cache: KVCache,
-        plan: AttentionPlan | None,
+    def norm(self, x: Tensor, norm: NormWeights | None) -> Tensor:
+        """A norm over the rows of x [T, D]; None = x."""
+        if norm is None:
+            return x
+        if norm.spec.kind == "layer":
+            return self.kernels.layer_norm(x, norm.weight, norm.bias, norm.spec.eps)
+        return self.kernels.rms_norm(x, norm.weight, norm.spec.eps)
+
+    def tables_of(self, attention: AttentionSpec) -> tuple[Tensor | None, Tensor | None]:
+        """The rotary tables of a layer, [P, D_rot / 2] f32 each; None = it does not rotate."""
+        if attention.rope is None:
+            return None, None
+        cos, sin = self._tables[attention.rope]
+        return cos, sin
+
+    def on_device(self, table: NDArray[np.float32]) -> Tensor:
+        """A table of numbers where the weights are."""
+        return torch.from_numpy(table).to(self.device)
+
+    def _embed(self, inputs: StepInputs[Tensor]) -> Tensor:
+        """The first residual, [T, hidden]."""
+        embedding, weights = self.spec.embedding, self.weights
+        residual = weights.embedding.index_select(0, inputs.input_ids)
+        if embedding.scale != 1.0:
+            residual = residual * self._embedding_scale
+        if embedding.positions is not None:
+            assert weights.positions is not None
+            residual = residual + weights.positions.index_select(0, inputs.positions + embedding.positions.offset)
+        return self.norm(residual, weights.embedding_norm)
+
+
+class _Layer:
+    """One layer, with what does not change between steps prepared."""
+
+    def __init__(self, decoder: Decoder, spec: LayerSpec, weights: LayerWeights) -> None:
+        assert isinstance(spec.mixer, AttentionSpec) and isinstance(spec.feed, FeedSpec), "missing() refuses others"
+        self.decoder, self.kernels = decoder, decoder.kernels
+        self.spec, self.attention, self.feed, self.weights = spec, spec.mixer, spec.feed, weights
+        self.tables = decoder.tables_of(self.attention)
+        self.norms = _head_norms(self.attention, weights)
+        temper = self.attention.query_temper
+        self.query_factors = temper and decoder.on_device(query_factors(*temper, decoder.max_positions))
+        slopes = alibi_slopes(self.attention.num_heads) if self.attention.has_alibi else None
+        self.options: dict[str, Any] = {  # of the attention kernels
+            "scale": self.attention.scale,
+            "window": self.attention.window,
+            "soft_cap": self.attention.soft_cap,
+            "sinks": weights.sinks,
+            "alibi": None if slopes is None else decoder.on_device(slopes),
+            "chunk": self.attention.chunk,
+        }
+
+    def run(
+        self, residual: Tensor, index: int, inputs: StepInputs[Tensor], cache: KVCache, plan: AttentionPlan | None
     ) -> Tensor:
-        """The attention of one layer for x [T, hidden]: writes the cache, returns [T, H * D]."""
-        config, kernels = self.config, self.kernels
+        """The layer's output [T, hidden]; may overwrite `residual`."""
+        spec, weights, norm = self.spec, self.weights, self.decoder.norm
+        x = norm(residual, weights.pre_mixer)
+        if spec.is_parallel:
+            y = x if weights.pre_feed is None else norm(residual, weights.pre_feed)
+            residual = self._add(residual, self._attend(x, index, inputs, cache, plan), weights.output, None)
+            return self._add(residual, self._activate(y), weights.down, None)
+        residual = self._add(residual, self._attend(x, index, inputs, cache, plan), weights.output, weights.post_mixer)
+        x = norm(residual, weights.pre_feed)
+        return self._add(residual, self._activate(x), weights.down, weights.post_feed)
+
+    def _add(self, residual: Tensor, x: Tensor, linear: Linear, post_norm: NormWeights | None) -> Tensor:
+        """Adds a product to the residual [T, hidden], normed and scaled as the layer says."""
+        scale = self.spec.residual_scale
+        if post_norm is None and scale == 1.0:
+            return linear.add_to(residual, x)
+        product = self.decoder.norm(linear(x), post_norm)
+        return residual + (product if scale == 1.0 else product * scale)
+
+    def _activate(self, x: Tensor) -> Tensor:
+        """The feed-forward network of x [T, hidden] before its last product, [T, F]."""
+        feed, up = self.feed, self.weights.gate_up.unrounded(x)
+        if feed.is_gated:
+            return self.kernels.gated(up, feed.activation, feed.alpha, feed.limit)
+        return self.kernels.activated(up, feed.activation, self.weights.activation)
+
+    def _attend(
+        self, x: Tensor, index: int, inputs: StepInputs[Tensor], cache: KVCache, plan: AttentionPlan | None
+    ) -> Tensor:
+        """Attention for x [T, hidden]: writes the cache, returns [T, H * D]."""
+        attention = self.attention
         num_tokens = x.shape[0]
-        qkv = layer.qkv(x).view(num_tokens, -1, config.head_dim)  # [T, H + 2 G, D]
+        qkv = self.weights.qkv(x).view(num_tokens, -1, attention.head_dim)  # [T, H + 2 G, D]
         keys, values = cache.layer(index)  # [N, G, B, D]
         k_scale, v_scale = cache.layer_scales(index)  # [G]
-        has_norms = layer.q_norm is not None
-        norms = HeadNorms(q=layer.q_norm, k=layer.k_norm, eps=config.rms_norm_eps) if has_norms else None
-        tables = (self._cos, self._sin, inputs.positions)
-        q = kernels.attention_prologue(
-            qkv, norms, *tables, keys, values, inputs.slot_mapping, k_scale, v_scale
+        q = self.kernels.attention_prologue(
+            qkv,
+            self.norms,
+            *self.tables,
+            inputs.positions,
+            keys,
+            values,
+            inputs.slot_mapping,
+            k_scale,
+            v_scale,
+            self.query_factors,
         )  # [T, H, D]
-        window = config.sliding_windows[index]
+        kernels, view = self.kernels, (q, keys, values, inputs.block_tables)
+        options = self.options | {"k_scale": k_scale, "v_scale": v_scale, "plan": plan}
         if inputs.is_decode:
-            seen = kernels.paged_decode(
-                q,
-                keys,
-                values,
-                inputs.block_tables,
-                inputs.lengths,
-                self._scale,
-                window,
-                k_scale=k_scale,
-                v_scale=v_scale,
-                plan=plan,
-            )  # [S, H, D]
+            seen = kernels.paged_decode(*view, inputs.lengths, **options)  # [S, H, D]
         else:
-            seen = kernels.paged_attention(
-                q,
-                keys,
-                values,
-                inputs.block_tables,
-                inputs.query_starts,
-                inputs.lengths,
-                self._scale,
-                window,
-                k_scale=k_scale,
-                v_scale=v_scale,
-                plan=plan,
-            )  # [T, H, D]
+            seen = kernels.paged_attention(*view, inputs.query_starts, inputs.lengths, **options)  # [T, H, D]
         return seen.view(num_tokens, -1)
+
+
+def _head_norms(attention: AttentionSpec, weights: LayerWeights) -> HeadNorms | None:
+    norm = attention.qk_norm
+    if norm is None:
+        return None
+    assert weights.q_norm is not None and weights.k_norm is not None
+    is_whole = norm.over == "row" or norm.has_weight_per_head
+    q, k = (
+        one.weight if one.weight is None or not is_whole else one.weight.view(-1, attention.head_dim)
+        for one in (weights.q_norm, weights.k_norm)
+    )
+    return HeadNorms(
+        q=q,
+        k=k,
+        eps=norm.norm.eps,
+        kind=norm.norm.kind,
+        is_over_row=norm.over == "row",
+        is_after_rope=norm.when == "after_rope",
+    )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...kernels.kernel_set import KernelSet
 from ...kernels.reference import kernel_set
-from ..config import ModelConfig
+from ..spec import DecoderSpec
 from .upload import upload
 
 Ids = NDArray[np.int64]  # [C] block ids, on the host
@@ -29,7 +29,7 @@ class KVCache:
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: DecoderSpec,
         num_blocks: int,
         block_size: int,
         dtype: torch.dtype,
@@ -98,7 +98,7 @@ class KVCache:
         return (num_blocks, *heads, *tile) if self.is_block_major else (*heads, num_blocks, *tile)
 
     @staticmethod
-    def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+    def bytes_per_block(config: DecoderSpec, block_size: int, dtype: torch.dtype) -> int:
         """Memory of one block, all layers, keys and values."""
         return 2 * config.num_layers * config.num_kv_heads * block_size * config.head_dim * dtype.itemsize
 

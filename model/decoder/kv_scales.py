@@ -24,7 +24,7 @@ BLOCK_SIZE = 16
 
 def measured_scales(decoder: Decoder) -> Tensor:
     """Runs a step of random tokens. Returns scales of keys and values, [layers, 2, G] f32 on the decoder's device."""
-    config = decoder.config
+    config = decoder.spec
     num_tokens = min(NUM_TOKENS, decoder.max_positions)
     num_blocks = -(-num_tokens // BLOCK_SIZE)
     cache = KVCache(config, num_blocks, BLOCK_SIZE, decoder.dtype, decoder.device)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from ...kernels.reference.attention_f32 import SCORED_ROWS
-from ..config import ModelConfig
+from ..spec import DecoderSpec
 from .linear import WidenedLinear
 from .weights import DecoderWeights
 
@@ -29,19 +29,21 @@ def weights_bytes(weights: DecoderWeights) -> int:
 
 
 def step_bytes(
-    config: ModelConfig, weights: DecoderWeights, num_tokens: int, max_model_len: int, *, is_kv_fp8: bool = False
+    config: DecoderSpec, weights: DecoderWeights, num_tokens: int, max_model_len: int, *, is_kv_fp8: bool = False
 ) -> int:
     """The peak memory of `Decoder.forward` with the torch kernels on a CPU, without logits.
 
     For a step of `num_tokens` new tokens, in sequences of up to `max_model_len` tokens. At most 10 % above the count of
     torch's profiler for steps of 64 tokens and more. Scratch memory inside oneDNN and SDPA is in neither.
     """
-    context = max(min(max_model_len, (window or max_model_len) + num_tokens) for window in config.sliding_windows)
+    context = max(min(max_model_len, (window or max_model_len) + num_tokens) for window in config.windows)
     size = weights.embedding.element_size()
     wide = 4 if isinstance(weights.head, WidenedLinear) else size
     heads = (config.num_heads + config.num_kv_heads) * config.head_dim  # queries and keys of a token
-    qkv = config.qkv_size + (heads if config.has_qk_norm else 0)
-    stream = 2 * config.hidden_size * size + INDEX_BYTES + 4 * config.rope.dim  # residual, x, positions, angles
+    qkv = config.qkv_size + (heads if config.attention.qk_norm is not None else 0)
+    stream = (
+        2 * config.hidden_size * size + INDEX_BYTES + 4 * max((rope.dim for rope in config.ropes), default=0)
+    )  # residual, x, positions, angles
     project = config.hidden_size * wide + config.qkv_size * (wide + size)
     rotate = qkv * size + 8 * heads  # four halves of each head in float32
     attend = (qkv + config.num_heads * config.head_dim) * size
@@ -57,7 +59,7 @@ def step_bytes(
     return num_tokens * stream + max(num_tokens * by_token, attention)
 
 
-def _mask_bytes(config: ModelConfig, size: int, num_tokens: int, context: int) -> int:
+def _mask_bytes(config: DecoderSpec, size: int, num_tokens: int, context: int) -> int:
     """The causal mask of a tile of queries: ages (i64) and flags while it is made, then a copy a head of the group.
 
     The mask of the previous tile counts too.

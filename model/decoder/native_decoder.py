@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from ...kernels.native.cache import NativeCache
 from ...kernels.native.model import NativeModel
 from ...kernels.native.shape import NativeShape
-from ..config import ModelConfig
+from ..spec import DecoderSpec
 from .step_inputs import StepInputs
 
 Floats = NDArray[np.float32]
@@ -18,22 +18,28 @@ Longs = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 
-def native_shape(config: ModelConfig) -> NativeShape:
+def native_shape(spec: DecoderSpec) -> NativeShape:
     """The shape of the model, as the native library takes it."""
     return NativeShape(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        num_layers=config.num_layers,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        intermediate_size=config.intermediate_size,
-        rotary_dim=config.rope.dim,
-        rms_norm_eps=config.rms_norm_eps,
-        sliding_windows=config.sliding_windows,
-        is_tied=config.tie_word_embeddings,
-        has_head=config.has_head,
+        vocab_size=spec.vocab_size,
+        hidden_size=spec.hidden_size,
+        num_layers=spec.num_layers,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        intermediate_size=spec.intermediate_size,
+        rotary_dim=spec.ropes[0].dim,
+        rms_norm_eps=_eps_of(spec),
+        sliding_windows=spec.windows,
+        is_tied=spec.head.is_tied,
+        has_head=spec.head.exists,
     )
+
+
+def _eps_of(spec: DecoderSpec) -> float:
+    """The eps of all norms, which the library takes once."""
+    assert spec.final_norm is not None
+    return spec.final_norm.eps
 
 
 class NativeDecoder:

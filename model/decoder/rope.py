@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +15,8 @@ Floats = NDArray[np.float32]
 
 def rope_tables(rope: RopeConfig, num_positions: int) -> tuple[Floats, Floats]:
     """cos and sin, [num_positions, rope.dim / 2] each, f32, multiplied by `rope.attention_factor`."""
-    angles = np.arange(num_positions, dtype=np.float32)[:, None] * inverse_frequencies(rope)  # [P, D_rot / 2]
+    frequencies = inverse_frequencies(rope, is_long=num_positions > rope.original_max_position)
+    angles = np.arange(num_positions, dtype=np.float32)[:, None] * frequencies  # [P, D_rot / 2]
     if rope.kind == "dynamic" and num_positions > rope.original_max_position:
         angles[rope.original_max_position :] = _dynamic_angles(rope, num_positions)
     cos, sin = np.cos(angles), np.sin(angles, out=angles)
@@ -23,13 +25,16 @@ def rope_tables(rope: RopeConfig, num_positions: int) -> tuple[Floats, Floats]:
     return cos, sin
 
 
-def tables_bytes(rope: RopeConfig, num_positions: int) -> int:
-    """Memory of both tables."""
-    return 2 * num_positions * (rope.dim // 2) * 4
+def tables_bytes(ropes: Iterable[RopeConfig], num_positions: int) -> int:
+    """Memory of the tables of all kinds of rotary positions that a decoder has."""
+    return sum(2 * num_positions * (rope.dim // 2) * 4 for rope in ropes)
 
 
-def inverse_frequencies(rope: RopeConfig) -> Floats:
-    """Radians per position of each rotated pair, [dim / 2] f32. Those of "dynamic" are for the trained length."""
+def inverse_frequencies(rope: RopeConfig, *, is_long: bool = False) -> Floats:
+    """Radians per position of each rotated pair, [dim / 2] f32. Those of "dynamic" are for the trained length.
+
+    `is_long`: sequences may be longer than the original context, which "longrope" has factors of its own for.
+    """
     exponents = np.arange(0, rope.dim, 2, dtype=np.float32) / np.float32(rope.dim)
     powers = np.float64(rope.theta) ** exponents  # in double precision and rounded once, to match torch's power
     plain: Floats = np.float32(1.0) / powers.astype(np.float32)
@@ -39,6 +44,10 @@ def inverse_frequencies(rope: RopeConfig) -> Floats:
         return _llama3(rope, plain)
     if rope.kind == "yarn":
         return _yarn(rope, plain)
+    if rope.kind == "longrope":
+        factors = np.array(rope.long_factors if is_long else rope.short_factors, np.float32)
+        stretched: Floats = np.float32(1.0) / (factors * powers.astype(np.float32))
+        return stretched
     return plain
 
 
@@ -83,3 +92,18 @@ def _yarn(rope: RopeConfig, plain: Floats) -> Floats:
     stretched_share = np.clip((np.arange(rope.dim // 2, dtype=np.float32) - low) / (high - low), 0, 1)
     stretched: Floats = plain / rope.factor * stretched_share + plain * (1 - stretched_share)
     return stretched.astype(np.float32)
+
+
+def query_factors(strength: float, trained_length: int, num_positions: int) -> Floats:
+    """Factors of the queries by position, [num_positions] f32: 1 + strength * ln(1 + position // trained_length)."""
+    steps = np.arange(num_positions) // trained_length
+    factors: Floats = (1 + strength * np.log1p(steps)).astype(np.float32)
+    return factors
+
+
+def alibi_slopes(num_heads: int) -> Floats:
+    """The slope of each head's linear bias, [H] f32: 2 ** (-8 i / H); other counts than powers of two take halves."""
+    power = 1 << (num_heads.bit_length() - 1)
+    slopes = 2.0 ** (-8.0 / power * np.arange(1, power + 1))
+    between = 2.0 ** (-4.0 / power * np.arange(1, 2 * (num_heads - power), 2))
+    return np.concatenate([slopes, between]).astype(np.float32)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -14,49 +14,78 @@ from torch import Tensor
 
 from ..checkpoint.safetensors import BFLOAT16
 from ..checkpoint.tensor_shapes import TensorSource, expected_shapes, open_source
-from ..config import ModelConfig
 from ..errors import CheckpointError
+from ..families import names
+from ..spec import AttentionSpec, DecoderSpec, FeedSpec, LayerSpec, NormSpec
 from .linear import Linear, linear_form
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in total
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class NormWeights:
+    """A norm. In f32, beside weights of another dtype, if it is rounded at its end only."""
+
+    spec: NormSpec
+    weight: Tensor | None  # [size]
+    bias: Tensor | None
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor held in memory."""
+        yield from (tensor for tensor in (self.weight, self.bias) if tensor is not None)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class LayerWeights:
-    """One transformer layer. Norm weights are [hidden]; those of heads are [head_dim]."""
+    """One transformer layer. What its `LayerSpec` does not have is None."""
 
-    input_norm: Tensor
+    pre_mixer: NormWeights | None
     qkv: Linear  # hidden -> (H + 2 G) * D: queries, keys, values
-    q_norm: Tensor | None
-    k_norm: Tensor | None
+    q_norm: NormWeights | None
+    k_norm: NormWeights | None
+    sinks: Tensor | None  # [H] f32
     output: Linear  # H * D -> hidden
-    post_norm: Tensor
-    gate_up: Linear  # hidden -> 2 F: gate, up
+    post_mixer: NormWeights | None
+    pre_feed: NormWeights | None
+    gate_up: Linear  # hidden -> 2 F: gate, up; hidden -> F without a gate
+    activation: Tensor | None  # [2] f32, of xIELU
     down: Linear  # F -> hidden
+    post_feed: NormWeights | None
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor held in memory."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Tensor):
+                yield value
+            elif value is not None:
+                yield from value.tensors()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class DecoderWeights:
     """All weights of a decoder, on one device, in one dtype."""
 
     embedding: Tensor  # [V, hidden]
+    positions: Tensor | None  # [rows, hidden], learned
+    embedding_norm: NormWeights | None
     layers: tuple[LayerWeights, ...]
-    final_norm: Tensor  # [hidden]
+    final_norm: NormWeights | None
     head: Linear  # hidden -> V; shares the embedding's memory when tied and not packed
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor held in memory; some share memory."""
-        yield from (self.embedding, self.final_norm, *self.head.tensors())
-        for layer in self.layers:
-            yield from (layer.input_norm, layer.post_norm)
-            yield from (norm for norm in (layer.q_norm, layer.k_norm) if norm is not None)
-            for linear in (layer.qkv, layer.output, layer.gate_up, layer.down):
-                yield from linear.tensors()
+        yield from (self.embedding, *self.head.tensors())
+        if self.positions is not None:
+            yield self.positions
+        for part in (self.embedding_norm, self.final_norm, *self.layers):
+            if part is not None:
+                yield from part.tensors()
 
 
 def load_weights(
     root: Path,
-    config: ModelConfig,
+    spec: DecoderSpec,
     device: torch.device,
     dtype: torch.dtype,
     load_format: str = "safetensors",
@@ -72,8 +101,8 @@ def load_weights(
     `EvenLinear`. `free_bytes` is the device's free memory before loading, which limits larger, faster forms; None = no
     limit.
     """
-    source, config = open_source(root, config, load_format)
-    loader = _Loader(source, config, expected_shapes(config), device, dtype, on_progress)
+    source, spec = open_source(root, spec, load_format)
+    loader = _Loader(source, spec, device, dtype, on_progress)
     num_weights = loader.total_bytes // dtype.itemsize
     loader.form = linear_form(device, dtype, num_weights, free_bytes, is_batch_invariant=is_batch_invariant)
     return loader.load()
@@ -85,55 +114,95 @@ class _Loader:
     def __init__(
         self,
         source: TensorSource,
-        config: ModelConfig,
-        shapes: dict[str, tuple[int, ...]],
+        spec: DecoderSpec,
         device: torch.device,
         dtype: torch.dtype,
         on_progress: Progress | None,
     ) -> None:
-        self.source, self.config, self.shapes = source, config, shapes
+        self.source, self.spec, self.shapes = source, spec, expected_shapes(spec)
         self.device, self.dtype = device, dtype
         self.on_progress = on_progress
-        self.total_bytes = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
+        self.total_bytes = sum(math.prod(shape) for shape in self.shapes.values()) * dtype.itemsize
         self.done_bytes = 0
         self.form: Callable[..., Linear] = Linear
 
     def load(self) -> DecoderWeights:
-        embedding = self._tensor("model.embed_tokens.weight")
-        layers = tuple(self._layer(f"model.layers.{index}") for index in range(self.config.num_layers))
-        has_own_head = self.config.has_head and not self.config.tie_word_embeddings
-        head = self._linear("lm_head") if has_own_head else self.form(embedding)  # a missing head is never used
-        return DecoderWeights(embedding, layers, self._tensor("model.norm.weight"), head)
-
-    def _layer(self, layer: str) -> LayerWeights:
-        attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
-        return LayerWeights(
-            input_norm=self._tensor(f"{layer}.input_layernorm.weight"),
-            qkv=self._linear(f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj"),
-            q_norm=self._tensor(f"{attention}.q_norm.weight") if self.config.has_qk_norm else None,
-            k_norm=self._tensor(f"{attention}.k_norm.weight") if self.config.has_qk_norm else None,
-            output=self._linear(f"{attention}.o_proj"),
-            post_norm=self._tensor(f"{layer}.post_attention_layernorm.weight"),
-            gate_up=self._linear(f"{mlp}.gate_proj", f"{mlp}.up_proj"),
-            down=self._linear(f"{mlp}.down_proj"),
+        spec = self.spec
+        embedding = self._tensor(f"{names.EMBEDDING}.weight")
+        positions = None if spec.embedding.positions is None else self._tensor(f"{names.POSITIONS}.weight")
+        embedding_norm = self._norm(names.EMBEDDING_NORM, spec.embedding.norm)
+        layers = tuple(self._layer(index, layer) for index, layer in enumerate(spec.layers))
+        return DecoderWeights(
+            embedding=embedding,
+            positions=positions,
+            embedding_norm=embedding_norm,
+            layers=layers,
+            final_norm=self._norm(names.FINAL_NORM, spec.final_norm),
+            head=self._head(embedding),
         )
 
-    def _linear(self, *names: str) -> Linear:
-        """Several projections of one input as one `Linear`: their rows concatenated."""
-        has_bias = f"{names[0]}.bias" in self.shapes
-        weight = self._tensor(*(f"{name}.weight" for name in names))
-        return self.form(weight, self._tensor(*(f"{name}.bias" for name in names)) if has_bias else None)
+    def _head(self, embedding: Tensor) -> Linear:
+        """The output layer; one that the checkpoint lacks is never used."""
+        head = self.spec.head
+        has_own = head.exists and not head.is_tied
+        weight = self._tensor(f"{names.HEAD}.weight") if has_own else embedding
+        return (
+            self.form(weight, self._tensor(f"{names.HEAD}.bias"))
+            if head.exists and head.has_bias
+            else self.form(weight)
+        )
 
-    def _tensor(self, *names: str) -> Tensor:
-        """One tensor of the checkpoint, or several joined along their rows, on the device in the model's dtype."""
-        num_rows = sum(self.shapes[name][0] for name in names)
-        joined = torch.empty((num_rows, *self.shapes[names[0]][1:]), dtype=self.dtype, device=self.device)
-        for name, part in zip(names, joined.split_with_sizes([self.shapes[name][0] for name in names]), strict=True):
+    def _layer(self, index: int, layer: LayerSpec) -> LayerWeights:
+        mixer, feed = layer.mixer, layer.feed
+        assert isinstance(mixer, AttentionSpec) and isinstance(feed, FeedSpec), "missing() refuses others"
+
+        def name(stem: str) -> str:
+            return stem.replace("*", str(index))
+
+        qk_norm = None if mixer.qk_norm is None else mixer.qk_norm.norm
+        up = (names.GATE, names.UP) if feed.is_gated else (names.UP,)
+        return LayerWeights(
+            pre_mixer=self._norm(name(names.PRE_MIXER), layer.pre_mixer),
+            qkv=self._linear(*map(name, (names.Q, names.K, names.V))),
+            q_norm=self._norm(name(names.Q_NORM), qk_norm),
+            k_norm=self._norm(name(names.K_NORM), qk_norm),
+            sinks=self._tensor(name(names.SINKS), dtype=torch.float32) if mixer.has_sinks else None,
+            output=self._linear(name(names.OUTPUT)),
+            post_mixer=self._norm(name(names.POST_MIXER), layer.post_mixer),
+            pre_feed=self._norm(name(names.PRE_FEED), layer.pre_feed),
+            gate_up=self._linear(*map(name, up)),
+            activation=self._tensor(name(names.ACTIVATION), dtype=torch.float32)
+            if feed.activation == "xielu"
+            else None,
+            down=self._linear(name(names.DOWN)),
+            post_feed=self._norm(name(names.POST_FEED), layer.post_feed),
+        )
+
+    def _norm(self, stem: str, spec: NormSpec | None) -> NormWeights | None:
+        if spec is None:
+            return None
+        dtype = torch.float32 if spec.is_exact or spec.weight == "one_plus" else self.dtype
+        weight = None if spec.weight == "none" else self._tensor(f"{stem}.weight", dtype=dtype)
+        return NormWeights(spec, weight, self._tensor(f"{stem}.bias", dtype=dtype) if spec.has_bias else None)
+
+    def _linear(self, *stems: str) -> Linear:
+        """Several projections of one input as one `Linear`: their rows concatenated."""
+        has_bias = f"{stems[0]}.bias" in self.shapes
+        weight = self._tensor(*(f"{stem}.weight" for stem in stems))
+        return self.form(weight, self._tensor(*(f"{stem}.bias" for stem in stems)) if has_bias else None)
+
+    def _tensor(self, *found: str, dtype: torch.dtype | None = None) -> Tensor:
+        """One tensor of the checkpoint, or several joined along their rows, on the device; None = the model's dtype."""
+        dtype = dtype or self.dtype
+        num_rows = sum(self.shapes[name][0] for name in found)
+        joined = torch.empty((num_rows, *self.shapes[found[0]][1:]), dtype=dtype, device=self.device)
+        for name, part in zip(found, joined.split_with_sizes([self.shapes[name][0] for name in found]), strict=True):
             part.copy_(_as_tensor(self.source.array(name)))
             self.source.forget(name)
             if not all(map(math.isfinite, torch.stack(torch.aminmax(part)).tolist())):
-                raise CheckpointError(f"tensor {name}: holds NaN or infinity as {self.dtype}; fetch the file again")
-            self.done_bytes += part.numel() * part.element_size()
+                stored = self.source.stored_name(name)
+                raise CheckpointError(f"tensor {stored}: holds NaN or infinity as {dtype}; fetch the file again")
+            self.done_bytes += part.numel() * self.dtype.itemsize
             if self.on_progress is not None:
                 self.on_progress(self.done_bytes, self.total_bytes)
         return joined

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...model.checkpoint.tensor_shapes import expected_shapes
-from ...model.config import ModelConfig
+from ...model.spec import DecoderSpec
 from ...runtime.env.cgroups import memory_left, memory_limit, read
 from ...runtime.env.limits import LIMIT_FLAGS, address_space_left
 from ..config import EngineConfig
@@ -203,7 +203,7 @@ def _kept_as(form: str | None) -> str:
 
 
 def check_weights_fit(
-    shape: ModelConfig, dtype: str, item_size: Callable[[str], float], device: str, free_bytes: int
+    shape: DecoderSpec, dtype: str, item_size: Callable[[str], float], device: str, free_bytes: int
 ) -> None:
     """Raises `ConfigError`, before loading, if the weights are larger than the free memory.
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 from ...kernels.layout.sampling_rows import WIDTH
 from ...kernels.layout.step_state import STATE_WIDTH
-from ...model.config import ModelConfig
 from ...model.decoder.rope import tables_bytes
+from ...model.spec import DecoderSpec
 from ..config import EngineConfig
 from ..errors import ConfigError
 from ..memory_table import MachineMemory
@@ -31,7 +31,7 @@ COLUMN_BYTES = 128  # per slot: the sampler's columns of one number each
 
 def sizing_on_cpu(
     config: EngineConfig,
-    shape: ModelConfig,
+    shape: DecoderSpec,
     *,
     weights: int,
     num_positions: int,
@@ -45,13 +45,13 @@ def sizing_on_cpu(
     memory, and the cache is not yet. `activations(length)` is the need in bytes of the largest step with sequences of
     up to that length.
     """
-    loaded, free = weights + tables_bytes(shape.rope, num_positions), free_host_bytes()
+    loaded, free = weights + tables_bytes(shape.ropes, num_positions), free_host_bytes()
     logits = config.max_num_seqs * shape.vocab_size * CPU_LOGIT_BYTES + SORTED_BYTES
 
     def needs_of(length: int) -> MemoryNeeds:
         return MemoryNeeds(
             weights=weights,
-            state=tables_bytes(shape.rope, length)
+            state=tables_bytes(shape.ropes, length)
             + slot_bytes(config, shape, length)
             + sampler_bytes(config, shape, length),
             activations=activations(length),
@@ -71,13 +71,13 @@ def sizing_on_cpu(
     )
 
 
-def positions_that_fit(config: EngineConfig, shape: ModelConfig, max_model_len: int, device: str) -> int:
+def positions_that_fit(config: EngineConfig, shape: DecoderSpec, max_model_len: int, device: str) -> int:
     """`max_model_len`, or with `auto` what the free host memory can hold at most, before tables for it are made.
 
     Counts the rotary tables, and on a CPU keys and values of one sequence. Raises `ConfigError` for more.
     """
     cached = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim if device == "cpu" else 0
-    most = free_host_bytes() // (2 * tables_bytes(shape.rope, 1) + cached)
+    most = free_host_bytes() // max(1, 2 * tables_bytes(shape.ropes, 1) + cached)
     if max_model_len <= most:
         return max_model_len
     if config.max_model_len == "auto":
@@ -88,12 +88,12 @@ def positions_that_fit(config: EngineConfig, shape: ModelConfig, max_model_len: 
     )
 
 
-def slot_bytes(config: EngineConfig, shape: ModelConfig, max_model_len: int) -> int:
+def slot_bytes(config: EngineConfig, shape: DecoderSpec, max_model_len: int) -> int:
     """Bytes of the runner's block tables, each slot's newest token, and the pooler's sums."""
     return config.max_num_seqs * (4 * -(-max_model_len // config.block_size) + 8 + 4 * shape.hidden_size)
 
 
-def sampler_bytes(config: EngineConfig, shape: ModelConfig, max_model_len: int) -> int:
+def sampler_bytes(config: EngineConfig, shape: DecoderSpec, max_model_len: int) -> int:
     """Bytes of the sampler's table, once every row has had tokens, a bias and stop ids."""
     row = 4 * (max_model_len + 2 * MAX_LOGIT_BIAS + MAX_STOP_TOKEN_IDS) + COLUMN_BYTES
     return config.max_num_seqs * row + shape.vocab_size
@@ -108,7 +108,7 @@ def async_bytes(config: EngineConfig, max_model_len: int) -> int:
     return state + inputs + 4 * (diff_size(slots, MAX_DIFF_ITEMS, MAX_DIFF_ITEMS) + 2 * slots)
 
 
-def graphs_bytes(config: EngineConfig, shape: ModelConfig, activations: int) -> int:
+def graphs_bytes(config: EngineConfig, shape: DecoderSpec, activations: int) -> int:
     """An estimate of the bytes that CUDA graphs keep, in one pool that the largest fills.
 
     It is a share of `activations`, the need of the largest step, plus the copies of logits during sampling.

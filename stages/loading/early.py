@@ -22,14 +22,16 @@ from ...kernels.native.machine import instruction_sets
 from ...kernels.native.model import GROUP_SIZE, NativeModel
 from ...kernels.native.shape import CacheDType, DType
 from ...kernels.native.thread_throttle import ThreadThrottle
+from ...model.backend_gaps import missing
 from ...model.checkpoint import hub
 from ...model.checkpoint.model_kind import is_bidirectional
 from ...model.checkpoint.tensor_shapes import TensorSource, expected_shapes, open_source
-from ...model.config import ModelConfig
 from ...model.decoder.native_decoder import native_shape
 from ...model.decoder.rope import rope_tables
 from ...model.errors import CheckpointError
+from ...model.families.registry import read_spec
 from ...model.files import LinkedFolder
+from ...model.spec import DecoderSpec
 from ...runtime.env.cpus import ComputeThreads, Cpus, idle_ns
 from ...runtime.env.log import get_logger
 from ...runtime.phases import Phases
@@ -53,7 +55,7 @@ class OpenedModel:
 
     root: Path
     threads: ComputeThreads
-    shape: ModelConfig | None  # None: an encoder model
+    shape: DecoderSpec | None  # None: an encoder model
     max_model_len: int = 0  # as configured; for "auto" the upper bound, before memory is considered
     native_model: Pending[NativeModel | str] | None = None  # see `_load_native_model`
     why_not_native: str = ""  # without a native model: the setting that the library does not support
@@ -107,7 +109,7 @@ class EarlyLoading:
         threads = ComputeThreads.choose(config.threads, Cpus.of_this_process(), os.environ)
         if is_bidirectional(root):
             return OpenedModel(root, threads, None)
-        source, shape = open_source(root, ModelConfig.read(root), config.load_format)
+        source, shape = open_source(root, read_spec(root), config.load_format)
         for warning in source.warnings:
             log.warning("checkpoint.unusual", what=warning)
         max_model_len = _max_model_len(config, shape)
@@ -119,7 +121,7 @@ class EarlyLoading:
         return OpenedModel(root, threads, shape, max_model_len, native_model)
 
     def _load_native_model(
-        self, source: TensorSource, shape: ModelConfig, threads: ComputeThreads
+        self, source: TensorSource, shape: DecoderSpec, threads: ComputeThreads
     ) -> NativeModel | str:
         """The native model with its weights, or the reason why it cannot run on this machine.
 
@@ -157,7 +159,7 @@ def resolve(config: EngineConfig) -> Path:
 # -- choice of the backend
 
 
-def _why_not_native(config: EngineConfig, shape: ModelConfig) -> str | None:
+def _why_not_native(config: EngineConfig, shape: DecoderSpec) -> str | None:
     """The setting that the native library does not support, and why; None if it supports all."""
     if config.attention_backend not in ("auto", "native"):
         return f"attention_backend = {config.attention_backend}"
@@ -169,6 +171,8 @@ def _why_not_native(config: EngineConfig, shape: ModelConfig) -> str | None:
         return "deterministic = True: the native backend splits sums by the batch; this setting needs a GPU"
     if config.dtype_of(shape.dtype) == "float16":
         return "dtype = float16: the native backend computes in bfloat16 and float32"
+    if gaps := missing(shape, "native"):
+        return f"{shape.family}: the native backend lacks {', '.join(gaps)}"
     return None
 
 
@@ -208,7 +212,7 @@ def has_cuda_driver() -> bool:
 # -- the native library
 
 
-def _make_native_model(config: EngineConfig, shape: ModelConfig, threads: ComputeThreads) -> NativeModel:
+def _make_native_model(config: EngineConfig, shape: DecoderSpec, threads: ComputeThreads) -> NativeModel:
     """A native model without weights, and with rotary tables for one position until its length is known.
 
     Raises `NativeUnavailableError` and `UnsupportedModelError`.
@@ -216,7 +220,7 @@ def _make_native_model(config: EngineConfig, shape: ModelConfig, threads: Comput
     return NativeModel(
         native_shape(shape),
         cast(DType, config.dtype_of(shape.dtype)),
-        *rope_tables(shape.rope, 1),
+        *rope_tables(shape.ropes[0], 1),
         quantization=config.quantization,
         cache_dtype=_native_cache_dtype(config, shape),
         num_threads=threads.count,
@@ -229,7 +233,7 @@ def _make_native_model(config: EngineConfig, shape: ModelConfig, threads: Comput
     )
 
 
-def _native_cache_dtype(config: EngineConfig, shape: ModelConfig) -> CacheDType:
+def _native_cache_dtype(config: EngineConfig, shape: DecoderSpec) -> CacheDType:
     """The dtype of keys and values."""
     assert config.kv_cache_dtype != "fp8", "the native backend is not chosen for an fp8 cache"
     return cast(DType, config.dtype_of(shape.dtype)) if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
@@ -239,13 +243,13 @@ def _log_threads(num_threads: int, limit: int, num_lost: float) -> None:
     log.info("threads.changed", threads=limit, of=num_threads, cores_others_had=round(num_lost, 2))
 
 
-def _check_least_memory(config: EngineConfig, shape: ModelConfig) -> None:
+def _check_least_memory(config: EngineConfig, shape: DecoderSpec) -> None:
     """Raises `ConfigError` if the weights cannot fit the free memory, whatever the library adds to them."""
     kept = config.quantization or config.dtype_of(shape.dtype)
     check_weights_fit(shape, kept, lambda _: ITEM_SIZES[kept], "cpu", free_host_bytes())
 
 
-def _check_memory(model: NativeModel, shape: ModelConfig) -> None:
+def _check_memory(model: NativeModel, shape: DecoderSpec) -> None:
     """Raises `ConfigError`, before loading, if the weights are larger than the free memory."""
 
     def item_size(name: str) -> float:
@@ -283,7 +287,7 @@ def _code(model: NativeModel) -> None:
 # -- settings with defaults
 
 
-def _max_model_len(config: EngineConfig, shape: ModelConfig) -> int:
+def _max_model_len(config: EngineConfig, shape: DecoderSpec) -> int:
     """The configured length; for "auto" the upper bound, before memory is considered."""
     longest, on_request = shape.max_position_embeddings, shape.longest_on_request
     most = resolve_step_size(config, is_native=False).num_step_tokens  # limit of unchunked prompts, for any backend

@@ -17,10 +17,11 @@ from ...model.checkpoint.generation_defaults import GenerationDefaults
 from ...model.checkpoint.model_kind import is_bidirectional
 from ...model.checkpoint.tensor_shapes import open_source, output_rows
 from ...model.checkpoint.tokenizer_size import check_tokenizer_file, check_tokens
-from ...model.config import ModelConfig
 from ...model.errors import shown
+from ...model.families.registry import read_spec
 from ...model.pooling import PoolingConfig, read_decoder_pooling
 from ...model.sentence_files import PoolingKind, SentenceFiles, read_sentence_files
+from ...model.spec import DecoderSpec
 from ...model.text.chat_template import ChatTemplate
 from ...model.text.detokenizer import IncrementalDecoder, TextTable
 from ...model.text.tokenizer import Tokenizer
@@ -96,7 +97,7 @@ def load_text(config: EngineConfig, phases: Phases) -> Callable[[ModelInfo], Mod
     root = resolve(config)
     if is_bidirectional(root):
         raise ConfigError("mode = split: must be inline for an encoder model, which generates nothing")
-    _, shape = open_source(root, ModelConfig.read(root), config.load_format)  # its sizes are those of the files
+    _, shape = open_source(root, read_spec(root), config.load_format)  # its sizes are those of the files
     text = _read_text(config, root, shape, hub.model_name(config.model), phases)
     return lambda info: ModelText(info, text.tokenizer, text.encoder, text.table)
 
@@ -137,7 +138,7 @@ def _load(config: EngineConfig, opened: OpenedModel, phases: Phases, env: Env) -
 def _put_together(
     config: EngineConfig,
     root: Path,
-    shape: ModelConfig,
+    shape: DecoderSpec,
     model_id: str,
     computing: Backend,
     text: _LoadedText,
@@ -198,12 +199,12 @@ def _put_together(
     return LoadedModel(info, *text_parts, async_runtime.model, async_runtime.model, grammars, async_runtime.make_device)
 
 
-def _tasks(shape: ModelConfig, text: _LoadedText) -> frozenset[Task]:
-    tasks: set[Task] = {"generate", "embed"} if shape.has_head else {"embed"}
+def _tasks(shape: DecoderSpec, text: _LoadedText) -> frozenset[Task]:
+    tasks: set[Task] = {"generate", "embed"} if shape.head.exists else {"embed"}
     return frozenset(tasks | {"score"} if text.encoder.yes_no is not None else tasks)
 
 
-def _end_tokens(defaults: GenerationDefaults, tokenizer: Tokenizer, shape: ModelConfig) -> tuple[int, ...]:
+def _end_tokens(defaults: GenerationDefaults, tokenizer: Tokenizer, shape: DecoderSpec) -> tuple[int, ...]:
     """The tokens that end an answer: those of generation_config.json, config.json and the tokenizer, joined.
 
     The files of a checkpoint often disagree, and an answer that goes on behind an end token invents further turns.
@@ -230,7 +231,7 @@ def make_vocabulary(tokenizer: Tokenizer, text_table: TextTable, info: ModelInfo
 
 
 def _load_computing(
-    config: EngineConfig, opened: OpenedModel, shape: ModelConfig, phases: Phases, streams: DeviceStreams | None
+    config: EngineConfig, opened: OpenedModel, shape: DecoderSpec, phases: Phases, streams: DeviceStreams | None
 ) -> Backend:
     """Loads the native backend if it supports the settings, otherwise torch."""
     reason, max_model_len, threads = opened.why_not_native, opened.max_model_len, opened.threads
@@ -268,7 +269,7 @@ class _LoadedText:
     has_trained_pooling: bool
 
 
-def _read_text(config: EngineConfig, root: Path, shape: ModelConfig, model_id: str, phases: Phases) -> _LoadedText:
+def _read_text(config: EngineConfig, root: Path, shape: DecoderSpec, model_id: str, phases: Phases) -> _LoadedText:
     """Reads tokenizer, chat template and defaults.
 
     Runs on a thread of its own, while weights are loaded.
@@ -291,17 +292,17 @@ def _read_text(config: EngineConfig, root: Path, shape: ModelConfig, model_id: s
 
 
 def _yes_no_prompt(
-    config: EngineConfig, root: Path, shape: ModelConfig, model_id: str, files: SentenceFiles, tokenizer: Tokenizer
+    config: EngineConfig, root: Path, shape: DecoderSpec, model_id: str, files: SentenceFiles, tokenizer: Tokenizer
 ) -> YesNoPrompt | None:
     """The prompt of a Qwen3-Reranker: of a qwen3 model with this name, or where `pooling` or modules.json says so."""
     is_told = config.pooling == "yes_no"
     if config.pooling not in ("auto", "yes_no"):
         return None
     missing = missing_tokens(tokenizer)
-    if is_told and (missing or not shape.has_head):
+    if is_told and (missing or not shape.head.exists):
         lacks = f"no token {shown(missing[0])!r}" if missing else "no output layer"
         raise ConfigError(f"pooling = yes_no: is for Qwen3-Reranker checkpoints, and {root} has {lacks}")
-    is_able = not missing and shape.has_head and (is_told or shape.model_type == "qwen3")
+    is_able = not missing and shape.head.exists and (is_told or shape.family == "qwen3")
     prompt = YesNoPrompt(tokenizer) if is_able else None
     if is_told or (files.score_tokens is None and is_named(model_id)):
         return prompt

@@ -27,11 +27,11 @@ from millrace.kernels.native.cache import NativeCache
 from millrace.kernels.native.model import GROUP_SIZE, NativeModel
 from millrace.kernels.native.shape import CacheDType, Quantization
 from millrace.model.checkpoint.tensor_shapes import expected_shapes, open_source
-from millrace.model.config import ModelConfig
 from millrace.model.decoder.native_decoder import native_shape
 from millrace.model.decoder.rope import rope_tables
 from millrace.model.demo import WEIGHTS
 from millrace.model.demo.making.corpus import documents
+from millrace.model.families.registry import read_spec
 from millrace.model.text.tokenizer import Tokenizer
 
 SEED = 4  # of the documents; evaluation.json is made with another
@@ -67,11 +67,11 @@ FORMS = (
 
 def load(root: Path, form: Form) -> NativeModel:
     """The checkpoint in `root`, in bfloat16 but for what `form` says."""
-    source, config = open_source(root, ModelConfig.read(root), "auto")
+    source, config = open_source(root, read_spec(root), "auto")
     model = NativeModel(
         native_shape(config),
         "bfloat16",
-        *rope_tables(config.rope, CONTEXT),
+        *rope_tables(config.ropes[0], CONTEXT),
         quantization=form.quantization,
         group_size=form.group_size,
         cache_dtype=form.cache_dtype,

@@ -25,9 +25,10 @@ import numpy as np
 from millrace.kernels.native.cache import NativeCache
 from millrace.kernels.native.model import NativeModel
 from millrace.model.checkpoint.tensor_shapes import expected_shapes, open_source
-from millrace.model.config import ModelConfig
 from millrace.model.decoder.native_decoder import native_shape
 from millrace.model.decoder.rope import rope_tables
+from millrace.model.families.registry import read_spec
+from millrace.model.spec import DecoderSpec
 from tests.bench.quantized_quality import BLOCK_SIZE, Form
 from tests.bench.shapes import SHAPES
 from tests.bench.throughput import read_bandwidth_gb_s
@@ -48,12 +49,12 @@ STEPS = 16  # that a decode time is the mean of
 class Subject:
     """A model in one form, with room for the largest batch."""
 
-    def __init__(self, form: Form, config: ModelConfig, threads: int | None) -> None:
+    def __init__(self, form: Form, config: DecoderSpec, threads: int | None) -> None:
         self.form = form
         self.model = NativeModel(
             native_shape(config),
             "bfloat16",
-            *rope_tables(config.rope, PROMPT + CONTEXT),
+            *rope_tables(config.ropes[0], PROMPT + CONTEXT),
             quantization=form.quantization,
             group_size=form.group_size,
             cache_dtype=form.cache_dtype,
@@ -108,7 +109,7 @@ def subjects(shape: str, threads: int | None) -> list[Subject]:
     """All forms of one checkpoint of random numbers."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(SHAPES[shape]))
-        config = ModelConfig.read(Path(folder))
+        config = read_spec(Path(folder))
         made = [Subject(form, config, threads) for form in FORMS]
         source, _ = open_source(Path(folder), config, "dummy")
         for name in expected_shapes(config):

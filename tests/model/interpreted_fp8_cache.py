@@ -14,12 +14,12 @@ from torch import Tensor
 
 from millrace.kernels import kernel_set
 from millrace.kernels.triton import launch as triton_launch
-from millrace.model.config import ModelConfig
 from millrace.model.decoder.decoder import Decoder
 from millrace.model.decoder.kv_cache import KVCache
 from millrace.model.decoder.kv_scales import measured_scales
 from millrace.model.decoder.step_inputs import StepInputs
 from millrace.model.decoder.weights import load_weights
+from millrace.model.families.registry import read_spec
 from tests.bench.gpu.place import TINY
 
 CPU, FP8, BLOCK_SIZE = torch.device("cpu"), torch.float8_e4m3fn, 4
@@ -32,7 +32,7 @@ def _interpreted() -> None:
 
 def decoder(folder: Path, name: kernel_set.BackendName) -> Decoder:
     (folder / "config.json").write_text(json.dumps(TINY))
-    config = ModelConfig.read(folder)
+    config = read_spec(folder)
     weights = load_weights(folder, config, CPU, torch.float32, load_format="dummy")
     return Decoder(config, weights, kernel_set.load(name), max_positions=64)
 
@@ -60,7 +60,7 @@ def test_a_prompt_and_the_steps_after_it_are_torchs(tmp_path: Path) -> None:
     models = [decoder(tmp_path, name) for name in ("triton", "torch")]
     scales = measured_scales(models[1])
     assert torch.equal(measured_scales(models[0]), scales)
-    caches = [KVCache(model.config, 6, BLOCK_SIZE, FP8, CPU, scales=scales) for model in models]
+    caches = [KVCache(model.spec, 6, BLOCK_SIZE, FP8, CPU, scales=scales) for model in models]
     kept = [cache.data.view(torch.uint8) for cache in caches]
 
     def both(ids: list[int], length: int) -> tuple[Tensor, Tensor]:

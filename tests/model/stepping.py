@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from millrace.kernels import kernel_set
-from millrace.model.config import ModelConfig
 from millrace.model.decoder.decoder import Decoder
 from millrace.model.decoder.kv_cache import KVCache
 from millrace.model.decoder.step_inputs import StepInputs
 from millrace.model.decoder.weights import load_weights
+from millrace.model.families.registry import read_spec
 
 
 def load_decoder(root: Path, dtype: torch.dtype = torch.float32, kernels: Any = None) -> Decoder:
     """The checkpoint on the CPU, on the PyTorch kernels unless `kernels` are given."""
-    config = ModelConfig.read(root)
+    config = read_spec(root)
     return Decoder(config, load_weights(root, config, torch.device("cpu"), dtype), kernels or kernel_set.load("torch"))
 
 
@@ -41,7 +41,7 @@ def greedy(
 ) -> list[Sequence]:
     """Generate `num_new` tokens after each prompt, all side by side, each with at most `chunk` prompt tokens a step."""
     blocks_each = [-(-(len(prompt) + num_new) // block_size) for prompt in prompts]
-    cache = KVCache(decoder.config, sum(blocks_each) + 1, block_size, decoder.dtype, decoder.device)
+    cache = KVCache(decoder.spec, sum(blocks_each) + 1, block_size, decoder.dtype, decoder.device)
     order = torch.randperm(cache.num_blocks, generator=torch.Generator().manual_seed(7), dtype=torch.int32)
     tables = order.split([*blocks_each, cache.num_blocks - sum(blocks_each)])
     sequences = [Sequence(list(prompt), len(prompt), table) for prompt, table in zip(prompts, tables, strict=False)]

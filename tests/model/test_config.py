@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 
 from millrace.model.checkpoint.generation_defaults import GenerationDefaults
-from millrace.model.config import ModelConfig, parse_config
 from millrace.model.errors import CheckpointError
+from millrace.model.families.registry import parse_config, read_spec
+from millrace.model.spec import DecoderSpec
 from tests.model.checkpoints import FAMILIES, SHAPE
 
 LLAMA: dict[str, Any] = {"model_type": "llama", **SHAPE}
 
 
-def parse(**keys: Any) -> ModelConfig:
+def parse(**keys: Any) -> DecoderSpec:
     return parse_config({**LLAMA, **keys}, "config.json")
 
 
@@ -26,15 +27,15 @@ def test_the_form_transformers_writes_is_read(family: str, tmp_path: Path) -> No
 
     theirs = AutoConfig.for_model(family, **{**SHAPE, **FAMILIES[family]}, dtype="bfloat16")
     theirs.save_pretrained(tmp_path)
-    ours = ModelConfig.read(tmp_path)
-    assert (ours.model_type, ours.dtype) == (family, "bfloat16")
+    ours = read_spec(tmp_path)
+    assert (ours.family, ours.dtype) == (family, "bfloat16")
     assert ours.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
     assert (ours.num_heads, ours.num_kv_heads) == (theirs.num_attention_heads, theirs.num_key_value_heads)
-    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
-    assert ours.rms_norm_eps == theirs.rms_norm_eps
-    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
-    assert set(ours.sliding_windows) == {getattr(theirs, "sliding_window", None)}
-    assert (ours.qkv_bias, ours.has_qk_norm) == (family == "qwen2", family == "qwen3")
+    assert ours.head.is_tied == theirs.tie_word_embeddings
+    assert ours.final_norm is not None and ours.final_norm.eps == theirs.rms_norm_eps
+    assert ours.ropes[0].theta == theirs.rope_parameters["rope_theta"]
+    assert set(ours.windows) == {getattr(theirs, "sliding_window", None)}
+    assert (ours.attention.has_qkv_bias, ours.attention.qk_norm is not None) == (family == "qwen2", family == "qwen3")
     assert (ours.bos_token_id, ours.eos_token_ids) == (1, (2,))
 
 
@@ -42,8 +43,8 @@ def test_the_older_form_of_the_rope_keys_means_the_same() -> None:
     scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
     old = parse(rope_theta=5e5, rope_scaling={"rope_type": "llama3", **scaling}, torch_dtype="float16")
     new = parse(rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **scaling}, dtype="float16")
-    assert old == new and old.rope.theta == 5e5 and old.dtype == "float16"
-    assert parse(rope_scaling={"type": "linear", "factor": 2.0}).rope.kind == "linear"
+    assert old == new and old.ropes[0].theta == 5e5 and old.dtype == "float16"
+    assert parse(rope_scaling={"type": "linear", "factor": 2.0}).ropes[0].kind == "linear"
 
 
 def test_what_a_family_implies_holds_where_the_file_says_nothing() -> None:
@@ -51,19 +52,19 @@ def test_what_a_family_implies_holds_where_the_file_says_nothing() -> None:
     bare["num_attention_heads"] = 32
     llama, mistral, qwen3 = (parse_config({"model_type": name, **bare}, "") for name in ("llama", "mistral", "qwen3"))
     assert (llama.num_kv_heads, llama.head_dim, llama.max_position_embeddings) == (32, 2, 2048)
-    assert (mistral.num_kv_heads, mistral.sliding_windows) == (8, (4096,) * 3)
-    assert (qwen3.num_kv_heads, qwen3.head_dim, qwen3.sliding_windows) == (32, 128, (None,) * 3)
+    assert (mistral.num_kv_heads, mistral.windows) == (8, (4096,) * 3)
+    assert (qwen3.num_kv_heads, qwen3.head_dim, qwen3.windows) == (32, 128, (None,) * 3)
     assert llama.dtype == "auto" and llama.eos_token_ids == () and llama.bos_token_id is None
 
 
 def test_windows_hold_for_the_layers_the_file_names() -> None:
     qwen = {**LLAMA, "model_type": "qwen2", "sliding_window": 16, "max_window_layers": 2}
-    assert parse_config(qwen, "").sliding_windows == (None, None, None)
-    assert parse_config({**qwen, "use_sliding_window": True}, "").sliding_windows == (None, None, 16)
+    assert parse_config(qwen, "").windows == (None, None, None)
+    assert parse_config({**qwen, "use_sliding_window": True}, "").windows == (None, None, 16)
     types = ["sliding_attention", "full_attention", "full_attention"]
     named = parse_config({**qwen, "use_sliding_window": True, "layer_types": types}, "")
-    assert named.sliding_windows == (16, None, None)
-    assert parse_config({**LLAMA, "model_type": "mistral", "sliding_window": None}, "").sliding_windows == (None,) * 3
+    assert named.windows == (16, None, None)
+    assert parse_config({**LLAMA, "model_type": "mistral", "sliding_window": None}, "").windows == (None,) * 3
 
 
 @pytest.mark.parametrize(("stated", "longest"), [(32, 128), (128, 128)])
@@ -71,7 +72,7 @@ def test_yarn_stretches_the_longest_sequence_once(stated: int, longest: int) -> 
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
     config = parse(rope_parameters=yarn, max_position_embeddings=stated)
     assert config.max_position_embeddings == longest
-    assert config.rope.attention_factor == pytest.approx(1.1386, abs=1e-4)  # 0.1 ln 4 + 1
+    assert config.ropes[0].attention_factor == pytest.approx(1.1386, abs=1e-4)  # 0.1 ln 4 + 1
 
 
 @pytest.mark.parametrize(("kind", "longest"), [("linear", 8192), ("dynamic", 8192), ("default", 2048)])
@@ -81,11 +82,11 @@ def test_scaling_by_a_factor_serves_that_many_times_the_length_on_request(kind: 
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"model_type": "gpt2"}, "model_type: 'gpt2' is not supported; supported: llama, mistral, qwen2, qwen3"),
+    ({"model_type": "t5"}, "model_type: 't5' is not supported; supported: llama, "),
     ({"model_type": None}, "model_type"),
     ({"model_type": ["llama"]}, "model_type"),
     ({"architectures": ["LlamaForSequenceClassification"]}, "architectures"),
-    ({"hidden_act": "gelu"}, "hidden_act: 'gelu'"),
+    ({"hidden_act": "mish"}, "hidden_act: 'mish'"),
     ({"quantization_config": {"quant_method": "awq"}}, "quantization_config: 'awq'"),
     ({"hidden_size": "64"}, "hidden_size: must be a whole number"),
     ({"hidden_size": True}, "hidden_size"),
@@ -97,7 +98,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
     ({"torch_dtype": "int8"}, "dtype: 'int8'"),
     ({"eos_token_id": "</s>"}, "eos_token_id"),
-    ({"rope_scaling": {"rope_type": "longrope"}}, "rope_type: 'longrope'"),
+    ({"rope_scaling": {"rope_type": "proportional"}}, "rope_type: 'proportional'"),
+    ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "short_factor: must be a list of 8 numbers"),
     ({"rope_scaling": {"rope_type": "linear"}}, "factor: is missing"),
     ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor"),
     ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor: is missing"),
@@ -131,19 +133,19 @@ def test_what_is_not_built_or_not_valid_is_refused_by_name(keys: dict[str, Any],
 def test_code_in_a_checkpoint_is_refused_at_any_depth(keys: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **keys}))
     with pytest.raises(CheckpointError, match="auto_map|_attn_implementation_internal|custom_pipelines"):
-        ModelConfig.read(tmp_path)
+        read_spec(tmp_path)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "\x00", "[" * 100_000, '{"a": ' * 100_000, "{" + "1" * 5000])
 def test_a_file_that_is_no_json_object_is_refused(content: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(CheckpointError, match="config.json"):
-        ModelConfig.read(tmp_path)
+        read_spec(tmp_path)
 
 
 def test_a_directory_without_config_is_no_model(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no config.json"):
-        ModelConfig.read(tmp_path)
+        read_spec(tmp_path)
 
 
 def test_generation_defaults_are_read_and_checked(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import pytest
 
 from millrace.model.checkpoint.hub import resolve
 from millrace.model.checkpoint.safetensors import Checkpoint
-from millrace.model.config import ModelConfig
 from millrace.model.errors import CheckpointError
+from millrace.model.families.registry import read_spec
 
 CONFIG = {"model_type": "llama", "hidden_size": 64}
 CARD = "---\nlicense: mit\nbase_model:\n- meta/Llama-9\n---\n# Model\nbase_model: other/one\n"
@@ -33,7 +33,7 @@ def gguf(**values: str | int) -> bytes:
 
 def refusal(root: Path) -> str:
     with pytest.raises(CheckpointError) as caught:
-        ModelConfig.read(root)
+        read_spec(root)
     return str(caught.value)
 
 

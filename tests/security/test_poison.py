@@ -82,7 +82,7 @@ class Poison:
         cache = runner.cache
         self._native = cache if isinstance(cache, NativeCache) else None
         if self._native is None:
-            self._halves = [half for i in range(runner.decoder.config.num_layers) for half in cache.layer(i)]
+            self._halves = [half for i in range(runner.decoder.spec.num_layers) for half in cache.layer(i)]
         self._value = value
         pool = engine.pool
         push, evict, has_host = pool._push, pool._evict, engine.host_tier is not None

@@ -12,8 +12,8 @@ import numpy as np
 
 from ....kernels.native.cache import NativeCache
 from ....kernels.native.model import NativeModel
-from ....model.config import ModelConfig
 from ....model.decoder.rope import rope_tables
+from ....model.spec import DecoderSpec
 from ....runtime.env.cpus import ComputeThreads
 from ....runtime.env.log import get_logger
 from ....runtime.phases import Phases
@@ -38,7 +38,7 @@ TOKENS_AHEAD = 12288
 def load_natively(
     config: EngineConfig,
     model: NativeModel,
-    shape: ModelConfig,
+    shape: DecoderSpec,
     max_model_len: int,
     phases: Phases,
     threads: ComputeThreads,
@@ -68,7 +68,7 @@ def load_natively(
             host_blocks=host_blocks,
         )
         memory = sizing.plan(max_model_len)
-        model.set_positions(*rope_tables(shape.rope, memory.max_model_len))
+        model.set_positions(*rope_tables(shape.ropes[0], memory.max_model_len))
         runner = NativeRunner(
             model,
             cache := NativeCache(

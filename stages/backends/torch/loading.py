@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from ....kernels import kernel_set
-from ....model.config import ModelConfig
+from ....model.backend_gaps import missing
 from ....model.decoder.decoder import Decoder
 from ....model.decoder.kv_cache import KVCache
 from ....model.decoder.memory_estimate import step_bytes, weights_bytes
 from ....model.decoder.rope import tables_bytes
 from ....model.decoder.weights import load_weights
+from ....model.spec import DecoderSpec
 from ....runtime.device_streams.interface import DeviceStreams
 from ....runtime.env.cpus import ComputeThreads
 from ....runtime.phases import Phases
@@ -54,7 +55,7 @@ LOGIT_COPIES_BYTES = 12  # per logit during sampling: up to three copies in floa
 def load_on_torch(
     config: EngineConfig,
     root: Path,
-    shape: ModelConfig,
+    shape: DecoderSpec,
     max_model_len: int,
     phases: Phases,
     threads: ComputeThreads,
@@ -67,6 +68,8 @@ def load_on_torch(
     device = choose_device(config, threads)
     kernels = _load_kernels(config, device)
     _check_backend(config, device, kernels.name)
+    if gaps := missing(shape, kernels.name):
+        raise ConfigError(f"{shape.family}: attention_backend = {kernels.name} lacks {', '.join(gaps)}")
     streams = _streams(config, streams, device, kernels.name)
     with phases("weights"):
         make_decoder = _load_weights(config, root, shape, device, kernels)
@@ -121,7 +124,7 @@ def _check_backend(config: EngineConfig, device: torch.device, kernels: kernel_s
 
 
 def _load_weights(
-    config: EngineConfig, root: Path, shape: ModelConfig, device: torch.device, kernels: kernel_set.KernelSet
+    config: EngineConfig, root: Path, shape: DecoderSpec, device: torch.device, kernels: kernel_set.KernelSet
 ) -> Callable[..., Decoder]:
     """Loads the checkpoint's weights. Returns a function that makes decoders with them."""
     dtype = torch_dtype(config, shape.dtype)
@@ -141,7 +144,7 @@ def _load_weights(
 
 def _fit_runner(
     config: EngineConfig,
-    shape: ModelConfig,
+    shape: DecoderSpec,
     make_decoder: Callable[..., Decoder],
     max_model_len: int,
     device: torch.device,
@@ -230,7 +233,7 @@ def _backend_name(config: EngineConfig, device: torch.device) -> kernel_set.Back
 
 def make_runner(
     config: EngineConfig,
-    shape: ModelConfig,
+    shape: DecoderSpec,
     decoder: Decoder,
     blocks: int,
     max_model_len: int,
@@ -248,7 +251,7 @@ def make_runner(
     return ModelRunner(decoder, cache, last_tokens, -(-max_model_len // config.block_size), host_blocks, pooler)
 
 
-def _peak_step_bytes(config: EngineConfig, shape: ModelConfig, decoder: Decoder, max_model_len: int) -> int:
+def _peak_step_bytes(config: EngineConfig, shape: DecoderSpec, decoder: Decoder, max_model_len: int) -> int:
     """Runs the largest step on a cache of its own, and measures the memory it takes besides."""
     grant = largest_grant(config, max_model_len)
     runner = make_runner(config, shape, decoder, len(grant.table_blocks), max_model_len)
@@ -269,7 +272,7 @@ def _free_bytes(device: torch.device) -> int:
 
 def _sizing(
     config: EngineConfig,
-    shape: ModelConfig,
+    shape: DecoderSpec,
     decoder: Decoder,
     max_model_len: int,
     host_blocks: int,
@@ -300,7 +303,7 @@ def _sizing(
 
 def _sizing_on_gpu(
     config: EngineConfig,
-    shape: ModelConfig,
+    shape: DecoderSpec,
     decoder: Decoder,
     max_model_len: int,
     weights: int,
@@ -317,14 +320,14 @@ def _sizing_on_gpu(
         ) from None
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(decoder.device)
-    loaded = weights + tables_bytes(shape.rope, max_model_len)
+    loaded = weights + tables_bytes(shape.ropes, max_model_len)
     has_kernels = _backend_name(config, decoder.device) == "triton"
     chooser = device_sampler_bytes(config.max_num_seqs, shape.vocab_size) if has_kernels else 0
 
     def needs_of(length: int) -> MemoryNeeds:
         return MemoryNeeds(
             weights=weights,
-            state=tables_bytes(shape.rope, length)
+            state=tables_bytes(shape.ropes, length)
             + slot_bytes(config, shape, length)
             + chooser
             + (async_bytes(config, length) if is_async else 0),

@@ -22,10 +22,10 @@ import numpy as np
 import torch
 
 from millrace.kernels import kernel_set
-from millrace.model.config import ModelConfig
 from millrace.model.decoder.decoder import Decoder
 from millrace.model.decoder.kv_cache import KVCache
 from millrace.model.decoder.weights import load_weights
+from millrace.model.families.registry import read_spec
 from millrace.runtime.device_streams.interface import DeviceStreams
 from millrace.stages.backends.cuda.cuda_graphs import CudaGraphs
 from millrace.stages.backends.cuda.device_work import TorchDeviceWork, greedy, step_memory
@@ -118,7 +118,7 @@ class Subject:
         self.max_model_len = max_model_len = max(length for _, length in loads)
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, "config.json").write_text(json.dumps(shape))
-            config = ModelConfig.read(Path(folder))
+            config = read_spec(Path(folder))
             dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
             weights = load_weights(Path(folder), config, device, dtype, load_format="dummy")
         kernels = kernel_set.load("torch" if device.type == "cpu" else "triton")

@@ -66,7 +66,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture(scope="module")
 def expected(pair: Pair) -> list[tuple[list[int], list[torch.Tensor]]]:
     model, decoder = pair
-    return [reference(model, prompt) for prompt in prompts(decoder.config.vocab_size)]
+    return [reference(model, prompt) for prompt in prompts(decoder.spec.vocab_size)]
 
 
 @pytest.mark.slow
@@ -76,7 +76,7 @@ def test_greedy_tokens_and_logits_are_those_of_transformers(
     pair: Pair, expected: list[Any], block_size: int, chunk: int | None
 ) -> None:
     _, decoder = pair
-    sequences = greedy(decoder, prompts(decoder.config.vocab_size), NUM_NEW, block_size, chunk)
+    sequences = greedy(decoder, prompts(decoder.spec.vocab_size), NUM_NEW, block_size, chunk)
     for sequence, (tokens, logits) in zip(sequences, expected, strict=True):
         assert sequence.generated == tokens
         for ours, theirs in zip(sequence.logits, logits, strict=True):
@@ -86,13 +86,13 @@ def test_greedy_tokens_and_logits_are_those_of_transformers(
 @pytest.mark.slow
 def test_a_sequence_alone_gets_the_tokens_it_gets_among_others(pair: Pair, expected: list[Any]) -> None:
     _, decoder = pair
-    for prompt, (tokens, _) in zip(prompts(decoder.config.vocab_size), expected, strict=True):
+    for prompt, (tokens, _) in zip(prompts(decoder.spec.vocab_size), expected, strict=True):
         assert greedy(decoder, [prompt], NUM_NEW)[0].generated == tokens
 
 
 def test_a_prompt_one_token_at_a_time_gives_the_same_tokens_as_at_once(pair: Pair, expected: list[Any]) -> None:
     _, decoder = pair
-    prompt = prompts(decoder.config.vocab_size)[3]
+    prompt = prompts(decoder.spec.vocab_size)[3]
     assert greedy(decoder, [prompt], NUM_NEW, chunk=1)[0].generated == expected[3][0]
 
 
@@ -140,7 +140,7 @@ def test_variants_within_a_family_match_transformers(name: str, tmp_path: Path) 
     family, overrides = VARIANTS[name]
     model = make_checkpoint(family, tmp_path, has_tokenizer=False, **overrides)
     decoder = load_decoder(tmp_path)
-    for prompt in prompts(decoder.config.vocab_size, (5, 90)):
+    for prompt in prompts(decoder.spec.vocab_size, (5, 90)):
         tokens, logits = reference(model, prompt, 6)
         sequence = greedy(decoder, [prompt], 6, chunk=40)[0]
         assert sequence.generated == tokens
@@ -184,7 +184,7 @@ def test_attention_is_planned_once_a_step_for_the_windows_of_all_layers(tmp_path
 def test_half_precision_logits_stay_near_float32_ones(dtype: torch.dtype, error: float, tmp_path: Path) -> None:
     make_checkpoint("llama", tmp_path, has_tokenizer=False)
     wide, half = load_decoder(tmp_path), load_decoder(tmp_path, dtype)
-    prompt = prompts(wide.config.vocab_size)[3]
+    prompt = prompts(wide.spec.vocab_size)[3]
     ours, exact = greedy(half, [prompt], 1)[0].logits[0], greedy(wide, [prompt], 1)[0].logits[0]
     assert (
         ours - exact
@@ -224,12 +224,12 @@ def test_every_form_of_a_linear_computes_the_same(
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_a_block_can_be_copied_to_many_at_once(device: str, pair: Pair) -> None:
     _, decoder = pair
-    cache = KVCache(decoder.config, 4, 16, torch.float32, torch.device(device))
-    assert cache.data.numel() * 4 == 4 * KVCache.bytes_per_block(decoder.config, 16, torch.float32)
+    cache = KVCache(decoder.spec, 4, 16, torch.float32, torch.device(device))
+    assert cache.data.numel() * 4 == 4 * KVCache.bytes_per_block(decoder.spec, 16, torch.float32)
     if device == "meta":  # the layout of a GPU: one block is one piece
         assert cache.data.shape[0] == 4 and cache.layer(0)[0].stride(0) == cache.data.stride(0)
         return
-    for layer in range(decoder.config.num_layers):
+    for layer in range(decoder.spec.num_layers):
         for half in cache.layer(layer):
             half.copy_(torch.arange(4.0)[:, None, None, None].expand_as(half))
     cache.copy_blocks(np.array([1, 1]), np.array([3, 0]))

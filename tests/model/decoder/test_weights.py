@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from millrace.model.checkpoint import tensor_shapes
 from millrace.model.checkpoint.tensor_shapes import expected_shapes, open_source
-from millrace.model.config import ModelConfig
 from millrace.model.decoder.weights import load_weights
 from millrace.model.errors import CheckpointError
+from millrace.model.families.registry import read_spec
 from tests.model.checkpoints import make_checkpoint
 from tests.model.stepping import greedy, load_decoder
 
@@ -43,7 +43,7 @@ def copy(root: Path, tmp_path: Path) -> Path:
 
 
 def load(root: Path, **options: Any) -> Any:
-    return load_weights(root, ModelConfig.read(root), CPU, torch.float32, **options)
+    return load_weights(root, read_spec(root), CPU, torch.float32, **options)
 
 
 def tokens(root: Path) -> list[int]:
@@ -79,8 +79,8 @@ def test_a_tied_model_is_made_of_the_tensors_that_are_there(name: str, tmp_path:
 def test_a_head_that_differs_is_told_and_one_of_another_shape_refused(tmp_path: Path) -> None:
     make_checkpoint("qwen2", tmp_path, has_tokenizer=False)
     _change(tmp_path, TIED["different"][0])
-    source, config = open_source(tmp_path, ModelConfig.read(tmp_path), "auto")
-    assert not config.tie_word_embeddings and "lm_head.weight in model.safetensors differs" in source.warnings[0]
+    source, config = open_source(tmp_path, read_spec(tmp_path), "auto")
+    assert not config.head.is_tied and "lm_head.weight in model.safetensors differs" in source.warnings[0]
     _change(tmp_path, lambda tensors: tensors.__setitem__(HEAD, torch.randn(3, 3)))
     with pytest.raises(CheckpointError, match=r"lm_head.weight is \[3, 3\].*vocab_size = "):
         load(tmp_path)
@@ -89,7 +89,7 @@ def test_a_head_that_differs_is_told_and_one_of_another_shape_refused(tmp_path: 
 def test_progress_ends_at_the_whole(root: Path) -> None:
     seen: list[tuple[int, int]] = []
     load(root, on_progress=lambda done, total: seen.append((done, total)))
-    shapes = expected_shapes(ModelConfig.read(root))
+    shapes = expected_shapes(read_spec(root))
     assert len(seen) == len(shapes) and seen[-1][0] == seen[-1][1]
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
 
@@ -99,7 +99,7 @@ def test_dummy_weights_need_no_file_and_are_the_same_each_time(root: Path, tmp_p
     first, second = (load(tmp_path, load_format="dummy") for _ in range(2))
     assert torch.equal(first.embedding, second.embedding)
     assert 0.019 < float(first.embedding.std()) < 0.021
-    assert not torch.equal(first.layers[0].post_norm, first.embedding[0])
+    assert not torch.equal(first.layers[0].pre_feed.weight, first.embedding[0])
 
 
 def test_dummy_weights_are_drawn_in_parts_that_differ_and_do_not_depend_on_threads(
@@ -116,7 +116,7 @@ def test_dummy_weights_are_drawn_in_parts_that_differ_and_do_not_depend_on_threa
 
 
 def test_weights_are_in_the_dtype_asked_for(root: Path) -> None:
-    weights = load_weights(root, ModelConfig.read(root), CPU, torch.bfloat16)
+    weights = load_weights(root, read_spec(root), CPU, torch.bfloat16)
     assert weights.embedding.dtype == weights.layers[0].qkv(torch.zeros(2, 64).bfloat16()).dtype == torch.bfloat16
 
 
@@ -255,14 +255,14 @@ def test_of_a_tensor_in_two_shards_the_last_is_used(copy: Path) -> None:
     (copy / "model.safetensors").rename(copy / "a.safetensors")
     names = {"x": "a.safetensors", "y": "b.safetensors"}
     (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-    source, _ = open_source(copy, ModelConfig.read(copy), "auto")
+    source, _ = open_source(copy, read_spec(copy), "auto")
     assert source.warnings == [f"tensor {TENSOR} is in a.safetensors and b.safetensors; the last is used"]
     assert (source.array(TENSOR) == (tensors[TENSOR] * 2).numpy()).all()
 
 
 def test_an_index_beside_a_whole_file_is_not_used(copy: Path, root: Path) -> None:
     (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "gone.safetensors"}}))
-    source, _ = open_source(copy, ModelConfig.read(copy), "auto")
+    source, _ = open_source(copy, read_spec(copy), "auto")
     assert "is not used" in source.warnings[0] and tokens(copy) == tokens(root)
 
 

@@ -11,8 +11,8 @@ import torch
 
 from millrace.kernels import kernel_set
 from millrace.model.checkpoint.tensor_shapes import expected_shapes
-from millrace.model.config import ModelConfig
 from millrace.model.decoder.linear import linear_form
+from millrace.model.families.registry import read_spec
 from millrace.runtime.env import limits as process_limits
 from millrace.runtime.env.env import LiveEnv
 from millrace.runtime.phases import Phases
@@ -175,7 +175,7 @@ def test_in_a_container_the_cache_is_as_large_as_on_a_machine_with_so_much_memor
 def test_weights_have_no_second_form_in_a_container_that_is_too_small_for_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, checkpoint: Path
 ) -> None:
-    config, shape = EngineConfig(model=str(checkpoint), dtype="float16"), ModelConfig.read(checkpoint)
+    config, shape = EngineConfig(model=str(checkpoint), dtype="float16"), read_spec(checkpoint)
     cpu = torch.device("cpu")
     least = 16 * sum(math.prod(sizes) for sizes in expected_shapes(shape).values())
     if linear_form(cpu, torch.float16, 1).__name__ == "Linear":

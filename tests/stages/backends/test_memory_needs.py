@@ -85,7 +85,7 @@ def test_the_state_row_is_the_tables_of_runner_sampler_and_positions(checkpoints
         runner, columns = loaded.runner, vars(loaded.sampler.table).values()
         held = sum(array.nbytes for array in columns if isinstance(array, np.ndarray))
         held += runner.tables.nbytes + runner.last_tokens.nbytes + runner.pooler.sums.nbytes
-        held += runner.decoder._cos.nbytes + runner.decoder._sin.nbytes
+        held += sum(table.nbytes for tables in runner.decoder._tables for table in tables)
         assert held <= loaded.info.memory.row("state").num_bytes < 1.02 * held
 
 

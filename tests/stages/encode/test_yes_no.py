@@ -18,7 +18,7 @@ from millrace.deploy.config import ServerConfig
 from millrace.deploy.server.server import Server
 from millrace.model.checkpoint.hub import model_name
 from millrace.model.checkpoint.tensor_shapes import open_source, output_rows
-from millrace.model.config import ModelConfig
+from millrace.model.families.registry import read_spec
 from millrace.model.text.tokenizer import Tokenizer
 from millrace.stages import LLM, Engine, EngineConfig
 from millrace.stages.device.pooler import _probability
@@ -193,7 +193,7 @@ def test_rows_of_the_output_layer_are_those_of_transformers(tmp_path: Path, dtyp
     model = make_checkpoint(
         "qwen3", tmp_path, dtype, has_tokenizer=False, num_hidden_layers=1, tie_word_embeddings=tied
     )
-    _, config = open_source(tmp_path, ModelConfig.read(tmp_path), "auto")
+    _, config = open_source(tmp_path, read_spec(tmp_path), "auto")
     rows = output_rows(tmp_path, config, "auto", (5, 3))
     assert np.array_equal(rows, model.lm_head.weight[[5, 3]].detach().float().numpy())
 

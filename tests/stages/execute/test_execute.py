@@ -175,7 +175,7 @@ def test_a_random_schedule_reads_and_writes_as_a_plain_reading_says(make: Make):
 def test_a_grant_of_copies_alone_moves_blocks_to_the_host_and_back_and_runs_no_model(tmp_path):
     make_checkpoint("llama", tmp_path, has_tokenizer=False)
     decoder = load_decoder(tmp_path)
-    cache = KVCache(decoder.config, 4, 16, decoder.dtype, decoder.device)
+    cache = KVCache(decoder.spec, 4, 16, decoder.dtype, decoder.device)
     cache.data.copy_(torch.randn_like(cache.data))
     before = [cache.data.select(3, block).clone() for block in range(4)]
     runner = ModelRunner(decoder, cache, torch.zeros(2, dtype=torch.int64), 4, num_host_blocks=3)
@@ -197,11 +197,11 @@ def test_runner_and_sampler_generate_what_the_decoder_generates_by_hand(tmp_path
     make_checkpoint("llama", tmp_path, has_tokenizer=False)
     decoder = load_decoder(tmp_path)
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(3, decoder.config.vocab_size, length).tolist() for length in (1, 15, 16, 33)]
+    prompts = [rng.integers(3, decoder.spec.vocab_size, length).tolist() for length in (1, 15, 16, 33)]
     expected = [sequence.generated for sequence in greedy(decoder, prompts, 10)]
-    cache = KVCache(decoder.config, 24, 16, decoder.dtype, decoder.device)
+    cache = KVCache(decoder.spec, 24, 16, decoder.dtype, decoder.device)
     last_tokens = torch.zeros(4, dtype=torch.int64)
-    runner, sampler = ModelRunner(decoder, cache, last_tokens, 4), Sampler(last_tokens, decoder.config.vocab_size, 64)
+    runner, sampler = ModelRunner(decoder, cache, last_tokens, 4), Sampler(last_tokens, decoder.spec.vocab_size, 64)
     blocks = rng.permutation(24).reshape(6, 4)
     answers: list[list[int]] = [[] for _ in prompts]
     computed, owner = [0] * 4, [0, 1, 2, 3]  # tokens in the cache; rows of `blocks`

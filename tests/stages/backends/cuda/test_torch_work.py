@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from millrace.kernels import kernel_set
-from millrace.model.config import ModelConfig
 from millrace.model.decoder.decoder import Decoder
 from millrace.model.decoder.kv_cache import KVCache
 from millrace.model.decoder.weights import load_weights
+from millrace.model.families.registry import read_spec
 from millrace.runtime.device_streams.simulated import SimStreams
 from millrace.stages.backends.cuda.cuda_graphs import CudaGraphs
 from millrace.stages.backends.cuda.device_work import TorchDeviceWork, greedy, step_memory
@@ -41,7 +41,7 @@ class Subject:
     """One model twice: in a runner, and in a `StepSubmitter`."""
 
     def __init__(self, folder: Path, walk: Walk, seed: int, num_steps: int, *, is_eager: bool) -> None:
-        shape = ModelConfig.read(folder)
+        shape = read_spec(folder)
         weights = load_weights(folder, shape, CPU, torch.float32)
         decoder = Decoder(shape, weights, kernel_set.load("torch"), max_positions=walk.max_model_len)
         caches = [KVCache(shape, NUM_BLOCKS, walk.block_size, torch.float32, CPU) for _ in range(2)]

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from millrace.kernels import kernel_set
-from millrace.model.config import ModelConfig
 from millrace.model.decoder.decoder import Decoder
 from millrace.model.decoder.kv_cache import KVCache
 from millrace.model.decoder.kv_scales import measured_scales, scales_of
@@ -21,6 +20,7 @@ from millrace.model.decoder.memory_estimate import step_bytes
 from millrace.model.decoder.step_inputs import StepInputs
 from millrace.model.decoder.weights import load_weights
 from millrace.model.demo import WEIGHTS
+from millrace.model.families.registry import read_spec
 from millrace.stages import LLM, Engine, EngineConfig, SamplingParams
 from millrace.stages.backends.torch.kv_dtype import check_kv_dtype
 from millrace.stages.errors import ConfigError
@@ -41,7 +41,7 @@ SMALL: dict[str, Any] = {
 
 @cache
 def decoder(dtype: torch.dtype) -> Decoder:
-    config = ModelConfig.read(WEIGHTS)
+    config = read_spec(WEIGHTS)
     weights = load_weights(WEIGHTS, config, CPU, dtype)
     return Decoder(config, weights, kernel_set.load("torch"), max_positions=MAX_TOKENS)
 
@@ -50,7 +50,7 @@ def kept_and_inputs(dtype: torch.dtype, scales: Tensor | None, ids: list[int]) -
     """A prompt in one step, over a cache that keeps it as the weights are, or in 8 bits."""
     model, num_tokens = decoder(dtype), len(ids)
     num_blocks, places = -(-num_tokens // BLOCK_SIZE), torch.arange(num_tokens)
-    kept = KVCache(model.config, num_blocks, BLOCK_SIZE, FP8 if scales is not None else dtype, CPU, scales=scales)
+    kept = KVCache(model.spec, num_blocks, BLOCK_SIZE, FP8 if scales is not None else dtype, CPU, scales=scales)
     inputs = StepInputs(
         input_ids=torch.tensor(ids),
         positions=places,
@@ -100,7 +100,7 @@ def test_scales_are_powers_of_two_with_room_for_numbers_twice_as_large() -> None
 def test_scales_are_of_each_layer_and_head_and_the_same_every_time() -> None:
     model = decoder(torch.float32)
     scales = measured_scales(model)
-    assert scales.shape == (model.config.num_layers, 2, model.config.num_kv_heads) and scales.dtype == torch.float32
+    assert scales.shape == (model.spec.num_layers, 2, model.spec.num_kv_heads) and scales.dtype == torch.float32
     assert torch.equal(scales, measured_scales(model)) and len(scales.unique()) > 1
 
 
@@ -182,5 +182,5 @@ def test_a_step_over_such_a_cache_takes_little_less_than_is_foreseen() -> None:
         model.hidden(inputs, kept)
     events = sorted(watched.profiler.kineto_results.events(), key=lambda event: event.start_ns())
     most = max(accumulate(event.nbytes() for event in events if event.name() == "[memory]"))
-    foreseen = step_bytes(model.config, model.weights, num_tokens, num_tokens, is_kv_fp8=True)
+    foreseen = step_bytes(model.spec, model.weights, num_tokens, num_tokens, is_kv_fp8=True)
     assert most <= foreseen <= 1.25 * most

@@ -1,0 +1,120 @@
+"""A checkpoint's tensors under their canonical names: rows taken out of fused ones, orders put right. No torch.
+
+`families/names.py` has the canonical names, and how a family says where they come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..families.names import Names, Rows, Shape, Target
+from .safetensors import BFLOAT16, Checkpoint
+
+
+class TensorSources:
+    """Where each canonical tensor of a decoder lies in its checkpoint."""
+
+    def __init__(self, targets: Iterable[Target], names: Names) -> None:
+        self.targets = {target.name: target for target in targets}
+        self._parts = {name: _parts_of(name, names) for name in self.targets}
+
+    def parts(self, name: str) -> tuple[Rows, ...]:
+        """The parts of a canonical tensor; their stems are whole names in the checkpoint."""
+        return self._parts[name]
+
+    def stored_name(self, name: str) -> str:
+        """The name in the checkpoint of a canonical tensor, or of its first part."""
+        return self._parts[name][0].stem
+
+    def canonical_name(self, stored: str) -> str:
+        """A canonical tensor that is made of the stored one."""
+        return next(name for name, parts in self._parts.items() if any(part.stem == stored for part in parts))
+
+    def stored_shapes(self) -> dict[str, Shape]:
+        """The name and shape of each tensor that the checkpoint must hold."""
+        shapes: dict[str, Shape] = {}
+        taken: dict[str, int] = {}  # rows of a stored tensor that parts take
+        transposed: set[str] = set()
+        for name, target in self.targets.items():
+            parts = self._parts[name]
+            for part in parts:
+                count = target.shape[0] if len(parts) == 1 else 1
+                count = count if part.rows is None else _length(part.rows)
+                taken[part.stem] = taken.get(part.stem, 0) + count
+                shapes[part.stem] = (taken[part.stem], *target.shape[1:])
+                if part.is_transposed:
+                    transposed.add(part.stem)
+        return {name: shape[::-1] if name in transposed else shape for name, shape in shapes.items()}
+
+
+class CanonicalTensors:
+    """The tensors of a checkpoint by their canonical names: a `TensorSource`."""
+
+    def __init__(self, checkpoint: Checkpoint, sources: TensorSources) -> None:
+        self._checkpoint, self._sources = checkpoint, sources
+        self.warnings = checkpoint.warnings
+
+    def stored_name(self, name: str) -> str:
+        return self._sources.stored_name(name)
+
+    def is_mapped(self, name: str) -> bool:
+        parts = self._sources.parts(name)
+        part = parts[0]
+        if len(parts) > 1 or part.is_transposed or part.apply is not None or self._adds_one(name):
+            return False
+        return not isinstance(part.rows, np.ndarray) and self._checkpoint.is_mapped(part.stem)
+
+    def array(self, name: str) -> NDArray[Any]:
+        parts = self._sources.parts(name)
+        array = self._part(parts[0]) if len(parts) == 1 else np.concatenate([self._part(part) for part in parts])
+        return widened(array) + np.float32(1.0) if self._adds_one(name) else array
+
+    def forget(self, name: str) -> None:
+        for part in self._sources.parts(name):
+            self._checkpoint.forget(part.stem)
+
+    def _part(self, part: Rows) -> NDArray[Any]:
+        stored = self._checkpoint.array(part.stem)
+        if part.is_transposed and stored.ndim == 2:
+            stored = stored.T
+        if part.rows is not None:
+            stored = stored[part.rows]
+        if part.apply is not None:
+            stored = part.apply(widened(stored))
+        return np.ascontiguousarray(stored)
+
+    def _adds_one(self, name: str) -> bool:
+        norm = self._sources.targets[name].norm
+        return norm is not None and norm.weight == "one_plus" and name.endswith(".weight")
+
+
+def widened(array: NDArray[Any]) -> NDArray[np.float32]:
+    """The numbers of a stored tensor in float32."""
+    if array.dtype == BFLOAT16:
+        return (array.astype(np.uint32) << 16).view(np.float32)
+    return array.astype(np.float32, copy=False)
+
+
+def _parts_of(name: str, names: Names) -> tuple[Rows, ...]:
+    stem, dot, suffix = name.rpartition(".")
+    if suffix not in ("weight", "bias"):
+        stem, dot, suffix = name, "", ""
+    pieces = stem.split(".")
+    number = next((piece for piece in pieces if piece.isdigit()), "")
+    pattern = ".".join("*" if piece == number and number else piece for piece in pieces)
+    source = names.get(pattern, pattern)
+    parts = (Rows(source),) if isinstance(source, str) else (source,) if isinstance(source, Rows) else source
+    found = []
+    for part in parts:
+        end = f"{dot}{suffix}" if part.suffix is None else part.suffix
+        stored = (part.stem.replace("*", number) if number else part.stem) + end
+        found.append(Rows(stored, part.rows, part.is_transposed, part.apply, ""))
+    return tuple(found)
+
+
+def _length(rows: slice | NDArray[np.int64]) -> int:
+    return rows.stop - rows.start if isinstance(rows, slice) else len(rows)

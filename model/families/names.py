@@ -1,0 +1,163 @@
+"""Where the tensors of a decoder lie in its checkpoint: names, rows of fused matrices, orders of rows.
+
+The decoders know *canonical* tensors, under the names that Llama's checkpoints have and a few more; `tensors_of` lists
+them with their shapes. A family says where each comes from with a `Names`: canonical stem -> stem in the checkpoint, or
+`Rows` of a tensor there. A stem is a name without `.weight` or `.bias`, with `*` for the number of the layer. A family
+leaves out the stems that have their canonical name.
+
+Rotary positions: the decoders rotate number i of a head with number i + half. A checkpoint that rotates neighbours
+(2i, 2i + 1) has the rows of queries and keys in another order, and `halves` puts them right. Scores do not change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..spec import AttentionSpec, DecoderSpec, FeedSpec, LayerSpec, NormSpec
+
+Shape = tuple[int, ...]
+Index = slice | NDArray[np.int64]
+EMBEDDING, HEAD, FINAL_NORM = "model.embed_tokens", "lm_head", "model.norm"
+POSITIONS, EMBEDDING_NORM = "model.embed_positions", "model.embed_layernorm"
+LAYER = "model.layers.*"
+PRE_MIXER, POST_MIXER = f"{LAYER}.input_layernorm", f"{LAYER}.post_mixer_layernorm"
+PRE_FEED, POST_FEED = f"{LAYER}.post_attention_layernorm", f"{LAYER}.post_feed_layernorm"
+Q, K, V, OUTPUT = (f"{LAYER}.self_attn.{name}_proj" for name in "qkvo")
+Q_NORM, K_NORM, SINKS = (f"{LAYER}.self_attn.{name}" for name in ("q_norm", "k_norm", "sinks"))
+GATE, UP, DOWN = (f"{LAYER}.mlp.{name}_proj" for name in ("gate", "up", "down"))
+ACTIVATION = f"{LAYER}.mlp.act_alpha"  # the two numbers of xIELU
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of a checkpoint's tensor that become a canonical tensor, or a part of it."""
+
+    stem: str
+    rows: Index | None = None  # of the tensor, in the canonical order; None = all, in its order
+    is_transposed: bool = False  # stored [columns, rows], as GPT-2's Conv1D; `rows` counts after transposing
+    apply: Callable[[NDArray[Any]], NDArray[Any]] | None = None  # to the numbers in float32
+    suffix: str | None = None  # of the tensor's name, with its dot; None = that of the canonical tensor
+
+
+Source = str | Rows | tuple[Rows, ...]  # parts are stacked by rows, and need `rows` or one row each
+Names = Mapping[str, Source]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A canonical tensor."""
+
+    name: str
+    shape: Shape
+    norm: NormSpec | None = None  # of a norm's weight or bias
+
+
+def tensors_of(spec: DecoderSpec) -> Iterator[Target]:
+    """Every canonical tensor of a decoder, in the order of layers."""
+    hidden, positions = spec.hidden_size, spec.embedding.positions
+    yield Target(f"{EMBEDDING}.weight", (spec.vocab_size, hidden))
+    if positions is not None:
+        yield Target(f"{POSITIONS}.weight", (positions.rows, hidden))
+    yield from _norm(EMBEDDING_NORM, hidden, spec.embedding.norm)
+    for index, layer in enumerate(spec.layers):
+        for target in _layer(layer, hidden):
+            yield Target(target.name.replace("*", str(index)), target.shape, target.norm)
+    yield from _norm(FINAL_NORM, hidden, spec.final_norm)
+    if spec.head.exists and not spec.head.is_tied:
+        yield Target(f"{HEAD}.weight", (spec.vocab_size, hidden))
+    if spec.head.exists and spec.head.has_bias:
+        yield Target(f"{HEAD}.bias", (spec.vocab_size,))
+
+
+def _layer(layer: LayerSpec, hidden: int) -> Iterator[Target]:
+    yield from _norm(PRE_MIXER, hidden, layer.pre_mixer)
+    if isinstance(layer.mixer, AttentionSpec):
+        yield from _attention(layer.mixer, hidden)
+    yield from _norm(POST_MIXER, hidden, layer.post_mixer)
+    yield from _norm(PRE_FEED, hidden, layer.pre_feed)
+    if isinstance(layer.feed, FeedSpec):
+        yield from _feed(layer.feed, hidden)
+    yield from _norm(POST_FEED, hidden, layer.post_feed)
+
+
+def _attention(attention: AttentionSpec, hidden: int) -> Iterator[Target]:
+    heads, kv_heads, dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
+    value_dim = attention.value_dim or dim
+    sizes = ((Q, heads * dim), (K, kv_heads * dim), (V, kv_heads * value_dim))
+    for stem, size in sizes:
+        yield from _linear(stem, size, hidden, attention.has_qkv_bias)
+    if attention.qk_norm is not None:
+        norm = attention.qk_norm
+        is_whole = norm.over == "row" or norm.has_weight_per_head
+        for stem, count in ((Q_NORM, heads), (K_NORM, kv_heads)):
+            yield from _norm(stem, count * dim if is_whole else dim, norm.norm)
+    if attention.has_sinks:
+        yield Target(SINKS, (heads,))
+    yield from _linear(OUTPUT, hidden, heads * value_dim, attention.has_output_bias)
+
+
+def _feed(feed: FeedSpec, hidden: int) -> Iterator[Target]:
+    inner = feed.intermediate_size
+    if feed.is_gated:
+        yield from _linear(GATE, inner, hidden, feed.has_bias)
+    yield from _linear(UP, inner, hidden, feed.has_bias)
+    yield from _linear(DOWN, hidden, inner, feed.has_bias)
+    if feed.activation == "xielu":
+        yield Target(ACTIVATION, (2,))
+
+
+def _linear(stem: str, rows: int, columns: int, has_bias: bool) -> Iterator[Target]:
+    yield Target(f"{stem}.weight", (rows, columns))
+    if has_bias:
+        yield Target(f"{stem}.bias", (rows,))
+
+
+def _norm(stem: str, size: int, norm: NormSpec | None) -> Iterator[Target]:
+    if norm is not None and norm.weight != "none":
+        yield Target(f"{stem}.weight", (size,), norm)
+    if norm is not None and norm.has_bias:
+        yield Target(f"{stem}.bias", (size,), norm)
+
+
+# -- orders of rows, for `Rows.rows`
+
+
+def halves(num_heads: int, head_dim: int, rotary_dim: int | None = None) -> NDArray[np.int64]:
+    """The rows of heads whose neighbours rotate together, in the order in which halves do.
+
+    Of each head's first `rotary_dim` rows (None = all) first the even ones, then the odd ones; the rest stays.
+    """
+    rotated = head_dim if rotary_dim is None else rotary_dim
+    head = np.concatenate([np.arange(0, rotated, 2), np.arange(1, rotated, 2), np.arange(rotated, head_dim)])
+    rows: NDArray[np.int64] = (np.arange(num_heads)[:, None] * head_dim + head).reshape(-1)
+    return rows
+
+
+def stacked(*sizes: int) -> list[slice]:
+    """The rows of parts that lie one after another."""
+    ends = np.cumsum(sizes).tolist()
+    return [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+
+
+def fused_qkv(attention: AttentionSpec, *, is_by_group: bool = False) -> tuple[Index, Index, Index]:
+    """The rows of queries, keys and values in one matrix.
+
+    One after another, [q; k; v]. With `is_by_group` the queries of each key/value head come before its key and value,
+    [G, H / G + 2, D]; without groups of heads that is [H, 3, D].
+    """
+    heads, kv_heads, dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
+    if not is_by_group:
+        q, k, v = stacked(heads * dim, kv_heads * dim, kv_heads * dim)
+        return q, k, v
+    rows = np.arange((heads + 2 * kv_heads) * dim).reshape(kv_heads, heads // kv_heads + 2, dim)
+    return rows[:, :-2].reshape(-1), rows[:, -2].reshape(-1), rows[:, -1].reshape(-1)
+
+
+def split(stem: str, targets: tuple[str, ...], rows: tuple[Index, ...], *, is_transposed: bool = False) -> Names:
+    """The canonical stems `targets` as rows of one fused tensor."""
+    return {target: Rows(stem, index, is_transposed) for target, index in zip(targets, rows, strict=True)}

@@ -1,0 +1,92 @@
+"""Which file describes which `model_type`, and the spec of a checkpoint from its config.json. Does not import torch."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..config_keys import ConfigKeys
+from ..errors import CheckpointError, quoted
+from ..files import read_json, refuse_code
+from ..foreign import describe_folder, refuse_quantized
+from ..spec import DecoderSpec
+from .building import Family
+
+# model_type -> the module of this folder that describes it, which is imported only then
+MODULES = {
+    "llama": "llama",
+    "mistral": "llama",
+    "qwen2": "llama",
+    "qwen3": "llama",
+}
+# model_type of a wrapper -> model_type of the decoder in its `text_config`, if that does not say it. The text half
+# of models that also read images or sound: their other tensors are not loaded.
+WRAPPERS: dict[str, str] = {}
+# Prefixes of a wrapper's decoder in its checkpoint, instead of `model.`
+WRAPPER_PREFIXES = ("model.language_model.", "language_model.model.", "language_model.")
+# First parts of the names of a wrapper's other tensors
+OTHER_HALVES = (
+    "vision_tower", "vision_model", "visual", "multi_modal_projector", "audio_tower", "embed_vision", "embed_audio",
+    "mtp",
+)  # fmt: skip
+
+
+def family_of(model_type: str) -> Family:
+    """The family of a model type that `MODULES` names."""
+    module = importlib.import_module(f".{MODULES[model_type]}", __package__)
+    family = module.FAMILIES[model_type]
+    assert isinstance(family, Family)
+    return family
+
+
+def read_spec(root: Path) -> DecoderSpec:
+    """The spec of the checkpoint in `root`. Raises CheckpointError naming the wrong key."""
+    values = read_json(root, "config.json")
+    if values is None:
+        nothing = f"{root}: no config.json, so this is not a model directory in Hugging Face format"
+        raise CheckpointError(describe_folder(root) or nothing)
+    refuse_code(root, "config.json", values)
+    refuse_quantized(root, values)
+    return parse_config(values, f"config.json ({root})")
+
+
+def parse_config(values: Mapping[str, Any], source: str) -> DecoderSpec:
+    """The spec from the contents of a config.json; `source` names it in errors."""
+    keys = ConfigKeys(values, source)
+    model_type = values.get("model_type")
+    if not isinstance(model_type, str) or model_type not in MODULES and model_type not in WRAPPERS:
+        known = ", ".join(sorted(MODULES))
+        keys.fail("model_type", f"{quoted(model_type)} is not supported; supported: {known}")
+    _check_is_generative(keys)
+    if values.get("quantization_config"):
+        method = values["quantization_config"]
+        method = method.get("quant_method") if isinstance(method, dict) else method
+        keys.fail("quantization_config", f"{quoted(method)} weights are not supported; use the unquantized checkpoint")
+    if model_type in WRAPPERS:
+        keys = _text_half(keys, model_type)
+    return family_of(keys.values["model_type"]).spec(keys)
+
+
+def _check_is_generative(keys: ConfigKeys) -> None:
+    architectures = keys.values.get("architectures") or []
+    if not isinstance(architectures, list):
+        keys.fail("architectures", f"must be a list of names, not {quoted(architectures)}")
+    endings = ("ForCausalLM", "Model", "LMHeadModel", "ForConditionalGeneration")
+    if architectures and not any(str(name).endswith(endings) for name in architectures):
+        names = quoted(architectures)
+        keys.fail("architectures", f"{names} holds no ...ForCausalLM, so this checkpoint cannot generate text")
+
+
+def _text_half(keys: ConfigKeys, model_type: str) -> ConfigKeys:
+    """The keys of a wrapper's decoder, with those of the wrapper that hold for both."""
+    inner = keys.values.get("text_config")
+    if not isinstance(inner, dict):
+        keys.fail("text_config", f"must be an object, not {quoted(inner)}")
+    shared = ("tie_word_embeddings", "dtype", "torch_dtype", "bos_token_id", "eos_token_id")
+    values = {key: keys.values[key] for key in shared if keys.values.get(key) is not None} | inner
+    values["model_type"] = inner.get("model_type") or WRAPPERS[model_type]
+    if values["model_type"] not in MODULES:
+        keys.fail("text_config", f"model_type = {quoted(values['model_type'])} is not supported")
+    return ConfigKeys(values, f"{keys.source}: text_config")

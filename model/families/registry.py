@@ -16,6 +16,9 @@ from .building import Family
 
 # model_type -> the module of this folder that describes it, which is imported only then
 MODULES = {
+    "gemma": "gemma",
+    "gemma2": "gemma",
+    "gemma3_text": "gemma",
     "llama": "llama",
     "mistral": "llama",
     "qwen2": "llama",
@@ -23,7 +26,7 @@ MODULES = {
 }
 # model_type of a wrapper -> model_type of the decoder in its `text_config`, if that does not say it. The text half
 # of models that also read images or sound: their other tensors are not loaded.
-WRAPPERS: dict[str, str] = {}
+WRAPPERS = {"gemma3": "gemma3_text"}
 # Prefixes of a wrapper's decoder in its checkpoint, instead of `model.`
 WRAPPER_PREFIXES = ("model.language_model.", "language_model.model.", "language_model.")
 # First parts of the names of a wrapper's other tensors

@@ -1,0 +1,115 @@
+"""Gemma 1, 2 and 3 (text): scaled embeddings, tied heads, norms stored as w - 1, feeds gated by GELU.
+
+Gemma 2 and 3 also norm what attention and feed return, and alternate windows. Gemma 2 caps scores and logits. Gemma 3
+norms heads of q and k instead, and its layers with a window rotate by a base of their own.
+"""
+
+from __future__ import annotations
+
+from ..config_keys import ConfigKeys
+from ..rope_config import RopeConfig
+from ..spec import DecoderSpec, EmbeddingSpec, HeadSpec, LayerSpec, NormSpec, QkNorm
+from .building import Family, attention, decoder, feed, refuse_true, rms_norm, rope, sizes, windows
+
+GLOBAL_THETA, LOCAL_THETA = 1e6, 1e4  # of Gemma 3
+
+
+def gemma(keys: ConfigKeys) -> DecoderSpec:
+    """Gemma 1: Llama's layers. Its "gelu" means the tanh form, as the official releases say it."""
+    found, norm = sizes(keys, num_kv_heads=16, head_dim=256, max_position=8192), _norm(keys)
+    refuse_true(keys, "use_bidirectional_attention")
+    has_bias = keys.flag("attention_bias", False)
+    inner = feed(keys, activation="gelu_pytorch_tanh", renamed={"gelu": "gelu_tanh"})
+    mixer = attention(found, has_qkv_bias=has_bias, has_output_bias=has_bias)
+    layer = LayerSpec(mixer=mixer, feed=inner, pre_mixer=norm, pre_feed=norm)
+    positions, embedding = (rope(keys, found),), EmbeddingSpec(scale=found.hidden_size**0.5)
+    layers = [layer] * found.num_layers
+    return decoder(keys, found, layers, final_norm=norm, ropes=positions, embedding=embedding, is_tied=True)
+
+
+def gemma2(keys: ConfigKeys) -> DecoderSpec:
+    """Gemma 2: caps; a window on every other layer, the first included."""
+    found = sizes(keys, num_kv_heads=4, head_dim=256, max_position=8192)
+    on = windows(keys, found.num_layers, 4096, pattern=lambda layer: layer % 2 == 0)
+    return _sandwich(keys, caps=(50.0, 30.0), ropes=(rope(keys, found),), windows_of=on, local=0)
+
+
+def gemma3(keys: ConfigKeys) -> DecoderSpec:
+    """Gemma 3: norms of q and k; five layers with a window, then one without."""
+    found = sizes(keys, num_kv_heads=4, head_dim=256, max_position=131_072)
+    period = keys.count("sliding_window_pattern", 6)
+    on = windows(keys, found.num_layers, 4096, pattern=lambda layer: (layer + 1) % period != 0)
+    full = rope(keys, found, theta=GLOBAL_THETA, layer_type="full_attention")
+    local = rope(local_keys(keys), found, theta=LOCAL_THETA, layer_type="sliding_attention")
+    return _sandwich(keys, caps=(None, None), ropes=(full, local), windows_of=on, local=1, has_qk_norm=True)
+
+
+def local_keys(keys: ConfigKeys) -> ConfigKeys:
+    """The keys as the layers with a window see them: a base of their own, and in older files no scaling."""
+    values = dict(keys.values)
+    values.pop("rope_scaling", None)
+    values["rope_theta"] = values.pop("rope_local_base_freq", None)
+    return ConfigKeys(values, keys.source, {**keys.stored_names, "rope_theta": "rope_local_base_freq"})
+
+
+def _sandwich(
+    keys: ConfigKeys,
+    *,
+    caps: tuple[float | None, float | None],
+    ropes: tuple[RopeConfig, ...],
+    windows_of: tuple[int | None, ...],
+    local: int,
+    has_qk_norm: bool = False,
+) -> DecoderSpec:
+    """Norms before and after; `local` is the index of the rotary positions of layers with a window."""
+    refuse_true(keys, "use_bidirectional_attention")
+    found, norm = sizes(keys, num_kv_heads=4, head_dim=256, max_position=131_072), _norm(keys)
+    inner = feed(keys, activation="gelu_pytorch_tanh", key="hidden_activation")
+    score_cap, logit_cap = caps
+    has_bias = keys.flag("attention_bias", False)
+    layers = (
+        LayerSpec(
+            mixer=attention(
+                found,
+                scale=keys.number("query_pre_attn_scalar", 256.0) ** -0.5,
+                rope=0 if window is None else local,
+                window=window,
+                soft_cap=keys.cap("attn_logit_softcapping", score_cap),
+                qk_norm=QkNorm(norm=norm) if has_qk_norm else None,
+                has_qkv_bias=has_bias,
+                has_output_bias=has_bias,
+            ),
+            feed=inner,
+            pre_mixer=norm,
+            post_mixer=norm,
+            pre_feed=norm,
+            post_feed=norm,
+        )
+        for window in windows_of
+    )
+    head = HeadSpec(
+        is_tied=keys.flag("tie_word_embeddings", True), soft_cap=keys.cap("final_logit_softcapping", logit_cap)
+    )
+    embedding = EmbeddingSpec(scale=found.hidden_size**0.5)
+    return decoder(keys, found, layers, final_norm=norm, ropes=ropes, embedding=embedding, head=head)
+
+
+def _norm(keys: ConfigKeys) -> NormSpec:
+    return rms_norm(keys, weight="one_plus", is_exact=True)
+
+
+def names(spec: DecoderSpec) -> dict[str, str]:
+    """Gemma 2 and 3 call the norm after attention what Llama calls the one before the feed."""
+    layer = "model.layers.*"
+    return {
+        f"{layer}.post_mixer_layernorm": f"{layer}.post_attention_layernorm",
+        f"{layer}.post_attention_layernorm": f"{layer}.pre_feedforward_layernorm",
+        f"{layer}.post_feed_layernorm": f"{layer}.post_feedforward_layernorm",
+    }
+
+
+FAMILIES = {
+    "gemma": Family(spec=gemma),
+    "gemma2": Family(spec=gemma2, names=names),
+    "gemma3_text": Family(spec=gemma3, names=names),
+}

@@ -1,0 +1,123 @@
+"""Where canonical tensors lie in a checkpoint: orders of rows, fused and transposed ones, prefixes, refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from millrace.model.checkpoint.canonical import TensorSources
+from millrace.model.checkpoint.tensor_shapes import open_source
+from millrace.model.errors import CheckpointError
+from millrace.model.families import registry
+from millrace.model.families.building import Family
+from millrace.model.families.names import Rows, Target, fused_qkv, halves, split, stacked, tensors_of
+from millrace.model.families.registry import parse_config
+from millrace.model.spec import AttentionSpec, DecoderSpec
+from tests.model.checkpoints import SHAPE
+
+LLAMA: dict[str, Any] = {"model_type": "llama", **SHAPE, "num_hidden_layers": 2, "tie_word_embeddings": True}
+QKV = tuple(f"model.layers.*.self_attn.{name}_proj" for name in "qkv")
+
+
+def tensors(spec: DecoderSpec) -> dict[str, torch.Tensor]:
+    """Every canonical tensor, with numbers of its own."""
+    numbers = torch.Generator().manual_seed(1)
+    return {target.name: torch.randn(target.shape, generator=numbers) for target in tensors_of(spec)}
+
+
+def save(root: Path, stored: dict[str, torch.Tensor], config: dict[str, Any] | None = None) -> DecoderSpec:
+    (root / "config.json").write_text(json.dumps(config or LLAMA))
+    save_file({name: tensor.contiguous() for name, tensor in stored.items()}, root / "model.safetensors")
+    return registry.read_spec(root)
+
+
+def use(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> None:
+    """Llama's spec with other names from here on."""
+    family = Family(spec=registry.family_of("llama").spec, **fields)
+    monkeypatch.setattr("millrace.model.checkpoint.tensor_shapes.family_of", lambda model_type: family)
+
+
+def test_rows_of_neighbours_that_rotate_become_rows_of_halves() -> None:
+    assert halves(2, 6, 4).tolist() == [0, 2, 1, 3, 4, 5, 6, 8, 7, 9, 10, 11]
+    assert halves(1, 4).tolist() == [0, 2, 1, 3]
+
+
+def test_the_rows_of_a_fused_matrix_are_each_taken_once() -> None:
+    attention = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=2, scale=1.0)
+    q, k, v = fused_qkv(attention)
+    assert (q, k, v) == (slice(0, 8), slice(8, 12), slice(12, 16)) == tuple(stacked(8, 4, 4))
+    q, k, v = fused_qkv(attention, is_by_group=True)
+    assert (q.tolist(), k.tolist(), v.tolist()) == ([0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 12, 13], [6, 7, 14, 15])
+
+
+def test_fused_transposed_and_renamed_tensors_give_the_canonical_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = parse_config(LLAMA, "")
+    expected = tensors(spec)
+    rows = fused_qkv(spec.attention, is_by_group=True)
+    names = split("h.*.attn.qkv", QKV, rows, is_transposed=True)
+    use(monkeypatch, prefix="h", names=lambda spec: {**names, "model.norm": "ln_f"})
+    stored = {name.replace("model.norm", "ln_f"): t for name, t in expected.items() if "self_attn.q_" not in name}
+    for layer in range(2):
+        fused = torch.empty(spec.qkv_size, spec.hidden_size)
+        for stem, index in zip(QKV, rows, strict=True):
+            name = f"{stem.replace('*', str(layer))}.weight"
+            fused[index] = expected[name]
+            stored.pop(name, None)
+        stored[f"h.{layer}.attn.qkv.weight"] = fused.T
+    source, _ = open_source(tmp_path, save(tmp_path, stored), "auto")
+    assert all(np.array_equal(source.array(name), tensor.numpy()) for name, tensor in expected.items())
+    assert source.stored_name("model.layers.1.self_attn.k_proj.weight") == "h.1.attn.qkv.weight"
+    assert source.is_mapped("model.norm.weight") and not source.is_mapped("model.layers.0.self_attn.k_proj.weight")
+
+
+def test_parts_are_stacked_and_changed_in_float32() -> None:
+    twice = {"a.*.b": (Rows("x.*", apply=lambda x: 2 * x, suffix=""), Rows("y.*", suffix=""))}
+    sources = TensorSources([Target("a.3.b", (2,))], twice)
+    assert sources.stored_shapes() == {"x.3": (1,), "y.3": (1,)}
+    assert sources.canonical_name("y.3") == "a.3.b"
+
+
+@pytest.mark.parametrize("prefix", ["", "model.", "model.language_model.", "language_model.model.", "language_model."])
+def test_the_decoder_is_found_behind_the_prefix_of_any_wrapper(prefix: str, tmp_path: Path) -> None:
+    expected = tensors(parse_config(LLAMA, ""))
+    stored = {prefix + name.removeprefix("model."): tensor for name, tensor in expected.items()}
+    if "language" in prefix:
+        stored |= {"model.vision_tower.patch.weight": torch.ones(4, 4), "visual.blocks.0.weight": torch.ones(4, 4)}
+    source, spec = open_source(tmp_path, save(tmp_path, stored), "auto")
+    assert spec.num_layers == 2
+    assert all(np.array_equal(source.array(name), tensor.numpy()) for name, tensor in expected.items())
+    assert len(source.warnings) == ("language" in prefix)
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.self_attn.q_norm.weight", "layers.1.mlp.extra.weight", "norm.bias"])
+def test_a_weight_that_the_spec_does_not_have_is_refused_with_any_prefix(name: str, tmp_path: Path) -> None:
+    spec = save(tmp_path, {**tensors(parse_config(LLAMA, "")), name: torch.ones(4)})
+    with pytest.raises(CheckpointError, match="is not part of a llama model"):
+        open_source(tmp_path, spec, "auto")
+
+
+def test_a_missing_tensor_is_named_as_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, names=lambda spec: {"model.norm": "model.ln_f"})
+    spec = save(tmp_path, tensors(parse_config(LLAMA, "")))
+    with pytest.raises(CheckpointError, match=r"tensor model\.ln_f\.weight is missing"):
+        open_source(tmp_path, spec, "auto")
+
+
+def test_one_is_added_in_float32_to_norms_that_are_stored_without_it(tmp_path: Path) -> None:
+    config = {**LLAMA, "model_type": "gemma", "head_dim": 16}
+    stored = {
+        name: tensor.bfloat16() / 300 if "norm" in name else tensor
+        for name, tensor in tensors(parse_config(config, "")).items()
+    }
+    source, _ = open_source(tmp_path, save(tmp_path, stored, config), "auto")
+    found = source.array("model.layers.1.input_layernorm.weight")
+    assert found.dtype == np.float32 and not source.is_mapped("model.norm.weight")
+    assert np.array_equal(found, 1 + stored["model.layers.1.input_layernorm.weight"].float().numpy())

@@ -1,0 +1,71 @@
+"""What a backend lacks of a spec is said in words."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from millrace.model.backend_gaps import missing
+from millrace.model.families.registry import parse_config
+from millrace.model.spec import DecoderSpec, FeedSpec, LatentSpec, LayerSpec, MoeSpec, RecurrentSpec, RouterSpec
+from tests.model.checkpoints import SHAPE
+
+LLAMA = parse_config({"model_type": "llama", **SHAPE}, "")
+LAYER = LLAMA.layers[0]
+LATENT = LatentSpec(num_heads=4, q_rank=None, kv_rank=8, nope_dim=8, rope_dim=8, value_dim=8, scale=1.0)
+EXPERTS = MoeSpec(num_experts=4, top_k=2, expert=FeedSpec(intermediate_size=8), router=RouterSpec())
+
+
+def changed(**fields: Any) -> DecoderSpec:
+    """Llama, with one layer that differs."""
+    return replace(LLAMA, layers=(LAYER, replace(LAYER, **fields)))
+
+
+def attending(**fields: Any) -> DecoderSpec:
+    return changed(mixer=replace(LLAMA.attention, **fields))
+
+
+@pytest.mark.parametrize("backend", ["native", "torch", "triton"])
+def test_every_backend_has_all_of_llama(backend: Any) -> None:
+    assert missing(LLAMA, backend) == []
+
+
+@pytest.mark.parametrize("backend", ["native", "torch", "triton"])
+@pytest.mark.parametrize(
+    ("spec", "gap"),
+    [
+        (changed(mixer=RecurrentSpec(kind="mamba2")), "recurrent layers: mamba2"),
+        (changed(mixer=LATENT), "latent attention"),
+        (changed(mixer=None), "layers without attention"),
+        (changed(feed=EXPERTS), "experts"),
+        (changed(feed=None), "layers without a feed-forward network"),
+        (changed(has_output_scale=True), "a scale of the layer's output"),
+        (attending(value_dim=8), "values of 8 numbers beside keys of 16"),
+        (attending(kv_of=0), "keys and values shared between layers"),
+        (attending(is_k_v=True), "keys that are values"),
+        (attending(has_output_gate=True), "a gate of attention's output"),
+        (attending(head_dim=32), "layers whose heads have different sizes"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_no_backend_has_is_named(spec: DecoderSpec, gap: str, backend: Any) -> None:
+    assert gap in missing(spec, backend)
+
+
+@pytest.mark.parametrize(
+    ("spec", "gap"),
+    [
+        (attending(has_alibi=True), "alibi"),
+        (attending(chunk=16), "attention in chunks of positions"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_only_torch_has_is_named_for_the_others(spec: DecoderSpec, gap: str) -> None:
+    assert missing(spec, "torch") == []
+    assert missing(spec, "triton") == [gap] and missing(spec, "native") == [gap]
+
+
+def test_equal_layers_are_one_object() -> None:
+    assert len(set(map(id, LLAMA.layers))) == 1 and isinstance(LAYER, LayerSpec)

@@ -14,23 +14,38 @@ from typing import Any
 
 from ..files import read_json
 
-# The class of a model_type; None: the steps of tokenizer.json as they are.
-_OF_MODEL = {
-    "albert": "AlbertTokenizer",
-    "bert": "BertTokenizer",
-    "camembert": "CamembertTokenizer",
-    "deberta-v2": "DebertaV2Tokenizer",
-    "distilbert": "BertTokenizer",
-    "electra": "BertTokenizer",
-    "mistral": None,
-    "modernbert": None,
-    "mpnet": "MPNetTokenizer",
-    "qwen2": "Qwen2Tokenizer",
-    "qwen3": "Qwen2Tokenizer",
-    "roberta": "RobertaTokenizer",
-    "xlm-roberta": "XLMRobertaTokenizer",
+# The class of a model_type, which holds if tokenizer_config.json names none.
+_MODELS_OF = {
+    "AlbertTokenizer": "albert",
+    "BertTokenizer": "bert distilbert electra",
+    "CamembertTokenizer": "camembert",
+    "CohereTokenizer": "cohere cohere2",
+    "DebertaV2Tokenizer": "deberta-v2",
+    "GemmaTokenizer": "gemma gemma2 gemma3 gemma3_text gemma3n gemma3n_text recurrent_gemma",
+    "GPT2Tokenizer": "codegen dbrx gpt2 gpt_neo gptj jais2 opt phi starcoder2",
+    "GPTNeoXTokenizer": "falcon_mamba gpt_neox mamba mamba2 mpt olmo olmoe rwkv xlstm",
+    "MPNetTokenizer": "mpnet",
+    "Qwen2Tokenizer": "qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next",
+    "Qwen3_5Tokenizer": "qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text",
+    "RobertaTokenizer": "roberta",
+    "XLMRobertaTokenizer": "xlm-roberta",
 }
-_CLASS_IGNORED = frozenset({"modernbert", "qwen2"})  # model types whose checkpoints often name a wrong class
+# Model types with the steps of tokenizer.json as they are, whatever class tokenizer_config.json names.
+_AS_IT_IS = (
+    "ernie4_5 ernie4_5_moe flex_olmo fuyu glm glm4 glm4_moe glm4_moe_lite gpt_bigcode granite granitemoe "
+    "granitemoehybrid granitemoeshared hyperclovax internlm2 internlm3 iquestcoder jamba kimi_linear mimo_v2_flash "
+    "minicpm3 minimax_m2 ministral ministral3 mistral mistral3 mixtral modernbert nemotron olmo2 olmo3 olmo_hybrid "
+    "persimmon phi3 phimoe stablelm"
+)
+_OF_MODEL: dict[str, str | None] = {
+    model: name for name, models in _MODELS_OF.items() for model in models.split()
+} | dict.fromkeys(_AS_IT_IS.split())
+# Model types whose checkpoints often name a wrong class.
+_OFTEN_WRONG = (
+    "ernie4_5 ernie4_5_moe fuyu hyperclovax internlm2 internlm3 iquestcoder jamba minicpm3 minimax_m2 modernbert "
+    "nemotron phi3 phimoe qwen2 qwen3_5 qwen3_5_moe qwen3_5_moe_text"
+)
+_CLASS_IGNORED = frozenset(_OFTEN_WRONG.split())
 _ALIASES = {
     "ElectraTokenizer": "BertTokenizer",
     "BartTokenizer": "RobertaTokenizer",
@@ -64,17 +79,39 @@ _INFILLING = {
     "eot_token": "▁<EOT>",
     "fill_token": "<FILL_ME>",
 }
+_GEMMA = {
+    "unk_token": "<unk>",
+    "bos_token": "<bos>",
+    "eos_token": "<eos>",
+    "pad_token": "<pad>",
+    "mask_token": "<mask>",
+}
+_COHERE = {
+    "unk_token": "<UNK>",
+    "bos_token": "<BOS_TOKEN>",
+    "eos_token": "<|END_OF_TURN_TOKEN|>",
+    "pad_token": "<PAD>",
+    "cls_token": "<CLS>",
+    "sep_token": "<SEP>",
+    "mask_token": "<MASK_TOKEN>",
+}
+_QWEN = dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>")
 _CLASSES = {
     "DistilBertTokenizer": _BERT,
     "AlbertTokenizer": _BERT | {"bos_token": "[CLS]", "eos_token": "[SEP]", "unk_token": "<unk>", "pad_token": "<pad>"},
     "BertTokenizer": _BERT,
     "CamembertTokenizer": _ROBERTA,
+    "CodeGenTokenizer": _END_OF_TEXT,
     "CodeLlamaTokenizer": _SENTENCEPIECE | _INFILLING,
+    "CohereTokenizer": _COHERE,
     "DebertaV2Tokenizer": _BERT | {"bos_token": "[CLS]", "eos_token": "[SEP]"},
+    "GemmaTokenizer": _GEMMA,
     "GPT2Tokenizer": _END_OF_TEXT,
+    "GPTNeoXTokenizer": _END_OF_TEXT | {"pad_token": "<|padding|>"},
     "LlamaTokenizer": _SENTENCEPIECE,
     "MPNetTokenizer": _ROBERTA | {"unk_token": "[UNK]"},
-    "Qwen2Tokenizer": {"unk_token": "<|endoftext|>", "eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"},
+    "Qwen2Tokenizer": _QWEN,
+    "Qwen3_5Tokenizer": _QWEN,
     "RobertaTokenizer": _ROBERTA,
     "XLMRobertaTokenizer": _ROBERTA,
 }

@@ -19,7 +19,15 @@ from tokenizers import decoders, normalizers, pre_tokenizers
 from ..errors import CheckpointError
 from .tokenizer_class import TokenizerClass
 
-_BYTE_LEVEL = ("GPT2Tokenizer", "Qwen2Tokenizer", "RobertaTokenizer")
+_BYTE_LEVEL = (
+    "CodeGenTokenizer",
+    "CohereTokenizer",
+    "GPT2Tokenizer",
+    "GPTNeoXTokenizer",
+    "Qwen2Tokenizer",
+    "Qwen3_5Tokenizer",
+    "RobertaTokenizer",
+)
 _WORD_PIECE = ("BertTokenizer", "DistilBertTokenizer", "MPNetTokenizer")
 _UNIGRAM = ("AlbertTokenizer", "CamembertTokenizer", "DebertaV2Tokenizer", "XLMRobertaTokenizer")
 _LLAMA = ("LlamaTokenizer", "CodeLlamaTokenizer")

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from millrace import LLM, SamplingParams
 from millrace.model.text.tokenizer import Tokenizer
 from tests.deploy.running import RunningServer
+from tests.model.text.family_tokenizers import AWKWARD
 from tests.real_models.models import MODELS
 
 pytestmark = pytest.mark.slow
@@ -37,17 +38,6 @@ PROMPTS = (
     LONG,
 )
 QUESTION = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
-AWKWARD = (
-    "",
-    " ",
-    "  two  spaces\n\n\n\tand\ttabs \r\n",
-    "Ünï 🙂🙃 👩‍👩‍👧‍👦 e\u0301 \u200b\ufeff\x00\x7f \U000e0001",
-    "in 2023, it's 650841823! 3.14159",
-    "<bos>x<eos> <|im_start|>user\n<|im_end|><start_of_turn> <unused7> </s> [INST] <0x41> <table>",
-    "▁low ▁▁line Ġg",
-    "日本語のテキスト。 Привет 你好 ไทย العربية हिन्दी",
-    "a" * 300,
-)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from millrace import LLM, SamplingParams
+from millrace.model.backend_gaps import Backend, missing
+from millrace.model.families.registry import read_spec
 from millrace.model.text.tokenizer import Tokenizer
 from tests.deploy.running import RunningServer
 from tests.model.text.family_tokenizers import AWKWARD
@@ -39,6 +41,13 @@ PROMPTS = (
 )
 QUESTION = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
 
+# Gemma 3's turns: its base model has no template, so it is given one.
+GEMMA_TURNS = (
+    "{{ bos_token }}{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
+    "{{ m.content | trim }}<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+)
+TEMPLATES = {"gemma3-270m": GEMMA_TURNS}
+
 
 @dataclass(frozen=True)
 class Real:
@@ -60,19 +69,22 @@ class Real:
         return logits
 
 
-@pytest.fixture(scope="module", params=["smollm2-135m-instruct"])
+@pytest.fixture(scope="module", params=MODELS)
 def real(request: pytest.FixtureRequest) -> Real:
     model = MODELS[request.param]
     if model.missing:
         pytest.skip(f"not installed: {', '.join(model.missing)}")
     root = model.folder()
     tokenizer = AutoTokenizer.from_pretrained(root)
+    tokenizer.chat_template = TEMPLATES.get(model.name, tokenizer.chat_template)
     oracle = AutoModelForCausalLM.from_pretrained(root, dtype=torch.float32).eval()
     return Real(model.name, root, oracle, tokenizer)
 
 
 @pytest.mark.parametrize("backend", ["native", "torch"])
-def test_greedy_tokens_are_those_of_transformers(real: Real, backend: str) -> None:
+def test_greedy_tokens_are_those_of_transformers(real: Real, backend: Backend) -> None:
+    if gaps := missing(read_spec(real.root), backend):
+        pytest.skip(f"{backend} has no {', no '.join(gaps)}")
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
     with LLM(str(real.root), dtype="float32", attention_backend=backend, device="cpu", max_model_len=2048) as llm:
         answers = [output.outputs[0].token_ids for output in llm.generate(list(PROMPTS), params, use_tqdm=False)]
@@ -90,6 +102,8 @@ def test_greedy_tokens_are_those_of_transformers(real: Real, backend: str) -> No
 
 def test_a_chat_over_http_is_answered_as_by_transformers(real: Real) -> None:
     command = [sys.executable, "-m", "millrace.deploy", "serve", str(real.root), "--port", "0", "--dtype", "float32"]
+    if given := TEMPLATES.get(real.name):
+        command += ["--chat-template", given]
     with RunningServer(command=[*command, "--max-model-len", "1024"]) as server:
         asked = {"messages": QUESTION, "temperature": 0, "max_tokens": 24, "return_token_ids": True}
         answer = server.post("/v1/chat/completions", asked).json
@@ -98,7 +112,8 @@ def test_a_chat_over_http_is_answered_as_by_transformers(real: Real) -> None:
     assert answer["prompt_token_ids"] == ids
     assert choice["token_ids"] == real.logits_after(ids, choice["token_ids"]).argmax(-1).tolist()
     assert choice["message"]["content"] == real.tokenizer.decode(choice["token_ids"], skip_special_tokens=True)
-    assert "Paris" in choice["message"]["content"]
+    if real.name == "smollm2-135m-instruct":  # the other one is not trained to answer
+        assert "Paris" in choice["message"]["content"]
 
 
 def test_awkward_texts_have_the_ids_and_texts_of_transformers(real: Real) -> None:
@@ -108,4 +123,4 @@ def test_awkward_texts_have_the_ids_and_texts_of_transformers(real: Real) -> Non
             ids = real.tokenizer.encode(text, add_special_tokens=has_specials)
             assert ours.encode(text, has_specials) == ids, text
         assert ours.decode(ids) == real.tokenizer.decode(ids, skip_special_tokens=True), text
-        assert ours.decode(ids, False) == text, "a round trip"
+        assert ours.decode(ids, False) in (text, text.replace("▁", " ")), "a round trip"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ..layout import sampling_rows, step_state
-from ..layout.layer_options import HeadNorms
+from ..layout.layer_options import Activation, HeadNorms
 from ..layout.work_lists import AttentionShape, extend_tiling
 from ..triton import attention as triton_attention
 from ..triton import attention_plan as triton_plan
@@ -48,12 +49,13 @@ class CompileCase:
 
 def all_cases(arch: int, head_dims: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[CompileCase]:
     """Every configuration in use on that chip, for these head sizes and types."""
-    cases = step_cases() + [case for dtype in dtypes for case in layer_cases(dtype)]
+    cases = step_cases() + [case for dtype in dtypes for case in layer_cases(dtype) + other_layer_cases(dtype)]
     cases += [case for dim in head_dims for dtype in dtypes for case in attention_cases(dim, dtype)]
     small = torch.float8_e4m3fn
     cases += [case for dim in head_dims for case in attention_cases(dim, torch.bfloat16, cache_dtype=small)]
     cases += [case for dim in head_dims for case in group_cases(dim)]
     cases += [case for dim in head_dims for dtype in dtypes for case in prologue_cases(arch, dim, dtype)]
+    cases += [case for dim in head_dims for dtype in dtypes for case in other_prologue_cases(dim, dtype)]
     cases += copy_cases() + [case for dtype in dtypes for case in sampling_cases(dtype)]
     return [case for case in cases if arch >= case.least_arch]
 
@@ -72,34 +74,70 @@ def layer_cases(dtype: torch.dtype) -> list[CompileCase]:
     ]
 
 
+def other_layer_cases(dtype: torch.dtype) -> list[CompileCase]:
+    """Norms with other weights, and the other activations."""
+    x = _meta(64, 4096, dtype=dtype)
+    exact, bias = _meta(4096, dtype=torch.float32), _meta(4096, dtype=dtype)
+    q, _, _ = _qkv(32, 8, 128, dtype)
+    weights = _meta(32, 128, dtype=dtype)  # a head has its own
+    gate_up, params = _meta(64, 2 * 14336, dtype=dtype), _meta(2, dtype=torch.float32)
+    name = TYPE_NAMES[dtype]
+    activations: list[Activation] = ["gelu", "gelu_tanh", "relu", "relu2", "xielu", "swiglu_clamped"]
+    gated, activated = triton_layers.gated, triton_layers.activated
+    return [
+        CompileCase(f"rms_norm exact {name}", lambda: triton_layers.rms_norm(x, exact, 1e-5)),
+        CompileCase(f"rms_norm no weight {name}", lambda: triton_layers.rms_norm(x, None, 1e-5)),
+        CompileCase(f"layer_norm {name}", lambda: triton_layers.layer_norm(x, bias, bias, 1e-5)),
+        CompileCase(f"layer_norm no bias {name}", lambda: triton_layers.layer_norm(x, bias, None, 1e-5)),
+        CompileCase(f"layer_norm heads {name}", lambda: triton_layers.layer_norm(q, weights, None, 1e-5)),
+        *(
+            CompileCase(f"gated {kind} {name}", partial(gated, gate_up, kind))
+            for kind in activations
+            if kind != "xielu"
+        ),
+        *(
+            CompileCase(f"activated {kind} {name}", partial(activated, x, kind, params))
+            for kind in activations
+            if kind != "swiglu_clamped"
+        ),
+    ]
+
+
 def attention_cases(
     head_dim: int, dtype: torch.dtype, group: int = 4, block_size: int = 16, cache_dtype: torch.dtype | None = None
 ) -> list[CompileCase]:
-    """Decode, and extend in a mixed batch, each with lists and merge: plain, with a window, a cap, fixed cuts."""
+    """Decode, and extend in a mixed batch, each with lists and merge: plain, with windows, a cap, sinks, fixed cuts."""
     q, _, _ = _qkv(8 * group, 8, head_dim, dtype)
     tensors = (q, *_caches(8, block_size, head_dim, cache_dtype or dtype), _meta(64, 512, dtype=torch.int32))
     lengths, starts = _meta(64, dtype=torch.int32), _meta(65, dtype=torch.int32)
     scales = _meta(8, dtype=torch.float32) if cache_dtype else None
+    sinks = _meta(8 * group, dtype=torch.float32)
 
     def shape_of(window: int | None, is_fixed: bool = False) -> AttentionShape:
         return AttentionShape(8 * group, 8, head_dim, dtype, cache_dtype or dtype, (window,), is_fixed)
 
-    def attend(kind: str, window: int | None, soft_cap: float | None, is_fixed: bool) -> None:
+    def attend(kind: str, window: int | None, soft_cap: float | None, is_fixed: bool, has_sinks: bool) -> None:
         plan = triton_plan.plan_attention(
             shape_of(window, is_fixed), lengths, None if kind == "decode" else starts, 64, NUM_PROCESSORS
         )
         work = plan.decode[window] if kind == "decode" else plan.extend[window]
         out = torch.empty_like(q)
-        triton_attention.attend(out, work, plan.partials, *tensors, head_dim**-0.5, window, soft_cap, scales, scales)
+        more = (window, soft_cap, scales, scales, sinks if has_sinks else None)
+        triton_attention.attend(out, work, plan.partials, *tensors, head_dim**-0.5, *more)
 
     def case(
-        kind: str, window: int | None = None, soft_cap: float | None = None, is_fixed: bool = False
+        kind: str,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        is_fixed: bool = False,
+        has_sinks: bool = False,
     ) -> CompileCase:
         options = f"{' window' if window else ''}{' cap' if soft_cap else ''}{' fixed' if is_fixed else ''}"
+        options += " sinks" if has_sinks else ""
         types = TYPE_NAMES[dtype] + (f" {TYPE_NAMES[cache_dtype]}" if cache_dtype else "")
         return CompileCase(
             f"{kind}{options} {head_dim} {types}",
-            lambda: attend(kind, window, soft_cap, is_fixed),
+            lambda: attend(kind, window, soft_cap, is_fixed, has_sinks),
             copies_ahead=True,
             uses_wgmma=kind == "extend"
             and dtype != torch.float32
@@ -108,7 +146,14 @@ def attention_cases(
         )
 
     plain = [case("decode"), case("extend")]
-    others: list[tuple[int | None, float | None, bool]] = [(4096, None, False), (None, 50.0, False), (None, None, True)]
+    others: list[tuple[int | None, float | None, bool, bool]] = [
+        (4096, None, False, False),
+        (None, 50.0, False, False),
+        (None, None, True, False),
+        (None, None, False, True),
+        (4096, 50.0, False, False),  # Gemma 2
+        (128, None, False, True),  # gpt-oss
+    ]
     return [*plain, *(case(kind, *options) for options in others for kind in ("decode", "extend"))]
 
 
@@ -141,31 +186,68 @@ def step_cases() -> list[CompileCase]:
     ]
 
 
-def prologue_cases(
-    arch: int, head_dim: int, dtype: torch.dtype, num_heads: int = 32, num_groups: int = 8
-) -> list[CompileCase]:
+def prologue_cases(arch: int, head_dim: int, dtype: torch.dtype) -> list[CompileCase]:
     """With and without norms of heads, with half of a head rotated, and with an fp8 cache if the chip has fp8."""
-
-    def prologue(num_pairs: int, has_norms: bool, is_fp8: bool) -> Tensor:
-        num_heads, num_groups = 32, 8
-        qkv = _meta(64, num_heads + 2 * num_groups, head_dim, dtype=dtype)
-        kv = _meta(1024, 32, 2, num_groups, 16, head_dim, dtype=torch.float8_e4m3fn if is_fp8 else dtype)
-        norm = _meta(head_dim, dtype=dtype)
-        norms = HeadNorms(q=norm, k=norm, eps=1e-6) if has_norms else None
-        table, numbers = _meta(4096, num_pairs, dtype=torch.float32), _meta(64, dtype=torch.int64)
-        scale = _meta(num_groups, dtype=torch.float32) if is_fp8 else None
-        caches = kv[:, 5, 0], kv[:, 5, 1]
-        return triton_prologue.attention_prologue(qkv, norms, table, table, numbers, *caches, numbers, scale, scale)
-
     size, half = f"{head_dim} {TYPE_NAMES[dtype]}", head_dim // 2
+    weight = _meta(head_dim, dtype=dtype)
+    norms = HeadNorms(q=weight, k=weight, eps=1e-6)
     cases = [
-        CompileCase(f"prologue {size}", lambda: prologue(half, False, False)),
-        CompileCase(f"prologue norms {size}", lambda: prologue(half, True, False)),
-        CompileCase(f"prologue half rotated {size}", lambda: prologue(half // 2, False, False)),
+        CompileCase(f"prologue {size}", lambda: _prologue(head_dim, dtype, half)),
+        CompileCase(f"prologue norms {size}", lambda: _prologue(head_dim, dtype, half, norms)),
+        CompileCase(f"prologue half rotated {size}", lambda: _prologue(head_dim, dtype, half // 2)),
     ]
     if arch >= FP8_ARCH:
-        cases.append(CompileCase(f"prologue norms fp8 {size}", lambda: prologue(half, True, True)))
+        cases.append(
+            CompileCase(f"prologue norms fp8 {size}", lambda: _prologue(head_dim, dtype, half, norms, is_fp8=True))
+        )
     return cases
+
+
+def other_prologue_cases(head_dim: int, dtype: torch.dtype) -> list[CompileCase]:
+    """The other norms of heads, no rotation, and factors of queries."""
+    size, half = f"{head_dim} {TYPE_NAMES[dtype]}", head_dim // 2
+    exact = _meta(head_dim, dtype=torch.float32)
+    q, k = (_meta(heads, head_dim, dtype=dtype) for heads in (32, 8))
+    forms = {
+        "exact norms": HeadNorms(q=exact, k=exact, eps=1e-6),
+        "layer norms of heads": HeadNorms(q=q, k=k, eps=1e-6, kind="layer"),
+        "norms of rows": HeadNorms(q=q, k=k, eps=1e-6, is_over_row=True),
+        "norms after rope": HeadNorms(q=exact, k=exact, eps=1e-6, is_after_rope=True),
+        "norms without weight after rope": HeadNorms(q=None, k=None, eps=1e-6, is_after_rope=True),
+    }
+    return [
+        *(
+            CompileCase(f"prologue {name} {size}", partial(_prologue, head_dim, dtype, half, norms))
+            for name, norms in forms.items()
+        ),
+        CompileCase(f"prologue not rotated {size}", lambda: _prologue(head_dim, dtype, 0)),
+        CompileCase(
+            f"prologue not rotated norms {size}", lambda: _prologue(head_dim, dtype, 0, HeadNorms(q=q, k=k, eps=1e-6))
+        ),
+        CompileCase(f"prologue factors {size}", lambda: _prologue(head_dim, dtype, half, has_factors=True)),
+    ]
+
+
+def _prologue(
+    head_dim: int,
+    dtype: torch.dtype,
+    num_pairs: int,
+    norms: HeadNorms | None = None,
+    *,
+    is_fp8: bool = False,
+    has_factors: bool = False,
+) -> Tensor:
+    num_heads, num_groups = 32, 8
+    qkv = _meta(64, num_heads + 2 * num_groups, head_dim, dtype=dtype)
+    kv = _meta(1024, 32, 2, num_groups, 16, head_dim, dtype=torch.float8_e4m3fn if is_fp8 else dtype)
+    table = _meta(4096, num_pairs, dtype=torch.float32) if num_pairs else None
+    numbers = _meta(64, dtype=torch.int64)
+    scale = _meta(num_groups, dtype=torch.float32) if is_fp8 else None
+    factors = _meta(4096, dtype=torch.float32) if has_factors else None
+    caches = kv[:, 5, 0], kv[:, 5, 1]
+    return triton_prologue.attention_prologue(
+        qkv, norms, table, table, numbers, *caches, numbers, scale, scale, factors
+    )
 
 
 def copy_cases() -> list[CompileCase]:

@@ -36,6 +36,12 @@ def add_rms_norm(num_tokens: int, dim: int, element_size: int) -> LaunchCost:
     return LaunchCost((4 * elements + dim) * element_size, 5 * elements)
 
 
+def layer_norm(num_tokens: int, dim: int, element_size: int) -> LaunchCost:
+    """With a weight and a bias."""
+    elements = num_tokens * dim
+    return LaunchCost((2 * elements + 2 * dim) * element_size, 7 * elements)
+
+
 def attention_prologue(
     num_tokens: int,
     num_heads: int,
@@ -64,9 +70,14 @@ def copy_blocks(num_blocks: int, block_bytes: int) -> LaunchCost:
     return LaunchCost(num_blocks * (2 * block_bytes + 16), 0)
 
 
-def silu_mul(num_tokens: int, dim: int, element_size: int) -> LaunchCost:
-    """`dim` is the row size of the result."""
+def gated(num_tokens: int, dim: int, element_size: int) -> LaunchCost:
+    """`dim` is the row size of the result; operations are those of SiLU."""
     return LaunchCost(3 * num_tokens * dim * element_size, 5 * num_tokens * dim)
+
+
+def activated(num_tokens: int, dim: int, element_size: int) -> LaunchCost:
+    """Operations are those of SiLU."""
+    return LaunchCost(2 * num_tokens * dim * element_size, 4 * num_tokens * dim)
 
 
 def paged_decode(

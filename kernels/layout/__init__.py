@@ -1,5 +1,7 @@
 """Layouts of buffers that the host writes and kernels read: sampling rows, step state, attention work lists.
 
+Beside them, what a layer's kernels can be told: `layer_options.py`.
+
 Owns: the order, type and meaning of every field in them, and the plain twins of the kernels that fill them.
 In: sizes and plain arrays.
 Out: packed rows, views of buffers, and lists of attention work.

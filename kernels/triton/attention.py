@@ -24,9 +24,11 @@ import triton.language as tl
 
 from ..layout.work_lists import AttentionPlan, AttentionShape, SplitTask, WorkItem, WorkList, next_power_of_2
 from .attention_plan import plan_attention
+from .gaps import check_gaps
 from .launch import capability, check_dtype
 
 LOG2_E = 1.4426950408889634
+BASE_2 = tl.constexpr(LOG2_E)
 INDEX_TENSORS = ["items", "starts", "block_tables", "splits", "counts"]
 MERGED_ELEMENTS = 4096  # partial sums that a merge program holds at a time: 16 a thread
 
@@ -50,13 +52,12 @@ def paged_decode(
 ) -> Tensor:
     """See `KernelSet.paged_decode`."""
     check_types(q, k_cache, k_scale)
-    if sinks is not None or alibi is not None or chunk is not None:
-        raise NotImplementedError("attention_backend = triton: no sinks, ALiBi or chunks; use torch")
+    check_gaps(has_alibi=alibi is not None, has_chunk=chunk is not None)
     plan = plan or plan_attention(shape_of(q, k_cache, window), lengths, None, len(q))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     attend(
         out, plan.decode[window], plan.partials, q, k_cache, v_cache, block_tables, scale, window,
-        soft_cap, k_scale, v_scale,
+        soft_cap, k_scale, v_scale, sinks,
     )  # fmt: skip
     return out
 
@@ -81,14 +82,13 @@ def paged_attention(
 ) -> Tensor:
     """See `KernelSet.paged_attention`. Sequences of one new token have a work list and a tile size of their own."""
     check_types(q, k_cache, k_scale)
-    if sinks is not None or alibi is not None or chunk is not None:
-        raise NotImplementedError("attention_backend = triton: no sinks, ALiBi or chunks; use torch")
+    check_gaps(has_alibi=alibi is not None, has_chunk=chunk is not None)
     plan = plan or plan_attention(shape_of(q, k_cache, window), lengths, query_starts, len(q))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     for lists in (plan.decode, plan.extend):
         attend(
             out, lists[window], plan.partials, q, k_cache, v_cache, block_tables, scale, window,
-            soft_cap, k_scale, v_scale,
+            soft_cap, k_scale, v_scale, sinks,
         )  # fmt: skip
     return out
 
@@ -120,6 +120,7 @@ def attend(
     soft_cap: float | None,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
+    sinks: Tensor | None = None,
 ) -> None:
     """Does the items of one work list: writes their rows of `out` [T, H, D]. Overwrites `partials` (f32)."""
     division, tiling = work.division, work.tiling
@@ -136,7 +137,7 @@ def attend(
     factor = scale * LOG2_E if soft_cap is None else scale * 2 * LOG2_E / soft_cap
     _attention_kernel[(division.num_programs,)](
         out, sums, weights, work.items, work.starts, q, k_cache, v_cache, block_tables,
-        q if k_scale is None else k_scale, q if v_scale is None else v_scale,
+        q if k_scale is None else k_scale, q if v_scale is None else v_scale, sinks,
         factor, window or 0, (soft_cap or 0.0) * LOG2_E, num_heads, q.stride(0), q.stride(1),
         *k_cache.stride(), *v_cache.stride(), block_tables.stride(0),
         GROUP=group, TOKENS=division.tokens_per_tile, IS_DECODE=division.kind == "decode", ITEM=len(WorkItem),
@@ -149,7 +150,7 @@ def attend(
     if division.max_splits:
         block_r = min(next_power_of_2(rows), max(1, MERGED_ELEMENTS // (4 * block_d)))
         _merge_kernel[(division.max_splits, triton.cdiv(rows, block_r))](
-            out, sums, weights, work.splits, work.counts, num_heads,
+            out, sums, weights, work.splits, work.counts, sinks, num_heads,
             GROUP=group, ROWS=rows, SPLIT=len(SplitTask), D=head_dim, BLOCK_D=block_d, BLOCK_R=block_r,
             BLOCK_P=max(1, MERGED_ELEMENTS // (block_r * block_d)), num_warps=8, enable_fp_fusion=True,
         )  # fmt: skip
@@ -163,7 +164,7 @@ def _precision(dtype: torch.dtype) -> str:
 # Index tensors may be slices of one buffer, and the table may have any width: neither may cause a recompilation.
 @triton.jit(do_not_specialize=["window", "table_row"], do_not_specialize_on_alignment=INDEX_TENSORS)
 def _attention_kernel(
-    out, sums, weights, items, starts, q, k_cache, v_cache, block_tables, k_scale, v_scale,
+    out, sums, weights, items, starts, q, k_cache, v_cache, block_tables, k_scale, v_scale, sinks,
     scale, window, cap, num_heads, q_row, q_head, kc_n, kc_g, kc_b, kc_d, vc_n, vc_g, vc_b, vc_d, table_row,
     GROUP: tl.constexpr, TOKENS: tl.constexpr, IS_DECODE: tl.constexpr, ITEM: tl.constexpr,
     B: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -201,6 +202,9 @@ def _attention_kernel(
         oldest = tl.maximum(first_position + 1 - window, 0) if HAS_WINDOW else 0
         best = tl.full([BLOCK_M], float("-inf"), tl.float32)  # largest score so far
         total = tl.zeros([BLOCK_M], tl.float32)  # sum of weights so far
+        if sinks is not None:  # in the sum once: pieces get it in the merge
+            best = tl.where(partial < 0, tl.load(sinks + head) * BASE_2, best)
+            total = tl.where(partial < 0, 1.0, total)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         table = block_tables + sequence * table_row
         k_head = k_cache + g * kc_g
@@ -245,7 +249,7 @@ def _attention_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=["sums", *INDEX_TENSORS])
 def _merge_kernel(
-    out, sums, weights, splits, counts, num_heads,
+    out, sums, weights, splits, counts, sinks, num_heads,
     GROUP: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
@@ -263,6 +267,9 @@ def _merge_kernel(
     d = tl.arange(0, BLOCK_D)
     best = tl.full([BLOCK_R], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_R], tl.float32)
+    if sinks is not None:
+        best = tl.load(sinks + g * GROUP + row % GROUP) * BASE_2
+        total = tl.full([BLOCK_R], 1.0, tl.float32)
     acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
     for first in range(0, num_pieces, BLOCK_P):
         piece = first + tl.arange(0, BLOCK_P)

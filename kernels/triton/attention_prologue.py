@@ -4,8 +4,8 @@ Its twin is `attention_prologue` in `kernels/reference/attention_prologue.py`.
 
 Shapes: qkv [T, H + 2G, D], a layer's cache [N, G, B, D], tables [P, D_rot / 2] f32, positions and slots [T] i64.
 
-Norms of heads, rotary positions and the cache write are one launch. The projection is read once; rotated numbers are
-written once, as a query or into the cache. Roundings are those of the separate steps.
+Norms of heads, rotary positions and the cache write are one launch; norms over rows are two before it. The projection
+is read once; rotated numbers are written once, as a query or into the cache. Roundings are those of the separate steps.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
@@ -19,7 +19,9 @@ import triton
 import triton.language as tl
 
 from ..layout.layer_options import HeadNorms
+from .gaps import check_gaps
 from .launch import check_dtype, next_power_of_2
+from .layers import norm_into
 
 HEADS_PER_PROGRAM = 16  # at D = 128, 16 elements a thread
 LARGEST_FP8 = tl.constexpr(448.0)  # of e4m3
@@ -46,33 +48,50 @@ def attention_prologue(
     num_tokens, num_heads, head_dim = qkv.shape
     num_groups, block_size = k_cache.shape[1:3]
     num_query_heads = num_heads - 2 * num_groups
-    assert (k_scale is None) == (v_scale is None)
-    q_norm, k_norm, eps = (norms.q, norms.k, norms.eps) if norms is not None else (None, None, 0.0)
-    is_plain = norms is None or (norms.kind == "rms" and not norms.is_over_row and not norms.is_after_rope)
-    if not is_plain or cos is None or sin is None or query_factors is not None:
-        raise NotImplementedError("attention_backend = triton: of norms only the RMS norm of heads; use torch")
+    assert (cos is None) == (sin is None) and (k_scale is None) == (v_scale is None)
     assert qkv.stride(2) == 1, "a head's numbers must follow each other"
-    half, rest = cos.shape[1], head_dim - 2 * cos.shape[1]
+    if norms is not None and norms.is_over_row:
+        check_gaps(is_row_normed_after_rope=norms.is_after_rope)
+        _norm_rows(qkv, num_query_heads, num_groups, norms)
+        norms = None
+    q_norm, k_norm, eps = (norms.q, norms.k, norms.eps) if norms is not None else (None, None, 0.0)
+    a_norm = k_norm if q_norm is None else q_norm
+    half = 0 if cos is None else cos.shape[1]
+    rest = head_dim - 2 * half
     heads = min(next_power_of_2(max(num_query_heads, num_groups)), HEADS_PER_PROGRAM)
-    num_query_programs = triton.cdiv(num_query_heads, heads)
+    changes_queries = half > 0 or norms is not None or query_factors is not None
+    num_query_programs = triton.cdiv(num_query_heads, heads) if changes_queries else 0
     _attention_prologue_kernel[(num_tokens, num_query_programs + triton.cdiv(num_groups, heads))](
-        qkv, q_norm, k_norm, cos, sin, positions, k_cache, v_cache, slot_mapping, k_scale, v_scale,
+        qkv, q_norm, k_norm, cos, sin, query_factors, positions, k_cache, v_cache, slot_mapping, k_scale, v_scale,
         num_query_heads, num_groups, num_query_programs, eps, qkv.stride(0), qkv.stride(1),
-        cos.stride(0), sin.stride(0), *k_cache.stride(), *v_cache.stride(),
-        B=block_size, D=head_dim, HALF=half, BLOCK_HALF=next_power_of_2(half),
+        0 if cos is None else cos.stride(0), 0 if sin is None else sin.stride(0), *k_cache.stride(), *v_cache.stride(),
+        B=block_size, D=head_dim, HALF=half, BLOCK_HALF=next_power_of_2(max(half, 1)),
         REST=rest, BLOCK_REST=next_power_of_2(max(rest, 1)), BLOCK_D=next_power_of_2(head_dim), BLOCK_H=heads,
-        IS_FP8=k_cache.dtype == torch.float8_e4m3fn, enable_fp_fusion=True,
+        IS_FP8=k_cache.dtype == torch.float8_e4m3fn, NORM=None if norms is None else norms.kind,
+        IS_ROUNDED=norms is not None and norms.kind == "rms" and a_norm is not None and a_norm.dtype == qkv.dtype,
+        HAS_HEAD_WEIGHTS=a_norm is not None and a_norm.dim() == 2,
+        IS_AFTER_ROPE=norms is not None and norms.is_after_rope, enable_fp_fusion=True,
     )  # fmt: skip
     return qkv[:, :num_query_heads]
 
 
+def _norm_rows(qkv: Tensor, num_query_heads: int, num_groups: int, norms: HeadNorms) -> None:
+    """Norms the queries of each token as one row, and its keys, in place: a launch each."""
+    keys_end = num_query_heads + num_groups
+    for heads, weight in ((qkv[:, :num_query_heads], norms.q), (qkv[:, num_query_heads:keys_end], norms.k)):
+        rows = heads.view(len(heads), heads.shape[1] * heads.shape[2])
+        weight = None if weight is None else weight.flatten()
+        norm_into(rows, rows, weight, None, norms.eps, is_layer_norm=norms.kind == "layer")
+
+
 @triton.jit(do_not_specialize_on_alignment=["positions", "slot_mapping"])
 def _attention_prologue_kernel(
-    qkv, q_norm, k_norm, cos, sin, positions, k_cache, v_cache, slot_mapping, k_scale, v_scale,
+    qkv, q_norm, k_norm, cos, sin, query_factors, positions, k_cache, v_cache, slot_mapping, k_scale, v_scale,
     num_heads, num_groups, num_query_programs, eps, qkv_row, qkv_head, cos_row, sin_row,
     kc_n, kc_g, kc_b, kc_d, vc_n, vc_g, vc_b, vc_d,
     B: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr,
     REST: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_H: tl.constexpr, IS_FP8: tl.constexpr,
+    NORM: tl.constexpr, IS_ROUNDED: tl.constexpr, HAS_HEAD_WEIGHTS: tl.constexpr, IS_AFTER_ROPE: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     program = tl.program_id(1)
@@ -80,17 +99,29 @@ def _attention_prologue_kernel(
     position = tl.load(positions + token)
     pair = tl.arange(0, BLOCK_HALF)[None, :]
     is_pair = pair < HALF
-    cosines = tl.load(cos + position * cos_row + pair, mask=is_pair, other=0.0)  # [1, HALF] f32
-    sines = tl.load(sin + position * sin_row + pair, mask=is_pair, other=0.0)
+    cosines = tl.full([1, BLOCK_HALF], 1.0, tl.float32)
+    sines = tl.zeros([1, BLOCK_HALF], tl.float32)
+    if HALF > 0:
+        cosines = tl.load(cos + position * cos_row + pair, mask=is_pair, other=0.0)  # [1, HALF] f32
+        sines = tl.load(sin + position * sin_row + pair, mask=is_pair, other=0.0)
     if program < num_query_programs:
         head = program * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
         is_head = head < num_heads
         place = row + head * qkv_head
-        # Numbers that are neither rotated nor normed stay where they are.
-        Q_REST: tl.constexpr = REST if q_norm is not None else 0
-        first, second, rest = _load_head(place, is_head, q_norm, eps, D, HALF, BLOCK_HALF, Q_REST, BLOCK_REST)
-        tl.store(place + pair, first * cosines - second * sines, mask=is_head & is_pair)
-        tl.store(place + HALF + pair, second * cosines + first * sines, mask=is_head & is_pair)
+        # Numbers that are neither rotated nor normed nor multiplied stay where they are.
+        Q_REST: tl.constexpr = REST if NORM is not None or query_factors is not None else 0
+        first, second, rest = _turned_head(
+            place, head, is_head, cosines, sines, q_norm, eps, D, HALF, BLOCK_HALF, Q_REST, BLOCK_REST,
+            NORM, IS_ROUNDED, HAS_HEAD_WEIGHTS, IS_AFTER_ROPE,
+        )  # fmt: skip
+        if query_factors is not None:
+            factor = tl.load(query_factors + position)
+            narrow: tl.constexpr = qkv.dtype.element_ty
+            first = first.to(narrow).to(tl.float32) * factor  # rounded first, as separate steps would
+            second = second.to(narrow).to(tl.float32) * factor
+            rest = (rest.to(tl.float32) * factor).to(narrow)
+        tl.store(place + pair, first, mask=is_head & is_pair)
+        tl.store(place + HALF + pair, second, mask=is_head & is_pair)
         if Q_REST > 0:
             other = tl.arange(0, BLOCK_REST)[None, :]
             tl.store(place + 2 * HALF + other, rest, mask=is_head & (other < Q_REST))
@@ -102,15 +133,16 @@ def _attention_prologue_kernel(
             block = slot // B  # i64: the offset of a block may exceed 2^31 elements
             offset = slot % B
             place = row + (num_heads + group) * qkv_head
-            first, second, rest = _load_head(place, is_group, k_norm, eps, D, HALF, BLOCK_HALF, REST, BLOCK_REST)
+            first, second, rest = _turned_head(
+                place, group, is_group, cosines, sines, k_norm, eps, D, HALF, BLOCK_HALF, REST, BLOCK_REST,
+                NORM, IS_ROUNDED, HAS_HEAD_WEIGHTS, IS_AFTER_ROPE,
+            )  # fmt: skip
             keys = k_cache + block * kc_n + group.to(tl.int64) * kc_g + offset * kc_b
             narrow: tl.constexpr = qkv.dtype.element_ty
             scale = tl.load(k_scale + group, mask=is_group, other=1.0) if IS_FP8 else None
             # rounded to the projection's type first, as separate steps would
-            turned = (first * cosines - second * sines).to(narrow)
-            _store(keys + pair * kc_d, turned, scale, is_group & is_pair, IS_FP8)
-            turned = (second * cosines + first * sines).to(narrow)
-            _store(keys + (HALF + pair) * kc_d, turned, scale, is_group & is_pair, IS_FP8)
+            _store(keys + pair * kc_d, first.to(narrow), scale, is_group & is_pair, IS_FP8)
+            _store(keys + (HALF + pair) * kc_d, second.to(narrow), scale, is_group & is_pair, IS_FP8)
             if REST > 0:
                 other = tl.arange(0, BLOCK_REST)[None, :]
                 _store(keys + (2 * HALF + other) * kc_d, rest, scale, is_group & (other < REST), IS_FP8)
@@ -124,44 +156,92 @@ def _attention_prologue_kernel(
 
 
 @triton.jit
-def _load_head(
-    place, is_head, weight, eps,
+def _turned_head(
+    place, head, is_head, cosines, sines, weight, eps,
     D: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, REST: tl.constexpr, BLOCK_REST: tl.constexpr,
+    NORM: tl.constexpr, IS_ROUNDED: tl.constexpr, HAS_HEAD_WEIGHTS: tl.constexpr, IS_AFTER_ROPE: tl.constexpr,
 ):  # fmt: skip
-    """Heads [BLOCK_H, D] at `place`, normed if there is a weight.
+    """Heads [BLOCK_H, D] at `place`, normed and rotated.
 
-    Returns both halves of the rotated part in f32, and the rest in the type of the memory.
+    Returns both halves of the rotated part in f32, not rounded unless normed last, and the rest in the memory's type.
     """
     pair = tl.arange(0, BLOCK_HALF)[None, :]
-    other = tl.arange(0, BLOCK_REST)[None, :]
     is_pair = is_head & (pair < HALF)
     first = tl.load(place + pair, mask=is_pair, other=0.0)
     second = tl.load(place + HALF + pair, mask=is_pair, other=0.0)
     rest = first
     if REST > 0:
+        other = tl.arange(0, BLOCK_REST)[None, :]
         rest = tl.load(place + 2 * HALF + other, mask=is_head & (other < REST), other=0.0)
+    narrow: tl.constexpr = first.dtype
+    if NORM is not None and not IS_AFTER_ROPE:
+        first, second, rest = _normed_head(
+            first, second, rest, weight, head, is_head, eps, D, HALF, BLOCK_HALF, REST, BLOCK_REST,
+            NORM, IS_ROUNDED, HAS_HEAD_WEIGHTS,
+        )  # fmt: skip
+    wide_first, wide_second = first.to(tl.float32), second.to(tl.float32)
+    turned_first = wide_first * cosines - wide_second * sines
+    turned_second = wide_second * cosines + wide_first * sines
+    if NORM is not None and IS_AFTER_ROPE:
+        first, second, rest = _normed_head(
+            turned_first.to(narrow), turned_second.to(narrow), rest, weight, head, is_head, eps,
+            D, HALF, BLOCK_HALF, REST, BLOCK_REST, NORM, IS_ROUNDED, HAS_HEAD_WEIGHTS,
+        )  # fmt: skip
+        turned_first, turned_second = first.to(tl.float32), second.to(tl.float32)
+    return turned_first, turned_second, rest
+
+
+@triton.jit
+def _normed_head(
+    first, second, rest, weight, head, is_head, eps,
+    D: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, REST: tl.constexpr, BLOCK_REST: tl.constexpr,
+    NORM: tl.constexpr, IS_ROUNDED: tl.constexpr, HAS_HEAD_WEIGHTS: tl.constexpr,
+):  # fmt: skip
+    """The parts of heads, zero beyond their ends, normed; each in its own type."""
+    pair = tl.arange(0, BLOCK_HALF)[None, :]
+    other = tl.arange(0, BLOCK_REST)[None, :]
+    narrow: tl.constexpr = first.dtype
+    first, second, rest = first.to(tl.float32), second.to(tl.float32), rest.to(tl.float32)
+    if NORM == "layer":
+        total = _sum(first) + _sum(second)
+        if REST > 0:
+            total += _sum(rest)
+        first = tl.where(pair < HALF, first - total / D, 0.0)
+        second = tl.where(pair < HALF, second - total / D, 0.0)
+        if REST > 0:
+            rest = tl.where(other < REST, rest - total / D, 0.0)
+    squares = _sum(first * first) + _sum(second * second)
+    if REST > 0:
+        squares += _sum(rest * rest)
+    scale = tl.rsqrt(squares / D + eps)
+    weights = weight
+    is_weight = pair < HALF
+    is_other = other < REST
+    if HAS_HEAD_WEIGHTS:
+        weights = weight + head * D
+        is_weight = is_head & is_weight
+        is_other = is_head & is_other
+    first, second = first * scale, second * scale
     if weight is not None:
-        squares = _sum_of_squares(first) + _sum_of_squares(second)
-        if REST > 0:
-            squares += _sum_of_squares(rest)
-        scale = tl.rsqrt(squares / D + eps)
-        first = _normed(first, scale, weight + pair, pair < HALF)
-        second = _normed(second, scale, weight + HALF + pair, pair < HALF)
-        if REST > 0:
-            rest = _normed(rest, scale, weight + 2 * HALF + other, other < REST)
-    return first.to(tl.float32), second.to(tl.float32), rest
+        first = _weighted(first, weights + pair, is_weight, narrow, IS_ROUNDED)
+        second = _weighted(second, weights + HALF + pair, is_weight, narrow, IS_ROUNDED)
+    if REST > 0:
+        rest = rest * scale
+        if weight is not None:
+            rest = _weighted(rest, weights + 2 * HALF + other, is_other, narrow, IS_ROUNDED)
+    return first.to(narrow), second.to(narrow), rest.to(narrow)
 
 
 @triton.jit
-def _sum_of_squares(x):
-    wide = x.to(tl.float32)
-    return tl.sum(wide * wide, axis=1, keep_dims=True)
+def _sum(x):
+    return tl.sum(x, axis=1, keep_dims=True)
 
 
 @triton.jit
-def _normed(x, scale, weights, is_weight):
-    """x * scale * weights, rounded after each product, as `rms_norm` of the twin does."""
-    return (x.to(tl.float32) * scale).to(x.dtype) * tl.load(weights, mask=is_weight, other=0.0)
+def _weighted(x, weights, is_weight, narrow: tl.constexpr, IS_ROUNDED: tl.constexpr):
+    """x * weights of x in f32; rounded to `narrow` before, and so after as well, if `IS_ROUNDED`."""
+    factors = tl.load(weights, mask=is_weight, other=0.0)
+    return x.to(narrow) * factors if IS_ROUNDED else x * factors.to(tl.float32)
 
 
 @triton.jit

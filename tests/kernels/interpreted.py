@@ -6,10 +6,13 @@ runs this file in a process of its own. By hand: `TRITON_INTERPRET=1 pytest test
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 import torch
 
 from millrace.kernels import kernel_set
+from millrace.kernels.kernel_set import Activation
 from millrace.kernels.reference import layers as reference
 from millrace.kernels.triton import attention as triton_attention
 from millrace.kernels.triton import launch as triton_launch
@@ -55,6 +58,50 @@ def test_add_rms_norm(dtype: torch.dtype) -> None:
     got = triton_layers.add_rms_norm(x, residual, weight, 1e-5)
     assert_close(got, reference.add_rms_norm(x, theirs, weight, 1e-5))
     assert torch.equal(residual, theirs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("weights", ["as x", "f32", "each head", "none"])
+def test_norms_of_heads_with_other_weights(weights: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    q = (torch.randn(3, 100) * 3 + 1).to(dtype)[:, 16:96].view(3, 4, 20)
+    weight, bias = torch.randn(4, 20), torch.randn(4, 20)
+    if weights == "none":
+        weight = bias = None
+    elif weights != "each head":
+        weight, bias = weight[0].to(dtype if weights == "as x" else torch.float32), bias[0]
+    assert_close(triton_layers.rms_norm(q, weight, 1e-5), reference.rms_norm(q, weight, 1e-5))
+    for some in (None, bias):
+        want = reference.layer_norm(q, weight, some, 1e-5)
+        assert_close(triton_layers.layer_norm(q, weight, some, 1e-5), want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", get_args(Activation))
+def test_activations(activation: Activation, dtype: torch.dtype) -> None:
+    x = torch.cat((torch.linspace(-9, 9, 2053), torch.tensor([0.0, -1e-7, 1e-4, -1e-4, -0.29]))).view(2, 1029).to(dtype)
+    x = torch.cat((x, x.flip(0)), -1)
+    params = torch.tensor([0.8, 1.1]) if activation == "xielu" else None
+    if activation != "swiglu_clamped":
+        assert_close(triton_layers.activated(x, activation, params), reference.activated(x, activation, params))
+    if activation != "xielu":
+        assert_close(triton_layers.gated(x, activation, 1.5, 3.0), reference.gated(x, activation, 1.5, 3.0))
+
+
+@pytest.mark.parametrize("activation", get_args(Activation))
+def test_activations_keep_nan(activation: Activation) -> None:
+    x = torch.full((1, 2), float("nan"))
+    if activation != "swiglu_clamped":
+        assert triton_layers.activated(x, activation, torch.ones(2)).isnan().all()
+    if activation != "xielu":
+        assert triton_layers.gated(x, activation).isnan().all()
+
+
+def test_activations_of_the_other_kernel_are_refused() -> None:
+    with pytest.raises(ValueError, match="activation = 'xielu': gated takes silu, "):
+        triton_layers.gated(torch.ones(1, 2), "xielu")
+    with pytest.raises(ValueError, match="activation = 'swiglu_clamped': activated takes silu, "):
+        triton_layers.activated(torch.ones(1, 2), "swiglu_clamped")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -58,11 +58,12 @@ def attend(
     soft_cap: float | None = None,
     scales: Scales | None = None,
     is_twin: bool = False,
+    **others: torch.Tensor | int,
 ) -> torch.Tensor:
     """By the kernels, or their twins."""
     kernels = reference if is_twin else triton_attention
     tensors = (case.q, case.k_cache, case.v_cache, case.block_tables)
-    options = {"soft_cap": soft_cap, "plan": plan, **(scales._asdict() if scales else {})}
+    options = {"soft_cap": soft_cap, "plan": plan, **(scales._asdict() if scales else {}), **others}
     if is_decode(case):
         return kernels.paged_decode(*tensors, case.lengths, SCALE, window, **options)
     return kernels.paged_attention(*tensors, case.query_starts, case.lengths, SCALE, window, **options)
@@ -75,11 +76,12 @@ def assert_alike(
     soft_cap: float | None = None,
     scales: Scales | None = None,
     is_batch_invariant: bool = False,
+    **others: torch.Tensor | int,
 ) -> None:
     plan = plan_of(case, window, num_processors, is_batch_invariant)
     plan.partials.fill_(float("nan"))
-    got = attend(case, window, plan, soft_cap, scales)
-    want = attend(case, window, None, soft_cap, scales, is_twin=True)
+    got = attend(case, window, plan, soft_cap, scales, **others)
+    want = attend(case, window, None, soft_cap, scales, is_twin=True, **others)
     assert got.dtype == want.dtype
     tolerance = TOLERANCE[got.dtype]
     torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
@@ -224,6 +226,35 @@ def test_no_tokens_give_an_empty_result() -> None:
 @pytest.mark.parametrize("soft_cap", [0.5, 3.0])
 def test_scores_are_capped(soft_cap: float, num_new: list[int]) -> None:
     assert_alike(make_case(num_new, [40, 6, 300]), num_processors=2, soft_cap=soft_cap)
+
+
+SINKS = torch.tensor([-2.0, 0.0, 1.5, 6.0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_new", "window", "soft_cap"), [([1, 1, 1], None, 2.0), ([1, 6, 0], 9, None)])
+def test_a_head_has_a_sink(num_new: list[int], window: int | None, soft_cap: float | None, dtype: torch.dtype) -> None:
+    assert_alike(make_case(num_new, [40, 6, 0], dtype=dtype), window, 2, soft_cap, sinks=SINKS)
+
+
+@pytest.mark.parametrize("num_new", [[1, 1], [1, 11]])
+def test_sinks_count_once_in_pieces(num_new: list[int]) -> None:
+    case = make_case(num_new, [700, 516], block_size=16)
+    plan = plan_of(case, None, 5)
+    assert sum(int(work.counts[1]) for work in (*plan.decode.values(), *plan.extend.values())) > 1
+    assert_alike(case, None, 5, sinks=SINKS)
+
+
+def test_padding_rows_with_sinks_are_zero() -> None:
+    case = make_case([1, 1], [0, 5])
+    assert not attend(case, sinks=SINKS)[0].any()
+
+
+@pytest.mark.parametrize(("others", "name"), [({"alibi": SINKS}, "ALiBi"), ({"chunk": 8}, "attention in chunks")])
+@pytest.mark.parametrize("num_new", [1, 2])
+def test_what_the_kernels_lack_is_refused_by_name(num_new: int, others: dict[str, torch.Tensor], name: str) -> None:
+    with pytest.raises(NotImplementedError, match=f"triton: no {name}; use attention_backend = torch"):
+        attend(make_case([num_new], [5]), **others)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -94,7 +94,10 @@ def test_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_counts(monkeypatch, lambda: triton_layers.rms_norm(x, weight, 1e-5), roofline.rms_norm(3, 40, 4))
     add = roofline.add_rms_norm(3, 40, 4)
     assert_counts(monkeypatch, lambda: triton_layers.add_rms_norm(x, x.clone(), weight, 1e-5), add)
-    assert_counts(monkeypatch, lambda: triton_layers.silu_mul(x), roofline.silu_mul(3, 20, 4))
+    layer = roofline.layer_norm(3, 40, 4)
+    assert_counts(monkeypatch, lambda: triton_layers.layer_norm(x, weight, weight.clone(), 1e-5), layer)
+    assert_counts(monkeypatch, lambda: triton_layers.gated(x, "silu"), roofline.gated(3, 20, 4))
+    assert_counts(monkeypatch, lambda: triton_layers.activated(x, "gelu"), roofline.activated(3, 40, 4))
 
 
 def test_copies_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,8 @@ tests/kernels/interpreted_layers.py`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -32,6 +34,8 @@ def prologues(
     half: int,
     *,
     has_norms: bool = False,
+    norms: HeadNorms | None = None,
+    has_factors: bool = False,
     slots: tuple[int, ...] = (6, -1, 15, 0, -7),
     layout: str = "layer-major",
     scales: tuple[Tensor, Tensor] | None = None,
@@ -40,17 +44,19 @@ def prologues(
     head_dim, dtype = qkv.shape[2], qkv.dtype
     generator = torch.Generator().manual_seed(1)
     weights = [torch.randn(head_dim, generator=generator).to(dtype) for _ in range(2)]
-    norms = HeadNorms(q=weights[0], k=weights[1], eps=1e-5) if has_norms else None
+    norms = HeadNorms(q=weights[0], k=weights[1], eps=1e-5) if has_norms else norms
     angles = torch.rand(20, half, generator=generator) * 6
+    factors = torch.rand(20, generator=generator) + 1 if has_factors else None
+    more = (*(scales or (None, None)), factors)
     positions = torch.tensor([19, 0, 3, 3, 7])[: len(qkv)]
     made = []
     for kernels in (triton_prologue, attention_prologue):
         caches = empty_caches(4, num_groups, 4, head_dim, dtype, layout)
         if scales is not None:
             caches = tuple(cache.nan_to_num(0.0).to(torch.float8_e4m3fn) for cache in caches)
-        tables = (angles.cos(), angles.sin(), positions)
+        tables = (angles.cos(), angles.sin(), positions) if half else (None, None, positions)
         mapping = torch.tensor(slots[: len(qkv)], dtype=torch.int64)
-        q = kernels.attention_prologue(qkv.clone(), norms, *tables, *caches, mapping, *(scales or ()))
+        q = kernels.attention_prologue(qkv.clone(), norms, *tables, *caches, mapping, *more)
         made.append((q, *caches))
     return made
 
@@ -71,6 +77,44 @@ def test_the_prologue_turns_queries_and_writes_keys_and_values(
     qkv = torch.randn(5, num_heads + 2 * num_groups, 10).to(dtype)
     for got, want in zip(*prologues(qkv, num_groups, half, has_norms=has_norms), strict=True):
         assert_close(got, want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("half", [0, 3, 5])  # of heads of 10
+@pytest.mark.parametrize(
+    "form",
+    [
+        None,
+        {},
+        {"kind": "layer"},
+        {"is_after_rope": True},
+        {"is_after_rope": True, "kind": "layer"},
+        {"is_over_row": True},
+        {"is_over_row": True, "kind": "layer"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("weights", ["as qkv", "f32", "each head", "none"])
+def test_the_prologue_has_every_form_of_norms(
+    weights: str, form: dict[str, Any] | None, half: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    qkv, q, k = torch.randn(5, 8, 10).to(dtype), torch.randn(4, 10), torch.randn(2, 10)
+    if weights == "none":
+        q = k = None
+    elif form is not None and not form.get("is_over_row") and weights != "each head":
+        q, k = q[0], k[0]
+    if weights == "as qkv" and q is not None:
+        q, k = q.to(dtype), k.to(dtype)
+    norms = None if form is None else HeadNorms(q=q, k=k, eps=1e-5, **form)
+    for got, want in zip(*prologues(qkv, 2, half, norms=norms, has_factors=weights != "f32"), strict=True):
+        assert_close(got, want)
+
+
+def test_a_norm_over_rows_after_the_rotation_is_refused_by_name() -> None:
+    norms = HeadNorms(q=None, k=None, eps=1e-5, is_over_row=True, is_after_rope=True)
+    with pytest.raises(NotImplementedError, match="triton: no norms over rows of heads after the rotation; use"):
+        prologues(torch.ones(1, 4, 8), 1, 4, norms=norms)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -35,6 +35,7 @@ def checked_trial(
     block_size: int = 16,
     window: int | None = None,
     soft_cap: float | None = None,
+    has_sinks: bool = False,
     is_fp8: bool = False,
     is_batch_invariant: bool = False,
     num_processors: int | None = None,
@@ -47,7 +48,9 @@ def checked_trial(
         assert scales is not None
         small = replace(case, k_cache=case.k_cache.to(FP8), v_cache=case.v_cache.to(FP8))
         case = replace(small, keys=_as_kept(case.keys, scales[0]), values=_as_kept(case.values, scales[1]))
-    want = dense_attention(case, SCALE, window, soft_cap)
+    sinks = torch.linspace(-2, 4, num_groups * group) if has_sinks else None
+    want = dense_attention(case, SCALE, window, soft_cap, sinks)
+    sinks = None if sinks is None else sinks.to(device)
     there = _moved(case, device)
     shape = AttentionShape(
         num_groups * group, num_groups, head_dim, dtype, there.k_cache.dtype, (window,), is_batch_invariant
@@ -58,7 +61,7 @@ def checked_trial(
 
     def launch() -> Tensors:
         plan = kernels.plan_attention(shape, there.lengths, starts, len(there.q), num_processors)
-        return {"out": _attend(kernels, there, plan, is_decode, SCALE, window, soft_cap, *more)}
+        return {"out": _attend(kernels, there, plan, is_decode, SCALE, window, soft_cap, sinks, *more)}
 
     return Trial(
         f"{name} {head_dim} {str(dtype).removeprefix('torch.')}",
@@ -73,7 +76,7 @@ def checked_trial(
 def checked_trials(
     kernels: KernelSet, device: torch.device, dtype: torch.dtype, seed: int, is_tiny: bool
 ) -> Iterator[Trial]:
-    """Every branch of the kernels: decode and extend, cut and whole, windows, caps, 8 bits, fixed cuts."""
+    """Every branch of the kernels: decode and extend, cut and whole, windows, caps, sinks, 8 bits, fixed cuts."""
 
     def trial(name: str, load: Load, **more: object) -> Trial:
         return checked_trial(kernels, name, load, device, dtype, seed, **more)
@@ -93,6 +96,8 @@ def checked_trials(
         "in pieces": {"num_processors": 4},
         "window": {"window": 33},
         "cap": {"soft_cap": 3.0},
+        "sinks": {"has_sinks": True, "window": 33},
+        "sinks in pieces": {"has_sinks": True, "num_processors": 4},
         "fp8": {"is_fp8": True},
         "fixed": {"is_batch_invariant": True},
     }
@@ -135,7 +140,7 @@ def timed_trials(
         return {}
 
     def attention() -> Tensors:
-        return {"out": _attend(kernels, case, plan, is_decode, widths.head_dim**-0.5, None, None, *scales)}
+        return {"out": _attend(kernels, case, plan, is_decode, widths.head_dim**-0.5, None, None, None, *scales)}
 
     order = f"{'block' if is_block_major else 'layer'}-major{' fp8' if is_fp8 else ''}"
     yield Trial(f"plan_attention of {what}", listing, unchecked, listed)
@@ -151,17 +156,19 @@ def _attend(
     scale: float,
     window: int | None,
     soft_cap: float | None,
+    sinks: Tensor | None,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
 ) -> Tensor:
     caches = (case.q, case.k_cache, case.v_cache, case.block_tables)
     if is_decode:
         return kernels.paged_decode(
-            *caches, case.lengths, scale, window, soft_cap=soft_cap, k_scale=k_scale, v_scale=v_scale, plan=plan
-        )
+            *caches, case.lengths, scale, window, soft_cap=soft_cap, sinks=sinks,
+            k_scale=k_scale, v_scale=v_scale, plan=plan,
+        )  # fmt: skip
     return kernels.paged_attention(
         *caches, case.query_starts, case.lengths, scale, window,
-        soft_cap=soft_cap, k_scale=k_scale, v_scale=v_scale, plan=plan,
+        soft_cap=soft_cap, sinks=sinks, k_scale=k_scale, v_scale=v_scale, plan=plan,
     )  # fmt: skip
 
 

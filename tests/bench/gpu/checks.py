@@ -19,6 +19,7 @@ from tests.bench.gpu.layer_trials import Widths, copy_trial, norm_trials, prolog
 from tests.bench.gpu.place import Place
 from tests.bench.gpu.sampling_trials import sampling_trials
 from tests.bench.gpu.trials import Trial, check
+from tests.bench.gpu.twin_trials import twin_trials
 from tests.kernels.step_sides import differences
 
 SIZES = ((1, 1, 7), (4, 4, 40), (70, 2, 33), (256, 16, 300))  # slots, tokens a block, tokens of a sequence
@@ -59,6 +60,7 @@ def _trials(place: Place, kernels: KernelSet, sampler: SamplingKernels) -> Itera
             yield from norm_trials(kernels, widths, num_tokens, place.dtype, draw)
             yield prologue_trial(kernels, widths, num_tokens, place.dtype, draw)
             yield prologue_trial(kernels, widths, num_tokens, place.dtype, draw, has_norms=True)
+            yield from twin_trials(kernels, widths, num_tokens, place.dtype, draw)
             if not place.is_dry:  # NOTE: Triton's interpreter loses carries where it rounds to e4m3
                 yield prologue_trial(kernels, widths, num_tokens, place.dtype, draw, has_norms=True, is_fp8=True)
     for block_bytes, num_copied in ((512, 3),) if is_small else ((512, 3), (1_835_008, 40)):

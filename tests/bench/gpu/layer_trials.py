@@ -69,10 +69,10 @@ def norm_trials(
             roofline.add_rms_norm(num_tokens, widths.hidden, size),
         ),
         Trial(
-            f"silu_mul of {num_tokens} x {widths.inner}",
-            lambda: {"out": kernels.silu_mul(gate_up)},
+            f"gated of {num_tokens} x {widths.inner}",
+            lambda: {"out": kernels.gated(gate_up, "silu")},
             lambda got: far("the result", got["out"], oracle.silu_mul(gate_up)),
-            roofline.silu_mul(num_tokens, widths.inner, size),
+            roofline.gated(num_tokens, widths.inner, size),
         ),
     ]
 

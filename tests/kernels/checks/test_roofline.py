@@ -81,7 +81,9 @@ def test_prefill_of_a_long_prompt_is_bound_by_arithmetic() -> None:
 def test_small_kernels_move_what_they_read_and_write() -> None:
     assert roofline.rms_norm(3, 10, 2).num_bytes == (30 + 30 + 10) * 2
     assert roofline.add_rms_norm(3, 10, 2).num_bytes == (4 * 30 + 10) * 2
-    assert roofline.silu_mul(3, 10, 4).num_bytes == (60 + 30) * 4
+    assert roofline.layer_norm(3, 10, 2).num_bytes == (30 + 30 + 2 * 10) * 2
+    assert roofline.gated(3, 10, 4).num_bytes == (60 + 30) * 4
+    assert roofline.activated(3, 10, 4).num_bytes == (30 + 30) * 4
     assert roofline.copy_blocks(3, 100).num_bytes == 3 * (100 + 100 + 8 + 8)
 
 

@@ -50,9 +50,10 @@ def spoilt(kernel: Callable[..., Tensor]) -> Callable[..., Any]:
     return wrong
 
 
-@pytest.mark.parametrize(
-    "name", ["rms_norm", "add_rms_norm", "silu_mul", "attention_prologue", "paged_decode", "paged_attention"]
-)
+LAYER_KERNELS = ["rms_norm", "add_rms_norm", "layer_norm", "gated", "activated", "attention_prologue"]
+
+
+@pytest.mark.parametrize("name", [*LAYER_KERNELS, "paged_decode", "paged_attention"])
 def test_a_number_that_a_kernel_does_not_write_is_found(name: str) -> None:
     found = complaints(replace(KERNELS, **{name: spoilt(getattr(KERNELS, name))}))
     assert found and all(complaint.startswith(name) and " are off by up to " in complaint for complaint in found)
@@ -78,7 +79,8 @@ def test_keys_that_are_written_beside_their_slots_are_found() -> None:
     def beside(*args: Any) -> Tensor:
         k_cache, slots = args[5], args[7]
         out = KERNELS.attention_prologue(*args)
-        k_cache[slots[0] // k_cache.shape[2], :, slots[0] % k_cache.shape[2]] = 0  # of the padding, slot -1
+        if slots[0] < 0:  # of the padding, slot -1
+            k_cache[slots[0] // k_cache.shape[2], :, slots[0] % k_cache.shape[2]] = 0
         return out
 
     found = complaints(replace(KERNELS, attention_prologue=beside))
@@ -110,7 +112,7 @@ def test_what_bfloat16_rounds_before_a_head_is_turned_is_no_fault_of_the_kernel(
         assert (check(trial) == []) == is_right
 
 
-@pytest.mark.parametrize("more", [{"window": 9}, {"soft_cap": 3.0}, {"is_fp8": True}])
+@pytest.mark.parametrize("more", [{"window": 9}, {"soft_cap": 3.0}, {"has_sinks": True}, {"is_fp8": True}])
 def test_what_attention_is_asked_for_besides_is_checked(more: dict[str, Any]) -> None:
     load = [(1, 40), (7, 30)]
     assert check(checked_trial(KERNELS, "attention", load, CPU, torch.float32, 0, **more)) == []
@@ -120,6 +122,8 @@ def test_what_attention_is_asked_for_besides_is_checked(more: dict[str, Any]) ->
             args = (*args[:7], None)
         elif "soft_cap" in more:
             kwargs["soft_cap"] = None
+        elif "has_sinks" in more:
+            kwargs["sinks"] = None
         else:
             kwargs["v_scale"] = None
         return KERNELS.paged_attention(*args, **kwargs)

@@ -128,9 +128,6 @@ class KernelSet(Protocol):
         Returns [T, F] as x.
         """
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """`gated(gate_up, "silu")`."""
-
     def attention_prologue(
         self,
         qkv: Tensor,

@@ -70,7 +70,7 @@ def layer_cases(dtype: torch.dtype) -> list[CompileCase]:
         CompileCase(f"rms_norm {name}", lambda: triton_layers.rms_norm(x, weight, 1e-5)),
         CompileCase(f"rms_norm heads {name}", lambda: triton_layers.rms_norm(q, weight[:128], 1e-6)),
         CompileCase(f"add_rms_norm {name}", lambda: triton_layers.add_rms_norm(x, x, weight, 1e-5)),
-        CompileCase(f"silu_mul {name}", lambda: triton_layers.silu_mul(_meta(64, 2 * 14336, dtype=dtype))),
+        CompileCase(f"gated silu {name}", lambda: triton_layers.gated(_meta(64, 2 * 14336, dtype=dtype), "silu")),
     ]
 
 
@@ -122,8 +122,10 @@ def attention_cases(
         )
         work = plan.decode[window] if kind == "decode" else plan.extend[window]
         out = torch.empty_like(q)
-        more = (window, soft_cap, scales, scales, sinks if has_sinks else None)
-        triton_attention.attend(out, work, plan.partials, *tensors, head_dim**-0.5, *more)
+        triton_attention.attend(
+            out, work, plan.partials, *tensors, head_dim**-0.5, window, soft_cap, scales, scales,
+            sinks if has_sinks else None,
+        )  # fmt: skip
 
     def case(
         kind: str,

@@ -6,7 +6,7 @@ from typing import Final
 
 from .attention import copy_blocks, paged_attention, paged_decode, plan_attention
 from .attention_prologue import attention_prologue
-from .layers import activated, add_rms_norm, gated, layer_norm, rms_norm, silu_mul
+from .layers import activated, add_rms_norm, gated, layer_norm, rms_norm
 from .sampling import choose, count_tokens, edit, score, thresholds
 
 __all__ = [
@@ -25,7 +25,6 @@ __all__ = [
     "plan_attention",
     "rms_norm",
     "score",
-    "silu_mul",
     "thresholds",
 ]
 

@@ -63,11 +63,6 @@ def gated(gate_up: Tensor, activation: Activation, alpha: float = 1.702, limit: 
     return out.mul_(up).to(gate_up.dtype)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """See `KernelSet.silu_mul`."""
-    return gated(gate_up, "silu")
-
-
 def activated(x: Tensor, activation: Activation, params: Tensor | None = None) -> Tensor:
     """See `KernelSet.activated`."""
     if activation != "xielu":

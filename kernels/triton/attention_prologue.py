@@ -97,6 +97,7 @@ def _attention_prologue_kernel(
     program = tl.program_id(1)
     row = qkv + token * qkv_row
     position = tl.load(positions + token)
+    narrow: tl.constexpr = qkv.dtype.element_ty
     pair = tl.arange(0, BLOCK_HALF)[None, :]
     is_pair = pair < HALF
     cosines = tl.full([1, BLOCK_HALF], 1.0, tl.float32)
@@ -116,7 +117,6 @@ def _attention_prologue_kernel(
         )  # fmt: skip
         if query_factors is not None:
             factor = tl.load(query_factors + position)
-            narrow: tl.constexpr = qkv.dtype.element_ty
             first = first.to(narrow).to(tl.float32) * factor  # rounded first, as separate steps would
             second = second.to(narrow).to(tl.float32) * factor
             rest = (rest.to(tl.float32) * factor).to(narrow)
@@ -138,7 +138,6 @@ def _attention_prologue_kernel(
                 NORM, IS_ROUNDED, HAS_HEAD_WEIGHTS, IS_AFTER_ROPE,
             )  # fmt: skip
             keys = k_cache + block * kc_n + group.to(tl.int64) * kc_g + offset * kc_b
-            narrow: tl.constexpr = qkv.dtype.element_ty
             scale = tl.load(k_scale + group, mask=is_group, other=1.0) if IS_FP8 else None
             # rounded to the projection's type first, as separate steps would
             _store(keys + pair * kc_d, first.to(narrow), scale, is_group & is_pair, IS_FP8)

@@ -8,7 +8,7 @@ from .attention import paged_attention, paged_decode
 from .attention_plan import plan_attention
 from .attention_prologue import attention_prologue
 from .block_copy import copy_blocks
-from .layers import activated, add_rms_norm, gated, layer_norm, rms_norm, silu_mul
+from .layers import activated, add_rms_norm, gated, layer_norm, rms_norm
 from .logit_edits import count_tokens, edit
 from .sampling import choose, score
 from .thresholds import thresholds
@@ -29,7 +29,6 @@ __all__ = [
     "plan_attention",
     "rms_norm",
     "score",
-    "silu_mul",
     "thresholds",
 ]
 

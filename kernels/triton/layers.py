@@ -85,11 +85,6 @@ def gated(gate_up: Tensor, activation: Activation, alpha: float = 1.702, limit: 
     return out
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """See `KernelSet.silu_mul`."""
-    return gated(gate_up, "silu")
-
-
 def activated(x: Tensor, activation: Activation, params: Tensor | None = None) -> Tensor:
     """See `KernelSet.activated`. One program for up to 1,024 results of a token."""
     check_dtype(x)

@@ -106,10 +106,10 @@ def test_activations_of_the_other_kernel_are_refused() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [1, 7, 1025])
-def test_silu_mul(dim: int, dtype: torch.dtype) -> None:
+def test_gated_rows_of_any_size(dim: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     gate_up = torch.randn(2, 2 * dim).to(dtype)
-    assert_close(triton_layers.silu_mul(gate_up), reference.silu_mul(gate_up))
+    assert_close(triton_layers.gated(gate_up, "silu"), reference.gated(gate_up, "silu"))
 
 
 # ---- limits ---------------------------------------------------------------------------------------------------------
@@ -117,12 +117,12 @@ def test_silu_mul(dim: int, dtype: torch.dtype) -> None:
 
 def test_bfloat16_is_refused_as_the_interpreter_computes_it_wrongly() -> None:
     with pytest.raises(TypeError, match="interpreter cannot compute in bfloat16; use float32"):
-        triton_layers.silu_mul(torch.ones(2, 8, dtype=torch.bfloat16))
+        triton_layers.gated(torch.ones(2, 8, dtype=torch.bfloat16), "silu")
 
 
 def test_other_types_are_refused() -> None:
     with pytest.raises(TypeError, match=r"float32, float16 or bfloat16, got torch\.float64"):
-        triton_layers.silu_mul(torch.ones(2, 8, dtype=torch.float64))
+        triton_layers.gated(torch.ones(2, 8, dtype=torch.float64), "silu")
 
 
 def test_the_backend_loads() -> None:

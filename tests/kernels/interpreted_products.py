@@ -88,7 +88,7 @@ def test_an_activated_product_is_the_activation_of_the_product(
 ) -> None:
     num_rows, num_outputs, num_inner = size
     x, weight = drawn(num_rows, 2 * num_outputs, num_inner, dtype)
-    want = reference.silu_mul(exact(x, weight).to(dtype))
+    want = reference.gated(exact(x, weight).to(dtype), "silu")
     assert_close(activated(x, weight, tiling=TILINGS[kind]), want, dtype)
 
 

@@ -62,17 +62,17 @@ def test_a_backend_has_every_kernel_with_the_signature_of_the_protocol(folder: s
     assert set(backend.__all__) == names
 
 
-def other_name(gate: Tensor) -> Tensor: ...  # type: ignore[empty-body]
-def other_kind(*, gate_up: Tensor) -> Tensor: ...  # type: ignore[empty-body]
-def other_default(gate_up: Tensor = None) -> Tensor: ...  # type: ignore[assignment, empty-body]
-def one_more(gate_up: Tensor, out: Tensor) -> Tensor: ...  # type: ignore[empty-body]
+def other_name(x: Tensor, factors: Tensor | None, eps: float) -> Tensor: ...  # type: ignore[empty-body]
+def other_kind(x: Tensor, weight: Tensor | None, *, eps: float) -> Tensor: ...  # type: ignore[empty-body]
+def other_default(x: Tensor, weight: Tensor | None, eps: float = 1e-6) -> Tensor: ...  # type: ignore[empty-body]
+def one_more(x: Tensor, weight: Tensor | None, eps: float, out: Tensor) -> Tensor: ...  # type: ignore[empty-body]
 
 
 @pytest.mark.parametrize("wrong", [other_name, other_kind, other_default, one_more, None])
 def test_another_signature_or_a_missing_kernel_is_found(wrong: Callable[..., Tensor] | None) -> None:
-    backend = SimpleNamespace(**vars(kernel_set.load("torch")) | {"silu_mul": wrong})
+    backend = SimpleNamespace(**vars(kernel_set.load("torch")) | {"rms_norm": wrong})
     (problem,) = mismatches(backend, KernelSet)
-    assert problem.startswith("silu_mul")
+    assert problem.startswith("rms_norm")
 
 
 def test_every_kernel_of_the_protocols_says_what_it_does() -> None:

@@ -65,7 +65,7 @@ def add_product(
 
 
 def activated(x: Tensor, gate_up: Tensor, counters: Tensor | None = None, tiling: Tiling | None = None) -> Tensor:
-    """`silu_mul(product(x, gate_up))` with its roundings. gate_up is [2F, K], gate first; returns [M, F] as x."""
+    """`gated(product(x, gate_up), "silu")` with its roundings. gate_up is [2F, K], gate first; returns [M, F] as x."""
     out = torch.empty((len(x), len(gate_up) // 2), dtype=x.dtype, device=x.device)
     _multiply(out, x, gate_up, counters, tiling, is_gated=True)
     return out

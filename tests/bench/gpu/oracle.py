@@ -12,8 +12,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.double()
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """[T, F] f64"""
+def gated(gate_up: Tensor) -> Tensor:
+    """Of SiLU, [T, F] f64"""
     gate, up = gate_up.double().chunk(2, dim=-1)
     return gate / (1 + (-gate).exp()) * up
 

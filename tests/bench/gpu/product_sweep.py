@@ -143,7 +143,9 @@ class Inputs:
         """With that tiling, or PyTorch's."""
         shared = (self.x, weight, self.counters, tiling)
         if self.product.kind == "activated":
-            return {"out": triton_layers.silu_mul(linear(self.x, weight)) if tiling is None else activated(*shared)}
+            return {
+                "out": triton_layers.gated(linear(self.x, weight), "silu") if tiling is None else activated(*shared)
+            }
         if self.product.kind == "add":
             if tiling is None:
                 return {"out": self.residual.addmm_(self.x, weight.t())}

@@ -138,11 +138,11 @@ def test_write_kv_of_padding_alone_writes_nothing() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_silu_mul_takes_the_gate_first(dtype: torch.dtype) -> None:
+def test_the_gate_is_first_and_silu_rounds_before_the_product(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     gate_up = torch.randn(3, 14).to(dtype)
     gate, up = gate_up[:, :7], gate_up[:, 7:]
-    got = layers.silu_mul(gate_up)
+    got = layers.gated(gate_up, "silu")
     assert torch.equal(got, torch.nn.functional.silu(gate) * up)
     assert got.is_contiguous()
 

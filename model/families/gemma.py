@@ -9,7 +9,7 @@ from __future__ import annotations
 from ..config_keys import ConfigKeys
 from ..rope_config import RopeConfig
 from ..spec import DecoderSpec, EmbeddingSpec, HeadSpec, LayerSpec, NormSpec, QkNorm
-from .building import Family, attention, decoder, feed, refuse_true, rms_norm, rope, sizes, windows
+from .building import Family, Sizes, attention, decoder, feed, refuse_true, rms_norm, rope, sizes, windows
 
 GLOBAL_THETA, LOCAL_THETA = 1e6, 1e4  # of Gemma 3
 
@@ -31,7 +31,7 @@ def gemma2(keys: ConfigKeys) -> DecoderSpec:
     """Gemma 2: caps; a window on every other layer, the first included."""
     found = sizes(keys, num_kv_heads=4, head_dim=256, max_position=8192)
     on = windows(keys, found.num_layers, 4096, pattern=lambda layer: layer % 2 == 0)
-    return _sandwich(keys, caps=(50.0, 30.0), ropes=(rope(keys, found),), windows_of=on, local=0)
+    return _sandwich(keys, found, caps=(50.0, 30.0), ropes=(rope(keys, found),), windows_of=on, local=0)
 
 
 def gemma3(keys: ConfigKeys) -> DecoderSpec:
@@ -41,7 +41,7 @@ def gemma3(keys: ConfigKeys) -> DecoderSpec:
     on = windows(keys, found.num_layers, 4096, pattern=lambda layer: (layer + 1) % period != 0)
     full = rope(keys, found, theta=GLOBAL_THETA, layer_type="full_attention")
     local = rope(local_keys(keys), found, theta=LOCAL_THETA, layer_type="sliding_attention")
-    return _sandwich(keys, caps=(None, None), ropes=(full, local), windows_of=on, local=1, has_qk_norm=True)
+    return _sandwich(keys, found, caps=(None, None), ropes=(full, local), windows_of=on, local=1, has_qk_norm=True)
 
 
 def local_keys(keys: ConfigKeys) -> ConfigKeys:
@@ -54,6 +54,7 @@ def local_keys(keys: ConfigKeys) -> ConfigKeys:
 
 def _sandwich(
     keys: ConfigKeys,
+    found: Sizes,
     *,
     caps: tuple[float | None, float | None],
     ropes: tuple[RopeConfig, ...],
@@ -63,8 +64,7 @@ def _sandwich(
 ) -> DecoderSpec:
     """Norms before and after; `local` is the index of the rotary positions of layers with a window."""
     refuse_true(keys, "use_bidirectional_attention")
-    found, norm = sizes(keys, num_kv_heads=4, head_dim=256, max_position=131_072), _norm(keys)
-    inner = feed(keys, activation="gelu_pytorch_tanh", key="hidden_activation")
+    norm, inner = _norm(keys), feed(keys, activation="gelu_pytorch_tanh", key="hidden_activation")
     score_cap, logit_cap = caps
     has_bias = keys.flag("attention_bias", False)
     layers = (
@@ -74,7 +74,8 @@ def _sandwich(
                 scale=keys.number("query_pre_attn_scalar", 256.0) ** -0.5,
                 rope=0 if window is None else local,
                 window=window,
-                soft_cap=keys.cap("attn_logit_softcapping", score_cap),
+                # transformers caps no scores of Gemma 3, whatever its file says
+                soft_cap=None if score_cap is None else keys.cap("attn_logit_softcapping", score_cap),
                 qk_norm=QkNorm(norm=norm) if has_qk_norm else None,
                 has_qkv_bias=has_bias,
                 has_output_bias=has_bias,

@@ -3,36 +3,58 @@
     python -m tests.families [--backend native|torch|triton|transformers|auto ...] [--ways WAY ...] [NAMES ...]
 
 A name is a row or a model type; none means all. `--list` shows the rows with the least margin of their best logits and
-how many tokens differ. `--ids` and `--prompts` shorten a run, as Triton needs it without a GPU, where its kernels are
-interpreted. Exit status 1 if a row differs or fails.
+how many tokens differ; `--markdown` the table of models, for which nothing runs. `--ids` and `--prompts` shorten a run,
+as Triton needs it without a GPU, where its kernels are interpreted: `--backend triton --ids 4 --prompts 21`. Exit
+status 1 if a row differs or fails.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tests.families.row import Row
 
 BACKENDS = ("native", "torch", "triton", "transformers", "auto")
 
 
 def main() -> int:
     """Run the command line."""
-    options = parse(sys.argv[1:])
-    if "triton" in options.backend:
+    if "triton" in sys.argv:
         os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported
-    from tests.families.report import Report, list_rows
-    from tests.families.ways import run_way
-    from tests.families.zoo import Zoo, chosen
+    from tests.families.zoo import chosen
 
+    options = parse(sys.argv[1:])
     try:
         rows = chosen(options.names)
     except KeyError as error:
         sys.exit(f"python -m tests.families: {error.args[0]}")
+    if options.markdown:
+        from tests.families.table import table
+
+        print("\n".join(table(rows)))
+        return 0
+    gc.freeze()  # an engine collects garbage when it stops, which takes 0.4 s with all that is imported
+    try:
+        return run(options, rows)
+    finally:
+        gc.unfreeze()
+
+
+def run(options: argparse.Namespace, rows: Sequence[Row]) -> int:
+    """Run the rows, or only transformers for a list of them."""
+    from tests.families.report import Report, list_rows
+    from tests.families.ways import run_way
+    from tests.families.zoo import Zoo
+
     with tempfile.TemporaryDirectory(prefix="millrace-families-") as folder:
         zoo = Zoo(Path(folder), options.ids, tuple(options.prompts))
         if options.list:
@@ -43,7 +65,7 @@ def main() -> int:
             for backend in options.backend:
                 outcomes = {}
                 for way in options.ways:
-                    outcomes[way] = run_way(entry.folder, entry.answers, way, backend)
+                    outcomes[way] = run_way(entry, way, backend)
                     if outcomes[way].state == "refused":
                         break
                 print(report.add(row, backend, outcomes), flush=True)
@@ -63,6 +85,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--ids", type=int, default=NUM_NEW, help="tokens after each prompt")
     parser.add_argument("--prompts", type=int, nargs="+", default=LENGTHS, help="lengths of the prompts")
     parser.add_argument("--list", action="store_true", help="show the rows, and run transformers only")
+    parser.add_argument("--markdown", action="store_true", help="show the table of models; runs none")
     return parser.parse_args(arguments)
 
 

@@ -38,16 +38,19 @@ LEARNED_BUFFERS = ("correction_bias", "expert_bias", "layer_scalar")
 
 def make_config(row: Row) -> PreTrainedConfig:
     """The configuration of a row: the keys of SHAPE that its type has, and its own."""
-    known, other_names = known_keys(row.model_type), CONFIG_MAPPING[row.model_type].attribute_map
-    text = row.keys.get("text_config")
-    given = {*row.keys, *(other for other, name in other_names.items() if name in row.keys)}
-    shape = {key: value for key, value in SHAPE.items() if key in known - given} if text is None else {}
-    keys = {**shape, **row.keys}
-    if isinstance(text, Mapping):
-        keys["text_config"] = {**SHAPE, **text}
-    if unknown := set(row.keys) - known:
+    if unknown := set(row.keys) - known_keys(row.model_type):
         raise ValueError(f"{row.name}: {row.model_type} has no {sorted(unknown)}")
-    return CONFIG_MAPPING[row.model_type](**keys)
+    text = row.keys.get("text_config")
+    if text is None:
+        return CONFIG_MAPPING[row.model_type](**shape_of(row.model_type, row.keys))
+    return CONFIG_MAPPING[row.model_type](**{**row.keys, "text_config": shape_of(text["model_type"], text)})
+
+
+def shape_of(model_type: str, keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The given keys, and those of SHAPE that the type has and that are not given by any name."""
+    other_names = CONFIG_MAPPING[model_type].attribute_map
+    given = {*keys, *(other for other, name in other_names.items() if name in keys)}
+    return {**{key: value for key, value in SHAPE.items() if key in known_keys(model_type) - given}, **keys}
 
 
 @cache
@@ -82,13 +85,17 @@ def randomise(model: PreTrainedModel, row: Row) -> None:
                 parameter.copy_(noise * row.gain / fan**0.5)
 
 
+def rewritten(row: Row, keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of config.json as the row wants them in the file."""
+    return {key: value for key, value in {**keys, **row.file}.items() if value is not ABSENT}
+
+
 def write(row: Row, model: PreTrainedModel, folder: Path) -> Path:
-    """Save the model of a row with a tokenizer of as many letters; returns the folder."""
+    """Save the model of a row with a small tokenizer, to which its class may add tokens; returns the folder."""
     model.save_pretrained(folder)
     file = folder / "config.json"
-    keys = {**json.loads(file.read_text()), **row.file}
-    file.write_text(json.dumps({key: value for key, value in keys.items() if value is not ABSENT}))
-    alphabet = sorted(ByteLevel.alphabet())[:VOCAB_SIZE]
+    file.write_text(json.dumps(rewritten(row, json.loads(file.read_text()))))
+    alphabet = sorted(ByteLevel.alphabet())[: VOCAB_SIZE - 32]
     tokenizer = Tokenizer(BPE({letter: index for index, letter in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
     tokenizer.save(str(folder / "tokenizer.json"))

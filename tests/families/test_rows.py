@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from typing import Any
 
-from tests.families.checkpoint import make_config
+import pytest
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+from tests.families.checkpoint import make_config, rewritten
+from tests.families.row import Row
 from tests.families.rows import ROWS
+
+REWRITTEN = [row for row in ROWS if row.file]
 
 
 def test_each_row_has_a_name_of_its_own() -> None:
@@ -14,3 +22,19 @@ def test_each_row_has_a_name_of_its_own() -> None:
 
 def test_each_row_has_keys_that_its_type_knows() -> None:
     assert [row.name for row in ROWS if make_config(row).model_type != row.model_type] == []
+
+
+@pytest.mark.parametrize("row", REWRITTEN, ids=lambda row: row.name)
+def test_a_rewritten_file_means_the_same_to_transformers(row: Row) -> None:
+    made = keys_of(make_config(row))
+    read = keys_of(CONFIG_MAPPING[row.model_type].from_dict(rewritten(row, made)))
+    differing = {key for key in made if made[key] != read.get(key)}
+    assert differing <= {"_sliding_window_pattern", "rope_scaling"}, {
+        key: (made[key], read.get(key)) for key in differing
+    }
+
+
+def keys_of(config: PreTrainedConfig) -> dict[str, Any]:
+    keys: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    (keys.get("rope_parameters") or {}).pop("type", None)  # the older name of rope_type
+    return keys

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any, Literal
 
 from millrace.model.errors import ModelError
 from millrace.stages import LLM, EngineConfig, SamplingParams
 from millrace.stages.errors import ConfigError
 from tests.families.oracle import LENGTHS, NUM_NEW, Answer, prompts
+from tests.families.zoo import Entry
 
 State = Literal["equal", "differs", "refused", "failed"]
 BACKENDS = ("native", "torch", "triton", "transformers", "auto")
@@ -70,7 +70,7 @@ def settings_of(backend: str) -> dict[str, Any]:
     return {"attention_backend": backend} | ({"model_impl": "millrace"} if has_impl else {})
 
 
-def run_way(folder: Path, answers: Sequence[Answer], name: str, backend: str) -> Outcome:
+def run_way(entry: Entry, name: str, backend: str) -> Outcome:
     """Compare an engine's answers in one way with those of transformers."""
     way = WAYS[name]
     common = {"device": "cpu", "dtype": "float32", "threads": 1, "block_size": BLOCK_SIZE}
@@ -80,14 +80,14 @@ def run_way(folder: Path, answers: Sequence[Answer], name: str, backend: str) ->
     except KeyError as error:
         return Outcome("refused", f"there is no setting {error.args[0]}")
     try:
-        llm = LLM(str(folder), **{**common, **sizes, **settings, **way.settings})
+        llm = LLM(str(entry.folder), **{**common, **sizes, **settings, **way.settings})
     except (ModelError, ConfigError) as error:
-        return Outcome("refused", str(error).replace(str(folder), "FOLDER"))
+        return Outcome("refused", str(error).replace(str(entry.folder), "FOLDER"))
     except Exception as error:
         return Outcome("failed", f"at the start: {error!r}")
     with llm:
         try:
-            return _compare(llm, way, answers)
+            return _compare(llm, way, entry.answers)
         except Exception as error:
             return Outcome("failed", repr(error))
 

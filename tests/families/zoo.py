@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from tests.families.checkpoint import make_model, write
@@ -15,13 +16,27 @@ from tests.families.row import Row
 from tests.families.rows import ROWS
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
 class Entry:
-    """A row with its checkpoint and the answers of transformers."""
+    """A row with its checkpoint and, once they are asked for, the answers of transformers."""
 
-    row: Row
-    folder: Path
-    answers: Sequence[Answer]
+    def __init__(
+        self,
+        row: Row,
+        folder: Path,
+        num_new: int = NUM_NEW,
+        lengths: tuple[int, ...] = LENGTHS,
+        model: PreTrainedModel | None = None,
+    ) -> None:
+        self.row, self._num_new, self._lengths = row, num_new, lengths
+        with quiet():
+            self._model = make_model(row) if model is None else model
+            self.folder = write(row, self._model, folder)
+
+    @cached_property
+    def answers(self) -> Sequence[Answer]:
+        """The answers to each prompt."""
+        with quiet():
+            return [answer(self._model, self.row, prompt, self._num_new) for prompt in prompts(self._lengths)]
 
 
 class Zoo:
@@ -34,14 +49,8 @@ class Zoo:
     def entry(self, row: Row) -> Entry:
         """The checkpoint and the answers of a row."""
         if row.name not in self._made:
-            self._made[row.name] = self._make(row)
+            self._made[row.name] = Entry(row, self.root / row.name, self.num_new, self.lengths)
         return self._made[row.name]
-
-    def _make(self, row: Row) -> Entry:
-        with quiet():
-            model = make_model(row)
-            folder = write(row, model, self.root / row.name)
-            return Entry(row, folder, [answer(model, row, prompt, self.num_new) for prompt in prompts(self.lengths)])
 
 
 def chosen(names: Iterable[str]) -> list[Row]:

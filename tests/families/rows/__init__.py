@@ -1,5 +1,5 @@
 """The rows, by kind of family."""
 
-from tests.families.rows import layer_norm, norms, served
+from tests.families.rows import experts, layer_norm, norms, others, recurrent, served, wrappers
 
-ROWS = (*served.ROWS, *norms.ROWS, *layer_norm.ROWS)
+ROWS = (*served.ROWS, *norms.ROWS, *layer_norm.ROWS, *experts.ROWS, *recurrent.ROWS, *others.ROWS, *wrappers.ROWS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.families.row import ABSENT, BOTH, FALLBACK, NEITHER, OWN, row
+from tests.families.row import ABSENT, FALLBACK, NEITHER, OWN, row
 from tests.families.rows.served import LINEAR
 
 GPT: dict[str, Any] = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 256}
@@ -43,6 +43,26 @@ PHI = (
         original_max_position_embeddings=64,
         rope_parameters=longrope(6, 64, partial_rotary_factor=0.75),
     ),
+    row(
+        "phi3-transformers-4",
+        "phi3",
+        original_max_position_embeddings=64,
+        rope_parameters=longrope(4, 64),
+        file={
+            "rope_parameters": ABSENT,
+            "rope_theta": 1e4,
+            "rope_scaling": {
+                "type": "longrope",
+                **{key: longrope(4, 64)[key] for key in ("short_factor", "long_factor")},
+            },
+        },
+    ),
+    row(
+        "phi-transformers-4",
+        "phi",
+        rope_parameters=partial(0.5, rope_theta=500.0),
+        file={"rope_parameters": ABSENT, "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+    ),
     row("phi3-longrope-short", "phi3", original_max_position_embeddings=256, rope_parameters=longrope(4, 256)),
 )
 
@@ -67,7 +87,7 @@ GPT2 = (
     ),
     row("opt-post-norm", "opt", ffn_dim=48, word_embed_proj_dim=32, do_layer_norm_before=False, by=FALLBACK),
     row("opt-350m", "opt", ffn_dim=48, word_embed_proj_dim=16, do_layer_norm_before=False, by=FALLBACK),
-    row("biogpt", "biogpt", by=FALLBACK),
+    row("biogpt", "biogpt", seed=3, gain=3, embed_std=0.09, by=FALLBACK),
     row(
         "xglm",
         "xglm",
@@ -116,7 +136,17 @@ PARALLEL = (
     row("falcon-7b-bias", "falcon", bias=True, num_kv_heads=1, tie_word_embeddings=False),
     row("falcon-40b", "falcon", new_decoder_architecture=True, num_kv_heads=2),
     row("falcon-11b", "falcon", new_decoder_architecture=True, num_kv_heads=2, num_ln_in_parallel_attn=1),
-    row("falcon-rw", "falcon", alibi=True, multi_query=False, parallel_attn=False, bias=True, by=OWN),
+    row(
+        "falcon-rw",
+        "falcon",
+        seed=7,
+        embed_std=0.09,
+        alibi=True,
+        multi_query=False,
+        parallel_attn=False,
+        bias=True,
+        by=OWN,
+    ),
     row("falcon-serial", "falcon", seed=3, multi_query=False, parallel_attn=False, num_kv_heads=4),
     row("stablelm", "stablelm", hidden_size=64),
     row(
@@ -128,6 +158,13 @@ PARALLEL = (
         rope_parameters=partial(0.5),
     ),
     row(
+        "stablelm-transformers-4",
+        "stablelm",
+        hidden_size=64,
+        rope_parameters=partial(0.25, rope_theta=500.0),
+        file={"rope_parameters": ABSENT, "rope_theta": 500.0, "partial_rotary_factor": 0.25},
+    ),
+    row(
         "stablelm-qk-norm",
         "stablelm",
         seed=1,
@@ -137,9 +174,23 @@ PARALLEL = (
     ),
     row("nemotron", "nemotron", head_dim=8),
     row(
+        "nemotron-transformers-4",
+        "nemotron",
+        hidden_size=64,
+        rope_parameters=partial(0.25, rope_theta=500.0),
+        file={"rope_parameters": ABSENT, "rope_theta": 500.0, "partial_rotary_factor": 0.25},
+    ),
+    row(
         "nemotron-biases", "nemotron", seed=1, head_dim=12, attention_bias=True, mlp_bias=True, tie_word_embeddings=True
     ),
-    row("persimmon", "persimmon"),
+    row("persimmon", "persimmon", seed=3, embed_std=0.9),
+    row(
+        "persimmon-transformers-4",
+        "persimmon",
+        hidden_size=64,
+        rope_parameters=partial(0.25, rope_theta=500.0),
+        file={"rope_parameters": ABSENT, "rope_theta": 500.0, "partial_rotary_factor": 0.25},
+    ),
     row("persimmon-no-norm", "persimmon", seed=1, qk_layernorm=False, rope_parameters=partial(0.25)),
     row("jais2", "jais2", head_dim=8),
 )
@@ -161,4 +212,3 @@ ALIBI = (
 )
 
 ROWS = (*PHI, *GPT2, *PARALLEL, *ALIBI)
-assert BOTH

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.families.row import ABSENT, BOTH, FALLBACK, layer_types, row
+from tests.families.row import ABSENT, FALLBACK, layer_types, row
 from tests.families.rows.served import LINEAR, LLAMA3, YARN
 
 DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
@@ -32,7 +32,8 @@ GEMMA = (
     row(
         "gemma3",
         "gemma3_text",
-        embed_std=0.08,
+        seed=4,
+        embed_std=0.024,
         **GEMMA3,
         num_hidden_layers=4,
         layer_types=layer_types("sfsf"),
@@ -70,6 +71,7 @@ GEMMA = (
     row(
         "gemma3-caps",
         "gemma3_text",
+        seed=6,
         embed_std=0.08,
         **GEMMA3,
         **CAPPED,
@@ -101,6 +103,22 @@ OLMO = (
         sliding_window=16,
         layer_types=layer_types("sfsf"),
         rope_parameters={"sliding_attention": DEFAULT, "full_attention": YARN},
+    ),
+    row(
+        "olmo3-transformers-4",
+        "olmo3",
+        num_hidden_layers=4,
+        sliding_window=16,
+        rope_parameters={
+            "sliding_attention": {**DEFAULT, "rope_theta": 5e5},
+            "full_attention": {**YARN, "rope_theta": 5e5},
+        },
+        file={
+            "rope_parameters": ABSENT,
+            "layer_types": ABSENT,
+            "rope_theta": 5e5,
+            "rope_scaling": {key: value for key, value in YARN.items() if key != "rope_theta"},
+        },
     ),
     row("olmo3-pattern", "olmo3", num_hidden_layers=8, sliding_window=12),
 )
@@ -135,6 +153,13 @@ AFTER = (
     ),
     row("glm", "glm", head_dim=8),
     row(
+        "glm-transformers-4",
+        "glm",
+        head_dim=8,
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+        file={"rope_parameters": ABSENT, "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+    ),
+    row(
         "glm-whole-rotary",
         "glm",
         head_dim=12,
@@ -154,6 +179,21 @@ ODD = (
         sliding_window=16,
         layer_types=layer_types("sfsf"),
         logit_scale=0.25,
+    ),
+    row(
+        "cohere2-transformers-4",
+        "cohere2",
+        num_hidden_layers=4,
+        sliding_window=16,
+        layer_types=layer_types("sfsf"),
+        rope_parameters={**DEFAULT, "rope_theta": 500.0},
+        file={
+            "rope_parameters": ABSENT,
+            "layer_types": ABSENT,
+            "head_dim": ABSENT,
+            "sliding_window_pattern": 2,
+            "rope_theta": 500.0,
+        },
     ),
     row("cohere2-pattern", "cohere2", num_hidden_layers=8, head_dim=12, sliding_window=12, attention_bias=True),
     row("helium", "helium", head_dim=8),
@@ -181,9 +221,8 @@ ODD = (
         rope_parameters=DEFAULT,
     ),
     row("apertus-1.5", "apertus1p5_text", seed=4, rope_parameters=LLAMA3),
-    row("nanochat", "nanochat", final_logit_softcapping=2.5),
+    row("nanochat", "nanochat", seed=8, final_logit_softcapping=2.5),
     row("nanochat-group", "nanochat", seed=5, num_key_value_heads=1, attention_bias=True),
 )
 
 ROWS = (*GEMMA, *OLMO, *AFTER, *ODD)
-assert BOTH

@@ -1,0 +1,34 @@
+"""Keys that config.json lacks mean what they mean to transformers: the defaults of the class of the type."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+from millrace.model.families.registry import MODULES, parse_config
+from millrace.model.spec import DecoderSpec
+
+SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")  # never absent
+
+
+def all_keys(model_type: str) -> tuple[PreTrainedConfig, dict[str, Any]]:
+    """The configuration of a type without a key, and all its keys as a file has them."""
+    config = CONFIG_MAPPING[model_type]()
+    keys: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    return config, keys
+
+
+def spec_of(keys: dict[str, Any]) -> DecoderSpec:
+    """The spec without the special tokens, which config.json says or nothing does."""
+    return replace(parse_config(keys, "config.json"), bos_token_id=None, eos_token_ids=())
+
+
+@pytest.mark.parametrize("model_type", sorted(MODULES))
+def test_a_file_of_sizes_alone_has_the_defaults_of_transformers(model_type: str) -> None:
+    config, keys = all_keys(model_type)
+    names = {config.attribute_map.get(size, size) for size in SIZES} & keys.keys()
+    assert spec_of({"model_type": model_type, **{name: keys[name] for name in names}}) == spec_of(keys)

@@ -1,0 +1,51 @@
+"""Each family of ours against transformers: its tiny checkpoints give the same greedy tokens on each backend.
+
+In CI one row of each type, in two ways; with MILLRACE_FULL=1 all rows in all ways, which `python -m tests.families`
+also does.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from millrace.model.backend_gaps import Backend, missing
+from millrace.model.families.registry import MODULES, WRAPPERS, read_spec
+from tests.counts import FULL, count
+from tests.families.oracle import LENGTHS, NUM_NEW
+from tests.families.row import Row
+from tests.families.rows import ROWS
+from tests.families.ways import WAYS, Outcome, run_way
+from tests.families.zoo import Zoo, by_type
+
+BACKENDS: tuple[Backend, ...] = ("native", "torch")
+SERVED = [row for row in ROWS if "own" in row.by and row.model_type in {*MODULES, *WRAPPERS}]
+CHOSEN = SERVED if FULL else [rows[0] for _, rows in by_type(SERVED)]
+OTHER_WAYS = ("chunked", "prefix", "among16")  # short answers need no more blocks than are reserved for them
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
+    return Zoo(tmp_path_factory.mktemp("zoo"), count(10, NUM_NEW), LENGTHS if FULL else LENGTHS[:2])
+
+
+@pytest.mark.parametrize("row", CHOSEN, ids=lambda row: row.name)
+def test_a_family_gives_the_tokens_of_transformers(row: Row, zoo: Zoo) -> None:
+    entry = zoo.entry(row)
+    gaps = {backend: missing(read_spec(entry.folder), backend) for backend in BACKENDS}
+    for backend in BACKENDS:
+        for way in ways_of(row):
+            outcome = run_way(entry, way, backend)
+            if not gaps[backend]:
+                assert outcome == Outcome("equal"), f"{backend}, {way}"
+            else:
+                assert outcome.state == "refused" and gaps[backend][0] in outcome.detail, f"{backend}: {outcome}"
+
+
+def ways_of(row: Row) -> list[str]:
+    """Plain and one other, which changes from type to type; or all."""
+    return list(WAYS) if FULL else ["plain", OTHER_WAYS[CHOSEN.index(row) % len(OTHER_WAYS)]]
+
+
+@pytest.mark.parametrize("model_type", sorted({*MODULES, *WRAPPERS}))
+def test_each_served_type_has_a_row(model_type: str) -> None:
+    assert [row for row in SERVED if row.model_type == model_type]

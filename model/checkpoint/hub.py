@@ -17,7 +17,7 @@ Progress = Callable[[int, int], None]  # bytes done, bytes in total; the total g
 
 BUNDLED = "demo"
 HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}(/[A-Za-z0-9][A-Za-z0-9_.-]{0,95})?")
-FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model")
+FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
 
 
 def resolve(

@@ -18,7 +18,8 @@ from typing import Any, Literal
 from ..errors import CheckpointError
 from ..files import read_bytes, read_json, refuse_code
 from .special_tokens import SpecialTokens, TokenSpec
-from .tokenizer_class import TokenizerClass, tokenizer_class
+from .tokenizer_class import TokenizerClass, reads_as_it_is, tokenizer_class
+from .tokenizer_conversion import convert
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the caller has its own threads
 from tokenizers import AddedToken, Encoding, models, pre_tokenizers  # noqa: E402
@@ -75,6 +76,7 @@ class Tokenizer:
         self._added_ids = list(added)
         self.special_tokens = {token.content: index for index, token in added.items() if token.content in special}
         self.special_ids = frozenset(self.special_tokens.values())
+        self.sources: tuple[str, ...] = ("tokenizer.json",)  # files that it was read from
         self.gives_types = True  # whether the model gets the types of a pair's tokens
         self.truncation_side: Side = "left" if config.get("truncation_side") == "left" else "right"
         self.named_tokens = dict(named_tokens)  # texts by name; chat templates get them as variables
@@ -90,13 +92,16 @@ class Tokenizer:
         `lower_case`: texts are written small before any other step, as the files of an embedding model may demand.
         """
         raw = read_bytes(root, "tokenizer.json")  # bytes, as a str would be encoded again for Rust
-        if raw is None:
-            raise CheckpointError(
-                f"{root}: no tokenizer.json; save one with transformers: "
-                "AutoTokenizer.from_pretrained(...).save_pretrained(...)"
-            )
         config = read_json(root, "tokenizer_config.json") or {}
-        refuse_code(root, "tokenizer_config.json", config)
+        is_known = reads_as_it_is(root)  # so a class of the checkpoint's own is not needed
+        refuse_code(
+            root, "tokenizer_config.json", {k: v for k, v in config.items() if not (is_known and k == "auto_map")}
+        )
+        named: Mapping[str, str] = {}
+        sources: tuple[str, ...] = ()
+        if raw is None:
+            converted = convert(root, config)
+            raw, named, sources = converted.tokenizer_json, converted.named_tokens, converted.sources
         others = [name for name in config.get("fast_tokenizer_files") or () if name != "tokenizer.json"]
         if others:
             raise CheckpointError(
@@ -111,12 +116,13 @@ class Tokenizer:
             raise CheckpointError(f"tokenizer.json ({root}): cannot be used: {str(error)[:200]}") from None
         check_growth(rust, root)
         kind = tokenizer_class(root, config, has_byte_level=b'"ByteLevel"' in raw)
-        special = SpecialTokens.read(root, config, kind.named, kind.extra)
+        special = SpecialTokens.read(root, config, {**kind.named, **named}, kind.extra)
         texts = _special_texts(rust)
         _configure(rust, config, kind, special, root)
         if lower_case:
             lower_texts(rust)
         made = cls(rust, config, special.texts, texts | _special_texts(rust))
+        made.sources = sources or ("tokenizer.json",)
         inputs = config.get("model_input_names")
         made.gives_types = "token_type_ids" in inputs if isinstance(inputs, list) else kind.has_types
         return made

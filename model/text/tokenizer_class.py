@@ -119,6 +119,12 @@ _TYPED = ("BertTokenizer", "DebertaV2Tokenizer")
 _EXTRA = {"CamembertTokenizer": ("<s>NOTUSED", "</s>NOTUSED", "<unk>NOTUSED")}
 
 
+def reads_as_it_is(root: Path) -> bool:
+    """Whether the steps of tokenizer.json hold for the checkpoint in `root`, whatever class its files name."""
+    model_type = (read_json(root, "config.json") or {}).get("model_type")
+    return isinstance(model_type, str) and _OF_MODEL.get(model_type, "") is None
+
+
 def tokenizer_class(root: Path, config: Mapping[str, Any], has_byte_level: bool) -> TokenizerClass:
     """The class that transformers 5 chooses for the checkpoint in `root`, with tokenizer_config.json in `config`.
 

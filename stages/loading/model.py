@@ -278,6 +278,8 @@ def _read_text(config: EngineConfig, root: Path, shape: DecoderSpec, model_id: s
         check_tokenizer_file(root, shape.vocab_size)
         files = read_sentence_files(root)
         tokenizer = Tokenizer.read(root, lower_case=files.lower_case)
+        if tokenizer.sources != ("tokenizer.json",):
+            log.info("tokenizer.converted", files=list(tokenizer.sources))
         check_tokens(root, len(tokenizer), shape.vocab_size)
         template = ChatTemplate.read(root, tokenizer, config.chat_template)
         log.info("chat_template.chosen", **_origins(template))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -155,14 +154,6 @@ def test_answers_are_not_decoded_by_other_rules_than_the_files(
     tokenizer = Tokenizer.read(written(kinds, variant, tmp_path))
     with pytest.raises(CheckpointError, match=message):
         TextTable(tokenizer)
-
-
-def test_a_missing_file_is_named_with_the_way_to_make_it(kinds: dict[str, Path], tmp_path: Path):
-    root = written(kinds, Variant("word_piece"), tmp_path)
-    (root / "vocab.txt").write_text("\n".join(json.loads((root / "tokenizer.json").read_text())["model"]["vocab"]))
-    (root / "tokenizer.json").unlink()
-    with pytest.raises(CheckpointError, match=r"no tokenizer.json; save one with transformers: .*save_pretrained"):
-        Tokenizer.read(root)
 
 
 def test_a_folder_with_nothing_but_tokenizer_json_is_enough(kinds: dict[str, Path], tmp_path: Path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from .spec import AttentionSpec, DecoderSpec, FeedSpec, LatentSpec, LayerSpec, MoeSpec, NormSpec, RecurrentSpec
+from .spec import AttentionSpec, DecoderSpec, FeedSpec, LatentSpec, LayerSpec, MoeSpec, RecurrentSpec
 
 Backend = Literal["native", "torch", "triton"]
 
@@ -76,33 +76,10 @@ def _of_native_step(spec: DecoderSpec) -> Iterator[str]:
         yield "an embedding with a scale, positions or a norm"
     if head.has_bias or head.scale != 1.0 or head.soft_cap is not None:
         yield "an output layer with a bias, a scale or a cap"
-    if len(spec.ropes) != 1:
-        yield f"{len(spec.ropes)} kinds of rotary positions"
-    eps = {norm.eps for layer in spec.layers for norm in (layer.pre_mixer, layer.pre_feed, spec.final_norm) if norm}
-    if len(eps) != 1:
-        yield "norms with different eps"
     for layer in dict.fromkeys(spec.layers):
-        yield from _of_native_layer(layer)
-
-
-def _of_native_layer(layer: LayerSpec) -> Iterator[str]:
-    attention, feed = layer.mixer, layer.feed
-    assert isinstance(attention, AttentionSpec) and isinstance(feed, FeedSpec)
-    if layer.is_parallel or layer.residual_scale != 1.0:
-        yield "parallel or scaled residuals"
-    norms = (layer.pre_mixer, layer.pre_feed)
-    if layer.post_mixer or layer.post_feed or None in norms or any(norm and not _is_plain(norm) for norm in norms):
-        yield "norms that are not Llama's"
-    norm = attention.qk_norm
-    if norm and (norm.over != "head" or norm.when != "before_rope" or norm.has_weight_per_head):
-        yield "norms of queries and keys that are not Qwen3's"
-    if attention.scale != attention.head_dim**-0.5 or attention.soft_cap is not None or attention.has_sinks:
-        yield "attention scores with a scale, a cap or sinks"
-    if attention.rope is None or attention.query_temper is not None:
-        yield "layers without rotary positions, or with tempered queries"
-    if not feed.is_gated or feed.activation != "silu":
-        yield f"the activation {feed.activation}"
-
-
-def _is_plain(norm: NormSpec) -> bool:
-    return (norm.kind, norm.weight, norm.is_exact) == ("rms", "w", False)
+        attention, feed = layer.mixer, layer.feed
+        assert isinstance(attention, AttentionSpec) and isinstance(feed, FeedSpec)
+        if attention.soft_cap is not None or attention.has_sinks:
+            yield "attention scores with a cap or sinks"
+        if not feed.is_gated or feed.activation != "silu":
+            yield f"the activation {feed.activation}"

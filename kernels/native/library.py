@@ -18,14 +18,33 @@ ENVIRONMENT = "MILLRACE_INSTRUCTION_SET"  # forces an instruction set, for tests
 EMULATED = {"avx512_bf16_emulated": "avx512", "amx_emulated": "avx512_bf16"}  # what each needs; for tests
 
 
+class NormStruct(Structure):
+    """`NormShape` of source/weights/shape.h."""
+
+    _fields_ = [("kind", c_int32), ("eps", c_float), ("is_exact", c_int32)]
+
+
+class LayerStruct(Structure):
+    """`LayerShape` of source/weights/shape.h."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("window", "intermediate_size", "temper_length")),
+        *((name, c_float) for name in ("temper", "attention_scale", "residual_scale")),
+        *((name, c_int32) for name in ("rope", "is_parallel")),
+        *((name, c_int32) for name in ("is_qk_norm_over_row", "is_qk_norm_after_rope", "has_weight_per_head")),
+        *((name, NormStruct) for name in ("pre_mixer", "post_mixer", "pre_feed", "post_feed", "qk_norm")),
+    ]
+
+
 class ShapeStruct(Structure):
-    """`ShapeStruct` of source/weights/model.h."""
+    """`Shape` of source/weights/shape.h."""
 
     _fields_ = [
         *((name, c_int64) for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads")),
-        *((name, c_int64) for name in ("head_dim", "intermediate_size", "rotary_dim")),
-        ("rms_norm_eps", c_float),
-        *((name, c_int32) for name in ("dtype", "linears", "head", "cache", "group_size", "has_head", "is_tied")),
+        ("head_dim", c_int64),
+        *((name, c_int32) for name in ("dtype", "linears", "head", "cache", "group_size")),
+        *((name, c_int32) for name in ("has_head", "is_tied")),
+        ("final_norm", NormStruct),
     ]
 
 
@@ -140,10 +159,18 @@ def load(instruction_set: str) -> ctypes.CDLL:
     model = c_void_p
     library.millrace_is_supported.restype = c_int32
     library.millrace_model_new.restype = model
-    library.millrace_model_new.argtypes = [POINTER(ShapeStruct), c_void_p, c_int32, c_void_p, c_int32, c_int64]
+    library.millrace_model_new.argtypes = [
+        POINTER(ShapeStruct),
+        POINTER(LayerStruct),
+        c_int32,
+        c_void_p,
+        c_int32,
+        c_int64,
+    ]
+    library.millrace_shape_bytes.restype = library.millrace_layer_shape_bytes.restype = c_int64
     library.millrace_model_delete.argtypes = [model]
     library.millrace_model_delete.restype = None
-    library.millrace_set_positions.argtypes = [model, c_void_p, c_void_p, c_int64]
+    library.millrace_set_positions.argtypes = [model, c_int64, c_int64, c_void_p, c_void_p, c_void_p]
     library.millrace_set_positions.restype = c_int32
     library.millrace_set_tensors.argtypes = [model, POINTER(TensorStruct), c_int64, POINTER(c_int64)]
     library.millrace_set_tensors.restype = c_int32
@@ -206,4 +233,7 @@ def load(instruction_set: str) -> ctypes.CDLL:
     library.millrace_drain.restype = None
     if not library.millrace_is_supported():
         raise NativeUnavailableError(f"instruction set {instruction_set}: the processor lacks it")
+    mirrored = ctypes.sizeof(ShapeStruct), ctypes.sizeof(LayerStruct)
+    compiled = library.millrace_shape_bytes(), library.millrace_layer_shape_bytes()
+    assert mirrored == compiled, f"structs of {mirrored} bytes: the library has {compiled}"
     return library

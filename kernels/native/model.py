@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from . import library, machine, tensors
+from . import library, machine, structs, tensors
 from .cache import NativeCache
 from .errors import NativeUnavailableError, NonFiniteError
 from .logits_buffers import LogitsBuffers
-from .shape import Array, Bools, CacheDType, DType, Floats, Ints, Longs, NativeShape, Quantization
+from .shape import Array, Bools, CacheDType, DType, Floats, Ints, Longs, NativeShape, Quantization, RopeTable
 from .thread_throttle import ThreadShare, ThreadThrottle
 
 _TYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "int4": 4}
@@ -45,8 +45,8 @@ class NativeModel:
         self,
         shape: NativeShape,
         dtype: DType,
-        cos: Floats,
-        sin: Floats,
+        ropes: Sequence[RopeTable],
+        num_positions: int,
         *,
         quantization: Quantization | None = None,
         group_size: int = GROUP_SIZE,
@@ -57,7 +57,7 @@ class NativeModel:
         worth_a_thread: int = 2 << 20,
         thread_throttle: ThreadThrottle | None = None,
     ) -> None:
-        """cos, sin [P, rotary_dim / 2]: the rotary tables of P positions.
+        """ropes, num_positions: as in `set_positions`.
 
         `quantization`: storage of the matrices. None: `dtype`. "int8": one scale per row. "int4": one scale per
         `group_size` numbers of a row, and the head in int8. An embedding that is not the head stays in `dtype`.
@@ -79,21 +79,14 @@ class NativeModel:
         self.cache_dtype = cache_dtype or dtype
         self.num_threads = num_threads or machine.default_threads()
         self.instruction_set, self._library = library.load_best(instruction_set)
-        names = [name for name, _ in library.ShapeStruct._fields_]  # type: ignore[misc]
-        sizes = {name: getattr(shape, name) for name in names if hasattr(shape, name)}
-        c_shape = library.ShapeStruct(
-            **sizes,
-            dtype=_TYPES[dtype],
-            linears=_TYPES[quantization or dtype],
-            head=_TYPES["int8" if quantization else dtype],
-            cache=_TYPES[self.cache_dtype],
-            group_size=group_size,
-        )
-        windows = np.array([window or 0 for window in shape.sliding_windows], np.int64)
+        c_shape = structs.of_shape(shape)
+        c_shape.dtype, c_shape.linears = _TYPES[dtype], _TYPES[quantization or dtype]
+        c_shape.head, c_shape.cache = _TYPES["int8" if quantization else dtype], _TYPES[self.cache_dtype]
+        c_shape.group_size = group_size
         pinned = np.array(machine.cpus() if cpus is None else cpus, np.int32)
         self._model = self._library.millrace_model_new(
             ctypes.byref(c_shape),
-            windows.ctypes.data,
+            structs.of_layers(shape),
             self.num_threads,
             pinned.ctypes.data,
             len(pinned),
@@ -112,17 +105,22 @@ class NativeModel:
         self._are_coded = False
         freed = weakref.finalize(self, _delete, self._library, self._model, self._kept)
         freed.atexit = False  # the system frees the memory of a process, and a thread may still be packing weights
-        self.set_positions(cos, sin)
+        self.set_positions(ropes, num_positions)
 
-    def set_positions(self, cos: Floats, sin: Floats) -> None:
-        """Replaces the rotary tables, [P, rotary_dim / 2] each; sets `max_positions` to P."""
-        cos, sin = np.ascontiguousarray(cos, np.float32), np.ascontiguousarray(sin, np.float32)
-        if cos.shape != sin.shape or cos.shape[1] != self.shape.rotary_dim // 2:
-            wanted = f"[positions, {self.shape.rotary_dim // 2}]"
-            raise ValueError(f"cos {cos.shape}, sin {sin.shape}: must both be {wanted}")
-        self.max_positions = len(cos)
-        if self._library.millrace_set_positions(self._model, cos.ctypes.data, sin.ctypes.data, len(cos)):
-            raise MemoryError(f"no memory for the rotary tables of {len(cos)} positions")
+    def set_positions(self, ropes: Sequence[RopeTable], num_positions: int) -> None:
+        """Replaces the rotary tables, one for each of `NativeShape.rotary_dims`; sets `max_positions`."""
+        tables = [tuple(np.ascontiguousarray(table, np.float32) for table in pair) for pair in ropes]
+        halves = np.array([dim // 2 for dim in self.shape.rotary_dims], np.int64)
+        wanted = [(num_positions, half) for half in halves.tolist()]
+        if [cos.shape for cos, _ in tables] != wanted or [sin.shape for _, sin in tables] != wanted:
+            sizes = ", ".join(f"{cos.shape} and {sin.shape}" for cos, sin in tables) or "none"
+            raise ValueError(f"rotary tables {sizes}: cos and sin must be {', '.join(map(str, wanted)) or 'none'}")
+        cos, sin = ((ctypes.c_void_p * len(tables))(*(pair[i].ctypes.data for pair in tables)) for i in (0, 1))
+        if self._library.millrace_set_positions(
+            self._model, num_positions, len(tables), halves.ctypes.data, ctypes.addressof(cos), ctypes.addressof(sin)
+        ):
+            raise MemoryError(f"no memory for the rotary tables of {num_positions} positions")
+        self.max_positions = num_positions
 
     def set_tensor(self, name: str, data: Array, dtype: str | None = None) -> None:
         """Packs a tensor of the checkpoint, a row-major array, which is not needed afterwards.

@@ -1,4 +1,4 @@
-"""The sizes of a decoder for the native library, and the types of its arrays."""
+"""A decoder as the native library takes it, layer by layer, and the types of its arrays."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ Ints = NDArray[np.int32]
 Doubles = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 DType = Literal["float32", "bfloat16"]
+RopeTable = tuple[Floats, Floats]  # cos and sin, [P, rotary_dim / 2] each
 CacheDType = Literal["float32", "bfloat16", "int8"]
 Quantization = Literal["int8", "int4"]
 
@@ -24,36 +25,87 @@ CACHE_TYPES: dict[CacheDType, type[np.generic]] = {"float32": np.float32, "bfloa
 _MAX_HEAD_DIM = 1024
 
 
+NormKind = Literal["rms", "layer"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeNorm:
+    """A norm of rows in float32. It has a weight, or a bias, if the tensor is set."""
+
+    kind: NormKind = "rms"
+    eps: float = 1e-6
+    is_exact: bool = False  # weight and bias stay float32; False: they are rounded to the dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeQkNorm:
+    """The norm of queries and keys."""
+
+    norm: NativeNorm = NativeNorm()
+    is_over_row: bool = False  # all heads of a token together, instead of each head
+    is_after_rope: bool = False
+    has_weight_per_head: bool = False  # [H, D] and [G, D] instead of [D]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeLayer:
+    """What a layer computes; the defaults are Llama's.
+
+    Biases of projections are added if their tensors are set.
+    """
+
+    intermediate_size: int
+    window: int | None = None  # keys a query sees, itself included; None = all
+    rope: int | None = 0  # index into `NativeShape.rotary_dims`; None = not rotated
+    attention_scale: float | None = None  # of scores; None = head_dim ** -0.5
+    qk_norm: NativeQkNorm | None = None
+    query_temper: tuple[float, int] | None = (
+        None  # (b, n): queries *= 1 + b * ln(1 + position // n), after the rotation
+    )
+    pre_mixer: NativeNorm | None = NativeNorm()
+    post_mixer: NativeNorm | None = None
+    pre_feed: NativeNorm | None = NativeNorm()
+    post_feed: NativeNorm | None = None
+    is_parallel: bool = False  # x += mixer(pre_mixer(x)) + feed(pre_feed(x)); a missing pre_feed is pre_mixer
+    residual_scale: float = 1.0  # multiplies what is added to the residual
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeShape:
-    """The sizes of a decoder. Supported: Llama 2 and 3, Mistral, Qwen2, Qwen2.5, Qwen3."""
+    """A decoder: the sizes that all layers share, and its layers, of which equal ones may be one object."""
 
     vocab_size: int
     hidden_size: int
-    num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    intermediate_size: int
-    rotary_dim: int  # rotated elements of a head, from its start
-    rms_norm_eps: float
-    sliding_windows: tuple[int | None, ...]  # per layer: keys a query sees, itself included; None = all
+    layers: tuple[NativeLayer, ...]
+    rotary_dims: tuple[int, ...]  # of each rotary table: rotated elements of a head, from its start
     is_tied: bool  # the head is the embedding
     has_head: bool = True
+    final_norm: NativeNorm | None = NativeNorm()
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    def gaps(self) -> list[str]:
+        """What the library does not support of these sizes; empty if it runs the decoder."""
+        even = [
+            ("hidden_size", self.hidden_size),
+            *{("intermediate_size", layer.intermediate_size) for layer in self.layers},
+            ("num_heads * head_dim", self.num_heads * self.head_dim),
+            ("head_dim", self.head_dim),
+        ]
+        gaps = [f"{name} = {size}: must be even for the native step" for name, size in even if size % 2]
+        if self.head_dim > _MAX_HEAD_DIM:
+            gaps.append(f"head_dim = {self.head_dim}: the native step takes at most {_MAX_HEAD_DIM}")
+        return gaps
 
     def check(self) -> None:
         """Raises UnsupportedModelError for sizes that the library does not support."""
-        even = {
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "num_heads * head_dim": self.num_heads * self.head_dim,
-            "head_dim": self.head_dim,
-        }
-        for name, size in even.items():
-            if size % 2:
-                raise UnsupportedModelError(f"{name} = {size}: must be even for the native step")
-        if self.head_dim > _MAX_HEAD_DIM:
-            raise UnsupportedModelError(f"head_dim = {self.head_dim}: the native step takes at most {_MAX_HEAD_DIM}")
+        if gaps := self.gaps():
+            raise UnsupportedModelError("; ".join(gaps))
 
     def bytes_per_block(self, block_size: int, dtype: CacheDType) -> int:
         """Memory of one cache block: all layers, keys and values.

@@ -22,8 +22,21 @@ LAYER_KINDS = {
     "mlp.gate_proj.bias": 18,
     "mlp.up_proj.bias": 19,
     "mlp.down_proj.bias": 20,
+    "post_mixer_layernorm.weight": 21,
+    "post_feed_layernorm.weight": 22,
+    "input_layernorm.bias": 23,
+    "post_attention_layernorm.bias": 24,
+    "post_mixer_layernorm.bias": 25,
+    "post_feed_layernorm.bias": 26,
+    "self_attn.q_norm.bias": 27,
+    "self_attn.k_norm.bias": 28,
 }
-MODEL_KINDS = {"model.embed_tokens.weight": 0, "lm_head.weight": 1, "model.norm.weight": 2}
+MODEL_KINDS = {
+    "model.embed_tokens.weight": 0,
+    "lm_head.weight": 1,
+    "model.norm.weight": 2,
+    "model.norm.bias": 29,
+}
 
 
 def place(name: str) -> tuple[int, int]:

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from ...kernels.native.cache import NativeCache
 from ...kernels.native.model import NativeModel
-from ...kernels.native.shape import NativeShape
-from ..spec import DecoderSpec
+from ...kernels.native.shape import NativeLayer, NativeNorm, NativeQkNorm, NativeShape
+from ..spec import AttentionSpec, DecoderSpec, FeedSpec, LayerSpec, NormSpec, QkNorm
 from .step_inputs import StepInputs
 
 Floats = NDArray[np.float32]
@@ -19,27 +19,58 @@ Bools = NDArray[np.bool_]
 
 
 def native_shape(spec: DecoderSpec) -> NativeShape:
-    """The shape of the model, as the native library takes it."""
+    """The decoder as the native library takes it; `backend_gaps.missing` has found nothing that it lacks."""
+    layers = {layer: _layer(layer) for layer in dict.fromkeys(spec.layers)}
     return NativeShape(
         vocab_size=spec.vocab_size,
         hidden_size=spec.hidden_size,
-        num_layers=spec.num_layers,
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
-        intermediate_size=spec.intermediate_size,
-        rotary_dim=spec.ropes[0].dim,
-        rms_norm_eps=_eps_of(spec),
-        sliding_windows=spec.windows,
+        layers=tuple(layers[layer] for layer in spec.layers),
+        rotary_dims=tuple(rope.dim for rope in spec.ropes),
         is_tied=spec.head.is_tied,
         has_head=spec.head.exists,
+        final_norm=_norm(spec.final_norm),
     )
 
 
-def _eps_of(spec: DecoderSpec) -> float:
-    """The eps of all norms, which the library takes once."""
-    assert spec.final_norm is not None
-    return spec.final_norm.eps
+def _layer(layer: LayerSpec) -> NativeLayer:
+    attention, feed = layer.mixer, layer.feed
+    assert isinstance(attention, AttentionSpec) and isinstance(feed, FeedSpec)
+    return NativeLayer(
+        intermediate_size=feed.intermediate_size,
+        window=attention.window,
+        rope=attention.rope,
+        attention_scale=attention.scale,
+        qk_norm=_qk_norm(attention.qk_norm),
+        query_temper=attention.query_temper,
+        pre_mixer=_norm(layer.pre_mixer),
+        post_mixer=_norm(layer.post_mixer),
+        pre_feed=_norm(layer.pre_feed),
+        post_feed=_norm(layer.post_feed),
+        is_parallel=layer.is_parallel,
+        residual_scale=layer.residual_scale,
+    )
+
+
+def _norm(norm: NormSpec | None) -> NativeNorm | None:
+    """The library computes all norms in float32; what differs is whether the weight is rounded first."""
+    if norm is None:
+        return None
+    return NativeNorm(kind=norm.kind, eps=norm.eps, is_exact=norm.is_exact or norm.weight == "one_plus")
+
+
+def _qk_norm(qk_norm: QkNorm | None) -> NativeQkNorm | None:
+    norm = None if qk_norm is None else _norm(qk_norm.norm)
+    if qk_norm is None or norm is None:
+        return None
+    return NativeQkNorm(
+        norm=norm,
+        is_over_row=qk_norm.over == "row",
+        is_after_rope=qk_norm.when == "after_rope",
+        has_weight_per_head=qk_norm.has_weight_per_head,
+    )
 
 
 class NativeDecoder:

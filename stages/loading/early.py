@@ -220,7 +220,8 @@ def _make_native_model(config: EngineConfig, shape: DecoderSpec, threads: Comput
     return NativeModel(
         native_shape(shape),
         cast(DType, config.dtype_of(shape.dtype)),
-        *rope_tables(shape.ropes[0], 1),
+        [rope_tables(rope, 1) for rope in shape.ropes],
+        1,
         quantization=config.quantization,
         cache_dtype=_native_cache_dtype(config, shape),
         num_threads=threads.count,

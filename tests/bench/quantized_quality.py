@@ -71,7 +71,8 @@ def load(root: Path, form: Form) -> NativeModel:
     model = NativeModel(
         native_shape(config),
         "bfloat16",
-        *rope_tables(config.ropes[0], CONTEXT),
+        [rope_tables(rope, CONTEXT) for rope in config.ropes],
+        CONTEXT,
         quantization=form.quantization,
         group_size=form.group_size,
         cache_dtype=form.cache_dtype,

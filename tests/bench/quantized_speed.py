@@ -54,7 +54,8 @@ class Subject:
         self.model = NativeModel(
             native_shape(config),
             "bfloat16",
-            *rope_tables(config.ropes[0], PROMPT + CONTEXT),
+            [rope_tables(rope, PROMPT + CONTEXT) for rope in config.ropes],
+            PROMPT + CONTEXT,
             quantization=form.quantization,
             group_size=form.group_size,
             cache_dtype=form.cache_dtype,

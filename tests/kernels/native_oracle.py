@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from millrace.kernels.native.cache import NativeCache
 from millrace.kernels.native.model import NativeModel
-from millrace.kernels.native.shape import DType, NativeShape
+from millrace.kernels.native.shape import DType, NativeLayer, NativeNorm, NativeQkNorm, NativeShape
 
 Array = NDArray[Any]
 
@@ -25,9 +25,32 @@ SMALL: dict[str, Any] = {
     "intermediate_size": 72,
     "rotary_dim": 32,
     "rms_norm_eps": 1e-5,
-    "sliding_windows": (None, None),
     "is_tied": True,
 }
+
+
+def small_shape(
+    has_qk_norm: bool = False, layer: dict[str, Any] | None = None, last: dict[str, Any] | None = None, **sizes: Any
+) -> NativeShape:
+    """SMALL, with other sizes; `layer`: fields that all layers get, `last`: those that the last one gets besides.
+
+    `eps` of its norms is `rms_norm_eps`, unless a norm is given."""
+    sizes = {**SMALL, **sizes}
+    norm = NativeNorm(eps=sizes.pop("rms_norm_eps"))
+    num_layers, inner, rotary_dim = (sizes.pop(name) for name in ("num_layers", "intermediate_size", "rotary_dim"))
+    windows = sizes.pop("sliding_windows", (None,) * num_layers)
+    assert len(windows) == num_layers, f"{windows} for {num_layers} layers"
+    fields = {
+        "intermediate_size": inner,
+        "pre_mixer": norm,
+        "pre_feed": norm,
+        "qk_norm": NativeQkNorm(norm=norm) if has_qk_norm else None,
+        **(layer or {}),
+    }
+    layers = [NativeLayer(window=window, **fields) for window in windows]
+    if last:
+        layers[-1] = replace(layers[-1], **last)
+    return NativeShape(**{"layers": tuple(layers), "rotary_dims": (rotary_dim,), "final_norm": norm, **sizes})
 
 
 @dataclass
@@ -36,17 +59,24 @@ class Checkpoint:
 
     shape: NativeShape
     tensors: dict[str, Array]
-    cos: Array
-    sin: Array
+    ropes: list[tuple[Array, Array]]  # cos and sin [P, rotary_dim / 2] of each table
+    num_positions: int
     has_int8_cache: bool = False
 
     @classmethod
     def random(
-        cls, has_bias: bool = False, has_qk_norm: bool = False, num_positions: int = 1200, seed: int = 0, **sizes: Any
+        cls,
+        has_bias: bool = False,
+        has_norm_bias: bool = False,
+        has_norm_weight: bool = True,
+        num_positions: int = 1200,
+        seed: int = 0,
+        **sizes: Any,
     ) -> Checkpoint:
-        shape = NativeShape(**{**SMALL, **sizes})
+        """`sizes` as in `small_shape`."""
+        shape = small_shape(**sizes)
         draw = np.random.default_rng(seed)
-        hidden, inner = shape.hidden_size, shape.intermediate_size
+        hidden = shape.hidden_size
         heads, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         rows = {"q": (heads, hidden), "k": (kv, hidden), "v": (kv, hidden), "o": (hidden, heads)}
         tensors: dict[str, Array] = {}
@@ -54,33 +84,44 @@ class Checkpoint:
         def put(name: str, *sizes: int, mean: float = 0.0, scale: float = 0.1) -> None:
             tensors[name] = round_to_bfloat16((mean + scale * draw.standard_normal(sizes)).astype(np.float32))
 
+        def put_norm(name: str, norm: NativeNorm | None, *sizes: int) -> None:
+            if norm is not None and has_norm_weight:
+                put(f"{name}.weight", *sizes, mean=1.0)
+            if norm is not None and has_norm_bias:
+                put(f"{name}.bias", *sizes)
+
         put("model.embed_tokens.weight", shape.vocab_size, hidden, scale=1.0)
         if not shape.is_tied:
             put("lm_head.weight", shape.vocab_size, hidden)
-        put("model.norm.weight", hidden, mean=1.0)
-        for layer in range(shape.num_layers):
-            prefix = f"model.layers.{layer}"
-            for norm in ("input_layernorm", "post_attention_layernorm"):
-                put(f"{prefix}.{norm}.weight", hidden, mean=1.0)
+        put_norm("model.norm", shape.final_norm, hidden)
+        for index, layer in enumerate(shape.layers):
+            prefix = f"model.layers.{index}"
+            for name, norm in norms_of(layer).items():
+                put_norm(f"{prefix}.{name}", norm, hidden)
             for name, size in rows.items():
                 put(f"{prefix}.self_attn.{name}_proj.weight", *size)
                 if has_bias:
                     put(f"{prefix}.self_attn.{name}_proj.bias", size[0])
-            for name, size in {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}.items():
+            inner = layer.intermediate_size
+            matrices = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+            for name, size in matrices.items():
                 put(f"{prefix}.mlp.{name}_proj.weight", *size)
                 if has_bias:
                     put(f"{prefix}.mlp.{name}_proj.bias", size[0])
-            if has_qk_norm:
-                put(f"{prefix}.self_attn.q_norm.weight", shape.head_dim, mean=1.0)
-                put(f"{prefix}.self_attn.k_norm.weight", shape.head_dim, mean=1.0)
-        angles = np.arange(num_positions)[:, None] / 1000.0 ** (np.arange(0, shape.rotary_dim, 2) / shape.rotary_dim)
-        return cls(shape, tensors, np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32))
+            if (qk := layer.qk_norm) is not None:
+                dims = {"q": (shape.num_heads, shape.head_dim), "k": (shape.num_kv_heads, shape.head_dim)}
+                for name, (count, dim) in dims.items():
+                    size = (count, dim) if qk.has_weight_per_head else (count * dim,) if qk.is_over_row else (dim,)
+                    put_norm(f"{prefix}.self_attn.{name}_norm", qk.norm, *size)
+        return cls(
+            shape, tensors, [_rope(dim, num_positions, i) for i, dim in enumerate(shape.rotary_dims)], num_positions
+        )
 
     def load(self, dtype: DType = "float32", **settings: Any) -> NativeModel:
         """Into the library. All threads share each phase of a step but its first, however busy the machine is, and the
         cache is taken to keep what makes steps fetch a layer ahead and two threads share rows, whatever it does. No
         step's rows are taken apart."""
-        model = NativeModel(self.shape, dtype, self.cos, self.sin, **settings)
+        model = NativeModel(self.shape, dtype, self.ropes, self.num_positions, **settings)
         for name, tensor in self.tensors.items():
             model.set_tensor(name, tensor)
         model._library.millrace_set_join_delay(model._model, 0)
@@ -98,41 +139,65 @@ class Checkpoint:
 
     def logits(self, token_ids: list[int]) -> Array:
         """[T, V] float64, of every token of one sequence."""
-        shape, eps = self.shape, self.shape.rms_norm_eps
+        shape = self.shape
         residual = self._get("model.embed_tokens.weight")[token_ids]
-        for layer in range(shape.num_layers):
-            prefix = f"model.layers.{layer}"
-            x = _norm(residual, self._get(f"{prefix}.input_layernorm.weight"), eps)
-            residual = residual + self._linear(self._attention(layer, x), f"{prefix}.self_attn.o_proj")
-            x = _norm(residual, self._get(f"{prefix}.post_attention_layernorm.weight"), eps)
-            gate, up = (self._linear(x, f"{prefix}.mlp.{name}_proj") for name in ("gate", "up"))
-            residual = residual + self._linear(gate / (1 + np.exp(-gate)) * up, f"{prefix}.mlp.down_proj")
-        x = _norm(residual, self._get("model.norm.weight"), eps)
+        for index, layer in enumerate(shape.layers):
+            prefix, norms = f"model.layers.{index}", norms_of(layer)
+
+            def normed(x: Array, name: str, prefix: str = prefix, norms: Any = norms) -> Array:
+                return self._norm(x, norms[name], f"{prefix}.{name}")
+
+            mixed = self._attention(index, normed(residual, "input_layernorm"))
+            mixed = normed(self._linear(mixed, f"{prefix}.self_attn.o_proj"), "post_mixer_layernorm")
+            after = residual + layer.residual_scale * mixed
+            before_feed = residual if layer.is_parallel else after
+            is_shared = layer.is_parallel and layer.pre_feed is None
+            x = normed(before_feed, "input_layernorm" if is_shared else "post_attention_layernorm")
+            fed = normed(self._feed(index, x), "post_feed_layernorm")
+            residual = after + layer.residual_scale * fed
+        x = self._norm(residual, shape.final_norm, "model.norm")
         return x @ self._get("model.embed_tokens.weight" if shape.is_tied else "lm_head.weight").T
 
-    def _attention(self, layer: int, x: Array) -> Array:
-        shape, prefix, count = self.shape, f"model.layers.{layer}.self_attn", len(x)
+    def _feed(self, index: int, x: Array) -> Array:
+        gate, up = (self._linear(x, f"model.layers.{index}.mlp.{name}_proj") for name in ("gate", "up"))
+        return self._linear(gate / (1 + np.exp(-gate)) * up, f"model.layers.{index}.mlp.down_proj")
+
+    def _attention(self, index: int, x: Array) -> Array:
+        shape, layer, prefix = self.shape, self.shape.layers[index], f"model.layers.{index}.self_attn"
+        count = len(x)
         q, k, v = (
-            self._linear(x, f"{prefix}.{name}_proj").reshape(count, -1, shape.head_dim).transpose(1, 0, 2)
-            for name in ("q", "k", "v")
-        )  # [heads, T, D]
-        if f"{prefix}.q_norm.weight" in self.tensors:
-            q = _norm(q, self._get(f"{prefix}.q_norm.weight"), shape.rms_norm_eps)
-            k = _norm(k, self._get(f"{prefix}.k_norm.weight"), shape.rms_norm_eps)
-        q, k = self._rotate(q), self._rotate(k)
+            self._linear(x, f"{prefix}.{name}_proj").reshape(count, -1, shape.head_dim) for name in ("q", "k", "v")
+        )  # [T, heads, D]
+
+        def normed(x: Array, name: str) -> Array:
+            qk = layer.qk_norm
+            flat = x.reshape(count, -1) if qk is not None and qk.is_over_row else x
+            return self._norm(flat, None if qk is None else qk.norm, f"{prefix}.{name}").reshape(x.shape)
+
+        is_after = layer.qk_norm is not None and layer.qk_norm.is_after_rope
+        if not is_after:
+            q, k = normed(q, "q_norm"), normed(k, "k_norm")
+        if layer.rope is not None:
+            q, k = self._rotate(q, layer.rope), self._rotate(k, layer.rope)
+        if is_after:
+            q, k = normed(q, "q_norm"), normed(k, "k_norm")
+        if layer.query_temper is not None:
+            beta, length = layer.query_temper
+            q = q * (1 + beta * np.log(1 + np.arange(count) // length))[:, None, None]
+        q, k, v = (part.transpose(1, 0, 2) for part in (q, k, v))  # [heads, T, D]
         if self.has_int8_cache:
             k, v = in_int8(k), in_int8(v)
         k, v = (np.repeat(part, shape.num_heads // shape.num_kv_heads, axis=0) for part in (k, v))
-        scores = q @ k.transpose(0, 2, 1) / shape.head_dim**0.5
+        scores = q @ k.transpose(0, 2, 1) * (layer.attention_scale or shape.head_dim**-0.5)
         age = np.arange(count)[:, None] - np.arange(count)
-        window = shape.sliding_windows[layer] or count
-        weights = np.exp(np.where((age >= 0) & (age < window), scores, -np.inf))
+        is_seen = (age >= 0) & (age < (layer.window or count))
+        weights = np.exp(np.where(is_seen, scores, -np.inf))
         seen = weights / weights.sum(-1, keepdims=True) @ v
         return seen.transpose(1, 0, 2).reshape(count, -1)
 
-    def _rotate(self, x: Array) -> Array:
-        half = self.shape.rotary_dim // 2
-        cos, sin = self.cos[: x.shape[1]].astype(np.float64), self.sin[: x.shape[1]].astype(np.float64)
+    def _rotate(self, x: Array, rope: int) -> Array:
+        cos, sin = (table[: len(x), None].astype(np.float64) for table in self.ropes[rope])
+        half = cos.shape[-1]
         a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
         return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], -1)
 
@@ -141,12 +206,32 @@ class Checkpoint:
         bias = self.tensors.get(f"{name}.bias")
         return product if bias is None else product + bias
 
+    def _norm(self, x: Array, norm: NativeNorm | None, name: str) -> Array:
+        if norm is None:
+            return x
+        if norm.kind == "layer":
+            x = x - x.mean(-1, keepdims=True)
+        x = x / np.sqrt((x * x).mean(-1, keepdims=True) + norm.eps)
+        return x * self.tensors.get(f"{name}.weight", np.float64(1)) + self.tensors.get(f"{name}.bias", np.float64(0))
+
     def _get(self, name: str) -> Array:
         return self.tensors[name].astype(np.float64)
 
 
-def _norm(x: Array, weight: Array, eps: float) -> Array:
-    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
+def norms_of(layer: NativeLayer) -> dict[str, NativeNorm | None]:
+    """The norms of rows of the residual, by the names of their tensors."""
+    return {
+        "input_layernorm": layer.pre_mixer,
+        "post_mixer_layernorm": layer.post_mixer,
+        "post_attention_layernorm": layer.pre_feed,
+        "post_feed_layernorm": layer.post_feed,
+    }
+
+
+def _rope(dim: int, num_positions: int, index: int) -> tuple[Array, Array]:
+    """cos and sin; tables have different bases."""
+    angles = np.arange(num_positions)[:, None] / 1000.0 ** ((1 + index) * np.arange(0, dim, 2) / dim)
+    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
 
 def round_to_bfloat16(x: NDArray[np.float32]) -> NDArray[np.float32]:

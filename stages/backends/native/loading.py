@@ -68,7 +68,7 @@ def load_natively(
             host_blocks=host_blocks,
         )
         memory = sizing.plan(max_model_len)
-        model.set_positions(*rope_tables(shape.ropes[0], memory.max_model_len))
+        model.set_positions([rope_tables(rope, memory.max_model_len) for rope in shape.ropes], memory.max_model_len)
         runner = NativeRunner(
             model,
             cache := NativeCache(

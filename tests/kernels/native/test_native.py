@@ -17,10 +17,10 @@ from millrace.kernels.native import build, machine
 from millrace.kernels.native.cache import NativeCache
 from millrace.kernels.native.errors import NativeUnavailableError, UnsupportedModelError
 from millrace.kernels.native.model import NativeModel
-from millrace.kernels.native.shape import DType, Longs, NativeShape, Quantization
+from millrace.kernels.native.shape import DType, Longs, Quantization
 from millrace.kernels.native.thread_throttle import ThreadThrottle
 from tests.counts import FULL
-from tests.kernels.native_oracle import SMALL, Checkpoint, Run
+from tests.kernels.native_oracle import SMALL, Checkpoint, Run, small_shape
 
 AVAILABLE = machine.instruction_sets()
 pytestmark = pytest.mark.skipif(not AVAILABLE or build.find_compiler() is None, reason="no AVX2, or no C++ compiler")
@@ -315,7 +315,7 @@ def test_logits_from_hidden_states_are_those_of_the_step() -> None:
     )
     assert np.array_equal(model.logits(hidden), logits)
     assert np.array_equal(model.logits(hidden[3:5]), logits[3:5])
-    scale = np.sqrt((hidden**2).mean(1, keepdims=True) + model.shape.rms_norm_eps)
+    scale = np.sqrt((hidden**2).mean(1, keepdims=True) + SMALL["rms_norm_eps"])
     expected = hidden / scale * checkpoint("untied, biases").tensors["model.norm.weight"]
     np.testing.assert_allclose(model.normed(hidden), expected, rtol=1e-5)
 
@@ -383,7 +383,7 @@ def test_a_step_says_that_it_is_ready_before_it_computes_anything() -> None:
 
 def test_what_is_not_computed_is_refused_with_what_it_lacks() -> None:
     with pytest.raises(UnsupportedModelError, match="hidden_size = 63.*even"):
-        NativeShape(**SMALL | {"hidden_size": 63}).check()
+        small_shape(hidden_size=63).check()
     with pytest.raises(NativeUnavailableError, match=f"instruction set avx10.*this machine has {AVAILABLE[0]}"):
         checkpoint("tied").load(instruction_set="avx10")
 

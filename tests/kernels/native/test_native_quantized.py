@@ -107,7 +107,7 @@ def test_rows_of_zeros_and_of_next_to_nothing_become_zeros(quantization: Quantiz
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_tensor_that_holds_no_number_is_refused_by_name(quantization: Quantization, bad: float) -> None:
     made = Checkpoint.random()
-    model = NativeModel(made.shape, "float32", made.cos, made.sin, quantization=quantization, num_threads=1)
+    model = NativeModel(made.shape, "float32", made.ropes, made.num_positions, quantization=quantization, num_threads=1)
     for column in (0, 71):  # in a whole vector, and past the last one
         tensor = made.tensors[DOWN].copy()
         tensor[63, column] = bad

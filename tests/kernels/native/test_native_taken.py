@@ -17,26 +17,14 @@ from millrace.kernels.native.page_preallocation import (
     PagePreallocation,
     take_pages,
 )
-from millrace.kernels.native.shape import NativeShape
 from tests.kernels.native.test_native_weights import resident_bytes
+from tests.kernels.native_oracle import small_shape
 
 MIB = 1 << 20
 HAS_CALL = take_pages(np.zeros(1 << 14, np.uint8).ctypes.data // 4096 * 4096, 4096)
 NEEDS_CALL = pytest.mark.skipif(not HAS_CALL, reason="this system takes no pages before they are written to")
 
-SHAPE = NativeShape(
-    vocab_size=8,
-    hidden_size=64,
-    num_layers=2,
-    num_heads=1,
-    num_kv_heads=1,
-    head_dim=64,
-    intermediate_size=64,
-    rotary_dim=64,
-    rms_norm_eps=1e-5,
-    sliding_windows=(None, None),
-    is_tied=True,
-)
+SHAPE = small_shape(vocab_size=8, num_heads=1, num_kv_heads=1, head_dim=64, intermediate_size=64, rotary_dim=64)
 
 
 class Clock:

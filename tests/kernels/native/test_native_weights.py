@@ -15,7 +15,7 @@ from millrace.kernels.native import build
 from millrace.kernels.native.errors import NonFiniteError
 from millrace.kernels.native.model import NativeModel
 from tests.kernels.native.test_native import AVAILABLE, DTYPES, MODELS, SETS, checkpoint, load, tokens
-from tests.kernels.native_oracle import Checkpoint, Run
+from tests.kernels.native_oracle import Checkpoint, Run, small_shape
 
 pytestmark = pytest.mark.skipif(not AVAILABLE or build.find_compiler() is None, reason="no AVX2, or no C++ compiler")
 
@@ -55,7 +55,7 @@ def test_one_number_that_is_not_finite_is_found_wherever_it_is(row: int, number:
 def test_a_tensor_with_nan_or_one_that_overflows_bfloat16_is_refused_by_name() -> None:
     made = Checkpoint.random()
     for dtype, value in (("float32", np.nan), ("bfloat16", 3.4e38)):
-        model = NativeModel(made.shape, dtype, made.cos, made.sin, num_threads=1)  # type: ignore[arg-type]
+        model = NativeModel(made.shape, dtype, made.ropes, made.num_positions, num_threads=1)  # type: ignore[arg-type]
         bad = made.tensors["model.layers.1.mlp.up_proj.weight"].copy()
         bad[71, 5] = value
         with pytest.raises(NonFiniteError, match=r"model\.layers\.1\.mlp\.up_proj\.weight.*" + dtype):
@@ -64,7 +64,7 @@ def test_a_tensor_with_nan_or_one_that_overflows_bfloat16_is_refused_by_name() -
 
 def test_half_precision_tensors_are_converted() -> None:
     made = Checkpoint.random()
-    models = [NativeModel(made.shape, "float32", made.cos, made.sin, num_threads=1) for _ in range(3)]
+    models = [NativeModel(made.shape, "float32", made.ropes, made.num_positions, num_threads=1) for _ in range(3)]
     for name, tensor in made.tensors.items():
         half = tensor.astype(np.float16)
         models[0].set_tensor(name, half)
@@ -86,11 +86,11 @@ def test_weights_are_counted_as_they_are_packed() -> None:
 def test_a_model_takes_the_memory_of_its_weights_with_the_first_of_them() -> None:
     """Before loading, the caller compares what it needs with what is free."""
     made = Checkpoint.random()
-    shape = replace(made.shape, hidden_size=1024, intermediate_size=4096)  # 26 million numbers in the layers
+    shape = small_shape(hidden_size=1024, intermediate_size=4096)  # 26 million numbers in the layers
     tensor = np.ones((4096, 1024), np.float32)
     ctypes.CDLL(None).malloc_trim(0)  # what other tests have given back is not to be taken from there
     before = resident_bytes()
-    model = NativeModel(shape, "bfloat16", made.cos, made.sin, num_threads=1)
+    model = NativeModel(shape, "bfloat16", made.ropes, made.num_positions, num_threads=1)
     assert resident_bytes() - before < 10 << 20
     model.set_tensor("model.layers.1.mlp.up_proj.weight", tensor)
     assert resident_bytes() - before > 40 << 20
@@ -103,7 +103,7 @@ def test_tensors_of_a_map_are_packed_in_one_call_as_each_is_by_itself(tmp_path: 
     for name, tensor in made.tensors.items():
         tensor.tofile(tmp_path / name)
         mapped[name] = np.memmap(tmp_path / name, np.float32, "c", shape=tensor.shape)
-    at_once = NativeModel(made.shape, "bfloat16", made.cos, made.sin, num_threads=1)
+    at_once = NativeModel(made.shape, "bfloat16", made.ropes, made.num_positions, num_threads=1)
     at_once.set_mapped_tensors(mapped)
     assert np.array_equal(Run(at_once).whole(tokens(50)), Run(one_by_one).whole(tokens(50)))
 
@@ -112,7 +112,7 @@ def test_a_map_has_no_pages_of_a_tensor_that_is_packed(tmp_path: Path) -> None:
     made, file = Checkpoint.random(), tmp_path / "tensors"
     file.write_bytes(bytes(2 * 4096 * 1024))
     model = NativeModel(
-        replace(made.shape, hidden_size=1024, intermediate_size=4096), "bfloat16", made.cos, made.sin, num_threads=1
+        small_shape(hidden_size=1024, intermediate_size=4096), "bfloat16", made.ropes, made.num_positions, num_threads=1
     )
     mapped = np.memmap(file, np.uint16, "c", shape=(4096, 1024))
     assert mapped.sum() == 0 and _pages_of(file) == 2048
@@ -134,6 +134,6 @@ def test_of_a_maps_tensors_the_one_that_is_not_finite_is_named(tmp_path: Path) -
         made.tensors[name].tofile(tmp_path / name)
         mapped[name] = np.memmap(tmp_path / name, np.float32, "c", shape=made.tensors[name].shape)
     mapped[names[1]][3, 2] = np.inf
-    model = NativeModel(made.shape, "bfloat16", made.cos, made.sin, num_threads=1)
+    model = NativeModel(made.shape, "bfloat16", made.ropes, made.num_positions, num_threads=1)
     with pytest.raises(NonFiniteError, match=re.escape(names[1])):
         model.set_mapped_tensors(mapped)

@@ -83,7 +83,7 @@ class ItemAttention {
                 continue;
             }
             std::fill(to + dim, to + row_size, Operand<T>());
-            const float* from = q + token(r) * stride + (item_.head * group_ + (item_.first_row + r) % group_) * dim;
+            const float* from = q + token(r) * stride + head(r) * dim;
             int64_t d = 0;
             for (; d + W <= dim; d += W) store(to + d, mul(load(from + d), splat(scale)));
             for (; d < dim; d++) convert(from[d] * scale, to + d);
@@ -163,11 +163,11 @@ class ItemAttention {
     void finish(const TiledRows<Out>& out) {
         int64_t dim = layout_.head_dim;
         for (int r = 0; r < item_.num_rows; r++) {
-            float *total = scratch_->total + r * width_, rescale = 1.0f / scratch_->sum[r];
-            for (int64_t d = 0; d < width_; d += W) store(total + d, mul(load(total + d), splat(rescale)));
+            float *total = scratch_->total + r * width_, factor = 1.0f / scratch_->sum[r];
+            for (int64_t d = 0; d < width_; d += W) store(total + d, mul(load(total + d), splat(factor)));
         }
         for (int r = 0; r < std::min<int64_t>(group_, item_.num_rows); r++) {  // rows of one head are consecutive tokens
-            int64_t begin = (item_.head * group_ + (item_.first_row + r) % group_) * dim;
+            int64_t begin = head(r) * dim;
             int64_t num_tokens = ceil_div(item_.num_rows - r, group_);
             out.put_rows(token(r), num_tokens, begin, dim, scratch_->total + r * width_, group_ * width_);
         }
@@ -175,6 +175,7 @@ class ItemAttention {
 
   private:
     int64_t token(int r) const { return first_token_ + (item_.first_row + r) / group_; }
+    int64_t head(int r) const { return item_.head * group_ + (item_.first_row + r) % group_; }
     int64_t position(int r) const { return start_ + (item_.first_row + r) / group_; }
 
     void list_reads(int64_t chunk, int64_t keys_or_values, std::vector<int64_t>* tiles) const {

@@ -52,10 +52,10 @@ class AttentionStep {
     }
 
     // Attention of one layer, whose cache is given.
-    void attend(const Batch<Input>& batch, const AttentionPlan& plan, const Cached* cache, Member member) {
+    void attend(const Batch<Input>& batch, const AttentionPlan& plan, const Layer& layer, const Cached* cache, Member member) {
         TileScope tiles;
         member.parallel_for(plan.num_parts(), 1, [&](int64_t part, int64_t, int64_t) {
-            attend_part(batch, plan, cache, part, member.scratch_index, tiles);
+            attend_part(batch, plan, layer, cache, part, member.scratch_index, tiles);
         });
     }
 
@@ -82,8 +82,10 @@ class AttentionStep {
         typename Attention::PendingChunk pending;
     };
 
-    void attend_part(const Batch<Input>& batch, const AttentionPlan& plan, const Cached* cache, int64_t part,
-                     int scratch_index, TileScope& tiles) {
+    void attend_part(const Batch<Input>& batch, const AttentionPlan& plan, const Layer& layer, const Cached* cache,
+                     int64_t part, int scratch_index, TileScope& tiles) {
+        float scale = layer.shape.attention_scale;
+        if (scale == 0.0f) scale = 1.0f / std::sqrt(float(shape_.head_dim));
         TileReadOrder<Cached> reads{cache, plan.reads.data() + plan.first_read[part]};
         std::array<ChunkState, 2> states;
         auto begin = [&](size_t i, int half, bool is_other_pending) {
@@ -93,8 +95,7 @@ class AttentionStep {
             Attention& attention = state.attention.emplace(item_attention(batch, plan, *state.item, cache, scratch_index));
             if constexpr (USES_AMX<Cached>) tiles.configure(attention_tile_config(state.item->num_rows));
             if (plan.is_split || chunk == state.item->first_chunk())
-                attention.load_queries(batch.buffers.qkv, batch.buffers.qkv_stride,
-                                       1.0f / std::sqrt(float(shape_.head_dim)));
+                attention.load_queries(batch.buffers.qkv, batch.buffers.qkv_stride, scale);
             SoftmaxWeights<Cached>* deferred = is_other_pending ? &states[1 - half].pending.softmax : nullptr;
             attention.begin_chunk(chunk, &reads, half, deferred, &state.pending);
         };

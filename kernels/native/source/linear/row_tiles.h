@@ -161,11 +161,15 @@ struct TiledRows {
     }
 };
 
-enum class StoreMode { STORE, ADD };  // out = product, out += product
+enum class StoreMode { STORE, ADD };  // out = scale * product, out += scale * product
 
 inline void add_bias(float* tile, int rows, const float* bias) {
     for (int r = 0; r < rows; r++, tile += PANEL)
         for (int v = 0; v < PANEL; v += W) store(tile + v, add(load(tile + v), load(bias + v)));
+}
+
+inline void scale_tile(float* tile, int rows, float scale) {
+    for (int i = 0; i < rows * PANEL; i += W) store(tile + i, mul(load(tile + i), splat(scale)));
 }
 
 // Outputs take a tile [rows][32] of a product, of which `columns` are valid. `prefetch_output`: the tile is about to be
@@ -174,13 +178,15 @@ struct FloatOutput {  // rows of float32
     float* data;
     int64_t stride;
     StoreMode mode;
+    float scale = 1.0f;
 
     void prefetch_output(int64_t first_row, int rows, int64_t panel) const {
         const float* out = data + first_row * stride + panel * PANEL;
         for (int r = 0; r < rows; r++, out += stride) prefetch_for_write(out), prefetch_for_write(out + 16);
     }
 
-    void write(const float* tile, int64_t first_row, int rows, int64_t panel, int64_t columns) const {
+    void write(float* tile, int64_t first_row, int rows, int64_t panel, int64_t columns) const {
+        if (scale != 1.0f) scale_tile(tile, rows, scale);
         float* out = data + first_row * stride + panel * PANEL;
         for (int r = 0; r < rows; r++, tile += PANEL, out += stride) {
             int64_t c = 0;

@@ -53,29 +53,31 @@ int32_t run_on_step_thread(Model* model, const Call& call) {
 
 }  // namespace
 
-// windows [layers]: 0 for none. cpus [num_cpus]: see Pool; the first is the step thread's, which a model with several
-// compute threads has. min_work_per_thread: see Model.
-EXPORT Model* millrace_model_new(const Shape* shape, const int64_t* windows, int32_t num_threads, const int32_t* cpus,
+// layers [num_layers]. cpus [num_cpus]: see Pool; the first is the step thread's, which a model with several compute
+// threads has. min_work_per_thread: see Model.
+EXPORT Model* millrace_model_new(const Shape* shape, const LayerShape* layers, int32_t num_threads, const int32_t* cpus,
                                  int32_t num_cpus, int64_t min_work_per_thread) {
     try {
         auto model = std::make_unique<Model>();
         model->shape = *shape;
         model->min_work_per_thread = std::max<int64_t>(1, min_work_per_thread);
-        int64_t hidden = shape->hidden_size, inner = round_up(shape->intermediate_size, 16);
-        int64_t num_bytes = 0;
+        model->final_norm.shape = shape->final_norm;
         auto define = [&](Linear& linear, int64_t n, int64_t k, int32_t type) {
             linear.n = n, linear.k = k, linear.type = DataType(type);
             linear.group_size = type == INT4 ? shape->group_size : k;
-            linear.offset = num_bytes, num_bytes += round_up(linear.weight_bytes(), 64);
         };
+        int64_t hidden = shape->hidden_size, num_bytes = 0;
         model->layers.resize(shape->num_layers);
         for (int64_t i = 0; i < shape->num_layers; i++) {
             Layer& layer = model->layers[i];
-            layer.window = windows[i];
+            layer.set_shape(layers[i]);
+            int64_t inner = layer.shape.intermediate_size;
             define(layer.qkv, model->qkv_size(), hidden, shape->linears);
             define(layer.output, hidden, model->attended_size(), shape->linears);
-            define(layer.gate_up, 2 * inner, hidden, shape->linears);
-            define(layer.down, hidden, shape->intermediate_size, shape->linears);
+            define(layer.gate_up, 2 * round_up(inner, 16), hidden, shape->linears);
+            define(layer.down, hidden, inner, shape->linears);
+            for (Linear* linear : layer.linears())
+                linear->offset = num_bytes, num_bytes += round_up(linear->weight_bytes(), 64);
         }
         define(model->head, shape->vocab_size, hidden, shape->head);
         link_linears(*model);
@@ -90,6 +92,10 @@ EXPORT Model* millrace_model_new(const Shape* shape, const int64_t* windows, int
     }
 }
 
+// Bytes of Shape and LayerShape, for the check that library.py mirrors them.
+EXPORT int64_t millrace_shape_bytes() { return sizeof(Shape); }
+EXPORT int64_t millrace_layer_shape_bytes() { return sizeof(LayerShape); }
+
 EXPORT void millrace_model_delete(Model* model) { delete model; }
 
 // The system's id of the step thread; 0: the model has none.
@@ -97,12 +103,18 @@ EXPORT int32_t millrace_step_thread_id(const Model* model) {
     return model->step_thread ? model->step_thread->thread_id() : 0;
 }
 
-// cos, sin [count, rotary_dim / 2]
-EXPORT int32_t millrace_set_positions(Model* model, const float* cos, const float* sin, int64_t count) {
+// Replaces the rotary tables: cos[i], sin[i] [count, halves[i]] of table i. Positions of tokens are below `count`.
+EXPORT int32_t millrace_set_positions(Model* model, int64_t count, int64_t num_tables, const int64_t* halves,
+                                      const float* const* cos, const float* const* sin) {
     try {
-        int64_t size = count * (model->shape.rotary_dim / 2);
-        model->cos.assign(cos, cos + size);
-        model->sin.assign(sin, sin + size);
+        std::vector<RopeTable> ropes(num_tables);
+        for (int64_t i = 0; i < num_tables; i++) {
+            int64_t size = count * halves[i];
+            ropes[i].half = halves[i];
+            ropes[i].cos.assign(cos[i], cos[i] + size);
+            ropes[i].sin.assign(sin[i], sin[i] + size);
+        }
+        model->ropes = std::move(ropes);
         model->num_positions = count;
         return 0;
     } catch (const std::bad_alloc&) {

@@ -16,6 +16,7 @@ namespace millrace {
 template <class Input>
 struct Activations {
     float *residual, *qkv;
+    float* branch;  // products before their norm and sum with the residual; no rows unless a layer has such norms
     TiledRows<Input> normed, attended, inner;
     int64_t hidden_stride, qkv_stride;
     char* end;
@@ -33,9 +34,10 @@ struct Activations {
         };
         take(&residual, hidden_stride);
         take(&qkv, qkv_stride);
+        take(&branch, model.has_post_norms() ? hidden_stride : 0);
         take_tiled(&normed, model.shape.hidden_size);
         take_tiled(&attended, model.attended_size());
-        take_tiled(&inner, model.shape.intermediate_size);
+        take_tiled(&inner, model.intermediate_size());
         end = memory;
     }
 };
@@ -120,7 +122,7 @@ int64_t max_workspace_bytes(const Model& model, int64_t num_rows) {
     int64_t maximum = workspace_bytes<Weight>(model.head, num_rows);
     maximum = std::max(maximum, MAX_ROWS_NORMED_PER_THREAD<Input> * model.shape.hidden_size * int64_t(sizeof(Input)));
     for (const Layer& layer : model.layers)
-        for (const Linear* linear : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down})
+        for (const Linear* linear : layer.linears())
             maximum = std::max(maximum, workspace_bytes<Weight>(*linear, num_rows));
     return round_up(maximum, 64);
 }

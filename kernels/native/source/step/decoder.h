@@ -4,13 +4,14 @@
 //   list reads     rank 0 lists the key and value tiles that each part of attention reads, while the others join
 //   embed          embedding rows to the residual
 //   per layer:
-//     norm + qkv     input norm, qkv product (linear/linear.h); up to one tile of rows each thread norms for itself
+//     norm + qkv     norm, qkv product (linear/linear.h); up to one tile of rows each thread norms for itself
 //     rope + cache   q and k norms, RoPE, keys and values into the paged cache (rope_and_cache_write.h)
 //     attention      per part of the plan (attention/attention_step.h)
 //     merge          only if the plan is split over keys: merges the chunks
 //     output         output product, added to the residual; prefetch of the next layer's keys and values begins
-//     norm + gate_up post-attention norm, gate_up product with SiLU(gate) * up as epilogue
+//     norm + gate_up norm, gate_up product with SiLU(gate) * up as epilogue
 //     down           down product, added to the residual
+//     A parallel layer runs gate_up before output. A norm behind output or down is a phase that adds to the residual.
 //   select         in the last layer, after its cache write: gathers the rows whose logits are requested
 //   output head    final norm, head; logits, or argmax with the screen (output_head.h)
 //
@@ -47,8 +48,8 @@ class Step {
           output_head_(model, inputs, assignment.num_threads, uses_screen) {
         int num_threads = assignment.num_threads;
         for (const Layer& layer : model.layers)
-            (&layer == &model.layers.back() ? last_batch() : all_).plan(model, layer.window, num_threads,
-                                                                        QUERY_ROWS<Cached>);
+            (&layer == &model.layers.back() ? last_batch() : all_).plan(model, layer.shape.window, num_threads,
+                                                                              QUERY_ROWS<Cached>);
         int64_t num_floats = 0;
         for_each_plan([&](const Batch<Input>&, const AttentionPlan& plan) {
             if (plan.is_split) num_floats = std::max(num_floats, plan.partial_size * int64_t(plan.chunks.size()));
@@ -149,17 +150,19 @@ class Step {
     }
 
     void embed(Member member) {
-        int64_t hidden = shape_.hidden_size;
         parallel_for_rows(member, all_.inputs.num_tokens, [&](int64_t t) {
-            int64_t id = all_.inputs.input_ids[t];
-            float* to = all_.buffers.residual + t * all_.buffers.hidden_stride;
-            if (!shape_.is_tied) {
-                const Weight* row = model_.embedding.as<Weight>() + id * hidden;
-                for (int64_t i = 0; i < hidden; i++) to[i] = widen(row[i]);
-                return;
-            }
-            read_row<Weight>(model_.head, id, to);
+            embed_token(all_.inputs.input_ids[t], all_.buffers.residual + t * all_.buffers.hidden_stride);
         });
+    }
+
+    void embed_token(int64_t id, float* to) const {
+        int64_t hidden = shape_.hidden_size;
+        if (shape_.is_tied) {
+            read_row<Weight>(model_.head, id, to);
+        } else {
+            const Weight* row = model_.embedding.as<Weight>() + id * hidden;
+            for (int64_t i = 0; i < hidden; i++) to[i] = widen(row[i]);
+        }
     }
 
     Cached* cache_of(int index) const { return static_cast<Cached*>(all_.inputs.cache) + index * layout_.layer_stride(); }
@@ -174,26 +177,48 @@ class Step {
     // because the cores are on different dies then, and as long where it is slow (two threads, AVX-512 with bf16, Zen 4
     // class EPYC).
     template <class Out>
-    void run_normed_product(Phases& phases, const Batch<Input>& batch, const std::vector<float>& norm_weight,
-                            const Linear& linear, const Out& out) {
+    void run_normed_product(Phases& phases, const Batch<Input>& batch, const Norm& norm, const Linear& linear,
+                            const Out& out) {
         const TiledRows<Input>& normed = batch.buffers.normed;
         if (normed.num_rows > MAX_ROWS_NORMED_PER_THREAD<Input>) {
-            times_.run(phases, OTHER, [&](Member member) { norm(batch, norm_weight, member); });
+            times_.run(phases, OTHER, [&](Member member) { norm_all(batch, norm, member); });
             return run_product(phases, linear, normed, out);
         }
         times_.run(phases, LINEARS, [&](Member member) {
             TiledRows<Input> own{reinterpret_cast<Input*>(model_.workspace_of(member.scratch_index)), normed.num_rows,
                                  normed.size};
-            norm_to(own, 0, own.num_rows, residual_of(batch), norm_weight.data(), shape_.rms_norm_eps);
+            norm_to(own, 0, own.num_rows, residual_of(batch), norm);
             multiply<Weight>(model_, linear, own, out, member);
         });
     }
 
-    // A layer's product.
+    // A layer's product; `before` is called at its start, on each thread.
+    template <class Out, class Before>
+    void run_product(Phases& phases, const Linear& linear, const TiledRows<Input>& x, const Out& out, const Before& before) {
+        times_.run(phases, LINEARS, [&](Member member) {
+            before(member);
+            multiply<Weight>(model_, linear, x, out, member, kv_prefetcher_of(member));
+        });
+    }
     template <class Out>
     void run_product(Phases& phases, const Linear& linear, const TiledRows<Input>& x, const Out& out) {
-        times_.run(phases, LINEARS,
-                   [&](Member member) { multiply<Weight>(model_, linear, x, out, member, kv_prefetcher_of(member)); });
+        run_product(phases, linear, x, out, [](Member) {});
+    }
+
+    // A product that is added to the residual: directly, or in a phase of its own if it has a norm.
+    template <class Before>
+    void run_residual_product(Phases& phases, const Batch<Input>& batch, const Linear& linear, const TiledRows<Input>& x,
+                              const Norm& post_norm, float scale, const Before& before) {
+        const Activations<Input>& at = batch.buffers;
+        if (post_norm.is_none())
+            return run_product(phases, linear, x, FloatOutput{at.residual, at.hidden_stride, StoreMode::ADD, scale}, before);
+        run_product(phases, linear, x, FloatOutput{at.branch, at.hidden_stride, StoreMode::STORE}, before);
+        times_.run(phases, OTHER, [&](Member member) {
+            parallel_for_rows(member, batch.inputs.num_tokens, [&](int64_t t) {
+                int64_t offset = t * at.hidden_stride;
+                add_normed(at.branch + offset, post_norm, shape_.hidden_size, scale, at.residual + offset);
+            });
+        });
     }
 
     // Whether the shared cache retains anything; measured if it is not known.
@@ -225,11 +250,14 @@ class Step {
         if (kv_prefetchers_.empty()) return;
         if (index > last) return kv_prefetchers_[member.rank].stop();
         const Layer &before = model_.layers[index - 1], &layer = model_.layers[index];
-        const AttentionPlan& plan = (index == last ? last_batch() : all_).plans.at(layer.window);
+        const AttentionPlan& plan = (index == last ? last_batch() : all_).plans.at(layer.shape.window);
         int64_t first, end, num_pairs = 0;
         split_evenly(plan.num_parts(), member.rank, member.count, &first, &end);
-        for (const Linear* linear : {&before.output, &before.gate_up, &before.down, &layer.qkv})
-            num_pairs += num_prefetch_pairs<Weight>(*linear, all_.buffers.normed) / member.count;
+        auto add_pairs = [&](const Linear& linear) {
+            num_pairs += num_prefetch_pairs<Weight>(linear, all_.buffers.normed) / member.count;
+        };
+        add_pairs(before.output), add_pairs(before.down), add_pairs(layer.qkv);
+        if (!before.shape.is_parallel) add_pairs(before.gate_up);
         int64_t tile_bytes = KEY_TILE * layout_.padded_dim() * int64_t(sizeof(Cached));
         // The other half is for what is read meanwhile.
         int64_t max_bytes = model_.cache_probe.num_bytes() / 2 / assignment_.num_concurrent;
@@ -241,26 +269,29 @@ class Step {
     // The layer up to its cache write.
     void run_qkv(int index, Phases& phases) {
         const Layer& layer = model_.layers[index];
-        run_normed_product(phases, all_, layer.input_norm, layer.qkv,
+        run_normed_product(phases, all_, layer.pre_mixer, layer.qkv,
                            FloatOutput{all_.buffers.qkv, all_.buffers.qkv_stride, StoreMode::STORE});
         times_.run(phases, OTHER, [&](Member member) { write_rope_and_cache(layer, cache_of(index), member); });
     }
 
     void run_attention_and_mlp(int index, const Batch<Input>& batch, Phases& phases) {
         const Layer& layer = model_.layers[index];
-        const AttentionPlan& plan = batch.plans.at(layer.window);
+        const AttentionPlan& plan = batch.plans.at(layer.shape.window);
         const Cached* cache = cache_of(index);
         const Activations<Input>& at = batch.buffers;
-        FloatOutput residual{at.residual, at.hidden_stride, StoreMode::ADD};
-        times_.run(phases, ATTENTION, [&](Member member) { attention_.attend(batch, plan, cache, member); });
+        TiledRows<Input> inner{at.inner.data, at.inner.num_rows, layer.shape.intermediate_size};
+        float scale = layer.shape.residual_scale;
+        times_.run(phases, ATTENTION, [&](Member member) { attention_.attend(batch, plan, layer, cache, member); });
         if (plan.is_split)
             times_.run(phases, ATTENTION, [&](Member member) { attention_.merge_chunks(batch, plan, cache, member); });
-        times_.run(phases, LINEARS, [&](Member member) {
-            begin_kv_prefetch(index + 1, member);
-            multiply<Weight>(model_, layer.output, at.attended, residual, member, kv_prefetcher_of(member));
-        });
-        run_normed_product(phases, batch, layer.post_norm, layer.gate_up, SiluMul<Input>{at.inner});
-        run_product(phases, layer.down, at.inner, residual);
+        auto run_gate_up = [&] {
+            run_normed_product(phases, batch, layer.feed_norm(), layer.gate_up, SiluMul<Input>{inner});
+        };
+        if (layer.shape.is_parallel) run_gate_up();  // before the residual changes
+        run_residual_product(phases, batch, layer.output, at.attended, layer.post_mixer, scale,
+                             [&](Member member) { begin_kv_prefetch(index + 1, member); });
+        if (!layer.shape.is_parallel) run_gate_up();
+        run_residual_product(phases, batch, layer.down, inner, layer.post_feed, scale, [](Member) {});
     }
 
     // Gathers residuals and queries of the selected rows.
@@ -274,9 +305,9 @@ class Step {
         });
     }
 
-    void norm(const Batch<Input>& batch, const std::vector<float>& weight, Member member) {
+    void norm_all(const Batch<Input>& batch, const Norm& norm, Member member) {
         member.parallel_for(batch.inputs.num_tokens, ROWS_PER_PIECE, [&](int64_t first, int64_t last, int64_t) {
-            norm_to(batch.buffers.normed, first, last, residual_of(batch), weight.data(), shape_.rms_norm_eps);
+            norm_to(batch.buffers.normed, first, last, residual_of(batch), norm);
         });
     }
 

@@ -44,7 +44,7 @@ class OutputHead {
         if (uses_screen_) return find_screened(normed, row, times, phases);
         times.run(phases, OTHER, [&](Member member) {
             member.parallel_for(inputs.num_logits, ROWS_PER_PIECE, [&](int64_t first, int64_t last, int64_t) {
-                norm_to(normed, first, last, row, model_.final_norm.data(), shape_.rms_norm_eps);
+                norm_to(normed, first, last, row, model_.final_norm);
             });
         });
         FloatOutput logits{inputs.logits, shape_.vocab_size, StoreMode::STORE};
@@ -89,7 +89,7 @@ class OutputHead {
             thread_local std::vector<float> numbers;
             numbers.resize(k);
             member.parallel_for(normed.num_rows, 1, [&](int64_t i, int64_t, int64_t) {
-                norm_row(row(i), model_.final_norm.data(), k, shape_.rms_norm_eps, numbers.data());
+                norm_row(row(i), model_.final_norm, k, numbers.data());
                 normed.put(i, 0, k, numbers.data());
                 screening_.put(screen, i, numbers.data());
             });
@@ -145,7 +145,7 @@ void run_head_typed(Model& model, const float* hidden, int64_t count, float* log
         phases.run([&](ThreadTeam::Member member) {
             auto row = [&](int64_t i) { return hidden + i * shape.hidden_size; };
             member.parallel_for(count, ROWS_PER_PIECE, [&](int64_t first, int64_t last, int64_t) {
-                norm_to(normed, first, last, row, model.final_norm.data(), shape.rms_norm_eps);
+                norm_to(normed, first, last, row, model.final_norm);
             });
         });
         phases.run([&](ThreadTeam::Member member) { multiply<Weight>(model, model.head, normed, out, member); });
@@ -155,7 +155,7 @@ void run_head_typed(Model& model, const float* hidden, int64_t count, float* log
 inline void norm_rows(const Model& model, const float* hidden, int64_t count, float* normed) {
     int64_t size = model.shape.hidden_size;
     for (int64_t i = 0; i < count; i++)
-        norm_row(hidden + i * size, model.final_norm.data(), size, model.shape.rms_norm_eps, normed + i * size);
+        norm_row(hidden + i * size, model.final_norm, size, normed + i * size);
 }
 
 }  // namespace millrace

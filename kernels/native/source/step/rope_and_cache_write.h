@@ -1,4 +1,4 @@
-// RoPE of queries and keys, and the write of keys and values into the paged cache: the phase between qkv and attention.
+// Norms and RoPE of queries and keys, and the write of keys and values into the paged cache: the phase between qkv and attention.
 //
 // Operates on the float32 output of the qkv product, token by token. attention/kv_layout.h defines the cache's layout.
 // Called on each compute thread for its tokens.
@@ -19,13 +19,20 @@ class RopeAndCacheWrite {
     RopeAndCacheWrite(const Model& model, const CacheLayout<Cached>& layout, const StepInputs& inputs)
         : model_(model), shape_(model.shape), layout_(layout), inputs_(inputs) {}
 
-    // Rotates a token's queries and keys, and writes keys and values into the layer's cache. `heads`: query, key and
-    // value heads of the token, as the product left them.
+    // Normalizes and rotates a token's queries and keys, and writes keys and values into the layer's cache. `heads`:
+    // query, key and value heads of the token, as the product left them.
     void run(const Layer& layer, Cached* cache, int64_t t, float* heads) const {
-        int64_t dim = shape_.head_dim, slot = inputs_.slot_mapping[t];
+        const LayerShape& its = layer.shape;
+        int64_t dim = shape_.head_dim, slot = inputs_.slot_mapping[t], position = inputs_.positions[t];
         float *keys = heads + shape_.num_heads * dim, *values = keys + shape_.num_kv_heads * dim;
-        for (float* head = heads; head < keys; head += dim) rotate(head, layer.q_norm, t);
-        for (float* head = keys; head < values; head += dim) rotate(head, layer.k_norm, t);
+        auto norm = [&] {
+            norm_heads(its, layer.q_norm, heads, keys);
+            norm_heads(its, layer.k_norm, keys, values);
+        };
+        if (!its.is_qk_norm_after_rope) norm();
+        if (its.rope >= 0) rotate(model_.ropes[its.rope], position, heads, values);
+        if (its.is_qk_norm_after_rope) norm();
+        if (its.temper_length > 0) temper(its, position, heads, keys);
         if (slot < 0) return;
         int64_t block = slot / layout_.block_size, offset = slot % layout_.block_size;
         for (int64_t head = 0; head < shape_.num_kv_heads; head++)
@@ -34,23 +41,37 @@ class RopeAndCacheWrite {
     }
 
   private:
-    // Normalizes a head of token `t`, if the model does, and rotates it to its position. Element i is paired with
-    // element i + half.
-    void rotate(float* head, const std::vector<float>& norm, int64_t t) const {
-        if (!norm.empty()) norm_row(head, norm.data(), shape_.head_dim, shape_.rms_norm_eps, head);
-        int64_t half = shape_.rotary_dim / 2, position = inputs_.positions[t];
-        const float *cos = model_.cos.data() + position * half, *sin = model_.sin.data() + position * half;
-        int64_t i = 0;
-        for (; i + W <= half; i += W) {
-            F a = load(head + i), b = load(head + i + half), c = load(cos + i), s = load(sin + i);
-            store(head + i, sub(mul(a, c), mul(b, s)));
-            store(head + i + half, add(mul(b, c), mul(a, s)));
+    // Normalizes heads [first, last), each alone or all together.
+    void norm_heads(const LayerShape& its, const Norm& norm, float* first, float* last) const {
+        if (norm.is_none()) return;
+        int64_t size = its.is_qk_norm_over_row ? last - first : shape_.head_dim;
+        for (float* head = first; head < last; head += size)
+            norm_row(head, norm, size, head, its.has_weight_per_head ? head - first : 0);
+    }
+
+    // Rotates heads [first, last) to a position. Element i of a head is paired with element i + half.
+    void rotate(const RopeTable& table, int64_t position, float* first, float* last) const {
+        int64_t half = table.half;
+        const float *cos = table.cos.data() + position * half, *sin = table.sin.data() + position * half;
+        for (float* head = first; head < last; head += shape_.head_dim) {
+            int64_t i = 0;
+            for (; i + W <= half; i += W) {
+                F a = load(head + i), b = load(head + i + half), c = load(cos + i), s = load(sin + i);
+                store(head + i, sub(mul(a, c), mul(b, s)));
+                store(head + i + half, add(mul(b, c), mul(a, s)));
+            }
+            for (; i < half; i++) {
+                float a = head[i], b = head[i + half];
+                head[i] = a * cos[i] - b * sin[i];
+                head[i + half] = b * cos[i] + a * sin[i];
+            }
         }
-        for (; i < half; i++) {
-            float a = head[i], b = head[i + half];
-            head[i] = a * cos[i] - b * sin[i];
-            head[i + half] = b * cos[i] + a * sin[i];
-        }
+    }
+
+    // Multiplies queries by a factor that grows with the logarithm of the position.
+    static void temper(const LayerShape& its, int64_t position, float* first, float* last) {
+        float factor = 1.0f + its.temper * std::log(1.0f + float(position / its.temper_length));
+        for (float* number = first; number < last; number++) *number *= factor;
     }
 
     const Model& model_;

@@ -237,7 +237,7 @@ void encode_bf16_12bit(Model& model) {
         }
     };
     for (Layer& layer : model.layers)
-        for (Linear* linear : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down}) encode(*linear);
+        for (Linear* linear : layer.linears()) encode(*linear);
     model.weights.shrink(encoder.end());
     try {
         encoder.encode_in_place(model.head);

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -19,6 +20,7 @@
 #include "step/step_thread.h"
 #include "machine/simd.h"
 #include "machine/threads.h"
+#include "weights/shape.h"
 
 namespace millrace {
 
@@ -35,18 +37,6 @@ constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 // Distance between rows of activations, in numbers. Not a multiple of 4 KiB, which would map all rows of a tile to one
 // cache set.
 inline int64_t row_stride(int64_t size) { return round_up(size, 32) + 32; }
-
-struct Shape {  // mirrored by `ShapeStruct` in library.py
-    int64_t vocab_size, hidden_size, num_layers, num_heads, num_kv_heads, head_dim, intermediate_size;
-    int64_t rotary_dim;
-    float rms_norm_eps;
-    int32_t dtype;       // FLOAT32 or BFLOAT16: of the computation, and the default of the next three
-    int32_t linears;     // storage of the layers' matrices: dtype, INT8 or INT4
-    int32_t head;        // storage of the head: dtype or INT8
-    int32_t cache;       // storage of keys and values: dtype or INT8
-    int32_t group_size;  // numbers of an INT4 row that share a scale; even
-    int32_t has_head, is_tied;
-};
 
 // Page-aligned memory, zeroed, on large pages where the system gives them. Linux hands out a large page at the first
 // write to it.
@@ -115,10 +105,46 @@ struct Linear {
     }
 };
 
+// A norm with its weight and bias, which may be empty.
+struct Norm {
+    NormShape shape{};
+    std::vector<float> weight, bias;
+
+    bool is_none() const { return shape.kind == NO_NORM; }
+    int64_t num_bytes() const { return 4 * int64_t(weight.size() + bias.size()); }
+};
+
 struct Layer {
-    std::vector<float> input_norm, post_norm, q_norm, k_norm;  // the last two may be empty
-    Linear qkv, output, gate_up, down;                         // gate_up: 16 columns of gate, 16 of up, alternating
-    int64_t window = 0;                                        // keys a query sees, itself included; 0: all
+    LayerShape shape;
+    Norm pre_mixer, post_mixer, pre_feed, post_feed, q_norm, k_norm;
+    Linear qkv, output, gate_up, down;  // gate_up: 16 columns of gate, 16 of up, alternating
+
+    void set_shape(const LayerShape& its) {
+        shape = its;
+        pre_mixer.shape = its.pre_mixer, post_mixer.shape = its.post_mixer;
+        pre_feed.shape = its.pre_feed, post_feed.shape = its.post_feed;
+        q_norm.shape = k_norm.shape = its.qk_norm;
+    }
+
+    // The norm before the feed-forward network.
+    const Norm& feed_norm() const { return shape.is_parallel && pre_feed.is_none() ? pre_mixer : pre_feed; }
+
+    // The linears in the order in which they are multiplied and lie in `Model::weights`.
+    std::array<Linear*, 4> linears() {
+        if (shape.is_parallel) return {&qkv, &gate_up, &output, &down};
+        return {&qkv, &output, &gate_up, &down};
+    }
+    std::array<const Linear*, 4> linears() const {
+        auto all = const_cast<Layer*>(this)->linears();
+        return {all[0], all[1], all[2], all[3]};
+    }
+    std::array<const Norm*, 6> norms() const { return {&pre_mixer, &post_mixer, &pre_feed, &post_feed, &q_norm, &k_norm}; }
+};
+
+// Rotary positions: cos and sin [P, half] of the pairs (i, i + half) of a head.
+struct RopeTable {
+    int64_t half = 0;
+    std::vector<float> cos, sin;
 };
 
 constexpr int32_t ZERO_POINT = 128;  // the stored value that stands for 0
@@ -216,13 +242,13 @@ class StepChain;
 struct Model {
     Shape shape;
     std::vector<Layer> layers;
-    std::vector<float> final_norm;
+    Norm final_norm;
     Linear head;
     ArgmaxScreen screen;  // of the head
     Memory weights;  // of all layers' linears, contiguous, so that large pages hold them whole; empty until one is set
     Memory embedding;  // [V, hidden]; empty if the head is the embedding
     int64_t num_positions = 0;  // P
-    std::vector<float> cos, sin;  // [P, rotary_dim / 2]
+    std::vector<RopeTable> ropes;
     std::unique_ptr<Pool> pool;
     // Work that pays for one more thread: bytes of weights read, or as many products of four rows.
     int64_t min_work_per_thread = 1;
@@ -248,6 +274,16 @@ struct Model {
     std::unique_ptr<StepThread> step_thread;
 
     int64_t qkv_size() const { return (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim; }
+    int64_t intermediate_size() const {  // the largest of the layers
+        int64_t largest = 0;
+        for (const Layer& layer : layers) largest = std::max(largest, layer.shape.intermediate_size);
+        return largest;
+    }
+    bool has_post_norms() const {
+        return std::any_of(layers.begin(), layers.end(), [](const Layer& layer) {
+            return !layer.post_mixer.is_none() || !layer.post_feed.is_none();
+        });
+    }
     int64_t attended_size() const { return shape.num_heads * shape.head_dim; }
     int64_t weights_bytes() const;
     char* workspace_of(int thread) const { return workspace.as<char>() + thread * workspace_stride; }
@@ -262,8 +298,10 @@ inline void grow(Memory* memory, int64_t num_bytes) {
 
 // Which tensor of the model: numbered as in tensors.py.
 enum TensorKind : int32_t {
-    EMBEDDING, HEAD, FINAL_NORM, INPUT_NORM, POST_NORM, Q_NORM, K_NORM,
-    Q, K, V, O, GATE, UP, DOWN, Q_BIAS, K_BIAS, V_BIAS, O_BIAS, GATE_BIAS, UP_BIAS, DOWN_BIAS
+    EMBEDDING, HEAD, FINAL_NORM, PRE_MIXER, PRE_FEED, Q_NORM, K_NORM,
+    Q, K, V, O, GATE, UP, DOWN, Q_BIAS, K_BIAS, V_BIAS, O_BIAS, GATE_BIAS, UP_BIAS, DOWN_BIAS,
+    POST_MIXER, POST_FEED, PRE_MIXER_BIAS, PRE_FEED_BIAS, POST_MIXER_BIAS, POST_FEED_BIAS, Q_NORM_BIAS, K_NORM_BIAS,
+    FINAL_NORM_BIAS
 };
 
 // Sets `Linear::next` of each linear.

@@ -78,11 +78,10 @@ int64_t Model::weights_bytes() const {
         int64_t numbers = linear.weight.num_bytes() + linear.raw_blocks.num_bytes();
         return numbers + linear.scales.num_bytes() + int64_t(linear.bias.size()) * 4;
     };
-    int64_t total = embedding.num_bytes() + of(head) + int64_t(final_norm.size()) * 4;
+    int64_t total = embedding.num_bytes() + of(head) + final_norm.num_bytes();
     for (const Layer& layer : layers) {
-        total += of(layer.qkv) + of(layer.output) + of(layer.gate_up) + of(layer.down);
-        total += 4 * int64_t(layer.input_norm.size() + layer.post_norm.size());
-        total += 4 * int64_t(layer.q_norm.size() + layer.k_norm.size());
+        for (const Linear* linear : layer.linears()) total += of(*linear);
+        for (const Norm* norm : layer.norms()) total += norm->num_bytes();
     }
     return total;
 }
@@ -90,8 +89,7 @@ int64_t Model::weights_bytes() const {
 void link_linears(Model& model) {
     Linear* before = &model.head;
     for (Layer& layer : model.layers)
-        for (Linear* linear : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down})
-            before->next = linear, before = linear;
+        for (Linear* linear : layer.linears()) before->next = linear, before = linear;
     before->next = model.shape.has_head ? &model.head : model.head.next;
 }
 
@@ -160,11 +158,12 @@ struct Matrix {  // where a matrix is stored
 // `linear` is null for a tensor that is no matrix.
 Matrix matrix_of(Model& model, int64_t index, TensorKind kind) {
     const Shape& shape = model.shape;
-    int64_t hidden = shape.hidden_size, inner = shape.intermediate_size;
+    int64_t hidden = shape.hidden_size;
     int64_t heads = shape.num_heads * shape.head_dim, kv = shape.num_kv_heads * shape.head_dim;
     if (kind == HEAD || (kind == EMBEDDING && shape.is_tied)) return {&model.head, {}, shape.vocab_size};
     if (kind < Q || kind > DOWN) return {};
     Layer& layer = model.layers[index];
+    int64_t inner = layer.shape.intermediate_size;
     switch (kind) {
         case Q: return {&layer.qkv, {}, heads};
         case K: return {&layer.qkv, {heads}, kv};
@@ -336,16 +335,16 @@ bool set_bias(Model& model, Linear& linear, RowPlacement place, int64_t rows, co
     return is_finite;
 }
 
-bool set_embedding(Model& model, const void* data, DataType type) {
-    const Shape& shape = model.shape;
-    int64_t hidden = shape.hidden_size;
-    bool is_half = shape.dtype == BFLOAT16, is_finite = true;
-    model.embedding = Memory::prefaulted(shape.vocab_size * hidden * (is_half ? 2 : 4), *model.pool);
+// Copies a table of rows [hidden] in the model's dtype: the embedding, or learned positions.
+bool set_table(Model& model, Memory& table, int64_t num_rows, const void* data, DataType type) {
+    int64_t hidden = model.shape.hidden_size;
+    bool is_half = model.shape.dtype == BFLOAT16, is_finite = true;
+    table = Memory::prefaulted(num_rows * hidden * (is_half ? 2 : 4), *model.pool);
     std::vector<float> row(hidden);
-    for (int64_t id = 0; id < shape.vocab_size; id++) {
+    for (int64_t id = 0; id < num_rows; id++) {
         read(data, type, id * hidden, hidden, row.data());
-        is_finite &= is_half ? round_all(row.data(), hidden, model.embedding.as<bf16>() + id * hidden)
-                             : round_all(row.data(), hidden, model.embedding.as<float>() + id * hidden);
+        is_finite &= is_half ? round_all(row.data(), hidden, table.as<bf16>() + id * hidden)
+                             : round_all(row.data(), hidden, table.as<float>() + id * hidden);
     }
     return is_finite;
 }
@@ -361,17 +360,35 @@ bool pack(Model& model, int64_t index, TensorKind kind, const void* data, DataTy
         if (is_head && can_screen(model.head)) make(model);
         return true;
     }
-    if (kind == EMBEDDING) return set_embedding(model, data, type);
-    int64_t hidden = shape.hidden_size, inner = shape.intermediate_size;
-    int64_t heads = shape.num_heads * shape.head_dim, kv = shape.num_kv_heads * shape.head_dim;
+    int64_t hidden = shape.hidden_size;
     DataType rounded = DataType(shape.dtype);
-    if (kind == FINAL_NORM) return set_floats(model.final_norm, 0, hidden, data, type, rounded);
-    Layer& layer = model.layers[index];
+    auto set_norm = [&](const Norm& norm, std::vector<float>& to, int64_t size) {
+        return set_floats(to, 0, size, data, type, norm.shape.is_exact ? FLOAT32 : rounded);
+    };
     switch (kind) {
-        case INPUT_NORM: return set_floats(layer.input_norm, 0, hidden, data, type, rounded);
-        case POST_NORM: return set_floats(layer.post_norm, 0, hidden, data, type, rounded);
-        case Q_NORM: return set_floats(layer.q_norm, 0, shape.head_dim, data, type, rounded);
-        case K_NORM: return set_floats(layer.k_norm, 0, shape.head_dim, data, type, rounded);
+        case EMBEDDING: return set_table(model, model.embedding, shape.vocab_size, data, type);
+        case FINAL_NORM: return set_norm(model.final_norm, model.final_norm.weight, hidden);
+        case FINAL_NORM_BIAS: return set_norm(model.final_norm, model.final_norm.bias, hidden);
+        default: break;
+    }
+    Layer& layer = model.layers[index];
+    int64_t inner = layer.shape.intermediate_size;
+    int64_t heads = shape.num_heads * shape.head_dim, kv = shape.num_kv_heads * shape.head_dim;
+    bool has_whole_rows = layer.shape.is_qk_norm_over_row || layer.shape.has_weight_per_head;
+    int64_t q_size = has_whole_rows ? heads : shape.head_dim, k_size = has_whole_rows ? kv : shape.head_dim;
+    switch (kind) {
+        case PRE_MIXER: return set_norm(layer.pre_mixer, layer.pre_mixer.weight, hidden);
+        case PRE_MIXER_BIAS: return set_norm(layer.pre_mixer, layer.pre_mixer.bias, hidden);
+        case POST_MIXER: return set_norm(layer.post_mixer, layer.post_mixer.weight, hidden);
+        case POST_MIXER_BIAS: return set_norm(layer.post_mixer, layer.post_mixer.bias, hidden);
+        case PRE_FEED: return set_norm(layer.pre_feed, layer.pre_feed.weight, hidden);
+        case PRE_FEED_BIAS: return set_norm(layer.pre_feed, layer.pre_feed.bias, hidden);
+        case POST_FEED: return set_norm(layer.post_feed, layer.post_feed.weight, hidden);
+        case POST_FEED_BIAS: return set_norm(layer.post_feed, layer.post_feed.bias, hidden);
+        case Q_NORM: return set_norm(layer.q_norm, layer.q_norm.weight, q_size);
+        case Q_NORM_BIAS: return set_norm(layer.q_norm, layer.q_norm.bias, q_size);
+        case K_NORM: return set_norm(layer.k_norm, layer.k_norm.weight, k_size);
+        case K_NORM_BIAS: return set_norm(layer.k_norm, layer.k_norm.bias, k_size);
         case Q_BIAS: return set_bias(model, layer.qkv, {}, heads, data, type);
         case K_BIAS: return set_bias(model, layer.qkv, {heads}, kv, data, type);
         case V_BIAS: return set_bias(model, layer.qkv, {heads + kv}, kv, data, type);

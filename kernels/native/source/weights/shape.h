@@ -1,0 +1,45 @@
+// The shape of a decoder: the sizes that all layers share, and what each layer computes.
+//
+// Plain structs, which library.py mirrors and fills from `NativeShape` (shape.py). Nothing here names a family.
+
+#pragma once
+
+#include <cstdint>
+
+namespace millrace {
+
+enum NormKind : int32_t { NO_NORM, RMS_NORM, LAYER_NORM };
+
+struct NormShape {
+    NormKind kind;
+    float eps;
+    int32_t is_exact;  // the weight and bias stay float32; else they are rounded to the model's dtype
+};
+
+struct LayerShape {  // mirrored by `LayerStruct` in library.py
+    int64_t window;                // keys a query sees, itself included; 0: all
+    int64_t intermediate_size;
+    int64_t temper_length;         // queries at position p are multiplied by 1 + temper * ln(1 + p / length); 0: not
+    float temper;
+    float attention_scale;         // of scores; 0: 1 / sqrt(head_dim)
+    float residual_scale;          // multiplies what is added to the residual
+    int32_t rope;                  // index of the rotary table; -1: not rotated
+    int32_t is_parallel;           // mixer and feed read the same residual; a missing `pre_feed` is then `pre_mixer`
+    int32_t is_qk_norm_over_row;   // all heads of a token together; else each head alone
+    int32_t is_qk_norm_after_rope;
+    int32_t has_weight_per_head;   // the q and k norms have a weight of their own per head
+    NormShape pre_mixer, post_mixer, pre_feed, post_feed, qk_norm;
+};
+
+struct Shape {  // mirrored by `ShapeStruct` in library.py
+    int64_t vocab_size, hidden_size, num_layers, num_heads, num_kv_heads, head_dim;
+    int32_t dtype;       // FLOAT32 or BFLOAT16: of the computation, and the default of the next three
+    int32_t linears;     // storage of the layers' matrices: dtype, INT8 or INT4
+    int32_t head;        // storage of the head: dtype or INT8
+    int32_t cache;       // storage of keys and values: dtype or INT8
+    int32_t group_size;  // numbers of an INT4 row that share a scale; even
+    int32_t has_head, is_tied;
+    NormShape final_norm;
+};
+
+}  // namespace millrace

@@ -1,0 +1,61 @@
+"""A decoder's shape as the C structs of the library."""
+
+from __future__ import annotations
+
+import ctypes
+
+from .library import LayerStruct, NormStruct, ShapeStruct
+from .shape import NativeLayer, NativeNorm, NativeShape, NormKind
+
+# `NormKind` of source/weights/shape.h
+_NORM_KINDS: dict[NormKind, int] = {"rms": 1, "layer": 2}
+
+
+def of_shape(shape: NativeShape) -> ShapeStruct:
+    """The sizes that all layers share; without the types of numbers."""
+    return ShapeStruct(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        num_layers=shape.num_layers,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        has_head=shape.has_head,
+        is_tied=shape.is_tied,
+        final_norm=_norm(shape.final_norm),
+    )
+
+
+def of_layers(shape: NativeShape) -> ctypes.Array[LayerStruct]:
+    """The layers, in order."""
+    return (LayerStruct * shape.num_layers)(*(_layer(layer, shape.head_dim) for layer in shape.layers))
+
+
+def _layer(layer: NativeLayer, head_dim: int) -> LayerStruct:
+    temper, temper_length = layer.query_temper or (0.0, 0)
+    qk_norm = layer.qk_norm
+    # 0: the library computes the usual scale, in float32
+    scale = 0.0 if layer.attention_scale in (None, head_dim**-0.5) else layer.attention_scale
+    return LayerStruct(
+        window=layer.window or 0,
+        intermediate_size=layer.intermediate_size,
+        temper_length=temper_length,
+        temper=temper,
+        attention_scale=scale,
+        residual_scale=layer.residual_scale,
+        rope=-1 if layer.rope is None else layer.rope,
+        is_parallel=layer.is_parallel,
+        is_qk_norm_over_row=qk_norm is not None and qk_norm.is_over_row,
+        is_qk_norm_after_rope=qk_norm is not None and qk_norm.is_after_rope,
+        has_weight_per_head=qk_norm is not None and qk_norm.has_weight_per_head,
+        pre_mixer=_norm(layer.pre_mixer),
+        post_mixer=_norm(layer.post_mixer),
+        pre_feed=_norm(layer.pre_feed),
+        post_feed=_norm(layer.post_feed),
+        qk_norm=_norm(None if qk_norm is None else qk_norm.norm),
+    )
+
+
+def _norm(norm: NativeNorm | None) -> NormStruct:
+    """Zeros where there is no norm."""
+    return NormStruct() if norm is None else NormStruct(_NORM_KINDS[norm.kind], norm.eps, norm.is_exact)

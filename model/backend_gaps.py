@@ -81,5 +81,5 @@ def _of_native_step(spec: DecoderSpec) -> Iterator[str]:
         assert isinstance(attention, AttentionSpec) and isinstance(feed, FeedSpec)
         if attention.soft_cap is not None or attention.has_sinks:
             yield "attention scores with a cap or sinks"
-        if not feed.is_gated or feed.activation != "silu":
+        if feed.activation == "swiglu_clamped":
             yield f"the activation {feed.activation}"

@@ -26,6 +26,7 @@ _MAX_HEAD_DIM = 1024
 
 
 NormKind = Literal["rms", "layer"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +63,8 @@ class NativeLayer:
     query_temper: tuple[float, int] | None = (
         None  # (b, n): queries *= 1 + b * ln(1 + position // n), after the rotation
     )
+    is_gated: bool = True  # down(act(gate x) * up x), instead of down(act(up x))
+    activation: Activation = "silu"
     pre_mixer: NativeNorm | None = NativeNorm()
     post_mixer: NativeNorm | None = None
     pre_feed: NativeNorm | None = NativeNorm()

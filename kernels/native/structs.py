@@ -5,10 +5,11 @@ from __future__ import annotations
 import ctypes
 
 from .library import LayerStruct, NormStruct, ShapeStruct
-from .shape import NativeLayer, NativeNorm, NativeShape, NormKind
+from .shape import Activation, NativeLayer, NativeNorm, NativeShape, NormKind
 
-# `NormKind` of source/weights/shape.h
+# `NormKind` and `ActivationKind` of source/weights/shape.h
 _NORM_KINDS: dict[NormKind, int] = {"rms": 1, "layer": 2}
+_ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu")
 
 
 def of_shape(shape: NativeShape) -> ShapeStruct:
@@ -44,6 +45,8 @@ def _layer(layer: NativeLayer, head_dim: int) -> LayerStruct:
         attention_scale=scale,
         residual_scale=layer.residual_scale,
         rope=-1 if layer.rope is None else layer.rope,
+        activation=_ACTIVATIONS.index(layer.activation),
+        is_gated=layer.is_gated,
         is_parallel=layer.is_parallel,
         is_qk_norm_over_row=qk_norm is not None and qk_norm.is_over_row,
         is_qk_norm_after_rope=qk_norm is not None and qk_norm.is_after_rope,

@@ -37,7 +37,7 @@ def native_shape(spec: DecoderSpec) -> NativeShape:
 
 def _layer(layer: LayerSpec) -> NativeLayer:
     attention, feed = layer.mixer, layer.feed
-    assert isinstance(attention, AttentionSpec) and isinstance(feed, FeedSpec)
+    assert isinstance(attention, AttentionSpec) and isinstance(feed, FeedSpec) and feed.activation != "swiglu_clamped"
     return NativeLayer(
         intermediate_size=feed.intermediate_size,
         window=attention.window,
@@ -45,6 +45,8 @@ def _layer(layer: LayerSpec) -> NativeLayer:
         attention_scale=attention.scale,
         qk_norm=_qk_norm(attention.qk_norm),
         query_temper=attention.query_temper,
+        is_gated=feed.is_gated,
+        activation=feed.activation,
         pre_mixer=_norm(layer.pre_mixer),
         post_mixer=_norm(layer.post_mixer),
         pre_feed=_norm(layer.pre_feed),

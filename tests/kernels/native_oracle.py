@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -105,9 +106,13 @@ class Checkpoint:
             inner = layer.intermediate_size
             matrices = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
             for name, size in matrices.items():
+                if name == "gate" and not layer.is_gated:
+                    continue
                 put(f"{prefix}.mlp.{name}_proj.weight", *size)
                 if has_bias:
                     put(f"{prefix}.mlp.{name}_proj.bias", size[0])
+            if layer.activation == "xielu":
+                put(f"{prefix}.mlp.act_alpha", 2, mean=0.8)
             if (qk := layer.qk_norm) is not None:
                 dims = {"q": (shape.num_heads, shape.head_dim), "k": (shape.num_kv_heads, shape.head_dim)}
                 for name, (count, dim) in dims.items():
@@ -159,8 +164,12 @@ class Checkpoint:
         return x @ self._get("model.embed_tokens.weight" if shape.is_tied else "lm_head.weight").T
 
     def _feed(self, index: int, x: Array) -> Array:
-        gate, up = (self._linear(x, f"model.layers.{index}.mlp.{name}_proj") for name in ("gate", "up"))
-        return self._linear(gate / (1 + np.exp(-gate)) * up, f"model.layers.{index}.mlp.down_proj")
+        layer, prefix = self.shape.layers[index], f"model.layers.{index}.mlp"
+        alphas = self.tensors.get(f"{prefix}.act_alpha")
+        up = self._linear(x, f"{prefix}.up_proj")
+        gate = self._linear(x, f"{prefix}.gate_proj") if layer.is_gated else up
+        inner = ACTIVATIONS[layer.activation](gate, *(() if alphas is None else alphas.astype(np.float64)))
+        return self._linear(inner * up if layer.is_gated else inner, f"{prefix}.down_proj")
 
     def _attention(self, index: int, x: Array) -> Array:
         shape, layer, prefix = self.shape, self.shape.layers[index], f"model.layers.{index}.self_attn"
@@ -226,6 +235,20 @@ def norms_of(layer: NativeLayer) -> dict[str, NativeNorm | None]:
         "post_attention_layernorm": layer.pre_feed,
         "post_feed_layernorm": layer.post_feed,
     }
+
+
+def _xielu(x: Array, above: float, below: float) -> Array:
+    return np.where(x > 0, above * x * x, below * (np.expm1(np.minimum(x, -1e-6)) - x)) + 0.5 * x
+
+
+ACTIVATIONS: dict[str, Callable[..., Array]] = {
+    "silu": lambda x: x / (1 + np.exp(-x)),
+    "gelu": lambda x: x * (1 + np.vectorize(math.erf)(x / math.sqrt(2))) / 2,
+    "gelu_tanh": lambda x: x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2,
+    "relu": lambda x: np.maximum(x, 0),
+    "relu2": lambda x: np.maximum(x, 0) ** 2,
+    "xielu": _xielu,
+}
 
 
 def _rope(dim: int, num_positions: int, index: int) -> tuple[Array, Array]:

@@ -21,7 +21,14 @@ pytestmark = pytest.mark.skipif(not AVAILABLE or build.find_compiler() is None, 
 RMS, LAYER = NativeNorm(eps=1e-5), NativeNorm(kind="layer", eps=1e-3)
 NO_NORMS: dict[str, Any] = {"pre_mixer": None, "pre_feed": None}
 PIECES: dict[str, dict[str, Any]] = {
-    "layers of two widths": {"last": {"intermediate_size": 40}},
+    "gelu": {"layer": {"activation": "gelu"}},
+    "gelu by tanh": {"layer": {"activation": "gelu_tanh"}},
+    "relu": {"layer": {"activation": "relu"}},
+    "squared relu": {"layer": {"activation": "relu2"}},
+    "xielu, not gated": {"layer": {"activation": "xielu", "is_gated": False}},
+    "not gated, biases": {"layer": {"activation": "gelu_tanh", "is_gated": False}, "has_bias": True},
+    "not gated, odd sizes": {"layer": {"is_gated": False}, "intermediate_size": 46, "hidden_size": 46},
+    "layers of two widths": {"last": {"intermediate_size": 40, "is_gated": False, "activation": "gelu"}},
     "layer norms": {"layer": {"pre_mixer": LAYER, "pre_feed": LAYER}, "final_norm": LAYER, "has_norm_bias": True},
     "layer norms, odd sizes": {"layer": {"pre_mixer": LAYER, "pre_feed": LAYER}, "hidden_size": 46},
     "rms norms with a bias": {"has_norm_bias": True},
@@ -106,7 +113,7 @@ def test_rows_without_requested_logits_leave_those_that_are_requested_as_they_ar
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_quantized_weights_take_all_pieces(quantization: Any) -> None:
-    for name in ("norms before and behind", "parallel, one norm"):
+    for name in ("xielu, not gated", "parallel, one norm"):
         model = checkpoint(name).load(quantization=quantization, num_threads=1)
         kept = checkpoint(name).kept_by(model)
         assert error(Run(model).whole(tokens(40)), kept.logits(tokens(40))) < 1e-5, name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -17,11 +18,25 @@ AVAILABLE = machine.instruction_sets()
 pytestmark = pytest.mark.skipif(not AVAILABLE or build.find_compiler() is None, reason="no AVX2, or no C++ compiler")
 
 SOURCE = """
-#include "machine/simd.h"
+#include "machine/vector_math.h"
 using namespace millrace;
 #define EXPORT extern "C" __attribute__((visibility("default")))
 EXPORT void exp_of(const float* x, long count, float* out) {
     for (long i = 0; i < count; i += W) store(out + i, exp(load(x + i)));
+}
+EXPORT void expm1_of(const float* x, long count, float* out) {
+    for (long i = 0; i < count; i += W) {
+        F one[] = {load(x + i)};
+        expm1_all(one);
+        store(out + i, one[0]);
+    }
+}
+EXPORT void tail_of(const float* x, long count, float* out) {
+    for (long i = 0; i < count; i += W) {
+        F one[] = {load(x + i)};
+        normal_tail_all(one);
+        store(out + i, one[0]);
+    }
 }
 EXPORT void fold(const float* x, float* out) { out[0] = sum_of(load(x)), out[1] = max_of(load(x)), out[2] = W; }
 """
@@ -39,14 +54,26 @@ def vectors(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return ctypes.CDLL(str(folder / "simd.so"))
 
 
-def exp_by(vectors: ctypes.CDLL) -> Callable[[Floats], Floats]:
-    def exp(x: Floats) -> Floats:
+def function(vectors: ctypes.CDLL, name: str) -> Callable[[Floats], Floats]:
+    def of(x: Floats) -> Floats:
         padded = np.concatenate([x, np.zeros(-len(x) % 16, np.float32)])
         out = np.empty_like(padded)
-        vectors.exp_of(ctypes.c_void_p(padded.ctypes.data), ctypes.c_long(len(out)), ctypes.c_void_p(out.ctypes.data))
+        places = ctypes.c_void_p(padded.ctypes.data), ctypes.c_long(len(out)), ctypes.c_void_p(out.ctypes.data)
+        vectors[f"{name}_of"](*places)
         return out[: len(x)]
 
-    return exp
+    return of
+
+
+def of_any_size(*ranges: tuple[float, float]) -> Floats:
+    """Numbers whose logarithms are spread evenly, of both signs, and 0."""
+    sizes = np.concatenate([np.geomspace(*each, 20_000) for each in ranges])
+    return np.concatenate([-sizes, [0], sizes]).astype(np.float32)
+
+
+def units_off(ours: Floats, exact: NDArray[np.float64]) -> float:
+    """The largest error in units of the last place."""
+    return float((np.abs(ours - exact) / np.spacing(np.abs(exact).astype(np.float32))).max())
 
 
 def test_e_to_the_x_is_within_two_units_in_the_last_place_at_every_exponent(vectors: ctypes.CDLL) -> None:
@@ -55,7 +82,7 @@ def test_e_to_the_x_is_within_two_units_in_the_last_place_at_every_exponent(vect
     bits = (np.arange(512)[:, None] << 23) + fractions  # all signs and exponents
     x = bits.astype(np.uint32).view(np.float32).ravel()
     near_0, normal = x[np.abs(x) < 1e-9], x[(x >= np.float32(-87.3)) & (x <= 88)]
-    exp = exp_by(vectors)
+    exp = function(vectors, "exp")
     exact = np.exp(normal.astype(np.float64))
     assert (np.abs(exp(normal) - exact) <= 2 * np.spacing(exact.astype(np.float32))).all()
     assert (exp(near_0) == 1).all()
@@ -64,9 +91,22 @@ def test_e_to_the_x_is_within_two_units_in_the_last_place_at_every_exponent(vect
     assert (exp(edges) > 0).tolist() == [True, False, False, True] and np.isfinite(exp(edges)).all()
 
 
+def test_e_to_the_x_minus_1_is_exact_to_three_units_down_to_the_smallest_numbers(vectors: ctypes.CDLL) -> None:
+    x = of_any_size((1e-30, 80.0))
+    x = x[x <= 0]
+    assert units_off(function(vectors, "expm1")(x), np.expm1(x.astype(np.float64))) <= 3
+
+
+def test_the_tail_of_the_normal_distribution_is_exact_enough_for_gelu(vectors: ctypes.CDLL) -> None:
+    x, tail = of_any_size((1e-6, 1e4), (0.5, 8.0)), function(vectors, "tail")
+    exact = np.array([math.erfc(abs(each) / math.sqrt(2)) / 2 for each in x.tolist()])
+    assert (np.abs(tail(x) - exact) * np.maximum(np.abs(x), 1) <= 1.5e-7).all()
+    assert np.array_equal(tail(-x), tail(x)) and tail(np.array([50.0, 1e30, np.inf], np.float32)).tolist() == [0] * 3
+
+
 def test_e_to_the_x_has_the_same_bits_in_every_lane(vectors: ctypes.CDLL) -> None:
     x = np.random.default_rng(1).uniform(-90, 88, 4096).astype(np.float32)
-    exp = exp_by(vectors)
+    exp = function(vectors, "exp")
     assert all(np.array_equal(np.roll(exp(np.roll(x, by)), -by), exp(x)) for by in range(1, 16))
 
 

@@ -1,7 +1,7 @@
 // Inputs and outputs of products: rows in tiles, and what is done with the tiles of a result.
 //
-// TiledRows is the layout that products read. FloatOutput and SiluMul are outputs (RowArgmax in step/argmax.h is
-// another): `prefetch_output` is called before a tile is summed, `write` with the result. Used on each compute thread.
+// TiledRows is the layout that products read. FloatOutput is an output (ActivatedOutput in activations.h and RowArgmax in
+// step/argmax.h are others): `prefetch_output` is called before a tile is summed, `write` with the result. Used on each compute thread.
 
 #pragma once
 
@@ -196,41 +196,6 @@ struct FloatOutput {  // rows of float32
             }
             for (; c < columns; c++) out[c] = mode == StoreMode::ADD ? out[c] + tile[c] : tile[c];
         }
-    }
-};
-
-template <class T>
-struct SiluMul {  // silu(gate) * up, of a product whose columns are 16 of gate, 16 of up, alternating
-    TiledRows<T> rows_out;
-
-    void prefetch_output(int64_t first_row, int rows, int64_t panel) const {
-        int64_t begin = panel * PANEL / 2, unit = INTERLEAVE<T>, size = std::max(PANEL / 2, unit);
-        auto out = rows_out.data + first_row * rows_out.padded_size() + (begin - begin % unit) * rows;
-        for (int64_t i = 0; i < rows * size * int64_t(sizeof(T)); i += 64)
-            prefetch_for_write(reinterpret_cast<const char*>(out) + i);
-    }
-
-    // silu(gate) * up of R rows of a tile, in place of the gates. Two rows at a time, because the operations of an
-    // exponential depend on each other: 147 cycles for 6 rows instead of 176 (AVX2 on a Zen 3 class EPYC).
-    template <int R>
-    static void compute(float* rows) {
-        constexpr int V = PANEL / 2 / W;  // vectors of gates in a row
-        F gates[R * V], powers[R * V];
-        UNROLL for (int i = 0; i < R * V; i++) gates[i] = load(rows + i / V * PANEL + i % V * W);
-        UNROLL for (int i = 0; i < R * V; i++) powers[i] = min(splat(88.0f), sub(zero(), gates[i]));
-        exp_all(powers);
-        UNROLL for (int i = 0; i < R * V; i++) {
-            float* to = rows + i / V * PANEL + i % V * W;
-            store(to, mul(div(gates[i], add(splat(1.0f), powers[i])), load(to + PANEL / 2)));
-        }
-    }
-
-    void write(float* tile, int64_t first_row, int rows, int64_t panel, int64_t) const {
-        int r = 0;
-        for (; r + 2 <= rows; r += 2) compute<2>(tile + r * PANEL);
-        if (r < rows) compute<1>(tile + r * PANEL);
-        int64_t begin = panel * PANEL / 2, count = std::min(PANEL / 2, rows_out.size - begin);
-        rows_out.put_tile(first_row, rows, begin, count, tile, PANEL);  // the same tiles of rows as the input's
     }
 };
 

@@ -74,7 +74,7 @@ EXPORT Model* millrace_model_new(const Shape* shape, const LayerShape* layers, i
             int64_t inner = layer.shape.intermediate_size;
             define(layer.qkv, model->qkv_size(), hidden, shape->linears);
             define(layer.output, hidden, model->attended_size(), shape->linears);
-            define(layer.gate_up, 2 * round_up(inner, 16), hidden, shape->linears);
+            define(layer.gate_up, layer.shape.is_gated ? 2 * round_up(inner, 16) : inner, hidden, shape->linears);
             define(layer.down, hidden, inner, shape->linears);
             for (Linear* linear : layer.linears())
                 linear->offset = num_bytes, num_bytes += round_up(linear->weight_bytes(), 64);

@@ -9,7 +9,7 @@
 //     attention      per part of the plan (attention/attention_step.h)
 //     merge          only if the plan is split over keys: merges the chunks
 //     output         output product, added to the residual; prefetch of the next layer's keys and values begins
-//     norm + gate_up norm, gate_up product with SiLU(gate) * up as epilogue
+//     norm + gate_up norm, gate_up product with the activation as epilogue (linear/activations.h)
 //     down           down product, added to the residual
 //     A parallel layer runs gate_up before output. A norm behind output or down is a phase that adds to the residual.
 //   select         in the last layer, after its cache write: gathers the rows whose logits are requested
@@ -22,6 +22,7 @@
 #include <optional>
 
 #include "attention/attention_step.h"
+#include "linear/activations.h"
 #include "step/output_head.h"
 #include "step/norms.h"
 #include "step/rope_and_cache_write.h"
@@ -285,7 +286,7 @@ class Step {
         if (plan.is_split)
             times_.run(phases, ATTENTION, [&](Member member) { attention_.merge_chunks(batch, plan, cache, member); });
         auto run_gate_up = [&] {
-            run_normed_product(phases, batch, layer.feed_norm(), layer.gate_up, SiluMul<Input>{inner});
+            run_normed_product(phases, batch, layer.feed_norm(), layer.gate_up, ActivatedOutput<Input>(layer, inner));
         };
         if (layer.shape.is_parallel) run_gate_up();  // before the residual changes
         run_residual_product(phases, batch, layer.output, at.attended, layer.post_mixer, scale,

@@ -82,6 +82,7 @@ int64_t Model::weights_bytes() const {
     for (const Layer& layer : layers) {
         for (const Linear* linear : layer.linears()) total += of(*linear);
         for (const Norm* norm : layer.norms()) total += norm->num_bytes();
+        total += 4 * int64_t(layer.activation_params.size());
     }
     return total;
 }
@@ -149,6 +150,8 @@ struct RowPlacement {  // maps a tensor's rows to columns of a fused linear
     int64_t column(int64_t row) const { return half < 0 ? offset + row : interleaved(row, half); }
 };
 
+RowPlacement up_place(const Layer& layer) { return layer.shape.is_gated ? RowPlacement{0, 1} : RowPlacement{}; }
+
 struct Matrix {  // where a matrix is stored
     Linear* linear = nullptr;
     RowPlacement place;
@@ -170,7 +173,7 @@ Matrix matrix_of(Model& model, int64_t index, TensorKind kind) {
         case V: return {&layer.qkv, {heads + kv}, kv};
         case O: return {&layer.output, {}, hidden};
         case GATE: return {&layer.gate_up, {0, 0}, inner};
-        case UP: return {&layer.gate_up, {0, 1}, inner};
+        case UP: return {&layer.gate_up, up_place(layer), inner};
         default: return {&layer.down, {}, hidden};
     }
 }
@@ -389,12 +392,13 @@ bool pack(Model& model, int64_t index, TensorKind kind, const void* data, DataTy
         case Q_NORM_BIAS: return set_norm(layer.q_norm, layer.q_norm.bias, q_size);
         case K_NORM: return set_norm(layer.k_norm, layer.k_norm.weight, k_size);
         case K_NORM_BIAS: return set_norm(layer.k_norm, layer.k_norm.bias, k_size);
+        case ACTIVATION_PARAMS: return set_floats(layer.activation_params, 0, 2, data, type, FLOAT32);
         case Q_BIAS: return set_bias(model, layer.qkv, {}, heads, data, type);
         case K_BIAS: return set_bias(model, layer.qkv, {heads}, kv, data, type);
         case V_BIAS: return set_bias(model, layer.qkv, {heads + kv}, kv, data, type);
         case O_BIAS: return set_bias(model, layer.output, {}, hidden, data, type);
         case GATE_BIAS: return set_bias(model, layer.gate_up, {0, 0}, inner, data, type);
-        case UP_BIAS: return set_bias(model, layer.gate_up, {0, 1}, inner, data, type);
+        case UP_BIAS: return set_bias(model, layer.gate_up, up_place(layer), inner, data, type);
         case DOWN_BIAS: return set_bias(model, layer.down, {}, hidden, data, type);
         default: return false;
     }

@@ -10,6 +10,9 @@ namespace millrace {
 
 enum NormKind : int32_t { NO_NORM, RMS_NORM, LAYER_NORM };
 
+// The function between a feed-forward network's products. XIELU has two parameters.
+enum ActivationKind : int32_t { SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, XIELU, NUM_ACTIVATION_KINDS };
+
 struct NormShape {
     NormKind kind;
     float eps;
@@ -24,6 +27,8 @@ struct LayerShape {  // mirrored by `LayerStruct` in library.py
     float attention_scale;         // of scores; 0: 1 / sqrt(head_dim)
     float residual_scale;          // multiplies what is added to the residual
     int32_t rope;                  // index of the rotary table; -1: not rotated
+    ActivationKind activation;
+    int32_t is_gated;              // activation(gate x) * up x; else activation(up x)
     int32_t is_parallel;           // mixer and feed read the same residual; a missing `pre_feed` is then `pre_mixer`
     int32_t is_qk_norm_over_row;   // all heads of a token together; else each head alone
     int32_t is_qk_norm_after_rope;

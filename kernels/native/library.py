@@ -29,7 +29,7 @@ class LayerStruct(Structure):
 
     _fields_ = [
         *((name, c_int64) for name in ("window", "intermediate_size", "temper_length")),
-        *((name, c_float) for name in ("temper", "attention_scale", "residual_scale")),
+        *((name, c_float) for name in ("temper", "attention_scale", "soft_cap", "residual_scale")),
         *((name, c_int32) for name in ("rope", "activation", "is_gated", "is_parallel")),
         *((name, c_int32) for name in ("is_qk_norm_over_row", "is_qk_norm_after_rope", "has_weight_per_head")),
         *((name, NormStruct) for name in ("pre_mixer", "post_mixer", "pre_feed", "post_feed", "qk_norm")),

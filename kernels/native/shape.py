@@ -52,13 +52,14 @@ class NativeQkNorm:
 class NativeLayer:
     """What a layer computes; the defaults are Llama's.
 
-    Biases of projections are added if their tensors are set.
+    Biases of projections, and attention sinks, are added if their tensors are set.
     """
 
     intermediate_size: int
     window: int | None = None  # keys a query sees, itself included; None = all
     rope: int | None = 0  # index into `NativeShape.rotary_dims`; None = not rotated
     attention_scale: float | None = None  # of scores; None = head_dim ** -0.5
+    soft_cap: float | None = None  # scores become cap * tanh(score / cap)
     qk_norm: NativeQkNorm | None = None
     query_temper: tuple[float, int] | None = (
         None  # (b, n): queries *= 1 + b * ln(1 + position // n), after the rotation

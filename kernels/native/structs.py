@@ -43,6 +43,7 @@ def _layer(layer: NativeLayer, head_dim: int) -> LayerStruct:
         temper_length=temper_length,
         temper=temper,
         attention_scale=scale,
+        soft_cap=layer.soft_cap or 0.0,
         residual_scale=layer.residual_scale,
         rope=-1 if layer.rope is None else layer.rope,
         activation=_ACTIVATIONS.index(layer.activation),

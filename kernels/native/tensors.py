@@ -30,7 +30,8 @@ LAYER_KINDS = {
     "post_feed_layernorm.bias": 26,
     "self_attn.q_norm.bias": 27,
     "self_attn.k_norm.bias": 28,
-    "mlp.act_alpha": 30,
+    "self_attn.sinks": 30,
+    "mlp.act_alpha": 31,
 }
 MODEL_KINDS = {
     "model.embed_tokens.weight": 0,

@@ -43,6 +43,7 @@ def _layer(layer: LayerSpec) -> NativeLayer:
         window=attention.window,
         rope=attention.rope,
         attention_scale=attention.scale,
+        soft_cap=attention.soft_cap,
         qk_norm=_qk_norm(attention.qk_norm),
         query_temper=attention.query_temper,
         is_gated=feed.is_gated,

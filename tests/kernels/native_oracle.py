@@ -70,6 +70,7 @@ class Checkpoint:
         has_bias: bool = False,
         has_norm_bias: bool = False,
         has_norm_weight: bool = True,
+        has_sinks: bool = False,
         num_positions: int = 1200,
         seed: int = 0,
         **sizes: Any,
@@ -113,6 +114,8 @@ class Checkpoint:
                     put(f"{prefix}.mlp.{name}_proj.bias", size[0])
             if layer.activation == "xielu":
                 put(f"{prefix}.mlp.act_alpha", 2, mean=0.8)
+            if has_sinks:
+                put(f"{prefix}.self_attn.sinks", shape.num_heads, scale=2.0)
             if (qk := layer.qk_norm) is not None:
                 dims = {"q": (shape.num_heads, shape.head_dim), "k": (shape.num_kv_heads, shape.head_dim)}
                 for name, (count, dim) in dims.items():
@@ -200,9 +203,11 @@ class Checkpoint:
         scores = q @ k.transpose(0, 2, 1) * (layer.attention_scale or shape.head_dim**-0.5)
         age = np.arange(count)[:, None] - np.arange(count)
         is_seen = (age >= 0) & (age < (layer.window or count))
-        weights = np.exp(np.where(is_seen, scores, -np.inf))
-        seen = weights / weights.sum(-1, keepdims=True) @ v
-        return seen.transpose(1, 0, 2).reshape(count, -1)
+        weights = np.exp(np.where(is_seen, _capped(scores, layer.soft_cap), -np.inf))
+        total = weights.sum(-1, keepdims=True)
+        if f"{prefix}.sinks" in self.tensors:
+            total += np.exp(self._get(f"{prefix}.sinks"))[:, None, None]
+        return (weights / total @ v).transpose(1, 0, 2).reshape(count, -1)
 
     def _rotate(self, x: Array, rope: int) -> Array:
         cos, sin = (table[: len(x), None].astype(np.float64) for table in self.ropes[rope])
@@ -249,6 +254,10 @@ ACTIVATIONS: dict[str, Callable[..., Array]] = {
     "relu2": lambda x: np.maximum(x, 0) ** 2,
     "xielu": _xielu,
 }
+
+
+def _capped(x: Array, cap: float | None) -> Array:
+    return x if cap is None else cap * np.tanh(x / cap)
 
 
 def _rope(dim: int, num_positions: int, index: int) -> tuple[Array, Array]:

@@ -49,6 +49,8 @@ PIECES: dict[str, dict[str, Any]] = {
     },
     "tempered queries": {"layer": {"query_temper": (0.5, 16)}},
     "scaled scores": {"layer": {"attention_scale": 0.3}},
+    "capped scores": {"layer": {"soft_cap": 2.0}, "sliding_windows": (40, None)},
+    "sinks": {"has_sinks": True, "sliding_windows": (40, None)},
     "head norms behind the rotation": {"layer": {"qk_norm": NativeQkNorm(norm=RMS, is_after_rope=True)}},
     "head norms over rows": {"layer": {"qk_norm": NativeQkNorm(norm=RMS, is_over_row=True)}},
     "head norms with weights per head": {
@@ -103,7 +105,7 @@ def test_no_bit_depends_on_cuts_blocks_threads_or_neighbours_with_any_piece(name
     assert np.array_equal(np.array(run.logits[0]), whole[:24])
 
 
-@pytest.mark.parametrize("name", ["parallel, one norm", "norms before and behind"])
+@pytest.mark.parametrize("name", ["parallel, one norm", "norms before and behind", "sinks"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_without_requested_logits_leave_those_that_are_requested_as_they_are(name: str, dtype: DType) -> None:
     model, prompt = load(name, dtype), tokens(60)

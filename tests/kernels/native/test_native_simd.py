@@ -31,6 +31,9 @@ EXPORT void expm1_of(const float* x, long count, float* out) {
         store(out + i, one[0]);
     }
 }
+EXPORT void tanh_of(const float* x, long count, float* out) {
+    for (long i = 0; i < count; i += W) store(out + i, tanh(load(x + i)));
+}
 EXPORT void tail_of(const float* x, long count, float* out) {
     for (long i = 0; i < count; i += W) {
         F one[] = {load(x + i)};
@@ -95,6 +98,13 @@ def test_e_to_the_x_minus_1_is_exact_to_three_units_down_to_the_smallest_numbers
     x = of_any_size((1e-30, 80.0))
     x = x[x <= 0]
     assert units_off(function(vectors, "expm1")(x), np.expm1(x.astype(np.float64))) <= 3
+
+
+def test_tanh_is_exact_to_four_units_and_keeps_what_is_not_finite(vectors: ctypes.CDLL) -> None:
+    x, tanh = of_any_size((1e-30, 80.0), (0.01, 10.0)), function(vectors, "tanh")
+    assert units_off(tanh(x), np.tanh(x.astype(np.float64))) <= 4
+    assert np.isnan(tanh(np.array([np.nan, np.inf, -np.inf], np.float32))).all()
+    assert tanh(np.array([1e38, -1e38], np.float32)).tolist() == [1, -1]
 
 
 def test_the_tail_of_the_normal_distribution_is_exact_enough_for_gelu(vectors: ctypes.CDLL) -> None:

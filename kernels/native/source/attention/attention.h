@@ -12,6 +12,7 @@
 
 #include "attention/amx_attention.h"
 #include "attention/scores.h"
+#include "machine/vector_math.h"
 
 namespace millrace {
 
@@ -63,9 +64,10 @@ class ItemAttention {
     using Span = AttentionItem::Span;
 
   public:
-    ItemAttention(const CacheLayout<T>& layout, const SequenceTables& sequences, const AttentionItem& item, const T* layer,
-                  int64_t group, int64_t window, AttentionScratch<T>* scratch)
-        : layout_(layout), item_(item), layer_(layer), group_(group), window_(window), scratch_(scratch),
+    // `cache`: the layer's.
+    ItemAttention(const CacheLayout<T>& layout, const SequenceTables& sequences, const AttentionItem& item,
+                  const Layer* layer, const T* cache, int64_t group, int64_t window, AttentionScratch<T>* scratch)
+        : layout_(layout), item_(item), layer_(layer), cache_(cache), group_(group), window_(window), scratch_(scratch),
           table_(sequences.tables + item.sequence * sequences.table_width),
           num_rows_(USES_AMX<T> ? item.num_rows : specialized_rows(item.num_rows)), width_(layout.padded_dim()) {
         int64_t new_tokens = sequences.query_starts[item.sequence + 1] - sequences.query_starts[item.sequence];
@@ -119,6 +121,7 @@ class ItemAttention {
         score(keys, *reads, span, scores, deferred);
         if (uses_prefetch(num_rows_)) reads->tiles += span.num_tiles();
         if constexpr (CacheLayout<T>::HAS_SCALES) scale(keys, scores, span);
+        if (layer_->shape.soft_cap > 0.0f) cap(scores, span);
         for (int r = 0; r < item_.num_rows; r++) {
             int64_t low = first_visible_key(position(r), window_) - base,
                 high = std::min(position(r) + 1 - base, span.last);
@@ -164,6 +167,7 @@ class ItemAttention {
         int64_t dim = layout_.head_dim;
         for (int r = 0; r < item_.num_rows; r++) {
             float *total = scratch_->total + r * width_, factor = 1.0f / scratch_->sum[r];
+            if (!layer_->sinks.empty()) factor = factor_beside(layer_->sinks[head(r)], r);
             for (int64_t d = 0; d < width_; d += W) store(total + d, mul(load(total + d), splat(factor)));
         }
         for (int r = 0; r < std::min<int64_t>(group_, item_.num_rows); r++) {  // rows of one head are consecutive tokens
@@ -226,6 +230,19 @@ class ItemAttention {
         return lanes[0];
     }
 
+    // What a row's sum of values is multiplied by if the softmax has one more score, `sink`, without a value.
+    float factor_beside(float sink, int r) const {
+        float largest = scratch_->largest[r], maximum = std::max(largest, sink), factor = rescale(largest, maximum);
+        return factor / std::fma(scratch_->sum[r], factor, rescale(sink, maximum));
+    }
+
+    // Caps the scores of a chunk's tiles.
+    void cap(float* scores, const Span& span) const {
+        for (int r = 0; r < item_.num_rows; r++)
+            for (int64_t i = r * CHUNK + span.first_tile * KEY_TILE; i < r * CHUNK + span.last_tile * KEY_TILE; i += W)
+                store(scores + i, soft_cap(load(scores + i), layer_->shape.soft_cap));
+    }
+
     // The largest of the scores [begin, end) of a row; those outside [low, high) become NO_SCORE.
     static float largest_of(float* scores, int64_t begin, int64_t end, int64_t low, int64_t high) {
         const F least = splat(NO_SCORE);
@@ -277,8 +294,8 @@ class ItemAttention {
                 tiles->numbers[tile] = head + offset * width_;
                 tiles->scales[tile] = layout_.scales(head) + offset;
             };
-            find(layout_.keys(layer_, block, item_.head), keys);
-            find(layout_.values(layer_, block, item_.head), values);
+            find(layout_.keys(cache_, block, item_.head), keys);
+            find(layout_.values(cache_, block, item_.head), values);
         });
     }
 
@@ -291,8 +308,8 @@ class ItemAttention {
                 *value_scales = scratch_->value_scales + tile * KEY_TILE;
             for (int64_t i = 0; i < std::min(KEY_TILE, span.last - tile * KEY_TILE); i++) {
                 int64_t at = base + tile * KEY_TILE + i, block = table_[at / block_size], offset = at % block_size;
-                const T* key_head = layout_.keys(layer_, block, item_.head);
-                const T* value_head = layout_.values(layer_, block, item_.head);
+                const T* key_head = layout_.keys(cache_, block, item_.head);
+                const T* value_head = layout_.values(cache_, block, item_.head);
                 for (int64_t d = 0; d < layout_.head_dim; d++) {
                     key_tile[index_in_pairs<T>(d, KEY_TILE, i)] = key_head[offset * width_ + d];
                     value_tile[index_in_pairs<T>(i, width_, d)] = value_head[offset * width_ + d];
@@ -308,7 +325,8 @@ class ItemAttention {
 
     const CacheLayout<T>& layout_;
     const AttentionItem& item_;
-    const T* layer_;
+    const Layer* layer_;
+    const T* cache_;
     int64_t group_, window_;
     AttentionScratch<T>* scratch_;
     const int32_t* table_;

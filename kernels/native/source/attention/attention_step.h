@@ -38,7 +38,7 @@ class AttentionStep {
         for (int64_t part = 0; part < plan->num_parts(); part++) {
             auto list = [&](size_t i, auto list_of) {
                 auto [item, chunk] = plan->chunks[i];
-                (item_attention(batch, *plan, plan->items[item], nullptr, 0).*list_of)(chunk, &plan->reads);
+                (item_attention(batch, *plan, plan->items[item], nullptr, nullptr, 0).*list_of)(chunk, &plan->reads);
             };
             std::array<size_t, 2> seen;
             plan->for_each_chunk(
@@ -60,10 +60,11 @@ class AttentionStep {
     }
 
     // The phase after `attend`, if the plan is split.
-    void merge_chunks(const Batch<Input>& batch, const AttentionPlan& plan, const Cached* cache, Member member) {
+    void merge_chunks(const Batch<Input>& batch, const AttentionPlan& plan, const Layer& layer, const Cached* cache,
+                      Member member) {
         parallel_for_rows(member, int64_t(plan.items.size()), [&](int64_t i) {
             const AttentionItem& item = plan.items[i];
-            Attention attention = item_attention(batch, plan, item, cache, member.scratch_index);
+            Attention attention = item_attention(batch, plan, item, &layer, cache, member.scratch_index);
             for (int64_t chunk = item.first_chunk(); chunk < item.last_chunk(); chunk++) {
                 const float* partial = partial_of(plan, item, chunk);
                 attention.merge_chunk(partial, partial + MAX_QUERY_ROWS, partial + 2 * MAX_QUERY_ROWS,
@@ -92,7 +93,8 @@ class AttentionStep {
             ChunkState& state = states[half];
             auto [item, chunk] = plan.chunks[i];
             state.item = &plan.items[item], state.chunk = chunk;
-            Attention& attention = state.attention.emplace(item_attention(batch, plan, *state.item, cache, scratch_index));
+            Attention& attention =
+                state.attention.emplace(item_attention(batch, plan, *state.item, &layer, cache, scratch_index));
             if constexpr (USES_AMX<Cached>) tiles.configure(attention_tile_config(state.item->num_rows));
             if (plan.is_split || chunk == state.item->first_chunk())
                 attention.load_queries(batch.buffers.qkv, batch.buffers.qkv_stride, scale);
@@ -121,11 +123,11 @@ class AttentionStep {
         return model_.partials.as<float>() + (item.partial + chunk - item.first_chunk()) * plan.partial_size;
     }
 
-    // An item without its queries.
+    // An item without its queries. `layer` is null where only its reads are listed.
     Attention item_attention(const Batch<Input>& batch, const AttentionPlan& plan, const AttentionItem& item,
-                             const Cached* cache, int scratch_index) {
+                             const Layer* layer, const Cached* cache, int scratch_index) {
         int64_t group = shape_.num_heads / shape_.num_kv_heads;
-        return {layout_, batch.sequences(), item, cache, group, plan.window, scratch_of(scratch_index)};
+        return {layout_, batch.sequences(), item, layer, cache, group, plan.window, scratch_of(scratch_index)};
     }
 
     AttentionScratch<Cached>* scratch_of(int scratch_index) const {

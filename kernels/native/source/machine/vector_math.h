@@ -1,6 +1,6 @@
-// Functions of vectors beyond `exp`: e ** x - 1, and the tail of the normal distribution.
+// Functions of vectors beyond `exp`: e ** x - 1, tanh, and the tail of the normal distribution.
 //
-// Used by activations, on every compute thread. Each lane gives the same bits wherever it is.
+// Used by activations and soft caps, on every compute thread. Each lane gives the same bits wherever it is.
 
 #pragma once
 
@@ -29,6 +29,18 @@ template <int N>
     UNROLL for (int i = 0; i < N; i++)
         x[i] = select_ge(x[i], splat(SMALL), fma(mul(sums[i], x[i]), x[i], x[i]), sub(powers[i], splat(1.0f)));
 }
+
+// tanh(x) to 4 units in the last place; NaN where x is not finite.
+inline F tanh(F x) {
+    F negative[] = {mul(splat(-2.0f), max(x, sub(zero(), x)))};
+    expm1_all(negative);
+    F magnitude = div(sub(zero(), negative[0]), add(negative[0], splat(2.0f)));
+    F signed_magnitude = select_ge(x, zero(), magnitude, sub(zero(), magnitude));
+    return add(signed_magnitude, sub(x, x));
+}
+
+// cap * tanh(x / cap)
+inline F soft_cap(F x, float cap) { return mul(splat(cap), tanh(div(x, splat(cap)))); }
 
 // The share of the standard normal distribution beyond |x|, erfc(|x| / sqrt(2)) / 2: to 2.4e-6 of itself up to 4, and to
 // 1e-8 in all. It is e ** -p(|x|) for a polynomial p, fitted so that x times it has the least error up to 6; beyond, p

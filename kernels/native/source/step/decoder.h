@@ -284,7 +284,8 @@ class Step {
         float scale = layer.shape.residual_scale;
         times_.run(phases, ATTENTION, [&](Member member) { attention_.attend(batch, plan, layer, cache, member); });
         if (plan.is_split)
-            times_.run(phases, ATTENTION, [&](Member member) { attention_.merge_chunks(batch, plan, cache, member); });
+            times_.run(phases, ATTENTION,
+                       [&](Member member) { attention_.merge_chunks(batch, plan, layer, cache, member); });
         auto run_gate_up = [&] {
             run_normed_product(phases, batch, layer.feed_norm(), layer.gate_up, ActivatedOutput<Input>(layer, inner));
         };

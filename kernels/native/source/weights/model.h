@@ -119,6 +119,7 @@ struct Layer {
     Norm pre_mixer, post_mixer, pre_feed, post_feed, q_norm, k_norm;
     Linear qkv, output, gate_up, down;  // gate_up: 16 columns of gate, 16 of up, alternating; up alone if not gated
     std::vector<float> activation_params;  // those of the activation
+    std::vector<float> sinks;              // [heads], if it has any
 
     void set_shape(const LayerShape& its) {
         shape = its;
@@ -302,7 +303,7 @@ enum TensorKind : int32_t {
     EMBEDDING, HEAD, FINAL_NORM, PRE_MIXER, PRE_FEED, Q_NORM, K_NORM,
     Q, K, V, O, GATE, UP, DOWN, Q_BIAS, K_BIAS, V_BIAS, O_BIAS, GATE_BIAS, UP_BIAS, DOWN_BIAS,
     POST_MIXER, POST_FEED, PRE_MIXER_BIAS, PRE_FEED_BIAS, POST_MIXER_BIAS, POST_FEED_BIAS, Q_NORM_BIAS, K_NORM_BIAS,
-    FINAL_NORM_BIAS, ACTIVATION_PARAMS
+    FINAL_NORM_BIAS, SINKS, ACTIVATION_PARAMS
 };
 
 // Sets `Linear::next` of each linear.

@@ -82,7 +82,7 @@ int64_t Model::weights_bytes() const {
     for (const Layer& layer : layers) {
         for (const Linear* linear : layer.linears()) total += of(*linear);
         for (const Norm* norm : layer.norms()) total += norm->num_bytes();
-        total += 4 * int64_t(layer.activation_params.size());
+        total += 4 * int64_t(layer.sinks.size() + layer.activation_params.size());
     }
     return total;
 }
@@ -392,6 +392,7 @@ bool pack(Model& model, int64_t index, TensorKind kind, const void* data, DataTy
         case Q_NORM_BIAS: return set_norm(layer.q_norm, layer.q_norm.bias, q_size);
         case K_NORM: return set_norm(layer.k_norm, layer.k_norm.weight, k_size);
         case K_NORM_BIAS: return set_norm(layer.k_norm, layer.k_norm.bias, k_size);
+        case SINKS: return set_floats(layer.sinks, 0, shape.num_heads, data, type, FLOAT32);
         case ACTIVATION_PARAMS: return set_floats(layer.activation_params, 0, 2, data, type, FLOAT32);
         case Q_BIAS: return set_bias(model, layer.qkv, {}, heads, data, type);
         case K_BIAS: return set_bias(model, layer.qkv, {heads}, kv, data, type);

@@ -25,6 +25,7 @@ struct LayerShape {  // mirrored by `LayerStruct` in library.py
     int64_t temper_length;         // queries at position p are multiplied by 1 + temper * ln(1 + p / length); 0: not
     float temper;
     float attention_scale;         // of scores; 0: 1 / sqrt(head_dim)
+    float soft_cap;                // scores become cap * tanh(score / cap); 0: none
     float residual_scale;          // multiplies what is added to the residual
     int32_t rope;                  // index of the rotary table; -1: not rotated
     ActivationKind activation;

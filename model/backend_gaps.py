@@ -71,11 +71,8 @@ def _of_kernels(attention: AttentionSpec, backend: Backend) -> Iterator[str]:
 
 def _of_native_step(spec: DecoderSpec) -> Iterator[str]:
     """What the native step lacks besides."""
-    embedding, head = spec.embedding, spec.head
-    if embedding.scale != 1.0 or embedding.positions is not None or embedding.norm is not None:
-        yield "an embedding with a scale, positions or a norm"
-    if head.has_bias or head.scale != 1.0 or head.soft_cap is not None:
-        yield "an output layer with a bias, a scale or a cap"
+    if not spec.head.scale > 0:
+        yield f"logits times {spec.head.scale:g}"
     for layer in dict.fromkeys(spec.layers):
         if isinstance(layer.feed, FeedSpec) and layer.feed.activation == "swiglu_clamped":
             yield f"the activation {layer.feed.activation}"

@@ -41,10 +41,11 @@ class ShapeStruct(Structure):
 
     _fields_ = [
         *((name, c_int64) for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads")),
-        ("head_dim", c_int64),
+        *((name, c_int64) for name in ("head_dim", "num_learned_positions", "position_offset")),
         *((name, c_int32) for name in ("dtype", "linears", "head", "cache", "group_size")),
-        *((name, c_int32) for name in ("has_head", "is_tied")),
-        ("final_norm", NormStruct),
+        *((name, c_int32) for name in ("has_head", "is_tied", "has_head_bias")),
+        *((name, c_float) for name in ("embedding_scale", "head_scale", "head_soft_cap")),
+        *((name, NormStruct) for name in ("embedding_norm", "final_norm")),
     ]
 
 

@@ -115,6 +115,9 @@ class NativeModel:
         if [cos.shape for cos, _ in tables] != wanted or [sin.shape for _, sin in tables] != wanted:
             sizes = ", ".join(f"{cos.shape} and {sin.shape}" for cos, sin in tables) or "none"
             raise ValueError(f"rotary tables {sizes}: cos and sin must be {', '.join(map(str, wanted)) or 'none'}")
+        learned = self.shape.num_learned_positions
+        if learned and num_positions + self.shape.position_offset > learned:
+            raise ValueError(f"{num_positions} positions: the model has learned {learned - self.shape.position_offset}")
         cos, sin = ((ctypes.c_void_p * len(tables))(*(pair[i].ctypes.data for pair in tables)) for i in (0, 1))
         if self._library.millrace_set_positions(
             self._model, num_positions, len(tables), halves.ctypes.data, ctypes.addressof(cos), ctypes.addressof(sin)

@@ -87,6 +87,13 @@ class NativeShape:
     rotary_dims: tuple[int, ...]  # of each rotary table: rotated elements of a head, from its start
     is_tied: bool  # the head is the embedding
     has_head: bool = True
+    has_head_bias: bool = False
+    head_scale: float = 1.0  # logits = cap(scale * (W x + b))
+    head_soft_cap: float | None = None
+    embedding_scale: float = 1.0  # rounded to the dtype before use
+    num_learned_positions: int = 0  # rows of the table that is added to the embedding; 0 = there is none
+    position_offset: int = 0  # its row of position 0
+    embedding_norm: NativeNorm | None = None
     final_norm: NativeNorm | None = NativeNorm()
 
     @property
@@ -104,6 +111,8 @@ class NativeShape:
         gaps = [f"{name} = {size}: must be even for the native step" for name, size in even if size % 2]
         if self.head_dim > _MAX_HEAD_DIM:
             gaps.append(f"head_dim = {self.head_dim}: the native step takes at most {_MAX_HEAD_DIM}")
+        if not self.head_scale > 0:
+            gaps.append(f"scale of logits = {self.head_scale:g}: must be above 0 for the native step")
         return gaps
 
     def check(self) -> None:

@@ -21,8 +21,15 @@ def of_shape(shape: NativeShape) -> ShapeStruct:
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
+        num_learned_positions=shape.num_learned_positions,
+        position_offset=shape.position_offset,
         has_head=shape.has_head,
         is_tied=shape.is_tied,
+        has_head_bias=shape.has_head_bias,
+        embedding_scale=shape.embedding_scale,
+        head_scale=shape.head_scale,
+        head_soft_cap=shape.head_soft_cap or 0.0,
+        embedding_norm=_norm(shape.embedding_norm),
         final_norm=_norm(shape.final_norm),
     )
 

@@ -30,14 +30,18 @@ LAYER_KINDS = {
     "post_feed_layernorm.bias": 26,
     "self_attn.q_norm.bias": 27,
     "self_attn.k_norm.bias": 28,
-    "self_attn.sinks": 30,
-    "mlp.act_alpha": 31,
+    "self_attn.sinks": 29,
+    "mlp.act_alpha": 30,
 }
 MODEL_KINDS = {
     "model.embed_tokens.weight": 0,
     "lm_head.weight": 1,
     "model.norm.weight": 2,
-    "model.norm.bias": 29,
+    "model.embed_positions.weight": 31,
+    "model.embed_layernorm.weight": 32,
+    "model.embed_layernorm.bias": 33,
+    "model.norm.bias": 34,
+    "lm_head.bias": 35,
 }
 
 

@@ -21,6 +21,7 @@ Bools = NDArray[np.bool_]
 def native_shape(spec: DecoderSpec) -> NativeShape:
     """The decoder as the native library takes it; `backend_gaps.missing` has found nothing that it lacks."""
     layers = {layer: _layer(layer) for layer in dict.fromkeys(spec.layers)}
+    embedding, head = spec.embedding, spec.head
     return NativeShape(
         vocab_size=spec.vocab_size,
         hidden_size=spec.hidden_size,
@@ -29,8 +30,15 @@ def native_shape(spec: DecoderSpec) -> NativeShape:
         head_dim=spec.head_dim,
         layers=tuple(layers[layer] for layer in spec.layers),
         rotary_dims=tuple(rope.dim for rope in spec.ropes),
-        is_tied=spec.head.is_tied,
-        has_head=spec.head.exists,
+        is_tied=head.is_tied,
+        has_head=head.exists,
+        has_head_bias=head.has_bias,
+        head_scale=head.scale,
+        head_soft_cap=head.soft_cap,
+        embedding_scale=embedding.scale,
+        num_learned_positions=embedding.positions.rows if embedding.positions else 0,
+        position_offset=embedding.positions.offset if embedding.positions else 0,
+        embedding_norm=_norm(embedding.norm),
         final_norm=_norm(spec.final_norm),
     )
 

@@ -95,7 +95,12 @@ class Checkpoint:
         put("model.embed_tokens.weight", shape.vocab_size, hidden, scale=1.0)
         if not shape.is_tied:
             put("lm_head.weight", shape.vocab_size, hidden)
+        if shape.has_head_bias:
+            put("lm_head.bias", shape.vocab_size, scale=1.0)
+        if shape.num_learned_positions:
+            put("model.embed_positions.weight", shape.num_learned_positions, hidden)
         put_norm("model.norm", shape.final_norm, hidden)
+        put_norm("model.embed_layernorm", shape.embedding_norm, hidden)
         for index, layer in enumerate(shape.layers):
             prefix = f"model.layers.{index}"
             for name, norm in norms_of(layer).items():
@@ -148,7 +153,10 @@ class Checkpoint:
     def logits(self, token_ids: list[int]) -> Array:
         """[T, V] float64, of every token of one sequence."""
         shape = self.shape
-        residual = self._get("model.embed_tokens.weight")[token_ids]
+        residual = self._get("model.embed_tokens.weight")[token_ids] * shape.embedding_scale
+        if shape.num_learned_positions:
+            residual += self._get("model.embed_positions.weight")[shape.position_offset :][: len(token_ids)]
+        residual = self._norm(residual, shape.embedding_norm, "model.embed_layernorm")
         for index, layer in enumerate(shape.layers):
             prefix, norms = f"model.layers.{index}", norms_of(layer)
 
@@ -164,7 +172,10 @@ class Checkpoint:
             fed = normed(self._feed(index, x), "post_feed_layernorm")
             residual = after + layer.residual_scale * fed
         x = self._norm(residual, shape.final_norm, "model.norm")
-        return x @ self._get("model.embed_tokens.weight" if shape.is_tied else "lm_head.weight").T
+        logits = x @ self._get("model.embed_tokens.weight" if shape.is_tied else "lm_head.weight").T
+        if shape.has_head_bias:
+            logits += self._get("lm_head.bias")
+        return _capped(shape.head_scale * logits, shape.head_soft_cap)
 
     def _feed(self, index: int, x: Array) -> Array:
         layer, prefix = self.shape.layers[index], f"model.layers.{index}.mlp"

@@ -59,6 +59,17 @@ PIECES: dict[str, dict[str, Any]] = {
         "head_dim": 26,
         "rotary_dim": 26,
     },
+    "learned positions": {
+        "layer": {"rope": None},
+        "rotary_dims": (),
+        "num_learned_positions": 302,
+        "position_offset": 2,
+        "num_positions": 300,
+    },
+    "a scaled embedding with a norm": {"embedding_scale": 8.0, "embedding_norm": LAYER, "has_norm_bias": True},
+    "a scaled, untied embedding": {"embedding_scale": 0.5, "is_tied": False},
+    "a capped head with a bias": {"head_scale": 0.5, "head_soft_cap": 3.0, "has_head_bias": True},
+    "a scaled head": {"head_scale": 0.125, "is_tied": False},
 }
 
 
@@ -105,7 +116,9 @@ def test_no_bit_depends_on_cuts_blocks_threads_or_neighbours_with_any_piece(name
     assert np.array_equal(np.array(run.logits[0]), whole[:24])
 
 
-@pytest.mark.parametrize("name", ["parallel, one norm", "norms before and behind", "sinks"])
+@pytest.mark.parametrize(
+    "name", ["parallel, one norm", "norms before and behind", "sinks", "a capped head with a bias"]
+)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_without_requested_logits_leave_those_that_are_requested_as_they_are(name: str, dtype: DType) -> None:
     model, prompt = load(name, dtype), tokens(60)
@@ -115,7 +128,7 @@ def test_rows_without_requested_logits_leave_those_that_are_requested_as_they_ar
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_quantized_weights_take_all_pieces(quantization: Any) -> None:
-    for name in ("xielu, not gated", "parallel, one norm"):
+    for name in ("xielu, not gated", "parallel, one norm", "a capped head with a bias", "learned positions"):
         model = checkpoint(name).load(quantization=quantization, num_threads=1)
         kept = checkpoint(name).kept_by(model)
         assert error(Run(model).whole(tokens(40)), kept.logits(tokens(40))) < 1e-5, name
@@ -132,7 +145,65 @@ def test_an_exact_norm_keeps_its_weight_in_float32(is_exact: bool) -> None:
     np.testing.assert_allclose(model.normed(hidden)[0], kept / np.sqrt(1 + 1e-5), rtol=1e-6)
 
 
-def test_rotary_tables_of_other_sizes_are_refused() -> None:
+def test_an_embeddings_scale_is_rounded_to_the_dtype_first() -> None:
+    made = Checkpoint.random(embedding_scale=55.42562584220407)  # the root of 3,072: 55.5 in bfloat16
+    hidden = {dtype: _first_hidden(made, dtype) for dtype in DTYPES}
+    embedding = made.tensors["model.embed_tokens.weight"][5]
+    scale = {"float32": np.float32(55.42562584220407), "bfloat16": np.float32(55.5)}
+    for dtype in DTYPES:
+        assert np.array_equal(hidden[dtype], embedding * scale[dtype])
+
+
+def _first_hidden(made: Checkpoint, dtype: DType) -> Array:
+    """The residual of token 5 through layers that add nothing."""
+    for name, tensor in made.tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor[:] = 0
+    model, hidden = made.load(dtype, num_threads=1), np.empty((1, 64), np.float32)
+    zero, one = np.zeros(1, np.int64), np.ones(1, np.int32)
+    model.step(
+        Run(model, num_blocks=1).cache,
+        input_ids=np.array([5]),
+        positions=zero,
+        slot_mapping=zero,
+        block_tables=np.zeros((1, 1), np.int32),
+        query_starts=np.array([0, 1], np.int32),
+        lengths=one,
+        hidden=hidden,
+    )
+    return hidden[0]
+
+
+@pytest.mark.parametrize("change", [{"head_soft_cap": 2.0, "head_scale": 0.25}, {"has_head_bias": True}])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_likeliest_token_is_that_of_the_logits_with_a_cap_and_with_a_bias(
+    dtype: DType, change: dict[str, Any]
+) -> None:
+    made = Checkpoint.random(vocab_size=40_000, is_tied=False, **change)  # large enough for a screen
+    model = made.load(dtype, num_threads=2, worth_a_thread=1)
+    assert (model.screen_bytes > 0) == ("has_head_bias" not in change)
+    run, prompt = Run(model), tokens(20)
+    logits = run.whole(prompt)
+    found, inputs = (np.zeros(20, np.int64), np.zeros(20, np.bool_)), np.arange(20)
+    fresh = Run(model)
+    model.step(
+        fresh.cache,
+        input_ids=np.array(prompt),
+        positions=inputs,
+        slot_mapping=inputs,
+        block_tables=np.array([[0, 1]], np.int32),
+        query_starts=np.array([0, 20], np.int32),
+        lengths=np.array([20], np.int32),
+        logits_rows=inputs,
+        likeliest=found,
+    )
+    assert np.array_equal(found[0], logits.argmax(1)) and not found[1].any()
+
+
+def test_positions_past_the_learned_ones_and_tables_of_other_sizes_are_refused() -> None:
+    made = checkpoint("learned positions")
+    with pytest.raises(ValueError, match="301 positions: the model has learned 300"):
+        made.load().set_positions([], 301)
     two = checkpoint("two tables, a layer without").load(num_threads=1)
     (cos, sin), short = two_tables = checkpoint("two tables, a layer without").ropes
     with pytest.raises(ValueError, match=r"must be \(1200, 16\), \(1200, 8\)"):
@@ -147,7 +218,11 @@ def test_rotary_tables_of_other_sizes_are_refused() -> None:
 
 def test_what_the_native_step_lacks_is_named() -> None:
     assert small_shape().gaps() == []
-    shape = small_shape(hidden_size=63, last={"intermediate_size": 41})
-    assert [gap.partition(":")[0] for gap in shape.gaps()] == ["hidden_size = 63", "intermediate_size = 41"]
+    shape = small_shape(hidden_size=63, last={"intermediate_size": 41}, head_scale=0.0)
+    assert [gap.partition(":")[0] for gap in shape.gaps()] == [
+        "hidden_size = 63",
+        "intermediate_size = 41",
+        "scale of logits = 0",
+    ]
     with pytest.raises(UnsupportedModelError, match=r"hidden_size = 63: must be even.*; intermediate_size = 41"):
         shape.check()

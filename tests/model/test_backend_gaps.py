@@ -9,7 +9,16 @@ import pytest
 
 from millrace.model.backend_gaps import missing
 from millrace.model.families.registry import parse_config
-from millrace.model.spec import DecoderSpec, FeedSpec, LatentSpec, LayerSpec, MoeSpec, RecurrentSpec, RouterSpec
+from millrace.model.spec import (
+    DecoderSpec,
+    FeedSpec,
+    HeadSpec,
+    LatentSpec,
+    LayerSpec,
+    MoeSpec,
+    RecurrentSpec,
+    RouterSpec,
+)
 from tests.model.checkpoints import SHAPE
 
 LLAMA = parse_config({"model_type": "llama", **SHAPE}, "")
@@ -65,6 +74,18 @@ def test_what_no_backend_has_is_named(spec: DecoderSpec, gap: str, backend: Any)
 def test_what_only_torch_has_is_named_for_the_others(spec: DecoderSpec, gap: str) -> None:
     assert missing(spec, "torch") == []
     assert missing(spec, "triton") == [gap] and missing(spec, "native") == [gap]
+
+
+@pytest.mark.parametrize(
+    ("spec", "gap"),
+    [
+        (changed(feed=FeedSpec(intermediate_size=8, activation="swiglu_clamped")), "the activation swiglu_clamped"),
+        (replace(LLAMA, head=HeadSpec(scale=-1.0)), "logits times -1"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_only_the_native_step_lacks_is_named_for_it(spec: DecoderSpec, gap: str) -> None:
+    assert missing(spec, "native") == [gap] and missing(spec, "torch") == missing(spec, "triton") == []
 
 
 def test_equal_layers_are_one_object() -> None:

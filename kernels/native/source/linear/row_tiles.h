@@ -1,7 +1,8 @@
 // Inputs and outputs of products: rows in tiles, and what is done with the tiles of a result.
 //
-// TiledRows is the layout that products read. FloatOutput is an output (ActivatedOutput in activations.h and RowArgmax in
-// step/argmax.h are others): `prefetch_output` is called before a tile is summed, `write` with the result. Used on each compute thread.
+// TiledRows is the layout that products read. FloatOutput is an output (ActivatedOutput in activations.h, LogitsOutput in
+// step/output_head.h and RowArgmax in step/argmax.h are others): `prefetch_output` is called before a tile is summed,
+// `write` with the result. Used on each compute thread.
 
 #pragma once
 

@@ -61,7 +61,9 @@ EXPORT Model* millrace_model_new(const Shape* shape, const LayerShape* layers, i
         auto model = std::make_unique<Model>();
         model->shape = *shape;
         model->min_work_per_thread = std::max<int64_t>(1, min_work_per_thread);
-        model->final_norm.shape = shape->final_norm;
+        bool is_half = shape->dtype == BFLOAT16;
+        model->embedding_scale = is_half ? widen(to_bf16(shape->embedding_scale)) : shape->embedding_scale;
+        model->embedding_norm.shape = shape->embedding_norm, model->final_norm.shape = shape->final_norm;
         auto define = [&](Linear& linear, int64_t n, int64_t k, int32_t type) {
             linear.n = n, linear.k = k, linear.type = DataType(type);
             linear.group_size = type == INT4 ? shape->group_size : k;
@@ -158,7 +160,7 @@ EXPORT int64_t millrace_weights_bytes(const Model* model) { return model->weight
 EXPORT int64_t millrace_screen_bytes(const Model* model) { return model->screen.num_bytes(); }
 
 // Whether a head that is set gets a screen.
-EXPORT int32_t millrace_can_screen(const Model* model) { return can_screen(model->head); }
+EXPORT int32_t millrace_can_screen(const Model* model) { return can_screen(*model); }
 
 // (row, panel) pairs of the head that the last step's screen left, and those that it refined. -1: the step used no
 // screen.

@@ -2,7 +2,7 @@
 //
 // The phases of a step, with a barrier after each (machine/threads.h):
 //   list reads     rank 0 lists the key and value tiles that each part of attention reads, while the others join
-//   embed          embedding rows to the residual
+//   embed          embedding rows to the residual, with positions and a norm if the model has them
 //   per layer:
 //     norm + qkv     norm, qkv product (linear/linear.h); up to one tile of rows each thread norms for itself
 //     rope + cache   q and k norms, RoPE, keys and values into the paged cache (rope_and_cache_write.h)
@@ -152,11 +152,12 @@ class Step {
 
     void embed(Member member) {
         parallel_for_rows(member, all_.inputs.num_tokens, [&](int64_t t) {
-            embed_token(all_.inputs.input_ids[t], all_.buffers.residual + t * all_.buffers.hidden_stride);
+            embed_token(all_.inputs.input_ids[t], all_.inputs.positions[t],
+                        all_.buffers.residual + t * all_.buffers.hidden_stride);
         });
     }
 
-    void embed_token(int64_t id, float* to) const {
+    void embed_token(int64_t id, int64_t position, float* to) const {
         int64_t hidden = shape_.hidden_size;
         if (shape_.is_tied) {
             read_row<Weight>(model_.head, id, to);
@@ -164,6 +165,13 @@ class Step {
             const Weight* row = model_.embedding.as<Weight>() + id * hidden;
             for (int64_t i = 0; i < hidden; i++) to[i] = widen(row[i]);
         }
+        if (model_.embedding_scale != 1.0f)
+            for (int64_t i = 0; i < hidden; i++) to[i] *= model_.embedding_scale;
+        if (shape_.num_learned_positions > 0) {
+            const Weight* row = model_.learned_positions.as<Weight>() + (position + shape_.position_offset) * hidden;
+            for (int64_t i = 0; i < hidden; i++) to[i] += widen(row[i]);
+        }
+        norm_row(to, model_.embedding_norm, hidden, to);
     }
 
     Cached* cache_of(int index) const { return static_cast<Cached*>(all_.inputs.cache) + index * layout_.layer_stride(); }

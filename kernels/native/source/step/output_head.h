@@ -10,8 +10,28 @@
 #include "step/norms.h"
 #include "step/argmax_screen.h"
 #include "step/phase_times.h"
+#include "machine/vector_math.h"
 
 namespace millrace {
+
+// Output of the head's product as logits [rows, V]: scaled, then capped. The argmax needs neither: both are monotone, and
+// the scale is above 0.
+struct LogitsOutput {
+    FloatOutput logits;
+    float cap;
+
+    LogitsOutput(const Shape& shape, float* to)
+        : logits{to, shape.vocab_size, StoreMode::STORE, shape.head_scale}, cap(shape.head_soft_cap) {}
+
+    void prefetch_output(int64_t first_row, int rows, int64_t panel) const { logits.prefetch_output(first_row, rows, panel); }
+
+    void write(float* tile, int64_t first_row, int rows, int64_t panel, int64_t columns) const {
+        if (cap <= 0.0f) return logits.write(tile, first_row, rows, panel, columns);
+        for (int i = 0; i < rows * PANEL; i += W)
+            store(tile + i, soft_cap(mul(load(tile + i), splat(logits.scale)), cap));
+        FloatOutput{logits.data, logits.stride, logits.mode}.write(tile, first_row, rows, panel, columns);
+    }
+};
 
 template <class Weight>
 class OutputHead {
@@ -47,7 +67,7 @@ class OutputHead {
                 norm_to(normed, first, last, row, model_.final_norm);
             });
         });
-        FloatOutput logits{inputs.logits, shape_.vocab_size, StoreMode::STORE};
+        LogitsOutput logits(shape_, inputs.logits);
         if (inputs.logits)
             return times.run(phases, LINEARS,
                              [&](Member member) { multiply<Weight>(model_, model_.head, normed, logits, member); });
@@ -138,7 +158,7 @@ void run_head_typed(Model& model, const float* hidden, int64_t count, float* log
     grow(&model.activations, activation_bytes<Input>(model, count));
     reserve_workspace<Weight>(&model, count, num_threads);
     TiledRows<Input> normed{model.activations.as<Input>(), count, shape.hidden_size};
-    FloatOutput out{logits, shape.vocab_size, StoreMode::STORE};
+    LogitsOutput out(shape, logits);
     model.splits_rows = model.is_streaming = false;
     model.pool->run(num_threads, [&](int thread) {
         Phases phases(model.pool.get(), thread);

@@ -244,11 +244,13 @@ class StepChain;
 struct Model {
     Shape shape;
     std::vector<Layer> layers;
-    Norm final_norm;
+    Norm embedding_norm, final_norm;
     Linear head;
     ArgmaxScreen screen;  // of the head
     Memory weights;  // of all layers' linears, contiguous, so that large pages hold them whole; empty until one is set
     Memory embedding;  // [V, hidden]; empty if the head is the embedding
+    Memory learned_positions;  // [rows, hidden], added to the embedding; empty if there are none
+    float embedding_scale = 1.0f;
     int64_t num_positions = 0;  // P
     std::vector<RopeTable> ropes;
     std::unique_ptr<Pool> pool;
@@ -303,7 +305,7 @@ enum TensorKind : int32_t {
     EMBEDDING, HEAD, FINAL_NORM, PRE_MIXER, PRE_FEED, Q_NORM, K_NORM,
     Q, K, V, O, GATE, UP, DOWN, Q_BIAS, K_BIAS, V_BIAS, O_BIAS, GATE_BIAS, UP_BIAS, DOWN_BIAS,
     POST_MIXER, POST_FEED, PRE_MIXER_BIAS, PRE_FEED_BIAS, POST_MIXER_BIAS, POST_FEED_BIAS, Q_NORM_BIAS, K_NORM_BIAS,
-    FINAL_NORM_BIAS, SINKS, ACTIVATION_PARAMS
+    SINKS, ACTIVATION_PARAMS, LEARNED_POSITIONS, EMBEDDING_NORM, EMBEDDING_NORM_BIAS, FINAL_NORM_BIAS, HEAD_BIAS
 };
 
 // Sets `Linear::next` of each linear.

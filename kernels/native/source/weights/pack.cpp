@@ -78,7 +78,8 @@ int64_t Model::weights_bytes() const {
         int64_t numbers = linear.weight.num_bytes() + linear.raw_blocks.num_bytes();
         return numbers + linear.scales.num_bytes() + int64_t(linear.bias.size()) * 4;
     };
-    int64_t total = embedding.num_bytes() + of(head) + final_norm.num_bytes();
+    int64_t total = embedding.num_bytes() + learned_positions.num_bytes() + of(head) + final_norm.num_bytes() +
+                    embedding_norm.num_bytes();
     for (const Layer& layer : layers) {
         for (const Linear* linear : layer.linears()) total += of(*linear);
         for (const Norm* norm : layer.norms()) total += norm->num_bytes();
@@ -360,7 +361,7 @@ bool pack(Model& model, int64_t index, TensorKind kind, const void* data, DataTy
         if (is_head) model.screen = ArgmaxScreen();
         if (!set_matrix(model, matrix, data, type)) return false;
         auto make = model.head.type == BFLOAT16 ? make_screen<bf16> : make_screen<float>;
-        if (is_head && can_screen(model.head)) make(model);
+        if (is_head && can_screen(model)) make(model);
         return true;
     }
     int64_t hidden = shape.hidden_size;
@@ -370,8 +371,13 @@ bool pack(Model& model, int64_t index, TensorKind kind, const void* data, DataTy
     };
     switch (kind) {
         case EMBEDDING: return set_table(model, model.embedding, shape.vocab_size, data, type);
+        case LEARNED_POSITIONS:
+            return set_table(model, model.learned_positions, shape.num_learned_positions, data, type);
+        case HEAD_BIAS: return set_bias(model, model.head, {}, shape.vocab_size, data, type);
         case FINAL_NORM: return set_norm(model.final_norm, model.final_norm.weight, hidden);
         case FINAL_NORM_BIAS: return set_norm(model.final_norm, model.final_norm.bias, hidden);
+        case EMBEDDING_NORM: return set_norm(model.embedding_norm, model.embedding_norm.weight, hidden);
+        case EMBEDDING_NORM_BIAS: return set_norm(model.embedding_norm, model.embedding_norm.bias, hidden);
         default: break;
     }
     Layer& layer = model.layers[index];

@@ -39,13 +39,16 @@ struct LayerShape {  // mirrored by `LayerStruct` in library.py
 
 struct Shape {  // mirrored by `ShapeStruct` in library.py
     int64_t vocab_size, hidden_size, num_layers, num_heads, num_kv_heads, head_dim;
+    int64_t num_learned_positions, position_offset;  // rows of the table added to the embedding, and row of position 0
     int32_t dtype;       // FLOAT32 or BFLOAT16: of the computation, and the default of the next three
     int32_t linears;     // storage of the layers' matrices: dtype, INT8 or INT4
     int32_t head;        // storage of the head: dtype or INT8
     int32_t cache;       // storage of keys and values: dtype or INT8
     int32_t group_size;  // numbers of an INT4 row that share a scale; even
-    int32_t has_head, is_tied;
-    NormShape final_norm;
+    int32_t has_head, is_tied, has_head_bias;
+    float embedding_scale;            // rounded to the dtype before use
+    float head_scale, head_soft_cap;  // logits = cap * tanh(scale * (W x + b) / cap); cap 0: none
+    NormShape embedding_norm, final_norm;
 };
 
 }  // namespace millrace

@@ -28,6 +28,7 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
     return Zoo(tmp_path_factory.mktemp("zoo"), count(10, NUM_NEW), LENGTHS if FULL else LENGTHS[:2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", CHOSEN, ids=lambda row: row.name)
 def test_a_family_gives_the_tokens_of_transformers(row: Row, zoo: Zoo) -> None:
     entry = zoo.entry(row)

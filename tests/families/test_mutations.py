@@ -72,6 +72,7 @@ FAULTS: dict[str, tuple[str, SpecChange]] = {
 LANDED = [fault for fault, (name, _) in FAULTS.items() if chosen([name])[0].model_type in registry.MODULES]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", LANDED)
 def test_a_dropped_part_turns_its_row_red(fault: str, zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     name, change = FAULTS[fault]

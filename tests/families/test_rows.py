@@ -20,6 +20,7 @@ def test_each_row_has_a_name_of_its_own() -> None:
     assert [name for name, count in Counter(row.name for row in ROWS).items() if count > 1] == []
 
 
+@pytest.mark.slow
 def test_each_row_has_keys_that_its_type_knows() -> None:
     assert [row.name for row in ROWS if make_config(row).model_type != row.model_type] == []
 

@@ -119,7 +119,7 @@ SOFTMAX = (
     row(
         "doge-moe", "doge", seed=5, is_moe=True, num_experts=16, num_experts_per_tok=4, keep_window_size=24, by=FALLBACK
     ),
-    row("doge", "doge", keep_window_size=256, by=FALLBACK),
+    row("doge", "doge", seed=10, embed_std=0.9, keep_window_size=256, by=FALLBACK),
 )
 
 SIGMOID = (

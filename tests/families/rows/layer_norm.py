@@ -187,6 +187,7 @@ PARALLEL = (
     row(
         "persimmon-transformers-4",
         "persimmon",
+        seed=4,
         hidden_size=64,
         rope_parameters=partial(0.25, rope_theta=500.0),
         file={"rope_parameters": ABSENT, "rope_theta": 500.0, "partial_rotary_factor": 0.25},

@@ -81,7 +81,7 @@ def randomise(model: PreTrainedModel, row: Row) -> None:
             elif parameter.dim() < 2:
                 parameter += noise * 0.3
             else:
-                fan = min(size for size in parameter.shape[-2:] if size > 1)
+                fan = min((size for size in parameter.shape[-2:] if size > 1), default=parameter.shape[1])
                 parameter.copy_(noise * row.gain / fan**0.5)
 
 

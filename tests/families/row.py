@@ -38,6 +38,12 @@ class Row:
     gain: float = 2.0  # standard deviation of a matrix times the root of its columns
     is_cached: bool = True  # False: transformers computes the whole sequence for each token
 
+    @property
+    def text_type(self) -> str | None:
+        """The type of the decoder inside a model that also reads images."""
+        model_type: str | None = self.keys.get("text_config", {}).get("model_type")
+        return model_type
+
 
 def row(
     name: str,

@@ -70,7 +70,7 @@ GEMMA3 = {
 SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 
 ROWS = (
-    image_model("gemma3-image", "gemma3", GEMMA3, image="image_token_index", embed_std=0.08),
+    image_model("gemma3-image", "gemma3", seed=7, embed_std=0.024, text=GEMMA3, image="image_token_index"),
     image_model(
         "mistral3-image",
         "mistral3",
@@ -88,7 +88,8 @@ ROWS = (
     image_model(
         "llava-llama",
         "llava",
-        {**LLAMA, "rope_parameters": LLAMA3},
+        seed=1,
+        text={**LLAMA, "rope_parameters": LLAMA3},
         vision={**SIGHT, "model_type": "clip_vision_model"},
         image="image_token_index",
     ),
@@ -119,7 +120,8 @@ ROWS = (
     image_model(
         "qwen2.5-vl",
         "qwen2_5_vl",
-        {"model_type": "qwen2_5_vl_text", "rope_parameters": SECTIONS},
+        seed=1,
+        text={"model_type": "qwen2_5_vl_text", "rope_parameters": SECTIONS},
         vision={**QWEN_SIGHT, "hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 16},
     ),
     image_model(
@@ -137,12 +139,41 @@ ROWS = (
     image_model(
         "glm4v",
         "glm4v",
-        {
+        seed=2,
+        text={
             "model_type": "glm4v_text",
             "rope_parameters": {**SECTIONS, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]},
         },
         vision={**QWEN_SIGHT, "hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 16, "image_size": 28},
         by=FALLBACK,
+    ),
+    image_model(
+        "llava-next",
+        "llava_next",
+        LLAMA,
+        vision={**SIGHT, "model_type": "clip_vision_model"},
+        image="image_token_index",
+    ),
+    image_model(
+        "llava-next-video",
+        "llava_next_video",
+        LLAMA,
+        vision={**SIGHT, "model_type": "clip_vision_model"},
+        image="image_token_index",
+    ),
+    image_model(
+        "llava-onevision",
+        "llava_onevision",
+        QWEN2,
+        vision={**SIGHT, "model_type": "siglip_vision_model"},
+        image="image_token_index",
+    ),
+    image_model(
+        "got-ocr2",
+        "got_ocr2",
+        QWEN2,
+        vision={**SIGHT, "mlp_dim": 16, "output_channels": 16, "global_attn_indexes": [0]},
+        image="image_token_index",
     ),
     image_model(
         "paligemma",

@@ -30,6 +30,7 @@ def main() -> int:
     """Run the command line."""
     if "triton" in sys.argv:
         os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported
+    from millrace.runtime.env import log
     from tests.families.zoo import chosen
 
     options = parse(sys.argv[1:])
@@ -42,6 +43,7 @@ def main() -> int:
 
         print("\n".join(table(rows)))
         return 0
+    log.configure(level="error")
     gc.freeze()  # an engine collects garbage when it stops, which takes 0.4 s with all that is imported
     try:
         return run(options, rows)

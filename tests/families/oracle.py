@@ -9,7 +9,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tests.families.checkpoint import VOCAB_SIZE
-from tests.families.row import Row
 
 LENGTHS = (5, 41, 70)  # of the prompts: within windows and chunks, beyond them, and with many of them
 NUM_NEW = 60  # tokens after each
@@ -44,14 +43,13 @@ class Answer:
 
 
 @torch.no_grad()
-def answer(model: PreTrainedModel, row: Row, prompt: list[int], num_new: int = NUM_NEW) -> Answer:
+def answer(model: PreTrainedModel, prompt: list[int], num_new: int = NUM_NEW) -> Answer:
     """Generate `num_new` tokens after a prompt, whatever they are."""
     output = model.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
         do_sample=False,
         max_new_tokens=num_new,
-        use_cache=row.is_cached,
         eos_token_id=None,
         output_logits=True,
         return_dict_in_generate=True,

@@ -36,7 +36,6 @@ class Row:
     seed: int = 0  # another one where two logits are too close, or tokens repeat
     embed_std: float = 0.3  # of the embedding; small where it is multiplied, or the last token would always win
     gain: float = 2.0  # standard deviation of a matrix times the root of its columns
-    is_cached: bool = True  # False: transformers computes the whole sequence for each token
 
     @property
     def text_type(self) -> str | None:
@@ -55,7 +54,6 @@ def row(
     seed: int = 0,
     embed_std: float = 0.3,
     gain: float = 2.0,
-    is_cached: bool = True,
     **keys: Any,
 ) -> Row:
     """A row with the keys of its config given by name."""
@@ -69,7 +67,6 @@ def row(
         seed=seed,
         embed_std=embed_std,
         gain=gain,
-        is_cached=is_cached,
     )
 
 

@@ -36,7 +36,7 @@ class Entry:
     def answers(self) -> Sequence[Answer]:
         """The answers to each prompt."""
         with quiet():
-            return [answer(self._model, self.row, prompt, self._num_new) for prompt in prompts(self._lengths)]
+            return [answer(self._model, prompt, self._num_new) for prompt in prompts(self._lengths)]
 
 
 class Zoo:

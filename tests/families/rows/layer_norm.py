@@ -91,6 +91,7 @@ GPT2 = (
     row(
         "xglm",
         "xglm",
+        by=NEITHER,
         seed=1,
         gain=3,
         embed_std=0.15,
@@ -98,7 +99,6 @@ GPT2 = (
         ffn_dim=48,
         num_layers=3,
         attention_heads=4,
-        by=FALLBACK,
     ),
 )
 
@@ -131,11 +131,11 @@ PARALLEL = (
         num_attention_heads=2,
         rope_parameters={**LINEAR, "partial_rotary_factor": 0.25},
     ),
-    row("gpt-neox-japanese", "gpt_neox_japanese", intermediate_multiple_size=2, by=FALLBACK),
-    row("falcon-7b", "falcon", seed=2, num_kv_heads=1),
-    row("falcon-7b-bias", "falcon", bias=True, num_kv_heads=1, tie_word_embeddings=False),
-    row("falcon-40b", "falcon", new_decoder_architecture=True, num_kv_heads=2),
-    row("falcon-11b", "falcon", new_decoder_architecture=True, num_kv_heads=2, num_ln_in_parallel_attn=1),
+    row("gpt-neox-japanese", "gpt_neox_japanese", by=OWN, intermediate_multiple_size=2),
+    row("falcon-7b", "falcon", by=OWN, seed=2, num_kv_heads=1),
+    row("falcon-7b-bias", "falcon", by=OWN, bias=True, num_kv_heads=1, tie_word_embeddings=False),
+    row("falcon-40b", "falcon", by=OWN, new_decoder_architecture=True, num_kv_heads=2),
+    row("falcon-11b", "falcon", by=OWN, new_decoder_architecture=True, num_kv_heads=2, num_ln_in_parallel_attn=1),
     row(
         "falcon-rw",
         "falcon",
@@ -147,7 +147,7 @@ PARALLEL = (
         bias=True,
         by=OWN,
     ),
-    row("falcon-serial", "falcon", seed=3, multi_query=False, parallel_attn=False, num_kv_heads=4),
+    row("falcon-serial", "falcon", by=OWN, seed=3, multi_query=False, parallel_attn=False, num_kv_heads=4),
     row("stablelm", "stablelm", hidden_size=64),
     row(
         "stablelm-parallel",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tests.families.row import BOTH, FALLBACK, NEITHER, Path, Row, layer_types, row
+from tests.families.row import BOTH, FALLBACK, NEITHER, OWN, Path, Row, layer_types, row
 from tests.families.rows.norms import TWO_ROPES
 from tests.families.rows.served import LLAMA3, TEMPERED
 
@@ -172,6 +172,7 @@ ROWS = (
         "got-ocr2",
         "got_ocr2",
         QWEN2,
+        by=OWN,
         vision={**SIGHT, "mlp_dim": 16, "output_channels": 16, "global_attn_indexes": [0]},
         image="image_token_index",
     ),

@@ -95,12 +95,6 @@ def read_decoder_pooling(
 ) -> PoolingConfig:
     """As `read_pooling`, for a decoder. Raises CheckpointError for what only encoders support."""
     config = read_json(root, "config.json") or {}
-    for key, value in (("is_causal", False), ("use_bidirectional_attention", True)):
-        if config.get(key) is value:
-            raise CheckpointError(
-                f"config.json ({root}): {key} = {str(value).lower()}: attention to later tokens is supported for "
-                "encoders only, and embeddings would be wrong without it"
-            )
     made = read_pooling(root, files, size, "last", override)
     problem = None
     if files.folder or files.dense:

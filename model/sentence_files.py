@@ -78,6 +78,11 @@ def transformer_folder(root: Path) -> str:
     return _folder(root, modules[0]) if modules else ""
 
 
+def has_modules(root: Path) -> bool:
+    """Whether the checkpoint in `root` was saved by sentence-transformers."""
+    return bool(_modules(root))
+
+
 def read_sentence_files(root: Path) -> SentenceFiles:
     """Reads all files below `root`. Raises CheckpointError for what would give other numbers without being obeyed."""
     modules = _modules(root)

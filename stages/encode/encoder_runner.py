@@ -26,6 +26,17 @@ class EncoderRunner:
 
     def encode(self, batch: Sequence[TokenRequest]) -> list[Pooled]:
         """The vector of each prompt, in order."""
+        if self.model.allows_padding:
+            return self._encode(batch)
+        by_length: dict[int, list[int]] = {}
+        for place, request in enumerate(batch):
+            by_length.setdefault(len(request.token_ids), []).append(place)
+        made: dict[int, Pooled] = {}
+        for places in by_length.values():
+            made |= zip(places, self._encode([batch[place] for place in places]), strict=True)
+        return [made[place] for place in range(len(batch))]
+
+    def _encode(self, batch: Sequence[TokenRequest]) -> list[Pooled]:
         lengths = np.array([len(request.token_ids) for request in batch])
         inputs = [self._upload(array) for array in self._padded(batch, lengths)]
         if self.model.is_cross_encoder:

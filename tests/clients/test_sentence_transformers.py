@@ -98,11 +98,11 @@ def old(mode: str = "mean", *, normalizes: bool = True, **options: Any) -> Calla
     return make
 
 
-def dense(*layers: tuple[int, str]) -> Callable[[Path], Path]:
+def dense(*layers: tuple[int, str], **options: Any) -> Callable[[Path], Path]:
     def make(path: Path) -> Path:
         import torch
 
-        return saved(path, dense=[(size, getattr(torch.nn, name)()) for size, name in layers])
+        return saved(path, dense=[(size, getattr(torch.nn, name)()) for size, name in layers], **options)
 
     return make
 
@@ -120,6 +120,9 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     "new, cut to 16 numbers": new(truncate_dim=16),
     "new, a linear layer": dense((24, "Tanh")),
     "new, two linear layers": dense((48, "GELU"), (16, "Identity")),
+    "new, as EmbeddingGemma": dense((96, "Identity"), (24, "Identity"), family="gemma3_text", prompts=PROMPTS),
+    "new, as Sentence-T5": dense((24, "Identity"), family="t5"),
+    **{f"new, {family}": new(family=family) for family in ("eurobert", "gte", "modernbert", "nomic_bert")},
     "new, the tokenizer's length": changed("tokenizer_config.json", {"model_max_length": 24}),
     "new, a length among arguments": changed(
         "sentence_bert_config.json", {"processing_kwargs": {"text": {"max_length": 12}}}

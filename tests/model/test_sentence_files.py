@@ -109,7 +109,6 @@ def test_what_would_change_numbers_is_refused_by_file_key_and_value(
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({"config": {"is_causal": False}}, "config.json .*is_causal = false: attention to later tokens"),
         ({"1_Pooling__config": {"pooling_mode": "max"}}, "pooling_mode for max: is supported for encoder models"),
         ({"config_sentence_transformers": {"truncate_dim": 9}}, "truncate_dim = 9: must be at most 8"),
         ({"1_Pooling__config": {"pooling_mode": ["cls", "max"]}}, r"pooling_mode = \['cls', 'max'\]: exactly one of"),

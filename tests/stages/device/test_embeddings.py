@@ -16,6 +16,8 @@ from millrace.stages import Engine, EngineConfig, SamplingParams
 from millrace.stages.errors import Refused
 from millrace.stages.pooling_params import Floats, Kind, PoolingParams
 from tests.counts import FULL
+from tests.families.checkpoint import make_model, write
+from tests.families.rows import ROWS
 from tests.model.checkpoints import FAMILIES, make_checkpoint
 
 LENGTHS = (200, 80, 33, 17, 16, 15, 2, 1)
@@ -118,6 +120,23 @@ def test_a_decoder_saved_without_a_head_embeds_and_with_a_tied_head_generates(
             if not generates:
                 with pytest.raises(Refused, match="does not generate text; it embeds texts"):
                     [output async for output in engine.generate(prompt)]
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma2", "gemma3"])
+def test_a_decoder_of_another_family_embeds_by_its_last_token(name: str, tmp_path: Path):
+    (row,) = (row for row in ROWS if row.name == name)
+    model = make_model(row)
+    write(row, model, tmp_path)
+    prompts = [[3 + (place * 31 + length) % 120 for place in range(length)] for length in (1, 7, 40)]
+
+    async def main() -> None:
+        async with Engine(EngineConfig(model=str(tmp_path)), **SMALL, max_num_batched_tokens=16) as engine:
+            outputs = await asyncio.gather(*(engine.embed(prompt) for prompt in prompts))
+        for prompt, output in zip(prompts, outputs, strict=True):
+            assert np.abs(output.embedding - expected(model, prompt, "last")).max() < TOLERANCE
 
     asyncio.run(main())
 

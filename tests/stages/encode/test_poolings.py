@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import AutoTokenizer
 
 from millrace.model.encoder.dense import DenseLayer
 from millrace.model.errors import CheckpointError
@@ -118,3 +119,36 @@ def test_long_texts_are_cut_and_prompts_are_put_before_them(tmp_path: Path):
             embed("cats", prompt_name="topic")
         scored = llm.score("cats", ["lazy"])[0].score
         assert scored == pytest.approx(float(embed("the fox cats").embedding @ embed("a dog lazy").embedding), abs=1e-5)
+
+
+@pytest.mark.slow
+def test_embedding_gemma_is_transformers_with_prompts_and_two_linear_layers(tmp_path: Path):
+    model = make_encoder("gemma3_text", tmp_path)
+    kinds = ("Transformer", "Pooling", "Dense", "Dense", "Normalize")
+    modules = [{"path": f"{at}_{kind}" if at else "", "type": f"a.b.{kind}"} for at, kind in enumerate(kinds)]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling/config.json").write_text('{"pooling_mode_mean_tokens": true}')
+    prompts = {"query": "the fox ", "document": "a dog "}
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps({"prompts": prompts}))
+    matrices = [torch.randn(shape, generator=torch.Generator().manual_seed(4)) for shape in ((64, 32), (24, 64))]
+    for folder, matrix in zip(("2_Dense", "3_Dense"), matrices, strict=True):
+        (tmp_path / folder).mkdir()
+        config = {"bias": False, "activation_function": "torch.nn.modules.linear.Identity"}
+        (tmp_path / folder / "config.json").write_text(json.dumps(config))
+        save_file({"linear.weight": matrix}, tmp_path / folder / "model.safetensors")
+
+    def right(text: str) -> torch.Tensor:
+        ids = AutoTokenizer.from_pretrained(tmp_path)(text, return_tensors="pt").input_ids
+        with torch.inference_mode():
+            vector = model(ids).last_hidden_state[0].mean(0)
+            return torch.nn.functional.normalize(matrices[1] @ (matrices[0] @ vector), dim=0)
+
+    texts = ["cats", "by the sea while 12 cats jump over a lazy dog " * 3, "the lazy dog"]
+    with LLM(str(tmp_path), device="cpu") as llm:
+        assert llm.engine.info.tasks == {"embed"}
+        for text, made in zip(texts, llm.embed(texts, PoolingParams(prompt_name="query"), use_tqdm=False), strict=True):
+            assert np.abs(made.embedding - right("the fox " + text).numpy()).max() < 1e-5
+        assert llm.score("cats", ["lazy"])[0].score == pytest.approx(
+            float(right("the fox cats") @ right("a dog lazy")), abs=1e-5
+        )

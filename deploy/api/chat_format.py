@@ -64,9 +64,7 @@ class ChatFormat:
         if self._template is None:
             return []
         names = []
-        if body.tool_names and not self._template.for_tools.traits.shows_tools(
-            tuple(sorted(body.template_kwargs.items()))
-        ):
+        if body.tool_names and not self.shows_tools(body.template_kwargs):
             if body.is_call_forced:
                 message = (
                     "tool_choice: this model's chat template shows no tools, so that no call can be forced; "
@@ -80,6 +78,12 @@ class ChatFormat:
         if body.documents and "documents" not in self._template.traits.variables:
             names.append("documents")
         return names
+
+    def shows_tools(self, template_kwargs: Mapping[str, Any]) -> bool:
+        """Whether the template shows a request's tools, with its own variables; also without a template."""
+        if self._template is None:
+            return True
+        return bool(self._template.for_tools.traits.shows_tools(tuple(sorted(template_kwargs.items()))))
 
     @property
     def has_thoughts(self) -> bool:

@@ -10,6 +10,7 @@ import pytest
 from millrace.deploy.api.assistant_turn import ToolCallArguments, ToolCallBegun
 from millrace.deploy.api.chat_format import ChatFormat
 from millrace.deploy.api.openai.bodies import ChatBody
+from millrace.deploy.api.openai.tokenize import TokenizeRoutes
 from millrace.deploy.api.parsers.interface import Reasoning, Text
 from millrace.deploy.api.schema.validation import read_body
 from millrace.deploy.api.service import Service
@@ -147,10 +148,27 @@ def unread(tokenizer: Tokenizer, template: str | None, **fields: Any) -> list[st
     return chat_format(tokenizer, template).unread(body)
 
 
+SHOWS_TOOLS = (
+    "{% for m in messages %}{{ m.content }}{% endfor %}{% if tools and not hidden %}{{ tools | tojson }}{% endif %}"
+)
+
+
+def test_tokenize_names_tools_that_the_template_does_not_show(tokenizer):
+    def ignored(template: str | None, **fields: Any) -> list[str]:
+        made = chat_format(tokenizer, template)
+        service: Any = SimpleNamespace(
+            config=ServerConfig(), require_model=lambda name: None, require_chat_format=lambda: made
+        )
+        body = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS} | fields
+        return TokenizeRoutes(service, None)._tokenize_body(body)[1]  # type: ignore[arg-type]
+
+    assert ignored(QWEN3) == ["tools"]
+    assert ignored(SHOWS_TOOLS) == ignored(None) == ignored(QWEN3, tools=None) == []
+    assert ignored(SHOWS_TOOLS, chat_template_kwargs={"hidden": True}) == ["tools"]
+
+
 def test_tools_that_the_template_does_not_show_are_named_or_refused(tokenizer):
-    shows = (
-        "{% for m in messages %}{{ m.content }}{% endfor %}{% if tools and not hidden %}{{ tools | tojson }}{% endif %}"
-    )
+    shows = SHOWS_TOOLS
     assert unread(tokenizer, QWEN3, tools=TOOLS) == ["tools"]
     assert unread(tokenizer, QWEN3, tools=TOOLS, tool_choice="none") == []
     assert unread(tokenizer, QWEN3, documents=[{"text": "x"}]) == ["documents"]

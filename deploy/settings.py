@@ -236,9 +236,13 @@ def _without_space(setting: Setting) -> Setting:
     return setting if keys == setting.value else dataclasses.replace(setting, value=keys, is_trimmed=True)
 
 
-def near_miss(name: str, known: Iterable[str]) -> str:
-    """` (did you mean X?)` with the known name that is most like `name`, or the empty string."""
-    found = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+def near_miss(name: str, known: Iterable[str], *, shortest: int = 4) -> str:
+    """` (did you mean X?)` with the known name that is most like `name`, or the empty string.
+
+    One letter of four may be wrong, if `shortest` is not above four.
+    """
+    cutoff = 0.75 if shortest <= len(name) <= 4 else 0.8
+    found = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
     return f" (did you mean {found[0]}?)" if found else ""
 
 
@@ -398,7 +402,8 @@ def _check_names(environment: Mapping[str, str], in_file: Mapping[str, _YamlEntr
             raise ConfigError(f"{file}:{entry.line}: unknown setting {name}{hint}; --help lists all settings")
     for variable in environment:
         name = variable.removeprefix(ENV_PREFIX).lower()
-        if variable.startswith(ENV_PREFIX) and name not in known | NO_SETTINGS and near_miss(name, known):
+        is_ours = variable.startswith(ENV_PREFIX) and name not in known | NO_SETTINGS
+        if is_ours and near_miss(name, known, shortest=5):  # MILLRACE_POST may be another program's
             hint = near_miss(variable, (ENV_PREFIX + each.upper() for each in known))
             raise ConfigError(f"{variable}: no such setting{hint}; unset it or correct its name")
 

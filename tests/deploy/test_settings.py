@@ -66,6 +66,7 @@ def test_each_source_gives_values_of_the_fields_type(tmp_path):
         ({}, "port: x\n", "port = 'x'"),
         ({}, "port: true\n", "port = True"),
         ({}, "a: 1\n", "m.yaml:1: unknown setting a; --help lists all settings"),
+        ({}, "prot: 1\n", "m.yaml:1: unknown setting prot (did you mean port?)"),
         ({}, "port: 1\nmax-num-seq: 1\n", "m.yaml:2: unknown setting max_num_seq (did you mean max_num_seqs?)"),
         ({}, "port: 1\nseed: 1\nport: 2\n", "m.yaml:3: port is in line 1 already"),
         ({}, "seed: 1\nport: x\n", "m.yaml:2: port = 'x'"),
@@ -81,6 +82,10 @@ def test_what_is_wrong_is_named_with_its_place(tmp_path, environment, text, name
     with pytest.raises(ConfigError) as caught:
         settle([], environment, file)
     assert named in str(caught.value)
+
+
+def test_a_variable_of_four_letters_must_be_a_settings_name_to_be_refused():
+    assert settle([], {"MILLRACE_POST": "x"})["port"].source == "default"
 
 
 def test_a_context_is_a_number_or_the_word_auto_from_every_source(tmp_path):

@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -418,25 +418,42 @@ def _read_file(file: Path) -> dict[str, _YamlEntry]:
     try:
         text = file.read_text("utf-8")
         data, root = yaml.safe_load(text), yaml.compose(text, Loader=yaml.SafeLoader)
+        entries = list(_entries(root)) if isinstance(root, yaml.MappingNode) else []
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror}: --config must name a YAML file") from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f":{mark.line + 1}:{mark.column + 1}" if mark is not None else ""
         raise ConfigError(f"{file}{place}: not valid YAML: {error.problem or error.context}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{file}: not valid YAML: {str(error).splitlines()[0]}") from None
     if data is None or root is None:
         return {}
     if not isinstance(data, dict):
         raise ConfigError(f"{file}: must be a mapping, with one line `name: value` per setting")
+    construct = yaml.SafeLoader("").construct_object
     found: dict[str, _YamlEntry] = {}
-    for key, _ in root.value:
+    lines: dict[str, int] = {}  # of the file's own settings
+    for key, value, is_own in entries:
         name, line = str(key.value).replace("-", "_"), key.start_mark.line + 1
-        if name in found:
-            raise ConfigError(f"{file}:{line}: {name} is in line {found[name].line} already; remove one of them")
-        found[name] = _YamlEntry(data.get(key.value), line)
+        if is_own and name in lines:
+            raise ConfigError(f"{file}:{line}: {name} is in line {lines[name]} already; remove one of them")
+        if is_own:
+            lines[name] = line
+        found[name] = _YamlEntry(construct(value, deep=True), line)
     return found
+
+
+def _entries(mapping: Any) -> Iterator[tuple[Any, Any, bool]]:
+    """Name and value of each setting of a YAML mapping, and whether it is not merged by `<<`; a later one counts.
+
+    NOTE: of several merged mappings the first counts, by YAML's rules; PyYAML 6.0.4 lets the last one count.
+    """
+    for key, value in mapping.value:
+        if key.tag == "tag:yaml.org,2002:merge":
+            parts = value.value if value.id == "sequence" else [value]
+            yield from ((name, each, False) for part in reversed(parts) for name, each, _ in _entries(part))
+    yield from ((key, value, True) for key, value in mapping.value if key.tag != "tag:yaml.org,2002:merge")
 
 
 def _as_yaml(value: Any) -> str:

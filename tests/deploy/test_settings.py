@@ -67,6 +67,10 @@ def test_each_source_gives_values_of_the_fields_type(tmp_path):
         ({}, "port: true\n", "port = True"),
         ({}, "a: 1\n", "m.yaml:1: unknown setting a; --help lists all settings"),
         ({}, "prot: 1\n", "m.yaml:1: unknown setting prot (did you mean port?)"),
+        ({}, "<<: {seed: 1,\n  prt: 2}\n", "m.yaml:2: unknown setting prt (did you mean port?)"),
+        ({}, "<<: &a {seed: 1}\nport: 1\nport: 2\n", "m.yaml:3: port is in line 2 already"),
+        ({}, "&a\n<<: *a\nport: 1\n", "not valid YAML"),
+        ({}, "<<: 1\n", "not valid YAML: expected a mapping or list of mappings for merging, but found scalar"),
         ({}, "port: 1\nmax-num-seq: 1\n", "m.yaml:2: unknown setting max_num_seq (did you mean max_num_seqs?)"),
         ({}, "port: 1\nseed: 1\nport: 2\n", "m.yaml:3: port is in line 1 already"),
         ({}, "seed: 1\nport: x\n", "m.yaml:2: port = 'x'"),
@@ -82,6 +86,13 @@ def test_what_is_wrong_is_named_with_its_place(tmp_path, environment, text, name
     with pytest.raises(ConfigError) as caught:
         settle([], environment, file)
     assert named in str(caught.value)
+
+
+def test_a_file_merges_mappings_as_yaml_does(tmp_path):
+    file = tmp_path / "m.yaml"
+    file.write_text("seed: 3\n<<: [&first {max-num-seqs: 4, port: 1}, {port: 2, host: '::1'}]\nmax_num_seqs: 5\n")
+    settings = settle([], {}, file)
+    assert [settings[name].value for name in ("seed", "max_num_seqs", "port", "host")] == [3, 5, 1, "::1"]
 
 
 def test_a_variable_of_four_letters_must_be_a_settings_name_to_be_refused():

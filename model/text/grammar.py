@@ -31,6 +31,14 @@ LIMITS = LLParserLimits(
 )
 MAX_MESSAGE_CHARS = 200
 WHITESPACE = r"(\x20|\r?\n[\x20\x09]{0,32})"  # between JSON's tokens: one space, or a new line with indentation
+DIALECTS = (  # values of `$schema`, with or without a # at the end; the newest applies without one
+    "https://json-schema.org/draft/2020-12/schema",
+    "https://json-schema.org/draft/2019-09/schema",
+    "http://json-schema.org/draft-07/schema",
+    "http://json-schema.org/draft-06/schema",
+    "http://json-schema.org/draft-04/schema",
+)
+OTHER_DIALECTS = ("http://json-schema.org/draft-03/schema", "https://json-schema.org/draft/next/schema")  # as well
 ESCAPES = 'nrbtf\\"'  # after a backslash in a string, where `\\u` could spell a key that an object has already
 SOURCE_OR_STATE = re.compile(r"<state>|<non-verbose|\n\s*\d+ \|")
 GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
@@ -66,6 +74,7 @@ def _schema_text(source: str, is_compact: bool) -> str:
     try:
         schema = closed(with_safe_patterns(without_idle_keywords(json.loads(source))))
         if isinstance(schema, dict):
+            _check_dialect(schema.get("$schema"))
             schema.pop("x-guidance", None)
         if may_repeat_keys(schema):
             spacing["json_allowed_escapes"] = ESCAPES
@@ -79,8 +88,16 @@ def _schema_text(source: str, is_compact: bool) -> str:
         raise GrammarError(problem) from None
     except RecursionError:
         raise GrammarError("refers to itself too deeply") from None
+    except GrammarError:
+        raise
     except ValueError as error:
         raise GrammarError(_client_message(str(error))) from None
+
+
+def _check_dialect(name: object) -> None:
+    if isinstance(name, str) and name and name.removesuffix("#") not in DIALECTS + OTHER_DIALECTS:
+        known = ", ".join(DIALECTS)
+        raise GrammarError(f"has $schema = {name[:100]!r}, which is not known: leave it out, or use one of {known}")
 
 
 def _unanchored(regex: str) -> str:

@@ -174,3 +174,21 @@ def test_a_class_of_control_characters_holds_no_other_escape(group: str) -> None
 def test_other_classes_are_left_as_they_are(group: str) -> None:
     expected = {code for code in range(256) if re.fullmatch(group, chr(code), re.ASCII)}
     assert characters(matcher_of({"type": "string", "pattern": f"^{group}$"})) == expected
+
+
+# -- the dialect
+
+
+@pytest.mark.parametrize("name", ["draft/2020-12", "draft/2019-09", "draft-07", "draft-06", "draft-04", "draft-03"])
+def test_a_schema_may_name_its_dialect(name: str) -> None:
+    scheme = "https" if "/" in name else "http"
+    for end in ("", "#"):
+        assert holds({"$schema": f"{scheme}://json-schema.org/{name}/schema{end}", **INT}, 1)
+
+
+@pytest.mark.parametrize("name", ["https://example.com/x", "http://json-schema.org/schema#", "draft-07"])
+def test_an_unknown_dialect_is_refused_with_those_that_are_known(name: str) -> None:
+    with pytest.raises(
+        GrammarError, match=r"has \$schema = .*not known: leave it out, or use one of .*draft-07/schema"
+    ):
+        matcher_of({"$schema": name, **INT})

@@ -13,18 +13,19 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jinja2
 
 from ..errors import TemplateError
+from ..files import read_json
 from .jinja_sandbox import BUDGET, VALUE_SIZE, WORK, RenderBudget, TemplateSandbox
 from .special_tokens import NAMED_TOKENS
-from .template_files import DEFAULT, TOOL_USE, TemplateSource, find_templates
+from .template_files import DEFAULT, TOOL_USE, TemplateSource, find_templates, template_in_file
 from .template_traits import TemplateTraits
 from .tokenizer import Tokenizer
 from .traced_text import request_runs, strings, traced
@@ -50,6 +51,24 @@ RENDER_ERRORS = (  # errors that a template's expressions can raise
 )
 
 
+class NamedTokens(Protocol):
+    """The tokens that a template needs of a tokenizer."""
+
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """Ids by text."""
+
+    @property
+    def named_tokens(self) -> Mapping[str, str]:
+        """Texts by name, such as bos_token."""
+
+
+@dataclass(frozen=True, slots=True)
+class _NoTokens:
+    special_tokens: Mapping[str, int] = field(default_factory=dict)
+    named_tokens: Mapping[str, str] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, slots=True)
 class RenderedChat:
     """A rendered chat. Its ids are `tokenizer.encode_chat(marked, mark)`."""
@@ -65,7 +84,7 @@ class ChatTemplate:
     def __init__(
         self,
         source: str,
-        tokenizer: Tokenizer,
+        tokenizer: NamedTokens,
         now: Callable[[], datetime] = datetime.now,
         origin: str = "",
         tool_use: ChatTemplate | None = None,
@@ -105,12 +124,16 @@ class ChatTemplate:
         tools = None if tool_use is None else cls(tool_use.text, tokenizer, origin=tool_use.origin)
         default = found.get(DEFAULT) or _no_default(found)
         template = cls(default.text, tokenizer, origin=default.origin, tool_use=tools)
-        if wanted is not None and "messages" not in template.traits.variables:
+        if wanted is not None:
+            template._check_chosen()
+        return template
+
+    def _check_chosen(self) -> None:
+        if "messages" not in self.traits.variables:
             raise TemplateError(
-                f"chat_template, {default.origin}: never reads `messages`, so every chat would get the same prompt; "
+                f"chat_template, {self.origin}: never reads `messages`, so every chat would get the same prompt; "
                 "give a Jinja chat template"
             )
-        return template
 
     @property
     def readable(self) -> frozenset[str]:
@@ -263,6 +286,17 @@ class ChatTemplate:
                 read = json.loads(arguments)
                 function["arguments"] = read if isinstance(read, dict) else arguments
         return {**call, "function": function}
+
+
+def check_chat_template(root: Path | None, wanted: str) -> None:
+    """Raises as `ChatTemplate.read` does for the operator's template, before a tokenizer or weights are read.
+
+    Without the folder of a checkpoint only a file is checked: another text may be the name of a template in it.
+    """
+    config = {} if root is None else read_json(root, "tokenizer_config.json") or {}
+    source = template_in_file(wanted) if root is None else find_templates(root, config, wanted)[DEFAULT]
+    if source is not None:
+        ChatTemplate(source.text, _NoTokens(), origin=source.origin)._check_chosen()
 
 
 def missing_template(model: str) -> TemplateError:

@@ -36,22 +36,32 @@ def find_templates(root: Path, config: Mapping[str, Any], wanted: str | None) ->
     return found if wanted is None else {DEFAULT: _wanted_template(wanted, found)}
 
 
-def _wanted_template(wanted: str, found: Mapping[str, TemplateSource]) -> TemplateSource:
-    shown = f"chat_template = {wanted[:200]!r}"
+def template_in_file(wanted: str) -> TemplateSource | None:
+    """The operator's template if it is the path of a file. Raises TemplateError for a file that cannot be one."""
     if not wanted.strip():
-        raise TemplateError(f"{shown}: is empty; give the path of a file, or leave the setting out")
-    text = _file_text(wanted, shown)
-    if text is not None:
-        if not text.strip():
-            raise TemplateError(f"{shown}: the file is empty; it must hold a Jinja template")
-        return TemplateSource(text, f"file {wanted} (setting chat_template)")
+        raise TemplateError(f"{_setting(wanted)}: is empty; give the path of a file, or leave the setting out")
+    text = _file_text(wanted, _setting(wanted))
+    if text is None:
+        return None
+    if not text.strip():
+        raise TemplateError(f"{_setting(wanted)}: the file is empty; it must hold a Jinja template")
+    return TemplateSource(text, f"file {wanted} (setting chat_template)")
+
+
+def _setting(wanted: str) -> str:
+    return f"chat_template = {wanted[:200]!r}"
+
+
+def _wanted_template(wanted: str, found: Mapping[str, TemplateSource]) -> TemplateSource:
+    if (file := template_in_file(wanted)) is not None:
+        return file
     if wanted in found:
         return TemplateSource(found[wanted].text, f"{wanted} of {found[wanted].origin} (setting chat_template)")
     if "{" in wanted:
         return TemplateSource(wanted, "text of the setting chat_template")
     names = f", nor a template of the checkpoint ({', '.join(sorted(found))})" if len(found) > 1 else ""
     raise TemplateError(
-        f"{shown}: no such file{names}, and not the text of a template, which would hold {{{{ or {{%; "
+        f"{_setting(wanted)}: no such file{names}, and not the text of a template, which would hold {{{{ or {{%; "
         "give the path of a Jinja file"
     )
 

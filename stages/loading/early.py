@@ -104,8 +104,14 @@ class EarlyLoading:
         return opened
 
     def _open_files(self, config: EngineConfig) -> OpenedModel:
+        if config.chat_template is not None:  # before a model is downloaded, or its weights are read
+            from ...model.text.chat_template import check_chat_template
+
+            check_chat_template(None, config.chat_template)
         with self.phases("resolve"):
             root = resolve(config)
+        if config.chat_template is not None:
+            check_chat_template(root, config.chat_template)
         threads = ComputeThreads.choose(config.threads, Cpus.of_this_process(), os.environ)
         if is_bidirectional(root):
             return OpenedModel(root, threads, None)

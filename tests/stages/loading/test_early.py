@@ -24,7 +24,7 @@ from millrace.kernels.native.model import NativeModel
 from millrace.kernels.native.shape import Array
 from millrace.model.checkpoint import hub
 from millrace.model.demo import WEIGHTS
-from millrace.model.errors import CheckpointError
+from millrace.model.errors import CheckpointError, TemplateError
 from millrace.runtime.phases import Phases
 from millrace.stages import Engine, EngineConfig, SamplingParams
 from millrace.stages.errors import ConfigError
@@ -228,3 +228,29 @@ def test_a_weight_that_is_not_finite_ends_the_engines_start_and_leaves_no_thread
     with pytest.raises(CheckpointError, match=name):
         asyncio.run(main())
     assert not threads()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ("t.jinja", "t.jinja .setting chat_template., line 1: not valid"),
+        ("{% for x %}", "text of the setting chat_template, line 1: not valid"),
+        ("{{ tools }}", "never reads `messages`"),
+        ("./none.jinja", "no such file"),
+    ],
+)
+def test_a_bad_chat_template_is_told_before_weights_are_read(
+    wanted: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*arguments: Any) -> NoReturn:
+        raise AssertionError("weights were read, or a model was looked for")
+
+    monkeypatch.chdir(tmp_path)
+    Path("t.jinja").write_text("{{ unclosed")
+    monkeypatch.setattr(EarlyLoading, "_load_native_model", never)
+    if wanted == "t.jinja":
+        monkeypatch.setattr(early, "resolve", never)
+    begun = opening(replace(SMALL, chat_template=wanted))
+    with pytest.raises(TemplateError, match=message):
+        begun.result()
+    begun.close()

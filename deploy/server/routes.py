@@ -57,9 +57,9 @@ class Routes:
 
     @property
     def new_work(self) -> frozenset[Any]:
-        """Handlers that start something, and so are refused while the server drains."""
+        """Handlers that start something, and so are refused while the server drains; `/v1/stream` decides itself."""
         posts = {route.handler for route in self.table() if route.method == "POST"}
-        return frozenset(posts - {self._response_routes.cancel} | {self.sockets.stream, self.sockets.responses})
+        return frozenset(posts - {self._response_routes.cancel} | {self.sockets.responses})
 
     @property
     def open_ended(self) -> frozenset[Any]:

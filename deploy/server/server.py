@@ -97,7 +97,8 @@ class Server:
     async def drain(self) -> bool:
         """Refuses new requests, waits up to `shutdown_timeout_s` for those that have come in, aborts the rest.
 
-        A background response has been answered once its client has fetched it. Returns whether all requests ended in
+        A background response has been answered once its client has fetched it, and a resumable stream that lost its
+        socket once its client has come back, or the window for that is over. Returns whether all requests ended in
         time.
         """
         loop = asyncio.get_running_loop()
@@ -107,6 +108,7 @@ class Server:
             self._runner.write_through()
         self._sockets.drain()
         is_clean = await self.service.drain(self.config.shutdown_timeout_s)
+        await self._sockets.wait_until_resumed(self._limit_s - loop.time())
         await self._routes.responses.wait_until_fetched(self._limit_s - loop.time())
         return is_clean
 

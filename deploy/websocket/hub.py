@@ -48,7 +48,9 @@ class Hub:
         self._streams.watch(engine)
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
-        """`GET /v1/stream`."""
+        """`GET /v1/stream`. While the server drains, only for clients that may come back to a request."""
+        if not self._streams.has_orphans:
+            self._service.refuse_if_draining()
         return await self._serve(request, lambda peer: Session(self._streams, peer, request[OWNER]))
 
     async def responses(self, request: web.Request) -> web.StreamResponse:
@@ -86,10 +88,13 @@ class Hub:
     # -- shutdown
 
     def drain(self) -> None:
-        """Closes sockets without running requests, and ends requests that wait for a reconnect."""
-        self._streams.stop_orphans("server_shutdown")
+        """Closes sockets without running requests. Requests that wait for a reconnect go on."""
         for session in list(self._sessions):
             session.end_if_drained()
+
+    async def wait_until_resumed(self, limit_s: float) -> None:
+        """Waits until clients have come back to their requests, or no longer may; at most `limit_s` seconds."""
+        await self._streams.wait_until_resumed(limit_s)
 
     async def close(self) -> None:
         """Closes all sockets with an error message, then cancels all tasks."""

@@ -113,9 +113,10 @@ class RequestStream:
         self._stop_expiry()
         if credit is not None:
             self._credit = max(0, credit - self.delivery.num_after(last))
-        self._registry.take_back(self)
         session.add(self)
         await self.delivery.resume(session, last)
+        if self.delivery.session is session:  # not before: a drain ends once no stream waits for its client
+            self._registry.take_back(self)
         if self._is_done:
             self._expire_later()
 

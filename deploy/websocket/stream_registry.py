@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
+from contextlib import suppress
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from ..errors import ApiError
@@ -39,6 +41,7 @@ class StreamRegistry(Generic[S]):
         self.context = context
         self._by_token: dict[str, S] = {}
         self._orphans: set[S] = set()  # without a socket
+        self._fewer_orphans = asyncio.Event()
         self._by_answer: dict[str, S] = {}  # streams whose requests are running in the engine
 
     def watch(self, engine: Engine) -> None:
@@ -46,10 +49,18 @@ class StreamRegistry(Generic[S]):
         assert engine.pipeline.exit is not None
         engine.pipeline.exit.on_end.append(self._request_ended)
 
-    def stop_orphans(self, cause: str) -> None:
-        """Stops all streams without a socket."""
-        for stream in list(self._orphans):
-            stream.stop(cause)
+    @property
+    def has_orphans(self) -> bool:
+        """Whether a stream waits for its client to come back."""
+        return bool(self._orphans)
+
+    async def wait_until_resumed(self, limit_s: float) -> None:
+        """Waits until each stream has a socket again or has expired, at most `limit_s` seconds."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                while self._orphans:
+                    self._fewer_orphans.clear()
+                    await self._fewer_orphans.wait()
 
     # -- requests in the engine
 
@@ -82,16 +93,16 @@ class StreamRegistry(Generic[S]):
 
     def forget(self, stream: S) -> None:
         """Removes the stream."""
-        self._orphans.discard(stream)
+        self.take_back(stream)
         if stream.token is not None:
             self._by_token.pop(stream.token, None)
 
     def adopt(self, stream: S) -> bool:
         """Keeps a stream that has lost its socket.
 
-        False if the server is draining or has too many such streams.
+        False if the server has too many such streams.
         """
-        if self.context.service.is_draining or len(self._orphans) >= MAX_ORPHANS:
+        if len(self._orphans) >= MAX_ORPHANS:
             return False
         self._orphans.add(stream)
         return True
@@ -99,6 +110,7 @@ class StreamRegistry(Generic[S]):
     def take_back(self, stream: S) -> None:
         """Marks a stream as connected again."""
         self._orphans.discard(stream)
+        self._fewer_orphans.set()
 
     def find(self, token: str, id: str, owner: str) -> S:
         """The stream with this token, id and owner.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from dataclasses import replace
 
+import aiohttp
 import pytest
 
 from millrace.stages.testing.scripted.engine import SMALL
@@ -135,6 +137,39 @@ async def test_only_who_asked_for_it_is_waited_for_and_a_goodbye_ends_it():
                 else:
                     client.cut()
             await running.check_ended()
+
+
+@on_loop
+async def test_a_draining_server_waits_for_clients_that_come_back_and_for_no_others():
+    for max_tokens in (30, 150):  # answered already, but not received; and only answered once the client is back
+        async with serving(step_s=0.001, script=ENDLESS, engine=ROOM) as running:
+            text = await whole(running, max_tokens)
+            async with running.client() as first:
+                token = await begin(first, max_tokens, num_chunks=3)
+                if max_tokens == 30:
+                    await until(lambda running=running: not running.server.service.live)
+                first.cut()
+            await until(lambda running=running: running.server._sockets._streams.has_orphans)
+            draining = asyncio.create_task(running.server.drain())
+            async with running.client() as second, running.client() as third:
+                await third.create("b", max_tokens=1)
+                assert (await third.receive_until("error", "b"))["status"] == 503
+                assert not draining.done()
+                await resume(second, "a", token, last_of(first, "a"))
+                await second.receive_until("done", "a")
+                assert text_of(first.of("a") + second.of("a")) == text
+                assert await draining is True
+            with pytest.raises(aiohttp.WSServerHandshakeError):
+                await running.client().__aenter__()
+
+
+@on_loop
+async def test_a_drain_ends_when_the_window_of_a_lost_client_is_over():
+    async with serving(step_s=0.001, script=ENDLESS, ws_resume_window_s=0.2) as running:
+        async with running.client() as client:
+            await begin(client, 400, num_chunks=1)
+            client.cut()
+        assert await running.server.drain() is True
 
 
 @on_loop

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...admin.profiler import DEFAULT_S, MAX_S
-from ..shapes import openai
+from ..shapes import server
 from .operation import ENGINE_ERRORS, Operation, json
 
 ADMIN = (
@@ -14,7 +14,7 @@ ADMIN = (
         group="admin",
         summary="Clear the prefix cache; running requests continue",
         access="admin",
-        answers=json(openai.CacheReset),
+        answers=json(server.CacheReset),
         errors=ENGINE_ERRORS,
     ),
     Operation(
@@ -25,7 +25,7 @@ ADMIN = (
         summary="The last seconds of the trace, for ui.perfetto.dev",
         access="admin",
         query={"seconds": {"type": "number", "exclusiveMinimum": 0, "maximum": 3600, "default": 30}},
-        answers=json(openai.TraceEvents),
+        answers=json(server.TraceEvents),
         errors=(*ENGINE_ERRORS, "invalid_value"),
     ),
     Operation(
@@ -35,7 +35,7 @@ ADMIN = (
         group="admin",
         summary="Write the last seconds of the trace, stacks and queues to a file on the server",
         access="admin",
-        answers=json(openai.FlightFile),
+        answers=json(server.FlightFile),
         errors=(*ENGINE_ERRORS, "no_flight_recorder"),
     ),
     Operation(
@@ -46,7 +46,7 @@ ADMIN = (
         summary="Start torch's profiler; it stops after `seconds`",
         access="admin",
         query={"seconds": {"type": "integer", "minimum": 1, "maximum": MAX_S, "default": DEFAULT_S}},
-        answers=json(openai.ProfilerStarted),
+        answers=json(server.ProfilerStarted),
         errors=(*ENGINE_ERRORS, "no_profiler", "profiler_busy", "invalid_value"),
     ),
     Operation(
@@ -56,7 +56,7 @@ ADMIN = (
         group="admin",
         summary="Stop torch's profiler and write its profile to a file on the server",
         access="admin",
-        answers=json(openai.ProfileFile),
+        answers=json(server.ProfileFile),
         errors=(*ENGINE_ERRORS, "no_profiler", "profiler_idle"),
     ),
 )

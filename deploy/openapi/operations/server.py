@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from ...inspect.routes import MAX_CURSOR, MAX_LISTED
 from ...metrics.metrics import CONTENT_TYPE
-from ..shapes import inspect, openai
+from ..shapes import inspect, server
 from .operation import ENGINE_ERRORS, MODEL_ERRORS, PAGE, SOCKET, Answers, Content, Operation, json, text
 
-READY: Answers = {200: (Content(openai.Ready),), 503: (Content(openai.NotReady),)}
+READY: Answers = {200: (Content(server.Ready),), 503: (Content(server.NotReady),)}
 SERVER = (
     Operation(
         method="GET",
@@ -25,7 +25,7 @@ SERVER = (
         group="server",
         summary="Whether the process responds",
         access="open",
-        answers=json(openai.Alive),
+        answers=json(server.Alive),
     ),
     Operation(
         method="GET",
@@ -42,7 +42,7 @@ SERVER = (
         name="version",
         group="server",
         summary="The version of millrace",
-        answers=json(openai.Version),
+        answers=json(server.Version),
     ),
     Operation(
         method="GET",
@@ -50,7 +50,7 @@ SERVER = (
         name="serverInfo",
         group="server",
         summary="Model, settings, memory use and KV blocks by state",
-        answers=json(openai.ServerInfo),
+        answers=json(server.ServerInfo),
         errors=ENGINE_ERRORS,
     ),
     Operation(
@@ -59,7 +59,7 @@ SERVER = (
         name="load",
         group="server",
         summary="Running and waiting load, for a load balancer",
-        answers=json(openai.Load),
+        answers=json(server.Load),
         errors=ENGINE_ERRORS,
     ),
     Operation(
@@ -76,7 +76,7 @@ SERVER = (
         name="listModels",
         group="models",
         summary="The served model names",
-        answers=json(openai.Models),
+        answers=json(server.Models),
         errors=ENGINE_ERRORS,
         links={"model": {"operationId": "getModel", "parameters": {"id": "$response.body#/data/0/id"}}},
     ),
@@ -87,7 +87,7 @@ SERVER = (
         group="models",
         summary="One served model name",
         parameters={"id": "The model name"},
-        answers=json(openai.Model),
+        answers=json(server.Model),
         errors=MODEL_ERRORS,
     ),
     Operation(
@@ -130,7 +130,7 @@ PAGES = (
         name="openapi",
         group="server",
         summary="This document",
-        answers=json(openai.Document),
+        answers=json(server.Document),
     ),
     Operation(
         method="GET",

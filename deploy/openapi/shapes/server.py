@@ -1,0 +1,223 @@
+"""Models of answers about the server: its health, models and settings, what it holds, and its administration."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from .openai import Count, Shape
+
+
+class Model(Shape):
+    """A served model name."""
+
+    id: str
+    object: Literal["model"]
+    created: Count
+    owned_by: str
+    root: str
+    parent: str | None
+    max_model_len: Count
+    permission: list[dict[str, Any]]
+
+
+class Models(Shape):
+    """All served model names."""
+
+    object: Literal["list"]
+    data: list[Model]
+
+
+class CacheReset(Shape):
+    """The number of freed KV blocks."""
+
+    freed_blocks: Count
+
+
+class FlightFile(Shape):
+    """The flight recorder's file; null if one was written seconds ago."""
+
+    file: str | None
+
+
+class ProfilerStarted(Shape):
+    """A running profile: its future file, and its length."""
+
+    file: str
+    seconds: Count
+
+
+class ProfileFile(Shape):
+    """The file of a profile, for Chrome and Perfetto."""
+
+    file: str
+    num_bytes: Count
+
+
+class TraceEvents(Shape):
+    """Chrome's trace-event format."""
+
+    traceEvents: list[dict[str, Any]]
+    displayTimeUnit: Literal["ms"]
+
+
+class Load(Shape):
+    """The load: `server_load` in requests, other counts in sequences, `kv_usage` in [0, 1], times in seconds."""
+
+    server_load: Count
+    waiting: Count
+    running: Count
+    swapped: Count
+    kv_usage: float
+    estimated_wait_s: float
+
+
+class Version(Shape):
+    """The version of millrace."""
+
+    version: str
+
+
+class Alive(Shape):
+    """The process responds."""
+
+    status: Literal["alive"]
+
+
+class Ready(Shape):
+    """The server accepts requests."""
+
+    status: Literal["ready"]
+
+
+class NotReady(Shape):
+    """The server accepts no requests, for this reason."""
+
+    status: str
+    stage: str | None
+    reason: str | None
+
+
+class ServedModel(Shape):
+    """The running model."""
+
+    id: str
+    served_names: list[str]
+    max_model_len: Count
+    vocab_size: Count
+    dtype: str
+    quantization: str | None  # format of the weight matrices; null: dtype
+    kv_cache_dtype: str | None  # of keys and values; null: no KV cache
+    device: str
+    attention_backend: str
+    is_batch_invariant: bool  # the numbers of a request do not depend on other requests
+    eos_token_ids: list[Count]
+    has_chat_template: bool
+    tasks: list[str]  # supported tasks
+    embeddings: dict[str, Any] | None  # pooling settings; null for a model without embeddings
+
+
+class Configuration(Shape):
+    """The effective settings, with secrets masked."""
+
+    engine: dict[str, Any]
+    server: dict[str, Any]
+
+
+class MemoryRow(Shape):
+    """One use of memory."""
+
+    name: str
+    bytes: Count
+    place: Literal["device", "host"]
+    what: str
+
+
+class CacheSize(Shape):
+    """The size of the KV cache."""
+
+    block_size: Count
+    bytes_per_block: Count
+    num_blocks: Count
+    num_tokens: Count
+    num_longest_sequences: Count
+
+
+class Memory(Shape):
+    """Memory by use."""
+
+    device: str
+    device_bytes: Count
+    budget_bytes: Count
+    total_bytes: Count
+    host_bytes: Count
+    rows: list[MemoryRow]
+    kv_cache: CacheSize
+
+
+class Blocks(Shape):
+    """KV blocks by state; `shared` is a part of `used`."""
+
+    num_blocks: Count
+    block_size: Count
+    free: Count
+    used: Count
+    shared: Count
+    cached: Count
+    quarantined: Count
+
+
+class Process(Shape):
+    """The process of the step loop."""
+
+    mode: Literal["inline", "split"]
+    engine_pid: Count | None
+
+
+class Graphs(Shape):
+    """Captured CUDA graphs: row counts of decode steps, token counts of mixed steps, and the cost."""
+
+    decode_rows: list[Count]
+    mixed_tokens: list[Count]
+    seconds: float
+    bytes: Count
+
+
+class Cache(Shape):
+    """A cache that fills while the server runs; null: not known, or not bounded by that."""
+
+    name: str
+    entries: Count | None
+    max_entries: Count | None
+    bytes: Count | None
+    max_bytes: Count | None
+
+
+class ServerInfo(Shape):
+    """The running model, its settings and its memory."""
+
+    version: str
+    model: ServedModel
+    config: Configuration
+    memory: Memory | None
+    graphs: Graphs | None
+    startup_s: dict[str, float]
+    process: Process
+    blocks: Blocks | None
+    caches: list[Cache]
+
+
+class DocumentInfo(Shape):
+    """Title and version of the API."""
+
+    title: str
+    version: str
+    description: str
+
+
+class Document(Shape):
+    """An OpenAPI document."""
+
+    openapi: str
+    info: DocumentInfo
+    paths: dict[str, dict[str, Any]]
+    components: dict[str, dict[str, Any]]

@@ -10,9 +10,6 @@ never waits. Without `configure`, as in a library, nothing is installed: warning
 lines nowhere.
 
 A field `table` holds lines that show the other fields to a person. The console prints it below the line; JSON omits it.
-
-Values cannot break a line: control characters, ANSI sequences and line separators are escaped, and a line is cut to
-MAX_LINE_BYTES (a JSON line stays valid JSON).
 """
 
 from __future__ import annotations
@@ -20,21 +17,19 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import re
 import select
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime
 from functools import cached_property
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
-import orjson
-
 from ..workers.thread_start import ThreadNotStarted, start_thread
+from .log_lines import console_line, json_line
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
@@ -44,9 +39,7 @@ __all__ = ["LogSink", "bind", "bound", "captured_logs", "configure", "dropped", 
 Format = Literal["console", "json"]
 EventDict = MutableMapping[str, Any]
 
-MAX_LINE_BYTES = 4_096  # including the newline
 MAX_QUEUED_LINES = 8_192
-FIRST_KEYS = ("timestamp", "level", "event", "logger", "stage", "request_id")
 LEVELS = {"debug": 10, "info": 20, "warning": 30, "warn": 30, "error": 40, "exception": 40, "critical": 50, "fatal": 50}
 
 
@@ -210,44 +203,6 @@ class LogSink:
             except OSError:  # the reader is gone, or the disk is full
                 return False
         return True
-
-
-def json_line(event: Mapping[str, Any]) -> bytes:
-    """One JSON object and a newline, at most MAX_LINE_BYTES."""
-    fields = _in_order(event)
-    _take_table(fields)
-    line = _dump(fields)
-    for num_chars in (1_024, 256, 64):
-        if len(line) < MAX_LINE_BYTES:
-            break
-        fields = {key: _shortened(key, value, num_chars) for key, value in fields.items()}
-        line = _dump(fields | {"is_cut": True})
-    if len(line) >= MAX_LINE_BYTES:
-        kept = {key[:64]: value for key, value in fields.items() if key in FIRST_KEYS}
-        line = _dump(kept | {"is_cut": True})
-    return line + b"\n"
-
-
-def console_line(event: Mapping[str, Any]) -> bytes:
-    """`time level event key=value ...`, at most MAX_LINE_BYTES.
-
-    A table and a traceback follow on lines that begin with `  | `; a table replaces the fields.
-    """
-    fields = _in_order(event)
-    exception, table = str(fields.pop("exception", "")), _take_table(fields)
-    if table:
-        fields = {key: fields[key] for key in FIRST_KEYS if key in fields}
-    head = [str(fields.pop(key, "")) for key in ("timestamp", "level", "event")]
-    text = f"{head[0]} {head[1]:<8} {_escaped(head[2])}"
-    text += "".join(f" {_escaped(key)}={_console_value(value)}" for key, value in fields.items())
-    below = table + (re.split(r"\r\n|[\r\n]", exception) if exception else [])
-    stack = "".join(f"\n  | {_escaped(line)}" for line in below)
-    line, tail = text.encode(), stack.encode()
-    if len(line) + len(tail) >= MAX_LINE_BYTES:
-        line = _cut(line, MAX_LINE_BYTES // 2 if tail else MAX_LINE_BYTES - 1)
-        num_left = MAX_LINE_BYTES - len(line) - len(b"\n  | ...\n")
-        tail = b"\n  | ..." + tail[-num_left:].decode(errors="ignore").encode() if tail else b""  # keep the end
-    return line + tail + b"\n"
 
 
 class _Active:
@@ -432,82 +387,3 @@ def _level_number(level: str) -> int:
     if level not in LEVELS:
         raise ValueError(f"log level {level!r} is unknown: use debug, info, warning, error or critical")
     return LEVELS[level]
-
-
-def _take_table(fields: dict[str, Any]) -> list[str]:
-    """Takes the lines of a table out of the fields. A `table` that is not a list stays a field."""
-    return fields.pop("table") if isinstance(fields.get("table"), list) else []
-
-
-def _in_order(event: Mapping[str, Any]) -> dict[str, Any]:
-    ordered = {key: event[key] for key in FIRST_KEYS if key in event} | dict(event)
-    for key, value in ordered.items():
-        if isinstance(value, str) and len(value) > MAX_LINE_BYTES:
-            ordered[key] = _shortened(key, value, MAX_LINE_BYTES)
-    return ordered
-
-
-# Control characters, line separators, marks that reverse the reading direction, lone surrogates.
-_UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-_PLAIN = re.compile(r"[^\s\"=\\]+")
-
-
-def _escaped(text: object) -> str:
-    return _UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", _text(text))
-
-
-def _dump(value: object) -> bytes:
-    """JSON with unsafe characters escaped.
-
-    Values that orjson rejects (surrogates, ints over 64 bits) become text.
-    """
-    try:
-        line = _strict_dump(value)
-    except TypeError:
-        fields = value if isinstance(value, Mapping) else {"value": value}
-        accepted = {_escaped(key): _escaped(item) if _is_refused(item) else item for key, item in fields.items()}
-        line = _strict_dump(accepted)
-    return _escaped(line.decode()).encode()
-
-
-def _strict_dump(value: object) -> bytes:
-    return orjson.dumps(value, default=_text, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY)
-
-
-def _is_refused(value: object) -> bool:
-    try:
-        _strict_dump(value)
-    except TypeError:
-        return True
-    return False
-
-
-def _console_value(value: object) -> str:
-    if isinstance(value, str):
-        return value if _PLAIN.fullmatch(value) and not _UNSAFE.search(value) else _quoted(value)
-    return str(value) if isinstance(value, int | float) else _dump(value).decode()
-
-
-def _quoted(text: str) -> str:
-    return '"' + _escaped(text.replace("\\", "\\\\").replace('"', '\\"')) + '"'
-
-
-def _text(value: object) -> str:
-    try:
-        return str(value)
-    except Exception as error:
-        return f"<{type(value).__name__}, of which str() raised {type(error).__name__}>"
-
-
-def _shortened(key: str, value: object, num_chars: int) -> object:
-    """At most `num_chars` characters: a traceback's last ones, any other value's first ones."""
-    text = value if isinstance(value, str) else _dump(value).decode()
-    if len(text) <= num_chars:
-        return value
-    return "..." + text[-num_chars:] if key == "exception" else text[:num_chars] + "..."
-
-
-def _cut(line: bytes, num_bytes: int) -> bytes:
-    if len(line) <= num_bytes:
-        return line
-    return line[: num_bytes - len(b" ...")].decode(errors="ignore").encode() + b" ..."

@@ -19,7 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.runtime.env import log
-from millrace.runtime.env.log import MAX_LINE_BYTES, LogSink, captured_logs, console_line, get_logger, json_line
+from millrace.runtime.env.log import LogSink, captured_logs, get_logger
+from millrace.runtime.env.log_lines import MAX_LINE_BYTES, console_line, json_line
 
 logger = get_logger("millrace.test")
 FORGERIES = ("\n2026-01-01 forged", "\r\nforged", "\x1b[2J", "\x9b31m", "\u2028next", "\u202edesrever", "\x7f", "\0")

@@ -5,8 +5,30 @@ A story is a pure function of its `random.Random`. Its `key` (name, kind, place)
 each opening holds all three, so a key that is never used for training is an opening that is never seen in training.
 """
 
-from .plots import PLOTS
+from collections.abc import Callable
+
+from .plots_at_home import bedtime, birthday, building, cooking, garden, honest, quarrel
+from .plots_outside import brave_day, hurt_animal, lost_thing, new_friend, race, treasure, weather_day
 from .story import Story, a, in_place, sentence
+
+# Each tells the middle of a story, sentence after sentence, each drawn from a few. The model was trained on what it comes
+# to: each option of a plot draws in the order in which it stands there, also if it is not the one that is told.
+PLOTS: tuple[Callable[[Story], None], ...] = (
+    lost_thing,
+    new_friend,
+    hurt_animal,
+    weather_day,
+    cooking,
+    quarrel,
+    brave_day,
+    treasure,
+    birthday,
+    building,
+    honest,
+    race,
+    garden,
+    bedtime,
+)
 
 
 def tell(story: Story, opening: str | None = None) -> Story:

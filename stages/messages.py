@@ -26,15 +26,14 @@ from __future__ import annotations
 
 import asyncio
 import enum
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..runtime.message import message
-from .errors import Refused
 from .params import SamplingParams
 from .pooling_params import PoolingParams, Role
 
@@ -141,10 +140,7 @@ class TokenRequest:
 
 @message
 class Rates:
-    """Measured speed of the device.
-
-    Allocate uses it to choose between swapping and recomputing, and reads no clock.
-    """
+    """Measured speed of the device, by which allocate chooses between swapping and recomputing without a clock."""
 
     copy_s: float  # to copy one block, one way
     compute_s: float  # to compute one token of a prompt
@@ -500,66 +496,3 @@ class StepText:
     prompt_logprobs: Sequence[PromptLogprobs] = ()
     pooled: Sequence[Pooled] = ()  # of pooled sequences, which have no row
     progress: Sequence[PromptProgress] = ()
-
-
-class CallLog(Protocol):
-    """Receives the calls of schedule and allocate, in order.
-
-    It is called on the loop, so it must be quick. It must not change its arguments, and may keep only messages, which
-    are immutable.
-    """
-
-    def schedule(
-        self,
-        batch: Sequence[Any],
-        causes: Mapping[int, str],
-        plans: Sequence[StepPlan],
-        failed: Sequence[int],
-        is_early: bool,
-    ) -> None:
-        """A call of schedule: its batch, causes from the control lane, plans, sequences given up.
-
-        `is_early`: it did not plan, as it was too early.
-        """
-
-    def allocate(
-        self, batch: Sequence[StepPlan | Rates], answers: Sequence[tuple[StepGrant | None, PlanReport]]
-    ) -> None:
-        """A call of allocate: its batch, and its answers to the plans in it."""
-
-    def reset_prefix_cache(self, num_freed: int) -> None:
-        """A reset of the prefix cache, which freed `num_freed` blocks."""
-
-    def crash(self, stage: str) -> None:
-        """A stage crashed during a call: later calls cannot be replayed."""
-
-
-Task = Literal["generate", "embed", "score"]  # score: a number for a pair of texts, by a reranker
-
-
-_WHERE: dict[Task, str] = {
-    "generate": "it generates text: ask /v1/chat/completions or /v1/completions",
-    "embed": "it embeds texts: ask /v1/embeddings, /score or /rerank",
-    "score": "it scores pairs of texts: ask /score or /rerank",
-}
-
-
-_NOT: dict[Task, str] = {
-    "generate": "this model does not generate text",
-    "embed": "this model has no embeddings",
-    "score": "this model does not read pairs of texts",
-}
-
-
-def task_of(request: Request) -> Task:
-    """The task that a request needs."""
-    if request.pooling is None:
-        return "generate"
-    return "score" if any(prompt.pair is not None for prompt in request.prompts) else "embed"
-
-
-def check_task(task: Task, tasks: Collection[Task]) -> None:
-    """Raises `Refused`, with the supported tasks, if `task` is not among the model's `tasks`."""
-    if task not in tasks:
-        able = "; ".join(_WHERE[name] for name in _WHERE if name in tasks)
-        raise Refused(f"{_NOT[task]}; {able}", code="unsupported_task", param="model")

@@ -11,9 +11,10 @@ from typing import Any, Literal
 
 from ..model.pooling import PoolingConfig
 from .memory_table import MemoryTable
-from .messages import FinishReason, PromptLogprobs, Rates, Task, TokenLogprobs
+from .messages import FinishReason, PromptLogprobs, Rates, TokenLogprobs
 from .params import SamplingParams
 from .pooling_params import Floats
+from .tasks import Task
 
 OutputKind = Literal["delta", "cumulative", "final"]
 FinishName = Literal["stop", "length", "abort"]

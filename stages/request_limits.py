@@ -15,10 +15,11 @@ import numpy as np
 
 from ..model.pooling import PoolingConfig
 from .errors import Refused
-from .messages import ChatPrompt, Ints, Prompt, Request, Task, check_task, task_of
+from .messages import ChatPrompt, Ints, Prompt, Request
 from .outputs import ModelInfo
 from .params import SamplingParams
 from .pooling_params import MAX_INPUTS, PoolingParams
+from .tasks import Task, check_task, task_of
 
 MAX_PROMPTS = 256
 MAX_SEQUENCES = 512  # prompts x n of one request

@@ -21,7 +21,7 @@ from .kv_trace import KVTrace
 from .prefix_cache import PrefixCache
 
 if TYPE_CHECKING:
-    from ..messages import CallLog
+    from ..call_log import CallLog
 
 STEP_GRANTED = int(EventKind.STEP_GRANTED)
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # vLLM's buckets

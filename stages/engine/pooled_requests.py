@@ -11,10 +11,11 @@ from ...model.pooling import PoolingConfig
 from ...model.sentence_files import Similarity
 from ..errors import Refused
 from ..exit.outboxes import RequestOutbox
-from ..messages import Prompt, Request, Task
+from ..messages import Prompt, Request
 from ..outputs import ModelInfo
 from ..params import SamplingParams
 from ..pooling_params import Floats, PoolingParams, no_instruction
+from ..tasks import Task
 
 NO_TOKENS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, seed=0)  # for requests without text
 

@@ -11,8 +11,9 @@ from ...runtime.trace.tracer import EventKind
 from ..beam_search.algorithm import BeamParams
 from ..errors import Overloaded, Refused, TimedOut
 from ..exit.outboxes import RequestOutbox
-from ..messages import Ints, Request, Task, check_task, task_of
+from ..messages import Ints, Request
 from ..params import SamplingParams
+from ..tasks import Task, check_task, task_of
 from .wiring import EncoderStages, TextStages
 
 

@@ -19,9 +19,9 @@ from ..backends.torch.loading import choose_device, torch_dtype
 from ..config import EngineConfig, resolve_step_size
 from ..encode.encoder_runner import EncoderRunner
 from ..errors import ConfigError
-from ..messages import Task
 from ..outputs import ModelInfo
 from ..params import SamplingParams
+from ..tasks import Task
 from ..tokenize.prompt_encoder import ModelEncoder
 
 

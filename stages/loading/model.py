@@ -38,10 +38,11 @@ from ..errors import ConfigError, Refused
 from ..execute.model_runner import ModelRunner
 from ..grammar.compiled import Grammars
 from ..grammar.masks import GrammarMasks
-from ..messages import Ints, Task
+from ..messages import Ints
 from ..outputs import CaptureReport, ModelInfo
 from ..params import NUMBERS, SamplingParams
 from ..sample.sampler import Sampler
+from ..tasks import Task
 from ..tokenize.prompt_encoder import ModelEncoder
 from ..tokenize.yes_no import YesNoPrompt, is_named, missing_tokens
 from .early import EarlyLoading, OpenedModel, require_torch, resolve

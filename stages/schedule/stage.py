@@ -20,7 +20,7 @@ from .queue_trace import QueueTrace
 from .scheduler import Scheduler, StepLimits
 
 if TYPE_CHECKING:
-    from ..messages import CallLog
+    from ..call_log import CallLog
 
 
 NO_CAUSES: Mapping[int, str] = {}

@@ -13,8 +13,9 @@ from pydantic.json_schema import JsonSchemaValue
 
 from ....stages.engine.pooled_requests import ScoringPairs, pooled_request
 from ....stages.errors import Refused
-from ....stages.messages import Request, Task
+from ....stages.messages import Request
 from ....stages.pooling_params import MAX_INPUTS, MAX_PAIRS, PoolingParams
+from ....stages.tasks import Task
 from ...errors import ApiError
 from ..schema import fields as schema_fields
 from ..schema.body import Body

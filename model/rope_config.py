@@ -48,8 +48,8 @@ def parse_rope(
     Llama, the default kind rotates whole heads, whatever the file says. `layer_type`: the layers that they are of, if
     the file may give each type its own.
     """
-    name, scaling = _rope_values(keys, layer_type)
-    rope = ConfigKeys(scaling, f"{keys.source}: {name}")
+    rope = rope_keys(keys, layer_type)
+    scaling = rope.values
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     kind = "longrope" if kind == "su" else kind  # its first name
     if kind not in KINDS:
@@ -108,20 +108,20 @@ def _original_length(keys: ConfigKeys, rope: ConfigKeys, max_position: int) -> i
     return (keys if is_beside else rope).count("original_max_position_embeddings", max_position)
 
 
-def _rope_values(keys: ConfigKeys, layer_type: str | None) -> tuple[str, dict[str, Any]]:
-    """The rotary parameters, and the key that holds them; as in transformers, the older key has priority."""
+def rope_keys(keys: ConfigKeys, layer_type: str | None = None) -> ConfigKeys:
+    """The rotary parameters, of one type of layers or of all; as in transformers, the older key has priority."""
     name = "rope_scaling" if keys.values.get("rope_scaling") else "rope_parameters"
     scaling = keys.values.get(name) or {}
     if not isinstance(scaling, dict):
         keys.fail(name, f"must be an object, not {quoted(scaling)}")
     by_type = [scaling[kind] for kind in ("full_attention", "sliding_attention") if kind in scaling]
     if not by_type:
-        return name, scaling
+        return ConfigKeys(scaling, f"{keys.source}: {name}")
     if layer_type in scaling and isinstance(scaling[layer_type], dict):
-        return f"{name}: {layer_type}", scaling[layer_type]
+        return ConfigKeys(scaling[layer_type], f"{keys.source}: {name}: {layer_type}")
     if not all(isinstance(values, dict) and values == by_type[0] for values in by_type):
         keys.fail(name, "must be one object, or the same for each type of layer")
-    return name, by_type[0]
+    return ConfigKeys(by_type[0], f"{keys.source}: {name}")
 
 
 def _attention_factor(kind: str, rope: ConfigKeys, factor: float, original: int) -> float:

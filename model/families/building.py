@@ -6,8 +6,8 @@ of the `model_type` takes for a key that the file lacks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..config_keys import ConfigKeys
@@ -48,6 +48,7 @@ class Family:
     spec: Callable[[ConfigKeys], DecoderSpec]
     names: Callable[[DecoderSpec], Names] = lambda spec: {}  # sources of tensors that have no canonical name
     prefix: str = "model"  # of the tensors but the head's; as in transformers, files may leave it out
+    constants: Mapping[str, float] = field(default_factory=dict)  # names of tensors -> the number that each must hold
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,11 +65,21 @@ class Sizes:
 
 
 def sizes(
-    keys: ConfigKeys, *, num_kv_heads: int | None = None, head_dim: int | None = None, max_position: int = 2048
+    keys: ConfigKeys,
+    *,
+    num_heads: int | None = None,
+    num_kv_heads: int | None = None,
+    head_dim: int | None = None,
+    vocab_size: int | None = None,
+    max_position: int = 2048,
 ) -> Sizes:
-    """The sizes. The arguments are defaults; None: as many key/value heads as heads, which share the hidden size."""
-    hidden_size, num_heads = keys.count("hidden_size"), keys.count("num_attention_heads")
+    """The sizes. The arguments are defaults.
+
+    None: as many key/value heads as heads, which share the hidden size; the other keys have to be there.
+    """
+    hidden_size, num_heads = keys.count("hidden_size"), keys.count("num_attention_heads", num_heads)
     default_kv_heads = None if keys.is_null("num_key_value_heads") else num_kv_heads
+    default_dim = None if keys.is_null("head_dim") else head_dim
     kv_heads = keys.count("num_key_value_heads", default_kv_heads or num_heads)
     if num_heads % kv_heads:
         keys.fail("num_key_value_heads", f"must divide num_attention_heads ({num_heads}), but is {kv_heads}")
@@ -77,8 +88,8 @@ def sizes(
         num_layers=keys.count("num_hidden_layers", most=MAX_LAYERS),
         num_heads=num_heads,
         num_kv_heads=kv_heads,
-        head_dim=keys.count("head_dim", head_dim or hidden_size // num_heads),
-        vocab_size=keys.count("vocab_size"),
+        head_dim=keys.count("head_dim", default_dim or hidden_size // num_heads),
+        vocab_size=keys.count("vocab_size", vocab_size),
         max_position=keys.count("max_position_embeddings", max_position),
     )
 
@@ -94,6 +105,35 @@ def attention(sizes: Sizes, **changes: Any) -> AttentionSpec:
             **changes,
         }
     )
+
+
+def layers_of(
+    sizes: Sizes,
+    norm: NormSpec | None,
+    inner: FeedSpec,
+    *,
+    windows: Sequence[int | None] | None = None,
+    ropes: Sequence[int | None] | None = None,
+    around: Mapping[str, Any] | None = None,
+    **changes: Any,
+) -> list[LayerSpec]:
+    """Layers that differ in windows and rotary positions only, with `norm` before attention and feed.
+
+    `windows`, `ropes`: of each layer; None: no windows, the first positions. `around`: fields of `LayerSpec`;
+    `changes`: those of `AttentionSpec`.
+    """
+    windows, ropes = windows or [None] * sizes.num_layers, ropes or [0] * sizes.num_layers
+    fields: dict[str, Any] = {"pre_mixer": norm, "feed": inner, "pre_feed": norm, **(around or {})}
+    return [
+        LayerSpec(mixer=attention(sizes, window=window, rope=rope, **changes), **fields)
+        for window, rope in zip(windows, ropes, strict=True)
+    ]
+
+
+def biases(keys: ConfigKeys, key: str = "attention_bias") -> dict[str, Any]:
+    """The biases of all projections of attention, as one key says; the fields of `AttentionSpec`."""
+    has_bias = keys.flag(key, False)
+    return {"has_qkv_bias": has_bias, "has_output_bias": has_bias}
 
 
 def feed(
@@ -190,6 +230,13 @@ def refuse_true(keys: ConfigKeys, *names: str) -> None:
 def rope(keys: ConfigKeys, sizes: Sizes, **defaults: Any) -> RopeConfig:
     """The rotary positions of all layers. `defaults`: see `parse_rope`."""
     return parse_rope(keys, sizes.head_dim, sizes.max_position, **defaults)
+
+
+def default_rope(keys: ConfigKeys, **values: Any) -> ConfigKeys:
+    """The keys with these rotary parameters, if the file has none."""
+    if keys.values.get("rope_scaling") or keys.values.get("rope_parameters") is not None:
+        return keys
+    return ConfigKeys({**keys.values, "rope_parameters": values}, keys.source, keys.stored_names)
 
 
 def decoder(

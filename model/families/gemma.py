@@ -36,7 +36,7 @@ def gemma2(keys: ConfigKeys) -> DecoderSpec:
 
 def gemma3(keys: ConfigKeys) -> DecoderSpec:
     """Gemma 3: norms of q and k; five layers with a window, then one without."""
-    found = sizes(keys, num_kv_heads=4, head_dim=256, max_position=131_072)
+    found = sizes(keys, num_heads=8, num_kv_heads=4, head_dim=256, vocab_size=262_208, max_position=131_072)
     period = keys.count("sliding_window_pattern", 6)
     on = windows(keys, found.num_layers, 4096, pattern=lambda layer: (layer + 1) % period != 0)
     full = rope(keys, found, theta=GLOBAL_THETA, layer_type="full_attention")

@@ -16,13 +16,22 @@ from .building import Family
 
 # model_type -> the module of this folder that describes it, which is imported only then
 MODULES = {
+    "arcee": "llama",
+    "cwm": "llama",
+    "exaone": "llama",
     "gemma": "gemma",
     "gemma2": "gemma",
     "gemma3_text": "gemma",
+    "internlm3": "llama",
+    "iquestcoder": "llama",
     "llama": "llama",
-    "mistral": "llama",
-    "qwen2": "llama",
-    "qwen3": "llama",
+    "ministral": "mistral",
+    "ministral3": "mistral",
+    "mistral": "mistral",
+    "qwen2": "mistral",
+    "qwen3": "mistral",
+    "seed_oss": "llama",
+    "smollm3": "llama",
 }
 # model_type of a wrapper -> model_type of the decoder in its `text_config`, if that does not say it. The text half
 # of models that also read images or sound: their other tensors are not loaded.

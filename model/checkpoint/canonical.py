@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -45,7 +46,7 @@ class TensorSources:
                 count = target.shape[0] if len(parts) == 1 else 1
                 count = count if part.rows is None else _length(part.rows)
                 taken[part.stem] = taken.get(part.stem, 0) + count
-                shapes[part.stem] = (taken[part.stem], *target.shape[1:])
+                shapes[part.stem] = part.shape or (taken[part.stem], *target.shape[1:])
                 if part.is_transposed:
                     transposed.add(part.stem)
         return {name: shape[::-1] if name in transposed else shape for name, shape in shapes.items()}
@@ -81,6 +82,8 @@ class CanonicalTensors:
         stored = self._checkpoint.array(part.stem)
         if part.is_transposed and stored.ndim == 2:
             stored = stored.T
+        if part.shape is not None:
+            stored = stored.reshape(-1)
         if part.rows is not None:
             stored = stored[part.rows]
         if part.apply is not None:
@@ -112,7 +115,7 @@ def _parts_of(name: str, names: Names) -> tuple[Rows, ...]:
     for part in parts:
         end = f"{dot}{suffix}" if part.suffix is None else part.suffix
         stored = (part.stem.replace("*", number) if number else part.stem) + end
-        found.append(Rows(stored, part.rows, part.is_transposed, part.apply, ""))
+        found.append(replace(part, stem=stored, suffix=""))
     return tuple(found)
 
 

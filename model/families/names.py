@@ -42,6 +42,7 @@ class Rows:
     is_transposed: bool = False  # stored [columns, rows], as GPT-2's Conv1D; `rows` counts after transposing
     apply: Callable[[NDArray[Any]], NDArray[Any]] | None = None  # to the numbers in float32
     suffix: str | None = None  # of the tensor's name, with its dot; None = that of the canonical tensor
+    shape: Shape | None = None  # as stored, of a tensor whose numbers are read one after another; None = as canonical
 
 
 Source = str | Rows | tuple[Rows, ...]  # parts are stacked by rows, and need `rows` or one row each
@@ -138,6 +139,15 @@ def halves(num_heads: int, head_dim: int, rotary_dim: int | None = None) -> NDAr
     return rows
 
 
+def interleaved(attention: AttentionSpec, rotary_dim: int) -> Names:
+    """Queries and keys of a checkpoint that rotates the neighbours in the first `rotary_dim` rows of a head."""
+    dim = attention.head_dim
+    return {
+        Q: Rows(Q, halves(attention.num_heads, dim, rotary_dim)),
+        K: Rows(K, halves(attention.num_kv_heads, dim, rotary_dim)),
+    }
+
+
 def stacked(*sizes: int) -> list[slice]:
     """The rows of parts that lie one after another."""
     ends = np.cumsum(sizes).tolist()
@@ -156,6 +166,11 @@ def fused_qkv(attention: AttentionSpec, *, is_by_group: bool = False) -> tuple[I
         return q, k, v
     rows = np.arange((heads + 2 * kv_heads) * dim).reshape(kv_heads, heads // kv_heads + 2, dim)
     return rows[:, :-2].reshape(-1), rows[:, -2].reshape(-1), rows[:, -1].reshape(-1)
+
+
+def fused_gate_up(spec: DecoderSpec) -> Names:
+    """Gate and up as the halves of one matrix, `gate_up_proj`."""
+    return split(f"{LAYER}.mlp.gate_up_proj", (GATE, UP), tuple(stacked(*[spec.intermediate_size] * 2)))
 
 
 def split(stem: str, targets: tuple[str, ...], rows: tuple[Index, ...], *, is_transposed: bool = False) -> Names:

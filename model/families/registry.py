@@ -17,11 +17,17 @@ from .building import Family
 # model_type -> the module of this folder that describes it, which is imported only then
 MODULES = {
     "arcee": "llama",
+    "cohere": "cohere",
+    "cohere2": "cohere",
     "cwm": "llama",
+    "ernie4_5": "glm",
     "exaone": "llama",
     "gemma": "gemma",
     "gemma2": "gemma",
     "gemma3_text": "gemma",
+    "glm": "glm",
+    "glm4": "glm",
+    "helium": "glm",
     "internlm3": "llama",
     "iquestcoder": "llama",
     "llama": "llama",

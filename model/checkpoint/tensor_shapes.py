@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import CheckpointError, quoted, shown
+from ..families.building import Family
 from ..families.names import DOWN, EMBEDDING, HEAD, Names, Target, tensors_of
 from ..families.registry import OTHER_HALVES, WRAPPER_PREFIXES, family_of
 from ..spec import DecoderSpec
@@ -64,7 +65,7 @@ def open_source(root: Path, spec: DecoderSpec, load_format: str) -> tuple[Tensor
     checkpoint, spec = _open(root, spec)
     family = family_of(spec.family)
     sources = TensorSources(tensors_of(spec), family.names(spec))
-    _compare(checkpoint, sources, spec, family.prefix)
+    _compare(checkpoint, sources, spec, family)
     if spec.dtype == "auto":
         stored = checkpoint.dtype(sources.stored_name(f"{EMBEDDING}.weight"))
         spec = replace(spec, dtype=DTYPE_OF.get(stored, "float32"))
@@ -213,7 +214,7 @@ def _draw(name: str, index: int, part: NDArray[np.float32]) -> None:
     part *= np.float32(0.02)
 
 
-def _compare(checkpoint: Checkpoint, sources: TensorSources, spec: DecoderSpec, prefix: str) -> None:
+def _compare(checkpoint: Checkpoint, sources: TensorSources, spec: DecoderSpec, family: Family) -> None:
     """Raises CheckpointError if the checkpoint's tensors are not those of its configuration."""
     root, names, shapes = checkpoint.root, checkpoint.names, sources.stored_shapes()
     for name, shape in shapes.items():
@@ -230,9 +231,9 @@ def _compare(checkpoint: Checkpoint, sources: TensorSources, spec: DecoderSpec, 
                 f"{source}: dtype {checkpoint.dtype(name)} is not supported; supported: {', '.join(DTYPES)}"
             )
     ignored = []
-    head = f"{HEAD}.weight"
-    for name in sorted(names - shapes.keys() - {head}):  # a head that is not used is equal to the embedding
-        if _is_weight(checkpoint, name, prefix):
+    head, constants = f"{HEAD}.weight", _constants(checkpoint, family, spec)
+    for name in sorted(names - shapes.keys() - constants - {head}):  # a head that is not used is equal to the embedding
+        if _is_weight(checkpoint, name, f"{family.prefix}."):
             raise CheckpointError(
                 f"{checkpoint.where(name)} ({root}): tensor {shown(name)} is not part of a {spec.family} model "
                 f"as config.json describes it{_reason(name, spec)}; the output would be wrong without it"
@@ -242,6 +243,24 @@ def _compare(checkpoint: Checkpoint, sources: TensorSources, spec: DecoderSpec, 
     if ignored:
         more = f" and {len(ignored) - 3} more" if len(ignored) > 3 else ""
         checkpoint.warnings.append(f"tensors that no text is made with are not used: {', '.join(ignored[:3])}{more}")
+
+
+def _constants(checkpoint: Checkpoint, family: Family, spec: DecoderSpec) -> set[str]:
+    """The tensors that hold a number of the family. Raises CheckpointError for another number."""
+    expected = {
+        pattern.replace("*", str(layer)): number
+        for pattern, number in family.constants.items()
+        for layer in range(spec.num_layers)
+    }
+    found = expected.keys() & checkpoint.names
+    for name in sorted(found):
+        values = widened(checkpoint.array(name)).reshape(-1)
+        if not np.allclose(values, expected[name], rtol=0.01, atol=0):
+            raise CheckpointError(
+                f"{checkpoint.where(name)} ({checkpoint.root}): tensor {name}: must hold {expected[name]:g} in a "
+                f"{spec.family} model, not {quoted(values[:3].tolist())}"
+            )
+    return found
 
 
 def _is_weight(checkpoint: Checkpoint, name: str, prefix: str) -> bool:

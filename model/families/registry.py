@@ -16,6 +16,8 @@ from .building import Family
 
 # model_type -> the module of this folder that describes it, which is imported only then
 MODULES = {
+    "apertus": "hunyuan",
+    "apertus1p5_text": "hunyuan",
     "arcee": "llama",
     "cohere": "cohere",
     "cohere2": "cohere",
@@ -31,6 +33,7 @@ MODULES = {
     "granite": "granite",
     "granite_swa": "granite",
     "helium": "glm",
+    "hunyuan_v1_dense": "hunyuan",
     "hyperclovax": "granite",
     "internlm3": "llama",
     "iquestcoder": "llama",
@@ -38,6 +41,7 @@ MODULES = {
     "ministral": "mistral",
     "ministral3": "mistral",
     "mistral": "mistral",
+    "nanochat": "hunyuan",
     "olmo": "olmo",
     "olmo2": "olmo",
     "olmo3": "olmo",

@@ -45,6 +45,8 @@ MODULES = {
     "olmo": "olmo",
     "olmo2": "olmo",
     "olmo3": "olmo",
+    "phi": "phi",
+    "phi3": "phi",
     "qwen2": "mistral",
     "qwen3": "mistral",
     "seed_oss": "llama",

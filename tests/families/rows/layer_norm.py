@@ -30,7 +30,16 @@ def longrope(num: int, original: int, **others: Any) -> dict[str, Any]:
 
 PHI = (
     row("phi", "phi", seed=3, gain=3, num_key_value_heads=4),
-    row("phi-qk-norm", "phi", seed=3, gain=3, qk_layernorm=True, hidden_act="gelu", rope_parameters=partial(0.5)),
+    row(
+        "phi-qk-norm",
+        "phi",
+        seed=3,
+        gain=3,
+        qk_layernorm=True,
+        hidden_act="gelu",
+        rope_parameters=partial(0.5),
+        by=FALLBACK,
+    ),
     row("phi3", "phi3"),
     row("phi3-window", "phi3", sliding_window=16, num_key_value_heads=4),
     row("phi3-partial", "phi3", hidden_size=64, tie_word_embeddings=True, rope_parameters=partial(0.75)),

@@ -54,7 +54,7 @@ MODULES = {
 }
 # model_type of a wrapper -> model_type of the decoder in its `text_config`, if that does not say it. The text half
 # of models that also read images or sound: their other tensors are not loaded.
-WRAPPERS = {"gemma3": "gemma3_text"}
+WRAPPERS = {"gemma3": "gemma3_text", "mistral3": "mistral"}
 # Prefixes of a wrapper's decoder in its checkpoint, instead of `model.`
 WRAPPER_PREFIXES = ("model.language_model.", "language_model.model.", "language_model.")
 # First parts of the names of a wrapper's other tensors
@@ -115,8 +115,9 @@ def _text_half(keys: ConfigKeys, model_type: str) -> ConfigKeys:
     inner = keys.values.get("text_config")
     if not isinstance(inner, dict):
         keys.fail("text_config", f"must be an object, not {quoted(inner)}")
-    shared = ("tie_word_embeddings", "dtype", "torch_dtype", "bos_token_id", "eos_token_id")
+    shared = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id")
     values = {key: keys.values[key] for key in shared if keys.values.get(key) is not None} | inner
+    values["tie_word_embeddings"] = keys.flag("tie_word_embeddings", True)  # the output layer is the wrapper's
     values["model_type"] = inner.get("model_type") or WRAPPERS[model_type]
     if values["model_type"] not in MODULES:
         keys.fail("text_config", f"model_type = {quoted(values['model_type'])} is not supported")

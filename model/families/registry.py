@@ -118,6 +118,9 @@ def _text_half(keys: ConfigKeys, model_type: str) -> ConfigKeys:
     shared = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id")
     values = {key: keys.values[key] for key in shared if keys.values.get(key) is not None} | inner
     values["tie_word_embeddings"] = keys.flag("tie_word_embeddings", True)  # the output layer is the wrapper's
+    ends = [config["eos_token_id"] for config in (keys.values, inner) if config.get("eos_token_id") is not None]
+    if ends:  # the wrapper's may be those of turns
+        values["eos_token_id"] = [token for end in ends for token in (end if isinstance(end, list) else [end])]
     values["model_type"] = inner.get("model_type") or WRAPPERS[model_type]
     if values["model_type"] not in MODULES:
         keys.fail("text_config", f"model_type = {quoted(values['model_type'])} is not supported")

@@ -12,7 +12,8 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from millrace.model.families.registry import MODULES, parse_config
 from millrace.model.spec import DecoderSpec
 
-SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")  # never absent
+# keys that no file lacks
+SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "ffn_dim")
 
 
 def all_keys(model_type: str) -> tuple[PreTrainedConfig, dict[str, Any]]:

@@ -95,7 +95,17 @@ GPT2 = (
         activation_function="gelu",
     ),
     row("opt-post-norm", "opt", ffn_dim=48, word_embed_proj_dim=32, do_layer_norm_before=False, by=FALLBACK),
-    row("opt-350m", "opt", ffn_dim=48, word_embed_proj_dim=16, do_layer_norm_before=False, by=FALLBACK),
+    row(
+        "opt-350m",
+        "opt",
+        seed=5,
+        gain=0.6,
+        embed_std=0.9,
+        ffn_dim=48,
+        word_embed_proj_dim=16,
+        do_layer_norm_before=False,
+        by=FALLBACK,
+    ),
     row("biogpt", "biogpt", seed=3, gain=3, embed_std=0.09, by=FALLBACK),
     row(
         "xglm",

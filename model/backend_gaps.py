@@ -61,12 +61,13 @@ def _of_attention(attention: AttentionSpec) -> Iterator[str]:
 
 
 def _of_kernels(attention: AttentionSpec, backend: Backend) -> Iterator[str]:
-    if backend == "torch":
-        return
-    if attention.has_alibi:
+    norm = attention.qk_norm
+    if backend == "native" and attention.has_alibi:
         yield "alibi"
-    if attention.chunk is not None:
+    if backend == "native" and attention.chunk is not None:
         yield "attention in chunks of positions"
+    if backend == "triton" and norm is not None and norm.over == "row" and norm.when == "after_rope":
+        yield "norms over rows of heads after the rotation"
 
 
 def _of_native_step(spec: DecoderSpec) -> Iterator[str]:

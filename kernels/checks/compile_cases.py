@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -103,60 +104,74 @@ def other_layer_cases(dtype: torch.dtype) -> list[CompileCase]:
     ]
 
 
+class AttentionOptions(NamedTuple):
+    """What an attention launch is asked for besides."""
+
+    window: int | None = None
+    soft_cap: float | None = None
+    is_fixed: bool = False
+    has_sinks: bool = False
+    has_alibi: bool = False
+    chunk: int | None = None
+
+    @property
+    def name(self) -> str:
+        names = ("window", "cap", "fixed", "sinks", "alibi", "chunk")
+        return "".join(f" {name}" for name, value in zip(names, self, strict=True) if value)
+
+
+OPTIONS = (
+    AttentionOptions(),
+    AttentionOptions(window=4096),
+    AttentionOptions(soft_cap=50.0),
+    AttentionOptions(is_fixed=True),
+    AttentionOptions(has_sinks=True),
+    AttentionOptions(window=4096, soft_cap=50.0),  # Gemma 2
+    AttentionOptions(window=128, has_sinks=True),  # gpt-oss
+    AttentionOptions(has_alibi=True),
+    AttentionOptions(chunk=8192),
+)
+
+
 def attention_cases(
     head_dim: int, dtype: torch.dtype, group: int = 4, block_size: int = 16, cache_dtype: torch.dtype | None = None
 ) -> list[CompileCase]:
-    """Decode, and extend in a mixed batch, each with lists and merge: plain, with windows, a cap, sinks, fixed cuts."""
+    """Decode, and extend in a mixed batch, each with lists and merge, with each of `OPTIONS`."""
     q, _, _ = _qkv(8 * group, 8, head_dim, dtype)
     tensors = (q, *_caches(8, block_size, head_dim, cache_dtype or dtype), _meta(64, 512, dtype=torch.int32))
     lengths, starts = _meta(64, dtype=torch.int32), _meta(65, dtype=torch.int32)
     scales = _meta(8, dtype=torch.float32) if cache_dtype else None
-    sinks = _meta(8 * group, dtype=torch.float32)
+    head_scores = _meta(8 * group, dtype=torch.float32)
 
-    def shape_of(window: int | None, is_fixed: bool = False) -> AttentionShape:
-        return AttentionShape(8 * group, 8, head_dim, dtype, cache_dtype or dtype, (window,), is_fixed)
+    def shape_of(options: AttentionOptions) -> AttentionShape:
+        types = (dtype, cache_dtype or dtype)
+        return AttentionShape(8 * group, 8, head_dim, *types, (options.window,), options.is_fixed)
 
-    def attend(kind: str, window: int | None, soft_cap: float | None, is_fixed: bool, has_sinks: bool) -> None:
+    def attend(kind: str, options: AttentionOptions) -> None:
         plan = triton_plan.plan_attention(
-            shape_of(window, is_fixed), lengths, None if kind == "decode" else starts, 64, NUM_PROCESSORS
+            shape_of(options), lengths, None if kind == "decode" else starts, 64, NUM_PROCESSORS
         )
-        work = plan.decode[window] if kind == "decode" else plan.extend[window]
+        work = plan.decode[options.window] if kind == "decode" else plan.extend[options.window]
         out = torch.empty_like(q)
+        sinks, alibi = (head_scores if is_asked else None for is_asked in (options.has_sinks, options.has_alibi))
         triton_attention.attend(
-            out, work, plan.partials, *tensors, head_dim**-0.5, window, soft_cap, scales, scales,
-            sinks if has_sinks else None,
+            out, work, plan.partials, *tensors, head_dim**-0.5, options.window, options.soft_cap, scales, scales,
+            sinks, alibi, options.chunk,
         )  # fmt: skip
 
-    def case(
-        kind: str,
-        window: int | None = None,
-        soft_cap: float | None = None,
-        is_fixed: bool = False,
-        has_sinks: bool = False,
-    ) -> CompileCase:
-        options = f"{' window' if window else ''}{' cap' if soft_cap else ''}{' fixed' if is_fixed else ''}"
-        options += " sinks" if has_sinks else ""
+    def case(kind: str, options: AttentionOptions) -> CompileCase:
         types = TYPE_NAMES[dtype] + (f" {TYPE_NAMES[cache_dtype]}" if cache_dtype else "")
         return CompileCase(
-            f"{kind}{options} {head_dim} {types}",
-            lambda: attend(kind, window, soft_cap, is_fixed, has_sinks),
+            f"{kind}{options.name} {head_dim} {types}",
+            lambda: attend(kind, options),
             copies_ahead=True,
             uses_wgmma=kind == "extend"
             and dtype != torch.float32
-            and extend_tiling(shape_of(window), 90).block_m >= 64,
+            and extend_tiling(shape_of(options), 90).block_m >= 64,
             least_arch=90 if cache_dtype else 80,
         )
 
-    plain = [case("decode"), case("extend")]
-    others: list[tuple[int | None, float | None, bool, bool]] = [
-        (4096, None, False, False),
-        (None, 50.0, False, False),
-        (None, None, True, False),
-        (None, None, False, True),
-        (4096, 50.0, False, False),  # Gemma 2
-        (128, None, False, True),  # gpt-oss
-    ]
-    return [*plain, *(case(kind, *options) for options in others for kind in ("decode", "extend"))]
+    return [case(kind, options) for options in OPTIONS for kind in ("decode", "extend")]
 
 
 def group_cases(head_dim: int) -> list[CompileCase]:

@@ -24,7 +24,6 @@ import triton.language as tl
 
 from ..layout.work_lists import AttentionPlan, AttentionShape, SplitTask, WorkItem, WorkList, next_power_of_2
 from .attention_plan import plan_attention
-from .gaps import check_gaps
 from .launch import capability, check_dtype
 
 LOG2_E = 1.4426950408889634
@@ -52,12 +51,11 @@ def paged_decode(
 ) -> Tensor:
     """See `KernelSet.paged_decode`."""
     check_types(q, k_cache, k_scale)
-    check_gaps(has_alibi=alibi is not None, has_chunk=chunk is not None)
     plan = plan or plan_attention(shape_of(q, k_cache, window), lengths, None, len(q))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     attend(
         out, plan.decode[window], plan.partials, q, k_cache, v_cache, block_tables, scale, window,
-        soft_cap, k_scale, v_scale, sinks,
+        soft_cap, k_scale, v_scale, sinks, alibi, chunk,
     )  # fmt: skip
     return out
 
@@ -82,13 +80,12 @@ def paged_attention(
 ) -> Tensor:
     """See `KernelSet.paged_attention`. Sequences of one new token have a work list and a tile size of their own."""
     check_types(q, k_cache, k_scale)
-    check_gaps(has_alibi=alibi is not None, has_chunk=chunk is not None)
     plan = plan or plan_attention(shape_of(q, k_cache, window), lengths, query_starts, len(q))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     for lists in (plan.decode, plan.extend):
         attend(
             out, lists[window], plan.partials, q, k_cache, v_cache, block_tables, scale, window,
-            soft_cap, k_scale, v_scale, sinks,
+            soft_cap, k_scale, v_scale, sinks, alibi, chunk,
         )  # fmt: skip
     return out
 
@@ -121,6 +118,8 @@ def attend(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
     sinks: Tensor | None = None,
+    alibi: Tensor | None = None,
+    chunk: int | None = None,
 ) -> None:
     """Does the items of one work list: writes their rows of `out` [T, H, D]. Overwrites `partials` (f32)."""
     division, tiling = work.division, work.tiling
@@ -137,12 +136,12 @@ def attend(
     factor = scale * LOG2_E if soft_cap is None else scale * 2 * LOG2_E / soft_cap
     _attention_kernel[(division.num_programs,)](
         out, sums, weights, work.items, work.starts, q, k_cache, v_cache, block_tables,
-        q if k_scale is None else k_scale, q if v_scale is None else v_scale, sinks,
-        factor, window or 0, (soft_cap or 0.0) * LOG2_E, num_heads, q.stride(0), q.stride(1),
+        q if k_scale is None else k_scale, q if v_scale is None else v_scale, sinks, alibi,
+        factor, window or 0, chunk or 0, (soft_cap or 0.0) * LOG2_E, num_heads, q.stride(0), q.stride(1),
         *k_cache.stride(), *v_cache.stride(), block_tables.stride(0),
         GROUP=group, TOKENS=division.tokens_per_tile, IS_DECODE=division.kind == "decode", ITEM=len(WorkItem),
         B=block_size, D=head_dim, BLOCK_D=block_d, BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n,
-        HAS_WINDOW=window is not None, HAS_CAP=soft_cap is not None,
+        HAS_WINDOW=window is not None, HAS_CHUNK=chunk is not None, HAS_CAP=soft_cap is not None,
         HAS_K_SCALE=k_scale is not None, HAS_V_SCALE=v_scale is not None,
         PRECISION=_precision(q.dtype), STAGES=tiling.num_stages, num_warps=tiling.num_warps,
         maxnreg=tiling.max_registers, enable_fp_fusion=True,
@@ -162,13 +161,14 @@ def _precision(dtype: torch.dtype) -> str:
 
 
 # Index tensors may be slices of one buffer, and the table may have any width: neither may cause a recompilation.
-@triton.jit(do_not_specialize=["window", "table_row"], do_not_specialize_on_alignment=INDEX_TENSORS)
+@triton.jit(do_not_specialize=["window", "chunk", "table_row"], do_not_specialize_on_alignment=INDEX_TENSORS)
 def _attention_kernel(
-    out, sums, weights, items, starts, q, k_cache, v_cache, block_tables, k_scale, v_scale, sinks,
-    scale, window, cap, num_heads, q_row, q_head, kc_n, kc_g, kc_b, kc_d, vc_n, vc_g, vc_b, vc_d, table_row,
+    out, sums, weights, items, starts, q, k_cache, v_cache, block_tables, k_scale, v_scale, sinks, alibi,
+    scale, window, chunk, cap, num_heads, q_row, q_head, kc_n, kc_g, kc_b, kc_d, vc_n, vc_g, vc_b, vc_d, table_row,
     GROUP: tl.constexpr, TOKENS: tl.constexpr, IS_DECODE: tl.constexpr, ITEM: tl.constexpr,
     B: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_K_SCALE: tl.constexpr, HAS_V_SCALE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_CAP: tl.constexpr,
+    HAS_K_SCALE: tl.constexpr, HAS_V_SCALE: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Does the items of one program: up to TOKENS new tokens of a sequence, all heads of a group, a range of tiles."""
@@ -200,17 +200,18 @@ def _attention_kernel(
         position = first_position + tl.minimum(new, num_tokens - 1)
         end = first_position + num_tokens  # tokens that the last row sees; no row sees more
         oldest = tl.maximum(first_position + 1 - window, 0) if HAS_WINDOW else 0
+        if HAS_CHUNK:  # lists have the tiles before it as well
+            oldest = tl.maximum(first_position // chunk * chunk, oldest)
+            first_tile = tl.maximum(oldest // BLOCK_N, first_tile)
+        slopes = tl.load(alibi + head) * BASE_2 if alibi is not None else None
         best = tl.full([BLOCK_M], float("-inf"), tl.float32)  # largest score so far
         total = tl.zeros([BLOCK_M], tl.float32)  # sum of weights so far
-        if sinks is not None:  # in the sum once: pieces get it in the merge
-            best = tl.where(partial < 0, tl.load(sinks + head) * BASE_2, best)
-            total = tl.where(partial < 0, 1.0, total)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         table = block_tables + sequence * table_row
         k_head = k_cache + g * kc_g
         v_head = v_cache + g * vc_g
         first_masked = first_tile
-        if not (IS_DECODE or HAS_WINDOW):  # tiles that every row sees in full
+        if not (IS_DECODE or HAS_WINDOW or HAS_CHUNK):  # tiles that every row sees in full
             first_masked = tl.minimum(tl.maximum((first_position + 1) // BLOCK_N, first_tile), end_tile)
             for tile in tl.range(first_tile, first_masked, num_stages=STAGES):
                 token = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -219,6 +220,8 @@ def _attention_kernel(
                     queries, B, D, BLOCK_D, False,
                 )  # fmt: skip
                 scores = _scores(queries, keys, factor, cap, HAS_CAP, PRECISION)
+                if alibi is not None:
+                    scores = _with_alibi(scores, slopes, token, position)
                 acc, best, total = _add_tile(acc, best, total, scores, values, False, PRECISION)
         for tile in tl.range(first_masked, end_tile, num_stages=STAGES):
             token = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -227,9 +230,13 @@ def _attention_kernel(
                 queries, B, D, BLOCK_D, True,
             )  # fmt: skip
             scores = _scores(queries, keys, factor, cap, HAS_CAP, PRECISION)
+            if alibi is not None:
+                scores = _with_alibi(scores, slopes, token, position)
             is_seen = token[None, :] <= position[:, None]
             if HAS_WINDOW:
                 is_seen &= token[None, :] > position[:, None] - window
+            if HAS_CHUNK:
+                is_seen &= token[None, :] >= (position // chunk * chunk)[:, None]
             scores = tl.where(is_seen, scores, float("-inf"))
             # A decode row sees a token of each of its tiles; an early row of an extend tile may see none.
             acc, best, total = _add_tile(acc, best, total, scores, values, not IS_DECODE, PRECISION)
@@ -237,6 +244,8 @@ def _attention_kernel(
         if HAS_V_SCALE:
             acc *= tl.load(v_scale + g)
         if partial < 0:
+            if sinks is not None:  # in the sum once: pieces get it in the merge
+                total += tl.exp2(tl.load(sinks + head) * BASE_2 - best)  # infinite if nothing else is in it
             result = acc / tl.where(total > 0, total, 1.0)[:, None]  # a padding row has no weights: zeros
             place = out + (query[:, None] * num_heads + head[:, None]) * D + d[None, :]
             tl.store(place, result.to(out.dtype.element_ty), mask=is_row)
@@ -323,6 +332,12 @@ def _scores(queries, keys, factor, cap, HAS_CAP: tl.constexpr, PRECISION: tl.con
     if HAS_CAP:
         scores = cap - 2 * cap / (tl.exp2(scores) + 1)
     return scores
+
+
+@triton.jit
+def _with_alibi(scores, slopes, token, position):
+    """Scores [M, N], less what slopes [M] in base 2 take off for the distance of a token."""
+    return scores + slopes[:, None] * (token[None, :] - position[:, None]).to(tl.float32)
 
 
 @triton.jit

@@ -19,7 +19,6 @@ import triton
 import triton.language as tl
 
 from ..layout.layer_options import HeadNorms
-from .gaps import check_gaps
 from .launch import check_dtype, next_power_of_2
 from .layers import norm_into
 
@@ -51,7 +50,10 @@ def attention_prologue(
     assert (cos is None) == (sin is None) and (k_scale is None) == (v_scale is None)
     assert qkv.stride(2) == 1, "a head's numbers must follow each other"
     if norms is not None and norms.is_over_row:
-        check_gaps(is_row_normed_after_rope=norms.is_after_rope)
+        if norms.is_after_rope:
+            raise NotImplementedError(
+                "attention_backend = triton: has no norms over rows of heads after the rotation; use torch"
+            )
         _norm_rows(qkv, num_query_heads, num_groups, norms)
         norms = None
     q_norm, k_norm, eps = (norms.q, norms.k, norms.eps) if norms is not None else (None, None, 0.0)

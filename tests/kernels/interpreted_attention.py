@@ -250,11 +250,30 @@ def test_padding_rows_with_sinks_are_zero() -> None:
     assert not attend(case, sinks=SINKS)[0].any()
 
 
-@pytest.mark.parametrize(("others", "name"), [({"alibi": SINKS}, "ALiBi"), ({"chunk": 8}, "attention in chunks")])
-@pytest.mark.parametrize("num_new", [1, 2])
-def test_what_the_kernels_lack_is_refused_by_name(num_new: int, others: dict[str, torch.Tensor], name: str) -> None:
-    with pytest.raises(NotImplementedError, match=f"triton: no {name}; use attention_backend = torch"):
-        attend(make_case([num_new], [5]), **others)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_new", "window"), [([1, 1, 1], None), ([1, 6, 20], 9), ([1, 6, 0], None)])
+def test_alibi_lowers_scores_by_distance(num_new: list[int], window: int | None, dtype: torch.dtype) -> None:
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.01])
+    assert_alike(make_case(num_new, [40, 6, 300], dtype=dtype), window, 2, alibi=slopes, sinks=SINKS)
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 32, 100])
+@pytest.mark.parametrize(("num_new", "window"), [([1, 1, 1], None), ([1, 6, 40], None), ([1, 6, 40], 9)])
+def test_a_token_sees_its_own_chunk_only(num_new: list[int], window: int | None, chunk: int) -> None:
+    assert_alike(make_case(num_new, [40, 6, 300]), window, 2, chunk=chunk)
+
+
+def test_pieces_before_a_chunk_have_no_part_in_its_sum() -> None:
+    case = make_case([1, 11], [700, 516], block_size=16)
+    assert sum(int(work.counts[1]) for work in plan_of(case, None, 5).decode.values()) > 0
+    assert_alike(case, None, 5, chunk=512, sinks=SINKS)
+
+
+def test_blocks_before_a_chunk_are_not_read() -> None:
+    case = make_case([1, 3], [13, 14])
+    want = attend(case, chunk=8)
+    case.block_tables[:, 0] = -7  # freed: tokens 0 to 3
+    assert torch.equal(attend(case, chunk=8), want)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -113,7 +113,7 @@ def test_the_prologue_has_every_form_of_norms(
 
 def test_a_norm_over_rows_after_the_rotation_is_refused_by_name() -> None:
     norms = HeadNorms(q=None, k=None, eps=1e-5, is_over_row=True, is_after_rope=True)
-    with pytest.raises(NotImplementedError, match="triton: no norms over rows of heads after the rotation; use"):
+    with pytest.raises(NotImplementedError, match="triton: has no norms over rows of heads after the rotation; use"):
         prologues(torch.ones(1, 4, 8), 1, 4, norms=norms)
 
 

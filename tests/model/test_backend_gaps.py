@@ -16,6 +16,8 @@ from millrace.model.spec import (
     LatentSpec,
     LayerSpec,
     MoeSpec,
+    NormSpec,
+    QkNorm,
     RecurrentSpec,
     RouterSpec,
 )
@@ -71,9 +73,15 @@ def test_what_no_backend_has_is_named(spec: DecoderSpec, gap: str, backend: Any)
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_only_torch_has_is_named_for_the_others(spec: DecoderSpec, gap: str) -> None:
+def test_what_the_native_step_lacks_of_attention_is_named(spec: DecoderSpec, gap: str) -> None:
+    assert missing(spec, "torch") == missing(spec, "triton") == []
+    assert missing(spec, "native") == [gap]
+
+
+def test_what_triton_lacks_is_named() -> None:
+    spec = attending(qk_norm=QkNorm(norm=NormSpec(), over="row", when="after_rope"))
     assert missing(spec, "torch") == []
-    assert missing(spec, "triton") == [gap] and missing(spec, "native") == [gap]
+    assert missing(spec, "triton") == ["norms over rows of heads after the rotation"]
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,8 @@ EXPORT Model* millrace_model_new(const Shape* shape, const LayerShape* layers, i
             Layer& layer = model->layers[i];
             layer.set_shape(layers[i]);
             int64_t inner = layer.shape.intermediate_size;
+            model->intermediate_size = std::max(model->intermediate_size, inner);
+            model->has_post_norms |= layer.has_post_norm();
             define(layer.qkv, model->qkv_size(), hidden, shape->linears);
             define(layer.output, hidden, model->attended_size(), shape->linears);
             define(layer.gate_up, layer.shape.is_gated ? 2 * round_up(inner, 16) : inner, hidden, shape->linears);

@@ -34,10 +34,10 @@ struct Activations {
         };
         take(&residual, hidden_stride);
         take(&qkv, qkv_stride);
-        take(&branch, model.has_post_norms() ? hidden_stride : 0);
+        take(&branch, model.has_post_norms ? hidden_stride : 0);
         take_tiled(&normed, model.shape.hidden_size);
         take_tiled(&attended, model.attended_size());
-        take_tiled(&inner, model.intermediate_size());
+        take_tiled(&inner, model.intermediate_size);
         end = memory;
     }
 };

@@ -214,18 +214,18 @@ class Step {
         run_product(phases, linear, x, out, [](Member) {});
     }
 
-    // A product that is added to the residual: directly, or in a phase of its own if it has a norm.
+    // A product that is added to the residual: directly, or in a phase of its own behind a norm, which may be null.
     template <class Before>
     void run_residual_product(Phases& phases, const Batch<Input>& batch, const Linear& linear, const TiledRows<Input>& x,
-                              const Norm& post_norm, float scale, const Before& before) {
+                              const Norm* post_norm, float scale, const Before& before) {
         const Activations<Input>& at = batch.buffers;
-        if (post_norm.is_none())
+        if (!post_norm)
             return run_product(phases, linear, x, FloatOutput{at.residual, at.hidden_stride, StoreMode::ADD, scale}, before);
         run_product(phases, linear, x, FloatOutput{at.branch, at.hidden_stride, StoreMode::STORE}, before);
         times_.run(phases, OTHER, [&](Member member) {
             parallel_for_rows(member, batch.inputs.num_tokens, [&](int64_t t) {
                 int64_t offset = t * at.hidden_stride;
-                add_normed(at.branch + offset, post_norm, shape_.hidden_size, scale, at.residual + offset);
+                add_normed(at.branch + offset, *post_norm, shape_.hidden_size, scale, at.residual + offset);
             });
         });
     }
@@ -298,10 +298,12 @@ class Step {
             run_normed_product(phases, batch, layer.feed_norm(), layer.gate_up, ActivatedOutput<Input>(layer, inner));
         };
         if (layer.shape.is_parallel) run_gate_up();  // before the residual changes
-        run_residual_product(phases, batch, layer.output, at.attended, layer.post_mixer, scale,
+        const Norm* post_mixer = layer.shape.post_mixer.kind == NO_NORM ? nullptr : &layer.post_mixer;
+        const Norm* post_feed = layer.shape.post_feed.kind == NO_NORM ? nullptr : &layer.post_feed;
+        run_residual_product(phases, batch, layer.output, at.attended, post_mixer, scale,
                              [&](Member member) { begin_kv_prefetch(index + 1, member); });
         if (!layer.shape.is_parallel) run_gate_up();
-        run_residual_product(phases, batch, layer.down, inner, layer.post_feed, scale, [](Member) {});
+        run_residual_product(phases, batch, layer.down, inner, post_feed, scale, [](Member) {});
     }
 
     // Gathers residuals and queries of the selected rows.

@@ -26,6 +26,7 @@ class RopeAndCacheWrite {
         int64_t dim = shape_.head_dim, slot = inputs_.slot_mapping[t], position = inputs_.positions[t];
         float *keys = heads + shape_.num_heads * dim, *values = keys + shape_.num_kv_heads * dim;
         auto norm = [&] {
+            if (its.qk_norm.kind == NO_NORM) return;
             norm_heads(its, layer.q_norm, heads, keys);
             norm_heads(its, layer.k_norm, keys, values);
         };
@@ -43,7 +44,6 @@ class RopeAndCacheWrite {
   private:
     // Normalizes heads [first, last), each alone or all together.
     void norm_heads(const LayerShape& its, const Norm& norm, float* first, float* last) const {
-        if (norm.is_none()) return;
         int64_t size = its.is_qk_norm_over_row ? last - first : shape_.head_dim;
         for (float* head = first; head < last; head += size)
             norm_row(head, norm, size, head, its.has_weight_per_head ? head - first : 0);

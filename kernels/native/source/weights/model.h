@@ -129,7 +129,11 @@ struct Layer {
     }
 
     // The norm before the feed-forward network.
-    const Norm& feed_norm() const { return shape.is_parallel && pre_feed.is_none() ? pre_mixer : pre_feed; }
+    const Norm& feed_norm() const {
+        return shape.is_parallel && shape.pre_feed.kind == NO_NORM ? pre_mixer : pre_feed;
+    }
+
+    bool has_post_norm() const { return shape.post_mixer.kind != NO_NORM || shape.post_feed.kind != NO_NORM; }
 
     // The linears in the order in which they are multiplied and lie in `Model::weights`.
     std::array<Linear*, 4> linears() {
@@ -244,6 +248,8 @@ class StepChain;
 struct Model {
     Shape shape;
     std::vector<Layer> layers;
+    int64_t intermediate_size = 0;  // the largest of the layers
+    bool has_post_norms = false;    // in any layer
     Norm embedding_norm, final_norm;
     Linear head;
     ArgmaxScreen screen;  // of the head
@@ -278,16 +284,6 @@ struct Model {
     std::unique_ptr<StepThread> step_thread;
 
     int64_t qkv_size() const { return (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim; }
-    int64_t intermediate_size() const {  // the largest of the layers
-        int64_t largest = 0;
-        for (const Layer& layer : layers) largest = std::max(largest, layer.shape.intermediate_size);
-        return largest;
-    }
-    bool has_post_norms() const {
-        return std::any_of(layers.begin(), layers.end(), [](const Layer& layer) {
-            return !layer.post_mixer.is_none() || !layer.post_feed.is_none();
-        });
-    }
     int64_t attended_size() const { return shape.num_heads * shape.head_dim; }
     int64_t weights_bytes() const;
     char* workspace_of(int thread) const { return workspace.as<char>() + thread * workspace_stride; }

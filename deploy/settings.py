@@ -41,6 +41,8 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "offline": "never access the network; the model must be on disk already",
         "allow_links_outside": "follow links that lead out of the checkpoint's folder, as DVC makes them; "
         "only for a folder that you trust",
+        "model_impl": "whose modules compute the model; millrace: those of the families here; transformers: "
+        "transformers' on the paged cache, slower; auto: transformers where no family here describes the model",
         "load_format": "checkpoint format; dummy: random weights, for benchmarks",
         "dtype": "data type of weights and activations; auto: the checkpoint's",
         "quantization": "quantize the weights while loading, CPU only: int8 or int4; none: keep them as dtype",

@@ -14,6 +14,7 @@ from ..runtime.fault_injection import parse_fault
 from .errors import ConfigError
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
+ModelImpl = Literal["millrace", "transformers"]
 MAX_SPECULATIVE_TOKENS = 64
 
 
@@ -30,6 +31,8 @@ class EngineConfig:
     download_dir: str | None = None  # where Hub models are cached; None: the Hub library's default
     offline: bool = False  # True: never open a socket; the model must already be on disk
     allow_links_outside: bool = False  # True: a checkpoint's links may lead out of its folder, to any readable file
+    # whose modules compute: of the family here, or transformers'; auto: transformers where there is no family
+    model_impl: Literal["auto", "millrace", "transformers"] = "auto"
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"  # dummy: random weights, for benchmarks
     dtype: Literal["auto", "float32", "bfloat16", "float16", "half"] = "auto"  # auto: the checkpoint's
     quantization: Literal["int8", "int4"] | None = None  # of weight matrices, applied while loading; None: keep `dtype`

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..model.pooling import PoolingConfig
+from .config import ModelImpl
 from .memory_table import MemoryTable
 from .messages import FinishReason, PromptLogprobs, Rates, TokenLogprobs
 from .params import SamplingParams
@@ -133,6 +134,7 @@ class ModelInfo:
     quantization: str | None = None  # of weight matrices; None: they have `dtype`
     kv_cache_dtype: str | None = None  # of keys and values; None for an encoder
     captured: CaptureReport | None = None  # CUDA graphs; None: kernels are launched one by one
+    model_impl: ModelImpl = "millrace"  # whose modules compute a step
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ BELOW = {
     "model/text": "model model/schema",
     "model/demo/making": "model/demo",
     "model/decoder": "model model/families model/checkpoint",
+    "model/fallback": "model model/checkpoint model/decoder",
     "model/encoder": "model model/checkpoint",
     "stages": "",
     "stages/insight": "",

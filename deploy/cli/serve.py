@@ -21,7 +21,7 @@ from ...runtime.env.limits import LIMIT_FLAGS, address_space_left, raise_open_fi
 from ...runtime.env.log import configure, get_logger, shutdown
 from ...runtime.env.loops import loop_factory
 from ...runtime.workers.thread_start import ThreadNotStarted, start_thread
-from ...stages.config import EngineConfig
+from ...stages.config import EngineConfig, ModelImpl
 from ...stages.errors import ConfigError
 from ..config import ServerConfig
 from ..http.listening import ListeningSockets
@@ -118,7 +118,7 @@ async def _serve_engine(
         gc.collect()
         gc.freeze()  # the model and its modules live as long as the process: no collection needs to scan them
         gc.enable()
-        _print_ready(server)
+        _print_ready(server, engine.info.model_impl)
         await stop.event.wait()
         log.info("server.draining", live=len(server.service.live), timeout_s=server.config.shutdown_timeout_s)
         is_clean = await server.drain()
@@ -127,16 +127,16 @@ async def _serve_engine(
     return 0
 
 
-def _print_ready(server: Server) -> None:
+def _print_ready(server: Server, model_impl: ModelImpl) -> None:
     """Prints the ready line: JSON for a parent process, addresses for a person at a terminal."""
     names = list(server.service.model_names)
-    line = {"event": "ready", "url": server.url, "models": names, "pid": os.getpid()}
-    text = _addresses(server) if sys.stdout.isatty() else json.dumps(line, separators=(",", ":"))
+    line = {"event": "ready", "url": server.url, "models": names, "model_impl": model_impl, "pid": os.getpid()}
+    text = _addresses(server, model_impl) if sys.stdout.isatty() else json.dumps(line, separators=(",", ":"))
     if (error := standard_streams.print_line(text)) is not None:
         log.warning("ready_line.not_printed", reason=error.strerror)
 
 
-def _addresses(server: Server) -> str:
+def _addresses(server: Server, model_impl: ModelImpl) -> str:
     """What one can open now, one address a line."""
     if server.config.uds is not None:
         return f"ready: {server.url}"
@@ -145,6 +145,8 @@ def _addresses(server: Server) -> str:
     if server.config.disable_docs:
         del rows["docs"]
     names = ", ".join(server.service.model_names)
+    if model_impl == "transformers":
+        names += " (through transformers)"
     return "\n".join([f"ready: model {names}", *(f"  {name:<10}{url}" for name, url in rows.items())])
 
 

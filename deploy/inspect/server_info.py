@@ -30,6 +30,7 @@ def server_info(engine: Engine, service: Service, version: str) -> dict[str, Any
             "quantization": info.quantization,
             "kv_cache_dtype": info.kv_cache_dtype,
             "device": info.device,
+            "model_impl": info.model_impl,
             "attention_backend": info.attention_backend,
             "is_batch_invariant": is_batch_invariant(info.attention_backend, engine.config.deterministic),
             "eos_token_ids": list(info.eos_token_ids),
@@ -79,6 +80,7 @@ def _resolved(info: ModelInfo) -> dict[str, Any]:
     """The values chosen at start-up for settings that were left open."""
     return {
         "model": info.model_id,
+        "model_impl": info.model_impl,
         "dtype": info.dtype,
         "kv_cache_dtype": info.kv_cache_dtype or "auto",
         "device": info.device,

@@ -18,6 +18,7 @@ from ...kernels.layout.work_lists import AttentionPlan, AttentionShape
 from ..spec import AttentionSpec, DecoderSpec, FeedSpec, LayerSpec
 from .kv_cache import KVCache
 from .linear import Linear
+from .memory_estimate import step_bytes, weights_bytes
 from .rope import alibi_slopes, query_factors, rope_tables
 from .step_inputs import StepInputs
 from .weights import DecoderWeights, LayerWeights, NormWeights
@@ -98,6 +99,14 @@ class Decoder:
     def normed(self, hidden: Tensor) -> Tensor:
         """The final norm of `hidden` [L, hidden], as embeddings are made from; same shape."""
         return self.norm(hidden, self.weights.final_norm)
+
+    def weights_bytes(self) -> int:
+        """Memory of the weights."""
+        return weights_bytes(self.weights)
+
+    def step_bytes(self, num_tokens: int, max_model_len: int, *, is_kv_fp8: bool = False) -> int:
+        """The peak memory of a step on a CPU, as `memory_estimate.step_bytes` says."""
+        return step_bytes(self.spec, self.weights, num_tokens, max_model_len, is_kv_fp8=is_kv_fp8)
 
     def norm(self, x: Tensor, norm: NormWeights | None) -> Tensor:
         """A norm over the rows of x [T, D]; None = x."""

@@ -72,6 +72,14 @@ def family_of(model_type: str) -> Family:
     return family
 
 
+def has_family(values: Mapping[str, Any]) -> bool:
+    """Whether the contents of a config.json name a model type, or a wrapper of one, that a family describes."""
+    model_type, inner = str(values.get("model_type")), values.get("text_config")
+    if model_type in WRAPPERS and isinstance(inner, dict):
+        model_type = str(inner.get("model_type") or WRAPPERS[model_type])
+    return model_type in MODULES
+
+
 def read_spec(root: Path) -> DecoderSpec:
     """The spec of the checkpoint in `root`. Raises CheckpointError naming the wrong key."""
     values = read_json(root, "config.json")
@@ -83,13 +91,18 @@ def read_spec(root: Path) -> DecoderSpec:
     return parse_config(values, f"config.json ({root})")
 
 
+def known_types() -> str:
+    """The model types that families describe, for messages."""
+    return ", ".join(sorted(MODULES))
+
+
 def parse_config(values: Mapping[str, Any], source: str) -> DecoderSpec:
     """The spec from the contents of a config.json; `source` names it in errors."""
     keys = ConfigKeys(values, source)
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in MODULES and model_type not in WRAPPERS:
-        known = ", ".join(sorted(MODULES))
-        keys.fail("model_type", f"{quoted(model_type)} is not supported; supported: {known}")
+        others = "with model_impl = auto also types that transformers knows"
+        keys.fail("model_type", f"{quoted(model_type)} is not supported; supported: {known_types()}, {others}")
     _check_is_generative(keys)
     if values.get("quantization_config"):
         method = values["quantization_config"]
@@ -118,9 +131,6 @@ def _text_half(keys: ConfigKeys, model_type: str) -> ConfigKeys:
     shared = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id")
     values = {key: keys.values[key] for key in shared if keys.values.get(key) is not None} | inner
     values["tie_word_embeddings"] = keys.flag("tie_word_embeddings", True)  # the output layer is the wrapper's
-    ends = [config["eos_token_id"] for config in (keys.values, inner) if config.get("eos_token_id") is not None]
-    if ends:  # the wrapper's may be those of turns
-        values["eos_token_id"] = [token for end in ends for token in (end if isinstance(end, list) else [end])]
     values["model_type"] = inner.get("model_type") or WRAPPERS[model_type]
     if values["model_type"] not in MODULES:
         keys.fail("text_config", f"model_type = {quoted(values['model_type'])} is not supported")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ..config import ModelImpl
 from ..device.device import CallBefore
 from ..execute.model_runner import ModelRunner
 from ..memory_table import MemoryTable
@@ -24,6 +25,7 @@ class Backend:
 
     runner: ModelRunner
     backend: str  # native, torch or triton
+    model_impl: ModelImpl = "millrace"  # whose modules compute a step
     device: str
     dtype: str
     quantization: str | None  # format of the weight matrices; None: as dtype

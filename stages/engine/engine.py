@@ -156,6 +156,8 @@ class Engine(EngineStatus, ClientApi):
         log.info(
             "engine.ready",
             model=info.model_id,
+            model_impl=info.model_impl,
+            attention_backend=info.attention_backend,
             device=info.device,
             dtype=info.dtype,
             quantization=info.quantization,

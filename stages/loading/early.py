@@ -39,6 +39,7 @@ from ...runtime.workers.side_thread import LiveSideThread, Pending
 from ..backends.cache_size import check_weights_fit, free_host_bytes
 from ..config import EngineConfig, resolve_step_size
 from ..errors import ConfigError
+from .model_impl import check_settings, why_not_here, why_through_transformers
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -55,10 +56,11 @@ class OpenedModel:
 
     root: Path
     threads: ComputeThreads
-    shape: DecoderSpec | None  # None: an encoder model
+    shape: DecoderSpec | None  # None: an encoder model, or one that runs through transformers
     max_model_len: int = 0  # as configured; for "auto" the upper bound, before memory is considered
     native_model: Pending[NativeModel | str] | None = None  # see `_load_native_model`
     why_not_native: str = ""  # without a native model: the setting that the library does not support
+    why_through_transformers: str = ""  # for a model that runs through transformers
 
 
 class EarlyLoading:
@@ -115,10 +117,17 @@ class EarlyLoading:
         threads = ComputeThreads.choose(config.threads, Cpus.of_this_process(), os.environ)
         if is_bidirectional(root):
             return OpenedModel(root, threads, None)
-        source, shape = open_source(root, read_spec(root), config.load_format)
+        reason = why_through_transformers(config, root)
+        shape = read_spec(root) if reason is None else None
+        if shape is not None:
+            reason = why_not_here(config, shape)
+        if shape is None or reason is not None:
+            check_settings(config, str(reason))
+            return OpenedModel(root, threads, None, why_through_transformers=str(reason))
+        source, shape = open_source(root, shape, config.load_format)
         for warning in source.warnings:
             log.warning("checkpoint.unusual", what=warning)
-        max_model_len = _max_model_len(config, shape)
+        max_model_len = max_model_len_of(config, shape)
         reason = _why_not_native(config, shape)
         if reason is not None:
             return OpenedModel(root, threads, shape, max_model_len, why_not_native=reason)
@@ -294,7 +303,7 @@ def _code(model: NativeModel) -> None:
 # -- settings with defaults
 
 
-def _max_model_len(config: EngineConfig, shape: DecoderSpec) -> int:
+def max_model_len_of(config: EngineConfig, shape: DecoderSpec) -> int:
     """The configured length; for "auto" the upper bound, before memory is considered."""
     longest, on_request = shape.max_position_embeddings, shape.longest_on_request
     most = resolve_step_size(config, is_native=False).num_step_tokens  # limit of unchunked prompts, for any backend

@@ -14,7 +14,6 @@ from ...model.pooling import read_pooling
 from ...model.sentence_files import PoolingKind, read_sentence_files
 from ...model.text.tokenizer import Tokenizer
 from ...runtime.env.cpus import ComputeThreads
-from ...runtime.env.log import get_logger
 from ...runtime.phases import Phases
 from ..backends.torch.loading import choose_device, torch_dtype
 from ..config import EngineConfig, resolve_step_size
@@ -24,8 +23,6 @@ from ..outputs import ModelInfo
 from ..params import SamplingParams
 from ..tasks import Task
 from ..tokenize.prompt_encoder import ModelEncoder
-
-log = get_logger("millrace.stages")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,9 +71,6 @@ def load_encoder(
         from ...model.encoder.bidirectional import Bidirectional
 
         model = Bidirectional.load(root, files, device, dtype)
-        if not model.allows_padding:
-            costs = "padding would change its numbers, so texts of different lengths run one after another"
-            log.warning("encoder.unpadded", costs=costs)
     max_model_len = _max_model_len(config, model.max_tokens)
     tasks: frozenset[Task] = frozenset({"score"} if model.is_cross_encoder else {"embed"})
     info = ModelInfo(
@@ -86,6 +80,7 @@ def load_encoder(
         dtype=str(model.dtype).removeprefix("torch."),
         device=str(device),
         attention_backend="transformers",
+        model_impl="transformers",
         eos_token_ids=(),
         num_blocks=0,
         block_size=config.block_size,

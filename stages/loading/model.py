@@ -45,7 +45,8 @@ from ..sample.sampler import Sampler
 from ..tasks import Task
 from ..tokenize.prompt_encoder import ModelEncoder
 from ..tokenize.yes_no import YesNoPrompt, is_named, missing_tokens
-from .early import EarlyLoading, OpenedModel, require_torch, resolve
+from .early import EarlyLoading, OpenedModel, max_model_len_of, require_torch, resolve
+from .model_impl import why_not_here, why_through_transformers
 
 if TYPE_CHECKING:
     from ..backends.cuda.async_model import AsyncModel  # which imports torch
@@ -98,7 +99,10 @@ def load_text(config: EngineConfig, phases: Phases) -> Callable[[ModelInfo], Mod
     root = resolve(config)
     if is_bidirectional(root):
         raise ConfigError("mode = split: must be inline for an encoder model, which generates nothing")
-    _, shape = open_source(root, read_spec(root), config.load_format)  # its sizes are those of the files
+    if why_through_transformers(config, root) is not None or why_not_here(config, read_spec(root)) is not None:
+        shape = _read_through_transformers(config, root, phases)
+    else:
+        _, shape = open_source(root, read_spec(root), config.load_format)  # its sizes are those of the files
     text = _read_text(config, root, shape, hub.model_name(config.model), phases)
     return lambda info: ModelText(info, text.tokenizer, text.encoder, text.table)
 
@@ -122,6 +126,10 @@ def load_model(
 
 def _load(config: EngineConfig, opened: OpenedModel, phases: Phases, env: Env) -> LoadedModel | LoadedEncoder:
     model_id = hub.model_name(config.model)
+    if opened.why_through_transformers:
+        log.info("model_impl.chosen", name="transformers", reason=opened.why_through_transformers)
+        shape = _read_through_transformers(config, opened.root, phases)
+        opened = replace(opened, shape=shape, max_model_len=max_model_len_of(config, shape))
     if opened.shape is None:
         with phases("import"):
             from .encoder import load_encoder
@@ -156,6 +164,7 @@ def _put_together(
         dtype=computing.dtype,
         device=computing.device,
         attention_backend=computing.backend,
+        model_impl=computing.model_impl,
         eos_token_ids=eos_token_ids,
         num_blocks=memory.num_blocks,
         block_size=config.block_size,
@@ -234,7 +243,12 @@ def make_vocabulary(tokenizer: Tokenizer, text_table: TextTable, info: ModelInfo
 def _load_computing(
     config: EngineConfig, opened: OpenedModel, shape: DecoderSpec, phases: Phases, streams: DeviceStreams | None
 ) -> Backend:
-    """Loads the native backend if it supports the settings, otherwise torch."""
+    """Loads the native backend if it supports the settings, otherwise torch, or transformers where `opened` says so."""
+    if opened.why_through_transformers:
+        from ..backends.torch.through_transformers import load_on_transformers
+
+        resolved = resolve_step_size(config, is_native=False)
+        return load_on_transformers(resolved, opened.root, shape, opened.max_model_len, phases, opened.threads)
     reason, max_model_len, threads = opened.why_not_native, opened.max_model_len, opened.threads
     if opened.native_model is not None:
         from ..backends.native.loading import load_natively
@@ -253,6 +267,13 @@ def _load_computing(
         from ..backends.torch.loading import load_on_torch
     resolved = resolve_step_size(config, is_native=False)
     return load_on_torch(resolved, opened.root, shape, max_model_len, phases, threads, streams)
+
+
+def _read_through_transformers(config: EngineConfig, root: Path, phases: Phases) -> DecoderSpec:
+    """What the text stages need to know of a model that runs through transformers."""
+    with phases("import"):
+        from ..backends.torch.through_transformers import read_spec_by_transformers
+    return read_spec_by_transformers(config, root)
 
 
 # -- text
@@ -305,7 +326,7 @@ def _yes_no_prompt(
     if is_told and (missing or not shape.head.exists):
         lacks = f"no token {shown(missing[0])!r}" if missing else "no output layer"
         raise ConfigError(f"pooling = yes_no: is for Qwen3-Reranker checkpoints, and {root} has {lacks}")
-    is_able = not missing and shape.head.exists and (is_told or shape.family == "qwen3")
+    is_able = not missing and shape.head.exists and (is_told or (shape.family == "qwen3" and shape.layers != ()))
     prompt = YesNoPrompt(tokenizer) if is_able else None
     if is_told or (files.score_tokens is None and is_named(model_id)):
         return prompt

@@ -108,6 +108,7 @@ class ServedModel(Shape):
     quantization: str | None  # format of the weight matrices; null: dtype
     kv_cache_dtype: str | None  # of keys and values; null: no KV cache
     device: str
+    model_impl: Literal["millrace", "transformers"]
     attention_backend: str
     is_batch_invariant: bool  # the numbers of a request do not depend on other requests
     eos_token_ids: list[Count]

@@ -30,6 +30,9 @@ def kv_dtype_of(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
     return torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else dtype
 
 
-def kv_scales_of(config: EngineConfig, decoder: Decoder) -> torch.Tensor | None:
+def kv_scales_of(config: EngineConfig, decoder: object) -> torch.Tensor | None:
     """The scales of an fp8 cache, measured by running a step; None for any other dtype."""
-    return measured_scales(decoder) if config.kv_cache_dtype == "fp8" else None
+    if config.kv_cache_dtype != "fp8":
+        return None
+    assert isinstance(decoder, Decoder), "transformers' modules run without an fp8 cache"
+    return measured_scales(decoder)

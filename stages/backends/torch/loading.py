@@ -16,14 +16,13 @@ from ....kernels import kernel_set
 from ....model.backend_gaps import missing
 from ....model.decoder.decoder import Decoder
 from ....model.decoder.kv_cache import KVCache
-from ....model.decoder.memory_estimate import step_bytes, weights_bytes
 from ....model.decoder.rope import tables_bytes
 from ....model.decoder.weights import load_weights
 from ....model.spec import DecoderSpec
 from ....runtime.device_streams.interface import DeviceStreams
 from ....runtime.env.cpus import ComputeThreads
 from ....runtime.phases import Phases
-from ...config import EngineConfig
+from ...config import EngineConfig, ModelImpl
 from ...device.pooler import Pooler
 from ...errors import ConfigError
 from ...execute.model_runner import ModelRunner
@@ -47,7 +46,10 @@ from ..rates import largest_grant, measure_rates
 from .kv_dtype import check_kv_dtype, kv_dtype_of, kv_scales_of
 
 if TYPE_CHECKING:
+    from ....model.fallback.transformers_decoder import TransformersDecoder  # which imports transformers
     from ..cuda.build import AsyncRuntime
+
+    TorchDecoder = Decoder | TransformersDecoder
 
 LOGIT_COPIES_BYTES = 12  # per logit during sampling: up to three copies in float32
 
@@ -73,16 +75,35 @@ def load_on_torch(
     streams = _streams(config, streams, device, kernels.name)
     with phases("weights"):
         make_decoder = _load_weights(config, root, shape, device, kernels)
+    return make_backend(config, shape, make_decoder, max_model_len, device, kernels, phases, streams)
+
+
+def make_backend(
+    config: EngineConfig,
+    shape: DecoderSpec,
+    make_decoder: Callable[..., TorchDecoder],
+    max_model_len: int,
+    device: torch.device,
+    kernels: kernel_set.KernelSet,
+    phases: Phases,
+    streams: DeviceStreams | None = None,
+    model_impl: ModelImpl = "millrace",
+) -> Backend:
+    """A backend whose weights are loaded: sizes the cache, and measures.
+
+    `make_decoder(max_positions=...)` makes a decoder with these weights.
+    """
     with phases("cache"):
         is_async = streams is not None
         runner, memory, host_blocks = _fit_runner(config, shape, make_decoder, max_model_len, device, is_async=is_async)
         max_model_len = memory.max_model_len
     with phases("rates"):
         rates = measure_rates(runner, config, max_model_len, host_blocks, phases.clock) if host_blocks else None
-    dtype = _name_of(torch_dtype(config, shape.dtype))
+    dtype = name_of(torch_dtype(config, shape.dtype))
     return Backend(
         runner=runner,
         backend=kernels.name,
+        model_impl=model_impl,
         device=str(device),
         dtype=dtype,
         quantization=None,
@@ -128,8 +149,8 @@ def _load_weights(
 ) -> Callable[..., Decoder]:
     """Loads the checkpoint's weights. Returns a function that makes decoders with them."""
     dtype = torch_dtype(config, shape.dtype)
-    free = _free_bytes(device)
-    check_weights_fit(shape, _name_of(dtype), lambda _: dtype.itemsize, str(device), free)
+    free = free_bytes(device)
+    check_weights_fit(shape, name_of(dtype), lambda _: dtype.itemsize, str(device), free)
     weights = load_weights(
         root,
         shape,
@@ -145,7 +166,7 @@ def _load_weights(
 def _fit_runner(
     config: EngineConfig,
     shape: DecoderSpec,
-    make_decoder: Callable[..., Decoder],
+    make_decoder: Callable[..., TorchDecoder],
     max_model_len: int,
     device: torch.device,
     *,
@@ -166,7 +187,8 @@ def _fit_runner(
     return make_runner(config, shape, decoder, *sizes, is_block_major=is_async or None), memory, host_blocks
 
 
-def _name_of(dtype: torch.dtype) -> str:
+def name_of(dtype: torch.dtype) -> str:
+    """The name of a dtype in settings."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -234,7 +256,7 @@ def _backend_name(config: EngineConfig, device: torch.device) -> kernel_set.Back
 def make_runner(
     config: EngineConfig,
     shape: DecoderSpec,
-    decoder: Decoder,
+    decoder: TorchDecoder,
     blocks: int,
     max_model_len: int,
     host_blocks: int = 0,
@@ -251,7 +273,7 @@ def make_runner(
     return ModelRunner(decoder, cache, last_tokens, -(-max_model_len // config.block_size), host_blocks, pooler)
 
 
-def _peak_step_bytes(config: EngineConfig, shape: DecoderSpec, decoder: Decoder, max_model_len: int) -> int:
+def _peak_step_bytes(config: EngineConfig, shape: DecoderSpec, decoder: TorchDecoder, max_model_len: int) -> int:
     """Runs the largest step on a cache of its own, and measures the memory it takes besides."""
     grant = largest_grant(config, max_model_len)
     runner = make_runner(config, shape, decoder, len(grant.table_blocks), max_model_len)
@@ -266,14 +288,15 @@ def _peak_step_bytes(config: EngineConfig, shape: DecoderSpec, decoder: Decoder,
 # -- memory
 
 
-def _free_bytes(device: torch.device) -> int:
+def free_bytes(device: torch.device) -> int:
+    """Free memory of the device."""
     return free_host_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
 
 
 def _sizing(
     config: EngineConfig,
     shape: DecoderSpec,
-    decoder: Decoder,
+    decoder: TorchDecoder,
     max_model_len: int,
     host_blocks: int,
     *,
@@ -285,16 +308,14 @@ def _sizing(
     `max_model_len` positions, and there is no KV cache yet.
     """
     bytes_per_block = KVCache.bytes_per_block(shape, config.block_size, kv_dtype_of(config, decoder.dtype))
-    weights = weights_bytes(decoder.weights)
+    weights = decoder.weights_bytes()
     if decoder.device.type == "cpu":
         return sizing_on_cpu(
             config,
             shape,
             weights=weights,
             num_positions=max_model_len,
-            activations=partial(
-                step_bytes, shape, decoder.weights, config.num_step_tokens, is_kv_fp8=config.kv_cache_dtype == "fp8"
-            ),
+            activations=partial(decoder.step_bytes, config.num_step_tokens, is_kv_fp8=config.kv_cache_dtype == "fp8"),
             bytes_per_block=bytes_per_block,
             host_blocks=host_blocks,
         )
@@ -304,7 +325,7 @@ def _sizing(
 def _sizing_on_gpu(
     config: EngineConfig,
     shape: DecoderSpec,
-    decoder: Decoder,
+    decoder: TorchDecoder,
     max_model_len: int,
     weights: int,
     bytes_per_block: int,

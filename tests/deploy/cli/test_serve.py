@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import os
 import pty
 import signal
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -19,7 +21,7 @@ from millrace.deploy.cli import serve
 from millrace.deploy.config import ServerConfig
 from millrace.deploy.server.server import Server
 from millrace.runtime.env.log import captured_logs
-from millrace.stages.config import EngineConfig
+from millrace.stages.config import EngineConfig, ModelImpl
 from millrace.stages.errors import ConfigError
 from millrace.stages.testing.scripted.engine import ScriptedEngine, scripted_engine
 
@@ -44,7 +46,7 @@ def run_with(monkeypatch: pytest.MonkeyPatch, seen: list[bool], error: Exception
         async with scripted_engine() as scripted:
             yield scripted
 
-    def ready(_: Server) -> None:
+    def ready(_: Server, model_impl: str) -> None:
         seen.append(gc.isenabled())
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -53,14 +55,16 @@ def run_with(monkeypatch: pytest.MonkeyPatch, seen: list[bool], error: Exception
     return serve.run(argparse.Namespace(sources={}, trimmed=[]), EngineConfig(), ServerConfig(port=0))
 
 
-def printed(monkeypatch: pytest.MonkeyPatch, descriptor: int, **config: Any) -> None:
+def printed(
+    monkeypatch: pytest.MonkeyPatch, descriptor: int, model_impl: ModelImpl = "millrace", **config: Any
+) -> None:
     """Prints the ready line of a server to a descriptor."""
     server = SimpleNamespace(
         service=SimpleNamespace(model_names=("demo", "other")), url="http://127.0.0.1:1", config=ServerConfig(**config)
     )
     with open(descriptor, "w", encoding="ascii", closefd=False) as stream:
         monkeypatch.setattr(sys, "stdout", stream)
-        serve._print_ready(cast(Server, server))
+        serve._print_ready(cast(Server, server), model_impl)
         monkeypatch.undo()
 
 
@@ -82,6 +86,20 @@ def test_on_a_terminal_the_ready_line_names_what_one_can_open(
     os.close(slave)
     assert text[0] == "ready: model demo, other"
     assert [line.strip() for line in text[1:]] == lines
+
+
+def test_the_ready_line_says_that_a_model_runs_through_transformers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with (tmp_path / "line").open("w+") as file:
+        printed(monkeypatch, file.fileno(), "transformers")
+        file.seek(0)
+        assert json.loads(file.read())["model_impl"] == "transformers"
+    master, slave = pty.openpty()
+    printed(monkeypatch, slave, "transformers")
+    assert os.read(master, 4096).decode().splitlines()[0] == "ready: model demo, other (through transformers)"
+    os.close(master)
+    os.close(slave)
 
 
 def test_a_ready_line_that_cannot_be_printed_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,62 @@
+"""Whose modules compute a model: those of its family here, or transformers'. Imports neither torch nor transformers."""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+from ...model.backend_gaps import missing
+from ...model.families.registry import has_family
+from ...model.files import read_json
+from ...model.spec import DecoderSpec
+from ..config import EngineConfig
+from ..errors import ConfigError
+
+AUTO_FILES = ("auto_mappings.py", "configuration_auto.py")  # of transformers, with a line for each model_type
+
+
+def why_through_transformers(config: EngineConfig, root: Path) -> str | None:
+    """Why the checkpoint in `root` runs through transformers, by its model_type; None if it does not."""
+    if config.model_impl == "transformers":
+        return "model_impl = transformers"
+    values = read_json(root, "config.json") or {}
+    model_type = values.get("model_type")
+    if config.model_impl == "millrace" or has_family(values) or not isinstance(model_type, str):
+        return None
+    return f"model_type = {model_type}: no family here describes it" if _transformers_knows(model_type) else None
+
+
+def why_not_here(config: EngineConfig, shape: DecoderSpec) -> str | None:
+    """Why the decoder of a family does not compute the model, so that transformers may; None if it does."""
+    gaps = missing(shape, "torch") if config.model_impl == "auto" else []
+    return f"{shape.family}: the decoder here lacks {', '.join(gaps)}" if gaps else None
+
+
+def check_settings(config: EngineConfig, reason: str) -> None:
+    """Raises `ConfigError` for a setting that a model which runs through transformers does not support."""
+    kv_dtype, backend = config.kv_cache_dtype, config.attention_backend
+    unsupported = {
+        f"quantization = {config.quantization}": config.quantization is not None,
+        f"kv_cache_dtype = {kv_dtype}": kv_dtype != "auto",
+        "deterministic = True": config.deterministic,
+        f"attention_backend = {backend}": backend not in ("auto", "torch"),
+        "pooling = yes_no": config.pooling == "yes_no",
+    }
+    for setting, is_set in unsupported.items():
+        if is_set:
+            raise ConfigError(
+                f"{setting}: is for decoders of the families here, and this model runs through transformers "
+                f"({reason}); leave it out"
+            )
+
+
+def _transformers_knows(model_type: str) -> bool:
+    """Whether transformers has a configuration of this type. Reads its files, as importing it takes a second."""
+    found = find_spec("transformers")
+    if found is None or found.origin is None or not model_type.replace("-", "_").replace(".", "_").isidentifier():
+        return False
+    folder = Path(found.origin).parent / "models" / "auto"
+    files = [folder / name for name in AUTO_FILES if (folder / name).is_file()]
+    line = re.compile(rf'"{re.escape(model_type)}"[,:] "')
+    return any(line.search(file.read_text("utf-8")) for file in files)

@@ -1,0 +1,76 @@
+"""Which models run through transformers, by config.json and the settings, and which settings these refuse."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millrace.model.demo import WEIGHTS
+from millrace.stages import EngineConfig
+from millrace.stages.errors import ConfigError
+from millrace.stages.loading.model_impl import check_settings, why_through_transformers
+
+
+def folder_of(tmp_path: Path, **values: Any) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("values", "model_impl", "reason"),
+    [
+        ({"model_type": "llama"}, "auto", None),
+        ({"model_type": "llama"}, "transformers", "model_impl = transformers"),
+        ({"model_type": "gpt_oss"}, "auto", "model_type = gpt_oss: no family here describes it"),
+        ({"model_type": "gpt-sw3"}, "auto", "model_type = gpt-sw3: no family here describes it"),
+        ({"model_type": "gpt_oss"}, "millrace", None),
+        ({"model_type": "of-nobody"}, "auto", None),
+        ({"model_type": '", "'}, "auto", None),
+        ({"model_type": ["llama"]}, "auto", None),
+        ({}, "auto", None),
+        ({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}}, "auto", None),
+        ({"model_type": "gemma3", "text_config": {}}, "auto", None),
+    ],
+)
+def test_a_model_without_a_family_runs_through_transformers(
+    tmp_path: Path, values: dict[str, Any], model_impl: Any, reason: str | None
+) -> None:
+    assert why_through_transformers(EngineConfig(model_impl=model_impl), folder_of(tmp_path, **values)) == reason
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"quantization": "int8"},
+        {"kv_cache_dtype": "int8"},
+        {"kv_cache_dtype": "fp8"},
+        {"deterministic": True},
+        {"attention_backend": "native"},
+        {"attention_backend": "triton"},
+        {"pooling": "yes_no"},
+    ],
+    ids=str,
+)
+def test_settings_of_decoders_here_are_refused_by_name(setting: dict[str, Any]) -> None:
+    ((name, value),) = setting.items()
+    with pytest.raises(ConfigError, match=rf"{name} = {value}: is for decoders of the families here.*\(because\)"):
+        check_settings(EngineConfig(**setting), "because")
+
+
+def test_other_settings_pass() -> None:
+    check_settings(EngineConfig(attention_backend="torch", dtype="float16", speculation="ngram"), "because")
+
+
+@pytest.mark.slow
+def test_a_decoder_here_on_torch_does_without_the_modules_of_transformers() -> None:
+    code = (
+        "import sys; from millrace.stages import LLM; "
+        f"llm = LLM({str(WEIGHTS)!r}, device='cpu', attention_backend='torch', num_gpu_blocks=64, max_model_len=128); "
+        "llm.close(); sys.exit('transformers' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0

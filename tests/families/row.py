@@ -36,6 +36,7 @@ class Row:
     seed: int = 0  # another one where two logits are too close, or tokens repeat
     embed_std: float = 0.3  # of the embedding; small where it is multiplied, or the last token would always win
     gain: float = 2.0  # standard deviation of a matrix times the root of its columns
+    lengths: tuple[int, ...] = ()  # of its prompts, where those of all rows do not do
 
     @property
     def text_type(self) -> str | None:
@@ -54,6 +55,7 @@ def row(
     seed: int = 0,
     embed_std: float = 0.3,
     gain: float = 2.0,
+    lengths: tuple[int, ...] = (),
     **keys: Any,
 ) -> Row:
     """A row with the keys of its config given by name."""
@@ -67,6 +69,7 @@ def row(
         seed=seed,
         embed_std=embed_std,
         gain=gain,
+        lengths=lengths,
     )
 
 

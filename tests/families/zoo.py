@@ -27,7 +27,8 @@ class Entry:
         lengths: tuple[int, ...] = LENGTHS,
         model: PreTrainedModel | None = None,
     ) -> None:
-        self.row, self._num_new, self._lengths = row, num_new, lengths
+        self.row, self._num_new = row, num_new
+        self._lengths = row.lengths[: len(lengths)] or lengths
         with quiet():
             self._model = make_model(row) if model is None else model
             self.folder = write(row, self._model, folder)

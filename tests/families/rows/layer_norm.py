@@ -28,6 +28,7 @@ def longrope(num: int, original: int, **others: Any) -> dict[str, Any]:
     }
 
 
+BEYOND = (65, 67, 70)  # tokens of prompts, all above 64: the factors follow the served length, not each sequence's
 PHI = (
     row("phi", "phi", seed=3, gain=3, num_key_value_heads=4),
     row(
@@ -43,10 +44,11 @@ PHI = (
     row("phi3", "phi3"),
     row("phi3-window", "phi3", sliding_window=16, num_key_value_heads=4),
     row("phi3-partial", "phi3", hidden_size=64, tie_word_embeddings=True, rope_parameters=partial(0.75)),
-    row("phi3-longrope", "phi3", original_max_position_embeddings=64, rope_parameters=longrope(4, 64)),
+    row("phi3-longrope", "phi3", lengths=BEYOND, original_max_position_embeddings=64, rope_parameters=longrope(4, 64)),
     row(
         "phi4-mini",
         "phi3",
+        lengths=BEYOND,
         hidden_size=64,
         tie_word_embeddings=True,
         original_max_position_embeddings=64,
@@ -55,6 +57,7 @@ PHI = (
     row(
         "phi3-transformers-4",
         "phi3",
+        lengths=BEYOND,
         original_max_position_embeddings=64,
         rope_parameters=longrope(4, 64),
         file={

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -95,6 +95,7 @@ def _open(root: Path, spec: DecoderSpec) -> tuple[Checkpoint, DecoderSpec]:
     names, prefix = family.names(spec), f"{family.prefix}."
     checkpoint = Checkpoint(root)
     checkpoint.rename(_name_of_text_half)
+    checkpoint.rename(partial(_newer_name, older=family.older_names))
     _check_layers(checkpoint, spec, names, prefix)
     sources = TensorSources(tensors_of(replace(spec, head=replace(spec.head, exists=True, is_tied=False))), names)
     stored = sources.stored_shapes().keys()
@@ -109,6 +110,12 @@ def _name_of_text_half(name: str) -> str:
     prefix = next((prefix for prefix in WRAPPER_PREFIXES if name.startswith(prefix)), "")
     rest = name.removeprefix(prefix)
     return f"model.{rest}" if prefix and not rest.startswith(("model.", "lm_head.")) else rest
+
+
+def _newer_name(name: str, older: Mapping[str, str]) -> str:
+    """The name of a tensor that files of older versions call otherwise."""
+    stem, dot, suffix = name.rpartition(".")
+    return older.get(stem, stem) + dot + suffix
 
 
 def _name_in_model(name: str, stored: Collection[str], prefix: str, roots: Collection[str]) -> str:

@@ -49,6 +49,7 @@ class Family:
     names: Callable[[DecoderSpec], Names] = lambda spec: {}  # sources of tensors that have no canonical name
     prefix: str = "model"  # of the tensors but the head's; as in transformers, files may leave it out
     constants: Mapping[str, float] = field(default_factory=dict)  # names of tensors -> the number that each must hold
+    older_names: Mapping[str, str] = field(default_factory=dict)  # stems in older files -> stems
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,15 +143,17 @@ def feed(
     activation: str = "silu",
     key: str = "hidden_act",
     size: str = "intermediate_size",
+    inner: int | None = None,
     renamed: Mapping[str, Activation] | None = None,
     **changes: Any,
 ) -> FeedSpec:
     """The feed-forward network. `changes`: fields of `FeedSpec`.
 
-    `activation` is the default of `key`; `renamed`: names that mean something else in this family.
+    `activation` is the default of `key`, and `inner` that of `size`; `renamed`: names that mean something else in this
+    family.
     """
     chosen = activation_of(keys, key, activation, renamed)
-    return FeedSpec(**{"intermediate_size": keys.count(size), "activation": chosen, **changes})
+    return FeedSpec(**{"intermediate_size": keys.count(size, inner), "activation": chosen, **changes})
 
 
 def activation_of(
@@ -218,6 +221,13 @@ def layer_types(
             names = ", ".join(f"'{name}'" for name in known)
             keys.fail("layer_types", f"{quoted(kind)} is not supported; supported: {names}")
     return types
+
+
+def refuse_other(keys: ConfigKeys, **values: Any) -> None:
+    """Raises CheckpointError for a key with another value than this one, which is also its default."""
+    for name, value in values.items():
+        if keys.values.get(name) not in (None, value):
+            keys.fail(name, f"{quoted(keys.values[name])} is not supported; supported: {quoted(value)}")
 
 
 def refuse_true(keys: ConfigKeys, *names: str) -> None:

@@ -82,7 +82,7 @@ GPT2 = (
     row("gpt2", "gpt2", **GPT),
     row("gpt2-inner", "gpt2", **GPT, n_inner=40, activation_function="relu"),
     row("gpt2-no-scale", "gpt2", **GPT, scale_attn_weights=False),
-    row("gpt2-by-layer", "gpt2", seed=3, **GPT, scale_attn_by_inverse_layer_idx=True, by=FALLBACK),
+    row("gpt2-by-layer", "gpt2", seed=3, **GPT, scale_attn_by_inverse_layer_idx=True),
     row("starcoder", "gpt_bigcode", seed=3, **GPT),
     row("starcoder-heads", "gpt_bigcode", seed=2, **GPT, multi_query=False, n_inner=48),
     row("starcoder2", "starcoder2"),

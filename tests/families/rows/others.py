@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.families.row import FALLBACK, NEITHER, layer_types, row
+from tests.families.row import FALLBACK, NEITHER, OWN, layer_types, row
 
 ENCODER: dict[str, Any] = {"is_decoder": True, "by": NEITHER}
 SEQ2SEQ: dict[str, Any] = {
@@ -65,7 +65,7 @@ TEXT = (
         num_heads=4,
         window_size=16,
         attention_types=[[["global", "local"], 2]],
-        by=NEITHER,
+        by=OWN,
     ),
     row("openai-gpt", "openai-gpt", n_embd=32, n_layer=3, n_head=4, by=NEITHER),
     row("ctrl", "ctrl", seed=5, gain=4, n_embd=32, n_layer=3, n_head=4, dff=48, by=NEITHER),

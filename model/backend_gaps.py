@@ -66,6 +66,8 @@ def _of_kernels(attention: AttentionSpec, backend: Backend) -> Iterator[str]:
         yield "alibi"
     if backend == "native" and attention.chunk is not None:
         yield "attention in chunks of positions"
+    if backend != "torch" and norm is not None and norm.norm.has_bias:
+        yield "norms of queries and keys with a bias"
     if backend == "triton" and norm is not None and norm.over == "row" and norm.when == "after_rope":
         yield "norms over rows of heads after the rotation"
 

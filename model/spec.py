@@ -62,6 +62,7 @@ class AttentionSpec:
     query_temper: tuple[float, int] | None = None  # (b, n): q *= 1 + b * ln(1 + position // n), after the rotation
     kv_of: int | None = None  # layer whose cache is read; this one writes none
     has_alibi: bool = False  # scores get slope(head) * (key position - query position)
+    alibi_scale: float = 1.0  # multiplies the slopes
 
     @property
     def group(self) -> int:

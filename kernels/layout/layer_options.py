@@ -15,7 +15,8 @@ class HeadNorms:
     """The norm of queries and keys, each head by itself or all heads of a token as one row.
 
     A weight is [D], or [H, D] for queries and [G, D] for keys: the weights of a row, or of each head. It is of the
-    projection's type (an RMS norm then rounds before it, as in `KernelSet.rms_norm`) or f32. None = no weight.
+    projection's type (an RMS norm then rounds before it, as in `KernelSet.rms_norm`) or f32. None = no weight. A bias
+    has the shape of its weight, and is added after it; only LayerNorm may have one.
     """
 
     q: Tensor | None
@@ -24,3 +25,5 @@ class HeadNorms:
     kind: Literal["rms", "layer"] = "rms"
     is_over_row: bool = False
     is_after_rope: bool = False
+    q_bias: Tensor | None = None
+    k_bias: Tensor | None = None

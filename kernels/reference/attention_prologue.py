@@ -108,11 +108,11 @@ def attention_prologue(
     num_groups = k_cache.shape[1]
     q, k, v = qkv.split_with_sizes((qkv.shape[1] - 2 * num_groups, num_groups, num_groups), dim=1)
     if norms is not None and not norms.is_after_rope:
-        q, k = _normed(q, norms.q, norms), _normed(k, norms.k, norms)
+        q, k = _normed(q, norms.q, norms.q_bias, norms), _normed(k, norms.k, norms.k_bias, norms)
     if cos is not None and sin is not None:
         rope(q, k, cos, sin, positions)
     if norms is not None and norms.is_after_rope:
-        q, k = _normed(q, norms.q, norms), _normed(k, norms.k, norms)
+        q, k = _normed(q, norms.q, norms.q_bias, norms), _normed(k, norms.k, norms.k_bias, norms)
     if query_factors is not None:
         q.mul_(query_factors[positions][:, None, None])
     if k_scale is not None and v_scale is not None:
@@ -122,12 +122,13 @@ def attention_prologue(
     return q
 
 
-def _normed(heads: Tensor, weight: Tensor | None, norms: HeadNorms) -> Tensor:
+def _normed(heads: Tensor, weight: Tensor | None, bias: Tensor | None, norms: HeadNorms) -> Tensor:
     """Heads [T, n, D] normed, each by itself or all of a token as one row."""
     rows = heads
     if norms.is_over_row:
-        rows, weight = heads.flatten(1), None if weight is None else weight.flatten()
-    normed = rms_norm(rows, weight, norms.eps) if norms.kind == "rms" else layer_norm(rows, weight, None, norms.eps)
+        rows = heads.flatten(1)
+        weight, bias = (None if factor is None else factor.flatten() for factor in (weight, bias))
+    normed = rms_norm(rows, weight, norms.eps) if norms.kind == "rms" else layer_norm(rows, weight, bias, norms.eps)
     return normed.view(heads.shape)
 
 

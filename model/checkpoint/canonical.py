@@ -109,7 +109,7 @@ def _parts_of(name: str, names: Names) -> tuple[Rows, ...]:
     pieces = stem.split(".")
     number = next((piece for piece in pieces if piece.isdigit()), "")
     pattern = ".".join("*" if piece == number and number else piece for piece in pieces)
-    source = names.get(pattern, pattern)
+    source = names.get(f"{pattern}{dot}{suffix}") or names.get(pattern, pattern)
     parts = (Rows(source),) if isinstance(source, str) else (source,) if isinstance(source, Rows) else source
     found = []
     for part in parts:

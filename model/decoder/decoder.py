@@ -150,7 +150,9 @@ class _Layer:
         self.norms = _head_norms(self.attention, weights)
         temper = self.attention.query_temper
         self.query_factors = temper and decoder.on_device(query_factors(*temper, decoder.max_positions))
-        slopes = alibi_slopes(self.attention.num_heads) if self.attention.has_alibi else None
+        slopes = None
+        if self.attention.has_alibi:
+            slopes = alibi_slopes(self.attention.num_heads) * np.float32(self.attention.alibi_scale)
         self.options: dict[str, Any] = {  # of the attention kernels
             "scale": self.attention.scale,
             "window": self.attention.window,
@@ -225,9 +227,9 @@ def _head_norms(attention: AttentionSpec, weights: LayerWeights) -> HeadNorms | 
         return None
     assert weights.q_norm is not None and weights.k_norm is not None
     is_whole = norm.over == "row" or norm.has_weight_per_head
-    q, k = (
-        one.weight if one.weight is None or not is_whole else one.weight.view(-1, attention.head_dim)
-        for one in (weights.q_norm, weights.k_norm)
+    q, k, q_bias, k_bias = (
+        one if one is None or not is_whole else one.view(-1, attention.head_dim)
+        for one in (weights.q_norm.weight, weights.k_norm.weight, weights.q_norm.bias, weights.k_norm.bias)
     )
     return HeadNorms(
         q=q,
@@ -236,4 +238,6 @@ def _head_norms(attention: AttentionSpec, weights: LayerWeights) -> HeadNorms | 
         kind=norm.norm.kind,
         is_over_row=norm.over == "row",
         is_after_rope=norm.when == "after_rope",
+        q_bias=q_bias,
+        k_bias=k_bias,
     )

@@ -2,8 +2,8 @@
 
 The decoders know *canonical* tensors, under the names that Llama's checkpoints have and a few more; `tensors_of` lists
 them with their shapes. A family says where each comes from with a `Names`: canonical stem -> stem in the checkpoint, or
-`Rows` of a tensor there. A stem is a name without `.weight` or `.bias`, with `*` for the number of the layer. A family
-leaves out the stems that have their canonical name.
+`Rows` of a tensor there. A stem is a name without `.weight` or `.bias`, with `*` for the number of the layer; a whole
+name says where only a weight or a bias lies. A family leaves out the stems that have their canonical name.
 
 Rotary positions: the decoders rotate number i of a head with number i + half. A checkpoint that rotates neighbours
 (2i, 2i + 1) has the rows of queries and keys in another order, and `halves` puts them right. Scores do not change.

@@ -109,7 +109,7 @@ GPT2 = (
         do_layer_norm_before=False,
         by=FALLBACK,
     ),
-    row("biogpt", "biogpt", seed=3, gain=3, embed_std=0.09, by=FALLBACK),
+    row("biogpt", "biogpt", seed=3, gain=3, embed_std=0.09),
     row(
         "xglm",
         "xglm",

@@ -1,0 +1,107 @@
+"""BLOOM and MPT: alibi instead of positions, LayerNorm, ungated feeds of four times the hidden size, tied heads.
+
+BLOOM norms its embedding and has biases everywhere; MPT has none.
+"""
+
+from __future__ import annotations
+
+from ..config_keys import ConfigKeys
+from ..errors import quoted
+from ..spec import DecoderSpec, EmbeddingSpec, FeedSpec, LayerSpec
+from .building import Family, attention, decoder, layer_norm, refuse_other, refuse_true, renamed, sizes
+from .names import (
+    DOWN,
+    EMBEDDING,
+    EMBEDDING_NORM,
+    FINAL_NORM,
+    OUTPUT,
+    PRE_FEED,
+    PRE_MIXER,
+    UP,
+    K,
+    Names,
+    Q,
+    V,
+    fused_qkv,
+    split,
+)
+
+BLOOM_KEYS = {"num_attention_heads": "n_head", "num_hidden_layers": "n_layer", "max_position_embeddings": "seq_length"}
+MPT_KEYS = {
+    "hidden_size": "d_model",
+    "num_attention_heads": "n_heads",
+    "num_hidden_layers": "n_layers",
+    "max_position_embeddings": "max_seq_len",
+}
+
+
+def bloom(keys: ConfigKeys) -> DecoderSpec:
+    """BLOOM. A file may leave out how long the sequences of its training were: 2,048 tokens."""
+    keys = renamed(keys, {**BLOOM_KEYS, **({"hidden_size": "n_embed"} if keys.values.get("n_embed") else {})})
+    refuse_true(keys, "apply_residual_connection_post_layernorm")
+    found, norm = sizes(keys), layer_norm(keys, "layer_norm_epsilon")
+    mixer = attention(found, rope=None, has_alibi=True, has_qkv_bias=True, has_output_bias=True)
+    inner = FeedSpec(intermediate_size=4 * found.hidden_size, is_gated=False, activation="gelu_tanh", has_bias=True)
+    layers = [LayerSpec(mixer=mixer, feed=inner, pre_mixer=norm, pre_feed=norm)] * found.num_layers
+    return decoder(keys, found, layers, final_norm=norm, embedding=EmbeddingSpec(norm=norm), is_tied=True)
+
+
+def mpt(keys: ConfigKeys) -> DecoderSpec:
+    """MPT, as transformers knows it: what its own code could do besides is refused."""
+    keys = renamed(keys, MPT_KEYS)
+    inner_keys = keys.values.get("attn_config") or {}
+    if not isinstance(inner_keys, dict):
+        keys.fail("attn_config", f"must be an object, not {quoted(inner_keys)}")
+    of_attention = ConfigKeys(inner_keys, f"{keys.source}: attn_config")
+    refuse_true(of_attention, "clip_qkv", "qk_ln", "prefix_lm", "attn_uses_sequence_id")
+    refuse_other(of_attention, alibi=True, alibi_bias_max=8, attn_type="multihead_attention")
+    refuse_other(keys, expansion_ratio=4, no_bias=True)
+    if keys.values.get("norm_type") not in (None, "low_precision_layernorm", "layernorm"):
+        keys.fail("norm_type", f"{quoted(keys.values['norm_type'])} is not supported; supported: layernorm")
+    refuse_true(keys, "logit_scale")
+    found, norm = sizes(keys), layer_norm(keys, "layer_norm_epsilon", has_bias=False)
+    scale = of_attention.number("softmax_scale", found.head_dim**-0.5)
+    layer = LayerSpec(
+        mixer=attention(found, scale=scale, rope=None, has_alibi=True),
+        feed=FeedSpec(intermediate_size=4 * found.hidden_size, is_gated=False, activation="gelu"),
+        pre_mixer=norm,
+        pre_feed=norm,
+    )
+    return decoder(keys, found, [layer] * found.num_layers, final_norm=norm, is_tied=True)
+
+
+def bloom_names(spec: DecoderSpec) -> Names:
+    """BLOOM's names; fused rows by head."""
+    layer = "transformer.h.*"
+    return {
+        EMBEDDING: "transformer.word_embeddings",
+        EMBEDDING_NORM: "transformer.word_embeddings_layernorm",
+        PRE_MIXER: f"{layer}.input_layernorm",
+        **split(f"{layer}.self_attention.query_key_value", (Q, K, V), fused_qkv(spec.attention, is_by_group=True)),
+        OUTPUT: f"{layer}.self_attention.dense",
+        PRE_FEED: f"{layer}.post_attention_layernorm",
+        UP: f"{layer}.mlp.dense_h_to_4h",
+        DOWN: f"{layer}.mlp.dense_4h_to_h",
+        FINAL_NORM: "transformer.ln_f",
+    }
+
+
+def mpt_names(spec: DecoderSpec) -> Names:
+    """MPT's names."""
+    layer = "transformer.blocks.*"
+    return {
+        EMBEDDING: "transformer.wte",
+        PRE_MIXER: f"{layer}.norm_1",
+        **split(f"{layer}.attn.Wqkv", (Q, K, V), fused_qkv(spec.attention)),
+        OUTPUT: f"{layer}.attn.out_proj",
+        PRE_FEED: f"{layer}.norm_2",
+        UP: f"{layer}.ffn.up_proj",
+        DOWN: f"{layer}.ffn.down_proj",
+        FINAL_NORM: "transformer.norm_f",
+    }
+
+
+FAMILIES = {
+    "bloom": Family(spec=bloom, names=bloom_names, prefix="transformer"),
+    "mpt": Family(spec=mpt, names=mpt_names, prefix="transformer"),
+}

@@ -209,6 +209,7 @@ class KernelSet(Protocol):
         soft_cap                     scores become soft_cap * tanh(score / soft_cap); None = no cap
         sinks         [H] f32        one more score a head in the softmax, without a value; not capped; None = none
         alibi         [H] f32        alibi * (key position - query position) is added to scores; None = 0
+                      [H, P] f32     what is added to the scores of the key at each position
         chunk                        sees only tokens of its own chunk, as in positions // chunk; None = sees all
         k/v_scale     [G] f32        keys and values are the cache's numbers times this; None = 1
         plan                         from `plan_attention` for this step; None = made for this call

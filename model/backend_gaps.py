@@ -64,6 +64,8 @@ def _of_kernels(attention: AttentionSpec, backend: Backend) -> Iterator[str]:
     norm = attention.qk_norm
     if backend == "native" and attention.has_alibi:
         yield "alibi"
+    if backend == "triton" and attention.is_alibi_rounded:
+        yield "alibi rounded to bfloat16"
     if backend == "native" and attention.chunk is not None:
         yield "attention in chunks of positions"
     if backend != "torch" and norm is not None and norm.norm.has_bias:

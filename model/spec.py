@@ -63,6 +63,7 @@ class AttentionSpec:
     kv_of: int | None = None  # layer whose cache is read; this one writes none
     has_alibi: bool = False  # scores get slope(head) * (key position - query position)
     alibi_scale: float = 1.0  # multiplies the slopes
+    is_alibi_rounded: bool = False  # slope * key position is rounded to bfloat16, before the scale
 
     @property
     def group(self) -> int:

@@ -76,7 +76,9 @@ def _weights(
     if options.soft_cap is not None:
         scores = options.soft_cap * torch.tanh(scores / options.soft_cap)
     age = positions[:, None] - key_positions  # [n, L]
-    if options.alibi is not None:
+    if options.alibi is not None and options.alibi.dim() == 2:
+        scores = scores + options.alibi[:, key_positions.to(scores.device)].view(*scores.shape[1:])  # [G, R, L]
+    elif options.alibi is not None:
         slopes = options.alibi.view(*scores.shape[1:3], 1)  # [G, R, 1]
         scores = scores - slopes * age[:, None, None].to(scores.device)
     is_hidden = age < 0

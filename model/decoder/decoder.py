@@ -150,15 +150,12 @@ class _Layer:
         self.norms = _head_norms(self.attention, weights)
         temper = self.attention.query_temper
         self.query_factors = temper and decoder.on_device(query_factors(*temper, decoder.max_positions))
-        slopes = None
-        if self.attention.has_alibi:
-            slopes = alibi_slopes(self.attention.num_heads) * np.float32(self.attention.alibi_scale)
         self.options: dict[str, Any] = {  # of the attention kernels
             "scale": self.attention.scale,
             "window": self.attention.window,
             "soft_cap": self.attention.soft_cap,
             "sinks": weights.sinks,
-            "alibi": None if slopes is None else decoder.on_device(slopes),
+            "alibi": _alibi(self.attention, decoder),
             "chunk": self.attention.chunk,
         }
 
@@ -219,6 +216,16 @@ class _Layer:
         else:
             seen = kernels.paged_attention(*view, inputs.query_starts, inputs.lengths, **options)  # [T, H, D]
         return seen.view(num_tokens, -1)
+
+
+def _alibi(attention: AttentionSpec, decoder: Decoder) -> Tensor | None:
+    """What alibi adds to scores: [H] f32 by distance, or [H, P] f32 by position where that is rounded."""
+    if not attention.has_alibi:
+        return None
+    slopes = decoder.on_device(alibi_slopes(attention.num_heads))
+    if attention.is_alibi_rounded:
+        slopes = slopes.bfloat16()[:, None] * torch.arange(decoder.max_positions, device=decoder.device)
+    return slopes.float() * attention.alibi_scale
 
 
 def _head_norms(attention: AttentionSpec, weights: LayerWeights) -> HeadNorms | None:

@@ -45,6 +45,7 @@ def falcon(keys: ConfigKeys) -> DecoderSpec:
             rope=None if has_alibi else 0,
             has_alibi=has_alibi,
             alibi_scale=found.head_dim**-0.5,
+            is_alibi_rounded=has_alibi,
             has_qkv_bias=has_bias,
             has_output_bias=has_bias,
         ),

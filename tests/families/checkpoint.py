@@ -63,7 +63,7 @@ def known_keys(model_type: str) -> frozenset[str]:
 def make_model(row: Row) -> PreTrainedModel:
     """The model of a row in float32, with random numbers in all that is learned."""
     auto = getattr(transformers, row.auto)
-    model = auto.from_config(make_config(row), dtype=torch.float32, attn_implementation="eager").eval()
+    model = auto.from_config(make_config(row), dtype=torch.float32, attn_implementation=row.attention).eval()
     randomise(model, row)
     return model
 

@@ -37,6 +37,7 @@ class Row:
     embed_std: float = 0.3  # of the embedding; small where it is multiplied, or the last token would always win
     gain: float = 2.0  # standard deviation of a matrix times the root of its columns
     lengths: tuple[int, ...] = ()  # of its prompts, where those of all rows do not do
+    attention: str = "eager"  # implementation of transformers
 
     @property
     def text_type(self) -> str | None:
@@ -56,6 +57,7 @@ def row(
     embed_std: float = 0.3,
     gain: float = 2.0,
     lengths: tuple[int, ...] = (),
+    attention: str = "eager",
     **keys: Any,
 ) -> Row:
     """A row with the keys of its config given by name."""
@@ -70,6 +72,7 @@ def row(
         embed_std=embed_std,
         gain=gain,
         lengths=lengths,
+        attention=attention,
     )
 
 

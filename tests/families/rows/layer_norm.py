@@ -9,6 +9,14 @@ from tests.families.rows.served import LINEAR
 
 GPT: dict[str, Any] = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 256}
 ROTATED: dict[str, Any] = {**GPT, "n_head": 2, "rotary_dim": 8}
+RW: dict[str, Any] = {  # eager attention in transformers adds alibi twice
+    "alibi": True,
+    "multi_query": False,
+    "parallel_attn": False,
+    "bias": True,
+    "by": OWN,
+    "attention": "sdpa",
+}
 
 
 def partial(share: float, **others: Any) -> dict[str, Any]:
@@ -158,17 +166,8 @@ PARALLEL = (
     row("falcon-7b-bias", "falcon", by=OWN, bias=True, num_kv_heads=1, tie_word_embeddings=False),
     row("falcon-40b", "falcon", by=OWN, new_decoder_architecture=True, num_kv_heads=2),
     row("falcon-11b", "falcon", by=OWN, new_decoder_architecture=True, num_kv_heads=2, num_ln_in_parallel_attn=1),
-    row(
-        "falcon-rw",
-        "falcon",
-        seed=7,
-        embed_std=0.09,
-        alibi=True,
-        multi_query=False,
-        parallel_attn=False,
-        bias=True,
-        by=OWN,
-    ),
+    row("falcon-rw", "falcon", **RW, seed=7, embed_std=0.09),
+    row("falcon-rw-16-heads", "falcon", **RW, hidden_size=64, num_attention_heads=16),
     row("falcon-serial", "falcon", by=OWN, seed=3, multi_query=False, parallel_attn=False, num_kv_heads=4),
     row("stablelm", "stablelm", hidden_size=64),
     row(

@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from ..errors import CheckpointError, quoted, shown
 from ..families.building import Family
 from ..families.names import DOWN, EMBEDDING, HEAD, Names, Target, tensors_of
-from ..families.registry import OTHER_HALVES, WRAPPER_PREFIXES, family_of
+from ..families.registry import family_of
+from ..families.wrappers import OTHER_HALVES, PREFIXES
 from ..spec import DecoderSpec
 from .canonical import CanonicalTensors, TensorSources, widened
 from .safetensors import DTYPES, Checkpoint
@@ -107,7 +108,7 @@ def _open(root: Path, spec: DecoderSpec) -> tuple[Checkpoint, DecoderSpec]:
 
 def _name_of_text_half(name: str) -> str:
     """The name of a tensor without the wrapper around its decoder."""
-    prefix = next((prefix for prefix in WRAPPER_PREFIXES if name.startswith(prefix)), "")
+    prefix = next((prefix for prefix in PREFIXES if name.startswith(prefix)), "")
     rest = name.removeprefix(prefix)
     return f"model.{rest}" if prefix and not rest.startswith(("model.", "lm_head.")) else rest
 

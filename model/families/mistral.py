@@ -1,10 +1,12 @@
 """Mistral, Ministral, Qwen2, Qwen2.5 and Qwen3 (dense): Llama with windows, biases of q, k and v, or norms of heads.
 
-Ministral 3 tempers its queries beyond the length of the first training.
+Ministral 3 tempers its queries beyond the length of the first training. The text halves of Qwen2-VL, Qwen2.5-VL and
+Qwen3-VL are Qwen2 and Qwen3 with other defaults.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from ..config_keys import ConfigKeys
@@ -44,6 +46,29 @@ def qwen3(keys: ConfigKeys) -> DecoderSpec:
     return _qwen(keys, head_dim=128, qk_norm=QkNorm(norm=rms_norm(keys)), **biases(keys))
 
 
+def qwen2_vl(keys: ConfigKeys) -> DecoderSpec:
+    """The text half of Qwen2-VL and Qwen2.5-VL."""
+    defaults = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_window_layers": 80}
+    return qwen2(_of_text(keys, defaults))
+
+
+def qwen3_vl(keys: ConfigKeys) -> DecoderSpec:
+    """The text half of Qwen3-VL, which has no windows."""
+    values = {key: value for key, value in keys.values.items() if key not in ("use_sliding_window", "layer_types")}
+    defaults = {"rope_theta": 5e5, "max_position_embeddings": 128_000}
+    return qwen3(_of_text(ConfigKeys(values, keys.source, keys.stored_names), defaults))
+
+
+def _of_text(keys: ConfigKeys, defaults: Mapping[str, Any]) -> ConfigKeys:
+    """The keys with other defaults, and the rotary positions of text: sections for height and width are no kind."""
+    values = {**defaults, **keys.values}
+    for name in ("rope_scaling", "rope_parameters"):
+        scaling, kinds = values.get(name), ("rope_type", "type")
+        if isinstance(scaling, dict) and "mrope" in map(scaling.get, kinds):
+            values[name] = {key: "default" if key in kinds else value for key, value in scaling.items()}
+    return ConfigKeys(values, keys.source, keys.stored_names)
+
+
 def _qwen(keys: ConfigKeys, head_dim: int | None, **changes: Any) -> DecoderSpec:
     """Windows have to be switched on. `changes`: fields of `AttentionSpec`."""
     found, norm = sizes(keys, num_kv_heads=32, head_dim=head_dim, max_position=32_768), rms_norm(keys)
@@ -58,5 +83,8 @@ FAMILIES = {
     "ministral3": Family(spec=ministral3),
     "mistral": Family(spec=mistral),
     "qwen2": Family(spec=qwen2),
+    "qwen2_5_vl_text": Family(spec=qwen2_vl),
+    "qwen2_vl_text": Family(spec=qwen2_vl),
     "qwen3": Family(spec=qwen3),
+    "qwen3_vl_text": Family(spec=qwen3_vl),
 }

@@ -13,6 +13,7 @@ from ..files import read_json, refuse_code
 from ..foreign import describe_folder, refuse_quantized
 from ..spec import DecoderSpec
 from .building import Family
+from .wrappers import WRAPPERS, text_half, with_own_head
 
 # model_type -> the module of this folder that describes it, which is imported only then
 MODULES = {
@@ -62,22 +63,15 @@ MODULES = {
     "phi": "phi",
     "phi3": "phi",
     "qwen2": "mistral",
+    "qwen2_5_vl_text": "mistral",
+    "qwen2_vl_text": "mistral",
     "qwen3": "mistral",
+    "qwen3_vl_text": "mistral",
     "seed_oss": "llama",
     "smollm3": "llama",
     "stablelm": "stablelm",
     "starcoder2": "stablelm",
 }
-# model_type of a wrapper -> model_type of the decoder in its `text_config`, if that does not say it. The text half
-# of models that also read images or sound: their other tensors are not loaded.
-WRAPPERS = {"gemma3": "gemma3_text", "mistral3": "mistral"}
-# Prefixes of a wrapper's decoder in its checkpoint, instead of `model.`
-WRAPPER_PREFIXES = ("model.language_model.", "language_model.model.", "language_model.")
-# First parts of the names of a wrapper's other tensors
-OTHER_HALVES = (
-    "vision_tower", "vision_model", "visual", "multi_modal_projector", "audio_tower", "embed_vision", "embed_audio",
-    "mtp",
-)  # fmt: skip
 
 
 def family_of(model_type: str) -> Family:
@@ -91,8 +85,8 @@ def family_of(model_type: str) -> Family:
 def has_family(values: Mapping[str, Any]) -> bool:
     """Whether the contents of a config.json name a model type, or a wrapper of one, that a family describes."""
     model_type, inner = str(values.get("model_type")), values.get("text_config")
-    if model_type in WRAPPERS and isinstance(inner, dict):
-        model_type = str(inner.get("model_type") or WRAPPERS[model_type])
+    if model_type in WRAPPERS:
+        model_type = str(isinstance(inner, dict) and inner.get("model_type") or WRAPPERS[model_type].text)
     return model_type in MODULES
 
 
@@ -109,7 +103,7 @@ def read_spec(root: Path) -> DecoderSpec:
 
 def known_types() -> str:
     """The model types that families describe, for messages."""
-    return ", ".join(sorted(MODULES))
+    return ", ".join(sorted({*MODULES, *WRAPPERS}))
 
 
 def parse_config(values: Mapping[str, Any], source: str) -> DecoderSpec:
@@ -124,9 +118,12 @@ def parse_config(values: Mapping[str, Any], source: str) -> DecoderSpec:
         method = values["quantization_config"]
         method = method.get("quant_method") if isinstance(method, dict) else method
         keys.fail("quantization_config", f"{quoted(method)} weights are not supported; use the unquantized checkpoint")
-    if model_type in WRAPPERS:
-        keys = _text_half(keys, model_type)
-    return family_of(keys.values["model_type"]).spec(keys)
+    if model_type not in WRAPPERS:
+        return family_of(model_type).spec(keys)
+    keys = text_half(keys)
+    if keys.values["model_type"] not in MODULES:
+        keys.fail("model_type", f"{quoted(keys.values['model_type'])} is not supported")
+    return with_own_head(family_of(keys.values["model_type"]).spec(keys))
 
 
 def _check_is_generative(keys: ConfigKeys) -> None:
@@ -137,17 +134,3 @@ def _check_is_generative(keys: ConfigKeys) -> None:
     if architectures and not any(str(name).endswith(endings) for name in architectures):
         names = quoted(architectures)
         keys.fail("architectures", f"{names} holds no ...ForCausalLM, so this checkpoint cannot generate text")
-
-
-def _text_half(keys: ConfigKeys, model_type: str) -> ConfigKeys:
-    """The keys of a wrapper's decoder, with those of the wrapper that hold for both."""
-    inner = keys.values.get("text_config")
-    if not isinstance(inner, dict):
-        keys.fail("text_config", f"must be an object, not {quoted(inner)}")
-    shared = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id")
-    values = {key: keys.values[key] for key in shared if keys.values.get(key) is not None} | inner
-    values["tie_word_embeddings"] = keys.flag("tie_word_embeddings", True)  # the output layer is the wrapper's
-    values["model_type"] = inner.get("model_type") or WRAPPERS[model_type]
-    if values["model_type"] not in MODULES:
-        keys.fail("text_config", f"model_type = {quoted(values['model_type'])} is not supported")
-    return ConfigKeys(values, f"{keys.source}: text_config")

@@ -5,29 +5,28 @@ from __future__ import annotations
 from ..config_keys import ConfigKeys
 from ..errors import quoted
 from ..rope_config import rope_keys
-from ..spec import DecoderSpec, HeadSpec
+from ..spec import DecoderSpec, HeadSpec, QkNorm
 from .building import (
     Family,
     decoder,
     feed,
     layer_norm,
     layers_of,
-    refuse_true,
     rms_norm,
     rope,
     sizes,
     windows,
 )
-from .names import DOWN, FINAL_NORM, LAYER, OUTPUT, UP, K, Names, Q, V, fused_gate_up, fused_qkv, split
+from .names import DOWN, FINAL_NORM, K_NORM, LAYER, OUTPUT, Q_NORM, UP, K, Names, Q, V, fused_gate_up, fused_qkv, split
 
 
 def phi(keys: ConfigKeys) -> DecoderSpec:
     """Phi-1 and 2: attention and feed beside each other, one LayerNorm, biases everywhere, half of a head rotates."""
-    refuse_true(keys, "qk_layernorm")  # no published checkpoint has these norms
     found, norm = sizes(keys), layer_norm(keys)
     inner = feed(keys, activation="gelu_new", is_gated=False, has_bias=True)
+    qk_norm = QkNorm(norm=norm) if keys.flag("qk_layernorm", False) else None
     around = {"is_parallel": True, "pre_feed": None}
-    layers = layers_of(found, norm, inner, around=around, has_qkv_bias=True, has_output_bias=True)
+    layers = layers_of(found, norm, inner, around=around, has_qkv_bias=True, has_output_bias=True, qk_norm=qk_norm)
     head = HeadSpec(is_tied=keys.flag("tie_word_embeddings", False), has_bias=True)
     return decoder(keys, found, layers, final_norm=norm, ropes=(rope(keys, found, share=0.5),), head=head)
 
@@ -35,7 +34,8 @@ def phi(keys: ConfigKeys) -> DecoderSpec:
 def phi_names(spec: DecoderSpec) -> Names:
     """Other names of what follows attention and of the feed."""
     mlp = {UP: f"{LAYER}.mlp.fc1", DOWN: f"{LAYER}.mlp.fc2"}
-    return {OUTPUT: f"{LAYER}.self_attn.dense", FINAL_NORM: "model.final_layernorm", **mlp}
+    norms = {Q_NORM: f"{LAYER}.self_attn.q_layernorm", K_NORM: f"{LAYER}.self_attn.k_layernorm"}
+    return {OUTPUT: f"{LAYER}.self_attn.dense", FINAL_NORM: "model.final_layernorm", **norms, **mlp}
 
 
 def phi3(keys: ConfigKeys) -> DecoderSpec:

@@ -47,7 +47,6 @@ PHI = (
         qk_layernorm=True,
         hidden_act="gelu",
         rope_parameters=partial(0.5),
-        by=FALLBACK,
     ),
     row("phi3", "phi3"),
     row("phi3-window", "phi3", sliding_window=16, num_key_value_heads=4),

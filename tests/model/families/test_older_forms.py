@@ -102,7 +102,6 @@ def test_the_output_layer_is_tied_as_the_wrapper_says() -> None:
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("phi", {"qk_layernorm": True}, "qk_layernorm: True is not supported"),
     ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling: rope_type: 'linear'"),
     ("olmo", {"clip_qkv": 8.0}, "clip_qkv: 8.0"),
     ("iquestcoder", {"clip_qkv": 8.0}, "clip_qkv: 8.0"),

@@ -1,15 +1,23 @@
-"""GPT-NeoX, with Pythia, and GPT-NeoX Japanese: LayerNorm, rotary positions on a quarter of each head, fused qkv.
+"""Descendants of GPT with rotary positions: GPT-NeoX, with Pythia, its Japanese sibling, GPT-J and CodeGen.
 
-GPT-NeoX adds attention and feed in parallel, each with a norm of its own, unless `use_parallel_residual` is false.
+LayerNorm, ungated feeds, rotary positions on a part of each head. GPT-NeoX adds attention and feed in parallel, each
+with a norm of its own, unless `use_parallel_residual` is false. GPT-J and CodeGen have one norm for both, rotate
+neighbours, and have a bias in their output layer.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ..config_keys import ConfigKeys
-from ..spec import DecoderSpec, LayerSpec
+from ..rope_config import RopeConfig
+from ..spec import AttentionSpec, DecoderSpec, HeadSpec, LayerSpec
 from .building import Family, attention, decoder, feed, layer_norm, renamed, rope, sizes
+from .gpt2 import GPT_KEYS
+from .gpt2 import LAYER as GPT_LAYER
 from .names import (
     DOWN,
     EMBEDDING,
@@ -25,10 +33,12 @@ from .names import (
     Rows,
     V,
     fused_qkv,
+    halves,
     split,
 )
 
 ROPE_KEYS = {"partial_rotary_factor": "rotary_pct", "rope_theta": "rotary_emb_base"}
+SHARDS = 4  # in which CodeGen's fused projection is stored, [q; v; k] each
 
 
 def gpt_neox(keys: ConfigKeys) -> DecoderSpec:
@@ -65,7 +75,7 @@ def _with_own_names(keys: ConfigKeys) -> ConfigKeys:
     return renamed(ConfigKeys(values, keys.source, keys.stored_names), ROPE_KEYS)
 
 
-def names(spec: DecoderSpec) -> Names:
+def gpt_neox_names(spec: DecoderSpec) -> Names:
     """The same parts in both, below the name of the type."""
     layer = f"{spec.family}.layers.*"
     places: Names = {
@@ -83,7 +93,63 @@ def names(spec: DecoderSpec) -> Names:
     return {**places, HEAD: "embed_out", f"{OUTPUT}.bias": Rows(f"{layer}.attention.dense_bias", suffix="")}
 
 
+def gptj(keys: ConfigKeys) -> DecoderSpec:
+    """Either: they differ in names only."""
+    keys = renamed(keys, GPT_KEYS)
+    found, norm = sizes(keys), layer_norm(keys, "layer_norm_epsilon")
+    rotary_dim = keys.count("rotary_dim", None if keys.is_null("rotary_dim") else 64)
+    if rotary_dim % 2 or rotary_dim > found.head_dim:
+        keys.fail("rotary_dim", f"must be even and at most {found.head_dim}, the size of a head, not {rotary_dim}")
+    if keys.values["model_type"] == "codegen" and found.hidden_size % SHARDS:
+        keys.fail("hidden_size", f"must be a multiple of {SHARDS}, not {found.hidden_size}")
+    inner = feed(
+        keys,
+        activation="gelu_new",
+        key="activation_function",
+        size="n_inner",
+        inner=4 * found.hidden_size,
+        is_gated=False,
+        has_bias=True,
+    )
+    layer = LayerSpec(mixer=attention(found), feed=inner, pre_mixer=norm, pre_feed=None, is_parallel=True)
+    positions = RopeConfig(dim=rotary_dim, original_max_position=found.max_position)
+    head = HeadSpec(is_tied=keys.flag("tie_word_embeddings", False), has_bias=True)
+    return decoder(keys, found, [layer] * found.num_layers, final_norm=norm, ropes=(positions,), head=head)
+
+
+def gptj_names(spec: DecoderSpec) -> Names:
+    """GPT-J's names, and CodeGen's but for its fused projection."""
+    attention, order = spec.attention, halves(spec.num_heads, spec.head_dim, spec.ropes[0].dim)
+    places: Names = {
+        EMBEDDING: "transformer.wte",
+        PRE_MIXER: f"{GPT_LAYER}.ln_1",
+        OUTPUT: f"{GPT_LAYER}.attn.out_proj",
+        UP: f"{GPT_LAYER}.mlp.fc_in",
+        DOWN: f"{GPT_LAYER}.mlp.fc_out",
+        FINAL_NORM: "transformer.ln_f",
+    }
+    if spec.family == "codegen":
+        q, k, v = _in_shards(attention)
+        return {**places, **split(f"{GPT_LAYER}.attn.qkv_proj", (Q, K, V), (q[order], k[order], v))}
+    return {
+        **places,
+        Q: Rows(f"{GPT_LAYER}.attn.q_proj", order),
+        K: Rows(f"{GPT_LAYER}.attn.k_proj", order),
+        V: f"{GPT_LAYER}.attn.v_proj",
+    }
+
+
+def _in_shards(attention: AttentionSpec) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """The rows of CodeGen's queries, keys and values."""
+    size = attention.num_heads * attention.head_dim
+    rows = np.arange(3 * size).reshape(SHARDS, 3, size // SHARDS)
+    q, v, k = (rows[:, part].reshape(-1) for part in range(3))
+    return q, k, v
+
+
 FAMILIES = {
-    "gpt_neox": Family(spec=gpt_neox, names=names, prefix="gpt_neox", older_names={"embed_out": HEAD}),
-    "gpt_neox_japanese": Family(spec=gpt_neox_japanese, names=names, prefix="gpt_neox_japanese"),
+    "codegen": Family(spec=gptj, names=gptj_names, prefix="transformer"),
+    "gpt_neox": Family(spec=gpt_neox, names=gpt_neox_names, prefix="gpt_neox", older_names={"embed_out": HEAD}),
+    "gpt_neox_japanese": Family(spec=gpt_neox_japanese, names=gpt_neox_names, prefix="gpt_neox_japanese"),
+    "gptj": Family(spec=gptj, names=gptj_names, prefix="transformer"),
 }

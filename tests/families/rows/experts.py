@@ -117,9 +117,9 @@ SOFTMAX = (
         **LOCAL,
     ),
     row(
-        "doge-moe", "doge", seed=5, is_moe=True, num_experts=16, num_experts_per_tok=4, keep_window_size=24, by=FALLBACK
+        "doge-moe", "doge", seed=5, is_moe=True, num_experts=16, num_experts_per_tok=4, keep_window_size=24, by=NEITHER
     ),
-    row("doge", "doge", seed=10, embed_std=0.9, keep_window_size=256, by=FALLBACK),
+    row("doge", "doge", seed=10, embed_std=0.9, keep_window_size=256, by=NEITHER),
 )
 
 SIGMOID = (
@@ -194,7 +194,7 @@ SIGMOID = (
         floor_scale=16,
         num_local_experts=4,
         num_experts_per_tok=1,
-        by=FALLBACK,
+        by=NEITHER,
     ),
     row(
         "llama4-dense",
@@ -205,7 +205,6 @@ SIGMOID = (
         attention_chunk_size=16,
         no_rope_layers=[1, 0, 1, 0],
         layer_types=layer_types("cfcf"),
-        floor_scale=16,
         moe_layers=[],
         use_qk_norm=False,
         by=FALLBACK,
@@ -273,7 +272,7 @@ LATENTS = (
     ),
     row("glm4-moe-lite", "glm4_moe_lite", **LATENT, **GROUPED),
     row("minicpm3", "minicpm3", scale_emb=3, scale_depth=1.4, dim_model_base=16, by=FALLBACK, **LATENT),
-    row("youtu", "youtu", by=FALLBACK, **LATENT),
+    row("youtu", "youtu", by=FALLBACK, pad_token_id=None, **LATENT),
     row(
         "mistral4",
         "mistral4",

@@ -51,10 +51,18 @@ PHI = (
     row("phi3", "phi3"),
     row("phi3-window", "phi3", sliding_window=16, num_key_value_heads=4),
     row("phi3-partial", "phi3", hidden_size=64, tie_word_embeddings=True, rope_parameters=partial(0.75)),
-    row("phi3-longrope", "phi3", lengths=BEYOND, original_max_position_embeddings=64, rope_parameters=longrope(4, 64)),
+    row(
+        "phi3-longrope",
+        "phi3",
+        by=OWN,
+        lengths=BEYOND,
+        original_max_position_embeddings=64,
+        rope_parameters=longrope(4, 64),
+    ),
     row(
         "phi4-mini",
         "phi3",
+        by=OWN,
         lengths=BEYOND,
         hidden_size=64,
         tie_word_embeddings=True,
@@ -64,6 +72,7 @@ PHI = (
     row(
         "phi3-transformers-4",
         "phi3",
+        by=OWN,
         lengths=BEYOND,
         original_max_position_embeddings=64,
         rope_parameters=longrope(4, 64),
@@ -134,7 +143,7 @@ GPT2 = (
 PARALLEL = (
     row("gptj", "gptj", seed=3, **ROTATED),
     row("gptj-tied", "gptj", seed=5, **{**GPT, "rotary_dim": 4}, n_inner=40, tie_word_embeddings=True),
-    row("codegen", "codegen", seed=4, n_ctx=256, **{**GPT, "rotary_dim": 4}, by=OWN),
+    row("codegen", "codegen", seed=4, n_ctx=256, **{**GPT, "rotary_dim": 4}),
     row("gpt-neox", "gpt_neox", seed=2, num_attention_heads=2),
     row("gpt-neox-serial", "gpt_neox", use_parallel_residual=False, rope_parameters=partial(1.0)),
     row(

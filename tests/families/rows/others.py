@@ -7,6 +7,7 @@ from typing import Any
 from tests.families.row import FALLBACK, NEITHER, OWN, layer_types, row
 
 ENCODER: dict[str, Any] = {"is_decoder": True, "by": NEITHER}
+DECODING: dict[str, Any] = {"is_decoder": True, "by": FALLBACK}  # with attention by transformers' interface
 SEQ2SEQ: dict[str, Any] = {
     "d_model": 32,
     "encoder_layers": 2,
@@ -68,8 +69,8 @@ TEXT = (
         by=OWN,
     ),
     row("openai-gpt", "openai-gpt", n_embd=32, n_layer=3, n_head=4, by=NEITHER),
-    row("ctrl", "ctrl", seed=5, gain=4, n_embd=32, n_layer=3, n_head=4, dff=48, by=NEITHER),
-    row("hrm-text", "hrm_text", head_dim=8, num_layers_per_stack=2, num_hidden_layers=16, by=NEITHER),
+    row("ctrl", "ctrl", seed=5, gain=4, n_embd=32, n_layer=3, n_head=4, dff=48, by=FALLBACK),
+    row("hrm-text", "hrm_text", head_dim=8, num_layers_per_stack=2, num_hidden_layers=16, by=FALLBACK),
     row("cpmant", "cpmant", num_hidden_layers=2, dim_head=8, dim_ff=48, prompt_types=4, prompt_length=4, by=NEITHER),
     row("zaya", "zaya", head_dim=8, num_experts=4, moe_intermediate_size=16, router_hidden_size=16, by=NEITHER),
     row(
@@ -83,17 +84,17 @@ TEXT = (
 )
 
 ENCODERS = (
-    row("bert", "bert", **ENCODER),
-    row("bert-generation", "bert-generation", **ENCODER),
-    row("roberta", "roberta", **ENCODER),
-    row("electra", "electra", embedding_size=32, **ENCODER),
+    row("bert", "bert", **DECODING),
+    row("bert-generation", "bert-generation", **DECODING),
+    row("roberta", "roberta", **DECODING),
+    row("electra", "electra", embedding_size=32, **DECODING),
     row("rembert", "rembert", input_embedding_size=16, output_embedding_size=32, **ENCODER),
     row("roformer", "roformer", embedding_size=32, **ENCODER),
     row("megatron-bert", "megatron-bert", **ENCODER),
-    row("xlm-roberta", "xlm-roberta", **ENCODER),
-    row("camembert", "camembert", **ENCODER),
-    row("data2vec-text", "data2vec-text", **ENCODER),
-    row("ernie", "ernie", **ENCODER),
+    row("xlm-roberta", "xlm-roberta", **DECODING),
+    row("camembert", "camembert", **DECODING),
+    row("data2vec-text", "data2vec-text", **DECODING),
+    row("ernie", "ernie", **DECODING),
     row("big-bird", "big_bird", attention_type="original_full", **ENCODER),
     row("xlnet", "xlnet", d_model=32, n_layer=2, n_head=4, d_inner=48, by=NEITHER),
     row("xlm", "xlm", emb_dim=32, n_layers=2, n_heads=4, causal=True, by=NEITHER),

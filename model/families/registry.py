@@ -71,6 +71,7 @@ MODULES = {
     "smollm3": "llama",
     "stablelm": "stablelm",
     "starcoder2": "stablelm",
+    "vaultgemma": "gemma",
 }
 
 

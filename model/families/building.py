@@ -294,8 +294,6 @@ def parse_dtype(keys: ConfigKeys) -> str:
 
 def renamed(keys: ConfigKeys, names: Mapping[str, str]) -> ConfigKeys:
     """The keys under the names that most families have. `names`: name here -> name in the file, which errors say."""
-    values = dict(keys.values)
-    for name, stored in names.items():
-        if stored in values:
-            values[name] = values[stored]
-    return ConfigKeys(values, keys.source, {**keys.stored_names, **names})
+    found = {name: stored for name, stored in names.items() if stored in keys.values}
+    values = {**keys.values, **{name: keys.values[stored] for name, stored in found.items()}}
+    return ConfigKeys(values, keys.source, {**keys.stored_names, **found})

@@ -7,9 +7,22 @@ from typing import Any
 
 from ..config_keys import ConfigKeys
 from ..rope_config import MAX_THETA, RopeConfig
-from ..spec import DecoderSpec, EmbeddingSpec, HeadSpec
-from .building import Family, Sizes, biases, decoder, feed, layers_of, rms_norm, rope, sizes, windows
-from .names import LAYER, POST_FEED, POST_MIXER, Names
+from ..spec import DecoderSpec, EmbeddingSpec, FeedSpec, HeadSpec
+from .building import (
+    Family,
+    Sizes,
+    biases,
+    decoder,
+    feed,
+    layer_types,
+    layers_of,
+    renamed,
+    rms_norm,
+    rope,
+    sizes,
+    windows,
+)
+from .names import DOWN, GATE, LAYER, POST_FEED, POST_MIXER, UP, Names, split, stacked
 
 
 def granite(keys: ConfigKeys) -> DecoderSpec:
@@ -51,6 +64,31 @@ def _thetas(keys: ConfigKeys, num_layers: int, default: float) -> list[float]:
     return [float(one) for one in listed]
 
 
+def granite4(keys: ConfigKeys) -> DecoderSpec:
+    """Granite 4 without experts and without recurrent layers: its feed is that which all tokens share."""
+    if keys.count("num_local_experts", 8, least=0):
+        keys.fail("num_local_experts", "experts are not supported; 0 would be")
+    keys = renamed(keys, {"layer_types": "layers_block_type"})
+    found = sizes(keys)
+    if layer_types(keys, found.num_layers, ("attention", "full_attention")) is None:
+        keys.fail("layer_types", "is missing, and recurrent layers are not supported")
+    rotates = keys.values.get("position_embedding_type") == "rope"
+    return _decoder(
+        keys,
+        found,
+        (rope(keys, found),) if rotates else (),
+        logits=1 / _multiplier(keys, "logits_scaling"),
+        inner=feed(keys, intermediate_size=keys.count("shared_intermediate_size", 1024)),
+        ropes=[0 if rotates else None] * found.num_layers,
+    )
+
+
+def granite4_names(spec: DecoderSpec) -> Names:
+    """Gate and up are one matrix."""
+    mlp, rows = f"{LAYER}.shared_mlp", stacked(spec.intermediate_size, spec.intermediate_size)
+    return {**split(f"{mlp}.input_linear", (GATE, UP), tuple(rows)), DOWN: f"{mlp}.output_linear"}
+
+
 def hyperclovax(keys: ConfigKeys) -> DecoderSpec:
     """HyperCLOVA X: logits are multiplied; more norms behind attention and feed."""
     found, norm = sizes(keys), rms_norm(keys)
@@ -79,6 +117,7 @@ def _decoder(
     logits: float,
     eps: float = 1e-6,
     is_tied: bool = False,
+    inner: FeedSpec | None = None,
     around: dict[str, Any] | None = None,
     **changes: Any,
 ) -> DecoderSpec:
@@ -87,7 +126,7 @@ def _decoder(
     layers = layers_of(
         found,
         norm,
-        feed(keys, has_bias=keys.flag("mlp_bias", False)),
+        inner or feed(keys, has_bias=keys.flag("mlp_bias", False)),
         around={"residual_scale": _multiplier(keys, "residual_multiplier"), **(around or {})},
         **{"scale": _multiplier(keys, "attention_multiplier"), **biases(keys), **changes},
     )
@@ -106,6 +145,7 @@ def _multiplier(keys: ConfigKeys, key: str) -> float:
 
 FAMILIES = {
     "granite": Family(spec=granite),
+    "granitemoehybrid": Family(spec=granite4, names=granite4_names),
     "granite_swa": Family(spec=granite_swa),
     "hyperclovax": Family(spec=hyperclovax, names=hyperclovax_names),
 }

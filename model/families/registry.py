@@ -43,6 +43,7 @@ MODULES = {
     "gptj": "gpt_neox",
     "granite": "granite",
     "granite_swa": "granite",
+    "granitemoehybrid": "granite",
     "helium": "glm",
     "hunyuan_v1_dense": "hunyuan",
     "hyperclovax": "granite",

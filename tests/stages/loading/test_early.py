@@ -191,7 +191,7 @@ def test_of_tensors_at_odd_places_no_two_are_copied_at_once(tmp_path: Path, monk
     plain, odd = (cast("Any", one.result().native_model).result() for one in begun)
     assert len(num_set) > 10  # by itself each
     name = "model.layers.0.mlp.up_proj.weight"
-    rows, columns = plain.shape.intermediate_size, plain.shape.hidden_size
+    rows, columns = plain.shape.layers[0].intermediate_size, plain.shape.hidden_size
     assert np.array_equal(plain.matrix(name, rows, columns), odd.matrix(name, rows, columns))
     for one in begun:
         one.close()

@@ -99,6 +99,8 @@ def watch(engine: Engine, guard: Guard) -> None:
     model: Any = engine.pipeline.stages["execute"].runner  # type: ignore[attr-defined]
     decoder, work, chooser = model.runner.decoder, model._work, model._chooser
     decoder.kernels, chooser._kernels = (launched(each, guard) for each in (decoder.kernels, chooser._kernels))
+    for layer in decoder._blocks:
+        layer.kernels = decoder.kernels
     model.runner.cache._copy_blocks = guard.exempt(model.runner.cache._copy_blocks)
     names = ("apply_updates", "make_inputs", "note_tokens")
     work._kernels = SimpleNamespace(**{name: guard.exempt(getattr(work._kernels, name)) for name in names})

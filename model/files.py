@@ -90,7 +90,11 @@ def read_bytes(root: Path, name: str, most: int = FILE_BYTES) -> bytes | None:
 
 
 def refuse_code(root: Path, name: str, values: dict[str, Any]) -> None:
-    """Raises CheckpointError if a configuration, at any depth, names code or an attention function to load."""
+    """Raises CheckpointError if a configuration, at any depth, names code or an attention function to load.
+
+    An `auto_map` of the classes that transformers has for the `model_type` beside it is no reason: they were code of
+    the checkpoint before transformers had them.
+    """
     waiting: list[tuple[str, Any]] = [("", values)]
     while waiting:
         path, value = waiting.pop()
@@ -98,6 +102,8 @@ def refuse_code(root: Path, name: str, values: dict[str, Any]) -> None:
             waiting += [(path, child) for child in value if isinstance(child, dict | list)]
             continue
         for key, child in value.items():
+            if key == "auto_map" and _is_built_in(child, value.get("model_type")):
+                continue
             if key in ("auto_map", "_attn_implementation_internal", "custom_pipelines") and child:
                 raise CheckpointError(
                     f"{name} ({root}): {shown(path + key)} requires code outside this program, which is never run; "
@@ -105,6 +111,19 @@ def refuse_code(root: Path, name: str, values: dict[str, Any]) -> None:
                 )
             if isinstance(child, dict | list):
                 waiting.append((f"{path[-64:]}{key[:64]}.", child))
+
+
+def _is_built_in(auto_map: Any, model_type: Any) -> bool:
+    """Whether a map names only classes that are called as the model type, as `modeling_phi3.Phi3ForCausalLM`."""
+    if not isinstance(auto_map, dict) or not isinstance(model_type, str):
+        return False
+    stem = model_type.replace("_", "").replace("-", "").lower()
+    endings = ("config", "model", "forcausallm", "lmheadmodel", "forsequenceclassification", "fortokenclassification")
+    classes = [child for key, child in auto_map.items() if key != "AutoTokenizer"]  # tokenizer_config.json decides
+    return all(
+        isinstance(child, str) and child.rpartition(".")[2].lower() in [stem + ending for ending in endings]
+        for child in classes
+    )
 
 
 def _allowed_places(root: Path) -> list[Path]:

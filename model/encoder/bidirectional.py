@@ -1,8 +1,8 @@
-"""Encoder models, which attend in both directions: BERT and similar models, through transformers.
+"""Encoder models, which attend in both directions, as BERT does: any that transformers has built in.
 
 They compute a hidden state for each token or, as cross-encoders, one score for a pair of texts. Only safetensors are
-loaded, and checked before transformers reads them. No code of a checkpoint is run. Importing this module imports
-transformers.
+loaded, and checked before transformers reads them; `probe.py` then tests the model. No code of a checkpoint is run.
+Importing this module imports transformers.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from ...model.pooling import read_pooling
 from ...model.sentence_files import PoolingKind, read_sentence_files
 from ...model.text.tokenizer import Tokenizer
 from ...runtime.env.cpus import ComputeThreads
+from ...runtime.env.log import get_logger
 from ...runtime.phases import Phases
 from ..backends.torch.loading import choose_device, torch_dtype
 from ..config import EngineConfig, resolve_step_size
@@ -23,6 +24,8 @@ from ..outputs import ModelInfo
 from ..params import SamplingParams
 from ..tasks import Task
 from ..tokenize.prompt_encoder import ModelEncoder
+
+log = get_logger("millrace.stages")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,6 +74,9 @@ def load_encoder(
         from ...model.encoder.bidirectional import Bidirectional
 
         model = Bidirectional.load(root, files, device, dtype)
+        if not model.allows_padding:
+            costs = "padding would change its numbers, so texts of different lengths run one after another"
+            log.warning("encoder.unpadded", costs=costs)
     max_model_len = _max_model_len(config, model.max_tokens)
     tasks: frozenset[Task] = frozenset({"score"} if model.is_cross_encoder else {"embed"})
     info = ModelInfo(

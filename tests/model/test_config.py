@@ -125,6 +125,8 @@ def test_what_is_not_built_or_not_valid_is_refused_by_name(keys: dict[str, Any],
     "keys",
     [
         {"auto_map": {"AutoModelForCausalLM": "modeling_x.X"}},
+        {"auto_map": {"AutoModel": "modeling_llama.LlamaEncoderModel"}},
+        {"auto_map": {"AutoConfig": "x.LlamaConfig", "AutoModelForCausalLM": "x.MyLlamaForCausalLM"}},
         {"_attn_implementation_internal": "someone/kernel"},
         {"text_config": {"auto_map": {"AutoConfig": "x.Y"}}},
         {"parts": [{"custom_pipelines": {"x": {}}}]},
@@ -134,6 +136,18 @@ def test_code_in_a_checkpoint_is_refused_at_any_depth(keys: dict[str, Any], tmp_
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **keys}))
     with pytest.raises(CheckpointError, match="auto_map|_attn_implementation_internal|custom_pipelines"):
         read_spec(tmp_path)
+
+
+def test_the_code_that_a_built_in_class_came_from_is_no_reason_to_refuse(tmp_path: Path) -> None:
+    classes = {"AutoConfig": "configuration_llama.LlamaConfig", "AutoModelForCausalLM": "x.LlamaForCausalLM"}
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "auto_map": classes | {"AutoTokenizer": ["x.Y", None]}}))
+    assert read_spec(tmp_path).family == "llama"
+
+
+def test_end_tokens_of_a_wrapper_and_of_its_text_half_are_joined() -> None:
+    inner = {**SHAPE, "model_type": "gemma3_text", "eos_token_id": 1}
+    config = {"model_type": "gemma3", "eos_token_id": [1, 106], "text_config": inner}
+    assert parse_config(config, "config.json").eos_token_ids == (1, 106)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "\x00", "[" * 100_000, '{"a": ' * 100_000, "{" + "1" * 5000])

@@ -18,6 +18,7 @@ from millrace.model.text.chat_template import ChatTemplate, RenderedChat
 from millrace.model.text.tokenizer import Tokenizer
 from tests.model.text.templates.conversations import CONVERSATIONS, Message, as_sent, disarmed
 from tests.model.text.templates.families import FAMILIES
+from tests.model.text.templates.more_families import MORE_FAMILIES
 from tests.model.tiny_tokenizers import make_tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -25,7 +26,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 DATA = ("None", "null", "'type': 'text'", '"type": "text"', "{'place': '")
 FOLDER = os.environ.get("MILLRACE_TEMPLATES")
 FILES = sorted(Path(FOLDER).glob("*.jinja")) if FOLDER else []
-TEMPLATES = {**FAMILIES, **{path.stem: path.read_text(encoding="utf-8") for path in FILES}}
+TEMPLATES = {**FAMILIES, **MORE_FAMILIES, **{path.stem: path.read_text(encoding="utf-8") for path in FILES}}
 
 
 @pytest.fixture(scope="module")

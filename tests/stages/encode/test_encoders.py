@@ -171,6 +171,8 @@ SIZES = [
     ("bert", {"vocab_size": 2**40}, "vocab_size: must be a whole number up to 300"),
     ("bert", {"max_position_embeddings": 10**9}, "max_position_embeddings: must be a whole number up to 300"),
     ("distilbert", {"n_layers": 10**9}, "n_layers: must be a whole number up to 2"),
+    ("t5", {"num_layers": 10**9}, "num_layers: must be a whole number up to 2"),
+    ("t5", {"d_ff": 10**9}, "d_ff: must be a whole number up to 65536"),
     ("bert", {"hidden_size": "32"}, "hidden_size: must be a whole number"),
     ("bert", {"num_attention_heads": 5}, "attention heads"),
     ("bert", {"hidden_act": "no such"}, "cannot load it"),

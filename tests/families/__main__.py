@@ -3,7 +3,7 @@
     python -m tests.families [--backend native|torch|triton|transformers|auto ...] [--ways WAY ...] [NAMES ...]
 
 A name is a row or a model type; none means all. `--list` shows the rows with the least margin of their best logits and
-how many tokens differ; `--markdown` the table of models, for which nothing runs. `--ids` and `--prompts` shorten a run,
+how many tokens differ; `--markdown` the page of models, for which nothing runs. `--ids` and `--prompts` shorten a run,
 as Triton needs it without a GPU, where its kernels are interpreted: `--backend triton --ids 4 --prompts 21`. Exit
 status 1 if a row differs or fails.
 """
@@ -38,10 +38,11 @@ def main() -> int:
         rows = chosen(options.names)
     except KeyError as error:
         sys.exit(f"python -m tests.families: {error.args[0]}")
-    if options.markdown:
-        from tests.families.table import table
+    if options.page or options.markdown:
+        from tests.docs.generated import DOCS
+        from tests.families.table import page
 
-        print("\n".join(table(rows)))
+        print(page(rows)) if options.markdown else (DOCS / "models.md").write_text(page(rows))
         return 0
     log.configure(level="error")
     gc.freeze()  # an engine collects garbage when it stops, which takes 0.4 s with all that is imported
@@ -87,7 +88,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--ids", type=int, default=NUM_NEW, help="tokens after each prompt")
     parser.add_argument("--prompts", type=int, nargs="+", default=LENGTHS, help="lengths of the prompts")
     parser.add_argument("--list", action="store_true", help="show the rows, and run transformers only")
-    parser.add_argument("--markdown", action="store_true", help="show the table of models; runs none")
+    parser.add_argument("--markdown", action="store_true", help="show the page of models; runs none")
+    parser.add_argument("--page", action="store_true", help="write it, to deploy/docs/models.md")
     return parser.parse_args(arguments)
 
 

@@ -315,6 +315,9 @@ class _Marker:
         self.ends = {token[length:] for token in self.tokens for length in range(1, len(token))}
         self.longest = len(self.tokens[0]) if self.tokens else 0
         self._begun = re.compile("|".join(map(re.escape, sorted({token[:2] for token in self.tokens}))) or "(?!)")
+        self._with_start: dict[str, dict[int, set[str]]] = {}  # tokens by first two characters and by length
+        for token in self.tokens:
+            self._with_start.setdefault(token[:2], {}).setdefault(len(token), set()).add(token)
 
     def is_needed(self, texts: Iterable[str]) -> bool:
         """Whether a text holds the first two characters of a special token, or an end of one."""
@@ -336,6 +339,18 @@ class _Marker:
             end = run_end
         return RenderedChat(text, "".join([*pieces, text[end:]]), mark)
 
+    def _spelled(self, text: str) -> list[str]:
+        """The special tokens in a text, the longest first; a search for each of Gemma's 6,000 would take too long."""
+        found: set[str] = set()
+        match = self._begun.search(text)
+        while match:
+            begin = match.start()
+            for length, tokens in self._with_start[match.group()].items():
+                if (spelled := text[begin : begin + length]) in tokens:
+                    found.add(spelled)
+            match = self._begun.search(text, begin + 1)
+        return sorted(found, key=lambda token: (-len(token), token))
+
     def _edges(self, text: str) -> tuple[bool, bool]:
         """Whether the text starts with the end of a special token, and whether it ends with the start of one."""
         lengths = range(1, min(self.longest, len(text) + 1))
@@ -345,7 +360,7 @@ class _Marker:
         stripped = text.strip()  # special tokens may absorb the white space around them, so marks go inside it
         at_start, at_end = self._edges(stripped)
         marked = stripped
-        for token in self.tokens:
+        for token in self._spelled(stripped):
             marked = marked.replace(token, token[0] + mark + token[1:])
         marked = (mark if at_start else "") + marked + (mark if at_end else "")
         head, _, tail = text.partition(stripped) if stripped else (text, "", "")

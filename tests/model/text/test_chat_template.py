@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -324,3 +325,27 @@ def test_the_bound_of_a_prompt_grows_with_the_context(chatml: Tokenizer) -> None
         template.render(messages)
     template.allow(16 * 1_000_000)
     assert len(template.render(messages).text) == 1_060_001
+
+
+@dataclass(frozen=True)
+class ManyTokens:
+    """What a template sees of a tokenizer like Gemma's, of which thousands of tokens are special."""
+
+    special_tokens: dict[str, int]
+    named_tokens: dict[str, str] = field(default_factory=dict)
+
+
+def test_six_thousand_special_tokens_take_about_as_long_as_ten() -> None:
+    text = "It's <b>bold</b>, <unused> and [x] <u> here. " * 1000
+    took_s = []
+    for num_tokens in (10, 6000):
+        tokens = {f"<unused{index}>": index for index in range(num_tokens)} | {"<eos>": 6001}
+        template = ChatTemplate("{{ messages[0].content }}", ManyTokens(tokens))
+        runs = []
+        for _ in range(3):
+            begun = time.process_time()
+            rendered = template.render([{"role": "user", "content": text + "<unused3><eos>"}])
+            runs.append(time.process_time() - begun)
+        assert rendered.mark and rendered.marked.endswith(f"<{rendered.mark}unused3><{rendered.mark}eos>")
+        took_s.append(min(runs))
+    assert took_s[1] < 8 * took_s[0] + 0.005, "one search for each token took 50 times as long"

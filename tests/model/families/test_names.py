@@ -85,6 +85,24 @@ def test_parts_are_stacked_and_changed_in_float32() -> None:
     assert sources.canonical_name("y.3") == "a.3.b"
 
 
+def test_a_matrix_of_weights_of_heads_is_read_as_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = tensors(parse_config(LLAMA, ""))
+    use(monkeypatch, names=lambda spec: {"model.norm": Rows("model.norm", halves(16, 4), shape=(16, 4))})
+    matrix = expected["model.norm.weight"].view(16, 4)
+    source, _ = open_source(tmp_path, save(tmp_path, {**expected, "model.norm.weight": matrix}), "auto")
+    assert np.array_equal(source.array("model.norm.weight"), matrix[:, [0, 2, 1, 3]].reshape(-1).numpy())
+
+
+def test_a_stored_constant_must_hold_the_number_of_the_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, constants={"model.layers.*.mlp.act_fn.beta": 0.5})
+    stored, name = tensors(parse_config(LLAMA, "")), "model.layers.1.mlp.act_fn.beta"
+    source, _ = open_source(tmp_path, save(tmp_path, {**stored, name: torch.tensor(0.5).bfloat16()}), "auto")
+    assert not source.warnings
+    spec = save(tmp_path, {**stored, name: torch.tensor([0.6])})
+    with pytest.raises(CheckpointError, match=r"act_fn\.beta: must hold 0\.5 in a llama model, not \[0\.6"):
+        open_source(tmp_path, spec, "auto")
+
+
 @pytest.mark.parametrize("prefix", ["", "model.", "model.language_model.", "language_model.model.", "language_model."])
 def test_the_decoder_is_found_behind_the_prefix_of_any_wrapper(prefix: str, tmp_path: Path) -> None:
     expected = tensors(parse_config(LLAMA, ""))

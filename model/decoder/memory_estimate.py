@@ -12,7 +12,7 @@ from ..spec import DecoderSpec
 from .linear import WidenedLinear
 from .weights import DecoderWeights
 
-QUERY_TILE = 256  # as in kernels/reference/layers_and_attention.py: queries whose mask is made at a time
+QUERY_TILE = 256  # as in kernels/reference/attention.py: queries whose mask is made at a time
 INDEX_BYTES = 40  # of a token of a step: id, position, block, offset and slot
 
 

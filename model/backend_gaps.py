@@ -13,6 +13,8 @@ Backend = Literal["native", "torch", "triton"]
 def missing(spec: DecoderSpec, backend: Backend) -> list[str]:
     """What the backend does not compute of the decoder; empty: it serves it."""
     found: dict[str, None] = {}  # in order, each once
+    if spec.embedding.width not in (None, spec.hidden_size):
+        found[f"an embedding of {spec.embedding.width} numbers beside layers of {spec.hidden_size}"] = None
     for layer in dict.fromkeys(spec.layers):
         found.update(dict.fromkeys(_of_layer(layer)))
         if isinstance(layer.mixer, AttentionSpec):
@@ -43,6 +45,8 @@ def _of_layer(layer: LayerSpec) -> Iterator[str]:
         yield "experts"
     elif feed is None:
         yield "layers without a feed-forward network"
+    if layer.is_post_norm:
+        yield "norms after the residual is added"
     if layer.has_output_scale:
         yield "a scale of the layer's output"
 

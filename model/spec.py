@@ -166,6 +166,7 @@ class LayerSpec:
     pre_feed: NormSpec | None = field(default_factory=NormSpec)
     post_feed: NormSpec | None = None
     is_parallel: bool = False
+    is_post_norm: bool = False  # the two norms are of the sums: x = pre_mixer(x + mixer(x)); x = pre_feed(x + feed(x))
     residual_scale: float = 1.0  # multiplies what is added to the residual
     has_output_scale: bool = False  # the layer's output is multiplied by a number of the checkpoint
 
@@ -182,6 +183,7 @@ class LearnedPositions:
 class EmbeddingSpec:
     """From token ids to the first residual."""
 
+    width: int | None = None  # of the table, beside projections from it and to it; None = hidden_size
     scale: float = 1.0  # rounded to the dtype before use
     positions: LearnedPositions | None = None
     norm: NormSpec | None = None  # after the positions

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ..config_keys import ConfigKeys
 from ..spec import DecoderSpec, EmbeddingSpec, FeedSpec, LayerSpec, LearnedPositions, NormSpec
-from .building import Family, Sizes, attention, decoder, feed, refuse_other, sizes
+from .building import Family, Sizes, attention, decoder, feed, sizes
 from .names import DOWN, EMBEDDING, FINAL_NORM, HEAD, OUTPUT, POSITIONS, PRE_FEED, PRE_MIXER, UP, K, Names, Q, V
 
 OFFSET = 2  # row of position 0
@@ -14,13 +15,15 @@ NORM: dict[str, Any] = {"kind": "layer", "eps": 1e-5, "is_exact": True}  # whate
 
 
 def opt(keys: ConfigKeys) -> DecoderSpec:
-    """OPT, but for the 350M one, whose norms come after and whose embedding is narrower."""
-    refuse_other(keys, do_layer_norm_before=True, word_embed_proj_dim=keys.values.get("hidden_size"))
+    """OPT. The norms of the 350M one come after, and its embedding is narrower, which no backend computes."""
+    found, is_post_norm = sizes(keys), not keys.flag("do_layer_norm_before", True)
     has_bias, has_weight = keys.flag("enable_bias", True), keys.flag("layer_norm_elementwise_affine", True)
     norm = NormSpec(**NORM, weight="w" if has_weight else "none", has_bias=has_weight)
     inner = feed(keys, activation="relu", key="activation_function", size="ffn_dim", is_gated=False, has_bias=has_bias)
-    final_norm = None if keys.flag("_remove_final_layer_norm", False) else norm
-    return _decoder(keys, sizes(keys), inner, norm, final_norm=final_norm, has_bias=has_bias)
+    final_norm = None if is_post_norm or keys.flag("_remove_final_layer_norm", False) else norm
+    spec = _decoder(keys, found, inner, norm, final_norm=final_norm, has_bias=has_bias, is_post_norm=is_post_norm)
+    width = keys.count("word_embed_proj_dim", found.hidden_size)
+    return replace(spec, embedding=replace(spec.embedding, width=width)) if width != found.hidden_size else spec
 
 
 def biogpt(keys: ConfigKeys) -> DecoderSpec:
@@ -39,10 +42,11 @@ def _decoder(
     *,
     final_norm: NormSpec | None,
     has_bias: bool,
+    is_post_norm: bool = False,
     scale: float = 1.0,
 ) -> DecoderSpec:
     mixer = attention(found, rope=None, has_qkv_bias=has_bias, has_output_bias=has_bias)
-    layer = LayerSpec(mixer=mixer, feed=inner, pre_mixer=norm, pre_feed=norm)
+    layer = LayerSpec(mixer=mixer, feed=inner, pre_mixer=norm, pre_feed=norm, is_post_norm=is_post_norm)
     positions = LearnedPositions(rows=found.max_position + OFFSET, offset=OFFSET)
     embedding = EmbeddingSpec(scale=scale, positions=positions)
     layers = [layer] * found.num_layers

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from millrace.model.backend_gaps import missing
 from millrace.model.checkpoint.canonical import TensorSources
 from millrace.model.checkpoint.tensor_shapes import open_source
 from millrace.model.errors import CheckpointError
@@ -63,8 +64,6 @@ def parse(model_type: str, **keys: Any) -> DecoderSpec:
         ("mpt", {"attn_config": {"alibi_bias_max": 16}}, "alibi_bias_max: 16 is not supported; supported: 8"),
         ("mpt", {"norm_type": "rmsnorm"}, "norm_type: 'rmsnorm' is not supported"),
         ("mpt", {"no_bias": False}, "no_bias: False is not supported"),
-        ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before: False is not supported"),
-        ("opt", {"word_embed_proj_dim": 16}, "word_embed_proj_dim: 16 is not supported; supported: 32"),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(model_type: str, keys: dict[str, Any], message: str) -> None:
@@ -80,6 +79,18 @@ def test_what_a_family_implies_holds_where_the_file_says_nothing() -> None:
     assert parse("falcon", num_kv_heads=2).num_kv_heads == 1  # the key is of the newer architecture
     assert (parse("bloom").max_position_embeddings, parse("mpt", max_seq_len=99).max_position_embeddings) == (2048, 99)
     assert parse("gptj").head.has_bias and parse("gptj").ropes[0].dim == 4
+
+
+@pytest.mark.parametrize(
+    ("keys", "lacks"),
+    [
+        ({"do_layer_norm_before": False}, ["norms after the residual is added"]),
+        ({"word_embed_proj_dim": 16}, ["an embedding of 16 numbers beside layers of 32"]),
+        ({"word_embed_proj_dim": 32}, []),
+    ],
+)
+def test_the_350m_opt_is_left_to_transformers(keys: dict[str, Any], lacks: list[str]) -> None:
+    assert missing(parse("opt", **keys), "torch") == lacks
 
 
 def test_the_rotary_keys_of_gpt_neox_replace_the_usual_ones() -> None:

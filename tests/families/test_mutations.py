@@ -12,7 +12,6 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import eager_mask
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
-from millrace.model.families import registry
 from millrace.model.families.names import POST_MIXER, PRE_MIXER, SINKS, Rows
 from millrace.model.spec import AttentionSpec, DecoderSpec, LayerSpec, NormSpec
 from tests.families.checkpoint import make_model, randomise
@@ -69,11 +68,8 @@ FAULTS: dict[str, tuple[str, SpecChange]] = {
 }
 
 
-LANDED = [fault for fault, (name, _) in FAULTS.items() if chosen([name])[0].model_type in registry.MODULES]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", LANDED)
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_dropped_part_turns_its_row_red(fault: str, zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     name, change = FAULTS[fault]
     assert outcome(zoo, name) == Outcome("equal")
@@ -87,7 +83,6 @@ def test_a_norm_after_attention_instead_of_before_turns_a_row_red(zoo: Zoo, monk
     assert outcome(zoo, "llama").state == "differs"
 
 
-@pytest.mark.skipif("cohere" not in registry.MODULES, reason="is not served yet")
 def test_neighbours_rotated_as_halves_turn_a_row_red(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, "cohere", names=lambda _: {})
     assert outcome(zoo, "cohere").state == "differs"

@@ -263,11 +263,13 @@ def decoder(
     """The spec of a file. `is_tied` is the default of `tie_word_embeddings`, which sets the head's."""
     unique: dict[LayerSpec, LayerSpec] = {}
     is_tied = keys.flag("tie_word_embeddings", is_tied)
+    layers = tuple(unique.setdefault(layer, layer) for layer in layers)
+    _check_types(keys, layers)
     return DecoderSpec(
         family=str(keys.values["model_type"]),
         vocab_size=sizes.vocab_size,
         hidden_size=sizes.hidden_size,
-        layers=tuple(unique.setdefault(layer, layer) for layer in layers),
+        layers=layers,
         embedding=embedding or EmbeddingSpec(),
         final_norm=final_norm,
         head=HeadSpec(is_tied=is_tied) if head is None else head,
@@ -279,6 +281,15 @@ def decoder(
         bos_token_id=next(iter(keys.token_ids("bos_token_id", sizes.vocab_size)), None),
         eos_token_ids=keys.token_ids("eos_token_id", sizes.vocab_size),
     )
+
+
+def _check_types(keys: ConfigKeys, layers: tuple[LayerSpec, ...]) -> None:
+    """Refuses layer types that limit what a layer sees, where the family has read no limit."""
+    types = keys.values.get("layer_types")
+    for kind, layer in zip(types if isinstance(types, list) else (), layers, strict=False):
+        is_limited = isinstance(layer.mixer, AttentionSpec) and (layer.mixer.window or layer.mixer.chunk)
+        if kind in ("sliding_attention", "chunked_attention") and not is_limited:
+            keys.fail("layer_types", f"names '{kind}', but no window is in force")
 
 
 def parse_dtype(keys: ConfigKeys) -> str:

@@ -191,7 +191,7 @@ REST = [
     Variant("architectures null", keys={"architectures": None}),
     refused("architectures", 5, "must be a list"),
     refused("architectures", ["LlamaForSequenceClassification"], "['LlamaForSequenceClassification']"),
-    refused("model_type", "gpt2", "'gpt2' is not supported"),
+    refused("model_type", "glm9", "'glm9'"),
     refused("model_type", None, "None is not supported"),
     Variant("quantization null", keys={"quantization_config": None}),
     refused("quantization_config", AWQ, "'awq'"),

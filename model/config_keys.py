@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from .errors import CheckpointError, quoted
+from .errors import CheckpointError, UnbuiltError, quoted
 
 
 class ConfigKeys:
@@ -19,6 +19,10 @@ class ConfigKeys:
 
     def fail(self, key: str, problem: str) -> NoReturn:
         raise CheckpointError(f"{self.source}: {self.stored_names.get(key, key)}: {problem}")
+
+    def refuse(self, key: str, problem: str) -> NoReturn:
+        """Raises UnbuiltError for a right value whose computation is not built."""
+        raise UnbuiltError(f"{self.source}: {self.stored_names.get(key, key)}: {problem}")
 
     def count(self, key: str, default: int | None = None, least: int = 1, most: int = 2**31 - 1) -> int:
         value = self._value(key, default)

@@ -27,6 +27,10 @@ class CheckpointError(ModelError):
     """A checkpoint's files are missing, damaged, of an unsupported kind, or require code to be run."""
 
 
+class UnbuiltError(CheckpointError):
+    """A checkpoint of a family here sets a key to a value that its decoder does not compute. Transformers may."""
+
+
 class DownloadError(ModelError):
     """A model is not on this machine and cannot be fetched."""
 

@@ -224,17 +224,17 @@ def layer_types(
 
 
 def refuse_other(keys: ConfigKeys, **values: Any) -> None:
-    """Raises CheckpointError for a key with another value than this one, which is also its default."""
+    """Raises UnbuiltError for a key with another value than this one, which is also its default."""
     for name, value in values.items():
         if keys.values.get(name) not in (None, value):
-            keys.fail(name, f"{quoted(keys.values[name])} is not supported; supported: {quoted(value)}")
+            keys.refuse(name, f"{quoted(keys.values[name])} is not supported; supported: {quoted(value)}")
 
 
 def refuse_true(keys: ConfigKeys, *names: str) -> None:
-    """Raises CheckpointError for a key that changes the computation in a way that is not built."""
+    """Raises UnbuiltError for a key that changes the computation in a way that is not built."""
     for name in names:
         if keys.values.get(name):
-            keys.fail(name, f"{quoted(keys.values[name])} is not supported for a model that generates text")
+            keys.refuse(name, f"{quoted(keys.values[name])} is not supported for a model that generates text")
 
 
 def rope(keys: ConfigKeys, sizes: Sizes, **defaults: Any) -> RopeConfig:

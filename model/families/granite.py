@@ -67,11 +67,11 @@ def _thetas(keys: ConfigKeys, num_layers: int, default: float) -> list[float]:
 def granite4(keys: ConfigKeys) -> DecoderSpec:
     """Granite 4 without experts and without recurrent layers: its feed is that which all tokens share."""
     if keys.count("num_local_experts", 8, least=0):
-        keys.fail("num_local_experts", "experts are not supported; 0 would be")
+        keys.refuse("num_local_experts", "experts are not supported; 0 would be")
     keys = renamed(keys, {"layer_types": "layers_block_type"})
     found = sizes(keys)
     if layer_types(keys, found.num_layers, ("attention", "full_attention")) is None:
-        keys.fail("layer_types", "is missing, and recurrent layers are not supported")
+        keys.refuse("layer_types", "is missing, and recurrent layers are not supported")
     rotates = keys.values.get("position_embedding_type") == "rope"
     return _decoder(
         keys,

@@ -28,7 +28,7 @@ from ...model.checkpoint.model_kind import is_bidirectional
 from ...model.checkpoint.tensor_shapes import TensorSource, expected_shapes, open_source
 from ...model.decoder.native_decoder import native_shape
 from ...model.decoder.rope import rope_tables
-from ...model.errors import CheckpointError
+from ...model.errors import CheckpointError, UnbuiltError
 from ...model.families.registry import read_spec
 from ...model.files import LinkedFolder
 from ...model.spec import DecoderSpec
@@ -118,9 +118,14 @@ class EarlyLoading:
         if is_bidirectional(root):
             return OpenedModel(root, threads, None)
         reason = why_through_transformers(config, root)
-        shape = read_spec(root) if reason is None else None
-        if shape is not None:
-            reason = why_not_here(config, shape)
+        shape = None
+        if reason is None:
+            try:
+                reason = why_not_here(config, shape := read_spec(root))
+            except UnbuiltError as error:
+                if config.model_impl != "auto":
+                    raise
+                reason = str(error)
         if shape is None or reason is not None:
             check_settings(config, str(reason))
             return OpenedModel(root, threads, None, why_through_transformers=str(reason))

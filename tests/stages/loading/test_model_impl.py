@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from millrace.model.demo import WEIGHTS
+from millrace.model.errors import CheckpointError
+from millrace.runtime.phases import Phases
 from millrace.stages import EngineConfig
 from millrace.stages.errors import ConfigError
+from millrace.stages.loading.early import EarlyLoading, OpenedModel
 from millrace.stages.loading.model_impl import check_settings, why_through_transformers
+from tests.model.checkpoints import SHAPE
 
 
 def folder_of(tmp_path: Path, **values: Any) -> Path:
@@ -64,6 +69,22 @@ def test_settings_of_decoders_here_are_refused_by_name(setting: dict[str, Any]) 
 
 def test_other_settings_pass() -> None:
     check_settings(EngineConfig(attention_backend="torch", dtype="float16", speculation="ngram"), "because")
+
+
+def test_a_family_that_lacks_what_a_key_asks_for_leaves_it_to_transformers(tmp_path: Path) -> None:
+    olmo = {"model_type": "olmo", **SHAPE, "clip_qkv": 8.0}
+    opened = open_model(folder_of(tmp_path, **olmo))
+    assert opened.shape is None and "clip_qkv: 8.0 is not supported" in opened.why_through_transformers
+    with pytest.raises(CheckpointError, match=r"clip_qkv: 8\.0 is not supported"):
+        open_model(tmp_path, model_impl="millrace")
+
+
+def open_model(root: Path, **settings: Any) -> OpenedModel:
+    opening = EarlyLoading(EngineConfig(model=str(root), device="cpu", **settings), Phases(time.monotonic))
+    try:
+        return opening.result()
+    finally:
+        opening.close()
 
 
 @pytest.mark.slow

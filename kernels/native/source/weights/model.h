@@ -114,7 +114,8 @@ struct Norm {
     int64_t num_bytes() const { return 4 * int64_t(weight.size() + bias.size()); }
 };
 
-struct Layer {
+// Aligned so that the shape takes two cache lines, and each norm one.
+struct alignas(64) Layer {
     LayerShape shape;
     Norm pre_mixer, post_mixer, pre_feed, post_feed, q_norm, k_norm;
     Linear qkv, output, gate_up, down;  // gate_up: 16 columns of gate, 16 of up, alternating; up alone if not gated

@@ -48,9 +48,16 @@ class ConfigKeys:
             self.fail(key, f"must be a number from {least:g} to {most:g}, not {quoted(value)}")
         return float(value)
 
+    def positive(self, key: str, default: float | None = None) -> float:
+        """A number above 0."""
+        number = self.number(key, default)
+        if number == 0:
+            self.fail(key, "must be above 0")
+        return number
+
     def cap(self, key: str, default: float | None) -> float | None:
         """A cap that null switches off. The default holds where the key is absent."""
-        return self.number(key) if self.values.get(key) is not None else None if key in self.values else default
+        return self.positive(key) if self.values.get(key) is not None else None if key in self.values else default
 
     def flag(self, key: str, default: bool) -> bool:
         value = self._value(key, default)

@@ -76,7 +76,7 @@ def _sandwich(
         windows=windows_of,
         ropes=[0 if window is None else local for window in windows_of],
         around={"post_mixer": norm, "post_feed": norm} if has_post_norms else None,
-        scale=keys.number("query_pre_attn_scalar", 256.0) ** -0.5,
+        scale=keys.positive("query_pre_attn_scalar", 256.0) ** -0.5,
         # transformers caps no scores of Gemma 3, whatever its file says
         soft_cap=None if score_cap is None else keys.cap("attn_logit_softcapping", score_cap),
         qk_norm=QkNorm(norm=norm) if has_qk_norm else None,

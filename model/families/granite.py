@@ -28,7 +28,7 @@ from .names import DOWN, GATE, LAYER, POST_FEED, POST_MIXER, UP, Names, split, s
 def granite(keys: ConfigKeys) -> DecoderSpec:
     """Granite: logits are divided."""
     found = sizes(keys)
-    return _decoder(keys, found, (rope(keys, found),), logits=1 / _multiplier(keys, "logits_scaling"))
+    return _decoder(keys, found, (rope(keys, found),), logits=1 / keys.positive("logits_scaling", 1.0))
 
 
 def granite_swa(keys: ConfigKeys) -> DecoderSpec:
@@ -42,7 +42,7 @@ def granite_swa(keys: ConfigKeys) -> DecoderSpec:
         keys,
         found,
         tuple(replace(positions, theta=theta) for theta in bases),
-        logits=1 / _multiplier(keys, "logits_scaling"),
+        logits=1 / keys.positive("logits_scaling", 1.0),
         eps=1e-5,
         is_tied=True,
         windows=on,
@@ -77,7 +77,7 @@ def granite4(keys: ConfigKeys) -> DecoderSpec:
         keys,
         found,
         (rope(keys, found),) if rotates else (),
-        logits=1 / _multiplier(keys, "logits_scaling"),
+        logits=1 / keys.positive("logits_scaling", 1.0),
         inner=feed(keys, intermediate_size=keys.count("shared_intermediate_size", 1024)),
         ropes=[0 if rotates else None] * found.num_layers,
     )
@@ -98,7 +98,7 @@ def hyperclovax(keys: ConfigKeys) -> DecoderSpec:
         keys,
         found,
         (rope(keys, found),),
-        logits=_multiplier(keys, "logits_scaling"),
+        logits=keys.positive("logits_scaling", 1.0),
         scale=found.head_dim**-0.5 if scale is None else scale,
         around={"post_mixer": post, "post_feed": post},
     )
@@ -127,20 +127,12 @@ def _decoder(
         found,
         norm,
         inner or feed(keys, has_bias=keys.flag("mlp_bias", False)),
-        around={"residual_scale": _multiplier(keys, "residual_multiplier"), **(around or {})},
-        **{"scale": _multiplier(keys, "attention_multiplier"), **biases(keys), **changes},
+        around={"residual_scale": keys.positive("residual_multiplier", 1.0), **(around or {})},
+        **{"scale": keys.positive("attention_multiplier", 1.0), **biases(keys), **changes},
     )
-    embedding = EmbeddingSpec(scale=_multiplier(keys, "embedding_multiplier"))
+    embedding = EmbeddingSpec(scale=keys.positive("embedding_multiplier", 1.0))
     head = HeadSpec(is_tied=keys.flag("tie_word_embeddings", is_tied), scale=logits)
     return decoder(keys, found, layers, final_norm=norm, ropes=positions, embedding=embedding, head=head)
-
-
-def _multiplier(keys: ConfigKeys, key: str) -> float:
-    """A multiplier; without the key 1, that of attention too."""
-    found = keys.number(key, 1.0)
-    if found == 0:
-        keys.fail(key, "must be above 0")
-    return found
 
 
 FAMILIES = {

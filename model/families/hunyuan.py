@@ -29,6 +29,8 @@ def _hunyuan_rope(keys: ConfigKeys, found: Sizes) -> RopeConfig:
     alpha = scaling.optional_number("alpha")
     if "dynamic" not in (scaling.values.get("rope_type"), scaling.values.get("type")) or not alpha:
         return rope(keys, found)
+    if found.head_dim < 4:
+        scaling.fail("alpha", f"needs heads of at least 4 numbers, not {found.head_dim}")
     base = scaling.number("rope_theta", keys.number("rope_theta", 1e4))
     theta = base * alpha ** (found.head_dim / (found.head_dim - 2))
     plain = {**keys.values, "rope_scaling": None, "rope_parameters": {"rope_type": "default", "rope_theta": theta}}

@@ -123,9 +123,10 @@ def parse_config(values: Mapping[str, Any], source: str) -> DecoderSpec:
     if model_type not in WRAPPERS:
         return family_of(model_type).spec(keys)
     keys = text_half(keys)
-    if keys.values["model_type"] not in MODULES:
-        keys.fail("model_type", f"{quoted(keys.values['model_type'])} is not supported")
-    return with_own_head(family_of(keys.values["model_type"]).spec(keys))
+    inner_type = keys.values["model_type"]
+    if not isinstance(inner_type, str) or inner_type not in MODULES:
+        keys.fail("model_type", f"{quoted(inner_type)} is not supported; supported: {', '.join(sorted(MODULES))}")
+    return with_own_head(family_of(inner_type).spec(keys))
 
 
 def _check_is_generative(keys: ConfigKeys) -> None:

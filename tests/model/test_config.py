@@ -88,6 +88,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"architectures": ["LlamaForSequenceClassification"]}, "architectures"),
     ({"hidden_act": "mish"}, "hidden_act: 'mish'"),
     ({"quantization_config": {"quant_method": "awq"}}, "quantization_config: 'awq'"),
+    ({"model_type": "gemma2", "query_pre_attn_scalar": 0}, "query_pre_attn_scalar: must be above 0"),
+    ({"model_type": "gemma2", "final_logit_softcapping": 0.0}, "final_logit_softcapping: must be above 0"),
+    ({"model_type": "granite", "logits_scaling": 0}, "logits_scaling: must be above 0"),
+    (
+        {"model_type": "hunyuan_v1_dense", "head_dim": 2, "rope_scaling": {"type": "dynamic", "alpha": 9.0}},
+        "alpha: needs heads of at least 4 numbers, not 2",
+    ),
     ({"hidden_size": "64"}, "hidden_size: must be a whole number"),
     ({"hidden_size": True}, "hidden_size"),
     ({"hidden_size": None}, "hidden_size: is missing"),

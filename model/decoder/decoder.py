@@ -60,6 +60,7 @@ class Decoder:
         self._tables = [  # cos, sin of each of `spec.ropes`, [P, D_rot / 2] f32 each
             tuple(map(self.on_device, rope_tables(rope, self.max_positions))) for rope in spec.ropes
         ]
+        self._by_position: dict[AttentionSpec, tuple[Tensor | None, Tensor | None]] = {}
         self._blocks = [
             _Layer(self, layer, weights) for layer, weights in zip(spec.layers, weights.layers, strict=True)
         ]
@@ -123,6 +124,14 @@ class Decoder:
         cos, sin = self._tables[attention.rope]
         return cos, sin
 
+    def tables_by_position(self, attention: AttentionSpec) -> tuple[Tensor | None, Tensor | None]:
+        """The factors of queries [P] and the slopes of alibi [H], or [H, P], f32; equal layers share them."""
+        if attention not in self._by_position:
+            temper = attention.query_temper
+            factors = None if temper is None else self.on_device(query_factors(*temper, self.max_positions))
+            self._by_position[attention] = factors, _alibi(attention, self)
+        return self._by_position[attention]
+
     def on_device(self, table: NDArray[np.float32]) -> Tensor:
         """A table of numbers where the weights are."""
         return torch.from_numpy(table).to(self.device)
@@ -148,14 +157,13 @@ class _Layer:
         self.spec, self.attention, self.feed, self.weights = spec, spec.mixer, spec.feed, weights
         self.tables = decoder.tables_of(self.attention)
         self.norms = _head_norms(self.attention, weights)
-        temper = self.attention.query_temper
-        self.query_factors = temper and decoder.on_device(query_factors(*temper, decoder.max_positions))
+        self.query_factors, alibi = decoder.tables_by_position(self.attention)
         self.options: dict[str, Any] = {  # of the attention kernels
             "scale": self.attention.scale,
             "window": self.attention.window,
             "soft_cap": self.attention.soft_cap,
             "sinks": weights.sinks,
-            "alibi": _alibi(self.attention, decoder),
+            "alibi": alibi,
             "chunk": self.attention.chunk,
         }
 

@@ -41,7 +41,7 @@ def bloom(keys: ConfigKeys) -> DecoderSpec:
     """BLOOM. A file may leave out how long the sequences of its training were: 2,048 tokens."""
     keys = renamed(keys, {**BLOOM_KEYS, **({"hidden_size": "n_embed"} if keys.values.get("n_embed") else {})})
     refuse_true(keys, "apply_residual_connection_post_layernorm")
-    found, norm = sizes(keys), layer_norm(keys, "layer_norm_epsilon")
+    found, norm = sizes(keys, has_plain_heads=True), layer_norm(keys, "layer_norm_epsilon")
     mixer = attention(found, rope=None, has_alibi=True, has_qkv_bias=True, has_output_bias=True)
     inner = FeedSpec(intermediate_size=4 * found.hidden_size, is_gated=False, activation="gelu_tanh", has_bias=True)
     layers = [LayerSpec(mixer=mixer, feed=inner, pre_mixer=norm, pre_feed=norm)] * found.num_layers
@@ -61,7 +61,7 @@ def mpt(keys: ConfigKeys) -> DecoderSpec:
     if keys.values.get("norm_type") not in (None, "low_precision_layernorm", "layernorm"):
         keys.fail("norm_type", f"{quoted(keys.values['norm_type'])} is not supported; supported: layernorm")
     refuse_true(keys, "logit_scale")
-    found, norm = sizes(keys), layer_norm(keys, "layer_norm_epsilon", has_bias=False)
+    found, norm = sizes(keys, has_plain_heads=True), layer_norm(keys, "layer_norm_epsilon", has_bias=False)
     scale = of_attention.number("softmax_scale", found.head_dim**-0.5)
     layer = LayerSpec(
         mixer=attention(found, scale=scale, rope=None, has_alibi=True),

@@ -73,12 +73,17 @@ def sizes(
     head_dim: int | None = None,
     vocab_size: int | None = None,
     max_position: int = 2048,
+    has_plain_heads: bool = False,
 ) -> Sizes:
     """The sizes. The arguments are defaults.
 
-    None: as many key/value heads as heads, which share the hidden size; the other keys have to be there.
+    None: as many key/value heads as heads, which share the hidden size; the other keys have to be there. With
+    `has_plain_heads` that holds whatever the file says, as the family has no keys for it.
     """
     hidden_size, num_heads = keys.count("hidden_size"), keys.count("num_attention_heads", num_heads)
+    if has_plain_heads:
+        values = {key: value for key, value in keys.values.items() if key not in ("num_key_value_heads", "head_dim")}
+        keys = ConfigKeys(values, keys.source, keys.stored_names)
     default_kv_heads = None if keys.is_null("num_key_value_heads") else num_kv_heads
     default_dim = None if keys.is_null("head_dim") else head_dim
     kv_heads = keys.count("num_key_value_heads", default_kv_heads or num_heads)

@@ -43,7 +43,7 @@ GPT_KEYS = {
 def gpt2(keys: ConfigKeys) -> DecoderSpec:
     """GPT-2. Its scores are computed in float32 in any case, which `reorder_and_upcast_attn` asks for."""
     keys = renamed(keys, GPT_KEYS)
-    found = sizes(keys, max_position=1024)
+    found = sizes(keys, max_position=1024, has_plain_heads=True)
     scale = _scale(keys, found)
     divisors = range(1, found.num_layers + 1) if keys.flag("scale_attn_by_inverse_layer_idx", False) else [1]
     return _decoder(keys, found, [attention(found, scale=scale / divisor, has_qkv_bias=True) for divisor in divisors])
@@ -54,7 +54,7 @@ def gpt_bigcode(keys: ConfigKeys) -> DecoderSpec:
     keys = renamed(keys, GPT_KEYS)
     num_kv_heads = 1 if keys.flag("multi_query", True) else None  # None: as many as heads
     keys = ConfigKeys({**keys.values, "num_key_value_heads": num_kv_heads}, keys.source, keys.stored_names)
-    found = sizes(keys, max_position=1024)
+    found = sizes(keys, max_position=1024, has_plain_heads=True)
     mixer = attention(found, scale=_scale(keys, found), has_qkv_bias=True)
     return _decoder(keys, found, [mixer], activation="gelu_pytorch_tanh")
 
@@ -62,7 +62,7 @@ def gpt_bigcode(keys: ConfigKeys) -> DecoderSpec:
 def gpt_neo(keys: ConfigKeys) -> DecoderSpec:
     """GPT-Neo: `attention_types` says which layers see `window_size` keys only."""
     keys = renamed(keys, {"num_attention_heads": "num_heads", "num_hidden_layers": "num_layers"})
-    found = sizes(keys)
+    found = sizes(keys, has_plain_heads=True)
     window = keys.count("window_size", 256)
     kinds = _kinds(keys, found.num_layers)
     mixers = [attention(found, scale=1.0, window=window if kind == "local" else None) for kind in kinds]
@@ -74,7 +74,14 @@ def _scale(keys: ConfigKeys, found: Sizes) -> float:
 
 
 def _kinds(keys: ConfigKeys, num_layers: int) -> list[str]:
-    """The kind of each layer, from a list of (kinds, how often they follow each other)."""
+    """The kind of each layer: `attention_layers`, else from a list of (kinds, how often they follow each other)."""
+    listed = keys.values.get("attention_layers")
+    if listed is not None:
+        if not isinstance(listed, list) or len(listed) != num_layers or not {*map(str, listed)} <= {"global", "local"}:
+            keys.fail(
+                "attention_layers", f"must list 'global' or 'local' for {num_layers} layers, not {quoted(listed)}"
+            )
+        return listed
     groups = keys.values.get("attention_types") or [[["global", "local"], 12]]
     try:
         kinds = [kind for names, count in groups for _ in range(min(count, num_layers)) for kind in names]

@@ -44,7 +44,7 @@ SHARDS = 4  # in which CodeGen's fused projection is stored, [q; v; k] each
 def gpt_neox(keys: ConfigKeys) -> DecoderSpec:
     """GPT-NeoX: biases everywhere, but in attention by a key."""
     keys = _with_own_names(keys)
-    found, norm = sizes(keys), layer_norm(keys)
+    found, norm = sizes(keys, has_plain_heads=True), layer_norm(keys)
     has_bias = keys.flag("attention_bias", True)
     layer = LayerSpec(
         mixer=attention(found, has_qkv_bias=has_bias, has_output_bias=has_bias),
@@ -60,7 +60,7 @@ def gpt_neox(keys: ConfigKeys) -> DecoderSpec:
 def gpt_neox_japanese(keys: ConfigKeys) -> DecoderSpec:
     """GPT-NeoX Japanese: one after the other, and no bias but that of the last layer's attention."""
     keys = _with_own_names(keys)
-    found, norm = sizes(keys), layer_norm(keys)
+    found, norm = sizes(keys, has_plain_heads=True), layer_norm(keys)
     size = found.hidden_size * keys.count("intermediate_multiple_size", 4)
     inner = feed(ConfigKeys({**keys.values, "intermediate_size": size}, keys.source), activation="gelu", is_gated=False)
     layer = LayerSpec(mixer=attention(found), feed=inner, pre_mixer=norm, pre_feed=norm)
@@ -96,7 +96,7 @@ def gpt_neox_names(spec: DecoderSpec) -> Names:
 def gptj(keys: ConfigKeys) -> DecoderSpec:
     """Either: they differ in names only."""
     keys = renamed(keys, GPT_KEYS)
-    found, norm = sizes(keys), layer_norm(keys, "layer_norm_epsilon")
+    found, norm = sizes(keys, has_plain_heads=True), layer_norm(keys, "layer_norm_epsilon")
     rotary_dim = keys.count("rotary_dim", None if keys.is_null("rotary_dim") else 64)
     if rotary_dim % 2 or rotary_dim > found.head_dim:
         keys.fail("rotary_dim", f"must be even and at most {found.head_dim}, the size of a head, not {rotary_dim}")

@@ -16,7 +16,7 @@ NORM: dict[str, Any] = {"kind": "layer", "eps": 1e-5, "is_exact": True}  # whate
 
 def opt(keys: ConfigKeys) -> DecoderSpec:
     """OPT. The norms of the 350M one come after, and its embedding is narrower, which no backend computes."""
-    found, is_post_norm = sizes(keys), not keys.flag("do_layer_norm_before", True)
+    found, is_post_norm = sizes(keys, has_plain_heads=True), not keys.flag("do_layer_norm_before", True)
     has_bias, has_weight = keys.flag("enable_bias", True), keys.flag("layer_norm_elementwise_affine", True)
     norm = NormSpec(**NORM, weight="w" if has_weight else "none", has_bias=has_weight)
     inner = feed(keys, activation="relu", key="activation_function", size="ffn_dim", is_gated=False, has_bias=has_bias)
@@ -28,7 +28,7 @@ def opt(keys: ConfigKeys) -> DecoderSpec:
 
 def biogpt(keys: ConfigKeys) -> DecoderSpec:
     """BioGPT: a scaled embedding. Its norms do not heed `layer_norm_eps`."""
-    found, norm = sizes(keys, max_position=1024), NormSpec(**NORM, has_bias=True)
+    found, norm = sizes(keys, max_position=1024, has_plain_heads=True), NormSpec(**NORM, has_bias=True)
     inner = feed(keys, activation="gelu", is_gated=False, has_bias=True)
     scale = found.hidden_size**0.5 if keys.flag("scale_embedding", True) else 1.0
     return _decoder(keys, found, inner, norm, final_norm=norm, has_bias=True, scale=scale)

@@ -46,7 +46,7 @@ def test_a_server_with_few_threads_serves_or_names_what_it_lacks(
         left[0] -= 1
         start(thread)
 
-    def ready(server: object) -> None:
+    def ready(server: object, model_impl: str) -> None:
         is_ready.append(True)
         os.kill(os.getpid(), signal.SIGTERM)
 

@@ -54,7 +54,7 @@ def gpt_bigcode(keys: ConfigKeys) -> DecoderSpec:
     keys = renamed(keys, GPT_KEYS)
     num_kv_heads = 1 if keys.flag("multi_query", True) else None  # None: as many as heads
     keys = ConfigKeys({**keys.values, "num_key_value_heads": num_kv_heads}, keys.source, keys.stored_names)
-    found = sizes(keys, max_position=1024, has_plain_heads=True)
+    found = sizes(keys, max_position=1024)
     mixer = attention(found, scale=_scale(keys, found), has_qkv_bias=True)
     return _decoder(keys, found, [mixer], activation="gelu_pytorch_tanh")
 

@@ -125,6 +125,7 @@ def recorded_launches(launch: Callable[[], object], arch: int) -> list[Launch]:
 
     with (
         _replaced(JITFunction, "run", record),
+        _replaced(triton_launch, "capability", capability),
         _replaced(triton_plan, "capability", capability),
         _replaced(triton_attention, "capability", capability),
     ):

@@ -1,9 +1,28 @@
-"""Helpers of all Triton launches: the interpreter's limits, and the device's capability and multiprocessors."""
+"""Helpers of all Triton launches: the interpreter's limits, the device's properties, and early launches.
 
-# mypy: disable-error-code="no-any-return"
+An *early* launch begins while the launches ahead of it still run (CUDA: programmatic dependent launch). It may read
+weights, which no launch writes, and then waits until all memory that those launches write is visible.
+
+    @triton.jit
+    def _kernel(..., IS_EARLY: tl.constexpr):
+        start_early(IS_EARLY)  # before all reads and writes of what launches write
+        ...
+
+    _kernel[grid](..., **early_launch(x.device))
+
+Three rules make a chain of early launches as safe as one that is not.
+
+1. Every program waits, even one that has nothing to do. The next launch waits for this one alone: if a program of this
+   one ended without waiting, the end of this launch would not imply the end of those before it.
+2. Before it waits, a program reads only weights, and writes nothing. Partial sums and counters are no weights.
+3. A launch says that the next one may begin only after all its programs have begun, as each of them says so.
+"""
+
+# mypy: disable-error-code="no-any-return, no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
 
+import os
 from functools import lru_cache
 from typing import Any
 
@@ -11,9 +30,14 @@ import torch
 from torch import Tensor
 
 import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..layout.work_lists import next_power_of_2 as next_power_of_2
 
+ENVIRONMENT = "MILLRACE_EARLY_LAUNCH"  # 0: every launch waits for the end of the one before it
+EARLY_CAPABILITY = 90  # the first with early launches
+allows_early: bool = os.environ.get(ENVIRONMENT, "1") != "0"  # read at each launch, so that a benchmark can compare
 IS_INTERPRETED: bool = bool(triton.knobs.runtime.interpret)  # read at import, as kernels are decorated then
 SUPPORTED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -61,3 +85,34 @@ def capability(device: torch.device) -> int:
         return 90
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
+
+
+def early_launch(device: torch.device) -> dict[str, Any]:
+    """The arguments of a launch that may begin early: the kernel's `IS_EARLY`, and the option for the driver.
+
+    Never early before compute capability 9.0, and in the interpreter.
+    """
+    if IS_INTERPRETED or not allows_early or capability(device) < EARLY_CAPABILITY:
+        return {"IS_EARLY": False}
+    return {"IS_EARLY": True, "launch_pdl": True}
+
+
+@triton.jit
+def start_early(IS_EARLY: tl.constexpr):
+    """Lets the next launch begin, then waits for the launches ahead. For kernels that read no weights before."""
+    let_next_begin(IS_EARLY)
+    wait_for_earlier(IS_EARLY)
+
+
+@triton.jit
+def let_next_begin(IS_EARLY: tl.constexpr):
+    """Lets the next launch begin once every program of this one has called this, or has ended."""
+    if IS_EARLY:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_earlier(IS_EARLY: tl.constexpr):
+    """Waits until all launches ahead have ended and what they wrote is visible to this program."""
+    if IS_EARLY:
+        gdc_wait()

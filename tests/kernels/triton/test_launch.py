@@ -1,0 +1,26 @@
+"""Early launches: where they are used, and where not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from millrace.kernels.triton import launch as triton_launch
+
+EARLY, LATE = {"IS_EARLY": True, "launch_pdl": True}, {"IS_EARLY": False}
+
+
+@pytest.mark.parametrize(
+    ("capability", "is_interpreted", "is_allowed", "want"),
+    [(90, False, True, EARLY), (100, False, True, EARLY), (89, False, True, LATE), (90, True, True, LATE),
+     (90, False, False, LATE)],
+)  # fmt: skip
+def test_launches_are_early_from_capability_9_on_unless_forbidden(
+    capability: int, is_interpreted: bool, is_allowed: bool, want: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_launch, "capability", lambda device: capability)
+    monkeypatch.setattr(triton_launch, "IS_INTERPRETED", is_interpreted)
+    monkeypatch.setattr(triton_launch, "allows_early", is_allowed)
+    assert triton_launch.early_launch(torch.device("cuda")) == want

@@ -27,6 +27,7 @@ BELOW = {
     "kernels/layout": "",
     "kernels/native": "",
     "kernels/reference": "kernels/layout",
+    "kernels/tilings": "",
     "kernels/triton": "kernels/layout kernels/reference",
     "kernels/checks": "kernels/layout kernels/triton",
     "kernels": "kernels/layout kernels/reference kernels/triton",

@@ -1,0 +1,127 @@
+"""Tables of tilings: what is read is what was written, and what is wrong is named."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millrace.kernels.tilings import tables
+from millrace.kernels.tilings.products import LIBRARY, ProductForm, ProductShape, predicted_forms, why_library
+from millrace.kernels.tilings.tables import TilingsError, load_tilings, parse_table, read_table, write_table
+
+SHAPE = ProductShape(num_outputs=4096, num_inner=1024, kind="plain", num_rows=4)
+FORM = ProductForm(form="vector", block_m=4, block_n=4, block_k=1024, fuses_norm=True)
+CARD = "NVIDIA H200"
+
+
+def table(shape: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+    plain = {"num_outputs": 4096, "num_inner": 1024, "kind": "plain", "num_rows": 4}
+    entry = {"shape": plain | (shape or {}), "options": {"form": "vector", "block_m": 4} | options}
+    return {"format": 1, "cards": {CARD: {"measured": "today", "product": [entry]}}}
+
+
+def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
+    path, many = tmp_path / "tilings.json", replace(SHAPE, num_rows=256)
+    write_table(path, CARD, "today", {"product": [(many, LIBRARY, 9.0), (SHAPE, FORM, 3.1)]})
+    write_table(path, "NVIDIA H100 PCIe", "later", {"product": [(SHAPE, LIBRARY, 4.0)]})
+    assert read_table(path) == {
+        CARD: {"product": {SHAPE: FORM, many: LIBRARY}},
+        "NVIDIA H100 PCIe": {"product": {SHAPE: LIBRARY}},
+    }
+    found = load_tilings(str(path), CARD, 132)
+    assert (found.source, found.find("product", SHAPE), found.find("product", replace(SHAPE, num_rows=5))) == (
+        str(path), FORM, None,
+    )  # fmt: skip
+    assert found.product_forms(4096, 1024, "plain", "bfloat16") == (((4, FORM), (256, LIBRARY)), "measured")
+    assert found.product_forms(4096, 1024, "add", "bfloat16")[1] == "predicted"
+
+
+def test_the_shipped_table_can_be_read() -> None:
+    read_table(tables.SHIPPED)
+    found = load_tilings("auto", "a card without measurements", 132)
+    assert found.source == "none: nothing was measured on a card without measurements"
+
+
+def test_off_leaves_all_products_to_the_library() -> None:
+    assert load_tilings("off", CARD, 132).product_forms(4096, 1024, "plain", "bfloat16") == ((), "tilings = off")
+
+
+WRONG: list[tuple[object, str]] = [
+    ([], "must be an object with names, got list"),
+    ({"format": 2, "cards": {}}, "format = 2: must be 1"),
+    ({"format": 1, "cards": {CARD: {"products": []}}}, "NVIDIA H200: kernel 'products': must be one of product"),
+    ({"format": 1, "cards": {CARD: {"product": {}}}}, "product: must be a list of entries"),
+    ({"format": 1, "cards": {CARD: {"product": [{}]}}}, r"product\[0\]: shape: must be an object"),
+    (table({"rows": 3}), r"product\[0\]: shape: rows: must be among num_outputs, "),
+    (table({"num_rows": 0}), "shape: num_rows = 0: must be at least 1"),
+    (table({"kind": "square"}), "shape: kind = 'square': must be one of plain, gated, activated, add"),
+    (table({"num_rows": 5}), "block_m = 4: must hold all num_rows = 5 with form = vector"),
+    (table(num_warps=True), "options: num_warps = True: must be an integer"),
+    (table(max_registers="many"), "max_registers = 'many': must be an integer or null"),
+    (table(block_n=3), "block_n = 3: must be a power of two"),
+    (table(block_k=128), "block_k = 128: must be a multiple of 256"),
+    (table(num_splits=2), "form = vector: num_splits must be 1"),
+    (table(form="split"), "block_m, block_n, block_k = 4, 1, 256: must be at least 16"),
+    (
+        table(form="split", block_m=16, block_n=256, num_stages=4),
+        "take 557056 bytes of shared memory, must be at most 163840",
+    ),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), WRONG)
+def test_a_wrong_table_is_named_with_its_value(content: object, message: str) -> None:
+    with pytest.raises(TilingsError, match=r"tilings = t\.json.*" + message):
+        parse_table(content, "t.json")
+
+
+def test_a_shape_has_one_entry() -> None:
+    twice = table()
+    twice["cards"][CARD]["product"] *= 2
+    with pytest.raises(TilingsError, match=r"product\[1\]: a second entry for ProductShape"):
+        parse_table(twice, "t.json")
+
+
+def test_a_file_without_the_card_or_without_json_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "tilings.json"
+    with pytest.raises(TilingsError, match=r"tilings\.json: cannot be read as JSON: .*No such file"):
+        load_tilings(str(path), CARD, 132)
+    path.write_text(json.dumps(table()))
+    with pytest.raises(TilingsError, match="has no options for the card 'NVIDIA A100', but for NVIDIA H200"):
+        load_tilings(str(path), "NVIDIA A100", 108)
+
+
+def test_a_wrong_entry_is_not_written(tmp_path: Path) -> None:
+    path = tmp_path / "tilings.json"
+    write_table(path, CARD, "today", {"product": [(SHAPE, FORM, 3.1)]})
+    before = path.read_text()
+    with pytest.raises(TilingsError, match="must hold all num_rows"):
+        write_table(path, CARD, "today", {"product": [(replace(SHAPE, num_rows=9), FORM, 3.1)]})
+    assert path.read_text() == before and [each.name for each in tmp_path.iterdir()] == ["tilings.json"]
+
+
+@pytest.mark.parametrize("size", [(4096, 1024), (1024, 2048), (1024, 3072), (28_672, 4096), (4096, 14_336), (48, 264)])
+@pytest.mark.parametrize("kind", ["plain", "gated", "add"])
+def test_a_predicted_form_can_run_its_product(size: tuple[int, int], kind: Any) -> None:
+    forms = predicted_forms(*size, kind, "bfloat16", 132)
+    assert [rows for rows, _ in forms] == [1, 2, 4, 16, 32, 64]
+    for rows, form in forms:
+        form.check(ProductShape(num_outputs=size[0], num_inner=size[1], kind=kind, num_rows=rows))
+        assert form.block_m >= rows and form.block_k * (form.num_splits - 1) < size[1]
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype", "reason"),
+    [
+        ((64, 1024), "float32", "full precision"),
+        ((64, 1030), "bfloat16", "1030 is no multiple of 8"),
+        ((8, 1024), "float16", "8 x 1024 is smaller than 16 x 256"),
+    ],
+)
+def test_products_that_do_not_qualify_say_why(size: tuple[int, int], dtype: Any, reason: str) -> None:
+    assert reason in str(why_library(*size, dtype))
+    assert predicted_forms(*size, "plain", dtype, 132) == ()

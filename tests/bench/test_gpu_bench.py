@@ -22,8 +22,7 @@ from millrace.kernels.layout import step_state
 from millrace.runtime.device_streams.simulated import SimStreams
 from millrace.stages.errors import ConfigError
 from tests.bench.gpu import __main__ as command
-from tests.bench.gpu import gates, one, sanitizer, steps
-from tests.bench.gpu.checks import check_step_state
+from tests.bench.gpu import one
 from tests.bench.gpu.floors import (
     GPU_SHAPES,
     Device,
@@ -33,10 +32,12 @@ from tests.bench.gpu.floors import (
     prefill_floor_s,
     stream_floor_s,
 )
-from tests.bench.gpu.parts import LIMIT_S, PART_LIMIT_S, PARTS
+from tests.bench.gpu.part_table import LIMIT_S, PART_LIMIT_S, PARTS
+from tests.bench.gpu.parts import gates, sanitizer, steps
+from tests.bench.gpu.parts.checks import check_step_state
+from tests.bench.gpu.parts.steps import NUM_TIMED, NUM_WARM, Subject, as_json, measure
+from tests.bench.gpu.parts.workload import requests_of
 from tests.bench.gpu.place import DRY, Place
-from tests.bench.gpu.steps import NUM_TIMED, NUM_WARM, Subject, as_json, measure
-from tests.bench.gpu.workload import requests_of
 
 ROOT = Path(__file__).parents[2]
 

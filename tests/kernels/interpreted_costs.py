@@ -27,7 +27,7 @@ from millrace.kernels.triton import logit_edits as triton_edits
 from millrace.kernels.triton import sampling as triton_sampling
 from millrace.kernels.triton import step_state as triton_step
 from millrace.kernels.triton import thresholds as triton_thresholds
-from tests.bench.gpu.step_trials import step_trials
+from tests.bench.gpu.trials.steps import step_trials
 from tests.kernels.sampling_cases import noise, table
 
 

@@ -14,10 +14,12 @@ import pytest
 
 from millrace.kernels.layout.work_lists import Tiling as AttentionTiling
 from millrace.kernels.triton import launch as triton_launch
-from tests.bench.gpu import attention_sweep, product_candidates, product_sweep
 from tests.bench.gpu.few_rows import Tiling as ProductTiling
 from tests.bench.gpu.place import DRY
-from tests.bench.gpu.sweeping import Sweeping, command_line, run
+from tests.bench.gpu.sweeps import attention as attention_sweep
+from tests.bench.gpu.sweeps import product_candidates
+from tests.bench.gpu.sweeps import products as product_sweep
+from tests.bench.gpu.sweeps.sweeping import Sweeping, command_line, run
 
 
 @pytest.fixture(autouse=True)

@@ -29,7 +29,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from tests.bench.gpu.parts import PARTS, Part
+from tests.bench.gpu.part_table import PARTS, Part
 
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "tests" / "bench" / "results"

@@ -22,7 +22,7 @@ from typing import Any, TextIO
 
 import torch
 
-from tests.bench.gpu.parts import PARTS
+from tests.bench.gpu.part_table import PARTS
 from tests.bench.gpu.place import Place
 
 

@@ -13,12 +13,12 @@ from functools import partial
 import pytest
 import torch
 
-from tests.bench.gpu import attention_sweep, product_sweep
-from tests.bench.gpu.compiling import compile_all
 from tests.bench.gpu.few_rows import Tiling, product_tiling
 from tests.bench.gpu.floors import GPU_SHAPES
-from tests.bench.gpu.layer_trials import Widths
-from tests.bench.gpu.product_candidates import (
+from tests.bench.gpu.sweeps import attention as attention_sweep
+from tests.bench.gpu.sweeps import products as product_sweep
+from tests.bench.gpu.sweeps.compiling import compile_all
+from tests.bench.gpu.sweeps.product_candidates import (
     MOST_CANDIDATES,
     NUM_PROCESSORS,
     Case,
@@ -27,6 +27,7 @@ from tests.bench.gpu.product_candidates import (
     products_of,
     tilings_of,
 )
+from tests.bench.gpu.trials.layers import Widths
 
 WORKS = partial(int, "1")
 

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from millrace.kernels import kernel_set
 from millrace.kernels.layout import step_state
-from tests.bench.gpu.attention_trials import checked_trial
-from tests.bench.gpu.checks import check_kernels
-from tests.bench.gpu.layer_trials import Widths, prologue_trial
+from tests.bench.gpu.parts.checks import check_kernels
 from tests.bench.gpu.place import Place
-from tests.bench.gpu.trials import check, far, poisoned_memory
+from tests.bench.gpu.trials.attention import checked_trial
+from tests.bench.gpu.trials.layers import Widths, prologue_trial
+from tests.bench.gpu.trials.trial import check, far, poisoned_memory
 
 CPU = torch.device("cpu")
 KERNELS = kernel_set.load("torch")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.bench.gpu import where
+from tests.bench.gpu.parts import where
 from tests.bench.gpu.place import Place
 
 

@@ -1,6 +1,6 @@
 """Times attention with other tilings than `work_lists` chooses, beside those: what its tables are set from.
 
-    python -m tests.bench.gpu.attention_sweep [--limit-s 100] [--json FILE] [--only NAME]... [--seed N] [--workers 14]
+    python -m tests.bench.gpu.sweeps.attention [--limit-s 100] [--json FILE] [--only NAME]... [--seed N] [--workers 14]
         [--dry]
 
 Candidates are compiled first, by several processes, as that takes longer than all the timing. One that does not
@@ -24,13 +24,13 @@ from millrace.kernels.layout import work_lists
 from millrace.kernels.layout.work_lists import AttentionShape, Tiling
 from millrace.kernels.triton import attention_plan as triton_plan
 from millrace.kernels.triton.launch import capability
-from tests.bench.gpu.attention_trials import FP8, timed_trials
 from tests.bench.gpu.floors import GPU_SHAPES
-from tests.bench.gpu.layer_trials import Widths
+from tests.bench.gpu.parts.kernels import row_of
 from tests.bench.gpu.place import TINY
-from tests.bench.gpu.sweeping import Sweeping, command_line, run
-from tests.bench.gpu.timed import row_of
-from tests.bench.gpu.trials import Trial, far
+from tests.bench.gpu.sweeps.sweeping import Sweeping, command_line, run
+from tests.bench.gpu.trials.attention import FP8, timed_trials
+from tests.bench.gpu.trials.layers import Widths
+from tests.bench.gpu.trials.trial import Trial, far
 
 DECODE = (
     Tiling(16, 64, 4, 3, 3),
@@ -100,7 +100,7 @@ class Job:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = command_line("tests.bench.gpu.attention_sweep", "Time attention with many tilings on a GPU.")
+    parser = command_line("tests.bench.gpu.sweeps.attention", "Time attention with many tilings on a GPU.")
     return run(parser, argv, sweep)
 
 

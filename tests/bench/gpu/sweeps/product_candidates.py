@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tests.bench.gpu.few_rows import MOST_VECTOR_ROWS, Tiling, product_tiling, split_of, vector_tiling
-from tests.bench.gpu.layer_trials import Widths
+from tests.bench.gpu.trials.layers import Widths
 
 NUM_PROCESSORS = 132
 SHARED_BYTES = 227 << 10

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from tests.bench.gpu.parts.workload import TEMPERATURE, Requests, chosen, row_of
 from tests.bench.gpu.place import Place
-from tests.bench.gpu.workload import TEMPERATURE, Requests, chosen, row_of
 
 WAIT_S = 1.0  # for an answer, before it is seen whether any can come
 

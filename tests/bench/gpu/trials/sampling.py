@@ -13,7 +13,7 @@ from millrace.kernels.checks import roofline_sampling
 from millrace.kernels.kernel_set import SamplingKernels
 from millrace.kernels.layout import sampling_rows
 from millrace.kernels.reference import sampling as reference_sampling
-from tests.bench.gpu.trials import Tensors, Trial, far, unlike
+from tests.bench.gpu.trials.trial import Tensors, Trial, far, unlike
 
 NOISE_ROUNDING = 1e-4  # of 1 + |score|: two logarithms in f32, near 1 where they lose digits
 MASS_ROUNDING = 1e-4  # of a row's probability, summed in f32

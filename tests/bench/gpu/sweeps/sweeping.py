@@ -21,10 +21,10 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from millrace.kernels.triton import launch as triton_launch
-from tests.bench.gpu.compiling import compile_all, is_device_lost, why
 from tests.bench.gpu.one import versions
 from tests.bench.gpu.place import Place
-from tests.bench.gpu.timing import Clock, DeviceClock, HostClock
+from tests.bench.gpu.sweeps.compiling import compile_all, is_device_lost, why
+from tests.bench.gpu.trials.timing import Clock, DeviceClock, HostClock
 
 COMPILING_SHARE = 0.6  # of the time that is left
 DRY_WORKERS = 1

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from tests.bench.gpu.trials import Tensors
+from tests.bench.gpu.trials.trial import Tensors
 
 FLUSHED_BYTES = 256 << 20  # several times what an L2 cache holds
 NUM_TIMED = 25

@@ -11,8 +11,8 @@ from torch import Generator, Tensor
 
 from millrace.kernels.checks import roofline
 from millrace.kernels.kernel_set import HeadNorms, KernelSet
-from tests.bench.gpu import oracle
-from tests.bench.gpu.trials import Tensors, Trial, far, unlike
+from tests.bench.gpu.trials import oracle
+from tests.bench.gpu.trials.trial import Tensors, Trial, far, unlike
 
 EPS = 1e-5
 SMALLEST_E4M3 = 2.0**-9  # the step between numbers near zero

@@ -12,8 +12,8 @@ from millrace.kernels.checks import roofline
 from millrace.kernels.checks.roofline import LaunchCost
 from millrace.kernels.kernel_set import KernelSet
 from millrace.kernels.layout.work_lists import AttentionPlan, AttentionShape, list_work
-from tests.bench.gpu.layer_trials import Widths
-from tests.bench.gpu.trials import Tensors, Trial, far, unchecked
+from tests.bench.gpu.trials.layers import Widths
+from tests.bench.gpu.trials.trial import Tensors, Trial, far, unchecked
 from tests.kernels.paged import PagedCase, dense_attention, make_case
 
 SCALE = 0.25

@@ -14,12 +14,12 @@ import torch
 
 from millrace.kernels import kernel_set
 from millrace.kernels.kernel_set import KernelSet, SamplingKernels
-from tests.bench.gpu.attention_trials import checked_trials
-from tests.bench.gpu.layer_trials import Widths, copy_trial, norm_trials, prologue_trial
 from tests.bench.gpu.place import Place
-from tests.bench.gpu.sampling_trials import sampling_trials
-from tests.bench.gpu.trials import Trial, check
-from tests.bench.gpu.twin_trials import twin_trials
+from tests.bench.gpu.trials.attention import checked_trials
+from tests.bench.gpu.trials.layers import Widths, copy_trial, norm_trials, prologue_trial
+from tests.bench.gpu.trials.sampling import sampling_trials
+from tests.bench.gpu.trials.trial import Trial, check
+from tests.bench.gpu.trials.twins import twin_trials
 from tests.kernels.step_sides import differences
 
 SIZES = ((1, 1, 7), (4, 4, 40), (70, 2, 33), (256, 16, 300))  # slots, tokens a block, tokens of a sequence

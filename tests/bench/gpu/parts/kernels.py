@@ -12,14 +12,14 @@ from torch import Generator
 from millrace.kernels import kernel_set
 from millrace.kernels.checks.roofline import LaunchCost
 from millrace.kernels.kernel_set import KernelSet
-from tests.bench.gpu.attention_trials import timed_trials
 from tests.bench.gpu.floors import GPU_SHAPES, H200
-from tests.bench.gpu.layer_trials import Widths, copy_trial, norm_trials, prologue_trial
 from tests.bench.gpu.place import TINY, Place
-from tests.bench.gpu.sampling_trials import sampling_trials
-from tests.bench.gpu.step_trials import step_trials
-from tests.bench.gpu.timing import Clock, DeviceClock, HostClock
-from tests.bench.gpu.trials import Trial, unchecked
+from tests.bench.gpu.trials.attention import timed_trials
+from tests.bench.gpu.trials.layers import Widths, copy_trial, norm_trials, prologue_trial
+from tests.bench.gpu.trials.sampling import sampling_trials
+from tests.bench.gpu.trials.steps import step_trials
+from tests.bench.gpu.trials.timing import Clock, DeviceClock, HostClock
+from tests.bench.gpu.trials.trial import Trial, unchecked
 
 DRAWN: tuple[dict[str, Any], ...] = ({"temperature": 0.8, "seed": 1},)
 CUT: tuple[dict[str, Any], ...] = ({"temperature": 0.8, "top_k": 50, "top_p": 0.9, "seed": 1},)

@@ -15,8 +15,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from millrace.stages.errors import ConfigError
+from tests.bench.gpu.parts.workload import options_of
 from tests.bench.gpu.place import TINY, Place
-from tests.bench.gpu.workload import options_of
 
 PROMPTS = (
     "Once upon a time there was",

@@ -1,6 +1,6 @@
 """Times products of few rows with many tilings, beside PyTorch's: whether `few_rows` pays, and with which tilings.
 
-    python -m tests.bench.gpu.product_sweep [--limit-s 100] [--json FILE] [--only NAME]... [--seed N] [--workers 14]
+    python -m tests.bench.gpu.sweeps.products [--limit-s 100] [--json FILE] [--only NAME]... [--seed N] [--workers 14]
         [--rows 1,16,32,64] [--dry]
 
 Candidates are compiled first, by several processes, as that takes longer than all the timing; then each is held
@@ -26,12 +26,12 @@ from torch.nn.functional import linear, silu
 from millrace.kernels.triton import layers as triton_layers
 from tests.bench.gpu.few_rows import SMALLEST_BLOCK, Tiling, activated, add_product, join_counters, product
 from tests.bench.gpu.floors import GPU_SHAPES, H200
-from tests.bench.gpu.layer_trials import Widths
 from tests.bench.gpu.place import TINY
-from tests.bench.gpu.product_candidates import Case, Job, Product, products_of, tilings_of
-from tests.bench.gpu.sweeping import Sweeping, command_line, run
-from tests.bench.gpu.timing import Clock
-from tests.bench.gpu.trials import Tensors, far
+from tests.bench.gpu.sweeps.product_candidates import Case, Job, Product, products_of, tilings_of
+from tests.bench.gpu.sweeps.sweeping import Sweeping, command_line, run
+from tests.bench.gpu.trials.layers import Widths
+from tests.bench.gpu.trials.timing import Clock
+from tests.bench.gpu.trials.trial import Tensors, far
 
 ROWS, DRY_ROWS = "1,16,32,64", "2"
 CHAIN_BYTES = 768 << 20  # of weights: many times an L2 cache
@@ -41,7 +41,7 @@ NUM_SHOWN = 3
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = command_line("tests.bench.gpu.product_sweep", "Time products of few rows with many tilings on a GPU.")
+    parser = command_line("tests.bench.gpu.sweeps.products", "Time products of few rows with many tilings on a GPU.")
     parser.add_argument("--rows", help=f"default: {ROWS}; {DRY_ROWS} in a dry run")
     return run(parser, argv, sweep)
 

@@ -20,8 +20,16 @@ from torch.profiler import ProfilerActivity, profile
 from millrace.stages.backends.cuda.step_submission import StepSubmitter
 from millrace.stages.messages import StepGrant
 from tests.bench.gpu.floors import GPU_SHAPES
+from tests.bench.gpu.parts.steps import (
+    BLOCK_SIZE,
+    TINY_LOADS,
+    Subject,
+    decode_grants,
+    prompt_grants,
+    run_steps,
+    streams_of,
+)
 from tests.bench.gpu.place import TINY, Place
-from tests.bench.gpu.steps import BLOCK_SIZE, TINY_LOADS, Subject, decode_grants, prompt_grants, run_steps, streams_of
 
 LOADS = ((1, 1024), (64, 1024), (256, 1024))  # rows, tokens of context
 PROMPTS, TINY_PROMPTS = (512, 2048, 8192), (9, 70)

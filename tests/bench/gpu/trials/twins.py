@@ -17,8 +17,8 @@ from millrace.kernels.checks import roofline
 from millrace.kernels.checks.roofline import LaunchCost
 from millrace.kernels.kernel_set import Activation, HeadNorms, KernelSet
 from millrace.kernels.reference import kernel_set as twins
-from tests.bench.gpu.layer_trials import EPS, Widths
-from tests.bench.gpu.trials import Tensors, Trial, far
+from tests.bench.gpu.trials.layers import EPS, Widths
+from tests.bench.gpu.trials.trial import Tensors, Trial, far
 
 
 def twin_trials(

@@ -166,6 +166,7 @@ class Started:
     seed: int  # of this choice
     cache_salt: str = ""  # sequences share blocks only within one salt
     pooling: PoolingParams | None = None  # set: it ends with its prompt; its hidden states become a vector
+    is_long: bool = False  # has more tokens than `ModelInfo.short_length`, so other rotary factors: shares no block
     # allocate sets the next two; they count tokens of `token_ids`
     num_cached: int = 0  # whose keys and values exist, so that they are not computed
     num_shared: int = 0  # of num_cached, in shared blocks; the rest is copied from the host or another block
@@ -216,8 +217,9 @@ class StepPlan:
     accepted: Sequence[tuple[int, int]] = ()  # (slot, accepted drafts of its last step), whose KV is valid
     started: tuple[Started, ...] = ()
     ended: Sequence[int] = ()  # [E] slots whose sequences have ended
-    preempted: Sequence[int] = ()  # slots that schedule took for sequences of better rank
-    dropped: Sequence[int] = ()  # slots taken back because their blocks' contents are not trusted
+    preempted: Sequence[int] = ()  # slots that schedule took, for sequences of better rank or to change factors
+    # slots taken back because their blocks' contents are not trusted, or, if also preempted, of no more use
+    dropped: Sequence[int] = ()
     discarded: Sequence[int] = ()  # ids of sequences whose host blocks are no longer needed
     settled: Sequence[StepDone] = ()  # steps completed since the last plan
     voided: Sequence[int] = ()  # steps voided since the last plan

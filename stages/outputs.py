@@ -135,6 +135,7 @@ class ModelInfo:
     kv_cache_dtype: str | None = None  # of keys and values; None for an encoder
     captured: CaptureReport | None = None  # CUDA graphs; None: kernels are launched one by one
     model_impl: ModelImpl = "millrace"  # whose modules compute a step
+    short_length: int = 0  # tokens; longer sequences have other rotary factors (LongRoPE). 0: all have the same
 
 
 @dataclass(frozen=True, slots=True)

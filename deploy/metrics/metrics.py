@@ -217,8 +217,9 @@ def _preemptions(counts: Mapping[tuple[str, str], int]) -> Metric:
         "millrace:preemptions", "Preemptions of sequences, by mode and cause.", labels=["mode", "cause"]
     )
     for mode in ("swap", "recompute"):
-        for cause in ("blocks", "slot"):
-            preemptions.add_metric([mode, cause], counts.get((mode, cause), 0))
+        for cause in ("blocks", "slot", "rope"):
+            if cause != "rope" or mode == "recompute":
+                preemptions.add_metric([mode, cause], counts.get((mode, cause), 0))
     return preemptions
 
 

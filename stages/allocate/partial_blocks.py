@@ -12,7 +12,9 @@ from itertools import islice
 MAX_FOLLOWERS_SEEN = 64  # newest candidates inspected per lookup; the widest beam search adds as many at a time
 TOKEN_BYTES = 4
 
-Before = int | str  # the predecessor of a block: its number, or the salt for a first block (see `prefix_cache.py`)
+# The predecessor of a block: its number, or the salt for a first block (see `prefix_cache.py`); as bytes, and with one
+# that no text has, where rotary factors are those of long sequences.
+Before = int | str | bytes
 
 
 class PartialBlocks:

@@ -17,12 +17,14 @@ import numpy as np
 
 from ..messages import Ints
 from .offload_policy import is_sampled
-from .partial_blocks import TOKEN_BYTES, PartialBlocks
+from .partial_blocks import TOKEN_BYTES, Before, PartialBlocks
 
 MIN_TOKENS_TO_WAIT_FOR = 32  # computing fewer tokens takes less time than waiting for K steps
 # Shorter matches are mostly chance, and each copy keeps its source from being evicted. A shorter one is still used if
 # it leaves a single token to compute, as the row is then as cheap as a decode.
 MIN_TOKENS_TO_FORK = 4
+
+LONG = b"\xff"  # follows the salt of sequences with the rotary factors of long ones; no text in UTF-8 holds it
 
 Digest = Callable[[bytes, bytes], bytes]  # (previous key, tokens) -> key
 
@@ -30,7 +32,7 @@ Digest = Callable[[bytes, bytes], bytes]  # (previous key, tokens) -> key
 # A full block: its key; its predecessor (the number of the previous block, or the salt for a first block); its tokens
 # [B] i32; its own number, assigned when it was added; whether it is sampled (see `offload_policy.py`). A plain tuple,
 # as there is one per block of the pool and the garbage collector does not track such tuples.
-_Entry = tuple[bytes, int | str, bytes, int, bool]
+_Entry = tuple[bytes, Before, bytes, int, bool]
 
 
 class _Tier:
@@ -40,7 +42,7 @@ class _Tier:
         self.entries: dict[int, _Entry] = {}  # by block
         self.blocks: dict[bytes, int] = {}  # by key
 
-    def find(self, key: bytes, before: int | str, tokens: bytes) -> tuple[int, int] | None:
+    def find(self, key: bytes, before: Before, tokens: bytes) -> tuple[int, int] | None:
         """The block with that key and its number, if its tokens and its predecessor are identical."""
         block = self.blocks.get(key)
         if block is None:
@@ -70,9 +72,9 @@ class BlockChain:
     contents: bytes  # the same, as i32 bytes
     num_known: int  # full blocks of `token_ids`
     is_sample: bool  # whether its blocks are sampled (see `offload_policy.py`)
-    salt: str
+    salt: Before
     keys: list[bytes]  # that of the salt, then those of full blocks of `token_ids`, computed on demand
-    last: int | str  # number of the last block found or added; at first the salt
+    last: Before  # number of the last block found or added; at first the salt
     num_blocks: int = 0  # blocks found on the device or added
     num_on_host: int = 0  # blocks found on the host, after those
     num_forked: int = 0  # tokens found after all these, in a partly matching block
@@ -115,13 +117,14 @@ class PrefixCache:
         """Number of device blocks with known contents."""
         return len(self._device.entries) + len(self.partial_blocks.tails)
 
-    def chain(self, sequence_id: int, token_ids: Ints, salt: str = "") -> BlockChain:
-        """The chain of a sequence that has no blocks yet."""
-        root = self.digest(self._secret, salt.encode())
+    def chain(self, sequence_id: int, token_ids: Ints, salt: str = "", *, is_long: bool = False) -> BlockChain:
+        """The chain of a sequence that has no blocks yet. `is_long`: it shares none with sequences that are not."""
+        first = salt.encode() + LONG if is_long else salt
+        root = self._root(first)
         num_known = len(token_ids) // self.block_size
         token_ids = token_ids.astype(np.int32, copy=False)
         contents = token_ids.tobytes()
-        return BlockChain(sequence_id, token_ids, contents, num_known, is_sampled(sequence_id), salt, [root], salt)
+        return BlockChain(sequence_id, token_ids, contents, num_known, is_sampled(sequence_id), first, [root], first)
 
     # -- lookup
 
@@ -140,7 +143,7 @@ class PrefixCache:
         source, chain.num_forked = (may_fork and self._fork(chain, last)) or (None, 0)
         return PrefixMatch(np.array(blocks, np.int32), np.array(places, np.int32), source, chain.num_forked)
 
-    def _fork(self, chain: BlockChain, last: int | str) -> tuple[int, int] | None:
+    def _fork(self, chain: BlockChain, last: Before) -> tuple[int, int] | None:
         """The block after `last` with the longest match, and its length; None if it is too short."""
         begin = (chain.num_blocks + chain.num_on_host) * self.block_size
         end = min(begin + self.block_size, len(chain.token_ids) - 1)
@@ -149,7 +152,7 @@ class PrefixCache:
         least = min(self.min_tokens_to_fork, end - begin)
         return self.partial_blocks.find(last, chain.contents[TOKEN_BYTES * begin : TOKEN_BYTES * end], least)
 
-    def _run(self, chain: BlockChain, tier: _Tier, place: int, last: int | str) -> tuple[list[int], int | str]:
+    def _run(self, chain: BlockChain, tier: _Tier, place: int, last: Before) -> tuple[list[int], Before]:
         """The consecutive blocks of a tier that match `chain` from block `place` on.
 
         Also returns the number of the last one.
@@ -312,11 +315,14 @@ class PrefixCache:
         assert len(tier.blocks) == len(tier.entries), "a block has no key, or a key has no block"
         for block, (key, before, tokens, _, _) in tier.entries.items():
             assert tier.blocks.get(key) == block, f"the key of block {block} leads to block {tier.blocks.get(key)}"
-            root = self.digest(self._secret, before.encode()) if isinstance(before, str) else keys.get(before)
+            root = keys.get(before) if isinstance(before, int) else self._root(before)
             if root is not None:  # else its predecessor was removed, and it cannot be found
                 assert self.digest(root, tokens) == key, f"the key of block {block} is not that of its tokens"
 
     # -- keys
+
+    def _root(self, salt: str | bytes) -> bytes:
+        return self.digest(self._secret, salt.encode() if isinstance(salt, str) else salt)
 
     def _key(self, chain: BlockChain, place: int) -> bytes:
         keys = chain.keys

@@ -53,7 +53,7 @@ class Allocate(Stage[StepPlan, StepGrant]):
         self._batch: Sequence[StepPlan | Rates] = ()  # the current batch, or the last one
         self._answered = 0  # messages of the batch already answered
         self._context: Context | None = None
-        self._recompute = self._swap = 0  # the method of a preemption, as names in the trace
+        self._recompute = self._swap = self._rope = 0  # the method of a preemption, as names in the trace
         self._rows: StepRows | None = None
         self._kv: KVTrace | None = None
         self._sequence_ids = np.full(num_slots, -1, np.int64)  # [S] the running sequence, for the trace
@@ -61,6 +61,7 @@ class Allocate(Stage[StepPlan, StepGrant]):
     async def setup(self, context: Context) -> None:
         self._context = context
         self._recompute, self._swap = context.tracer.source("recompute"), context.tracer.source("swap")
+        self._rope = context.tracer.source("rope")
         if self._rows is None:
             self._rows = StepRows(context.tracer, context.source, len(self._sequence_ids))
             self._kv = KVTrace(context, self.allocator)
@@ -125,6 +126,8 @@ class Allocate(Stage[StepPlan, StepGrant]):
         for slot in (*plan.preempted, *report.preempted):
             num_tokens = report.swapped.get(slot, 0)
             how, num_blocks = self._swap if num_tokens else self._recompute, -(-num_tokens // self._block_size)
+            if slot in plan.dropped:
+                how = self._rope  # recomputed, with the rotary factors of a long sequence
             tracer.emit(EventKind.PREEMPTED, source, plan.step, slot, how, num_blocks, num_tokens)
         self._kv.served(plan, grant, report)
 

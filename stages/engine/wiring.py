@@ -213,6 +213,7 @@ def _step_limits(config: EngineConfig, info: ModelInfo) -> StepLimits:
         enable_chunked_prefill=config.enable_chunked_prefill,
         itl_target_ms=info.itl_target_ms,
         num_speculative_tokens=num_speculative_tokens(config, info),
+        short_length=info.short_length,
     )
 
 

@@ -19,6 +19,7 @@ SENTENCES = {
     "slots": "it waited {ms} ms for a slot, as max_num_seqs sequences were running",
     "blocks": "it waited {ms} ms for KV blocks, which other sequences held",
     "swap-in": "it waited {ms} ms in host memory, to be swapped in",
+    "rope": "it waited {ms} ms to be computed again, as it got longer than its rotary factors are for",
     "long prefill": "steps shared with other requests' long prompts took {ms} ms longer than usual",
     "slow client": "it was paused for {ms} ms, as its client did not read",
     "grammar": "its grammar took {ms} ms, to compile or to make the masks that a step waited for",
@@ -73,7 +74,7 @@ def _parts(view: TraceView, bar: TimeBar, steps: dict[int, StepPart]) -> list[tu
         case "client", _:
             return [("slow client", bar.ns)]
         case "preempted", how:
-            return [("swap-in" if how == "swap" else "blocks", bar.ns)]
+            return [({"swap": "swap-in", "rope": "rope"}.get(how, "blocks"), bar.ns)]
         case "wait", "grammar":
             return [("grammar", bar.ns)]
         case "wait", stage if stage == SCHEDULE:

@@ -27,7 +27,7 @@ class TimeBar:
     service    `stage` worked on it
     wait       it waited for `stage`
     blocked    `stage` was done, and its output channel was full
-    preempted  it had lost its blocks or its slot; `stage` is how: swap or recompute
+    preempted  it had lost its blocks or its slot; `stage` is how: swap, recompute or rope
     client     it was parked, as its client did not read
     """
 

@@ -74,6 +74,7 @@ class RecordedEngine:
     priority_ageing_s: float | None
     itl_target_ms: float = 0.0  # 0: none
     most_drafts: int = 0  # per step; 0: no drafts
+    short_length: int = 0  # as in `ModelInfo`
 
     @classmethod
     def of(cls, config: EngineConfig, info: ModelInfo, max_waiting: int) -> RecordedEngine:
@@ -87,6 +88,7 @@ class RecordedEngine:
             "max_waiting": max_waiting,
             "max_num_batched_tokens": info.max_num_batched_tokens,
             "itl_target_ms": info.itl_target_ms,
+            "short_length": info.short_length,
         }
         values: Fields = {name: getattr(config, name, None) for name in cls.__slots__}
         return cls(**{**values, **resolved})
@@ -348,6 +350,7 @@ def read_engine(values: Any) -> RecordedEngine:
         priority_ageing_s=None if ageing is None else given.number("priority_ageing_s"),
         itl_target_ms=given.number("itl_target_ms"),
         most_drafts=given.whole("most_drafts", 0, MAX_SPECULATIVE_TOKENS),
+        short_length=given.whole("short_length", 0, 2**24) if "short_length" in given.values else 0,
     )
     if engine.max_num_seqs * engine.max_model_len > 2**28:
         sizes = f"max_num_seqs = {engine.max_num_seqs}, max_model_len = {engine.max_model_len}"

@@ -86,6 +86,7 @@ class ReplayedCore:
             enable_chunked_prefill=engine.enable_chunked_prefill,
             itl_target_ms=engine.itl_target_ms,
             num_speculative_tokens=engine.most_drafts,
+            short_length=engine.short_length,
         )
         cache = PrefixCache(engine.block_size) if engine.enable_prefix_caching else None
         host = HostTier(engine.num_host_blocks, engine.block_size) if engine.num_host_blocks else None

@@ -16,6 +16,11 @@ from .memory_state import MemoryState, memory_state
 from .reader import AllocateCall, Call, Recording, RecordingError, RecordingReader, ScheduleCall
 from .replay import Decision, Replay, ReplayedCore
 
+WHY = {
+    "blocks": "blocks ran out",
+    "slot": "its slot was needed",
+    "rope": "it got longer than its rotary factors are for",
+}
 MARK_CALLS = 128  # between two marks, at first
 MAX_MARKS, MAX_MARK_BYTES = 64, 2**29
 
@@ -29,14 +34,16 @@ class Preemption:
     sequence_id: int
     request_id: str  # "" if it ended meanwhile
     how: str  # swap or recompute
-    cause: str  # blocks: they ran out; slot: a better sequence waited for it; parked: its client did not read
+    # blocks: they ran out; slot: a better sequence waited for it; parked: its client did not read; rope: it got longer
+    # than its rotary factors are for
+    cause: str
     num_tokens: int  # swapped to the host
     num_free: int  # blocks, after that plan
     beneficiaries: tuple[int, ...]  # sequences that got blocks in that plan, or were first in the queue for its slot
 
     def __str__(self) -> str:
         names = ", ".join(str(sequence_id) for sequence_id in self.beneficiaries) or "no sequence yet"
-        why = {"blocks": "blocks ran out", "slot": "its slot was needed"}.get(self.cause, "its client does not read")
+        why = WHY.get(self.cause, "its client does not read")
         how = f"{self.num_tokens} tokens swapped to the host" if self.how == "swap" else "to be recomputed"
         return f"step {self.step}: sequence {self.sequence_id} was preempted, {how}: {why}; blocks went to {names}"
 

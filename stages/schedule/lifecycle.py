@@ -46,8 +46,9 @@ NO_UPDATES = PlanUpdates()  # shared by all plans, which do not change it
 class SequenceLifecycle:
     """Every sequence from arrival to end, in exactly one place: queue, slot or parked."""
 
-    def __init__(self, num_slots: int, policy: Policy) -> None:
+    def __init__(self, num_slots: int, policy: Policy, short_length: int = 0) -> None:
         self.policy = policy
+        self.short_length = short_length  # as in `StepLimits`
         self.sequences: dict[int, Sequence] = {}
         self.waiting = WaitingQueue()
         self.slots = SlotTable(num_slots)
@@ -55,7 +56,7 @@ class SequenceLifecycle:
         self.num_returning = 0  # preempted, and not back in the queue yet
         self.num_swapped = 0  # in the queue, with blocks on the host
         self.num_parked = 0
-        self.preemptions: Counter[tuple[str, str]] = Counter()  # (method: swap or recompute, cause: blocks or slot)
+        self.preemptions: Counter[tuple[str, str]] = Counter()  # (method: swap or recompute, cause)
         self.num_recomputed_tokens = 0  # computed again after a preemption
         self._service_order: ServiceOrder | None = None  # None: to be rebuilt, as membership changed
 
@@ -141,9 +142,15 @@ class SequenceLifecycle:
         self.num_swapped -= sequence.state is State.SWAPPED
         sequence.move(State.RUNNING)
         sequence.num_starts += 1
+        sequence.is_long = self._is_long(sequence)
+        is_limited = self.short_length and not sequence.is_long
+        sequence.run_limit = min(sequence.limit, self.short_length + 1) if is_limited else sequence.limit
         self.slots.enter(sequence, self.policy.weight(sequence))
         self.updates.started.append(sequence.started())
         self._service_order = None
+
+    def _is_long(self, sequence: Sequence) -> bool:
+        return 0 < self.short_length < len(sequence.token_ids)
 
     def _leave(self, sequence: Sequence) -> None:
         self.slots.leave(sequence.slot)
@@ -154,16 +161,28 @@ class SequenceLifecycle:
     # -- preemption
 
     def take_slot(self, slot: int, cause: str) -> None:
-        """Preempts the running sequence in `slot`, for a slot or for blocks (`cause`)."""
+        """Preempts the running sequence in `slot`, for a slot, for blocks, or as it outgrew its factors (`cause`)."""
         self.updates.preempted.append(slot)
         self.note_preempted(slot, cause)
+
+    def lengthen(self) -> None:
+        """Preempts the short sequences that have as many tokens as their rotary factors serve, and go on.
+
+        Nothing is swapped. They come back as long ones, and all their tokens are computed again.
+        """
+        table = self.slots
+        for slot in (table.is_running & (table.num_known >= table.limit)).nonzero()[0].tolist():
+            sequence = table.sequences[slot]
+            if sequence is not None and sequence.run_limit < sequence.limit:
+                self.updates.dropped.append(slot)
+                self.take_slot(slot, "rope")
 
     def note_preempted(self, slot: int, cause: str) -> None:
         """Records that the sequence in `slot` was preempted. A parked sequence does not count it."""
         sequence = self.slots.sequences[slot]
         if sequence is None or sequence.state is not State.RUNNING:
             return  # it ended while allocate preempted it
-        sequence.num_preempted += not sequence.is_parked
+        sequence.num_preempted += not sequence.is_parked and cause != "rope"
         sequence.lost_for = cause
         sequence.num_lost += int(self.slots.num_computed[slot])
         self._return(sequence)
@@ -209,6 +228,8 @@ class SequenceLifecycle:
         """Frees slots that no step in flight uses; queues or parks their preempted sequences."""
         for sequence in self.slots.free_slots(completed_step, last_granted):
             self.num_returning -= 1
+            if self._is_long(sequence) and not sequence.is_long:
+                self._discard(sequence)  # keys with the factors of a short sequence
             if sequence.is_parked:
                 sequence.move(State.PARKED)
             else:

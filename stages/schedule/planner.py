@@ -64,6 +64,8 @@ class Planner:
 
         `flights` are in flight; `report` is the last report.
         """
+        if self._lifecycle.short_length:
+            self._lifecycle.lengthen()
         if self._lifecycle.num_parked:
             self._admitter.move_parked(report)
         has_waiting = len(self._waiting) > 0

@@ -39,6 +39,7 @@ class StepLimits:
     enable_chunked_prefill: bool = True
     itl_target_ms: float = 0.0  # target time of a step with decodes; 0: none
     num_speculative_tokens: int = 0  # drafts per step, at most; 0: speculation is off
+    short_length: int = 0  # tokens of a sequence beyond which it has other rotary factors; 0: never
 
 
 class Scheduler:
@@ -52,7 +53,7 @@ class Scheduler:
     def __init__(self, limits: StepLimits, policy: Policy | None = None, first_step: int = 0) -> None:
         self.limits = limits
         self.policy = policy or Policy()
-        self.lifecycle = SequenceLifecycle(limits.max_num_seqs, self.policy)
+        self.lifecycle = SequenceLifecycle(limits.max_num_seqs, self.policy, limits.short_length)
         self.slots = self.lifecycle.slots
         self.waiting = self.lifecycle.waiting
         self.last_granted = first_step - 1  # number of the last granted step
@@ -166,7 +167,7 @@ class Scheduler:
 
     @property
     def preemptions(self) -> Counter[tuple[str, str]]:
-        """Number of preemptions by (method: swap or recompute, cause: blocks or slot)."""
+        """Number of preemptions by (method: swap or recompute, cause: blocks, slot or rope)."""
         return self.lifecycle.preemptions
 
     @property

@@ -55,11 +55,15 @@ class Sequence:
     state: State = State.WAITING
     slot: int = -1  # while running or preempted
     num_starts: int = 0  # times it got a slot
-    num_preempted: int = 0
+    num_preempted: int = 0  # for others; not as its rotary factors changed
     num_swapped: int = 0  # tokens on the host; 0 once copied back or given up
     swapped_step: int = -1  # the step that copies them to the host
     num_lost: int = 0  # tokens computed before a preemption and not yet recomputed
-    lost_for: str = ""  # cause of the last preemption: "blocks" or "slot"
+    lost_for: str = ""  # cause of the last preemption: "blocks", "slot" or "rope"
+    # Where rotary factors depend on the length, a short sequence stops running one token past its last short one, and
+    # its keys and values are computed again with the other factors. Both are set at each start.
+    is_long: bool = False
+    run_limit: int = 0  # tokens up to which it runs in its slot; mostly `limit`
     is_parked: bool = False  # its client does not read: not served in any state
     ticket: int = 0  # of its valid entry in the waiting queue
     num_voids_alone: int = 0  # failed steps with only this sequence in them
@@ -86,6 +90,7 @@ class Sequence:
             self.seed,
             self.cache_salt,
             self.pooling,
+            self.is_long,
         )
 
 

@@ -28,7 +28,7 @@ class SlotTable:
         self.num_known = np.zeros(num_slots, np.int32)
         self.num_computed = np.zeros(num_slots, np.int32)
         self.num_generated = np.zeros(num_slots, np.intp)
-        self.limit = np.zeros(num_slots, np.int32)
+        self.limit = np.zeros(num_slots, np.int32)  # tokens up to which the sequence runs in its slot
         self.reserve = np.zeros(num_slots, np.int32)  # tokens to allocate blocks for at once; 0: as needed
         self.weight = np.zeros(num_slots, np.float64)  # lower is served first; ties by sequence id
         self.is_parked = np.zeros(num_slots, np.bool_)  # holds slot and blocks, and is not served
@@ -72,10 +72,10 @@ class SlotTable:
         self.num_known[slot] = len(sequence.token_ids)
         self.num_computed[slot] = 0
         self.last_step[slot] = -1
-        self.limit[slot] = sequence.limit
+        self.limit[slot] = sequence.run_limit
         self.weight[slot] = weight
         self.is_parked[slot] = sequence.is_parked
-        self.reserve[slot] = sequence.limit - 1 if sequence.is_protected else 0
+        self.reserve[slot] = sequence.run_limit - 1 if sequence.is_protected else 0
         answered = sequence.token_ids[sequence.num_prompt :]
         self._grow_generated(sequence.limit - sequence.num_prompt)
         self.generated[slot, : len(answered)] = answered

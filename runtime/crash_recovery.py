@@ -19,6 +19,14 @@ RESTART_WINDOW_S = 10.0
 log = get_logger("millrace.runtime")
 
 
+class FatalError(Exception):
+    """An error after which no stage can go on, whatever requests it has.
+
+    A stage that raises it ends the pipeline, whatever its `Crash` says. The text becomes the reason in `Health`, which
+    clients see.
+    """
+
+
 class StageCrashed(Exception):
     """A stage failed on a request through a bug of ours, not through the request's content."""
 
@@ -62,18 +70,24 @@ class CrashRecovery:
         self._on_crash = on_crash
         self._give_up = give_up
         self._recent_restarts: deque[float] = deque(maxlen=MAX_RESTARTS)
+        self._has_given_up = False
 
     async def recover(self, batch: list[Any], out: CollectingOutlet, error: BaseException) -> None:
         """Ends or repairs what `handle(batch, out)` left when it raised `error`."""
         runner, stage = self._runner, self._runner.stage
+        if isinstance(error, FatalError) and self._has_given_up:
+            return  # as for each of its concurrent items: one report is enough
         self._on_crash(runner.name, error, batch)
+        if isinstance(error, FatalError):
+            self._give_up_once(error)
+            return
         if stage.on_crash is Crash.FAIL and not isinstance(error, ChannelOverrun):
             out.discard()
             for item in batch:
                 self._fail(item, error)
             return
         if isinstance(error, ChannelOverrun) or stage.on_crash is Crash.ESCALATE or not self._may_restart():
-            self._give_up(error)
+            self._give_up_once(error)
             return
         tracer = self._context.tracer
         error_name = tracer.source(type(error).__name__)
@@ -96,7 +110,11 @@ class CrashRecovery:
         except BaseException as second:
             if not self._runner.is_crash(second):
                 raise
-            self._give_up(second)
+            self._give_up_once(second)
+
+    def _give_up_once(self, error: BaseException) -> None:
+        self._has_given_up = True
+        self._give_up(error)
 
     async def _isolate(self, batch: list[Any], out: CollectingOutlet, error: BaseException) -> None:
         """Restarts the stage and retries each item alone once.
@@ -120,6 +138,8 @@ class CrashRecovery:
             if self._runner.faults is not None:
                 await self._runner.faults.strike()
             await self._runner.stage.handle([item], alone)
+        except FatalError as error:
+            self._give_up_once(error)
         except BaseException as error:
             if not self._runner.is_crash(error):
                 raise

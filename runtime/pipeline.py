@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from .channel import Channel, ChannelClosed, ControlLane
+from .crash_recovery import FatalError
 from .env.env import Env, LiveEnv
 from .env.log import get_logger
 from .exit import Exit, Outbox
@@ -89,6 +90,7 @@ class Pipeline(Graph):
         self.tracer = Tracer(self.env)
         self.loop: asyncio.AbstractEventLoop | None = None  # that it runs on
         self.on_crash: list[OnCrash] = []  # called when a stage has crashed, before recovery
+        self.on_dead: list[Callable[[], object]] = []  # called once when a stage has failed for good; see `health`
         self.lane_reader: str | None = None  # the stage that reads the control lane
         self.entry_capacity = OPEN_END_CAPACITY  # requests that have entered and were not handled yet
         self.wakeups: WakeupBatch | None = None  # wakes stages; None: the env's default, see `_wakeups`
@@ -404,10 +406,13 @@ class Pipeline(Graph):
         if self._health.state in ("dead", "stopped"):
             return
         log.error("pipeline.dead", stage=name, error=type(error).__name__, exc_info=error)
-        self._health = Health("dead", stage=name, reason=f"stage {name} failed: {type(error).__name__}")
+        reason = str(error) if isinstance(error, FatalError) else f"stage {name} failed: {type(error).__name__}"
+        self._health = Health("dead", stage=name, reason=reason)
         if self.entry is not None:
             self._port_channels[self.entry].close()  # a request waiting to enter does not read its outbox yet
         self._end_all("error", NotServing(self._health))
+        for callback in self.on_dead:
+            callback()
 
     def _end_all(self, cause: str, error: BaseException | None) -> None:
         if self.exit is not None:

@@ -23,6 +23,7 @@ ROOT_PACKAGE = Path("deploy/package")  # the package `millrace`: its files impor
 STAGES = {"intake", "tokenize", "schedule", "allocate", "execute", "sample", "detokenize", "encode", "exit"}
 STAGE_FILES_WITH_TORCH = {
     "stages/backends/cuda/build.py",
+    "stages/backends/cuda/cuda_probe.py",
     "stages/backends/cuda/cuda_streams.py",
     "stages/backends/cuda/device_work.py",
     "stages/backends/cuda/triton_chooser.py",

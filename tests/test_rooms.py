@@ -46,7 +46,7 @@ BELOW = {
     "stages/allocate": "stages",
     "stages/detokenize": "stages",
     "stages/device": "stages",
-    "stages/encode": "stages",
+    "stages/encode": "stages stages/device",
     "stages/exit": "stages",
     "stages/grammar": "stages",
     "stages/intake": "stages",

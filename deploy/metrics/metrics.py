@@ -7,7 +7,7 @@ nothing here runs per token. The pipeline fixes the set of series: no label cont
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
@@ -15,6 +15,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from ...runtime.env.log import dropped as dropped_lines
+from ...runtime.pipeline import Health
 from ...stages.allocate.block_pool import BlockPool
 from ..errors import CODES
 from .families import counter, gauge
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
 CAUSES = ("cancel", "disconnect", "deadline", "stalled_reader", "server_shutdown", "abort")
+HEALTH_STATES = ("loading", "ready", "stalled", "draining", "dead")
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 
@@ -42,8 +44,10 @@ class Metrics:
     Call `watch` once the engine exists; `render` works at any time.
     """
 
-    def __init__(self, watchdog: Watchdog) -> None:
+    def __init__(self, watchdog: Watchdog, health: Callable[[], Health] | None = None) -> None:
+        """`health` is the server's, as `/health` tells it."""
         self._watchdog = watchdog
+        self._health = health
         self._model_name = ""
         self._engine: Engine | None = None
         self._latencies: Latencies | None = None
@@ -112,6 +116,8 @@ class Metrics:
         """Called by prometheus-client at each scrape."""
         labels = {"model_name": self._model_name, "engine": "0"}
         yield from self._rejections()
+        if self._health is not None:
+            yield _states(self._health())
         yield from self._watchdog.meter.collect()
         yield counter("millrace:stalls", "Stalls: work waits without progress.", self._watchdog.num_stalls, {})
         sent, dropped = (
@@ -191,6 +197,13 @@ class Metrics:
         for code in (*CODES, "other"):
             rejected.add_metric([code], self._rejected[code])
         yield rejected
+
+
+def _states(health: Health) -> Metric:
+    states = GaugeMetricFamily("millrace:health", "1 for the state that /health tells.", labels=["state"])
+    for state in HEALTH_STATES:
+        states.add_metric([state], float(health.state == state))
+    return states
 
 
 def _drafts(speculation: Speculation, labels: dict[str, str]) -> Iterator[Metric]:

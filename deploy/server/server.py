@@ -51,7 +51,7 @@ class Server:
         self._listening = listening
         self._threads = SizedThreads("millrace-http")  # for long bodies and prompts
         self.service = Service(config, self._threads)
-        self.metrics = Metrics(self.service.watchdog)
+        self.metrics = Metrics(self.service.watchdog, lambda: self.service.health)
         endpoint = config.otlp_traces_endpoint
         self.otlp_exporter = None if endpoint is None else OtlpExporter(endpoint, package_version(), self._threads)
         self.metrics.otlp_exporter = self.otlp_exporter

@@ -85,3 +85,9 @@ class DeviceStreams(Protocol):
 
     def wait(self) -> None:
         """Waits until all submitted work is done. Raises the device's error, if any."""
+
+    def probe(self) -> None:
+        """Submits a tiny operation after all other work, and waits for it.
+
+        Raises the device's error if it is one that stays. From any thread, at any time, also during other calls.
+        """

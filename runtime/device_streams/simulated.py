@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
@@ -37,7 +38,8 @@ class SimStreams:
 
     `laziness`: the share of calls after which no work runs. Some streams are drawn to be slow: they mostly run last.
 
-    An operation that raises breaks the device, as on a GPU: every later wait raises that error.
+    An operation that raises breaks the device, as on a GPU: every later wait raises that error. `lose_after` plants the
+    loss of the device.
     """
 
     def __init__(self, random: Random, laziness: float = 0.5) -> None:
@@ -47,6 +49,7 @@ class SimStreams:
         self._streams: list[SimStream] = []
         self._weights: list[float] = []  # by stream: how likely it runs next
         self._error: BaseException | None = None
+        self._loss: _Loss | None = None
         self.lock = threading.RLock()  # one thread at a time uses the device
         self._used: dict[int, str] = {}  # by thread: the stream it uses
 
@@ -70,6 +73,34 @@ class SimStreams:
     def wait(self) -> None:
         self.run_until(lambda: not any(stream.waiting for stream in self._streams))
 
+    def probe(self) -> None:
+        event = self.event()
+        if self._streams:
+            self._streams[0].launch(_nothing)
+            self._streams[0].record(event)
+        self.wait()
+        event.wait()
+
+    def lose_after(
+        self,
+        num_operations: int,
+        error: BaseException,
+        hang: Callable[[], object] | None = None,
+        *,
+        refuses: bool = False,
+    ) -> None:
+        """Loses the device when so many more operations are done: nothing runs from then on.
+
+        Every later wait for something that is not done raises `error`. With `hang` only the first one does, and the
+        others call `hang`, which blocks. `refuses`: submissions raise `error` too.
+        """
+        self._loss = _Loss(self.num_done + num_operations, error, hang, refuses)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the planted loss has happened."""
+        return self._loss is not None and self.num_done >= self._loss.at
+
     def progress(self) -> None:
         """Runs a drawn number of operations, often none."""
         with self.lock:
@@ -81,19 +112,31 @@ class SimStreams:
 
     def run_until(self, is_done: Callable[[], bool]) -> None:
         """Runs operations until `is_done()`, and perhaps some more."""
+        while not self._run_until(is_done):
+            assert self._loss is not None and self._loss.hang is not None
+            self._loss.hang()
+
+    def _run_until(self, is_done: Callable[[], bool]) -> bool:
+        """As `run_until`. False: the device hangs."""
         with self.lock:
             while not is_done():
+                if self._loss is not None and self.is_lost:
+                    if self._loss.is_told and self._loss.hang is not None:
+                        return False
+                    self._loss.is_told = True
+                    raise self._loss.error
                 if self._error is None and not self._step():
                     heads = (f"{stream.name}: {stream.waiting[0]}" for stream in self._streams if stream.waiting)
                     raise DeviceStuck(f"nothing on the device can go on: {', '.join(heads)}")
                 if self._error is not None:
                     raise self._error
             self.progress()
+            return True
 
     def _step(self) -> bool:
         """Runs one operation of some stream. Returns False if none can run."""
         ready = [i for i, stream in enumerate(self._streams) if stream.waiting and stream.waiting[0].is_ready()]
-        if not ready or self._error is not None:
+        if not ready or self._error is not None or self.is_lost:
             return False
         stream = self._streams[ready[0] if len(ready) == 1 else self._choose(ready)]
         operation = stream.waiting[0]
@@ -105,9 +148,30 @@ class SimStreams:
             self._error = error
         return True
 
+    def refuse_if_lost(self) -> None:
+        """Raises the error of a lost device that takes no more work."""
+        if self._loss is not None and self._loss.refuses and self.is_lost:
+            self._loss.is_told = True
+            raise self._loss.error
+
     def _choose(self, ready: list[int]) -> int:
         (chosen,) = self._random.choices(ready, [self._weights[i] for i in ready])
         return chosen
+
+
+@dataclass(slots=True)
+class _Loss:
+    """See `SimStreams.lose_after`."""
+
+    at: int  # operations
+    error: BaseException
+    hang: Callable[[], object] | None
+    refuses: bool
+    is_told: bool = False  # `error` was raised
+
+
+def _nothing() -> None:
+    pass
 
 
 class SimEvent:
@@ -197,6 +261,7 @@ class SimStream:
     def _submit(self, operation: _Operation) -> None:
         assert self._captured is None, f"{type(operation).__name__.strip('_')} while a graph is captured"
         with self._device.lock:
+            self._device.refuse_if_lost()
             self.waiting.append(operation)
         self._device.progress()
 

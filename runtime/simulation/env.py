@@ -111,6 +111,10 @@ class SimEnv(Env):
         self.loop.note(repr(fields))
 
 
+class JobHangs(BaseException):
+    """Raised by a job of a simulated worker: it blocks for ever, as in a wait for a device that hangs."""
+
+
 class _SimSideThread(SideThread):
     """A side thread whose jobs run at once, in `submit`. It may fail to start, as a worker's threads may."""
 
@@ -183,6 +187,8 @@ class _SimWorker(Worker):
 
     def _run(self, job: Job) -> None:
         result, error = run_job(job)
+        if isinstance(error, JobHangs):
+            return  # its thread is blocked from now on
         self._num_running -= 1
         if not job.done():  # else it was cancelled while it ran
             if error is None:
@@ -192,8 +198,13 @@ class _SimWorker(Worker):
         self._begin_jobs()
         self._note_end()
 
+    def abandon(self) -> None:
+        super().abandon()
+        self._note_end()
+
     def _note_end(self) -> None:
-        if self._all_ended is not None and not self._num_running and not self._all_ended.done():
+        is_idle = not self._num_running or self._is_abandoned
+        if self._all_ended is not None and is_idle and not self._all_ended.done():
             self._all_ended.set_result(None)
 
 

@@ -162,8 +162,15 @@ class ThreadWorker(Worker):
             self._call()
         for thread, ended in list(self._threads.items()):
             await asyncio.shield(ended)
-            thread.join()  # it has run its last job, so this takes microseconds
+            if not self._is_abandoned:
+                thread.join()  # it has run its last job, so this takes microseconds
         self._on_closed(self)
+
+    def abandon(self) -> None:
+        super().abandon()
+        for ended in self._threads.values():
+            if not ended.done():
+                ended.set_result(None)
 
     def start(self) -> None:
         loop = self._handover.bind()

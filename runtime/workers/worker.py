@@ -58,6 +58,7 @@ class Worker(ABC):
         self._on_closed = on_closed
         self._waiting: dict[Job, bool] = {}
         self._is_closed = False
+        self._is_abandoned = False
 
     def submit(self, fn: Callable[[*Ts], T], *args: *Ts, when_done: WhenDone = IMMEDIATELY) -> asyncio.Future[T]:
         """Queues `fn(*args)`. Call it on the loop.
@@ -99,6 +100,13 @@ class Worker(ABC):
         if result.when_done is ON_REQUEST:
             result.when_done = NEVER
 
+    def abandon(self) -> None:
+        """Declares that a job may never end. Call it on the loop.
+
+        `aclose` then does not wait for jobs that run. Their threads are daemons, so the process can end.
+        """
+        self._is_abandoned = True
+
     @property
     def num_waiting(self) -> int:
         """Jobs that have not begun, without cancelled ones."""
@@ -108,7 +116,7 @@ class Worker(ABC):
     async def aclose(self) -> None:
         """Cancels the jobs that have not begun, waits for the others, and ends the threads.
 
-        Never blocks the loop. May be called again, also during a first call.
+        Never blocks the loop. May be called again, also during a first call. See also `abandon`.
         """
 
 

@@ -39,6 +39,7 @@ class Backend:
     chooser: MakeTokenChooser = TokenChooser
     call_before_computing: CallBefore | None = None  # see `Device`
     enter: Callable[[], object] | None = None  # first call on the device thread
+    probe: Callable[[], object] | None = None  # finds out whether the device is lost, see `Device`; None: it cannot be
     own_cpu: int | None = None  # pinned to the thread that starts each step; another process may occupy it for a while
     assemble: Callable[[Sampler, EndRules], AsyncRuntime] | None = (
         None  # builds an asynchronous device; None: steps are waited for

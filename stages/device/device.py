@@ -18,6 +18,7 @@ from ...runtime.trace.tracer import EventKind, Tracer
 from ...runtime.workers.step_queue import StepQueue, ignore_error
 from ...runtime.workers.worker import BEFORE_BLOCKING, IMMEDIATELY, ON_REQUEST, WhenDone, Worker
 from ..messages import Started, StepGrant, StepTokens
+from .device_guard import PROBE_S, DeviceGuard, DeviceLost
 
 R = TypeVar("R")
 CallBefore = Callable[[Callable[[], object]], object]
@@ -87,6 +88,7 @@ class DeviceTimes:
         self._ended = (0, 0)  # ns: sum of all passes, and when the last one ended; replaced at once
         self._forward_ends: dict[int, int] = {}  # by step, ns, until `forget`
         self._sample_ends: dict[int, int] = {}  # the same; none of an asynchronous device
+        self._long_ns = 0  # the longest pass, of the last ones
 
     def begin(self, step: int, now_ns: int) -> None:
         """A pass begins, or waits for the one before."""
@@ -103,9 +105,15 @@ class DeviceTimes:
             self._forward_ends[step] = now_ns
         self._ended = (total_ns + took_ns, now_ns)  # before it stops to run: the sum never decreases
         self._running.pop(step, None)
+        self._long_ns = took_ns if took_ns > self._long_ns else self._long_ns - (self._long_ns >> 6)
         took_us = took_ns // 1000
         self.forward_us.observe(took_us)
         return took_us
+
+    @property
+    def backlog_s(self) -> float:
+        """Seconds that the passes in flight may take at most, by the longest of the last ones."""
+        return len(self._running) * self._long_ns / 1e9
 
     def end_sampling(self, step: int, now_ns: int) -> None:
         """The sampling of a step has ended, before its result is delivered."""
@@ -145,14 +153,21 @@ class Device:
     is_async: ClassVar[bool] = False  # whether it is asynchronous: it finishes a step later than its thread does
 
     def __init__(
-        self, enter: Callable[[], object] | None = None, call_before_computing: CallBefore | None = None
+        self,
+        enter: Callable[[], object] | None = None,
+        call_before_computing: CallBefore | None = None,
+        probe: Callable[[], object] | None = None,
     ) -> None:
         """`enter` is the first call on the device thread.
 
         `call_before_computing` registers a callback with the model. `forward` calls the callback when its inputs are
         ready and it is about to release the interpreter lock. The result of the previous step is delivered then:
         delivered earlier, the loop would delay the thread's preparation.
+
+        `probe` finds out after a failed step whether the device is lost, see `DeviceGuard`; None: it cannot be.
         """
+        self.on_lost: list[Callable[[DeviceLost], object]] = []  # called once, on the loop: results may never come
+        self.guard = None if probe is None else DeviceGuard(probe, self._probe_limit_s, self._note_lost)
         self._enter = enter
         self._call_before_computing = call_before_computing
         self._worker: Worker | None = None
@@ -196,10 +211,29 @@ class Device:
             self._now_ns, self._tracer = context.env.now_ns, context.tracer
             if self._call_before_computing is not None:
                 self._call_before_computing(self._worker.deliver)
+            if self.guard is not None:
+                self.guard.join(context.env)
             if self._enter is not None:
                 ignore_error(self._worker.submit(self._run_enter, self._enter))
         self._sources[phase] = context.source
         self._num_phases = max(self._num_phases, phase + 1)
+
+    async def check(self, step: int, error: BaseException) -> None:
+        """Called on the event loop after `step` has failed with `error`. Raises `DeviceLost` if the device is lost.
+
+        Waits for the verdict, in a bounded time. Until then the failure is not blamed on any request.
+        """
+        if self.guard is not None and not isinstance(error, StepSkipped):
+            await self.guard.check(step, error)
+
+    def _probe_limit_s(self) -> float:
+        return max(PROBE_S, 2 * self.times.backlog_s)
+
+    def _note_lost(self, lost: DeviceLost) -> None:
+        if self._worker is not None:
+            self._worker.abandon()
+        for callback in self.on_lost:
+            callback(lost)
 
     @property
     def is_sampling(self) -> bool:
@@ -302,6 +336,8 @@ class Device:
         try:
             if self._enter_error is not None:
                 raise self._enter_error
+            if self.guard is not None and self.guard.lost is not None:
+                raise self.guard.lost
             void_generation = max(self._void_generation, self._void_at_completion)
             if grant.generation <= void_generation:
                 raise StepSkipped(f"step {grant.step} is void like an earlier one of generation {void_generation}")

@@ -6,12 +6,13 @@ stage runs on the event loop; the runner on a thread of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar, Protocol
 
 from ...runtime.env.log import get_logger
 from ...runtime.stage import Context, Crash, Outlet, Stage
 from ...runtime.workers.worker import Worker
+from ..device.device_guard import PROBE_S, DeviceGuard, DeviceLost
 from ..errors import Failed
 from ..messages import Pooled, StepText, TokenRequest
 
@@ -30,18 +31,21 @@ class Encode(Stage[TokenRequest, StepText]):
 
     A batch has at most `max_rows` prompts and `max_batched_tokens` tokens, padding included; a longer prompt runs
     alone. Prompts of requests that have ended are skipped. A batch that fails is run again prompt by prompt. A prompt
-    that fails alone ends its request.
+    that fails alone ends its request. `probe` finds out after a failure whether the device is lost, see `DeviceGuard`.
     """
 
     on_crash: ClassVar[Crash] = Crash.ISOLATE
 
-    def __init__(self, runner: Encoder, max_batched_tokens: int, max_rows: int) -> None:
+    def __init__(
+        self, runner: Encoder, max_batched_tokens: int, max_rows: int, probe: Callable[[], object] | None = None
+    ) -> None:
         self.runner = runner
         self.max_batched_tokens = max_batched_tokens
         self.max_rows = max_rows
         self._context: Context | None = None
         self._worker: Worker | None = None
         self._num_batches = 0
+        self._guard = None if probe is None else DeviceGuard(probe, lambda: PROBE_S, self._note_lost)
 
     async def setup(self, context: Context) -> None:
         self._context = context
@@ -49,6 +53,8 @@ class Encode(Stage[TokenRequest, StepText]):
             worker = context.env.worker("device")
             worker.start()  # now, so that no prompt can fail for lack of a thread
             self._worker = worker
+            if self._guard is not None:
+                self._guard.join(context.env)
 
     async def handle(self, batch: Sequence[TokenRequest], out: Outlet[StepText]) -> None:
         assert self._context is not None
@@ -65,7 +71,9 @@ class Encode(Stage[TokenRequest, StepText]):
             return
         try:
             pooled = await self._worker.submit(self.runner.encode, batch)
-        except Exception as error:  # any error of the device concerns a prompt, not this stage
+        except Exception as error:  # any error of the device concerns a prompt, unless the device is lost
+            if self._guard is not None:
+                await self._guard.check(self._num_batches, error)
             if len(batch) > 1:
                 for request in batch:
                     await self._run([request], out)
@@ -75,6 +83,10 @@ class Encode(Stage[TokenRequest, StepText]):
         else:
             self._num_batches += 1
             out.send(StepText(self._num_batches, (), (), (), pooled=pooled))
+
+    def _note_lost(self, lost: DeviceLost) -> None:
+        assert self._worker is not None
+        self._worker.abandon()
 
 
 def batches(line: Sequence[TokenRequest], max_tokens: int, max_rows: int) -> Iterator[list[TokenRequest]]:

@@ -70,7 +70,7 @@ class EncoderStages:
         self.loaded = loaded
         self.intake = Intake(limits, config.max_admitted_requests, config.max_waiting_requests)
         self.tokenize = Tokenize(loaded.encoder, limits, config.tokenizer_workers)
-        self.encode = Encode(loaded.runner, info.max_num_batched_tokens, config.max_num_seqs)
+        self.encode = Encode(loaded.runner, info.max_num_batched_tokens, config.max_num_seqs, loaded.probe)
         self.exit = Outboxes(config.max_unread_tokens, config.max_parked_s)
         self.pipeline = build_encoder_pipeline(self.intake, self.tokenize, self.encode, self.exit)
         self.exit.lane = self.pipeline.lane

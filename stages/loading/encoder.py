@@ -5,6 +5,7 @@ Imports torch, and later transformers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from ...model.text.tokenizer import Tokenizer
 from ...runtime.env.cpus import ComputeThreads
 from ...runtime.env.log import get_logger
 from ...runtime.phases import Phases
-from ..backends.torch.loading import choose_device, torch_dtype
+from ..backends.torch.loading import choose_device, probe_of, torch_dtype
 from ..config import EngineConfig, resolve_step_size
 from ..encode.encoder_runner import EncoderRunner
 from ..errors import ConfigError
@@ -36,6 +37,7 @@ class LoadedEncoder:
     tokenizer: Tokenizer
     encoder: ModelEncoder
     runner: EncoderRunner
+    probe: Callable[[], object] | None = None  # finds out whether the device is lost; None: it cannot be
 
 
 def load_encoder(
@@ -98,7 +100,7 @@ def load_encoder(
         pooling=None if model.is_cross_encoder else read_pooling(root, files, model.embedding_size, "mean", pooling),
     )
     encoder = ModelEncoder(tokenizer, None, model_id, files.default_prompt)
-    return LoadedEncoder(info, tokenizer, encoder, EncoderRunner(model, device))
+    return LoadedEncoder(info, tokenizer, encoder, EncoderRunner(model, device), probe_of(device))
 
 
 def _max_model_len(config: EngineConfig, longest: int) -> int:

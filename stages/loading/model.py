@@ -200,7 +200,7 @@ def _put_together(
     )
     text_parts = (tokenizer, text.encoder, text_table)
     if computing.assemble is None:
-        make_device = partial(Device, computing.enter, computing.call_before_computing)
+        make_device = partial(Device, computing.enter, computing.call_before_computing, computing.probe)
         return LoadedModel(info, *text_parts, runner, sampler, grammars, make_device, computing.own_cpu)
     with phases("graphs"):
         async_runtime = computing.assemble(sampler, EndRules(eos_token_ids, info.max_model_len))

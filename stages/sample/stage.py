@@ -13,16 +13,20 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from ...runtime.env.log import get_logger
 from ...runtime.histogram import STAGE_BOUNDS_US, Histogram
 from ...runtime.stage import Context, Crash, Outlet, Stage
 from ...runtime.trace.tracer import EventKind
 from ..array_checks import num_true
-from ..device.device import MOST_IN_FLIGHT, SAMPLE, ChoosesTokens, Device, fail
+from ..device.device import MOST_IN_FLIGHT, SAMPLE, ChoosesTokens, Device, StepSkipped, fail
+from ..device.device_guard import DeviceLost, first_line, is_out_of_memory
 from ..messages import FinishReason, StepDone, StepGrant, StepLogits, StepTokens, StepVoid
 from .prefill_progress import PrefillWatch
 from .step_pace import StepPace
 
 STEP_DONE = int(EventKind.STEP_DONE)
+
+log = get_logger("millrace.stages")
 
 
 class Sample(Stage[StepLogits, StepTokens]):
@@ -79,6 +83,8 @@ class Sample(Stage[StepLogits, StepTokens]):
     async def setup(self, context: Context) -> None:
         self._context = context
         self.device.join(context, SAMPLE)
+        if self._fail_pending not in self.device.on_lost:
+            self.device.on_lost.append(self._fail_pending)
 
     async def handle(self, batch: Sequence[StepLogits], out: Outlet[StepTokens]) -> None:
         self._batch = batch
@@ -129,7 +135,7 @@ class Sample(Stage[StepLogits, StepTokens]):
     async def _answer(self, grant: StepGrant, out: Outlet[StepTokens], crash: BaseException | None = None) -> None:
         """Waits for the step's turn and for the device, and reports the result.
 
-        With a `crash`, the step is void.
+        With a `crash`, the step is void. Raises `DeviceLost` if the step has failed because the device is lost.
         """
         if grant.step != self._next:
             await self._turn(grant.step)
@@ -145,6 +151,8 @@ class Sample(Stage[StepLogits, StepTokens]):
             waited_s = self._waiting_s(self._ended_s)
             self._waited_s, self._waits_since_s = self._waited_s + waited_s, None
             self.device.times.forget(grant.step)
+        if error is not None:
+            await self.device.check(grant.step, error)
         self._watch.take_note(grant)
         if tokens is None or error is not None or grant.generation <= self._void_generation:
             self._report_void(grant, error, out)
@@ -153,6 +161,11 @@ class Sample(Stage[StepLogits, StepTokens]):
         self._service_us.observe(int(1e6 * (self._ended_s - since_s - waited_s)))  # never below 0: see `_waiting_s`
         await out.flush()
         self._pass_turn(grant.step)
+
+    def _fail_pending(self, lost: DeviceLost) -> None:
+        for result in self._results.values():
+            if not result.done():
+                result.set_exception(lost)
 
     def _waiting_s(self, now_s: float) -> float:
         """Seconds up to now that it has waited for the step to report next.
@@ -182,6 +195,10 @@ class Sample(Stage[StepLogits, StepTokens]):
         out.send(StepVoid(grant.step, grant.generation, None if is_already_void else error), port="feedback")
         self._last_reported = grant.step
         self._step_s()  # so that its time is not counted for the next step
+        if error is not None and not is_already_void and not isinstance(error, StepSkipped):
+            kind = "out_of_memory" if is_out_of_memory(error) else type(error).__name__
+            size = {"num_rows": len(grant.slots), "num_tokens": grant.num_computed}
+            log.warning("step.failed", step=grant.step, kind=kind, reason=first_line(error), **size)
         self._trace_void(grant, error)
 
     def _report_done(self, grant: StepGrant, tokens: StepTokens, out: Outlet[StepTokens]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -84,6 +85,12 @@ class EngineProcess:
         self._grammars: CompiledGrammars | None = None
         self._last_moved: tuple[object, ...] = ()  # `_moved` at the last report
         self._is_lost = False
+
+    @property
+    def is_device_lost(self) -> bool:
+        """Whether the process ends because its device is lost."""
+        guard = None if self._core is None else self._core.execute.device.guard
+        return guard is not None and guard.lost is not None
 
     async def run(self) -> int:
         """Runs until a `Stop`, the end of the front process, or a failure. Returns the exit code."""
@@ -170,6 +177,7 @@ class EngineProcess:
         pipeline.give_channel("schedule.in", self._requests, is_watched=False)
         pipeline.give_channel("sample.out", self._tokens)
         pipeline.on_crash.append(self._crashed)
+        pipeline.on_dead.append(self._dead)
         if setup.config.record is not None:
             self._recorder = core.record(Path(setup.config.record), setup.config, self._env)
         await pipeline.start()
@@ -231,15 +239,17 @@ class EngineProcess:
 
     def _tick(self, lag_s: float) -> None:
         """Reports changes: ten times a second while a request is live, otherwise once a second."""
-        assert self._pipeline is not None
-        health = self._pipeline.health
-        if health.state == "dead":
-            self._link.post(Broken(health.stage or "", health.reason or ""))
-            self._is_lost = True
-            self._over.set()
-        elif (moved := self._moved()) != self._last_moved:
+        if (moved := self._moved()) != self._last_moved:
             self._last_moved = moved
             self._send_status()
+
+    def _dead(self) -> None:
+        """Reports at once that a stage has failed for good, and ends the process."""
+        assert self._pipeline is not None
+        health = self._pipeline.health
+        self._link.post(Broken(health.stage or "", health.reason or ""))
+        self._is_lost = True
+        self._over.set()
 
     def _moved(self) -> tuple[object, ...]:
         """A value that changes whenever the reported state does."""
@@ -263,6 +273,8 @@ class EngineProcess:
     # -- the end
 
     async def _end(self) -> None:
+        if self._is_lost:
+            self._link.close()  # first: the front process must not see the end of channels that a successor continues
         if self._pipeline is not None:
             await self._pipeline.stop()
         if self._grammars is not None:
@@ -287,12 +299,15 @@ def main(arguments: Sequence[str], load: Load = load) -> int:
     """The entry point of the process. Returns its exit code."""
     sock, files = joined(arguments)
 
-    async def live() -> int:
-        return await EngineProcess(sock, files, load).run()
+    async def live() -> tuple[int, bool]:
+        process = EngineProcess(sock, files, load)
+        return await process.run(), process.is_device_lost
 
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        code = runner.run(live())
+        code, is_device_lost = runner.run(live())
     logs.shutdown()
+    if is_device_lost:
+        os._exit(code)  # at once: the driver's own end may wait for the device, and a successor waits for this process
     return code
 
 

@@ -55,6 +55,7 @@ class ProcessKeeper:
     ) -> None:
         self.away: Health | None = None  # why requests are refused, while there is no engine process for them
         self.num_deaths = 0
+        self._broken: str | None = None  # why the present process is about to end, if it has told
         self._env = env
         self._table = table
         self._requests = requests
@@ -67,6 +68,11 @@ class ProcessKeeper:
     def start(self, client: EngineClient) -> None:
         """Begins to wait for the death of the first process."""
         self._task = asyncio.get_running_loop().create_task(self._keep(client), name="engine process keeper")
+
+    def note_broken(self, reason: str) -> None:
+        """The process has told that it is about to end, and why. Until it has ended, requests are refused."""
+        self._broken = reason
+        self.away = self.away or Health("loading", stage="engine", reason=f"{reason}; another process will start")
 
     async def stop(self) -> None:
         """Ends its task. Idempotent."""
@@ -87,6 +93,8 @@ class ProcessKeeper:
         """Starts another process, and resumes the live requests in it. None if that is given up."""
         self.num_deaths += 1
         began_s = self._env.now()
+        if self._broken is not None:
+            how, self._broken = f"{how}: {self._broken}", None
         self.away = Health("loading", stage="engine", reason=f"the engine process ended ({how}), another is starting")
         log.error("engine_process.died", pid=pid, how=how, num_live=len(self._exit.live))
         self._on_death(how)

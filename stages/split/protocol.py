@@ -82,7 +82,7 @@ class Broken:
     """A stage has failed for good, and the process ends."""
 
     stage: str
-    error: str  # its type
+    reason: str  # of the health of its pipeline
 
 
 @message

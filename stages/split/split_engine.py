@@ -322,7 +322,9 @@ class SplitEngine(Engine):
             case Crashed():
                 self._report_crash(word.stage, engine_side_error(word.error, word.stack), word.request_ids)
             case Broken():
-                log.error("engine_process.broken", stage=word.stage, reason=word.error)
+                log.error("engine_process.broken", stage=word.stage, reason=word.reason)
+                if self._keeper is not None:
+                    self._keeper.note_broken(word.reason)
             case _:
                 log.error("link.refused", word=type(word).__name__, reason="not a message of the engine process")
 

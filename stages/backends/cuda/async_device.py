@@ -13,7 +13,8 @@ from ....runtime.histogram import Histogram
 from ....runtime.stage import Context
 from ....runtime.workers.step_queue import chain, ignore_error
 from ....runtime.workers.worker import Worker, WorkerClosed
-from ...device.device import Device
+from ...device.device import Device, StepSkipped
+from ...device.device_guard import DeviceLost
 from ...messages import StepGrant, StepTokens
 from .step_submission import StepSubmitter, SubmittedStep
 
@@ -29,7 +30,7 @@ class AsyncDevice(Device):
     is_async: ClassVar[bool] = True
 
     def __init__(self, line: StepSubmitter) -> None:
-        super().__init__(line.enter)
+        super().__init__(line.enter, probe=line.probe)
         self.line = line
         self._completion_worker: Worker | None = None
 
@@ -49,7 +50,7 @@ class AsyncDevice(Device):
         """Queues the second phase. Called on the event loop.
 
         Resolves to the step's tokens when the device runs nothing of the step any more. Raises, no earlier than that,
-        what either phase or the device raised.
+        what either phase or the device raised. A lost device may never come so far; see `on_lost`.
         """
         submitted = super().sample(grant, sample)
         result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -60,6 +61,9 @@ class AsyncDevice(Device):
                 result.cancel()
                 return
             assert self._completion_worker is not None
+            error = submitted.exception()
+            if self.guard is not None and error is not None and not isinstance(error, StepSkipped):
+                self.guard.begin(grant.step, error)  # now: the other thread waits for a device that may hang
             try:
                 chain(self._completion_worker.submit(self._finish, grant, submitted), result)
             except WorkerClosed:  # shutdown: no task waits any more
@@ -69,6 +73,11 @@ class AsyncDevice(Device):
 
         submitted.add_done_callback(hand_over)
         return result
+
+    def _note_lost(self, lost: DeviceLost) -> None:
+        super()._note_lost(lost)
+        if self._completion_worker is not None:
+            self._completion_worker.abandon()
 
     # -- on the completion thread
 

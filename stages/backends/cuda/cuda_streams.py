@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ....runtime.device_streams.interface import DeviceEvent, DeviceGraph
+from .cuda_probe import CudaProbe
 
 
 class CudaStreams:
@@ -22,15 +23,23 @@ class CudaStreams:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.pool = torch.cuda.graph_pool_handle()
+        self._probe: CudaProbe | None = None  # on the first stream, which computes the steps
 
     def stream(self, name: str) -> CudaStream:
-        return CudaStream(name, self)
+        stream = CudaStream(name, self)
+        if self._probe is None:
+            self._probe = CudaProbe(self.device, stream.cuda_stream)
+        return stream
 
     def event(self) -> CudaEvent:
         return CudaEvent()
 
     def wait(self) -> None:
         torch.cuda.synchronize(self.device)
+
+    def probe(self) -> None:
+        assert self._probe is not None, "a probe of a device without streams"
+        self._probe()
 
 
 class CudaEvent:
@@ -67,36 +76,37 @@ class CudaStream:
     def __init__(self, name: str, streams: CudaStreams) -> None:
         self.name = name
         self._streams = streams
-        self._stream = torch.cuda.Stream(streams.device)
+        self.cuda_stream = torch.cuda.Stream(streams.device)
 
     def use(self) -> None:
-        torch.cuda.set_stream(self._stream)
+        torch.cuda.set_stream(self.cuda_stream)
 
     def launch(self, run: Callable[[], object]) -> None:
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self.cuda_stream):
             run()
 
     def copy(self, destination: Tensor, source: Tensor) -> None:
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self.cuda_stream):
             destination.copy_(source, non_blocking=True)
 
     def record(self, event: DeviceEvent) -> None:
         assert isinstance(event, CudaEvent)
-        event.event.record(self._stream)
+        event.event.record(self.cuda_stream)
 
     def wait(self, event: DeviceEvent) -> None:
         assert isinstance(event, CudaEvent)
-        self._stream.wait_event(event.event)
+        self.cuda_stream.wait_event(event.event)
 
     def capture(self, run: Callable[[], object]) -> CudaGraph:
         graph, device = torch.cuda.CUDAGraph(), self._streams.device
         torch.cuda.empty_cache()  # the capture does so too; done before, it does not change `num_bytes`
         before = torch.cuda.memory_reserved(device)
-        with torch.cuda.graph(graph, pool=self._streams.pool, stream=self._stream, capture_error_mode="thread_local"):
+        pool, mode = self._streams.pool, "thread_local"
+        with torch.cuda.graph(graph, pool=pool, stream=self.cuda_stream, capture_error_mode=mode):
             run()
         return CudaGraph(graph, torch.cuda.memory_reserved(device) - before)
 
     def replay(self, graph: DeviceGraph) -> None:
         assert isinstance(graph, CudaGraph)
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self.cuda_stream):
             graph.graph.replay()

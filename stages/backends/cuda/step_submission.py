@@ -258,6 +258,13 @@ class StepSubmitter:
         step.tokens, step.logits = tokens, None
         return step
 
+    def probe(self) -> None:
+        """Blocks until all submitted work and a tiny operation have ended. Raises the device's error.
+
+        Called on a thread of its own, after an error.
+        """
+        self._streams.probe()
+
     def drain(self) -> None:
         """Blocks until all submitted work has ended.
 

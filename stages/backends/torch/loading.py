@@ -115,6 +115,7 @@ def make_backend(
         itl_target_ms=config.itl_target_ms or 0.0,
         rates=rates,
         chooser=_choosing(kernels.name, is_async=is_async),
+        probe=probe_of(device),
         assemble=None if streams is None else partial(_assemble, streams, runner, config, phases.clock),
     )
 
@@ -237,6 +238,15 @@ def choose_device(config: EngineConfig, threads: ComputeThreads) -> torch.device
     if config.threads is not None or threads.count < torch.get_num_threads():
         torch.set_num_threads(threads.count)  # NOTE: for the whole process; torch has no other setting
     return torch.device("cuda", 0) if has_cuda and config.device != "cpu" else torch.device("cpu")
+
+
+def probe_of(device: torch.device) -> Callable[[], object] | None:
+    """Finds out whether a device is lost, see `DeviceGuard`; None for a CPU, which cannot be."""
+    if device.type != "cuda":
+        return None
+    from ..cuda.cuda_probe import CudaProbe
+
+    return CudaProbe(device)
 
 
 def torch_dtype(config: EngineConfig, own: str) -> torch.dtype:

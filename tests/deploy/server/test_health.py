@@ -15,6 +15,7 @@ import aiohttp
 import pytest
 
 from millrace.deploy.config import ServerConfig
+from millrace.deploy.dashboard.snapshots import overview
 from millrace.deploy.server.server import Server
 from millrace.runtime.env.log import captured_logs
 from millrace.stages.errors import ConfigError
@@ -79,6 +80,30 @@ async def flight_file(folder: Path, reason: str, logs: list[dict[str, Any]]) -> 
     (path,) = await eventually(written, bool)
     assert Path(path).parent == folder
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def test_a_lost_device_is_told_by_health_metrics_and_dashboard_and_ends_each_request_once() -> None:
+    illegal = RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    async def run() -> None:
+        async with served(is_async=True) as client:
+            assert of(await client.scrape(), "millrace:health", state="ready") == 1
+            client.engine.model.streams.lose_after(200, illegal)  # type: ignore[attr-defined]
+            began_s = asyncio.get_running_loop().time()
+            asked = [asyncio.ensure_future(client.post({"prompt": "a", "max_tokens": 400}, f"{i}")) for i in range(3)]
+            _, health = await eventually(lambda: client.get("/health"), lambda answer: answer[0] == 503)
+            assert asyncio.get_running_loop().time() - began_s < 2.0
+            assert health["status"] == "dead" and "an illegal memory access" in health["reason"]
+            for status, answer, _ in await asyncio.gather(*asked):
+                assert (status, answer["error"]["code"]) == (503, "dead")
+                assert "an illegal memory access was encountered" in answer["error"]["message"]
+            assert (await client.post({"prompt": "a"}))[0] == 503
+            assert of(await client.scrape(), "millrace:health", state="dead") == 1
+            shown = overview(client.engine, client.server.service.health)["health"]
+            assert shown == {"state": "dead", "stage": "sample", "reason": health["reason"]}
+
+    with captured_logs():
+        asyncio.run(run())
 
 
 @pytest.mark.slow

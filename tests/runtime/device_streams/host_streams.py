@@ -26,6 +26,9 @@ class HostStreams:
     def wait(self) -> None:
         pass
 
+    def probe(self) -> None:
+        pass
+
 
 class HostEvent:
     """It is done when it is recorded."""

@@ -41,7 +41,7 @@ class SlowNumber(int):
 
 
 def test_a_failure_noted_by_the_other_thread_meanwhile_is_not_lost() -> None:
-    device = AsyncDevice(SimpleNamespace(enter=None))  # type: ignore[arg-type]
+    device = AsyncDevice(SimpleNamespace(enter=None, probe=None))  # type: ignore[arg-type]
     device._now_ns = lambda: 0  # of an env that it has not joined
     submitted: Any = Failing()
     failures: list[BaseException] = []

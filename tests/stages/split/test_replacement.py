@@ -19,6 +19,7 @@ from millrace.stages.errors import RequestError
 from millrace.stages.split import model_files, process_keeper
 from millrace.stages.split.model_files import check_same_files, file_digests
 from millrace.stages.split.split_engine import SplitEngine
+from tests.stages.split.lost_process import ERROR, HANG, LOSE
 from tests.stages.split.poisoned_process import POISON
 from tests.stages.split.test_split_engine import GREEDY, answer, run, strike, until
 
@@ -92,6 +93,43 @@ def test_a_request_that_kills_its_process_ends_and_the_others_finish() -> None:
             assert await asyncio.gather(*under_way) == due
             await until(lambda: engine.health.is_ready)
             assert engine.num_deaths == 3
+
+    asyncio.run(asyncio.wait_for(main(), 60.0))
+
+
+class LosingEngine(SplitEngine):
+    """Its engine process loses its device when a file is there."""
+
+    module = "tests.stages.split.lost_process"
+
+
+@pytest.mark.slow
+def test_a_process_with_a_lost_device_is_replaced_and_its_requests_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(LOSE, str(tmp_path / "lose"))
+    prompts = [f"{word} and" for word in ("Zoe", "Tom", "A cat")]
+
+    async def lose(engine: SplitEngine, how: str) -> tuple[str, float]:
+        """(what health says, seconds until it does)"""
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        (tmp_path / "new").write_text(how)
+        os.replace(tmp_path / "new", tmp_path / "lose")
+        await until(lambda: not engine.health.is_ready)
+        return engine.health.reason or "", loop.time() - began_s
+
+    async def main() -> None:
+        async with LosingEngine(max_num_seqs=8, threads=1, inject=("stage=execute,delay=1ms",)) as engine:
+            due = [await answer(engine, prompt) for prompt in prompts]
+            for how, cause in ((ERROR, "uncorrectable ECC error encountered"), (HANG, "has not answered for 1.5 s")):
+                under_way = [asyncio.ensure_future(answer(engine, prompt)) for prompt in prompts]
+                await asyncio.sleep(0.03)
+                reason, took_s = await lose(engine, how)
+                assert "the device is lost since step" in reason and cause in reason and took_s < 2.0
+                assert await asyncio.gather(*under_way) == due
+                await until(lambda: engine.health.is_ready)
+            assert engine.num_deaths == 2
 
     asyncio.run(asyncio.wait_for(main(), 60.0))
 

@@ -1,0 +1,108 @@
+"""Tells a failed step from a lost device: the probe after a failure, and its verdict.
+
+A step fails for many reasons, and most concern that step alone: too little memory, a bad input, a bug. But after some
+errors (an illegal address, memory that fails, a hang) a GPU computes nothing more for this process, and each later step
+would fail as well. The guard runs on the event loop, the probe on a thread of its own. Does not depend on torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from ...runtime.crash_recovery import FatalError
+from ...runtime.env.env import Env
+from ...runtime.env.log import get_logger
+from ...runtime.workers.step_queue import ignore_error
+from ...runtime.workers.worker import Worker, WorkerClosed
+
+PROBE_S = 1.5  # in which a device must answer; health is told within 2 s of a failure
+
+# Part of an error's text -> what to do about it. The first that fits counts.
+ADVICE = (
+    ("out of memory", "lower gpu_memory_utilization, so that drivers and kernels find memory"),
+    ("ECC", "its memory is broken: see nvidia-smi -q -d ECC, then reset or replace the GPU"),
+    ("has not answered", "it hangs: see dmesg for an Xid, then reset the GPU"),
+    ("timed out", "its driver limits the time of a kernel: use a GPU without a display"),
+    ("illegal", "a kernel is wrong: start with CUDA_LAUNCH_BLOCKING=1 to find it, and report it"),
+    ("misaligned", "a kernel is wrong: start with CUDA_LAUNCH_BLOCKING=1 to find it, and report it"),
+    ("assert", "a kernel is wrong: start with CUDA_LAUNCH_BLOCKING=1 to find it, and report it"),
+)
+OTHER_ADVICE = "see dmesg for an Xid, and nvidia-smi for the GPU's state"
+
+
+class DeviceLost(FatalError):
+    """The device computes nothing more for this process. The text says since which step, why, and what to do."""
+
+
+class DeviceGuard:
+    """Decides after a failed step whether the device is lost.
+
+    `probe` blocks until the device has done all earlier work and some new, tiny work; it raises the device's error.
+    `limit_s` is the time that it may take: more means a hang. `on_lost` is called once, with the verdict.
+    """
+
+    def __init__(
+        self, probe: Callable[[], object], limit_s: Callable[[], float], on_lost: Callable[[DeviceLost], object]
+    ) -> None:
+        self.lost: DeviceLost | None = None  # the verdict, for good
+        self._probe, self._limit_s, self._on_lost = probe, limit_s, on_lost
+        self._worker: Worker | None = None
+        self._checking: asyncio.Task[None] | None = None
+
+    def join(self, env: Env) -> None:
+        """Starts the probe's thread. Idempotent. Raises `ThreadNotStarted` while the system allows none."""
+        if self._worker is None:
+            worker = env.worker("probe")
+            worker.start()  # now: later there may be no thread
+            self._worker = worker
+
+    def begin(self, step: int, error: BaseException) -> asyncio.Task[None]:
+        """Begins to check the device after `step` has failed with `error`; one check at a time.
+
+        The task raises `DeviceLost` if the device is lost.
+        """
+        if self._checking is None or (self._checking.done() and self.lost is None):
+            self._checking = asyncio.get_running_loop().create_task(self._check(step, error), name="device probe")
+            ignore_error(self._checking)
+        return self._checking
+
+    async def check(self, step: int, error: BaseException) -> None:
+        """As `begin`, and waits for the verdict."""
+        await asyncio.shield(self.begin(step, error))
+
+    async def _check(self, step: int, error: BaseException) -> None:
+        assert self._worker is not None, "a step has failed before join(): a stage joins the device in its set-up"
+        limit_s = self._limit_s()
+        try:
+            answer = self._worker.submit(self._probe)
+            ignore_error(answer)
+            async with asyncio.timeout(limit_s):
+                await asyncio.shield(answer)
+            return
+        except WorkerClosed:
+            return  # shutdown: no verdict is needed
+        except TimeoutError:
+            cause = f"it has not answered for {limit_s:.3g} s"
+        except Exception as found:
+            cause = first_line(found)
+        advice = next((advice for part, advice in ADVICE if part in cause), OTHER_ADVICE)
+        get_logger("millrace.stages").error(
+            "device.lost", step=step, cause=cause, step_failed_with=first_line(error), advice=advice
+        )
+        self._worker.abandon()
+        self.lost = DeviceLost(f"the device is lost since step {step} ({cause}); {advice}")
+        self._on_lost(self.lost)
+        raise self.lost
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text; torch's errors of CUDA go on with advice for developers."""
+    return next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the device had too little memory for what raised `error`: torch's error, or a library's."""
+    if isinstance(error, MemoryError) or any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__):
+        return True
+    return isinstance(error, RuntimeError) and any(part in str(error) for part in ("out of memory", "ALLOC_FAILED"))

@@ -1,0 +1,93 @@
+"""The guard of a device: which failures mean that the device is lost, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from millrace.runtime.env.log import captured_logs
+from millrace.runtime.simulation.env import JobHangs
+from millrace.runtime.simulation.run import SimEnv
+from millrace.runtime.simulation.run import run as simulate
+from millrace.stages.device.device_guard import PROBE_S, DeviceGuard, DeviceLost, is_out_of_memory
+
+ILLEGAL = RuntimeError("CUDA error: an illegal memory access was encountered\nCompile with `TORCH_USE_CUDA_DSA`")
+
+
+class Probe:
+    """Raises each of `outcomes`, one a call; then returns."""
+
+    def __init__(self, *outcomes: BaseException) -> None:
+        self.outcomes, self.num_calls = list(outcomes), 0
+
+    def __call__(self) -> None:
+        self.num_calls += 1
+        if self.outcomes:
+            raise self.outcomes.pop(0)
+
+
+def guarded(test: Callable[[DeviceGuard, SimEnv], Awaitable[Any]], probe: Probe) -> tuple[list[str], list[DeviceLost]]:
+    """(log events, verdicts) of a test with a guard."""
+    verdicts: list[DeviceLost] = []
+
+    async def main(env: SimEnv) -> None:
+        guard = DeviceGuard(probe, lambda: PROBE_S, verdicts.append)
+        guard.join(env)
+        await test(guard, env)
+        await env.aclose()
+
+    with captured_logs() as logs:
+        simulate(main, seed=1, policy="fifo")
+    return [record["event"] for record in logs], verdicts
+
+
+def test_a_failure_on_a_device_that_answers_is_the_failure_of_its_step_alone() -> None:
+    probe = Probe()
+
+    async def test(guard: DeviceGuard, env: SimEnv) -> None:
+        for step in range(3):
+            await guard.check(step, MemoryError("out of memory"))
+        assert guard.lost is None
+
+    assert guarded(test, probe) == ([], []) and probe.num_calls == 3
+
+
+def test_an_error_that_stays_is_told_once_with_its_step_its_cause_and_what_to_do() -> None:
+    async def test(guard: DeviceGuard, env: SimEnv) -> None:
+        checks = [asyncio.ensure_future(guard.check(step, KeyError("first"))) for step in (17, 18)]
+        await asyncio.wait(checks)
+        assert all(isinstance(check.exception(), DeviceLost) for check in checks)
+        with pytest.raises(DeviceLost, match=r"lost since step 17 \(CUDA error: an illegal .*ed\); .*BLOCKING"):
+            await guard.check(19, KeyError("later"))
+
+    probe = Probe(ILLEGAL)
+    events, verdicts = guarded(test, probe)
+    assert events == ["device.lost"] and len(verdicts) == 1 and probe.num_calls == 1
+
+
+def test_a_probe_that_does_not_return_within_its_limit_means_a_lost_device() -> None:
+    async def test(guard: DeviceGuard, env: SimEnv) -> None:
+        began = env.now()
+        with pytest.raises(DeviceLost, match=r"it has not answered for 1.5 s\); it hangs: see dmesg"):
+            await guard.check(3, RuntimeError("launch failed"))
+        assert 1.5 <= env.now() - began < 2.0
+
+    assert guarded(test, Probe(JobHangs()))[0] == ["device.lost"]
+
+
+@pytest.mark.parametrize(
+    ("error", "is_memory"),
+    [
+        (MemoryError(), True),
+        (type("OutOfMemoryError", (RuntimeError,), {})("CUDA out of memory. Tried to allocate 2 GiB"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (ILLEGAL, False),
+        (KeyError("out of memory"), False),
+    ],
+)
+def test_too_little_memory_is_known_by_type_and_by_text(error: BaseException, is_memory: bool) -> None:
+    assert is_out_of_memory(error) == is_memory

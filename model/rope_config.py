@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from .errors import quoted
 
 MAX_POSITIONS = 2**31 - 1
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+LAYER_TYPES = ("full_attention", "sliding_attention")
 MAX_THETA = 1e30  # rotary positions are computed in float32
 
 
@@ -45,10 +47,10 @@ def parse_rope(
     """The rotary positions of a config.json, for heads of `head_dim` numbers.
 
     `theta` and `share` are the defaults of `rope_theta` and `partial_rotary_factor`; `share` None: as in transformers'
-    Llama, the default kind rotates whole heads, whatever the file says. `layer_type`: the layers that they are of, if
-    the file may give each type its own.
+    Llama, the default kind rotates whole heads, whatever the file says. `layer_type`: the layers that they are of,
+    where each type has its own.
     """
-    rope = rope_keys(keys, layer_type)
+    rope = rope_keys(keys) if layer_type is None else rope_keys_by_type(keys, layer_type)
     scaling = rope.values
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     kind = "longrope" if kind == "su" else kind  # its first name
@@ -61,7 +63,9 @@ def parse_rope(
         size = f"must give an even number of rotated elements up to head_dim = {head_dim}, not {quoted(share)}"
         rope.fail("partial_rotary_factor", size)
     has_original = kind in ("llama3", "yarn", "longrope")
-    original = _original_length(keys, rope, max_position) if has_original else max_position
+    original = (
+        _original_length(keys if layer_type is None else rope, rope, max_position) if has_original else max_position
+    )
     needs_factor = kind in ("linear", "dynamic", "llama3") or (kind == "yarn" and original == max_position)
     factor = rope.number("factor", None if needs_factor else max_position / original)
     low_freq = rope.number("low_freq_factor", None if kind == "llama3" else 1.0)
@@ -108,20 +112,44 @@ def _original_length(keys: ConfigKeys, rope: ConfigKeys, max_position: int) -> i
     return (keys if is_beside else rope).count("original_max_position_embeddings", max_position)
 
 
-def rope_keys(keys: ConfigKeys, layer_type: str | None = None) -> ConfigKeys:
-    """The rotary parameters, of one type of layers or of all; as in transformers, the older key has priority."""
+def rope_keys(keys: ConfigKeys) -> ConfigKeys:
+    """The rotary parameters of all layers; as in transformers, the older key has priority."""
     name = "rope_scaling" if keys.values.get("rope_scaling") else "rope_parameters"
-    scaling = keys.values.get(name) or {}
-    if not isinstance(scaling, dict):
-        keys.fail(name, f"must be an object, not {quoted(scaling)}")
-    by_type = [scaling[kind] for kind in ("full_attention", "sliding_attention") if kind in scaling]
-    if not by_type:
-        return ConfigKeys(scaling, f"{keys.source}: {name}")
-    if layer_type in scaling and isinstance(scaling[layer_type], dict):
-        return ConfigKeys(scaling[layer_type], f"{keys.source}: {name}: {layer_type}")
-    if not all(isinstance(values, dict) and values == by_type[0] for values in by_type):
-        keys.fail(name, "must be one object, or the same for each type of layer")
-    return ConfigKeys(by_type[0], f"{keys.source}: {name}")
+    parameters = _object(keys, name)
+    if nested := [kind for kind in LAYER_TYPES if kind in parameters]:
+        family = keys.values.get("model_type")
+        keys.fail(name, f"has {nested[0]!r}, but all layers of a {family} model rotate alike: write what is in it here")
+    return ConfigKeys(parameters, f"{keys.source}: {name}")
+
+
+def rope_keys_by_type(keys: ConfigKeys, layer_type: str) -> ConfigKeys:
+    """The rotary parameters of one type of layers, as transformers reads them.
+
+    The older key changes those of "full_attention" only. What transformers would ignore, it is refused.
+    """
+    parameters, scaling = _object(keys, "rope_parameters"), _object(keys, "rope_scaling")
+    if parameters and not any(kind in parameters for kind in LAYER_TYPES):
+        keys.fail(
+            "rope_parameters", f"must hold an object for each type of layer, {' and '.join(map(repr, LAYER_TYPES))}"
+        )
+    own = ConfigKeys(parameters, f"{keys.source}: rope_parameters")
+    values, name = _object(own, layer_type), f"rope_parameters: {layer_type}"
+    if layer_type == "full_attention" and scaling:
+        if not parameters and scaling.get("type", "default") != "default" and "rope_type" not in scaling:
+            keys.fail("rope_scaling", f"must name its kind as rope_type, not as type = {quoted(scaling['type'])}")
+        values, name = {**values, **scaling}, "rope_scaling"
+    values = {key: value for key, value in values.items() if key != "truncate"}
+    if "truncate" in parameters:  # it is read beside the types
+        values["truncate"] = parameters["truncate"]
+    return ConfigKeys(values, f"{keys.source}: {name}")
+
+
+def _object(keys: ConfigKeys, name: str) -> Mapping[str, Any]:
+    """The object of a key; empty if it is absent or null."""
+    value = keys.values.get(name) or {}
+    if not isinstance(value, dict):
+        keys.fail(name, f"must be an object, not {quoted(value)}")
+    return value
 
 
 def _attention_factor(kind: str, rope: ConfigKeys, factor: float, original: int) -> float:

@@ -42,15 +42,13 @@ def gemma3(keys: ConfigKeys) -> DecoderSpec:
     period = keys.count("sliding_window_pattern", 6)
     on = windows(keys, found.num_layers, 4096, pattern=lambda layer: (layer + 1) % period != 0)
     full = rope(keys, found, theta=GLOBAL_THETA, layer_type="full_attention")
-    local = rope(local_keys(keys), found, theta=LOCAL_THETA, layer_type="sliding_attention")
+    local = rope(_local_keys(keys), found, theta=LOCAL_THETA, layer_type="sliding_attention")
     return _sandwich(keys, found, caps=(None, None), ropes=(full, local), windows_of=on, local=1, has_qk_norm=True)
 
 
-def local_keys(keys: ConfigKeys) -> ConfigKeys:
-    """The keys as the layers with a window see them: a base of their own, and in older files no scaling."""
-    values = dict(keys.values)
-    values.pop("rope_scaling", None)
-    values["rope_theta"] = values.pop("rope_local_base_freq", None)
+def _local_keys(keys: ConfigKeys) -> ConfigKeys:
+    """The keys as the layers with a window see them: a base of their own."""
+    values = {**keys.values, "rope_theta": keys.values.get("rope_local_base_freq")}
     return ConfigKeys(values, keys.source, {**keys.stored_names, "rope_theta": "rope_local_base_freq"})
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..config_keys import ConfigKeys
+from ..errors import quoted
 from ..rope_config import RopeConfig
 from ..spec import AttentionSpec, DecoderSpec, HeadSpec, LayerSpec
 from .building import Family, attention, decoder, feed, layer_norm, renamed, rope, sizes
@@ -71,6 +72,8 @@ def gpt_neox_japanese(keys: ConfigKeys) -> DecoderSpec:
 
 def _with_own_names(keys: ConfigKeys) -> ConfigKeys:
     """The keys with rotary parameters under their usual names, which these families call otherwise."""
+    if keys.values.get("head_dim") is not None:
+        keys.refuse("head_dim", f"{quoted(keys.values['head_dim'])} is not supported, as only the positions heed it")
     values = {key: value for key, value in keys.values.items() if key not in ROPE_KEYS}
     return renamed(ConfigKeys(values, keys.source, keys.stored_names), ROPE_KEYS)
 

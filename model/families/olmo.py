@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from ..config_keys import ConfigKeys
-from ..rope_config import RopeConfig
+from ..rope_config import RopeConfig, rope_keys_by_type
 from ..spec import DecoderSpec, NormSpec, QkNorm
 from .building import Family, Sizes, biases, decoder, feed, layers_of, refuse_true, rms_norm, rope, sizes, windows
 from .names import LAYER, POST_FEED, POST_MIXER, Names
+
+OLMO3_THETA = 5e5
 
 
 def olmo(keys: ConfigKeys) -> DecoderSpec:
@@ -29,16 +31,20 @@ def olmo3(keys: ConfigKeys) -> DecoderSpec:
     """OLMo 3: windows on three layers of four; only the layers without one have stretched positions."""
     found = sizes(keys)
     on = windows(keys, found.num_layers, 4096, pattern=lambda layer: (layer + 1) % 4 != 0)
-    full = rope(keys, found, theta=5e5, layer_type="full_attention")
-    local = rope(_local_keys(keys), found, theta=5e5, layer_type="sliding_attention")
+    full = rope(keys, found, theta=OLMO3_THETA, layer_type="full_attention")
+    local = rope(_local_keys(keys), found, theta=OLMO3_THETA, layer_type="sliding_attention")
     each = [0 if window is None else 1 for window in on]
     return _decoder(keys, found, (full, local), windows=on, ropes=each, qk_norm=_row_norm(keys), **biases(keys))
 
 
 def _local_keys(keys: ConfigKeys) -> ConfigKeys:
-    """The keys as the layers with a window see them: in files of transformers 4 the scaling is of the others only."""
-    values = {name: value for name, value in keys.values.items() if name != "rope_scaling"}
-    return ConfigKeys(values, keys.source, keys.stored_names)
+    """The keys as the layers with a window see them. What `rope_theta` is for them depends on the version."""
+    theta = keys.number("rope_theta", OLMO3_THETA)
+    own = rope_keys_by_type(keys, "sliding_attention").values
+    if theta != OLMO3_THETA and own.get("rope_theta") is None:
+        others = f"transformers 4 gives {theta:g} to all layers, and 5 only to those without a window"
+        keys.fail("rope_theta", f"{others}: write a rope_theta into each of rope_parameters' objects by type of layer")
+    return ConfigKeys({**keys.values, "rope_theta": None}, keys.source, keys.stored_names)
 
 
 def exaone4(keys: ConfigKeys) -> DecoderSpec:

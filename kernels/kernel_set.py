@@ -204,7 +204,7 @@ class KernelSet(Protocol):
         k/v_cache     [N, G, B, D]   as q, or float8_e4m3fn; one layer's view of the cache; any strides
         block_tables  [S, M] i32     block ids in token order; entries past the length are never followed
         lengths       [S] i32        tokens in the cache, the new one included; 0 is a padding row
-        scale                        multiplies q @ k before the softmax, usually D ** -0.5
+        scale                        multiplies q @ k before the softmax, usually D ** -0.5; above 0 for Triton
         window                       sees only the last `window` tokens, the new one included; None = sees all
         soft_cap                     scores become soft_cap * tanh(score / soft_cap); None = no cap
         sinks         [H] f32        one more score a head in the softmax, without a value; not capped; None = none
@@ -243,7 +243,7 @@ class KernelSet(Protocol):
         block_tables              [S, M] i32     block ids in token order; entries past the length are never followed
         query_starts              [S + 1] i32    sequence s owns rows [query_starts[s], query_starts[s + 1]) of q
         lengths                   [S] i32        tokens in the cache, the new ones included; 0 is a padding row
-        scale                                    multiplies q @ k before the softmax
+        scale                                    as in `paged_decode`
         window                                   a token sees only the last `window` tokens, itself included; None = all
         soft_cap, sinks, alibi, chunk            as in `paged_decode`
         k/v_scale, plan                          as in `paged_decode`

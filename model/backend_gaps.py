@@ -68,6 +68,8 @@ def _of_kernels(attention: AttentionSpec, backend: Backend) -> Iterator[str]:
     norm = attention.qk_norm
     if backend == "native" and attention.has_alibi:
         yield "alibi"
+    if backend == "triton" and not attention.scale > 0:
+        yield f"scores times {attention.scale:g}"
     if backend == "triton" and attention.is_alibi_rounded:
         yield "alibi rounded to bfloat16"
     if backend == "native" and attention.chunk is not None:

@@ -24,6 +24,7 @@ from ..triton import step_state as triton_step
 from ..triton import thresholds as triton_thresholds
 
 NUM_PROCESSORS = 132  # of an H200
+LEAST_COPIED = 16  # head size from which loads are wide enough to be asynchronous copies
 FP8_ARCH = 89  # the first architecture with e4m3
 TYPE_NAMES = {
     torch.float32: "fp32",
@@ -164,7 +165,7 @@ def attention_cases(
         return CompileCase(
             f"{kind}{options.name} {head_dim} {types}",
             lambda: attend(kind, options),
-            copies_ahead=True,
+            copies_ahead=head_dim >= LEAST_COPIED,
             uses_wgmma=kind == "extend"
             and dtype != torch.float32
             and extend_tiling(shape_of(options), 90).block_m >= 64,

@@ -7,7 +7,8 @@ It checks:
 
 - no spilled register in a loop over tokens, and at most STACK_BYTES outside;
 - shared memory within the chip's limit;
-- asynchronous copies in the loops over cached tokens;
+- in each loop over cached tokens, at least MIN_AHEAD groups of asynchronous copies in flight, into at least two
+  buffers: the keys and values of a tile are on their way while those of the tile before are computed with;
 - room on a multiprocessor for all programs that are launched for it;
 - on sm_90, warpgroup matrix instructions in the extend kernel.
 
@@ -36,13 +37,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from ..layout.work_lists import REGISTERS
+from ..layout.attention_tilings import REGISTERS
 from ..triton import attention as triton_attention
 from ..triton import attention_plan as triton_plan
 from ..triton import launch as triton_launch
 from .compile_cases import NUM_PROCESSORS, TYPE_NAMES, CompileCase, all_cases
+from .listings import num_buffers, spills_in_loops, waits_in_loops
 
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}  # most of a block
+MIN_AHEAD = 2  # groups of copies that a loop leaves in flight: a tile of keys, and one of values
 PROCESSOR_SHARED_BYTES = {80: 164 << 10, 90: 228 << 10}  # of a multiprocessor; each block takes 1 KiB more
 # Stack of a thread that is allowed outside loops over tokens. Triton 3.6 (PyTorch 2.11) and 3.7 (2.13) spill a value of
 # fp8 extend that is read once an item; 3.6 also spills some of `thresholds`. 3.9 spills an address that is read once an
@@ -71,7 +74,8 @@ class CompileReport:
     stack_bytes: int  # of a thread; holds spilled registers
     local_bytes: int
     shared_bytes: int  # of a block
-    num_async_copies: int
+    waits: tuple[int, ...]  # see `waits_in_loops`
+    num_buffers: int  # see there
     num_warpgroup_dots: int
     num_loop_spills: int = 0  # see `spills_in_loops`
 
@@ -86,8 +90,11 @@ class CompileReport:
         if self.shared_bytes > SHARED_BYTES[self.arch]:
             found.append(f"{self.shared_bytes} bytes of shared memory, sm_{self.arch} has {SHARED_BYTES[self.arch]}")
         is_attention = self.name.endswith("attention_kernel")
-        if case.copies_ahead and is_attention and not self.num_async_copies:
-            found.append("no cp.async: loads of cached tokens are not pipelined")
+        if case.copies_ahead and is_attention and (min(self.waits, default=0) < MIN_AHEAD or self.num_buffers < 2):
+            found.append(
+                f"loops over cached tokens leave {list(self.waits)} groups of copies in flight, of {MIN_AHEAD}, "
+                f"and have {self.num_buffers} buffers, of 2: loads are not pipelined"
+            )
         if case.uses_wgmma and is_attention and self.arch >= 90 and not self.num_warpgroup_dots:
             found.append("no wgmma: the slower matrix instructions")
         if is_attention and self.occupancy < self.num_programs:
@@ -174,7 +181,8 @@ def _compile(launch: Launch, name: str, arch: int) -> CompileReport:
         stack_bytes=usage["STACK"],
         local_bytes=usage["LOCAL"],
         shared_bytes=compiled.metadata.shared,
-        num_async_copies=ptx.count("cp.async.c"),
+        waits=tuple(waits_in_loops(ptx)),
+        num_buffers=num_buffers(compiled.asm["ttgir"]),
         num_warpgroup_dots=ptx.count("wgmma.mma_async"),
         num_loop_spills=spills_in_loops(_of_cubin("nvdisasm", "-c", compiled.asm["cubin"])) if has_stack else 0,
     )
@@ -192,29 +200,6 @@ def _type_of(value: object) -> str:
 def _is_aligned(value: object) -> bool:
     """Whether a launch would declare the value divisible by 16: allocations are, and such numbers."""
     return isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0)
-
-
-def spills_in_loops(listing: str) -> int:
-    """The number of instructions in a listing of `nvdisasm -c` that access the stack within an innermost loop.
-
-    These run every few tokens; the others run once a program or once an item.
-    """
-    labels: dict[str, int] = {}
-    jumps: list[tuple[int, str]] = []
-    spills: list[int] = []
-    for number, line in enumerate(listing.splitlines()):
-        if label := re.match(r"\s*(\.L\w+):", line):
-            labels[label[1]] = number
-        elif jump := re.search(r"\bBRA\b.*`\((\.L\w+)\)", line):
-            jumps.append((number, jump[1]))
-        elif re.search(r"\b(LDL|STL)\b", line):
-            spills.append(number)
-    ends: dict[int, int] = {}  # the end of each loop by its begin: backward jumps
-    for number, target in jumps:
-        if (begin := labels[target]) < number:
-            ends[begin] = max(number, ends.get(begin, 0))
-    innermost = [loop for loop in ends.items() if not any(loop[0] < begin < loop[1] for begin in ends)]
-    return sum(any(begin < number < end for begin, end in innermost) for number in spills)
 
 
 def _resource_usage(cubin: bytes) -> dict[str, int]:
@@ -245,7 +230,7 @@ def main() -> int:
                 num_problems += len(problems)
                 print(
                     f"sm_{arch}  {report.name:48} {report.registers:4} registers {report.shared_bytes:7} B shared "
-                    f"{report.num_async_copies:3} cp.async {report.num_warpgroup_dots:3} wgmma  {'; '.join(problems)}",
+                    f"waits {list(report.waits)} {report.num_warpgroup_dots:3} wgmma  {'; '.join(problems)}",
                     flush=True,
                 )
     return 1 if num_problems else 0

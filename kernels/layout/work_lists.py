@@ -23,14 +23,16 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
+
+from .attention_tilings import AttentionShape as AttentionShape
+from .attention_tilings import Tiling as Tiling
+from .attention_tilings import decode_tiling as decode_tiling
+from .attention_tilings import extend_tiling as extend_tiling
+from .attention_tilings import next_power_of_2 as next_power_of_2
 
 Ints = npt.NDArray[np.int32]
 
-REGISTERS = 1 << 16  # of a multiprocessor
-MOST_REGISTERS = 255  # of a thread
-MIN_ROWS = 16  # the smallest M of a tensor-core dot; smaller groups are padded, which costs FLOPs, not bytes
 MIN_TILES = 4  # of a program's stretch: shorter pieces cost more to merge than they save
 MAX_FIXED_PIECES = 16  # of a decode task in batch-invariant mode; bounds the memory of partial sums
 
@@ -56,43 +58,6 @@ class SplitTask(IntEnum):
     GROUP = 2
     FIRST_PARTIAL = 3  # index of the task's first partial sums; the others follow, in the order of tiles
     NUM_PIECES = 4
-
-
-class Tiling(NamedTuple):
-    """Launch shape of an attention kernel."""
-
-    block_m: int  # query rows: tokens x heads of a group
-    block_n: int  # cached tokens of a loop step
-    num_warps: int
-    num_stages: int  # depth of the software pipeline of loads
-    occupancy: int  # programs that run at the same time on a multiprocessor
-
-    @property
-    def max_registers(self) -> int | None:
-        """Registers of a thread, at most, so that `occupancy` programs fit on a multiprocessor.
-
-        A warp gets them in units of 8 a thread. None = the hardware's limit suffices.
-        """
-        registers = REGISTERS // (32 * self.num_warps * self.occupancy) // 8 * 8
-        return registers if registers < MOST_REGISTERS else None
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionShape:
-    """The sizes and types of attention that all layers of a model share."""
-
-    num_heads: int
-    num_groups: int  # key/value heads
-    head_dim: int
-    dtype: torch.dtype  # of queries
-    cache_dtype: torch.dtype
-    windows: tuple[int | None, ...] = (None,)  # each window that occurs, once; None = no window
-    is_batch_invariant: bool = False  # a sequence's own length decides the cuts, so equal rows give equal bits
-
-    @property
-    def group(self) -> int:
-        """Query heads that share a key/value head."""
-        return self.num_heads // self.num_groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,44 +128,6 @@ class AttentionPlan:
     partials: Tensor  # f32
 
 
-def decode_tiling(shape: AttentionShape, capability: int) -> Tiling:
-    """The tiling of decode at that compute `capability` (80, 90, ...).
-
-    `kernels/checks/compile_check.py` checks that this and `extend_tiling` reach their occupancy on sm_80 and sm_90, and
-    spill no register in a loop.
-    """
-    rows = max(MIN_ROWS, next_power_of_2(shape.group))
-    if shape.dtype == torch.float32:
-        if shape.head_dim <= 64:
-            return Tiling(rows, 32, 4, 2, 2)
-        return Tiling(rows, 16, 8 if shape.head_dim <= 128 else 4, 2, 2)
-    if shape.cache_dtype == torch.float8_e4m3fn:  # converting keys and values takes registers
-        tiling = Tiling(rows, 32, 4, 3 if shape.head_dim <= 64 else 2, 3)
-    else:
-        tiling = Tiling(rows, 64, 4, 3 if shape.head_dim > 16 else 2, 3)
-    if shape.head_dim > 64 and capability < 90:
-        tiling = tiling._replace(occupancy=2)
-    if shape.head_dim > 128:
-        tiling = tiling._replace(block_n=32, occupancy=2)
-    if rows > MIN_ROWS:
-        tiling = tiling._replace(num_warps=4 if rows <= 32 else 8, occupancy=1)
-    return tiling
-
-
-def extend_tiling(shape: AttentionShape, capability: int) -> Tiling:
-    """The tiling of extend. A tile's rows are whole tokens, `group` rows each, so `block_m >= group`."""
-    if shape.dtype == torch.float32:
-        tiling = Tiling(16, 32, 4, 2, 2) if shape.head_dim <= 64 else Tiling(16, 16, 8, 2, 2)
-    elif shape.head_dim > 128:
-        # With an 8-bit cache 64 rows spill, as values pass through registers before the warpgroup instructions.
-        tiling = Tiling(32, 64, 8, 2, 1) if shape.cache_dtype == torch.float8_e4m3fn else Tiling(64, 32, 8, 2, 1)
-    elif shape.head_dim > 64 and capability < 90:
-        tiling = Tiling(64, 64, 8, 3, 1)
-    else:
-        tiling = Tiling(128, 64, 8, 3, 1)
-    return tiling._replace(block_m=max(tiling.block_m, next_power_of_2(shape.group)))
-
-
 def divide(
     kind: Literal["decode", "extend"],
     shape: AttentionShape,
@@ -242,10 +169,6 @@ def table_sizes(division: Division) -> tuple[int, int, int, int, int]:
     )
     items, begins, starts, splits, counts = (-(-size // 4) * 4 for size in sizes)
     return items, begins, starts, splits, counts
-
-
-def next_power_of_2(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()
 
 
 # ---- the plain twin -------------------------------------------------------------------------------------------------

@@ -8,8 +8,12 @@ another, so the grid is the same for any lengths and launches can be captured in
 *decode*, the query heads of one key/value head; in *extend*, several new tokens x those heads. A second, small kernel
 joins the partial sums of tasks that were cut, always in the order of tiles.
 
-Softmax is in base 2 with log2(e) folded into the scale, since exp2 is one instruction. The scales of an 8-bit cache are
-folded in too: those of keys into the scale, those of values into the result.
+Block ids are read one tile ahead and carried through the loop. Loads of keys and values through an id that the same
+iteration reads would not be pipelined: each tile would wait a whole memory latency.
+
+Softmax is in base 2 with log2(e) folded into the scale, since exp2 is one instruction. The scale multiplies within it,
+and so must be positive. The scales of an 8-bit cache are folded in too: those of keys into the scale, those of values
+into the result. Its numbers are computed with in f16, which holds e4m3 exactly: one instruction widens two of them.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
@@ -28,6 +32,7 @@ from .launch import capability, check_dtype
 
 LOG2_E = 1.4426950408889634
 BASE_2 = tl.constexpr(LOG2_E)
+LARGEST_F16 = tl.constexpr(65504.0)
 INDEX_TENSORS = ["items", "starts", "block_tables", "splits", "counts"]
 MERGED_ELEMENTS = 4096  # partial sums that a merge program holds at a time: 16 a thread
 
@@ -123,6 +128,8 @@ def attend(
 ) -> None:
     """Does the items of one work list: writes their rows of `out` [T, H, D]. Overwrites `partials` (f32)."""
     division, tiling = work.division, work.tiling
+    if not scale > 0:  # the largest product has to be the largest score
+        raise ValueError(f"scale = {scale:g}: the Triton kernels take a scale of scores above 0; use the torch kernels")
     if not division.max_tasks:
         return
     _, num_heads, head_dim = q.shape
@@ -143,6 +150,7 @@ def attend(
         B=block_size, D=head_dim, BLOCK_D=block_d, BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n,
         HAS_WINDOW=window is not None, HAS_CHUNK=chunk is not None, HAS_CAP=soft_cap is not None,
         HAS_K_SCALE=k_scale is not None, HAS_V_SCALE=v_scale is not None,
+        IS_NARROW=k_cache.dtype == torch.float8_e4m3fn and q.dtype != torch.float32,
         PRECISION=_precision(q.dtype), STAGES=tiling.num_stages, num_warps=tiling.num_warps,
         maxnreg=tiling.max_registers, enable_fp_fusion=True,
     )  # fmt: skip
@@ -168,7 +176,7 @@ def _attention_kernel(
     GROUP: tl.constexpr, TOKENS: tl.constexpr, IS_DECODE: tl.constexpr, ITEM: tl.constexpr,
     B: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_CAP: tl.constexpr,
-    HAS_K_SCALE: tl.constexpr, HAS_V_SCALE: tl.constexpr,
+    HAS_K_SCALE: tl.constexpr, HAS_V_SCALE: tl.constexpr, IS_NARROW: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Does the items of one program: up to TOKENS new tokens of a sequence, all heads of a group, a range of tiles."""
@@ -192,6 +200,8 @@ def _attention_kernel(
         is_row = (new < num_tokens)[:, None] & (d < D)[None, :]
         query = (first_row + new).to(tl.int64)
         queries = tl.load(q + query[:, None] * q_row + head[:, None] * q_head + d[None, :], mask=is_row, other=0.0)
+        if IS_NARROW:
+            queries = _to_f16(queries)
         factor = scale
         if HAS_K_SCALE:
             factor = scale * tl.load(k_scale + g)
@@ -210,26 +220,33 @@ def _attention_kernel(
         table = block_tables + sequence * table_row
         k_head = k_cache + g * kc_g
         v_head = v_cache + g * vc_g
+        column = tl.arange(0, BLOCK_N)
+        IS_SCALED: tl.constexpr = HAS_CAP or alibi is not None  # before the exponent, as a cap or a bias comes after
+        unit = 1.0 if IS_SCALED else factor
         first_masked = first_tile
         if not (IS_DECODE or HAS_WINDOW or HAS_CHUNK):  # tiles that every row sees in full
             first_masked = tl.minimum(tl.maximum((first_position + 1) // BLOCK_N, first_tile), end_tile)
+            block = _block_ids(table, first_tile * BLOCK_N + column, 0, end, B)
             for tile in tl.range(first_tile, first_masked, num_stages=STAGES):
-                token = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+                token = tile * BLOCK_N + column
                 keys, values = _load_tile(
-                    table, k_head, v_head, token, token < end, d, kc_n, kc_b, kc_d, vc_n, vc_b, vc_d,
+                    block, k_head, v_head, token, token < end, d, kc_n, kc_b, kc_d, vc_n, vc_b, vc_d,
                     queries, B, D, BLOCK_D, False,
                 )  # fmt: skip
-                scores = _scores(queries, keys, factor, cap, HAS_CAP, PRECISION)
+                block = _block_ids(table, token + BLOCK_N, 0, end, B)
+                scores = _scores(queries, keys, factor, cap, HAS_CAP, IS_SCALED, PRECISION)
                 if alibi is not None:
                     scores = _with_alibi(scores, slopes, token, position)
-                acc, best, total = _add_tile(acc, best, total, scores, values, False, PRECISION)
+                acc, best, total = _add_tile(acc, best, total, scores, values, unit, False, PRECISION)
+        block = _block_ids(table, first_masked * BLOCK_N + column, oldest, end, B)
         for tile in tl.range(first_masked, end_tile, num_stages=STAGES):
-            token = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+            token = tile * BLOCK_N + column
             keys, values = _load_tile(
-                table, k_head, v_head, token, (token < end) & (token >= oldest), d, kc_n, kc_b, kc_d, vc_n, vc_b, vc_d,
+                block, k_head, v_head, token, (token < end) & (token >= oldest), d, kc_n, kc_b, kc_d, vc_n, vc_b, vc_d,
                 queries, B, D, BLOCK_D, True,
             )  # fmt: skip
-            scores = _scores(queries, keys, factor, cap, HAS_CAP, PRECISION)
+            block = _block_ids(table, token + BLOCK_N, oldest, end, B)
+            scores = _scores(queries, keys, factor, cap, HAS_CAP, IS_SCALED, PRECISION)
             if alibi is not None:
                 scores = _with_alibi(scores, slopes, token, position)
             is_seen = token[None, :] <= position[:, None]
@@ -239,7 +256,7 @@ def _attention_kernel(
                 is_seen &= token[None, :] >= (position // chunk * chunk)[:, None]
             scores = tl.where(is_seen, scores, float("-inf"))
             # A decode row sees a token of each of its tiles; an early row of an extend tile may see none.
-            acc, best, total = _add_tile(acc, best, total, scores, values, not IS_DECODE, PRECISION)
+            acc, best, total = _add_tile(acc, best, total, scores, values, unit, not IS_DECODE, PRECISION)
 
         if HAS_V_SCALE:
             acc *= tl.load(v_scale + g)
@@ -303,12 +320,18 @@ def _merge_kernel(
 
 
 @triton.jit
+def _block_ids(table, token, oldest, end, B: tl.constexpr):
+    """The blocks [N] of tokens; 0, with no table entry read, for those not in [oldest, end)."""
+    return tl.load(table + token // B, mask=(token < end) & (token >= oldest), other=0)
+
+
+@triton.jit
 def _load_tile(
-    table, k_head, v_head, token, is_token, d, kc_n, kc_b, kc_d, vc_n, vc_b, vc_d, like,
+    block, k_head, v_head, token, is_token, d, kc_n, kc_b, kc_d, vc_n, vc_b, vc_d, like,
     B: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, IS_MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Keys and values [N, D] in the type of `like`; zero, with no table entry followed, where not `is_token`."""
-    block = tl.load(table + token // B, mask=is_token, other=0).to(tl.int64)  # an offset may exceed 2^31 elements
+    """Keys and values [N, D] of tokens in those blocks, in the type of `like`; zero where not `is_token`."""
+    block = block.to(tl.int64)  # an offset may exceed 2^31 elements
     offset = token % B
     k_place = k_head + (block * kc_n + offset * kc_b)[:, None] + (d * kc_d)[None, :]
     v_place = v_head + (block * vc_n + offset * vc_b)[:, None] + (d * vc_d)[None, :]
@@ -326,9 +349,22 @@ def _load_tile(
 
 
 @triton.jit
-def _scores(queries, keys, factor, cap, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr):
-    """Scores [M, N] in base 2, of [M, D] @ [D, N]; with a cap, cap * tanh(score / cap)."""
-    scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * factor
+def _to_f16(queries):
+    """Queries in f16, those beyond its range at its ends; NaN stays."""
+    if queries.dtype == tl.bfloat16:
+        queries = tl.minimum(queries.to(tl.float32), LARGEST_F16, propagate_nan=tl.PropagateNan.ALL)
+        queries = tl.maximum(queries, -LARGEST_F16, propagate_nan=tl.PropagateNan.ALL)
+    return queries.to(tl.float16)
+
+
+@triton.jit
+def _scores(
+    queries, keys, factor, cap, HAS_CAP: tl.constexpr, IS_SCALED: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """[M, D] @ [D, N] -> [M, N]; scores in base 2 if `IS_SCALED`, with a cap, cap * tanh(score / cap)."""
+    scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+    if IS_SCALED:
+        scores *= factor
     if HAS_CAP:
         scores = cap - 2 * cap / (tl.exp2(scores) + 1)
     return scores
@@ -341,13 +377,13 @@ def _with_alibi(scores, slopes, token, position):
 
 
 @triton.jit
-def _add_tile(acc, best, total, scores, values, CAN_BE_EMPTY: tl.constexpr, PRECISION: tl.constexpr):
-    """One step of the online softmax: adds a tile's scores [M, N] and values [N, D] to (acc, best, total)."""
-    new_best = tl.maximum(best, tl.max(scores, axis=1))
+def _add_tile(acc, best, total, scores, values, unit, CAN_BE_EMPTY: tl.constexpr, PRECISION: tl.constexpr):
+    """One step of the online softmax: adds a tile's scores [M, N] x unit, and values [N, D], to (acc, best, total)."""
+    new_best = tl.maximum(best, tl.max(scores, axis=1) * unit)
     base = new_best
     if CAN_BE_EMPTY:  # for a row without any token so far, -inf - -inf would be NaN
         base = tl.where(new_best == float("-inf"), 0.0, new_best)
-    weights = tl.exp2(scores - base[:, None])
+    weights = tl.exp2(scores * unit - base[:, None])  # one FMA
     shrink = tl.exp2(best - base)
     total = total * shrink + tl.sum(weights, axis=1)
     # [M, N] @ [N, D] -> [M, D]

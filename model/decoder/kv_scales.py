@@ -34,10 +34,10 @@ def measured_scales(decoder: Decoder) -> Tensor:
 
 
 def scales_of(largest: Tensor) -> Tensor:
-    """The least powers of two that leave HEADROOM above `largest`, f32, same shape; 1 where it is 0."""
+    """The least powers of two that leave HEADROOM above `largest`, f32, same shape; 1 where it is 0. Never 0."""
     most = torch.finfo(torch.float8_e4m3fn).max
     scales = torch.exp2(torch.ceil(torch.log2(largest.double() * HEADROOM / most)))
-    return torch.where(largest > 0, scales, 1.0).float()
+    return torch.where(largest > 0, scales.clamp(min=torch.finfo(torch.float32).tiny), 1.0).float()
 
 
 def _largest(cache: KVCache, layer: int) -> Iterator[Tensor]:

@@ -292,6 +292,13 @@ def test_a_scale_of_one_can_be_left_out() -> None:
     assert torch.equal(attend(small), attend(small, scales=Scales(torch.ones(2), torch.ones(2))))
 
 
+def test_a_scale_that_is_not_above_zero_is_refused() -> None:
+    case = make_case([1], [5])
+    tensors = (case.q, case.k_cache, case.v_cache, case.block_tables, case.lengths)
+    with pytest.raises(ValueError, match="scale = -0.5: the Triton kernels take a scale of scores above 0"):
+        triton_attention.paged_decode(*tensors, -0.5)
+
+
 def test_other_types_of_a_cache_are_refused() -> None:
     case = make_case([1], [5])
     with pytest.raises(TypeError, match="a cache of torch.float16 and queries of torch.float32"):
@@ -300,7 +307,7 @@ def test_other_types_of_a_cache_are_refused() -> None:
 
 @pytest.mark.parametrize("num_new", [1, 9])
 def test_in_batch_invariant_mode_a_sequence_has_the_same_bits_alone_and_among_others(num_new: int) -> None:
-    others = [(1, 3), (num_new, 300), (6, 40), (1, 140)]
+    others = [(1, 3), (num_new, 150), (6, 40)]
     among = make_case([new for new, _ in others], [length for _, length in others], block_size=16)
     alone = replace(
         among,
@@ -313,9 +320,8 @@ def test_in_batch_invariant_mode_a_sequence_has_the_same_bits_alone_and_among_ot
         attend(case, plan=plan_of(case, None, num_processors, True))[rows]
         for case, rows, num_processors in (
             (alone, slice(None), 1),
-            (alone, slice(None), 9),
-            (among, slice(1, 1 + num_new), 1),
-            (among, slice(1, 1 + num_new), 5),
+            (alone, slice(None), 3),
+            (among, slice(1, 1 + num_new), 2),
         )
     ]
     assert all(torch.equal(bits[0], other) for other in bits[1:])

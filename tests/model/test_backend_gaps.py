@@ -78,10 +78,20 @@ def test_what_the_native_step_lacks_of_attention_is_named(spec: DecoderSpec, gap
     assert missing(spec, "native") == [gap]
 
 
-def test_what_triton_lacks_is_named() -> None:
-    spec = attending(qk_norm=QkNorm(norm=NormSpec(), over="row", when="after_rope"))
+@pytest.mark.parametrize(
+    ("spec", "gap"),
+    [
+        (
+            attending(qk_norm=QkNorm(norm=NormSpec(), over="row", when="after_rope")),
+            "norms over rows of heads after the rotation",
+        ),
+        (attending(scale=0.0), "scores times 0"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_triton_lacks_is_named(spec: DecoderSpec, gap: str) -> None:
     assert missing(spec, "torch") == []
-    assert missing(spec, "triton") == ["norms over rows of heads after the rotation"]
+    assert missing(spec, "triton") == [gap]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,9 @@ pytest.importorskip("triton")
 from millrace.kernels.checks import compile_cases, compile_check
 from millrace.kernels.checks.compile_cases import CompileCase
 from millrace.kernels.checks.compile_check import CompileReport
-from millrace.kernels.layout.work_lists import REGISTERS, Tiling
+from millrace.kernels.checks.listings import spills_in_loops, waits_in_loops
+from millrace.kernels.layout.attention_tilings import REGISTERS, Tiling
+from millrace.kernels.triton import attention_plan
 from millrace.kernels.triton import launch as triton_launch
 
 pytestmark = [
@@ -32,11 +34,14 @@ CASES = [
     *((arch, case) for arch in (90, 80) for case in compile_cases.copy_cases()),
     *((arch, case) for arch in (90, 80) for case in compile_cases.sampling_cases(BF16)),
     *((90, case) for case in compile_cases.attention_cases(64, BF16, group=3)[:2]),
-    *((90, case) for case in compile_cases.attention_cases(128, BF16)[:10]),
+    *((90, case) for case in compile_cases.attention_cases(128, BF16)[:6]),
+    *((90, case) for case in compile_cases.attention_cases(128, BF16)[8:10]),
     *((90, case) for case in compile_cases.attention_cases(128, BF16, cache_dtype=torch.float8_e4m3fn)[:2]),
     *((80, case) for case in compile_cases.attention_cases(128, BF16)[:2]),
     *((90, case) for case in compile_cases.group_cases(128)),
 ]
+
+CASE = compile_cases.attention_cases(64, BF16)[0]  # decode
 
 
 @pytest.mark.parametrize(("arch", "case"), CASES, ids=lambda value: getattr(value, "name", value))
@@ -47,9 +52,19 @@ def test_no_register_spills_in_a_loop_and_loops_are_pipelined(arch: int, case: C
         assert not report.problems(case), report
 
 
+def test_a_loop_that_waits_for_its_own_copies_fails_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_plan, "decode_tiling", lambda shape, capability: Tiling(16, 64, 4, 2, 3))
+    (_, report, _), case = compile_check.check(CASE, 90), CASE
+    assert report.waits == (0,) and report.num_buffers == 1
+    assert report.problems(case) == [
+        "loops over cached tokens leave [0] groups of copies in flight, of 2, and have 1 buffers, of 2: "
+        "loads are not pipelined"
+    ]
+
+
 def test_a_report_names_what_is_wrong() -> None:
     case = CompileCase("extend 128", lambda: None, copies_ahead=True, uses_wgmma=True)
-    good = CompileReport("extend 128: attention_kernel", 90, 1, 8, 200, 0, 0, 98560, 52, 24)
+    good = CompileReport("extend 128: attention_kernel", 90, 1, 8, 200, 0, 0, 98560, (2, 4), 2, 24)
     assert good.problems(case) == []
     assert {"3.6": 32, "3.7": 8, "3.9": 8}.get(compile_check.triton.__version__[:3], 0) == compile_check.STACK_BYTES
     assert replace(good, stack_bytes=compile_check.STACK_BYTES).problems(case) == []
@@ -57,8 +72,11 @@ def test_a_report_names_what_is_wrong() -> None:
     assert much.endswith("0 accesses to them in innermost loops: registers spill")
     (spilled,) = replace(good, stack_bytes=compile_check.STACK_BYTES, num_loop_spills=1).problems(case)
     assert spilled.endswith("1 accesses to them in innermost loops: registers spill")
-    bad = CompileReport("extend 128: attention_kernel", 90, 1, 8, 255, 48, 0, 240 << 10, 0, 0)
-    assert [problem.split()[0] for problem in bad.problems(case)] == ["48", "245760", "no", "no", "0"]
+    for waits, num_buffers in (((2, 1), 2), ((), 2), ((2, 2), 1)):
+        (late,) = replace(good, waits=waits, num_buffers=num_buffers).problems(case)
+        assert late.endswith("loads are not pipelined")
+    bad = CompileReport("extend 128: attention_kernel", 90, 1, 8, 255, 48, 0, 240 << 10, (), 0, 0)
+    assert [problem.split()[0] for problem in bad.problems(case)] == ["48", "245760", "loops", "no", "0"]
 
 
 LISTING = """
@@ -79,10 +97,41 @@ _kernel:
 
 
 def test_spills_count_within_innermost_loops_alone() -> None:
-    assert compile_check.spills_in_loops(LISTING) == 0
+    assert spills_in_loops(LISTING) == 0
     for spill in ("LDL R4, [R1+0x4] ;", "STL.64 [R1], R4 ;"):
-        assert compile_check.spills_in_loops(LISTING.replace("FADD R4, R4, R2 ;", spill)) == 1
-        assert compile_check.spills_in_loops(LISTING.replace("FADD R5, R4, R2 ;", spill)) == 1
+        assert spills_in_loops(LISTING.replace("FADD R4, R4, R2 ;", spill)) == 1
+        assert spills_in_loops(LISTING.replace("FADD R5, R4, R2 ;", spill)) == 1
+
+
+PTX = """
+	cp.async.cg.shared.global [ %r9 + 0 ], [ %rd1 + 0 ], 0x10, %r1;
+	bra.uni 	$L__BB0_2;
+$L__BB0_1:                              //   in Loop: Header=BB0_2 Depth=1
+	cp.async.wait_group 	0;
+$L__BB0_2:                              // =>This Loop Header: Depth=1
+                                        //     Child Loop BB0_4 Depth 2
+	cp.async.ca.shared.global [ %r9 + 0 ], [ %rd1 + 0 ], 0x8, %r1;
+	@%p1 bra 	$L__BB0_1;
+// %bb.3:                               //   in Loop: Header=BB0_2 Depth=1
+$L__BB0_4:                              //   Parent Loop BB0_2 Depth=1
+                                        // =>  This Inner Loop Header: Depth=2
+	cp.async.wait_group 	2;
+	@%p2 bra 	$L__BB0_6;
+// %bb.5:                               //   in Loop: Header=BB0_4 Depth=2
+	cp.async.wait_group 	3;
+	cp.async.cg.shared.global [ %r9 + 0 ], [ %rd1 + 0 ], 0x10, %r1;
+	cp.async.commit_group;
+	bra.uni 	$L__BB0_4;
+$L__BB0_6:                              //   in Loop: Header=BB0_2 Depth=1
+	bra.uni 	$L__BB0_1;
+"""
+
+
+def test_waits_are_those_of_innermost_loops_that_copy() -> None:
+    assert waits_in_loops(PTX) == [3]
+    assert waits_in_loops(PTX.replace("cp.async.wait_group 	2", "").replace("cp.async.wait_group 	3", "")) == [0]
+    inner = PTX.split("// %bb.5")[1]
+    assert waits_in_loops(PTX.replace(inner, inner.replace("cp.async.cg", "ld"))) == []
 
 
 def test_a_launch_is_recorded_with_all_its_arguments() -> None:

@@ -94,7 +94,8 @@ def test_logits_and_perplexity_of_a_held_out_text_stay_near_those_of_a_plain_cac
 
 
 def test_scales_are_powers_of_two_with_room_for_numbers_twice_as_large() -> None:
-    assert scales_of(torch.tensor([224.0, 225.0, 1.0, 0.0])).tolist() == [1.0, 2.0, 2.0**-7, 1.0]
+    largest = torch.tensor([224.0, 225.0, 1.0, 0.0, 1e-45])
+    assert scales_of(largest).tolist() == [1.0, 2.0, 2.0**-7, 1.0, 2.0**-126]
 
 
 def test_scales_are_of_each_layer_and_head_and_the_same_every_time() -> None:

@@ -1,0 +1,112 @@
+"""Launch shapes of the attention kernels, by head size and type.
+
+A loop over cached tokens copies the keys and values of a tile to shared memory while it computes with an earlier tile.
+`num_stages` says how early: with 3 stages one tile is on its way during each iteration, with 4 two are, as reading
+block ids ahead takes the first stage. With 2 each iteration waits a whole memory latency.
+
+`kernels/checks/compile_check.py` checks on sm_80 and sm_90 that loops run ahead, that `occupancy` programs fit, and
+that no register is spilled in a loop.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+
+REGISTERS = 1 << 16  # of a multiprocessor
+MOST_REGISTERS = 255  # of a thread
+MIN_ROWS = 16  # the smallest M of a tensor-core dot; smaller groups are padded, which costs FLOPs, not bytes
+
+
+class Tiling(NamedTuple):
+    """Launch shape of an attention kernel."""
+
+    block_m: int  # query rows: tokens x heads of a group
+    block_n: int  # cached tokens of a loop step
+    num_warps: int
+    num_stages: int  # depth of the software pipeline of loads
+    occupancy: int  # programs that run at the same time on a multiprocessor
+
+    @property
+    def max_registers(self) -> int | None:
+        """Registers of a thread, at most, so that `occupancy` programs fit on a multiprocessor.
+
+        A warp gets them in units of 8 a thread. None = the hardware's limit suffices.
+        """
+        registers = REGISTERS // (32 * self.num_warps * self.occupancy) // 8 * 8
+        return registers if registers < MOST_REGISTERS else None
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """The sizes and types of attention that all layers of a model share."""
+
+    num_heads: int
+    num_groups: int  # key/value heads
+    head_dim: int
+    dtype: torch.dtype  # of queries
+    cache_dtype: torch.dtype
+    windows: tuple[int | None, ...] = (None,)  # each window that occurs, once; None = no window
+    is_batch_invariant: bool = False  # a sequence's own length decides the cuts, so equal rows give equal bits
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a key/value head."""
+        return self.num_heads // self.num_groups
+
+
+Numbers = Literal["f32", "half", "fp8"]  # of the cache
+Rows = tuple[tuple[int, Tiling], ...]  # by head size: the first row whose size is not smaller; the last takes the rest
+
+# f32 is bound by its multiplications, without tensor cores, so its tiles are small and 3 stages are plenty.
+# Half-precision tiles of 64 tokens are 32 KiB at D = 128: one ahead, in 3 programs, keeps 96 KiB on their way.
+# fp8 tiles are a quarter of that, with 32 tokens, as widening takes registers: two ahead, where 4 programs fit.
+DECODE: dict[Numbers, Rows] = {
+    "f32": ((64, Tiling(16, 32, 4, 3, 2)), (128, Tiling(16, 16, 8, 3, 2)), (256, Tiling(16, 16, 4, 3, 2))),
+    "half": ((128, Tiling(16, 64, 4, 3, 3)), (256, Tiling(16, 32, 4, 3, 2))),
+    "fp8": ((64, Tiling(16, 32, 4, 4, 4)), (128, Tiling(16, 32, 4, 4, 4)), (256, Tiling(16, 32, 4, 4, 2))),
+}
+# One program fills a multiprocessor, and its tiles serve 128 rows, so one tile ahead is enough: sm_90 keeps two with 3
+# stages, as warpgroup instructions read keys and values from where they were copied to. At D = 256 shared memory and
+# registers allow half the rows; of fp8 a quarter, as values pass through registers before warpgroup instructions.
+EXTEND: dict[Numbers, Rows] = {
+    "f32": ((64, Tiling(16, 32, 4, 3, 2)), (256, Tiling(16, 16, 8, 3, 2))),
+    "half": ((128, Tiling(128, 64, 8, 3, 1)), (256, Tiling(64, 32, 8, 3, 1))),
+    "fp8": ((128, Tiling(128, 64, 8, 3, 1)), (256, Tiling(32, 64, 8, 3, 1))),
+}
+# Where 164 KiB of shared memory and no warpgroup instructions allow less: compute capability below 9.0.
+DECODE_BEFORE_90: dict[Numbers, Rows] = DECODE | {
+    "f32": ((64, Tiling(16, 32, 4, 3, 2)), (128, Tiling(16, 16, 8, 3, 2)), (256, Tiling(16, 16, 4, 3, 1))),
+    "half": ((64, Tiling(16, 64, 4, 3, 3)), (128, Tiling(16, 64, 4, 3, 2)), (256, Tiling(16, 32, 4, 3, 2))),
+}
+EXTEND_BEFORE_90: dict[Numbers, Rows] = EXTEND | {
+    "f32": ((64, Tiling(16, 32, 4, 3, 2)), (128, Tiling(16, 16, 8, 3, 2)), (256, Tiling(16, 16, 8, 3, 1))),
+    "half": ((64, Tiling(128, 64, 8, 3, 1)), (128, Tiling(64, 64, 8, 3, 1)), (256, Tiling(64, 32, 8, 3, 1))),
+}
+
+
+def decode_tiling(shape: AttentionShape, capability: int) -> Tiling:
+    """The tiling of decode at that compute `capability` (80, 90, ...). A tile's rows are the heads of one group."""
+    tiling = _row(DECODE if capability >= 90 else DECODE_BEFORE_90, shape)
+    rows = max(MIN_ROWS, next_power_of_2(shape.group))
+    if rows > MIN_ROWS and shape.dtype != torch.float32:
+        return tiling._replace(block_m=rows, num_warps=4 if rows <= 32 else 8, occupancy=1)
+    return tiling._replace(block_m=rows)
+
+
+def extend_tiling(shape: AttentionShape, capability: int) -> Tiling:
+    """The tiling of extend. A tile's rows are whole tokens, `group` rows each, so `block_m >= group`."""
+    tiling = _row(EXTEND if capability >= 90 else EXTEND_BEFORE_90, shape)
+    return tiling._replace(block_m=max(tiling.block_m, next_power_of_2(shape.group)))
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+def _row(table: dict[Numbers, Rows], shape: AttentionShape) -> Tiling:
+    is_fp8 = shape.cache_dtype == torch.float8_e4m3fn
+    rows = table["f32" if shape.dtype == torch.float32 else "fp8" if is_fp8 else "half"]
+    return next((tiling for head_dim, tiling in rows if shape.head_dim <= head_dim), rows[-1][1])

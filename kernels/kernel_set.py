@@ -316,9 +316,17 @@ class SamplingKernels(Protocol):
         bias        [S, K] f32   added to the logits of `biased_ids`
         end_ids     [S, E] i32   the first NUM_ENDS of a row get -inf before END_POSITION
         masks       [W', W] i32  bit t % 32 of word t // 32 allows token t; W >= ceil(V / 32)
-        mask_rows   [L] i64      the row of `masks` for each row of logits; negative = every token is allowed
+        mask_rows   [L] i32|i64  the row of `masks` for each row of logits; negative = every token is allowed
 
         Returns new logits, [L, V] f32. `masks` and `mask_rows` are given together.
+        """
+
+    def force(self, chosen: Tensor, forced: Tensor) -> None:
+        """Replaces chosen tokens in place.
+
+        chosen  [L] i64   from `choose`; negative = the row is broken
+        forced  [L] i32   the token of the row instead, which a broken row does not get; -1 = none; -2 - t = token t,
+                          which a broken row gets, too
         """
 
     def count_tokens(self, counts: Tensor, rows: Tensor, slots: Tensor, token_ids: Tensor) -> None:

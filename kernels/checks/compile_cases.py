@@ -287,11 +287,11 @@ def _sampling_cases(dtype: torch.dtype, vocab_size: int, name: str) -> list[Comp
     slots, least = _meta(64, dtype=torch.int64), _meta(64, dtype=torch.float32)
     counts, ends = _meta(256, vocab_size, dtype=torch.int16), _meta(256, 136, dtype=torch.int32)
     biased, bias = _meta(256, 1024, dtype=torch.int32), _meta(256, 1024, dtype=torch.float32)
-    masks = _meta(64, -(-vocab_size // 32), dtype=torch.int32)
+    masks, forced = _meta(64, -(-vocab_size // 32), dtype=torch.int32), _meta(64, dtype=torch.int32)
     lists = (counts, biased, bias, ends)
 
     def edit(has_masks: bool) -> Tensor:
-        guided = (masks, slots) if has_masks else (None, None)
+        guided = (masks, forced) if has_masks else (None, None)
         return triton_edits.edit(logits, rows, slots, slots, *lists, *guided)
 
     return [
@@ -300,6 +300,7 @@ def _sampling_cases(dtype: torch.dtype, vocab_size: int, name: str) -> list[Comp
         CompileCase(f"thresholds {name}", lambda: triton_thresholds.thresholds(logits, rows, slots)),
         CompileCase(f"edit {name}", lambda: edit(False)),
         CompileCase(f"edit masks {name}", lambda: edit(True)),
+        CompileCase(f"force {name}", lambda: triton_edits.force(slots, forced)),
         CompileCase(f"count_tokens {name}", lambda: triton_edits.count_tokens(counts, rows, slots, slots)),
         CompileCase(f"score {name}", lambda: triton_sampling.score(logits, slots, slots, 20)),
         CompileCase(f"score drawn {name}", lambda: triton_sampling.score(logits, slots, slots, 20, rows, slots, least)),

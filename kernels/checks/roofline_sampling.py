@@ -42,6 +42,10 @@ def edit(
     return LaunchCost(logits + counts + masks + row_params, 5 * num_penalised * vocab_size + sum(num_listed))
 
 
+def force(num_rows: int) -> LaunchCost:
+    return LaunchCost(num_rows * (2 * INDEX_BYTES + 4), 0)
+
+
 def count_tokens(num_rows: int, num_penalised: int) -> LaunchCost:
     return LaunchCost(num_rows * (ROW_BYTES + 2 * INDEX_BYTES) + 4 * num_penalised, 0)
 

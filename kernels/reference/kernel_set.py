@@ -7,7 +7,7 @@ from typing import Final
 from .attention import copy_blocks, paged_attention, paged_decode, plan_attention
 from .attention_prologue import attention_prologue
 from .layers import activated, add_rms_norm, gated, layer_norm, rms_norm
-from .sampling import choose, count_tokens, edit, score, thresholds
+from .sampling import choose, count_tokens, edit, force, score, thresholds
 
 __all__ = [
     "activated",
@@ -17,6 +17,7 @@ __all__ = [
     "copy_blocks",
     "count_tokens",
     "edit",
+    "force",
     "gated",
     "layer_norm",
     "name",

@@ -131,6 +131,13 @@ def edit(
     return edited
 
 
+def force(chosen: Tensor, forced: Tensor) -> None:
+    """See `SamplingKernels.force`."""
+    wanted = forced.long()
+    kept = torch.where((wanted >= 0) & (chosen >= 0), wanted, chosen)
+    chosen.copy_(torch.where(wanted < -1, -2 - wanted, kept))
+
+
 def count_tokens(counts: Tensor, rows: Tensor, slots: Tensor, token_ids: Tensor) -> None:
     """See `SamplingKernels.count_tokens`."""
     off = (sampling_rows.REPETITION, 1.0), (sampling_rows.FREQUENCY, 0.0), (sampling_rows.PRESENCE, 0.0)

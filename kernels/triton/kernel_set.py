@@ -9,7 +9,7 @@ from .attention_plan import plan_attention
 from .attention_prologue import attention_prologue
 from .block_copy import copy_blocks
 from .layers import activated, add_rms_norm, gated, layer_norm, rms_norm
-from .logit_edits import count_tokens, edit
+from .logit_edits import count_tokens, edit, force
 from .sampling import choose, score
 from .thresholds import thresholds
 
@@ -21,6 +21,7 @@ __all__ = [
     "copy_blocks",
     "count_tokens",
     "edit",
+    "force",
     "gated",
     "layer_norm",
     "name",

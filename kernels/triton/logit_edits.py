@@ -1,7 +1,7 @@
-"""Triton kernels that edit logits by request and count tokens for penalties.
+"""Triton kernels that edit logits by request, force tokens, and count tokens for penalties.
 
-Their twins are `edit` and `count_tokens` in `kernels/reference/sampling.py`. Shapes: logits [L, V], counts [S, V] i16,
-sampling parameters [S, 16] i32; L rows of logits, V tokens in the vocabulary, S slots.
+Their twins are `edit`, `force` and `count_tokens` in `kernels/reference/sampling.py`. Shapes: logits [L, V], counts
+[S, V] i16, sampling parameters [S, 16] i32; L rows of logits, V tokens in the vocabulary, S slots.
 
 All edits are one pass over the rows. The caller launches it only if a row of the step needs an edit.
 """
@@ -74,6 +74,15 @@ def count_tokens(counts: Tensor, rows: Tensor, slots: Tensor, token_ids: Tensor)
         )
 
 
+def force(chosen: Tensor, forced: Tensor) -> None:
+    """See `SamplingKernels.force`. One program for up to 128 rows."""
+    if len(chosen):
+        block = min(next_power_of_2(len(chosen)), 128)
+        _force_kernel[(triton.cdiv(len(chosen), block),)](
+            chosen, forced, len(chosen), BLOCK=block, enable_fp_fusion=True
+        )
+
+
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions", "mask_rows"])
 def _edit_kernel(
     edited, logits, rows, slots, positions, counts, biased_ids, bias, end_ids, masks, mask_rows,
@@ -138,3 +147,14 @@ def _count_tokens_kernel(counts, rows, slots, token_ids, num_rows, rows_row, cou
     seen = tl.load(place, mask=is_penalised, other=0)
     more = tl.where((seen & MAX_COUNT) == MAX_COUNT, seen, seen + 1)
     tl.store(place, more.to(tl.int16), mask=is_penalised)
+
+
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["forced"])
+def _force_kernel(chosen, forced, num_rows, BLOCK: tl.constexpr):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_row = row < num_rows
+    token = tl.load(chosen + row, mask=is_row, other=-1)
+    wanted = tl.load(forced + row, mask=is_row, other=-1).to(tl.int64)
+    token = tl.where((wanted >= 0) & (token >= 0), wanted, token)
+    token = tl.where(wanted < -1, -2 - wanted, token)
+    tl.store(chosen + row, token, mask=is_row)

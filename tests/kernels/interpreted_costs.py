@@ -131,6 +131,11 @@ def test_edits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_counts(monkeypatch, lambda: triton_edits.edit(logits, ASKED, SLOTS, SLOTS, *lists), want, slack=0.01)
 
 
+def test_forced_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen, forced = torch.arange(130), torch.full((130,), -1, dtype=torch.int32)
+    assert_counts(monkeypatch, lambda: triton_edits.force(chosen, forced), roofline_sampling.force(130))
+
+
 def test_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = noise(4, 8193).half()
     want = roofline_sampling.score(3, 8193, 2, 5)

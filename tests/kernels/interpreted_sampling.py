@@ -276,6 +276,18 @@ def test_tokens_are_counted_where_there_is_a_penalty_and_no_further_than_a_count
     assert counts[2, 5] == sampling_rows.IN_PROMPT + 1 and counts[0, 2] == most and not counts[1].any()
 
 
+@pytest.mark.parametrize("num_rows", [0, 1, 3, 130])
+def test_a_forced_token_replaces_a_chosen_one_and_a_forced_end_a_broken_one_too(num_rows: int) -> None:
+    draw = np.random.default_rng(num_rows)
+    chosen = torch.from_numpy(draw.integers(-1, 3, num_rows))
+    forced = torch.from_numpy(draw.choice([-1, 7, 0, -2, -11], num_rows).astype(np.int32))
+    got, want = chosen.clone(), chosen.clone()
+    triton_edits.force(got, forced)
+    reference_sampling.force(want, forced)
+    each = zip(chosen.tolist(), forced.tolist(), strict=True)
+    assert got.tolist() == [-2 - f if f < -1 else f if f >= 0 <= c else c for c, f in each] == want.tolist()
+
+
 # ---- log-probabilities ----------------------------------------------------------------------------------------------
 
 

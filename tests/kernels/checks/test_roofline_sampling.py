@@ -33,4 +33,5 @@ def test_edits_cost_a_pass_and_what_is_asked_for() -> None:
 def test_scoring_reads_logits_once_and_the_groups_parts_twice() -> None:
     work = roofline_sampling.score(2, 8193, 2, 5)
     assert work.num_bytes == 2 * 8193 * 2 + 2 * 2 * 3 * (12 + 40) + 2 * (16 + 12 + 60)
+    assert roofline_sampling.force(3).num_bytes == 3 * (8 + 8 + 4)
     assert roofline_sampling.count_tokens(3, 2).num_bytes == 3 * (64 + 16) + 8

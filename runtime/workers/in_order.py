@@ -36,6 +36,10 @@ class InOrder(Generic[T]):
         self._turns: deque[OrderTicket[T]] = deque()
         self._lock = threading.Lock()
 
+    def __len__(self) -> int:
+        """Items that wait, without the one that is being processed."""
+        return len(self._turns)
+
     def append(self, item: T) -> OrderTicket[T]:
         """Adds an item at the end. Returns its handle, for `do_through`."""
         turn = OrderTicket(item)

@@ -19,6 +19,7 @@ from ..params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
 from ..sample.sampling_math import WHOLE_SIZE
 from .cache_size import CPU_SHARE, CacheSizing, MemoryNeeds, free_host_bytes, host_limit, total_host_bytes
 from .cuda.cuda_graphs import batches_of
+from .cuda.guide_uploads import GuideLayout
 from .cuda.step_update import MAX_DIFF_ITEMS, diff_size
 
 # Bytes of a logit during sampling, copies included. On a CPU, by torch's profiler, with logprobs in each row: float32
@@ -99,13 +100,14 @@ def sampler_bytes(config: EngineConfig, shape: DecoderSpec, max_model_len: int) 
     return config.max_num_seqs * row + shape.vocab_size
 
 
-def async_bytes(config: EngineConfig, max_model_len: int) -> int:
-    """Bytes of an asynchronous device: the slots' tables and state, and a step's buffers."""
+def async_bytes(config: EngineConfig, max_model_len: int, vocab_size: int) -> int:
+    """Bytes of an asynchronous device: the slots' tables and state, and a step's buffers and guide."""
     slots, tokens = config.max_num_seqs, max(config.num_step_tokens, config.max_num_seqs)
     blocks = -(-max_model_len // config.block_size)
     state = slots * 4 * (STATE_WIDTH + max_model_len + blocks)
     inputs = tokens * 3 * 8 + slots * (4 * blocks + 4 + 4 + 8 + 4) + 4
-    return state + inputs + 4 * (diff_size(slots, MAX_DIFF_ITEMS, MAX_DIFF_ITEMS) + 2 * slots)
+    guide = GuideLayout(slots, vocab_size).size
+    return state + inputs + 4 * (diff_size(slots, MAX_DIFF_ITEMS, MAX_DIFF_ITEMS) + 2 * slots + guide)
 
 
 def graphs_bytes(config: EngineConfig, shape: DecoderSpec, activations: int) -> int:

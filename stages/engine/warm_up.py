@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from dataclasses import replace
 
 from ...runtime.env.log import get_logger
 from ...runtime.pipeline import Pipeline
@@ -76,15 +75,13 @@ def _mixed(info: ModelInfo, batch: GraphBatch) -> Iterator[Request]:
 def _ways(info: ModelInfo) -> Iterator[tuple[str, SamplingParams]]:
     """The ways of choosing tokens, by name.
 
-    The last three make the step attended: the host reads the logits.
+    The last one makes the step attended: the host chooses.
     """
-    drawn = SamplingParams(max_tokens=_num_tokens(info), top_p=0.9, seed=0, ignore_eos=True)
-    yield "truncated", drawn
+    yield "truncated", SamplingParams(max_tokens=_num_tokens(info), top_p=0.9, seed=0, ignore_eos=True)
     yield "edited", _greedy(WARM_UP_TOKENS, info, repetition_penalty=1.1)
     yield "scored", _greedy(WARM_UP_TOKENS, info, logprobs=1)
-    yield "attended", _greedy(WARM_UP_TOKENS, info, allowed_token_ids=(0, 1))
-    yield "attended-truncated", replace(drawn, allowed_token_ids=(0, 1))
-    yield "attended-scored", _greedy(WARM_UP_TOKENS, info, allowed_token_ids=(0, 1), logprobs=1)
+    yield "guided", _greedy(WARM_UP_TOKENS, info, allowed_token_ids=(0, 1))
+    yield "attended", _greedy(WARM_UP_TOKENS, info, prompt_logprobs=1)
 
 
 def _greedy(num_tokens: int, info: ModelInfo, **more: object) -> SamplingParams:

@@ -66,9 +66,10 @@ class GrammarState:
 class GrammarMasks:
     """The tokens that each slot's grammar allows next.
 
-    `prepare` is called on the event loop, when a grant starts a sequence. All other methods are called on the device
-    thread, in the order of steps: `read` the masks of a step, which waits until they are ready, then `advance` by the
-    chosen tokens. The generated tokens of a sequence that resumes after a preemption are replayed.
+    `prepare` is called on the event loop, when a grant starts a sequence. All other methods are called in the order of
+    steps: `read` the masks of a step, which waits until they are ready, then `advance` by the chosen tokens, before the
+    next `read` of any of these slots. They run on the device thread; with an asynchronous device, `advance` and `drop`
+    may run on its completion thread. The generated tokens of a sequence that resumes after a preemption are replayed.
     """
 
     def __init__(self, grammars: Grammars, num_slots: int, env: Env) -> None:
@@ -111,12 +112,19 @@ class GrammarMasks:
         some = np.flatnonzero(self.grammars.compiler.is_end[chosen] | is_broken[allowed.rows])
         if not len(some):
             return some
-        slots: Indices = allowed.mask_rows[some]
-        masks: Ints = self._masks[slots]
-        for word, bits in self.grammars.compiler.ends:
-            masks[:, word] &= ~bits
-        is_over: Bools = ~np.any(masks, axis=1) & ~self._has_failed[slots]
-        return allowed.rows[some[is_over]]
+        return allowed.rows[some[self.is_ending(allowed.mask_rows[some])]]
+
+    def is_ending(self, slots: Indices) -> Bools:
+        """[n] whether the masks of `slots` allow end tokens or nothing, because the answer is complete."""
+        ends = self.grammars.compiler.ends
+        is_ending = np.array([np.count_nonzero(self._masks[slot]) <= len(ends) for slot in slots.tolist()], np.bool_)
+        few = np.flatnonzero(is_ending)
+        if len(few):
+            masks: Ints = self._masks[slots[few]]
+            for word, bits in ends:
+                masks[:, word] &= ~bits
+            is_ending[few] = ~np.any(masks, axis=1) & ~self._has_failed[slots[few]]
+        return is_ending
 
     def advance(self, slots: Indices, token_ids: Indices) -> None:
         """Slot `slots[i]` got `token_ids[i]`: starts computing the next masks.

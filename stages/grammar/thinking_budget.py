@@ -56,14 +56,26 @@ class ThinkingTable:
         side, at = self._side[slots], self._num_matched[slots]
         is_inside = side == INSIDE
         wanted = self._markers[side, slots, at]
-        is_forced = is_inside & (self._num_thought[slots] >= self._budgets[slots])
-        token_ids = np.where(is_forced, wanted, token_ids)
+        token_ids = np.where(self._is_forced(slots), wanted, token_ids)
         at = np.where(token_ids == wanted, at + 1, token_ids == self._markers[side, slots, 0])
         is_complete = at == self._lengths[side, slots]
         self._num_thought[slots] += is_inside
         self._side[slots] = side | is_complete
         self._num_matched[slots] = np.where(is_complete, 0, at)
         return token_ids, is_complete & is_inside
+
+    def forced(self, slots: NDArray[np.intp]) -> Longs:
+        """[n] the tokens that come next in these slots; -1 where the budget is not used up."""
+        wanted: Longs = np.where(self._is_forced(slots), self._markers[INSIDE, slots, self._num_matched[slots]], -1)
+        return wanted
+
+    def may_force(self, slots: NDArray[np.intp], num_pending: int) -> bool:
+        """Whether any token may be forced after `num_pending` more tokens that the table does not know."""
+        return bool((self._num_thought[slots] + num_pending >= self._budgets[slots]).any())
+
+    def _is_forced(self, slots: NDArray[np.intp]) -> Bools:
+        is_forced: Bools = (self._side[slots] == INSIDE) & (self._num_thought[slots] >= self._budgets[slots])
+        return is_forced
 
 
 def _find(ids: NDArray[Any], marker: tuple[int, ...]) -> int | None:

@@ -143,7 +143,8 @@ class Sampler:
         `result` [2, L] holds token ids, -1 for a row whose sequence had ended, and `FinishReason`s, of which only ERROR
         is read. `scores` [L, W] are the device's scores, for the log-probabilities.
         """
-        tokens, goes_on = self._note_chosen(grant, result[0].astype(np.intp), result[1] == FinishReason.ERROR)
+        is_broken = result[1] == FinishReason.ERROR
+        tokens, goes_on = self._note_chosen(grant, result[0].astype(np.intp), is_broken, are_guided=True)
         if scores is None:
             return tokens
         slots, finishes = tokens.slots, tokens.finishes
@@ -151,9 +152,12 @@ class Sampler:
         found = self.chooser.read_scores(slots[requested], scores[goes_on][requested])
         return replace(tokens, logprobs=dict(zip(requested.tolist(), found, strict=True)))
 
-    def _note_chosen(self, grant: StepGrant, token_ids: Indices, is_broken: Bools) -> tuple[StepTokens, Bools]:
+    def _note_chosen(
+        self, grant: StepGrant, token_ids: Indices, is_broken: Bools, *, are_guided: bool = False
+    ) -> tuple[StepTokens, Bools]:
         """Applies chosen tokens [L] of a step without drafts; below 0 for a row that had ended.
 
+        `are_guided`: rows may have grammars, thinking budgets, allowed tokens and bad words, which the choice has kept.
         Returns the step's tokens, and which of the sampled rows had not ended before this step, [L].
         """
         table, slots = self.table, grant.slots
@@ -163,8 +167,38 @@ class Sampler:
         if num_true(goes_on) < len(slots):
             slots, token_ids, is_broken = slots[goes_on], token_ids[goes_on], is_broken[goes_on]
         places, ids = table.num_generated[slots], table.sequence_ids[slots]
-        finishes = table.note_tokens(slots, places, token_ids, is_broken)
-        return StepTokens(grant.step, slots, ids, places, token_ids, finishes, started=grant.started), goes_on
+        needs = any_of(table.needs[slots]) if are_guided else 0
+        if needs & (GRAMMAR | THINKING | EDITS):
+            finishes, grammar_us = self._note_guided(slots, places, token_ids, is_broken)
+        else:
+            finishes, grammar_us = table.note_tokens(slots, places, token_ids, is_broken), 0
+        tokens = StepTokens(
+            grant.step, slots, ids, places, token_ids, finishes, started=grant.started, grammar_us=grammar_us
+        )
+        return tokens, goes_on
+
+    def _note_guided(
+        self, slots: Indices, places: Indices, token_ids: Indices, is_broken: Bools
+    ) -> tuple[NDArray[np.int8], int]:
+        """As the table's `note_tokens`, for rows with guides. Also returns the time waited for grammar masks.
+
+        An answer that a guide has ended has the token of a forced end.
+        """
+        table, over = self.table, NO_ROWS
+        needs = table.needs[slots]
+        guided, thinking = np.flatnonzero(needs & GRAMMAR), np.flatnonzero(needs & THINKING)
+        if self.masks is not None and len(guided):
+            ends = guided[token_ids[guided] == table.eos_token_id]
+            over = ends[self.masks.is_ending(slots[ends])]
+        if len(thinking):
+            table.steer(slots, thinking, token_ids)
+            token_ids[over] = table.eos_token_id
+        table.limits.note(slots, token_ids)
+        finishes = table.note_tokens(slots, places, token_ids, is_broken, over)
+        if self.masks is None or not len(guided):
+            return finishes, 0
+        self._advance_masks(slots, token_ids, finishes, guided)
+        return finishes, self.masks.waited_us
 
     def _sample(
         self,
@@ -199,10 +233,8 @@ class Sampler:
             last = kept[last_of_each(slots[kept])]
             newest, newest_ids = slots[last], token_ids[last]
         self._arrays.put(self.last_tokens, newest, self._arrays.beside(self.last_tokens, newest_ids))
-        if self.masks is not None and len(guided):
-            goes_on = finishes[guided] == FinishReason.NONE
-            self.masks.advance(slots[guided[goes_on]], token_ids[guided[goes_on]])
-            self.masks.drop(slots[guided[~goes_on]])
+        if len(guided):
+            self._advance_masks(slots, token_ids, finishes, guided)
         tokens = StepTokens(
             step=grant.step,
             slots=slots,
@@ -216,6 +248,13 @@ class Sampler:
             grammar_us=0 if self.masks is None or allowed is None else self.masks.waited_us,
         )
         return tokens if kept is None or len(kept) == len(slots) else _rows_of_tokens(tokens, kept)
+
+    def _advance_masks(self, slots: Indices, token_ids: Indices, finishes: NDArray[np.int8], guided: Indices) -> None:
+        """Starts computing the next masks of the rows `guided`, and drops those that have ended."""
+        assert self.masks is not None
+        goes_on = finishes[guided] == FinishReason.NONE
+        self.masks.advance(slots[guided[goes_on]], token_ids[guided[goes_on]])
+        self.masks.drop(slots[guided[~goes_on]])
 
     def _note_runs(
         self, runs: DraftRuns, slots: Indices, places: Indices, token_ids: Longs, is_broken: Bools, over: Longs

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..device.arrays import Array
-from ..messages import Indices, Started
+from ..messages import Indices, Ints, Started
 
 Longs = NDArray[np.int64]
 
@@ -26,6 +26,7 @@ class _Constraint:
     allowed: Longs | None  # only these ids; None: any
     bad_words: Sequence[tuple[int, ...]]  # token sequences that may not occur in the answer
     newest: list[int]  # the answer's last tokens: one fewer than the longest bad word has
+    allowed_mask: Ints | None = None  # [W] `allowed` as a mask, once it was needed
 
     def forbidden(self) -> list[int]:
         """The tokens that would complete a bad word now."""
@@ -41,6 +42,7 @@ class TokenConstraints:
     def __init__(self, num_slots: int, vocab_size: int) -> None:
         self.is_limited = np.zeros(num_slots, np.bool_)
         self._vocab_size = vocab_size
+        self.depends_on_tokens = np.zeros(num_slots, np.bool_)  # [S] a bad word has several tokens
         self._limits: dict[int, _Constraint] = {}
         self._has_bad_words = np.zeros(num_slots, np.bool_)
 
@@ -54,6 +56,7 @@ class TokenConstraints:
         has_bad_words = len(params.bad_words_token_ids) > 0
         self.is_limited[slot] = params.allowed_token_ids is not None or has_bad_words
         self._has_bad_words[slot] = has_bad_words
+        self.depends_on_tokens[slot] = max(map(len, params.bad_words_token_ids), default=1) > 1
         if self.is_limited[slot]:
             self._limits[slot] = self._limit(started)
         return bool(self.is_limited[slot])
@@ -80,9 +83,30 @@ class TokenConstraints:
             if forbidden := limit.forbidden():
                 logits[row, forbidden] = -math.inf
 
+    def restrict(self, slot: int, mask: Ints) -> None:
+        """As `apply` for a slot with constraints: clears the bits of such tokens in `mask` [W].
+
+        Bit t % 32 of word t // 32 is token t.
+        """
+        limit = self._limits[slot]
+        if limit.allowed is not None:
+            if limit.allowed_mask is None:
+                limit.allowed_mask = _mask_of(limit.allowed, len(mask))
+            mask &= limit.allowed_mask
+        if forbidden := limit.forbidden():
+            mask &= ~_mask_of(np.array(forbidden, np.int64), len(mask))
+
     def note(self, slots: Indices, token_ids: Indices) -> None:
         """Records the token of each slot."""
         for row in np.flatnonzero(self._has_bad_words[slots]).tolist():
             limit = self._limits[int(slots[row])]
             longest = max(map(len, limit.bad_words), default=1) - 1
             limit.newest = [*limit.newest, int(token_ids[row])][-longest:] if longest else []
+
+
+def _mask_of(ids: Longs, num_words: int) -> Ints:
+    """[W] a mask with the bits of `ids`, which need not differ."""
+    bits = np.zeros(32 * num_words, np.uint8)
+    bits[ids] = 1
+    mask: Ints = np.packbits(bits, bitorder="little").view("<i4").astype(np.int32, copy=False)
+    return mask

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from types import SimpleNamespace
 from typing import Any
 
 from millrace.kernels.layout import step_state
@@ -15,6 +16,7 @@ from millrace.runtime.device_streams.simulated import SimStream
 from millrace.runtime.workers.in_order import InOrder
 from millrace.stages.backends.cuda import step_submission
 from millrace.stages.backends.cuda.async_device import AsyncDevice
+from millrace.stages.backends.cuda.guide_uploads import GuideUploads
 from millrace.stages.backends.cuda.pinned_ring import SendRing
 from millrace.stages.backends.cuda.step_submission import StepSubmitter, SubmittedStep
 from millrace.stages.messages import StepGrant, StepTokens
@@ -36,6 +38,30 @@ def told_when_submitted() -> AbstractContextManager[None]:
 def attended_beside_others() -> AbstractContextManager[None]:
     """The host computes a step before the results of earlier steps are reported."""
     return changed(InOrder, "do_all", lambda do_all: lambda self: None)
+
+
+def guide_without_its_tokens() -> AbstractContextManager[None]:
+    """A guide is written before the results of earlier steps are applied."""
+    return changed(StepSubmitter, "await_results", lambda await_results: lambda self, grant: None)
+
+
+def guide_read_before_it_is_there() -> AbstractContextManager[None]:
+    """A step is sampled while its guide is still being uploaded."""
+
+    def change(send: Any) -> Any:
+        def hasty(self: GuideUploads, write: Any) -> None:
+            compute, self._compute = self._compute, SimpleNamespace(wait=lambda event: None)  # type: ignore
+            send(self, write)
+            self._compute = compute
+
+        return hasty
+
+    return changed(GuideUploads, "send", change)
+
+
+def guide_overwritten() -> AbstractContextManager[None]:
+    """A guide is uploaded while the step before still reads its own."""
+    return changed(GuideUploads, "note_read", lambda note_read: lambda self: None)
 
 
 def told_before_its_swaps() -> AbstractContextManager[None]:
@@ -144,6 +170,9 @@ DEVICE_BUGS: Mapping[str, Bug] = {
         fence_dropped,
         told_when_submitted,
         attended_beside_others,
+        guide_without_its_tokens,
+        guide_read_before_it_is_there,
+        guide_overwritten,
         told_before_its_swaps,
         void_told_at_once,
         results_not_behind_done,

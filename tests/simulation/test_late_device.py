@@ -37,6 +37,7 @@ SOMETIMES = (
     "mixed step",
     "replayed",
     "eager",
+    "guided",
     "ready",
 )
 

@@ -221,7 +221,8 @@ class World:
         self.report.num_steps = self.parts.model.num_steps
         if isinstance(self.parts.model, AsyncScriptedModel):
             graphs = self.parts.model.line.graphs
-            self.report.states.update(replayed=graphs.num_replayed, eager=graphs.num_eager)
+            num_guided = self.parts.model.num_guided
+            self.report.states.update(replayed=graphs.num_replayed, eager=graphs.num_eager, guided=num_guided)
         return self.report
 
     async def _not_started(self) -> Report:

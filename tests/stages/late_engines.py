@@ -46,6 +46,7 @@ class Ran:
     num_preemptions: int
     num_copied: int  # blocks to the host or back
     num_attended: int  # steps
+    num_eager: int  # forward passes without a graph
     num_steps: int
     num_gaps: int
     outputs: list[RequestOutput]
@@ -83,19 +84,20 @@ async def run(
             ]
             ran.info = engine.info
             counts = [now - then for now, then in zip(_counts(engine, model, device), before, strict=True)]
-            ran.num_preemptions, ran.num_attended, ran.num_steps, ran.num_gaps = counts
+            ran.num_preemptions, ran.num_attended, ran.num_eager, ran.num_steps, ran.num_gaps = counts
             ran.num_copied = len(counted)
             return ran
     finally:
         await env.aclose()
 
 
-def _counts(engine: Engine, model: Any, device: Any) -> tuple[int, int, int, int]:
-    """Preemptions, attended steps, steps and gaps so far; the last three of an asynchronous device only."""
+def _counts(engine: Engine, model: Any, device: Any) -> tuple[int, int, int, int, int]:
+    """Preemptions, then attended and eager steps, steps, and gaps of an asynchronous device, so far."""
     num_preemptions = engine.scheduler.num_preemptions
     if not isinstance(model, AsyncModel):
-        return num_preemptions, 0, 0, 0
-    return num_preemptions, model.num_attended, model.line._num_submitted, device.idle_gaps_us.num_observed
+        return num_preemptions, 0, 0, 0, 0
+    line, num_gaps = model.line, device.idle_gaps_us.num_observed
+    return num_preemptions, model.num_attended, line.graphs.num_eager, line._num_submitted, num_gaps
 
 
 def _count_copies(engine: Engine) -> list[int]:

@@ -1,17 +1,23 @@
 """The model of an asynchronous device: both phases of a step.
 
-Most steps are only submitted: their input, and the parameters that choose their tokens, are on the device already. Some
-steps are *attended* (see `step_submission.py`). These have drafts, a pooled sequence, a scored prompt, or a row whose
-choice needs the host: a grammar, a thinking budget, allowed tokens, bad words, or a user's logits processor. Attended
-steps run by the plain runner and sampler. The tokens are the same either way; only the timing differs.
+Most steps are only submitted: their input, and the parameters that choose their tokens, are on the device already.
 
-NOTE: one such row makes the whole step attended. All of its rows are computed without a CUDA graph, after all earlier
-steps and before any later one, as with one step in flight. Only the computation of masks then overlaps.
+A row with a grammar, a thinking budget, allowed tokens or bad words makes a step *guided*. The host computes which
+tokens these rows may get, from the tokens of the steps before, and uploads it while the forward pass runs. Then it
+submits the sampling of all rows, and the next step. So the device waits only if the host takes longer than a forward
+pass.
+
+Some steps are *attended* (see `step_submission.py`): the host chooses the tokens of all their rows, by the plain
+sampler, and the next step begins when it has. The tokens are the same either way; only the timing differs.
+
+- A user's logits processor makes a step attended. The forward pass is submitted as always.
+- A step with drafts, a pooled sequence or a scored prompt is computed by the plain runner, without a CUDA graph.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from ...execute.model_runner import ModelRunner
@@ -19,8 +25,10 @@ from ...messages import Started, StepGrant
 from ...sample.logits_processor import LogitsProcessor
 from ...sample.sampler import Sampler
 from .device_work import TorchDeviceWork
-from .step_submission import StepSubmitter, SubmittedStep
-from .triton_chooser import SCORED, TritonTokenChooser
+from .guide_uploads import WriteGuide
+from .guide_writer import GuideWriter
+from .step_submission import ATTENDED, StepSubmitter, SubmittedStep
+from .triton_chooser import SCORED, TritonTokenChooser, is_guided
 
 
 class AsyncModel:
@@ -43,6 +51,7 @@ class AsyncModel:
         self.sampler = sampler
         self.num_attended = 0  # steps
         self._work, self._chooser = work, chooser
+        self._writer = GuideWriter(sampler, chooser.guides)
 
     def prepare(self, started: Sequence[Started]) -> None:
         """As `Sampler.prepare`. Called on the event loop."""
@@ -53,17 +62,16 @@ class AsyncModel:
         self.sampler.use(processor)
 
     def forward(self, grant: StepGrant) -> SubmittedStep:
-        """Submits a step up to its logits; computes the logits, if the step is attended."""
+        """Submits a step up to its logits; computes the logits, if the plain runner must."""
         self.runner.apply_updates(grant)
         for started in grant.started:
             self.sampler.start(started)
-        kind = self._kind(grant)
-        if kind is not None:
+        if grant.drafts is None and not self.runner.wants_more(grant):
+            kind = self._chooser.kind(grant.slots[grant.is_sampled])
             return self.line.forward(grant, kind, is_scored=kind >= SCORED)
         step = self.line.attend(grant)
         self._work.copy_newest_tokens(self.runner.last_tokens)
         step.logits = self.runner.compute(grant)
-        self.num_attended += 1
         return step
 
     def sample(self, grant: StepGrant, step: SubmittedStep) -> Any:
@@ -71,15 +79,20 @@ class AsyncModel:
 
         Returns the step, on which `AsyncDevice` waits.
         """
-        if step.logits is None:
-            return self.line.sample(grant, step)
-        tokens = self.sampler.choose(grant, step.logits)
+        if step.kind != ATTENDED:
+            return self.line.sample(grant, step, self._guide(grant) if is_guided(step.kind) else None)
+        self.num_attended += 1
+        logits = step.logits
+        if logits is None:
+            self.line.read(grant, step)
+            logits = self._work.logits(grant.num_sampled)
+        tokens = self.sampler.choose(grant, logits)
         positions = self.sampler.table.num_prompt[tokens.slots] + tokens.places
         self._work.note(tokens.slots, positions, tokens.token_ids, tokens.finishes)
         return self.line.attended(step, tokens)
 
-    def _kind(self, grant: StepGrant) -> int | None:
-        """The kind of sampling by which the device chooses the step's tokens; None: attended."""
-        if grant.drafts is not None or self.runner.wants_more(grant):
-            return None
-        return self._chooser.kind(grant.slots[grant.is_sampled])
+    def _guide(self, grant: StepGrant) -> WriteGuide:
+        """Blocks until the tokens are known on which the step's guide depends; its forward pass runs meanwhile."""
+        if self._writer.awaits_results(grant, self.line.num_pending):
+            self.line.await_results(grant)
+        return partial(self._writer.write, grant)

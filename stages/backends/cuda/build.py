@@ -53,7 +53,7 @@ def assemble(
     assert isinstance(chooser, TritonTokenChooser), "an asynchronous device needs a sampler that chooses by kernels"
     assert isinstance(runner.cache, KVCache) and isinstance(runner.decoder, Decoder)
     num_slots = config.max_num_seqs
-    memory = step_memory(device, num_slots, config.steps_in_flight, chooser.scores)
+    memory = step_memory(device, num_slots, config.steps_in_flight, chooser.scores, chooser.guide)
     graphs = CudaGraphs(num_slots, config.num_step_tokens, is_eager=config.enforce_eager, kinds=KINDS)
     work = TorchDeviceWork(
         runner.decoder,
@@ -75,6 +75,6 @@ def assemble(
     else:
         captured = line.capture(clock)
     line.warm(decode[:1], chooser.scored_kinds)
-    chooser.warm_masks(torch.float32 if device.type == "cpu" else runner.decoder.dtype)
+    chooser.warm_attended(torch.float32 if device.type == "cpu" else runner.decoder.dtype)
     model = AsyncModel(line, work, runner, sampler, chooser)
     return AsyncRuntime(model, partial(AsyncDevice, line), captured)

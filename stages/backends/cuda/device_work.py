@@ -23,6 +23,7 @@ from ...execute.model_runner import DecoderProtocol
 from ...messages import Indices, Ints
 from ...outputs import GraphBatch
 from ...sample.draft_acceptance import last_of_each
+from .guide_uploads import NUM_GUIDES
 from .pinned_ring import PinnedMemory
 from .step_submission import SPARE_STEPS, StepMemory
 from .step_update import MAX_DIFF_ITEMS, diff_size
@@ -40,7 +41,8 @@ arbitrary.
 class TorchDeviceWork:
     """The launches of one model: the `DeviceWork` of a `StepSubmitter`. `step_memory` allocates the memory.
 
-    `copy_newest_tokens` and `note` are for attended steps. They run on the device thread, in order with the steps.
+    `logits`, `copy_newest_tokens` and `note` are for attended steps. They run on the device thread, in order with the
+    steps.
     """
 
     def __init__(
@@ -108,6 +110,11 @@ class TorchDeviceWork:
         chosen = self._choose(self._logits[: batch.num_rows], self.slots, sampled_slots, kind)
         self._kernels.note_tokens(self._memory.result[:, : batch.num_rows], chosen, sampled_slots, self.slots)
 
+    def logits(self, num_rows: int) -> Tensor:
+        """[num_rows, V] the logits of the last forward pass, which the next one overwrites."""
+        assert self._logits is not None
+        return self._logits[:num_rows]
+
     @torch.inference_mode()
     def copy_newest_tokens(self, last_tokens: Tensor) -> None:
         """Writes each slot's newest token into `last_tokens` [S] i64. No step may be in flight."""
@@ -144,11 +151,13 @@ class TorchDeviceWork:
         return self._host_blocks[block]
 
 
-def step_memory(device: torch.device, num_slots: int, num_steps: int, scores: Tensor | None = None) -> StepMemory:
+def step_memory(
+    device: torch.device, num_slots: int, num_steps: int, scores: Tensor | None = None, guide: Tensor | None = None
+) -> StepMemory:
     """Allocates the buffers between host and device, for `num_steps` steps in flight.
 
-    Host buffers are pinned if there is a GPU. `scores` [num_slots, W] i32, on the device, receives the scores of a
-    step.
+    Host buffers are pinned if there is a GPU. On the device, `scores` [num_slots, W] i32 receives the scores of a step,
+    and `guide` is read by the sampling of some.
     """
     num_results = num_steps + SPARE_STEPS
     capacity = diff_size(num_slots, MAX_DIFF_ITEMS, MAX_DIFF_ITEMS)
@@ -159,6 +168,8 @@ def step_memory(device: torch.device, num_slots: int, num_steps: int, scores: Te
         [_pinned(device, 2, num_slots) for _ in range(num_results)],
         scores,
         [] if scores is None else [_pinned(device, *scores.shape) for _ in range(num_results)],
+        guide,
+        [] if guide is None else [_pinned(device, *guide.shape) for _ in range(NUM_GUIDES)],
     )
 
 

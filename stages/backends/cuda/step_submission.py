@@ -12,8 +12,12 @@ concurrently with the steps around it:
 
 A step has ended when its results and its copies are on the host.
 
-A step whose logits the host must see is *attended*: the device thread waits for all earlier steps and then computes it.
-The step has ended when that computation returns.
+A step whose logits the host must see is *attended*. Its forward pass is submitted like any other. The device thread
+then waits for the results of all earlier steps and for the logits (`read`). Some attended steps need more of the model
+than their logits: the device thread computes these itself, after all earlier steps (`attend`). An attended step has
+ended when the host has written its tokens.
+
+The sampling of a step may read a *guide* of the host (see `guide_uploads.py`), uploaded on a stream of its own.
 """
 
 from __future__ import annotations
@@ -32,10 +36,12 @@ from ...device.device import StepSkipped
 from ...messages import BlockCopy, Direction, Ints, StepGrant, StepTokens
 from ...outputs import CaptureReport, GraphBatch
 from .cuda_graphs import CapturedGraphs, CudaGraphs
+from .guide_uploads import GuideUploads, WriteGuide
 from .idle_time import IdleGaps
 from .pinned_ring import PinnedMemory, SendRing
 from .step_update import EndRules, write
 
+ATTENDED = -1  # the kind of sampling of a step whose tokens the host chooses
 SPARE_STEPS = 2  # events and buffers beyond the steps in flight: for the step before them, and the one after
 
 
@@ -92,6 +98,8 @@ class StepMemory:
     results: Sequence[PinnedMemory]  # [2, P] each, as many as steps in flight plus SPARE_STEPS
     scores: Any = None  # [P, W] i32 on the device; None: no step is scored
     result_scores: Sequence[PinnedMemory] = ()  # [P, W] each, as many as `results`
+    guide: Any = None  # i32 on the device, see `GuideLayout`; None: no step has a guide
+    guides: Sequence[PinnedMemory] = ()  # as large as `guide` each
 
 
 class SubmittedStep:
@@ -118,7 +126,7 @@ class SubmittedStep:
         self.kind = 0
         self.is_scored = False
         self.has_swaps = False
-        self.logits: Any = None  # of an attended step, between its phases
+        self.logits: Any = None  # of a step that the device thread computed, between its phases
         self.turn: OrderTicket[SubmittedStep] | None = (
             None  # its place in the order of `note_tokens`; None: an attended step
         )
@@ -135,7 +143,7 @@ class SubmittedStep:
 class StepSubmitter:
     """The steps of one device, in order.
 
-    The device thread calls `enter`, `forward`, `sample`, `attend` and `attended`. The completion thread calls
+    The device thread calls `enter`, `forward`, `sample`, `read`, `attend` and `attended`. The completion thread calls
     `SubmittedStep.wait`, and `drain` after an error. `warm` and `capture` run on the loading thread, before the first
     step. At most `num_steps` of `step_memory` may be in flight: submitted, and not yet returned by `wait`.
     """
@@ -158,6 +166,7 @@ class StepSubmitter:
             SubmittedStep(self, _four_events(streams), result, scores)
             for result, scores in zip_longest(memory.results, memory.result_scores)
         ]
+        self._guides = GuideUploads(streams, self._compute, memory.guide, memory.guides) if memory.guides else None
         self._num_submitted = 0
         self._unsettled: InOrder[SubmittedStep] = InOrder(_wait, self._note_outcome)  # submitted, result not applied
         self._lost_generation = -1  # the host's state lacks the tokens of a step of this generation
@@ -200,7 +209,8 @@ class StepSubmitter:
     def forward(self, grant: StepGrant, kind: int = 0, *, is_scored: bool = False) -> SubmittedStep:
         """Submits a step up to its logits.
 
-        `kind` is the kind of sampling, as `DeviceWork.sample` takes it. With `is_scored`, scores come with the result.
+        `kind` is the kind of sampling, as `DeviceWork.sample` takes it, or ATTENDED. With `is_scored`, scores come with
+        the result.
         """
         step = self._begin(grant)
         step.kind, step.is_scored = kind, is_scored
@@ -215,16 +225,29 @@ class StepSubmitter:
             self._launch_forward(step.batch)
         return step
 
-    def sample(self, grant: StepGrant, step: SubmittedStep) -> SubmittedStep:
-        """Submits the rest of a step: sampling, and the download of its result."""
+    @property
+    def num_pending(self) -> int:
+        """At most as many submitted steps have results that are not applied."""
+        return len(self._unsettled) + 1  # one may be being applied
+
+    def sample(self, grant: StepGrant, step: SubmittedStep, guide: WriteGuide | None = None) -> SubmittedStep:
+        """Submits the rest of a step: sampling, by the `guide` if its kind reads one, and the download of its result.
+
+        Waits for a free buffer if there is a guide.
+        """
         assert step.grant is grant, f"step {grant.step} is sampled with the logits of another step"
         if len(grant.slots):
+            if guide is not None:
+                assert self._guides is not None, f"step {grant.step} has a guide, and there is no memory for one"
+                self._guides.send(guide)
             self._compute.wait(self._before(step).copied)  # that copy reads the device's only result buffer
             graph = None if step.captured is None else step.captured.samples.get(step.kind)
             if graph is not None:
                 self._compute.replay(graph)
             else:
                 self._launch_sample(step.batch, step.kind)
+            if guide is not None and self._guides is not None:
+                self._guides.note_read()
         self._compute.record(step.done)
         self._results.wait(step.done)
         self._results.copy(step.result.array, self._memory.result)
@@ -234,17 +257,35 @@ class StepSubmitter:
         step.turn = self._unsettled.append(step)
         return step
 
-    def attend(self, grant: StepGrant) -> SubmittedStep:
-        """As `forward`, for a step that the caller computes.
+    def await_results(self, grant: StepGrant) -> None:
+        """Blocks until the results of all earlier steps are applied.
 
-        Blocks until the results of all earlier steps are applied, and the step's own copies and updates are on the
-        device. Raises `StepSkipped` if a result could not be applied: the host's sampling state lacks its tokens, until
-        a later generation restarts those sequences.
+        Raises `StepSkipped` if one could not be applied: the host's sampling state lacks its tokens, until a later
+        generation restarts those sequences.
         """
         self._unsettled.do_all()
         if grant.generation <= self._lost_generation:
             raise StepSkipped(f"step {grant.step} follows one whose result could not be applied")
+
+    def read(self, grant: StepGrant, step: SubmittedStep) -> None:
+        """Blocks until the host may read the logits of an attended step and choose its tokens.
+
+        Raises as `await_results`.
+        """
+        self.await_results(grant)
+        self._compute.record(step.done)
+        step.done.wait()
+
+    def attend(self, grant: StepGrant) -> SubmittedStep:
+        """As `forward`, for a step that the caller computes, without a graph.
+
+        Blocks until the results of all earlier steps are applied, and the step's own copies and updates are on the
+        device. Raises as `await_results`.
+        """
+        self.await_results(grant)
+        self.graphs.num_eager += 1
         step = self._begin(grant)
+        step.kind, step.is_scored = ATTENDED, False
         self._compute.launch(self._work.apply_updates)
         self._compute.record(step.done)
         step.done.wait()

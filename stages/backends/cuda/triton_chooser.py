@@ -24,9 +24,12 @@ from ...sample import sampling_math
 from ...sample.sampling_math import Longs, TokenScores
 from ...sample.slot_params import EDITS, GRAMMAR, LOGPROBS, POOLED, RANDOM, THINKING, SlotParams
 from ...sample.token_chooser import NO_ROWS, SampledRows, TokenChoice, TokenChooser, any_of
+from .guide_uploads import GuideLayout
+from .step_submission import ATTENDED
 
-PLAIN, TRUNCATED, EDITED = 0, 1, 2  # kinds of sampling of a `StepSubmitter`; each does all that the ones before it do
-KINDS = (PLAIN, TRUNCATED, EDITED)
+# Kinds of sampling of a `StepSubmitter`; each does all that the ones before it do. GUIDED reads a guide of the host.
+PLAIN, TRUNCATED, EDITED, GUIDED = 0, 1, 2, 3
+KINDS = (PLAIN, TRUNCATED, EDITED, GUIDED)
 SCORED = 4  # kinds with log-probabilities add SCORED * (1 + k), where k of the likeliest tokens are requested
 # Kernels are compiled for a number of candidates rounded up to a power of two. One value for each, and the maximum.
 COMPILED_TOPS = (0, 1, 2, 3, 5, 9, 17, MAX_LOGPROBS)
@@ -34,6 +37,11 @@ COMPILED_TOPS = (0, 1, 2, 3, 5, 9, 17, MAX_LOGPROBS)
 # The columns of a step's scores, [S, SCORE_WIDTH] i32; floats are stored by their bits.
 LOGPROB, RANK, TOP_IDS, TOP_LOGPROBS = 0, 1, 2, 2 + MAX_LOGPROBS
 SCORE_WIDTH = 2 + 2 * MAX_LOGPROBS
+
+
+def is_guided(kind: int) -> bool:
+    """Whether this kind of sampling reads a guide."""
+    return kind >= 0 and kind % SCORED == GUIDED
 
 
 class TritonTokenChooser(TokenChooser):
@@ -58,6 +66,8 @@ class TritonTokenChooser(TokenChooser):
         self._bias = self._zeros((num_slots, MAX_LOGIT_BIAS), torch.float32)
         self._end_ids = self._zeros((num_slots, num_ends), torch.int32)
         self.scores = self._zeros((num_slots, SCORE_WIDTH), torch.int32)  # of a step's rows
+        self.guides = GuideLayout(num_slots, table.vocab_size)
+        self.guide = self._zeros((self.guides.size,), torch.int32)  # of a step's rows
 
     def start(self, started: Started) -> None:
         super().start(started)
@@ -105,41 +115,43 @@ class TritonTokenChooser(TokenChooser):
     def scored_kinds(self) -> tuple[int, ...]:
         """Kinds that together launch every scoring kernel.
 
-        With raw logits the kernels are the same for all kinds.
+        With raw logits the kernels are the same for all kinds; those of GUIDED are always those of EDITED.
         """
-        kinds = (PLAIN,) if self.logprobs_mode == "raw_logprobs" else KINDS
+        kinds = (PLAIN,) if self.logprobs_mode == "raw_logprobs" else (PLAIN, TRUNCATED, EDITED)
         return tuple(kind + SCORED * (1 + k) for kind in kinds for k in COMPILED_TOPS)
 
-    def warm_masks(self, dtype: torch.dtype) -> None:
-        """Launches the kernel for rows with a grammar once, to compile it at the start.
-
-        Logits are of `dtype`.
-        """
-        table = self.table
+    def warm_attended(self, dtype: torch.dtype) -> None:
+        """Launches the kernels of attended steps once, to compile them at the start. Logits are of `dtype`."""
+        table, kernels = self.table, self._kernels
         logits = self._zeros((1, table.vocab_size), dtype)
         slots = self._zeros((1,), torch.int64)
-        masks = self._zeros((1, -(-table.vocab_size // 32)), torch.int32)
+        masks = self._zeros((1, self.guides.num_words), torch.int32)
         tables = (self._counts, self._biased_ids, self._bias, self._end_ids)
-        self._kernels.edit(logits, self._rows, slots, slots, *tables, masks, slots)
+        kernels.edit(logits, self._rows, slots, slots, *tables, masks, slots)
+        for each in (logits, kernels.edit(logits, self._rows, slots, slots, *tables)):
+            least = kernels.thresholds(each, self._rows, slots)
+            chosen = [kernels.choose(each, self._rows, slots, slots, bound) for bound in (None, least)][0]
+        raw = () if self.logprobs_mode == "raw_logprobs" else (self._rows, slots, least)
+        kernels.score(logits, slots, chosen.clamp(min=0), min(1, table.vocab_size), *raw)
 
-    def kind(self, slots: Indices) -> int | None:
+    def kind(self, slots: Indices) -> int:
         """The kind of sampling with which `choose_on_device` serves all rows of these slots.
 
-        None if the host must see the logits of any row; then the whole step is attended.
+        ATTENDED if the host must see the logits of any row.
         """
         needs = self.table.needs[slots]
         any_needs = any_of(needs)
-        if any_needs & (GRAMMAR | THINKING | POOLED):
-            return None
-        if any_needs & EDITS:
-            if np.count_nonzero(self.table.limits.is_limited[slots] | self._is_processed[slots]):
-                return None
-            kind = EDITED
+        if any_needs & POOLED or (any_needs & EDITS and np.count_nonzero(self._is_processed[slots])):
+            return ATTENDED
+        if any_needs & (GRAMMAR | THINKING):
+            kind = GUIDED
+        elif any_needs & EDITS:
+            kind = GUIDED if np.count_nonzero(self.table.limits.is_limited[slots]) else EDITED
         else:
             kind = TRUNCATED if np.count_nonzero(self.table.is_truncated[slots] & (needs & RANDOM != 0)) else PLAIN
         if any_needs & LOGPROBS:
             num_top = int(self.table.num_logprobs[slots].max())
-            return kind + SCORED * (1 + num_top) if num_top <= MAX_LOGPROBS else None
+            return kind + SCORED * (1 + num_top) if num_top <= MAX_LOGPROBS else ATTENDED
         return kind
 
     def choose_on_device(self, logits: Tensor, slots: SlotState, sampled_slots: Tensor, kind: int) -> Tensor:
@@ -152,18 +164,24 @@ class TritonTokenChooser(TokenChooser):
         rows = slots.state[:, step_state.SEED_LOW :]  # starts with the columns of a row of `sampling_rows`
         positions = slots.state[:, step_state.TOKENS].index_select(0, sampled_slots.clamp(min=0))
         least = None
-        if kind == EDITED:
+        if kind >= EDITED:
             tables = (self._counts, self._biased_ids, self._bias, self._end_ids)
-            logits = self._kernels.edit(logits, self._rows, sampled_slots, positions, *tables)
+            masks = self._masks(len(sampled_slots)) if kind == GUIDED else ()
+            logits = self._kernels.edit(logits, self._rows, sampled_slots, positions, *tables, *masks)
         if kind != PLAIN:
             least = self._kernels.thresholds(logits, rows, sampled_slots)
         chosen = self._kernels.choose(logits, rows, sampled_slots, positions, least)
-        if kind == EDITED:
+        if kind == GUIDED:
+            self._kernels.force(chosen, self.guides.forced(self.guide)[: len(chosen)])
+        if kind >= EDITED:
             self._kernels.count_tokens(self._counts, self._rows, sampled_slots, chosen.clamp(min=0))
         if num_scores:
             drawn = (logits, rows, sampled_slots.clamp(min=0), least)
             self._score(chosen, num_scores - 1, *((raw,) if self.logprobs_mode == "raw_logprobs" else drawn))
         return chosen
+
+    def _masks(self, num_rows: int) -> tuple[Tensor, Tensor]:
+        return self.guides.masks(self.guide), self.guides.mask_rows(self.guide)[:num_rows]
 
     def _score(self, chosen: Tensor, num_top: int, logits: Tensor, *drawn: Tensor | None) -> None:
         every, num_top = torch.arange(len(chosen), device=self._device), min(num_top, logits.shape[1])

@@ -361,7 +361,7 @@ def _sizing_on_gpu(
             state=tables_bytes(shape.ropes, length)
             + slot_bytes(config, shape, length)
             + chooser
-            + (async_bytes(config, length) if is_async else 0),
+            + (async_bytes(config, length, shape.vocab_size) if is_async else 0),
             activations=activations,
             graphs=graphs_bytes(config, shape, activations) if is_async else 0,
             logits=config.max_num_seqs * shape.vocab_size * _logit_bytes(decoder.dtype, is_async),

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,9 @@ from ....runtime.device_streams.simulated import SimStreams
 from ....runtime.env.env import Env
 from ...backends.cuda.async_device import AsyncDevice
 from ...backends.cuda.cuda_graphs import CudaGraphs
+from ...backends.cuda.guide_uploads import NUM_GUIDES
 from ...backends.cuda.pinned_ring import PinnedMemory
-from ...backends.cuda.step_submission import SPARE_STEPS, StepMemory, StepSubmitter, SubmittedStep
+from ...backends.cuda.step_submission import ATTENDED, SPARE_STEPS, StepMemory, StepSubmitter, SubmittedStep
 from ...backends.cuda.step_update import EndRules, diff_size
 from ...messages import Ints, StepGrant, StepTokens
 from ...outputs import GraphBatch
@@ -36,8 +38,11 @@ from .script import Hashes, Script, hash_rows
 # One value of each is drawn at random.
 NUM_DIFFS = (1, 2, 3)  # pinned buffers to upload diffs from
 OTHER_KINDS = (0.0, 0.0, 0.2)  # share of steps with a kind of sampling that no graph has
-ATTENDED = (0.0, 0.0, 0.0, 0.2)  # share of attended steps, see `step_submission.py`
+ATTENDED_SHARES = (0.0, 0.0, 0.0, 0.2)  # share of attended steps, see `step_submission.py`
+GUIDED_SHARES = (0.0, 0.0, 0.3)  # share of steps with a guide, see `guide_uploads.py`
 DIFF_ITEMS = (0, 8, 100)  # known tokens and new blocks that fit one diff; more are sent in several parts
+
+PLAIN, OTHER, GUIDED, FREE = 0, 1, 2, 3  # kinds of sampling; OTHER has no graph, FREE a guide that needs no tokens
 
 
 class AsyncScriptedModel(ScriptedModel):
@@ -47,7 +52,7 @@ class AsyncScriptedModel(ScriptedModel):
     `num_steps` steps are in flight, of at most `max_step_tokens` tokens.
 
     Random choices come from the env's random streams: "streams" for delays and the use of graphs, "attended" for
-    attended steps, and "kinds" for steps sampled without a graph.
+    attended steps, "guides" for guided ones, and "kinds" for steps sampled without a graph.
     """
 
     def __init__(
@@ -67,12 +72,17 @@ class AsyncScriptedModel(ScriptedModel):
         assert script.answer is None and script.period is None, "an asynchronous script has no answer or period"
         dice = env.random("streams")
         self._dice = env.random("attended")
-        self._attended_share = self._dice.choice(ATTENDED)
+        self._attended_share = self._dice.choice(ATTENDED_SHARES)
         self._kind_dice = env.random("kinds")
         self._other_share = self._kind_dice.choice(OTHER_KINDS)
+        self._guide_dice = env.random("guides")
+        self._guided_share = self._guide_dice.choice(GUIDED_SHARES)
+        self.num_guided = 0  # steps
         is_eager = dice.random() < 0.3
         self.streams = SimStreams(dice, laziness=dice.choice((0.0, 0.5, 0.9)))
-        graphs = CudaGraphs(num_slots, max_step_tokens, is_eager=is_eager)
+        has_guides = self._guided_share > 0
+        kinds = (PLAIN, GUIDED, FREE) if has_guides else (PLAIN,)
+        graphs = CudaGraphs(num_slots, max_step_tokens, is_eager=is_eager, kinds=kinds)
         size = max(max_step_tokens, *(batch.num_tokens for batch in graphs.batches), 0)
         num_items = dice.choice(DIFF_ITEMS)
         capacity = diff_size(num_slots, num_entries=2 + num_items, num_tokens=num_items)
@@ -81,12 +91,13 @@ class AsyncScriptedModel(ScriptedModel):
             np.zeros((2, num_slots), np.int32),
             [_pinned(capacity) for _ in range(dice.choice(NUM_DIFFS))],
             [_pinned(2, num_slots) for _ in range(num_steps + SPARE_STEPS)],
+            guide=np.zeros(num_slots, np.int32) if has_guides else None,
+            guides=[_pinned(num_slots) for _ in range(NUM_GUIDES if has_guides else 0)],
         )
         ends = EndRules((EOS,), max_model_len)
         self.work = ScriptedDeviceWork(self, memory, self._cache, self._host, max_model_len, num_slots, size)
-        self.line = StepSubmitter(
-            self.streams, memory, self.work, graphs, ends, ScriptedOutcomes(num_slots, ends, self.is_fault)
-        )
+        self.outcomes = ScriptedOutcomes(num_slots, ends, self.is_fault)
+        self.line = StepSubmitter(self.streams, memory, self.work, graphs, ends, self.outcomes)
         if not is_eager:
             self.line.capture(env.now)
 
@@ -97,8 +108,13 @@ class AsyncScriptedModel(ScriptedModel):
         """
         self._check_stream(grant)
         is_attended = len(grant.slots) > 0 and self._dice.random() < self._attended_share
-        kind = int(self._kind_dice.random() < self._other_share)
-        step = self._attend(grant) if is_attended else self.line.forward(grant, kind)
+        kind = OTHER if self._kind_dice.random() < self._other_share else PLAIN
+        if len(grant.slots) and self._guide_dice.random() < self._guided_share:
+            kind = FREE if self._guide_dice.random() < 0.4 else GUIDED
+        if is_attended and self._dice.random() < 0.5:
+            step = self._attend(grant)
+        else:
+            step = self.line.forward(grant, ATTENDED if is_attended else kind)
         for copy in grant.copies:
             if self.is_fault("device.copy"):
                 raise MemoryError(f"the scripted device stopped after copies {copy.direction.name}")
@@ -111,11 +127,26 @@ class AsyncScriptedModel(ScriptedModel):
     def sample(self, grant: StepGrant, logits: Any) -> Any:
         """Submits the sampling of a step."""
         self._check_stream(grant)
+        if logits.kind == GUIDED:
+            self.line.await_results(grant)
+        if logits.kind != ATTENDED:
+            guide = partial(self._write_guide, grant, logits.kind) if logits.kind in (GUIDED, FREE) else None
+            self.num_guided += guide is not None
+            return self.line.sample(grant, logits, guide)
         if logits.logits is None:
-            return self.line.sample(grant, logits)
-        self.work.sample(logits.logits, 0)
+            self.line.read(grant, logits)
+        self.work.sample(logits.logits or logits.batch, 0)
         result = self.work.result[:, : grant.num_sampled].copy()
         return self.line.attended(logits, self.line.outcomes.note_tokens(grant, result))
+
+    def _write_guide(self, grant: StepGrant, kind: int, guide: Ints) -> int:
+        """Writes a number for each sampled row, which the device compares with its tables: see `guide_of`."""
+        slots = grant.slots[grant.is_sampled]
+        counts = self.outcomes.num_generated.copy()
+        for started in grant.started:
+            counts[started.slot] = len(started.token_ids) - started.num_prompt
+        guide[: len(slots)] = guide_of(slots, counts[slots], kind)
+        return len(slots)
 
     def _check_stream(self, grant: StepGrant) -> None:
         """Checks that the calling thread uses the compute stream.
@@ -126,7 +157,7 @@ class AsyncScriptedModel(ScriptedModel):
             self.violations.append(f"step {grant.step} comes from a thread that uses stream {self.streams.used}")
 
     def _attend(self, grant: StepGrant) -> SubmittedStep:
-        """Computes the forward pass of an attended step at once.
+        """Computes the forward pass of an attended step at once, as a plain runner does.
 
         This reveals work that is still in progress.
         """
@@ -216,11 +247,21 @@ class ScriptedDeviceWork:
             wrong = slots[found != self._wanted[rows]]
             if len(wrong):
                 self._complain(f"{when} another history of slots {wrong.tolist()} than their tokens are")
+        if kind in (GUIDED, FREE):
+            self._check_guide(rows, slots, kind)
         chosen = np.full(batch.num_rows, EOS, np.int64)  # arbitrary for rows that are not sampled
         chosen[rows] = self._choose(self.slots.state[slots], self._read[rows])
         if len(rows) and self._model.is_fault("device.nan_row"):
             chosen[rows[0]] = -1
         step_state.note_tokens(self._memory.result[:, : batch.num_rows], chosen, inputs.sampled_slots, self.slots)
+
+    def _check_guide(self, rows: NDArray[np.intp], slots: Ints, kind: int) -> None:
+        """Checks that the guide was written for these rows, and knows all tokens of their answers."""
+        state, guide = self.slots.state[slots], self._memory.guide[rows]
+        counts = state[:, step_state.TOKENS] - state[:, step_state.PROMPT]
+        wrong = slots[guide != guide_of(slots, counts, kind)]
+        if len(wrong):
+            self._complain(f"reads a guide for slots {wrong.tolist()} that is none of theirs, or too old")
 
     def fork(self, sources: Ints, destinations: Ints) -> None:
         self._cache[destinations] = self._cache[sources]
@@ -288,3 +329,9 @@ class AsyncScriptedDevice(AsyncDevice):
 def _pinned(*shape: int) -> PinnedMemory:
     memory = np.zeros(shape, np.int32)
     return PinnedMemory(memory, memory)
+
+
+def guide_of(slots: NDArray[Any], counts: NDArray[Any], kind: int) -> NDArray[Any]:
+    """[n] the guides of rows whose answers have these numbers of tokens."""
+    guides: NDArray[Any] = slots if kind == FREE else (counts + 1) * 4096 + slots
+    return guides

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from millrace.stages import StructuredOutputs
 from millrace.stages.engine.engine import Engine
 from millrace.stages.params import SamplingParams
 from tests.model.checkpoints import make_checkpoint
@@ -121,8 +122,10 @@ def test_submitting_a_step_never_waits_for_a_number(
         greedy(12, repetition_penalty=1.3, logit_bias={5: 2.0}, min_tokens=3),
         greedy(12, logprobs=4),
         greedy(12, n=2),
+        greedy(12, allowed_token_ids=(8, 9), bad_words_token_ids=((9, 8), (8, 8))),
+        SamplingParams(max_tokens=12, temperature=0.0, structured_outputs=StructuredOutputs(regex="[a-z]{200,}")),
     ]
-    asks = list(zip(prompts(5, 40), params, strict=True))
+    asks = list(zip(prompts(len(params), 40), params, strict=True))
     settings = {"num_gpu_blocks": 14, "max_model_len": 64, "block_size": 8, "num_cpu_blocks": 20}
     ran = asyncio.run(
         run(tmp_path, asks, HostStreams(), lambda engine: watch(engine, guard), enforce_eager=is_eager, **settings)
@@ -133,7 +136,7 @@ def test_submitting_a_step_never_waits_for_a_number(
 
 def test_a_step_that_is_attended_does_wait(tmp_path: Path, guard: Guard) -> None:
     make_checkpoint("qwen3", tmp_path)
-    asks = [([5, 6, 7], greedy(4, allowed_token_ids=(8, 9)))]
+    asks = [([5, 6, 7], greedy(4, prompt_logprobs=1))]
     with pytest.raises(Exception, match="fail"):
         asyncio.run(run(tmp_path, asks, HostStreams(), lambda engine: watch(engine, guard)))
     assert guard.caught

@@ -12,7 +12,7 @@ import pytest
 from millrace.kernels.layout.step_state import MAX_STOPS
 from millrace.stages.backends.cuda.cuda_graphs import CudaGraphs
 from millrace.stages.backends.cuda.pinned_ring import PinnedMemory
-from millrace.stages.backends.cuda.step_submission import StepMemory, StepSubmitter
+from millrace.stages.backends.cuda.step_submission import ATTENDED, StepMemory, StepSubmitter
 from millrace.stages.backends.cuda.step_update import EndRules, diff_size
 from millrace.stages.device.device import StepSkipped
 from millrace.stages.messages import BlockCopy, Direction, FinishReason, StepGrant, StepTokens
@@ -199,6 +199,22 @@ def test_no_step_is_attended_after_a_lost_result_until_its_sequences_restart() -
         step.wait()
     again = line.attend(replace(FIRST, step=3, generation=1))
     assert again.grant is not None and again.grant.step == 3
+
+
+def test_the_logits_of_a_step_are_read_after_all_results_and_its_own_forward_pass() -> None:
+    device: Any = Recorded()
+    line = line_on(device, Outcomes(SLOTS, ENDS))
+    before: Any = line.sample(FIRST, line.forward(FIRST))
+    step = line.forward(SECOND, ATTENDED)
+    assert ("host", "wait", before.copied.name) not in device.log, "the forward pass waits for no result"
+    device.log.clear()
+    line.read(SECOND, step)
+    done: Any = step.done
+    assert device.log == [
+        ("host", "wait", before.copied.name),
+        ("compute", "record", done.name),
+        ("host", "wait", done.name),
+    ]
 
 
 # -- outcomes

@@ -24,6 +24,9 @@ from torch import Tensor
 
 from .layout.layer_options import Activation as Activation
 from .layout.layer_options import HeadNorms as HeadNorms
+from .layout.products import AnyLinear as AnyLinear
+from .layout.products import FewRows as FewRows
+from .layout.products import RowNorm as RowNorm
 from .layout.work_lists import AttentionPlan, AttentionShape
 from .reference import kernel_set as torch_kernels
 
@@ -127,6 +130,42 @@ class KernelSet(Protocol):
 
         Returns [T, F] as x.
         """
+
+    def norm_linear(self, x: Tensor, norm: RowNorm | None, linear: AnyLinear, few: FewRows | None = None) -> Tensor:
+        """`linear(norm(x))`, rounded between as the two calls round.
+
+        x     [T, K]   contiguous in K
+        norm           None = x itself
+        few            how a kernel of few rows computes it, if this backend has some; None = `linear` does
+
+        Returns [T, N] as x.
+        """
+
+    def gated_linear(
+        self,
+        x: Tensor,
+        norm: RowNorm | None,
+        linear: AnyLinear,
+        activation: Activation,
+        alpha: float = 1.702,
+        limit: float = 7.0,
+        few: FewRows | None = None,
+    ) -> Tensor:
+        """`gated(linear(norm(x)), activation, alpha, limit)`. The linear has 2F outputs; returns [T, F] as x."""
+
+    def activated_linear(
+        self,
+        x: Tensor,
+        norm: RowNorm | None,
+        linear: AnyLinear,
+        activation: Activation,
+        params: Tensor | None = None,
+        few: FewRows | None = None,
+    ) -> Tensor:
+        """`activated(linear(norm(x)), activation, params)`. Returns [T, F] as x."""
+
+    def linear_add(self, residual: Tensor, x: Tensor, linear: AnyLinear, few: FewRows | None = None) -> Tensor:
+        """`residual` [T, N] + `linear(x)`, rounded once. May overwrite `residual`, so use the result instead."""
 
     def attention_prologue(
         self,

@@ -7,10 +7,12 @@ from typing import Final
 from .attention import copy_blocks, paged_attention, paged_decode, plan_attention
 from .attention_prologue import attention_prologue
 from .layers import activated, add_rms_norm, gated, layer_norm, rms_norm
+from .products import activated_linear, gated_linear, linear_add, norm_linear
 from .sampling import choose, count_tokens, edit, force, score, thresholds
 
 __all__ = [
     "activated",
+    "activated_linear",
     "add_rms_norm",
     "attention_prologue",
     "choose",
@@ -19,8 +21,11 @@ __all__ = [
     "edit",
     "force",
     "gated",
+    "gated_linear",
     "layer_norm",
+    "linear_add",
     "name",
+    "norm_linear",
     "paged_attention",
     "paged_decode",
     "plan_attention",

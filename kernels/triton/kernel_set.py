@@ -10,11 +10,13 @@ from .attention_prologue import attention_prologue
 from .block_copy import copy_blocks
 from .layers import activated, add_rms_norm, gated, layer_norm, rms_norm
 from .logit_edits import count_tokens, edit, force
+from .products import activated_linear, gated_linear, linear_add, norm_linear
 from .sampling import choose, score
 from .thresholds import thresholds
 
 __all__ = [
     "activated",
+    "activated_linear",
     "add_rms_norm",
     "attention_prologue",
     "choose",
@@ -23,8 +25,11 @@ __all__ = [
     "edit",
     "force",
     "gated",
+    "gated_linear",
     "layer_norm",
+    "linear_add",
     "name",
+    "norm_linear",
     "paged_attention",
     "paged_decode",
     "plan_attention",

@@ -148,16 +148,7 @@ def _gated_kernel(out, gate_up, dim, row_stride, alpha, limit, ACTIVATION: tl.co
     is_dim = d < dim
     gate = tl.load(gate_up + token * row_stride + d, mask=is_dim, other=0.0)
     up = tl.load(gate_up + token * row_stride + dim + d, mask=is_dim, other=0.0)
-    wide = gate.to(tl.float32)
-    if ACTIVATION == "silu":
-        product = _activation(wide, 0.0, 0.0, ACTIVATION).to(gate.dtype) * up  # rounded before it, as in the twin
-    elif ACTIVATION == "swiglu_clamped":
-        wide = tl.where(wide > limit, limit, wide)  # NaN stays
-        other = up.to(tl.float32)
-        other = tl.where(other > limit, limit, tl.where(other < -limit, -limit, other))
-        product = wide / (1.0 + tl.exp(-alpha * wide)) * (other + 1.0)
-    else:
-        product = _activation(wide, 0.0, 0.0, ACTIVATION) * up.to(tl.float32)
+    product = gate_product(gate, up, alpha, limit, ACTIVATION)
     tl.store(out + token * dim + d, product.to(gate.dtype), mask=is_dim)
 
 
@@ -170,12 +161,28 @@ def _activated_kernel(out, x, params, dim, row_stride, ACTIVATION: tl.constexpr,
     positive, negative = 0.0, 0.0
     if ACTIVATION == "xielu":
         positive, negative = tl.load(params), tl.load(params + 1)
-    results = _activation(values.to(tl.float32), positive, negative, ACTIVATION)
+    results = activate(values.to(tl.float32), positive, negative, ACTIVATION)
     tl.store(out + token * dim + d, results.to(values.dtype), mask=is_dim)
 
 
 @triton.jit
-def _activation(x, positive, negative, ACTIVATION: tl.constexpr):
+def gate_product(gate, up, alpha, limit, ACTIVATION: tl.constexpr):
+    """`activation(gate) * up` of numbers in one type: in that type or in f32, to be rounded to it."""
+    wide = gate.to(tl.float32)
+    if ACTIVATION == "silu":
+        product = activate(wide, 0.0, 0.0, ACTIVATION).to(gate.dtype) * up  # rounded before it, as in the twin
+    elif ACTIVATION == "swiglu_clamped":
+        wide = tl.where(wide > limit, limit, wide)  # NaN stays
+        other = up.to(tl.float32)
+        other = tl.where(other > limit, limit, tl.where(other < -limit, -limit, other))
+        product = wide / (1.0 + tl.exp(-alpha * wide)) * (other + 1.0)
+    else:
+        product = activate(wide, 0.0, 0.0, ACTIVATION) * up.to(tl.float32)
+    return product
+
+
+@triton.jit
+def activate(x, positive, negative, ACTIVATION: tl.constexpr):
     """Of x in f32; the factors of both sides are xielu's. NaN stays NaN."""
     if ACTIVATION == "silu":
         y = x / (1.0 + tl.exp(-x))

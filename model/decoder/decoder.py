@@ -13,9 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...kernels.kernel_set import HeadNorms, KernelSet
+from ...kernels.kernel_set import FewRows, HeadNorms, KernelSet, RowNorm
 from ...kernels.layout.work_lists import AttentionPlan, AttentionShape
+from ...kernels.tilings.tables import Tilings
 from ..spec import AttentionSpec, DecoderSpec, FeedSpec, LayerSpec
+from .few_rows import FewRowProducts, LayerProducts
 from .kv_cache import KVCache
 from .linear import Linear
 from .memory_estimate import step_bytes, weights_bytes
@@ -29,7 +31,8 @@ class Decoder:
 
     `max_positions` is the length of the longest sequence; None = the checkpoint's. A position beyond it is a bug of the
     caller. With `is_batch_invariant` the other sequences of a step do not change how attention is cut; only kernels
-    with attention plans honour it.
+    with attention plans honour it, and products of few rows are then the library's. `tilings` are the launch options of
+    the card; None = all products are the library's.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class Decoder:
         max_positions: int | None = None,
         *,
         is_batch_invariant: bool = False,
+        tilings: Tilings | None = None,
     ) -> None:
         self.spec = spec
         self.weights = weights
@@ -61,8 +65,11 @@ class Decoder:
             tuple(map(self.on_device, rope_tables(rope, self.max_positions))) for rope in spec.ropes
         ]
         self._by_position: dict[AttentionSpec, tuple[Tensor | None, Tensor | None]] = {}
+        self.few_rows = FewRowProducts(
+            spec.layers, weights.layers, None if is_batch_invariant else tilings, self.dtype, self.device
+        )
         self._blocks = [
-            _Layer(self, layer, weights) for layer, weights in zip(spec.layers, weights.layers, strict=True)
+            _Layer(self, *layer) for layer in zip(spec.layers, weights.layers, self.few_rows.layers, strict=True)
         ]
         self._embedding_scale = float(torch.tensor(spec.embedding.scale, dtype=self.dtype))
 
@@ -77,6 +84,7 @@ class Decoder:
     @torch.inference_mode()
     def hidden(self, inputs: StepInputs[Tensor], cache: KVCache) -> Tensor:
         """The layers' part of a step: writes the cache, returns hidden states before the final norm, [T, hidden]."""
+        self.few_rows.begin_step(len(inputs.input_ids))
         starts = None if inputs.is_decode else inputs.query_starts
         shape = replace(self._attention_shape, cache_dtype=cache.data.dtype)
         plan = self.kernels.plan_attention(shape, inputs.lengths, starts, len(inputs.input_ids))
@@ -151,10 +159,12 @@ class Decoder:
 class _Layer:
     """One layer, with what does not change between steps prepared."""
 
-    def __init__(self, decoder: Decoder, spec: LayerSpec, weights: LayerWeights) -> None:
+    def __init__(self, decoder: Decoder, spec: LayerSpec, weights: LayerWeights, products: LayerProducts) -> None:
         assert isinstance(spec.mixer, AttentionSpec) and isinstance(spec.feed, FeedSpec), "missing() refuses others"
         self.decoder, self.kernels = decoder, decoder.kernels
         self.spec, self.attention, self.feed, self.weights = spec, spec.mixer, spec.feed, weights
+        self.products = products
+        self.pre_mixer, self.pre_feed = _row_norm(weights.pre_mixer), _row_norm(weights.pre_feed)
         self.tables = decoder.tables_of(self.attention)
         self.norms = _head_norms(self.attention, weights)
         self.query_factors, alibi = decoder.tables_by_position(self.attention)
@@ -171,38 +181,49 @@ class _Layer:
         self, residual: Tensor, index: int, inputs: StepInputs[Tensor], cache: KVCache, plan: AttentionPlan | None
     ) -> Tensor:
         """The layer's output [T, hidden]; may overwrite `residual`."""
-        spec, weights, norm = self.spec, self.weights, self.decoder.norm
-        x = norm(residual, weights.pre_mixer)
-        if spec.is_parallel:
-            y = x if weights.pre_feed is None else norm(residual, weights.pre_feed)
-            residual = self._add(residual, self._attend(x, index, inputs, cache, plan), weights.output, None)
-            return self._add(residual, self._activate(y), weights.down, None)
-        residual = self._add(residual, self._attend(x, index, inputs, cache, plan), weights.output, weights.post_mixer)
-        x = norm(residual, weights.pre_feed)
-        return self._add(residual, self._activate(x), weights.down, weights.post_feed)
+        weights, products = self.weights, self.products
+        if self.spec.is_parallel:  # both read the same x, which is normed once
+            x = self.decoder.norm(residual, weights.pre_mixer)
+            y = x if weights.pre_feed is None else self.decoder.norm(residual, weights.pre_feed)
+            seen = self._attend(x, None, index, inputs, cache, plan)
+            residual = self._add(residual, seen, weights.output, products.output, None)
+            return self._add(residual, self._activate(y, None), weights.down, products.down, None)
+        seen = self._attend(residual, self.pre_mixer, index, inputs, cache, plan)
+        residual = self._add(residual, seen, weights.output, products.output, weights.post_mixer)
+        fed = self._activate(residual, self.pre_feed)
+        return self._add(residual, fed, weights.down, products.down, weights.post_feed)
 
-    def _add(self, residual: Tensor, x: Tensor, linear: Linear, post_norm: NormWeights | None) -> Tensor:
+    def _add(
+        self, residual: Tensor, x: Tensor, linear: Linear, few: FewRows | None, post_norm: NormWeights | None
+    ) -> Tensor:
         """Adds a product to the residual [T, hidden], normed and scaled as the layer says."""
         scale = self.spec.residual_scale
         if post_norm is None and scale == 1.0:
-            return linear.add_to(residual, x)
-        product = self.decoder.norm(linear(x), post_norm)
+            return self.kernels.linear_add(residual, x, linear, few)
+        product = self.decoder.norm(self.kernels.norm_linear(x, None, linear, few), post_norm)
         return residual + (product if scale == 1.0 else product * scale)
 
-    def _activate(self, x: Tensor) -> Tensor:
-        """The feed-forward network of x [T, hidden] before its last product, [T, F]."""
-        feed, up = self.feed, self.weights.gate_up.unrounded(x)
+    def _activate(self, x: Tensor, norm: RowNorm | None) -> Tensor:
+        """The feed-forward network of `norm(x)`, x [T, hidden], before its last product, [T, F]."""
+        feed, linear, few = self.feed, self.weights.gate_up, self.products.gate_up
         if feed.is_gated:
-            return self.kernels.gated(up, feed.activation, feed.alpha, feed.limit)
-        return self.kernels.activated(up, feed.activation, self.weights.activation)
+            return self.kernels.gated_linear(x, norm, linear, feed.activation, feed.alpha, feed.limit, few)
+        return self.kernels.activated_linear(x, norm, linear, feed.activation, self.weights.activation, few)
 
     def _attend(
-        self, x: Tensor, index: int, inputs: StepInputs[Tensor], cache: KVCache, plan: AttentionPlan | None
+        self,
+        x: Tensor,
+        norm: RowNorm | None,
+        index: int,
+        inputs: StepInputs[Tensor],
+        cache: KVCache,
+        plan: AttentionPlan | None,
     ) -> Tensor:
-        """Attention for x [T, hidden]: writes the cache, returns [T, H * D]."""
+        """Attention for `norm(x)`, x [T, hidden]: writes the cache, returns [T, H * D]."""
         attention = self.attention
         num_tokens = x.shape[0]
-        qkv = self.weights.qkv(x).view(num_tokens, -1, attention.head_dim)  # [T, H + 2 G, D]
+        qkv = self.kernels.norm_linear(x, norm, self.weights.qkv, self.products.qkv)
+        qkv = qkv.view(num_tokens, -1, attention.head_dim)  # [T, H + 2 G, D]
         keys, values = cache.layer(index)  # [N, G, B, D]
         k_scale, v_scale = cache.layer_scales(index)  # [G]
         q = self.kernels.attention_prologue(
@@ -234,6 +255,12 @@ def _alibi(attention: AttentionSpec, decoder: Decoder) -> Tensor | None:
     if attention.is_alibi_rounded:
         slopes = slopes.bfloat16()[:, None] * torch.arange(decoder.max_positions, device=decoder.device)
     return slopes.float() * attention.alibi_scale
+
+
+def _row_norm(norm: NormWeights | None) -> RowNorm | None:
+    if norm is None:
+        return None
+    return RowNorm(kind=norm.spec.kind, eps=norm.spec.eps, weight=norm.weight, bias=norm.bias)
 
 
 def _head_norms(attention: AttentionSpec, weights: LayerWeights) -> HeadNorms | None:

@@ -34,6 +34,26 @@ class Linear:
             residual = residual.add_(self._bias)
         return residual.addmm_(x, self._columns)
 
+    @property
+    def weight(self) -> Tensor:
+        """The weight [N, K] as it was given, a view."""
+        return self._columns.t()
+
+    @property
+    def num_outputs(self) -> int:
+        """N."""
+        return self._columns.shape[1]
+
+    @property
+    def num_inner(self) -> int:
+        """K."""
+        return self._columns.shape[0]
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The bias [N]."""
+        return self._bias
+
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor held in memory."""
         yield self._columns

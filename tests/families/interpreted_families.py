@@ -1,4 +1,6 @@
-"""Decoders of other families on the Triton kernels, in Triton's interpreter, against transformers: a row a piece.
+"""Decoders of families on the Triton kernels, in Triton's interpreter, against transformers: a row a piece.
+
+Their products are the kernels of few rows: with matrix instructions and splits for the prompt, without for a token.
 
 Run by `tests/kernels/triton/test_triton_interpreted.py`; by hand: `TRITON_INTERPRET=1 pytest
 tests/families/interpreted_families.py`.
@@ -12,6 +14,10 @@ import pytest
 import torch
 
 from millrace.kernels import kernel_set
+from millrace.kernels.tilings.products import FormsByRows, ProductForm
+from millrace.kernels.tilings.tables import Tilings
+from millrace.model.decoder import weights
+from millrace.model.decoder.linear import Linear
 from tests.families.oracle import prompts
 from tests.families.zoo import Entry, chosen
 from tests.model.stepping import greedy, load_decoder
@@ -19,6 +25,7 @@ from tests.model.stepping import greedy, load_decoder
 LENGTHS, NUM_NEW = (9,), 2
 PIECES = {
     "gemma2": "soft caps, norms with f32 weights and gated GELU",
+    "gpt-neox": "parallel layers, biases, and no gate",
     "cohere-qk-norm": "LayerNorms, and norms of heads with a weight each",
     "olmo2": "norms over rows",
     "hunyuan": "norms after the rotation",
@@ -28,11 +35,26 @@ PIECES = {
 }
 
 
+FORMS: FormsByRows = (
+    (1, ProductForm(form="vector", block_n=16, block_k=256, num_warps=1, fuses_norm=True)),
+    (9, ProductForm(form="split", block_m=16, block_n=64, block_k=32, num_splits=2, num_stages=2)),
+)
+
+
+class EveryProduct(Tilings):
+    """The same forms for all products, float32 and small ones too."""
+
+    def product_forms(self, *shape: object) -> tuple[FormsByRows, str]:  # type: ignore[override]
+        return FORMS, "measured"
+
+
 @pytest.mark.parametrize("name", PIECES)
-def test_a_family_has_the_logits_of_transformers(name: str, tmp_path: Path) -> None:
+def test_a_family_has_the_logits_of_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "linear_form", lambda *args, **options: Linear)  # on a CPU it would be packed
     row = next(row for row in chosen([name]) if row.name == name)
     entry = Entry(row, tmp_path / name, NUM_NEW, LENGTHS)
-    decoder = load_decoder(entry.folder, kernels=kernel_set.load("triton"))
+    decoder = load_decoder(entry.folder, kernels=kernel_set.load("triton"), tilings=EveryProduct("a test", "here"))
+    assert all(each is not None for each in (decoder.few_rows.layers[-1].qkv, decoder.few_rows.layers[-1].down))
     sequences = greedy(decoder, prompts(LENGTHS), NUM_NEW, block_size=4)
     for sequence, answer in zip(sequences, entry.answers, strict=True):
         assert sequence.generated == answer.token_ids

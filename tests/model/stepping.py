@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from millrace.kernels import kernel_set
+from millrace.kernels.tilings.tables import Tilings
 from millrace.model.decoder.decoder import Decoder
 from millrace.model.decoder.kv_cache import KVCache
 from millrace.model.decoder.step_inputs import StepInputs
@@ -17,10 +18,13 @@ from millrace.model.decoder.weights import load_weights
 from millrace.model.families.registry import read_spec
 
 
-def load_decoder(root: Path, dtype: torch.dtype = torch.float32, kernels: Any = None) -> Decoder:
+def load_decoder(
+    root: Path, dtype: torch.dtype = torch.float32, kernels: Any = None, tilings: Tilings | None = None
+) -> Decoder:
     """The checkpoint on the CPU, on the PyTorch kernels unless `kernels` are given."""
     config = read_spec(root)
-    return Decoder(config, load_weights(root, config, torch.device("cpu"), dtype), kernels or kernel_set.load("torch"))
+    weights = load_weights(root, config, torch.device("cpu"), dtype)
+    return Decoder(config, weights, kernels or kernel_set.load("torch"), tilings=tilings)
 
 
 @dataclass

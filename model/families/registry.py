@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config_keys import ConfigKeys
-from ..errors import CheckpointError, quoted
+from ..errors import SHOWN_CHARS, CheckpointError, quoted
 from ..files import read_json, refuse_code
 from ..foreign import describe_folder, refuse_quantized
 from ..spec import DecoderSpec
@@ -103,9 +103,13 @@ def read_spec(root: Path) -> DecoderSpec:
     return parse_config(values, f"config.json ({root})")
 
 
-def known_types() -> str:
-    """The model types that families describe, for messages."""
-    return ", ".join(sorted({*MODULES, *WRAPPERS}))
+def what_is_supported(model_type: object) -> str:
+    """For messages: the types with names like this one, and the page that lists all."""
+    import difflib
+
+    like = difflib.get_close_matches(str(model_type)[:SHOWN_CHARS], sorted({*MODULES, *WRAPPERS}), cutoff=0.7)
+    listed = "the supported types are in deploy/docs/models.md"
+    return f"{listed}, among them {', '.join(map(repr, like))}" if like else listed
 
 
 def parse_config(values: Mapping[str, Any], source: str) -> DecoderSpec:
@@ -113,8 +117,7 @@ def parse_config(values: Mapping[str, Any], source: str) -> DecoderSpec:
     keys = ConfigKeys(values, source)
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in MODULES and model_type not in WRAPPERS:
-        others = "with model_impl = auto also types that transformers knows"
-        keys.fail("model_type", f"{quoted(model_type)} is not supported; supported: {known_types()}, {others}")
+        keys.fail("model_type", f"{quoted(model_type)} is not supported; {what_is_supported(model_type)}")
     _check_is_generative(keys)
     if values.get("quantization_config"):
         method = values["quantization_config"]
@@ -125,7 +128,7 @@ def parse_config(values: Mapping[str, Any], source: str) -> DecoderSpec:
     keys = text_half(keys)
     inner_type = keys.values["model_type"]
     if not isinstance(inner_type, str) or inner_type not in MODULES:
-        keys.fail("model_type", f"{quoted(inner_type)} is not supported; supported: {', '.join(sorted(MODULES))}")
+        keys.fail("model_type", f"{quoted(inner_type)} is not supported; {what_is_supported(inner_type)}")
     return with_own_head(family_of(inner_type).spec(keys))
 
 

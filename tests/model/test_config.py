@@ -82,7 +82,8 @@ def test_scaling_by_a_factor_serves_that_many_times_the_length_on_request(kind: 
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"model_type": "t5"}, "model_type: 't5' is not supported; supported: "),
+    ({"model_type": "t5"}, "model_type: 't5' is not supported; the supported types are in deploy/docs/models.md"),
+    ({"model_type": "olmo_2"}, "models.md, among them 'olmo2', "),
     ({"model_type": None}, "model_type"),
     ({"model_type": ["llama"]}, "model_type"),
     ({"architectures": ["LlamaForSequenceClassification"]}, "architectures"),

@@ -20,7 +20,7 @@ from ....model.fallback.checkpoint_loading import (
 from ....model.fallback.errors import UnservableError
 from ....model.fallback.probe import probe
 from ....model.fallback.transformers_decoder import TransformersDecoder, TransformersModel
-from ....model.families.registry import known_types
+from ....model.families.registry import what_is_supported
 from ....model.spec import DecoderSpec
 from ....runtime.env.cpus import ComputeThreads
 from ....runtime.env.log import get_logger
@@ -80,6 +80,6 @@ def load_on_transformers(
 
 def _refuse(root: Path, model_type: str, error: UnservableError) -> NoReturn:
     raise CheckpointError(
-        f"config.json ({root}): model_type: {model_type!r} is not supported: {error}; supported: {known_types()}, and "
-        f"the models of transformers {__version__} whose layers keep keys and values only"
+        f"config.json ({root}): model_type: {model_type!r} is not supported: {error}. Transformers {__version__} "
+        f"serves models whose layers keep keys and values only; {what_is_supported(model_type)}"
     ) from None

@@ -16,13 +16,8 @@ from ...model.checkpoint import hub
 from ...model.checkpoint.generation_defaults import GenerationDefaults
 from ...model.checkpoint.model_kind import is_bidirectional
 from ...model.checkpoint.tensor_shapes import open_source, output_rows
-from ...model.checkpoint.tokenizer_size import check_tokenizer_file, check_tokens
-from ...model.errors import shown
 from ...model.families.registry import read_spec
-from ...model.pooling import PoolingConfig, read_decoder_pooling
-from ...model.sentence_files import PoolingKind, SentenceFiles, read_sentence_files
 from ...model.spec import DecoderSpec
-from ...model.text.chat_template import ChatTemplate
 from ...model.text.detokenizer import IncrementalDecoder, TextTable
 from ...model.text.tokenizer import Tokenizer
 from ...model.text.vocabulary import Vocabulary
@@ -44,9 +39,10 @@ from ..params import NUMBERS, SamplingParams
 from ..sample.sampler import Sampler
 from ..tasks import Task
 from ..tokenize.prompt_encoder import ModelEncoder
-from ..tokenize.yes_no import YesNoPrompt, is_named, missing_tokens
-from .early import EarlyLoading, OpenedModel, max_model_len_of, require_torch, resolve
+from .early import EarlyLoading, OpenedModel, max_model_len_of, resolve
 from .model_impl import why_not_here, why_through_transformers
+from .native_choice import require_torch
+from .text_parts import TextParts, configured_pooling, read_text
 
 if TYPE_CHECKING:
     from ..backends.cuda.async_model import AsyncModel  # which imports torch
@@ -103,7 +99,7 @@ def load_text(config: EngineConfig, phases: Phases) -> Callable[[ModelInfo], Mod
         shape = _read_through_transformers(config, root, phases)
     else:
         _, shape = open_source(root, read_spec(root), config.load_format)  # its sizes are those of the files
-    text = _read_text(config, root, shape, hub.model_name(config.model), phases)
+    text = read_text(config, root, shape, hub.model_name(config.model), phases)
     return lambda info: ModelText(info, text.tokenizer, text.encoder, text.table)
 
 
@@ -135,7 +131,7 @@ def _load(config: EngineConfig, opened: OpenedModel, phases: Phases, env: Env) -
             from .encoder import load_encoder
 
         return load_encoder(config, opened.root, model_id, configured_pooling(config), phases, opened.threads)
-    text = env.side_thread("load").submit(_read_text, config, opened.root, opened.shape, model_id, phases)
+    text = env.side_thread("load").submit(read_text, config, opened.root, opened.shape, model_id, phases)
     if opened.native_model is not None or config.chat_template is not None:
         # Native weights are packed meanwhile; the measurements that follow must not run beside it. Otherwise this
         # reports an unusable chat template before the weights are read.
@@ -150,7 +146,7 @@ def _put_together(
     shape: DecoderSpec,
     model_id: str,
     computing: Backend,
-    text: _LoadedText,
+    text: TextParts,
     phases: Phases,
     env: Env,
 ) -> LoadedModel:
@@ -209,7 +205,7 @@ def _put_together(
     return LoadedModel(info, *text_parts, async_runtime.model, async_runtime.model, grammars, async_runtime.make_device)
 
 
-def _tasks(shape: DecoderSpec, text: _LoadedText) -> frozenset[Task]:
+def _tasks(shape: DecoderSpec, text: TextParts) -> frozenset[Task]:
     tasks: set[Task] = {"generate", "embed"} if shape.head.exists else {"embed"}
     return frozenset(tasks | {"score"} if text.encoder.yes_no is not None else tasks)
 
@@ -259,7 +255,7 @@ def _load_computing(
                 resolve_step_size(config, is_native=True), model, shape, max_model_len, phases, threads
             )
         reason = model
-    require_torch(config, reason)
+    require_torch(config, shape, reason)
     if opened.native_model is not None:
         costs = "torch instead: a second and 200 MiB more at the start, and slower steps"
         log.warning("native.unavailable", reason=reason, costs=costs)
@@ -276,85 +272,7 @@ def _read_through_transformers(config: EngineConfig, root: Path, phases: Phases)
     return read_spec_by_transformers(config, root)
 
 
-# -- text
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _LoadedText:
-    """The parts of a model that handle text, and the checkpoint's defaults."""
-
-    tokenizer: Tokenizer
-    encoder: ModelEncoder
-    table: TextTable
-    defaults: GenerationDefaults
-    pooling: PoolingConfig
-    has_trained_pooling: bool
-
-
-def _read_text(config: EngineConfig, root: Path, shape: DecoderSpec, model_id: str, phases: Phases) -> _LoadedText:
-    """Reads tokenizer, chat template and defaults.
-
-    Runs on a thread of its own, while weights are loaded.
-    """
-    with phases("tokenizer"):
-        check_tokenizer_file(root, shape.vocab_size)
-        files = read_sentence_files(root)
-        tokenizer = Tokenizer.read(root, lower_case=files.lower_case)
-        if tokenizer.sources != ("tokenizer.json",):
-            log.info("tokenizer.converted", files=list(tokenizer.sources))
-        check_tokens(root, len(tokenizer), shape.vocab_size)
-        template = ChatTemplate.read(root, tokenizer, config.chat_template)
-        log.info("chat_template.chosen", **_origins(template))
-        yes_no = _yes_no_prompt(config, root, shape, model_id, files, tokenizer)
-        encoder = ModelEncoder(tokenizer, template, model_id, yes_no=yes_no)
-        defaults = GenerationDefaults.read(root, shape)
-        pooling = read_decoder_pooling(root, files, shape.hidden_size, configured_pooling(config))
-        if len(tokenizer) > shape.vocab_size:
-            log.warning("tokenizer.larger_than_model", num_tokens=len(tokenizer), vocab_size=shape.vocab_size)
-        is_known = configured_pooling(config) is not None or files.is_present
-        return _LoadedText(tokenizer, encoder, TextTable(tokenizer), defaults, pooling, is_known)
-
-
-def _yes_no_prompt(
-    config: EngineConfig, root: Path, shape: DecoderSpec, model_id: str, files: SentenceFiles, tokenizer: Tokenizer
-) -> YesNoPrompt | None:
-    """The prompt of a Qwen3-Reranker: of a qwen3 model with this name, or where `pooling` or modules.json says so."""
-    is_told = config.pooling == "yes_no"
-    if config.pooling not in ("auto", "yes_no"):
-        return None
-    missing = missing_tokens(tokenizer)
-    if is_told and (missing or not shape.head.exists):
-        lacks = f"no token {shown(missing[0])!r}" if missing else "no output layer"
-        raise ConfigError(f"pooling = yes_no: is for Qwen3-Reranker checkpoints, and {root} has {lacks}")
-    is_able = not missing and shape.head.exists and (is_told or (shape.family == "qwen3" and shape.layers != ()))
-    prompt = YesNoPrompt(tokenizer) if is_able else None
-    if is_told or (files.score_tokens is None and is_named(model_id)):
-        return prompt
-    if files.score_tokens is None:
-        return None
-    if prompt is None or files.score_tokens != prompt.token_ids:
-        raise ConfigError(
-            f"modules.json ({root}): LogitScore with true_token_id, false_token_id = {files.score_tokens}: only those "
-            'of Qwen3-Reranker, its tokens "yes" and "no", are supported; start with pooling = last to serve the model '
-            "without scores"
-        )
-    return prompt
-
-
-def _origins(template: ChatTemplate | None) -> dict[str, Any]:
-    """Where the chat templates are from, for the log."""
-    if template is None:
-        return {"source": None}
-    with_tools = {} if template.for_tools is template else {"source_with_tools": template.for_tools.origin}
-    return {"source": template.origin} | with_tools
-
-
 # -- settings with defaults
-
-
-def configured_pooling(config: EngineConfig) -> PoolingKind | None:
-    """The configured pooling of embeddings, which overrides the checkpoint's; None if none is."""
-    return None if config.pooling == "auto" or config.pooling == "yes_no" else config.pooling
 
 
 def _default_params(config: EngineConfig, defaults: GenerationDefaults) -> SamplingParams:

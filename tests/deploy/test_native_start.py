@@ -23,7 +23,7 @@ from millrace.stages.backends.native import loading as native_loading
 from millrace.stages.backends.native.loading import TOKENS_AHEAD
 from millrace.stages.backends.rates import TARGET_TOKENS
 from millrace.stages.errors import ConfigError
-from millrace.stages.loading.early import has_cuda_driver
+from millrace.stages.loading.native_choice import has_cuda_driver
 from millrace.stages.outputs import ModelInfo
 from tests.deploy.running import RunningServer
 from tests.kernels.native.test_native_taken import HAS_CALL

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 import millrace.stages.loading.early as early
+import millrace.stages.loading.native_model as native_model
 from millrace.kernels.native import build, library, machine
 from millrace.kernels.native.errors import NativeUnavailableError
 from millrace.kernels.native.model import NativeModel
@@ -123,7 +124,7 @@ def test_waiting_for_packing_ends_at_once_if_weights_will_not_be_packed(
 
     if what == "library":
         monkeypatch.setattr(library, "load_best", lack)
-    monkeypatch.setattr(early, "free_host_bytes", lambda: 1024)
+    monkeypatch.setattr(native_model, "free_host_bytes", lambda: 1024)
     begun = opening(SMALL)
     began = time.monotonic()
     begun.wait_until_packing(10)

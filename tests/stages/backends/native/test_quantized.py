@@ -102,9 +102,18 @@ def test_what_was_chosen_is_told_and_an_int8_cache_holds_nearly_twice_the_tokens
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"quantization": "int8", "attention_backend": "torch"}, "quantization = int8.*attention_backend = torch"),
-        ({"quantization": "int4", "dtype": "float16"}, "quantization = int4.*leave it out.*float16"),
-        ({"kv_cache_dtype": "int8", "attention_backend": "torch"}, "kv_cache_dtype = int8.*use auto.*torch"),
+        (
+            {"quantization": "int8", "attention_backend": "torch"},
+            "quantization = int8.*attention_backend = torch; leave it out, or use attention_backend = auto$",
+        ),
+        (
+            {"quantization": "int4", "dtype": "float16"},
+            "quantization = int4.*float16.*; leave it out, or use dtype = bfloat16$",
+        ),
+        (
+            {"kv_cache_dtype": "int8", "attention_backend": "torch"},
+            "kv_cache_dtype = int8.*; use auto or fp8, or use attention_backend = auto$",
+        ),
     ],
 )
 def test_what_only_the_native_step_does_is_refused_elsewhere_with_what_to_do(asked: dict[str, Any], said: str):
@@ -114,5 +123,5 @@ def test_what_only_the_native_step_does_is_refused_elsewhere_with_what_to_do(ask
 
 def test_without_a_native_library_quantization_is_refused_and_not_left_out(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MILLRACE_INSTRUCTION_SET", "none of them")
-    with pytest.raises(ConfigError, match="quantization = int8.*only the native backend.*none of them"):
+    with pytest.raises(ConfigError, match="quantization = int8.*only the native.*none of them.*; leave it out$"):
         LLM(config=EngineConfig(**SMALL, quantization="int8"))

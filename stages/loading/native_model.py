@@ -1,0 +1,130 @@
+"""The weights of the native library: whether they fit the memory, and packing them. Does not import torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import cast
+
+from ...kernels.native.errors import NativeUnavailableError, NonFiniteError, UnsupportedModelError
+from ...kernels.native.machine import instruction_sets
+from ...kernels.native.model import GROUP_SIZE, NativeModel
+from ...kernels.native.shape import CacheDType, DType
+from ...kernels.native.thread_throttle import ThreadThrottle
+from ...model.checkpoint.tensor_shapes import TensorSource, expected_shapes
+from ...model.decoder.native_decoder import native_shape
+from ...model.decoder.rope import rope_tables
+from ...model.errors import CheckpointError
+from ...model.spec import DecoderSpec
+from ...runtime.env.cpus import ComputeThreads, idle_ns
+from ...runtime.env.log import get_logger
+from ...runtime.phases import Phases
+from ..backends.cache_size import check_weights_fit, free_host_bytes
+from ..config import EngineConfig
+
+log = get_logger("millrace.stages")
+
+# Bytes of a number; for int4 including its share of a scale.
+ITEM_SIZES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "int4": 0.5 + 2 / GROUP_SIZE}
+
+
+def load_native_model(
+    config: EngineConfig,
+    source: TensorSource,
+    shape: DecoderSpec,
+    threads: ComputeThreads,
+    phases: Phases,
+    when_packing: Callable[[], None],
+) -> NativeModel | str:
+    """The native model with its weights, or the reason why it cannot run on this machine.
+
+    Calls `when_packing` before the weights are packed. Raises `ConfigError` if they do not fit the memory, and
+    `CheckpointError`.
+    """
+    try:
+        if config.load_format == "dummy":  # no file has limited the sizes
+            _check_least_memory(config, shape)
+        with phases("library"):
+            model = _make_native_model(config, shape, threads)
+        log.info("instructions.chosen", name=model.instruction_set, machine_has=list(instruction_sets()))
+        with phases("weights"):
+            _check_memory(model, shape)
+            when_packing()
+            _fill(model, source, expected_shapes(shape))
+            _code(model)
+        return model
+    except (NativeUnavailableError, UnsupportedModelError) as error:
+        return str(error)
+
+
+def _make_native_model(config: EngineConfig, shape: DecoderSpec, threads: ComputeThreads) -> NativeModel:
+    """A native model without weights, and with rotary tables for one position until its length is known.
+
+    Raises `NativeUnavailableError` and `UnsupportedModelError`.
+    """
+    return NativeModel(
+        native_shape(shape),
+        cast(DType, config.dtype_of(shape.dtype)),
+        [rope_tables(rope, 1) for rope in shape.ropes],
+        1,
+        quantization=config.quantization,
+        cache_dtype=_native_cache_dtype(config, shape),
+        num_threads=threads.count,
+        cpus=threads.pinned,
+        thread_throttle=ThreadThrottle(
+            threads.count,
+            partial(_log_threads, threads.count),
+            idle_ns=partial(idle_ns, threads.pinned) if threads.pinned else lambda: None,
+        ),
+    )
+
+
+def _native_cache_dtype(config: EngineConfig, shape: DecoderSpec) -> CacheDType:
+    """The dtype of keys and values."""
+    assert config.kv_cache_dtype != "fp8", "the native backend is not chosen for an fp8 cache"
+    return cast(DType, config.dtype_of(shape.dtype)) if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+
+
+def _log_threads(num_threads: int, limit: int, num_lost: float) -> None:
+    log.info("threads.changed", threads=limit, of=num_threads, cores_others_had=round(num_lost, 2))
+
+
+def _check_least_memory(config: EngineConfig, shape: DecoderSpec) -> None:
+    """Raises `ConfigError` if the weights cannot fit the free memory, whatever the library adds to them."""
+    kept = config.quantization or config.dtype_of(shape.dtype)
+    check_weights_fit(shape, kept, lambda _: ITEM_SIZES[kept], "cpu", free_host_bytes())
+
+
+def _check_memory(model: NativeModel, shape: DecoderSpec) -> None:
+    """Raises `ConfigError`, before loading, if the weights are larger than the free memory."""
+
+    def item_size(name: str) -> float:
+        return ITEM_SIZES[model.type_of(name)] + ITEM_SIZES["int8"] * model.has_screen(name)
+
+    check_weights_fit(shape, model.quantization or model.dtype, item_size, "cpu", free_host_bytes())
+
+
+def _fill(model: NativeModel, source: TensorSource, names: Iterable[str]) -> None:
+    """Packs the tensors. There are never two copies of the whole model in memory."""
+    mapped = {name: source.array(name) for name in names if source.is_mapped(name)}
+    try:
+        model.set_mapped_tensors(mapped)
+        for name in names:
+            if name not in mapped:  # copied or random tensors, one at a time
+                model.set_tensor(name, source.array(name))
+    except NonFiniteError as error:
+        raise CheckpointError(str(error)) from None
+
+
+def _code(model: NativeModel) -> None:
+    """Compresses weights without loss.
+
+    Tensors for which there is not enough memory stay as they are.
+    """
+    before = model.weights_bytes
+    try:
+        model.encode_bf16_12bit()
+    except MemoryError as error:
+        log.warning("weights.not_coded", reason=str(error))
+    if model.weights_bytes < before:
+        log.info("weights.coded", weights_mib=round(model.weights_bytes / 2**20, 1), of_mib=round(before / 2**20, 1))

@@ -86,6 +86,9 @@ class DeviceStreams(Protocol):
     def wait(self) -> None:
         """Waits until all submitted work is done. Raises the device's error, if any."""
 
+    def free_bytes(self) -> int:
+        """Bytes of the device's memory that no process uses."""
+
     def probe(self) -> None:
         """Submits a tiny operation after all other work, and waits for it.
 

@@ -73,6 +73,10 @@ class SimStreams:
     def wait(self) -> None:
         self.run_until(lambda: not any(stream.waiting for stream in self._streams))
 
+    def free_bytes(self) -> int:
+        """Returns 0: nothing is counted."""
+        return 0
+
     def probe(self) -> None:
         event = self.event()
         if self._streams:

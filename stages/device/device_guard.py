@@ -102,7 +102,13 @@ def first_line(error: BaseException) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the device had too little memory for what raised `error`: torch's error, or a library's."""
+    """Whether the device had too little memory for what raised `error`: torch's error, or a library's.
+
+    Also true of an error that was raised while such an error was handled, as by the end of a capture.
+    """
     if isinstance(error, MemoryError) or any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__):
         return True
-    return isinstance(error, RuntimeError) and any(part in str(error) for part in ("out of memory", "ALLOC_FAILED"))
+    if isinstance(error, RuntimeError) and any(part in str(error) for part in ("out of memory", "ALLOC_FAILED")):
+        return True
+    earlier = error.__cause__ or error.__context__
+    return earlier is not None and is_out_of_memory(earlier)

@@ -11,6 +11,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from ....runtime.device_streams.interface import DeviceGraph, DeviceStream
+from ....runtime.env.log import get_logger
+from ...device.device_guard import is_out_of_memory
+from ...errors import ConfigError
+from ...memory_table import human
 from ...outputs import CaptureReport, GraphBatch
 
 DECODE_ROWS = (
@@ -21,6 +25,9 @@ MIXED_TOKENS = (
     *(64, 128, 256, 512, 768, 1024),
     *range(1152, 2049, 128),  # dense, as padding is costly here; 2,048 is the default token budget
 )
+
+
+log = get_logger("millrace.stages")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +49,10 @@ def batches_of(max_num_seqs: int, max_num_tokens: int) -> tuple[list[GraphBatch]
     return decode, [GraphBatch(max_num_seqs, count, False) for count in tokens]
 
 
+def _num_bytes(captured: CapturedGraphs) -> int:
+    return captured.forward.num_bytes + sum(graph.num_bytes for graph in captured.samples.values())
+
+
 class CudaGraphs:
     """The graphs of one device. Until `capture`, and with `is_eager`, every step runs eagerly.
 
@@ -58,11 +69,13 @@ class CudaGraphs:
         self._captured: dict[GraphBatch, CapturedGraphs] = {}
         self.num_replayed = 0  # forward passes
         self.num_eager = 0  # forward passes
+        self._dropped: set[GraphBatch] = set()  # sizes for which there was no memory
 
     @property
     def batches(self) -> list[GraphBatch]:
         """All sizes, largest first: the memory pool that the first one fills serves the others."""
-        return sorted([*self._decode, *self._mixed], key=lambda batch: (-batch.num_tokens, -batch.num_rows))
+        sizes = [batch for batch in (*self._decode, *self._mixed) if batch not in self._dropped]
+        return sorted(sizes, key=lambda batch: (-batch.num_tokens, -batch.num_rows))
 
     @property
     def captured(self) -> list[CapturedGraphs]:
@@ -75,18 +88,53 @@ class CudaGraphs:
         forward: Callable[[GraphBatch], object],
         sample: Callable[[GraphBatch, int], object],
         clock: Callable[[], float],
+        free_bytes: Callable[[], int],
     ) -> CaptureReport:
         """Captures `forward` and `sample` for every size.
 
-        Both must have run before: lazy initialization cannot happen inside a capture.
+        Both must have run before: lazy initialization cannot happen inside a capture. Where memory runs out, the
+        largest size is dropped, until the others fit. `free_bytes` tells how much is free, for the log.
         """
-        began, num_bytes = clock(), 0
+        began = clock()
         for batch in self.batches:
+            while batch not in self._dropped and not self._captures(batch, stream, forward, sample):
+                self.drop(next(iter(self._captured), batch), free_bytes())
+        return CaptureReport(tuple(self._captured), clock() - began, sum(map(_num_bytes, self._captured.values())))
+
+    def _captures(
+        self,
+        batch: GraphBatch,
+        stream: DeviceStream,
+        forward: Callable[[GraphBatch], object],
+        sample: Callable[[GraphBatch, int], object],
+    ) -> bool:
+        """Captures one size. False if there is too little memory for it."""
+        try:
             whole = stream.capture(partial(forward, batch))
             samples = {kind: stream.capture(partial(sample, batch, kind)) for kind in self.kinds}
-            num_bytes += sum(graph.num_bytes for graph in (whole, *samples.values()))
-            self._captured[batch] = CapturedGraphs(whole, samples)
-        return CaptureReport(tuple(self.batches), clock() - began, num_bytes)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return False
+        self._captured[batch] = CapturedGraphs(whole, samples)
+        return True
+
+    def drop(self, batch: GraphBatch, free_bytes: int) -> None:
+        """Drops a size for which there is no memory; its steps run in a larger graph, or eagerly.
+
+        Raises `ConfigError` if no size is left.
+        """
+        self._captured.pop(batch, None)
+        self._dropped.add(batch)
+        lower = "gpu_memory_utilization"
+        if not self.batches:
+            raise ConfigError(
+                f"CUDA graphs: {human(free_bytes)} are free beside the weights and the KV cache, which is too little "
+                f"for the smallest graph, a step of {batch.num_rows} row(s); lower {lower}, kv_cache_bytes or "
+                "num_gpu_blocks, or set enforce_eager"
+            )
+        size = {"num_rows": batch.num_rows, "num_tokens": batch.num_tokens, "is_decode": batch.is_decode}
+        log.warning("graphs.dropped", reason="out_of_memory", **size, free_bytes=free_bytes, lower=lower)
 
     def choose(self, num_rows: int, num_tokens: int, is_decode: bool) -> tuple[GraphBatch, CapturedGraphs | None]:
         """The size that a step is padded to, and its graphs; its own size and None without a graph."""

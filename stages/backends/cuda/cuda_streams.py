@@ -37,6 +37,10 @@ class CudaStreams:
     def wait(self) -> None:
         torch.cuda.synchronize(self.device)
 
+    def free_bytes(self) -> int:
+        torch.cuda.empty_cache()
+        return int(torch.cuda.mem_get_info(self.device)[0])
+
     def probe(self) -> None:
         assert self._probe is not None, "a probe of a device without streams"
         self._probe()
@@ -101,9 +105,13 @@ class CudaStream:
         graph, device = torch.cuda.CUDAGraph(), self._streams.device
         torch.cuda.empty_cache()  # the capture does so too; done before, it does not change `num_bytes`
         before = torch.cuda.memory_reserved(device)
-        pool, mode = self._streams.pool, "thread_local"
-        with torch.cuda.graph(graph, pool=pool, stream=self.cuda_stream, capture_error_mode=mode):
-            run()
+        pool, mode, used = self._streams.pool, "thread_local", torch.cuda.current_stream(device)
+        try:
+            with torch.cuda.graph(graph, pool=pool, stream=self.cuda_stream, capture_error_mode=mode):
+                run()
+        except BaseException:
+            torch.cuda.set_stream(used)  # the end of a capture that has failed may raise, and leave its stream in use
+            raise
         return CudaGraph(graph, torch.cuda.memory_reserved(device) - before)
 
     def replay(self, graph: DeviceGraph) -> None:

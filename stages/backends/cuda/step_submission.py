@@ -33,6 +33,7 @@ import numpy as np
 from ....runtime.device_streams.interface import DeviceEvent, DeviceStream, DeviceStreams
 from ....runtime.workers.in_order import InOrder, OrderTicket
 from ...device.device import StepSkipped
+from ...device.device_guard import is_out_of_memory
 from ...messages import BlockCopy, Direction, Ints, StepGrant, StepTokens
 from ...outputs import CaptureReport, GraphBatch
 from .cuda_graphs import CapturedGraphs, CudaGraphs
@@ -186,16 +187,30 @@ class StepSubmitter:
     def capture(self, clock: Callable[[], float]) -> CaptureReport:
         """Captures a step of each size, and replays each graph once to find broken ones.
 
-        Called before the first step. `clock` returns seconds.
+        Called before the first step. `clock` returns seconds. Sizes for which there is no memory are dropped, the
+        largest first; raises `ConfigError` if none is left.
         """
-        self.warm(self.graphs.batches, self.graphs.kinds)
-        report = self.graphs.capture(self._compute, self._launch_forward, self._launch_sample, clock)
+        for batch in self.graphs.batches:
+            if not self._warms(batch):
+                self.graphs.drop(batch, self._streams.free_bytes())
+        launches = (self._launch_forward, self._launch_sample)
+        report = self.graphs.capture(self._compute, *launches, clock, self._streams.free_bytes)
         for captured in self.graphs.captured:
             self._compute.replay(captured.forward)
             for graph in captured.samples.values():
                 self._compute.replay(graph)
         self._streams.wait()
         return report
+
+    def _warms(self, batch: GraphBatch) -> bool:
+        """As `warm`, for one size. False if there is too little memory for it."""
+        try:
+            self.warm([batch], self.graphs.kinds)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return False
+        return True
 
     # -- on the device thread
 

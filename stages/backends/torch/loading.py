@@ -23,6 +23,7 @@ from ....runtime.device_streams.interface import DeviceStreams
 from ....runtime.env.cpus import ComputeThreads
 from ....runtime.phases import Phases
 from ...config import EngineConfig, ModelImpl
+from ...device.device_guard import first_line, is_out_of_memory
 from ...device.pooler import Pooler
 from ...errors import ConfigError
 from ...execute.model_runner import ModelRunner
@@ -214,7 +215,15 @@ def _assemble(
 ) -> AsyncRuntime:
     from ..cuda.build import assemble
 
-    return assemble(streams, runner, sampler, config, ends, clock)
+    try:
+        return assemble(streams, runner, sampler, config, ends, clock)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise ConfigError(
+            f"gpu_memory_utilization = {config.gpu_memory_utilization}: the memory of {runner.last_tokens.device} ran "
+            f"out for the buffers of steps ({first_line(error)}); lower it, or kv_cache_bytes or num_gpu_blocks if set"
+        ) from None
 
 
 def _choosing(kernels: kernel_set.BackendName, *, is_async: bool) -> MakeTokenChooser:

@@ -26,6 +26,9 @@ class HostStreams:
     def wait(self) -> None:
         pass
 
+    def free_bytes(self) -> int:
+        return 0
+
     def probe(self) -> None:
         pass
 

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from millrace.runtime.device_streams.simulated import SimStreams
+from millrace.runtime.env.log import captured_logs
 from millrace.stages.backends.cuda.cuda_graphs import DECODE_ROWS, MIXED_TOKENS, CudaGraphs
+from millrace.stages.errors import ConfigError
 from millrace.stages.outputs import GraphBatch
 
 
@@ -24,7 +26,7 @@ class Recorder:
 
     def capture(self, graphs: CudaGraphs) -> None:
         ticks = count()
-        self.report = graphs.capture(self.stream, self.forward, self.sample, lambda: float(next(ticks)))
+        self.report = graphs.capture(self.stream, self.forward, self.sample, lambda: float(next(ticks)), lambda: 77)
 
     def forward(self, batch: GraphBatch) -> None:
         self.captured.append(batch)
@@ -32,6 +34,21 @@ class Recorder:
 
     def sample(self, batch: GraphBatch, kind: int) -> None:
         self.stream.launch(lambda: self.launched.append(("sample", batch)))
+
+
+class Tight(Recorder):
+    """A device with memory for so many tokens of captured steps in all, as long as their graphs live."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__()
+        self.num_tokens = num_tokens
+        self.graphs: CudaGraphs | None = None
+
+    def forward(self, batch: GraphBatch) -> None:
+        assert self.graphs is not None
+        if batch.num_tokens + sum(size.num_tokens for size in self.graphs._captured) > self.num_tokens:
+            raise RuntimeError("CUDA error: operation failed due to a previous error") from MemoryError("out of memory")
+        super().forward(batch)
 
 
 def captured(max_num_seqs: int = 256, max_num_tokens: int = 2048, **options: Any) -> tuple[CudaGraphs, Recorder]:
@@ -83,6 +100,42 @@ def test_the_largest_is_captured_first_and_the_report_says_what_and_how_long() -
         MIXED_TOKENS
     )
     assert event["seconds"] == 1.0, "by a clock that ticks when it is read"
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "kept", "dropped"),
+    [(1000, [256, 128, 64, 8, 4, 2, 1], []), (220, [128, 64, 8, 4, 2, 1], [256]), (30, [8, 4, 2, 1], [256, 128, 64])],
+)
+def test_the_largest_sizes_are_dropped_until_the_others_fit(
+    num_tokens: int, kept: list[int], dropped: list[int]
+) -> None:
+    graphs, recorder = CudaGraphs(8, 300), Tight(num_tokens)
+    recorder.graphs = graphs
+    with captured_logs() as logs:
+        recorder.capture(graphs)
+    assert [batch.num_tokens for batch in recorder.report.batches] == kept
+    assert [(line["event"], line["num_tokens"], line["free_bytes"]) for line in logs] == [
+        ("graphs.dropped", size, 77) for size in dropped
+    ]
+    assert all(line["lower"] == "gpu_memory_utilization" for line in logs)
+    assert graphs.choose(2, 250, False)[1] is None if dropped else graphs.choose(2, 250, False)[1] is not None
+
+
+def test_without_memory_for_the_smallest_graph_the_error_says_what_to_lower() -> None:
+    graphs, recorder = CudaGraphs(8, 300), Tight(0)
+    recorder.graphs = graphs
+    with (
+        captured_logs(),
+        pytest.raises(ConfigError, match=r"77 B are free .* 1 row\(s\); lower gpu_memory_utilization"),
+    ):
+        recorder.capture(graphs)
+
+
+def test_an_error_of_another_kind_ends_the_capture() -> None:
+    recorder = Recorder()
+    recorder.forward = lambda batch: 1 / 0  # type: ignore[method-assign]
+    with pytest.raises(ZeroDivisionError):
+        recorder.capture(CudaGraphs(8, 64))
 
 
 def test_sizes_end_at_what_an_engine_is_set_to() -> None:

@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..families.names import Names, Rows, Shape, Target
-from .safetensors import BFLOAT16, Checkpoint
+from .safetensors import BFLOAT16
+from .stored_tensors import StoredTensors
 
 
 class TensorSources:
@@ -55,7 +56,7 @@ class TensorSources:
 class CanonicalTensors:
     """The tensors of a checkpoint by their canonical names: a `TensorSource`."""
 
-    def __init__(self, checkpoint: Checkpoint, sources: TensorSources) -> None:
+    def __init__(self, checkpoint: StoredTensors, sources: TensorSources) -> None:
         self._checkpoint, self._sources = checkpoint, sources
         self.warnings = checkpoint.warnings
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 import io
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, DownloadError
-from ..foreign import describe_gguf
+from ..gguf.choice import choose
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in total; the total grows while files are listed
 
 BUNDLED = "demo"
 HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}(/[A-Za-z0-9][A-Za-z0-9_.-]{0,95})?")
+QUANT = re.compile(r"(.+):([A-Za-z0-9_.-]{1,64})")  # a folder or Hub id, and a part of the name of its GGUF file
 FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
 
 
@@ -31,22 +33,36 @@ def resolve(
 ) -> Path:
     """The directory of a model: the bundled one for None or "demo", else a local directory, else a Hub id.
 
+    A GGUF file, by its path or as a folder's or repository's (`owner/name:Q4_K_M`), has a directory that stands for it.
     Blocks during a download; `on_progress` is called from its threads. Without `download_dir`, files go to the Hub's
     cache. With `offline`, or HF_HUB_OFFLINE set, only the cache is searched. Raises DownloadError, whose message names
     the next step, or CheckpointError for a file.
     """
     if model is None or (model == BUNDLED and not Path(model).exists()):
         return bundled_model_path()
-    path = Path(model).expanduser()
-    if model and os.path.isdir(path):
-        return path
+    name, quant = (model, None) if os.path.exists(Path(model).expanduser()) else _split(model)
+    path = Path(name).expanduser()
+    if name and os.path.isdir(path):
+        return _in_folder(path, quant)
     if os.path.isfile(path):
-        if path.suffix == ".gguf":
-            raise CheckpointError(describe_gguf(path, path.name))
-        raise CheckpointError(f"{model}: is a file; name the directory that holds config.json")
-    if not HUB_ID.fullmatch(model):
+        if path.suffix != ".gguf":
+            raise CheckpointError(f"{model}: is a file; name the directory that holds config.json, or a .gguf file")
+        return _stand_in(path)
+    if not HUB_ID.fullmatch(name):
         raise DownloadError(f"{model[:200]!r}: no such directory, and not the form of a Hub id (owner/name)")
-    return _snapshot(model, revision, download_dir, token, offline or _is_offline(), on_progress)
+    offline = offline or _is_offline()
+    download = partial(_snapshot, name, revision, download_dir, token, offline, on_progress)
+    if quant is None:
+        root = download(FILES)
+        if any(root.glob("*.safetensors")):
+            return root
+    names = _cached_names(download(("*.gguf",))) if offline else _names_on_hub(name, revision, token)
+    parts = choose(names, quant, name)
+    if parts is not None:
+        return _stand_in(download(parts) / parts[0])
+    if quant is not None:
+        raise DownloadError(f"{name}: holds no GGUF file here, so :{quant} chooses none")
+    return root
 
 
 def model_name(model: str | None) -> str:
@@ -54,13 +70,55 @@ def model_name(model: str | None) -> str:
     if model is None:
         return BUNDLED
     path = Path(model).expanduser()
+    if os.path.isfile(path):
+        return path.stem
     if not os.path.isdir(path):
-        return model
+        name, _ = _split(model)
+        return model_name(name) if os.path.isdir(Path(name).expanduser()) else model
     folder = Path(os.path.abspath(path))
     repository = folder.parent.parent.name
     if folder.parent.name == "snapshots" and repository.startswith("models--"):  # of the Hub's cache
         return repository.removeprefix("models--").replace("--", "/")
     return folder.name or model
+
+
+def _split(model: str) -> tuple[str, str | None]:
+    """A folder or Hub id, and the part of a GGUF file's name behind a colon."""
+    match = QUANT.fullmatch(model)
+    return (match[1], match[2]) if match else (model, None)
+
+
+def _in_folder(folder: Path, quant: str | None) -> Path:
+    """The folder itself, or what stands for a GGUF file in it: without a config.json, or where `quant` asks for one."""
+    if quant is None and (folder / "config.json").exists():
+        return folder
+    parts = choose(_cached_names(folder), quant, str(folder))
+    if parts is not None:
+        return _stand_in(folder / parts[0])
+    if quant is not None:
+        raise CheckpointError(f"{folder}: holds no GGUF file, so :{quant} chooses none")
+    return folder
+
+
+def _stand_in(file: Path) -> Path:
+    from ..gguf.folder import folder_of
+
+    return folder_of(file)
+
+
+def _cached_names(folder: Path) -> list[str]:
+    return [path.relative_to(folder).as_posix() for path in folder.rglob("*.gguf")]
+
+
+def _names_on_hub(model: str, revision: str | None, token: str | None) -> list[str]:
+    """The files of a repository; none where the Hub does not answer, as the download then says why."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        return list(HfApi(token=token).list_repo_files(model, revision=revision))
+    except (HfHubHTTPError, OSError):
+        return []
 
 
 def bundled_model_path() -> Path:
@@ -75,6 +133,7 @@ def _snapshot(
     token: str | None,
     offline: bool,
     on_progress: Progress | None,
+    patterns: Sequence[str],
 ) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
@@ -87,7 +146,7 @@ def _snapshot(
                 revision=revision,
                 cache_dir=download_dir,
                 token=token,
-                allow_patterns=list(FILES),
+                allow_patterns=list(patterns),
                 local_files_only=offline,
                 tqdm_class=None if on_progress is None else _reporting_bar(on_progress),
             )

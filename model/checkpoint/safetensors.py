@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from ..errors import CheckpointError, quoted, shown
 from ..files import checkpoint_file, read_json
 from ..foreign import describe_folder
+from ..gguf.folder import is_gguf_folder
 
 HEADER_BYTES = 8 << 20  # largest header read; 126 layers of a decoder take about 0.2 MB
 NUM_AXES = 64  # most axes of a tensor
@@ -257,6 +258,11 @@ def _shard_names(root: Path) -> list[str]:
                     f"folder, not {quoted(name)}"
                 )
         return sorted(set(weight_map.values()))
+    if is_gguf_folder(root):
+        raise CheckpointError(
+            f"{root}: stands for a GGUF file, whose weights only the decoders here read; leave out "
+            "model_impl = transformers"
+        )
     foreign = describe_folder(root)
     if foreign is not None:
         raise CheckpointError(foreign)

@@ -23,9 +23,11 @@ from ..families.building import Family
 from ..families.names import DOWN, EMBEDDING, HEAD, Names, Target, tensors_of
 from ..families.registry import family_of
 from ..families.wrappers import OTHER_HALVES, PREFIXES
+from ..gguf.folder import is_gguf_folder, open_checkpoint
 from ..spec import DecoderSpec
 from .canonical import CanonicalTensors, TensorSources, widened
 from .safetensors import DTYPES, Checkpoint
+from .stored_tensors import StoredTensors
 
 Shapes = dict[str, tuple[int, ...]]  # by name
 
@@ -90,11 +92,11 @@ def expected_shapes(spec: DecoderSpec) -> Shapes:
     return {target.name: target.shape for target in tensors_of(spec)}
 
 
-def _open(root: Path, spec: DecoderSpec) -> tuple[Checkpoint, DecoderSpec]:
+def _open(root: Path, spec: DecoderSpec) -> tuple[StoredTensors, DecoderSpec]:
     """The checkpoint with its names as in a whole model, and `spec` with the output layer that it holds."""
     family = family_of(spec.family)
     names, prefix = family.names(spec), f"{family.prefix}."
-    checkpoint = Checkpoint(root)
+    checkpoint = _checkpoint(root)
     checkpoint.rename(_name_of_text_half)
     checkpoint.rename(partial(_newer_name, older=family.older_names))
     _check_layers(checkpoint, spec, names, prefix)
@@ -104,6 +106,12 @@ def _open(root: Path, spec: DecoderSpec) -> tuple[Checkpoint, DecoderSpec]:
     roots = {name.removeprefix(prefix).partition(".")[0] for name in stored if name.startswith(prefix)}
     checkpoint.rename(partial(_name_in_model, stored=stored, prefix=prefix, roots=roots))
     return checkpoint, _with_stored_head(checkpoint, spec, sources, is_bare=is_bare)
+
+
+def _checkpoint(root: Path) -> StoredTensors:
+    if is_gguf_folder(root):
+        return open_checkpoint(root)
+    return Checkpoint(root)
 
 
 def _name_of_text_half(name: str) -> str:
@@ -129,7 +137,7 @@ def _name_in_model(name: str, stored: Collection[str], prefix: str, roots: Colle
     return rest if (rest := name.removeprefix(prefix)) in stored else name
 
 
-def _check_layers(checkpoint: Checkpoint, spec: DecoderSpec, names: Names, prefix: str) -> None:
+def _check_layers(checkpoint: StoredTensors, spec: DecoderSpec, names: Names, prefix: str) -> None:
     """Raises CheckpointError if the files hold another number of layers, before anything is made for each layer."""
     sources = TensorSources([Target(f"{DOWN}.weight", ())], names)
     stem, _, _ = sources.stored_name(f"{DOWN}.weight").removeprefix(prefix).partition("*")
@@ -144,7 +152,7 @@ def _check_layers(checkpoint: Checkpoint, spec: DecoderSpec, names: Names, prefi
 
 
 def _with_stored_head(
-    checkpoint: Checkpoint, spec: DecoderSpec, sources: TensorSources, *, is_bare: bool
+    checkpoint: StoredTensors, spec: DecoderSpec, sources: TensorSources, *, is_bare: bool
 ) -> DecoderSpec:
     """`spec` with the output layer that the files hold: of the embedding, of its own, or none.
 
@@ -166,7 +174,7 @@ def _with_stored_head(
     return replace(spec, head=replace(spec.head, is_tied=False))
 
 
-def _are_equal(checkpoint: Checkpoint, first: str, second: str) -> bool:
+def _are_equal(checkpoint: StoredTensors, first: str, second: str) -> bool:
     """Whether two tensors hold the same numbers. Reads both, up to the first difference."""
     kinds = [(checkpoint.shape(name), checkpoint.dtype(name)) for name in (first, second)]
     if kinds[0] != kinds[1] or kinds[0][1] not in DTYPES:
@@ -222,7 +230,7 @@ def _draw(name: str, index: int, part: NDArray[np.float32]) -> None:
     part *= np.float32(0.02)
 
 
-def _compare(checkpoint: Checkpoint, sources: TensorSources, spec: DecoderSpec, family: Family) -> None:
+def _compare(checkpoint: StoredTensors, sources: TensorSources, spec: DecoderSpec, family: Family) -> None:
     """Raises CheckpointError if the checkpoint's tensors are not those of its configuration."""
     root, names, shapes = checkpoint.root, checkpoint.names, sources.stored_shapes()
     for name, shape in shapes.items():
@@ -253,7 +261,7 @@ def _compare(checkpoint: Checkpoint, sources: TensorSources, spec: DecoderSpec, 
         checkpoint.warnings.append(f"tensors that no text is made with are not used: {', '.join(ignored[:3])}{more}")
 
 
-def _constants(checkpoint: Checkpoint, family: Family, spec: DecoderSpec) -> set[str]:
+def _constants(checkpoint: StoredTensors, family: Family, spec: DecoderSpec) -> set[str]:
     """The tensors that hold a number of the family. Raises CheckpointError for another number."""
     expected = {
         pattern.replace("*", str(layer)): number
@@ -271,7 +279,7 @@ def _constants(checkpoint: Checkpoint, family: Family, spec: DecoderSpec) -> set
     return found
 
 
-def _is_weight(checkpoint: Checkpoint, name: str, prefix: str) -> bool:
+def _is_weight(checkpoint: StoredTensors, name: str, prefix: str) -> bool:
     """Whether a tensor seems to be of the decoder: other heads, other halves and buffers of whole numbers are not."""
     if NOT_WEIGHTS.fullmatch(name) or 0 in checkpoint.shape(name):
         return False

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import struct
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from millrace.model.checkpoint.hub import resolve
 from millrace.model.checkpoint.safetensors import Checkpoint
 from millrace.model.errors import CheckpointError
 from millrace.model.families.registry import read_spec
@@ -18,44 +16,17 @@ CONFIG = {"model_type": "llama", "hidden_size": 64}
 CARD = "---\nlicense: mit\nbase_model:\n- meta/Llama-9\n---\n# Model\nbase_model: other/one\n"
 
 
-def gguf(**values: str | int) -> bytes:
-    def text(value: str) -> bytes:
-        return struct.pack("<Q", len(value.encode())) + value.encode()
-
-    pairs = [
-        text(key.replace("__", "."))
-        + (struct.pack("<II", 4, value) if isinstance(value, int) else struct.pack("<I", 8) + text(value))
-        for key, value in values.items()
-    ]
-    tokens = text("tokenizer.ggml.tokens") + struct.pack("<IIQ", 9, 8, 2**40)  # an array, which is not read
-    return b"GGUF" + struct.pack("<IQQ", 3, 1, len(pairs) + 1) + b"".join(pairs) + tokens
-
-
 def refusal(root: Path) -> str:
     with pytest.raises(CheckpointError) as caught:
         read_spec(root)
     return str(caught.value)
 
 
-WHOLE = gguf(
-    general__architecture="llama",
-    general__name="Tiny",
-    general__file_type=15,
-    general__base_model__0__repo_url="https://huggingface.co/meta/Llama-9",
-)
-
-
-@pytest.mark.parametrize("content", [WHOLE, WHOLE[:100], WHOLE[:25], b"GGUF", b"", b"GGUF" + b"\xff" * 500])
-def test_a_gguf_file_is_named_with_what_its_header_says(content: bytes, tmp_path: Path) -> None:
-    file = tmp_path / "m.gguf"
-    file.write_bytes(content)
-    with pytest.raises(CheckpointError) as caught:
-        resolve(str(file))
-    message = str(caught.value)
-    assert message.startswith("m.gguf: a GGUF file") and "quantization = int4" in message and message.isprintable()
-    if content is WHOLE:
-        assert "(llama, Tiny, Q4_K_M)" in message and "serve https://huggingface.co/meta/Llama-9" in message
-    assert refusal(tmp_path) == message
+def test_a_gguf_file_beside_a_config_without_weights_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    with pytest.raises(CheckpointError, match=r"holds m.gguf and no safetensors; serve .*m.gguf itself"):
+        Checkpoint(tmp_path)
 
 
 def test_an_adapter_is_named_with_its_base_model(tmp_path: Path) -> None:

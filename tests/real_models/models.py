@@ -28,6 +28,18 @@ class RealModel:
         """The packages that are not installed."""
         return [package for package in ("gguf", *self.packages) if importlib.util.find_spec(package) is None]
 
+    def gguf(self) -> Path:
+        """Its GGUF file; put together by the first call."""
+        made = cache() / f"{self.name}.gguf"
+        if not made.exists():
+            cache().mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=cache()) as work:
+                file = self.file(Path(work))
+                if not file.is_relative_to(work):
+                    return file
+                file.rename(made)
+        return made
+
     def folder(self, dtype: Dtype = "float32") -> Path:
         """The model's weights, config, tokenizer and chat template; made by the first call."""
         made = cache() / f"{self.name}-{dtype}-{VERSION}"

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from millrace import LLM, SamplingParams
 from millrace.model.backend_gaps import Backend, missing
+from millrace.model.checkpoint.hub import resolve
 from millrace.model.families.registry import read_spec
 from millrace.model.text.tokenizer import Tokenizer
 from tests.deploy.running import RunningServer
@@ -55,6 +56,7 @@ class Real:
 
     name: str
     root: Path
+    file: Path  # GGUF, with the same weights
     oracle: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
 
@@ -78,15 +80,16 @@ def real(request: pytest.FixtureRequest) -> Real:
     tokenizer = AutoTokenizer.from_pretrained(root)
     tokenizer.chat_template = TEMPLATES.get(model.name, tokenizer.chat_template)
     oracle = AutoModelForCausalLM.from_pretrained(root, dtype=torch.float32).eval()
-    return Real(model.name, root, oracle, tokenizer)
+    return Real(model.name, root, model.gguf(), oracle, tokenizer)
 
 
-@pytest.mark.parametrize("backend", ["native", "torch"])
-def test_greedy_tokens_are_those_of_transformers(real: Real, backend: Backend) -> None:
+@pytest.mark.parametrize(("backend", "is_gguf"), [("native", True), ("torch", False)])
+def test_greedy_tokens_are_those_of_transformers(real: Real, backend: Backend, is_gguf: bool) -> None:
     if gaps := missing(read_spec(real.root), backend):
         pytest.skip(f"{backend} has no {', no '.join(gaps)}")
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-    with LLM(str(real.root), dtype="float32", attention_backend=backend, device="cpu", max_model_len=2048) as llm:
+    model = str(real.file if is_gguf else real.root)
+    with LLM(model, dtype="float32", attention_backend=backend, device="cpu", max_model_len=2048) as llm:
         answers = [output.outputs[0].token_ids for output in llm.generate(list(PROMPTS), params, use_tqdm=False)]
     num_equal, differences = 0, []
     for prompt, answer in zip(PROMPTS, answers, strict=True):
@@ -101,7 +104,7 @@ def test_greedy_tokens_are_those_of_transformers(real: Real, backend: Backend) -
 
 
 def test_a_chat_over_http_is_answered_as_by_transformers(real: Real) -> None:
-    command = [sys.executable, "-m", "millrace.deploy", "serve", str(real.root), "--port", "0", "--dtype", "float32"]
+    command = [sys.executable, "-m", "millrace.deploy", "serve", str(real.file), "--port", "0", "--dtype", "float32"]
     if given := TEMPLATES.get(real.name):
         command += ["--chat-template", given]
     with RunningServer(command=[*command, "--max-model-len", "1024"]) as server:
@@ -117,10 +120,10 @@ def test_a_chat_over_http_is_answered_as_by_transformers(real: Real) -> None:
 
 
 def test_awkward_texts_have_the_ids_and_texts_of_transformers(real: Real) -> None:
-    ours = Tokenizer.read(real.root)
-    for text in (*AWKWARD, *PROMPTS):
-        for has_specials in (True, False):
-            ids = real.tokenizer.encode(text, add_special_tokens=has_specials)
-            assert ours.encode(text, has_specials) == ids, text
-        assert ours.decode(ids) == real.tokenizer.decode(ids, skip_special_tokens=True), text
-        assert ours.decode(ids, False) in (text, text.replace("▁", " ")), "a round trip"
+    for ours in (Tokenizer.read(real.root), Tokenizer.read(resolve(str(real.file)))):
+        for text in (*AWKWARD, *PROMPTS):
+            for has_specials in (True, False):
+                ids = real.tokenizer.encode(text, add_special_tokens=has_specials)
+                assert ours.encode(text, has_specials) == ids, text
+            assert ours.decode(ids) == real.tokenizer.decode(ids, skip_special_tokens=True), text
+            assert ours.decode(ids, False) in (text, text.replace("▁", " ")), "a round trip"

@@ -1,0 +1,308 @@
+"""The architectures of GGUF files that are served: their keys as a config.json, and their tensors' Hugging Face names.
+
+Source: what llama.cpp's converter writes (conversion/*.py in its repository). An `Architecture` undoes it: names, the
+order of rotated rows, norms stored as 1 + w. What a file does not say, as the base of Gemma 3's windowed layers, is
+here with the number that all published models have.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Config = dict[str, Any]
+Factors = NDArray[np.float32]  # [D/2] by which rotary frequencies are divided
+
+SHARED_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+SANDWICH_NAMES = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+
+
+class Keys:
+    """The values of one architecture, by key without its name in front."""
+
+    def __init__(self, metadata: Mapping[str, Any], name: str, factors: Mapping[str, Factors]) -> None:
+        self.metadata, self.name = metadata, name
+        self.factors = factors  # the tensors rope_freqs, rope_factors_long, rope_factors_short, where they are
+        self.source = f"metadata of {name}"
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.metadata.get(f"{self.name}.{key}", default)
+
+    def need(self, key: str) -> Any:
+        """The value. Raises KeyError with the whole key if it is missing."""
+        return self.metadata[f"{self.name}.{key}"]
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A float32 of the file as the decimal number that was meant: 1e-05 rather than 9.99999974e-06."""
+        value = self.need(key) if default is None else self.get(key, default)
+        return float(f"{float(value):.7g}")
+
+    @property
+    def head_dim(self) -> int:
+        return int(
+            self.get("attention.key_length") or self.need("embedding_length") // self.need("attention.head_count")
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """One `general.architecture`. `config` adds to the keys that all have."""
+
+    model_type: str
+    class_name: str
+    config: Callable[[Keys], Config] = lambda keys: {}
+    names: Mapping[str, str] = field(default_factory=lambda: SHARED_NAMES)
+    rotates_pairs: bool = False  # q and k rows lie in pairs (NORM), in Hugging Face's in halves
+    adds_one: bool = False  # norms are stored as 1 + w
+    norm: str = "rms_norm_eps"  # the key of the norms' eps
+    is_layer_norm: bool = False
+
+
+def shared_config(keys: Keys, architecture: Architecture) -> Config:
+    """The keys of config.json that every architecture has."""
+    kind = "attention.layer_norm_epsilon" if architecture.is_layer_norm else "attention.layer_norm_rms_epsilon"
+    num_heads = keys.need("attention.head_count")
+    return {
+        "architectures": [architecture.class_name],
+        "model_type": architecture.model_type,
+        "hidden_size": keys.need("embedding_length"),
+        "intermediate_size": keys.need("feed_forward_length"),
+        "num_hidden_layers": keys.need("block_count") - keys.get("nextn_predict_layers", 0),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": keys.get("attention.head_count_kv") or num_heads,
+        "head_dim": keys.head_dim,
+        "max_position_embeddings": keys.need("context_length"),
+        "rope_parameters": rope_of(keys),
+        architecture.norm: keys.number(kind, 1e-5),
+    }
+
+
+def rope_of(keys: Keys, base: float = 10_000.0) -> Config:
+    """The rotation: default, linear, yarn, or frequencies divided by factors that a tensor holds."""
+    theta = keys.number("rope.freq_base", base)
+    scaling, factor = keys.get("rope.scaling.type"), keys.get("rope.scaling.factor")
+    rope: Config = {"rope_type": "default", "rope_theta": theta}
+    rotated = keys.get("rope.dimension_count")
+    if rotated is not None and rotated != keys.head_dim:
+        rope["partial_rotary_factor"] = rotated / keys.head_dim
+    if "rope_freqs" in keys.factors:
+        return rope | _divided(keys, keys.factors["rope_freqs"], theta)
+    if scaling == "linear" and factor not in (None, 0.0, 1.0):
+        return rope | {"rope_type": "linear", "factor": float(factor)}
+    if scaling == "yarn":
+        original = keys.need("rope.scaling.original_context_length")
+        return rope | {"rope_type": "yarn", "factor": float(factor), "original_max_position_embeddings": original}
+    if scaling not in (None, "none", "linear", "longrope"):
+        raise ValueError(f"{keys.name}.rope.scaling.type = {scaling!r}: none, linear, yarn and longrope are read")
+    return rope
+
+
+def _divided(keys: Keys, factors: Factors, theta: float) -> Config:
+    """Llama 3's scaling, of which files keep the factors of the frequencies only."""
+    guess = {"factor": float(factors.max()), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    original = 8192
+    if np.allclose(factors, _llama3_factors(len(factors), theta, original, **guess), rtol=1e-5):
+        return {"rope_type": "llama3", "original_max_position_embeddings": original, **guess}
+    listed = [float(factor) for factor in factors]
+    length = keys.need("context_length")  # no sequence is longer, so the long ones are never used
+    return {
+        "rope_type": "longrope",
+        "short_factor": listed,
+        "long_factor": listed,
+        "attention_factor": 1.0,
+        "original_max_position_embeddings": length,
+    }
+
+
+def _llama3_factors(
+    count: int, theta: float, original: int, factor: float, low_freq_factor: float, high_freq_factor: float
+) -> Factors:
+    lengths = 2 * math.pi * theta ** (np.arange(count) / count)
+    share = (original / lengths - low_freq_factor) / (high_freq_factor - low_freq_factor)
+    smooth = 1 / ((1 - share) / factor + share)
+    return np.where(share > 1, 1.0, np.where(share < 0, factor, smooth)).astype(np.float32)
+
+
+# -- what single architectures add
+
+
+def _llama(keys: Keys) -> Config:
+    if keys.get("expert_count", 0):
+        raise ValueError("llama.expert_count: experts (Mixtral) are not read from GGUF files")
+    return {"hidden_act": "silu"}
+
+
+def _mistral3(keys: Keys) -> Config:
+    rope = rope_of(keys)
+    scale = keys.get("attention.temperature_scale")
+    if rope["rope_type"] != "yarn":
+        return {"rope_parameters": rope}
+    multiplier = keys.get("rope.scaling.yarn_log_multiplier", 0.0)
+    rope |= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": float(multiplier) / 0.1}
+    rope["llama_4_scaling_beta"] = 0.0 if scale is None else float(scale)
+    return {"rope_parameters": rope}
+
+
+def _qwen2(keys: Keys) -> Config:
+    return {"hidden_act": "silu", "use_sliding_window": False}
+
+
+def _gemma(keys: Keys) -> Config:
+    return {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
+
+
+def _gemma2(keys: Keys) -> Config:
+    layers = keys.need("block_count")
+    # the 27B model alone divides by its width for each head; the others by the head size
+    scalar = keys.need("embedding_length") // keys.need("attention.head_count") if layers == 46 else keys.head_dim
+    return _gemma(keys) | {
+        "sliding_window": keys.get("attention.sliding_window", 4096),
+        "layer_types": ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)],
+        "attn_logit_softcapping": keys.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": keys.number("final_logit_softcapping", 30.0),
+        "query_pre_attn_scalar": scalar,
+    }
+
+
+def _gemma3(keys: Keys) -> Config:
+    """A file has neither the base of the windowed layers' rotation nor which layers those are: five of six."""
+    layers = keys.need("block_count")
+    whole = rope_of(keys, 1_000_000.0)
+    windowed = {"rope_type": "default", "rope_theta": keys.number("rope.freq_base_swa", 10_000.0)}
+    kinds = ["full_attention" if layer % 6 == 5 else "sliding_attention" for layer in range(layers)]
+    cap = keys.get("final_logit_softcapping")
+    scalar = keys.need("embedding_length") // keys.need("attention.head_count") if layers == 62 else keys.head_dim
+    return _gemma(keys) | {
+        "sliding_window": keys.get("attention.sliding_window"),
+        "layer_types": kinds if keys.get("attention.sliding_window") else ["full_attention"] * layers,
+        "rope_parameters": {"full_attention": whole, "sliding_attention": windowed},
+        "query_pre_attn_scalar": scalar,  # of the 27B model, which has 62 layers, the width for each head
+        **({} if cap is None else {"final_logit_softcapping": float(cap)}),
+    }
+
+
+def _phi3(keys: Keys) -> Config:
+    rope = rope_of(keys)
+    original = keys.get("rope.scaling.original_context_length", keys.need("context_length"))
+    if "rope_factors_long" in keys.factors:
+        rope |= {
+            "rope_type": "longrope",
+            "short_factor": [float(factor) for factor in keys.factors["rope_factors_short"]],
+            "long_factor": [float(factor) for factor in keys.factors["rope_factors_long"]],
+        }
+    return {
+        "rope_parameters": rope,
+        "original_max_position_embeddings": original,
+        "sliding_window": keys.get("attention.sliding_window") or None,
+        "hidden_act": "silu",
+    }
+
+
+def _granite(keys: Keys) -> Config:
+    if keys.get("expert_count", 0):
+        raise ValueError("granite.expert_count: experts are not read from GGUF files")
+    return {
+        "attention_multiplier": keys.number("attention.scale", 1.0 / math.sqrt(keys.head_dim)),
+        "embedding_multiplier": keys.number("embedding_scale", 1.0),
+        "residual_multiplier": keys.number("residual_scale", 1.0),
+        "logits_scaling": keys.number("logit_scale", 1.0),
+    }
+
+
+def _smollm3(keys: Keys) -> Config:
+    """No rotation in every fourth layer, which a file does not say."""
+    layers = keys.need("block_count")
+    return {"no_rope_layers": [int(layer % 4 != 3) for layer in range(layers)], "use_sliding_window": False}
+
+
+def _olmo2(keys: Keys) -> Config:
+    if not keys.get("attention.sliding_window"):
+        return {}
+    kinds = keys.need("attention.sliding_window_pattern")
+    return {
+        "architectures": ["Olmo3ForCausalLM"],
+        "model_type": "olmo3",
+        "sliding_window": keys.need("attention.sliding_window"),
+        "layer_types": ["sliding_attention" if kind else "full_attention" for kind in kinds],
+    }
+
+
+def _cohere(keys: Keys) -> Config:
+    return {"logit_scale": keys.number("logit_scale"), "tie_word_embeddings": True}
+
+
+def _cohere2(keys: Keys) -> Config:
+    layers = keys.need("block_count")
+    return _cohere(keys) | {
+        "sliding_window": keys.need("attention.sliding_window"),
+        "layer_types": ["full_attention" if layer % 4 == 3 else "sliding_attention" for layer in range(layers)],
+    }
+
+
+def _starcoder2(keys: Keys) -> Config:
+    return {"use_bias": True, "hidden_act": "gelu_pytorch_tanh", "sliding_window": None}
+
+
+OLMO2_NAMES = {
+    **{name: other for name, other in SHARED_NAMES.items() if name not in ("attn_norm", "ffn_norm")},
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+COHERE_NAMES = {name: other for name, other in SHARED_NAMES.items() if name != "ffn_norm"}
+STARCODER2_NAMES = SHARED_NAMES | {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}
+PHI3_NAMES = SHARED_NAMES | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+GEMMA_NAMES = SHARED_NAMES | SANDWICH_NAMES
+
+ARCHITECTURES = {
+    "llama": Architecture("llama", "LlamaForCausalLM", _llama, rotates_pairs=True),
+    "mistral3": Architecture("ministral3", "Ministral3ForCausalLM", _mistral3, rotates_pairs=True),
+    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", _qwen2),
+    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", _qwen2),
+    "gemma": Architecture("gemma", "GemmaForCausalLM", _gemma, adds_one=True),
+    "gemma2": Architecture("gemma2", "Gemma2ForCausalLM", _gemma2, GEMMA_NAMES, adds_one=True),
+    "gemma3": Architecture("gemma3_text", "Gemma3ForCausalLM", _gemma3, GEMMA_NAMES, adds_one=True),
+    "phi3": Architecture("phi3", "Phi3ForCausalLM", _phi3, PHI3_NAMES),
+    "granite": Architecture("granite", "GraniteForCausalLM", _granite, rotates_pairs=True),
+    "smollm3": Architecture("smollm3", "SmolLM3ForCausalLM", _smollm3, rotates_pairs=True),
+    "olmo2": Architecture("olmo2", "Olmo2ForCausalLM", _olmo2, OLMO2_NAMES),
+    "command-r": Architecture(
+        "cohere", "CohereForCausalLM", _cohere, COHERE_NAMES, norm="layer_norm_eps", is_layer_norm=True
+    ),
+    "cohere2": Architecture(
+        "cohere2", "Cohere2ForCausalLM", _cohere2, COHERE_NAMES, norm="layer_norm_eps", is_layer_norm=True
+    ),
+    "starcoder2": Architecture(
+        "starcoder2", "Starcoder2ForCausalLM", _starcoder2, STARCODER2_NAMES, norm="norm_epsilon", is_layer_norm=True
+    ),
+    "seed_oss": Architecture(
+        "seed_oss",
+        "SeedOssForCausalLM",
+        lambda keys: {"attention_bias": True, "attention_out_bias": False},
+        SHARED_NAMES | {"post_attention_norm": "post_attention_layernorm"},
+    ),
+}
+FACTOR_TENSORS = ("rope_freqs", "rope_factors_long", "rope_factors_short")

@@ -1,0 +1,112 @@
+"""The tensors of a GGUF file by their Hugging Face names: takes the place of a `Checkpoint` of safetensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import CheckpointError, shown
+from .architectures import ARCHITECTURES, FACTOR_TENSORS, Architecture
+from .blocks import unpack
+from .reader import GgufFile
+
+
+class GgufCheckpoint:
+    """All tensors of a model in GGUF files, unpacked on access. See `checkpoint.safetensors.Checkpoint`."""
+
+    def __init__(self, root: Path, files: list[GgufFile]) -> None:
+        self.root = root
+        self.warnings: list[str] = []
+        first = files[0].metadata
+        self.architecture: Architecture = ARCHITECTURES[first["general.architecture"]]
+        prefix = first["general.architecture"]
+        num_heads = first[f"{prefix}.attention.head_count"]
+        self._num_heads = {
+            "attn_q": num_heads,
+            "attn_k": first.get(f"{prefix}.attention.head_count_kv") or num_heads,
+        }
+        self._places: dict[str, tuple[GgufFile, str]] = {}
+        for file in files:
+            for stored in file.tensors:
+                if _stem(stored) not in FACTOR_TENSORS:
+                    self._places[self._name(stored)] = file, stored
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._places)
+
+    def rename(self, new_name: Callable[[str], str]) -> None:
+        renamed = {new_name(name): place for name, place in self._places.items()}
+        if len(renamed) < len(self._places):
+            raise CheckpointError(f"{self.root}: two tensors have one name")
+        self._places = renamed
+
+    def share(self, name: str, other: str) -> None:
+        """Makes `name` the tensor that `other` is."""
+        self._places[name] = self._places[other]
+
+    def where(self, name: str) -> str:
+        """The file that holds a tensor, for error messages."""
+        return self._places[name][0].path.name
+
+    def dtype(self, name: str) -> str:
+        """F32, in which `array` gives each tensor."""
+        return "F32"
+
+    def packed_type(self, name: str) -> str:
+        """The type of its blocks, as Q4_K."""
+        file, stored = self._places[name]
+        return file.tensors[stored].type
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        file, stored = self._places[name]
+        return file.tensors[stored].shape
+
+    def is_mapped(self, name: str) -> bool:
+        return False
+
+    def array(self, name: str) -> NDArray[Any]:
+        """The tensor in float32, in the order of a Hugging Face file."""
+        file, stored = self._places[name]
+        tensor = file.tensors[stored]
+        numbers = unpack(tensor.type, file.packed(stored), tensor.shape)
+        kind = _stem(stored)
+        if self.architecture.rotates_pairs and kind in self._num_heads:
+            numbers = _in_halves(numbers, self._num_heads[kind])
+        if self.architecture.adds_one and kind.endswith("norm"):
+            numbers = numbers - np.float32(1)
+        return numbers
+
+    def forget(self, name: str) -> None:
+        file, stored = self._places[name]
+        file.forget(stored)
+
+    def _name(self, stored: str) -> str:
+        """The Hugging Face name of a stored tensor: blk.3.attn_q.weight is model.layers.3.self_attn.q_proj.weight."""
+        stem, _, suffix = stored.rpartition(".")
+        layer = ""
+        if stem.startswith("blk."):
+            _, number, stem = stem.split(".", 2) if stem.count(".") >= 2 else ("", "", stem)
+            layer = f"model.layers.{number}."
+        if stem not in self.architecture.names or suffix not in ("weight", "bias"):
+            raise CheckpointError(
+                f"{self.root}: tensor {shown(stored)} is of no known kind in a {self.architecture.model_type} model; "
+                "the output would be wrong without it"
+            )
+        return f"{layer}{self.architecture.names[stem]}.{suffix}"
+
+
+def _stem(stored: str) -> str:
+    """attn_q of blk.3.attn_q.weight."""
+    return stored.rpartition(".")[0].rpartition(".")[2] or stored.rpartition(".")[0]
+
+
+def _in_halves(numbers: NDArray[np.float32], num_heads: int) -> NDArray[np.float32]:
+    """The rows of each head with the rotated pairs in two halves instead of side by side. Also of a bias."""
+    rows = numbers.shape[0]
+    pairs = numbers.reshape(num_heads, rows // num_heads // 2, 2, -1)
+    return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(numbers.shape))

@@ -1,0 +1,172 @@
+"""The folder in Hugging Face form that stands for a GGUF file: everything but the weights, which stay in the file.
+
+Made once, in the cache directory, from the file's metadata: config.json, tokenizer.json, tokenizer_config.json,
+generation_config.json, and `gguf.json`, which says where the file is. The rest of the engine reads it as any other
+checkpoint; its tensors come from `GgufCheckpoint`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import CheckpointError, shown
+from ..files import read_json
+from .architectures import ARCHITECTURES, FACTOR_TENSORS, Keys, shared_config
+from .blocks import unpack
+from .checkpoint import GgufCheckpoint
+from .reader import GgufFile, Metadata, open_files
+from .tokenizer import tokenizer_json
+
+POINTER = "gguf.json"
+VERSION = 1  # of the folders; a change of what is written counts it up
+MARKS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # of config files -> of the metadata
+ENDS = ("eos", "eot", "eom")
+SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
+
+
+def folder_of(path: Path) -> Path:
+    """The folder that stands for the GGUF file at `path`, made if need be. Raises CheckpointError."""
+    path = path.resolve()
+    root = cache_directory() / f"{path.stem[:64]}-{_key(path)}"
+    if not (root / POINTER).is_file():
+        files = open_files(path)
+        root.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=root.parent) as work:
+            made = Path(work) / "made"
+            made.mkdir()
+            _write(made, files)
+            try:
+                made.rename(root)
+            except OSError:  # another process was faster
+                if not (root / POINTER).is_file():
+                    raise
+    return root
+
+
+def is_gguf_folder(root: Path) -> bool:
+    """Whether a folder stands for a GGUF file."""
+    return (root / POINTER).is_file()
+
+
+def open_checkpoint(root: Path) -> GgufCheckpoint:
+    """The tensors of the file that the folder stands for. Raises CheckpointError if the file is gone or another."""
+    pointer = read_json(root, POINTER) or {}
+    files = []
+    for told in pointer.get("files", ()):
+        path = Path(told["path"])
+        if not path.is_file() or path.stat().st_size != told["size"]:
+            raise CheckpointError(f"{path}: is gone, or not the file of which {root} was made; serve the file again")
+        files.append(GgufFile(path))
+    if not files:
+        raise CheckpointError(f"{POINTER} ({root}): names no file; remove the folder and serve the GGUF file again")
+    return GgufCheckpoint(root, files)
+
+
+def cache_directory() -> Path:
+    """Where folders are kept: millrace/gguf in XDG_CACHE_HOME, else in ~/.cache."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "millrace" / "gguf"
+
+
+def _key(path: Path) -> str:
+    """Changes with the file: its place, size and time of change."""
+    try:
+        stat = path.stat()
+    except OSError as error:
+        raise CheckpointError(f"{path.name}: cannot be read: {error.strerror}") from None
+    told = f"{VERSION} {path} {stat.st_size} {stat.st_mtime_ns} {stat.st_ino}"
+    return hashlib.sha256(told.encode()).hexdigest()[:16]
+
+
+def _write(root: Path, files: Sequence[GgufFile]) -> None:
+    first = files[0]
+    contents = {
+        "config.json": _config(files),
+        "tokenizer_config.json": _tokenizer_config(first.metadata),
+        "generation_config.json": _generation_config(first.metadata),
+        POINTER: {"files": [{"path": str(file.path), "size": file.size} for file in files]},
+    }
+    (root / "tokenizer.json").write_text(tokenizer_json(first.metadata, first.path.name), encoding="utf-8")
+    for name, values in contents.items():
+        (root / name).write_text(json.dumps(values, indent=1), encoding="utf-8")
+
+
+def _config(files: Sequence[GgufFile]) -> dict[str, Any]:
+    """The config.json. Raises CheckpointError for an architecture or a key that is not read."""
+    first = files[0]
+    name, metadata = first.metadata.get("general.architecture"), first.metadata
+    if metadata.get("general.type", "model") != "model":
+        raise CheckpointError(
+            f"{first.path.name}: general.type = {shown(str(metadata['general.type']))}: not a whole model; serve the "
+            "file of the model that it belongs to"
+        )
+    if name not in ARCHITECTURES:
+        raise CheckpointError(
+            f"{first.path.name}: general.architecture = {shown(str(name))} is not read from GGUF files; read are "
+            f"{', '.join(ARCHITECTURES)}; its checkpoint in Hugging Face format may be served"
+        )
+    tensors = {tensor: file for file in files for tensor in file.tensors}
+    factors = {
+        kind: unpack(
+            tensors[f"{kind}.weight"].tensors[f"{kind}.weight"].type,
+            tensors[f"{kind}.weight"].packed(f"{kind}.weight"),
+            tensors[f"{kind}.weight"].tensors[f"{kind}.weight"].shape,
+        )
+        for kind in FACTOR_TENSORS
+        if f"{kind}.weight" in tensors
+    }
+    keys, architecture = Keys(metadata, name, factors), ARCHITECTURES[name]
+    try:
+        config = shared_config(keys, architecture) | architecture.config(keys)
+    except KeyError as error:
+        raise CheckpointError(f"{first.path.name}: {error.args[0]} is missing from its metadata") from None
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise CheckpointError(f"{first.path.name}: its metadata cannot be used: {error}") from None
+    embedding = tensors.get("token_embd.weight")
+    if embedding is None:
+        raise CheckpointError(f"{first.path.name}: tensor token_embd.weight is missing, so it is no whole model")
+    config["vocab_size"] = embedding.tensors["token_embd.weight"].shape[0]
+    config.setdefault("tie_word_embeddings", "output.weight" not in tensors)
+    config["attention_bias"] = config.get("attention_bias", "blk.0.attn_q.bias" in tensors)
+    config["dtype"] = "bfloat16"
+    return config | _token_ids(metadata)
+
+
+def _token_ids(metadata: Mapping[str, Any]) -> dict[str, int]:
+    found = {f"{key}_token_id": metadata.get(f"tokenizer.ggml.{told}_token_id") for key, told in MARKS.items()}
+    return {key: index for key, index in found.items() if isinstance(index, int) and key != "unk_token_id"}
+
+
+def _tokenizer_config(metadata: Metadata) -> dict[str, Any]:
+    tokens = metadata.get("tokenizer.ggml.tokens") or ()
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    for key, told in MARKS.items():
+        index = metadata.get(f"tokenizer.ggml.{told}_token_id")
+        if isinstance(index, int) and 0 <= index < len(tokens):
+            config[f"{key}_token"] = tokens[index]
+    start = "tokenizer.chat_template"
+    templates = {"default": metadata[start]} if start in metadata else {}
+    templates |= {key[len(start) + 1 :]: text for key, text in metadata.items() if key.startswith(f"{start}.")}
+    if list(templates) == ["default"]:
+        config["chat_template"] = templates["default"]
+    elif templates:
+        config["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
+    return config
+
+
+def _generation_config(metadata: Metadata) -> dict[str, Any]:
+    ends = [metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ENDS]
+    config: dict[str, Any] = {"eos_token_id": list(dict.fromkeys(end for end in ends if isinstance(end, int)))}
+    for key, name in SAMPLING.items():
+        value = metadata.get(f"general.sampling.{key}")
+        if isinstance(value, int | float) and np.isfinite(value):
+            config[name] = float(f"{value:.6g}") if isinstance(value, float) else value
+    return config

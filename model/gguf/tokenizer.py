@@ -1,0 +1,206 @@
+"""The tokenizer that a GGUF file describes, as a tokenizer.json.
+
+Two kinds are read: `gpt2`, byte-level BPE with merges, whose way to split a text has a name (`tokenizer.ggml.pre`); and
+`llama`, SentencePiece's BPE, whose merges follow from the scores of its tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..errors import CheckpointError, quoted
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # token_type
+
+WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+LLAMA3 = WORDS + r"|\p{N}{1,3}" + REST
+QWEN2 = WORDS + r"|\p{N}" + REST
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+GPT4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{SUFFIX}|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*{SUFFIX}|\p{{N}}{{1,3}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+DEEPSEEK3 = (
+    r"\p{N}{1,3}",
+    r"[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+SEED = WORDS + r"|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+FALCON = (r"[\p{P}\$\+<=>\^~\|`]+", GPT2, r"[0-9][0-9][0-9]")
+DIGITS = (r"\p{N}", GPT2)
+
+# the name in a file -> the expressions that split a text, each applied to what the ones before it left
+SPLITS: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(
+        ("gpt-2", "mpt", "olmo", "phi-2", "roberta-bpe", "exaone4", "trillion", "granite-docling"), (GPT2,)
+    ),
+    **dict.fromkeys(("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b"), DIGITS),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2"), (LLAMA3,)),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), (LLAMA3,)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan", "megrez", "grok-2"), (QWEN2,)),
+    **dict.fromkeys(("tekken",), (TEKKEN,)),
+    **dict.fromkeys(("gpt-4o", "llama4"), (GPT4O,)),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), DEEPSEEK3),
+    **dict.fromkeys(("seed-coder",), (SEED,)),
+    **dict.fromkeys(("falcon",), FALCON),
+}
+WHOLE_WORDS = {
+    "llama-bpe",
+    "llama3",
+    "llama-v3",
+    "falcon3",
+    "falcon-h1",
+    "pixtral",
+    "lfm2",
+    "tekken",
+    "gpt-4o",
+    "llama4",
+}
+BEGINS = {
+    "llama-bpe",
+    "llama3",
+    "llama-v3",
+    "falcon3",
+    "falcon-h1",
+    "pixtral",
+    "lfm2",
+    "tekken",
+}  # if the file is silent
+SPACE = "▁"
+
+
+def tokenizer_json(metadata: Mapping[str, Any], source: str) -> str:
+    """The tokenizer.json. Raises CheckpointError naming the key; `source` is the file's name."""
+    from tokenizers import AddedToken
+
+    kind = metadata.get("tokenizer.ggml.model")
+    tokens: Sequence[str] = metadata.get("tokenizer.ggml.tokens") or ()
+    if not tokens or not all(isinstance(token, str) for token in tokens):
+        raise CheckpointError(f"{source}: tokenizer.ggml.tokens: holds no vocabulary; pass --tokenizer DIR or a Hub id")
+    types = metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
+    if len(types) != len(tokens):
+        raise CheckpointError(f"{source}: tokenizer.ggml.token_type: {len(types)} types of {len(tokens)} tokens")
+    makers = {"gpt2": _byte_level, "llama": _sentencepiece}
+    if kind not in makers:
+        raise CheckpointError(
+            f"{source}: tokenizer.ggml.model = {quoted(kind)}: only gpt2 and llama are read; pass --tokenizer DIR or "
+            "a Hub id"
+        )
+    made = makers[kind](metadata, _vocabulary(tokens), types, source)
+    added = [
+        AddedToken(token, special=type_ == CONTROL, normalized=type_ == USER_DEFINED and kind == "llama")
+        for token, type_ in zip(tokens, types, strict=True)
+        if type_ in (CONTROL, USER_DEFINED) and token
+    ]
+    made.add_tokens(added)
+    _add_template(made, metadata, tokens)
+    return str(made.to_str())
+
+
+def _vocabulary(tokens: Sequence[str]) -> dict[str, int]:
+    """Ids by token; of two tokens with one text the first is found, and the other keeps a name of its own."""
+    vocabulary: dict[str, int] = {}
+    for index, token in enumerate(tokens):
+        vocabulary[token if token not in vocabulary else f"{token}\0{index}"] = index
+    return vocabulary
+
+
+def _byte_level(metadata: Mapping[str, Any], vocabulary: dict[str, int], types: Sequence[int], source: str) -> Any:
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    name = metadata.get("tokenizer.ggml.pre", "default")
+    if name not in SPLITS:
+        raise CheckpointError(
+            f"{source}: tokenizer.ggml.pre = {quoted(name)}: its way to split a text is unknown; pass --tokenizer DIR "
+            "or a Hub id"
+        )
+    merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges") or ()]
+    if not all(len(merge) == 2 and "".join(merge) in vocabulary for merge in merges):
+        raise CheckpointError(f"{source}: tokenizer.ggml.merges: a merge is not of two tokens that make a third")
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=name in WHOLE_WORDS))
+    splits = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in SPLITS[name]]
+    bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=_flag(metadata, "add_space_prefix", False), use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, bytes_only])
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentencepiece(metadata: Mapping[str, Any], vocabulary: dict[str, int], types: Sequence[int], source: str) -> Any:
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    scores = metadata.get("tokenizer.ggml.scores")
+    if not isinstance(scores, list) or len(scores) != len(types):
+        raise CheckpointError(f"{source}: tokenizer.ggml.scores: must be a number for each of {len(types)} tokens")
+    unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
+    texts = list(vocabulary)
+    has_space = _flag(metadata, "add_space_prefix", True)
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab=vocabulary,
+            merges=_merges(texts, scores, types, vocabulary),
+            unk_token=texts[unknown] if 0 <= unknown < len(texts) else None,
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    spaces = normalizers.Replace(" ", SPACE)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces] if has_space else [spaces])
+    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if has_space else steps)
+    return tokenizer
+
+
+def _merges(
+    texts: Sequence[str], scores: Sequence[float], types: Sequence[int], vocabulary: Mapping[str, int]
+) -> list[tuple[str, str]]:
+    """The merges of SentencePiece: any two tokens whose joined text is a token, that with the highest score first."""
+    order = sorted(
+        (index for index, text in enumerate(texts) if types[index] in (NORMAL, USER_DEFINED) and len(text) > 1),
+        key=lambda index: (-scores[index], index),
+    )
+    merges = []
+    for index in order:
+        text = texts[index]
+        known = [
+            (left, right)
+            for cut in range(1, len(text))
+            if (left := text[:cut]) in vocabulary and (right := text[cut:]) in vocabulary
+        ]
+        if len(known) > 1:
+            known.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
+        merges += known
+    return merges
+
+
+def _add_template(tokenizer: Any, metadata: Mapping[str, Any], tokens: Sequence[str]) -> None:
+    """Has the tokenizer put its begin and end tokens around a text, where the file says so."""
+    from tokenizers.processors import TemplateProcessing
+
+    name = metadata.get("tokenizer.ggml.pre", "default")
+    begins = metadata["tokenizer.ggml.model"] == "llama" or name in BEGINS
+    around = {
+        "bos": _flag(metadata, "add_bos_token", begins),
+        "eos": _flag(metadata, "add_eos_token", False),
+    }
+    ids = {key: metadata.get(f"tokenizer.ggml.{key}_token_id") for key, is_added in around.items() if is_added}
+    special = {key: (tokens[index], index) for key, index in ids.items() if index is not None and index < len(tokens)}
+    if not special:
+        return
+    before, after = ([special[key][0]] if key in special else [] for key in ("bos", "eos"))
+    pair = [f"{text}:1" for text in (*before, "$B", *after)]
+    tokenizer.post_processor = TemplateProcessing(
+        single=[*before, "$A", *after], pair=[*before, "$A", *after, *pair], special_tokens=list(special.values())
+    )
+
+
+def _flag(metadata: Mapping[str, Any], name: str, default: bool) -> bool:
+    return bool(metadata.get(f"tokenizer.ggml.{name}", default))

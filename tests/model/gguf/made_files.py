@@ -1,0 +1,169 @@
+"""Tiny GGUF files of checkpoints that transformers makes, written by the `gguf` package as llama.cpp's converter does.
+
+The names of tensors are the package's. Rows that llama.cpp rotates in pairs and norms that it stores as 1 + w are
+changed here, as its converter changes them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+
+from tests.families.checkpoint import make_model
+from tests.families.row import Row, row
+
+TOKENS = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(125))]
+
+# one row of each architecture: its name, and a checkpoint in which what its keys say differs from all defaults
+MADE: dict[str, Row] = {
+    "llama": row("llama", "llama", head_dim=12, rope_parameters={"rope_type": "default", "rope_theta": 5e4}),
+    "llama3": row(
+        "llama3",
+        "llama",
+        rope_parameters={
+            **{"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0},
+            **{"high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
+        },
+    ),
+    "llama-linear": row(
+        "llama-linear", "llama", rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+    ),
+    "qwen2": row("qwen2", "qwen2"),
+    "qwen3": row("qwen3", "qwen3", head_dim=12, tie_word_embeddings=True),
+    "gemma": row("gemma", "gemma", head_dim=12),
+    "gemma2": row(
+        "gemma2",
+        "gemma2",
+        **{"head_dim": 12, "query_pre_attn_scalar": 12, "num_hidden_layers": 4, "sliding_window": 16},
+        **{"attn_logit_softcapping": 20.0, "final_logit_softcapping": 10.0},
+    ),
+    "gemma3": row(
+        "gemma3", "gemma3_text", head_dim=12, query_pre_attn_scalar=12, num_hidden_layers=7, sliding_window=16
+    ),
+    "phi3": row("phi3", "phi3", sliding_window=24),
+    "granite": row(
+        "granite",
+        "granite",
+        **{"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 4.0},
+    ),
+    "smollm3": row("smollm3", "smollm3", num_hidden_layers=5),
+    "olmo2": row("olmo2", "olmo2"),
+    "command-r": row("command-r", "cohere", logit_scale=0.5),
+    "cohere2": row("cohere2", "cohere2", logit_scale=0.5, num_hidden_layers=5, sliding_window=16),
+    "starcoder2": row("starcoder2", "starcoder2", sliding_window=None),
+    "seed_oss": row("seed_oss", "seed_oss", head_dim=8),
+}
+ARCHITECTURE = {"llama3": "llama", "llama-linear": "llama"}
+PAIRED = ("llama", "granite", "smollm3")  # rows of q and k in pairs
+
+
+def architecture_of(name: str) -> str:
+    return ARCHITECTURE.get(name, name)
+
+
+def write_gguf(name: str, root: Path) -> tuple[Path, Path]:
+    """Writes one of `MADE` in both forms: (a folder by transformers, a GGUF file)."""
+    model = make_model(MADE[name])
+    folder = root / "folder"
+    model.save_pretrained(folder)
+    file = root / f"{name}.gguf"
+    _write(file, architecture_of(name), model)
+    return folder, file
+
+
+def _write(file: Path, architecture: str, model: Any) -> None:
+    config = model.config
+    writer = gguf.GGUFWriter(file, architecture)
+    _write_keys(writer, architecture, config)
+    arch = next(arch for arch, known in gguf.MODEL_ARCH_NAMES.items() if known == architecture)
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    is_tied = bool(config.tie_word_embeddings)
+    for stored, tensor in model.state_dict().items():
+        if is_tied and stored == "lm_head.weight":
+            continue
+        written = names.get_name(stored, try_suffixes=(".weight", ".bias"))
+        assert written is not None, f"{architecture} has no name for {stored}"
+        writer.add_tensor(written, _as_written(architecture, written, tensor, config))
+    for index, factors in _factors(architecture, config).items():
+        writer.add_tensor(f"{index}.weight", factors)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _as_written(architecture: str, written: str, tensor: torch.Tensor, config: Any) -> np.ndarray:
+    numbers = tensor.numpy().astype(np.float32)
+    if architecture in PAIRED and ".attn_q." in written:
+        numbers = _in_pairs(numbers, config.num_attention_heads)
+    if architecture in PAIRED and ".attn_k." in written:
+        numbers = _in_pairs(numbers, config.num_key_value_heads)
+    if architecture.startswith("gemma") and written.endswith("norm.weight"):
+        numbers = numbers + 1
+    return np.ascontiguousarray(numbers)
+
+
+def _in_pairs(numbers: np.ndarray, num_heads: int) -> np.ndarray:
+    rows = numbers.shape[0]
+    return numbers.reshape(num_heads, 2, rows // num_heads // 2, -1).swapaxes(1, 2).reshape(numbers.shape)
+
+
+def _factors(architecture: str, config: Any) -> dict[str, np.ndarray]:
+    """Llama 3's factors, from the frequencies that transformers computes."""
+    rope = config.rope_parameters
+    if architecture != "llama" or rope.get("rope_type") != "llama3":
+        return {}
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    count = len(frequencies)
+    plain = rope["rope_theta"] ** -(np.arange(count) / count)
+    return {"rope_freqs": (plain / frequencies.numpy()).astype(np.float32)}
+
+
+def _write_keys(writer: Any, architecture: str, config: Any) -> None:
+    rope = config.rope_parameters
+    whole = rope.get("full_attention", rope)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_freq_base(whole["rope_theta"])
+    if whole.get("rope_type") == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(whole["factor"])
+    for name in ("layer_norm_eps", "norm_epsilon"):
+        if architecture in ("command-r", "cohere2", "starcoder2") and hasattr(config, name):
+            writer.add_layer_norm_eps(getattr(config, name))
+    if hasattr(config, "rms_norm_eps"):
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if getattr(config, "sliding_window", None) and architecture in ("gemma2", "gemma3", "phi3", "cohere2"):
+        writer.add_sliding_window(config.sliding_window)
+    if architecture == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if architecture == "granite":
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+    if architecture in ("command-r", "cohere2"):
+        writer.add_logit_scale(config.logit_scale)
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(TOKENS)
+    writer.add_token_scores([0.0] * len(TOKENS))
+    writer.add_token_types([2, 3, 3, *([6] * 125)])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    writer.add_pad_token_id(0)

@@ -1,0 +1,32 @@
+"""Each architecture of GGUF files: the spec and the tensors are those of the checkpoint that it was made of."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("gguf", reason="not installed: gguf")
+
+from millrace.model.checkpoint.hub import resolve  # noqa: E402
+from millrace.model.checkpoint.tensor_shapes import expected_shapes, open_source  # noqa: E402
+from millrace.model.families.registry import read_spec  # noqa: E402
+from tests.model.gguf.made_files import MADE, write_gguf  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_gguf_file_has_the_spec_and_the_tensors_of_its_checkpoint(name: str, tmp_path: Path) -> None:
+    folder, file = write_gguf(name, tmp_path)
+    stand_in = resolve(str(file))
+    theirs, their_spec = open_source(folder, read_spec(folder), "auto")
+    ours, our_spec = open_source(stand_in, read_spec(stand_in), "auto")
+    assert replace(our_spec, dtype=their_spec.dtype) == their_spec
+    for tensor in expected_shapes(their_spec):
+        assert np.array_equal(np.asarray(ours.array(tensor)), np.asarray(theirs.array(tensor))), tensor

@@ -88,6 +88,7 @@ def text_half(keys: ConfigKeys) -> ConfigKeys:
     ends = [config["eos_token_id"] for config in (keys.values, inner) if config.get("eos_token_id") is not None]
     if ends:  # the wrapper's may be those of turns
         values["eos_token_id"] = [token for end in ends for token in (end if isinstance(end, list) else [end])]
-    ties = [keys.flag("tie_word_embeddings", wrapper.is_tied), bool(inner.get("tie_word_embeddings"))]
+    text = ConfigKeys(values, f"{keys.source}: text_config")
+    ties = [keys.flag("tie_word_embeddings", wrapper.is_tied), text.flag("tie_word_embeddings", False)]
     values["tie_word_embeddings"] = any(ties)  # files say it in either place; if the output layer differs, it is used
-    return ConfigKeys(values, f"{keys.source}: text_config")
+    return text

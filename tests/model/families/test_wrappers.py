@@ -43,6 +43,14 @@ def test_either_place_may_say_that_the_output_layer_is_the_embedding(where: str)
     assert parse_config(outer, "").head.is_tied
 
 
+@pytest.mark.parametrize("where", ["outside", "inside"])
+def test_a_word_does_not_say_whether_the_output_layer_is_the_embedding(where: str) -> None:
+    key = {"tie_word_embeddings": "no"}
+    inner = {**SHAPE, "model_type": "llama", **(key if where == "inside" else {})}
+    with pytest.raises(CheckpointError, match="tie_word_embeddings: must be true or false, not 'no'"):
+        parse_config({"model_type": "llava", "text_config": inner, **(key if where == "outside" else {})}, "")
+
+
 def test_the_output_layer_of_a_wrapper_is_not_scaled() -> None:
     text = {**SHAPE, "model_type": "cohere2", "logit_scale": 0.25}
     assert parse_config(text, "").head.scale == 0.25

@@ -28,8 +28,13 @@ def why_through_transformers(config: EngineConfig, root: Path) -> str | None:
 
 
 def why_not_here(config: EngineConfig, shape: DecoderSpec) -> str | None:
-    """Why the decoder of a family does not compute the model, so that transformers may; None if it does."""
-    gaps = missing(shape, "torch") if config.model_impl == "auto" else []
+    """Why the decoder of a family does not compute the model, so that transformers does; None if it does.
+
+    Raises `ConfigError` if `model_impl` rules transformers out.
+    """
+    gaps = missing(shape, "torch")
+    if gaps and config.model_impl == "millrace":
+        raise ConfigError(f"model_impl = millrace: {shape.family}: the decoder here lacks {', '.join(gaps)}; use auto")
     return f"{shape.family}: the decoder here lacks {', '.join(gaps)}" if gaps else None
 
 

@@ -48,6 +48,17 @@ def test_a_model_without_a_family_runs_through_transformers(
     assert why_through_transformers(EngineConfig(model_impl=model_impl), folder_of(tmp_path, **values)) == reason
 
 
+def test_what_the_decoder_lacks_is_said_before_its_tensors_are_compared(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96}
+    root = folder_of(tmp_path, model_type="opt", word_embed_proj_dim=16, do_layer_norm_before=False, **sizes)
+    for backend in ("auto", "torch"):
+        config = EngineConfig(model=str(root), device="cpu", model_impl="millrace", attention_backend=backend)
+        opening = EarlyLoading(config, Phases(time.monotonic))
+        with pytest.raises(ConfigError, match="millrace: opt: the decoder here lacks an embedding of 16 .*; use auto$"):
+            opening.result()
+        opening.close()
+
+
 @pytest.mark.parametrize(
     "setting",
     [

@@ -37,17 +37,17 @@ class TensorSources:
         return next(name for name, parts in self._parts.items() if any(part.stem == stored for part in parts))
 
     def stored_shapes(self) -> dict[str, Shape]:
-        """The name and shape of each tensor that the checkpoint must hold."""
+        """The name and shape of each tensor that the checkpoint must hold: up to the last row that a part takes."""
         shapes: dict[str, Shape] = {}
-        taken: dict[str, int] = {}  # rows of a stored tensor that parts take
+        ends: dict[str, int] = {}
         transposed: set[str] = set()
         for name, target in self.targets.items():
             parts = self._parts[name]
             for part in parts:
-                count = target.shape[0] if len(parts) == 1 else 1
-                count = count if part.rows is None else _length(part.rows)
-                taken[part.stem] = taken.get(part.stem, 0) + count
-                shapes[part.stem] = part.shape or (taken[part.stem], *target.shape[1:])
+                end = target.shape[0] if len(parts) == 1 else 1
+                end = end if part.rows is None else _end(part.rows)
+                ends[part.stem] = max(ends.get(part.stem, 0), end)
+                shapes[part.stem] = part.shape or (ends[part.stem], *target.shape[1:])
                 if part.is_transposed:
                     transposed.add(part.stem)
         return {name: shape[::-1] if name in transposed else shape for name, shape in shapes.items()}
@@ -120,5 +120,6 @@ def _parts_of(name: str, names: Names) -> tuple[Rows, ...]:
     return tuple(found)
 
 
-def _length(rows: slice | NDArray[np.int64]) -> int:
-    return rows.stop - rows.start if isinstance(rows, slice) else len(rows)
+def _end(rows: slice | NDArray[np.int64]) -> int:
+    """Behind the last of the rows."""
+    return int(rows.stop if isinstance(rows, slice) else rows.max() + 1)

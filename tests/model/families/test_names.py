@@ -85,6 +85,12 @@ def test_parts_are_stacked_and_changed_in_float32() -> None:
     assert sources.canonical_name("y.3") == "a.3.b"
 
 
+def test_a_stored_tensor_reaches_to_the_last_row_that_is_taken() -> None:
+    targets = [Target("q.weight", (2, 3)), Target("k.weight", (2, 3)), Target("v.weight", (2, 3))]
+    places = {"q": Rows("qkv", slice(4, 6)), "k": Rows("qkv", np.array([7, 0])), "v": Rows("qkv", slice(4, 6))}
+    assert TensorSources(targets, places).stored_shapes() == {"qkv.weight": (8, 3)}
+
+
 def test_a_matrix_of_weights_of_heads_is_read_as_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = tensors(parse_config(LLAMA, ""))
     use(monkeypatch, names=lambda spec: {"model.norm": Rows("model.norm", halves(16, 4), shape=(16, 4))})

@@ -5,8 +5,8 @@ The kernels are an argument (`KernelSet` of `kernels/kernel_set.py`), so the sam
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -167,15 +167,7 @@ class _Layer:
         self.pre_mixer, self.pre_feed = _row_norm(weights.pre_mixer), _row_norm(weights.pre_feed)
         self.tables = decoder.tables_of(self.attention)
         self.norms = _head_norms(self.attention, weights)
-        self.query_factors, alibi = decoder.tables_by_position(self.attention)
-        self.options: dict[str, Any] = {  # of the attention kernels
-            "scale": self.attention.scale,
-            "window": self.attention.window,
-            "soft_cap": self.attention.soft_cap,
-            "sinks": weights.sinks,
-            "alibi": alibi,
-            "chunk": self.attention.chunk,
-        }
+        self.query_factors, self.alibi = decoder.tables_by_position(self.attention)
 
     def run(
         self, residual: Tensor, index: int, inputs: StepInputs[Tensor], cache: KVCache, plan: AttentionPlan | None
@@ -238,12 +230,26 @@ class _Layer:
             v_scale,
             self.query_factors,
         )  # [T, H, D]
-        kernels, view = self.kernels, (q, keys, values, inputs.block_tables)
-        options = self.options | {"k_scale": k_scale, "v_scale": v_scale, "plan": plan}
-        if inputs.is_decode:
-            seen = kernels.paged_decode(*view, inputs.lengths, **options)  # [S, H, D]
-        else:
-            seen = kernels.paged_attention(*view, inputs.query_starts, inputs.lengths, **options)  # [T, H, D]
+        attend: Callable[..., Tensor] = self.kernels.paged_decode
+        places: tuple[Tensor, ...] = (inputs.lengths,)
+        if not inputs.is_decode:
+            attend, places = self.kernels.paged_attention, (inputs.query_starts, inputs.lengths)
+        seen = attend(  # keywords, as merging two dicts of them takes three times as long
+            q,
+            keys,
+            values,
+            inputs.block_tables,
+            *places,
+            scale=attention.scale,
+            window=attention.window,
+            soft_cap=attention.soft_cap,
+            sinks=self.weights.sinks,
+            alibi=self.alibi,
+            chunk=attention.chunk,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            plan=plan,
+        )  # [T, H, D]
         return seen.view(num_tokens, -1)
 
 

@@ -1,14 +1,14 @@
-"""The cos and sin tables of rotary positions, one row a position, made once when a model is loaded. No torch."""
+"""The tables of rotary and other positions, one row a position, made once when a model is loaded. No torch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..rope_config import RopeConfig
+from ..spec import DecoderSpec
 
 Floats = NDArray[np.float32]
 
@@ -25,9 +25,14 @@ def rope_tables(rope: RopeConfig, num_positions: int) -> tuple[Floats, Floats]:
     return cos, sin
 
 
-def tables_bytes(ropes: Iterable[RopeConfig], num_positions: int) -> int:
-    """Memory of the tables of all kinds of rotary positions that a decoder has."""
-    return sum(2 * num_positions * (rope.dim // 2) * 4 for rope in ropes)
+def tables_bytes(spec: DecoderSpec, num_positions: int) -> int:
+    """Memory of a decoder's tables of one row a position: rotary positions, factors of queries, rounded alibi."""
+    rotary = sum(2 * (rope.dim // 2) for rope in spec.ropes)
+    others = sum(
+        (attention.query_temper is not None) + attention.num_heads * attention.is_alibi_rounded
+        for attention in set(spec.attentions)
+    )
+    return 4 * num_positions * (rotary + others)
 
 
 def inverse_frequencies(rope: RopeConfig, *, is_long: bool = False) -> Floats:

@@ -46,13 +46,13 @@ def sizing_on_cpu(
     memory, and the cache is not yet. `activations(length)` is the need in bytes of the largest step with sequences of
     up to that length.
     """
-    loaded, free = weights + tables_bytes(shape.ropes, num_positions), free_host_bytes()
+    loaded, free = weights + tables_bytes(shape, num_positions), free_host_bytes()
     logits = config.max_num_seqs * shape.vocab_size * CPU_LOGIT_BYTES + SORTED_BYTES
 
     def needs_of(length: int) -> MemoryNeeds:
         return MemoryNeeds(
             weights=weights,
-            state=tables_bytes(shape.ropes, length)
+            state=tables_bytes(shape, length)
             + slot_bytes(config, shape, length)
             + sampler_bytes(config, shape, length),
             activations=activations(length),
@@ -78,7 +78,7 @@ def positions_that_fit(config: EngineConfig, shape: DecoderSpec, max_model_len: 
     Counts the rotary tables, and on a CPU keys and values of one sequence. Raises `ConfigError` for more.
     """
     cached = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim if device == "cpu" else 0
-    most = free_host_bytes() // max(1, 2 * tables_bytes(shape.ropes, 1) + cached)
+    most = free_host_bytes() // max(1, 2 * tables_bytes(shape, 1) + cached)
     if max_model_len <= most:
         return max_model_len
     if config.max_model_len == "auto":

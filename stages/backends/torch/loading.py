@@ -360,14 +360,14 @@ def _sizing_on_gpu(
         ) from None
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(decoder.device)
-    loaded = weights + tables_bytes(shape.ropes, max_model_len)
+    loaded = weights + tables_bytes(shape, max_model_len)
     has_kernels = _backend_name(config, decoder.device) == "triton"
     chooser = device_sampler_bytes(config.max_num_seqs, shape.vocab_size) if has_kernels else 0
 
     def needs_of(length: int) -> MemoryNeeds:
         return MemoryNeeds(
             weights=weights,
-            state=tables_bytes(shape.ropes, length)
+            state=tables_bytes(shape, length)
             + slot_bytes(config, shape, length)
             + chooser
             + (async_bytes(config, length, shape.vocab_size) if is_async else 0),

@@ -104,7 +104,7 @@ def load_tilings(setting: str, card: str, num_processors: int) -> Tilings:
         elif source != "shipped":
             raise TilingsError(
                 f"tilings = {source}: has no options for the card {card!r}, but for {', '.join(cards) or 'none'}; "
-                "measure them with `python -m tests.bench.gpu`, or use auto"
+                "measure them with `python -m tests.bench.gpu.timed_run`, or use auto"
             )
     return Tilings(card, ", ".join(reversed(used)) or f"none: nothing was measured on {card}", found, num_processors)
 

@@ -1,43 +1,38 @@
-"""The GPU's benchmark, as far as it goes without one: its floors, its steps on simulated streams, and what it says.
-
-`python -m tests.bench.gpu --dry` is run whole: all parts, tiny, with Triton's kernels in their interpreter.
-"""
+"""The GPU's benchmark, as far as it goes without one: its floors, its steps on simulated streams, and what it says."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections import Counter
 from contextlib import nullcontext
-from itertools import count
+from itertools import count, product
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from millrace.kernels.layout import step_state
 from millrace.runtime.device_streams.simulated import SimStreams
 from millrace.stages.errors import ConfigError
-from tests.bench.gpu import __main__ as command
-from tests.bench.gpu import one
 from tests.bench.gpu.floors import (
     GPU_SHAPES,
+    H200,
     Device,
+    card_of,
     decode_floor_s,
     kv_bytes,
     num_streamed,
     prefill_floor_s,
     stream_floor_s,
 )
-from tests.bench.gpu.part_table import LIMIT_S, PART_LIMIT_S, PARTS
-from tests.bench.gpu.parts import gates, sanitizer, steps
+from tests.bench.gpu.paired import PairedRatio, order, paired_ratio
+from tests.bench.gpu.parts import gates, grants, sanitizer
 from tests.bench.gpu.parts.checks import check_step_state
-from tests.bench.gpu.parts.steps import NUM_TIMED, NUM_WARM, Subject, as_json, measure
+from tests.bench.gpu.parts.subject import Subject
 from tests.bench.gpu.parts.workload import requests_of
-from tests.bench.gpu.place import DRY, Place
+from tests.bench.gpu.place import Place
 
 ROOT = Path(__file__).parents[2]
 
@@ -73,17 +68,55 @@ def test_a_floor_by_hand() -> None:
     assert few == 2 * weights + 640 and many == 50 * weights + 64_000, "bound by memory, then by arithmetic"
 
 
-@pytest.mark.parametrize("is_eager", [True, False])
-def test_steps_are_measured_on_any_streams(is_eager: bool) -> None:
+@pytest.mark.parametrize("num_rows", [(), (3, 4)])
+def test_steps_of_all_kinds_are_measured_on_any_streams(num_rows: tuple[int, ...]) -> None:
     ticks = count()
-    subject = Subject(TINY, torch.device("cpu"), [(4, 40), (3, 100)], 16)
-    line = subject.line(SimStreams(Random(0)), lambda: float(next(ticks)), is_eager=is_eager)
-    row = measure(subject, line, 3, 40, lambda: float(next(ticks)))
-    assert line.outcomes.num_generated[:3].tolist() == [NUM_WARM + NUM_TIMED] * 3
-    assert row.has_graphs != is_eager and row.submit_us == 1e6
-    assert row.step_us >= 7 and row.idle_us >= 1, "in operations of the simulated device"
-    (told,) = as_json([row])
-    assert told["floor_share"] == row.floor_us / row.step_us and told["num_rows"] == 3
+    subject = Subject(TINY, torch.device("cpu"), [(5, 60), (1, 100)], 16, 64)
+    line = subject.line(
+        SimStreams(Random(0)), lambda: float(next(ticks)), num_rows=num_rows, num_tokens=num_rows and (64,)
+    )
+    plans = [grants.decode_grants(subject, 3, 40, 6, asked) for asked in (grants.GREEDY, grants.TOP_P, grants.LOGPROBS)]
+    plans += [grants.prompt_grants(subject, 50, 3), grants.prompt_grants(subject, 50, 2, 20)]
+    plans.append(grants.mixed_grants(subject, 3, 40, 9, 4))
+    for plan, num_steps in zip(plans, (6, 6, 6, 3, 6, 4), strict=True):
+        times = line.run(plan, lambda: float(next(ticks)))
+        assert len(times.step_us) == len(times.idle_us) + 1 == num_steps and set(times.submit_us) == {1e6}
+        assert times.num_replayed == (num_steps if num_rows else 0)
+        assert all(us >= 7 for us in times.step_us), "in operations of the simulated device"
+    assert line.sampler.table.num_generated[:3].tolist() == [4, 4, 4]
+
+
+def test_a_card_has_its_own_floors_and_one_that_is_unknown_those_that_were_measured() -> None:
+    measured = [{"part": "card", "row": {"bytes_per_s": 1e12, "flops_per_s": 2e14}}]
+    assert card_of("NVIDIA H200", measured) == H200
+    assert card_of("NVIDIA H100 80GB HBM3") == Device(3.0e12, 790e12)
+    assert card_of("NVIDIA H100 PCIe").bytes_per_s < card_of("NVIDIA H100 NVL").bytes_per_s
+    assert card_of("NVIDIA A100-SXM4-80GB") != card_of("NVIDIA A100-SXM4-40GB")
+    for name in ("NVIDIA B300", "NVIDIA H100 80GB HBM3 MIG 3g.40gb"):
+        assert card_of(name, measured) == Device(1e12, 2e14) and card_of(name) == H200
+    few, many = (
+        decode_floor_s(GPU_SHAPES["qwen3-0.6b"], 1, 1024, card_of(f"NVIDIA {name}")) for name in ("H100", "H200")
+    )
+    assert few / many == pytest.approx(4.3 / 3.0)
+
+
+def test_a_paired_ratio_and_its_interval_are_those_of_all_samples_that_can_be_drawn() -> None:
+    dice = np.random.default_rng(1)
+    a, b = dice.lognormal(0, 0.1, (6, 1)), dice.lognormal(-0.1, 0.1, (6, 1))
+    ratios = (b / a)[:, 0]
+    medians = np.median(ratios[list(product(range(6), repeat=6))], axis=1)  # all 46,656
+    found = paired_ratio(a, b, confidence=0.9)
+    assert found.ratio == np.median(ratios)
+    assert (found.low, found.high) == pytest.approx(np.quantile(medians, [0.05, 0.95]), rel=0.01)
+    assert paired_ratio(a, b, confidence=0.5).low > found.low
+
+
+def test_steps_of_a_block_stay_together_so_that_they_count_as_one_piece_of_evidence() -> None:
+    drift = np.array([[1.0] * 50, [2.0] * 50, [3.0] * 50])  # three blocks that differ, and steps that do not
+    found = paired_ratio(np.ones_like(drift), drift)
+    assert (found.ratio, found.low, found.high) == (2.0, 1.0, 3.0)
+    assert paired_ratio(drift, 0.5 * drift) == PairedRatio(0.5, 0.5, 0.5), "a drift that both see is no difference"
+    assert "".join(order(4)) == "ABBAABBA"
 
 
 def test_the_check_of_kernels_finds_one_that_is_wrong_and_no_other() -> None:
@@ -114,87 +147,6 @@ def test_the_workload_is_the_one_that_others_report() -> None:
 def test_the_floor_of_a_prompt_is_what_a_calculator_says() -> None:
     assert prefill_floor_s(GPU_SHAPES["llama-3.1-8b"], 8192) == pytest.approx(0.167, rel=0.01)
     assert stream_floor_s(TINY, [(9, 1)]) == prefill_floor_s(TINY, 9), "the first token comes of the prompt"
-
-
-# ---- parts ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_dry_run_runs_every_part_and_says_that_its_figures_are_no_gpus(tmp_path: Path) -> None:
-    told = tmp_path / "told.json"
-    run = [sys.executable, "-m", "tests.bench.gpu", "--dry", "--json", str(told)]
-    done = subprocess.run(run, capture_output=True, text=True, cwd=ROOT, timeout=900, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(told.read_text())
-    assert found["device"] == DRY and done.stdout.count(DRY) > len(PARTS)
-    assert found["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
-    assert set(found["versions"]) >= {"triton", "driver", "numpy"}
-    parts = found["parts"]
-    assert list(parts) == [part.name for part in PARTS]
-    assert all(part["rows"] and not part["wrong"] and "failed" not in part for part in parts.values())
-    kernels = {row["kernel"].split(" ")[0] for row in parts["kernels"]["rows"]}
-    assert kernels >= {
-        "rms_norm",
-        "attention_prologue",
-        "paged_decode",
-        "paged_attention",
-        "choose",
-        "thresholds",
-        "make_inputs",
-    }
-    for name in ("checks", "kernels", "steps-0.6b", "steps-8b"):
-        assert not {"orjson", "anyio", "structlog", "aiohttp", "pydantic", "pytest"} & set(parts[name]["packages"])
-    assert parts["workload"]["rows"][0]["answer_tokens"] == parts["transformers"]["rows"][0]["answer_tokens"]
-    assert found["workload_ratio"] > 0
-
-
-def test_a_dry_run_does_not_write_where_results_are_kept(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    result = command.RESULTS / "gpu.json"
-    monkeypatch.setattr(sys, "argv", ["gpu", "--dry", "--json", str(result)])
-    assert command.main() == 2 and "a dry run measures nothing" in capsys.readouterr().err
-    assert not result.exists()
-
-
-def test_parts_run_alone_within_four_minutes_and_all_within_fifteen() -> None:
-    assert all(part.limit_s <= PART_LIMIT_S for part in PARTS) and sum(part.limit_s for part in PARTS) <= LIMIT_S
-
-
-def test_a_part_that_fails_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(place: Place) -> None:
-        place.tell({"before": 1})
-        raise ArithmeticError("lost")
-
-    def complain(place: Place) -> None:
-        place.complain("too many")
-
-    out = tmp_path / "lines.jsonl"
-    monkeypatch.setattr(steps, "run_small", fail)
-    monkeypatch.setattr(steps, "run_large", complain)
-    monkeypatch.setattr(sys, "argv", ["one", "steps-0.6b", "steps-8b", "--out", str(out), "--dry"])
-    assert one.main() == 1
-    told: dict[str, Any] = {"parts": {name: {"rows": [], "wrong": []} for name in ("steps-0.6b", "steps-8b")}}
-    for line in out.read_text().splitlines():
-        command._take(told, json.loads(line))
-    small, large = told["parts"].values()
-    assert small == {"rows": [{"before": 1}], "wrong": [], "failed": "ArithmeticError: lost"}
-    assert large["wrong"] == ["too many"] and large["ended"]
-
-
-def test_a_part_is_stopped_at_its_limit() -> None:
-    lines, trouble = command._run_apart(["checks"], 0, 0.01, is_dry=True)
-    assert lines == [] and trouble == "stopped after 0.01 s"
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so_and_fails(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["gpu"])
-    assert command.main() == 2
-    told = capsys.readouterr()
-    assert "no CUDA device" in told.err and not told.out
 
 
 # ---- gates ----------------------------------------------------------------------------------------------------------
@@ -304,7 +256,7 @@ def test_what_the_sanitizer_finds_is_complained_of(tmp_path: Path, monkeypatch: 
         tool.write_text(f'#!/bin/sh\necho "Invalid read $1 $2"\nexit {status}\n')
         tool.chmod(0o755)
         sanitizer.run(told.place)
-    assert told.rows == [{"tool": check, "status": status} for status in (0, 86) for check in ("memcheck", "racecheck")]
+    assert told.rows == [{"name": check, "status": status} for status in (0, 86) for check in ("memcheck", "racecheck")]
     assert told.wrong == [
         f"{check}: exit status 86: Invalid read --tool {check}\n" for check in ("memcheck", "racecheck")
     ]

@@ -1,5 +1,5 @@
 """The figures of `deploy/docs/performance-gpu.md`, from tests/bench/results/gpu-NAME.json, which
-`python -m tests.bench.gpu --json FILE` writes:
+`python -m tests.bench.gpu.timed_run --summary DIR --json FILE` writes:
 
     python -m tests.bench.gpu.report
 

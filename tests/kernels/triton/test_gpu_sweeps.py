@@ -9,21 +9,21 @@ import operator
 import os
 import time
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
 
-from tests.bench.gpu.few_rows import Tiling, product_tiling
+from tests.bench.gpu.few_rows import product_tiling
 from tests.bench.gpu.floors import GPU_SHAPES
-from tests.bench.gpu.sweeps import attention as attention_sweep
-from tests.bench.gpu.sweeps import products as product_sweep
+from tests.bench.gpu.sweeps import ahead
+from tests.bench.gpu.sweeps.attention import Choice, cases_of, choices_of, today
+from tests.bench.gpu.sweeps.choices import DECISIVE
 from tests.bench.gpu.sweeps.compiling import compile_all
 from tests.bench.gpu.sweeps.product_candidates import (
     MOST_CANDIDATES,
     NUM_PROCESSORS,
     Case,
-    Job,
-    Product,
     products_of,
     tilings_of,
 )
@@ -56,32 +56,31 @@ def test_without_time_nothing_is_tried() -> None:
     assert compile_all({}, operator.call, 1, time.monotonic()) == {}
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("sweep", [attention_sweep, product_sweep])
-def test_without_a_gpu_a_sweep_says_so_and_fails(sweep: object, capsys: pytest.CaptureFixture[str]) -> None:
-    assert sweep.main([]) == 2  # type: ignore[attr-defined]
-    told = capsys.readouterr()
-    assert "no CUDA device" in told.err and not told.out
-
-
 # ---- candidates -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_rows", [1, 8, 16, 17, 64])
 def test_a_product_has_todays_tiling_and_others_that_hold_its_rows(num_rows: int) -> None:
-    for product in (found for name, shape in GPU_SHAPES.items() for found in products_of(name, Widths.of(shape))):
-        first, *others = tilings_of(Case(product, num_rows))
-        assert first == product_tiling(num_rows, product.num_outputs, product.num_inner, NUM_PROCESSORS)
+    for found in (found for name, shape in GPU_SHAPES.items() for found in products_of(name, Widths.of(shape))):
+        first, *others = tilings_of(Case(found, num_rows))
+        assert first == product_tiling(num_rows, found.num_outputs, found.num_inner, NUM_PROCESSORS)
         assert len(others) == len({first, *others}) - 1 >= MOST_CANDIDATES - 3
-        assert all(tiling.block_m >= num_rows and tiling.block_k < 2 * product.num_inner for tiling in others)
+        assert all(tiling.block_m >= num_rows and tiling.block_k < 2 * found.num_inner for tiling in others)
 
 
-def test_candidates_that_the_compiler_tells_apart_are_compiled_each_and_others_once() -> None:
-    tiling = Tiling(16, 32, 128, 12, 4, 4)
+def test_attention_has_todays_tiling_first_and_tries_fewer_tiles_where_little_is_loaded() -> None:
+    cpu, names = torch.device("cpu"), set()
+    for case in cases_of(None):
+        first, *others = choices_of(case, cpu, torch.bfloat16, is_dry=False)
+        assert first == Choice(today(case, cpu, torch.bfloat16)) and len(others) == len({first, *others}) - 1 >= 8
+        assert any(choice.tiling.num_stages == 2 for choice in others), "one that waits for each load"
+        assert {choice.min_tiles for choice in others} >= set(case.min_tiles)
+        names.add(case.name)
+    assert all(any(name.endswith(load) for name in names) for load in DECISIVE.values())
 
-    def compiled_as(num_outputs: int, num_inner: int, num_rows: int = 16) -> tuple[object, ...]:
-        return Job(Case(Product("p", num_outputs, num_inner), num_rows), tiling).compiled_as
 
-    assert compiled_as(6144, 14_336, 9) == compiled_as(4096, 14_336)
-    assert compiled_as(6144, 14_336) != compiled_as(6144, 4096), "32 steps over K make 11 splits of 3"
-    assert compiled_as(6144, 14_336) != compiled_as(6150, 14_336), "a last tile that is not whole"
+def test_all_that_a_run_launches_is_among_the_jobs_of_its_card() -> None:
+    jobs, older = ahead.jobs_of(ahead.H200), ahead.jobs_of(ahead.Target(80, 108))
+    steps = [job for job in jobs.values() if isinstance(job, ahead.ModelJob)]
+    assert {(job.shape, job.is_fp8) for job in steps} == set(product(GPU_SHAPES, (False, True)))
+    assert len(older) < len(jobs) and not any(job.is_fp8 for job in older.values() if isinstance(job, ahead.ModelJob))

@@ -26,24 +26,21 @@ def test_kernels_whose_names_begin_alike_stay_apart() -> None:
 
 
 @pytest.mark.slow
-def test_rows_of_each_step_add_up_to_its_kernels() -> None:
+def test_rows_of_a_step_add_up_to_its_kernels() -> None:
     told: list[dict[str, Any]] = []
     wrong: list[str] = []
-    where.run_small(Place(torch.device("cpu"), 0, told.append, wrong.append))
-    assert not wrong
-    wholes = {row["step"]: row for row in told if "kernel" not in row}
-    assert list(wholes) == ["1 x 1 of 20", "3 x 1 of 40", "prompt of 9", "prompt of 70"]
-    assert [row["has_graphs"] for row in wholes.values()] == [True, True, False, False]
-    for step, whole in wholes.items():
-        rows = [row for row in told if row["step"] == step and "kernel" in row]
-        assert 2 < len(rows) <= where.NUM_NAMED + 1 and whole["step_us"] > 0 and whole["submit_us"] > 0
-        assert sum(row["us"] for row in rows) == pytest.approx(whole["kernels_us"])
-        assert sum(row["share"] for row in rows) == pytest.approx(1)
+    where.run(Place(torch.device("cpu"), 0, told.append, wrong.append))
+    whole, *rows = told
+    assert not wrong and whole["name"] == "tiny 3 x 1 of 40" and whole["us"] > 0
+    assert 2 < len(rows) <= where.NUM_NAMED + 1 and all(row["name"] == whole["name"] for row in rows)
+    assert sum(row["us"] for row in rows) == pytest.approx(whole["kernels_us"])
+    assert sum(row["count"] for row in rows) == pytest.approx(whole["num_kernels"])
+    assert sum(row["share"] for row in rows) == pytest.approx(1)
 
 
 @pytest.mark.slow
 def test_a_profiler_that_sees_no_kernel_is_complained_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(where, "profiled", lambda *_: iter(()))
     wrong: list[str] = []
-    where.run_small(Place(torch.device("cpu"), 0, lambda row: None, wrong.append))
-    assert wrong[0] == "the profiler saw no kernel of tiny, 1 x 1 of 20" and len(wrong) == 4
+    where.run(Place(torch.device("cpu"), 0, lambda row: None, wrong.append))
+    assert wrong == ["the profiler saw no kernel of 3 x 1 of 40"]

@@ -29,29 +29,56 @@ QWEN3_06B = Widths(hidden=1024, num_heads=16, num_groups=8, head_dim=128, inner=
 LLAMA_8B = Widths(hidden=4096, num_heads=32, num_groups=8, head_dim=128, inner=14_336)
 
 
-def run(place: Place) -> None:
+def run_hot(place: Place) -> None:
+    """The part `correct`: what a run is about, attention and sampling, before it is timed."""
+    tell_checked(place, hot_trials(place, kernel_set.load("triton"), kernel_set.load_sampling("triton")))
+
+
+def run_others(place: Place) -> None:
     """The part `checks`."""
     from millrace.kernels.triton import step_state as triton_step
 
-    check_kernels(place, kernel_set.load("triton"), kernel_set.load_sampling("triton"), triton_step)
+    tell_checked(place, other_trials(place, kernel_set.load("triton")))
+    check_steps(place, triton_step)
+
+
+def run_all(place: Place) -> None:
+    """Both, as the sanitizer runs them."""
+    run_hot(place)
+    run_others(place)
 
 
 def check_kernels(place: Place, kernels: KernelSet, sampler: SamplingKernels, steps: ModuleType) -> None:
-    """Complains of each kernel of these that is wrong, and tells how many trials there were."""
+    """Complains of each kernel of these that is wrong."""
+    tell_checked(place, other_trials(place, kernels))
+    tell_checked(place, hot_trials(place, kernels, sampler))
+    check_steps(place, steps)
+
+
+def tell_checked(place: Place, trials: Iterator[Trial]) -> None:
+    """Complains of each trial that is wrong, and tells how many there were."""
     count = 0
-    for trial in _trials(place, kernels, sampler):
-        count += 1
-        for complaint in check(trial):
-            place.complain(complaint)
-    is_small = place.is_dry or place.is_tiny
-    walks = (SIZES[1:2], 2) if is_small else (SIZES, NUM_STEPS)
-    for complaint in check_step_state(steps, place.device, place.seed, *walks):
-        place.complain(complaint)
-    place.tell({"num_trials": count})
+    for trial in place.in_time(trials):
+        with place.trying(trial.name):
+            count += 1
+            for complaint in check(trial):
+                place.complain(complaint)
+    place.tell({"name": "trials", "count": count})
 
 
-def _trials(place: Place, kernels: KernelSet, sampler: SamplingKernels) -> Iterator[Trial]:
+def hot_trials(place: Place, kernels: KernelSet, sampler: SamplingKernels) -> Iterator[Trial]:
     """One at a time, so that the memory of one serves the next."""
+    draw = torch.Generator(place.device).manual_seed(place.seed)
+    is_small = place.is_dry or place.is_tiny
+    yield from checked_trials(kernels, place.device, place.dtype, place.seed, is_small)
+    if not is_small:
+        yield from checked_trials(kernels, place.device, torch.float32, place.seed + 1, True)
+    for num_rows, vocab_size in ((4, 300),) if is_small else ((5, 300), (9, 50_257), (33, 151_936)):
+        yield from sampling_trials(sampler, num_rows, vocab_size, place.dtype, draw)
+
+
+def other_trials(place: Place, kernels: KernelSet) -> Iterator[Trial]:
+    """Norms, activations, the prologue and copies."""
     draw = torch.Generator(place.device).manual_seed(place.seed)
     is_small = place.is_dry or place.is_tiny
     tiny = Widths(hidden=33, num_heads=4, num_groups=2, head_dim=16, inner=20)
@@ -65,11 +92,13 @@ def _trials(place: Place, kernels: KernelSet, sampler: SamplingKernels) -> Itera
                 yield prologue_trial(kernels, widths, num_tokens, place.dtype, draw, has_norms=True, is_fp8=True)
     for block_bytes, num_copied in ((512, 3),) if is_small else ((512, 3), (1_835_008, 40)):
         yield copy_trial(kernels, block_bytes, num_copied, draw)
-    yield from checked_trials(kernels, place.device, place.dtype, place.seed, is_small)
-    if not is_small:
-        yield from checked_trials(kernels, place.device, torch.float32, place.seed + 1, True)
-    for num_rows, vocab_size in ((4, 300),) if is_small else ((5, 300), (9, 50_257), (33, 151_936)):
-        yield from sampling_trials(sampler, num_rows, vocab_size, place.dtype, draw)
+
+
+def check_steps(place: Place, steps: ModuleType) -> None:
+    """Complains of kernels of a step's state that differ from their twins over random walks."""
+    walks = (SIZES[1:2], 2) if place.is_dry or place.is_tiny else (SIZES, NUM_STEPS)
+    for complaint in check_step_state(steps, place.device, place.seed, *walks):
+        place.complain(complaint)
 
 
 def check_step_state(

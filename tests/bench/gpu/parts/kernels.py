@@ -12,13 +12,13 @@ from torch import Generator
 from millrace.kernels import kernel_set
 from millrace.kernels.checks.roofline import LaunchCost
 from millrace.kernels.kernel_set import KernelSet
-from tests.bench.gpu.floors import GPU_SHAPES, H200
+from tests.bench.gpu.floors import GPU_SHAPES
 from tests.bench.gpu.place import TINY, Place
 from tests.bench.gpu.trials.attention import timed_trials
 from tests.bench.gpu.trials.layers import Widths, copy_trial, norm_trials, prologue_trial
 from tests.bench.gpu.trials.sampling import sampling_trials
 from tests.bench.gpu.trials.steps import step_trials
-from tests.bench.gpu.trials.timing import Clock, DeviceClock, HostClock
+from tests.bench.gpu.trials.timing import clock_of
 from tests.bench.gpu.trials.trial import Trial, unchecked
 
 DRAWN: tuple[dict[str, Any], ...] = ({"temperature": 0.8, "seed": 1},)
@@ -31,16 +31,16 @@ PROMPTS = (512, 2048, 8192)
 
 def run(place: Place) -> None:
     """The part `kernels`."""
-    kernels = kernel_set.load("triton")
-    clock: Clock = HostClock() if place.is_dry else DeviceClock(place.device)
+    kernels, clock = kernel_set.load("triton"), clock_of(place.device)
     for name, shape in {"tiny": TINY}.items() if place.is_dry else GPU_SHAPES.items():
-        for trial in _trials(place, kernels, shape):
-            place.tell({"shape": name, **row_of(trial, clock.us(trial.launch))})
+        for trial in place.in_time(_trials(place, kernels, shape)):
+            with place.trying(f"{name} {trial.name}"):
+                place.tell({"shape": name, **row_of(place, trial, clock.us(trial.launch))})
 
 
-def row_of(trial: Trial, us: float) -> dict[str, Any]:
+def row_of(place: Place, trial: Trial, us: float) -> dict[str, Any]:
     """The time of a kernel beside its floor."""
-    floor_us = 1e6 * trial.cost.floor_s(H200.bytes_per_s, H200.flops_per_s)
+    floor_us = 1e6 * trial.cost.floor_s(place.card.bytes_per_s, place.card.flops_per_s)
     return {
         "kernel": trial.name,
         "us": us,

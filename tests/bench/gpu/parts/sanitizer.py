@@ -1,7 +1,7 @@
-"""The checks of the kernels, on tiny shapes, under NVIDIA's compute-sanitizer, which looks at each access to memory.
+"""The part `sanitizer`: the checks of the kernels, tiny, under NVIDIA's compute-sanitizer.
 
-One looks at where each access goes, the other at accesses to shared memory that nothing orders. Either is stopped when
-it has had its share of the part's time, and is complained of then.
+It looks at each access to memory: one of its tools at where each goes, the other at accesses to shared memory that
+nothing orders. Either is stopped when it has had its share of the part's time, and is complained of then.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -21,7 +20,7 @@ from tests.bench.gpu.place import Place
 TOOL = "compute-sanitizer"
 PLACES = ("/usr/local/cuda/bin", "/opt/cuda/bin")
 CHECKS = ("memcheck", "racecheck")
-CHECK_LIMIT_S = 33.0
+CHECK_LIMIT_S = 17.0
 FOUND_STATUS = 86  # that the tool is told to end with where it found something
 
 
@@ -33,9 +32,9 @@ def run(place: Place) -> None:
         return
     for check in CHECKS:
         try:
-            place.tell({"tool": check, "status": sanitize(place, tool, check)})
+            place.tell({"name": check, "status": sanitize(place, tool, check)})
         except subprocess.TimeoutExpired:
-            place.tell({"tool": check, "stopped_after_s": CHECK_LIMIT_S})
+            place.tell({"name": check, "stopped_after_s": CHECK_LIMIT_S})
             place.complain(f"{check} was stopped after {CHECK_LIMIT_S:g} s, and has shown nothing")
 
 
@@ -43,8 +42,8 @@ def sanitize(place: Place, tool: str, check: str) -> int:
     """Runs the checks under the tool; its exit status."""
     with TemporaryDirectory() as folder:
         command = [tool, "--tool", check, "--error-exitcode", str(FOUND_STATUS), "--target-processes", "all"]
-        command += [sys.executable, "-m", "tests.bench.gpu.one", "checks", "--tiny", "--seed", str(place.seed)]
-        command += ["--out", str(Path(folder) / "lines.jsonl")] + ["--dry"] * place.is_dry
+        command += [sys.executable, "-m", "tests.bench.gpu.timed_run.worker", "--once", "checks", "checks:run_all"]
+        command += ["--tiny", "--seed", str(place.seed), "--out", folder] + ["--dry"] * place.is_dry
         # Without torch's own pools each tensor is an allocation, so that an access beside one is seen.
         environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         status, said = _run(command, environment)

@@ -33,7 +33,7 @@ def run(place: Place) -> None:
         answer(manager, before, "w")
         began = time.perf_counter()
         counts = answer(manager, requests, "r")
-        place.tell(row_of(shape, requests, time.perf_counter() - began))
+        place.tell({"name": "workload", **row_of(place, shape, requests, time.perf_counter() - began)})
     for got, (_, want) in zip(counts, requests, strict=True):
         if got != want:
             place.complain(f"an answer of transformers has {got} tokens and was to have {want}")

@@ -6,18 +6,24 @@ Qwen3-0.6B's shape with random weights; at a temperature, as there, so that repe
 from __future__ import annotations
 
 import json
+import statistics
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 from tests.bench.gpu.floors import GPU_SHAPES, stream_floor_s
+from tests.bench.gpu.parts.step_notes import noted_steps, summed
 from tests.bench.gpu.place import TINY, Place
 from tests.bench.shapes import write_tokenizer
 
 SHAPE = "qwen3-0.6b"
 TEMPERATURE = 0.6
+VARIANT_S = 14.0  # a start, which compiles nothing any more, and the workload
 Requests = list[tuple[list[int], int]]  # (token ids of the prompt, tokens of the answer)
 
 
@@ -35,10 +41,10 @@ def chosen(place: Place) -> tuple[dict[str, Any], Requests, Requests]:
     return GPU_SHAPES[SHAPE], requests_of(0), requests_of(1, 16, 100, 200)
 
 
-def row_of(shape: dict[str, Any], requests: Requests, seconds: float) -> dict[str, Any]:
+def row_of(place: Place, shape: dict[str, Any], requests: Requests, seconds: float) -> dict[str, Any]:
     """What came of it, with the share of the least time."""
     num_tokens = sum(num_answer for _, num_answer in requests)
-    floor_s = stream_floor_s(shape, [(len(prompt), num_answer) for prompt, num_answer in requests])
+    floor_s = stream_floor_s(shape, [(len(prompt), num_answer) for prompt, num_answer in requests], place.card)
     return {
         "requests": len(requests),
         "prompt_tokens": sum(len(prompt) for prompt, _ in requests),
@@ -51,21 +57,113 @@ def row_of(shape: dict[str, Any], requests: Requests, seconds: float) -> dict[st
 
 
 def run(place: Place) -> None:
-    """The part `workload`: through this engine."""
-    from millrace.stages import LLM
-
+    """The part `workload`: through this engine, and what else one start of it can tell; then with other settings."""
     shape, requests, before = chosen(place)
-    with TemporaryDirectory() as folder, LLM(**options_of(place, shape, Path(folder))) as llm:
+    with engine(place, shape) as llm, noted_steps() as steps:
+        place.tell({"name": "start", "startup_s": _startup_s(llm), "num_blocks": llm.info.num_blocks})
         ask(llm, before)
-        began, (gaps, idle_s) = time.perf_counter(), idleness(llm)
-        counts = ask(llm, requests)
-        seconds, (more_gaps, more_idle_s) = time.perf_counter() - began, idleness(llm)
-        idle = {"gaps": more_gaps - gaps, "idle_share": (more_idle_s - idle_s) / seconds}
-        place.tell(row_of(shape, requests, seconds) | idle)
-        place.tell({"startup_s": round(sum(llm.info.startup_s.values()), 2), "num_blocks": llm.info.num_blocks})
+        with place.trying("the workload"):
+            steps.clear()
+            place.tell({"name": "workload", **measured(place, llm, shape, requests)})
+            tell_steps(place, steps)
+        with place.trying("one stream"):
+            place.tell({"name": "one stream", **one_stream(place, llm)})
+        with place.trying("company of a grammar"):
+            for row in company_of_grammar(place, llm, steps):
+                place.tell(row)
+    for name, settings in place.in_time(_variants(place), 0.0 if place.is_dry else VARIANT_S):
+        with place.trying(name):
+            with engine(place, shape, **settings) as llm:
+                ask(llm, before)
+                place.tell({"name": f"workload, {name}", **measured(place, llm, shape, requests)})
+
+
+def _variants(place: Place) -> list[tuple[str, dict[str, Any]]]:
+    """Each costs the start of an engine."""
+    if place.is_dry:
+        return [("4 in flight", {"steps_in_flight": 4})]
+    found: list[tuple[str, dict[str, Any]]] = [("4 in flight", {"steps_in_flight": 4})]
+    if place.has_fp8:
+        found.insert(0, ("fp8 cache", {"kv_cache_dtype": "fp8"}))
+    return [*found, ("steps of 8192 tokens", {"max_num_batched_tokens": 8192})]
+
+
+@contextmanager
+def engine(place: Place, shape: dict[str, Any], **settings: Any) -> Iterator[Any]:
+    """In a dry run over simulated streams, so that steps are submitted as on a GPU."""
+    from millrace.runtime.device_streams.simulated import SimStreams
+    from millrace.stages import LLM
+    from millrace.stages.backends.torch import loading
+
+    with ExitStack() as stack:
+        if place.is_dry:
+            streams = SimStreams(Random(place.seed), laziness=0.3)
+            stack.enter_context(patch.object(loading, "_streams", lambda *_: streams))
+            settings["attention_backend"] = "torch"  # the interpreter would take minutes
+        folder = Path(stack.enter_context(TemporaryDirectory()))
+        yield stack.enter_context(LLM(**options_of(place, shape, folder) | settings))
+
+
+def _startup_s(llm: Any) -> float:
+    return round(sum(llm.info.startup_s.values()), 2)
+
+
+def measured(place: Place, llm: Any, shape: dict[str, Any], requests: Requests) -> dict[str, Any]:
+    """The row of the workload."""
+    began, (gaps, idle_s) = time.perf_counter(), idleness(llm)
+    counts = ask(llm, requests)
+    seconds, (more_gaps, more_idle_s) = time.perf_counter() - began, idleness(llm)
     for got, (_, want) in zip(counts, requests, strict=True):
         if got != want:
             place.complain(f"an answer has {got} tokens and was to have {want}")
+    idle = {"gaps": more_gaps - gaps, "idle_share": (more_idle_s - idle_s) / seconds}
+    return row_of(place, shape, requests, seconds) | idle
+
+
+def tell_steps(place: Place, steps: list[dict[str, Any]]) -> None:
+    """A row for each kind of step, and one for each step."""
+    for row in summed(steps):
+        place.tell(row)
+    if place.tell_all is not None:
+        place.tell_all({**row, "is_shown": False} for row in steps)
+
+
+def one_stream(place: Place, llm: Any) -> dict[str, Any]:
+    """The gaps between the tokens of one answer, as a client of the engine sees them."""
+    from millrace.stages import SamplingParams
+
+    num_prompt, num_answer = (3, 5) if place.is_dry else (512, 512)
+    params = SamplingParams(temperature=0.0, max_tokens=num_answer, ignore_eos=True)
+
+    async def arrivals() -> list[float]:
+        stream = llm.engine.generate([7 + i % 90 for i in range(num_prompt)], params, output_kind="delta")
+        return [time.perf_counter() async for output in stream if output.outputs and output.outputs[0].token_ids]
+
+    times: list[float] = llm._run(arrivals())
+    gaps_us = [1e6 * (after - before) for before, after in zip(times[:-1], times[1:], strict=True)]
+    return {"us": statistics.median(gaps_us), "p99_us": max(sorted(gaps_us)[: -max(1, len(gaps_us) // 100)], default=0)}
+
+
+def company_of_grammar(place: Place, llm: Any, steps: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """What a decode step of 64 rows takes, with the gap before it, without and with a row that has a grammar."""
+    from millrace.stages import SamplingParams, StructuredOutputs
+
+    num_rows, num_prompt, num_answer = (3, 3, 9) if place.is_dry else (64, 64, 96)
+    prompts = [[7 + (row + i) % 90 for i in range(num_prompt)] for row in range(num_rows)]
+    plain = SamplingParams(temperature=0.0, max_tokens=num_answer, ignore_eos=True)
+    regex = StructuredOutputs(regex="[a-z ]{200,400}")
+    guided = SamplingParams(temperature=0.0, max_tokens=num_answer, ignore_eos=True, structured_outputs=regex)
+    found: dict[str, float] = {}
+    for name, params in (("warm", guided), ("without", plain), ("with", guided)):
+        steps.clear()
+        llm.generate(prompts, [params, *[plain] * (num_rows - 1)], use_tqdm=False)
+        full = [row for row in steps if row["rows"] == row["tokens"] == num_rows][1:]
+        if not full:
+            raise RuntimeError(f"of {len(steps)} steps none decoded {num_rows} rows")
+        found[name] = statistics.median(row["done_us"] - row["began_us"] + row["gap_us"] for row in full)
+        if name != "warm":
+            yield {"name": f"{num_rows} rows {name} a grammar", "us": found[name], "runs": full[-1]["runs"]}
+    yield {"name": "a grammar among the rows, over none", "ratio": found["with"] / found["without"]}
 
 
 def idleness(llm: Any) -> tuple[int, float]:

@@ -1,23 +1,22 @@
-"""Times attention with other tilings than `work_lists` chooses, beside those: what its tables are set from.
+"""The part `attention`: each load with other tilings than the tables choose, beside those, and beside other libraries.
 
-    python -m tests.bench.gpu.sweeps.attention [--limit-s 100] [--json FILE] [--only NAME]... [--seed N] [--workers 14]
-        [--dry]
-
-Candidates are compiled first, by several processes, as that takes longer than all the timing. One that does not
-compile, or asks for more than the device has, is named and left out. Correctness is `checks`' part of the benchmark.
+A load's tensors are made once, for all its candidates. What today's tiling gives is what the others are held against:
+the part `correct` has held that against float64. Candidates were compiled beforehand, see `ahead.py`; one that asks for
+more than the device has is named and left out.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from millrace.kernels import kernel_set
 from millrace.kernels.layout import work_lists
@@ -25,49 +24,45 @@ from millrace.kernels.layout.work_lists import AttentionShape, Tiling
 from millrace.kernels.triton import attention_plan as triton_plan
 from millrace.kernels.triton.launch import capability
 from tests.bench.gpu.floors import GPU_SHAPES
-from tests.bench.gpu.parts.kernels import row_of
-from tests.bench.gpu.place import TINY
-from tests.bench.gpu.sweeps.sweeping import Sweeping, command_line, run
-from tests.bench.gpu.trials.attention import FP8, timed_trials
+from tests.bench.gpu.place import TINY, Place
+from tests.bench.gpu.trials.attention import FP8, AttentionLoad
 from tests.bench.gpu.trials.layers import Widths
-from tests.bench.gpu.trials.trial import Trial, far
+from tests.bench.gpu.trials.timing import clock_of
+from tests.bench.gpu.trials.trial import far
 
+NUM_LAYERS = 4  # of the cache, of which one is read
+LEAST_S = 1.0  # a load takes, with its candidates
+SMALL = 80  # tokens of a sequence that is compiled for: more change nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How a kernel is launched."""
+
+    tiling: Tiling
+    min_tiles: int = work_lists.MIN_TILES
+
+    def __str__(self) -> str:
+        return f"{tuple(self.tiling)}" + f" from {self.min_tiles} tiles" * (self.min_tiles != work_lists.MIN_TILES)
+
+
+# Today's come first, then those whose loops wait for each load, as all did before they ran ahead: 2 stages.
 DECODE = (
-    Tiling(16, 64, 4, 3, 3),
-    Tiling(16, 64, 4, 2, 3),
-    Tiling(16, 64, 4, 3, 2),
-    Tiling(16, 64, 4, 2, 4),
-    Tiling(16, 64, 2, 2, 4),
-    Tiling(16, 64, 2, 6, 3),
-    Tiling(16, 64, 8, 2, 2),
-    Tiling(16, 64, 8, 2, 3),
-    Tiling(16, 64, 8, 6, 2),
-    Tiling(16, 32, 4, 2, 4),
-    Tiling(16, 32, 4, 6, 4),
-    Tiling(16, 32, 2, 2, 5),
-    Tiling(16, 32, 2, 6, 4),
-    Tiling(16, 32, 8, 2, 3),
-    Tiling(16, 128, 4, 2, 2),
-    Tiling(16, 128, 8, 2, 2),
-    Tiling(16, 16, 4, 3, 5),
-    Tiling(16, 16, 2, 6, 6),
+    Choice(Tiling(16, 64, 4, 2, 3)),
+    *(Choice(Tiling(16, *each)) for each in product((64,), (4,), (3, 4), (2, 3, 4))),
+    *(Choice(Tiling(16, *each)) for each in product((32,), (4,), (3, 4), (3, 4))),
+    *(Choice(Tiling(16, *each)) for each in product((128,), (4, 8), (3,), (1, 2))),
+    Choice(Tiling(16, 64, 2, 3, 3)),
+    Choice(Tiling(16, 64, 8, 3, 2)),
 )
 EXTEND = (
-    Tiling(128, 64, 8, 3, 1),
-    Tiling(128, 64, 8, 2, 1),
-    Tiling(128, 128, 8, 2, 1),
-    Tiling(128, 32, 8, 2, 1),
-    Tiling(64, 64, 4, 2, 2),
-    Tiling(64, 64, 4, 3, 2),
-    Tiling(64, 32, 4, 2, 3),
-    Tiling(64, 128, 8, 2, 1),
-    Tiling(64, 64, 8, 2, 2),
+    Choice(Tiling(128, 64, 8, 2, 1)),
+    *(Choice(Tiling(128, *each)) for each in product((64, 128), (8,), (3, 4), (1,))),
+    *(Choice(Tiling(64, *each)) for each in product((64,), (4,), (3, 4), (1, 2))),
+    Choice(Tiling(64, 128, 8, 3, 1)),
 )
-TILINGS = {"decode": DECODE, "extend": EXTEND}
-DRY_TILINGS = {"decode": (Tiling(16, 16, 4, 2, 2),), "extend": (Tiling(32, 16, 4, 2, 1),)}
-NUM_LAYERS = 4  # of the cache, of which one is read
-NUM_SHOWN = 6
-SMALL = 80  # tokens of a sequence that is launched to see whether a candidate works
+CHOICES = {"decode": DECODE, "extend": EXTEND}
+DRY_CHOICES = {"decode": (Choice(Tiling(16, 16, 4, 2, 2), 1),), "extend": (Choice(Tiling(32, 16, 4, 2, 1)),)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,134 +74,143 @@ class Case:
     kind: str  # decode or extend: whose tiling is varied
     load: tuple[tuple[int, int], ...]  # of each sequence: new tokens, tokens in all
     is_fp8: bool = False
+    block_size: int = 16
+    min_tiles: tuple[int, ...] = ()  # tried with today's tiling
 
     def __str__(self) -> str:
         return self.name
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A candidate."""
-
-    case: Case
-    tiling: Tiling
-
-    def __str__(self) -> str:
-        return f"{self.case} {tuple(self.tiling)}"
-
-    @property
-    def compiled_as(self) -> tuple[object, ...]:
-        return self.case.widths, self.case.kind, self.case.is_fp8, self.tiling
+def run(place: Place) -> None:
+    """Tells a row for each candidate, one for the best, and those of other libraries."""
+    for case in place.in_time(cases_of(place), LEAST_S):
+        with place.trying(case):
+            sweep(place, case)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = command_line("tests.bench.gpu.sweeps.attention", "Time attention with many tilings on a GPU.")
-    return run(parser, argv, sweep)
+def sweep(place: Place, case: Case) -> None:
+    """One load."""
+    clock = clock_of(place.device)
+    draw = torch.Generator(place.device).manual_seed(place.seed)
+    kinds = {"is_fp8": case.is_fp8, "block_size": case.block_size}
+    kernels = kernel_set.load("triton")
+    load = AttentionLoad.drawn(kernels, case.widths, NUM_LAYERS, case.load, place.dtype, draw, **kinds)
+    want: Tensor | None = None  # what today's gives, which comes first
+    found: list[tuple[float, Choice, float]] = []
+    for choice in place.in_time(choices_of(case, place.device, place.dtype, is_dry=place.is_dry)):
+        name = f"{case} {choice}"
+        with place.trying(name), chosen(case.kind, choice):
+            plan, attention = load.trials()
+            got = attention.launch()["out"].clone()
+            want = got if want is None else want
+            if complaints := list(far(f"{name}: the result", got, want)):
+                place.complain(complaints[0])
+                continue
+            us, plan_us = clock.us(attention.launch), clock.us(plan.launch)
+            floor_us = 1e6 * attention.cost.floor_s(place.card.bytes_per_s, place.card.flops_per_s)
+            found.append((us, choice, floor_us))
+            place.tell({"name": name, "us": us, "floor_us": floor_us, "plan_us": plan_us, "is_shown": False})
+    if not found:
+        return
+    shipped_us = found[0][0]
+    us, choice, floor_us = min(found, key=lambda each: each[0])
+    best = {"kind": case.kind, "tiling": tuple(choice.tiling), "min_tiles": choice.min_tiles}
+    place.tell({"name": case.name, "us": us, "floor_us": floor_us, "shipped_us": shipped_us, **best})
+    for name, launch in others(case, load, place):
+        with place.trying(f"{case} {name}"):
+            place.tell({"name": f"{case} {name}", "us": clock.us(launch), "floor_us": floor_us})
 
 
-def sweep(sweeping: Sweeping) -> None:
-    """Tells the times of each case."""
-    place = sweeping.place
-    on = place.device, place.dtype
-    chosen = [case for case in cases_of(is_dry=place.is_dry) if sweeping.is_chosen(case.name)]
-    candidates = {case: [Job(case, tiling) for tiling in tilings_of(case, *on, is_dry=place.is_dry)] for case in chosen}
-    working = sweeping.compiled(candidates, partial(compile_one, *on))
-    for case in sweeping.in_time(working):
-        rows: list[dict[str, Any]] = []
-        want: Tensor | None = None  # what today's tiling gives, which comes first
-        for job in sweeping.in_time(working[case]):
-            with sweeping.trying(job), chosen_tiling(case.kind, job.tiling):
-                plan, attention = trials_of(case, *on, place.seed)
-                got = attention.launch()["out"].clone()
-                want = got if want is None else want
-                for complaint in far(f"{job}: the result", got, want):
-                    sweeping.complain(complaint)
-                timed = row_of(attention, sweeping.clock.us(attention.launch))
-                row = {"tiling": job.tiling, "is_today": job.tiling == today(case, *on)}
-                row |= {name: timed[name] for name in ("us", "floor_us", "floor_share")}
-                rows.append(row | {"plan_us": sweeping.clock.us(plan.launch)})
-        show(case, rows)
-        sweeping.tell({"case": case.name, "rows": rows})
+def others(case: Case, load: AttentionLoad, place: Place) -> Iterator[tuple[str, Callable[[], dict[str, Tensor]]]]:
+    """Of one whole prompt: PyTorch's own kernels, over keys that lie one after another."""
+    if len(case.load) > 1 or case.load[0][0] != case.load[0][1] or case.is_fp8:
+        return
+    (num_tokens, _), widths = case.load[0], case.widths
+    q = load.case.q.transpose(0, 1)[None]
+    keys = torch.randn(1, widths.num_groups, num_tokens, widths.head_dim, device=q.device).to(q.dtype)
+    backends = (SDPBackend.MATH,) if place.is_dry else (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION)
+    for backend in backends:
+
+        def launch(backend: SDPBackend = backend) -> dict[str, Tensor]:
+            with sdpa_kernel(backend):
+                return {"out": scaled_dot_product_attention(q, keys, keys, is_causal=True, enable_gqa=True)}
+
+        yield f"by {backend.name.lower()}", launch
 
 
-def show(case: Case, rows: list[dict[str, Any]]) -> None:
-    """The fastest, and today's."""
-    print(f"# {case}: us, share of the floor, us of its lists")
-    ranked = sorted(rows, key=lambda row: row["us"])
-    for row in [*ranked[:NUM_SHOWN], *(row for row in ranked[NUM_SHOWN:] if row["is_today"])]:
-        note = "  today's" if row["is_today"] else ""
-        print(f"  {row['us']:8.1f}  {row['floor_share']:.3f}  {row['plan_us']:6.1f}  {tuple(row['tiling'])}{note}")
-    sys.stdout.flush()
+# ---- loads and candidates -------------------------------------------------------------------------------------------
 
 
-# ---- cases and candidates -------------------------------------------------------------------------------------------
-
-
-def cases_of(*, is_dry: bool) -> list[Case]:
-    """Decode steps of few and many sequences, and prompts."""
-    if is_dry:
+def cases_of(place: Place | None) -> list[Case]:
+    """Those that decide most come first. None: of a GPU with everything, as they are compiled."""
+    if place is not None and place.is_dry:
         widths = Widths.of(TINY)
-        return [
+        cases = [
             Case("tiny decode", widths, "decode", ((1, 40), (1, 9))),
             Case("tiny decode fp8", widths, "decode", ((1, 40), (1, 9)), True),
-            Case("tiny extend", widths, "extend", ((9, 20),)),
+            Case("tiny extend", widths, "extend", ((9, 9),)),
         ]
-    found = []
-    for name, shape in GPU_SHAPES.items():
-        widths = Widths.of(shape)
-        found += [
-            Case(f"{name} decode 256 x 1024", widths, "decode", ((1, 1024),) * 256),
-            Case(f"{name} decode 64 x 1024", widths, "decode", ((1, 1024),) * 64),
-            Case(f"{name} decode 1 x 1024", widths, "decode", ((1, 1024),)),
-            Case(f"{name} decode fp8 256 x 1024", widths, "decode", ((1, 1024),) * 256, True),
-            Case(f"{name} extend 1 x 8192", widths, "extend", ((8192, 8192),)),
-            Case(f"{name} extend 4 x 512", widths, "extend", ((512, 512),) * 4),
+    else:
+        small, large = (Widths.of(GPU_SHAPES[name]) for name in ("qwen3-0.6b", "llama-3.1-8b"))
+        few = (1, 2, 8)
+        cases = [
+            Case("qwen3-0.6b decode 256 x 1024", small, "decode", ((1, 1024),) * 256),
+            Case("qwen3-0.6b extend 1 x 8192", small, "extend", ((8192, 8192),)),
+            Case("qwen3-0.6b decode 1 x 1024", small, "decode", ((1, 1024),), min_tiles=few),
+            Case("qwen3-0.6b decode 64 x 1024", small, "decode", ((1, 1024),) * 64, min_tiles=few),
+            Case("qwen3-0.6b decode fp8 256 x 1024", small, "decode", ((1, 1024),) * 256, True),
+            Case("qwen3-0.6b extend 1 x 2048", small, "extend", ((2048, 2048),)),
+            Case("llama-3.1-8b decode 256 x 1024", large, "decode", ((1, 1024),) * 256),
+            Case("qwen3-0.6b decode 64 x 8192", small, "decode", ((1, 8192),) * 64),
+            Case("qwen3-0.6b decode 8 x 1024", small, "decode", ((1, 1024),) * 8, min_tiles=few),
+            Case("llama-3.1-8b extend 1 x 8192", large, "extend", ((8192, 8192),)),
+            Case("qwen3-0.6b extend 4 x 512", small, "extend", ((512, 512),) * 4),
+            Case("qwen3-0.6b extend 16 x 512 + 240", small, "extend", ((1, 1024),) * 240 + ((512, 512),) * 16),
+            Case("qwen3-0.6b decode 256 x 1024, blocks of 64", small, "decode", ((1, 1024),) * 256, block_size=64),
+            Case("llama-3.1-8b decode 1 x 1024", large, "decode", ((1, 1024),), min_tiles=few),
         ]
-    return found
+    if place is None:
+        return cases
+    can_fp8 = place.is_dry or place.has_fp8
+    return [case for case in cases if place.is_chosen(case.name) and (can_fp8 or not case.is_fp8)]
 
 
-def tilings_of(case: Case, device: torch.device, dtype: torch.dtype, *, is_dry: bool) -> list[Tiling]:
+def choices_of(case: Case, device: torch.device, dtype: torch.dtype, *, is_dry: bool) -> list[Choice]:
     """Today's first."""
-    return list(dict.fromkeys([today(case, device, dtype), *(DRY_TILINGS if is_dry else TILINGS)[case.kind]]))
+    tiling = today(case, device, dtype)
+    found = [Choice(tiling), *(DRY_CHOICES if is_dry else CHOICES)[case.kind]]
+    return list(dict.fromkeys([*found, *(Choice(tiling, min_tiles) for min_tiles in case.min_tiles)]))
 
 
 def today(case: Case, device: torch.device, dtype: torch.dtype) -> Tiling:
-    """What `work_lists` chooses."""
+    """What the tables choose."""
     widths, cache = case.widths, FP8 if case.is_fp8 else dtype
     shape = AttentionShape(widths.num_heads, widths.num_groups, widths.head_dim, dtype, cache)
     return (work_lists.decode_tiling if case.kind == "decode" else work_lists.extend_tiling)(shape, capability(device))
 
 
-def compile_one(device: torch.device, dtype: torch.dtype, job: Job) -> None:
-    """Launches it once on a small load, so that Triton's cache has it."""
-    small = tuple((min(new, SMALL), min(length, SMALL)) for new, length in job.case.load[:2])
-    with chosen_tiling(job.case.kind, job.tiling):
-        plan, attention = trials_of(replace(job.case, load=small), device, dtype, 0)
-        plan.launch()
-        attention.launch()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def compile_choice(case: Case, choice: Choice) -> None:
+    """Launches it on meta tensors, for the processes that compile."""
+    from millrace.kernels.triton import kernel_set as triton_kernels
 
-
-def trials_of(case: Case, device: torch.device, dtype: torch.dtype, seed: int) -> tuple[Trial, Trial]:
-    """Of the lists, and of attention by them."""
-    draw = torch.Generator(device).manual_seed(seed)
-    kernels = kernel_set.load("triton")
-    plan, attention = timed_trials(kernels, case.widths, NUM_LAYERS, case.load, dtype, draw, is_fp8=case.is_fp8)
-    return plan, attention
+    is_whole = len(case.load) == 1
+    small = tuple((min(new, SMALL), min(length, SMALL)) for new, length in case.load[:: max(1, len(case.load) - 1)])
+    case = replace(case, load=small[: 1 if is_whole else 2])
+    sizes: dict[str, Any] = {"is_fp8": case.is_fp8, "block_size": case.block_size, "device": torch.device("meta")}
+    load = AttentionLoad.drawn(triton_kernels, case.widths, NUM_LAYERS, case.load, torch.bfloat16, None, **sizes)
+    with chosen(case.kind, choice):
+        load.attend(load.plan())
 
 
 @contextmanager
-def chosen_tiling(kind: str, tiling: Tiling) -> Iterator[None]:
-    """Lists are made, and launched, for this one."""
-    name = f"{kind}_tiling"
-    before: Any = getattr(triton_plan, name)
-    setattr(triton_plan, name, lambda shape, capability: tiling)
+def chosen(kind: str, choice: Choice) -> Iterator[None]:
+    """Lists are made, and launched, by this."""
+    patches: dict[str, Any] = {f"{kind}_tiling": lambda *_: choice.tiling, "MIN_TILES": choice.min_tiles}
+    before = {name: getattr(triton_plan, name) for name in patches}
+    for name, value in patches.items():
+        setattr(triton_plan, name, value)
     try:
         yield
     finally:
-        setattr(triton_plan, name, before)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+        for name, value in before.items():
+            setattr(triton_plan, name, value)

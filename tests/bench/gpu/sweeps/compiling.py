@@ -6,7 +6,6 @@ process, lose its device or never return, and the others go on.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -17,9 +16,10 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
+from tests.bench.gpu.place import is_device_lost, why
+
 Key = TypeVar("Key")
 Job = TypeVar("Job")
-MOST_LETTERS = 200  # of what an error says
 
 
 def compile_all(
@@ -53,23 +53,6 @@ def compile_all(
         for process in (*idle, *(process for process, _, _ in busy.values())):
             process.stop()
     return said
-
-
-def why(error: Exception) -> str:
-    """What an error says, in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:MOST_LETTERS]}"
-
-
-def is_device_lost() -> bool:
-    """Whether an error has left this process without its GPU, so that whatever comes fails too."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
-        return False
-    try:
-        torch.cuda.synchronize()
-    except RuntimeError:
-        return True
-    return False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

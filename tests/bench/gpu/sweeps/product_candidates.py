@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tests.bench.gpu.few_rows import MOST_VECTOR_ROWS, Tiling, product_tiling, split_of, vector_tiling
+from tests.bench.gpu.few_rows import MOST_VECTOR_ROWS, Tiling, product_tiling, vector_tiling
 from tests.bench.gpu.trials.layers import Widths
 
 NUM_PROCESSORS = 132
@@ -92,25 +92,6 @@ class Case:
 
     def __str__(self) -> str:
         return f"{self.product.name} of {self.num_rows} rows"
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A candidate."""
-
-    case: Case
-    tiling: Tiling | None  # None: PyTorch's, which needs no compilation
-
-    def __str__(self) -> str:
-        return f"{self.case}, {'pytorch' if self.tiling is None else tuple(self.tiling)}"
-
-    @property
-    def compiled_as(self) -> tuple[object, ...]:
-        product, tiling = self.case.product, self.tiling
-        assert tiling is not None
-        is_even = product.num_outputs % tiling.block_n == 0, product.num_inner % tiling.block_k == 0
-        num_splits = split_of(product.num_inner, tiling)[1]
-        return tiling._replace(num_splits=num_splits), product.kind, is_even, tiling.starts_early and product.num_inner
 
 
 def products_of(model: str, widths: Widths) -> list[Product]:

@@ -1,20 +1,15 @@
-"""Times products of few rows with many tilings, beside PyTorch's: whether `few_rows` pays, and with which tilings.
+"""The part `products`: products of few rows with many tilings, beside PyTorch's.
 
-    python -m tests.bench.gpu.sweeps.products [--limit-s 100] [--json FILE] [--only NAME]... [--seed N] [--workers 14]
-        [--rows 1,16,32,64] [--dry]
-
-Candidates are compiled first, by several processes, as that takes longer than all the timing; then each is held
-against float64, once, and timed in two ways. `alone_us` is one launch in a graph of its own with a cold cache, and has
-what two events take in it. `chained_us` is a launch's share of a graph of many, one after another, each with a weight
-of its own, so that none is in a cache: as in a step, the end of one and the beginning of the next are in it, and what
-events take is not. The fastest are tried once more with `starts_early`, where these two may overlap.
+Each candidate is held against float64, once, and timed as in a step: `us` is a launch's share of a graph of many, one
+after another, each with a weight of its own, so that none is in a cache; the end of one and the beginning of the next
+are in it, and what events take is not. The fastest are tried once more with `starts_early`, where these two may
+overlap.
 """
 
 from __future__ import annotations
 
 import statistics
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,93 +20,66 @@ from torch.nn.functional import linear, silu
 
 from millrace.kernels.triton import layers as triton_layers
 from tests.bench.gpu.few_rows import SMALLEST_BLOCK, Tiling, activated, add_product, join_counters, product
-from tests.bench.gpu.floors import GPU_SHAPES, H200
-from tests.bench.gpu.place import TINY
-from tests.bench.gpu.sweeps.product_candidates import Case, Job, Product, products_of, tilings_of
-from tests.bench.gpu.sweeps.sweeping import Sweeping, command_line, run
+from tests.bench.gpu.floors import GPU_SHAPES
+from tests.bench.gpu.place import TINY, Place
+from tests.bench.gpu.sweeps.product_candidates import Case, Product, products_of, tilings_of
 from tests.bench.gpu.trials.layers import Widths
-from tests.bench.gpu.trials.timing import Clock
+from tests.bench.gpu.trials.timing import Clock, clock_of
 from tests.bench.gpu.trials.trial import Tensors, far
 
-ROWS, DRY_ROWS = "1,16,32,64", "2"
+ROWS, DRY_ROWS = (1, 4, 16, 64, 256), (3,)
 CHAIN_BYTES = 768 << 20  # of weights: many times an L2 cache
-NUM_CHAINS = 7
+NUM_CHAINS = 5
+NUM_GUESSES = 12
 NUM_EARLY = 3  # of the best, which are tried with `starts_early`
-NUM_SHOWN = 3
+LEAST_S = 0.5  # a case takes
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = command_line("tests.bench.gpu.sweeps.products", "Time products of few rows with many tilings on a GPU.")
-    parser.add_argument("--rows", help=f"default: {ROWS}; {DRY_ROWS} in a dry run")
-    return run(parser, argv, sweep)
+def run(place: Place) -> None:
+    """Tells a row for each candidate, and one for the best of each case."""
+    for case in place.in_time(cases_of(place), LEAST_S):
+        with place.trying(case):
+            sweep(place, case)
 
 
-def sweep(sweeping: Sweeping) -> None:
-    """Tells the times of each case, and then those of the best that start early."""
-    place = sweeping.place
-    num_rows = (sweeping.options.rows or (DRY_ROWS if place.is_dry else ROWS)).split(",")
+def cases_of(place: Place) -> Iterator[Case]:
     models = {"tiny": TINY} if place.is_dry else GPU_SHAPES
-    products = [found for name, model in models.items() for found in products_of(name, Widths.of(model))]
-    cases = [Case(found, int(rows)) for found in products for rows in num_rows if sweeping.is_chosen(found.name)]
-    candidates = {case: [Job(case, tiling) for tiling in tilings_of(case, is_dry=place.is_dry)] for case in cases}
-    best = timed(sweeping, candidates)
-    if not place.is_dry:  # the interpreter knows no such launches
-        early = {case: [Job(case, tiling._replace(starts_early=True)) for tiling in best[case]] for case in best}
-        timed(sweeping, early)
+    for name, model in models.items():
+        for num_rows in DRY_ROWS if place.is_dry else ROWS:
+            for found in products_of(name, Widths.of(model)):
+                if place.is_chosen(f"{Case(found, num_rows)}"):
+                    yield Case(found, num_rows)
 
 
-def timed(sweeping: Sweeping, candidates: dict[Case, list[Job]]) -> dict[Case, list[Tiling]]:
-    """Tells the times of each case, and returns its best tilings."""
-    device, dtype = sweeping.place.device, sweeping.place.dtype
-    draw = torch.Generator(device).manual_seed(sweeping.place.seed)
-    working, best = sweeping.compiled(candidates, partial(compile_one, device, dtype)), {}
-    for case in sweeping.in_time(working):
-        inputs = Inputs.zeros(case, device, dtype)
-        inputs.fill(draw)
-        rows = rows_of(sweeping, inputs, [Job(case, None), *working[case]])
-        rows.sort(key=lambda row: (row["tiling"] is not None, bool(row["wrong"]), row["chained_us"]))
-        floor_us = 1e6 * inputs.weight.numel() * inputs.weight.itemsize / H200.bytes_per_s
-        show(case, rows, floor_us)
-        for row in rows:
-            for sentence in row["wrong"]:
-                sweeping.complain(f"{Job(case, row['tiling'])}: {sentence}")
-        sweeping.tell({"case": str(case), "floor_us": floor_us, "rows": rows})
-        best[case] = [row["tiling"] for row in rows if row["tiling"] is not None and not row["wrong"]][:NUM_EARLY]
-    return best
-
-
-def rows_of(sweeping: Sweeping, inputs: Inputs, jobs: list[Job]) -> list[dict[str, Any]]:
-    """One for each candidate that works."""
-    rows = []
-    weights = chain(inputs.weight)
+def sweep(place: Place, case: Case) -> None:
+    """One case."""
+    inputs = Inputs.zeros(case, place.device, place.dtype)
+    inputs.fill(torch.Generator(place.device).manual_seed(place.seed))
+    floor_us = 1e6 * inputs.weight.numel() * inputs.weight.itemsize / place.card.bytes_per_s
+    weights, clock = chain(inputs.weight), clock_of(place.device)
     before, want = inputs.residual.clone(), inputs.exact()
-    for job in sweeping.in_time(jobs):
-        inputs.residual.copy_(before)
-        launch = partial(inputs.launch, job.tiling)
-        with sweeping.trying(job):
-            complaints = wrong(inputs, job.tiling, before, want)
-            alone_us = sweeping.clock.us(partial(launch, inputs.weight))
-            times = {"alone_us": alone_us, "chained_us": chained_us(launch, weights, sweeping.clock)}
-            rows.append({"tiling": job.tiling, "wrong": complaints, **times})
-    return rows
 
+    def timed(tilings: Sequence[Tiling | None]) -> list[tuple[float, Tiling | None]]:
+        found = []
+        for tiling in tilings:
+            name = f"{case} {'pytorch' if tiling is None else tuple(tiling)}"
+            with place.trying(name):
+                inputs.residual.copy_(before)
+                if complaints := wrong(inputs, tiling, before, want):
+                    place.complain(f"{name}: {complaints[0]}")
+                    continue
+                us = chained_us(partial(inputs.launch, tiling), weights, clock)
+                found.append((us, tiling))
+                place.tell({"name": name, "us": us, "floor_us": floor_us, "is_shown": False})
+        return found
 
-def show(case: Case, rows: list[dict[str, Any]], floor_us: float) -> None:
-    """PyTorch's, and the fastest."""
-    print(f"# {case}, floor {floor_us:.2f} us: alone, chained, share of the floor")
-    for row in [row for row in rows if not row["wrong"]][: 1 + NUM_SHOWN]:
-        name = "pytorch" if row["tiling"] is None else str(tuple(row["tiling"]))
-        times = f"{row['alone_us']:8.2f} {row['chained_us']:8.2f}"
-        print(f"  {times}  {floor_us / row['chained_us']:.3f}  {name}")
-    sys.stdout.flush()
-
-
-def compile_one(device: torch.device, dtype: torch.dtype, job: Job) -> None:
-    """Launches it once, so that Triton's cache has it."""
-    inputs = Inputs.zeros(job.case, device, dtype)
-    inputs.launch(job.tiling, inputs.weight)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    found = timed([None, *tilings_of(case, is_dry=place.is_dry)[:NUM_GUESSES]])
+    best = sorted((us, tiling) for us, tiling in found if tiling is not None)[:NUM_EARLY]
+    if not place.is_dry and torch.cuda.get_device_capability(place.device) >= (9, 0):
+        found += timed([tiling._replace(starts_early=True) for _, tiling in best])
+    shipped_us = next((us for us, tiling in found if tiling is None), None)
+    us, tiling = min(found, key=lambda each: each[0])
+    place.tell({"name": str(case), "us": us, "floor_us": floor_us, "pytorch_us": shipped_us, "tiling": tiling})
 
 
 # ---- one case -------------------------------------------------------------------------------------------------------
@@ -202,7 +170,3 @@ def chained_us(launch: Callable[[Tensor], Tensors], weights: list[Tensor], clock
         done.synchronize()
         times.append(1000.0 * began.elapsed_time(done) / len(weights))
     return statistics.median(times[1:])
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Generator, Tensor
@@ -108,6 +108,76 @@ def checked_trials(
         yield trial(f"paged_decode group {group}", [(1, 37)], num_groups=1, group=group)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionLoad:
+    """Tensors of one load of one model, made once; `trials` may then be taken with any tilings."""
+
+    kernels: KernelSet
+    widths: Widths
+    load: Load
+    case: PagedCase
+    shape: AttentionShape
+    block_size: int
+    scales: tuple[Tensor | None, Tensor | None]
+
+    @classmethod
+    def drawn(
+        cls,
+        kernels: KernelSet,
+        widths: Widths,
+        num_layers: int,
+        load: Load,
+        dtype: torch.dtype,
+        draw: Generator | None,
+        *,
+        is_block_major: bool = True,
+        is_fp8: bool = False,
+        block_size: int = 16,
+        device: torch.device | None = None,
+    ) -> AttentionLoad:
+        """`draw` None: on `device`, and never filled, as meta tensors cannot be."""
+        device = draw.device if draw is not None else device
+        assert device is not None
+        case = _random_case(widths, num_layers, load, dtype, draw, device, is_block_major, is_fp8, block_size)
+        shape = AttentionShape(widths.num_heads, widths.num_groups, widths.head_dim, dtype, case.k_cache.dtype)
+        scales = (torch.ones(widths.num_groups, device=device),) * 2 if is_fp8 else (None, None)
+        return cls(kernels, widths, load, case, shape, block_size, scales)
+
+    @property
+    def is_decode(self) -> bool:
+        return all(new == 1 for new, _ in self.load)
+
+    def plan(self) -> AttentionPlan | None:
+        starts = None if self.is_decode else self.case.query_starts
+        return self.kernels.plan_attention(self.shape, self.case.lengths, starts, len(self.case.q))
+
+    def attend(self, plan: AttentionPlan | None) -> Tensors:
+        scale = self.widths.head_dim**-0.5
+        return {"out": _attend(self.kernels, self.case, plan, self.is_decode, scale, None, None, None, *self.scales)}
+
+    def trials(self) -> tuple[Trial, Trial]:
+        """Of the lists of a step, and of attention by them."""
+        plan = self.plan()
+        starts = None if self.is_decode else self.case.query_starts
+        listed, walked = _list_costs(plan, self.case, starts, self.widths, self.shape.dtype)
+        whole = roofline.paged_attention(
+            *_both(self.load), self.widths.num_heads, self.widths.num_groups, self.widths.head_dim, self.block_size,
+            self.shape.dtype.itemsize, cache_element_size=self.case.k_cache.itemsize,
+        )  # fmt: skip
+        (*_, (num_new, length)) = self.load
+        what = f"{len(self.load)} x {num_new} of {length}"
+
+        def listing() -> Tensors:
+            self.plan()
+            return {}
+
+        name = f"{'paged_decode' if self.is_decode else 'paged_attention'} of {what}"
+        return (
+            Trial(f"plan_attention of {what}", listing, unchecked, listed),
+            Trial(name, lambda: self.attend(plan), unchecked, whole + walked),
+        )
+
+
 def timed_trials(
     kernels: KernelSet,
     widths: Widths,
@@ -118,34 +188,14 @@ def timed_trials(
     *,
     is_block_major: bool = True,
     is_fp8: bool = False,
-    block_size: int = 16,
 ) -> Iterator[Trial]:
     """The lists of a step, and one layer's attention by them, over a cache with all layers in it, in either order."""
-    device, (num_new, lengths) = draw.device, _both(load)
-    case = _random_case(widths, num_layers, load, dtype, draw, is_block_major, is_fp8, block_size)
-    is_decode = all(new == 1 for new in num_new)
-    starts = None if is_decode else case.query_starts
-    shape = AttentionShape(widths.num_heads, widths.num_groups, widths.head_dim, dtype, case.k_cache.dtype)
-    plan = kernels.plan_attention(shape, case.lengths, starts, len(case.q))
-    listed, walked = _list_costs(plan, case, starts, widths, dtype)
-    scales = (torch.ones(widths.num_groups, device=device),) * 2 if is_fp8 else (None, None)
-    whole = roofline.paged_attention(
-        num_new, lengths, widths.num_heads, widths.num_groups, widths.head_dim, block_size, dtype.itemsize,
-        cache_element_size=case.k_cache.itemsize,
-    )  # fmt: skip
-    what = f"{len(load)} x {num_new[-1]} of {lengths[-1]}"
-
-    def listing() -> Tensors:
-        kernels.plan_attention(shape, case.lengths, starts, len(case.q))
-        return {}
-
-    def attention() -> Tensors:
-        return {"out": _attend(kernels, case, plan, is_decode, widths.head_dim**-0.5, None, None, None, *scales)}
-
+    kinds = {"is_block_major": is_block_major, "is_fp8": is_fp8}
+    plan, attention = AttentionLoad.drawn(kernels, widths, num_layers, load, dtype, draw, **kinds).trials()
+    yield plan
+    kernel, _, what = attention.name.partition(" ")
     order = f"{'block' if is_block_major else 'layer'}-major{' fp8' if is_fp8 else ''}"
-    yield Trial(f"plan_attention of {what}", listing, unchecked, listed)
-    name = "paged_decode" if is_decode else "paged_attention"
-    yield Trial(f"{name} {order} of {what}", attention, unchecked, whole + walked)
+    yield replace(attention, name=f"{kernel} {order} {what}")
 
 
 def _attend(
@@ -177,13 +227,14 @@ def _random_case(
     num_layers: int,
     load: Load,
     dtype: torch.dtype,
-    draw: Generator,
+    draw: Generator | None,
+    device: torch.device,
     is_block_major: bool,
     is_fp8: bool,
     block_size: int,
 ) -> PagedCase:
     """The middle layer of a whole cache, whose other layers are left as memory came."""
-    device, (num_new, lengths) = draw.device, _both(load)
+    num_new, lengths = _both(load)
     blocks = [-(-length // block_size) for length in lengths]
     num_blocks, middle = sum(blocks) + 1, num_layers // 2
     tile = (2, widths.num_groups, block_size, widths.head_dim)
@@ -191,7 +242,9 @@ def _random_case(
         data = torch.empty(num_blocks, num_layers, *tile, dtype=FP8 if is_fp8 else dtype, device=device)[:, middle]
     else:
         data = torch.empty(num_layers, num_blocks, *tile, dtype=FP8 if is_fp8 else dtype, device=device)[middle]
-    for first in range(0, num_blocks, 1024):  # in parts, so that what is drawn takes little room
+    for first in range(
+        0, num_blocks if draw is not None else 0, 1024
+    ):  # in parts, so that what is drawn takes little room
         part = data[first : first + 1024]
         part.copy_(torch.randn(part.shape, generator=draw, device=device, dtype=dtype))
     tables = torch.zeros(len(load), max(blocks), dtype=torch.int32, device=device)

@@ -10,7 +10,7 @@ import torch
 from millrace.kernels.checks import roofline_step
 from millrace.kernels.layout import step_state
 from millrace.stages.backends.cuda.step_update import EndRules, diff_size
-from tests.bench.gpu.parts.steps import decode_grants
+from tests.bench.gpu.parts.grants import decode_grants
 from tests.bench.gpu.trials.trial import Tensors, Trial, unchecked
 from tests.kernels.step_sides import parts_of
 

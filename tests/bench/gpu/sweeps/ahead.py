@@ -1,0 +1,183 @@
+"""The part `compile`: all kernels that a run launches, and all candidates, compiled by many processes beforehand.
+
+Nothing is launched, and no process has a context. The model and the candidates are run on meta tensors, with Triton's
+own launcher, which then looks up and compiles what it would launch; so what it leaves in TRITON_CACHE_DIR is found
+again by the launches of the run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from random import Random
+from typing import Any
+
+from tests.bench.gpu.sweeps.compiling import compile_all
+
+NUM_PROCESSES = 14
+CAPABILITY_MAJOR, CAPABILITY_MINOR, NUM_PROCESSORS = 75, 76, 16  # attributes, as the driver numbers them
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A card, as far as its kernels depend on it."""
+
+    capability: int
+    num_processors: int
+
+
+H200 = Target(90, 132)
+
+
+def run(write: Callable[[str, Any], None], job: dict[str, Any]) -> None:
+    """Tells which job did not compile, and how long all took. `job` is the conductor's."""
+    is_dry = job["is_dry"]
+    target = H200 if is_dry else target_here()
+    jobs = dry_jobs() if is_dry else jobs_of(target)
+    began_s = time.monotonic()
+    num_processes = 1 if is_dry else min(NUM_PROCESSES, os.cpu_count() or 1)
+    said = compile_all(jobs, partial(compile_job, target), num_processes, job["end_s"])
+    for name, reason in said.items():
+        if reason:
+            write("left_out", {"what": name, "why": reason})
+    took_s = round(time.monotonic() - began_s, 1)
+    num_well = sum(not reason for reason in said.values())
+    write("row", {"name": "compiled", "num_jobs": len(jobs), "num_compiled": num_well, "seconds": took_s})
+
+
+def target_here() -> Target:
+    """Of the first card, asked of the driver without a context."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    card = ctypes.c_int()
+    if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(card), 0):
+        raise RuntimeError("the driver shows no card")
+
+    def asked(attribute: int) -> int:
+        value = ctypes.c_int()
+        if driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, card):
+            raise RuntimeError(f"the driver does not tell attribute {attribute}")
+        return value.value
+
+    return Target(10 * asked(CAPABILITY_MAJOR) + asked(CAPABILITY_MINOR), asked(NUM_PROCESSORS))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelJob:
+    """Steps of a model, of one size."""
+
+    shape: str
+    is_fp8: bool
+    num_rows: int
+    num_tokens: int
+    is_decode: bool
+    kinds: tuple[int, ...]  # of sampling
+
+
+def jobs_of(target: Target) -> dict[str, Any]:
+    """By name, those that take longest first."""
+    import torch
+
+    from tests.bench.gpu.sweeps.attention import cases_of, choices_of
+
+    has_fp8 = target.capability >= 89
+    jobs: dict[str, Any] = {}
+    for shape in ("qwen3-0.6b", "llama-3.1-8b"):
+        for is_fp8 in (False, True)[: 1 + has_fp8]:
+            for size, kinds in (((256, 512, False), ()), ((1, 1, True), (0, 1)), ((64, 64, True), (4, 9))):
+                job = ModelJob(shape, is_fp8, *size, kinds)
+                jobs[f"{shape}{' fp8' * is_fp8} {size}"] = job
+    with pretended(target):
+        for case in cases_of(None):
+            if has_fp8 or not case.is_fp8:
+                for choice in choices_of(case, torch.device("meta"), torch.bfloat16, is_dry=False):
+                    jobs.setdefault(
+                        f"{case.widths} {case.kind} {case.is_fp8} {case.block_size} {choice}", (case, choice)
+                    )
+    return jobs
+
+
+def dry_jobs() -> dict[str, Any]:
+    """One candidate, and one that cannot be compiled."""
+    from millrace.kernels.layout.work_lists import Tiling
+    from tests.bench.gpu.sweeps.attention import Case, Choice
+    from tests.bench.gpu.trials.layers import Widths
+
+    case = Case("decode", Widths(64, 4, 2, 16, 64), "decode", ((1, 40), (1, 9)))
+    return {
+        str(choice): (case, choice) for choice in (Choice(Tiling(16, 16, 4, 2, 2)), Choice(Tiling(16, 24, 4, 2, 2)))
+    }
+
+
+def compile_job(target: Target, job: Any) -> None:
+    """In a process of its own."""
+    with pretended(target):
+        if isinstance(job, ModelJob):
+            _compile_model(job)
+        else:
+            from tests.bench.gpu.sweeps.attention import compile_choice
+
+            compile_choice(*job)
+
+
+def _compile_model(job: ModelJob) -> None:
+    import torch
+
+    from millrace.runtime.device_streams.simulated import SimStreams
+    from millrace.stages.outputs import GraphBatch
+    from tests.bench.gpu.floors import GPU_SHAPES
+    from tests.bench.gpu.parts.subject import Subject
+
+    sizes = [(256, 1200)]
+    subject = Subject(GPU_SHAPES[job.shape], torch.device("meta"), sizes, max_step_tokens=2048, is_fp8=job.is_fp8)
+    line = subject.line(SimStreams(Random(0)), time.perf_counter)
+    line.submitter.warm([GraphBatch(job.num_rows, job.num_tokens, job.is_decode)], job.kinds)
+
+
+@contextmanager
+def pretended(target: Target) -> Iterator[None]:
+    """Triton's launches compile for this card and launch nothing."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    import millrace.kernels.triton.kernel_set  # noqa: F401  all that launch
+    import millrace.kernels.triton.step_state  # noqa: F401
+
+    class Driver:
+        """What a launch asks of it before there is a kernel."""
+
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", target.capability, 32)
+
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_current_stream(self, device: int | None = None) -> int:
+            return 0
+
+    launch = JITFunction.run
+
+    def look_up(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        return launch(kernel, *args, grid=grid, warmup=True, **options)
+
+    told = {"capability": lambda device: target.capability, "num_multiprocessors": lambda device: target.num_processors}
+    rooms = [module for name, module in sys.modules.items() if name.startswith("millrace.kernels.triton.")]
+    patches: list[tuple[Any, str, Any]] = [(JITFunction, "run", look_up)]
+    patches += [(module, name, value) for module in rooms for name, value in told.items() if hasattr(module, name)]
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in patches]
+    active = driver._active
+    driver.set_active(Driver())
+    for owner, name, value in patches:
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
+        driver._active = active

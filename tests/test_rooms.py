@@ -29,7 +29,7 @@ BELOW = {
     "kernels/reference": "kernels/layout",
     "kernels/tilings": "",
     "kernels/triton": "kernels/layout kernels/reference kernels/tilings",
-    "kernels/checks": "kernels/layout kernels/triton",
+    "kernels/checks": "kernels/layout kernels/tilings kernels/triton",
     "kernels": "kernels/layout kernels/reference kernels/triton",
     "model": "",
     "model/demo": "",

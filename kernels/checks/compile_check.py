@@ -150,7 +150,8 @@ def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:
         setattr(owner, name, original)
 
 
-def _compile(launch: Launch, name: str, arch: int) -> CompileReport:
+def compiled(launch: Launch, arch: int) -> tuple[Any, dict[str, str]]:
+    """The compiled kernel of a launch, and the types of its arguments by name: `constexpr` if it takes none."""
     kernel, _, arguments, options = launch
     signature: dict[str, str] = {}
     constants: dict[tuple[int, ...], object] = {}
@@ -168,23 +169,27 @@ def _compile(launch: Launch, name: str, arch: int) -> CompileReport:
         elif not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment) and _is_aligned(value):
             divisible[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=divisible)
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    usage = _resource_usage(compiled.asm["cubin"])
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options), signature
+
+
+def _compile(launch: Launch, name: str, arch: int) -> CompileReport:
+    kernel, _ = compiled(launch, arch)
+    usage = _resource_usage(kernel.asm["cubin"])
     has_stack = usage["STACK"] or usage["LOCAL"]
-    ptx = compiled.asm["ptx"]
+    ptx = kernel.asm["ptx"]
     return CompileReport(
-        name=f"{name}: {kernel.__name__.strip('_')}",
+        name=f"{name}: {launch.kernel.__name__.strip('_')}",
         arch=arch,
         num_programs=launch.grid[0] // NUM_PROCESSORS,
-        num_warps=compiled.metadata.num_warps,
+        num_warps=kernel.metadata.num_warps,
         registers=usage["REG"],
         stack_bytes=usage["STACK"],
         local_bytes=usage["LOCAL"],
-        shared_bytes=compiled.metadata.shared,
+        shared_bytes=kernel.metadata.shared,
         waits=tuple(waits_in_loops(ptx)),
-        num_buffers=num_buffers(compiled.asm["ttgir"]),
+        num_buffers=num_buffers(kernel.asm["ttgir"]),
         num_warpgroup_dots=ptx.count("wgmma.mma_async"),
-        num_loop_spills=spills_in_loops(_of_cubin("nvdisasm", "-c", compiled.asm["cubin"])) if has_stack else 0,
+        num_loop_spills=spills_in_loops(of_cubin("nvdisasm", "-c", kernel.asm["cubin"])) if has_stack else 0,
     )
 
 
@@ -203,11 +208,12 @@ def _is_aligned(value: object) -> bool:
 
 
 def _resource_usage(cubin: bytes) -> dict[str, int]:
-    listing = _of_cubin("cuobjdump", "-res-usage", cubin)
+    listing = of_cubin("cuobjdump", "-res-usage", cubin)
     return {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", listing)}
 
 
-def _of_cubin(tool: str, option: str, cubin: bytes) -> str:
+def of_cubin(tool: str, option: str, cubin: bytes) -> str:
+    """What one of Triton's binary tools prints of a compiled kernel."""
     path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)

@@ -19,7 +19,8 @@ DtypeName = Literal["bfloat16", "float16", "float32"]
 MOST_VECTOR_ROWS = 8  # beyond, the multiplications would take longer than the weight
 MOST_SPLIT_ROWS = 64  # beyond, the library's tiles are as good: the weight is no longer all that is read
 SMALLEST_TILE = 16  # rows, and columns, of a tile of matrix instructions
-VECTOR_NUMBERS = 8  # of a 16-byte load in half precision: K must be a multiple
+VECTOR_NUMBERS = 8  # of a 16-byte load in half precision
+ALIGNED_NUMBERS = 16  # K must be a multiple: of no other strides does Triton know that rows are aligned
 WARP_NUMBERS = 256  # of a row that a warp loads at once
 SHARED_BYTES = 160 << 10  # of a block: what sm_80 has, less a reserve
 ITEM_BYTES: dict[DtypeName, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -107,8 +108,8 @@ def why_library(num_outputs: int, num_inner: int, dtype: DtypeName) -> str | Non
     """Why the products of few rows are left to the library where nothing was measured; None: they are not."""
     if dtype == "float32":
         return "float32 has no fast matrix instruction of full precision"
-    if num_inner % VECTOR_NUMBERS:
-        return f"num_inner = {num_inner} is no multiple of {VECTOR_NUMBERS}, so rows of the weight are not aligned"
+    if num_inner % ALIGNED_NUMBERS:
+        return f"num_inner = {num_inner} is no multiple of {ALIGNED_NUMBERS}, so rows of the weight are not aligned"
     if num_outputs < SMALLEST_TILE or num_inner < WARP_NUMBERS:
         return f"{num_outputs} x {num_inner} is smaller than {SMALLEST_TILE} x {WARP_NUMBERS}"
     return None

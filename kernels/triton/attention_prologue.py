@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from ..layout.layer_options import HeadNorms
-from .launch import check_dtype, next_power_of_2
+from .launch import check_dtype, early_launch, next_power_of_2, start_early
 from .layers import norm_into
 
 HEADS_PER_PROGRAM = 16  # at D = 128, 16 elements a thread
@@ -72,7 +72,7 @@ def attention_prologue(
         IS_FP8=k_cache.dtype == torch.float8_e4m3fn, NORM=None if norms is None else norms.kind,
         IS_ROUNDED=norms is not None and norms.kind == "rms" and a_norm is not None and a_norm.dtype == qkv.dtype,
         HAS_HEAD_WEIGHTS=a_norm is not None and a_norm.dim() == 2,
-        IS_AFTER_ROPE=norms is not None and norms.is_after_rope, enable_fp_fusion=True,
+        IS_AFTER_ROPE=norms is not None and norms.is_after_rope, enable_fp_fusion=True, **early_launch(qkv.device),
     )  # fmt: skip
     return qkv[:, :num_query_heads]
 
@@ -94,7 +94,9 @@ def _attention_prologue_kernel(
     B: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr,
     REST: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_H: tl.constexpr, IS_FP8: tl.constexpr,
     NORM: tl.constexpr, IS_ROUNDED: tl.constexpr, HAS_HEAD_WEIGHTS: tl.constexpr, IS_AFTER_ROPE: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ):  # fmt: skip
+    start_early(IS_EARLY)
     token = tl.program_id(0).to(tl.int64)
     program = tl.program_id(1)
     row = qkv + token * qkv_row

@@ -10,7 +10,7 @@ weights, which no launch writes, and then waits until all memory that those laun
 
     _kernel[grid](..., **early_launch(x.device))
 
-Three rules make a chain of early launches as safe as one that is not.
+Three rules make a chain of early launches as safe as one that is not. `kernels/checks/early_check.py` checks 1 and 2.
 
 1. Every program waits, even one that has nothing to do. The next launch waits for this one alone: if a program of this
    one ended without waiting, the end of this launch would not imply the end of those before it.

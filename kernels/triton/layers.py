@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from ..layout.layer_options import Activation
-from .launch import check_dtype, next_power_of_2
+from .launch import check_dtype, early_launch, next_power_of_2, start_early
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -63,7 +63,7 @@ def norm_into(
         0 if residual is None else residual.stride(0), _head_stride(weight), _head_stride(bias), eps,
         D=dim, BLOCK_D=block, IS_LAYER_NORM=is_layer_norm,
         IS_ROUNDED=not is_layer_norm and weight is not None and weight.dtype == x.dtype,
-        num_warps=_warps(block), enable_fp_fusion=True,
+        num_warps=_warps(block), enable_fp_fusion=True, **early_launch(x.device),
     )  # fmt: skip
 
 
@@ -80,7 +80,8 @@ def gated(gate_up: Tensor, activation: Activation, alpha: float = 1.702, limit: 
     out = torch.empty((num_tokens, dim), dtype=gate_up.dtype, device=gate_up.device)
     block = _part(dim)
     _gated_kernel[(num_tokens, triton.cdiv(dim, block))](
-        out, gate_up, dim, gate_up.stride(0), alpha, limit, ACTIVATION=activation, BLOCK=block, enable_fp_fusion=True
+        out, gate_up, dim, gate_up.stride(0), alpha, limit, ACTIVATION=activation, BLOCK=block, enable_fp_fusion=True,
+        **early_launch(out.device),
     )  # fmt: skip
     return out
 
@@ -93,7 +94,8 @@ def activated(x: Tensor, activation: Activation, params: Tensor | None = None) -
     out = torch.empty((num_tokens, dim), dtype=x.dtype, device=x.device)
     block = _part(dim)
     _activated_kernel[(num_tokens, triton.cdiv(dim, block))](
-        out, x, params, dim, x.stride(0), ACTIVATION=activation, BLOCK=block, enable_fp_fusion=True
+        out, x, params, dim, x.stride(0), ACTIVATION=activation, BLOCK=block, enable_fp_fusion=True,
+        **early_launch(out.device),
     )  # fmt: skip
     return out
 
@@ -118,7 +120,9 @@ def _warps(block: int) -> int:
 def _norm_kernel(
     out, x, residual, weight, bias, heads, out_row, out_head, x_row, x_head, residual_row, weight_head, bias_head, eps,
     D: tl.constexpr, BLOCK_D: tl.constexpr, IS_LAYER_NORM: tl.constexpr, IS_ROUNDED: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ):  # fmt: skip
+    start_early(IS_EARLY)
     row = tl.program_id(0).to(tl.int64)
     token = row // heads
     head = row % heads
@@ -142,7 +146,10 @@ def _norm_kernel(
 
 
 @triton.jit
-def _gated_kernel(out, gate_up, dim, row_stride, alpha, limit, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+def _gated_kernel(
+    out, gate_up, dim, row_stride, alpha, limit, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr
+):  # fmt: skip
+    start_early(IS_EARLY)
     token = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_dim = d < dim
@@ -153,7 +160,10 @@ def _gated_kernel(out, gate_up, dim, row_stride, alpha, limit, ACTIVATION: tl.co
 
 
 @triton.jit
-def _activated_kernel(out, x, params, dim, row_stride, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+def _activated_kernel(
+    out, x, params, dim, row_stride, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr
+):  # fmt: skip
+    start_early(IS_EARLY)
     token = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_dim = d < dim

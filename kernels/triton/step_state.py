@@ -18,7 +18,7 @@ import triton.language as tl
 
 from ..layout import step_state
 from ..layout.step_state import SlotState, StepBuffers
-from .launch import next_power_of_2
+from .launch import early_launch, next_power_of_2, start_early
 
 UPDATE_PROGRAMS = 32  # they share the copy of a long prompt (128k tokens are 512 kB), and idle otherwise
 BLOCK = 256
@@ -45,7 +45,7 @@ def apply_updates(diff: Tensor, slots: SlotState) -> None:
         diff, slots.state, slots.tokens, slots.tables,
         slots.state.stride(0), slots.tokens.stride(0), slots.tables.stride(0),
         WIDTH=step_state.STATE_WIDTH, BLOCK_WIDTH=next_power_of_2(step_state.STATE_WIDTH), BLOCK=BLOCK,
-        enable_fp_fusion=True,
+        enable_fp_fusion=True, **early_launch(diff.device),
     )  # fmt: skip
 
 
@@ -56,12 +56,13 @@ def make_inputs(diff: Tensor, slots: SlotState, buffers: StepBuffers, block_size
         diff, slots.state, slots.tables, buffers.block_tables, buffers.query_starts, buffers.lengths,
         buffers.logits_rows, buffers.sampled_slots,
         slots.state.stride(0), slots.tables.stride(0), buffers.block_tables.stride(0), B=block_size, BLOCK=BLOCK,
-        enable_fp_fusion=True,
+        enable_fp_fusion=True, **early_launch(diff.device),
     )  # fmt: skip
     _tokens_kernel[(triton.cdiv(num_tokens, TOKENS_PER_PROGRAM),)](
         diff, slots.state, slots.tokens, slots.tables, buffers.input_ids, buffers.positions, buffers.slot_mapping,
         num_tokens, slots.state.stride(0), slots.tokens.stride(0), slots.tables.stride(0),
         B=block_size, BLOCK_T=TOKENS_PER_PROGRAM, BLOCK_R=ROWS_AT_A_TIME, enable_fp_fusion=True,
+        **early_launch(diff.device),
     )  # fmt: skip
 
 
@@ -72,15 +73,16 @@ def note_tokens(out: Tensor, chosen: Tensor, sampled_slots: Tensor, slots: SlotS
     _note_tokens_kernel[(triton.cdiv(num_rows, block),)](
         out, chosen, sampled_slots, slots.state, slots.tokens, num_rows, slots.tokens.shape[1],
         out.stride(0), slots.state.stride(0), slots.tokens.stride(0), NUM_STOPS=step_state.MAX_STOPS, BLOCK=block,
-        enable_fp_fusion=True,
+        enable_fp_fusion=True, **early_launch(out.device),
     )  # fmt: skip
 
 
 @triton.jit
 def _apply_updates_kernel(
     diff, state, tokens, tables, state_row, tokens_row, tables_row,
-    WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
+    start_early(IS_EARLY)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     at, count = tl.load(diff + ENTRIES_AT), tl.load(diff + NUM_ENTRIES)
     for begin in range(program * BLOCK, count, num_programs * BLOCK):
@@ -115,8 +117,9 @@ def _apply_updates_kernel(
 @triton.jit
 def _rows_kernel(
     diff, state, tables, block_tables, query_starts, lengths, logits_rows, sampled_slots,
-    state_row, tables_row, out_row, B: tl.constexpr, BLOCK: tl.constexpr,
+    state_row, tables_row, out_row, B: tl.constexpr, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
+    start_early(IS_EARLY)
     row = tl.program_id(0)
     num_rows, num_tokens, num_logits = tl.load(diff + NUM_ROWS), tl.load(diff + NUM_TOKENS), tl.load(diff + NUM_LOGITS)
     rows = diff + tl.load(diff + ROWS_AT)
@@ -148,8 +151,9 @@ def _rows_kernel(
 def _tokens_kernel(
     diff, state, tokens, tables, input_ids, positions, slot_mapping,
     num_tokens, state_row, tokens_row, tables_row,
-    B: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
+    B: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
+    start_early(IS_EARLY)
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     num_rows = tl.load(diff + NUM_ROWS)
     rows = diff + tl.load(diff + ROWS_AT)
@@ -175,8 +179,9 @@ def _tokens_kernel(
 @triton.jit(do_not_specialize=["num_rows", "max_tokens"])
 def _note_tokens_kernel(
     out, chosen, sampled_slots, state, tokens, num_rows, max_tokens, out_row, state_row, tokens_row,
-    NUM_STOPS: tl.constexpr, BLOCK: tl.constexpr,
+    NUM_STOPS: tl.constexpr, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
+    start_early(IS_EARLY)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_place = row < num_rows
     slot = tl.load(sampled_slots + row, mask=is_place, other=-1).to(tl.int64)

@@ -41,7 +41,7 @@ def test_each_product_has_its_forms_or_a_reason(made: Any) -> None:
         "qkv plain 512x256": PREDICTED,
         "output add 256x256": PREDICTED,
         "gate_up gated 520x256": PREDICTED,
-        "down add 256x260": "library: num_inner = 260 is no multiple of 8, so rows of the weight are not aligned",
+        "down add 256x260": "library: num_inner = 260 is no multiple of 16, so rows of the weight are not aligned",
     }
     first, second = decoder.few_rows.layers
     assert first.down is None and torch.equal(first.qkv.weight, decoder.weights.layers[0].qkv.weight)

@@ -159,6 +159,8 @@ class Link:
         except (BlockingIOError, InterruptedError):
             sent = 0
         except OSError:
+            if not self._is_closing:
+                self._on_readable()  # the last words of the other end may have arrived, such as why it has gone
             self._lose(None)
             return
         self.num_sends += 1

@@ -310,10 +310,14 @@ class World:
             for index in range(request.num_sequences):
                 self._check_choice(history, index)
 
+    def _allowed_outcomes(self) -> set[str]:
+        """How requests may end besides, in this world."""
+        return set()
+
     def _check_outcome(self, history: History) -> None:
         name, request = history.outcome, history.client.request
         faults = self.setup.faults.keys() - {CLOCK_FAULT}
-        allowed = {"finished", "left", "Overloaded", "Busy"}
+        allowed = {"finished", "left", "Overloaded", "Busy"} | self._allowed_outcomes()
         if history.client.deadline_s is not None:
             allowed.add(TimedOut.__name__)
         if faults:

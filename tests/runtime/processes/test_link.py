@@ -168,6 +168,17 @@ def test_an_end_that_goes_is_noticed_and_what_had_arrived_can_still_be_received(
     run(test)
 
 
+def test_the_last_words_of_an_end_arrive_though_the_other_one_sends_when_it_goes() -> None:
+    async def test(pair: Pair) -> None:
+        pair.there.post(Parcel(7))
+        pair.there.close()
+        pair.here.post(Parcel(1))
+        pair.here._flush()  # before it reads: it meets a closed socket
+        assert [word.number for word in pair.words[0]] == [7] and pair.lost[0] == [None]
+
+    run(test)
+
+
 def test_a_channel_outlives_its_link_and_keeps_what_is_sent_meanwhile_for_the_next() -> None:
     async def test(pair: Pair) -> None:
         for number in (0, 1):

@@ -1,0 +1,127 @@
+"""Sockets and processes in memory, in virtual time: a split engine whose two processes share one simulated loop.
+
+The real engine process, its client and the link between them run unchanged. Only what makes a process or a socket is
+replaced, see `in_memory`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+from millrace.runtime.simulation.run import SimEnv
+from millrace.stages.engine import engine
+from millrace.stages.split import engine_process, process_client, split_engine
+from millrace.stages.split.engine_process import EngineProcess, Load
+
+MOST_DELAY_S = 0.001  # of what is sent
+
+
+class MemorySocket:
+    """One end of a stream of bytes. What is sent arrives later, in order, often several sends at once."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, dice: Random) -> None:
+        self._loop, self._dice = loop, dice
+        self.peer: MemorySocket | None = None
+        self.on_readable: Callable[[], object] | None = None
+        self._received = bytearray()
+        self._has_ended = self._is_due = False
+
+    @classmethod
+    def pair(cls, loop: asyncio.AbstractEventLoop, dice: Random) -> tuple[MemorySocket, MemorySocket]:
+        ours, theirs = cls(loop, dice), cls(loop, dice)
+        ours.peer, theirs.peer = theirs, ours
+        return ours, theirs
+
+    def setblocking(self, is_blocking: bool) -> None:
+        pass
+
+    def setsockopt(self, *option: int) -> None:
+        pass
+
+    def send(self, data: memoryview) -> int:
+        assert self.peer is not None
+        if self._has_ended or self.peer._has_ended:
+            raise BrokenPipeError
+        self.peer._received += data
+        self.peer._wake()
+        return len(data)
+
+    def recv(self, most: int) -> bytes:
+        if not self._received and not self._has_ended:
+            raise BlockingIOError
+        data = bytes(self._received[:most])
+        del self._received[:most]
+        return data
+
+    def close(self) -> None:
+        assert self.peer is not None
+        self.peer._has_ended = True
+        self.peer._wake()
+
+    def _wake(self) -> None:
+        if not self._is_due:
+            self._is_due = True
+            self._loop.call_later(self._dice.uniform(0.0, MOST_DELAY_S), self._read)
+
+    def _read(self) -> None:
+        self._is_due = False
+        if self.on_readable is not None:
+            self.on_readable()
+        if self.on_readable is not None and (self._received or self._has_ended):
+            self._wake()  # it stays readable
+
+
+class MemoryChild:
+    """An engine process that is a task. It gets its model from `load`."""
+
+    env: SimEnv
+    load: Load
+
+    def __init__(self, sock: MemorySocket, process: EngineProcess) -> None:
+        self.sock, self.pid = sock, id(process)
+        self._task = asyncio.ensure_future(process.run())
+
+    @classmethod
+    async def start(cls, module: str, files: Sequence[int], environment: dict[str, str]) -> MemoryChild:
+        ours, theirs = MemorySocket.pair(cls.env.loop, cls.env.random("link"))
+        return cls(ours, EngineProcess(theirs, (), cls.load))  # type: ignore[arg-type]
+
+    async def wait(self) -> str:
+        await asyncio.wait([self._task])
+        return "killed" if self._task.cancelled() else f"exit status {self._task.result()}"
+
+    def kill(self) -> None:
+        self._task.cancel()
+
+
+def _env_of_a_process(env: SimEnv) -> SimEnv:
+    """The same loop, clock and dice; workers of its own, which end with the process."""
+    own = copy(env)
+    own._workers, own._pool = {}, None
+    return own
+
+
+@contextlib.contextmanager
+def in_memory(env: SimEnv, load: Load) -> Iterator[None]:
+    """Split engines on `env` have engine processes in memory, which get their models from `load`."""
+    child = type("Child", (MemoryChild,), {"env": env, "load": staticmethod(load)})
+    loop: Any = env.loop
+    loop.add_reader = lambda sock, callback: setattr(sock, "on_readable", callback)
+    loop.remove_reader = lambda sock: setattr(sock, "on_readable", None)
+    with (
+        patch.object(process_client, "Child", child),
+        patch.object(split_engine, "NUM_RINGS", 0),
+        patch.object(engine_process, "LiveEnv", lambda: _env_of_a_process(env)),
+        patch.object(engine_process, "end_with_parent", lambda sock: None),
+        patch.object(engine_process, "gc", SimpleNamespace(collect=lambda: 0, freeze=lambda: None)),
+        patch.object(engine, "_free_memory", lambda is_on_gpu: None),  # a collection takes longer than a run
+        patch.object(EngineProcess, "_digests", staticmethod(lambda config: {})),
+    ):
+        yield

@@ -4,7 +4,7 @@
 
 A name is a row or a model type; none means all. `--list` shows the rows with the least margin of their best logits and
 how many tokens differ; `--markdown` the page of models, for which nothing runs. `--ids` and `--prompts` shorten a run,
-as Triton needs it without a GPU, where its kernels are interpreted: `--backend triton --ids 4 --prompts 21`. Exit
+as Triton needs it without a GPU, where this interprets its kernels: `--backend triton --ids 4 --prompts 21`. Exit
 status 1 if a row differs or fails.
 """
 
@@ -28,8 +28,11 @@ BACKENDS = ("native", "torch", "triton", "transformers", "auto")
 
 def main() -> int:
     """Run the command line."""
-    if "triton" in sys.argv:
-        os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported
+    if any("triton" in argument for argument in sys.argv[1:]):
+        from millrace.stages.loading.native_choice import has_cuda_driver
+
+        if not has_cuda_driver():
+            os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported
     from millrace.runtime.env import log
     from tests.families.zoo import chosen
 

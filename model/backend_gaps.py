@@ -21,6 +21,7 @@ def missing(spec: DecoderSpec, backend: Backend) -> list[str]:
             found.update(dict.fromkeys(_of_kernels(layer.mixer, backend)))
     if len({_sizes(attention) for attention in spec.attentions}) > 1:
         found["layers whose heads have different sizes"] = None
+    found.update(dict.fromkeys(_of_longrope(spec)))
     if backend == "native" and not found:
         found.update(dict.fromkeys(_of_native_step(spec)))
     return list(found)
@@ -62,6 +63,17 @@ def _of_attention(attention: AttentionSpec) -> Iterator[str]:
         yield "keys that are values"
     if attention.kv_of is not None:
         yield "keys and values shared between layers"
+
+
+def _of_longrope(spec: DecoderSpec) -> Iterator[str]:
+    """What factors that depend on the length of a sequence do not go with: `StepInputs.positions` are not its own."""
+    lengths = {rope.original_max_position for rope in spec.ropes if rope.kind == "longrope"}
+    if len(lengths) > 1:
+        yield f"rotary factors that change at several lengths: {', '.join(map(str, sorted(lengths)))}"
+    if lengths and spec.embedding.positions is not None:
+        yield "learned positions beside rotary factors that depend on the length"
+    if lengths and any(attention.query_temper for attention in spec.attentions):
+        yield "queries scaled by position beside rotary factors that depend on the length"
 
 
 def _of_kernels(attention: AttentionSpec, backend: Backend) -> Iterator[str]:

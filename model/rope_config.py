@@ -32,7 +32,7 @@ class RopeConfig:
     truncate: bool = True  # yarn: the ramp begins and ends at whole numbers
     attention_factor: float = 1.0  # multiplies cos and sin
     short_factors: tuple[float, ...] = ()  # longrope: each pair's wavelength is stretched by its factor, ...
-    long_factors: tuple[float, ...] = ()  # ... in tables of more positions than the original ones by these
+    long_factors: tuple[float, ...] = ()  # ... in sequences of more tokens than `original_max_position` by these
 
 
 def parse_rope(

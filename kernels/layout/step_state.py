@@ -39,6 +39,7 @@ HEADER = 16
 # TOKENS: number of tokens so far. The sequence ends at LIMIT tokens, and on a stop token if it had LEAST before it.
 TOKENS, LIMIT, LEAST, FINISHED, PROMPT = 0, 1, 2, 3, 4
 SEED_LOW, SEED_HIGH, TEMPERATURE, TOP_K, TOP_P, MIN_P = 5, 6, 7, 8, 9, 10
+ROPE_OFFSET = 11  # added to positions for rows of the rotary tables; only where `SlotState.has_rope_offsets`
 STOPS = 12  # stop token ids, padded with -1
 MAX_STOPS = 8
 STATE_WIDTH = STOPS + MAX_STOPS
@@ -53,6 +54,7 @@ class SlotState:
     state: Array  # [S, STATE_WIDTH] i32
     tokens: Array  # [S, L] i32
     tables: Array  # [S, M] i32 block ids in token order
+    has_rope_offsets: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,7 +65,7 @@ class StepBuffers:
     """
 
     input_ids: Array  # [N] i64
-    positions: Array  # [N] i64
+    positions: Array  # [N] i64, with their ROPE_OFFSET
     slot_mapping: Array  # [N] i64, block * block_size + offset; -1 = none
     block_tables: Array  # [P, M] i32, entries past the length are not written
     query_starts: Array  # [P + 1] i32
@@ -88,12 +90,15 @@ class StepBuffers:
 Make = Callable[[tuple[int, ...], str], Array]  # an array of zeros of a shape and a type
 
 
-def make_slots(make: Make, num_slots: int, max_model_len: int, block_size: int) -> SlotState:
+def make_slots(
+    make: Make, num_slots: int, max_model_len: int, block_size: int, *, has_rope_offsets: bool = False
+) -> SlotState:
     """State for `num_slots` sequences of at most `max_model_len` tokens."""
     return SlotState(
         state=make((num_slots, STATE_WIDTH), "int32"),
         tokens=make((num_slots, max_model_len), "int32"),
         tables=make((num_slots, -(-max_model_len // block_size)), "int32"),
+        has_rope_offsets=has_rope_offsets,
     )
 
 
@@ -155,6 +160,8 @@ def make_inputs(diff: Array, slots: SlotState, buffers: StepBuffers, block_size:
     blocks = tables[row_slots[rows], positions // block_size].astype(np.int64)
     out.positions[:], out.input_ids[:], out.slot_mapping[:] = 0, 0, -1
     out.positions[:num_tokens] = positions
+    if slots.has_rope_offsets:
+        out.positions[:num_tokens] += state[row_slots[rows], ROPE_OFFSET]
     out.input_ids[:num_tokens] = known[row_slots[rows], positions]
     places = blocks * block_size + positions % block_size
     out.slot_mapping[:num_tokens] = np.where(goes_on[rows], places, -1)

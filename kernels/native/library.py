@@ -80,6 +80,7 @@ class DecodeSlots(Structure):
         *((name, c_int64) for name in ("num_slots", "blocks_per_slot")),
         ("cache", c_void_p),
         *((name, c_int64) for name in ("num_blocks", "layer_stride_blocks", "block_size")),
+        ("rope_offsets", c_void_p),
     ]
 
 

@@ -31,11 +31,13 @@ class SlotStep:
         last_tokens: Longs,  # [S] the newest token
         num_known: Longs,  # [S] leading tokens that belong to the prompt and are not in `last_tokens`
         tables: Ints,  # [S, M] block ids in token order
+        rope_offsets: Longs | None = None,  # [S] added to positions for rows of the rotary tables; None: not
     ) -> None:
         model.check_cache(cache)
         self.model = model
         self._cache, self._last_tokens, self._num_known, self._tables = cache, last_tokens, num_known, tables
-        model.keep(cache.data, last_tokens, num_known, tables)
+        self._rope_offsets = rope_offsets
+        model.keep(cache.data, last_tokens, num_known, tables, *(() if rope_offsets is None else (rope_offsets,)))
         self._rows = self.rows()
 
     def rows(self) -> SlotStepRows:
@@ -54,6 +56,7 @@ class SlotStep:
             num_blocks=self._cache.num_blocks,
             layer_stride_blocks=self._cache.layer_stride_blocks,
             block_size=self._cache.block_size,
+            rope_offsets=None if self._rope_offsets is None else address(self._rope_offsets, np.int64),
         )
         return SlotStepRows(slots, starts, ctypes.byref(columns))
 

@@ -21,7 +21,7 @@ from .few_rows import FewRowProducts, LayerProducts
 from .kv_cache import KVCache
 from .linear import Linear
 from .memory_estimate import step_bytes, weights_bytes
-from .rope import alibi_slopes, query_factors, rope_tables
+from .rope import alibi_slopes, decoder_tables, query_factors
 from .step_inputs import StepInputs
 from .weights import DecoderWeights, LayerWeights, NormWeights
 
@@ -62,7 +62,7 @@ class Decoder:
             is_batch_invariant,
         )
         self._tables = [  # cos, sin of each of `spec.ropes`, [P, D_rot / 2] f32 each
-            tuple(map(self.on_device, rope_tables(rope, self.max_positions))) for rope in spec.ropes
+            (self.on_device(cos), self.on_device(sin)) for cos, sin in decoder_tables(spec.ropes, self.max_positions)
         ]
         self._by_position: dict[AttentionSpec, tuple[Tensor | None, Tensor | None]] = {}
         self.few_rows = FewRowProducts(

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .decoder import Decoder
 from .kv_cache import KVCache
+from .rope import short_length
 from .step_inputs import StepInputs
 
 NUM_TOKENS = 256  # random tokens of the measured step: enough that some of them make a head's numbers large
@@ -28,7 +29,9 @@ def measured_scales(decoder: Decoder) -> Tensor:
     num_tokens = min(NUM_TOKENS, decoder.max_positions)
     num_blocks = -(-num_tokens // BLOCK_SIZE)
     cache = KVCache(config, num_blocks, BLOCK_SIZE, decoder.dtype, decoder.device)
-    decoder.hidden(_one_prompt(num_tokens, num_blocks, config.vocab_size, decoder.device), cache)
+    num_short = short_length(config.ropes, decoder.max_positions)
+    first = num_short if num_tokens > num_short else 0
+    decoder.hidden(_one_prompt(num_tokens, num_blocks, config.vocab_size, decoder.device, first), cache)
     largest = torch.stack([torch.stack(list(_largest(cache, layer))) for layer in range(config.num_layers)])
     return scales_of(largest)
 
@@ -45,12 +48,14 @@ def _largest(cache: KVCache, layer: int) -> Iterator[Tensor]:
     return (numbers.abs().amax((0, 2, 3)).float() for numbers in cache.layer(layer))
 
 
-def _one_prompt(num_tokens: int, num_blocks: int, vocab_size: int, device: torch.device) -> StepInputs[Tensor]:
+def _one_prompt(
+    num_tokens: int, num_blocks: int, vocab_size: int, device: torch.device, first_row: int
+) -> StepInputs[Tensor]:
     ids = np.random.default_rng(0).integers(0, vocab_size, num_tokens)
     places = torch.arange(num_tokens, device=device)
     return StepInputs(
         input_ids=torch.from_numpy(ids).to(device),
-        positions=places,
+        positions=places + first_row,
         slot_mapping=places,
         block_tables=torch.arange(num_blocks, dtype=torch.int32, device=device).unsqueeze(0),
         query_starts=torch.tensor([0, num_tokens], dtype=torch.int32, device=device),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,9 +14,35 @@ from ..spec import DecoderSpec
 Floats = NDArray[np.float32]
 
 
-def rope_tables(rope: RopeConfig, num_positions: int) -> tuple[Floats, Floats]:
-    """cos and sin, [num_positions, rope.dim / 2] each, f32, multiplied by `rope.attention_factor`."""
-    frequencies = inverse_frequencies(rope, is_long=num_positions > rope.original_max_position)
+def short_length(ropes: Iterable[RopeConfig], num_positions: int) -> int:
+    """Tokens up to which a sequence has the short factors of "longrope"; 0 if all of `num_positions` tokens have them.
+
+    A decoder's tables then begin with so many rows for short sequences. The rows of long ones, from position 0, follow.
+    """
+    lengths = (rope.original_max_position for rope in ropes if rope.kind == "longrope")
+    return next((length for length in lengths if length < num_positions), 0)
+
+
+def decoder_tables(ropes: Sequence[RopeConfig], num_positions: int) -> list[tuple[Floats, Floats]]:
+    """cos and sin of each of a decoder's kinds, [R, rope.dim / 2] f32; R = `short_length` + `num_positions`."""
+    num_short = short_length(ropes, num_positions)
+    if not num_short:
+        return [rope_tables(rope, num_positions) for rope in ropes]
+    return [
+        (np.concatenate(both), np.concatenate(other))
+        for rope in ropes
+        for both, other in [
+            zip(rope_tables(rope, num_short), rope_tables(rope, num_positions, is_long=True), strict=True)
+        ]
+    ]
+
+
+def rope_tables(rope: RopeConfig, num_positions: int, *, is_long: bool = False) -> tuple[Floats, Floats]:
+    """cos and sin, [num_positions, rope.dim / 2] each, f32, multiplied by `rope.attention_factor`.
+
+    `is_long`: with the factors of "longrope" for sequences longer than the original context.
+    """
+    frequencies = inverse_frequencies(rope, is_long=is_long)
     angles = np.arange(num_positions, dtype=np.float32)[:, None] * frequencies  # [P, D_rot / 2]
     if rope.kind == "dynamic" and num_positions > rope.original_max_position:
         angles[rope.original_max_position :] = _dynamic_angles(rope, num_positions)
@@ -26,19 +53,20 @@ def rope_tables(rope: RopeConfig, num_positions: int) -> tuple[Floats, Floats]:
 
 
 def tables_bytes(spec: DecoderSpec, num_positions: int) -> int:
-    """Memory of a decoder's tables of one row a position: rotary positions, factors of queries, rounded alibi."""
+    """Memory of a decoder's tables by position: rotary positions, factors of queries, rounded alibi."""
     rotary = sum(2 * (rope.dim // 2) for rope in spec.ropes)
     others = sum(
         (attention.query_temper is not None) + attention.num_heads * attention.is_alibi_rounded
         for attention in set(spec.attentions)
     )
-    return 4 * num_positions * (rotary + others)
+    num_short = short_length(spec.ropes, num_positions)
+    return 4 * (num_short * rotary + num_positions * (rotary + others))
 
 
 def inverse_frequencies(rope: RopeConfig, *, is_long: bool = False) -> Floats:
     """Radians per position of each rotated pair, [dim / 2] f32. Those of "dynamic" are for the trained length.
 
-    `is_long`: sequences may be longer than the original context, which "longrope" has factors of its own for.
+    `is_long`: for sequences longer than the original context, which "longrope" has factors of its own for.
     """
     exponents = np.arange(0, rope.dim, 2, dtype=np.float32) / np.float32(rope.dim)
     powers = np.float64(rope.theta) ** exponents  # in double precision and rounded once, to match torch's power

@@ -18,7 +18,8 @@ class StepInputs(Generic[Array]):
     """
 
     input_ids: Array  # [T] i64
-    positions: Array  # [T] i64, from 0 in each sequence
+    # [T] i64, from 0 in each sequence; from `short_length` in one with the rotary factors of long sequences (`rope.py`)
+    positions: Array
     slot_mapping: Array  # [T] i64, each token's place in the cache, block * block_size + offset; -1 = none
     block_tables: Array  # [S, M] i32, block ids in token order
     query_starts: Array  # [S + 1] i32, sequence s has the new tokens [query_starts[s], query_starts[s + 1])

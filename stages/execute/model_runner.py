@@ -59,8 +59,11 @@ class ModelRunner:
         max_blocks_per_slot: int,
         num_host_blocks: int = 0,
         pooler: Pooler | None = None,
+        short_length: int = 0,
     ) -> None:
-        """A slot has at most `max_blocks_per_slot` blocks."""
+        """A slot has at most `max_blocks_per_slot` blocks. `short_length`: rows of the rotary tables before those of
+        long sequences; 0 if the decoder's factors do not depend on the length.
+        """
         num_slots = len(last_tokens)
         self.decoder = decoder
         self.cache = cache
@@ -74,6 +77,8 @@ class ModelRunner:
         self._keeps_tables = not self._arrays.is_on_host(last_tokens)
         self._num_known = np.zeros(num_slots, np.int64)  # tokens that came with Started
         self._known: list[Longs] = [np.zeros(0, np.int64)] * num_slots
+        self.short_length = short_length
+        self._rope_offsets: Longs | None = np.zeros(num_slots, np.int64) if short_length else None  # for positions
         self._scored = ScoredPrompts(num_slots)
 
     def read_tables(self, tables: Array) -> None:
@@ -159,6 +164,8 @@ class ModelRunner:
         for started in grant.started:
             self._known[started.slot] = started.token_ids.astype(np.int64)
             self._num_known[started.slot] = len(started.token_ids)
+            if self._rope_offsets is not None:
+                self._rope_offsets[started.slot] = self.short_length if started.is_long else 0
             self._scored.start(started)
             if self.pooler is not None:
                 self.pooler.start(started)
@@ -246,7 +253,9 @@ class ModelRunner:
         width = -(-int(lengths.max()) // self.block_size)
         return StepInputs(
             input_ids=input_ids,
-            positions=self._upload(positions),
+            positions=self._upload(
+                positions if self._rope_offsets is None else positions + self._rope_offsets[token_slots]
+            ),
             slot_mapping=self._upload(blocks * self.block_size + offset),
             block_tables=self._arrays.take(self._device_tables[:, :width], slots),
             query_starts=self._upload(query_starts.astype(np.int32)),

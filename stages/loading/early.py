@@ -124,9 +124,6 @@ class EarlyLoading:
         for warning in source.warnings:
             log.warning("checkpoint.unusual", what=warning)
         max_model_len = max_model_len_of(config, shape)
-        for rope in shape.ropes:
-            if rope.kind == "longrope" and max_model_len > rope.original_max_position:
-                log.info("rope.long", max_model_len=max_model_len, original_context=rope.original_max_position)
         reason = why_not_native(config, shape)
         if reason is not None:
             return OpenedModel(root, threads, shape, max_model_len, why_not_native=reason)

@@ -178,6 +178,7 @@ def _put_together(
         has_trained_pooling=text.has_trained_pooling,
         quantization=computing.quantization,
         kv_cache_dtype=computing.kv_cache_dtype,
+        short_length=runner.short_length,
     )
     if text.encoder.yes_no is not None:
         assert runner.pooler is not None
@@ -199,7 +200,7 @@ def _put_together(
         make_device = partial(Device, computing.enter, computing.call_before_computing, computing.probe)
         return LoadedModel(info, *text_parts, runner, sampler, grammars, make_device, computing.own_cpu)
     with phases("graphs"):
-        async_runtime = computing.assemble(sampler, EndRules(eos_token_ids, info.max_model_len))
+        async_runtime = computing.assemble(sampler, EndRules(eos_token_ids, info.max_model_len, info.short_length))
     if async_runtime.captured is not None:
         info = _with_graphs(info, async_runtime.captured)
     return LoadedModel(info, *text_parts, async_runtime.model, async_runtime.model, grammars, async_runtime.make_device)

@@ -33,7 +33,8 @@ def test_all_that_a_step_writes_equals_the_twins(
     num_slots: int, block_size: int, max_model_len: int, room: int, num_steps: int
 ) -> None:
     sizes = {"num_slots": num_slots, "block_size": block_size, "max_model_len": max_model_len}
-    assert differences(triton_step, 7, room=room, num_steps=num_steps, **sizes) == []
+    short_length = 50 if room == 9 else 0  # rows of rotary tables before those of long sequences
+    assert differences(triton_step, 7, room=room, num_steps=num_steps, short_length=short_length, **sizes) == []
 
 
 def test_a_step_without_rows_is_all_padding() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from millrace.kernels.layout import step_state
-from millrace.kernels.layout.step_state import SlotState, StepBuffers
+from millrace.kernels.layout.step_state import StepBuffers
 from millrace.stages.backends.cuda.step_update import EndRules, diff_size, write
 from millrace.stages.messages import Ints, StepGrant
 from tests.stages.step_walk import EOS, VOCAB_SIZE, Walk
@@ -22,13 +22,23 @@ POISON = 77  # what stands where nothing has been written
 class Side:
     """A device's tables, kept by `kernels`: the twins, or Triton's."""
 
-    def __init__(self, kernels: Any, walk: Walk, num_rows: int, num_tokens: int, device: torch.device = CPU) -> None:
+    def __init__(
+        self,
+        kernels: Any,
+        walk: Walk,
+        num_rows: int,
+        num_tokens: int,
+        device: torch.device = CPU,
+        *,
+        has_rope_offsets: bool = False,
+    ) -> None:
         self.kernels, self.block_size, self.device = kernels, walk.block_size, device
 
         def full(shape: tuple[int, ...], dtype: str) -> torch.Tensor:
             return torch.full(shape, POISON, dtype=getattr(torch, dtype), device=device)
 
-        self.slots = step_state.make_slots(full, walk.num_slots, walk.max_model_len, walk.block_size)
+        sizes = (walk.num_slots, walk.max_model_len, walk.block_size)
+        self.slots = step_state.make_slots(full, *sizes, has_rope_offsets=has_rope_offsets)
         self.buffers = step_state.make_buffers(full, num_rows, num_tokens, self.slots.tables.shape[1])
         self.told = full((2, num_rows), "int32")
 
@@ -45,7 +55,7 @@ class Side:
 
     def everything(self) -> dict[str, torch.Tensor]:
         """All that was written, by name."""
-        found = {name: getattr(self.slots, name) for name in SlotState.__slots__}
+        found = {name: getattr(self.slots, name) for name in ("state", "tokens", "tables")}
         return found | {name: getattr(self.buffers, name) for name in StepBuffers.__slots__} | {"told": self.told}
 
 
@@ -65,16 +75,18 @@ def differences(
     room: int,
     num_steps: int,
     device: torch.device = CPU,
+    short_length: int = 0,
 ) -> list[str]:
     """What `kernels` write otherwise than the twins over a random walk, up to the first step with any. `room` is for
-    known tokens: with little, a diff goes in parts."""
+    known tokens: with little, a diff goes in parts. `short_length` as of `EndRules`."""
     dice = Random(seed)
     walk = Walk(dice, num_slots, max_model_len, block_size)
     num_rows, num_tokens = num_slots + 3, num_slots * max_model_len
-    twin = Side(step_state, walk, num_rows, num_tokens)
-    ours = Side(kernels, walk, num_rows, num_tokens, device)
+    has_offsets = short_length > 0
+    twin = Side(step_state, walk, num_rows, num_tokens, has_rope_offsets=has_offsets)
+    ours = Side(kernels, walk, num_rows, num_tokens, device, has_rope_offsets=has_offsets)
     for grant in walk.steps(num_steps):
-        parts = parts_of(grant, EndRules((EOS,), max_model_len), diff_size(num_slots, 3, room))
+        parts = parts_of(grant, EndRules((EOS,), max_model_len, short_length), diff_size(num_slots, 3, room))
         rows = dice.randint(len(grant.slots), num_rows)
         tokens = min(num_tokens, grant.num_computed + dice.choice([0, 1, 40]))
         chosen = [dice.choice([EOS, -1, *range(2, VOCAB_SIZE)]) for _ in range(grant.num_sampled)]

@@ -11,10 +11,12 @@ from millrace.model.backend_gaps import missing
 from millrace.model.families.registry import parse_config
 from millrace.model.spec import (
     DecoderSpec,
+    EmbeddingSpec,
     FeedSpec,
     HeadSpec,
     LatentSpec,
     LayerSpec,
+    LearnedPositions,
     MoeSpec,
     NormSpec,
     QkNorm,
@@ -24,6 +26,8 @@ from millrace.model.spec import (
 from tests.model.checkpoints import SHAPE
 
 LLAMA = parse_config({"model_type": "llama", **SHAPE}, "")
+ROPE = replace(LLAMA.ropes[0], kind="longrope", original_max_position=32)
+LONGROPE = replace(LLAMA, ropes=(ROPE,))
 LAYER = LLAMA.layers[0]
 LATENT = LatentSpec(num_heads=4, q_rank=None, kv_rank=8, nope_dim=8, rope_dim=8, value_dim=8, scale=1.0)
 EXPERTS = MoeSpec(num_experts=4, top_k=2, expert=FeedSpec(intermediate_size=8), router=RouterSpec())
@@ -58,11 +62,15 @@ def test_every_backend_has_all_of_llama(backend: Any) -> None:
         (attending(is_k_v=True), "keys that are values"),
         (attending(has_output_gate=True), "a gate of attention's output"),
         (attending(head_dim=32), "layers whose heads have different sizes"),
+        (replace(LONGROPE, ropes=(ROPE, replace(ROPE, original_max_position=64))), "factors that change at several"),
+        (replace(LONGROPE, embedding=EmbeddingSpec(positions=LearnedPositions(rows=64))), "learned positions beside"),
+        (replace(LONGROPE, layers=attending(query_temper=(0.1, 8)).layers), "queries scaled by position beside"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_no_backend_has_is_named(spec: DecoderSpec, gap: str, backend: Any) -> None:
-    assert gap in missing(spec, backend)
+    (found,) = missing(spec, backend)
+    assert gap in found
 
 
 @pytest.mark.parametrize(

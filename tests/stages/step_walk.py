@@ -79,7 +79,9 @@ class Walk:
                 self.limits[slot] = min(num_prompt + (params.max_tokens or 0), self.max_model_len)
                 seed = self._dice.getrandbits(64)
                 known: Ints = np.array(ids, np.int32)
-                begun.append(Started(slot, 100 + slot, f"r{slot}", known, num_prompt, params, seed))
+                begun.append(
+                    Started(slot, 100 + slot, f"r{slot}", known, num_prompt, params, seed, is_long=slot % 2 > 0)
+                )
         return begun
 
     def _grant(self, step: int, slots: list[int], started: list[Started]) -> StepGrant:

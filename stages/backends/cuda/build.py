@@ -64,6 +64,7 @@ def assemble(
         max_model_len=ends.max_model_len,
         max_step_tokens=max(config.num_step_tokens, num_slots),
         host_blocks=runner.host_blocks,
+        has_rope_offsets=runner.short_length > 0,
     )
     runner.read_tables(work.slots.tables)
     line = StepSubmitter(streams, memory, work, graphs, ends, sampler)

@@ -56,13 +56,16 @@ class TorchDeviceWork:
         max_model_len: int,
         max_step_tokens: int,
         host_blocks: Tensor | None = None,
+        has_rope_offsets: bool = False,
     ) -> None:
         self._decoder, self._cache, self._memory, self._choose = decoder, cache, memory, choose
         self._host_blocks = host_blocks
         device = memory.diff.device
         self._kernels = step_kernels(device)
         make = _maker(device)
-        self.slots: SlotState = step_state.make_slots(make, num_slots, max_model_len, cache.block_size)
+        self.slots: SlotState = step_state.make_slots(
+            make, num_slots, max_model_len, cache.block_size, has_rope_offsets=has_rope_offsets
+        )
         width = self.slots.tables.shape[1]
         self._buffers: StepBuffers = step_state.make_buffers(make, num_slots, max_step_tokens, width)
         self._num_slots = num_slots

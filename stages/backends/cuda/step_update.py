@@ -20,10 +20,11 @@ NO_ROWS: Ints = np.zeros(1, np.int32)
 
 @dataclass(frozen=True, slots=True)
 class EndRules:
-    """The ends that apply to all sequences, besides those of their own parameters."""
+    """The ends that apply to all sequences, besides those of their own parameters, and where rotary tables change."""
 
     eos_token_ids: tuple[int, ...]
     max_model_len: int
+    short_length: int = 0  # rows of the rotary tables before those of long sequences; see `ModelInfo`
 
     def ids_of(self, started: Started) -> list[int]:
         """All token ids that end this sequence, EOS first."""
@@ -55,6 +56,7 @@ def state_row(started: Started, ends: EndRules) -> Ints:
     floats = np.array([params.temperature, params.top_p, params.min_p], np.float32).view(np.int32)
     row[[step_state.TEMPERATURE, step_state.TOP_P, step_state.MIN_P]] = floats
     row[step_state.TOP_K] = max(params.top_k, 0)
+    row[step_state.ROPE_OFFSET] = ends.short_length if started.is_long else 0
     stops = ends.ids_of(started)[: step_state.MAX_STOPS]
     row[step_state.STOPS :] = -1
     row[step_state.STOPS : step_state.STOPS + len(stops)] = stops

@@ -12,7 +12,7 @@ import numpy as np
 
 from ....kernels.native.cache import NativeCache
 from ....kernels.native.model import NativeModel
-from ....model.decoder.rope import rope_tables
+from ....model.decoder.rope import decoder_tables, short_length
 from ....model.spec import DecoderSpec
 from ....runtime.env.cpus import ComputeThreads
 from ....runtime.env.log import get_logger
@@ -68,7 +68,8 @@ def load_natively(
             host_blocks=host_blocks,
         )
         memory = sizing.plan(max_model_len)
-        model.set_positions([rope_tables(rope, memory.max_model_len) for rope in shape.ropes], memory.max_model_len)
+        num_short = short_length(shape.ropes, memory.max_model_len)
+        model.set_positions(decoder_tables(shape.ropes, memory.max_model_len), num_short + memory.max_model_len)
         runner = NativeRunner(
             model,
             cache := NativeCache(
@@ -78,6 +79,7 @@ def load_natively(
             -(-memory.max_model_len // config.block_size),
             host_blocks,
             Pooler(np.zeros((config.max_num_seqs, shape.hidden_size), np.float32)),
+            num_short,
         )
     with phases("rates"):
         rates = measure_rates(runner, config, memory.max_model_len, host_blocks, phases.clock) if host_blocks else None

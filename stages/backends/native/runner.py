@@ -55,11 +55,19 @@ class NativeRunner(ModelRunner):
         max_blocks_per_slot: int,
         num_host_blocks: int,
         pooler: Pooler,
+        short_length: int = 0,
     ) -> None:
         self._native = NativeDecoder(model)
-        super().__init__(self._native, cache, last_tokens, max_blocks_per_slot, num_host_blocks, pooler)
+        super().__init__(self._native, cache, last_tokens, max_blocks_per_slot, num_host_blocks, pooler, short_length)
         self._native_cache = cache
-        self._decoding = SlotStep(model, cache, last_tokens=last_tokens, num_known=self._num_known, tables=self.tables)
+        self._decoding = SlotStep(
+            model,
+            cache,
+            last_tokens=last_tokens,
+            num_known=self._num_known,
+            tables=self.tables,
+            rope_offsets=self._rope_offsets,
+        )
         self.num_handed_over = 0  # steps
         self._generation = -1  # the newest of any step
         self._chain: StepChain | None = None

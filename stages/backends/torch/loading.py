@@ -16,7 +16,7 @@ from ....kernels import kernel_set
 from ....model.backend_gaps import missing
 from ....model.decoder.decoder import Decoder
 from ....model.decoder.kv_cache import KVCache
-from ....model.decoder.rope import tables_bytes
+from ....model.decoder.rope import short_length, tables_bytes
 from ....model.decoder.weights import load_weights
 from ....model.spec import DecoderSpec
 from ....runtime.device_streams.interface import DeviceStreams
@@ -289,7 +289,8 @@ def make_runner(
     cache = KVCache(*sizes, dtype, decoder.device, decoder.kernels, scales, is_block_major=is_block_major)
     last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=decoder.device)
     pooler = Pooler(torch.zeros(config.max_num_seqs, shape.hidden_size, device=decoder.device))
-    return ModelRunner(decoder, cache, last_tokens, -(-max_model_len // config.block_size), host_blocks, pooler)
+    width, num_short = -(-max_model_len // config.block_size), short_length(shape.ropes, max_model_len)
+    return ModelRunner(decoder, cache, last_tokens, width, host_blocks, pooler, num_short)
 
 
 def _peak_step_bytes(config: EngineConfig, shape: DecoderSpec, decoder: TorchDecoder, max_model_len: int) -> int:

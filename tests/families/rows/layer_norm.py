@@ -36,7 +36,6 @@ def longrope(num: int, original: int, **others: Any) -> dict[str, Any]:
     }
 
 
-BEYOND = (65, 67, 70)  # tokens of prompts, all above 64: the factors follow the served length, not each sequence's
 PHI = (
     row("phi", "phi", seed=3, gain=3, num_key_value_heads=4),
     row(
@@ -55,7 +54,6 @@ PHI = (
         "phi3-longrope",
         "phi3",
         by=OWN,
-        lengths=BEYOND,
         original_max_position_embeddings=64,
         rope_parameters=longrope(4, 64),
     ),
@@ -63,7 +61,6 @@ PHI = (
         "phi4-mini",
         "phi3",
         by=OWN,
-        lengths=BEYOND,
         hidden_size=64,
         tie_word_embeddings=True,
         original_max_position_embeddings=64,
@@ -73,7 +70,6 @@ PHI = (
         "phi3-transformers-4",
         "phi3",
         by=OWN,
-        lengths=BEYOND,
         original_max_position_embeddings=64,
         rope_parameters=longrope(4, 64),
         file={
@@ -92,6 +88,15 @@ PHI = (
         file={"rope_parameters": ABSENT, "rope_theta": 500.0, "partial_rotary_factor": 0.5},
     ),
     row("phi3-longrope-short", "phi3", original_max_position_embeddings=256, rope_parameters=longrope(4, 256)),
+    row(
+        "phi3-longrope-edge",
+        "phi3",
+        by=OWN,
+        lengths=(63, 64, 65),
+        num_key_value_heads=4,
+        original_max_position_embeddings=64,
+        rope_parameters=longrope(4, 64),
+    ),
 )
 
 GPT2 = (

@@ -95,7 +95,8 @@ def test_what_a_late_device_keeps_is_what_the_sizing_counts(checkpoints):
     config = EngineConfig(model=str(checkpoints["qwen3"]), attention_backend="torch", **SMALL)
     model = load_model(config, Phases(time.monotonic), env).runner
     memory, work = model._work._memory, model._work
-    tables = [getattr(part, name) for part in (work.slots, work._buffers) for name in part.__slots__]
+    parts = [getattr(part, name) for part in (work.slots, work._buffers) for name in part.__slots__]
+    tables = [part for part in parts if isinstance(part, torch.Tensor)]
     held = sum(tensor.nbytes for tensor in (*tables, memory.diff, memory.result, memory.guide))
     assert held == async_bytes(replace(config, max_num_batched_tokens=512), 1024, model.sampler.table.vocab_size)
 

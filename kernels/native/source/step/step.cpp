@@ -72,7 +72,14 @@ Error decode(Model& model, const DecodeSlots& in, int64_t num_rows, const StepOu
         buffers.query_starts[row + 1] = int32_t(row + 1);
         std::copy(table, table + width, buffers.block_tables.begin() + row * width);
     }
-    StepInputs inputs{num_rows, num_rows, width, num_rows, buffers.input_ids.data(), in.starts, buffers.slot_mapping.data(),
+    const int64_t* positions = in.starts;
+    if (in.rope_offsets) {
+        buffers.positions.resize(num_rows);
+        for (int64_t row = 0; row < num_rows; row++)
+            buffers.positions[row] = in.starts[row] + in.rope_offsets[in.slots[row]];
+        positions = buffers.positions.data();
+    }
+    StepInputs inputs{num_rows, num_rows, width, num_rows, buffers.input_ids.data(), positions, buffers.slot_mapping.data(),
                       buffers.block_tables.data(), buffers.query_starts.data(), buffers.lengths.data(), buffers.rows.data(),
                       in.cache, in.num_blocks, in.layer_stride_blocks, in.block_size, nullptr, outputs.logits,
                       outputs.argmax, outputs.is_broken};

@@ -43,6 +43,7 @@ struct DecodeSlots {                // mirrored by `DecodeSlots` in library.py
     int64_t num_slots, blocks_per_slot;
     void* cache;  // this and the rest as in StepInputs
     int64_t num_blocks, layer_stride_blocks, block_size;
+    const int64_t* rope_offsets;  // [S] added to positions, for rows of the rotary tables; or null
 };
 
 // Requested outputs of a step, as in StepInputs.

@@ -240,7 +240,7 @@ enum PhaseKind : int32_t { LINEARS, ATTENTION, OTHER, NUM_PHASE_KINDS };
 
 // The inputs of a decoding step, built from its slots.
 struct DecodeBuffers {
-    std::vector<int64_t> input_ids, slot_mapping, rows;
+    std::vector<int64_t> input_ids, positions, slot_mapping, rows;
     std::vector<int32_t> block_tables, query_starts, lengths;
 };
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from millrace.kernels.layout import step_state
-from millrace.kernels.layout.step_state import SlotState, StepBuffers
+from millrace.kernels.layout.step_state import StepBuffers
 from millrace.stages.backends.cuda.step_update import EndRules, diff_size, write
 from millrace.stages.execute.model_runner import ModelRunner
 from millrace.stages.messages import FinishReason, Ints, StepGrant
@@ -19,17 +19,19 @@ from tests.stages.grants import grant, ints, started
 from tests.stages.step_walk import EOS, VOCAB_SIZE, Walk
 
 PADDING = 5  # rows and tokens beyond those of a step
-ENDS = EndRules((EOS,), 40)
+ENDS = EndRules((EOS,), 40, short_length=100)
+TABLES = ("state", "tokens", "tables")  # of a `SlotState`
 
 
 class Side:
     """The device's side: its tables, and a step's inputs."""
 
-    def __init__(self, walk: Walk, capacity: int | None = None) -> None:
+    def __init__(self, walk: Walk, capacity: int | None = None, *, has_rope_offsets: bool = False) -> None:
         self.walk = walk
         self.capacity = capacity or diff_size(walk.num_slots, 100, 1000)
         self.diff: Ints = np.full(self.capacity, 77, np.int32)
-        self.slots = step_state.make_slots(full, walk.num_slots, walk.max_model_len, walk.block_size)
+        sizes = (walk.num_slots, walk.max_model_len, walk.block_size)
+        self.slots = step_state.make_slots(full, *sizes, has_rope_offsets=has_rope_offsets)
         self.num_parts = 0
 
     def inputs(self, of: StepGrant) -> StepBuffers:
@@ -69,14 +71,23 @@ class NoDecoder:
 def test_the_inputs_of_a_step_are_those_that_the_runner_makes(seed: int) -> None:
     dice = Random(seed)
     walk = Walk(dice, has_stops=False)
-    side, last_tokens = Side(walk), np.zeros(walk.num_slots, np.int64)
-    runner: Any = ModelRunner(NoDecoder(), NoDecoder(), last_tokens, side.slots.tables.shape[1])  # type: ignore[arg-type]
+    short_length = ENDS.short_length * (seed % 2)  # rows of the rotary tables before those of long sequences
+    side, last_tokens = Side(walk, has_rope_offsets=short_length > 0), np.zeros(walk.num_slots, np.int64)
+    runner: Any = ModelRunner(
+        NoDecoder(),  # type: ignore[arg-type]
+        NoDecoder(),  # type: ignore[arg-type]
+        last_tokens,
+        side.slots.tables.shape[1],
+        short_length=short_length,
+    )
+    rows: set[int] = set()
     for of in walk.steps(30):
         runner.apply_updates(of)
         right, found = runner.inputs(of), side.inputs(of)
         num_rows, num_tokens, num_logits = len(of.slots), of.num_computed, of.num_sampled
         for name in ("input_ids", "positions", "slot_mapping"):
             assert (getattr(found, name)[:num_tokens] == getattr(right, name)).all(), name
+        rows.update((right.positions // 100).tolist())
         assert (found.query_starts[: num_rows + 1] == right.query_starts).all()
         assert (found.lengths[:num_rows] == right.lengths).all()
         assert (found.logits_rows[:num_logits] == right.logits_rows).all()
@@ -93,6 +104,7 @@ def test_the_inputs_of_a_step_are_those_that_the_runner_makes(seed: int) -> None
         side.note_tokens(of, found, chosen)
         last_tokens[of.slots[of.is_sampled]] = chosen
         walk.chose(of, chosen)
+    assert rows == ({0, 1} if short_length else {0})
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -154,7 +166,7 @@ def test_a_diff_that_does_not_fit_its_buffer_goes_in_parts(room: int) -> None:
         one, many = whole.inputs(of), parts.inputs(of)
         for name in StepBuffers.__slots__:
             assert (getattr(one, name) == getattr(many, name)).all(), name
-        for name in SlotState.__slots__:
+        for name in TABLES:
             assert (getattr(whole.slots, name) == getattr(parts.slots, name)).all(), name
         chosen = [3] * of.num_sampled
         for side, inputs in ((whole, one), (parts, many)):

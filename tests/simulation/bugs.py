@@ -18,6 +18,7 @@ from millrace.runtime.channel import Channel
 from millrace.runtime.exit import Exit
 from millrace.runtime.wakeups import WakeupBatch
 from millrace.stages.allocate.allocator import Allocator
+from millrace.stages.allocate.prefix_publisher import PrefixPublisher
 from millrace.stages.allocate.slot_blocks import SlotBlocks
 from millrace.stages.exit.outboxes import AnswerBuffer, RequestOutbox
 from millrace.stages.messages import StepPlan
@@ -59,6 +60,15 @@ def lost_free_on_abort() -> AbstractContextManager[None]:
             yield
 
     return planted()
+
+
+def short_keys_found_by_long_sequences() -> AbstractContextManager[None]:
+    """The prefix cache does not tell keys with the rotary factors of short sequences from others."""
+
+    def change(start: Any) -> Any:
+        return lambda self, started: start(self, replace(started, is_long=False))
+
+    return changed(PrefixPublisher, "start", change)
 
 
 def missed_wake_up() -> AbstractContextManager[None]:
@@ -239,6 +249,7 @@ BUGS: Mapping[str, Bug] = MEMORY_BUGS | {
     bug.__name__: bug
     for bug in (
         lost_free_on_abort,
+        short_keys_found_by_long_sequences,
         missed_wake_up,
         bells_beyond_a_turn_forgotten,
         duplicate_terminal_event,

@@ -64,6 +64,7 @@ class Setup:
     cut_probability: float  # at each call of schedule: that three in ten of the live requests are cancelled together
     ends: str  # "all": when every client is served; "drain" or "stop": in the middle
     ends_at_s: float
+    short_length: int = 0  # tokens beyond which a sequence has other keys; 0: none has
     woken_at_once: int | None = None  # stages woken per loop callback, as in a process; None: each in its own
     is_async: bool = False  # the device runs asynchronously, on streams
 
@@ -130,6 +131,7 @@ def draw_setup(seed: int) -> Setup:
         cut_probability=dice.choice([0.0, 0.0, 0.02, 0.2]),
         ends=dice.choice(["all"] * 8 + ["drain", "stop"]),
         ends_at_s=duration_s * dice.random(),
+        short_length=Random(f"keys/{seed}").choice([1, 5, max_model_len // 2]) if seed % 7 in (1, 5) else 0,
         woken_at_once=Random(f"bells/{seed}").choice([None, None, None, 1, 2, 8]),
     )
 

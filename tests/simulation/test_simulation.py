@@ -33,6 +33,7 @@ SOMETIMES = (
     "shared",
     "evicted",
     "preempted",
+    "made long",
     "swapped out",
     "swapped in",
     "swap given up",

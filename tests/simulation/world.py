@@ -72,7 +72,12 @@ class World:
     def __init__(self, setup: Setup, env: SimEnv) -> None:
         self.setup = setup
         self.env = env
-        self.script = Script(key=setup.seed, eos_probability=setup.eos_probability, period=setup.period)
+        self.script = Script(
+            key=setup.seed,
+            eos_probability=setup.eos_probability,
+            period=setup.period,
+            short_length=setup.short_length,
+        )
         self.parts = self._build()
         self.report = Report()
         self.ends: Counter[str] = Counter()
@@ -136,6 +141,7 @@ class World:
         states = self.report.states
         states["preempted"] += len(report.preempted)
         self._note_swaps(plan, grant, report)
+        states["made long"] += bool(set(plan.preempted) & set(plan.dropped))
         states["parked"] += self.parts.schedule.scheduler.num_parked > 0
         sequences = self.parts.schedule.scheduler.sequences.values()
         states["parked on the host"] += any(s.state is State.PARKED and s.num_swapped for s in sequences)

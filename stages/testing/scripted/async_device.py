@@ -31,7 +31,7 @@ from ...backends.cuda.step_update import EndRules, diff_size
 from ...messages import Ints, StepGrant, StepTokens
 from ...outputs import GraphBatch
 from .byte_tokenizer import EOS
-from .device import ScriptedModel
+from .device import LONG, ScriptedModel
 from .outcomes import Outcomes
 from .script import Hashes, Script, hash_rows
 
@@ -94,7 +94,7 @@ class AsyncScriptedModel(ScriptedModel):
             guide=np.zeros(num_slots, np.int32) if has_guides else None,
             guides=[_pinned(num_slots) for _ in range(NUM_GUIDES if has_guides else 0)],
         )
-        ends = EndRules((EOS,), max_model_len)
+        ends = EndRules((EOS,), max_model_len, LONG if script.short_length else 0)
         self.work = ScriptedDeviceWork(self, memory, self._cache, self._host, max_model_len, num_slots, size)
         self.outcomes = ScriptedOutcomes(num_slots, ends, self.is_fault)
         self.line = StepSubmitter(self.streams, memory, self.work, graphs, ends, self.outcomes)
@@ -204,7 +204,9 @@ class ScriptedDeviceWork:
     ) -> None:
         self._model, self._memory, self._cache, self._host = model, memory, cache, host  # [N, B], [H, B] token ids
         self._block_size = cache.shape[1]
-        self.slots = step_state.make_slots(np.zeros, num_slots, max_model_len, self._block_size)
+        self._has_long = model.script.short_length > 0
+        sizes = (num_slots, max_model_len, self._block_size)
+        self.slots = step_state.make_slots(np.zeros, *sizes, has_rope_offsets=self._has_long)
         self._inputs = step_state.make_buffers(np.zeros, num_slots, max_step_tokens, self.slots.tables.shape[1])
         self._read: Hashes = np.zeros(num_slots, np.uint64)  # hash read by each sampled row, in place of logits
         self._wanted: Hashes = np.zeros(num_slots, np.uint64)  # the expected hash
@@ -230,7 +232,10 @@ class ScriptedDeviceWork:
         if len(np.unique(places)) != len(places):
             self._complain(f"writes two tokens to one place: {sorted(places.tolist())}")
         self._check_goes_on(np.searchsorted(inputs.query_starts, written, side="right") - 1)
-        self._cache[places // self._block_size, places % self._block_size] = inputs.input_ids[written]
+        keys = inputs.input_ids[written]
+        if self._has_long:
+            keys = keys + inputs.positions[written] // LONG * LONG
+        self._cache[places // self._block_size, places % self._block_size] = keys
         sampled = (inputs.sampled_slots >= 0).nonzero()[0]
         self._read[sampled] = self._histories(inputs, sampled)
         slots = inputs.sampled_slots[sampled]
@@ -293,6 +298,8 @@ class ScriptedDeviceWork:
         lengths = inputs.lengths[rows]
         width = -(-int(lengths.max()) // self._block_size)
         history = self._cache[inputs.block_tables[rows, :width]].reshape(len(rows), -1)
+        if self._has_long:
+            history = history - inputs.positions[inputs.logits_rows[sampled], None] // LONG * LONG
         return hash_rows(history, lengths, self._factors)
 
     def _check_goes_on(self, rows: NDArray[np.intp]) -> None:

@@ -39,6 +39,7 @@ from .byte_tokenizer import EOS, VOCAB_SIZE
 from .grant_checker import GrantChecker
 from .script import ALPHABET, WORD, Hashes, Script, hash_rows, powers, seed_of
 
+LONG = 1 << 16  # added in the cache to the token ids of long sequences, see `Script.short_length`
 EMPTY = -1  # a place of the cache that was never written
 POISON = -2  # a place that a step in flight may write
 
@@ -99,6 +100,7 @@ class ScriptedModel:
         self._started: list[Started | None] = [None] * num_slots
         self._is_pooled = np.zeros(num_slots, np.bool_)
         self._num_seen = np.zeros(num_slots, np.int32)  # tokens computed here since the sequence started
+        self._key_offset = np.zeros(num_slots, np.int32)  # LONG for long sequences
 
     # -- a step
 
@@ -161,6 +163,7 @@ class ScriptedModel:
         self._is_finished[slot] = False
         self._started[slot], self._is_pooled[slot] = started, started.pooling is not None
         self._num_seen[slot] = 0
+        self._key_offset[slot] = LONG * started.is_long
 
     def _copy(self, copy: BlockCopy) -> None:
         source = self._host if copy.direction is Direction.IN else self._cache
@@ -188,9 +191,19 @@ class ScriptedModel:
         if grant.drafts is not None:
             places = [np.arange(end - count, end) for end, count in zip(ends, grant.drafts.counts, strict=True)]
             tokens[np.concatenate(places)] = grant.drafts.token_ids
+        if self.script.short_length:
+            tokens = tokens + self._key_offset[slots]
+            self._check_lengths(grant)
         self._cache[self._tables[slots, positions // self.block_size], positions % self.block_size] = tokens
         self._num_seen[grant.slots] += grant.num_tokens
         self.max_batched_tokens = max(self.max_batched_tokens, len(slots))
+
+    def _check_lengths(self, grant: StepGrant) -> None:
+        """Checks that no short sequence has more tokens than a short one may have."""
+        ends = grant.starts + grant.num_tokens
+        is_wrong = (self._key_offset[grant.slots] == 0) & (ends > self.script.short_length)
+        for slot, end in zip(grant.slots[is_wrong].tolist(), ends[is_wrong].tolist(), strict=True):
+            self.violations.append(f"step {grant.step} computes {end} tokens of slot {slot} as of a short sequence")
 
     def _read_back(self, grant: StepGrant) -> Hashes:
         rows, runs = grant.is_sampled, DraftRuns.of(grant)
@@ -202,6 +215,8 @@ class ScriptedModel:
             lengths = np.repeat(lengths, 1 + grant.drafts.counts[rows]) + runs.offsets
         width = -(-int(lengths.max()) // self.block_size)
         history = self._cache[self._tables[slots, :width]].reshape(len(slots), -1)
+        if self.script.short_length:
+            history = history - self._key_offset[slots, None]
         return hash_rows(history, lengths, self._factors)
 
     def prepare(self, started: Sequence[Started]) -> None:

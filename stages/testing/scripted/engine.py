@@ -280,6 +280,7 @@ def _loaded(config: EngineConfig, model: ScriptedModel, phases: Phases | None = 
             size=EMBEDDING_SIZE,
         ),
         startup_s={} if phases is None else phases.seconds,
+        short_length=model.script.short_length,
     )
     vocabulary = Vocabulary(tokenizer.bytes, tokenizer.special_ids, (EOS,), VOCAB_SIZE)
     return _Scripted(info, tokenizer, tokenizer, tokenizer, model, model, Grammars(lambda: vocabulary))

@@ -34,6 +34,9 @@ class Script:
     token ids; EOS follows them. With a `period`, answers repeat: a letter depends on the seed and its place in the
     period, and only EOS on earlier tokens.
 
+    With a `short_length`, sequences of more tokens have other keys (LongRoPE): reading one key of the other kind
+    changes the answer.
+
     The sampling parameters max_tokens, min_tokens, ignore_eos, stop_token_ids, seed and temperature = 0 have an
     effect; all others are ignored.
     """
@@ -42,6 +45,7 @@ class Script:
     eos_probability: float = 0.02
     answer: Callable[[Sequence[int], int], Sequence[int]] | None = None
     period: int | None = None
+    short_length: int = 0  # 0: all sequences have the same keys
 
     def next_token(self, context: int, seed: int, place: int, may_end: bool) -> int:
         """The token after a context with hash `context`, at index `place` of the answer."""

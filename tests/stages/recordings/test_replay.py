@@ -24,6 +24,7 @@ from millrace.stages.recordings.reader import Recording, RecordingError
 from millrace.stages.recordings.replay import Replay
 from millrace.stages.recordings.time_machine import TimeMachine
 from millrace.stages.testing.scripted.engine import ScriptedPipeline, scripted_engine, scripted_pipeline
+from millrace.stages.testing.scripted.script import Script
 from tests.counts import FULL
 from tests.stages.recorded_runs import TIGHT, record, requests, spoil
 
@@ -37,7 +38,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ScriptedPipe
     def look(parts: ScriptedPipeline) -> None:
         seen[parts.pipeline.env.now()] = memory_state(parts.schedule.scheduler, parts.allocate.allocator)
 
-    return path, record(path, 24, look=look), seen
+    return path, record(path, 24, look=look, script=Script(short_length=24)), seen
 
 
 # -- replaying it
@@ -47,11 +48,12 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ScriptedPipe
 def test_a_recorded_run_with_preemptions_and_cancels_replays_decision_by_decision(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     num_requests, num_replays = (1000, 20) if FULL else (40, 2)
-    scheduler = record(path, num_requests, seed=7).schedule.scheduler
+    scheduler = record(path, num_requests, seed=7, script=Script(short_length=24)).schedule.scheduler
     replays = [Replay(Recording(path)).run() for _ in range(num_replays)]
     assert {replay.difference for replay in replays} == {None} and replays[0].recording.end == "closed"
     assert len({replay.decision_hash for replay in replays}) == 1
-    assert scheduler.num_preemptions > num_requests / 20
+    num_lengthened = scheduler.preemptions["recompute", "rope"]
+    assert min(num_lengthened, scheduler.num_preemptions - num_lengthened) > num_requests / 20
     assert sum(b'"disconnect"' in line for line in path.read_bytes().splitlines()) > num_requests / 20
 
 
@@ -226,7 +228,8 @@ def test_the_time_machine_tells_why_who_was_preempted(loaded: Any) -> None:
     told = [preemption for preemption in preemptions if preemption.cause != "parked" and preemption.request_id]
     assert len(preemptions) >= counted.total() >= len(told) > 0
     for preemption in told:
-        assert preemption.how in ("swap", "recompute") and preemption.cause in ("blocks", "slot")
+        assert preemption.how in ("swap", "recompute") and preemption.cause in ("blocks", "slot", "rope")
+        assert ("longer than its rotary factors" in str(preemption)) == (preemption.cause == "rope")
         assert preemption.sequence_id not in preemption.beneficiaries and str(preemption.step) in str(preemption)
 
 

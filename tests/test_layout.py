@@ -29,6 +29,7 @@ STAGE_FILES_WITH_TORCH = {
     "stages/backends/cuda/triton_chooser.py",
     "stages/backends/torch/kv_dtype.py",
     "stages/backends/torch/loading.py",
+    "stages/backends/torch/tilings.py",
     "stages/backends/torch/through_transformers.py",
     "stages/device/torch_arrays.py",
     "stages/encode/encoder_runner.py",

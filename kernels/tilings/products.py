@@ -125,7 +125,7 @@ def predicted_forms(
     if why_library(num_outputs, num_inner, dtype) is not None:
         return ()
     num_halves = 2 if kind == "gated" else 1
-    vectors = [(rows, _vector_form(rows, num_outputs, num_inner, num_halves, num_processors)) for rows in (1, 2, 4)]
+    vectors = [(rows, _vector_form(rows, num_outputs, num_inner, num_halves, num_processors)) for rows in (1, 4)]
     splits = [(rows, _split_form(rows, num_outputs, num_inner, num_halves, num_processors)) for rows in (16, 32, 64)]
     return (*vectors, *splits)
 

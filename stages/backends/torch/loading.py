@@ -45,6 +45,7 @@ from ..memory_needs import (
 )
 from ..rates import largest_grant, measure_rates
 from .kv_dtype import check_kv_dtype, kv_dtype_of, kv_scales_of
+from .tilings import log_products, tilings_of
 
 if TYPE_CHECKING:
     from ....model.fallback.transformers_decoder import TransformersDecoder  # which imports transformers
@@ -74,9 +75,12 @@ def load_on_torch(
     if gaps := missing(shape, kernels.name):
         raise ConfigError(f"{shape.family}: attention_backend = {kernels.name} lacks {', '.join(gaps)}")
     streams = _streams(config, streams, device, kernels.name)
+    tilings = tilings_of(config, device, kernels.name)
     with phases("weights"):
-        make_decoder = _load_weights(config, root, shape, device, kernels)
-    return make_backend(config, shape, make_decoder, max_model_len, device, kernels, phases, streams)
+        make_decoder = partial(_load_weights(config, root, shape, device, kernels), tilings=tilings)
+    backend = make_backend(config, shape, make_decoder, max_model_len, device, kernels, phases, streams)
+    log_products(tilings, backend.runner.decoder)
+    return backend
 
 
 def make_backend(

@@ -5,6 +5,7 @@ A part of `python -m millrace.kernels.checks.early_check`, which takes every ker
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -121,3 +122,17 @@ def test_the_machine_code_has_no_access_before_the_wait_that_ptx_has_not() -> No
     assert early_check.machine_problems(LISTING, 0) == ["1 reads before ACQBULK, where PTX has 0"]
     assert early_check.machine_problems("STG.E [R2], R8 ;\n" + LISTING, 1) == ["1 writes before ACQBULK"]
     assert early_check.machine_problems("EXIT ;", 1) == ["the machine code has no ACQBULK"]
+
+
+def test_splits_store_then_meet_then_count_and_join_from_the_shared_cache() -> None:
+    """The order by which the program that counts last sees what the others stored."""
+    launch = recorded_launches(PRODUCTS[0].launch, 90)[-1]
+    kernel, _ = compiled(launch, 90)
+    ptx = kernel.asm["ptx"]
+    count = ptx.index("atom.global.gpu.acq_rel.add") if "atom.global.gpu.acq_rel.add" in ptx else ptx.index("atom.")
+    assert "acq_rel" in ptx[count : count + 60] and "gpu" in ptx[count : count + 60]
+    stored = ptx.rindex("st.global", 0, count)
+    assert re.search(r"bar(rier)?\.(cta\.)?sync", ptx[stored:count])
+    joined = ptx.index("ld.global.cg", count)
+    assert re.search(r"bar(rier)?\.(cta\.)?sync", ptx[count:joined])
+    assert "ld.global.cg" not in ptx[:count]

@@ -19,7 +19,7 @@ from millrace.model.families.registry import read_spec
 from tests.bench.gpu.place import TINY
 
 WIDE = TINY | {"hidden_size": 256, "intermediate_size": 260, "num_hidden_layers": 2, "head_dim": 64}
-PREDICTED = "predicted: vector to 1, vector to 2, vector to 4, split to 16, split to 32, split to 64"
+PREDICTED = "predicted: vector to 1, vector to 4, split to 16, split to 32, split to 64"
 CPU = torch.device("cpu")
 
 

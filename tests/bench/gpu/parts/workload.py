@@ -157,12 +157,15 @@ def company_of_grammar(place: Place, llm: Any, steps: list[dict[str, Any]]) -> I
     for name, params in (("warm", guided), ("without", plain), ("with", guided)):
         steps.clear()
         llm.generate(prompts, [params, *[plain] * (num_rows - 1)], use_tqdm=False)
-        full = [row for row in steps if row["rows"] == row["tokens"] == num_rows][1:]
-        if not full:
-            raise RuntimeError(f"of {len(steps)} steps none decoded {num_rows} rows")
+        decoding = [row for row in steps if row["rows"] == row["tokens"]]
+        if not decoding:
+            raise RuntimeError(f"{len(steps)} steps, and none without a prompt")
+        most = max(row["rows"] for row in decoding)
+        full = [row for row in decoding if row["rows"] == most]
         found[name] = statistics.median(row["done_us"] - row["began_us"] + row["gap_us"] for row in full)
         if name != "warm":
-            yield {"name": f"{num_rows} rows {name} a grammar", "us": found[name], "runs": full[-1]["runs"]}
+            more = {"rows": most, "runs": full[-1]["runs"]}
+            yield {"name": f"{num_rows} rows {name} a grammar", "us": found[name], **more}
     yield {"name": "a grammar among the rows, over none", "ratio": found["with"] / found["without"]}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from .errors import CheckpointError, quoted, shown
 from .files import read_json, read_text
@@ -30,19 +30,29 @@ def describe_folder(root: Path) -> str | None:
     return None
 
 
-def refuse_quantized(root: Path, values: Mapping[str, Any]) -> None:
-    """Raises CheckpointError for a config.json of quantized weights, in the forms of transformers, MLX and AutoGPTQ."""
-    key = next((key for key in ("quantization_config", "quantization") if values.get(key)), None)
-    found = values[key] if key else read_json(root, "quantize_config.json")
-    if not found:
+def refuse_mlx(root: Path, values: Mapping[str, Any]) -> None:
+    """Raises CheckpointError for a config.json of weights that MLX quantized."""
+    found = values.get("quantization")
+    if not found or values.get("quantization_config"):
         return
-    details = found if isinstance(found, dict) else {}
-    method = details.get("quant_method", "mlx" if key == "quantization" else "gptq" if key is None else found)
-    bits = f" of {details['bits']} bits" if isinstance(details.get("bits"), int) else ""
-    source = f"config.json ({root}): {key}" if key else f"quantize_config.json ({root})"
+    bits = f" of {found['bits']} bits" if isinstance(found, dict) and isinstance(found.get("bits"), int) else ""
+    _refuse(root, f"config.json ({root}): quantization: 'mlx' weights{bits} are not supported")
+
+
+def refuse_quantized(root: Path, values: Mapping[str, Any]) -> None:
+    """Raises CheckpointError for a config.json of quantized weights, where transformers' modules are to run."""
+    refuse_mlx(root, values)
+    found = values.get("quantization_config")
+    if found:
+        method = found.get("quant_method", found) if isinstance(found, dict) else found
+        what = f"{quoted(method)} weights are not supported for models that run through transformers"
+        _refuse(root, f"config.json ({root}): quantization_config: {what}")
+
+
+def _refuse(root: Path, problem: str) -> NoReturn:
     base = _base_model(root)
     origin = f"{base}, which they were made of" if base else "the unquantized checkpoint"
-    raise CheckpointError(f"{source}: {quoted(method)} weights{bits} are not supported; serve {origin}: {SMALLER}")
+    raise CheckpointError(f"{problem}; serve {origin}: {SMALLER}")
 
 
 def _describe_adapter(root: Path, adapter: Mapping[str, Any]) -> str:

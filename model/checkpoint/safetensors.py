@@ -34,6 +34,15 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "F16": np.dtype(np.float16),
     "BF16": BFLOAT16,
 }
+RAW_DTYPES: dict[str, np.dtype[Any]] = DTYPES | {  # of codes and scales, whose numbers a quantized format tells
+    "U8": np.dtype(np.uint8),
+    "I8": np.dtype(np.int8),
+    "F8_E4M3": np.dtype(np.uint8),
+    "F8_E5M2": np.dtype(np.uint8),
+    "F8_E8M0": np.dtype(np.uint8),
+    "I32": np.dtype(np.int32),
+    "I64": np.dtype(np.int64),
+}
 OTHER_BITS = {  # of a number in the format's other dtypes, in which no weight is read
     **dict.fromkeys(("F4",), 4),
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
@@ -111,6 +120,14 @@ class Checkpoint:
         shard, stored = self._places[name]
         return shard.array(stored)
 
+    def raw(self, name: str) -> NDArray[Any]:
+        """The tensor in the type of its storage, of `RAW_DTYPES`: 8-bit floats are bytes. Do not write to it."""
+        entry = self._entry(name)
+        if entry.dtype not in RAW_DTYPES:
+            raise CheckpointError(f"{self.where(name)} ({self.root}): tensor {shown(name)}: {entry.dtype} is not read")
+        shard, stored = self._places[name]
+        return shard.raw(stored)
+
     def forget(self, name: str) -> None:
         """Drops the tensor's pages from this process, once it is copied. A later access reads them again."""
         shard, stored = self._places[name]
@@ -130,7 +147,7 @@ class _Entry:
 
     @property
     def is_aligned(self) -> bool:
-        return self.begin % DTYPES[self.dtype].itemsize == 0
+        return self.begin % RAW_DTYPES[self.dtype].itemsize == 0
 
 
 class _Shard:
@@ -157,12 +174,15 @@ class _Shard:
         self.entries = self._entries(self._header(self._map[8 : 8 + header_bytes]), 8 + header_bytes, size)
 
     def array(self, name: str) -> NDArray[Any]:
+        array = self.raw(name)
+        return array.astype(np.float32) if self.entries[name].dtype == "F64" else array
+
+    def raw(self, name: str) -> NDArray[Any]:
         entry = self.entries[name]
         raw = np.frombuffer(self._map, np.uint8, entry.num_bytes, entry.begin)
         if not entry.is_aligned:
             raw = raw.copy()
-        array = raw.view(DTYPES[entry.dtype]).reshape(entry.shape)
-        return array.astype(np.float32) if entry.dtype == "F64" else array
+        return raw.view(RAW_DTYPES[entry.dtype]).reshape(entry.shape)
 
     def forget(self, name: str) -> None:
         if not hasattr(mmap, "MADV_DONTNEED"):  # no Linux

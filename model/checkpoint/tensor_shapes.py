@@ -20,6 +20,8 @@ from ..families.names import DOWN, EMBEDDING, HEAD, Names, Target, tensors_of
 from ..families.registry import family_of
 from ..families.wrappers import PREFIXES
 from ..gguf.folder import is_gguf_folder, open_checkpoint
+from ..quantized.formats import format_of
+from ..quantized.unpacked import UnpackedCheckpoint
 from ..spec import DecoderSpec
 from .canonical import CanonicalTensors, TensorSources, widened
 from .comparison import check_tensors
@@ -108,7 +110,8 @@ def _open(root: Path, spec: DecoderSpec) -> tuple[StoredTensors, DecoderSpec]:
 def _checkpoint(root: Path) -> StoredTensors:
     if is_gguf_folder(root):
         return open_checkpoint(root)
-    return Checkpoint(root)
+    checkpoint, weights = Checkpoint(root), format_of(root)
+    return checkpoint if weights is None else UnpackedCheckpoint(checkpoint, weights)
 
 
 def _name_of_text_half(name: str) -> str:

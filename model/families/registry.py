@@ -10,7 +10,8 @@ from typing import Any
 from ..config_keys import ConfigKeys
 from ..errors import SHOWN_CHARS, CheckpointError, quoted
 from ..files import read_json, refuse_code
-from ..foreign import describe_folder, refuse_quantized
+from ..foreign import describe_folder, refuse_mlx
+from ..quantized.formats import read_format
 from ..spec import DecoderSpec
 from .building import Family
 from .wrappers import WRAPPERS, text_half, with_own_head
@@ -99,7 +100,8 @@ def read_spec(root: Path) -> DecoderSpec:
         nothing = f"{root}: no config.json, so this is not a model directory in Hugging Face format"
         raise CheckpointError(describe_folder(root) or nothing)
     refuse_code(root, "config.json", values)
-    refuse_quantized(root, values)
+    refuse_mlx(root, values)
+    read_format(values, root)
     return parse_config(values, f"config.json ({root})")
 
 
@@ -119,10 +121,6 @@ def parse_config(values: Mapping[str, Any], source: str) -> DecoderSpec:
     if not isinstance(model_type, str) or model_type not in MODULES and model_type not in WRAPPERS:
         keys.fail("model_type", f"{quoted(model_type)} is not supported; {what_is_supported(model_type)}")
     _check_is_generative(keys)
-    if values.get("quantization_config"):
-        method = values["quantization_config"]
-        method = method.get("quant_method") if isinstance(method, dict) else method
-        keys.fail("quantization_config", f"{quoted(method)} weights are not supported; use the unquantized checkpoint")
     if model_type not in WRAPPERS:
         return family_of(model_type).spec(keys)
     keys = text_half(keys)

@@ -88,7 +88,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model_type": ["llama"]}, "model_type"),
     ({"architectures": ["LlamaForSequenceClassification"]}, "architectures"),
     ({"hidden_act": "mish"}, "hidden_act: 'mish'"),
-    ({"quantization_config": {"quant_method": "awq"}}, "quantization_config: 'awq'"),
     ({"model_type": "gemma2", "query_pre_attn_scalar": 0}, "query_pre_attn_scalar: must be above 0"),
     ({"model_type": "gemma2", "final_logit_softcapping": 0.0}, "final_logit_softcapping: must be above 0"),
     ({"model_type": "granite", "logits_scaling": 0}, "logits_scaling: must be above 0"),

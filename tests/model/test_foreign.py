@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -40,22 +39,10 @@ def test_an_adapter_is_named_with_its_base_model(tmp_path: Path) -> None:
         Checkpoint(tmp_path)  # as in a folder with the base model's config.json
 
 
-QUANTIZED: list[tuple[dict[str, Any], str]] = [
-    ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "quantization_config: 'awq' weights of 4 bits"),
-    ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config: 'fp8' weights are"),
-    ({"quantization_config": "x\ny"}, "quantization_config: 'x\\\\ny' weights"),
-    ({"quantization": {"group_size": 64, "bits": 8}}, "quantization: 'mlx' weights of 8 bits"),
-]
-
-
-@pytest.mark.parametrize(("keys", "message"), QUANTIZED, ids=[message for _, message in QUANTIZED])
-def test_quantized_weights_are_named_with_the_model_they_were_made_of(
-    keys: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **keys}))
-    assert message.replace("\\\\", "\\") in refusal(tmp_path) and "serve the unquantized checkpoint" in refusal(
-        tmp_path
-    )
+def test_weights_of_mlx_are_named_with_the_model_they_were_made_of(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "quantization": {"group_size": 64, "bits": 8}}))
+    message = refusal(tmp_path)
+    assert "quantization: 'mlx' weights of 8 bits" in message and "serve the unquantized checkpoint" in message
     (tmp_path / "README.md").write_text(CARD)
     assert "serve meta/Llama-9, which they were made of" in refusal(tmp_path)
 
@@ -65,5 +52,5 @@ def test_older_quantized_and_original_forms_are_named(tmp_path: Path) -> None:
     (tmp_path / "consolidated.safetensors").write_bytes(b"")
     assert "original form of its maker" in refusal(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    (tmp_path / "quantize_config.json").write_text('{"bits": 4}')
-    assert f"quantize_config.json ({tmp_path}): 'gptq' weights of 4 bits" in refusal(tmp_path)
+    (tmp_path / "quantize_config.json").write_text('{"bits": 5}')
+    assert f"quantize_config.json ({tmp_path}): quantization_config: bits = 5: gptq is read" in refusal(tmp_path)

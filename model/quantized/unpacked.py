@@ -1,0 +1,104 @@
+"""A quantized checkpoint as if it were not quantized: packed layers are unpacked on access, in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from numpy.typing import NDArray
+
+from ..errors import CheckpointError
+from .formats import WeightFormat
+from .parts import Parts, Stored
+
+WEIGHT = ".weight"
+
+
+class StoredCheckpoint(Stored, Protocol):
+    """What is needed of `checkpoint.safetensors.Checkpoint`."""
+
+    root: Path
+    warnings: list[str]
+
+    @property
+    def names(self) -> set[str]: ...
+    def where(self, name: str) -> str: ...
+    def is_mapped(self, name: str) -> bool: ...
+    def array(self, name: str) -> NDArray[Any]: ...
+    def forget(self, name: str) -> None: ...
+
+
+class UnpackedCheckpoint:
+    """The tensors by the names of an unquantized checkpoint: a `StoredTensors`."""
+
+    def __init__(self, stored: StoredCheckpoint, weights: WeightFormat) -> None:
+        self.root, self.warnings = stored.root, stored.warnings
+        self.format = weights
+        self._stored = stored
+        stored_names = stored.names
+        stems = {name.removesuffix(mark) for mark in weights.marks for name in stored_names if name.endswith(mark)}
+        layers = {stem: self._parts(stem, stored_names) for stem in stems}
+        taken = {f"{stem}{suffix}" for stem in layers for suffix in weights.suffixes}
+        self._places: dict[str, str | Parts] = {name: name for name in stored_names - taken}
+        self._places |= {f"{stem}{WEIGHT}": parts for stem, parts in layers.items()}
+        self.warnings.append(
+            f"{weights.name}: the weights are unpacked while loading, so they take the memory of the dtype; on a CPU "
+            "quantization = int4 or int8 packs them anew"
+        )
+        if not layers:
+            raise CheckpointError(
+                f"{self.root}: config.json says {weights.name}, and no tensor ends in {' or '.join(weights.marks)}"
+            )
+
+    def _parts(self, stem: str, stored_names: set[str]) -> Parts:
+        names = {suffix: f"{stem}{suffix}" for suffix in self.format.suffixes if f"{stem}{suffix}" in stored_names}
+        return Parts(self._stored, stem, names)
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._places)
+
+    def rename(self, new_name: Callable[[str], str]) -> None:
+        """Gives each tensor another name. Raises CheckpointError if two would have the same."""
+        renamed = {new_name(name): place for name, place in self._places.items()}
+        if len(renamed) < len(self._places):
+            raise CheckpointError(f"{self.root}: two tensors are the same; keep one")
+        self._places = renamed
+
+    def share(self, name: str, other: str) -> None:
+        """Makes `name` the tensor that `other` is."""
+        self._places[name] = self._places[other]
+
+    def where(self, name: str) -> str:
+        """The file that holds a tensor, for error messages."""
+        place = self._places[name]
+        return self._stored.where(place) if isinstance(place, str) else f"layer {place.stem}"
+
+    def dtype(self, name: str) -> str:
+        """The dtype of `array`."""
+        place = self._places[name]
+        return self._stored.dtype(place) if isinstance(place, str) else "F32"
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        place = self._places[name]
+        return self._stored.shape(place) if isinstance(place, str) else self.format.shape(place)
+
+    def is_mapped(self, name: str) -> bool:
+        place = self._places[name]
+        return isinstance(place, str) and self._stored.is_mapped(place)
+
+    def array(self, name: str) -> NDArray[Any]:
+        """The tensor; that of a packed layer in float32."""
+        place = self._places[name]
+        if isinstance(place, str):
+            return self._stored.array(place)
+        weight = self.format.unpack(place)
+        if weight.shape != self.format.shape(place):
+            place.fail(f"its weight is {list(weight.shape)}, not {list(self.format.shape(place))}")
+        return weight
+
+    def forget(self, name: str) -> None:
+        place = self._places[name]
+        for stored in (place,) if isinstance(place, str) else place.names:
+            self._stored.forget(stored)

@@ -88,7 +88,7 @@ class DeviceGuard:
             cause = first_line(found)
         advice = next((advice for part, advice in ADVICE if part in cause), OTHER_ADVICE)
         get_logger("millrace.stages").error(
-            "device.lost", step=step, cause=cause, step_failed_with=first_line(error), advice=advice
+            "device.lost", step=step, cause=cause, step_failed_with=loggable(error), advice=advice
         )
         self._worker.abandon()
         self.lost = DeviceLost(f"the device is lost since step {step} ({cause}); {advice}")
@@ -99,6 +99,13 @@ class DeviceGuard:
 def first_line(error: BaseException) -> str:
     """The first line of an error's text; torch's errors of CUDA go on with advice for developers."""
     return next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+
+
+def loggable(error: BaseException) -> str:
+    """What may be logged of a step's error: a device's own text, else the type, as an exception may quote a prompt."""
+    text = first_line(error)
+    is_of_device = text.startswith("CUDA") or any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__)
+    return text if is_of_device else type(error).__name__
 
 
 def is_out_of_memory(error: BaseException) -> bool:

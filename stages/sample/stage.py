@@ -19,7 +19,7 @@ from ...runtime.stage import Context, Crash, Outlet, Stage
 from ...runtime.trace.tracer import EventKind
 from ..array_checks import num_true
 from ..device.device import MOST_IN_FLIGHT, SAMPLE, ChoosesTokens, Device, StepSkipped, fail
-from ..device.device_guard import DeviceLost, first_line, is_out_of_memory
+from ..device.device_guard import DeviceLost, is_out_of_memory, loggable
 from ..messages import FinishReason, StepDone, StepGrant, StepLogits, StepTokens, StepVoid
 from .prefill_progress import PrefillWatch
 from .step_pace import StepPace
@@ -198,7 +198,7 @@ class Sample(Stage[StepLogits, StepTokens]):
         if error is not None and not is_already_void and not isinstance(error, StepSkipped):
             kind = "out_of_memory" if is_out_of_memory(error) else type(error).__name__
             size = {"num_rows": len(grant.slots), "num_tokens": grant.num_computed}
-            log.warning("step.failed", step=grant.step, kind=kind, reason=first_line(error), **size)
+            log.warning("step.failed", step=grant.step, kind=kind, reason=loggable(error), **size)
         self._trace_void(grant, error)
 
     def _report_done(self, grant: StepGrant, tokens: StepTokens, out: Outlet[StepTokens]) -> None:

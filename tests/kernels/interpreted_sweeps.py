@@ -6,17 +6,21 @@ tests/kernels/interpreted_sweeps.py`.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from millrace.kernels.layout.work_lists import Tiling as AttentionTiling
+from millrace.kernels.tilings.products import LIBRARY, ProductForm
+from millrace.kernels.tilings.tables import load_tilings
 from millrace.kernels.triton import launch as triton_launch
-from tests.bench.gpu.few_rows import Tiling as ProductTiling
 from tests.bench.gpu.place import Place
 from tests.bench.gpu.sweeps import attention, product_candidates, products
 from tests.bench.gpu.sweeps.choices import best_choices
+from tests.bench.gpu.sweeps.product_candidates import Product, ProductCase
 
 
 @pytest.fixture(autouse=True)
@@ -66,15 +70,32 @@ def test_a_tiling_that_gives_other_numbers_is_wrong_and_never_the_best(monkeypat
     assert best["us"] == best["shipped_us"]
 
 
-def test_products_are_timed_by_each_tiling_but_one_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    raises, *work = ProductTiling(16, 24, 16, 1, 4, 2), *product_candidates.DRY_TILINGS
-    monkeypatch.setattr(product_candidates, "DRY_TILINGS", (raises, *work))
-    found = Found("output", "activated")
+def test_products_are_timed_in_each_form_but_one_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    raises = ProductForm(form="split", block_m=16, block_n=16, block_k=16, num_splits=3, num_warps=16)
+    monkeypatch.setattr(product_candidates, "DRY_FORMS", (raises, *product_candidates.DRY_FORMS))
+    counters = products.Inputs.counters
+
+    def none(inputs: products.Inputs, form: ProductForm, count: int = 1) -> Any:
+        return [None] * count if form == raises else counters(inputs, form, count)
+
+    monkeypatch.setattr(products.Inputs, "counters", none)
+    found = Found("output", "gate_up")
     products.run(found.place)
-    best = [row for row in found.rows if "pytorch_us" in row]
-    assert [row["name"] for row in best] == ["tiny output of 3 rows", "tiny activated of 3 rows"]
-    assert not found.wrong and len(found.rows) == 2 * (1 + len(work) + 1)
-    assert len(found.left_out) == 2 and all("(16, 24, " in each["what"] for each in found.left_out)
+    best = [row for row in found.rows if "library_us" in row]
+    assert [row["name"] for row in best] == ["tiny output of 3 rows", "tiny gate_up of 3 rows"]
+    assert not found.wrong and len(found.rows) == 2 * (1 + 2 + 1), "the library's, two forms, and the best"
+    assert len(found.left_out) == 2 and all("too few counters" in each["why"] for each in found.left_out)
+
+
+def test_the_best_forms_are_a_table_that_an_engine_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Place, "dtype", torch.bfloat16)
+    monkeypatch.setattr(Place, "name", "NVIDIA H200")
+    case = ProductCase(Product("m output", 1024, 2048, "add"), 4)
+    form = product_candidates.forms_of(case)[1]
+    place = replace(Found().place, out=tmp_path)
+    products.tabulate(place, [(case.shape, form, 3.25), (replace(case.shape, num_rows=64), LIBRARY, 5.0)])
+    table = load_tilings(str(tmp_path / products.TABLE), "NVIDIA H200", 132)
+    assert table.product_forms(1024, 2048, "add", "bfloat16") == (((4, form), (64, LIBRARY)), "measured")
 
 
 def test_the_best_of_the_decisive_loads_is_what_steps_are_compared_with() -> None:

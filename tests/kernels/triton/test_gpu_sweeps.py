@@ -14,7 +14,7 @@ from itertools import product
 import pytest
 import torch
 
-from tests.bench.gpu.few_rows import product_tiling
+from millrace.kernels.tilings.products import ProductForm, predicted_forms
 from tests.bench.gpu.floors import GPU_SHAPES
 from tests.bench.gpu.sweeps import ahead
 from tests.bench.gpu.sweeps.attention import Choice, cases_of, choices_of, today
@@ -23,9 +23,11 @@ from tests.bench.gpu.sweeps.compiling import compile_all
 from tests.bench.gpu.sweeps.product_candidates import (
     MOST_CANDIDATES,
     NUM_PROCESSORS,
-    Case,
+    Product,
+    ProductCase,
+    fits,
+    forms_of,
     products_of,
-    tilings_of,
 )
 from tests.bench.gpu.trials.layers import Widths
 
@@ -59,13 +61,27 @@ def test_without_time_nothing_is_tried() -> None:
 # ---- candidates -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_rows", [1, 8, 16, 17, 64])
-def test_a_product_has_todays_tiling_and_others_that_hold_its_rows(num_rows: int) -> None:
+@pytest.mark.parametrize("num_rows", [1, 4, 16, 64, 256])
+def test_a_product_has_the_predicted_form_and_others_that_hold_its_rows(num_rows: int) -> None:
     for found in (found for name, shape in GPU_SHAPES.items() for found in products_of(name, Widths.of(shape))):
-        first, *others = tilings_of(Case(found, num_rows))
-        assert first == product_tiling(num_rows, found.num_outputs, found.num_inner, NUM_PROCESSORS)
-        assert len(others) == len({first, *others}) - 1 >= MOST_CANDIDATES - 3
-        assert all(tiling.block_m >= num_rows and tiling.block_k < 2 * found.num_inner for tiling in others)
+        case = ProductCase(found, num_rows)
+        forms = forms_of(case)
+        predicted = predicted_forms(found.num_outputs, found.num_inner, found.kind, "bfloat16", NUM_PROCESSORS)
+        assert [forms[0]] == [form for most, form in predicted if num_rows <= most][:1] or num_rows > 64
+        assert len(forms) == len(set(forms)) and MOST_CANDIDATES >= len(forms) >= 8
+        assert all(fits(form, case.shape) for form in forms)
+        assert {form.fuses_norm for form in forms} == {False, True} or not found.has_norm
+
+
+def test_forms_that_the_compiler_tells_apart_are_compiled_each_and_others_once() -> None:
+    form = ProductForm(form="split", block_m=16, block_n=32, block_k=128, num_splits=4)
+
+    def compiled_as(num_outputs: int, num_inner: int, num_rows: int = 16) -> str:
+        return ProductCase(Product("p", num_outputs, num_inner), num_rows).compiled_as(form)
+
+    assert compiled_as(6144, 4096, 9) == compiled_as(4096, 4096)
+    assert compiled_as(6144, 4096) != compiled_as(6144, 14_336), "splits of another length"
+    assert compiled_as(6144, 4096) != compiled_as(6150, 4096), "a last tile that is not whole"
 
 
 def test_attention_has_todays_tiling_first_and_tries_fewer_tiles_where_little_is_loaded() -> None:

@@ -1,4 +1,4 @@
-"""The parts `steps` and `steps-8b`: steps of real shapes beside their floors, by two configurations in one process.
+"""The parts `steps`, `steps-8b`, `steps-fp8`: steps beside their floors, by two configurations in one process.
 
 One model and cache, and a line of steps for each configuration. Blocks of steps alternate; `paired.py` says how they
 are compared. Decode steps and prompts run as graphs, with other kinds of sampling, and with a prompt beside rows; one
@@ -83,6 +83,7 @@ LARGE = (
     Load("64 x 1 of 1024", 64, 1024),
     Load("prompt of 8192, whole", num_prompt=8192),
 )
+FP8 = (Load("256 x 1 of 1024", 256, 1024), Load("64 x 1 of 1024", 64, 1024))
 DRY = (
     Load("3 x 1 of 40", 3, 40),
     Load("3 x 1 of 40, top_p", 3, 40, asked=TOP_P),
@@ -103,11 +104,19 @@ def run_large(place: Place) -> None:
     run(place, "llama-3.1-8b", LARGE)
 
 
-def run(place: Place, shape: str, loads: Sequence[Load]) -> None:
+def run_fp8(place: Place) -> None:
+    """The part `steps-fp8`."""
+    if not (place.is_dry or place.has_fp8):
+        place.tell({"name": "fp8", "skipped": "the card has no e4m3"})
+        return
+    run(place, "qwen3-0.6b", FP8, is_fp8=not place.is_dry)
+
+
+def run(place: Place, shape: str, loads: Sequence[Load], *, is_fp8: bool = False) -> None:
     """Tells a row for each load and configuration, and one for the ratio of the two."""
     loads = DRY if place.is_dry else loads
     counts = DRY_COUNTS if place.is_dry else (NUM_PAIRS, NUM_STEPS, NUM_WARM)
-    subject = subject_of(place, shape, loads)
+    subject = subject_of(place, shape, loads, is_fp8=is_fp8)
     pair = configurations(place)
     lines = {each.name: line_of(place, subject, each, loads) for each in pair}
     for load in place.in_time(loads, LEAST_S if not place.is_dry else 0.0):
@@ -117,7 +126,7 @@ def run(place: Place, shape: str, loads: Sequence[Load]) -> None:
                 compare(place, name, subject, lines, load, counts)
 
 
-def subject_of(place: Place, shape: str, loads: Sequence[Load]) -> Subject:
+def subject_of(place: Place, shape: str, loads: Sequence[Load], *, is_fp8: bool = False) -> Subject:
     """The model, which parts of one process share."""
     if shape not in place.shared:
         num_pairs, num_steps, num_warm = DRY_COUNTS if place.is_dry else (NUM_PAIRS, NUM_STEPS, NUM_WARM)
@@ -126,7 +135,7 @@ def subject_of(place: Place, shape: str, loads: Sequence[Load]) -> Subject:
         sizes += [(each.num_rows + 8, 0) for each in loads if each.num_rows and each.num_prompt]
         most = max((each.num_prompt for each in loads), default=0) + max(each.num_rows for each in loads)
         model = TINY if place.is_dry else GPU_SHAPES[shape]
-        place.shared[shape] = Subject(model, place.device, sizes, max_step_tokens=most)
+        place.shared[shape] = Subject(model, place.device, sizes, max_step_tokens=most, is_fp8=is_fp8)
     subject: Subject = place.shared[shape]
     return subject
 
@@ -136,8 +145,9 @@ def line_of(place: Place, subject: Subject, configuration: Configuration, loads:
     num_rows = sorted({4 if place.is_dry else load.num_rows for load in loads if load.num_rows})
     num_rows = [min(rows, subject.max_num_seqs) for rows in num_rows]
     num_tokens = (64,) if place.is_dry else tuple(n for n in MIXED_GRAPHS if n <= subject.max_step_tokens)
+    sizes: dict[str, Any] = {"num_rows": num_rows, "num_tokens": num_tokens, "kinds": KINDS}
     with configuration.applied():
-        return subject.line(streams_of(place), time.perf_counter, num_rows=num_rows, num_tokens=num_tokens, kinds=KINDS)
+        return subject.line(streams_of(place), time.perf_counter, tilings=configuration.tilings, **sizes)
 
 
 def compare(

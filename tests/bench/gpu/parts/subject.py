@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from millrace.kernels import kernel_set
+from millrace.kernels.tilings.tables import Tilings
 from millrace.model.decoder import weights as decoder_weights
 from millrace.model.decoder.decoder import Decoder
 from millrace.model.decoder.kv_cache import KVCache
@@ -84,8 +85,10 @@ class Subject:
         num_rows: Sequence[int] = (),
         num_tokens: Sequence[int] = (),
         kinds: Sequence[int] = KINDS[:1],
+        tilings: Tilings | None = None,
     ) -> StepLine:
-        """A new line of steps, with graphs of these numbers of decode rows and of mixed tokens; without, eager."""
+        """A new line of steps, with graphs of these numbers of decode rows and of mixed tokens; without, eager.
+        `tilings` None: the library's products."""
         ends = EndRules((), self.max_model_len)
         last_tokens = torch.zeros(self.max_num_seqs, dtype=torch.int64, device=self.device)
         choosing = partial(TritonTokenChooser, kernels=self.sampling)
@@ -94,7 +97,7 @@ class Subject:
         assert isinstance(chooser, TritonTokenChooser)
         memory = step_memory(self.device, self.max_num_seqs, STEPS_IN_FLIGHT, chooser.scores)
         work = TorchDeviceWork(
-            Decoder(self.spec, self.weights, self.kernels, max_positions=self.max_model_len),
+            Decoder(self.spec, self.weights, self.kernels, self.max_model_len, tilings=tilings),
             self.cache,
             memory,
             chooser.choose_on_device,

@@ -83,7 +83,9 @@ def jobs_of(target: Target) -> dict[str, Any]:
     """By name, those that take longest first."""
     import torch
 
-    from tests.bench.gpu.sweeps.attention import cases_of, choices_of
+    from tests.bench.gpu.sweeps import products
+    from tests.bench.gpu.sweeps.attention import cases_of, choices_of, compile_choice
+    from tests.bench.gpu.sweeps.product_candidates import forms_of
 
     has_fp8 = target.capability >= 89
     jobs: dict[str, Any] = {}
@@ -95,39 +97,40 @@ def jobs_of(target: Target) -> dict[str, Any]:
     with pretended(target):
         for case in cases_of(None):
             if has_fp8 or not case.is_fp8:
+                what = f"{case.widths} {case.kind} {case.is_fp8} {case.block_size}"
                 for choice in choices_of(case, torch.device("meta"), torch.bfloat16, is_dry=False):
-                    jobs.setdefault(
-                        f"{case.widths} {case.kind} {case.is_fp8} {case.block_size} {choice}", (case, choice)
-                    )
+                    jobs.setdefault(f"{what} {choice}", (compile_choice, case, choice))
+    for product in products.cases_of(None):
+        for form in forms_of(product):
+            jobs.setdefault(product.compiled_as(form), (products.compile_form, product, form))
     return jobs
 
 
 def dry_jobs() -> dict[str, Any]:
     """One candidate, and one that cannot be compiled."""
     from millrace.kernels.layout.work_lists import Tiling
-    from tests.bench.gpu.sweeps.attention import Case, Choice
+    from tests.bench.gpu.sweeps.attention import Case, Choice, compile_choice
     from tests.bench.gpu.trials.layers import Widths
 
     case = Case("decode", Widths(64, 4, 2, 16, 64), "decode", ((1, 40), (1, 9)))
-    return {
-        str(choice): (case, choice) for choice in (Choice(Tiling(16, 16, 4, 2, 2)), Choice(Tiling(16, 24, 4, 2, 2)))
-    }
+    choices = (Choice(Tiling(16, block_n, 4, 2, 2)) for block_n in (16, 24))
+    return {str(choice): (compile_choice, case, choice) for choice in choices}
 
 
 def compile_job(target: Target, job: Any) -> None:
     """In a process of its own."""
     with pretended(target):
         if isinstance(job, ModelJob):
-            _compile_model(job)
+            _compile_model(target, job)
         else:
-            from tests.bench.gpu.sweeps.attention import compile_choice
+            compile_candidate, case, candidate = job
+            compile_candidate(case, candidate)
 
-            compile_choice(*job)
 
-
-def _compile_model(job: ModelJob) -> None:
+def _compile_model(target: Target, job: ModelJob) -> None:
     import torch
 
+    from millrace.kernels.tilings.tables import load_tilings
     from millrace.runtime.device_streams.simulated import SimStreams
     from millrace.stages.outputs import GraphBatch
     from tests.bench.gpu.floors import GPU_SHAPES
@@ -135,8 +138,10 @@ def _compile_model(job: ModelJob) -> None:
 
     sizes = [(256, 1200)]
     subject = Subject(GPU_SHAPES[job.shape], torch.device("meta"), sizes, max_step_tokens=2048, is_fp8=job.is_fp8)
-    line = subject.line(SimStreams(Random(0)), time.perf_counter)
-    line.submitter.warm([GraphBatch(job.num_rows, job.num_tokens, job.is_decode)], job.kinds)
+    predicted = load_tilings("auto", "", target.num_processors)
+    for tilings in (None, predicted):
+        line = subject.line(SimStreams(Random(0)), time.perf_counter, tilings=tilings)
+        line.submitter.warm([GraphBatch(job.num_rows, job.num_tokens, job.is_decode)], job.kinds)
 
 
 @contextmanager

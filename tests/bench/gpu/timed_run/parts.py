@@ -38,10 +38,11 @@ PARTS = (
     Part("where", "where:run", "small", 15.0, 5.0, "the kernels of a step by name"),
     Part("ncu", "profiler:run", "ncu", 30.0, 15.0, "NVIDIA's profiler over attention, where it is installed"),
     Part("workload", "workload:run", "workload", 55.0, 25.0, "256 requests, one stream, one grammar among 64"),
+    Part("steps-fp8", "steps:run_fp8", "fp8", 12.0, 8.0, "steps of Qwen3-0.6B over an fp8 cache"),
     Part("steps-8b", "steps:run_large", "large", 45.0, 20.0, "steps of Llama-3.1-8B"),
-    Part("gates", "gates:run", "gates", 45.0, 25.0, "the same answers with any setting, in any company"),
+    Part("gates", "gates:run", "gates", 40.0, 25.0, "the same answers with any setting, in any company"),
     Part("sanitizer", "sanitizer:run", "sanitizer", 35.0, 15.0, "the kernels, tiny, under compute-sanitizer"),
-    Part("transformers", "transformers_batching:run", "peers", 45.0, 35.0, "the workload by transformers' batching"),
+    Part("transformers", "transformers_batching:run", "peers", 40.0, 35.0, "the workload by transformers' batching"),
     Part("checks", "checks:run_others", "rest", 15.0, 8.0, "the other kernels against float64"),
     Part("kernels", "kernels:run", "rest", 20.0, 8.0, "each kernel's time beside its floor"),
 )

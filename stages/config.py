@@ -112,6 +112,11 @@ class EngineConfig:
         assert self.max_num_batched_tokens is not None, "settle_step_size() must run first"
         return self.max_num_batched_tokens
 
+    @property
+    def num_verified_tokens(self) -> int:
+        """Tokens of the largest step with drafts on a GPU, where `auto` has none."""
+        return 1 + self.num_speculative_tokens if self.speculation == "ngram" else 0
+
     def check_files(self) -> None:
         """`ConfigError` if the recording cannot be written. Called before the model is loaded."""
         if self.record is not None and (problem := file_problem(Path(self.record))) is not None:

@@ -7,7 +7,8 @@ made from the diff and the tables on the device, so chosen tokens need no round 
 diff is here; `stages/backends/cuda/step_update.py` writes it.
 
 numpy only. Every array may be a CPU tensor, whose memory is then written. S slots, L tokens a slot at most, M blocks a
-slot, P rows and N tokens of a step, padding included; R and T are the same without padding.
+slot, P rows and N tokens of a step, padding included; R and T are the same without padding. A step has at most P rows
+of logits.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ Ints = NDArray[np.int32]
 NUM_ROWS, NUM_TOKENS, NUM_LOGITS, NUM_ENTRIES, NUM_STARTED, NUM_RUNS = 0, 1, 2, 3, 4, 5
 ROWS_AT, ENTRIES_AT, STARTED_AT, RUNS_AT = 6, 7, 8, 9
 SIZE = 10  # numbers in the whole diff
+HAS_DRAFTS = 11  # 1: each token of a row with logits has logits, in adjacent rows; else its last token has
 HEADER = 16
 
-# rows      slots [R], starts [R], offsets [R + 1] of their tokens in the step, logits [R]: row of logits or -1
+# rows      slots [R], starts [R], offsets [R + 1] of their tokens in the step, logits [R]: first row of logits or -1
 # entries   slots [E], places [E], blocks [E]: new entries of block tables
 # started   [C, 1 + STATE_WIDTH]: slot and state of sequences that start
 # runs      slots [Q], starts [Q], ends [Q]: known tokens, which end at `ends` in the diff and are written from `starts`
@@ -167,9 +169,12 @@ def make_inputs(diff: Array, slots: SlotState, buffers: StepBuffers, block_size:
     out.slot_mapping[:num_tokens] = np.where(goes_on[rows], places, -1)
 
     out.logits_rows[:], out.sampled_slots[:] = 0, -1
-    wanted = logits >= 0
-    out.logits_rows[logits[wanted]] = offsets[1:][wanted] - 1
-    out.sampled_slots[logits[wanted]] = np.where(goes_on[wanted], row_slots[wanted], -1)
+    wanted = (logits >= 0).nonzero()[0]
+    num_each = counts[wanted] if d[HAS_DRAFTS] else np.ones(len(wanted), np.int32)
+    within = np.arange(num_each.sum()) - np.repeat(np.cumsum(num_each) - num_each, num_each)
+    at = np.repeat(logits[wanted], num_each) + within
+    out.logits_rows[at] = np.repeat(offsets[wanted + 1] - num_each, num_each) + within
+    out.sampled_slots[at] = np.repeat(np.where(goes_on[wanted], row_slots[wanted], -1), num_each)
 
 
 def note_tokens(out: Array, chosen: Array, sampled_slots: Array, slots: SlotState) -> None:

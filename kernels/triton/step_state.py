@@ -24,6 +24,7 @@ UPDATE_PROGRAMS = 32  # they share the copy of a long prompt (128k tokens are 51
 BLOCK = 256
 TOKENS_PER_PROGRAM = 32  # with 64 rows at a time: 2,048 comparisons, 16 a thread
 ROWS_AT_A_TIME = 64
+DRAFTS_AT_A_TIME = tl.constexpr(16)
 
 NUM_ROWS, NUM_TOKENS, NUM_LOGITS = (
     tl.constexpr(value) for value in (step_state.NUM_ROWS, step_state.NUM_TOKENS, step_state.NUM_LOGITS)
@@ -31,6 +32,7 @@ NUM_ROWS, NUM_TOKENS, NUM_LOGITS = (
 NUM_ENTRIES, NUM_STARTED, NUM_RUNS = (
     tl.constexpr(value) for value in (step_state.NUM_ENTRIES, step_state.NUM_STARTED, step_state.NUM_RUNS)
 )
+HAS_DRAFTS = tl.constexpr(step_state.HAS_DRAFTS)
 ROWS_AT, ENTRIES_AT = tl.constexpr(step_state.ROWS_AT), tl.constexpr(step_state.ENTRIES_AT)
 STARTED_AT, RUNS_AT = tl.constexpr(step_state.STARTED_AT), tl.constexpr(step_state.RUNS_AT)
 TOKENS, LIMIT, LEAST = (tl.constexpr(value) for value in (step_state.TOKENS, step_state.LIMIT, step_state.LEAST))
@@ -143,9 +145,13 @@ def _rows_kernel(
     # Rows of logits in use come first; each place is written by one program.
     tl.store(logits_rows + row, tl.zeros([], tl.int64), mask=row >= num_logits)
     tl.store(sampled_slots + row, -1, mask=row >= num_logits)
-    place = tl.load(rows + 3 * num_rows + 1 + row, mask=is_row, other=-1)
-    tl.store(logits_rows + place, (end - 1).to(tl.int64), mask=place >= 0)
-    tl.store(sampled_slots + place, tl.where(goes_on, slot, -1).to(tl.int32), mask=place >= 0)
+    first = tl.load(rows + 3 * num_rows + 1 + row, mask=is_row, other=-1)
+    count = tl.where(tl.load(diff + HAS_DRAFTS) != 0, end - offset, 1)
+    count = tl.where(first >= 0, count, 0)
+    for begin in range(0, count, DRAFTS_AT_A_TIME):
+        i = begin + tl.arange(0, DRAFTS_AT_A_TIME)
+        tl.store(logits_rows + first + i, (end - count + i).to(tl.int64), mask=i < count)
+        tl.store(sampled_slots + first + i, tl.where(goes_on, slot, -1).to(tl.int32) + tl.zeros_like(i), mask=i < count)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

@@ -18,7 +18,7 @@ from ..memory_table import MachineMemory
 from ..params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
 from ..sample.sampling_math import WHOLE_SIZE
 from .cache_size import CPU_SHARE, CacheSizing, MemoryNeeds, free_host_bytes, host_limit, total_host_bytes
-from .cuda.cuda_graphs import batches_of
+from .cuda.cuda_graphs import batches_of, most_rows
 from .cuda.guide_uploads import GuideLayout
 from .cuda.step_update import MAX_DIFF_ITEMS, diff_size
 
@@ -100,14 +100,14 @@ def sampler_bytes(config: EngineConfig, shape: DecoderSpec, max_model_len: int) 
     return config.max_num_seqs * row + shape.vocab_size
 
 
-def async_bytes(config: EngineConfig, max_model_len: int, vocab_size: int) -> int:
-    """Bytes of an asynchronous device: the slots' tables and state, and a step's buffers and guide."""
-    slots, tokens = config.max_num_seqs, max(config.num_step_tokens, config.max_num_seqs)
+def async_bytes(config: EngineConfig, max_model_len: int) -> int:
+    """Bytes of an asynchronous device: the slots' tables and state, and a step's buffers."""
+    slots, rows = config.max_num_seqs, most_rows(config.max_num_seqs, config.num_verified_tokens)
+    tokens = max(config.num_step_tokens, rows)
     blocks = -(-max_model_len // config.block_size)
     state = slots * 4 * (STATE_WIDTH + max_model_len + blocks)
-    inputs = tokens * 3 * 8 + slots * (4 * blocks + 4 + 4 + 8 + 4) + 4
-    guide = GuideLayout(slots, vocab_size).size
-    return state + inputs + 4 * (diff_size(slots, MAX_DIFF_ITEMS, MAX_DIFF_ITEMS) + 2 * slots + guide)
+    inputs = tokens * 3 * 8 + rows * (4 * blocks + 4 + 4 + 8 + 4) + 4
+    return state + inputs + 4 * (diff_size(slots, MAX_DIFF_ITEMS, MAX_DIFF_ITEMS) + 2 * rows)
 
 
 def graphs_bytes(config: EngineConfig, shape: DecoderSpec, activations: int) -> int:
@@ -117,15 +117,16 @@ def graphs_bytes(config: EngineConfig, shape: DecoderSpec, activations: int) -> 
     """
     if config.enforce_eager:
         return 0
+    rows = most_rows(config.max_num_seqs, config.num_verified_tokens)
     batches = [batch for sizes in batches_of(config.max_num_seqs, config.num_step_tokens) for batch in sizes]
     share = min(1.0, max(batch.num_tokens for batch in batches) / config.num_step_tokens)
-    return int(activations * share) + config.max_num_seqs * shape.vocab_size * GRAPH_LOGIT_BYTES
+    return int(activations * share) + rows * shape.vocab_size * GRAPH_LOGIT_BYTES
 
 
-def device_sampler_bytes(num_slots: int, vocab_size: int) -> int:
-    """Bytes of the sampling tables on a GPU: parameters, token counts and a step's scores.
+def device_sampler_bytes(num_slots: int, vocab_size: int, num_rows: int) -> int:
+    """Bytes of the sampling tables on a GPU: parameters, token counts, and a step's scores and guide.
 
-    The lists of EOS tokens are not counted.
+    A step has at most `num_rows` rows of logits. The lists of EOS tokens are not counted.
     """
-    lists = 4 * (2 * MAX_LOGIT_BIAS + MAX_STOP_TOKEN_IDS + 2 + 2 * MAX_LOGPROBS)
-    return num_slots * (4 * WIDTH + 2 * vocab_size + lists)
+    slots = num_slots * (4 * WIDTH + 2 * vocab_size + 4 * (2 * MAX_LOGIT_BIAS + MAX_STOP_TOKEN_IDS))
+    return slots + num_rows * 4 * (2 + 2 * MAX_LOGPROBS) + 4 * GuideLayout(num_rows, vocab_size).size

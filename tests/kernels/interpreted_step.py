@@ -17,7 +17,7 @@ from millrace.kernels.triton import launch as triton_launch
 from millrace.kernels.triton import step_state as triton_step
 from millrace.stages.backends.cuda.step_update import EndRules, diff_size
 from tests.kernels.step_sides import Side, differences, parts_of
-from tests.stages.step_walk import EOS, Walk
+from tests.stages.step_walk import EOS, Walk, with_drafts
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +35,21 @@ def test_all_that_a_step_writes_equals_the_twins(
     sizes = {"num_slots": num_slots, "block_size": block_size, "max_model_len": max_model_len}
     short_length = 50 if room == 9 else 0  # rows of rotary tables before those of long sequences
     assert differences(triton_step, 7, room=room, num_steps=num_steps, short_length=short_length, **sizes) == []
+
+
+@pytest.mark.parametrize("num_slots", [1, 3, 40])
+def test_each_draft_has_a_row_of_logits_as_with_the_twins(num_slots: int) -> None:
+    walk = Walk(Random(0), num_slots, 60, 4)
+    twin, ours = (Side(kernels, walk, 100, 1100) for kernels in (step_state, triton_step))
+    for grant in with_drafts(num_slots):
+        parts = parts_of(grant, EndRules((EOS,), 60), diff_size(num_slots, 300, 1100))
+        for side in (twin, ours):
+            side.step(parts, 100, 1100, [7] * num_slots if grant.drafts is None else [])
+        for (name, want), got in zip(twin.everything().items(), ours.everything().values(), strict=True):
+            assert torch.equal(got, want), name
+        if grant.drafts is not None:
+            break
+    assert ours.buffers.sampled_slots[: len(grant.logits_slots)].tolist() == grant.logits_slots.tolist()
 
 
 def test_a_step_without_rows_is_all_padding() -> None:

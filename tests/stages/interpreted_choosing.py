@@ -111,4 +111,4 @@ def test_the_tables_on_the_device_take_what_the_sizing_counts() -> None:
     table = SlotParams(4, 100, 64, ())
     held = vars(BY_TRITON(table, torch.zeros(4, dtype=torch.int64), "raw_logprobs")).values()
     num_bytes = sum(tensor.nbytes for tensor in held if isinstance(tensor, torch.Tensor))
-    assert num_bytes == device_sampler_bytes(4, 100)
+    assert num_bytes == device_sampler_bytes(4, 100, 4)

@@ -8,9 +8,9 @@ from random import Random
 
 import numpy as np
 
-from millrace.stages.messages import Ints, Started, StepGrant
+from millrace.stages.messages import Drafts, Ints, Started, StepGrant
 from millrace.stages.params import SamplingParams
-from tests.stages.grants import grant
+from tests.stages.grants import grant, started
 
 EOS = 1
 VOCAB_SIZE = 50
@@ -98,3 +98,20 @@ class Walk:
                 self.num_blocks += 1
         made = grant(rows, step=step, started=started, tables=tables)
         return replace(made, is_decode=bool((made.num_tokens == 1).all()))
+
+
+def with_drafts(num_slots: int = 3) -> list[StepGrant]:
+    """Prompts of 4, 5, 6.. tokens in as many slots, then a step in which slots 1, 3.. draft 1, 3.. tokens.
+
+    The last row of the second step is not sampled. Blocks of 4 tokens; slot i has the blocks from 8 * i + 1 on.
+    """
+    slots = range(num_slots)
+    begun = [started(slot, range(2, 6 + slot), min_tokens=0) for slot in slots]
+    tables = [(slot, place, 8 * slot + place + 1) for slot in slots for place in range(6)]
+    first = grant([(slot, 0, 4 + slot, True) for slot in slots], started=begun, tables=tables)
+    counts = [slot % 4 if slot % 2 else 0 for slot in slots]
+    rows = [(slot, 4 + slot, 1 + count, True) for slot, count in zip(slots, counts, strict=True)]
+    rows[-1] = (*rows[-1][:2], 1, False)
+    counts[-1] = 0
+    drafts = Drafts(np.array(counts, np.int32), np.arange(sum(counts)) + 20)
+    return [first, replace(grant(rows, step=1), drafts=drafts)]

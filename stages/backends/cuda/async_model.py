@@ -10,8 +10,8 @@ pass.
 Some steps are *attended* (see `step_submission.py`): the host chooses the tokens of all their rows, by the plain
 sampler, and the next step begins when it has. The tokens are the same either way; only the timing differs.
 
-- A user's logits processor makes a step attended. The forward pass is submitted as always.
-- A step with drafts, a pooled sequence or a scored prompt is computed by the plain runner, without a CUDA graph.
+- Drafts and a user's logits processor make a step attended. The forward pass is submitted as always.
+- A step with a pooled sequence or a scored prompt is computed by the plain runner, without a CUDA graph.
 """
 
 from __future__ import annotations
@@ -66,8 +66,9 @@ class AsyncModel:
         self.runner.apply_updates(grant)
         for started in grant.started:
             self.sampler.start(started)
-        if grant.drafts is None and not self.runner.wants_more(grant):
-            kind = self._chooser.kind(grant.slots[grant.is_sampled])
+        if not self.runner.wants_more(grant):
+            slots = grant.slots[grant.is_sampled]
+            kind = ATTENDED if grant.drafts is not None else self._chooser.kind(slots)
             return self.line.forward(grant, kind, is_scored=kind >= SCORED)
         step = self.line.attend(grant)
         self._work.copy_newest_tokens(self.runner.last_tokens)
@@ -85,7 +86,7 @@ class AsyncModel:
         logits = step.logits
         if logits is None:
             self.line.read(grant, step)
-            logits = self._work.logits(grant.num_sampled)
+            logits = self._work.logits(len(grant.logits_slots))
         tokens = self.sampler.choose(grant, logits)
         positions = self.sampler.table.num_prompt[tokens.slots] + tokens.places
         self._work.note(tokens.slots, positions, tokens.token_ids, tokens.finishes)

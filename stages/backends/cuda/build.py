@@ -53,23 +53,25 @@ def assemble(
     assert isinstance(chooser, TritonTokenChooser), "an asynchronous device needs a sampler that chooses by kernels"
     assert isinstance(runner.cache, KVCache) and isinstance(runner.decoder, Decoder)
     num_slots = config.max_num_seqs
-    memory = step_memory(device, num_slots, config.steps_in_flight, chooser.scores, chooser.guide)
-    graphs = CudaGraphs(num_slots, config.num_step_tokens, is_eager=config.enforce_eager, kinds=KINDS)
+    num_rows, sizes = chooser.num_rows, (num_slots, config.num_step_tokens, config.num_verified_tokens)
+    memory = step_memory(device, num_slots, config.steps_in_flight, num_rows, chooser.scores, chooser.guide)
+    graphs = CudaGraphs(*sizes, is_eager=config.enforce_eager, kinds=KINDS)
     work = TorchDeviceWork(
         runner.decoder,
         runner.cache,
         memory,
         chooser.choose_on_device,
         num_slots=num_slots,
+        num_rows=num_rows,
         max_model_len=ends.max_model_len,
-        max_step_tokens=max(config.num_step_tokens, num_slots),
+        max_step_tokens=max(config.num_step_tokens, num_rows),
         host_blocks=runner.host_blocks,
         has_rope_offsets=runner.short_length > 0,
     )
     runner.read_tables(work.slots.tables)
     line = StepSubmitter(streams, memory, work, graphs, ends, sampler)
     streams.wait()  # the weights and the cache were written on another stream
-    decode, mixed = batches_of(num_slots, config.num_step_tokens)
+    decode, mixed = batches_of(*sizes)
     captured = None
     if config.enforce_eager:
         line.warm([*mixed, *decode], KINDS)

@@ -6,6 +6,7 @@ in the smallest graph that holds it, and without a graph if none does.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +22,7 @@ DECODE_ROWS = (
     *(1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256),
     *(320, 384, 448, 512, 640, 768, 896, 1024),  # for engines with a larger max_num_seqs
 )
+VERIFY_TOKENS = (8, 16, 32, 64, 128)  # of steps with drafts, and of small ones beside them
 MIXED_TOKENS = (
     *(64, 128, 256, 512, 768, 1024),
     *range(1152, 2049, 128),  # dense, as padding is costly here; 2,048 is the default token budget
@@ -41,12 +43,28 @@ class CapturedGraphs:
     samples: Mapping[int, DeviceGraph]  # by kind of sampling
 
 
-def batches_of(max_num_seqs: int, max_num_tokens: int) -> tuple[list[GraphBatch], list[GraphBatch]]:
-    """(decode, mixed) sizes to capture, smallest first, for at most this many rows and tokens."""
+def batches_of(
+    max_num_seqs: int, max_num_tokens: int, num_verified: int = 0
+) -> tuple[list[GraphBatch], list[GraphBatch]]:
+    """(decode, mixed) sizes to capture, smallest first, for at most this many rows and tokens.
+
+    With `num_verified`, the most tokens of a step with drafts, there are mixed sizes for such steps. They have room for
+    as many rows, and rows of logits, as they have tokens.
+    """
     rows = {min(count, max_num_seqs) for count in DECODE_ROWS}
     tokens = [count for count in MIXED_TOKENS if count <= max_num_tokens]
     decode = [GraphBatch(count, count, True) for count in sorted(rows)]
-    return decode, [GraphBatch(max_num_seqs, count, False) for count in tokens]
+    mixed = [GraphBatch(max_num_seqs, count, False) for count in tokens]
+    verify = [
+        GraphBatch(count, count, False) for count in VERIFY_TOKENS[: bisect_left(VERIFY_TOKENS, num_verified) + 1]
+    ]
+    verify = [batch for batch in verify if batch.num_tokens <= max_num_tokens] if num_verified else []
+    return decode, sorted({*verify, *mixed}, key=lambda batch: (batch.num_tokens, batch.num_rows))
+
+
+def most_rows(max_num_seqs: int, num_verified: int) -> int:
+    """The most rows, or rows of logits, of any step."""
+    return max(max_num_seqs, *(batch.num_rows for batch in batches_of(1, max(VERIFY_TOKENS), num_verified)[1]))
 
 
 def _num_bytes(captured: CapturedGraphs) -> int:
@@ -62,9 +80,16 @@ class CudaGraphs:
     """
 
     def __init__(
-        self, max_num_seqs: int, max_num_tokens: int, *, is_eager: bool = False, kinds: Sequence[int] = (0,)
+        self,
+        max_num_seqs: int,
+        max_num_tokens: int,
+        num_verified: int = 0,
+        *,
+        is_eager: bool = False,
+        kinds: Sequence[int] = (0,),
     ) -> None:
-        self._decode, self._mixed = ([], []) if is_eager else batches_of(max_num_seqs, max_num_tokens)
+        sizes = batches_of(max_num_seqs, max_num_tokens, num_verified)
+        self._decode, self._mixed = ([], []) if is_eager else sizes
         self.kinds = tuple(kinds)
         self._captured: dict[GraphBatch, CapturedGraphs] = {}
         self.num_replayed = 0  # forward passes
@@ -137,9 +162,12 @@ class CudaGraphs:
         log.warning("graphs.dropped", reason="out_of_memory", **size, free_bytes=free_bytes, lower=lower)
 
     def choose(self, num_rows: int, num_tokens: int, is_decode: bool) -> tuple[GraphBatch, CapturedGraphs | None]:
-        """The size that a step is padded to, and its graphs; its own size and None without a graph."""
+        """The size that a step is padded to, and its graphs; its own size and None without a graph.
+
+        `num_rows` is the number of its rows, or of its rows of logits if these are more.
+        """
         for batch in self._decode if is_decode else self._mixed:
-            if batch.num_tokens >= num_tokens and batch in self._captured:
+            if batch.num_tokens >= num_tokens and batch.num_rows >= num_rows and batch in self._captured:
                 self.num_replayed += 1
                 return batch, self._captured[batch]
         self.num_eager += 1

@@ -55,9 +55,11 @@ class TorchDeviceWork:
         num_slots: int,
         max_model_len: int,
         max_step_tokens: int,
+        num_rows: int | None = None,
         host_blocks: Tensor | None = None,
         has_rope_offsets: bool = False,
     ) -> None:
+        """A step has at most `num_rows` rows, and rows of logits: as many as slots by default."""
         self._decoder, self._cache, self._memory, self._choose = decoder, cache, memory, choose
         self._host_blocks = host_blocks
         device = memory.diff.device
@@ -67,9 +69,8 @@ class TorchDeviceWork:
             make, num_slots, max_model_len, cache.block_size, has_rope_offsets=has_rope_offsets
         )
         width = self.slots.tables.shape[1]
-        self._buffers: StepBuffers = step_state.make_buffers(make, num_slots, max_step_tokens, width)
-        self._num_slots = num_slots
-        self._logits: Tensor | None = None  # [S, V] of the step between its halves; made by the first forward pass
+        self._buffers: StepBuffers = step_state.make_buffers(make, num_rows or num_slots, max_step_tokens, width)
+        self._logits: Tensor | None = None  # [P, V] of the step between its halves; made by the first forward pass
 
     @torch.inference_mode()
     def apply_updates(self) -> None:
@@ -103,7 +104,7 @@ class TorchDeviceWork:
         graph would have to keep its own.
         """
         if self._logits is None:
-            self._logits = logits.new_empty(self._num_slots, logits.shape[1])
+            self._logits = logits.new_empty(len(self._buffers.logits_rows), logits.shape[1])
         self._logits[: len(logits)].copy_(logits)
 
     @torch.inference_mode()
@@ -155,20 +156,27 @@ class TorchDeviceWork:
 
 
 def step_memory(
-    device: torch.device, num_slots: int, num_steps: int, scores: Tensor | None = None, guide: Tensor | None = None
+    device: torch.device,
+    num_slots: int,
+    num_steps: int,
+    num_rows: int | None = None,
+    scores: Tensor | None = None,
+    guide: Tensor | None = None,
 ) -> StepMemory:
     """Allocates the buffers between host and device, for `num_steps` steps in flight.
 
-    Host buffers are pinned if there is a GPU. On the device, `scores` [num_slots, W] i32 receives the scores of a step,
-    and `guide` is read by the sampling of some.
+    A step has at most `num_rows` rows of logits: as many as slots by default. Host buffers are pinned if there is a
+    GPU. On the device, `scores` [num_rows, W] i32 receives the scores of a step, and `guide` is read by the sampling of
+    some.
     """
+    num_rows = num_rows or num_slots
     num_results = num_steps + SPARE_STEPS
     capacity = diff_size(num_slots, MAX_DIFF_ITEMS, MAX_DIFF_ITEMS)
     return StepMemory(
         torch.zeros(capacity, dtype=torch.int32, device=device),
-        torch.zeros(2, num_slots, dtype=torch.int32, device=device),
+        torch.zeros(2, num_rows, dtype=torch.int32, device=device),
         [_pinned(device, capacity) for _ in range(NUM_DIFFS)],
-        [_pinned(device, 2, num_slots) for _ in range(num_results)],
+        [_pinned(device, 2, num_rows) for _ in range(num_results)],
         scores,
         [] if scores is None else [_pinned(device, *scores.shape) for _ in range(num_results)],
         guide,

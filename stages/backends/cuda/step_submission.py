@@ -40,7 +40,7 @@ from .cuda_graphs import CapturedGraphs, CudaGraphs
 from .guide_uploads import GuideUploads, WriteGuide
 from .idle_time import IdleGaps
 from .pinned_ring import PinnedMemory, SendRing
-from .step_update import EndRules, write
+from .step_update import EndRules, num_logits, write
 
 ATTENDED = -1  # the kind of sampling of a step whose tokens the host chooses
 SPARE_STEPS = 2  # events and buffers beyond the steps in flight: for the step before them, and the one after
@@ -233,7 +233,8 @@ class StepSubmitter:
             self._compute.launch(self._work.apply_updates)
             return step
         is_decode = bool((grant.num_tokens == 1).all())
-        step.batch, step.captured = self.graphs.choose(len(grant.slots), grant.num_computed, is_decode)
+        num_rows = len(grant.slots) if grant.drafts is None else max(len(grant.slots), num_logits(grant))
+        step.batch, step.captured = self.graphs.choose(num_rows, grant.num_computed, is_decode)
         if step.captured is not None:
             self._compute.replay(step.captured.forward)
         else:

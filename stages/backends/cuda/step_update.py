@@ -71,14 +71,15 @@ def row_order(grant: StepGrant) -> Ints:
 
 
 def write(grant: StepGrant, ends: EndRules, buffers: Iterator[Ints]) -> Iterator[tuple[int, bool]]:
-    """Writes the diff of a grant without drafts into the next of `buffers`, or into several.
+    """Writes the diff of a grant into the next of `buffers`, or into several.
 
+    Drafts are sent as known tokens of their sequences; later tokens overwrite those that are not accepted.
     Yields (numbers written, whether it was the last) after each: upload it before the next iteration. The rows are in
     the last part; the others hold only new sequences, blocks and known tokens.
     """
     states = [np.concatenate([[started.slot], state_row(started, ends)]) for started in grant.started]
     started = np.concatenate([NO_INTS, *states]).astype(np.int32)
-    runs = [(one.slot, 0, one.token_ids) for one in grant.started]
+    runs = [*((one.slot, 0, one.token_ids) for one in grant.started), *_draft_runs(grant)]
     entries = np.stack([grant.table_slots, grant.table_places, grant.table_blocks]).astype(np.int32)
     rows = _rows(grant)
     is_last = False
@@ -89,10 +90,14 @@ def write(grant: StepGrant, ends: EndRules, buffers: Iterator[Ints]) -> Iterator
         num_entries = min(entries.shape[1], num_left // 3)
         part, runs = _split(runs, num_left - 3 * num_entries)
         is_last = num_entries == entries.shape[1] and not runs
-        counts = (len(grant.slots), grant.num_computed, grant.num_sampled) if is_last else (0, 0, 0)
+        counts = (len(grant.slots), grant.num_computed, num_logits(grant)) if is_last else (0, 0, 0)
         size = _put(buffer, counts, entries[:, :num_entries], started, part, rows if is_last else NO_ROWS)
+        buffer[step_state.HAS_DRAFTS] = is_last and grant.drafts is not None
         entries, started = entries[:, num_entries:], NO_INTS
         yield size, is_last
+
+
+_Run = tuple[int, int, Ints]
 
 
 def _rows(grant: StepGrant) -> Ints:
@@ -105,12 +110,35 @@ def _rows(grant: StepGrant) -> Ints:
         rows[2 * count : 3 * count + 1] = np.arange(count + 1)
     else:
         np.cumsum(grant.num_tokens[order], out=rows[2 * count + 1 : 3 * count + 1])
-    places = np.where(grant.is_sampled, np.cumsum(grant.is_sampled) - 1, -1)
+    num_each = _num_logits_each(grant)
+    places = np.where(grant.is_sampled, np.cumsum(num_each) - num_each, -1)
     rows[3 * count + 1 :] = places[order]
     return rows
 
 
-_Run = tuple[int, int, Ints]
+def num_logits(grant: StepGrant) -> int:
+    """Rows of logits of a step."""
+    return int(_num_logits_each(grant).sum())
+
+
+def _num_logits_each(grant: StepGrant) -> Ints:
+    """[R] rows of logits: with drafts, one for each token of a sampled row."""
+    if grant.drafts is None:
+        return grant.is_sampled.astype(np.int32)
+    num_each: Ints = np.where(grant.is_sampled, 1 + grant.drafts.counts, 0).astype(np.int32)
+    assert (num_each[grant.is_sampled] == grant.num_tokens[grant.is_sampled]).all(), "drafts beside a prompt"
+    return num_each
+
+
+def _draft_runs(grant: StepGrant) -> Iterator[_Run]:
+    if grant.drafts is None:
+        return
+    at = 0
+    for row in np.flatnonzero(grant.drafts.counts).tolist():
+        count = int(grant.drafts.counts[row])
+        first = int(grant.starts[row] + grant.num_tokens[row]) - count
+        yield int(grant.slots[row]), first, grant.drafts.token_ids[at : at + count].astype(np.int32)
+        at += count
 
 
 def _split(runs: Sequence[_Run], num_left: int) -> tuple[list[_Run], list[_Run]]:

@@ -55,7 +55,16 @@ class TritonTokenChooser(TokenChooser):
     Rare features (allowed tokens, bad words, a user's logits processor) are done by torch, between the kernels.
     """
 
-    def __init__(self, table: SlotParams, last_tokens: Tensor, mode: LogprobsMode, *, kernels: SamplingKernels) -> None:
+    def __init__(
+        self,
+        table: SlotParams,
+        last_tokens: Tensor,
+        mode: LogprobsMode,
+        *,
+        kernels: SamplingKernels,
+        num_rows: int | None = None,
+    ) -> None:
+        """A step has at most `num_rows` rows of logits: as many as slots by default."""
         super().__init__(table, last_tokens, mode)
         self._kernels = kernels
         num_slots, num_ends = len(last_tokens), len(table.eos) + MAX_STOP_TOKEN_IDS
@@ -65,8 +74,9 @@ class TritonTokenChooser(TokenChooser):
         self._biased_ids = self._zeros((num_slots, MAX_LOGIT_BIAS), torch.int32)
         self._bias = self._zeros((num_slots, MAX_LOGIT_BIAS), torch.float32)
         self._end_ids = self._zeros((num_slots, num_ends), torch.int32)
-        self.scores = self._zeros((num_slots, SCORE_WIDTH), torch.int32)  # of a step's rows
-        self.guides = GuideLayout(num_slots, table.vocab_size)
+        self.num_rows = num_rows or num_slots
+        self.scores = self._zeros((self.num_rows, SCORE_WIDTH), torch.int32)  # of a step's rows
+        self.guides = GuideLayout(self.num_rows, table.vocab_size)
         self.guide = self._zeros((self.guides.size,), torch.int32)  # of a step's rows
 
     def start(self, started: Started) -> None:

@@ -32,6 +32,7 @@ from ...sample.sampler import Sampler
 from ...sample.token_chooser import MakeTokenChooser, TokenChooser
 from ..backend import Backend
 from ..cache_size import CacheSizing, MemoryNeeds, check_weights_fit, free_host_bytes, num_host_blocks
+from ..cuda.cuda_graphs import most_rows
 from ..cuda.step_update import EndRules
 from ..memory_needs import (
     SORTED_BYTES,
@@ -119,7 +120,7 @@ def make_backend(
         max_num_batched_tokens=config.num_step_tokens,
         itl_target_ms=config.itl_target_ms or 0.0,
         rates=rates,
-        chooser=_choosing(kernels.name, is_async=is_async),
+        chooser=_choosing(config, kernels.name, is_async=is_async),
         probe=probe_of(device),
         assemble=None if streams is None else partial(_assemble, streams, runner, config, phases.clock),
     )
@@ -230,12 +231,13 @@ def _assemble(
         ) from None
 
 
-def _choosing(kernels: kernel_set.BackendName, *, is_async: bool) -> MakeTokenChooser:
+def _choosing(config: EngineConfig, kernels: kernel_set.BackendName, *, is_async: bool) -> MakeTokenChooser:
     if kernels != "triton" and not is_async:
         return TokenChooser
     from ..cuda.triton_chooser import TritonTokenChooser
 
-    return partial(TritonTokenChooser, kernels=kernel_set.load_sampling(kernels))
+    num_rows = most_rows(config.max_num_seqs, config.num_verified_tokens) if is_async else config.max_num_seqs
+    return partial(TritonTokenChooser, kernels=kernel_set.load_sampling(kernels), num_rows=num_rows)
 
 
 def choose_device(config: EngineConfig, threads: ComputeThreads) -> torch.device:
@@ -367,7 +369,8 @@ def _sizing_on_gpu(
     free, total = torch.cuda.mem_get_info(decoder.device)
     loaded = weights + tables_bytes(shape, max_model_len)
     has_kernels = _backend_name(config, decoder.device) == "triton"
-    chooser = device_sampler_bytes(config.max_num_seqs, shape.vocab_size) if has_kernels else 0
+    rows = most_rows(config.max_num_seqs, config.num_verified_tokens) if is_async else config.max_num_seqs
+    chooser = device_sampler_bytes(config.max_num_seqs, shape.vocab_size, rows) if has_kernels else 0
 
     def needs_of(length: int) -> MemoryNeeds:
         return MemoryNeeds(
@@ -375,10 +378,10 @@ def _sizing_on_gpu(
             state=tables_bytes(shape, length)
             + slot_bytes(config, shape, length)
             + chooser
-            + (async_bytes(config, length, shape.vocab_size) if is_async else 0),
+            + (async_bytes(config, length) if is_async else 0),
             activations=activations,
             graphs=graphs_bytes(config, shape, activations) if is_async else 0,
-            logits=config.max_num_seqs * shape.vocab_size * _logit_bytes(decoder.dtype, is_async),
+            logits=rows * shape.vocab_size * _logit_bytes(decoder.dtype, is_async),
             other=max(0, total - free - loaded),
             sampler=sampler_bytes(config, shape, length) + SORTED_BYTES,
         )

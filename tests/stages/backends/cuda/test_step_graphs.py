@@ -10,7 +10,7 @@ import pytest
 
 from millrace.runtime.device_streams.simulated import SimStreams
 from millrace.runtime.env.log import captured_logs
-from millrace.stages.backends.cuda.cuda_graphs import DECODE_ROWS, MIXED_TOKENS, CudaGraphs
+from millrace.stages.backends.cuda.cuda_graphs import DECODE_ROWS, MIXED_TOKENS, CudaGraphs, most_rows
 from millrace.stages.errors import ConfigError
 from millrace.stages.outputs import GraphBatch
 
@@ -73,6 +73,18 @@ def test_a_mixed_step_is_padded_to_tokens_with_room_for_all_rows(tokens: int, pa
     graphs, _ = captured()
     batch, found = graphs.choose(2, tokens, False)
     assert batch == GraphBatch(256, padded, False) and found is not None
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "padded"), [(2, 3, (8, 8)), (8, 8, (8, 8)), (9, 9, (16, 16)), (3, 17, (4, 64)), (5, 17, None)]
+)
+def test_a_step_with_drafts_runs_in_a_graph_with_room_for_its_logits(
+    rows: int, tokens: int, padded: tuple[int, int] | None
+) -> None:
+    graphs, _ = captured(max_num_seqs=4, max_num_tokens=64, num_verified=9)
+    batch, found = graphs.choose(rows, tokens, False)
+    assert (batch, found is None) == (GraphBatch(*(padded or (rows, tokens)), False), padded is None)
+    assert most_rows(4, 9) == 16 and most_rows(4, 0) == 4 and most_rows(300, 65) == 300
 
 
 def test_a_step_that_no_graph_holds_runs_eagerly_in_its_own_size() -> None:

@@ -16,7 +16,7 @@ from millrace.stages.execute.model_runner import ModelRunner
 from millrace.stages.messages import FinishReason, Ints, StepGrant
 from millrace.stages.sample.slot_params import SlotParams
 from tests.stages.grants import grant, ints, started
-from tests.stages.step_walk import EOS, VOCAB_SIZE, Walk
+from tests.stages.step_walk import EOS, VOCAB_SIZE, Walk, with_drafts
 
 PADDING = 5  # rows and tokens beyond those of a step
 ENDS = EndRules((EOS,), 40, short_length=100)
@@ -105,6 +105,27 @@ def test_the_inputs_of_a_step_are_those_that_the_runner_makes(seed: int) -> None
         last_tokens[of.slots[of.is_sampled]] = chosen
         walk.chose(of, chosen)
     assert rows == ({0, 1} if short_length else {0})
+
+
+def test_the_inputs_of_a_step_with_drafts_are_those_that_the_runner_makes() -> None:
+    walk = Walk(Random(0), num_slots=6)
+    side, last_tokens = Side(walk), np.zeros(walk.num_slots, np.int64)
+    runner: Any = ModelRunner(NoDecoder(), NoDecoder(), last_tokens, side.slots.tables.shape[1])  # type: ignore[arg-type]
+    first, drafted = with_drafts(6)
+    assert drafted.drafts is not None and drafted.drafts.counts.tolist() == [0, 1, 0, 3, 0, 0]
+    for of in (first, drafted):
+        runner.apply_updates(of)
+        right, found = runner.inputs(of), side.inputs(of)
+        num_tokens, num_logits = of.num_computed, len(of.logits_slots)
+        for name in ("input_ids", "positions", "slot_mapping"):
+            assert getattr(found, name)[:num_tokens].tolist() == getattr(right, name).tolist(), name
+        assert found.lengths[: len(of.slots)].tolist() == right.lengths.tolist()
+        assert found.logits_rows[:num_logits].tolist() == right.logits_rows.tolist()
+        assert found.sampled_slots[:num_logits].tolist() == of.logits_slots.tolist()
+        assert (found.sampled_slots[num_logits:] == -1).all()
+        if of is first:
+            side.note_tokens(of, found, [7] * num_logits)
+            last_tokens[:] = 7
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.bench.gpu.workload import requests_of
+from tests.bench.gpu.parts.workload import requests_of
 from tests.bench.simulated_gpu import fits
 from tests.bench.simulated_gpu.__main__ import measure
 

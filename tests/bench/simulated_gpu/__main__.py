@@ -39,7 +39,7 @@ from millrace.stages.messages import Prompt, Request
 from millrace.stages.params import SamplingParams
 from millrace.stages.request_limits import as_token_ids
 from millrace.stages.split.split_engine import SplitEngine
-from tests.bench.gpu.workload import Requests, requests_of
+from tests.bench.gpu.parts.workload import Requests, requests_of
 from tests.bench.pipeline_cost import Timed, start_timed
 from tests.bench.shapes import write_tokenizer
 from tests.bench.simulated_gpu import child

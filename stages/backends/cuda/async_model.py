@@ -27,7 +27,8 @@ from ...sample.sampler import Sampler
 from .device_work import TorchDeviceWork
 from .guide_uploads import WriteGuide
 from .guide_writer import GuideWriter
-from .step_submission import ATTENDED, StepSubmitter, SubmittedStep
+from .step_device import ATTENDED
+from .step_submission import StepSubmitter, SubmittedStep
 from .triton_chooser import SCORED, TritonTokenChooser, is_guided
 
 

@@ -25,7 +25,7 @@ from ...outputs import GraphBatch
 from ...sample.draft_acceptance import last_of_each
 from .guide_uploads import NUM_GUIDES
 from .pinned_ring import PinnedMemory
-from .step_submission import SPARE_STEPS, StepMemory
+from .step_device import SPARE_STEPS, StepMemory
 from .step_update import MAX_DIFF_ITEMS, diff_size
 
 NUM_DIFFS = 3  # pinned buffers: the device reads one while the host writes another

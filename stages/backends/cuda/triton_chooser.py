@@ -25,7 +25,7 @@ from ...sample.sampling_math import Longs, TokenScores
 from ...sample.slot_params import EDITS, GRAMMAR, LOGPROBS, POOLED, RANDOM, THINKING, SlotParams
 from ...sample.token_chooser import NO_ROWS, SampledRows, TokenChoice, TokenChooser, any_of
 from .guide_uploads import GuideLayout
-from .step_submission import ATTENDED
+from .step_device import ATTENDED
 
 # Kinds of sampling of a `StepSubmitter`; each does all that the ones before it do. GUIDED reads a guide of the host.
 PLAIN, TRUNCATED, EDITED, GUIDED = 0, 1, 2, 3

@@ -26,7 +26,8 @@ from ...backends.cuda.async_device import AsyncDevice
 from ...backends.cuda.cuda_graphs import CudaGraphs
 from ...backends.cuda.guide_uploads import NUM_GUIDES
 from ...backends.cuda.pinned_ring import PinnedMemory
-from ...backends.cuda.step_submission import ATTENDED, SPARE_STEPS, StepMemory, StepSubmitter, SubmittedStep
+from ...backends.cuda.step_device import ATTENDED, SPARE_STEPS, StepMemory
+from ...backends.cuda.step_submission import StepSubmitter, SubmittedStep
 from ...backends.cuda.step_update import EndRules, diff_size
 from ...messages import Ints, StepGrant, StepTokens
 from ...outputs import GraphBatch

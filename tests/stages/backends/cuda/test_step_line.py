@@ -12,7 +12,8 @@ import pytest
 from millrace.kernels.layout.step_state import MAX_STOPS
 from millrace.stages.backends.cuda.cuda_graphs import CudaGraphs
 from millrace.stages.backends.cuda.pinned_ring import PinnedMemory
-from millrace.stages.backends.cuda.step_submission import ATTENDED, StepMemory, StepSubmitter
+from millrace.stages.backends.cuda.step_device import ATTENDED, StepMemory
+from millrace.stages.backends.cuda.step_submission import StepSubmitter
 from millrace.stages.backends.cuda.step_update import EndRules, diff_size
 from millrace.stages.device.device import StepSkipped
 from millrace.stages.messages import BlockCopy, Direction, FinishReason, StepGrant, StepTokens

@@ -34,6 +34,7 @@ BELOW = {
     "model": "",
     "model/demo": "",
     "model/families": "model model/quantized",
+    "model/families/gpt": "model model/families",
     "model/quantized": "model",
     "model/gguf": "model",
     "model/checkpoint": "model model/families model/gguf model/quantized",

@@ -6,8 +6,9 @@ from typing import Any
 
 from ..config_keys import ConfigKeys
 from ..spec import DecoderSpec, HeadSpec, NormSpec, QkNorm
-from .building import Family, Sizes, biases, decoder, feed, layer_norm, layers_of, rope, sizes, windows
+from .building import Family, biases, decoder, feed, layer_norm, layers_of, rope
 from .names import K_NORM, Q_NORM, Names, Rows, halves, interleaved
+from .reading import Sizes, sizes, windows
 
 
 def cohere(keys: ConfigKeys) -> DecoderSpec:

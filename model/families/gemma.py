@@ -11,8 +11,9 @@ from functools import partial
 from ..config_keys import ConfigKeys
 from ..rope_config import RopeConfig
 from ..spec import DecoderSpec, EmbeddingSpec, HeadSpec, NormSpec, QkNorm
-from .building import Family, Sizes, biases, decoder, feed, layers_of, refuse_true, rms_norm, rope, sizes, windows
+from .building import Family, biases, decoder, feed, layers_of, rms_norm, rope
 from .names import LAYER, POST_FEED, POST_MIXER, PRE_FEED, Names
+from .reading import Sizes, refuse_true, sizes, windows
 
 GLOBAL_THETA, LOCAL_THETA = 1e6, 1e4  # of Gemma 3
 

@@ -6,8 +6,9 @@ from typing import Any
 
 from ..config_keys import ConfigKeys
 from ..spec import DecoderSpec
-from .building import Family, biases, decoder, feed, layers_of, rms_norm, rope, sizes
+from .building import Family, biases, decoder, feed, layers_of, rms_norm, rope
 from .names import LAYER, POST_FEED, POST_MIXER, Names, fused_gate_up, interleaved
+from .reading import sizes
 
 
 def glm(keys: ConfigKeys) -> DecoderSpec:

@@ -8,21 +8,9 @@ from typing import Any
 from ..config_keys import ConfigKeys
 from ..rope_config import MAX_THETA, RopeConfig
 from ..spec import DecoderSpec, EmbeddingSpec, FeedSpec, HeadSpec
-from .building import (
-    Family,
-    Sizes,
-    biases,
-    decoder,
-    feed,
-    layer_types,
-    layers_of,
-    renamed,
-    rms_norm,
-    rope,
-    sizes,
-    windows,
-)
+from .building import Family, biases, decoder, feed, layers_of, rms_norm, rope
 from .names import DOWN, GATE, LAYER, POST_FEED, POST_MIXER, UP, Names, split, stacked
+from .reading import Sizes, layer_types, renamed, sizes, windows
 
 
 def granite(keys: ConfigKeys) -> DecoderSpec:

@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 from ..config_keys import ConfigKeys
 from ..rope_config import RopeConfig, rope_keys
 from ..spec import DecoderSpec, EmbeddingSpec, HeadSpec, QkNorm
-from .building import Family, Sizes, biases, decoder, default_rope, feed, layers_of, refuse_true, rms_norm, rope, sizes
+from .building import Family, biases, decoder, feed, layers_of, rms_norm, rope
 from .names import ACTIVATION, DOWN, K_NORM, LAYER, PRE_FEED, PRE_MIXER, Q_NORM, UP, Index, K, Names, Q, Rows
+from .reading import Sizes, default_rope, refuse_true, sizes
 
 
 def hunyuan(keys: ConfigKeys) -> DecoderSpec:

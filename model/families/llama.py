@@ -10,22 +10,9 @@ from typing import Any
 
 from ..config_keys import ConfigKeys
 from ..spec import DecoderSpec
-from .building import (
-    Family,
-    Sizes,
-    biases,
-    decoder,
-    default_rope,
-    feed,
-    layers_of,
-    refuse_true,
-    renamed,
-    rms_norm,
-    rope,
-    sizes,
-    windows,
-)
+from .building import Family, biases, decoder, feed, layers_of, rms_norm, rope
 from .names import DOWN, EMBEDDING, FINAL_NORM, GATE, OUTPUT, PRE_FEED, PRE_MIXER, UP, K, Names, Q, V
+from .reading import Sizes, default_rope, refuse_true, renamed, sizes, windows
 
 
 def llama(keys: ConfigKeys) -> DecoderSpec:

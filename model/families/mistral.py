@@ -12,7 +12,8 @@ from typing import Any
 from ..config_keys import ConfigKeys
 from ..rope_config import rope_keys
 from ..spec import DecoderSpec, QkNorm
-from .building import Family, biases, decoder, default_rope, feed, layers_of, rms_norm, rope, sizes, windows
+from .building import Family, biases, decoder, feed, layers_of, rms_norm, rope
+from .reading import default_rope, sizes, windows
 
 
 def mistral(keys: ConfigKeys) -> DecoderSpec:

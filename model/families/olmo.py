@@ -7,8 +7,9 @@ from typing import Any
 from ..config_keys import ConfigKeys
 from ..rope_config import RopeConfig, rope_keys_by_type
 from ..spec import DecoderSpec, NormSpec, QkNorm
-from .building import Family, Sizes, biases, decoder, feed, layers_of, refuse_true, rms_norm, rope, sizes, windows
+from .building import Family, biases, decoder, feed, layers_of, rms_norm, rope
 from .names import LAYER, POST_FEED, POST_MIXER, Names
+from .reading import Sizes, refuse_true, sizes, windows
 
 OLMO3_THETA = 5e5
 

@@ -6,18 +6,9 @@ from ..config_keys import ConfigKeys
 from ..errors import quoted
 from ..rope_config import rope_keys
 from ..spec import DecoderSpec, HeadSpec, QkNorm
-from .building import (
-    Family,
-    decoder,
-    feed,
-    layer_norm,
-    layers_of,
-    rms_norm,
-    rope,
-    sizes,
-    windows,
-)
+from .building import Family, decoder, feed, layer_norm, layers_of, rms_norm, rope
 from .names import DOWN, FINAL_NORM, K_NORM, LAYER, OUTPUT, Q_NORM, UP, K, Names, Q, V, fused_gate_up, fused_qkv, split
+from .reading import sizes, windows
 
 
 def phi(keys: ConfigKeys) -> DecoderSpec:

@@ -6,11 +6,11 @@ and feed in parallel with one norm, 40B has groups of heads and two norms; both 
 
 from __future__ import annotations
 
-from ..config_keys import ConfigKeys
-from ..errors import quoted
-from ..spec import DecoderSpec, EmbeddingSpec, FeedSpec, LayerSpec
-from .building import Family, attention, decoder, feed, layer_norm, refuse_other, refuse_true, renamed, rope, sizes
-from .names import (
+from ...config_keys import ConfigKeys
+from ...errors import quoted
+from ...spec import DecoderSpec, EmbeddingSpec, FeedSpec, LayerSpec
+from ..building import Family, attention, decoder, feed, layer_norm, rope
+from ..names import (
     DOWN,
     EMBEDDING,
     EMBEDDING_NORM,
@@ -26,6 +26,7 @@ from .names import (
     fused_qkv,
     split,
 )
+from ..reading import refuse_other, refuse_true, renamed, sizes
 
 BLOOM_KEYS = {"num_attention_heads": "n_head", "num_hidden_layers": "n_layer", "max_position_embeddings": "seq_length"}
 MPT_KEYS = {

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from ..config_keys import ConfigKeys
-from ..spec import DecoderSpec, LayerSpec, QkNorm
-from .building import Family, attention, decoder, feed, layer_norm, rope, sizes, windows
-from .names import DOWN, FINAL_NORM, K_NORM, LAYER, OUTPUT, Q_NORM, UP, K, Names, Q, Rows, V, fused_qkv, split
+from ...config_keys import ConfigKeys
+from ...spec import DecoderSpec, LayerSpec, QkNorm
+from ..building import Family, attention, decoder, feed, layer_norm, rope
+from ..names import DOWN, FINAL_NORM, K_NORM, LAYER, OUTPUT, Q_NORM, UP, K, Names, Q, Rows, V, fused_qkv, split
+from ..reading import sizes, windows
 
 
 def stablelm(keys: ConfigKeys) -> DecoderSpec:

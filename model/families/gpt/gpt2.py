@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..config_keys import ConfigKeys
-from ..errors import quoted
-from ..spec import AttentionSpec, DecoderSpec, EmbeddingSpec, LayerSpec, LearnedPositions
-from .building import Family, Sizes, attention, decoder, feed, layer_norm, refuse_true, renamed, sizes
-from .names import (
+from ...config_keys import ConfigKeys
+from ...errors import quoted
+from ...spec import AttentionSpec, DecoderSpec, EmbeddingSpec, LayerSpec, LearnedPositions
+from ..building import Family, attention, decoder, feed, layer_norm
+from ..names import (
     DOWN,
     EMBEDDING,
     FINAL_NORM,
@@ -30,6 +30,7 @@ from .names import (
     fused_qkv,
     split,
 )
+from ..reading import Sizes, refuse_true, renamed, sizes
 
 LAYER = "transformer.h.*"
 GPT_KEYS = {

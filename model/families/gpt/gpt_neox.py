@@ -12,14 +12,12 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ..config_keys import ConfigKeys
-from ..errors import quoted
-from ..rope_config import RopeConfig
-from ..spec import AttentionSpec, DecoderSpec, HeadSpec, LayerSpec
-from .building import Family, attention, decoder, feed, layer_norm, renamed, rope, sizes
-from .gpt2 import GPT_KEYS
-from .gpt2 import LAYER as GPT_LAYER
-from .names import (
+from ...config_keys import ConfigKeys
+from ...errors import quoted
+from ...rope_config import RopeConfig
+from ...spec import AttentionSpec, DecoderSpec, HeadSpec, LayerSpec
+from ..building import Family, attention, decoder, feed, layer_norm, rope
+from ..names import (
     DOWN,
     EMBEDDING,
     FINAL_NORM,
@@ -37,6 +35,9 @@ from .names import (
     halves,
     split,
 )
+from ..reading import renamed, sizes
+from .gpt2 import GPT_KEYS
+from .gpt2 import LAYER as GPT_LAYER
 
 ROPE_KEYS = {"partial_rotary_factor": "rotary_pct", "rope_theta": "rotary_emb_base"}
 SHARDS = 4  # in which CodeGen's fused projection is stored, [q; v; k] each

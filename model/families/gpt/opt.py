@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ..config_keys import ConfigKeys
-from ..spec import DecoderSpec, EmbeddingSpec, FeedSpec, LayerSpec, LearnedPositions, NormSpec
-from .building import Family, Sizes, attention, decoder, feed, sizes
-from .names import DOWN, EMBEDDING, FINAL_NORM, HEAD, OUTPUT, POSITIONS, PRE_FEED, PRE_MIXER, UP, K, Names, Q, V
+from ...config_keys import ConfigKeys
+from ...spec import DecoderSpec, EmbeddingSpec, FeedSpec, LayerSpec, LearnedPositions, NormSpec
+from ..building import Family, attention, decoder, feed
+from ..names import DOWN, EMBEDDING, FINAL_NORM, HEAD, OUTPUT, POSITIONS, PRE_FEED, PRE_MIXER, UP, K, Names, Q, V
+from ..reading import Sizes, sizes
 
 OFFSET = 2  # row of position 0
 NORM: dict[str, Any] = {"kind": "layer", "eps": 1e-5, "is_exact": True}  # whatever the file says

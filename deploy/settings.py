@@ -57,7 +57,7 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "seed": "seed of requests without one, and of dummy weights",
     },
     "device": {
-        "device": "device that runs the model",
+        "device": "device that runs the model: auto, cpu, cuda, or one of several GPUs, such as cuda:1",
         "attention_backend": "attention backend; auto: triton on cuda, native on cpu, or torch if native is missing",
         "deterministic": "make log-probabilities independent of other requests in the batch; slower, triton only",
         "threads": "compute threads on a CPU; none: one per core, limited by the container's CPU quota",

@@ -5,6 +5,7 @@ A configuration is read and checked once, at start, and then passed in. Names fo
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -45,7 +46,7 @@ class EngineConfig:
     seed: int = 0  # for random weights, and for requests without a seed
 
     # device and threads
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: str = "auto"  # "auto", "cpu", "cuda" for the first GPU, or one of several, such as "cuda:1"
     attention_backend: Literal["auto", "native", "torch", "triton"] = "auto"  # auto: on cuda triton, on cpu native
     deterministic: bool = False  # True: results do not depend on the rest of the batch; slower, triton only
     threads: int | None = None  # compute threads on a CPU; None: one per core, or the CPU quota
@@ -99,6 +100,11 @@ class EngineConfig:
         """The dtype of the weights in memory; `own` is the checkpoint's dtype."""
         return {"auto": own, "half": "float16"}.get(self.dtype, self.dtype)
 
+    @property
+    def gpu(self) -> int | None:
+        """The index of the GPU that `device` names; None if it names none."""
+        return None if self.device in ("auto", "cpu") else int(self.device.removeprefix("cuda").lstrip(":") or 0)
+
     def for_whole_answers(self) -> EngineConfig:
         """The configuration for callers that read only complete answers.
 
@@ -128,6 +134,10 @@ class EngineConfig:
                 parse_fault(text)
             except ValueError as error:
                 raise ConfigError(f"inject: {error}") from None
+        if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", self.device):
+            raise ConfigError(
+                f"device = {self.device}: must be auto, cpu, cuda, or one of several GPUs, such as cuda:1"
+            )
         _power_of_two("block_size", self.block_size)
         for name in (
             "max_num_seqs",

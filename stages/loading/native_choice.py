@@ -14,7 +14,7 @@ def why_not_native(config: EngineConfig, shape: DecoderSpec) -> str | None:
     """The setting that the native library does not support, and why; None if it supports all."""
     if config.attention_backend not in ("auto", "native"):
         return f"attention_backend = {config.attention_backend}"
-    if config.device == "cuda" or (config.device == "auto" and has_cuda_driver()):
+    if config.gpu is not None or (config.device == "auto" and has_cuda_driver()):
         return f"device = {config.device}: the native backend computes on CPUs only"
     if config.kv_cache_dtype == "fp8":
         return "kv_cache_dtype = fp8: the native backend keeps keys and values in int8, or as dtype"
@@ -57,7 +57,7 @@ def _what_helps(config: EngineConfig, shape: DecoderSpec) -> str:
     """The settings with which the library would compute the model; empty where none would."""
     if missing(shape, "native"):
         return ""
-    is_on_gpu = config.device == "cuda" or (config.device == "auto" and has_cuda_driver())
+    is_on_gpu = config.gpu is not None or (config.device == "auto" and has_cuda_driver())
     changes = {
         "attention_backend = auto": config.attention_backend not in ("auto", "native"),
         "device = cpu": is_on_gpu,

@@ -122,6 +122,7 @@ def make_backend(
         rates=rates,
         chooser=_choosing(config, kernels.name, is_async=is_async),
         probe=probe_of(device),
+        enter=partial(torch.cuda.set_device, device) if device.type == "cuda" else None,
         assemble=None if streams is None else partial(_assemble, streams, runner, config, phases.clock),
     )
 
@@ -241,18 +242,27 @@ def _choosing(config: EngineConfig, kernels: kernel_set.BackendName, *, is_async
 
 
 def choose_device(config: EngineConfig, threads: ComputeThreads) -> torch.device:
-    """The GPU, unless there is none or the CPU is configured.
+    """The configured GPU or the first, unless there is none or the CPU is configured.
 
-    Raises `ConfigError` for a missing GPU.
+    It becomes the calling thread's current GPU; other threads choose it themselves. Raises `ConfigError` for a missing
+    GPU.
     """
     has_cuda = torch.cuda.is_available()
-    if config.device == "cuda" and not has_cuda:
+    if config.gpu is not None and not has_cuda:
         raise ConfigError(
-            "device = cuda: torch sees no CUDA device; use device = cpu, or install a driver and torch+cu"
+            f"device = {config.device}: torch sees no CUDA device; use device = cpu, or install a driver and torch+cu"
         )
     if config.threads is not None or threads.count < torch.get_num_threads():
         torch.set_num_threads(threads.count)  # NOTE: for the whole process; torch has no other setting
-    return torch.device("cuda", 0) if has_cuda and config.device != "cpu" else torch.device("cpu")
+    if not has_cuda or config.device == "cpu":
+        return torch.device("cpu")
+    index, num_gpus = config.gpu or 0, torch.cuda.device_count()
+    if index >= num_gpus:
+        raise ConfigError(
+            f"device = {config.device}: torch sees {num_gpus} CUDA device(s), the last is cuda:{num_gpus - 1}"
+        )
+    torch.cuda.set_device(index)  # kernels are launched on the current one
+    return torch.device("cuda", index)
 
 
 def probe_of(device: torch.device) -> Callable[[], object] | None:

@@ -156,6 +156,9 @@ def decoder(
     is_tied = keys.flag("tie_word_embeddings", is_tied)
     layers = tuple(unique.setdefault(layer, layer) for layer in layers)
     _check_types(keys, layers)
+    if len(lengths := {one.original_max_position for one in ropes if one.kind == "longrope"}) > 1:
+        either = " and ".join(map(str, sorted(lengths)))
+        keys.refuse("rope_parameters", f"longrope of two original lengths, {either}, is not supported; one is")
     return DecoderSpec(
         family=str(keys.values["model_type"]),
         vocab_size=sizes.vocab_size,

@@ -38,6 +38,11 @@ def test_drawn_rotary_keys_rotate_as_in_transformers_or_are_refused(model_type: 
     assert num_equal > 5
 
 
+def longrope(length: int) -> dict[str, Any]:
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    return {"rope_type": "longrope", "original_max_position_embeddings": length, **factors}
+
+
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("olmo3", {"rope_theta": 2e4}, "rope_theta: transformers 4 gives 20000 to all layers"),
     ("olmo3", {"rope_parameters": {"rope_theta": 2e4}}, "rope_parameters: must hold an object for each type of layer"),
@@ -49,6 +54,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("llama", {"rope_parameters": {"full_attention": {}}}, "has 'full_attention', but all layers of a llama model"),
     ("gpt_neox", {"head_dim": 32}, "head_dim: 32 is not supported"),
+    (
+        "olmo3",
+        {"rope_parameters": {"full_attention": longrope(64), "sliding_attention": longrope(128)}},
+        "rope_parameters: longrope of two original lengths, 64 and 128, is not supported",
+    ),
 ]
 
 

@@ -40,7 +40,7 @@ TYPE_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class CompileCase:
-    """A configuration in use: one launch of one kernel, or two if partial sums are merged."""
+    """A configuration in use: one launch of one kernel, or that of attention and of its lists."""
 
     name: str
     launch: Callable[[], object]  # on meta tensors
@@ -137,7 +137,7 @@ OPTIONS = (
 def attention_cases(
     head_dim: int, dtype: torch.dtype, group: int = 4, block_size: int = 16, cache_dtype: torch.dtype | None = None
 ) -> list[CompileCase]:
-    """Decode, and extend in a mixed batch, each with lists and merge, with each of `OPTIONS`."""
+    """Decode, and extend in a mixed batch, each with lists, with each of `OPTIONS`."""
     q, _, _ = _qkv(8 * group, 8, head_dim, dtype)
     tensors = (q, *_caches(8, block_size, head_dim, cache_dtype or dtype), _meta(64, 512, dtype=torch.int32))
     lengths, starts = _meta(64, dtype=torch.int32), _meta(65, dtype=torch.int32)

@@ -132,8 +132,8 @@ def paged_attention(
 
 
 def list_work(num_sequences: int, num_items: int, num_splits: int, num_programs: int) -> LaunchCost:
-    """Makes a list: reads lengths and starts; writes items of 9 numbers, splits of 5, program starts, two counts."""
-    numbers = 2 * num_sequences + 1 + 9 * num_items + 5 * num_splits + num_programs + 3
+    """Makes a list: reads lengths and starts; writes items of 11 numbers, a counter for each split, starts, counts."""
+    numbers = 2 * num_sequences + 1 + 11 * num_items + num_splits + num_programs + 3
     return LaunchCost(4 * numbers, 0)
 
 
@@ -144,14 +144,14 @@ def walk_list(
 
     The partial sums, with a maximum and a weight each, replace the results of `num_merged_rows` rows (token x head).
     """
-    list_bytes = 4 * (8 * num_items + num_programs + 1)
+    list_bytes = 4 * (10 * num_items + num_programs + 1)
     saved = num_merged_rows * head_dim * element_size
     return LaunchCost(list_bytes + num_partial_rows * (head_dim + 2) * 4 - saved, 0)
 
 
 def merge(num_splits: int, num_partial_rows: int, num_merged_rows: int, head_dim: int, element_size: int) -> LaunchCost:
-    """Reads, scales and adds up partial sums."""
-    read = 4 * (num_partial_rows * (head_dim + 2) + 5 * num_splits + 1)
+    """Reads, scales and adds up partial sums, as often as a counter of each split says that all have ended."""
+    read = 4 * (num_partial_rows * (head_dim + 2) + 2 * num_splits)
     return LaunchCost(read + num_merged_rows * head_dim * element_size, 2 * num_partial_rows * head_dim)
 
 

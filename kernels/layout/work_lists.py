@@ -4,7 +4,7 @@ A *query tile* is some new tokens of one sequence. For each key/value head it ma
 head, over the cached tokens that the tile sees, counted in tiles of `block_n`. Tasks lie end to end on a line, and
 program p works on stretch p of it. So every program has the same number of tiles for any mix of lengths, and the number
 of programs does not depend on lengths. An *item* is one program's part of one task. A task of one item writes its
-result; the items of other tasks leave partial sums, which a merge joins.
+result; the items of other tasks leave partial sums, which the program that ends last joins, in the order of tiles.
 
 A query tile that sees nothing (padding) is a task of one tile, since its zeros must be written.
 
@@ -33,7 +33,7 @@ from .attention_tilings import next_power_of_2 as next_power_of_2
 
 Ints = npt.NDArray[np.int32]
 
-MIN_TILES = 4  # of a program's stretch: shorter pieces cost more to merge than they save
+MIN_TILES = 4  # of a program's stretch: shorter pieces cost more to merge than they save, unless programs lack work
 MAX_FIXED_PIECES = 16  # of a decode task in batch-invariant mode; bounds the memory of partial sums
 
 
@@ -48,10 +48,12 @@ class WorkItem(IntEnum):
     PARTIAL = 5  # index of its partial sums; -1 = the item is the whole task and writes its result
     POSITION = 6  # of the tile's first token in its sequence
     NUM_TOKENS = 7
+    FIRST_PARTIAL = 8  # of a task with more than one item, the index of the first of them; the others follow
+    NUM_PIECES = 9  # items of that task
 
 
 class SplitTask(IntEnum):
-    """Columns of the list of tasks with more than one item."""
+    """Columns of the list of tasks with more than one item, which only the host makes."""
 
     ROW = 0
     NUM_TOKENS = 1
@@ -72,6 +74,7 @@ class Division:
     block_n: int
     num_programs: int
     is_fixed: bool  # batch-invariant
+    min_tiles: int = MIN_TILES  # of a program's stretch, at least
 
     @property
     def max_tasks(self) -> int:
@@ -102,6 +105,7 @@ class Division:
 
     @property
     def max_partials(self) -> int:
+        """For any `min_tiles`: each of the ends of P stretches cuts at most one task."""
         if self.is_fixed:
             return self.max_tasks * self.max_pieces if self.max_pieces > 1 else 0
         return self.max_splits + self.num_programs - 1
@@ -115,7 +119,9 @@ class WorkList:
     tiling: Tiling
     items: Tensor  # [max_items, len(Item)] i32
     starts: Tensor  # [P + 1] i32; program p does the items [starts[p], starts[p + 1])
-    splits: Tensor  # [max_splits, len(Split)] i32
+    arrivals: (
+        Tensor  # [max_partials] i32; by a task's FIRST_PARTIAL, how many of its items ended since the list was made
+    )
     counts: Tensor  # [2] i32: items, splits
 
 
@@ -136,8 +142,14 @@ def divide(
     num_tokens: int,
     num_processors: int,
 ) -> Division:
-    """The sizes of a step's list on a device with `num_processors` multiprocessors."""
+    """The sizes of a step's list on a device with `num_processors` multiprocessors.
+
+    Decode of few rows would leave most programs without work, so stretches may be as short as a tile; but not in
+    batch-invariant mode, where they must not depend on the number of rows.
+    """
     tokens = 1 if kind == "decode" else tiling.block_m // shape.group
+    num_programs = num_processors * tiling.occupancy
+    is_few = kind == "decode" and not shape.is_batch_invariant and 2 * num_sequences * shape.num_groups < num_programs
     return Division(
         kind,
         num_sequences,
@@ -145,18 +157,28 @@ def divide(
         shape.num_groups,
         tokens,
         tiling.block_n,
-        num_processors * tiling.occupancy,
+        num_programs,
         shape.is_batch_invariant,
+        1 if is_few else MIN_TILES,
     )
 
 
-def partials_per_piece(division: Division, shape: AttentionShape) -> int:
-    """Numbers in the partial sums of one piece: for each row D sums, a maximum and a sum of weights."""
-    return division.tokens_per_tile * shape.group * (shape.head_dim + 2)
+def weights_size(division: Division, rows: int) -> int:
+    """Numbers in the maxima and sums of weights of all partial sums, `rows` of each piece.
+
+    A multiple of 4, so that the sums behind them are aligned: else an odd number of rows would compile a kernel again.
+    """
+    return -(-2 * division.max_partials * rows // 4) * 4
+
+
+def partials_size(division: Division, shape: AttentionShape) -> int:
+    """Numbers in the partial sums of a list: for each row of a piece a maximum, a sum of weights, and D sums."""
+    rows = division.tokens_per_tile * shape.group
+    return weights_size(division, rows) + division.max_partials * rows * shape.head_dim
 
 
 def table_sizes(division: Division) -> tuple[int, int, int, int, int]:
-    """Numbers in the tables of items, their places on the line, starts, splits and counts.
+    """Numbers in the tables of items, their places on the line, starts, arrivals and counts.
 
     Multiples of 4, so that tables cut from one allocation are all aligned.
     """
@@ -164,11 +186,11 @@ def table_sizes(division: Division) -> tuple[int, int, int, int, int]:
         division.max_items * len(WorkItem),
         division.max_items,
         division.num_programs + 1,
-        division.max_splits * len(SplitTask),
+        division.max_partials,
         2,
     )
-    items, begins, starts, splits, counts = (-(-size // 4) * 4 for size in sizes)
-    return items, begins, starts, splits, counts
+    items, begins, starts, arrivals, counts = (-(-size // 4) * 4 for size in sizes)
+    return items, begins, starts, arrivals, counts
 
 
 # ---- the plain twin -------------------------------------------------------------------------------------------------
@@ -179,7 +201,7 @@ class HostWorkList(NamedTuple):
 
     items: Ints  # [items, len(Item)]
     starts: Ints  # [P + 1]
-    splits: Ints  # [splits, len(Split)]
+    splits: Ints  # [splits, len(SplitTask)]
 
 
 class QueryTile(NamedTuple):
@@ -209,16 +231,17 @@ def list_work(division: Division, lengths: Tensor, query_starts: Tensor | None, 
         for tile in _query_tiles(division, lengths.tolist(), query_starts, window)
         for g in range(division.num_groups)
     ]
-    stretch = max(MIN_TILES, -(-sum(tile.cost for tile, _ in tasks) // division.num_programs))
+    stretch = max(division.min_tiles, -(-sum(tile.cost for tile, _ in tasks) // division.num_programs))
     items, begins, splits = [], [], []
     begin = num_partials = 0
     for tile, g in tasks:
         cuts = _cuts(division, begin, tile.cost, stretch)
         is_split = len(cuts) > 2
+        whole = (num_partials, len(cuts) - 1) if is_split else (-1, 1)
         for piece, (low, high) in enumerate(zip(cuts[:-1], cuts[1:], strict=True)):
             partial = num_partials + piece if is_split else -1
             tiles = (tile.first + low - begin, min(tile.end, tile.first + high - begin))
-            items.append((tile.sequence, tile.row, g, *tiles, partial, tile.position, tile.num_tokens))
+            items.append((tile.sequence, tile.row, g, *tiles, partial, tile.position, tile.num_tokens, *whole))
             begins.append(low)
         if is_split:
             splits.append((tile.row, tile.num_tokens, g, num_partials, len(cuts) - 1))
@@ -235,7 +258,7 @@ def list_work(division: Division, lengths: Tensor, query_starts: Tensor | None, 
 def _cuts(division: Division, begin: int, cost: int, stretch: int) -> list[int]:
     """The positions where a task at [begin, begin + cost) of the line is cut, both ends included."""
     if division.is_fixed:
-        share = max(MIN_TILES, -(-cost // division.max_pieces))
+        share = max(division.min_tiles, -(-cost // division.max_pieces))
         return [*range(begin, begin + cost, share), begin + cost]
     first = (begin // stretch + 1) * stretch
     return [begin, *range(first, begin + cost, stretch), begin + cost]

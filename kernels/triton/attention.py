@@ -5,8 +5,8 @@ G key/value heads, D head size, N blocks of B tokens. In the kernels [M, N] is a
 
 One persistent kernel walks a work list (`kernels/layout/work_lists.py`). Each program does its own items, one after
 another, so the grid is the same for any lengths and launches can be captured in a CUDA graph. An item's rows are, in
-*decode*, the query heads of one key/value head; in *extend*, several new tokens x those heads. A second, small kernel
-joins the partial sums of tasks that were cut, always in the order of tiles.
+*decode*, the query heads of one key/value head; in *extend*, several new tokens x those heads. The program that ends
+the last item of a task that was cut joins its partial sums, always in the order of tiles: the same bits each time.
 
 Block ids are read one tile ahead and carried through the loop. Loads of keys and values through an id that the same
 iteration reads would not be pipelined: each tile would wait a whole memory latency.
@@ -26,15 +26,15 @@ from torch import Tensor
 import triton
 import triton.language as tl
 
-from ..layout.work_lists import AttentionPlan, AttentionShape, SplitTask, WorkItem, WorkList, next_power_of_2
+from ..layout.work_lists import AttentionPlan, AttentionShape, WorkItem, WorkList, next_power_of_2, weights_size
 from .attention_plan import plan_attention
 from .launch import capability, check_dtype
 
 LOG2_E = 1.4426950408889634
 BASE_2 = tl.constexpr(LOG2_E)
 LARGEST_F16 = tl.constexpr(65504.0)
-INDEX_TENSORS = ["items", "starts", "block_tables", "splits", "counts"]
-MERGED_ELEMENTS = 4096  # partial sums that a merge program holds at a time: 16 a thread
+INDEX_TENSORS = ["items", "starts", "block_tables"]
+MERGED_ELEMENTS = {"decode": 512, "extend": 256}  # partial sums that a warp joins at a time: more spill registers
 
 
 def paged_decode(
@@ -138,11 +138,13 @@ def attend(
     block_d = max(16, next_power_of_2(head_dim))
     rows = division.tokens_per_tile * group
     weights = partials  # [partials, rows, 2]: the maximum and the sum of weights
-    sums = partials[2 * division.max_partials * rows :]  # [partials, rows, D]
+    sums = partials[weights_size(division, rows) :]  # [partials, rows, D]
+    merged = MERGED_ELEMENTS[division.kind] * tiling.num_warps
+    block_r = min(next_power_of_2(rows), max(1, merged // (4 * block_d)))
     # tanh(x) = 1 - 2 / (exp(2 x) + 1), so a soft cap needs exp2 of the score times this.
     factor = scale * LOG2_E if soft_cap is None else scale * 2 * LOG2_E / soft_cap
     _attention_kernel[(division.num_programs,)](
-        out, sums, weights, work.items, work.starts, q, k_cache, v_cache, block_tables,
+        out, sums, weights, work.arrivals, work.items, work.starts, q, k_cache, v_cache, block_tables,
         q if k_scale is None else k_scale, q if v_scale is None else v_scale, sinks, alibi,
         factor, window or 0, chunk or 0, (soft_cap or 0.0) * LOG2_E, num_heads, q.stride(0), q.stride(1),
         *k_cache.stride(), *v_cache.stride(), block_tables.stride(0),
@@ -151,16 +153,10 @@ def attend(
         HAS_WINDOW=window is not None, HAS_CHUNK=chunk is not None, HAS_CAP=soft_cap is not None,
         HAS_K_SCALE=k_scale is not None, HAS_V_SCALE=v_scale is not None,
         IS_NARROW=k_cache.dtype == torch.float8_e4m3fn and q.dtype != torch.float32,
+        BLOCK_R=block_r, BLOCK_P=max(1, merged // (block_r * block_d)),
         PRECISION=_precision(q.dtype), STAGES=tiling.num_stages, num_warps=tiling.num_warps,
         maxnreg=tiling.max_registers, enable_fp_fusion=True,
     )  # fmt: skip
-    if division.max_splits:
-        block_r = min(next_power_of_2(rows), max(1, MERGED_ELEMENTS // (4 * block_d)))
-        _merge_kernel[(division.max_splits, triton.cdiv(rows, block_r))](
-            out, sums, weights, work.splits, work.counts, sinks, num_heads,
-            GROUP=group, ROWS=rows, SPLIT=len(SplitTask), D=head_dim, BLOCK_D=block_d, BLOCK_R=block_r,
-            BLOCK_P=max(1, MERGED_ELEMENTS // (block_r * block_d)), num_warps=8, enable_fp_fusion=True,
-        )  # fmt: skip
 
 
 def _precision(dtype: torch.dtype) -> str:
@@ -171,13 +167,13 @@ def _precision(dtype: torch.dtype) -> str:
 # Index tensors may be slices of one buffer, and the table may have any width: neither may cause a recompilation.
 @triton.jit(do_not_specialize=["window", "chunk", "table_row"], do_not_specialize_on_alignment=INDEX_TENSORS)
 def _attention_kernel(
-    out, sums, weights, items, starts, q, k_cache, v_cache, block_tables, k_scale, v_scale, sinks, alibi,
+    out, sums, weights, arrivals, items, starts, q, k_cache, v_cache, block_tables, k_scale, v_scale, sinks, alibi,
     scale, window, chunk, cap, num_heads, q_row, q_head, kc_n, kc_g, kc_b, kc_d, vc_n, vc_g, vc_b, vc_d, table_row,
     GROUP: tl.constexpr, TOKENS: tl.constexpr, IS_DECODE: tl.constexpr, ITEM: tl.constexpr,
     B: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_K_SCALE: tl.constexpr, HAS_V_SCALE: tl.constexpr, IS_NARROW: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Does the items of one program: up to TOKENS new tokens of a sequence, all heads of a group, a range of tiles."""
     row = tl.arange(0, BLOCK_M)
@@ -271,41 +267,47 @@ def _attention_kernel(
             tl.store(sums + piece[:, None] * D + d[None, :], acc, mask=is_row)
             tl.store(weights + piece * 2, best, mask=new < num_tokens)
             tl.store(weights + piece * 2 + 1, total, mask=new < num_tokens)
+            tl.debug_barrier()  # all threads have stored before one of them says so
+            first_partial = tl.load(item + 8)
+            num_pieces = tl.load(item + 9)
+            num_ended = tl.atomic_add(arrivals + first_partial, 1, sem="acq_rel", scope="gpu") + 1
+            if num_ended % num_pieces == 0:  # of this layer: each layer adds as many
+                for first in range(0, num_tokens * GROUP, BLOCK_R):
+                    _merge(
+                        out, sums, weights, sinks, first_partial, num_pieces, first_row, num_tokens, g, first,
+                        num_heads, GROUP, TOKENS * GROUP, D, BLOCK_D, BLOCK_R, BLOCK_P,
+                    )  # fmt: skip
 
 
-@triton.jit(do_not_specialize_on_alignment=["sums", *INDEX_TENSORS])
-def _merge_kernel(
-    out, sums, weights, splits, counts, sinks, num_heads,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+@triton.jit
+def _merge(
+    out, sums, weights, sinks, first_partial, num_pieces, first_row, num_tokens, g, first, num_heads,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """Joins the partial sums of up to BLOCK_R rows of one task, BLOCK_P pieces at a time."""
-    if tl.program_id(0) >= tl.load(counts + 1):
-        return
-    split = splits + tl.program_id(0) * SPLIT
-    first_row = tl.load(split).to(tl.int64)
-    num_tokens = tl.load(split + 1)
-    g = tl.load(split + 2)
-    first_partial = tl.load(split + 3).to(tl.int64)
-    num_pieces = tl.load(split + 4)
-    row = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)  # [R]
-    is_row = row < num_tokens * GROUP
+    """Joins the partial sums of the rows [first, first + BLOCK_R) of a task, and writes their result.
+
+    Reads past the L1 cache, which does not see what other multiprocessors wrote.
+    """
+    row = first + tl.arange(0, BLOCK_R)
     d = tl.arange(0, BLOCK_D)
+    is_row = row < num_tokens * GROUP
+    head = g * GROUP + row % GROUP
     best = tl.full([BLOCK_R], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_R], tl.float32)
-    if sinks is not None:
-        best = tl.load(sinks + g * GROUP + row % GROUP) * BASE_2
-        total = tl.full([BLOCK_R], 1.0, tl.float32)
+    if sinks is not None:  # as if a piece had seen them
+        best = tl.load(sinks + head, mask=is_row, other=0.0) * BASE_2
+        total += 1.0
     acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
-    for first in range(0, num_pieces, BLOCK_P):
-        piece = first + tl.arange(0, BLOCK_P)
-        is_piece = (piece < num_pieces)[:, None] & is_row[None, :]  # [P, R]
-        place = (first_partial + piece)[:, None] * ROWS + row[None, :]
-        # -inf also where a row sees none of the piece's tokens.
-        bests = tl.load(weights + place * 2, mask=is_piece, other=float("-inf"))
-        totals = tl.load(weights + place * 2 + 1, mask=is_piece, other=0.0)
+    for first_piece in range(0, num_pieces, BLOCK_P):
+        index = first_piece + tl.arange(0, BLOCK_P)
+        place = (first_partial + index).to(tl.int64)[:, None] * ROWS + row[None, :]
+        is_piece = (index < num_pieces)[:, None] & is_row[None, :]
+        bests = tl.load(weights + place * 2, mask=is_piece, other=float("-inf"), cache_modifier=".cg")  # [P, R]
+        totals = tl.load(weights + place * 2 + 1, mask=is_piece, other=0.0, cache_modifier=".cg")
         is_element = is_piece[:, :, None] & (d < D)[None, None, :]
-        parts = tl.load(sums + place[:, :, None] * D + d[None, None, :], mask=is_element, other=0.0)  # [P, R, D]
+        element = sums + place[:, :, None] * D + d[None, None, :]
+        parts = tl.load(element, mask=is_element, other=0.0, cache_modifier=".cg")  # [P, R, D]
         new_best = tl.maximum(best, tl.max(bests, axis=0))
         base = tl.where(new_best == float("-inf"), 0.0, new_best)
         weight = tl.exp2(bests - base[None, :])
@@ -314,8 +316,8 @@ def _merge_kernel(
         acc = acc * shrink[:, None] + tl.sum(parts * weight[:, :, None], axis=0)
         best = new_best
     result = acc / tl.where(total > 0, total, 1.0)[:, None]
-    head = g * GROUP + row % GROUP
-    place = out + ((first_row + row // GROUP)[:, None] * num_heads + head[:, None]) * D + d[None, :]
+    query = (first_row + row // GROUP).to(tl.int64)
+    place = out + (query[:, None] * num_heads + head[:, None]) * D + d[None, :]
     tl.store(place, result.to(out.dtype.element_ty), mask=is_row[:, None] & (d < D)[None, :])
 
 

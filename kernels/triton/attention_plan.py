@@ -18,18 +18,16 @@ import triton
 import triton.language as tl
 
 from ..layout.work_lists import (
-    MIN_TILES,
     AttentionPlan,
     AttentionShape,
     Division,
-    SplitTask,
     Tiling,
     WorkItem,
     WorkList,
     decode_tiling,
     divide,
     extend_tiling,
-    partials_per_piece,
+    partials_size,
     table_sizes,
 )
 from .launch import capability, num_multiprocessors
@@ -76,7 +74,7 @@ def workspace_bytes(
 
 def _num_partials(shape: AttentionShape, divided: list[tuple[Division, Tiling]]) -> int:
     """Size of the partial sums in numbers: of the larger list, as lists and layers run one after another."""
-    return max(division.max_partials * partials_per_piece(division, shape) for division, _ in divided)
+    return max(partials_size(division, shape) for division, _ in divided)
 
 
 def _divisions(
@@ -101,22 +99,22 @@ def _make_list(
 ) -> WorkList:
     sizes = table_sizes(division)
     tables = torch.empty(sum(sizes), dtype=torch.int32, device=lengths.device)
-    items, begins, starts, splits, counts = tables.split_with_sizes(sizes)
+    items, begins, starts, arrivals, counts = tables.split_with_sizes(sizes)
     if division.max_tasks:
         _list_kernel[(1,)](
-            items, begins, starts, splits, counts, lengths if query_starts is None else query_starts, lengths,
+            items, begins, starts, arrivals, counts, lengths if query_starts is None else query_starts, lengths,
             division.num_sequences, division.num_tokens, window or 0, division.max_tasks, division.num_programs,
             NUM_GROUPS=division.num_groups, TOKENS=division.tokens_per_tile, BLOCK_N=division.block_n,
             IS_EXTEND=division.kind == "extend", IS_MIXED=query_starts is not None, HAS_WINDOW=window is not None,
-            FIXED_PIECES=division.max_pieces if division.is_fixed else 0, MIN_TILES=MIN_TILES,
-            ITEM=len(WorkItem), SPLIT=len(SplitTask), BLOCK=BLOCK, num_warps=4, enable_fp_fusion=True,
+            FIXED_PIECES=division.max_pieces if division.is_fixed else 0, MIN_TILES=division.min_tiles,
+            ITEM=len(WorkItem), BLOCK=BLOCK, num_warps=4, enable_fp_fusion=True,
         )  # fmt: skip
     return WorkList(
         division,
         tiling,
         items[: division.max_items * len(WorkItem)].view(-1, len(WorkItem)),
         starts[: division.num_programs + 1],
-        splits[: division.max_splits * len(SplitTask)].view(-1, len(SplitTask)),
+        arrivals[: division.max_partials],
         counts[:2],
     )
 
@@ -126,13 +124,17 @@ def _make_list(
     do_not_specialize_on_alignment=["query_starts", "lengths"],
 )
 def _list_kernel(
-    items, begins, starts, splits, counts, query_starts, lengths,
+    items, begins, starts, arrivals, counts, query_starts, lengths,
     num_sequences, num_tokens, window, num_tasks, num_programs,
     NUM_GROUPS: tl.constexpr, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, IS_EXTEND: tl.constexpr,
     IS_MIXED: tl.constexpr, HAS_WINDOW: tl.constexpr, FIXED_PIECES: tl.constexpr, MIN_TILES: tl.constexpr,
-    ITEM: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
+    ITEM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sums the costs of all tasks, then writes their items, BLOCK tasks at a time. One program."""
+    """Sums the costs of all tasks, then writes their items, BLOCK tasks at a time. One program.
+
+    NOTE: the counters of arrivals are set to zero here, once a step, and only count up then. If the kernels that count
+    set them back, a step that died halfway would leave them wrong for ever.
+    """
     task = tl.arange(0, BLOCK)
     total = 0
     for first in range(0, num_tasks, BLOCK):
@@ -166,12 +168,7 @@ def _list_kernel(
         is_split = pieces > 1
         split_pieces = tl.where(is_split, pieces, 0)
         partial = num_partials + tl.cumsum(split_pieces, 0) - split_pieces
-        split = (num_splits + tl.cumsum(is_split.to(tl.int32), 0) - 1) * SPLIT
-        tl.store(splits + split, row, mask=is_split)
-        tl.store(splits + split + 1, tokens, mask=is_split)
-        tl.store(splits + split + 2, g, mask=is_split)
-        tl.store(splits + split + 3, partial, mask=is_split)
-        tl.store(splits + split + 4, pieces, mask=is_split)
+        tl.store(arrivals + partial, 0, mask=is_split)
         for piece in range(0, tl.max(pieces, axis=0)):
             is_piece = piece < pieces
             piece_begin = tl.maximum(begin, cut + piece * share)
@@ -185,6 +182,8 @@ def _list_kernel(
             tl.store(place + 5, tl.where(is_split, partial + piece, -1), mask=is_piece)
             tl.store(place + 6, position, mask=is_piece)
             tl.store(place + 7, tokens, mask=is_piece)
+            tl.store(place + 8, tl.where(is_split, partial, -1), mask=is_piece)
+            tl.store(place + 9, pieces, mask=is_piece)
             tl.store(begins + item + piece, piece_begin, mask=is_piece)
         line += tl.sum(cost, axis=0)
         num_items += tl.sum(pieces, axis=0)

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.kernels.layout.work_lists import AttentionPlan, AttentionShape, list_work
+from millrace.kernels.layout.work_lists import AttentionPlan, AttentionShape, SplitTask, WorkItem, list_work
 from millrace.kernels.reference import attention as reference
 from millrace.kernels.triton import attention as triton_attention
 from millrace.kernels.triton import launch as triton_launch
@@ -113,7 +113,7 @@ def test_lists_are_those_of_the_twin(
         want = list_work(work.division, lengths, starts, window)
         assert work.counts.tolist() == [len(want.items), len(want.splits)]
         assert work.items[: len(want.items)].tolist() == want.items.tolist()
-        assert work.splits[: len(want.splits)].tolist() == want.splits.tolist()
+        assert not work.arrivals[want.splits[:, SplitTask.FIRST_PARTIAL]].any()
         assert work.starts.tolist() == want.starts.tolist()
 
 
@@ -163,11 +163,26 @@ def test_decode_in_pieces(window: int | None, dtype: torch.dtype) -> None:
     assert_alike(case, window, 4)
 
 
-def test_a_task_of_more_pieces_than_a_merge_takes_at_a_time() -> None:
-    case = make_case([1], [2000], block_size=32, num_groups=1, head_dim=64)
+def test_a_task_of_more_pieces_than_a_merge_takes_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case([1], [300], block_size=32, num_groups=1, head_dim=64)
     (work,) = plan_of(case, num_processors=20).decode.values()
-    assert work.splits[0, 4] == 16 > triton_attention.MERGED_ELEMENTS // (2 * 4 * 64)
+    monkeypatch.setitem(triton_attention.MERGED_ELEMENTS, "decode", 4 * 64)  # of 4 warps: 4 pieces of a row at a time
+    assert work.items[0, WorkItem.NUM_PIECES] == 10
     assert_alike(case, None, 20)
+
+
+def test_pieces_that_end_in_any_order_give_the_same_bits_in_each_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case([1, 11], [150, 70], block_size=16)
+    with monkeypatch.context() as patched:  # what memory held before, such as a step that died
+        patched.setattr(torch, "empty", lambda *sizes, **options: torch.full(sizes, 7, **options))
+        plan = plan_of(case, num_processors=5)
+    want = attend(case, plan=plan)
+    for _ in range(2):
+        for work in (plan.decode[None], plan.extend[None]):
+            assert (work.items[: work.counts[0], WorkItem.NUM_PIECES] > 1).any()
+            work.items[: work.counts[0]] = work.items[: work.counts[0]].flip(0)  # the last items are done first
+            work.starts.copy_(work.counts[0] - work.starts.flip(0))
+        assert torch.equal(attend(case, plan=plan), want)
 
 
 # ---- extend, and mixed batches --------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.kernels.checks import roofline
-from millrace.kernels.layout.work_lists import Division, SplitTask, WorkItem, list_work
+from millrace.kernels.layout.work_lists import Division, WorkItem, list_work
 from tests.kernels.paged import dense_attention, make_case
 from tests.kernels.walked import walk
 
@@ -50,14 +50,12 @@ def test_attention_moves_and_computes_what_walking_its_lists_counts(num_programs
     assert work.num_bytes == counted_bytes + counted.num_items * len(WorkItem) * 4 + (num_programs + 1) * 4
     assert work.num_flops == counted.num_pairs * 2 * 16 * 2
     merged = roofline.merge(num_splits, *parts, 16, 2)
-    assert merged.num_bytes == parts[0] * 18 * 4 + parts[1] * 16 * 2 + num_splits * len(SplitTask) * 4 + 4
+    assert merged.num_bytes == parts[0] * 18 * 4 + parts[1] * 16 * 2 + num_splits * 8
     assert merged.num_flops == parts[0] * 2 * 16
 
 
 def test_a_work_list_is_written_once() -> None:
-    assert roofline.list_work(3, 10, 2, 4).num_bytes == 4 * (
-        3 + 4 + 10 * (len(WorkItem) + 1) + 2 * len(SplitTask) + 5 + 2
-    )
+    assert roofline.list_work(3, 10, 2, 4).num_bytes == 4 * (3 + 4 + 10 * (len(WorkItem) + 1) + 2 + 5 + 2)
 
 
 def test_a_window_bounds_the_bytes_of_decode() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import torch
 from hypothesis import given, settings
@@ -28,22 +29,30 @@ BLOCK_N = 8
 batches = st.lists(st.tuples(st.sampled_from([0, 1, 1, 1, 2, 5, 30]), st.sampled_from([0, 0, 3, 64, 1000])), min_size=1)
 windows = st.sampled_from([None, 1, BLOCK_N, 50])
 programs = st.sampled_from([1, 2, 7, 100])
+shortest = st.sampled_from([1, MIN_TILES])
 
 
-def division_of(kind: str, num_sequences: int, num_tokens: int, num_programs: int, is_fixed: bool) -> Division:
-    tokens = 1 if kind == "decode" else 4
-    return Division(kind, num_sequences, num_tokens, 2, tokens, BLOCK_N, num_programs, is_fixed)  # type: ignore[arg-type]
+def division_of(
+    kind: str, num_sequences: int, num_tokens: int, num_programs: int, is_fixed: bool, min_tiles: int
+) -> Division:
+    sizes = (num_sequences, num_tokens, 2, 1 if kind == "decode" else 4, BLOCK_N, num_programs, is_fixed, min_tiles)
+    return Division(kind, *sizes)  # type: ignore[arg-type]
 
 
 def listed(
-    rows: list[tuple[int, int]], num_tail: int, num_programs: int, window: int | None = None, is_fixed: bool = False
+    rows: list[tuple[int, int]],
+    num_tail: int,
+    num_programs: int,
+    window: int | None = None,
+    is_fixed: bool = False,
+    min_tiles: int = MIN_TILES,
 ) -> list[tuple[Division, HostWorkList]]:
     """The lists of a mixed batch. Sequences have so many new tokens after so many old ones; see `lengths_of`."""
     lengths, starts = lengths_of(rows), starts_of(rows)
     num_tokens = int(starts[-1]) + num_tail
     found = []
     for kind in ("decode", "extend"):
-        division = division_of(kind, len(rows), num_tokens, num_programs, is_fixed)
+        division = division_of(kind, len(rows), num_tokens, num_programs, is_fixed, min_tiles)
         found.append((division, list_work(division, lengths, starts, window)))
     return found
 
@@ -95,13 +104,13 @@ def test_every_tile_that_a_row_sees_is_in_one_item(
 
 
 @settings(max_examples=count(60, 2000), deadline=None)
-@given(batches, st.sampled_from([0, 9]), programs, windows)
+@given(batches, st.sampled_from([0, 9]), programs, windows, shortest)
 def test_no_program_has_more_than_its_stretch(
-    rows: list[tuple[int, int]], num_tail: int, num_programs: int, window: int | None
+    rows: list[tuple[int, int]], num_tail: int, num_programs: int, window: int | None, min_tiles: int
 ) -> None:
-    for _, (items, starts, _) in listed(rows, num_tail, num_programs, window):
+    for _, (items, starts, _) in listed(rows, num_tail, num_programs, window, False, min_tiles):
         cost = [max(1, item[WorkItem.END_TILE] - item[WorkItem.FIRST_TILE]) for item in items.tolist()]
-        stretch = max(MIN_TILES, -(-sum(cost) // num_programs))
+        stretch = max(min_tiles, -(-sum(cost) // num_programs))
         assert starts[0] == 0
         assert starts[-1] == len(items)
         for first, end in zip(starts[:-1], starts[1:], strict=True):
@@ -109,11 +118,11 @@ def test_no_program_has_more_than_its_stretch(
 
 
 @settings(max_examples=count(60, 2000), deadline=None)
-@given(batches, st.sampled_from([0, 9]), programs, windows, st.booleans())
+@given(batches, st.sampled_from([0, 9]), programs, windows, st.booleans(), shortest)
 def test_lists_stay_within_what_their_sizes_allow(
-    rows: list[tuple[int, int]], num_tail: int, num_programs: int, window: int | None, is_fixed: bool
+    rows: list[tuple[int, int]], num_tail: int, num_programs: int, window: int | None, is_fixed: bool, min_tiles: int
 ) -> None:
-    for division, (items, _, splits) in listed(rows, num_tail, num_programs, window, is_fixed):
+    for division, (items, _, splits) in listed(rows, num_tail, num_programs, window, is_fixed, min_tiles):
         assert len(items) <= division.max_items
         assert len(splits) <= division.max_splits
         partials = sorted(items[items[:, WorkItem.PARTIAL] >= 0, WorkItem.PARTIAL].tolist())
@@ -126,6 +135,7 @@ def test_lists_stay_within_what_their_sizes_allow(
 def test_the_pieces_of_a_cut_task_follow_each_other(rows: list[tuple[int, int]], num_programs: int) -> None:
     for _, (items, _, splits) in listed(rows, 0, num_programs):
         for row, num_tokens, g, first, num_pieces in splits.tolist():
+            assert (items[items[:, WorkItem.FIRST_PARTIAL] == first, WorkItem.NUM_PIECES] == num_pieces).all()
             own = [
                 next(item for item in items.tolist() if item[WorkItem.PARTIAL] == first + n) for n in range(num_pieces)
             ]
@@ -178,6 +188,17 @@ def test_short_work_is_not_shredded() -> None:
     assert (items[:, WorkItem.END_TILE] - items[:, WorkItem.FIRST_TILE]).tolist() == [MIN_TILES] * 4
     assert starts[:6].tolist() == [0, 1, 2, 3, 4, 4]
     assert len(splits) == 2
+
+
+def test_decode_of_few_rows_is_cut_into_single_tiles() -> None:
+    shape = AttentionShape(16, 8, 128, torch.bfloat16, torch.bfloat16)
+    fixed = replace(shape, is_batch_invariant=True)
+    tiling = decode_tiling(shape, 90)
+    for num_rows, of, min_tiles in ((1, shape, 1), (24, shape, 1), (25, shape, MIN_TILES), (1, fixed, MIN_TILES)):
+        assert divide("decode", of, tiling, num_rows, num_rows, 132).min_tiles == min_tiles  # of 396 programs
+    assert divide("extend", shape, extend_tiling(shape, 90), 1, 9, 132).min_tiles == MIN_TILES
+    items, starts, _ = list_work(divide("decode", shape, tiling, 1, 1, 132), torch.tensor([1024]), None, None)
+    assert len(items) == 128 and starts[:129].tolist() == list(range(129))
 
 
 def test_long_contexts_have_a_bounded_number_of_pieces_in_batch_invariant_mode() -> None:

@@ -130,7 +130,7 @@ class CacheSizing:
             MemoryUse("weights", needs.weights, f"the model's tensors{_kept_as(config.quantization)}, measured"),
             MemoryUse("state", needs.state, f"tables for {config.max_num_seqs} sequences of {max_model_len} tokens"),
             MemoryUse("activations", needs.activations, f"a step of {config.num_step_tokens} tokens, {how}"),
-            MemoryUse("logits", needs.logits, f"{config.max_num_seqs} rows, and choosing tokens from them"),
+            MemoryUse("logits", needs.logits, _about_logits(config, is_host=is_host)),
             MemoryUse("graphs", needs.graphs, "CUDA graphs, estimated" if needs.graphs else "not used"),
             MemoryUse("kv_cache", blocks * self.bytes_per_block, cache),
             MemoryUse("swap", swap_bytes, swap, "device" if is_host else "host"),
@@ -196,6 +196,13 @@ class CacheSizing:
         if self.machine.is_host:
             return f"{memory_advice()}, or give more than {CPU_SHARE:.0%} of what is free with kv_cache_bytes"
         return f"raise gpu_memory_utilization = {config.gpu_memory_utilization}, or lower max_num_batched_tokens"
+
+
+def _about_logits(config: EngineConfig, *, is_host: bool) -> str:
+    if is_host:
+        return f"{config.max_num_seqs} rows, and choosing tokens from them"
+    num_rows = config.max_num_seqs + config.num_verified_tokens
+    return f"{num_rows} rows, choosing tokens from them, and a piece of scored prompts"
 
 
 def _kept_as(form: str | None) -> str:

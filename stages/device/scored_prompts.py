@@ -103,6 +103,11 @@ def _first_rows(grant: StepGrant) -> NDArray[np.int64]:
 PIECE_BYTES = 32 * 2**20  # of logits at a time, as float32
 
 
+def rows_of_a_piece(max_rows: int, vocab_size: int) -> int:
+    """The most rows of logits that are computed at once for scored prompts."""
+    return max(1, min(max_rows, PIECE_BYTES // (4 * vocab_size)))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class LogitsWithPrompts:
     """The result of a forward pass, instead of plain logits, when the prompt of some row is scored."""
@@ -118,7 +123,7 @@ class LogitsWithPrompts:
 
         The logits of a token are computed from the hidden state of the token before it.
         """
-        num_rows = max(1, min(self.max_rows, PIECE_BYTES // (4 * self.sampled.shape[1])))
+        num_rows = rows_of_a_piece(self.max_rows, self.sampled.shape[1])
         begin = 0
         for index, run in enumerate(self.runs):
             for start in range(0, len(run), num_rows):

@@ -25,6 +25,7 @@ from ....runtime.phases import Phases
 from ...config import EngineConfig, ModelImpl
 from ...device.device_guard import first_line, is_out_of_memory
 from ...device.pooler import Pooler
+from ...device.scored_prompts import rows_of_a_piece
 from ...errors import ConfigError
 from ...execute.model_runner import ModelRunner
 from ...memory_table import MachineMemory, MemoryTable
@@ -391,7 +392,7 @@ def _sizing_on_gpu(
             + (async_bytes(config, length) if is_async else 0),
             activations=activations,
             graphs=graphs_bytes(config, shape, activations) if is_async else 0,
-            logits=rows * shape.vocab_size * _logit_bytes(decoder.dtype, is_async),
+            logits=_logits_bytes(config, shape.vocab_size, decoder.dtype, rows, is_async=is_async),
             other=max(0, total - free - loaded),
             sampler=sampler_bytes(config, shape, length) + SORTED_BYTES,
         )
@@ -406,6 +407,14 @@ def _sizing_on_gpu(
     return CacheSizing(
         config=config, machine=machine, needs_of=needs_of, bytes_per_block=bytes_per_block, host_blocks=host_blocks
     )
+
+
+def _logits_bytes(config: EngineConfig, vocab_size: int, dtype: torch.dtype, rows: int, *, is_async: bool) -> int:
+    """Bytes of a step's logits at most: of its rows and their drafts, and a piece of its scored prompts beside them."""
+    num_sampled = max(rows, config.max_num_seqs + config.num_verified_tokens)
+    num_scored = rows_of_a_piece(config.max_num_seqs, vocab_size)
+    scored = num_scored * vocab_size * _logit_bytes(dtype, is_async=False)
+    return num_sampled * vocab_size * _logit_bytes(dtype, is_async) + scored
 
 
 def _logit_bytes(dtype: torch.dtype, is_async: bool) -> int:

@@ -134,7 +134,8 @@ def ours(model_type: str, keys: Mapping[str, Any]) -> list[Rotation | None]:
             continue
         rope, beyond = spec.ropes[attention.rope], None
         if rope.kind in ("longrope", "dynamic"):
-            beyond = np.stack([table[-1] for table in rope_tables(rope, BEYOND, is_long=True)]) / rope.attention_factor
+            tables = rope_tables(rope, BEYOND, is_long=rope.original_max_position < BEYOND)
+            beyond = np.stack([table[-1] for table in tables]) / rope.attention_factor
         found.append(Rotation(inverse_frequencies(rope), rope.attention_factor, beyond))
     return found
 

@@ -161,7 +161,7 @@ def _gated_kernel(
 
 @triton.jit
 def _activated_kernel(
-    out, x, params, dim, row_stride, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr
+    out, x, of_activation, dim, row_stride, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr
 ):  # fmt: skip
     start_early(IS_EARLY)
     token = tl.program_id(0).to(tl.int64)
@@ -170,7 +170,7 @@ def _activated_kernel(
     values = tl.load(x + token * row_stride + d, mask=is_dim, other=0.0)
     positive, negative = 0.0, 0.0
     if ACTIVATION == "xielu":
-        positive, negative = tl.load(params), tl.load(params + 1)
+        positive, negative = tl.load(of_activation), tl.load(of_activation + 1)
     results = activate(values.to(tl.float32), positive, negative, ACTIVATION)
     tl.store(out + token * dim + d, results.to(values.dtype), mask=is_dim)
 

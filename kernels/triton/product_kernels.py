@@ -28,7 +28,7 @@ from .layers import activate, gate_product
 
 @triton.jit(do_not_specialize=["num_rows"])
 def vector_kernel(
-    out, x, weight, bias, norm_weight, norm_bias, params, eps, alpha, limit,
+    out, x, weight, bias, norm_weight, norm_bias, of_activation, eps, alpha, limit,
     num_rows, num_outputs, num_inner, x_row, weight_row, out_row,
     VECTOR: tl.constexpr, IS_WHOLE: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -79,7 +79,7 @@ def vector_kernel(
         up_total = tl.sum(up_acc, axis=2)
     is_element = (row < num_rows)[:, None] & (n < num_outputs)[None, :]
     result = out + row.to(tl.int64)[:, None] * out_row + n[None, :]
-    _finish(result, total, up_total, bias, params, alpha, limit, n, num_outputs, is_element, KIND, ACTIVATION)
+    _finish(result, total, up_total, bias, of_activation, alpha, limit, n, num_outputs, is_element, KIND, ACTIVATION)
 
 
 @triton.jit
@@ -96,7 +96,7 @@ def _sums(
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["counters"])
 def split_kernel(
-    out, x, weight, partials, counters, bias, norm_weight, norm_bias, params, eps, alpha, limit,
+    out, x, weight, partials, counters, bias, norm_weight, norm_bias, of_activation, eps, alpha, limit,
     num_rows, num_outputs, num_inner, x_row, weight_row, out_row, split_size,
     SPLITS: tl.constexpr, IS_SWAPPED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
     LINE: tl.constexpr, LINES: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
@@ -153,7 +153,7 @@ def split_kernel(
     if is_last:
         is_element = is_row & (n < num_outputs)[None, :]
         result = out + row.to(tl.int64)[:, None] * out_row + n[None, :]
-        _finish(result, acc, up_acc, bias, params, alpha, limit, n, num_outputs, is_element, KIND, ACTIVATION)
+        _finish(result, acc, up_acc, bias, of_activation, alpha, limit, n, num_outputs, is_element, KIND, ACTIVATION)
 
 
 @triton.jit
@@ -264,7 +264,7 @@ def _normed(rows, mean, scale, norm_weight, norm_bias, k, is_inner, NORM: tl.con
 
 @triton.jit
 def _finish(
-    place, acc, up_acc, bias, params, alpha, limit, n, num_outputs, is_element,
+    place, acc, up_acc, bias, of_activation, alpha, limit, n, num_outputs, is_element,
     KIND: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """Rounds sums as the separate steps do, and stores them."""
@@ -281,6 +281,6 @@ def _finish(
     elif KIND == "activated":
         positive, negative = 0.0, 0.0
         if ACTIVATION == "xielu":
-            positive, negative = tl.load(params), tl.load(params + 1)
+            positive, negative = tl.load(of_activation), tl.load(of_activation + 1)
         result = activate(result.to(tl.float32), positive, negative, ACTIVATION).to(narrow)
     tl.store(place, result, mask=is_element)

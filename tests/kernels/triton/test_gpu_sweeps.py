@@ -9,11 +9,15 @@ import operator
 import os
 import time
 from functools import partial
+from importlib import import_module
 from itertools import product
+from pkgutil import iter_modules
 
 import pytest
 import torch
+from triton.runtime.jit import JITFunction
 
+from millrace.kernels import triton
 from millrace.kernels.tilings.products import ProductForm, predicted_forms
 from tests.bench.gpu.floors import GPU_SHAPES
 from tests.bench.gpu.sweeps import ahead
@@ -100,3 +104,23 @@ def test_all_that_a_run_launches_is_among_the_jobs_of_its_card() -> None:
     steps = [job for job in jobs.values() if isinstance(job, ahead.ModelJob)]
     assert {(job.shape, job.is_fp8) for job in steps} == set(product(GPU_SHAPES, (False, True)))
     assert len(older) < len(jobs) and not any(job.is_fp8 for job in older.values() if isinstance(job, ahead.ModelJob))
+
+
+def test_tritons_launcher_takes_every_launch_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is what neither the interpreter nor the compile check runs: it fails for some names of arguments."""
+    launched: set[str] = set()
+    monkeypatch.setattr(JITFunction, "_do_compile", lambda kernel, *_: launched.add(kernel.__name__))
+    shape = GPU_SHAPES["qwen3-0.6b"] | {"hidden_size": 512, "num_hidden_layers": 1, "intermediate_size": 640}
+    monkeypatch.setitem(GPU_SHAPES, "small", shape | {"vocab_size": 300})
+    for size, kinds in (((1, 1, True), (0, 1, 2, 4)), ((64, 64, True), (0,)), ((256, 512, False), ())):
+        ahead.compile_job(ahead.H200, ahead.ModelJob("small", False, *size, kinds))
+    assert launched >= {"vector_kernel", "split_kernel", "_attention_kernel", "_list_kernel", "_gated_kernel"}
+
+
+def test_no_kernel_has_an_argument_with_a_name_that_tritons_launcher_uses() -> None:
+    rooms = [import_module(f"{triton.__name__}.{room.name}") for room in iter_modules(triton.__path__)]
+    kernels = {kernel for room in rooms for kernel in vars(room).values() if isinstance(kernel, JITFunction)}
+    assert len(kernels) > 20
+    assert not [
+        kernel.__name__ for kernel in kernels if {"params", "specialization", "options"} & set(kernel.arg_names)
+    ]

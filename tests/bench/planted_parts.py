@@ -7,7 +7,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from tests.bench.gpu.timed_run.parts import Part
+
 Write = Callable[[str, Any], None]
+
+
+def planted(name: str, group: str = "", limit_s: float = 20.0, **more: Any) -> Part:
+    function = f"tests.bench.planted_parts:{name}"
+    return Part(name, function, group or name, limit_s, more.pop("least_s", 0.1), "", has_place=False, **more)
 
 
 class OutOfMemoryError(RuntimeError):

@@ -95,7 +95,7 @@ class Subject:
         sampler = Sampler(last_tokens, self.shape["vocab_size"], self.max_model_len, chooser=choosing)
         chooser = sampler.chooser
         assert isinstance(chooser, TritonTokenChooser)
-        memory = step_memory(self.device, self.max_num_seqs, STEPS_IN_FLIGHT, chooser.scores)
+        memory = step_memory(self.device, self.max_num_seqs, STEPS_IN_FLIGHT, scores=chooser.scores)
         work = TorchDeviceWork(
             Decoder(self.spec, self.weights, self.kernels, self.max_model_len, tilings=tilings),
             self.cache,

@@ -19,6 +19,7 @@ from unittest.mock import patch
 from tests.bench.gpu.floors import GPU_SHAPES, stream_floor_s
 from tests.bench.gpu.parts.step_notes import noted_steps, summed
 from tests.bench.gpu.place import TINY, Place
+from tests.bench.gpu.sweeps.products import TABLE
 from tests.bench.shapes import write_tokenizer
 
 SHAPE = "qwen3-0.6b"
@@ -90,7 +91,7 @@ def _variants(place: Place) -> list[tuple[str, dict[str, Any]]]:
 
 @contextmanager
 def engine(place: Place, shape: dict[str, Any], **settings: Any) -> Iterator[Any]:
-    """In a dry run over simulated streams, so that steps are submitted as on a GPU."""
+    """With the products that this run found best; in a dry run over simulated streams, as steps are submitted there."""
     from millrace.runtime.device_streams.simulated import SimStreams
     from millrace.stages import LLM
     from millrace.stages.backends.torch import loading
@@ -100,6 +101,8 @@ def engine(place: Place, shape: dict[str, Any], **settings: Any) -> Iterator[Any
             streams = SimStreams(Random(place.seed), laziness=0.3)
             stack.enter_context(patch.object(loading, "_streams", lambda *_: streams))
             settings["attention_backend"] = "torch"  # the interpreter would take minutes
+        elif place.out is not None and (place.out / TABLE).exists():
+            settings["tilings"] = str(place.out / TABLE)
         folder = Path(stack.enter_context(TemporaryDirectory()))
         yield stack.enter_context(LLM(**options_of(place, shape, folder) | settings))
 

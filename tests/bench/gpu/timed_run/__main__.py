@@ -61,19 +61,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(parts: Sequence[Part], options: Namespace, warm: Sequence[str]) -> int:
     """Runs these parts; the exit status."""
-    options.out.mkdir(parents=True, exist_ok=True)
-    conductor = Conductor(parts, options, options.budget_s, warm)
-    began = {"measured_on": date.today().isoformat(), "commit": _commit(), "seed": options.seed}
-    conductor.rows.write("run", "run", began | {"budget_s": options.budget_s, "is_dry": options.dry})
 
     def terminate(number: int, frame: object) -> None:
         for each in (signal.SIGTERM, signal.SIGINT):
             signal.signal(each, signal.SIG_IGN)
         raise Terminated
 
+    options.out.mkdir(parents=True, exist_ok=True)
     before = {number: signal.signal(number, terminate) for number in (signal.SIGTERM, signal.SIGINT)}
     is_stopped = False
     try:
+        conductor = Conductor(parts, options, options.budget_s, warm)
+        began = {"measured_on": date.today().isoformat(), "commit": _commit(), "seed": options.seed}
+        conductor.rows.write("run", "run", began | {"budget_s": options.budget_s, "is_dry": options.dry})
         conductor.run()
     except Terminated:
         is_stopped = True

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from millrace.kernels.triton import launch as triton_launch
-from millrace.stages.params import SamplingParams
+from millrace.stages.params import SamplingParams, ThinkingBudget
 from tests.model.checkpoints import make_checkpoint
 from tests.runtime.device_streams.host_streams import HostStreams
 from tests.stages.late_engines import Ask, Ran, both, greedy, prompts, run
@@ -45,15 +45,17 @@ def drawn(seed: int, num_tokens: int = 3, **more: Any) -> SamplingParams:
 
 
 def test_what_is_chosen_on_the_device_is_what_is_chosen_for_a_host_that_waits(checkpoint: Path) -> None:
+    thinking = ThinkingBudget(num_tokens=1, start_ids=(300,), end_ids=(301, 302), is_open=True)
     params = [
-        drawn(1),
+        drawn(1, allowed_token_ids=tuple(range(100, 300)), bad_words_token_ids=((150,), (151, 152))),
         drawn(2, top_k=20, top_p=0.8, min_p=0.05),
         drawn(3, repetition_penalty=1.5, logit_bias={7: 3.0}, min_tokens=2),
-        greedy(3, logprobs=3),
+        greedy(3, logprobs=3, thinking_budget=thinking),
     ]
     asks = list(zip(prompts(4, 10), params, strict=True))
     right, ran = both(checkpoint, asks, HostStreams(), **SETTINGS)
     assert ran.answers == right.answers and ran.num_attended == 0
+    assert ran.answers[3][0][0][1:] == [301, 302] and all(100 <= token < 300 for token in ran.answers[0][0][0])
     ours, theirs = (each.outputs[3].outputs[0].logprobs for each in (ran, right))
     assert ours == theirs and ours is not None and len(ours) == 3
 

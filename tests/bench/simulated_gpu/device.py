@@ -49,6 +49,12 @@ class TimedStreams:
         if self.compute is not None:
             _sleep_until(self.compute.free_ns)
 
+    def free_bytes(self) -> int:
+        return 0
+
+    def probe(self) -> None:
+        self.wait()
+
     def take(self, seconds_us: float) -> None:
         """Occupies the compute stream for a step of that many microseconds."""
         assert self.compute is not None

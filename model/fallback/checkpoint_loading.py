@@ -42,7 +42,10 @@ def read_config(root: Path) -> PreTrainedConfig:
             f"config.json ({root}): model_type: {quoted(model_type)} is known neither here nor to transformers "
             f"{__version__}"
         )
-    for name in values.get("architectures") or []:
+    names = values.get("architectures") or []
+    if not isinstance(names, list):
+        raise CheckpointError(f"config.json ({root}): architectures: must be a list of names, not {quoted(names)}")
+    for name in names:
         if str(name).endswith(OTHER_HEADS):
             raise CheckpointError(f"config.json ({root}): architectures: {shown(str(name))} does not generate text")
     _check_sizes(root, values)

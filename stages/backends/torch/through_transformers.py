@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
+import torch
 from transformers import __version__
 
 from ....kernels import kernel_set
@@ -65,7 +66,9 @@ def load_on_transformers(
             probe(loaded, kernels, max_model_len)
     except UnservableError as error:
         _refuse(root, shape.family, error)
-    except UNEXPECTED as error:  # of modules that were written for other steps than these
+    except (*UNEXPECTED, RuntimeError) as error:  # of modules that were written for other steps than these
+        if isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError):
+            raise
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         _refuse(
             root, shape.family, UnservableError(f"its modules do not run on the tokens of several sequences: {first}")

@@ -108,7 +108,17 @@ def with_code(values: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
     values["auto_map"] = {"AutoModelForCausalLM": "modeling.Model"}
 
 
+def with_a_number_of_names(values: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    values["architectures"] = 3
+
+
+def negative(values: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    values["head_dim"] = -1
+
+
 BROKEN = [
+    (with_a_number_of_names, "architectures: must be a list of names, not 3"),
+    (negative, "is not supported: its modules do not run .*negative dimension"),
     (without_norm, "tensor model.norm.weight is missing, which config.json"),
     (with_bias, "tensor model.layers.0.self_attn.q_proj.bias is not part of a qwen3_moe model"),
     (with_nan, "tensor model.norm.weight: holds NaN or infinity"),

@@ -309,30 +309,30 @@ class SamplingKernels(Protocol):
     slots      [L] i32 | i64   the slot of each row of logits; -1 is a padding row
     positions  [L] i32 | i64   the absolute position of the token to choose
 
-    `choose`, `thresholds` and `score` read only the first 6 numbers of a slot's row, so narrower rows serve them.
+    `choose`, `choose_truncated` and `score` read only the first 6 numbers of a slot's row, so narrower rows serve them.
     The result for a row depends on that row alone: not on the number, the content or the order of the others. A row is
     *broken* if it has no finite maximum: if it holds NaN or +inf, or only -inf.
     """
 
-    def choose(
-        self, logits: Tensor, rows: Tensor, slots: Tensor, positions: Tensor, least: Tensor | None = None
-    ) -> Tensor:
-        """One token for each row: the likeliest at temperature 0, else one drawn by its probability (Gumbel-max).
+    def choose(self, logits: Tensor, rows: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+        """One token for each row: the likeliest at temperature 0, else one drawn by its probability.
 
-        least  [L] f32   tokens with a smaller logit are not drawn; None = no limit; ignored at temperature 0
+        top_k, top_p and min_p are ignored. A token is drawn in two steps, both by the maximum of log-probability and
+        Gumbel noise: a group of 128 tokens, then one token in it. The noise is a function of seed, position and group
+        or token (`gumbel` in `kernels/reference/sampling.py`).
 
-        Returns token ids [L] i64, the lowest among equals; -1 for a broken row, 0 for padding. Logits divided by the
-        temperature are f32, so below a temperature of about 1e-5 the noise is lost and equals go to the lowest id.
+        Returns token ids [L] i64, the lowest of the likeliest at temperature 0; -1 for a broken row, 0 for padding.
         """
 
-    def thresholds(self, logits: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
-        """The least logit of each row that top_k, then top_p, then min_p keep, [L] f32; `least` of `choose`.
+    def choose_truncated(self, logits: Tensor, rows: Tensor, slots: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """As `choose`, from the tokens that top_k, then top_p, then min_p keep; and the least logit kept.
 
         top_k keeps the logits at or above the k-th largest. Of those, renormalised, top_p keeps the fewest of the
         largest whose joint probability reaches top_p, and all equals of the last. min_p keeps tokens at least min_p
         times as likely as the likeliest. So ties are kept whole.
 
-        -inf where all are kept, in broken rows, in padding, and at temperature 0.
+        Returns token ids [L] i64 as `choose` does, and the least logits [L] f32: -inf where all are kept, in broken
+        rows, in padding, and at temperature 0.
         """
 
     def edit(

@@ -21,7 +21,7 @@ from ..triton import layers as triton_layers
 from ..triton import logit_edits as triton_edits
 from ..triton import sampling as triton_sampling
 from ..triton import step_state as triton_step
-from ..triton import thresholds as triton_thresholds
+from ..triton import token_scores as triton_scores
 
 NUM_PROCESSORS = 132  # of an H200
 LEAST_COPIED = 16  # head size from which loads are wide enough to be asynchronous copies
@@ -296,14 +296,13 @@ def _sampling_cases(dtype: torch.dtype, vocab_size: int, name: str) -> list[Comp
 
     return [
         CompileCase(f"choose {name}", lambda: triton_sampling.choose(logits, rows, slots, slots)),
-        CompileCase(f"choose cut {name}", lambda: triton_sampling.choose(logits, rows, slots, slots, least)),
-        CompileCase(f"thresholds {name}", lambda: triton_thresholds.thresholds(logits, rows, slots)),
+        CompileCase(f"choose truncated {name}", lambda: triton_sampling.choose_truncated(logits, rows, slots, slots)),
         CompileCase(f"edit {name}", lambda: edit(False)),
         CompileCase(f"edit masks {name}", lambda: edit(True)),
         CompileCase(f"force {name}", lambda: triton_edits.force(slots, forced)),
         CompileCase(f"count_tokens {name}", lambda: triton_edits.count_tokens(counts, rows, slots, slots)),
-        CompileCase(f"score {name}", lambda: triton_sampling.score(logits, slots, slots, 20)),
-        CompileCase(f"score drawn {name}", lambda: triton_sampling.score(logits, slots, slots, 20, rows, slots, least)),
+        CompileCase(f"score {name}", lambda: triton_scores.score(logits, slots, slots, 20)),
+        CompileCase(f"score drawn {name}", lambda: triton_scores.score(logits, slots, slots, 20, rows, slots, least)),
     ]
 
 

@@ -1,6 +1,6 @@
 """The least bytes and operations of each sampling kernel; see `roofline.py`.
 
-Integer operations are not counted. Drawing takes about 25 of them a token, mostly for Philox.
+Integer operations are not counted.
 """
 
 from __future__ import annotations
@@ -12,23 +12,22 @@ from .roofline import LaunchCost
 
 ROW_BYTES = 4 * WIDTH  # of a slot's sampling parameters
 INDEX_BYTES = 8  # of a slot, a position, a token
-GROUP = 4096  # tokens of a group, whose best number and id are written and read again
-GUMBEL_FLOPS = 16  # of a token, with temperature and comparison
+GROUP = 128  # tokens of a group, whose largest logit and sum are written and read again
+GROUP_FLOPS = 5  # of a token: maximum, difference, product, exponential, sum
 
 
-def choose(num_rows: int, num_random: int, vocab_size: int, element_size: int, num_cut: int = 0) -> LaunchCost:
-    """`num_random` of the rows are drawn, `num_cut` of them above a threshold."""
+def choose(num_rows: int, vocab_size: int, element_size: int) -> LaunchCost:
+    """Noise is not counted, as few numbers have it."""
     logits = num_rows * vocab_size * element_size
-    row_params = num_rows * (ROW_BYTES + 3 * INDEX_BYTES) + 4 * num_cut
-    bests = 2 * num_rows * -(-vocab_size // GROUP) * 8
-    greedy = num_rows - num_random
-    return LaunchCost(logits + row_params + bests, vocab_size * (greedy + GUMBEL_FLOPS * num_random))
+    row_params = num_rows * (ROW_BYTES + 3 * INDEX_BYTES)
+    groups = 2 * num_rows * -(-vocab_size // GROUP) * 8
+    return LaunchCost(logits + row_params + groups, GROUP_FLOPS * num_rows * vocab_size)
 
 
-def thresholds(num_rows: int, num_cut: int, vocab_size: int, element_size: int) -> LaunchCost:
-    """Only the `num_cut` rows with a threshold are read, and counted once, as the second pass hits the cache."""
-    logits = num_cut * vocab_size * element_size
-    return LaunchCost(logits + num_rows * (ROW_BYTES + INDEX_BYTES + 4), 6 * num_cut * vocab_size)
+def choose_truncated(num_rows: int, vocab_size: int, element_size: int) -> LaunchCost:
+    """As `choose`; the few groups that are read again hit the cache."""
+    plain = choose(num_rows, vocab_size, element_size)
+    return LaunchCost(plain.num_bytes + 4 * num_rows, plain.num_flops)
 
 
 def edit(
@@ -52,8 +51,7 @@ def count_tokens(num_rows: int, num_penalised: int) -> LaunchCost:
 
 def score(num_rows: int, vocab_size: int, element_size: int, num_top: int) -> LaunchCost:
     """Scores a token of each row, and lists its `num_top` likeliest."""
-    num_groups = -(-vocab_size // GROUP)
     logits = num_rows * vocab_size * element_size
-    parts = 2 * num_rows * num_groups * (12 + 8 * num_top)
+    groups = 2 * num_rows * (-(-vocab_size // GROUP) * 12 + min(num_top, -(-vocab_size // GROUP)) * 4)
     found = num_rows * (2 * INDEX_BYTES + 4 + 8 + 12 * num_top)
-    return LaunchCost(logits + parts + found, (4 + num_top) * num_rows * vocab_size)
+    return LaunchCost(logits + groups + found, (GROUP_FLOPS + 1) * num_rows * vocab_size)

@@ -1,8 +1,8 @@
 """A slot's sampling parameters as the sampling kernels read them: one row of 16 i32 numbers, 64 bytes.
 
 The host packs a row when a sequence starts; it stays on the device while the sequence runs. Floats are stored by their
-bits. `choose`, `thresholds` and `score` read only the first six numbers, so any table that holds those will do. numpy
-only.
+bits. `choose`, `choose_truncated` and `score` read only the first six numbers, so any table that holds those will do.
+numpy only.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from .attention import copy_blocks, paged_attention, paged_decode, plan_attentio
 from .attention_prologue import attention_prologue
 from .layers import activated, add_rms_norm, gated, layer_norm, rms_norm
 from .products import activated_linear, gated_linear, linear_add, norm_linear
-from .sampling import choose, count_tokens, edit, force, score, thresholds
+from .sampling import choose, choose_truncated, count_tokens, edit, force, score
 
 __all__ = [
     "activated",
@@ -16,6 +16,7 @@ __all__ = [
     "add_rms_norm",
     "attention_prologue",
     "choose",
+    "choose_truncated",
     "copy_blocks",
     "count_tokens",
     "edit",
@@ -31,7 +32,6 @@ __all__ = [
     "plan_attention",
     "rms_norm",
     "score",
-    "thresholds",
 ]
 
 name: Final = "torch"

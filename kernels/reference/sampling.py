@@ -1,7 +1,8 @@
 """The sampling kernels in plain PyTorch: `SamplingKernels` on a CPU, and the oracle of the Triton kernels.
 
 The protocol in `kernels/kernel_set.py` says what each kernel takes and returns. The twins are in `kernels/triton`:
-`sampling.py` (choose, score), `thresholds.py`, `logit_edits.py` (edit, count_tokens).
+`sampling.py` (choose, choose_truncated), `thresholds.py`, `token_scores.py` (score), `logit_edits.py` (edit,
+count_tokens).
 
 Shapes: logits [L, V], sampling parameters `rows` [S, 16] i32 (`kernels/layout/sampling_rows.py`), `slots` and
 `positions` [L]; L rows of logits, V tokens in the vocabulary, S slots. Everything is computed in f32.
@@ -16,49 +17,66 @@ from torch import Tensor
 
 from ..layout import sampling_rows
 
-QUARTER = 1024  # 1,024 calls of Philox serve 4,096 tokens, as each call gives four numbers
+GROUP = 128  # tokens of a group, in vocabulary order
+TOKEN_NOISE, GROUP_NOISE = 0, 1  # levels of noise
 SERIES_END = 1 / 32  # below it a series is exact for -log(1 - w), while the logarithm loses digits
 
 
-def choose(logits: Tensor, rows: Tensor, slots: Tensor, positions: Tensor, least: Tensor | None = None) -> Tensor:
+def choose(logits: Tensor, rows: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
     """See `SamplingKernels.choose`."""
-    wide = logits.float()
+    return _chosen(logits.float(), rows, slots, positions)
+
+
+def choose_truncated(logits: Tensor, rows: Tensor, slots: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """See `SamplingKernels.choose_truncated`."""
+    wide, least = logits.float(), thresholds(logits, rows, slots)
+    return _chosen(wide.masked_fill(wide < least[:, None], -torch.inf), rows, slots, positions), least
+
+
+def _chosen(wide: Tensor, rows: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+    num_rows, vocab_size = wide.shape
+    best = wide.amax(1)  # NaN where there is one
     temperature = _floats(rows, slots, sampling_rows.TEMPERATURE)
     is_random = temperature > 0
-    if least is not None:
-        wide = wide.masked_fill(is_random[:, None] & (wide < least[:, None]), -torch.inf)
-    noise = gumbel(rows, slots, positions, wide.shape[1])
-    drawn = wide * (1 / torch.where(is_random, temperature, 1.0))[:, None] + noise
-    scores = torch.where(is_random[:, None], drawn, wide)
-    is_broken = ~torch.isfinite(wide.amax(1))  # NaN where there is one
-    best = scores.nan_to_num(-torch.inf, torch.inf, -torch.inf)
-    token_ids = (best == best.amax(1, keepdim=True)).byte().argmax(1)
-    return token_ids.masked_fill(is_broken, -1).masked_fill(slots < 0, 0)
+    relative = (wide - best[:, None]) / torch.where(is_random, temperature, 1.0)[:, None]
+    relative = torch.nn.functional.pad(relative, (0, -vocab_size % GROUP), value=-torch.inf)
+    num_groups = relative.shape[1] // GROUP
+    groups = relative.nan_to_num(-torch.inf, torch.inf, -torch.inf).view(num_rows, num_groups, GROUP)
+    group_ids = torch.arange(num_groups, device=wide.device).expand(num_rows, -1)
+    masses = groups.exp().sum(2).log() + gumbel(rows, slots, positions, group_ids, GROUP_NOISE)
+    group = masses.argmax(1)
+    inside = group[:, None] * GROUP + torch.arange(GROUP, device=wide.device)
+    scores = relative.gather(1, inside) + gumbel(rows, slots, positions, inside, TOKEN_NOISE)
+    drawn = inside.gather(1, scores.argmax(1, keepdim=True))[:, 0]
+    token_ids = torch.where(is_random, drawn, wide.argmax(1))
+    return token_ids.masked_fill(~best.isfinite(), -1).masked_fill(slots < 0, 0)
 
 
-def gumbel(rows: Tensor, slots: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """Gumbel noise [L, V] f32, a function of the row's seed, the position and the token only.
+def gumbel(rows: Tensor, slots: Tensor, positions: Tensor, index: Tensor, level: int) -> Tensor:
+    """Gumbel noise [L, n] f32 of the tokens or, by `level`, of the groups `index` [L, n].
 
-    Philox4x32-10 with the seed as key and the counter (number of the call, position, 0, 0). Token t gets number
-    (t // 1024) % 4 of call t // 4096 * 1024 + t % 1024.
+    A function of the row's seed, the position, the level and the index only. So two models with one vocabulary draw
+    with equal noise at equal seeds and positions, even if their rows of logits are padded to different sizes.
+
+    Philox4x32-10 with the seed as key and the counter (number of the call, position, level, 0). Index i gets number
+    (i // 128) % 4 of call i // 512 * 128 + i % 128.
     """
-    token = torch.arange(vocab_size, device=rows.device)
-    call, which = token // (4 * QUARTER) * QUARTER + token % QUARTER, token // QUARTER % 4
-    num_calls = vocab_size // (4 * QUARTER) * QUARTER + min(vocab_size % (4 * QUARTER), QUARTER)
+    call, which = index // (4 * GROUP) * GROUP + index % GROUP, index // GROUP % 4
     numbers = _philox(
-        (torch.arange(num_calls, device=rows.device).expand(len(slots), -1), positions[:, None]),
+        (call, positions[:, None], torch.full_like(call, level)),
         (_column(rows, slots, sampling_rows.SEED_LOW)[:, None], _column(rows, slots, sampling_rows.SEED_HIGH)[:, None]),
     )
-    w = (torch.stack(numbers)[which, :, call].t().float() + 0.5) * 2.0**-32
+    w = (torch.stack(numbers).gather(0, which[None])[0].float() + 0.5) * 2.0**-32
     w = w.clamp(max=1 - 2.0**-24)  # in (0, 1)
     series = w * (1 + w * (1 / 2 + w * (1 / 3 + w * (1 / 4 + w * (1 / 5)))))
     return -torch.where(w < SERIES_END, series, -(1 - w).log()).log()
 
 
-def _philox(counter: tuple[Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Four 32-bit numbers for each counter, in i64. Counters are given by their low words; the high words are 0."""
+def _philox(counter: tuple[Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Four 32-bit numbers for each counter, in i64. Counters are given by three words; the fourth is 0."""
     bits = 0xFFFFFFFF
-    c0, c1, c2, c3 = counter[0] & bits, counter[1] & bits, torch.zeros_like(counter[0]), torch.zeros_like(counter[0])
+    c0, c1, c2 = (word & bits for word in counter)
+    c3 = torch.zeros_like(c0)
     k0, k1 = key[0] & bits, key[1] & bits
     for _ in range(10):
         left, right = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # modulo 2 ** 64, which holds all 64 bits
@@ -68,7 +86,7 @@ def _philox(counter: tuple[Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple
 
 
 def thresholds(logits: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
-    """See `SamplingKernels.thresholds`. Sorts row by row; probabilities are summed in f64."""
+    """The least logits of `choose_truncated`. Sorts row by row; probabilities are summed in f64."""
     wide = logits.float()
     least = torch.full((len(wide),), -torch.inf, device=wide.device)
     for row, slot in enumerate(slots.tolist()):
@@ -77,10 +95,10 @@ def thresholds(logits: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
             for column in (sampling_rows.TEMPERATURE, sampling_rows.TOP_P, sampling_rows.MIN_P)
         )
         top_k = int(rows[slot, sampling_rows.TOP_K])
-        falling = wide[row].nan_to_num(-torch.inf, torch.inf, -torch.inf).sort(descending=True).values
-        best = float(falling[0])
+        best = float(wide[row].max())
         if slot < 0 or temperature == 0 or not math.isfinite(best):
             continue
+        falling = wide[row].sort(descending=True).values
         if top_k > 0:
             least[row] = falling[min(top_k, len(falling)) - 1]
         if top_p < 1:

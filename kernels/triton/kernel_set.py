@@ -11,8 +11,8 @@ from .block_copy import copy_blocks
 from .layers import activated, add_rms_norm, gated, layer_norm, rms_norm
 from .logit_edits import count_tokens, edit, force
 from .products import activated_linear, gated_linear, linear_add, norm_linear
-from .sampling import choose, score
-from .thresholds import thresholds
+from .sampling import choose, choose_truncated
+from .token_scores import score
 
 __all__ = [
     "activated",
@@ -20,6 +20,7 @@ __all__ = [
     "add_rms_norm",
     "attention_prologue",
     "choose",
+    "choose_truncated",
     "copy_blocks",
     "count_tokens",
     "edit",
@@ -35,7 +36,6 @@ __all__ = [
     "plan_attention",
     "rms_norm",
     "score",
-    "thresholds",
 ]
 
 name: Final = "triton"

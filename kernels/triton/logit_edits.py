@@ -18,7 +18,7 @@ import triton.language as tl
 
 from ..layout import sampling_rows
 from .launch import check_dtype, next_power_of_2
-from .sampling import as_float
+from .vocab_groups import as_float
 
 REPETITION, FREQUENCY = tl.constexpr(sampling_rows.REPETITION), tl.constexpr(sampling_rows.FREQUENCY)
 PRESENCE = tl.constexpr(sampling_rows.PRESENCE)

@@ -1,131 +1,84 @@
-"""The Triton kernel that turns top_k, top_p and min_p into one threshold a row.
+"""The search for the least logit that top_k, top_p and min_p keep; a part of the kernel in `sampling.py`.
 
-Its twin is `thresholds` in `kernels/reference/sampling.py`. Shapes: logits [L, V], sampling parameters [S, 16] i32,
-slots [L]; L rows of logits, V tokens in the vocabulary, S slots.
+Its twin is `thresholds` in `kernels/reference/sampling.py`. Shapes: logits [V] and group tables of one row; V tokens in
+the vocabulary, in groups of 128.
 
-One program a row, without a sort. The first pass keeps the maximum of each of 2,048 columns, that is, of every 2,048th
-token. At least k tokens are at or above the k-th largest of these maxima. The tokens at or above it are the candidates,
-few more than k; the second pass gathers them. The threshold is then found among the candidates by bisection over the
-order of floats. Each step ends on a number that occurs, so about ten steps suffice, and 33 always do. If the candidates
-do not hold the probability of top_p, or are too many, bisection runs over the whole row; that is rare.
+Nothing is sorted. At least k tokens are at or above the k-th largest of the groups' maxima. The tokens at or above it
+are the candidates, few more than k, and all are in the groups whose maxima are; only these are read. For top_p the
+number of groups is guessed, and four times as many are taken until the candidates hold the probability. The threshold
+is then found among the candidates by bisection over the order of floats. Each step ends on a number that occurs, so
+about ten steps suffice, and 33 always do. If there are more candidates than fit, their groups are read at each step;
+that is rare.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 import triton
 import triton.language as tl
 
-from ..layout import sampling_rows
-from .launch import check_dtype
-from .sampling import as_float, as_number, ordered
+from .launch import IS_INTERPRETED
+from .vocab_groups import GROUP, as_number, exp2, ordered
 
-TEMPERATURE = tl.constexpr(sampling_rows.TEMPERATURE)
-TOP_K, TOP_P, MIN_P = (
-    tl.constexpr(sampling_rows.TOP_K),
-    tl.constexpr(sampling_rows.TOP_P),
-    tl.constexpr(sampling_rows.MIN_P),
-)
-TILE = 2048  # tokens processed at a time, 8 a thread: more would spill registers
-CAPACITY = 4096  # most candidates of a row
-NUM_LIKELY = 512  # candidates for top_p alone, about; if they do not suffice, the whole row is searched
+# Groups processed at a time: 1,024 tokens, 4 a thread. More would spill registers, which the interpreter has not.
+LISTED = 32 if IS_INTERPRETED else 8
+NUM_CANDIDATES = 2048  # most candidates that are kept in registers, 8 a thread
+NUM_LIKELY = tl.constexpr(32)  # groups that are read for top_p alone, at first
 
 
-def thresholds(logits: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
-    """See `SamplingKernels.thresholds`.
+@triton.jit
+def kept(
+    whole, maxima, lists, candidates, best, temperature, coldness, top_k, top_p, min_p, vocab_size, num_groups,
+    BLOCK: tl.constexpr, LISTED: tl.constexpr, NUM_CANDIDATES: tl.constexpr,
+):  # fmt: skip
+    """The least logit that is kept, and the number of groups that may hold such logits; they are in `lists`.
 
-    Sums are in f32, so near top_p rounding may keep one token more or less than the twin does.
+    For rows without NaN, whose maximum `best` is finite.
     """
-    check_dtype(logits)
-    num_rows, vocab_size = logits.shape
-    least = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
-    if not num_rows:
-        return least
-    candidates = torch.empty(num_rows, CAPACITY, dtype=logits.dtype, device=logits.device)
-    _thresholds_kernel[(num_rows,)](
-        least, candidates, logits, rows, slots, vocab_size, logits.stride(0), rows.stride(0), TILE=TILE,
-        CAPACITY=CAPACITY, NUM_LIKELY=NUM_LIKELY, num_warps=8, maxnreg=128, enable_fp_fusion=True,
-    )  # fmt: skip
-    return least
-
-
-@triton.jit(do_not_specialize_on_alignment=["slots"])
-def _thresholds_kernel(
-    least, candidates, logits, rows, slots, vocab_size, logits_row, rows_row,
-    TILE: tl.constexpr, CAPACITY: tl.constexpr, NUM_LIKELY: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + row).to(tl.int64)
-    tl.store(least + row, float("-inf"))
-    if slot < 0:
-        return
-    mine = rows + slot * rows_row
-    temperature = as_float(tl.load(mine + TEMPERATURE))
-    top_k = tl.minimum(tl.load(mine + TOP_K), vocab_size)
-    top_p = as_float(tl.load(mine + TOP_P))
-    min_p = as_float(tl.load(mine + MIN_P))
-    if temperature == 0:
-        return
-    if (top_k == 0) & (top_p >= 1) & (min_p == 0):
-        return
-    whole = logits + row * logits_row
-    columns = tl.full([TILE], float("-inf"), tl.float32)
-    for start in tl.range(0, vocab_size, TILE, num_stages=3):
-        columns = tl.maximum(columns, _numbers(whole, start, vocab_size, TILE))
-    best = tl.max(columns, axis=0)
-    if (best == float("-inf")) | (best == float("inf")):
-        return
     lowest = best * 0 + float("-inf")
-    if (top_k > 0) | (top_p < 1):
-        lowest = _search(
-            whole, candidates + row * CAPACITY, columns, best, 1.0 / temperature, top_k, top_p, vocab_size,
-            TILE, CAPACITY, NUM_LIKELY,
-        )  # fmt: skip
     if min_p > 0:
-        lowest = tl.maximum(lowest, tl.minimum(best + temperature * tl.log(min_p), best))
-    tl.store(least + row, lowest)
-
-
-@triton.jit
-def _search(
-    whole, few, columns, best, coldness, top_k, top_p, vocab_size,
-    TILE: tl.constexpr, CAPACITY: tl.constexpr, NUM_LIKELY: tl.constexpr,
-):  # fmt: skip
-    """The threshold of top_k and then top_p."""
-    bound = _bound(columns, tl.where(top_k > 0, top_k, NUM_LIKELY), best)
-    num_near = 0
-    mass, mass_near = 0.0, 0.0
-    for start in tl.range(0, vocab_size, TILE, num_stages=3):
-        x = _numbers(whole, start, vocab_size, TILE)
-        weights = tl.exp((x - best) * coldness)
-        is_near = x >= bound
-        mass += tl.sum(weights, axis=0)
-        mass_near += tl.sum(tl.where(is_near, weights, 0.0), axis=0)
-        place = num_near + tl.cumsum(is_near.to(tl.int32), axis=0) - 1
-        tl.store(few + place, x.to(few.dtype.element_ty), mask=is_near & (place < CAPACITY))
-        num_near += tl.sum(is_near.to(tl.int32), axis=0)
-    tl.debug_barrier()  # the loads below read numbers that other threads stored
-    is_short = (top_k == 0) & (mass_near < top_p * mass)
-    if (num_near > CAPACITY) | is_short | (bound == float("-inf")):
-        nothing = best * 0 + float("-inf")
-        lowest = _among(whole, vocab_size, best, coldness, nothing, top_k, top_p, mass, TILE)
+        lowest = tl.minimum(best + temperature * tl.log(min_p), best)
+    if (top_k > 0) | (top_p < 1):
+        mass = _mass_of_groups(maxima, num_groups, float("-inf"), best, coldness, BLOCK)
+        num_wanted = tl.where(top_k > 0, top_k, NUM_LIKELY)
+        bound = best
+        num_listed, num_near = 0, 0
+        is_short = True
+        while is_short:
+            bound = _bound(_columns(maxima, num_groups, BLOCK), num_wanted, best)
+            if (top_k > 0) | (_mass_of_groups(maxima, num_groups, bound, best, coldness, BLOCK) >= top_p * mass):
+                num_listed = _list(lists, maxima, num_groups, bound, BLOCK)
+                num_near, mass_near = _gather(
+                    whole, lists, num_listed, candidates, bound, best, coldness, vocab_size, LISTED, NUM_CANDIDATES
+                )
+                is_short = (top_k == 0) & (mass_near < top_p * mass) & (bound > float("-inf"))
+            num_wanted = 4 * num_wanted
+        if num_near <= NUM_CANDIDATES:
+            at = tl.arange(0, NUM_CANDIDATES)
+            few = tl.load(candidates + at, mask=at < num_near, other=float("-inf"))
+            found = _cut_few(few, bound, best, coldness, top_k, top_p, mass)
+        else:
+            found = _cut_many(whole, lists, num_listed, bound, best, coldness, top_k, top_p, mass, vocab_size, LISTED)
+        lowest = tl.maximum(found, lowest)
     else:
-        lowest = _among(few, num_near, best, coldness, bound, top_k, top_p, mass, TILE)
-    return lowest
+        num_listed = _list(lists, maxima, num_groups, lowest, BLOCK)
+    return lowest, num_listed
 
 
 @triton.jit
-def _among(source, size, best, coldness, lowest, top_k, top_p, mass, TILE: tl.constexpr):
-    if top_k > 0:
-        lowest = _largest_with(source, size, best, coldness, lowest, top_k.to(tl.float32), False, TILE)
-        mass = _mass(source, size, lowest, best, coldness, TILE)
-    if top_p < 1:
-        lowest = _largest_with(source, size, best, coldness, lowest, top_p * mass, True, TILE)
-    return lowest
+def _columns(maxima, num_groups, BLOCK: tl.constexpr):
+    """The maxima of a row's groups. They are read again for each use, as registers are scarce."""
+    group = tl.arange(0, BLOCK)
+    return tl.load(maxima + group, mask=group < num_groups, other=float("-inf"))
+
+
+@triton.jit
+def _mass_of_groups(maxima, num_groups, bound, best, coldness, BLOCK: tl.constexpr):
+    """The mass of the groups with maxima at or above `bound`, where the likeliest token has mass 1."""
+    columns, group = _columns(maxima, num_groups, BLOCK), tl.arange(0, BLOCK)
+    amounts = tl.load(maxima + num_groups + group, mask=(group < num_groups) & (columns >= bound), other=0.0)
+    return tl.sum(exp2((columns - best) * coldness) * amounts, axis=0)
 
 
 @triton.jit
@@ -147,9 +100,70 @@ def _bound(columns, num_wanted, best):
     return as_number(low.to(tl.int32))
 
 
+# ---- groups and candidates ------------------------------------------------------------------------------------------
+
+
 @triton.jit
-def _largest_with(source, size, best, coldness, lowest, wanted, BY_MASS: tl.constexpr, TILE: tl.constexpr):
-    """The largest number such that the tokens at or above it, by count or by mass, reach `wanted`.
+def _list(lists, maxima, num_groups, bound, BLOCK: tl.constexpr):
+    """Lists the groups with maxima at or above `bound`, in ascending order, and returns their number."""
+    group = tl.arange(0, BLOCK)
+    is_listed = (group < num_groups) & (_columns(maxima, num_groups, BLOCK) >= bound)
+    tl.debug_barrier()  # other threads may still read the list before
+    place = tl.cumsum(is_listed.to(tl.int32), axis=0) - 1
+    tl.store(lists + place, group, mask=is_listed)
+    tl.debug_barrier()  # the list is read by other threads
+    return tl.sum(is_listed.to(tl.int32), axis=0)
+
+
+@triton.jit
+def listed(whole, lists, start, num_listed, vocab_size, LISTED: tl.constexpr):
+    """Logits [LISTED, 128] of the groups from place `start` of the list on, -inf past its end; their numbers."""
+    at = start + tl.arange(0, LISTED)
+    is_listed = at < num_listed
+    group = tl.load(lists + at, mask=is_listed, other=0)
+    token = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    x = tl.load(whole + token, mask=is_listed[:, None] & (token < vocab_size), other=float("-inf"))
+    return x.to(tl.float32), group, is_listed
+
+
+@triton.jit
+def _gather(
+    whole, lists, num_listed, candidates, bound, best, coldness, vocab_size,
+    LISTED: tl.constexpr, NUM_CANDIDATES: tl.constexpr,
+):  # fmt: skip
+    """Writes the first candidates of the groups listed; returns the number of all and their mass."""
+    num_near, mass_near = 0, 0.0
+    for start in range(0, num_listed, LISTED):
+        x, _, _ = listed(whole, lists, start, num_listed, vocab_size, LISTED)
+        x = tl.reshape(x, [LISTED * GROUP])
+        is_near = (x >= bound) & (x > float("-inf"))
+        mass_near += tl.sum(tl.where(is_near, exp2((x - best) * coldness), 0.0), axis=0)
+        place = num_near + tl.cumsum(is_near.to(tl.int32), axis=0) - 1
+        tl.store(candidates + place, x, mask=is_near & (place < NUM_CANDIDATES))
+        num_near += tl.sum(is_near.to(tl.int32), axis=0)
+    tl.debug_barrier()  # candidates are read by other threads
+    return num_near, mass_near
+
+
+# ---- bisection ------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _cut_few(few, bound, best, coldness, top_k, top_p, mass):
+    """The threshold of top_k and then top_p, among candidates in registers."""
+    weights = exp2((few - best) * coldness)
+    lowest = bound
+    if top_k > 0:
+        lowest = _largest_of_few(few, (few > float("-inf")).to(tl.float32), lowest, best, top_k.to(tl.float32))
+        mass = tl.sum(tl.where(few >= lowest, weights, 0.0), axis=0)
+    if top_p < 1:
+        lowest = _largest_of_few(few, weights, lowest, best, top_p * mass)
+    return lowest
+
+
+@triton.jit
+def _largest_of_few(few, weights, lowest, best, wanted):
+    """The largest number such that the weights of the candidates at or above it reach `wanted`.
 
     The caller guarantees that those at or above `lowest` do.
     """
@@ -157,15 +171,54 @@ def _largest_with(source, size, best, coldness, lowest, wanted, BY_MASS: tl.cons
     while low + 1 < high:
         middle = low + (high - low) // 2
         pivot = as_number(middle.to(tl.int32))
+        is_above = few >= pivot
+        if tl.sum(tl.where(is_above, weights, 0.0), axis=0) >= wanted:
+            above = tl.min(tl.where(is_above, few, float("inf")), axis=0)  # the nearest number; the pivot is above
+            low = tl.maximum(middle, ordered(above).to(tl.int64))
+        else:
+            below = tl.max(tl.where(is_above, float("-inf"), few), axis=0)
+            high = tl.minimum(middle, ordered(tl.maximum(below, lowest)).to(tl.int64) + 1)
+    return as_number(low.to(tl.int32))
+
+
+@triton.jit
+def _cut_many(
+    whole, lists, num_listed, bound, best, coldness, top_k, top_p, mass, vocab_size, LISTED: tl.constexpr
+):  # fmt: skip
+    """As `_cut_few`, reading the groups listed at each step."""
+    lowest = bound
+    if top_k > 0:
+        lowest = _largest_of_many(
+            whole, lists, num_listed, lowest, best, coldness, top_k.to(tl.float32), vocab_size, False, LISTED
+        )
+        mass = 0.0
+        for start in range(0, num_listed, LISTED):
+            x, _, _ = listed(whole, lists, start, num_listed, vocab_size, LISTED)
+            mass += tl.sum(tl.sum(tl.where(x >= lowest, exp2((x - best) * coldness), 0.0), axis=1), axis=0)
+    if top_p < 1:
+        lowest = _largest_of_many(
+            whole, lists, num_listed, lowest, best, coldness, top_p * mass, vocab_size, True, LISTED
+        )
+    return lowest
+
+
+@triton.jit
+def _largest_of_many(
+    whole, lists, num_listed, lowest, best, coldness, wanted, vocab_size, BY_MASS: tl.constexpr, LISTED: tl.constexpr
+):
+    """As `_largest_of_few`, by mass or by count."""
+    low, high = ordered(lowest).to(tl.int64), ordered(best).to(tl.int64) + 1
+    while low + 1 < high:
+        middle = low + (high - low) // 2
+        pivot = as_number(middle.to(tl.int32))
         amount = 0.0
-        above, below = best, lowest  # the nearest numbers on both sides of the pivot; the pivot itself counts as above
-        for start in range(0, size, TILE):
-            x = _numbers(source, start, size, TILE)
+        above, below = best, lowest
+        for start in range(0, num_listed, LISTED):
+            x, _, _ = listed(whole, lists, start, num_listed, vocab_size, LISTED)
+            x = tl.reshape(x, [LISTED * GROUP])
             is_above = x >= pivot
-            if BY_MASS:
-                amount += tl.sum(tl.where(is_above, tl.exp((x - best) * coldness), 0.0), axis=0)
-            else:
-                amount += tl.sum(is_above.to(tl.float32), axis=0)
+            weights = exp2((x - best) * coldness) if BY_MASS else 1.0
+            amount += tl.sum(tl.where(is_above, weights, 0.0), axis=0)
             above = tl.minimum(above, tl.min(tl.where(is_above, x, float("inf")), axis=0))
             below = tl.maximum(below, tl.max(tl.where(is_above, float("-inf"), x), axis=0))
         if amount >= wanted:
@@ -173,21 +226,3 @@ def _largest_with(source, size, best, coldness, lowest, wanted, BY_MASS: tl.cons
         else:
             high = tl.minimum(middle, ordered(below).to(tl.int64) + 1)
     return as_number(low.to(tl.int32))
-
-
-@triton.jit
-def _mass(source, size, lowest, best, coldness, TILE: tl.constexpr):
-    """The mass of the numbers at or above `lowest`, where the likeliest token has mass 1."""
-    amount = 0.0
-    for start in range(0, size, TILE):
-        x = _numbers(source, start, size, TILE)
-        amount += tl.sum(tl.where(x >= lowest, tl.exp((x - best) * coldness), 0.0), axis=0)
-    return amount
-
-
-@triton.jit
-def _numbers(source, start, size, TILE: tl.constexpr):
-    """A tile of a row, in f32; -inf past the end, and for NaN, whose row is broken and its threshold unused."""
-    at = start + tl.arange(0, TILE)
-    x = tl.load(source + at, mask=at < size, other=float("-inf")).to(tl.float32)
-    return tl.where(x == x, x, float("-inf"))

@@ -26,7 +26,7 @@ from millrace.kernels.triton import layers as triton_layers
 from millrace.kernels.triton import logit_edits as triton_edits
 from millrace.kernels.triton import sampling as triton_sampling
 from millrace.kernels.triton import step_state as triton_step
-from millrace.kernels.triton import thresholds as triton_thresholds
+from millrace.kernels.triton import token_scores as triton_scores
 from tests.bench.gpu.trials.steps import step_trials
 from tests.kernels.sampling_cases import noise, table
 
@@ -111,15 +111,15 @@ ASKED = table({"temperature": 1.0, "top_p": 0.5}, {"temperature": 1.0}, {}, {"pr
 SLOTS = torch.arange(4)
 
 
-def test_choosing_and_thresholds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choosing(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = noise(4, 8193).half()
-    want = roofline_sampling.choose(4, 2, 8193, 2)
+    want = roofline_sampling.choose(4, 8193, 2)
     assert_counts(monkeypatch, lambda: triton_sampling.choose(logits, ASKED, SLOTS, SLOTS), want, slack=0.01)
+    want = roofline_sampling.choose_truncated(4, 8193, 2)
     with watched(monkeypatch) as traffic:
-        triton_thresholds.thresholds(logits, ASKED, SLOTS)
-    candidates = 2 * 2 * triton_thresholds.CAPACITY  # written and read again, at most
-    want = roofline_sampling.thresholds(4, 1, 8193, 2)
-    assert 0.98 * want.num_bytes <= traffic.num_bytes <= want.num_bytes + candidates
+        triton_sampling.choose_truncated(logits, ASKED, SLOTS, SLOTS)
+    listed = 2 * 4 * (triton_sampling.NUM_CANDIDATES + 65)  # candidates and groups, written and read again, at most
+    assert 0.98 * want.num_bytes <= traffic.num_bytes <= want.num_bytes + listed
 
 
 def test_edits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +139,7 @@ def test_forced_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = noise(4, 8193).half()
     want = roofline_sampling.score(3, 8193, 2, 5)
-    launch = lambda: triton_sampling.score(logits, SLOTS[1:], SLOTS, 5)  # noqa: E731
+    launch = lambda: triton_scores.score(logits, SLOTS[1:], SLOTS, 5)  # noqa: E731
     assert_counts(monkeypatch, launch, want, slack=0.01)
 
 

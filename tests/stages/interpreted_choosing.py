@@ -50,6 +50,7 @@ def test_half_precision_logits_do(params: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+@pytest.mark.filterwarnings("ignore:All-NaN")
 def test_greedy_rows_get_the_tokens_and_logprobs_of_the_other_sampler_in_all_cases(mode: Any) -> None:
     vocab, num_slots, rng = 300, 6, np.random.default_rng(0)
     ours, theirs = (

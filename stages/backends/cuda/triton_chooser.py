@@ -48,8 +48,7 @@ class TritonTokenChooser(TokenChooser):
     """As `TokenChooser`, by kernels.
 
     top_k, top_p and min_p keep the same tokens, including all ties. Differences: the random noise is another, so a seed
-    gives other tokens; the sums for top_p are in f32; below a temperature of about 1e-5 equal logits go to the lowest
-    id, as the noise is lost to rounding; and a token counts at most 32,767 times for penalties.
+    gives other tokens; the sums for top_p are in f32; and a token counts at most 32,767 times for penalties.
 
     Tables on the device, indexed by slot, are filled when a sequence starts. Token counts are updated with each choice.
     Rare features (allowed tokens, bad words, a user's logits processor) are done by torch, between the kernels.
@@ -114,8 +113,10 @@ class TritonTokenChooser(TokenChooser):
             edited = self._edited(rows, slots, positions, logits, allowed)
         least = None
         if np.count_nonzero(self.table.is_truncated[rows.slots] & (rows.needs & RANDOM != 0)):
-            least = self._kernels.thresholds(edited, self._rows, slots)
-        found = self._kernels.choose(edited, self._rows, slots, positions, least).cpu().numpy()
+            chosen, least = self._kernels.choose_truncated(edited, self._rows, slots, positions)
+        else:
+            chosen = self._kernels.choose(edited, self._rows, slots, positions)
+        found = chosen.cpu().numpy()
         scored = None
         if rows.any_needs & LOGPROBS:
             scored = (logits,) if self.logprobs_mode == "raw_logprobs" else (edited, self._rows, slots, least)
@@ -139,8 +140,8 @@ class TritonTokenChooser(TokenChooser):
         tables = (self._counts, self._biased_ids, self._bias, self._end_ids)
         kernels.edit(logits, self._rows, slots, slots, *tables, masks, slots)
         for each in (logits, kernels.edit(logits, self._rows, slots, slots, *tables)):
-            least = kernels.thresholds(each, self._rows, slots)
-            chosen = [kernels.choose(each, self._rows, slots, slots, bound) for bound in (None, least)][0]
+            kernels.choose(each, self._rows, slots, slots)
+            chosen, least = kernels.choose_truncated(each, self._rows, slots, slots)
         raw = () if self.logprobs_mode == "raw_logprobs" else (self._rows, slots, least)
         kernels.score(logits, slots, chosen.clamp(min=0), min(1, table.vocab_size), *raw)
 
@@ -179,8 +180,9 @@ class TritonTokenChooser(TokenChooser):
             masks = self._masks(len(sampled_slots)) if kind == GUIDED else ()
             logits = self._kernels.edit(logits, self._rows, sampled_slots, positions, *tables, *masks)
         if kind != PLAIN:
-            least = self._kernels.thresholds(logits, rows, sampled_slots)
-        chosen = self._kernels.choose(logits, rows, sampled_slots, positions, least)
+            chosen, least = self._kernels.choose_truncated(logits, rows, sampled_slots, positions)
+        else:
+            chosen = self._kernels.choose(logits, rows, sampled_slots, positions)
         if kind == GUIDED:
             self._kernels.force(chosen, self.guides.forced(self.guide)[: len(chosen)])
         if kind >= EDITED:

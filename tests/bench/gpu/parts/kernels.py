@@ -93,7 +93,7 @@ def _trials(place: Place, kernels: KernelSet, shape: dict[str, Any]) -> Iterator
 def _is_for(kernel: str, asked: dict[str, Any]) -> bool:
     """Whether what is asked for is what this kernel is launched for."""
     is_cut, is_penalised = "top_k" in asked, "repetition" in asked
-    if kernel in ("choose cut", "thresholds"):
+    if kernel == "choose_truncated":
         return is_cut
     if kernel in ("edit", "count_tokens"):
         return is_penalised

@@ -1,4 +1,4 @@
-"""Trials of the kernels that choose tokens. What is drawn must be the likeliest with its noise, in float64."""
+"""Trials of the kernels that choose tokens. What is drawn must be the likeliest with noise, in float64."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from millrace.kernels.checks import roofline_sampling
 from millrace.kernels.kernel_set import SamplingKernels
 from millrace.kernels.layout import sampling_rows
 from millrace.kernels.reference import sampling as reference_sampling
+from millrace.kernels.reference.sampling import GROUP
 from tests.bench.gpu.trials.trial import Tensors, Trial, far, unlike
 
 NOISE_ROUNDING = 1e-4  # of 1 + |score|: two logarithms in f32, near 1 where they lose digits
@@ -45,8 +46,6 @@ def sampling_trials(
     slots, positions = (torch.arange(num_rows, device=device) + first for first in (0, 9))
     least = _twin(reference_sampling.thresholds, logits, rows, slots)
     kinds = [asked[row % len(asked)] for row in range(num_rows)]
-    num_random = sum("temperature" in kind for kind in kinds)
-    num_cut = sum(bool({"top_k", "top_p", "min_p"} & kind.keys()) for kind in kinds)
     num_penalised = sum("repetition" in kind for kind in kinds)
     size, name = dtype.itemsize, f"of {num_rows} x {vocab_size}"
     counts = torch.randint(0, 3, (num_rows, vocab_size), generator=draw, device=device).short()
@@ -57,18 +56,21 @@ def sampling_trials(
     chosen = torch.randint(0, vocab_size, (num_rows,), generator=draw, device=device)
 
     def chosen_well(token_ids: Tensor, threshold: Tensor | None) -> Iterator[str]:
-        scores = _scores(logits, rows, slots, positions, threshold)
-        best = scores.max(1).values
-        taken = scores.gather(1, token_ids.cpu().clamp(0, vocab_size - 1)[:, None])[:, 0]
-        is_wrong = (token_ids.cpu() < 0) | ~(taken >= best - NOISE_ROUNDING * (1 + best.abs()))
+        is_wrong = token_ids.cpu() < 0
+        taken = token_ids.cpu().clamp(0, vocab_size - 1)[:, None]
+        masses, scores = _scores(logits, rows, slots, positions, threshold, taken // GROUP)
+        for score, place in ((masses, taken // GROUP), (scores, taken % GROUP)):
+            best = score.max(1).values
+            is_wrong |= ~(score.gather(1, place)[:, 0] >= best - NOISE_ROUNDING * (1 + best.abs()))
         if bool(is_wrong.any()):
             yield f"rows {is_wrong.nonzero()[:, 0].tolist()[:8]} did not get their likeliest token"
 
-    def cut_well(found: Tensor) -> Iterator[str]:
-        mass = _mass_between(logits, rows, slots, found.cpu(), least.cpu())
+    def cut_well(got: Tensors) -> Iterator[str]:
+        mass = _mass_between(logits, rows, slots, got["least"].cpu(), least.cpu())
         is_wrong = ~(mass <= MASS_ROUNDING)
         if bool(is_wrong.any()):
             yield f"rows {is_wrong.nonzero()[:, 0].tolist()[:8]} keep other tokens than a sort does"
+        yield from chosen_well(got["ids"], got["least"])
 
     def counted(got: Tensors) -> Iterator[str]:
         want = before.cpu().clone()
@@ -93,19 +95,13 @@ def sampling_trials(
             f"choose {name}",
             lambda: {"ids": kernels.choose(logits, rows, slots, positions)},
             lambda got: chosen_well(got["ids"], None),
-            roofline_sampling.choose(num_rows, num_random, vocab_size, size),
+            roofline_sampling.choose(num_rows, vocab_size, size),
         ),
         Trial(
-            f"choose cut {name}",
-            lambda: {"ids": kernels.choose(logits, rows, slots, positions, least)},
-            lambda got: chosen_well(got["ids"], least),
-            roofline_sampling.choose(num_rows, num_random, vocab_size, size, num_cut),
-        ),
-        Trial(
-            f"thresholds {name}",
-            lambda: {"least": kernels.thresholds(logits, rows, slots)},
-            lambda got: cut_well(got["least"]),
-            roofline_sampling.thresholds(num_rows, num_cut, vocab_size, size),
+            f"choose_truncated {name}",
+            lambda: dict(zip(("ids", "least"), kernels.choose_truncated(logits, rows, slots, positions), strict=True)),
+            cut_well,
+            roofline_sampling.choose_truncated(num_rows, vocab_size, size),
         ),
         Trial(
             f"edit {name}",
@@ -133,16 +129,25 @@ def _twin(kernel: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     return kernel(*(one.cpu() for one in inputs)).to(inputs[0].device)
 
 
-def _scores(logits: Tensor, rows: Tensor, slots: Tensor, positions: Tensor, least: Tensor | None) -> Tensor:
-    """[L, V] f64 on the host: what each token is ranked by."""
-    wide, asked = logits.double().cpu(), rows.cpu()[slots.cpu()]
-    temperature = asked.view(torch.float32)[:, sampling_rows.TEMPERATURE].double()
-    is_random = temperature > 0
+def _scores(
+    logits: Tensor, rows: Tensor, slots: Tensor, positions: Tensor, least: Tensor | None, group: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What groups [L, G], and the tokens of one group [L, 1] of each row [L, 128], are ranked by: f64, on the host."""
+    wide, rows, slots, positions = logits.double().cpu(), rows.cpu(), slots.cpu(), positions.cpu()
+    temperature = rows[slots].view(torch.float32)[:, sampling_rows.TEMPERATURE].double()
+    is_random = (temperature > 0)[:, None]
     if least is not None:
-        wide = wide.masked_fill(is_random[:, None] & (wide < least.double().cpu()[:, None]), -torch.inf)
-    noise = reference_sampling.gumbel(rows.cpu(), slots.cpu(), positions.cpu(), logits.shape[1]).double()
-    drawn = wide / torch.where(is_random, temperature, 1.0)[:, None] + noise
-    return torch.where(is_random[:, None], drawn, wide)
+        wide = wide.masked_fill(is_random & (wide < least.double().cpu()[:, None]), -torch.inf)
+    wide = wide / torch.where(temperature > 0, temperature, 1.0)[:, None]
+    groups = torch.nn.functional.pad(wide, (0, -wide.shape[1] % GROUP), value=-torch.inf).view(len(wide), -1, GROUP)
+    masses = torch.where(is_random, groups.logsumexp(2), groups.amax(2))
+    tokens = groups[torch.arange(len(wide)), group[:, 0]]
+
+    def noise(index: Tensor, level: int) -> Tensor:
+        return reference_sampling.gumbel(rows, slots, positions, index, level).double() * is_random
+
+    masses += noise(torch.arange(groups.shape[1]).expand(len(wide), -1), reference_sampling.GROUP_NOISE)
+    return masses, tokens + noise(group * GROUP + torch.arange(GROUP), reference_sampling.TOKEN_NOISE)
 
 
 def _mass_between(logits: Tensor, rows: Tensor, slots: Tensor, one: Tensor, other: Tensor) -> Tensor:

@@ -34,8 +34,8 @@ import torch
 import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.runtime.jit import JITFunction
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from ..layout.attention_tilings import REGISTERS
 from ..triton import attention as triton_attention
@@ -120,8 +120,11 @@ def recorded_launches(launch: Callable[[], object], arch: int) -> list[Launch]:
     if triton_launch.IS_INTERPRETED:
         raise RuntimeError("TRITON_INTERPRET is set, so the kernels are not compiled; unset it for the compile check")
     launches = []
+    backend = make_backend(GPUTarget("cuda", arch, 32))
 
     def record(kernel: JITFunction[Any], *args: object, grid: tuple[int, ...], warmup: bool, **kwargs: object) -> None:
+        # NOTE: binds as a real launch does: that fails for some names of arguments, such as `params`
+        create_function_from_signature(kernel.signature, kernel.params, backend)(*args, **kwargs)
         arguments = dict(zip(kernel.arg_names, args, strict=False))
         arguments |= {name: value for name, value in kwargs.items() if name in kernel.arg_names}
         options = {name: value for name, value in kwargs.items() if name not in kernel.arg_names}

@@ -136,3 +136,15 @@ def test_splits_store_then_meet_then_count_and_join_from_the_shared_cache() -> N
     joined = ptx.index("ld.global.cg", count)
     assert re.search(r"bar(rier)?\.(cta\.)?sync", ptx[count:joined])
     assert "ld.global.cg" not in ptx[:count]
+
+
+@triton.jit
+def _misnamed_kernel(out, params, IS_EARLY: tl.constexpr):
+    tl.store(out, tl.load(params))
+
+
+def test_a_launch_that_triton_cannot_bind_is_found_without_a_gpu() -> None:
+    """Triton has variables of its own where it binds arguments, which hide those of the same name."""
+    out, found = (torch.empty(16, device="meta") for _ in range(2))
+    with pytest.raises(TypeError, match="failed to specialize|dict"):
+        recorded_launches(lambda: _misnamed_kernel[(1,)](out, found, IS_EARLY=False), 90)

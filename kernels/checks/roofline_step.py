@@ -20,7 +20,7 @@ def make_inputs(num_rows: int, num_tokens: int, num_blocks: int) -> LaunchCost:
     A row of the diff has four numbers; a row of the inputs has a start, a length, a slot and an index of its logits; a
     token has an id and three indices.
     """
-    header, rows = 4, 4 * num_rows + 1 + num_rows
+    header, rows = 5, 4 * num_rows + 1 + num_rows
     inputs = num_rows + 1 + 2 * num_rows
     read_and_written = header + rows + inputs + 2 * num_blocks + num_tokens
     return LaunchCost(NUMBER * read_and_written + INDEX * (num_rows + 3 * num_tokens), 0)

@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from millrace.kernels import kernel_set
 from millrace.kernels.layout import work_lists
-from millrace.kernels.layout.work_lists import AttentionShape, Tiling
+from millrace.kernels.layout.work_lists import AttentionShape, Division, Tiling
 from millrace.kernels.triton import attention_plan as triton_plan
 from millrace.kernels.triton.launch import capability
 from tests.bench.gpu.floors import GPU_SHAPES
@@ -40,10 +40,10 @@ class Choice:
     """How a kernel is launched."""
 
     tiling: Tiling
-    min_tiles: int = work_lists.MIN_TILES
+    min_tiles: int | None = None  # of a program's stretch; None: as `divide` chooses
 
     def __str__(self) -> str:
-        return f"{tuple(self.tiling)}" + f" from {self.min_tiles} tiles" * (self.min_tiles != work_lists.MIN_TILES)
+        return f"{tuple(self.tiling)}" + f" from {self.min_tiles} tiles" * (self.min_tiles is not None)
 
 
 # Today's come first, then those whose loops wait for each load, as all did before they ran ahead: 2 stages.
@@ -152,7 +152,7 @@ def cases_of(place: Place | None) -> list[Case]:
         ]
     else:
         small, large = (Widths.of(GPU_SHAPES[name]) for name in ("qwen3-0.6b", "llama-3.1-8b"))
-        few = (1, 2, 8)
+        few = (1, 2, 4)
         cases = [
             Case("qwen3-0.6b decode 256 x 1024", small, "decode", ((1, 1024),) * 256),
             Case("qwen3-0.6b extend 1 x 8192", small, "extend", ((8192, 8192),)),
@@ -205,7 +205,14 @@ def compile_choice(case: Case, choice: Choice) -> None:
 @contextmanager
 def chosen(kind: str, choice: Choice) -> Iterator[None]:
     """Lists are made, and launched, by this."""
-    patches: dict[str, Any] = {f"{kind}_tiling": lambda *_: choice.tiling, "MIN_TILES": choice.min_tiles}
+    divide = triton_plan.divide
+
+    def divided(its_kind: Any, *sizes: Any) -> Division:
+        division = divide(its_kind, *sizes)
+        is_changed = its_kind == kind and choice.min_tiles is not None
+        return replace(division, min_tiles=choice.min_tiles) if is_changed else division
+
+    patches: dict[str, Any] = {f"{kind}_tiling": lambda *_: choice.tiling, "divide": divided}
     before = {name: getattr(triton_plan, name) for name in patches}
     for name, value in patches.items():
         setattr(triton_plan, name, value)

@@ -251,5 +251,7 @@ def _weighted(x, weights, is_weight, narrow: tl.constexpr, IS_ROUNDED: tl.conste
 def _store(place, x, scale, is_element, IS_FP8: tl.constexpr):
     if IS_FP8:
         x = x.to(tl.float32) / scale
-        x = tl.minimum(tl.maximum(x, -LARGEST_FP8), LARGEST_FP8)  # beyond it e4m3 has only NaN
+        # Beyond it e4m3 has only NaN, which must stay: a broken model shall end with an error, not answer.
+        x = tl.maximum(x, -LARGEST_FP8, propagate_nan=tl.PropagateNan.ALL)
+        x = tl.minimum(x, LARGEST_FP8, propagate_nan=tl.PropagateNan.ALL)
     tl.store(place, x.to(place.dtype.element_ty), mask=is_element)

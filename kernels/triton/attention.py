@@ -28,7 +28,7 @@ import triton.language as tl
 
 from ..layout.work_lists import AttentionPlan, AttentionShape, WorkItem, WorkList, next_power_of_2, weights_size
 from .attention_plan import plan_attention
-from .launch import capability, check_dtype
+from .launch import capability, check_dtype, early_launch, start_early
 
 LOG2_E = 1.4426950408889634
 BASE_2 = tl.constexpr(LOG2_E)
@@ -155,7 +155,7 @@ def attend(
         IS_NARROW=k_cache.dtype == torch.float8_e4m3fn and q.dtype != torch.float32,
         BLOCK_R=block_r, BLOCK_P=max(1, merged // (block_r * block_d)),
         PRECISION=_precision(q.dtype), STAGES=tiling.num_stages, num_warps=tiling.num_warps,
-        maxnreg=tiling.max_registers, enable_fp_fusion=True,
+        maxnreg=tiling.max_registers, enable_fp_fusion=True, **early_launch(q.device),
     )  # fmt: skip
 
 
@@ -174,8 +174,10 @@ def _attention_kernel(
     HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_K_SCALE: tl.constexpr, HAS_V_SCALE: tl.constexpr, IS_NARROW: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """Does the items of one program: up to TOKENS new tokens of a sequence, all heads of a group, a range of tiles."""
+    start_early(IS_EARLY)
     row = tl.arange(0, BLOCK_M)
     new = row // GROUP  # [M] which new token
     d = tl.arange(0, BLOCK_D)

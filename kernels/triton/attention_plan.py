@@ -30,7 +30,7 @@ from ..layout.work_lists import (
     partials_size,
     table_sizes,
 )
-from .launch import capability, num_multiprocessors
+from .launch import capability, early_launch, num_multiprocessors, start_early
 
 BLOCK = 512  # tasks processed at a time
 
@@ -108,6 +108,7 @@ def _make_list(
             IS_EXTEND=division.kind == "extend", IS_MIXED=query_starts is not None, HAS_WINDOW=window is not None,
             FIXED_PIECES=division.max_pieces if division.is_fixed else 0, MIN_TILES=division.min_tiles,
             ITEM=len(WorkItem), BLOCK=BLOCK, num_warps=4, enable_fp_fusion=True,
+            **early_launch(lengths.device),
         )  # fmt: skip
     return WorkList(
         division,
@@ -128,13 +129,14 @@ def _list_kernel(
     num_sequences, num_tokens, window, num_tasks, num_programs,
     NUM_GROUPS: tl.constexpr, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, IS_EXTEND: tl.constexpr,
     IS_MIXED: tl.constexpr, HAS_WINDOW: tl.constexpr, FIXED_PIECES: tl.constexpr, MIN_TILES: tl.constexpr,
-    ITEM: tl.constexpr, BLOCK: tl.constexpr,
+    ITEM: tl.constexpr, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """Sums the costs of all tasks, then writes their items, BLOCK tasks at a time. One program.
 
     NOTE: the counters of arrivals are set to zero here, once a step, and only count up then. If the kernels that count
     set them back, a step that died halfway would leave them wrong for ever.
     """
+    start_early(IS_EARLY)
     task = tl.arange(0, BLOCK)
     total = 0
     for first in range(0, num_tasks, BLOCK):

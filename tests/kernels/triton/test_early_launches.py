@@ -35,6 +35,7 @@ CASES = [
     *compile_cases.layer_cases(BF16)[::2],
     *compile_cases.prologue_cases(80, 128, BF16)[1:2],
     *compile_cases.step_cases(),
+    *compile_cases.attention_cases(128, BF16)[:2],
     *PRODUCTS,
 ]
 

@@ -140,7 +140,7 @@ def test_a_launch_is_recorded_with_all_its_arguments() -> None:
     assert [launch.kernel.__name__ for launch in launches] == ["_list_kernel", "_attention_kernel"]
     for launch in launches:
         assert set(launch.arguments) == set(launch.kernel.arg_names)
-    plain = {"num_warps": 4, "enable_fp_fusion": True}
+    plain = {"num_warps": 4, "enable_fp_fusion": True, "launch_pdl": True}
     assert [launch.options for launch in launches] == [plain, plain | {"maxnreg": 168}]
 
 

@@ -150,7 +150,7 @@ class CaptureReport:
         """The fields of the log event."""
         return {
             "decode_rows": [batch.num_rows for batch in reversed(self.batches) if batch.is_decode],
-            "mixed_tokens": [batch.num_tokens for batch in reversed(self.batches) if not batch.is_decode],
+            "mixed_tokens": sorted({batch.num_tokens for batch in self.batches if not batch.is_decode}),
             "seconds": round(self.seconds, 3),
             "bytes": self.num_bytes,
         }

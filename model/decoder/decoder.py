@@ -74,12 +74,14 @@ class Decoder:
         self._embedding_scale = float(torch.tensor(spec.embedding.scale, dtype=self.dtype))
 
     @torch.inference_mode()
-    def forward(self, inputs: StepInputs[Tensor], cache: KVCache) -> Tensor:
+    def forward(self, inputs: StepInputs[Tensor], cache: KVCache, out: Tensor | None = None) -> Tensor:
         """Runs one step: writes the new tokens' keys and values into the cache.
 
-        Returns the logits of `inputs.logits_rows`, [L, V], float32 on a CPU and the model's dtype elsewhere.
+        Returns the logits of `inputs.logits_rows`, [L, V], float32 on a CPU and the model's dtype elsewhere; in the
+        first L rows of `out`, if given.
         """
-        return self.logits(self.hidden(inputs, cache).index_select(0, inputs.logits_rows))
+        hidden = self.hidden(inputs, cache).index_select(0, inputs.logits_rows)
+        return self.logits(hidden, None if out is None else out[: len(hidden)])
 
     @torch.inference_mode()
     def hidden(self, inputs: StepInputs[Tensor], cache: KVCache) -> Tensor:
@@ -94,15 +96,22 @@ class Decoder:
         return residual
 
     @torch.inference_mode()
-    def logits(self, hidden: Tensor) -> Tensor:
-        """The head's part of a step: logits [L, V] of `hidden` [L, hidden], rows of what `hidden` returns."""
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """The head's part of a step: logits [L, V] of `hidden` [L, hidden], rows of what `hidden` returns.
+
+        Written to `out` [L, V], if given.
+        """
         head = self.spec.head
+        if out is not None and head.scale == 1.0 and head.soft_cap is None:
+            self.weights.head.write(self.normed(hidden), out)
+            return out
         logits = self.weights.head.unrounded(self.normed(hidden))
         if head.scale != 1.0:
             logits = logits * head.scale
         if head.soft_cap is not None:
             logits = (torch.tanh(logits.float() / head.soft_cap) * head.soft_cap).to(logits.dtype)
-        return logits.float() if self.device.type == "cpu" else logits
+        logits = logits.float() if self.device.type == "cpu" else logits
+        return logits if out is None else out.copy_(logits)
 
     @torch.inference_mode()
     def normed(self, hidden: Tensor) -> Tensor:

@@ -28,6 +28,15 @@ class Linear:
         """The product in the dtype of the sum if the form has it: float32 or x's dtype."""
         return self(x)
 
+    def write(self, x: Tensor, out: Tensor) -> None:
+        """Writes the product to `out` [T, N], of x's dtype or wider; without a copy where the form can."""
+        if type(self) is not Linear or out.dtype != x.dtype:
+            out.copy_(self.unrounded(x))
+        elif self._bias is None:
+            torch.mm(x, self._columns, out=out)
+        else:
+            torch.addmm(self._bias, x, self._columns, out=out)
+
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """`residual` + the product, rounded once. May overwrite `residual`, so use the result instead."""
         if self._bias is not None:

@@ -27,6 +27,7 @@ MIXED_TOKENS = (
     *(64, 128, 256, 512, 768, 1024),
     *range(1152, 2049, 128),  # dense, as padding is costly here; 2,048 is the default token budget
 )
+FEW_ROWS = 16  # of mixed sizes for one prompt or some: the head, its logits and their sampling are of so few rows
 
 
 log = get_logger("millrace.stages")
@@ -48,13 +49,14 @@ def batches_of(
 ) -> tuple[list[GraphBatch], list[GraphBatch]]:
     """(decode, mixed) sizes to capture, smallest first, for at most this many rows and tokens.
 
-    With `num_verified`, the most tokens of a step with drafts, there are mixed sizes for such steps. They have room for
-    as many rows, and rows of logits, as they have tokens.
+    Each mixed size is there twice, with room for all rows and for FEW_ROWS. With `num_verified`, the most tokens of a
+    step with drafts, there are mixed sizes for such steps. They have room for as many rows, and rows of logits, as they
+    have tokens.
     """
     rows = {min(count, max_num_seqs) for count in DECODE_ROWS}
     tokens = [count for count in MIXED_TOKENS if count <= max_num_tokens]
     decode = [GraphBatch(count, count, True) for count in sorted(rows)]
-    mixed = [GraphBatch(max_num_seqs, count, False) for count in tokens]
+    mixed = [GraphBatch(most, count, False) for count in tokens for most in (min(FEW_ROWS, max_num_seqs), max_num_seqs)]
     verify = [
         GraphBatch(count, count, False) for count in VERIFY_TOKENS[: bisect_left(VERIFY_TOKENS, num_verified) + 1]
     ]
@@ -74,9 +76,9 @@ def _num_bytes(captured: CapturedGraphs) -> int:
 class CudaGraphs:
     """The graphs of one device. Until `capture`, and with `is_eager`, every step runs eagerly.
 
-    Decode steps are padded to a number of rows; others to a number of tokens, with room for all rows. Each of `kinds`
-    of sampling has a graph. Other kinds are launched after the forward pass. Steps that no size holds are launched
-    entirely.
+    Decode steps are padded to a number of rows; others to a number of tokens, with room for few rows or for all. Each
+    of `kinds` of sampling has a graph. Other kinds are launched after the forward pass. Steps that no size holds are
+    launched entirely.
     """
 
     def __init__(

@@ -7,7 +7,7 @@ kernels' reference twins, and is tested there.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -19,7 +19,6 @@ from ....kernels.layout.step_state import SlotState, StepBuffers
 from ....model.decoder.kv_cache import KVCache
 from ....model.decoder.step_inputs import StepInputs
 from ....model.decoder.upload import upload
-from ...execute.model_runner import DecoderProtocol
 from ...messages import Indices, Ints
 from ...outputs import GraphBatch
 from ...sample.draft_acceptance import last_of_each
@@ -38,6 +37,12 @@ arbitrary.
 """
 
 
+class WritesLogits(Protocol):
+    """What is needed of a decoder; see `Decoder.forward`."""
+
+    def forward(self, inputs: StepInputs[Tensor], cache: KVCache, out: Tensor | None) -> Tensor: ...
+
+
 class TorchDeviceWork:
     """The launches of one model: the `DeviceWork` of a `StepSubmitter`. `step_memory` allocates the memory.
 
@@ -47,7 +52,7 @@ class TorchDeviceWork:
 
     def __init__(
         self,
-        decoder: DecoderProtocol,
+        decoder: WritesLogits,
         cache: KVCache,
         memory: StepMemory,
         choose: Choose,
@@ -93,19 +98,19 @@ class TorchDeviceWork:
             logits_rows=buffers.logits_rows,
             num_decode=batch.num_rows if batch.is_decode else 0,  # a graph serves any mix of lengths
         )
-        self._keep(self._decoder.forward(inputs, self._cache))
+        logits = self._decoder.forward(inputs, self._cache, self._logits)
+        if self._logits is None:
+            self._logits = self._first_logits(logits)
 
     @torch.inference_mode()
-    def _keep(self, logits: Tensor) -> None:
-        """Copies logits [L, V] to a fixed address.
+    def _first_logits(self, logits: Tensor) -> Tensor:
+        """Memory for the logits of any step, at an address that stays; the first step's are copied into it.
 
-        A step's forward pass may be a graph and its sampling a launch. Costs a read and a write of the logits (156 MB
-        for 256 rows of 151,936 in half precision), and memory for one step's logits. Without the copy, each size of
-        graph would have to keep its own.
+        A step's forward pass may be a graph and its sampling a launch, so all sizes of graphs write to one place.
         """
-        if self._logits is None:
-            self._logits = logits.new_empty(len(self._buffers.logits_rows), logits.shape[1])
-        self._logits[: len(logits)].copy_(logits)
+        kept = logits.new_empty(len(self._buffers.logits_rows), logits.shape[1])
+        kept[: len(logits)] = logits
+        return kept
 
     @torch.inference_mode()
     def sample(self, batch: GraphBatch, kind: int) -> None:

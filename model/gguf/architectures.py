@@ -114,11 +114,22 @@ def rope_of(keys: Keys, base: float = 10_000.0) -> Config:
     if scaling == "linear" and factor not in (None, 0.0, 1.0):
         return rope | {"rope_type": "linear", "factor": float(factor)}
     if scaling == "yarn":
-        original = keys.need("rope.scaling.original_context_length")
-        return rope | {"rope_type": "yarn", "factor": float(factor), "original_max_position_embeddings": original}
+        return rope | _yarn(keys)
     if scaling not in (None, "none", "linear", "longrope"):
         raise ValueError(f"{keys.name}.rope.scaling.type = {scaling!r}: none, linear, yarn and longrope are read")
     return rope
+
+
+def _yarn(keys: Keys) -> Config:
+    """YaRN's stretch, with those of its other numbers that the file has."""
+    scaling: Config = {
+        "rope_type": "yarn",
+        "factor": keys.number("rope.scaling.factor"),
+        "original_max_position_embeddings": keys.need("rope.scaling.original_context_length"),
+    }
+    names = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow", "yarn_attn_factor": "attention_factor"}
+    found = {name: keys.get(f"rope.scaling.{key}") for key, name in names.items()}
+    return scaling | {name: float(f"{value:.7g}") for name, value in found.items() if value is not None}
 
 
 def _divided(keys: Keys, factors: Factors, theta: float) -> Config:
@@ -158,12 +169,11 @@ def _llama(keys: Keys) -> Config:
 
 def _mistral3(keys: Keys) -> Config:
     rope = rope_of(keys)
-    scale = keys.get("attention.temperature_scale")
     if rope["rope_type"] != "yarn":
         return {"rope_parameters": rope}
-    multiplier = keys.get("rope.scaling.yarn_log_multiplier", 0.0)
-    rope |= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": float(multiplier) / 0.1}
-    rope["llama_4_scaling_beta"] = 0.0 if scale is None else float(scale)
+    multiplier = keys.number("rope.scaling.yarn_log_multiplier", 0.0)
+    rope |= {"mscale": 1.0, "mscale_all_dim": multiplier}  # other architectures store a tenth of it
+    rope["llama_4_scaling_beta"] = keys.number("attention.temperature_scale", 0.0)
     return {"rope_parameters": rope}
 
 
@@ -243,9 +253,12 @@ def _olmo2(keys: Keys) -> Config:
     if not keys.get("attention.sliding_window"):
         return {}
     kinds = keys.need("attention.sliding_window_pattern")
+    whole = rope_of(keys)  # of layers without a window; the others' positions are never stretched
+    windowed = {"rope_type": "default", "rope_theta": keys.number("rope.freq_base_swa", whole["rope_theta"])}
     return {
         "architectures": ["Olmo3ForCausalLM"],
         "model_type": "olmo3",
+        "rope_parameters": {"full_attention": whole, "sliding_attention": windowed},
         "sliding_window": keys.need("attention.sliding_window"),
         "layer_types": ["sliding_attention" if kind else "full_attention" for kind in kinds],
     }

@@ -32,6 +32,14 @@ MADE: dict[str, Row] = {
     "llama-linear": row(
         "llama-linear", "llama", rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
     ),
+    "mistral3": row(
+        "mistral3",
+        "ministral3",
+        rope_parameters={
+            **{"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 32},
+            **{"beta_fast": 4.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
+        },
+    ),
     "qwen2": row("qwen2", "qwen2"),
     "qwen3": row("qwen3", "qwen3", head_dim=12, tie_word_embeddings=True),
     "gemma": row("gemma", "gemma", head_dim=12),
@@ -52,13 +60,25 @@ MADE: dict[str, Row] = {
     ),
     "smollm3": row("smollm3", "smollm3", num_hidden_layers=5),
     "olmo2": row("olmo2", "olmo2"),
+    "olmo3": row(
+        "olmo3",
+        "olmo3",
+        **{"num_hidden_layers": 4, "sliding_window": 16},
+        rope_parameters={
+            "full_attention": {
+                **{"rope_type": "yarn", "rope_theta": 5e4, "factor": 8.0, "original_max_position_embeddings": 32},
+                **{"beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 1.3},
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5e4},
+        },
+    ),
     "command-r": row("command-r", "cohere", logit_scale=0.5),
     "cohere2": row("cohere2", "cohere2", logit_scale=0.5, num_hidden_layers=5, sliding_window=16),
     "starcoder2": row("starcoder2", "starcoder2", sliding_window=None),
     "seed_oss": row("seed_oss", "seed_oss", head_dim=8),
 }
-ARCHITECTURE = {"llama3": "llama", "llama-linear": "llama"}
-PAIRED = ("llama", "granite", "smollm3")  # rows of q and k in pairs
+ARCHITECTURE = {"llama3": "llama", "llama-linear": "llama", "olmo3": "olmo2"}
+PAIRED = ("llama", "mistral3", "granite", "smollm3")  # rows of q and k in pairs
 
 
 def architecture_of(name: str) -> str:
@@ -125,6 +145,19 @@ def _factors(architecture: str, config: Any) -> dict[str, np.ndarray]:
     return {"rope_freqs": (plain / frequencies.numpy()).astype(np.float32)}
 
 
+def _write_yarn(writer: Any, architecture: str, rope: dict[str, Any]) -> None:
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(rope["factor"])
+    writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+    writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
+    if "attention_factor" in rope:
+        writer.add_rope_scaling_yarn_attn_factor(rope["attention_factor"])
+    if architecture == "mistral3":
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+
+
 def _write_keys(writer: Any, architecture: str, config: Any) -> None:
     rope = config.rope_parameters
     whole = rope.get("full_attention", rope)
@@ -141,6 +174,11 @@ def _write_keys(writer: Any, architecture: str, config: Any) -> None:
     if whole.get("rope_type") == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(whole["factor"])
+    if whole.get("rope_type") == "yarn":
+        _write_yarn(writer, architecture, whole)
+    if config.model_type == "olmo3":
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
     for name in ("layer_norm_eps", "norm_epsilon"):
         if architecture in ("command-r", "cohere2", "starcoder2") and hasattr(config, name):
             writer.add_layer_norm_eps(getattr(config, name))

@@ -107,7 +107,7 @@ def _stand_in(file: Path) -> Path:
 
 
 def _cached_names(folder: Path) -> list[str]:
-    return [path.relative_to(folder).as_posix() for path in folder.rglob("*.gguf")]
+    return [path.relative_to(folder).as_posix() for path in folder.rglob("*.gguf") if path.is_file()]
 
 
 def _names_on_hub(model: str, revision: str | None, token: str | None) -> list[str]:

@@ -57,11 +57,6 @@ class GgufCheckpoint:
         """F32, in which `array` gives each tensor."""
         return "F32"
 
-    def packed_type(self, name: str) -> str:
-        """The type of its blocks, as Q4_K."""
-        file, stored = self._places[name]
-        return file.tensors[stored].type
-
     def shape(self, name: str) -> tuple[int, ...]:
         file, stored = self._places[name]
         return file.tensors[stored].shape

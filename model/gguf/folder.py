@@ -26,7 +26,7 @@ from .reader import GgufFile, Metadata, open_files
 from .tokenizer import tokenizer_json
 
 POINTER = "gguf.json"
-VERSION = 1  # of the folders; a change of what is written counts it up
+VERSION = 2  # of the folders; a change of what is written counts it up
 MARKS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # of config files -> of the metadata
 ENDS = ("eos", "eot", "eom")
 SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
@@ -34,21 +34,29 @@ SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": 
 
 def folder_of(path: Path) -> Path:
     """The folder that stands for the GGUF file at `path`, made if need be. Raises CheckpointError."""
-    path = path.resolve()
+    path = Path(os.path.abspath(path))  # not resolved: a link in the Hub's cache has the name, its target a digest
     root = cache_directory() / f"{path.stem[:64]}-{_key(path)}"
     if not (root / POINTER).is_file():
-        files = open_files(path)
-        root.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=root.parent) as work:
-            made = Path(work) / "made"
-            made.mkdir()
-            _write(made, files)
-            try:
-                made.rename(root)
-            except OSError:  # another process was faster
-                if not (root / POINTER).is_file():
-                    raise
+        try:
+            _make(root, open_files(path))
+        except OSError as error:
+            raise CheckpointError(
+                f"{path.name}: {root} cannot be made: {error.strerror}; set XDG_CACHE_HOME to a folder for caches"
+            ) from None
     return root
+
+
+def _make(root: Path, files: Sequence[GgufFile]) -> None:
+    root.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=root.parent) as work:
+        made = Path(work) / "made"
+        made.mkdir()
+        _write(made, files)
+        try:
+            made.rename(root)
+        except OSError:  # another process was faster
+            if not (root / POINTER).is_file():
+                raise
 
 
 def is_gguf_folder(root: Path) -> bool:
@@ -108,12 +116,15 @@ def _config(files: Sequence[GgufFile]) -> dict[str, Any]:
             f"{first.path.name}: general.type = {shown(str(metadata['general.type']))}: not a whole model; serve the "
             "file of the model that it belongs to"
         )
-    if name not in ARCHITECTURES:
+    if not isinstance(name, str) or name not in ARCHITECTURES:
         raise CheckpointError(
             f"{first.path.name}: general.architecture = {shown(str(name))} is not read from GGUF files; read are "
             f"{', '.join(ARCHITECTURES)}; its checkpoint in Hugging Face format may be served"
         )
     tensors = {tensor: file for file in files for tensor in file.tensors}
+    layers = metadata.get(f"{name}.block_count")
+    if isinstance(layers, int) and layers > len(tensors):  # a list of that many may follow
+        raise CheckpointError(f"{first.path.name}: {name}.block_count = {layers}, and it holds {len(tensors)} tensors")
     factors = {
         kind: unpack(
             tensors[f"{kind}.weight"].tensors[f"{kind}.weight"].type,

@@ -59,7 +59,6 @@ class GgufFile:
         header = _Header(self._map, self.size, self.fail)
         self.metadata: Metadata = header.metadata
         self.tensors: dict[str, PackedTensor] = header.tensors
-        self.header_bytes = header.place  # up to where tensors may begin
 
     def fail(self, problem: str) -> NoReturn:
         raise CheckpointError(f"{self.path.name}: {problem}; fetch the file again")

@@ -76,12 +76,20 @@ BEGINS = {
     "tekken",
 }  # if the file is silent
 SPACE = "▁"
+KINDS: Mapping[str, tuple[Any, bool, str]] = {  # of values that are used: their type, whether they are a list of it
+    **dict.fromkeys(("model", "pre"), (str, False, "a text")),
+    **dict.fromkeys(("tokens", "merges"), (str, True, "a list of texts")),
+    "scores": (int | float, True, "a list of numbers"),
+    "token_type": (int, True, "a list of whole numbers"),
+    **dict.fromkeys((f"{name}_token_id" for name in ("bos", "eos", "unknown")), (int, False, "a whole number")),
+}
 
 
 def tokenizer_json(metadata: Mapping[str, Any], source: str) -> str:
     """The tokenizer.json. Raises CheckpointError naming the key; `source` is the file's name."""
     from tokenizers import AddedToken
 
+    _check_kinds(metadata, source)
     kind = metadata.get("tokenizer.ggml.model")
     tokens: Sequence[str] = metadata.get("tokenizer.ggml.tokens") or ()
     if not tokens or not all(isinstance(token, str) for token in tokens):
@@ -106,6 +114,16 @@ def tokenizer_json(metadata: Mapping[str, Any], source: str) -> str:
     return str(made.to_str())
 
 
+def _check_kinds(metadata: Mapping[str, Any], source: str) -> None:
+    """Raises CheckpointError for a value of another kind than its key has."""
+    for key, (kind, is_list, what) in KINDS.items():
+        value = metadata.get(f"tokenizer.ggml.{key}")
+        values = value if is_list and isinstance(value, list) else [value]
+        if value is None or (isinstance(value, list) == is_list and all(isinstance(one, kind) for one in values)):
+            continue
+        raise CheckpointError(f"{source}: tokenizer.ggml.{key} = {quoted(value)}: must be {what}")
+
+
 def _vocabulary(tokens: Sequence[str]) -> dict[str, int]:
     """Ids by token; of two tokens with one text the first is found, and the other keeps a name of its own."""
     vocabulary: dict[str, int] = {}
@@ -124,7 +142,7 @@ def _byte_level(metadata: Mapping[str, Any], vocabulary: dict[str, int], types: 
             "or a Hub id"
         )
     merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges") or ()]
-    if not all(len(merge) == 2 and "".join(merge) in vocabulary for merge in merges):
+    if not all(len(merge) == 2 and {*merge, "".join(merge)} <= vocabulary.keys() for merge in merges):
         raise CheckpointError(f"{source}: tokenizer.ggml.merges: a merge is not of two tokens that make a third")
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=name in WHOLE_WORDS))
     splits = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in SPLITS[name]]
@@ -192,7 +210,9 @@ def _add_template(tokenizer: Any, metadata: Mapping[str, Any], tokens: Sequence[
         "eos": _flag(metadata, "add_eos_token", False),
     }
     ids = {key: metadata.get(f"tokenizer.ggml.{key}_token_id") for key, is_added in around.items() if is_added}
-    special = {key: (tokens[index], index) for key, index in ids.items() if index is not None and index < len(tokens)}
+    special = {
+        key: (tokens[index], index) for key, index in ids.items() if index is not None and 0 <= index < len(tokens)
+    }
     if not special:
         return
     before, after = ([special[key][0]] if key in special else [] for key in ("bos", "eos"))

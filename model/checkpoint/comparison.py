@@ -44,7 +44,7 @@ def check_tensors(checkpoint: StoredTensors, sources: TensorSources, spec: Decod
     ignored = []
     head, constants = f"{HEAD}.weight", _constants(checkpoint, family, spec)
     for name in sorted(names - shapes.keys() - constants - {head}):  # a head that is not used is equal to the embedding
-        if _is_weight(checkpoint, name, f"{family.prefix}."):
+        if _is_weight(checkpoint, name, f"{family.prefix}.") and not _is_zero_bias(checkpoint, name):
             raise CheckpointError(
                 f"{checkpoint.where(name)} ({root}): tensor {shown(name)} is not part of a {spec.family} model "
                 f"as config.json describes it{_reason(name, spec)}; the output would be wrong without it"
@@ -81,6 +81,12 @@ def _is_weight(checkpoint: StoredTensors, name: str, prefix: str) -> bool:
     if name.removeprefix("model.").partition(".")[0] in OTHER_HALVES:
         return False
     return name.startswith((prefix, "model.", "lm_head.")) and checkpoint.dtype(name).startswith(("F", "BF"))
+
+
+def _is_zero_bias(checkpoint: StoredTensors, name: str) -> bool:
+    """Whether a bias adds nothing, as packed layers often have one that the model has not."""
+    is_bias = name.endswith(".bias") and len(checkpoint.shape(name)) == 1 and checkpoint.dtype(name) in DTYPES
+    return is_bias and not widened(checkpoint.array(name)).any()
 
 
 def _sizes(name: str, spec: DecoderSpec) -> str:

@@ -34,11 +34,6 @@ def e4m3(codes: Bytes) -> Floats:
     return _E4M3[codes]
 
 
-def e5m2(codes: Bytes) -> Floats:
-    """8-bit floats of 5 exponent and 2 fraction bits: the upper half of a float16."""
-    return (codes.astype(np.uint16) << 8).view(np.float16).astype(np.float32)
-
-
 def e8m0(codes: Bytes) -> Floats:
     """Powers of two from 2^-127."""
     return np.ldexp(np.float32(1), codes.astype(np.int32) - 127).astype(np.float32)

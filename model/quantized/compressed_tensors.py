@@ -54,8 +54,13 @@ class CompressedTensors:
         bits = {int(weight.get("num_bits", 8)) for weight in weights}
         if len(bits) != 1:
             fail(f"config_groups: weights of {sorted(bits)} bits in one checkpoint are not read")
-        block = next((tuple(weight["block_structure"]) for weight in weights if weight.get("block_structure")), None)
         (num_bits,) = bits
+        if not 1 <= num_bits <= 8:
+            fail(f"config_groups: num_bits = {num_bits}: weights of 1 to 8 bits are read")
+        found = next((weight["block_structure"] for weight in weights if weight.get("block_structure")), None)
+        block = None if found is None else (int(found[0]), int(found[1]))
+        if block is not None and (len(found) != 2 or min(block) < 1):
+            fail(f"config_groups: block_structure = {quoted(found)}: must be two counts")
         return cls(f"compressed-tensors, {num_bits} bits", num_bits, block)
 
     def shape(self, parts: Parts) -> tuple[int, ...]:
@@ -74,11 +79,14 @@ class CompressedTensors:
         scales = parts.floats(".weight_scale")
         if parts.dtype(".weight").startswith("F8"):
             return scaled(parts, ".weight", scales, self.block)
+        if parts.dtype(".weight") not in ("I8", "U8"):  # "dense": to be rounded while computing
+            parts.fail(f"its weight is {parts.dtype('.weight')}, not in codes; save the checkpoint compressed")
+        scales = scales.reshape(-1, scales.shape[-1] if scales.ndim > 1 else 1)
         codes = parts.array(".weight").astype(np.float32)
         if ".weight_zero_point" in parts:
             zeros = parts.array(".weight_zero_point").astype(np.float32)
             codes = codes - by_group(zeros.reshape(scales.shape), codes.shape[1])
-        return np.asarray(codes * by_group(scales.reshape(len(scales), -1), codes.shape[1]), np.float32)
+        return np.asarray(codes * by_group(scales, codes.shape[1]), np.float32)
 
     def _of_words(self, parts: Parts) -> Floats:
         """Integers of few bits, in words along K; a zero point is packed along N. Codes are stored plus the middle."""

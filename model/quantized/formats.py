@@ -77,4 +77,7 @@ def read_format(values: Mapping[str, Any], root: Path) -> WeightFormat | None:
             f"quant_method = {quoted(method)} is not read; read are {', '.join(READ)}; serve the unquantized "
             "checkpoint, with quantization = int4 or int8 on a CPU, or a GGUF file of the model"
         )
-    return makers[method](found, fail)
+    try:
+        return makers[method](found, fail)
+    except (ValueError, TypeError, AttributeError) as error:
+        fail(f"holds a value of another kind than {method} has: {error}")

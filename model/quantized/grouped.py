@@ -25,7 +25,6 @@ class Awq:
     """AWQ's `gemm` layout: 4 bits; eight columns of N in a word."""
 
     name: str
-    group_size: int
     marks: ClassVar[tuple[str, ...]] = (".qweight",)
     suffixes: ClassVar[tuple[str, ...]] = (".qweight", ".qzeros", ".scales")
 
@@ -36,7 +35,7 @@ class Awq:
             fail(f"bits = {quoted(bits)}: awq has 4")
         if version != "gemm":
             fail(f"version = {quoted(version)}: only gemm is read; the same model is mostly published as gemm too")
-        return cls("awq, 4 bits", int(config.get("group_size", config.get("q_group_size", 128))))
+        return cls("awq, 4 bits")
 
     def shape(self, parts: Parts) -> tuple[int, ...]:
         rows, words = parts.shape(".qweight")
@@ -79,7 +78,7 @@ class Gptq:
             fail(f"bits = {quoted(bits)}: gptq is read with 2, 3, 4 and 8")
         if form not in ("gptq", "gptq_v2"):
             fail(f"checkpoint_format = {quoted(form)}: only gptq and gptq_v2 are read")
-        return cls(f"gptq, {bits} bits", int(bits), form == "gptq_v2", config.get("sym", True) is not False)
+        return cls(f"gptq, {int(bits)} bits", int(bits), form == "gptq_v2", config.get("sym", True) is not False)
 
     def shape(self, parts: Parts) -> tuple[int, ...]:
         words, columns = parts.shape(".qweight")

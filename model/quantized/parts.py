@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn, Protocol
 
 import numpy as np
@@ -34,6 +34,9 @@ class Parts:
 
     def __contains__(self, suffix: str) -> bool:
         return suffix in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
 
     def shape(self, suffix: str) -> tuple[int, ...]:
         return self._stored.shape(self._need(suffix))

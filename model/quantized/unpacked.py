@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from numpy.typing import NDArray
 
@@ -13,6 +14,9 @@ from .formats import WeightFormat
 from .parts import Parts, Stored
 
 WEIGHT = ".weight"
+# Of the KV cache, or of what attention computes: beside the layers, or with the packed ones' suffixes.
+SCALE_OF_ATTENTION = re.compile(r"(.+\.)?(self_attn|attn|attention)\.(attn\.)?(q|k|v|kv|prob)_(scale|zero_point)")
+Read = TypeVar("Read")
 
 
 class StoredCheckpoint(Stored, Protocol):
@@ -40,6 +44,7 @@ class UnpackedCheckpoint:
         stems = {name.removesuffix(mark) for mark in weights.marks for name in stored_names if name.endswith(mark)}
         layers = {stem: self._parts(stem, stored_names) for stem in stems}
         taken = {f"{stem}{suffix}" for stem in layers for suffix in weights.suffixes}
+        taken |= {name for name in stored_names if SCALE_OF_ATTENTION.fullmatch(name)}
         self._places: dict[str, str | Parts] = {name: name for name in stored_names - taken}
         self._places |= {f"{stem}{WEIGHT}": parts for stem, parts in layers.items()}
         self.warnings.append(
@@ -82,7 +87,7 @@ class UnpackedCheckpoint:
 
     def shape(self, name: str) -> tuple[int, ...]:
         place = self._places[name]
-        return self._stored.shape(place) if isinstance(place, str) else self.format.shape(place)
+        return self._stored.shape(place) if isinstance(place, str) else self._fitting(self.format.shape, place)
 
     def is_mapped(self, name: str) -> bool:
         place = self._places[name]
@@ -93,10 +98,19 @@ class UnpackedCheckpoint:
         place = self._places[name]
         if isinstance(place, str):
             return self._stored.array(place)
-        weight = self.format.unpack(place)
-        if weight.shape != self.format.shape(place):
-            place.fail(f"its weight is {list(weight.shape)}, not {list(self.format.shape(place))}")
+        weight, shape = self._fitting(self.format.unpack, place), self.shape(name)
+        if weight.shape != shape:
+            place.fail(f"its weight is {list(weight.shape)}, not {list(shape)}")
         return weight
+
+    @staticmethod
+    def _fitting(read: Callable[[Parts], Read], parts: Parts) -> Read:
+        """What is read of a layer. Raises CheckpointError for tensors of axes, types or lengths that make none."""
+        try:
+            return read(parts)
+        except (ValueError, TypeError, LookupError, ArithmeticError) as error:
+            shapes = ", ".join(f"{suffix} {parts.dtype(suffix)} {list(parts.shape(suffix))}" for suffix in parts)
+            parts.fail(f"its tensors do not fit each other: {shapes} ({error})")
 
     def forget(self, name: str) -> None:
         place = self._places[name]

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from millrace.model.checkpoint.tensor_shapes import expected_shapes, open_source
 from millrace.model.errors import CheckpointError
 from millrace.model.families.registry import read_spec
-from millrace.model.quantized.codes import e4m3, e5m2, e8m0
+from millrace.model.quantized.codes import e4m3, e8m0
 from tests.families.checkpoint import make_model
 from tests.families.row import row
 from tests.model.quantized.packers import PACKERS, group
@@ -62,7 +62,7 @@ def test_packed_layers_are_the_weights_that_were_packed(name: str, plain: Path, 
 
 def test_small_floats_are_those_of_torch() -> None:
     codes = np.arange(256, dtype=np.uint8)
-    for ours, dtype in ((e4m3, torch.float8_e4m3fn), (e5m2, torch.float8_e5m2), (e8m0, torch.float8_e8m0fnu)):
+    for ours, dtype in ((e4m3, torch.float8_e4m3fn), (e8m0, torch.float8_e8m0fnu)):
         theirs = torch.from_numpy(codes).view(dtype).float().numpy()
         number = codes[:255] if ours is e8m0 else codes
         assert np.array_equal(ours(number), theirs[: len(number)], equal_nan=True), dtype
@@ -81,6 +81,9 @@ REFUSED: list[tuple[Any, str]] = [
     (group(num_bits=4) | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config: format ="),
     (group(num_bits=4) | {"transform_config": {"a": 1}}, "transform_config: rotations"),
     ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo = 'NVFP4': of modelopt's only FP8"),
+    (group(num_bits=0), "num_bits = 0: weights of 1 to 8 bits"),
+    ({"quant_method": "compressed-tensors", "config_groups": {"a": 5}}, "a value of another kind than compressed"),
+    ({"quant_method": "fp8", "weight_block_size": ["a", "b"]}, "a value of another kind than fp8 has"),
     ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size = \[128\]: must be two counts"),
 ]
 
@@ -104,6 +107,8 @@ BROKEN: list[tuple[str, str, Any, str]] = [
     ("nf4", ".weight.absmax", lambda tensor: tensor[1:], "do not make"),
     ("nf4", ".weight.quant_state.bitsandbytes__nf4", lambda tensor: tensor[1:], "is not the JSON of a quant_state"),
     ("gptq-8", ".qzeros", None, "qzeros is missing"),
+    ("awq", ".qweight", lambda tensor: tensor[0], r"do not fit each other: .qweight I32 \[24\]"),
+    ("nf4", ".weight.quant_map", lambda tensor: tensor[:4], "do not fit each other"),
 ]
 
 
@@ -123,6 +128,31 @@ def test_parts_that_do_not_fit_each_other_are_refused(
     with pytest.raises(CheckpointError, match=message) as caught:
         open_source(tmp_path, read_spec(tmp_path), "auto")[0].array(f"{stem}.weight")
     assert stem in str(caught.value)
+
+
+def test_scales_of_attention_and_biases_of_zeros_change_nothing(plain: Path, tmp_path: Path) -> None:
+    weights = quantize(plain, tmp_path, "gptq-8")
+    tensors, layer = load_file(tmp_path / "model.safetensors"), "model.layers.0"
+    extra = {f"{layer}.self_attn.{name}": torch.ones(1) for name in ("k_scale", "attn.v_scale")}
+    extra |= {f"{layer}.mlp.down_proj.bias": torch.zeros(192)}
+    save_file(tensors | extra, tmp_path / "model.safetensors")
+    source, _ = open_source(tmp_path, read_spec(tmp_path), "auto")
+    name = f"{layer}.mlp.down_proj.weight"
+    np.testing.assert_allclose(source.array(name), weights[name], rtol=3e-7)
+    save_file(tensors | {f"{layer}.mlp.down_proj.bias": torch.ones(192)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"down_proj.bias is not part of a llama model"):
+        open_source(tmp_path, read_spec(tmp_path), "auto")
+
+
+def test_weights_that_compressed_tensors_left_uncompressed_are_refused(plain: Path, tmp_path: Path) -> None:
+    name, tensors = "model.layers.0.self_attn.q_proj", load_file(plain / "model.safetensors")
+    values = json.loads((plain / "config.json").read_text())
+    (tmp_path / "config.json").write_text(
+        json.dumps(values | {"quantization_config": group(num_bits=8) | {"format": "dense"}})
+    )
+    save_file(tensors | {f"{name}.weight_scale": torch.ones(192, 1)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"its weight is F32, not in codes"):
+        open_source(tmp_path, read_spec(tmp_path), "auto")[0].array(f"{name}.weight")
 
 
 def test_a_config_without_a_packed_tensor_is_refused(plain: Path, tmp_path: Path) -> None:

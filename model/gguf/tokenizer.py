@@ -76,6 +76,7 @@ BEGINS = {
     "tekken",
 }  # if the file is silent
 SPACE = "▁"
+PHI_KEEPS_SPACES = ("<unk>", "<s>", "<|endoftext|>")  # Phi-3's other added tokens take the spaces behind them
 KINDS: Mapping[str, tuple[Any, bool, str]] = {  # of values that are used: their type, whether they are a list of it
     **dict.fromkeys(("model", "pre"), (str, False, "a text")),
     **dict.fromkeys(("tokens", "merges"), (str, True, "a list of texts")),
@@ -104,8 +105,16 @@ def tokenizer_json(metadata: Mapping[str, Any], source: str) -> str:
             "a Hub id"
         )
     made = makers[kind](metadata, _vocabulary(tokens), types, source)
+    # Runs of spaces are found where spaces have their sign, unless one is put before the text: that hides other tokens.
+    is_signed = kind == "llama" and not _flag(metadata, "add_space_prefix", True)
+    is_phi = kind == "llama" and metadata.get("general.architecture") == "phi3"
     added = [
-        AddedToken(token, special=type_ == CONTROL, normalized=type_ == USER_DEFINED and kind == "llama")
+        AddedToken(
+            token,
+            special=type_ == CONTROL,
+            normalized=type_ == USER_DEFINED and is_signed,
+            rstrip=is_phi and token not in PHI_KEEPS_SPACES,
+        )
         for token, type_ in zip(tokens, types, strict=True)
         if type_ in (CONTROL, USER_DEFINED) and token
     ]

@@ -1,0 +1,40 @@
+"""Tokenizers of GGUF files: added tokens in texts of SentencePiece's kind."""
+
+from __future__ import annotations
+
+import pytest
+from tokenizers import Tokenizer
+
+from millrace.model.gguf.tokenizer import tokenizer_json
+
+TOKENS = ["<unk>", "<s>", "\u2581", "H", "i", "Hi", "\u2581Hi", "<|user|>", "<|end|>", "\u2581\u2581", "\n"]
+TYPES = [2, 3, 1, 1, 1, 1, 1, 4, 4, 4, 1]
+
+
+def tokens(text: str, architecture: str, *, has_space: bool) -> list[str]:
+    metadata = {
+        "general.architecture": architecture,
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": TOKENS,
+        "tokenizer.ggml.token_type": TYPES,
+        "tokenizer.ggml.scores": [0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 2.0, 0.0, 0.0, 0.0, 0.0],
+        "tokenizer.ggml.add_space_prefix": has_space,
+        "tokenizer.ggml.add_bos_token": False,
+    }
+    return [TOKENS[index] for index in Tokenizer.from_str(tokenizer_json(metadata, "m.gguf")).encode(text).ids]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "has_space", "text", "expected"),
+    [
+        ("llama", True, "Hi<|end|>Hi", ["\u2581Hi", "<|end|>", "\u2581Hi"]),  # of the chat's tokens, all are found
+        ("llama", True, "<|user|>Hi<|end|>", ["<|user|>", "\u2581Hi", "<|end|>"]),
+        ("gemma", False, "Hi  Hi<|end|>Hi", ["Hi", "\u2581\u2581", "Hi", "<|end|>", "Hi"]),
+        ("phi3", True, "<|user|>\nHi<|end|>\n", ["<|user|>", "\u2581Hi", "<|end|>"]),
+        ("llama", True, "<|end|>\n", ["<|end|>", "\u2581", "\n"]),
+    ],
+)
+def test_added_tokens_are_found_anywhere_in_a_text(
+    architecture: str, has_space: bool, text: str, expected: list[str]
+) -> None:
+    assert tokens(text, architecture, has_space=has_space) == expected

@@ -57,7 +57,7 @@ class CompressedTensors:
         (num_bits,) = bits
         if not 1 <= num_bits <= 8:
             fail(f"config_groups: num_bits = {num_bits}: weights of 1 to 8 bits are read")
-        found = next((weight["block_structure"] for weight in weights if weight.get("block_structure")), None)
+        found: Any = next((weight["block_structure"] for weight in weights if weight.get("block_structure")), None)
         block = None if found is None else (int(found[0]), int(found[1]))
         if block is not None and (len(found) != 2 or min(block) < 1):
             fail(f"config_groups: block_structure = {quoted(found)}: must be two counts")

@@ -10,8 +10,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import orjson
-
 MAX_LINE_BYTES = 4_096  # including the newline
 FIRST_KEYS = ("timestamp", "level", "event", "logger", "stage", "request_id")
 
@@ -90,6 +88,8 @@ def _dump(value: object) -> bytes:
 
 
 def _strict_dump(value: object) -> bytes:
+    import orjson  # with the first line, as steps on a GPU run without it
+
     return orjson.dumps(value, default=_text, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY)
 
 

@@ -100,7 +100,12 @@ def test_attention_has_todays_tiling_first_and_tries_fewer_tiles_where_little_is
 
 
 def test_all_that_a_run_launches_is_among_the_jobs_of_its_card() -> None:
-    jobs, older = ahead.jobs_of(ahead.H200), ahead.jobs_of(ahead.Target(80, 108))
+    jobs, older = (
+        {**ahead.attention_jobs(card), **ahead.step_jobs(card)} for card in (ahead.H200, ahead.Target(80, 108))
+    )
+    assert any(job[0] is ahead.compile_trial for job in jobs.values() if isinstance(job, tuple)), (
+        "those that are checked"
+    )
     steps = [job for job in jobs.values() if isinstance(job, ahead.ModelJob)]
     assert {(job.shape, job.is_fp8) for job in steps} == set(product(GPU_SHAPES, (False, True)))
     assert len(older) < len(jobs) and not any(job.is_fp8 for job in older.values() if isinstance(job, ahead.ModelJob))

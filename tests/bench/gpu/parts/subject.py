@@ -110,6 +110,7 @@ class Subject:
         graphs._decode = [batch for batch in graphs._decode if batch.num_rows in num_rows]  # a graph takes time to make
         graphs._mixed = [batch for batch in graphs._mixed if batch.num_tokens in num_tokens]
         submitter = StepSubmitter(streams, memory, work, graphs, ends, sampler)
+        streams.wait()  # weights, tables and buffers were written on another stream
         if not is_eager:
             submitter.capture(clock)
         return StepLine(submitter, sampler, chooser)

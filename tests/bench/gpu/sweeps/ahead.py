@@ -1,4 +1,6 @@
-"""The part `compile`: all kernels that a run launches, and all candidates, compiled by many processes beforehand.
+"""The parts `compile` and `compile-steps`: the kernels that a run launches, and all candidates, compiled beforehand.
+
+Many processes of each compile beside each other: for the parts `correct` and `attention`, and for `products` and steps.
 
 Nothing is launched, and no process has a context. The model and the candidates are run on meta tensors, with Triton's
 own launcher, which then looks up and compiles what it would launch; so what it leaves in TRITON_CACHE_DIR is found
@@ -12,15 +14,19 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tests.bench.gpu.sweeps.compiling import compile_all
 
-NUM_PROCESSES = 14
+if TYPE_CHECKING:
+    from tests.bench.gpu.trials.trial import Trial
+
+NUM_PROCESSES = 8  # of each part
 CAPABILITY_MAJOR, CAPABILITY_MINOR, NUM_PROCESSORS = 75, 76, 16  # attributes, as the driver numbers them
 
 
@@ -36,7 +42,22 @@ H200 = Target(90, 132)
 
 
 def run(write: Callable[[str, Any], None], job: dict[str, Any]) -> None:
-    """Tells which job did not compile, and how long all took. `job` is the conductor's."""
+    """The part `compile`. `job` is the conductor's."""
+    _compile(write, job, attention_jobs, dry_jobs)
+
+
+def run_steps(write: Callable[[str, Any], None], job: dict[str, Any]) -> None:
+    """The part `compile-steps`."""
+    _compile(write, job, step_jobs, dict)
+
+
+def _compile(
+    write: Callable[[str, Any], None],
+    job: dict[str, Any],
+    jobs_of: Callable[[Target], dict[str, Any]],
+    dry_jobs: Callable[[], dict[str, Any]],
+) -> None:
+    """Tells which job did not compile, and how long all took."""
     is_dry = job["is_dry"]
     target = H200 if is_dry else target_here()
     jobs = dry_jobs() if is_dry else jobs_of(target)
@@ -79,31 +100,57 @@ class ModelJob:
     kinds: tuple[int, ...]  # of sampling
 
 
-def jobs_of(target: Target) -> dict[str, Any]:
-    """By name, those that take longest first."""
+def attention_jobs(target: Target) -> dict[str, Any]:
+    """By name: what is checked first of all, then the candidates."""
     import torch
 
-    from tests.bench.gpu.sweeps import products
     from tests.bench.gpu.sweeps.attention import cases_of, choices_of, compile_choice
-    from tests.bench.gpu.sweeps.product_candidates import forms_of
 
     has_fp8 = target.capability >= 89
     jobs: dict[str, Any] = {}
-    for shape in ("qwen3-0.6b", "llama-3.1-8b"):
-        for is_fp8 in (False, True)[: 1 + has_fp8]:
-            for size, kinds in (((256, 512, False), ()), ((1, 1, True), (0, 1)), ((64, 64, True), (4, 9))):
-                job = ModelJob(shape, is_fp8, *size, kinds)
-                jobs[f"{shape}{' fp8' * is_fp8} {size}"] = job
+    for is_tiny in (False, True):
+        for index, trial in enumerate(_checked_trials(is_tiny)):
+            jobs[f"correct {index} {trial.name}"] = (compile_trial, is_tiny, index)
     with pretended(target):
         for case in cases_of(None):
             if has_fp8 or not case.is_fp8:
                 what = f"{case.widths} {case.kind} {case.is_fp8} {case.block_size}"
                 for choice in choices_of(case, torch.device("meta"), torch.bfloat16, is_dry=False):
                     jobs.setdefault(f"{what} {choice}", (compile_choice, case, choice))
+    return jobs
+
+
+def step_jobs(target: Target) -> dict[str, Any]:
+    """By name, those that take longest first."""
+    from tests.bench.gpu.sweeps import products
+    from tests.bench.gpu.sweeps.product_candidates import forms_of
+
+    jobs: dict[str, Any] = {}
+    for shape in ("qwen3-0.6b", "llama-3.1-8b"):
+        for is_fp8 in (False, True)[: 1 + (target.capability >= 89)]:
+            for size, kinds in (((256, 512, False), ()), ((1, 1, True), (0, 1)), ((64, 64, True), (4, 9))):
+                job = ModelJob(shape, is_fp8, *size, kinds)
+                jobs[f"{shape}{' fp8' * is_fp8} {size}"] = job
     for product in products.cases_of(None):
         for form in forms_of(product):
             jobs.setdefault(product.compiled_as(form), (products.compile_form, product, form))
     return jobs
+
+
+def _checked_trials(is_tiny: bool) -> Iterator[Trial]:
+    """Those of attention in the part `correct`, on meta tensors."""
+    import torch
+
+    from millrace.kernels.triton import kernel_set as triton_kernels
+    from tests.bench.gpu.trials.attention import checked_trials
+
+    dtype = torch.float32 if is_tiny else torch.bfloat16
+    return checked_trials(triton_kernels, torch.device("meta"), dtype, 0, is_tiny)
+
+
+def compile_trial(is_tiny: bool, index: int) -> None:
+    """Launches one of them, for the processes that compile."""
+    next(islice(_checked_trials(is_tiny), index, None)).launch()
 
 
 def dry_jobs() -> dict[str, Any]:
@@ -146,8 +193,9 @@ def _compile_model(target: Target, job: ModelJob) -> None:
 
 @contextmanager
 def pretended(target: Target) -> Iterator[None]:
-    """Triton's launches compile for this card and launch nothing."""
+    """Triton's launches compile for this card, and their launchers for this host, and launch nothing."""
     from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.driver import CudaLauncher
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
@@ -168,8 +216,15 @@ def pretended(target: Target) -> Iterator[None]:
 
     launch = JITFunction.run
 
+    built: set[str] = set()
+
     def look_up(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        return launch(kernel, *args, grid=grid, warmup=True, **options)
+        compiled = launch(kernel, *args, grid=grid, warmup=True, **options)
+        if compiled is not None and compiled.hash not in built:
+            built.add(compiled.hash)
+            with suppress(Exception):  # a C compiler and libcuda are needed; without, it is built by the first launch
+                CudaLauncher(compiled.src, compiled.metadata)
+        return compiled
 
     told = {"capability": lambda device: target.capability, "num_multiprocessors": lambda device: target.num_processors}
     rooms = [module for name, module in sys.modules.items() if name.startswith("millrace.kernels.triton.")]

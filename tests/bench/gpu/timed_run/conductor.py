@@ -180,9 +180,12 @@ class Conductor:
         return False
 
     def _environment(self, part: Part) -> dict[str, str]:
-        """Kernels that one process has compiled are there for all. Compiling itself needs no interpreter."""
-        cache = str(self.options.out.resolve() / "triton")
-        environment = dict(os.environ) | {"TRITON_CACHE_DIR": cache, "PYTHONUNBUFFERED": "1"}
+        """Kernels that one process has compiled are there for all. Compiling itself needs no interpreter.
+
+        They are thousands of files, so not beside the results: a lent machine gives back few files.
+        """
+        folder = self.options.out.resolve() if self.options.dry else ROOT / "build"
+        environment = dict(os.environ) | {"TRITON_CACHE_DIR": str(folder / "triton"), "PYTHONUNBUFFERED": "1"}
         if self.options.dry:
             environment |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0" if part.is_beside else "1"}
             environment["OMP_NUM_THREADS"] = "1"  # its matrices are tiny

@@ -22,18 +22,26 @@ class Part:
 
 BUDGET_S = 540.0
 WARM = ("torch", "triton", "tests.bench.gpu.parts.steps")  # what most parts import
-COMPILE = ("compile",)
+COMPILE, COMPILE_STEPS = ("compile",), ("compile-steps",)
 SWEEPS = "tests.bench.gpu.sweeps"
 PARTS = (
     Part(
-        *("compile", f"{SWEEPS}.ahead:run", "host", 45.0, 1.0, "all kernels and candidates, by many processes"),
+        *("compile", f"{SWEEPS}.ahead:run", "host", 45.0, 1.0, "attention, checked and candidates, by many processes"),
+        is_beside=True,
+        has_place=False,
+    ),
+    Part(
+        *("compile-steps", f"{SWEEPS}.ahead:run_steps", "host", 110.0, 1.0, "models' steps and forms of products"),
         is_beside=True,
         has_place=False,
     ),
     Part("card", "card:run", "card", 15.0, 3.0, "the ceilings of the card, and what a launch costs in a graph"),
     Part("correct", "checks:run_hot", "kernels", 15.0, 5.0, "attention and sampling against float64", after=COMPILE),
     Part("attention", f"{SWEEPS}.attention:run", "kernels", 55.0, 10.0, "tilings, beside today's and the floor"),
-    Part("products", f"{SWEEPS}.products:run", "kernels", 60.0, 15.0, "forms of products of few rows, beside cuBLAS"),
+    Part(
+        *("products", f"{SWEEPS}.products:run", "kernels", 60.0, 15.0, "forms of products of few rows, beside cuBLAS"),
+        after=COMPILE_STEPS,
+    ),
     Part("steps", "steps:run_small", "small", 60.0, 15.0, "steps of Qwen3-0.6B, shipped against the best just found"),
     Part("where", "where:run", "small", 15.0, 5.0, "the kernels of a step by name"),
     Part("ncu", "profiler:run", "ncu", 30.0, 15.0, "NVIDIA's profiler over attention, where it is installed"),

@@ -223,10 +223,10 @@ def test_rows_beyond_the_forms_are_the_librarys_bit_by_bit() -> None:
 
 @pytest.mark.parametrize("num_rows", [1, 4, 5])
 def test_a_predicted_form_computes_its_product(num_rows: int) -> None:
-    x, weight = drawn(num_rows, 600, dtype=torch.float16), drawn(24, 600, dtype=torch.float16, scale=600**-0.5)
-    forms = predicted_forms(24, 600, "plain", "float16", 2)
+    x, weight = drawn(num_rows, 608, dtype=torch.float16), drawn(24, 608, dtype=torch.float16, scale=608**-0.5)
+    forms = predicted_forms(24, 608, "plain", "float16", 2)
     few = FewRows(weight, None, forms, torch.zeros(num_counters(forms, 24), dtype=torch.int32))
-    norm = RowNorm(kind="rms", eps=1e-5, weight=drawn(600, dtype=torch.float16))
+    norm = RowNorm(kind="rms", eps=1e-5, weight=drawn(608, dtype=torch.float16))
     want = exact(reference.rms_norm(x, norm.weight, norm.eps), weight, None)
     assert_close(norm_linear(x, norm, Untouched(weight), few), want, torch.float16)
 

@@ -19,7 +19,7 @@ LLAMA3 = {
 LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
 DYNAMIC = {**LINEAR, "rope_type": "dynamic"}
 LONG = {"max_model_len": 256}
-AWQ = {"quant_method": "awq", "bits": 4}
+AQLM = {"quant_method": "aqlm"}
 WINDOWED = {"use_sliding_window": True, "sliding_window": 8}
 
 
@@ -194,7 +194,7 @@ REST = [
     refused("model_type", "glm9", "'glm9'"),
     refused("model_type", None, "None is not supported"),
     Variant("quantization null", keys={"quantization_config": None}),
-    refused("quantization_config", AWQ, "'awq'"),
+    refused("quantization_config", AQLM, "quant_method = 'aqlm'"),
     Variant("code", keys={"auto_map": {"AutoModel": "x.Y"}}, refused="auto_map requires code"),
     Variant("keys that mean nothing", keys={"pretraining_tp": 2, "use_cache": False, "x": {"y": [1]}}),
 ]

@@ -225,8 +225,10 @@ def salt_ignored() -> AbstractContextManager[None]:
     """Sequences find blocks of any cache salt."""
 
     def change(chain: Any) -> Any:
-        def unsalted(self: PrefixCache, sequence_id: int, token_ids: Ints, salt: str = "") -> BlockChain:
-            made: BlockChain = chain(self, sequence_id, token_ids, "")
+        def unsalted(
+            self: PrefixCache, sequence_id: int, token_ids: Ints, salt: str = "", *, is_long: bool = False
+        ) -> BlockChain:
+            made: BlockChain = chain(self, sequence_id, token_ids, "", is_long=is_long)
             return made
 
         return unsalted

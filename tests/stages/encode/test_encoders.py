@@ -226,7 +226,7 @@ async def test_a_prompt_that_fails_ends_its_request_and_no_other(env: SimEnv):
     from millrace.stages.outputs import ModelInfo
 
     info = ModelInfo("x", 64, 500, "float32", "cpu", "", (), 0, 16, False, Params(), tasks=frozenset({"embed"}))
-    loaded: Any = type("Loaded", (), {"info": info, "encoder": None, "runner": Failing()})
+    loaded: Any = type("Loaded", (), {"info": info, "encoder": None, "runner": Failing(), "probe": None})
     parts = EncoderStages(EngineConfig(), loaded)
     parts.pipeline.use(env)
     await parts.pipeline.start()

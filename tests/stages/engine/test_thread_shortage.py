@@ -71,8 +71,8 @@ def test_an_engine_without_a_thread_says_so_and_leaves_nothing(allow: Callable[[
         return True
 
     before = set(threading.enumerate())
-    started = [asyncio.run(asyncio.wait_for(main(count), 5.0)) for count in range(3)]
-    assert started == [False, not is_async, True]
+    started = [asyncio.run(asyncio.wait_for(main(count), 5.0)) for count in range(4)]
+    assert started == [False, not is_async, not is_async, True], "one thread, or those of steps, results and the check"
     assert set(threading.enumerate()) == before
 
 

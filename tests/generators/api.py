@@ -1,6 +1,6 @@
 """Schemathesis over the OpenAPI document of a scripted server: every phase and every check.
 
-In CI (`conforms`) each operation gets 60 cases and more: the bounds of all its fields, one by one, and random ones.
+In CI (`conforms`) each operation gets 40 cases and more: the bounds of all its fields, one by one, and random ones.
 Where the bounds are many by themselves (412 to 1,061 for ten operations) random ones fill up, two at least; all others
 get 200. An operation that deletes takes the ids that others were given, each once, and ends with the last.
 MILLRACE_FULL=1 draws 200 for all, and follows links too. What a check asks beside its case is not counted.
@@ -60,7 +60,7 @@ checks.positive_data_acceptance.expected-statuses = ["101", "426", "401"]
 include-operation-id = ["cancelResponse", "getResponse", "listInputItems"]
 checks.positive_data_acceptance.expected-statuses = ["200", "400", "401", "404"]
 """
-# How many random cases fill up to 60 where the bounds of an operation's fields are many by themselves. A random chat
+# How many random cases fill up to 40 where the bounds of an operation's fields are many by themselves. A random chat
 # takes a third of a second to draw.
 RANDOM_CASES = {
     2: (
@@ -79,7 +79,7 @@ bearer = "{ADMIN_KEY}"
 [auth.openapi.adminKeyHeader]
 api_key = "{ADMIN_KEY}"
 {EXPECTED}"""
-CASES = 200 if FULL else 60
+CASES = 200 if FULL else 40
 PHASES = "examples,coverage,fuzzing,stateful" if FULL else "coverage,fuzzing"  # a case costs 5 ms, 15 ms or 70 ms
 OF_ITSELF = r"^/($|admin|dashboard|docs|health|load|metrics|openapi|server_info|static|stream|version)|^/v1/(models|st)"
 FEW = """

@@ -86,8 +86,8 @@ def real(request: pytest.FixtureRequest) -> Real:
 
 @pytest.mark.parametrize(("backend", "is_gguf"), [("native", True), ("torch", False)])
 def test_greedy_tokens_are_those_of_transformers(real: Real, backend: Backend, is_gguf: bool) -> None:
-    if not FULL and backend == "torch":
-        pytest.skip("takes long, and tiny checkpoints compare torch in each run; MILLRACE_FULL=1 runs it")
+    if not FULL and (backend == "torch" or real.name == "gemma3-270m"):
+        pytest.skip("takes long, and tiny checkpoints and chats are compared in each run; MILLRACE_FULL=1 runs it")
     if gaps := missing(read_spec(real.root), backend):
         pytest.skip(f"{backend} has no {', no '.join(gaps)}")
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)

@@ -36,7 +36,7 @@ def test_a_family_gives_the_tokens_of_transformers(row: Row, zoo: Zoo) -> None:
     entry = zoo.entry(row)
     gaps = {backend: missing(read_spec(entry.folder), backend) for backend in BACKENDS}
     for backend in BACKENDS:
-        for way in ways_of(row):
+        for way in ways_of(row) if FULL or backend == "native" or gaps["native"] else ("plain",):
             outcome = run_way(entry, way, backend)
             if not gaps[backend]:
                 assert outcome == Outcome("equal"), f"{backend}, {way}"
@@ -45,7 +45,7 @@ def test_a_family_gives_the_tokens_of_transformers(row: Row, zoo: Zoo) -> None:
 
 
 def ways_of(row: Row) -> list[str]:
-    """Plain and one other, which changes from type to type; or all."""
+    """Plain and one other, which changes from type to type; or all. In CI torch runs the other where native cannot."""
     return list(WAYS) if FULL else ["plain", OTHER_WAYS[CHOSEN.index(row) % len(OTHER_WAYS)]]
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from millrace.stages import Engine, EngineConfig, SamplingParams
 from millrace.stages.schedule.scheduler import Scheduler
+from tests.counts import FULL
 
 PROMPTS = (
     "One day the cat sat on the mat. One day the cat sat on the mat. One day the cat sat on",
@@ -30,6 +31,9 @@ async def answer(engine: Engine, prompt: str, **params: Any) -> tuple[list[int],
     return choice.token_ids, choice.text, choice.finish_reason
 
 
+FULL_ONLY = [("torch", 2)] if FULL else []
+
+
 async def answers(**settings: Any) -> tuple[list[Any], int]:
     """Of each prompt in each way, alone and then together; and how many drafts were right."""
     fields: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_model_len": 256, "max_num_seqs": 8}
@@ -43,7 +47,7 @@ async def answers(**settings: Any) -> tuple[list[Any], int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("backend", "steps_in_flight"), [("auto", 1), ("auto", 2), ("torch", 2)])
+@pytest.mark.parametrize(("backend", "steps_in_flight"), [("auto", 1), ("auto", 2), *FULL_ONLY])
 def test_answers_are_the_same_with_and_without_drafts(backend: str, steps_in_flight: int):
     settings = {"attention_backend": backend, "steps_in_flight": steps_in_flight}
     without, none = asyncio.run(answers(speculation="off", **settings))

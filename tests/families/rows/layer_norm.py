@@ -227,7 +227,7 @@ PARALLEL = (
         file={"rope_parameters": ABSENT, "rope_theta": 500.0, "partial_rotary_factor": 0.25},
     ),
     row("persimmon-no-norm", "persimmon", seed=1, qk_layernorm=False, rope_parameters=partial(0.25)),
-    row("jais2", "jais2", head_dim=8),
+    row("jais2", "jais2", head_dim=8, by=FALLBACK),
 )
 
 ALIBI = (

@@ -9,7 +9,6 @@ import json
 import math
 import mmap
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,6 +20,7 @@ from ..errors import CheckpointError, quoted, shown
 from ..files import checkpoint_file, read_json
 from ..foreign import describe_folder
 from ..gguf.folder import is_gguf_folder
+from ..named_tensors import NamedTensors
 
 HEADER_BYTES = 8 << 20  # largest header read; 126 layers of a decoder take about 0.2 MB
 NUM_AXES = 64  # most axes of a tensor
@@ -55,7 +55,7 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack")
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-class Checkpoint:
+class Checkpoint(NamedTensors[tuple["_Shard", str]]):
     """All tensors of a checkpoint by name, read from the memory map on access.
 
     The constructor checks all headers and raises CheckpointError naming file and tensor, so later only the disk can
@@ -63,9 +63,7 @@ class Checkpoint:
     """
 
     def __init__(self, root: Path) -> None:
-        self.root = root
-        self.warnings: list[str] = []
-        self._places: dict[str, tuple[_Shard, str]] = {}  # by name: the shard, and the name in it
+        super().__init__(root)  # places: the shard, and the name in it
         names = _shard_names(root)
         if names == [WHOLE] and checkpoint_file(root, INDEX) is not None:
             self.warnings.append(f"{INDEX} is not used, because {WHOLE} is there")
@@ -75,26 +73,6 @@ class Checkpoint:
                     before = self._places[tensor][0].name
                     self.warnings.append(f"tensor {shown(tensor)} is in {before} and {shard.name}; the last is used")
                 self._places[tensor] = shard, tensor
-
-    @property
-    def names(self) -> set[str]:
-        return set(self._places)
-
-    def rename(self, new_name: Callable[[str], str]) -> None:
-        """Gives each tensor another name. Raises CheckpointError if two would have the same."""
-        renamed: dict[str, tuple[_Shard, str]] = {}
-        for name, place in self._places.items():
-            if new_name(name) in renamed:
-                first = renamed[new_name(name)][1]
-                raise CheckpointError(
-                    f"{place[0].name} ({self.root}): tensors {first} and {name} are the same; keep one"
-                )
-            renamed[new_name(name)] = place
-        self._places = renamed
-
-    def share(self, name: str, other: str) -> None:
-        """Makes `name` the tensor that `other` is."""
-        self._places[name] = self._places[other]
 
     def where(self, name: str) -> str:
         """The file that holds a tensor, for error messages."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +9,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import CheckpointError, shown
+from ..named_tensors import NamedTensors
 from .architectures import ARCHITECTURES, FACTOR_TENSORS, Architecture
 from .blocks import unpack
 from .reader import GgufFile
 
 
-class GgufCheckpoint:
+class GgufCheckpoint(NamedTensors[tuple[GgufFile, str]]):
     """All tensors of a model in GGUF files, unpacked on access. See `checkpoint.safetensors.Checkpoint`."""
 
     def __init__(self, root: Path, files: list[GgufFile]) -> None:
-        self.root = root
-        self.warnings: list[str] = []
+        super().__init__(root)
         first = files[0].metadata
         self.architecture: Architecture = ARCHITECTURES[first["general.architecture"]]
         prefix = first["general.architecture"]
@@ -29,25 +28,10 @@ class GgufCheckpoint:
             "attn_q": num_heads,
             "attn_k": first.get(f"{prefix}.attention.head_count_kv") or num_heads,
         }
-        self._places: dict[str, tuple[GgufFile, str]] = {}
         for file in files:
             for stored in file.tensors:
                 if _stem(stored) not in FACTOR_TENSORS:
                     self._places[self._name(stored)] = file, stored
-
-    @property
-    def names(self) -> set[str]:
-        return set(self._places)
-
-    def rename(self, new_name: Callable[[str], str]) -> None:
-        renamed = {new_name(name): place for name, place in self._places.items()}
-        if len(renamed) < len(self._places):
-            raise CheckpointError(f"{self.root}: two tensors have one name")
-        self._places = renamed
-
-    def share(self, name: str, other: str) -> None:
-        """Makes `name` the tensor that `other` is."""
-        self._places[name] = self._places[other]
 
     def where(self, name: str) -> str:
         """The file that holds a tensor, for error messages."""

@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 from numpy.typing import NDArray
 
 from ..errors import CheckpointError
+from ..named_tensors import NamedTensors
 from .formats import WeightFormat
 from .parts import Parts, Stored
 
@@ -33,11 +34,12 @@ class StoredCheckpoint(Stored, Protocol):
     def forget(self, name: str) -> None: ...
 
 
-class UnpackedCheckpoint:
+class UnpackedCheckpoint(NamedTensors[str | Parts]):
     """The tensors by the names of an unquantized checkpoint: a `StoredTensors`."""
 
     def __init__(self, stored: StoredCheckpoint, weights: WeightFormat) -> None:
-        self.root, self.warnings = stored.root, stored.warnings
+        super().__init__(stored.root)
+        self.warnings = stored.warnings
         self.format = weights
         self._stored = stored
         stored_names = stored.names
@@ -45,7 +47,7 @@ class UnpackedCheckpoint:
         layers = {stem: self._parts(stem, stored_names) for stem in stems}
         taken = {f"{stem}{suffix}" for stem in layers for suffix in weights.suffixes}
         taken |= {name for name in stored_names if SCALE_OF_ATTENTION.fullmatch(name)}
-        self._places: dict[str, str | Parts] = {name: name for name in stored_names - taken}
+        self._places = {name: name for name in stored_names - taken}
         self._places |= {f"{stem}{WEIGHT}": parts for stem, parts in layers.items()}
         self.warnings.append(
             f"{weights.name}: the weights are unpacked while loading, so they take the memory of the dtype; on a CPU "
@@ -59,21 +61,6 @@ class UnpackedCheckpoint:
     def _parts(self, stem: str, stored_names: set[str]) -> Parts:
         names = {suffix: f"{stem}{suffix}" for suffix in self.format.suffixes if f"{stem}{suffix}" in stored_names}
         return Parts(self._stored, stem, names)
-
-    @property
-    def names(self) -> set[str]:
-        return set(self._places)
-
-    def rename(self, new_name: Callable[[str], str]) -> None:
-        """Gives each tensor another name. Raises CheckpointError if two would have the same."""
-        renamed = {new_name(name): place for name, place in self._places.items()}
-        if len(renamed) < len(self._places):
-            raise CheckpointError(f"{self.root}: two tensors are the same; keep one")
-        self._places = renamed
-
-    def share(self, name: str, other: str) -> None:
-        """Makes `name` the tensor that `other` is."""
-        self._places[name] = self._places[other]
 
     def where(self, name: str) -> str:
         """The file that holds a tensor, for error messages."""

@@ -52,6 +52,9 @@ class Sequence:
     num_expected_cached: int = 0  # tokens likely in the prefix cache at its start
     arrival_s: float = 0.0  # monotonic
     pooling: PoolingParams | None = None  # set: its answer counts as one token, which stands for a vector
+    adapter: str = ""  # the digest of its adapter; "": the base model computes it
+    adapter_slot: int = 0  # while it runs: where its adapter is; 0: the base model
+    set_aside_at: int = -1  # sequences admitted before it first had to wait for its adapter; -1: it has not
     state: State = State.WAITING
     slot: int = -1  # while running or preempted
     num_starts: int = 0  # times it got a slot

@@ -1,0 +1,211 @@
+"""Device slots of adapters: random histories of a small scheduler around the plain code, and cases by hand."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+import numpy as np
+
+from millrace.stages.params import SamplingParams
+from millrace.stages.schedule.adapter_lines import MAX_PASSES, AdapterLines
+from millrace.stages.schedule.adapter_slots import AdapterSlots, AdapterState
+from millrace.stages.schedule.sequence import Sequence, WaitingQueue
+from tests.counts import count, first_seed
+
+NUM_ROWS, K = 6, 2
+
+
+def sequence_of(number: int, adapter: str, num_tokens: int = 1) -> Sequence:
+    return Sequence(
+        number, f"r{number}", np.zeros(1, np.int32), 1, 1 + num_tokens, SamplingParams(), 0, 0, adapter=adapter
+    )
+
+
+class SmallScheduler:
+    """Rows of a token each, K steps in flight, and a device that reads the adapter of each row when its step ends."""
+
+    def __init__(self, num_adapter_slots: int, num_rows: int = NUM_ROWS) -> None:
+        self.lines = AdapterLines(AdapterSlots(num_adapter_slots))
+        self.slots = self.lines.slots
+        self.num_rows = num_rows
+        self.waiting = WaitingQueue()
+        self.running: dict[int, tuple[Sequence, int]] = {}  # sequence id -> (sequence, its last step)
+        self.left: dict[int, int] = {}  # sequence id -> tokens
+        self.flights: deque[tuple[int, list[Sequence], tuple[tuple[int, str], ...]]] = deque()
+        self.device: dict[int, str] = {}
+        self.last_granted = self.completed = -1
+        self.starts: list[int] = []  # sequence ids, in order
+
+    def add(self, sequence: Sequence) -> None:
+        self.left[sequence.sequence_id] = sequence.limit - 1
+        self.waiting.push(sequence, (sequence.sequence_id,))
+
+    def num_left(self) -> dict[int, int]:
+        sums: dict[int, int] = {}
+        for sequence, _ in self.running.values():
+            sums[sequence.adapter_slot] = sums.get(sequence.adapter_slot, 0) + self.left[sequence.sequence_id]
+        return sums
+
+    def plan(self, *, is_void: bool = False) -> None:
+        if len(self.flights) == K:
+            return
+        if self.lines.needs_advance:
+            for digest in self.lines.advance(self.completed, self.last_granted, self.num_left):
+                for sequence in self.lines.take(digest):
+                    self.waiting.push(sequence, (sequence.sequence_id,))
+        while len(self.running) < self.num_rows and (first := self.waiting.peek()) is not None:
+            self.waiting.pop()
+            if first.adapter and not self.slots.may_join(first.adapter):
+                self.lines.add(first, (first.sequence_id,))
+                continue
+            if first.adapter:
+                first.adapter_slot = self.slots.join(first.adapter, first.sequence_id)
+            first.set_aside_at = -1
+            self.running[first.sequence_id] = (first, -1)
+            self.lines.num_admitted += 1
+            self.starts.append(first.sequence_id)
+        loads, step = self.slots.loads(), self.last_granted + 1
+        rows = [sequence for sequence, _ in self.running.values()]
+        for sequence in rows:
+            self.running[sequence.sequence_id] = (sequence, step)
+        if is_void or not (rows or loads):
+            return
+        for number, _ in loads:
+            read = {sequence.adapter_slot for _, flown, _ in self.flights for sequence in flown}
+            assert number not in read | {sequence.adapter_slot for sequence in rows}, "a step may still read the slot"
+        self.slots.note_granted(loads, step)
+        self.last_granted = step
+        self.flights.append((step, rows, loads))
+
+    def done(self, *, is_void: bool = False) -> None:
+        if not self.flights:
+            return
+        step, rows, loads = self.flights.popleft()
+        self.completed = step
+        if is_void:
+            return self.slots.note_void(step)
+        self.device.update(loads)
+        self.slots.note_done(step)
+        for sequence in rows:
+            assert self.device.get(sequence.adapter_slot, "") == sequence.adapter, "a row read another adapter"
+            if sequence.sequence_id in self.running:
+                self.left[sequence.sequence_id] -= 1
+                if self.left[sequence.sequence_id] <= 0:
+                    self.end(sequence)
+
+    def end(self, sequence: Sequence) -> None:
+        ran = self.running.pop(sequence.sequence_id, None)
+        if ran is not None:
+            if sequence.adapter:
+                self.slots.leave(sequence.adapter_slot, ran[1])
+        elif not self.lines.remove(sequence):
+            self.waiting.remove(sequence)
+            self.slots.forget(sequence.adapter, sequence.sequence_id)
+        del self.left[sequence.sequence_id]
+
+    def check(self) -> None:
+        self.slots.check()
+        num_lines = len(self.lines)
+        assert len(self.running) + len(self.waiting) + num_lines == len(self.left), "a sequence is lost"
+
+
+def run_history(seed: int) -> None:
+    draw = random.Random(seed)
+    scheduler = SmallScheduler(draw.randint(1, 4), draw.randint(1, NUM_ROWS))
+    adapters = ["", *(f"digest-{i}" for i in range(draw.randint(1, 7)))]
+    alive: dict[int, Sequence] = {}
+    for number in range(draw.randint(20, 120)):
+        chance = draw.random()
+        if chance < 0.4:
+            alive[number] = sequence_of(number, draw.choice(adapters), draw.choice((1, 2, 9)))
+            scheduler.add(alive[number])
+        elif chance < 0.7:
+            scheduler.plan(is_void=draw.random() < 0.1)
+        elif chance < 0.95:
+            scheduler.done(is_void=draw.random() < 0.1)
+        else:
+            present = [sequence for key, sequence in alive.items() if key in scheduler.left]
+            if present:
+                scheduler.end(draw.choice(present))
+        scheduler.check()
+    for _ in range(12 * len(alive) + 20):  # each has at most nine tokens, and a load takes a step or two
+        scheduler.plan()
+        scheduler.done()
+    assert not scheduler.left, f"seed {seed}: {len(scheduler.left)} sequences never ran"
+    scheduler.check()
+
+
+def test_no_slot_is_overwritten_while_a_step_may_read_it_and_all_run() -> None:
+    first = first_seed()
+    for seed in range(first, first + count(100, 100_000)):
+        run_history(seed)
+
+
+def test_a_waiting_sequence_is_passed_fifty_times_and_then_a_slot_drains_for_it() -> None:
+    scheduler = SmallScheduler(1, num_rows=2)
+    for number in range(200):
+        scheduler.add(sequence_of(number, "other" if number == 2 else "busy", 3 if number else 2))
+    for _ in range(400):
+        scheduler.plan()
+        scheduler.done()
+    behind = [number for number in scheduler.starts[: scheduler.starts.index(2)] if number > 2]
+    assert MAX_PASSES - 2 <= len(behind) <= MAX_PASSES + 2, "fifty, the rows of a step more or less"
+    assert sorted(scheduler.starts) == list(range(200))
+
+
+def test_at_most_half_of_the_slots_drain_and_the_oldest_owed_goes_first() -> None:
+    lines = AdapterLines(AdapterSlots(3))
+    slots = lines.slots
+    for slot, digest in zip(slots.slots, "abc", strict=True):
+        slots.load(slot, digest)
+    slots.note_granted(slots.loads(), 0)
+    slots.note_done(0)
+    for number, digest in enumerate("abc"):
+        slots.join(digest, number)
+    for number, digest in enumerate("xyz", 10):
+        lines.add(sequence_of(number, digest), (-number,))
+        lines.num_admitted += 1
+    lines.num_admitted += MAX_PASSES
+    assert lines.advance(0, 0, lambda: {1: 30, 2: 10, 3: 20}) == []
+    assert [slot.state for slot in slots.slots] == [
+        AdapterState.RESIDENT, AdapterState.DRAINING, AdapterState.DRAINING
+    ]  # fmt: skip
+    slots.leave(2, 5)
+    lines.advance(4, 5, dict)
+    assert slots.of("x") is None, "step 5 is in flight and may read slot 2"
+    lines.advance(5, 5, dict)
+    assert slots.of("x") is slots.slots[1], "x has waited longest, though z has the best rank"
+
+
+def test_an_idle_slot_is_taken_by_rank_and_no_adapter_whose_line_was_told() -> None:
+    lines = AdapterLines(AdapterSlots(1))
+    lines.add(sequence_of(2, "b"), (2,))
+    lines.add(sequence_of(1, "a"), (1,))
+    lines.advance(-1, -1, dict)
+    lines.slots.note_granted(lines.slots.loads(), 0)
+    lines.slots.note_done(0)
+    assert lines.advance(0, 0, dict) == ["a"]
+    assert [sequence.sequence_id for sequence in lines.take("a")] == [1]
+    lines.advance(0, 0, dict)
+    assert lines.slots.may_join("a"), "idle, but sequence 1 is about to run"
+    lines.slots.forget("a", 1)
+    lines.advance(0, 0, dict)
+    assert lines.slots.of("b") is lines.slots.slots[0], "sequence 1 has gone"
+
+
+def test_a_drain_ends_when_nobody_waits_for_it_any_more() -> None:
+    scheduler = SmallScheduler(1, num_rows=1)
+    scheduler.add(sequence_of(0, "a", 500))
+    for _ in range(3):
+        scheduler.plan()
+        scheduler.done()
+    other = sequence_of(1, "b")
+    scheduler.add(other)
+    scheduler.lines.add(scheduler.waiting.pop(), (1,))
+    scheduler.lines.num_admitted += MAX_PASSES
+    scheduler.plan()
+    assert scheduler.slots.num_draining == 1
+    scheduler.end(other)
+    scheduler.plan()
+    assert scheduler.slots.may_join("a")

@@ -1,6 +1,6 @@
 """Layouts of buffers that the host writes and kernels read: sampling rows, step state, attention work lists.
 
-Beside them, what a layer's kernels can be told: `layer_options.py`.
+Beside them, what a layer's kernels can be told: `layer_options.py`; and weights in groups of codes: `grouped_codes.py`.
 
 Owns: the order, type and meaning of every field in them, and the plain twins of the kernels that fill them.
 In: sizes and plain arrays.

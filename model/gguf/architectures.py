@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+MOST_ITEMS = 4096  # of an array of numbers
+
 Config = dict[str, Any]
 Factors = NDArray[np.float32]  # [D/2] by which rotary frequencies are divided
 
@@ -50,11 +52,19 @@ class Keys:
         self.source = f"metadata of {name}"
 
     def get(self, key: str, default: Any = None) -> Any:
-        return self.metadata.get(f"{self.name}.{key}", default)
+        """The value; arrays are lists. Raises ValueError for one of more items than any model has layers."""
+        value = self.metadata.get(f"{self.name}.{key}", default)
+        if not isinstance(value, np.ndarray):
+            return value
+        if len(value) > MOST_ITEMS:
+            raise ValueError(f"{self.name}.{key} holds {len(value)} numbers, and at most {MOST_ITEMS} are read")
+        return value.tolist()
 
     def need(self, key: str) -> Any:
-        """The value. Raises KeyError with the whole key if it is missing."""
-        return self.metadata[f"{self.name}.{key}"]
+        """As `get`. Raises KeyError with the whole key if it is missing."""
+        if f"{self.name}.{key}" not in self.metadata:
+            raise KeyError(f"{self.name}.{key}")
+        return self.get(key)
 
     def number(self, key: str, default: float | None = None) -> float:
         """A float32 of the file as the decimal number that was meant: 1e-05 rather than 9.99999974e-06."""

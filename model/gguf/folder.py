@@ -10,23 +10,30 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ..errors import CheckpointError, shown
+from ..errors import CheckpointError, quoted, shown
 from ..files import read_json
 from .architectures import ARCHITECTURES, FACTOR_TENSORS, Keys, shared_config
 from .blocks import unpack
 from .checkpoint import GgufCheckpoint
-from .reader import GgufFile, Metadata, open_files
+from .reader import GgufFile, Metadata, open_files, parts_of
 from .tokenizer import tokenizer_json
 
 POINTER = "gguf.json"
-VERSION = 2  # of the folders; a change of what is written counts it up
+VERSION = 3  # of the folders; a change of what is written counts it up
+MAKING = "making-"  # begins the name of a folder that is not finished
+MOST_FOLDERS = 32  # up to 35 MB each, of a vocabulary of 262,144
+UNUSED_S = 3600.0
 MARKS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # of config files -> of the metadata
 ENDS = ("eos", "eot", "eom")
 SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
@@ -35,7 +42,8 @@ SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": 
 def folder_of(path: Path) -> Path:
     """The folder that stands for the GGUF file at `path`, made if need be. Raises CheckpointError."""
     path = Path(os.path.abspath(path))  # not resolved: a link in the Hub's cache has the name, its target a digest
-    root = cache_directory() / f"{path.stem[:64]}-{_key(path)}"
+    parts = parts_of(path)
+    root = cache_directory() / f"{parts[0].stem[:64]}-{_key(parts)}"
     if not (root / POINTER).is_file():
         try:
             _make(root, open_files(path))
@@ -43,12 +51,15 @@ def folder_of(path: Path) -> Path:
             raise CheckpointError(
                 f"{path.name}: {root} cannot be made: {error.strerror}; set XDG_CACHE_HOME to a folder for caches"
             ) from None
+        remove_unused(root.parent, but=root)
+    with suppress(OSError):  # a cache that is read only
+        os.utime(root / POINTER)
     return root
 
 
 def _make(root: Path, files: Sequence[GgufFile]) -> None:
     root.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=root.parent) as work:
+    with tempfile.TemporaryDirectory(dir=root.parent, prefix=MAKING) as work:
         made = Path(work) / "made"
         made.mkdir()
         _write(made, files)
@@ -66,9 +77,8 @@ def is_gguf_folder(root: Path) -> bool:
 
 def open_checkpoint(root: Path) -> GgufCheckpoint:
     """The tensors of the file that the folder stands for. Raises CheckpointError if the file is gone or another."""
-    pointer = read_json(root, POINTER) or {}
     files = []
-    for told in pointer.get("files", ()):
+    for told in _files_of(root):
         path = Path(told["path"])
         if not path.is_file() or path.stat().st_size != told["size"]:
             raise CheckpointError(f"{path}: is gone, or not the file of which {root} was made; serve the file again")
@@ -78,31 +88,63 @@ def open_checkpoint(root: Path) -> GgufCheckpoint:
     return GgufCheckpoint(root, files)
 
 
+def _files_of(root: Path) -> list[dict[str, Any]]:
+    """Place and size of each file for which a folder stands."""
+    files: list[dict[str, Any]] = (read_json(root, POINTER) or {}).get("files", [])
+    return files
+
+
 def cache_directory() -> Path:
     """Where folders are kept: millrace/gguf in XDG_CACHE_HOME, else in ~/.cache."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "millrace" / "gguf"
 
 
-def _key(path: Path) -> str:
-    """Changes with the file: its place, size and time of change."""
-    try:
-        stat = path.stat()
-    except OSError as error:
-        raise CheckpointError(f"{path.name}: cannot be read: {error.strerror}") from None
-    told = f"{VERSION} {path} {stat.st_size} {stat.st_mtime_ns} {stat.st_ino}"
+def remove_unused(directory: Path, but: Path) -> None:
+    """Removes the folders of files that are gone, and the longest unused ones beyond `MOST_FOLDERS`.
+
+    A folder that another process used within the last hour stays, as it may be reading it. What is not a folder of
+    this kind, or cannot be removed, stays too.
+    """
+    now = time.time()
+    unused: list[tuple[float, Path]] = []  # by the time of the last use
+    with suppress(OSError):
+        for folder in directory.iterdir():
+            with suppress(OSError, CheckpointError, LookupError, TypeError):
+                is_made = not folder.name.startswith(MAKING)
+                used = (folder / POINTER if is_made else folder).stat().st_mtime
+                if folder == but or now - used < UNUSED_S:
+                    continue
+                if not is_made or not all(Path(told["path"]).is_file() for told in _files_of(folder)):
+                    shutil.rmtree(folder)
+                else:
+                    unused.append((used, folder))
+        for _, folder in sorted(unused, reverse=True)[MOST_FOLDERS - 1 :]:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _key(parts: Sequence[Path]) -> str:
+    """Changes with any part of the file: its place, size and time of change."""
+    told = str(VERSION)
+    for path in parts:
+        try:
+            stat = path.stat()
+        except OSError as error:
+            raise CheckpointError(f"{path.name}: cannot be read: {error.strerror}") from None
+        told += f" {path} {stat.st_size} {stat.st_mtime_ns} {stat.st_ino}"
     return hashlib.sha256(told.encode()).hexdigest()[:16]
 
 
 def _write(root: Path, files: Sequence[GgufFile]) -> None:
     first = files[0]
+    tokenizer = tokenizer_json(first.metadata, first.path.name)  # first, as it checks what others read too
     contents = {
         "config.json": _config(files),
         "tokenizer_config.json": _tokenizer_config(first.metadata),
         "generation_config.json": _generation_config(first.metadata),
         POINTER: {"files": [{"path": str(file.path), "size": file.size} for file in files]},
     }
-    (root / "tokenizer.json").write_text(tokenizer_json(first.metadata, first.path.name), encoding="utf-8")
+    (root / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
     for name, values in contents.items():
         (root / name).write_text(json.dumps(values, indent=1), encoding="utf-8")
 
@@ -111,10 +153,11 @@ def _config(files: Sequence[GgufFile]) -> dict[str, Any]:
     """The config.json. Raises CheckpointError for an architecture or a key that is not read."""
     first = files[0]
     name, metadata = first.metadata.get("general.architecture"), first.metadata
-    if metadata.get("general.type", "model") != "model":
+    kind = metadata.get("general.type", "model")
+    if not isinstance(kind, str) or kind != "model":
         raise CheckpointError(
-            f"{first.path.name}: general.type = {shown(str(metadata['general.type']))}: not a whole model; serve the "
-            "file of the model that it belongs to"
+            f"{first.path.name}: general.type = {quoted(kind)}: not a whole model; serve the file of the model that it "
+            "belongs to"
         )
     if not isinstance(name, str) or name not in ARCHITECTURES:
         raise CheckpointError(
@@ -125,15 +168,7 @@ def _config(files: Sequence[GgufFile]) -> dict[str, Any]:
     layers = metadata.get(f"{name}.block_count")
     if isinstance(layers, int) and layers > len(tensors):  # a list of that many may follow
         raise CheckpointError(f"{first.path.name}: {name}.block_count = {layers}, and it holds {len(tensors)} tensors")
-    factors = {
-        kind: unpack(
-            tensors[f"{kind}.weight"].tensors[f"{kind}.weight"].type,
-            tensors[f"{kind}.weight"].packed(f"{kind}.weight"),
-            tensors[f"{kind}.weight"].tensors[f"{kind}.weight"].shape,
-        )
-        for kind in FACTOR_TENSORS
-        if f"{kind}.weight" in tensors
-    }
+    factors = {kind: _factors(file, kind) for kind in FACTOR_TENSORS if (file := tensors.get(f"{kind}.weight"))}
     keys, architecture = Keys(metadata, name, factors), ARCHITECTURES[name]
     try:
         config = shared_config(keys, architecture) | architecture.config(keys)
@@ -151,6 +186,18 @@ def _config(files: Sequence[GgufFile]) -> dict[str, Any]:
     return config | _token_ids(metadata)
 
 
+def _factors(file: GgufFile, kind: str) -> NDArray[np.float32]:
+    """The numbers by which rotary frequencies are divided. Raises CheckpointError if one of them cannot be."""
+    tensor = file.tensors[f"{kind}.weight"]
+    factors = unpack(tensor.type, file.packed(f"{kind}.weight"), tensor.shape)
+    if factors.ndim != 1 or not (np.isfinite(factors) & (factors > 0)).all():
+        raise CheckpointError(
+            f"{file.path.name}: tensor {kind}.weight: must hold a number above 0 for each rotated pair, not "
+            f"{list(factors.shape)} numbers from {factors.min():g} to {factors.max():g}"
+        )
+    return factors
+
+
 def _token_ids(metadata: Mapping[str, Any]) -> dict[str, int]:
     found = {f"{key}_token_id": metadata.get(f"tokenizer.ggml.{told}_token_id") for key, told in MARKS.items()}
     return {key: index for key, index in found.items() if isinstance(index, int) and key != "unk_token_id"}
@@ -164,8 +211,9 @@ def _tokenizer_config(metadata: Metadata) -> dict[str, Any]:
         if isinstance(index, int) and 0 <= index < len(tokens):
             config[f"{key}_token"] = tokens[index]
     start = "tokenizer.chat_template"
-    templates = {"default": metadata[start]} if start in metadata else {}
-    templates |= {key[len(start) + 1 :]: text for key, text in metadata.items() if key.startswith(f"{start}.")}
+    texts = {key: text for key, text in metadata.items() if key.startswith(start) and isinstance(text, str)}
+    templates = {"default": texts[start]} if start in texts else {}
+    templates |= {key[len(start) + 1 :]: text for key, text in texts.items() if key.startswith(f"{start}.")}
     if list(templates) == ["default"]:
         config["chat_template"] = templates["default"]
     elif templates:

@@ -1,7 +1,8 @@
 """The header of a GGUF file, checked before any tensor is used; every length is compared with the file first.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian. Values are ints,
-floats, booleans, strings and lists of these. A file may be one of several, whose names end in -00001-of-00005.gguf.
+floats, booleans, strings, lists of strings, and numpy arrays of the others. A file may be one of several, whose names
+end in -00001-of-00005.gguf.
 """
 
 from __future__ import annotations
@@ -79,11 +80,23 @@ class GgufFile:
 
 def open_files(path: Path) -> list[GgufFile]:
     """The file, or all parts of a model that is split over several, of which any may be named."""
+    paths = parts_of(path)
+    files = [GgufFile(part) for part in paths]
+    for file in files:
+        _check_split(file, len(paths))
+    names: set[str] = set()
+    for file in files:
+        if twice := names & file.tensors.keys():
+            raise CheckpointError(f"{file.path.name}: tensor {shown(min(twice))} is in another part too")
+        names |= file.tensors.keys()
+    return files
+
+
+def parts_of(path: Path) -> list[Path]:
+    """The files of the model of which `path` is one, in order. Raises CheckpointError for a part that is missing."""
     match = SPLIT.fullmatch(path.name)
     if match is None:
-        first = GgufFile(path)
-        _check_split(first, 1)
-        return [first]
+        return [path]
     stem, count = match[1], int(match[3])
     paths = [path.with_name(f"{stem}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
     if not paths:
@@ -94,20 +107,12 @@ def open_files(path: Path) -> list[GgufFile]:
             f"{path.name}: one of {count} files, of which {len(missing)} are missing: {missing[0]}; put all parts "
             "into one folder"
         )
-    files = [GgufFile(part) for part in paths]
-    for file in files:
-        _check_split(file, count)
-    names: set[str] = set()
-    for file in files:
-        if twice := names & file.tensors.keys():
-            raise CheckpointError(f"{file.path.name}: tensor {shown(min(twice))} is in another part too")
-        names |= file.tensors.keys()
-    return files
+    return paths
 
 
 def _check_split(file: GgufFile, count: int) -> None:
     told = file.metadata.get("split.count", 1)
-    if told not in (count, 0):
+    if not isinstance(told, int) or told not in (count, 0):
         raise CheckpointError(
             f"{file.path.name}: split.count = {quoted(told)}, and its name says that it is one of {count} files; keep "
             "the names that the files were published with"
@@ -186,7 +191,7 @@ class _Header:
             self._fail(f"{shown(key)}: a value of the unknown type {kind}")
         return self._number(SCALARS[kind])
 
-    def _array(self, key: str) -> list[Any]:
+    def _array(self, key: str) -> list[str] | NDArray[Any]:
         kind, count = self._number("<I"), self._number("<Q")
         if kind == STRING:
             self._check_count(count, 8, shown(key))
@@ -196,7 +201,7 @@ class _Header:
         layout = SCALARS[kind]
         self._check_count(count, struct.calcsize(layout), shown(key))
         raw = self._bytes(count * struct.calcsize(layout))
-        return list(np.frombuffer(raw, np.dtype(layout)).tolist())
+        return np.frombuffer(raw, np.dtype(layout))
 
     def _check_count(self, count: int, least_bytes: int, what: str) -> None:
         if count * least_bytes > self._size - self.place:

@@ -6,10 +6,13 @@ Two kinds are read: `gpt2`, byte-level BPE with merges, whose way to split a tex
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from ..errors import CheckpointError, quoted
+from .merges import merges_of
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # token_type
 
@@ -77,12 +80,19 @@ BEGINS = {
 }  # if the file is silent
 SPACE = "▁"
 PHI_KEEPS_SPACES = ("<unk>", "<s>", "<|endoftext|>")  # Phi-3's other added tokens take the spaces behind them
-KINDS: Mapping[str, tuple[Any, bool, str]] = {  # of values that are used: their type, whether they are a list of it
-    **dict.fromkeys(("model", "pre"), (str, False, "a text")),
-    **dict.fromkeys(("tokens", "merges"), (str, True, "a list of texts")),
-    "scores": (int | float, True, "a list of numbers"),
-    "token_type": (int, True, "a list of whole numbers"),
-    **dict.fromkeys((f"{name}_token_id" for name in ("bos", "eos", "unknown")), (int, False, "a whole number")),
+KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {  # of values that are used: a check, and what it checks
+    **dict.fromkeys(("model", "pre"), (lambda value: isinstance(value, str), "a text")),
+    **dict.fromkeys(("tokens", "merges"), (lambda value: isinstance(value, list), "a list of texts")),
+    "scores": (lambda value: isinstance(value, np.ndarray) and value.dtype.kind in "fiu", "a list of numbers"),
+    "token_type": (lambda value: isinstance(value, np.ndarray) and value.dtype.kind in "iu", "a list of whole numbers"),
+    **dict.fromkeys(
+        (f"{name}_token_id" for name in ("bos", "eos", "unknown")),
+        (lambda value: isinstance(value, int), "a whole number"),
+    ),
+    **dict.fromkeys(
+        ("add_bos_token", "add_eos_token", "add_space_prefix"),
+        (lambda value: isinstance(value, int), "true or false"),
+    ),
 }
 
 
@@ -93,9 +103,10 @@ def tokenizer_json(metadata: Mapping[str, Any], source: str) -> str:
     _check_kinds(metadata, source)
     kind = metadata.get("tokenizer.ggml.model")
     tokens: Sequence[str] = metadata.get("tokenizer.ggml.tokens") or ()
-    if not tokens or not all(isinstance(token, str) for token in tokens):
+    if not tokens:
         raise CheckpointError(f"{source}: tokenizer.ggml.tokens: holds no vocabulary; pass --tokenizer DIR or a Hub id")
-    types = metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
+    told = metadata.get("tokenizer.ggml.token_type")
+    types: Sequence[int] = [NORMAL] * len(tokens) if told is None else told.tolist()
     if len(types) != len(tokens):
         raise CheckpointError(f"{source}: tokenizer.ggml.token_type: {len(types)} types of {len(tokens)} tokens")
     makers = {"gpt2": _byte_level, "llama": _sentencepiece}
@@ -125,12 +136,11 @@ def tokenizer_json(metadata: Mapping[str, Any], source: str) -> str:
 
 def _check_kinds(metadata: Mapping[str, Any], source: str) -> None:
     """Raises CheckpointError for a value of another kind than its key has."""
-    for key, (kind, is_list, what) in KINDS.items():
+    for key, (is_right, what) in KINDS.items():
         value = metadata.get(f"tokenizer.ggml.{key}")
-        values = value if is_list and isinstance(value, list) else [value]
-        if value is None or (isinstance(value, list) == is_list and all(isinstance(one, kind) for one in values)):
-            continue
-        raise CheckpointError(f"{source}: tokenizer.ggml.{key} = {quoted(value)}: must be {what}")
+        if value is not None and not is_right(value):
+            told = value[:8].tolist() if isinstance(value, np.ndarray) else value
+            raise CheckpointError(f"{source}: tokenizer.ggml.{key} = {quoted(told)}: must be {what}")
 
 
 def _vocabulary(tokens: Sequence[str]) -> dict[str, int]:
@@ -165,15 +175,16 @@ def _sentencepiece(metadata: Mapping[str, Any], vocabulary: dict[str, int], type
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     scores = metadata.get("tokenizer.ggml.scores")
-    if not isinstance(scores, list) or len(scores) != len(types):
+    if scores is None or len(scores) != len(types):
         raise CheckpointError(f"{source}: tokenizer.ggml.scores: must be a number for each of {len(types)} tokens")
     unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
     texts = list(vocabulary)
+    is_made = [kind in (NORMAL, USER_DEFINED) for kind in types]
     has_space = _flag(metadata, "add_space_prefix", True)
     tokenizer = Tokenizer(
         models.BPE(
             vocab=vocabulary,
-            merges=_merges(texts, scores, types, vocabulary),
+            merges=merges_of(texts, scores.tolist(), is_made, vocabulary, source),
             unk_token=texts[unknown] if 0 <= unknown < len(texts) else None,
             fuse_unk=True,
             byte_fallback=True,
@@ -184,28 +195,6 @@ def _sentencepiece(metadata: Mapping[str, Any], vocabulary: dict[str, int], type
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if has_space else steps)
     return tokenizer
-
-
-def _merges(
-    texts: Sequence[str], scores: Sequence[float], types: Sequence[int], vocabulary: Mapping[str, int]
-) -> list[tuple[str, str]]:
-    """The merges of SentencePiece: any two tokens whose joined text is a token, that with the highest score first."""
-    order = sorted(
-        (index for index, text in enumerate(texts) if types[index] in (NORMAL, USER_DEFINED) and len(text) > 1),
-        key=lambda index: (-scores[index], index),
-    )
-    merges = []
-    for index in order:
-        text = texts[index]
-        known = [
-            (left, right)
-            for cut in range(1, len(text))
-            if (left := text[:cut]) in vocabulary and (right := text[cut:]) in vocabulary
-        ]
-        if len(known) > 1:
-            known.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
-        merges += known
-    return merges
 
 
 def _add_template(tokenizer: Any, metadata: Mapping[str, Any], tokens: Sequence[str]) -> None:

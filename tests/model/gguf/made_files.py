@@ -6,6 +6,7 @@ changed here, as its converter changes them.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,15 @@ MADE: dict[str, Row] = {
         "gemma3", "gemma3_text", head_dim=12, query_pre_attn_scalar=12, num_hidden_layers=7, sliding_window=16
     ),
     "phi3": row("phi3", "phi3", sliding_window=24),
+    "phi3-long": row(
+        "phi3-long",
+        "phi3",
+        **{"hidden_size": 64, "max_position_embeddings": 256, "original_max_position_embeddings": 32},
+        rope_parameters={  # 12 of 16 elements of a head rotate, as in Phi-4-mini
+            **{"rope_type": "longrope", "rope_theta": 5e4, "partial_rotary_factor": 0.75},
+            **{"short_factor": [1.0, 1.25, 1.5, 2.0, 2.5, 3.0], "long_factor": [1.5, 2.5, 4.0, 8.0, 16.0, 32.0]},
+        },
+    ),
     "granite": row(
         "granite",
         "granite",
@@ -77,7 +87,7 @@ MADE: dict[str, Row] = {
     "starcoder2": row("starcoder2", "starcoder2", sliding_window=None),
     "seed_oss": row("seed_oss", "seed_oss", head_dim=8),
 }
-ARCHITECTURE = {"llama3": "llama", "llama-linear": "llama", "olmo3": "olmo2"}
+ARCHITECTURE = {"llama3": "llama", "llama-linear": "llama", "olmo3": "olmo2", "phi3-long": "phi3"}
 PAIRED = ("llama", "mistral3", "granite", "smollm3")  # rows of q and k in pairs
 
 
@@ -133,8 +143,10 @@ def _in_pairs(numbers: np.ndarray, num_heads: int) -> np.ndarray:
 
 
 def _factors(architecture: str, config: Any) -> dict[str, np.ndarray]:
-    """Llama 3's factors, from the frequencies that transformers computes."""
+    """Llama 3's factors, from the frequencies that transformers computes; LongRoPE's as they are."""
     rope = config.rope_parameters
+    if rope.get("rope_type") == "longrope":
+        return {f"rope_factors_{kind}": np.array(rope[f"{kind}_factor"], np.float32) for kind in ("long", "short")}
     if architecture != "llama" or rope.get("rope_type") != "llama3":
         return {}
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -176,6 +188,12 @@ def _write_keys(writer: Any, architecture: str, config: Any) -> None:
         writer.add_rope_scaling_factor(whole["factor"])
     if whole.get("rope_type") == "yarn":
         _write_yarn(writer, architecture, whole)
+    if whole.get("rope_type") == "longrope":
+        original = config.original_max_position_embeddings
+        writer.add_rope_dimension_count(int(head_dim * whole["partial_rotary_factor"]))
+        writer.add_rope_scaling_orig_ctx_len(original)
+        stretch = config.max_position_embeddings / original
+        writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(stretch) / math.log(original)))
     if config.model_type == "olmo3":
         writer.add_sliding_window(config.sliding_window)
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])

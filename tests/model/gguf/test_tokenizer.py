@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from millrace.model.errors import CheckpointError
+from millrace.model.gguf.merges import LONGEST, merges_of
 from millrace.model.gguf.tokenizer import tokenizer_json
 
 TOKENS = ["<unk>", "<s>", "\u2581", "H", "i", "Hi", "\u2581Hi", "<|user|>", "<|end|>", "\u2581\u2581", "\n"]
@@ -16,8 +19,8 @@ def tokens(text: str, architecture: str, *, has_space: bool) -> list[str]:
         "general.architecture": architecture,
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.tokens": TOKENS,
-        "tokenizer.ggml.token_type": TYPES,
-        "tokenizer.ggml.scores": [0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 2.0, 0.0, 0.0, 0.0, 0.0],
+        "tokenizer.ggml.token_type": np.array(TYPES),
+        "tokenizer.ggml.scores": np.array([0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 2.0, 0.0, 0.0, 0.0, 0.0]),
         "tokenizer.ggml.add_space_prefix": has_space,
         "tokenizer.ggml.add_bos_token": False,
     }
@@ -38,3 +41,23 @@ def test_added_tokens_are_found_anywhere_in_a_text(
     architecture: str, has_space: bool, text: str, expected: list[str]
 ) -> None:
     assert tokens(text, architecture, has_space=has_space) == expected
+
+
+def merges(texts: list[str]) -> list[tuple[str, str]]:
+    vocabulary = {text: index for index, text in enumerate(texts)}
+    return merges_of(texts, [float(-index) for index in range(len(texts))], [True] * len(texts), vocabulary, "m.gguf")
+
+
+def test_merges_are_all_pairs_of_tokens_by_score_then_by_their_ids() -> None:
+    assert merges(["a", "b", "ab", "abb", "bb"]) == [("a", "b"), ("a", "bb"), ("ab", "b"), ("b", "b")]
+
+
+def test_tokens_too_long_and_merges_too_many_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CheckpointError, match=r"m.gguf: tokenizer.ggml.tokens: a token has 1025 characters, and at most"):
+        merges(["a", "a" * (LONGEST + 1)])
+    runs = ["a" * count for count in range(1, 5)]  # of 2, 2 x 3 and 3 x 4 characters
+    monkeypatch.setattr("millrace.model.gguf.merges.MERGED", 20)
+    assert len(merges(runs)) == 6
+    monkeypatch.setattr("millrace.model.gguf.merges.MERGED", 19)
+    with pytest.raises(CheckpointError, match="made of each other in merges of more than 19 characters"):
+        merges(runs)

@@ -69,6 +69,7 @@ BELOW = {
     "stages/engine": "stages stages/allocate stages/detokenize stages/device stages/encode stages/exit "
     "stages/grammar stages/intake stages/schedule stages/tokenize stages/execute stages/sample "
     "stages/recordings stages/beam_search stages/loading",
+    "stages/evaluation": "stages stages/device stages/execute stages/loading",
     "stages/split": "stages stages/allocate stages/device stages/exit stages/grammar stages/schedule "
     "stages/execute stages/sample stages/recordings stages/beam_search stages/backends/cuda "
     "stages/loading stages/engine",

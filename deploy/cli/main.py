@@ -20,6 +20,11 @@ from .argument_parser import ArgumentParser
 
 STARTUP_ERROR_EXIT_CODE = 3  # exit code for a wrong setting or checkpoint; one line on stderr names it
 LOGGING = frozenset({"log_format", "log_level"})
+EVALUATION = frozenset(  # settings that may change a model's predictions, or are needed to load it
+    {"revision", "download_dir", "offline", "allow_links_outside", "model_impl", "load_format", "dtype", "seed"}
+    | {"quantization", "device", "attention_backend", "deterministic", "threads", "enforce_eager", "tilings"}
+    | {"block_size", "kv_cache_dtype", "gpu_memory_utilization"}
+)
 BATCH = frozenset(
     {"api_key", "served_model_name", "tool_call_parser", "enable_auto_tool_choice", "reasoning_parser"}
     | {"strict_fields", "enable_request_metrics", "max_body_bytes"}
@@ -103,6 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_chat(commands)
     _add_run_batch(commands)
     _add_bench(commands)
+    _add_eval_perplexity(commands)
     _add_replay(commands)
     _add_simulate(commands)
     _add_top(commands)
@@ -217,6 +223,26 @@ def _add_clients(load: Any) -> None:
     load.add_argument("--goodput", nargs="+", metavar="NAME:MS", help=text)
     text = "generate answers to their full length (default: only with random prompts)"
     load.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction, help=text)
+
+
+def _add_eval_perplexity(commands: Any) -> None:
+    text = "perplexity of a text, and how far a model's predictions are from another's"
+    evaluate = commands.add_parser("eval-perplexity", usage=_usage("eval-perplexity MODEL TEXT"), help=text)
+    evaluate.add_argument("model", metavar="MODEL", help="folder, GGUF file or Hub id of a model; demo: the bundled")
+    evaluate.add_argument("text", metavar="TEXT", help="file of UTF-8 text; -: stdin")
+    how = evaluate.add_argument_group("evaluation")
+    text = "tokens of a window (default: 2048, or the model's most if that is less)"
+    how.add_argument("--context-length", type=int, metavar="N", help=text)
+    text = "tokens between windows, so that all but the first have N less than a window before them (default: half)"
+    how.add_argument("--stride", type=int, metavar="N", help=text)
+    how.add_argument("--num-tokens", type=int, metavar="N", help="use only the first N tokens of the text")
+    text = "reference with the same tokens: print KL(MODEL2 || MODEL) and how often both find the same token likeliest"
+    how.add_argument("--against", metavar="MODEL2", help=text)
+    text = "engine setting of MODEL2, in place of MODEL's, such as dtype=float32; may be repeated"
+    how.add_argument("--against-set", action="append", metavar="NAME=VALUE", help=text)
+    how.add_argument("--json", action="store_true", help="print one JSON object")
+    _add_common(evaluate)
+    _add_engine_flags(evaluate, LOGGING, of_engine=EVALUATION)
 
 
 def _add_replay(commands: Any) -> None:

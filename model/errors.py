@@ -31,6 +31,10 @@ class UnbuiltError(CheckpointError):
     """A checkpoint of a family here sets a key to a value that its decoder does not compute. Transformers may."""
 
 
+class AdapterError(ModelError):
+    """The files of a LoRA adapter are damaged or missing, fit another model, or ask for what is not computed."""
+
+
 class DownloadError(ModelError):
     """A model is not on this machine and cannot be fetched."""
 

@@ -9,6 +9,7 @@ import json
 import math
 import mmap
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -62,9 +63,10 @@ class Checkpoint(NamedTensors[tuple["_Shard", str]]):
     fail. `warnings` say what is unusual about the files. A tensor in several shards is that of the last.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, files: Sequence[str] | None = None) -> None:
+        """`files`: names of files in `root` that hold it, where they are not those of a model."""
         super().__init__(root)  # places: the shard, and the name in it
-        names = _shard_names(root)
+        names = _shard_names(root) if files is None else list(files)
         if names == [WHOLE] and checkpoint_file(root, INDEX) is not None:
             self.warnings.append(f"{INDEX} is not used, because {WHOLE} is there")
         for shard in [_Shard(root, name) for name in names]:

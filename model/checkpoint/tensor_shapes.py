@@ -6,7 +6,7 @@ A wrong checkpoint fails here, before any weight is read; `comparison.py` says w
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from ..errors import CheckpointError
 from ..families.names import DOWN, EMBEDDING, HEAD, Names, Target, tensors_of
 from ..families.registry import family_of
-from ..families.wrappers import PREFIXES
 from ..gguf.folder import is_gguf_folder, open_checkpoint
 from ..quantized.formats import format_of
 from ..quantized.unpacked import UnpackedCheckpoint
@@ -28,6 +27,7 @@ from .comparison import check_tensors
 from .random_tensors import RandomTensors
 from .safetensors import DTYPES, Checkpoint
 from .stored_tensors import StoredTensors
+from .whole_model import WholeModel, newer_name
 
 Shapes = dict[str, tuple[int, ...]]  # by name
 
@@ -94,17 +94,13 @@ def expected_shapes(spec: DecoderSpec) -> Shapes:
 def _open(root: Path, spec: DecoderSpec) -> tuple[StoredTensors, DecoderSpec]:
     """The checkpoint with its names as in a whole model, and `spec` with the output layer that it holds."""
     family = family_of(spec.family)
-    names, prefix = family.names(spec), f"{family.prefix}."
     checkpoint = _checkpoint(root)
-    checkpoint.rename(_name_of_text_half)
-    checkpoint.rename(partial(_newer_name, older=family.older_names))
-    _check_layers(checkpoint, spec, names, prefix)
-    sources = TensorSources(tensors_of(replace(spec, head=replace(spec.head, exists=True, is_tied=False))), names)
-    stored = sources.stored_shapes().keys()
-    is_bare = sources.stored_name(f"{EMBEDDING}.weight").removeprefix(prefix) in checkpoint.names
-    roots = {name.removeprefix(prefix).partition(".")[0] for name in stored if name.startswith(prefix)}
-    checkpoint.rename(partial(_name_in_model, stored=stored, prefix=prefix, roots=roots))
-    return checkpoint, _with_stored_head(checkpoint, spec, sources, is_bare=is_bare)
+    checkpoint.rename(partial(newer_name, family=family))
+    _check_layers(checkpoint, spec, family.names(spec), f"{family.prefix}.")
+    model = WholeModel(spec, family)
+    is_bare = model.sources.stored_name(f"{EMBEDDING}.weight").removeprefix(model.prefix) in checkpoint.names
+    checkpoint.rename(model.name_of)
+    return checkpoint, _with_stored_head(checkpoint, spec, model.sources, is_bare=is_bare)
 
 
 def _checkpoint(root: Path) -> StoredTensors:
@@ -112,29 +108,6 @@ def _checkpoint(root: Path) -> StoredTensors:
         return open_checkpoint(root)
     checkpoint, weights = Checkpoint(root), format_of(root)
     return checkpoint if weights is None else UnpackedCheckpoint(checkpoint, weights)
-
-
-def _name_of_text_half(name: str) -> str:
-    """The name of a tensor without the wrapper around its decoder."""
-    prefix = next((prefix for prefix in PREFIXES if name.startswith(prefix)), "")
-    rest = name.removeprefix(prefix)
-    return f"model.{rest}" if prefix and not rest.startswith(("model.", "lm_head.")) else rest
-
-
-def _newer_name(name: str, older: Mapping[str, str]) -> str:
-    """The name of a tensor that files of older versions call otherwise."""
-    stem, dot, suffix = name.rpartition(".")
-    return older.get(stem, stem) + dot + suffix
-
-
-def _name_in_model(name: str, stored: Collection[str], prefix: str, roots: Collection[str]) -> str:
-    """The name of a tensor in a whole model. As in transformers, the prefix may be there or not.
-
-    `stored`: the names of the model's tensors. `roots`: the first parts of those with the prefix, behind it.
-    """
-    if name not in stored and name.partition(".")[0] in roots:
-        return prefix + name
-    return rest if (rest := name.removeprefix(prefix)) in stored else name
 
 
 def _check_layers(checkpoint: StoredTensors, spec: DecoderSpec, names: Names, prefix: str) -> None:

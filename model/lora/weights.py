@@ -1,0 +1,186 @@
+"""The tensors of an adapter by module and kind, and where each lands in the model. No table of names of its own.
+
+PEFT calls a tensor `base_model.model.M.lora_A.weight`, where M is the path of a module of the model. The names of the
+family (`families/names.py`) say which tensor of a checkpoint `M.weight` is, and which rows of which linear it becomes.
+An adapter with a tensor that lands nowhere is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..checkpoint.canonical import widened
+from ..checkpoint.safetensors import DTYPES, Checkpoint
+from ..checkpoint.whole_model import WholeModel, newer_name
+from ..errors import AdapterError, CheckpointError, quoted, shown
+from ..files import checkpoint_file
+from .config import AdapterConfig, read_config
+from .patterns import full_matches, matches
+
+TENSORS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
+PREFIX = "base_model.model."
+A, B, B_BIAS, MAGNITUDE = "lora_A", "lora_B", "lora_B.bias", "lora_magnitude_vector"
+EMBEDDING_A, EMBEDDING_B = "lora_embedding_A", "lora_embedding_B"
+BASE, BASE_BIAS, TOKENS, WEIGHT, BIAS = "base_layer", "base_layer.bias", "trainable_tokens_delta", "weight", "bias"
+KINDS = {  # ends of names -> kinds, the longest first
+    ".token_adapter.trainable_tokens_delta": TOKENS,
+    ".trainable_tokens_delta": TOKENS,
+    ".lora_magnitude_vector.weight": MAGNITUDE,
+    ".lora_magnitude_vector": MAGNITUDE,
+    ".lora_embedding_A": EMBEDDING_A,
+    ".lora_embedding_B": EMBEDDING_B,
+    ".lora_A.weight": A,
+    ".lora_B.weight": B,
+    ".lora_B.bias": B_BIAS,
+    ".base_layer.weight": BASE,
+    ".base_layer.bias": BASE_BIAS,
+    ".weight": WEIGHT,
+    ".bias": BIAS,
+}
+UPDATES = (A, B, EMBEDDING_A, EMBEDDING_B)
+
+
+@dataclass(slots=True)
+class AdaptedModule:
+    """A module of the model that an adapter changes."""
+
+    path: str  # as the adapter calls it, without PEFT's prefix
+    stored: str  # the name of its weight in a whole checkpoint
+    tensors: dict[str, str] = field(default_factory=dict)  # kind -> name in the adapter's file
+    scale: float = 0.0  # multiplies B A; set for modules with an update
+
+    @property
+    def label(self) -> str:
+        """For messages: "layer 3 q_proj"."""
+        pieces = self.path.split(".")
+        number = next((piece for piece in pieces if piece.isdigit()), None)
+        return self.path if number is None else f"layer {number} {pieces[-1]}"
+
+
+class AdapterFiles:
+    """An adapter's files, checked: every tensor is of a known kind and of a module that the model has."""
+
+    def __init__(self, root: Path, model: WholeModel, name: str, *, model_name: str = "") -> None:
+        """`model_name` is that of the served model, for messages. Raises AdapterError."""
+        self.config: AdapterConfig = read_config(root, name)
+        self._file = _open(root, self.config)
+        self.model = model
+        self.modules: dict[str, AdaptedModule] = {}  # by path
+        for tensor in sorted(self._file.names):
+            self._place(tensor, model_name)
+        if not self.modules:
+            self.config.fail("holds no tensor that this model uses")
+        self._check_targets()
+        self._set_scales()
+
+    def array(self, module: AdaptedModule, kind: str, shape: Sequence[int | None]) -> NDArray[np.float32]:
+        """A tensor of a module in float32, of this shape; None: any size. Raises AdapterError."""
+        tensor = module.tensors[kind]
+        stored = self._file.shape(tensor)
+        if len(stored) != len(shape) or any(want not in (None, size) for size, want in zip(stored, shape, strict=True)):
+            needed = [stored[i] if want is None and i < len(stored) else want for i, want in enumerate(shape)]
+            text = ", ".join("any" if size is None else str(size) for size in needed)
+            self.config.fail(f"{kind} of {module.label} is {quoted(list(stored))}, this model needs [{text}]")
+        if 0 in stored:
+            self.config.fail(f"{kind} of {module.label} is {quoted(list(stored))}: it holds no number")
+        if self._file.dtype(tensor) not in DTYPES:
+            what = f"{kind} of {module.label} is of dtype {self._file.dtype(tensor)}"
+            self.config.fail(f"{what}; supported: {', '.join(DTYPES)}")
+        found = widened(self._file.array(tensor))
+        if not np.isfinite(found).all():
+            self.config.fail(f"{kind} of {module.label} holds NaN or infinity")
+        return found
+
+    def raw(self, module: AdaptedModule, kind: str) -> NDArray[Any]:
+        """A tensor as it is stored."""
+        return self._file.array(module.tensors[kind])
+
+    def shape(self, module: AdaptedModule, kind: str) -> tuple[int, ...]:
+        return self._file.shape(module.tensors[kind])
+
+    def forget(self, module: AdaptedModule) -> None:
+        """Releases the memory of a module's tensors, once they are used."""
+        for tensor in module.tensors.values():
+            self._file.forget(tensor)
+
+    def _place(self, tensor: str, model_name: str) -> None:
+        fail = self.config.fail
+        end = next((end for end in KINDS if tensor.endswith(end)), None)
+        if end is None or not tensor.startswith(PREFIX) or not tensor.isprintable():
+            fail(f"tensor {shown(tensor)} is of no known kind; it may change what the adapter computes")
+        path, kind = tensor.removeprefix(PREFIX).removesuffix(end), KINDS[end]
+        stored = self.model.name_of(newer_name(f"{path}.weight", self.model.family))
+        if stored not in self.model.shapes:
+            origin = f": it was made for {quoted(self.config.parent)}" if self.config.parent else ""
+            served = f", this is {quoted(model_name)}" if origin and model_name else ""
+            fail(f"changes {shown(path)}, which this model has not{origin}{served}")
+        module = self.modules.setdefault(path, AdaptedModule(path, stored))
+        if kind in module.tensors:
+            fail(f"tensors {shown(module.tensors[kind])} and {shown(tensor)} are the same; keep one")
+        module.tensors[kind] = tensor
+
+    def _check_targets(self) -> None:
+        """Refuses an update outside `target_modules`, which PEFT would leave out without a word."""
+        config = self.config
+        paths = [path for path, module in self.modules.items() if any(kind in module.tensors for kind in UPDATES)]
+        targets = config.target_modules
+        if targets == "all-linear":
+            inside = {index for index, path in enumerate(paths) if not path.endswith("lm_head")}
+        else:
+            inside = self._chosen(targets, paths)
+        inside -= self._chosen(config.exclude_modules, paths)
+        if config.layers_to_transform:
+            inside = {index for index in inside if _layer(paths[index]) in config.layers_to_transform}
+        if left := [path for index, path in enumerate(paths) if index not in inside]:
+            config.fail(f"changes {shown(left[0])}, which its target_modules leave out; PEFT would not apply it")
+
+    def _chosen(self, modules: str | tuple[str, ...] | None, paths: Sequence[str]) -> set[int]:
+        if isinstance(modules, str):
+            return full_matches([modules], paths, self.config.fail)[0]
+        ends = tuple(f".{name}" for name in modules or ())
+        return {index for index, path in enumerate(paths) if path in (modules or ()) or path.endswith(ends)}
+
+    def _set_scales(self) -> None:
+        """Sets the scale of each update, and compares the ranks of tensors with those of the file."""
+        config = self.config
+        found = [module for module in self.modules.values() if any(kind in module.tensors for kind in UPDATES)]
+        patterns, paths = [*config.rank_pattern, *config.alpha_pattern], [module.path for module in found]
+        hits = matches(patterns, paths, config.fail)
+        for index, module in enumerate(found):
+            said = [pattern for pattern, hit in zip(patterns, hits, strict=True) if index in hit]
+            rank = next((config.rank_pattern[one] for one in said if one in config.rank_pattern), config.rank)
+            alpha = next((config.alpha_pattern[one] for one in said if one in config.alpha_pattern), config.alpha)
+            for first, second in ((A, B), (EMBEDDING_A, EMBEDDING_B)):
+                self._check_pair(module, first, second, rank)
+            module.scale = config.scale(rank, alpha)
+
+    def _check_pair(self, module: AdaptedModule, first: str, second: str, rank: int) -> None:
+        fail = self.config.fail
+        if (first in module.tensors) != (second in module.tensors):
+            fail(f"{module.label} has only one of {first} and {second}; fetch the files again")
+        if first in module.tensors:
+            shape = self.shape(module, first)
+            if len(shape) != 2 or shape[0] != rank:
+                fail(f"{first} of {module.label} is {quoted(list(shape))}, and its config says rank {rank}")
+
+
+def _layer(path: str) -> int | None:
+    """The first number in the path of a module."""
+    return next((int(piece) for piece in path.split(".") if piece.isascii() and piece.isdigit()), None)
+
+
+def _open(root: Path, config: AdapterConfig) -> Checkpoint:
+    try:
+        if checkpoint_file(root, TENSORS) is None:
+            if (root / PICKLE).exists():
+                config.fail(f"{PICKLE} is a pickle; convert it to safetensors")
+            config.fail(f"{root} holds no {TENSORS}")
+        return Checkpoint(root, [TENSORS])
+    except CheckpointError as error:
+        raise AdapterError(f"adapter {quoted(config.name)}: {error}") from None

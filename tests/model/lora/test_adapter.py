@@ -1,0 +1,115 @@
+"""Adapters for the run time: which rows of which linear an adapter changes, and by what."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from millrace.model.checkpoint.canonical import widened
+from millrace.model.errors import AdapterError
+from millrace.model.families.registry import read_spec
+from millrace.model.lora.adapter import Adapter, read_adapter, rounded
+from millrace.model.spec import DecoderSpec
+from tests.model.lora.peft_formats import ALPHA, KINDS, PREFIX, RANK, save_adapter, write_adapter, write_base
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of checkpoints, made when first needed."""
+    return tmp_path_factory.mktemp("bases")
+
+
+def base(root: Path, name: str = "llama") -> tuple[Path, DecoderSpec]:
+    """A tiny checkpoint with its spec."""
+    folder = root / name
+    if not folder.exists():
+        write_base(name, folder)
+    return folder, read_spec(folder)
+
+
+def delta(adapter: Adapter, layer: int, linear: str, rows: int, columns: int) -> np.ndarray:
+    """What an adapter adds to the weight of a linear, [rows, columns]."""
+    found = np.zeros((rows, columns), np.float32)
+    for one in adapter.linears.get((layer, linear), ()):  # type: ignore[call-overload]
+        found[one.row_start : one.row_start + one.num_rows] += one.b @ one.a
+    return found
+
+
+def test_every_projection_lands_on_its_rows_of_the_fused_linear(bases: Path, tmp_path: Path) -> None:
+    folder, spec = base(bases)
+    tensors = load_file(write_adapter("plain", folder, tmp_path / "x") / "adapter_model.safetensors")
+    adapter = read_adapter(tmp_path / "x", spec, "float32")
+
+    def stored(path: str) -> np.ndarray:
+        a, b = (tensors[f"{PREFIX}model.layers.1.{path}.lora_{which}.weight"] for which in "AB")
+        return np.asarray(b * np.float32(ALPHA / RANK)) @ a
+
+    qkv = np.concatenate([stored(f"self_attn.{one}_proj") for one in "qkv"])
+    gate_up = np.concatenate([stored(f"mlp.{one}_proj") for one in ("gate", "up")])
+    for linear, expected in {
+        "qkv": qkv,
+        "output": stored("self_attn.o_proj"),
+        "gate_up": gate_up,
+        "down": stored("mlp.down_proj"),
+    }.items():
+        assert np.array_equal(delta(adapter, 1, linear, *expected.shape), expected), linear
+    assert adapter.rank == RANK and adapter.parent == "base" and len(adapter.linears) == 4 * spec.num_layers
+    assert adapter.num_bytes == sum(tensor.nbytes for tensor in tensors.values())
+
+
+def test_a_fused_matrix_is_one_slice_in_the_order_of_the_linear(bases: Path, tmp_path: Path) -> None:
+    folder, spec = base(bases, "gpt_neox")
+    path, hidden, rows = "gpt_neox.layers.0.attention.query_key_value", spec.hidden_size, spec.qkv_size
+    draws = np.random.default_rng(0)
+    a, b = draws.standard_normal((3, hidden), np.float32), draws.standard_normal((rows, 3), np.float32)
+    tensors = {f"{PREFIX}{path}.lora_A.weight": a, f"{PREFIX}{path}.lora_B.weight": b}
+    adapter = read_adapter(
+        save_adapter(tmp_path, tensors, r=3, lora_alpha=3, target_modules=["query_key_value"]), spec, "float32"
+    )
+    (one,) = adapter.linears[0, "qkv"]
+    heads, dim = spec.num_heads, spec.head_dim
+    order = np.arange(rows).reshape(heads, 3, dim).transpose(1, 0, 2).reshape(-1)  # stored [H, 3, D]
+    assert one.row_start == 0 and np.array_equal(one.b, b[order]) and np.array_equal(one.a, a)
+
+
+def test_two_names_of_one_content_have_one_digest_and_another_scale_another(bases: Path, tmp_path: Path) -> None:
+    folder, spec = base(bases)
+    digests = {
+        read_adapter(write_adapter("q_v", folder, tmp_path / name, lora_alpha=alpha), spec, "bfloat16").digest
+        for name, alpha in (("one", 10), ("other", 10), ("third", 11))
+    }
+    assert len(digests) == 2
+
+
+def test_bfloat16_is_rounded_to_nearest_with_ties_to_even() -> None:
+    torch = pytest.importorskip("torch")
+    numbers = np.random.default_rng(0).standard_normal(4001).astype(np.float32)
+    numbers[:3] = [1 + 2**-8, 1 + 3 * 2**-8, -0.0]  # two ties
+    expected = torch.from_numpy(numbers).bfloat16().float().numpy()
+    assert np.array_equal(widened(rounded(numbers, "bfloat16")), expected)
+
+
+@pytest.mark.parametrize("kind", [name for name, kind in KINDS.items() if not kind.at_run_time and not kind.needs_bias])
+def test_what_is_no_update_of_a_linear_names_the_merge(bases: Path, tmp_path: Path, kind: str) -> None:
+    folder, spec = base(bases)
+    with pytest.raises(AdapterError, match=r"^adapter 'mine'[:] .*; merge it with --merge-adapter$"):
+        read_adapter(write_adapter(kind, folder, tmp_path), spec, "float32", name="mine")
+
+
+def test_a_rank_above_the_limit_names_the_setting(bases: Path, tmp_path: Path) -> None:
+    folder, spec = base(bases)
+    with pytest.raises(AdapterError) as caught:
+        read_adapter(write_adapter("plain", folder, tmp_path), spec, "float32", name="x", max_rank=3)
+    said = "adapter 'x': has rank 4; this server takes up to 3: start it with --max-lora-rank 4"
+    assert str(caught.value) == said
+
+
+def test_a_module_that_the_model_lacks_names_both_models(bases: Path, tmp_path: Path) -> None:
+    folder, spec = base(bases)
+    write_adapter("plain", folder, tmp_path)
+    with pytest.raises(AdapterError, match="changes model.layers.2.*which this model has not: it was made for 'base'"):
+        read_adapter(tmp_path, replace(spec, layers=spec.layers[:2]), "float32", model_name="other")

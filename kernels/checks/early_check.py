@@ -17,7 +17,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .compile_cases import CompileCase, attention_cases, layer_cases, other_layer_cases, prologue_cases, step_cases
+from .compile_cases import (
+    CompileCase,
+    attention_cases,
+    layer_cases,
+    other_layer_cases,
+    prologue_cases,
+    sampling_cases,
+    step_cases,
+)
 from .compile_check import Launch, compiled, of_cubin, recorded_launches
 from .product_cases import product_cases
 
@@ -210,7 +218,7 @@ def early_cases() -> list[CompileCase]:
     """The launches of a step that may be early, in bfloat16."""
     dtype = torch.bfloat16
     cases = [*layer_cases(dtype), *other_layer_cases(dtype), *prologue_cases(EARLY_ARCH, 128, dtype), *step_cases()]
-    cases += attention_cases(128, dtype)
+    cases += [*attention_cases(128, dtype), *sampling_cases(dtype)]
     return [*cases, *product_cases()]
 
 

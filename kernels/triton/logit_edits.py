@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from ..layout import sampling_rows
-from .launch import check_dtype, next_power_of_2
+from .launch import check_dtype, early_launch, next_power_of_2, start_early
 from .vocab_groups import as_float
 
 REPETITION, FREQUENCY = tl.constexpr(sampling_rows.REPETITION), tl.constexpr(sampling_rows.FREQUENCY)
@@ -53,6 +53,7 @@ def edit(
         edited, logits, rows, slots, positions, counts, biased_ids, bias, end_ids, masks, mask_rows,
         vocab_size, logits.stride(0), rows.stride(0), counts.stride(0), biased_ids.stride(0), end_ids.stride(0),
         0 if masks is None else masks.stride(0), BLOCK=BLOCK, LISTED=LISTED, num_warps=8, enable_fp_fusion=True,
+        **early_launch(logits.device),
     )  # fmt: skip
     return edited
 
@@ -71,6 +72,7 @@ def count_tokens(counts: Tensor, rows: Tensor, slots: Tensor, token_ids: Tensor)
             counts.stride(0),
             BLOCK=block,
             enable_fp_fusion=True,
+            **early_launch(counts.device),
         )
 
 
@@ -79,7 +81,7 @@ def force(chosen: Tensor, forced: Tensor) -> None:
     if len(chosen):
         block = min(next_power_of_2(len(chosen)), 128)
         _force_kernel[(triton.cdiv(len(chosen), block),)](
-            chosen, forced, len(chosen), BLOCK=block, enable_fp_fusion=True
+            chosen, forced, len(chosen), BLOCK=block, enable_fp_fusion=True, **early_launch(chosen.device)
         )
 
 
@@ -87,8 +89,9 @@ def force(chosen: Tensor, forced: Tensor) -> None:
 def _edit_kernel(
     edited, logits, rows, slots, positions, counts, biased_ids, bias, end_ids, masks, mask_rows,
     vocab_size, logits_row, rows_row, counts_row, biased_row, ends_row, masks_row,
-    BLOCK: tl.constexpr, LISTED: tl.constexpr,
+    BLOCK: tl.constexpr, LISTED: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
+    start_early(IS_EARLY)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     start = tl.program_id(1) * BLOCK
@@ -133,7 +136,10 @@ def _edit_kernel(
 
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["slots", "token_ids"])
-def _count_tokens_kernel(counts, rows, slots, token_ids, num_rows, rows_row, counts_row, BLOCK: tl.constexpr):
+def _count_tokens_kernel(
+    counts, rows, slots, token_ids, num_rows, rows_row, counts_row, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr
+):  # fmt: skip
+    start_early(IS_EARLY)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_row = row < num_rows
     slot = tl.load(slots + row, mask=is_row, other=-1).to(tl.int64)
@@ -150,7 +156,8 @@ def _count_tokens_kernel(counts, rows, slots, token_ids, num_rows, rows_row, cou
 
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["forced"])
-def _force_kernel(chosen, forced, num_rows, BLOCK: tl.constexpr):
+def _force_kernel(chosen, forced, num_rows, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr):
+    start_early(IS_EARLY)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_row = row < num_rows
     token = tl.load(chosen + row, mask=is_row, other=-1)

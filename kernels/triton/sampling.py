@@ -21,7 +21,7 @@ import triton.language as tl
 
 from ..layout import sampling_rows
 from ..reference.sampling import GROUP_NOISE as _GROUP_NOISE
-from .launch import next_power_of_2
+from .launch import early_launch, next_power_of_2, start_early
 from .thresholds import LISTED, NUM_CANDIDATES, kept, listed
 from .vocab_groups import GROUP, LN_2, NO_ID, as_float, coldness_of, exp2, group_tables, log2, num_groups_of
 
@@ -60,7 +60,7 @@ def _chosen(logits: Tensor, rows: Tensor, slots: Tensor, positions: Tensor, leas
     if least is None:
         _choose_kernel[(num_rows,)](
             token_ids, None, None, None, tables, logits, rows, slots, positions, vocab_size, logits.stride(0),
-            rows.stride(0), num_groups, 0, 0, 0, num_warps=4, enable_fp_fusion=True,
+            rows.stride(0), num_groups, 0, 0, 0, num_warps=4, enable_fp_fusion=True, **early_launch(logits.device),
         )  # fmt: skip
         return token_ids
     lists = torch.empty(num_rows, num_groups, dtype=torch.int32, device=logits.device)
@@ -68,7 +68,7 @@ def _chosen(logits: Tensor, rows: Tensor, slots: Tensor, positions: Tensor, leas
     _choose_kernel[(num_rows,)](
         token_ids, least, lists, candidates, tables, logits, rows, slots, positions, vocab_size, logits.stride(0),
         rows.stride(0), num_groups, BLOCK=next_power_of_2(num_groups), LISTED=LISTED, NUM_CANDIDATES=NUM_CANDIDATES,
-        num_warps=8, maxnreg=128, enable_fp_fusion=True,
+        num_warps=8, maxnreg=128, enable_fp_fusion=True, **early_launch(logits.device),
     )  # fmt: skip
     return token_ids
 
@@ -77,9 +77,10 @@ def _chosen(logits: Tensor, rows: Tensor, slots: Tensor, positions: Tensor, leas
 def _choose_kernel(
     token_ids, least, lists, candidates, tables, logits, rows, slots, positions,
     vocab_size, logits_row, rows_row, num_groups,
-    BLOCK: tl.constexpr, LISTED: tl.constexpr, NUM_CANDIDATES: tl.constexpr,
+    BLOCK: tl.constexpr, LISTED: tl.constexpr, NUM_CANDIDATES: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """The token of a row, and with `least` the least logit that its top_k, top_p and min_p keep."""
+    start_early(IS_EARLY)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     if least is not None:

@@ -17,7 +17,7 @@ from torch import Tensor
 import triton
 import triton.language as tl
 
-from .launch import check_dtype, next_power_of_2
+from .launch import check_dtype, early_launch, next_power_of_2, start_early
 from .vocab_groups import (
     GROUP,
     LN_2,
@@ -61,6 +61,7 @@ def score(
         logprobs, ranks, top_ids, top_logprobs, lists, tables, logits, row_ids, token_ids, rows, slots, least,
         logits.shape[1], logits.stride(0), 0 if rows is None else rows.stride(0), num_groups, num_top,
         BLOCK=next_power_of_2(num_groups), BLOCK_TOP=block_top, num_warps=8, enable_fp_fusion=True,
+        **early_launch(device),
     )  # fmt: skip
     return logprobs, ranks, top_ids, top_logprobs
 
@@ -69,7 +70,9 @@ def score(
 def _score_kernel(
     logprobs, ranks, top_ids, top_logprobs, lists, tables, logits, row_ids, token_ids, rows, slots, least,
     vocab_size, logits_row, rows_row, num_groups, num_top, BLOCK: tl.constexpr, BLOCK_TOP: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ):  # fmt: skip
+    start_early(IS_EARLY)
     index = tl.program_id(0).to(tl.int64)
     row = tl.load(row_ids + index)
     whole = logits + row * logits_row

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from ..layout import sampling_rows
 from ..reference.sampling import GROUP as _GROUP
-from .launch import IS_INTERPRETED, check_dtype
+from .launch import IS_INTERPRETED, check_dtype, early_launch, start_early
 
 TEMPERATURE = tl.constexpr(sampling_rows.TEMPERATURE)
 GROUP = tl.constexpr(_GROUP)  # tokens of a group
@@ -60,6 +60,7 @@ def group_tables(
     _tables_kernel[(num_rows, triton.cdiv(num_groups, GROUPS))](
         tables, logits, row_ids, token_ids, rows, slots, least, logits.shape[1], logits.stride(0),
         0 if rows is None else rows.stride(0), num_groups, GROUPS=GROUPS, num_warps=4, enable_fp_fusion=True,
+        **early_launch(logits.device),
     )  # fmt: skip
     return tables
 
@@ -67,8 +68,9 @@ def group_tables(
 @triton.jit(do_not_specialize_on_alignment=["row_ids", "token_ids", "slots", "least"])
 def _tables_kernel(
     tables, logits, row_ids, token_ids, rows, slots, least, vocab_size, logits_row, rows_row, num_groups,
-    GROUPS: tl.constexpr,
+    GROUPS: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
+    start_early(IS_EARLY)
     index = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     row = index if row_ids is None else tl.load(row_ids + index)

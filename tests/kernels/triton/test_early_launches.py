@@ -36,6 +36,7 @@ CASES = [
     *compile_cases.prologue_cases(80, 128, BF16)[1:2],
     *compile_cases.step_cases(),
     *compile_cases.attention_cases(128, BF16)[:2],
+    *compile_cases.sampling_cases(BF16)[:2],
     *PRODUCTS,
 ]
 

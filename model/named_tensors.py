@@ -5,11 +5,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from .errors import CheckpointError
 
 P = TypeVar("P")
+
+
+class StoredPiece(NamedTuple):
+    """A part of a file that is read for a tensor."""
+
+    stored: str  # name in the file
+    file: str
+    num_bytes: int
 
 
 class NamedTensors(ABC, Generic[P]):
@@ -27,6 +35,10 @@ class NamedTensors(ABC, Generic[P]):
     @abstractmethod
     def where(self, name: str) -> str:
         """The file or layer that holds a tensor, for error messages."""
+
+    @abstractmethod
+    def pieces(self, name: str) -> list[StoredPiece]:
+        """What is read of the files for a tensor."""
 
     def rename(self, new_name: Callable[[str], str]) -> None:
         """Gives each tensor another name. Raises CheckpointError if two would have the same."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...runtime.env.log import get_logger
+from ...runtime.load_progress import LoadProgress, LoadState
 from ...runtime.pipeline import Health
 from ..config import ServerConfig
 from ..errors import ApiError, not_serving, shorten
@@ -57,6 +58,7 @@ class Service:
         self.config = config
         self.watchdog = Watchdog(config, threads)
         self.engine: Engine | None = None
+        self.load_progress: LoadProgress | None = None  # of the engine that is not attached yet
         self.chat_format: ChatFormat | None = None
         self.model_names: tuple[str, ...] = config.served_model_name
         self.created = int(time.time())
@@ -83,10 +85,16 @@ class Service:
         return self._engine_health
 
     @property
+    def load_state(self) -> LoadState | None:
+        """How far loading the model is; None once there is an engine, or if it is not known."""
+        return None if self.engine is not None or self.load_progress is None else self.load_progress.state()
+
+    @property
     def _engine_health(self) -> Health:
         """Whether the engine can compute, be the server draining or not."""
         if self.engine is None:
-            return Health("loading", reason="the model is loading")
+            state = self.load_state
+            return Health("loading", reason="the model is loading" + (f": {state.to_text()}" if state else ""))
         stall = self.watchdog.stall
         if stall is not None and self.engine.health.is_ready:
             return Health("stalled", stage=stall.name, reason=stall.reason)

@@ -110,7 +110,9 @@ async def _serve(
 async def _serve_engine(
     started: asyncio.Future[Server], engine_config: EngineConfig, make_engine: MakeEngine, stop: _StopSignals
 ) -> int:
-    async with make_engine(engine_config) as engine:
+    making = make_engine(engine_config)
+    started.add_done_callback(partial(_show_progress, making))
+    async with making as engine:
         server = await started
         server.attach(engine)
         engine.give_way()
@@ -125,6 +127,12 @@ async def _serve_engine(
         await server.stop()
     log.info("server.stopped", is_clean=is_clean)
     return 0
+
+
+def _show_progress(making: object, started: asyncio.Future[Server]) -> None:
+    """Lets `/health` tell how far loading is, as soon as there is a server."""
+    if not started.cancelled() and started.exception() is None:
+        started.result().service.load_progress = getattr(making, "load_progress", None)
 
 
 def _print_ready(server: Server, model_impl: ModelImpl) -> None:

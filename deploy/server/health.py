@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from aiohttp import web
 
 from ..api.service import Service
@@ -27,7 +29,12 @@ class HealthRoutes:
         health = self.service.health
         if health.is_ready:
             return answer({"status": "ready"})
-        return answer({"status": health.state, "stage": health.stage, "reason": health.reason}, status=503)
+        body: dict[str, Any] = {"status": health.state, "stage": health.stage, "reason": health.reason}
+        state = self.service.load_state if health.state == "loading" else None
+        if state is not None:
+            files = {name: {"num_bytes": done, "total_bytes": total} for name, (done, total) in state.files.items()}
+            body["progress"] = state.to_json() | {"files": files}
+        return answer(body, status=503)
 
     async def version(self, request: web.Request) -> web.Response:
         """`GET /version`."""

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..families.names import Names, Rows, Shape, Target
+from ..named_tensors import StoredPiece
 from .safetensors import BFLOAT16
 from .stored_tensors import StoredTensors
 
@@ -62,6 +63,9 @@ class CanonicalTensors:
 
     def stored_name(self, name: str) -> str:
         return self._sources.stored_name(name)
+
+    def pieces(self, name: str) -> list[StoredPiece]:
+        return [piece for part in self._sources.parts(name) for piece in self._checkpoint.pieces(part.stem)]
 
     def is_mapped(self, name: str) -> bool:
         parts = self._sources.parts(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from ..named_tensors import StoredPiece
 
 PART = 1 << 22  # numbers of a tensor that one thread draws at a time
 
@@ -21,6 +24,9 @@ class RandomTensors:
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self.shapes = shapes
         self.warnings: list[str] = []
+
+    def pieces(self, name: str) -> list[StoredPiece]:
+        return [StoredPiece(name, "random numbers", 4 * math.prod(self.shapes[name]))]
 
     def is_mapped(self, name: str) -> bool:
         return False

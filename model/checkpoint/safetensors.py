@@ -21,7 +21,7 @@ from ..errors import CheckpointError, quoted, shown
 from ..files import checkpoint_file, read_json
 from ..foreign import describe_folder
 from ..gguf.folder import is_gguf_folder
-from ..named_tensors import NamedTensors
+from ..named_tensors import NamedTensors, StoredPiece
 
 HEADER_BYTES = 8 << 20  # largest header read; 126 layers of a decoder take about 0.2 MB
 NUM_AXES = 64  # most axes of a tensor
@@ -79,6 +79,10 @@ class Checkpoint(NamedTensors[tuple["_Shard", str]]):
     def where(self, name: str) -> str:
         """The file that holds a tensor, for error messages."""
         return self._places[name][0].name
+
+    def pieces(self, name: str) -> list[StoredPiece]:
+        shard, stored = self._places[name]
+        return [StoredPiece(f"{shard.name}/{stored}", shard.name, shard.entries[stored].num_bytes)]
 
     def dtype(self, name: str) -> str:
         """The dtype by the format's name; weights have one of DTYPES."""

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
+from ..named_tensors import StoredPiece
+
 
 class StoredTensors(Protocol):
     """A checkpoint's tensors: of safetensors (`safetensors.Checkpoint`), or of GGUF files (`gguf.GgufCheckpoint`)."""
@@ -26,6 +28,9 @@ class StoredTensors(Protocol):
 
     def where(self, name: str) -> str:
         """The file that holds a tensor, for error messages."""
+
+    def pieces(self, name: str) -> list[StoredPiece]:
+        """What is read of the files for a tensor."""
 
     def dtype(self, name: str) -> str:
         """The dtype of `array` by safetensors' name."""

@@ -19,6 +19,7 @@ from ..errors import CheckpointError
 from ..families.names import DOWN, EMBEDDING, HEAD, Names, Target, tensors_of
 from ..families.registry import family_of
 from ..gguf.folder import is_gguf_folder, open_checkpoint
+from ..named_tensors import StoredPiece
 from ..quantized.formats import format_of
 from ..quantized.unpacked import UnpackedCheckpoint
 from ..spec import DecoderSpec
@@ -45,6 +46,9 @@ class TensorSource(Protocol):
 
     def stored_name(self, name: str) -> str:
         """The name of the tensor in its file, for error messages."""
+
+    def pieces(self, name: str) -> list[StoredPiece]:
+        """What is read of the files for a tensor; other tensors may be made of the same."""
 
     def array(self, name: str) -> NDArray[Any]:
         """The tensor; bfloat16 has the dtype `safetensors.BFLOAT16`. Do not write to it."""

@@ -12,14 +12,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..checkpoint.counted_tensors import CountedTensors, ReadProgress
 from ..checkpoint.safetensors import BFLOAT16
 from ..checkpoint.tensor_shapes import TensorSource, expected_shapes, open_source
 from ..errors import CheckpointError
 from ..families import names
 from ..spec import AttentionSpec, DecoderSpec, FeedSpec, LayerSpec, NormSpec
 from .linear import Linear, linear_form
-
-Progress = Callable[[int, int], None]  # bytes done, bytes in total
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,20 +88,22 @@ def load_weights(
     device: torch.device,
     dtype: torch.dtype,
     load_format: str = "safetensors",
-    on_progress: Progress | None = None,
+    progress: ReadProgress | None = None,
     *,
     is_batch_invariant: bool = False,
     free_bytes: int | None = None,
 ) -> DecoderWeights:
     """The weights of the checkpoint in `root`; with load_format "dummy" seeded random weights, without reading a file.
 
-    Raises CheckpointError naming file and tensor for a missing, extra, misshapen or non-finite tensor. `on_progress` is
-    called after each tensor. With `is_batch_invariant` a row's products do not depend on the other rows, see
-    `EvenLinear`. `free_bytes` is the device's free memory before loading, which limits larger, faster forms; None = no
-    limit.
+    Raises CheckpointError naming file and tensor for a missing, extra, misshapen or non-finite tensor. `progress` is
+    told the bytes of each tensor that is read. With `is_batch_invariant` a row's products do not depend on the other
+    rows, see `EvenLinear`. `free_bytes` is the device's free memory before loading, which limits larger, faster forms;
+    None = no limit.
     """
     source, spec = open_source(root, spec, load_format)
-    loader = _Loader(source, spec, device, dtype, on_progress)
+    if progress is not None:
+        source = CountedTensors(source, expected_shapes(spec), progress)
+    loader = _Loader(source, spec, device, dtype)
     num_weights = loader.total_bytes // dtype.itemsize
     loader.form = linear_form(device, dtype, num_weights, free_bytes, is_batch_invariant=is_batch_invariant)
     return loader.load()
@@ -117,13 +118,10 @@ class _Loader:
         spec: DecoderSpec,
         device: torch.device,
         dtype: torch.dtype,
-        on_progress: Progress | None,
     ) -> None:
         self.source, self.spec, self.shapes = source, spec, expected_shapes(spec)
         self.device, self.dtype = device, dtype
-        self.on_progress = on_progress
         self.total_bytes = sum(math.prod(shape) for shape in self.shapes.values()) * dtype.itemsize
-        self.done_bytes = 0
         self.form: Callable[..., Linear] = Linear
 
     def load(self) -> DecoderWeights:
@@ -202,9 +200,6 @@ class _Loader:
             if not all(map(math.isfinite, torch.stack(torch.aminmax(part)).tolist())):
                 stored = self.source.stored_name(name)
                 raise CheckpointError(f"tensor {stored}: holds NaN or infinity as {dtype}; fetch the file again")
-            self.done_bytes += part.numel() * self.dtype.itemsize
-            if self.on_progress is not None:
-                self.on_progress(self.done_bytes, self.total_bytes)
         return joined
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import CheckpointError, shown
-from ..named_tensors import NamedTensors
+from ..named_tensors import NamedTensors, StoredPiece
 from .architectures import ARCHITECTURES, FACTOR_TENSORS, Architecture
 from .blocks import unpack
 from .reader import GgufFile
@@ -36,6 +36,10 @@ class GgufCheckpoint(NamedTensors[tuple[GgufFile, str]]):
     def where(self, name: str) -> str:
         """The file that holds a tensor, for error messages."""
         return self._places[name][0].path.name
+
+    def pieces(self, name: str) -> list[StoredPiece]:
+        file, stored = self._places[name]
+        return [StoredPiece(stored, file.path.name, file.tensors[stored].num_bytes)]
 
     def dtype(self, name: str) -> str:
         """F32, in which `array` gives each tensor."""

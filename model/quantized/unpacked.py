@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 from numpy.typing import NDArray
 
 from ..errors import CheckpointError
-from ..named_tensors import NamedTensors
+from ..named_tensors import NamedTensors, StoredPiece
 from .formats import WeightFormat
 from .parts import Parts, Stored
 
@@ -29,6 +29,7 @@ class StoredCheckpoint(Stored, Protocol):
     @property
     def names(self) -> set[str]: ...
     def where(self, name: str) -> str: ...
+    def pieces(self, name: str) -> list[StoredPiece]: ...
     def is_mapped(self, name: str) -> bool: ...
     def array(self, name: str) -> NDArray[Any]: ...
     def forget(self, name: str) -> None: ...
@@ -66,6 +67,11 @@ class UnpackedCheckpoint(NamedTensors[str | Parts]):
         """The file that holds a tensor, for error messages."""
         place = self._places[name]
         return self._stored.where(place) if isinstance(place, str) else f"layer {place.stem}"
+
+    def pieces(self, name: str) -> list[StoredPiece]:
+        place = self._places[name]
+        names = (place,) if isinstance(place, str) else place.names
+        return [piece for stored in names for piece in self._stored.pieces(stored)]
 
     def dtype(self, name: str) -> str:
         """The dtype of `array`."""

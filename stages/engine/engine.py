@@ -9,6 +9,7 @@ This module starts and stops the parts; `wiring.py` joins them.
 
 from __future__ import annotations
 
+import asyncio
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from ...runtime.env.env import Env, LiveEnv
 from ...runtime.env.log import get_logger
 from ...runtime.fault_injection import Fault, parse_fault
+from ...runtime.load_progress import LoadProgress
 from ...runtime.phases import Phases
 from ...runtime.pipeline import Health, NotServing, Pipeline
 from ...runtime.stage import Stage
@@ -34,6 +36,7 @@ from ..recordings.writer import RecordingWriter
 from ..sample.logits_processor import LogitsProcessor
 from .client_api import ClientApi
 from .inspection import EngineStatus
+from .load_report import report_loading
 from .submit import Submitter
 from .warm_up import warm_up
 from .wiring import EncoderStages, EngineStages, TextStages
@@ -81,6 +84,7 @@ class Engine(EngineStatus, ClientApi):
             self.config = replace(self.config, speculation="off")
         self._env: Env = LiveEnv(self.config.seed) if env is None else env
         self._owns_env = env is None
+        self.load_progress = LoadProgress(self._env.now) if opening is None else opening.phases.progress
         self._edits: list[Callable[[Pipeline], object]] = []
         self._recorder: RecordingWriter | None = None
 
@@ -132,7 +136,7 @@ class Engine(EngineStatus, ClientApi):
             raise
 
     async def _start(self) -> None:
-        loaded, phases = await self._load()
+        loaded, phases = await self._load_and_report()
         if self._logits_processor is not None:
             loaded.sampler.use(self._logits_processor)
         with phases("pipeline"):
@@ -199,12 +203,22 @@ class Engine(EngineStatus, ClientApi):
     def _stage_names(self, pipeline: Pipeline) -> list[str]:
         return list(pipeline.stages)
 
+    async def _load_and_report(self) -> tuple[Any, Phases]:
+        if not self._env.is_live:
+            return await self._load()
+        reporting = asyncio.ensure_future(report_loading(self.load_progress, self._env))
+        try:
+            return await self._load()
+        finally:
+            reporting.cancel()
+            await asyncio.wait([reporting])
+
     async def _load(self) -> tuple[Any, Phases]:
         """Loads the model in a thread; returns it with the time of each phase.
 
         The scripted engine overrides this.
         """
-        loaded = await self._env.run_in_thread(_load, self.config, self._env, self._opening)
+        loaded = await self._env.run_in_thread(_load, self.config, self._env, self._opening, self.load_progress)
         self._opening = None  # it holds the model, too
         return loaded
 
@@ -332,12 +346,14 @@ class Engine(EngineStatus, ClientApi):
         return self.tokenizer.decode(token_ids, skip_special_tokens)
 
 
-def _load(config: EngineConfig, env: Env, opening: EarlyLoading | None) -> tuple[LoadedModel | LoadedEncoder, Phases]:
+def _load(
+    config: EngineConfig, env: Env, opening: EarlyLoading | None, progress: LoadProgress
+) -> tuple[LoadedModel | LoadedEncoder, Phases]:
     """Loads the model. Runs in a thread: its imports alone would block the event loop too long."""
     if opening is None:
         from ..loading.early import EarlyLoading
 
-        opening = EarlyLoading(config, Phases(env.now))
+        opening = EarlyLoading(config, Phases(env.now, progress=progress))
     try:
         with opening.phases("import"):
             from ..loading.model import load_model

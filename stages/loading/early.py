@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
 
@@ -24,6 +25,7 @@ from ...model.files import LinkedFolder
 from ...model.spec import DecoderSpec
 from ...runtime.env.cpus import ComputeThreads, Cpus
 from ...runtime.env.log import get_logger
+from ...runtime.load_progress import LoadProgress
 from ...runtime.phases import Phases
 from ...runtime.workers.side_thread import LiveSideThread, Pending
 from ..config import EngineConfig, resolve_step_size
@@ -102,7 +104,7 @@ class EarlyLoading:
 
             check_chat_template(None, config.chat_template)
         with self.phases("resolve"):
-            root = resolve(config)
+            root = resolve(config, self.phases.progress)
         if config.chat_template is not None:
             check_chat_template(root, config.chat_template)
         threads = ComputeThreads.choose(config.threads, Cpus.of_this_process(), os.environ)
@@ -141,13 +143,16 @@ class EarlyLoading:
             self._is_packing.set()
 
 
-def resolve(config: EngineConfig) -> Path:
-    """The folder of the model's files. Downloads them first if necessary."""
+def resolve(config: EngineConfig, progress: LoadProgress | None = None) -> Path:
+    """The folder of the model's files. Downloads them first if necessary, and tells `progress` the bytes."""
+    if progress is not None:
+        progress.begin("download")
     root = hub.resolve(
         config.model,
         revision=config.revision,
         download_dir=Path(config.download_dir) if config.download_dir else None,
         offline=config.offline,
+        on_progress=None if progress is None else partial(progress.set, hub.model_name(config.model)),
     )
     return LinkedFolder(root) if config.allow_links_outside else root
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import cast
+from typing import Any, cast
+
+from numpy.typing import NDArray
 
 from ...kernels.native.errors import NativeUnavailableError, NonFiniteError, UnsupportedModelError
 from ...kernels.native.machine import instruction_sets
 from ...kernels.native.model import GROUP_SIZE, NativeModel
 from ...kernels.native.shape import CacheDType, DType
 from ...kernels.native.thread_throttle import ThreadThrottle
+from ...model.checkpoint.counted_tensors import CountedTensors
 from ...model.checkpoint.tensor_shapes import TensorSource, expected_shapes
 from ...model.decoder.native_decoder import native_shape
 from ...model.decoder.rope import rope_tables
@@ -23,6 +26,8 @@ from ..backends.cache_size import check_weights_fit, free_host_bytes
 from ..config import EngineConfig
 
 log = get_logger("millrace.stages")
+
+CALL_BYTES = 256 << 20  # that are packed in one call of the library; progress is told after each
 
 # Bytes of a number; for int4 including its share of a scale.
 ITEM_SIZES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "int4": 0.5 + 2 / GROUP_SIZE}
@@ -50,7 +55,9 @@ def load_native_model(
         with phases("weights"):
             _check_memory(model, shape)
             when_packing()
-            _fill(model, source, expected_shapes(shape))
+            phases.progress.begin("read")
+            _fill(model, CountedTensors(source, expected_shapes(shape), phases.progress), expected_shapes(shape))
+            phases.progress.begin("pack")
             _code(model)
         return model
     except (NativeUnavailableError, UnsupportedModelError) as error:
@@ -104,16 +111,31 @@ def _check_memory(model: NativeModel, shape: DecoderSpec) -> None:
     check_weights_fit(shape, model.quantization or model.dtype, item_size, "cpu", free_host_bytes())
 
 
-def _fill(model: NativeModel, source: TensorSource, names: Iterable[str]) -> None:
+def _fill(model: NativeModel, source: CountedTensors, names: Iterable[str]) -> None:
     """Packs the tensors. There are never two copies of the whole model in memory."""
     mapped = {name: source.array(name) for name in names if source.is_mapped(name)}
     try:
-        model.set_mapped_tensors(mapped)
+        for some in _in_calls(mapped):
+            model.set_mapped_tensors(some)
+            source.note_read(some)
         for name in names:
             if name not in mapped:  # copied or random tensors, one at a time
                 model.set_tensor(name, source.array(name))
+                source.forget(name)
     except NonFiniteError as error:
         raise CheckpointError(str(error)) from None
+
+
+def _in_calls(mapped: Mapping[str, NDArray[Any]]) -> Iterator[dict[str, NDArray[Any]]]:
+    """The tensors in portions of at least `CALL_BYTES`, each of which is one library call."""
+    some: dict[str, NDArray[Any]] = {}
+    for name, array in mapped.items():
+        some[name] = array
+        if sum(one.nbytes for one in some.values()) >= CALL_BYTES:
+            yield some
+            some = {}
+    if some:
+        yield some
 
 
 def _code(model: NativeModel) -> None:

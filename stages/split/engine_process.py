@@ -22,6 +22,7 @@ from ...runtime.env.env import Env, LiveEnv
 from ...runtime.env.log import get_logger
 from ...runtime.env.loops import loop_factory
 from ...runtime.health.flight_recorder import stack_of, task_stacks, thread_stacks
+from ...runtime.load_progress import LoadProgress
 from ...runtime.phases import Phases
 from ...runtime.pipeline import Pipeline
 from ...runtime.processes.child import end_with_parent, joined
@@ -45,6 +46,7 @@ from .protocol import (
     ControlCauses,
     Crashed,
     EngineReady,
+    ModelLoading,
     NotStarted,
     RequestsEnded,
     Setup,
@@ -53,6 +55,8 @@ from .protocol import (
     Stop,
 )
 from .status import read_status
+
+PROGRESS_S = 0.5  # between two messages about loading
 
 Load = Callable[[EngineConfig, Env, Phases], tuple[Any, Device]]  # run in a thread: the model and its device
 
@@ -123,7 +127,11 @@ class EngineProcess:
             if setup.log is not None:
                 logs.configure(**setup.log)
             end_with_parent(self._sock)
-            loaded, device, files = await self._env.run_in_thread(self._load_checked, setup, phases)
+            telling = asyncio.ensure_future(self._tell_progress(phases.progress))
+            try:
+                loaded, device, files = await self._env.run_in_thread(self._load_checked, setup, phases)
+            finally:
+                telling.cancel()
             with phases("pipeline"):
                 await self._start_stages(setup, loaded, device)
         except (ConfigError, ModelError) as error:
@@ -144,6 +152,11 @@ class EngineProcess:
         gc.freeze()
         self._link.post(EngineReady(loaded.info, dict(phases.seconds), files))
         return True
+
+    async def _tell_progress(self, progress: LoadProgress) -> None:
+        while True:
+            await self._env.sleep(PROGRESS_S)
+            self._link.post(ModelLoading(progress.state()))
 
     def _load_checked(self, setup: Setup, phases: Phases) -> tuple[Any, Device, dict[str, str]]:
         """Loads the model, and checks that its files are those of the first process. Runs in a thread."""

@@ -1,8 +1,8 @@
 """The messages between front process and engine process, besides the items of channels.
 
     Setup, RequestsEnded, ControlCauses, StatusQuery, Stop     front  -> engine
-    EngineReady, NotStarted, RequestFailed, ServiceTimes,
-    Admitted, Crashed, Broken, StatusReply, CoreStatus         engine -> front
+    EngineReady, ModelLoading, NotStarted, RequestFailed,
+    ServiceTimes, Admitted, Crashed, Broken, StatusReply, CoreStatus         engine -> front
 
 Plain data. The items are `TokenRequest` and `StepTokens`, from `stages/messages.py`. `CODEC` lists all types sent.
 """
@@ -19,6 +19,7 @@ from ...model.pooling import PoolingConfig
 from ...runtime.channel import ChannelStats
 from ...runtime.crash_recovery import StageCrashed
 from ...runtime.fault_injection import Fault
+from ...runtime.load_progress import LoadState
 from ...runtime.message import message
 from ...runtime.processes.wire import Codec
 from ..beam_search.algorithm import CandidateParams
@@ -62,6 +63,13 @@ class EngineReady:
     info: ModelInfo
     seconds: Mapping[str, float]  # that each phase of the start took
     files: Mapping[str, str]  # digests of the model's files that were loaded, by name
+
+
+@message
+class ModelLoading:
+    """How far the engine process is with loading the model."""
+
+    state: LoadState
 
 
 @message
@@ -274,7 +282,7 @@ CODEC = Codec(
     [
         *(TokenRequest, StepTokens, Started, TopLogprobs, Pooled, Begun, PromptLogprobs, PromptProgress),
         *(SamplingParams, CandidateParams, PoolingParams, StructuredOutputs, ThinkingSection, ThinkingBudget),
-        *(Setup, EngineReady, NotStarted, Stop, Broken, Crashed, EngineConfig),
+        *(Setup, EngineReady, ModelLoading, LoadState, NotStarted, Stop, Broken, Crashed, EngineConfig),
         *(ModelInfo, Rates, MemoryTable, MemoryUse, MachineMemory, PoolingConfig, CaptureReport, GraphBatch),
         *(RequestsEnded, ControlCauses, RequestFailed, ServiceTimes, Admitted, StatusQuery, StatusReply, Fault),
         *(CoreStatus, StageStatus, EdgeStatus, PoolStatus, BlockStatus, ChannelStats),

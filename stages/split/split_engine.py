@@ -52,6 +52,7 @@ from .protocol import (
     CoreStatus,
     Crashed,
     EngineReady,
+    ModelLoading,
     RequestFailed,
     RequestsEnded,
     ServiceTimes,
@@ -305,6 +306,8 @@ class SplitEngine(Engine):
     def _receive(self, word: Any) -> None:
         """Handles a message of the engine process."""
         self._num_silent_checks = 0
+        if isinstance(word, ModelLoading):
+            return self.load_progress.follow(word.state)
         parts = self._parts
         if not isinstance(parts, FrontStages):
             return  # not started yet, or stopped

@@ -89,12 +89,32 @@ class Ready(Shape):
     status: Literal["ready"]
 
 
+class FileProgress(Shape):
+    """How much of a file is downloaded or read."""
+
+    num_bytes: Count
+    total_bytes: Count
+
+
+class LoadingProgress(Shape):
+    """How far the model is loaded. Bytes are those of the phase."""
+
+    phase: Literal["start", "download", "read", "pack", "probe"]
+    num_bytes: Count
+    total_bytes: Count  # 0 while it is not known
+    percent: float | None
+    mb_per_s: float
+    seconds_left: float | None
+    files: dict[str, FileProgress]
+
+
 class NotReady(Shape):
     """The server accepts no requests, for this reason."""
 
     status: str
     stage: str | None
     reason: str | None
+    progress: LoadingProgress | None = None  # while the model is loading
 
 
 class ServedModel(Shape):

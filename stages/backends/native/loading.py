@@ -81,6 +81,7 @@ def load_natively(
             Pooler(np.zeros((config.max_num_seqs, shape.hidden_size), np.float32)),
             num_short,
         )
+    phases.progress.begin("probe")
     with phases("rates"):
         rates = measure_rates(runner, config, memory.max_model_len, host_blocks, phases.clock) if host_blocks else None
         target_ms = config.itl_target_ms

@@ -21,6 +21,7 @@ from ....model.decoder.weights import load_weights
 from ....model.spec import DecoderSpec
 from ....runtime.device_streams.interface import DeviceStreams
 from ....runtime.env.cpus import ComputeThreads
+from ....runtime.load_progress import LoadProgress
 from ....runtime.phases import Phases
 from ...config import EngineConfig, ModelImpl
 from ...device.device_guard import first_line, is_out_of_memory
@@ -78,8 +79,9 @@ def load_on_torch(
         raise ConfigError(f"{shape.family}: attention_backend = {kernels.name} lacks {', '.join(gaps)}")
     streams = _streams(config, streams, device, kernels.name)
     tilings = tilings_of(config, device, kernels.name)
+    phases.progress.begin("read")
     with phases("weights"):
-        make_decoder = partial(_load_weights(config, root, shape, device, kernels), tilings=tilings)
+        make_decoder = partial(_load_weights(config, root, shape, device, kernels, phases.progress), tilings=tilings)
     backend = make_backend(config, shape, make_decoder, max_model_len, device, kernels, phases, streams)
     log_products(tilings, backend.runner.decoder)
     return backend
@@ -100,6 +102,7 @@ def make_backend(
 
     `make_decoder(max_positions=...)` makes a decoder with these weights.
     """
+    phases.progress.begin("probe")
     with phases("cache"):
         is_async = streams is not None
         runner, memory, host_blocks = _fit_runner(config, shape, make_decoder, max_model_len, device, is_async=is_async)
@@ -154,7 +157,12 @@ def _check_backend(config: EngineConfig, device: torch.device, kernels: kernel_s
 
 
 def _load_weights(
-    config: EngineConfig, root: Path, shape: DecoderSpec, device: torch.device, kernels: kernel_set.KernelSet
+    config: EngineConfig,
+    root: Path,
+    shape: DecoderSpec,
+    device: torch.device,
+    kernels: kernel_set.KernelSet,
+    progress: LoadProgress,
 ) -> Callable[..., Decoder]:
     """Loads the checkpoint's weights. Returns a function that makes decoders with them."""
     dtype = torch_dtype(config, shape.dtype)
@@ -166,6 +174,7 @@ def _load_weights(
         device,
         dtype,
         load_format=config.load_format,
+        progress=progress,
         is_batch_invariant=config.deterministic,
         free_bytes=free,
     )

@@ -56,6 +56,7 @@ def load_on_transformers(
     device = choose_device(config, threads)
     kernels, dtype = kernel_set.load("torch"), torch_dtype(config, shape.dtype)
     values = read_config(root)
+    phases.progress.begin("read")
     try:
         with phases("weights"):
             num_bytes = num_weights(root, values, config.load_format) * dtype.itemsize

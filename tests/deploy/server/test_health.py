@@ -18,6 +18,7 @@ from millrace.deploy.config import ServerConfig
 from millrace.deploy.dashboard.snapshots import overview
 from millrace.deploy.server.server import Server
 from millrace.runtime.env.log import captured_logs
+from millrace.runtime.load_progress import LoadProgress
 from millrace.stages.errors import ConfigError
 from millrace.stages.testing.scripted.engine import ScriptedEngine, scripted_engine
 from millrace.stages.testing.scripted.script import Script
@@ -318,5 +319,29 @@ def test_collections_of_garbage_and_the_start_are_among_the_metrics():
             after = await client.scrape()
             assert of(after, "millrace:gc_pause_seconds_count") > before
             assert of(after, "millrace:startup_seconds", phase="pipeline") > 0
+
+    asyncio.run(run())
+
+
+def test_health_says_how_far_a_model_is_loaded_until_there_is_an_engine() -> None:
+    progress = LoadProgress(lambda: 0.0)
+
+    async def run() -> None:
+        async with Server(ServerConfig(port=0)) as server, aiohttp.ClientSession(server.url) as session:
+            server.service.load_progress = progress
+            progress.begin("read", {"model-00001.safetensors": 8, "model-00002.safetensors": 8})
+            progress.add("model-00001.safetensors", 4)
+            async with session.get("/health/ready") as response:
+                found = await response.json()
+            assert response.status == 503 and found["status"] == "loading"
+            assert found["reason"] == "the model is loading: reading weights, 25 % of 0.0 GB, 0 MB/s"
+            assert (found["progress"]["phase"], found["progress"]["percent"]) == ("read", 25.0)
+            assert found["progress"]["files"]["model-00001.safetensors"] == {"num_bytes": 4, "total_bytes": 8}
+            async with session.get("/health/live") as response:
+                assert response.status == 200
+            async with scripted_engine(script=NEVER_ENDS) as scripted:
+                server.attach(scripted)
+                async with session.get("/health") as response:
+                    assert await response.json() == {"status": "ready"}
 
     asyncio.run(run())

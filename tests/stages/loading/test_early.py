@@ -43,6 +43,24 @@ def opening(config: EngineConfig) -> EarlyLoading:
     return EarlyLoading(config, Phases(time.monotonic))
 
 
+@needs_native
+def test_weights_are_read_in_calls_that_tell_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_model, "CALL_BYTES", 1 << 20)
+    begun = opening(replace(SMALL, dtype="float32"))
+    told: list[tuple[str, int]] = []
+    monkeypatch.setattr(begun.phases.progress, "add", lambda *bytes_of: told.append(bytes_of))
+    expected: list[dict[str, int]] = []
+    monkeypatch.setattr(begun.phases.progress, "expect", expected.append)
+    native = begun.result().native_model
+    assert native is not None and native.result().weights_bytes > 0
+    begun.close()
+    size = (WEIGHTS / "model.safetensors").stat().st_size
+    assert {name for name, _ in told} == set(expected[0]) == {"model.safetensors"}
+    assert sum(count for _, count in told) == expected[0]["model.safetensors"]
+    assert size - 20_000 < expected[0]["model.safetensors"] < size  # less the header
+    assert begun.phases.progress.state().phase == "pack"
+
+
 def threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name == "millrace-opening"]
 

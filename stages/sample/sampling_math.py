@@ -99,6 +99,13 @@ def allow_only(logits: Array, rows: Longs, masks: Ints) -> None:
         arrays.put(logits, rows, arrays.hide(arrays.take(logits, rows), is_forbidden))
 
 
+def allow_end(logits: Array, rows: Longs, end_id: int) -> None:
+    """Makes the token `end_id` certain in those of `rows` [n] that allow no token at all."""
+    none = rows[LogitTiles(rows_of(logits, rows)).likeliest()[1] == -np.inf]
+    if len(none):
+        logits[arrays_of(logits).beside(logits, none), end_id] = 0.0
+
+
 # -- rows in blocks
 
 

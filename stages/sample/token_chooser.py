@@ -19,7 +19,7 @@ from ..messages import Bools, Indices, Ints, Started, TopLogprobs
 from . import sampling_math
 from .logits_processor import LogitsProcessor
 from .sampling_math import DrawParams, Longs
-from .slot_params import EDITS, LOGPROBS, RANDOM, SlotParams
+from .slot_params import EDITS, GRAMMAR, LOGPROBS, RANDOM, SlotParams
 
 NO_ROWS: Longs = np.zeros(0, np.int64)
 
@@ -207,9 +207,13 @@ class TokenChooser:
         """The processed logits of some rows, [n, V] f32.
 
         They are edited. Rows that are not greedy are also divided by their temperature, and truncated tokens are -inf.
+        Where a grammar allows no token, an end is certain: the sampler forces one there.
         """
         arrays = self._arrays
         found = arrays.floats(arrays.take(logits, requested))
+        guided = np.flatnonzero(rows.needs[requested] & GRAMMAR) if rows.any_needs & GRAMMAR else NO_ROWS
+        if len(guided):
+            sampling_math.allow_end(found, guided, self.table.eos_token_id)
         is_random = rows.needs[requested] & RANDOM != 0
         at = rows.slots[requested]
         if np.count_nonzero(is_random):

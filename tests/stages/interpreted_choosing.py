@@ -23,7 +23,7 @@ from millrace.stages.sample.slot_params import SlotParams
 from millrace.stages.sample.token_chooser import SampledRows, TokenChooser, any_of
 from tests.stages.device.test_arrays import any_params, same
 from tests.stages.grants import decode, started
-from tests.stages.sample import test_sampler
+from tests.stages.sample import test_forced_ends, test_sampler
 from tests.stages.sample.test_sampler import *  # noqa: F403  (its tests, which look for `CHOOSING` over there)
 
 BY_TRITON = partial(TritonTokenChooser, kernels=kernel_set.load_sampling("triton"))
@@ -42,6 +42,12 @@ def _by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("bad", ["one nan", "all nan", "all -inf", "one inf"])
 def test_a_row_without_numbers_ends_alone(bad: str, params: dict[str, Any]) -> None:
     test_sampler.test_a_row_without_numbers_ends_alone(bad, 100, params)
+
+
+@pytest.mark.parametrize("params", test_forced_ends.PARAMS)
+def test_a_forced_end_is_certain(params: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(test_forced_ends, "KERNELS", "triton")
+    test_forced_ends.test_a_forced_end_is_certain_where_logprobs_are_processed("kernels", params)
 
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "top_k": 5}, {"presence_penalty": 1.0}, {"logprobs": 1}])

@@ -24,7 +24,7 @@ from ...sample import sampling_math
 from ...sample.sampling_math import Longs, TokenScores
 from ...sample.slot_params import EDITS, GRAMMAR, LOGPROBS, POOLED, RANDOM, THINKING, SlotParams
 from ...sample.token_chooser import NO_ROWS, SampledRows, TokenChoice, TokenChooser, any_of
-from .guide_uploads import GuideLayout
+from .guide_uploads import NO_TOKEN, GuideLayout
 from .step_device import ATTENDED
 
 # Kinds of sampling of a `StepSubmitter`; each does all that the ones before it do. GUIDED reads a guide of the host.
@@ -120,6 +120,9 @@ class TritonTokenChooser(TokenChooser):
         scored = None
         if rows.any_needs & LOGPROBS:
             scored = (logits,) if self.logprobs_mode == "raw_logprobs" else (edited, self._rows, slots, least)
+            if len(scored) > 1 and rows.any_needs & GRAMMAR:  # where no token is allowed, an end is forced: certain
+                none = np.flatnonzero((found < 0) & (rows.needs & GRAMMAR != 0))
+                edited[self._upload(none), self.table.eos_token_id] = 0.0
         return TokenChoice(np.maximum(found, 0), found < 0, scored)
 
     @property
@@ -184,7 +187,10 @@ class TritonTokenChooser(TokenChooser):
         else:
             chosen = self._kernels.choose(logits, rows, sampled_slots, positions)
         if kind == GUIDED:
-            self._kernels.force(chosen, self.guides.forced(self.guide)[: len(chosen)])
+            forced = self.guides.forced(self.guide)[: len(chosen)]
+            self._kernels.force(chosen, forced)
+            if num_scores and self.logprobs_mode != "raw_logprobs":
+                _allow_forced_ends(logits, chosen, forced)
         if kind >= EDITED:
             self._kernels.count_tokens(self._counts, self._rows, sampled_slots, chosen.clamp(min=0))
         if num_scores:
@@ -261,3 +267,10 @@ class TritonTokenChooser(TokenChooser):
 
     def _upload(self, array: NDArray[np.generic]) -> Tensor:
         return upload(array, self._device)
+
+
+def _allow_forced_ends(logits: Tensor, chosen: Tensor, forced: Tensor) -> None:
+    """Makes a forced end certain in rows that allow no token, for their log-probabilities. Launches only."""
+    at = chosen.clamp(min=0)[:, None]
+    own = logits.gather(1, at)
+    logits.scatter_(1, at, own.masked_fill((forced < NO_TOKEN)[:, None] & own.isneginf(), 0.0))

@@ -80,19 +80,20 @@ def test_guided_rows_get_the_tokens_of_a_synchronous_device_in_graphs(checkpoint
 
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
 def test_log_probabilities_are_those_of_the_guided_choice(checkpoint: Path, mode: str) -> None:
-    # with processed logits, a forced end has none left
-    forced_end = [regex("ab", 4, logprobs=4, ignore_eos=True)] if mode == "raw_logprobs" else []
     params = (
         regex(DATE, 5, logprobs=4),
+        regex("ab", 4, logprobs=4, ignore_eos=True),
+        regex("[ab]", 4, logprobs=2, min_tokens=3, top_p=0.5),
         greedy(5, allowed_token_ids=(20, 21, 22), logprobs=2),
         greedy(7, thinking_budget=budget(4), logprobs=3),
     )
-    right, ran = both(checkpoint, among_plain((*params, *forced_end), 7), late(), logprobs_mode=mode)
+    right, ran = both(checkpoint, among_plain(params, 7), late(), logprobs_mode=mode)
     assert ran.answers == right.answers and is_guided_throughout(ran)
     for ours, theirs in zip(ran.outputs, right.outputs, strict=True):
         pairs = list(zip(ours.outputs[0].logprobs or (), theirs.outputs[0].logprobs or (), strict=True))
         assert [mine.token_id for mine, _ in pairs] == [his.token_id for _, his in pairs]
         np.testing.assert_allclose([m.logprob for m, _ in pairs], [h.logprob for _, h in pairs], atol=1e-5)
+        assert np.isfinite([mine.logprob for mine, _ in pairs]).all()
 
 
 @pytest.mark.parametrize("swap_blocks", [0, 20], ids=["recompute", "swap"])

@@ -74,6 +74,8 @@ class StepBuffers:
     lengths: Array  # [P] i32, tokens in the cache, the new ones included; 0 = padding or finished
     logits_rows: Array  # [P] i64, which of the N tokens has these logits; 0 = unused
     sampled_slots: Array  # [P] i32, the slot of these logits; -1 = none
+    next_positions: Array  # [P] i32, where in its sequence the token stands that these logits choose; 0 = unused
+    runs: Array  # [P] i32, rows of logits of the same sequence from this one on: 1, more before drafts; 0 = unused
 
     def of(self, num_rows: int, num_tokens: int) -> StepBuffers:
         """The same memory, for `num_rows` rows and `num_tokens` tokens."""
@@ -86,6 +88,8 @@ class StepBuffers:
             self.lengths[:num_rows],
             self.logits_rows[:num_rows],
             self.sampled_slots[:num_rows],
+            self.next_positions[:num_rows],
+            self.runs[:num_rows],
         )
 
 
@@ -115,6 +119,8 @@ def make_buffers(make: Make, num_rows: int, num_tokens: int, blocks_per_slot: in
         lengths=make((num_rows,), "int32"),
         logits_rows=make((num_rows,), "int64"),
         sampled_slots=make((num_rows,), "int32"),
+        next_positions=make((num_rows,), "int32"),
+        runs=make((num_rows,), "int32"),
     )
 
 
@@ -168,32 +174,54 @@ def make_inputs(diff: Array, slots: SlotState, buffers: StepBuffers, block_size:
     places = blocks * block_size + positions % block_size
     out.slot_mapping[:num_tokens] = np.where(goes_on[rows], places, -1)
 
-    out.logits_rows[:], out.sampled_slots[:] = 0, -1
+    out.logits_rows[:], out.sampled_slots[:], out.next_positions[:], out.runs[:] = 0, -1, 0, 0
     wanted = (logits >= 0).nonzero()[0]
     num_each = counts[wanted] if d[HAS_DRAFTS] else np.ones(len(wanted), np.int32)
     within = np.arange(num_each.sum()) - np.repeat(np.cumsum(num_each) - num_each, num_each)
     at = np.repeat(logits[wanted], num_each) + within
     out.logits_rows[at] = np.repeat(offsets[wanted + 1] - num_each, num_each) + within
     out.sampled_slots[at] = np.repeat(np.where(goes_on[wanted], row_slots[wanted], -1), num_each)
+    out.next_positions[at] = positions[out.logits_rows[at]] + 1
+    out.runs[at] = np.repeat(num_each, num_each) - within
 
 
-def note_tokens(out: Array, chosen: Array, sampled_slots: Array, slots: SlotState) -> None:
+def note_tokens(out: Array, chosen: Array, buffers: StepBuffers, slots: SlotState) -> None:
     """Records the chosen tokens in the slots' state and in `out`, the step's result for the host.
 
-    out            [2, P] i32   token ids, -1 where no slot is sampled; then the value of FINISHED
-    chosen         [P] i64      a token for each row of logits; negative = the row was broken, which ends its sequence
-    sampled_slots  [P] i32      as in `StepBuffers`; each slot at most once
+    out      [2, P] i32   token ids, -1 where no slot is sampled or the row does not count; then the value of FINISHED
+    chosen   [P] i64      a token for each row of logits; negative = the row was broken, which ends its sequence
+    buffers               of the step, as `make_inputs` made them
+
+    The rows of a sequence with drafts are a run. They count up to the first whose token differs from the draft after
+    it, or ends the sequence.
     """
-    result, ids, at = np.asarray(out), np.asarray(chosen), np.asarray(sampled_slots)
-    state, tokens = np.asarray(slots.state), np.asarray(slots.tokens)
+    result, ids, at = np.asarray(out), np.asarray(chosen), np.asarray(buffers.sampled_slots)
+    state, tokens, known = np.asarray(slots.state), np.asarray(slots.tokens), np.asarray(buffers.input_ids)
+    places, runs, positions = (np.asarray(x) for x in (buffers.logits_rows, buffers.runs, buffers.next_positions))
     result[0], result[1] = -1, GOES_ON
     rows = (at >= 0).nonzero()[0]
     slot, is_broken, token = at[rows], ids[rows] < 0, np.maximum(ids[rows], 0).astype(np.int32)
-    count = state[slot, TOKENS]
+    count = positions[rows]
     finish = np.where(count + 1 >= state[slot, LIMIT], LENGTH, GOES_ON)
     is_stop = (state[slot, STOPS : STOPS + MAX_STOPS] == token[:, None]).any(1) & (count >= state[slot, LEAST])
     finish = np.where(is_broken, ERROR, np.where(is_stop, STOP, finish))
-    fits = count < tokens.shape[1]
+    has_draft = runs[rows] > 1
+    draft = known[np.where(has_draft, places[rows] + 1, 0)]
+    is_right = has_draft & (finish == GOES_ON) & (token == draft)
+    counts = _in_runs_so_far(is_right, runs[rows])
+    last = counts & ~is_right
+    fits = counts & (count < tokens.shape[1])
     tokens[slot[fits], count[fits]] = token[fits]
-    state[slot, TOKENS], state[slot, FINISHED] = count + 1, finish
-    result[0, rows], result[1, rows] = token, finish
+    state[slot[last], TOKENS], state[slot[last], FINISHED] = count[last] + 1, finish[last]
+    result[0, rows[counts]], result[1, rows[counts]] = token[counts], finish[counts]
+
+
+def _in_runs_so_far(is_right: NDArray[np.bool_], runs: Ints) -> NDArray[np.bool_]:
+    """[n] whether all earlier rows of a row's run are right."""
+    if not (runs > 1).any():
+        return np.ones(len(runs), np.bool_)
+    counts, before = np.ones(len(runs), np.bool_), 1
+    for row, left in enumerate(runs.tolist()):
+        counts[row] = before <= 1 or (counts[row - 1] and is_right[row - 1])
+        before = left
+    return counts

@@ -25,6 +25,8 @@ BLOCK = 256
 TOKENS_PER_PROGRAM = 32  # with 64 rows at a time: 2,048 comparisons, 16 a thread
 ROWS_AT_A_TIME = 64
 DRAFTS_AT_A_TIME = tl.constexpr(16)
+ROWS_NOTED = 32  # rows of logits a program; with 8 rows of a run at a time, and 8 stop tokens, 16 comparisons a thread
+RUN_AT_A_TIME = 8
 
 NUM_ROWS, NUM_TOKENS, NUM_LOGITS = (
     tl.constexpr(value) for value in (step_state.NUM_ROWS, step_state.NUM_TOKENS, step_state.NUM_LOGITS)
@@ -57,7 +59,7 @@ def make_inputs(diff: Tensor, slots: SlotState, buffers: StepBuffers, block_size
     num_rows, num_tokens = len(buffers.lengths), len(buffers.input_ids)
     _rows_kernel[(num_rows,)](
         diff, slots.state, slots.tables, buffers.block_tables, buffers.query_starts, buffers.lengths,
-        buffers.logits_rows, buffers.sampled_slots,
+        buffers.logits_rows, buffers.sampled_slots, buffers.next_positions, buffers.runs,
         slots.state.stride(0), slots.tables.stride(0), buffers.block_tables.stride(0), B=block_size, BLOCK=BLOCK,
         enable_fp_fusion=True, **early_launch(diff.device),
     )  # fmt: skip
@@ -69,14 +71,15 @@ def make_inputs(diff: Tensor, slots: SlotState, buffers: StepBuffers, block_size
     )  # fmt: skip
 
 
-def note_tokens(out: Tensor, chosen: Tensor, sampled_slots: Tensor, slots: SlotState) -> None:
-    """See `note_tokens` in `kernels/layout/step_state.py`."""
+def note_tokens(out: Tensor, chosen: Tensor, buffers: StepBuffers, slots: SlotState) -> None:
+    """See `note_tokens` in `kernels/layout/step_state.py`. A run belongs to the program of its first row."""
     num_rows = len(chosen)
-    block = min(next_power_of_2(num_rows), 128)
+    block = min(next_power_of_2(num_rows), ROWS_NOTED)
     _note_tokens_kernel[(triton.cdiv(num_rows, block),)](
-        out, chosen, sampled_slots, slots.state, slots.tokens, num_rows, slots.tokens.shape[1],
+        out, chosen, buffers.sampled_slots, buffers.next_positions, buffers.runs, buffers.logits_rows,
+        buffers.input_ids, slots.state, slots.tokens, num_rows, slots.tokens.shape[1],
         out.stride(0), slots.state.stride(0), slots.tokens.stride(0), NUM_STOPS=step_state.MAX_STOPS, BLOCK=block,
-        enable_fp_fusion=True, **early_launch(out.device),
+        LANES=RUN_AT_A_TIME, enable_fp_fusion=True, **early_launch(out.device),
     )  # fmt: skip
 
 
@@ -119,7 +122,7 @@ def _apply_updates_kernel(
 
 @triton.jit
 def _rows_kernel(
-    diff, state, tables, block_tables, query_starts, lengths, logits_rows, sampled_slots,
+    diff, state, tables, block_tables, query_starts, lengths, logits_rows, sampled_slots, next_positions, runs,
     state_row, tables_row, out_row, B: tl.constexpr, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     start_early(IS_EARLY)
@@ -145,6 +148,8 @@ def _rows_kernel(
     # Rows of logits in use come first; each place is written by one program.
     tl.store(logits_rows + row, tl.zeros([], tl.int64), mask=row >= num_logits)
     tl.store(sampled_slots + row, -1, mask=row >= num_logits)
+    tl.store(next_positions + row, 0, mask=row >= num_logits)
+    tl.store(runs + row, 0, mask=row >= num_logits)
     first = tl.load(rows + 3 * num_rows + 1 + row, mask=is_row, other=-1)
     count = tl.where(tl.load(diff + HAS_DRAFTS) != 0, end - offset, 1)
     count = tl.where(first >= 0, count, 0)
@@ -152,6 +157,8 @@ def _rows_kernel(
         i = begin + tl.arange(0, DRAFTS_AT_A_TIME)
         tl.store(logits_rows + first + i, (end - count + i).to(tl.int64), mask=i < count)
         tl.store(sampled_slots + first + i, tl.where(goes_on, slot, -1).to(tl.int32) + tl.zeros_like(i), mask=i < count)
+        tl.store(next_positions + first + i, start + end - offset - count + i + 1, mask=i < count)
+        tl.store(runs + first + i, count - i, mask=i < count)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -188,27 +195,46 @@ def _tokens_kernel(
 
 @triton.jit(do_not_specialize=["num_rows", "max_tokens"])
 def _note_tokens_kernel(
-    out, chosen, sampled_slots, state, tokens, num_rows, max_tokens, out_row, state_row, tokens_row,
-    NUM_STOPS: tl.constexpr, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr,
+    out, chosen, sampled_slots, next_positions, runs, logits_rows, input_ids, state, tokens,
+    num_rows, max_tokens, out_row, state_row, tokens_row,
+    NUM_STOPS: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     start_early(IS_EARLY)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_place = row < num_rows
-    slot = tl.load(sampled_slots + row, mask=is_place, other=-1).to(tl.int64)
-    is_row = slot >= 0
+    before = tl.load(runs + row - 1, mask=is_place & (row > 0), other=0)
+    is_first = is_place & (before <= 1)  # of its run; each row of the padding is one
+    size = tl.where(is_first, tl.maximum(tl.load(runs + row, mask=is_first, other=0), 1), 0)
+    slot = tl.load(sampled_slots + row, mask=is_first, other=-1).to(tl.int64)
+    is_run = slot >= 0
     place = state + slot * state_row
-    choice = tl.load(chosen + row, mask=is_row, other=0)
-    token = tl.maximum(choice, 0).to(tl.int32)
-    count = tl.load(place + TOKENS, mask=is_row, other=0)
-    is_at_limit = count + 1 >= tl.load(place + LIMIT, mask=is_row, other=0)
+    limit = tl.load(place + LIMIT, mask=is_run, other=0)[:, None]
+    least = tl.load(place + LEAST, mask=is_run, other=0)[:, None]
     column = tl.arange(0, NUM_STOPS)
-    stops = tl.load(place[:, None] + STOPS + column[None, :], mask=is_row[:, None], other=-1)
-    is_stop = tl.sum((stops == token[:, None]).to(tl.int32), axis=1) > 0
-    is_stop &= count >= tl.load(place + LEAST, mask=is_row, other=0)
-    finish = tl.where(is_stop, STOP, tl.where(is_at_limit, LENGTH, GOES_ON))
-    finish = tl.where(choice < 0, ERROR, finish)
-    tl.store(tokens + slot * tokens_row + count, token, mask=is_row & (count < max_tokens))
-    tl.store(place + TOKENS, count + 1, mask=is_row)
-    tl.store(place + FINISHED, finish, mask=is_row)
-    tl.store(out + row, tl.where(is_row, token, -1), mask=is_place)
-    tl.store(out + out_row + row, tl.where(is_row, finish, GOES_ON), mask=is_place)
+    stops = tl.load(place[:, None] + STOPS + column[None, :], mask=is_run[:, None], other=-1)[:, None, :]
+    goes_on = is_run  # all rows of the run so far are right
+    for begin in range(0, tl.max(size, axis=0), LANES):
+        lane = begin + tl.arange(0, LANES)[None, :]
+        at = row[:, None] + lane
+        is_lane = lane < size[:, None]
+        is_row = is_lane & goes_on[:, None]
+        choice = tl.load(chosen + at, mask=is_row, other=0)
+        token = tl.maximum(choice, 0).to(tl.int32)
+        count = tl.load(next_positions + at, mask=is_row, other=0)
+        is_stop = tl.sum((stops == token[:, :, None]).to(tl.int32), axis=2) > 0
+        finish = tl.where(is_stop & (count >= least), STOP, tl.where(count + 1 >= limit, LENGTH, GOES_ON))
+        finish = tl.where(choice < 0, ERROR, finish)
+        has_draft = is_row & (lane + 1 < size[:, None])
+        source = tl.load(logits_rows + at, mask=has_draft, other=0) + 1
+        draft = tl.load(input_ids + source, mask=has_draft, other=-1)
+        is_right = has_draft & (finish == GOES_ON) & (token == draft)
+        last = tl.min(tl.where(is_row & (is_right == 0), lane, 2147483647), axis=1)  # the last row that counts
+        counts = is_row & (lane <= last[:, None])
+        tl.store(tokens + slot[:, None] * tokens_row + count, token, mask=counts & (count < max_tokens))
+        is_last = counts & (is_right == 0)
+        here = place[:, None] + tl.zeros_like(lane)
+        tl.store(here + TOKENS, count + 1, mask=is_last)
+        tl.store(here + FINISHED, finish, mask=is_last)
+        tl.store(out + at, tl.where(counts, token, -1), mask=is_lane)
+        tl.store(out + out_row + at, tl.where(counts, finish, GOES_ON), mask=is_lane)
+        goes_on &= last == 2147483647

@@ -3,6 +3,9 @@
 A *run* is a row's own token and its drafts. Each of them yields logits, from which one token is chosen independently.
 The tokens of a run count up to and including the first that differs from the next draft, or that ends the answer.
 Later tokens were computed for a text that does not exist. So each answer is the same as without drafts.
+
+An asynchronous device decides so itself, by a kernel behind the choice: `note_tokens` in
+`kernels/layout/step_state.py`. The host then only drops what follows an end that the device does not know.
 """
 
 from __future__ import annotations

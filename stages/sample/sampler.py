@@ -138,35 +138,39 @@ class Sampler:
         return replace(tokens, pooled=pooled) if pooled else tokens
 
     def note_tokens(self, grant: StepGrant, result: Ints, scores: Ints | None = None) -> StepTokens:
-        """Applies the tokens that an asynchronous device chose for a step without drafts.
+        """Applies the tokens that an asynchronous device chose for a step.
 
-        `result` [2, L] holds token ids, -1 for a row whose sequence had ended, and `FinishReason`s, of which only ERROR
-        is read. `scores` [L, W] are the device's scores, for the log-probabilities.
+        `result` [2, L] holds token ids, -1 for a row whose sequence had ended or that follows a wrong draft, and
+        `FinishReason`s, of which only ERROR is read. `scores` [L, W] are the device's, for the log-probabilities.
         """
         is_broken = result[1] == FinishReason.ERROR
-        tokens, goes_on = self._note_chosen(grant, result[0].astype(np.intp), is_broken, are_guided=True)
+        tokens, rows = self._note_chosen(grant, result[0].astype(np.intp), is_broken, are_guided=True)
         if scores is None:
             return tokens
         slots, finishes = tokens.slots, tokens.finishes
         requested = ((self.table.needs[slots] & LOGPROBS != 0) & (finishes != FinishReason.ERROR)).nonzero()[0]
-        found = self.chooser.read_scores(slots[requested], scores[goes_on][requested])
+        found = self.chooser.read_scores(slots[requested], scores[rows][requested])
         return replace(tokens, logprobs=dict(zip(requested.tolist(), found, strict=True)))
 
     def _note_chosen(
         self, grant: StepGrant, token_ids: Indices, is_broken: Bools, *, are_guided: bool = False
-    ) -> tuple[StepTokens, Bools]:
-        """Applies chosen tokens [L] of a step without drafts; below 0 for a row that had ended.
+    ) -> tuple[StepTokens, Bools | Indices]:
+        """Applies chosen tokens [L]; below 0 for a row that had ended, or that follows a wrong draft.
 
         `are_guided`: rows may have grammars, thinking budgets, allowed tokens and bad words, which the choice has kept.
-        Returns the step's tokens, and which of the sampled rows had not ended before this step, [L].
+        Returns the step's tokens, and which of the rows of logits they are of, [L].
         """
-        table, slots = self.table, grant.slots
-        if num_true(grant.is_sampled) < len(slots):
+        table, slots, runs = self.table, grant.slots, DraftRuns.of(grant)
+        if runs is not None:
+            slots = grant.logits_slots
+        elif num_true(grant.is_sampled) < len(slots):
             slots = slots[grant.is_sampled]
         goes_on = (table.needs[slots] & ENDED == 0) & (token_ids >= 0)
         if num_true(goes_on) < len(slots):
             slots, token_ids, is_broken = slots[goes_on], token_ids[goes_on], is_broken[goes_on]
         places, ids = table.num_generated[slots], table.sequence_ids[slots]
+        if runs is not None:
+            places = places + runs.offsets[goes_on]
         needs = any_of(table.needs[slots]) if are_guided else 0
         if needs & (GRAMMAR | THINKING | EDITS):
             finishes, grammar_us = self._note_guided(slots, places, token_ids, is_broken)
@@ -175,7 +179,11 @@ class Sampler:
         tokens = StepTokens(
             grant.step, slots, ids, places, token_ids, finishes, started=grant.started, grammar_us=grammar_us
         )
-        return tokens, goes_on
+        if runs is None:
+            return tokens, goes_on
+        rows = goes_on.nonzero()[0]
+        kept = runs.up_to_the_end(rows, finishes)  # the host knows more ends than the device
+        return _rows_of_tokens(tokens, kept), rows[kept]
 
     def _note_guided(
         self, slots: Indices, places: Indices, token_ids: Indices, is_broken: Bools

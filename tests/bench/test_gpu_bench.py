@@ -125,9 +125,9 @@ def test_the_check_of_kernels_finds_one_that_is_wrong_and_no_other() -> None:
 
         @staticmethod
         def note_tokens(
-            out: torch.Tensor, chosen: torch.Tensor, sampled: torch.Tensor, slots: step_state.SlotState
+            out: torch.Tensor, chosen: torch.Tensor, buffers: step_state.StepBuffers, slots: step_state.SlotState
         ) -> None:
-            step_state.note_tokens(out, chosen, sampled, slots)
+            step_state.note_tokens(out, chosen, buffers, slots)
             out[1].clamp_(max=step_state.STOP)
 
     cpu = torch.device("cpu")

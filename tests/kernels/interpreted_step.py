@@ -16,8 +16,9 @@ from millrace.kernels.layout.step_state import SlotState
 from millrace.kernels.triton import launch as triton_launch
 from millrace.kernels.triton import step_state as triton_step
 from millrace.stages.backends.cuda.step_update import EndRules, diff_size
+from millrace.stages.sample.draft_acceptance import DraftRuns
 from tests.kernels.step_sides import Side, differences, parts_of
-from tests.stages.step_walk import EOS, Walk, with_drafts
+from tests.stages.step_walk import EOS, DraftedWalk, Walk, with_drafts
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +38,7 @@ def test_all_that_a_step_writes_equals_the_twins(
     assert differences(triton_step, 7, room=room, num_steps=num_steps, short_length=short_length, **sizes) == []
 
 
-@pytest.mark.parametrize("num_slots", [1, 3, 40])
+@pytest.mark.parametrize("num_slots", [1, 17])
 def test_each_draft_has_a_row_of_logits_as_with_the_twins(num_slots: int) -> None:
     walk = Walk(Random(0), num_slots, 60, 4)
     twin, ours = (Side(kernels, walk, 100, 1100) for kernels in (step_state, triton_step))
@@ -50,6 +51,30 @@ def test_each_draft_has_a_row_of_logits_as_with_the_twins(num_slots: int) -> Non
         if grant.drafts is not None:
             break
     assert ours.buffers.sampled_slots[: len(grant.logits_slots)].tolist() == grant.logits_slots.tolist()
+
+
+@pytest.mark.parametrize(("num_slots", "most"), [(1, 9), (9, 3)])
+def test_drafts_are_accepted_as_by_the_twins(num_slots: int, most: int) -> None:
+    """Runs of up to 10 rows; of 9 sequences some begin in one program and end in the next."""
+    walk = DraftedWalk(Random(num_slots), num_slots, most)
+    num_rows, num_tokens = num_slots * (1 + most) + 3, num_slots * (5 + most)
+    twin, ours = (Side(kernels, walk, num_rows, num_tokens) for kernels in (step_state, triton_step))
+    num_accepted = 0
+    for _ in range(3):
+        grant = walk.step()
+        parts = parts_of(grant, EndRules((EOS,), walk.max_model_len), diff_size(num_slots, 400, 1100))
+        runs = DraftRuns.of(grant)
+        chosen = walk.choose(grant, [-1] * len(grant.logits_slots) if runs is None else runs.drafts.tolist())
+        for side in (twin, ours):
+            side.step(parts, num_rows, num_tokens, chosen)
+        for (name, want), got in zip(twin.everything().items(), ours.everything().values(), strict=True):
+            assert torch.equal(got, want), name
+        counted = twin.told[0, : len(chosen)].numpy() >= 0
+        num_accepted += int(counted.sum()) - len(set(grant.logits_slots[counted].tolist()))
+        for slot, told, reason in zip(grant.logits_slots.tolist(), *twin.told[:, : len(chosen)].tolist(), strict=True):
+            if told >= 0:
+                walk.chose(slot, told, is_end=reason > 0)
+    assert num_accepted > 0
 
 
 def test_a_step_without_rows_is_all_padding() -> None:

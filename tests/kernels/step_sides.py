@@ -13,7 +13,7 @@ from millrace.kernels.layout import step_state
 from millrace.kernels.layout.step_state import StepBuffers
 from millrace.stages.backends.cuda.step_update import EndRules, diff_size, write
 from millrace.stages.messages import Ints, StepGrant
-from tests.stages.step_walk import EOS, VOCAB_SIZE, Walk
+from tests.stages.step_walk import EOS, VOCAB_SIZE, DraftedWalk, Walk
 
 CPU = torch.device("cpu")
 POISON = 77  # what stands where nothing has been written
@@ -25,7 +25,7 @@ class Side:
     def __init__(
         self,
         kernels: Any,
-        walk: Walk,
+        walk: Walk | DraftedWalk,
         num_rows: int,
         num_tokens: int,
         device: torch.device = CPU,
@@ -51,7 +51,7 @@ class Side:
         self.kernels.make_inputs(diff, self.slots, inputs, self.block_size)
         ids = torch.full((num_rows,), 44, dtype=torch.int64)
         ids[: len(chosen)] = torch.tensor(chosen, dtype=torch.int64)
-        self.kernels.note_tokens(self.told[:, :num_rows], ids.to(self.device), inputs.sampled_slots, self.slots)
+        self.kernels.note_tokens(self.told[:, :num_rows], ids.to(self.device), inputs, self.slots)
 
     def everything(self) -> dict[str, torch.Tensor]:
         """All that was written, by name."""

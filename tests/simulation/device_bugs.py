@@ -11,6 +11,8 @@ from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 from millrace.kernels.layout import step_state
 from millrace.runtime.device_streams.simulated import SimStream
 from millrace.runtime.workers.in_order import InOrder
@@ -160,6 +162,25 @@ def finished_row_written_again() -> AbstractContextManager[None]:
     return changed(step_state, "make_inputs", change)
 
 
+def wrong_drafts_kept() -> AbstractContextManager[None]:
+    """The device takes the tokens of a whole run, also those after a wrong draft."""
+    return changed(step_state, "_in_runs_so_far", lambda so_far: lambda is_right, runs: np.ones(len(runs), np.bool_))
+
+
+def drafts_trusted() -> AbstractContextManager[None]:
+    """The device takes each draft for right, whatever was chosen before it."""
+
+    def change(note_tokens: Any) -> Any:
+        def hasty(out: Any, chosen: Any, buffers: Any, slots: Any) -> None:
+            drafted = buffers.runs > 1
+            chosen[drafted] = buffers.input_ids[buffers.logits_rows[drafted] + 1]
+            note_tokens(out, chosen, buffers, slots)
+
+        return hasty
+
+    return changed(step_state, "note_tokens", change)
+
+
 def _deaf(name: str) -> AbstractContextManager[None]:
     """One stream waits for no event."""
 
@@ -192,5 +213,7 @@ DEVICE_BUGS: Mapping[str, Bug] = {
         line_not_entered,
         stream_not_used,
         finished_row_written_again,
+        wrong_drafts_kept,
+        drafts_trusted,
     )
 }

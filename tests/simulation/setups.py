@@ -137,10 +137,12 @@ def draw_setup(seed: int) -> Setup:
 
 
 def on_streams(setup: Setup, steps_in_flight: int) -> Setup:
-    """The same run on an asynchronous device with this many steps in flight, without what that device cannot do."""
-    config = replace(setup.config, steps_in_flight=steps_in_flight, speculation="off")
+    """The same run on an asynchronous device with this many steps in flight, and drafts in some seeds."""
+    has_drafts = setup.seed % 7 in (3, 5)
+    config = replace(setup.config, steps_in_flight=steps_in_flight, speculation="ngram" if has_drafts else "off")
     faults = setup.faults | ({SETTLE_FAULT: 0.05} if Random(f"settle/{setup.seed}").random() < 0.1 else {})
-    setup = replace(setup, config=config, period=None, faults=faults, is_async=True)
+    period = setup.period or 2 if has_drafts else None
+    setup = replace(setup, config=config, period=period, faults=faults, is_async=True)
     return _with_failing_copies(setup) if Random(f"copies/{setup.seed}").random() < 0.15 else setup
 
 

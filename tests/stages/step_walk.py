@@ -115,3 +115,60 @@ def with_drafts(num_slots: int = 3) -> list[StepGrant]:
     counts[-1] = 0
     drafts = Drafts(np.array(counts, np.int32), np.arange(sum(counts)) + 20)
     return [first, replace(grant(rows, step=1), drafts=drafts)]
+
+
+class DraftedWalk:
+    """As `Walk`, for decode steps in which rows have up to `most` drafts, often right ones.
+
+    Sequences begin together, in steps without drafts. One that has ended is a row of one more step.
+    """
+
+    def __init__(self, dice: Random, num_slots: int, most: int, max_model_len: int = 40, block_size: int = 4) -> None:
+        self.num_slots, self.max_model_len, self.block_size = num_slots, max_model_len, block_size
+        self.tokens: dict[int, list[int]] = {}  # of each slot's sequence, all that are known
+        self._dice, self._most = dice, most
+        self._limits: dict[int, int] = {}
+        self._ended: set[int] = set()
+        self._step = 0
+        blocks = -(-max_model_len // block_size)
+        self._tables = [(s, place, 1 + s * blocks + place) for s in range(num_slots) for place in range(blocks)]
+
+    def step(self) -> StepGrant:
+        """The next grant: a step with drafts, or prompts if few sequences are left."""
+        self._step += 1
+        if len(self.tokens) <= self.num_slots // 2:
+            return self._begin()
+        rows, counts = [], []
+        for slot, known in list(self.tokens.items()):
+            most = 0 if slot in self._ended else min(self._most, self._limits[slot] - len(known) - 1)
+            counts.append(self._dice.randint(0, most) if most > 0 else 0)
+            rows.append((slot, len(known) - 1, 1 + counts[-1], self._dice.random() < 0.95 or counts[-1] > 0))
+            if slot in self._ended:
+                del self.tokens[slot]
+        ids = [self._dice.randrange(2, VOCAB_SIZE) for _ in range(sum(counts))]
+        drafts = Drafts(np.array(counts, np.int32), np.array(ids, np.intp)) if ids else None
+        return replace(grant(rows, step=self._step), drafts=drafts)
+
+    def choose(self, of: StepGrant, drafts: list[int]) -> list[int]:
+        """A token for each row of logits: the draft after it, or any; -1 is a broken row."""
+        anything = [-1, EOS, *range(2, VOCAB_SIZE)]
+        return [draft if draft >= 0 and self._dice.random() < 0.8 else self._dice.choice(anything) for draft in drafts]
+
+    def chose(self, slot: int, token_id: int, *, is_end: bool) -> None:
+        """A token of a sequence; tokens of one step in their order."""
+        self.tokens[slot].append(token_id)
+        if is_end:
+            self._ended.add(slot)
+
+    def _begin(self) -> StepGrant:
+        self._ended, begun = set(), []
+        self.tokens = {}
+        for slot in range(self.num_slots):
+            ids = [self._dice.randrange(2, VOCAB_SIZE) for _ in range(self._dice.choice([1, 2, 5]))]
+            stops = tuple(self._dice.sample(range(3, VOCAB_SIZE), self._dice.choice([0, 1, 5])))
+            more = {"max_tokens": self._dice.randint(2, 40), "stop_token_ids": stops}
+            begun.append(started(slot, ids, ignore_eos=self._dice.random() < 0.2, **more))
+            self.tokens[slot] = ids
+            self._limits[slot] = min(len(ids) + begun[-1].params.max_tokens, self.max_model_len)
+        rows = [(slot, 0, len(ids), True) for slot, ids in self.tokens.items()]
+        return grant(rows, step=self._step, started=begun, tables=self._tables)

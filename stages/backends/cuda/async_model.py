@@ -10,7 +10,7 @@ pass.
 Some steps are *attended* (see `step_submission.py`): the host chooses the tokens of all their rows, by the plain
 sampler, and the next step begins when it has. The tokens are the same either way; only the timing differs.
 
-- Drafts and a user's logits processor make a step attended. The forward pass is submitted as always.
+- A user's logits processor makes a step attended. The forward pass is submitted as always.
 - A step with a pooled sequence or a scored prompt is computed by the plain runner, without a CUDA graph.
 """
 
@@ -69,7 +69,7 @@ class AsyncModel:
             self.sampler.start(started)
         if not self.runner.wants_more(grant):
             slots = grant.slots[grant.is_sampled]
-            kind = ATTENDED if grant.drafts is not None else self._chooser.kind(slots)
+            kind = self._chooser.kind(slots)
             return self.line.forward(grant, kind, is_scored=kind >= SCORED)
         step = self.line.attend(grant)
         self._work.copy_newest_tokens(self.runner.last_tokens)

@@ -29,8 +29,8 @@ from .step_update import MAX_DIFF_ITEMS, diff_size
 
 NUM_DIFFS = 3  # pinned buffers: the device reads one while the host writes another
 
-Choose = Callable[[Tensor, SlotState, Tensor, int], Tensor]
-"""Maps logits [P, V], the slots' state, each row's slot [P] i32 and the kind of sampling to token ids [P] i64.
+Choose = Callable[[Tensor, SlotState, StepBuffers, int], Tensor]
+"""Maps logits [P, V], the slots' state, the step's inputs and the kind of sampling to token ids [P] i64.
 
 All arrays are on the device. An id is below 0 where a row holds no number. For padding rows, with slot -1, it is
 arbitrary.
@@ -115,9 +115,9 @@ class TorchDeviceWork:
     @torch.inference_mode()
     def sample(self, batch: GraphBatch, kind: int) -> None:
         assert self._logits is not None
-        sampled_slots = self._buffers.sampled_slots[: batch.num_rows]
-        chosen = self._choose(self._logits[: batch.num_rows], self.slots, sampled_slots, kind)
-        self._kernels.note_tokens(self._memory.result[:, : batch.num_rows], chosen, sampled_slots, self.slots)
+        buffers = self._buffers.of(batch.num_rows, batch.num_tokens)
+        chosen = self._choose(self._logits[: batch.num_rows], self.slots, buffers, kind)
+        self._kernels.note_tokens(self._memory.result[:, : batch.num_rows], chosen, buffers, self.slots)
 
     def logits(self, num_rows: int) -> Tensor:
         """[num_rows, V] the logits of the last forward pass, which the next one overwrites."""
@@ -189,7 +189,7 @@ def step_memory(
     )
 
 
-def greedy(logits: Tensor, slots: SlotState, sampled_slots: Tensor, kind: int) -> Tensor:
+def greedy(logits: Tensor, slots: SlotState, buffers: StepBuffers, kind: int) -> Tensor:
     """A `Choose` that takes the likeliest token of each row and ignores all sampling parameters."""
     best, ids = logits.max(dim=1)
     return torch.where(best.isfinite(), ids, -1)

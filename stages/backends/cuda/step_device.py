@@ -51,9 +51,9 @@ class TracksOutcomes(Protocol):
     def note_tokens(self, grant: StepGrant, result: Ints, scores: Ints | None = None) -> StepTokens:
         """Applies a step's result and returns its tokens.
 
-        `result` [2, L] is the device's, for the sampled rows: token ids, -1 where a sequence had ended before; and how
-        each ends, see `step_state.FINISHED`. `scores` [L, W] comes with steps of a scored kind. Called for steps in
-        order, on the completion thread or the device thread, never on both at once.
+        `result` [2, L] is the device's, for the rows of logits: token ids, -1 where a sequence had ended before, or
+        after a wrong draft; and how each ends, see `step_state.FINISHED`. `scores` [L, W] comes with steps of a scored
+        kind. Called for steps in order, on the completion thread or the device thread, never on both at once.
         """
 
 

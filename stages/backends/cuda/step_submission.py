@@ -358,7 +358,7 @@ class StepSubmitter:
         """
         assert step.grant is not None
         try:
-            step.tokens = self.outcomes.note_tokens(step.grant, *_copy_result(step, step.grant.num_sampled))
+            step.tokens = self.outcomes.note_tokens(step.grant, *_copy_result(step, num_logits(step.grant)))
         except BaseException:
             self._lost_generation = max(self._lost_generation, step.grant.generation)
             raise

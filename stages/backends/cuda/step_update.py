@@ -118,7 +118,7 @@ def _rows(grant: StepGrant) -> Ints:
 
 def num_logits(grant: StepGrant) -> int:
     """Rows of logits of a step."""
-    return int(_num_logits_each(grant).sum())
+    return grant.num_sampled if grant.drafts is None else int(_num_logits_each(grant).sum())
 
 
 def _num_logits_each(grant: StepGrant) -> Ints:

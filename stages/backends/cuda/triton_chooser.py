@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ....kernels.kernel_set import SamplingKernels
 from ....kernels.layout import sampling_rows, step_state
-from ....kernels.layout.step_state import SlotState
+from ....kernels.layout.step_state import SlotState, StepBuffers
 from ....model.decoder.upload import upload
 from ...config import LogprobsMode
 from ...grammar.masks import AllowedTokens
@@ -168,7 +168,7 @@ class TritonTokenChooser(TokenChooser):
             return kind + SCORED * (1 + num_top) if num_top <= MAX_LOGPROBS else ATTENDED
         return kind
 
-    def choose_on_device(self, logits: Tensor, slots: SlotState, sampled_slots: Tensor, kind: int) -> Tensor:
+    def choose_on_device(self, logits: Tensor, slots: SlotState, buffers: StepBuffers, kind: int) -> Tensor:
         """[P] token ids: a `Choose` of `device_work.py`. Launches only.
 
         A scored kind also fills `scores`.
@@ -176,7 +176,7 @@ class TritonTokenChooser(TokenChooser):
         num_scores, kind = divmod(kind, SCORED)
         raw = logits
         rows = slots.state[:, step_state.SEED_LOW :]  # starts with the columns of a row of `sampling_rows`
-        positions = slots.state[:, step_state.TOKENS].index_select(0, sampled_slots.clamp(min=0))
+        sampled_slots, positions = buffers.sampled_slots, buffers.next_positions
         least = None
         if kind >= EDITED:
             tables = (self._counts, self._biased_ids, self._bias, self._end_ids)

@@ -23,14 +23,15 @@ from ....kernels.layout.step_state import StepBuffers
 from ....runtime.device_streams.simulated import SimStreams
 from ....runtime.env.env import Env
 from ...backends.cuda.async_device import AsyncDevice
-from ...backends.cuda.cuda_graphs import CudaGraphs
+from ...backends.cuda.cuda_graphs import CudaGraphs, most_rows
 from ...backends.cuda.guide_uploads import NUM_GUIDES
 from ...backends.cuda.pinned_ring import PinnedMemory
 from ...backends.cuda.step_device import ATTENDED, SPARE_STEPS, StepMemory
 from ...backends.cuda.step_submission import StepSubmitter, SubmittedStep
-from ...backends.cuda.step_update import EndRules, diff_size
+from ...backends.cuda.step_update import EndRules, diff_size, num_logits
 from ...messages import Ints, StepGrant, StepTokens
 from ...outputs import GraphBatch
+from ...sample.draft_acceptance import DraftRuns
 from .byte_tokenizer import EOS
 from .device import LONG, ScriptedModel
 from .outcomes import Outcomes
@@ -49,8 +50,8 @@ PLAIN, OTHER, GUIDED, FREE = 0, 1, 2, 3  # kinds of sampling; OTHER has no graph
 class AsyncScriptedModel(ScriptedModel):
     """A scripted runner and sampler that submit steps to `line`.
 
-    Supports scripts without `answer` or `period`, and requests without drafts, pooling or prompt scores. At most
-    `num_steps` steps are in flight, of at most `max_step_tokens` tokens.
+    Supports scripts without `answer`, and requests without pooling or prompt scores. At most `num_steps` steps are in
+    flight, of at most `max_step_tokens` tokens, or `num_verified_tokens` with drafts.
 
     Random choices come from the env's random streams: "streams" for delays and the use of graphs, "attended" for
     attended steps, "guides" for guided ones, and "kinds" for steps sampled without a graph.
@@ -68,9 +69,10 @@ class AsyncScriptedModel(ScriptedModel):
         *,
         num_steps: int,
         max_step_tokens: int,
+        num_verified_tokens: int = 0,
     ) -> None:
         super().__init__(num_blocks, block_size, num_slots, max_model_len, script, env, 0.0, num_host_blocks)
-        assert script.answer is None and script.period is None, "an asynchronous script has no answer or period"
+        assert script.answer is None, "an asynchronous script has no answer"
         dice = env.random("streams")
         self._dice = env.random("attended")
         self._attended_share = self._dice.choice(ATTENDED_SHARES)
@@ -83,20 +85,21 @@ class AsyncScriptedModel(ScriptedModel):
         self.streams = SimStreams(dice, laziness=dice.choice((0.0, 0.5, 0.9)))
         has_guides = self._guided_share > 0
         kinds = (PLAIN, GUIDED, FREE) if has_guides else (PLAIN,)
-        graphs = CudaGraphs(num_slots, max_step_tokens, is_eager=is_eager, kinds=kinds)
+        graphs = CudaGraphs(num_slots, max_step_tokens, num_verified_tokens, is_eager=is_eager, kinds=kinds)
+        num_rows = most_rows(num_slots, num_verified_tokens)
         size = max(max_step_tokens, *(batch.num_tokens for batch in graphs.batches), 0)
         num_items = dice.choice(DIFF_ITEMS)
         capacity = diff_size(num_slots, num_entries=2 + num_items, num_tokens=num_items)
         memory = StepMemory(
             np.zeros(capacity, np.int32),
-            np.zeros((2, num_slots), np.int32),
+            np.zeros((2, num_rows), np.int32),
             [_pinned(capacity) for _ in range(dice.choice(NUM_DIFFS))],
-            [_pinned(2, num_slots) for _ in range(num_steps + SPARE_STEPS)],
-            guide=np.zeros(num_slots, np.int32) if has_guides else None,
-            guides=[_pinned(num_slots) for _ in range(NUM_GUIDES if has_guides else 0)],
+            [_pinned(2, num_rows) for _ in range(num_steps + SPARE_STEPS)],
+            guide=np.zeros(num_rows, np.int32) if has_guides else None,
+            guides=[_pinned(num_rows) for _ in range(NUM_GUIDES if has_guides else 0)],
         )
         ends = EndRules((EOS,), max_model_len, LONG if script.short_length else 0)
-        self.work = ScriptedDeviceWork(self, memory, self._cache, self._host, max_model_len, num_slots, size)
+        self.work = ScriptedDeviceWork(self, memory, self._cache, self._host, max_model_len, num_slots, num_rows, size)
         self.outcomes = ScriptedOutcomes(num_slots, ends, self.is_fault)
         self.line = StepSubmitter(self.streams, memory, self.work, graphs, ends, self.outcomes)
         if not is_eager:
@@ -137,16 +140,16 @@ class AsyncScriptedModel(ScriptedModel):
         if logits.logits is None:
             self.line.read(grant, logits)
         self.work.sample(logits.logits or logits.batch, 0)
-        result = self.work.result[:, : grant.num_sampled].copy()
+        result = self.work.result[:, : num_logits(grant)].copy()
         return self.line.attended(logits, self.line.outcomes.note_tokens(grant, result))
 
     def _write_guide(self, grant: StepGrant, kind: int, guide: Ints) -> int:
-        """Writes a number for each sampled row, which the device compares with its tables: see `guide_of`."""
-        slots = grant.slots[grant.is_sampled]
+        """Writes a number for each row of logits, which the device compares with its tables: see `guide_of`."""
+        slots, runs = grant.logits_slots, DraftRuns.of(grant)
         counts = self.outcomes.num_generated.copy()
         for started in grant.started:
             counts[started.slot] = len(started.token_ids) - started.num_prompt
-        guide[: len(slots)] = guide_of(slots, counts[slots], kind)
+        guide[: len(slots)] = guide_of(slots, counts[slots] + (0 if runs is None else runs.offsets), kind)
         return len(slots)
 
     def _check_stream(self, grant: StepGrant) -> None:
@@ -163,7 +166,8 @@ class AsyncScriptedModel(ScriptedModel):
         This reveals work that is still in progress.
         """
         step = self.line.attend(grant)
-        batch = GraphBatch(len(grant.slots), grant.num_computed, bool((grant.num_tokens == 1).all()))
+        num_rows = max(len(grant.slots), num_logits(grant))
+        batch = GraphBatch(num_rows, grant.num_computed, bool((grant.num_tokens == 1).all()))
         self.work.make_inputs(batch)
         self.work.forward(batch)
         step.logits = batch
@@ -201,6 +205,7 @@ class ScriptedDeviceWork:
         host: Ints,
         max_model_len: int,
         num_slots: int,
+        num_rows: int,
         max_step_tokens: int,
     ) -> None:
         self._model, self._memory, self._cache, self._host = model, memory, cache, host  # [N, B], [H, B] token ids
@@ -208,9 +213,9 @@ class ScriptedDeviceWork:
         self._has_long = model.script.short_length > 0
         sizes = (num_slots, max_model_len, self._block_size)
         self.slots = step_state.make_slots(np.zeros, *sizes, has_rope_offsets=self._has_long)
-        self._inputs = step_state.make_buffers(np.zeros, num_slots, max_step_tokens, self.slots.tables.shape[1])
-        self._read: Hashes = np.zeros(num_slots, np.uint64)  # hash read by each sampled row, in place of logits
-        self._wanted: Hashes = np.zeros(num_slots, np.uint64)  # the expected hash
+        self._inputs = step_state.make_buffers(np.zeros, num_rows, max_step_tokens, self.slots.tables.shape[1])
+        self._read: Hashes = np.zeros(num_rows, np.uint64)  # hash read by each row of logits, in place of them
+        self._wanted: Hashes = np.zeros(num_rows, np.uint64)  # the expected hash
         self._factors = model._factors
 
     @property
@@ -239,10 +244,8 @@ class ScriptedDeviceWork:
         self._cache[places // self._block_size, places % self._block_size] = keys
         sampled = (inputs.sampled_slots >= 0).nonzero()[0]
         self._read[sampled] = self._histories(inputs, sampled)
-        slots = inputs.sampled_slots[sampled]
-        self._wanted[sampled] = hash_rows(
-            self.slots.tokens[slots], self.slots.state[slots, step_state.TOKENS], self._factors
-        )
+        slots, counts = inputs.sampled_slots[sampled], self._counts(inputs, sampled)
+        self._wanted[sampled] = hash_rows(self.slots.tokens[slots], counts, self._factors)
 
     def sample(self, batch: GraphBatch, kind: int) -> None:
         """Chooses tokens by the hashes read, and checks that the histories have not changed since."""
@@ -254,17 +257,25 @@ class ScriptedDeviceWork:
             if len(wrong):
                 self._complain(f"{when} another history of slots {wrong.tolist()} than their tokens are")
         if kind in (GUIDED, FREE):
-            self._check_guide(rows, slots, kind)
+            self._check_guide(inputs, rows, kind)
         chosen = np.full(batch.num_rows, EOS, np.int64)  # arbitrary for rows that are not sampled
-        chosen[rows] = self._choose(self.slots.state[slots], self._read[rows])
+        chosen[rows] = self._choose(self.slots.state[slots], self._counts(inputs, rows), self._read[rows])
         if len(rows) and self._model.is_fault("device.nan_row"):
             chosen[rows[0]] = -1
-        step_state.note_tokens(self._memory.result[:, : batch.num_rows], chosen, inputs.sampled_slots, self.slots)
+        step_state.note_tokens(self._memory.result[:, : batch.num_rows], chosen, inputs, self.slots)
 
-    def _check_guide(self, rows: NDArray[np.intp], slots: Ints, kind: int) -> None:
+    def _counts(self, inputs: StepBuffers, rows: NDArray[np.intp]) -> Ints:
+        """[n] tokens of each row's sequence up to this row: those that are known, and drafts."""
+        slots, is_start = inputs.sampled_slots[rows], np.append(True, inputs.runs[:-1] <= 1)
+        at = np.arange(len(is_start))
+        offsets = at - np.maximum.accumulate(np.where(is_start, at, 0))
+        counts: Ints = self.slots.state[slots, step_state.TOKENS] + offsets[rows]
+        return counts
+
+    def _check_guide(self, inputs: StepBuffers, rows: NDArray[np.intp], kind: int) -> None:
         """Checks that the guide was written for these rows, and knows all tokens of their answers."""
-        state, guide = self.slots.state[slots], self._memory.guide[rows]
-        counts = state[:, step_state.TOKENS] - state[:, step_state.PROMPT]
+        slots, guide = inputs.sampled_slots[rows], self._memory.guide[rows]
+        counts = self._counts(inputs, rows) - self.slots.state[slots, step_state.PROMPT]
         wrong = slots[guide != guide_of(slots, counts, kind)]
         if len(wrong):
             self._complain(f"reads a guide for slots {wrong.tolist()} that is none of theirs, or too old")
@@ -283,10 +294,9 @@ class ScriptedDeviceWork:
     def _part(self, batch: GraphBatch) -> StepBuffers:
         return self._inputs.of(batch.num_rows, batch.num_tokens)
 
-    def _choose(self, state: Ints, contexts: Hashes) -> NDArray[np.intp]:
+    def _choose(self, state: Ints, count: Ints, contexts: Hashes) -> NDArray[np.intp]:
         seeds = np.ascontiguousarray(state[:, [step_state.SEED_LOW, step_state.SEED_HIGH]]).view(np.uint64)[:, 0]
         seeds = np.where(state[:, step_state.TEMPERATURE] == 0, np.uint64(0), seeds)
-        count = state[:, step_state.TOKENS]
         may_end = (state[:, step_state.STOPS :] == EOS).any(1) & (count >= state[:, step_state.LEAST])
         places = (count - state[:, step_state.PROMPT]).astype(np.intp)
         return self._model.script.next_tokens(contexts, seeds, places, may_end).astype(np.intp)
@@ -296,7 +306,7 @@ class ScriptedDeviceWork:
         if not len(sampled):
             return np.zeros(0, np.uint64)
         rows = np.searchsorted(inputs.query_starts, inputs.logits_rows[sampled], side="right") - 1
-        lengths = inputs.lengths[rows]
+        lengths = inputs.next_positions[sampled]
         width = -(-int(lengths.max()) // self._block_size)
         history = self._cache[inputs.block_tables[rows, :width]].reshape(len(rows), -1)
         if self._has_long:

@@ -254,6 +254,7 @@ def _async_model(config: EngineConfig, script: Script | None, env: Env | None) -
         config.num_cpu_blocks or 0,
         num_steps=config.steps_in_flight,
         max_step_tokens=config.num_step_tokens,
+        num_verified_tokens=config.num_verified_tokens,
     )
 
 

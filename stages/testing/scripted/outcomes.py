@@ -11,6 +11,7 @@ import numpy as np
 from ....kernels.layout.step_state import MAX_STOPS
 from ...backends.cuda.step_update import EndRules
 from ...messages import FinishReason, Ints, Started, StepGrant, StepTokens
+from ...sample.draft_acceptance import DraftRuns, last_of_each
 
 
 class Outcomes:
@@ -35,20 +36,26 @@ class Outcomes:
     def note_tokens(self, grant: StepGrant, result: Ints, scores: Ints | None = None) -> StepTokens:
         """Applies a step's result, and returns the tokens of rows that had not ended before.
 
-        `result` [2, L] is the device's, for the sampled rows: token ids, -1 where a sequence had ended before; and how
-        each ends, see `step_state.FINISHED`.
+        `result` [2, L] is the device's, for the rows of logits: token ids, -1 where a sequence had ended before, or
+        after a wrong draft; and how each ends, see `step_state.FINISHED`.
         """
         for started in grant.started:
             self._start(started)
-        slots = grant.slots[grant.is_sampled]
+        slots, runs = grant.logits_slots, DraftRuns.of(grant)
         counts = ((result[0] >= 0) & ~self.is_over[slots]).nonzero()[0]
         slots, token_ids = slots[counts], result[0, counts].astype(np.intp)
         finishes = result[1, counts].astype(np.int8)
         places = self.num_generated[slots]
+        if runs is not None:
+            places = places + runs.offsets[counts]
         if self._more_stops:
             self._find_stops(slots, places, token_ids, finishes)
-        self.num_generated[slots] += 1
-        self.is_over[slots] = finishes != FinishReason.NONE
+        if runs is not None:
+            kept = runs.up_to_the_end(counts, finishes)
+            slots, places, token_ids, finishes = slots[kept], places[kept], token_ids[kept], finishes[kept]
+        last = last_of_each(slots)
+        self.num_generated[slots[last]] = places[last] + 1
+        self.is_over[slots[last]] = finishes[last] != FinishReason.NONE
         return StepTokens(
             step=grant.step,
             slots=slots,

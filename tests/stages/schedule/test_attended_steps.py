@@ -89,7 +89,7 @@ def test_drafts_change_no_answer(checkpoint: Path) -> None:
     settings = {"speculation": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
     right, ran = both(checkpoint, asks, late(), **settings)
     assert ran.answers == right.answers
-    assert 0 < ran.num_attended < ran.num_steps and ran.num_eager == 0
+    assert ran.num_attended == 0 == ran.num_eager
 
 
 class NeverTwice(LogitsProcessor):

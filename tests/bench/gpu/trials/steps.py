@@ -39,7 +39,10 @@ def step_trials(
     slots = step_state.make_slots(zeros, num_rows, sizes.max_model_len, block_size)
     inputs = step_state.make_buffers(zeros, num_rows, num_rows, slots.tables.shape[1]).of(num_rows, num_rows)
     chosen = torch.ones(num_rows, dtype=torch.int64, device=device)
-    told, sampled = zeros((2, num_rows), "int32"), torch.arange(num_rows, dtype=torch.int32, device=device)
+    told = zeros((2, num_rows), "int32")
+    inputs.sampled_slots.copy_(torch.arange(num_rows, dtype=torch.int32, device=device))
+    inputs.next_positions.fill_(context + 1)
+    inputs.runs.fill_(1)
 
     def take() -> Tensors:
         kernels.apply_updates(news, slots)
@@ -50,7 +53,7 @@ def step_trials(
         return {}
 
     def note_tokens() -> Tensors:
-        kernels.note_tokens(told, chosen, sampled, slots)
+        kernels.note_tokens(told, chosen, inputs, slots)
         return {}
 
     at, num_blocks = f"of {num_rows} x {context}", num_rows * -(-(context + 1) // block_size)

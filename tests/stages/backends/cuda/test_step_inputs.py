@@ -16,7 +16,7 @@ from millrace.stages.execute.model_runner import ModelRunner
 from millrace.stages.messages import FinishReason, Ints, StepGrant
 from millrace.stages.sample.slot_params import SlotParams
 from tests.stages.grants import grant, ints, started
-from tests.stages.step_walk import EOS, VOCAB_SIZE, Walk, with_drafts
+from tests.stages.step_walk import EOS, VOCAB_SIZE, DraftedWalk, Walk, with_drafts
 
 PADDING = 5  # rows and tokens beyond those of a step
 ENDS = EndRules((EOS,), 40, short_length=100)
@@ -26,7 +26,9 @@ TABLES = ("state", "tokens", "tables")  # of a `SlotState`
 class Side:
     """The device's side: its tables, and a step's inputs."""
 
-    def __init__(self, walk: Walk, capacity: int | None = None, *, has_rope_offsets: bool = False) -> None:
+    def __init__(
+        self, walk: Walk | DraftedWalk, capacity: int | None = None, *, has_rope_offsets: bool = False
+    ) -> None:
         self.walk = walk
         self.capacity = capacity or diff_size(walk.num_slots, 100, 1000)
         self.diff: Ints = np.full(self.capacity, 77, np.int32)
@@ -40,7 +42,7 @@ class Side:
             assert size <= self.capacity
             step_state.apply_updates(self.diff, self.slots)
             self.num_parts += 1
-        num_rows, num_tokens = len(of.slots) + PADDING, of.num_computed + PADDING
+        num_rows, num_tokens = max(len(of.slots), len(of.logits_slots)) + PADDING, of.num_computed + PADDING
         buffers = step_state.make_buffers(full, num_rows, num_tokens, self.slots.tables.shape[1])
         step_state.make_inputs(self.diff, self.slots, buffers, self.walk.block_size)
         return buffers
@@ -49,7 +51,7 @@ class Side:
         told = np.full((2, len(buffers.lengths)), 77, np.int32)
         ids = np.full(len(buffers.lengths), 44, np.int64)
         ids[: len(chosen)] = chosen
-        step_state.note_tokens(told, ids, buffers.sampled_slots, self.slots)
+        step_state.note_tokens(told, ids, buffers, self.slots)
         assert (told[0, len(chosen) :] == -1).all() and not told[1, len(chosen) :].any()
         return told[:, : len(chosen)]
 

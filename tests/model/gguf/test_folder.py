@@ -120,7 +120,10 @@ WRONG = [
     ({"flag": numbers("tokenizer.ggml.add_bos_token", [1])}, "add_bos_token = [1]: must be true or false"),
     ({"kind": numbers("general.type", [1, 2])}, "general.type = array([1, 2], dtype=uint32): not a whole model"),
     ({"split": numbers("split.count", [1, 2])}, "split.count = array([1, 2], dtype=uint32)"),
-    ({"feed_forward_length": numbers("llama.feed_forward_length", [1] * 4097)}, "holds 4097 numbers, and at most 4096 are read"),
+    (
+        {"feed_forward_length": numbers("llama.feed_forward_length", [1] * 4097)},
+        "holds 4097 numbers, and at most 4096 are read",
+    ),
 ]
 
 

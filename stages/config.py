@@ -17,6 +17,7 @@ from .errors import ConfigError
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 ModelImpl = Literal["millrace", "transformers"]
 MAX_SPECULATIVE_TOKENS = 64
+MAX_LORAS = 1024  # adapters on the device at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,6 +42,8 @@ Indices = NDArray[np.intp]  # numpy indexes with intp directly; int32 costs 3 us
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float32]
 
+AdapterLoads = tuple[tuple[int, str], ...]  # (device slot, digest of the adapter to load into it)
+
 NO_INTS: Ints = np.zeros(0, np.int32)
 NO_INDICES: Indices = np.zeros(0, np.intp)
 
@@ -91,6 +93,14 @@ class ChatPrompt:
 
 
 @message
+class AdapterRef:
+    """The LoRA adapter of a request. The name is for people; `digest` says what it computes."""
+
+    name: str
+    digest: str = ""  # SHA-256 in hex; "" until the adapter is loaded
+
+
+@message
 class Request:
     """A client's request. It has `len(prompts) * params.n` sequences.
 
@@ -107,6 +117,7 @@ class Request:
     parent_id: str | None = None  # set on a step of a beam search: the id of the client's request
     num_expected_cached: int = 0  # prompt tokens likely in the prefix cache; a hint, need not be right
     pooling: PoolingParams | None = None  # set: the result is a vector per prompt instead of text; n is 1
+    adapter: AdapterRef | None = None  # None: the base model
 
     @property
     def num_sequences(self) -> int:
@@ -133,6 +144,7 @@ class TokenRequest:
     type_ids: Ints | None = None  # [P] 0 or 1: the text of a pair that each token belongs to; None: a single text
     # choice -> answer tokens from an engine process that died; a missing choice has finished. None: a new request
     generated: Mapping[int, Ints] | None = None
+    adapter: AdapterRef | None = None  # with its digest; None: the base model
 
 
 # -- steps
@@ -170,6 +182,8 @@ class Started:
     # allocate sets the next two; they count tokens of `token_ids`
     num_cached: int = 0  # whose keys and values exist, so that they are not computed
     num_shared: int = 0  # of num_cached, in shared blocks; the rest is copied from the host or another block
+    adapter: str = ""  # the digest of its adapter: sequences share blocks only within one adapter; "": the base model
+    adapter_slot: int = 0  # where its adapter is on the device; 0: the base model
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -223,6 +237,7 @@ class StepPlan:
     discarded: Sequence[int] = ()  # ids of sequences whose host blocks are no longer needed
     settled: Sequence[StepDone] = ()  # steps completed since the last plan
     voided: Sequence[int] = ()  # steps voided since the last plan
+    adapter_loads: AdapterLoads = ()
 
 
 @message
@@ -286,7 +301,8 @@ class StepGrant:
     is_decode: bool = False  # as in the plan
     drafts: Drafts | None = None  # the last tokens of their rows
     started: tuple[Started, ...] = ()
-    copies: tuple[BlockCopy, ...] = ()  # a grant with copies may have no rows
+    copies: tuple[BlockCopy, ...] = ()  # a grant with copies, or with loads, may have no rows
+    adapter_loads: AdapterLoads = ()  # done before the step, of which no row reads these slots
 
     @property
     def num_sampled(self) -> int:

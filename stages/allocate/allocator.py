@@ -173,6 +173,7 @@ class Allocator:
             table_blocks=blocks,
             is_decode=True,
             copies=tuple(self._slot_blocks.copies),
+            adapter_loads=plan.adapter_loads,
         )
         return grant, self._report(plan, plan.num_wanted, ())
 
@@ -206,7 +207,7 @@ class Allocator:
             slots, granted = plan.slots[rows], allocation.granted[rows]
             is_sampled = plan.reaches_end[rows] & (granted == plan.num_wanted[rows])
             drafts = None if drafts is None else drafts.take(rows)
-        if not len(slots) and not slot_blocks.copies:
+        if not len(slots) and not slot_blocks.copies and not plan.adapter_loads:
             return None
         table_slots, table_places, blocks = NO_INDICES, NO_INDICES, NO_INTS
         if allocation.num_blocks or slot_blocks.begun:
@@ -237,6 +238,7 @@ class Allocator:
             drafts=drafts,
             started=slot_blocks.take_started(slots) if slot_blocks.started else (),
             copies=tuple(slot_blocks.copies),
+            adapter_loads=plan.adapter_loads,
         )
 
     def _num_begun(self, slots: Indices) -> Ints:

@@ -25,6 +25,7 @@ MIN_TOKENS_TO_WAIT_FOR = 32  # computing fewer tokens takes less time than waiti
 MIN_TOKENS_TO_FORK = 4
 
 LONG = b"\xff"  # follows the salt of sequences with the rotary factors of long ones; no text in UTF-8 holds it
+ADAPTER = b"\xfe"  # the digest of an adapter follows; no text in UTF-8 holds it either
 
 Digest = Callable[[bytes, bytes], bytes]  # (previous key, tokens) -> key
 
@@ -117,9 +118,16 @@ class PrefixCache:
         """Number of device blocks with known contents."""
         return len(self._device.entries) + len(self.partial_blocks.tails)
 
-    def chain(self, sequence_id: int, token_ids: Ints, salt: str = "", *, is_long: bool = False) -> BlockChain:
-        """The chain of a sequence that has no blocks yet. `is_long`: it shares none with sequences that are not."""
-        first = salt.encode() + LONG if is_long else salt
+    def chain(
+        self, sequence_id: int, token_ids: Ints, salt: str = "", *, is_long: bool = False, adapter: str = ""
+    ) -> BlockChain:
+        """The chain of a sequence that has no blocks yet.
+
+        `is_long`: it shares none with sequences that are not. It shares them only with sequences of its `adapter`.
+        """
+        first: str | bytes = salt.encode() + LONG if is_long else salt
+        if adapter:
+            first = salt.encode() + (LONG if is_long else b"") + ADAPTER + adapter.encode()
         root = self._root(first)
         num_known = len(token_ids) // self.block_size
         token_ids = token_ids.astype(np.int32, copy=False)

@@ -63,7 +63,11 @@ class PrefixPublisher:
         """A sequence got a slot. It has no blocks yet."""
         slot, token_ids = started.slot, started.token_ids
         self._chains[slot] = self.cache.chain(
-            started.sequence_id, token_ids, started.cache_salt, is_long=started.is_long
+            started.sequence_id,
+            token_ids,
+            started.cache_salt,
+            is_long=started.is_long,
+            adapter=started.adapter,
         )
         self._sequence_ids[slot] = started.sequence_id
         self._num_prompt[slot], self._num_known[slot] = started.num_prompt, len(token_ids)

@@ -19,6 +19,7 @@ SENTENCES = {
     "slots": "it waited {ms} ms for a slot, as max_num_seqs sequences were running",
     "blocks": "it waited {ms} ms for KV blocks, which other sequences held",
     "swap-in": "it waited {ms} ms in host memory, to be swapped in",
+    "adapter": "it waited {ms} ms for its LoRA adapter, which was not on the device",
     "rope": "it waited {ms} ms to be computed again, as it got longer than its rotary factors are for",
     "long prefill": "steps shared with other requests' long prompts took {ms} ms longer than usual",
     "slow client": "it was paused for {ms} ms, as its client did not read",
@@ -28,7 +29,12 @@ SENTENCES = {
     "decoding": "computing its own tokens took {ms} ms, {num_tokens} of them",
     "other stages": "the other stages took {ms} ms",
 }
-WAITING = {"slots": "slots", "blocks": "blocks", "swapped": "swap-in"}  # what the queue waits for -> the cause
+WAITING = {
+    "slots": "slots",
+    "blocks": "blocks",
+    "swapped": "swap-in",
+    "adapter": "adapter",
+}  # what the queue waits for -> the cause
 
 
 @dataclass(frozen=True, slots=True)

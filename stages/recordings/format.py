@@ -35,8 +35,9 @@ from typing import Any
 
 import numpy as np
 
-from ..config import MAX_SPECULATIVE_TOKENS, EngineConfig
+from ..config import MAX_LORAS, MAX_SPECULATIVE_TOKENS, EngineConfig
 from ..messages import (
+    AdapterRef,
     Guess,
     Indices,
     Ints,
@@ -75,6 +76,7 @@ class RecordedEngine:
     itl_target_ms: float = 0.0  # 0: none
     most_drafts: int = 0  # per step; 0: no drafts
     short_length: int = 0  # as in `ModelInfo`
+    max_loras: int = 0  # adapters on the device at once; 0: none
 
     @classmethod
     def of(cls, config: EngineConfig, info: ModelInfo, max_waiting: int) -> RecordedEngine:
@@ -89,6 +91,7 @@ class RecordedEngine:
             "max_num_batched_tokens": info.max_num_batched_tokens,
             "itl_target_ms": info.itl_target_ms,
             "short_length": info.short_length,
+            "max_loras": 0,
         }
         values: Fields = {name: getattr(config, name, None) for name in cls.__slots__}
         return cls(**{**values, **resolved})
@@ -158,13 +161,17 @@ def plan_fields(plan: StepPlan) -> Fields:
         "allows_partial": plan.allows_partial,
         "num_drafts": None if plan.drafts is None else plan.drafts.counts,
         "accepted": [list(each) for each in plan.accepted],
-        "started": [[each.slot, each.sequence_id, len(each.token_ids)] for each in plan.started],
+        "started": [
+            [each.slot, each.sequence_id, len(each.token_ids), *([each.adapter_slot] if each.adapter_slot else ())]
+            for each in plan.started
+        ],
         "ended": list(plan.ended),
         "preempted": list(plan.preempted),
         "dropped": list(plan.dropped),
         "discarded": list(plan.discarded),
         "settled": [done.step for done in plan.settled],
         "voided": list(plan.voided),
+        "adapter_loads": [list(each) for each in plan.adapter_loads],
     }
 
 
@@ -201,6 +208,7 @@ def grant_fields(grant: StepGrant) -> Fields:
         "num_drafts": None if grant.drafts is None else grant.drafts.counts,
         "started": [[each.slot, each.sequence_id, each.num_cached, each.num_shared] for each in grant.started],
         "copies": [[int(copy.direction), copy.sources.tolist(), copy.destinations.tolist()] for copy in grant.copies],
+        "adapter_loads": [list(each) for each in grant.adapter_loads],
     }
 
 
@@ -243,7 +251,8 @@ def void_fields(void: StepVoid) -> Fields:
 def add_fields(request: TokenRequest, token_ids: Ints | None, salt: str) -> Fields:
     """The fields of a prompt, with these instead of its token ids and its salt."""
     params = request.params
-    return {
+    adapter = {} if request.adapter is None else {"adapter": request.adapter.digest}
+    return adapter | {
         "request_id": request.request_id,
         "prompt_index": request.prompt_index,
         "first_sequence_id": request.first_sequence_id,
@@ -351,6 +360,7 @@ def read_engine(values: Any) -> RecordedEngine:
         itl_target_ms=given.number("itl_target_ms"),
         most_drafts=given.whole("most_drafts", 0, MAX_SPECULATIVE_TOKENS),
         short_length=given.whole("short_length", 0, 2**24) if "short_length" in given.values else 0,
+        max_loras=given.whole("max_loras", 0, MAX_LORAS) if "max_loras" in given.values else 0,
     )
     if engine.max_num_seqs * engine.max_model_len > 2**28:
         sizes = f"max_num_seqs = {engine.max_num_seqs}, max_model_len = {engine.max_model_len}"
@@ -425,7 +435,20 @@ def read_add(values: Mapping[str, Any], engine: RecordedEngine) -> TokenRequest:
         given.text("cache_salt"),
         given.whole("num_expected_cached", -(2**31)),
         None if pooling is None else PoolingParams(kind=None if pooling == "None" else pooling),
+        adapter=_read_adapter(given, engine),
     )
+
+
+def _read_adapter(given: MessageFields, engine: RecordedEngine) -> AdapterRef | None:
+    """The adapter of a prompt, without its name, which is not recorded."""
+    if "adapter" not in given.values:
+        return None
+    digest = given.text("adapter", 64)
+    if not digest or not engine.max_loras:
+        raise InvalidValue(
+            f"add.adapter = {shown(digest)}: must be a digest, in an engine with max_loras of at least 1"
+        )
+    return AdapterRef("", digest)
 
 
 def shown(value: Any) -> str:

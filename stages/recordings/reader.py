@@ -155,7 +155,8 @@ class Recording:
     def _schedule(self, number: int, time_s: float, values: dict[str, Any], unchanged: UnchangedFields) -> ScheduleCall:
         taken = [self._taken(item, unchanged) for item in _objects(values, "in")]
         plans: list[Fields] = [
-            {"accepted": []} | unchanged.put_back("plan", plan) for plan in _objects(values, "plans")
+            {"accepted": [], "adapter_loads": []} | unchanged.put_back("plan", plan)
+            for plan in _objects(values, "plans")
         ]
         failed = MessageFields("schedule", {"failed": [], **values}).wholes("failed", 2**53)
         repeats = [read_repeats(each, self.engine) for each in _objects(values, "repeats")]
@@ -178,11 +179,12 @@ class Recording:
         raise InvalidValue("schedule.in: each must be one of add, done, void, report and guess")
 
     def _allocate(self, number: int, time_s: float, values: dict[str, Any], unchanged: UnchangedFields) -> AllocateCall:
-        reports, grants = [], []
+        reports: list[Fields] = []
+        grants: list[Fields | None] = []
         for answer in _objects(values, "answers"):
             reports.append(unchanged.put_back("report", _object(answer, "report")))
             granted = unchanged.put_back("grant", _object(answer, "grant")) if "grant" in answer else None
-            grants.append(granted)
+            grants.append(None if granted is None else {"adapter_loads": []} | granted)
         return AllocateCall(number, time_s, _rates(values), reports, grants)
 
 

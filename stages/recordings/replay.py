@@ -87,6 +87,7 @@ class ReplayedCore:
             itl_target_ms=engine.itl_target_ms,
             num_speculative_tokens=engine.most_drafts,
             short_length=engine.short_length,
+            max_loras=engine.max_loras,
         )
         cache = PrefixCache(engine.block_size) if engine.enable_prefix_caching else None
         host = HostTier(engine.num_host_blocks, engine.block_size) if engine.num_host_blocks else None

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ...runtime.simulation.manual_env import run_at_once
 from ..errors import Overloaded
 from ..intake.stage import Intake
-from ..messages import Indices, Prompt, Request, StepDone, StepPlan, TokenRequest
+from ..messages import AdapterRef, Indices, Prompt, Request, StepDone, StepPlan, TokenRequest
 from ..params import SamplingParams
 from ..request_limits import RequestLimits
 from ..schedule.policy import Policy
@@ -221,6 +221,7 @@ class Simulation:
             priority=workload_request.priority,
             arrival_s=workload_request.arrival_s,
             cache_salt=workload_request.cache_salt,
+            adapter=AdapterRef("", workload_request.adapter) if workload_request.adapter else None,
         )
         out = _Refusals()
         run_at_once(self._intake.handle((request,), out))
@@ -228,7 +229,7 @@ class Simulation:
             outcome.how = "turned away" if isinstance(error, Overloaded) else "too long"
         for request in out.passed:
             args = (request.request_id, 0, tokens, params, number, request.priority, request.arrival_s)
-            self._tokenized.append(TokenRequest(*args, request.cache_salt))
+            self._tokenized.append(TokenRequest(*args, request.cache_salt, adapter=request.adapter))
             if workload_request.leaves_s is not None:
                 heapq.heappush(self._leaving, (workload_request.arrival_s + workload_request.leaves_s, number))
 

@@ -19,6 +19,7 @@ from .replay import Decision, Replay, ReplayedCore
 WHY = {
     "blocks": "blocks ran out",
     "slot": "its slot was needed",
+    "adapter": "a better request needed the place of its adapter",
     "rope": "it got longer than its rotary factors are for",
 }
 MARK_CALLS = 128  # between two marks, at first
@@ -34,8 +35,8 @@ class Preemption:
     sequence_id: int
     request_id: str  # "" if it ended meanwhile
     how: str  # swap or recompute
-    # blocks: they ran out; slot: a better sequence waited for it; parked: its client did not read; rope: it got longer
-    # than its rotary factors are for
+    # blocks: they ran out; slot: a better sequence waited for it; adapter: one waited for its adapter; parked:
+    # its client did not read; rope: it got longer than its rotary factors are for
     cause: str
     num_tokens: int  # swapped to the host
     num_free: int  # blocks, after that plan

@@ -37,6 +37,7 @@ class WorkloadRequest:
     leaves_s: float | None = None  # time from its arrival until its client leaves
     priority: int = 0
     cache_salt: str = ""
+    adapter: str = ""  # the digest of its adapter; "": the base model
     repeats: Repetition | None = None  # how the answer repeats earlier text; None: nowhere, or unknown
 
     def tokens(self, number: int) -> Ints:
@@ -128,6 +129,7 @@ def from_recording(recording: Recording) -> Workload:
                 leaves_s=None if leaves_s is None else leaves_s + recording.began_s - request.arrival_s,
                 priority=request.priority,
                 cache_salt=request.cache_salt,
+                adapter="" if request.adapter is None else request.adapter.digest,
                 repeats=repeats.get(sequence_id),
             )
         )

@@ -6,7 +6,8 @@ Plain code behind the schedule stage. Sequences of other adapters and of the bas
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,15 +59,14 @@ class AdapterLines:
     def __init__(self, slots: AdapterSlots) -> None:
         self.slots = slots
         self.num_admitted = 0  # sequences, of adapters and of the base model
+        self.has_news = False  # whether a sequence was set aside since the last `advance`
+        self._num_waiting = 0
         self._lines: dict[str, AdapterLine] = {}
         self.max_draining = -(-len(slots.slots) // 2)
 
     def __len__(self) -> int:
         """Sequences that wait for an adapter."""
-        return sum(len(line.since) for line in self._lines.values())
-
-    def __bool__(self) -> bool:
-        return bool(self._lines)
+        return self._num_waiting
 
     def __iter__(self) -> Iterator[Sequence]:
         return (sequence for line in self._lines.values() for sequence in line.queue)
@@ -88,6 +88,8 @@ class AdapterLines:
 
     def add(self, sequence: Sequence, rank: tuple[Any, ...]) -> None:
         """Sets a waiting sequence aside."""
+        self.has_news = True
+        self._num_waiting += 1
         line = self._lines.setdefault(sequence.adapter, AdapterLine(sequence.adapter))
         self.slots.forget(sequence.adapter, sequence.sequence_id)
         line.queue.push(sequence, rank)
@@ -98,10 +100,12 @@ class AdapterLines:
         line.ranks[sequence.sequence_id] = rank
 
     def remove(self, sequence: Sequence) -> bool:
-        """Removes a sequence that ended or was parked; False if it does not wait here."""
+        """Removes a waiting sequence that ended or was parked; False if it does not wait here but in the queue."""
         line = self._lines.get(sequence.adapter)
         if line is None or sequence.sequence_id not in line.since:
+            self.slots.forget(sequence.adapter, sequence.sequence_id)
             return False
+        self._num_waiting -= 1
         line.queue.remove(sequence)
         del line.since[sequence.sequence_id], line.ranks[sequence.sequence_id]
         line.is_urgent = False
@@ -118,10 +122,18 @@ class AdapterLines:
         if line is None:
             return []
         self._promise(line)
+        self._num_waiting -= len(line.since)
         sequences = []
         while line.queue.peek() is not None:
             sequences.append(line.queue.pop())
         return sequences
+
+    def join(self, sequence: Sequence) -> None:
+        """A sequence gets a slot: counts it, and gives it the slot of its adapter, which is resident."""
+        self.num_admitted += 1
+        sequence.set_aside_at = -1
+        if sequence.adapter:
+            sequence.adapter_slot = self.slots.join(sequence.adapter, sequence.sequence_id)
 
     @property
     def needs_advance(self) -> bool:
@@ -133,6 +145,7 @@ class AdapterLines:
 
         `num_left` counts the tokens that the rows of each slot have left, by its number.
         """
+        self.has_news = False
         for line in self._lines.values():
             if self.slots.may_join(line.digest):
                 self._promise(line)
@@ -150,6 +163,13 @@ class AdapterLines:
         while self.slots.num_draining < num_wanted and (slot := self.slots.find_to_drain(num_left())) is not None:
             self.slots.drain(slot)
         return [digest for digest in self._lines if self.slots.may_join(digest)]
+
+    def check(self, running: Iterable[Sequence]) -> None:
+        """Raises AssertionError unless the slots are held by the running sequences."""
+        self.slots.check()
+        held = Counter(sequence.adapter_slot for sequence in running if sequence.adapter_slot)
+        assert held == +Counter({slot.number: slot.num_running for slot in self.slots.slots}), "adapter slots are held"
+        assert self._num_waiting == sum(len(line.since) for line in self._lines.values())
 
     def first_blocked(self) -> AdapterLine | None:
         """The line with the best rank for which no slot loads or drains; None if there is none."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 import numpy as np
 
 from ..messages import Ints, PlanReport
+from .adapter_lines import AdapterLines
+from .adapter_slots import AdapterState
 from .lifecycle import SequenceLifecycle
 from .sequence import Sequence
 
@@ -23,6 +25,7 @@ class Admitter:
 
     def __init__(self, lifecycle: SequenceLifecycle, block_size: int) -> None:
         self.blocked_reason = ""  # what the first in the queue lacks: "blocks"; "swapped" if it is swapped out
+        self._adapters = lifecycle.adapters
         self._lifecycle = lifecycle
         self._slots = lifecycle.slots
         self._waiting = lifecycle.waiting
@@ -72,10 +75,13 @@ class Admitter:
 
         The waiting ones are admitted once no step in flight uses the slots any more.
         """
-        first = self._waiting.peek()
+        first = self._next()
         if first is None or not self._is_better_than_running(first):
             return
-        line = self._waiting.in_order()[self._slots.num_leaving :]  # the others get the slots that are being freed
+        line = self._waiting.in_order()
+        if self._adapters is not None:
+            line = [sequence for sequence in line if not self._lacks_adapter(sequence)]
+        del line[: self._slots.num_leaving]  # the others get the slots that are being freed
         for slot in self._lifecycle.service_order.slots[::-1].tolist():
             victim = self._slots.sequences[slot]
             assert victim is not None
@@ -98,9 +104,9 @@ class Admitter:
 
         Stops when the `token_budget` is used up, `row_limit` slots are in use, or blocks are likely to run out.
         """
-        first, table = self._waiting.peek(), self._slots
+        table = self._slots
         self.blocked_reason = ""
-        if first is None or self._lifecycle.num_returning or not table.num_free:
+        if self._lifecycle.num_returning or not table.num_free or (first := self._next()) is None:
             return False
         spare, num_before = self._spare_blocks(report), table.num_running
         while first is not None and table.num_free and token_budget > 0 and table.num_running < row_limit:
@@ -112,8 +118,86 @@ class Admitter:
             token_budget -= self.num_to_compute(first)
             self._lifecycle.start(self._waiting.pop())
             spare = None if spare is None else spare - need - 1
-            first = self._waiting.peek()
+            first = self._next()
         return table.num_running > num_before
+
+    def _next(self) -> Sequence | None:
+        """The first sequence in the queue, after those were set aside that wait for their adapter."""
+        first = self._waiting.peek()
+        while self._adapters is not None and first is not None and self._lacks_adapter(first):
+            self._adapters.add(self._waiting.pop(), self._policy.rank(first))
+            first = self._waiting.peek()
+        return first
+
+    def _lacks_adapter(self, sequence: Sequence) -> bool:
+        """Whether a sequence cannot run as its adapter is not resident."""
+        assert self._adapters is not None
+        return bool(sequence.adapter) and not self._adapters.slots.may_join(sequence.adapter)
+
+    # -- adapters
+
+    def preempt_for_adapters(self) -> None:
+        """Preempts rows for better sequences that were set aside, and parked rows whose adapter leaves its slot.
+
+        Call it before the rows of a plan are chosen.
+        """
+        lines = self._adapters
+        assert lines is not None
+        self._make_way_for_adapter(lines)
+        if lines.slots.num_draining:  # a client that does not read would hold the slot for long
+            for slot in (self._slots.is_running & self._slots.is_parked).nonzero()[0].tolist():
+                if self._is_draining(slot):
+                    self._lifecycle.take_slot(slot, "adapter")
+
+    def serve_adapter_lines(self, completed_step: int, last_granted: int) -> bool:
+        """Loads and drains slots of adapters for those set aside. Returns whether any may run now."""
+        lines = self._adapters
+        assert lines is not None
+        ready = lines.advance(completed_step, last_granted, self._tokens_left_by_adapter)
+        for digest in ready:
+            for sequence in lines.take(digest):
+                self._waiting.push(sequence, self._policy.rank(sequence))
+        return bool(ready)
+
+    def _make_way_for_adapter(self, lines: AdapterLines) -> None:
+        """Drains a slot all of whose rows are worse than the best sequence set aside, and preempts those rows."""
+        if lines.slots.num_draining >= lines.max_draining or (line := lines.first_blocked()) is None:
+            return
+        first, rows = line.first, self._rows_by_adapter()
+        if not self._is_better_than_running(first):
+            return
+        for slot in lines.slots.slots:
+            held = [sequence for _, sequence in rows.get(slot.number, ())]
+            held += [self._lifecycle.sequences[each] for each in slot.promised]
+            is_worse = (self._policy.is_better(first, each) and not each.is_protected for each in held)
+            if slot.state is AdapterState.RESIDENT and held and all(is_worse):
+                line.is_urgent = True
+                lines.slots.drain(slot)
+                for number, _ in rows.get(slot.number, ()):
+                    self._lifecycle.take_slot(number, "adapter")
+                return
+
+    def _rows_by_adapter(self) -> dict[int, list[tuple[int, Sequence]]]:
+        """(slot, sequence) of the running sequences, by the slot of their adapter."""
+        rows: dict[int, list[tuple[int, Sequence]]] = {}
+        for slot in self._slots.running().tolist():
+            sequence = self._slots.sequences[slot]
+            assert sequence is not None
+            rows.setdefault(sequence.adapter_slot, []).append((slot, sequence))
+        return rows
+
+    def _tokens_left_by_adapter(self) -> dict[int, int]:
+        """The tokens that the running sequences may still generate, by the slot of their adapter."""
+        num_left = self._slots.limit - self._slots.num_known
+        return {
+            number: sum(int(num_left[slot]) for slot, _ in rows) for number, rows in self._rows_by_adapter().items()
+        }
+
+    def _is_draining(self, slot: int) -> bool:
+        sequence, lines = self._slots.sequences[slot], self._adapters
+        assert sequence is not None and lines is not None
+        number = sequence.adapter_slot
+        return number > 0 and lines.slots.slots[number - 1].state is AdapterState.DRAINING
 
     def _need(self, sequence: Sequence) -> int:
         """Blocks that a sequence starts with.

@@ -14,6 +14,8 @@ import numpy as np
 
 from ..messages import Ints, PlanReport, Started, TokenRequest
 from ..params import choice_seed
+from .adapter_lines import AdapterLines
+from .adapter_slots import AdapterSlots
 from .policy import Policy
 from .sequence import Sequence, State, WaitingQueue
 from .service_order import ServiceOrder
@@ -46,12 +48,13 @@ NO_UPDATES = PlanUpdates()  # shared by all plans, which do not change it
 class SequenceLifecycle:
     """Every sequence from arrival to end, in exactly one place: queue, slot or parked."""
 
-    def __init__(self, num_slots: int, policy: Policy, short_length: int = 0) -> None:
+    def __init__(self, num_slots: int, policy: Policy, short_length: int = 0, max_loras: int = 0) -> None:
         self.policy = policy
         self.short_length = short_length  # as in `StepLimits`
         self.sequences: dict[int, Sequence] = {}
         self.waiting = WaitingQueue()
         self.slots = SlotTable(num_slots)
+        self.adapters = AdapterLines(AdapterSlots(max_loras)) if max_loras else None  # None: no adapters are served
         self.updates = PlanUpdates()
         self.num_returning = 0  # preempted, and not back in the queue yet
         self.num_swapped = 0  # in the queue, with blocks on the host
@@ -111,6 +114,7 @@ class SequenceLifecycle:
                 num_prompt - 1 if choice else request.num_expected_cached,  # the first choice computes it
                 request.arrival_s,
                 request.pooling,
+                adapter="" if request.adapter is None else request.adapter.digest,
             )
             self.sequences[sequence_id] = sequence
             self.policy.on_add(sequence)
@@ -129,7 +133,7 @@ class SequenceLifecycle:
         sequence.move(State.OVER)
         self.num_parked -= sequence.is_parked
         if before in (State.WAITING, State.SWAPPED):
-            self.waiting.remove(sequence)
+            self._leave_queue(sequence)
         elif before is State.RUNNING:
             self._leave(sequence)
             self.updates.ended.append(sequence.slot)
@@ -145,6 +149,8 @@ class SequenceLifecycle:
         sequence.is_long = self._is_long(sequence)
         is_limited = self.short_length and not sequence.is_long
         sequence.run_limit = min(sequence.limit, self.short_length + 1) if is_limited else sequence.limit
+        if self.adapters is not None:
+            self.adapters.join(sequence)
         self.slots.enter(sequence, self.policy.weight(sequence))
         self.updates.started.append(sequence.started())
         self._service_order = None
@@ -152,7 +158,14 @@ class SequenceLifecycle:
     def _is_long(self, sequence: Sequence) -> bool:
         return 0 < self.short_length < len(sequence.token_ids)
 
+    def _leave_queue(self, sequence: Sequence) -> None:
+        if self.adapters is None or not self.adapters.remove(sequence):
+            self.waiting.remove(sequence)
+
     def _leave(self, sequence: Sequence) -> None:
+        if sequence.adapter_slot and self.adapters is not None:
+            self.adapters.slots.leave(sequence.adapter_slot, int(self.slots.last_step[sequence.slot]))
+            sequence.adapter_slot = 0
         self.slots.leave(sequence.slot)
         self.updates.started = [started for started in self.updates.started if started.slot != sequence.slot]
         self.updates.accepted = [(slot, count) for slot, count in self.updates.accepted if slot != sequence.slot]
@@ -289,7 +302,7 @@ class SequenceLifecycle:
             self.slots.is_parked[sequence.slot] = True
             self._service_order = None
         elif sequence.state in (State.WAITING, State.SWAPPED):
-            self.waiting.remove(sequence)
+            self._leave_queue(sequence)
             self.num_swapped -= sequence.state is State.SWAPPED
             sequence.move(State.PARKED)
 
@@ -310,11 +323,14 @@ class SequenceLifecycle:
         """Raises AssertionError unless each sequence is in exactly one place (I10)."""
         in_slots = [s for s in self.slots.sequences if s is not None and s.state is not State.OVER]
         running = [s for s in in_slots if s.state is State.RUNNING]
-        waiting = list(self.waiting)
+        waiting = [*self.waiting, *(() if self.adapters is None else self.adapters)]
+        num_aside = 0 if self.adapters is None else len(self.adapters)
         aside = [s for s in self.sequences.values() if s.state is State.PARKED]
         assert len(running) == self.slots.num_running, f"{len(running)} run, the table has {self.slots.num_running}"
         assert len(in_slots) - len(running) == self.num_returning, "the count of returning sequences is wrong"
-        assert len(waiting) == len(self.waiting), "the length of the queue is wrong"
+        assert len(waiting) == len(self.waiting) + num_aside, "the length of the queue is wrong"
+        if self.adapters is not None:
+            self.adapters.check(running)
         num_swapped = sum(s.state is State.SWAPPED for s in waiting)
         assert num_swapped == self.num_swapped, f"{num_swapped} sequences are swapped, the counter says otherwise"
         assert all(s.num_swapped > 0 for s in waiting if s.state is State.SWAPPED), "swapped, with nothing on the host"

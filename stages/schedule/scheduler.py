@@ -40,6 +40,7 @@ class StepLimits:
     itl_target_ms: float = 0.0  # target time of a step with decodes; 0: none
     num_speculative_tokens: int = 0  # drafts per step, at most; 0: speculation is off
     short_length: int = 0  # tokens of a sequence beyond which it has other rotary factors; 0: never
+    max_loras: int = 0  # adapters on the device at once; 0: none are served
 
 
 class Scheduler:
@@ -53,7 +54,8 @@ class Scheduler:
     def __init__(self, limits: StepLimits, policy: Policy | None = None, first_step: int = 0) -> None:
         self.limits = limits
         self.policy = policy or Policy()
-        self.lifecycle = SequenceLifecycle(limits.max_num_seqs, self.policy, limits.short_length)
+        self.lifecycle = SequenceLifecycle(limits.max_num_seqs, self.policy, limits.short_length, limits.max_loras)
+        self.adapters = self.lifecycle.adapters
         self.slots = self.lifecycle.slots
         self.waiting = self.lifecycle.waiting
         self.last_granted = first_step - 1  # number of the last granted step
@@ -125,19 +127,20 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Sequences that wait to run, swapped ones excluded."""
-        return len(self.waiting) + self.lifecycle.num_returning - self.lifecycle.num_swapped
+        num_aside = 0 if self.adapters is None else len(self.adapters)
+        return len(self.waiting) + num_aside + self.lifecycle.num_returning - self.lifecycle.num_swapped
 
     @property
     def waiting_for(self) -> str:
         """What the first waiting sequence lacks.
 
-        "slots" or "blocks"; "swapped" if it lacks blocks to be copied back from the host; "step" if it is only not its
-        turn yet; "" if no sequence waits.
+        "slots" or "blocks"; "swapped" if it lacks blocks to be copied back from the host; "adapter" if no sequence
+        waits but for its adapter; "step" if it is only not its turn yet; "" if no sequence waits.
         """
         if self.lifecycle.num_returning:
             return "blocks"
         if not len(self.waiting):
-            return ""
+            return "adapter" if self.adapters is not None and len(self.adapters) else ""
         return self.admission_blocked_reason or ("step" if self.slots.num_free else "slots")
 
     @property
@@ -167,7 +170,7 @@ class Scheduler:
 
     @property
     def preemptions(self) -> Counter[tuple[str, str]]:
-        """Number of preemptions by (method: swap or recompute, cause: blocks, slot or rope)."""
+        """Number of preemptions by (method: swap or recompute, cause: blocks, slot, adapter or rope)."""
         return self.lifecycle.preemptions
 
     @property
@@ -226,6 +229,8 @@ class Scheduler:
     def on_done(self, done: StepDone) -> None:
         """Takes the outcome of a completed step."""
         flight = self._pop_flight(done.step)
+        if self.adapters is not None:
+            self.adapters.slots.note_done(done.step)
         if self._step_size is not None and flight.contents is not None and done.took_us:
             self._step_size.note(flight.contents, done.took_us / 1e6)
         self._row_limit = min(self.limits.max_num_seqs, 2 * self._row_limit)
@@ -256,6 +261,8 @@ class Scheduler:
         """
         flight = self._pop_flight(void.step)
         self._voided.append(void.step)
+        if self.adapters is not None:
+            self.adapters.slots.note_void(void.step)
         if void.generation != self._generation:
             return []  # voided by an earlier step, which was handled then
         self._generation += 1
@@ -311,7 +318,14 @@ class Scheduler:
         self.lifecycle.free_slots(self.completed_step, self.last_granted)
         if self._must_wait:
             return None
+        if self.adapters is not None and self.adapters.needs_advance:
+            self._admitter.preempt_for_adapters()
+            self._admitter.serve_adapter_lines(self.completed_step, self.last_granted)
         demands, drafts, token_budget = self._planner.choose(self._flights, self._report, self._row_limit)
+        if self.adapters is not None and self.adapters.has_news:
+            has_ready = self._admitter.serve_adapter_lines(self.completed_step, self.last_granted)
+            if has_ready and not len(demands.slots):
+                demands, drafts, token_budget = self._planner.choose(self._flights, self._report, self._row_limit)
         if not len(demands.slots) and not self._has_updates():
             return None
         self._outstanding = self._make_plan(demands, drafts, token_budget)
@@ -321,7 +335,7 @@ class Scheduler:
 
     def _has_updates(self) -> bool:
         """Whether allocate could free blocks if it knew what has happened since the last plan."""
-        if self.lifecycle.updates.can_free:
+        if self.lifecycle.updates.can_free or (self.adapters is not None and self.adapters.slots.has_loads):
             return True
         report = self._report
         has_quarantined = report is not None and report.num_quarantined + report.num_host_quarantined > 0
@@ -353,12 +367,15 @@ class Scheduler:
             discarded=updates.discarded,
             settled=completed,
             voided=voided,
+            adapter_loads=() if self.adapters is None else self.adapters.slots.loads(),
         )
 
     # -- outcomes
 
     def _note_grant(self, plan: StepPlan, report: PlanReport) -> None:
         self.last_granted = report.step
+        if plan.adapter_loads and self.adapters is not None:
+            self.adapters.slots.note_granted(plan.adapter_loads, report.step)
         table, lifecycle = self.slots, self.lifecycle
         steady = self._planner.steady_if_granted(report)
         if steady is not None:

@@ -62,7 +62,7 @@ class Sequence:
     num_swapped: int = 0  # tokens on the host; 0 once copied back or given up
     swapped_step: int = -1  # the step that copies them to the host
     num_lost: int = 0  # tokens computed before a preemption and not yet recomputed
-    lost_for: str = ""  # cause of the last preemption: "blocks", "slot" or "rope"
+    lost_for: str = ""  # cause of the last preemption: "blocks", "slot", "adapter" or "rope"
     # Where rotary factors depend on the length, a short sequence stops running one token past its last short one, and
     # its keys and values are computed again with the other factors. Both are set at each start.
     is_long: bool = False
@@ -94,6 +94,8 @@ class Sequence:
             self.cache_salt,
             self.pooling,
             self.is_long,
+            adapter=self.adapter,
+            adapter_slot=self.adapter_slot,
         )
 
 

@@ -183,6 +183,7 @@ class Tokenize(Stage[Request, TokenRequest]):
             first_sequence_id=request.first_sequence_id + prompt_index * params.n,
             priority=request.priority,
             cache_salt=request.cache_salt,
+            adapter=request.adapter,
             arrival_s=request.arrival_s,
             num_expected_cached=request.num_expected_cached,
             pooling=self.limits.complete_pooling(request.pooling, encoded.num_skipped),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
 from .errors import CheckpointError
+from .grouped_matrix import GroupedMatrix
 
 P = TypeVar("P")
 
@@ -39,6 +40,10 @@ class NamedTensors(ABC, Generic[P]):
     @abstractmethod
     def pieces(self, name: str) -> list[StoredPiece]:
         """What is read of the files for a tensor."""
+
+    def grouped(self, name: str) -> GroupedMatrix | str | None:
+        """A packed matrix as rows of codes, or why its codes cannot stay packed; None: it is not packed."""
+        return None
 
     def rename(self, new_name: Callable[[str], str]) -> None:
         """Gives each tensor another name. Raises CheckpointError if two would have the same."""

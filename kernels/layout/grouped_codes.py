@@ -178,19 +178,27 @@ class GroupedCodes:
 
     def dequantize(self) -> Floats:
         """The numbers [R, k] in float32, their columns in the order of the input: what every product is judged by."""
-        groups = np.arange(self.num_columns) // self.format.group
-        values = TABLES[self.format.table][self.unpacked()] - np.float32(self.format.zero)
+        values = self._values() - np.float32(self.format.zero)
         if self.zeros is not None:
-            values -= self.zeros.astype(np.float32)[:, groups]
-        values *= self.group_scales()[:, groups]
+            values -= self._by_column(self.zeros.astype(np.float32))
+        values *= self._by_column(self.group_scales())
         offsets = self.group_offsets()
         if offsets is not None:
-            values += offsets[:, groups]
+            values += self._by_column(offsets)
         if self.columns is None:
             return values
         ordered = np.empty_like(values)
         ordered[:, self.columns] = values
         return ordered
+
+    def _values(self) -> Floats:
+        """[R, k] what codes stand for, before zeros and scales."""
+        codes = self.unpacked()
+        return codes.astype(np.float32) if self.format.table == "affine" else TABLES[self.format.table][codes]
+
+    def _by_column(self, numbers: Floats) -> Floats:
+        """[R, k] of [R, G]: each group's number for its columns."""
+        return np.repeat(numbers, self.format.group, axis=1)[:, : self.num_columns]
 
     def _by_group(self, numbers: Floats, bytes_of_groups: NDArray[Any] | None) -> Floats:
         if bytes_of_groups is None or self.format.super_group is None:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..families.names import Names, Rows, Shape, Target
+from ..grouped_matrix import GroupedMatrix
 from ..named_tensors import StoredPiece
 from .safetensors import BFLOAT16
 from .stored_tensors import StoredTensors
@@ -78,6 +79,16 @@ class CanonicalTensors:
         parts = self._sources.parts(name)
         array = self._part(parts[0]) if len(parts) == 1 else np.concatenate([self._part(part) for part in parts])
         return widened(array) + np.float32(1.0) if self._adds_one(name) else array
+
+    def grouped(self, name: str) -> GroupedMatrix | str | None:
+        """As `StoredTensors.grouped`, of the canonical tensor."""
+        parts = self._sources.parts(name)
+        part, matrix = parts[0], self._checkpoint.grouped(parts[0].stem)
+        if matrix is None or isinstance(matrix, str):
+            return matrix
+        if len(parts) > 1 or part.is_transposed or part.apply is not None or part.shape is not None:
+            return "its numbers are not rows of one stored matrix"
+        return matrix if part.rows is None else matrix.picked(part.rows)
 
     def forget(self, name: str) -> None:
         for part in self._sources.parts(name):

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
+from ..grouped_matrix import GroupedMatrix
 from ..named_tensors import StoredPiece
 from .tensor_shapes import TensorSource
 
@@ -46,6 +47,9 @@ class CountedTensors:
 
     def array(self, name: str) -> NDArray[Any]:
         return self._source.array(name)
+
+    def grouped(self, name: str) -> GroupedMatrix | str | None:
+        return self._source.grouped(name)
 
     def forget(self, name: str) -> None:
         self._source.forget(name)

@@ -52,6 +52,9 @@ class RandomTensors:
             list(drawn)
         return numbers
 
+    def grouped(self, name: str) -> None:
+        """None: random numbers are not packed."""
+
     def forget(self, name: str) -> None:
         pass
 

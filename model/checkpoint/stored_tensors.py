@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
+from ..grouped_matrix import GroupedMatrix
 from ..named_tensors import StoredPiece
 
 
@@ -42,6 +43,9 @@ class StoredTensors(Protocol):
 
     def array(self, name: str) -> NDArray[Any]:
         """The tensor. Do not write to it."""
+
+    def grouped(self, name: str) -> GroupedMatrix | str | None:
+        """A packed matrix as rows of codes, or why its codes cannot stay packed; None: it is not packed."""
 
     def forget(self, name: str) -> None:
         """Drops the tensor's pages from this process. A later access reads them again."""

@@ -19,6 +19,7 @@ from ..errors import CheckpointError
 from ..families.names import DOWN, EMBEDDING, HEAD, Names, Target, tensors_of
 from ..families.registry import family_of
 from ..gguf.folder import is_gguf_folder, open_checkpoint
+from ..grouped_matrix import GroupedMatrix
 from ..named_tensors import StoredPiece
 from ..quantized.formats import format_of
 from ..quantized.unpacked import UnpackedCheckpoint
@@ -52,6 +53,9 @@ class TensorSource(Protocol):
 
     def array(self, name: str) -> NDArray[Any]:
         """The tensor; bfloat16 has the dtype `safetensors.BFLOAT16`. Do not write to it."""
+
+    def grouped(self, name: str) -> GroupedMatrix | str | None:
+        """A packed matrix as rows of codes, or why its codes cannot stay packed; None: it is not packed."""
 
     def forget(self, name: str) -> None:
         """Releases the tensor's memory, once it is copied."""

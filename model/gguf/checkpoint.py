@@ -9,9 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import CheckpointError, shown
+from ..grouped_matrix import GroupedMatrix
 from ..named_tensors import NamedTensors, StoredPiece
 from .architectures import ARCHITECTURES, FACTOR_TENSORS, Architecture
-from .blocks import unpack
+from .blocks import matrix, unpack
 from .reader import GgufFile
 
 
@@ -64,6 +65,15 @@ class GgufCheckpoint(NamedTensors[tuple[GgufFile, str]]):
             numbers = numbers - np.float32(1)
         return numbers
 
+    def grouped(self, name: str) -> GroupedMatrix | None:
+        """The tensor as rows of codes, in the order of a Hugging Face file; None: it is no packed matrix."""
+        file, stored = self._places[name]
+        tensor, kind = file.tensors[stored], _stem(stored)
+        found = matrix(tensor.type, file.packed(stored), tensor.shape)
+        if found is None or kind not in self._num_heads or not self.architecture.rotates_pairs:
+            return found
+        return found.picked(_in_halves(np.arange(tensor.shape[0]), self._num_heads[kind]))
+
     def forget(self, name: str) -> None:
         file, stored = self._places[name]
         file.forget(stored)
@@ -88,7 +98,7 @@ def _stem(stored: str) -> str:
     return stored.rpartition(".")[0].rpartition(".")[2] or stored.rpartition(".")[0]
 
 
-def _in_halves(numbers: NDArray[np.float32], num_heads: int) -> NDArray[np.float32]:
+def _in_halves(numbers: NDArray[Any], num_heads: int) -> NDArray[Any]:
     """The rows of each head with the rotated pairs in two halves instead of side by side. Also of a bias."""
     rows = numbers.shape[0]
     pairs = numbers.reshape(num_heads, rows // num_heads // 2, 2, -1)

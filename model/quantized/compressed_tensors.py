@@ -10,13 +10,19 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 
 import numpy as np
+from numpy.typing import NDArray
 
+from ...kernels.layout.grouped_codes import Packing
 from ..errors import quoted
-from .codes import E2M1, Floats, by_group, e4m3, e8m0, unpacked
-from .fp8 import scaled
+from ..grouped_matrix import GroupedMatrix, Index
+from .codes import Bytes, Codes, Floats, by_group, unpacked
+from .fp4 import Fp4Tensors, fp4_numbers, fp4_rows
+from .fp8 import FLOATS, scaled
 from .parts import Parts
+from .rows import codes_of_words, column_order, integers, number_type, rows_of, signed, why_no_groups
 
 Fail = Callable[[str], NoReturn]
+FP4 = Fp4Tensors(".weight_packed", ".weight_global_scale", divides=True)
 FORMATS = (
     *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"),
     *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "dense"),
@@ -75,7 +81,7 @@ class CompressedTensors:
 
     def unpack(self, parts: Parts) -> Floats:
         if ".weight_packed" in parts:
-            return self._of_fp4(parts) if parts.dtype(".weight_packed") == "U8" else self._of_words(parts)
+            return fp4_numbers(parts, FP4) if parts.dtype(".weight_packed") == "U8" else self._of_words(parts)
         scales = parts.floats(".weight_scale")
         if parts.dtype(".weight").startswith("F8"):
             return scaled(parts, ".weight", scales, self.block)
@@ -88,42 +94,90 @@ class CompressedTensors:
             codes = codes - by_group(zeros.reshape(scales.shape), codes.shape[1])
         return np.asarray(codes * by_group(scales, codes.shape[1]), np.float32)
 
+    def grouped(self, parts: Parts) -> GroupedMatrix | str:
+        if ".weight_packed" in parts:
+            return fp4_rows(parts, FP4) if parts.dtype(".weight_packed") == "U8" else self._rows_of_words(parts)
+        if parts.dtype(".weight").startswith("F8"):
+            return FLOATS
+        if parts.dtype(".weight") != "I8":
+            return "its codes are not signed bytes"
+        return self._rows_of_bytes(parts)
+
+    def _rows_of_bytes(self, parts: Parts) -> GroupedMatrix | str:
+        """Rows of signed bytes, which are codes less 128."""
+        weight, (num_rows, num_columns) = parts.array(".weight"), parts.shape(".weight")
+        scales = _by_row(parts.array(".weight_scale"), num_rows)
+        group = -(-num_columns // scales.shape[1])
+        if reason := why_no_groups(group, num_columns):
+            return reason
+        zeros = np.full((1, 1), 128)
+        if ".weight_zero_point" in parts:
+            zeros = parts.array(".weight_zero_point").reshape(-1, scales.shape[1]).astype(np.int32) + 128
+        form = integers(8, group, number_type(parts, ".weight_scale"), zeros)
+        by_row = np.broadcast_to(zeros, scales.shape)
+        return rows_of(form, num_columns, lambda index: (signed(weight[index]), "bytes"), scales, by_row)
+
+    def _rows_of_words(self, parts: Parts) -> GroupedMatrix | str:
+        num_rows, num_columns = self.shape(parts)
+        words = parts.array(".weight_packed")
+        if words.shape[1] != -(-num_columns * self.bits // 32):
+            return "its codes are in words of an older version"
+        if not 2 <= self.bits <= 8:
+            return f"its codes are of {self.bits} bits"
+        scales = _by_row(parts.array(".weight_scale"), num_rows)
+        group = -(-num_columns // scales.shape[1])
+        if reason := why_no_groups(group, num_columns):
+            return reason
+        order = column_order(self._groups(parts, scales.shape[1], num_columns), group)
+        if isinstance(order, str):
+            return order
+        zeros = np.full((1, 1), 1 << (self.bits - 1))
+        if ".weight_zero_point" in parts:
+            zeros = zeros + self._zeros(parts, num_rows, scales.shape[1])
+
+        def read(index: Index) -> tuple[Bytes, Packing]:
+            return codes_of_words(words[index], self.bits, num_columns, order)
+
+        form = integers(self.bits, group, number_type(parts, ".weight_scale"), zeros)
+        return rows_of(form, num_columns, read, scales, np.broadcast_to(zeros, scales.shape), order)
+
     def _of_words(self, parts: Parts) -> Floats:
         """Integers of few bits, in words along K; a zero point is packed along N. Codes are stored plus the middle."""
         rows, columns = self.shape(parts)
         middle = 1 << (self.bits - 1)
         codes = _codes(parts.array(".weight_packed"), self.bits, columns) - middle
         scales = parts.floats(".weight_scale").reshape(-1, parts.shape(".weight_scale")[-1])
-        if ".weight_g_idx" in parts:
-            groups = parts.array(".weight_g_idx").astype(np.int64)
-            if len(groups) != columns or groups.min(initial=0) < 0 or groups.max(initial=0) >= scales.shape[1]:
-                parts.fail(f"weight_g_idx holds {len(groups)} groups up to {groups.max(initial=0)}")
-        else:
-            groups = np.arange(columns) // -(-columns // scales.shape[1])
+        groups = self._groups(parts, scales.shape[1], columns)
         if codes.shape != (rows, columns) or len(scales) not in (1, rows):
             parts.fail(f"weight_packed is of {codes.shape} numbers, and weight_scale is {list(scales.shape)}")
         numbers = codes.astype(np.float32)
         if ".weight_zero_point" in parts:
-            stored = parts.array(".weight_zero_point")
-            if parts.dtype(".weight_zero_point") == "I32":
-                words = np.ascontiguousarray(stored.reshape(-1, scales.shape[1]).T)
-                zeros = _codes(words, self.bits, rows).T - middle
-            else:
-                zeros = stored.astype(np.int32).reshape(scales.shape)
+            zeros = self._zeros(parts, rows, scales.shape[1])
             numbers = numbers - zeros[:, groups]
         return np.asarray(numbers * scales[:, groups], np.float32)
 
-    def _of_fp4(self, parts: Parts) -> Floats:
-        """Pairs of 4-bit floats, the first in the lower half: NVFP4 in groups of 16, MXFP4 of 32."""
-        packed = parts.array(".weight_packed")
-        numbers = E2M1[np.stack([packed & 15, packed >> 4], axis=2).reshape(len(packed), -1)]
-        stored = parts.array(".weight_scale")
-        if parts.dtype(".weight_scale") == "F8_E4M3":
-            whole = parts.floats(".weight_global_scale").reshape(-1)[0]
-            scales = e4m3(stored) / whole
-        else:
-            scales = e8m0(stored)
-        return np.asarray(numbers * by_group(scales, numbers.shape[1]), np.float32)
+    def _groups(self, parts: Parts, num_groups: int, num_columns: int) -> NDArray[np.int64]:
+        """[K] the group of each column."""
+        if ".weight_g_idx" not in parts:
+            return np.arange(num_columns) // -(-num_columns // num_groups)
+        groups = parts.array(".weight_g_idx").astype(np.int64)
+        if len(groups) != num_columns or groups.min(initial=0) < 0 or groups.max(initial=0) >= num_groups:
+            parts.fail(f"weight_g_idx holds {len(groups)} groups up to {groups.max(initial=0)}")
+        return groups
+
+    def _zeros(self, parts: Parts, num_rows: int, num_groups: int) -> Codes:
+        """[N, G] the zero points, as signed as the weights."""
+        stored = parts.array(".weight_zero_point")
+        if parts.dtype(".weight_zero_point") != "I32":
+            return stored.astype(np.int32).reshape(-1, num_groups)
+        words = np.ascontiguousarray(stored.reshape(-1, num_groups).T)
+        return _codes(words, self.bits, num_rows).T - (1 << (self.bits - 1))
+
+
+def _by_row(scales: NDArray[Any], num_rows: int) -> NDArray[Any]:
+    """[N, G] scales of which one row, or one number, may be stored for all rows."""
+    scales = scales.reshape(-1, scales.shape[-1] if scales.ndim > 1 else 1)
+    return np.broadcast_to(scales, (num_rows, scales.shape[1]))
 
 
 def _codes(words: np.ndarray[Any, Any], bits: int, count: int) -> np.ndarray[Any, Any]:

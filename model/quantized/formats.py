@@ -8,10 +8,11 @@ from typing import Any, NoReturn, Protocol
 
 from ..errors import CheckpointError, quoted
 from ..files import read_json
+from ..grouped_matrix import GroupedMatrix
 from .codes import Floats
 from .parts import Parts
 
-READ = ("awq", "gptq", "compressed-tensors", "fp8", "fbgemm_fp8", "modelopt (FP8)", "bitsandbytes")
+READ = ("awq", "gptq", "compressed-tensors", "fp8", "fbgemm_fp8", "modelopt (FP8, NVFP4)", "bitsandbytes")
 
 
 class WeightFormat(Protocol):
@@ -35,6 +36,9 @@ class WeightFormat(Protocol):
     def unpack(self, parts: Parts) -> Floats:
         """The weight [N, K]. Raises CheckpointError for parts that do not fit each other."""
 
+    def grouped(self, parts: Parts) -> GroupedMatrix | str:
+        """The weight as rows of codes, or why it is none. Raises as `unpack`; only scales and zeros are read."""
+
 
 def format_of(root: Path) -> WeightFormat | None:
     """The format of the checkpoint in `root`; None: not quantized. Raises CheckpointError for one that is not read."""
@@ -49,6 +53,8 @@ def read_format(values: Mapping[str, Any], root: Path) -> WeightFormat | None:
         found = text.get("quantization_config")
     if not found and (older := read_json(root, "quantize_config.json")):
         found, source = {"quant_method": "gptq"} | older, f"quantize_config.json ({root})"
+    if not found and (older := (read_json(root, "hf_quant_config.json") or {}).get("quantization")):
+        found, source = {"quant_method": "modelopt"} | older, f"hf_quant_config.json ({root})"
     if not found:
         return None
 
@@ -58,11 +64,14 @@ def read_format(values: Mapping[str, Any], root: Path) -> WeightFormat | None:
     if not isinstance(found, dict):
         fail(f"must be an object, not {quoted(found)}")
     from .compressed_tensors import CompressedTensors  # only now, as most checkpoints are not quantized
+    from .fp4 import ModeloptFp4
     from .fp8 import Fp8
     from .grouped import Awq, Gptq
     from .nf4 import BitsAndBytes
 
     method = str(found.get("quant_method", "compressed-tensors" if "config_groups" in found else ""))
+    if method == "modelopt" and found.get("quant_algo") == "NVFP4":
+        method = "modelopt_fp4"
     makers: dict[str, Callable[[dict[str, Any], Callable[[str], NoReturn]], WeightFormat]] = {
         "awq": Awq.read,
         "gptq": Gptq.read,
@@ -70,6 +79,7 @@ def read_format(values: Mapping[str, Any], root: Path) -> WeightFormat | None:
         "fp8": Fp8.read,
         "fbgemm_fp8": Fp8.read,
         "modelopt": Fp8.read,
+        "modelopt_fp4": ModeloptFp4.read,
         "bitsandbytes": BitsAndBytes.read,
     }
     if method not in makers:

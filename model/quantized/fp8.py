@@ -17,6 +17,7 @@ from .codes import Floats, by_block, by_group, e4m3, e8m0
 from .parts import Parts
 
 Fail = Callable[[str], NoReturn]
+FLOATS = "its codes are 8-bit floating-point numbers, which no product here multiplies"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +35,8 @@ class Fp8:
     @classmethod
     def read(cls, config: dict[str, Any], fail: Fail) -> Fp8:
         algorithm = str(config.get("quant_algo", "FP8"))
-        if algorithm != "FP8":
-            fail(f"quant_algo = {quoted(algorithm)}: of modelopt's only FP8 is read")
+        if algorithm not in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"):
+            fail(f"quant_algo = {quoted(algorithm)}: of modelopt's FP8, FP8_PER_CHANNEL_PER_TOKEN and NVFP4 are read")
         block = config.get("weight_block_size")
         if block is not None and not (isinstance(block, list) and len(block) == 2 and min(map(int, block)) > 0):
             fail(f"weight_block_size = {quoted(block)}: must be two counts")
@@ -48,6 +49,9 @@ class Fp8:
         suffix = ".weight_scale_inv" if ".weight_scale_inv" in parts else ".weight_scale"
         scales = e8m0(parts.array(suffix)) if parts.dtype(suffix) == "F8_E8M0" else parts.floats(suffix)
         return scaled(parts, ".weight", scales, self.block)
+
+    def grouped(self, parts: Parts) -> str:
+        return FLOATS
 
 
 def scaled(parts: Parts, suffix: str, scales: Floats, block: tuple[int, int] | None) -> Floats:

@@ -11,10 +11,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 
 import numpy as np
+from numpy.typing import NDArray
 
+from ...kernels.layout.grouped_codes import Packing
 from ..errors import quoted
-from .codes import Codes, Floats, unpacked
+from ..grouped_matrix import GroupedMatrix, Index
+from .codes import Bytes, Codes, Floats, unpacked
 from .parts import Parts
+from .rows import codes_of_words, column_order, integers, number_type, rows_of, why_no_groups
 
 AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # of eight, in the order in which a word holds them, lowest first
 Fail = Callable[[str], NoReturn]
@@ -48,6 +52,24 @@ class Awq:
             parts.fail(f"qweight, qzeros and scales are for {codes.shape}, {zeros.shape} and {scales.shape} numbers")
         groups = np.arange(len(codes)) // (len(codes) // len(scales))
         return _weight(codes, zeros, scales, groups)
+
+    def grouped(self, parts: Parts) -> GroupedMatrix | str:
+        (num_rows, num_columns), zeros = self.shape(parts), self._codes(parts.array(".qzeros"))
+        words, scales = parts.array(".qweight").view(np.uint32), parts.array(".scales")
+        if zeros.shape != scales.shape or zeros.shape[1] != num_rows or num_columns % len(scales):
+            parts.fail(f"qweight, qzeros and scales are for {num_rows}, {zeros.shape} and {scales.shape} numbers")
+        group = num_columns // len(scales)
+        if reason := why_no_groups(group, num_columns):
+            return reason
+        places = np.argsort(AWQ_COLUMNS)  # of each of eight columns in a word
+
+        def read(index: Index) -> tuple[Bytes, Packing]:
+            rows = np.arange(num_rows)[index]
+            codes = (words[:, rows // 8] >> (4 * places[rows % 8]).astype(np.uint32)) & np.uint32(15)
+            return codes.astype(np.uint8).T, "bytes"
+
+        form = integers(4, group, number_type(parts, ".scales"), zeros)
+        return rows_of(form, num_columns, read, scales.T, zeros.T)
 
     def _codes(self, words: np.ndarray[Any, Any]) -> Codes:
         stored = unpacked(words, 4).reshape(len(words), -1, 8)
@@ -86,18 +108,41 @@ class Gptq:
 
     def unpack(self, parts: Parts) -> Floats:
         codes = unpacked(np.ascontiguousarray(parts.array(".qweight").T), self.bits).T
-        scales = parts.floats(".scales")
-        zeros = unpacked(parts.array(".qzeros"), self.bits)[:, : scales.shape[1]]
-        if zeros.shape != scales.shape or codes.shape[1] != scales.shape[1]:
-            parts.fail(f"qweight, qzeros and scales are for {codes.shape}, {zeros.shape} and {scales.shape} numbers")
-        zeros = zeros if self._has_v2_zeros(zeros) else (zeros + 1) & ((1 << self.bits) - 1)
-        if ".g_idx" in parts:
-            groups = parts.array(".g_idx").astype(np.int64)
-            if len(groups) != len(codes) or groups.min(initial=0) < 0 or groups.max(initial=0) >= len(scales):
-                parts.fail(f"g_idx holds {len(groups)} groups up to {groups.max(initial=0)}, of {len(scales)}")
-        else:
-            groups = np.arange(len(codes)) // -(-len(codes) // len(scales))
-        return _weight(codes, zeros, scales, groups)
+        return _weight(codes, self._zeros(parts), parts.floats(".scales"), self._groups(parts))
+
+    def grouped(self, parts: Parts) -> GroupedMatrix | str:
+        (_, num_columns), zeros = self.shape(parts), self._zeros(parts)
+        words, scales, bits = parts.array(".qweight"), parts.array(".scales"), self.bits
+        group = -(-num_columns // len(scales))
+        if reason := why_no_groups(group, num_columns):
+            return reason
+        order = column_order(self._groups(parts), group)
+        if isinstance(order, str):
+            return order
+
+        def read(index: Index) -> tuple[Bytes, Packing]:
+            return codes_of_words(words[:, index].T, bits, num_columns, order)
+
+        form = integers(bits, group, number_type(parts, ".scales"), zeros)
+        return rows_of(form, num_columns, read, scales.T, zeros.T, order)
+
+    def _zeros(self, parts: Parts) -> Codes:
+        """[G, N] the zero points. Raises CheckpointError if they are not for the weight's rows."""
+        scales, num_rows = parts.shape(".scales"), self.shape(parts)[0]
+        zeros = unpacked(parts.array(".qzeros"), self.bits)[:, : scales[1]]
+        if zeros.shape != scales or num_rows != scales[1]:
+            parts.fail(f"qweight, qzeros and scales are for {num_rows}, {zeros.shape} and {scales} numbers")
+        return zeros if self._has_v2_zeros(zeros) else (zeros + 1) & ((1 << self.bits) - 1)
+
+    def _groups(self, parts: Parts) -> NDArray[np.int64]:
+        """[K] the group of each column."""
+        num_columns, num_groups = self.shape(parts)[1], parts.shape(".scales")[0]
+        if ".g_idx" not in parts:
+            return np.arange(num_columns) // -(-num_columns // num_groups)
+        groups = parts.array(".g_idx").astype(np.int64)
+        if len(groups) != num_columns or groups.min(initial=0) < 0 or groups.max(initial=0) >= num_groups:
+            parts.fail(f"g_idx holds {len(groups)} groups up to {groups.max(initial=0)}, of {num_groups}")
+        return groups
 
     def _has_v2_zeros(self, zeros: Codes) -> bool:
         middle = 1 << (self.bits - 1)

@@ -14,8 +14,11 @@ from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 
-from .codes import Floats
+from ...kernels.layout.grouped_codes import TABLES, GroupedFormat, Packing
+from ..grouped_matrix import GroupedMatrix, Index
+from .codes import Bytes, Floats
 from .parts import Parts
+from .rows import LEAST, rows_of, signed, why_no_groups
 
 Fail = Callable[[str], NoReturn]
 STATES = (".weight.quant_state.bitsandbytes__nf4", ".weight.quant_state.bitsandbytes__fp4")
@@ -57,6 +60,32 @@ class BitsAndBytes:
             parts.fail(f"{len(codes)} codes and {len(maxima)} blocks of {block_size} do not make {list(shape)}")
         numbers = parts.floats(".weight.quant_map")[codes]
         return (numbers * np.repeat(maxima, block_size)[: len(codes)]).reshape(shape)
+
+    def grouped(self, parts: Parts) -> GroupedMatrix | str:
+        num_rows, num_columns = self.shape(parts)
+        if ".SCB" in parts:
+            weight, scales = parts.array(".weight"), parts.floats(".SCB").reshape(-1, 1) / np.float32(127)
+            form = GroupedFormat(bits=8, group=max(num_columns, LEAST), scale="f32", zero=128)
+            if scales.shape[0] != num_rows:
+                parts.fail(f"SCB holds {scales.shape[0]} numbers for {num_rows} rows")
+            return rows_of(form, num_columns, lambda index: (signed(weight[index]), "bytes"), scales)
+        state = self._state(parts)
+        block_size = int(state["blocksize"])
+        if not np.array_equal(parts.floats(".weight.quant_map"), TABLES["nf4"]):
+            return "its table of 16 numbers is not that of nf4"
+        if num_columns % block_size or why_no_groups(block_size, num_columns):
+            return f"blocks of {block_size} numbers do not divide rows of {num_columns}"
+        packed, scales = parts.array(".weight").reshape(-1), self._maxima(parts, state)
+        if 2 * len(packed) != num_rows * num_columns or len(scales) * block_size != 2 * len(packed):
+            parts.fail(f"{2 * len(packed)} codes and {len(scales)} blocks of {block_size} do not make its shape")
+        pairs: Bytes = packed.reshape(num_rows, -1)
+        form = GroupedFormat(bits=4, group=block_size, table="nf4", scale="f32")
+        by_row = scales.reshape(num_rows, -1)
+
+        def read(index: Index) -> tuple[Bytes, Packing]:
+            return np.asarray((pairs[index] >> 4) | (pairs[index] << 4), np.uint8), "pairs"
+
+        return rows_of(form, num_columns, read, by_row)
 
     def _maxima(self, parts: Parts, state: dict[str, Any]) -> Floats:
         """[B] the factor of each block, which may itself be quantized."""

@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 from numpy.typing import NDArray
 
 from ..errors import CheckpointError
+from ..grouped_matrix import GroupedMatrix
 from ..named_tensors import NamedTensors, StoredPiece
 from .formats import WeightFormat
 from .parts import Parts, Stored
@@ -95,6 +96,11 @@ class UnpackedCheckpoint(NamedTensors[str | Parts]):
         if weight.shape != shape:
             place.fail(f"its weight is {list(weight.shape)}, not {list(shape)}")
         return weight
+
+    def grouped(self, name: str) -> GroupedMatrix | str | None:
+        """A packed layer as rows of codes, or why its codes cannot stay packed; None: the layer is not packed."""
+        place = self._places[name]
+        return None if isinstance(place, str) else self._fitting(self.format.grouped, place)
 
     @staticmethod
     def _fitting(read: Callable[[Parts], Read], parts: Parts) -> Read:

@@ -95,17 +95,20 @@ def architecture_of(name: str) -> str:
     return ARCHITECTURE.get(name, name)
 
 
-def write_gguf(name: str, root: Path) -> tuple[Path, Path]:
-    """Writes one of `MADE` in both forms: (a folder by transformers, a GGUF file)."""
+def write_gguf(name: str, root: Path, packed: str = "F32") -> tuple[Path, Path]:
+    """Writes one of `MADE` in both forms: (a folder by transformers, a GGUF file).
+
+    `packed`: the type of the matrices whose rows are whole blocks.
+    """
     model = make_model(MADE[name])
     folder = root / "folder"
     model.save_pretrained(folder)
     file = root / f"{name}.gguf"
-    _write(file, architecture_of(name), model)
+    _write(file, architecture_of(name), model, gguf.GGMLQuantizationType[packed])
     return folder, file
 
 
-def _write(file: Path, architecture: str, model: Any) -> None:
+def _write(file: Path, architecture: str, model: Any, packed: gguf.GGMLQuantizationType) -> None:
     config = model.config
     writer = gguf.GGUFWriter(file, architecture)
     _write_keys(writer, architecture, config)
@@ -117,7 +120,11 @@ def _write(file: Path, architecture: str, model: Any) -> None:
             continue
         written = names.get_name(stored, try_suffixes=(".weight", ".bias"))
         assert written is not None, f"{architecture} has no name for {stored}"
-        writer.add_tensor(written, _as_written(architecture, written, tensor, config))
+        numbers = _as_written(architecture, written, tensor, config)
+        if numbers.ndim == 2 and numbers.shape[1] % gguf.GGML_QUANT_SIZES[packed][0] == 0:
+            writer.add_tensor(written, gguf.quantize(numbers, packed), raw_dtype=packed)
+        else:
+            writer.add_tensor(written, numbers)
     for index, factors in _factors(architecture, config).items():
         writer.add_tensor(f"{index}.weight", factors)
     writer.write_header_to_file()

@@ -13,6 +13,7 @@ pytest.importorskip("gguf", reason="not installed: gguf")
 from millrace.model.checkpoint.hub import resolve  # noqa: E402
 from millrace.model.checkpoint.tensor_shapes import expected_shapes, open_source  # noqa: E402
 from millrace.model.families.registry import read_spec  # noqa: E402
+from millrace.model.grouped_matrix import GroupedMatrix  # noqa: E402
 from tests.model.gguf.made_files import MADE, write_gguf  # noqa: E402
 
 
@@ -30,3 +31,17 @@ def test_a_gguf_file_has_the_spec_and_the_tensors_of_its_checkpoint(name: str, t
     assert replace(our_spec, dtype=their_spec.dtype) == their_spec
     for tensor in expected_shapes(their_spec):
         assert np.array_equal(np.asarray(ours.array(tensor)), np.asarray(theirs.array(tensor))), tensor
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "phi3"])  # rotated pairs, halves, fused matrices
+def test_packed_rows_are_those_of_the_unpacked_tensors(name: str, tmp_path: Path) -> None:
+    _, file = write_gguf(name, tmp_path, packed="Q8_0")
+    stand_in = resolve(str(file))
+    source, spec = open_source(stand_in, read_spec(stand_in), "auto")
+    matrices = {tensor: matrix for tensor in expected_shapes(spec) if (matrix := source.grouped(tensor)) is not None}
+    assert {tensor.split(".")[-2] for tensor in matrices} >= {"q_proj", "k_proj", "v_proj", "gate_proj", "embed_tokens"}
+    for tensor, matrix in matrices.items():
+        assert isinstance(matrix, GroupedMatrix), tensor
+        half, rows = matrix.shape[0] // 2, source.array(tensor)
+        found = np.concatenate([matrix.rows(0, half).dequantize(), matrix.rows(half, matrix.shape[0]).dequantize()])
+        assert np.array_equal(found, rows), tensor

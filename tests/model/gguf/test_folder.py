@@ -122,7 +122,7 @@ WRONG = [
     ({"split": numbers("split.count", [1, 2])}, "split.count = array([1, 2], dtype=uint32)"),
     (
         {"feed_forward_length": numbers("llama.feed_forward_length", [1] * 4097)},
-        "holds 4097 numbers, and at most 4096 are read",
+        "holds 4097 numbers, and at most 4096",
     ),
 ]
 

@@ -25,20 +25,12 @@ class Packed:
     weight: np.ndarray  # [N, K] f32
 
 
-def put(words: np.ndarray, place: int, bits: int, code: int) -> None:
-    """Writes a code of some bits at a bit of a row of 32-bit words."""
-    for bit in range(bits):
-        if code >> bit & 1:
-            words[(place + bit) // 32] |= np.uint32(1 << (place + bit) % 32)
-
-
 def words_of(codes: np.ndarray, bits: int) -> torch.Tensor:
-    """[R, C bits / 32] i32 of codes [R, C]."""
-    words = np.zeros((len(codes), -(-codes.shape[1] * bits // 32)), np.uint32)
-    for row, line in zip(words, codes, strict=True):
-        for index, code in enumerate(line):
-            put(row, index * bits, bits, int(code))
-    return torch.from_numpy(words.view(np.int32))
+    """[R, C bits / 32] i32 of codes [R, C]: each row is one long number, whose lowest bits are the first code."""
+    num_bytes = 4 * -(-codes.shape[1] * bits // 32)
+    rows = [sum(int(code) << (index * bits) for index, code in enumerate(line)) for line in codes]
+    raw = b"".join(row.to_bytes(num_bytes, "little") for row in rows)
+    return torch.from_numpy(np.frombuffer(raw, "<i4").reshape(len(codes), -1).copy())
 
 
 def scales_of(dice: np.random.Generator, *shape: int) -> np.ndarray:
@@ -109,6 +101,16 @@ def ct_packed(bits: int, *, has_zeros: bool = False, has_order: bool = False, gr
     return pack
 
 
+def ct_int8_zeros(dice: np.random.Generator, rows: int, columns: int) -> Packed:
+    """Signed bytes in groups of 64 with a zero point each."""
+    codes, zeros = dice.integers(-128, 128, (rows, columns)), dice.integers(-128, 128, (rows, columns // 64))
+    scales = scales_of(dice, rows, columns // 64)
+    groups = np.arange(columns) // 64
+    tensors = {".weight": torch.from_numpy(codes.astype(np.int8)), ".weight_scale": torch.from_numpy(scales)}
+    tensors[".weight_zero_point"] = torch.from_numpy(zeros.astype(np.int8))
+    return Packed(tensors, ((codes - zeros[:, groups]) * scales[:, groups]).astype(np.float32))
+
+
 def ct_int8(dice: np.random.Generator, rows: int, columns: int) -> Packed:
     codes, scales = dice.integers(-128, 128, (rows, columns)), scales_of(dice, rows, 1)
     tensors = {".weight": torch.from_numpy(codes.astype(np.int8)), ".weight_scale": torch.from_numpy(scales)}
@@ -135,22 +137,42 @@ E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
 
 
 def nvfp4(dice: np.random.Generator, rows: int, columns: int) -> Packed:
-    codes = dice.integers(0, 16, (rows, columns))
-    numbers = np.array([(-1 if code & 8 else 1) * E2M1[code & 7] for code in codes.reshape(-1)]).reshape(codes.shape)
-    scales = torch.from_numpy(scales_of(dice, rows, columns // 16) * 100).to(torch.float8_e4m3fn)
+    """Of compressed-tensors, which divides by the number of the matrix."""
+    packed = modelopt_nvfp4(dice, rows, columns).tensors
     whole = torch.tensor([37.5])
-    tensors = {
-        ".weight_packed": torch.from_numpy((codes[:, ::2] | codes[:, 1::2] << 4).astype(np.uint8)),
-        ".weight_scale": scales,
-        ".weight_global_scale": whole,
-    }
-    factors = (scales.float() / whole).repeat_interleave(16, 1).numpy()
-    return Packed(tensors, (numbers.astype(np.float32) * factors).astype(np.float32))
+    factors = (packed[".weight_scale"].float() / whole).repeat_interleave(16, 1).numpy()
+    numbers = fp4_numbers(packed[".weight"].numpy())
+    names = {".weight_packed": packed[".weight"], ".weight_scale": packed[".weight_scale"]}
+    return Packed(names | {".weight_global_scale": whole}, (numbers * factors).astype(np.float32))
 
 
-def nf4(*, is_nested: bool) -> Packer:
+def fp4_numbers(packed: np.ndarray) -> np.ndarray:
+    """[N, K] f32 of bytes [N, K / 2]."""
+    codes = np.stack([packed & 15, packed >> 4], axis=2).reshape(len(packed), -1)
+    numbers = [(-1 if code & 8 else 1) * E2M1[code & 7] for code in codes.reshape(-1)]
+    return np.array(numbers, np.float32).reshape(codes.shape)
+
+
+def modelopt_nvfp4(dice: np.random.Generator, rows: int, columns: int) -> Packed:
+    packed = dice.integers(0, 256, (rows, columns // 2)).astype(np.uint8)
+    scales = torch.from_numpy(scales_of(dice, rows, columns // 16) * 100).to(torch.float8_e4m3fn)
+    whole = torch.tensor(0.0213)
+    tensors = {".weight": torch.from_numpy(packed), ".weight_scale": scales, ".weight_scale_2": whole}
+    factors = (scales.float() * whole).repeat_interleave(16, 1).numpy()
+    return Packed(tensors | {".input_scale": torch.tensor(0.5)}, (fp4_numbers(packed) * factors).astype(np.float32))
+
+
+# appendix E of the paper of QLoRA
+NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+    *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634),
+    *(0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+
+
+def nf4(*, is_nested: bool, has_own_table: bool = False) -> Packer:
     def pack(dice: np.random.Generator, rows: int, columns: int) -> Packed:
-        table = np.sort(dice.uniform(-1, 1, 16)).astype(np.float32)
+        table = np.array(np.sort(dice.uniform(-1, 1, 16)) if has_own_table else NF4, np.float32)
         codes = dice.integers(0, 16, rows * columns)
         num_blocks = rows * columns // 64
         state: dict[str, Any] = {"quant_type": "nf4", "blocksize": 64, "shape": [rows, columns], "dtype": "bfloat16"}
@@ -175,6 +197,14 @@ def nf4(*, is_nested: bool) -> Packer:
         return Packed(tensors, weight.reshape(rows, columns))
 
     return pack
+
+
+def ct_mxfp4(dice: np.random.Generator, rows: int, columns: int) -> Packed:
+    packed = dice.integers(0, 256, (rows, columns // 2)).astype(np.uint8)
+    exponents = dice.integers(110, 130, (rows, columns // 32)).astype(np.uint8)
+    factors = (2.0 ** (exponents.astype(np.float64) - 127)).repeat(32, 1)
+    tensors = {".weight_packed": torch.from_numpy(packed), ".weight_scale": torch.from_numpy(exponents)}
+    return Packed(tensors, (fp4_numbers(packed) * factors).astype(np.float32))
 
 
 def llm_int8(dice: np.random.Generator, rows: int, columns: int) -> Packed:
@@ -215,12 +245,17 @@ PACKERS: dict[str, tuple[dict[str, Any], Packer]] = {
     "ct-int3": (group(num_bits=3) | {"format": "pack-quantized"}, ct_packed(3)),
     "ct-int8-packed": (group(num_bits=8) | {"format": "pack-quantized"}, ct_packed(8, has_zeros=True)),
     "ct-int8": (group(num_bits=8) | {"format": "int-quantized"}, ct_int8),
+    "ct-int8-zeros": (group(num_bits=8) | {"format": "int-quantized"}, ct_int8_zeros),
+    "ct-mxfp4": (group(num_bits=4, type="float") | {"format": "mxfp4-pack-quantized"}, ct_mxfp4),
     "ct-fp8": (group(num_bits=8, type="float") | {"format": "float-quantized"}, fp8("row")),
     "ct-nvfp4": (group(num_bits=4, type="float") | {"format": "nvfp4-pack-quantized"}, nvfp4),
     "fp8-block": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, fp8("block", ".weight_scale_inv")),
     "fp8-tensor": ({"quant_method": "modelopt", "quant_algo": "FP8"}, fp8("tensor")),
+    "fp8-modelopt-rows": ({"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, fp8("row")),
+    "nvfp4-modelopt": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, modelopt_nvfp4),
     "fbgemm": ({"quant_method": "fbgemm_fp8"}, fp8("row")),
     "nf4": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, nf4(is_nested=False)),
     "nf4-nested": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, nf4(is_nested=True)),
+    "fp4": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, nf4(is_nested=False, has_own_table=True)),
     "llm-int8": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, llm_int8),
 }

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from millrace.model.checkpoint.tensor_shapes import expected_shapes, open_source
 from millrace.model.errors import CheckpointError
 from millrace.model.families.registry import read_spec
+from millrace.model.grouped_matrix import GroupedMatrix
 from millrace.model.quantized.codes import e4m3, e8m0
 from tests.families.checkpoint import make_model
 from tests.families.row import row
@@ -55,9 +56,47 @@ def test_packed_layers_are_the_weights_that_were_packed(name: str, plain: Path, 
     for tensor in expected_shapes(spec):
         expected = weights.get(tensor)
         if expected is None:
+            assert source.grouped(tensor) is None
             assert np.array_equal(source.array(tensor), unpacked.array(tensor)), tensor
         else:
-            np.testing.assert_allclose(source.array(tensor), expected, rtol=3e-7, atol=1e-9, err_msg=tensor)
+            numbers = source.array(tensor)
+            np.testing.assert_allclose(numbers, expected, rtol=3e-7, atol=1e-9, err_msg=tensor)
+            check_codes(name, source.grouped(tensor), numbers)
+
+
+def check_codes(name: str, matrix: GroupedMatrix | str | None, numbers: np.ndarray) -> None:
+    """Rows of codes stand for the numbers of the unpacked weight, whatever rows are taken."""
+    if "fp8" in name or name == "fbgemm":
+        assert matrix == "its codes are 8-bit floating-point numbers, which no product here multiplies"
+        return
+    if name == "fp4":
+        assert matrix == "its table of 16 numbers is not that of nf4"
+        return
+    assert isinstance(matrix, GroupedMatrix) and matrix.shape == numbers.shape
+    for first, last in ((0, 3), (3, 40), (40, len(numbers))):
+        codes = matrix.rows(first, last)
+        codes.check()
+        found, expected = codes.dequantize(), numbers[first:last]
+        assert codes.format == matrix.format
+        if name == "ct-nvfp4":  # divided by a factor of the matrix, by whose inverse the codes are multiplied
+            np.testing.assert_allclose(found, expected, rtol=2.4e-7)
+        else:
+            assert np.array_equal(found, expected), first
+
+
+def test_orders_of_columns_are_kept_and_unequal_groups_are_told(plain: Path, tmp_path: Path) -> None:
+    quantize(plain, tmp_path, "gptq-4-order")
+    tensors, stem = load_file(tmp_path / "model.safetensors"), "model.layers.0.mlp.up_proj"
+    source, _ = open_source(tmp_path, read_spec(tmp_path), "auto")
+    matrix = source.grouped(f"{stem}.weight")
+    assert isinstance(matrix, GroupedMatrix) and matrix.format.group == 32
+    columns = matrix.rows(0, 1).columns
+    assert columns is not None and (tensors[f"{stem}.g_idx"].numpy()[columns] == np.arange(192) // 32).all()
+    groups = tensors[f"{stem}.g_idx"].clone()
+    groups[groups == 1] = 0
+    save_file(tensors | {f"{stem}.g_idx": groups}, tmp_path / "model.safetensors")
+    told = open_source(tmp_path, read_spec(tmp_path), "auto")[0].grouped(f"{stem}.weight")
+    assert told == "its groups of columns (g_idx) are of different sizes"
 
 
 def test_small_floats_are_those_of_torch() -> None:
@@ -80,7 +119,8 @@ REFUSED: list[tuple[Any, str]] = [
     (group(num_bits=4) | {"format": "marlin-24"}, "format = 'marlin-24' is not read"),
     (group(num_bits=4) | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config: format ="),
     (group(num_bits=4) | {"transform_config": {"a": 1}}, "transform_config: rotations"),
-    ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo = 'NVFP4': of modelopt's only FP8"),
+    ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo = 'W4A8_AWQ': of modelopt's FP8, FP8_PER"),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32}, "group_size = 32: NVFP4 has 16"),
     (group(num_bits=0), "num_bits = 0: weights of 1 to 8 bits"),
     ({"quant_method": "compressed-tensors", "config_groups": {"a": 5}}, "a value of another kind than compressed"),
     ({"quant_method": "fp8", "weight_block_size": ["a", "b"]}, "a value of another kind than fp8 has"),
@@ -153,6 +193,15 @@ def test_weights_that_compressed_tensors_left_uncompressed_are_refused(plain: Pa
     save_file(tensors | {f"{name}.weight_scale": torch.ones(192, 1)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"its weight is F32, not in codes"):
         open_source(tmp_path, read_spec(tmp_path), "auto")[0].array(f"{name}.weight")
+
+
+def test_an_older_file_of_modelopt_beside_config_json_names_the_format(plain: Path, tmp_path: Path) -> None:
+    weights = quantize(plain, tmp_path, "nvfp4-modelopt")
+    (tmp_path / "config.json").write_text((plain / "config.json").read_text())
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
+    name = "model.layers.0.mlp.down_proj.weight"
+    source, _ = open_source(tmp_path, read_spec(tmp_path), "auto")
+    np.testing.assert_allclose(source.array(name), weights[name], rtol=3e-7)
 
 
 def test_a_config_without_a_packed_tensor_is_refused(plain: Path, tmp_path: Path) -> None:

@@ -256,6 +256,38 @@ class KernelSet(Protocol):
         Returns [S, H, D] as q; padding rows are zero. The content of unused cache slots, NaN included, has no effect.
         """
 
+    def prologue_decode(
+        self,
+        qkv: Tensor,
+        norms: HeadNorms | None,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        positions: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+        query_factors: Tensor | None,
+        block_tables: Tensor,
+        lengths: Tensor,
+        scale: float,
+        window: int | None = None,
+        *,
+        soft_cap: float | None = None,
+        sinks: Tensor | None = None,
+        alibi: Tensor | None = None,
+        chunk: int | None = None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+        plan: AttentionPlan | None = None,
+    ) -> Tensor:
+        """`paged_decode` of the queries that `attention_prologue` returns: one new token per sequence.
+
+        The arguments are those of the two. The new token of sequence s is row s of qkv, and the last of its `lengths`;
+        its slot is where its block table says. Triton does both in one launch for few sequences.
+
+        Returns [S, H, D] as qkv; padding rows are zero.
+        """
+
     def paged_attention(
         self,
         q: Tensor,

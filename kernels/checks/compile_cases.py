@@ -19,6 +19,7 @@ from ..triton import attention_prologue as triton_prologue
 from ..triton import block_copy as triton_copy
 from ..triton import layers as triton_layers
 from ..triton import logit_edits as triton_edits
+from ..triton import prologue_decode as triton_decode
 from ..triton import sampling as triton_sampling
 from ..triton import step_state as triton_step
 from ..triton import token_scores as triton_scores
@@ -56,6 +57,8 @@ def all_cases(arch: int, head_dims: Sequence[int], dtypes: Sequence[torch.dtype]
     small = torch.float8_e4m3fn
     cases += [case for dim in head_dims for case in attention_cases(dim, torch.bfloat16, cache_dtype=small)]
     cases += [case for dim in head_dims for case in group_cases(dim)]
+    cases += [case for dim in head_dims for dtype in dtypes for case in folded_cases(dim, dtype)]
+    cases += [case for dim in head_dims for case in folded_cases(dim, torch.bfloat16, small)[:2]]
     cases += [case for dim in head_dims for dtype in dtypes for case in prologue_cases(arch, dim, dtype)]
     cases += [case for dim in head_dims for dtype in dtypes for case in other_prologue_cases(dim, dtype)]
     cases += copy_cases() + [case for dtype in dtypes for case in sampling_cases(dtype)]
@@ -187,6 +190,54 @@ def group_cases(head_dim: int) -> list[CompileCase]:
         for group, cache in sizes
         for case in attention_cases(head_dim, torch.bfloat16, group, cache_dtype=cache)[:2]
     ]
+
+
+def folded_cases(head_dim: int, dtype: torch.dtype, cache_dtype: torch.dtype | None = None) -> list[CompileCase]:
+    """Decode that does its own prologue: of Qwen3, of Llama, and of what costs other registers."""
+    size = f"{head_dim} {TYPE_NAMES[dtype]}" + (f" {TYPE_NAMES[cache_dtype]}" if cache_dtype else "")
+    weight, exact = _meta(head_dim, dtype=dtype), _meta(head_dim, dtype=torch.float32)
+    norms, wide = HeadNorms(q=weight, k=weight, eps=1e-6), HeadNorms(q=exact, k=exact, eps=1e-6)
+    forms: dict[str, tuple[int, HeadNorms | None, AttentionOptions]] = {
+        "group 2 norms": (2, norms, AttentionOptions()),
+        "group 4": (4, None, AttentionOptions()),
+        "group 1 norms": (1, norms, AttentionOptions()),
+        "group 8": (8, None, AttentionOptions()),
+        "group 4 exact norms window": (4, wide, AttentionOptions(window=4096)),
+        "group 2 window cap": (2, None, AttentionOptions(window=4096, soft_cap=50.0)),
+        "group 8 window sinks": (8, None, AttentionOptions(window=128, has_sinks=True)),
+    }
+    return [
+        CompileCase(
+            f"folded {name} {size}",
+            partial(_folded, head_dim, dtype, cache_dtype or dtype, *form),
+            copies_ahead=head_dim >= LEAST_COPIED,
+            least_arch=90 if cache_dtype else 80,
+        )
+        for name, form in forms.items()
+    ]
+
+
+def _folded(
+    head_dim: int,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    group: int,
+    norms: HeadNorms | None,
+    options: AttentionOptions,
+) -> Tensor:
+    num_rows, num_groups = triton_decode.MOST_FOLDED_ROWS, 8
+    qkv = _meta(num_rows, (group + 2) * num_groups, head_dim, dtype=dtype)
+    table, numbers = _meta(4096, head_dim // 2, dtype=torch.float32), _meta(num_rows, dtype=torch.int64)
+    lengths, blocks = _meta(num_rows, dtype=torch.int32), _meta(num_rows, 512, dtype=torch.int32)
+    scales = None if cache_dtype == dtype else _meta(num_groups, dtype=torch.float32)
+    shape = AttentionShape(group * num_groups, num_groups, head_dim, dtype, cache_dtype, (options.window,))
+    return triton_decode.prologue_decode(
+        qkv, norms, table, table, numbers, *_caches(num_groups, 16, head_dim, cache_dtype), numbers, None, blocks,
+        lengths, head_dim**-0.5, options.window, soft_cap=options.soft_cap,
+        sinks=_meta(group * num_groups, dtype=torch.float32) if options.has_sinks else None,
+        k_scale=scales, v_scale=scales,
+        plan=triton_plan.plan_attention(shape, lengths, None, num_rows, NUM_PROCESSORS),
+    )  # fmt: skip
 
 
 def step_cases() -> list[CompileCase]:

@@ -20,6 +20,7 @@ import torch
 from .compile_cases import (
     CompileCase,
     attention_cases,
+    folded_cases,
     layer_cases,
     other_layer_cases,
     prologue_cases,
@@ -218,7 +219,7 @@ def early_cases() -> list[CompileCase]:
     """The launches of a step that may be early, in bfloat16."""
     dtype = torch.bfloat16
     cases = [*layer_cases(dtype), *other_layer_cases(dtype), *prologue_cases(EARLY_ARCH, 128, dtype), *step_cases()]
-    cases += [*attention_cases(128, dtype), *sampling_cases(dtype)]
+    cases += [*attention_cases(128, dtype), *folded_cases(128, dtype), *sampling_cases(dtype)]
     return [*cases, *product_cases()]
 
 

@@ -65,6 +65,31 @@ def attention_prologue(
     return LaunchCost(num_bytes + 2 * head_dim * element_size * has_norms, num_tokens * (3 * turned + 4 * normed))
 
 
+def prologue_decode(
+    lengths: Sequence[int],
+    num_heads: int,
+    num_groups: int,
+    head_dim: int,
+    rotary_dim: int,
+    block_size: int,
+    element_size: int,
+    window: int | None = None,
+    cache_element_size: int | None = None,
+    has_norms: bool = False,
+) -> LaunchCost:
+    """`paged_decode` with its prologue inside: new keys and values are read of the projection, and written.
+
+    As they are not read of the cache, `paged_decode` has the bytes that are written.
+    """
+    whole = paged_decode(lengths, num_heads, num_groups, head_dim, block_size, element_size, window, cache_element_size)
+    num_rows = sum(length > 0 for length in lengths)
+    turned = (num_heads + num_groups) * rotary_dim
+    normed = (num_heads + num_groups) * head_dim if has_norms else 0
+    num_bytes = num_rows * (2 * num_groups * head_dim * element_size + rotary_dim * 4 + 16)
+    num_bytes += 2 * head_dim * element_size * has_norms
+    return whole + LaunchCost(num_bytes, num_rows * (3 * turned + 4 * normed))
+
+
 def copy_blocks(num_blocks: int, block_bytes: int) -> LaunchCost:
     """`block_bytes` is the size of a whole block, all layers."""
     return LaunchCost(num_blocks * (2 * block_bytes + 16), 0)

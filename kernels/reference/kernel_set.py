@@ -8,6 +8,7 @@ from .attention import copy_blocks, paged_attention, paged_decode, plan_attentio
 from .attention_prologue import attention_prologue
 from .layers import activated, add_rms_norm, gated, layer_norm, rms_norm
 from .products import activated_linear, gated_linear, linear_add, norm_linear
+from .prologue_decode import prologue_decode
 from .sampling import choose, choose_truncated, count_tokens, edit, force, score
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "paged_attention",
     "paged_decode",
     "plan_attention",
+    "prologue_decode",
     "rms_norm",
     "score",
 ]

@@ -14,6 +14,10 @@ iteration reads would not be pipelined: each tile would wait a whole memory late
 Softmax is in base 2 with log2(e) folded into the scale, since exp2 is one instruction. The scale multiplies within it,
 and so must be positive. The scales of an 8-bit cache are folded in too: those of keys into the scale, those of values
 into the result. Its numbers are computed with in f16, which holds e4m3 exactly: one instruction widens two of them.
+
+With a folded prologue (`folded_prologue.py`) `q` is the projection: each item of decode norms and rotates its own
+queries. The item with the last tile does so with the new key, writes it and the new value into the cache, and begins
+its softmax with them; its loop reads only what earlier steps wrote.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
@@ -28,12 +32,13 @@ import triton.language as tl
 
 from ..layout.work_lists import AttentionPlan, AttentionShape, WorkItem, WorkList, next_power_of_2, weights_size
 from .attention_plan import plan_attention
+from .folded_prologue import FoldedPrologue, kernel_arguments, new_token, rotation, turned_tile
 from .launch import capability, check_dtype, early_launch, start_early
 
 LOG2_E = 1.4426950408889634
 BASE_2 = tl.constexpr(LOG2_E)
 LARGEST_F16 = tl.constexpr(65504.0)
-INDEX_TENSORS = ["items", "starts", "block_tables"]
+INDEX_TENSORS = ["items", "starts", "block_tables", "positions", "slot_mapping"]
 MERGED_ELEMENTS = {"decode": 512, "extend": 256}  # partial sums that a warp joins at a time: more spill registers
 
 
@@ -125,14 +130,18 @@ def attend(
     sinks: Tensor | None = None,
     alibi: Tensor | None = None,
     chunk: int | None = None,
+    folded: FoldedPrologue | None = None,
 ) -> None:
-    """Does the items of one work list: writes their rows of `out` [T, H, D]. Overwrites `partials` (f32)."""
+    """Does the items of one work list: writes their rows of `out` [T, H, D]. Overwrites `partials` (f32).
+
+    With a `folded` prologue, of decode alone, q is the projection [T, H + 2G, D].
+    """
     division, tiling = work.division, work.tiling
     if not scale > 0:  # the largest product has to be the largest score
         raise ValueError(f"scale = {scale:g}: the Triton kernels take a scale of scores above 0; use the torch kernels")
     if not division.max_tasks:
         return
-    _, num_heads, head_dim = q.shape
+    _, num_heads, head_dim = out.shape
     num_groups, block_size = k_cache.shape[1:3]
     group = num_heads // num_groups
     block_d = max(16, next_power_of_2(head_dim))
@@ -153,6 +162,7 @@ def attend(
         HAS_WINDOW=window is not None, HAS_CHUNK=chunk is not None, HAS_CAP=soft_cap is not None,
         HAS_K_SCALE=k_scale is not None, HAS_V_SCALE=v_scale is not None,
         IS_NARROW=k_cache.dtype == torch.float8_e4m3fn and q.dtype != torch.float32,
+        **kernel_arguments(folded, q.dtype),
         BLOCK_R=block_r, BLOCK_P=max(1, merged // (block_r * block_d)),
         PRECISION=_precision(q.dtype), STAGES=tiling.num_stages, num_warps=tiling.num_warps,
         maxnreg=tiling.max_registers, enable_fp_fusion=True, **early_launch(q.device),
@@ -169,11 +179,13 @@ def _precision(dtype: torch.dtype) -> str:
 def _attention_kernel(
     out, sums, weights, arrivals, items, starts, q, k_cache, v_cache, block_tables, k_scale, v_scale, sinks, alibi,
     scale, window, chunk, cap, num_heads, q_row, q_head, kc_n, kc_g, kc_b, kc_d, vc_n, vc_g, vc_b, vc_d, table_row,
+    q_norm, k_norm, cos, sin, positions, slot_mapping, eps, cos_row, sin_row,
     GROUP: tl.constexpr, TOKENS: tl.constexpr, IS_DECODE: tl.constexpr, ITEM: tl.constexpr,
     B: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_K_SCALE: tl.constexpr, HAS_V_SCALE: tl.constexpr, IS_NARROW: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    IS_FOLDED: tl.constexpr, IS_NORMED: tl.constexpr, IS_ROUNDED: tl.constexpr, HAS_HEAD_WEIGHTS: tl.constexpr,
+    HALF: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
     IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """Does the items of one program: up to TOKENS new tokens of a sequence, all heads of a group, a range of tiles."""
@@ -197,7 +209,20 @@ def _attention_kernel(
         head = g * GROUP + row % GROUP  # [M]
         is_row = (new < num_tokens)[:, None] & (d < D)[None, :]
         query = (first_row + new).to(tl.int64)
-        queries = tl.load(q + query[:, None] * q_row + head[:, None] * q_head + d[None, :], mask=is_row, other=0.0)
+        if IS_FOLDED:
+            token_place = q + first_row.to(tl.int64) * q_row
+            angle = tl.load(positions + first_row)
+            # NOTE: 0, as is not known to the compiler, which else keeps what is computed of `d` alone in registers that
+            # the loop over tokens needs.
+            zero = tl.multiple_of(tl.minimum(end_tile, 0), 16)
+            number = d[None, :] + zero
+            cosines, sines = rotation(cos, sin, angle, number, cos_row, sin_row, HALF, BLOCK_D)
+            queries = turned_tile(
+                token_place + head[:, None] * q_head, head[:, None], number, is_row, q_norm, cosines, sines, eps,
+                D, HALF, BLOCK_D, IS_NORMED, IS_ROUNDED, HAS_HEAD_WEIGHTS,
+            )  # fmt: skip
+        else:
+            queries = tl.load(q + query[:, None] * q_row + head[:, None] * q_head + d[None, :], mask=is_row, other=0.0)
         if IS_NARROW:
             queries = _to_f16(queries)
         factor = scale
@@ -207,6 +232,8 @@ def _attention_kernel(
         # [M] position of each row's token; rows without a token repeat the last one and are not stored.
         position = first_position + tl.minimum(new, num_tokens - 1)
         end = first_position + num_tokens  # tokens that the last row sees; no row sees more
+        if IS_FOLDED:
+            end = first_position  # the new one is none of the loop's
         oldest = tl.maximum(first_position + 1 - window, 0) if HAS_WINDOW else 0
         if HAS_CHUNK:  # lists have the tiles before it as well
             oldest = tl.maximum(first_position // chunk * chunk, oldest)
@@ -221,6 +248,30 @@ def _attention_kernel(
         column = tl.arange(0, BLOCK_N)
         IS_SCALED: tl.constexpr = HAS_CAP or alibi is not None  # before the exponent, as a cap or a bias comes after
         unit = 1.0 if IS_SCALED else factor
+        if IS_FOLDED:  # noqa: SIM102  the inner one is of the device
+            if (first_position >= 0) & (end_tile * BLOCK_N > first_position):
+                is_d = number < D
+                slot = tl.load(slot_mapping + first_row)
+                cosines, sines = rotation(cos, sin, angle, number, cos_row, sin_row, HALF, BLOCK_D)
+                key = turned_tile(
+                    token_place + (num_heads + g) * q_head, g, number, is_d, k_norm, cosines, sines, eps,
+                    D, HALF, BLOCK_D, IS_NORMED, IS_ROUNDED, HAS_HEAD_WEIGHTS,
+                )  # fmt: skip
+                value = token_place + (num_heads + num_heads // GROUP + g) * q_head + number
+                key, value = new_token(
+                    key, tl.load(value, mask=is_d, other=0.0),
+                    k_head + slot // B * kc_n + slot % B * kc_b, v_head + slot // B * vc_n + slot % B * vc_b,
+                    tl.load(k_scale + g) if HAS_K_SCALE else 1.0, tl.load(v_scale + g) if HAS_V_SCALE else 1.0,
+                    slot >= 0, number, is_d, kc_d, vc_d, BLOCK_D, HAS_K_SCALE,
+                )  # fmt: skip
+                score = tl.sum(queries.to(tl.float32) * key.to(queries.dtype).to(tl.float32), axis=1)
+                if IS_SCALED:
+                    score *= factor
+                if HAS_CAP:
+                    score = cap - 2 * cap / (tl.exp2(score) + 1)
+                best = score * unit
+                total += 1.0
+                acc += value.to(tl.float32)
         first_masked = first_tile
         if not (IS_DECODE or HAS_WINDOW or HAS_CHUNK):  # tiles that every row sees in full
             first_masked = tl.minimum(tl.maximum((first_position + 1) // BLOCK_N, first_tile), end_tile)
@@ -247,7 +298,7 @@ def _attention_kernel(
             scores = _scores(queries, keys, factor, cap, HAS_CAP, IS_SCALED, PRECISION)
             if alibi is not None:
                 scores = _with_alibi(scores, slopes, token, position)
-            is_seen = token[None, :] <= position[:, None]
+            is_seen = token[None, :] < end if IS_FOLDED else token[None, :] <= position[:, None]
             if HAS_WINDOW:
                 is_seen &= token[None, :] > position[:, None] - window
             if HAS_CHUNK:

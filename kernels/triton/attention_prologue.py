@@ -6,6 +6,8 @@ Shapes: qkv [T, H + 2G, D], a layer's cache [N, G, B, D], tables [P, D_rot / 2] 
 
 Norms of heads, rotary positions and the cache write are one launch; norms over rows are two before it. The projection
 is read once; rotated numbers are written once, as a query or into the cache. Roundings are those of the separate steps.
+
+Decode of few rows has no launch for it: the attention kernel does the same to what it loads (`folded_prologue.py`).
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
@@ -206,16 +208,16 @@ def _normed_head(
     narrow: tl.constexpr = first.dtype
     first, second, rest = first.to(tl.float32), second.to(tl.float32), rest.to(tl.float32)
     if NORM == "layer":
-        total = _sum(first) + _sum(second)
+        total = row_sum(first) + row_sum(second)
         if REST > 0:
-            total += _sum(rest)
+            total += row_sum(rest)
         first = tl.where(pair < HALF, first - total / D, 0.0)
         second = tl.where(pair < HALF, second - total / D, 0.0)
         if REST > 0:
             rest = tl.where(other < REST, rest - total / D, 0.0)
-    squares = _sum(first * first) + _sum(second * second)
+    squares = row_sum(first * first) + row_sum(second * second)
     if REST > 0:
-        squares += _sum(rest * rest)
+        squares += row_sum(rest * rest)
     scale = tl.rsqrt(squares / D + eps)
     weights = weight
     is_weight = pair < HALF
@@ -226,22 +228,22 @@ def _normed_head(
         is_other = is_head & is_other
     first, second = first * scale, second * scale
     if weight is not None:
-        first = _weighted(first, weights + pair, is_weight, narrow, IS_ROUNDED)
-        second = _weighted(second, weights + HALF + pair, is_weight, narrow, IS_ROUNDED)
+        first = weighted(first, weights + pair, is_weight, narrow, IS_ROUNDED)
+        second = weighted(second, weights + HALF + pair, is_weight, narrow, IS_ROUNDED)
     if REST > 0:
         rest = rest * scale
         if weight is not None:
-            rest = _weighted(rest, weights + 2 * HALF + other, is_other, narrow, IS_ROUNDED)
+            rest = weighted(rest, weights + 2 * HALF + other, is_other, narrow, IS_ROUNDED)
     return first.to(narrow), second.to(narrow), rest.to(narrow)
 
 
 @triton.jit
-def _sum(x):
+def row_sum(x):
     return tl.sum(x, axis=1, keep_dims=True)
 
 
 @triton.jit
-def _weighted(x, weights, is_weight, narrow: tl.constexpr, IS_ROUNDED: tl.constexpr):
+def weighted(x, weights, is_weight, narrow: tl.constexpr, IS_ROUNDED: tl.constexpr):
     """x * weights of x in f32; rounded to `narrow` before, and so after as well, if `IS_ROUNDED`."""
     factors = tl.load(weights, mask=is_weight, other=0.0)
     return x.to(narrow) * factors if IS_ROUNDED else x * factors.to(tl.float32)
@@ -249,9 +251,15 @@ def _weighted(x, weights, is_weight, narrow: tl.constexpr, IS_ROUNDED: tl.conste
 
 @triton.jit
 def _store(place, x, scale, is_element, IS_FP8: tl.constexpr):
+    tl.store(place, as_kept(x, scale, place.dtype.element_ty, IS_FP8), mask=is_element)
+
+
+@triton.jit
+def as_kept(x, scale, kept: tl.constexpr, IS_FP8: tl.constexpr):
+    """Numbers in the cache's type."""
     if IS_FP8:
         x = x.to(tl.float32) / scale
         # Beyond it e4m3 has only NaN, which must stay: a broken model shall end with an error, not answer.
         x = tl.maximum(x, -LARGEST_FP8, propagate_nan=tl.PropagateNan.ALL)
         x = tl.minimum(x, LARGEST_FP8, propagate_nan=tl.PropagateNan.ALL)
-    tl.store(place, x.to(place.dtype.element_ty), mask=is_element)
+    return x.to(kept)

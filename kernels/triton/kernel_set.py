@@ -11,6 +11,7 @@ from .block_copy import copy_blocks
 from .layers import activated, add_rms_norm, gated, layer_norm, rms_norm
 from .logit_edits import count_tokens, edit, force
 from .products import activated_linear, gated_linear, linear_add, norm_linear
+from .prologue_decode import prologue_decode
 from .sampling import choose, choose_truncated
 from .token_scores import score
 
@@ -34,6 +35,7 @@ __all__ = [
     "paged_attention",
     "paged_decode",
     "plan_attention",
+    "prologue_decode",
     "rms_norm",
     "score",
 ]

@@ -227,27 +227,14 @@ class _Layer:
         qkv = qkv.view(num_tokens, -1, attention.head_dim)  # [T, H + 2 G, D]
         keys, values = cache.layer(index)  # [N, G, B, D]
         k_scale, v_scale = cache.layer_scales(index)  # [G]
-        q = self.kernels.attention_prologue(
-            qkv,
-            self.norms,
-            *self.tables,
-            inputs.positions,
-            keys,
-            values,
-            inputs.slot_mapping,
-            k_scale,
-            v_scale,
-            self.query_factors,
-        )  # [T, H, D]
-        attend: Callable[..., Tensor] = self.kernels.paged_decode
-        places: tuple[Tensor, ...] = (inputs.lengths,)
+        prologue = (qkv, self.norms, *self.tables, inputs.positions, keys, values, inputs.slot_mapping)
+        attend: Callable[..., Tensor] = self.kernels.prologue_decode
+        places: tuple[object, ...] = (*prologue, self.query_factors, inputs.block_tables, inputs.lengths)
         if not inputs.is_decode:
-            attend, places = self.kernels.paged_attention, (inputs.query_starts, inputs.lengths)
+            attend = self.kernels.paged_attention
+            q = self.kernels.attention_prologue(*prologue, k_scale, v_scale, self.query_factors)  # [T, H, D]
+            places = (q, keys, values, inputs.block_tables, inputs.query_starts, inputs.lengths)
         seen = attend(  # keywords, as merging two dicts of them takes three times as long
-            q,
-            keys,
-            values,
-            inputs.block_tables,
             *places,
             scale=attention.scale,
             window=attention.window,

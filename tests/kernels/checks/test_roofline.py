@@ -98,5 +98,15 @@ def test_the_prologue_reads_a_projection_once_and_writes_queries_and_cache() -> 
     assert normed.num_bytes == plain.num_bytes - 3 * (2 * 2 * 8 + 4 * 4) + 2 * 8 * 2
 
 
+def test_decode_with_its_prologue_reads_the_projection_and_no_query_twice() -> None:
+    # Lengths 3 and 1, 4 heads on 2 of 8 numbers, bf16: results, the projection, what is cached and written, block ids.
+    folded = roofline.prologue_decode([3, 0, 1], 4, 2, 8, 8, 4, 2)
+    cached = (2 + 0) * 2 * 2 * 8 * 2
+    one = 4 * 8 * 2 + (4 + 2 * 2) * 8 * 2 + 2 * 2 * 8 * 2 + 8 * 4 + 8 + 8 + 4
+    assert folded.num_bytes == cached + 2 * one
+    apart = roofline.paged_decode([3, 0, 1], 4, 2, 8, 4, 2) + roofline.attention_prologue(2, 4, 2, 8, 8, 2, 2)
+    assert folded.num_flops == apart.num_flops and folded.num_bytes < apart.num_bytes
+
+
 def test_costs_add_up() -> None:
     assert roofline.LaunchCost(1, 2) + roofline.LaunchCost(10, 20) == roofline.LaunchCost(11, 22)

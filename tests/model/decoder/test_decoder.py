@@ -167,7 +167,7 @@ def test_attention_is_planned_once_a_step_for_the_windows_of_all_layers(tmp_path
         **vars(kernel_set)
         | {
             "plan_attention": plan_attention,
-            "paged_decode": watched(kernel_set.paged_decode),
+            "prologue_decode": watched(kernel_set.prologue_decode),
             "paged_attention": watched(kernel_set.paged_attention),
         }
     )

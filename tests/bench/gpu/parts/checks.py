@@ -16,6 +16,7 @@ from millrace.kernels import kernel_set
 from millrace.kernels.kernel_set import KernelSet, SamplingKernels
 from tests.bench.gpu.place import Place
 from tests.bench.gpu.trials.attention import checked_trials
+from tests.bench.gpu.trials.folded import folded_trials
 from tests.bench.gpu.trials.layers import Widths, copy_trial, norm_trials, prologue_trial
 from tests.bench.gpu.trials.sampling import sampling_trials
 from tests.bench.gpu.trials.trial import Trial, check
@@ -78,11 +79,12 @@ def hot_trials(place: Place, kernels: KernelSet, sampler: SamplingKernels) -> It
 
 
 def other_trials(place: Place, kernels: KernelSet) -> Iterator[Trial]:
-    """Norms, activations, the prologue and copies."""
+    """Norms, activations, the prologue, decode with it, products of few rows, and copies."""
     draw = torch.Generator(place.device).manual_seed(place.seed)
     is_small = place.is_dry or place.is_tiny
     tiny = Widths(hidden=33, num_heads=4, num_groups=2, head_dim=16, inner=20)
     for widths in (tiny,) if is_small else (tiny, ODD, QWEN3_06B, LLAMA_8B):
+        yield from folded_trials(kernels, widths, place.dtype, draw, is_small=is_small)
         for num_tokens in (3,) if is_small else (1, 7, 300):
             yield from norm_trials(kernels, widths, num_tokens, place.dtype, draw)
             yield prologue_trial(kernels, widths, num_tokens, place.dtype, draw)

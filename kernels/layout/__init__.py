@@ -6,6 +6,6 @@ Owns: the order, type and meaning of every field in them, and the plain twins of
 In: sizes and plain arrays.
 Out: packed rows, views of buffers, and lists of attention work.
 Imports: numpy, torch; nothing of the package.
-Start with: `step_state.py`; `work_lists.py` has the division of attention into even parts, and
-`attention_tilings.py` the launch shapes.
+Start with: `step_state.py`; `work_lists.py` describes the division of attention into even parts, `list_work.py` is its
+plain twin, and `attention_tilings.py` has the launch shapes.
 """

@@ -1,23 +1,17 @@
-"""The Triton kernel that makes a step's attention work lists on the device.
+"""A step's attention plan: the sizes and the memory of its work lists, and the launches that make them.
 
-Its twin is `list_work` in `kernels/layout/work_lists.py`, which describes the lists. Shapes: lengths [S] i32, query
-starts [S + 1] i32; S sequences.
-
-The host reads no length, and launches depend on sizes alone. One program makes a list, once a step, for all layers of
-one window.
+`kernels/layout/work_lists.py` describes the lists. The host reads no length, and launches depend on sizes alone.
 """
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
-
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-import triton
-import triton.language as tl
-
 from ..layout.work_lists import (
+    CUT_TILES,
     AttentionPlan,
     AttentionShape,
     Division,
@@ -30,9 +24,11 @@ from ..layout.work_lists import (
     partials_size,
     table_sizes,
 )
-from .launch import capability, early_launch, num_multiprocessors, start_early
+from .launch import capability, early_launch, num_multiprocessors
+from .work_lists import list_kernel
 
 BLOCK = 512  # tasks processed at a time
+COMPARED = 16  # query tiles whose keys those of a block are compared with at a time
 
 
 def plan_attention(
@@ -49,12 +45,13 @@ def plan_attention(
     """
     processors = num_processors or num_multiprocessors(lengths.device)
     divided = _divisions(shape, len(lengths), num_tokens, query_starts is None, processors, lengths.device)
-    lists = [
-        {window: _make_list(division, tiling, lengths, query_starts, window) for window in shape.windows}
-        for division, tiling in divided
-    ]
+    lists = {window: _make_lists(divided, lengths, query_starts, window) for window in shape.windows}
     partials = torch.empty(_num_partials(shape, divided), dtype=torch.float32, device=lengths.device)
-    return AttentionPlan(lists[0], lists[1] if len(lists) > 1 else {}, partials)
+    return AttentionPlan(
+        {window: made[0] for window, made in lists.items()},
+        {window: made[1] for window, made in lists.items() if len(made) > 1},
+        partials,
+    )
 
 
 def workspace_bytes(
@@ -94,163 +91,49 @@ def _divisions(
     return found
 
 
-def _make_list(
-    division: Division, tiling: Tiling, lengths: Tensor, query_starts: Tensor | None, window: int | None
-) -> WorkList:
-    sizes = table_sizes(division)
-    tables = torch.empty(sum(sizes), dtype=torch.int32, device=lengths.device)
-    items, begins, starts, arrivals, counts = tables.split_with_sizes(sizes)
-    if division.max_tasks:
-        _list_kernel[(1,)](
-            items, begins, starts, arrivals, counts, lengths if query_starts is None else query_starts, lengths,
-            division.num_sequences, division.num_tokens, window or 0, division.max_tasks, division.num_programs,
-            NUM_GROUPS=division.num_groups, TOKENS=division.tokens_per_tile, BLOCK_N=division.block_n,
-            IS_EXTEND=division.kind == "extend", IS_MIXED=query_starts is not None, HAS_WINDOW=window is not None,
-            FIXED_PIECES=division.max_pieces if division.is_fixed else 0, MIN_TILES=division.min_tiles,
-            ITEM=len(WorkItem), BLOCK=BLOCK, num_warps=4, enable_fp_fusion=True,
+class _Tables(NamedTuple):
+    """Memory of a list; see `TableSizes`."""
+
+    items: Tensor
+    begins: Tensor
+    starts: Tensor
+    arrivals: Tensor
+    counts: Tensor
+    keys: Tensor
+
+    @classmethod
+    def of(cls, division: Division, device: torch.device) -> _Tables:
+        sizes = table_sizes(division)
+        return cls(*torch.empty(sum(sizes), dtype=torch.int32, device=device).split_with_sizes(sizes))
+
+    def as_list(self, division: Division, tiling: Tiling) -> WorkList:
+        return WorkList(
+            division,
+            tiling,
+            self.items[: division.max_items * len(WorkItem)].view(-1, len(WorkItem)),
+            self.starts[: division.num_programs + 1],
+            self.arrivals[: division.max_partials],
+            self.counts[:2],
+        )
+
+
+def _make_lists(
+    divided: list[tuple[Division, Tiling]], lengths: Tensor, query_starts: Tensor | None, window: int | None
+) -> list[WorkList]:
+    """The lists of these divisions: of decode, and perhaps of extend."""
+    # NOTE: with the limit of registers the compiler spills none. Without, it spills to let more programs run at a time.
+    tables = [_Tables.of(division, lengths.device) for division, _ in divided]
+    (decode, _), (extend, _) = divided[0], divided[-1]
+    if extend.max_tasks:
+        list_kernel[(len(divided),)](
+            *tables[0][:-1], *tables[-1], lengths if query_starts is None else query_starts, lengths,
+            decode.num_sequences, decode.num_tokens, window or 0, decode.max_tasks, extend.max_tasks,
+            extend.max_query_tiles, decode.num_programs, extend.num_programs,
+            NUM_GROUPS=decode.num_groups, TOKENS=extend.tokens_per_tile, DECODE_N=decode.block_n,
+            EXTEND_N=extend.block_n, IS_MIXED=query_starts is not None, HAS_WINDOW=window is not None,
+            IS_FIXED=decode.is_fixed, FIXED_PIECES=decode.max_pieces, DECODE_MIN=decode.min_tiles,
+            EXTEND_MIN=extend.min_tiles, ITEM_TILES=extend.item_tiles, CUT_TILES=CUT_TILES,
+            ITEM=len(WorkItem), BLOCK=BLOCK, BLOCK_J=COMPARED, num_warps=8, maxnreg=128, enable_fp_fusion=True,
             **early_launch(lengths.device),
         )  # fmt: skip
-    return WorkList(
-        division,
-        tiling,
-        items[: division.max_items * len(WorkItem)].view(-1, len(WorkItem)),
-        starts[: division.num_programs + 1],
-        arrivals[: division.max_partials],
-        counts[:2],
-    )
-
-
-@triton.jit(
-    do_not_specialize=["num_sequences", "num_tokens", "window", "num_tasks", "num_programs"],
-    do_not_specialize_on_alignment=["query_starts", "lengths"],
-)
-def _list_kernel(
-    items, begins, starts, arrivals, counts, query_starts, lengths,
-    num_sequences, num_tokens, window, num_tasks, num_programs,
-    NUM_GROUPS: tl.constexpr, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, IS_EXTEND: tl.constexpr,
-    IS_MIXED: tl.constexpr, HAS_WINDOW: tl.constexpr, FIXED_PIECES: tl.constexpr, MIN_TILES: tl.constexpr,
-    ITEM: tl.constexpr, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr,
-):  # fmt: skip
-    """Sums the costs of all tasks, then writes their items, BLOCK tasks at a time. One program.
-
-    NOTE: the counters of arrivals are set to zero here, once a step, and only count up then. If the kernels that count
-    set them back, a step that died halfway would leave them wrong for ever.
-    """
-    start_early(IS_EARLY)
-    task = tl.arange(0, BLOCK)
-    total = 0
-    for first in range(0, num_tasks, BLOCK):
-        _, _, _, _, _, _, cost = _query_tile(
-            query_starts, lengths, first + task, num_sequences, num_tokens, window, num_tasks,
-            NUM_GROUPS, TOKENS, BLOCK_N, IS_EXTEND, IS_MIXED, HAS_WINDOW,
-        )  # fmt: skip
-        total += tl.sum(cost, axis=0)
-    stretch = tl.maximum(tl.cdiv(total, num_programs), MIN_TILES)
-
-    line = 0  # its length so far
-    num_items = 0
-    num_splits = 0
-    num_partials = 0
-    for first in range(0, num_tasks, BLOCK):
-        sequence, row, tokens, position, low, high, cost = _query_tile(
-            query_starts, lengths, first + task, num_sequences, num_tokens, window, num_tasks,
-            NUM_GROUPS, TOKENS, BLOCK_N, IS_EXTEND, IS_MIXED, HAS_WINDOW,
-        )  # fmt: skip
-        g = (first + task) % NUM_GROUPS
-        begin = line + tl.cumsum(cost, 0) - cost
-        if FIXED_PIECES > 0:
-            share = tl.maximum(tl.cdiv(cost, FIXED_PIECES), MIN_TILES)
-            pieces = tl.cdiv(cost, share)
-            cut = begin  # where piece 0 would begin at full length
-        else:
-            share = tl.zeros_like(cost) + stretch
-            cut = begin // stretch * stretch
-            pieces = tl.where(cost > 0, (begin + cost - 1) // stretch - begin // stretch + 1, 0)
-        item = num_items + tl.cumsum(pieces, 0) - pieces
-        is_split = pieces > 1
-        split_pieces = tl.where(is_split, pieces, 0)
-        partial = num_partials + tl.cumsum(split_pieces, 0) - split_pieces
-        tl.store(arrivals + partial, 0, mask=is_split)
-        for piece in range(0, tl.max(pieces, axis=0)):
-            is_piece = piece < pieces
-            piece_begin = tl.maximum(begin, cut + piece * share)
-            piece_end = tl.minimum(begin + cost, cut + (piece + 1) * share)
-            place = items + (item + piece) * ITEM
-            tl.store(place, sequence, mask=is_piece)
-            tl.store(place + 1, row, mask=is_piece)
-            tl.store(place + 2, g, mask=is_piece)
-            tl.store(place + 3, low + piece_begin - begin, mask=is_piece)
-            tl.store(place + 4, tl.minimum(high, low + piece_end - begin), mask=is_piece)
-            tl.store(place + 5, tl.where(is_split, partial + piece, -1), mask=is_piece)
-            tl.store(place + 6, position, mask=is_piece)
-            tl.store(place + 7, tokens, mask=is_piece)
-            tl.store(place + 8, tl.where(is_split, partial, -1), mask=is_piece)
-            tl.store(place + 9, pieces, mask=is_piece)
-            tl.store(begins + item + piece, piece_begin, mask=is_piece)
-        line += tl.sum(cost, axis=0)
-        num_items += tl.sum(pieces, axis=0)
-        num_splits += tl.sum(is_split.to(tl.int32), axis=0)
-        num_partials += tl.sum(split_pieces, axis=0)
-    tl.store(counts, num_items)
-    tl.store(counts + 1, num_splits)
-
-    tl.debug_barrier()  # other threads of the program wrote the numbers read below
-    for first in range(0, num_programs + 1, BLOCK):
-        program = first + task
-        # The first item that begins on or after the program's stretch of the line, by bisection.
-        low = tl.zeros_like(program)
-        high = low + num_items
-        is_open = low < high
-        while tl.max(is_open.to(tl.int32), axis=0) > 0:
-            middle = (low + high) // 2
-            is_before = tl.load(begins + middle, mask=is_open, other=0) < program * stretch
-            low = tl.where(is_open & is_before, middle + 1, low)
-            high = tl.where(is_open & (is_before == 0), middle, high)
-            is_open = low < high
-        tl.store(starts + program, low, mask=program <= num_programs)
-
-
-@triton.jit
-def _query_tile(
-    query_starts, lengths, task, num_sequences, num_tokens, window, num_tasks,
-    NUM_GROUPS: tl.constexpr, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, IS_EXTEND: tl.constexpr,
-    IS_MIXED: tl.constexpr, HAS_WINDOW: tl.constexpr,
-):  # fmt: skip
-    """The query tiles of some tasks: sequence, row, tokens, position, tiles [low, high), and cost (0 = no task)."""
-    tile = task // NUM_GROUPS
-    is_tile = task < num_tasks
-    if IS_EXTEND:
-        low = tl.zeros_like(tile)  # the last sequence whose tiles begin at or before this one, by bisection
-        high = low + num_sequences + 1
-        is_open = low < high
-        while tl.max(is_open.to(tl.int32), axis=0) > 0:
-            middle = (low + high) // 2
-            is_before = tl.load(query_starts + middle, mask=is_open, other=0) // TOKENS + middle <= tile
-            low = tl.where(is_open & is_before, middle + 1, low)
-            high = tl.where(is_open & (is_before == 0), middle, high)
-            is_open = low < high
-        sequence = low - 1
-        is_own = is_tile & (sequence < num_sequences)  # else rows past the last sequence
-        start = tl.load(query_starts + sequence, mask=is_tile, other=0)
-        end = tl.load(query_starts + sequence + 1, mask=is_own, other=0)
-        end = tl.where(is_own, end, num_tokens)
-        row = start + (tile - start // TOKENS - sequence) * TOKENS
-        is_tile = is_tile & (row < end) & ((end - start != 1) | (sequence == num_sequences))
-        length = tl.load(lengths + sequence, mask=is_own, other=0)
-    else:
-        sequence = tile
-        row = tile
-        end = row + 1
-        if IS_MIXED:
-            row = tl.load(query_starts + sequence, mask=is_tile, other=0)
-            end = tl.load(query_starts + sequence + 1, mask=is_tile, other=0)
-            is_tile = is_tile & (end - row == 1)
-        length = tl.load(lengths + sequence, mask=is_tile, other=0)
-    tokens = tl.minimum(end - row, TOKENS)
-    position = length - (end - row)
-    low = tl.zeros_like(row)
-    if HAS_WINDOW:
-        low = tl.where(length > 0, tl.maximum(position + 1 - window, 0) // BLOCK_N, 0)
-    high = tl.where(length > 0, (position + tokens + BLOCK_N - 1) // BLOCK_N, 0)
-    cost = tl.where(is_tile, tl.maximum(high - low, 1), 0)
-    return tl.minimum(sequence, num_sequences - 1), row, tokens, position, low, high, cost
+    return [made.as_list(division, tiling) for made, (division, tiling) in zip(tables, divided, strict=True)]

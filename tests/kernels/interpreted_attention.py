@@ -13,7 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.kernels.layout.work_lists import AttentionPlan, AttentionShape, SplitTask, WorkItem, list_work
+from millrace.kernels.layout.list_work import SplitTask, list_work
+from millrace.kernels.layout.work_lists import AttentionPlan, AttentionShape, WorkItem
 from millrace.kernels.reference import attention as reference
 from millrace.kernels.triton import attention as triton_attention
 from millrace.kernels.triton import launch as triton_launch
@@ -117,13 +118,29 @@ def test_lists_are_those_of_the_twin(
         assert work.starts.tolist() == want.starts.tolist()
 
 
-def test_a_list_longer_than_a_block_of_the_kernel_is_that_of_the_twin() -> None:
-    lengths = torch.arange(700, dtype=torch.int32) % 90
+@pytest.mark.parametrize("num_processors", [3, 300])
+def test_a_list_longer_than_a_block_of_the_kernel_is_that_of_the_twin(num_processors: int) -> None:
+    lengths = torch.arange(700, dtype=torch.int32) % 900
+    starts = torch.arange(701, dtype=torch.int32) * 2
     shape = AttentionShape(2, 2, 16, torch.float32, torch.float32)
-    (work,) = plan_attention(shape, lengths, None, 700, 300).decode.values()
-    want = list_work(work.division, lengths, None, None)
-    assert work.items[: len(want.items)].tolist() == want.items.tolist()
-    assert work.starts.tolist() == want.starts.tolist()
+    (alone,) = plan_attention(shape, lengths, None, 700, num_processors).decode.values()
+    (extend,) = plan_attention(shape, lengths, starts, 1400, num_processors).extend.values()
+    for work, begins in ((alone, None), (extend, starts)):
+        want = list_work(work.division, lengths, begins, None)
+        assert work.items[: len(want.items)].tolist() == want.items.tolist()
+        assert work.starts.tolist() == want.starts.tolist()
+
+
+def test_an_extend_list_is_whole_or_cut_by_what_ends_earlier() -> None:
+    shape = AttentionShape(6, 2, 16, torch.float32, torch.float32)
+    cuts = []
+    for length in (100, 3000):
+        lengths, starts = torch.tensor([length], dtype=torch.int32), torch.tensor([0, 30], dtype=torch.int32)
+        (work,) = plan_attention(shape, lengths, starts, 30, 9).extend.values()
+        want = list_work(work.division, lengths, starts, None)
+        assert work.items[: len(want.items)].tolist() == want.items.tolist()
+        cuts.append(int(work.counts[1]))
+    assert cuts[0] == 0 and cuts[1] > 0
 
 
 # ---- decode ---------------------------------------------------------------------------------------------------------
@@ -172,7 +189,7 @@ def test_a_task_of_more_pieces_than_a_merge_takes_at_a_time(monkeypatch: pytest.
 
 
 def test_pieces_that_end_in_any_order_give_the_same_bits_in_each_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = make_case([1, 11], [150, 70], block_size=16)
+    case = make_case([1, 11], [150, 420], block_size=16)
     with monkeypatch.context() as patched:  # what memory held before, such as a step that died
         patched.setattr(torch, "empty", lambda *sizes, **options: torch.full(sizes, 7, **options))
         plan = plan_of(case, num_processors=5)
@@ -205,12 +222,12 @@ def test_a_mixed_batch_with_a_window(window: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("window", [None, 800])
 def test_a_mixed_batch_in_pieces(window: int | None, dtype: torch.dtype) -> None:
     """The last piece of the second sequence begins past what the first of its new tokens see."""
-    case = make_case([1, 11], [700, 516], block_size=16, num_groups=1, dtype=dtype)
+    case = make_case([1, 11], [700, 850], block_size=16, num_groups=1, dtype=dtype)
     plan = plan_of(case, window, 5)
-    assert plan.decode[window].counts[1] + plan.extend[window].counts[1] > 1
+    assert plan.decode[window].counts[1] and plan.extend[window].counts[1]
     assert_alike(case, window, 5)
 
 

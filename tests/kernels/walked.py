@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from millrace.kernels.layout.work_lists import Division, HostWorkList, SplitTask, WorkItem
+from millrace.kernels.layout.list_work import HostWorkList, SplitTask
+from millrace.kernels.layout.work_lists import Division, WorkItem
 from tests.kernels.paged import PagedCase
 
 

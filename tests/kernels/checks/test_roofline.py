@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.kernels.checks import roofline
-from millrace.kernels.layout.work_lists import Division, WorkItem, list_work
+from millrace.kernels.layout.list_work import list_work
+from millrace.kernels.layout.work_lists import Division, WorkItem
 from tests.kernels.paged import dense_attention, make_case
 from tests.kernels.walked import walk
 

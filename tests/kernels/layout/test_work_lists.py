@@ -5,22 +5,23 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from millrace.kernels.layout.list_work import HostWorkList, Ints, SplitTask, list_work
 from millrace.kernels.layout.work_lists import (
+    CUT_TILES,
+    ITEM_TILES,
     MAX_FIXED_PIECES,
     MIN_TILES,
     AttentionShape,
     Division,
-    HostWorkList,
-    SplitTask,
     WorkItem,
     decode_tiling,
     divide,
     extend_tiling,
-    list_work,
 )
 from tests.counts import count
 
@@ -69,6 +70,14 @@ def starts_of(rows: list[tuple[int, int]]) -> torch.Tensor:
     return torch.tensor([0, *(num_new for num_new, _ in rows)]).cumsum(0).int()
 
 
+def tiles_of(items: Ints) -> Ints:
+    return np.maximum(items[:, WorkItem.END_TILE] - items[:, WorkItem.FIRST_TILE], 1)
+
+
+def is_whole(found: HostWorkList) -> bool:
+    return not len(found.splits)
+
+
 def tiles_seen(rows: list[tuple[int, int]], num_tail: int, window: int | None) -> Counter[tuple[int, int, int]]:
     """(row of q, key/value head, tile) for each tile that the row sees; tile -1 if it sees none."""
     lengths, starts = lengths_of(rows).tolist(), starts_of(rows).tolist()
@@ -105,16 +114,40 @@ def test_every_tile_that_a_row_sees_is_in_one_item(
 
 @settings(max_examples=count(60, 2000), deadline=None)
 @given(batches, st.sampled_from([0, 9]), programs, windows, shortest)
-def test_no_program_has_more_than_its_stretch(
+def test_no_program_has_more_than_its_stretch_and_what_cuts_would_cost(
     rows: list[tuple[int, int]], num_tail: int, num_programs: int, window: int | None, min_tiles: int
 ) -> None:
-    for _, (items, starts, _) in listed(rows, num_tail, num_programs, window, False, min_tiles):
-        cost = [max(1, item[WorkItem.END_TILE] - item[WorkItem.FIRST_TILE]) for item in items.tolist()]
-        stretch = max(min_tiles, -(-sum(cost) // num_programs))
+    for division, found in listed(rows, num_tail, num_programs, window, False, min_tiles):
+        items, starts, _ = found
         assert starts[0] == 0
         assert starts[-1] == len(items)
+        tiles = tiles_of(items)
+        is_first = items[:, WorkItem.PARTIAL] == items[:, WorkItem.FIRST_PARTIAL]  # of its task
+        total = int(tiles.sum()) + division.item_tiles * int(is_first.sum())
+        stretch = max(min_tiles + division.item_tiles, -(-total // num_programs))
         for first, end in zip(starts[:-1], starts[1:], strict=True):
-            assert 0 <= sum(cost[first:end]) <= stretch
+            if is_whole(found) and division.kind == "extend":
+                assert 0 <= tiles[first:end].sum() + ITEM_TILES * (end - first) <= stretch + CUT_TILES
+            else:
+                assert (
+                    0 <= tiles[first:end].sum() + division.item_tiles * max(0, is_first[first:end].sum() - 1) <= stretch
+                )
+
+
+@settings(max_examples=count(60, 2000), deadline=None)
+@given(batches, st.sampled_from([0, 9]), programs, windows, st.booleans())
+def test_whole_extend_tasks_are_dealt_forth_and_back_the_longest_first(
+    rows: list[tuple[int, int]], num_tail: int, num_programs: int, window: int | None, is_fixed: bool
+) -> None:
+    _, (_, found) = listed(rows, num_tail, num_programs, window, is_fixed)
+    if not is_whole(found):
+        assert not is_fixed
+        return
+    tiles, starts = tiles_of(found.items), found.starts.tolist()
+    hands = [tiles[first:end].tolist() for first, end in zip(starts[:-1], starts[1:], strict=True)]
+    dealt = [hand[turn] for turn in range(len(tiles)) for hand in hands[:: -1 if turn % 2 else 1] if turn < len(hand)]
+    assert dealt == sorted(tiles.tolist(), reverse=True)
+    assert max(map(len, hands)) - min(map(len, hands)) <= 1
 
 
 @settings(max_examples=count(60, 2000), deadline=None)
@@ -156,7 +189,7 @@ def test_in_batch_invariant_mode_a_sequence_is_cut_as_if_it_were_alone(
     def own(found: list[tuple[Division, HostWorkList]], sequence: int, start: int) -> list[list[int]]:
         columns = [WorkItem.GROUP, WorkItem.FIRST_TILE, WorkItem.END_TILE, WorkItem.POSITION, WorkItem.NUM_TOKENS]
         lists = [items[items[:, WorkItem.SEQUENCE] == sequence] for _, (items, _, _) in found]
-        return [[row[WorkItem.ROW] - start, *row[columns].tolist()] for items in lists for row in items]
+        return sorted([row[WorkItem.ROW] - start, *row[columns].tolist()] for items in lists for row in items)
 
     alone = listed([rows[place]], 0, num_programs, window, True)
     among = listed(rows, 0, others, window, True)
@@ -181,6 +214,23 @@ def test_a_long_sequence_is_cut_and_short_ones_are_not() -> None:
     ]
     assert starts.tolist() == [0, 1, 3, 4, 9]
     assert splits.tolist() == [[0, 1, 0, 0, 2], [0, 1, 1, 2, 3]]
+
+
+def test_a_prompt_is_dealt_whole_so_that_no_program_has_many_short_tasks() -> None:
+    # 4 tokens a query tile, 8 keys a tile: tasks of 1, 1, 2, 2, .. 16, 16 tiles, for each of 2 heads.
+    _, (_, (items, starts, _)) = listed([(128, 0)], 0, 16)
+    assert np.diff(starts).tolist() == [4] * 16
+    assert [sum(tiles_of(items)[first : first + 4]) for first in starts[:-1].tolist()] == [34] * 16
+    assert tiles_of(items)[:8].tolist() == [16, 9, 8, 1, 16, 9, 8, 1]
+
+
+def test_few_long_tasks_are_cut_as_dealing_them_would_leave_programs_without_work() -> None:
+    # 2 tasks of 26 tiles: 31 with what an item costs, 9 at least a program on the line, and 8 for its cuts.
+    _, (_, (items, _, splits)) = listed([(2, 200)], 0, 16)
+    assert splits[:, SplitTask.NUM_PIECES].tolist() == [4, 3]
+    assert tiles_of(items).tolist() == [4, 9, 9, 4, 9, 9, 8]
+    _, (_, (items, _, splits)) = listed([(2, 86)], 0, 16)  # of 11 tiles: 16 with the item
+    assert tiles_of(items).tolist() == [11, 11] and not len(splits)
 
 
 def test_short_work_is_not_shredded() -> None:

@@ -137,11 +137,12 @@ def test_waits_are_those_of_innermost_loops_that_copy() -> None:
 def test_a_launch_is_recorded_with_all_its_arguments() -> None:
     (case, *_) = compile_cases.attention_cases(64, BF16)
     launches = compile_check.recorded_launches(case.launch, 90)
-    assert [launch.kernel.__name__ for launch in launches] == ["_list_kernel", "_attention_kernel"]
+    assert [launch.kernel.__name__ for launch in launches] == ["list_kernel", "_attention_kernel"]
     for launch in launches:
         assert set(launch.arguments) == set(launch.kernel.arg_names)
-    plain = {"num_warps": 4, "enable_fp_fusion": True, "launch_pdl": True}
-    assert [launch.options for launch in launches] == [plain, plain | {"maxnreg": 168}]
+    plain = {"enable_fp_fusion": True, "launch_pdl": True}
+    warps_and_registers = [{"num_warps": 8, "maxnreg": 128}, {"num_warps": 4, "maxnreg": 168}]
+    assert [launch.options for launch in launches] == [plain | each for each in warps_and_registers]
 
 
 def test_programs_that_share_a_multiprocessor_get_an_even_share_of_its_registers() -> None:
@@ -155,5 +156,5 @@ def test_launches_are_the_same_for_any_lengths() -> None:
     """Meta tensors hold no numbers, so sizes alone decide: one CUDA graph serves any mix of lengths."""
     decode, extend = compile_cases.attention_cases(128, BF16)[:2]
     grids = [[launch.grid for launch in compile_check.recorded_launches(case.launch, 90)] for case in (decode, extend)]
-    # 132 multiprocessors: 3 programs each for decode, 1 for extend.
-    assert grids == [[(1,), (396,)], [(1,), (1,), (132,)]]
+    # A program makes each list. 132 multiprocessors: 3 programs each for decode, 1 for extend.
+    assert grids == [[(1,), (396,)], [(2,), (132,)]]

@@ -11,7 +11,8 @@ from torch import Generator, Tensor
 from millrace.kernels.checks import roofline
 from millrace.kernels.checks.roofline import LaunchCost
 from millrace.kernels.kernel_set import KernelSet
-from millrace.kernels.layout.work_lists import AttentionPlan, AttentionShape, list_work
+from millrace.kernels.layout.list_work import list_work
+from millrace.kernels.layout.work_lists import AttentionPlan, AttentionShape
 from tests.bench.gpu.trials.layers import Widths
 from tests.bench.gpu.trials.trial import Tensors, Trial, far, unchecked
 from tests.kernels.paged import PagedCase, dense_attention, make_case

@@ -92,13 +92,14 @@ class SimStreams:
         hang: Callable[[], object] | None = None,
         *,
         refuses: bool = False,
+        is_silent: bool = False,
     ) -> None:
         """Loses the device when so many more operations are done: nothing runs from then on.
 
         Every later wait for something that is not done raises `error`. With `hang` only the first one does, and the
-        others call `hang`, which blocks. `refuses`: submissions raise `error` too.
+        others call `hang`, which blocks; `is_silent`: the first one too. `refuses`: submissions raise `error` too.
         """
-        self._loss = _Loss(self.num_done + num_operations, error, hang, refuses)
+        self._loss = _Loss(self.num_done + num_operations, error, hang, refuses, is_told=is_silent)
 
     @property
     def is_lost(self) -> bool:

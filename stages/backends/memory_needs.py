@@ -106,7 +106,7 @@ def async_bytes(config: EngineConfig, max_model_len: int) -> int:
     tokens = max(config.num_step_tokens, rows)
     blocks = -(-max_model_len // config.block_size)
     state = slots * 4 * (STATE_WIDTH + max_model_len + blocks)
-    inputs = tokens * 3 * 8 + rows * (4 * blocks + 4 + 4 + 8 + 4) + 4
+    inputs = tokens * 3 * 8 + rows * (4 * blocks + 8 + 5 * 4) + 4
     return state + inputs + 4 * (diff_size(slots, MAX_DIFF_ITEMS, MAX_DIFF_ITEMS) + 2 * rows)
 
 

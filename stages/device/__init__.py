@@ -4,6 +4,6 @@ Owns: the device thread and the queue of its steps.
 In: forward passes from execute and sampling calls from sample, submitted on the event loop.
 Out: their results, as futures that resolve on the event loop.
 Imports: the root of `stages`, `runtime`.
-Start with: `device.py`; `device_guard.py` finds out whether a device is lost; `arrays.py` is the interface to numpy
-and torch.
+Start with: `device.py`; `device_guard.py` finds out whether a device is lost, `step_watch.py` when a step never ends;
+`arrays.py` is the interface to numpy and torch.
 """

@@ -19,6 +19,7 @@ from ...runtime.workers.step_queue import StepQueue, ignore_error
 from ...runtime.workers.worker import BEFORE_BLOCKING, IMMEDIATELY, ON_REQUEST, WhenDone, Worker
 from ..messages import Started, StepGrant, StepTokens
 from .device_guard import PROBE_S, DeviceGuard, DeviceLost
+from .step_watch import StepWatch
 
 R = TypeVar("R")
 CallBefore = Callable[[Callable[[], object]], object]
@@ -168,6 +169,7 @@ class Device:
         """
         self.on_lost: list[Callable[[DeviceLost], object]] = []  # called once, on the loop: results may never come
         self.guard = None if probe is None else DeviceGuard(probe, self._probe_limit_s, self._note_lost)
+        self.watch: StepWatch | None = None  # with a guard: finds a step that never ends
         self._enter = enter
         self._call_before_computing = call_before_computing
         self._worker: Worker | None = None
@@ -213,6 +215,7 @@ class Device:
                 self._call_before_computing(self._worker.deliver)
             if self.guard is not None:
                 self.guard.join(context.env)
+                self.watch = StepWatch(self.guard, context.env)
             if self._enter is not None:
                 ignore_error(self._worker.submit(self._run_enter, self._enter))
         self._sources[phase] = context.source
@@ -269,7 +272,11 @@ class Device:
         """
         run = self._or_fault("device.sample", sample)
         when_done = IMMEDIATELY if self._call_before_computing is None else BEFORE_BLOCKING
-        return self._submit(grant.step, SAMPLE, partial(self._timed_sample, self._now_ns(), grant, run), when_done)
+        timed = partial(self._timed_sample, self._now_ns(), grant, run)
+        result = self._submit(grant.step, SAMPLE, timed, when_done)
+        if self.watch is not None and not self.is_async:
+            self.watch.begin(grant.step, grant.num_computed, result)
+        return result
 
     def _submit(self, step: int, phase: int, run: Callable[[], R], when_done: WhenDone) -> asyncio.Future[R]:
         assert self._queue is not None, f"step {step} is sampled before its forward pass was submitted"

@@ -31,12 +31,16 @@ ADVICE = (
 OTHER_ADVICE = "see dmesg for an Xid, and nvidia-smi for the GPU's state"
 
 
+class StepStuck(Exception):
+    """A step that does not end. It is the cause of a check, and never raised."""
+
+
 class DeviceLost(FatalError):
     """The device computes nothing more for this process. The text says since which step, why, and what to do."""
 
 
 class DeviceGuard:
-    """Decides after a failed step whether the device is lost.
+    """Decides after a failed step, or during one that does not end, whether the device is lost.
 
     `probe` blocks until the device has done all earlier work and some new, tiny work; it raises the device's error.
     `limit_s` is the time that it may take: more means a hang. `on_lost` is called once, with the verdict.
@@ -46,6 +50,7 @@ class DeviceGuard:
         self, probe: Callable[[], object], limit_s: Callable[[], float], on_lost: Callable[[DeviceLost], object]
     ) -> None:
         self.lost: DeviceLost | None = None  # the verdict, for good
+        self.is_closed = False  # shutdown: a check found no worker any more
         self._probe, self._limit_s, self._on_lost = probe, limit_s, on_lost
         self._worker: Worker | None = None
         self._checking: asyncio.Task[None] | None = None
@@ -62,8 +67,23 @@ class DeviceGuard:
 
         The task raises `DeviceLost` if the device is lost.
         """
+        return self._begin(step, error, None, None)
+
+    def begin_stuck(
+        self, step: int, took_s: float, limit_s: float, has_ended: Callable[[], bool]
+    ) -> asyncio.Task[None]:
+        """As `begin`, for a step that has not ended after `took_s` seconds.
+
+        The device must answer within `limit_s`. If the step `has_ended` by then, the device is not lost.
+        """
+        return self._begin(step, StepStuck(f"it has not ended for {took_s:.3g} s"), limit_s, has_ended)
+
+    def _begin(
+        self, step: int, error: BaseException, limit_s: float | None, has_ended: Callable[[], bool] | None
+    ) -> asyncio.Task[None]:
         if self._checking is None or (self._checking.done() and self.lost is None):
-            self._checking = asyncio.get_running_loop().create_task(self._check(step, error), name="device probe")
+            check = self._check(step, error, limit_s, has_ended)
+            self._checking = asyncio.get_running_loop().create_task(check, name="device probe")
             ignore_error(self._checking)
         return self._checking
 
@@ -71,9 +91,11 @@ class DeviceGuard:
         """As `begin`, and waits for the verdict."""
         await asyncio.shield(self.begin(step, error))
 
-    async def _check(self, step: int, error: BaseException) -> None:
+    async def _check(
+        self, step: int, error: BaseException, limit_s: float | None, has_ended: Callable[[], bool] | None
+    ) -> None:
         assert self._worker is not None, "a step has failed before join(): a stage joins the device in its set-up"
-        limit_s = self._limit_s()
+        limit_s = self._limit_s() if limit_s is None else limit_s
         try:
             answer = self._worker.submit(self._probe)
             ignore_error(answer)
@@ -81,8 +103,11 @@ class DeviceGuard:
                 await asyncio.shield(answer)
             return
         except WorkerClosed:
-            return  # shutdown: no verdict is needed
+            self.is_closed = True
+            return  # no verdict is needed
         except TimeoutError:
+            if has_ended is not None and has_ended():
+                return  # late, but it computes
             cause = f"it has not answered for {limit_s:.3g} s"
         except Exception as found:
             cause = first_line(found)
@@ -104,6 +129,8 @@ def first_line(error: BaseException) -> str:
 def loggable(error: BaseException) -> str:
     """What may be logged of a step's error: a device's own text, else the type, as an exception may quote a prompt."""
     text = first_line(error)
+    if isinstance(error, StepStuck):
+        return text
     is_of_device = text.startswith("CUDA") or any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__)
     return text if is_of_device else type(error).__name__
 

@@ -6,6 +6,7 @@ stage runs on the event loop; the runner on a thread of its own.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar, Protocol
 
@@ -13,6 +14,7 @@ from ...runtime.env.log import get_logger
 from ...runtime.stage import Context, Crash, Outlet, Stage
 from ...runtime.workers.worker import Worker
 from ..device.device_guard import PROBE_S, DeviceGuard, DeviceLost
+from ..device.step_watch import StepWatch
 from ..errors import Failed
 from ..messages import Pooled, StepText, TokenRequest
 
@@ -31,7 +33,8 @@ class Encode(Stage[TokenRequest, StepText]):
 
     A batch has at most `max_rows` prompts and `max_batched_tokens` tokens, padding included; a longer prompt runs
     alone. Prompts of requests that have ended are skipped. A batch that fails is run again prompt by prompt. A prompt
-    that fails alone ends its request. `probe` finds out after a failure whether the device is lost, see `DeviceGuard`.
+    that fails alone ends its request. `probe` finds out after a failure, or during a batch that does not end, whether
+    the device is lost; see `DeviceGuard`.
     """
 
     on_crash: ClassVar[Crash] = Crash.ISOLATE
@@ -45,6 +48,8 @@ class Encode(Stage[TokenRequest, StepText]):
         self._context: Context | None = None
         self._worker: Worker | None = None
         self._num_batches = 0
+        self._result: asyncio.Future[list[Pooled]] | None = None  # of the batch that runs
+        self._watch: StepWatch | None = None
         self._guard = None if probe is None else DeviceGuard(probe, lambda: PROBE_S, self._note_lost)
 
     async def setup(self, context: Context) -> None:
@@ -55,6 +60,7 @@ class Encode(Stage[TokenRequest, StepText]):
             self._worker = worker
             if self._guard is not None:
                 self._guard.join(context.env)
+                self._watch = StepWatch(self._guard, context.env)
 
     async def handle(self, batch: Sequence[TokenRequest], out: Outlet[StepText]) -> None:
         assert self._context is not None
@@ -70,7 +76,11 @@ class Encode(Stage[TokenRequest, StepText]):
         if not batch:
             return
         try:
-            pooled = await self._worker.submit(self.runner.encode, batch)
+            self._result = self._worker.submit(self.runner.encode, batch)
+            if self._watch is not None:
+                num_tokens = len(batch) * max(len(request.token_ids) for request in batch)
+                self._watch.begin(self._num_batches, num_tokens, self._result)
+            pooled = await self._result
         except Exception as error:  # any error of the device concerns a prompt, unless the device is lost
             if self._guard is not None:
                 await self._guard.check(self._num_batches, error)
@@ -87,6 +97,8 @@ class Encode(Stage[TokenRequest, StepText]):
     def _note_lost(self, lost: DeviceLost) -> None:
         assert self._worker is not None
         self._worker.abandon()
+        if self._result is not None and not self._result.done():
+            self._result.set_exception(lost)
 
 
 def batches(line: Sequence[TokenRequest], max_tokens: int, max_rows: int) -> Iterator[list[TokenRequest]]:

@@ -64,6 +64,8 @@ FOUND_LATE_BY = {  # (seed, steps in flight), as above
     "guide_without_its_tokens": ((1, 4),),
     "guide_read_before_it_is_there": ((0, 1),),
     "guide_overwritten": ((0, 4),),
+    "wrong_drafts_kept": ((3, 1),),
+    "drafts_trusted": ((3, 1),),
 }
 
 _pool: ProcessPoolExecutor | None = None

@@ -1,6 +1,7 @@
-"""Runs in which an asynchronous device is lost at a random step, with attended steps, in virtual time.
+"""Runs in which an asynchronous device is lost at a random step, with attended steps and drafts, in virtual time.
 
-Inline, health must turn dead within two seconds of the first step that fails, and each request ends once. With two
+The device fails, or hangs after a failure, or hangs in silence. Inline, health must turn dead within two seconds of the
+first step that fails, or of the beginning of one that does not end, and each request ends once. With two
 processes the engine process must be replaced, and each request gets the tokens of its right answer, none twice.
 
 In full: `python -m tests.simulation.lost_devices --seeds 2000`.
@@ -60,6 +61,8 @@ class Losses:
         self.env = env
         self.devices: list[Device] = []
         self.failed_at: float | None = None  # the first step of the present device
+        self.pending: dict[int, float] = {}  # steps of the present device in flight, and when they were submitted
+        self.ended_at = 0.0  # the last step that ended
         self.states: Counter[str] = Counter()
 
     def plant(self, model: AsyncScriptedModel, device: Device) -> None:
@@ -71,25 +74,50 @@ class Losses:
         self.num_left -= 1
         hangs, refuses = self.dice.random() < 0.4, self.dice.random() < 0.5
         num_operations = int(10 ** self.dice.uniform(0.5, 3.3))
-        model.streams.lose_after(num_operations, ERROR, _block if hangs else None, refuses=refuses)
+        is_silent = Random(f"silent/{num_operations}/{refuses}").random() < 0.3
+        hang = _block if hangs or is_silent else None
+        model.streams.lose_after(num_operations, ERROR, hang, refuses=refuses and not is_silent, is_silent=is_silent)
         self.failed_at = None
+        self._watch(device)
         guard = device.guard
         assert guard is not None
         begin = guard.begin
 
         def note_and_begin(step: int, error: BaseException) -> Any:
-            if self.failed_at is None:
+            if self.failed_at is None and guard.lost is None:
                 self.failed_at = self.env.now()
                 self.states["hangs" if hangs else "fails"] += 1
             return begin(step, error)
 
         guard.begin = note_and_begin  # type: ignore[method-assign]
 
+    def _watch(self, device: Device) -> None:
+        """Notes which steps are in flight, and since when."""
+        sample, self.pending = device.sample, {}
+        results: dict[int, asyncio.Future[Any]] = {}
+
+        def note_and_sample(grant: Any, run: Any) -> Any:
+            result = results[grant.step] = sample(grant, run)
+            self.pending[grant.step] = self.env.now()
+            result.add_done_callback(note_end)
+            return result
+
+        def note_end(_: object) -> None:
+            if device.guard is not None and device.guard.lost is None:  # else the step was given up
+                self.pending = {step: since for step, since in self.pending.items() if not results[step].done()}
+                self.ended_at = self.env.now()
+
+        device.sample = note_and_sample  # type: ignore[method-assign]
+
     def note_told(self) -> None:
         """Health has said that the device is lost."""
-        assert self.failed_at is not None, "a device is lost, and no step has failed"
-        took_s = self.env.now() - self.failed_at
-        _require(took_s <= LIMIT_S, f"health said {took_s:.3f} s after the first failed step that the device is lost")
+        since, what = self.failed_at, "the first failed step"
+        if since is None:
+            assert self.pending, "a device is lost, and no step has failed or is in flight"
+            self.states["silent"] += 1
+            since, what = max(self.ended_at, min(self.pending.values())), "the beginning of a step that does not end"
+        took_s = self.env.now() - since
+        _require(took_s <= LIMIT_S, f"health said {took_s:.3f} s after {what} that the device is lost")
         self.states["told"] += 1
 
 
@@ -111,8 +139,10 @@ class LosingWorld(World):
 
     async def live(self) -> Report:
         report = await super().live()
-        failed, told = self.losses.failed_at is not None, self.losses.states["told"]
-        _require(told == failed, f"{failed} failed steps, and health was told of {told}: {report.health}")
+        told, silent = self.losses.states["told"], self.losses.states["silent"]
+        lost = self.losses.failed_at is not None or silent > 0
+        _require(told == lost, f"{lost} lost devices, and health was told of {told}: {report.health}")
+        _require(not self.losses.pending or report.health == "dead", f"steps never ended: {self.losses.pending}")
         report.states += self.losses.states
         return report
 

@@ -21,4 +21,5 @@ def test_a_device_lost_at_a_random_step_is_told_in_time(is_split: bool, num_seed
     states: Counter[str] = Counter()
     for seed, steps_in_flight in product(range(num_seeds), STEPS_IN_FLIGHT):
         states += run_lost_seed(seed, steps_in_flight, is_split=is_split).states
-    assert states["told"] >= num_seeds and states["hangs"] and states["fails"]
+    kinds = [kind for kind in ("fails", "hangs", "silent") if states[kind]]
+    assert states["told"] >= num_seeds and len(kinds) >= (2 if is_split else 3), states

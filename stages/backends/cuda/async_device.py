@@ -72,6 +72,8 @@ class AsyncDevice(Device):
                 result.set_exception(error)
 
         submitted.add_done_callback(hand_over)
+        if self.watch is not None:
+            self.watch.begin(grant.step, grant.num_computed, result)
         return result
 
     def _note_lost(self, lost: DeviceLost) -> None:

@@ -28,6 +28,9 @@ CPU_LOGIT_BYTES = 4 + 4 + 9
 SORTED_BYTES = 40 * WHOLE_SIZE  # on the host, where rows are sorted whole
 GRAPH_LOGIT_BYTES = 2 + 4  # in half precision, and edited in float32
 COLUMN_BYTES = 128  # per slot: the sampler's columns of one number each
+# At most: kernels of a size of CUDA graphs in a layer, and in the rest of a step with all its kinds of sampling; bytes
+# that the driver keeps for each. What it really takes is measured when the graphs are captured.
+LAYER_KERNELS, STEP_KERNELS, KERNEL_BYTES = 14, 64, 16 << 10
 
 
 def sizing_on_cpu(
@@ -111,16 +114,19 @@ def async_bytes(config: EngineConfig, max_model_len: int) -> int:
 
 
 def graphs_bytes(config: EngineConfig, shape: DecoderSpec, activations: int) -> int:
-    """An estimate of the bytes that CUDA graphs keep, in one pool that the largest fills.
+    """An estimate of the bytes that CUDA graphs keep: one pool, which the largest fills, and what the driver keeps.
 
-    It is a share of `activations`, the need of the largest step, plus the copies of logits during sampling.
+    The pool is a share of `activations`, the need of the largest step, plus the copies of logits during sampling. The
+    driver keeps the arguments and the code of each kernel of each graph, in memory of its own.
     """
     if config.enforce_eager:
         return 0
     rows = most_rows(config.max_num_seqs, config.num_verified_tokens)
-    batches = [batch for sizes in batches_of(config.max_num_seqs, config.num_step_tokens) for batch in sizes]
+    sizes = (config.max_num_seqs, config.num_step_tokens, config.num_verified_tokens)
+    batches = [batch for some in batches_of(*sizes) for batch in some]
+    kernels = len(batches) * (shape.num_layers * LAYER_KERNELS + STEP_KERNELS)
     share = min(1.0, max(batch.num_tokens for batch in batches) / config.num_step_tokens)
-    return int(activations * share) + rows * shape.vocab_size * GRAPH_LOGIT_BYTES
+    return int(activations * share) + rows * shape.vocab_size * GRAPH_LOGIT_BYTES + kernels * KERNEL_BYTES
 
 
 def device_sampler_bytes(num_slots: int, vocab_size: int, num_rows: int) -> int:

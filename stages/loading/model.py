@@ -223,8 +223,8 @@ def _end_tokens(defaults: GenerationDefaults, tokenizer: Tokenizer, shape: Decod
 
 def _with_graphs(info: ModelInfo, captured: CaptureReport) -> ModelInfo:
     """`info` with the measured memory of the CUDA graphs instead of the estimate."""
-    log.info("graphs.captured", **captured.to_event())
     assert info.memory is not None
+    log.info("graphs.captured", **captured.to_event(), estimated_bytes=info.memory.row("graphs").num_bytes)
     what = f"{len(captured.batches)} sizes of CUDA graphs, measured"
     return replace(info, captured=captured, memory=info.memory.with_row("graphs", captured.num_bytes, what))
 

@@ -23,6 +23,7 @@ The sampling of a step may read a *guide* of the host (see `guide_uploads.py`), 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -128,19 +129,21 @@ class StepSubmitter:
         """Captures a step of each size, and replays each graph once to find broken ones.
 
         Called before the first step. `clock` returns seconds. Sizes for which there is no memory are dropped, the
-        largest first; raises `ConfigError` if none is left.
+        largest first; raises `ConfigError` if none is left. The report counts all memory that is no longer free, which
+        includes what the driver keeps for graphs, some of it from their first replay on.
         """
         for batch in self.graphs.batches:
             if not self._warms(batch):
                 self.graphs.drop(batch, self._streams.free_bytes())
         launches = (self._launch_forward, self._launch_sample)
+        free_bytes = self._streams.free_bytes()
         report = self.graphs.capture(self._compute, *launches, clock, self._streams.free_bytes)
         for captured in self.graphs.captured:
             self._compute.replay(captured.forward)
             for graph in captured.samples.values():
                 self._compute.replay(graph)
         self._streams.wait()
-        return report
+        return replace(report, num_bytes=max(report.num_bytes, free_bytes - self._streams.free_bytes()))
 
     def _warms(self, batch: GraphBatch) -> bool:
         """As `warm`, for one size. False if there is too little memory for it."""

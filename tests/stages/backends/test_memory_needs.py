@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +18,16 @@ from millrace.runtime.env.env import LiveEnv
 from millrace.runtime.env.log import captured_logs
 from millrace.runtime.phases import Phases
 from millrace.stages.backends import cache_size
-from millrace.stages.backends.memory_needs import CPU_LOGIT_BYTES, SORTED_BYTES, async_bytes
+from millrace.stages.backends.memory_needs import (
+    CPU_LOGIT_BYTES,
+    GRAPH_LOGIT_BYTES,
+    KERNEL_BYTES,
+    LAYER_KERNELS,
+    SORTED_BYTES,
+    STEP_KERNELS,
+    async_bytes,
+    graphs_bytes,
+)
 from millrace.stages.backends.rates import largest_grant
 from millrace.stages.config import EngineConfig
 from millrace.stages.errors import ConfigError
@@ -99,6 +110,39 @@ def test_what_a_late_device_keeps_is_what_the_sizing_counts(checkpoints):
     tables = [part for part in parts if isinstance(part, torch.Tensor)]
     held = sum(tensor.nbytes for tensor in (*tables, memory.diff, memory.result))
     assert held == async_bytes(replace(config, max_num_batched_tokens=512), 1024)
+
+
+class Filling(HostStreams):
+    """A device whose free memory falls when it is asked for it again: by what its driver keeps for graphs."""
+
+    free = 90_000_000
+
+    def free_bytes(self) -> int:
+        free, self.free = self.free, self.free - 5_000_000
+        return free
+
+
+def test_the_graphs_row_is_all_memory_that_capturing_took_from_the_device(checkpoints):
+    env = LiveEnv(0)
+    env.streams = Filling()
+    config = EngineConfig(model=str(checkpoints["qwen3"]), attention_backend="torch", **SMALL)
+    with captured_logs() as logs:
+        info = load_model(config, Phases(time.monotonic), env).info
+    assert info.memory.row("graphs").num_bytes == info.captured.num_bytes == 5_000_000
+    (line,) = [line for line in logs if line["event"] == "graphs.captured"]
+    assert (line["bytes"], line["estimated_bytes"]) == (5_000_000, 0), "on a CPU no graph is expected"
+
+
+def test_the_estimate_for_graphs_counts_the_kernels_of_each_size():
+    shape: Any = SimpleNamespace(num_layers=3, vocab_size=100)
+    config = EngineConfig(max_num_seqs=2, max_num_batched_tokens=64)
+    logits, kernels = 2 * 100 * GRAPH_LOGIT_BYTES, 3 * (3 * LAYER_KERNELS + STEP_KERNELS)
+    assert graphs_bytes(config, shape, 0) == logits + kernels * KERNEL_BYTES, "1 and 2 rows, and 64 tokens"
+    assert graphs_bytes(config, shape, 1000) == graphs_bytes(config, shape, 0) + 1000
+    drafting = replace(config, speculation="ngram", num_speculative_tokens=7)
+    more = 8 * 100 * GRAPH_LOGIT_BYTES + 4 * (3 * LAYER_KERNELS + STEP_KERNELS) * KERNEL_BYTES
+    assert graphs_bytes(drafting, shape, 0) == more, "and 8 tokens with drafts"
+    assert graphs_bytes(replace(config, enforce_eager=True), shape, 1000) == 0
 
 
 def test_little_memory_gives_a_shorter_context_or_an_error_with_the_length(checkpoints, monkeypatch, tmp_path):

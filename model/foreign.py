@@ -11,6 +11,7 @@ from .errors import CheckpointError, quoted, shown
 from .files import read_json, read_text
 
 BASE_MODEL = re.compile(r"^base_model:\s*(?:-\s*)?['\"]?([\w.-]+/[\w.-]+)", re.MULTILINE)  # of a model card
+MXFP4 = "mxfp4"  # a quant_method
 SMALLER = "quantization = int4 or int8 makes its weights smaller on a CPU"
 
 
@@ -40,11 +41,14 @@ def refuse_mlx(root: Path, values: Mapping[str, Any]) -> None:
 
 
 def refuse_quantized(root: Path, values: Mapping[str, Any]) -> None:
-    """Raises CheckpointError for a config.json of quantized weights, where transformers' modules are to run."""
+    """Raises CheckpointError for a config.json of quantized weights, where transformers' modules are to run.
+
+    MXFP4, in which gpt-oss is published, is read.
+    """
     refuse_mlx(root, values)
     found = values.get("quantization_config")
-    if found:
-        method = found.get("quant_method", found) if isinstance(found, dict) else found
+    method = found.get("quant_method", found) if isinstance(found, dict) else found
+    if found and method != MXFP4:
         what = f"{quoted(method)} weights are not supported for models that run through transformers"
         _refuse(root, f"config.json ({root}): quantization_config: {what}")
 

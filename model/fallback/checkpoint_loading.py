@@ -13,7 +13,7 @@ from transformers.utils import logging
 from ..checkpoint.safetensors import Checkpoint
 from ..errors import CheckpointError, quoted, shown
 from ..files import read_json, refuse_code
-from ..foreign import describe_folder, refuse_quantized
+from ..foreign import MXFP4, describe_folder, refuse_quantized
 from ..spec import DecoderSpec, HeadSpec
 from .attention_interface import IMPLEMENTATION
 from .errors import UnservableError
@@ -54,7 +54,15 @@ def read_config(root: Path) -> PreTrainedConfig:
     except Exception as error:  # of any type, after the key that led to it
         raise CheckpointError(f"config.json ({root}): {_first_line(error)}") from None
     assert isinstance(config, PreTrainedConfig)
+    if is_mxfp4(config):
+        config.quantization_config["dequantize"] = True  # as products of codes need kernels that are downloaded
     return config
+
+
+def is_mxfp4(config: PreTrainedConfig) -> bool:
+    """Whether the experts are stored in 4-bit floats, which transformers unpacks while loading."""
+    found = getattr(config, "quantization_config", None)
+    return isinstance(found, dict) and found.get("quant_method") == MXFP4
 
 
 def read_spec(config: PreTrainedConfig, root: Path, load_format: str = "auto") -> DecoderSpec:
@@ -126,7 +134,8 @@ def num_weights(root: Path, config: PreTrainedConfig, load_format: str) -> int:
         described = sum(weight.numel() for weight in kind.from_config(config).parameters())
     if load_format != "dummy":
         checkpoint = Checkpoint(root)  # checks the headers, and refuses pickles
-        stored = sum(math.prod(checkpoint.shape(name)) for name in checkpoint.names)
+        packed = "_blocks" if is_mxfp4(config) else "\0"  # the end of names of tensors with two numbers in a byte
+        stored = sum(math.prod(checkpoint.shape(name)) * (1 + name.endswith(packed)) for name in checkpoint.names)
         if described > 2 * stored:  # an output layer that is the embedding counts once or twice
             raise CheckpointError(
                 f"config.json ({root}): describes {described} weights, and the files hold {stored}; they are of "

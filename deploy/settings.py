@@ -87,6 +87,15 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "prompt_lookup_max": "length in tokens of the repeated n-gram that starts drafting",
         "prompt_lookup_min": "length in tokens of the repeated n-gram that continues drafting",
     },
+    "LoRA": {
+        "enable_lora": "serve LoRA adapters: a request names one as its model; computed by torch, mode inline only",
+        "lora_modules": "adapter to load at the start: name=path of a folder in PEFT's format; may be repeated",
+        "lora_dir": "folder of adapters: each subfolder is one, loaded when a request first names it; "
+        "POST /v1/load_lora_adapter loads from here only",
+        "max_loras": "maximum adapters on the device at once, and so in one step",
+        "max_lora_rank": "largest rank of an adapter",
+        "max_cpu_loras": "maximum adapters in host memory, those on the device included; none: 4 * max_loras",
+    },
     "KV cache": {
         "block_size": "tokens per block, a power of two: smaller wastes less, larger loads faster",
         "num_gpu_blocks": "exact number of KV blocks, on any device; none: from memory",

@@ -73,6 +73,14 @@ class EngineConfig:
     prompt_lookup_max: int = 6  # matching tokens needed for a sequence to begin drafting
     prompt_lookup_min: int = 2  # matching tokens needed for each further draft
 
+    # LoRA adapters
+    enable_lora: bool = False  # requests may name an adapter as their model; computed by torch
+    lora_modules: tuple[str, ...] = ()  # name=path of adapters that are loaded at the start
+    lora_dir: str | None = None  # folder of adapters, loaded when first named; and of those that the API may load
+    max_loras: int = 1  # adapters on the device at once, so in one step
+    max_lora_rank: int = 16  # largest rank of an adapter
+    max_cpu_loras: int | None = None  # adapters in host memory; None: 4 * max_loras
+
     # the KV cache
     block_size: int = 16  # tokens; smaller wastes less memory, larger loads faster
     num_gpu_blocks: int | None = None  # exact number of KV blocks, on any device; None: from the memory available
@@ -96,6 +104,11 @@ class EngineConfig:
 
     # fault injection
     inject: tuple[str, ...] = ()  # faults to inject; see `runtime/fault_injection.py`
+
+    @property
+    def num_host_loras(self) -> int:
+        """`max_cpu_loras`, or its default."""
+        return 4 * self.max_loras if self.max_cpu_loras is None else self.max_cpu_loras
 
     def dtype_of(self, own: str) -> str:
         """The dtype of the weights in memory; `own` is the checkpoint's dtype."""
@@ -147,8 +160,11 @@ class EngineConfig:
             "max_unread_tokens",
             "num_speculative_tokens",
             "prompt_lookup_min",
+            "max_loras",
+            "max_lora_rank",
         ):
             _positive(name, getattr(self, name))
+        self._check_adapters()
         for name in ("max_model_len", "max_num_batched_tokens", "num_gpu_blocks", "kv_cache_bytes", "threads"):
             value = getattr(self, name)
             if value is not None and not (name == "max_model_len" and value == "auto"):
@@ -184,6 +200,23 @@ class EngineConfig:
             raise ConfigError(
                 f"max_num_batched_tokens = {self.max_num_batched_tokens} is below max_num_seqs = {self.max_num_seqs}: "
                 "a step could not even give each running sequence one token; raise the first or lower the second"
+            )
+
+    def _check_adapters(self) -> None:
+        if self.max_loras > MAX_LORAS:
+            raise ConfigError(f"max_loras = {self.max_loras}: must be at most {MAX_LORAS}")
+        if self.num_host_loras <= self.max_loras:
+            raise ConfigError(
+                f"max_cpu_loras = {self.max_cpu_loras}: must be above max_loras, which is {self.max_loras}, as "
+                "those on the device stay on the host and one more is read beside them"
+            )
+        if not self.enable_lora and (self.lora_modules or self.lora_dir):
+            name = "lora_modules" if self.lora_modules else "lora_dir"
+            raise ConfigError(f"{name}: adapters are served with enable_lora only; set it too")
+        if self.enable_lora and self.attention_backend not in ("auto", "torch"):
+            raise ConfigError(
+                f"enable_lora = True with attention_backend = {self.attention_backend}: adapters are computed by "
+                "torch; use attention_backend = auto"
             )
 
 

@@ -41,12 +41,13 @@ BELOW = {
     "model/schema": "",
     "model/text": "model model/schema",
     "model/demo/making": "model/demo",
-    "model/decoder": "model model/families model/checkpoint",
+    "model/decoder": "model model/families model/checkpoint model/lora",
     "model/lora": "model model/families model/checkpoint",
     "model/fallback": "model model/checkpoint model/decoder",
     "model/encoder": "model model/checkpoint",
     "stages": "",
     "stages/insight": "",
+    "stages/adapters": "stages",
     "stages/allocate": "stages",
     "stages/detokenize": "stages",
     "stages/device": "stages",
@@ -67,7 +68,7 @@ BELOW = {
     "stages/loading": "stages stages/device stages/encode stages/grammar stages/tokenize stages/execute "
     "stages/sample stages/backends/cuda stages/backends stages/backends/native "
     "stages/backends/torch",
-    "stages/engine": "stages stages/allocate stages/detokenize stages/device stages/encode stages/exit "
+    "stages/engine": "stages stages/adapters stages/allocate stages/detokenize stages/device stages/encode stages/exit "
     "stages/grammar stages/intake stages/schedule stages/tokenize stages/execute stages/sample "
     "stages/recordings stages/beam_search stages/loading",
     "stages/evaluation": "stages stages/device stages/execute stages/loading",
@@ -93,7 +94,7 @@ BELOW = {
     "deploy/websocket": "deploy deploy/http deploy/metrics deploy/api deploy/api/schema deploy/api/openai "
     "deploy/api/responses",
     "deploy/inspect": "deploy deploy/http deploy/api",
-    "deploy/admin": "deploy deploy/http deploy/api",
+    "deploy/admin": "deploy deploy/http deploy/api deploy/api/schema",
     "deploy/dashboard": "deploy deploy/http deploy/metrics deploy/api deploy/api/schema deploy/websocket "
     "deploy/inspect",
     "deploy/openapi/shapes": "deploy",

@@ -19,6 +19,7 @@ from ...runtime.trace.tracer import Tracer
 from ..api.service import Service
 from ..errors import ApiError
 from ..http.responses import answer, expect
+from .adapters import AdapterAdminRoutes
 from .profiler import Profiler
 
 DEFAULT_TRACE_S, MAX_TRACE_S = 30.0, 3_600.0  # on a busy server the trace covers less
@@ -32,6 +33,7 @@ class AdminRoutes:
     def __init__(self, service: Service, threads: Executor) -> None:
         self.service = service
         self.profiler = Profiler(service)
+        self.adapters = AdapterAdminRoutes(service, threads)
         self._threads = threads
 
     @property
@@ -49,6 +51,9 @@ class AdminRoutes:
             web.post("/admin/flight", self.record_flight, expect_handler=expect),
             web.post("/admin/profiler/start", self.profiler.start, expect_handler=expect),
             web.post("/admin/profiler/stop", self.profiler.stop, expect_handler=expect),
+            web.get("/admin/adapters", self.adapters.adapters),
+            web.post("/v1/load_lora_adapter", self.adapters.load, expect_handler=expect),
+            web.post("/v1/unload_lora_adapter", self.adapters.unload, expect_handler=expect),
         ]
 
     async def reset_cache(self, request: web.Request) -> web.Response:

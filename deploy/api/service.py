@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 from ...runtime.env.log import get_logger
 from ...runtime.load_progress import LoadProgress, LoadState
 from ...runtime.pipeline import Health
+from ...stages.messages import AdapterRef
 from ..config import ServerConfig
 from ..errors import ApiError, not_serving, shorten
 from ..metrics.watchdog import Watchdog
 from .chat_format import ChatFormat, check_parsers
 
 if TYPE_CHECKING:
+    from ...stages.adapters.gate import AdapterGate
     from ...stages.engine.engine import Engine
 
 ANSWER_S = 1.0  # for the answers to requests that a drain has aborted
@@ -130,8 +132,44 @@ class Service:
     def require_model(self, name: str | None) -> None:
         """Raises `ApiError` 404 for a model that is not served here. None means the served model."""
         if name is not None and name not in self.model_names:
-            message = f"model = {shorten(repr(name), 128)}: not served here; GET /v1/models lists the served names"
+            adapters = None if self.engine is None else self.engine.adapters
+            near = "" if adapters is None else adapters.registry.near_misses(name)
+            message = (
+                f"model = {shorten(repr(name), 128)}: not served here{near}; GET /v1/models lists the served names"
+            )
             raise ApiError("model_not_found", message, param="model")
+
+    def adapter_of(self, name: str | None) -> AdapterRef | None:
+        """The LoRA adapter that a model's name stands for: its own name, or `base:name`; None for the served model.
+
+        Raises `ApiError` 404 for any other name. May be called in a thread.
+        """
+        adapters = None if self.engine is None else self.engine.adapters
+        if name is not None and name not in self.model_names and adapters is not None:
+            base, _, rest = name.rpartition(":")
+            own = rest if base in self.model_names else name
+            if own in adapters.registry:
+                return AdapterRef(own)
+        self.require_model(name)
+        return None
+
+    def answered_model(self, name: str | None) -> str:
+        """The model's name in an answer to a request that named it so: the adapter's, or the first served name."""
+        adapter = self.adapter_of(name)
+        return self.model_names[0] if adapter is None else adapter.name
+
+    def require_adapters(self) -> AdapterGate:
+        """The LoRA adapters; raises `ApiError` 400 if the server serves none."""
+        adapters = self.require_engine().adapters
+        if adapters is None:
+            raise ApiError("invalid_value", "this server serves no adapters; start it with --enable-lora")
+        return adapters
+
+    @property
+    def adapter_names(self) -> tuple[str, ...]:
+        """The names of the adapters that may be named now."""
+        adapters = None if self.engine is None else self.engine.adapters
+        return () if adapters is None else tuple(entry.name for entry in adapters.registry)
 
     def cache_salt(self, wanted: str | None, owner: str) -> str:
         """The prefix-cache salt of a request: the client's own, or `owner/salt`.

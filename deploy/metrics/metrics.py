@@ -18,6 +18,7 @@ from ...runtime.env.log import dropped as dropped_lines
 from ...runtime.pipeline import Health
 from ...stages.allocate.block_pool import BlockPool
 from ..errors import CODES
+from .adapter_families import adapters
 from .families import counter, gauge
 from .latencies import Latencies
 from .latency_log import LatencyLog
@@ -131,6 +132,7 @@ class Metrics:
         if self._engine.has_core:
             yield from self._gauges(self._engine, labels)
             yield from self._core_counters(self._engine, labels)
+            yield from adapters(self._engine)
         yield from self._counters(self._engine, labels)
         name, text = "millrace:engine_process_deaths", "Engine processes that ended unexpectedly."
         yield counter(name, text, self._engine.num_deaths, {})
@@ -230,7 +232,7 @@ def _preemptions(counts: Mapping[tuple[str, str], int]) -> Metric:
         "millrace:preemptions", "Preemptions of sequences, by mode and cause.", labels=["mode", "cause"]
     )
     for mode in ("swap", "recompute"):
-        for cause in ("blocks", "slot", "rope"):
+        for cause in ("blocks", "slot", "adapter", "rope"):
             if cause != "rope" or mode == "recompute":
                 preemptions.add_metric([mode, cause], counts.get((mode, cause), 0))
     return preemptions

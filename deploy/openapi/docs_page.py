@@ -78,7 +78,9 @@ class DocsRoutes:
         if engine is None:
             return None
         info = engine.info
-        return ModelLimits(info.vocab_size, info.max_model_len, self.service.model_names)
+        return ModelLimits(
+            info.vocab_size, info.max_model_len, (*self.service.model_names, *self.service.adapter_names)
+        )
 
 
 # -- the page

@@ -35,6 +35,8 @@ class RequestLog:
         logged_fields: dict[str, Any] = (
             {} if request.pooling is not None else {"n": params.n, "max_tokens": params.max_tokens}
         )
+        if request.adapter is not None:
+            logged_fields["adapter"] = request.adapter.name
         if self._num_chars:
             logged_fields["prompts"] = [excerpt(prompt, self._num_chars) for prompt in request.prompts[:4]]
         log.info(

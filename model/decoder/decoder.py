@@ -20,6 +20,7 @@ from ..spec import AttentionSpec, DecoderSpec, FeedSpec, LayerSpec
 from .few_rows import FewRowProducts, LayerProducts
 from .kv_cache import KVCache
 from .linear import Linear
+from .lora_linear import LoraTable
 from .memory_estimate import step_bytes, weights_bytes
 from .rope import alibi_slopes, decoder_tables, query_factors
 from .step_inputs import StepInputs
@@ -32,7 +33,7 @@ class Decoder:
     `max_positions` is the length of the longest sequence; None = the checkpoint's. A position beyond it is a bug of the
     caller. With `is_batch_invariant` the other sequences of a step do not change how attention is cut; only kernels
     with attention plans honour it, and products of few rows are then the library's. `tilings` are the launch options of
-    the card; None = all products are the library's.
+    the card; None = all products are the library's. `adapters` are those of the linears in `weights`.
     """
 
     def __init__(
@@ -44,8 +45,10 @@ class Decoder:
         *,
         is_batch_invariant: bool = False,
         tilings: Tilings | None = None,
+        adapters: LoraTable | None = None,
     ) -> None:
         self.spec = spec
+        self.adapters = adapters
         self.weights = weights
         self.kernels = kernels
         self.device = weights.embedding.device

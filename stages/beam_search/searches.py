@@ -7,7 +7,7 @@ one token per beam; without the cache it computes every beam whole. `algorithm.p
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -39,6 +39,9 @@ class BeamSearches:
     limits: RequestLimits
     eos_token_ids: tuple[int, ...]
     make_answer: Callable[[SamplingParams, Ints], AnswerText]  # makes the detokenizer of one answer to a prompt [P]
+    admit: Callable[[Request], Awaitable[Request]] | None = (
+        None  # waits for the adapter of a request; None: none has one
+    )
     _tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # by request id
 
     def submit(self, request: Request, beams: BeamParams, deadline_s: float | None = None) -> RequestOutbox:
@@ -94,6 +97,8 @@ class BeamSearches:
     async def _run(self, outbox: RequestOutbox, beams: BeamParams) -> None:
         request = outbox.request
         try:
+            if request.adapter is not None and self.admit is not None:
+                request = await self.admit(request)
             async with asyncio.TaskGroup() as group:
                 prompts = range(len(request.prompts))
                 tasks = [group.create_task(self._search(request, index, beams)) for index in prompts]

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from ..beam_search.algorithm import BeamParams
 from ..exit.outboxes import RequestOutbox
-from ..messages import ChatPrompt, Prompt, Request
+from ..messages import AdapterRef, ChatPrompt, Prompt, Request
 from ..outputs import EmbeddingRequestOutput, ModelInfo, OutputKind, RequestOutput, ScoringRequestOutput
 from ..params import SamplingParams
 from ..pooling_params import Floats, PoolingParams
@@ -59,6 +59,7 @@ class ClientApi(ABC):
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str = "",
+        adapter: str | None = None,
         timeout_s: float | None = None,
         output_kind: OutputKind = "delta",
     ) -> AsyncIterator[RequestOutput]:
@@ -66,11 +67,13 @@ class ClientApi(ABC):
 
         Yields new text ("delta"), all text so far ("cumulative"), or one whole output ("final"), by `output_kind`.
         Leaving the loop cancels the request. Raises `RequestError` if it fails. `params` default to the model's. A
-        request shares cached prefixes only with requests of the same `cache_salt`.
+        request shares cached prefixes only with requests of the same `cache_salt`. `adapter` is the name of a LoRA
+        adapter; None is the base model.
         """
         chosen = params or self.info.default_params
         prompts = (_as_prompt(prompt),)
-        request = Request(self._request_id(request_id), prompts, chosen, priority=priority, cache_salt=cache_salt)
+        options: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt, "adapter": _ref(adapter)}
+        request = Request(self._request_id(request_id), prompts, chosen, **options)
         outbox = await self.submit(request, wait=True, deadline_s=timeout_s)
         async for output in self._outputs(outbox, output_kind):
             yield output
@@ -86,6 +89,7 @@ class ClientApi(ABC):
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str = "",
+        adapter: str | None = None,
         timeout_s: float | None = None,
         output_kind: OutputKind = "delta",
     ) -> AsyncIterator[RequestOutput]:
@@ -96,7 +100,8 @@ class ClientApi(ABC):
         chat = ChatPrompt(tuple(messages), add_generation_prompt, continue_final_message, template_kwargs or {})
         chosen = params or replace(self.info.default_params, max_tokens=None)
         prompts = (Prompt(chat=chat),)
-        request = Request(self._request_id(request_id), prompts, chosen, priority=priority, cache_salt=cache_salt)
+        options: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt, "adapter": _ref(adapter)}
+        request = Request(self._request_id(request_id), prompts, chosen, **options)
         outbox = await self.submit(request, wait=True, deadline_s=timeout_s)
         async for output in self._outputs(outbox, output_kind):
             yield output
@@ -113,6 +118,7 @@ class ClientApi(ABC):
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str = "",
+        adapter: str | None = None,
         timeout_s: float | None = None,
     ) -> RequestOutput:
         """The `width` likeliest answers to a prompt, best first, each with its score.
@@ -124,7 +130,8 @@ class ClientApi(ABC):
         beams = BeamParams(width=width, length_penalty=length_penalty, early_stopping=early_stopping)
         chosen = replace(params or SamplingParams(temperature=0.0), n=width, max_tokens=max_tokens)
         prompts = (_as_prompt(prompt),)
-        request = Request(self._request_id(request_id), prompts, chosen, priority=priority, cache_salt=cache_salt)
+        options: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt, "adapter": _ref(adapter)}
+        request = Request(self._request_id(request_id), prompts, chosen, **options)
         outbox = self.submit_search(request, beams, deadline_s=timeout_s)
         (output,) = [output async for output in self._outputs(outbox, "final")]
         return output
@@ -194,6 +201,10 @@ class ClientApi(ABC):
 
     def _request_id(self, request_id: str | None) -> str:
         return f"request-{next(self._request_numbers)}" if request_id is None else request_id
+
+
+def _ref(adapter: str | None) -> AdapterRef | None:
+    return None if adapter is None else AdapterRef(adapter)
 
 
 def _as_prompt(prompt: PromptLike) -> Prompt:

@@ -25,10 +25,12 @@ from ...runtime.pipeline import Health, NotServing, Pipeline
 from ...runtime.stage import Stage
 from ...runtime.trace.tracer import Tracer
 from ...runtime.workers.thread_start import ThreadNotStarted
+from ..adapters.gate import AdapterGate
+from ..adapters.registry import parse_modules
 from ..beam_search.algorithm import BeamParams
 from ..config import EngineConfig
 from ..device.device import Device
-from ..errors import ConfigError
+from ..errors import ConfigError, Refused
 from ..exit.outboxes import RequestOutbox
 from ..messages import Ints, Request
 from ..params import SamplingParams
@@ -151,6 +153,9 @@ class Engine(EngineStatus, ClientApi):
             await self._parts.pipeline.start()
         with phases("warm_up"):
             await self._warm_up()
+        if (adapters := self.adapters) is not None:
+            with phases("adapters"):
+                await self._load_adapters(adapters)
         if self._computes_here:
             self._env.yield_to("device", loaded.own_cpu)
         await self._inject(self._parts.pipeline, faults)
@@ -237,6 +242,14 @@ class Engine(EngineStatus, ClientApi):
             raise ConfigError(f"record = {path}: an encoder model has no scheduler to record; leave it out")
         return self._parts.record(path, self.config, self._env)
 
+    async def _load_adapters(self, adapters: AdapterGate) -> None:
+        """Loads the adapters of the settings. Raises `ConfigError` for the first that cannot be."""
+        for name, path in parse_modules(self.config.lora_modules).items():
+            try:
+                await adapters.load(self._env, name, path)
+            except Refused as error:
+                raise ConfigError(f"lora_modules: {error.message}") from None
+
     def _make_device(self, loaded: LoadedModel) -> Device:
         return loaded.make_device()
 
@@ -256,6 +269,8 @@ class Engine(EngineStatus, ClientApi):
             await parts.pipeline.stop()
             if isinstance(parts, TextStages):
                 await parts.gate.aclose()
+                if parts.adapters is not None:
+                    await parts.adapters.aclose()
         if self._recorder is not None:
             await self._recorder.aclose()
         if self._opening is not None:
@@ -324,6 +339,23 @@ class Engine(EngineStatus, ClientApi):
         if not self.health.is_ready:
             raise NotServing(self.health)
         return Submitter(self._require_parts(), self._env)
+
+    @property
+    def adapters(self) -> AdapterGate | None:
+        """The LoRA adapters; None if none are served."""
+        return self._parts.adapters if isinstance(self._parts, TextStages) else None
+
+    async def load_adapter(self, name: str, path: str | Path) -> None:
+        """Loads a LoRA adapter from a folder under a name, or another one under a name in use.
+
+        Requests in progress end on the adapter that they have. Raises `Refused` for an adapter that cannot be served.
+        """
+        adapters = Submitter(self._require_parts(), self._env).adapters()
+        await adapters.load(self._env, name, Path(path))
+
+    def unload_adapter(self, name: str) -> bool:
+        """Removes an adapter's name at once; False if it is not known. Requests in progress end as they would."""
+        return Submitter(self._require_parts(), self._env).adapters().unload(name)
 
     def abort(self, request_id: str, cause: str = "cancel") -> bool:
         """Ends a request early; its blocks become free within a few steps.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ...runtime.env.env import Env
 from ...runtime.pipeline import Busy
 from ...runtime.trace.tracer import EventKind
+from ..adapters.gate import AdapterGate
 from ..beam_search.algorithm import BeamParams
 from ..errors import Overloaded, Refused, TimedOut
 from ..exit.outboxes import RequestOutbox
@@ -25,6 +26,33 @@ class Submitter:
     env: Env
 
     async def submit(self, request: Request, wait: bool, deadline_s: float | None) -> RequestOutbox:
+        if request.adapter is None:
+            return await self._submit(request, wait, deadline_s)
+        adapters, began_s = self.adapters(), self.env.now()
+        try:
+            async with asyncio.timeout(deadline_s):
+                request = await adapters.admit(self.env, request)
+        except Overloaded as error:
+            self._trace_shed(error, "adapter")
+            raise
+        except TimeoutError:
+            message = "the time limit of the request passed while its adapter was loaded"
+            raise TimedOut(message, stage="intake", has_begun=False) from None
+        left_s = None if deadline_s is None else max(deadline_s - (self.env.now() - began_s), 0.0)
+        try:
+            return await self._submit(request, wait, left_s)
+        except BaseException:
+            adapters.leave(request.request_id)
+            raise
+
+    def adapters(self) -> AdapterGate:
+        """Raises `Refused` unless adapters are served."""
+        adapters = self.parts.adapters if isinstance(self.parts, TextStages) else None
+        if adapters is None:
+            raise Refused("adapter: this engine serves none; start it with enable_lora", param="model")
+        return adapters
+
+    async def _submit(self, request: Request, wait: bool, deadline_s: float | None) -> RequestOutbox:
         structured = request.params.structured_outputs
         if structured is None:
             return await self._enter(request, wait, deadline_s)
@@ -50,6 +78,8 @@ class Submitter:
         return outbox
 
     def submit_search(self, request: Request, beams: BeamParams, deadline_s: float | None) -> RequestOutbox:
+        if request.adapter is not None:
+            self.adapters().registry.require(request.adapter.name)
         try:
             return self._able_to("generate").searches.submit(request, beams, deadline_s)
         except ValueError as error:  # a request id that is in use

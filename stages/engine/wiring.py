@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from ...runtime.env.env import Env
 from ...runtime.pipeline import Pipeline
+from ..adapters.gate import AdapterGate
+from ..adapters.registry import AdapterRegistry, parse_modules
+from ..adapters.store import AdapterStore
 from ..allocate.host_tier import HostTier
 from ..allocate.prefix_cache import PrefixCache
 from ..allocate.stage import Allocate
@@ -19,12 +22,13 @@ from ..detokenize.stage import AnswerText, DecodesIncrementally, Detokenize, Tex
 from ..device.device import Device
 from ..encode.stage import Encode
 from ..errors import ConfigError
+from ..execute.model_runner import ModelRunner
 from ..execute.stage import Execute
 from ..exit.outboxes import Outboxes, RequestOutbox
 from ..grammar.compiled import Grammars
 from ..grammar.gate import GrammarGate
 from ..intake.stage import Intake
-from ..messages import Ints
+from ..messages import Ints, Request
 from ..outputs import ModelInfo
 from ..params import SamplingParams
 from ..pipeline import build_encoder_pipeline, build_pipeline
@@ -90,6 +94,7 @@ class TextStages:
         self.loaded = loaded
         self.grammars = grammars
         self.gate = GrammarGate(grammars, config.max_waiting_requests)
+        self.adapters: AdapterGate | None = None  # None: no adapters are served
         self.intake = Intake(self.limits, config.max_admitted_requests, config.max_waiting_requests)
         template = getattr(loaded.encoder, "template", None)
         if template is not None:
@@ -173,6 +178,24 @@ class EngineStages(TextStages):
         self.core = CoreStages(config, loaded, device, secret)
         self.schedule, self.allocate = self.core.schedule, self.core.allocate
         super().__init__(config, loaded, loaded.grammars)
+        if config.enable_lora:
+            self.adapters = self._adapter_gate(config, loaded)
+            self.searches.admit = self._admit_search
+            self.exit.on_end.append(self.adapters.request_ended)
+
+    async def _admit_search(self, request: Request) -> Request:
+        assert self.adapters is not None
+        return await self.adapters.admit(self.pipeline.env, request)
+
+    def _adapter_gate(self, config: EngineConfig, loaded: LoadedModel) -> AdapterGate:
+        assert loaded.read_adapter is not None and self.schedule.scheduler.adapters is not None
+        slots = self.schedule.scheduler.adapters.slots
+        store = AdapterStore(config.num_host_loras, lambda digest: slots.of(digest) is not None)
+        folder = None if config.lora_dir is None else Path(config.lora_dir)
+        registry = AdapterRegistry(parse_modules(config.lora_modules), folder)
+        assert isinstance(loaded.runner, ModelRunner), "adapters are computed by torch, which is not asynchronous"
+        loaded.runner.find_adapters(store.get)
+        return AdapterGate(registry, store, loaded.read_adapter, config.max_waiting_requests)
 
     def _make_pipeline(self) -> Pipeline:
         core = self.core
@@ -214,6 +237,7 @@ def _step_limits(config: EngineConfig, info: ModelInfo) -> StepLimits:
         itl_target_ms=info.itl_target_ms,
         num_speculative_tokens=num_speculative_tokens(config, info),
         short_length=info.short_length,
+        max_loras=config.max_loras if config.enable_lora else 0,
     )
 
 

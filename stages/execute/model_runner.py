@@ -5,6 +5,7 @@ Used on the device thread only. Arrays are numpy's or torch's, of the same kind 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -42,6 +43,13 @@ class DecoderProtocol(Protocol):
     def logits(self, hidden: Array) -> Array: ...
 
 
+class AdapterTable(Protocol):
+    """What a runner needs of a decoder's adapters: see `LoraTable`."""
+
+    def load(self, slot: int, adapter: Any) -> None: ...
+    def begin_step(self, slots: Longs | None) -> None: ...
+
+
 class ModelRunner:
     """The decoder, and the columnar state of the running sequences, by slot.
 
@@ -60,6 +68,7 @@ class ModelRunner:
         num_host_blocks: int = 0,
         pooler: Pooler | None = None,
         short_length: int = 0,
+        adapters: AdapterTable | None = None,
     ) -> None:
         """A slot has at most `max_blocks_per_slot` blocks. `short_length`: rows of the rotary tables before those of
         long sequences; 0 if the decoder's factors do not depend on the length.
@@ -80,6 +89,13 @@ class ModelRunner:
         self.short_length = short_length
         self._rope_offsets: Longs | None = np.zeros(num_slots, np.int64) if short_length else None  # for positions
         self._scored = ScoredPrompts(num_slots)
+        self._adapters = adapters
+        self._find_adapter: Callable[[str], Any] | None = None  # by digest
+        self._adapter_slots: Longs = np.zeros(num_slots, np.int64)  # [S] of the sequence in each slot; 0: base model
+
+    def find_adapters(self, find: Callable[[str], Any]) -> None:
+        """Sets the function that returns the adapter of a digest, for those that steps load."""
+        self._find_adapter = find
 
     def read_tables(self, tables: Array) -> None:
         """Reads block tables on the device from `tables` [S, M] i32 from now on.
@@ -161,7 +177,11 @@ class ModelRunner:
 
         Called first: a step that fails must not lose them.
         """
+        for number, digest in grant.adapter_loads:
+            assert self._adapters is not None and self._find_adapter is not None
+            self._adapters.load(number, self._find_adapter(digest))
         for started in grant.started:
+            self._adapter_slots[started.slot] = started.adapter_slot
             self._known[started.slot] = started.token_ids.astype(np.int64)
             self._num_known[started.slot] = len(started.token_ids)
             if self._rope_offsets is not None:
@@ -248,6 +268,9 @@ class ModelRunner:
         logits_rows: Longs,
         num_decode: int,
     ) -> StepInputs[Any]:
+        if self._adapters is not None:
+            adapter_slots = self._adapter_slots[token_slots]
+            self._adapters.begin_step(adapter_slots if adapter_slots.any() else None)
         place, offset = np.divmod(positions, self.block_size)
         blocks = self.tables[token_slots, place].astype(np.int64)
         width = -(-int(lengths.max()) // self.block_size)

@@ -45,6 +45,7 @@ from .native_choice import require_torch
 from .text_parts import TextParts, configured_pooling, read_text
 
 if TYPE_CHECKING:
+    from ...model.lora.adapter import Adapter
     from ..backends.cuda.async_model import AsyncModel  # which imports torch
     from .encoder import LoadedEncoder
 
@@ -64,6 +65,7 @@ class LoadedModel:
     grammars: Grammars
     make_device: Callable[[], Device]  # on whose thread runner and sampler run
     own_cpu: int | None = None  # as in `Backend`
+    read_adapter: Callable[[Path, str], Adapter] | None = None  # from a folder, with a name for messages; None: no LoRA
 
     def make_decoder(self, params: SamplingParams, prompt: Ints) -> IncrementalDecoder:
         """A decoder for an answer to `prompt` [P], which the answer's text continues."""
@@ -127,6 +129,8 @@ def _load(config: EngineConfig, opened: OpenedModel, phases: Phases, env: Env) -
         shape = _read_through_transformers(config, opened.root, phases)
         opened = replace(opened, shape=shape, max_model_len=max_model_len_of(config, shape))
     if opened.shape is None:
+        if config.enable_lora:
+            raise ConfigError("enable_lora = True: an encoder model takes no adapters at run time; merge one instead")
         with phases("import"):
             from .encoder import load_encoder
 
@@ -198,12 +202,25 @@ def _put_together(
     text_parts = (tokenizer, text.encoder, text_table)
     if computing.assemble is None:
         make_device = partial(Device, computing.enter, computing.call_before_computing, computing.probe)
-        return LoadedModel(info, *text_parts, runner, sampler, grammars, make_device, computing.own_cpu)
+        read = _adapter_reader(config, shape, computing, model_id) if config.enable_lora else None
+        return LoadedModel(info, *text_parts, runner, sampler, grammars, make_device, computing.own_cpu, read)
     with phases("graphs"):
         async_runtime = computing.assemble(sampler, EndRules(eos_token_ids, info.max_model_len, info.short_length))
     if async_runtime.captured is not None:
         info = _with_graphs(info, async_runtime.captured)
     return LoadedModel(info, *text_parts, async_runtime.model, async_runtime.model, grammars, async_runtime.make_device)
+
+
+def _adapter_reader(
+    config: EngineConfig, shape: DecoderSpec, computing: Backend, model_id: str
+) -> Callable[[Path, str], Adapter]:
+    def read(root: Path, name: str) -> Adapter:
+        from ...model.lora.adapter import read_adapter
+
+        names = {"name": name, "model_name": model_id}
+        return read_adapter(root, shape, computing.dtype, max_rank=config.max_lora_rank, **names)
+
+    return read
 
 
 def _tasks(shape: DecoderSpec, text: TextParts) -> frozenset[Task]:
@@ -257,6 +274,8 @@ def _load_computing(
             )
         reason = model
     require_torch(config, shape, reason)
+    if config.enable_lora and config.attention_backend == "auto":
+        log.info("attention_backend.chosen", name="torch", reason="enable_lora = True: adapters are computed by torch")
     if opened.native_model is not None:
         costs = "torch instead: a second and 200 MiB more at the start, and slower steps"
         log.warning("native.unavailable", reason=reason, costs=costs)

@@ -45,6 +45,7 @@ def check_settings(config: EngineConfig, reason: str) -> None:
         f"quantization = {config.quantization}": config.quantization is not None,
         f"kv_cache_dtype = {kv_dtype}": kv_dtype != "auto",
         "deterministic = True": config.deterministic,
+        "enable_lora = True": config.enable_lora,
         f"attention_backend = {backend}": backend not in ("auto", "torch"),
         "pooling = yes_no": config.pooling == "yes_no",
     }

@@ -91,7 +91,7 @@ class RecordedEngine:
             "max_num_batched_tokens": info.max_num_batched_tokens,
             "itl_target_ms": info.itl_target_ms,
             "short_length": info.short_length,
-            "max_loras": 0,
+            "max_loras": config.max_loras if config.enable_lora else 0,
         }
         values: Fields = {name: getattr(config, name, None) for name in cls.__slots__}
         return cls(**{**values, **resolved})

@@ -90,6 +90,8 @@ class SplitEngine(Engine):
         super().__init__(*args, **overrides)
         if self._logits_processor is not None:
             raise ConfigError("mode = split: a logits processor is in the caller's process; use mode = inline")
+        if self.config.enable_lora:
+            raise ConfigError("mode = split: enable_lora is for mode = inline, which serves adapters")
         if self._opening is not None:
             raise ConfigError("mode = split: the engine process loads the model itself; give no opening")
         self._table = InflightRequests()

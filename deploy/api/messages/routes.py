@@ -50,7 +50,7 @@ class MessagesRoutes:
         order = await self._take(request, MessagesBody)
         answer_id = self._service.open(PREFIX, request[REQUEST_ID], request[OWNER])
         stops = order.order.params.stop
-        built = MessageEvents(answer_id, self._service.model_names[0], stops)
+        built = MessageEvents(answer_id, self._service.answered_model(order.order.body.model), stops)
         headers = {"request-id": request[REQUEST_ID]} | ignored_headers(order.ignored)
         if not order.is_stream:
             async with submit_chat(self._generation, answer_id, order.order, order.name_of) as parts:

@@ -18,7 +18,7 @@ from aiohttp import web
 
 from ....runtime.env.log import get_logger
 from ....stages.beam_search.algorithm import BeamParams
-from ....stages.messages import Prompt, Request
+from ....stages.messages import AdapterRef, Prompt, Request
 from ....stages.params import SamplingParams
 from ...errors import ApiError, describe, shorten, unforeseen
 from ...http.body_reader import read
@@ -56,6 +56,7 @@ class PreparedRequest:
     beams: BeamParams | None  # None: no beam search
     echo_options: EchoOptions  # what the answer returns about the prompts
     make_turn: Callable[[], AssistantTurn] | None = None  # one per choice; None if choices are plain text
+    adapter: AdapterRef | None = None  # None: the served model
 
     @property
     def num_choices(self) -> int:
@@ -112,7 +113,7 @@ class GenerationRoutes:
         except Exception as error:
             raise translate_body_error(order.body, error, answer_id) from error
         raw = order.body.model_dump(include={"stream", "priority", "cache_salt"})
-        loop, model = asyncio.get_running_loop(), self.service.model_names[0]
+        loop, model = asyncio.get_running_loop(), self.service.answered_model(order.body.model)
         texts = [await loop.run_in_executor(self._threads, engine.decode, ids.tolist(), False) for ids in prompts]
         prompt_bodies = [
             rendered(answer_id, model, ids, text, params, raw) for ids, text in zip(prompts, texts, strict=True)
@@ -154,14 +155,14 @@ class GenerationRoutes:
         defaults = self.service.require_engine().info.default_params
         raw = flatten(raw) if kind is GenerateBody else raw
         body, ignored = read_body(kind, raw, self.service.config.strict_fields)
-        self.service.require_model(body.model)
+        adapter = self.service.adapter_of(body.model)
         params, make_turn = body.sampling_params(defaults), None
         if isinstance(body, ChatBody):
             chat_format = self.service.require_chat_format()
             ignored += chat_format.unread(body)
             params, make_turn = chat_format.apply(body, params)
         return PreparedRequest(
-            body, ignored, body.prompts(), params, body.beam_params(), body.echo_options(), make_turn
+            body, ignored, body.prompts(), params, body.beam_params(), body.echo_options(), make_turn, adapter
         )
 
     async def submit(self, answer_id: str, order: PreparedRequest, limit_s: float | None = None) -> RequestOutbox:
@@ -178,6 +179,7 @@ class GenerationRoutes:
             priority=order.body.priority,
             cache_salt=self.service.cache_salt(order.body.cache_salt, owner),
             arrival_s=asyncio.get_running_loop().time(),
+            adapter=order.adapter,
         )
         if order.beams is not None:
             return self.service.require_engine().submit_search(engine_request, order.beams, deadline_s=limit_s)
@@ -191,7 +193,7 @@ class GenerationRoutes:
         return shape(
             answer_id,
             int(time.time()),
-            self.service.model_names[0],
+            self.service.model_names[0] if order.adapter is None else order.adapter.name,
             has_usage=forced or bool(options and options.include_usage),
             has_running_usage=bool(options and options.continuous_usage_stats),
             make_turn=order.make_turn,

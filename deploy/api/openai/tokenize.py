@@ -70,14 +70,14 @@ class TokenizeRoutes:
 
     def _tokenize_body(self, raw: Mapping[str, Any]) -> tuple[TokenizeBody, list[str]]:
         body, ignored = read_body(TokenizeBody, raw, self.service.config.strict_fields)
-        self.service.require_model(body.model)
+        self.service.adapter_of(body.model)
         if body.tools and not self.service.require_chat_format().shows_tools(body.chat_template_kwargs or {}):
             ignored.append("tools")
         return body, ignored
 
     def _detokenize_body(self, raw: Mapping[str, Any]) -> tuple[DetokenizeBody, list[str]]:
         body, ignored = read_body(DetokenizeBody, raw, self.service.config.strict_fields)
-        self.service.require_model(body.model)
+        self.service.adapter_of(body.model)
         return body, ignored
 
     async def _in_thread(self, num_bytes: int, function: Any, *arguments: Any) -> Any:

@@ -79,7 +79,7 @@ class ResponseService:
     def read(self, raw: Mapping[str, Any]) -> ParsedBody:
         """Validates a body alone. `ApiError` 400 names the wrong field. May be called in a thread."""
         body, passed, ignored = read_adapted(ResponsesBody, raw, self.service.config.strict_fields)
-        self.service.require_model(body.model)
+        self.service.adapter_of(body.model)
         suffix = secrets.token_hex(16)
         return ParsedBody(
             PREFIX + suffix, body, passed, ignored, read_items(body.input, suffix), len(orjson.dumps(raw))
@@ -183,7 +183,7 @@ class ResponseService:
         self._keep(order, built)
 
     def _begin(self, order: PreparedResponse) -> ResponseEvents:
-        model = self.service.model_names[0]
+        model = self.service.answered_model(order.body.model)
         return ResponseEvents(new_response(order.id, model, order.body, order.order.params))
 
     def _open(self, order: PreparedResponse) -> str:

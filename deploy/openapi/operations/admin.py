@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from ...admin.adapters import LoadAdapterBody, UnloadAdapterBody
 from ...admin.profiler import DEFAULT_S, MAX_S
 from ..shapes import server
-from .operation import ENGINE_ERRORS, Operation, json
+from .operation import ENGINE_ERRORS, Operation, json, text
 
 ADMIN = (
     Operation(
@@ -58,5 +59,37 @@ ADMIN = (
         access="admin",
         answers=json(server.ProfileFile),
         errors=(*ENGINE_ERRORS, "no_profiler", "profiler_idle"),
+    ),
+    Operation(
+        method="GET",
+        path="/admin/adapters",
+        name="listAdapters",
+        group="admin",
+        summary="The LoRA adapters: where they are, what they take, which requests use them",
+        access="admin",
+        answers=json(server.Adapters),
+        errors=(*ENGINE_ERRORS, "invalid_value"),
+    ),
+    Operation(
+        method="POST",
+        path="/v1/load_lora_adapter",
+        name="loadAdapter",
+        group="admin",
+        summary="Load a LoRA adapter from a folder in --lora-dir",
+        access="admin",
+        body=LoadAdapterBody,
+        answers=text("text/plain"),
+        errors=(*ENGINE_ERRORS, "invalid_value", "not_found", "rate_limit_exceeded"),
+    ),
+    Operation(
+        method="POST",
+        path="/v1/unload_lora_adapter",
+        name="unloadAdapter",
+        group="admin",
+        summary="Remove a LoRA adapter's name; requests in progress end as they would",
+        access="admin",
+        body=UnloadAdapterBody,
+        answers=text("text/plain"),
+        errors=(*ENGINE_ERRORS, "invalid_value", "not_found"),
     ),
 )

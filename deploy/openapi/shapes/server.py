@@ -27,6 +27,29 @@ class Models(Shape):
     data: list[Model]
 
 
+class AdapterStatus(Shape):
+    """A LoRA adapter."""
+
+    name: str
+    path: str
+    state: Literal["on_disk", "on_host", "loading", "resident", "draining"]
+    digest: str | None
+    parent: str | None
+    rank: Count
+    bytes: Count
+    requests: Count
+    in_progress: Count
+    running: Count
+    load_s: float
+    last_error: str | None
+
+
+class Adapters(Shape):
+    """All LoRA adapters that may be named."""
+
+    adapters: list[AdapterStatus]
+
+
 class CacheReset(Shape):
     """The number of freed KV blocks."""
 

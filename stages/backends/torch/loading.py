@@ -16,6 +16,7 @@ from ....kernels import kernel_set
 from ....model.backend_gaps import missing
 from ....model.decoder.decoder import Decoder
 from ....model.decoder.kv_cache import KVCache
+from ....model.decoder.lora_linear import LoraTable, with_adapters
 from ....model.decoder.rope import short_length, tables_bytes
 from ....model.decoder.weights import load_weights
 from ....model.spec import DecoderSpec
@@ -178,7 +179,10 @@ def _load_weights(
         is_batch_invariant=config.deterministic,
         free_bytes=free,
     )
-    return partial(Decoder, shape, weights, kernels, is_batch_invariant=config.deterministic)
+    table = LoraTable(config.max_loras, device) if config.enable_lora else None
+    if table is not None:
+        weights = with_adapters(weights, table)
+    return partial(Decoder, shape, weights, kernels, is_batch_invariant=config.deterministic, adapters=table)
 
 
 def _fit_runner(
@@ -292,6 +296,8 @@ def torch_dtype(config: EngineConfig, own: str) -> torch.dtype:
 
 
 def _backend_name(config: EngineConfig, device: torch.device) -> kernel_set.BackendName:
+    if config.enable_lora:
+        return "torch"
     if config.attention_backend == "auto":
         return "triton" if device.type == "cuda" else "torch"
     assert config.attention_backend != "native"
@@ -316,7 +322,8 @@ def make_runner(
     last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=decoder.device)
     pooler = Pooler(torch.zeros(config.max_num_seqs, shape.hidden_size, device=decoder.device))
     width, num_short = -(-max_model_len // config.block_size), short_length(shape.ropes, max_model_len)
-    return ModelRunner(decoder, cache, last_tokens, width, host_blocks, pooler, num_short)
+    adapters = getattr(decoder, "adapters", None)  # none of a decoder through transformers
+    return ModelRunner(decoder, cache, last_tokens, width, host_blocks, pooler, num_short, adapters)
 
 
 def _peak_step_bytes(config: EngineConfig, shape: DecoderSpec, decoder: TorchDecoder, max_model_len: int) -> int:

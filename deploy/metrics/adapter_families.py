@@ -1,0 +1,45 @@
+"""Metrics of LoRA adapters; none unless adapters are served. Labels are names of loaded adapters only."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+
+from .families import counter, gauge
+
+if TYPE_CHECKING:
+    from ...stages.engine.engine import Engine
+
+
+def adapters(engine: Engine) -> Iterator[Metric]:
+    """The families of one scrape."""
+    gate, lines = engine.adapters, None if engine.adapters is None else engine.scheduler.adapters
+    if gate is None or lines is None:
+        return
+    names = {entry.digest: entry.name for entry in gate.registry if entry.digest}
+    slots = lines.slots
+    info = GaugeMetricFamily(
+        "vllm:lora_requests_info",
+        "Adapters of running and waiting sequences; the value is the time of the scrape.",
+        labels=["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
+    )
+    running, waiting = _named(names, slots.running_digests()), _named(names, lines.digests())
+    info.add_metric([str(len(slots.slots)), running, waiting], time.time())
+    yield info
+    yield counter("millrace:lora_loads", "Adapters loaded into a device slot.", slots.num_loads, {})
+    yield counter("millrace:lora_host_loads", "Adapters read from disk.", gate.num_loads, {})
+    yield counter("millrace:lora_host_load_seconds", "Time to read them.", gate.load_seconds, {})
+    yield counter("millrace:lora_host_evictions", "Adapters evicted from the host.", gate.store.num_evicted, {})
+    yield gauge("millrace:lora_resident", "Adapters in device slots.", slots.num_resident, {})
+    yield gauge("millrace:lora_host_adapters", "Adapters in host memory.", len(gate.store), {})
+    yield gauge("millrace:lora_host_bytes", "Memory of those.", gate.store.num_bytes, {})
+    yield gauge("millrace:lora_waiting", "Sequences that wait for a device slot of their adapter.", len(lines), {})
+    yield gauge("millrace:lora_owed", "Of those, passed by fifty others.", lines.num_owed, {})
+
+
+def _named(names: dict[str, str], digests: Iterable[str]) -> str:
+    """The names of these adapters, sorted, with commas; without those that were unloaded."""
+    return ",".join(sorted(names[digest] for digest in digests if digest in names))

@@ -1,0 +1,209 @@
+"""LoRA adapters from the request to the tokens, against checkpoints with the update merged in: tiny, with torch."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from millrace.deploy.config import ServerConfig
+from millrace.deploy.server.server import Server
+from millrace.stages import Engine, SamplingParams
+from millrace.stages.errors import ConfigError, Refused
+from tests.model.lora import peft_formats
+from tests.model.lora.peft_formats import ALPHA, RANK, write_adapter, write_base
+from tests.model.tiny_tokenizers import make_tokenizer
+
+PROMPTS = ([5, 6, 7, 8], [40, 3, 99, 100, 12, 13])
+VOCAB_SIZE = 320
+GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+SIZES: dict[str, Any] = {
+    "dtype": "float32", "block_size": 4, "num_gpu_blocks": 24, "max_model_len": 64, "max_num_seqs": 8,
+    "max_num_batched_tokens": 32, "attention_backend": "torch", "tokenizer_workers": 1, "num_cpu_blocks": 16,
+}  # fmt: skip
+NAMES = ("one", "two", "three")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A base, three adapters in `adapters`, and for each adapter the base with its update merged in."""
+    root = tmp_path_factory.mktemp("lora")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(peft_formats.SHAPE, "vocab_size", VOCAB_SIZE)
+        base = write_base("llama", root / "base")
+        make_tokenizer("chatml", base, VOCAB_SIZE)
+        weights = load_file(base / "model.safetensors")
+        for number, name in enumerate(NAMES):
+            made = write_adapter("plain", base, root / "adapters" / name)
+            tensors = load_file(made / "adapter_model.safetensors")
+            tensors = {key: np.roll(tensor, number, axis=0) for key, tensor in tensors.items()}
+            save_file(tensors, made / "adapter_model.safetensors")
+            merged = dict(weights)
+            for key, a in tensors.items():
+                if match := re.fullmatch(r"base_model\.model\.(.+)\.lora_A\.weight", key):
+                    b = tensors[key.replace("lora_A", "lora_B")]
+                    merged[f"{match[1]}.weight"] = weights[f"{match[1]}.weight"] + ALPHA / RANK * (b @ a)
+            shutil.copytree(base, root / f"merged-{name}")
+            save_file(merged, root / f"merged-{name}" / "model.safetensors")
+    yield root
+
+
+async def tokens(engine: Engine, prompt: list[int], adapter: str | None = None, **options: Any) -> list[int]:
+    (output,) = [
+        each async for each in engine.generate(prompt, GREEDY, adapter=adapter, output_kind="final", **options)
+    ]
+    return list(output.outputs[0].token_ids)
+
+
+@pytest.fixture(scope="module")
+def wanted(folder: Path) -> dict[tuple[str | None, int], list[int]]:
+    """The greedy answers, from the merged checkpoints and the base."""
+
+    async def answers(checkpoint: str) -> list[list[int]]:
+        async with Engine(model=str(folder / checkpoint), **SIZES) as engine:
+            return [await tokens(engine, prompt) for prompt in PROMPTS]
+
+    found: dict[tuple[str | None, int], list[int]] = {}
+    for name in (None, *NAMES):
+        answered = asyncio.run(answers("base" if name is None else f"merged-{name}"))
+        found |= {(name, number): answer for number, answer in enumerate(answered)}
+    assert len({tuple(answer) for answer in found.values()}) == len(found), "the answers must tell the adapters apart"
+    return found
+
+
+def engine_of(folder: Path, **options: Any) -> Engine:
+    settings = {"enable_lora": True, "max_loras": 2, "lora_dir": str(folder / "adapters")}
+    return Engine(model=str(folder / "base"), **{**SIZES, **settings, **options})
+
+
+def test_a_mixed_batch_answers_as_the_merged_checkpoints_do_with_two_slots(folder: Path, wanted: Any) -> None:
+    async def live() -> None:
+        async with engine_of(folder, lora_modules=(f"named={folder / 'adapters' / 'one'}",)) as engine:
+            mix = [key for key in wanted for _ in range(2)]
+            answers = await asyncio.gather(*(tokens(engine, PROMPTS[number], name) for name, number in mix))
+            for key, answer in zip(mix, answers, strict=True):
+                assert answer == wanted[key], key
+            scheduler, adapters = engine.scheduler, engine.adapters
+            assert scheduler.adapters is not None and scheduler.adapters.slots.num_loads >= 3
+            assert scheduler.num_preemptions, "the pool is too small for all, so that some are preempted"
+            same = await asyncio.gather(*(tokens(engine, PROMPTS[0], name) for name in ("named", "one")))
+            assert same == [wanted["one", 0]] * 2
+            beams = await engine.beam_search(PROMPTS[0], 2, 6, adapter="two")
+            assert len(beams.outputs) == 2
+            assert adapters is not None and adapters.num_loads == 4
+            scheduler.check()
+            assert not adapters._held, "no request is in progress"
+
+    asyncio.run(live())
+
+
+def test_reloads_and_unloads_under_load_give_no_stale_answer(folder: Path, wanted: Any) -> None:
+    async def live() -> None:
+        async with engine_of(folder) as engine:
+            for turn in range(6):
+                name = NAMES[turn % 3]
+                running = asyncio.ensure_future(tokens(engine, PROMPTS[0], "swapped")) if turn else None
+                await asyncio.sleep(0)
+                await engine.load_adapter("swapped", folder / "adapters" / name)
+                assert await tokens(engine, PROMPTS[0], "swapped") == wanted[name, 0]
+                if running is not None:
+                    assert await running in (wanted[name, 0], wanted[NAMES[(turn - 1) % 3], 0])
+            last = asyncio.ensure_future(tokens(engine, PROMPTS[1], "swapped"))
+            await asyncio.sleep(0.01)
+            assert engine.unload_adapter("swapped")
+            assert await last == wanted["three", 1], "it had begun"
+            with pytest.raises(Refused, match="no adapter of that name"):
+                await tokens(engine, PROMPTS[0], "swapped")
+            engine.scheduler.check()
+
+    asyncio.run(live())
+
+
+def test_clients_name_adapters_as_models_and_operators_load_them(folder: Path, wanted: Any) -> None:
+    async def live() -> None:
+        config = ServerConfig(port=0, admin_key=("s" * 32,), served_model_name=("tiny",))
+        admin = {"Authorization": f"Bearer {'s' * 32}"}
+        async with Server(config) as server, engine_of(folder) as engine, aiohttp.ClientSession(server.url) as client:
+            server.attach(engine)
+
+            async def post(path: str, body: Any, **headers: Any) -> tuple[int, Any]:
+                async with client.post(path, json=body, headers=headers) as answer:
+                    is_json = answer.content_type == "application/json"
+                    return answer.status, await (answer.json() if is_json else answer.text())
+
+            def asked(model: str) -> dict[str, Any]:
+                return {"model": model, "prompt": PROMPTS[0], "temperature": 0, "max_tokens": 16, "ignore_eos": True,
+                        "return_token_ids": True}  # fmt: skip
+
+            for model in ("one", "tiny:one"):
+                status, answer = await post("/v1/completions", asked(model))
+                assert (status, answer["model"]) == (200, "one")
+                assert answer["choices"][0]["token_ids"] == wanted["one", 0]
+            chat = {"model": "two", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+            assert (await post("/v1/chat/completions", chat))[1]["model"] == "two"
+            assert (await post("/v1/responses", {"model": "two", "input": "hi", "max_output_tokens": 2}))[0] == 200
+            status, answer = await post("/v1/completions", asked("thre"))
+            assert status == 404 and "did you mean three" in answer["error"]["message"]
+            status, _ = await post("/v1/embeddings", {"model": "one", "input": "x"})
+            assert status == 404, "an embedding never comes from the base instead"
+            async with client.get("/v1/models") as listed:
+                parents = {card["id"]: card["parent"] for card in (await listed.json())["data"]}
+            assert parents == {"tiny": None, "one": "tiny", "two": "tiny", "three": "tiny"}
+            new = {"lora_name": "new", "lora_path": "three"}
+            assert (await post("/v1/load_lora_adapter", new))[0] == 401
+            status, text = await post("/v1/load_lora_adapter", new, **admin)
+            assert (status, text) == (200, "Success: LoRA adapter 'new' added successfully.")
+            assert (await post("/v1/load_lora_adapter", new, **admin))[0] == 400
+            assert (await post("/v1/load_lora_adapter", {**new, "load_inplace": True}, **admin))[0] == 200
+            assert (
+                await post("/v1/load_lora_adapter", {**new, "lora_path": "../base", "load_inplace": True}, **admin)
+            )[0] == 400
+            assert (await post("/v1/load_lora_adapter", {**new, "lora_path": "none", "load_inplace": True}, **admin))[
+                0
+            ] == 404
+            assert (await post("/v1/completions", asked("new")))[1]["choices"][0]["token_ids"] == wanted["three", 0]
+            async with client.get("/admin/adapters", headers=admin) as answer:
+                states = {each["name"]: each for each in (await answer.json())["adapters"]}
+            assert states["new"]["digest"] == states["three"]["digest"] or states["three"]["digest"] is None
+            assert states["new"]["state"] == "resident" and states["new"]["rank"] == RANK
+            assert (await post("/v1/unload_lora_adapter", {"lora_name": "new"}, **admin))[0] == 200
+            assert (await post("/v1/unload_lora_adapter", {"lora_name": "new"}, **admin))[0] == 404
+            assert (await post("/v1/completions", asked("new")))[0] == 404
+            async with client.get("/metrics") as answer:
+                metrics = await answer.text()
+            assert 'vllm:lora_requests_info{max_lora="2",running_lora_adapters="",waiting_lora_adapters=""}' in metrics
+
+    asyncio.run(live())
+
+
+def test_an_adapter_that_cannot_be_served_stops_the_start(folder: Path) -> None:
+    async def live() -> None:
+        async with engine_of(folder, max_lora_rank=2, lora_modules=(f"one={folder / 'adapters' / 'one'}",)):
+            pass
+
+    with pytest.raises(ConfigError, match="lora_modules: adapter 'one': has rank 4; this server takes up to 2"):
+        asyncio.run(live())
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"lora_dir": "/x"}, "served with enable_lora only"),
+        ({"enable_lora": True, "attention_backend": "native"}, "computed by torch; use attention_backend = auto"),
+        ({"enable_lora": True, "max_loras": 2, "max_cpu_loras": 2}, "must be above max_loras"),
+        ({"max_loras": 0}, "max_loras = 0"),
+    ],
+)
+def test_settings_that_no_engine_could_serve_are_refused(options: dict[str, Any], text: str) -> None:
+    from millrace.stages.config import EngineConfig
+
+    with pytest.raises(ConfigError, match=text):
+        EngineConfig(**options)

@@ -1,0 +1,156 @@
+"""The adapter gate, the registry and the host store, on adapters that cost nothing to read."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from millrace.model.errors import AdapterError
+from millrace.model.lora.adapter import Adapter, AdapterSlice
+from millrace.runtime.simulation.run import SimEnv, run
+from millrace.stages.adapters.gate import FAILED_S, AdapterGate
+from millrace.stages.adapters.registry import AdapterRegistry, parse_modules
+from millrace.stages.adapters.store import AdapterStore
+from millrace.stages.errors import ConfigError, Overloaded, Refused
+from millrace.stages.messages import AdapterRef, Prompt, Request
+from millrace.stages.params import SamplingParams
+
+
+class Files:
+    """Adapters by folder, as numbers; reads are counted."""
+
+    def __init__(self, **contents: float) -> None:
+        self.contents = contents
+        self.num_reads = 0
+
+    def read(self, path: Path, name: str) -> Adapter:
+        self.num_reads += 1
+        if path.name not in self.contents:
+            raise AdapterError(f"adapter '{name}' has no adapter_model.safetensors")
+        matrix = np.full((1, 2), self.contents[path.name], np.float32)
+        return Adapter(name, "base", "float32", {(0, "qkv"): (AdapterSlice(0, matrix, matrix.T.copy()),)})
+
+
+def gate_of(files: Files, *names: str, most: int = 4, max_waiting: int = 512) -> AdapterGate:
+    store = AdapterStore(most, lambda digest: False)
+    return AdapterGate(AdapterRegistry({name: Path(name) for name in names}), store, files.read, max_waiting)
+
+
+def request(number: int, name: str) -> Request:
+    return Request(f"r{number}", (Prompt(text="x"),), SamplingParams(), adapter=AdapterRef(name))
+
+
+def test_requests_of_one_adapter_share_a_load_and_the_digest_is_of_its_contents() -> None:
+    async def live(env: SimEnv) -> None:
+        files = Files(a=1, same=1, b=2)
+        gate = gate_of(files, "a", "same", "b")
+        admitted = await asyncio.gather(*(gate.admit(env, request(i, "a")) for i in range(5)))
+        digests = {each.adapter.digest for each in admitted if each.adapter}
+        assert files.num_reads == 1 and len(digests) == 1
+        same, other = [(await gate.admit(env, request(9 + i, name))).adapter for i, name in enumerate(("same", "b"))]
+        assert same and other and {same.digest} == digests and other.digest not in digests
+        assert gate.store.num_users(same.digest) == 6
+        for i in range(5):
+            gate.leave(f"r{i}")
+            gate.leave(f"r{i}")
+        assert gate.store.num_users(same.digest) == 1
+
+    run(live, seed=0)
+
+
+def test_a_failed_load_is_remembered_for_a_while_and_then_tried_again() -> None:
+    async def live(env: SimEnv) -> None:
+        files = Files()
+        gate = gate_of(files, "a")
+        for _ in range(3):
+            with pytest.raises(Refused, match="adapter 'a' has no adapter_model"):
+                await gate.admit(env, request(0, "a"))
+        assert files.num_reads == 1 and not gate.num_waiting
+        await env.sleep(FAILED_S + 1)
+        files.contents["a"] = 1
+        assert (await gate.admit(env, request(0, "a"))).adapter
+
+    run(live, seed=0)
+
+
+def test_unknown_names_get_near_misses_and_too_many_waiting_requests_a_429() -> None:
+    async def live(env: SimEnv) -> None:
+        gate = gate_of(Files(a=1), "sql-adapter", "a", max_waiting=0)
+        with pytest.raises(Refused, match="did you mean sql-adapter") as refused:
+            await gate.admit(env, request(0, "sql-adaptor"))
+        assert refused.value.status == 404
+        with pytest.raises(Overloaded, match="wait for their adapters"):
+            await gate.admit(env, request(1, "a"))
+
+    run(live, seed=0)
+
+
+def test_a_reload_changes_new_requests_only_and_an_unload_frees_after_the_last() -> None:
+    async def live(env: SimEnv) -> None:
+        files = Files(a=1, a2=2)
+        gate = gate_of(files, "a")
+        old = (await gate.admit(env, request(0, "a"))).adapter
+        await gate.load(env, "a", Path("a2"))
+        new = (await gate.admit(env, request(1, "a"))).adapter
+        assert old and new and old.digest != new.digest
+        assert old.digest in gate.store, "request 0 goes on with it"
+        gate.leave("r0")
+        assert old.digest not in gate.store
+        assert gate.unload("a") and not gate.unload("a") and new.digest in gate.store
+        with pytest.raises(Refused):
+            await gate.admit(env, request(2, "a"))
+        gate.leave("r1")
+        assert len(gate.store) == 0
+
+    run(live, seed=0)
+
+
+def test_a_reload_that_fails_leaves_the_name_as_it_was() -> None:
+    async def live(env: SimEnv) -> None:
+        gate = gate_of(Files(a=1), "a")
+        before = (await gate.admit(env, request(0, "a"))).adapter
+        with pytest.raises(Refused):
+            await gate.load(env, "a", Path("missing"))
+        after = (await gate.admit(env, request(1, "a"))).adapter
+        assert before and after and before.digest == after.digest
+
+    run(live, seed=0)
+
+
+def test_a_full_store_evicts_what_is_unused_and_else_waits_for_a_release() -> None:
+    async def live(env: SimEnv) -> None:
+        files = Files(a=1, b=2, c=3)
+        gate = gate_of(files, "a", "b", "c", most=2)
+        await gate.admit(env, request(0, "a"))
+        await gate.admit(env, request(1, "b"))
+        waiting = asyncio.ensure_future(gate.admit(env, request(2, "c")))
+        await env.sleep(1)
+        assert not waiting.done() and len(gate.store) == 2
+        gate.leave("r0")
+        assert (await waiting).adapter and len(gate.store) == 2 and gate.store.num_evicted == 1
+
+    run(live, seed=0)
+
+
+def test_a_client_names_folders_inside_the_adapter_folder_only(tmp_path: Path) -> None:
+    (tmp_path / "in" / "one").mkdir(parents=True)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "in" / "link").symlink_to(tmp_path / "out")
+    (tmp_path / "in" / "one" / "adapter_config.json").write_text("{}")
+    registry = AdapterRegistry({}, tmp_path / "in")
+    assert registry.path_of("one") == (tmp_path / "in" / "one").resolve() and "one" in registry
+    for wrong in ("../out", "link", ".", str(tmp_path / "out"), "/etc", "missing"):
+        with pytest.raises(Refused, match="lora_path"):
+            registry.path_of(wrong)
+    with pytest.raises(Refused, match="has none"):
+        AdapterRegistry({}).path_of("one")
+
+
+@pytest.mark.parametrize("wrong", [("a",), ("=x",), ("a=",), ("a=x", "a=y")])
+def test_modules_of_the_settings_are_names_with_paths(wrong: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match="lora_modules"):
+        parse_modules(wrong)
+    assert parse_modules(("a=x=1", "b=/y")) == {"a": Path("x=1"), "b": Path("/y")}

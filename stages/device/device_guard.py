@@ -52,6 +52,7 @@ class DeviceGuard:
         self.lost: DeviceLost | None = None  # the verdict, for good
         self.is_closed = False  # shutdown: a check found no worker any more
         self._probe, self._limit_s, self._on_lost = probe, limit_s, on_lost
+        self._has_begun = False  # the last probe; its thread may get no processor
         self._worker: Worker | None = None
         self._checking: asyncio.Task[None] | None = None
 
@@ -74,7 +75,8 @@ class DeviceGuard:
     ) -> asyncio.Task[None]:
         """As `begin`, for a step that has not ended after `took_s` seconds.
 
-        The device must answer within `limit_s`. If the step `has_ended` by then, the device is not lost.
+        The device must answer within `limit_s`. It is not lost if the step `has_ended` by then, or if no processor has
+        begun the probe.
         """
         return self._begin(step, StepStuck(f"it has not ended for {took_s:.3g} s"), limit_s, has_ended)
 
@@ -91,13 +93,19 @@ class DeviceGuard:
         """As `begin`, and waits for the verdict."""
         await asyncio.shield(self.begin(step, error))
 
+    def _begin_probe(self) -> None:
+        """On the probe's thread."""
+        self._has_begun = True
+        self._probe()
+
     async def _check(
         self, step: int, error: BaseException, limit_s: float | None, has_ended: Callable[[], bool] | None
     ) -> None:
         assert self._worker is not None, "a step has failed before join(): a stage joins the device in its set-up"
         limit_s = self._limit_s() if limit_s is None else limit_s
         try:
-            answer = self._worker.submit(self._probe)
+            self._has_begun = False
+            answer = self._worker.submit(self._begin_probe)
             ignore_error(answer)
             async with asyncio.timeout(limit_s):
                 await asyncio.shield(answer)
@@ -106,8 +114,8 @@ class DeviceGuard:
             self.is_closed = True
             return  # no verdict is needed
         except TimeoutError:
-            if has_ended is not None and has_ended():
-                return  # late, but it computes
+            if has_ended is not None and (has_ended() or not self._has_begun):
+                return  # late, but it computes; or it was not asked
             cause = f"it has not answered for {limit_s:.3g} s"
         except Exception as found:
             cause = first_line(found)

@@ -55,6 +55,8 @@ def watched(device: Probed, test: Callable[[Begin, SimEnv], Awaitable[Any]], pro
             return result
 
         await test(begin, env)
+        assert guard._worker is not None
+        guard._worker.abandon()  # a probe may never end
         await env.aclose()
 
     with captured_logs() as logs:
@@ -118,11 +120,21 @@ def test_a_step_that_ends_while_the_device_is_checked_is_only_late() -> None:
     async def test(begin: Begin, env: SimEnv) -> None:
         result = begin()
         await env.sleep(1.5)
+        assert len(device.asked_s) == 1
         result.set_result(None)
         await env.sleep(10)
 
+    device = Probed(hangs=True)
+    assert watched(device, test) == [] and not device.verdicts
+
+
+def test_a_probe_that_no_processor_has_begun_is_no_verdict() -> None:
+    async def test(begin: Begin, env: SimEnv) -> None:
+        begin()
+        await env.sleep(5)
+
     device = Probed()
-    assert watched(device, test, probe_s=0.95) == [] and len(device.asked_s) == 1 and not device.verdicts
+    assert watched(device, test, probe_s=0.95) == [] and len(device.asked_s) == 3
 
 
 @pytest.mark.parametrize(("num_tokens", "usual_s", "asked_s"), [(1, 0, 1), (1024, 0, 4), (1, 3, 6), (257, 0.4, 1.004)])

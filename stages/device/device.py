@@ -19,7 +19,7 @@ from ...runtime.workers.step_queue import StepQueue, ignore_error
 from ...runtime.workers.worker import BEFORE_BLOCKING, IMMEDIATELY, ON_REQUEST, WhenDone, Worker
 from ..messages import Started, StepGrant, StepTokens
 from .device_guard import PROBE_S, DeviceGuard, DeviceLost
-from .step_watch import StepWatch
+from .step_watch import StepWatch, work_of
 
 R = TypeVar("R")
 CallBefore = Callable[[Callable[[], object]], object]
@@ -275,7 +275,7 @@ class Device:
         timed = partial(self._timed_sample, self._now_ns(), grant, run)
         result = self._submit(grant.step, SAMPLE, timed, when_done)
         if self.watch is not None and not self.is_async:
-            self.watch.begin(grant.step, grant.num_computed, result)
+            self.watch.begin(grant.step, work_of(grant), result)
         return result
 
     def _submit(self, step: int, phase: int, run: Callable[[], R], when_done: WhenDone) -> asyncio.Future[R]:

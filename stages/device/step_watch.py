@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...runtime.env.env import Alarm, Env
+from ..messages import StepGrant
 from .device_guard import DeviceGuard
 
 STUCK_S = 1.0  # in a step until the device is checked; as the check takes 0.9 s at most, health is told within 2 s
 CHECK_SHARE = 0.9  # of that time, in which the device must answer
 USUAL_FACTOR = 2  # a step may take twice as long as the longest of the last ones
-LEAST_RATE = 256  # tokens/s: a device that computes prompts more slowly is checked too often, and answers
+LEAST_RATE = 256  # tokens/s: a device that computes prompts more slowly than that may be taken for lost
+COPIED_TOKENS = 16  # a block that is copied from or to the host counts as so many tokens: 32 MB/s of blocks of 2 MB
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,6 +60,11 @@ class StepWatch:
         self._progress_s, self._patience = now_s, 1
 
     @property
+    def num_tokens(self) -> int:
+        """Of all steps in flight: a check waits for all of them."""
+        return sum(step.num_tokens for step in self._running)
+
+    @property
     def _began_s(self) -> float:
         """When the oldest step in flight began."""
         return max(self._running[0].submitted_s, self._progress_s) if self._running else self._progress_s
@@ -65,7 +72,7 @@ class StepWatch:
     @property
     def _limit_s(self) -> float:
         """Seconds that the oldest step may take until the device is checked."""
-        return max(STUCK_S, USUAL_FACTOR * self._longest_s, self._running[0].num_tokens / LEAST_RATE)
+        return max(STUCK_S, USUAL_FACTOR * self._longest_s, self.num_tokens / LEAST_RATE)
 
     def _wait(self) -> None:
         """Until the oldest step is due, but not longer than one that begins meanwhile may take."""
@@ -82,3 +89,12 @@ class StepWatch:
             self._patience *= 2
             self._guard.begin_stuck(oldest.step, took_s, CHECK_SHARE * limit_s, oldest.result.done)
         self._wait()
+
+
+def work_of(grant: StepGrant) -> int:
+    """The tokens of a step with prompts, and of the blocks that it copies, as `StepWatch.begin` counts them.
+
+    A decode step reads the weights and the cache once, which takes a part of a second at most.
+    """
+    num_tokens = 0 if grant.is_decode else grant.num_computed
+    return num_tokens + COPIED_TOKENS * sum(len(copy.sources) for copy in grant.copies)

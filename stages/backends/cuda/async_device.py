@@ -15,6 +15,7 @@ from ....runtime.workers.step_queue import chain, ignore_error
 from ....runtime.workers.worker import Worker, WorkerClosed
 from ...device.device import Device, StepSkipped
 from ...device.device_guard import DeviceLost
+from ...device.step_watch import work_of
 from ...messages import StepGrant, StepTokens
 from .step_submission import StepSubmitter, SubmittedStep
 
@@ -73,7 +74,7 @@ class AsyncDevice(Device):
 
         submitted.add_done_callback(hand_over)
         if self.watch is not None:
-            self.watch.begin(grant.step, grant.num_computed, result)
+            self.watch.begin(grant.step, work_of(grant), result)
         return result
 
     def _note_lost(self, lost: DeviceLost) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from millrace.runtime.simulation.env import JobHangs
 from millrace.runtime.simulation.run import SimEnv
 from millrace.runtime.simulation.run import run as simulate
 from millrace.stages.device.device_guard import PROBE_S, DeviceGuard, DeviceLost
-from millrace.stages.device.step_watch import StepWatch
+from millrace.stages.device.step_watch import StepWatch, work_of
+from millrace.stages.messages import BlockCopy, Direction
+from tests.stages.grants import decode, grant, ints
 
 Begin = Callable[..., "asyncio.Future[Any]"]
 
@@ -152,6 +155,20 @@ def test_long_prompts_and_slow_devices_have_more_time(num_tokens: int, usual_s: 
     device = Probed(hangs=True)
     watched(device, test)
     assert device.told_s[0] - device.asked_s[0] == pytest.approx(0.9 * asked_s, abs=0.01)
+
+
+def test_steps_behind_and_copied_blocks_count_too() -> None:
+    async def test(begin: Begin, env: SimEnv) -> None:
+        began_s = env.now()
+        copies = (BlockCopy(Direction.OUT, ints(1, 2, 3), ints(4, 5, 6)), BlockCopy(Direction.IN, ints(9), ints(8)))
+        begin(0, 256)
+        begin(1, work_of(replace(grant([(0, 0, 448, True)]), copies=copies)))
+        begin(2, work_of(replace(decode(*range(200)), is_decode=True)))
+        await env.sleep(20)
+        assert device.asked_s[0] - began_s == pytest.approx((256 + 448 + 4 * 16) / 256, abs=0.01)
+
+    device = Probed(hangs=True)
+    watched(device, test)
 
 
 def test_steps_that_fail_are_no_measure_of_how_long_a_step_takes() -> None:

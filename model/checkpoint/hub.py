@@ -5,16 +5,18 @@ from __future__ import annotations
 import io
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, DownloadError
-from ..gguf.choice import choose
+from ..gguf.choice import choose, models_of
+from ..gguf.siblings import model_bytes
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in total; the total grows while files are listed
+CheckSize = Callable[[str, int, Mapping[str, int]], None]  # a GGUF model, its bytes, and those of the others
 
 BUNDLED = "demo"
 HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}(/[A-Za-z0-9][A-Za-z0-9_.-]{0,95})?")
@@ -30,13 +32,15 @@ def resolve(
     token: str | None = None,
     offline: bool = False,
     on_progress: Progress | None = None,
+    check_size: CheckSize | None = None,
 ) -> Path:
     """The directory of a model: the bundled one for None or "demo", else a local directory, else a Hub id.
 
     A GGUF file, by its path or as a folder's or repository's (`owner/name:Q4_K_M`), has a directory that stands for it.
     Blocks during a download; `on_progress` is called from its threads. Without `download_dir`, files go to the Hub's
-    cache. With `offline`, or HF_HUB_OFFLINE set, only the cache is searched. Raises DownloadError, whose message names
-    the next step, or CheckpointError for a file.
+    cache. `check_size` is called before a GGUF file of the Hub is downloaded, and may raise. With `offline`, or
+    HF_HUB_OFFLINE set, only the cache is searched. Raises DownloadError, whose message names the next step, or
+    CheckpointError for a file.
     """
     if model is None or (model == BUNDLED and not Path(model).exists()):
         return bundled_model_path()
@@ -56,9 +60,11 @@ def resolve(
         root = download(FILES)
         if any(root.glob("*.safetensors")):
             return root
-    names = _cached_names(download(("*.gguf",))) if offline else _names_on_hub(name, revision, token)
-    parts = choose(names, quant, name)
+    sizes = dict.fromkeys(_cached_names(download(("*.gguf",))), 0) if offline else _sizes_on_hub(name, revision, token)
+    parts = choose(sizes, quant, name)
     if parts is not None:
+        if check_size is not None:
+            _check_size(check_size, parts, sizes)
         return _stand_in(download(parts) / parts[0])
     if quant is not None:
         raise DownloadError(f"{name}: holds no GGUF file here, so :{quant} chooses none")
@@ -110,15 +116,24 @@ def _cached_names(folder: Path) -> list[str]:
     return [path.relative_to(folder).as_posix() for path in folder.rglob("*.gguf") if path.is_file()]
 
 
-def _names_on_hub(model: str, revision: str | None, token: str | None) -> list[str]:
-    """The files of a repository; none where the Hub does not answer, as the download then says why."""
+def _sizes_on_hub(model: str, revision: str | None, token: str | None) -> dict[str, int]:
+    """The bytes of a repository's files; none where the Hub does not answer, as the download then says why."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.hf_api import RepoFile
 
     try:
-        return list(HfApi(token=token).list_repo_files(model, revision=revision))
+        found = HfApi(token=token).list_repo_tree(model, recursive=True, revision=revision)
+        return {file.path: file.size for file in found if isinstance(file, RepoFile)}
     except (HfHubHTTPError, OSError):
-        return []
+        return {}
+
+
+def _check_size(check_size: CheckSize, parts: Sequence[str], sizes: Mapping[str, int]) -> None:
+    if any(sizes[part] for part in parts):
+        all_bytes = model_bytes(sizes)
+        own = next(name for name, files in models_of(sizes).items() if parts[0] in files)
+        check_size(own, all_bytes.pop(own), all_bytes)
 
 
 def bundled_model_path() -> Path:

@@ -18,12 +18,7 @@ def choose(names: Iterable[str], quant: str | None, where: str) -> list[str] | N
     (mmproj) do not count. `where` names the folder or repository in errors. Raises CheckpointError if several files
     fit or none does.
     """
-    models: dict[str, list[str]] = {}  # by name without the number of the part
-    for name in sorted(names):
-        file = name.rpartition("/")[2]
-        if file.endswith(".gguf") and not file.startswith("mmproj"):
-            match = SPLIT.fullmatch(file)
-            models.setdefault(name.removesuffix(file) + (match[1] if match else file), []).append(name)
+    models = models_of(names)
     if not models:
         return None
     wanted = [name for name in models if _is_meant(name, quant or USUAL)]
@@ -34,6 +29,17 @@ def choose(names: Iterable[str], quant: str | None, where: str) -> list[str] | N
     problem = f"no file is {quant or USUAL}" if not wanted else f"{len(wanted)} files are {quant or USUAL}"
     listed = ", ".join(shown(name) for name in (wanted or models))
     raise CheckpointError(f"{where}: {problem}; choose one by a part of its name behind a colon: {listed}")
+
+
+def models_of(names: Iterable[str]) -> dict[str, list[str]]:
+    """The parts of each model among the files, by its name without the number of the part."""
+    models: dict[str, list[str]] = {}
+    for name in sorted(names):
+        file = name.rpartition("/")[2]
+        if file.endswith(".gguf") and not file.startswith("mmproj"):
+            match = SPLIT.fullmatch(file)
+            models.setdefault(name.removesuffix(file) + (match[1] if match else file), []).append(name)
+    return models
 
 
 def _is_meant(name: str, quant: str) -> bool:

@@ -6,15 +6,12 @@ computes.
 
 from __future__ import annotations
 
-import math
 import os
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...model.checkpoint.tensor_shapes import expected_shapes
-from ...model.spec import DecoderSpec
 from ...runtime.env.cgroups import memory_left, memory_limit, read
 from ...runtime.env.limits import LIMIT_FLAGS, address_space_left
 from ..config import EngineConfig
@@ -207,30 +204,6 @@ def _about_logits(config: EngineConfig, *, is_host: bool) -> str:
 
 def _kept_as(form: str | None) -> str:
     return "" if form is None else f" in {form}"
-
-
-def check_weights_fit(
-    shape: DecoderSpec, dtype: str, item_size: Callable[[str], float], device: str, free_bytes: int
-) -> None:
-    """Raises `ConfigError`, before loading, if the weights are larger than the free memory.
-
-    `item_size(name)` is the bytes of one number of that tensor.
-    """
-    num_bytes = sum(math.prod(sizes) * item_size(name) for name, sizes in expected_shapes(shape).items())
-    check_weights(int(num_bytes), free_bytes, device, dtype)
-
-
-def check_weights(num_bytes: int, free_bytes: int, device: str, dtype: str) -> None:
-    """Raises `ConfigError` for weights that are larger than the free memory."""
-    if num_bytes > free_bytes:
-        smaller = "dtype = bfloat16 halves that; or " if dtype == "float32" else ""
-        if device == "cpu" and dtype == "bfloat16":
-            smaller = "quantization = int8 halves that; or "
-        more = memory_advice() if device == "cpu" else "free memory"
-        raise ConfigError(
-            f"the weights take {human(num_bytes)} as {dtype}, and {device} has {human(free_bytes)} free: {smaller}"
-            f"choose a smaller model, or {more}"
-        )
 
 
 # -- the host

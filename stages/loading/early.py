@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextvars
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,10 +28,12 @@ from ...runtime.env.log import get_logger
 from ...runtime.load_progress import LoadProgress
 from ...runtime.phases import Phases
 from ...runtime.workers.side_thread import LiveSideThread, Pending
+from ..backends.cache_size import free_host_bytes, total_host_bytes
+from ..backends.weights_fit import WeightsFit
 from ..config import EngineConfig, resolve_step_size
 from ..errors import ConfigError
 from .model_impl import check_settings, why_not_here, why_through_transformers
-from .native_choice import why_not_native
+from .native_choice import has_cuda_driver, why_not_native
 from .native_model import load_native_model
 
 if TYPE_CHECKING:
@@ -130,15 +132,18 @@ class EarlyLoading:
         if reason is not None:
             return OpenedModel(root, threads, shape, max_model_len, why_not_native=reason)
         log.info("threads.chosen", count=threads.count, cpus=list(threads.pinned), reason=threads.reason)
-        native_model = self._submit(self._load_native_model, source, shape, threads)
+        native_model = self._submit(self._load_native_model, root, source, shape, max_model_len, threads)
         return OpenedModel(root, threads, shape, max_model_len, native_model)
 
     def _load_native_model(
-        self, source: TensorSource, shape: DecoderSpec, threads: ComputeThreads
+        self, root: Path, source: TensorSource, shape: DecoderSpec, max_model_len: int, threads: ComputeThreads
     ) -> NativeModel | str:
         """As `load_native_model`."""
+        when_packing = self._is_packing.set
         try:
-            return load_native_model(self.config, source, shape, threads, self.phases, self._is_packing.set)
+            return load_native_model(
+                self.config, root, source, shape, max_model_len, threads, self.phases, when_packing
+            )
         finally:
             self._is_packing.set()
 
@@ -153,8 +158,18 @@ def resolve(config: EngineConfig, progress: LoadProgress | None = None) -> Path:
         download_dir=Path(config.download_dir) if config.download_dir else None,
         offline=config.offline,
         on_progress=None if progress is None else partial(progress.set, hub.model_name(config.model)),
+        check_size=None if config.quantization else partial(_check_file_fits, config),
     )
     return LinkedFolder(root) if config.allow_links_outside else root
+
+
+def _check_file_fits(config: EngineConfig, name: str, num_bytes: int, others: Mapping[str, int]) -> None:
+    """Raises `ConfigError` for a GGUF file that is larger than the free memory, before it is downloaded."""
+    if config.gpu is None and not (config.device == "auto" and has_cuda_driver()):
+        free, total = free_host_bytes(), total_host_bytes()
+        WeightsFit(
+            name=name, device="cpu", form="stored", weights=num_bytes, free=free, total=total, others=others
+        ).check()
 
 
 def max_model_len_of(config: EngineConfig, shape: DecoderSpec) -> int:

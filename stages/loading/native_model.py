@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 from numpy.typing import NDArray
@@ -18,15 +20,19 @@ from ...model.checkpoint.tensor_shapes import TensorSource, expected_shapes
 from ...model.decoder.native_decoder import native_shape
 from ...model.decoder.rope import rope_tables
 from ...model.errors import CheckpointError
+from ...model.gguf.siblings import local_siblings
 from ...model.spec import DecoderSpec
 from ...runtime.env.cpus import ComputeThreads, idle_ns
 from ...runtime.env.log import get_logger
 from ...runtime.phases import Phases
-from ..backends.cache_size import check_weights_fit, free_host_bytes
+from ..backends.cache_size import free_host_bytes, total_host_bytes
+from ..backends.weights_fit import WeightsFit, bytes_kept, least_cache_bytes, smaller_forms
 from ..config import EngineConfig
 
 log = get_logger("millrace.stages")
 
+COPY_BYTES = 8  # of a number of a tensor that is unpacked or copied before the library takes it: two forms of it
+MOST_GROWTH = 1.5  # of a packed file's weights in memory, for files of other sizes to make a difference
 CALL_BYTES = 256 << 20  # that are packed in one call of the library; progress is told after each
 
 # Bytes of a number; for int4 including its share of a scale.
@@ -35,8 +41,10 @@ ITEM_SIZES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "int4": 0.5 + 2 / GR
 
 def load_native_model(
     config: EngineConfig,
+    root: Path,
     source: TensorSource,
     shape: DecoderSpec,
+    max_model_len: int,
     threads: ComputeThreads,
     phases: Phases,
     when_packing: Callable[[], None],
@@ -53,7 +61,7 @@ def load_native_model(
             model = _make_native_model(config, shape, threads)
         log.info("instructions.chosen", name=model.instruction_set, machine_has=list(instruction_sets()))
         with phases("weights"):
-            _check_memory(model, shape)
+            _check_fit(config, root, source, model, shape, max_model_len)
             when_packing()
             phases.progress.begin("read")
             _fill(model, CountedTensors(source, expected_shapes(shape), phases.progress), expected_shapes(shape))
@@ -98,17 +106,41 @@ def _log_threads(num_threads: int, limit: int, num_lost: float) -> None:
 
 def _check_least_memory(config: EngineConfig, shape: DecoderSpec) -> None:
     """Raises `ConfigError` if the weights cannot fit the free memory, whatever the library adds to them."""
-    kept = config.quantization or config.dtype_of(shape.dtype)
-    check_weights_fit(shape, kept, lambda _: ITEM_SIZES[kept], "cpu", free_host_bytes())
+    form = config.quantization or config.dtype_of(shape.dtype)
+    weights = bytes_kept(shape, lambda _: ITEM_SIZES[form])
+    others = smaller_forms(form, weights, "cpu", ITEM_SIZES[form])
+    WeightsFit(name="", device="cpu", form=form, weights=weights, free=free_host_bytes(), others=others).check()
 
 
-def _check_memory(model: NativeModel, shape: DecoderSpec) -> None:
-    """Raises `ConfigError`, before loading, if the weights are larger than the free memory."""
+def _check_fit(
+    config: EngineConfig, root: Path, source: TensorSource, model: NativeModel, shape: DecoderSpec, max_model_len: int
+) -> None:
+    """Raises `ConfigError`, before loading, for a model that does not fit the free memory. Logs what would."""
 
     def item_size(name: str) -> float:
         return ITEM_SIZES[model.type_of(name)] + ITEM_SIZES["int8"] * model.has_screen(name)
 
-    check_weights_fit(shape, model.quantization or model.dtype, item_size, "cpu", free_host_bytes())
+    form, weights = model.quantization or model.dtype, bytes_kept(shape, item_size)
+    copied = (math.prod(sizes) for name, sizes in expected_shapes(shape).items() if not source.is_mapped(name))
+    own, siblings = local_siblings(root)
+    others = smaller_forms(form, weights, "cpu", ITEM_SIZES[form])
+    if own and weights < MOST_GROWTH * siblings[own]:
+        others |= {name: weights * size // siblings[own] for name, size in siblings.items() if name != own}
+    fit = WeightsFit(
+        name=own,
+        device="cpu",
+        form=form,
+        weights=weights,
+        packing=COPY_BYTES * max(copied, default=0),
+        cache=least_cache_bytes(
+            config, model.shape.bytes_per_block(config.block_size, model.cache_dtype), max_model_len
+        ),
+        free=free_host_bytes(),
+        total=total_host_bytes(),
+        others=others,
+    )
+    fit.check()
+    log.info("memory.fit", **fit.to_event())
 
 
 def _fill(model: NativeModel, source: CountedTensors, names: Iterable[str]) -> None:

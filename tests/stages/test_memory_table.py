@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.stages.backends.cache_size import CacheSizing, MemoryNeeds, check_weights
+from millrace.stages.backends.cache_size import CacheSizing, MemoryNeeds
+from millrace.stages.backends.weights_fit import check_weights
 from millrace.stages.config import EngineConfig
 from millrace.stages.errors import ConfigError
 from millrace.stages.memory_table import MachineMemory, human
@@ -172,11 +173,13 @@ def test_a_pool_for_swapped_sequences_larger_than_host_memory_is_refused():
 
 def test_weights_larger_than_free_memory_are_refused_before_they_are_loaded():
     check_weights(2**30, 2**30, "cpu", "float32")
-    with pytest.raises(ConfigError, match="take 2 GiB as float32, and cpu has 1 GiB free: dtype = bfloat16 halves"):
+    with pytest.raises(
+        ConfigError, match="take 2 GiB as float32, and cpu has 1 GiB free: dtype = bfloat16 takes 1 GiB and fits; or"
+    ):
         check_weights(2**31, 2**30, "cpu", "float32")
     with pytest.raises(ConfigError, match="as bfloat16, and cuda:0 has 1 GiB free: choose a smaller model"):
         check_weights(2**31, 2**30, "cuda:0", "bfloat16")
-    with pytest.raises(ConfigError, match="as bfloat16, and cpu has 1 GiB free: quantization = int8 halves that"):
+    with pytest.raises(ConfigError, match="as bfloat16, and cpu has 1 GiB free: choose a smaller model"):
         check_weights(2**31, 2**30, "cpu", "bfloat16")
 
 

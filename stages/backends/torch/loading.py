@@ -22,6 +22,7 @@ from ....model.decoder.weights import load_weights
 from ....model.spec import DecoderSpec
 from ....runtime.device_streams.interface import DeviceStreams
 from ....runtime.env.cpus import ComputeThreads
+from ....runtime.env.log import get_logger
 from ....runtime.load_progress import LoadProgress
 from ....runtime.phases import Phases
 from ...config import EngineConfig, ModelImpl
@@ -34,7 +35,7 @@ from ...memory_table import MachineMemory, MemoryTable
 from ...sample.sampler import Sampler
 from ...sample.token_chooser import MakeTokenChooser, TokenChooser
 from ..backend import Backend
-from ..cache_size import CacheSizing, MemoryNeeds, check_weights_fit, free_host_bytes, num_host_blocks
+from ..cache_size import CacheSizing, MemoryNeeds, free_host_bytes, num_host_blocks
 from ..cuda.cuda_graphs import most_rows
 from ..cuda.step_update import EndRules
 from ..memory_needs import (
@@ -48,6 +49,7 @@ from ..memory_needs import (
     slot_bytes,
 )
 from ..rates import largest_grant, measure_rates
+from ..weights_fit import WeightsFit, bytes_kept, least_cache_bytes, smaller_forms
 from .kv_dtype import check_kv_dtype, kv_dtype_of, kv_scales_of
 from .tilings import log_products, tilings_of
 
@@ -56,6 +58,8 @@ if TYPE_CHECKING:
     from ..cuda.build import AsyncRuntime
 
     TorchDecoder = Decoder | TransformersDecoder
+
+log = get_logger("millrace.stages")
 
 LOGIT_COPIES_BYTES = 12  # per logit during sampling: up to three copies in float32
 
@@ -82,7 +86,9 @@ def load_on_torch(
     tilings = tilings_of(config, device, kernels.name)
     phases.progress.begin("read")
     with phases("weights"):
-        make_decoder = partial(_load_weights(config, root, shape, device, kernels, phases.progress), tilings=tilings)
+        make_decoder = partial(
+            _load_weights(config, root, shape, device, kernels, phases.progress, max_model_len), tilings=tilings
+        )
     backend = make_backend(config, shape, make_decoder, max_model_len, device, kernels, phases, streams)
     log_products(tilings, backend.runner.decoder)
     return backend
@@ -163,12 +169,13 @@ def _load_weights(
     shape: DecoderSpec,
     device: torch.device,
     kernels: kernel_set.KernelSet,
-    progress: LoadProgress,
+    progress: LoadProgress | None = None,
+    max_model_len: int = 1,
 ) -> Callable[..., Decoder]:
     """Loads the checkpoint's weights. Returns a function that makes decoders with them."""
     dtype = torch_dtype(config, shape.dtype)
     free = free_bytes(device)
-    check_weights_fit(shape, name_of(dtype), lambda _: dtype.itemsize, str(device), free)
+    _check_fit(config, shape, dtype, max_model_len, device, free)
     weights = load_weights(
         root,
         shape,
@@ -183,6 +190,25 @@ def _load_weights(
     if table is not None:
         weights = with_adapters(weights, table)
     return partial(Decoder, shape, weights, kernels, is_batch_invariant=config.deterministic, adapters=table)
+
+
+def _check_fit(
+    config: EngineConfig, shape: DecoderSpec, dtype: torch.dtype, max_model_len: int, device: torch.device, free: int
+) -> None:
+    """Raises `ConfigError`, before loading, if weights and the least cache are larger than the free memory."""
+    weights, form = bytes_kept(shape, lambda _: dtype.itemsize), name_of(dtype)
+    cached = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim  # numbers of a token
+    fit = WeightsFit(
+        name="",
+        device=str(device),
+        form=form,
+        weights=weights,
+        cache=least_cache_bytes(config, cached * config.block_size * dtype.itemsize, max_model_len),
+        free=free,
+        others=smaller_forms(form, weights, "", dtype.itemsize),
+    )
+    fit.check()
+    log.info("memory.fit", **fit.to_event())
 
 
 def _fit_runner(

@@ -28,7 +28,7 @@ from ....runtime.env.log import get_logger
 from ....runtime.phases import Phases
 from ...config import EngineConfig
 from ..backend import Backend
-from ..cache_size import check_weights
+from ..weights_fit import check_weights
 from .loading import choose_device, free_bytes, make_backend, name_of, torch_dtype
 
 log = get_logger("millrace.stages")

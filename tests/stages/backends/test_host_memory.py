@@ -18,13 +18,13 @@ from millrace.runtime.env.env import LiveEnv
 from millrace.runtime.phases import Phases
 from millrace.stages.backends import cache_size
 from millrace.stages.backends.cache_size import (
-    check_weights,
     free_host_bytes,
     host_limit,
     num_host_blocks,
     total_host_bytes,
 )
 from millrace.stages.backends.torch.loading import _load_weights
+from millrace.stages.backends.weights_fit import check_weights
 from millrace.stages.config import EngineConfig
 from millrace.stages.errors import ConfigError
 from millrace.stages.loading.model import LoadedModel, load_model

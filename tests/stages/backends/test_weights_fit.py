@@ -1,0 +1,137 @@
+"""Whether a model fits the memory, before its weights are read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from pathlib import Path
+
+import pytest
+
+from millrace.model.checkpoint import hub
+from millrace.model.demo import WEIGHTS
+from millrace.runtime.env.env import LiveEnv
+from millrace.runtime.env.log import captured_logs
+from millrace.runtime.phases import Phases
+from millrace.stages.backends import cache_size
+from millrace.stages.backends.weights_fit import WeightsFit, least_cache_bytes
+from millrace.stages.config import EngineConfig
+from millrace.stages.errors import ConfigError
+from millrace.stages.loading import early
+from millrace.stages.loading.model import load_model
+from tests.stages.backends.test_host_memory import MACHINE, MIB, v2, written
+
+GIB = 1 << 30
+
+
+def test_the_refusal_has_all_numbers_and_the_largest_other_that_fits() -> None:
+    fit = WeightsFit(
+        name="M-Q4_K_M.gguf",
+        device="cpu",
+        form="stored",
+        weights=18 * GIB,
+        packing=GIB,
+        cache=2 * GIB,
+        free=12 * GIB,
+        total=24 * GIB,
+        others={"M-Q8_0.gguf": 30 * GIB, "M-Q2_K.gguf": 9 * GIB, "M-IQ1_S.gguf": 6 * GIB, "M-Q3_K_M.gguf": 14 * GIB},
+    )
+    with pytest.raises(ConfigError) as caught:
+        fit.check()
+    assert str(caught.value).startswith(
+        "M-Q4_K_M.gguf: the weights take 18 GiB as stored, packing them 1 GiB, the smallest KV cache 2 GiB, and cpu has "
+        "12 GiB free of 24 GiB: M-Q2_K.gguf takes 9 GiB and fits; or choose a smaller model, or "
+    )
+    assert [line.split()[-2:] for line in fit.to_text()[1:]] == [
+        *([["not", "fit"]] * 2),
+        ["GiB", "fits"],
+        ["GiB", "fits"],
+        ["not", "fit"],
+    ]
+
+
+def test_where_nothing_fits_the_smallest_other_is_told() -> None:
+    fit = WeightsFit(name="", device="cpu", form="bfloat16", weights=9, free=2, others={"a": 7, "b": 5, "c": 10})
+    with pytest.raises(ConfigError, match=r"^the weights take 9 B as bfloat16, .*free: b takes 5 B and does not fit e"):
+        fit.check()
+    WeightsFit(name="", device="cpu", form="bfloat16", weights=9, packing=1, cache=2, free=12).check()
+
+
+def test_the_least_cache_is_one_sequence_or_what_is_configured() -> None:
+    assert least_cache_bytes(EngineConfig(), 100, 33) == 300
+    assert least_cache_bytes(EngineConfig(max_model_len="auto"), 100, 33) == 100
+    assert least_cache_bytes(EngineConfig(num_gpu_blocks=7), 100, 33) == 700
+    assert least_cache_bytes(EngineConfig(kv_cache_bytes=7), 100, 33) == 7
+
+
+def load(model: Path, **settings: object) -> object:
+    config = EngineConfig(model=str(model), device="cpu", threads=1, num_cpu_blocks=0, **settings)  # type: ignore[arg-type]
+    return load_model(config, Phases(lambda: 0.0), LiveEnv(0))
+
+
+def sparse_checkpoint(folder: Path) -> int:
+    """The bundled model with a feed-forward layer so wide that the file has a terabyte, all of it a hole."""
+    shutil.copytree(WEIGHTS, folder, dirs_exist_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    width = config["intermediate_size"] = 8 * 10**8
+    (folder / "config.json").write_text(json.dumps(config))
+    raw = (folder / "model.safetensors").read_bytes()
+    header = json.loads(raw[8 : 8 + struct.unpack("<Q", raw[:8])[0]])
+    header.pop("__metadata__", None)
+    position = 0
+    for name, entry in header.items():
+        if "mlp" in name:
+            entry["shape"][name.endswith("down_proj.weight")] = width
+        size = 2 * entry["shape"][0] * (entry["shape"][1] if len(entry["shape"]) > 1 else 1)
+        entry["dtype"], entry["data_offsets"] = "BF16", [position, position + size]
+        position += size
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + position)
+    return position
+
+
+def test_a_file_larger_than_memory_is_refused_with_the_numbers_and_not_read(tmp_path: Path) -> None:
+    size = sparse_checkpoint(tmp_path)
+    assert size > 10**12 and (tmp_path / "model.safetensors").stat().st_blocks < 1000
+    with pytest.raises(
+        ConfigError, match=r"weights take [\d.]+ TiB as bfloat16.* free of .*: quantization = int4 takes"
+    ):
+        load(tmp_path)
+    assert (tmp_path / "model.safetensors").stat().st_blocks < 1000
+
+
+def test_a_container_too_small_is_refused_before_reading_and_a_larger_one_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(cache_size, "ROOT", written(tmp_path, MACHINE | v2(str(24 * MIB), 20 * MIB)))
+    with pytest.raises(
+        ConfigError, match=r"the smallest KV cache .*cpu has 4 MiB free of 24 MiB: .*container's memory"
+    ):
+        load(WEIGHTS)
+    written(tmp_path, v2(str(500 * MIB), 20 * MIB))
+    with captured_logs() as logs:
+        load(WEIGHTS, max_model_len=64, max_num_seqs=4)
+    (told,) = [line for line in logs if line["event"] == "memory.fit"]
+    assert told["free_bytes"] == 480 * MIB and told["weights_bytes"] > 0 and told["least_cache_bytes"] > 0
+    assert [line.split("  ")[0] for line in told["table"]] == [
+        "weights as           ".rstrip(),
+        "bfloat16 (chosen)",
+        "quantization = int8",
+        "quantization = int4",
+    ]
+
+
+def test_a_gguf_file_of_the_hub_is_refused_before_it_is_downloaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    sizes = {"m-Q4_K_M-00001-of-00002.gguf": 500 * MIB, "m-Q4_K_M-00002-of-00002.gguf": 400 * MIB, "README.md": 1}
+    sizes |= {"m-Q2_K.gguf": 300 * MIB, "m-Q8_0.gguf": 2 * GIB}
+    monkeypatch.setattr(hub, "_sizes_on_hub", lambda *_: sizes)
+    monkeypatch.setattr(hub, "_snapshot", lambda *_: pytest.fail("a file was downloaded"))
+    monkeypatch.setattr(cache_size, "ROOT", written(tmp_path, MACHINE))
+    config = EngineConfig(model="owner/name:Q4_K_M", device="cpu")
+    with pytest.raises(ConfigError, match=r"m-Q4_K_M: .* 900 MiB as stored.* 800 MiB free of .*: m-Q2_K.gguf takes 300 MiB"):
+        early.resolve(config)

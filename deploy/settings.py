@@ -35,15 +35,17 @@ Kind = type[EngineConfig] | type[ServerConfig]
 # group -> field -> help text
 ENGINE_HELP: dict[str, dict[str, str]] = {
     "model": {
-        "model": "folder or Hub id of a model; none: the bundled model",
+        "model": "folder, GGUF file, Hub id, or address of hf://, https://, s3://, gs:// or az://; none: the bundled "
+        "model",
         "revision": "branch, tag or commit of a Hub model",
-        "download_dir": "cache folder for Hub models; none: the Hub library's own",
+        "download_dir": "folder for downloaded models; none: the Hub library's cache, and ~/.cache/millrace/downloads",
         "offline": "never access the network; the model must be on disk already",
         "allow_links_outside": "follow links that lead out of the checkpoint's folder, as DVC makes them; "
         "only for a folder that you trust",
         "model_impl": "whose modules compute the model; millrace: those of the families here; transformers: "
         "transformers' on the paged cache, slower; auto: transformers where no family here describes the model",
-        "load_format": "checkpoint format; dummy: random weights, for benchmarks",
+        "load_format": "auto, safetensors, gguf, stream: read by ranges and not stored, dummy: random weights, or "
+        "package.module:Source",
         "dtype": "data type of weights and activations; auto: the checkpoint's",
         "quantization": "quantize the weights while loading, CPU only: int8 or int4; none: keep them as dtype",
         "max_model_len": "maximum tokens of prompt and answer together; none: the model's limit; auto: what fits into "

@@ -13,6 +13,7 @@ from typing import Literal
 from ..runtime.env.writable import file_problem
 from ..runtime.fault_injection import parse_fault
 from .errors import ConfigError
+from .load_formats import check_load_format
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 ModelImpl = Literal["millrace", "transformers"]
@@ -35,7 +36,9 @@ class EngineConfig:
     allow_links_outside: bool = False  # True: a checkpoint's links may lead out of its folder, to any readable file
     # whose modules compute: of the family here, or transformers'; auto: transformers where there is no family
     model_impl: Literal["auto", "millrace", "transformers"] = "auto"
-    load_format: Literal["auto", "safetensors", "dummy"] = "auto"  # dummy: random weights, for benchmarks
+    # auto, safetensors, gguf, stream: left elsewhere and read by ranges, dummy: random weights, for benchmarks; or
+    # package.module:Source, a class like millrace.model.checkpoint.stored_tensors.StoredTensors
+    load_format: str = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16", "half"] = "auto"  # auto: the checkpoint's
     quantization: Literal["int8", "int4"] | None = None  # of weight matrices, applied while loading; None: keep `dtype`
     max_model_len: int | Literal["auto"] | None = None  # tokens, prompt plus answer; None: the model's; auto: what fits
@@ -148,6 +151,7 @@ class EngineConfig:
                 parse_fault(text)
             except ValueError as error:
                 raise ConfigError(f"inject: {error}") from None
+        check_load_format(self.load_format)
         if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", self.device):
             raise ConfigError(
                 f"device = {self.device}: must be auto, cpu, cuda, or one of several GPUs, such as cuda:1"

@@ -14,12 +14,15 @@ from typing import Any
 from ..errors import CheckpointError, DownloadError
 from ..gguf.choice import choose, models_of
 from ..gguf.siblings import model_bytes
+from .remote_folder import fetch
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in total; the total grows while files are listed
 CheckSize = Callable[[str, int, Mapping[str, int]], None]  # a GGUF model, its bytes, and those of the others
 
 BUNDLED = "demo"
 HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}(/[A-Za-z0-9][A-Za-z0-9_.-]{0,95})?")
+HUB_SCHEME = "hf://"
+HUB_ADDRESS = re.compile(r"hf://([^/@]+/[^/@]+)(?:@([\w.-]{1,128}))?(/[\w./ -]+)?|([^/@]+/[^/@]+)@([\w.-]{1,128})")
 QUANT = re.compile(r"(.+):([A-Za-z0-9_.-]{1,64})")  # a folder or Hub id, and a part of the name of its GGUF file
 FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
 
@@ -33,10 +36,13 @@ def resolve(
     offline: bool = False,
     on_progress: Progress | None = None,
     check_size: CheckSize | None = None,
+    streams: bool = False,
 ) -> Path:
-    """The directory of a model: the bundled one for None or "demo", else a local directory, else a Hub id.
+    """The directory of a model: the bundled one for None or "demo", else a local directory, an address, or a Hub id.
 
-    A GGUF file, by its path or as a folder's or repository's (`owner/name:Q4_K_M`), has a directory that stands for it.
+    An address is hf://owner/name@revision/path, or of https://, s3://, gs:// or az://; with `streams` the weights of
+    these stay there. A Hub id may have @revision behind it. A GGUF file, by its path or as a folder's or repository's
+    (`owner/name:Q4_K_M`), has a directory that stands for it.
     Blocks during a download; `on_progress` is called from its threads. Without `download_dir`, files go to the Hub's
     cache. `check_size` is called before a GGUF file of the Hub is downloaded, and may raise. With `offline`, or
     HF_HUB_OFFLINE set, only the cache is searched. Raises DownloadError, whose message names the next step, or
@@ -52,12 +58,22 @@ def resolve(
         if path.suffix != ".gguf":
             raise CheckpointError(f"{model}: is a file; name the directory that holds config.json, or a .gguf file")
         return _stand_in(path)
+    offline = offline or _is_offline()
+    if "://" in model and not model.startswith(HUB_SCHEME):
+        if offline:
+            raise DownloadError(f"{model}: offline mode forbids reading it; download its files and give their folder")
+        found = fetch(model, download_dir, on_progress, streams=streams)
+        return _stand_in(found) if found.suffix == ".gguf" else found
+    if streams:
+        raise DownloadError(f"{model}: load_format = stream is for https://, s3://, gs:// and az://; leave it out")
+    name, revision, folder = _hub_address(name, revision)
     if not HUB_ID.fullmatch(name):
         raise DownloadError(f"{model[:200]!r}: no such directory, and not the form of a Hub id (owner/name)")
-    offline = offline or _is_offline()
     download = partial(_snapshot, name, revision, download_dir, token, offline, on_progress)
+    if folder.endswith(".gguf"):
+        return _stand_in(download((folder,)) / folder)
     if quant is None:
-        root = download(FILES)
+        root = download([f"{folder}/{pattern}" for pattern in FILES] if folder else FILES) / folder
         if any(root.glob("*.safetensors")):
             return root
     sizes = dict.fromkeys(_cached_names(download(("*.gguf",))), 0) if offline else _sizes_on_hub(name, revision, token)
@@ -71,6 +87,20 @@ def resolve(
     return root
 
 
+def _hub_address(name: str, revision: str | None) -> tuple[str, str | None, str]:
+    """The id, the revision and the path inside the repository of hf://owner/name@revision/path, or owner/name@revision.
+
+    Raises DownloadError if `revision` is another one.
+    """
+    match = HUB_ADDRESS.fullmatch(name)
+    if match is None:
+        return name, revision, ""
+    found, told = match[1] or match[4], match[2] or match[5]
+    if told is not None and revision not in (None, told):
+        raise DownloadError(f"{name}: the name and the setting revision = {revision} differ; leave out one of them")
+    return found, told or revision, (match[3] or "").strip("/")
+
+
 def model_name(model: str | None) -> str:
     """The name of a model for clients: its Hub id, or the name of its folder, without the path to it."""
     if model is None:
@@ -79,6 +109,9 @@ def model_name(model: str | None) -> str:
     if os.path.isfile(path):
         return path.stem
     if not os.path.isdir(path):
+        if "://" in model:
+            last = model.rstrip("/").rpartition("/")[2]
+            return last.removesuffix(".gguf") if not model.startswith(HUB_SCHEME) else _hub_address(model, None)[0]
         name, _ = _split(model)
         return model_name(name) if os.path.isdir(Path(name).expanduser()) else model
     folder = Path(os.path.abspath(path))

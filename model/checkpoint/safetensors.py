@@ -9,7 +9,7 @@ import json
 import math
 import mmap
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -56,20 +56,20 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack")
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-class Checkpoint(NamedTensors[tuple["_Shard", str]]):
+class Checkpoint(NamedTensors[tuple["Shard", str]]):
     """All tensors of a checkpoint by name, read from the memory map on access.
 
     The constructor checks all headers and raises CheckpointError naming file and tensor, so later only the disk can
     fail. `warnings` say what is unusual about the files. A tensor in several shards is that of the last.
     """
 
-    def __init__(self, root: Path, files: Sequence[str] | None = None) -> None:
+    def __init__(self, root: Path, files: Sequence[str | Shard] | None = None) -> None:
         """`files`: names of files in `root` that hold it, where they are not those of a model."""
         super().__init__(root)  # places: the shard, and the name in it
         names = _shard_names(root) if files is None else list(files)
         if names == [WHOLE] and checkpoint_file(root, INDEX) is not None:
             self.warnings.append(f"{INDEX} is not used, because {WHOLE} is there")
-        for shard in [_Shard(root, name) for name in names]:
+        for shard in [one if isinstance(one, Shard) else Shard(root, one) for one in names]:
             for tensor in shard.entries:
                 if tensor in self._places:
                     before = self._places[tensor][0].name
@@ -134,7 +134,7 @@ class _Entry:
         return self.begin % RAW_DTYPES[self.dtype].itemsize == 0
 
 
-class _Shard:
+class Shard:
     """One mapped safetensors file: eight bytes of header length, a JSON header, and the tensors back to back."""
 
     def __init__(self, root: Path, name: str) -> None:
@@ -150,12 +150,18 @@ class _Shard:
                 self._map = mmap.mmap(file.fileno(), 0, flags=MAP_FLAGS, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         except OSError as error:
             raise CheckpointError(f"{name} ({root}): cannot be mapped into memory: {error.strerror}") from None
-        header_bytes = int.from_bytes(self._map[:8], "little")
+        self._read_header(size, lambda begin, end: self._map[begin:end])
+
+    def _read_header(self, size: int, read: Callable[[int, int], bytes]) -> None:
+        """Reads and checks the header of a file of `size` bytes; `read` gives a range of them."""
+        if size < 8:
+            self._fail(f"{size} bytes is too short for a safetensors file")
+        header_bytes = int.from_bytes(read(0, 8), "little")
         if not 2 <= header_bytes <= size - 8:
             self._fail(f"its header claims {header_bytes} bytes of a file of {size}")
         if header_bytes > HEADER_BYTES:
             self._fail(f"its header claims {header_bytes} bytes, and at most {HEADER_BYTES} are read")
-        self.entries = self._entries(self._header(self._map[8 : 8 + header_bytes]), 8 + header_bytes, size)
+        self.entries = self._entries(self._header(read(8, 8 + header_bytes)), 8 + header_bytes, size)
 
     def array(self, name: str) -> NDArray[Any]:
         array = self.raw(name)
@@ -256,12 +262,17 @@ def _shard_names(root: Path) -> list[str]:
                 f"{INDEX} ({root}): weight_map: must map tensors to file names, not {quoted(weight_map)}"
             )
         for tensor, name in weight_map.items():
-            if not _is_file_name(name):
+            if not is_shard_name(name):
                 raise CheckpointError(
                     f"{INDEX} ({root}): weight_map: {shown(tensor)}: must be the name of a safetensors file in this "
                     f"folder, not {quoted(name)}"
                 )
         return sorted(set(weight_map.values()))
+    if (root / "stream.json").is_file():
+        raise CheckpointError(
+            f"{root}: its weights are left where they are, and models that run through transformers read files; leave "
+            "out load_format = stream"
+        )
     if is_gguf_folder(root):
         raise CheckpointError(
             f"{root}: stands for a GGUF file, whose weights only the decoders here read; leave out "
@@ -279,7 +290,7 @@ def _shard_names(root: Path) -> list[str]:
     raise CheckpointError(f"{root}: no {WHOLE} and no {INDEX}")
 
 
-def _is_file_name(value: object) -> bool:
+def is_shard_name(value: object) -> bool:
     if not isinstance(value, str) or not value.endswith(".safetensors") or "\\" in value or not value.isprintable():
         return False
     return len(value) <= 255 and not any(part in ("", ".", "..") for part in value.split("/"))

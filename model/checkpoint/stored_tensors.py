@@ -11,6 +11,11 @@ from numpy.typing import NDArray
 from ..grouped_matrix import GroupedMatrix
 from ..named_tensors import StoredPiece
 
+MEMBERS = (  # of the protocol
+    *("root", "warnings", "names", "rename", "share"),
+    *("where", "pieces", "dtype", "shape", "is_mapped", "array", "forget"),
+)
+
 
 class StoredTensors(Protocol):
     """A checkpoint's tensors: of safetensors (`safetensors.Checkpoint`), or of GGUF files (`gguf.GgufCheckpoint`)."""

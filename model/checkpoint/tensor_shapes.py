@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,8 +28,10 @@ from ..spec import DecoderSpec
 from .canonical import CanonicalTensors, TensorSources, widened
 from .comparison import check_tensors
 from .random_tensors import RandomTensors
+from .remote_folder import opened_stream
 from .safetensors import DTYPES, Checkpoint
-from .stored_tensors import StoredTensors
+from .stored_tensors import MEMBERS, StoredTensors
+from .streamed import StreamedCheckpoint
 from .whole_model import WholeModel, newer_name
 
 Shapes = dict[str, tuple[int, ...]]  # by name
@@ -64,15 +67,13 @@ class TensorSource(Protocol):
 def open_source(root: Path, spec: DecoderSpec, load_format: str) -> tuple[TensorSource, DecoderSpec]:
     """The checkpoint in `root` by canonical names, and `spec` with the output layer that its files hold.
 
-    With load_format "dummy" it is seeded random numbers, without reading a file; "auto" is "safetensors". Raises
+    With load_format "dummy" it is seeded random numbers, without reading a file. Raises
     CheckpointError naming file and tensor for a missing, extra or misshapen tensor, before any weight is read.
     """
     if load_format == "dummy":
         spec = replace(spec, dtype="float32") if spec.dtype == "auto" else spec
         return RandomTensors(expected_shapes(spec)), spec
-    if load_format not in ("auto", "safetensors"):
-        raise ValueError(f"load_format = {load_format!r}: must be 'safetensors' or 'dummy'")
-    checkpoint, spec = _open(root, spec)
+    checkpoint, spec = _open(root, spec, load_format)
     family = family_of(spec.family)
     sources = TensorSources(tensors_of(spec), family.names(spec))
     check_tensors(checkpoint, sources, spec, family)
@@ -88,7 +89,7 @@ def output_rows(root: Path, spec: DecoderSpec, load_format: str, rows: Sequence[
     name, other = (name, other) if spec.head.is_tied else (other, name)
     if load_format == "dummy":
         return np.asarray(RandomTensors(expected_shapes(spec)).array(name)[list(rows)], np.float32)
-    checkpoint, spec = _open(root, spec)
+    checkpoint, spec = _open(root, spec, load_format)
     sources = TensorSources([Target(name, ()), Target(other, ())], family_of(spec.family).names(spec))
     stored = sources.stored_name(name)
     return widened(checkpoint.array(stored if stored in checkpoint.names else sources.stored_name(other))[list(rows)])
@@ -99,10 +100,10 @@ def expected_shapes(spec: DecoderSpec) -> Shapes:
     return {target.name: target.shape for target in tensors_of(spec)}
 
 
-def _open(root: Path, spec: DecoderSpec) -> tuple[StoredTensors, DecoderSpec]:
+def _open(root: Path, spec: DecoderSpec, load_format: str) -> tuple[StoredTensors, DecoderSpec]:
     """The checkpoint with its names as in a whole model, and `spec` with the output layer that it holds."""
     family = family_of(spec.family)
-    checkpoint = _checkpoint(root)
+    checkpoint = stored_tensors(root, load_format)
     checkpoint.rename(partial(newer_name, family=family))
     _check_layers(checkpoint, spec, family.names(spec), f"{family.prefix}.")
     model = WholeModel(spec, family)
@@ -111,11 +112,37 @@ def _open(root: Path, spec: DecoderSpec) -> tuple[StoredTensors, DecoderSpec]:
     return checkpoint, _with_stored_head(checkpoint, spec, model.sources, is_bare=is_bare)
 
 
-def _checkpoint(root: Path) -> StoredTensors:
-    if is_gguf_folder(root):
+def stored_tensors(root: Path, load_format: str) -> StoredTensors:
+    """The tensors of the checkpoint in `root` as they are stored, packed ones unpacked on access.
+
+    "auto" is what the folder holds; package.module:Source is called with the folder. Raises CheckpointError where the
+    folder holds another format.
+    """
+    if ":" in load_format:
+        return _plug_in(root, load_format)
+    stream = opened_stream(root)
+    kind = "stream" if stream is not None else "gguf" if is_gguf_folder(root) else "safetensors"
+    if load_format not in ("auto", kind):
+        instead = "stream is for https://, s3://, gs:// and az://" if load_format == "stream" else f"use auto or {kind}"
+        raise CheckpointError(f"load_format = {load_format}: {root} holds {kind} weights; {instead}")
+    if kind == "gguf":
         return open_checkpoint(root)
-    checkpoint, weights = Checkpoint(root), format_of(root)
+    checkpoint = Checkpoint(root) if stream is None else StreamedCheckpoint(root, *stream)
+    weights = format_of(root)
     return checkpoint if weights is None else UnpackedCheckpoint(checkpoint, weights)
+
+
+def _plug_in(root: Path, name: str) -> StoredTensors:
+    module, _, attribute = name.partition(":")
+    try:
+        source: StoredTensors = getattr(import_module(module), attribute)(root)
+    except (ImportError, AttributeError) as error:
+        problem = f"load_format = {name}: cannot be imported: {error}; must be package.module:Source"
+        raise CheckpointError(problem) from None
+    lacks = [member for member in MEMBERS if not hasattr(source, member)]
+    if lacks:
+        raise CheckpointError(f"load_format = {name}: lacks {', '.join(lacks)} of StoredTensors")
+    return source
 
 
 def _check_layers(checkpoint: StoredTensors, spec: DecoderSpec, names: Names, prefix: str) -> None:

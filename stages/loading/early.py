@@ -157,6 +157,7 @@ def resolve(config: EngineConfig, progress: LoadProgress | None = None) -> Path:
         revision=config.revision,
         download_dir=Path(config.download_dir) if config.download_dir else None,
         offline=config.offline,
+        streams=config.load_format == "stream",
         on_progress=None if progress is None else partial(progress.set, hub.model_name(config.model)),
         check_size=None if config.quantization else partial(_check_file_fits, config),
     )

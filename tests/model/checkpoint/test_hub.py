@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from millrace.model.checkpoint import hub
 from millrace.model.checkpoint.hub import bundled_model_path, model_name, resolve
 from millrace.model.errors import CheckpointError, DownloadError
 
@@ -63,6 +64,42 @@ def test_other_models_have_the_names_they_are_asked_for_by(monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     assert [model_name(model) for model in (None, "demo", "owner/name")] == ["demo", "demo", "owner/name"]
     assert model_name(".") == tmp_path.name
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("owner/name", ("owner/name", None, "")),
+        ("owner/name@v1.0", ("owner/name", "v1.0", "")),
+        ("hf://owner/name", ("owner/name", None, "")),
+        ("hf://owner/name@refs-1", ("owner/name", "refs-1", "")),
+        ("hf://owner/name@0123abc/a/b.gguf", ("owner/name", "0123abc", "a/b.gguf")),
+        ("hf://owner/name/sub", ("owner/name", None, "sub")),
+        ("no/such/directory", ("no/such/directory", None, "")),
+    ],
+)
+def test_an_address_of_the_hub_has_id_revision_and_path(name: str, found: tuple[str, str | None, str]) -> None:
+    assert hub._hub_address(name, None) == found
+    assert hub._hub_address(name, found[1] or "main") == (found[0], found[1] or "main", found[2])
+
+
+def test_two_revisions_are_refused(no_socket: None) -> None:
+    with pytest.raises(DownloadError, match="owner/name@v1: the name and the setting revision = v2 differ"):
+        resolve("owner/name@v1", revision="v2", offline=True)
+    with pytest.raises(DownloadError, match="stream is for https://, s3://, gs:// and az://; leave it out"):
+        resolve("owner/name", streams=True)
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("https://example.org/a/m-1/", "m-1"),
+        ("s3://bucket/x/m.Q4_0.gguf", "m.Q4_0"),
+        ("hf://owner/name@v1/sub", "owner/name"),
+    ],
+)
+def test_a_model_elsewhere_is_named_by_the_end_of_its_address(model: str, name: str) -> None:
+    assert model_name(model) == name
 
 
 def test_a_file_is_not_a_model(tmp_path: Path) -> None:

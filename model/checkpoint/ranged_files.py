@@ -1,0 +1,192 @@
+"""Files elsewhere, read by ranges of bytes: over HTTP, or of a bucket through fsspec. Each is pinned when first seen.
+
+A file whose size or version is another than before ends the load: its parts would be those of two models.
+"""
+
+from __future__ import annotations
+
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from http.client import HTTPException
+from typing import Any, Protocol, TypeVar
+from urllib.parse import urljoin, urlsplit
+
+from ..errors import DownloadError, shown
+
+T = TypeVar("T")
+
+TRIES = 5
+TIMEOUT_S = 30.0  # of one answer
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}  # scheme -> what fsspec needs for it
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedFile:
+    """A file as it was first seen."""
+
+    size: int
+    version: str  # its ETag, or what the store has in place of one; empty: none
+
+
+class RangedFiles(Protocol):
+    """The files of one folder elsewhere. All methods are thread-safe, and raise DownloadError."""
+
+    url: str
+
+    def pin(self, name: str) -> PinnedFile | None:
+        """The file as it is now; None if there is none."""
+
+    def names(self) -> list[str] | None:
+        """The files of the folder; None where they cannot be listed."""
+
+    def read(self, name: str, pinned: PinnedFile, begin: int, end: int) -> bytes:
+        """Bytes [begin, end) of the file, which must be as it was pinned."""
+
+
+def open_files(url: str) -> RangedFiles:
+    """The folder at `url`. Raises DownloadError for a scheme that cannot be read here."""
+    scheme, host = urlsplit(url).scheme, urlsplit(url).hostname
+    if scheme == "https" or (scheme == "http" and host in LOOPBACK):
+        return HttpFiles(url)
+    if scheme == "http":
+        raise DownloadError(f"{url}: weights over http:// could be changed on their way; use https://")
+    if scheme not in PACKAGES:
+        raise DownloadError(
+            f"{url}: {scheme}:// is not read; read are a folder, a .gguf file, owner/name of the Hub, hf://, https://, "
+            "s3://, gs:// and az://"
+        )
+    try:
+        from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+
+        filesystem, path = url_to_fs(url)
+    except ImportError:
+        raise DownloadError(f"{url}: {scheme}:// needs a package: pip install {PACKAGES[scheme]}") from None
+    return BucketFiles(url, filesystem, path)
+
+
+class HttpFiles:
+    """Files below a URL, of a server that answers ranges."""
+
+    def __init__(self, url: str, sleep: Callable[[float], object] = time.sleep) -> None:
+        self.url = url if url.endswith("/") else f"{url}/"
+        self._sleep = sleep
+
+    def names(self) -> list[str] | None:
+        return None
+
+    def pin(self, name: str) -> PinnedFile | None:
+        try:
+            answer, _ = self._try(name, lambda: self._get(name, 0, 1))
+        except FileNotFoundError:
+            return None
+        return answer
+
+    def read(self, name: str, pinned: PinnedFile, begin: int, end: int) -> bytes:
+        def once() -> bytes:
+            found, content = self._get(name, begin, end)
+            _check_same(self.url, name, pinned, found)
+            if len(content) != end - begin:
+                raise OSError(f"{len(content)} of {end - begin} bytes came")
+            return content
+
+        try:
+            return self._try(name, once)
+        except FileNotFoundError:
+            raise DownloadError(f"{self.url}{name}: is gone, while it was read; start again") from None
+
+    def _get(self, name: str, begin: int, end: int) -> tuple[PinnedFile, bytes]:
+        request = urllib.request.Request(urljoin(self.url, name), headers={"Range": f"bytes={begin}-{end - 1}"})
+        try:
+            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+                total = answer.headers.get("Content-Range", "").rpartition("/")[2]
+                if answer.status != 206 or not total.isdigit():
+                    raise DownloadError(
+                        f"{self.url}{name}: the server answers {answer.status} to a range of bytes, and must answer "
+                        "206; download the files, and serve their folder"
+                    )
+                return PinnedFile(int(total), answer.headers.get("ETag", "")), answer.read(end - begin + 1)
+        except urllib.error.HTTPError as error:
+            error.close()
+            if error.code == 404:
+                raise FileNotFoundError(name) from None
+            if error.code == 416:  # of an empty file
+                return PinnedFile(0, error.headers.get("ETag", "")), b""
+            if error.code in (401, 403):
+                raise DownloadError(f"{self.url}{name}: not allowed (status {error.code}); use a signed URL") from None
+            if error.code < 500 and error.code not in (408, 429):
+                raise DownloadError(f"{self.url}{name}: the server answers {error.code}; check the address") from None
+            raise
+
+    def _try(self, name: str, once: Callable[[], T]) -> T:
+        return _with_retries(f"{self.url}{name}", once, self._sleep)
+
+
+class BucketFiles:
+    """Files of a bucket, through an fsspec filesystem."""
+
+    def __init__(self, url: str, filesystem: Any, path: str, sleep: Callable[[float], object] = time.sleep) -> None:
+        self.url = url if url.endswith("/") else f"{url}/"
+        self._files, self._path, self._sleep = filesystem, path.rstrip("/"), sleep
+
+    def names(self) -> list[str] | None:
+        try:
+            found = _with_retries(self.url, lambda: self._files.find(self._path), self._sleep)
+        except FileNotFoundError:
+            return []
+        return [path.removeprefix(self._path).lstrip("/") for path in found]
+
+    def pin(self, name: str) -> PinnedFile | None:
+        try:
+            found = _with_retries(f"{self.url}{name}", lambda: self._info(name), self._sleep)
+        except FileNotFoundError:
+            return None
+        return found
+
+    def read(self, name: str, pinned: PinnedFile, begin: int, end: int) -> bytes:
+        def once() -> bytes:
+            content: bytes = self._files.cat_file(f"{self._path}/{name}", start=begin, end=end)
+            _check_same(self.url, name, pinned, self._info(name))
+            if len(content) != end - begin:
+                raise OSError(f"{len(content)} of {end - begin} bytes came")
+            return content
+
+        try:
+            return _with_retries(f"{self.url}{name}", once, self._sleep)
+        except FileNotFoundError:
+            raise DownloadError(f"{self.url}{name}: is gone, while it was read; start again") from None
+
+    def _info(self, name: str) -> PinnedFile:
+        self._files.invalidate_cache()
+        info = self._files.info(f"{self._path}/{name}")
+        keys = ("ETag", "etag", "generation", "md5Hash", "LastModified", "mtime", "created")
+        return PinnedFile(int(info["size"]), next((str(info[key]) for key in keys if info.get(key)), ""))
+
+
+def _with_retries(what: str, once: Callable[[], T], sleep: Callable[[float], object]) -> T:
+    """The result of `once`, which may fail for a while: 0.1, 0.2, 0.4 and 0.8 s lie between the tries."""
+    for number in range(TRIES):
+        try:
+            return once()
+        except FileNotFoundError:
+            raise
+        except (OSError, HTTPException) as error:  # a broken connection, a status of 500, too few bytes
+            last = error
+            if number < TRIES - 1:
+                sleep(0.1 * 2**number)
+    raise DownloadError(
+        f"{what}: {shown(str(last))[:200]}, {TRIES} times; start again once the server answers"
+    ) from None
+
+
+def _check_same(url: str, name: str, pinned: PinnedFile, found: PinnedFile) -> None:
+    if found != pinned:
+        what = (
+            f"{pinned.size} bytes, and is {found.size}"
+            if pinned.size != found.size
+            else f"version {pinned.version}, and is {found.version}"
+        )
+        raise DownloadError(f"{url}{name}: changed while it was read: it was {what}; start again")

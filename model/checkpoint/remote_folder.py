@@ -1,0 +1,170 @@
+"""A checkpoint elsewhere (https://, s3://, gs://, az://) as a local folder: downloaded, or with its weights left there.
+
+The folder's name has a digest of all sizes and versions, so files of two versions are never mixed. A download that was
+broken off goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from ..errors import CheckpointError, DownloadError
+from ..files import FILE_BYTES, read_json
+from ..gguf.folder import cache_directory
+from .chunked_file import CHUNK_BYTES, IN_FLIGHT, ChunkedFile
+from .ranged_files import PinnedFile, RangedFiles, open_files
+from .safetensors import INDEX, PICKLES, WHOLE, is_shard_name
+
+POINTER = "stream.json"
+SMALL = (  # files of a checkpoint besides its weights, where a server lists none
+    *("config.json", "generation_config.json", "modules.json", "1_Pooling/config.json", "params.json"),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
+    *("vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json", "adapter_config.json"),
+    *("sentence_bert_config.json", "config_sentence_transformers.json"),
+)
+PATTERNS = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
+
+Pins = dict[str, PinnedFile]
+OnBytes = Callable[[int, int], None]  # bytes done, bytes in total
+
+
+def fetch(url: str, download_dir: Path | None, on_progress: OnBytes | None = None, *, streams: bool = False) -> Path:
+    """The folder, or the GGUF file, that `url` names, as a local path.
+
+    With `streams` the weights stay where they are, and `streamed.StreamedCheckpoint` reads them. Blocks; raises
+    DownloadError and CheckpointError.
+    """
+    folder, _, last = url.rstrip("/").rpartition("/")
+    if last.endswith(".gguf"):
+        if streams:
+            raise DownloadError(f"{url}: a GGUF file is mapped, not streamed; leave out load_format = stream")
+        files = open_files(folder)
+        return _download(files, _pinned(files, [last]), download_dir, on_progress) / last
+    files = open_files(url)
+    return _fetch_folder(files, download_dir, on_progress, streams=streams)
+
+
+def opened_stream(root: Path) -> tuple[RangedFiles, Pins] | None:
+    """The files elsewhere whose weights the folder `root` leaves there; None for any other folder."""
+    pointer = read_json(root, POINTER)
+    if pointer is None:
+        return None
+    return open_files(pointer["url"]), {name: PinnedFile(*found) for name, found in pointer["files"].items()}
+
+
+def _fetch_folder(files: RangedFiles, download_dir: Path | None, on_progress: OnBytes | None, *, streams: bool) -> Path:
+    listed = files.names()
+    if listed is None:
+        small = [*SMALL, INDEX]
+    else:
+        small = [name for name in listed if any(fnmatch.fnmatch(name, pattern) for pattern in PATTERNS)]
+    pins = _pinned(files, small)
+    if "config.json" not in pins:
+        raise DownloadError(f"{files.url}: has no config.json; name the folder of a checkpoint, or a .gguf file")
+    shards = _shards(files, pins)
+    if not shards:
+        raise CheckpointError(_no_weights(files, listed))
+    root = _download(files, pins | ({} if streams else shards), download_dir, on_progress, key=pins | shards)
+    if streams:
+        told = {name: [pin.size, pin.version] for name, pin in shards.items()}
+        _write(root / POINTER, json.dumps({"url": files.url, "files": told}).encode())
+    return root
+
+
+def _shards(files: RangedFiles, pins: Pins) -> Pins:
+    """The files that hold the weights."""
+    whole = files.pin(WHOLE)
+    if whole is not None:
+        return {WHOLE: whole}
+    if INDEX not in pins:
+        return {}
+    index = json.loads(_whole(files, INDEX, pins[INDEX]))
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    names = sorted(set(weight_map.values())) if isinstance(weight_map, dict) else []
+    if not names or not all(is_shard_name(name) for name in names):
+        raise CheckpointError(f"{files.url}{INDEX}: weight_map: must map tensors to names of safetensors files")
+    found = _pinned(files, names)
+    missing = [name for name in names if name not in found]
+    if missing:
+        raise CheckpointError(f"{files.url}{missing[0]}: {INDEX} names this shard, but there is no such file")
+    return found
+
+
+def _no_weights(files: RangedFiles, listed: list[str] | None) -> str:
+    names = listed if listed is not None else ["pytorch_model.bin", "model.gguf"]
+    other = next((n for n in names if any(fnmatch.fnmatch(n, p) for p in PICKLES) and files.pin(n) is not None), None)
+    if other is None:
+        return f"{files.url}: has no {WHOLE} and no {INDEX}"
+    if other.endswith(".gguf"):
+        return f"{files.url}: has no safetensors; serve {files.url}{other} itself"
+    return f"{files.url}: unsupported weight format: {other}; only safetensors and GGUF are loaded"
+
+
+def _pinned(files: RangedFiles, names: list[str]) -> Pins:
+    with ThreadPoolExecutor(IN_FLIGHT) as threads:
+        found = zip(names, threads.map(files.pin, names), strict=True)
+        return {name: pin for name, pin in found if pin is not None}
+
+
+def _whole(files: RangedFiles, name: str, pin: PinnedFile) -> bytes:
+    if pin.size > FILE_BYTES:
+        raise CheckpointError(f"{files.url}{name}: {pin.size} bytes; at most {FILE_BYTES} are read")
+    return files.read(name, pin, 0, pin.size) if pin.size else b""
+
+
+def _download(
+    files: RangedFiles,
+    pins: Pins,
+    download_dir: Path | None,
+    on_progress: OnBytes | None,
+    key: Mapping[str, PinnedFile] | None = None,
+) -> Path:
+    """A folder with the files; those that are there already are kept."""
+    told = files.url + "".join(f" {name} {pin.size} {pin.version}" for name, pin in sorted((key or pins).items()))
+    base = download_dir or cache_directory().parent / "downloads"
+    stem = urlsplit(files.url).path.rstrip("/").rpartition("/")[2] or urlsplit(files.url).hostname or "model"
+    root = base / f"{stem[:64]}-{hashlib.sha256(told.encode()).hexdigest()[:16]}"
+    total, done = sum(pin.size for pin in pins.values()), 0
+    try:
+        with ThreadPoolExecutor(IN_FLIGHT) as threads:
+            for name, pin in pins.items():
+                path = root / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                if not path.is_file() or path.stat().st_size != pin.size:
+                    for count in _save(files, name, pin, path, threads):
+                        if on_progress is not None:
+                            on_progress(done + count, total)
+                done += pin.size
+    except OSError as error:
+        raise DownloadError(
+            f"{files.url}: {root} cannot be written: {error.strerror}; name a folder with {total / 1e9:.1f} GB free by "
+            "download_dir"
+        ) from None
+    return root
+
+
+def _save(files: RangedFiles, name: str, pin: PinnedFile, path: Path, threads: ThreadPoolExecutor) -> Iterator[int]:
+    """Writes a file from where its part ends; yields the bytes that are there."""
+    part = path.with_name(path.name + ".part")
+    begin = part.stat().st_size // CHUNK_BYTES * CHUNK_BYTES if part.is_file() else 0
+    source = ChunkedFile(files, name, pin, threads)
+    with part.open("r+b" if begin else "wb") as file:
+        file.truncate(begin)
+        file.seek(begin)
+        for place, content in source.chunks(begin):
+            file.write(content)
+            yield place + len(content)
+    os.replace(part, path)
+
+
+def _write(path: Path, content: bytes) -> None:
+    part = path.with_name(path.name + ".part")
+    part.write_bytes(content)
+    os.replace(part, path)

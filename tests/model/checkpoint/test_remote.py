@@ -1,0 +1,238 @@
+"""Checkpoints of a server that answers ranges, and misbehaves: downloaded, and streamed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from millrace.model.checkpoint import ranged_files
+from millrace.model.checkpoint.chunked_file import ChunkedFile
+from millrace.model.checkpoint.hub import resolve
+from millrace.model.checkpoint.ranged_files import BucketFiles, HttpFiles, PinnedFile, open_files
+from millrace.model.checkpoint.remote_folder import POINTER, fetch, opened_stream
+from millrace.model.checkpoint.safetensors import Checkpoint
+from millrace.model.checkpoint.streamed import StreamedCheckpoint
+from millrace.model.checkpoint.tensor_shapes import stored_tensors
+from millrace.model.errors import CheckpointError, DownloadError
+from tests.model.checkpoint.range_server import RangeServer
+
+CHUNK = 1000  # bytes
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two shards with tensors of odd sizes, one of them empty, and one larger than many chunks."""
+    path, rng = tmp_path / "m", np.random.default_rng(0)
+    path.mkdir()
+    sizes = [{"a": (3, 5), "b": (0,), "c": (1,)}, {"d": (77, 101), "e": (333,)}]
+    weight_map = {}
+    for shard, shapes in zip(SHARDS, sizes, strict=True):
+        save_file({name: rng.normal(size=shape).astype("f4") for name, shape in shapes.items()}, path / shard)
+        weight_map |= dict.fromkeys(shapes, shard)
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (path / "config.json").write_text("{}")
+    (path / "pytorch_model.bin").write_bytes(b"never fetched")
+    return path
+
+
+@pytest.fixture
+def server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RangeServer]:
+    monkeypatch.setattr(ranged_files.time, "sleep", lambda _: None)
+    with RangeServer(folder) as running:
+        yield running
+
+
+def streamed(server: RangeServer, download_dir: Path) -> StreamedCheckpoint:
+    root = fetch(server.url, download_dir, streams=True)
+    stream = opened_stream(root)
+    assert stream is not None
+    return StreamedCheckpoint(root, *stream, chunk_bytes=CHUNK)
+
+
+def check_equal(checkpoint: Checkpoint, folder: Path) -> None:
+    expected = {name: array for shard in SHARDS for name, array in load_file(folder / shard).items()}
+    assert checkpoint.names == expected.keys()
+    for name, array in expected.items():
+        np.testing.assert_array_equal(checkpoint.array(name), array)
+
+
+def test_a_streamed_checkpoint_has_the_tensors_of_its_files_and_stores_none(server, folder, tmp_path) -> None:
+    checkpoint = streamed(server, tmp_path / "to")
+    assert not any(checkpoint.is_mapped(name) for name in checkpoint.names)
+    check_equal(checkpoint, folder)
+    check_equal(checkpoint, folder)  # again, and not only in file order
+    for name in sorted(checkpoint.names, reverse=True):
+        assert checkpoint.array(name).shape == checkpoint.shape(name)
+    stored = {path.name for path in checkpoint.root.iterdir()}
+    assert stored == {"config.json", "model.safetensors.index.json", POINTER}
+    assert 1 < server.most_in_flight <= 8
+
+
+def test_a_reader_in_file_order_reads_each_byte_once(server, folder, tmp_path) -> None:
+    checkpoint = streamed(server, tmp_path / "to")
+    for name in sorted(checkpoint.names):
+        checkpoint.array(name)
+    for shard in SHARDS:
+        size = (folder / shard).stat().st_size
+        assert size <= server.num_bytes[shard] < size + 300  # one byte to pin it, and the header before
+
+
+def test_a_download_is_whole_and_is_not_repeated(server, folder, tmp_path) -> None:
+    seen: list[tuple[int, int]] = []
+    root = fetch(server.url, tmp_path / "to", lambda done, total: seen.append((done, total)))
+    check_equal(Checkpoint(root), folder)
+    total = sum((folder / name).stat().st_size for name in (*SHARDS, "config.json", "model.safetensors.index.json"))
+    assert seen[-1] == (total, total) and seen == sorted(seen)
+    assert "pytorch_model.bin" not in server.requests
+    before = server.num_bytes[SHARDS[1]]
+    assert fetch(server.url, tmp_path / "to") == root
+    assert server.num_bytes[SHARDS[1]] == before + 1  # only pinned
+
+
+def test_a_download_that_was_broken_off_goes_on_where_it_stopped(server, folder, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("millrace.model.checkpoint.remote_folder.CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr(ChunkedFile.__init__, "__defaults__", (CHUNK,))
+    server.faults[SHARDS[1]] = dict.fromkeys(range(20, 200), "500")
+    with pytest.raises(DownloadError, match=r"HTTP Error 500.*5 times; start again once the server answers"):
+        fetch(server.url, tmp_path / "to")
+    (part,) = (tmp_path / "to").rglob("*.part")
+    done = part.stat().st_size
+    assert 0 < done < (folder / SHARDS[1]).stat().st_size
+    server.faults.clear()
+    server.num_bytes.clear()
+    check_equal(Checkpoint(fetch(server.url, tmp_path / "to")), folder)
+    assert server.num_bytes[SHARDS[1]] <= (folder / SHARDS[1]).stat().st_size - done + CHUNK
+
+
+@pytest.mark.parametrize("fault", ["500", "short", "reset"])
+def test_a_fault_that_passes_is_tried_again(fault: str, server, folder, tmp_path) -> None:
+    server.faults = {name: dict.fromkeys((0, 1, 3, 4), fault) for name in server.files}
+    check_equal(streamed(server, tmp_path / "to"), folder)
+
+
+@pytest.mark.parametrize("fault", ["500", "short", "reset"])
+def test_a_fault_that_stays_ends_with_an_error_and_a_second_try_is_clean(fault, server, folder, tmp_path) -> None:
+    for begin in (0, 6):
+        server.requests.clear()
+        server.faults = {name: dict.fromkeys(range(begin, 1000), fault) for name in server.files}
+        with pytest.raises(DownloadError, match=r"http://127.0.0.1:\d+/models/m/.*, 5 times; start again"):
+            check_equal(streamed(server, tmp_path / f"to{begin}"), folder)
+    server.faults = {}
+    check_equal(streamed(server, tmp_path / "to0"), folder)
+
+
+def test_a_file_that_changes_ends_the_load(server, folder, tmp_path) -> None:
+    checkpoint = streamed(server, tmp_path / "to")
+    server.etags[SHARDS[1]] = '"another"'
+    with pytest.raises(
+        DownloadError, match=r'00002.safetensors: changed while it was read: it was version ".*1", and is'
+    ):
+        check_equal(checkpoint, folder)
+    checkpoint = streamed(server, tmp_path / "to")
+    server.files[SHARDS[1]] += b"\0"
+    with pytest.raises(DownloadError, match=r"changed while it was read: it was \d+ bytes, and is \d+; start again"):
+        check_equal(checkpoint, folder)
+    with pytest.raises(CheckpointError, match="the file is cut or has grown"):
+        streamed(server, tmp_path / "to")
+
+
+def test_two_versions_of_a_checkpoint_are_two_folders(server, tmp_path) -> None:
+    first = fetch(server.url, tmp_path / "to")
+    server.etags["config.json"] = '"another"'
+    assert fetch(server.url, tmp_path / "to") != first
+
+
+def test_what_cannot_be_read_is_said_with_what_can(server, folder, tmp_path, monkeypatch) -> None:
+    def refused(url: str, words: str, **options: bool) -> None:
+        with pytest.raises((DownloadError, CheckpointError), match=words):
+            resolve(url, download_dir=tmp_path / "to", **options)  # type: ignore[arg-type]
+
+    refused("ftp://a/b", "ftp:// is not read; read are a folder, a .gguf file, owner/name of the Hub, hf://, https://")
+    refused("http://example.org/m", "could be changed on their way; use https://")
+    refused("s3://bucket/m", "s3:// needs a package: pip install s3fs")
+    refused(server.url, "offline mode forbids reading it", offline=True)
+    refused(f"{server.url}/m.gguf", "mapped, not streamed; leave out load_format = stream", streams=True)
+    server.refuses_ranges = True
+    refused(server.url, "answers 200 to a range of bytes, and must answer 206")
+    server.refuses_ranges = False
+    del server.files[SHARDS[0]]
+    refused(server.url, f"{SHARDS[0]}: .*index.json names this shard, but there is no such file")
+    del server.files["model.safetensors.index.json"]
+    refused(server.url, "unsupported weight format: pytorch_model.bin; only safetensors and GGUF are loaded")
+    del server.files["config.json"]
+    refused(server.url, "has no config.json; name the folder of a checkpoint, or a .gguf file")
+
+
+def test_a_local_folder_is_not_streamed(folder) -> None:
+    with pytest.raises(
+        CheckpointError, match="load_format = stream: .* holds safetensors weights; stream is for https"
+    ):
+        stored_tensors(folder, "stream")
+    with pytest.raises(CheckpointError, match="load_format = gguf: .*; use auto or safetensors"):
+        stored_tensors(folder, "gguf")
+
+
+class Doubled(Checkpoint):
+    """A source of one's own."""
+
+    def array(self, name: str) -> np.ndarray:
+        return super().array(name) * 2
+
+
+def test_a_source_of_ones_own_is_called_with_the_folder(folder) -> None:
+    source = stored_tensors(folder, f"{__name__}:Doubled")
+    np.testing.assert_array_equal(source.array("e"), 2 * Checkpoint(folder).array("e"))
+    for name, words in (
+        ("no_such_module:Source", "cannot be imported: No module named"),
+        (f"{__name__}:Nothing", "cannot be imported: .*Nothing"),
+        ("pathlib:Path", "lacks warnings, names, .*array, forget of StoredTensors"),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            stored_tensors(folder, name)
+
+
+def test_a_bucket_is_read_through_fsspec_and_is_pinned(folder, tmp_path, monkeypatch) -> None:
+    bucket = fsspec.filesystem("memory")
+    for path in folder.iterdir():
+        bucket.pipe_file(f"/bucket/m/{path.name}", path.read_bytes())
+    files = BucketFiles("s3://bucket/m", bucket, "/bucket/m")
+    monkeypatch.setattr("millrace.model.checkpoint.remote_folder.open_files", lambda _: files)
+    check_equal(Checkpoint(fetch("s3://bucket/m", tmp_path / "to")), folder)
+    root = fetch("s3://bucket/m", tmp_path / "to", streams=True)
+    _, pins = opened_stream(root)  # type: ignore[misc]
+    checkpoint = StreamedCheckpoint(root, files, pins, CHUNK)
+    check_equal(checkpoint, folder)
+    bucket.pipe_file(f"/bucket/m/{SHARDS[1]}", (folder / SHARDS[1]).read_bytes())  # the same bytes, written later
+    with pytest.raises(DownloadError, match="changed while it was read"):
+        check_equal(checkpoint, folder)
+    bucket.rm("/bucket", recursive=True)
+
+
+@pytest.mark.parametrize("size", [1, 9, 10, 11, 100, 101])
+def test_chunks_are_the_file_from_any_place(size: int) -> None:
+    class Counting:
+        url = ""
+
+        def read(self, name: str, pinned: PinnedFile, begin: int, end: int) -> bytes:
+            assert 0 <= begin < end <= size
+            return bytes(range(begin, end))
+
+    with ThreadPoolExecutor(3) as threads:
+        file = ChunkedFile(Counting(), "f", PinnedFile(size, ""), threads, 10)  # type: ignore[arg-type]
+        for begin in (0, size // 2, size - 1, 0):
+            assert file.read(begin, size) == bytes(range(begin, size))
+        assert file.read(0, 0) == b""
+        assert b"".join(content for _, content in file.chunks()) == bytes(range(size))
+
+
+def test_addresses_of_a_server_need_a_scheme_that_is_read() -> None:
+    assert isinstance(open_files("https://example.org/m"), HttpFiles)
+    assert open_files("https://example.org/m").url == "https://example.org/m/"

@@ -1,9 +1,13 @@
-"""The launches of products of few rows that the checks compile: the predicted forms at real sizes."""
+"""The launches of products of few rows that the checks compile: the predicted forms at real sizes.
+
+With a memory that takes no time, so that all numbers of rows have a form, which a table may hold.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from math import inf
 from typing import Any
 
 import torch
@@ -11,7 +15,8 @@ from torch import Tensor
 
 from ..layout.layer_options import Activation
 from ..layout.products import FewRows, RowNorm, num_counters
-from ..tilings.products import ProductKind, predicted_forms
+from ..tilings.predicted import predicted_forms
+from ..tilings.products import ProductKind
 from ..triton import products
 from .compile_cases import NUM_PROCESSORS, CompileCase
 
@@ -54,7 +59,7 @@ def _launch(
     activation: Activation = "silu",
     norm_kind: Any = "rms",
 ) -> Tensor:
-    forms = predicted_forms(num_outputs, num_inner, kind, "bfloat16", NUM_PROCESSORS)
+    forms = predicted_forms(num_outputs, num_inner, kind, "bfloat16", NUM_PROCESSORS, bytes_per_s=inf)
     weight = _meta(num_outputs * (2 if kind == "gated" else 1), num_inner)
     counters = _meta(max(1, num_counters(forms, num_outputs)), dtype=torch.int32)
     few = FewRows(weight, _meta(len(weight)) if has_bias else None, forms, counters)

@@ -4,8 +4,9 @@ A loop over cached tokens copies the keys and values of a tile to shared memory 
 `num_stages` says how early: with 3 stages one tile is on its way during each iteration, with 4 two are, as reading
 block ids ahead takes the first stage. With 2 each iteration waits a whole memory latency.
 
-`kernels/checks/compile_check.py` checks on sm_80 and sm_90 that loops run ahead, that `occupancy` programs fit, and
-that no register is spilled in a loop.
+Which table is taken depends on the shared memory of a block, which newer capabilities may have less of: 12.0 has no
+more than 8.6. `kernels/checks/compile_check.py` checks on sm_80, sm_86 and sm_90 that loops run ahead, that `occupancy`
+programs fit, and that no register is spilled in a loop.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
+
+from ..tilings.shared_memory import LARGE, MIDDLE, SMALL, block_bytes
 
 REGISTERS = 1 << 16  # of a multiprocessor
 MOST_REGISTERS = 255  # of a thread
@@ -76,20 +79,30 @@ EXTEND: dict[Numbers, Rows] = {
     "half": ((128, Tiling(128, 64, 8, 3, 1)), (256, Tiling(64, 32, 8, 3, 1))),
     "fp8": ((128, Tiling(128, 64, 8, 3, 1)), (256, Tiling(32, 64, 8, 3, 1))),
 }
-# Where 164 KiB of shared memory and no warpgroup instructions allow less: compute capability below 9.0.
-DECODE_BEFORE_90: dict[Numbers, Rows] = DECODE | {
+# Where 163 KiB of shared memory and no warpgroup instructions allow less: compute capability 8.0.
+DECODE_MIDDLE: dict[Numbers, Rows] = DECODE | {
     "f32": ((64, Tiling(16, 32, 4, 3, 2)), (128, Tiling(16, 16, 8, 3, 2)), (256, Tiling(16, 16, 4, 3, 1))),
     "half": ((64, Tiling(16, 64, 4, 3, 3)), (128, Tiling(16, 64, 4, 3, 2)), (256, Tiling(16, 32, 4, 3, 2))),
 }
-EXTEND_BEFORE_90: dict[Numbers, Rows] = EXTEND | {
+EXTEND_MIDDLE: dict[Numbers, Rows] = EXTEND | {
     "f32": ((64, Tiling(16, 32, 4, 3, 2)), (128, Tiling(16, 16, 8, 3, 2)), (256, Tiling(16, 16, 8, 3, 1))),
     "half": ((64, Tiling(128, 64, 8, 3, 1)), (128, Tiling(64, 64, 8, 3, 1)), (256, Tiling(64, 32, 8, 3, 1))),
+}
+# 99 KiB: 8.6, 8.9, 12.0, and whatever is not known.
+DECODE_SMALL: dict[Numbers, Rows] = DECODE_MIDDLE | {
+    "half": ((64, Tiling(16, 64, 4, 3, 2)), (128, Tiling(16, 32, 4, 3, 2)), (256, Tiling(16, 16, 4, 3, 2))),
+    "fp8": ((128, Tiling(16, 32, 4, 4, 3)), (256, Tiling(16, 32, 4, 4, 1))),
+}
+EXTEND_SMALL = EXTEND_MIDDLE
+TABLES = {
+    "decode": {LARGE: DECODE, MIDDLE: DECODE_MIDDLE, SMALL: DECODE_SMALL},
+    "extend": {LARGE: EXTEND, MIDDLE: EXTEND_MIDDLE, SMALL: EXTEND_SMALL},
 }
 
 
 def decode_tiling(shape: AttentionShape, capability: int) -> Tiling:
     """The tiling of decode at that compute `capability` (80, 90, ...). A tile's rows are the heads of one group."""
-    tiling = _row(DECODE if capability >= 90 else DECODE_BEFORE_90, shape)
+    tiling = _row(TABLES["decode"][block_bytes(capability)], shape)
     rows = max(MIN_ROWS, next_power_of_2(shape.group))
     if rows > MIN_ROWS and shape.dtype != torch.float32:
         return tiling._replace(block_m=rows, num_warps=4 if rows <= 32 else 8, occupancy=1)
@@ -98,7 +111,7 @@ def decode_tiling(shape: AttentionShape, capability: int) -> Tiling:
 
 def extend_tiling(shape: AttentionShape, capability: int) -> Tiling:
     """The tiling of extend. A tile's rows are whole tokens, `group` rows each, so `block_m >= group`."""
-    tiling = _row(EXTEND if capability >= 90 else EXTEND_BEFORE_90, shape)
+    tiling = _row(TABLES["extend"][block_bytes(capability)], shape)
     return tiling._replace(block_m=max(tiling.block_m, next_power_of_2(shape.group)))
 
 

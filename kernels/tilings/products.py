@@ -1,4 +1,4 @@
-"""Shapes and forms of matrix products of few rows, and the predicted form where none was measured.
+"""Shapes and forms of matrix products of few rows.
 
 A product is x [M, K] @ weight [N, K].T for M rows. Its forms:
 
@@ -22,7 +22,7 @@ SMALLEST_TILE = 16  # rows, and columns, of a tile of matrix instructions
 VECTOR_NUMBERS = 8  # of a 16-byte load in half precision
 ALIGNED_NUMBERS = 16  # K must be a multiple: of no other strides does Triton know that rows are aligned
 WARP_NUMBERS = 256  # of a row that a warp loads at once
-SHARED_BYTES = 160 << 10  # of a block: what sm_80 has, less a reserve
+SHARED_BYTES = 160 << 10  # of a block: what capability 8.0 has, less a reserve
 ITEM_BYTES: dict[DtypeName, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
@@ -113,45 +113,6 @@ def why_library(num_outputs: int, num_inner: int, dtype: DtypeName) -> str | Non
     if num_outputs < SMALLEST_TILE or num_inner < WARP_NUMBERS:
         return f"{num_outputs} x {num_inner} is smaller than {SMALLEST_TILE} x {WARP_NUMBERS}"
     return None
-
-
-def predicted_forms(
-    num_outputs: int, num_inner: int, kind: ProductKind, dtype: DtypeName, num_processors: int
-) -> FormsByRows:
-    """The forms of a product that was never measured: a prediction from the bytes in flight that a GPU needs.
-
-    Up to 4 rows vectors, with the norm inside; up to 64 rows splits; above the library.
-    """
-    if why_library(num_outputs, num_inner, dtype) is not None:
-        return ()
-    num_halves = 2 if kind == "gated" else 1
-    vectors = [(rows, _vector_form(rows, num_outputs, num_inner, num_halves, num_processors)) for rows in (1, 4)]
-    splits = [(rows, _split_form(rows, num_outputs, num_inner, num_halves, num_processors)) for rows in (16, 32, 64)]
-    return (*vectors, *splits)
-
-
-def _vector_form(num_rows: int, num_outputs: int, num_inner: int, num_halves: int, num_processors: int) -> ProductForm:
-    """4 warps, with up to 8 loads of 16 bytes in flight for each thread; at least 4 programs a multiprocessor."""
-    block_k = min(2048, max(WARP_NUMBERS, power_of_two_below(num_inner)))
-    block_n = max(1, min(4, 8192 // (block_k * num_halves)))
-    while block_n > 1 and -(-num_outputs // block_n) < 4 * num_processors:
-        block_n //= 2
-    num_warps = min(4, block_k // WARP_NUMBERS)
-    return ProductForm(
-        form="vector", block_m=num_rows, block_n=block_n, block_k=block_k, num_warps=num_warps, fuses_norm=True
-    )
-
-
-def _split_form(num_rows: int, num_outputs: int, num_inner: int, num_halves: int, num_processors: int) -> ProductForm:
-    """Two programs a multiprocessor if K is long enough: each split has at least 4 iterations."""
-    block_n, block_k = (32, 128) if num_outputs <= 8192 else (64, 128)
-    num_stages = 4 if (num_rows + num_halves * block_n) * block_k <= 96 * 128 else 3
-    num_tiles, num_splits = -(-num_outputs // block_n), 1
-    while num_tiles * num_splits < 2 * num_processors and num_inner >= 2 * num_splits * 4 * block_k:
-        num_splits *= 2
-    return ProductForm(
-        form="split", block_m=num_rows, block_n=block_n, block_k=block_k, num_splits=num_splits, num_stages=num_stages
-    )
 
 
 def power_of_two_below(number: int) -> int:

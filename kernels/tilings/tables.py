@@ -32,15 +32,8 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from .products import (
-    DtypeName,
-    FormsByRows,
-    ProductForm,
-    ProductKind,
-    ProductShape,
-    predicted_forms,
-    why_library,
-)
+from .predicted import BYTES_PER_S, predicted_forms
+from .products import SHARED_BYTES, DtypeName, FormsByRows, ProductForm, ProductKind, ProductShape, why_library
 
 FORMAT = 1
 SHIPPED = Path(__file__).with_name("shipped.json")
@@ -62,6 +55,8 @@ class Tilings:
     entries: Entries = field(default_factory=dict)
     num_processors: int = 132  # of the card, for predictions
     is_on: bool = True  # False: the library's products
+    shared_bytes: int = SHARED_BYTES  # of a block, for predictions
+    bytes_per_s: float = BYTES_PER_S  # of the card's memory, for predictions
 
     def find(self, kernel: str, shape: object) -> Any:
         """The measured options of a kernel of `KERNELS` for exactly this shape; None = nothing was measured."""
@@ -82,11 +77,21 @@ class Tilings:
             return tuple(sorted(found, key=lambda pair: pair[0])), "measured"
         if (reason := why_library(num_outputs, num_inner, dtype)) is not None:
             return (), reason
-        return predicted_forms(num_outputs, num_inner, kind, dtype, self.num_processors), "predicted"
+        sizes = (self.num_processors, self.shared_bytes, self.bytes_per_s)
+        forms = predicted_forms(num_outputs, num_inner, kind, dtype, *sizes)
+        return forms, "predicted" if forms else "predicted to be no slower"
 
 
-def load_tilings(setting: str, card: str, num_processors: int) -> Tilings:
+def load_tilings(
+    setting: str,
+    card: str,
+    num_processors: int,
+    shared_bytes: int = SHARED_BYTES,
+    bytes_per_s: float = BYTES_PER_S,
+) -> Tilings:
     """The options for `card` by the setting `tilings`: `auto`, `off`, or the path of a table.
+
+    What is known of the card besides is for predictions: multiprocessors, shared memory of a block, the memory's rate.
 
     Raises TilingsError for a table that cannot be read or holds a wrong value, for whichever card.
     """
@@ -106,7 +111,8 @@ def load_tilings(setting: str, card: str, num_processors: int) -> Tilings:
                 f"tilings = {source}: has no options for the card {card!r}, but for {', '.join(cards) or 'none'}; "
                 "measure them with `python -m tests.bench.gpu.timed_run`, or use auto"
             )
-    return Tilings(card, ", ".join(reversed(used)) or f"none: nothing was measured on {card}", found, num_processors)
+    used_of = ", ".join(reversed(used)) or f"none: nothing was measured on {card}"
+    return Tilings(card, used_of, found, num_processors, shared_bytes=shared_bytes, bytes_per_s=bytes_per_s)
 
 
 def read_table(path: Path) -> dict[str, Entries]:

@@ -17,7 +17,8 @@ from millrace.kernels.layout.layer_options import Activation
 from millrace.kernels.layout.products import FewRows, RowNorm, num_counters
 from millrace.kernels.reference import layers as reference
 from millrace.kernels.reference import products as composed
-from millrace.kernels.tilings.products import LIBRARY, ProductForm, predicted_forms
+from millrace.kernels.tilings.predicted import predicted_forms
+from millrace.kernels.tilings.products import LIBRARY, ProductForm
 from millrace.kernels.triton import launch as triton_launch
 from millrace.kernels.triton.products import activated_linear, gated_linear, linear_add, norm_linear
 from millrace.model.decoder.linear import Linear

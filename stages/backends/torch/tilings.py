@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from ....kernels.tilings.predicted import BYTES_PER_S
+from ....kernels.tilings.products import SHARED_BYTES
+from ....kernels.tilings.shared_memory import least_shared_bytes
 from ....kernels.tilings.tables import Tilings, TilingsError, load_tilings
 from ....model.decoder.decoder import Decoder
 from ....runtime.env.log import get_logger
@@ -20,14 +25,21 @@ def tilings_of(config: EngineConfig, device: torch.device, kernels: str) -> Tili
     """
     if kernels != "triton":
         return None
-    card, num_processors = "cpu", 1  # Triton's interpreter
+    card, sizes = "cpu", (1, SHARED_BYTES, BYTES_PER_S)  # Triton's interpreter
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        card, num_processors = properties.name, properties.multi_processor_count
+        card, processors = properties.name, properties.multi_processor_count
+        sizes = (processors, least_shared_bytes(properties.major, properties.minor), _bytes_per_s(properties))
     try:
-        return load_tilings(config.tilings, card, num_processors)
+        return load_tilings(config.tilings, card, *sizes)
     except TilingsError as error:
         raise ConfigError(str(error)) from None
+
+
+def _bytes_per_s(properties: Any) -> float:
+    """The data sheet's rate of the memory, which moves twice a cycle; an H200's if the driver does not tell."""
+    clock_khz, bus_bits = (getattr(properties, name, 0) for name in ("memory_clock_rate", "memory_bus_width"))
+    return 2 * clock_khz * 1000 * bus_bits / 8 or BYTES_PER_S
 
 
 def log_products(tilings: Tilings | None, decoder: object) -> None:

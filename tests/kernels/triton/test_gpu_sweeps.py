@@ -11,6 +11,7 @@ import time
 from functools import partial
 from importlib import import_module
 from itertools import product
+from math import inf
 from pkgutil import iter_modules
 
 import pytest
@@ -18,7 +19,8 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from millrace.kernels import triton
-from millrace.kernels.tilings.products import ProductForm, predicted_forms
+from millrace.kernels.tilings.predicted import predicted_forms
+from millrace.kernels.tilings.products import ProductForm
 from tests.bench.gpu.floors import GPU_SHAPES
 from tests.bench.gpu.sweeps import ahead
 from tests.bench.gpu.sweeps.attention import Choice, cases_of, choices_of, today
@@ -65,12 +67,14 @@ def test_without_time_nothing_is_tried() -> None:
 # ---- candidates -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_rows", [1, 4, 16, 64, 256])
+@pytest.mark.parametrize("num_rows", [1, 4, 8, 16, 32, 64, 256])
 def test_a_product_has_the_predicted_form_and_others_that_hold_its_rows(num_rows: int) -> None:
     for found in (found for name, shape in GPU_SHAPES.items() for found in products_of(name, Widths.of(shape))):
         case = ProductCase(found, num_rows)
         forms = forms_of(case)
-        predicted = predicted_forms(found.num_outputs, found.num_inner, found.kind, "bfloat16", NUM_PROCESSORS)
+        predicted = predicted_forms(
+            found.num_outputs, found.num_inner, found.kind, "bfloat16", NUM_PROCESSORS, bytes_per_s=inf
+        )
         assert [forms[0]] == [form for most, form in predicted if num_rows <= most][:1] or num_rows > 64
         assert len(forms) == len(set(forms)) and MOST_CANDIDATES >= len(forms) >= 8
         assert all(fits(form, case.shape) for form in forms)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import inf
 
+from millrace.kernels.tilings.predicted import predicted_forms
 from millrace.kernels.tilings.products import (
     MOST_VECTOR_ROWS,
     WARP_NUMBERS,
@@ -12,7 +14,6 @@ from millrace.kernels.tilings.products import (
     ProductKind,
     ProductShape,
     power_of_two_below,
-    predicted_forms,
 )
 from tests.bench.gpu.trials.layers import Widths
 
@@ -115,12 +116,12 @@ def products_of(model: str, widths: Widths) -> list[Product]:
 
 
 def forms_of(case: ProductCase, *, is_dry: bool = False) -> list[ProductForm]:
-    """The prediction first; the others by what seems good, each at least once if it fits. None for many rows."""
+    """The predicted one first, if any; the others by what seems good, each at least once if it fits."""
     if is_dry:
         return list(DRY_FORMS)
     product, num_rows = case.product, case.num_rows
     sizes = (product.num_outputs, product.num_inner, product.kind, "bfloat16", NUM_PROCESSORS)
-    found = [form for most, form in predicted_forms(*sizes) if num_rows <= most][:1]
+    found = [form for most, form in predicted_forms(*sizes, bytes_per_s=inf) if num_rows <= most][:1]
     if num_rows <= MOST_VECTOR_ROWS:
         found += vector_forms(product, num_rows)
     block_m = min(64, max(16, 1 << (num_rows - 1).bit_length()))

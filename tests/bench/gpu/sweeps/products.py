@@ -32,7 +32,7 @@ from tests.bench.gpu.trials.timing import Clock, clock_of
 from tests.bench.gpu.trials.trial import Tensors, far
 
 TABLE = "tilings.json"
-ROWS, DRY_ROWS = (1, 4, 16, 64, 256), (3,)
+ROWS, DRY_ROWS = (1, 4, 16, 64, 256, 8, 32), (3,)  # what decides most first
 CHAIN_BYTES = 768 << 20  # of weights: many times an L2 cache
 NUM_CHAINS = 5
 LEAST_S = 0.5  # a case takes

@@ -25,7 +25,14 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> None:
-    properties = SimpleNamespace(name="NVIDIA H200", multi_processor_count=132)
+    properties = SimpleNamespace(
+        name="NVIDIA H200",
+        multi_processor_count=132,
+        major=9,
+        minor=0,
+        memory_clock_rate=3_201_000,
+        memory_bus_width=6144,
+    )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
 
 
@@ -36,6 +43,7 @@ def test_the_torch_kernels_need_no_tilings() -> None:
 def test_a_card_has_its_name_and_its_processors(card: None) -> None:
     found = tilings_of(EngineConfig(), CUDA, "triton")
     assert found is not None and (found.card, found.num_processors, found.is_on) == ("NVIDIA H200", 132, True)
+    assert (found.shared_bytes, round(found.bytes_per_s / 1e12, 1)) == (224 << 10, 4.9)
     off = tilings_of(EngineConfig(tilings="off"), CUDA, "triton")
     assert off is not None and not off.is_on
 

@@ -25,6 +25,7 @@ S sequences, T new tokens, H query heads, G key/value heads, D head size, P prog
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Literal, NamedTuple
@@ -135,6 +136,12 @@ class AttentionPlan:
     decode: dict[int | None, WorkList]
     extend: dict[int | None, WorkList]  # empty if every sequence has exactly one new token
     partials: Tensor  # f32
+    join: Callable[[], object] = lambda: None  # after it, launches run behind those that make the lists
+
+    def ready(self) -> AttentionPlan:
+        """The plan, for launches that read its lists."""
+        self.join()
+        return self
 
 
 def divide(

@@ -61,7 +61,7 @@ def paged_decode(
 ) -> Tensor:
     """See `KernelSet.paged_decode`."""
     check_types(q, k_cache, k_scale)
-    plan = plan or plan_attention(shape_of(q, k_cache, window), lengths, None, len(q))
+    plan = (plan or plan_attention(shape_of(q, k_cache, window), lengths, None, len(q))).ready()
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     attend(
         out, plan.decode[window], plan.partials, q, k_cache, v_cache, block_tables, scale, window,
@@ -90,7 +90,7 @@ def paged_attention(
 ) -> Tensor:
     """See `KernelSet.paged_attention`. Sequences of one new token have a work list and a tile size of their own."""
     check_types(q, k_cache, k_scale)
-    plan = plan or plan_attention(shape_of(q, k_cache, window), lengths, query_starts, len(q))
+    plan = (plan or plan_attention(shape_of(q, k_cache, window), lengths, query_starts, len(q))).ready()
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     for lists in (plan.decode, plan.extend):
         attend(

@@ -24,6 +24,7 @@ from ..layout.work_lists import (
     partials_size,
     table_sizes,
 )
+from .branch import Branch
 from .launch import capability, early_launch, num_multiprocessors
 from .work_lists import list_kernel
 
@@ -41,17 +42,28 @@ def plan_attention(
     """See `KernelSet.plan_attention`. Returns the work lists of the step, on the device of `lengths`.
 
     Its memory (`workspace_bytes`) depends on S, T and the device alone. So a replayed CUDA graph remakes the lists in
-    place, from the current lengths.
+    place, from the current lengths. There, they are made on a branch, beside what the first layer has before attention.
     """
     processors = num_processors or num_multiprocessors(lengths.device)
     divided = _divisions(shape, len(lengths), num_tokens, query_starts is None, processors, lengths.device)
-    lists = {window: _make_lists(divided, lengths, query_starts, window) for window in shape.windows}
+    divisions = [division for division, _ in divided]
+    tables = {window: [_Tables.of(each, lengths.device) for each in divisions] for window in shape.windows}
     partials = torch.empty(_num_partials(shape, divided), dtype=torch.float32, device=lengths.device)
-    return AttentionPlan(
-        {window: made[0] for window, made in lists.items()},
-        {window: made[1] for window, made in lists.items() if len(made) > 1},
-        partials,
+
+    def launch() -> None:
+        for window, made in tables.items():
+            _make_lists(divisions, made, lengths, query_starts, window)
+
+    branch = Branch(lengths.device, launch)
+    lists = [
+        (window, made.as_list(*sizes))
+        for window, each in tables.items()
+        for made, sizes in zip(each, divided, strict=True)
+    ]
+    decode, extend = (
+        {window: work for window, work in lists if work.division.kind == kind} for kind in ("decode", "extend")
     )
+    return AttentionPlan(decode, extend, partials, branch.join)
 
 
 def workspace_bytes(
@@ -118,14 +130,17 @@ class _Tables(NamedTuple):
 
 
 def _make_lists(
-    divided: list[tuple[Division, Tiling]], lengths: Tensor, query_starts: Tensor | None, window: int | None
-) -> list[WorkList]:
-    """The lists of these divisions: of decode, and perhaps of extend."""
+    divisions: list[Division],
+    tables: list[_Tables],
+    lengths: Tensor,
+    query_starts: Tensor | None,
+    window: int | None,
+) -> None:
+    """Launches the kernel that makes these lists: of decode, and perhaps of extend."""
     # NOTE: with the limit of registers the compiler spills none. Without, it spills to let more programs run at a time.
-    tables = [_Tables.of(division, lengths.device) for division, _ in divided]
-    (decode, _), (extend, _) = divided[0], divided[-1]
+    decode, extend = divisions[0], divisions[-1]
     if extend.max_tasks:
-        list_kernel[(len(divided),)](
+        list_kernel[(len(divisions),)](
             *tables[0][:-1], *tables[-1], lengths if query_starts is None else query_starts, lengths,
             decode.num_sequences, decode.num_tokens, window or 0, decode.max_tasks, extend.max_tasks,
             extend.max_query_tiles, decode.num_programs, extend.num_programs,
@@ -136,4 +151,3 @@ def _make_lists(
             ITEM=len(WorkItem), BLOCK=BLOCK, BLOCK_J=COMPARED, num_warps=8, maxnreg=128, enable_fp_fusion=True,
             **early_launch(lengths.device),
         )  # fmt: skip
-    return [made.as_list(division, tiling) for made, (division, tiling) in zip(tables, divided, strict=True)]

@@ -64,7 +64,7 @@ def prologue_decode(
     assert qkv.stride(2) == 1, "a head's numbers must follow each other"
     out = torch.empty((num_rows, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     attend(
-        out, plan.decode[window], plan.partials, qkv, k_cache, v_cache, block_tables, scale, window,
+        out, plan.ready().decode[window], plan.partials, qkv, k_cache, v_cache, block_tables, scale, window,
         soft_cap, k_scale, v_scale, sinks, alibi, chunk,
         FoldedPrologue(norms=norms, cos=cos, sin=sin, positions=positions, slot_mapping=slot_mapping),
     )  # fmt: skip

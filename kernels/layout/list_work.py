@@ -133,7 +133,7 @@ def _query_tiles(
         is_tail = sequence == len(lengths)  # rows past the last sequence
         start, end = starts[sequence], division.num_tokens if is_tail else starts[sequence + 1]
         is_decode = end - start == 1 and not is_tail
-        if is_decode != (division.kind == "decode"):
+        if not division.is_joint and is_decode != (division.kind == "decode"):
             continue
         for row in range(start, end, division.tokens_per_tile):
             num_tokens = min(division.tokens_per_tile, end - row)

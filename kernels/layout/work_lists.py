@@ -10,6 +10,9 @@ last joins, in the order of tiles. The number of programs does not depend on len
 - *Whole*: tasks are dealt in order of cost, the longest first: one to each program from the first to the last, then one
   to each from the last to the first, and so on.
 
+A step has a list of sequences with one new token (decode), and one of the others (extend), which is walked in a launch
+of its own. With few sequences the extend list has all of them: they are few tasks, and a launch a layer is saved.
+
 Decode tasks are about as many tiles long as each other: the line. Extend tasks are dealt whole, unless the programs of
 the line end earlier by what its cuts cost. To begin an extend item takes as long as some tiles, so it counts as
 ITEM_TILES of them in both ways. Without that, the program with the first tiles of a prompt would have many short items,
@@ -64,7 +67,7 @@ class WorkItem(IntEnum):
 class Division:
     """The sizes of one work list, for a number of sequences and tokens and any lengths."""
 
-    kind: Literal["decode", "extend"]  # sequences with exactly one new token, or all others
+    kind: Literal["decode", "extend"]  # sequences with exactly one new token, or all others; see `is_joint`
     num_sequences: int
     num_tokens: int  # rows of q
     num_groups: int
@@ -73,6 +76,7 @@ class Division:
     num_programs: int
     is_fixed: bool  # batch-invariant
     min_tiles: int = MIN_TILES  # of a program's stretch, at least
+    is_joint: bool = False  # an extend list of all sequences
 
     @property
     def max_query_tiles(self) -> int:
@@ -133,7 +137,7 @@ class WorkList:
 class AttentionPlan:
     """One step's work lists by window, and memory for the partial sums of one layer at a time."""
 
-    decode: dict[int | None, WorkList]
+    decode: dict[int | None, WorkList]  # empty if the lists of extend are joint
     extend: dict[int | None, WorkList]  # empty if every sequence has exactly one new token
     partials: Tensor  # f32
     join: Callable[[], object] = lambda: None  # after it, launches run behind those that make the lists
@@ -170,7 +174,18 @@ def divide(
         num_programs,
         shape.is_batch_invariant,
         1 if is_few else MIN_TILES,
+        kind == "extend" and is_joint(shape, tiling, num_sequences, num_processors),
     )
+
+
+def is_joint(shape: AttentionShape, tiling: Tiling, num_sequences: int, num_processors: int) -> bool:
+    """Whether the extend list, of that tiling, has all sequences of a step.
+
+    So few that no program gets a task more for all that may have one new token. Not in batch-invariant mode: a tile of
+    extend rounds as one of decode does not, and the step before may have been one of decode.
+    """
+    num_programs = num_processors * tiling.occupancy
+    return not shape.is_batch_invariant and num_sequences * shape.num_groups <= num_programs
 
 
 def weights_size(division: Division, rows: int) -> int:

@@ -88,11 +88,11 @@ def paged_attention(
     v_scale: Tensor | None = None,
     plan: AttentionPlan | None = None,
 ) -> Tensor:
-    """See `KernelSet.paged_attention`. Sequences of one new token have a work list and a tile size of their own."""
+    """See `KernelSet.paged_attention`. Many sequences of one new token have a list and a tile size of their own."""
     check_types(q, k_cache, k_scale)
     plan = (plan or plan_attention(shape_of(q, k_cache, window), lengths, query_starts, len(q))).ready()
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    for lists in (plan.decode, plan.extend):
+    for lists in filter(None, (plan.decode, plan.extend)):
         attend(
             out, lists[window], plan.partials, q, k_cache, v_cache, block_tables, scale, window,
             soft_cap, k_scale, v_scale, sinks, alibi, chunk,

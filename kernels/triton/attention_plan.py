@@ -94,13 +94,16 @@ def _divisions(
     num_processors: int,
     device: torch.device,
 ) -> list[tuple[Division, Tiling]]:
-    """The sizes of a step's lists: decode, then extend unless every sequence has exactly one new token."""
-    tiling = decode_tiling(shape, capability(device))
-    found = [(divide("decode", shape, tiling, num_sequences, num_tokens, num_processors), tiling)]
-    if not is_decode:
-        tiling = extend_tiling(shape, capability(device))
-        found.append((divide("extend", shape, tiling, num_sequences, num_tokens, num_processors), tiling))
-    return found
+    """The sizes of a step's lists: decode unless extend is joint, extend unless every sequence has one new token."""
+    tilings = {"decode": decode_tiling(shape, capability(device)), "extend": extend_tiling(shape, capability(device))}
+    sizes = (num_sequences, num_tokens, num_processors)
+    extend = divide("extend", shape, tilings["extend"], *sizes)
+    if is_decode or not extend.is_joint:
+        decode = divide("decode", shape, tilings["decode"], *sizes)
+        found = [decode] if is_decode else [decode, extend]
+    else:
+        found = [extend]
+    return [(division, tilings[division.kind]) for division in found]
 
 
 class _Tables(NamedTuple):
@@ -136,7 +139,7 @@ def _make_lists(
     query_starts: Tensor | None,
     window: int | None,
 ) -> None:
-    """Launches the kernel that makes these lists: of decode, and perhaps of extend."""
+    """Launches the kernel that makes these lists: of decode, of extend, or both in this order."""
     # NOTE: with the limit of registers the compiler spills none. Without, it spills to let more programs run at a time.
     decode, extend = divisions[0], divisions[-1]
     if extend.max_tasks:
@@ -145,9 +148,9 @@ def _make_lists(
             decode.num_sequences, decode.num_tokens, window or 0, decode.max_tasks, extend.max_tasks,
             extend.max_query_tiles, decode.num_programs, extend.num_programs,
             NUM_GROUPS=decode.num_groups, TOKENS=extend.tokens_per_tile, DECODE_N=decode.block_n,
-            EXTEND_N=extend.block_n, IS_MIXED=query_starts is not None, HAS_WINDOW=window is not None,
-            IS_FIXED=decode.is_fixed, FIXED_PIECES=decode.max_pieces, DECODE_MIN=decode.min_tiles,
-            EXTEND_MIN=extend.min_tiles, ITEM_TILES=extend.item_tiles, CUT_TILES=CUT_TILES,
+            EXTEND_N=extend.block_n, HAS_DECODE=decode.kind == "decode", IS_MIXED=query_starts is not None,
+            HAS_WINDOW=window is not None, IS_FIXED=decode.is_fixed, FIXED_PIECES=decode.max_pieces,
+            DECODE_MIN=decode.min_tiles, EXTEND_MIN=extend.min_tiles, ITEM_TILES=extend.item_tiles, CUT_TILES=CUT_TILES,
             ITEM=len(WorkItem), BLOCK=BLOCK, BLOCK_J=COMPARED, num_warps=8, maxnreg=128, enable_fp_fusion=True,
             **early_launch(lengths.device),
         )  # fmt: skip

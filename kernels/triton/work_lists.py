@@ -29,17 +29,18 @@ def list_kernel(
     query_starts, lengths, num_sequences, num_tokens, window, decode_tasks, extend_tasks, query_tiles,
     decode_programs, extend_programs,
     NUM_GROUPS: tl.constexpr, TOKENS: tl.constexpr, DECODE_N: tl.constexpr, EXTEND_N: tl.constexpr,
-    IS_MIXED: tl.constexpr, HAS_WINDOW: tl.constexpr, IS_FIXED: tl.constexpr, FIXED_PIECES: tl.constexpr,
-    DECODE_MIN: tl.constexpr, EXTEND_MIN: tl.constexpr, ITEM_TILES: tl.constexpr, CUT_TILES: tl.constexpr,
+    HAS_DECODE: tl.constexpr, IS_MIXED: tl.constexpr, HAS_WINDOW: tl.constexpr, IS_FIXED: tl.constexpr,
+    FIXED_PIECES: tl.constexpr, DECODE_MIN: tl.constexpr, EXTEND_MIN: tl.constexpr, ITEM_TILES: tl.constexpr,
+    CUT_TILES: tl.constexpr,
     ITEM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_J: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program makes the list of decode, the other that of extend.
+    """One program makes the list of decode, the other that of extend; without decode, the only one that of all.
 
     NOTE: the counters of arrivals are set to zero here, once a step, and only count up then. If the kernels that count
     set them back, a step that died halfway would leave them wrong for ever.
     """
     start_early(IS_EARLY)
-    if tl.program_id(0) == 0:
+    if HAS_DECODE and tl.program_id(0) == 0:
         total = _total_cost(
             decode_counts, query_starts, lengths, num_sequences, num_tokens, window, decode_tasks,
             NUM_GROUPS, 1, DECODE_N, False, IS_MIXED, HAS_WINDOW, 0, BLOCK,
@@ -54,20 +55,20 @@ def list_kernel(
     elif IS_MIXED:
         total = _total_cost(
             extend_keys, query_starts, lengths, num_sequences, num_tokens, window, query_tiles,
-            1, TOKENS, EXTEND_N, True, True, HAS_WINDOW, ITEM_TILES, BLOCK,
+            1, TOKENS, EXTEND_N, True, HAS_DECODE, HAS_WINDOW, ITEM_TILES, BLOCK,
         ) * NUM_GROUPS  # fmt: skip
         stretch = tl.maximum(tl.cdiv(total, extend_programs), EXTEND_MIN + ITEM_TILES)
         longest = _list_whole(
             extend_items, extend_begins, extend_starts, extend_counts, extend_keys, query_starts, lengths,
             num_sequences, num_tokens, window, query_tiles, extend_programs,
-            NUM_GROUPS, TOKENS, EXTEND_N, HAS_WINDOW, ITEM_TILES, ITEM, BLOCK, BLOCK_J,
+            NUM_GROUPS, TOKENS, EXTEND_N, HAS_DECODE, HAS_WINDOW, ITEM_TILES, ITEM, BLOCK, BLOCK_J,
         )  # fmt: skip
         if not IS_FIXED and longest > stretch + CUT_TILES:
             tl.debug_barrier()  # other threads read what is written over
             _list_line(
                 extend_items, extend_begins, extend_starts, extend_arrivals, extend_counts, query_starts, lengths,
                 num_sequences, num_tokens, window, extend_tasks, extend_programs, stretch,
-                NUM_GROUPS, TOKENS, EXTEND_N, True, True, HAS_WINDOW, 0, EXTEND_MIN, ITEM_TILES, ITEM, BLOCK,
+                NUM_GROUPS, TOKENS, EXTEND_N, True, HAS_DECODE, HAS_WINDOW, 0, EXTEND_MIN, ITEM_TILES, ITEM, BLOCK,
             )  # fmt: skip
 
 
@@ -99,8 +100,8 @@ def _total_cost(
 def _list_whole(
     items, begins, starts, counts, keys, query_starts, lengths,
     num_sequences, num_tokens, window, query_tiles, num_programs,
-    NUM_GROUPS: tl.constexpr, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    ITEM_TILES: tl.constexpr, ITEM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_J: tl.constexpr,
+    NUM_GROUPS: tl.constexpr, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, IS_MIXED: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, ITEM_TILES: tl.constexpr, ITEM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_J: tl.constexpr,
 ):  # fmt: skip
     """Deals whole tasks in the order of keys: forth over the programs, and back. Returns the most of one program."""
     tl.debug_barrier()  # other threads wrote the keys read below
@@ -122,7 +123,7 @@ def _list_whole(
             rank += tl.sum((others[None, :] > key[:, None]).to(tl.int32), axis=1)
         sequence, row, tokens, position, low, high, cost = _query_tile(
             query_starts, lengths, task, num_sequences, num_tokens, window, query_tiles,
-            1, TOKENS, BLOCK_N, True, True, HAS_WINDOW,
+            1, TOKENS, BLOCK_N, True, IS_MIXED, HAS_WINDOW,
         )  # fmt: skip
         is_tile = key >= 0
         for g in range(0, NUM_GROUPS):
@@ -248,7 +249,10 @@ def _query_tile(
     NUM_GROUPS: tl.constexpr, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, IS_EXTEND: tl.constexpr,
     IS_MIXED: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """The query tiles of some tasks: sequence, row, tokens, position, tiles [low, high), and cost (0 = no task)."""
+    """The query tiles of some tasks: sequence, row, tokens, position, tiles [low, high), and cost (0 = no task).
+
+    IS_MIXED: another list has the sequences of one new token, or all but those.
+    """
     tile = task // NUM_GROUPS
     is_tile = task < num_tasks
     if IS_EXTEND:
@@ -267,7 +271,9 @@ def _query_tile(
         end = tl.load(query_starts + sequence + 1, mask=is_own, other=0)
         end = tl.where(is_own, end, num_tokens)
         row = start + (tile - start // TOKENS - sequence) * TOKENS
-        is_tile = is_tile & (row < end) & ((end - start != 1) | (sequence == num_sequences))
+        is_tile = is_tile & (row < end)
+        if IS_MIXED:
+            is_tile = is_tile & ((end - start != 1) | (sequence == num_sequences))
         length = tl.load(lengths + sequence, mask=is_own, other=0)
     else:
         sequence = tile

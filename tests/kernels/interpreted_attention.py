@@ -5,6 +5,8 @@ Run as `interpreted.py` is. Caches are poisoned: NaN where no token is, and bloc
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -13,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from millrace.kernels.layout import work_lists
 from millrace.kernels.layout.list_work import SplitTask, list_work
 from millrace.kernels.layout.work_lists import AttentionPlan, AttentionShape, WorkItem
 from millrace.kernels.reference import attention as reference
@@ -52,6 +55,14 @@ def is_decode(case: PagedCase) -> bool:
     return len(case.q) == len(case.lengths) and bool((case.query_starts.diff() == 1).all())
 
 
+@contextmanager
+def apart() -> Iterator[None]:
+    """Few sequences have two lists, as many have."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(work_lists, "is_joint", lambda *_: False)
+        yield
+
+
 def attend(
     case: PagedCase,
     window: int | None = None,
@@ -79,13 +90,17 @@ def assert_alike(
     is_batch_invariant: bool = False,
     **others: torch.Tensor | int,
 ) -> None:
-    plan = plan_of(case, window, num_processors, is_batch_invariant)
-    plan.partials.fill_(float("nan"))
-    got = attend(case, window, plan, soft_cap, scales, **others)
     want = attend(case, window, None, soft_cap, scales, is_twin=True, **others)
-    assert got.dtype == want.dtype
-    tolerance = TOLERANCE[got.dtype]
-    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+    plans = [plan_of(case, window, num_processors, is_batch_invariant)]
+    if not plans[0].decode:
+        with apart():
+            plans.append(plan_of(case, window, num_processors))
+    for plan in plans:
+        plan.partials.fill_(float("nan"))
+        got = attend(case, window, plan, soft_cap, scales, **others)
+        assert got.dtype == want.dtype
+        tolerance = TOLERANCE[got.dtype]
+        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
 
 
 # ---- work lists -----------------------------------------------------------------------------------------------------
@@ -129,6 +144,18 @@ def test_a_list_longer_than_a_block_of_the_kernel_is_that_of_the_twin(num_proces
         want = list_work(work.division, lengths, begins, None)
         assert work.items[: len(want.items)].tolist() == want.items.tolist()
         assert work.starts.tolist() == want.starts.tolist()
+
+
+@pytest.mark.parametrize(("num_processors", "is_joint"), [(4, False), (5, True)])
+def test_few_sequences_are_in_one_list(num_processors: int, is_joint: bool) -> None:
+    case = make_case([1, 5, 0, 12, 1], [9, 70, 0, 40, 0])  # tasks of 5 sequences and 2 heads; 2 programs a processor
+    plan = plan_of(case, None, num_processors)
+    (work,) = plan.extend.values()
+    assert work.division.is_joint == is_joint and len(plan.decode) == (not is_joint)
+    want = list_work(work.division, case.lengths, case.query_starts, None)
+    assert set(want.items[:, WorkItem.SEQUENCE].tolist()) == ({0, 1, 3, 4} if is_joint else {1, 3})
+    assert work.items[: len(want.items)].tolist() == want.items.tolist()
+    assert plan_of(case, None, num_processors, is_batch_invariant=True).decode
 
 
 def test_an_extend_list_is_whole_or_cut_by_what_ends_earlier() -> None:
@@ -190,7 +217,7 @@ def test_a_task_of_more_pieces_than_a_merge_takes_at_a_time(monkeypatch: pytest.
 
 def test_pieces_that_end_in_any_order_give_the_same_bits_in_each_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case([1, 11], [150, 420], block_size=16)
-    with monkeypatch.context() as patched:  # what memory held before, such as a step that died
+    with monkeypatch.context() as patched, apart():  # what memory held before, such as a step that died
         patched.setattr(torch, "empty", lambda *sizes, **options: torch.full(sizes, 7, **options))
         plan = plan_of(case, num_processors=5)
     want = attend(case, plan=plan)
@@ -226,7 +253,8 @@ def test_a_mixed_batch_with_a_window(window: int) -> None:
 def test_a_mixed_batch_in_pieces(window: int | None, dtype: torch.dtype) -> None:
     """The last piece of the second sequence begins past what the first of its new tokens see."""
     case = make_case([1, 11], [700, 850], block_size=16, num_groups=1, dtype=dtype)
-    plan = plan_of(case, window, 5)
+    with apart():
+        plan = plan_of(case, window, 5)
     assert plan.decode[window].counts[1] and plan.extend[window].counts[1]
     assert_alike(case, window, 5)
 
@@ -297,7 +325,8 @@ def test_a_token_sees_its_own_chunk_only(num_new: list[int], window: int | None,
 
 def test_pieces_before_a_chunk_have_no_part_in_its_sum() -> None:
     case = make_case([1, 11], [700, 516], block_size=16)
-    assert sum(int(work.counts[1]) for work in plan_of(case, None, 5).decode.values()) > 0
+    with apart():
+        assert plan_of(case, None, 5).decode[None].counts[1] > 0
     assert_alike(case, None, 5, chunk=512, sinks=SINKS)
 
 

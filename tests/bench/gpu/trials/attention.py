@@ -95,6 +95,7 @@ def checked_trials(
     prompt: Load = [(1, 400), (90, 516)]
     options: dict[str, dict[str, object]] = {
         "in pieces": {"num_processors": 4},
+        "of two lists": {"num_processors": 3},
         "window": {"window": 33},
         "cap": {"soft_cap": 3.0},
         "sinks": {"has_sinks": True, "window": 33},

@@ -117,10 +117,11 @@ class AttentionOptions(NamedTuple):
     has_sinks: bool = False
     has_alibi: bool = False
     chunk: int | None = None
+    is_few: bool = False  # sequences: lists are made in other ways
 
     @property
     def name(self) -> str:
-        names = ("window", "cap", "fixed", "sinks", "alibi", "chunk")
+        names = ("window", "cap", "fixed", "sinks", "alibi", "chunk", "few")
         return "".join(f" {name}" for name, value in zip(names, self, strict=True) if value)
 
 
@@ -134,6 +135,7 @@ OPTIONS = (
     AttentionOptions(window=128, has_sinks=True),  # gpt-oss
     AttentionOptions(has_alibi=True),
     AttentionOptions(chunk=8192),
+    AttentionOptions(is_few=True),
 )
 
 
@@ -143,7 +145,6 @@ def attention_cases(
     """Decode, and extend in a mixed batch, each with lists, with each of `OPTIONS`."""
     q, _, _ = _qkv(8 * group, 8, head_dim, dtype)
     tensors = (q, *_caches(8, block_size, head_dim, cache_dtype or dtype), _meta(64, 512, dtype=torch.int32))
-    lengths, starts = _meta(64, dtype=torch.int32), _meta(65, dtype=torch.int32)
     scales = _meta(8, dtype=torch.float32) if cache_dtype else None
     head_scores = _meta(8 * group, dtype=torch.float32)
 
@@ -152,6 +153,8 @@ def attention_cases(
         return AttentionShape(8 * group, 8, head_dim, *types, (options.window,), options.is_fixed)
 
     def attend(kind: str, options: AttentionOptions) -> None:
+        num_sequences = 4 if options.is_few else 64
+        lengths, starts = (_meta(num_sequences + extra, dtype=torch.int32) for extra in (0, 1))
         plan = triton_plan.plan_attention(
             shape_of(options), lengths, None if kind == "decode" else starts, 64, NUM_PROCESSORS
         )

@@ -101,7 +101,7 @@ def test_a_captured_step_makes_its_lists_beside_the_first_layer_and_joins_them_o
     assert streams.log == [*PLANNED, *first, *["main qkv", *ATTENDED] * 2]
 
 
-@pytest.mark.parametrize(("num_rows", "launches"), [(3, ["attention"]), (65, ["prologue", "attention"])])
+@pytest.mark.parametrize(("num_rows", "launches"), [(3, ["attention"]), (65, ["attention_prologue", "attention"])])
 def test_a_decode_step_joins_its_list_before_attention(num_rows: int, launches: list[str], streams: Streams) -> None:
     qkv = torch.empty(num_rows, 12, 128, dtype=BF16, device=META)
     cache, table = torch.empty(100, 2, 16, 128, dtype=BF16, device=META), torch.empty(99, 64, device=META)
@@ -113,7 +113,7 @@ def test_a_decode_step_joins_its_list_before_attention(num_rows: int, launches: 
             qkv, None, table, table, numbers, cache, cache, numbers, None, tables, lengths, 0.1, plan=plan
         )  # fmt: skip
     assert streams.log[:3] == ["side waits for main", "side list_kernel", "side is marked"]
-    joined = [*(f"main _{name}_kernel" for name in launches)]
+    joined = [f"main _{name}_kernel" for name in launches]
     assert streams.log[3:] == [*joined[:-1], "main waits for the mark of side", joined[-1], *joined]
 
 

@@ -42,6 +42,8 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "offline": "never access the network; the model must be on disk already",
         "allow_links_outside": "follow links that lead out of the checkpoint's folder, as DVC makes them; "
         "only for a folder that you trust",
+        "merge_adapter": "LoRA adapter in PEFT's format to merge while loading: a folder or Hub id, perhaps with a "
+        "scale, as folder=0.5; may be repeated",
         "model_impl": "whose modules compute the model; millrace: those of the families here; transformers: "
         "transformers' on the paged cache, slower; auto: transformers where no family here describes the model",
         "load_format": "auto, safetensors, gguf, stream: read by ranges and not stored, dummy: random weights, or "

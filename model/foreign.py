@@ -65,10 +65,9 @@ def _describe_adapter(root: Path, adapter: Mapping[str, Any]) -> str:
     kind = f"{shown(str(adapter.get('peft_type') or 'LoRA'))} adapter"
     kind += f" of rank {rank}" if isinstance(rank, int) else ""
     of = f" for {shown(str(base))}" if base else ""
-    return (
-        f"{root}: a {kind}{of}, and adapters are not supported; merge it with peft (merge_and_unload, save_pretrained) "
-        "and serve the merged folder, or serve its base model"
-    )
+    article = "an" if kind[0] in "AEIO" else "a"
+    served = shown(str(base or "its base model"))
+    return f"{root}: is {article} {kind}{of}, not a model: serve {served} with --merge-adapter {root}"
 
 
 def _base_model(root: Path) -> str | None:

@@ -34,6 +34,7 @@ class EngineConfig:
     download_dir: str | None = None  # where Hub models are cached; None: the Hub library's default
     offline: bool = False  # True: never open a socket; the model must already be on disk
     allow_links_outside: bool = False  # True: a checkpoint's links may lead out of its folder, to any readable file
+    merge_adapter: tuple[str, ...] = ()  # folders or Hub ids of PEFT adapters, merged while loading: PATH[=scale]
     # whose modules compute: of the family here, or transformers'; auto: transformers where there is no family
     model_impl: Literal["auto", "millrace", "transformers"] = "auto"
     # auto, safetensors, gguf, stream: left elsewhere and read by ranges, dummy: random weights, for benchmarks; or
@@ -146,6 +147,11 @@ class EngineConfig:
             raise ConfigError(f"record = {self.record}: {problem}")
 
     def __post_init__(self) -> None:
+        adapters: object = self.merge_adapter
+        if isinstance(adapters, str):
+            object.__setattr__(self, "merge_adapter", (adapters,))
+        for text in self.merge_adapter:
+            parse_merge(text)
         for text in self.inject:
             try:
                 parse_fault(text)
@@ -222,6 +228,18 @@ class EngineConfig:
                 f"enable_lora = True with attention_backend = {self.attention_backend}: adapters are computed by "
                 "torch; use attention_backend = auto"
             )
+
+
+def parse_merge(text: str) -> tuple[str, float]:
+    """The folder or Hub id and the scale of a `merge_adapter`: PATH, or PATH=scale. Raises `ConfigError`."""
+    path, equals, number = text.rpartition("=")
+    try:
+        scale = float(number) if equals else 1.0
+    except ValueError:  # a path with an equals sign in it
+        return text, 1.0
+    if not (path or not equals) or not abs(scale) <= 1e6:
+        raise ConfigError(f"merge_adapter = {text}: must be a folder or Hub id, or one with a number, as folder=0.5")
+    return (path, scale) if equals else (text, 1.0)
 
 
 def _positive(name: str, value: int) -> None:

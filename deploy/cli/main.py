@@ -22,7 +22,16 @@ STARTUP_ERROR_EXIT_CODE = 3  # exit code for a wrong setting or checkpoint; one 
 LOGGING = frozenset({"log_format", "log_level"})
 EVALUATION = frozenset(  # settings that may change a model's predictions, or are needed to load it
     {"revision", "download_dir", "offline", "allow_links_outside", "model_impl", "load_format", "dtype", "seed"}
-    | {"quantization", "device", "attention_backend", "deterministic", "threads", "enforce_eager", "tilings"}
+    | {
+        "merge_adapter",
+        "quantization",
+        "device",
+        "attention_backend",
+        "deterministic",
+        "threads",
+        "enforce_eager",
+        "tilings",
+    }
     | {"block_size", "kv_cache_dtype", "gpu_memory_utilization"}
 )
 BATCH = frozenset(

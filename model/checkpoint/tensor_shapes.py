@@ -40,6 +40,13 @@ PART = 1 << 22  # bytes of two tensors that are compared at a time
 DTYPE_OF = {"F16": "float16", "BF16": "bfloat16"}  # of weights -> of config.json, which names none; else float32
 
 
+class CheckpointChange(Protocol):
+    """Changes a checkpoint while it is read, as merging adapters into it does (`lora/merge.py`)."""
+
+    def __call__(self, checkpoint: StoredTensors, spec: DecoderSpec) -> tuple[StoredTensors, DecoderSpec]:
+        """The tensors, by their names in a whole model, and the spec of the model that they make."""
+
+
 class TensorSource(Protocol):
     """A source of tensors by canonical name: a checkpoint, or random numbers."""
 
@@ -64,7 +71,9 @@ class TensorSource(Protocol):
         """Releases the tensor's memory, once it is copied."""
 
 
-def open_source(root: Path, spec: DecoderSpec, load_format: str) -> tuple[TensorSource, DecoderSpec]:
+def open_source(
+    root: Path, spec: DecoderSpec, load_format: str, change: CheckpointChange | None = None
+) -> tuple[TensorSource, DecoderSpec]:
     """The checkpoint in `root` by canonical names, and `spec` with the output layer that its files hold.
 
     With load_format "dummy" it is seeded random numbers, without reading a file. Raises
@@ -73,23 +82,27 @@ def open_source(root: Path, spec: DecoderSpec, load_format: str) -> tuple[Tensor
     if load_format == "dummy":
         spec = replace(spec, dtype="float32") if spec.dtype == "auto" else spec
         return RandomTensors(expected_shapes(spec)), spec
-    checkpoint, spec = _open(root, spec, load_format)
+    stored, spec = _open(root, spec, load_format)
+    checkpoint, spec = (stored, spec) if change is None else change(stored, spec)
     family = family_of(spec.family)
     sources = TensorSources(tensors_of(spec), family.names(spec))
     check_tensors(checkpoint, sources, spec, family)
     if spec.dtype == "auto":
-        stored = checkpoint.dtype(sources.stored_name(f"{EMBEDDING}.weight"))
-        spec = replace(spec, dtype=DTYPE_OF.get(stored, "float32"))
+        dtype = stored.dtype(sources.stored_name(f"{EMBEDDING}.weight"))
+        spec = replace(spec, dtype=DTYPE_OF.get(dtype, "float32"))
     return CanonicalTensors(checkpoint, sources), spec
 
 
-def output_rows(root: Path, spec: DecoderSpec, load_format: str, rows: Sequence[int]) -> NDArray[np.float32]:
+def output_rows(
+    root: Path, spec: DecoderSpec, load_format: str, rows: Sequence[int], change: CheckpointChange | None = None
+) -> NDArray[np.float32]:
     """Rows [R, H] of the output layer, as they are before any quantization. `spec` is that of `open_source`."""
     name, other = f"{EMBEDDING}.weight", f"{HEAD}.weight"
     name, other = (name, other) if spec.head.is_tied else (other, name)
     if load_format == "dummy":
         return np.asarray(RandomTensors(expected_shapes(spec)).array(name)[list(rows)], np.float32)
     checkpoint, spec = _open(root, spec, load_format)
+    checkpoint, spec = (checkpoint, spec) if change is None else change(checkpoint, spec)
     sources = TensorSources([Target(name, ()), Target(other, ())], family_of(spec.family).names(spec))
     stored = sources.stored_name(name)
     return widened(checkpoint.array(stored if stored in checkpoint.names else sources.stored_name(other))[list(rows)])

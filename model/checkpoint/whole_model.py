@@ -6,10 +6,12 @@ such models.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
+from functools import cached_property
 
 from ..families.building import Family
-from ..families.names import tensors_of
+from ..families.names import EMBEDDING, HEAD, tensors_of
 from ..families.registry import family_of
 from ..families.wrappers import PREFIXES
 from ..spec import DecoderSpec
@@ -26,8 +28,21 @@ class WholeModel:
         whole = replace(spec, head=replace(spec.head, exists=True, is_tied=False))
         self.sources = TensorSources(tensors_of(whole), self.family.names(spec))
         self.shapes = self.sources.stored_shapes()  # by name
+        self.embedding, self.head = (self.sources.stored_name(f"{stem}.weight") for stem in (EMBEDDING, HEAD))
         inside = (name.removeprefix(self.prefix) for name in self.shapes if name.startswith(self.prefix))
         self._roots = {name.partition(".")[0] for name in inside}
+
+    @cached_property
+    def transposed(self) -> frozenset[str]:
+        """Names of the matrices that are stored [columns, rows]."""
+        parts = (part for name in self.sources.targets for part in self.sources.parts(name))
+        return frozenset(part.stem for part in parts if part.is_transposed)
+
+    @cached_property
+    def fused(self) -> frozenset[str]:
+        """Names of the tensors of which several are made here."""
+        stems = Counter(part.stem for name in self.sources.targets for part in self.sources.parts(name))
+        return frozenset(stem for stem, count in stems.items() if count > 1)
 
     def name_of(self, stored: str) -> str:
         """The name of a tensor, of `newer_name`. As in transformers, the prefix may be there or not."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..checkpoint.counted_tensors import CountedTensors, ReadProgress
 from ..checkpoint.safetensors import BFLOAT16
-from ..checkpoint.tensor_shapes import TensorSource, expected_shapes, open_source
+from ..checkpoint.tensor_shapes import CheckpointChange, TensorSource, expected_shapes, open_source
 from ..errors import CheckpointError
 from ..families import names
 from ..spec import AttentionSpec, DecoderSpec, FeedSpec, LayerSpec, NormSpec
@@ -92,15 +92,16 @@ def load_weights(
     *,
     is_batch_invariant: bool = False,
     free_bytes: int | None = None,
+    change: CheckpointChange | None = None,
 ) -> DecoderWeights:
     """The weights of the checkpoint in `root`; with load_format "dummy" seeded random weights, without reading a file.
 
     Raises CheckpointError naming file and tensor for a missing, extra, misshapen or non-finite tensor. `progress` is
     told the bytes of each tensor that is read. With `is_batch_invariant` a row's products do not depend on the other
     rows, see `EvenLinear`. `free_bytes` is the device's free memory before loading, which limits larger, faster forms;
-    None = no limit.
+    None = no limit. `change`: as for `open_source`.
     """
-    source, spec = open_source(root, spec, load_format)
+    source, spec = open_source(root, spec, load_format, change)
     if progress is not None:
         source = CountedTensors(source, expected_shapes(spec), progress)
     loader = _Loader(source, spec, device, dtype)

@@ -179,8 +179,10 @@ def _slices(
         files.config.fail(f"changes {module.label}, whose matrix is stored otherwise than the adapter assumes; {MERGE}")
     rows, columns = files.model.shapes[module.stored][:: -1 if own[0].is_transposed else 1]
     rank = files.shape(module, A)[0]
-    a = rounded(files.array(module, A, (rank, columns)), dtype)
-    b = rounded(files.array(module, B, (rows, rank)) * np.float32(module.scale), dtype)
+    files.check_shape(module, A, rank, columns)
+    files.check_shape(module, B, rows, rank)
+    a = rounded(files.array(module, A), dtype)
+    b = rounded(files.array(module, B) * np.float32(module.scale), dtype)
     for one in (a, b):
         if not np.isfinite(one if dtype != "bfloat16" else widened(one)).all():
             files.config.fail(f"{module.label}: its numbers are too large for {dtype}")

@@ -61,7 +61,7 @@ class AdapterConfig:
     use_dora: bool
     lora_bias: bool
     modules_to_save: tuple[str, ...]
-    trains_tokens: bool
+    trained_tokens: Mapping[str, tuple[int, ...]]  # end of an embedding's path ("": the input's) -> rows it replaces
     is_transposed: bool  # of layers that store [columns, rows] (`fan_in_fan_out`)
     is_tied: bool  # embedding and head share what was trained (`ensure_weight_tying`)
 
@@ -81,7 +81,7 @@ class AdapterConfig:
         if self.modules_to_save:
             what = f"modules_to_save holds {shown(', '.join(self.modules_to_save))}"
             self.fail(f"{what}; run-time adapters change linear layers only; {merge}")
-        if self.trains_tokens:
+        if self.trained_tokens:
             self.fail(f"trainable_token_indices: run-time adapters change linear layers only; {merge}")
         if self.bias != "none":
             self.fail(f"bias = {self.bias}: run-time adapters change no biases; {merge}")
@@ -117,7 +117,7 @@ def parse_config(values: Mapping[str, Any], name: str) -> AdapterConfig:
         use_dora=keys.flag("use_dora"),
         lora_bias=keys.flag("lora_bias"),
         modules_to_save=keys.names("modules_to_save"),
-        trains_tokens=is_on(values.get("trainable_token_indices")),
+        trained_tokens=keys.tokens(),
         is_transposed=keys.flag("fan_in_fan_out"),
         is_tied=keys.flag("ensure_weight_tying"),
     )
@@ -198,6 +198,15 @@ class _Keys:
         if not all(type(layer) is int for layer in listed):
             self.fail(f"layers_to_transform = {quoted(value)}: must be the number of a layer or a list of them")
         return tuple(listed)
+
+    def tokens(self) -> dict[str, tuple[int, ...]]:
+        key = "trainable_token_indices"
+        value = self.values.get(key)
+        by_name: dict[str, Any] = value if isinstance(value, dict) else {"": value} if is_on(value) else {}
+        for ids in by_name.values():
+            if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids) or len({*ids}) != len(ids):
+                self.fail(f"{key} = {quoted(value)}: must list token ids, each once")
+        return {name: tuple(ids) for name, ids in by_name.items()}
 
     def bias(self) -> str:
         value = self.values.get("bias") or "none"

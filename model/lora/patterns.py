@@ -13,6 +13,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from ..errors import shown
+
 LIMIT_S = 2.0
 MEMORY_BYTES = 512 << 20
 PLAIN = re.compile(r"[\w.-]*")  # a name; the dot matches any character, which takes no time
@@ -50,8 +52,8 @@ def full_matches(patterns: Sequence[str], names: Sequence[str], fail: Callable[[
     except subprocess.TimeoutExpired:
         fail(f"its patterns of module names take more than {LIMIT_S:g} s to match; list the names instead")
     if done.returncode != 0:
-        last = (done.stderr.decode(errors="replace").strip().splitlines() or ["ended"])[-1]
-        fail(f"a pattern of module names is no regular expression: {last[:100]}")
+        last = (done.stderr.decode(errors="replace").strip().splitlines() or [""])[-1]
+        fail(f"a pattern of module names is no regular expression: {shown(last.partition(': ')[2] or last)}")
     return [set(indices) for indices in json.loads(done.stdout)]
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,27 +78,25 @@ class AdapterFiles:
         self._check_targets()
         self._set_scales()
 
-    def array(self, module: AdaptedModule, kind: str, shape: Sequence[int | None]) -> NDArray[np.float32]:
-        """A tensor of a module in float32, of this shape; None: any size. Raises AdapterError."""
+    def check_shape(self, module: AdaptedModule, kind: str, *shape: int) -> None:
+        """Raises AdapterError for a tensor of another shape or of a dtype that weights do not have."""
         tensor = module.tensors[kind]
-        stored = self._file.shape(tensor)
-        if len(stored) != len(shape) or any(want not in (None, size) for size, want in zip(stored, shape, strict=True)):
-            needed = [stored[i] if want is None and i < len(stored) else want for i, want in enumerate(shape)]
-            text = ", ".join("any" if size is None else str(size) for size in needed)
-            self.config.fail(f"{kind} of {module.label} is {quoted(list(stored))}, this model needs [{text}]")
-        if 0 in stored:
-            self.config.fail(f"{kind} of {module.label} is {quoted(list(stored))}: it holds no number")
-        if self._file.dtype(tensor) not in DTYPES:
-            what = f"{kind} of {module.label} is of dtype {self._file.dtype(tensor)}"
-            self.config.fail(f"{what}; supported: {', '.join(DTYPES)}")
-        found = widened(self._file.array(tensor))
+        stored, dtype = self._file.shape(tensor), self._file.dtype(tensor)
+        if stored != shape:
+            self.config.fail(f"{kind} of {module.label} is {quoted(list(stored))}, this model needs {list(shape)}")
+        if dtype not in DTYPES:
+            self.config.fail(f"{kind} of {module.label} is of dtype {dtype}; supported: {', '.join(DTYPES)}")
+
+    def array(self, module: AdaptedModule, kind: str) -> NDArray[np.float32]:
+        """A tensor of a module in float32; `check_shape` has seen it. Raises AdapterError for NaN or infinity."""
+        found = widened(self._file.array(module.tensors[kind]))
         if not np.isfinite(found).all():
             self.config.fail(f"{kind} of {module.label} holds NaN or infinity")
         return found
 
-    def raw(self, module: AdaptedModule, kind: str) -> NDArray[Any]:
-        """A tensor as it is stored."""
-        return self._file.array(module.tensors[kind])
+    def dtype(self, module: AdaptedModule, kind: str) -> str:
+        """The dtype of a tensor by safetensors' name."""
+        return self._file.dtype(module.tensors[kind])
 
     def shape(self, module: AdaptedModule, kind: str) -> tuple[int, ...]:
         return self._file.shape(module.tensors[kind])
@@ -130,10 +127,10 @@ class AdapterFiles:
         config = self.config
         paths = [path for path, module in self.modules.items() if any(kind in module.tensors for kind in UPDATES)]
         targets = config.target_modules
-        if targets == "all-linear":
-            inside = {index for index, path in enumerate(paths) if not path.endswith("lm_head")}
-        else:
-            inside = self._chosen(targets, paths)
+        heads = {index for index, path in enumerate(paths) if self.modules[path].stored == self.model.head}
+        everything = set(range(len(paths)))
+        inside = everything - heads if targets == "all-linear" else self._chosen(targets, paths)
+        inside |= heads if config.is_tied else set()  # what was trained of the embedding is written for the head, too
         inside -= self._chosen(config.exclude_modules, paths)
         if config.layers_to_transform:
             inside = {index for index in inside if _layer(paths[index]) in config.layers_to_transform}
@@ -166,7 +163,7 @@ class AdapterFiles:
             fail(f"{module.label} has only one of {first} and {second}; fetch the files again")
         if first in module.tensors:
             shape = self.shape(module, first)
-            if len(shape) != 2 or shape[0] != rank:
+            if len(shape) != 2 or shape[0] != rank or 0 in shape:
                 fail(f"{first} of {module.label} is {quoted(list(shape))}, and its config says rank {rank}")
 
 

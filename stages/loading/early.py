@@ -29,6 +29,7 @@ from ...runtime.load_progress import LoadProgress
 from ...runtime.phases import Phases
 from ...runtime.workers.side_thread import LiveSideThread, Pending
 from ..backends.cache_size import free_host_bytes, total_host_bytes
+from ..backends.merged_adapters import merging_of
 from ..backends.weights_fit import WeightsFit
 from ..config import EngineConfig, resolve_step_size
 from ..errors import ConfigError
@@ -124,7 +125,7 @@ class EarlyLoading:
         if shape is None or reason is not None:
             check_settings(config, str(reason))
             return OpenedModel(root, threads, None, why_through_transformers=str(reason))
-        source, shape = open_source(root, shape, config.load_format)
+        source, shape = open_source(root, shape, config.load_format, merging_of(config))
         for warning in source.warnings:
             log.warning("checkpoint.unusual", what=warning)
         max_model_len = max_model_len_of(config, shape)

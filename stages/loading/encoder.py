@@ -17,6 +17,7 @@ from ...model.text.tokenizer import Tokenizer
 from ...runtime.env.cpus import ComputeThreads
 from ...runtime.env.log import get_logger
 from ...runtime.phases import Phases
+from ..backends.merged_adapters import refuse_merging
 from ..backends.torch.loading import choose_device, probe_of, torch_dtype
 from ..config import EngineConfig, resolve_step_size
 from ..encode.encoder_runner import EncoderRunner
@@ -52,6 +53,7 @@ def load_encoder(
 
     Raises as `load_model` does.
     """
+    refuse_merging(config, "is for models that generate, and this one is an encoder")
     if config.load_format == "dummy":
         raise ConfigError("load_format = dummy: must be auto for an encoder model, which has no random weights")
     if config.quantization is not None or config.kv_cache_dtype != "auto":

@@ -27,6 +27,7 @@ from ...runtime.env.log import get_logger
 from ...runtime.phases import Phases
 from ..backends.backend import Backend
 from ..backends.cuda.step_update import EndRules
+from ..backends.merged_adapters import merging_of
 from ..config import EngineConfig, resolve_step_size
 from ..device.device import Device
 from ..errors import ConfigError, Refused
@@ -186,7 +187,8 @@ def _put_together(
     )
     if text.encoder.yes_no is not None:
         assert runner.pooler is not None
-        yes, no = output_rows(root, shape, config.load_format, text.encoder.yes_no.token_ids)
+        ids = text.encoder.yes_no.token_ids
+        yes, no = output_rows(root, shape, config.load_format, ids, merging_of(config))
         runner.pooler.score_head = yes - no
     grammars = Grammars(lambda: make_vocabulary(tokenizer, text_table, info))
     sampler = Sampler(

@@ -10,6 +10,7 @@ from ...model.backend_gaps import missing
 from ...model.families.registry import has_family
 from ...model.files import read_json
 from ...model.spec import DecoderSpec
+from ..backends.merged_adapters import refuse_merging
 from ..config import EngineConfig
 from ..errors import ConfigError
 
@@ -40,6 +41,7 @@ def why_not_here(config: EngineConfig, shape: DecoderSpec) -> str | None:
 
 def check_settings(config: EngineConfig, reason: str) -> None:
     """Raises `ConfigError` for a setting that a model which runs through transformers does not support."""
+    refuse_merging(config, f"is for decoders of the families here, and this model runs through transformers ({reason})")
     kv_dtype, backend = config.kv_cache_dtype, config.attention_backend
     unsupported = {
         f"quantization = {config.quantization}": config.quantization is not None,

@@ -34,7 +34,8 @@ def test_an_adapter_is_named_with_its_base_model(tmp_path: Path) -> None:
     )
     (tmp_path / "adapter_model.safetensors").write_bytes(b"")
     message = refusal(tmp_path)
-    assert "a LORA adapter of rank 16 for meta/Llama-9" in message and "merge_and_unload" in message
+    assert "is a LORA adapter of rank 16 for meta/Llama-9, not a model" in message
+    assert message.endswith(f"serve meta/Llama-9 with --merge-adapter {tmp_path}")
     with pytest.raises(CheckpointError, match="a LORA adapter of rank 16"):
         Checkpoint(tmp_path)  # as in a folder with the base model's config.json
 

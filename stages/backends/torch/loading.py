@@ -48,6 +48,7 @@ from ..memory_needs import (
     sizing_on_cpu,
     slot_bytes,
 )
+from ..merged_adapters import merging_of
 from ..rates import largest_grant, measure_rates
 from ..weights_fit import WeightsFit, bytes_kept, least_cache_bytes, smaller_forms
 from .kv_dtype import check_kv_dtype, kv_dtype_of, kv_scales_of
@@ -185,6 +186,7 @@ def _load_weights(
         progress=progress,
         is_batch_invariant=config.deterministic,
         free_bytes=free,
+        change=merging_of(config),
     )
     table = LoraTable(config.max_loras, device) if config.enable_lora else None
     if table is not None:

@@ -143,7 +143,7 @@ def _lora_bias(writer: Writer) -> None:
 def _biases(writer: Writer, *ends: str) -> None:
     writer.lora(*writer.modules("q_proj", "v_proj"))
     for path in writer.modules(*ends):
-        writer.vector(path, "bias")
+        writer.vector(path, "bias" if path.endswith("k_proj") else "base_layer.bias")
 
 
 def _embedding(writer: Writer) -> None:

@@ -26,6 +26,7 @@ from millrace.runtime.simulation.env import JobHangs
 from millrace.runtime.simulation.run import SimEnv, run
 from millrace.stages.config import EngineConfig
 from millrace.stages.device.device import Device
+from millrace.stages.device.step_watch import LEAST_RATE, work_of
 from millrace.stages.errors import Failed, Unavailable
 from millrace.stages.outputs import ModelInfo
 from millrace.stages.split.split_engine import SplitEngine
@@ -63,6 +64,7 @@ class Losses:
         self.failed_at: float | None = None  # the first step of the present device
         self.pending: dict[int, float] = {}  # steps of the present device in flight, and when they were submitted
         self.ended_at = 0.0  # the last step that ended
+        self.work: dict[int, int] = {}  # tokens of each step, as the watch counts them
         self.states: Counter[str] = Counter()
 
     def plant(self, model: AsyncScriptedModel, device: Device) -> None:
@@ -99,6 +101,7 @@ class Losses:
         def note_and_sample(grant: Any, run: Any) -> Any:
             result = results[grant.step] = sample(grant, run)
             self.pending[grant.step] = self.env.now()
+            self.work[grant.step] = work_of(grant)
             result.add_done_callback(note_end)
             return result
 
@@ -111,13 +114,14 @@ class Losses:
 
     def note_told(self) -> None:
         """Health has said that the device is lost."""
-        since, what = self.failed_at, "the first failed step"
+        since, what, limit_s = self.failed_at, "the first failed step", LIMIT_S
         if since is None:
             assert self.pending, "a device is lost, and no step has failed or is in flight"
             self.states["silent"] += 1
             since, what = max(self.ended_at, min(self.pending.values())), "the beginning of a step that does not end"
+            limit_s = max(LIMIT_S, LIMIT_S * sum(self.work[step] for step in self.pending) / LEAST_RATE)
         took_s = self.env.now() - since
-        _require(took_s <= LIMIT_S, f"health said {took_s:.3f} s after {what} that the device is lost")
+        _require(took_s <= limit_s, f"health said {took_s:.3f} s after {what} that the device is lost")
         self.states["told"] += 1
 
 

@@ -3,6 +3,6 @@
 Owns: the compiled library, packed weights, the paged cache of a CPU, and the compute threads.
 In: weights; block tables and columns of slots as numpy arrays.
 Out: hidden states, logits or token ids.
-Imports: numpy, ctypes; nothing of the package.
+Imports: `kernels/layout/grouped_codes.py`, numpy, ctypes.
 Start with: `model.py`; `README.md` maps the C++ files.
 """

@@ -24,11 +24,13 @@ COMMON = ["-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-pthread"]
 EXACT = ["-ffp-contract=off", "-fno-math-errno"]
 QUIET = ["-Wno-unknown-warning-option", "-Wno-maybe-uninitialized", "-Wno-psabi"]
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mprefer-vector-width=512"]
+# More flags of one file, in the builds for AVX-512. Its functions run only where the processor has the instructions.
+BYTE_DOTS = "super_sums_vnni", ["-mavx512vnni"]
 FLAGS: dict[str, list[str]] = {
     "amx": [*AVX512, "-mavx512bf16", "-mavx512vnni", "-mamx-tile", "-mamx-bf16", "-mamx-int8"],
     "avx512_bf16": [*AVX512, "-mavx512bf16", "-mavx512vnni"],
     "avx512": AVX512,
-    "avx2": ["-mavx2", "-mfma"],
+    "avx2": ["-mavx2", "-mfma", "-mf16c"],
     # For tests: "avx512_bf16" with AVX-512 alone, and "amx" without tile registers.
     "avx512_bf16_emulated": [*AVX512, "-DMILLRACE_EMULATE_BF16_DOT"],
     "amx_emulated": [*AVX512, "-mavx512bf16", "-mavx512vnni", "-DMILLRACE_EMULATE_AMX"],
@@ -61,7 +63,7 @@ def library_path(instruction_set: str) -> Path:
 
 def file_name(instruction_set: str) -> str:
     """File name of the library: instruction set, and a hash of the flags and sources."""
-    digest = hashlib.sha256(" ".join([*COMMON, *EXACT, *FLAGS[instruction_set]]).encode())
+    digest = hashlib.sha256(" ".join([*COMMON, *EXACT, *FLAGS[instruction_set], *BYTE_DOTS[1]]).encode())
     for path in sorted(SOURCE.rglob("*.*")):
         digest.update(path.relative_to(SOURCE).as_posix().encode() + b"\0" + path.read_bytes())
     return f"millrace-{instruction_set}-{digest.hexdigest()[:16]}.so"
@@ -88,8 +90,9 @@ def compile_library(instruction_set: str, target: Path) -> None:
     flags = [*COMMON, *EXACT, *QUIET, *FLAGS[instruction_set], f"-I{SOURCE}"]
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         objects = [Path(folder) / f"{source.stem}.o" for source in _units()]
+        more = BYTE_DOTS[1] if "-mavx512f" in flags else []
         commands = [
-            [compiler, *flags, "-c", str(source), "-o", str(object)]
+            [compiler, *flags, *(more if source.stem == BYTE_DOTS[0] else []), "-c", str(source), "-o", str(object)]
             for source, object in zip(_units(), objects, strict=True)
         ]
         _run_all(commands)

@@ -60,6 +60,28 @@ class TensorStruct(Structure):
     ]
 
 
+class FormatStruct(Structure):
+    """`TensorFormat` of source/weights/model.h."""
+
+    _fields_ = [
+        ("layer", c_int64),
+        *((name, c_int32) for name in ("kind", "bits", "group", "table", "scale", "offset", "zero")),
+        *((name, c_int32) for name in ("has_zeros", "is_two_level", "has_signed_scales")),
+    ]
+
+
+class RowsStruct(Structure):
+    """`GroupedRows` of source/grouped/pack_rows.h."""
+
+    _fields_ = [
+        ("layer", c_int64),
+        *((name, c_int32) for name in ("kind", "packing")),
+        *((name, c_int64) for name in ("first_row", "num_rows")),
+        *((name, c_void_p) for name in ("codes", "scales", "offsets", "sub_scales", "sub_offsets", "zeros")),
+        ("factor", c_float),
+    ]
+
+
 class StepInputsStruct(Structure):
     """`StepInputsStruct` of source/step/step.h."""
 
@@ -176,6 +198,15 @@ def load(instruction_set: str) -> ctypes.CDLL:
     library.millrace_set_positions.restype = c_int32
     library.millrace_set_tensors.argtypes = [model, POINTER(TensorStruct), c_int64, POINTER(c_int64)]
     library.millrace_set_tensors.restype = c_int32
+    library.millrace_set_formats.argtypes = [model, c_int64, POINTER(FormatStruct)]
+    library.millrace_set_formats.restype = c_int32
+    library.millrace_set_rows.argtypes = [model, POINTER(RowsStruct)]
+    library.millrace_set_rows.restype = c_int32
+    library.millrace_product.argtypes = [model, c_int64, c_int32, c_void_p, c_int64, c_void_p]
+    library.millrace_product.restype = c_int32
+    library.millrace_use_plain_kernels.argtypes = [c_int32]
+    library.millrace_use_plain_kernels.restype = None
+    library.millrace_rows_bytes.restype = library.millrace_format_bytes.restype = c_int64
     library.millrace_encode_bf16_12bit.argtypes = [model]
     library.millrace_encode_bf16_12bit.restype = c_int32
     library.millrace_get_matrix.argtypes = [model, c_int64, c_int32, c_void_p]
@@ -235,7 +266,8 @@ def load(instruction_set: str) -> ctypes.CDLL:
     library.millrace_drain.restype = None
     if not library.millrace_is_supported():
         raise NativeUnavailableError(f"instruction set {instruction_set}: the processor lacks it")
-    mirrored = ctypes.sizeof(ShapeStruct), ctypes.sizeof(LayerStruct)
-    compiled = library.millrace_shape_bytes(), library.millrace_layer_shape_bytes()
+    mirrored = tuple(map(ctypes.sizeof, (ShapeStruct, LayerStruct, RowsStruct, FormatStruct)))
+    sizes = ("shape", "layer_shape", "rows", "format")
+    compiled = tuple(getattr(library, f"millrace_{name}_bytes")() for name in sizes)
     assert mirrored == compiled, f"structs of {mirrored} bytes: the library has {compiled}"
     return library

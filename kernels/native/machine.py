@@ -15,7 +15,7 @@ INSTRUCTION_SETS: dict[str, frozenset[str]] = {
     "amx": AVX512 | {"avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8"},
     "avx512_bf16": AVX512 | {"avx512_bf16", "avx512_vnni"},
     "avx512": AVX512,
-    "avx2": frozenset({"avx2", "fma"}),
+    "avx2": frozenset({"avx2", "fma", "f16c"}),
 }
 ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA = 158, 0x1023, 18  # of Linux on x86-64
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from . import library, machine, structs, tensors
+from ..layout.grouped_codes import GroupedCodes, GroupedFormat
+from . import grouped, library, machine, structs, tensors
 from .cache import NativeCache
 from .errors import NativeUnavailableError, NonFiniteError
 from .logits_buffers import LogitsBuffers
@@ -49,6 +50,7 @@ class NativeModel:
         num_positions: int,
         *,
         quantization: Quantization | None = None,
+        formats: Mapping[str, GroupedFormat] | None = None,
         group_size: int = GROUP_SIZE,
         cache_dtype: CacheDType | None = None,
         num_threads: int | None = None,
@@ -62,6 +64,8 @@ class NativeModel:
         `quantization`: storage of the matrices. None: `dtype`. "int8": one scale per row. "int4": one scale per
         `group_size` numbers of a row, and the head in int8. An embedding that is not the head stays in `dtype`.
         Computation is in `dtype`. `cache_dtype` None: as `dtype`.
+        `formats`: of the matrices that `set_rows` sets, by tensor name, as `grouped.packable` leaves them; the other
+        tensors stay in `dtype`. Their products take float32 rows in 16 bits, whatever the dtype.
         `num_threads` None: `machine.default_threads()`. With several, the model has its own threads, and the caller
         waits for them; with one, the caller computes.
         `cpus`: thread i is pinned to cpus[i]. None: all available, in order. Fewer than threads: no thread is pinned.
@@ -103,8 +107,11 @@ class NativeModel:
             self._library.millrace_count_thread_times(self._model, self._shares.ctypes.data)
         self._kept: list[Array] = []
         self._are_coded = False
+        self.formats = dict(formats or {})
         freed = weakref.finalize(self, _delete, self._library, self._model, self._kept)
         freed.atexit = False  # the system frees the memory of a process, and a thread may still be packing weights
+        if self.formats:
+            grouped.set_formats(self._library, self._model, shape, self.formats)
         self.set_positions(ropes, num_positions)
 
     def set_positions(self, ropes: Sequence[RopeTable], num_positions: int) -> None:
@@ -160,6 +167,23 @@ class NativeModel:
             name, size = names[num_set.value], sources[num_set.value].size
             raise MemoryError(f"tensor {name}: no memory for {size} numbers as {self.dtype}")
 
+    def set_rows(self, name: str, first_row: int, codes: GroupedCodes) -> None:
+        """Packs rows of a matrix that has a format, from `first_row` on. Its arrays are not needed afterwards.
+
+        Rows may come in any order; a step needs all. Raises NonFiniteError, and ValueError for arrays that do not fit.
+        """
+        if codes.format != self.formats.get(name):
+            raise ValueError(f"tensor {name}: {codes.format}: must be {self.formats.get(name)}, as the model was made")
+        codes.check()
+        num_columns = grouped.num_columns(self.shape, name)
+        if codes.num_columns != num_columns or codes.columns is not None:
+            raise ValueError(f"tensor {name}: {codes.num_columns} columns: must be {num_columns}, in order")
+        done = grouped.set_rows(self._library, self._model, name, first_row, codes)
+        if done == 1:
+            raise NonFiniteError(f"tensor {name}: a scale is NaN or infinity; fetch the file again")
+        if done:
+            raise MemoryError(f"tensor {name}: no memory for {codes.num_rows} rows of {codes.num_columns} codes")
+
     def encode_bf16_12bit(self) -> None:
         """Encodes the bf16 matrices losslessly in 12 bits per number, where that saves memory.
 
@@ -168,6 +192,8 @@ class NativeModel:
         Raises MemoryError after it has tried all: matrices that lacked memory stay as they are, and steps still work.
         """
         self._are_coded = True
+        if self.formats:
+            return  # what is not in groups of codes is multiplied as it is
         if self._library.millrace_encode_bf16_12bit(self._model):
             raise MemoryError("no memory to encode some of the matrices; these stay in bf16")
 
@@ -240,6 +266,17 @@ class NativeModel:
         if not self._library.millrace_get_matrix(self._model, *tensors.place(name), numbers.ctypes.data):
             raise ValueError(f"{name}: not a matrix, or not set yet")
         return numbers
+
+    def product(self, name: str, x: Floats, num_outputs: int) -> Floats:
+        """The product of rows x [M, k] with a matrix in groups of codes, or with all that are fused with it; for tests.
+
+        `num_outputs`: rows of the matrix, or of all.
+        """
+        x = np.ascontiguousarray(x, np.float32)
+        out = np.empty((len(x), num_outputs), np.float32)
+        place = tensors.place(name)
+        self._check(self._library.millrace_product(self._model, *place, x.ctypes.data, len(x), out.ctypes.data))
+        return out
 
     @property
     def weights_bytes(self) -> int:

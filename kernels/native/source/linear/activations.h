@@ -118,10 +118,7 @@ class ActivatedOutput {
           params_(layer.activation_params.data()), columns_(layer.shape.is_gated ? PANEL / 2 : PANEL) {}
 
     void prefetch_output(int64_t first_row, int rows, int64_t panel) const {
-        int64_t begin = panel * columns_, unit = INTERLEAVE<T>, size = std::max(columns_, unit);
-        auto out = rows_out_.data + first_row * rows_out_.padded_size() + (begin - begin % unit) * rows;
-        for (int64_t i = 0; i < rows * size * int64_t(sizeof(T)); i += 64)
-            prefetch_for_write(reinterpret_cast<const char*>(out) + i);
+        rows_out_.prefetch_for_put(first_row, rows, panel * columns_, columns_);
     }
 
     void write(float* tile, int64_t first_row, int rows, int64_t panel, int64_t) const {

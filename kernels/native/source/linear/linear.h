@@ -13,6 +13,7 @@
 
 #include <algorithm>
 
+#include "grouped/grouped_linear.h"
 #include "linear/amx_linear.h"
 #include "linear/panel_dot.h"
 
@@ -22,6 +23,9 @@ namespace millrace {
 // faster than 384 KiB (Zen 5 class EPYC). Where bf16 is multiplied in float32 these are half as many bytes of bf16: as
 // many would make 8 to 32 rows 3 to 9 % slower (AVX2 on a Zen 3 class EPYC).
 constexpr int64_t HELD_PANEL_BYTES = 192 << 10;
+
+template <class Weight>
+constexpr bool IS_GROUPED = std::is_same<Weight, Grouped>::value;
 
 // Panels that stay in L2.
 template <class Weight>
@@ -45,17 +49,23 @@ bool is_widened(const Linear& linear, int64_t num_tiles) {
 // Whether two threads may split a product of so many tiles by rows.
 template <class Weight>
 bool can_split_rows(const Linear& linear, int64_t num_tiles) {
+    if (IS_GROUPED<Weight>) return false;
     bool are_halves = num_tiles >= MIN_TILES_TO_SPLIT && num_tiles % 2 == 0;
     return !USES_AMX<InputOf<Weight>> && are_halves && !is_widened<Weight>(linear, num_tiles);
 }
 
 // Workspace per thread in a product of so many rows, bytes; in vectors the held panels, converted.
 template <class Weight>
-int64_t workspace_bytes(const Linear& linear, int64_t num_rows) {
+int64_t workspace_bytes([[maybe_unused]] const Model& model, const Linear& linear, int64_t num_rows) {
     using Input = InputOf<Weight>;
-    if constexpr (USES_AMX<Input>) return AmxWorkspace(linear, num_rows).num_bytes();
-    if (!is_widened<Weight>(linear, TiledRows<Input>::num_tiles_of(num_rows))) return 0;
-    return num_held_panels<Weight>(linear) * linear.k * PANEL * int64_t(sizeof(Input));
+    if constexpr (IS_GROUPED<Weight>) {
+        return grouped_workspace_bytes(model, num_rows);
+    } else if constexpr (USES_AMX<Input>) {
+        return AmxWorkspace(linear, num_rows).num_bytes();
+    } else {
+        if (!is_widened<Weight>(linear, TiledRows<Input>::num_tiles_of(num_rows))) return 0;
+        return num_held_panels<Weight>(linear) * linear.k * PANEL * int64_t(sizeof(Input));
+    }
 }
 
 // This thread's part of x @ weight.T + bias: whole panels for all rows; a piece of work is as many panels as are held.
@@ -205,8 +215,12 @@ template <class Weight, class Out>
 void multiply(const Model& model, const Linear& linear, const TiledRows<InputOf<Weight>>& x, const Out& out,
               ThreadTeam::Member member, KvPrefetcher* kv_prefetcher = nullptr) {
     if (x.num_rows == 0) return;  // a step that requests no logits
-    auto run = [&](auto&& product) { dispatch_panels<Weight>(linear, [&](auto* panels) { product.run(panels); }); };
-    if constexpr (USES_AMX<InputOf<Weight>>)
+    [[maybe_unused]] auto run = [&](auto&& product) {
+        dispatch_panels<Weight>(linear, [&](auto* panels) { product.run(panels); });
+    };
+    if constexpr (IS_GROUPED<Weight>)
+        multiply_grouped(model, linear, x, out, member);
+    else if constexpr (USES_AMX<InputOf<Weight>>)
         run(AmxLinear<Out>(model, linear, x, out, member));
     else
         run(VectorLinear<Weight, Out>(model, linear, x, out, member, kv_prefetcher));
@@ -225,11 +239,15 @@ void multiply_row(const Linear& linear, const InputOf<Weight>* row, int64_t pane
 // Pairs of k that the product's tiles go through while they prefetch keys and values, on all threads.
 template <class Weight>
 int64_t num_prefetch_pairs(const Linear& linear, const TiledRows<InputOf<Weight>>& x) {
-    using Product = VectorLinear<Weight, FloatOutput>;
-    if (USES_AMX<InputOf<Weight>> || !Product::can_prefetch_kv(linear, x)) return 0;
-    // The tile that converts does not prefetch them.
-    int64_t num_tiles = x.num_tiles() - is_widened<Weight>(linear, x.num_tiles());
-    return linear.num_panels() * num_tiles * (linear.k / 2);
+    if constexpr (IS_GROUPED<Weight>) {
+        return 0;
+    } else {
+        using Product = VectorLinear<Weight, FloatOutput>;
+        if (USES_AMX<InputOf<Weight>> || !Product::can_prefetch_kv(linear, x)) return 0;
+        // The tile that converts does not prefetch them.
+        int64_t num_tiles = x.num_tiles() - is_widened<Weight>(linear, x.num_tiles());
+        return linear.num_panels() * num_tiles * (linear.k / 2);
+    }
 }
 
 }  // namespace millrace

@@ -30,9 +30,10 @@ constexpr int64_t STREAMING_ROWS = USES_AMX<Input> ? 0
 template <class Weight>
 int64_t streaming_rows(const Linear& linear) {
     int64_t rows = 0;
-    dispatch_panels<Weight>(linear, [&](auto* panels) {
-        rows = STREAMING_ROWS<InputOf<Weight>, typename std::remove_pointer<decltype(panels)>::type>;
-    });
+    if constexpr (!std::is_same<Weight, Grouped>::value)
+        dispatch_panels<Weight>(linear, [&](auto* panels) {
+            rows = STREAMING_ROWS<InputOf<Weight>, typename std::remove_pointer<decltype(panels)>::type>;
+        });
     return rows;
 }
 

@@ -16,7 +16,11 @@ namespace millrace {
 
 // Input type of a product: bf16 where the machine has bf16 dot products and the model is bf16, else float32.
 template <class Weight>
-using InputOf = typename std::conditional<HAS_BF16_DOT, Weight, float>::type;
+struct InputTypeOf {
+    using type = typename std::conditional<HAS_BF16_DOT, Weight, float>::type;
+};
+template <class Weight>
+using InputOf = typename InputTypeOf<Weight>::type;
 
 // Elements of a row that are stored together before those of the tile's next row: 4 bytes, a pair of bf16 or one
 // float32; in AMX a register row.
@@ -150,6 +154,19 @@ struct TiledRows {
     void put_tile(int64_t first, int64_t rows, int64_t begin, int64_t count, const float* numbers, int64_t stride) const {
         interleave_tile(numbers, stride, begin, count, rows, data + first * padded_size());
         pad(first, rows, begin + count);
+    }
+
+    // The same for whole rows.
+    void put_whole_rows(int64_t row, int64_t num, const float* numbers, int64_t stride) const {
+        put_rows(row, num, 0, size, numbers, stride);
+    }
+
+    // Prefetches what `put_tile` writes.
+    void prefetch_for_put(int64_t first, int rows, int64_t begin, int64_t count) const {
+        int64_t unit = INTERLEAVE<T>, padded = std::max(count, unit);
+        auto out = data + first * padded_size() + (begin - begin % unit) * rows;
+        for (int64_t i = 0; i < rows * padded * int64_t(sizeof(T)); i += 64)
+            prefetch_for_write(reinterpret_cast<const char*>(out) + i);
     }
 
   private:

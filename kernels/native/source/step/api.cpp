@@ -11,6 +11,7 @@
 #include "weights/bf16_12bit_encode.h"
 #include "weights/model.h"
 #include "sampling/sampling.h"
+#include "grouped/super_sums.h"
 #include "step/argmax_screen.h"
 #include "step/step.h"
 
@@ -138,6 +139,39 @@ EXPORT int32_t millrace_set_tensors(Model* model, const Tensor* tensors, int64_t
         return 2;
     }
 }
+
+// Sets the formats of matrices in groups of codes, before their rows. Returns 0, or 1 for formats that do not fit.
+EXPORT int32_t millrace_set_formats(Model* model, int64_t count, const TensorFormat* formats) {
+    try {
+        return set_formats(*model, count, formats) ? 0 : 1;
+    } catch (const std::bad_alloc&) {
+        return 2;
+    }
+}
+
+// Packs rows of a matrix that has a format. Returns 0; 1: a scale or offset is not finite; 2: no memory.
+EXPORT int32_t millrace_set_rows(Model* model, const GroupedRows* rows) {
+    try {
+        return set_rows(*model, *rows) ? 0 : 1;
+    } catch (const std::bad_alloc&) {
+        return 2;
+    }
+}
+
+// For tests: see `run_product`. x [num_rows, k], out [num_rows, n].
+EXPORT int32_t millrace_product(Model* model, int64_t layer, int32_t kind, const float* x, int64_t num_rows, float* out) {
+    return run_on_step_thread(model, [&] {
+        run_product(*model, *linear_of(*model, layer, TensorKind(kind)), x, num_rows, out);
+        return FINE;
+    });
+}
+
+// For tests: see `use_plain_kernels`.
+EXPORT void millrace_use_plain_kernels(int32_t is_plain) { use_plain_kernels(is_plain != 0); }
+
+// Bytes of GroupedRows and TensorFormat, for the check that library.py mirrors them.
+EXPORT int64_t millrace_rows_bytes() { return sizeof(GroupedRows); }
+EXPORT int64_t millrace_format_bytes() { return sizeof(TensorFormat); }
 
 // Call once all tensors are set; the model takes no more. 0: done; 2: no memory for some linears, which stay as they
 // are.

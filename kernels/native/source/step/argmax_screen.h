@@ -46,7 +46,7 @@ constexpr int64_t NUM_STEPS_DISABLED = 64;  // steps without the screen after on
 // Whether a head that is set gets a screen. The bounds know no bias.
 inline bool can_screen(const Model& model) {
     const Linear& head = model.head;
-    if (model.shape.has_head_bias) return false;
+    if (model.shape.has_head_bias || model.is_grouped) return false;
     bool is_half = head.type == BFLOAT16 || head.type == BF16_12BIT;
     int64_t bytes = is_half ? head.num_panels() * PANEL * head.k * 2 : head.weight_bytes();
     return (is_half || head.type == FLOAT32) && bytes >= MIN_SCREENED_BYTES && head.k <= MAX_INT8_K;

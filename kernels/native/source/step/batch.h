@@ -113,17 +113,20 @@ struct SelectedRows {
 // Up to this many rows, each thread normalizes all of them for itself: one tile, whose products need no workspace for
 // anything else. Not measured with AMX.
 template <class Input>
-constexpr int64_t MAX_ROWS_NORMED_PER_THREAD = USES_AMX<Input> ? 0 : GEMM_ROWS;
+constexpr int64_t MAX_ROWS_NORMED_PER_THREAD = USES_AMX<Input>                        ? 0
+                                               : std::is_same<Input, SplitRow>::value ? MAX_ROWS_SPLIT_PER_THREAD
+                                                                                      : GEMM_ROWS;
 
 // Workspace per thread for any product of `num_rows` rows and for the norm before it, bytes.
 template <class Weight>
 int64_t max_workspace_bytes(const Model& model, int64_t num_rows) {
     using Input = InputOf<Weight>;
-    int64_t maximum = workspace_bytes<Weight>(model.head, num_rows);
-    maximum = std::max(maximum, MAX_ROWS_NORMED_PER_THREAD<Input> * model.shape.hidden_size * int64_t(sizeof(Input)));
+    int64_t maximum = workspace_bytes<Weight>(model, model.head, num_rows);
+    TiledRows<Input> own{nullptr, MAX_ROWS_NORMED_PER_THREAD<Input>, model.shape.hidden_size};
+    maximum = std::max(maximum, own.num_rows * own.padded_size() * int64_t(sizeof(Input)));
     for (const Layer& layer : model.layers)
         for (const Linear* linear : layer.linears())
-            maximum = std::max(maximum, workspace_bytes<Weight>(*linear, num_rows));
+            maximum = std::max(maximum, workspace_bytes<Weight>(model, *linear, num_rows));
     return round_up(maximum, 64);
 }
 

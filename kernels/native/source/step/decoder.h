@@ -159,19 +159,36 @@ class Step {
 
     void embed_token(int64_t id, int64_t position, float* to) const {
         int64_t hidden = shape_.hidden_size;
-        if (shape_.is_tied) {
-            read_row<Weight>(model_.head, id, to);
-        } else {
-            const Weight* row = model_.embedding.as<Weight>() + id * hidden;
-            for (int64_t i = 0; i < hidden; i++) to[i] = widen(row[i]);
-        }
+        read_embedding(id, to);
         if (model_.embedding_scale != 1.0f)
             for (int64_t i = 0; i < hidden; i++) to[i] *= model_.embedding_scale;
-        if (shape_.num_learned_positions > 0) {
-            const Weight* row = model_.learned_positions.as<Weight>() + (position + shape_.position_offset) * hidden;
-            for (int64_t i = 0; i < hidden; i++) to[i] += widen(row[i]);
-        }
+        if (shape_.num_learned_positions > 0)
+            for_table_row(model_.learned_positions, position + shape_.position_offset,
+                          [=](int64_t i, float number) { to[i] += number; });
         norm_row(to, model_.embedding_norm, hidden, to);
+    }
+
+    void read_embedding(int64_t id, float* to) const {
+        const Linear& codes = shape_.is_tied ? model_.head : model_.embedding_codes;
+        if constexpr (IS_GROUPED<Weight>) {
+            if (codes.weight.num_bytes() > 0) return read_any_row(codes, id, to);
+        } else if (shape_.is_tied) {
+            return read_row<Weight>(codes, id, to);
+        }
+        for_table_row(model_.embedding, id, [=](int64_t i, float number) { to[i] = number; });
+    }
+
+    // Calls use(i, number) for the numbers of a row of a table [rows, hidden] in the model's dtype.
+    template <class Use>
+    void for_table_row(const Memory& table, int64_t row, const Use& use) const {
+        int64_t begin = row * shape_.hidden_size;
+        auto read = [&](auto* numbers) {
+            for (int64_t i = 0; i < shape_.hidden_size; i++) use(i, widen(numbers[begin + i]));
+        };
+        if constexpr (!IS_GROUPED<Weight>)
+            read(table.as<Weight>());
+        else
+            shape_.dtype == BFLOAT16 ? read(table.as<bf16>()) : read(table.as<float>());
     }
 
     Cached* cache_of(int index) const { return static_cast<Cached*>(all_.inputs.cache) + index * layout_.layer_stride(); }
@@ -191,7 +208,9 @@ class Step {
         const TiledRows<Input>& normed = batch.buffers.normed;
         if (normed.num_rows > MAX_ROWS_NORMED_PER_THREAD<Input>) {
             times_.run(phases, OTHER, [&](Member member) { norm_all(batch, norm, member); });
-            return run_product(phases, linear, normed, out);
+            return times_.run(phases, LINEARS, [&](Member member) {
+                multiply<Weight>(model_, linear, normed, out, member, kv_prefetcher_of(member));
+            });
         }
         times_.run(phases, LINEARS, [&](Member member) {
             TiledRows<Input> own{reinterpret_cast<Input*>(model_.workspace_of(member.scratch_index)), normed.num_rows,
@@ -201,17 +220,31 @@ class Step {
         });
     }
 
-    // A layer's product; `before` is called at its start, on each thread.
+    // A layer's product of rows that outputs have put; `before` is called at its start, on each thread.
     template <class Out, class Before>
     void run_product(Phases& phases, const Linear& linear, const TiledRows<Input>& x, const Out& out, const Before& before) {
+        if constexpr (IS_GROUPED<Weight>)
+            if (x.num_rows > MAX_ROWS_SPLIT_PER_THREAD)
+                times_.run(phases, OTHER, [&](Member member) {
+                    member.parallel_for(x.num_rows, ROWS_PER_PIECE,
+                                        [&](int64_t first, int64_t last, int64_t) { x.split(first, last, x); });
+                });
         times_.run(phases, LINEARS, [&](Member member) {
             before(member);
-            multiply<Weight>(model_, linear, x, out, member, kv_prefetcher_of(member));
+            multiply<Weight>(model_, linear, split_by_itself(x, member), out, member, kv_prefetcher_of(member));
         });
     }
-    template <class Out>
-    void run_product(Phases& phases, const Linear& linear, const TiledRows<Input>& x, const Out& out) {
-        run_product(phases, linear, x, out, [](Member) {});
+
+    // Few rows as products with groups of codes read them, split by this thread for itself; else the rows as they are.
+    TiledRows<Input> split_by_itself(const TiledRows<Input>& x, [[maybe_unused]] Member member) const {
+        if constexpr (IS_GROUPED<Weight>)
+            if (x.num_rows <= MAX_ROWS_SPLIT_PER_THREAD) {
+                TiledRows<Input> own{reinterpret_cast<Input*>(model_.workspace_of(member.scratch_index)), x.num_rows,
+                                     x.size};
+                x.split(0, x.num_rows, own);
+                return own;
+            }
+        return x;
     }
 
     // A product that is added to the residual: directly, or in a phase of its own behind a norm, which may be null.

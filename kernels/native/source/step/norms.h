@@ -86,7 +86,7 @@ void norm_to(const TiledRows<T>& rows, int64_t first, int64_t last, const Row& r
     for (int64_t begin = first; begin < last; begin += SOME) {
         int64_t count = std::min(SOME, last - begin);
         for (int64_t i = 0; i < count; i++) norm_row(row(begin + i), norm, rows.size, normed.data() + i * rows.size);
-        rows.put_rows(begin, count, 0, rows.size, normed.data(), rows.size);
+        rows.put_whole_rows(begin, count, normed.data(), rows.size);
     }
 }
 

@@ -61,7 +61,8 @@ class OutputHead {
         }
         if (!inputs.logits && !inputs.argmax) return;
         auto row = [&](int64_t i) { return at.residual + inputs.logits_rows[i] * at.hidden_stride; };
-        if (uses_screen_) return find_screened(normed, row, times, phases);
+        if constexpr (!IS_GROUPED<Weight>)
+            if (uses_screen_) return find_screened(normed, row, times, phases);
         times.run(phases, OTHER, [&](Member member) {
             member.parallel_for(inputs.num_logits, ROWS_PER_PIECE, [&](int64_t first, int64_t last, int64_t) {
                 norm_to(normed, first, last, row, model_.final_norm);

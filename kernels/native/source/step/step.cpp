@@ -4,7 +4,7 @@
 
 namespace millrace {
 
-// Compiled in separate units, step_bfloat16.cpp and step_float32.cpp.
+// Compiled in separate units, step_bfloat16.cpp, step_float32.cpp and step_grouped.cpp.
 template <class Weight>
 void run_typed(Model& model, const StepInputs& inputs, int num_threads);
 template <class Weight>
@@ -13,6 +13,13 @@ template <class Weight>
 int64_t step_bytes_typed(const Model& model, int64_t num_tokens, int64_t num_logits);
 
 namespace {
+
+// Calls use(a number of the type for which the step is compiled).
+template <class Use>
+auto with_weight_type(const Model& model, const Use& use) {
+    if (model.is_grouped) return use(Grouped());
+    return model.shape.dtype == BFLOAT16 ? use(uint16_t()) : use(float());
+}
 
 // Threads that pay: one for a model that is done before another thread wakes up.
 int threads_for(const Model& model, int64_t num_rows) {
@@ -45,8 +52,9 @@ Error check(const Model& model, const StepInputs& in) {
 
 void run_step(Model& model, const StepInputs& inputs) {
     std::lock_guard<std::mutex> lock(model.is_running);
-    auto run = model.shape.dtype == BFLOAT16 ? run_typed<uint16_t> : run_typed<float>;
-    run(model, inputs, threads_for(model, inputs.num_tokens));
+    with_weight_type(model, [&](auto weight) {
+        run_typed<decltype(weight)>(model, inputs, threads_for(model, inputs.num_tokens));
+    });
 }
 
 Error decode(Model& model, const DecodeSlots& in, int64_t num_rows, const StepOutputs& outputs) {
@@ -90,13 +98,14 @@ Error decode(Model& model, const DecodeSlots& in, int64_t num_rows, const StepOu
 
 void run_head(Model& model, const float* hidden, int64_t count, float* logits) {
     std::lock_guard<std::mutex> lock(model.is_running);
-    auto run = model.shape.dtype == BFLOAT16 ? run_head_typed<uint16_t> : run_head_typed<float>;
-    run(model, hidden, count, logits, threads_for(model, count));
+    with_weight_type(model, [&](auto weight) {
+        run_head_typed<decltype(weight)>(model, hidden, count, logits, threads_for(model, count));
+    });
 }
 
 int64_t step_bytes(const Model& model, int64_t num_tokens, int64_t num_logits) {
-    auto bytes = model.shape.dtype == BFLOAT16 ? step_bytes_typed<uint16_t> : step_bytes_typed<float>;
-    return bytes(model, num_tokens, num_logits);
+    return with_weight_type(
+        model, [&](auto weight) { return step_bytes_typed<decltype(weight)>(model, num_tokens, num_logits); });
 }
 
 }  // namespace millrace

@@ -61,6 +61,9 @@ Error decode(Model& model, const DecodeSlots& decode_slots, int64_t num_rows, co
 void run_norm(const Model& model, const float* hidden, int64_t count, float* normed);
 void run_head(Model& model, const float* hidden, int64_t count, float* logits);
 
+// The product of `num_rows` rows [k] with a matrix of a model with groups of codes, [n] each: the whole fused one.
+void run_product(Model& model, const Linear& linear, const float* x, int64_t num_rows, float* out);
+
 // Memory that a step takes, without its outputs.
 int64_t step_bytes(const Model& model, int64_t num_tokens, int64_t num_logits);
 

@@ -34,11 +34,15 @@ inline bool has_one_token_each(const StepInputs& inputs) {
     return have;
 }
 
+// Not with groups of codes: each half would unpack all of them.
+template <class Weight>
+constexpr bool CAN_SPLIT_STEP = !USES_AMX<InputOf<Weight>> && !IS_GROUPED<Weight>;
+
 // Whether the rows of a step can be split: rows of decoding sequences, without AMX, by two threads. Sequences share
 // blocks of earlier steps only, so that no row reads what another row of the step writes.
 template <class Weight>
 bool can_split_step(const StepInputs& inputs, int num_threads) {
-    if (USES_AMX<InputOf<Weight>> || num_threads != 2 || inputs.num_tokens != inputs.num_logits || inputs.hidden)
+    if (!CAN_SPLIT_STEP<Weight> || num_threads != 2 || inputs.num_tokens != inputs.num_logits || inputs.hidden)
         return false;
     if (inputs.num_tokens < MIN_SPLIT_ROWS || !has_one_token_each(inputs)) return false;
     for (int64_t i = 0; i < inputs.num_tokens; i++)
@@ -134,24 +138,32 @@ void run_cached(Model& model, const StepInputs& inputs, int num_threads) {
     can_split ? model.split_tuner.record(kind, model.is_step_split, elapsed_ns) : model.split_tuner.skip();
 }
 
+// Calls use(a number of the cache's type).
+template <class Weight, class Use>
+auto with_cache_type(const Model& model, const Use& use) {
+    if (model.shape.cache == INT8) return use(int8_t());
+    if constexpr (!IS_GROUPED<Weight>)
+        return use(Weight());
+    else
+        return model.shape.cache == BFLOAT16 ? use(bf16()) : use(float());
+}
+
 template <class Weight>
 void run_typed(Model& model, const StepInputs& inputs, int num_threads) {
-    if (model.shape.cache == INT8)
-        run_cached<Weight, int8_t>(model, inputs, num_threads);
-    else
-        run_cached<Weight, Weight>(model, inputs, num_threads);
+    with_cache_type<Weight>(model, [&](auto cached) { run_cached<Weight, decltype(cached)>(model, inputs, num_threads); });
 }
 
 template <class Weight>
 int64_t step_bytes_typed(const Model& model, int64_t num_tokens, int64_t num_logits) {
     int64_t workspace = max_workspace_bytes<Weight>(model, std::max(num_tokens, num_logits));
     using Input = InputOf<Weight>;
-    auto scratch_bytes = model.shape.cache == INT8 ? AttentionStep<Input, int8_t>::scratch_bytes
-                                                   : AttentionStep<Input, Weight>::scratch_bytes;
+    int64_t scratch_bytes = with_cache_type<Weight>(model, [&](auto cached) {
+        return AttentionStep<Input, decltype(cached)>::scratch_bytes(model.pool->size());
+    });
     int64_t activations = step_activation_bytes<InputOf<Weight>>(model, num_tokens, num_logits);
     int num_threads = model.pool->size();
     // Rows that may be split.
-    int64_t num_split = USES_AMX<InputOf<Weight>> || num_threads == 1 ? 0 : std::min(num_tokens, num_logits);
+    int64_t num_split = !CAN_SPLIT_STEP<Weight> || num_threads == 1 ? 0 : std::min(num_tokens, num_logits);
     if (num_split >= MIN_SPLIT_ROWS) activations = std::max(activations, split_bytes<Weight>(model, num_split));
     int64_t num_screened = model.screen.is_made() ? std::min(num_logits, MAX_SCREENED_ROWS) : 0;
     int64_t screening = 0;
@@ -159,7 +171,7 @@ int64_t step_bytes_typed(const Model& model, int64_t num_tokens, int64_t num_log
     int64_t half = ceil_div(std::min(num_split, MAX_SCREENED_ROWS), 2);
     if (num_screened > 0 && half > 0)
         screening = std::max(screening, 2 * ScreenedArgmax<InputOf<Weight>>::num_bytes(model.head, half, 1));
-    return activations + screening + scratch_bytes(num_threads) + workspace * num_threads;
+    return activations + screening + scratch_bytes + workspace * num_threads;
 }
 
 }  // namespace millrace

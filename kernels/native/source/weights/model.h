@@ -21,13 +21,15 @@
 #include "machine/simd.h"
 #include "machine/threads.h"
 #include "weights/shape.h"
+#include "grouped/format.h"
+#include "grouped/pack_rows.h"
 
 namespace millrace {
 
 constexpr int64_t PANEL = 32;  // columns of a product that are stored together
 
-// The last: bf16 in 12 bits.
-enum DataType : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, INT8 = 3, INT4 = 4, BF16_12BIT = 5 };
+// The last two: bf16 in 12 bits, and groups of codes.
+enum DataType : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, INT8 = 3, INT4 = 4, BF16_12BIT = 5, GROUPED = 6 };
 
 constexpr int64_t CODEBOOK_BYTES = 64, BF16_12BIT_BLOCK_BYTES = 192;  // of a 12-bit panel, and of four of k: see bf16_12bit.h
 
@@ -78,8 +80,17 @@ class Memory {
     bool is_part_ = false;
 };
 
+// Panels of a linear with one format: q, k and v of a layer may differ.
+struct GroupedPart {
+    GroupedFormat format;
+    PanelLayout layout;
+    int64_t first_panel, end_panel, offset;  // bytes of the panels before
+    float factor = 1.0f;                     // multiplies all scales
+};
+
 // A weight [n, k] in panels of 32 of its n rows, which are columns of the product: [n / 32][k / 2][32][2] in bf16, [n /
-// 32][k][32] in float32 and int8, [n / 32][k / 2][32] bytes of two numbers in int4, and as in bf16_12bit.h in 12 bits.
+// 32][k][32] in float32 and int8, [n / 32][k / 2][32] bytes of two numbers in int4, as in bf16_12bit.h in 12 bits,
+// and as in grouped/format.h in groups of codes.
 // Numbers past n are 0. `for_each_pair` (linear/panels.h) gives the order of the pairs of k.
 // An int8 or int4 number is to be multiplied by the scale of its row and its group of k.
 struct Linear {
@@ -92,12 +103,26 @@ struct Linear {
     Memory raw_blocks;             // of 12-bit panels
     Memory scales;                 // bf16 [n / 32][groups][32]; empty if not quantized
     std::vector<float> bias;       // [n rounded up to 32] in column order; empty: no bias
+    std::vector<GroupedPart> parts;  // of groups of codes; else empty
 
     int64_t num_panels() const { return ceil_div(n, PANEL); }
     bool is_quantized() const { return type == INT8 || type == INT4; }
     int64_t num_groups() const { return is_quantized() ? ceil_div(k, group_size) : 0; }
     int64_t group_pairs() const { return group_size / 2; }  // pairs that are summed in one chain
-    int64_t weight_bytes() const { return num_panels() * panel_bytes(); }
+    int64_t weight_bytes() const {
+        if (type != GROUPED) return num_panels() * panel_bytes();
+        const GroupedPart& last = parts.back();
+        return last.offset + (last.end_panel - last.first_panel) * last.layout.panel_bytes;
+    }
+    size_t part_index(int64_t panel) const {
+        size_t i = 0;
+        while (panel >= parts[i].end_panel) i++;
+        return i;
+    }
+    const GroupedPart& part_of(int64_t panel) const { return parts[part_index(panel)]; }
+    uint8_t* grouped_panel(const GroupedPart& part, int64_t panel) const {
+        return weight.as<uint8_t>() + part.offset + (panel - part.first_panel) * part.layout.panel_bytes;
+    }
     int64_t panel_bytes() const {
         int64_t numbers = k * PANEL;
         if (type == BF16_12BIT) return CODEBOOK_BYTES + k / 4 * BF16_12BIT_BLOCK_BYTES;
@@ -256,6 +281,8 @@ struct Model {
     ArgmaxScreen screen;  // of the head
     Memory weights;  // of all layers' linears, contiguous, so that large pages hold them whole; empty until one is set
     Memory embedding;  // [V, hidden]; empty if the head is the embedding
+    Linear embedding_codes;  // the same in groups of codes
+    bool is_grouped = false;  // has matrices in groups of codes
     Memory learned_positions;  // [rows, hidden], added to the embedding; empty if there are none
     float embedding_scale = 1.0f;
     int64_t num_positions = 0;  // P
@@ -286,6 +313,7 @@ struct Model {
 
     int64_t qkv_size() const { return (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim; }
     int64_t attended_size() const { return shape.num_heads * shape.head_dim; }
+    int64_t max_columns() const { return std::max({shape.hidden_size, attended_size(), intermediate_size}); }
     int64_t weights_bytes() const;
     char* workspace_of(int thread) const { return workspace.as<char>() + thread * workspace_stride; }
 };
@@ -319,6 +347,22 @@ struct Tensor {
 
 // Packs a tensor into its linear, which must not be 12-bit. False if a number is not finite in the model's dtype.
 bool set_tensor(Model& model, const Tensor& tensor);
+
+// The format of a matrix in groups of codes. Mirrored by `FormatStruct` in library.py.
+struct TensorFormat {
+    int64_t layer;
+    TensorKind kind;
+    GroupedFormat format;
+};
+
+// Sets the formats of matrices, before any tensor is set. False for formats that do not fit one product.
+bool set_formats(Model& model, int64_t count, const TensorFormat* formats);
+
+// Packs rows of a matrix that has a format. False if a scale or offset is not finite.
+bool set_rows(Model& model, const GroupedRows& rows);
+
+// The linear that has a matrix; null for another tensor.
+const Linear* linear_of(Model& model, int64_t layer, TensorKind kind);
 
 // The numbers that products use for a matrix, [rows, columns]. False for another tensor, or one that is not set.
 bool get_matrix(Model& model, int64_t layer, TensorKind kind, float* numbers);

@@ -10,6 +10,8 @@
 #include <limits>
 #include <new>
 
+#include "grouped/grouped_linear.h"
+#include "grouped/pack_rows.h"
 #include "linear/panels.h"
 #include "weights/quantize.h"
 #include "step/argmax_screen.h"
@@ -78,7 +80,7 @@ int64_t Model::weights_bytes() const {
         int64_t numbers = linear.weight.num_bytes() + linear.raw_blocks.num_bytes();
         return numbers + linear.scales.num_bytes() + int64_t(linear.bias.size()) * 4;
     };
-    int64_t total = embedding.num_bytes() + learned_positions.num_bytes() + of(head) + final_norm.num_bytes() +
+    int64_t total = embedding.num_bytes() + learned_positions.num_bytes() + of(head) + of(embedding_codes) + final_norm.num_bytes() +
                     embedding_norm.num_bytes();
     for (const Layer& layer : layers) {
         for (const Linear* linear : layer.linears()) total += of(*linear);
@@ -165,6 +167,7 @@ Matrix matrix_of(Model& model, int64_t index, TensorKind kind) {
     int64_t hidden = shape.hidden_size;
     int64_t heads = shape.num_heads * shape.head_dim, kv = shape.num_kv_heads * shape.head_dim;
     if (kind == HEAD || (kind == EMBEDDING && shape.is_tied)) return {&model.head, {}, shape.vocab_size};
+    if (kind == EMBEDDING && model.embedding_codes.type == GROUPED) return {&model.embedding_codes, {}, shape.vocab_size};
     if (kind < Q || kind > DOWN) return {};
     Layer& layer = model.layers[index];
     int64_t inner = layer.shape.intermediate_size;
@@ -316,13 +319,16 @@ void make_screen(Model& model) {
     model.screen = std::move(screen);
 }
 
+void allocate(Model& model, Linear& linear) {
+    if (linear.weight.num_bytes()) return;
+    bool is_of_model = &linear == &model.head || &linear == &model.embedding_codes;
+    linear.weight = is_of_model ? Memory::prefaulted(linear.weight_bytes(), *model.pool) : layer_memory(model, linear);
+    if (linear.is_quantized()) linear.scales = Memory(linear.num_panels() * linear.num_groups() * PANEL * 2);
+}
+
 bool set_matrix(Model& model, const Matrix& matrix, const void* data, DataType type) {
     Linear& linear = *matrix.linear;
-    if (!linear.weight.num_bytes()) {
-        bool is_head = &linear == &model.head;
-        linear.weight = is_head ? Memory::prefaulted(linear.weight_bytes(), *model.pool) : layer_memory(model, linear);
-        if (linear.is_quantized()) linear.scales = Memory(linear.num_panels() * linear.num_groups() * PANEL * 2);
-    }
+    allocate(model, linear);
     switch (linear.type) {
         case INT8: return pack_rows<int8_t>(*model.pool, matrix, data, type);
         case INT4: return pack_rows<Int4Pair>(*model.pool, matrix, data, type);
@@ -430,10 +436,83 @@ bool set_tensor(Model& model, const Tensor& tensor) {
     return is_finite;
 }
 
+bool set_rows(Model& model, const GroupedRows& rows) {
+    Matrix matrix = matrix_of(model, rows.layer, TensorKind(rows.kind));
+    Linear& linear = *matrix.linear;
+    allocate(model, linear);
+    GroupedPart& part = linear.parts[linear.part_index(matrix.place.column(rows.first_row) / PANEL)];
+    if (!are_numbers_finite(part.format, linear.k, rows)) return false;
+    part.factor = rows.factor;
+    int num_threads = rows.num_rows * linear.k > 1 << 16 ? model.pool->size() : 1;
+    model.pool->run(num_threads, [&](int thread) {
+        std::vector<uint8_t> scratch(round_up(linear.k, BLOCK));
+        int64_t first, last;
+        split_evenly(rows.num_rows, thread, num_threads, &first, &last);
+        for (int64_t i = first; i < last; i++)
+            put_grouped_row(linear, rows, i, matrix.place.column(rows.first_row + i), scratch.data());
+    });
+    return true;
+}
+
+// Sets the formats of a linear's tensors, in order of their columns. Tensors of several formats must begin with panels.
+bool set_parts(Linear& linear, const std::vector<std::pair<int64_t, const GroupedFormat*>>& tensors) {
+    int64_t column = 0, bytes = 0;
+    linear.parts.clear();
+    for (auto& [rows, format] : tensors) {
+        if (!format) return false;
+        if (linear.parts.empty() || linear.parts.back().format != *format) {
+            if (column % PANEL) return false;
+            linear.parts.push_back({*format, PanelLayout(*format, linear.k), column / PANEL, 0, bytes});
+        }
+        GroupedPart& part = linear.parts.back();
+        column += rows;
+        part.end_panel = ceil_div(column, PANEL);
+        bytes = part.offset + (part.end_panel - part.first_panel) * part.layout.panel_bytes;
+    }
+    linear.type = GROUPED;
+    return linear.parts.back().end_panel == linear.num_panels();
+}
+
+bool set_formats(Model& model, int64_t count, const TensorFormat* formats) {
+    const Shape& shape = model.shape;
+    auto find = [&](int64_t layer, TensorKind kind) -> const GroupedFormat* {
+        for (int64_t i = 0; i < count; i++)
+            if (formats[i].layer == layer && formats[i].kind == kind) return &formats[i].format;
+        return nullptr;
+    };
+    auto set_alone = [&](Linear& linear, TensorKind kind, int64_t layer = 0) {
+        const GroupedFormat* format = find(layer, kind);
+        return !format || set_parts(linear, {{linear.n, format}});
+    };
+    model.is_grouped = true;
+    bool are_set = true;
+    int64_t heads = shape.num_heads * shape.head_dim, kv = shape.num_kv_heads * shape.head_dim, num_bytes = 0;
+    for (int64_t i = 0; i < shape.num_layers; i++) {
+        Layer& layer = model.layers[i];
+        if (find(i, Q) || find(i, K) || find(i, V))
+            are_set &= set_parts(layer.qkv, {{heads, find(i, Q)}, {kv, find(i, K)}, {kv, find(i, V)}});
+        const GroupedFormat* up = find(i, UP);
+        if (layer.shape.is_gated && (up || find(i, GATE)))
+            are_set &= up && find(i, GATE) && *up == *find(i, GATE) && set_parts(layer.gate_up, {{layer.gate_up.n, up}});
+        else
+            are_set &= set_alone(layer.gate_up, UP, i);
+        are_set &= set_alone(layer.output, O, i) && set_alone(layer.down, DOWN, i);
+        for (Linear* linear : layer.linears())
+            linear->offset = num_bytes, num_bytes += round_up(linear->weight_bytes(), 64);
+    }
+    if (shape.is_tied) return are_set && set_alone(model.head, EMBEDDING);
+    model.embedding_codes.n = shape.vocab_size, model.embedding_codes.k = shape.hidden_size;
+    return are_set && set_alone(model.head, HEAD) && set_alone(model.embedding_codes, EMBEDDING);
+}
+
+const Linear* linear_of(Model& model, int64_t layer, TensorKind kind) { return matrix_of(model, layer, kind).linear; }
+
 bool get_matrix(Model& model, int64_t index, TensorKind kind, float* numbers) {
     Matrix matrix = matrix_of(model, index, kind);
     if (!matrix.linear || !matrix.linear->weight.num_bytes()) return false;
-    auto read = model.shape.dtype == BFLOAT16 ? read_row<bf16> : read_row<float>;
+    auto read = model.is_grouped                 ? read_any_row
+                : model.shape.dtype == BFLOAT16 ? read_row<bf16>
+                                                : read_row<float>;
     for (int64_t row = 0; row < matrix.num_rows; row++)
         read(*matrix.linear, matrix.place.column(row), numbers + row * matrix.linear->k);
     return true;

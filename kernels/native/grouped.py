@@ -1,0 +1,106 @@
+"""Weights in groups of codes: which the library takes, and how they go into it."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from typing import Any
+
+from ..layout.grouped_codes import GroupedCodes, GroupedFormat
+from . import library, tensors
+from .shape import NativeShape
+
+# `CodeTable`, `NumberKind` and `CodePacking` of source/grouped
+_TABLES = {"affine": 0, "iq4": 1, "e2m1": 2, "nf4": 3}
+_NUMBERS = {None: 0, "f16": 1, "bf16": 2, "f32": 3, "e8m0": 4}
+_PACKINGS = {"bytes": 0, "pairs": 1, "halves_of_32": 2, "halves_of_64": 3}
+_SUPER = 256  # columns of a super
+_PANEL = 32  # rows of a panel
+
+
+def why_not(form: GroupedFormat, num_columns: int) -> str | None:
+    """Why the library does not multiply matrices of this format; None: it does."""
+    form.check()
+    is_whole = form.group >= num_columns or form.group % _SUPER == 0
+    if form.group not in (16, 32, 64, 128) and not is_whole:
+        return f"groups of {form.group} columns: must be 16, 32, 64, 128, a multiple of {_SUPER}, or a row"
+    if form.super_group not in (None, _SUPER) or (form.super_group and form.group >= _SUPER):
+        return f"scales for {form.super_group} columns: must be for {_SUPER}"
+    if form.table == "nf4" and (form.offset or form.has_zeros or form.zero):
+        return "nf4 with zeros or offsets"
+    return None
+
+
+def packable(shape: NativeShape, formats: Mapping[str, GroupedFormat]) -> dict[str, GroupedFormat]:
+    """Those of the formats that the library keeps; the others' matrices are to be set in the model's dtype.
+
+    q, k and v of a layer are one product, and so are gate and up: all of them must have formats, gate and up the same.
+    Where those of q, k and v differ, each must be whole panels of rows.
+    """
+    kept = {
+        name: form
+        for name, form in formats.items()
+        if tensors.is_matrix(name, True) and why_not(form, num_columns(shape, name)) is None
+    }
+    for layer in range(shape.num_layers):
+        prefix = f"model.layers.{layer}."
+        qkv = [f"{prefix}self_attn.{part}_proj.weight" for part in "qkv"]
+        gate_up = [f"{prefix}mlp.{part}_proj.weight" for part in ("gate", "up")]
+        if not shape.layers[layer].is_gated:
+            gate_up = []
+        are_whole = shape.head_dim * shape.num_heads % _PANEL == shape.head_dim * shape.num_kv_heads % _PANEL == 0
+        for together, may_differ in ((qkv, are_whole), (gate_up, False)):
+            found = {kept.get(name) for name in together}
+            if None in found or (len(found) > 1 and not may_differ):
+                for name in together:
+                    kept.pop(name, None)
+    return kept
+
+
+def num_columns(shape: NativeShape, name: str) -> int:
+    """Columns of a matrix."""
+    if tensors.is_of_model(name):
+        return shape.hidden_size
+    layer, _ = tensors.place(name)
+    if name.endswith("o_proj.weight"):
+        return shape.num_heads * shape.head_dim
+    return shape.layers[layer].intermediate_size if name.endswith("down_proj.weight") else shape.hidden_size
+
+
+def set_formats(found: ctypes.CDLL, model: int, shape: NativeShape, formats: Mapping[str, GroupedFormat]) -> None:
+    """Tells a new model the formats of its matrices. Raises ValueError for those that `packable` would not keep."""
+    structs = (library.FormatStruct * len(formats))()
+    for one, (name, form) in zip(structs, formats.items(), strict=True):
+        if problem := why_not(form, num_columns(shape, name)):
+            raise ValueError(f"tensor {name}: {problem}")
+        one.layer, one.kind = tensors.place(name)
+        one.bits, one.group, one.zero = form.bits, min(form.group, 1 << 30), form.zero
+        one.table, one.scale, one.offset = _TABLES[form.table], _NUMBERS[form.scale], _NUMBERS[form.offset]
+        one.has_zeros, one.is_two_level = form.has_zeros, form.super_group is not None
+        one.has_signed_scales = form.has_signed_scales
+    if found.millrace_set_formats(model, len(formats), structs):
+        raise ValueError("formats: those of q, k and v, or of gate and up, do not fit one product; see `packable`")
+
+
+def set_rows(found: ctypes.CDLL, model: int, name: str, first_row: int, codes: GroupedCodes) -> int:
+    """The library's answer: 0 if the rows are packed."""
+    layer, kind = tensors.place(name)
+
+    def address(array: Any) -> int | None:
+        return None if array is None else int(array.ctypes.data)
+
+    rows = library.RowsStruct(
+        layer=layer,
+        kind=kind,
+        packing=_PACKINGS[codes.packing],
+        first_row=first_row,
+        num_rows=codes.num_rows,
+        codes=address(codes.codes),
+        scales=address(codes.scales),
+        offsets=address(codes.offsets),
+        sub_scales=address(codes.sub_scales),
+        sub_offsets=address(codes.sub_offsets),
+        zeros=address(codes.zeros),
+        factor=codes.factor,
+    )
+    return int(found.millrace_set_rows(model, ctypes.byref(rows)))

@@ -1,0 +1,153 @@
+// Products of split rows with weights in groups of codes: out = x @ weight.T + bias.
+//
+// A thread takes some panels at a time. Of each it unpacks a super, which then stays in the first cache, and multiplies
+// all rows by it; then the same columns of the next panel, so that the rows' part stays there, too. The sums of all rows
+// wait in the thread's workspace. NOTE: the order of sums of a row does not depend on other rows, and its integers are
+// exact: see super_sums.h. Called by `multiply` (linear/linear.h), on each compute thread.
+
+#pragma once
+
+#include <algorithm>
+
+#include "grouped/dense_product.h"
+#include "grouped/half_tiles.h"
+#include "grouped/split_rows.h"
+#include "grouped/super_sums_amx.h"
+#include "grouped/unpack.h"
+
+namespace millrace {
+
+// Up to this many rows each thread splits all of them for itself, instead of waiting for the others' part.
+constexpr int64_t MAX_ROWS_SPLIT_PER_THREAD = 8;
+
+constexpr int64_t PANELS_AT_ONCE = 4;  // most
+
+// A thread's workspace: rows that it splits for itself, then the sums of all rows.
+inline int64_t own_rows_bytes(const Model& model) {
+    return MAX_ROWS_SPLIT_PER_THREAD * SplitRecord(model.max_columns()).num_bytes + 64;
+}
+inline int64_t grouped_workspace_bytes(const Model& model, int64_t num_rows) {
+    return own_rows_bytes(model) + PANELS_AT_ONCE * num_rows * PANEL * 4;
+}
+
+template <class Out>
+class GroupedLinear {
+  public:
+    GroupedLinear(const Model& model, const Linear& linear, const TiledRows<SplitRow>& x, const Out& out,
+                  ThreadTeam::Member member)
+        : linear_(linear), x_(x), out_(out), member_(member), record_(x.size), kernels_(super_kernels()),
+          y_(reinterpret_cast<float*>(model.workspace_of(member.scratch_index) + own_rows_bytes(model))) {}
+
+    void run() const {
+        TileScope tiles;
+        int64_t at_once = x_.num_rows <= SUPER_ROWS ? 1 : PANELS_AT_ONCE;
+        member_.parallel_for(linear_.num_panels(), at_once, [&](int64_t first, int64_t last, int64_t) {
+            for (int64_t panel = first, end; panel < last; panel = end) {
+                const GroupedPart& part = linear_.part_of(panel);
+                end = std::min({last, panel + at_once, part.end_panel});
+                std::fill(y_, y_ + (end - panel) * x_.num_rows * PANEL, 0.0f);
+                if (takes_half_tiles(part.format) && x_.has_halves())
+                    multiply_in_half_tiles(part, panel, end, tiles);
+                else
+                    multiply(part, panel, end, tiles);
+                for (int64_t i = panel; i < end; i++) emit(i, y_of(i - panel));
+            }
+        });
+    }
+
+  private:
+    // The sums [rows][32] of one of the panels that are multiplied together.
+    float* y_of(int64_t index) const { return y_ + index * x_.num_rows * PANEL; }
+
+    // What is read after super `index` of a panel.
+    static SuperPrefetch prefetch_after(const GroupedPart& part, const uint8_t* panel, int64_t index) {
+        return {reinterpret_cast<const char*>(panel + part.layout.super_at(index + 1)), part.layout.super_bytes};
+    }
+
+    void multiply(const GroupedPart& part, int64_t first, int64_t last, TileScope& tiles) const {
+        UnpackedSuper super;
+        for (int64_t index = 0; index < part.layout.num_supers; index++)
+            for (int64_t panel = first; panel < last; panel++) {
+                const uint8_t* numbers = linear_.grouped_panel(part, panel);
+                for (int turn = 0; turn < num_turns(part.format); turn++) {
+                    SuperPrefetch prefetch = turn == 0 ? prefetch_after(part, numbers, index) : SuperPrefetch{};
+                    unpack_super(part.format, part.layout, numbers, index, turn, part.factor, prefetch, &super);
+                    add_super(super, index * SUPER, part.format.chunk(), tiles, y_of(panel - first));
+                }
+            }
+    }
+
+    void multiply_in_half_tiles([[maybe_unused]] const GroupedPart& part, [[maybe_unused]] int64_t first,
+                                [[maybe_unused]] int64_t last, [[maybe_unused]] TileScope& tiles) const {
+        if constexpr (HAS_AMX) {
+            const PanelLayout& layout = part.layout;
+            const char* record = x_.record(0);
+            auto sums = reinterpret_cast<const int32_t*>(record + record_.sums_at[SplitRecord::size_index(BLOCK)]);
+            HalfValues values(part.format);
+            UnpackedSuper super;
+            HalfCodes codes;
+            for (int64_t index = 0; index < layout.num_supers; index++)
+                for (int64_t panel = first; panel < last; panel++) {
+                    const uint8_t *numbers = linear_.grouped_panel(part, panel), *at = numbers + layout.super_at(index);
+                    unpack_scales(part.format, layout, numbers, index, part.factor, &super);
+                    codes.read(values, at + layout.header_bytes, layout.blocks_of(index),
+                               prefetch_after(part, numbers, index));
+                    sum_super_in_half_tiles(super, codes, record + record_.halves_at + 2 * index * SUPER,
+                                            record_.num_bytes, 2 * record_.padded, sums + index * BLOCKS_PER_SUPER,
+                                            x_.num_rows, tiles, y_of(panel - first));
+                }
+        }
+    }
+
+    // Adds the products of all rows with a super, which begins with column `begin`.
+    void add_super(const UnpackedSuper& super, int64_t begin, int64_t chunk, [[maybe_unused]] TileScope& tiles,
+                   float* y) const {
+        int64_t sums = record_.sums_at[SplitRecord::size_index(chunk)] + begin / chunk * 4;
+        int64_t width = kernels_.takes_bytes ? 1 : 2, num_rows = x_.num_rows;
+        auto span_of = [&](int64_t row) {
+            const char* record = x_.record(row);
+            return SplitSpan{record + record_.numbers_at + begin * width,
+                             reinterpret_cast<const int32_t*>(record + sums), record_.num_bytes, record_.padded};
+        };
+        if constexpr (HAS_AMX)
+            if (are_in_tiles(num_rows, MIN_ROWS_IN_TILES))
+                return sum_super_in_tiles(super, span_of(0), num_rows, tiles, y);
+        for (int64_t row = 0; row < num_rows; row += SUPER_ROWS)
+            kernels_.sum[std::min<int64_t>(SUPER_ROWS, num_rows - row) - 1](super, span_of(row), y + row * PANEL);
+    }
+
+    void emit(int64_t panel, float* sums) const {
+        for (int64_t row = 0; row < x_.num_rows; row++) {
+            F scale = splat(x_.scale(row));
+            for (float *y = sums + row * PANEL, *end = y + PANEL; y < end; y += W) store(y, mul(load(y), scale));
+        }
+        emit_tile(linear_, out_, sums, 0, int(x_.num_rows), panel);
+    }
+
+    const Linear& linear_;
+    const TiledRows<SplitRow>& x_;
+    const Out& out_;
+    ThreadTeam::Member member_;
+    SplitRecord record_;
+    const SuperKernels& kernels_;
+    float* y_;  // [PANELS_AT_ONCE][rows][32]
+};
+
+template <class Out>
+void multiply_grouped(const Model& model, const Linear& linear, const TiledRows<SplitRow>& x, const Out& out,
+                      ThreadTeam::Member member) {
+    switch (linear.type) {
+        case GROUPED: return GroupedLinear<Out>(model, linear, x, out, member).run();
+        case BFLOAT16: return multiply_dense<bf16>(linear, x, out, member);
+        default: return multiply_dense<float>(linear, x, out, member);
+    }
+}
+
+// A row of a linear of such a model, [k], as products use it.
+inline void read_any_row(const Linear& linear, int64_t row, float* to) {
+    if (linear.type != GROUPED) return linear.type == BFLOAT16 ? read_row<bf16>(linear, row, to) : read_row<float>(linear, row, to);
+    const GroupedPart& part = linear.part_of(row / PANEL);
+    read_panel_row(part.format, linear.k, linear.grouped_panel(part, row / PANEL), row % PANEL, part.factor, to);
+}
+
+}  // namespace millrace

@@ -25,7 +25,7 @@ BELOW = {
     "runtime/health": "runtime/trace runtime",
     "runtime/processes": "runtime/workers runtime/env runtime",
     "kernels/layout": "kernels/tilings",
-    "kernels/native": "",
+    "kernels/native": "kernels/layout",
     "kernels/reference": "kernels/layout",
     "kernels/tilings": "",
     "kernels/triton": "kernels/layout kernels/reference kernels/tilings",

@@ -31,6 +31,23 @@ def why_not(form: GroupedFormat, num_columns: int) -> str | None:
     return None
 
 
+def takes_groups_of(group_size: int) -> bool:
+    """Whether groups of a quantized row may have so many columns."""
+    return group_size in (16, 32, 64, 128)
+
+
+def own_formats(shape: NativeShape, group_size: int) -> dict[str, GroupedFormat]:
+    """Formats of the matrices that `set_tensor` quantizes for the setting int4; the head gets int8."""
+    int4 = GroupedFormat(bits=4, group=group_size, zero=8, scale="bf16")
+    names = [name for name in tensors.LAYER_KINDS if name.endswith("_proj.weight")]
+    formats = {f"model.layers.{layer}.{name}": int4 for layer in range(shape.num_layers) for name in names}
+    for layer in range(shape.num_layers):
+        if not shape.layers[layer].is_gated:
+            del formats[f"model.layers.{layer}.mlp.gate_proj.weight"]
+    head = "model.embed_tokens.weight" if shape.is_tied else "lm_head.weight"
+    return formats | {head: GroupedFormat(bits=8, group=group_size, zero=128, scale="bf16")}
+
+
 def packable(shape: NativeShape, formats: Mapping[str, GroupedFormat]) -> dict[str, GroupedFormat]:
     """Those of the formats that the library keeps; the others' matrices are to be set in the model's dtype.
 

@@ -62,8 +62,9 @@ class NativeModel:
         """ropes, num_positions: as in `set_positions`.
 
         `quantization`: storage of the matrices. None: `dtype`. "int8": one scale per row. "int4": one scale per
-        `group_size` numbers of a row, and the head in int8. An embedding that is not the head stays in `dtype`.
-        Computation is in `dtype`. `cache_dtype` None: as `dtype`.
+        `group_size` numbers of a row, and the head in int8, likewise. An embedding that is not the head stays in
+        `dtype`. Computation is in `dtype`; with "int4", products take float32 rows in 16 bits. `cache_dtype` None: as
+        `dtype`.
         `formats`: of the matrices that `set_rows` sets, by tensor name, as `grouped.packable` leaves them; the other
         tensors stay in `dtype`. Their products take float32 rows in 16 bits, whatever the dtype.
         `num_threads` None: `machine.default_threads()`. With several, the model has its own threads, and the caller
@@ -108,6 +109,8 @@ class NativeModel:
         self._kept: list[Array] = []
         self._are_coded = False
         self.formats = dict(formats or {})
+        if quantization == "int4" and grouped.takes_groups_of(group_size):
+            self.formats = grouped.own_formats(shape, group_size)
         freed = weakref.finalize(self, _delete, self._library, self._model, self._kept)
         freed.atexit = False  # the system frees the memory of a process, and a thread may still be packing weights
         if self.formats:

@@ -121,11 +121,11 @@ def test_weights_are_counted_with_their_scales() -> None:
     head = names.pop("model.embed_tokens.weight")
     rows, numbers = (sum(part(tensor) for tensor in names.values()) for part in (len, np.size))
     norms = 4 * sum(tensor.size for tensor in made.tensors.values() if tensor.ndim == 1)
-    in_head = head.size + 2 * len(head)
-    for settings, expected in (
-        ({"quantization": "int8"}, numbers + 2 * rows),
-        ({"quantization": "int4"}, numbers / 2 + 2 * numbers / 32),
-        ({"quantization": "int4", "group_size": 40}, numbers / 2 + 2 * 2 * rows),
+    by_row, by_group = head.size + 2 * len(head), head.size + 2 * head.size / 32
+    for settings, expected, in_head in (
+        ({"quantization": "int8"}, numbers + 2 * rows, by_row),
+        ({"quantization": "int4"}, numbers / 2 + 2 * numbers / 32, by_group),
+        ({"quantization": "int4", "group_size": 40}, numbers / 2 + 2 * 2 * rows, by_row),
     ):
         assert made.load("bfloat16", num_threads=1, **settings).weights_bytes == expected + in_head + norms
     with pytest.raises(ValueError, match="group_size = 33: must be even"):
@@ -143,6 +143,8 @@ def test_logits_are_those_of_float64_with_the_numbers_that_are_kept(name: str, f
     for dtype, near in (("float32", 2e-6), ("bfloat16", 0.01)):
         model = load(name, form, dtype, instruction_set)  # type: ignore[arg-type]
         exact = checkpoint(name).kept_by(model).logits(tokens(300))
+        if model.formats:
+            near = max(near, 2e-4)  # rows have 16 bits
         if model.cache_dtype == "int8":
             near = 0.01  # another rounding before it, and a number is the next multiple
         assert error(Run(model).whole(tokens(300), [7, 1, 12]), exact) < near

@@ -67,16 +67,23 @@ struct PanelLayout {
         groups_per_super = is_wide ? 0 : SUPER / format.group;
         int64_t numbers = size_of(format.scale) + size_of(format.offset) + format.has_zeros;
         first_bytes = is_wide ? padded(num_groups * numbers * LANES) : 0;
-        if (format.is_two_level)
-            numbers += groups_per_super * (1 + (format.offset != NO_NUMBER)), header_bytes = padded(numbers * LANES);
-        else
-            header_bytes = is_wide ? 0 : padded(groups_per_super * numbers * LANES);
+        auto header = [&](int64_t groups) {
+            if (format.is_two_level) return padded((numbers + groups * (1 + (format.offset != NO_NUMBER))) * LANES);
+            return padded(groups * numbers * LANES);
+        };
+        header_bytes = header(groups_per_super);
         block_bytes = (format.low_bits() + format.high_bits()) * BLOCK * LANES / 8;
         super_bytes = header_bytes + BLOCKS_PER_SUPER * block_bytes;
-        panel_bytes = first_bytes + num_supers * header_bytes + num_blocks * block_bytes;
+        int64_t of_whole = (num_supers - 1) * header_bytes + header(groups_of(num_supers - 1));
+        panel_bytes = first_bytes + of_whole + num_blocks * block_bytes;
     }
 
     int64_t super_at(int64_t index) const { return first_bytes + index * super_bytes; }
+    // Of the last super fewer.
+    int64_t groups_of(int64_t super) const { return std::min(groups_per_super, num_groups - super * groups_per_super); }
+    int64_t header_of(int64_t super) const {
+        return super + 1 < num_supers ? header_bytes : panel_bytes - super_at(super) - blocks_of(super) * block_bytes;
+    }
     int64_t blocks_of(int64_t super) const { return std::min(BLOCKS_PER_SUPER, num_blocks - super * BLOCKS_PER_SUPER); }
 
   private:

@@ -79,24 +79,24 @@ class GroupedLinear {
 
     void multiply_in_half_tiles([[maybe_unused]] const GroupedPart& part, [[maybe_unused]] int64_t first,
                                 [[maybe_unused]] int64_t last, [[maybe_unused]] TileScope& tiles) const {
-        if constexpr (HAS_AMX) {
-            const PanelLayout& layout = part.layout;
-            const char* record = x_.record(0);
-            auto sums = reinterpret_cast<const int32_t*>(record + record_.sums_at[SplitRecord::size_index(BLOCK)]);
-            HalfValues values(part.format);
-            UnpackedSuper super;
-            HalfCodes codes;
-            for (int64_t index = 0; index < layout.num_supers; index++)
-                for (int64_t panel = first; panel < last; panel++) {
-                    const uint8_t *numbers = linear_.grouped_panel(part, panel), *at = numbers + layout.super_at(index);
-                    unpack_scales(part.format, layout, numbers, index, part.factor, &super);
-                    codes.read(values, at + layout.header_bytes, layout.blocks_of(index),
-                               prefetch_after(part, numbers, index));
-                    sum_super_in_half_tiles(super, codes, record + record_.halves_at + 2 * index * SUPER,
-                                            record_.num_bytes, 2 * record_.padded, sums + index * BLOCKS_PER_SUPER,
-                                            x_.num_rows, tiles, y_of(panel - first));
-                }
-        }
+#if defined(__AVX512F__)  // tiles are in no other build
+        const PanelLayout& layout = part.layout;
+        const char* record = x_.record(0);
+        auto sums = reinterpret_cast<const int32_t*>(record + record_.sums_at[SplitRecord::size_index(BLOCK)]);
+        HalfValues values(part.format);
+        UnpackedSuper super;
+        HalfCodes codes;
+        for (int64_t index = 0; index < layout.num_supers; index++)
+            for (int64_t panel = first; panel < last; panel++) {
+                const uint8_t *numbers = linear_.grouped_panel(part, panel), *at = numbers + layout.super_at(index);
+                unpack_scales(part.format, layout, numbers, index, part.factor, &super);
+                codes.read(values, at + layout.header_of(index), layout.blocks_of(index),
+                           prefetch_after(part, numbers, index));
+                sum_super_in_half_tiles(super, codes, record + record_.halves_at + 2 * index * SUPER,
+                                        record_.num_bytes, 2 * record_.padded, sums + index * BLOCKS_PER_SUPER,
+                                        x_.num_rows, tiles, y_of(panel - first));
+            }
+#endif
     }
 
     // Adds the products of all rows with a super, which begins with column `begin`.

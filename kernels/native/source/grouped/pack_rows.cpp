@@ -52,25 +52,25 @@ void put_grouped_row(const Linear& linear, const GroupedRows& rows, int64_t inde
     int64_t lane = column % PANEL, k = linear.k, groups = layout.num_groups;
     int64_t scale_size = size_of(format.scale), offset_size = size_of(format.offset);
     unpack_codes(rows, index, k, scratch);
-    // Scales, offsets and zeros of groups [begin, begin + count), of which a whole header holds `room`.
-    auto put_header = [&](uint8_t* header, int64_t begin, int64_t count, int64_t room) {
+    // Scales, offsets and zeros of groups [begin, begin + count).
+    auto put_header = [&](uint8_t* header, int64_t begin, int64_t count) {
         int64_t level_begin = format.is_two_level ? begin / layout.groups_per_super : begin;
-        int64_t level_count = format.is_two_level ? 1 : count, level_room = format.is_two_level ? 1 : room;
+        int64_t level_count = format.is_two_level ? 1 : count;
         int64_t level_groups = format.is_two_level ? layout.num_supers : groups;
         put_numbers(rows.scales + index * level_groups * scale_size, level_begin, level_count, scale_size, lane, header);
-        header += level_room * scale_size * LANES;
+        header += level_count * scale_size * LANES;
         if (offset_size)
             put_numbers(rows.offsets + index * level_groups * offset_size, level_begin, level_count, offset_size, lane, header);
-        header += level_room * offset_size * LANES;
+        header += level_count * offset_size * LANES;
         for (const uint8_t* bytes : {rows.sub_scales, rows.sub_offsets, rows.zeros})
-            if (bytes) put_numbers(bytes + index * groups, begin, count, 1, lane, header), header += room * LANES;
+            if (bytes) put_numbers(bytes + index * groups, begin, count, 1, lane, header), header += count * LANES;
     };
     int64_t per_super = layout.groups_per_super;
-    if (per_super == 0) put_header(panel, 0, groups, groups);
+    if (per_super == 0) put_header(panel, 0, groups);
     for (int64_t super = 0; super < layout.num_supers; super++) {
         uint8_t* at = panel + layout.super_at(super);
-        if (per_super > 0) put_header(at, super * per_super, std::min(per_super, groups - super * per_super), per_super);
-        at += layout.header_bytes;
+        if (per_super > 0) put_header(at, super * per_super, layout.groups_of(super));
+        at += layout.header_of(super);
         for (int64_t i = 0; i < layout.blocks_of(super); i++, at += layout.block_bytes) {
             const uint8_t* codes = scratch + super * SUPER + i * BLOCK;
             put_bits(codes, format.low_bits(), 0, at, lane);

@@ -68,7 +68,6 @@ inline F load_power(const uint8_t* p) {
 }
 #endif
 
-constexpr int64_t ceil_div_of(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t QUAD = 4 * LANES;                   // bytes of a quad
 constexpr int64_t BYTES_AT_ONCE = sizeof(Bytes);
 constexpr float NF4_UNIT = 32512.0f;                  // of the value 1
@@ -168,10 +167,10 @@ struct GroupNumbers {
     GroupNumbers(const GroupedFormat& format, const PanelLayout& layout, const uint8_t* panel, int64_t super) {
         bool is_wide = layout.groups_per_super == 0;
         const uint8_t* at = is_wide ? panel : panel + layout.super_at(super);
-        int64_t count = format.is_two_level ? 1 : is_wide ? layout.num_groups : layout.groups_per_super;
+        int64_t count = format.is_two_level ? 1 : is_wide ? layout.num_groups : layout.groups_of(super);
         int64_t of_scale = size_of(format.scale) * LANES, of_offset = size_of(format.offset) * LANES;
         scales = at, offsets = scales + count * of_scale;
-        sub_scales = zeros = offsets + count * of_offset, sub_offsets = sub_scales + layout.groups_per_super * LANES;
+        sub_scales = zeros = offsets + count * of_offset, sub_offsets = sub_scales + layout.groups_of(super) * LANES;
         scale_step = format.is_two_level ? 0 : of_scale, offset_step = format.is_two_level ? 0 : of_offset;
     }
 };
@@ -213,7 +212,7 @@ void decode_any(const GroupedFormat& format, const PanelLayout& layout, const Gr
     int64_t chunk = format.chunk(), num_columns = layout.blocks_of(index) * BLOCK;
     for (int64_t begin = 0, i = 0; begin < num_columns; begin += chunk, i++) {
         int64_t group = layout.groups_per_super ? begin / format.group : (index * SUPER + begin) / format.group;
-        group = std::min(group, layout.num_groups - 1);
+        group = std::min(group, (layout.groups_per_super ? layout.groups_of(index) : layout.num_groups) - 1);
         for (int64_t lane = 0; lane < LANES; lane += W) {
             F d = load_numbers(format.scale, at.scales + group * at.scale_step + lane * size_of(format.scale)), m = zero();
             const uint8_t *of_scale = at.sub_scales + group * LANES + lane, *of_zero = at.zeros + group * LANES + lane;
@@ -236,7 +235,9 @@ void decode_numbers(const GroupedFormat& format, const PanelLayout& layout, cons
                     float factor, UnpackedSuper* super) {
     GroupNumbers at(format, layout, panel, index);
     super->has_offsets = format.has_offsets();
-    int64_t num_columns = layout.blocks_of(index) * BLOCK, count = ceil_div_of(num_columns, format.group);
+    int64_t num_columns = layout.blocks_of(index) * BLOCK, count = layout.groups_of(index);
+    if (count * format.group < num_columns)  // groups of 16, of which the last block has one: no scale for its padding
+        std::memset(super->d + count * LANES, 0, LANES * 4), std::memset(super->m + count * LANES, 0, LANES * 4);
     F by = splat(factor);
     bool is_plain = layout.groups_per_super > 0 && !format.has_zeros;
     if (is_plain && !format.is_two_level && factor == 1.0f) {
@@ -280,7 +281,7 @@ void unpack_super(const GroupedFormat& format, const PanelLayout& layout, const 
     if (turn > 0) super->has_offsets = false;
     int64_t count = layout.blocks_of(index);
     super->zero = zero_of(format, turn);
-    const uint8_t *blocks = panel + layout.super_at(index) + layout.header_bytes, *entries = entries_of(format, turn);
+    const uint8_t *blocks = panel + layout.super_at(index) + layout.header_of(index), *entries = entries_of(format, turn);
     super->codes = format.low_bits() == 8 ? blocks : super->bytes;
     if (entries) return unpack_blocks<4, 0, true>(blocks, count, entries, prefetch, super->bytes);
     switch (format.low_bits() * 10 + format.high_bits()) {

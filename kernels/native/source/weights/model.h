@@ -345,7 +345,8 @@ struct Tensor {
     int64_t map_bytes;  // of a file mapping, whose pages may be dropped once the tensor is packed; 0: none
 };
 
-// Packs a tensor into its linear, which must not be 12-bit. False if a number is not finite in the model's dtype.
+// Packs a tensor into its linear, which must not be 12-bit; quantizes it if its format is of `own_formats` in grouped.py.
+// False if a number is not finite in the model's dtype.
 bool set_tensor(Model& model, const Tensor& tensor);
 
 // The format of a matrix in groups of codes. Mirrored by `FormatStruct` in library.py.

@@ -285,6 +285,49 @@ bool pack_rows(Pool& pool, const Matrix& matrix, const void* data, DataType type
     return is_finite;
 }
 
+// Quantizes a row to groups of codes of 4 or 8 bits and packs it. False if a number is not finite.
+bool put_quantized_row(const Linear& linear, const GroupedFormat& format, int64_t column, const float* row,
+                       std::vector<uint8_t>& codes, std::vector<bf16>& scales) {
+    int64_t k = linear.k;
+    bool is_finite = true;
+    for (int64_t begin = 0, group = 0; begin < k; begin += format.group, group++) {
+        int64_t count = std::min<int64_t>(format.group, k - begin);
+        uint8_t* to = codes.data() + begin;
+        if (format.bits == 4) {
+            scales[group] = to_int4(row + begin, count, to);
+        } else {
+            scales[group] = to_int8(row + begin, count, reinterpret_cast<int8_t*>(to));
+            for (int64_t i = 0; i < count; i++) to[i] ^= 0x80;  // adds the zero, 128
+        }
+        is_finite &= std::isfinite(widen(scales[group]));
+    }
+    GroupedRows rows{};
+    rows.packing = BYTES, rows.codes = codes.data(), rows.scales = reinterpret_cast<const uint8_t*>(scales.data());
+    put_grouped_row(linear, rows, 0, column, codes.data() + round_up(k, BLOCK));
+    return is_finite;
+}
+
+bool quantize_rows(Pool& pool, const Matrix& matrix, const void* data, DataType type) {
+    const Linear& linear = *matrix.linear;
+    int64_t k = linear.k;
+    std::atomic<bool> is_finite{true};
+    int num_threads = matrix.num_rows * k > 1 << 16 ? pool.size() : 1;
+    pool.run(num_threads, [&](int thread) {
+        std::vector<float> row(k);
+        std::vector<uint8_t> codes(2 * round_up(k, BLOCK));
+        std::vector<bf16> scales(k);
+        int64_t first, last;
+        split_evenly(matrix.num_rows, thread, num_threads, &first, &last);
+        for (int64_t r = first; r < last; r++) {
+            int64_t column = matrix.place.column(r);
+            read(data, type, r * k, k, row.data());
+            if (!put_quantized_row(linear, linear.part_of(column / PANEL).format, column, row.data(), codes, scales))
+                is_finite = false;
+        }
+    });
+    return is_finite;
+}
+
 // A layer linear's part of the memory of all layers. The memory is allocated with the first linear: until then the free
 // memory still shows whether the model is too large.
 Memory layer_memory(Model& model, const Linear& linear) {
@@ -332,6 +375,7 @@ bool set_matrix(Model& model, const Matrix& matrix, const void* data, DataType t
     switch (linear.type) {
         case INT8: return pack_rows<int8_t>(*model.pool, matrix, data, type);
         case INT4: return pack_rows<Int4Pair>(*model.pool, matrix, data, type);
+        case GROUPED: return quantize_rows(*model.pool, matrix, data, type);
         case BFLOAT16: return pack_rows<bf16>(*model.pool, matrix, data, type);
         default: return pack_rows<float>(*model.pool, matrix, data, type);
     }

@@ -61,8 +61,8 @@ class GgufFile:
         self.metadata: Metadata = header.metadata
         self.tensors: dict[str, PackedTensor] = header.tensors
 
-    def fail(self, problem: str) -> NoReturn:
-        raise CheckpointError(f"{self.path.name}: {problem}; fetch the file again")
+    def fail(self, problem: str, instead: str = "fetch the file again") -> NoReturn:
+        raise CheckpointError(f"{self.path.name}: {problem}; {instead}")
 
     def packed(self, name: str) -> NDArray[np.uint8]:
         """The bytes of a tensor, a view of the map."""
@@ -122,7 +122,7 @@ def _check_split(file: GgufFile, count: int) -> None:
 class _Header:
     """The key-value pairs and the table of tensors."""
 
-    def __init__(self, raw: mmap.mmap, size: int, fail: Callable[[str], NoReturn]) -> None:
+    def __init__(self, raw: mmap.mmap, size: int, fail: Callable[..., NoReturn]) -> None:
         self._raw, self._size, self._fail = raw, size, fail
         self.place = 0
         if self._bytes(4) != MAGIC:
@@ -161,7 +161,10 @@ class _Header:
             type_name = name_of_type(kind)
             if type_name not in BLOCKS:
                 known = ", ".join(BLOCKS)
-                self._fail(f"tensor {shown(name)}: its type {type_name} is not read; read are {known}")
+                self._fail(
+                    f"tensor {shown(name)}: its type {type_name} is not read; read are {known}",
+                    "serve a file of the model in another type, as Q4_K_M",
+                )
             block = BLOCKS[type_name]
             if shape[-1] % block.size or not all(shape):
                 self._fail(f"tensor {shown(name)}: {list(shape)} is not whole blocks of {block.size} of {type_name}")

@@ -157,8 +157,8 @@ def _byte_level(metadata: Mapping[str, Any], vocabulary: dict[str, int], types: 
     name = metadata.get("tokenizer.ggml.pre", "default")
     if name not in SPLITS:
         raise CheckpointError(
-            f"{source}: tokenizer.ggml.pre = {quoted(name)}: its way to split a text is unknown; pass --tokenizer DIR "
-            "or a Hub id"
+            f"{source}: tokenizer.ggml.pre = {quoted(name)}: its way to split a text is unknown; serve the "
+            "model's checkpoint in Hugging Face format"
         )
     merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges") or ()]
     if not all(len(merge) == 2 and {*merge, "".join(merge)} <= vocabulary.keys() for merge in merges):

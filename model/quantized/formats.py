@@ -13,6 +13,7 @@ from .codes import Floats
 from .parts import Parts
 
 READ = ("awq", "gptq", "compressed-tensors", "fp8", "fbgemm_fp8", "modelopt (FP8, NVFP4)", "bitsandbytes")
+INSTEAD = "serve the unquantized checkpoint, with quantization = int4 or int8 on a CPU, or a GGUF file of the model"
 
 
 class WeightFormat(Protocol):
@@ -82,12 +83,14 @@ def read_format(values: Mapping[str, Any], root: Path) -> WeightFormat | None:
         "modelopt_fp4": ModeloptFp4.read,
         "bitsandbytes": BitsAndBytes.read,
     }
+
+    def fail_in_format(problem: str) -> NoReturn:
+        is_told = any(word in problem for word in ("serve", "the same model"))
+        fail(problem if is_told else f"{problem}; {INSTEAD}")
+
     if method not in makers:
-        fail(
-            f"quant_method = {quoted(method)} is not read; read are {', '.join(READ)}; serve the unquantized "
-            "checkpoint, with quantization = int4 or int8 on a CPU, or a GGUF file of the model"
-        )
+        fail(f"quant_method = {quoted(method)} is not read; read are {', '.join(READ)}; {INSTEAD}")
     try:
-        return makers[method](found, fail)
+        return makers[method](found, fail_in_format)
     except (ValueError, TypeError, AttributeError) as error:
         fail(f"holds a value of another kind than {method} has: {error}")

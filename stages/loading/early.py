@@ -33,7 +33,7 @@ from ..backends.merged_adapters import merging_of
 from ..backends.weights_fit import WeightsFit
 from ..config import EngineConfig, resolve_step_size
 from ..errors import ConfigError
-from .model_impl import check_settings, why_not_here, why_through_transformers
+from .model_impl import check_dtype, check_settings, why_not_here, why_through_transformers
 from .native_choice import has_cuda_driver, why_not_native
 from .native_model import load_native_model
 
@@ -128,6 +128,7 @@ class EarlyLoading:
         source, shape = open_source(root, shape, config.load_format, merging_of(config))
         for warning in source.warnings:
             log.warning("checkpoint.unusual", what=warning)
+        check_dtype(config, shape)
         max_model_len = max_model_len_of(config, shape)
         reason = why_not_native(config, shape)
         if reason is not None:

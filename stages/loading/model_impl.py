@@ -14,6 +14,7 @@ from ..backends.merged_adapters import refuse_merging
 from ..config import EngineConfig
 from ..errors import ConfigError
 
+LARGE_ACTIVATIONS = ("gemma2", "gemma3")  # beginnings of families
 AUTO_FILES = ("auto_mappings.py", "configuration_auto.py")  # of transformers, with a line for each model_type
 
 
@@ -68,3 +69,13 @@ def _transformers_knows(model_type: str) -> bool:
     files = [folder / name for name in AUTO_FILES if (folder / name).is_file()]
     line = re.compile(rf'"{re.escape(model_type)}"[,:] "')
     return any(line.search(file.read_text("utf-8")) for file in files)
+
+
+def check_dtype(config: EngineConfig, shape: DecoderSpec) -> None:
+    """Raises `ConfigError` for a model in float16 whose activations do not fit it."""
+    if config.dtype_of(shape.dtype) == "float16" and shape.family.startswith(LARGE_ACTIVATIONS):
+        source = "config.json says dtype = float16" if config.dtype == "auto" else f"dtype = {config.dtype}"
+        raise ConfigError(
+            f"{source}: activations of {shape.family} exceed 65504, the largest number of float16; "
+            "use dtype = bfloat16 or float32"
+        )

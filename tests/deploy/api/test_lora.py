@@ -12,12 +12,17 @@ from typing import Any
 import aiohttp
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from millrace.deploy.config import ServerConfig
 from millrace.deploy.server.server import Server
 from millrace.stages import Engine, SamplingParams
 from millrace.stages.errors import ConfigError, Refused
+from millrace.stages.recordings.reader import Recording
+from millrace.stages.recordings.replay import Replay
+from millrace.stages.recordings.workloads import read_trace
 from tests.model.lora import peft_formats
 from tests.model.lora.peft_formats import ALPHA, RANK, write_adapter, write_base
 from tests.model.tiny_tokenizers import make_tokenizer
@@ -65,16 +70,21 @@ async def tokens(engine: Engine, prompt: list[int], adapter: str | None = None, 
 
 @pytest.fixture(scope="module")
 def wanted(folder: Path) -> dict[tuple[str | None, int], list[int]]:
-    """The greedy answers, from the merged checkpoints and the base."""
-
-    async def answers(checkpoint: str) -> list[list[int]]:
-        async with Engine(model=str(folder / checkpoint), **SIZES) as engine:
-            return [await tokens(engine, prompt) for prompt in PROMPTS]
-
+    """The greedy answers of transformers, from the merged checkpoints and the base."""
     found: dict[tuple[str | None, int], list[int]] = {}
     for name in (None, *NAMES):
-        answered = asyncio.run(answers("base" if name is None else f"merged-{name}"))
-        found |= {(name, number): answer for number, answer in enumerate(answered)}
+        checkpoint = folder / ("base" if name is None else f"merged-{name}")
+        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+        for number, prompt in enumerate(PROMPTS):
+            options: dict[str, Any] = {
+                "max_new_tokens": 16,
+                "do_sample": False,
+                "eos_token_id": None,
+                "pad_token_id": 0,
+            }
+            ids = torch.tensor([prompt])
+            answer = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
+            found[name, number] = answer[0, len(prompt) :].tolist()
     assert len({tuple(answer) for answer in found.values()}) == len(found), "the answers must tell the adapters apart"
     return found
 
@@ -84,9 +94,14 @@ def engine_of(folder: Path, **options: Any) -> Engine:
     return Engine(model=str(folder / "base"), **{**SIZES, **settings, **options})
 
 
-def test_a_mixed_batch_answers_as_the_merged_checkpoints_do_with_two_slots(folder: Path, wanted: Any) -> None:
+def test_a_mixed_batch_answers_as_the_merged_checkpoints_do_and_its_recording_replays(
+    folder: Path, wanted: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.jsonl"
+
     async def live() -> None:
-        async with engine_of(folder, lora_modules=(f"named={folder / 'adapters' / 'one'}",)) as engine:
+        modules = (f"named={folder / 'adapters' / 'one'}",)
+        async with engine_of(folder, lora_modules=modules, record=str(path)) as engine:
             mix = [key for key in wanted for _ in range(2)]
             answers = await asyncio.gather(*(tokens(engine, PROMPTS[number], name) for name, number in mix))
             for key, answer in zip(mix, answers, strict=True):
@@ -103,6 +118,12 @@ def test_a_mixed_batch_answers_as_the_merged_checkpoints_do_with_two_slots(folde
             assert not adapters._held, "no request is in progress"
 
     asyncio.run(live())
+    recorded = path.read_bytes()
+    assert b'"adapter_loads":[[1,"' in recorded and b"named" not in recorded, "digests, and no names"
+    replay = Replay(Recording(path)).run()
+    assert replay.difference is None and replay.recording.engine.max_loras == 2
+    requests = read_trace(path).requests
+    assert {bool(request.adapter) for request in requests} == {True, False}, "a simulation knows them"
 
 
 def test_reloads_and_unloads_under_load_give_no_stale_answer(folder: Path, wanted: Any) -> None:

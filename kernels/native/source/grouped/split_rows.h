@@ -85,15 +85,18 @@ struct TiledRows<SplitRow> {
             for (int64_t i = begin; i < begin + count; i += 16) prefetch_for_write(floats(first_row + r) + i);
     }
 
-    // Splits `num` whole rows, `stride` apart in `numbers`, into the records from `row` on.
+    // Puts and splits `num` whole rows, `stride` apart in `numbers`, into the records from `row` on.
     void put_whole_rows(int64_t row, int64_t num, const float* numbers, int64_t stride) const {
-        for (int64_t r = 0; r < num; r++)
-            split_row(numbers + r * stride, size, super_kernels().takes_bytes, has_halves(), record(row + r));
+        put_rows(row, num, 0, size, numbers, stride);
+        split(row, row + num, *this);
     }
-    // Splits rows [first, last) that were put, into the records of `to`.
+    // Splits rows [first, last) that were put, into the records of `to`, which get the numbers, too: products with
+    // matrices in bf16 or float32 read these.
     void split(int64_t first, int64_t last, const TiledRows& to) const {
-        for (int64_t row = first; row < last; row++)
+        for (int64_t row = first; row < last; row++) {
+            if (to.data != data) std::memcpy(to.floats(row), floats(row), size * 4);
             split_row(floats(row), size, super_kernels().takes_bytes, has_halves(), to.record(row));
+        }
     }
 };
 

@@ -49,7 +49,8 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "load_format": "auto, safetensors, gguf, stream: read by ranges and not stored, dummy: random weights, or "
         "package.module:Source",
         "dtype": "data type of weights and activations; auto: the checkpoint's",
-        "quantization": "quantize the weights while loading, CPU only: int8 or int4; none: keep them as dtype",
+        "quantization": "what the weight matrices become while loading; int8, int4: quantized, on a CPU only, those of "
+        "a packed file anew; none: numbers in dtype; auto: as the file packs them, where the native library computes",
         "max_model_len": "maximum tokens of prompt and answer together; none: the model's limit; auto: what fits into "
         "memory",
         "logprobs_mode": "raw: of the model's logits; processed: after penalties, bias, temperature and truncation",

@@ -22,6 +22,7 @@ class GroupedMatrix:
     num_columns: int
     take: Callable[[Index], GroupedCodes]  # stored rows: those of [start, stop), or by number
     order: NDArray[np.int64] | None = None
+    columns: NDArray[np.int32] | None = None  # as in `GroupedCodes`
 
     @property
     def shape(self) -> tuple[int, int]:

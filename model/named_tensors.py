@@ -27,6 +27,7 @@ class NamedTensors(ABC, Generic[P]):
     def __init__(self, root: Path) -> None:
         self.root = root
         self.warnings: list[str] = []  # what is unusual about the files
+        self.packing = ""  # how the matrices are packed, as users know it; empty: they are not
         self._places: dict[str, P] = {}
 
     @property

@@ -41,7 +41,8 @@ class EngineConfig:
     # package.module:Source, a class like millrace.model.checkpoint.stored_tensors.StoredTensors
     load_format: str = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16", "half"] = "auto"  # auto: the checkpoint's
-    quantization: Literal["int8", "int4"] | None = None  # of weight matrices, applied while loading; None: keep `dtype`
+    # of weight matrices, while loading: as the file packs them, anew, or none, which is `dtype`; None is auto
+    quantization: Literal["auto", "int8", "int4", "none"] | None = "auto"
     max_model_len: int | Literal["auto"] | None = None  # tokens, prompt plus answer; None: the model's; auto: what fits
     logprobs_mode: LogprobsMode = "raw_logprobs"  # raw: before penalties, bias, temperature; processed: after
     generation_config: Literal["auto", "off"] = "auto"  # sampling defaults from the checkpoint
@@ -117,6 +118,11 @@ class EngineConfig:
     def dtype_of(self, own: str) -> str:
         """The dtype of the weights in memory; `own` is the checkpoint's dtype."""
         return {"auto": own, "half": "float16"}.get(self.dtype, self.dtype)
+
+    @property
+    def quantized_to(self) -> Literal["int8", "int4"] | None:
+        """What the weights are quantized to while loading; None: they are not."""
+        return self.quantization if self.quantization in ("int8", "int4") else None
 
     @property
     def gpu(self) -> int | None:

@@ -107,6 +107,27 @@ class ScoringRequestOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class WeightUse:
+    """The size of the weights in memory."""
+
+    num_weights: int
+    num_bytes: int  # without copies that some steps read instead
+    bytes_per_token: int  # that a step of one token reads, without keys and values
+
+    @property
+    def bits_per_weight(self) -> float:
+        return 8 * self.num_bytes / self.num_weights
+
+    def to_json(self) -> dict[str, float]:
+        """The fields of `/server_info`."""
+        return {
+            "num_weights": self.num_weights,
+            "bits_per_weight": round(self.bits_per_weight, 3),
+            "bytes_per_token": self.bytes_per_token,
+        }
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
     """Facts about the loaded model, and the time of each start-up phase."""
 
@@ -131,7 +152,8 @@ class ModelInfo:
     tasks: frozenset[Task] = frozenset({"generate", "embed"})  # that the model supports
     pooling: PoolingConfig | None = None  # of its embeddings; None: it has none
     has_trained_pooling: bool = True  # the checkpoint, or a setting, says how to pool; False: no more than a guess
-    quantization: str | None = None  # of weight matrices; None: they have `dtype`
+    quantization: str | None = None  # of weight matrices, as set or as the file packs them; None: they have `dtype`
+    weights: WeightUse | None = None  # None: not known, as of an encoder
     kv_cache_dtype: str | None = None  # of keys and values; None for an encoder
     captured: CaptureReport | None = None  # CUDA graphs; None: kernels are launched one by one
     model_impl: ModelImpl = "millrace"  # whose modules compute a step

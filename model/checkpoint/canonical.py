@@ -60,7 +60,7 @@ class CanonicalTensors:
 
     def __init__(self, checkpoint: StoredTensors, sources: TensorSources) -> None:
         self._checkpoint, self._sources = checkpoint, sources
-        self.warnings = checkpoint.warnings
+        self.warnings, self.packing = checkpoint.warnings, checkpoint.packing
 
     def stored_name(self, name: str) -> str:
         return self._sources.stored_name(name)

@@ -28,7 +28,7 @@ class CountedTensors:
 
     def __init__(self, source: TensorSource, names: Iterable[str], progress: ReadProgress) -> None:
         """`names` are the canonical tensors that will be read."""
-        self.warnings = source.warnings
+        self.warnings, self.packing = source.warnings, source.packing
         self._source, self._progress = source, progress
         self._left = {piece.stored: (piece.file, piece.num_bytes) for name in names for piece in source.pieces(name)}
         totals: Counter[str] = Counter()

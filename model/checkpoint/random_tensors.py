@@ -24,6 +24,7 @@ class RandomTensors:
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self.shapes = shapes
         self.warnings: list[str] = []
+        self.packing = ""
 
     def pieces(self, name: str) -> list[StoredPiece]:
         return [StoredPiece(name, "random numbers", 4 * math.prod(self.shapes[name]))]

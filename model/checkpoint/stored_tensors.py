@@ -22,6 +22,7 @@ class StoredTensors(Protocol):
 
     root: Path
     warnings: list[str]  # what is unusual about the files
+    packing: str  # how the matrices are packed, as users know it; empty: they are not
 
     @property
     def names(self) -> set[str]: ...

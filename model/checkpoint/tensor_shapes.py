@@ -51,6 +51,7 @@ class TensorSource(Protocol):
     """A source of tensors by canonical name: a checkpoint, or random numbers."""
 
     warnings: list[str]  # what is unusual about the files
+    packing: str  # how the matrices are packed, as users know it; empty: they are not
 
     def is_mapped(self, name: str) -> bool:
         """Whether the tensor's array is a view of a file's private map, which takes no memory before it is read."""

@@ -55,7 +55,7 @@ def unpack(type_name: str, packed: Bytes, shape: tuple[int, ...]) -> Floats:
     block = BLOCKS[type_name]
     blocks = packed.reshape(-1, block.num_bytes)
     if block.format is None:
-        return block.read(blocks)["numbers"].reshape(shape)
+        return np.array(block.read(blocks)["numbers"]).reshape(shape)  # not a view of the file
     numbers = np.empty((len(blocks), block.size), np.float32)
     count = max(1, AT_ONCE // block.size)
     with np.errstate(invalid="ignore", over="ignore"):  # of a factor that is no number, which the caller refuses

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from ..errors import CheckpointError, shown
 from ..grouped_matrix import GroupedMatrix
 from ..named_tensors import NamedTensors, StoredPiece
 from .architectures import ARCHITECTURES, FACTOR_TENSORS, Architecture
-from .blocks import matrix, unpack
+from .blocks import BLOCKS, matrix, unpack
 from .reader import GgufFile
 
 
@@ -33,6 +35,7 @@ class GgufCheckpoint(NamedTensors[tuple[GgufFile, str]]):
             for stored in file.tensors:
                 if _stem(stored) not in FACTOR_TENSORS:
                     self._places[self._name(stored)] = file, stored
+        self.packing = _packing(files)
 
     def where(self, name: str) -> str:
         """The file that holds a tensor, for error messages."""
@@ -91,6 +94,16 @@ class GgufCheckpoint(NamedTensors[tuple[GgufFile, str]]):
                 "the output would be wrong without it"
             )
         return f"{layer}{self.architecture.names[stem]}.{suffix}"
+
+
+def _packing(files: list[GgufFile]) -> str:
+    """GGUF with the types of the matrices, that of most numbers first; empty if none is packed."""
+    sizes: Counter[str] = Counter()
+    for file in files:
+        for tensor in file.tensors.values():
+            if BLOCKS[tensor.type].format is not None and len(tensor.shape) == 2:
+                sizes[tensor.type] += math.prod(tensor.shape)
+    return f"GGUF {', '.join(kind for kind, _ in sizes.most_common())}" if sizes else ""
 
 
 def _stem(stored: str) -> str:

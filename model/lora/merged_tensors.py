@@ -29,7 +29,7 @@ class MergedTensors:
         self._base, self._changes, self._read_again = base, changes, read_again
         self._last: tuple[str, Floats] | None = None
         self.root: Path = base.root
-        self.warnings = base.warnings
+        self.warnings, self.packing = base.warnings, base.packing
 
     @property
     def names(self) -> set[str]:

@@ -82,7 +82,7 @@ def rows_of(
             columns=order,
         )
 
-    return GroupedMatrix(form, len(scales), num_columns, take)
+    return GroupedMatrix(form, len(scales), num_columns, take, columns=order)
 
 
 def integers(bits: int, group: int, scale: NumberType, zeros: NDArray[Any]) -> GroupedFormat:

@@ -42,7 +42,7 @@ class UnpackedCheckpoint(NamedTensors[str | Parts]):
     def __init__(self, stored: StoredCheckpoint, weights: WeightFormat) -> None:
         super().__init__(stored.root)
         self.warnings = stored.warnings
-        self.format = weights
+        self.format, self.packing = weights, weights.name
         self._stored = stored
         stored_names = stored.names
         stems = {name.removesuffix(mark) for mark in weights.marks for name in stored_names if name.endswith(mark)}
@@ -51,10 +51,6 @@ class UnpackedCheckpoint(NamedTensors[str | Parts]):
         taken |= {name for name in stored_names if SCALE_OF_ATTENTION.fullmatch(name)}
         self._places = {name: name for name in stored_names - taken}
         self._places |= {f"{stem}{WEIGHT}": parts for stem, parts in layers.items()}
-        self.warnings.append(
-            f"{weights.name}: the weights are unpacked while loading, so they take the memory of the dtype; on a CPU "
-            "quantization = int4 or int8 packs them anew"
-        )
         if not layers:
             raise CheckpointError(
                 f"{self.root}: config.json says {weights.name}, and no tensor ends in {' or '.join(weights.marks)}"

@@ -11,6 +11,7 @@ from ..device.device import CallBefore
 from ..execute.model_runner import ModelRunner
 from ..memory_table import MemoryTable
 from ..messages import Rates
+from ..outputs import WeightUse
 from ..sample.sampler import Sampler
 from ..sample.token_chooser import MakeTokenChooser, TokenChooser
 from .cuda.step_update import EndRules
@@ -29,6 +30,7 @@ class Backend:
     device: str
     dtype: str
     quantization: str | None  # format of the weight matrices; None: as dtype
+    weights: WeightUse | None = None
     kv_cache_dtype: str
     max_model_len: int  # as configured, or what fits
     memory: MemoryTable

@@ -124,7 +124,7 @@ class CacheSizing:
         swap = f"{self.host_blocks} blocks of sequences that are swapped out" if self.host_blocks else "not used"
         swap_bytes = pool_bytes(self.host_blocks, self.bytes_per_block, is_pinned=not is_host)
         rows = [
-            MemoryUse("weights", needs.weights, f"the model's tensors{_kept_as(config.quantization)}, measured"),
+            MemoryUse("weights", needs.weights, f"the model's tensors{_kept_as(config.quantized_to)}, measured"),
             MemoryUse("state", needs.state, f"tables for {config.max_num_seqs} sequences of {max_model_len} tokens"),
             MemoryUse("activations", needs.activations, f"a step of {config.num_step_tokens} tokens, {how}"),
             MemoryUse("logits", needs.logits, _about_logits(config, is_host=is_host)),

@@ -57,6 +57,7 @@ class OpenedModel:
     native_model: Pending[NativeModel | str] | None = None  # see `load_native_model`
     why_not_native: str = ""  # without a native model: the setting that the library does not support
     why_through_transformers: str = ""  # for a model that runs through transformers
+    packing: str = ""  # how the file packs its matrices, as users know it; empty: it does not
 
 
 class EarlyLoading:
@@ -132,10 +133,12 @@ class EarlyLoading:
         max_model_len = max_model_len_of(config, shape)
         reason = why_not_native(config, shape)
         if reason is not None:
+            if source.packing:
+                log.warning("weights.unpacked", packing=source.packing, reason=reason)
             return OpenedModel(root, threads, shape, max_model_len, why_not_native=reason)
         log.info("threads.chosen", count=threads.count, cpus=list(threads.pinned), reason=threads.reason)
         native_model = self._submit(self._load_native_model, root, source, shape, max_model_len, threads)
-        return OpenedModel(root, threads, shape, max_model_len, native_model)
+        return OpenedModel(root, threads, shape, max_model_len, native_model, packing=source.packing)
 
     def _load_native_model(
         self, root: Path, source: TensorSource, shape: DecoderSpec, max_model_len: int, threads: ComputeThreads
@@ -161,7 +164,7 @@ def resolve(config: EngineConfig, progress: LoadProgress | None = None) -> Path:
         offline=config.offline,
         streams=config.load_format == "stream",
         on_progress=None if progress is None else partial(progress.set, hub.model_name(config.model)),
-        check_size=None if config.quantization else partial(_check_file_fits, config),
+        check_size=None if config.quantization not in (None, "auto") else partial(_check_file_fits, config),
     )
     return LinkedFolder(root) if config.allow_links_outside else root
 

@@ -56,8 +56,8 @@ def load_encoder(
     refuse_merging(config, "is for models that generate, and this one is an encoder")
     if config.load_format == "dummy":
         raise ConfigError("load_format = dummy: must be auto for an encoder model, which has no random weights")
-    if config.quantization is not None or config.kv_cache_dtype != "auto":
-        setting = "kv_cache_dtype" if config.quantization is None else "quantization"
+    if config.quantized_to is not None or config.kv_cache_dtype != "auto":
+        setting = "kv_cache_dtype" if config.quantized_to is None else "quantization"
         raise ConfigError(
             f"{setting} = {getattr(config, setting)}: is for models that generate; an encoder model runs in its own "
             "dtype and without a KV cache; leave it out, or set dtype = bfloat16"

@@ -34,8 +34,9 @@ from ..errors import ConfigError, Refused
 from ..execute.model_runner import ModelRunner
 from ..grammar.compiled import Grammars
 from ..grammar.masks import GrammarMasks
+from ..memory_table import human
 from ..messages import Ints
-from ..outputs import CaptureReport, ModelInfo
+from ..outputs import CaptureReport, ModelInfo, WeightUse
 from ..params import NUMBERS, SamplingParams
 from ..sample.sampler import Sampler
 from ..tasks import Task
@@ -156,6 +157,8 @@ def _put_together(
     env: Env,
 ) -> LoadedModel:
     tokenizer, text_table, memory, runner = text.tokenizer, text.table, computing.memory, computing.runner
+    if weights := computing.weights:
+        memory = memory.with_row("weights", memory.row("weights").num_bytes, _about_weights(computing, weights))
     log.info("memory.plan", **memory.to_event(), table=memory.to_text())
     eos_token_ids = _end_tokens(text.defaults, tokenizer, shape)
     info = ModelInfo(
@@ -182,6 +185,7 @@ def _put_together(
         pooling=text.pooling,
         has_trained_pooling=text.has_trained_pooling,
         quantization=computing.quantization,
+        weights=computing.weights,
         kv_cache_dtype=computing.kv_cache_dtype,
         short_length=runner.short_length,
     )
@@ -223,6 +227,12 @@ def _adapter_reader(
         return read_adapter(root, shape, computing.dtype, max_rank=config.max_lora_rank, **names)
 
     return read
+
+
+def _about_weights(computing: Backend, weights: WeightUse) -> str:
+    """The description of the weights in the table of memory."""
+    kept = f"{weights.bits_per_weight:.3g} bits each, as {computing.quantization or computing.dtype}"
+    return f"{weights.num_weights / 1e6:.4g} million, {kept}; a token reads {human(weights.bytes_per_token)} of them"
 
 
 def _tasks(shape: DecoderSpec, text: TextParts) -> frozenset[Task]:
@@ -271,9 +281,8 @@ def _load_computing(
 
         model = opened.native_model.result()
         if not isinstance(model, str):
-            return load_natively(
-                resolve_step_size(config, is_native=True), model, shape, max_model_len, phases, threads
-            )
+            resolved = resolve_step_size(config, is_native=True)
+            return load_natively(resolved, model, shape, max_model_len, phases, threads, opened.packing)
         reason = model
     require_torch(config, shape, reason)
     if config.enable_lora and config.attention_backend == "auto":

@@ -45,7 +45,7 @@ def check_settings(config: EngineConfig, reason: str) -> None:
     refuse_merging(config, f"is for decoders of the families here, and this model runs through transformers ({reason})")
     kv_dtype, backend = config.kv_cache_dtype, config.attention_backend
     unsupported = {
-        f"quantization = {config.quantization}": config.quantization is not None,
+        f"quantization = {config.quantization}": config.quantized_to is not None,
         f"kv_cache_dtype = {kv_dtype}": kv_dtype != "auto",
         "deterministic = True": config.deterministic,
         "enable_lora = True": config.enable_lora,

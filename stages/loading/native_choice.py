@@ -48,7 +48,7 @@ def require_torch(config: EngineConfig, shape: DecoderSpec, reason: str) -> None
 
 def _native_only(config: EngineConfig) -> tuple[str, str] | None:
     """The setting that only the native library supports, and what to set instead; or None."""
-    if config.quantization is not None:
+    if config.quantized_to is not None:
         return f"quantization = {config.quantization}", "leave it out"
     if config.kv_cache_dtype == "int8":
         return "kv_cache_dtype = int8", "use auto or fp8"

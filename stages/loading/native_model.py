@@ -28,6 +28,7 @@ from ...runtime.phases import Phases
 from ..backends.cache_size import free_host_bytes, total_host_bytes
 from ..backends.weights_fit import WeightsFit, bytes_kept, least_cache_bytes, smaller_forms
 from ..config import EngineConfig
+from .packed_weights import PackedWeights, packed_weights, read_rows
 
 log = get_logger("millrace.stages")
 
@@ -58,13 +59,16 @@ def load_native_model(
         if config.load_format == "dummy":  # no file has limited the sizes
             _check_least_memory(config, shape)
         with phases("library"):
-            model = _make_native_model(config, shape, threads)
+            packed = packed_weights(source, expected_shapes(shape), native_shape(shape), config.quantization)
+            model = _make_native_model(config, shape, threads, packed)
+            packed.tell(model.quantization or model.dtype)
         log.info("instructions.chosen", name=model.instruction_set, machine_has=list(instruction_sets()))
         with phases("weights"):
-            _check_fit(config, root, source, model, shape, max_model_len)
+            _check_fit(config, root, source, model, shape, max_model_len, packed)
             when_packing()
             phases.progress.begin("read")
-            _fill(model, CountedTensors(source, expected_shapes(shape), phases.progress), expected_shapes(shape))
+            counted = CountedTensors(source, expected_shapes(shape), phases.progress)
+            _fill(model, counted, expected_shapes(shape), packed)
             phases.progress.begin("pack")
             _code(model)
         return model
@@ -72,7 +76,9 @@ def load_native_model(
         return str(error)
 
 
-def _make_native_model(config: EngineConfig, shape: DecoderSpec, threads: ComputeThreads) -> NativeModel:
+def _make_native_model(
+    config: EngineConfig, shape: DecoderSpec, threads: ComputeThreads, packed: PackedWeights
+) -> NativeModel:
     """A native model without weights, and with rotary tables for one position until its length is known.
 
     Raises `NativeUnavailableError` and `UnsupportedModelError`.
@@ -82,7 +88,8 @@ def _make_native_model(config: EngineConfig, shape: DecoderSpec, threads: Comput
         cast(DType, config.dtype_of(shape.dtype)),
         [rope_tables(rope, 1) for rope in shape.ropes],
         1,
-        quantization=config.quantization,
+        quantization=config.quantized_to,
+        formats=packed.formats,
         cache_dtype=_native_cache_dtype(config, shape),
         num_threads=threads.count,
         cpus=threads.pinned,
@@ -106,24 +113,37 @@ def _log_threads(num_threads: int, limit: int, num_lost: float) -> None:
 
 def _check_least_memory(config: EngineConfig, shape: DecoderSpec) -> None:
     """Raises `ConfigError` if the weights cannot fit the free memory, whatever the library adds to them."""
-    form = config.quantization or config.dtype_of(shape.dtype)
+    form = config.quantized_to or config.dtype_of(shape.dtype)
     weights = bytes_kept(shape, lambda _: ITEM_SIZES[form])
     others = smaller_forms(form, weights, "cpu", ITEM_SIZES[form])
     WeightsFit(name="", device="cpu", form=form, weights=weights, free=free_host_bytes(), others=others).check()
 
 
 def _check_fit(
-    config: EngineConfig, root: Path, source: TensorSource, model: NativeModel, shape: DecoderSpec, max_model_len: int
+    config: EngineConfig,
+    root: Path,
+    source: TensorSource,
+    model: NativeModel,
+    shape: DecoderSpec,
+    max_model_len: int,
+    packed: PackedWeights,
 ) -> None:
     """Raises `ConfigError`, before loading, for a model that does not fit the free memory. Logs what would."""
 
     def item_size(name: str) -> float:
+        if matrix := packed.matrices.get(name):
+            return matrix.format.bits_per_weight(matrix.num_columns) / 8
         return ITEM_SIZES[model.type_of(name)] + ITEM_SIZES["int8"] * model.has_screen(name)
 
-    form, weights = model.quantization or model.dtype, bytes_kept(shape, item_size)
-    copied = (math.prod(sizes) for name, sizes in expected_shapes(shape).items() if not source.is_mapped(name))
+    form = packed.packing if packed.matrices else model.quantization or model.dtype
+    weights = bytes_kept(shape, item_size)
+    copied = (
+        math.prod(sizes)
+        for name, sizes in expected_shapes(shape).items()
+        if not source.is_mapped(name) and name not in packed.matrices
+    )
     own, siblings = local_siblings(root)
-    others = smaller_forms(form, weights, "cpu", ITEM_SIZES[form])
+    others = smaller_forms(form, weights, "cpu", weights / bytes_kept(shape, lambda _: 1.0))
     if own and weights < MOST_GROWTH * siblings[own]:
         others |= {name: weights * size // siblings[own] for name, size in siblings.items() if name != own}
     fit = WeightsFit(
@@ -143,7 +163,7 @@ def _check_fit(
     log.info("memory.fit", **fit.to_event())
 
 
-def _fill(model: NativeModel, source: CountedTensors, names: Iterable[str]) -> None:
+def _fill(model: NativeModel, source: CountedTensors, names: Iterable[str], packed: PackedWeights) -> None:
     """Packs the tensors. There are never two copies of the whole model in memory."""
     mapped = {name: source.array(name) for name in names if source.is_mapped(name)}
     try:
@@ -151,7 +171,11 @@ def _fill(model: NativeModel, source: CountedTensors, names: Iterable[str]) -> N
             model.set_mapped_tensors(some)
             source.note_read(some)
         for name in names:
-            if name not in mapped:  # copied or random tensors, one at a time
+            if matrix := packed.matrices.get(name):
+                for first, codes in read_rows(matrix):
+                    model.set_rows(name, first, codes)
+                source.forget(name)
+            elif name not in mapped:  # copied or random tensors, one at a time
                 model.set_tensor(name, source.array(name))
                 source.forget(name)
     except NonFiniteError as error:

@@ -26,6 +26,7 @@ from tests.real_models.models import MODELS
 pytestmark = pytest.mark.slow
 
 NUM_TOKENS = 64
+NEAR = 0.02  # between two logits
 LONG = " ".join(
     f"On day {day} the mill ground {day * 7 % 40} sacks of flour." for day in range(1, 60)
 )  # over 600 tokens
@@ -102,8 +103,12 @@ def test_greedy_tokens_are_those_of_transformers(real: Real, backend: Backend, i
         for place, (ours, theirs) in enumerate(zip(answer, likeliest, strict=True)):
             if ours != theirs:
                 gap = float(logits[place, theirs] - logits[place, ours])
+                if is_gguf and gap < NEAR:  # rows are 16 bits in products of codes, so near ties may fall otherwise
+                    continue
                 differences.append(f"{prompt[:20]!r}, token {place}: {ours} instead of {theirs}, {gap:.2g} above it")
+    print(f"{real.name}, {backend}: {num_equal} of {NUM_TOKENS * len(PROMPTS)} tokens are the likeliest")
     assert not differences, f"{num_equal} of {NUM_TOKENS * len(PROMPTS)} equal; {'; '.join(differences)}"
+    assert num_equal >= (0.99 if is_gguf else 1.0) * NUM_TOKENS * len(PROMPTS)
 
 
 def test_a_chat_over_http_is_answered_as_by_transformers(real: Real) -> None:

@@ -140,6 +140,14 @@ class NotReady(Shape):
     progress: LoadingProgress | None = None  # while the model is loading
 
 
+class Weights(Shape):
+    """The weights in memory."""
+
+    num_weights: Count
+    bits_per_weight: float
+    bytes_per_token: Count  # that a step of one token reads, without keys and values
+
+
 class ServedModel(Shape):
     """The running model."""
 
@@ -148,7 +156,8 @@ class ServedModel(Shape):
     max_model_len: Count
     vocab_size: Count
     dtype: str
-    quantization: str | None  # format of the weight matrices; null: dtype
+    quantization: str | None  # format of the weight matrices, as set or as the file packs them; null: dtype
+    weights: Weights | None  # null for an encoder, and for a model that runs through transformers
     kv_cache_dtype: str | None  # of keys and values; null: no KV cache
     device: str
     model_impl: Literal["millrace", "transformers"]

@@ -13,6 +13,7 @@ import numpy as np
 from ....kernels.native.cache import NativeCache
 from ....kernels.native.model import NativeModel
 from ....model.decoder.rope import decoder_tables, short_length
+from ....model.families.names import EMBEDDING
 from ....model.spec import DecoderSpec
 from ....runtime.env.cpus import ComputeThreads
 from ....runtime.env.log import get_logger
@@ -24,6 +25,7 @@ from ..backend import Backend
 from ..cache_size import free_host_bytes, num_host_blocks
 from ..memory_needs import sizing_on_cpu
 from ..rates import measure_rates, measure_token_s, target_ms_for
+from ..weight_use import weight_use
 from .runner import NativeRunner, NativeTokenChooser
 
 log = get_logger("millrace.stages")
@@ -42,8 +44,9 @@ def load_natively(
     max_model_len: int,
     phases: Phases,
     threads: ComputeThreads,
+    packing: str = "",
 ) -> Backend:
-    """Makes the backend of a model that has its weights.
+    """Makes the backend of a model that has its weights, in `packing` if it keeps their codes.
 
     Raises `ConfigError` if the KV cache does not fit.
     """
@@ -95,7 +98,8 @@ def load_natively(
         backend="native",
         device="cpu",
         dtype=model.dtype,
-        quantization=config.quantization,
+        quantization=config.quantized_to or (packing if model.formats else None),
+        weights=weight_use(shape, model.weights_bytes, _embedding_bytes(model)),
         kv_cache_dtype=cache_dtype,
         max_model_len=memory.max_model_len,
         memory=memory,
@@ -108,6 +112,15 @@ def load_natively(
         enter=partial(_enter, cache, None if model.step_thread_id else own_cpu),
         own_cpu=own_cpu,
     )
+
+
+def _embedding_bytes(model: NativeModel) -> float:
+    name, shape = f"{EMBEDDING}.weight", model.shape
+    if name in model.formats:
+        bits = model.formats[name].bits_per_weight(shape.hidden_size)
+    else:
+        bits = {"float32": 32, "bfloat16": 16, "int8": 8}[model.type_of(name)]
+    return shape.vocab_size * shape.hidden_size * bits / 8
 
 
 def _blocks_ahead(config: EngineConfig, memory: MemoryTable) -> int:

@@ -5,6 +5,7 @@ It computes on a GPU, or on a CPU if the native backend does not apply.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 
 from ....kernels import kernel_set
 from ....model.backend_gaps import missing
+from ....model.checkpoint.tensor_shapes import expected_shapes
 from ....model.decoder.decoder import Decoder
 from ....model.decoder.kv_cache import KVCache
 from ....model.decoder.lora_linear import LoraTable, with_adapters
@@ -32,6 +34,7 @@ from ...device.scored_prompts import rows_of_a_piece
 from ...errors import ConfigError
 from ...execute.model_runner import ModelRunner
 from ...memory_table import MachineMemory, MemoryTable
+from ...outputs import WeightUse
 from ...sample.sampler import Sampler
 from ...sample.token_chooser import MakeTokenChooser, TokenChooser
 from ..backend import Backend
@@ -50,6 +53,7 @@ from ..memory_needs import (
 )
 from ..merged_adapters import merging_of
 from ..rates import largest_grant, measure_rates
+from ..weight_use import weight_use
 from ..weights_fit import WeightsFit, bytes_kept, least_cache_bytes, smaller_forms
 from .kv_dtype import check_kv_dtype, kv_dtype_of, kv_scales_of
 from .tilings import log_products, tilings_of
@@ -125,6 +129,7 @@ def make_backend(
         device=str(device),
         dtype=dtype,
         quantization=None,
+        weights=_weight_use(shape, torch_dtype(config, shape.dtype)) if model_impl == "millrace" else None,
         kv_cache_dtype=dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
         max_model_len=max_model_len,
         memory=memory,
@@ -321,6 +326,12 @@ def torch_dtype(config: EngineConfig, own: str) -> torch.dtype:
     dtype = getattr(torch, config.dtype_of(own))
     assert isinstance(dtype, torch.dtype)
     return dtype
+
+
+def _weight_use(shape: DecoderSpec, dtype: torch.dtype) -> WeightUse:
+    """Of numbers in one dtype."""
+    num_weights = sum(map(math.prod, expected_shapes(shape).values()))
+    return weight_use(shape, num_weights * dtype.itemsize, shape.vocab_size * shape.hidden_size * dtype.itemsize)
 
 
 def _backend_name(config: EngineConfig, device: torch.device) -> kernel_set.BackendName:

@@ -74,18 +74,22 @@ class StepWatch:
         """Seconds that the oldest step may take until the device is checked."""
         return max(STUCK_S, USUAL_FACTOR * self._longest_s, self.num_tokens / LEAST_RATE)
 
+    @property
+    def _due_s(self) -> float:
+        """When the device is checked, if the oldest step goes on."""
+        return self._began_s + self._patience * self._limit_s
+
     def _wait(self) -> None:
         """Until the oldest step is due, but not longer than one that begins meanwhile may take."""
-        due_s = self._began_s + self._patience * self._limit_s
-        self._alarm = self._env.call_at(min(due_s, self._env.now() + STUCK_S), self._look)
+        self._alarm = self._env.call_at(min(self._due_s, self._env.now() + STUCK_S), self._look)
 
     def _look(self) -> None:
         self._alarm = None
         if not self._running or self._guard.lost is not None or self._guard.is_closed:
             return
         limit_s, oldest = self._limit_s, self._running[0]
-        took_s = self._env.now() - self._began_s
-        if took_s >= self._patience * limit_s:
+        if self._env.now() >= self._due_s:  # NOTE: a difference of the two is rounded, and may be 0 before that
+            took_s = self._env.now() - self._began_s
             self._patience *= 2
             self._guard.begin_stuck(oldest.step, took_s, CHECK_SHARE * limit_s, oldest.result.done)
         self._wait()

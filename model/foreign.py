@@ -67,7 +67,10 @@ def _describe_adapter(root: Path, adapter: Mapping[str, Any]) -> str:
     of = f" for {shown(str(base))}" if base else ""
     article = "an" if kind[0] in "AEIO" else "a"
     served = shown(str(base or "its base model"))
-    return f"{root}: is {article} {kind}{of}, not a model: serve {served} with --merge-adapter {root}"
+    return (
+        f"{root}: is {article} {kind}{of}, not a model: serve {served} with --enable-lora --lora-modules NAME={root}, "
+        f"or with --merge-adapter {root}"
+    )
 
 
 def _base_model(root: Path) -> str | None:

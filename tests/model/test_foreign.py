@@ -35,7 +35,8 @@ def test_an_adapter_is_named_with_its_base_model(tmp_path: Path) -> None:
     (tmp_path / "adapter_model.safetensors").write_bytes(b"")
     message = refusal(tmp_path)
     assert "is a LORA adapter of rank 16 for meta/Llama-9, not a model" in message
-    assert message.endswith(f"serve meta/Llama-9 with --merge-adapter {tmp_path}")
+    ways = f"--enable-lora --lora-modules NAME={tmp_path}, or with --merge-adapter {tmp_path}"
+    assert message.endswith(f"serve meta/Llama-9 with {ways}")
     with pytest.raises(CheckpointError, match="a LORA adapter of rank 16"):
         Checkpoint(tmp_path)  # as in a folder with the base model's config.json
 

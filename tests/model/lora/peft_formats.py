@@ -151,6 +151,32 @@ def _embedding(writer: Writer) -> None:
     writer.embedding(EMBEDDING)
 
 
+def _dora_embedding(writer: Writer) -> None:
+    """DoRA's lengths of an embedding are those of its columns."""
+    _embedding(writer)
+    for path in (EMBEDDING, *writer.modules("q_proj")):
+        axis = 0 if path == EMBEDDING else 1
+        norm = np.linalg.norm(writer.base[f"{path}.weight"].astype(np.float32), axis=axis)
+        factor = 1 + 0.2 * writer.normal(len(norm))
+        writer.tensors[f"{PREFIX}{path}.lora_magnitude_vector"] = np.asarray(norm * factor, np.float32)
+
+
+def _tied_embedding(writer: Writer) -> None:
+    """What is trained of a tied embedding is written for the head as well, transposed."""
+    _embedding(writer)
+    if "lm_head.weight" not in writer.base:
+        a, b = (writer.tensors[f"{PREFIX}{EMBEDDING}.lora_embedding_{which}"] for which in "AB")
+        writer.tensors[f"{PREFIX}lm_head.lora_A.weight"] = b.T
+        writer.tensors[f"{PREFIX}lm_head.lora_B.weight"] = a.T
+        writer.tensors[f"{PREFIX}lm_head.base_layer.weight"] = writer.base[f"{EMBEDDING}.weight"]
+
+
+def _tied_saved(writer: Writer) -> None:
+    _saved(writer, f"{EMBEDDING}.weight")
+    if "lm_head.weight" not in writer.base:
+        writer.tensors[f"{PREFIX}lm_head.weight"] = writer.tensors[f"{PREFIX}{EMBEDDING}.weight"]
+
+
 def _head(writer: Writer) -> None:
     """As PEFT saves it: with a copy of the head's base."""
     writer.lora(*writer.modules("down_proj"))
@@ -220,6 +246,17 @@ KINDS: Mapping[str, Kind] = {
     ),
     "embedding": Kind(_embedding, {"target_modules": ["q_proj", "embed_tokens"]}, **MERGED),
     "head": Kind(_head, {"target_modules": ["down_proj", "lm_head"]}, **MERGED),
+    "dora_embedding": Kind(_dora_embedding, {"target_modules": ["q_proj", "embed_tokens"], "use_dora": True}, **MERGED),
+    "tied_embedding": Kind(
+        _tied_embedding,
+        {"target_modules": ["q_proj", "embed_tokens", EMBEDDING], "ensure_weight_tying": True},
+        **MERGED,
+    ),
+    "tied_saved": Kind(
+        _tied_saved,
+        {"target_modules": ["v_proj"], "modules_to_save": ["embed_tokens", EMBEDDING], "ensure_weight_tying": True},
+        **MERGED,
+    ),
     "saved_head": Kind(
         lambda w: _saved(w, "lm_head.weight"),
         {"target_modules": ["v_proj"], "modules_to_save": ["lm_head"]},

@@ -20,7 +20,7 @@ from ..files import FILE_BYTES, read_json
 from ..gguf.folder import cache_directory
 from .chunked_file import CHUNK_BYTES, IN_FLIGHT, ChunkedFile
 from .ranged_files import PinnedFile, RangedFiles, open_files
-from .safetensors import INDEX, PICKLES, WHOLE, is_shard_name
+from .safetensors import INDEX, PICKLES, WHOLE, is_shard_name, needed_shards
 
 POINTER = "stream.json"
 SMALL = (  # files of a checkpoint besides its weights, where a server lists none
@@ -87,9 +87,9 @@ def _shards(files: RangedFiles, pins: Pins) -> Pins:
         return {}
     index = json.loads(_whole(files, INDEX, pins[INDEX]))
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
-    names = sorted(set(weight_map.values())) if isinstance(weight_map, dict) else []
-    if not names or not all(is_shard_name(name) for name in names):
+    if not isinstance(weight_map, dict) or not weight_map or not all(map(is_shard_name, weight_map.values())):
         raise CheckpointError(f"{files.url}{INDEX}: weight_map: must map tensors to names of safetensors files")
+    names = needed_shards(weight_map)
     found = _pinned(files, names)
     missing = [name for name in names if name not in found]
     if missing:

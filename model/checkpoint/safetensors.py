@@ -9,7 +9,7 @@ import json
 import math
 import mmap
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import CheckpointError, quoted, shown
+from ..families.wrappers import OTHER_HALVES
 from ..files import checkpoint_file, read_json
 from ..foreign import describe_folder
 from ..gguf.folder import is_gguf_folder
@@ -267,7 +268,7 @@ def _shard_names(root: Path) -> list[str]:
                     f"{INDEX} ({root}): weight_map: {shown(tensor)}: must be the name of a safetensors file in this "
                     f"folder, not {quoted(name)}"
                 )
-        return sorted(set(weight_map.values()))
+        return needed_shards(weight_map)
     if (root / "stream.json").is_file():
         raise CheckpointError(
             f"{root}: its weights are left where they are, and models that run through transformers read files; leave "
@@ -288,6 +289,16 @@ def _shard_names(root: Path) -> list[str]:
             "code or lose names; convert the checkpoint, or choose a revision that has model.safetensors"
         )
     raise CheckpointError(f"{root}: no {WHOLE} and no {INDEX}")
+
+
+def needed_shards(weight_map: Mapping[str, str]) -> list[str]:
+    """The shards of an index that hold a tensor of a text model: those of a vision tower alone are left out."""
+    needed = {shard for tensor, shard in weight_map.items() if not _is_of_other_half(tensor)}
+    return sorted(needed or set(weight_map.values()))
+
+
+def _is_of_other_half(tensor: str) -> bool:
+    return tensor.removeprefix("model.").partition(".")[0] in OTHER_HALVES
 
 
 def is_shard_name(value: object) -> bool:

@@ -17,7 +17,7 @@ from millrace.model.checkpoint.chunked_file import ChunkedFile
 from millrace.model.checkpoint.hub import resolve
 from millrace.model.checkpoint.ranged_files import BucketFiles, HttpFiles, PinnedFile, open_files
 from millrace.model.checkpoint.remote_folder import POINTER, fetch, opened_stream
-from millrace.model.checkpoint.safetensors import Checkpoint
+from millrace.model.checkpoint.safetensors import Checkpoint, needed_shards
 from millrace.model.checkpoint.streamed import StreamedCheckpoint
 from millrace.model.checkpoint.tensor_shapes import stored_tensors
 from millrace.model.errors import CheckpointError, DownloadError
@@ -142,6 +142,16 @@ def test_a_file_that_changes_ends_the_load(server, folder, tmp_path) -> None:
         check_equal(checkpoint, folder)
     with pytest.raises(CheckpointError, match="the file is cut or has grown"):
         streamed(server, tmp_path / "to")
+
+
+def test_a_shard_of_a_vision_tower_alone_is_neither_fetched_nor_opened(server, folder, tmp_path) -> None:
+    index = folder / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"] | {"model.vision_tower.a.weight": "vision.safetensors"}
+    server.files[index.name] = json.dumps({"weight_map": weight_map}).encode()
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    check_equal(Checkpoint(folder), folder)
+    check_equal(Checkpoint(fetch(server.url, tmp_path / "to")), folder)
+    assert needed_shards({"visual.a": "1.safetensors"}) == ["1.safetensors"]  # of a model that is nothing else
 
 
 def test_two_versions_of_a_checkpoint_are_two_folders(server, tmp_path) -> None:

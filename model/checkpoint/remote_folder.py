@@ -6,12 +6,14 @@ broken off goes on where it stopped.
 
 from __future__ import annotations
 
+import fcntl
 import fnmatch
 import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -133,7 +135,7 @@ def _download(
     root = base / f"{stem[:64]}-{hashlib.sha256(told.encode()).hexdigest()[:16]}"
     total, done = sum(pin.size for pin in pins.values()), 0
     try:
-        with ThreadPoolExecutor(IN_FLIGHT) as threads:
+        with _locked(root), ThreadPoolExecutor(IN_FLIGHT) as threads:
             for name, pin in pins.items():
                 path = root / name
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -148,6 +150,15 @@ def _download(
             "download_dir"
         ) from None
     return root
+
+
+@contextmanager
+def _locked(root: Path) -> Iterator[None]:
+    """Waits while another process, or thread, fills the folder."""
+    root.mkdir(parents=True, exist_ok=True)
+    with (root / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _save(files: RangedFiles, name: str, pin: PinnedFile, path: Path, threads: ThreadPoolExecutor) -> Iterator[int]:

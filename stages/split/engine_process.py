@@ -172,7 +172,9 @@ class EngineProcess:
     def _digests(config: EngineConfig) -> dict[str, str]:
         from ..loading.early import resolve  # imported while the model is loaded
 
-        return file_digests(resolve(replace(config, offline=True)))  # loaded before, so the Hub need not be asked
+        # loaded before, so the Hub need not be asked; elsewhere the files are pinned again, to find their folder
+        is_elsewhere = config.model is not None and "://" in config.model and not config.model.startswith("hf://")
+        return file_digests(resolve(config if is_elsewhere else replace(config, offline=True)))
 
     async def _start_stages(self, setup: Setup, loaded: Any, device: Device) -> None:
         if not loaded.info.num_blocks:

@@ -72,7 +72,7 @@ def test_a_streamed_checkpoint_has_the_tensors_of_its_files_and_stores_none(serv
     for name in sorted(checkpoint.names, reverse=True):
         assert checkpoint.array(name).shape == checkpoint.shape(name)
     stored = {path.name for path in checkpoint.root.iterdir()}
-    assert stored == {"config.json", "model.safetensors.index.json", POINTER}
+    assert stored == {"config.json", "model.safetensors.index.json", POINTER, ".lock"}
     assert 1 < server.most_in_flight <= 8
 
 
@@ -152,6 +152,15 @@ def test_a_shard_of_a_vision_tower_alone_is_neither_fetched_nor_opened(server, f
     check_equal(Checkpoint(folder), folder)
     check_equal(Checkpoint(fetch(server.url, tmp_path / "to")), folder)
     assert needed_shards({"visual.a": "1.safetensors"}) == ["1.safetensors"]  # of a model that is nothing else
+
+
+def test_two_downloads_at_once_are_one(server, folder, tmp_path) -> None:
+    with ThreadPoolExecutor(2) as threads:
+        roots = list(threads.map(lambda _: fetch(server.url, tmp_path / "to"), range(2)))
+    assert roots[0] == roots[1]
+    check_equal(Checkpoint(roots[0]), folder)
+    size = (folder / SHARDS[1]).stat().st_size
+    assert server.num_bytes[SHARDS[1]] == size + 2  # one to pin it, twice
 
 
 def test_two_versions_of_a_checkpoint_are_two_folders(server, tmp_path) -> None:

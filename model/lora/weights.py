@@ -7,15 +7,18 @@ An adapter with a tensor that lands nowhere is refused.
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..checkpoint.canonical import widened
-from ..checkpoint.safetensors import DTYPES, Checkpoint
+from ..checkpoint.safetensors import DTYPES, RAW_DTYPES, Checkpoint, Shard
 from ..checkpoint.whole_model import WholeModel, newer_name
 from ..errors import AdapterError, CheckpointError, quoted, shown
 from ..files import checkpoint_file
@@ -89,7 +92,10 @@ class AdapterFiles:
 
     def array(self, module: AdaptedModule, kind: str) -> NDArray[np.float32]:
         """A tensor of a module in float32; `check_shape` has seen it. Raises AdapterError for NaN or infinity."""
-        found = widened(self._file.array(module.tensors[kind]))
+        try:
+            found = widened(self._file.array(module.tensors[kind]))
+        except CheckpointError as error:
+            self.config.fail(str(error))
         if not np.isfinite(found).all():
             self.config.fail(f"{kind} of {module.label} holds NaN or infinity")
         return found
@@ -172,12 +178,49 @@ def _layer(path: str) -> int | None:
     return next((int(piece) for piece in path.split(".") if piece.isascii() and piece.isdigit()), None)
 
 
+class _ReadFile(Shard):
+    """A safetensors file that is read tensor by tensor: a file that is cut under a map would end the process."""
+
+    def __init__(self, root: Path, name: str) -> None:
+        self.name = name
+        path = checkpoint_file(root, name)
+        assert path is not None, "the caller has seen it"
+        try:
+            self._fd = os.open(path, os.O_RDONLY)
+        except OSError as error:
+            raise CheckpointError(f"{name} ({root}): cannot be read: {error.strerror}") from None
+        weakref.finalize(self, os.close, self._fd)
+        self._read_header(os.fstat(self._fd).st_size, self._read)
+
+    def raw(self, name: str) -> NDArray[Any]:
+        entry = self.entries[name]
+        content = np.frombuffer(self._read(entry.begin, entry.begin + entry.num_bytes), np.uint8)
+        return content.view(RAW_DTYPES[entry.dtype]).reshape(entry.shape)
+
+    def forget(self, name: str) -> None:
+        pass
+
+    def _read(self, begin: int, end: int) -> bytes:
+        content = bytearray()
+        try:
+            while len(content) < end - begin:
+                part = os.pread(self._fd, end - begin - len(content), begin + len(content))
+                if not part:
+                    break
+                content += part
+        except OSError as error:
+            raise CheckpointError(f"{self.name}: cannot be read: {error.strerror}") from None
+        if len(content) < end - begin:
+            raise CheckpointError(f"{self.name}: was cut while it was read; load it again")
+        return bytes(content)
+
+
 def _open(root: Path, config: AdapterConfig) -> Checkpoint:
     try:
         if checkpoint_file(root, TENSORS) is None:
             if (root / PICKLE).exists():
                 config.fail(f"{PICKLE} is a pickle; convert it to safetensors")
             config.fail(f"{root} holds no {TENSORS}")
-        return Checkpoint(root, [TENSORS])
+        return Checkpoint(root, [_ReadFile(root, TENSORS)])
     except CheckpointError as error:
         raise AdapterError(f"adapter {quoted(config.name)}: {error}") from None

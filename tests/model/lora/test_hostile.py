@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from millrace.model.checkpoint.whole_model import WholeModel
 from millrace.model.errors import AdapterError
 from millrace.model.families.registry import read_spec
 from millrace.model.lora.adapter import read_adapter
+from millrace.model.lora.weights import AdapterFiles
 from millrace.model.spec import DecoderSpec
 from tests.model.lora.peft_formats import PREFIX, write_adapter, write_base
 
@@ -167,6 +169,18 @@ def test_a_header_of_ten_gigabytes_in_a_sparse_file_is_not_read(base: tuple[Path
         file.write((10 << 30).to_bytes(8, "little"))
         file.truncate((10 << 30) + 8)
     assert "and at most 8388608 are read" in refusal(folder, base[1])
+
+
+def test_a_file_that_is_cut_while_it_is_read_ends_the_adapter_alone(
+    base: tuple[Path, DecoderSpec], tmp_path: Path
+) -> None:
+    folder = write_adapter("plain", base[0], tmp_path)
+    files = AdapterFiles(folder, WholeModel(base[1]), "x")
+    with (folder / TENSORS).open("r+b") as file:
+        file.truncate(4096)
+    with pytest.raises(AdapterError, match=f"adapter 'x': {TENSORS}: was cut while it was read"):
+        for module in files.modules.values():
+            files.array(module, "lora_B")
 
 
 @pytest.mark.parametrize("text", ["[]", "{", '{"r": ' + "[" * 5000, "\xff"])

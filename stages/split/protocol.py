@@ -38,7 +38,7 @@ from ..messages import (
     TokenRequest,
     TopLogprobs,
 )
-from ..outputs import CaptureReport, GraphBatch, ModelInfo
+from ..outputs import CaptureReport, GraphBatch, ModelInfo, WeightUse
 from ..params import SamplingParams, ThinkingBudget
 from ..pooling_params import PoolingParams
 from ..structured_outputs import StructuredOutputs, ThinkingSection
@@ -283,7 +283,7 @@ CODEC = Codec(
         *(TokenRequest, StepTokens, Started, TopLogprobs, Pooled, Begun, PromptLogprobs, PromptProgress),
         *(SamplingParams, CandidateParams, PoolingParams, StructuredOutputs, ThinkingSection, ThinkingBudget),
         *(Setup, EngineReady, ModelLoading, LoadState, NotStarted, Stop, Broken, Crashed, EngineConfig),
-        *(ModelInfo, Rates, MemoryTable, MemoryUse, MachineMemory, PoolingConfig, CaptureReport, GraphBatch),
+        *(ModelInfo, WeightUse, Rates, MemoryTable, MemoryUse, MachineMemory, PoolingConfig, CaptureReport, GraphBatch),
         *(RequestsEnded, ControlCauses, RequestFailed, ServiceTimes, Admitted, StatusQuery, StatusReply, Fault),
         *(CoreStatus, StageStatus, EdgeStatus, PoolStatus, BlockStatus, ChannelStats),
     ]

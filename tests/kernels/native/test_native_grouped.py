@@ -212,3 +212,21 @@ def test_matrices_that_are_one_product_keep_formats_together_or_not_at_all() -> 
     odd = small_shape(head_dim=26, rotary_dim=26, num_heads=7, num_kv_heads=1)
     assert not any("v_proj" in name for name in grouped.packable(odd, formats_of(odd, v_proj="Q8_0")))
     assert any("v_proj" in name for name in grouped.packable(odd, formats_of(odd)))
+
+
+@pytest.mark.parametrize("kept", ["lm_head", "down_proj", "qkv"])
+def test_matrices_without_a_format_are_multiplied_beside_packed_ones(kept: str) -> None:
+    checkpoint = Checkpoint.random(is_tied=False)
+    formats = formats_of(checkpoint.shape)
+    is_kept = {name for name in formats if kept in name or (kept == "qkv" and any(f"{p}_proj" in name for p in "qkv"))}
+    formats = {name: form for name, form in formats.items() if name not in is_kept}
+    codes = quantized(checkpoint, formats)
+    plain = {name: tensor for name, tensor in checkpoint.tensors.items() if name not in codes}
+    model = replace(checkpoint, tensors=plain).load("float32", formats=formats, num_threads=2, worth_a_thread=1)
+    for name, one in codes.items():
+        model.set_rows(name, 0, one)
+    numbers = {name: one.dequantize() for name, one in codes.items()}
+    exact = replace(checkpoint, tensors=plain | numbers).logits(tokens(30))
+    whole = Run(model).whole(tokens(30))
+    assert error(whole, exact) < 1e-3
+    assert np.array_equal(Run(model).whole(tokens(30), [1] * 30), whole)

@@ -11,12 +11,14 @@ programs fit, and that no register is spilled in a loop.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, NamedTuple
 
 import torch
 
+from ..tilings.attention import AttentionKind, StepShape
 from ..tilings.shared_memory import LARGE, MIDDLE, SMALL, block_bytes
+from ..tilings.tables import Tilings
 
 REGISTERS = 1 << 16  # of a multiprocessor
 MOST_REGISTERS = 255  # of a thread
@@ -53,6 +55,7 @@ class AttentionShape:
     cache_dtype: torch.dtype
     windows: tuple[int | None, ...] = (None,)  # each window that occurs, once; None = no window
     is_batch_invariant: bool = False  # a sequence's own length decides the cuts, so equal rows give equal bits
+    tilings: Tilings | None = field(default=None, compare=False)  # measured options of the card
 
     @property
     def group(self) -> int:
@@ -93,15 +96,23 @@ DECODE_SMALL: dict[Numbers, Rows] = DECODE_MIDDLE | {
     "half": ((64, Tiling(16, 64, 4, 3, 2)), (128, Tiling(16, 32, 4, 3, 2)), (256, Tiling(16, 16, 4, 3, 2))),
     "fp8": ((128, Tiling(16, 32, 4, 4, 3)), (256, Tiling(16, 32, 4, 4, 1))),
 }
-EXTEND_SMALL = EXTEND_MIDDLE
+EXTEND_SMALL: dict[Numbers, Rows] = EXTEND_MIDDLE | {
+    "half": ((64, Tiling(128, 64, 8, 3, 1)), (128, Tiling(64, 64, 8, 3, 1)), (256, Tiling(32, 32, 8, 3, 1))),
+    "fp8": ((128, Tiling(64, 64, 8, 3, 1)), (256, Tiling(32, 64, 8, 3, 1))),
+}
 TABLES = {
     "decode": {LARGE: DECODE, MIDDLE: DECODE_MIDDLE, SMALL: DECODE_SMALL},
     "extend": {LARGE: EXTEND, MIDDLE: EXTEND_MIDDLE, SMALL: EXTEND_SMALL},
 }
 
 
-def decode_tiling(shape: AttentionShape, capability: int) -> Tiling:
-    """The tiling of decode at that compute `capability` (80, 90, ...). A tile's rows are the heads of one group."""
+def decode_tiling(shape: AttentionShape, capability: int, num_rows: int | None = None) -> Tiling:
+    """The tiling of decode at that compute `capability` (80, 90, ...). A tile's rows are the heads of one group.
+
+    That which was measured for so many sequences if there is one, and `num_rows` is given.
+    """
+    if (measured := _measured("decode", shape, num_rows)) is not None:
+        return measured
     tiling = _row(TABLES["decode"][block_bytes(capability)], shape)
     rows = max(MIN_ROWS, next_power_of_2(shape.group))
     if rows > MIN_ROWS and shape.dtype != torch.float32:
@@ -109,14 +120,30 @@ def decode_tiling(shape: AttentionShape, capability: int) -> Tiling:
     return tiling._replace(block_m=rows)
 
 
-def extend_tiling(shape: AttentionShape, capability: int) -> Tiling:
-    """The tiling of extend. A tile's rows are whole tokens, `group` rows each, so `block_m >= group`."""
+def extend_tiling(shape: AttentionShape, capability: int, num_rows: int | None = None) -> Tiling:
+    """The tiling of extend. A tile's rows are whole tokens, `group` rows each, so `block_m >= group`.
+
+    That which was measured for so many tokens if there is one, and `num_rows` is given.
+    """
+    if (measured := _measured("extend", shape, num_rows)) is not None:
+        return measured
     tiling = _row(TABLES["extend"][block_bytes(capability)], shape)
     return tiling._replace(block_m=max(tiling.block_m, next_power_of_2(shape.group)))
 
 
 def next_power_of_2(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
+
+
+def _measured(kind: AttentionKind, shape: AttentionShape, num_rows: int | None) -> Tiling | None:
+    """None in batch-invariant mode too: tiles of another size would sum in another order for other numbers of rows."""
+    if shape.tilings is None or not num_rows or shape.is_batch_invariant:
+        return None
+    dtype, cache_dtype = (str(each).removeprefix("torch.") for each in (shape.dtype, shape.cache_dtype))
+    sizes: dict[str, Any] = {"dtype": dtype, "cache_dtype": cache_dtype}
+    step = StepShape(group=shape.group, head_dim=shape.head_dim, num_rows=num_rows, **sizes)
+    found = shape.tilings.attention(kind, step)
+    return None if found is None else Tiling(**asdict(found))
 
 
 def _row(table: dict[Numbers, Rows], shape: AttentionShape) -> Tiling:

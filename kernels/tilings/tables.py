@@ -11,7 +11,14 @@
               "options": {"form": "vector", "block_m": 4, "block_n": 4, "block_k": 1024, "fuses_norm": true},
               "us": 3.1                       optional, as are other keys beside shape and options: notes
             }
-          ]
+          ],
+          "decode": [
+            {
+              "shape": {"group": 2, "head_dim": 128, "num_rows": 256, "cache_dtype": "float8_e4m3fn"},
+              "options": {"block_m": 16, "block_n": 64, "num_warps": 4, "num_stages": 3, "occupancy": 3}
+            }
+          ],
+          "extend": []
         }
       }
     }
@@ -27,17 +34,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from .attention import AttentionKind, StepShape, StepTiling
 from .predicted import BYTES_PER_S, predicted_forms
 from .products import SHARED_BYTES, DtypeName, FormsByRows, ProductForm, ProductKind, ProductShape, why_library
 
 FORMAT = 1
 SHIPPED = Path(__file__).with_name("shipped.json")
-KERNELS: dict[str, tuple[type[Any], type[Any]]] = {"product": (ProductShape, ProductForm)}  # shape and options
+KERNELS: dict[str, tuple[type[Any], type[Any]]] = {  # shape and options
+    "product": (ProductShape, ProductForm),
+    "decode": (StepShape, StepTiling),
+    "extend": (StepShape, StepTiling),
+}
 
 Entries = Mapping[str, Mapping[Any, Any]]  # kernel -> shape -> options
 
@@ -80,6 +92,17 @@ class Tilings:
         sizes = (self.num_processors, self.shared_bytes, self.bytes_per_s)
         forms = predicted_forms(num_outputs, num_inner, kind, dtype, *sizes)
         return forms, "predicted" if forms else "predicted to be no slower"
+
+    def attention(self, kind: AttentionKind, shape: StepShape) -> StepTiling | None:
+        """The measured tiling of this shape for at least as many rows, else for the most; None = none was measured."""
+        if not self.is_on:
+            return None
+        found = {
+            each.num_rows: tiling
+            for each, tiling in self.entries.get(kind, {}).items()
+            if replace(each, num_rows=shape.num_rows) == shape
+        }
+        return found[min((rows for rows in found if rows >= shape.num_rows), default=max(found))] if found else None
 
 
 def load_tilings(
@@ -136,7 +159,7 @@ def parse_table(content: object, name: str) -> dict[str, Entries]:
 def write_table(
     path: Path, card: str, measured: str, entries: Mapping[str, Sequence[tuple[object, object, float]]]
 ) -> None:
-    """Writes the options of one card as a table; those of other cards in the file stay.
+    """Writes the options of one card as a table; those of other cards and other kernels in the file stay.
 
     `measured` says when and with which versions. `entries` has triples for each kernel: shape, options, and the
     microseconds measured. Raises TilingsError if the file there is no table, or if an entry is wrong.
@@ -145,12 +168,17 @@ def write_table(
     if path.exists():
         read_table(path)
         content = json.loads(path.read_text("utf-8"))
-    content["cards"][card] = {"measured": measured} | {
-        kernel: [
-            {"shape": _plain(shape), "options": _plain(options), "us": round(us, 3)} for shape, options, us in triples
-        ]
-        for kernel, triples in entries.items()
-    }
+    content["cards"][card] = (
+        content["cards"].get(card, {})
+        | {"measured": measured}
+        | {
+            kernel: [
+                {"shape": _plain(shape), "options": _plain(options), "us": round(us, 3)}
+                for shape, options, us in triples
+            ]
+            for kernel, triples in entries.items()
+        }
+    )
     parse_table(content, str(path))
     whole = path.with_name(path.name + ".part")  # so that a run that is cut leaves the old table
     whole.write_text(json.dumps(content, indent=1) + "\n", "utf-8")

@@ -95,7 +95,10 @@ def _divisions(
     device: torch.device,
 ) -> list[tuple[Division, Tiling]]:
     """The sizes of a step's lists: decode unless extend is joint, extend unless every sequence has one new token."""
-    tilings = {"decode": decode_tiling(shape, capability(device)), "extend": extend_tiling(shape, capability(device))}
+    tilings = {
+        "decode": decode_tiling(shape, capability(device), num_sequences),
+        "extend": extend_tiling(shape, capability(device), num_tokens),
+    }
     sizes = (num_sequences, num_tokens, num_processors)
     extend = divide("extend", shape, tilings["extend"], *sizes)
     if is_decode or not extend.is_joint:

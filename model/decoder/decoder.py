@@ -33,7 +33,8 @@ class Decoder:
     `max_positions` is the length of the longest sequence; None = the checkpoint's. A position beyond it is a bug of the
     caller. With `is_batch_invariant` the other sequences of a step do not change how attention is cut; only kernels
     with attention plans honour it, and products of few rows are then the library's. `tilings` are the launch options of
-    the card; None = all products are the library's. `adapters` are those of the linears in `weights`.
+    the card; None = all products are the library's, and attention has its own. `adapters` are those of the linears in
+    `weights`.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Decoder:
             self.dtype,
             tuple(dict.fromkeys(spec.windows)),
             is_batch_invariant,
+            tilings,
         )
         self._tables = [  # cos, sin of each of `spec.ropes`, [P, D_rot / 2] f32 each
             (self.on_device(cos), self.on_device(sin)) for cos, sin in decoder_tables(spec.ropes, self.max_positions)

@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 
+from millrace.kernels.layout.work_lists import AttentionShape, decode_tiling
 from millrace.kernels.layout.work_lists import Tiling as AttentionTiling
+from millrace.kernels.tilings.attention import StepTiling
 from millrace.kernels.tilings.products import LIBRARY, ProductForm
 from millrace.kernels.tilings.tables import load_tilings
 from millrace.kernels.triton import launch as triton_launch
 from tests.bench.gpu.place import Place
 from tests.bench.gpu.sweeps import attention, product_candidates, products
-from tests.bench.gpu.sweeps.choices import best_choices
 from tests.bench.gpu.sweeps.product_candidates import Product, ProductCase
 
 
@@ -98,12 +99,18 @@ def test_the_best_forms_are_a_table_that_an_engine_loads(tmp_path: Path, monkeyp
     assert table.product_forms(1024, 2048, "add", "bfloat16") == (((4, form), (64, LIBRARY)), "measured")
 
 
-def test_the_best_of_the_decisive_loads_is_what_steps_are_compared_with() -> None:
-    row = {"us": 1.0, "shipped_us": 2.0, "min_tiles": 1}
-    rows = [
-        row | {"kind": "decode", "name": "m decode 256 x 1024", "tiling": [16, 64, 4, 3, 3]},
-        row | {"kind": "decode", "name": "m decode 1 x 1024", "tiling": [16, 32, 4, 3, 3]},
-        row | {"kind": "extend", "name": "m extend 1 x 8192", "tiling": [128, 64, 8, 3, 1], "us": 2.0},
-        {"name": "m extend 1 x 8192 by cudnn_attention", "us": 0.5},
-    ]
-    assert best_choices(rows) == {"decode": attention.Choice(AttentionTiling(16, 64, 4, 3, 3), 1)}
+def test_the_best_tilings_of_attention_are_in_the_table_beside_products(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Place, "dtype", torch.bfloat16)
+    monkeypatch.setattr(Place, "name", "NVIDIA H200")
+    case = next(each for each in attention.cases_of(None) if each.is_fp8)
+    place, step = replace(Found().place, out=tmp_path), attention.step_of(case)
+    tiling = StepTiling(block_m=16, block_n=64, num_warps=4, num_stages=4, occupancy=2)
+    attention.tabulate(place, {"decode": {step: (tiling, 120.0)}, "extend": {}})
+    product = ProductCase(Product("m output", 1024, 2048, "add"), 4)
+    products.tabulate(place, [(product.shape, LIBRARY, 5.0)])
+    table = load_tilings(str(tmp_path / attention.TABLE), "NVIDIA H200", 132)
+    assert table.attention("decode", step) == tiling and table.find("product", product.shape) == LIBRARY
+    shape = AttentionShape(16, 8, 128, torch.bfloat16, torch.float8_e4m3fn, tilings=table)
+    assert decode_tiling(shape, 90, 64) == (16, 64, 4, 4, 2)

@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from millrace.kernels.layout.attention_tilings import AttentionShape, decode_tiling, extend_tiling
 from millrace.kernels.tilings import tables
+from millrace.kernels.tilings.attention import StepShape, StepTiling
 from millrace.kernels.tilings.predicted import predicted_forms
 from millrace.kernels.tilings.products import LIBRARY, SHARED_BYTES, ProductForm, ProductShape, why_library
 from millrace.kernels.tilings.shared_memory import SMALL
-from millrace.kernels.tilings.tables import TilingsError, load_tilings, parse_table, read_table, write_table
+from millrace.kernels.tilings.tables import Tilings, TilingsError, load_tilings, parse_table, read_table, write_table
 
 SHAPE = ProductShape(num_outputs=4096, num_inner=1024, kind="plain", num_rows=4)
 FORM = ProductForm(form="vector", block_m=4, block_n=4, block_k=1024, fuses_norm=True)
@@ -56,7 +59,10 @@ def test_off_leaves_all_products_to_the_library() -> None:
 WRONG: list[tuple[object, str]] = [
     ([], "must be an object with names, got list"),
     ({"format": 2, "cards": {}}, "format = 2: must be 1"),
-    ({"format": 1, "cards": {CARD: {"products": []}}}, "NVIDIA H200: kernel 'products': must be one of product"),
+    (
+        {"format": 1, "cards": {CARD: {"products": []}}},
+        "NVIDIA H200: kernel 'products': must be one of product, decode, extend",
+    ),
     ({"format": 1, "cards": {CARD: {"product": {}}}}, "product: must be a list of entries"),
     ({"format": 1, "cards": {CARD: {"product": [{}]}}}, r"product\[0\]: shape: must be an object"),
     (table({"rows": 3}), r"product\[0\]: shape: rows: must be among num_outputs, "),
@@ -149,3 +155,56 @@ def test_what_shows_no_clear_margin_is_left_to_the_library(product: tuple[int, i
 def test_products_that_do_not_qualify_say_why(size: tuple[int, int], dtype: Any, reason: str) -> None:
     assert reason in str(why_library(*size, dtype))
     assert predicted_forms(*size, "plain", dtype, 132) == ()
+
+
+STEP = StepShape(group=2, head_dim=128, num_rows=64)
+WIDE = StepTiling(block_m=16, block_n=64, num_warps=4, num_stages=3, occupancy=3)
+
+
+def test_a_step_has_the_tiling_of_the_next_number_of_rows_that_was_measured(tmp_path: Path) -> None:
+    path, narrow = tmp_path / "tilings.json", replace(WIDE, block_n=32, occupancy=4)
+    write_table(path, CARD, "today", {"product": [(SHAPE, FORM, 3.1)]})
+    write_table(path, CARD, "later", {"decode": [(STEP, narrow, 70.0), (replace(STEP, num_rows=256), WIDE, 280.0)]})
+    found = load_tilings(str(path), CARD, 132)
+    assert found.find("product", SHAPE) == FORM, "what is written of one kernel leaves the others"
+    tilings = [found.attention("decode", replace(STEP, num_rows=rows)) for rows in (1, 64, 65, 256, 999)]
+    assert tilings == [narrow, narrow, WIDE, WIDE, WIDE]
+    others = (replace(STEP, group=4), replace(STEP, head_dim=64), replace(STEP, cache_dtype="float8_e4m3fn"))
+    assert [found.attention("decode", other) for other in others] == [None] * 3
+    assert found.attention("extend", STEP) is None and replace(found, is_on=False).attention("decode", STEP) is None
+
+
+def test_attention_takes_the_measured_tiling_but_in_batch_invariant_mode() -> None:
+    table = Tilings(CARD, "here", {"decode": {STEP: replace(WIDE, num_warps=8)}})
+    shape = AttentionShape(16, 8, 128, torch.bfloat16, torch.bfloat16, tilings=table)
+    assert decode_tiling(shape, 90, 3) == (16, 64, 8, 3, 3)
+    own = decode_tiling(replace(shape, tilings=None), 90, 3)
+    assert own == (16, 64, 4, 3, 3) == decode_tiling(shape, 90)
+    assert decode_tiling(replace(shape, is_batch_invariant=True), 90, 3) == own
+    assert extend_tiling(shape, 90, 3) == extend_tiling(shape, 90)
+
+
+@pytest.mark.parametrize("capability", [86, 89, 120, 133])
+def test_a_card_with_little_shared_memory_takes_small_tiles(capability: int) -> None:
+    """Keys and values of a tile, in as many buffers as the compiler makes, fit what a block has there."""
+    for head_dim in (64, 128, 256):
+        shape = AttentionShape(32, 8, head_dim, torch.bfloat16, torch.bfloat16)
+        for tiling in (decode_tiling(shape, capability), extend_tiling(shape, capability)):
+            assert tiling.occupancy * 2 * (tiling.num_stages - 1) * tiling.block_n * head_dim * 2 <= SMALL
+    large = AttentionShape(32, 8, 128, torch.bfloat16, torch.bfloat16)
+    assert extend_tiling(large, 100) == extend_tiling(large, 90) != extend_tiling(large, capability)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"block_n": 48}, "block_n = 48: must be a power of two"),
+        ({"num_stages": 9}, "num_stages = 9: must be 1 to 8"),
+        ({"block_m": 8}, "block_m, block_n = 8, 64: must be at least 16, 16 with group = 2"),
+    ],
+)
+def test_a_wrong_tiling_of_attention_is_named(options: dict[str, int], message: str) -> None:
+    plain = {"block_m": 16, "block_n": 64, "num_warps": 4, "num_stages": 3, "occupancy": 3}
+    entry = {"shape": {"group": 2, "head_dim": 128, "num_rows": 64}, "options": plain | options}
+    with pytest.raises(TilingsError, match=r"decode\[0\].*" + message):
+        parse_table({"format": 1, "cards": {CARD: {"decode": [entry]}}}, "t.json")

@@ -146,8 +146,7 @@ def line_of(place: Place, subject: Subject, configuration: Configuration, loads:
     num_rows = [min(rows, subject.max_num_seqs) for rows in num_rows]
     num_tokens = (64,) if place.is_dry else tuple(n for n in MIXED_GRAPHS if n <= subject.max_step_tokens)
     sizes: dict[str, Any] = {"num_rows": num_rows, "num_tokens": num_tokens, "kinds": KINDS}
-    with configuration.applied():
-        return subject.line(streams_of(place), time.perf_counter, tilings=configuration.tilings, **sizes)
+    return subject.line(streams_of(place), time.perf_counter, tilings=configuration.tilings, **sizes)
 
 
 def compare(

@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import date
 from itertools import product
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -21,6 +23,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from millrace.kernels import kernel_set
 from millrace.kernels.layout import work_lists
 from millrace.kernels.layout.work_lists import AttentionShape, Division, Tiling
+from millrace.kernels.tilings.attention import CacheName, StepShape, StepTiling
+from millrace.kernels.tilings.tables import write_table
 from millrace.kernels.triton import attention_plan as triton_plan
 from millrace.kernels.triton.launch import capability
 from tests.bench.gpu.floors import GPU_SHAPES
@@ -30,6 +34,7 @@ from tests.bench.gpu.trials.layers import Widths
 from tests.bench.gpu.trials.timing import clock_of
 from tests.bench.gpu.trials.trial import far
 
+TABLE, TABLE_BLOCK = "tilings.json", 16  # tokens of a block, in cases that go into the table
 NUM_LAYERS = 4  # of the cache, of which one is read
 LEAST_S = 1.0  # a load takes, with its candidates
 SMALL = 80  # tokens of a sequence that is compiled for: more change nothing
@@ -81,15 +86,38 @@ class Case:
         return self.name
 
 
+Best = dict[str, dict[StepShape, tuple[StepTiling, float]]]
+
+
 def run(place: Place) -> None:
-    """Tells a row for each candidate, one for the best, and those of other libraries."""
+    """Tells a row for each candidate, one for the best, which goes into the table, and those of other libraries."""
+    best: Best = {"decode": {}, "extend": {}}
     for case in place.in_time(cases_of(place), LEAST_S):
         with place.trying(case):
-            sweep(place, case)
+            found = sweep(place, case)
+            if found is not None and case.block_size == TABLE_BLOCK:
+                best[case.kind].setdefault(step_of(case), found)  # what decides most comes first
+                tabulate(place, best)
 
 
-def sweep(place: Place, case: Case) -> None:
-    """One load."""
+def step_of(case: Case) -> StepShape:
+    """The shape in a table."""
+    widths, num_rows = case.widths, sum(num_new for num_new, _ in case.load)
+    cache: CacheName = "float8_e4m3fn" if case.is_fp8 else "bfloat16"
+    group = widths.num_heads // widths.num_groups
+    return StepShape(group=group, head_dim=widths.head_dim, num_rows=num_rows, cache_dtype=cache)
+
+
+def tabulate(place: Place, best: Best) -> None:
+    """The table is whole after each case."""
+    if place.out is not None and place.dtype == torch.bfloat16:
+        measured = f"{date.today().isoformat()}, torch {torch.__version__}, triton {triton.__version__}"
+        entries = {kind: [(shape, *each) for shape, each in found.items()] for kind, found in best.items()}
+        write_table(place.out / TABLE, place.name, measured, entries)
+
+
+def sweep(place: Place, case: Case) -> tuple[StepTiling, float] | None:
+    """One load: its best tiling among those that leave the shortest stretch to `divide`, with its time."""
     clock = clock_of(place.device)
     draw = torch.Generator(place.device).manual_seed(place.seed)
     kinds = {"is_fp8": case.is_fp8, "block_size": case.block_size}
@@ -111,7 +139,7 @@ def sweep(place: Place, case: Case) -> None:
             found.append((us, choice, floor_us))
             place.tell({"name": name, "us": us, "floor_us": floor_us, "plan_us": plan_us, "is_shown": False})
     if not found:
-        return
+        return None
     shipped_us = found[0][0]
     us, choice, floor_us = min(found, key=lambda each: each[0])
     best = {"kind": case.kind, "tiling": tuple(choice.tiling), "min_tiles": choice.min_tiles}
@@ -119,6 +147,8 @@ def sweep(place: Place, case: Case) -> None:
     for name, launch in others(case, load, place):
         with place.trying(f"{case} {name}"):
             place.tell({"name": f"{case} {name}", "us": clock.us(launch), "floor_us": floor_us})
+    least_us, choice, _ = min((each for each in found if each[1].min_tiles is None), key=lambda each: each[0])
+    return StepTiling(**choice.tiling._asdict()), least_us
 
 
 def others(case: Case, load: AttentionLoad, place: Place) -> Iterator[tuple[str, Callable[[], dict[str, Tensor]]]]:

@@ -25,13 +25,13 @@ from millrace.kernels.triton.products import gated_linear, linear_add, norm_line
 from millrace.model.decoder.linear import Linear
 from tests.bench.gpu.floors import GPU_SHAPES
 from tests.bench.gpu.place import TINY, Place
+from tests.bench.gpu.sweeps.attention import TABLE
 from tests.bench.gpu.sweeps.product_candidates import Product, ProductCase, forms_of, products_of
 from tests.bench.gpu.trials import oracle
 from tests.bench.gpu.trials.layers import Widths
 from tests.bench.gpu.trials.timing import Clock, clock_of
 from tests.bench.gpu.trials.trial import Tensors, far
 
-TABLE = "tilings.json"
 ROWS, DRY_ROWS = (1, 4, 16, 64, 256, 8, 32), (3,)  # what decides most first
 CHAIN_BYTES = 768 << 20  # of weights: many times an L2 cache
 NUM_CHAINS = 5

@@ -88,11 +88,14 @@ def assert_alike(
     soft_cap: float | None = None,
     scales: Scales | None = None,
     is_batch_invariant: bool = False,
+    *,
+    is_apart: bool = False,  # by two lists as well
     **others: torch.Tensor | int,
 ) -> None:
     want = attend(case, window, None, soft_cap, scales, is_twin=True, **others)
     plans = [plan_of(case, window, num_processors, is_batch_invariant)]
-    if not plans[0].decode:
+    if is_apart:
+        assert not plans[0].decode
         with apart():
             plans.append(plan_of(case, window, num_processors))
     for plan in plans:
@@ -240,12 +243,17 @@ def test_extend(head_dim: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_mixed_batch_with_padding(layout: str) -> None:
-    assert_alike(make_case([1, 5, 0, 1, 1, 12, 0], [9, 5, 0, 36, 0, 40, 7], layout=layout))
+    assert_alike(
+        make_case([1, 5, 0, 1, 1, 12, 0], [9, 5, 0, 36, 0, 40, 7], layout=layout),
+        None,
+        7,
+        is_apart=layout == LAYOUTS[0],
+    )
 
 
 @pytest.mark.parametrize("window", [1, 3, 8, 35])
 def test_a_mixed_batch_with_a_window(window: int) -> None:
-    assert_alike(make_case([1, 7, 20], [38, 40, 20]), window)
+    assert_alike(make_case([1, 7, 20], [38, 40, 20]), window, 3, is_apart=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -256,7 +264,7 @@ def test_a_mixed_batch_in_pieces(window: int | None, dtype: torch.dtype) -> None
     with apart():
         plan = plan_of(case, window, 5)
     assert plan.decode[window].counts[1] and plan.extend[window].counts[1]
-    assert_alike(case, window, 5)
+    assert_alike(case, window, 5, is_apart=dtype == torch.float32)
 
 
 def test_rows_past_the_last_sequence_are_zero() -> None:
@@ -344,7 +352,7 @@ def test_caches_in_8_bits_are_scaled(num_new: list[int], window: int | None, dty
     small = replace(case, k_cache=case.k_cache.to(torch.float8_e4m3fn), v_cache=case.v_cache.to(torch.float8_e4m3fn))
     assert small.k_cache.float().isnan().any()
     scales = Scales(torch.tensor([0.5, 2.0]), torch.tensor([1.25, 0.75]))
-    assert_alike(small, window, 2, scales=scales)
+    assert_alike(small, window, 3, scales=scales, is_apart=num_new[1] > 1 and dtype == torch.float32)
 
 
 def test_a_scale_of_one_can_be_left_out() -> None:

@@ -76,7 +76,9 @@ class LoraLinear(Linear):
         return self._base(x) if self._table.is_idle else self._adapted(x).to(x.dtype)
 
     def unrounded(self, x: Tensor) -> Tensor:
-        return self._base.unrounded(x) if self._table.is_idle else self._adapted(x)
+        """As the base's, in the same dtype: what follows a product takes the dtype that it has without adapters."""
+        product = self._base.unrounded(x)
+        return product if self._table.is_idle else self._with_updates(product, x).to(product.dtype)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         if self._table.is_idle:
@@ -85,9 +87,13 @@ class LoraLinear(Linear):
 
     def _adapted(self, x: Tensor) -> Tensor:
         """The product with all updates, [T, M] f32."""
-        product = self._base.unrounded(x).float()
-        self._table.add(product, x, self._place)
-        return product
+        return self._with_updates(self._base.unrounded(x), x)
+
+    def _with_updates(self, product: Tensor, x: Tensor) -> Tensor:
+        """A product of the base [T, M] with all updates, f32."""
+        wide = product.float()
+        self._table.add(wide, x, self._place)
+        return wide
 
     @property
     def weight(self) -> Tensor:

@@ -18,6 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from millrace.deploy.config import ServerConfig
 from millrace.deploy.server.server import Server
+from millrace.model.decoder import weights as model_weights
+from millrace.model.decoder.linear import EvenLinear, Linear, PackedLinear, WidenedLinear, linear_form
 from millrace.stages import Engine, SamplingParams
 from millrace.stages.errors import ConfigError, Refused
 from millrace.stages.recordings.reader import Recording
@@ -124,6 +126,27 @@ def test_a_mixed_batch_answers_as_the_merged_checkpoints_do_and_its_recording_re
     assert replay.difference is None and replay.recording.engine.max_loras == 2
     requests = read_trace(path).requests
     assert {bool(request.adapter) for request in requests} == {True, False}, "a simulation knows them"
+
+
+FORMS = [Linear, EvenLinear, WidenedLinear]
+if linear_form(torch.device("cpu"), torch.float32, 1) is PackedLinear:
+    FORMS.append(PackedLinear)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_adapter_answers_in_bfloat16_on_every_form_of_linear(
+    folder: Path, wanted: Any, form: type[Linear], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_weights, "linear_form", lambda *_, **__: form)
+
+    async def live() -> None:
+        async with engine_of(folder, dtype="bfloat16") as engine:
+            alone = await tokens(engine, PROMPTS[1], "two")
+            mixed = await asyncio.gather(*(tokens(engine, PROMPTS[1], name) for name in (None, "two", "one")))
+        assert alone[0] == wanted["two", 1][0] and mixed[1][0] == alone[0]
+        assert [len(answer) for answer in mixed] == [16] * 3 and mixed[2] != mixed[0] != mixed[1]
+
+    asyncio.run(live())
 
 
 def test_reloads_and_unloads_under_load_give_no_stale_answer(folder: Path, wanted: Any) -> None:

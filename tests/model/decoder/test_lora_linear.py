@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from millrace.model.decoder.linear import Linear
+from millrace.model.decoder.linear import EvenLinear, Linear, PackedLinear, WidenedLinear, linear_form
 from millrace.model.decoder.lora_linear import LoraLinear, LoraTable
 from millrace.model.lora.adapter import Adapter, AdapterSlice
 
@@ -57,3 +57,28 @@ def test_steps_without_adapters_and_linears_without_slices_are_the_base_bit_for_
     table.begin_step(np.array([1, 1, 0, 1, 1]))
     assert torch.equal(other(x), base(x)) and torch.equal(linear(x)[2], base(x)[2])
     assert not torch.equal(linear(x)[0], base(x)[0])
+
+
+FORMS = [Linear, EvenLinear, WidenedLinear]
+if linear_form(torch.device("cpu"), torch.float32, 1) is PackedLinear:
+    FORMS.append(PackedLinear)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("num_tokens", [1, NUM_TOKENS])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_product_with_updates_has_the_dtype_that_it_has_without(
+    form: type[Linear], num_tokens: int, dtype: torch.dtype
+) -> None:
+    x, table = torch.randn(num_tokens, NUM_IN).to(dtype), LoraTable(1, torch.device("cpu"))
+    table.load(1, adapter(4, (0, 4, 3)))
+    linear = LoraLinear(form(torch.randn(NUM_OUT, NUM_IN).to(dtype)), table, (0, "qkv"))
+
+    def dtypes() -> list[torch.dtype]:
+        residual = torch.zeros(num_tokens, NUM_OUT, dtype=dtype)
+        return [linear(x).dtype, linear.unrounded(x).dtype, linear.add_to(residual, x).dtype]
+
+    table.begin_step(None)
+    without = dtypes()
+    table.begin_step(np.ones(num_tokens, np.int64))
+    assert dtypes() == without

@@ -30,8 +30,8 @@ def adapters(engine: Engine) -> Iterator[Metric]:
     info.add_metric([str(len(slots.slots)), running, waiting], time.time())
     yield info
     yield counter("millrace:lora_loads", "Adapters loaded into a device slot.", slots.num_loads, {})
-    yield counter("millrace:lora_host_loads", "Adapters read from disk.", gate.num_loads, {})
-    yield counter("millrace:lora_host_load_seconds", "Time to read them.", gate.load_seconds, {})
+    yield counter("millrace:lora_host_loads", "Adapters read from disk.", gate.loader.num_loads, {})
+    yield counter("millrace:lora_host_load_seconds", "Time to read them.", gate.loader.load_seconds, {})
     yield counter("millrace:lora_host_evictions", "Adapters evicted from the host.", gate.store.num_evicted, {})
     yield gauge("millrace:lora_resident", "Adapters in device slots.", slots.num_resident, {})
     yield gauge("millrace:lora_host_adapters", "Adapters in host memory.", len(gate.store), {})

@@ -4,5 +4,5 @@ Owns: the names that clients may send, what each computes (its digest), the adap
 In: names and folders from the settings and the API; requests, before they may wait for a slot.
 Out: requests with the digest of their adapter; tensors for the device thread, by digest.
 Imports: the root of `stages`, `runtime`, `model/lora`.
-Start with: `registry.py`, then `gate.py`; the device's slots are in `schedule/adapter_slots.py`.
+Start with: `registry.py`, then `gate.py` and `loader.py`; the device's slots are in `schedule/adapter_slots.py`.
 """

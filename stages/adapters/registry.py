@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import bisect
 import difflib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...runtime.env.log import get_logger
 from ..errors import ConfigError, Refused
 
 MAX_NAME_CHARS = 256
+MAX_CANDIDATES = 100  # names that are compared with an unknown one, for the message
+MAX_COMPARED_CHARS = 64
+
+log = get_logger("millrace.stages")
 
 
 class UnknownAdapter(Refused):
@@ -21,7 +27,7 @@ class UnknownAdapter(Refused):
 
 @dataclass(slots=True, eq=False)
 class AdapterEntry:
-    """One name. `digest` is that of its last load; "" before the first."""
+    """One name. `digest` is that of its first load; "" before. An entry never changes its digest."""
 
     name: str
     path: Path
@@ -38,15 +44,17 @@ class AdapterEntry:
 class AdapterRegistry:
     """Adapters by name: those of the settings, those of a folder, and those loaded while the engine runs.
 
-    A folder is listed again when a name is not known. An entry is replaced when its name is loaded again, so requests
-    in progress go on with the digest that they have.
+    The folder is listed once; a name that is not known is looked up in it. An entry is replaced when its name is
+    loaded again, so requests in progress go on with the digest that they have. Any thread may look a name up, so names
+    change, and are copied, in single operations; only the event loop publishes and removes them.
     """
 
     def __init__(self, modules: dict[str, Path], folder: Path | None = None) -> None:
         self.folder = folder
         self._entries = {name: AdapterEntry(name, path) for name, path in modules.items()}
-        self._hidden: set[str] = set()  # names of the folder that were unloaded
-        self.scan()
+        self._module_names = frozenset(modules)
+        self._hidden: set[str] = set()  # names of the folder that were unloaded, or that the model has
+        self._list_folder()
 
     def __iter__(self) -> Iterator[AdapterEntry]:
         return iter(list(self._entries.values()))
@@ -56,9 +64,8 @@ class AdapterRegistry:
 
     def find(self, name: str) -> AdapterEntry | None:
         """The adapter of that name; None if there is none."""
-        if name not in self._entries:
-            self.scan()
-        return self._entries.get(name)
+        entry = self._entries.get(name)
+        return self._find_in_folder(name) if entry is None else entry
 
     def require(self, name: str) -> AdapterEntry:
         """The adapter of that name. Raises `Refused` 404, with the nearest names, if there is none."""
@@ -69,42 +76,71 @@ class AdapterRegistry:
         return entry
 
     def near_misses(self, name: str) -> str:
-        """The nearest names, for an error message; "" if there are none."""
-        near = difflib.get_close_matches(name[:MAX_NAME_CHARS], self._entries, n=3)
+        """The nearest names, for an error message; "" if there are none. Of many names, only its neighbours count."""
+        known, name = sorted(self._entries), name[:MAX_COMPARED_CHARS]
+        place = max(0, bisect.bisect(known, name) - MAX_CANDIDATES // 2)
+        near = difflib.get_close_matches(name, known[place : place + MAX_CANDIDATES], n=3)
         return f"; did you mean {' or '.join(near)}?" if near else ""
 
-    def put(self, name: str, path: Path) -> AdapterEntry:
-        """Adds a name, or replaces its entry."""
-        self._hidden.discard(name)
-        self._entries[name] = AdapterEntry(name, path)
-        return self._entries[name]
-
-    def restore(self, name: str, entry: AdapterEntry | None) -> None:
-        """Takes `put` back, after a load that failed; `entry` was there before."""
-        if entry is None:
-            self._entries.pop(name, None)
-        else:
-            self._entries[name] = entry
+    def publish(self, entry: AdapterEntry, before: AdapterEntry | None) -> bool:
+        """Makes a loaded adapter the one of its name; False if the name does not lead to `before` any more."""
+        if self._entries.get(entry.name) is not before:
+            return False
+        self._entries[entry.name] = entry
+        self._hidden.discard(entry.name)
+        return True
 
     def remove(self, name: str) -> AdapterEntry | None:
         """Removes a name at once; None if it is not known."""
         entry = self.find(name)
         if entry is not None:
-            del self._entries[name]
-            self._hidden.add(name)
+            self._hide({name})
         return entry
 
-    def scan(self) -> None:
-        """Adds the adapters in the folder: each subfolder with an adapter_config.json, by its name."""
-        if self.folder is None:
-            return
+    def exclude(self, names: Collection[str]) -> None:
+        """Keeps the model's own names from adapters. Raises `ConfigError` if lora_modules has one of them."""
+        for name in sorted(self._module_names & set(names)):
+            raise ConfigError(f"lora_modules: {name} is the model's own name; give the adapter another one")
+        for name in set(names) & set(self._entries):
+            log.warning("adapter.name_taken", name=name)
+        self._hide(names)
+
+    def _hide(self, names: Collection[str]) -> None:
+        self._hidden.update(names)
+        for name in names:
+            self._entries.pop(name, None)
+
+    # -- the folder
+
+    def _list_folder(self) -> None:
+        """Adds each subfolder with an adapter_config.json, by its name."""
         try:
-            found = sorted(path for path in self.folder.iterdir() if (path / "adapter_config.json").is_file())
+            names = [] if self.folder is None else sorted(path.name for path in self.folder.iterdir())
         except OSError:
             return
-        for path in found:
-            if path.name not in self._hidden and len(path.name) <= MAX_NAME_CHARS:
-                self._entries.setdefault(path.name, AdapterEntry(path.name, path))  # a thread may look a name up
+        for name in names:
+            self.find(name)
+
+    def _find_in_folder(self, name: str) -> AdapterEntry | None:
+        path = None if name in self._hidden else self._subfolder(name)
+        if path is None:
+            return None
+        entry = self._entries.setdefault(name, AdapterEntry(name, path))
+        if name in self._hidden:  # it was removed in the meantime
+            self._entries.pop(name, None)
+            return None
+        return entry
+
+    def _subfolder(self, name: str) -> Path | None:
+        """The subfolder of that name, if it is one, holds an adapter and lies in the folder."""
+        if self.folder is None or "/" in name or name_problem(name):
+            return None
+        try:
+            path = self.folder / name
+            is_inside = path.resolve().parent.is_relative_to(self.folder.resolve())
+            return path if is_inside and (path / "adapter_config.json").is_file() else None
+        except (OSError, ValueError, RuntimeError):  # a name that is too long, or a loop of links
+            return None
 
     def path_of(self, text: str) -> Path:
         """The folder that a client names, which must be in the registry's folder. Raises `Refused`."""
@@ -112,14 +148,27 @@ class AdapterRegistry:
             raise Refused(
                 "lora_path: this server loads adapters from its --lora-dir only, and has none", param="lora_path"
             )
-        root = self.folder.resolve()
-        path = (root / text).resolve()
-        if not path.is_relative_to(root) or path == root:
+        try:
+            root = self.folder.resolve()
+            path = (root / text).resolve()
+            is_inside, is_folder = path.is_relative_to(root) and path != root, path.is_dir()
+        except (OSError, ValueError, RuntimeError):  # a NUL, a name that is too long, or a loop of links
+            raise Refused(f"lora_path = {text[:256]!r}: is not a path of this system", param="lora_path") from None
+        if not is_inside:
             raise Refused(f"lora_path = {text[:256]!r}: must be a folder in the server's --lora-dir", param="lora_path")
-        if not path.is_dir():
+        if not is_folder:
             message = f"lora_path = {text[:256]!r}: no such folder in the server's --lora-dir"
             raise UnknownAdapter(message, code="not_found", param="lora_path")
         return path
+
+
+def name_problem(name: str) -> str:
+    """What is wrong with an adapter's name, and what is right; "" if it may be used."""
+    if not name or len(name) > MAX_NAME_CHARS:
+        return f"has {len(name)} characters: must have 1 to {MAX_NAME_CHARS}"
+    if "," in name or not name.isprintable() or name in (".", ".."):
+        return "must be of printable characters, without commas, and neither . nor .."
+    return ""
 
 
 def parse_modules(modules: tuple[str, ...]) -> dict[str, Path]:
@@ -127,8 +176,10 @@ def parse_modules(modules: tuple[str, ...]) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for text in modules:
         name, _, path = text.partition("=")
-        if not name or not path or len(name) > MAX_NAME_CHARS:
+        if not name or not path:
             raise ConfigError(f"lora_modules = {text}: must be name=path, as in sql=/adapters/sql")
+        if problem := name_problem(name):
+            raise ConfigError(f"lora_modules = {text[:300]}: the name {problem}")
         if name in found:
             raise ConfigError(f"lora_modules: two adapters have the name {name}; give each its own")
         found[name] = Path(path)

@@ -18,6 +18,7 @@ class AdapterStore:
         """`has_slot` says whether a digest has a device slot, or is being loaded into one."""
         self.max_adapters = max_adapters
         self.num_evicted = 0
+        self.num_reserved = 0  # adapters that are being read
         self._has_slot = has_slot
         self._adapters: OrderedDict[str, Adapter] = OrderedDict()  # the least recently used first
         self._num_users: Counter[str] = Counter()
@@ -35,7 +36,7 @@ class AdapterStore:
 
     def num_users(self, digest: str) -> int:
         """Requests in progress that use an adapter."""
-        return self._num_users[digest]
+        return self._num_users.get(digest, 0)
 
     def get(self, digest: str) -> Adapter:
         """An adapter that a step loads. It is there: it is kept from before the step was planned."""
@@ -55,18 +56,30 @@ class AdapterStore:
         if not self._num_users[digest]:
             del self._num_users[digest]
 
-    def add(self, adapter: Adapter) -> bool:
-        """Stores an adapter; False if those in use leave no room. One of the same digest stays."""
-        if adapter.digest in self._adapters:
-            return True
-        while len(self._adapters) >= self.max_adapters:
+    def reserve(self) -> bool:
+        """Makes room for one adapter, which `add` or `cancel_reservation` takes; False if those in use leave none."""
+        while len(self._adapters) + self.num_reserved >= self.max_adapters:
             unused = next((digest for digest in self._adapters if not self._is_needed(digest)), None)
             if unused is None:
                 return False
             del self._adapters[unused]
             self.num_evicted += 1
-        self._adapters[adapter.digest] = adapter
+        self.num_reserved += 1
         return True
+
+    def cancel_reservation(self) -> None:
+        """Gives back the room of an adapter that could not be read."""
+        self.num_reserved -= 1
+
+    def add(self, adapter: Adapter) -> None:
+        """Stores an adapter in reserved room. One of the same digest stays."""
+        self.num_reserved -= 1
+        self._adapters.setdefault(adapter.digest, adapter)
+
+    def find_to_drain(self) -> str | None:
+        """The least recently used adapter that requests use, one without a device slot if there is one."""
+        in_use = [digest for digest in self._adapters if self.num_users(digest)]
+        return min(in_use, key=self._has_slot, default=None)
 
     def drop(self, digest: str) -> None:
         """Frees an adapter without a name, unless it is still needed: then it is evicted later."""
@@ -74,4 +87,4 @@ class AdapterStore:
             del self._adapters[digest]
 
     def _is_needed(self, digest: str) -> bool:
-        return self._num_users[digest] > 0 or self._has_slot(digest)
+        return self.num_users(digest) > 0 or self._has_slot(digest)

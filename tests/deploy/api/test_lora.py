@@ -115,7 +115,7 @@ def test_a_mixed_batch_answers_as_the_merged_checkpoints_do_and_its_recording_re
             assert same == [wanted["one", 0]] * 2
             beams = await engine.beam_search(PROMPTS[0], 2, 6, adapter="two")
             assert len(beams.outputs) == 2
-            assert adapters is not None and adapters.num_loads == 4
+            assert adapters is not None and adapters.loader.num_loads == 4
             scheduler.check()
             assert not adapters._held, "no request is in progress"
 

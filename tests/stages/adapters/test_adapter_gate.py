@@ -11,7 +11,8 @@ import pytest
 from millrace.model.errors import AdapterError
 from millrace.model.lora.adapter import Adapter, AdapterSlice
 from millrace.runtime.simulation.run import SimEnv, run
-from millrace.stages.adapters.gate import FAILED_S, AdapterGate
+from millrace.stages.adapters.gate import AdapterGate
+from millrace.stages.adapters.loader import FAILED_S
 from millrace.stages.adapters.registry import AdapterRegistry, parse_modules
 from millrace.stages.adapters.store import AdapterStore
 from millrace.stages.errors import ConfigError, Overloaded, Refused
@@ -34,9 +35,11 @@ class Files:
         return Adapter(name, "base", "float32", {(0, "qkv"): (AdapterSlice(0, matrix, matrix.T.copy()),)})
 
 
-def gate_of(files: Files, *names: str, most: int = 4, max_waiting: int = 512) -> AdapterGate:
+def gate_of(
+    files: Files, *names: str, most: int = 4, max_waiting: int = 512, folder: Path | None = None
+) -> AdapterGate:
     store = AdapterStore(most, lambda digest: False)
-    return AdapterGate(AdapterRegistry({name: Path(name) for name in names}), store, files.read, max_waiting)
+    return AdapterGate(AdapterRegistry({name: Path(name) for name in names}, folder), store, files.read, max_waiting)
 
 
 def request(number: int, name: str) -> Request:
@@ -149,7 +152,58 @@ def test_a_client_names_folders_inside_the_adapter_folder_only(tmp_path: Path) -
         AdapterRegistry({}).path_of("one")
 
 
-@pytest.mark.parametrize("wrong", [("a",), ("=x",), ("a=",), ("a=x", "a=y")])
+def test_paths_that_no_system_has_are_refused_and_are_no_names(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    registry = AdapterRegistry({}, tmp_path)
+    for wrong in ("a\0b", "x" * 300, "x/" * 3000, "loop", "loop/x", "\ud800"):
+        with pytest.raises(Refused, match="lora_path"):
+            registry.path_of(wrong)
+        assert wrong not in registry
+
+
+def test_a_folder_that_appears_later_is_found_and_links_to_outside_are_not(tmp_path: Path) -> None:
+    for name in ("in", "out"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "out" / "adapter_config.json").write_text("{}")
+    (tmp_path / "in" / "early").symlink_to(tmp_path / "out")
+    registry = AdapterRegistry({}, tmp_path / "in")
+    (tmp_path / "in" / "late").symlink_to(tmp_path / "out")
+    (tmp_path / "in" / "own").mkdir()
+    (tmp_path / "in" / "own" / "adapter_config.json").write_text("{}")
+    assert "early" not in registry and "late" not in registry and "../out" not in registry and "own" in registry
+    assert [entry.name for entry in registry] == ["own"]
+
+
+def test_an_unknown_name_costs_no_listing_and_few_comparisons(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compared: list[int] = []
+
+    def count(word: str, known: list[str], n: int) -> list[str]:
+        compared.append(len(known))
+        return known[:0]
+
+    registry = AdapterRegistry({f"customer-{number:05d}": Path("x") for number in range(5000)}, tmp_path)
+    assert "did you mean customer-04" in registry.near_misses("customer-0401x")
+    monkeypatch.setattr("difflib.get_close_matches", count)
+    monkeypatch.setattr(Path, "iterdir", lambda path: pytest.fail("the folder is listed"))
+    with pytest.raises(Refused):
+        registry.require("customer-99999")
+    assert compared and max(compared) <= 100
+
+
+def test_the_names_of_the_model_are_no_adapters(tmp_path: Path) -> None:
+    for name in ("base", "own"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text("{}")
+    registry = AdapterRegistry({"sql": Path("x")}, tmp_path)
+    registry.exclude(("base",))
+    assert {entry.name for entry in registry} == {"own", "sql"} and "base" not in registry
+    with pytest.raises(ConfigError, match="sql is the model's own name"):
+        registry.exclude(("sql",))
+
+
+@pytest.mark.parametrize(
+    "wrong", [("a",), ("=x",), ("a=",), ("a=x", "a=y"), ("a,b=x",), ("a\nb=x",), ("..=x",), ("a" * 257 + "=x",)]
+)
 def test_modules_of_the_settings_are_names_with_paths(wrong: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match="lora_modules"):
         parse_modules(wrong)

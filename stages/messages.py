@@ -302,7 +302,7 @@ class StepGrant:
     drafts: Drafts | None = None  # the last tokens of their rows
     started: tuple[Started, ...] = ()
     copies: tuple[BlockCopy, ...] = ()  # a grant with copies, or with loads, may have no rows
-    adapter_loads: AdapterLoads = ()  # done before the step, of which no row reads these slots
+    adapter_loads: AdapterLoads = ()  # done before the step, of which no row reads these slots; one may fail
 
     @property
     def num_sampled(self) -> int:
@@ -360,6 +360,7 @@ class StepDone:
     is_finished: Bools  # [L]
     most_tokens: int = 1  # upper bound of the tokens of one sequence
     took_us: int = 0  # since the previous step ended or this one could start; 0: not measured
+    failed_loads: tuple[str, ...] = ()  # digests of adapters that the step was to load and could not
 
 
 @message

@@ -32,7 +32,8 @@ class LoraTable:
         self._groups: list[tuple[int, Tensor]] = []  # (slot, its tokens [t] i64)
 
     def load(self, slot: int, adapter: Adapter) -> None:
-        """Copies an adapter to the device, in place of the one in that slot."""
+        """Copies an adapter to the device, in place of the one in that slot. If it raises, the slot is empty."""
+        self._slices[slot] = {}  # first, so that its memory is there for the new one
         matrices: dict[int, Tensor] = {}  # slices may share an array
 
         def on_device(array: NDArray[np.generic]) -> Tensor:

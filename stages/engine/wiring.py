@@ -150,6 +150,9 @@ class CoreStages:
         sizes = (info.num_blocks, info.block_size, config.max_num_seqs, info.max_model_len)
         self.allocate = Allocate(*sizes, cache, host)
         self.execute, self.sample = Execute(loaded.runner, device, info.rates), Sample(loaded.sampler, device)
+        if config.enable_lora:
+            assert isinstance(loaded.runner, ModelRunner), "adapters are computed by torch, which is not asynchronous"
+            self.sample = Sample(loaded.sampler, device, loaded.runner.take_failed_loads)
 
     def record(self, path: Path, config: EngineConfig, env: Env) -> RecordingWriter:
         """Starts a recording.

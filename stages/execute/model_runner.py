@@ -91,6 +91,7 @@ class ModelRunner:
         self._scored = ScoredPrompts(num_slots)
         self._adapters = adapters
         self._find_adapter: Callable[[str], Any] | None = None  # by digest
+        self._failed_loads: dict[int, dict[str, Exception]] = {}  # by step, until taken: digest -> why
         self._adapter_slots: Longs = np.zeros(num_slots, np.int64)  # [S] of the sequence in each slot; 0: base model
 
     def find_adapters(self, find: Callable[[str], Any]) -> None:
@@ -173,13 +174,11 @@ class ModelRunner:
         return len(self._scored.runs(grant)) > 0
 
     def apply_updates(self, grant: StepGrant) -> None:
-        """Applies a grant's new sequences and new blocks.
+        """Applies a grant's new sequences and new blocks, then loads its adapters.
 
-        Called first: a step that fails must not lose them.
+        Called first: a step that fails must not lose them. A load that fails does not fail the step, whose rows read
+        other slots.
         """
-        for number, digest in grant.adapter_loads:
-            assert self._adapters is not None and self._find_adapter is not None
-            self._adapters.load(number, self._find_adapter(digest))
         for started in grant.started:
             self._adapter_slots[started.slot] = started.adapter_slot
             self._known[started.slot] = started.token_ids.astype(np.int64)
@@ -194,6 +193,22 @@ class ModelRunner:
             if self._keeps_tables:
                 where = (self._upload(grant.table_slots), self._upload(grant.table_places))
                 self._device_tables[where] = self._upload(grant.table_blocks)
+        for number, digest in grant.adapter_loads:
+            self._load_adapter(grant.step, number, digest)
+
+    def _load_adapter(self, step: int, number: int, digest: str) -> None:
+        assert self._adapters is not None and self._find_adapter is not None
+        try:
+            self._adapters.load(number, self._find_adapter(digest))
+        except Exception as error:  # any error of a load concerns the requests that wait for it, not the step's rows
+            self._failed_loads.setdefault(step, {})[digest] = error
+
+    def take_failed_loads(self, step: int) -> dict[str, Exception]:
+        """Returns the adapters that a finished step could not load, with the errors, and forgets them.
+
+        Called on the event loop.
+        """
+        return self._failed_loads.pop(step, {})
 
     def inputs(self, grant: StepGrant) -> StepInputs[Any]:
         """The grant as decoder inputs.

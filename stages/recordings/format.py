@@ -229,6 +229,7 @@ def done_fields(done: StepDone, token_ids: Ints | None) -> Fields:
         "most_tokens": done.most_tokens,
         "token_ids": None if token_ids is None else to_base64(token_ids),
         "took_us": done.took_us,
+        "failed_loads": list(done.failed_loads),
     }
 
 
@@ -323,6 +324,13 @@ class MessageFields:
             raise InvalidValue(f"{self.kind}.{name} = {shown(values)}: must be whole numbers from {least} to {most}")
         return values
 
+    def texts(self, name: str, most: int) -> tuple[str, ...]:
+        """A list of texts of at most `most` characters."""
+        values = self.values.get(name)
+        if type(values) is not list or any(type(v) is not str or len(v) > most for v in values):
+            raise InvalidValue(f"{self.kind}.{name} = {shown(values)}: must be texts of at most {most} characters")
+        return tuple(values)
+
     def tokens(self, name: str, count: int) -> Ints:
         """`count` token ids; zeros if none were written."""
         value = self.values.get(name)
@@ -391,7 +399,8 @@ def read_done(values: Mapping[str, Any], engine: RecordedEngine) -> StepDone:
     is_finished[given.wholes("finished", count - 1)] = True
     token_ids = given.tokens("token_ids", count).astype(np.intp)
     columns = (_indices(slots), np.array(sequence_ids, np.int64), places, token_ids, is_finished)
-    return StepDone(step, *columns, most_tokens, given.whole("took_us", 0, 2**53))
+    failed = MessageFields("done", {"failed_loads": [], **values}).texts("failed_loads", 64)
+    return StepDone(step, *columns, most_tokens, given.whole("took_us", 0, 2**53), failed)
 
 
 def read_guess(values: Mapping[str, Any], engine: RecordedEngine) -> Guess:

@@ -6,7 +6,7 @@ The stage runs on the event loop. The sampler runs on the device thread, except 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
@@ -28,6 +28,12 @@ STEP_DONE = int(EventKind.STEP_DONE)
 
 log = get_logger("millrace.stages")
 
+TakesFailedLoads = Callable[[int], Mapping[str, Exception]]
+
+
+def _no_loads(step: int) -> Mapping[str, Exception]:
+    return {}
+
 
 class Sample(Stage[StepLogits, StepTokens]):
     """Turns every `StepLogits` into exactly one `StepDone` or `StepVoid`, in order.
@@ -47,9 +53,11 @@ class Sample(Stage[StepLogits, StepTokens]):
     outputs: ClassVar = {"out": StepTokens, "feedback": StepDone | StepVoid}
     on_crash: ClassVar[Crash] = Crash.RECOVER
 
-    def __init__(self, sampler: ChoosesTokens, device: Device) -> None:
+    def __init__(self, sampler: ChoosesTokens, device: Device, take_failed_loads: TakesFailedLoads = _no_loads) -> None:
+        """`take_failed_loads` returns which adapters a finished step could not load, and why, by digest."""
         self.sampler = sampler
         self.device = device
+        self._take_failed_loads = take_failed_loads
         self._watch = PrefillWatch()
         self._pace = StepPace()
         self._current: dict[int, StepLogits] = {}  # by step: received and not reported
@@ -193,6 +201,7 @@ class Sample(Stage[StepLogits, StepTokens]):
         is_already_void = grant.generation <= self._void_generation
         self._void_generation = max(self._void_generation, grant.generation)
         out.send(StepVoid(grant.step, grant.generation, None if is_already_void else error), port="feedback")
+        self._failed_loads(grant)  # they are loaded again
         self._last_reported = grant.step
         self._step_s()  # so that its time is not counted for the next step
         if error is not None and not is_already_void and not isinstance(error, StepSkipped):
@@ -203,7 +212,7 @@ class Sample(Stage[StepLogits, StepTokens]):
 
     def _report_done(self, grant: StepGrant, tokens: StepTokens, out: Outlet[StepTokens]) -> None:
         began_s, step_s = self._began_s, self._step_s()
-        done = _done(grant, tokens, int(step_s * 1e6))
+        done = _done(grant, tokens, int(step_s * 1e6), self._failed_loads(grant))
         out.send(done, port="feedback")  # first: the next step waits for it
         self._last_reported = grant.step
         progress = self._watch.done(grant)
@@ -212,6 +221,16 @@ class Sample(Stage[StepLogits, StepTokens]):
         self._note_done(grant, done, step_s)
         if len(tokens.slots) or tokens.started or tokens.prompt_logprobs or tokens.pooled or progress:
             out.send(tokens)
+
+    def _failed_loads(self, grant: StepGrant) -> tuple[str, ...]:
+        """The adapters that a finished step could not load, by digest; logs each with its error."""
+        if not grant.adapter_loads:
+            return ()
+        failed = self._take_failed_loads(grant.step)
+        for digest, error in failed.items():
+            kind = "out_of_memory" if is_out_of_memory(error) else type(error).__name__
+            log.warning("adapter.load_failed", step=grant.step, digest=digest, kind=kind, reason=loggable(error))
+        return tuple(failed)
 
     def _step_s(self) -> float:
         """Seconds that the step which has ended took."""
@@ -234,7 +253,7 @@ class Sample(Stage[StepLogits, StepTokens]):
         tracer.emit(EventKind.STEP_VOID, source, grant.step, len(grant.slots), reason)
 
 
-def _done(grant: StepGrant, tokens: StepTokens, took_us: int) -> StepDone:
+def _done(grant: StepGrant, tokens: StepTokens, took_us: int, failed_loads: tuple[str, ...]) -> StepDone:
     if tokens.pooled:
         tokens = _with_rows_of_pooled(tokens)
     return StepDone(
@@ -246,6 +265,7 @@ def _done(grant: StepGrant, tokens: StepTokens, took_us: int) -> StepDone:
         is_finished=tokens.finishes.astype(np.bool_),
         most_tokens=1 if grant.drafts is None else 1 + int(grant.drafts.counts.max()),
         took_us=took_us,
+        failed_loads=failed_loads,
     )
 
 

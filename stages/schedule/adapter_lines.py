@@ -128,6 +128,16 @@ class AdapterLines:
             sequences.append(line.queue.pop())
         return sequences
 
+    def note_done(self, step: int, failed: Iterable[str]) -> list[Sequence]:
+        """A step is done, without these loads. Returns the sequences that waited for them."""
+        self.slots.note_failed(step, failed)
+        self.slots.note_done(step)
+        return [sequence for digest in failed if digest in self._lines for sequence in self._lines[digest].queue]
+
+    def note_void(self, step: int) -> None:
+        """A granted step was void: its loads are planned again for the lines that are left."""
+        self.slots.note_void(step, self._lines)
+
     def join(self, sequence: Sequence) -> None:
         """A sequence gets a slot: counts it, and gives it the slot of its adapter, which is resident."""
         self.num_admitted += 1

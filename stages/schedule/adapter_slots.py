@@ -6,7 +6,7 @@ Plain code behind the schedule stage, without a clock. `adapter_lines.py` holds 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 
 
@@ -21,7 +21,7 @@ class AdapterState(enum.Enum):
 
 TRANSITIONS: dict[AdapterState, frozenset[AdapterState]] = {
     AdapterState.EMPTY: frozenset({AdapterState.LOADING}),
-    AdapterState.LOADING: frozenset({AdapterState.RESIDENT}),
+    AdapterState.LOADING: frozenset({AdapterState.RESIDENT, AdapterState.EMPTY}),
     AdapterState.RESIDENT: frozenset({AdapterState.LOADING, AdapterState.DRAINING}),
     AdapterState.DRAINING: frozenset({AdapterState.LOADING, AdapterState.RESIDENT}),
 }
@@ -54,7 +54,7 @@ class AdapterSlots:
     """The device slots of adapters. A slot is overwritten only when no step in flight may read it.
 
     A load becomes part of the next plan. Rows may use the slot once the step that loads it is done; if that step or
-    its plan is void, a later plan loads it again.
+    its plan is void, a later plan loads it again. A load that fails leaves the slot empty.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -164,11 +164,27 @@ class AdapterSlots:
             self._loading.remove(slot)
             self.num_loads += 1
 
-    def note_void(self, step: int) -> None:
-        """A granted step was void: what it was to load is loaded again."""
-        for slot in self._loading:
-            if slot.load_step == step:
+    def note_failed(self, step: int, digests: Iterable[str]) -> None:
+        """A step is done, and could not load these adapters. Call it before `note_done`."""
+        for digest in digests:
+            slot = self._by_digest.get(digest)
+            if slot is not None and slot.load_step == step:
+                self._clear(slot)
+
+    def note_void(self, step: int, wanted: Container[str]) -> None:
+        """A granted step was void: what it was to load is loaded again, if it is among those `wanted` by now."""
+        for slot in [slot for slot in self._loading if slot.load_step == step]:
+            if slot.digest in wanted:
                 slot.load_step = None
+            else:
+                self._clear(slot)
+
+    def _clear(self, slot: AdapterSlot) -> None:
+        """Ends a load whose adapter is not on the device."""
+        slot.move(AdapterState.EMPTY)
+        self._loading.remove(slot)
+        del self._by_digest[slot.digest]
+        slot.digest, slot.load_step = "", None
 
     # -- drains
 

@@ -25,6 +25,7 @@ from .step_budget import StepBudget
 from .step_time_model import StepContents
 
 MAX_VOIDS_ALONE = 2  # steps that may fail with this sequence alone in them, before it fails for good
+LOAD_FAILED = "the adapter of this request could not be loaded to the device; the server's log has the reason"
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,11 +227,16 @@ class Scheduler:
         for slot in (*plan.preempted, *report.preempted):
             self.lifecycle.note_swap_outcome(slot, report, is_void=plan.generation != self._generation)
 
-    def on_done(self, done: StepDone) -> None:
-        """Takes the outcome of a completed step."""
+    def on_done(self, done: StepDone) -> list[tuple[Sequence, RequestError]]:
+        """Takes the outcome of a completed step.
+
+        Returns the sequences that fail, with the error for their clients: those that waited for an adapter which the
+        step could not load.
+        """
         flight = self._pop_flight(done.step)
-        if self.adapters is not None:
-            self.adapters.slots.note_done(done.step)
+        unserved = [] if self.adapters is None else self.adapters.note_done(done.step, done.failed_loads)
+        for sequence in unserved:
+            self.end(sequence.sequence_id)
         if self._step_size is not None and flight.contents is not None and done.took_us:
             self._step_size.note(flight.contents, done.took_us / 1e6)
         self._row_limit = min(self.limits.max_num_seqs, 2 * self._row_limit)
@@ -253,6 +259,7 @@ class Scheduler:
         if num_true(done.is_finished):
             for sequence_id in done.sequence_ids[done.is_finished].tolist():
                 self.end(sequence_id)
+        return [(sequence, Failed(LOAD_FAILED)) for sequence in unserved]
 
     def on_void(self, void: StepVoid) -> list[tuple[Sequence, RequestError]]:
         """Takes a void step: everything in flight is recomputed, in smaller steps.
@@ -262,7 +269,7 @@ class Scheduler:
         flight = self._pop_flight(void.step)
         self._voided.append(void.step)
         if self.adapters is not None:
-            self.adapters.slots.note_void(void.step)
+            self.adapters.note_void(void.step)
         if void.generation != self._generation:
             return []  # voided by an earlier step, which was handled then
         self._generation += 1

@@ -12,12 +12,14 @@ from ...runtime.env.env import Alarm
 from ...runtime.stage import Context, Crash, Outlet, Stage
 from ...runtime.trace.tracer import EventKind
 from ..array_checks import num_true
+from ..errors import RequestError
 from ..messages import Guess, PlanReport, Started, StepDone, StepPlan, StepVoid, TokenRequest
 from .ngram_drafter import GuessesTokens
 from .plan_timing import PlanTimer
 from .policy import Policy
 from .queue_trace import QueueTrace
 from .scheduler import Scheduler, StepLimits
+from .sequence import Sequence as ScheduledSequence
 
 if TYPE_CHECKING:
     from ..call_log import CallLog
@@ -182,7 +184,7 @@ class Schedule(Stage[TokenRequest, StepPlan]):
                     self.plan_timer.note_started(now_s := context.env.now())
                     if num_true(message.is_finished):
                         self.plan_timer.note_end(now_s)
-                    scheduler.on_done(message)
+                    failed += self._fail(scheduler.on_done(message), out)
                     trace.done(message)
                 case PlanReport():
                     scheduler.on_report(message)
@@ -194,10 +196,14 @@ class Schedule(Stage[TokenRequest, StepPlan]):
                 case StepVoid():
                     self.plan_timer.note_started(context.env.now())
                     self._has_waited = False  # a voided step says nothing about the timing
-                    for sequence, error in scheduler.on_void(message):
-                        out.fail(sequence.request_id, error)
-                        failed.append(sequence.sequence_id)
+                    failed += self._fail(scheduler.on_void(message), out)
         return failed
+
+    def _fail(self, ended: Sequence[tuple[ScheduledSequence, RequestError]], out: Outlet[StepPlan]) -> list[int]:
+        """Tells the clients of sequences that have failed. Returns the ids."""
+        for sequence, error in ended:
+            out.fail(sequence.request_id, error)
+        return [sequence.sequence_id for sequence, _ in ended]
 
     def _send(self, plan: StepPlan, out: Outlet[StepPlan]) -> None:
         assert self._context is not None and self._trace is not None

@@ -20,8 +20,10 @@ from millrace.deploy.config import ServerConfig
 from millrace.deploy.server.server import Server
 from millrace.model.decoder import weights as model_weights
 from millrace.model.decoder.linear import EvenLinear, Linear, PackedLinear, WidenedLinear, linear_form
+from millrace.model.decoder.lora_linear import LoraTable
+from millrace.model.lora.adapter import Adapter
 from millrace.stages import Engine, SamplingParams
-from millrace.stages.errors import ConfigError, Refused
+from millrace.stages.errors import ConfigError, Failed, Refused
 from millrace.stages.recordings.reader import Recording
 from millrace.stages.recordings.replay import Replay
 from millrace.stages.recordings.workloads import read_trace
@@ -147,6 +149,39 @@ def test_an_adapter_answers_in_bfloat16_on_every_form_of_linear(
         assert [len(answer) for answer in mixed] == [16] * 3 and mixed[2] != mixed[0] != mixed[1]
 
     asyncio.run(live())
+
+
+def test_a_load_that_raises_ends_its_requests_alone_and_the_recording_replays(
+    folder: Path, wanted: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path, load, errors = tmp_path / "run.jsonl", LoraTable.load, [RuntimeError("no memory")]
+
+    def broken(table: LoraTable, slot: int, adapter: Adapter) -> None:
+        if adapter.name == "two" or (adapter.name == "one" and errors):
+            raise errors.pop() if errors else RuntimeError("never")
+        load(table, slot, adapter)
+
+    monkeypatch.setattr(LoraTable, "load", broken)
+
+    async def live() -> None:
+        async with engine_of(folder, record=str(path)) as engine:
+
+            async def fails(name: str) -> None:
+                with pytest.raises(Failed, match="adapter of this request could not be loaded to the device"):
+                    await asyncio.wait_for(tokens(engine, PROMPTS[1], name), 60)
+
+            async def answers(name: str | None) -> None:
+                assert await asyncio.wait_for(tokens(engine, PROMPTS[1], name), 60) == wanted[name, 1]
+
+            await asyncio.gather(answers(None), fails("one"), answers(None), answers("three"))
+            await asyncio.gather(answers("one"), fails("two"), answers("three"), answers(None))
+            await asyncio.gather(fails("two"), fails("two"))
+            await answers(None)
+            assert engine.scheduler.num_preemptions == 0 and not engine.scheduler.sequences
+            engine.scheduler.check()
+
+    asyncio.run(live())
+    assert Replay(Recording(path)).run().difference is None
 
 
 def test_reloads_and_unloads_under_load_give_no_stale_answer(folder: Path, wanted: Any) -> None:

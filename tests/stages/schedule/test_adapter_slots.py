@@ -78,15 +78,16 @@ class SmallScheduler:
         self.last_granted = step
         self.flights.append((step, rows, loads))
 
-    def done(self, *, is_void: bool = False) -> None:
+    def done(self, *, is_void: bool = False, fails: bool = False) -> None:
         if not self.flights:
             return
         step, rows, loads = self.flights.popleft()
         self.completed = step
         if is_void:
-            return self.slots.note_void(step)
-        self.device.update(loads)
-        self.slots.note_done(step)
+            return self.lines.note_void(step)
+        self.device.update({number: "broken" if fails else digest for number, digest in loads})
+        for sequence in self.lines.note_done(step, [digest for _, digest in loads] if fails else []):
+            self.end(sequence)
         for sequence in rows:
             assert self.device.get(sequence.adapter_slot, "") == sequence.adapter, "a row read another adapter"
             if sequence.sequence_id in self.running:
@@ -123,7 +124,7 @@ def run_history(seed: int) -> None:
         elif chance < 0.7:
             scheduler.plan(is_void=draw.random() < 0.1)
         elif chance < 0.95:
-            scheduler.done(is_void=draw.random() < 0.1)
+            scheduler.done(is_void=draw.random() < 0.1, fails=draw.random() < 0.1)
         else:
             present = [sequence for key, sequence in alive.items() if key in scheduler.left]
             if present:
@@ -140,6 +141,38 @@ def test_no_slot_is_overwritten_while_a_step_may_read_it_and_all_run() -> None:
     first = first_seed()
     for seed in range(first, first + count(100, 100_000)):
         run_history(seed)
+
+
+def test_a_load_that_fails_ends_its_line_and_the_next_line_gets_the_slot() -> None:
+    scheduler = SmallScheduler(1)
+    for number, adapter in enumerate(("bad", "", "bad", "good")):
+        scheduler.add(sequence_of(number, adapter, 3))
+    scheduler.plan()
+    scheduler.plan()
+    assert scheduler.slots.of("bad") is not None and scheduler.starts == [1]
+    scheduler.done()
+    scheduler.done(fails=True)
+    assert scheduler.slots.of("bad") is None and not {0, 2} & set(scheduler.left)
+    scheduler.plan()
+    assert scheduler.slots.slots[0].digest == "good"
+    for _ in range(9):
+        scheduler.plan()
+        scheduler.done()
+    assert scheduler.starts == [1, 3] and not scheduler.left
+    scheduler.check()
+
+
+def test_a_void_load_is_planned_again_only_while_a_sequence_waits_for_it() -> None:
+    scheduler = SmallScheduler(2)
+    first, second = sequence_of(0, "a"), sequence_of(1, "b")
+    scheduler.add(first)
+    scheduler.add(second)
+    scheduler.plan()
+    scheduler.plan()
+    scheduler.end(first)
+    scheduler.done(is_void=True)
+    assert scheduler.slots.of("a") is None and scheduler.slots.loads() == ((2, "b"),)
+    scheduler.check()
 
 
 def test_a_waiting_sequence_is_passed_fifty_times_and_then_a_slot_drains_for_it() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from aiohttp import web
 
-from ...stages.adapters.registry import AdapterEntry
+from ...stages.adapters.registry import AdapterEntry, name_problem
 from ...stages.errors import RequestError
 from ..api.schema.body import Body
 from ..api.schema.validation import read_body
@@ -28,6 +28,8 @@ class LoadAdapterBody(Body):
     def check(self) -> None:
         if not self.lora_name or not self.lora_path:
             raise ApiError("invalid_value", "lora_name and lora_path must not be empty", param="lora_name")
+        if problem := name_problem(self.lora_name):
+            raise ApiError("invalid_value", f"lora_name = {self.lora_name[:64]!r}: {problem}", param="lora_name")
 
 
 class UnloadAdapterBody(Body):
@@ -53,9 +55,8 @@ class AdapterAdminRoutes:
         name = body.lora_name
         if name in self.service.model_names:
             raise ApiError("invalid_value", f"lora_name = {name[:64]!r}: is the model's own name", param="lora_name")
-        known = adapters.registry.find(name)
-        if known is not None and known.digest and not body.load_inplace:
-            message = f"lora_name = {name[:64]!r}: is loaded already; set load_inplace to replace it"
+        if name in adapters.registry and not body.load_inplace:
+            message = f"lora_name = {name[:64]!r}: is in use; set load_inplace to replace it"
             raise ApiError("invalid_value", message, param="lora_name")
         try:
             await engine.load_adapter(name, adapters.registry.path_of(body.lora_path))

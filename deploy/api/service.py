@@ -74,10 +74,12 @@ class Service:
         self._ended = asyncio.Event()  # a request, or the handler of one
 
     def attach(self, engine: Engine) -> None:
-        """Sets the engine, once it is built."""
+        """Sets the engine, once it is built. Raises `ConfigError` if one of its adapters has the model's name."""
         self.engine = engine
         self.chat_format = ChatFormat(self.config, engine)
         self.model_names = self.model_names or (engine.info.model_id,)
+        if engine.adapters is not None:
+            engine.adapters.registry.exclude(self.model_names)
 
     @property
     def health(self) -> Health:
@@ -133,6 +135,9 @@ class Service:
         """Raises `ApiError` 404 for a model that is not served here. None means the served model."""
         if name is not None and name not in self.model_names:
             adapters = None if self.engine is None else self.engine.adapters
+            if adapters is not None and name in adapters.registry:
+                message = f"model = {shorten(repr(name), 128)}: is a LoRA adapter, and adapters do not serve embeddings"
+                raise ApiError("model_not_found", message, param="model")
             near = "" if adapters is None else adapters.registry.near_misses(name)
             message = (
                 f"model = {shorten(repr(name), 128)}: not served here{near}; GET /v1/models lists the served names"
@@ -146,10 +151,10 @@ class Service:
         """
         adapters = None if self.engine is None else self.engine.adapters
         if name is not None and name not in self.model_names and adapters is not None:
-            base, _, rest = name.rpartition(":")
-            own = rest if base in self.model_names else name
-            if own in adapters.registry:
-                return AdapterRef(own)
+            bases = [base for base in self.model_names if name.startswith(f"{base}:")]
+            for own in (name, *(name[len(base) + 1 :] for base in bases)):
+                if own in adapters.registry:
+                    return AdapterRef(own)
         self.require_model(name)
         return None
 

@@ -27,6 +27,7 @@ def adapters(engine: Engine) -> Iterator[Metric]:
         labels=["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
     )
     running, waiting = _named(names, slots.running_digests()), _named(names, lines.digests())
+    waiting = ",".join(sorted({*waiting.split(","), *gate.waiting} - {""}))
     info.add_metric([str(len(slots.slots)), running, waiting], time.time())
     yield info
     yield counter("millrace:lora_loads", "Adapters loaded into a device slot.", slots.num_loads, {})
@@ -36,6 +37,7 @@ def adapters(engine: Engine) -> Iterator[Metric]:
     yield gauge("millrace:lora_resident", "Adapters in device slots.", slots.num_resident, {})
     yield gauge("millrace:lora_host_adapters", "Adapters in host memory.", len(gate.store), {})
     yield gauge("millrace:lora_host_bytes", "Memory of those.", gate.store.num_bytes, {})
+    yield gauge("millrace:lora_host_waiting", "Requests that wait until their adapter is read.", gate.num_waiting, {})
     yield gauge("millrace:lora_waiting", "Sequences that wait for a device slot of their adapter.", len(lines), {})
     yield gauge("millrace:lora_owed", "Of those, passed by fifty others.", lines.num_owed, {})
 

@@ -231,8 +231,22 @@ def test_clients_name_adapters_as_models_and_operators_load_them(folder: Path, w
             assert (await post("/v1/responses", {"model": "two", "input": "hi", "max_output_tokens": 2}))[0] == 200
             status, answer = await post("/v1/completions", asked("thre"))
             assert status == 404 and "did you mean three" in answer["error"]["message"]
-            status, _ = await post("/v1/embeddings", {"model": "one", "input": "x"})
+            status, refused = await post("/v1/embeddings", {"model": "one", "input": "x"})
             assert status == 404, "an embedding never comes from the base instead"
+            assert "adapters do not serve embeddings" in refused["error"]["message"]
+            for wrong in ("a,b", "a\nb", "x" * 257):
+                body = {"lora_name": wrong, "lora_path": "three"}
+                status, answer = await post("/v1/load_lora_adapter", body, **admin)
+                assert status == 400 and "lora_name" in answer["error"]["message"], wrong
+            for path in ("a\0b", "x" * 300):
+                status, answer = await post("/v1/load_lora_adapter", {"lora_name": "x", "lora_path": path}, **admin)
+                assert status == 400 and "lora_path" in answer["error"]["message"]
+            status, answer = await post("/v1/load_lora_adapter", {"lora_name": "two", "lora_path": "three"}, **admin)
+            assert status == 400 and "in use; set load_inplace" in answer["error"]["message"]
+            colon = {"lora_name": "tiny:sql", "lora_path": "one"}
+            assert (await post("/v1/load_lora_adapter", colon, **admin))[0] == 200
+            assert (await post("/v1/completions", asked("tiny:sql")))[1]["model"] == "tiny:sql"
+            assert (await post("/v1/unload_lora_adapter", {"lora_name": "tiny:sql"}, **admin))[0] == 200
             async with client.get("/v1/models") as listed:
                 parents = {card["id"]: card["parent"] for card in (await listed.json())["data"]}
             assert parents == {"tiny": None, "one": "tiny", "two": "tiny", "three": "tiny"}
@@ -258,6 +272,7 @@ def test_clients_name_adapters_as_models_and_operators_load_them(folder: Path, w
             assert (await post("/v1/completions", asked("new")))[0] == 404
             async with client.get("/metrics") as answer:
                 metrics = await answer.text()
+            assert "millrace:lora_host_waiting 0.0" in metrics or "millrace:lora_host_waiting{" in metrics
             assert 'vllm:lora_requests_info{max_lora="2",running_lora_adapters="",waiting_lora_adapters=""}' in metrics
 
     asyncio.run(live())

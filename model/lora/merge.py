@@ -38,6 +38,7 @@ class Merging:
         changes: dict[str, list[Change]] = {}
         changed_by: dict[str, str] = {}  # names of tensors -> of adapters
         replaced: set[str] = set()
+        of_tokens, untied_by = "", ""  # of adapters: the last that trains rows of the embedding, and that splits it
         for root, scale in self.adapters:
             one = AdapterChanges(AdapterFiles(root, model, root.name, model_name=self.model_name), scale)
             if clashing := (one.replaced & changes.keys()) | (replaced & one.changes.keys()):
@@ -47,7 +48,15 @@ class Merging:
                 changes.setdefault(name, []).append(change)
             changed_by |= dict.fromkeys(one.changes, root.name)
             replaced |= one.replaced
+            was_tied = spec.head.is_tied
             spec = _with_own_head(checkpoint, spec, model, one)
+            untied_by = root.name if was_tied and not spec.head.is_tied else untied_by
+            of_tokens = root.name if one.of_tokens else of_tokens
+            if of_tokens and untied_by:
+                raise AdapterError(
+                    f"adapters {quoted(of_tokens)} and {quoted(untied_by)}: the first trains rows of tokens, and the "
+                    "second changes the embedding or the output layer, which are one in this model; merge one of them"
+                )
         return MergedTensors(checkpoint, changes, model.fused), spec
 
 

@@ -62,6 +62,14 @@ def test_new_rows_of_tokens_are_for_both_ends_of_a_tied_model(tmp_path: Path) ->
     assert spec.head.is_tied
 
 
+@pytest.mark.parametrize("kind", ["embedding", "head", "saved_head", "saved_embedding"])
+def test_rows_of_tokens_of_one_adapter_and_an_untied_head_of_another_are_refused(tmp_path: Path, kind: str) -> None:
+    folder, (tokens, other) = made(tmp_path, "qwen2", "tokens", kind)
+    for pair in ((tokens, other), (other, tokens)):
+        with pytest.raises(AdapterError, match=r"which are one in this model; merge one of them|and one replaces it"):
+            opened(folder, *((path, 1.0) for path in pair))
+
+
 def test_adapters_are_added_in_their_order_each_with_its_scale(tmp_path: Path) -> None:
     folder, (one, other) = made(tmp_path, "llama", "plain", "q_v")
     name = f"{QUERY}.weight"

@@ -163,9 +163,10 @@ class Admitter:
         """Drains a slot all of whose rows are worse than the best sequence set aside, and preempts those rows."""
         if lines.slots.num_draining >= lines.max_draining or (line := lines.first_blocked()) is None:
             return
-        first, rows = line.first, self._rows_by_adapter()
+        first = line.first
         if not self._is_better_than_running(first):
             return
+        rows = self._rows_by_adapter()
         for slot in lines.slots.slots:
             held = [sequence for _, sequence in rows.get(slot.number, ())]
             held += [self._lifecycle.sequences[each] for each in slot.promised]

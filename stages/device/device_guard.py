@@ -17,6 +17,9 @@ from ...runtime.workers.step_queue import ignore_error
 from ...runtime.workers.worker import Worker, WorkerClosed
 
 PROBE_S = 1.5  # in which a device must answer; health is told within 2 s of a failure
+SLICE_S = 0.1  # of the wait for an answer
+PAUSE_S = 0.2  # a slice that ends so much too late was a pause of the event loop or of the process
+NUM_FRESH = 3  # pauses of a check after which the device's time begins anew; later ones are only not counted
 
 # Part of an error's text -> what to do about it. The first that fits counts.
 ADVICE = (
@@ -43,7 +46,8 @@ class DeviceGuard:
     """Decides after a failed step, or during one that does not end, whether the device is lost.
 
     `probe` blocks until the device has done all earlier work and some new, tiny work; it raises the device's error.
-    `limit_s` is the time that it may take: more means a hang. `on_lost` is called once, with the verdict.
+    `limit_s` is the time that it may take: more means a hang. Pauses of the event loop or of the process do not count.
+    `on_lost` is called once, with the verdict.
     """
 
     def __init__(
@@ -53,6 +57,7 @@ class DeviceGuard:
         self.is_closed = False  # shutdown: a check found no worker any more
         self._probe, self._limit_s, self._on_lost = probe, limit_s, on_lost
         self._has_begun = False  # the last probe; its thread may get no processor
+        self._env: Env | None = None
         self._worker: Worker | None = None
         self._checking: asyncio.Task[None] | None = None
 
@@ -61,7 +66,7 @@ class DeviceGuard:
         if self._worker is None:
             worker = env.worker("probe")
             worker.start()  # now: later there may be no thread
-            self._worker = worker
+            self._env, self._worker = env, worker
 
     def begin(self, step: int, error: BaseException) -> asyncio.Task[None]:
         """Begins to check the device after `step` has failed with `error`; one check at a time.
@@ -107,16 +112,15 @@ class DeviceGuard:
             self._has_begun = False
             answer = self._worker.submit(self._begin_probe)
             ignore_error(answer)
-            async with asyncio.timeout(limit_s):
-                await asyncio.shield(answer)
-            return
-        except WorkerClosed:
-            self.is_closed = True
-            return  # no verdict is needed
-        except TimeoutError:
+            if await self._is_answered(answer, limit_s):
+                answer.result()
+                return
             if has_ended is not None and (has_ended() or not self._has_begun):
                 return  # late, but it computes; or it was not asked
             cause = f"it has not answered for {limit_s:.3g} s"
+        except WorkerClosed:
+            self.is_closed = True
+            return  # no verdict is needed
         except Exception as found:
             cause = first_line(found)
         advice = next((advice for part, advice in ADVICE if part in cause), OTHER_ADVICE)
@@ -127,6 +131,24 @@ class DeviceGuard:
         self.lost = DeviceLost(f"the device is lost since step {step} ({cause}); {advice}")
         self._on_lost(self.lost)
         raise self.lost
+
+    async def _is_answered(self, answer: asyncio.Future[None], limit_s: float) -> bool:
+        """Whether the answer comes within `limit_s` in which this process runs.
+
+        While the event loop or the process stands still, the answer may not come through, and the probe may not run.
+        """
+        assert self._env is not None
+        left_s, num_pauses = limit_s, 0
+        while not answer.done() and left_s > 0:
+            slice_s, began_s = min(SLICE_S, left_s), self._env.now()
+            await asyncio.wait([answer], timeout=slice_s)
+            if self._env.now() - began_s <= slice_s + PAUSE_S:
+                left_s -= slice_s
+                continue
+            num_pauses += 1
+            if num_pauses <= NUM_FRESH:
+                left_s = limit_s
+        return answer.done()
 
 
 def first_line(error: BaseException) -> str:

@@ -78,6 +78,60 @@ def test_a_probe_that_does_not_return_within_its_limit_means_a_lost_device() -> 
     assert guarded(test, Probe(JobHangs()))[0] == ["device.lost"]
 
 
+def answering(guard: DeviceGuard, env: SimEnv, when_s: float) -> None:
+    """Has each probe begin at once, and its answer come at `when_s` or, after a pause, when it is over."""
+
+    def submit(begin_probe: Callable[[], object]) -> asyncio.Future[Any]:
+        answer: asyncio.Future[Any] = env.loop.create_future()
+        begin_probe()
+        env.call_at(when_s, lambda: env.loop.call_soon(answer.set_result, None))
+        return answer
+
+    guard._worker.submit = submit  # type: ignore[union-attr, method-assign, assignment]
+
+
+def pause(env: SimEnv, pause_s: float) -> None:
+    """The event loop stands still; what was due meanwhile comes after it, in order."""
+    over_s = env.loop._now + pause_s
+    timers = sorted(env.loop._scheduled)
+    for number, timer in enumerate(timers):
+        timer._when = max(timer.when(), over_s + number * 1e-6)  # type: ignore[attr-defined]
+    env.loop._scheduled[:] = timers
+    env.loop._now = over_s
+
+
+# The loop's thread alone, whose answer came meanwhile; the whole process, whose probe needs 0.2 s more after it.
+@pytest.mark.parametrize(("pause_s", "answer_s"), [(1.5, 0.3), (2.0, 2.3), (0.9, 1.7)])
+def test_a_pause_of_the_loop_or_the_process_is_no_hang_of_the_device(pause_s: float, answer_s: float) -> None:
+    async def test(guard: DeviceGuard, env: SimEnv) -> None:
+        answering(guard, env, env.now() + answer_s)
+        check = guard.begin_stuck(5, 1.0, 0.9, lambda: False)
+        await env.sleep(0.1)
+        pause(env, pause_s)
+        await env.sleep(3)
+        assert check.done() and guard.lost is None
+
+    assert guarded(test, Probe()) == ([], [])
+
+
+@pytest.mark.parametrize(("num_pauses", "most_s"), [(0, 0.91), (1, 1.2), (20, 4.5)])
+def test_a_device_that_hangs_is_told_in_spite_of_pauses(num_pauses: int, most_s: float) -> None:
+    async def test(guard: DeviceGuard, env: SimEnv) -> None:
+        began_s, paused_s = env.now(), 0.0
+        answering(guard, env, began_s + 1000)
+        check = guard.begin_stuck(5, 1.0, 0.9, lambda: False)
+        for _ in range(num_pauses):
+            await env.sleep(0.15)
+            if check.done():
+                break
+            pause(env, 5)
+            paused_s += 5
+        await asyncio.wait([check])
+        assert guard.lost is not None and 0.89 <= env.now() - began_s - paused_s <= most_s
+
+    assert guarded(test, Probe())[0] == ["device.lost"]
+
+
 @pytest.mark.parametrize(
     ("error", "is_memory"),
     [

@@ -71,9 +71,9 @@ def open_files(url: str) -> RangedFiles:
 class HttpFiles:
     """Files below a URL, of a server that answers ranges."""
 
-    def __init__(self, url: str, sleep: Callable[[float], object] = time.sleep) -> None:
+    def __init__(self, url: str, sleep: Callable[[float], object] | None = None) -> None:
         self.url = url if url.endswith("/") else f"{url}/"
-        self._sleep = sleep
+        self._sleep = sleep or time.sleep
 
     def names(self) -> list[str] | None:
         return None
@@ -128,16 +128,16 @@ class HttpFiles:
 class BucketFiles:
     """Files of a bucket, through an fsspec filesystem."""
 
-    def __init__(self, url: str, filesystem: Any, path: str, sleep: Callable[[float], object] = time.sleep) -> None:
+    def __init__(self, url: str, filesystem: Any, path: str, sleep: Callable[[float], object] | None = None) -> None:
         self.url = url if url.endswith("/") else f"{url}/"
-        self._files, self._path, self._sleep = filesystem, path.rstrip("/"), sleep
+        self._files, self._path, self._sleep = filesystem, path.rstrip("/"), sleep or time.sleep
 
     def names(self) -> list[str] | None:
         try:
             found = _with_retries(self.url, lambda: self._files.find(self._path), self._sleep)
         except FileNotFoundError:
             return []
-        return [path.removeprefix(self._path).lstrip("/") for path in found]
+        return [path.removeprefix(f"{self._path}/") for path in found]
 
     def pin(self, name: str) -> PinnedFile | None:
         try:

@@ -17,12 +17,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from ..errors import CheckpointError, DownloadError
+from ..errors import CheckpointError, DownloadError, shown
 from ..files import FILE_BYTES, read_json
 from ..gguf.folder import cache_directory
 from .chunked_file import CHUNK_BYTES, IN_FLIGHT, ChunkedFile
 from .ranged_files import PinnedFile, RangedFiles, open_files
-from .safetensors import INDEX, PICKLES, WHOLE, is_shard_name, needed_shards
+from .safetensors import INDEX, PICKLES, WHOLE, is_plain_name, is_shard_name, needed_shards
 
 POINTER = "stream.json"
 SMALL = (  # files of a checkpoint besides its weights, where a server lists none
@@ -66,7 +66,7 @@ def _fetch_folder(files: RangedFiles, download_dir: Path | None, on_progress: On
     if listed is None:
         small = [*SMALL, INDEX]
     else:
-        small = [name for name in listed if any(fnmatch.fnmatch(name, pattern) for pattern in PATTERNS)]
+        small = [name for name in listed if _is_small(name)]
     pins = _pinned(files, small)
     if "config.json" not in pins:
         raise DownloadError(f"{files.url}: has no config.json; name the folder of a checkpoint, or a .gguf file")
@@ -78,6 +78,12 @@ def _fetch_folder(files: RangedFiles, download_dir: Path | None, on_progress: On
         told = {name: [pin.size, pin.version] for name, pin in shards.items()}
         _write(root / POINTER, json.dumps({"url": files.url, "files": told}).encode())
     return root
+
+
+def _is_small(name: str) -> bool:
+    """Whether a listed name is of a file besides the weights: of the folder itself, or of its 1_Pooling."""
+    last = name.removeprefix("1_Pooling/")
+    return "/" not in last and is_plain_name(name) and any(fnmatch.fnmatch(last, pattern) for pattern in PATTERNS)
 
 
 def _shards(files: RangedFiles, pins: Pins) -> Pins:
@@ -138,6 +144,8 @@ def _download(
         with _locked(root), ThreadPoolExecutor(IN_FLIGHT) as threads:
             for name, pin in pins.items():
                 path = root / name
+                if not path.resolve().is_relative_to(root.resolve()):
+                    raise DownloadError(f"{files.url}: {shown(name)}: leads out of {root}; nothing is written there")
                 path.parent.mkdir(parents=True, exist_ok=True)
                 if not path.is_file() or path.stat().st_size != pin.size:
                     for count in _save(files, name, pin, path, threads):

@@ -302,6 +302,11 @@ def _is_of_other_half(tensor: str) -> bool:
 
 
 def is_shard_name(value: object) -> bool:
-    if not isinstance(value, str) or not value.endswith(".safetensors") or "\\" in value or not value.isprintable():
+    return isinstance(value, str) and value.endswith(".safetensors") and is_plain_name(value)
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether a name of a file stays inside a folder, on any system."""
+    if "\\" in name or not name.isprintable() or len(name) > 255:
         return False
-    return len(value) <= 255 and not any(part in ("", ".", "..") for part in value.split("/"))
+    return not any(part in ("", ".", "..") for part in name.split("/"))

@@ -235,6 +235,31 @@ def test_a_bucket_is_read_through_fsspec_and_is_pinned(folder, tmp_path, monkeyp
     bucket.rm("/bucket", recursive=True)
 
 
+def test_a_listed_name_that_leads_out_of_the_folder_is_not_written(folder, tmp_path, monkeypatch) -> None:
+    class Listing:
+        """A bucket whose listing names files outside of the folder, and in folders that no checkpoint has."""
+
+        names = ("config.json", "model.safetensors", "../../../pwned.json", "/pwned.json", "a/pwned.json", "a\\b.json")
+
+        def invalidate_cache(self) -> None: ...
+
+        def find(self, path: str) -> list[str]:
+            return [f"{path}/{name}" for name in (*self.names, "1_Pooling/config.json", "1_Pooling/a/pwned.json")]
+
+        def info(self, path: str) -> dict[str, object]:
+            return {"size": 2, "ETag": "x"}
+
+        def cat_file(self, path: str, start: int, end: int) -> bytes:
+            return b"{}"[start:end]
+
+    files = BucketFiles("s3://b/m", Listing(), "b/m")
+    monkeypatch.setattr("millrace.model.checkpoint.remote_folder.open_files", lambda _: files)
+    root = fetch("s3://b/m", tmp_path / "x" / "y" / "z")
+    found = {path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()}
+    assert found == {"config.json", "model.safetensors", "1_Pooling/config.json", ".lock"}
+    assert not list(tmp_path.rglob("*pwned*"))
+
+
 @pytest.mark.parametrize("size", [1, 9, 10, 11, 100, 101])
 def test_chunks_are_the_file_from_any_place(size: int) -> None:
     class Counting:

@@ -26,6 +26,8 @@ HUB_ADDRESS = re.compile(r"hf://([^/@]+/[^/@]+)(?:@([\w.-]{1,128}))?(/[\w./ -]+)
 QUANT = re.compile(r"(.+):([A-Za-z0-9_.-]{1,64})")  # a folder or Hub id, and a part of the name of its GGUF file
 FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
 
+POINTERS = ("stream.json", "gguf.json")  # say where weights are, in folders made here; never taken from elsewhere
+
 
 def resolve(
     model: str | None,
@@ -195,6 +197,7 @@ def _snapshot(
                 cache_dir=download_dir,
                 token=token,
                 allow_patterns=list(patterns),
+                ignore_patterns=[f"*{name}" for name in POINTERS],
                 local_files_only=offline,
                 tqdm_class=None if on_progress is None else _reporting_bar(on_progress),
             )

@@ -19,7 +19,8 @@ from urllib.parse import urlsplit
 
 from ..errors import CheckpointError, DownloadError, shown
 from ..files import FILE_BYTES, read_json
-from ..gguf.folder import cache_directory
+from ..gguf.folder import POINTER as GGUF_POINTER
+from ..gguf.folder import cache_directory, is_made_in
 from .chunked_file import CHUNK_BYTES, IN_FLIGHT, ChunkedFile
 from .ranged_files import PinnedFile, RangedFiles, open_files
 from .safetensors import INDEX, PICKLES, WHOLE, is_plain_name, is_shard_name, needed_shards
@@ -54,26 +55,41 @@ def fetch(url: str, download_dir: Path | None, on_progress: OnBytes | None = Non
 
 
 def opened_stream(root: Path) -> tuple[RangedFiles, Pins] | None:
-    """The files elsewhere whose weights the folder `root` leaves there; None for any other folder."""
-    pointer = read_json(root, POINTER)
+    """The files elsewhere whose weights the folder `root` leaves there; None for any other folder.
+
+    Only a folder below `streams_directory` is one: a checkpoint may hold a stream.json of its own. Raises
+    CheckpointError for a pointer that was damaged.
+    """
+    pointer = read_json(root, POINTER) if is_made_in(streams_directory(), root) else None
     if pointer is None:
         return None
-    return open_files(pointer["url"]), {name: PinnedFile(*found) for name, found in pointer["files"].items()}
+    url, files = pointer.get("url"), pointer.get("files")
+    if not isinstance(url, str) or not isinstance(files, dict) or not all(map(_is_pin, files.items())):
+        raise CheckpointError(f"{POINTER} ({root}): must hold url and files; remove the folder, and start again")
+    return open_files(url), {name: PinnedFile(*found) for name, found in files.items()}
+
+
+def streams_directory() -> Path:
+    """Where the folders are kept whose weights stay elsewhere: millrace/streams in the cache directory."""
+    return cache_directory().parent / "streams"
+
+
+def _is_pin(item: tuple[str, object]) -> bool:
+    name, found = item
+    return is_shard_name(name) and isinstance(found, list) and [type(part) for part in found] == [int, str]
 
 
 def _fetch_folder(files: RangedFiles, download_dir: Path | None, on_progress: OnBytes | None, *, streams: bool) -> Path:
     listed = files.names()
-    if listed is None:
-        small = [*SMALL, INDEX]
-    else:
-        small = [name for name in listed if _is_small(name)]
+    small = [*SMALL, INDEX] if listed is None else [name for name in listed if _is_small(name)]
     pins = _pinned(files, small)
     if "config.json" not in pins:
         raise DownloadError(f"{files.url}: has no config.json; name the folder of a checkpoint, or a .gguf file")
     shards = _shards(files, pins)
     if not shards:
         raise CheckpointError(_no_weights(files, listed))
-    root = _download(files, pins | ({} if streams else shards), download_dir, on_progress, key=pins | shards)
+    base = streams_directory() if streams else download_dir
+    root = _download(files, pins | ({} if streams else shards), base, on_progress, key=pins | shards)
     if streams:
         told = {name: [pin.size, pin.version] for name, pin in shards.items()}
         _write(root / POINTER, json.dumps({"url": files.url, "files": told}).encode())
@@ -83,7 +99,11 @@ def _fetch_folder(files: RangedFiles, download_dir: Path | None, on_progress: On
 def _is_small(name: str) -> bool:
     """Whether a listed name is of a file besides the weights: of the folder itself, or of its 1_Pooling."""
     last = name.removeprefix("1_Pooling/")
-    return "/" not in last and is_plain_name(name) and any(fnmatch.fnmatch(last, pattern) for pattern in PATTERNS)
+    return "/" not in last and last not in (POINTER, GGUF_POINTER) and is_plain_name(name) and _matches(last)
+
+
+def _matches(name: str) -> bool:
+    return any(fnmatch.fnmatch(name, pattern) for pattern in PATTERNS)
 
 
 def _shards(files: RangedFiles, pins: Pins) -> Pins:

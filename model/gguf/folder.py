@@ -71,8 +71,13 @@ def _make(root: Path, files: Sequence[GgufFile]) -> None:
 
 
 def is_gguf_folder(root: Path) -> bool:
-    """Whether a folder stands for a GGUF file."""
-    return (root / POINTER).is_file()
+    """Whether a folder stands for a GGUF file: one that was made here. A checkpoint may hold a gguf.json of its own."""
+    return is_made_in(cache_directory(), root) and (root / POINTER).is_file()
+
+
+def is_made_in(directory: Path, root: Path) -> bool:
+    """Whether `root` lies in a directory where only this program makes folders, so that what it says can be trusted."""
+    return Path(os.path.realpath(root)).parent == Path(os.path.realpath(directory))
 
 
 def open_checkpoint(root: Path) -> GgufCheckpoint:
@@ -90,8 +95,16 @@ def open_checkpoint(root: Path) -> GgufCheckpoint:
 
 def _files_of(root: Path) -> list[dict[str, Any]]:
     """Place and size of each file for which a folder stands."""
-    files: list[dict[str, Any]] = (read_json(root, POINTER) or {}).get("files", [])
+    files = (read_json(root, POINTER) or {}).get("files", [])
+    if not isinstance(files, list) or not all(_is_file_entry(entry) for entry in files):
+        raise CheckpointError(
+            f"{POINTER} ({root}): files: must be places and sizes; remove the folder, and serve again"
+        )
     return files
+
+
+def _is_file_entry(entry: Any) -> bool:
+    return isinstance(entry, dict) and isinstance(entry.get("path"), str) and isinstance(entry.get("size"), int)
 
 
 def cache_directory() -> Path:

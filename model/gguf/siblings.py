@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ..files import read_json
 from .choice import models_of
+from .folder import is_gguf_folder
 
 MOST_SIBLINGS = 64  # told at most
 
@@ -18,7 +19,7 @@ def model_bytes(sizes: Mapping[str, int]) -> dict[str, int]:
 
 def local_siblings(root: Path) -> tuple[str, dict[str, int]]:
     """The model that the folder `root` stands for, and the bytes of all models in the folder of its file."""
-    files = (read_json(root, "gguf.json") or {}).get("files") or ()
+    files = (read_json(root, "gguf.json") or {}).get("files") if is_gguf_folder(root) else None
     if not files:
         return "", {}
     first = Path(files[0]["path"])

@@ -43,6 +43,12 @@ def folder(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "millrace"
+
+
 @pytest.fixture
 def server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RangeServer]:
     monkeypatch.setattr(ranged_files.time, "sleep", lambda _: None)
@@ -197,6 +203,30 @@ def test_a_local_folder_is_not_streamed(folder) -> None:
         stored_tensors(folder, "stream")
     with pytest.raises(CheckpointError, match="load_format = gguf: .*; use auto or safetensors"):
         stored_tensors(folder, "gguf")
+
+
+def test_pointers_of_a_checkpoint_itself_do_not_move_its_weights(server, folder, tmp_path) -> None:
+    for name, content in (
+        ("stream.json", {"url": server.url, "files": {SHARDS[0]: [100, ""]}}),
+        ("gguf.json", {"files": [{"path": "/etc/passwd", "size": 1}]}),
+        ("stream.json", {"x": 1}),
+    ):
+        (folder / name).write_text(json.dumps(content))
+        server.files[name] = (folder / name).read_bytes()
+        server.etags[name] = "x"
+        check_equal(stored_tensors(folder, "auto"), folder)  # type: ignore[arg-type]
+    root = fetch(server.url, tmp_path / "to")
+    assert not {"stream.json", "gguf.json"} & {path.name for path in root.iterdir()}
+    assert not {"stream.json", "gguf.json"} & server.requests.keys()
+
+
+@pytest.mark.parametrize("pointer", [{"x": 1}, {"url": "https://h/m", "files": {"../a.safetensors": [1, ""]}}])
+def test_a_damaged_pointer_is_said(pointer, cache) -> None:
+    root = cache / "streams" / "m-0"
+    root.mkdir(parents=True)
+    (root / POINTER).write_text(json.dumps(pointer))
+    with pytest.raises(CheckpointError, match=r"stream.json \(.*: must hold url and files; remove the folder"):
+        opened_stream(root)
 
 
 class Doubled(Checkpoint):

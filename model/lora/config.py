@@ -16,6 +16,7 @@ from ..files import read_json
 
 CONFIG = "adapter_config.json"
 MOST_PATTERN_CHARS = 1000
+MOST_PATTERNS = 1000  # of a key
 MAX_RANK = 4096  # largest that is read; that of a matrix of 4,096 columns
 READ = {
     "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules", "exclude_modules",
@@ -218,6 +219,8 @@ class _Keys:
         value = self.values.get(key) or {}
         if not isinstance(value, dict):
             self.fail(f"{key} = {quoted(value)}: must map patterns of names to numbers")
+        if len(value) > MOST_PATTERNS:
+            self.fail(f"{key}: holds {len(value)} patterns; at most {MOST_PATTERNS} are read")
         for pattern in value:
             self._check_length(key, pattern)
         return list(value.items())

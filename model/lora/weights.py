@@ -8,6 +8,7 @@ An adapter with a tensor that lands nowhere is refused.
 from __future__ import annotations
 
 import os
+import stat
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -146,8 +147,8 @@ class AdapterFiles:
     def _chosen(self, modules: str | tuple[str, ...] | None, paths: Sequence[str]) -> set[int]:
         if isinstance(modules, str):
             return full_matches([modules], paths, self.config.fail)[0]
-        ends = tuple(f".{name}" for name in modules or ())
-        return {index for index, path in enumerate(paths) if path in (modules or ()) or path.endswith(ends)}
+        names = {*(modules or ())}
+        return {index for index, path in enumerate(paths) if not names.isdisjoint(_ends(path))}
 
     def _set_scales(self) -> None:
         """Sets the scale of each update, and compares the ranks of tensors with those of the file."""
@@ -173,6 +174,12 @@ class AdapterFiles:
                 fail(f"{first} of {module.label} is {quoted(list(shape))}, and its config says rank {rank}")
 
 
+def _ends(path: str) -> list[str]:
+    """The path, and what follows each of its dots."""
+    pieces = path.split(".")
+    return [".".join(pieces[index:]) for index in range(len(pieces))]
+
+
 def _layer(path: str) -> int | None:
     """The first number in the path of a module."""
     return next((int(piece) for piece in path.split(".") if piece.isascii() and piece.isdigit()), None)
@@ -186,11 +193,15 @@ class _ReadFile(Shard):
         path = checkpoint_file(root, name)
         assert path is not None, "the caller has seen it"
         try:
-            self._fd = os.open(path, os.O_RDONLY)
+            # a link or a pipe that took its place since is not followed, and not waited for
+            self._fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError as error:
             raise CheckpointError(f"{name} ({root}): cannot be read: {error.strerror}") from None
         weakref.finalize(self, os.close, self._fd)
-        self._read_header(os.fstat(self._fd).st_size, self._read)
+        status = os.fstat(self._fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise CheckpointError(f"{name} ({root}): is no regular file any more; copy the file in its place")
+        self._read_header(status.st_size, lambda begin, end: bytes(self._read(begin, end)))
 
     def raw(self, name: str) -> NDArray[Any]:
         entry = self.entries[name]
@@ -200,19 +211,17 @@ class _ReadFile(Shard):
     def forget(self, name: str) -> None:
         pass
 
-    def _read(self, begin: int, end: int) -> bytes:
-        content = bytearray()
+    def _read(self, begin: int, end: int) -> bytearray:
+        content, num_read = bytearray(end - begin), 0
         try:
-            while len(content) < end - begin:
-                part = os.pread(self._fd, end - begin - len(content), begin + len(content))
-                if not part:
-                    break
-                content += part
+            while num_read < len(content):
+                count = os.preadv(self._fd, [memoryview(content)[num_read:]], begin + num_read)
+                if not count:
+                    raise CheckpointError(f"{self.name}: was cut while it was read; load it again")
+                num_read += count
         except OSError as error:
             raise CheckpointError(f"{self.name}: cannot be read: {error.strerror}") from None
-        if len(content) < end - begin:
-            raise CheckpointError(f"{self.name}: was cut while it was read; load it again")
-        return bytes(content)
+        return content
 
 
 def _open(root: Path, config: AdapterConfig) -> Checkpoint:

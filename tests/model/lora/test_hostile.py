@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from millrace.model.checkpoint.whole_model import WholeModel
 from millrace.model.errors import AdapterError
 from millrace.model.families.registry import read_spec
 from millrace.model.lora.adapter import read_adapter
+from millrace.model.lora.patterns import full_matches, matches
 from millrace.model.lora.weights import AdapterFiles
 from millrace.model.spec import DecoderSpec
 from tests.model.lora.peft_formats import PREFIX, write_adapter, write_base
@@ -62,6 +64,7 @@ def refusal(folder: Path, spec: DecoderSpec) -> str:
         ({"exclude_modules": ["v_proj"]}, "v_proj, which its target_modules leave out"),
         ({"layers_to_transform": 1}, "changes model.layers.0.mlp.down_proj, which its target_modules leave out"),
         ({"target_modules": "(" * 1001}, "a pattern of 1001 characters; at most 1000 are read"),
+        ({"rank_pattern": dict.fromkeys(map(str, range(1001)), 8)}, "holds 1001 patterns; at most 1000 are read"),
         ({"target_modules": "(q_proj"}, "a pattern of module names is no regular expression: missing )"),
         ({"use_dora": True}, "use_dora is not served at run time; merge it with --merge-adapter"),
         ({"lora_bias": True}, "lora_bias is not served at run time"),
@@ -216,3 +219,31 @@ def test_the_configuration_of_peft_is_read_as_it_is_written(base: tuple[Path, De
     folder = write_adapter("plain", base[0], tmp_path)
     keys = json.loads((folder / "adapter_config.json").read_text())
     assert len(keys) > 35 and read_adapter(folder, base[1], "float32").rank == keys["r"]
+
+
+def test_plain_patterns_match_as_regular_expressions_from_a_dot_on_do() -> None:
+    names = ["a.b.q_proj", "q_proj", "xq_proj", "a.bxq_proj", "a-b", ""]
+    plain = ["q_proj", "b.q_proj", ".q_proj", "a.b", "", "b", "proj", "......"]
+
+    def fail(said: str) -> NoReturn:
+        raise AssertionError(said)
+
+    assert matches(plain, names, fail) == full_matches([rf"(.*\.)?({one})" for one in plain], names, fail)
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_a_file_that_is_replaced_after_its_check_is_not_followed(
+    base: tuple[Path, DecoderSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    folder = write_adapter("plain", base[0], tmp_path / "x")
+    path = folder / TENSORS
+
+    def checked(root: Path, name: str) -> Path:
+        path.rename(tmp_path / "elsewhere") if path.is_file() and not path.is_symlink() else None
+        if not os.path.lexists(path):
+            path.symlink_to(tmp_path / "elsewhere") if kind == "link" else os.mkfifo(path)
+        return path
+
+    monkeypatch.setattr("millrace.model.lora.weights.checkpoint_file", checked)
+    said = refusal(folder, base[1])
+    assert "cannot be read" in said if kind == "link" else "is no regular file any more" in said

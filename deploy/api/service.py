@@ -164,10 +164,10 @@ class Service:
         return self.model_names[0] if adapter is None else adapter.name
 
     def require_adapters(self) -> AdapterGate:
-        """The LoRA adapters; raises `ApiError` 400 if the server serves none."""
+        """The LoRA adapters; raises `ApiError` 404 if the server serves none."""
         adapters = self.require_engine().adapters
         if adapters is None:
-            raise ApiError("invalid_value", "this server serves no adapters; start it with --enable-lora")
+            raise ApiError("not_found", "this server serves no adapters; start it with --enable-lora")
         return adapters
 
     @property

@@ -201,6 +201,8 @@ def _apply(
     engine = replace(engine, **of_engine, most_drafts=_most_drafts(engine, settings))
     values = {name: getattr(engine, RENAMED.get(name, name)) for name in ENGINE_FIELDS}
     values |= {name: settings[name] for name in DRAFT_FIELDS if name in settings}
+    if "max_loras" not in settings and not engine.max_loras:  # the engine served no adapters
+        del values["max_loras"]
     if "scheduler" not in settings:
         values["scheduler"] = "priority"
     config = EngineConfig(**values)

@@ -99,11 +99,14 @@ def bytes_kept(shape: DecoderSpec, item_size: Callable[[str], float]) -> int:
 
 
 def least_cache_bytes(config: EngineConfig, bytes_per_block: int, max_model_len: int) -> int:
-    """The KV cache below which the engine does not start: for one sequence of the longest length, or as configured."""
-    if config.kv_cache_bytes is not None:
-        return config.kv_cache_bytes
+    """The KV cache below which the engine does not start: for one sequence of the longest length.
+
+    NOTE: 0 where its size is configured. `cache_size` compares that with the memory, and its message names the setting.
+    """
+    if config.kv_cache_bytes is not None or config.num_gpu_blocks is not None:
+        return 0
     length = LEAST_TOKENS if config.max_model_len == "auto" else max_model_len
-    return (config.num_gpu_blocks or -(-length // config.block_size)) * bytes_per_block
+    return -(-length // config.block_size) * bytes_per_block
 
 
 def smaller_forms(dtype: str, num_bytes: int, device: str, item_bytes: float) -> dict[str, int]:

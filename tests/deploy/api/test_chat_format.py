@@ -157,7 +157,7 @@ def test_tokenize_names_tools_that_the_template_does_not_show(tokenizer):
     def ignored(template: str | None, **fields: Any) -> list[str]:
         made = chat_format(tokenizer, template)
         service: Any = SimpleNamespace(
-            config=ServerConfig(), require_model=lambda name: None, require_chat_format=lambda: made
+            config=ServerConfig(), adapter_of=lambda name: None, require_chat_format=lambda: made
         )
         body = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS} | fields
         return TokenizeRoutes(service, None)._tokenize_body(body)[1]  # type: ignore[arg-type]

@@ -97,11 +97,11 @@ def test_memory_of_halves_is_part_of_a_steps_where_rows_can_be_taken_apart() -> 
     assert 1.9 < beside(2, 8 * least) / beside(2, 4 * least) < 2.1
 
 
-IN_FEWER_BITS = [{"cache_dtype": "int8"}, {"quantization": "int8"}, {"quantization": "int4"}]
+IN_FEWER_BITS = [{"cache_dtype": "int8"}, {"quantization": "int8"}]
 
 
 @pytest.mark.parametrize("settings", IN_FEWER_BITS, ids=str)
-def test_so_they_have_in_int8_and_int4(settings: dict[str, Any]) -> None:
+def test_so_they_have_in_int8(settings: dict[str, Any]) -> None:
     sizes = by_two(IN_VECTORS)
     model = Checkpoint.random(num_layers=3, sliding_windows=(None, 20, None), intermediate_size=264).load(
         "bfloat16", **sizes, **settings

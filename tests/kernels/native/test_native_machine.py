@@ -18,13 +18,13 @@ AMX = f"{BF16} amx_tile amx_bf16 amx_int8"
 @pytest.mark.parametrize(
     ("vendor", "flags", "expected"),
     [
-        ("AuthenticAMD", f"sse2 fma avx2 {AVX512} {BF16}", ("avx512_bf16", "avx512", "avx2")),
-        ("GenuineIntel", f"sse2 fma avx2 {AVX512} {BF16}", ("avx512", "avx512_bf16", "avx2")),
-        ("GenuineIntel", f"sse2 fma avx2 {AVX512} {AMX}", ("amx", "avx512", "avx512_bf16", "avx2")),
-        ("GenuineIntel", f"sse2 fma avx2 {AVX512}", ("avx512", "avx2")),
+        ("AuthenticAMD", f"sse2 fma f16c avx2 {AVX512} {BF16}", ("avx512_bf16", "avx512", "avx2")),
+        ("GenuineIntel", f"sse2 fma f16c avx2 {AVX512} {BF16}", ("avx512", "avx512_bf16", "avx2")),
+        ("GenuineIntel", f"sse2 fma f16c avx2 {AVX512} {AMX}", ("amx", "avx512", "avx512_bf16", "avx2")),
+        ("GenuineIntel", f"sse2 fma f16c avx2 {AVX512}", ("avx512", "avx2")),
         # Without sums of bytes, as only a virtual machine could hide them.
-        ("AuthenticAMD", f"sse2 fma avx2 {AVX512} avx512_bf16", ("avx512", "avx2")),
-        ("AuthenticAMD", "sse2 fma avx2 avx512f", ("avx2",)),
+        ("AuthenticAMD", f"sse2 fma f16c avx2 {AVX512} avx512_bf16", ("avx512", "avx2")),
+        ("AuthenticAMD", "sse2 fma f16c avx2 avx512f", ("avx2",)),
         ("GenuineIntel", "sse2 avx", ()),
     ],
 )

@@ -225,10 +225,8 @@ def salt_ignored() -> AbstractContextManager[None]:
     """Sequences find blocks of any cache salt."""
 
     def change(chain: Any) -> Any:
-        def unsalted(
-            self: PrefixCache, sequence_id: int, token_ids: Ints, salt: str = "", *, is_long: bool = False
-        ) -> BlockChain:
-            made: BlockChain = chain(self, sequence_id, token_ids, "", is_long=is_long)
+        def unsalted(self: PrefixCache, sequence_id: int, token_ids: Ints, salt: str = "", **more: Any) -> BlockChain:
+            made: BlockChain = chain(self, sequence_id, token_ids, "", **more)
             return made
 
         return unsalted

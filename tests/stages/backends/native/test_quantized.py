@@ -94,9 +94,9 @@ def test_what_was_chosen_is_told_and_an_int8_cache_holds_nearly_twice_the_tokens
     weights = [table.row("weights").num_bytes for table in tables]
     in_file = (WEIGHTS / "model.safetensors").stat().st_size
     assert weights[0] < 1.01 * in_file and weights[1] < 0.52 * in_file and weights[2] < 0.36 * in_file
-    assert "tensors in int8, measured" in tables[1].row("weights").what
+    assert "8.09 bits each, as int8" in tables[1].row("weights").what
     assert "blocks of 16 tokens in int8" in tables[1].row("kv_cache").what
-    assert "tensors, measured" in tables[0].row("weights").what
+    assert "12.7 bits each, as bfloat16" in tables[0].row("weights").what
 
 
 @pytest.mark.parametrize(

@@ -269,19 +269,29 @@ class Pipeline(Graph):
         The caller reads the outbox or `cancel`s the request. `is_part`: it belongs to a live request, so it is admitted
         while `drain` waits for that.
         """
+        outbox = self.open(request, deadline_s=deadline_s, is_part=is_part)
+        await self.enter(outbox, getattr(outbox, "request", request), wait=wait)  # an exit may stamp what enters
+        return outbox
+
+    def open(self, request: Any, *, deadline_s: float | None = None, is_part: bool = False) -> Outbox[Any]:
+        """As `submit`, for a request that enters later: it is live from now on. `enter` it, or end it at the exit."""
         if self.exit is None:
             raise RuntimeError("this slice has no exit, so it cannot answer requests: feed and read it with channel()")
         if not (self._health.is_ready or (is_part and self._health.state == "draining")):
             raise NotServing(self._health)
         outbox: Outbox[Any] = self.exit.open(request, deadline_s)
+        return outbox
+
+    async def enter(self, outbox: Outbox[Any], request: Any, *, wait: bool = True) -> None:
+        """Sends an open request to the first stage. A request that cannot enter has ended."""
+        assert self.exit is not None
         try:
-            await self._enter(getattr(outbox, "request", request), wait)  # an exit may stamp what enters
+            await self._enter(request, wait)
         except BaseException:
             self.exit.end(outbox.request_id, "refused")
             raise
         if self.watch is not None:
             self.watch.wake()
-        return outbox
 
     async def call(self, request: Any, *, deadline_s: float | None = None) -> list[Any]:
         """All events of a request, after it has ended."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ...runtime.env.env import Env
@@ -10,11 +11,12 @@ from ...runtime.pipeline import Busy
 from ...runtime.trace.tracer import EventKind
 from ..adapters.gate import AdapterGate
 from ..beam_search.algorithm import BeamParams
-from ..errors import Overloaded, Refused, TimedOut
+from ..errors import Overloaded, Refused
 from ..exit.outboxes import RequestOutbox
 from ..messages import Ints, Request
 from ..params import SamplingParams
 from ..tasks import Task, check_task, task_of
+from .gate_waits import trace_shed
 from .wiring import EncoderStages, TextStages
 
 
@@ -26,24 +28,36 @@ class Submitter:
     env: Env
 
     async def submit(self, request: Request, wait: bool, deadline_s: float | None) -> RequestOutbox:
-        if request.adapter is None:
-            return await self._submit(request, wait, deadline_s)
-        adapters, began_s = self.adapters(), self.env.now()
-        try:
-            async with asyncio.timeout(deadline_s):
-                request = await adapters.admit(self.env, request)
-        except Overloaded as error:
-            self._trace_shed(error, "adapter")
-            raise
-        except TimeoutError:
-            message = "the time limit of the request passed while its adapter was loaded"
-            raise TimedOut(message, stage="intake", has_begun=False) from None
-        left_s = None if deadline_s is None else max(deadline_s - (self.env.now() - began_s), 0.0)
-        try:
-            return await self._submit(request, wait, left_s)
-        except BaseException:
-            adapters.leave(request.request_id)
-            raise
+        with self._turned_away():
+            outbox = self.parts.pipeline.open(request, deadline_s=deadline_s)
+        assert isinstance(outbox, RequestOutbox)
+        request = outbox.request
+        if request.adapter is not None or request.params.structured_outputs is not None:
+            try:
+                with self.parts.gate_waits.waiting(outbox):
+                    request = await self._pass_gates(request)
+            except BaseException:
+                self.parts.exit.end(request.request_id, "refused")  # which also releases what a gate has given
+                raise
+            if self.parts.exit.live.get(request.request_id) is not outbox:
+                return outbox  # it ended at a gate
+        with self._turned_away():
+            await self.parts.pipeline.enter(outbox, request, wait=wait)
+        return outbox
+
+    async def _pass_gates(self, request: Request) -> Request:
+        """Waits for the request's adapter and grammar. Returns the request with the adapter's digest."""
+        if request.adapter is not None:
+            with self._shed_at("adapter"):
+                request = await self.adapters().admit(self.env, request)
+        structured = request.params.structured_outputs
+        if structured is not None:
+            parts, began_s = self._able_to(task_of(request)), self.env.now()
+            with self._shed_at("grammar"):
+                await parts.gate.admit(self.env, request.request_id, structured)
+            waited_us, tracer = int((self.env.now() - began_s) * 1e6), parts.pipeline.tracer
+            tracer.emit(EventKind.REQUEST_GRAMMAR, tracer.source("grammar"), 0, request.first_sequence_id, waited_us)
+        return request
 
     def adapters(self) -> AdapterGate:
         """Raises `Refused` unless adapters are served."""
@@ -51,31 +65,6 @@ class Submitter:
         if adapters is None:
             raise Refused("adapter: this engine serves none; start it with enable_lora", param="model")
         return adapters
-
-    async def _submit(self, request: Request, wait: bool, deadline_s: float | None) -> RequestOutbox:
-        structured = request.params.structured_outputs
-        if structured is None:
-            return await self._enter(request, wait, deadline_s)
-        parts, began_s = self._able_to(task_of(request)), self.env.now()
-        try:
-            async with asyncio.timeout(deadline_s):
-                await parts.gate.admit(self.env, request.request_id, structured)
-        except Overloaded as error:
-            self._trace_shed(error, "grammar")
-            raise
-        except TimeoutError:
-            message = "the time limit of the request passed while its grammar was compiled"
-            raise TimedOut(message, stage="intake", has_begun=False) from None
-        left_s = None if deadline_s is None else max(deadline_s - (self.env.now() - began_s), 0.0)
-        lookup_s = self.env.now() - began_s
-        try:
-            outbox = await self._enter(request, wait, left_s)
-        except BaseException:
-            parts.gate.leave(request.request_id)
-            raise
-        tracer, first = parts.pipeline.tracer, outbox.request.first_sequence_id
-        tracer.emit(EventKind.REQUEST_GRAMMAR, tracer.source("grammar"), 0, first, int(lookup_s * 1e6))
-        return outbox
 
     def submit_search(self, request: Request, beams: BeamParams, deadline_s: float | None) -> RequestOutbox:
         if request.adapter is not None:
@@ -92,24 +81,29 @@ class Submitter:
             self.parts.intake.limits.complete_params(params, len(encoded.token_ids))
         return [encoded.token_ids for encoded in prompts], params
 
-    async def _enter(self, request: Request, wait: bool, deadline_s: float | None) -> RequestOutbox:
+    @contextmanager
+    def _turned_away(self) -> Iterator[None]:
+        """Turns the refusals of the pipeline into those of the engine."""
         try:
-            return await self.parts.pipeline.submit(request, deadline_s=deadline_s, wait=wait)  # type: ignore[return-value]
+            yield
         except Busy as error:
             waiting = self.parts.intake.admission.num_waiting
             overloaded = Overloaded(f"{error}: try again in 1 s", queue_depth=waiting, estimated_wait_s=1.0)
-            self._trace_shed(overloaded, "door")
+            trace_shed(self.parts.pipeline.tracer, overloaded, "door")
             raise overloaded from None
         except ValueError as error:  # a request id that is in use
             raise Refused(str(error), param="request_id") from None
+
+    @contextmanager
+    def _shed_at(self, gate: str) -> Iterator[None]:
+        try:
+            yield
+        except Overloaded as error:
+            trace_shed(self.parts.pipeline.tracer, error, gate)
+            raise
 
     def _able_to(self, task: Task) -> TextStages:
         check_task(task, self.parts.loaded.info.tasks)
         if not isinstance(self.parts, TextStages):
             raise AttributeError("a model that generates nothing has neither grammars nor searches")
         return self.parts
-
-    def _trace_shed(self, error: Overloaded, reason: str) -> None:
-        tracer = self.parts.pipeline.tracer
-        counts = (int(error.estimated_wait_s * 1000), error.queue_depth, tracer.source(reason))
-        tracer.emit(EventKind.REQUEST_SHED, tracer.source("door"), 0, *counts)

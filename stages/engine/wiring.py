@@ -21,7 +21,7 @@ from ..config import EngineConfig
 from ..detokenize.stage import AnswerText, DecodesIncrementally, Detokenize, TextTableProtocol
 from ..device.device import Device
 from ..encode.stage import Encode
-from ..errors import ConfigError
+from ..errors import ConfigError, Overloaded
 from ..execute.model_runner import ModelRunner
 from ..execute.stage import Execute
 from ..exit.outboxes import Outboxes, RequestOutbox
@@ -43,6 +43,7 @@ from ..schedule.sequence import State
 from ..schedule.speculation import num_speculative_tokens
 from ..schedule.stage import Schedule
 from ..tokenize.stage import Tokenize
+from .gate_waits import GateWaits, trace_shed
 
 if TYPE_CHECKING:
     from ...model.text.tokenizer import Tokenizer
@@ -79,6 +80,7 @@ class EncoderStages:
         self.pipeline = build_encoder_pipeline(self.intake, self.tokenize, self.encode, self.exit)
         self.exit.lane = self.pipeline.lane
         self.exit.on_start.append(self.intake.request_started)
+        self.gate_waits = GateWaits()
         self.exit.on_end.append(self.intake.request_ended)
 
 
@@ -116,10 +118,12 @@ class TextStages:
             info.eos_token_ids,
             lambda params, prompt: AnswerText("", loaded.text_table, loaded.make_decoder(params, prompt), params),
         )
+        self.gate_waits = GateWaits()
         self.exit.on_end += [
             self.intake.request_ended,
             self.detokenize.request_ended,
             self.searches.request_ended,
+            self.gate_waits.request_ended,
             self.gate.request_ended,
         ]
 
@@ -188,7 +192,11 @@ class EngineStages(TextStages):
 
     async def _admit_search(self, request: Request) -> Request:
         assert self.adapters is not None
-        return await self.adapters.admit(self.pipeline.env, request)
+        try:
+            return await self.adapters.admit(self.pipeline.env, request)
+        except Overloaded as error:
+            trace_shed(self.pipeline.tracer, error, "adapter")
+            raise
 
     def _adapter_gate(self, config: EngineConfig, loaded: LoadedModel) -> AdapterGate:
         assert loaded.read_adapter is not None and self.schedule.scheduler.adapters is not None

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from millrace.stages import SamplingParams, StructuredOutputs
-from millrace.stages.errors import Overloaded, Refused
+from millrace.stages.errors import Overloaded, Refused, TimedOut
 from millrace.stages.messages import Prompt, Request
 from millrace.stages.request_limits import as_token_ids
 from tests.stages.grammar.test_grammars import TEMPLATE, ask, gated, regex
@@ -58,6 +58,37 @@ def test_a_full_engine_admits_later_requests() -> None:
         waiting = asyncio.ensure_future(read(await fill(engine)))
         assert await ask(engine, FORM)
         await waiting
+        await engine.check_quiet()
+
+    gated(test)
+
+
+@pytest.mark.parametrize("end", ["abort", "deadline", "cancel"])
+def test_a_request_that_waits_at_a_gate_is_live_and_ends_there(end: str) -> None:
+    async def test(engine: Any, gate: Any) -> None:
+        at_gate = asyncio.Event()
+
+        async def never(*args: Any) -> None:
+            at_gate.set()
+            await asyncio.Event().wait()
+
+        gate.admit = never
+        deadline_s = 2.0 if end == "deadline" else 9.0
+        waiting = asyncio.ensure_future(engine.submit(request("same", FORM), deadline_s=deadline_s))
+        await at_gate.wait()
+        assert "same" in engine.exit.live, "a drain waits for it"
+        if end == "cancel":
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+        elif end == "abort":
+            assert engine.abort("same")
+            deltas = [delta async for deltas in await waiting for delta in deltas]
+            assert all(delta.finish_reason != "stop" for delta in deltas) and not engine.abort("same")
+        else:
+            with pytest.raises(TimedOut):
+                [deltas async for deltas in await waiting]
+        del gate.admit
         await engine.check_quiet()
 
     gated(test)

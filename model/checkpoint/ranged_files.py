@@ -5,6 +5,8 @@ A file whose size or version is another than before ends the load: its parts wou
 
 from __future__ import annotations
 
+import ipaddress
+import socket
 import time
 import urllib.error
 import urllib.request
@@ -12,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from http.client import HTTPException
 from typing import Any, Protocol, TypeVar
-from urllib.parse import urljoin, urlsplit
+from urllib.parse import quote, urljoin, urlsplit
 
 from ..errors import DownloadError, shown
 
@@ -99,11 +101,11 @@ class HttpFiles:
             raise DownloadError(f"{self.url}{name}: is gone, while it was read; start again") from None
 
     def _get(self, name: str, begin: int, end: int) -> tuple[PinnedFile, bytes]:
-        request = urllib.request.Request(urljoin(self.url, name), headers={"Range": f"bytes={begin}-{end - 1}"})
+        request = urllib.request.Request(urljoin(self.url, quote(name)), headers={"Range": f"bytes={begin}-{end - 1}"})
         try:
-            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+            with _OPENER.open(request, timeout=TIMEOUT_S) as answer:
                 total = answer.headers.get("Content-Range", "").rpartition("/")[2]
-                if answer.status != 206 or not total.isdigit():
+                if answer.status != 206 or not (total.isascii() and total.isdigit()):
                     raise DownloadError(
                         f"{self.url}{name}: the server answers {answer.status} to a range of bytes, and must answer "
                         "206; download the files, and serve their folder"
@@ -123,6 +125,40 @@ class HttpFiles:
 
     def _try(self, name: str, once: Callable[[], T]) -> T:
         return _with_retries(f"{self.url}{name}", once, self._sleep)
+
+
+def check_redirect(first: str, last: str, target: str) -> None:
+    """Raises DownloadError for a redirect to what the first address did not stand for.
+
+    Allowed is https, or http from loopback to loopback; and a private or link-local host only if the first was one.
+    """
+    to = urlsplit(target)
+    if to.scheme != "https" and (to.scheme != "http" or {to.hostname, urlsplit(last).hostname} - {*LOOPBACK}):
+        raise DownloadError(f"{first}: redirects to {to.scheme}://{to.hostname}; only https:// is followed")
+    if _is_private(to.hostname) and not _is_private(urlsplit(first).hostname):
+        raise DownloadError(f"{first}: redirects to {to.hostname}, a private address; name that address itself")
+
+
+def _is_private(host: str | None) -> bool:
+    """Whether any address of the host is not a public one. A name that is unknown here, behind a proxy, is public."""
+    try:
+        found = socket.getaddrinfo(host, None)
+    except (OSError, UnicodeError):
+        return False
+    return not all(ipaddress.ip_address(str(address[0]).partition("%")[0]).is_global for *_, address in found)
+
+
+class _CheckedRedirects(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
+        first = getattr(req, "first_url", req.full_url)
+        check_redirect(first, req.full_url, newurl)
+        request = super().redirect_request(req, fp, code, msg, headers, newurl)
+        if request is not None:
+            request.first_url = first  # type: ignore[attr-defined]
+        return request
+
+
+_OPENER = urllib.request.build_opener(_CheckedRedirects)
 
 
 class BucketFiles:

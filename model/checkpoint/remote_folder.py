@@ -18,7 +18,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from ..errors import CheckpointError, DownloadError, shown
-from ..files import FILE_BYTES, read_json
+from ..files import FILE_BYTES, JSON_BYTES, read_json
 from ..gguf.folder import POINTER as GGUF_POINTER
 from ..gguf.folder import cache_directory, is_made_in
 from .chunked_file import CHUNK_BYTES, IN_FLIGHT, ChunkedFile
@@ -83,6 +83,9 @@ def _fetch_folder(files: RangedFiles, download_dir: Path | None, on_progress: On
     listed = files.names()
     small = [*SMALL, INDEX] if listed is None else [name for name in listed if _is_small(name)]
     pins = _pinned(files, small)
+    for name, pin in pins.items():
+        if pin.size > FILE_BYTES:
+            raise CheckpointError(f"{files.url}{name}: {pin.size} bytes; at most {FILE_BYTES} are read")
     if "config.json" not in pins:
         raise DownloadError(f"{files.url}: has no config.json; name the folder of a checkpoint, or a .gguf file")
     shards = _shards(files, pins)
@@ -113,7 +116,10 @@ def _shards(files: RangedFiles, pins: Pins) -> Pins:
         return {WHOLE: whole}
     if INDEX not in pins:
         return {}
-    index = json.loads(_whole(files, INDEX, pins[INDEX]))
+    try:
+        index = json.loads(_whole(files, INDEX, pins[INDEX]))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{files.url}{INDEX}: not valid JSON: {error}") from None
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map or not all(map(is_shard_name, weight_map.values())):
         raise CheckpointError(f"{files.url}{INDEX}: weight_map: must map tensors to names of safetensors files")
@@ -142,8 +148,8 @@ def _pinned(files: RangedFiles, names: list[str]) -> Pins:
 
 
 def _whole(files: RangedFiles, name: str, pin: PinnedFile) -> bytes:
-    if pin.size > FILE_BYTES:
-        raise CheckpointError(f"{files.url}{name}: {pin.size} bytes; at most {FILE_BYTES} are read")
+    if pin.size > JSON_BYTES:
+        raise CheckpointError(f"{files.url}{name}: {pin.size} bytes; at most {JSON_BYTES} are read")
     return files.read(name, pin, 0, pin.size) if pin.size else b""
 
 

@@ -14,6 +14,7 @@ class RangeServer:
     """Serves `files` on loopback, in a thread. Use as a context manager.
 
     faults     by the number of the request for a file, from 0: "500", "short" (half of the range), "reset"
+    redirects, sizes   by the name of a file: where a request is sent, and the size that is claimed
     refuses_ranges, etags   to be changed at any time
     """
 
@@ -21,6 +22,8 @@ class RangeServer:
         self.files = {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
         self.etags = {name: f'"{name}-1"' for name in self.files}
         self.faults: dict[str, dict[int, str]] = {}
+        self.redirects: dict[str, str] = {}
+        self.sizes: dict[str, str] = {}
         self.refuses_ranges = False
         self.requests: Counter[str] = Counter()
         self.num_bytes: Counter[str] = Counter()  # sent
@@ -59,6 +62,8 @@ class RangeServer:
 
     async def _answer_range(self, request: web.Request) -> web.StreamResponse:
         name = request.match_info["name"]
+        if name in self.redirects:
+            return web.Response(status=302, headers={"Location": self.redirects[name]})
         if name not in self.files:
             return web.Response(status=404)
         number, content = self.requests[name], self.files[name]
@@ -74,7 +79,10 @@ class RangeServer:
         await asyncio.sleep(0.002)  # so that requests meet
         begin, end = (int(part) for part in request.headers["Range"].removeprefix("bytes=").split("-"))
         body = content[begin : end + 1]
-        headers = {"ETag": self.etags[name], "Content-Range": f"bytes {begin}-{end}/{len(content)}"}
+        headers = {
+            "ETag": self.etags[name],
+            "Content-Range": f"bytes {begin}-{end}/{self.sizes.get(name, len(content))}",
+        }
         if fault == "short":
             body = body[: len(body) // 2]
         self.num_bytes[name] += len(body)

@@ -229,6 +229,47 @@ def test_a_damaged_pointer_is_said(pointer, cache) -> None:
         opened_stream(root)
 
 
+@pytest.mark.parametrize(
+    ("first", "last", "target", "words"),
+    [
+        ("https://8.8.8.8/m", "https://8.8.8.8/m", "http://8.8.4.4/m", "only https:// is followed"),
+        ("https://8.8.8.8/m", "https://8.8.8.8/m", "ftp://8.8.4.4/m", "only https:// is followed"),
+        ("https://8.8.8.8/m", "https://8.8.8.8/m", "http://127.0.0.1/m", "only https:// is followed"),
+        ("https://8.8.8.8/m", "https://8.8.4.4/m", "https://169.254.169.254/m", "a private address"),
+        ("https://8.8.8.8/m", "https://8.8.8.8/m", "https://[::1]/m", "a private address"),
+        ("http://127.0.0.1/m", "http://127.0.0.1/m", "http://10.0.0.1/m", "only https:// is followed"),
+        ("https://8.8.8.8/m", "https://8.8.8.8/m", "https://8.8.4.4/m", None),
+        ("https://10.0.0.1/m", "https://10.0.0.1/m", "https://10.0.0.2/m", None),
+        ("http://127.0.0.1/m", "http://127.0.0.1/m", "http://127.0.0.1:81/m", None),
+    ],
+)
+def test_a_redirect_leads_to_no_weaker_and_to_no_inner_address(first, last, target, words) -> None:
+    if words is None:
+        return ranged_files.check_redirect(first, last, target)
+    with pytest.raises(DownloadError, match=words):
+        ranged_files.check_redirect(first, last, target)
+
+
+def test_a_redirect_of_a_server_is_checked(server, tmp_path) -> None:
+    server.redirects["config.json"] = "http://10.0.0.1/config.json"
+    with pytest.raises(DownloadError, match="config.json: redirects to http://10.0.0.1; only https:// is followed"):
+        fetch(server.url, tmp_path / "to")
+
+
+def test_a_wrong_index_and_a_huge_small_file_are_said(server, tmp_path) -> None:
+    name = "model.safetensors.index.json"
+    server.files[name] = b"<html>"
+    with pytest.raises(CheckpointError, match=f"{name}: not valid JSON"):
+        fetch(server.url, tmp_path / "to")
+    weight_map = {"a": "caf\u00e9 1.safetensors"}
+    server.files[name] = json.dumps({"weight_map": weight_map}).encode()
+    with pytest.raises(CheckpointError, match="names this shard, but there is no such file"):
+        fetch(server.url, tmp_path / "to")
+    server.sizes["config.json"] = str(1 << 50)
+    with pytest.raises(CheckpointError, match="config.json: 1125899906842624 bytes; at most 268435456 are read"):
+        fetch(server.url, tmp_path / "to")
+
+
 class Doubled(Checkpoint):
     """A source of one's own."""
 

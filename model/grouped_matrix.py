@@ -23,6 +23,7 @@ class GroupedMatrix:
     take: Callable[[Index], GroupedCodes]  # stored rows: those of [start, stop), or by number
     order: NDArray[np.int64] | None = None
     columns: NDArray[np.int32] | None = None  # as in `GroupedCodes`
+    factor: float = 1.0  # of the codes of all rows
 
     @property
     def shape(self) -> tuple[int, int]:

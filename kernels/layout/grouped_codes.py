@@ -127,6 +127,8 @@ class GroupedCodes:
         """Raises ValueError for arrays that do not fit the format. Does not look at the numbers."""
         self.format.check()
         form, rows, k = self.format, self.num_rows, self.num_columns
+        if form.table == "nf4" and self.factor != 1.0:
+            raise ValueError(f"factor = {self.factor}: must be 1 with the table nf4; multiply its scales instead")
         groups, supers = form.num_groups(k), form.num_supers(k)
         unit = {"bytes": 1, "pairs": 2, "halves_of_32": 32, "halves_of_64": 64}[self.packing]
         if k % unit or (unit > 1 and form.bits != 4):

@@ -16,6 +16,7 @@ _NUMBERS = {None: 0, "f16": 1, "bf16": 2, "f32": 3, "e8m0": 4}
 _PACKINGS = {"bytes": 0, "pairs": 1, "halves_of_32": 2, "halves_of_64": 3}
 _SUPER = 256  # columns of a super
 _PANEL = 32  # rows of a panel
+_ROW = 1 << 30  # columns of a group that is a row, however long
 
 
 def why_not(form: GroupedFormat, num_columns: int) -> str | None:
@@ -28,6 +29,8 @@ def why_not(form: GroupedFormat, num_columns: int) -> str | None:
         return f"scales for {form.super_group} columns: must be for {_SUPER}"
     if form.table == "nf4" and (form.offset or form.has_zeros or form.zero):
         return "nf4 with zeros or offsets"
+    if form.has_zeros and (form.table == "e2m1" or form.super_group):
+        return f"zeros of groups with {'two levels of scales' if form.super_group else form.table}"
     return None
 
 
@@ -48,12 +51,16 @@ def own_formats(shape: NativeShape, group_size: int) -> dict[str, GroupedFormat]
     return formats | {head: GroupedFormat(bits=8, group=group_size, zero=128, scale="bf16")}
 
 
-def packable(shape: NativeShape, formats: Mapping[str, GroupedFormat]) -> dict[str, GroupedFormat]:
+def packable(
+    shape: NativeShape, formats: Mapping[str, GroupedFormat], factors: Mapping[str, float] | None = None
+) -> dict[str, GroupedFormat]:
     """Those of the formats that the library keeps; the others' matrices are to be set in the model's dtype.
 
-    q, k and v of a layer are one product, and so are gate and up: all of them must have formats, gate and up the same.
-    Where those of q, k and v differ, each must be whole panels of rows.
+    q, k and v of a layer are one product, and so are gate and up: all of them must have formats, gate and up the same,
+    and all the same factor of their scales (`factors`; 1 where it is absent). Where the formats of q, k and v differ,
+    each must be whole panels of rows.
     """
+    factors = factors or {}
     kept = {
         name: form
         for name, form in formats.items()
@@ -68,10 +75,18 @@ def packable(shape: NativeShape, formats: Mapping[str, GroupedFormat]) -> dict[s
         are_whole = shape.head_dim * shape.num_heads % _PANEL == shape.head_dim * shape.num_kv_heads % _PANEL == 0
         for together, may_differ in ((qkv, are_whole), (gate_up, False)):
             found = {kept.get(name) for name in together}
-            if None in found or (len(found) > 1 and not may_differ):
+            num_factors = len({factors.get(name, 1.0) for name in together})
+            if None in found or (len(found) > 1 and not may_differ) or num_factors > 1:
                 for name in together:
                     kept.pop(name, None)
     return kept
+
+
+def product_of(name: str) -> str:
+    """The product that a matrix is in, by the name of one of its matrices: q for q, k and v, and up for gate and up."""
+    for part, first in (("k_proj", "q_proj"), ("v_proj", "q_proj"), ("gate_proj", "up_proj")):
+        name = name.replace(part, first)
+    return name
 
 
 def num_columns(shape: NativeShape, name: str) -> int:
@@ -91,7 +106,8 @@ def set_formats(found: ctypes.CDLL, model: int, shape: NativeShape, formats: Map
         if problem := why_not(form, num_columns(shape, name)):
             raise ValueError(f"tensor {name}: {problem}")
         one.layer, one.kind = tensors.place(name)
-        one.bits, one.group, one.zero = form.bits, min(form.group, 1 << 30), form.zero
+        is_row = form.group >= num_columns(shape, name) and form.super_group is None
+        one.bits, one.group, one.zero = form.bits, _ROW if is_row else form.group, form.zero
         one.table, one.scale, one.offset = _TABLES[form.table], _NUMBERS[form.scale], _NUMBERS[form.offset]
         one.has_zeros, one.is_two_level = form.has_zeros, form.super_group is not None
         one.has_signed_scales = form.has_signed_scales

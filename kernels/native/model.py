@@ -108,6 +108,7 @@ class NativeModel:
             self._library.millrace_count_thread_times(self._model, self._shares.ctypes.data)
         self._kept: list[Array] = []
         self._are_coded = False
+        self._factors: dict[str, float] = {}  # of the scales, by product
         self.formats = dict(formats or {})
         if quantization == "int4" and grouped.takes_groups_of(group_size):
             self.formats = grouped.own_formats(shape, group_size)
@@ -181,6 +182,9 @@ class NativeModel:
         num_columns = grouped.num_columns(self.shape, name)
         if codes.num_columns != num_columns or codes.columns is not None:
             raise ValueError(f"tensor {name}: {codes.num_columns} columns: must be {num_columns}, in order")
+        factor = self._factors.setdefault(grouped.product_of(name), codes.factor)
+        if codes.factor != factor:
+            raise ValueError(f"tensor {name}: factor = {codes.factor}: rows of the same product have {factor}")
         done = grouped.set_rows(self._library, self._model, name, first_row, codes)
         if done == 1:
             raise NonFiniteError(f"tensor {name}: a scale is NaN or infinity; fetch the file again")

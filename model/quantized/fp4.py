@@ -102,4 +102,4 @@ def fp4_rows(parts: Parts, tensors: Fp4Tensors) -> GroupedMatrix | str:
             factor=factor,
         )
 
-    return GroupedMatrix(form, num_rows, num_columns, take)
+    return GroupedMatrix(form, num_rows, num_columns, take, factor=factor)

@@ -57,7 +57,7 @@ def packed_weights(
     reasons = {name: reason for name, matrix in found.items() if (reason := _why_unpacked(matrix, shape, name))}
     matrices = {name: matrix for name, matrix in found.items() if isinstance(matrix, GroupedMatrix)}
     formats = {name: matrix.format for name, matrix in matrices.items() if name not in reasons}
-    kept = packable(shape, formats)
+    kept = packable(shape, formats, {name: matrix.factor for name, matrix in matrices.items()})
     reasons |= dict.fromkeys(formats.keys() - kept.keys(), TOGETHER)
     unpacked: dict[str, tuple[str, ...]] = {}
     for name in found:

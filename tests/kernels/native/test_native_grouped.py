@@ -111,6 +111,25 @@ def test_every_instruction_set_gives_the_bits_of_the_twin(instruction_set: str) 
             assert np.array_equal(model.product(DOWN, x, 70), grouped_product(x, codes))
 
 
+@pytest.mark.parametrize("scale", ["f16", "bf16", "f32"])
+def test_a_scale_of_exactly_a_row_is_that_of_the_row_at_any_width(scale: Any, kernels: str) -> None:
+    for k in (96, 160, 192, 224, 288):
+        codes = random_codes(GroupedFormat(bits=8, group=k, zero=128, scale=scale), 34, k, seed=k)
+        model, x = packed(codes), rows(7, k)
+        assert np.array_equal(model.matrix(DOWN, 34, k), codes.dequantize())
+        assert np.array_equal(model.product(DOWN, x, 34), grouped_product(x, codes))
+
+
+def test_formats_that_products_do_not_follow_are_refused() -> None:
+    zeros: dict[str, Any] = {"bits": 4, "group": 32, "has_zeros": True}
+    assert grouped.why_not(GroupedFormat(**zeros), 256) is None
+    assert grouped.why_not(GroupedFormat(**zeros, table="e2m1"), 256) == "zeros of groups with e2m1"
+    assert grouped.why_not(GroupedFormat(**zeros, **TWO_LEVEL), 256) == "zeros of groups with two levels of scales"
+    codes = replace(random_codes(FORMATS["nf4"], 32, 64), factor=0.5)
+    with pytest.raises(ValueError, match="factor = 0.5: must be 1 with the table nf4"):
+        packed(codes)
+
+
 @pytest.mark.parametrize("packing", ["pairs", "halves_of_32", "halves_of_64"])
 def test_codes_may_come_in_halves_of_bytes(packing: Any) -> None:
     codes = random_codes(FORMATS["Q4_1"], 40, 128, packing=packing)
@@ -197,6 +216,40 @@ def test_a_step_is_that_of_the_dequantized_checkpoint(is_tied: bool, dtype: Any)
     whole = Run(model).whole(tokens(60))
     assert error(whole, exact) < (1e-3 if dtype == "float32" else 2e-2)
     assert np.array_equal(Run(model).whole(tokens(60), [1] * 60), whole)
+
+
+def test_q_k_and_v_with_other_factors_are_set_as_numbers() -> None:
+    checkpoint = Checkpoint.random(hidden_size=64)
+    formats = {name: FORMATS["NVFP4"] for name in formats_of(checkpoint.shape)}
+    factors = {name: {"q": 3.0, "k": 0.5, "v": 2.0}.get(name[-13], 1.0) for name in formats}
+    assert set(factors.values()) == {3.0, 0.5, 2.0, 1.0}
+    codes = {name: replace(one, factor=factors[name]) for name, one in quantized(checkpoint, formats).items()}
+    numbers = {name: one.dequantize() for name, one in codes.items()}
+    formats = grouped.packable(checkpoint.shape, formats, factors)
+    assert {name[-13] for name in codes.keys() - formats.keys()} == set("qkv")
+    plain = {name: numbers.get(name, one) for name, one in checkpoint.tensors.items() if name not in formats}
+    model = replace(checkpoint, tensors=plain).load("float32", formats=formats, num_threads=2, worth_a_thread=1)
+    for name in formats:
+        model.set_rows(name, 0, codes[name])
+    exact = replace(checkpoint, tensors=plain | numbers).logits(tokens(40))
+    whole = Run(model).whole(tokens(40))
+    assert error(whole, exact) < 1e-3
+    assert np.array_equal(Run(model).whole(tokens(40), [1] * 40), whole)
+
+
+def test_another_factor_in_one_product_is_refused() -> None:
+    checkpoint = Checkpoint.random(hidden_size=64)
+    formats = {name: FORMATS["NVFP4"] for name in formats_of(checkpoint.shape)}
+    gate, up, v = (f"model.layers.0.{name}_proj.weight" for name in ("mlp.gate", "mlp.up", "self_attn.v"))
+    kept = grouped.packable(checkpoint.shape, formats, {up: 2.0})
+    assert set(formats) - set(kept) == {gate, up}
+    model, codes = checkpoint.load("float32", formats=formats, num_threads=1), quantized(checkpoint, formats)
+    model.set_rows(gate, 0, codes[gate])
+    with pytest.raises(ValueError, match=r"up_proj.weight: factor = 2.0: rows of the same product have 1.0"):
+        model.set_rows(up, 0, replace(codes[up], factor=2.0))
+    odd = small_shape(head_dim=26, rotary_dim=26, num_heads=7, num_kv_heads=1)
+    formats = formats_of(odd)
+    assert v not in grouped.packable(odd, formats, {v: 2.0}) and v in grouped.packable(odd, formats)
 
 
 def test_matrices_that_are_one_product_keep_formats_together_or_not_at_all() -> None:

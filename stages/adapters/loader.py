@@ -11,15 +11,18 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ...model.errors import AdapterError, ModelError
-from ...model.lora.adapter import Adapter
 from ...runtime.env.env import Env
 from ...runtime.env.log import get_logger
 from ...runtime.workers.thread_start import ThreadNotStarted
 from ..errors import OutOfResources, Refused, Unavailable
 from .registry import AdapterEntry
 from .store import AdapterStore
+
+if TYPE_CHECKING:  # 60 ms of imports that an engine without adapters does not need
+    from ...model.lora.adapter import Adapter
 
 FAILED_S = 10.0  # time in which an adapter that could not be loaded is not tried again
 MAX_PASSES = 50  # requests of other adapters that are admitted while a load waits for room

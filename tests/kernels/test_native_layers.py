@@ -128,7 +128,7 @@ def test_rows_without_requested_logits_leave_those_that_are_requested_as_they_ar
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_quantized_weights_take_all_pieces(quantization: Any) -> None:
-    largest = {"int8": 1e-5, "int4": 1e-4}[quantization]  # rows of 16 bits are multiplied with int4
+    largest = {"int8": 1e-5, "int4": 3e-4}[quantization]  # rows of 16 bits are multiplied with int4
     for name in ("xielu, not gated", "parallel, one norm", "a capped head with a bias", "learned positions"):
         model = checkpoint(name).load(quantization=quantization, num_threads=1)
         kept = checkpoint(name).kept_by(model)

@@ -13,6 +13,7 @@ from typing import Any
 
 from ..errors import CheckpointError, DownloadError
 from ..gguf.choice import choose, models_of
+from ..gguf.reader import part_names
 from ..gguf.siblings import model_bytes
 from .remote_folder import fetch
 
@@ -63,7 +64,8 @@ def resolve(
     offline = offline or _is_offline()
     if "://" in model and not model.startswith(HUB_SCHEME):
         if offline:
-            raise DownloadError(f"{model}: offline mode forbids reading it; download its files and give their folder")
+            named = model.partition("?")[0]
+            raise DownloadError(f"{named}: offline mode forbids reading it; download its files and give their folder")
         found = fetch(model, download_dir, on_progress, streams=streams)
         return _stand_in(found) if found.suffix == ".gguf" else found
     if streams:
@@ -73,7 +75,7 @@ def resolve(
         raise DownloadError(f"{model[:200]!r}: no such directory, and not the form of a Hub id (owner/name)")
     download = partial(_snapshot, name, revision, download_dir, token, offline, on_progress)
     if folder.endswith(".gguf"):
-        return _stand_in(download((folder,)) / folder)
+        return _stand_in(download(part_names(folder)) / folder)
     if quant is None:
         root = download([f"{folder}/{pattern}" for pattern in FILES] if folder else FILES) / folder
         if any(root.glob("*.safetensors")):
@@ -112,7 +114,7 @@ def model_name(model: str | None) -> str:
         return path.stem
     if not os.path.isdir(path):
         if "://" in model:
-            last = model.rstrip("/").rpartition("/")[2]
+            last = model.partition("?")[0].rstrip("/").rpartition("/")[2]
             return last.removesuffix(".gguf") if not model.startswith(HUB_SCHEME) else _hub_address(model, None)[0]
         name, _ = _split(model)
         return model_name(name) if os.path.isdir(Path(name).expanduser()) else model

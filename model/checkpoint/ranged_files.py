@@ -31,7 +31,7 @@ class PinnedFile:
     """A file as it was first seen."""
 
     size: int
-    version: str  # its ETag, or what the store has in place of one; empty: none
+    version: str  # its ETag, its Last-Modified, or what the store has in place of them; empty: none
 
 
 class RangedFiles(Protocol):
@@ -49,11 +49,18 @@ class RangedFiles(Protocol):
         """Bytes [begin, end) of the file, which must be as it was pinned."""
 
 
-def open_files(url: str) -> RangedFiles:
-    """The folder at `url`. Raises DownloadError for a scheme that cannot be read here."""
+class _NotAllowedError(DownloadError):
+    """A file that is not there, or may not be read: stores answer 403 to both where a listing is not allowed."""
+
+
+def open_files(url: str, query: str = "") -> RangedFiles:
+    """The folder at `url`; `query` goes behind each file's address, as a signature does.
+
+    Raises DownloadError for a scheme that cannot be read here.
+    """
     scheme, host = urlsplit(url).scheme, urlsplit(url).hostname
     if scheme == "https" or (scheme == "http" and host in LOOPBACK):
-        return HttpFiles(url)
+        return HttpFiles(url, query=query)
     if scheme == "http":
         raise DownloadError(f"{url}: weights over http:// could be changed on their way; use https://")
     if scheme not in PACKAGES:
@@ -73,9 +80,11 @@ def open_files(url: str) -> RangedFiles:
 class HttpFiles:
     """Files below a URL, of a server that answers ranges."""
 
-    def __init__(self, url: str, sleep: Callable[[float], object] | None = None) -> None:
+    def __init__(self, url: str, sleep: Callable[[float], object] | None = None, query: str = "") -> None:
         self.url = url if url.endswith("/") else f"{url}/"
         self._sleep = sleep or time.sleep
+        self._query = f"?{query}" if query else ""  # in no message and no name, as it may be a secret
+        self._was_read = False
 
     def names(self) -> list[str] | None:
         return None
@@ -85,6 +94,11 @@ class HttpFiles:
             answer, _ = self._try(name, lambda: self._get(name, 0, 1))
         except FileNotFoundError:
             return None
+        except _NotAllowedError:
+            if not self._was_read:
+                raise
+            return None
+        self._was_read = True
         return answer
 
     def read(self, name: str, pinned: PinnedFile, begin: int, end: int) -> bytes:
@@ -101,7 +115,8 @@ class HttpFiles:
             raise DownloadError(f"{self.url}{name}: is gone, while it was read; start again") from None
 
     def _get(self, name: str, begin: int, end: int) -> tuple[PinnedFile, bytes]:
-        request = urllib.request.Request(urljoin(self.url, quote(name)), headers={"Range": f"bytes={begin}-{end - 1}"})
+        request = urllib.request.Request(urljoin(self.url, quote(name)) + self._query)
+        request.add_header("Range", f"bytes={begin}-{end - 1}")
         try:
             with _OPENER.open(request, timeout=TIMEOUT_S) as answer:
                 total = answer.headers.get("Content-Range", "").rpartition("/")[2]
@@ -110,15 +125,16 @@ class HttpFiles:
                         f"{self.url}{name}: the server answers {answer.status} to a range of bytes, and must answer "
                         "206; download the files, and serve their folder"
                     )
-                return PinnedFile(int(total), answer.headers.get("ETag", "")), answer.read(end - begin + 1)
+                return PinnedFile(int(total), _version(answer.headers)), answer.read(end - begin + 1)
         except urllib.error.HTTPError as error:
             error.close()
             if error.code == 404:
                 raise FileNotFoundError(name) from None
             if error.code == 416:  # of an empty file
-                return PinnedFile(0, error.headers.get("ETag", "")), b""
+                return PinnedFile(0, _version(error.headers)), b""
             if error.code in (401, 403):
-                raise DownloadError(f"{self.url}{name}: not allowed (status {error.code}); use a signed URL") from None
+                problem = f"{self.url}{name}: not allowed (status {error.code}); use a signed URL"
+                raise _NotAllowedError(problem) from None
             if error.code < 500 and error.code not in (408, 429):
                 raise DownloadError(f"{self.url}{name}: the server answers {error.code}; check the address") from None
             raise
@@ -127,16 +143,20 @@ class HttpFiles:
         return _with_retries(f"{self.url}{name}", once, self._sleep)
 
 
+def _version(headers: Any) -> str:
+    return headers.get("ETag") or headers.get("Last-Modified") or ""
+
+
 def check_redirect(first: str, last: str, target: str) -> None:
     """Raises DownloadError for a redirect to what the first address did not stand for.
 
     Allowed is https, or http from loopback to loopback; and a private or link-local host only if the first was one.
     """
-    to = urlsplit(target)
+    to, named = urlsplit(target), first.partition("?")[0]
     if to.scheme != "https" and (to.scheme != "http" or {to.hostname, urlsplit(last).hostname} - {*LOOPBACK}):
-        raise DownloadError(f"{first}: redirects to {to.scheme}://{to.hostname}; only https:// is followed")
+        raise DownloadError(f"{named}: redirects to {to.scheme}://{to.hostname}; only https:// is followed")
     if _is_private(to.hostname) and not _is_private(urlsplit(first).hostname):
-        raise DownloadError(f"{first}: redirects to {to.hostname}, a private address; name that address itself")
+        raise DownloadError(f"{named}: redirects to {to.hostname}, a private address; name that address itself")
 
 
 def _is_private(host: str | None) -> bool:

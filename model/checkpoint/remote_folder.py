@@ -7,6 +7,7 @@ broken off goes on where it stopped.
 from __future__ import annotations
 
 import fcntl
+import filecmp
 import fnmatch
 import hashlib
 import json
@@ -21,6 +22,7 @@ from ..errors import CheckpointError, DownloadError, shown
 from ..files import FILE_BYTES, JSON_BYTES, read_json
 from ..gguf.folder import POINTER as GGUF_POINTER
 from ..gguf.folder import cache_directory, is_made_in
+from ..gguf.reader import part_names
 from .chunked_file import CHUNK_BYTES, IN_FLIGHT, ChunkedFile
 from .ranged_files import PinnedFile, RangedFiles, open_files
 from .safetensors import INDEX, PICKLES, WHOLE, is_plain_name, is_shard_name, needed_shards
@@ -44,12 +46,24 @@ def fetch(url: str, download_dir: Path | None, on_progress: OnBytes | None = Non
     With `streams` the weights stay where they are, and `streamed.StreamedCheckpoint` reads them. Blocks; raises
     DownloadError and CheckpointError.
     """
+    if url.startswith("http"):
+        url, _, query = url.partition("?")
+    else:
+        query = ""
     folder, _, last = url.rstrip("/").rpartition("/")
     if last.endswith(".gguf"):
         if streams:
             raise DownloadError(f"{url}: a GGUF file is mapped, not streamed; leave out load_format = stream")
-        files = open_files(folder)
-        return _download(files, _pinned(files, [last]), download_dir, on_progress) / last
+        files = open_files(folder, query)
+        pins = _pinned(files, [last])
+        names = part_names(last) if pins else [last]
+        pins |= _pinned(files, [name for name in names if name != last])
+        missing = [name for name in names if name not in pins]
+        if missing:
+            raise DownloadError(f"{files.url}{missing[0]}: there is no such file; check the address")
+        return _download(files, pins, download_dir, on_progress) / last
+    if query:
+        raise DownloadError(f"{url}: only the address of a .gguf file may have a query; leave it out for a folder")
     files = open_files(url)
     return _fetch_folder(files, download_dir, on_progress, streams=streams)
 
@@ -82,7 +96,10 @@ def _is_pin(item: tuple[str, object]) -> bool:
 def _fetch_folder(files: RangedFiles, download_dir: Path | None, on_progress: OnBytes | None, *, streams: bool) -> Path:
     listed = files.names()
     small = [*SMALL, INDEX] if listed is None else [name for name in listed if _is_small(name)]
-    pins = _pinned(files, small)
+    config = files.pin("config.json")  # first, as what is not allowed after it counts as missing
+    pins = {} if config is None else {"config.json": config}
+    if pins:
+        pins |= _pinned(files, [name for name in small if name != "config.json"])
     for name, pin in pins.items():
         if pin.size > FILE_BYTES:
             raise CheckpointError(f"{files.url}{name}: {pin.size} bytes; at most {FILE_BYTES} are read")
@@ -173,7 +190,7 @@ def _download(
                 if not path.resolve().is_relative_to(root.resolve()):
                     raise DownloadError(f"{files.url}: {shown(name)}: leads out of {root}; nothing is written there")
                 path.parent.mkdir(parents=True, exist_ok=True)
-                if not path.is_file() or path.stat().st_size != pin.size:
+                if not pin.version or not path.is_file() or path.stat().st_size != pin.size:
                     for count in _save(files, name, pin, path, threads):
                         if on_progress is not None:
                             on_progress(done + count, total)
@@ -198,7 +215,7 @@ def _locked(root: Path) -> Iterator[None]:
 def _save(files: RangedFiles, name: str, pin: PinnedFile, path: Path, threads: ThreadPoolExecutor) -> Iterator[int]:
     """Writes a file from where its part ends; yields the bytes that are there."""
     part = path.with_name(path.name + ".part")
-    begin = part.stat().st_size // CHUNK_BYTES * CHUNK_BYTES if part.is_file() else 0
+    begin = part.stat().st_size // CHUNK_BYTES * CHUNK_BYTES if part.is_file() and pin.version else 0
     source = ChunkedFile(files, name, pin, threads)
     with part.open("r+b" if begin else "wb") as file:
         file.truncate(begin)
@@ -206,7 +223,10 @@ def _save(files: RangedFiles, name: str, pin: PinnedFile, path: Path, threads: T
         for place, content in source.chunks(begin):
             file.write(content)
             yield place + len(content)
-    os.replace(part, path)
+    if not pin.version and path.is_file() and filecmp.cmp(part, path, shallow=False):
+        part.unlink()  # the file that is there may be in use, and keeps its time
+    else:
+        os.replace(part, path)
 
 
 def _write(path: Path, content: bytes) -> None:

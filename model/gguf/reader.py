@@ -92,6 +92,14 @@ def open_files(path: Path) -> list[GgufFile]:
     return files
 
 
+def part_names(name: str) -> list[str]:
+    """The names of all files of the model of which `name` is one, in order."""
+    match = SPLIT.fullmatch(name)
+    if match is None or not int(match[3]):
+        return [name]
+    return [f"{match[1]}-{number:05}-of-{match[3]}.gguf" for number in range(1, int(match[3]) + 1)]
+
+
 def parts_of(path: Path) -> list[Path]:
     """The files of the model of which `path` is one, in order. Raises CheckpointError for a part that is missing."""
     match = SPLIT.fullmatch(path.name)

@@ -24,6 +24,8 @@ class RangeServer:
         self.faults: dict[str, dict[int, str]] = {}
         self.redirects: dict[str, str] = {}
         self.sizes: dict[str, str] = {}
+        self.missing_status = 404
+        self.queries: set[str] = set()
         self.refuses_ranges = False
         self.requests: Counter[str] = Counter()
         self.num_bytes: Counter[str] = Counter()  # sent
@@ -62,10 +64,11 @@ class RangeServer:
 
     async def _answer_range(self, request: web.Request) -> web.StreamResponse:
         name = request.match_info["name"]
+        self.queries.add(request.query_string)
         if name in self.redirects:
             return web.Response(status=302, headers={"Location": self.redirects[name]})
         if name not in self.files:
-            return web.Response(status=404)
+            return web.Response(status=self.missing_status)
         number, content = self.requests[name], self.files[name]
         self.requests[name] += 1
         fault = self.faults.get(name, {}).get(number)

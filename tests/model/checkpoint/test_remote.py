@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from millrace.model.checkpoint import ranged_files
 from millrace.model.checkpoint.chunked_file import ChunkedFile
-from millrace.model.checkpoint.hub import resolve
+from millrace.model.checkpoint.hub import model_name, resolve
 from millrace.model.checkpoint.ranged_files import BucketFiles, HttpFiles, PinnedFile, open_files
 from millrace.model.checkpoint.remote_folder import POINTER, fetch, opened_stream
 from millrace.model.checkpoint.safetensors import Checkpoint, needed_shards
@@ -268,6 +268,37 @@ def test_a_wrong_index_and_a_huge_small_file_are_said(server, tmp_path) -> None:
     server.sizes["config.json"] = str(1 << 50)
     with pytest.raises(CheckpointError, match="config.json: 1125899906842624 bytes; at most 268435456 are read"):
         fetch(server.url, tmp_path / "to")
+
+
+def test_files_without_a_version_are_fetched_again(server, tmp_path) -> None:
+    server.etags = dict.fromkeys(server.etags, "")
+    path = fetch(server.url, tmp_path / "to") / SHARDS[1]
+    before = path.stat()
+    assert (fetch(server.url, tmp_path / "to") / SHARDS[1]).stat().st_mtime_ns == before.st_mtime_ns  # the same bytes
+    server.files[SHARDS[1]] = server.files[SHARDS[1]][:-1] + b"?"
+    assert (fetch(server.url, tmp_path / "to") / SHARDS[1]).read_bytes()[-1:] == b"?"
+
+
+def test_a_store_that_forbids_what_is_missing_is_read(server, folder, tmp_path) -> None:
+    server.missing_status = 403
+    check_equal(Checkpoint(fetch(server.url, tmp_path / "to")), folder)
+    del server.files["config.json"]
+    with pytest.raises(DownloadError, match=r"config.json: not allowed \(status 403\); use a signed URL"):
+        fetch(server.url, tmp_path / "to")
+
+
+def test_a_signed_gguf_address_fetches_all_parts_and_its_query_stays_out_of_names(server, tmp_path) -> None:
+    names = [f"q-0000{number}-of-00002.gguf" for number in (1, 2)]
+    for name in names:
+        server.files[name], server.etags[name] = name.encode(), "x"
+    path = fetch(f"{server.url}/{names[1]}?X-Sig=abc", tmp_path / "to")
+    assert [(path.parent / name).read_bytes() for name in names] == [name.encode() for name in names]
+    assert server.queries == {"X-Sig=abc"} and model_name(f"{server.url}/q.gguf?X-Sig=abc") == "q"
+    assert fetch(f"{server.url}/{names[0]}?X-Sig=def", tmp_path / "to").parent == path.parent
+    for name in (names[0], "none.gguf"):
+        server.files.pop(name, None)
+        with pytest.raises(DownloadError, match=f"models/m/{name}: there is no such file; check the address$"):
+            fetch(f"{server.url}/{name}?X-Sig=abc", tmp_path / "to")
 
 
 class Doubled(Checkpoint):

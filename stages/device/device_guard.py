@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from ...runtime.crash_recovery import FatalError
 from ...runtime.env.env import Env
@@ -42,6 +43,25 @@ class DeviceLost(FatalError):
     """The device computes nothing more for this process. The text says since which step, why, and what to do."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Cause:
+    """Why the device is checked."""
+
+    step: int
+    error: BaseException
+    limit_s: float
+    has_ended: Callable[[], bool] | None  # of a step that does not end; None: the step has failed
+
+
+@dataclass(slots=True, eq=False)
+class _Asked:
+    """A call of the probe. While it has no answer, later checks wait for it, as its thread is not free."""
+
+    cause: _Cause
+    answer: asyncio.Future[None] = field(init=False)
+    has_begun: bool = False  # set by the probe's thread, which may get no processor
+
+
 class DeviceGuard:
     """Decides after a failed step, or during one that does not end, whether the device is lost.
 
@@ -56,10 +76,11 @@ class DeviceGuard:
         self.lost: DeviceLost | None = None  # the verdict, for good
         self.is_closed = False  # shutdown: a check found no worker any more
         self._probe, self._limit_s, self._on_lost = probe, limit_s, on_lost
-        self._has_begun = False  # the last probe; its thread may get no processor
         self._env: Env | None = None
         self._worker: Worker | None = None
         self._checking: asyncio.Task[None] | None = None
+        self._cause: _Cause | None = None  # of the last check
+        self._asked: _Asked | None = None  # the last call of the probe
 
     def join(self, env: Env) -> None:
         """Starts the probe's thread. Idempotent. Raises `ThreadNotStarted` while the system allows none."""
@@ -73,82 +94,113 @@ class DeviceGuard:
 
         The task raises `DeviceLost` if the device is lost.
         """
-        return self._begin(step, error, None, None)
+        return self._begin(_Cause(step, error, self._limit_s(), None))
 
     def begin_stuck(
         self, step: int, took_s: float, limit_s: float, has_ended: Callable[[], bool]
     ) -> asyncio.Task[None]:
         """As `begin`, for a step that has not ended after `took_s` seconds.
 
-        The device must answer within `limit_s`. It is not lost if the step `has_ended` by then, or if no processor has
-        begun the probe.
+        The device must answer within `limit_s`, from when a processor has begun the probe. If the step `has_ended` by
+        then, the device is not lost; if it still has not answered in the time of a later check, it is.
         """
-        return self._begin(step, StepStuck(f"it has not ended for {took_s:.3g} s"), limit_s, has_ended)
+        return self._begin(_Cause(step, StepStuck(f"it has not ended for {took_s:.3g} s"), limit_s, has_ended))
 
-    def _begin(
-        self, step: int, error: BaseException, limit_s: float | None, has_ended: Callable[[], bool] | None
-    ) -> asyncio.Task[None]:
+    def _begin(self, cause: _Cause) -> asyncio.Task[None]:
         if self._checking is None or (self._checking.done() and self.lost is None):
-            check = self._check(step, error, limit_s, has_ended)
-            self._checking = asyncio.get_running_loop().create_task(check, name="device probe")
+            self._cause = cause
+            self._checking = asyncio.get_running_loop().create_task(self._check(), name="device probe")
             ignore_error(self._checking)
+        elif (
+            not self._checking.done()
+            and self._cause is not None
+            and self._cause.has_ended is not None
+            and cause.has_ended is not None
+            and self._cause.has_ended()
+        ):
+            self._cause = cause  # the running check goes on with it
         return self._checking
 
     async def check(self, step: int, error: BaseException) -> None:
         """As `begin`, and waits for the verdict."""
         await asyncio.shield(self.begin(step, error))
 
-    def _begin_probe(self) -> None:
-        """On the probe's thread."""
-        self._has_begun = True
-        self._probe()
+    def _ask(self, cause: _Cause) -> _Asked:
+        """The call of the probe that has no answer yet, else a new one. Raises `WorkerClosed`."""
+        if self._asked is not None and not self._asked.answer.done():
+            return self._asked
+        assert self._worker is not None
+        asked = _Asked(cause)
 
-    async def _check(
-        self, step: int, error: BaseException, limit_s: float | None, has_ended: Callable[[], bool] | None
-    ) -> None:
+        def probe() -> None:
+            asked.has_begun = True
+            self._probe()
+
+        asked.answer = self._worker.submit(probe)
+        ignore_error(asked.answer)
+        self._asked = asked
+        return asked
+
+    async def _check(self) -> None:
+        """Asks until an answer fits the cause, which a failure may replace meanwhile."""
         assert self._worker is not None, "a step has failed before join(): a stage joins the device in its set-up"
-        limit_s = self._limit_s() if limit_s is None else limit_s
-        try:
-            self._has_begun = False
-            answer = self._worker.submit(self._begin_probe)
-            ignore_error(answer)
-            if await self._is_answered(answer, limit_s):
-                answer.result()
+        while True:
+            assert self._cause is not None
+            try:
+                asked = self._ask(self._cause)
+                is_answered = await self._is_answered(asked)
+                if asked.answer.cancelled():
+                    raise WorkerClosed("the probe's worker was closed before it asked the device")
+                if is_answered:
+                    asked.answer.result()
+            except WorkerClosed:
+                self.is_closed = True
+                return  # no verdict is needed
+            except Exception as found:
+                raise self._give_up(self._cause, first_line(found)) from None
+            if not is_answered:
+                if self._cause.has_ended is None or not self._cause.has_ended():
+                    raise self._give_up(self._cause, f"it has not answered for {self._cause.limit_s:.3g} s")
+                self._worker.abandon()  # its thread may never be free again
+                return  # late, but it computes; a later check goes on with this question
+            if self._cause.has_ended is not None or asked.cause is self._cause:
                 return
-            if has_ended is not None and (has_ended() or not self._has_begun):
-                return  # late, but it computes; or it was not asked
-            cause = f"it has not answered for {limit_s:.3g} s"
-        except WorkerClosed:
-            self.is_closed = True
-            return  # no verdict is needed
-        except Exception as found:
-            cause = first_line(found)
+
+    def _give_up(self, of: _Cause, cause: str) -> DeviceLost:
+        """Tells the verdict."""
+        assert self._worker is not None
         advice = next((advice for part, advice in ADVICE if part in cause), OTHER_ADVICE)
         get_logger("millrace.stages").error(
-            "device.lost", step=step, cause=cause, step_failed_with=loggable(error), advice=advice
+            "device.lost", step=of.step, cause=cause, step_failed_with=loggable(of.error), advice=advice
         )
         self._worker.abandon()
-        self.lost = DeviceLost(f"the device is lost since step {step} ({cause}); {advice}")
+        self.lost = DeviceLost(f"the device is lost since step {of.step} ({cause}); {advice}")
         self._on_lost(self.lost)
-        raise self.lost
+        return self.lost
 
-    async def _is_answered(self, answer: asyncio.Future[None], limit_s: float) -> bool:
-        """Whether the answer comes within `limit_s` in which this process runs.
+    async def _is_answered(self, asked: _Asked) -> bool:
+        """Whether the answer comes within the cause's limit, in which this process runs and the probe has begun.
 
         While the event loop or the process stands still, the answer may not come through, and the probe may not run.
         """
         assert self._env is not None
-        left_s, num_pauses = limit_s, 0
-        while not answer.done() and left_s > 0:
-            slice_s, began_s = min(SLICE_S, left_s), self._env.now()
-            await asyncio.wait([answer], timeout=slice_s)
+        cause, left_s, num_pauses = None, 0.0, 0
+        while not asked.answer.done():
+            if cause is not self._cause:
+                cause = self._cause
+                assert cause is not None
+                left_s = max(left_s, cause.limit_s)
+            if left_s <= 0:
+                return False
+            slice_s, began_s, had_begun = min(SLICE_S, left_s), self._env.now(), asked.has_begun
+            await asyncio.wait([asked.answer], timeout=slice_s)
             if self._env.now() - began_s <= slice_s + PAUSE_S:
-                left_s -= slice_s
+                left_s -= slice_s if had_begun or asked.has_begun else 0
                 continue
             num_pauses += 1
             if num_pauses <= NUM_FRESH:
-                left_s = limit_s
-        return answer.done()
+                left_s = max(left_s, cause.limit_s)
+        return True
 
 
 def first_line(error: BaseException) -> str:

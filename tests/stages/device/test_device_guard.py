@@ -132,6 +132,17 @@ def test_a_device_that_hangs_is_told_in_spite_of_pauses(num_pauses: int, most_s:
     assert guarded(test, Probe())[0] == ["device.lost"]
 
 
+def test_a_check_without_a_verdict_does_not_keep_the_env_from_closing() -> None:
+    async def test(guard: DeviceGuard, env: SimEnv) -> None:
+        check = guard.begin_stuck(5, 1.0, 0.9, lambda: True)
+        await env.sleep(0.5)
+        closing = asyncio.ensure_future(env.aclose())
+        await env.sleep(1)
+        assert check.done() and closing.done() and guard.lost is None
+
+    assert guarded(test, Probe(JobHangs())) == ([], [])
+
+
 @pytest.mark.parametrize(
     ("error", "is_memory"),
     [

@@ -140,6 +140,32 @@ def test_a_probe_that_no_processor_has_begun_is_no_verdict() -> None:
     assert watched(device, test, probe_s=0.95) == [] and len(device.asked_s) == 3
 
 
+def test_a_hang_is_found_after_a_probe_that_began_late() -> None:
+    async def test(begin: Begin, env: SimEnv) -> None:
+        begin()
+        await env.sleep(10)
+
+    device = Probed(hangs=True)
+    watched(device, test, probe_s=1.95)
+    assert len(device.verdicts) == len(device.asked_s) == 1
+    assert device.told_s[0] - device.asked_s[0] == pytest.approx(0.9, abs=0.11)
+
+
+def test_a_hang_is_found_after_a_step_that_was_only_late() -> None:
+    async def test(begin: Begin, env: SimEnv) -> None:
+        began_s, first = env.now(), begin(1)
+        begin(2)
+        await env.sleep(1.5)
+        first.set_result(None)
+        await env.sleep(600)
+        # The second step may take twice as long as the first, and the check 0.9 of that.
+        assert device.told_s[0] - began_s == pytest.approx(1.5 + 3 + 2.7, abs=0.11)
+
+    device = Probed(hangs=True)
+    watched(device, test)
+    assert len(device.asked_s) == 1 and "since step 2 (" in str(device.verdicts[0])
+
+
 @pytest.mark.parametrize(("num_tokens", "usual_s", "asked_s"), [(1, 0, 1), (1024, 0, 4), (1, 3, 6), (257, 0.4, 1.004)])
 def test_long_prompts_and_slow_devices_have_more_time(num_tokens: int, usual_s: float, asked_s: float) -> None:
     async def test(begin: Begin, env: SimEnv) -> None:

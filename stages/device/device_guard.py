@@ -92,7 +92,8 @@ class DeviceGuard:
     def begin(self, step: int, error: BaseException) -> asyncio.Task[None]:
         """Begins to check the device after `step` has failed with `error`; one check at a time.
 
-        The task raises `DeviceLost` if the device is lost.
+        A check of a step that does not end becomes one of this failure, with at least its time. The task raises
+        `DeviceLost` if the device is lost.
         """
         return self._begin(_Cause(step, error, self._limit_s(), None))
 
@@ -115,8 +116,7 @@ class DeviceGuard:
             not self._checking.done()
             and self._cause is not None
             and self._cause.has_ended is not None
-            and cause.has_ended is not None
-            and self._cause.has_ended()
+            and (cause.has_ended is None or self._cause.has_ended())
         ):
             self._cause = cause  # the running check goes on with it
         return self._checking
@@ -184,12 +184,14 @@ class DeviceGuard:
         While the event loop or the process stands still, the answer may not come through, and the probe may not run.
         """
         assert self._env is not None
-        cause, left_s, num_pauses = None, 0.0, 0
+        cause: _Cause | None = None
+        limit_s, left_s, num_pauses = 0.0, 0.0, 0
         while not asked.answer.done():
             if cause is not self._cause:
                 cause = self._cause
                 assert cause is not None
-                left_s = max(left_s, cause.limit_s)
+                limit_s = cause.limit_s
+                left_s = max(left_s, limit_s)
             if left_s <= 0:
                 return False
             slice_s, began_s, had_begun = min(SLICE_S, left_s), self._env.now(), asked.has_begun
@@ -199,7 +201,7 @@ class DeviceGuard:
                 continue
             num_pauses += 1
             if num_pauses <= NUM_FRESH:
-                left_s = max(left_s, cause.limit_s)
+                left_s = max(left_s, limit_s)
         return True
 
 

@@ -143,6 +143,30 @@ def test_a_check_without_a_verdict_does_not_keep_the_env_from_closing() -> None:
     assert guarded(test, Probe(JobHangs())) == ([], [])
 
 
+@pytest.mark.parametrize("failed_after_s", [0.0, 0.5, 0.85, 3.0])
+def test_a_failure_during_a_check_of_a_late_step_has_its_own_verdict(failed_after_s: float) -> None:
+    async def test(guard: DeviceGuard, env: SimEnv) -> None:
+        guard.begin_stuck(5, 1.0, 0.9, lambda: True)
+        await env.sleep(failed_after_s)
+        began_s = env.now()
+        with pytest.raises(DeviceLost, match=r"lost since step 6 \(it has not answered for 1.5 s\)"):
+            await guard.check(6, RuntimeError("launch failed"))
+        assert 1.5 <= env.now() - began_s < 1.75
+
+    assert guarded(test, Probe(JobHangs()))[0] == ["device.lost"]
+
+
+def test_an_answer_from_before_a_failure_does_not_speak_for_it() -> None:
+    async def test(guard: DeviceGuard, env: SimEnv) -> None:
+        stuck = guard.begin_stuck(5, 1.0, 0.9, lambda: True)
+        await asyncio.sleep(0)
+        await guard.check(5, MemoryError())
+        assert stuck.done() and guard.lost is None
+
+    probe = Probe()
+    assert guarded(test, probe) == ([], []) and probe.num_calls == 2
+
+
 @pytest.mark.parametrize(
     ("error", "is_memory"),
     [

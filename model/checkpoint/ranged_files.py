@@ -190,14 +190,14 @@ class BucketFiles:
 
     def names(self) -> list[str] | None:
         try:
-            found = _with_retries(self.url, lambda: self._files.find(self._path), self._sleep)
+            found = self._try(self.url, lambda: self._files.find(self._path))
         except FileNotFoundError:
             return []
         return [path.removeprefix(f"{self._path}/") for path in found]
 
     def pin(self, name: str) -> PinnedFile | None:
         try:
-            found = _with_retries(f"{self.url}{name}", lambda: self._info(name), self._sleep)
+            found = self._try(f"{self.url}{name}", lambda: self._info(name))
         except FileNotFoundError:
             return None
         return found
@@ -211,9 +211,20 @@ class BucketFiles:
             return content
 
         try:
-            return _with_retries(f"{self.url}{name}", once, self._sleep)
+            return self._try(f"{self.url}{name}", once)
         except FileNotFoundError:
             raise DownloadError(f"{self.url}{name}: is gone, while it was read; start again") from None
+
+    def _try(self, what: str, once: Callable[[], T]) -> T:
+        def checked() -> T:
+            try:
+                return once()
+            except (OSError, DownloadError):
+                raise
+            except Exception as error:  # each filesystem has errors of its own
+                raise OSError(f"{type(error).__name__}: {error}") from error
+
+        return _with_retries(what, checked, self._sleep)
 
     def _info(self, name: str) -> PinnedFile:
         self._files.invalidate_cache()

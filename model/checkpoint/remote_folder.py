@@ -12,6 +12,8 @@ import fnmatch
 import hashlib
 import json
 import os
+import shutil
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -182,15 +184,18 @@ def _download(
     base = download_dir or cache_directory().parent / "downloads"
     stem = urlsplit(files.url).path.rstrip("/").rpartition("/")[2] or urlsplit(files.url).hostname or "model"
     root = base / f"{stem[:64]}-{hashlib.sha256(told.encode()).hexdigest()[:16]}"
+    if all(_is_there(root / name, pin) for name, pin in pins.items()):
+        return root  # which may be read-only, so it is not locked
     total, done = sum(pin.size for pin in pins.values()), 0
     try:
         with _locked(root), ThreadPoolExecutor(IN_FLIGHT) as threads:
+            _check_space(files, pins, root)
             for name, pin in pins.items():
                 path = root / name
                 if not path.resolve().is_relative_to(root.resolve()):
                     raise DownloadError(f"{files.url}: {shown(name)}: leads out of {root}; nothing is written there")
                 path.parent.mkdir(parents=True, exist_ok=True)
-                if not pin.version or not path.is_file() or path.stat().st_size != pin.size:
+                if not _is_there(path, pin):
                     for count in _save(files, name, pin, path, threads):
                         if on_progress is not None:
                             on_progress(done + count, total)
@@ -201,6 +206,22 @@ def _download(
             "download_dir"
         ) from None
     return root
+
+
+def _is_there(path: Path, pin: PinnedFile) -> bool:
+    return bool(pin.version) and path.is_file() and path.stat().st_size == pin.size
+
+
+def _check_space(files: RangedFiles, pins: Pins, root: Path) -> None:
+    """Raises DownloadError if the disk has no place for what is missing."""
+    missing = {name: pin.size for name, pin in pins.items() if not _is_there(root / name, pin)}
+    parts = [part.stat().st_size for name in missing if (part := root / f"{name}.part").is_file()]
+    needed, free = sum(missing.values()) - sum(parts), shutil.disk_usage(root).free
+    if needed > free:
+        raise DownloadError(
+            f"{files.url}: {needed / 1e9:.1f} GB are to be downloaded, and {root} has {free / 1e9:.1f} GB free; name a "
+            "folder with more by download_dir"
+        )
 
 
 @contextmanager
@@ -230,6 +251,8 @@ def _save(files: RangedFiles, name: str, pin: PinnedFile, path: Path, threads: T
 
 
 def _write(path: Path, content: bytes) -> None:
-    part = path.with_name(path.name + ".part")
+    if path.is_file() and path.read_bytes() == content:
+        return
+    part = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.part")  # of this writer alone
     part.write_bytes(content)
     os.replace(part, path)

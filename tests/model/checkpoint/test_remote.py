@@ -301,6 +301,31 @@ def test_a_signed_gguf_address_fetches_all_parts_and_its_query_stays_out_of_name
             fetch(f"{server.url}/{name}?X-Sig=abc", tmp_path / "to")
 
 
+def test_a_whole_download_is_used_without_writing_to_its_folder(server, tmp_path) -> None:
+    for streams in (False, True):
+        root = fetch(server.url, tmp_path / "to", streams=streams)
+        (root / ".lock").unlink()
+        before = root.stat().st_mtime_ns
+        assert fetch(server.url, tmp_path / "to", streams=streams) == root
+        assert root.stat().st_mtime_ns == before
+
+
+def test_a_download_larger_than_the_disk_is_refused_before_it_begins(server, tmp_path, monkeypatch) -> None:
+    server.sizes[SHARDS[1]] = str(1 << 60)
+    with pytest.raises(DownloadError, match=r"1152921504.6 GB are to be downloaded, and .* GB free; name a folder"):
+        fetch(server.url, tmp_path / "to")
+    assert not list((tmp_path / "to").rglob("*.part"))
+
+
+def test_an_error_of_a_filesystem_is_said_with_its_address() -> None:
+    class Broken:
+        def find(self, path: str) -> list[str]:
+            raise ValueError("no credentials")
+
+    with pytest.raises(DownloadError, match="s3://b/m/: ValueError: no credentials, 5 times; start again"):
+        BucketFiles("s3://b/m", Broken(), "b/m", lambda _: None).names()
+
+
 class Doubled(Checkpoint):
     """A source of one's own."""
 

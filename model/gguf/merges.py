@@ -52,4 +52,6 @@ def _cuts(text: str, texts: Sequence[str], vocabulary: Mapping[str, int]) -> Ite
 
 
 def _fail(source: str, problem: str) -> NoReturn:
-    raise CheckpointError(f"{source}: tokenizer.ggml.tokens: {problem}; pass --tokenizer DIR or a Hub id")
+    raise CheckpointError(
+        f"{source}: tokenizer.ggml.tokens: {problem}; serve another GGUF file of the model, or its checkpoint"
+    )

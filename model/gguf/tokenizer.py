@@ -104,7 +104,10 @@ def tokenizer_json(metadata: Mapping[str, Any], source: str) -> str:
     kind = metadata.get("tokenizer.ggml.model")
     tokens: Sequence[str] = metadata.get("tokenizer.ggml.tokens") or ()
     if not tokens:
-        raise CheckpointError(f"{source}: tokenizer.ggml.tokens: holds no vocabulary; pass --tokenizer DIR or a Hub id")
+        raise CheckpointError(
+            f"{source}: tokenizer.ggml.tokens: holds no vocabulary; "
+            "serve another GGUF file of the model, or its checkpoint"
+        )
     told = metadata.get("tokenizer.ggml.token_type")
     types: Sequence[int] = [NORMAL] * len(tokens) if told is None else told.tolist()
     if len(types) != len(tokens):
@@ -112,8 +115,8 @@ def tokenizer_json(metadata: Mapping[str, Any], source: str) -> str:
     makers = {"gpt2": _byte_level, "llama": _sentencepiece}
     if kind not in makers:
         raise CheckpointError(
-            f"{source}: tokenizer.ggml.model = {quoted(kind)}: only gpt2 and llama are read; pass --tokenizer DIR or "
-            "a Hub id"
+            f"{source}: tokenizer.ggml.model = {quoted(kind)}: only gpt2 and llama are read; serve the "
+            "model's checkpoint instead"
         )
     made = makers[kind](metadata, _vocabulary(tokens), types, source)
     # Runs of spaces are found where spaces have their sign, unless one is put before the text: that hides other tokens.

@@ -115,7 +115,7 @@ class CompressedTensors:
             zeros = parts.array(".weight_zero_point").reshape(-1, scales.shape[1]).astype(np.int32) + 128
         form = integers(8, group, number_type(parts, ".weight_scale"), zeros)
         by_row = np.broadcast_to(zeros, scales.shape)
-        return rows_of(form, num_columns, lambda index: (signed(weight[index]), "bytes"), scales, by_row)
+        return rows_of(parts, form, num_columns, lambda index: (signed(weight[index]), "bytes"), scales, by_row)
 
     def _rows_of_words(self, parts: Parts) -> GroupedMatrix | str:
         num_rows, num_columns = self.shape(parts)
@@ -139,7 +139,7 @@ class CompressedTensors:
             return codes_of_words(words[index], self.bits, num_columns, order)
 
         form = integers(self.bits, group, number_type(parts, ".weight_scale"), zeros)
-        return rows_of(form, num_columns, read, scales, np.broadcast_to(zeros, scales.shape), order)
+        return rows_of(parts, form, num_columns, read, scales, np.broadcast_to(zeros, scales.shape), order)
 
     def _of_words(self, parts: Parts) -> Floats:
         """Integers of few bits, in words along K; a zero point is packed along N. Codes are stored plus the middle."""

@@ -85,6 +85,8 @@ def fp4_rows(parts: Parts, tensors: Fp4Tensors) -> GroupedMatrix | str:
     group = 16 if is_nv else 32
     if scales.shape != (num_rows, num_columns // group) or num_columns % group:
         parts.fail(f"weight_scale is {list(scales.shape)}, and the weight {[num_rows, num_columns]}")
+    if not is_nv and parts.dtype(".weight_scale") not in ("U8", "F8_E8M0"):
+        parts.fail(f"weight_scale is {parts.dtype('.weight_scale')}: must be U8, F8_E8M0 or F8_E4M3")
     factor = 1.0
     if is_nv:
         whole = parts.floats(tensors.whole).reshape(-1)[0]

@@ -69,7 +69,7 @@ class Awq:
             return codes.astype(np.uint8).T, "bytes"
 
         form = integers(4, group, number_type(parts, ".scales"), zeros)
-        return rows_of(form, num_columns, read, scales.T, zeros.T)
+        return rows_of(parts, form, num_columns, read, scales.T, zeros.T)
 
     def _codes(self, words: np.ndarray[Any, Any]) -> Codes:
         stored = unpacked(words, 4).reshape(len(words), -1, 8)
@@ -124,7 +124,7 @@ class Gptq:
             return codes_of_words(words[:, index].T, bits, num_columns, order)
 
         form = integers(bits, group, number_type(parts, ".scales"), zeros)
-        return rows_of(form, num_columns, read, scales.T, zeros.T, order)
+        return rows_of(parts, form, num_columns, read, scales.T, zeros.T, order)
 
     def _zeros(self, parts: Parts) -> Codes:
         """[G, N] the zero points. Raises CheckpointError if they are not for the weight's rows."""

@@ -68,7 +68,7 @@ class BitsAndBytes:
             form = GroupedFormat(bits=8, group=max(num_columns, LEAST), scale="f32", zero=128)
             if scales.shape[0] != num_rows:
                 parts.fail(f"SCB holds {scales.shape[0]} numbers for {num_rows} rows")
-            return rows_of(form, num_columns, lambda index: (signed(weight[index]), "bytes"), scales)
+            return rows_of(parts, form, num_columns, lambda index: (signed(weight[index]), "bytes"), scales)
         state = self._state(parts)
         block_size = int(state["blocksize"])
         if not np.array_equal(parts.floats(".weight.quant_map"), TABLES["nf4"]):
@@ -85,7 +85,7 @@ class BitsAndBytes:
         def read(index: Index) -> tuple[Bytes, Packing]:
             return np.asarray((pairs[index] >> 4) | (pairs[index] << 4), np.uint8), "pairs"
 
-        return rows_of(form, num_columns, read, by_row)
+        return rows_of(parts, form, num_columns, read, by_row)
 
     def _maxima(self, parts: Parts, state: dict[str, Any]) -> Floats:
         """[B] the factor of each block, which may itself be quantized."""

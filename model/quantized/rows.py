@@ -61,6 +61,7 @@ def codes_of_words(
 
 
 def rows_of(
+    parts: Parts,
     form: GroupedFormat,
     num_columns: int,
     read: ReadCodes,
@@ -68,7 +69,14 @@ def rows_of(
     zeros: NDArray[Any] | None = None,
     order: NDArray[np.int32] | None = None,
 ) -> GroupedMatrix:
-    """A matrix of N rows with scales [N, G], and zeros [N, G] if the format has them."""
+    """A matrix of N rows with scales [N, G], and zeros [N, G] if the format has them.
+
+    Raises CheckpointError for another number of groups, and for zeros that are no bytes.
+    """
+    if scales.shape[1] != form.num_groups(num_columns):
+        parts.fail(f"scales for {scales.shape[1]} groups: {num_columns} columns have {form.num_groups(num_columns)}")
+    if zeros is not None and form.has_zeros and (zeros.min(initial=0) < 0 or zeros.max(initial=0) > 255):
+        parts.fail(f"zero points from {zeros.min()} to {zeros.max()}: must be 0 to 255 as codes")
 
     def take(index: Index) -> GroupedCodes:
         codes, packing = read(index)

@@ -128,8 +128,12 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Sequences that wait to run, swapped ones excluded."""
-        num_aside = 0 if self.adapters is None else len(self.adapters)
-        return len(self.waiting) + num_aside + self.lifecycle.num_returning - self.lifecycle.num_swapped
+        return self.num_queued + (0 if self.adapters is None else len(self.adapters))
+
+    @property
+    def num_queued(self) -> int:
+        """As `num_waiting`, without those that wait for their adapter."""
+        return len(self.waiting) + self.lifecycle.num_returning - self.lifecycle.num_swapped
 
     @property
     def waiting_for(self) -> str:

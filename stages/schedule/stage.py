@@ -63,7 +63,9 @@ class Schedule(Stage[TokenRequest, StepPlan]):
         self.early_override: bool | None = (
             None  # set by a replay: whether it is too early to plan; None: `plan_timer` decides
         )
-        self.max_waiting = max_waiting  # prompts; more stay in the channel, which holds back its senders
+        # Prompts; more stay in the channel, which holds back its senders. Those set aside for an adapter do not count:
+        # they must not hold back others, and intake bounds them.
+        self.max_waiting = max_waiting
         self.last_step_s = 0.0  # when a step was last planned or done
         self.call_log: CallLog | None = None
         self.on_start: list[Callable[[Sequence[Started]], object]] = []  # called with the sequences that got slots
@@ -80,7 +82,7 @@ class Schedule(Stage[TokenRequest, StepPlan]):
         self.last_step_s = context.env.now()
 
     def wants(self, port: str) -> bool:
-        return port != "in" or self.scheduler.num_waiting < self.max_waiting
+        return port != "in" or self.scheduler.num_queued < self.max_waiting
 
     def wakes(self, port: str) -> bool:
         """Whether a message on `port` wakes the stage.

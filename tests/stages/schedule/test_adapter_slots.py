@@ -10,7 +10,9 @@ import numpy as np
 from millrace.stages.params import SamplingParams
 from millrace.stages.schedule.adapter_lines import MAX_PASSES, AdapterLines
 from millrace.stages.schedule.adapter_slots import AdapterSlots, AdapterState
+from millrace.stages.schedule.scheduler import StepLimits
 from millrace.stages.schedule.sequence import Sequence, WaitingQueue
+from millrace.stages.schedule.stage import Schedule
 from tests.counts import count, first_seed
 
 NUM_ROWS, K = 6, 2
@@ -242,3 +244,14 @@ def test_a_drain_ends_when_nobody_waits_for_it_any_more() -> None:
     scheduler.end(other)
     scheduler.plan()
     assert scheduler.slots.may_join("a")
+
+
+def test_sequences_set_aside_do_not_keep_others_in_the_channel() -> None:
+    schedule = Schedule(StepLimits(4, 16, 64, 4, max_loras=1), max_waiting=1)
+    scheduler = schedule.scheduler
+    assert scheduler.adapters is not None
+    for number in range(3):
+        scheduler.adapters.add(sequence_of(number, "a"), (number,))
+    assert scheduler.num_waiting == 3 and schedule.wants("in")
+    scheduler.waiting.push(sequence_of(9, ""), (9,))
+    assert not schedule.wants("in")

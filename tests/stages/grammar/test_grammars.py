@@ -191,9 +191,10 @@ def test_of_two_waiting_requests_with_one_id_one_is_refused_and_frees_the_gramma
             return template
 
         monkeypatch.setattr(gate.grammars, "compile", compile_beside_the_other)
-        twins = [ask(engine, regex("[ab]{3}"), request_id="twin") for _ in range(2)]
+        twins = [gate.admit(engine._env, "twin", regex("[ab]{3}")) for _ in range(2)]
         found = await asyncio.gather(*twins, return_exceptions=True)
-        assert sorted(type(each).__name__ for each in found) == ["Refused", "str"]
+        assert sorted(type(each).__name__ for each in found) == ["NoneType", "Refused"]
+        gate.leave("twin")
         gate.grammars.max_grammars = 1
         assert gate.grammars.add(regex("c"), TEMPLATE, 1), "a request still uses it"
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
-
-from tqdm import tqdm
+from typing import TYPE_CHECKING, Any
 
 from ...runtime.env.env import Env
 from ...runtime.env.log import get_logger
 from ...runtime.load_progress import VERBS, LoadPhase, LoadProgress, LoadState
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 BAR_S, LOG_S = 0.2, 1.0  # seconds between two states
 
@@ -45,6 +46,8 @@ class _Bar:
         if not state.total_bytes:
             return
         if self._bar is None:
+            from tqdm import tqdm  # takes 20 ms that a start without a terminal need not
+
             self._bar = tqdm(
                 desc=VERBS[state.phase], unit="B", unit_scale=True, leave=False, file=sys.stderr, mininterval=0.0
             )

@@ -68,7 +68,7 @@ ADMIN = (
         summary="The LoRA adapters: where they are, what they take, which requests use them",
         access="admin",
         answers=json(server.Adapters),
-        errors=(*ENGINE_ERRORS, "invalid_value"),
+        errors=(*ENGINE_ERRORS, "not_found"),
     ),
     Operation(
         method="POST",

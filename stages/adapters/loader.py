@@ -243,4 +243,4 @@ def _versions(path: Path) -> list[tuple[int, int, int] | None]:
 
 
 def _closed() -> Unavailable:
-    return Unavailable("the server is shutting down: send the request to another server", code="server_shutdown")
+    return Unavailable("the server is shutting down: send the request to another server", code="draining")

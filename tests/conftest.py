@@ -32,6 +32,24 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+class Imported:
+    """How many modules the process had when the collector last put its objects aside."""
+
+    num_modules = 0
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """What a test has imported stays as well. An engine collects garbage when it stops, which would take half a second
+    in a process that has seen transformers' models; hundreds of tests stop one or more."""
+    result = yield
+    if len(sys.modules) > Imported.num_modules + 20:
+        gc.collect()
+        gc.freeze()
+        Imported.num_modules = len(sys.modules)
+    return result
+
+
 @pytest.fixture(autouse=True)
 def draws_begin_anew() -> None:
     """What a test draws does not depend on the tests its process ran before."""

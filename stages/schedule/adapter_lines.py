@@ -5,16 +5,16 @@ Plain code behind the schedule stage. Sequences of other adapters and of the bas
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .adapter_slots import AdapterSlots, AdapterState
+from .adapter_slots import AdapterSlot, AdapterSlots, AdapterState
+from .pass_counts import Key, PassCounts
 from .sequence import Sequence, WaitingQueue
 
-MAX_PASSES = 50  # sequences admitted past a waiting one, before a slot is drained for it
+MAX_PASSES = 50  # sequences admitted past one that waits, before a slot drains for it or those behind it wait too
 
 
 @dataclass(slots=True, eq=False)
@@ -23,17 +23,12 @@ class AdapterLine:
 
     digest: str
     queue: WaitingQueue = field(default_factory=WaitingQueue)  # by rank
-    since: dict[int, int] = field(default_factory=dict)  # sequence id -> admissions when it was first set aside
-    ranks: dict[int, tuple[Any, ...]] = field(default_factory=dict)  # sequence id -> rank in the queue
-    ages: list[tuple[int, int]] = field(default_factory=list)  # heap of (since, id); those gone stay until they surface
-    is_urgent: bool = False  # owed at once, as its first sequence is better than all rows of a slot
+    keys: dict[int, Key] = field(default_factory=dict)  # by sequence id
 
     @property
-    def oldest(self) -> tuple[int, int]:
-        """(admissions when it was first set aside, id) of the sequence that has waited longest."""
-        while self.ages[0][1] not in self.since:
-            heapq.heappop(self.ages)
-        return self.ages[0]
+    def key(self) -> Key:
+        """The place of the sequence with the best rank."""
+        return self.keys[self.first.sequence_id]
 
     @property
     def first(self) -> Sequence:
@@ -42,31 +37,29 @@ class AdapterLine:
         assert first is not None, "a line without sequences is dropped"
         return first
 
-    @property
-    def rank(self) -> tuple[Any, ...]:
-        """The best rank."""
-        return self.ranks[self.first.sequence_id]
-
 
 class AdapterLines:
     """Sets sequences aside whose adapter is not resident, and loads adapters for them.
 
-    A slot that is empty or idle is loaded for the line whose first sequence has the best rank. A sequence that
-    `MAX_PASSES` others were admitted past is *owed*: a slot drains for it, and lines with owed sequences go first. At
-    most half of the slots drain at a time. So an owed sequence waits for one drain and the lines owed before its own.
+    A slot that is empty or idle is loaded for the line whose first sequence has the best rank. A sequence is *owed*
+    once `max_passes` sequences that rank behind it were admitted. Then a slot drains for its line, and the slot that is
+    drained first is loaded for the line whose drain began first. Where no slot is left to drain, no sequence behind it
+    is admitted until one is. So past any sequence at most `max_passes` others are admitted, and those that are admitted
+    during the one drain for it. Sequences that rank ahead of it and come later may go first: they do not pass it.
     """
 
-    def __init__(self, slots: AdapterSlots) -> None:
+    def __init__(self, slots: AdapterSlots, max_passes: float = MAX_PASSES) -> None:
+        """With `max_passes` of infinity no slot drains, and a sequence may be passed forever."""
         self.slots = slots
-        self.num_admitted = 0  # sequences, of adapters and of the base model
+        self.max_passes = max_passes
         self.has_news = False  # whether a sequence was set aside since the last `advance`
-        self._num_waiting = 0
+        self.drained_for: list[str] = []  # digests, in the order in which their drains began
+        self._passes = PassCounts()
         self._lines: dict[str, AdapterLine] = {}
-        self.max_draining = -(-len(slots.slots) // 2)
 
     def __len__(self) -> int:
         """Sequences that wait for an adapter."""
-        return self._num_waiting
+        return len(self._passes)
 
     def __iter__(self) -> Iterator[Sequence]:
         return (sequence for line in self._lines.values() for sequence in line.queue)
@@ -78,55 +71,62 @@ class AdapterLines:
     @property
     def num_owed(self) -> int:
         """Sequences past which so many were admitted that a slot is drained for them."""
-        bound = self._bound
-        return sum(since <= bound for line in self._lines.values() for since in line.since.values())
+        return self._passes.num_past(self.max_passes)
 
-    @property
-    def _bound(self) -> int:
-        """A sequence set aside at this number of admissions, or before, is owed."""
-        return self.num_admitted - MAX_PASSES
+    # -- sequences
 
     def add(self, sequence: Sequence, rank: tuple[Any, ...]) -> None:
         """Sets a waiting sequence aside."""
         self.has_news = True
-        self._num_waiting += 1
+        key = (rank, sequence.sequence_id)
         line = self._lines.setdefault(sequence.adapter, AdapterLine(sequence.adapter))
         self.slots.forget(sequence.adapter, sequence.sequence_id)
         line.queue.push(sequence, rank)
-        if sequence.set_aside_at < 0:
-            sequence.set_aside_at = self.num_admitted
-        line.since[sequence.sequence_id] = sequence.set_aside_at
-        heapq.heappush(line.ages, (sequence.set_aside_at, sequence.sequence_id))
-        line.ranks[sequence.sequence_id] = rank
+        line.keys[sequence.sequence_id] = key
+        self._passes.add(sequence, key)
 
     def remove(self, sequence: Sequence) -> bool:
         """Removes a waiting sequence that ended or was parked; False if it does not wait here but in the queue."""
         line = self._lines.get(sequence.adapter)
-        if line is None or sequence.sequence_id not in line.since:
+        if line is None or sequence.sequence_id not in line.keys:
             self.slots.forget(sequence.adapter, sequence.sequence_id)
             return False
-        self._num_waiting -= 1
         line.queue.remove(sequence)
-        del line.since[sequence.sequence_id], line.ranks[sequence.sequence_id]
-        line.is_urgent = False
-        if not line.since:
+        self._passes.remove(line.keys.pop(sequence.sequence_id))
+        if not line.keys:
             del self._lines[sequence.adapter]
         return True
 
     def take(self, digest: str) -> list[Sequence]:
         """Removes the line of an adapter that is resident now, and returns its sequences by rank.
 
-        The slot is kept until the first and the oldest of them have run, or have gone.
+        The slot is kept until the first of them and the owed ones have run, or have gone.
         """
         line = self._lines.pop(digest, None)
         if line is None:
             return []
         self._promise(line)
-        self._num_waiting -= len(line.since)
         sequences = []
         while line.queue.peek() is not None:
-            sequences.append(line.queue.pop())
+            sequence = line.queue.pop()
+            self._passes.remove(line.keys[sequence.sequence_id])
+            sequences.append(sequence)
         return sequences
+
+    def join(self, sequence: Sequence, rank: tuple[Any, ...]) -> None:
+        """A sequence gets a slot: counts it, and gives it the slot of its adapter, which is resident."""
+        sequence.num_passes = 0
+        if self._lines:
+            self._passes.note_admitted((rank, sequence.sequence_id))
+        if sequence.adapter:
+            sequence.adapter_slot = self.slots.join(sequence.adapter, sequence.sequence_id)
+
+    def holds_back(self, sequence: Sequence, rank: tuple[Any, ...]) -> bool:
+        """Whether a sequence may not be admitted, as it would pass one that is owed and that no slot drains for."""
+        unserved = self._first_unserved()
+        return unserved is not None and (rank, sequence.sequence_id) > unserved
+
+    # -- steps
 
     def note_done(self, step: int, failed: Iterable[str]) -> list[Sequence]:
         """A step is done, without these loads. Returns the sequences that waited for them."""
@@ -138,12 +138,7 @@ class AdapterLines:
         """A granted step was void: its loads are planned again for the lines that are left."""
         self.slots.note_void(step, self._lines)
 
-    def join(self, sequence: Sequence) -> None:
-        """A sequence gets a slot: counts it, and gives it the slot of its adapter, which is resident."""
-        self.num_admitted += 1
-        sequence.set_aside_at = -1
-        if sequence.adapter:
-            sequence.adapter_slot = self.slots.join(sequence.adapter, sequence.sequence_id)
+    # -- slots
 
     @property
     def needs_advance(self) -> bool:
@@ -159,40 +154,77 @@ class AdapterLines:
         for line in self._lines.values():
             if self.slots.may_join(line.digest):
                 self._promise(line)
-        blocked = self._blocked()
-        blocked.sort(key=lambda line: (0, line.oldest) if self._is_owed(line) else (1, line.rank))
-        while blocked and (slot := self.slots.find_unused(completed_step, last_granted)) is not None:
-            line = blocked.pop(0)
-            if (own := self.slots.of(line.digest)) is not None:  # it drains: with a slot for the others, it need not
-                self.slots.stop_drain(own)
-                self._promise(line)
-            else:
-                self.slots.load(slot, line.digest)
-        num_wanted = min(sum(self._is_owed(line) for line in blocked), self.max_draining)
-        self.slots.stop_drains(num_wanted)
-        while self.slots.num_draining < num_wanted and (slot := self.slots.find_to_drain(num_left())) is not None:
-            self.slots.drain(slot)
+        self._load_unused(completed_step, last_granted)
+        self._drain(num_left)
+        unserved = self._first_unserved()
+        if unserved is not None and self.slots.break_promises(unserved):  # to sequences that it holds back
+            self._load_unused(completed_step, last_granted)
+            self._drain(num_left)
         return [digest for digest in self._lines if self.slots.may_join(digest)]
+
+    def drain_for(self, line: AdapterLine, slot: AdapterSlot) -> None:
+        """Drains a slot for a line that goes before those for which slots drain already."""
+        self.drained_for.insert(0, line.digest)
+        self.slots.drain(slot)
+
+    def is_served(self, digest: str) -> bool:
+        """Whether a slot holds or loads an adapter, or drains for it."""
+        return not self._is_blocked(digest) or digest in self.drained_for
+
+    def first_blocked(self) -> AdapterLine | None:
+        """The line with the best rank for which no slot loads or drains; None if there is none."""
+        lines = (line for line in self._lines.values() if not self.is_served(line.digest))
+        return min(lines, key=lambda line: line.key, default=None)
 
     def check(self, running: Iterable[Sequence]) -> None:
         """Raises AssertionError unless the slots are held by the running sequences."""
         self.slots.check()
         held = Counter(sequence.adapter_slot for sequence in running if sequence.adapter_slot)
         assert held == +Counter({slot.number: slot.num_running for slot in self.slots.slots}), "adapter slots are held"
-        assert self._num_waiting == sum(len(line.since) for line in self._lines.values())
+        assert len(self._passes) == sum(len(line.keys) for line in self._lines.values())
 
-    def first_blocked(self) -> AdapterLine | None:
-        """The line with the best rank for which no slot loads or drains; None if there is none."""
-        lines = [line for line in self._blocked() if not self._is_owed(line)]
-        return min(lines, key=lambda line: line.rank, default=None)
+    def _load_unused(self, completed_step: int, last_granted: int) -> None:
+        """Loads slots that no row uses: for lines with a drain, then for owed ones, then by rank."""
+        self.drained_for = [each for each in self.drained_for if each in self._lines and self._is_blocked(each)]
+        owed = [*self.drained_for, *self._unserved()]
+        rest = (line for line in self._lines.values() if self._is_blocked(line.digest) and line.digest not in owed)
+        blocked = [*owed, *(line.digest for line in sorted(rest, key=lambda line: line.key))]
+        while blocked and (slot := self.slots.find_unused(completed_step, last_granted)) is not None:
+            digest = blocked.pop(0)
+            if (own := self.slots.of(digest)) is not None:  # it drains: with a slot for the others, it need not
+                self.slots.stop_drain(own)
+                self._promise(self._lines[digest])
+            else:
+                self.slots.load(slot, digest)
+        self.drained_for = [digest for digest in self.drained_for if self._is_blocked(digest)]
 
-    def _blocked(self) -> list[AdapterLine]:
-        """The lines whose adapter has no slot, or one that drains."""
-        lines, of = self._lines.values(), self.slots.of
-        return [line for line in lines if (slot := of(line.digest)) is None or slot.state is AdapterState.DRAINING]
+    def _drain(self, num_left: Callable[[], Mapping[int, int]]) -> None:
+        """Drains a slot for each line with an owed sequence, as long as there are slots to drain."""
+        for digest in self._unserved():
+            if len(self.drained_for) >= self.slots.num_draining:
+                slot = self.slots.find_to_drain(num_left())
+                if slot is None:
+                    break
+                self.slots.drain(slot)
+            self.drained_for.append(digest)
+        self.slots.stop_drains(len(self.drained_for))
 
     def _promise(self, line: AdapterLine) -> None:
-        self.slots.promise(line.digest, {line.first.sequence_id, line.oldest[1]})
+        """Keeps the adapter of a line for its first sequence, and for the owed ones."""
+        owed = (key for key, sequence in self._passes.most_passed(self.max_passes) if sequence.adapter == line.digest)
+        self.slots.promise(line.digest, [line.key, *owed])
 
-    def _is_owed(self, line: AdapterLine) -> bool:
-        return line.is_urgent or line.oldest[0] <= self._bound
+    def _is_blocked(self, digest: str) -> bool:
+        """Whether an adapter has no slot, or one that drains."""
+        slot = self.slots.of(digest)
+        return slot is None or slot.state is AdapterState.DRAINING
+
+    def _unserved(self) -> list[str]:
+        """The adapters of owed sequences for which no slot loads or drains, by rank."""
+        owed = (sequence.adapter for _, sequence in self._passes.most_passed(self.max_passes))
+        return [digest for digest in dict.fromkeys(owed) if not self.is_served(digest)]
+
+    def _first_unserved(self) -> Key | None:
+        """The place of the first owed sequence for which no slot loads or drains; None if there is none."""
+        owed = self._passes.most_passed(self.max_passes)
+        return next((key for key, sequence in owed if not self.is_served(sequence.adapter)), None)

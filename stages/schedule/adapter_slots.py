@@ -9,6 +9,8 @@ import enum
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from .pass_counts import Key
+
 
 class AdapterState(enum.Enum):
     """The state of a device slot of an adapter."""
@@ -37,8 +39,8 @@ class AdapterSlot:
     load_step: int | None = None  # the granted step that loads it; None: in no granted plan
     num_running: int = 0  # sequences that hold it
     last_used_step: int = -1  # the last planned step of a sequence that has left it
-    # sequences back in the queue since the adapter is resident: it is not evicted before they have run
-    promised: set[int] = field(default_factory=set)
+    # sequences back in the queue since the adapter is resident, with their places: it is kept until they have run
+    promised: dict[int, Key] = field(default_factory=dict)
 
     def move(self, state: AdapterState) -> None:
         """Changes the state. Asserts that `TRANSITIONS` allows it."""
@@ -93,7 +95,7 @@ class AdapterSlots:
         slot = self._by_digest[digest]
         assert slot.state is AdapterState.RESIDENT, f"adapter slot {slot.number} is {slot.state}: no row may join it"
         slot.num_running += 1
-        slot.promised.discard(sequence_id)
+        slot.promised.pop(sequence_id, None)
         return slot.number
 
     def leave(self, number: int, last_step: int) -> None:
@@ -102,15 +104,24 @@ class AdapterSlots:
         slot.num_running -= 1
         slot.last_used_step = max(slot.last_used_step, last_step)
 
-    def promise(self, digest: str, sequence_ids: Iterable[int]) -> None:
-        """Keeps a resident adapter until these sequences have run, or do not want to any more."""
-        self._by_digest[digest].promised.update(sequence_ids)
+    def promise(self, digest: str, keys: Iterable[Key]) -> None:
+        """Keeps a resident adapter until the sequences of these places have run, or do not want to any more."""
+        self._by_digest[digest].promised.update((key[1], key) for key in keys)
+
+    def break_promises(self, behind: Key) -> bool:
+        """Keeps no adapter any more for sequences behind a place; returns whether one was kept for any."""
+        is_broken = False
+        for slot in self.slots:
+            for sequence_id in [each for each, key in slot.promised.items() if key > behind]:
+                del slot.promised[sequence_id]
+                is_broken = True
+        return is_broken
 
     def forget(self, digest: str, sequence_id: int) -> None:
         """A sequence in the queue ended, was parked or waits for the adapter again."""
         slot = self._by_digest.get(digest)
         if slot is not None:
-            slot.promised.discard(sequence_id)
+            slot.promised.pop(sequence_id, None)
 
     # -- loads
 

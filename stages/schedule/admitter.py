@@ -24,7 +24,9 @@ class Admitter:
     """
 
     def __init__(self, lifecycle: SequenceLifecycle, block_size: int) -> None:
-        self.blocked_reason = ""  # what the first in the queue lacks: "blocks"; "swapped" if it is swapped out
+        # What the first in the queue lacks: "blocks"; "swapped" if it is swapped out; "adapter" if it may not pass
+        # those that wait for theirs.
+        self.blocked_reason = ""
         self._adapters = lifecycle.adapters
         self._lifecycle = lifecycle
         self._slots = lifecycle.slots
@@ -80,7 +82,7 @@ class Admitter:
             return
         line = self._waiting.in_order()
         if self._adapters is not None:
-            line = [sequence for sequence in line if not self._lacks_adapter(sequence)]
+            line = [sequence for sequence in line if self._may_enter(sequence)]
         del line[: self._slots.num_leaving]  # the others get the slots that are being freed
         for slot in self._lifecycle.service_order.slots[::-1].tolist():
             victim = self._slots.sequences[slot]
@@ -122,12 +124,24 @@ class Admitter:
         return table.num_running > num_before
 
     def _next(self) -> Sequence | None:
-        """The first sequence in the queue, after those were set aside that wait for their adapter."""
+        """The first sequence in the queue that may be admitted, after those were set aside that wait for an adapter."""
         first = self._waiting.peek()
-        while self._adapters is not None and first is not None and self._lacks_adapter(first):
+        if self._adapters is None:
+            return first
+        while first is not None and self._lacks_adapter(first):
             self._adapters.add(self._waiting.pop(), self._policy.rank(first))
             first = self._waiting.peek()
+        if first is not None and not self._may_enter(first):
+            self.blocked_reason = "adapter"
+            return None
         return first
+
+    def _may_enter(self, sequence: Sequence) -> bool:
+        """Whether a sequence has its adapter, and passes none that has waited enough for its own."""
+        lines = self._adapters
+        return lines is None or not (
+            self._lacks_adapter(sequence) or lines.holds_back(sequence, self._policy.rank(sequence))
+        )
 
     def _lacks_adapter(self, sequence: Sequence) -> bool:
         """Whether a sequence cannot run as its adapter is not resident."""
@@ -161,7 +175,7 @@ class Admitter:
 
     def _make_way_for_adapter(self, lines: AdapterLines) -> None:
         """Drains a slot all of whose rows are worse than the best sequence set aside, and preempts those rows."""
-        if lines.slots.num_draining >= lines.max_draining or (line := lines.first_blocked()) is None:
+        if (line := lines.first_blocked()) is None:
             return
         first = line.first
         if not self._is_better_than_running(first):
@@ -172,8 +186,7 @@ class Admitter:
             held += [self._lifecycle.sequences[each] for each in slot.promised]
             is_worse = (self._policy.is_better(first, each) and not each.is_protected for each in held)
             if slot.state is AdapterState.RESIDENT and held and all(is_worse):
-                line.is_urgent = True
-                lines.slots.drain(slot)
+                lines.drain_for(line, slot)
                 for number, _ in rows.get(slot.number, ()):
                     self._lifecycle.take_slot(number, "adapter")
                 return

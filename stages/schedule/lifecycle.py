@@ -143,6 +143,7 @@ class SequenceLifecycle:
 
     def start(self, sequence: Sequence) -> None:
         """Gives a slot to a sequence that was taken from the queue."""
+        rank = () if self.adapters is None else self.policy.rank(sequence)
         self.num_swapped -= sequence.state is State.SWAPPED
         sequence.move(State.RUNNING)
         sequence.num_starts += 1
@@ -150,7 +151,7 @@ class SequenceLifecycle:
         is_limited = self.short_length and not sequence.is_long
         sequence.run_limit = min(sequence.limit, self.short_length + 1) if is_limited else sequence.limit
         if self.adapters is not None:
-            self.adapters.join(sequence)
+            self.adapters.join(sequence, rank)
         self.slots.enter(sequence, self.policy.weight(sequence))
         self.updates.started.append(sequence.started())
         self._service_order = None

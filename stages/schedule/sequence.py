@@ -54,7 +54,7 @@ class Sequence:
     pooling: PoolingParams | None = None  # set: its answer counts as one token, which stands for a vector
     adapter: str = ""  # the digest of its adapter; "": the base model computes it
     adapter_slot: int = 0  # while it runs: where its adapter is; 0: the base model
-    set_aside_at: int = -1  # sequences admitted before it first had to wait for its adapter; -1: it has not
+    num_passes: int = 0  # sequences behind it that were admitted while it waited for its adapter; 0 while it runs
     state: State = State.WAITING
     slot: int = -1  # while running or preempted
     num_starts: int = 0  # times it got a slot

@@ -10,6 +10,7 @@ import numpy as np
 from millrace.stages.params import SamplingParams
 from millrace.stages.schedule.adapter_lines import MAX_PASSES, AdapterLines
 from millrace.stages.schedule.adapter_slots import AdapterSlots, AdapterState
+from millrace.stages.schedule.pass_counts import PassCounts
 from millrace.stages.schedule.scheduler import StepLimits
 from millrace.stages.schedule.sequence import Sequence, WaitingQueue
 from millrace.stages.schedule.stage import Schedule
@@ -61,11 +62,11 @@ class SmallScheduler:
             if first.adapter and not self.slots.may_join(first.adapter):
                 self.lines.add(first, (first.sequence_id,))
                 continue
-            if first.adapter:
-                first.adapter_slot = self.slots.join(first.adapter, first.sequence_id)
-            first.set_aside_at = -1
+            if self.lines.holds_back(first, (first.sequence_id,)):
+                self.waiting.push(first, (first.sequence_id,))
+                break
+            self.lines.join(first, (first.sequence_id,))
             self.running[first.sequence_id] = (first, -1)
-            self.lines.num_admitted += 1
             self.starts.append(first.sequence_id)
         loads, step = self.slots.loads(), self.last_granted + 1
         rows = [sequence for sequence, _ in self.running.values()]
@@ -189,28 +190,47 @@ def test_a_waiting_sequence_is_passed_fifty_times_and_then_a_slot_drains_for_it(
     assert sorted(scheduler.starts) == list(range(200))
 
 
-def test_at_most_half_of_the_slots_drain_and_the_oldest_owed_goes_first() -> None:
-    lines = AdapterLines(AdapterSlots(3))
+def test_slots_drain_for_the_owed_in_their_order_and_the_rest_hold_back_those_behind() -> None:
+    lines = AdapterLines(AdapterSlots(2))
     slots = lines.slots
-    for slot, digest in zip(slots.slots, "abc", strict=True):
+    for slot, digest in zip(slots.slots, "ab", strict=True):
         slots.load(slot, digest)
     slots.note_granted(slots.loads(), 0)
     slots.note_done(0)
-    for number, digest in enumerate("abc"):
-        slots.join(digest, number)
+    for number, digest in enumerate("ab"):
+        lines.join(sequence_of(number, digest), (number,))
     for number, digest in enumerate("xyz", 10):
-        lines.add(sequence_of(number, digest), (-number,))
-        lines.num_admitted += 1
-    lines.num_admitted += MAX_PASSES
-    assert lines.advance(0, 0, lambda: {1: 30, 2: 10, 3: 20}) == []
-    assert [slot.state for slot in slots.slots] == [
-        AdapterState.RESIDENT, AdapterState.DRAINING, AdapterState.DRAINING
-    ]  # fmt: skip
+        lines.add(sequence_of(number, digest), (number,))
+    for number in range(100, 100 + MAX_PASSES):
+        assert not lines.holds_back(sequence_of(number, ""), (number,))
+        lines.join(sequence_of(number, ""), (number,))
+    assert lines.holds_back(sequence_of(200, ""), (200,)) and not lines.holds_back(sequence_of(9, ""), (9,))
+    assert lines.advance(0, 0, lambda: {1: 30, 2: 10}) == []
+    assert [slot.state for slot in slots.slots] == 2 * [AdapterState.DRAINING] and lines.drained_for == ["x", "y"]
+    assert lines.holds_back(sequence_of(13, ""), (13,)), "it would pass z, for which no slot is left"
+    assert not lines.holds_back(sequence_of(11, ""), (11,)), "it passes x, for which one drains"
     slots.leave(2, 5)
     lines.advance(4, 5, dict)
     assert slots.of("x") is None, "step 5 is in flight and may read slot 2"
     lines.advance(5, 5, dict)
-    assert slots.of("x") is slots.slots[1], "x has waited longest, though z has the best rank"
+    assert slots.of("x") is slots.slots[1] and lines.drained_for == ["y"]
+
+
+def test_a_sequence_that_joins_ahead_takes_over_the_count_of_those_behind_it() -> None:
+    passes = PassCounts()
+    late, early, better = (sequence_of(number, "a") for number in (5, 3, 1))
+    passes.add(late, ((5,), 5))
+    for number in (4, 6, 7):
+        passes.note_admitted(((number,), number))
+    passes.add(early, ((3,), 3))
+    passes.note_admitted(((4,), 4))
+    assert [passes.num_past(most) for most in (2, 3, 4)] == [2, 1, 0]
+    passes.remove(((3,), 3))
+    assert early.num_passes == 3
+    better.num_passes = 9
+    passes.add(better, ((1,), 1))
+    passes.add(early, ((3,), 3))
+    assert [key for key, _ in passes.most_passed(3)] == [((1,), 1), ((3,), 3)]
 
 
 def test_an_idle_slot_is_taken_by_rank_and_no_adapter_whose_line_was_told() -> None:
@@ -237,8 +257,9 @@ def test_a_drain_ends_when_nobody_waits_for_it_any_more() -> None:
         scheduler.done()
     other = sequence_of(1, "b")
     scheduler.add(other)
-    scheduler.lines.add(scheduler.waiting.pop(), (1,))
-    scheduler.lines.num_admitted += MAX_PASSES
+    scheduler.waiting.pop()
+    other.num_passes = MAX_PASSES
+    scheduler.lines.add(other, (1,))
     scheduler.plan()
     assert scheduler.slots.num_draining == 1
     scheduler.end(other)

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from .layout.layer_options import Activation as Activation
 from .layout.layer_options import HeadNorms as HeadNorms
+from .layout.lora_lists import LoraLists, LoraWeights
 from .layout.products import AnyLinear as AnyLinear
 from .layout.products import FewRows as FewRows
 from .layout.products import RowNorm as RowNorm
@@ -70,6 +71,17 @@ def load_sampling(name: BackendName) -> SamplingKernels:
     from .triton import kernel_set as triton_kernels
 
     return triton_kernels
+
+
+def load_lora(name: BackendName) -> LoraKernels:
+    """The LoRA kernels of that backend. `load` checks whether they can run here."""
+    if name == "torch":
+        from .reference import lora_slots
+
+        return lora_slots
+    from .triton.lora import launches
+
+    return launches
 
 
 class KernelSet(Protocol):
@@ -427,4 +439,52 @@ class SamplingKernels(Protocol):
 
         Returns log-probabilities [n] f32 and ranks [n] i64 (1 is the likeliest) of the tokens; then ids [n, k] i64 and
         log-probabilities [n, k] f32 of the likeliest, the lowest id first among equals. A broken row's are undefined.
+        """
+
+
+class LoraKernels(Protocol):
+    """The kernels of LoRA for adapters in device slots: see `layout/lora_lists.py`.
+
+    All read what differs between steps from memory, so that a CUDA graph serves every mix of adapters.
+    """
+
+    def group_tokens(self, adapters: Tensor, lists: LoraLists) -> None:
+        """Lists the tokens of a step by adapter, made once a step and passed to the three kernels below as `lists`.
+
+        adapters  [T] i32   the adapter slot of each token; 0 = the base model
+        lists               for T tokens: see `kernels/layout/lora_lists.py`; overwritten
+        """
+
+    def lora_shrink(self, x: Tensor, weights: LoraWeights, lists: LoraLists) -> Tensor:
+        """The first half of an update: A x of the tokens of adapters.
+
+        x        [T, K]   contiguous in K
+        weights           as x
+
+        Returns partial sums [C, T, P * R] f32, C = `num_sums`, each token's at its place in `lists.order`; undefined
+        beyond the rank of a part, and for tokens of the base model.
+        """
+
+    def lora_add(self, out: Tensor, sums: Tensor, weights: LoraWeights, lists: LoraLists) -> None:
+        """The second half: adds B (A x) to the tokens of adapters in place, rounded once.
+
+        out   [T, M]   contiguous in M: the product of the linear, or a residual with it
+        sums           of `lora_shrink`
+        """
+
+    def lora_gated(
+        self,
+        product: Tensor,
+        sums: Tensor,
+        weights: LoraWeights,
+        lists: LoraLists,
+        activation: Activation,
+        alpha: float = 1.702,
+        limit: float = 7.0,
+    ) -> Tensor:
+        """As `lora_add` to `product` [T, 2F], then `gated`, for all tokens in one launch.
+
+        product  [T, 2F]   gate first; may be overwritten
+
+        Returns [T, F] as product.
         """

@@ -13,7 +13,7 @@ It checks:
 - room on a multiprocessor for all programs that are launched for it;
 - on sm_90, warpgroup matrix instructions in the extend kernel.
 
-It does not measure speed. `compile_cases.py` lists the launches.
+It does not measure speed. `compile_cases.py` and `lora_cases.py` list the launches.
 """
 
 # mypy: disable-error-code="no-any-return"
@@ -45,6 +45,7 @@ from ..triton import attention_plan as triton_plan
 from ..triton import launch as triton_launch
 from .compile_cases import NUM_PROCESSORS, TYPE_NAMES, CompileCase, all_cases
 from .listings import num_buffers, spills_in_loops, waits_in_loops
+from .lora_cases import lora_cases
 
 SHARED_BYTES = {arch: block_bytes(arch) for arch in (80, 86, 90)}  # most of a block
 MIN_AHEAD = 2  # groups of copies that a loop leaves in flight: a tile of keys, and one of values
@@ -239,7 +240,8 @@ def main() -> int:
     dtypes = (torch.bfloat16,) if options.quick else (torch.bfloat16, torch.float16, torch.float32)
     num_problems = 0
     for arch in options.arch or (90, 80):
-        for case in all_cases(arch, head_dims, dtypes):
+        cases = all_cases(arch, head_dims, dtypes) + [case for dtype in dtypes for case in lora_cases(dtype)]
+        for case in cases:
             for report in check(case, arch):
                 problems = report.problems(case)
                 num_problems += len(problems)

@@ -28,6 +28,7 @@ from .compile_cases import (
     step_cases,
 )
 from .compile_check import Launch, compiled, of_cubin, recorded_launches
+from .lora_cases import lora_cases
 from .product_cases import product_cases
 
 EARLY_ARCH = 90
@@ -220,7 +221,7 @@ def early_cases() -> list[CompileCase]:
     dtype = torch.bfloat16
     cases = [*layer_cases(dtype), *other_layer_cases(dtype), *prologue_cases(EARLY_ARCH, 128, dtype), *step_cases()]
     cases += [*attention_cases(128, dtype), *folded_cases(128, dtype), *sampling_cases(dtype)]
-    return [*cases, *product_cases()]
+    return [*cases, *product_cases(), *lora_cases(dtype, tokens=(64, 2048), ranks=(16,))]
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""Layouts of buffers that the host writes and kernels read: sampling rows, step state, attention work lists.
+"""Layouts of buffers that the host writes and kernels read: sampling rows, step state, lists of attention and LoRA.
 
 Beside them, what a layer's kernels can be told: `layer_options.py`; and weights in groups of codes: `grouped_codes.py`.
 

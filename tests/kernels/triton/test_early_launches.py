@@ -20,6 +20,7 @@ import triton.language as tl
 from millrace.kernels.checks import compile_cases, early_check
 from millrace.kernels.checks.compile_cases import CompileCase
 from millrace.kernels.checks.compile_check import check, compiled, recorded_launches
+from millrace.kernels.checks.lora_cases import lora_cases
 from millrace.kernels.checks.product_cases import product_cases
 from millrace.kernels.triton import launch as triton_launch
 from millrace.kernels.triton.launch import let_next_begin, wait_for_earlier
@@ -38,6 +39,7 @@ CASES = [
     *compile_cases.attention_cases(128, BF16)[:2],
     *compile_cases.sampling_cases(BF16)[:2],
     *PRODUCTS,
+    *lora_cases(BF16, (64,), (16,), ["8B gate_up"])[3:],  # gated
 ]
 
 

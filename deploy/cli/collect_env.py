@@ -37,7 +37,6 @@ PACKAGES = (
     "anyio",
     "pydantic",
     "orjson",
-    "structlog",
     "uvloop",
 )
 AMX_FLAGS = ("amx_tile", "amx_bf16", "amx_int8")

@@ -21,20 +21,17 @@ import select
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, MutableMapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import UTC, datetime
-from functools import cached_property
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+from typing import Any, Literal, Protocol
 
 from ..workers.thread_start import ThreadNotStarted, start_thread
 from .log_lines import console_line, json_line
 
-if TYPE_CHECKING:
-    from structlog.typing import FilteringBoundLogger
-
-__all__ = ["LogSink", "bind", "bound", "captured_logs", "configure", "dropped", "get_logger", "shutdown"]
+__all__ = ["LogSink", "Logger", "bind", "bound", "captured_logs", "configure", "dropped", "get_logger", "shutdown"]
 
 Format = Literal["console", "json"]
 EventDict = MutableMapping[str, Any]
@@ -43,23 +40,64 @@ MAX_QUEUED_LINES = 8_192
 LEVELS = {"debug": 10, "info": 20, "warning": 30, "warn": 30, "error": 40, "exception": 40, "critical": 50, "fatal": 50}
 
 
-def get_logger(name: str) -> FilteringBoundLogger:
+_bound: ContextVar[Mapping[str, Any]] = ContextVar("log.bound", default={})  # noqa: B039 - replaced, never changed
+
+
+class Logger:
+    """Makes lines called `name`, each an event and its fields. An unconfigured process shows warnings and errors."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def debug(self, event: str, **values: Any) -> None:
+        self._line("debug", event, values)
+
+    def info(self, event: str, **values: Any) -> None:
+        self._line("info", event, values)
+
+    def warning(self, event: str, **values: Any) -> None:
+        self._line("warning", event, values)
+
+    def error(self, event: str, **values: Any) -> None:
+        """`exc_info`: an exception, or True for the one being handled; the line then has its traceback."""
+        self._line("error", event, values)
+
+    def exception(self, event: str, **values: Any) -> None:
+        """An error, with the traceback of the exception being handled."""
+        self._line("error", event, {"exc_info": True, **values})
+
+    def critical(self, event: str, **values: Any) -> None:
+        self._line("critical", event, values)
+
+    def _line(self, level: str, event: str, values: dict[str, Any]) -> None:
+        if LEVELS[level] < _Active.target.level:
+            return
+        line = _stamp({**_bound.get(), **values, "event": event, "level": level})
+        _describe_error(line)
+        line["logger"] = self.name
+        _Active.target.take(line)
+
+
+def get_logger(name: str) -> Logger:
     """A logger called `name`. May be made at import time: it follows every later `configure`."""
-    return cast("FilteringBoundLogger", _Logger(name))
+    return Logger(name)
 
 
 def bind(**values: Any) -> None:
     """Adds `values` to each later line of this context (task or thread)."""
-    from structlog.contextvars import bind_contextvars
-
-    bind_contextvars(**values)
+    _bound.set({**_bound.get(), **values})
 
 
-def bound(**values: Any) -> AbstractContextManager[None]:
+@contextmanager
+def bound(**values: Any) -> Iterator[None]:
     """Adds `values` to each line of this context within the block."""
-    from structlog.contextvars import bound_contextvars
-
-    return bound_contextvars(**values)
+    before = _bound.get()
+    bind(**values)
+    try:
+        yield
+    finally:
+        others = {key: value for key, value in _bound.get().items() if key not in values}
+        _bound.set({**others, **{key: before[key] for key in values if key in before}})
 
 
 def configure(
@@ -190,7 +228,7 @@ class LogSink:
             if self.num_dropped > num_reported:
                 num_reported = self.num_dropped
                 event = {"event": "log.lines_dropped", "level": "warning", "logger": __name__}
-                self._write(self._render(_stamp(None, "", event | {"num_dropped": num_reported})))
+                self._write(self._render(_stamp(event | {"num_dropped": num_reported})))
         os.close(self._fd)
 
     def _write(self, line: bytes) -> bool:
@@ -212,51 +250,6 @@ class _Active:
     foreign: _ForeignHandler | None = None
     with_error_messages = True
     settings: dict[str, Any] | None = None
-
-
-class _Logger:
-    """Makes structlog's logger at the first line that is logged.
-
-    Importing structlog imports rich, a quarter of the start time of the test engine, and a library mostly logs nothing.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __getattr__(self, method: str) -> Any:
-        if LEVELS.get(method, logging.CRITICAL) < _Active.target.level:
-            return _say_nothing
-        return getattr(self._structured, method)
-
-    @cached_property
-    def _structured(self) -> FilteringBoundLogger:
-        import structlog
-
-        logger = structlog.wrap_logger(
-            _Named(self.name),
-            processors=[
-                _drop_below_level,
-                structlog.contextvars.merge_contextvars,
-                structlog.processors.add_log_level,
-                _stamp,
-                _describe_error,
-                _hand_over,
-            ],
-            wrapper_class=structlog.make_filtering_bound_logger(logging.NOTSET),
-            cache_logger_on_first_use=True,
-        )
-        return cast("FilteringBoundLogger", logger)
-
-
-class _Named:
-    """The logger wrapped by structlog. Only its name is used; `_hand_over` passes the event on."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-
-def _say_nothing(*_args: object, **_values: object) -> None:
-    """Takes a line below the level."""
 
 
 class _StandardError:
@@ -310,19 +303,16 @@ class _ForeignHandler(logging.Handler):
             event["exception"] = _traceback(exception)
             if not _Active.with_error_messages:  # asyncio, for one, quotes the exception in its message too
                 event["event"] = str(event["event"]).replace(repr(exception), type(exception).__name__)
-        from structlog.contextvars import merge_contextvars
-
-        _Active.target.take(_stamp(None, "", merge_contextvars(None, "", event)))
+        _Active.target.take(_stamp({**_bound.get(), **event}))
 
 
-def _describe_error(_logger: Any, _method_name: str, event: EventDict) -> EventDict:
+def _describe_error(line: EventDict) -> None:
     """Replaces `exc_info` by the field `exception`. True means the exception being handled."""
-    error = event.pop("exc_info", None)
+    error = line.pop("exc_info", None)
     if error is not None and not isinstance(error, BaseException):
         error = sys.exc_info()[1] if error else None
     if error is not None:
-        event["exception"] = _traceback(error)
-    return event
+        line["exception"] = _traceback(error)
 
 
 def _traceback(error: BaseException) -> str:
@@ -358,29 +348,10 @@ def _lines(stack: traceback.StackSummary) -> traceback.StackSummary:
     return traceback.StackSummary.from_list([(at.filename, at.lineno or 0, at.name, at.line) for at in stack])
 
 
-def _stamp(_logger: Any, _method_name: str, event: EventDict) -> EventDict:
-    event["timestamp"] = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
-    return event
-
-
-def _drop_below_level(_logger: Any, method_name: str, event: EventDict) -> EventDict:
-    """Drops lines of bound loggers below the level; the other loggers have checked it already."""
-    if LEVELS.get(method_name, logging.INFO) < _Active.target.level:
-        raise _drop_event()
-    return event
-
-
-def _hand_over(logger: Any, _method_name: str, event: EventDict) -> EventDict:
-    event["logger"] = logger.name
-    _Active.target.take(event)
-    raise _drop_event()
-
-
-def _drop_event() -> BaseException:
-    """The exception that stops structlog's processing of a line."""
-    from structlog import DropEvent
-
-    return DropEvent()
+def _stamp(line: EventDict) -> EventDict:
+    """Adds the time to a line."""
+    line["timestamp"] = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+    return line
 
 
 def _level_number(level: str) -> int:

@@ -242,9 +242,9 @@ def test_unconfigured_only_warnings_and_errors_are_shown(capsys: pytest.CaptureF
 @pytest.mark.slow
 def test_importing_installs_nothing_and_starts_no_thread():
     code = (
-        "import logging, threading, structlog; before = repr(structlog.get_config());"
+        "import logging, threading;"
         "from millrace.runtime.env.log import get_logger; get_logger('x').info('a.b');"
-        "assert repr(structlog.get_config()) == before and threading.active_count() == 1;"
+        "assert threading.active_count() == 1;"
         "assert logging.root.handlers == [] and logging.root.level == logging.WARNING"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

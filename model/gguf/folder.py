@@ -1,8 +1,8 @@
 """The folder in Hugging Face form that stands for a GGUF file: everything but the weights, which stay in the file.
 
-Made once, in the cache directory, from the file's metadata: config.json, tokenizer.json, tokenizer_config.json,
-generation_config.json, and `gguf.json`, which says where the file is. The rest of the engine reads it as any other
-checkpoint; its tensors come from `GgufCheckpoint`.
+Made once, in the cache directory, from the file's metadata: config.json, the files of a `StoredTokenizer`,
+tokenizer_config.json, generation_config.json, and `gguf.json`, which says where the file is. The rest of the engine
+reads it as any other checkpoint; its tensors come from `GgufCheckpoint`.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from .architectures import ARCHITECTURES, FACTOR_TENSORS, Keys, shared_config
 from .blocks import unpack
 from .checkpoint import GgufCheckpoint
 from .reader import GgufFile, Metadata, open_files, parts_of
-from .tokenizer import tokenizer_json
+from .tokenizer import read_tokenizer
 
 POINTER = "gguf.json"
-VERSION = 3  # of the folders; a change of what is written counts it up
+VERSION = 4  # of the folders; a change of what is written counts it up
 MAKING = "making-"  # begins the name of a folder that is not finished
-MOST_FOLDERS = 32  # up to 35 MB each, of a vocabulary of 262,144
+MOST_FOLDERS = 32  # up to 12 MB each, of a vocabulary of 262,144
 UNUSED_S = 3600.0
 MARKS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # of config files -> of the metadata
 ENDS = ("eos", "eot", "eom")
@@ -87,7 +87,7 @@ def open_checkpoint(root: Path) -> GgufCheckpoint:
         path = Path(told["path"])
         if not path.is_file() or path.stat().st_size != told["size"]:
             raise CheckpointError(f"{path}: is gone, or not the file of which {root} was made; serve the file again")
-        files.append(GgufFile(path))
+        files.append(GgufFile(path, with_texts=False))
     if not files:
         raise CheckpointError(f"{POINTER} ({root}): names no file; remove the folder and serve the GGUF file again")
     return GgufCheckpoint(root, files)
@@ -150,14 +150,14 @@ def _key(parts: Sequence[Path]) -> str:
 
 def _write(root: Path, files: Sequence[GgufFile]) -> None:
     first = files[0]
-    tokenizer = tokenizer_json(first.metadata, first.path.name)  # first, as it checks what others read too
+    tokenizer = read_tokenizer(first.metadata, first.path.name)  # first, as it checks what others read too
     contents = {
         "config.json": _config(files),
         "tokenizer_config.json": _tokenizer_config(first.metadata),
         "generation_config.json": _generation_config(first.metadata),
         POINTER: {"files": [{"path": str(file.path), "size": file.size} for file in files]},
     }
-    (root / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
+    tokenizer.write(root)
     for name, values in contents.items():
         (root / name).write_text(json.dumps(values, indent=1), encoding="utf-8")
 

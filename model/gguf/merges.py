@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ..errors import CheckpointError
 
@@ -17,8 +21,8 @@ def merges_of(
     is_made: Sequence[bool],
     vocabulary: Mapping[str, int],
     source: str,
-) -> list[tuple[str, str]]:
-    """Any two tokens whose joined text is a token, that with the highest score first.
+) -> NDArray[np.int32]:
+    """Any two tokens whose joined text is a token, that with the highest score first: their ids [M, 2].
 
     `is_made`: whether a token is made of others. `vocabulary`: ids by text. Raises CheckpointError, naming `source`,
     for tokens so long or merges so many that no text needs them; the time is within `LONGEST` steps a character.
@@ -30,25 +34,24 @@ def merges_of(
     longest = max((len(texts[index]) for index in order), default=0)
     if longest > LONGEST:
         _fail(source, f"a token has {longest} characters, and at most {LONGEST} are read")
-    merges: list[tuple[str, str]] = []
+    merges = array("i")
     num_characters = 0
     for index in order:
-        known = list(_cuts(texts[index], texts, vocabulary))
-        if len(known) > 1:
-            known.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
+        known = sorted(_cuts(texts[index], vocabulary))
         num_characters += len(texts[index]) * len(known)
         if num_characters > MERGED:
             _fail(source, f"its tokens are made of each other in merges of more than {MERGED} characters")
-        merges += known
-    return merges
+        for pair in known:
+            merges.extend(pair)
+    return np.array(merges, np.int32).reshape(-1, 2)
 
 
-def _cuts(text: str, texts: Sequence[str], vocabulary: Mapping[str, int]) -> Iterator[tuple[str, str]]:
-    """The pairs of tokens that make a text: strings of `texts`, so that many merges take little memory."""
+def _cuts(text: str, vocabulary: Mapping[str, int]) -> Iterator[tuple[int, int]]:
+    """The pairs of tokens that make a text."""
     for cut in range(1, len(text)):
         left = vocabulary.get(text[:cut])
         if left is not None and (right := vocabulary.get(text[cut:])) is not None:
-            yield texts[left], texts[right]
+            yield left, right
 
 
 def _fail(source: str, problem: str) -> NoReturn:

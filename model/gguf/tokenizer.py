@@ -1,4 +1,4 @@
-"""The tokenizer that a GGUF file describes, as a tokenizer.json.
+"""The tokenizer that a GGUF file describes.
 
 Two kinds are read: `gpt2`, byte-level BPE with merges, whose way to split a text has a name (`tokenizer.ggml.pre`); and
 `llama`, SentencePiece's BPE, whose merges follow from the scores of its tokens.
@@ -6,12 +6,15 @@ Two kinds are read: `gpt2`, byte-level BPE with merges, whose way to split a tex
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..errors import CheckpointError, quoted
+from ..stored_tokenizer import StoredTokenizer
 from .merges import merges_of
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # token_type
@@ -96,10 +99,8 @@ KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {  # of values that are
 }
 
 
-def tokenizer_json(metadata: Mapping[str, Any], source: str) -> str:
-    """The tokenizer.json. Raises CheckpointError naming the key; `source` is the file's name."""
-    from tokenizers import AddedToken
-
+def read_tokenizer(metadata: Mapping[str, Any], source: str) -> StoredTokenizer:
+    """The tokenizer. Raises CheckpointError naming the key; `source` is the file's name."""
     _check_kinds(metadata, source)
     kind = metadata.get("tokenizer.ggml.model")
     tokens: Sequence[str] = metadata.get("tokenizer.ggml.tokens") or ()
@@ -118,23 +119,32 @@ def tokenizer_json(metadata: Mapping[str, Any], source: str) -> str:
             f"{source}: tokenizer.ggml.model = {quoted(kind)}: only gpt2 and llama are read; serve the "
             "model's checkpoint instead"
         )
-    made = makers[kind](metadata, _vocabulary(tokens), types, source)
+    vocabulary = _vocabulary(tokens)
+    made, merges = makers[kind](metadata, vocabulary, types, source)
+    _add_template(made, metadata, tokens)
+    steps = json.loads(made.to_str())
+    steps["added_tokens"] = _added_tokens(metadata, tokens, types)
+    return StoredTokenizer(steps, list(vocabulary), merges)
+
+
+def _added_tokens(metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int]) -> list[dict[str, Any]]:
+    """The tokens that are found in a text before any other, as tokenizer.json tells them."""
     # Runs of spaces are found where spaces have their sign, unless one is put before the text: that hides other tokens.
-    is_signed = kind == "llama" and not _flag(metadata, "add_space_prefix", True)
-    is_phi = kind == "llama" and metadata.get("general.architecture") == "phi3"
-    added = [
-        AddedToken(
-            token,
-            special=type_ == CONTROL,
-            normalized=type_ == USER_DEFINED and is_signed,
-            rstrip=is_phi and token not in PHI_KEEPS_SPACES,
-        )
+    is_llama = metadata.get("tokenizer.ggml.model") == "llama"
+    is_signed = is_llama and not _flag(metadata, "add_space_prefix", True)
+    is_phi = is_llama and metadata.get("general.architecture") == "phi3"
+    return [
+        {
+            "content": token,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": is_phi and token not in PHI_KEEPS_SPACES,
+            "normalized": type_ == USER_DEFINED and is_signed,
+            "special": type_ == CONTROL,
+        }
         for token, type_ in zip(tokens, types, strict=True)
         if type_ in (CONTROL, USER_DEFINED) and token
     ]
-    made.add_tokens(added)
-    _add_template(made, metadata, tokens)
-    return str(made.to_str())
 
 
 def _check_kinds(metadata: Mapping[str, Any], source: str) -> None:
@@ -154,7 +164,9 @@ def _vocabulary(tokens: Sequence[str]) -> dict[str, int]:
     return vocabulary
 
 
-def _byte_level(metadata: Mapping[str, Any], vocabulary: dict[str, int], types: Sequence[int], source: str) -> Any:
+def _byte_level(
+    metadata: Mapping[str, Any], vocabulary: dict[str, int], types: Sequence[int], source: str
+) -> tuple[Any, NDArray[np.int32]]:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     name = metadata.get("tokenizer.ggml.pre", "default")
@@ -166,15 +178,18 @@ def _byte_level(metadata: Mapping[str, Any], vocabulary: dict[str, int], types: 
     merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges") or ()]
     if not all(len(merge) == 2 and {*merge, "".join(merge)} <= vocabulary.keys() for merge in merges):
         raise CheckpointError(f"{source}: tokenizer.ggml.merges: a merge is not of two tokens that make a third")
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=name in WHOLE_WORDS))
+    tokenizer = Tokenizer(models.BPE(ignore_merges=name in WHOLE_WORDS))
     splits = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in SPLITS[name]]
     bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=_flag(metadata, "add_space_prefix", False), use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, bytes_only])
     tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
+    ids = [vocabulary[token] for merge in merges for token in merge]
+    return tokenizer, np.array(ids, np.int32).reshape(-1, 2)
 
 
-def _sentencepiece(metadata: Mapping[str, Any], vocabulary: dict[str, int], types: Sequence[int], source: str) -> Any:
+def _sentencepiece(
+    metadata: Mapping[str, Any], vocabulary: dict[str, int], types: Sequence[int], source: str
+) -> tuple[Any, NDArray[np.int32]]:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     scores = metadata.get("tokenizer.ggml.scores")
@@ -184,20 +199,13 @@ def _sentencepiece(metadata: Mapping[str, Any], vocabulary: dict[str, int], type
     texts = list(vocabulary)
     is_made = [kind in (NORMAL, USER_DEFINED) for kind in types]
     has_space = _flag(metadata, "add_space_prefix", True)
-    tokenizer = Tokenizer(
-        models.BPE(
-            vocab=vocabulary,
-            merges=merges_of(texts, scores.tolist(), is_made, vocabulary, source),
-            unk_token=texts[unknown] if 0 <= unknown < len(texts) else None,
-            fuse_unk=True,
-            byte_fallback=True,
-        )
-    )
+    known = texts[unknown] if 0 <= unknown < len(texts) else None
+    tokenizer = Tokenizer(models.BPE(unk_token=known, fuse_unk=True, byte_fallback=True))
     spaces = normalizers.Replace(" ", SPACE)
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces] if has_space else [spaces])
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if has_space else steps)
-    return tokenizer
+    return tokenizer, merges_of(texts, scores.tolist(), is_made, vocabulary, source)
 
 
 def _add_template(tokenizer: Any, metadata: Mapping[str, Any], tokens: Sequence[str]) -> None:

@@ -20,7 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import CheckpointError
-from .tokenizer import Tokenizer, byte_level_bytes, is_byte_token, sentencepiece_bytes
+from .token_bytes import byte_level_table, byte_tokens, sentencepiece_table
+from .tokenizer import Tokenizer
 
 
 class TextTable:
@@ -34,15 +35,14 @@ class TextTable:
         self.is_byte_level, self.strips_first_space = _decoder_rules(tokenizer)
         size = len(tokenizer)
         tokens = tokenizer.tokens
-        spell = byte_level_bytes if self.is_byte_level else sentencepiece_bytes
         self.special_ids = tokenizer.special_ids
-        self.bytes = [b"" if token is None else spell(token) for token in tokens]
+        self.bytes = byte_level_table(tokens) if self.is_byte_level else sentencepiece_table(tokens)
         self.is_byte: NDArray[np.bool_] = np.zeros(size, np.bool_)  # a `<0xNN>` token
-        if not self.is_byte_level:
-            self.is_byte[:] = [token is not None and is_byte_token(token) for token in tokens]
-        texts = [_complete_text(raw) for raw in self.bytes]
+        self.is_byte[[] if self.is_byte_level else byte_tokens(tokens)] = True
+        texts = _complete_texts(self.bytes)
         self.texts = [text or "" for text in texts]
-        self.is_plain: NDArray[np.bool_] = ~self.is_byte & [text is not None for text in texts]
+        self.is_plain: NDArray[np.bool_] = ~self.is_byte
+        self.is_plain[[index for index, text in enumerate(texts) if text is None]] = False
         self.is_plain[[token_id for token_id in self.special_ids if token_id < size]] = False
 
     def __len__(self) -> int:
@@ -128,6 +128,17 @@ class IncrementalDecoder:
             self._at_start = False
             return text.removeprefix(" ")
         return text
+
+
+def _complete_texts(table: Iterable[bytes]) -> list[str | None]:
+    """`_complete_text` of each, without a call for each."""
+    texts: list[str | None] = []
+    for raw in table:
+        try:
+            texts.append(raw.decode())
+        except UnicodeDecodeError:
+            texts.append(None)
+    return texts
 
 
 def _complete_text(raw: bytes) -> str | None:

@@ -17,7 +17,9 @@ from typing import Any, Literal
 
 from ..errors import CheckpointError
 from ..files import read_bytes, read_json, refuse_code
+from ..stored_tokenizer import StoredTokenizer
 from .special_tokens import SpecialTokens, TokenSpec
+from .token_bytes import byte_level_bytes, sentencepiece_bytes
 from .tokenizer_class import TokenizerClass, reads_as_it_is, tokenizer_class
 from .tokenizer_conversion import convert
 
@@ -77,6 +79,7 @@ class Tokenizer:
         self.special_tokens = {token.content: index for index, token in added.items() if token.content in special}
         self.special_ids = frozenset(self.special_tokens.values())
         self.sources: tuple[str, ...] = ("tokenizer.json",)  # files that it was read from
+        self._vocabulary: Sequence[str] | None = None  # by id, where it need not be asked for
         self.gives_types = True  # whether the model gets the types of a pair's tokens
         self.truncation_side: Side = "left" if config.get("truncation_side") == "left" else "right"
         self.named_tokens = dict(named_tokens)  # texts by name; chat templates get them as variables
@@ -99,7 +102,8 @@ class Tokenizer:
         )
         named: Mapping[str, str] = {}
         sources: tuple[str, ...] = ()
-        if raw is None:
+        stored = StoredTokenizer.read(root) if raw is None else None
+        if raw is None and stored is None:
             converted = convert(root, config)
             raw, named, sources = converted.tokenizer_json, converted.named_tokens, converted.sources
         others = [name for name in config.get("fast_tokenizer_files") or () if name != "tokenizer.json"]
@@ -109,13 +113,13 @@ class Tokenizer:
                 "tokenizer.json is read; rename the newest of them, and remove the key"
             )
         try:
-            rust = RustTokenizer.from_buffer(raw)
+            rust = stored.make() if stored is not None else RustTokenizer.from_buffer(raw or b"")
         except BaseException as error:  # the bindings raise Exception itself, and a panic is not even one
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             raise CheckpointError(f"tokenizer.json ({root}): cannot be used: {str(error)[:200]}") from None
         check_growth(rust, root)
-        kind = tokenizer_class(root, config, has_byte_level=b'"ByteLevel"' in raw)
+        kind = tokenizer_class(root, config, has_byte_level=_has_byte_level(raw, stored))
         special = SpecialTokens.read(root, config, {**kind.named, **named}, kind.extra)
         texts = _special_texts(rust)
         _configure(rust, config, kind, special, root)
@@ -123,6 +127,7 @@ class Tokenizer:
             lower_texts(rust)
         made = cls(rust, config, special.texts, texts | _special_texts(rust))
         made.sources = sources or ("tokenizer.json",)
+        made._vocabulary = None if stored is None else stored.tokens
         inputs = config.get("model_input_names")
         made.gives_types = "token_type_ids" in inputs if isinstance(inputs, list) else kind.has_types
         return made
@@ -246,6 +251,14 @@ class Tokenizer:
     @cached_property
     def tokens(self) -> list[str | None]:
         """`token` of every id, in a tenth of the time of separate calls."""
+        entries = self._entries()
+        for token_id in self._added_ids:  # NOTE: the vocabulary has them before normalisation
+            entries[token_id] = self.token(token_id)
+        return entries
+
+    def _entries(self) -> list[str | None]:
+        if self._vocabulary is not None:
+            return [*self._vocabulary, *[None] * (max(self._added_ids, default=-1) + 1 - len(self._vocabulary))]
         vocabulary = self._rust.get_vocab(with_added_tokens=True)
         size = max(vocabulary.values(), default=-1) + 1
         if size > SPARSEST * len(vocabulary) + IDS_AT_ONCE:
@@ -253,8 +266,6 @@ class Tokenizer:
         entries: list[str | None] = [None] * size
         for token, token_id in vocabulary.items():
             entries[token_id] = token
-        for token_id in self._added_ids:  # NOTE: the vocabulary has them before normalisation
-            entries[token_id] = self.token(token_id)
         return entries
 
     def to_json(self) -> str:
@@ -302,40 +313,6 @@ def _room(most: int, num_special: int) -> int:
     return most - num_special
 
 
-def byte_level_bytes(token: str) -> bytes:
-    """The bytes of a byte-level token; a token with a character outside the substitute alphabet is itself as UTF-8."""
-    try:
-        return token.translate(LATIN_1_OF_CHARACTER).encode("latin-1")
-    except UnicodeEncodeError:
-        return token.encode()
-
-
-def sentencepiece_bytes(token: str) -> bytes:
-    """The bytes of a token that spells text with "▁" for a space, or one byte as `<0xNN>`."""
-    if is_byte_token(token):
-        return bytes([int(token[3:5], 16)])
-    return token.replace("▁", " ").encode()
-
-
-def is_byte_token(token: str) -> bool:
-    if len(token) != 6 or not token.startswith("<0x") or not token.endswith(">"):
-        return False
-    return all(character in "0123456789abcdefABCDEF" for character in token[3:5])
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """The byte-level alphabet: printable Latin-1 characters are their own bytes; the others are from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
-
-
-# Other characters below U+0100 map to one outside Latin-1, so that encoding them fails.
-LATIN_1_OF_CHARACTER = dict.fromkeys(range(256), "\u0100") | {
-    ord(character): chr(byte) for character, byte in _byte_alphabet().items()
-}
-
-
 def _configure(
     rust: RustTokenizer, config: dict[str, Any], kind: TokenizerClass, special: SpecialTokens, root: Path
 ) -> None:
@@ -352,6 +329,10 @@ def _configure(
     if kind.name == "Qwen2Tokenizer":
         again = dict.fromkeys(token.content for token in (*special.named.values(), *special.extra))
         rust.add_tokens([AddedToken(content, special=True) for content in again])
+
+
+def _has_byte_level(raw: bytes | None, stored: StoredTokenizer | None) -> bool:
+    return b'"ByteLevel"' in (raw or b"") or (stored is not None and '"ByteLevel"' in json.dumps(stored.steps))
 
 
 def _special_texts(rust: RustTokenizer) -> set[str]:

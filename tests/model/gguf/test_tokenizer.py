@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
 
 from millrace.model.errors import CheckpointError
 from millrace.model.gguf.merges import LONGEST, merges_of
-from millrace.model.gguf.tokenizer import tokenizer_json
+from millrace.model.gguf.tokenizer import read_tokenizer
 
 TOKENS = ["<unk>", "<s>", "\u2581", "H", "i", "Hi", "\u2581Hi", "<|user|>", "<|end|>", "\u2581\u2581", "\n"]
 TYPES = [2, 3, 1, 1, 1, 1, 1, 4, 4, 4, 1]
@@ -24,7 +23,7 @@ def tokens(text: str, architecture: str, *, has_space: bool) -> list[str]:
         "tokenizer.ggml.add_space_prefix": has_space,
         "tokenizer.ggml.add_bos_token": False,
     }
-    return [TOKENS[index] for index in Tokenizer.from_str(tokenizer_json(metadata, "m.gguf")).encode(text).ids]
+    return [TOKENS[index] for index in read_tokenizer(metadata, "m.gguf").make().encode(text).ids]
 
 
 @pytest.mark.parametrize(
@@ -45,7 +44,9 @@ def test_added_tokens_are_found_anywhere_in_a_text(
 
 def merges(texts: list[str]) -> list[tuple[str, str]]:
     vocabulary = {text: index for index, text in enumerate(texts)}
-    return merges_of(texts, [float(-index) for index in range(len(texts))], [True] * len(texts), vocabulary, "m.gguf")
+    scores = [float(-index) for index in range(len(texts))]
+    ids = merges_of(texts, scores, [True] * len(texts), vocabulary, "m.gguf")
+    return [(texts[left], texts[right]) for left, right in ids.tolist()]
 
 
 def test_merges_are_all_pairs_of_tokens_by_score_then_by_their_ids() -> None:

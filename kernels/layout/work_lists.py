@@ -21,7 +21,7 @@ and end last.
 A query tile that sees nothing (padding) is a task of one tile, since its zeros must be written.
 
 This file has the sizes. `list_work.py` has the plain twin; `kernels/triton/attention_plan.py` makes the lists on the
-device; `kernels/triton/attention.py` walks them.
+device; `kernels/triton/attention_kernel.py` walks them.
 
 S sequences, T new tokens, H query heads, G key/value heads, D head size, P programs.
 """

@@ -20,7 +20,7 @@ TOOL = "ncu"
 PLACES = ("/usr/local/cuda/bin", "/opt/nvidia/nsight-compute", "/opt/cuda/bin")
 CASES = ("qwen3-0.6b decode 256 x 1024", "qwen3-0.6b extend 1 x 8192")
 DRY_CASES = ("tiny decode",)
-OPTIONS = ("--clock-control", "none", "--set", "full", "-c", "1", "--kernel-name", "regex:_attention_kernel")
+OPTIONS = ("--clock-control", "none", "--set", "full", "-c", "1", "--kernel-name", "regex:attention_kernel")
 WANTED = (
     *("Memory Throughput", "DRAM Throughput", "L2 Hit Rate", "Registers Per Thread", "Achieved Occupancy"),
     *("No Eligible", "Duration"),

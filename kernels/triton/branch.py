@@ -1,7 +1,8 @@
 """A branch of a CUDA graph: launches that run beside those behind them, until a later launch needs them.
 
-Only while a graph is captured: an event of the capturing stream begins the branch on a stream of its own, and another
-ends it. Outside a capture launches stay in order, as two events more would cost the host as much as the branch saves.
+Only while a graph is captured, and if `SWITCHES` allows it: an event of the capturing stream begins the branch on a
+stream of its own, and another ends it. Outside a capture launches stay in order, as two events more would cost the host
+as much as the branch saves.
 
 Memory that the branch writes must be allocated before it begins, on the capturing stream, and be in use until a launch
 behind the join: the allocator knows of the capturing stream alone. The launch behind the join depends on both streams;
@@ -12,14 +13,12 @@ if it is an early launch (`launch.py`), it waits for both.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import lru_cache
 
 import torch
 
-ENVIRONMENT = "MILLRACE_GRAPH_BRANCHES"  # 0: a graph has no branches
-allows_branches: bool = os.environ.get(ENVIRONMENT, "1") != "0"  # read at each capture, so that a benchmark can compare
+from .switches import SWITCHES
 
 
 class Branch:
@@ -31,7 +30,7 @@ class Branch:
     def __init__(self, device: torch.device, launch: Callable[[], object]) -> None:
         """Calls `launch`, whose launches run after all that is on the current stream now."""
         self._ended: torch.cuda.Event | None = None
-        if not (allows_branches and is_captured(device)):
+        if not (SWITCHES.branches and is_captured(device)):
             launch()
             return
         stream = _stream(device)

@@ -22,7 +22,6 @@ Three rules make a chain of early launches as safe as one that is not. `kernels/
 
 from __future__ import annotations
 
-import os
 from functools import lru_cache
 from typing import Any
 
@@ -34,10 +33,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..layout.work_lists import next_power_of_2 as next_power_of_2
+from .switches import SWITCHES
 
-ENVIRONMENT = "MILLRACE_EARLY_LAUNCH"  # 0: every launch waits for the end of the one before it
 EARLY_CAPABILITY = 90  # the first with early launches
-allows_early: bool = os.environ.get(ENVIRONMENT, "1") != "0"  # read at each launch, so that a benchmark can compare
 IS_INTERPRETED: bool = bool(triton.knobs.runtime.interpret)  # read at import, as kernels are decorated then
 SUPPORTED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -91,8 +89,10 @@ def early_launch(device: torch.device) -> dict[str, Any]:
     """The arguments of a launch that may begin early: the kernel's `IS_EARLY`, and the option for the driver.
 
     Never early before compute capability 9.0, and in the interpreter.
+    `SWITCHES` may forbid it: then every launch waits for the end of the one before it.
     """
-    if IS_INTERPRETED or not allows_early or capability(device) < EARLY_CAPABILITY:
+    # NOTE: read at each launch
+    if IS_INTERPRETED or not SWITCHES.early or capability(device) < EARLY_CAPABILITY:
         return {"IS_EARLY": False}
     return {"IS_EARLY": True, "launch_pdl": True}
 

@@ -19,6 +19,7 @@ from millrace.kernels.triton import attention, branch
 from millrace.kernels.triton import launch as triton_launch
 from millrace.kernels.triton.attention_plan import plan_attention
 from millrace.kernels.triton.prologue_decode import prologue_decode
+from millrace.kernels.triton.switches import SWITCHES
 
 pytestmark = pytest.mark.skipif(triton_launch.IS_INTERPRETED, reason="TRITON_INTERPRET is set: nothing is launched")
 
@@ -26,7 +27,7 @@ META = torch.device("meta")
 BF16 = torch.bfloat16
 WINDOWS = (None, 128)
 PLANNED = ["side waits for main", "side list_kernel", "side list_kernel", "side is marked"]
-ATTENDED = ["main _attention_kernel"] * 2  # decode and extend
+ATTENDED = ["main attention_kernel"] * 2  # decode and extend
 
 
 @dataclass
@@ -101,7 +102,7 @@ def test_a_captured_step_makes_its_lists_beside_the_first_layer_and_joins_them_o
     assert streams.log == [*PLANNED, *first, *["main qkv", *ATTENDED] * 2]
 
 
-@pytest.mark.parametrize(("num_rows", "launches"), [(3, ["attention"]), (65, ["attention_prologue", "attention"])])
+@pytest.mark.parametrize(("num_rows", "launches"), [(3, ["attention"]), (65, ["_attention_prologue", "attention"])])
 def test_a_decode_step_joins_its_list_before_attention(num_rows: int, launches: list[str], streams: Streams) -> None:
     qkv = torch.empty(num_rows, 12, 128, dtype=BF16, device=META)
     cache, table = torch.empty(100, 2, 16, 128, dtype=BF16, device=META), torch.empty(99, 64, device=META)
@@ -113,15 +114,18 @@ def test_a_decode_step_joins_its_list_before_attention(num_rows: int, launches: 
             qkv, None, table, table, numbers, cache, cache, numbers, None, tables, lengths, 0.1, plan=plan
         )  # fmt: skip
     assert streams.log[:3] == ["side waits for main", "side list_kernel", "side is marked"]
-    joined = [f"main _{name}_kernel" for name in launches]
+    joined = [f"main {name}_kernel" for name in launches]
     assert streams.log[3:] == [*joined[:-1], "main waits for the mark of side", joined[-1], *joined]
 
 
-@pytest.mark.parametrize("name", ["is_captured", "allows_branches"])
+@pytest.mark.parametrize("name", ["is_captured", "branches"])
 def test_without_a_capture_or_branches_launches_stay_in_order(
     streams: Streams, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(branch, name, False if name == "allows_branches" else lambda device: False)
+    if name == "branches":
+        monkeypatch.setattr(SWITCHES, "branches", False)
+    else:
+        monkeypatch.setattr(branch, "is_captured", lambda device: False)
     run_step(streams)
     assert streams.log == ["main list_kernel"] * 2 + ["main qkv", *ATTENDED] * 3
 

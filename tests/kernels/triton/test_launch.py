@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from millrace.kernels.triton import launch as triton_launch
+from millrace.kernels.triton.switches import SWITCHES, LaunchSwitches
 
 EARLY, LATE = {"IS_EARLY": True, "launch_pdl": True}, {"IS_EARLY": False}
 
@@ -22,5 +23,17 @@ def test_launches_are_early_from_capability_9_on_unless_forbidden(
 ) -> None:
     monkeypatch.setattr(triton_launch, "capability", lambda device: capability)
     monkeypatch.setattr(triton_launch, "IS_INTERPRETED", is_interpreted)
-    monkeypatch.setattr(triton_launch, "allows_early", is_allowed)
+    monkeypatch.setattr(SWITCHES, "early", is_allowed)
     assert triton_launch.early_launch(torch.device("cuda")) == want
+
+
+@pytest.mark.parametrize(
+    ("environment", "want"),
+    [({}, (True, True)), ({"MILLRACE_EARLY_LAUNCH": "0"}, (False, True)),
+     ({"MILLRACE_GRAPH_BRANCHES": "0", "MILLRACE_EARLY_LAUNCH": "1"}, (True, False))],
+)  # fmt: skip
+def test_a_variable_of_the_environment_turns_each_switch_off(
+    environment: dict[str, str], want: tuple[bool, bool]
+) -> None:
+    switches = LaunchSwitches.of(environment)
+    assert (switches.early, switches.branches) == want

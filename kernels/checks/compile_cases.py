@@ -25,7 +25,7 @@ from ..triton import step_state as triton_step
 from ..triton import token_scores as triton_scores
 
 NUM_PROCESSORS = 132  # of an H200
-LEAST_COPIED = 16  # head size from which loads are wide enough to be asynchronous copies
+LEAST_COPIED = 8  # head size from which loads are wide enough to be asynchronous copies
 FP8_ARCH = 89  # the first architecture with e4m3
 TYPE_NAMES = {
     torch.float32: "fp32",
@@ -48,6 +48,7 @@ class CompileCase:
     copies_ahead: bool = False  # has loops over cached tokens, whose loads must be asynchronous
     uses_wgmma: bool = False  # must have warpgroup matrix instructions on sm_90
     least_arch: int = 80  # compute capability, as in `SHARED_BYTES`
+    is_f32: bool = False  # attention of f32 queries, which has a bound of its own
 
 
 def all_cases(arch: int, head_dims: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[CompileCase]:
@@ -56,11 +57,12 @@ def all_cases(arch: int, head_dims: Sequence[int], dtypes: Sequence[torch.dtype]
     cases += [case for dim in head_dims for dtype in dtypes for case in attention_cases(dim, dtype)]
     small = torch.float8_e4m3fn
     cases += [case for dim in head_dims for case in attention_cases(dim, torch.bfloat16, cache_dtype=small)]
-    cases += [case for dim in head_dims for case in group_cases(dim)]
+    cases += [case for dim in head_dims if dim in DISTINCT_DIMS for case in group_cases(dim)]
     cases += [case for dim in head_dims for dtype in dtypes for case in folded_cases(dim, dtype)]
     cases += [case for dim in head_dims for case in folded_cases(dim, torch.bfloat16, small)[:2]]
     cases += [case for dim in head_dims for dtype in dtypes for case in prologue_cases(arch, dim, dtype)]
-    cases += [case for dim in head_dims for dtype in dtypes for case in other_prologue_cases(dim, dtype)]
+    distinct = [(dim, dtype) for dim in head_dims for dtype in dtypes if _is_distinct(dim, dtype)]
+    cases += [case for each in distinct for case in other_prologue_cases(*each)]
     cases += copy_cases() + [case for dtype in dtypes for case in sampling_cases(dtype)]
     return [case for case in cases if arch >= case.least_arch]
 
@@ -137,12 +139,20 @@ OPTIONS = (
     AttentionOptions(chunk=8192),
     AttentionOptions(is_few=True),
 )
+# A head size for each row of the tables of tilings. Others have the code of one of these, but for masks, and f16 that
+# of bf16, but for the type in its instructions: with as many registers and as much memory. So both get few options.
+DISTINCT_DIMS = (64, 128, 256)
+FEW_OPTIONS = (AttentionOptions(), AttentionOptions(window=4096, soft_cap=50.0))
+
+
+def _is_distinct(head_dim: int, dtype: torch.dtype) -> bool:
+    return head_dim in DISTINCT_DIMS and dtype != torch.float16
 
 
 def attention_cases(
     head_dim: int, dtype: torch.dtype, group: int = 4, block_size: int = 16, cache_dtype: torch.dtype | None = None
 ) -> list[CompileCase]:
-    """Decode, and extend in a mixed batch, each with lists, with each of `OPTIONS`."""
+    """Decode, and extend in a mixed batch, each with lists, with each of `OPTIONS`, or `FEW_OPTIONS`."""
     q, _, _ = _qkv(8 * group, 8, head_dim, dtype)
     tensors = (q, *_caches(8, block_size, head_dim, cache_dtype or dtype), _meta(64, 512, dtype=torch.int32))
     scales = _meta(8, dtype=torch.float32) if cache_dtype else None
@@ -176,9 +186,11 @@ def attention_cases(
             and dtype != torch.float32
             and extend_tiling(shape_of(options), 90).block_m >= 64,
             least_arch=90 if cache_dtype else 80,
+            is_f32=dtype == torch.float32,
         )
 
-    return [case(kind, options) for options in OPTIONS for kind in ("decode", "extend")]
+    asked = OPTIONS if _is_distinct(head_dim, dtype) else FEW_OPTIONS
+    return [case(kind, options) for options in asked for kind in ("decode", "extend")]
 
 
 def group_cases(head_dim: int) -> list[CompileCase]:
@@ -215,8 +227,9 @@ def folded_cases(head_dim: int, dtype: torch.dtype, cache_dtype: torch.dtype | N
             partial(_folded, head_dim, dtype, cache_dtype or dtype, *form),
             copies_ahead=head_dim >= LEAST_COPIED,
             least_arch=90 if cache_dtype else 80,
+            is_f32=dtype == torch.float32,
         )
-        for name, form in forms.items()
+        for name, form in list(forms.items())[: None if _is_distinct(head_dim, dtype) else 2]
     ]
 
 

@@ -78,7 +78,7 @@ DECODE: dict[Numbers, Rows] = {
 # stages, as warpgroup instructions read keys and values from where they were copied to. At D = 256 shared memory and
 # registers allow half the rows; of fp8 a quarter, as values pass through registers before warpgroup instructions.
 EXTEND: dict[Numbers, Rows] = {
-    "f32": ((64, Tiling(16, 32, 4, 3, 2)), (256, Tiling(16, 16, 8, 3, 2))),
+    "f32": ((64, Tiling(16, 32, 4, 3, 2)), (128, Tiling(16, 16, 8, 3, 2)), (256, Tiling(16, 16, 8, 3, 1))),
     "half": ((128, Tiling(128, 64, 8, 3, 1)), (256, Tiling(64, 32, 8, 3, 1))),
     "fp8": ((128, Tiling(128, 64, 8, 3, 1)), (256, Tiling(32, 64, 8, 3, 1))),
 }
@@ -88,7 +88,6 @@ DECODE_MIDDLE: dict[Numbers, Rows] = DECODE | {
     "half": ((64, Tiling(16, 64, 4, 3, 3)), (128, Tiling(16, 64, 4, 3, 2)), (256, Tiling(16, 32, 4, 3, 2))),
 }
 EXTEND_MIDDLE: dict[Numbers, Rows] = EXTEND | {
-    "f32": ((64, Tiling(16, 32, 4, 3, 2)), (128, Tiling(16, 16, 8, 3, 2)), (256, Tiling(16, 16, 8, 3, 1))),
     "half": ((64, Tiling(128, 64, 8, 3, 1)), (128, Tiling(64, 64, 8, 3, 1)), (256, Tiling(64, 32, 8, 3, 1))),
 }
 # 99 KiB: 8.6, 8.9, 12.0, and whatever is not known.

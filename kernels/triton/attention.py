@@ -9,6 +9,8 @@ makes.
 
 from __future__ import annotations
 
+from math import gcd
+
 import torch
 from torch import Tensor
 
@@ -145,7 +147,8 @@ def attend(
         **kernel_arguments(folded, q.dtype),
         BLOCK_R=block_r, BLOCK_P=max(1, merged // (block_r * block_d)),
         PRECISION=_precision(q.dtype), STAGES=tiling.num_stages, num_warps=tiling.num_warps,
-        maxnreg=tiling.max_registers, enable_fp_fusion=True, **early_launch(q.device),
+        TOKEN_UNIT=gcd(16, k_cache.stride(2), v_cache.stride(2)), maxnreg=tiling.max_registers, enable_fp_fusion=True,
+        **early_launch(q.device),
     )  # fmt: skip
 
 

@@ -41,10 +41,13 @@ def attention_kernel(
     HAS_K_SCALE: tl.constexpr, HAS_V_SCALE: tl.constexpr, IS_NARROW: tl.constexpr,
     IS_FOLDED: tl.constexpr, IS_NORMED: tl.constexpr, IS_ROUNDED: tl.constexpr, HAS_HEAD_WEIGHTS: tl.constexpr,
     HALF: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-    IS_EARLY: tl.constexpr,
+    TOKEN_UNIT: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """Does the items of one program: up to TOKENS new tokens of a sequence, all heads of a group, a range of tiles."""
     start_early(IS_EARLY)
+    if TOKEN_UNIT < 16:  # heads of 24, say: launches tell of multiples of 16 alone, and copies are not asynchronous
+        kc_b = kc_b // TOKEN_UNIT * TOKEN_UNIT
+        vc_b = vc_b // TOKEN_UNIT * TOKEN_UNIT
     row = tl.arange(0, BLOCK_M)
     new = row // GROUP  # [M] which new token
     d = tl.arange(0, BLOCK_D)

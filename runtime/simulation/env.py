@@ -115,6 +115,14 @@ class JobHangs(BaseException):
     """Raised by a job of a simulated worker: it blocks for ever, as in a wait for a device that hangs."""
 
 
+class JobBlocks(BaseException):
+    """Raised by a job of a simulated worker: it blocks for so many seconds, and is then called again."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(seconds)
+        self.seconds = seconds
+
+
 class _SimSideThread(SideThread):
     """A side thread whose jobs run at once, in `submit`. It may fail to start, as a worker's threads may."""
 
@@ -186,7 +194,12 @@ class _SimWorker(Worker):
             self._env.loop.call_later(delay_s, self._run, job)
 
     def _run(self, job: Job) -> None:
+        call = job.fn, job.args
         result, error = run_job(job)
+        if isinstance(error, JobBlocks):
+            job.fn, job.args = call
+            self._env.loop.call_later(error.seconds, self._run, job)
+            return
         if isinstance(error, JobHangs):
             return  # its thread is blocked from now on
         self._num_running -= 1

@@ -1,7 +1,8 @@
 """Runs in which an asynchronous device is lost at a random step, with attended steps and drafts, in virtual time.
 
-The device fails, or hangs after a failure, or hangs in silence. Inline, health must turn dead within two seconds of the
-first step that fails, or of the beginning of one that does not end, and each request ends once. With two
+The device fails, or hangs after a failure, or hangs in silence. Before that, in some runs, a step is slow and a later
+one slower, which is no loss. Inline, health must turn dead within two seconds of the first step that fails, or of the
+beginning of one that does not end, and each request ends once; both limits grow with the longest step so far. With two
 processes the engine process must be replaced, and each request gets the tokens of its right answer, none twice.
 
 In full: `python -m tests.simulation.lost_devices --seeds 2000`.
@@ -16,17 +17,18 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import count, product
 from random import Random
 from typing import Any
 
 from millrace.runtime.env.log import captured_logs
 from millrace.runtime.phases import Phases
-from millrace.runtime.simulation.env import JobHangs
+from millrace.runtime.simulation.env import JobBlocks, JobHangs
 from millrace.runtime.simulation.run import SimEnv, run
 from millrace.stages.config import EngineConfig
 from millrace.stages.device.device import Device
-from millrace.stages.device.step_watch import LEAST_RATE, work_of
+from millrace.stages.device.device_guard import PROBE_S
+from millrace.stages.device.step_watch import LEAST_RATE, USUAL_FACTOR, work_of
 from millrace.stages.errors import Failed, Unavailable
 from millrace.stages.outputs import ModelInfo
 from millrace.stages.split.split_engine import SplitEngine
@@ -39,6 +41,9 @@ from tests.simulation.world import QUIET_S, Report, World, _require
 LIMIT_S = 2.0  # from the failure of a step to what health says
 STEPS_IN_FLIGHT = (1, 2, 4)
 ATTENDED_SHARES = (0.0, 0.2, 0.5)
+SLOW_SHARE = 0.4  # of devices with a slow step before the loss
+SLOW_S = (1.0, 1.8)  # a slow step, and how much longer a later one takes: a device is well if it goes on after 1.9
+STEP_OPERATIONS = 16  # of the device, in a step, about
 ERROR = RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
@@ -65,6 +70,10 @@ class Losses:
         self.pending: dict[int, float] = {}  # steps of the present device in flight, and when they were submitted
         self.ended_at = 0.0  # the last step that ended
         self.work: dict[int, int] = {}  # tokens of each step, as the watch counts them
+        self.slow: dict[int, float] = {}  # seconds that a step takes, by its number among the device's
+        self.slow_until = 0.0  # the present one
+        self.longest_s = 0.0  # of the device's slow steps so far
+        self.failed_limit_s = LIMIT_S
         self.states: Counter[str] = Counter()
 
     def plant(self, model: AsyncScriptedModel, device: Device) -> None:
@@ -79,7 +88,8 @@ class Losses:
         is_silent = Random(f"silent/{num_operations}/{refuses}").random() < 0.3
         hang = _block if hangs or is_silent else None
         model.streams.lose_after(num_operations, ERROR, hang, refuses=refuses and not is_silent, is_silent=is_silent)
-        self.failed_at = None
+        self.streams, self.failed_at, self.longest_s = model.streams, None, 0.0
+        self._slow_down(device, num_operations)
         self._watch(device)
         guard = device.guard
         assert guard is not None
@@ -88,10 +98,38 @@ class Losses:
         def note_and_begin(step: int, error: BaseException) -> Any:
             if self.failed_at is None and guard.lost is None:
                 self.failed_at = self.env.now()
+                self.failed_limit_s = max(LIMIT_S, LIMIT_S * self.longest_s * len(self.pending) + LIMIT_S - PROBE_S)
                 self.states["hangs" if hangs else "fails"] += 1
             return begin(step, error)
 
         guard.begin = note_and_begin  # type: ignore[method-assign]
+
+    def _slow_down(self, device: Device, num_operations: int) -> None:
+        """Draws slow steps. A probe waits for the one that runs, as on a GPU."""
+        dice = Random(f"slow/{self.dice.random()}")
+        first, slow_s = int(dice.random() * num_operations / STEP_OPERATIONS), dice.uniform(*SLOW_S)
+        later = first + dice.randint(1, 6), slow_s * dice.uniform(*SLOW_S)
+        self.slow = dict([(first, slow_s), later][: dice.choice((1, 2))] if dice.random() < SLOW_SHARE else [])
+        numbers, self.slow_until = count(), 0.0
+        assert isinstance(device, AsyncScriptedDevice) and device.guard is not None
+        finish, probe, slow = device._finish, device.guard._probe, self.slow
+        by_step: dict[int, int] = {}
+
+        def slow_finish(grant: Any, submitted: Any) -> Any:
+            number = by_step[grant.step] = by_step[grant.step] if grant.step in by_step else next(numbers)
+            if slow_s := slow.pop(number, 0.0):
+                self.slow_until, self.longest_s = self.env.now() + slow_s, max(self.longest_s, slow_s)
+                self.states["slow"] += 1
+                raise JobBlocks(slow_s)
+            return finish(grant, submitted)
+
+        def slow_probe() -> None:
+            if (left_s := self.slow_until - self.env.now()) > 0:
+                raise JobBlocks(left_s)
+            probe()
+
+        device._finish = slow_finish  # type: ignore[method-assign]
+        device.guard._probe = slow_probe
 
     def _watch(self, device: Device) -> None:
         """Notes which steps are in flight, and since when."""
@@ -114,12 +152,14 @@ class Losses:
 
     def note_told(self) -> None:
         """Health has said that the device is lost."""
-        since, what, limit_s = self.failed_at, "the first failed step", LIMIT_S
+        _require(self.streams.is_lost, f"health said that a device is lost which is slow: {self.longest_s:.3f} s")
+        since, what, limit_s = self.failed_at, "the first failed step", self.failed_limit_s
         if since is None:
             assert self.pending, "a device is lost, and no step has failed or is in flight"
             self.states["silent"] += 1
             since, what = max(self.ended_at, min(self.pending.values())), "the beginning of a step that does not end"
-            limit_s = max(LIMIT_S, LIMIT_S * sum(self.work[step] for step in self.pending) / LEAST_RATE)
+            num_tokens = sum(self.work[step] for step in self.pending)
+            limit_s = LIMIT_S * max(1.0, USUAL_FACTOR * self.longest_s, num_tokens / LEAST_RATE)
         took_s = self.env.now() - since
         _require(took_s <= limit_s, f"health said {took_s:.3f} s after {what} that the device is lost")
         self.states["told"] += 1

@@ -19,7 +19,6 @@ from ..triton import attention_prologue as triton_prologue
 from ..triton import block_copy as triton_copy
 from ..triton import layers as triton_layers
 from ..triton import logit_edits as triton_edits
-from ..triton import prologue_decode as triton_decode
 from ..triton import sampling as triton_sampling
 from ..triton import step_state as triton_step
 from ..triton import token_scores as triton_scores
@@ -241,13 +240,13 @@ def _folded(
     norms: HeadNorms | None,
     options: AttentionOptions,
 ) -> Tensor:
-    num_rows, num_groups = triton_decode.MOST_FOLDED_ROWS, 8
+    num_rows, num_groups = triton_attention.MOST_FOLDED_ROWS, 8
     qkv = _meta(num_rows, (group + 2) * num_groups, head_dim, dtype=dtype)
     table, numbers = _meta(4096, head_dim // 2, dtype=torch.float32), _meta(num_rows, dtype=torch.int64)
     lengths, blocks = _meta(num_rows, dtype=torch.int32), _meta(num_rows, 512, dtype=torch.int32)
     scales = None if cache_dtype == dtype else _meta(num_groups, dtype=torch.float32)
     shape = AttentionShape(group * num_groups, num_groups, head_dim, dtype, cache_dtype, (options.window,))
-    return triton_decode.prologue_decode(
+    return triton_attention.prologue_decode(
         qkv, norms, table, table, numbers, *_caches(num_groups, 16, head_dim, cache_dtype), numbers, None, blocks,
         lengths, head_dim**-0.5, options.window, soft_cap=options.soft_cap,
         sinks=_meta(group * num_groups, dtype=torch.float32) if options.has_sinks else None,

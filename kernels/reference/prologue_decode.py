@@ -1,6 +1,6 @@
 """Decode with the attention prologue before it, in plain PyTorch, on any device.
 
-Its twin is `kernels/triton/prologue_decode.py`.
+Its twin is in `kernels/triton/attention.py`.
 """
 
 from __future__ import annotations

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Final
 
-from .attention import paged_attention, paged_decode
+from .attention import paged_attention, paged_decode, prologue_decode
 from .attention_plan import plan_attention
 from .attention_prologue import attention_prologue
 from .block_copy import copy_blocks
 from .layers import activated, add_rms_norm, gated, layer_norm, rms_norm
 from .logit_edits import count_tokens, edit, force
 from .products import activated_linear, gated_linear, linear_add, norm_linear
-from .prologue_decode import prologue_decode
 from .sampling import choose, choose_truncated
 from .token_scores import score
 

@@ -22,6 +22,9 @@ Three rules make a chain of early launches as safe as one that is not. `kernels/
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -33,11 +36,29 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..layout.work_lists import next_power_of_2 as next_power_of_2
-from .switches import SWITCHES
 
 EARLY_CAPABILITY = 90  # the first with early launches
 IS_INTERPRETED: bool = bool(triton.knobs.runtime.interpret)  # read at import, as kernels are decorated then
 SUPPORTED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(slots=True)
+class LaunchSwitches:
+    """What launches may do on a new kind of device. Read at each launch, and at each capture of a graph.
+
+    The benchmark tries both first on a device, and takes back what does not hold there.
+    """
+
+    early: bool = True  # launches may begin before those ahead have ended, see above
+    branches: bool = True  # a captured graph may have branches, see `attention_plan.py`
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> LaunchSwitches:
+        """MILLRACE_EARLY_LAUNCH and MILLRACE_GRAPH_BRANCHES: 0 is off."""
+        return cls(environment.get("MILLRACE_EARLY_LAUNCH") != "0", environment.get("MILLRACE_GRAPH_BRANCHES") != "0")
+
+
+SWITCHES = LaunchSwitches.of(os.environ)
 
 
 def _mend_loop_bounds() -> None:
@@ -91,7 +112,6 @@ def early_launch(device: torch.device) -> dict[str, Any]:
     Never early before compute capability 9.0, and in the interpreter.
     `SWITCHES` may forbid it: then every launch waits for the end of the one before it.
     """
-    # NOTE: read at each launch
     if IS_INTERPRETED or not SWITCHES.early or capability(device) < EARLY_CAPABILITY:
         return {"IS_EARLY": False}
     return {"IS_EARLY": True, "launch_pdl": True}

@@ -16,8 +16,8 @@ from torch import Tensor
 from millrace.kernels.kernel_set import HeadNorms
 from millrace.kernels.layout.work_lists import AttentionShape
 from millrace.kernels.reference.prologue_decode import prologue_decode as twin
+from millrace.kernels.triton import attention as folded
 from millrace.kernels.triton import launch as triton_launch
-from millrace.kernels.triton import prologue_decode as folded
 from millrace.kernels.triton.attention_plan import plan_attention
 from tests.counts import FULL
 from tests.kernels.paged import PagedCase, make_case

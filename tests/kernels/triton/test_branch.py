@@ -15,11 +15,11 @@ pytest.importorskip("triton")
 from triton.runtime.jit import JITFunction
 
 from millrace.kernels.layout.work_lists import AttentionShape
-from millrace.kernels.triton import attention, branch
+from millrace.kernels.triton import attention, attention_plan
 from millrace.kernels.triton import launch as triton_launch
+from millrace.kernels.triton.attention import prologue_decode
 from millrace.kernels.triton.attention_plan import plan_attention
-from millrace.kernels.triton.prologue_decode import prologue_decode
-from millrace.kernels.triton.switches import SWITCHES
+from millrace.kernels.triton.launch import SWITCHES
 
 pytestmark = pytest.mark.skipif(triton_launch.IS_INTERPRETED, reason="TRITON_INTERPRET is set: nothing is launched")
 
@@ -80,8 +80,8 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
     monkeypatch.setattr(torch, "empty", taken)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: found.stream(found.used))
     monkeypatch.setattr(torch.cuda, "stream", found.using)
-    monkeypatch.setattr(branch, "_stream", lambda device: found.stream("side"))
-    monkeypatch.setattr(branch, "is_captured", lambda device: True)
+    monkeypatch.setattr(attention_plan, "_stream", lambda device: found.stream("side"))
+    monkeypatch.setattr(attention_plan, "is_captured", lambda device: True)
     return found
 
 
@@ -125,7 +125,7 @@ def test_without_a_capture_or_branches_launches_stay_in_order(
     if name == "branches":
         monkeypatch.setattr(SWITCHES, "branches", False)
     else:
-        monkeypatch.setattr(branch, "is_captured", lambda device: False)
+        monkeypatch.setattr(attention_plan, "is_captured", lambda device: False)
     run_step(streams)
     assert streams.log == ["main list_kernel"] * 2 + ["main qkv", *ATTENDED] * 3
 
@@ -133,4 +133,4 @@ def test_without_a_capture_or_branches_launches_stay_in_order(
 @pytest.mark.parametrize(("device", "is_capturing"), [("cuda", True), ("cuda", False), ("cpu", True)])
 def test_only_the_stream_of_a_gpu_captures(device: str, is_capturing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)
-    assert branch.is_captured(torch.device(device)) == (device == "cuda" and is_capturing)
+    assert attention_plan.is_captured(torch.device(device)) == (device == "cuda" and is_capturing)

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from millrace.kernels.triton import launch as triton_launch
-from millrace.kernels.triton.switches import SWITCHES, LaunchSwitches
+from millrace.kernels.triton.launch import SWITCHES, LaunchSwitches
 
 EARLY, LATE = {"IS_EARLY": True, "launch_pdl": True}, {"IS_EARLY": False}
 

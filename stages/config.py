@@ -79,7 +79,7 @@ class EngineConfig:
     prompt_lookup_min: int = 2  # matching tokens needed for each further draft
 
     # LoRA adapters
-    enable_lora: bool = False  # requests may name an adapter as their model; computed by torch
+    enable_lora: bool = False  # requests may name an adapter as their model
     lora_modules: tuple[str, ...] = ()  # name=path of adapters that are loaded at the start
     lora_dir: str | None = None  # folder of adapters, loaded when first named; and of those that the API may load
     max_loras: int = 1  # adapters on the device at once, so in one step
@@ -229,10 +229,10 @@ class EngineConfig:
         if not self.enable_lora and (self.lora_modules or self.lora_dir):
             name = "lora_modules" if self.lora_modules else "lora_dir"
             raise ConfigError(f"{name}: adapters are served with enable_lora only; set it too")
-        if self.enable_lora and self.attention_backend not in ("auto", "torch"):
+        if self.enable_lora and self.attention_backend not in ("auto", "torch", "native"):
             raise ConfigError(
                 f"enable_lora = True with attention_backend = {self.attention_backend}: adapters are computed by "
-                "torch; use attention_backend = auto"
+                "torch and by the native library; use attention_backend = auto"
             )
 
 

@@ -82,6 +82,17 @@ class RowsStruct(Structure):
     ]
 
 
+class LoraSliceStruct(Structure):
+    """`LoraSource` of source/lora/adapter.h."""
+
+    _fields_ = [
+        ("layer", c_int64),
+        *((name, c_int32) for name in ("target", "is_unused")),
+        *((name, c_int64) for name in ("first_row", "num_rows", "rank")),
+        *((name, c_void_p) for name in ("a", "b")),
+    ]
+
+
 class StepInputsStruct(Structure):
     """`StepInputsStruct` of source/step/step.h."""
 
@@ -90,7 +101,7 @@ class StepInputsStruct(Structure):
         *((name, c_void_p) for name in ("input_ids", "positions", "slot_mapping")),
         *((name, c_void_p) for name in ("block_tables", "query_starts", "lengths", "logits_rows", "cache")),
         *((name, c_int64) for name in ("num_blocks", "layer_stride_blocks", "block_size")),
-        *((name, c_void_p) for name in ("hidden", "logits", "argmax", "is_broken")),
+        *((name, c_void_p) for name in ("hidden", "logits", "argmax", "is_broken", "adapters")),
     ]
 
 
@@ -102,7 +113,7 @@ class DecodeSlots(Structure):
         *((name, c_int64) for name in ("num_slots", "blocks_per_slot")),
         ("cache", c_void_p),
         *((name, c_int64) for name in ("num_blocks", "layer_stride_blocks", "block_size")),
-        ("rope_offsets", c_void_p),
+        *((name, c_void_p) for name in ("rope_offsets", "adapters")),
     ]
 
 
@@ -204,6 +215,15 @@ def load(instruction_set: str) -> ctypes.CDLL:
     library.millrace_set_rows.restype = c_int32
     library.millrace_product.argtypes = [model, c_int64, c_int32, c_void_p, c_int64, c_void_p]
     library.millrace_product.restype = c_int32
+    library.millrace_reserve_adapters.argtypes = [model, c_int64, c_int64]
+    library.millrace_reserve_adapters.restype = c_int32
+    library.millrace_adapter_new.argtypes = [model, c_int32, c_int64, POINTER(LoraSliceStruct)]
+    library.millrace_adapter_new.restype = c_void_p
+    library.millrace_adapter_delete.argtypes = library.millrace_adapter_bytes.argtypes = [c_void_p]
+    library.millrace_adapter_delete.restype = None
+    library.millrace_adapter_bytes.restype = c_int64
+    library.millrace_use_adapter.argtypes = [model, c_int64, c_void_p]
+    library.millrace_use_adapter.restype = None
     library.millrace_use_plain_kernels.argtypes = [c_int32]
     library.millrace_use_plain_kernels.restype = None
     library.millrace_rows_bytes.restype = library.millrace_format_bytes.restype = c_int64

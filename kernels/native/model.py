@@ -17,6 +17,7 @@ from . import grouped, library, machine, structs, tensors
 from .cache import NativeCache
 from .errors import NativeUnavailableError, NonFiniteError
 from .logits_buffers import LogitsBuffers
+from .lora import NativeLoraSlice, PackedAdapter
 from .shape import Array, Bools, CacheDType, DType, Floats, Ints, Longs, NativeShape, Quantization, RopeTable
 from .thread_throttle import ThreadShare, ThreadThrottle
 
@@ -31,6 +32,7 @@ _PROBLEMS = {
     5: "a block table has a block id outside the cache",
     6: "a logits row is not one of the tokens",
     7: "no memory for the step's activations",
+    9: "a token's adapter slot is empty, or past those that were reserved",
 }
 IS_PROMPT = 8  # a row reads a token of its prompt
 
@@ -191,6 +193,22 @@ class NativeModel:
         if done:
             raise MemoryError(f"tensor {name}: no memory for {codes.num_rows} rows of {codes.num_columns} codes")
 
+    def reserve_adapters(self, num_slots: int, max_rank: int) -> None:
+        """Lets steps take adapters in slots 1 to `num_slots`, of up to three matrices of `max_rank` for a product."""
+        if self._library.millrace_reserve_adapters(self._model, num_slots, max_rank):
+            raise MemoryError(f"no memory for {num_slots} adapter slots")
+
+    def pack_adapter(self, slices: Sequence[NativeLoraSlice]) -> PackedAdapter:
+        """An adapter for `use_adapter`. May run beside steps. Raises MemoryError."""
+        return PackedAdapter(self._library, self._model, _TYPES[self.dtype], slices)
+
+    def use_adapter(self, slot: int, adapter: PackedAdapter | None) -> None:
+        """Puts an adapter into a slot that was reserved, in place of the one there; None: empties it.
+
+        Waits for the step that runs.
+        """
+        self._library.millrace_use_adapter(self._model, slot, None if adapter is None else adapter.handle)
+
     def encode_bf16_12bit(self) -> None:
         """Encodes the bf16 matrices losslessly in 12 bits per number, where that saves memory.
 
@@ -316,6 +334,7 @@ class NativeModel:
         logits: Floats | None = None,  # [L, V] to write to
         likeliest: tuple[Longs, Bools] | None = None,  # instead of logits: ids and broken rows, [L] each
         hidden: Floats | None = None,  # [T, hidden_size] to write to
+        adapters: Longs | None = None,  # [T] slot of each token's adapter; 0: none
     ) -> None:
         """Runs one step: writes the new tokens' keys and values into the cache, and the requested outputs.
 
@@ -345,6 +364,7 @@ class NativeModel:
             logits=None if logits is None else address(logits, np.float32),
             argmax=None if likeliest is None else address(likeliest[0], np.int64),
             is_broken=None if likeliest is None else address(likeliest[1], np.bool_),
+            adapters=None if adapters is None else address(adapters, np.int64),
         )
         if self._before_step is not None:
             self._before_step()

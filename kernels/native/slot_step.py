@@ -32,12 +32,14 @@ class SlotStep:
         num_known: Longs,  # [S] leading tokens that belong to the prompt and are not in `last_tokens`
         tables: Ints,  # [S, M] block ids in token order
         rope_offsets: Longs | None = None,  # [S] added to positions for rows of the rotary tables; None: not
+        adapters: Longs | None = None,  # [S] adapter slot of each sequence, 0: none; None: no sequence has one
     ) -> None:
         model.check_cache(cache)
         self.model = model
         self._cache, self._last_tokens, self._num_known, self._tables = cache, last_tokens, num_known, tables
-        self._rope_offsets = rope_offsets
-        model.keep(cache.data, last_tokens, num_known, tables, *(() if rope_offsets is None else (rope_offsets,)))
+        self._rope_offsets, self._adapters = rope_offsets, adapters
+        model.keep(cache.data, last_tokens, num_known, tables)
+        model.keep(*(column for column in (rope_offsets, adapters) if column is not None))
         self._rows = self.rows()
 
     def rows(self) -> SlotStepRows:
@@ -57,6 +59,7 @@ class SlotStep:
             layer_stride_blocks=self._cache.layer_stride_blocks,
             block_size=self._cache.block_size,
             rope_offsets=None if self._rope_offsets is None else address(self._rope_offsets, np.int64),
+            adapters=None if self._adapters is None else address(self._adapters, np.int64),
         )
         return SlotStepRows(slots, starts, ctypes.byref(columns))
 

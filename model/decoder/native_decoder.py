@@ -11,6 +11,7 @@ from ...kernels.native.cache import NativeCache
 from ...kernels.native.model import NativeModel
 from ...kernels.native.shape import NativeLayer, NativeNorm, NativeQkNorm, NativeShape
 from ..spec import AttentionSpec, DecoderSpec, FeedSpec, LayerSpec, NormSpec, QkNorm
+from .native_lora import NativeLoraTable
 from .step_inputs import StepInputs
 
 Floats = NDArray[np.float32]
@@ -87,8 +88,9 @@ def _qk_norm(qk_norm: QkNorm | None) -> NativeQkNorm | None:
 class NativeDecoder:
     """As `Decoder`, with a step in one call, during which the interpreter lock is free."""
 
-    def __init__(self, model: NativeModel) -> None:
-        self.model = model
+    def __init__(self, model: NativeModel, adapters: NativeLoraTable | None = None) -> None:
+        """`adapters`: of the tokens of steps; None: no token has one."""
+        self.model, self.adapters = model, adapters
 
     def forward(self, inputs: StepInputs[NDArray[Any]], cache: NativeCache) -> Floats:
         """Runs one step. Returns logits [L, V]; zeros for a model without a head, of which only timings are used."""
@@ -132,5 +134,6 @@ class NativeDecoder:
             block_tables=inputs.block_tables,
             query_starts=inputs.query_starts,
             lengths=inputs.lengths,
+            adapters=None if self.adapters is None else self.adapters.token_slots,
             **wanted,
         )

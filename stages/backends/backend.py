@@ -17,6 +17,7 @@ from ..sample.token_chooser import MakeTokenChooser, TokenChooser
 from .cuda.step_update import EndRules
 
 if TYPE_CHECKING:
+    from ...model.lora.adapter import Adapter
     from .cuda.build import AsyncRuntime  # which imports torch
 
 
@@ -43,6 +44,7 @@ class Backend:
     enter: Callable[[], object] | None = None  # first call on the device thread
     probe: Callable[[], object] | None = None  # finds out whether the device is lost, see `Device`; None: it cannot be
     own_cpu: int | None = None  # pinned to the thread that starts each step; another process may occupy it for a while
+    prepare_adapter: Callable[[Adapter], object] | None = None  # called for each that is read, on the reading thread
     assemble: Callable[[Sampler, EndRules], AsyncRuntime] | None = (
         None  # builds an asynchronous device; None: steps are waited for
     )

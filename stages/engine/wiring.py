@@ -155,7 +155,7 @@ class CoreStages:
         self.allocate = Allocate(*sizes, cache, host)
         self.execute, self.sample = Execute(loaded.runner, device, info.rates), Sample(loaded.sampler, device)
         if config.enable_lora:
-            assert isinstance(loaded.runner, ModelRunner), "adapters are computed by torch, which is not asynchronous"
+            assert isinstance(loaded.runner, ModelRunner), "no asynchronous backend computes adapters"
             self.sample = Sample(loaded.sampler, device, loaded.runner.take_failed_loads)
 
     def record(self, path: Path, config: EngineConfig, env: Env) -> RecordingWriter:
@@ -204,7 +204,7 @@ class EngineStages(TextStages):
         store = AdapterStore(config.num_host_loras, lambda digest: slots.of(digest) is not None)
         folder = None if config.lora_dir is None else Path(config.lora_dir)
         registry = AdapterRegistry(parse_modules(config.lora_modules), folder)
-        assert isinstance(loaded.runner, ModelRunner), "adapters are computed by torch, which is not asynchronous"
+        assert isinstance(loaded.runner, ModelRunner), "no asynchronous backend computes adapters"
         loaded.runner.find_adapters(store.get)
         return AdapterGate(registry, store, loaded.read_adapter, config.max_waiting_requests)
 

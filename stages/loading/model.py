@@ -224,7 +224,10 @@ def _adapter_reader(
         from ...model.lora.adapter import read_adapter
 
         names = {"name": name, "model_name": model_id}
-        return read_adapter(root, shape, computing.dtype, max_rank=config.max_lora_rank, **names)
+        adapter = read_adapter(root, shape, computing.dtype, max_rank=config.max_lora_rank, **names)
+        if computing.prepare_adapter is not None:
+            computing.prepare_adapter(adapter)
+        return adapter
 
     return read
 
@@ -286,7 +289,7 @@ def _load_computing(
         reason = model
     require_torch(config, shape, reason)
     if config.enable_lora and config.attention_backend == "auto":
-        log.info("attention_backend.chosen", name="torch", reason="enable_lora = True: adapters are computed by torch")
+        log.info("attention_backend.chosen", name="torch", reason="enable_lora = True: triton computes no adapters")
     if opened.native_model is not None:
         costs = "torch instead: a second and 200 MiB more at the start, and slower steps"
         log.warning("native.unavailable", reason=reason, costs=costs)

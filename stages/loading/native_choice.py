@@ -16,8 +16,6 @@ def why_not_native(config: EngineConfig, shape: DecoderSpec) -> str | None:
         return f"attention_backend = {config.attention_backend}"
     if config.gpu is not None or (config.device == "auto" and has_cuda_driver()):
         return f"device = {config.device}: the native backend computes on CPUs only"
-    if config.enable_lora:
-        return "enable_lora = True: adapters are computed by torch"
     if config.kv_cache_dtype == "fp8":
         return "kv_cache_dtype = fp8: the native backend keeps keys and values in int8, or as dtype"
     if config.deterministic:

@@ -300,6 +300,7 @@ class Run:
     block_size: int = 16
     num_blocks: int = 0
     poison: float | None = None  # what all of the cache holds at first
+    adapters: dict[int, int] = field(default_factory=dict)  # by sequence, the slot of its adapter
     cache: NativeCache = field(init=False)
     _free: list[int] = field(init=False)
     _tables: dict[int, list[int]] = field(default_factory=dict)
@@ -335,6 +336,7 @@ class Run:
         wanted = asked or {sequence: list(range(len(token_ids))) for sequence, token_ids in parts.items()}
         rows = np.array([begins[sequence] + i for sequence, numbers in wanted.items() for i in numbers], np.int64)
         logits = np.empty((len(rows), self.model.shape.vocab_size), np.float32)
+        adapters = [self.adapters.get(sequence, 0) for sequence, ids in parts.items() for _ in ids]
         self.model.step(
             self.cache,
             input_ids=np.concatenate([np.array(ids, np.int64) for ids in parts.values()]),
@@ -345,6 +347,7 @@ class Run:
             lengths=np.array([self._lengths[sequence] for sequence in parts], np.int32),
             logits_rows=rows,
             logits=logits,
+            adapters=np.array(adapters, np.int64) if self.adapters else None,
         )
         ends = np.cumsum([len(numbers) for numbers in wanted.values()])[:-1]
         given = dict(zip(wanted, np.split(logits, ends), strict=True))

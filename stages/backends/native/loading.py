@@ -12,6 +12,7 @@ import numpy as np
 
 from ....kernels.native.cache import NativeCache
 from ....kernels.native.model import NativeModel
+from ....model.decoder.native_lora import NativeLoraTable
 from ....model.decoder.rope import decoder_tables, short_length
 from ....model.families.names import EMBEDDING
 from ....model.spec import DecoderSpec
@@ -51,6 +52,7 @@ def load_natively(
     Raises `ConfigError` if the KV cache does not fit.
     """
     sizes, cache_dtype = model.shape, model.cache_dtype
+    adapters = NativeLoraTable(model, config.max_loras, config.max_lora_rank) if config.enable_lora else None
     with phases("cache"):
         bytes_per_block = sizes.bytes_per_block(config.block_size, cache_dtype)
         host_blocks = num_host_blocks(config, bytes_per_block, max_model_len, "cpu")
@@ -83,6 +85,7 @@ def load_natively(
             host_blocks,
             Pooler(np.zeros((config.max_num_seqs, shape.hidden_size), np.float32)),
             num_short,
+            adapters,
         )
     phases.progress.begin("probe")
     with phases("rates"):
@@ -111,6 +114,7 @@ def load_natively(
         call_before_computing=model.call_before_steps,
         enter=partial(_enter, cache, None if model.step_thread_id else own_cpu),
         own_cpu=own_cpu,
+        prepare_adapter=None if adapters is None else adapters.pack,
     )
 
 

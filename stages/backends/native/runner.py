@@ -15,6 +15,7 @@ from ....kernels.native.model import NativeModel
 from ....kernels.native.slot_step import NO_IDS, NativeChooser, SlotStep
 from ....kernels.native.step_chain import StepChain
 from ....model.decoder.native_decoder import NativeDecoder
+from ....model.decoder.native_lora import NativeLoraTable
 from ...array_checks import num_true
 from ...config import LogprobsMode
 from ...device.arrays import Array
@@ -56,9 +57,11 @@ class NativeRunner(ModelRunner):
         num_host_blocks: int,
         pooler: Pooler,
         short_length: int = 0,
+        adapters: NativeLoraTable | None = None,
     ) -> None:
-        self._native = NativeDecoder(model)
-        super().__init__(self._native, cache, last_tokens, max_blocks_per_slot, num_host_blocks, pooler, short_length)
+        self._native = NativeDecoder(model, adapters)
+        sizes = (max_blocks_per_slot, num_host_blocks)
+        super().__init__(self._native, cache, last_tokens, *sizes, pooler, short_length, adapters)
         self._native_cache = cache
         self._decoding = SlotStep(
             model,
@@ -67,6 +70,7 @@ class NativeRunner(ModelRunner):
             num_known=self._num_known,
             tables=self.tables,
             rope_offsets=self._rope_offsets,
+            adapters=None if adapters is None else self._adapter_slots,
         )
         self.num_handed_over = 0  # steps
         self._generation = -1  # the newest of any step
@@ -107,7 +111,9 @@ class NativeRunner(ModelRunner):
         self._links[step % MOST_IN_FLIGHT] = step, is_handed_over
 
     def _is_link(self, grant: StepGrant) -> bool:
-        if not grant.is_decode or grant.drafts is not None or grant.started or grant.copies or not len(grant.slots):
+        if not grant.is_decode or grant.drafts is not None or not len(grant.slots):
+            return False
+        if grant.started or grant.copies or grant.adapter_loads:
             return False
         return num_true(grant.is_sampled) == num_true(self._is_plain[grant.slots]) == len(grant.slots)
 
@@ -123,8 +129,9 @@ class NativeRunner(ModelRunner):
         self._native_cache.begin_step()
         try:
             is_new, self._generation = grant.generation > self._generation, grant.generation
-            if self._chain is not None and (is_new or grant.copies):
-                self._chain.drain()  # a step that is void with its predecessor may still read and write columns
+            if self._chain is not None and (is_new or grant.copies or grant.adapter_loads):
+                # a step that is void with its predecessor may still read adapters, and read and write columns
+                self._chain.drain()
             return super().forward(grant)
         finally:
             self._native_cache.end_step()

@@ -112,16 +112,19 @@ ActivateTile activation_of(ActivationKind kind) {
 template <class T>
 class ActivatedOutput {
   public:
-    ActivatedOutput(const Layer& layer, const TiledRows<T>& rows_out)
-        : rows_out_(rows_out), activate_(layer.shape.is_gated ? activation_of<true>(layer.shape.activation)
+    // `update`: of the rows' adapters; null: none has one.
+    ActivatedOutput(const Layer& layer, const TiledRows<T>& rows_out, const LoraUpdate* update)
+        : rows_out_(rows_out), update_(update), activate_(layer.shape.is_gated ? activation_of<true>(layer.shape.activation)
                                                               : activation_of<false>(layer.shape.activation)),
           params_(layer.activation_params.data()), columns_(layer.shape.is_gated ? PANEL / 2 : PANEL) {}
 
     void prefetch_output(int64_t first_row, int rows, int64_t panel) const {
         rows_out_.prefetch_for_put(first_row, rows, panel * columns_, columns_);
+        if (update_) update_->prefetch(first_row, rows, panel);
     }
 
     void write(float* tile, int64_t first_row, int rows, int64_t panel, int64_t) const {
+        if (update_) update_->add(tile, first_row, rows, panel);
         activate_(tile, rows, params_);
         int64_t begin = panel * columns_, count = std::min(columns_, rows_out_.size - begin);
         rows_out_.put_tile(first_row, rows, begin, count, tile, PANEL);  // the same tiles of rows as the input's
@@ -129,6 +132,7 @@ class ActivatedOutput {
 
   private:
     TiledRows<T> rows_out_;
+    const LoraUpdate* update_;
     ActivateTile activate_;
     const float* params_;
     int64_t columns_;  // of the output per panel

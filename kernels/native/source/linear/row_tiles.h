@@ -11,6 +11,7 @@
 
 #include "machine/amx.h"
 #include "linear/panels.h"
+#include "lora/update.h"
 
 namespace millrace {
 
@@ -197,13 +198,16 @@ struct FloatOutput {  // rows of float32
     int64_t stride;
     StoreMode mode;
     float scale = 1.0f;
+    const LoraUpdate* update = nullptr;  // of the rows' adapters, if any has one
 
     void prefetch_output(int64_t first_row, int rows, int64_t panel) const {
         const float* out = data + first_row * stride + panel * PANEL;
         for (int r = 0; r < rows; r++, out += stride) prefetch_for_write(out), prefetch_for_write(out + 16);
+        if (update) update->prefetch(first_row, rows, panel);
     }
 
     void write(float* tile, int64_t first_row, int rows, int64_t panel, int64_t columns) const {
+        if (update) update->add(tile, first_row, rows, panel);
         if (scale != 1.0f) scale_tile(tile, rows, scale);
         float* out = data + first_row * stride + panel * PANEL;
         for (int r = 0; r < rows; r++, tile += PANEL, out += stride) {

@@ -12,6 +12,7 @@
 #include "weights/model.h"
 #include "sampling/sampling.h"
 #include "grouped/super_sums.h"
+#include "lora/adapter.h"
 #include "step/argmax_screen.h"
 #include "step/step.h"
 
@@ -164,6 +165,42 @@ EXPORT int32_t millrace_product(Model* model, int64_t layer, int32_t kind, const
         run_product(*model, *linear_of(*model, layer, TensorKind(kind)), x, num_rows, out);
         return FINE;
     });
+}
+
+// Lets the model take adapters in slots 1 to num_slots, of a rank of at most `max_rank` for each of three slices.
+// Returns 0; 2: no memory.
+EXPORT int32_t millrace_reserve_adapters(Model* model, int64_t num_slots, int64_t max_rank) {
+    try {
+        std::lock_guard<std::mutex> lock(model->is_running);
+        model->adapters.resize(num_slots + 1);
+        model->num_lora_sums = round_up(3 * round_up(max_rank, 2), LORA_LANES);
+        return 0;
+    } catch (const std::bad_alloc&) {
+        return 2;
+    }
+}
+
+using Adapter = std::shared_ptr<const LoraAdapter>;
+
+// Packs an adapter, for `millrace_use_adapter`. Null: no memory. May be called beside steps.
+EXPORT Adapter* millrace_adapter_new(const Model* model, int32_t type, int64_t count, const LoraSource* sources) {
+    try {
+        return new Adapter(pack_adapter(*model, DataType(type), count, sources));
+    } catch (const std::bad_alloc&) {
+        return nullptr;
+    }
+}
+EXPORT void millrace_adapter_delete(Adapter* adapter) { delete adapter; }
+EXPORT int64_t millrace_adapter_bytes(const Adapter* adapter) { return (*adapter)->memory.num_bytes(); }
+
+// Puts an adapter into a slot in place of the one there; null: none. Waits for the step that runs.
+EXPORT void millrace_use_adapter(Model* model, int64_t slot, const Adapter* adapter) {
+    Adapter before = adapter ? *adapter : nullptr;
+    {
+        std::lock_guard<std::mutex> lock(model->is_running);
+        if (before) model->num_lora_sums = std::max(model->num_lora_sums, before->num_sums);
+        std::swap(model->adapters[slot], before);
+    }
 }
 
 // For tests: see `use_plain_kernels`.

@@ -8,6 +8,7 @@
 #include <map>
 
 #include "linear/linear.h"
+#include "lora/shrink.h"
 #include "attention/attention_plan.h"
 
 namespace millrace {
@@ -18,6 +19,7 @@ struct Activations {
     float *residual, *qkv;
     float* branch;  // products before their norm and sum with the residual; no rows unless a layer has such norms
     TiledRows<Input> normed, attended, inner;
+    float* lora_sums;  // [rows][Model::num_lora_sums] of the product that is next
     int64_t hidden_stride, qkv_stride;
     char* end;
 
@@ -38,6 +40,7 @@ struct Activations {
         take_tiled(&normed, model.shape.hidden_size);
         take_tiled(&attended, model.attended_size());
         take_tiled(&inner, model.intermediate_size);
+        take(&lora_sums, model.num_lora_sums);
         end = memory;
     }
 };
@@ -60,9 +63,11 @@ struct Batch {
     StepInputs inputs;
     Activations<Input> buffers;
     std::map<int64_t, AttentionPlan> plans;  // by window
+    LoraRows adapted;
 
     Batch(const Model& model, char* memory, const StepInputs& inputs)
-        : inputs(inputs), buffers(model, memory, inputs.num_tokens) {}
+        : inputs(inputs), buffers(model, memory, inputs.num_tokens),
+          adapted(model, inputs.adapters, inputs.num_tokens) {}
 
     void plan(const Model& model, int64_t window, int num_threads, int rows_together) {
         if (!plans.count(window)) plans[window] = make_attention_plan(model, inputs, window, num_threads, rows_together);
@@ -78,6 +83,7 @@ struct SelectedRows {
     std::vector<int64_t> rows;  // of the step; unused unless `is_cut`
     std::vector<int32_t> query_starts;
     std::vector<int64_t> logits_rows;  // indices into `rows`
+    std::vector<int64_t> adapters;     // of `rows`; empty if the step has none
     bool is_cut = false;
 
     explicit SelectedRows(const StepInputs& in) {
@@ -96,6 +102,8 @@ struct SelectedRows {
             query_starts.push_back(int32_t(rows.size()));
         }
         is_cut = int64_t(rows.size()) <= in.num_logits;
+        if (in.adapters)
+            for (int64_t row : rows) adapters.push_back(in.adapters[row]);
         for (int64_t i = 0; i < in.num_logits; i++)
             logits_rows.push_back(in.logits_rows[i] - firsts[sequences[i]] + query_starts[sequences[i]]);
     }
@@ -105,6 +113,7 @@ struct SelectedRows {
         StepInputs selected = inputs;
         selected.num_tokens = int64_t(rows.size());
         selected.query_starts = query_starts.data(), selected.logits_rows = logits_rows.data();
+        selected.adapters = adapters.empty() ? nullptr : adapters.data();
         selected.input_ids = selected.positions = selected.slot_mapping = nullptr;  // already used
         return selected;
     }

@@ -5,6 +5,7 @@
 //   embed          embedding rows to the residual, with positions and a norm if the model has them
 //   per layer:
 //     norm + qkv     norm, qkv product (linear/linear.h); up to one tile of rows each thread norms for itself
+//     Where rows have adapters, the sums of each product's (lora/shrink.h) are a phase before it.
 //     rope + cache   q and k norms, RoPE, keys and values into the paged cache (rope_and_cache_write.h)
 //     attention      per part of the plan (attention/attention_step.h)
 //     merge          only if the plan is split over keys: merges the chunks
@@ -198,31 +199,49 @@ class Step {
         return [&at = batch.buffers](int64_t t) { return at.residual + t * at.hidden_stride; };
     }
 
+    // What adapters add to a layer's product.
+    LoraUpdate update_of(const Batch<Input>& batch, int layer, LoraTarget target) const {
+        return {batch.adapted, batch.buffers.lora_sums, model_.num_lora_sums, layer, target};
+    }
+
     // A layer's product of normalized rows. For few rows each thread normalizes all of them, so that it neither waits
     // for the other threads nor reads their results. 1 to 12 rows take 1 to 4 % less where memory is fast, perhaps
     // because the cores are on different dies then, and as long where it is slow (two threads, AVX-512 with bf16, Zen 4
     // class EPYC).
     template <class Out>
     void run_normed_product(Phases& phases, const Batch<Input>& batch, const Norm& norm, const Linear& linear,
-                            const Out& out) {
+                            const LoraUpdate& update, const Out& out) {
         const TiledRows<Input>& normed = batch.buffers.normed;
         if (normed.num_rows > MAX_ROWS_NORMED_PER_THREAD<Input>) {
             times_.run(phases, OTHER, [&](Member member) { norm_all(batch, norm, member); });
+            run_shrink(phases, update, normed);
             return times_.run(phases, LINEARS, [&](Member member) {
                 multiply<Weight>(model_, linear, normed, out, member, kv_prefetcher_of(member));
             });
         }
-        times_.run(phases, LINEARS, [&](Member member) {
+        auto norm_own = [&](Member member) {
             TiledRows<Input> own{reinterpret_cast<Input*>(model_.workspace_of(member.scratch_index)), normed.num_rows,
                                  normed.size};
             norm_to(own, 0, own.num_rows, residual_of(batch), norm);
-            multiply<Weight>(model_, linear, own, out, member);
-        });
+            return own;
+        };
+        if (!update.is_empty())
+            times_.run(phases, LINEARS,
+                       [&](Member member) { LoraShrink<Input>(update, norm_own(member)).run(member); });
+        times_.run(phases, LINEARS,
+                   [&](Member member) { multiply<Weight>(model_, linear, norm_own(member), out, member); });
+    }
+
+    void run_shrink(Phases& phases, const LoraUpdate& update, const TiledRows<Input>& x) {
+        if (!update.is_empty())
+            times_.run(phases, LINEARS, [&](Member member) { LoraShrink<Input>(update, x).run(member); });
     }
 
     // A layer's product of rows that outputs have put; `before` is called at its start, on each thread.
     template <class Out, class Before>
-    void run_product(Phases& phases, const Linear& linear, const TiledRows<Input>& x, const Out& out, const Before& before) {
+    void run_product(Phases& phases, const Linear& linear, const TiledRows<Input>& x, const LoraUpdate& update,
+                     const Out& out, const Before& before) {
+        run_shrink(phases, update, x);
         if constexpr (IS_GROUPED<Weight>)
             if (x.num_rows > MAX_ROWS_SPLIT_PER_THREAD)
                 times_.run(phases, OTHER, [&](Member member) {
@@ -250,11 +269,13 @@ class Step {
     // A product that is added to the residual: directly, or in a phase of its own behind a norm, which may be null.
     template <class Before>
     void run_residual_product(Phases& phases, const Batch<Input>& batch, const Linear& linear, const TiledRows<Input>& x,
-                              const Norm* post_norm, float scale, const Before& before) {
+                              const LoraUpdate& update, const Norm* post_norm, float scale, const Before& before) {
         const Activations<Input>& at = batch.buffers;
         if (!post_norm)
-            return run_product(phases, linear, x, FloatOutput{at.residual, at.hidden_stride, StoreMode::ADD, scale}, before);
-        run_product(phases, linear, x, FloatOutput{at.branch, at.hidden_stride, StoreMode::STORE}, before);
+            return run_product(phases, linear, x, update,
+                               FloatOutput{at.residual, at.hidden_stride, StoreMode::ADD, scale, update.if_any()}, before);
+        run_product(phases, linear, x, update,
+                    FloatOutput{at.branch, at.hidden_stride, StoreMode::STORE, 1.0f, update.if_any()}, before);
         times_.run(phases, OTHER, [&](Member member) {
             parallel_for_rows(member, batch.inputs.num_tokens, [&](int64_t t) {
                 int64_t offset = t * at.hidden_stride;
@@ -311,8 +332,10 @@ class Step {
     // The layer up to its cache write.
     void run_qkv(int index, Phases& phases) {
         const Layer& layer = model_.layers[index];
-        run_normed_product(phases, all_, layer.pre_mixer, layer.qkv,
-                           FloatOutput{all_.buffers.qkv, all_.buffers.qkv_stride, StoreMode::STORE});
+        LoraUpdate update = update_of(all_, index, LORA_QKV);
+        run_normed_product(
+            phases, all_, layer.pre_mixer, layer.qkv, update,
+            FloatOutput{all_.buffers.qkv, all_.buffers.qkv_stride, StoreMode::STORE, 1.0f, update.if_any()});
         times_.run(phases, OTHER, [&](Member member) { write_rope_and_cache(layer, cache_of(index), member); });
     }
 
@@ -328,15 +351,18 @@ class Step {
             times_.run(phases, ATTENTION,
                        [&](Member member) { attention_.merge_chunks(batch, plan, layer, cache, member); });
         auto run_gate_up = [&] {
-            run_normed_product(phases, batch, layer.feed_norm(), layer.gate_up, ActivatedOutput<Input>(layer, inner));
+            LoraUpdate update = update_of(batch, index, LORA_GATE_UP);
+            run_normed_product(phases, batch, layer.feed_norm(), layer.gate_up, update,
+                               ActivatedOutput<Input>(layer, inner, update.if_any()));
         };
         if (layer.shape.is_parallel) run_gate_up();  // before the residual changes
         const Norm* post_mixer = layer.shape.post_mixer.kind == NO_NORM ? nullptr : &layer.post_mixer;
         const Norm* post_feed = layer.shape.post_feed.kind == NO_NORM ? nullptr : &layer.post_feed;
-        run_residual_product(phases, batch, layer.output, at.attended, post_mixer, scale,
+        run_residual_product(phases, batch, layer.output, at.attended, update_of(batch, index, LORA_OUTPUT), post_mixer, scale,
                              [&](Member member) { begin_kv_prefetch(index + 1, member); });
         if (!layer.shape.is_parallel) run_gate_up();
-        run_residual_product(phases, batch, layer.down, inner, post_feed, scale, [](Member) {});
+        run_residual_product(phases, batch, layer.down, inner, update_of(batch, index, LORA_DOWN), post_feed, scale,
+                             [](Member) {});
     }
 
     // Gathers residuals and queries of the selected rows.

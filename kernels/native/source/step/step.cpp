@@ -27,6 +27,11 @@ int threads_for(const Model& model, int64_t num_rows) {
     return int(std::min<int64_t>(model.pool->limit.load(), std::max<int64_t>(1, work / model.min_work_per_thread)));
 }
 
+// Whether a slot has an adapter, or stands for none.
+bool has_adapter(const Model& model, int64_t slot) {
+    return slot == 0 || (slot > 0 && slot < int64_t(model.adapters.size()) && model.adapters[slot]);
+}
+
 }  // namespace
 
 Error check(const Model& model, const StepInputs& in) {
@@ -35,6 +40,7 @@ Error check(const Model& model, const StepInputs& in) {
         if (in.input_ids[t] < 0 || in.input_ids[t] >= shape.vocab_size) return BAD_TOKEN;
         if (in.positions[t] < 0 || in.positions[t] >= model.num_positions) return BAD_POSITION;
         if (in.slot_mapping[t] >= in.num_blocks * in.block_size) return BAD_SLOT;
+        if (in.adapters && !has_adapter(model, in.adapters[t])) return BAD_ADAPTER;
     }
     for (int64_t s = 0; s < in.num_sequences; s++) {
         int64_t count = int64_t(in.query_starts[s + 1]) - in.query_starts[s], length = in.lengths[s];
@@ -87,10 +93,14 @@ Error decode(Model& model, const DecodeSlots& in, int64_t num_rows, const StepOu
             buffers.positions[row] = in.starts[row] + in.rope_offsets[in.slots[row]];
         positions = buffers.positions.data();
     }
+    if (in.adapters) {
+        buffers.adapters.resize(num_rows);
+        for (int64_t row = 0; row < num_rows; row++) buffers.adapters[row] = in.adapters[in.slots[row]];
+    }
     StepInputs inputs{num_rows, num_rows, width, num_rows, buffers.input_ids.data(), positions, buffers.slot_mapping.data(),
                       buffers.block_tables.data(), buffers.query_starts.data(), buffers.lengths.data(), buffers.rows.data(),
                       in.cache, in.num_blocks, in.layer_stride_blocks, in.block_size, nullptr, outputs.logits,
-                      outputs.argmax, outputs.is_broken};
+                      outputs.argmax, outputs.is_broken, in.adapters ? buffers.adapters.data() : nullptr};
     Error error = check(model, inputs);
     if (error == FINE && num_rows > 0) run_step(model, inputs);
     return error;

@@ -24,10 +24,11 @@ struct StepInputs {  // mirrored by `StepInputsStruct` in library.py
     float* logits;  // [L, V], or null
     int64_t* argmax;  // [L] instead of logits: each row's argmax token; or null
     uint8_t* is_broken;  // [L] with argmax: as in SamplingRows, for rows that are not random; or null
+    const int64_t* adapters = nullptr;  // [T] slot of each token's adapter, 0: none; or null
 };
 
 // What is wrong with a step's inputs; 0: nothing.
-enum Error : int32_t { FINE, BAD_TOKEN, BAD_POSITION, BAD_SLOT, BAD_SEQUENCE, BAD_BLOCK, BAD_ROW, NO_MEMORY, IS_PROMPT };
+enum Error : int32_t { FINE, BAD_TOKEN, BAD_POSITION, BAD_SLOT, BAD_SEQUENCE, BAD_BLOCK, BAD_ROW, NO_MEMORY, IS_PROMPT, BAD_ADAPTER };
 
 Error check(const Model& model, const StepInputs& inputs);
 
@@ -44,6 +45,7 @@ struct DecodeSlots {                // mirrored by `DecodeSlots` in library.py
     void* cache;  // this and the rest as in StepInputs
     int64_t num_blocks, layer_stride_blocks, block_size;
     const int64_t* rope_offsets;  // [S] added to positions, for rows of the rotary tables; or null
+    const int64_t* adapters;  // [S] adapter slot of each sequence, 0: none; or null
 };
 
 // Requested outputs of a step, as in StepInputs.

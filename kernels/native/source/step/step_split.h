@@ -56,6 +56,7 @@ inline StepInputs slice_inputs(const StepInputs& inputs, int64_t first, int64_t 
     part.num_tokens = part.num_sequences = part.num_logits = num;
     part.input_ids += first, part.positions += first, part.slot_mapping += first, part.lengths += first;
     part.block_tables += first * inputs.table_width;
+    if (inputs.adapters) part.adapters += first;
     if (inputs.logits) part.logits += first * vocab_size;
     if (inputs.argmax) part.argmax += first, part.is_broken += first;
     return part;

@@ -265,11 +265,12 @@ enum PhaseKind : int32_t { LINEARS, ATTENTION, OTHER, NUM_PHASE_KINDS };
 
 // The inputs of a decoding step, built from its slots.
 struct DecodeBuffers {
-    std::vector<int64_t> input_ids, positions, slot_mapping, rows;
+    std::vector<int64_t> input_ids, positions, slot_mapping, rows, adapters;
     std::vector<int32_t> block_tables, query_starts, lengths;
 };
 
 class StepChain;
+struct LoraAdapter;
 
 struct Model {
     Shape shape;
@@ -304,6 +305,8 @@ struct Model {
     bool is_step_split = false;  // the last step was
     int num_layers_before_split = 0;  // layers before the last split step was split; -1: one thread alone took both halves
     int64_t kv_prefetched_bytes = 0;  // of keys and values, by the last step, beside products
+    std::vector<std::shared_ptr<const LoraAdapter>> adapters;  // by slot; slot 0 has none; see lora/adapter.h
+    int64_t num_lora_sums = 0;  // the most of a row in a product; 0: the model takes no adapters
     DecodeBuffers decode_buffers;  // for one decoding step at a time
     int64_t* phase_ns = nullptr;  // [NUM_PHASE_KINDS + 1]: steps add their times, and 1 per step; null: not measured
     int64_t* thread_times = nullptr;  // [NUM_THREAD_TIMES] as of the last step that was waited for; null: not copied

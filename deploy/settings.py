@@ -93,7 +93,7 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "prompt_lookup_min": "length in tokens of the repeated n-gram that continues drafting",
     },
     "LoRA": {
-        "enable_lora": "serve LoRA adapters: a request names one as its model; mode inline only",
+        "enable_lora": "serve LoRA adapters: a request names one as its model",
         "lora_modules": "adapter to load at the start: name=path of a folder in PEFT's format; may be repeated",
         "lora_dir": "folder of adapters: each subfolder is one, loaded when a request first names it; "
         "POST /v1/load_lora_adapter loads from here only",

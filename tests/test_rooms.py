@@ -73,7 +73,7 @@ BELOW = {
     "stages/grammar stages/intake stages/schedule stages/tokenize stages/execute stages/sample "
     "stages/recordings stages/beam_search stages/loading",
     "stages/evaluation": "stages stages/device stages/execute stages/loading",
-    "stages/split": "stages stages/allocate stages/device stages/exit stages/grammar stages/schedule "
+    "stages/split": "stages stages/adapters stages/allocate stages/device stages/exit stages/grammar stages/schedule "
     "stages/execute stages/sample stages/recordings stages/beam_search stages/backends/cuda "
     "stages/loading stages/engine",
     "stages/testing/scripted": "stages stages/device stages/grammar stages/sample stages/backends/cuda "

@@ -78,6 +78,7 @@ class AdapterAdminRoutes:
     async def adapters(self, request: web.Request) -> web.Response:
         """`GET /admin/adapters`: every adapter with what it takes, who uses it and where it is."""
         gate = self.service.require_adapters()
+        await self.service.require_engine().refresh()
         return answer({"adapters": [self._state(entry) for entry in gate.registry]})
 
     def _state(self, entry: AdapterEntry) -> dict[str, Any]:

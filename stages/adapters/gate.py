@@ -6,21 +6,18 @@ Runs before a request enters the waiting queue, on the event loop. Requests of o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ...runtime.env.env import Env
 from ...runtime.exit import Outbox
 from ..errors import Overloaded, Refused
 from ..messages import AdapterRef, Request
 from .loader import AdapterLoader
+from .reader import AdapterReader
 from .registry import AdapterEntry, AdapterRegistry
 from .store import AdapterStore
-
-if TYPE_CHECKING:  # 60 ms of imports that an engine without adapters does not need
-    from ...model.lora.adapter import Adapter
 
 
 class AdapterGate:
@@ -33,12 +30,11 @@ class AdapterGate:
     def __init__(
         self,
         registry: AdapterRegistry,
-        store: AdapterStore,
-        read: Callable[[Path, str], Adapter],
+        store: AdapterStore[Any],
+        reader: AdapterReader,
         max_waiting: int = 512,
     ) -> None:
-        """`read` reads an adapter from its folder, with the name for messages; it raises `ModelError`."""
-        self.registry, self.store, self.loader = registry, store, AdapterLoader(store, read)
+        self.registry, self.store, self.loader = registry, store, AdapterLoader(store, reader)
         self.max_waiting = max_waiting
         self.waiting: Counter[str] = Counter()  # requests that wait, by the name of their adapter
         self._held: dict[str, str] = {}  # request id -> digest
@@ -97,6 +93,10 @@ class AdapterGate:
         if digest is not None:
             self.loader.release(digest)
             self._drop(digest)
+
+    def requests_of(self, digest: str) -> list[str]:
+        """The ids of the requests that have an adapter."""
+        return [request_id for request_id, held in self._held.items() if held == digest]
 
     def request_ended(self, outbox: Outbox[object], cause: str, error: BaseException | None) -> None:
         """Releases the adapter of a request that ended, for whatever reason. Called by the exit."""

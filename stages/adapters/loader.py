@@ -7,27 +7,21 @@ those adapters takes no more requests until there is room.
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from ...model.errors import AdapterError, ModelError
+from ...model.errors import ModelError
 from ...runtime.env.env import Env
 from ...runtime.env.log import get_logger
 from ...runtime.workers.thread_start import ThreadNotStarted
 from ..errors import OutOfResources, Refused, Unavailable
+from .reader import AdapterReader, StoredAdapter
 from .registry import AdapterEntry
 from .store import AdapterStore
-
-if TYPE_CHECKING:  # 60 ms of imports that an engine without adapters does not need
-    from ...model.lora.adapter import Adapter
 
 FAILED_S = 10.0  # time in which an adapter that could not be loaded is not tried again
 MAX_PASSES = 50  # requests of other adapters that are admitted while a load waits for room
 MAX_READS = 2  # adapters that are read at once; each is in memory twice for a moment
-FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 log = get_logger("millrace.stages")
 
@@ -45,17 +39,16 @@ class _Load:
 
 
 class AdapterLoader:
-    """The loads of one engine. Used on the event loop; files are read in threads.
+    """The loads of one engine. Used on the event loop; `reader` reads the files.
 
     A digest that `use` or `try_use` has returned has one more user in the store, until `release`.
     """
 
-    def __init__(self, store: AdapterStore, read: Callable[[Path, str], Adapter]) -> None:
-        """`read` reads an adapter from its folder, with the name for messages; it raises `ModelError`."""
+    def __init__(self, store: AdapterStore[Any], reader: AdapterReader) -> None:
         self.store = store
         self.num_loads = 0
         self.load_seconds = 0.0  # of all loads, without their wait for room
-        self._read = read
+        self._reader = reader
         self._loads: dict[AdapterEntry, _Load] = {}  # in the order of arrival
         self._reads = asyncio.Semaphore(MAX_READS)
         self._changed = asyncio.Event()  # room may be free
@@ -77,7 +70,7 @@ class AdapterLoader:
         """Waits until the adapter is in the store and adds a user. Returns its digest.
 
         Raises `Refused` for an adapter that cannot be served, `OutOfResources` if the system allows no thread, and
-        `Unavailable` once the loader is closed.
+        `Unavailable` once the loader is closed, or if the process that reads it ended.
         """
         if self._is_closed:
             raise _closed()
@@ -128,7 +121,7 @@ class AdapterLoader:
         is_stored = False
         try:
             async with self._reads:
-                adapter = await self._read_in_thread(env, load.entry)
+                adapter = await self._read(env, load.entry)
             self.store.add(adapter)
             is_stored = True
         finally:
@@ -151,7 +144,7 @@ class AdapterLoader:
         if not load.num_waiting:
             self._abandon(load)
         error = None if load.task.cancelled() else load.task.exception()
-        if error is not None and not isinstance(error, (Refused, OutOfResources)):
+        if error is not None and not isinstance(error, (Refused, Unavailable)):
             log.error("adapter.load_failed", name=load.entry.name, error=type(error).__name__, exc_info=error)
 
     def _abandon(self, load: _Load) -> None:
@@ -197,10 +190,10 @@ class AdapterLoader:
 
     # -- reading
 
-    async def _read_in_thread(self, env: Env, entry: AdapterEntry) -> Adapter:
+    async def _read(self, env: Env, entry: AdapterEntry) -> StoredAdapter:
         began_s = env.now()
         try:
-            adapter = await env.run_in_thread(self._read_whole, entry)
+            adapter = await self._reader.read(env, entry.path, entry.name, entry.digest)
         except ThreadNotStarted:
             raise OutOfResources("thread") from None
         except (ModelError, OSError) as error:
@@ -213,33 +206,6 @@ class AdapterLoader:
         self.load_seconds += entry.load_s
         log.info("adapter.loaded", name=entry.name, digest=adapter.digest[:16], rank=adapter.rank, seconds=entry.load_s)
         return adapter
-
-    def _read_whole(self, entry: AdapterEntry) -> Adapter:
-        """Reads an adapter and what is derived from its tensors, which takes as long. Runs in a thread."""
-        before = _versions(entry.path)
-        adapter = self._read(entry.path, entry.name)
-        if _versions(entry.path) != before:
-            raise AdapterError(f"adapter '{entry.name}': its files changed while they were read: try again in 10 s")
-        digest, _, _ = adapter.digest, adapter.rank, adapter.num_bytes  # computed once, here
-        if entry.digest and digest != entry.digest:
-            raise AdapterError(
-                f"adapter '{entry.name}': its files are not those that it was loaded from; load it again with "
-                "load_inplace, or put the files back"
-            )
-        return adapter
-
-
-def _versions(path: Path) -> list[tuple[int, int, int] | None]:
-    """(inode, size, time of change in ns) of each of an adapter's files; None for one that is not there."""
-    found: list[tuple[int, int, int] | None] = []
-    for name in FILES:
-        try:
-            status = os.stat(path / name)
-        except OSError:
-            found.append(None)
-        else:
-            found.append((status.st_ino, status.st_size, status.st_mtime_ns))
-    return found
 
 
 def _closed() -> Unavailable:

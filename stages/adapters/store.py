@@ -7,22 +7,28 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Generic, TypeVar
 
-if TYPE_CHECKING:  # 60 ms of imports that an engine without adapters does not need
-    from ...model.lora.adapter import Adapter
+from .reader import StoredAdapter
+
+T = TypeVar("T", bound=StoredAdapter)
 
 
-class AdapterStore:
+class AdapterStore(Generic[T]):
     """At most `max_adapters` adapters. One that a request uses, or that has a device slot, is never evicted."""
 
-    def __init__(self, max_adapters: int, has_slot: Callable[[str], bool]) -> None:
-        """`has_slot` says whether a digest has a device slot, or is being loaded into one."""
+    def __init__(
+        self, max_adapters: int, has_slot: Callable[[str], bool], on_drop: Callable[[str], object] | None = None
+    ) -> None:
+        """`has_slot` says whether a digest has a device slot, or is being loaded into one.
+
+        `on_drop` is called with the digest of each adapter that is freed.
+        """
         self.max_adapters = max_adapters
         self.num_evicted = 0
         self.num_reserved = 0  # adapters that are being read
-        self._has_slot = has_slot
-        self._adapters: OrderedDict[str, Adapter] = OrderedDict()  # the least recently used first
+        self._has_slot, self._on_drop = has_slot, on_drop
+        self._adapters: OrderedDict[str, T] = OrderedDict()  # the least recently used first
         self._num_users: Counter[str] = Counter()
 
     def __len__(self) -> int:
@@ -36,11 +42,15 @@ class AdapterStore:
         """Memory of all adapters."""
         return sum(adapter.num_bytes for adapter in self._adapters.values())
 
+    def digests(self) -> list[str]:
+        """All adapters, the least recently used first."""
+        return list(self._adapters)
+
     def num_users(self, digest: str) -> int:
         """Requests in progress that use an adapter."""
         return self._num_users.get(digest, 0)
 
-    def get(self, digest: str) -> Adapter:
+    def get(self, digest: str) -> T:
         """An adapter that a step loads. It is there: it is kept from before the step was planned."""
         return self._adapters[digest]
 
@@ -64,7 +74,7 @@ class AdapterStore:
             unused = next((digest for digest in self._adapters if not self._is_needed(digest)), None)
             if unused is None:
                 return False
-            del self._adapters[unused]
+            self.lose(unused)
             self.num_evicted += 1
         self.num_reserved += 1
         return True
@@ -73,7 +83,7 @@ class AdapterStore:
         """Gives back the room of an adapter that could not be read."""
         self.num_reserved -= 1
 
-    def add(self, adapter: Adapter) -> None:
+    def add(self, adapter: T) -> None:
         """Stores an adapter in reserved room. One of the same digest stays."""
         self.num_reserved -= 1
         self._adapters.setdefault(adapter.digest, adapter)
@@ -86,7 +96,13 @@ class AdapterStore:
     def drop(self, digest: str) -> None:
         """Frees an adapter without a name, unless it is still needed: then it is evicted later."""
         if digest in self._adapters and not self._is_needed(digest):
-            del self._adapters[digest]
+            self.lose(digest)
+
+    def lose(self, digest: str) -> None:
+        """Frees an adapter, whether it is needed or not."""
+        del self._adapters[digest]
+        if self._on_drop is not None:
+            self._on_drop(digest)
 
     def _is_needed(self, digest: str) -> bool:
         return self.num_users(digest) > 0 or self._has_slot(digest)

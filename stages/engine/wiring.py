@@ -6,11 +6,12 @@ Starts and stops nothing.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ...runtime.env.env import Env
 from ...runtime.pipeline import Pipeline
 from ..adapters.gate import AdapterGate
+from ..adapters.reader import AdapterReader, ThreadReader
 from ..adapters.registry import AdapterRegistry, parse_modules
 from ..adapters.store import AdapterStore
 from ..allocate.host_tier import HostTier
@@ -46,6 +47,7 @@ from ..tokenize.stage import Tokenize
 from .gate_waits import GateWaits, trace_shed
 
 if TYPE_CHECKING:
+    from ...model.lora.adapter import Adapter
     from ...model.text.tokenizer import Tokenizer
     from ..loading.encoder import LoadedEncoder
     from ..loading.model import LoadedModel
@@ -130,6 +132,23 @@ class TextStages:
     def _make_pipeline(self) -> Pipeline:
         raise NotImplementedError
 
+    def _serve_adapters(self, config: EngineConfig, store: AdapterStore[Any], reader: AdapterReader) -> AdapterGate:
+        """Admits requests with the adapters of the settings. Returns their gate."""
+        folder = None if config.lora_dir is None else Path(config.lora_dir)
+        registry = AdapterRegistry(parse_modules(config.lora_modules), folder)
+        gate = self.adapters = AdapterGate(registry, store, reader, config.max_waiting_requests)
+        self.searches.admit = self._admit_search
+        self.exit.on_end.append(gate.request_ended)
+        return gate
+
+    async def _admit_search(self, request: Request) -> Request:
+        assert self.adapters is not None
+        try:
+            return await self.adapters.admit(self.pipeline.env, request)
+        except Overloaded as error:
+            trace_shed(self.pipeline.tracer, error, "adapter")
+            raise
+
     def _stage_of(self, outbox: RequestOutbox) -> tuple[str, bool]:
         """(stage that a request is in, whether any of its sequences has been served)."""
         raise NotImplementedError
@@ -186,27 +205,14 @@ class EngineStages(TextStages):
         self.schedule, self.allocate = self.core.schedule, self.core.allocate
         super().__init__(config, loaded, loaded.grammars)
         if config.enable_lora:
-            self.adapters = self._adapter_gate(config, loaded)
-            self.searches.admit = self._admit_search
-            self.exit.on_end.append(self.adapters.request_ended)
-
-    async def _admit_search(self, request: Request) -> Request:
-        assert self.adapters is not None
-        try:
-            return await self.adapters.admit(self.pipeline.env, request)
-        except Overloaded as error:
-            trace_shed(self.pipeline.tracer, error, "adapter")
-            raise
-
-    def _adapter_gate(self, config: EngineConfig, loaded: LoadedModel) -> AdapterGate:
-        assert loaded.read_adapter is not None and self.schedule.scheduler.adapters is not None
-        slots = self.schedule.scheduler.adapters.slots
-        store = AdapterStore(config.num_host_loras, lambda digest: slots.of(digest) is not None)
-        folder = None if config.lora_dir is None else Path(config.lora_dir)
-        registry = AdapterRegistry(parse_modules(config.lora_modules), folder)
-        assert isinstance(loaded.runner, ModelRunner), "no asynchronous backend computes adapters"
-        loaded.runner.find_adapters(store.get)
-        return AdapterGate(registry, store, loaded.read_adapter, config.max_waiting_requests)
+            assert loaded.read_adapter is not None and self.schedule.scheduler.adapters is not None
+            slots = self.schedule.scheduler.adapters.slots
+            store: AdapterStore[Adapter] = AdapterStore(
+                config.num_host_loras, lambda digest: slots.of(digest) is not None
+            )
+            assert isinstance(loaded.runner, ModelRunner), "no asynchronous backend computes adapters"
+            loaded.runner.find_adapters(store.get)
+            self._serve_adapters(config, store, ThreadReader(loaded.read_adapter))
 
     def _make_pipeline(self) -> Pipeline:
         core = self.core

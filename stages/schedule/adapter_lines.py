@@ -68,6 +68,11 @@ class AdapterLines:
         """The adapters that sequences wait for."""
         return list(self._lines)
 
+    def num_waiting(self, digest: str) -> int:
+        """Sequences that wait for an adapter."""
+        line = self._lines.get(digest)
+        return 0 if line is None else len(line.keys)
+
     @property
     def num_owed(self) -> int:
         """Sequences past which so many were admitted that a slot is drained for them."""

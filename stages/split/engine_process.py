@@ -37,6 +37,7 @@ from ..messages import Started, StepTokens, TokenRequest
 from ..pipeline import ENTRY_CAPACITY, TEXT_CAPACITY, TO_DETOKENIZE, TO_SCHEDULE, build_core_pipeline
 from ..recordings.writer import RecordingWriter
 from .compiled_grammars import CompiledGrammars
+from .core_adapters import CoreAdapters
 from .core_exit import CoreExit
 from .model_files import check_same_files, file_digests
 from .protocol import (
@@ -45,9 +46,11 @@ from .protocol import (
     Broken,
     ControlCauses,
     Crashed,
+    DropAdapter,
     EngineReady,
     ModelLoading,
     NotStarted,
+    ReadAdapter,
     RequestsEnded,
     Setup,
     StatusQuery,
@@ -87,6 +90,8 @@ class EngineProcess:
         self._pipeline: Pipeline | None = None
         self._recorder: RecordingWriter | None = None
         self._grammars: CompiledGrammars | None = None
+        self._adapters: CoreAdapters | None = None
+        self._readings: set[asyncio.Task[None]] = set()  # of adapters
         self._last_moved: tuple[object, ...] = ()  # `_moved` at the last report
         self._is_lost = False
 
@@ -182,6 +187,10 @@ class EngineProcess:
         secret = self._env.secret("prefix.secret", 16)
         core = self._core = CoreStages(setup.config, loaded, device, secret, setup.first_step)
         core.schedule.on_start.append(self._admitted)
+        if (lines := core.schedule.scheduler.adapters) is not None:
+            slots = lines.slots
+            self._adapters = CoreAdapters(loaded.read_adapter, lambda digest: slots.of(digest) is not None)
+            loaded.runner.find_adapters(self._adapters.get)
         self._grammars = CompiledGrammars(loaded.grammars, self._env)
         pipeline = self._pipeline = build_core_pipeline(
             core.schedule, core.allocate, core.execute, core.sample, steps_in_flight=setup.config.steps_in_flight
@@ -211,12 +220,24 @@ class EngineProcess:
                 self._exit.forget(word.request_ids)
             case StatusQuery():
                 self._link.post(self._answer(word))
+            case ReadAdapter():
+                reading = asyncio.ensure_future(self._read_adapter(word))
+                self._readings.add(reading)
+                reading.add_done_callback(self._readings.discard)
+            case DropAdapter():
+                if self._adapters is not None:
+                    self._adapters.drop(word.digest)
             case Setup():
                 self._setup.set_result(word)
             case Stop():
                 self._over.set()
             case _:
                 raise LinkError(f"{type(word).__name__} is not a message of the front process")
+
+    async def _read_adapter(self, word: ReadAdapter) -> None:
+        if self._adapters is None:
+            return self._link.post(StatusReply(word.number, error="the engine serves no adapters"))
+        self._link.post(StatusReply(word.number, await self._adapters.read(self._env, word)))
 
     def _arrived(self, request: TokenRequest) -> None:
         self._exit.take(request)
@@ -290,6 +311,8 @@ class EngineProcess:
     async def _end(self) -> None:
         if self._is_lost:
             self._link.close()  # first: the front process must not see the end of channels that a successor continues
+        for reading in self._readings:
+            reading.cancel()
         if self._pipeline is not None:
             await self._pipeline.stop()
         if self._grammars is not None:

@@ -11,6 +11,7 @@ from ...runtime.processes.link import InboundChannel, OutboundChannel
 from ...runtime.processes.wire import WireError
 from ...runtime.stage import Stage
 from ...runtime.stage_runner import StageRunner
+from ..adapters.store import AdapterStore
 from ..allocate.stage import Allocate
 from ..config import EngineConfig
 from ..engine.wiring import LoadedText, TextStages
@@ -29,6 +30,7 @@ from ..pipeline import (
 from ..sample.stage import Sample
 from ..schedule.stage import Schedule
 from .inflight_requests import InflightRequests
+from .remote_adapters import RemoteAdapters
 from .remote_views import RemoteChannelView, RemoteCoreView, RemoteRunnerView, RemoteStageView
 
 CORE: dict[str, type[Stage[Any, Any]]] = {
@@ -63,6 +65,13 @@ class FrontStages(TextStages):
     ) -> None:
         self.table, self.requests, self.tokens = table, requests, tokens
         super().__init__(config, loaded, grammars)
+
+    def serve_adapters(self, config: EngineConfig, there: RemoteAdapters) -> None:
+        """Admits requests with the adapters of the settings, which the engine process reads and holds.
+
+        An adapter without requests may be dropped while it has a device slot: the engine process knows, and waits.
+        """
+        self._serve_adapters(config, AdapterStore(config.num_host_loras, lambda digest: False, there.drop), there)
 
     def _make_pipeline(self) -> Pipeline:
         pipeline = build_front_pipeline(self.intake, self.tokenize, self.detokenize, self.exit)

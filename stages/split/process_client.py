@@ -17,7 +17,17 @@ from ...runtime.processes.link import InboundChannel, Link, LinkError, OutboundC
 from ...runtime.processes.wire import WireError
 from ..errors import ConfigError, NotStartedError
 from ..messages import StepTokens, TokenRequest
-from .protocol import CODEC, EngineReady, NotStarted, Setup, StatusQuery, StatusReply, Stop
+from .protocol import (
+    CODEC,
+    AdapterCard,
+    EngineReady,
+    NotStarted,
+    ReadAdapter,
+    Setup,
+    StatusQuery,
+    StatusReply,
+    Stop,
+)
 
 MODULE = "millrace.stages.split.engine_process"
 ANSWER_S = 2.0  # that an engine may take to answer a question; then the caller uses the last known state
@@ -91,11 +101,21 @@ class EngineClient:
 
         Raises `EngineDied`, or `TimeoutError` after `timeout_s`.
         """
+        return await self._ask(lambda number: StatusQuery(number, what, tuple(faults)), timeout_s)
+
+    async def read_adapter(self, path: str, name: str, digest: str) -> AdapterCard:
+        """Has an adapter read by the process. Raises `EngineDied`."""
+        card = await self._ask(lambda number: ReadAdapter(number, path, name, digest), None)
+        assert isinstance(card, AdapterCard)
+        return card
+
+    async def _ask(self, question: Callable[[int], Any], timeout_s: float | None) -> Any:
+        """Sends the question of a number, and waits for the answer with that number."""
         if self._link is None or not self._link.is_open:
             raise EngineDied("the engine process has ended")
         number = next(self._numbers)
         answer = self._pending_answers[number] = asyncio.get_running_loop().create_future()
-        self.post(StatusQuery(number, what, tuple(faults)))
+        self.post(question(number))
         try:
             async with asyncio.timeout(timeout_s):
                 return await answer

@@ -1,6 +1,7 @@
 """The messages between front process and engine process, besides the items of channels.
 
-    Setup, RequestsEnded, ControlCauses, StatusQuery, Stop     front  -> engine
+    Setup, RequestsEnded, ControlCauses, StatusQuery,
+    ReadAdapter, DropAdapter, Stop                             front  -> engine
     EngineReady, ModelLoading, NotStarted, RequestFailed,
     ServiceTimes, Admitted, Crashed, Broken, StatusReply, CoreStatus         engine -> front
 
@@ -27,6 +28,7 @@ from ..config import EngineConfig
 from ..errors import Failed, Refused, RequestError
 from ..memory_table import MachineMemory, MemoryTable, MemoryUse
 from ..messages import (
+    AdapterRef,
     Begun,
     Ints,
     Pooled,
@@ -198,7 +200,49 @@ class StatusReply:
     error: str | None = None
 
 
+# -- adapters
+
+
+@message
+class ReadAdapter:
+    """Reads an adapter into the engine process's memory; answered by a `StatusReply` with an `AdapterCard`."""
+
+    number: int
+    path: str
+    name: str  # for messages
+    digest: str  # that it must have; "": any
+
+
+@message
+class AdapterCard:
+    """An adapter in the engine process's memory; or why it is not there."""
+
+    digest: str = ""
+    parent: str | None = None
+    rank: int = 0
+    num_bytes: int = 0
+    error: str = ""  # of an adapter that cannot be served
+    lacks_thread: bool = False  # whether the system allows no thread to read it there
+
+
+@message
+class DropAdapter:
+    """Frees an adapter as soon as no device slot holds it."""
+
+    digest: str
+
+
 # -- status of the engine process
+
+
+@message
+class AdapterSlotsStatus:
+    """The device slots of adapters, and the sequences that wait for one."""
+
+    slots: Sequence[tuple[str, str, int]]  # (state, digest, sequences that hold it), from slot 1 on
+    num_loads: int
+    waiting: Mapping[str, int]  # sequences by digest
+    num_owed: int
 
 
 @message
@@ -276,15 +320,17 @@ class CoreStatus:
     step_tokens: Sequence[int]  # counts by bucket, then the sum
     idle_gaps: Sequence[int] | None  # likewise; None if the device is not asynchronous
     blocks: BlockStatus | None = None
+    adapters: AdapterSlotsStatus | None = None  # None: none are served
 
 
 CODEC = Codec(
     [
-        *(TokenRequest, StepTokens, Started, TopLogprobs, Pooled, Begun, PromptLogprobs, PromptProgress),
+        *(TokenRequest, AdapterRef, StepTokens, Started, TopLogprobs, Pooled, Begun, PromptLogprobs, PromptProgress),
         *(SamplingParams, CandidateParams, PoolingParams, StructuredOutputs, ThinkingSection, ThinkingBudget),
         *(Setup, EngineReady, ModelLoading, LoadState, NotStarted, Stop, Broken, Crashed, EngineConfig),
         *(ModelInfo, WeightUse, Rates, MemoryTable, MemoryUse, MachineMemory, PoolingConfig, CaptureReport, GraphBatch),
         *(RequestsEnded, ControlCauses, RequestFailed, ServiceTimes, Admitted, StatusQuery, StatusReply, Fault),
+        *(ReadAdapter, AdapterCard, DropAdapter, AdapterSlotsStatus),
         *(CoreStatus, StageStatus, EdgeStatus, PoolStatus, BlockStatus, ChannelStats),
     ]
 )

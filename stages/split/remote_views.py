@@ -24,8 +24,9 @@ from ..allocate.stage import STEP_TOKENS
 from ..backends.cuda.idle_time import BOUNDS_US
 from ..config import EngineConfig
 from ..outputs import ModelInfo
+from ..schedule.adapter_slots import AdapterSlots, AdapterState
 from ..schedule.sequence import State
-from .protocol import BlockStatus, CoreStatus, EdgeStatus, PoolStatus, StageStatus
+from .protocol import AdapterSlotsStatus, BlockStatus, CoreStatus, EdgeStatus, PoolStatus, StageStatus
 from .status import STATES
 
 
@@ -162,6 +163,38 @@ class LimitsView:
     max_num_seqs: int
 
 
+class AdapterSlotsView(AdapterSlots):
+    """The view of the device slots of adapters."""
+
+    def update(self, status: AdapterSlotsStatus) -> None:
+        self.num_loads = status.num_loads
+        for slot, (state, digest, num_running) in zip(self.slots, status.slots, strict=True):
+            slot.state, slot.digest, slot.num_running = AdapterState(state), digest, num_running
+        self._by_digest = {slot.digest: slot for slot in self.slots if slot.state is not AdapterState.EMPTY}
+
+
+class AdapterLinesView:
+    """The view of the sequences that wait for the device slot of their adapter."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.slots = AdapterSlotsView(num_slots)
+        self.num_owed = 0
+        self._waiting: Mapping[str, int] = {}
+
+    def update(self, status: AdapterSlotsStatus) -> None:
+        self.slots.update(status)
+        self.num_owed, self._waiting = status.num_owed, status.waiting
+
+    def __len__(self) -> int:
+        return sum(self._waiting.values())
+
+    def num_waiting(self, digest: str) -> int:
+        return self._waiting.get(digest, 0)
+
+    def digests(self) -> list[str]:
+        return list(self._waiting)
+
+
 class SchedulerView:
     """The view of the scheduler's state."""
 
@@ -175,6 +208,7 @@ class SchedulerView:
         self.preemptions: Counter[tuple[str, str]] = Counter()
         self.speculation = SpeculationView(config.num_speculative_tokens if num_drafts else 0)
         self.speculation.num_accepted_at = [0] * self.speculation.num_tokens
+        self.adapters = AdapterLinesView(config.max_loras) if config.enable_lora else None
         self._request_id = request_id
         self._columns: Sequence[Any] = ()
         self._num_generated = np.zeros(config.max_num_seqs, np.intp)
@@ -184,6 +218,8 @@ class SchedulerView:
             setattr(self, name, value)
         self.preemptions, self.speculation = Counter(status.preemptions), SpeculationView(**status.drafts)
         self._columns, self._num_generated = status.sequences, status.num_generated
+        if self.adapters is not None and status.adapters is not None:
+            self.adapters.update(status.adapters)
         for name in ("sequences", "slots"):
             self.__dict__.pop(name, None)
 

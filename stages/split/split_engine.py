@@ -60,6 +60,7 @@ from .protocol import (
     StatusQuery,
     engine_side_error,
 )
+from .remote_adapters import RemoteAdapters
 from .remote_views import RemoteCoreView
 
 NUM_RINGS = 7  # of the trace, for threads of the engine process: loop, device, completion, grammars, the pool's first
@@ -90,8 +91,6 @@ class SplitEngine(Engine):
         super().__init__(*args, **overrides)
         if self._logits_processor is not None:
             raise ConfigError("mode = split: a logits processor is in the caller's process; use mode = inline")
-        if self.config.enable_lora:
-            raise ConfigError("mode = split: enable_lora is for mode = inline, which serves adapters")
         if self._opening is not None:
             raise ConfigError("mode = split: the engine process loads the model itself; give no opening")
         self._table = InflightRequests()
@@ -101,6 +100,7 @@ class SplitEngine(Engine):
         self._files: list[int] = []
         self._faults_there: list[Fault] = []
         self._gone: list[str] = []  # ended requests, to be reported in the next turn of the loop
+        self._adapters_there = RemoteAdapters(lambda: self._client)
         self._model_files: Mapping[str, str] | None = None  # digests of the files that the first process loaded
         self._start_limit_s = MIN_START_S
         self._keeper: ProcessKeeper | None = None
@@ -163,6 +163,8 @@ class SplitEngine(Engine):
     def _make_parts(self, loaded: Any) -> TextStages:
         parts = FrontStages(self.config, loaded, self._grammars(loaded), self._table, self._requests, self._tokens)
         parts.exit.on_end.append(self._request_ended)
+        if self.config.enable_lora:
+            parts.serve_adapters(self.config, self._adapters_there)
         return parts
 
     def _grammars(self, loaded: Any) -> Grammars:
@@ -264,6 +266,8 @@ class SplitEngine(Engine):
                 await self._start_process(config, first_step)
                 if self._faults_there:
                     await self._ask_there("inject", self._faults_there)
+                if self.adapters is not None:
+                    await self._adapters_there.restore(self._env, self.adapters, self._front().exit.fail)
         except BaseException:
             if self._client is not None:
                 self._client.kill()

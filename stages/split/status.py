@@ -5,6 +5,7 @@ Changes nothing.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 from typing import Any
 
@@ -16,9 +17,10 @@ from ...runtime.pipeline import Pipeline
 from ...runtime.stage_runner import StageRunner
 from ..allocate.block_pool import BlockPool
 from ..engine.wiring import CoreStages
+from ..schedule.adapter_lines import AdapterLines
 from ..schedule.scheduler import Scheduler
 from ..schedule.sequence import State
-from .protocol import BlockStatus, CoreStatus, EdgeStatus, PoolStatus, StageStatus
+from .protocol import AdapterSlotsStatus, BlockStatus, CoreStatus, EdgeStatus, PoolStatus, StageStatus
 
 STATES = list(State)
 FIGURES = (
@@ -69,6 +71,16 @@ def read_status(
         step_tokens=_counts(core.allocate.step_tokens),
         idle_gaps=None if (gaps := core.execute.device.idle_gaps_us) is None else _counts(gaps),
         blocks=blocks,
+        adapters=None if scheduler.adapters is None else _adapters(scheduler.adapters),
+    )
+
+
+def _adapters(lines: AdapterLines) -> AdapterSlotsStatus:
+    return AdapterSlotsStatus(
+        slots=[(slot.state.value, slot.digest, slot.num_running) for slot in lines.slots.slots],
+        num_loads=lines.slots.num_loads,
+        waiting=Counter(sequence.adapter for sequence in lines),
+        num_owed=lines.num_owed,
     )
 
 

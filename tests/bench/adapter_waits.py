@@ -68,10 +68,13 @@ class PassWatch:
         assert scheduler.adapters is not None
         self.num_passes = np.zeros(num_requests, int)  # [R] later requests that began earlier
         self.num_unserved = np.zeros(num_requests, int)  # [R] of those, the ones that began while it was not served
-        self.num_drains = np.zeros(num_requests, int)  # [R] drains for it that began after it had been passed enough
+        self.num_drains = np.zeros(num_requests, int)  # [R] times it was served in which it was passed beyond the bound
         self._lines = scheduler.adapters
         self._waiting: list[int] = []  # sequences that have not begun, in the order of arrival
         self._adapters: dict[int, str] = {}
+        self._served: dict[str, int] = {}  # adapters that are served now: since which count of their beginnings
+        self._num_begun = 0
+        self._passed_in: dict[int, int] = {}  # sequence -> beginning of the service in which it was passed last
         self._add, self._end, self._join = scheduler.add, scheduler.end, self._lines.join
         self._advance = self._lines.advance
         scheduler.add = self._added  # type: ignore[method-assign]
@@ -95,16 +98,27 @@ class PassWatch:
             del self._waiting[place]
             passed = self._waiting[:place]
             self.num_passes[passed] += 1
-            self.num_unserved[[each for each in passed if not self._lines.is_served(self._adapters[each])]] += 1
+            self._note_served()
+            for each in passed:
+                began = self._served.get(self._adapters[each])
+                self.num_unserved[each] += began is None
+                if began is not None and self.num_passes[each] > MAX_PASSES and self._passed_in.get(each) != began:
+                    self._passed_in[each] = began
+                    self.num_drains[each] += 1
         self._join(sequence, rank)
 
     def _advanced(self, done: int, granted: int, num_left: Callable[[], Mapping[int, int]]) -> list[str]:
-        before = set(self._lines.drained_for)
         ready = self._advance(done, granted, num_left)
-        begun = set(self._lines.drained_for) - before
-        for each in self._waiting if begun else ():
-            self.num_drains[each] += self._adapters[each] in begun and self.num_passes[each] >= MAX_PASSES
+        self._note_served()
         return ready
+
+    def _note_served(self) -> None:
+        for adapter in {self._adapters[each] for each in self._waiting}:
+            if not self._lines.is_served(adapter):
+                self._served.pop(adapter, None)
+            elif adapter not in self._served:
+                self._num_begun += 1
+                self._served[adapter] = self._num_begun
 
 
 @dataclass(frozen=True, slots=True)

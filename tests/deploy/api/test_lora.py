@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from millrace.stages.errors import ConfigError, Failed, Refused
 from millrace.stages.recordings.reader import Recording
 from millrace.stages.recordings.replay import Replay
 from millrace.stages.recordings.workloads import read_trace
+from millrace.stages.split.split_engine import SplitEngine
 from tests.model.lora import peft_formats
 from tests.model.lora.peft_formats import ALPHA, RANK, write_adapter, write_base
 from tests.model.tiny_tokenizers import make_tokenizer
@@ -93,9 +96,9 @@ def wanted(folder: Path) -> dict[tuple[str | None, int], list[int]]:
     return found
 
 
-def engine_of(folder: Path, **options: Any) -> Engine:
+def engine_of(folder: Path, kind: type[Engine] = Engine, **options: Any) -> Engine:
     settings = {"enable_lora": True, "max_loras": 2, "lora_dir": str(folder / "adapters")}
-    return Engine(model=str(folder / "base"), **{**SIZES, **settings, **options})
+    return kind(model=str(folder / "base"), **{**SIZES, **settings, **options})
 
 
 def test_a_mixed_batch_answers_as_the_merged_checkpoints_do_and_its_recording_replays(
@@ -206,11 +209,16 @@ def test_reloads_and_unloads_under_load_give_no_stale_answer(folder: Path, wante
     asyncio.run(live())
 
 
-def test_clients_name_adapters_as_models_and_operators_load_them(folder: Path, wanted: Any) -> None:
+@pytest.mark.parametrize("kind", [Engine, pytest.param(SplitEngine, marks=pytest.mark.slow)])
+def test_clients_name_adapters_as_models_and_operators_load_them(folder: Path, wanted: Any, kind: type[Engine]) -> None:
     async def live() -> None:
         config = ServerConfig(port=0, admin_key=("s" * 32,), served_model_name=("tiny",))
         admin = {"Authorization": f"Bearer {'s' * 32}"}
-        async with Server(config) as server, engine_of(folder) as engine, aiohttp.ClientSession(server.url) as client:
+        async with (
+            Server(config) as server,
+            engine_of(folder, kind) as engine,
+            aiohttp.ClientSession(server.url) as client,
+        ):
             server.attach(engine)
 
             async def post(path: str, body: Any, **headers: Any) -> tuple[int, Any]:
@@ -276,6 +284,35 @@ def test_clients_name_adapters_as_models_and_operators_load_them(folder: Path, w
             assert 'vllm:lora_requests_info{max_lora="2",running_lora_adapters="",waiting_lora_adapters=""}' in metrics
 
     asyncio.run(live())
+
+
+@pytest.mark.slow
+def test_a_new_engine_process_goes_on_with_the_adapters_of_the_requests_in_progress(
+    folder: Path, wanted: Any, tmp_path: Path
+) -> None:
+    for name in ("kept", "gone"):
+        shutil.copytree(folder / "adapters" / "one", tmp_path / name)
+    slow = {"inject": ("stage=execute,delay=5ms",), "lora_dir": None}
+    modules = tuple(f"{name}={tmp_path / name}" for name in ("kept", "gone"))
+    shutil.copy(folder / "adapters/two/adapter_model.safetensors", tmp_path / "gone")
+
+    async def live() -> None:
+        async with engine_of(folder, SplitEngine, lora_modules=modules, **slow) as engine:
+            running = [asyncio.ensure_future(tokens(engine, PROMPTS[0], name)) for name in ("kept", None, "gone")]
+            while engine.scheduler.num_running < 3:  # noqa: ASYNC110 - of another process
+                await asyncio.sleep(0.01)
+                await engine.refresh()
+            shutil.rmtree(tmp_path / "gone")
+            assert isinstance(engine, SplitEngine) and engine.engine_pid is not None and engine.adapters is not None
+            os.kill(engine.engine_pid, signal.SIGKILL)
+            assert [await each for each in running[:2]] == [wanted["one", 0], wanted[None, 0]]
+            with pytest.raises(Failed, match="adapter 'gone' is not in its folder any more"):
+                await running[2]
+            assert engine.num_deaths == 1 and len(engine.adapters.store) == 1
+            assert await tokens(engine, PROMPTS[1], "kept") == wanted["one", 1]
+            assert not engine.adapters._held
+
+    asyncio.run(asyncio.wait_for(live(), 120))
 
 
 def test_an_adapter_that_cannot_be_served_stops_the_start(folder: Path) -> None:

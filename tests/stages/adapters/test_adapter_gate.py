@@ -13,6 +13,7 @@ from millrace.model.lora.adapter import Adapter, AdapterSlice
 from millrace.runtime.simulation.run import SimEnv, run
 from millrace.stages.adapters.gate import AdapterGate
 from millrace.stages.adapters.loader import FAILED_S
+from millrace.stages.adapters.reader import ThreadReader
 from millrace.stages.adapters.registry import AdapterRegistry, parse_modules
 from millrace.stages.adapters.store import AdapterStore
 from millrace.stages.errors import ConfigError, Overloaded, Refused
@@ -39,7 +40,9 @@ def gate_of(
     files: Files, *names: str, most: int = 4, max_waiting: int = 512, folder: Path | None = None
 ) -> AdapterGate:
     store = AdapterStore(most, lambda digest: False)
-    return AdapterGate(AdapterRegistry({name: Path(name) for name in names}, folder), store, files.read, max_waiting)
+    return AdapterGate(
+        AdapterRegistry({name: Path(name) for name in names}, folder), store, ThreadReader(files.read), max_waiting
+    )
 
 
 def request(number: int, name: str) -> Request:

@@ -1,0 +1,61 @@
+"""The adapters in the engine process's memory, which it reads and frees as the front process says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...model.errors import ModelError
+from ...runtime.env.env import Env
+from ...runtime.workers.thread_start import ThreadNotStarted
+from ..adapters.reader import ThreadReader
+from .protocol import AdapterCard, ReadAdapter
+
+if TYPE_CHECKING:  # 60 ms of imports that an engine without adapters does not need
+    from ...model.lora.adapter import Adapter
+
+
+class CoreAdapters:
+    """The adapters by digest.
+
+    The front process bounds their number, and knows the requests that use them. It may drop an adapter that a plan
+    still loads for a request which it has cancelled, so an adapter is freed once it has no device slot.
+    """
+
+    def __init__(self, read: Callable[[Path, str], Adapter], has_slot: Callable[[str], bool]) -> None:
+        self._reader = ThreadReader(read)
+        self._has_slot = has_slot
+        self._adapters: dict[str, Adapter] = {}
+        self._dropped: set[str] = set()  # to be freed
+
+    def __len__(self) -> int:
+        return len(self._adapters)
+
+    def get(self, digest: str) -> Adapter:
+        """An adapter that a step loads. Raises `KeyError` if it was dropped, with all requests that wait for it."""
+        return self._adapters[digest]
+
+    async def read(self, env: Env, word: ReadAdapter) -> AdapterCard:
+        """Reads an adapter; the front process may send its requests once it has the answer."""
+        self._free()
+        try:
+            adapter = await self._reader.read(env, Path(word.path), word.name, word.digest)
+        except ThreadNotStarted:
+            return AdapterCard(lacks_thread=True)
+        except (ModelError, OSError) as error:
+            return AdapterCard(error=str(error) or type(error).__name__)
+        self._adapters.setdefault(adapter.digest, adapter)
+        self._dropped.discard(adapter.digest)
+        return AdapterCard(adapter.digest, adapter.parent, adapter.rank, adapter.num_bytes)
+
+    def drop(self, digest: str) -> None:
+        """Frees an adapter, at once or at a later call."""
+        if digest in self._adapters:
+            self._dropped.add(digest)
+        self._free()
+
+    def _free(self) -> None:
+        for digest in [each for each in self._dropped if not self._has_slot(each)]:
+            self._dropped.remove(digest)
+            del self._adapters[digest]

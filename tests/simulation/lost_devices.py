@@ -44,7 +44,7 @@ ATTENDED_SHARES = (0.0, 0.2, 0.5)
 SLOW_SHARE = 0.4  # of devices with a slow step before the loss
 SLOW_S = (1.0, 1.8)  # a slow step, and how much longer a later one takes: a device is well if it goes on after 1.9
 STEP_OPERATIONS = 16  # of the device, in a step, about
-ERROR = RuntimeError("CUDA error: an illegal memory access was encountered")
+ERROR = "CUDA error: an illegal memory access was encountered"
 
 
 def losing(setup: Setup, steps_in_flight: int) -> Setup:
@@ -87,7 +87,9 @@ class Losses:
         num_operations = int(10 ** self.dice.uniform(0.5, 3.3))
         is_silent = Random(f"silent/{num_operations}/{refuses}").random() < 0.3
         hang = _block if hangs or is_silent else None
-        model.streams.lose_after(num_operations, ERROR, hang, refuses=refuses and not is_silent, is_silent=is_silent)
+        model.streams.lose_after(
+            num_operations, RuntimeError(ERROR), hang, refuses=refuses and not is_silent, is_silent=is_silent
+        )
         self.streams, self.failed_at, self.longest_s = model.streams, None, 0.0
         self._slow_down(device, num_operations)
         self._watch(device)
@@ -179,7 +181,7 @@ class LosingWorld(World):
     def _told(self) -> None:
         health = self.parts.pipeline.health
         self.losses.note_told()
-        _require(str(ERROR) in (health.reason or "") or "has not answered" in (health.reason or ""), str(health))
+        _require(ERROR in (health.reason or "") or "has not answered" in (health.reason or ""), str(health))
 
     async def live(self) -> Report:
         report = await super().live()

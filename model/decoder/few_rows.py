@@ -69,6 +69,12 @@ class FewRowProducts:
             for layer in planned
         ]
 
+    @property
+    def form_rows(self) -> list[int]:
+        """The most rows of each form of each product, ascending: steps of these sizes launch every form there is."""
+        products = (few for layer in self.layers for few in (layer.qkv, layer.output, layer.gate_up, layer.down))
+        return sorted({rows for few in products if few is not None for rows, _ in few.forms})
+
     def begin_step(self, num_rows: int) -> None:
         """Makes all counters zero if a step of that many rows uses them: a step that failed may have left others."""
         if self._counters is not None and num_rows in self._split_rows:

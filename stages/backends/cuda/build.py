@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 import torch
 
@@ -13,7 +14,7 @@ from ....model.decoder.kv_cache import KVCache
 from ....runtime.device_streams.interface import DeviceStreams
 from ...config import EngineConfig
 from ...execute.model_runner import ModelRunner
-from ...outputs import CaptureReport
+from ...outputs import CaptureReport, GraphBatch
 from ...sample.sampler import Sampler
 from .async_device import AsyncDevice
 from .async_model import AsyncModel
@@ -77,7 +78,24 @@ def assemble(
         line.warm([*mixed, *decode], KINDS)
     else:
         captured = line.capture(clock)
+    line.warm(form_batches(runner.decoder.few_rows.form_rows, num_slots, config.num_step_tokens, decode), KINDS[:1])
     line.warm(decode[:1], chooser.scored_kinds)
     chooser.warm_attended(torch.float32 if device.type == "cpu" else runner.decoder.dtype)
     model = AsyncModel(line, work, runner, sampler, chooser)
     return AsyncRuntime(model, partial(AsyncDevice, line), captured)
+
+
+def form_batches(
+    form_rows: Iterable[int], num_slots: int, most_tokens: int, warmed: Sequence[GraphBatch]
+) -> list[GraphBatch]:
+    """Steps that launch each form of products that those `warmed` do not: it would be compiled within a request else.
+
+    `form_rows` are the most rows of each form. More rows than slots are tokens of a step with prompts.
+    """
+    rows = [batch.num_rows for batch in warmed]
+    found = []
+    for before, most in pairwise([0, *form_rows]):
+        if not any(before < each <= most for each in rows) and before < most_tokens:
+            count = min(most, most_tokens)
+            found.append(GraphBatch(min(count, num_slots), count, count <= num_slots))
+    return found

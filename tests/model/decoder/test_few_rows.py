@@ -49,6 +49,12 @@ def test_each_product_has_its_forms_or_a_reason(made: Any) -> None:
     assert second.qkv.weight.data_ptr() != first.qkv.weight.data_ptr()
 
 
+def test_steps_of_the_most_rows_of_each_form_launch_every_form(made: Any) -> None:
+    assert made(tilings=Tilings("a card", "none")).few_rows.form_rows == [1, 4, 16, 32, 64]
+    assert made(tilings=Split("a card", "none")).few_rows.form_rows == [4, 16]
+    assert made(tilings=None).few_rows.form_rows == []
+
+
 def test_a_deterministic_decoder_leaves_all_products_as_they_are(made: Any) -> None:
     decoder = made(tilings=Tilings("a card", "none"), is_batch_invariant=True)
     assert not decoder.few_rows.decisions and decoder.few_rows.layers[0].qkv is None

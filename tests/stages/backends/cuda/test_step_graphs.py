@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import count
+from itertools import count, pairwise
 from random import Random
 from typing import Any
 
@@ -10,7 +10,8 @@ import pytest
 
 from millrace.runtime.device_streams.simulated import SimStreams
 from millrace.runtime.env.log import captured_logs
-from millrace.stages.backends.cuda.cuda_graphs import DECODE_ROWS, MIXED_TOKENS, CudaGraphs, most_rows
+from millrace.stages.backends.cuda.build import form_batches
+from millrace.stages.backends.cuda.cuda_graphs import DECODE_ROWS, MIXED_TOKENS, CudaGraphs, batches_of, most_rows
 from millrace.stages.errors import ConfigError
 from millrace.stages.outputs import GraphBatch
 
@@ -181,3 +182,27 @@ def test_what_is_replayed_is_what_was_captured_for_that_size_and_nothing_ran_bef
             ("sample", GraphBatch(4, 4, True)),
         ]
     )
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "form_rows", "more"),
+    [
+        (256, [1, 4, 16, 32, 64], []),  # each form is in some graph
+        (256, [1, 3, 6, 7, 64], [(7, 7, True)]),  # graphs are of 4 and of 8 rows
+        (5, [1, 4, 16, 32], [(5, 32, False)]),  # 5 rows take the form to 16; so many tokens that to 32
+        (5, [], []),
+    ],
+)
+def test_every_form_of_products_is_launched_before_the_first_step(
+    num_slots: int, form_rows: list[int], more: list[tuple[int, int, bool]]
+) -> None:
+    decode, _ = batches_of(num_slots, 2048)
+    assert form_batches(form_rows, num_slots, 2048, decode) == [GraphBatch(*each) for each in more]
+    launched = [batch.num_tokens for batch in decode] + [tokens for _, tokens, _ in more]
+    for before, most in pairwise([0, *form_rows]):
+        assert any(before < tokens <= most for tokens in launched)
+
+
+def test_no_form_is_launched_with_more_tokens_than_a_step_may_have() -> None:
+    decode, _ = batches_of(5, 20)
+    assert form_batches([4, 16, 32, 64], 5, 20, decode) == [GraphBatch(5, 20, False)]

@@ -23,12 +23,14 @@ class CudaStreams:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.pool = torch.cuda.graph_pool_handle()
-        self._probe: CudaProbe | None = None  # on the first stream, which computes the steps
+        self._streams: list[torch.cuda.Stream] = []  # the first one computes the steps
+        self._probe: CudaProbe | None = None
 
     def stream(self, name: str) -> CudaStream:
         stream = CudaStream(name, self)
+        self._streams.append(stream.cuda_stream)
         if self._probe is None:
-            self._probe = CudaProbe(self.device, stream.cuda_stream)
+            self._probe = CudaProbe(self.device, self._streams)
         return stream
 
     def event(self) -> CudaEvent:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,12 +14,13 @@ Device = torch.device | int | None
 
 
 class FakeCuda:
-    """GPUs that do nothing but count. `errors` are raised by the next calls of `synchronize`, one each."""
+    """GPUs that do nothing but count. `errors` are raised by the next waits, one each."""
 
     def __init__(self, num_gpus: int = 2) -> None:
         self.num_gpus = num_gpus
         self.calls: list[tuple[str, int]] = []  # (function, index of the GPU)
         self.errors: list[BaseException] = []
+        self.recorded: list[FakeStream] = []  # the streams of events, in order
         self.current = 0
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
@@ -28,6 +30,8 @@ class FakeCuda:
         patch.setattr(torch.cuda, "synchronize", self._synchronize)
         patch.setattr(torch.cuda, "set_device", self._set_device)
         patch.setattr(torch.cuda, "Stream", self._stream)
+        patch.setattr(torch.cuda, "Event", partial(FakeEvent, self))
+        patch.setattr(torch.cuda, "default_stream", self._stream)
         patch.setattr(torch.cuda, "stream", self._use)
         patch.setattr(torch.cuda, "set_stream", lambda stream: self.calls.append(("set_stream", stream.index)))
         patch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
@@ -70,3 +74,18 @@ class FakeStream:
 
     def synchronize(self) -> None:
         self._cuda._synchronize(self.index)
+
+
+class FakeEvent:
+    """An event of one fake GPU, whose wait sleeps or spins."""
+
+    def __init__(self, cuda: FakeCuda, *, blocking: bool = False, enable_timing: bool = False) -> None:
+        self._cuda, self._is_blocking, self._stream = cuda, blocking, FakeStream(cuda, -1)
+
+    def record(self, stream: FakeStream) -> None:
+        self._stream = stream
+        self._cuda.recorded.append(stream)
+
+    def synchronize(self) -> None:
+        assert self._is_blocking, "a wait that spins"
+        self._stream.synchronize()

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from ...kernels.layout.sampling_rows import WIDTH
 from ...kernels.layout.step_state import STATE_WIDTH
 from ...model.decoder.rope import tables_bytes
-from ...model.spec import DecoderSpec
+from ...model.spec import DecoderSpec, LayerSpec
 from ..config import EngineConfig
 from ..errors import ConfigError
 from ..memory_table import MachineMemory
@@ -28,9 +28,9 @@ CPU_LOGIT_BYTES = 4 + 4 + 9
 SORTED_BYTES = 40 * WHOLE_SIZE  # on the host, where rows are sorted whole
 GRAPH_LOGIT_BYTES = 2 + 4  # in half precision, and edited in float32
 COLUMN_BYTES = 128  # per slot: the sampler's columns of one number each
-# At most: kernels of a size of CUDA graphs in a layer, and in the rest of a step with all its kinds of sampling; bytes
-# that the driver keeps for each. What it really takes is measured when the graphs are captured.
-LAYER_KERNELS, STEP_KERNELS, KERNEL_BYTES = 14, 64, 16 << 10
+# At most: kernels of a size of CUDA graphs beside its layers, with all its kinds of sampling, and bytes that the driver
+# keeps for each. What it really takes is measured when the graphs are captured.
+STEP_KERNELS, KERNEL_BYTES = 64, 16 << 10
 
 
 def sizing_on_cpu(
@@ -124,9 +124,22 @@ def graphs_bytes(config: EngineConfig, shape: DecoderSpec, activations: int) -> 
     rows = most_rows(config.max_num_seqs, config.num_verified_tokens)
     sizes = (config.max_num_seqs, config.num_step_tokens, config.num_verified_tokens)
     batches = [batch for some in batches_of(*sizes) for batch in some]
-    kernels = len(batches) * (shape.num_layers * LAYER_KERNELS + STEP_KERNELS)
+    kernels = len(batches) * (sum(map(layer_kernels, shape.layers)) + STEP_KERNELS)
     share = min(1.0, max(batch.num_tokens for batch in batches) / config.num_step_tokens)
     return int(activations * share) + rows * shape.vocab_size * GRAPH_LOGIT_BYTES + kernels * KERNEL_BYTES
+
+
+def layer_kernels(layer: LayerSpec) -> int:
+    """Kernels of a layer in a CUDA graph, at most: where no product has a kernel with all that belongs to it.
+
+    The library may cut each of the four products, and sum the pieces by a second kernel. Attention is its prologue and
+    a list each of rows that decode and of prompts. What is normed or scaled is added by a kernel of its own.
+    """
+    products, attention, activation = 4 * 2, 3, 1
+    norms = [layer.pre_mixer, layer.pre_feed, layer.post_mixer, layer.post_feed]
+    is_scaled = layer.residual_scale != 1.0
+    num_added = sum(is_scaled or norm is not None for norm in norms[2:])
+    return products + attention + activation + sum(norm is not None for norm in norms) + num_added + 2 * is_scaled
 
 
 def device_sampler_bytes(num_slots: int, vocab_size: int, num_rows: int) -> int:

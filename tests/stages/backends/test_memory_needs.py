@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from millrace.model.spec import LayerSpec, NormSpec
 from millrace.runtime.env.env import LiveEnv
 from millrace.runtime.env.log import captured_logs
 from millrace.runtime.phases import Phases
@@ -22,11 +23,11 @@ from millrace.stages.backends.memory_needs import (
     CPU_LOGIT_BYTES,
     GRAPH_LOGIT_BYTES,
     KERNEL_BYTES,
-    LAYER_KERNELS,
     SORTED_BYTES,
     STEP_KERNELS,
     async_bytes,
     graphs_bytes,
+    layer_kernels,
 )
 from millrace.stages.backends.rates import largest_grant
 from millrace.stages.config import EngineConfig
@@ -134,15 +135,20 @@ def test_the_graphs_row_is_all_memory_that_capturing_took_from_the_device(checkp
 
 
 def test_the_estimate_for_graphs_counts_the_kernels_of_each_size():
-    shape: Any = SimpleNamespace(num_layers=3, vocab_size=100)
+    plain = LayerSpec(mixer=None, feed=None)
+    gemma = replace(plain, post_mixer=NormSpec(), post_feed=NormSpec())
+    shape: Any = SimpleNamespace(layers=[plain, plain, gemma], vocab_size=100)
+    in_layers = 14 + 14 + 18
     config = EngineConfig(max_num_seqs=2, max_num_batched_tokens=64)
-    logits, kernels = 2 * 100 * GRAPH_LOGIT_BYTES, 3 * (3 * LAYER_KERNELS + STEP_KERNELS)
+    logits, kernels = 2 * 100 * GRAPH_LOGIT_BYTES, 3 * (in_layers + STEP_KERNELS)
     assert graphs_bytes(config, shape, 0) == logits + kernels * KERNEL_BYTES, "1 and 2 rows, and 64 tokens"
     assert graphs_bytes(config, shape, 1000) == graphs_bytes(config, shape, 0) + 1000
     drafting = replace(config, speculation="ngram", num_speculative_tokens=7)
-    more = 8 * 100 * GRAPH_LOGIT_BYTES + 4 * (3 * LAYER_KERNELS + STEP_KERNELS) * KERNEL_BYTES
+    more = 8 * 100 * GRAPH_LOGIT_BYTES + 4 * (in_layers + STEP_KERNELS) * KERNEL_BYTES
     assert graphs_bytes(drafting, shape, 0) == more, "and 8 tokens with drafts"
     assert graphs_bytes(replace(config, enforce_eager=True), shape, 1000) == 0
+    scaled, parallel = replace(gemma, residual_scale=0.5), replace(plain, pre_feed=None, is_parallel=True)
+    assert [layer_kernels(layer) for layer in (scaled, parallel)] == [20, 13]
 
 
 def test_little_memory_gives_a_shorter_context_or_an_error_with_the_length(checkpoints, monkeypatch, tmp_path):

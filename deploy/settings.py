@@ -82,8 +82,9 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "steps_in_flight": "maximum steps in flight, 1 to 4: 2 overlaps planning with execution, 1 is serial",
         "async_scheduling": "submit a step while the previous one runs (GPU, native model); otherwise wait for each",
         "enforce_eager": "launch each kernel separately on a GPU, without CUDA graphs",
-        "tilings": "kernels of matrix products of few rows (triton only); auto: measured options where the card has "
-        "some, else predicted ones; off: PyTorch's products; or a file of measured options",
+        "tilings": "launch options of matrix products of few rows and of attention (triton only); auto: measured "
+        "options where the card has some, else predicted ones; off: PyTorch's products, and attention's own defaults; "
+        "or a file of measured options",
     },
     "speculation": {
         "speculation": "draft tokens by n-gram lookup in prompt and answer; auto: ngram with the native library, else "

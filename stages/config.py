@@ -70,7 +70,7 @@ class EngineConfig:
     steps_in_flight: int = 2  # K: 2 overlaps planning with execution; 1 is serial, for debugging
     async_scheduling: bool = True  # False: wait for each step; only triton and native run asynchronously
     enforce_eager: bool = False  # True: no CUDA graphs; only asynchronous scheduling uses them
-    tilings: str = "auto"  # of Triton's matrix products; "auto": shipped or predicted; "off": PyTorch's; or a file
+    tilings: str = "auto"  # of Triton's products and attention; "auto": shipped or predicted; "off": none; or a file
 
     # speculative decoding
     speculation: Literal["auto", "ngram", "off"] = "auto"  # auto: ngram with the native library, else off

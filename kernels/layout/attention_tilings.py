@@ -33,6 +33,7 @@ class Tiling(NamedTuple):
     num_warps: int
     num_stages: int  # depth of the software pipeline of loads
     occupancy: int  # programs that run at the same time on a multiprocessor
+    min_tiles: int | None = None  # of a program's stretch of a work list; None: as `divide` chooses
 
     @property
     def max_registers(self) -> int | None:
@@ -110,7 +111,7 @@ def decode_tiling(shape: AttentionShape, capability: int, num_rows: int | None =
 
     That which was measured for so many sequences if there is one, and `num_rows` is given.
     """
-    if (measured := _measured("decode", shape, num_rows)) is not None:
+    if (measured := _measured("decode", shape, capability, num_rows)) is not None:
         return measured
     tiling = _row(TABLES["decode"][block_bytes(capability)], shape)
     rows = max(MIN_ROWS, next_power_of_2(shape.group))
@@ -124,7 +125,7 @@ def extend_tiling(shape: AttentionShape, capability: int, num_rows: int | None =
 
     That which was measured for so many tokens if there is one, and `num_rows` is given.
     """
-    if (measured := _measured("extend", shape, num_rows)) is not None:
+    if (measured := _measured("extend", shape, capability, num_rows)) is not None:
         return measured
     tiling = _row(TABLES["extend"][block_bytes(capability)], shape)
     return tiling._replace(block_m=max(tiling.block_m, next_power_of_2(shape.group)))
@@ -134,15 +135,20 @@ def next_power_of_2(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
-def _measured(kind: AttentionKind, shape: AttentionShape, num_rows: int | None) -> Tiling | None:
-    """None in batch-invariant mode too: tiles of another size would sum in another order for other numbers of rows."""
+def _measured(kind: AttentionKind, shape: AttentionShape, capability: int, num_rows: int | None) -> Tiling | None:
+    """None too if it takes more than a block has, as one of another card's table may; a launch would fail.
+
+    And in batch-invariant mode: tiles of another size would sum in another order for other numbers of rows.
+    """
     if shape.tilings is None or not num_rows or shape.is_batch_invariant:
         return None
     dtype, cache_dtype = (str(each).removeprefix("torch.") for each in (shape.dtype, shape.cache_dtype))
     sizes: dict[str, Any] = {"dtype": dtype, "cache_dtype": cache_dtype}
     step = StepShape(group=shape.group, head_dim=shape.head_dim, num_rows=num_rows, **sizes)
     found = shape.tilings.attention(kind, step)
-    return None if found is None else Tiling(**asdict(found))
+    if found is None or found.least_bytes(step) > block_bytes(capability):
+        return None
+    return Tiling(**asdict(found))
 
 
 def _row(table: dict[Numbers, Rows], shape: AttentionShape) -> Tiling:

@@ -158,8 +158,8 @@ def divide(
 ) -> Division:
     """The sizes of a step's list on a device with `num_processors` multiprocessors.
 
-    Decode of few rows would leave most programs without work, so stretches may be as short as a tile; but not in
-    batch-invariant mode, where they must not depend on the number of rows.
+    Decode of few rows would leave most programs without work, so stretches may be as short as a tile, unless another
+    number was measured; but not in batch-invariant mode, where they must not depend on the number of rows.
     """
     tokens = 1 if kind == "decode" else tiling.block_m // shape.group
     num_programs = num_processors * tiling.occupancy
@@ -173,7 +173,7 @@ def divide(
         tiling.block_n,
         num_programs,
         shape.is_batch_invariant,
-        1 if is_few else MIN_TILES,
+        tiling.min_tiles or (1 if is_few else MIN_TILES),
         kind == "extend" and is_joint(shape, tiling, num_sequences, num_processors),
     )
 

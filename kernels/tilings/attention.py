@@ -12,6 +12,8 @@ from typing import Literal
 CacheName = Literal["bfloat16", "float16", "float32", "float8_e4m3fn"]
 AttentionKind = Literal["decode", "extend"]
 SMALLEST_ROWS = 16  # of a tile of matrix instructions
+MOST_MIN_TILES = 64  # more leave programs without work in any step
+ITEM_BYTES: dict[CacheName, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +41,7 @@ class StepTiling:
     num_warps: int
     num_stages: int
     occupancy: int  # programs launched for each multiprocessor
+    min_tiles: int | None = None  # of a program's stretch of a list of work, at least; None: by the number of rows
 
     def __post_init__(self) -> None:
         for name in ("block_m", "block_n", "num_warps"):
@@ -48,6 +51,14 @@ class StepTiling:
         for name, most in (("num_warps", 16), ("num_stages", 8), ("occupancy", 8)):
             if not 1 <= getattr(self, name) <= most:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be 1 to {most}")
+        if self.min_tiles is not None and not 1 <= self.min_tiles <= MOST_MIN_TILES:
+            raise ValueError(f"min_tiles = {self.min_tiles}: must be 1 to {MOST_MIN_TILES}, or null")
+
+    def least_bytes(self, shape: StepShape) -> int:
+        """Shared memory that a program takes at least: its queries, and the tiles that are on their way to it."""
+        width = 1 << (shape.head_dim - 1).bit_length()
+        tiles = 2 * (self.num_stages - 1) * self.block_n * ITEM_BYTES[shape.cache_dtype]
+        return width * (self.block_m * ITEM_BYTES[shape.dtype] + tiles)
 
     def check(self, shape: StepShape) -> None:
         """Raises ValueError if the tiling cannot run attention of this shape."""

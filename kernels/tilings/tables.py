@@ -24,7 +24,8 @@
     }
 
 Each kernel of `KERNELS` has a list. Shape and options are the fields of its two dataclasses; a field with a default may
-be left out. A file may hold several cards, and lacks a kernel or a shape where nothing was measured.
+be left out. A file may hold several cards, and lacks a kernel or a shape where nothing was measured. A tiling of
+attention that does not fit the card is not taken, with a line in the log.
 
 The setting `tilings` chooses: `auto` = the shipped table, and predictions for what it lacks; `off` = the library's
 products and the kernels' own defaults; a path = that file before the shipped table. `write_table` writes such a file.
@@ -92,6 +93,15 @@ class Tilings:
         sizes = (self.num_processors, self.shared_bytes, self.bytes_per_s)
         forms = predicted_forms(num_outputs, num_inner, kind, dtype, *sizes)
         return forms, "predicted" if forms else "predicted to be no slower"
+
+    def too_large(self, block_bytes: int) -> list[str]:
+        """Measured tilings of attention that take more than a block's shared memory: defaults are taken instead."""
+        return [
+            f"{kind}: {options} for {shape}"
+            for kind in ("decode", "extend")
+            for shape, options in self.entries.get(kind, {}).items()
+            if options.least_bytes(shape) > block_bytes
+        ]
 
     def attention(self, kind: AttentionKind, shape: StepShape) -> StepTiling | None:
         """The measured tiling of this shape for at least as many rows, else for the most; None = none was measured."""

@@ -106,11 +106,11 @@ def test_the_best_tilings_of_attention_are_in_the_table_beside_products(
     monkeypatch.setattr(Place, "name", "NVIDIA H200")
     case = next(each for each in attention.cases_of(None) if each.is_fp8)
     place, step = replace(Found().place, out=tmp_path), attention.step_of(case)
-    tiling = StepTiling(block_m=16, block_n=64, num_warps=4, num_stages=4, occupancy=2)
+    tiling = StepTiling(block_m=16, block_n=64, num_warps=4, num_stages=4, occupancy=2, min_tiles=2)
     attention.tabulate(place, {"decode": {step: (tiling, 120.0)}, "extend": {}})
     product = ProductCase(Product("m output", 1024, 2048, "add"), 4)
     products.tabulate(place, [(product.shape, LIBRARY, 5.0)])
     table = load_tilings(str(tmp_path / attention.TABLE), "NVIDIA H200", 132)
     assert table.attention("decode", step) == tiling and table.find("product", product.shape) == LIBRARY
     shape = AttentionShape(16, 8, 128, torch.bfloat16, torch.float8_e4m3fn, tilings=table)
-    assert decode_tiling(shape, 90, 64) == (16, 64, 4, 4, 2)
+    assert decode_tiling(shape, 90, 64) == (16, 64, 4, 4, 2, 2)

@@ -8,7 +8,7 @@ import torch
 
 from ....kernels.tilings.predicted import BYTES_PER_S
 from ....kernels.tilings.products import SHARED_BYTES
-from ....kernels.tilings.shared_memory import least_shared_bytes
+from ....kernels.tilings.shared_memory import block_bytes, least_shared_bytes
 from ....kernels.tilings.tables import Tilings, TilingsError, load_tilings
 from ....model.decoder.decoder import Decoder
 from ....runtime.env.log import get_logger
@@ -25,15 +25,19 @@ def tilings_of(config: EngineConfig, device: torch.device, kernels: str) -> Tili
     """
     if kernels != "triton":
         return None
-    card, sizes = "cpu", (1, SHARED_BYTES, BYTES_PER_S)  # Triton's interpreter
+    card, capability, sizes = "cpu", 90, (1, SHARED_BYTES, BYTES_PER_S)  # Triton's interpreter
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         card, processors = properties.name, properties.multi_processor_count
+        capability = 10 * properties.major + properties.minor
         sizes = (processors, least_shared_bytes(properties.major, properties.minor), _bytes_per_s(properties))
     try:
-        return load_tilings(config.tilings, card, *sizes)
+        tilings = load_tilings(config.tilings, card, *sizes)
     except TilingsError as error:
         raise ConfigError(str(error)) from None
+    if device.type == "cuda" and (left_out := tilings.too_large(block_bytes(capability))):
+        log.warning("tilings.too_large", card=card, capability=capability, left_out=left_out)
+    return tilings
 
 
 def _bytes_per_s(properties: Any) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from millrace.kernels.layout.attention_tilings import AttentionShape, decode_tiling, extend_tiling
+from millrace.kernels.layout.work_lists import AttentionShape, Tiling, decode_tiling, divide, extend_tiling
 from millrace.kernels.tilings import tables
 from millrace.kernels.tilings.attention import StepShape, StepTiling
 from millrace.kernels.tilings.predicted import predicted_forms
@@ -177,11 +177,28 @@ def test_a_step_has_the_tiling_of_the_next_number_of_rows_that_was_measured(tmp_
 def test_attention_takes_the_measured_tiling_but_in_batch_invariant_mode() -> None:
     table = Tilings(CARD, "here", {"decode": {STEP: replace(WIDE, num_warps=8)}})
     shape = AttentionShape(16, 8, 128, torch.bfloat16, torch.bfloat16, tilings=table)
-    assert decode_tiling(shape, 90, 3) == (16, 64, 8, 3, 3)
+    assert decode_tiling(shape, 90, 3) == Tiling(16, 64, 8, 3, 3)
     own = decode_tiling(replace(shape, tilings=None), 90, 3)
-    assert own == (16, 64, 4, 3, 3) == decode_tiling(shape, 90)
+    assert own == Tiling(16, 64, 4, 3, 3) == decode_tiling(shape, 90)
     assert decode_tiling(replace(shape, is_batch_invariant=True), 90, 3) == own
     assert extend_tiling(shape, 90, 3) == extend_tiling(shape, 90)
+
+
+def test_a_measured_tiling_that_does_not_fit_the_card_gives_way_to_the_default() -> None:
+    """3 tiles of 64 keys and values are 96 KiB, and queries 4: a block has 227 KiB at 9.0, and 99 at 8.6."""
+    table = Tilings(CARD, "here", {"decode": {STEP: replace(WIDE, num_stages=4)}})
+    shape = AttentionShape(16, 8, 128, torch.bfloat16, torch.bfloat16, tilings=table)
+    assert decode_tiling(shape, 90, 64).num_stages == 4
+    assert decode_tiling(shape, 86, 64) == decode_tiling(replace(shape, tilings=None), 86)
+    (left_out,) = table.too_large(99 << 10)
+    assert left_out.startswith("decode: StepTiling(block_m=16") and not table.too_large(100 << 10)
+
+
+def test_a_measured_tiling_says_how_short_the_stretches_of_programs_may_be() -> None:
+    table = Tilings(CARD, "here", {"decode": {STEP: replace(WIDE, min_tiles=2)}})
+    shape = AttentionShape(16, 8, 128, torch.bfloat16, torch.bfloat16, tilings=table)
+    found = {rows: divide("decode", shape, decode_tiling(shape, 90, rows), rows, rows, 132) for rows in (1, 64)}
+    assert [division.min_tiles for division in found.values()] == [2, 2], "1 and 4 where nothing was measured"
 
 
 @pytest.mark.parametrize("capability", [86, 89, 120, 133])
@@ -200,6 +217,7 @@ def test_a_card_with_little_shared_memory_takes_small_tiles(capability: int) -> 
     [
         ({"block_n": 48}, "block_n = 48: must be a power of two"),
         ({"num_stages": 9}, "num_stages = 9: must be 1 to 8"),
+        ({"min_tiles": 0}, "min_tiles = 0: must be 1 to 64, or null"),
         ({"block_m": 8}, "block_m, block_n = 8, 64: must be at least 16, 16 with group = 2"),
     ],
 )

@@ -55,7 +55,7 @@ def test_a_candidate_that_raises_or_ends_its_process_is_named_and_the_others_are
 def test_a_candidate_that_takes_too_long_is_named_and_nothing_is_said_of_those_behind_it() -> None:
     jobs = {"hangs": partial(time.sleep, 600), "never begins": WORKS}
     (name, said), *others = compile_all(jobs, operator.call, 1, time.monotonic() + 1).items()
-    assert name == "hangs" and said.startswith("not done after 1.") and not others
+    assert name == "hangs" and said.startswith("not done after ") and not others
 
 
 def test_without_time_nothing_is_tried() -> None:

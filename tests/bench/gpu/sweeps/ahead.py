@@ -114,7 +114,7 @@ def attention_jobs(target: Target) -> dict[str, Any]:
     with pretended(target):
         for case in cases_of(None):
             if has_fp8 or not case.is_fp8:
-                what = f"{case.widths} {case.kind} {case.is_fp8} {case.block_size}"
+                what = f"{case.widths} {case.kind} {case.is_fp8} {case.block_size} {case.is_folded}"
                 for choice in choices_of(case, torch.device("meta"), torch.bfloat16, is_dry=False):
                     jobs.setdefault(f"{what} {choice}", (compile_choice, case, choice))
     return jobs

@@ -22,10 +22,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from millrace.kernels import kernel_set
 from millrace.kernels.layout import work_lists
-from millrace.kernels.layout.work_lists import AttentionShape, Division, Tiling
+from millrace.kernels.layout.work_lists import AttentionShape, Tiling
 from millrace.kernels.tilings.attention import CacheName, StepShape, StepTiling
 from millrace.kernels.tilings.tables import write_table
 from millrace.kernels.triton import attention_plan as triton_plan
+from millrace.kernels.triton.attention import MOST_FOLDED_ROWS
 from millrace.kernels.triton.launch import capability
 from tests.bench.gpu.floors import GPU_SHAPES
 from tests.bench.gpu.place import TINY, Place
@@ -47,8 +48,12 @@ class Choice:
     tiling: Tiling
     min_tiles: int | None = None  # of a program's stretch; None: as `divide` chooses
 
+    @property
+    def whole(self) -> Tiling:
+        return self.tiling._replace(min_tiles=self.min_tiles)
+
     def __str__(self) -> str:
-        return f"{tuple(self.tiling)}" + f" from {self.min_tiles} tiles" * (self.min_tiles is not None)
+        return f"{self.tiling[:5]}" + f" from {self.min_tiles} tiles" * (self.min_tiles is not None)
 
 
 # Today's come first, then those whose loops wait for each load, as all did before they ran ahead: 2 stages.
@@ -81,6 +86,11 @@ class Case:
     is_fp8: bool = False
     block_size: int = 16
     min_tiles: tuple[int, ...] = ()  # tried with today's tiling
+
+    @property
+    def is_folded(self) -> bool:
+        """Whether a step has this in one launch with its prologue, so that this is what must be fast."""
+        return self.kind == "decode" and len(self.load) <= MOST_FOLDED_ROWS
 
     def __str__(self) -> str:
         return self.name
@@ -117,10 +127,10 @@ def tabulate(place: Place, best: Best) -> None:
 
 
 def sweep(place: Place, case: Case) -> tuple[StepTiling, float] | None:
-    """One load: its best tiling among those that leave the shortest stretch to `divide`, with its time."""
+    """One load: its best tiling, with its time."""
     clock = clock_of(place.device)
     draw = torch.Generator(place.device).manual_seed(place.seed)
-    kinds = {"is_fp8": case.is_fp8, "block_size": case.block_size}
+    kinds = {"is_fp8": case.is_fp8, "block_size": case.block_size, "is_folded": case.is_folded}
     kernels = kernel_set.load("triton")
     load = AttentionLoad.drawn(kernels, case.widths, NUM_LAYERS, case.load, place.dtype, draw, **kinds)
     want: Tensor | None = None  # what today's gives, which comes first
@@ -142,13 +152,12 @@ def sweep(place: Place, case: Case) -> tuple[StepTiling, float] | None:
         return None
     shipped_us = found[0][0]
     us, choice, floor_us = min(found, key=lambda each: each[0])
-    best = {"kind": case.kind, "tiling": tuple(choice.tiling), "min_tiles": choice.min_tiles}
+    best = {"kind": case.kind, "tiling": choice.tiling[:5], "min_tiles": choice.min_tiles}
     place.tell({"name": case.name, "us": us, "floor_us": floor_us, "shipped_us": shipped_us, **best})
     for name, launch in others(case, load, place):
         with place.trying(f"{case} {name}"):
             place.tell({"name": f"{case} {name}", "us": clock.us(launch), "floor_us": floor_us})
-    least_us, choice, _ = min((each for each in found if each[1].min_tiles is None), key=lambda each: each[0])
-    return StepTiling(**choice.tiling._asdict()), least_us
+    return StepTiling(**choice.whole._asdict()), us
 
 
 def others(case: Case, load: AttentionLoad, place: Place) -> Iterator[tuple[str, Callable[[], dict[str, Tensor]]]]:
@@ -223,10 +232,11 @@ def compile_choice(case: Case, choice: Choice) -> None:
     """Launches it on meta tensors, for the processes that compile."""
     from millrace.kernels.triton import kernel_set as triton_kernels
 
-    is_whole = len(case.load) == 1
+    is_whole, is_folded = len(case.load) == 1, case.is_folded
     small = tuple((min(new, SMALL), min(length, SMALL)) for new, length in case.load[:: max(1, len(case.load) - 1)])
     case = replace(case, load=small[: 1 if is_whole else 2])
-    sizes: dict[str, Any] = {"is_fp8": case.is_fp8, "block_size": case.block_size, "device": torch.device("meta")}
+    sizes: dict[str, Any] = {"is_fp8": case.is_fp8, "block_size": case.block_size, "is_folded": is_folded}
+    sizes["device"] = torch.device("meta")
     load = AttentionLoad.drawn(triton_kernels, case.widths, NUM_LAYERS, case.load, torch.bfloat16, None, **sizes)
     with chosen(case.kind, choice):
         load.attend(load.plan())
@@ -234,20 +244,11 @@ def compile_choice(case: Case, choice: Choice) -> None:
 
 @contextmanager
 def chosen(kind: str, choice: Choice) -> Iterator[None]:
-    """Lists are made, and launched, by this."""
-    divide = triton_plan.divide
-
-    def divided(its_kind: Any, *sizes: Any) -> Division:
-        division = divide(its_kind, *sizes)
-        is_changed = its_kind == kind and choice.min_tiles is not None
-        return replace(division, min_tiles=choice.min_tiles) if is_changed else division
-
-    patches: dict[str, Any] = {f"{kind}_tiling": lambda *_: choice.tiling, "divide": divided}
-    before = {name: getattr(triton_plan, name) for name in patches}
-    for name, value in patches.items():
-        setattr(triton_plan, name, value)
+    """Lists are made, and walked, by this."""
+    name = f"{kind}_tiling"
+    before = getattr(triton_plan, name)
+    setattr(triton_plan, name, lambda *_: choice.whole)
     try:
         yield
     finally:
-        for name, value in before.items():
-            setattr(triton_plan, name, value)
+        setattr(triton_plan, name, before)

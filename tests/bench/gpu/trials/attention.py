@@ -13,6 +13,7 @@ from millrace.kernels.checks.roofline import LaunchCost
 from millrace.kernels.kernel_set import KernelSet
 from millrace.kernels.layout.list_work import list_work
 from millrace.kernels.layout.work_lists import AttentionPlan, AttentionShape
+from tests.bench.gpu.trials.folded import FoldedInputs
 from tests.bench.gpu.trials.layers import Widths
 from tests.bench.gpu.trials.trial import Tensors, Trial, far, unchecked
 from tests.kernels.paged import PagedCase, dense_attention, make_case
@@ -121,6 +122,7 @@ class AttentionLoad:
     shape: AttentionShape
     block_size: int
     scales: tuple[Tensor | None, Tensor | None]
+    folded: FoldedInputs | None = None  # of decode with its prologue, as steps of few rows have it
 
     @classmethod
     def drawn(
@@ -136,14 +138,17 @@ class AttentionLoad:
         is_fp8: bool = False,
         block_size: int = 16,
         device: torch.device | None = None,
+        is_folded: bool = False,
     ) -> AttentionLoad:
-        """`draw` None: on `device`, and never filled, as meta tensors cannot be."""
+        """`draw` None: on `device`, and never filled, as meta tensors cannot be. `is_folded`: decode with its prologue,
+        with norms of heads."""
         device = draw.device if draw is not None else device
         assert device is not None
         case = _random_case(widths, num_layers, load, dtype, draw, device, is_block_major, is_fp8, block_size)
         shape = AttentionShape(widths.num_heads, widths.num_groups, widths.head_dim, dtype, case.k_cache.dtype)
         scales = (torch.ones(widths.num_groups, device=device),) * 2 if is_fp8 else (None, None)
-        return cls(kernels, widths, load, case, shape, block_size, scales)
+        folded = FoldedInputs.drawn(widths, case, block_size, draw) if is_folded else None
+        return cls(kernels, widths, load, case, shape, block_size, scales, folded)
 
     @property
     def is_decode(self) -> bool:
@@ -155,6 +160,13 @@ class AttentionLoad:
 
     def attend(self, plan: AttentionPlan | None) -> Tensors:
         scale = self.widths.head_dim**-0.5
+        if self.folded is not None:
+            of, case, (k_scale, v_scale) = self.folded, self.case, self.scales
+            out = self.kernels.prologue_decode(
+                of.qkv, of.norms, of.cos, of.sin, of.positions, case.k_cache, case.v_cache, of.slots, None,
+                case.block_tables, case.lengths, scale, k_scale=k_scale, v_scale=v_scale, plan=plan,
+            )  # fmt: skip
+            return {"out": out}
         return {"out": _attend(self.kernels, self.case, plan, self.is_decode, scale, None, None, None, *self.scales)}
 
     def trials(self) -> tuple[Trial, Trial]:
@@ -173,11 +185,14 @@ class AttentionLoad:
             self.plan()
             return {}
 
-        name = f"{'paged_decode' if self.is_decode else 'paged_attention'} of {what}"
+        name = f"{_KERNELS[self.is_decode, self.folded is not None]} of {what}"
         return (
             Trial(f"plan_attention of {what}", listing, unchecked, listed),
             Trial(name, lambda: self.attend(plan), unchecked, whole + walked),
         )
+
+
+_KERNELS = {(False, False): "paged_attention", (True, False): "paged_decode", (True, True): "prologue_decode"}
 
 
 def timed_trials(

@@ -7,6 +7,7 @@ the same; products against float64.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,7 @@ from millrace.model.decoder.linear import Linear
 from tests.bench.gpu.trials import oracle
 from tests.bench.gpu.trials.layers import EPS, Widths
 from tests.bench.gpu.trials.trial import Tensors, Trial, far, unlike
+from tests.kernels.paged import PagedCase
 
 BLOCK_SIZE = 16
 LENGTHS = (1, 2, 17, 0, 64, 65, 200)  # an item's tile has 64 tokens or fewer
@@ -96,6 +98,36 @@ def decode_trial(
     cost = roofline.prologue_decode(lengths, heads, groups, dim, dim, BLOCK_SIZE, size, has_norms=has_norms)
     what = f"{len(lengths)} x {heads}/{groups} x {dim}{', norms' * has_norms}"
     return Trial(f"prologue_decode of {what}", lambda: launch(kernels, data.clone()), wrong, cost)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FoldedInputs:
+    """What decode with its prologue reads beside a cache. The new tokens are the last ones of their sequences."""
+
+    qkv: Tensor  # [S, H + 2 G, D]
+    norms: HeadNorms
+    cos: Tensor  # [P, D / 2] f32
+    sin: Tensor
+    positions: Tensor  # [S] i64
+    slots: Tensor
+
+    @classmethod
+    def drawn(cls, widths: Widths, case: PagedCase, block_size: int, draw: Generator | None) -> FoldedInputs:
+        num_rows, (_, width) = len(case.lengths), case.block_tables.shape
+        device, dtype, dim = case.q.device, case.q.dtype, widths.head_dim
+        own = torch.randn(num_rows, 2 * widths.num_groups, dim, generator=draw, device=device, dtype=dtype)
+        angles = torch.rand(width * block_size, dim // 2, generator=draw, device=device) * 6
+        last = case.lengths.long() - 1
+        blocks = case.block_tables.gather(1, (last // block_size)[:, None])[:, 0].long()
+        weights = torch.ones(2, dim, device=device, dtype=dtype)
+        return cls(
+            qkv=torch.cat([case.q, own], 1),
+            norms=HeadNorms(q=weights[0], k=weights[1], eps=EPS),
+            cos=angles.cos(),
+            sin=angles.sin(),
+            positions=last,
+            slots=blocks * block_size + last % block_size,
+        )
 
 
 # ---- products -------------------------------------------------------------------------------------------------------

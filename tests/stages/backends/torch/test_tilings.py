@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from millrace.kernels import kernel_set
+from millrace.kernels.tilings.attention import StepShape, StepTiling
+from millrace.kernels.tilings.tables import write_table
 from millrace.model.decoder.decoder import Decoder
 from millrace.model.decoder.weights import load_weights
 from millrace.model.families.registry import read_spec
@@ -53,6 +55,16 @@ def test_a_file_that_cannot_be_used_stops_the_start(card: None, tmp_path: Path) 
     path.write_text(json.dumps({"format": 7}))
     with pytest.raises(ConfigError, match=r"tilings = .*tilings\.json: format = 7: must be 1; measure it again"):
         tilings_of(EngineConfig(tilings=str(path)), CUDA, "triton")
+
+
+def test_a_measured_tiling_of_attention_that_does_not_fit_the_card_is_logged(card: None, tmp_path: Path) -> None:
+    path, step = tmp_path / "tilings.json", StepShape(group=2, head_dim=128, num_rows=64)
+    wide = StepTiling(block_m=16, block_n=64, num_warps=4, num_stages=8, occupancy=1)  # 224 KiB of keys and values
+    write_table(path, "NVIDIA H200", "today", {"decode": [(step, wide, 70.0)]})
+    with captured_logs() as lines:
+        tilings_of(EngineConfig(tilings=str(path)), CUDA, "triton")
+    (line,) = lines
+    assert (line["event"], line["capability"], len(line["left_out"])) == ("tilings.too_large", 90, 1)
 
 
 def test_the_log_has_a_line_for_each_kind_of_product(tmp_path: Path) -> None:

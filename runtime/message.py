@@ -11,9 +11,13 @@ from __future__ import annotations
 import inspect
 from dataclasses import FrozenInstanceError, dataclass, field, fields
 from functools import partial
-from typing import Any, Never, TypeVar, dataclass_transform
+from typing import Annotated, Any, Never, TypeVar, dataclass_transform
 
 T = TypeVar("T")
+
+# A field's type: a point in time on the monotonic clock of this machine, in seconds. Where it crosses a link to another
+# machine, it arrives on that one's clock.
+Moment = Annotated[float, "Moment"]
 
 
 @dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(field,))

@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..runtime.message import message
+from ..runtime.message import Moment, message
 from .params import SamplingParams
 from .pooling_params import PoolingParams, Role
 
@@ -112,7 +112,7 @@ class Request:
     params: SamplingParams
     first_sequence_id: int = -1  # the exit assigns it when the request enters
     priority: int = 0  # lower goes first
-    arrival_s: float = 0.0  # monotonic
+    arrival_s: Moment = 0.0
     cache_salt: str = ""  # requests share cached prefixes only with requests of the same salt
     parent_id: str | None = None  # set on a step of a beam search: the id of the client's request
     num_expected_cached: int = 0  # prompt tokens likely in the prefix cache; a hint, need not be right
@@ -137,7 +137,7 @@ class TokenRequest:
     params: SamplingParams  # max_tokens and seed are set, never None
     first_sequence_id: int
     priority: int = 0
-    arrival_s: float = 0.0
+    arrival_s: Moment = 0.0
     cache_salt: str = ""
     num_expected_cached: int = 0  # as in `Request`
     pooling: PoolingParams | None = None  # with its kind set; the prompt may then fill the context
@@ -463,7 +463,7 @@ class StepTokens:
     pooled: Mapping[int, Pooled] = field(default_factory=dict)  # slot -> a pooled sequence's result
     prompt_logprobs: Sequence[PromptLogprobs] = ()  # of prompts of which the step computed a part
     progress: Sequence[PromptProgress] = ()  # of requests with return_progress
-    began_s: float | None = None  # when the device could begin the step; set if a sequence started in it
+    began_s: Moment | None = None  # when the device could begin the step; set if a sequence started in it
     grammar_us: int = 0  # time for which sampling waited for grammar masks
 
 
@@ -495,7 +495,7 @@ class Begun:
 
     token_ids: Ints  # [P] the prompt
     num_cached: int = 0  # prompt tokens that were not computed
-    began_s: float | None = None  # when the device began with it, monotonic; None: it was not measured
+    began_s: Moment | None = None  # when the device began with it; None: it was not measured
 
 
 @message

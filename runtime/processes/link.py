@@ -1,77 +1,94 @@
-"""A link between two processes over a socketpair: channels and control messages.
+"""A link between two processes over a stream of bytes: channels and control messages.
 
     one end                                             the other
     OutboundChannel.send -> items, while credits last -> InboundChannel, up to its capacity
                          <- credits, as items are received <-
     Link.post            -> words, in order with items -> on_word
 
-A word is a control message that needs no credit. A frame is 16 bytes (kind, edge, lengths of its two parts), then a
-message as `wire.py` encodes it. Frames are sent together, once per turn of the loop, and everything that has arrived is
-read together. So a turn costs one system call each way. Order is kept over all edges and words of one direction. An
-invalid frame ends the link with a `LinkError` that describes it: a stream cannot be resumed in its middle.
+A word is a control message that needs no credit. Frames (`frames.py`) are sent together, once per turn of the loop, and
+everything that has arrived is read together. So a turn costs one system call each way. Order is kept over all edges and
+words of one direction. An invalid frame ends the link with a `LinkError` that describes it: a stream cannot be resumed
+in its middle.
+
+Each end begins with a hello: its version, edges, and types with their fields. Messages wait for that of the other end,
+as they are encoded with the fields that both know (`type_fields.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import socket
-import struct
 import time
-from collections import deque
 from collections.abc import Callable
 from contextvars import Context
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import orjson
 
-from ..channel import Channel
-from .wire import ALIGNMENT, Buffer, Codec, WireError
+from .frames import (
+    CLOSE,
+    CREDIT,
+    HELLO,
+    ITEM,
+    MAX_FRAME_BYTES,
+    MAX_HELLO_BYTES,
+    PING,
+    PONG,
+    WORD,
+    FrameReader,
+    LinkError,
+    pack_frame,
+)
+from .link_channels import InboundChannel, OutboundChannel
+from .liveness import PING_TIME, PONG_TIMES, PeerClock, Silence
+from .transport import READ_BYTES, Transport
+from .type_fields import codec_for, describe
+from .wire import Buffer, Codec, WireError
 
-T = TypeVar("T")
-
-VERSION = 1  # of the frames and their meaning
-MAX_FRAME_BYTES = 64 << 20  # a prompt of a million tokens has 4 MiB
-READ_BYTES = 1 << 18
+VERSION = 2  # of the frames and their meaning, and of fields without a default
 READS_AT_ONCE = 4  # before other callbacks of the loop run
-SOCKET_BYTES = 1 << 20  # socket buffer requested in each direction
-
-FRAME = struct.Struct("<HBBIII")  # magic, kind, edge, bytes of the header, bytes of the body, count of credits
-MAGIC = 0x4C4D
-HELLO, WORD, ITEM, CREDIT, CLOSE = range(1, 6)  # kinds
-
-
-class LinkError(Exception):
-    """The other end sent an invalid frame or has another version. The message says what it sent."""
 
 
 class Link:
     """One end of a link. Declare the edges, `start` it on the loop that uses it, `close` it.
 
     `on_lost` is called once, with None when the other end has gone, or with the error. Not after `close`.
+
+    timeout_s   after so long without a frame the other end counts as lost, and this end pings it each second. `clock`
+                and the other end's may then differ: each `Moment` is shifted when it arrives. None: both ends are on
+                one machine, where the end of a process ends its link, and share one clock
     """
 
     def __init__(
         self,
-        sock: socket.socket,
+        transport: Transport,
         codec: Codec,
         on_word: Callable[[Any], None],
         on_lost: Callable[[LinkError | None], None],
+        *,
+        timeout_s: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
         max_frame_bytes: int = MAX_FRAME_BYTES,
     ) -> None:
-        self._sock = sock
-        self._codec = codec
+        self._transport = transport
+        self._codec = self._shared_codec = codec  # the first with moments shifted; with the other end's fields if met
         self._on_word = on_word
         self._on_lost = on_lost
+        self._clock = clock
         self._max_frame_bytes = max_frame_bytes
         self._outbound: list[OutboundChannel[Any]] = []
         self._inbound: list[InboundChannel[Any]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._context = Context()  # of no request: its id would mark the log lines of a link that breaks
+        self._early: list[tuple[int, int, Any]] = []  # kinds, edges and messages that wait for the hello
         self._queued: list[Buffer] = []  # frames to send at the next turn
-        self._unsent = memoryview(b"")  # what did not fit into the socket's buffer
+        self._pong: bytes | None = None  # the answer to the last ping, to send at the next turn
+        self._unsent = memoryview(b"")  # what did not fit into the transport's buffer
         self._is_woken = False  # a flush is scheduled
-        self._received = bytearray()
+        self._frames = FrameReader(MAX_HELLO_BYTES)
         self._is_met = False  # the other end has sent its hello
+        self._silence = None if timeout_s is None else Silence(timeout_s)
+        self._ticking: asyncio.TimerHandle | None = None
+        self.peer_clock = PeerClock()
         self.is_open = False
         self._is_closing = False
         self.num_sends = self.num_frames_sent = self.num_bytes_sent = 0
@@ -87,27 +104,29 @@ class Link:
     def start(self) -> None:
         """Begins to send and receive frames, on the running loop."""
         self._loop = asyncio.get_running_loop()
-        self._sock.setblocking(False)
-        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-            self._sock.setsockopt(socket.SOL_SOCKET, option, SOCKET_BYTES)
         self.is_open = True
-        self._put(HELLO, 0, orjson.dumps(self._introduction(self._outbound, self._inbound)), [])
+        hello = self._introduction(self._outbound, self._inbound)
+        hello |= {"types": describe(self._codec), "clock_s": self._clock()}
+        self._put(HELLO, header=orjson.dumps(hello))
         for edge, outbound in enumerate(self._outbound):
-            outbound._bind(self, edge)
+            outbound.bind(self, edge)
         for edge, inbound in enumerate(self._inbound):
-            inbound._bind(self, edge)
-        self._loop.add_reader(self._sock, self._on_readable)
+            inbound.bind(self, edge)
+        self._transport.start(self._on_readable, self._on_writable)
+        if self._silence is not None:
+            self._ticking = self._loop.call_later(self._silence.tick_s, self._tick, context=self._context)
 
     def post(self, word: Any) -> None:
         """Sends a word, in order with items, without waiting. Does nothing if the link is lost.
 
-        Raises `WireError` if it cannot be encoded. The caller bounds their number.
+        Raises `WireError` if it cannot be encoded; before the other end's hello, that loses the link instead. The
+        caller bounds the number of words.
         """
         if self.is_open:
-            self._put(WORD, 0, *self._codec.encode(word))
+            self.carry(WORD, 0, word)
 
     def close(self) -> None:
-        """Sends what the socket has room for, and closes it. Idempotent."""
+        """Sends what the transport has room for, and closes it. Idempotent."""
         if self.is_open:
             self._is_closing = True
             self._flush()
@@ -115,25 +134,31 @@ class Link:
 
     # -- sending
 
-    def _introduction(self, outbound: list[Any], inbound: list[Any]) -> dict[str, Any]:
+    @staticmethod
+    def _introduction(outbound: list[Any], inbound: list[Any]) -> dict[str, Any]:
         edges = [[[channel.name, channel.capacity] for channel in side] for side in (outbound, inbound)]
-        return {"version": VERSION, "messages": self._codec.fingerprint, "edges": edges}
+        return {"version": VERSION, "edges": edges}
 
-    def _put(self, kind: int, edge: int, header: bytes, body: list[Buffer], count: int = 0) -> None:
-        size = sum(map(len, body))
-        if len(header) + size > self._max_frame_bytes:
-            raise WireError(f"a message of {len(header) + size} bytes cannot be sent: at most {self._max_frame_bytes}")
-        padding = -len(header) % ALIGNMENT
-        self._queued += (FRAME.pack(MAGIC, kind, edge, len(header) + padding, size, count), header, b" " * padding)
-        self._queued += body
-        self.num_frames_sent += 1
-        self._wake()
+    def carry(self, kind: int, edge: int, message: Any = None) -> None:
+        """As `Carrier.carry`; for the channels."""
+        if not self._is_met:
+            self._early.append((kind, edge, message))
+        elif kind == CLOSE:
+            self._put(CLOSE, edge)
+        else:
+            self._put(kind, edge, *self._shared_codec.encode(message))
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """As `Carrier.wake`; for the channels."""
         if not self._is_woken and self.is_open:
             self._is_woken = True
             assert self._loop is not None
             self._loop.call_soon(self._turn, context=self._context)
+
+    def _put(self, kind: int, edge: int = 0, header: bytes = b"", body: list[Buffer] | None = None) -> None:
+        self._queued += pack_frame(kind, edge, header, body or (), max_frame_bytes=self._max_frame_bytes)
+        self.num_frames_sent += 1
+        self.wake()
 
     def _turn(self) -> None:
         self._is_woken = False
@@ -144,20 +169,20 @@ class Link:
         for edge, inbound in enumerate(self._inbound):
             if inbound.num_owed:
                 count, inbound.num_owed = inbound.num_owed, 0
-                self._queued.append(FRAME.pack(MAGIC, CREDIT, edge, 0, 0, count))
+                self._queued += pack_frame(CREDIT, edge, count=count)
         if self._unsent:
             return  # `_on_writable` sends the rest when there is room
+        if self._pong is not None:
+            pong, self._pong = self._pong, None
+            self._queued += pack_frame(PONG, header=pong)
         data = memoryview(b"".join(self._queued))
         self._queued.clear()
         if len(data):
             self._send(data)
 
     def _send(self, data: memoryview) -> None:
-        assert self._loop is not None
         try:
-            sent = self._sock.send(data)
-        except (BlockingIOError, InterruptedError):
-            sent = 0
+            sent = self._transport.send(data)
         except OSError:
             if not self._is_closing:
                 self._on_readable()  # the last words of the other end may have arrived, such as why it has gone
@@ -165,60 +190,40 @@ class Link:
             return
         self.num_sends += 1
         self.num_bytes_sent += sent
-        was_waiting, self._unsent = bool(self._unsent), data[sent:]
-        if self._unsent and not was_waiting:
-            self._loop.add_writer(self._sock, self._on_writable)
+        self._unsent = data[sent:]
 
     def _on_writable(self) -> None:
-        assert self._loop is not None
         self._send(self._unsent)
         if self.is_open and not self._unsent:
-            self._loop.remove_writer(self._sock)
             self._flush()
 
     # -- receiving
 
     def _on_readable(self) -> None:
         has_ended = False
-        for _ in range(READS_AT_ONCE):
-            try:
-                data = self._sock.recv(READ_BYTES)
-            except (BlockingIOError, InterruptedError):
-                break
-            except OSError:
-                data = b""
-            if not data:
-                has_ended = True
-                break
-            self._received += data
-            if len(data) < READ_BYTES:
-                break
         try:
-            self._take_frames()
+            for _ in range(READS_AT_ONCE):
+                data = self._transport.recv()
+                if not data:
+                    has_ended = data is not None
+                    break
+                self._frames.feed(data)
+                self._take_frames()
+                if len(data) < READ_BYTES or not self.is_open:
+                    break
         except (LinkError, WireError) as error:
             self._lose(error if isinstance(error, LinkError) else LinkError(str(error)))
             return
+        if self._silence is not None:
+            self._silence.has_heard = True
         if has_ended:
-            torn = f"the other end closed the link in the middle of a frame, after {len(self._received)} bytes of it"
-            self._lose(LinkError(torn) if self._received else None)
+            torn = f"the other end closed the link in the middle of a frame, after {len(self._frames)} bytes of it"
+            self._lose(LinkError(torn) if len(self._frames) else None)
 
     def _take_frames(self) -> None:
-        at, received = 0, self._received
-        try:
-            while self.is_open and len(received) - at >= FRAME.size:
-                magic, kind, edge, header_bytes, body_bytes, count = FRAME.unpack_from(received, at)
-                if magic != MAGIC:
-                    raise LinkError(f"a frame begins with {magic:#06x}: must be {MAGIC:#06x}")
-                if header_bytes + body_bytes > self._max_frame_bytes:
-                    raise LinkError(f"a frame of {header_bytes + body_bytes} bytes: at most {self._max_frame_bytes}")
-                end = at + FRAME.size + header_bytes + body_bytes
-                if len(received) < end:
-                    break
-                frame = memoryview(bytes(received[at + FRAME.size : end]))  # a copy: messages keep views of it
-                at = end
-                self._take(kind, edge, frame[:header_bytes], frame[header_bytes:], count)
-        finally:
-            del received[:at]
+        frames = self._frames
+        while self.is_open and (frame := frames.next()) is not None:
+            self._take(*frame)
 
     def _take(self, kind: int, edge: int, header: memoryview, body: memoryview, count: int) -> None:
         if not self._is_met:
@@ -227,34 +232,86 @@ class Link:
             return self._meet(bytes(header))
         match kind:
             case _ if kind == ITEM:
-                self._edge(self._inbound, edge)._arrive(self._codec.decode(header, body))
+                self._edge(self._inbound, edge).arrive(self._codec.decode(header, body))
             case _ if kind == WORD:
                 self._on_word(self._codec.decode(header, body))
             case _ if kind == CREDIT:
-                self._edge(self._outbound, edge)._pay(count)
+                self._edge(self._outbound, edge).pay(count)
             case _ if kind == CLOSE:
                 self._edge(self._inbound, edge).close()
+            case _ if kind == PING and len(header) == PING_TIME.size:
+                self._pong = bytes(header) + PING_TIME.pack(self._clock())
+                self.wake()
+            case _ if kind == PONG and len(header) == PONG_TIMES.size:
+                self._note_trip(*PONG_TIMES.unpack(header))
             case _:
-                raise LinkError(f"a frame of unknown kind {kind}")
-
-    def _meet(self, hello: bytes) -> None:
-        """Checks the hello: the other end must have the same version, messages and edges."""
-        try:
-            received = orjson.loads(hello)
-        except orjson.JSONDecodeError:
-            raise LinkError("a hello that is not JSON") from None
-        expected = orjson.loads(orjson.dumps(self._introduction(self._inbound, self._outbound)))
-        if received != expected:
-            raise LinkError(
-                f"the other end is {received}, and must be {expected}: both ends must have the same version"
-            )
-        self._is_met = True
+                raise LinkError(f"a frame of unknown kind {kind}, or of a wrong length")
 
     @staticmethod
     def _edge(channels: list[Any], edge: int) -> Any:
         if edge >= len(channels):
             raise LinkError(f"a frame for edge {edge}: there are {len(channels)}")
         return channels[edge]
+
+    # -- meeting
+
+    def _meet(self, hello: bytes) -> None:
+        """Checks the hello: the other end must have the same version and edges. Then sends what has waited for it."""
+        try:
+            received = orjson.loads(hello)
+        except orjson.JSONDecodeError:
+            raise LinkError("a hello that is not JSON") from None
+        expected = self._introduction(self._inbound, self._outbound)
+        found = {name: received.get(name) for name in expected} if isinstance(received, dict) else received
+        if found != expected:
+            raise LinkError(
+                f"the other end is {str(found)[:500]}, and must be {expected}: both ends must have the same version"
+            )
+        self._codec = self._shared_codec = codec_for(self._codec, received.get("types"))
+        self._is_met = True
+        self._frames.max_frame_bytes = self._max_frame_bytes
+        if self._silence is not None:
+            self._greet(received.get("clock_s"))
+        early, self._early = self._early, []
+        for kind, edge, message in early:
+            try:
+                self.carry(kind, edge, message)
+            except WireError as error:
+                if kind != ITEM:
+                    raise
+                self._outbound[edge].refuse(message, error)
+
+    def _greet(self, there_s: Any) -> None:
+        """Takes the other end's clock from its hello until pings have measured it."""
+        if not isinstance(there_s, (int, float)):
+            raise LinkError(f"a hello with clock_s = {there_s!r}: must be a number")
+        self.peer_clock.note_greeting(there_s, self._clock())
+        self._shift()
+        self._put(PING, header=PING_TIME.pack(self._clock()))
+
+    # -- pings
+
+    def _tick(self) -> None:
+        assert self._loop is not None and self._silence is not None
+        if self._silence.tick():
+            self._lose(LinkError(f"the other end has sent nothing for {self._silence.timeout_s:g} s"))
+            return
+        self._ticking = self._loop.call_later(self._silence.tick_s, self._tick, context=self._context)
+        if self._is_met and not self._unsent:
+            self._put(PING, header=PING_TIME.pack(self._clock()))
+
+    def _note_trip(self, sent_s: float, there_s: float) -> None:
+        if self._silence is None:
+            raise LinkError("an answer came to a ping that was not sent")
+        try:
+            self.peer_clock.note_trip(sent_s, there_s, self._clock())
+        except ValueError as error:
+            raise LinkError(str(error)) from None
+        self._shift()
+
+    def _shift(self) -> None:
+        offset_s = self.peer_clock.offset_s
+        self._codec = self._shared_codec.shifted(-offset_s) if offset_s else self._shared_codec
 
     # -- the end
 
@@ -264,161 +321,12 @@ class Link:
             self._on_lost(error)
 
     def _end(self) -> None:
-        assert self._loop is not None
         self.is_open = False
-        self._loop.remove_reader(self._sock)
-        if self._unsent:
-            self._loop.remove_writer(self._sock)
-        self._sock.close()
+        self._early.clear()
+        if self._ticking is not None:
+            self._ticking.cancel()
+        self._transport.close()
         for outbound in self._outbound:
-            outbound._unbind()
+            outbound.unbind()
         for inbound in self._inbound:
-            inbound._unbind()
-
-
-class OutboundChannel(Channel[T], Generic[T]):
-    """The sending half of a channel that crosses a link.
-
-    Senders use it like any other channel: `send` waits while `capacity` items are on the other side and not received,
-    or promised.
-
-    Without a link, items are kept here. When a link is lost, the items it carried are dropped, as it is unknown which
-    were received. `on_refused` gets an item that cannot be encoded; the item then counts as received. `on_send` is
-    called with each item, also with those that `hold` drops.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        capacity: int,
-        clock: Callable[[], float] = time.monotonic,
-        on_send: Callable[[T], object] | None = None,
-        on_refused: Callable[[T, WireError], object] | None = None,
-    ) -> None:
-        super().__init__(name, capacity, clock)
-        self._link: Link | None = None
-        self._edge = 0
-        self._on_send = on_send
-        self._on_refused = on_refused
-        self._kept: deque[T] = deque()  # items kept until there is a link; they are in `queued` too
-        self._passes: Callable[[T], bool] | None = None  # the items that are not dropped; None: all
-
-    def hold(self, passes: Callable[[T], bool]) -> None:
-        """Drops what is kept, and from now on each item for which `passes` is false, until `release`.
-
-        For a sender that remembers its items (`on_send`) and sends them again.
-        """
-        self._passes = passes
-        if self._kept:
-            self._kept.clear()
-            self.queued.clear()
-            self._on_capacity_freed()
-
-    def release(self) -> None:
-        """Ends `hold`."""
-        self._passes = None
-
-    def _put(self, item: T, now: float | None = None) -> None:
-        if self._on_send is not None:
-            self._on_send(item)
-        if self._passes is not None and not self._passes(item):
-            return
-        if self._link is None:
-            self._kept.append(item)
-        elif not self._carry(item):
-            return
-        super()._put(item, now)
-
-    def _carry(self, item: T) -> bool:
-        """Sends the item over the link. Returns False if it was refused."""
-        assert self._link is not None
-        try:
-            self._link._put(ITEM, self._edge, *self._link._codec.encode(item))
-        except WireError as error:
-            if self._on_refused is None:
-                raise
-            self._on_refused(item, error)
-            return False
-        return True
-
-    def _bind(self, link: Link, edge: int) -> None:
-        self._link, self._edge = link, edge
-        kept, self._kept = self._kept, deque()
-        self.queued.clear()
-        self.queued.extend(item for item in kept if self._carry(item))
-        if self.is_closed:
-            link._put(CLOSE, edge, b"", [])
-        self._on_capacity_freed()
-
-    def _unbind(self) -> None:
-        self._link = None
-        self.queued.clear()
-        self._on_capacity_freed()
-
-    def _pay(self, count: int) -> None:
-        """The other side received `count` items."""
-        if count > len(self.queued):
-            raise LinkError(f"edge {self.name}: {count} credits for {len(self.queued)} items")
-        depth = len(self.queued)
-        self._recent_high_water = max(self._recent_high_water, depth)
-        self._high_water = max(self._high_water, depth)
-        del self.queued[:count]
-        self._on_capacity_freed()
-
-    def _on_capacity_freed(self) -> None:
-        now = self._clock()
-        if self._full_since is not None and len(self.queued) < self.capacity:
-            self._seconds_full += now - self._full_since
-            self._full_since = None
-        if not self.queued:
-            self._empty_since = now
-        self._wake_senders()
-
-    def close(self) -> None:
-        if not self.is_closed and self._link is not None:
-            self._link._put(CLOSE, self._edge, b"", [])
-        super().close()
-
-
-class InboundChannel(Channel[T], Generic[T]):
-    """The receiving half: queues what arrives; receiving returns credits to the sender.
-
-    When its link is lost, it stays with what had arrived, and may be bound to another link. `on_arrival` is called with
-    each item before it is queued.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        capacity: int,
-        clock: Callable[[], float] = time.monotonic,
-        on_arrival: Callable[[T], object] | None = None,
-    ) -> None:
-        super().__init__(name, capacity, clock)
-        self._link: Link | None = None
-        self._on_arrival = on_arrival
-        self._num_owned = 0  # items that came over the current link; only these return credits
-        self.num_owed = 0  # credits to send at the next turn
-
-    def recv_all(self, now: float | None = None) -> list[T]:
-        items = super().recv_all(now)
-        if items and self._link is not None:
-            self.num_owed += self._num_owned
-            self._num_owned = 0
-            self._link._wake()
-        return items
-
-    def _arrive(self, item: T) -> None:
-        if self._num_owned + self.num_owed >= self.capacity:
-            raise LinkError(f"edge {self.name}: an item came without a credit: it holds {self.capacity}")
-        self._num_owned += 1
-        if self._on_arrival is not None:
-            self._on_arrival(item)
-        if not self.is_closed:
-            self._put(item)
-
-    def _bind(self, link: Link, edge: int) -> None:
-        self._link, self._num_owned, self.num_owed = link, 0, 0
-
-    def _unbind(self) -> None:
-        self._link, self._num_owned, self.num_owed = None, 0, 0
+            inbound.unbind()

@@ -7,12 +7,13 @@ Decoding builds listed types only and runs no code of the sender: no pickle, no 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import enum
-import hashlib
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, Self, cast
 
 import numpy as np
 import orjson
@@ -26,6 +27,7 @@ ALIGNMENT = 8  # of arrays behind the header: numpy and native code read them in
 _DTYPES = ("<i8", "<i4", "<i2", "|i1", "<u8", "<u4", "<u2", "|u1", "<f8", "<f4", "<f2", "|b1")
 _DTYPES_BY_CODE = [np.dtype(name) for name in _DTYPES]
 _CODES = {np.dtype(char).num: _DTYPES_BY_CODE.index(np.dtype(char)) for char in "?bBhHiIlLqQefd"}  # by number: fast
+_MAX_DIMENSIONS = 32  # of an array
 _COPIED_BYTES = 1 << 16  # arrays up to this size are copied, which is faster than making a view
 _PLAIN = frozenset({int, str, bool, type(None)})
 _PADDING = tuple(bytes(count) for count in range(ALIGNMENT))
@@ -41,21 +43,26 @@ class WireError(ValueError):
 class Codec:
     """Encodes messages of the listed `types` (dataclasses and enums), and decodes them.
 
-    Both ends list the same.
+    Both ends list the same, in the same order; `type_fields.py` has the codec for an end that lists others.
     """
 
     def __init__(self, types: Sequence[type]) -> None:
-        self._tags: dict[type, int] = {}
-        self._readers: list[Callable[[list[Any]], Any]] = []
-        self._fields: dict[type, tuple[str, ...]] = {}
-        signatures = []
-        for kind in types:
-            self._tags[kind] = FIRST_TYPE + len(self._readers)
-            names = _field_names(kind)
-            self._fields[kind] = names
-            self._readers.append(_reader(kind, names))
-            signatures.append(f"{kind.__name__}({','.join(names)})")
-        self.fingerprint = hashlib.sha256(";".join(signatures).encode()).hexdigest()[:16]
+        self.types = tuple(types)
+        if len({kind.__name__ for kind in types}) < len(types):
+            raise TypeError("two types to encode have the same name")
+        self._fields = {kind: field_names(kind) for kind in types}
+        self._tags = {kind: FIRST_TYPE + place for place, kind in enumerate(types)}
+        self._readers = [make_reader(kind, names) for kind, names in self._fields.items()]
+        self._moments = [moment_places(kind, names) for kind, names in self._fields.items()]
+
+    def shifted(self, seconds: float) -> Self:
+        """A codec that adds `seconds` to each `Moment` of the messages that it decodes."""
+        other = copy.copy(self)
+        other._readers = [
+            _shifting(reader, places, seconds) if places else reader
+            for reader, places in zip(self._readers, self._moments, strict=True)
+        ]
+        return other
 
     def encode(self, message: Any) -> tuple[bytes, list[Buffer]]:
         """(header, body buffers). The body's length is a multiple of ALIGNMENT.
@@ -161,12 +168,16 @@ class _Reading:
         raise WireError(f"tag {tag} is unknown")
 
     def _array(self, code: Any, shape: list[Any]) -> Any:
-        if type(code) is not int or not 0 <= code < len(_DTYPES) or not all(_is_size(size) for size in shape):
-            raise WireError(f"array of dtype {code!r} and shape {shape!r} is invalid")
+        if type(code) is not int or not 0 <= code < len(_DTYPES):
+            raise WireError(f"array of dtype {code!r} is unknown")
         dtype = _DTYPES_BY_CODE[code]
-        count = shape[0] if len(shape) == 1 else math.prod(shape)
-        array = np.frombuffer(self._take(count * dtype.itemsize), dtype, count)
-        return array if len(shape) == 1 else array.reshape(shape)
+        if len(shape) == 1:  # `_take` checks that it is a size
+            count = shape[0]
+            return np.frombuffer(self._take(count * dtype.itemsize), dtype, count)
+        if len(shape) > _MAX_DIMENSIONS or not all(map(_is_size, shape)):
+            raise WireError(f"array of {len(shape)} dimensions, {shape[:8]!r}: must be at most {_MAX_DIMENSIONS} sizes")
+        count = math.prod(shape)
+        return np.frombuffer(self._take(count * dtype.itemsize), dtype, count).reshape(shape)
 
     def _take(self, num_bytes: Any) -> Buffer:
         begin = self.offset
@@ -197,7 +208,8 @@ def _is_size(value: Any) -> bool:
     return type(value) is int and value >= 0
 
 
-def _field_names(kind: type) -> tuple[str, ...]:
+def field_names(kind: type) -> tuple[str, ...]:
+    """The fields of a dataclass that its constructor takes; none for an enum."""
     if issubclass(kind, enum.Enum):
         return ()
     if not dataclasses.is_dataclass(kind):
@@ -205,15 +217,39 @@ def _field_names(kind: type) -> tuple[str, ...]:
     return tuple(spec.name for spec in dataclasses.fields(kind) if spec.init)
 
 
-def _reader(kind: type, names: tuple[str, ...]) -> Callable[[list[Any]], Any]:
+def make_reader(kind: type, names: tuple[str, ...]) -> Callable[[list[Any]], Any]:
+    """A function that makes an object from the values of these fields; the other fields get their defaults."""
     if issubclass(kind, enum.Enum):
         return lambda values: kind(*values)
 
-    if not any(spec.kw_only for spec in dataclasses.fields(cast(Any, kind))):
+    if names == field_names(kind) and not any(spec.kw_only for spec in dataclasses.fields(cast(Any, kind))):
         return lambda values: kind(*values) if len(values) == len(names) else _wrong_number(kind)
 
     def read(values: Iterable[Any]) -> Any:
         return kind(**dict(zip(names, values, strict=True)))
+
+    return read
+
+
+def moment_places(kind: type, names: tuple[str, ...]) -> tuple[int, ...]:
+    """Which of these fields are declared as `Moment`, or as `Moment | None`.
+
+    Annotations are text where their evaluation is postponed, so they are searched as text.
+    """
+    if issubclass(kind, enum.Enum):
+        return ()
+    declared = {spec.name: str(spec.type) for spec in dataclasses.fields(cast(Any, kind))}
+    return tuple(place for place, name in enumerate(names) if re.search(r"\bMoment\b", declared[name]))
+
+
+def _shifting(
+    reader: Callable[[list[Any]], Any], places: tuple[int, ...], seconds: float
+) -> Callable[[list[Any]], Any]:
+    def read(values: list[Any]) -> Any:
+        for place in places:
+            if place < len(values) and values[place] is not None:
+                values[place] += seconds
+        return reader(values)
 
     return read
 

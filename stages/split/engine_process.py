@@ -26,7 +26,10 @@ from ...runtime.load_progress import LoadProgress
 from ...runtime.phases import Phases
 from ...runtime.pipeline import Pipeline
 from ...runtime.processes.child import end_with_parent, joined
-from ...runtime.processes.link import InboundChannel, Link, LinkError, OutboundChannel
+from ...runtime.processes.frames import LinkError
+from ...runtime.processes.link import Link
+from ...runtime.processes.link_channels import InboundChannel, OutboundChannel
+from ...runtime.processes.transport import SocketTransport
 from ...runtime.trace.tracer import Tracer
 from ...runtime.workers.thread_start import ThreadNotStarted
 from ..config import EngineConfig
@@ -74,7 +77,7 @@ class EngineProcess:
         self._files = files
         self._load = load
         self._env = LiveEnv()
-        self._link = Link(sock, CODEC, self._receive, self._lost)
+        self._link = Link(SocketTransport(sock), CODEC, self._receive, self._lost)
         self._exit = CoreExit(self._link.post)
         self._requests: InboundChannel[TokenRequest] = InboundChannel(
             "->".join(TO_SCHEDULE), ENTRY_CAPACITY, self._env.now, self._arrived

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from ...runtime.graph import Edge, Port
 from ...runtime.pipeline import Pipeline
-from ...runtime.processes.link import InboundChannel, OutboundChannel
+from ...runtime.processes.link_channels import InboundChannel, OutboundChannel
 from ...runtime.processes.wire import WireError
 from ...runtime.stage import Stage
 from ...runtime.stage_runner import StageRunner

@@ -13,7 +13,10 @@ from ...model.errors import ModelError
 from ...runtime.env.log import get_logger
 from ...runtime.fault_injection import Fault
 from ...runtime.processes.child import Child
-from ...runtime.processes.link import InboundChannel, Link, LinkError, OutboundChannel
+from ...runtime.processes.frames import LinkError
+from ...runtime.processes.link import Link
+from ...runtime.processes.link_channels import InboundChannel, OutboundChannel
+from ...runtime.processes.transport import SocketTransport
 from ...runtime.processes.wire import WireError
 from ..errors import ConfigError, NotStartedError
 from ..messages import StepTokens, TokenRequest
@@ -81,7 +84,7 @@ class EngineClient:
             self._child = await Child.start(self._module, files, _environment())
         except OSError as error:
             raise EngineDied(f"the engine process cannot be started: {error.strerror or error}") from error
-        self._link = Link(self._child.sock, CODEC, self._receive, self._lost)
+        self._link = Link(SocketTransport(self._child.sock), CODEC, self._receive, self._lost)
         self._link.add_outbound(self._requests)
         self._link.add_inbound(self._tokens)
         self._link.start()

@@ -19,7 +19,7 @@ from ...model.errors import ModelError
 from ...runtime.env.env import Env
 from ...runtime.env.log import get_logger
 from ...runtime.pipeline import Health, NotServing
-from ...runtime.processes.link import OutboundChannel
+from ...runtime.processes.link_channels import OutboundChannel
 from ..errors import ConfigError, Failed
 from ..exit.outboxes import Outboxes
 from ..messages import TokenRequest

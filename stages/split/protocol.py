@@ -21,7 +21,7 @@ from ...runtime.channel import ChannelStats
 from ...runtime.crash_recovery import StageCrashed
 from ...runtime.fault_injection import Fault
 from ...runtime.load_progress import LoadState
-from ...runtime.message import message
+from ...runtime.message import Moment, message
 from ...runtime.processes.wire import Codec
 from ..beam_search.algorithm import CandidateParams
 from ..config import EngineConfig
@@ -247,7 +247,7 @@ class AdapterSlotsStatus:
 
 @message
 class StageStatus:
-    """The status of one stage. Points in time are on the clock that both processes share."""
+    """The status of one stage."""
 
     name: str
     idle: float
@@ -256,10 +256,10 @@ class StageStatus:
     num_restarts: int
     num_dropped: int
     is_busy: bool
-    last_progress_s: float
-    busy_since_s: float
+    last_progress_s: Moment
+    busy_since_s: Moment
     blocked_on: str | None  # edge
-    blocked_since_s: float
+    blocked_since_s: Moment
     expected_s: float
     waits_for: str | None
     has_work: bool
@@ -276,7 +276,7 @@ class EdgeStatus:
     name: str
     stats: ChannelStats
     num_waiting: int
-    waiting_since: float
+    waiting_since: Moment
 
 
 @message

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import struct
+from typing import Any
 
 from millrace.model.demo import WEIGHTS
+from millrace.runtime.processes.frames import HELLO, ITEM, WORD, pack_frame
+from millrace.runtime.processes.type_fields import describe
 from millrace.stages.split.protocol import CODEC, StatusQuery
 
 
@@ -18,8 +21,13 @@ def _tensors(header: object, data: bytes = b"") -> bytes:
     return struct.pack("<Q", len(text)) + text + data
 
 
+def _frames(*frames: tuple[int, bytes, Any]) -> bytes:
+    return b"".join(b"".join(pack_frame(kind, 0, header, body)) for kind, header, body in frames)
+
+
 _F32 = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
 _TOKENIZER = {"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": ["a b"]}}
+_TYPES = [["StageStatus", ["name", "last_progress_s"], ["name"]], ["StatusQuery", ["number", "what", "new"], []]]
 _HEADER, _BUFFERS = CODEC.encode(StatusQuery(1, "books"))
 
 CORPUS: dict[str, tuple[bytes, ...]] = {
@@ -55,6 +63,11 @@ CORPUS: dict[str, tuple[bytes, ...]] = {
     ),
     "detokenizer": (bytes(range(40)), b"\xff\x80\x00\x01" * 8, "\u00e9\u2603".encode()),
     "wire": (_HEADER + b"\0" + b"".join(bytes(each) for each in _BUFFERS), b"[16,1]\0", b"[4,0,[3]]\0" + bytes(24)),
+    "frames": (
+        _frames((HELLO, json.dumps(_TYPES).encode(), []), (WORD, _HEADER, _BUFFERS)),
+        _frames((HELLO, json.dumps(describe(CODEC)[:2]).encode(), []), (ITEM, b'[17,7,"a",0.5]', [])),
+        _frames((WORD, _HEADER, _BUFFERS), (WORD, b"[4,0,3]", [bytes(24)])),
+    ),
     "websocket": _json(
         {"type": "create", "id": "a", "endpoint": "completions", "body": {"prompt": "a"}, "credit": 3},
         {"type": "credit", "id": "a", "n": 5, "last": 3},

@@ -9,6 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from millrace.deploy.api.messages.bodies import MessagesBody
 from millrace.deploy.api.openai.bodies import ChatBody, CompletionBody
 from millrace.deploy.api.responses.bodies import ResponsesBody
@@ -24,6 +26,8 @@ from millrace.model.text.detokenizer import IncrementalDecoder, TextTable
 from millrace.model.text.grammar import GrammarCompiler, GrammarError, grammar_text
 from millrace.model.text.tokenizer import Tokenizer
 from millrace.model.text.vocabulary import Vocabulary
+from millrace.runtime.processes.frames import HELLO, FrameReader, LinkError
+from millrace.runtime.processes.type_fields import codec_for
 from millrace.runtime.processes.wire import WireError
 from millrace.stages.detokenize.stop_strings import StopMatcher
 from millrace.stages.params import SamplingParams
@@ -107,6 +111,20 @@ def wire(data: bytes) -> None:
         CODEC.decode(header, rest)
 
 
+def frames(data: bytes) -> None:
+    """What arrives over a link: a hello, from which the codec follows, and messages."""
+    reader, codec = FrameReader(max_frame_bytes=1 << 16), CODEC
+    reader.feed(data)
+    with suppress(LinkError, WireError, orjson.JSONDecodeError):
+        while (frame := reader.next()) is not None:
+            kind, _, header, rest, _ = frame
+            if kind == HELLO:
+                codec = codec_for(CODEC, orjson.loads(header)).shifted(-0.5)
+            else:
+                codec.decode(header, rest)
+    assert len(reader) <= len(data)
+
+
 def websocket(data: bytes) -> None:
     """A client's message on the WebSocket."""
     with suppress(ApiError):
@@ -134,5 +152,5 @@ def compiler() -> GrammarCompiler:
 
 TARGETS: dict[str, Callable[[bytes], Any]] = {
     target.__name__: target
-    for target in (body, safetensors, tokenizer, template, grammar, detokenizer, wire, websocket)
+    for target in (body, safetensors, tokenizer, template, grammar, detokenizer, wire, frames, websocket)
 }

@@ -14,8 +14,11 @@ import numpy as np
 import pytest
 
 from millrace.runtime.channel import ChannelClosed
-from millrace.runtime.processes.link import FRAME, MAGIC, WORD, InboundChannel, Link, LinkError, OutboundChannel
-from millrace.runtime.processes.wire import Codec
+from millrace.runtime.processes.frames import FRAME, HELLO, MAGIC, MAX_HELLO_BYTES, PONG, WORD, LinkError, pack_frame
+from millrace.runtime.processes.link import Link
+from millrace.runtime.processes.link_channels import InboundChannel, OutboundChannel
+from millrace.runtime.processes.transport import SocketTransport
+from millrace.runtime.processes.wire import Buffer, Codec
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,7 +38,7 @@ class Pair:
         self.words: tuple[list[Any], list[Any]] = ([], [])
         self.lost: tuple[list[LinkError | None], list[LinkError | None]] = ([], [])
         self.here, self.there = (
-            Link(sock, CODEC, words.append, lost.append)
+            Link(SocketTransport(sock), CODEC, words.append, lost.append)
             for sock, words, lost in zip(self.socks, self.words, self.lost, strict=True)
         )
         self.out: OutboundChannel[Parcel] = OutboundChannel("out", capacity)
@@ -193,7 +196,7 @@ def test_a_channel_outlives_its_link_and_keeps_what_is_sent_meanwhile_for_the_ne
 
         socks = socket.socketpair()
         again: InboundChannel[Parcel] = InboundChannel("out", 2)
-        here, there = (Link(sock, CODEC, list().append, list().append) for sock in socks)
+        here, there = (Link(SocketTransport(sock), CODEC, list().append, list().append) for sock in socks)
         here.add_outbound(pair.out)
         there.add_inbound(again)
         here.start()
@@ -213,7 +216,11 @@ def test_an_item_that_cannot_be_encoded_is_handed_back_and_takes_no_room() -> No
         pair.out._on_refused = lambda item, error: refused.append((item.number, str(error)))
         pair.start()
         await pair.out.send(Parcel(1, object()))
-        assert refused == [(1, "type object cannot be encoded: it is not in the list that both ends share")]
+        assert len(pair.out) == 1 and refused == [], "it waits for the hello of the other end"
+        await settle()
+        await pair.out.send(Parcel(2, object()))
+        text = "type object cannot be encoded: it is not in the list that both ends share"
+        assert refused == [(1, text), (2, text)]
         assert len(pair.out) == 0
         pair.here.close()
         pair.there.close()
@@ -225,6 +232,8 @@ FOREIGN = {
     "a frame begins with": b"GET / HTTP/1.1\r\n\r\n",
     "at most": FRAME.pack(MAGIC, WORD, 0, 1 << 30, 0, 0),
     "for edge 9": FRAME.pack(MAGIC, 3, 9, 0, 0, 0),
+    "of unknown kind 1,": FRAME.pack(MAGIC, HELLO, 0, 8, 0, 0) + b"{}      ",
+    "ping that was not sent": FRAME.pack(MAGIC, PONG, 0, 16, 0, 0) + bytes(16),
     "of unknown kind 77": FRAME.pack(MAGIC, 77, 0, 0, 0, 0),
     "not a message": FRAME.pack(MAGIC, WORD, 0, 8, 0, 0) + b"\x80\x04\x95nopi.",
     "without a credit": b"".join(FRAME.pack(MAGIC, 3, 0, 8, 0, 0) + b"[16,1,1]" for _ in range(3)),
@@ -278,6 +287,62 @@ def test_ends_of_two_versions_or_with_other_edges_do_not_meet() -> None:
         assert "both ends must have the same version" in str(pair.lost[1][0])
         assert not pair.there.is_open
         pair.here.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.security
+@pytest.mark.parametrize(
+    ("first", "complaint"),
+    [
+        (pack_frame(WORD, 0, b"[16,1,1]"), "of kind 2 before the hello"),
+        (pack_frame(HELLO, 0, b"{}"), "both ends must have the same version"),
+        (pack_frame(HELLO, 0, b"[[[]"), "a hello that is not JSON"),
+        (pack_frame(HELLO, 0, b"[1]"), "both ends must have the same version"),
+        ([FRAME.pack(MAGIC, HELLO, 0, MAX_HELLO_BYTES, 8, 0)], "at most 262144"),
+    ],
+)
+def test_another_first_frame_than_a_hello_ends_the_link(first: list[Buffer], complaint: str) -> None:
+    async def main() -> None:
+        pair = Pair()
+        pair.there.start()
+        pair.socks[0].send(b"".join(first))
+        await settle()
+        assert len(pair.lost[1]) == 1 and complaint in str(pair.lost[1][0])
+        pair.socks[0].close()
+
+    asyncio.run(main())
+
+
+def test_words_and_items_wait_for_the_hello_and_keep_their_order() -> None:
+    async def main() -> None:
+        pair = Pair(capacity=8)
+        order: list[int] = []
+        pair.into._on_arrival = lambda parcel: order.append(parcel.number)
+        pair.there._on_word = lambda word: order.append(word.number)
+        pair.here.start()
+        for number in range(0, 6, 2):
+            pair.here.post(Parcel(number))
+            await pair.out.send(Parcel(number + 1))
+        pair.out.close()
+        await settle()
+        assert order == [] and len(pair.out) == 3
+        pair.there.start()
+        await settle()
+        assert order == [0, 1, 2, 3, 4, 5] and pair.into.is_closed
+        pair.here.close()
+
+    asyncio.run(main())
+
+
+def test_a_word_that_cannot_be_sent_to_the_other_end_ends_the_link_before_its_hello() -> None:
+    async def main() -> None:
+        pair = Pair()
+        pair.here.start()
+        pair.here.post(Parcel(1, object()))
+        pair.there.start()
+        await settle()
+        assert len(pair.lost[0]) == 1 and "type object cannot be encoded" in str(pair.lost[0][0])
 
     asyncio.run(main())
 

@@ -12,7 +12,7 @@ import pytest
 
 from millrace.model.errors import CheckpointError
 from millrace.runtime.pipeline import NotServing
-from millrace.runtime.processes.link import OutboundChannel
+from millrace.runtime.processes.link_channels import OutboundChannel
 from millrace.runtime.simulation.run import SimEnv
 from millrace.runtime.simulation.run import run as simulate
 from millrace.stages.errors import Failed, Unavailable

@@ -1,0 +1,67 @@
+"""What pings tell of the other end of a link: whether it is there, and how its clock differs."""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+
+PING_S = 1.0  # between two pings
+NUM_TRIPS = 8  # the last round trips that the offset is chosen from
+
+PING_TIME = struct.Struct("<d")  # of the sender's clock
+PONG_TIMES = struct.Struct("<dd")  # the ping's, and that of the answering clock
+
+
+class PeerClock:
+    """How far the other end's clock is ahead: that of the least round trip of the last `NUM_TRIPS`.
+
+    The answer was made at some time of the round trip, so the offset is wrong by at most half of it. An offset within
+    this error counts as 0: two processes of one machine have one clock.
+    """
+
+    def __init__(self) -> None:
+        self._trips: deque[tuple[float, float]] = deque(maxlen=NUM_TRIPS)  # (round trip, offset), seconds
+        self._greeting_s: float | None = None  # the offset by the hello alone: too small by its way here
+
+    @property
+    def round_trip_s(self) -> float | None:
+        """The least of the last ones; None before the first answer."""
+        return min(self._trips)[0] if self._trips else None
+
+    @property
+    def offset_s(self) -> float:
+        """Seconds to subtract from the other end's time to get this end's."""
+        if not self._trips:
+            return self._greeting_s or 0.0
+        round_trip_s, offset_s = min(self._trips)
+        return 0.0 if abs(offset_s) <= round_trip_s / 2 else offset_s
+
+    def note_greeting(self, there_s: float, now_s: float) -> None:
+        """The hello came, sent at `there_s`."""
+        self._greeting_s = there_s - now_s
+
+    def note_trip(self, sent_s: float, there_s: float, now_s: float) -> None:
+        """The answer of a ping came, answered at `there_s`. Raises ValueError if it cannot be one."""
+        round_trip_s = now_s - sent_s
+        if not round_trip_s >= 0.0 or not abs(there_s) < 1e15:
+            raise ValueError(f"a ping sent at {sent_s!r} and answered at {there_s!r} came back at {now_s!r}")
+        self._trips.append((round_trip_s, there_s - (sent_s + now_s) / 2))
+
+
+class Silence:
+    """For how long the other end has been silent, counted in ticks.
+
+    Ticks of this process and not a clock: a process that was stopped itself has heard nothing in that time either.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self.tick_s = min(PING_S, timeout_s / 4)
+        self.has_heard = False  # since the last tick; set at each arrival
+        self._num_silent = 0
+
+    def tick(self) -> bool:
+        """Call it each `tick_s`. Returns whether the other end has been silent for too long."""
+        self._num_silent = 0 if self.has_heard else self._num_silent + 1
+        self.has_heard = False
+        return self._num_silent * self.tick_s >= self.timeout_s

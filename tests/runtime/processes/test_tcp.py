@@ -1,0 +1,288 @@
+"""Links over TCP on loopback: only ends with the fleet's key meet, and strangers cost little."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from millrace.runtime.processes import tcp
+from millrace.runtime.processes.auth import AuthError, FleetKey
+from millrace.runtime.processes.frames import HELLO, pack_frame
+from millrace.runtime.processes.link import Link
+from millrace.runtime.processes.tcp import MAX_PENDING, TcpListener, dial
+from millrace.runtime.processes.transport import SocketTransport
+from millrace.runtime.processes.wire import Codec
+
+KEY, OTHER = FleetKey(bytes(range(32))), FleetKey(bytes(range(1, 33)))
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    text: str
+
+
+CODEC = Codec([Note])
+
+
+class Core:
+    """A listener that answers each word of each link."""
+
+    def __init__(self, key: FleetKey | None = KEY, handshake_s: float = 5.0) -> None:
+        self.listener = TcpListener("127.0.0.1", 0, key, self._connected, handshake_s)
+        self.links: list[Link] = []
+        self.words: list[Any] = []
+        self.lost: list[Any] = []
+        self.has_heard = asyncio.Event()
+
+    def _connected(self, transport: SocketTransport) -> None:
+        link = Link(transport, CODEC, lambda word: self._answer(link, word), self.lost.append, timeout_s=10.0)
+        self.links.append(link)
+        link.start()
+
+    def _answer(self, link: Link, word: Any) -> None:
+        self.words.append(word)
+        self.has_heard.set()
+        link.post(Note(word.text + "!"))
+
+
+def with_core(test: Callable[[Core], Awaitable[None]], **settings: Any) -> Core:
+    async def main() -> Core:
+        core = Core(**settings)
+        await core.listener.start()
+        try:
+            await test(core)
+        finally:
+            await core.listener.aclose()
+            for link in core.links:
+                link.close()
+        return core
+
+    return asyncio.run(asyncio.wait_for(main(), 20.0))
+
+
+async def ask(core: Core, key: FleetKey | None, text: str) -> str:
+    """Dials, sends a word, and returns the answer."""
+    answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    transport = await dial(*core.listener.address, key)
+    link = Link(transport, CODEC, answer.set_result, answer.set_result, timeout_s=10.0)
+    link.start()
+    link.post(Note(text))
+    found = await answer
+    link.close()
+    return found.text if isinstance(found, Note) else str(found)
+
+
+async def refused(raw: socket.socket) -> bytes:
+    """What a stranger gets until the connection ends."""
+    raw.setblocking(False)
+    got = b""
+    try:
+        while data := await asyncio.get_running_loop().sock_recv(raw, 4096):
+            got += data
+    except ConnectionResetError:
+        pass
+    raw.close()
+    return got
+
+
+def stranger(core: Core) -> socket.socket:
+    return socket.create_connection(core.listener.address)
+
+
+def test_ends_with_the_key_meet_and_talk() -> None:
+    async def test(core: Core) -> None:
+        assert await asyncio.gather(*(ask(core, KEY, f"{number}") for number in range(5))) == [
+            f"{n}!" for n in range(5)
+        ]
+
+    assert with_core(test).listener.num_refused == 0
+
+
+def test_on_loopback_no_key_is_needed() -> None:
+    async def test(core: Core) -> None:
+        assert await ask(core, None, "hello") == "hello!"
+
+    with_core(test, key=None)
+
+
+@pytest.mark.security
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.org", ""])
+def test_beyond_loopback_a_key_is_needed(host: str) -> None:
+    with pytest.raises(ValueError, match="needs a fleet key"):
+        TcpListener(host, 0, None, print)
+    TcpListener(host, 0, KEY, print)
+
+
+@pytest.mark.security
+def test_a_dialer_with_another_key_or_none_is_refused_and_tells_nothing_to_the_engine() -> None:
+    async def test(core: Core) -> None:
+        with pytest.raises(AuthError, match="closed the connection before it proved"):
+            await dial(*core.listener.address, OTHER)
+        link_lost: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        link = Link(await dial(*core.listener.address, None), CODEC, print, link_lost.set_result)
+        link.start()
+        assert "a frame begins with" in str(await link_lost), "the listener's nonce is no frame"
+        assert await ask(core, KEY, "still here") == "still here!"
+
+    core = with_core(test)
+    assert core.listener.num_refused == 2 and core.words == [Note("still here")]
+
+
+@pytest.mark.security
+def test_a_dialer_does_not_talk_to_a_listener_with_another_key() -> None:
+    async def test(core: Core) -> None:
+        async def lie() -> None:
+            sock, _ = await asyncio.get_running_loop().sock_accept(server)
+            await asyncio.get_running_loop().sock_sendall(sock, bytes(64))
+            heard.append(await refused(sock))
+
+        heard: list[bytes] = []
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            server.setblocking(False)
+            lying = asyncio.ensure_future(lie())
+            with pytest.raises(AuthError, match="the listener does not have this fleet's key"):
+                await dial(*server.getsockname(), KEY)
+            await lying
+        assert len(heard[0]) <= 64, "its nonce, and its proof at most"
+
+    with_core(test)
+
+
+@pytest.mark.security
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"GET / HTTP/1.1\r\nHost: a\r\n\r\n" * 9,
+        b"\x80\x04\x95" + b"cos\nsystem\n(S'touch canary'\ntR." * 4,
+        b"".join(pack_frame(HELLO, 0, b"{}")) * 4,
+        bytes(10_000),
+    ],
+)
+def test_a_stranger_gets_a_nonce_and_the_end(sent: bytes) -> None:
+    async def test(core: Core) -> None:
+        raw = stranger(core)
+        raw.sendall(sent)
+        raw.shutdown(socket.SHUT_WR)
+        assert len(await refused(raw)) <= 32
+
+    core = with_core(test)
+    assert core.listener.num_refused == 1 and not core.links
+
+
+@pytest.mark.security
+def test_a_slow_stranger_is_ended_in_time() -> None:
+    async def test(core: Core) -> None:
+        raw = stranger(core)
+        raw.send(b"x")
+        assert len(await refused(raw)) <= 32
+
+    assert with_core(test, handshake_s=0.1).listener.num_refused == 1
+
+
+@pytest.mark.security
+def test_more_pending_strangers_than_allowed_end_the_oldest_and_a_peer_gets_in() -> None:
+    async def test(core: Core) -> None:
+        strangers = []
+        for _ in range(MAX_PENDING + 3):
+            strangers.append(stranger(core))
+            await asyncio.sleep(0.001)  # the listener accepts it: few fit into its backlog
+        for raw in strangers[:3]:
+            assert len(await refused(raw)) <= 32
+        assert core.listener.num_refused == 3
+        assert await ask(core, KEY, "in") == "in!"
+        for raw in strangers[3:]:
+            raw.close()
+
+    with_core(test, handshake_s=60.0)
+
+
+@pytest.mark.security
+def test_a_recorded_handshake_played_again_is_refused() -> None:
+    async def test(core: Core) -> None:
+        loop, recorded = asyncio.get_running_loop(), bytearray()
+
+        async def relay() -> None:
+            near, _ = await loop.sock_accept(server)
+            far = stranger(core)
+            far.setblocking(False)
+
+            async def copy(source: socket.socket, target: socket.socket, kept: bytearray | None) -> None:
+                while data := await loop.sock_recv(source, 4096):
+                    if kept is not None:
+                        kept += data
+                    await loop.sock_sendall(target, data)
+
+            copies = [asyncio.ensure_future(part) for part in (copy(near, far, recorded), copy(far, near, None))]
+            await asyncio.wait(copies, return_when=asyncio.FIRST_COMPLETED)
+            for part in copies:
+                part.cancel()
+            await asyncio.wait(copies)
+            near.close()
+            far.close()
+
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            server.setblocking(False)
+            relaying = asyncio.ensure_future(relay())
+            link = Link(await dial(*server.getsockname(), KEY), CODEC, print, print)
+            link.start()
+            link.post(Note("once"))
+            await core.has_heard.wait()
+            link.close()
+            await relaying
+        raw = stranger(core)
+        raw.sendall(recorded)
+        assert len(await refused(raw)) <= 32
+
+    core = with_core(test)
+    assert core.words == [Note("once")] and core.listener.num_refused == 1
+
+
+@pytest.mark.security
+def test_random_connections_leave_the_listener_as_it_was() -> None:
+    draw = random.Random(8)
+
+    async def test(core: Core) -> None:
+        for _ in range(50):
+            raw = stranger(core)
+            raw.sendall(draw.randbytes(draw.randrange(1, 300)))
+            raw.close()
+            await asyncio.sleep(0)
+        assert await ask(core, KEY, "fine") == "fine!"
+
+    core = with_core(test)
+    assert core.words == [Note("fine")]
+
+
+def test_an_accept_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp, "ACCEPT_PAUSE_S", 0.0)
+
+    async def test(core: Core) -> None:
+        loop = asyncio.get_running_loop()
+        accept, failures = loop.sock_accept, [OSError(24, "Too many open files")] * 2
+
+        async def failing(sock: socket.socket) -> Any:
+            if failures:
+                raise failures.pop()
+            return await accept(sock)
+
+        monkeypatch.setattr(loop, "sock_accept", failing)
+        assert await ask(core, KEY, "one") == "one!"  # it was waiting to accept
+        assert await ask(core, KEY, "two") == "two!" and not failures
+
+    with_core(test)
+
+
+def test_a_dial_that_fails_says_why() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+        with pytest.raises(TimeoutError):
+            asyncio.run(dial(*address, KEY, timeout_s=0.05))
+    with pytest.raises(ConnectionRefusedError):
+        asyncio.run(dial(*address, KEY))

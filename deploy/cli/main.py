@@ -174,7 +174,7 @@ def _add_run_batch(commands: Any) -> None:
 
 
 def _add_bench(commands: Any) -> None:
-    bench = commands.add_parser("bench", usage=_usage("bench latency|throughput|serve"), help="run a benchmark")
+    bench = commands.add_parser("bench", usage=_usage("bench latency|throughput|serve|lora"), help="run a benchmark")
     kinds = bench.add_subparsers(dest="bench", metavar="WHAT", required=True)
 
     latency = kinds.add_parser("latency", usage=_usage("bench latency"), help="latency of one batch, in this process")
@@ -196,6 +196,17 @@ def _add_bench(commands: Any) -> None:
     _add_clients(load)
     serve.add_argument("--model", default=argparse.SUPPRESS, help="model name; none: the server's first")
     _add_engine_flags(serve, LOGGING | {"api_key"}, of_engine=frozenset({"seed"}))
+
+    text = "what LoRA adapters add to a step, in this process"
+    lora = kinds.add_parser("lora", usage=_usage("bench lora"), help=text)
+    load = _add_load(lora, input_len=16, output_len=64)
+    text = "rows of a step and adapters among them; may be repeated (default: 1/1 8/8 32/1 32/8 32/32)"
+    load.add_argument("--mix", action="append", metavar="ROWS/ADAPTERS", help=text)
+    load.add_argument("--rank", type=int, metavar="N", default=16, help="of the adapters (default: 16)")
+    text = "measured batches of each mix, with and without adapters in turns (default: 8)"
+    load.add_argument("--num-iters", type=int, metavar="N", default=8, help=text)
+    lora.add_argument("--model", default=argparse.SUPPRESS, help="folder or Hub id; none: the bundled model")
+    _add_engine_flags(lora, LOGGING)
 
 
 def _add_load(command: argparse.ArgumentParser, *, input_len: int, output_len: int) -> Any:

@@ -119,6 +119,20 @@ def read_adapter(
     return Adapter(files.config.name, files.config.parent, dtype, linears)
 
 
+def adaptable_matrices(spec: DecoderSpec) -> dict[str, tuple[int, int]]:
+    """[out, in] of the stored matrices that an adapter may change at run time, by module path.
+
+    Without those that are stored transposed.
+    """
+    whole = WholeModel(spec)
+    found = {}
+    for name, places in _places(spec, whole).items():
+        if all(one.is_plain and not one.is_transposed for one in places):
+            rows, columns = whole.shapes[name]
+            found[name.removesuffix(".weight")] = (rows, columns)
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class _LinearRows:
     """Rows of a stored matrix that become rows of a linear."""

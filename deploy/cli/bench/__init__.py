@@ -1,4 +1,4 @@
-"""`millrace bench latency | throughput | serve`: benchmarks with the report format of `vllm bench`.
+"""`millrace bench latency | throughput | serve | lora`: benchmarks with the report format of `vllm bench`.
 
 Owns: nothing after a run.
 In: the options of the command; a model, or the URL of a server.

@@ -29,13 +29,15 @@ def make_engine(config: EngineConfig) -> AbstractAsyncContextManager[Engine]:
     return Engine(config)
 
 
-async def run_request(engine: Engine, request: BenchRequest, ignore_eos: bool = True) -> RequestRecord:
-    """Runs one request with greedy sampling and returns its record."""
+async def run_request(
+    engine: Engine, request: BenchRequest, adapter: str | None = None, *, ignore_eos: bool = True
+) -> RequestRecord:
+    """Runs one request with greedy sampling, on a LoRA adapter or the base, and returns its record."""
     params = SamplingParams(max_tokens=request.num_output, temperature=0.0, ignore_eos=ignore_eos)
     watch = Stopwatch(time.perf_counter())
     num_prompt = num_output = 0
     try:
-        async for output in engine.generate(_as_prompt(request), params):
+        async for output in engine.generate(_as_prompt(request), params, adapter=adapter):
             watch.piece(time.perf_counter())
             num_prompt, num_output = output.num_prompt_tokens, output.num_generated_tokens
     except RequestError as error:

@@ -53,6 +53,11 @@ def _row(label: str, value: float) -> str:
 def publish(options: argparse.Namespace, title: str, settings: Mapping[str, Any], report: Mapping[str, Any]) -> None:
     """Prints the table and, with `--save-result`, writes settings and results to a JSON file."""
     print(table(title, report))
+    save(options, settings, report)
+
+
+def save(options: argparse.Namespace, settings: Mapping[str, Any], report: Mapping[str, Any]) -> None:
+    """Writes settings and results to a JSON file, with `--save-result`."""
     if options.save_result:
         date = time.strftime("%Y%m%d-%H%M%S")
         name = options.result_filename or f"millrace-{options.bench}-{date}.json"

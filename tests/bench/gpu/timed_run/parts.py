@@ -35,6 +35,7 @@ PARTS = (
         is_beside=True,
         has_place=False,
     ),
+    Part("capture", "capture:run", "card", 20.0, 3.0, "whether graphs with branches and early launches hold"),
     Part("card", "card:run", "card", 15.0, 3.0, "the ceilings of the card, and what a launch costs in a graph"),
     Part("correct", "checks:run_hot", "kernels", 15.0, 5.0, "attention and sampling against float64", after=COMPILE),
     Part("attention", f"{SWEEPS}.attention:run", "kernels", 55.0, 10.0, "tilings, beside today's and the floor"),

@@ -21,6 +21,7 @@ import threading
 import time
 import traceback
 from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -102,7 +103,8 @@ class Work:
         import torch
 
         part, options = job["part"], self.options
-        write = partial(self.rows.write, part)
+        write, before = partial(self.rows.write, part), read_rows(options.out)
+        use_what_holds(part, before)
         device = torch.device("cpu") if options.dry else torch.device("cuda", 0)
         name = DRY if options.dry else torch.cuda.get_device_name(device)
 
@@ -121,7 +123,7 @@ class Work:
             end_s=job["end_s"],
             only=tuple(options.only),
             out=options.out,
-            card=card_of(name, read_rows(options.out)),
+            card=card_of(name, before),
             shared=self._shared,
         )
         if not self._has_told_versions:
@@ -129,6 +131,15 @@ class Work:
             write("device", name)
             write("versions", versions(device.type == "cuda"))
         return place
+
+
+def use_what_holds(part: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Launches of this process are early, and its graphs have branches, if that has held here: see `capture`."""
+    from tests.bench.gpu.parts import capture
+
+    switches = capture.held(rows)
+    if part != capture.PART and switches is not None:
+        capture.use(switches)
 
 
 def versions(has_gpu: bool) -> dict[str, str | None]:

@@ -74,7 +74,8 @@ def test_mutated_handshakes_prove_nothing() -> None:
     draw = random.Random(first_seed())
     for _ in range(count(2_000, 100_000)):
         dialer, listener = Handshake(KEY, "dialer", draw.randbytes(32)), Handshake(KEY, "listener", draw.randbytes(32))
-        sent = bytearray(dialer.nonce + dialer.feed(listener.nonce))
+        right = dialer.nonce + dialer.feed(listener.nonce)
+        sent = bytearray(right)
         match draw.randrange(3):
             case 0:
                 sent[draw.randrange(len(sent))] ^= 1 << draw.randrange(8)
@@ -83,8 +84,8 @@ def test_mutated_handshakes_prove_nothing() -> None:
                 sent += draw.randbytes(draw.randrange(3))
             case 2:
                 sent[draw.randrange(len(sent)) :] = draw.randbytes(draw.randrange(200))
-        if sent == dialer.nonce + dialer.feed(b""):
-            continue
+        if sent.startswith(right):
+            continue  # a byte was drawn that had been there
         try:
             while sent and not listener.is_done:
                 piece = bytes(sent[: draw.randrange(1, 80)])

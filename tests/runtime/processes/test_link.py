@@ -18,7 +18,7 @@ from millrace.runtime.processes.frames import FRAME, HELLO, MAGIC, MAX_HELLO_BYT
 from millrace.runtime.processes.link import Link
 from millrace.runtime.processes.link_channels import InboundChannel, OutboundChannel
 from millrace.runtime.processes.transport import SocketTransport
-from millrace.runtime.processes.wire import Buffer, Codec
+from millrace.runtime.processes.wire import Buffer, Codec, WireError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -343,6 +343,40 @@ def test_a_word_that_cannot_be_sent_to_the_other_end_ends_the_link_before_its_he
         pair.there.start()
         await settle()
         assert len(pair.lost[0]) == 1 and "type object cannot be encoded" in str(pair.lost[0][0])
+
+    asyncio.run(main())
+
+
+def test_links_of_two_versions_exchange_what_both_know_and_refuse_the_rest_by_name() -> None:
+    async def main() -> None:
+        @dataclass(frozen=True)
+        class Older:
+            number: int
+
+        @dataclass(frozen=True)
+        class Extra:
+            text: str = ""
+
+        Older.__name__ = "Parcel"
+        pair, refused = Pair(capacity=8), list[str]()
+        pair.out._on_refused = lambda item, error: refused.append(f"{item.number}: {error}")
+        pair.here._codec = Codec([Extra, Parcel])
+        pair.there._codec = Codec([Older])
+        pair.start()
+        for number, data in enumerate((None, "new", None)):
+            await pair.out.send(Parcel(number, data))  # the first ones wait for the hello
+        await settle()
+        await pair.out.send(Parcel(3, "new"))
+        with pytest.raises(WireError, match="Extra cannot be sent: the other end's version does not know it"):
+            pair.here.post(Extra())
+        pair.there.post(Older(4))
+        await settle()
+        assert pair.into.recv_all() == [Older(0), Older(2)] and len(pair.out) == 2
+        assert [(word.number, word.data) for word in pair.words[0]] == [(4, None)]
+        text = "Parcel cannot be sent: the other end's version does not know its field data, which is set to a str"
+        assert refused == [f"1: {text}", f"3: {text}"] and pair.here.is_open and pair.there.is_open
+        pair.here.close()
+        pair.there.close()
 
     asyncio.run(main())
 

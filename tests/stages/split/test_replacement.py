@@ -71,6 +71,19 @@ def test_a_successor_with_other_weights_is_refused_and_streams_end(
     run(test, model=str(root))
 
 
+@pytest.mark.slow
+def test_a_successor_of_a_later_version_goes_on_with_the_fields_that_both_know() -> None:
+    async def test(engine: SplitEngine) -> None:
+        due = await answer(engine)
+        engine.module = "tests.stages.split.newer_process"
+        assert await answer(engine, after=lambda: strike(engine, signal.SIGKILL)) == due
+        assert await answer(engine) == due and engine.num_deaths == 1
+        await engine.refresh()
+        assert engine.scheduler.last_granted > 0
+
+    run(test)
+
+
 class PoisonedEngine(SplitEngine):
     """Its engine process is killed by a request with the token `POISON`."""
 

@@ -1,0 +1,48 @@
+"""An engine process of a later version: of its messages some have other fields. See `test_replacement.py`."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import Any
+
+from millrace.runtime.message import message
+from millrace.runtime.processes.wire import Codec
+from millrace.stages import messages
+
+
+def changed(kind: type[Any], left_out: str, **added: Any) -> Any:
+    """A message of the same name without the field `left_out`, and with others that have these defaults, in front."""
+    specs = [spec for spec in dataclasses.fields(kind) if spec.name != left_out]
+    needed = [spec for spec in specs if spec.default is spec.default_factory is dataclasses.MISSING]
+    members: dict[str, Any] = {"__annotations__": {}, "__module__": kind.__module__}
+    for spec in needed:
+        members["__annotations__"][spec.name] = spec.type
+    for name, default in added.items():
+        members["__annotations__"][name], members[name] = type(default).__name__, default
+    for spec in specs:
+        if spec not in needed:
+            members["__annotations__"][spec.name] = spec.type
+            factory = spec.default_factory
+            members[spec.name] = (
+                spec.default if factory is dataclasses.MISSING else dataclasses.field(default_factory=factory)
+            )
+    return message(type(kind.__name__, (), members))
+
+
+@message
+class Unheard:
+    """A word that the front process does not know."""
+
+    text: str = ""
+
+
+if __name__ == "__main__":
+    messages.StepTokens = changed(messages.StepTokens, "", num_experts=0, note="")  # type: ignore[misc]
+    messages.TokenRequest = changed(messages.TokenRequest, "type_ids", hurry=0.5)  # type: ignore[misc]
+    from millrace.stages.split import protocol
+
+    protocol.CODEC = Codec([Unheard, *reversed(protocol.CODEC.types)])
+    from millrace.stages.split import engine_process
+
+    sys.exit(engine_process.main(sys.argv[1:]))

@@ -6,6 +6,7 @@ tests/kernels/interpreted_layers.py`.
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,10 +18,22 @@ from millrace.kernels.reference import attention, attention_prologue
 from millrace.kernels.triton import attention_prologue as triton_prologue
 from millrace.kernels.triton import block_copy as triton_copy
 from millrace.kernels.triton import launch as triton_launch
+from tests.counts import FULL
 from tests.kernels.paged import LAYOUTS, empty_caches
 
 DTYPES = [torch.float32, torch.float16]
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}
+FORMS: list[dict[str, Any] | None] = [
+    None,
+    {},
+    {"kind": "layer"},
+    {"is_after_rope": True},
+    {"is_after_rope": True, "kind": "layer"},
+    {"is_over_row": True},
+    {"is_over_row": True, "kind": "layer"},
+]
+HALVES = [0, 3, 5]  # of heads of 10
+NORMS = list(product(["as qkv", "f32", "each head", "none"], FORMS, HALVES, DTYPES))  # each fifth has each pair in it
 
 
 @pytest.fixture(autouse=True)
@@ -79,22 +92,7 @@ def test_the_prologue_turns_queries_and_writes_keys_and_values(
         assert_close(got, want)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("half", [0, 3, 5])  # of heads of 10
-@pytest.mark.parametrize(
-    "form",
-    [
-        None,
-        {},
-        {"kind": "layer"},
-        {"is_after_rope": True},
-        {"is_after_rope": True, "kind": "layer"},
-        {"is_over_row": True},
-        {"is_over_row": True, "kind": "layer"},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("weights", ["as qkv", "f32", "each head", "none"])
+@pytest.mark.parametrize(("weights", "form", "half", "dtype"), NORMS if FULL else NORMS[::5], ids=str)
 def test_the_prologue_has_every_form_of_norms(
     weights: str, form: dict[str, Any] | None, half: int, dtype: torch.dtype
 ) -> None:

@@ -1,6 +1,7 @@
 """The Triton kernels of a step's state against their twins, in Triton's interpreter on the CPU.
 
-`tests/kernels/layout/test_step_state.py` runs this file in a process that has TRITON_INTERPRET set from its start.
+Run by `tests/kernels/triton/test_triton_interpreted.py`; by hand: `TRITON_INTERPRET=1 pytest
+tests/kernels/interpreted_step.py`.
 """
 
 from __future__ import annotations

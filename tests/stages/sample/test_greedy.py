@@ -20,6 +20,7 @@ from millrace.stages import Engine, EngineConfig, SamplingParams
 from tests.counts import FULL, count
 from tests.model.checkpoints import FAMILIES, make_checkpoint
 
+ROOT = Path(__file__).parents[3]
 LENGTHS = (1, 15, 16, 17, 500)
 NUM_NEW = 12
 NUM_OTHERS = 16
@@ -134,9 +135,10 @@ def test_greedy_tokens_equal_transformers_when_memory_runs_out(subject: Subject,
 
 INTERPRETED = """
 import asyncio, json, sys
+import tests.kernels.quick_interpreter
 from millrace.stages import Engine, EngineConfig, SamplingParams
 
-async def main(folder, backend, prompts):
+async def answers(folder, backend, prompts):
     config = EngineConfig(
         model=folder, dtype="float32", device="cpu", attention_backend=backend, max_model_len=48, max_num_seqs=4,
         max_num_batched_tokens=8, block_size=4, num_gpu_blocks=12,
@@ -146,10 +148,10 @@ async def main(folder, backend, prompts):
         async def one(prompt):
             return [t async for out in engine.generate(prompt, params) for t in out.outputs[0].token_ids]
         answers = await asyncio.gather(*map(one, prompts))
-        preempted = engine.pipeline.stages["schedule"].scheduler.num_preemptions
-    print(json.dumps([answers, preempted]))
+        return answers, engine.pipeline.stages["schedule"].scheduler.num_preemptions
 
-asyncio.run(main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3])))
+folder, prompts = sys.argv[1], json.loads(sys.argv[2])
+print(json.dumps([asyncio.run(answers(folder, backend, prompts)) for backend in ("torch", "triton")]))
 """
 
 
@@ -159,12 +161,10 @@ def test_interpreted_triton_kernels_give_the_torch_backends_greedy_tokens(tmp_pa
     shape = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
     make_checkpoint("llama", tmp_path, **shape, intermediate_size=48, vocab_size=640)
     prompts = json.dumps([[5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21], [40], [9, 8, 7] * 5])
-    results = {}
-    for backend in ("torch", "triton"):
-        environment = {**os.environ, "TRITON_INTERPRET": "1"}
-        command = [sys.executable, "-c", INTERPRETED, str(tmp_path), backend, prompts]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr[-2000:]
-        results[backend] = json.loads(done.stdout.splitlines()[-1])
-    assert results["triton"][0] == results["torch"][0]
-    assert results["triton"][1] > 0
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-c", INTERPRETED, str(tmp_path), prompts]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    torchs, tritons = json.loads(done.stdout.splitlines()[-1])
+    assert tritons[0] == torchs[0]
+    assert tritons[1] > 0

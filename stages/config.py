@@ -229,11 +229,6 @@ class EngineConfig:
         if not self.enable_lora and (self.lora_modules or self.lora_dir):
             name = "lora_modules" if self.lora_modules else "lora_dir"
             raise ConfigError(f"{name}: adapters are served with enable_lora only; set it too")
-        if self.enable_lora and self.attention_backend not in ("auto", "torch", "native"):
-            raise ConfigError(
-                f"enable_lora = True with attention_backend = {self.attention_backend}: adapters are computed by "
-                "torch and by the native library; use attention_backend = auto"
-            )
 
 
 def parse_merge(text: str) -> tuple[str, float]:

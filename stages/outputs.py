@@ -185,3 +185,4 @@ class GraphBatch:
     num_rows: int
     num_tokens: int
     is_decode: bool  # each row has one token
+    has_adapters: bool = False  # its products add LoRA adapters

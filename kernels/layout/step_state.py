@@ -42,7 +42,8 @@ HEADER = 16
 TOKENS, LIMIT, LEAST, FINISHED, PROMPT = 0, 1, 2, 3, 4
 SEED_LOW, SEED_HIGH, TEMPERATURE, TOP_K, TOP_P, MIN_P = 5, 6, 7, 8, 9, 10
 ROPE_OFFSET = 11  # added to positions for rows of the rotary tables; only where `SlotState.has_rope_offsets`
-STOPS = 12  # stop token ids, padded with -1
+ADAPTER = 12  # the slot of the sequence's LoRA adapter, 0 without one; only where `SlotState.has_adapters`
+STOPS = 13  # stop token ids, padded with -1
 MAX_STOPS = 8
 STATE_WIDTH = STOPS + MAX_STOPS
 
@@ -57,6 +58,7 @@ class SlotState:
     tokens: Array  # [S, L] i32
     tables: Array  # [S, M] i32 block ids in token order
     has_rope_offsets: bool = False
+    has_adapters: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,6 +78,7 @@ class StepBuffers:
     sampled_slots: Array  # [P] i32, the slot of these logits; -1 = none
     next_positions: Array  # [P] i32, where in its sequence the token stands that these logits choose; 0 = unused
     runs: Array  # [P] i32, rows of logits of the same sequence from this one on: 1, more before drafts; 0 = unused
+    adapters: Array  # [N] i32, slots of LoRA adapters, 0 = none; only where `SlotState.has_adapters`
 
     def of(self, num_rows: int, num_tokens: int) -> StepBuffers:
         """The same memory, for `num_rows` rows and `num_tokens` tokens."""
@@ -90,6 +93,7 @@ class StepBuffers:
             self.sampled_slots[:num_rows],
             self.next_positions[:num_rows],
             self.runs[:num_rows],
+            self.adapters[:num_tokens],
         )
 
 
@@ -97,7 +101,13 @@ Make = Callable[[tuple[int, ...], str], Array]  # an array of zeros of a shape a
 
 
 def make_slots(
-    make: Make, num_slots: int, max_model_len: int, block_size: int, *, has_rope_offsets: bool = False
+    make: Make,
+    num_slots: int,
+    max_model_len: int,
+    block_size: int,
+    *,
+    has_rope_offsets: bool = False,
+    has_adapters: bool = False,
 ) -> SlotState:
     """State for `num_slots` sequences of at most `max_model_len` tokens."""
     return SlotState(
@@ -105,6 +115,7 @@ def make_slots(
         tokens=make((num_slots, max_model_len), "int32"),
         tables=make((num_slots, -(-max_model_len // block_size)), "int32"),
         has_rope_offsets=has_rope_offsets,
+        has_adapters=has_adapters,
     )
 
 
@@ -121,6 +132,7 @@ def make_buffers(make: Make, num_rows: int, num_tokens: int, blocks_per_slot: in
         sampled_slots=make((num_rows,), "int32"),
         next_positions=make((num_rows,), "int32"),
         runs=make((num_rows,), "int32"),
+        adapters=make((num_tokens,), "int32"),
     )
 
 
@@ -173,6 +185,9 @@ def make_inputs(diff: Array, slots: SlotState, buffers: StepBuffers, block_size:
     out.input_ids[:num_tokens] = known[row_slots[rows], positions]
     places = blocks * block_size + positions % block_size
     out.slot_mapping[:num_tokens] = np.where(goes_on[rows], places, -1)
+    if slots.has_adapters:
+        out.adapters[:] = 0
+        out.adapters[:num_tokens] = np.where(goes_on[rows], state[row_slots[rows], ADAPTER], 0)
 
     out.logits_rows[:], out.sampled_slots[:], out.next_positions[:], out.runs[:] = 0, -1, 0, 0
     wanted = (logits >= 0).nonzero()[0]

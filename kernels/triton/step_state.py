@@ -39,7 +39,7 @@ ROWS_AT, ENTRIES_AT = tl.constexpr(step_state.ROWS_AT), tl.constexpr(step_state.
 STARTED_AT, RUNS_AT = tl.constexpr(step_state.STARTED_AT), tl.constexpr(step_state.RUNS_AT)
 TOKENS, LIMIT, LEAST = (tl.constexpr(value) for value in (step_state.TOKENS, step_state.LIMIT, step_state.LEAST))
 FINISHED, STOPS = tl.constexpr(step_state.FINISHED), tl.constexpr(step_state.STOPS)
-ROPE_OFFSET = tl.constexpr(step_state.ROPE_OFFSET)
+ROPE_OFFSET, ADAPTER = tl.constexpr(step_state.ROPE_OFFSET), tl.constexpr(step_state.ADAPTER)
 GOES_ON, STOP = tl.constexpr(step_state.GOES_ON), tl.constexpr(step_state.STOP)
 LENGTH, ERROR = tl.constexpr(step_state.LENGTH), tl.constexpr(step_state.ERROR)
 
@@ -65,7 +65,8 @@ def make_inputs(diff: Tensor, slots: SlotState, buffers: StepBuffers, block_size
     )  # fmt: skip
     _tokens_kernel[(triton.cdiv(num_tokens, TOKENS_PER_PROGRAM),)](
         diff, slots.state, slots.tokens, slots.tables, buffers.input_ids, buffers.positions, buffers.slot_mapping,
-        num_tokens, slots.state.stride(0), slots.tokens.stride(0), slots.tables.stride(0),
+        buffers.adapters if slots.has_adapters else None, num_tokens,
+        slots.state.stride(0), slots.tokens.stride(0), slots.tables.stride(0),
         B=block_size, BLOCK_T=TOKENS_PER_PROGRAM, BLOCK_R=ROWS_AT_A_TIME, HAS_ROPE_OFFSETS=slots.has_rope_offsets,
         enable_fp_fusion=True, **early_launch(diff.device),
     )  # fmt: skip
@@ -163,7 +164,7 @@ def _rows_kernel(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _tokens_kernel(
-    diff, state, tokens, tables, input_ids, positions, slot_mapping,
+    diff, state, tokens, tables, input_ids, positions, slot_mapping, adapters,
     num_tokens, state_row, tokens_row, tables_row,
     B: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, HAS_ROPE_OFFSETS: tl.constexpr,
     IS_EARLY: tl.constexpr,
@@ -188,6 +189,9 @@ def _tokens_kernel(
     is_place = token < num_tokens  # padding included
     tl.store(input_ids + token, ids.to(tl.int64), mask=is_place)
     tl.store(slot_mapping + token, tl.where(goes_on, block * B + position % B, -1), mask=is_place)
+    if adapters is not None:
+        adapter = tl.load(state + slot * state_row + ADAPTER, mask=goes_on, other=0)
+        tl.store(adapters + token, adapter, mask=is_place)
     if HAS_ROPE_OFFSETS:
         position += tl.load(state + slot * state_row + ROPE_OFFSET, mask=is_token, other=0)
     tl.store(positions + token, position.to(tl.int64), mask=is_place)

@@ -21,6 +21,7 @@ from .few_rows import FewRowProducts, LayerProducts
 from .kv_cache import KVCache
 from .linear import Linear
 from .lora_linear import LoraTable
+from .lora_slots import LoraSlots
 from .memory_estimate import step_bytes, weights_bytes
 from .rope import alibi_slopes, decoder_tables, query_factors
 from .step_inputs import StepInputs
@@ -33,8 +34,8 @@ class Decoder:
     `max_positions` is the length of the longest sequence; None = the checkpoint's. A position beyond it is a bug of the
     caller. With `is_batch_invariant` the other sequences of a step do not change how attention is cut; only kernels
     with attention plans honour it, and products of few rows are then the library's. `tilings` are the launch options of
-    the card; None = all products are the library's, and attention has its own. `adapters` are those of the linears in
-    `weights`.
+    the card; None = all products are the library's, and attention has its own. `adapters` are those that the linears in
+    `weights`, or `kernels`, add.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class Decoder:
         *,
         is_batch_invariant: bool = False,
         tilings: Tilings | None = None,
-        adapters: LoraTable | None = None,
+        adapters: LoraTable | LoraSlots | None = None,
     ) -> None:
         self.spec = spec
         self.adapters = adapters

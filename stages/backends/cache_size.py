@@ -37,10 +37,12 @@ class MemoryNeeds:
     other: int = 0  # on a GPU: driver, kernels' code, other processes
     sampler: int = 0  # with a GPU: the sampler's tables, in host memory
     graphs: int = 0  # on a GPU: memory of captured CUDA graphs
+    adapters: int = 0  # device slots of LoRA adapters
 
     def of_device(self) -> int:
         """The bytes on the device: all but `sampler`."""
-        return self.other + self.weights + self.state + self.activations + self.logits + self.graphs
+        rest = self.activations + self.logits + self.graphs + self.adapters
+        return self.other + self.weights + self.state + rest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +134,9 @@ class CacheSizing:
             MemoryUse("kv_cache", blocks * self.bytes_per_block, cache),
             MemoryUse("swap", swap_bytes, swap, "device" if is_host else "host"),
         ]
+        if needs.adapters:
+            slots = f"{config.max_loras} device slots of LoRA adapters of rank {config.max_lora_rank}"
+            rows.insert(1, MemoryUse("adapters", needs.adapters, slots))
         if not is_host:
             rows.append(MemoryUse("other", needs.other, "driver, kernels' code, other processes"))
             rows.append(MemoryUse("sampler", needs.sampler, "its tables and what it sorts", "host"))

@@ -31,6 +31,7 @@ COLUMN_BYTES = 128  # per slot: the sampler's columns of one number each
 # At most: kernels of a size of CUDA graphs beside its layers, with all its kinds of sampling, and bytes that the driver
 # keeps for each. What it really takes is measured when the graphs are captured.
 STEP_KERNELS, KERNEL_BYTES = 64, 16 << 10
+ADAPTER_KERNELS = 9  # of a layer with LoRA adapters, besides: shrink, expand, and norms apart from their products
 
 
 def sizing_on_cpu(
@@ -42,12 +43,13 @@ def sizing_on_cpu(
     activations: Callable[[int], int],
     bytes_per_block: int,
     host_blocks: int = 0,
+    adapters: int = 0,
 ) -> CacheSizing:
     """The `CacheSizing` of a model on a CPU.
 
-    `weights` and `bytes_per_block` are in bytes. Called when `weights` and tables for `num_positions` positions are in
-    memory, and the cache is not yet. `activations(length)` is the need in bytes of the largest step with sequences of
-    up to that length.
+    `weights`, `bytes_per_block` and `adapters`, the slots of LoRA adapters, are in bytes. Called when `weights` and
+    tables for `num_positions` positions are in memory, and the cache is not yet. `activations(length)` is the need in
+    bytes of the largest step with sequences of up to that length.
     """
     loaded, free = weights + tables_bytes(shape, num_positions), free_host_bytes()
     logits = config.max_num_seqs * shape.vocab_size * CPU_LOGIT_BYTES + SORTED_BYTES
@@ -60,6 +62,7 @@ def sizing_on_cpu(
             + sampler_bytes(config, shape, length),
             activations=activations(length),
             logits=logits,
+            adapters=adapters,
         )
 
     machine = MachineMemory(
@@ -109,7 +112,7 @@ def async_bytes(config: EngineConfig, max_model_len: int) -> int:
     tokens = max(config.num_step_tokens, rows)
     blocks = -(-max_model_len // config.block_size)
     state = slots * 4 * (STATE_WIDTH + max_model_len + blocks)
-    inputs = tokens * 3 * 8 + rows * (4 * blocks + 8 + 5 * 4) + 4
+    inputs = tokens * (3 * 8 + 4) + rows * (4 * blocks + 8 + 5 * 4) + 4
     return state + inputs + 4 * (diff_size(slots, MAX_DIFF_ITEMS, MAX_DIFF_ITEMS) + 2 * rows)
 
 
@@ -124,7 +127,10 @@ def graphs_bytes(config: EngineConfig, shape: DecoderSpec, activations: int) -> 
     rows = most_rows(config.max_num_seqs, config.num_verified_tokens)
     sizes = (config.max_num_seqs, config.num_step_tokens, config.num_verified_tokens)
     batches = [batch for some in batches_of(*sizes) for batch in some]
-    kernels = len(batches) * (sum(map(layer_kernels, shape.layers)) + STEP_KERNELS)
+    kernels = sum(map(layer_kernels, shape.layers)) + STEP_KERNELS
+    if config.enable_lora:  # each size has two graphs of its layers
+        kernels += sum(layer_kernels(layer) + ADAPTER_KERNELS for layer in shape.layers)
+    kernels *= len(batches)
     share = min(1.0, max(batch.num_tokens for batch in batches) / config.num_step_tokens)
     return int(activations * share) + rows * shape.vocab_size * GRAPH_LOGIT_BYTES + kernels * KERNEL_BYTES
 

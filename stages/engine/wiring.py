@@ -23,7 +23,6 @@ from ..detokenize.stage import AnswerText, DecodesIncrementally, Detokenize, Tex
 from ..device.device import Device
 from ..encode.stage import Encode
 from ..errors import ConfigError, Overloaded
-from ..execute.model_runner import ModelRunner
 from ..execute.stage import Execute
 from ..exit.outboxes import Outboxes, RequestOutbox
 from ..grammar.compiled import Grammars
@@ -174,7 +173,6 @@ class CoreStages:
         self.allocate = Allocate(*sizes, cache, host)
         self.execute, self.sample = Execute(loaded.runner, device, info.rates), Sample(loaded.sampler, device)
         if config.enable_lora:
-            assert isinstance(loaded.runner, ModelRunner), "no asynchronous backend computes adapters"
             self.sample = Sample(loaded.sampler, device, loaded.runner.take_failed_loads)
 
     def record(self, path: Path, config: EngineConfig, env: Env) -> RecordingWriter:
@@ -210,7 +208,6 @@ class EngineStages(TextStages):
             store: AdapterStore[Adapter] = AdapterStore(
                 config.num_host_loras, lambda digest: slots.of(digest) is not None
             )
-            assert isinstance(loaded.runner, ModelRunner), "no asynchronous backend computes adapters"
             loaded.runner.find_adapters(store.get)
             self._serve_adapters(config, store, ThreadReader(loaded.read_adapter))
 

@@ -44,7 +44,7 @@ class DecoderProtocol(Protocol):
 
 
 class AdapterTable(Protocol):
-    """What a runner needs of a decoder's adapters: see `LoraTable`."""
+    """What a runner needs of a decoder's adapters: see `LoraTable` and `LoraSlots`."""
 
     def load(self, slot: int, adapter: Any) -> None: ...
     def begin_step(self, slots: Longs | None) -> None: ...
@@ -172,6 +172,10 @@ class ModelRunner:
         if self.pooler is not None and self.pooler.num_pooled and bool(self.pooler.is_pooled[grant.slots].any()):
             return True
         return len(self._scored.runs(grant)) > 0
+
+    def has_adapters(self, grant: StepGrant) -> bool:
+        """Whether some row of a step has a LoRA adapter. Its updates must be applied."""
+        return self._adapters is not None and bool(self._adapter_slots[grant.slots].any())
 
     def apply_updates(self, grant: StepGrant) -> None:
         """Applies a grant's new sequences and new blocks, then loads its adapters.

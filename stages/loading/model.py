@@ -206,15 +206,17 @@ def _put_together(
         chooser=computing.chooser,
     )
     text_parts = (tokenizer, text.encoder, text_table)
+    read = _adapter_reader(config, shape, computing, model_id) if config.enable_lora else None
     if computing.assemble is None:
         make_device = partial(Device, computing.enter, computing.call_before_computing, computing.probe)
-        read = _adapter_reader(config, shape, computing, model_id) if config.enable_lora else None
         return LoadedModel(info, *text_parts, runner, sampler, grammars, make_device, computing.own_cpu, read)
     with phases("graphs"):
         async_runtime = computing.assemble(sampler, EndRules(eos_token_ids, info.max_model_len, info.short_length))
     if async_runtime.captured is not None:
         info = _with_graphs(info, async_runtime.captured)
-    return LoadedModel(info, *text_parts, async_runtime.model, async_runtime.model, grammars, async_runtime.make_device)
+    model = async_runtime.model
+    make = async_runtime.make_device
+    return LoadedModel(info, *text_parts, model, model, grammars, make, read_adapter=read)
 
 
 def _adapter_reader(
@@ -288,8 +290,6 @@ def _load_computing(
             return load_natively(resolved, model, shape, max_model_len, phases, threads, opened.packing)
         reason = model
     require_torch(config, shape, reason)
-    if config.enable_lora and config.attention_backend == "auto":
-        log.info("attention_backend.chosen", name="torch", reason="enable_lora = True: triton computes no adapters")
     if opened.native_model is not None:
         costs = "torch instead: a second and 200 MiB more at the start, and slower steps"
         log.warning("native.unavailable", reason=reason, costs=costs)

@@ -22,7 +22,7 @@ from .kernels import add_kernel, gated_kernel, group_kernel, shrink_kernel
 GROUPED_AT_ONCE = 64  # tokens of the sort: 4,096 comparisons, 32 a thread
 TILES_AT_ONCE = 1024  # of all keys
 MOST_RANKS = 64  # of a program
-SHRINK_K = 128
+SHRINK_BYTES = 256  # of a row of x at a time; without matrix instructions, as in f32, a product takes more registers
 ADD_N, GATED_N = 128, 64  # outputs of a program: with 16 or 32 tokens, 16 or 32 sums a thread
 TILE_PROGRAMS = 16  # that share the tiles of a block of outputs
 
@@ -47,7 +47,8 @@ def lora_shrink(x: Tensor, weights: LoraWeights, lists: LoraLists) -> Tensor:
     if not len(x):
         return sums
     block_r, size = _rank_block(max_rank), chunk_size(weights.num_inner)
-    block_k = min(SHRINK_K, next_power_of_2(max(16, weights.num_inner)))
+    at_once = SHRINK_BYTES // x.itemsize // (2 if x.dtype == torch.float32 else 1)
+    block_k = min(at_once, next_power_of_2(max(16, weights.num_inner)))
     programs = _tile_programs(lists)
     shrink_kernel[(programs, num_parts * triton.cdiv(max_rank, block_r), count)](
         sums, x, weights.a, weights.ranks, lists.order, lists.tiles, lists.counts, programs,

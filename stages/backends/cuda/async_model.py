@@ -16,7 +16,7 @@ sampler, and the next step begins when it has. The tokens are the same either wa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -62,6 +62,14 @@ class AsyncModel:
         """As `Sampler.use`."""
         self.sampler.use(processor)
 
+    def find_adapters(self, find: Callable[[str], Any]) -> None:
+        """As `ModelRunner.find_adapters`."""
+        self.runner.find_adapters(find)
+
+    def take_failed_loads(self, step: int) -> dict[str, Exception]:
+        """As `ModelRunner.take_failed_loads`."""
+        return self.runner.take_failed_loads(step)
+
     def forward(self, grant: StepGrant) -> SubmittedStep:
         """Submits a step up to its logits; computes the logits, if the plain runner must."""
         self.runner.apply_updates(grant)
@@ -70,7 +78,8 @@ class AsyncModel:
         if not self.runner.wants_more(grant):
             slots = grant.slots[grant.is_sampled]
             kind = self._chooser.kind(slots)
-            return self.line.forward(grant, kind, is_scored=kind >= SCORED)
+            has_adapters = self.runner.has_adapters(grant)
+            return self.line.forward(grant, kind, is_scored=kind >= SCORED, has_adapters=has_adapters)
         step = self.line.attend(grant)
         self._work.copy_newest_tokens(self.runner.last_tokens)
         step.logits = self.runner.compute(grant)

@@ -11,11 +11,13 @@ import torch
 
 from ....model.decoder.decoder import Decoder
 from ....model.decoder.kv_cache import KVCache
+from ....model.decoder.lora_slots import LoraSlots
 from ....runtime.device_streams.interface import DeviceStreams
 from ...config import EngineConfig
 from ...execute.model_runner import ModelRunner
 from ...outputs import CaptureReport, GraphBatch
 from ...sample.sampler import Sampler
+from .adapter_copies import AdapterCopies
 from .async_device import AsyncDevice
 from .async_model import AsyncModel
 from .cuda_graphs import CudaGraphs, batches_of
@@ -56,7 +58,9 @@ def assemble(
     num_slots = config.max_num_seqs
     num_rows, sizes = chooser.num_rows, (num_slots, config.num_step_tokens, config.num_verified_tokens)
     memory = step_memory(device, num_slots, config.steps_in_flight, num_rows, chooser.scores, chooser.guide)
-    graphs = CudaGraphs(*sizes, is_eager=config.enforce_eager, kinds=KINDS)
+    slots = runner.decoder.adapters
+    assert slots is None or isinstance(slots, LoraSlots), "an asynchronous device needs adapters in slots"
+    graphs = CudaGraphs(*sizes, is_eager=config.enforce_eager, kinds=KINDS, has_adapters=slots is not None)
     work = TorchDeviceWork(
         runner.decoder,
         runner.cache,
@@ -68,9 +72,13 @@ def assemble(
         max_step_tokens=max(config.num_step_tokens, num_rows),
         host_blocks=runner.host_blocks,
         has_rope_offsets=runner.short_length > 0,
+        adapters=slots,
     )
     runner.read_tables(work.slots.tables)
     line = StepSubmitter(streams, memory, work, graphs, ends, sampler)
+    if slots is not None:
+        copies = AdapterCopies(streams)
+        slots.copy, line.adapter_copies = copies.copy, copies.done
     streams.wait()  # the weights and the cache were written on another stream
     decode, mixed = batches_of(*sizes)
     captured = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from ....runtime.device_streams.interface import DeviceGraph, DeviceStream
@@ -37,11 +37,12 @@ log = get_logger("millrace.stages")
 class CapturedGraphs:
     """The graphs of one size.
 
-    After `forward` one of `samples` is replayed; a kind without a graph is launched.
+    After `forward`, or `adapted`, one of `samples` is replayed; a kind without a graph is launched.
     """
 
     forward: DeviceGraph
     samples: Mapping[int, DeviceGraph]  # by kind of sampling
+    adapted: DeviceGraph | None = None  # `forward` for any mix of LoRA adapters
 
 
 def batches_of(
@@ -69,8 +70,14 @@ def most_rows(max_num_seqs: int, num_verified: int) -> int:
     return max(max_num_seqs, *(batch.num_rows for batch in batches_of(1, max(VERIFY_TOKENS), num_verified)[1]))
 
 
+def with_adapters(batch: GraphBatch) -> GraphBatch:
+    """The same size, for a step with LoRA adapters."""
+    return replace(batch, has_adapters=True)
+
+
 def _num_bytes(captured: CapturedGraphs) -> int:
-    return captured.forward.num_bytes + sum(graph.num_bytes for graph in captured.samples.values())
+    adapted = 0 if captured.adapted is None else captured.adapted.num_bytes
+    return captured.forward.num_bytes + adapted + sum(graph.num_bytes for graph in captured.samples.values())
 
 
 class CudaGraphs:
@@ -89,10 +96,13 @@ class CudaGraphs:
         *,
         is_eager: bool = False,
         kinds: Sequence[int] = (0,),
+        has_adapters: bool = False,
     ) -> None:
+        """With `has_adapters`, each size has one more graph of the forward pass, for steps with LoRA adapters."""
         sizes = batches_of(max_num_seqs, max_num_tokens, num_verified)
         self._decode, self._mixed = ([], []) if is_eager else sizes
         self.kinds = tuple(kinds)
+        self.has_adapters = has_adapters
         self._captured: dict[GraphBatch, CapturedGraphs] = {}
         self.num_replayed = 0  # forward passes
         self.num_eager = 0  # forward passes
@@ -138,12 +148,13 @@ class CudaGraphs:
         """Captures one size. False if there is too little memory for it."""
         try:
             whole = stream.capture(partial(forward, batch))
+            adapted = stream.capture(partial(forward, with_adapters(batch))) if self.has_adapters else None
             samples = {kind: stream.capture(partial(sample, batch, kind)) for kind in self.kinds}
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             return False
-        self._captured[batch] = CapturedGraphs(whole, samples)
+        self._captured[batch] = CapturedGraphs(whole, samples, adapted)
         return True
 
     def drop(self, batch: GraphBatch, free_bytes: int) -> None:

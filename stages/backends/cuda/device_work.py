@@ -43,6 +43,12 @@ class WritesLogits(Protocol):
     def forward(self, inputs: StepInputs[Tensor], cache: KVCache, out: Tensor | None) -> Tensor: ...
 
 
+class ListsAdapters(Protocol):
+    """What is needed of the slots of LoRA adapters; see `LoraSlots`."""
+
+    def begin_device_step(self, adapters: Tensor | None) -> None: ...
+
+
 class TorchDeviceWork:
     """The launches of one model: the `DeviceWork` of a `StepSubmitter`. `step_memory` allocates the memory.
 
@@ -63,15 +69,21 @@ class TorchDeviceWork:
         num_rows: int | None = None,
         host_blocks: Tensor | None = None,
         has_rope_offsets: bool = False,
+        adapters: ListsAdapters | None = None,
     ) -> None:
         """A step has at most `num_rows` rows, and rows of logits: as many as slots by default."""
         self._decoder, self._cache, self._memory, self._choose = decoder, cache, memory, choose
-        self._host_blocks = host_blocks
+        self._host_blocks, self._adapters = host_blocks, adapters
         device = memory.diff.device
         self._kernels = step_kernels(device)
         make = _maker(device)
         self.slots: SlotState = step_state.make_slots(
-            make, num_slots, max_model_len, cache.block_size, has_rope_offsets=has_rope_offsets
+            make,
+            num_slots,
+            max_model_len,
+            cache.block_size,
+            has_rope_offsets=has_rope_offsets,
+            has_adapters=adapters is not None,
         )
         width = self.slots.tables.shape[1]
         self._buffers: StepBuffers = step_state.make_buffers(make, num_rows or num_slots, max_step_tokens, width)
@@ -98,6 +110,8 @@ class TorchDeviceWork:
             logits_rows=buffers.logits_rows,
             num_decode=batch.num_rows if batch.is_decode else 0,  # a graph serves any mix of lengths
         )
+        if self._adapters is not None:
+            self._adapters.begin_device_step(buffers.adapters if batch.has_adapters else None)
         logits = self._decoder.forward(inputs, self._cache, self._logits)
         if self._logits is None:
             self._logits = self._first_logits(logits)

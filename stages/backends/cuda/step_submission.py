@@ -12,6 +12,9 @@ concurrently with the steps around it:
 
 A step has ended when its results and its copies are on the host.
 
+LoRA adapters are copied into their slots on a stream of their own. A step that loads some has ended when they are
+there; no step in flight reads those slots, and rows may use them once the step has ended.
+
 A step whose logits the host must see is *attended*. Its forward pass is submitted like any other. The device thread
 then waits for the results of all earlier steps and for the logits (`read`). Some attended steps need more of the model
 than their logits: the device thread computes these itself, after all earlier steps (`attend`). An attended step has
@@ -36,7 +39,7 @@ from ...device.device import StepSkipped
 from ...device.device_guard import is_out_of_memory
 from ...messages import BlockCopy, Direction, Ints, StepGrant, StepTokens
 from ...outputs import CaptureReport, GraphBatch
-from .cuda_graphs import CapturedGraphs, CudaGraphs
+from .cuda_graphs import CapturedGraphs, CudaGraphs, with_adapters
 from .guide_uploads import GuideUploads, WriteGuide
 from .idle_time import IdleGaps
 from .pinned_ring import PinnedMemory, SendRing
@@ -110,6 +113,7 @@ class StepSubmitter:
         ]
         self._guides = GuideUploads(streams, self._compute, memory.guide, memory.guides) if memory.guides else None
         self._num_submitted = 0
+        self.adapter_copies: DeviceEvent | None = None  # the last copy of a LoRA adapter into its slot; None: no slots
         self._unsettled: InOrder[SubmittedStep] = InOrder(_wait, self._note_outcome)  # submitted, result not applied
         self._lost_generation = -1  # the host's state lacks the tokens of a step of this generation
         self.gaps = IdleGaps()  # owned by the completion thread
@@ -121,6 +125,8 @@ class StepSubmitter:
         """
         for batch in batches:
             self._launch_forward(batch)
+            if self.graphs.has_adapters:
+                self._launch_forward(with_adapters(batch))
             for kind in kinds:
                 self._launch_sample(batch, kind)
         self._streams.wait()
@@ -139,9 +145,9 @@ class StepSubmitter:
         free_bytes = self._streams.free_bytes()
         report = self.graphs.capture(self._compute, *launches, clock, self._streams.free_bytes)
         for captured in self.graphs.captured:
-            self._compute.replay(captured.forward)
-            for graph in captured.samples.values():
-                self._compute.replay(graph)
+            for graph in (captured.forward, captured.adapted, *captured.samples.values()):
+                if graph is not None:
+                    self._compute.replay(graph)
         self._streams.wait()
         return replace(report, num_bytes=max(report.num_bytes, free_bytes - self._streams.free_bytes()))
 
@@ -164,11 +170,13 @@ class StepSubmitter:
         """
         self._compute.use()
 
-    def forward(self, grant: StepGrant, kind: int = 0, *, is_scored: bool = False) -> SubmittedStep:
+    def forward(
+        self, grant: StepGrant, kind: int = 0, *, is_scored: bool = False, has_adapters: bool = False
+    ) -> SubmittedStep:
         """Submits a step up to its logits.
 
         `kind` is the kind of sampling, as `DeviceWork.sample` takes it, or ATTENDED. With `is_scored`, scores come with
-        the result.
+        the result. `has_adapters`: some of its rows have a LoRA adapter.
         """
         step = self._begin(grant)
         step.kind, step.is_scored = kind, is_scored
@@ -178,10 +186,13 @@ class StepSubmitter:
         is_decode = bool((grant.num_tokens == 1).all())
         num_rows = len(grant.slots) if grant.drafts is None else max(len(grant.slots), num_logits(grant))
         step.batch, step.captured = self.graphs.choose(num_rows, grant.num_computed, is_decode)
+        graph = None
         if step.captured is not None:
-            self._compute.replay(step.captured.forward)
+            graph = step.captured.adapted if has_adapters else step.captured.forward
+        if graph is not None:
+            self._compute.replay(graph)
         else:
-            self._launch_forward(step.batch)
+            self._launch_forward(with_adapters(step.batch) if has_adapters else step.batch)
         return step
 
     @property
@@ -279,6 +290,8 @@ class StepSubmitter:
         self._compute.record(step.began)
         if grant.copies:
             self._copy(grant, step)
+        if grant.adapter_loads and self.adapter_copies is not None:
+            self._results.wait(self.adapter_copies)  # so the step ends after them, and steps around it do not wait
         self._upload(grant)
         return step
 

@@ -57,6 +57,7 @@ def state_row(started: Started, ends: EndRules) -> Ints:
     row[[step_state.TEMPERATURE, step_state.TOP_P, step_state.MIN_P]] = floats
     row[step_state.TOP_K] = max(params.top_k, 0)
     row[step_state.ROPE_OFFSET] = ends.short_length if started.is_long else 0
+    row[step_state.ADAPTER] = started.adapter_slot
     stops = ends.ids_of(started)[: step_state.MAX_STOPS]
     row[step_state.STOPS :] = -1
     row[step_state.STOPS : step_state.STOPS + len(stops)] = stops

@@ -9,16 +9,18 @@ import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ....kernels import kernel_set
 from ....model.backend_gaps import missing
 from ....model.checkpoint.tensor_shapes import expected_shapes
+from ....model.decoder.adapted_kernels import with_slots
 from ....model.decoder.decoder import Decoder
 from ....model.decoder.kv_cache import KVCache
 from ....model.decoder.lora_linear import LoraTable, with_adapters
+from ....model.decoder.lora_slots import LoraSlots, SlotLayout
 from ....model.decoder.rope import short_length, tables_bytes
 from ....model.decoder.weights import load_weights
 from ....model.spec import DecoderSpec
@@ -92,7 +94,10 @@ def load_on_torch(
     phases.progress.begin("read")
     with phases("weights"):
         make_decoder = partial(
-            _load_weights(config, root, shape, device, kernels, phases.progress, max_model_len), tilings=tilings
+            _load_weights(
+                config, root, shape, device, kernels, phases.progress, max_model_len, is_async=streams is not None
+            ),
+            tilings=tilings,
         )
     backend = make_backend(config, shape, make_decoder, max_model_len, device, kernels, phases, streams)
     log_products(tilings, backend.runner.decoder)
@@ -122,6 +127,7 @@ def make_backend(
     with phases("rates"):
         rates = measure_rates(runner, config, max_model_len, host_blocks, phases.clock) if host_blocks else None
     dtype = name_of(torch_dtype(config, shape.dtype))
+    adapters = getattr(runner.decoder, "adapters", None)  # none of a decoder through transformers
     return Backend(
         runner=runner,
         backend=kernels.name,
@@ -140,6 +146,7 @@ def make_backend(
         chooser=_choosing(config, kernels.name, is_async=is_async),
         probe=probe_of(device),
         enter=partial(torch.cuda.set_device, device) if device.type == "cuda" else None,
+        prepare_adapter=adapters.prepare if isinstance(adapters, LoraSlots) else None,
         assemble=None if streams is None else partial(_assemble, streams, runner, config, phases.clock),
     )
 
@@ -177,6 +184,8 @@ def _load_weights(
     kernels: kernel_set.KernelSet,
     progress: LoadProgress | None = None,
     max_model_len: int = 1,
+    *,
+    is_async: bool = False,
 ) -> Callable[..., Decoder]:
     """Loads the checkpoint's weights. Returns a function that makes decoders with them."""
     dtype = torch_dtype(config, shape.dtype)
@@ -193,10 +202,25 @@ def _load_weights(
         free_bytes=free,
         change=merging_of(config),
     )
-    table = LoraTable(config.max_loras, device) if config.enable_lora else None
-    if table is not None:
-        weights = with_adapters(weights, table)
-    return partial(Decoder, shape, weights, kernels, is_batch_invariant=config.deterministic, adapters=table)
+    options: dict[str, Any] = {"is_batch_invariant": config.deterministic}
+    if config.enable_lora and _has_slots(kernels.name, is_async=is_async):
+        sizes = (config.max_loras, config.max_lora_rank, max(config.num_step_tokens, _most_rows(config)))
+        slots = LoraSlots(shape, weights, kernel_set.load_lora(kernels.name), *sizes)
+        return partial(Decoder, shape, weights, with_slots(kernels, slots), adapters=slots, **options)
+    if config.enable_lora:
+        table = LoraTable(config.max_loras, device)
+        return partial(Decoder, shape, with_adapters(weights, table), kernels, adapters=table, **options)
+    return partial(Decoder, shape, weights, kernels, **options)
+
+
+def _has_slots(kernels: kernel_set.BackendName, *, is_async: bool) -> bool:
+    """Whether adapters lie in slots of fixed addresses, as CUDA graphs need; else each step groups them on the host."""
+    return is_async or kernels == "triton"
+
+
+def _most_rows(config: EngineConfig) -> int:
+    """The most rows, or rows of logits, of any step."""
+    return most_rows(config.max_num_seqs, config.num_verified_tokens)
 
 
 def _check_fit(
@@ -284,7 +308,7 @@ def _choosing(config: EngineConfig, kernels: kernel_set.BackendName, *, is_async
         return TokenChooser
     from ..cuda.triton_chooser import TritonTokenChooser
 
-    num_rows = most_rows(config.max_num_seqs, config.num_verified_tokens) if is_async else config.max_num_seqs
+    num_rows = _most_rows(config) if is_async else config.max_num_seqs
     return partial(TritonTokenChooser, kernels=kernel_set.load_sampling(kernels), num_rows=num_rows)
 
 
@@ -335,8 +359,6 @@ def _weight_use(shape: DecoderSpec, dtype: torch.dtype) -> WeightUse:
 
 
 def _backend_name(config: EngineConfig, device: torch.device) -> kernel_set.BackendName:
-    if config.enable_lora:
-        return "torch"
     if config.attention_backend == "auto":
         return "triton" if device.type == "cuda" else "torch"
     assert config.attention_backend != "native"
@@ -410,6 +432,7 @@ def _sizing(
             activations=partial(decoder.step_bytes, config.num_step_tokens, is_kv_fp8=config.kv_cache_dtype == "fp8"),
             bytes_per_block=bytes_per_block,
             host_blocks=host_blocks,
+            adapters=_adapter_bytes(config, shape, decoder),
         )
     return _sizing_on_gpu(config, shape, decoder, max_model_len, weights, bytes_per_block, host_blocks, is_async)
 
@@ -433,9 +456,11 @@ def _sizing_on_gpu(
         ) from None
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(decoder.device)
-    loaded = weights + tables_bytes(shape, max_model_len)
+    adapters = getattr(decoder, "adapters", None)
+    slots = adapters.num_bytes if isinstance(adapters, LoraSlots) else 0  # allocated already
+    loaded = weights + tables_bytes(shape, max_model_len) + slots
     has_kernels = _backend_name(config, decoder.device) == "triton"
-    rows = most_rows(config.max_num_seqs, config.num_verified_tokens) if is_async else config.max_num_seqs
+    rows = _most_rows(config) if is_async else config.max_num_seqs
     chooser = device_sampler_bytes(config.max_num_seqs, shape.vocab_size, rows) if has_kernels else 0
 
     def needs_of(length: int) -> MemoryNeeds:
@@ -450,6 +475,7 @@ def _sizing_on_gpu(
             logits=_logits_bytes(config, shape.vocab_size, decoder.dtype, rows, is_async=is_async),
             other=max(0, total - free - loaded),
             sampler=sampler_bytes(config, shape, length) + SORTED_BYTES,
+            adapters=_adapter_bytes(config, shape, decoder),
         )
 
     machine = MachineMemory(
@@ -462,6 +488,16 @@ def _sizing_on_gpu(
     return CacheSizing(
         config=config, machine=machine, needs_of=needs_of, bytes_per_block=bytes_per_block, host_blocks=host_blocks
     )
+
+
+def _adapter_bytes(config: EngineConfig, shape: DecoderSpec, decoder: TorchDecoder) -> int:
+    """Bytes of the device slots of LoRA adapters; at most, where each takes what its rank needs."""
+    adapters = getattr(decoder, "adapters", None)  # none of a decoder through transformers
+    if adapters is None:
+        return 0
+    if isinstance(adapters, LoraSlots):
+        return adapters.num_bytes
+    return SlotLayout(shape, config.max_lora_rank).num_bytes(config.max_loras, torch.float32.itemsize)
 
 
 def _logits_bytes(config: EngineConfig, vocab_size: int, dtype: torch.dtype, rows: int, *, is_async: bool) -> int:

@@ -328,7 +328,6 @@ def test_an_adapter_that_cannot_be_served_stops_the_start(folder: Path) -> None:
     ("options", "text"),
     [
         ({"lora_dir": "/x"}, "served with enable_lora only"),
-        ({"enable_lora": True, "attention_backend": "triton"}, "computed by torch and by the native library; use"),
         ({"enable_lora": True, "max_loras": 2, "max_cpu_loras": 2}, "must be above max_loras"),
         ({"max_loras": 0}, "max_loras = 0"),
     ],

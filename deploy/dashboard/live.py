@@ -131,7 +131,12 @@ class LiveViewer(Viewer):
             ),
             "pipeline": lambda: snapshots.pipeline(engine, self._sources.metrics.stage_load),
             "requests": lambda: snapshots.requests(
-                engine, window.offset, window.limit, newest_first=window.newest_first, only=self._own_requests()
+                engine,
+                window.offset,
+                window.limit,
+                newest_first=window.newest_first,
+                only=self._own_requests(),
+                search=window.search,
             ),
             "request": lambda: self._request_details(engine),
             "recent": lambda: {"rows": [row for owner, row in self._sources.recent if self._sees(owner)]},

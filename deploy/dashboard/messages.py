@@ -33,6 +33,7 @@ class RequestWindow(Body):
     offset: Annotated[int, Field(ge=0, le=MAX_OFFSET)] = 0
     limit: Annotated[int, Field(ge=0, le=200)] = 50
     newest_first: bool = False
+    search: Annotated[str, Field(max_length=MAX_ID_CHARS)] = ""  # in their ids, or in the names of their adapters
 
 
 class RequestSelection(Body):

@@ -12,6 +12,7 @@ from typing import Any
 from ...stages.recordings.film import RecordedRequest
 from ...stages.recordings.time_machine import Preemption, TimeMachine
 from ...stages.schedule.sequence import Sequence
+from .adapters import SHORT, adapter_slots
 from .block_map import BlockOwners
 from .playback_data import PlaybackData
 from .snapshots import core_figures
@@ -63,11 +64,16 @@ class PlaybackPosition:
         host = None if allocator.host is None else allocator.host.pool
         health = {"state": "replay", "stage": None, "reason": None}
         figures = core_figures(core.schedule.scheduler, allocator.cache, allocator.pool, host)
-        return {"health": health, "num_live": len(self._live())} | figures
+        found = {"health": health, "num_live": len(self._live())} | figures
+        return found | adapter_slots(core.schedule.scheduler.adapters, {})
 
-    def requests(self, offset: int, limit: int, *, newest_first: bool) -> dict[str, Any]:
+    def requests(self, offset: int, limit: int, *, newest_first: bool, search: str = "") -> dict[str, Any]:
         """As `snapshots.requests`."""
-        live = self._live()
+        live = {
+            name: sequences
+            for name, sequences in self._live().items()
+            if search in name or search in sequences[0].adapter[:SHORT]
+        }
         ids = reversed(live) if newest_first else iter(live)
         rows = [
             self._row(self.playback_data.film.recorded[name], live[name])
@@ -116,7 +122,15 @@ class PlaybackPosition:
             "num_blocks": int(block_owners.block_tables.num_blocks[slots].sum()) if slots else 0,
             "priority": recorded.priority,
             "num_preempted": sum(sequence.num_preempted for sequence in sequences),
-        }
+        } | self._adapter(sequences)
+
+    def _adapter(self, sequences: list[Sequence]) -> dict[str, Any]:
+        """The adapter of a request by its digest, as a recording has no names."""
+        digest, lines = sequences[0].adapter, self._machine.core.schedule.scheduler.adapters
+        if not digest or lines is None:
+            return {}
+        is_waiting = all(sequence.slot < 0 for sequence in sequences)
+        return {"adapter": digest[:SHORT], "waits_for_adapter": is_waiting and not lines.slots.may_join(digest)}
 
 
 def _preemption(preemption: Preemption) -> dict[str, Any]:

@@ -141,7 +141,9 @@ class PlaybackViewer(Viewer):
         window = self.topics.requests or RequestWindow()
         trees: dict[str, Callable[[], Any]] = {
             "overview": lambda: head.overview() | {"bottleneck": self._bottleneck},
-            "requests": lambda: head.requests(window.offset, window.limit, newest_first=window.newest_first),
+            "requests": lambda: head.requests(
+                window.offset, window.limit, newest_first=window.newest_first, search=window.search
+            ),
             "request": self._request_details,
             "recent": lambda: playback_data.recent(head.now_s),
             "latency": lambda: playback_data.latency(now_ns),

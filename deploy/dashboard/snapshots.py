@@ -17,6 +17,7 @@ from ...runtime.health.flight_recorder import task_stacks
 from ...runtime.histogram import GROWTH
 from ..inspect.server_info import HIDDEN
 from ..settings import ENGINE_HELP, SECRET, SERVER_HELP
+from .adapters import adapter_of, adapter_slots, names_of
 from .block_map import BlockOwners
 
 if TYPE_CHECKING:
@@ -46,7 +47,8 @@ def overview(engine: Engine, health: Health) -> dict[str, Any]:
     if not engine.has_core:
         return found
     host = None if engine.host_tier is None else engine.host_tier.pool
-    return found | core_figures(engine.scheduler, engine.prefix_cache, engine.pool, host)
+    found |= core_figures(engine.scheduler, engine.prefix_cache, engine.pool, host)
+    return found | adapter_slots(engine.scheduler.adapters, names_of(engine))
 
 
 def core_figures(
@@ -104,16 +106,24 @@ def pipeline(engine: Engine, load: StageLoad | None) -> dict[str, Any]:
 
 
 def requests(
-    engine: Engine, offset: int, limit: int, *, newest_first: bool = False, only: Collection[str] | None = None
+    engine: Engine,
+    offset: int,
+    limit: int,
+    *,
+    newest_first: bool = False,
+    only: Collection[str] | None = None,
+    search: str = "",
 ) -> dict[str, Any]:
     """The live requests at [offset, offset + limit) in order of arrival, without their text.
 
-    `only` restricts them to these ids.
+    `only` restricts them to these ids, `search` to those with it in their id or in the name of their adapter.
     """
     assert engine.pipeline.exit is not None
     live = engine.pipeline.exit.live
     if only is not None:
         live = {request_id: outbox for request_id, outbox in live.items() if request_id in only}
+    if search:
+        live = {request_id: outbox for request_id, outbox in live.items() if _is_found(search, outbox)}
     outboxes = reversed(live.values()) if newest_first else iter(live.values())
     rows = islice(outboxes, offset, offset + min(limit, MAX_ROWS))
     return {"num_live": len(live), "offset": offset, "rows": [request_row(engine, outbox) for outbox in rows]}
@@ -126,11 +136,11 @@ def request_row(engine: Engine, outbox: RequestOutbox) -> dict[str, Any]:
     stage, _ = engine.pipeline.exit.locate(outbox) if engine.has_core else ("encode", False)  # type: ignore[union-attr]
     num_prompt = outbox.num_prompt_tokens or (sequences[0].num_prompt if sequences else 0)
     slots = [sequence.slot for sequence in sequences if sequence.slot >= 0]
-    times = outbox.times
-    return {
+    times, state = outbox.times, _state(sequences, outbox)
+    return adapter_of(engine, outbox, state) | {
         "id": outbox.request_id,
         "stage": stage,
-        "state": _state(sequences, outbox),
+        "state": state,
         "arrival_s": round(times.arrival_s, 3),
         "ttft_s": None if times.first_token_s is None else round(times.first_token_s - times.arrival_s, 6),
         "num_choices": request.num_sequences,
@@ -209,6 +219,11 @@ def configuration(engine: Engine, service: Service) -> list[dict[str, Any]]:
                 source = service.sources.get(name, "")
                 rows.append({"group": group, "name": name, "value": shown, "source": source, "help": text})
     return rows
+
+
+def _is_found(search: str, outbox: RequestOutbox) -> bool:
+    adapter = outbox.request.adapter
+    return search in outbox.request_id or (adapter is not None and search in adapter.name)
 
 
 def _sequences(engine: Engine, outbox: RequestOutbox) -> Iterator[Sequence]:

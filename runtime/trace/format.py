@@ -37,6 +37,8 @@ that does not fit is stored as the nearest that does. Numbers of kinds are never
     REQUEST_SHED      retry_after_ms num_waiting      reason_name
     REQUEST_STAGE     sequence_id    wait_us          service_us          blocked_us
     REQUEST_GRAMMAR   sequence_id    waited_us
+    REQUEST_ADAPTER   sequence_id    waited_us
+    SET_ASIDE         sequence_id    is_aside
     PREEMPTED         slot           how_name         num_blocks          num_tokens
     RESUMED           slot           how_name         num_blocks          num_tokens
     PARKED            slot           num_blocks       sequence_id
@@ -58,6 +60,9 @@ one, as sample does for a forward pass, STAGE_BATCH says that `handle` had somet
 A step's forward pass and its sampling began `forward_us` and `sample_us` before their records: when the device could
 begin. `grammar_us` is the time spent waiting for masks. An asynchronous device writes STEP_EXECUTED when it has
 finished the step, its sampling included; `sample_us` is 0 there.
+
+REQUEST_GRAMMAR and REQUEST_ADAPTER are written when a request leaves a gate before intake, if it waited there.
+SET_ASIDE is written when a sequence begins to wait for the device slot of its adapter, and when the adapter is there.
 
 WAITING_FOR is written when the reason changes. It says what the first request in the queue lacks: slots, blocks,
 swapped (blocks, to return from the host tier), tokens (of the step), a turn, or "" when the queue is empty.
@@ -143,6 +148,8 @@ class EventKind(IntEnum):
     REQUEST_SHED = 54
     REQUEST_STAGE = 55
     REQUEST_GRAMMAR = 56
+    REQUEST_ADAPTER = 57
+    SET_ASIDE = 58
 
     PREEMPTED = 64
     RESUMED = 65
@@ -182,6 +189,8 @@ FIELDS: dict[EventKind, tuple[str, ...]] = {
     EventKind.REQUEST_SHED: ("retry_after_ms", "num_waiting", "reason_name"),
     EventKind.REQUEST_STAGE: ("sequence_id", "wait_us", "service_us", "blocked_us"),
     EventKind.REQUEST_GRAMMAR: ("sequence_id", "waited_us"),
+    EventKind.REQUEST_ADAPTER: ("sequence_id", "waited_us"),
+    EventKind.SET_ASIDE: ("sequence_id", "is_aside"),
     EventKind.PREEMPTED: ("slot", "how_name", "num_blocks", "num_tokens"),
     EventKind.RESUMED: ("slot", "how_name", "num_blocks", "num_tokens"),
     EventKind.PARKED: ("slot", "num_blocks", "sequence_id"),

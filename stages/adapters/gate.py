@@ -94,6 +94,10 @@ class AdapterGate:
             self.loader.release(digest)
             self._drop(digest)
 
+    def digest_of(self, request_id: str) -> str | None:
+        """What the adapter of a request computes; None for a request without one, and before it is admitted."""
+        return self._held.get(request_id)
+
     def requests_of(self, digest: str) -> list[str]:
         """The ids of the requests that have an adapter."""
         return [request_id for request_id, held in self._held.items() if held == digest]

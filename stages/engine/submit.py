@@ -48,16 +48,21 @@ class Submitter:
     async def _pass_gates(self, request: Request) -> Request:
         """Waits for the request's adapter and grammar. Returns the request with the adapter's digest."""
         if request.adapter is not None:
+            began_s = self.env.now()
             with self._shed_at("adapter"):
                 request = await self.adapters().admit(self.env, request)
+            self._trace_wait(EventKind.REQUEST_ADAPTER, "adapter", request, began_s)
         structured = request.params.structured_outputs
         if structured is not None:
             parts, began_s = self._able_to(task_of(request)), self.env.now()
             with self._shed_at("grammar"):
                 await parts.gate.admit(self.env, request.request_id, structured)
-            waited_us, tracer = int((self.env.now() - began_s) * 1e6), parts.pipeline.tracer
-            tracer.emit(EventKind.REQUEST_GRAMMAR, tracer.source("grammar"), 0, request.first_sequence_id, waited_us)
+            self._trace_wait(EventKind.REQUEST_GRAMMAR, "grammar", request, began_s)
         return request
+
+    def _trace_wait(self, kind: EventKind, gate: str, request: Request, began_s: float) -> None:
+        waited_us, tracer = int((self.env.now() - began_s) * 1e6), self.parts.pipeline.tracer
+        tracer.emit(kind, tracer.source(gate), 0, request.first_sequence_id, waited_us)
 
     def adapters(self) -> AdapterGate:
         """Raises `Refused` unless adapters are served."""

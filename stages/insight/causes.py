@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,7 +20,9 @@ SENTENCES = {
     "slots": "it waited {ms} ms for a slot, as max_num_seqs sequences were running",
     "blocks": "it waited {ms} ms for KV blocks, which other sequences held",
     "swap-in": "it waited {ms} ms in host memory, to be swapped in",
+    "adapter load": "it waited {ms} ms until its LoRA adapter was read from its files",
     "adapter": "it waited {ms} ms for its LoRA adapter, which was not on the device",
+    "other adapters": "it waited {ms} ms behind requests whose LoRA adapters were not on the device",
     "rope": "it waited {ms} ms to be computed again, as it got longer than its rotary factors are for",
     "long prefill": "steps shared with other requests' long prompts took {ms} ms longer than usual",
     "slow client": "it was paused for {ms} ms, as its client did not read",
@@ -33,7 +36,7 @@ WAITING = {
     "slots": "slots",
     "blocks": "blocks",
     "swapped": "swap-in",
-    "adapter": "adapter",
+    "adapter": "other adapters",
 }  # what the queue waits for -> the cause
 
 
@@ -52,7 +55,7 @@ def causes(view: TraceView, fall: Waterfall) -> list[Cause]:
     parts: dict[str, int] = defaultdict(int)
     steps = {part.step: part for part in fall.steps}
     for bar in fall.bars:
-        for name, ns in _parts(view, bar, steps):
+        for name, ns in _parts(view, bar, steps, fall.sequence_id):
             parts[name] += ns
     total_ns = max(1, fall.end_ns - fall.begin_ns)
     num_tokens = sum(part.num_decodes for part in fall.steps) + fall.num_sequences
@@ -74,7 +77,7 @@ def in_words(fall: Waterfall, found: list[Cause]) -> str:
     return f"The request {ended} {_ms(total_ns)} ms: " + "; ".join(cause.sentence for cause in worth) + "."
 
 
-def _parts(view: TraceView, bar: TimeBar, steps: dict[int, StepPart]) -> list[tuple[str, int]]:
+def _parts(view: TraceView, bar: TimeBar, steps: dict[int, StepPart], sequence_id: int) -> list[tuple[str, int]]:
     """(Cause, ns) pairs that a bar was spent on."""
     match bar.kind, bar.stage:
         case "client", _:
@@ -83,8 +86,10 @@ def _parts(view: TraceView, bar: TimeBar, steps: dict[int, StepPart]) -> list[tu
             return [({"swap": "swap-in", "rope": "rope"}.get(how, "blocks"), bar.ns)]
         case "wait", "grammar":
             return [("grammar", bar.ns)]
+        case "wait", "adapter":
+            return [("adapter load", bar.ns)]
         case "wait", stage if stage == SCHEDULE:
-            return _waits(view, bar)
+            return [part for piece in _apart(view, bar, sequence_id) for part in piece]
         case "wait", _:
             return [("queue", bar.ns)]
         case _, "tokenize":
@@ -94,6 +99,24 @@ def _parts(view: TraceView, bar: TimeBar, steps: dict[int, StepPart]) -> list[tu
         case _, "sample" if bar.step in steps:
             return _of_sampling(view, bar, steps[bar.step])
     return [("other stages", bar.ns)]
+
+
+def _apart(view: TraceView, bar: TimeBar, sequence_id: int) -> Iterator[list[tuple[str, int]]]:
+    """A wait in the queue, with the times in which it was set aside for its adapter apart."""
+    cursor_ns, aside_ns = bar.begin_ns, None
+    for record in view.of_request(EventKind.SET_ASIDE, sequence_id):
+        time_ns = min(max(int(record["time_ns"]), bar.begin_ns), bar.end_ns)
+        if record["b"]:
+            yield _waits(view, replace(bar, begin_ns=cursor_ns, end_ns=time_ns))
+            aside_ns = time_ns
+        elif aside_ns is not None:
+            yield [("adapter", time_ns - aside_ns)]
+            aside_ns = None
+        cursor_ns = time_ns
+    if aside_ns is not None:
+        yield [("adapter", bar.end_ns - aside_ns)]
+    else:
+        yield _waits(view, replace(bar, begin_ns=cursor_ns))
 
 
 def _waits(view: TraceView, bar: TimeBar) -> list[tuple[str, int]]:

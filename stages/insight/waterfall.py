@@ -87,12 +87,12 @@ def waterfall(view: TraceView, sequence_id: int, now_ns: int | None = None) -> W
     finished = view.of_request(EventKind.REQUEST_FINISHED, sequence_id)
     cause = view.names[int(finished["b"][0])] if len(finished) else None
     end_ns = int(finished["time_ns"][0]) if len(finished) else max(view.end_ns, now_ns or 0)
-    grammar = list(_grammar(view, sequence_id, arrival_ns))
-    begin_ns = min([arrival_ns, *(bar.begin_ns for bar in grammar)])
+    gates = list(_gates(view, sequence_id, arrival_ns))
+    begin_ns = min([arrival_ns, *(bar.begin_ns for bar in gates)])
     steps = _steps(view, sequence_ids, end_ns)
     preempted = _preempted(view, sequence_ids, end_ns)
     away = [*_parked(view, sequence_ids, end_ns), *preempted]
-    spans = [*grammar, *_spans(view, sequence_id, steps)]
+    spans = [*gates, *_spans(view, sequence_id, steps)]
     next_stage = "exit" if cause is not None else "execute" if steps else SCHEDULE
     bars = list(_without_holes(spans, away, begin_ns, end_ns, next_stage))
     return Waterfall(sequence_id, num_sequences, begin_ns, end_ns, cause, bars, steps, len(preempted))
@@ -101,10 +101,14 @@ def waterfall(view: TraceView, sequence_id: int, now_ns: int | None = None) -> W
 # -- bars in the order in which a token is made
 
 
-def _grammar(view: TraceView, sequence_id: int, arrival_ns: int) -> Iterator[TimeBar]:
-    """The wait for its grammar, before admission."""
-    for record in view.of_request(EventKind.REQUEST_GRAMMAR, sequence_id):
-        yield TimeBar("wait", "grammar", arrival_ns - int(record["b"]) * 1000, arrival_ns)
+def _gates(view: TraceView, sequence_id: int, arrival_ns: int) -> Iterator[TimeBar]:
+    """The waits for its adapter and then its grammar, before admission."""
+    grammar = view.of_request(EventKind.REQUEST_GRAMMAR, sequence_id)
+    grammar_ns = arrival_ns - (int(grammar["b"][0]) * 1000 if len(grammar) else 0)
+    for record in view.of_request(EventKind.REQUEST_ADAPTER, sequence_id):
+        yield TimeBar("wait", "adapter", grammar_ns - int(record["b"]) * 1000, grammar_ns)
+    if len(grammar):
+        yield TimeBar("wait", "grammar", grammar_ns, arrival_ns)
 
 
 def _spans(view: TraceView, sequence_id: int, steps: list[StepPart]) -> Iterator[TimeBar]:

@@ -40,13 +40,15 @@ class Preemption:
     cause: str
     num_tokens: int  # swapped to the host
     num_free: int  # blocks, after that plan
-    beneficiaries: tuple[int, ...]  # sequences that got blocks in that plan, or were first in the queue for its slot
+    # sequences that got blocks in that plan, or were first in the queue for its slot, or for the place of its adapter
+    beneficiaries: tuple[int, ...]
 
     def __str__(self) -> str:
         names = ", ".join(str(sequence_id) for sequence_id in self.beneficiaries) or "no sequence yet"
         why = WHY.get(self.cause, "its client does not read")
         how = f"{self.num_tokens} tokens swapped to the host" if self.how == "swap" else "to be recomputed"
-        return f"step {self.step}: sequence {self.sequence_id} was preempted, {how}: {why}; blocks went to {names}"
+        what = "its adapter's place" if self.cause == "adapter" else "blocks"
+        return f"step {self.step}: sequence {self.sequence_id} was preempted, {how}: {why}; {what} went to {names}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +208,8 @@ class TimeMachine:
             for slot in plan["preempted"]:
                 sequence, first = scheduler.slots.sequences[slot], scheduler.waiting.peek()
                 cause = "slot" if sequence is None else "parked" if sequence.is_parked else sequence.lost_for
+                if cause == "adapter" and scheduler.adapters is not None:
+                    first = scheduler.adapters.first_drained_for()
                 self._here.taken[slot] = cause, () if first is None else (first.sequence_id,)
 
     def _note_preempted(self, call: AllocateCall, decisions: Sequence[Decision]) -> None:

@@ -53,6 +53,8 @@ class AdapterLines:
         self.slots = slots
         self.max_passes = max_passes
         self.has_news = False  # whether a sequence was set aside since the last `advance`
+        # called when a sequence is set aside (True), and when its line is taken (False)
+        self.on_aside: Callable[[Sequence, bool], object] | None = None
         self.drained_for: list[str] = []  # digests, in the order in which their drains began
         self._passes = PassCounts()
         self._lines: dict[str, AdapterLine] = {}
@@ -89,6 +91,8 @@ class AdapterLines:
         line.queue.push(sequence, rank)
         line.keys[sequence.sequence_id] = key
         self._passes.add(sequence, key)
+        if self.on_aside is not None:
+            self.on_aside(sequence, True)
 
     def remove(self, sequence: Sequence) -> bool:
         """Removes a waiting sequence that ended or was parked; False if it does not wait here but in the queue."""
@@ -116,6 +120,8 @@ class AdapterLines:
             sequence = line.queue.pop()
             self._passes.remove(line.keys[sequence.sequence_id])
             sequences.append(sequence)
+            if self.on_aside is not None:
+                self.on_aside(sequence, False)
         return sequences
 
     def join(self, sequence: Sequence, rank: tuple[Any, ...]) -> None:
@@ -175,6 +181,10 @@ class AdapterLines:
     def is_served(self, digest: str) -> bool:
         """Whether a slot holds or loads an adapter, or drains for it."""
         return not self._is_blocked(digest) or digest in self.drained_for
+
+    def first_drained_for(self) -> Sequence | None:
+        """The sequence that gets the slot which is drained first; None if none drains."""
+        return next((self._lines[digest].first for digest in self.drained_for if digest in self._lines), None)
 
     def first_blocked(self) -> AdapterLine | None:
         """The line with the best rank for which no slot loads or drains; None if there is none."""

@@ -24,6 +24,8 @@ class QueueTrace:
         self._waiting_for = ""
         self._drafted = (0, 0, 0)  # totals so far: rows with drafts, drafts, accepted drafts
         self._plan: StepPlan | None = None
+        if scheduler.adapters is not None:
+            scheduler.adapters.on_aside = self._set_aside
         self._starting: dict[int, tuple[Sequence, int]] = {}  # by slot, not served yet: (sequence, tokens on the host)
 
     def planned(self, plan: StepPlan) -> None:
@@ -59,6 +61,10 @@ class QueueTrace:
             how = self._swap if num_swapped else self._recompute
             counts = (self._num_blocks(num_cached), num_cached)
             self._tracer.emit(EventKind.RESUMED, self._source, step, slot, how, *counts)
+
+    def _set_aside(self, sequence: Sequence, is_aside: bool) -> None:
+        """Writes SET_ASIDE."""
+        self._tracer.emit(EventKind.SET_ASIDE, self._source, 0, sequence.sequence_id, is_aside)
 
     def done(self, done: StepDone) -> None:
         """Writes STEP_DRAFTED for a step with drafts. Call it after the scheduler has taken `done`."""

@@ -6,6 +6,7 @@ import { count, percent, rate, seconds } from "./format.js";
 import { History, reducers, stepRates } from "./store.js";
 import { Scrub } from "./scrub.js";
 import { Figure } from "./ui.js";
+import * as adapters from "./adapters.js";
 import * as blocks from "./blocks.js";
 import * as config from "./config.js";
 import * as health from "./health.js";
@@ -17,8 +18,9 @@ import * as requests from "./requests.js";
 import * as steps from "./steps.js";
 import * as waterfall from "./waterfall.js";
 
-// In the order of the navigation. A view exports `title`, `about`, `topics(app)` (its subscriptions) and `View`.
-const VIEWS = { pipeline, steps, requests, waterfall, blocks, latency, health, playground, recorder, config };
+// In the order of the navigation. A view exports `title`, `about`, `topics(app)` (its subscriptions) and `View`; with
+// `isShown(app)`, it is in the navigation only then.
+const VIEWS = { pipeline, steps, requests, waterfall, blocks, adapters, latency, health, playground, recorder, config };
 
 const history = new History();
 const url = new URL("dashboard/feed", location.href);
@@ -85,7 +87,7 @@ function Side() {
   return html`
     <div class="side">
       <a class="brand" href="#/pipeline"><img src="static/dashboard/icon.svg" alt="" width="26" height="26" /><span>millrace</span></a>
-      <nav aria-label="Views"><ul>${Object.entries(VIEWS).map(
+      <nav aria-label="Views"><ul>${Object.entries(VIEWS).filter(([, view]) => !view.isShown || view.isShown(app)).map(
         ([name, view]) => html`<li><a href=${`#/${name}`} aria-current=${name === app.view ? "page" : null}>${view.title}</a></li>`,
       )}</ul></nav>
       <footer><${Connection} />${!feed.recording && html`<button class="quiet" onClick=${() => askKeys()}>Keys</button>`}<${Theme} /></footer>

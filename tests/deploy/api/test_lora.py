@@ -19,6 +19,7 @@ from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from millrace.deploy.config import ServerConfig
+from millrace.deploy.dashboard import snapshots
 from millrace.deploy.server.server import Server
 from millrace.model.decoder import weights as model_weights
 from millrace.model.decoder.linear import EvenLinear, Linear, PackedLinear, WidenedLinear, linear_form
@@ -26,10 +27,14 @@ from millrace.model.decoder.lora_linear import LoraTable
 from millrace.model.lora.adapter import Adapter
 from millrace.stages import Engine, SamplingParams
 from millrace.stages.errors import ConfigError, Failed, Refused
-from millrace.stages.recordings.reader import Recording
+from millrace.stages.insight.explain import explain, view_of
+from millrace.stages.messages import TokenRequest
+from millrace.stages.recordings.reader import Recording, ScheduleCall
 from millrace.stages.recordings.replay import Replay
+from millrace.stages.recordings.time_machine import TimeMachine
 from millrace.stages.recordings.workloads import read_trace
 from millrace.stages.split.split_engine import SplitEngine
+from tests.counts import count
 from tests.model.lora import peft_formats
 from tests.model.lora.peft_formats import ALPHA, RANK, write_adapter, write_base
 from tests.model.tiny_tokenizers import make_tokenizer
@@ -187,21 +192,80 @@ def test_a_load_that_raises_ends_its_requests_alone_and_the_recording_replays(
     assert Replay(Recording(path)).run().difference is None
 
 
-def test_reloads_and_unloads_under_load_give_no_stale_answer(folder: Path, wanted: Any) -> None:
+def test_observers_see_adapters_in_slots_who_waits_for_one_and_who_got_it(
+    folder: Path, wanted: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.jsonl"
+
     async def live() -> None:
-        async with engine_of(folder) as engine:
-            for turn in range(6):
-                name = NAMES[turn % 3]
-                running = asyncio.ensure_future(tokens(engine, PROMPTS[0], "swapped")) if turn else None
-                await asyncio.sleep(0)
-                await engine.load_adapter("swapped", folder / "adapters" / name)
-                assert await tokens(engine, PROMPTS[0], "swapped") == wanted[name, 0]
-                if running is not None:
-                    assert await running in (wanted[name, 0], wanted[NAMES[(turn - 1) % 3], 0])
+        slow = {"inject": ("stage=execute,delay=50ms",), "max_loras": 1, "record": str(path)}
+        async with engine_of(folder, **slow) as engine:
+            first = asyncio.ensure_future(tokens(engine, PROMPTS[0], "one", request_id="first", priority=5))
+            while not engine.scheduler.num_running:  # noqa: ASYNC110 - of other tasks
+                await asyncio.sleep(0.001)
+            second = asyncio.ensure_future(tokens(engine, PROMPTS[1], "two", request_id="second", priority=5))
+            while not (engine.scheduler.adapters and len(engine.scheduler.adapters)):  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            rows = {row["id"]: row for row in snapshots.requests(engine, 0, 9)["rows"]}
+            assert {name: (row["adapter"], row["waits_for_adapter"]) for name, row in rows.items()} == {
+                "first": ("one", False),
+                "second": ("two", True),
+            }
+            (found,) = snapshots.requests(engine, 0, 9, search="tw")["rows"]
+            assert found["id"] == "second" and snapshots.requests(engine, 0, 9, search="irst")["num_live"] == 1
+            adapters = snapshots.overview(engine, engine.health)["adapters"]
+            assert adapters["slots"] == [{"slot": 1, "state": "resident", "adapter": "one", "num_running": 1}]
+            assert adapters["waiting"] == [{"adapter": "two", "num_waiting": 1}]
+            urgent = asyncio.ensure_future(tokens(engine, PROMPTS[0], "three", request_id="urgent"))
+            answers = await asyncio.gather(first, second, urgent)
+            assert answers == [wanted["one", 0], wanted["two", 1], wanted["three", 0]]
+            told = {cause["name"]: cause for cause in explain(view_of(engine.pipeline.tracer), "second")["causes"]}  # type: ignore[index]
+            assert told["adapter"]["share"] > 0.2 and "adapter load" in told
+
+    asyncio.run(asyncio.wait_for(live(), 60))
+    preemptions = TimeMachine(Recording(path)).at(1e9).preemptions
+    (lost,) = [each for each in preemptions if each.cause == "adapter"]
+    by_id = {each.request_id: each.first_sequence_id for each in read_requests(path)}
+    assert lost.beneficiaries == (by_id["urgent"],)
+    assert "needed the place of its adapter; its adapter's place went to" in str(lost)
+
+
+def read_requests(path: Path) -> list[TokenRequest]:
+    calls = [call for call in Recording(path) if isinstance(call, ScheduleCall)]
+    return [message for call in calls for message in call.taken if isinstance(message, TokenRequest)]
+
+
+def test_swaps_of_a_name_under_load_give_no_stale_answer(folder: Path, wanted: Any) -> None:
+    async def live() -> None:
+        async with engine_of(folder, num_gpu_blocks=64) as engine:
+            num_swaps = published = begun = num_streamed = 0
+
+            def answers(number: int, first: int, last: int) -> list[list[int]]:
+                return [wanted[NAMES[swap % 3], number] for swap in range(first, last + 1)]
+
+            async def stream(number: int) -> None:
+                nonlocal num_streamed
+                while published < num_swaps:
+                    oldest = published
+                    answer = await tokens(engine, PROMPTS[number % 2], "swapped")
+                    assert answer in answers(number % 2, oldest, begun), (oldest, begun)
+                    num_streamed += 1
+
+            await engine.load_adapter("swapped", folder / "adapters" / NAMES[0])
+            num_swaps = count(6, 1000)
+            load = [asyncio.ensure_future(stream(number)) for number in range(4)]
+            while published < num_swaps:
+                begun += 1
+                await engine.load_adapter("swapped", folder / "adapters" / NAMES[begun % 3])
+                published = begun
+                assert await tokens(engine, PROMPTS[0], "swapped") == wanted[NAMES[begun % 3], 0]
+            await asyncio.gather(*load)
+            assert num_streamed >= 4 and engine.prefix_cache is not None and engine.prefix_cache.num_hits
+            print(f"{num_swaps} swaps, {num_streamed} answers beside them")
             last = asyncio.ensure_future(tokens(engine, PROMPTS[1], "swapped"))
             await asyncio.sleep(0.01)
             assert engine.unload_adapter("swapped")
-            assert await last == wanted["three", 1], "it had begun"
+            assert await last == wanted[NAMES[begun % 3], 1], "it had begun"
             with pytest.raises(Refused, match="no adapter of that name"):
                 await tokens(engine, PROMPTS[0], "swapped")
             engine.scheduler.check()

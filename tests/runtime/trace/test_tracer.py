@@ -63,6 +63,8 @@ def test_numbers_of_kinds_never_change():
             "REQUEST_SHED": 54,
             "REQUEST_STAGE": 55,
             "REQUEST_GRAMMAR": 56,
+            "REQUEST_ADAPTER": 57,
+            "SET_ASIDE": 58,
             "PREEMPTED": 64,
             "RESUMED": 65,
             "PARKED": 66,

@@ -53,15 +53,15 @@ class CompileCase:
 def all_cases(arch: int, head_dims: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[CompileCase]:
     """Every configuration in use on that chip, for these head sizes and types."""
     cases = step_cases() + [case for dtype in dtypes for case in layer_cases(dtype) + other_layer_cases(dtype)]
-    cases += [case for dim in head_dims for dtype in dtypes for case in attention_cases(dim, dtype)]
+    kinds = _kinds_of(head_dims, dtypes)
+    cases += [case for each in kinds for case in attention_cases(*each)]
     small = torch.float8_e4m3fn
     cases += [case for dim in head_dims for case in attention_cases(dim, torch.bfloat16, cache_dtype=small)]
     cases += [case for dim in head_dims if dim in DISTINCT_DIMS for case in group_cases(dim)]
-    cases += [case for dim in head_dims for dtype in dtypes for case in folded_cases(dim, dtype)]
+    cases += [case for each in kinds for case in folded_cases(*each)]
     cases += [case for dim in head_dims for case in folded_cases(dim, torch.bfloat16, small)[:2]]
-    cases += [case for dim in head_dims for dtype in dtypes for case in prologue_cases(arch, dim, dtype)]
-    distinct = [(dim, dtype) for dim in head_dims for dtype in dtypes if _is_distinct(dim, dtype)]
-    cases += [case for each in distinct for case in other_prologue_cases(*each)]
+    cases += [case for each in kinds for case in prologue_cases(arch, *each)]
+    cases += [case for each in kinds if _is_distinct(*each) for case in other_prologue_cases(*each)]
     cases += copy_cases() + [case for dtype in dtypes for case in sampling_cases(dtype)]
     return [case for case in cases if arch >= case.least_arch]
 
@@ -138,14 +138,19 @@ OPTIONS = (
     AttentionOptions(chunk=8192),
     AttentionOptions(is_few=True),
 )
-# A head size for each row of the tables of tilings. Others have the code of one of these, but for masks, and f16 that
-# of bf16, but for the type in its instructions: with as many registers and as much memory. So both get few options.
+# A head size for each row of the tables of tilings: others have the code of one of these, but for masks. f16 has that
+# of bf16, but for the type in its instructions, with as many registers and as much memory. So all options are taken of
+# bf16 and these sizes alone, and f16 of these sizes alone.
 DISTINCT_DIMS = (64, 128, 256)
 FEW_OPTIONS = (AttentionOptions(), AttentionOptions(window=4096, soft_cap=50.0))
 
 
 def _is_distinct(head_dim: int, dtype: torch.dtype) -> bool:
-    return head_dim in DISTINCT_DIMS and dtype != torch.float16
+    return head_dim in DISTINCT_DIMS and dtype == torch.bfloat16
+
+
+def _kinds_of(head_dims: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[tuple[int, torch.dtype]]:
+    return [(dim, dtype) for dim in head_dims for dtype in dtypes if dim in DISTINCT_DIMS or dtype != torch.float16]
 
 
 def attention_cases(

@@ -5,15 +5,17 @@ Each takes a subject's `max_num_seqs`, `max_model_len` and `block_size`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
 
-from millrace.stages.messages import NO_INDICES, NO_INTS, Started, StepGrant
+from millrace.stages.messages import NO_INDICES, NO_INTS, Drafts, Started, StepGrant
 from millrace.stages.params import SamplingParams
 
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 TOP_P: dict[str, Any] = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}  # as Qwen3's own configuration asks
+DRAFT = 7  # a token; random weights choose it about once in a vocabulary
 LOGPROBS: dict[str, Any] = {"temperature": 0.0, "logprobs": 5}
 
 
@@ -64,6 +66,17 @@ def decode_grants(
         for step in range(1, num_steps)
     ]
     return [first, *later]
+
+
+def draft_grants(subject: Sizes, num_rows: int, context: int, num_drafts: int, num_steps: int) -> list[StepGrant]:
+    """As decode steps, each with so many drafts a row. None of them is accepted: what a step takes depends on how many
+    it verifies alone."""
+    counts = np.full(num_rows, num_drafts, np.int32)
+    drafts = Drafts(counts, np.full(num_rows * num_drafts, DRAFT, np.intp))
+    return [
+        replace(grant, num_tokens=1 + counts, is_decode=False, drafts=drafts)
+        for grant in decode_grants(subject, num_rows, context, num_steps + num_drafts)[:num_steps]
+    ]
 
 
 def prompt_grants(subject: Sizes, num_tokens: int, num_prompts: int, chunk: int = 0) -> list[StepGrant]:

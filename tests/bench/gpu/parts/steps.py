@@ -17,7 +17,7 @@ from millrace.stages.backends.cuda.triton_chooser import PLAIN, TRUNCATED
 from millrace.stages.messages import StepGrant
 from tests.bench.gpu.floors import GPU_SHAPES, decode_floor_s, prefill_floor_s
 from tests.bench.gpu.paired import order, paired_ratio
-from tests.bench.gpu.parts.grants import LOGPROBS, TOP_P, decode_grants, mixed_grants, prompt_grants
+from tests.bench.gpu.parts.grants import LOGPROBS, TOP_P, decode_grants, draft_grants, mixed_grants, prompt_grants
 from tests.bench.gpu.parts.subject import StepLine, Subject, Times, streams_of
 from tests.bench.gpu.place import TINY, Place
 from tests.bench.gpu.sweeps.choices import Configuration, configurations
@@ -38,10 +38,13 @@ class Load:
     num_prompt: int = 0  # tokens of a prompt, alone or beside the rows
     chunk: int = 0  # tokens of a step of it; 0: whole
     asked: dict[str, Any] = field(default_factory=dict)  # of the rows; greedy without
+    num_drafts: int = 0  # of each row
 
     def grants(self, subject: Subject, num_steps: int) -> list[StepGrant]:
         if not self.num_rows:
             return prompt_grants(subject, self.num_prompt, num_steps, self.chunk)
+        if self.num_drafts:
+            return draft_grants(subject, self.num_rows, self.context, self.num_drafts, num_steps)
         if self.num_prompt:
             return mixed_grants(subject, self.num_rows, self.context, self.num_prompt, num_steps)
         return decode_grants(subject, self.num_rows, self.context, num_steps, self.asked or {"temperature": 0.0})
@@ -49,7 +52,7 @@ class Load:
     def floor_us(self, place: Place, shape: dict[str, Any]) -> float:
         floor_s = prefill_floor_s(shape, self.num_prompt, place.card) if self.num_prompt else 0.0
         if self.num_rows:
-            floor_s += decode_floor_s(shape, self.num_rows, self.context, place.card)
+            floor_s += decode_floor_s(shape, self.num_rows, self.context, place.card)  # drafts share what is read
         return 1e6 * floor_s
 
     @property
@@ -74,6 +77,7 @@ SMALL = (
     Load("prompt of 512", num_prompt=512),
     Load("64 x 1 of 1024 and a prompt of 512", 64, 1024, num_prompt=512),
     Load("8 x 1 of 1024", 8, 1024),
+    Load("16 x 1 of 1024, 3 drafts each", 16, 1024, num_drafts=3),
     Load("prompt of 8192, by 2048", num_prompt=8192, chunk=2048),
     Load("64 x 1 of 1024, logprobs", 64, 1024, asked=LOGPROBS),
 )
@@ -90,6 +94,7 @@ DRY = (
     Load("2 x 1 of 40, logprobs", 2, 40, asked=LOGPROBS),
     Load("prompt of 70, by 30", num_prompt=70, chunk=30),
     Load("2 x 1 of 40 and a prompt of 9", 2, 40, num_prompt=9),
+    Load("2 x 1 of 40, 3 drafts each", 2, 40, num_drafts=3),
 )
 MIXED_GRAPHS = (512, 640, 2048)  # of the sizes that an engine captures, those that the loads are padded to
 
@@ -130,7 +135,8 @@ def subject_of(place: Place, shape: str, loads: Sequence[Load], *, is_fp8: bool 
     """The model, which parts of one process share."""
     if shape not in place.shared:
         num_pairs, num_steps, num_warm = DRY_COUNTS if place.is_dry else (NUM_PAIRS, NUM_STEPS, NUM_WARM)
-        sizes = [(each.num_rows, each.context + num_warm + num_pairs * num_steps + 1) for each in loads]
+        more = num_warm + num_pairs * num_steps + 1
+        sizes = [(each.num_rows, each.context + more + each.num_drafts) for each in loads]
         sizes += [(1, each.num_prompt + 1) for each in loads]
         sizes += [(each.num_rows + 8, 0) for each in loads if each.num_rows and each.num_prompt]
         most = max((each.num_prompt for each in loads), default=0) + max(each.num_rows for each in loads)
@@ -142,10 +148,12 @@ def subject_of(place: Place, shape: str, loads: Sequence[Load], *, is_fp8: bool 
 
 def line_of(place: Place, subject: Subject, configuration: Configuration, loads: Sequence[Load]) -> StepLine:
     """With graphs for these loads. What it is captured with stays with it."""
-    num_rows = sorted({4 if place.is_dry else load.num_rows for load in loads if load.num_rows})
+    num_rows = sorted({4 if place.is_dry else load.num_rows for load in loads if load.num_rows and not load.num_drafts})
+    num_verified = max(load.num_rows * (1 + load.num_drafts) if load.num_drafts else 0 for load in loads)
     num_rows = [min(rows, subject.max_num_seqs) for rows in num_rows]
     num_tokens = (64,) if place.is_dry else tuple(n for n in MIXED_GRAPHS if n <= subject.max_step_tokens)
     sizes: dict[str, Any] = {"num_rows": num_rows, "num_tokens": num_tokens, "kinds": KINDS}
+    sizes["num_verified"] = num_verified
     return subject.line(streams_of(place), time.perf_counter, tilings=configuration.tilings, **sizes)
 
 

@@ -84,11 +84,12 @@ class Subject:
         *,
         num_rows: Sequence[int] = (),
         num_tokens: Sequence[int] = (),
+        num_verified: int = 0,
         kinds: Sequence[int] = KINDS[:1],
         tilings: Tilings | None = None,
     ) -> StepLine:
-        """A new line of steps, with graphs of these numbers of decode rows and of mixed tokens; without, eager.
-        `tilings` None: the library's products."""
+        """A new line of steps, with graphs of these numbers of decode rows and of mixed tokens, and of so many tokens
+        with drafts; without, eager. `tilings` None: the library's products."""
         ends = EndRules((), self.max_model_len)
         last_tokens = torch.zeros(self.max_num_seqs, dtype=torch.int64, device=self.device)
         choosing = partial(TritonTokenChooser, kernels=self.sampling)
@@ -106,9 +107,15 @@ class Subject:
             max_step_tokens=self.max_step_tokens,
         )
         is_eager = not (num_rows or num_tokens)
-        graphs = CudaGraphs(self.max_num_seqs, max(num_tokens, default=0), is_eager=is_eager, kinds=kinds)
+        most = max(*num_tokens, num_verified, 0)
+        graphs = CudaGraphs(self.max_num_seqs, most, num_verified, is_eager=is_eager, kinds=kinds)
         graphs._decode = [batch for batch in graphs._decode if batch.num_rows in num_rows]  # a graph takes time to make
-        graphs._mixed = [batch for batch in graphs._mixed if batch.num_tokens in num_tokens]
+        verify = {(num_verified, num_verified)}  # rows of logits, and tokens
+        graphs._mixed = [
+            batch
+            for batch in graphs._mixed
+            if batch.num_tokens in num_tokens or (batch.num_rows, batch.num_tokens) in verify
+        ]
         submitter = StepSubmitter(streams, memory, work, graphs, ends, sampler)
         streams.wait()  # weights, tables and buffers were written on another stream
         if not is_eager:

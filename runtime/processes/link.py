@@ -39,7 +39,7 @@ from .frames import (
     pack_frame,
 )
 from .link_channels import InboundChannel, OutboundChannel
-from .liveness import PING_TIME, PONG_TIMES, PeerClock, Silence
+from .liveness import PING_TIME, PONG_TIMES, Heartbeat
 from .transport import READ_BYTES, Transport
 from .type_fields import codec_for, describe
 from .wire import Buffer, Codec, WireError
@@ -86,9 +86,9 @@ class Link:
         self._is_woken = False  # a flush is scheduled
         self._frames = FrameReader(MAX_HELLO_BYTES)
         self._is_met = False  # the other end has sent its hello
-        self._silence = None if timeout_s is None else Silence(timeout_s)
-        self._ticking: asyncio.TimerHandle | None = None
-        self.peer_clock = PeerClock()
+        self.heartbeat: Heartbeat | None = None
+        if timeout_s is not None:
+            self.heartbeat = Heartbeat(timeout_s, clock, self._ping, self._note_silence, self._shift)
         self.is_open = False
         self._is_closing = False
         self.num_sends = self.num_frames_sent = self.num_bytes_sent = 0
@@ -113,8 +113,8 @@ class Link:
         for edge, inbound in enumerate(self._inbound):
             inbound.bind(self, edge)
         self._transport.start(self._on_readable, self._on_writable)
-        if self._silence is not None:
-            self._ticking = self._loop.call_later(self._silence.tick_s, self._tick, context=self._context)
+        if self.heartbeat is not None:
+            self.heartbeat.start()
 
     def post(self, word: Any) -> None:
         """Sends a word, in order with items, without waiting. Does nothing if the link is lost.
@@ -214,8 +214,8 @@ class Link:
         except (LinkError, WireError) as error:
             self._lose(error if isinstance(error, LinkError) else LinkError(str(error)))
             return
-        if self._silence is not None:
-            self._silence.has_heard = True
+        if self.heartbeat is not None:
+            self.heartbeat.silence.has_heard = True
         if has_ended:
             torn = f"the other end closed the link in the middle of a frame, after {len(self._frames)} bytes of it"
             self._lose(LinkError(torn) if len(self._frames) else None)
@@ -243,7 +243,7 @@ class Link:
                 self._pong = bytes(header) + PING_TIME.pack(self._clock())
                 self.wake()
             case _ if kind == PONG and len(header) == PONG_TIMES.size:
-                self._note_trip(*PONG_TIMES.unpack(header))
+                self._note_pong(header)
             case _:
                 raise LinkError(f"a frame of unknown kind {kind}, or of a wrong length")
 
@@ -270,8 +270,11 @@ class Link:
         self._codec = self._shared_codec = codec_for(self._codec, received.get("types"))
         self._is_met = True
         self._frames.max_frame_bytes = self._max_frame_bytes
-        if self._silence is not None:
-            self._greet(received.get("clock_s"))
+        if self.heartbeat is not None:
+            try:
+                self.heartbeat.meet(received.get("clock_s"))
+            except ValueError as error:
+                raise LinkError(str(error)) from None
         early, self._early = self._early, []
         for kind, edge, message in early:
             try:
@@ -281,36 +284,25 @@ class Link:
                     raise
                 self._outbound[edge].refuse(message, error)
 
-    def _greet(self, there_s: Any) -> None:
-        """Takes the other end's clock from its hello until pings have measured it."""
-        if not isinstance(there_s, (int, float)):
-            raise LinkError(f"a hello with clock_s = {there_s!r}: must be a number")
-        self.peer_clock.note_greeting(there_s, self._clock())
-        self._shift()
-        self._put(PING, header=PING_TIME.pack(self._clock()))
-
     # -- pings
 
-    def _tick(self) -> None:
-        assert self._loop is not None and self._silence is not None
-        if self._silence.tick():
-            self._lose(LinkError(f"the other end has sent nothing for {self._silence.timeout_s:g} s"))
-            return
-        self._ticking = self._loop.call_later(self._silence.tick_s, self._tick, context=self._context)
-        if self._is_met and not self._unsent:
-            self._put(PING, header=PING_TIME.pack(self._clock()))
+    def _ping(self, content: bytes) -> None:
+        if not self._unsent:  # else the other end does not read, and pings would queue up
+            self._put(PING, header=content)
 
-    def _note_trip(self, sent_s: float, there_s: float) -> None:
-        if self._silence is None:
+    def _note_pong(self, content: memoryview) -> None:
+        if self.heartbeat is None:
             raise LinkError("an answer came to a ping that was not sent")
         try:
-            self.peer_clock.note_trip(sent_s, there_s, self._clock())
+            self.heartbeat.note_pong(content)
         except ValueError as error:
             raise LinkError(str(error)) from None
-        self._shift()
 
-    def _shift(self) -> None:
-        offset_s = self.peer_clock.offset_s
+    def _note_silence(self) -> None:
+        assert self.heartbeat is not None
+        self._lose(LinkError(f"the other end has sent nothing for {self.heartbeat.silence.timeout_s:g} s"))
+
+    def _shift(self, offset_s: float) -> None:
         self._codec = self._shared_codec.shifted(-offset_s) if offset_s else self._shared_codec
 
     # -- the end
@@ -323,8 +315,8 @@ class Link:
     def _end(self) -> None:
         self.is_open = False
         self._early.clear()
-        if self._ticking is not None:
-            self._ticking.cancel()
+        if self.heartbeat is not None:
+            self.heartbeat.stop()
         self._transport.close()
         for outbound in self._outbound:
             outbound.unbind()

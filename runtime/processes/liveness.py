@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import struct
 from collections import deque
+from collections.abc import Callable
+from contextvars import Context
+from typing import Any
 
 PING_S = 1.0  # between two pings
 NUM_TRIPS = 8  # the last round trips that the offset is chosen from
+MAX_TIME_S = 1e15  # that a clock can show
 
 PING_TIME = struct.Struct("<d")  # of the sender's clock
 PONG_TIMES = struct.Struct("<dd")  # the ping's, and that of the answering clock
@@ -43,7 +48,7 @@ class PeerClock:
     def note_trip(self, sent_s: float, there_s: float, now_s: float) -> None:
         """The answer of a ping came, answered at `there_s`. Raises ValueError if it cannot be one."""
         round_trip_s = now_s - sent_s
-        if not round_trip_s >= 0.0 or not abs(there_s) < 1e15:
+        if not round_trip_s >= 0.0 or not abs(there_s) < MAX_TIME_S:
             raise ValueError(f"a ping sent at {sent_s!r} and answered at {there_s!r} came back at {now_s!r}")
         self._trips.append((round_trip_s, there_s - (sent_s + now_s) / 2))
 
@@ -65,3 +70,68 @@ class Silence:
         self._num_silent = 0 if self.has_heard else self._num_silent + 1
         self.has_heard = False
         return self._num_silent * self.tick_s >= self.timeout_s
+
+
+class Heartbeat:
+    """The pings of one end of a link, from `start` to `stop`.
+
+    send_ping    sends a ping with this content; called each second once the other end has said hello
+    on_silence   the other end has sent nothing for `timeout_s`; called once
+    on_offset    `clock.offset_s` may have changed
+    """
+
+    def __init__(
+        self,
+        timeout_s: float,
+        clock: Callable[[], float],
+        send_ping: Callable[[bytes], None],
+        on_silence: Callable[[], None],
+        on_offset: Callable[[float], None],
+    ) -> None:
+        self.silence = Silence(timeout_s)
+        self.peer_clock = PeerClock()
+        self._clock = clock
+        self._send_ping = send_ping
+        self._on_silence = on_silence
+        self._on_offset = on_offset
+        self._is_met = False
+        self._context = Context()  # of no request
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Begins to count silence, on the running loop."""
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(self.silence.tick_s, self._tick, context=self._context)
+
+    def stop(self) -> None:
+        """Idempotent."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def meet(self, there_s: Any) -> None:
+        """The hello came, sent at `there_s`. Raises ValueError if that is no time."""
+        if type(there_s) not in (int, float) or not abs(there_s) < MAX_TIME_S:
+            raise ValueError(f"a hello with clock_s = {there_s!r}: must be a time in seconds")
+        self._is_met = True
+        self.peer_clock.note_greeting(there_s, self._clock())
+        self._on_offset(self.peer_clock.offset_s)
+        self._ping()
+
+    def note_pong(self, content: bytes | memoryview) -> None:
+        """The answer of a ping came, of the length of `PONG_TIMES`. Raises ValueError if it cannot be one."""
+        sent_s, there_s = PONG_TIMES.unpack(content)
+        self.peer_clock.note_trip(sent_s, there_s, self._clock())
+        self._on_offset(self.peer_clock.offset_s)
+
+    def _tick(self) -> None:
+        self._timer = None
+        if self.silence.tick():
+            self._on_silence()
+            return
+        self.start()
+        if self._is_met:
+            self._ping()
+
+    def _ping(self) -> None:
+        self._send_ping(PING_TIME.pack(self._clock()))

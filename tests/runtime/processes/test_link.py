@@ -8,13 +8,25 @@ import random
 import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 import pytest
 
 from millrace.runtime.channel import ChannelClosed
-from millrace.runtime.processes.frames import FRAME, HELLO, MAGIC, MAX_HELLO_BYTES, PONG, WORD, LinkError, pack_frame
+from millrace.runtime.processes.frames import (
+    FRAME,
+    HELLO,
+    MAGIC,
+    MAX_HELLO_BYTES,
+    PING,
+    PONG,
+    WORD,
+    LinkError,
+    pack_frame,
+)
 from millrace.runtime.processes.link import Link
 from millrace.runtime.processes.link_channels import InboundChannel, OutboundChannel
 from millrace.runtime.processes.transport import SocketTransport
@@ -345,6 +357,49 @@ def test_a_word_that_cannot_be_sent_to_the_other_end_ends_the_link_before_its_he
         assert len(pair.lost[0]) == 1 and "type object cannot be encoded" in str(pair.lost[0][0])
 
     asyncio.run(main())
+
+
+@pytest.mark.security
+def test_pings_without_end_of_a_peer_that_reads_nothing_cost_one_answer() -> None:
+    async def test(pair: Pair) -> None:
+        pair.here.close()
+        near, far = socket.socketpair()
+        link = Link(SocketTransport(near), CODEC, print, print)
+        link.start()
+        far.setblocking(False)
+        far.send(b"".join(pack_frame(HELLO, header=orjson.dumps({**Link._introduction([], []), "types": []}))))
+        await settle()
+        link._unsent = memoryview(b"a part of a large frame, which the other end does not read")
+        for _ in range(100):
+            far.send(b"".join(pack_frame(PING, header=bytes(8))) * 50)
+            await settle()
+        assert link.is_open and sum(map(len, link._queued)) == 0 and len(link._frames) == 0
+        link.close()
+        far.close()
+
+    run(test)
+
+
+@pytest.mark.security
+def test_a_pickle_in_a_frame_is_never_loaded(tmp_path: Path) -> None:
+    canary = tmp_path / "canary"
+    pickled = b"cposix\nsystem\n(S'touch %s'\ntR." % os.fsencode(canary)
+    frames = [
+        pack_frame(WORD, 0, pickled),
+        pack_frame(WORD, 0, b"[16,1,[5,%d]]" % len(pickled), [pickled, bytes(-len(pickled) % 8)]),
+    ]
+    heard: list[Any] = []
+
+    async def test(pair: Pair) -> None:
+        pair.socks[0].send(b"".join(frames[1]))
+        await settle()
+        heard.extend(pair.words[1])
+        pair.socks[0].send(b"".join(frames[0]))
+        await settle()
+        assert "not a message" in str(pair.lost[1][0])
+
+    run(test)
+    assert heard[0].data == pickled and not canary.exists()
 
 
 def test_links_of_two_versions_exchange_what_both_know_and_refuse_the_rest_by_name() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from random import Random
@@ -25,6 +26,8 @@ MOST_DELAY_S = 0.001  # of what is sent
 
 class MemorySocket:
     """One end of a stream of bytes. What is sent arrives later, in order, often several sends at once."""
+
+    family = socket.AF_UNIX  # as a pair of sockets between processes has it
 
     def __init__(self, loop: asyncio.AbstractEventLoop, dice: Random) -> None:
         self._loop, self._dice = loop, dice

@@ -22,4 +22,5 @@ def test_a_device_lost_at_a_random_step_is_told_in_time(is_split: bool, num_seed
     for seed, steps_in_flight in product(range(num_seeds), STEPS_IN_FLIGHT):
         states += run_lost_seed(seed, steps_in_flight, is_split=is_split).states
     kinds = [kind for kind in ("fails", "hangs", "silent") if states[kind]]
+    assert states["slow"], "a device that is slow before it is lost"
     assert states["told"] >= num_seeds and len(kinds) >= (2 if is_split else 3), states

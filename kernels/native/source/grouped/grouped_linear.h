@@ -24,10 +24,21 @@ constexpr int64_t PANELS_AT_ONCE = 4;  // most
 
 // A thread's workspace: rows that it splits for itself, then the sums of all rows.
 inline int64_t own_rows_bytes(const Model& model) {
-    return MAX_ROWS_SPLIT_PER_THREAD * SplitRecord(model.max_columns()).num_bytes + 64;
+    TiledRows<SplitRow> own{nullptr, MAX_ROWS_SPLIT_PER_THREAD, model.max_columns()};
+    return round_up(own.num_rows * own.padded_size() + own.bytes_behind(), 64);
 }
 inline int64_t grouped_workspace_bytes(const Model& model, int64_t num_rows) {
     return own_rows_bytes(model) + PANELS_AT_ONCE * num_rows * PANEL * 4;
+}
+
+// The rows as a product reads them: what it does not read is not made.
+template <class Input>
+TiledRows<Input> rows_for([[maybe_unused]] const Linear& linear, TiledRows<Input> rows) {
+    if constexpr (std::is_same<Input, SplitRow>::value) {
+        rows.is_in_tiles = rows.has_halves() && linear.type == GROUPED;
+        for (const GroupedPart& part : linear.parts) rows.is_in_tiles &= takes_half_tiles(part.format);
+    }
+    return rows;
 }
 
 template <class Out>
@@ -36,7 +47,7 @@ class GroupedLinear {
     GroupedLinear(const Model& model, const Linear& linear, const TiledRows<SplitRow>& x, const Out& out,
                   ThreadTeam::Member member)
         : linear_(linear), x_(x), out_(out), member_(member), record_(x.size), kernels_(super_kernels()),
-          y_(reinterpret_cast<float*>(model.workspace_of(member.scratch_index) + own_rows_bytes(model))) {}
+          halves_(x.halves()), y_(reinterpret_cast<float*>(model.workspace_of(member.scratch_index) + own_rows_bytes(model))) {}
 
     void run() const {
         TileScope tiles;
@@ -77,25 +88,50 @@ class GroupedLinear {
             }
     }
 
+    // Panels [first, last), super by super; each is unpacked while the one before is multiplied.
     void multiply_in_half_tiles([[maybe_unused]] const GroupedPart& part, [[maybe_unused]] int64_t first,
                                 [[maybe_unused]] int64_t last, [[maybe_unused]] TileScope& tiles) const {
 #if defined(__AVX512F__)  // tiles are in no other build
         const PanelLayout& layout = part.layout;
-        const char* record = x_.record(0);
-        auto sums = reinterpret_cast<const int32_t*>(record + record_.sums_at[SplitRecord::size_index(BLOCK)]);
+        int64_t at_once = last - first, num_supers = layout.num_supers * at_once;
         HalfValues values(part.format);
-        UnpackedSuper super;
-        HalfCodes codes;
-        for (int64_t index = 0; index < layout.num_supers; index++)
-            for (int64_t panel = first; panel < last; panel++) {
-                const uint8_t *numbers = linear_.grouped_panel(part, panel), *at = numbers + layout.super_at(index);
-                unpack_scales(part.format, layout, numbers, index, part.factor, &super);
-                codes.read(values, at + layout.header_of(index), layout.blocks_of(index),
-                           prefetch_after(part, numbers, index));
-                sum_super_in_half_tiles(super, codes, record + record_.halves_at + 2 * index * SUPER,
-                                        record_.num_bytes, 2 * record_.padded, sums + index * BLOCKS_PER_SUPER,
-                                        x_.num_rows, tiles, y_of(panel - first));
-            }
+        HalfSuper supers[2];
+        struct Place {
+            int64_t index, panel;
+            const uint8_t *numbers, *codes;
+        };
+        auto place_of = [&](int64_t i) {
+            int64_t index = i / at_once, panel = first + i % at_once;
+            const uint8_t* numbers = linear_.grouped_panel(part, panel);
+            return Place{index, panel, numbers, numbers + layout.super_at(index) + layout.header_of(index)};
+        };
+        auto read_numbers = [&](const Place& place, HalfSuper* super) {
+            unpack_scales(part.format, layout, place.numbers, place.index, part.factor, &super->numbers);
+            super->num_groups = layout.blocks_of(place.index);
+        };
+        tiles.configure(super_tile_config(int(std::min<int64_t>(x_.num_rows, AMX_ROWS)), 16));
+        Place next = place_of(0);
+        read_numbers(next, &supers[0]);
+        for (int64_t i = 0; i < supers[0].num_groups; i++) supers[0].codes.read(values, next.codes + i * layout.block_bytes, i);
+        for (int64_t i = 0; i < num_supers; i++) {
+            Place place = next;
+            HalfSuper &super = supers[i % 2], &after = supers[(i + 1) % 2];
+            after.num_groups = 0;
+            if (i + 1 < num_supers) next = place_of(i + 1), read_numbers(next, &after);
+            SuperPrefetch prefetch = prefetch_after(part, place.numbers, place.index);
+            int64_t lines = ceil_div(ceil_div(prefetch.num_bytes, 64), super.num_groups);
+            auto meanwhile = [&](int64_t group) {
+                for (int64_t line = 0; line < lines; line++, prefetch.address += 64)
+                    _mm_prefetch(prefetch.address, _MM_HINT_T0);
+                int64_t end = group + 1 < super.num_groups ? group + 1 : after.num_groups;
+                for (int64_t block = group; block < std::min(end, after.num_groups); block++)
+                    after.codes.read(values, next.codes + block * layout.block_bytes, block);
+            };
+            float* y = y_of(place.panel - first);
+            super.numbers.has_offsets
+                ? sum_half_super<true>(super, place.index, halves_, x_.num_rows, y, meanwhile)
+                : sum_half_super<false>(super, place.index, halves_, x_.num_rows, y, meanwhile);
+        }
 #endif
     }
 
@@ -130,6 +166,7 @@ class GroupedLinear {
     ThreadTeam::Member member_;
     SplitRecord record_;
     const SuperKernels& kernels_;
+    HalfRows halves_;
     float* y_;  // [PANELS_AT_ONCE][rows][32]
 };
 

@@ -39,92 +39,87 @@ struct HalfValues {
 struct HalfCodes {
     alignas(64) bf16 of[BLOCKS_PER_SUPER][2][AMX_PAIRS][2 * AMX_COLUMNS];
 
-    // From `blocks` of 4-bit codes; prefetches meanwhile.
-    void read(const HalfValues& values, const uint8_t* blocks, int64_t count, SuperPrefetch prefetch) {
+    // Reads block `index`, of 4-bit codes.
+    void read(const HalfValues& values, const uint8_t* block, int64_t index) {
         __m512i table = _mm512_load_si512(values.of);
-        int64_t lines = (prefetch.num_bytes + 63) / 64, per_block = ceil_div(lines, count);
-        for (int64_t i = 0; i < count; i++) {
-            for (int64_t line = 0; line < per_block && lines > 0; line++, lines--, prefetch.address += 64)
-                _mm_prefetch(prefetch.address, _MM_HINT_T0);
-            for (int half = 0; half < 2; half++)
-                for (int eight = 0; eight < 4; eight++) {  // 8 columns
-                    __m512i words = _mm512_loadu_si512(blocks + i * BLOCK * LANES / 2 + (2 * eight + half) * 64);
-                    auto put = [&](int pair, __m512i codes) {
-                        _mm512_store_si512(of[i][half][4 * eight + pair], _mm512_permutexvar_epi16(codes, table));
-                    };
-                    put(0, words), put(1, _mm512_srli_epi16(words, 4));
-                    put(2, _mm512_srli_epi16(words, 8)), put(3, _mm512_srli_epi16(words, 12));
-                }
-        }
+        for (int half = 0; half < 2; half++)
+            for (int eight = 0; eight < 4; eight++) {  // 8 columns
+                __m512i words = _mm512_loadu_si512(block + (2 * eight + half) * 64);
+                auto put = [&](int pair, __m512i codes) {
+                    _mm512_store_si512(of[index][half][4 * eight + pair], _mm512_permutexvar_epi16(codes, table));
+                };
+                put(0, words), put(1, _mm512_srli_epi16(words, 4));
+                put(2, _mm512_srli_epi16(words, 8)), put(3, _mm512_srli_epi16(words, 12));
+            }
     }
 };
 
-// The sums of some groups: [groups][2 halves of the lanes][16 rows][16].
+// A super ready for products in half tiles.
+struct HalfSuper {
+    UnpackedSuper numbers;  // scales and offsets alone
+    HalfCodes codes;
+    int64_t num_groups;
+};
+
+// The sums of a group: [2 halves of the lanes][16 rows][16].
 struct HalfSums {
-    static constexpr int GROUPS = 4;
-    alignas(64) float of[GROUPS][2][AMX_ROWS * AMX_COLUMNS];
+    alignas(64) float of[2][AMX_ROWS * AMX_COLUMNS];
 };
 
-// Sums a group by two registers, from FIRST on, of which other groups use the other two.
-template <int FIRST>
-void sum_group(const HalfCodes& codes, const char* x, int64_t stride, int64_t low, int64_t group) {
-    clear_tile<FIRST>(), clear_tile<FIRST + 1>();
-    load_tile<4>(x + group * 64, stride), load_tile<6>(codes.of[group][0], 64);
-    load_tile<5>(x + low + group * 64, stride), load_tile<7>(codes.of[group][1], 64);
-    tile_dot_bf16<FIRST, 4, 6>(), tile_dot_bf16<FIRST + 1, 4, 7>();
-    tile_dot_bf16<FIRST, 5, 6>(), tile_dot_bf16<FIRST + 1, 5, 7>();
-}
-
-template <int FIRST>
-void store_group(float (*sums)[AMX_ROWS * AMX_COLUMNS]) {
-    store_tile<FIRST>(sums[0], 64), store_tile<FIRST + 1>(sums[1], 64);
-}
-
-// Adds the scaled sums of `count` groups from `group` on to y [rows][32], for rows [first, last).
+// Sums of a group that wait for their scales, d and m [32]; row_sums [rows][8].
 template <bool HAS_OFFSETS>
-void scale_half_sums(const UnpackedSuper& super, const float (*row_sums)[MAX_CHUNKS], const HalfSums& sums, int64_t group,
-                     int count, int first, int last, float* y) {
-    for (int row = first; row < last; row++)
-        UNROLL for (int half = 0; half < 2; half++) {
-            float* to = y + row * LANES + half * W;
-            F total = load(to);
-            for (int i = 0; i < count; i++) {
-                int64_t at = (group + i) * LANES + half * W;
-                total = fma(load(super.d + at), load(sums.of[i][half] + row * W), total);
-                if (HAS_OFFSETS) total = fma(load(super.m + at), splat(row_sums[row][group + i]), total);
-            }
-            store(to, total);
-        }
-}
+struct UnscaledSums {
+    const HalfSums* sums = nullptr;
+    const float *d, *m, *row_sums;
+    float* y;  // [rows][32]
+    int num_rows = 0;
 
-// y [num_rows][32] as `SumSuper`. x: the rows in bf16 (`SplitRecord::halves_at`), from the super's first column on;
-// `low`: bytes from high to low numbers; `sums`: of the first row, by group.
-inline void sum_super_in_half_tiles(const UnpackedSuper& super, const HalfCodes& codes, const char* x, int64_t stride,
-                                    int64_t low, const int32_t* sums, int64_t num_rows, TileScope& tiles, float* y) {
-    int64_t num_groups = super.num_quads / 8;
-    int rows = int(std::min<int64_t>(num_rows, AMX_ROWS));
-    tiles.configure(super_tile_config(rows, 16));
-    auto scale = super.has_offsets ? scale_half_sums<true> : scale_half_sums<false>;
-    HalfSums group_sums;
-    alignas(64) float row_sums[AMX_ROWS][MAX_CHUNKS];
-    for (int64_t row = 0; row < num_rows; row += AMX_ROWS) {
-        int64_t begin = std::min(row, num_rows - rows);  // the last tile begins with rows that are done
-        const char *tile = x + begin * stride, *tile_sums = reinterpret_cast<const char*>(sums) + begin * stride;
-        if (super.has_offsets)
-            for (int r = 0; r < rows; r++)
-                store(row_sums[r], _mm512_cvtepi32_ps(_mm512_loadu_si512(tile_sums + r * stride)));
-        for (int64_t group = 0; group < num_groups; group += HalfSums::GROUPS) {
-            int count = int(std::min<int64_t>(HalfSums::GROUPS, num_groups - group));
-            sum_group<0>(codes, tile, stride, low, group);
-            for (int i = 0; i < count; i += 2) {
-                if (i + 1 < count) sum_group<2>(codes, tile, stride, low, group + i + 1);
-                store_group<0>(group_sums.of[i]);
-                if (i + 2 < count) sum_group<0>(codes, tile, stride, low, group + i + 2);
-                if (i + 1 < count) store_group<2>(group_sums.of[i + 1]);
+    // Adds rows [first, last) to y.
+    [[gnu::always_inline]] void add_scaled(int first, int last) const {
+        F d_left = load(d), d_right = load(d + W), m_left = zero(), m_right = zero();
+        if (HAS_OFFSETS) m_left = load(m), m_right = load(m + W);
+        for (int row = first; row < last; row++) {
+            float* to = y + row * LANES;
+            F left = fma(d_left, load(sums->of[0] + row * W), load(to));
+            F right = fma(d_right, load(sums->of[1] + row * W), load(to + W));
+            if (HAS_OFFSETS) {
+                F of_row = splat(row_sums[row * HalfRows::GROUPS]);
+                left = fma(m_left, of_row, left), right = fma(m_right, of_row, right);
             }
-            scale(super, row_sums, group_sums, group, count, int(row - begin), rows, y + begin * LANES);
+            store(to, left), store(to + W, right);
         }
     }
+};
+
+// y [num_rows][32] as `SumSuper`, of super `index`. While a group is summed, the sums of the one before are scaled, in
+// two parts between its products: a core looks ahead over less than a group, so in one part behind them they take a
+// tenth longer. After each group of the first rows `meanwhile(group)` is called.
+template <bool HAS_OFFSETS, class Meanwhile>
+void sum_half_super(const HalfSuper& super, int64_t index, const HalfRows& rows, int64_t num_rows, float* y,
+                    const Meanwhile& meanwhile) {
+    HalfSums sums[2];
+    UnscaledSums<HAS_OFFSETS> unscaled;
+    int turn = 0;
+    for (int64_t row = 0; row < num_rows; row += AMX_ROWS) {
+        const char* x = rows.tile(row / AMX_ROWS, index * HalfRows::GROUPS);
+        const float* row_sums = rows.sums_of(row / AMX_ROWS, index);
+        int count = int(std::min<int64_t>(AMX_ROWS, num_rows - row));
+        for (int64_t group = 0; group < super.num_groups; group++, turn ^= 1, x += HalfRows::GROUP_BYTES) {
+            const auto& codes = super.codes.of[group];
+            clear_tile<0>(), clear_tile<1>();
+            load_tile<4>(x, 64), load_tile<6>(codes[0], 64), tile_dot_bf16<0, 4, 6>();
+            load_tile<7>(codes[1], 64), tile_dot_bf16<1, 4, 7>();
+            int half = unscaled.num_rows / 2;
+            if (unscaled.sums) unscaled.add_scaled(0, half);
+            load_tile<5>(x + HalfRows::GROUP_BYTES / 2, 64), tile_dot_bf16<0, 5, 6>(), tile_dot_bf16<1, 5, 7>();
+            if (unscaled.sums) unscaled.add_scaled(half, unscaled.num_rows);
+            store_tile<0>(sums[turn].of[0], 64), store_tile<1>(sums[turn].of[1], 64);
+            unscaled = {&sums[turn], super.numbers.d + group * LANES, super.numbers.m + group * LANES,
+                        row_sums + group, y + row * LANES, count};
+            if (row == 0) meanwhile(group);
+        }
+    }
+    unscaled.add_scaled(0, unscaled.num_rows);
 }
 
 #endif

@@ -105,8 +105,6 @@ void interleave_tile(const float* numbers, int64_t stride, int64_t begin, int64_
 // MIN_ROWS_TO_SPLIT. AMX: whole tiles except the last, [size / 32][rows][32] with zeros past the size.
 template <class T>
 struct TiledRows {
-    // Bytes read past the last row; any contents.
-    static constexpr int64_t OVERREAD_BYTES = USES_AMX<T> ? (AMX_ROWS - 1) * 64 : 0;
     T* data;
     int64_t num_rows, size;
 
@@ -122,6 +120,8 @@ struct TiledRows {
         return USES_AMX<T> ? row / MAX_TILE_ROWS<T> : ((row + 1) * num_tiles() - 1) / num_rows;
     }
     int64_t padded_size() const { return USES_AMX<T> ? round_up(size, INTERLEAVE<T>) : size; }
+    // Bytes read past the last row; any contents.
+    int64_t bytes_behind() const { return USES_AMX<T> ? (AMX_ROWS - 1) * 64 : 0; }
     T* tile(int64_t tile) const { return data + first_row(tile) * padded_size(); }
 
     // Writes `count` elements of a row, from element `begin`.

@@ -32,7 +32,7 @@ struct Activations {
         auto take_tiled = [&](TiledRows<Input>* rows, int64_t size) {
             rows->num_rows = num_rows, rows->size = size;
             take(&rows->data, rows->padded_size());
-            if (num_rows > 0) memory += TiledRows<Input>::OVERREAD_BYTES;
+            if (num_rows > 0) memory += round_up(rows->bytes_behind(), 64);
         };
         take(&residual, hidden_stride);
         take(&qkv, qkv_stride);

@@ -211,17 +211,17 @@ class Step {
     template <class Out>
     void run_normed_product(Phases& phases, const Batch<Input>& batch, const Norm& norm, const Linear& linear,
                             const LoraUpdate& update, const Out& out) {
-        const TiledRows<Input>& normed = batch.buffers.normed;
+        TiledRows<Input> normed = rows_for(linear, batch.buffers.normed);
         if (normed.num_rows > MAX_ROWS_NORMED_PER_THREAD<Input>) {
-            times_.run(phases, OTHER, [&](Member member) { norm_all(batch, norm, member); });
+            times_.run(phases, OTHER, [&](Member member) { norm_all(normed, batch, norm, member); });
             run_shrink(phases, update, normed);
             return times_.run(phases, LINEARS, [&](Member member) {
                 multiply<Weight>(model_, linear, normed, out, member, kv_prefetcher_of(member));
             });
         }
         auto norm_own = [&](Member member) {
-            TiledRows<Input> own{reinterpret_cast<Input*>(model_.workspace_of(member.scratch_index)), normed.num_rows,
-                                 normed.size};
+            TiledRows<Input> own = normed;
+            own.data = reinterpret_cast<Input*>(model_.workspace_of(member.scratch_index));
             norm_to(own, 0, own.num_rows, residual_of(batch), norm);
             return own;
         };
@@ -239,8 +239,9 @@ class Step {
 
     // A layer's product of rows that outputs have put; `before` is called at its start, on each thread.
     template <class Out, class Before>
-    void run_product(Phases& phases, const Linear& linear, const TiledRows<Input>& x, const LoraUpdate& update,
+    void run_product(Phases& phases, const Linear& linear, const TiledRows<Input>& rows, const LoraUpdate& update,
                      const Out& out, const Before& before) {
+        TiledRows<Input> x = rows_for(linear, rows);
         run_shrink(phases, update, x);
         if constexpr (IS_GROUPED<Weight>)
             if (x.num_rows > MAX_ROWS_SPLIT_PER_THREAD)
@@ -258,8 +259,8 @@ class Step {
     TiledRows<Input> split_by_itself(const TiledRows<Input>& x, [[maybe_unused]] Member member) const {
         if constexpr (IS_GROUPED<Weight>)
             if (x.num_rows <= MAX_ROWS_SPLIT_PER_THREAD) {
-                TiledRows<Input> own{reinterpret_cast<Input*>(model_.workspace_of(member.scratch_index)), x.num_rows,
-                                     x.size};
+                TiledRows<Input> own = x;
+                own.data = reinterpret_cast<Input*>(model_.workspace_of(member.scratch_index));
                 x.split(0, x.num_rows, own);
                 return own;
             }
@@ -376,9 +377,9 @@ class Step {
         });
     }
 
-    void norm_all(const Batch<Input>& batch, const Norm& norm, Member member) {
+    void norm_all(const TiledRows<Input>& normed, const Batch<Input>& batch, const Norm& norm, Member member) {
         member.parallel_for(batch.inputs.num_tokens, ROWS_PER_PIECE, [&](int64_t first, int64_t last, int64_t) {
-            norm_to(batch.buffers.normed, first, last, residual_of(batch), norm);
+            norm_to(normed, first, last, residual_of(batch), norm);
         });
     }
 

@@ -8,9 +8,9 @@ template int64_t step_bytes_typed<Grouped>(const Model&, int64_t, int64_t);
 
 void run_product(Model& model, const Linear& linear, const float* x, int64_t num_rows, float* out) {
     std::lock_guard<std::mutex> lock(model.is_running);
-    SplitRecord record(linear.k);
-    Memory memory(num_rows * record.num_bytes + TiledRows<SplitRow>::OVERREAD_BYTES);
-    TiledRows<SplitRow> rows{memory.as<SplitRow>(), num_rows, linear.k};
+    TiledRows<SplitRow> rows{nullptr, num_rows, linear.k};
+    Memory memory(num_rows * rows.padded_size() + rows.bytes_behind());
+    rows.data = memory.as<SplitRow>();
     rows.put_rows(0, num_rows, 0, linear.k, x, linear.k);
     rows.split(0, num_rows, rows);
     reserve_workspace<Grouped>(&model, num_rows, model.pool->size());

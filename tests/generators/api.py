@@ -1,9 +1,10 @@
 """Schemathesis over the OpenAPI document of a scripted server: every phase and every check.
 
 In CI (`conforms`) each operation gets 40 cases and more: the bounds of all its fields, one by one, and random ones.
-Where the bounds are many by themselves (412 to 1,061 for ten operations) random ones fill up, two at least; all others
-get 200. An operation that deletes takes the ids that others were given, each once, and ends with the last.
-MILLRACE_FULL=1 draws 200 for all, and follows links too. What a check asks beside its case is not counted.
+Where the bounds are many by themselves (51 to 1,061 for sixteen operations) random ones fill up, two at least; all
+others get 200. Operations that read the same body share its bounds, as `hooks.py` says. An operation that deletes takes
+the ids that others were given, each once, and ends with the last. MILLRACE_FULL=1 draws 200 for all, gives each all of
+its bounds, and follows links too. What a check asks beside its case is not counted.
 
 No check is switched off. Four things are said to it that the document alone cannot say: bodies are made acceptable
 where only a compiler or the model can judge them (`tamed.py`), pairs of fields that no schema describes are kept apart
@@ -115,6 +116,7 @@ def run(cases: int, *more: str, fills_up: bool = False, **pipes: Any) -> Outcome
         folders = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
         counts = Path(folder) / "counts.json"
         told = {"MILLRACE_TEST_CONTEXT": str(CONTEXT), "MILLRACE_TEST_COUNTS": str(counts), "PYTHONPATH": folders}
+        told |= {"MILLRACE_TEST_SHARES": "1"} if fills_up else {}
         done = subprocess.run([*command, *more], cwd=folder, env=os.environ | told, text=True, check=False, **pipes)
         assert server.ask("audit") == {"seen": [], "num_restarts": 0, "is_ready": True}
         return Outcome(done.returncode, done.stdout, json.loads(counts.read_text()) if counts.exists() else {})

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.counts import count
+from tests.counts import FULL, count
 from tests.deploy.running import RunningServer
 from tests.security.audit import Audit
 from tests.security.oracle import ADMIN_KEY, CANARIES, KEY, TEXT
@@ -14,6 +14,7 @@ from tests.security.watch import Watch, warm_up
 
 SHARED = ("server", "keyed_server", "two_keys_server", "slow_server")
 NUM_CANARIES = count(2, full=8)
+PAUSE_S = 0.1 if FULL else 0.4  # of a canary between two streams, which together take a third of a processor at 0.1
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -109,7 +110,7 @@ class CanaryStreams:
         self._threads = [threading.Thread(target=self._run) for _ in range(num)]
 
     def _run(self) -> None:
-        while not self._is_over.wait(0.1):
+        while not self._is_over.wait(PAUSE_S):
             try:
                 events = self._server.post(TEXT, self._body).events()
             except (OSError, AssertionError) as error:

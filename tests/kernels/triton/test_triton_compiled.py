@@ -19,6 +19,7 @@ from millrace.kernels.checks.listings import spills_in_loops, waits_in_loops
 from millrace.kernels.layout.attention_tilings import REGISTERS, Tiling
 from millrace.kernels.triton import attention_plan
 from millrace.kernels.triton import launch as triton_launch
+from tests.counts import FULL
 
 pytestmark = [
     pytest.mark.slow,
@@ -26,6 +27,7 @@ pytestmark = [
 ]
 
 BF16 = torch.bfloat16
+GROUPS = compile_cases.group_cases(128)
 CASES = [
     *((90, case) for case in compile_cases.layer_cases(BF16)),
     *((90, case) for case in compile_cases.other_layer_cases(BF16)[:3]),
@@ -39,7 +41,7 @@ CASES = [
     *((90, case) for case in compile_cases.attention_cases(128, BF16, cache_dtype=torch.float8_e4m3fn)[:2]),
     *((80, case) for case in compile_cases.attention_cases(128, BF16)[:2]),
     *((arch, compile_cases.attention_cases(dim, BF16)[0]) for arch, dim in ((90, 24), (80, 120))),  # no multiples of 16
-    *((90, case) for case in compile_cases.group_cases(128)),
+    *((90, case) for case in (GROUPS if FULL else [*GROUPS[:2], *GROUPS[6:10]])),  # each, over either type of cache
 ]
 
 CASE = compile_cases.attention_cases(64, BF16)[0]  # decode

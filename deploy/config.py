@@ -49,6 +49,7 @@ class ServerConfig:
     admin_key: tuple[str, ...] = ()  # each grants /admin and nothing else; (): /admin does not exist
     api_key_file: str | None = None  # more API keys, one per line
     admin_key_file: str | None = None  # more admin keys, one per line
+    enable_runtime_lora: bool = False  # API keys may load and unload adapters by vLLM's routes
     allow_no_key: bool = False  # listen beyond loopback without a key
     cache_salt_per_key: bool = False  # clients with different keys share no cached prefix, salted or not
     allowed_host: tuple[str, ...] = ()  # accepted Host names besides loopback's; "*": any

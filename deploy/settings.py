@@ -164,6 +164,8 @@ SERVER_HELP: dict[str, dict[str, str]] = {
         "admin_key": "key for the /admin routes only; none: no /admin routes; may be repeated",
         "api_key_file": "file with more API keys, one per line",
         "admin_key_file": "file with more admin keys, one per line",
+        "enable_runtime_lora": "let API keys load and unload LoRA adapters at /v1/load_lora_adapter and "
+        "/v1/unload_lora_adapter, not the admin key alone; clients then decide what a name computes for others",
         "allow_no_key": "listen beyond loopback without a key",
         "cache_salt_per_key": "do not share cached prefixes between API keys",
         "allowed_host": "accepted Host name besides loopback's; may be repeated; *: any",

@@ -1,4 +1,4 @@
-"""LoRA adapters loaded and unloaded while the server runs, with the admin key; the paths and texts are vLLM's."""
+"""LoRA adapters loaded and unloaded while the server runs. The paths and texts below /v1 are vLLM's."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from ..errors import ApiError, describe
 from ..http.body_reader import read
 from ..http.responses import answer
 
+MAX_TIMEOUT_S = 3_600.0  # that a removal waits for requests
+
 
 class LoadAdapterBody(Body):
     """The body of `POST /v1/load_lora_adapter`."""
@@ -30,6 +32,18 @@ class LoadAdapterBody(Body):
             raise ApiError("invalid_value", "lora_name and lora_path must not be empty", param="lora_name")
         if problem := name_problem(self.lora_name):
             raise ApiError("invalid_value", f"lora_name = {self.lora_name[:64]!r}: {problem}", param="lora_name")
+
+
+class AddAdapterBody(Body):
+    """The body of `POST /admin/adapters`."""
+
+    name: str
+    path: str
+    replace: bool = False  # of a name in use
+
+    def check(self) -> None:
+        if problem := name_problem(self.name):
+            raise ApiError("invalid_value", f"name = {self.name[:64]!r}: {problem}", param="name")
 
 
 class UnloadAdapterBody(Body):
@@ -50,21 +64,45 @@ class AdapterAdminRoutes:
 
         `lora_path` is a folder in the server's `--lora-dir`. A name in use is replaced with `load_inplace` only.
         """
-        adapters, engine = self.service.require_adapters(), self.service.require_engine()
+        self.service.require_adapters()
         body = await read(request, self.service.config, self._threads, self._load_body)
-        name = body.lora_name
+        await self._load(body.lora_name, body.lora_path, "lora_name", "load_inplace" if not body.load_inplace else "")
+        return web.Response(text=f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+    async def add(self, request: web.Request) -> web.Response:
+        """`POST /admin/adapters`: as `load`, and answers what `GET` tells of the adapter."""
+        gate = self.service.require_adapters()
+        body = await read(request, self.service.config, self._threads, self._add_body)
+        await self._load(body.name, body.path, "name", "replace" if not body.replace else "")
+        return answer(self._state(gate.registry.require(body.name)))
+
+    async def remove(self, request: web.Request) -> web.Response:
+        """`DELETE /admin/adapters/{name}`: the name is gone at once.
+
+        Answers when its requests have ended, at the latest after `timeout_s`; with `force` those left are ended then.
+        """
+        self.service.require_adapters()
+        name, timeout_s = request.match_info["name"], _timeout(request.query.get("timeout_s"))
+        is_forced = request.query.get("force", "false").lower() in ("true", "1")
+        left = await self.service.require_engine().remove_adapter(name, timeout_s, force=is_forced)
+        if left is None:
+            raise ApiError("not_found", f"no adapter has the name {name[:64]!r}; GET /admin/adapters lists them")
+        return answer({"name": name, "in_progress": 0 if is_forced else left, "ended": left if is_forced else 0})
+
+    async def _load(self, name: str, path: str, field: str, replaces: str) -> None:
+        """Loads an adapter. `field` names the name in messages; `replaces` the one that would allow a name in use."""
+        adapters, engine = self.service.require_adapters(), self.service.require_engine()
         if name in self.service.model_names:
-            raise ApiError("invalid_value", f"lora_name = {name[:64]!r}: is the model's own name", param="lora_name")
-        if name in adapters.registry and not body.load_inplace:
-            message = f"lora_name = {name[:64]!r}: is in use; set load_inplace to replace it"
-            raise ApiError("invalid_value", message, param="lora_name")
+            raise ApiError("invalid_value", f"{field} = {name[:64]!r}: is the model's own name", param=field)
+        if replaces and name in adapters.registry:
+            message = f"{field} = {name[:64]!r}: is in use; set {replaces} to replace it"
+            raise ApiError("invalid_value", message, param=field)
         try:
-            await engine.load_adapter(name, adapters.registry.path_of(body.lora_path))
+            await engine.load_adapter(name, adapters.registry.path_of(path))
         except RequestError as error:
             known_error = describe(error)
             assert known_error is not None
             raise known_error from error
-        return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")
 
     async def unload(self, request: web.Request) -> web.Response:
         """`POST /v1/unload_lora_adapter`: the name is gone at once; requests in progress end as they would."""
@@ -99,8 +137,22 @@ class AdapterAdminRoutes:
             "last_error": entry.error or None,
         }
 
+    def _add_body(self, raw: Mapping[str, Any]) -> AddAdapterBody:
+        return read_body(AddAdapterBody, raw, self.service.config.strict_fields)[0]
+
     def _load_body(self, raw: Mapping[str, Any]) -> LoadAdapterBody:
         return read_body(LoadAdapterBody, raw, self.service.config.strict_fields)[0]
 
     def _unload_body(self, raw: Mapping[str, Any]) -> UnloadAdapterBody:
         return read_body(UnloadAdapterBody, raw, self.service.config.strict_fields)[0]
+
+
+def _timeout(text: str | None) -> float:
+    try:
+        seconds = 0.0 if text is None else float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0.0 <= seconds <= MAX_TIMEOUT_S:
+        message = f"timeout_s must be a number from 0 to {MAX_TIMEOUT_S:g}"
+        raise ApiError("invalid_value", message, param="timeout_s")
+    return seconds

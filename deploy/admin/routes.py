@@ -1,6 +1,7 @@
-"""The admin routes, which affect all clients: prefix cache, trace, flight recorder and profiler.
+"""The admin routes, which affect all clients: prefix cache, trace, flight recorder, profiler and adapters.
 
-They exist only if an admin key is set, and accept only that key, never an API key.
+They exist only if an admin key is set, and accept only that key, never an API key. With `enable_runtime_lora`, vLLM's
+routes for adapters always exist, and accept both.
 """
 
 from __future__ import annotations
@@ -38,13 +39,28 @@ class AdminRoutes:
 
     @property
     def handlers(self) -> frozenset[Any]:
-        """The handlers that need the admin key: all."""
-        return frozenset(route.handler for route in self.table())
+        """The handlers that need the admin key: all but `runtime_handlers`."""
+        return frozenset(route.handler for route in self.table()) - self.runtime_handlers
+
+    @property
+    def runtime_handlers(self) -> frozenset[Any]:
+        """The handlers that take API keys, too."""
+        is_enabled = self.service.config.enable_runtime_lora
+        return frozenset(route.handler for route in self._runtime_table()) if is_enabled else frozenset()
 
     def table(self) -> list[web.RouteDef]:
-        """All routes; none without an admin key, so that their paths are 404."""
-        if not self.service.config.admin_key:
-            return []
+        """All routes; without an admin key none that needs it, so that their paths are 404."""
+        config = self.service.config
+        runtime = self._runtime_table() if config.admin_key or config.enable_runtime_lora else []
+        return (self._admin_table() if config.admin_key else []) + runtime
+
+    def _runtime_table(self) -> list[web.RouteDef]:
+        return [
+            web.post("/v1/load_lora_adapter", self.adapters.load, expect_handler=expect),
+            web.post("/v1/unload_lora_adapter", self.adapters.unload, expect_handler=expect),
+        ]
+
+    def _admin_table(self) -> list[web.RouteDef]:
         return [
             web.post("/admin/cache/reset", self.reset_cache, expect_handler=expect),
             web.get("/admin/trace", self.trace),
@@ -52,8 +68,8 @@ class AdminRoutes:
             web.post("/admin/profiler/start", self.profiler.start, expect_handler=expect),
             web.post("/admin/profiler/stop", self.profiler.stop, expect_handler=expect),
             web.get("/admin/adapters", self.adapters.adapters),
-            web.post("/v1/load_lora_adapter", self.adapters.load, expect_handler=expect),
-            web.post("/v1/unload_lora_adapter", self.adapters.unload, expect_handler=expect),
+            web.post("/admin/adapters", self.adapters.add, expect_handler=expect),
+            web.delete("/admin/adapters/{name:.+}", self.adapters.remove, expect_handler=expect),
         ]
 
     async def reset_cache(self, request: web.Request) -> web.Response:

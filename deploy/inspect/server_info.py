@@ -28,6 +28,7 @@ def server_info(engine: Engine, service: Service, version: str) -> dict[str, Any
             "vocab_size": info.vocab_size,
             "dtype": info.dtype,
             "quantization": info.quantization,
+            "merged_adapters": list(engine.config.merge_adapter),
             "weights": None if info.weights is None else info.weights.to_json(),
             "kv_cache_dtype": info.kv_cache_dtype,
             "device": info.device,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from http import HTTPStatus
 from typing import Any
 
@@ -16,6 +17,7 @@ from .docstrings import add_descriptions
 from .operations import OPERATIONS, Content, Operation
 from .shapes import openai
 
+RUNTIME_LORA = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")  # with API keys, if `enable_runtime_lora`
 REF = "#/components/schemas/{model}"
 SECURITY_SCHEMES: dict[str, Schema] = {
     "key": {"type": "http", "scheme": "bearer", "description": "An API key"},
@@ -32,12 +34,15 @@ SECURITY: dict[str, list[dict[str, list[str]]]] = {
 
 def served(config: ServerConfig) -> tuple[Operation, ...]:
     """The operations of a server with this configuration."""
-    left_out = set()
-    if not config.admin_key:
-        left_out |= {operation.path for operation in OPERATIONS if operation.access == "admin"}
-    if config.disable_docs:
-        left_out |= {"/openapi.json", "/docs"}
-    return tuple(operation for operation in OPERATIONS if operation.path not in left_out)
+    operations: Iterable[Operation] = OPERATIONS
+    if config.enable_runtime_lora:
+        operations = [replace(each, access="key") if each.path in RUNTIME_LORA else each for each in OPERATIONS]
+    left_out = {"/openapi.json", "/docs"} if config.disable_docs else set()
+    return tuple(
+        operation
+        for operation in operations
+        if operation.path not in left_out and (config.admin_key or operation.access != "admin")
+    )
 
 
 def openapi(config: ServerConfig, version: str, limits: ModelLimits | None) -> dict[str, Any]:

@@ -143,7 +143,7 @@ class Server:
             admin.handlers, ApiKeys(self.config.admin_key, "admin key")
         )
         inside = self._inspect_routes
-        others |= dict.fromkeys(inside.handlers, inside.keys)
+        others |= dict.fromkeys(inside.handlers | admin.runtime_handlers, inside.keys)
         gate = OriginCheck.of(self.config)
         middlewares = [
             identify(self.metrics.count_rejection),

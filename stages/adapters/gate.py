@@ -19,6 +19,8 @@ from .reader import AdapterReader
 from .registry import AdapterEntry, AdapterRegistry
 from .store import AdapterStore
 
+POLL_S = 0.05  # between two looks whether requests have ended
+
 
 class AdapterGate:
     """Admits requests once their adapter is in the store, and changes what a name stands for.
@@ -37,7 +39,7 @@ class AdapterGate:
         self.registry, self.store, self.loader = registry, store, AdapterLoader(store, reader)
         self.max_waiting = max_waiting
         self.waiting: Counter[str] = Counter()  # requests that wait, by the name of their adapter
-        self._held: dict[str, str] = {}  # request id -> digest
+        self._held: dict[str, AdapterRef] = {}  # by request id
 
     @property
     def num_waiting(self) -> int:
@@ -59,9 +61,9 @@ class AdapterGate:
         if request_id in self._held:  # another request with this id was admitted in the meantime
             self.loader.release(digest)
             raise _in_use(request_id)
-        self._held[request_id] = digest
+        ref = self._held[request_id] = AdapterRef(name, digest)
         entry.num_uses += 1
-        return replace(request, adapter=AdapterRef(name, digest))
+        return replace(request, adapter=ref)
 
     async def load(self, env: Env, name: str, path: Path) -> AdapterEntry:
         """Loads an adapter under a name, which then serves it; requests in progress keep the one that they have.
@@ -89,18 +91,29 @@ class AdapterGate:
 
     def leave(self, request_id: str) -> None:
         """Releases the request's adapter, if it has one."""
-        digest = self._held.pop(request_id, None)
-        if digest is not None:
-            self.loader.release(digest)
-            self._drop(digest)
+        ref = self._held.pop(request_id, None)
+        if ref is not None:
+            self.loader.release(ref.digest)
+            self._drop(ref.digest)
 
     def digest_of(self, request_id: str) -> str | None:
         """What the adapter of a request computes; None for a request without one, and before it is admitted."""
-        return self._held.get(request_id)
+        ref = self._held.get(request_id)
+        return None if ref is None else ref.digest
 
     def requests_of(self, digest: str) -> list[str]:
         """The ids of the requests that have an adapter."""
-        return [request_id for request_id, held in self._held.items() if held == digest]
+        return [request_id for request_id, ref in self._held.items() if ref.digest == digest]
+
+    async def wait_unused(self, env: Env, name: str, timeout_s: float) -> list[str]:
+        """Waits until no request has an adapter by this name; returns those that still have one after `timeout_s`.
+
+        Requests that come meanwhile are not waited for.
+        """
+        request_ids, until_s = [each for each, ref in self._held.items() if ref.name == name], env.now() + timeout_s
+        while (left := [each for each in request_ids if each in self._held]) and env.now() < until_s:
+            await env.sleep(min(POLL_S, until_s - env.now()))
+        return left
 
     def request_ended(self, outbox: Outbox[object], cause: str, error: BaseException | None) -> None:
         """Releases the adapter of a request that ended, for whatever reason. Called by the exit."""

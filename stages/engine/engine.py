@@ -357,6 +357,19 @@ class Engine(EngineStatus, ClientApi):
         """Removes an adapter's name at once; False if it is not known. Requests in progress end as they would."""
         return Submitter(self._require_parts(), self._env).adapters().unload(name)
 
+    async def remove_adapter(self, name: str, timeout_s: float = 0.0, *, force: bool = False) -> int | None:
+        """As `unload_adapter`, and waits up to `timeout_s` for the requests that have it.
+
+        With `force` those that are left are ended then. Returns their number; None if the name is not known.
+        """
+        adapters = Submitter(self._require_parts(), self._env).adapters()
+        if not adapters.unload(name):
+            return None
+        left = await adapters.wait_unused(self._env, name, timeout_s)
+        for request_id in left if force else ():
+            self.abort(request_id)
+        return len(left)
+
     def abort(self, request_id: str, cause: str = "cancel") -> bool:
         """Ends a request early; its blocks become free within a few steps.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...admin.adapters import LoadAdapterBody, UnloadAdapterBody
+from ...admin.adapters import MAX_TIMEOUT_S, AddAdapterBody, LoadAdapterBody, UnloadAdapterBody
 from ...admin.profiler import DEFAULT_S, MAX_S
 from ..shapes import server
 from .operation import ENGINE_ERRORS, Operation, json, text
@@ -69,6 +69,32 @@ ADMIN = (
         access="admin",
         answers=json(server.Adapters),
         errors=(*ENGINE_ERRORS, "not_found"),
+    ),
+    Operation(
+        method="POST",
+        path="/admin/adapters",
+        name="addAdapter",
+        group="admin",
+        summary="Load a LoRA adapter from a folder in --lora-dir, and tell what it is",
+        access="admin",
+        body=AddAdapterBody,
+        answers=json(server.AdapterStatus),
+        errors=(*ENGINE_ERRORS, "invalid_value", "not_found", "rate_limit_exceeded"),
+    ),
+    Operation(
+        method="DELETE",
+        path="/admin/adapters/{name}",
+        name="removeAdapter",
+        group="admin",
+        summary="Remove a LoRA adapter's name, and wait for its requests or end them",
+        access="admin",
+        parameters={"name": "The adapter's name"},
+        query={
+            "timeout_s": {"type": "number", "minimum": 0, "maximum": MAX_TIMEOUT_S, "default": 0},
+            "force": {"type": "boolean", "default": False},
+        },
+        answers=json(server.AdapterRemoved),
+        errors=(*ENGINE_ERRORS, "invalid_value", "not_found"),
     ),
     Operation(
         method="POST",

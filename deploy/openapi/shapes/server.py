@@ -50,6 +50,14 @@ class Adapters(Shape):
     adapters: list[AdapterStatus]
 
 
+class AdapterRemoved(Shape):
+    """A LoRA adapter whose name is gone, with the requests that still use it, and those that were ended."""
+
+    name: str
+    in_progress: Count
+    ended: Count
+
+
 class CacheReset(Shape):
     """The number of freed KV blocks."""
 
@@ -156,6 +164,7 @@ class ServedModel(Shape):
     max_model_len: Count
     vocab_size: Count
     dtype: str
+    merged_adapters: list[str]  # folders or Hub ids, each perhaps with a scale: PATH=scale
     quantization: str | None  # format of the weight matrices, as set or as the file packs them; null: dtype
     weights: Weights | None  # null for an encoder, and for a model that runs through transformers
     kv_cache_dtype: str | None  # of keys and values; null: no KV cache

@@ -34,7 +34,7 @@ from millrace.stages.recordings.replay import Replay
 from millrace.stages.recordings.time_machine import TimeMachine
 from millrace.stages.recordings.workloads import read_trace
 from millrace.stages.split.split_engine import SplitEngine
-from tests.counts import count
+from tests.counts import FULL, count
 from tests.model.lora import peft_formats
 from tests.model.lora.peft_formats import ALPHA, RANK, write_adapter, write_base
 from tests.model.tiny_tokenizers import make_tokenizer
@@ -350,7 +350,7 @@ def test_clients_name_adapters_as_models_and_operators_load_them(folder: Path, w
     asyncio.run(live())
 
 
-@pytest.mark.slow
+@pytest.mark.skipif(not FULL, reason="starts three processes: MILLRACE_FULL=1")
 def test_a_new_engine_process_goes_on_with_the_adapters_of_the_requests_in_progress(
     folder: Path, wanted: Any, tmp_path: Path
 ) -> None:

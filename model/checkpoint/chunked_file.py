@@ -43,6 +43,12 @@ class ChunkedFile:
                 self._chunks.pop(old).cancel()
         return content
 
+    def release(self, begin: int, end: int) -> None:
+        """Bytes [begin, end) are not needed any more: drops the chunks that hold nothing else."""
+        size = self._chunk_bytes
+        for index in [one for one in self._chunks if begin <= one * size and min((one + 1) * size, self.size) <= end]:
+            self._chunks.pop(index).cancel()
+
     def peek(self, begin: int, end: int) -> bytes:
         """Bytes [begin, end), by a request of their own: without reading ahead."""
         return self._files.read(self.name, self._pinned, begin, end) if begin < end else b""

@@ -6,6 +6,7 @@ A file whose size or version is another than before ends the load: its parts wou
 from __future__ import annotations
 
 import ipaddress
+import logging
 import socket
 import time
 import urllib.error
@@ -20,7 +21,13 @@ from ..errors import DownloadError, shown
 
 T = TypeVar("T")
 
-TRIES = 5
+log = logging.getLogger("millrace.model")
+
+TRIES = 5  # of a first request: the address may be wrong
+PATIENCE_S = 180.0  # of waiting between the tries of later requests: a server may restart
+LONGEST_WAIT_S = 15.0  # between two tries, unless the server asks for more
+LONGEST_ASKED_S = 60.0
+TOLD_S = 1.0  # waits of this length have a log line
 TIMEOUT_S = 30.0  # of one answer
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}  # scheme -> what fsspec needs for it
@@ -140,7 +147,7 @@ class HttpFiles:
             raise
 
     def _try(self, name: str, once: Callable[[], T]) -> T:
-        return _with_retries(f"{self.url}{name}", once, self._sleep)
+        return _with_retries(f"{self.url}{name}", once, self._sleep, is_patient=self._was_read)
 
 
 def _version(headers: Any) -> str:
@@ -187,6 +194,7 @@ class BucketFiles:
     def __init__(self, url: str, filesystem: Any, path: str, sleep: Callable[[float], object] | None = None) -> None:
         self.url = url if url.endswith("/") else f"{url}/"
         self._files, self._path, self._sleep = filesystem, path.rstrip("/"), sleep or time.sleep
+        self._was_read = False
 
     def names(self) -> list[str] | None:
         try:
@@ -224,7 +232,9 @@ class BucketFiles:
             except Exception as error:  # each filesystem has errors of its own
                 raise OSError(f"{type(error).__name__}: {error}") from error
 
-        return _with_retries(what, checked, self._sleep)
+        found = _with_retries(what, checked, self._sleep, is_patient=self._was_read)
+        self._was_read = True
+        return found
 
     def _info(self, name: str) -> PinnedFile:
         self._files.invalidate_cache()
@@ -233,20 +243,35 @@ class BucketFiles:
         return PinnedFile(int(info["size"]), next((str(info[key]) for key in keys if info.get(key)), ""))
 
 
-def _with_retries(what: str, once: Callable[[], T], sleep: Callable[[float], object]) -> T:
-    """The result of `once`, which may fail for a while: 0.1, 0.2, 0.4 and 0.8 s lie between the tries."""
-    for number in range(TRIES):
+def _with_retries(what: str, once: Callable[[], T], sleep: Callable[[float], object], *, is_patient: bool) -> T:
+    """The result of `once`, which may fail for a while: 0.1, 0.2, 0.4, ... s lie between the tries.
+
+    There are `TRIES`; with `is_patient` as many as fit `PATIENCE_S` of waiting. A server that names the time to wait,
+    by Retry-After, is asked again after that.
+    """
+    number, waited_s = 0, 0.0
+    while True:
         try:
             return once()
         except FileNotFoundError:
             raise
         except (OSError, HTTPException) as error:  # a broken connection, a status of 500, too few bytes
-            last = error
-            if number < TRIES - 1:
-                sleep(0.1 * 2**number)
-    raise DownloadError(
-        f"{what}: {shown(str(last))[:200]}, {TRIES} times; start again once the server answers"
-    ) from None
+            number += 1
+            wait_s = max(min(0.1 * 2.0 ** (number - 1), LONGEST_WAIT_S), _asked_s(error))
+            is_over = waited_s + wait_s > PATIENCE_S if is_patient else number == TRIES
+            problem = shown(str(error))[:200]
+        if is_over:
+            raise DownloadError(f"{what}: {problem}, {number} times; start again once the server answers")
+        if wait_s >= TOLD_S:
+            log.warning("%s: %s; the next try is in %.0f s", what, problem, wait_s)
+        sleep(wait_s)
+        waited_s += wait_s
+
+
+def _asked_s(error: Exception) -> float:
+    """The seconds for which a server asks to wait, within bounds; 0 where it does not."""
+    asked = error.headers.get("Retry-After", "") if isinstance(error, urllib.error.HTTPError) else ""
+    return min(float(asked), LONGEST_ASKED_S) if asked.isascii() and asked.isdigit() else 0.0
 
 
 def _check_same(url: str, name: str, pinned: PinnedFile, found: PinnedFile) -> None:

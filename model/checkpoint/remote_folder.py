@@ -11,6 +11,7 @@ import filecmp
 import fnmatch
 import hashlib
 import json
+import logging
 import os
 import shutil
 import threading
@@ -37,6 +38,8 @@ SMALL = (  # files of a checkpoint besides its weights, where a server lists non
     *("sentence_bert_config.json", "config_sentence_transformers.json"),
 )
 PATTERNS = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
+
+log = logging.getLogger("millrace.model")
 
 Pins = dict[str, PinnedFile]
 OnBytes = Callable[[int, int], None]  # bytes done, bytes in total
@@ -190,6 +193,10 @@ def _download(
     try:
         with _locked(root), ThreadPoolExecutor(IN_FLIGHT) as threads:
             _check_space(files, pins, root)
+            if unversioned := [name for name, pin in pins.items() if not pin.version]:
+                log.warning("%s%s: the server tells no version, so it is read at each start", files.url, unversioned[0])
+            if on_progress is not None:
+                on_progress(sum(_num_saved(root / name, pin) for name, pin in pins.items()), total)
             for name, pin in pins.items():
                 path = root / name
                 if not path.resolve().is_relative_to(root.resolve()):
@@ -208,6 +215,19 @@ def _download(
     return root
 
 
+def _part(path: Path) -> Path:
+    """What there is of a file that is being downloaded."""
+    return path.with_name(f"{path.name}.part")
+
+
+def _num_saved(path: Path, pin: PinnedFile) -> int:
+    """The bytes of a file that need not be downloaded again."""
+    if _is_there(path, pin):
+        return pin.size
+    part = _part(path)
+    return part.stat().st_size // CHUNK_BYTES * CHUNK_BYTES if part.is_file() and pin.version else 0
+
+
 def _is_there(path: Path, pin: PinnedFile) -> bool:
     return bool(pin.version) and path.is_file() and path.stat().st_size == pin.size
 
@@ -215,7 +235,7 @@ def _is_there(path: Path, pin: PinnedFile) -> bool:
 def _check_space(files: RangedFiles, pins: Pins, root: Path) -> None:
     """Raises DownloadError if the disk has no place for what is missing."""
     missing = {name: pin.size for name, pin in pins.items() if not _is_there(root / name, pin)}
-    parts = [part.stat().st_size for name in missing if (part := root / f"{name}.part").is_file()]
+    parts = [part.stat().st_size for name in missing if (part := _part(root / name)).is_file()]
     needed, free = sum(missing.values()) - sum(parts), shutil.disk_usage(root).free
     if needed > free:
         raise DownloadError(
@@ -229,14 +249,17 @@ def _locked(root: Path) -> Iterator[None]:
     """Waits while another process, or thread, fills the folder."""
     root.mkdir(parents=True, exist_ok=True)
     with (root / ".lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.warning("%s: another process downloads this model; waiting for it", root)
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def _save(files: RangedFiles, name: str, pin: PinnedFile, path: Path, threads: ThreadPoolExecutor) -> Iterator[int]:
     """Writes a file from where its part ends; yields the bytes that are there."""
-    part = path.with_name(path.name + ".part")
-    begin = part.stat().st_size // CHUNK_BYTES * CHUNK_BYTES if part.is_file() and pin.version else 0
+    part, begin = _part(path), _num_saved(path, pin)
     source = ChunkedFile(files, name, pin, threads)
     with part.open("r+b" if begin else "wb") as file:
         file.truncate(begin)

@@ -45,4 +45,5 @@ class _StreamedShard(Shard):
         return content.view(RAW_DTYPES[entry.dtype]).reshape(entry.shape)
 
     def forget(self, name: str) -> None:
-        pass
+        entry = self.entries[name]
+        self._file.release(entry.begin, entry.begin + entry.num_bytes)

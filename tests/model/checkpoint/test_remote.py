@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import urllib.error
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -107,7 +109,7 @@ def test_a_download_that_was_broken_off_goes_on_where_it_stopped(server, folder,
     monkeypatch.setattr("millrace.model.checkpoint.remote_folder.CHUNK_BYTES", CHUNK)
     monkeypatch.setattr(ChunkedFile.__init__, "__defaults__", (CHUNK,))
     server.faults[SHARDS[1]] = dict.fromkeys(range(20, 200), "500")
-    with pytest.raises(DownloadError, match=r"HTTP Error 500.*5 times; start again once the server answers"):
+    with pytest.raises(DownloadError, match=r"HTTP Error 500.* \d+ times; start again once the server answers"):
         fetch(server.url, tmp_path / "to")
     (part,) = (tmp_path / "to").rglob("*.part")
     done = part.stat().st_size
@@ -116,6 +118,69 @@ def test_a_download_that_was_broken_off_goes_on_where_it_stopped(server, folder,
     server.num_bytes.clear()
     check_equal(Checkpoint(fetch(server.url, tmp_path / "to")), folder)
     assert server.num_bytes[SHARDS[1]] <= (folder / SHARDS[1]).stat().st_size - done + CHUNK
+
+
+def waits_of(error: Exception, *, is_patient: bool) -> list[float]:
+    """The seconds between the tries of what always fails with `error`."""
+    waits: list[float] = []
+
+    def fail() -> bytes:
+        raise error
+
+    with pytest.raises(DownloadError, match=r" \d+ times; start again once the server answers"):
+        ranged_files._with_retries("m", fail, waits.append, is_patient=is_patient)
+    return waits
+
+
+def asks(retry_after: str) -> Exception:
+    return urllib.error.HTTPError("", 429, "too many requests", {"Retry-After": retry_after}, None)  # type: ignore[arg-type]
+
+
+def test_tries_of_a_file_that_was_read_go_on_for_minutes_and_wait_as_long_as_the_server_asks() -> None:
+    assert waits_of(OSError("reset"), is_patient=False) == [0.1, 0.2, 0.4, 0.8], "the address may be wrong"
+    waits = waits_of(OSError("reset"), is_patient=True)
+    assert waits == sorted(waits) and waits[-1] == 15.0 and 165.0 < sum(waits) <= 180.0
+    assert waits_of(asks("7"), is_patient=False) == [7.0] * 4
+    assert waits_of(asks("100000"), is_patient=True) == [60.0] * 3, "within bounds"
+    for unread in ("", "-1", "Wed, 21 Oct 2026 07:28:00 GMT", "\u0663"):
+        assert waits_of(asks(unread), is_patient=False) == [0.1, 0.2, 0.4, 0.8]
+
+
+def test_chunks_that_only_a_forgotten_tensor_needed_are_dropped(server, folder, tmp_path) -> None:
+    pin = HttpFiles(server.url).pin(SHARDS[1])
+    assert pin is not None
+    file = ChunkedFile(HttpFiles(server.url), SHARDS[1], pin, ThreadPoolExecutor(1), CHUNK)
+    file.read(0, 3 * CHUNK + 1)
+    held = set(file._chunks)
+    file.release(CHUNK + 1, 3 * CHUNK)
+    assert held - set(file._chunks) == {2} & held and 3 in file._chunks
+    file.release(0, pin.size)
+    assert not file._chunks
+
+
+def test_a_resumed_download_tells_the_bytes_that_are_there_first(server, folder, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("millrace.model.checkpoint.remote_folder.CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr(ChunkedFile.__init__, "__defaults__", (CHUNK,))
+    server.faults[SHARDS[1]] = dict.fromkeys(range(20, 400), "500")
+    with pytest.raises(DownloadError):
+        fetch(server.url, tmp_path / "to")
+    there = sum(path.stat().st_size for path in (tmp_path / "to").rglob("*") if path.is_file())
+    server.faults.clear()
+    seen: list[int] = []
+    fetch(server.url, tmp_path / "to", lambda done, _: seen.append(done))
+    assert 0 <= there - seen[0] < CHUNK and seen[0] > 0
+
+
+def test_a_download_that_another_process_makes_is_waited_for_with_a_line(server, tmp_path, caplog) -> None:
+    root = fetch(server.url, tmp_path / "to")
+    (root / "config.json").unlink()
+    with (root / ".lock").open("w") as file, ThreadPoolExecutor(1) as threads:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        again = threads.submit(fetch, server.url, tmp_path / "to")
+        while "another process downloads this model" not in caplog.text:
+            assert not again.done()
+        fcntl.flock(file, fcntl.LOCK_UN)
+        assert again.result() == root
 
 
 @pytest.mark.parametrize("fault", ["500", "short", "reset"])
@@ -129,7 +194,7 @@ def test_a_fault_that_stays_ends_with_an_error_and_a_second_try_is_clean(fault, 
     for begin in (0, 6):
         server.requests.clear()
         server.faults = {name: dict.fromkeys(range(begin, 1000), fault) for name in server.files}
-        with pytest.raises(DownloadError, match=r"http://127.0.0.1:\d+/models/m/.*, 5 times; start again"):
+        with pytest.raises(DownloadError, match=r"http://127.0.0.1:\d+/models/m/.*, \d+ times; start again"):
             check_equal(streamed(server, tmp_path / f"to{begin}"), folder)
     server.faults = {}
     check_equal(streamed(server, tmp_path / "to0"), folder)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,16 +64,30 @@ class StoredTokenizer:
         made = Tokenizer.from_str(json.dumps({**self.steps, "added_tokens": [], "model": {**model, **_EMPTY}}))
         made.model = models.BPE(
             vocab=dict(zip(self.tokens, range(len(self.tokens)), strict=True)),
-            merges=self._pairs(),
+            merges=_Pairs(self.tokens, self.merges),
             **{name: model[name] for name in SETTINGS},
         )
         added = [{key: value for key, value in token.items() if key != "id"} for token in self.steps["added_tokens"]]
         made.add_tokens([AddedToken(**token) for token in added])
         return made
 
-    def _pairs(self) -> list[tuple[str, str]]:
-        left, right = (map(self.tokens.__getitem__, ids.tolist()) for ids in self.merges.T)
-        return list(zip(left, right, strict=True))
+
+class _Pairs(Sequence[tuple[str, str]]):
+    """The texts of merges, each made when it is asked for: a list of them all would take 60 MB for 500,000 merges."""
+
+    def __init__(self, tokens: Sequence[str], merges: NDArray[np.int32]) -> None:
+        self._tokens, self._merges = tokens, merges
+
+    def __len__(self) -> int:
+        return len(self._merges)
+
+    def __getitem__(self, index: Any) -> Any:
+        left, right = self._merges[index].tolist()
+        return self._tokens[left], self._tokens[right]
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        left, right = (map(self._tokens.__getitem__, np.ascontiguousarray(ids).data) for ids in self._merges.T)
+        return zip(left, right, strict=True)
 
 
 _EMPTY: Mapping[str, Any] = {"vocab": {}, "merges": []}

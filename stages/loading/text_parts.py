@@ -15,8 +15,9 @@ from ...model.spec import DecoderSpec
 from ...model.text.chat_template import ChatTemplate
 from ...model.text.detokenizer import TextTable
 from ...model.text.tokenizer import Tokenizer
+from ...runtime.env.limits import give_back_freed_memory
 from ...runtime.env.log import get_logger
-from ...runtime.phases import Phases
+from ...runtime.startup.phases import Phases
 from ..config import EngineConfig
 from ..errors import ConfigError
 from ..tokenize.prompt_encoder import ModelEncoder
@@ -58,7 +59,9 @@ def read_text(config: EngineConfig, root: Path, shape: DecoderSpec, model_id: st
         if len(tokenizer) > shape.vocab_size:
             log.warning("tokenizer.larger_than_model", num_tokens=len(tokenizer), vocab_size=shape.vocab_size)
         is_known = configured_pooling(config) is not None or files.is_present
-        return TextParts(tokenizer, encoder, TextTable(tokenizer), defaults, pooling, is_known)
+        parts = TextParts(tokenizer, encoder, TextTable(tokenizer), defaults, pooling, is_known)
+        give_back_freed_memory()  # while a tokenizer is made it takes twice what it keeps
+        return parts
 
 
 def _yes_no_prompt(

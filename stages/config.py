@@ -5,15 +5,16 @@ A configuration is read and checked once, at start, and then passed in. Names fo
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from ..model.checkpoint.load_formats import load_format_problem
 from ..runtime.env.writable import file_problem
 from ..runtime.fault_injection import parse_fault
 from .errors import ConfigError
-from .load_formats import check_load_format
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 ModelImpl = Literal["millrace", "transformers"]
@@ -148,7 +149,12 @@ class EngineConfig:
         return 1 + self.num_speculative_tokens if self.speculation == "ngram" else 0
 
     def check_files(self) -> None:
-        """`ConfigError` if the recording cannot be written. Called before the model is loaded."""
+        """`ConfigError` if the model's file is missing, or the recording cannot be written.
+
+        Called before the model is loaded, and before a server takes its port.
+        """
+        if self.model is not None and _is_missing(self.model):
+            raise ConfigError(f"model = {self.model}: there is no such file or folder; check the path")
         if self.record is not None and (problem := file_problem(Path(self.record))) is not None:
             raise ConfigError(f"record = {self.record}: {problem}")
 
@@ -163,7 +169,8 @@ class EngineConfig:
                 parse_fault(text)
             except ValueError as error:
                 raise ConfigError(f"inject: {error}") from None
-        check_load_format(self.load_format)
+        if problem := load_format_problem(self.load_format):
+            raise ConfigError(f"load_format = {self.load_format}: {problem}")
         if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", self.device):
             raise ConfigError(
                 f"device = {self.device}: must be auto, cpu, cuda, or one of several GPUs, such as cuda:1"
@@ -246,6 +253,13 @@ def parse_merge(text: str) -> tuple[str, float]:
 def _positive(name: str, value: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{name} = {value!r}: must be a whole number of at least 1")
+
+
+def _is_missing(model: str) -> bool:
+    """Whether `model` is a path, not a Hub id, and leads nowhere. Behind a colon may be a part of a file's name."""
+    paths = [Path(text).expanduser() for text in (model, model.rpartition(":")[0]) if text]
+    is_path = model.startswith(("/", "./", "../", "~")) or (model.endswith(".gguf") and "/" not in model)
+    return is_path and not any(os.path.exists(path) for path in paths)
 
 
 def _power_of_two(name: str, value: int) -> None:

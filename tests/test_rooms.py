@@ -20,6 +20,7 @@ BELOW = {
     "runtime/workers": "",
     "runtime/env": "runtime/device_streams runtime/workers",
     "runtime/simulation": "runtime/workers runtime/env",
+    "runtime/startup": "",
     "runtime/trace": "runtime/env",
     "runtime": "runtime/env runtime/trace",
     "runtime/health": "runtime/trace runtime",

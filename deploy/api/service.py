@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...runtime.env.log import get_logger
-from ...runtime.load_progress import LoadProgress, LoadState
 from ...runtime.pipeline import Health
+from ...runtime.startup.load_progress import LoadProgress, LoadState
 from ...stages.messages import AdapterRef
 from ..config import ServerConfig
 from ..errors import ApiError, not_serving, shorten

@@ -224,7 +224,7 @@ def _make_engine(mode: Mode, config: EngineConfig) -> AbstractAsyncContextManage
 
         return SplitEngine(config)
     # imports little, so that weights are packed during the remaining imports
-    from ...runtime.phases import Phases
+    from ...runtime.startup.phases import Phases
     from ...stages.loading.early import EarlyLoading
 
     opening = EarlyLoading(config, Phases(time.monotonic))

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from ...runtime.env.env import Env, LiveEnv
 from ...runtime.env.log import get_logger
 from ...runtime.fault_injection import Fault, parse_fault
-from ...runtime.load_progress import LoadProgress
-from ...runtime.phases import Phases
 from ...runtime.pipeline import Health, NotServing, Pipeline
 from ...runtime.stage import Stage
+from ...runtime.startup.load_progress import LoadProgress
+from ...runtime.startup.phases import Phases
 from ...runtime.trace.tracer import Tracer
 from ...runtime.workers.thread_start import ThreadNotStarted
 from ..adapters.gate import AdapterGate

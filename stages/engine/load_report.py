@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...runtime.env.env import Env
 from ...runtime.env.log import get_logger
-from ...runtime.load_progress import VERBS, LoadPhase, LoadProgress, LoadState
+from ...runtime.startup.load_progress import VERBS, LoadPhase, LoadProgress, LoadState
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -49,7 +49,13 @@ class _Bar:
             from tqdm import tqdm  # takes 20 ms that a start without a terminal need not
 
             self._bar = tqdm(
-                desc=VERBS[state.phase], unit="B", unit_scale=True, leave=False, file=sys.stderr, mininterval=0.0
+                desc=VERBS[state.phase],
+                initial=state.num_bytes_before,
+                unit="B",
+                unit_scale=True,
+                leave=False,
+                file=sys.stderr,
+                mininterval=0.0,
             )
         self._bar.total = state.total_bytes
         self._bar.update(state.num_bytes - self._bar.n)

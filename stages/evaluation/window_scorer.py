@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...runtime.env.env import Env
-from ...runtime.phases import Phases
+from ...runtime.startup.phases import Phases
 from ..config import EngineConfig
 from ..device.arrays import arrays_of
 from ..device.scored_prompts import LogitsWithPrompts, rows_of_a_piece

@@ -25,8 +25,8 @@ from ...model.files import LinkedFolder
 from ...model.spec import DecoderSpec
 from ...runtime.env.cpus import ComputeThreads, Cpus
 from ...runtime.env.log import get_logger
-from ...runtime.load_progress import LoadProgress
-from ...runtime.phases import Phases
+from ...runtime.startup.load_progress import LoadProgress
+from ...runtime.startup.phases import Phases
 from ...runtime.workers.side_thread import LiveSideThread, Pending
 from ..backends.cache_size import free_host_bytes, total_host_bytes
 from ..backends.merged_adapters import merging_of

@@ -16,7 +16,7 @@ from ...model.sentence_files import PoolingKind, read_sentence_files
 from ...model.text.tokenizer import Tokenizer
 from ...runtime.env.cpus import ComputeThreads
 from ...runtime.env.log import get_logger
-from ...runtime.phases import Phases
+from ...runtime.startup.phases import Phases
 from ..backends.merged_adapters import refuse_merging
 from ..backends.torch.loading import choose_device, probe_of, torch_dtype
 from ..config import EngineConfig, resolve_step_size

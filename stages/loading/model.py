@@ -24,7 +24,7 @@ from ...model.text.vocabulary import Vocabulary
 from ...runtime.device_streams.interface import DeviceStreams
 from ...runtime.env.env import Env
 from ...runtime.env.log import get_logger
-from ...runtime.phases import Phases
+from ...runtime.startup.phases import Phases
 from ..backends.backend import Backend
 from ..backends.cuda.step_update import EndRules
 from ..backends.merged_adapters import merging_of
@@ -42,7 +42,7 @@ from ..sample.sampler import Sampler
 from ..tasks import Task
 from ..tokenize.prompt_encoder import ModelEncoder
 from .early import EarlyLoading, OpenedModel, max_model_len_of, resolve
-from .model_impl import why_not_here, why_through_transformers
+from .model_impl import check_dtype, why_not_here, why_through_transformers
 from .native_choice import require_torch
 from .text_parts import TextParts, configured_pooling, read_text
 
@@ -129,6 +129,7 @@ def _load(config: EngineConfig, opened: OpenedModel, phases: Phases, env: Env) -
     if opened.why_through_transformers:
         log.info("model_impl.chosen", name="transformers", reason=opened.why_through_transformers)
         shape = _read_through_transformers(config, opened.root, phases)
+        check_dtype(config, shape)
         opened = replace(opened, shape=shape, max_model_len=max_model_len_of(config, shape))
     if opened.shape is None:
         if config.enable_lora:

@@ -14,7 +14,7 @@ from ..backends.merged_adapters import refuse_merging
 from ..config import EngineConfig
 from ..errors import ConfigError
 
-LARGE_ACTIVATIONS = ("gemma2", "gemma3")  # beginnings of families
+LARGE_ACTIVATIONS = ("gemma2", "gemma3", "gemma4")  # beginnings of families
 AUTO_FILES = ("auto_mappings.py", "configuration_auto.py")  # of transformers, with a line for each model_type
 
 

@@ -24,7 +24,7 @@ from ...model.gguf.siblings import local_siblings
 from ...model.spec import DecoderSpec
 from ...runtime.env.cpus import ComputeThreads, idle_ns
 from ...runtime.env.log import get_logger
-from ...runtime.phases import Phases
+from ...runtime.startup.phases import Phases
 from ..backends.cache_size import free_host_bytes, total_host_bytes
 from ..backends.weights_fit import WeightsFit, bytes_kept, least_cache_bytes, smaller_forms
 from ..config import EngineConfig
@@ -32,7 +32,7 @@ from .packed_weights import PackedWeights, packed_weights, read_rows
 
 log = get_logger("millrace.stages")
 
-COPY_BYTES = 8  # of a number of a tensor that is unpacked or copied before the library takes it: two forms of it
+COPY_BYTES = 8  # of a number of a tensor that is unpacked or changed before the library takes it: two forms of it
 MOST_GROWTH = 1.5  # of a packed file's weights in memory, for files of other sizes to make a difference
 CALL_BYTES = 256 << 20  # that are packed in one call of the library; progress is told after each
 
@@ -137,8 +137,9 @@ def _check_fit(
 
     form = packed.packing if packed.matrices else model.quantization or model.dtype
     weights = bytes_kept(shape, item_size)
+    is_plain = config.load_format == "stream" and not source.packing and not config.merge_adapter
     copied = (
-        math.prod(sizes)
+        _streamed_bytes(source, name) if is_plain else COPY_BYTES * math.prod(sizes)
         for name, sizes in expected_shapes(shape).items()
         if not source.is_mapped(name) and name not in packed.matrices
     )
@@ -151,7 +152,7 @@ def _check_fit(
         device="cpu",
         form=form,
         weights=weights,
-        packing=COPY_BYTES * max(copied, default=0),
+        packing=max(copied, default=0),
         cache=least_cache_bytes(
             config, model.shape.bytes_per_block(config.block_size, model.cache_dtype), max_model_len
         ),
@@ -161,6 +162,12 @@ def _check_fit(
     )
     fit.check()
     log.info("memory.fit", **fit.to_event())
+
+
+def _streamed_bytes(source: TensorSource, name: str) -> int:
+    """Bytes of a tensor that the library takes as it is read from elsewhere; its parts are put together before."""
+    sizes = [piece.num_bytes for piece in source.pieces(name)]
+    return sum(sizes) * (2 if len(sizes) > 1 else 1)
 
 
 def _fill(model: NativeModel, source: CountedTensors, names: Iterable[str], packed: PackedWeights) -> None:

@@ -22,14 +22,14 @@ from ...runtime.env.env import Env, LiveEnv
 from ...runtime.env.log import get_logger
 from ...runtime.env.loops import loop_factory
 from ...runtime.health.flight_recorder import stack_of, task_stacks, thread_stacks
-from ...runtime.load_progress import LoadProgress
-from ...runtime.phases import Phases
 from ...runtime.pipeline import Pipeline
 from ...runtime.processes.child import end_with_parent, joined
 from ...runtime.processes.frames import LinkError
 from ...runtime.processes.link import Link
 from ...runtime.processes.link_channels import InboundChannel, OutboundChannel
 from ...runtime.processes.transport import SocketTransport
+from ...runtime.startup.load_progress import LoadProgress
+from ...runtime.startup.phases import Phases
 from ...runtime.trace.tracer import Tracer
 from ...runtime.workers.thread_start import ThreadNotStarted
 from ..config import EngineConfig

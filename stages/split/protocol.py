@@ -20,9 +20,9 @@ from ...model.pooling import PoolingConfig
 from ...runtime.channel import ChannelStats
 from ...runtime.crash_recovery import StageCrashed
 from ...runtime.fault_injection import Fault
-from ...runtime.load_progress import LoadState
 from ...runtime.message import Moment, message
 from ...runtime.processes.wire import Codec
+from ...runtime.startup.load_progress import LoadState
 from ..beam_search.algorithm import CandidateParams
 from ..config import EngineConfig
 from ..errors import Failed, Refused, RequestError

@@ -22,11 +22,11 @@ from ...runtime.env.log import get_logger
 from ...runtime.fault_injection import Fault
 from ...runtime.health.stalls import find_stall
 from ...runtime.histogram import Histogram
-from ...runtime.phases import Phases
 from ...runtime.pipeline import Health, NotServing, Pipeline
 from ...runtime.processes.child import shared_file
 from ...runtime.processes.wire import WireError
 from ...runtime.stage import Stage
+from ...runtime.startup.phases import Phases
 from ...runtime.trace.tracer import ring_bytes
 from ...runtime.wakeups import Wakeup
 from ..allocate.block_pool import BlockPool, BlockTables

@@ -2,8 +2,8 @@
 
 import pytest
 
-from millrace.runtime.load_progress import LoadProgress
-from millrace.runtime.phases import Phases
+from millrace.runtime.startup.load_progress import LoadProgress
+from millrace.runtime.startup.phases import Phases
 
 
 def test_progress_has_bytes_by_file_rate_and_time_left():
@@ -49,3 +49,18 @@ def test_phases_have_a_progress_of_their_clock():
     phases = Phases(lambda: 3.0)
     assert phases.progress.state().seconds == pytest.approx(0.0)
     assert Phases(lambda: 0.0, progress=phases.progress).progress is phases.progress
+
+
+def test_the_rate_leaves_out_what_was_there_before():
+    now = [0.0]
+    progress = LoadProgress(lambda: now[0])
+    progress.begin("download")
+    progress.set("m", 90_000_000, 100_000_000)
+    now[0] = 2.0
+    progress.set("m", 94_000_000, 100_000_000)
+    state = progress.state()
+    assert (state.mb_per_s, state.percent, state.seconds_left) == (2.0, 94.0, 3.0)
+    progress.begin("read", {"a": 8_000_000})
+    now[0] = 3.0
+    progress.add("a", 2_000_000)
+    assert progress.state().mb_per_s == 2.0

@@ -22,9 +22,9 @@ from random import Random
 from typing import Any
 
 from millrace.runtime.env.log import captured_logs
-from millrace.runtime.phases import Phases
 from millrace.runtime.simulation.env import JobBlocks, JobHangs
 from millrace.runtime.simulation.run import SimEnv, run
+from millrace.runtime.startup.phases import Phases
 from millrace.stages.config import EngineConfig
 from millrace.stages.device.device import Device
 from millrace.stages.device.device_guard import PROBE_S

@@ -18,7 +18,7 @@ from ....model.families.names import EMBEDDING
 from ....model.spec import DecoderSpec
 from ....runtime.env.cpus import ComputeThreads
 from ....runtime.env.log import get_logger
-from ....runtime.phases import Phases
+from ....runtime.startup.phases import Phases
 from ...config import EngineConfig
 from ...device.pooler import Pooler
 from ...memory_table import MemoryTable

@@ -27,8 +27,8 @@ from ....model.spec import DecoderSpec
 from ....runtime.device_streams.interface import DeviceStreams
 from ....runtime.env.cpus import ComputeThreads
 from ....runtime.env.log import get_logger
-from ....runtime.load_progress import LoadProgress
-from ....runtime.phases import Phases
+from ....runtime.startup.load_progress import LoadProgress
+from ....runtime.startup.phases import Phases
 from ...config import EngineConfig, ModelImpl
 from ...device.device_guard import first_line, is_out_of_memory
 from ...device.pooler import Pooler
@@ -228,13 +228,14 @@ def _check_fit(
 ) -> None:
     """Raises `ConfigError`, before loading, if weights and the least cache are larger than the free memory."""
     weights, form = bytes_kept(shape, lambda _: dtype.itemsize), name_of(dtype)
-    cached = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim  # numbers of a token
+    cached = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim  # bytes of a token
+    cached *= 1 if config.kv_cache_dtype == "fp8" else dtype.itemsize
     fit = WeightsFit(
         name="",
         device=str(device),
         form=form,
         weights=weights,
-        cache=least_cache_bytes(config, cached * config.block_size * dtype.itemsize, max_model_len),
+        cache=least_cache_bytes(config, cached * config.block_size, max_model_len),
         free=free,
         others=smaller_forms(form, weights, "", dtype.itemsize),
     )

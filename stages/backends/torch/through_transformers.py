@@ -25,7 +25,7 @@ from ....model.families.registry import what_is_supported
 from ....model.spec import DecoderSpec
 from ....runtime.env.cpus import ComputeThreads
 from ....runtime.env.log import get_logger
-from ....runtime.phases import Phases
+from ....runtime.startup.phases import Phases
 from ...config import EngineConfig
 from ..backend import Backend
 from ..weights_fit import check_weights

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ....model.pooling import PoolingConfig
 from ....model.text.vocabulary import Vocabulary
 from ....runtime.env.env import Env
-from ....runtime.phases import Phases
+from ....runtime.startup.phases import Phases
 from ...config import EngineConfig, resolve_step_size
 from ...device.device import Device
 from ...engine.engine import Engine

@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 from millrace.runtime.env.env import Env
-from millrace.runtime.phases import Phases
+from millrace.runtime.startup.phases import Phases
 from millrace.stages.backends.cuda import build
 from millrace.stages.config import EngineConfig
 from millrace.stages.device.device import Device

@@ -18,7 +18,7 @@ from millrace.deploy.config import ServerConfig
 from millrace.deploy.dashboard.snapshots import overview
 from millrace.deploy.server.server import Server
 from millrace.runtime.env.log import captured_logs
-from millrace.runtime.load_progress import LoadProgress
+from millrace.runtime.startup.load_progress import LoadProgress
 from millrace.stages.errors import ConfigError
 from millrace.stages.testing.scripted.engine import ScriptedEngine, scripted_engine
 from millrace.stages.testing.scripted.script import Script

@@ -19,7 +19,7 @@ from millrace.model.checkpoint.tensor_shapes import open_source
 from millrace.model.decoder.weights import load_weights
 from millrace.model.errors import CheckpointError
 from millrace.model.families.registry import read_spec
-from millrace.runtime.load_progress import LoadProgress
+from millrace.runtime.startup.load_progress import LoadProgress
 from tests.model.checkpoints import make_checkpoint
 from tests.model.stepping import greedy, load_decoder
 

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from millrace.model.errors import CheckpointError, ModelError, TemplateError
 from millrace.model.text.chat_template import ChatTemplate
 from millrace.model.text.tokenizer import Tokenizer
-from millrace.runtime.phases import Phases
+from millrace.runtime.startup.phases import Phases
 from millrace.stages.config import EngineConfig
 from millrace.stages.loading.model import load_text
 from tests.model.tiny_tokenizers import VOCAB_SIZE, make_tokenizer

@@ -23,7 +23,7 @@ from millrace.kernels.native.model import NativeModel
 from millrace.model.decoder.native_decoder import NativeDecoder
 from millrace.model.decoder.rope import rope_tables
 from millrace.model.decoder.step_inputs import StepInputs
-from millrace.runtime.phases import Phases
+from millrace.runtime.startup.phases import Phases
 from millrace.stages import EngineConfig
 from millrace.stages.loading.early import EarlyLoading
 from tests.model.checkpoints import make_checkpoint

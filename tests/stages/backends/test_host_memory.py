@@ -15,7 +15,7 @@ from millrace.model.decoder.linear import linear_form
 from millrace.model.families.registry import read_spec
 from millrace.runtime.env import limits as process_limits
 from millrace.runtime.env.env import LiveEnv
-from millrace.runtime.phases import Phases
+from millrace.runtime.startup.phases import Phases
 from millrace.stages.backends import cache_size
 from millrace.stages.backends.cache_size import (
     free_host_bytes,

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from millrace.model.spec import LayerSpec, NormSpec
 from millrace.runtime.env.env import LiveEnv
 from millrace.runtime.env.log import captured_logs
-from millrace.runtime.phases import Phases
+from millrace.runtime.startup.phases import Phases
 from millrace.stages.backends import cache_size
 from millrace.stages.backends.memory_needs import (
     CPU_LOGIT_BYTES,

@@ -13,7 +13,7 @@ from millrace.model.checkpoint import hub
 from millrace.model.demo import WEIGHTS
 from millrace.runtime.env.env import LiveEnv
 from millrace.runtime.env.log import captured_logs
-from millrace.runtime.phases import Phases
+from millrace.runtime.startup.phases import Phases
 from millrace.stages.backends import cache_size
 from millrace.stages.backends.weights_fit import WeightsFit, least_cache_bytes
 from millrace.stages.config import EngineConfig

@@ -113,7 +113,7 @@ def test_there_is_nothing_to_record_of_an_encoder(tmp_path: Path):
 
 
 def load(folder: Path, **settings: Any) -> Any:
-    from millrace.runtime.phases import Phases
+    from millrace.runtime.startup.phases import Phases
     from millrace.stages.loading.model import load_model
 
     return load_model(EngineConfig(model=str(folder), **CPU | settings), Phases(lambda: 0.0), LiveEnv(0))

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from millrace.runtime.env.env import LiveEnv
-from millrace.runtime.phases import Phases
 from millrace.runtime.pipeline import NotServing
 from millrace.runtime.simulation.testing import no_leaked_tasks
+from millrace.runtime.startup.phases import Phases
 from millrace.runtime.trace.tracer import EventKind
 from millrace.stages import LLM, Engine, EngineConfig, SamplingParams
 from millrace.stages.backends.rates import largest_grant

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 
 from millrace.runtime.env.log import captured_logs
-from millrace.runtime.load_progress import LoadProgress
 from millrace.runtime.simulation.env import SimEnv
 from millrace.runtime.simulation.run import run
+from millrace.runtime.startup.load_progress import LoadProgress
 from millrace.stages.engine.load_report import report_loading
 
 

@@ -26,7 +26,7 @@ from millrace.kernels.native.shape import Array
 from millrace.model.checkpoint import hub
 from millrace.model.demo import WEIGHTS
 from millrace.model.errors import CheckpointError, TemplateError
-from millrace.runtime.phases import Phases
+from millrace.runtime.startup.phases import Phases
 from millrace.stages import Engine, EngineConfig, SamplingParams
 from millrace.stages.errors import ConfigError
 from millrace.stages.loading.early import EarlyLoading
@@ -88,7 +88,7 @@ def test_weights_are_packed_before_torch_or_an_engine_is_imported() -> None:
     """The other modules are imported meanwhile, which shortens the start."""
     script = (
         "import sys, time; from millrace.stages.loading.early import EarlyLoading;"
-        "from millrace.runtime.phases import Phases; from millrace.stages.config import EngineConfig;"
+        "from millrace.runtime.startup.phases import Phases; from millrace.stages.config import EngineConfig;"
         "opening = EarlyLoading(EngineConfig(device='cpu'), Phases(time.monotonic));"
         "opening.result().native_model.result();"
         "late = [name for name in ('torch', 'aiohttp', 'tokenizers', 'jinja2', 'millrace.stages.engine.engine',"
@@ -183,7 +183,7 @@ def test_a_process_may_end_while_weights_are_packed(tmp_path: Path) -> None:
     make_checkpoint("smollm2-135m", tmp_path)
     script = (
         "import sys, time; from millrace.stages.loading.early import EarlyLoading;"
-        "from millrace.runtime.phases import Phases; from millrace.stages.config import EngineConfig;"
+        "from millrace.runtime.startup.phases import Phases; from millrace.stages.config import EngineConfig;"
         "opening = EarlyLoading(EngineConfig(model=sys.argv[1], device='cpu', threads=1), Phases(time.monotonic));"
         "opening.wait_until_packing(60); time.sleep(float(sys.argv[2]))"
     )

@@ -13,7 +13,7 @@ import pytest
 
 from millrace.model.demo import WEIGHTS
 from millrace.model.errors import CheckpointError
-from millrace.runtime.phases import Phases
+from millrace.runtime.startup.phases import Phases
 from millrace.stages import EngineConfig
 from millrace.stages.errors import ConfigError
 from millrace.stages.loading.early import EarlyLoading, OpenedModel

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from millrace.model.checkpoint.load_formats import ELSEWHERE, LOAD_FORMATS
 from millrace.model.demo import WEIGHTS
 from millrace.runtime.env.env import LiveEnv
-from millrace.runtime.phases import Phases
+from millrace.runtime.startup.phases import Phases
 from millrace.stages.config import EngineConfig
 from millrace.stages.errors import ConfigError
 from millrace.stages.evaluation.window_scorer import WindowScorer
 from millrace.stages.evaluation.windows import TextWindow
-from millrace.stages.load_formats import ELSEWHERE, LOAD_FORMATS
 from millrace.stages.loading.model import load_model
 from tests.model.checkpoint.range_server import RangeServer
 
@@ -68,3 +69,22 @@ def test_a_format_of_another_engine_is_answered_with_what_to_use(load_format: st
 def test_an_unknown_format_is_refused_with_those_that_are(load_format: str) -> None:
     with pytest.raises(ConfigError, match="must be auto, safetensors, gguf, stream, dummy, or package.module:Source"):
         EngineConfig(load_format=load_format)
+
+
+@pytest.mark.parametrize("model", ["/no/such.gguf", "./no-such", "~no/such", "no-such.gguf", "/no/such:Q4_K_M"])
+def test_a_path_that_leads_nowhere_is_refused_before_anything_is_taken(model: str) -> None:
+    with pytest.raises(ConfigError, match=rf"model = {re.escape(model)}: there is no such file or folder"):
+        EngineConfig(model=model).check_files()
+
+
+def test_hub_ids_addresses_and_files_of_a_folder_are_no_missing_paths(tmp_path: Path) -> None:
+    for model in (
+        None,
+        "demo",
+        "owner/name",
+        "owner/name.gguf",
+        "https://host/m.gguf",
+        str(tmp_path),
+        f"{tmp_path}:Q4",
+    ):
+        EngineConfig(model=model).check_files()

@@ -14,7 +14,7 @@ import pytest
 from millrace.model.demo import WEIGHTS
 from millrace.model.errors import ModelError
 from millrace.model.families.registry import read_spec
-from millrace.runtime.phases import Phases
+from millrace.runtime.startup.phases import Phases
 from millrace.stages.config import EngineConfig
 from millrace.stages.errors import ConfigError
 from millrace.stages.loading.early import EarlyLoading

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.runtime.env.env import Env
-from millrace.runtime.phases import Phases
+from millrace.runtime.startup.phases import Phases
 from millrace.stages.config import EngineConfig
 from millrace.stages.device.device_guard import PROBE_S, DeviceGuard
 from millrace.stages.split import engine_process

@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from millrace.runtime.env.env import Env
-from millrace.runtime.phases import Phases
+from millrace.runtime.startup.phases import Phases
 from millrace.stages.config import EngineConfig
 from millrace.stages.split import engine_process
 

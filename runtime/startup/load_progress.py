@@ -24,6 +24,7 @@ class LoadState:
     phase: LoadPhase
     seconds: float  # since the phase began
     files: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # name -> bytes done, bytes in total
+    num_bytes_before: int = 0  # of those done: bytes that were there when the phase began, as of a resumed download
 
     @property
     def num_bytes(self) -> int:
@@ -36,7 +37,7 @@ class LoadState:
 
     @property
     def mb_per_s(self) -> float:
-        return self.num_bytes / 1e6 / self.seconds if self.seconds > 0 else 0.0
+        return (self.num_bytes - self.num_bytes_before) / 1e6 / self.seconds if self.seconds > 0 else 0.0
 
     @property
     def seconds_left(self) -> float | None:
@@ -82,6 +83,7 @@ class LoadProgress:
         self._phase: LoadPhase = "start"
         self._began_s = clock()
         self._files: dict[str, tuple[int, int]] = {}
+        self._num_before: dict[str, int] = {}
         self._from_elsewhere: LoadState | None = None
 
     def begin(self, phase: LoadPhase, file_bytes: Mapping[str, int] | None = None) -> None:
@@ -89,6 +91,7 @@ class LoadProgress:
         with self._lock:
             self._phase, self._began_s = phase, self._clock()
             self._files = {name: (0, total) for name, total in (file_bytes or {}).items()}
+            self._num_before = {}
 
     def expect(self, file_bytes: Mapping[str, int]) -> None:
         """Sets the bytes of each file of the phase."""
@@ -101,8 +104,9 @@ class LoadProgress:
             self._files[file] = done + num_bytes, total
 
     def set(self, file: str, num_bytes: int, total_bytes: int) -> None:
-        """So many bytes of a file are done."""
+        """So many bytes of a file are done. Those of the first call count as done before the phase began."""
         with self._lock:
+            self._num_before.setdefault(file, num_bytes)
             self._files[file] = num_bytes, total_bytes
 
     def follow(self, state: LoadState) -> None:
@@ -114,4 +118,9 @@ class LoadProgress:
         if self._from_elsewhere is not None:
             return self._from_elsewhere
         with self._lock:
-            return LoadState(phase=self._phase, seconds=self._clock() - self._began_s, files=dict(self._files))
+            return LoadState(
+                phase=self._phase,
+                seconds=self._clock() - self._began_s,
+                files=dict(self._files),
+                num_bytes_before=sum(self._num_before.values()),
+            )

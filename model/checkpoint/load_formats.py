@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-from .errors import ConfigError
-
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "stream", "dummy")
 PLUG_IN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # package.module:Source
 ELSEWHERE = {  # another engine's value -> what to use here
@@ -25,12 +23,10 @@ ELSEWHERE = {  # another engine's value -> what to use here
 }
 
 
-def check_load_format(load_format: str) -> None:
-    """Raises `ConfigError` unless it is one of `LOAD_FORMATS`, or names a plug-in."""
+def load_format_problem(load_format: str) -> str | None:
+    """What is wrong with a value, and what would be right; None for one of `LOAD_FORMATS`, or the name of a plug-in."""
     if load_format in LOAD_FORMATS or PLUG_IN.fullmatch(load_format):
-        return
+        return None
     if load_format in ELSEWHERE:
-        raise ConfigError(f"load_format = {load_format}: is another engine's; use {ELSEWHERE[load_format]}")
-    raise ConfigError(
-        f"load_format = {load_format}: must be {', '.join(LOAD_FORMATS)}, or package.module:Source for your own"
-    )
+        return f"is another engine's; use {ELSEWHERE[load_format]}"
+    return f"must be {', '.join(LOAD_FORMATS)}, or package.module:Source for your own"

@@ -207,7 +207,7 @@ def _put_together(
         chooser=computing.chooser,
     )
     text_parts = (tokenizer, text.encoder, text_table)
-    read = _adapter_reader(config, shape, computing, model_id) if config.enable_lora else None
+    read = _adapter_reader(config, root, shape, computing, tokenizer, model_id) if config.enable_lora else None
     if computing.assemble is None:
         make_device = partial(Device, computing.enter, computing.call_before_computing, computing.probe)
         return LoadedModel(info, *text_parts, runner, sampler, grammars, make_device, computing.own_cpu, read)
@@ -221,11 +221,13 @@ def _put_together(
 
 
 def _adapter_reader(
-    config: EngineConfig, shape: DecoderSpec, computing: Backend, model_id: str
+    config: EngineConfig, base: Path, shape: DecoderSpec, computing: Backend, tokenizer: Tokenizer, model_id: str
 ) -> Callable[[Path, str], Adapter]:
     def read(root: Path, name: str) -> Adapter:
         from ...model.lora.adapter import read_adapter
+        from ...model.lora.tokenizer_check import check_tokenizer
 
+        check_tokenizer(root, name, base, lambda: tokenizer.tokens)
         names = {"name": name, "model_name": model_id}
         adapter = read_adapter(root, shape, computing.dtype, max_rank=config.max_lora_rank, **names)
         if computing.prepare_adapter is not None:

@@ -59,6 +59,7 @@ CODES: dict[str, tuple[int, str]] = {
     "grammar_error": (500, "InternalServerError"),
     "model_error": (500, "InternalServerError"),
     "engine_died": (500, "InternalServerError"),
+    "engine_version": (500, "InternalServerError"),
     "deadline_exceeded": (504, "GatewayTimeoutError"),
     "loading": (503, "ServiceUnavailableError"),
     "draining": (503, "ServiceUnavailableError"),

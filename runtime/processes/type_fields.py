@@ -22,6 +22,10 @@ MAX_TYPES = 1024
 MAX_FIELDS = 1024  # of a type, or values of an enum
 
 
+class VersionError(WireError):
+    """A message that needs what the other end's version does not know. The text names it."""
+
+
 @dataclass(frozen=True, slots=True)
 class TypeFields:
     """One type: a dataclass with its fields, or an enum with its values."""
@@ -124,7 +128,7 @@ class PeerCodec(Codec):
         for spec in unknown:
             part = getattr(value, spec.name)
             if _is_required(spec) or not self._is_same(part, _default(spec)):
-                raise WireError(
+                raise VersionError(
                     f"{type(value).__name__} cannot be sent: the other end's version does not know its field "
                     f"{spec.name}, which is set to {_shown(part)}"
                 )
@@ -154,14 +158,14 @@ def _reader_of(kind: type | None, there: TypeFields) -> tuple[Reader, tuple[int,
 
 def _refusal(text: str) -> Reader:
     def refuse(value: Any) -> Any:
-        raise WireError(text)
+        raise VersionError(text)
 
     return refuse
 
 
 def _check_value(member: enum.Enum, unknown: set[str | int]) -> None:
     if member.value in unknown:
-        raise WireError(f"{member} cannot be sent: the other end's version does not know it")
+        raise VersionError(f"{member} cannot be sent: the other end's version does not know it")
 
 
 def _init_fields(kind: type) -> list[dataclasses.Field[Any]]:

@@ -24,6 +24,7 @@ from ...runtime.health.stalls import find_stall
 from ...runtime.histogram import Histogram
 from ...runtime.pipeline import Health, NotServing, Pipeline
 from ...runtime.processes.child import shared_file
+from ...runtime.processes.type_fields import VersionError
 from ...runtime.processes.wire import WireError
 from ...runtime.stage import Stage
 from ...runtime.startup.phases import Phases
@@ -358,7 +359,8 @@ class SplitEngine(Engine):
 
     def _refused(self, request: TokenRequest, error: WireError) -> None:
         """Fails a request that cannot be encoded for the link."""
-        failed = Failed(f"this request cannot be sent to the engine process: {error}")
+        code = "engine_version" if isinstance(error, VersionError) else "internal_error"
+        failed = Failed(f"this request cannot be sent to the engine process: {error}", code=code)
         self._front().exit.fail(request.request_id, failed)
 
     async def _ask_there(self, what: str, faults: Sequence[Fault] = (), timeout_s: float = ANSWER_S) -> Any:

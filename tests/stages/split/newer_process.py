@@ -12,7 +12,7 @@ from millrace.stages import messages
 
 
 def changed(kind: type[Any], left_out: str, **added: Any) -> Any:
-    """A message of the same name without the field `left_out`, and with others that have these defaults, in front."""
+    """A message of the same name whose field `left_out` is a constant, and that has others with these defaults."""
     specs = [spec for spec in dataclasses.fields(kind) if spec.name != left_out]
     needed = [spec for spec in specs if spec.default is spec.default_factory is dataclasses.MISSING]
     members: dict[str, Any] = {"__annotations__": {}, "__module__": kind.__module__}
@@ -20,6 +20,8 @@ def changed(kind: type[Any], left_out: str, **added: Any) -> Any:
         members["__annotations__"][spec.name] = spec.type
     for name, default in added.items():
         members["__annotations__"][name], members[name] = type(default).__name__, default
+    if left_out:
+        members[left_out] = next(spec.default for spec in dataclasses.fields(kind) if spec.name == left_out)
     for spec in specs:
         if spec not in needed:
             members["__annotations__"][spec.name] = spec.type
@@ -39,7 +41,7 @@ class Unheard:
 
 if __name__ == "__main__":
     messages.StepTokens = changed(messages.StepTokens, "", num_experts=0, note="")  # type: ignore[misc]
-    messages.TokenRequest = changed(messages.TokenRequest, "type_ids", hurry=0.5)  # type: ignore[misc]
+    messages.TokenRequest = changed(messages.TokenRequest, "cache_salt", hurry=0.5)  # type: ignore[misc]
     from millrace.stages.split import protocol
 
     protocol.CODEC = Codec([Unheard, *reversed(protocol.CODEC.types)])

@@ -103,7 +103,7 @@ def test_products_are_those_of_the_twin_to_the_bit(name: str, kernels: str) -> N
 
 @pytest.mark.parametrize("instruction_set", SETS)
 def test_every_instruction_set_gives_the_bits_of_the_twin(instruction_set: str) -> None:
-    for name in ("Q4_1", "Q6_K", "Q8_0", "IQ4_XS"):
+    for name in ("Q4_1", "Q5_0", "Q6_K", "Q8_0", "IQ4_XS"):
         codes = random_codes(FORMATS[name], 70, 352, seed=3)
         for count in (1, 2, 5, 17, 33, 70):
             x = rows(count, 352, seed=count)
@@ -137,11 +137,11 @@ def test_codes_may_come_in_halves_of_bytes(packing: Any) -> None:
 
 
 def test_the_largest_codes_and_rows_do_not_overflow(kernels: str) -> None:
-    for name in ("int8 rows", "Q8_0", "Q4_1", "Q6_K"):
+    for name in ("int8 rows", "Q8_0", "Q4_1", "Q5_0", "Q6_K"):
         codes = random_codes(FORMATS[name], 32, 512)
         for code in (0, (1 << codes.format.bits) - 1):
             extreme = replace(codes, codes=np.full_like(codes.codes, code))
-            x = np.stack([np.ones(512), -np.ones(512), np.tile([1, -1], 256)]).astype(np.float32)
+            x = np.stack([np.ones(512), -np.ones(512), np.tile([1, -1], 256)] * 6).astype(np.float32)  # tiles, too
             assert np.array_equal(packed(extreme).product(DOWN, x, 32), grouped_product(x, extreme))
 
 

@@ -1,4 +1,5 @@
-// Products of many rows with 4-bit codes in groups of 32, in AMX tiles of bf16: the same bits as with whole numbers.
+// Products of many rows with 4-bit and 5-bit codes in groups of 32, in AMX tiles of bf16: the same bits as with whole
+// numbers.
 //
 // The high and low byte of q are two numbers of bf16, 256 * high and low, and so are the codes less their zero. The sums
 // of a group are below 2 ** 24, so float32 holds them exactly, and both bytes are summed in one register. That saves
@@ -8,6 +9,7 @@
 #pragma once
 
 #include <algorithm>
+#include <utility>
 
 #include "grouped/split_rows.h"
 #include "grouped/super_sums_amx.h"
@@ -15,21 +17,25 @@
 
 namespace millrace {
 
+// Codes of 5 bits must have their zero in the middle: 16 * 32 * (32512 + 128) is just below 2 ** 24.
 inline bool takes_half_tiles(const GroupedFormat& format) {
-    return format.bits == 4 && format.group == 32 && (format.table == AFFINE || format.table == E2M1);
+    if (format.group != 32) return false;
+    if (format.bits == 5) return format.table == AFFINE && (format.zero == 15 || format.zero == 16);
+    return format.bits == 4 && (format.table == AFFINE || format.table == E2M1);
 }
 
 #if defined(__AVX512F__)
 
-// The values of 4-bit codes less their zero, twice, because bit 4 of an index belongs to another code.
+// The values of codes less their zero; of 4-bit codes twice, because bit 4 of an index belongs to another code.
 struct HalfValues {
     alignas(64) bf16 of[32];
+    bool has_high_bits;
 
-    explicit HalfValues(const GroupedFormat& format) {
+    explicit HalfValues(const GroupedFormat& format) : has_high_bits(format.bits == 5) {
         constexpr int E2M1_HALVES[] = {0, 1, 2, 3, 4, 6, 8, 12};
         for (int i = 0; i < 32; i++) {
             int code = i % 16, number = code < 8 ? E2M1_HALVES[code] : -E2M1_HALVES[code - 8], zero = 2 * format.zero;
-            if (format.table == AFFINE) number = code, zero = format.zero;
+            if (format.table == AFFINE) number = has_high_bits ? i : code, zero = format.zero;
             of[i] = to_bf16(float(number - zero));
         }
     }
@@ -39,18 +45,38 @@ struct HalfValues {
 struct HalfCodes {
     alignas(64) bf16 of[BLOCKS_PER_SUPER][2][AMX_PAIRS][2 * AMX_COLUMNS];
 
-    // Reads block `index`, of 4-bit codes.
+    // Reads block `index` of codes.
+    void read(const HalfValues& values, const uint8_t* block, int64_t index) {
+        values.has_high_bits ? read<true>(values, block, index) : read<false>(values, block, index);
+    }
+
+  private:
+    template <bool HAS_HIGH_BITS>
     void read(const HalfValues& values, const uint8_t* block, int64_t index) {
         __m512i table = _mm512_load_si512(values.of);
-        for (int half = 0; half < 2; half++)
-            for (int eight = 0; eight < 4; eight++) {  // 8 columns
-                __m512i words = _mm512_loadu_si512(block + (2 * eight + half) * 64);
-                auto put = [&](int pair, __m512i codes) {
-                    _mm512_store_si512(of[index][half][4 * eight + pair], _mm512_permutexvar_epi16(codes, table));
+        for (int half = 0; half < 2; half++) {
+            __m512i above = HAS_HIGH_BITS ? _mm512_loadu_si512(block + BLOCK * LANES / 2 + half * 64) : _mm512_setzero_si512();
+            auto eight_columns = [&](auto eight) {
+                constexpr int EIGHT = decltype(eight)::value;
+                __m512i words = _mm512_loadu_si512(block + (2 * EIGHT + half) * 64);
+                auto put = [&](auto pair) {
+                    constexpr int PAIR = decltype(pair)::value, AT = PAIR / 2 * 8 + 2 * EIGHT + PAIR % 2;  // the high bit
+                    __m512i codes = _mm512_srli_epi16(words, 4 * PAIR);
+                    if constexpr (HAS_HIGH_BITS) {
+                        __m512i high = AT < 4 ? _mm512_slli_epi16(above, 4 - AT) : _mm512_srli_epi16(above, AT - 4);
+                        codes = _mm512_ternarylogic_epi32(codes, high, _mm512_set1_epi16(0x10), 0xd8);  // bit 4 is high's
+                    }
+                    _mm512_store_si512(of[index][half][4 * EIGHT + PAIR], _mm512_permutexvar_epi16(codes, table));
                 };
-                put(0, words), put(1, _mm512_srli_epi16(words, 4));
-                put(2, _mm512_srli_epi16(words, 8)), put(3, _mm512_srli_epi16(words, 12));
-            }
+                for_each_of(put, std::make_integer_sequence<int, 4>());
+            };
+            for_each_of(eight_columns, std::make_integer_sequence<int, 4>());
+        }
+    }
+
+    template <class Use, int... I>
+    [[gnu::always_inline]] static void for_each_of(const Use& use, std::integer_sequence<int, I...>) {
+        (use(std::integral_constant<int, I>()), ...);
     }
 };
 

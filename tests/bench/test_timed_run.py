@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.bench.gpu.parts import steps
+from tests.bench.gpu.parts import adapters, steps
 from tests.bench.gpu.place import DRY
 from tests.bench.gpu.sweeps.attention import cases_of
 from tests.bench.gpu.timed_run import __main__ as command
@@ -160,6 +160,7 @@ def test_predictions_are_of_rows_that_a_run_has() -> None:
     names = {"attention": {case.name for case in cases_of(None)}}
     names["steps"] = {f"qwen3-0.6b {load.name}" for load in steps.SMALL}
     names["steps-8b"] = {f"llama-3.1-8b {load.name}" for load in steps.LARGE}
+    names["steps-lora"] = {f"{adapters.SHAPE} {load.name}" for load in adapters.LOADS}
     names["workload"] = {"workload", "workload, fp8 cache", "one stream", "a grammar among the rows, over none"}
     assert predictions() and all(name in names[part] for part, name in predictions())
     assert all(entry["between"][0] <= entry["between"][1] and entry["because"] for entry in predictions().values())
@@ -201,6 +202,7 @@ NOT_IN_CI = {
     "transformers",
     "steps-8b",
     "steps-fp8",
+    "steps-lora",
 }  # the full dry run has them
 
 

@@ -21,8 +21,10 @@ from torch import Tensor
 from millrace.kernels import kernel_set
 from millrace.kernels.tilings.tables import Tilings
 from millrace.model.decoder import weights as decoder_weights
+from millrace.model.decoder.adapted_kernels import with_slots
 from millrace.model.decoder.decoder import Decoder
 from millrace.model.decoder.kv_cache import KVCache
+from millrace.model.decoder.lora_slots import LoraSlots
 from millrace.model.families.registry import read_spec
 from millrace.runtime.device_streams.interface import DeviceStreams
 from millrace.stages.backends.cuda.cuda_graphs import CudaGraphs
@@ -87,9 +89,10 @@ class Subject:
         num_verified: int = 0,
         kinds: Sequence[int] = KINDS[:1],
         tilings: Tilings | None = None,
+        slots: LoraSlots | None = None,
     ) -> StepLine:
         """A new line of steps, with graphs of these numbers of decode rows and of mixed tokens, and of so many tokens
-        with drafts; without, eager. `tilings` None: the library's products."""
+        with drafts; without, eager. `tilings` None: the library's products. `slots`: those of LoRA adapters."""
         ends = EndRules((), self.max_model_len)
         last_tokens = torch.zeros(self.max_num_seqs, dtype=torch.int64, device=self.device)
         choosing = partial(TritonTokenChooser, kernels=self.sampling)
@@ -98,17 +101,26 @@ class Subject:
         assert isinstance(chooser, TritonTokenChooser)
         memory = step_memory(self.device, self.max_num_seqs, STEPS_IN_FLIGHT, scores=chooser.scores)
         work = TorchDeviceWork(
-            Decoder(self.spec, self.weights, self.kernels, self.max_model_len, tilings=tilings),
+            Decoder(
+                self.spec,
+                self.weights,
+                self.kernels if slots is None else with_slots(self.kernels, slots),
+                self.max_model_len,
+                tilings=tilings,
+                adapters=slots,
+            ),
             self.cache,
             memory,
             chooser.choose_on_device,
             num_slots=self.max_num_seqs,
             max_model_len=self.max_model_len,
             max_step_tokens=self.max_step_tokens,
+            adapters=slots,
         )
         is_eager = not (num_rows or num_tokens)
         most = max(*num_tokens, num_verified, 0)
-        graphs = CudaGraphs(self.max_num_seqs, most, num_verified, is_eager=is_eager, kinds=kinds)
+        options: dict[str, Any] = {"is_eager": is_eager, "kinds": kinds, "has_adapters": slots is not None}
+        graphs = CudaGraphs(self.max_num_seqs, most, num_verified, **options)
         graphs._decode = [batch for batch in graphs._decode if batch.num_rows in num_rows]  # a graph takes time to make
         verify = {(num_verified, num_verified)}  # rows of logits, and tokens
         graphs._mixed = [
@@ -123,20 +135,22 @@ class Subject:
         return StepLine(submitter, sampler, chooser)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class StepLine:
     """Steps of one subject, in order."""
 
     submitter: StepSubmitter
     sampler: Sampler
     chooser: TritonTokenChooser
+    is_always_adapted: bool = False  # every step runs in the graph for LoRA adapters
 
     def submit(self, grant: StepGrant) -> SubmittedStep:
         for started in grant.started:
             self.sampler.start(started)
         kind = self.chooser.kind(grant.slots[grant.is_sampled])
         assert kind is not None, "a step that the host must see"
-        step = self.submitter.forward(grant, kind, is_scored=kind >= SCORED)
+        has_adapters = self.is_always_adapted
+        step = self.submitter.forward(grant, kind, is_scored=kind >= SCORED, has_adapters=has_adapters)
         return self.submitter.sample(grant, step)
 
     def run(self, grants: Sequence[StepGrant], clock: Callable[[], float]) -> Times:

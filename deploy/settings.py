@@ -101,6 +101,8 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "max_loras": "maximum adapters on the device at once, and so in one step",
         "max_lora_rank": "largest rank of an adapter",
         "max_cpu_loras": "maximum adapters in host memory, those on the device included; none: 4 * max_loras",
+        "lora_host_bytes": "memory in bytes for adapters on the host, which those in device slots may exceed; none: "
+        "no limit but max_cpu_loras",
     },
     "KV cache": {
         "block_size": "tokens per block, a power of two: smaller wastes less, larger loads faster",

@@ -86,6 +86,7 @@ class EngineConfig:
     max_loras: int = 1  # adapters on the device at once, so in one step
     max_lora_rank: int = 16  # largest rank of an adapter
     max_cpu_loras: int | None = None  # adapters in host memory; None: 4 * max_loras
+    lora_host_bytes: int | None = None  # memory for adapters without device slots; None: as max_cpu_loras of them take
 
     # the KV cache
     block_size: int = 16  # tokens; smaller wastes less memory, larger loads faster
@@ -232,6 +233,10 @@ class EngineConfig:
             raise ConfigError(
                 f"max_cpu_loras = {self.max_cpu_loras}: must be above max_loras, which is {self.max_loras}, as "
                 "those on the device stay on the host and one more is read beside them"
+            )
+        if self.lora_host_bytes is not None and self.lora_host_bytes < 1:
+            raise ConfigError(
+                f"lora_host_bytes = {self.lora_host_bytes}: must be at least 1; leave it out for no limit"
             )
         if not self.enable_lora and (self.lora_modules or self.lora_dir):
             name = "lora_modules" if self.lora_modules else "lora_dir"

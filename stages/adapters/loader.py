@@ -15,7 +15,7 @@ from ...runtime.env.env import Env
 from ...runtime.env.log import get_logger
 from ...runtime.workers.thread_start import ThreadNotStarted
 from ..errors import OutOfResources, Refused, Unavailable
-from .reader import AdapterReader, StoredAdapter
+from .reader import AdapterReader, StoredAdapter, size_on_disk
 from .registry import AdapterEntry
 from .store import AdapterStore
 
@@ -32,6 +32,7 @@ class _Load:
 
     entry: AdapterEntry
     arrived_at: int  # in passes
+    num_bytes: int  # of its files
     num_waiting: int = 0
     has_room: bool = False
     held: str = ""  # the digest, while it has a user on behalf of the requests that wait
@@ -99,6 +100,10 @@ class AdapterLoader:
         self.store.release(digest)
         self._changed.set()
 
+    def note_room(self) -> None:
+        """Room may be free, as an adapter has lost its device slot."""
+        self._changed.set()
+
     async def aclose(self) -> None:
         """Cancels the loads. What waits for them gets `Unavailable`."""
         self._is_closed = True
@@ -110,7 +115,7 @@ class AdapterLoader:
     # -- a load
 
     def _start(self, env: Env, entry: AdapterEntry) -> _Load:
-        load = self._loads[entry] = _Load(entry, self._num_passes)
+        load = self._loads[entry] = _Load(entry, self._num_passes, size_on_disk(entry.path))
         load.task = asyncio.ensure_future(self._run(env, load))
         load.task.add_done_callback(lambda done: self._ended(load))
         return load
@@ -122,11 +127,11 @@ class AdapterLoader:
         try:
             async with self._reads:
                 adapter = await self._read(env, load.entry)
-            self.store.add(adapter)
+            self.store.add(adapter, load.num_bytes)
             is_stored = True
         finally:
             if not is_stored:
-                self.store.cancel_reservation()
+                self.store.cancel_reservation(load.num_bytes)
             self._changed.set()
         self._hold(load, adapter.digest)
         return load.held
@@ -170,7 +175,7 @@ class AdapterLoader:
             is_oldest, digest = load is self._oldest_without_room(), load.entry.digest
             if digest and (is_oldest or digest != self._draining) and self._hold(load, digest):
                 return False
-            if is_oldest and self.store.reserve():
+            if is_oldest and self.store.reserve(load.num_bytes):
                 load.has_room, self._draining = True, None
                 self._changed.set()  # the next load is the oldest now
                 return True

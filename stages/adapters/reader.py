@@ -66,6 +66,11 @@ class ThreadReader:
         return adapter
 
 
+def size_on_disk(path: Path) -> int:
+    """The size of an adapter's files; 0 if they are not there."""
+    return sum(version[1] for version in _versions(path) if version is not None)
+
+
 def _versions(path: Path) -> list[tuple[int, int, int] | None]:
     """(inode, size, time of change in ns) of each of an adapter's files; None for one that is not there."""
     found: list[tuple[int, int, int] | None] = []

@@ -5,6 +5,7 @@ Written on the event loop; the device thread reads from it what a step loads.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -18,15 +19,22 @@ class AdapterStore(Generic[T]):
     """At most `max_adapters` adapters. One that a request uses, or that has a device slot, is never evicted."""
 
     def __init__(
-        self, max_adapters: int, has_slot: Callable[[str], bool], on_drop: Callable[[str], object] | None = None
+        self,
+        max_adapters: int,
+        has_slot: Callable[[str], bool],
+        on_drop: Callable[[str], object] | None = None,
+        max_bytes: int | None = None,
     ) -> None:
         """`has_slot` says whether a digest has a device slot, or is being loaded into one.
 
-        `on_drop` is called with the digest of each adapter that is freed.
+        `on_drop` is called with the digest of each adapter that is freed. Adapters with device slots may take more than
+        `max_bytes`, and so may one beside them.
         """
         self.max_adapters = max_adapters
+        self.max_bytes = math.inf if max_bytes is None else max_bytes
         self.num_evicted = 0
         self.num_reserved = 0  # adapters that are being read
+        self.num_bytes_reserved = 0  # their size, as far as it is known
         self._has_slot, self._on_drop = has_slot, on_drop
         self._adapters: OrderedDict[str, T] = OrderedDict()  # the least recently used first
         self._num_users: Counter[str] = Counter()
@@ -68,24 +76,26 @@ class AdapterStore(Generic[T]):
         if not self._num_users[digest]:
             del self._num_users[digest]
 
-    def reserve(self) -> bool:
+    def reserve(self, num_bytes: int = 0) -> bool:
         """Makes room for one adapter, which `add` or `cancel_reservation` takes; False if those in use leave none."""
-        while len(self._adapters) + self.num_reserved >= self.max_adapters:
+        while not self._has_room(num_bytes):
             unused = next((digest for digest in self._adapters if not self._is_needed(digest)), None)
             if unused is None:
                 return False
             self.lose(unused)
             self.num_evicted += 1
         self.num_reserved += 1
+        self.num_bytes_reserved += num_bytes
         return True
 
-    def cancel_reservation(self) -> None:
+    def cancel_reservation(self, num_bytes: int = 0) -> None:
         """Gives back the room of an adapter that could not be read."""
         self.num_reserved -= 1
+        self.num_bytes_reserved -= num_bytes
 
-    def add(self, adapter: T) -> None:
+    def add(self, adapter: T, num_bytes: int = 0) -> None:
         """Stores an adapter in reserved room. One of the same digest stays."""
-        self.num_reserved -= 1
+        self.cancel_reservation(num_bytes)
         self._adapters.setdefault(adapter.digest, adapter)
 
     def find_to_drain(self) -> str | None:
@@ -103,6 +113,13 @@ class AdapterStore(Generic[T]):
         del self._adapters[digest]
         if self._on_drop is not None:
             self._on_drop(digest)
+
+    def _has_room(self, num_bytes: int) -> bool:
+        if len(self._adapters) + self.num_reserved >= self.max_adapters:
+            return False
+        if self.num_bytes + self.num_bytes_reserved + num_bytes <= self.max_bytes:
+            return True
+        return not self.num_reserved and all(map(self._has_slot, self._adapters))  # nothing would become free
 
     def _is_needed(self, digest: str) -> bool:
         return self.num_users(digest) > 0 or self._has_slot(digest)

@@ -206,10 +206,11 @@ class EngineStages(TextStages):
             assert loaded.read_adapter is not None and self.schedule.scheduler.adapters is not None
             slots = self.schedule.scheduler.adapters.slots
             store: AdapterStore[Adapter] = AdapterStore(
-                config.num_host_loras, lambda digest: slots.of(digest) is not None
+                config.num_host_loras, lambda digest: slots.of(digest) is not None, max_bytes=config.lora_host_bytes
             )
             loaded.runner.find_adapters(store.get)
-            self._serve_adapters(config, store, ThreadReader(loaded.read_adapter))
+            gate = self._serve_adapters(config, store, ThreadReader(loaded.read_adapter))
+            slots.on_replaced = gate.loader.note_room
 
     def _make_pipeline(self) -> Pipeline:
         core = self.core

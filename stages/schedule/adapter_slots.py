@@ -6,7 +6,7 @@ Plain code behind the schedule stage, without a clock. `adapter_lines.py` holds 
 from __future__ import annotations
 
 import enum
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from .pass_counts import Key
@@ -62,6 +62,7 @@ class AdapterSlots:
     def __init__(self, num_slots: int) -> None:
         self.slots = [AdapterSlot(number) for number in range(1, num_slots + 1)]
         self.num_loads = 0
+        self.on_replaced: Callable[[], object] | None = None  # called when an adapter has lost its slot
         self._by_digest: dict[str, AdapterSlot] = {}
         self._loading: list[AdapterSlot] = []
         self._draining: list[AdapterSlot] = []
@@ -142,7 +143,8 @@ class AdapterSlots:
     def load(self, slot: AdapterSlot, digest: str) -> None:
         """Loads an adapter into a slot that `find_unused` returned, with the next plan."""
         assert digest not in self._by_digest, "the adapter has a slot already"
-        self._by_digest.pop(slot.digest, None)
+        if self._by_digest.pop(slot.digest, None) is not None and self.on_replaced is not None:
+            self.on_replaced()
         if slot.state is AdapterState.DRAINING:
             self._draining.remove(slot)
         slot.move(AdapterState.LOADING)

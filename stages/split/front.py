@@ -71,7 +71,8 @@ class FrontStages(TextStages):
 
         An adapter without requests may be dropped while it has a device slot: the engine process knows, and waits.
         """
-        self._serve_adapters(config, AdapterStore(config.num_host_loras, lambda digest: False, there.drop), there)
+        sizes = (config.num_host_loras, lambda digest: False, there.drop, config.lora_host_bytes)
+        self._serve_adapters(config, AdapterStore(*sizes), there)
 
     def _make_pipeline(self) -> Pipeline:
         pipeline = build_front_pipeline(self.intake, self.tokenize, self.detokenize, self.exit)

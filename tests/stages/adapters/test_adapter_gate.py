@@ -19,6 +19,7 @@ from millrace.stages.adapters.store import AdapterStore
 from millrace.stages.errors import ConfigError, Overloaded, Refused
 from millrace.stages.messages import AdapterRef, Prompt, Request
 from millrace.stages.params import SamplingParams
+from millrace.stages.schedule.adapter_slots import AdapterSlots
 
 
 class Files:
@@ -63,6 +64,57 @@ def test_requests_of_one_adapter_share_a_load_and_the_digest_is_of_its_contents(
             gate.leave(f"r{i}")
             gate.leave(f"r{i}")
         assert gate.store.num_users(same.digest) == 1
+
+    run(live, seed=0)
+
+
+def test_bytes_bound_the_host_except_for_adapters_in_device_slots() -> None:
+    class Sized:
+        def __init__(self, digest: str, num_bytes: int) -> None:
+            self.digest, self.num_bytes, self.parent, self.rank = digest, num_bytes, None, 8
+
+    slotted: set[str] = set()
+    store: AdapterStore[Sized] = AdapterStore(9, slotted.__contains__, max_bytes=10)
+
+    def read(digest: str, size: int) -> bool:
+        if not store.reserve(size):
+            return False
+        store.add(Sized(digest, size), size)
+        return True
+
+    assert read("a", 6) and read("b", 4) and store.num_bytes == 10
+    assert store.use("a") and read("c", 4) and store.digests() == ["a", "c"], "b was not in use"
+    assert store.use("c") and not read("d", 1) and store.num_evicted == 1, "both are in use, and will be free"
+    store.release("c")
+    assert read("big", 99) is False and store.digests() == ["a"], "a may be free later"
+    slotted.add("a")
+    assert read("big", 99) and store.num_bytes == 105, "nothing would become free"
+    assert store.reserve(1) and store.num_bytes_reserved == 1 and store.digests() == ["a"]
+    store.cancel_reservation(1)
+    assert (store.num_reserved, store.num_bytes_reserved) == (0, 0)
+
+
+def test_a_load_gets_room_when_an_adapter_loses_its_device_slot() -> None:
+    async def live(env: SimEnv) -> None:
+        slotted = set[str]()
+        files = Files(a=1, b=2)
+        registry = AdapterRegistry({name: Path(name) for name in "ab"})
+        gate = AdapterGate(registry, AdapterStore(1, slotted.__contains__), ThreadReader(files.read))
+        slots = AdapterSlots(1)
+        slots.on_replaced = gate.loader.note_room
+        ref = (await gate.admit(env, request(0, "a"))).adapter
+        assert ref is not None
+        slots.load(slots.slots[0], ref.digest)
+        slots.note_granted(slots.loads(), 0)
+        slots.note_done(0)
+        slotted.add(ref.digest)
+        gate.leave("r0")
+        waiting = asyncio.ensure_future(gate.admit(env, request(1, "b")))
+        await env.sleep(1)
+        assert not waiting.done()
+        slotted.clear()
+        slots.load(slots.slots[0], "another")
+        assert (await waiting).adapter and gate.store.num_evicted == 1
 
     run(live, seed=0)
 

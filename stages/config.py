@@ -262,7 +262,7 @@ def _positive(name: str, value: int) -> None:
 
 def _is_missing(model: str) -> bool:
     """Whether `model` is a path, not a Hub id, and leads nowhere. Behind a colon may be a part of a file's name."""
-    paths = [Path(text).expanduser() for text in (model, model.rpartition(":")[0]) if text]
+    paths = [os.path.expanduser(text) for text in (model, model.rpartition(":")[0]) if text]  # an unknown ~user stays
     is_path = model.startswith(("/", "./", "../", "~")) or (model.endswith(".gguf") and "/" not in model)
     return is_path and not any(os.path.exists(path) for path in paths)
 

@@ -17,6 +17,7 @@ from ....model.decoder.rope import decoder_tables, short_length
 from ....model.families.names import EMBEDDING
 from ....model.spec import DecoderSpec
 from ....runtime.env.cpus import ComputeThreads
+from ....runtime.env.limits import give_back_freed_memory
 from ....runtime.env.log import get_logger
 from ....runtime.startup.phases import Phases
 from ...config import EngineConfig
@@ -75,6 +76,7 @@ def load_natively(
         memory = sizing.plan(max_model_len)
         num_short = short_length(shape.ropes, memory.max_model_len)
         model.set_positions(decoder_tables(shape.ropes, memory.max_model_len), num_short + memory.max_model_len)
+        give_back_freed_memory()  # of the tables, which the library has copied
         runner = NativeRunner(
             model,
             cache := NativeCache(

@@ -98,6 +98,8 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "lora_modules": "adapter to load at the start: name=path of a folder in PEFT's format; may be repeated",
         "lora_dir": "folder of adapters: each subfolder is one, loaded when a request first names it; "
         "POST /v1/load_lora_adapter loads from here only",
+        "lora_hub_allow": "Hub id of an adapter, OWNER/NAME or OWNER/NAME@REVISION, which is downloaded when a request "
+        "first names OWNER/NAME; may be repeated",
         "max_loras": "maximum adapters on the device at once, and so in one step",
         "max_lora_rank": "largest rank of an adapter",
         "max_cpu_loras": "maximum adapters in host memory, those on the device included; none: 4 * max_loras",

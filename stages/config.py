@@ -19,6 +19,7 @@ from .errors import ConfigError
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 ModelImpl = Literal["millrace", "transformers"]
 MAX_SPECULATIVE_TOKENS = 64
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", re.ASCII)
 MAX_LORAS = 1024  # adapters on the device at once
 
 
@@ -83,6 +84,7 @@ class EngineConfig:
     enable_lora: bool = False  # requests may name an adapter as their model
     lora_modules: tuple[str, ...] = ()  # name=path of adapters that are loaded at the start
     lora_dir: str | None = None  # folder of adapters, loaded when first named; and of those that the API may load
+    lora_hub_allow: tuple[str, ...] = ()  # Hub ids of adapters, OWNER/NAME[@REVISION], downloaded when first named
     max_loras: int = 1  # adapters on the device at once, so in one step
     max_lora_rank: int = 16  # largest rank of an adapter
     max_cpu_loras: int | None = None  # adapters in host memory; None: 4 * max_loras
@@ -238,8 +240,11 @@ class EngineConfig:
             raise ConfigError(
                 f"lora_host_bytes = {self.lora_host_bytes}: must be at least 1; leave it out for no limit"
             )
-        if not self.enable_lora and (self.lora_modules or self.lora_dir):
-            name = "lora_modules" if self.lora_modules else "lora_dir"
+        for text in self.lora_hub_allow:
+            if not HUB_NAME.fullmatch(text):
+                raise ConfigError(f"lora_hub_allow = {text}: must be OWNER/NAME of the Hub, or OWNER/NAME@REVISION")
+        if not self.enable_lora and (self.lora_modules or self.lora_dir or self.lora_hub_allow):
+            name = "lora_modules" if self.lora_modules else "lora_dir" if self.lora_dir else "lora_hub_allow"
             raise ConfigError(f"{name}: adapters are served with enable_lora only; set it too")
 
 

@@ -42,16 +42,18 @@ class AdapterEntry:
 
 
 class AdapterRegistry:
-    """Adapters by name: those of the settings, those of a folder, and those loaded while the engine runs.
+    """Adapters by name: those of the settings, of a folder and of the Hub, and those loaded while the engine runs.
 
     The folder is listed once; a name that is not known is looked up in it. An entry is replaced when its name is
     loaded again, so requests in progress go on with the digest that they have. Any thread may look a name up, so names
     change, and are copied, in single operations; only the event loop publishes and removes them.
     """
 
-    def __init__(self, modules: dict[str, Path], folder: Path | None = None) -> None:
+    def __init__(self, modules: dict[str, Path], folder: Path | None = None, hub: tuple[str, ...] = ()) -> None:
+        """`hub`: Hub ids, perhaps with @revision, which are the paths of their entries."""
         self.folder = folder
-        self._entries = {name: AdapterEntry(name, path) for name, path in modules.items()}
+        self._entries = {text.partition("@")[0]: AdapterEntry(text.partition("@")[0], Path(text)) for text in hub}
+        self._entries |= {name: AdapterEntry(name, path) for name, path in modules.items()}
         self._module_names = frozenset(modules)
         self._hidden: set[str] = set()  # names of the folder that were unloaded, or that the model has
         self._list_folder()

@@ -134,7 +134,7 @@ class TextStages:
     def _serve_adapters(self, config: EngineConfig, store: AdapterStore[Any], reader: AdapterReader) -> AdapterGate:
         """Admits requests with the adapters of the settings. Returns their gate."""
         folder = None if config.lora_dir is None else Path(config.lora_dir)
-        registry = AdapterRegistry(parse_modules(config.lora_modules), folder)
+        registry = AdapterRegistry(parse_modules(config.lora_modules), folder, config.lora_hub_allow)
         gate = self.adapters = AdapterGate(registry, store, reader, config.max_waiting_requests)
         self.searches.admit = self._admit_search
         self.exit.on_end.append(gate.request_ended)

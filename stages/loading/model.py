@@ -227,6 +227,9 @@ def _adapter_reader(
         from ...model.lora.adapter import read_adapter
         from ...model.lora.tokenizer_check import check_tokenizer
 
+        if str(root) in config.lora_hub_allow:
+            cache = Path(config.download_dir) if config.download_dir else None
+            root = hub.resolve(f"hf://{root}", download_dir=cache, offline=config.offline)
         check_tokenizer(root, name, base, lambda: tokenizer.tokens)
         names = {"name": name, "model_name": model_id}
         adapter = read_adapter(root, shape, computing.dtype, max_rank=config.max_lora_rank, **names)

@@ -14,6 +14,7 @@ import pytest
 
 from millrace.deploy.config import ServerConfig
 from millrace.deploy.server.server import Server
+from millrace.model.checkpoint import hub
 from tests.deploy.api.test_lora import PROMPTS, engine_of, folder, wanted
 
 __all__ = ["folder", "wanted"]
@@ -29,16 +30,29 @@ async def send(client: aiohttp.ClientSession, method: str, path: str, body: Any 
         return answer.status, await (answer.json() if is_json else answer.text())
 
 
-def test_an_adapter_is_removed_when_its_requests_have_ended_or_with_force(folder: Path) -> None:
+def test_an_adapter_is_removed_when_its_requests_have_ended_or_with_force(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked_of_hub: list[str] = []
+
+    def download(name: str, **options: Any) -> Path:
+        asked_of_hub.append(name)
+        return folder / "adapters" / "two"
+
     async def live() -> None:
         config = ServerConfig(port=0, admin_key=(ADMIN_KEY,))
-        slow = {"inject": ("stage=execute,delay=20ms",), "merge_adapter": ()}
+        slow = {"inject": ("stage=execute,delay=20ms",), "lora_hub_allow": ("me/two@v1",)}
         async with (
             Server(config) as server,
             engine_of(folder, **slow) as engine,
             aiohttp.ClientSession(server.url) as client,
         ):
             server.attach(engine)
+            monkeypatch.setattr(hub, "resolve", download)
+            short = LONG | {"max_tokens": 1}
+            assert (await send(client, "POST", "/v1/completions", short | {"model": "me/three"}))[0] == 404
+            assert (await send(client, "POST", "/v1/completions", short | {"model": "me/two"}))[0] == 200
+            assert asked_of_hub == ["hf://me/two@v1"], "the revision that is allowed, and nothing else"
             status, added = await send(client, "POST", "/admin/adapters", {"name": "a/b", "path": "one"}, **ADMIN)
             assert status == 200 and (added["name"], added["state"], added["rank"]) == ("a/b", "on_host", 4)
             again = await send(client, "POST", "/admin/adapters", {"name": "a/b", "path": "two"}, **ADMIN)

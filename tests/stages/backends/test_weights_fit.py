@@ -6,20 +6,26 @@ import json
 import shutil
 import struct
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from millrace.model.checkpoint import hub
 from millrace.model.demo import WEIGHTS
+from millrace.model.families.registry import read_spec
+from millrace.model.named_tensors import StoredPiece
 from millrace.runtime.env.env import LiveEnv
 from millrace.runtime.env.log import captured_logs
 from millrace.runtime.startup.phases import Phases
 from millrace.stages.backends import cache_size
+from millrace.stages.backends.torch.loading import _check_fit as check_torch_fit
 from millrace.stages.backends.weights_fit import WeightsFit, least_cache_bytes
 from millrace.stages.config import EngineConfig
 from millrace.stages.errors import ConfigError
 from millrace.stages.loading import early
 from millrace.stages.loading.model import load_model
+from millrace.stages.loading.native_model import _streamed_bytes as streamed_bytes
 from tests.stages.backends.test_host_memory import MACHINE, MIB, v2, written
 
 GIB = 1 << 30
@@ -135,3 +141,20 @@ def test_a_gguf_file_of_the_hub_is_refused_before_it_is_downloaded(
     config = EngineConfig(model="owner/name:Q4_K_M", device="cpu")
     with pytest.raises(ConfigError, match=r"m-Q4_K_M: .* 900 MiB as .* 800 MiB free of .*: m-Q2_K.gguf takes 300"):
         early.resolve(config)
+
+
+def test_the_smallest_cache_is_counted_in_the_dtype_of_the_cache() -> None:
+    found = {}
+    for dtype in ("auto", "fp8"):
+        config = EngineConfig(model=str(WEIGHTS), device="cpu", kv_cache_dtype=dtype)
+        with captured_logs() as logs:
+            check_torch_fit(config, read_spec(WEIGHTS), torch.bfloat16, 64, torch.device("cpu"), GIB)
+        (told,) = [line for line in logs if line["event"] == "memory.fit"]
+        found[dtype] = told["least_cache_bytes"]
+    assert found["auto"] == 2 * found["fp8"] > 0
+
+
+def test_a_streamed_tensor_takes_its_bytes_and_twice_of_them_only_where_parts_are_put_together() -> None:
+    parts = {"one": [StoredPiece("a", "f", 6)], "two": [StoredPiece("a", "f", 6), StoredPiece("b", "f", 4)]}
+    source = SimpleNamespace(pieces=parts.__getitem__)
+    assert [streamed_bytes(source, name) for name in parts] == [6, 20]  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,13 @@ import pytest
 from millrace.model.demo import WEIGHTS
 from millrace.model.errors import ModelError
 from millrace.model.families.registry import read_spec
+from millrace.runtime.env.cpus import ComputeThreads
+from millrace.runtime.env.env import LiveEnv
 from millrace.runtime.startup.phases import Phases
 from millrace.stages.config import EngineConfig
 from millrace.stages.errors import ConfigError
-from millrace.stages.loading.early import EarlyLoading
+from millrace.stages.loading import model
+from millrace.stages.loading.early import EarlyLoading, OpenedModel
 from millrace.stages.loading.model_impl import check_dtype
 
 CONFIG = json.loads((WEIGHTS / "config.json").read_text())
@@ -201,6 +205,17 @@ def test_float16_is_refused_for_families_with_activations_beyond_it(dtype: Any, 
     with pytest.raises(ConfigError, match=r"activations of gemma3.* exceed 65504, .* use dtype = bfloat16 or float32$"):
         check_dtype(EngineConfig(dtype=dtype), spec)
     check_dtype(EngineConfig(dtype="bfloat16"), spec)
+
+
+def test_float16_is_refused_for_such_a_model_through_transformers_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = replace(read_spec(WEIGHTS), family="gemma4_text")
+    monkeypatch.setattr(model, "_read_through_transformers", lambda *_: spec)
+    config = EngineConfig(model=str(tmp_path), dtype="float16", device="cpu")
+    opened = OpenedModel(tmp_path, ComputeThreads(1, (), ""), None, why_through_transformers="no family")
+    with pytest.raises(ConfigError, match="activations of gemma4_text exceed 65504"):
+        model._load(config, opened, Phases(lambda: 0.0), LiveEnv(0))
 
 
 def test_a_gguf_file_by_another_name_and_one_that_is_none_are_refused(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 // LoraAdapter: the packed matrices of an adapter, y += B (A x) for rows of some products. LoraRows: the rows of a batch
 // by adapter.
 //
-// An adapter is packed by pack_adapter.cpp, on the thread that loads it, and never changes. Steps read it on all compute
-// threads: shrink.h computes the sums A x of a product's rows, update.h adds B times the sums to the product's tiles.
+// An adapter is packed by pack_adapter.cpp, on the thread that loads it, and never changes. Steps read it on all
+// compute threads: shrink.h computes the sums A x of a product's rows, update.h adds B times the sums to its tiles.
 
 #pragma once
 
@@ -21,6 +21,8 @@ enum LoraTarget : int32_t { LORA_QKV, LORA_OUTPUT, LORA_GATE_UP, LORA_DOWN, NUM_
 // Sums of A, and columns of a product, that are packed together: a vector, or two of AVX2.
 constexpr int64_t LORA_LANES = 16;
 constexpr int64_t LORA_BLOCKS = PANEL / LORA_LANES;  // of a product's panel
+constexpr int64_t LORA_TILE_SUMS = 32;  // sums of a step in tiles, of which blocks have as many rows
+constexpr int64_t LORA_OVERREAD_BYTES = LORA_TILE_SUMS * LORA_LANES * 2;  // behind a block, of any finite numbers
 
 // Pairs of k in a panel of A: whole steps of AMX where bf16 is multiplied in tiles.
 inline int64_t lora_pairs(int64_t k, DataType type) {
@@ -32,6 +34,7 @@ inline int64_t lora_pairs(int64_t k, DataType type) {
 struct LoraSlice {
     int64_t first_block, step, num_blocks;
     int64_t first_sum;  // of its sums
+    int64_t first_tile_sum;  // where they begin in tiles: see `LoraUpdate`
     int64_t num_pairs;  // of ranks; an odd rank has a last sum of 0
     int64_t offset, block_bytes;  // in `LoraAdapter::memory`
 
@@ -50,7 +53,7 @@ struct LoraProduct {
 
 struct LoraAdapter {
     DataType type;         // FLOAT32 or BFLOAT16
-    int64_t num_sums = 0;  // the most of a product, in whole panels
+    int64_t num_sums = 0;  // the most of a product, in whole panels and whole steps of tiles
     std::vector<std::array<LoraProduct, NUM_LORA_TARGETS>> layers;
     Memory memory;
 

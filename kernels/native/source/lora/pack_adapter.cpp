@@ -44,7 +44,7 @@ class Packing {
     std::shared_ptr<const LoraAdapter> run() {
         for (int64_t layer = 0; layer < int64_t(model_.layers.size()); layer++)
             for (int32_t target = 0; target < NUM_LORA_TARGETS; target++) place(layer, target);
-        adapter_->memory = Memory(num_bytes_ + 64);
+        adapter_->memory = Memory(num_bytes_ + LORA_OVERREAD_BYTES);
         for (const Matrix& matrix : matrices_) matrix.is_b ? pack_b<Stored>(matrix) : pack_a<Stored>(matrix);
         return std::move(adapter_);
     }
@@ -68,29 +68,34 @@ class Packing {
     void place(int64_t layer, int32_t target) {
         LoraProduct& product = adapter_->layers[layer][target];
         const Linear& linear = linear_of(model_.layers[layer], target);
-        std::vector<std::pair<const void*, int64_t>> sums;  // of each A
-        int64_t num_sums = 0;
+        struct Sums {
+            const void* a;
+            int64_t first, first_in_tiles;
+        };
+        std::vector<Sums> sums;  // of each A
+        int64_t num_sums = 0, num_tile_sums = 0;
         std::vector<Matrix> all;
         for (const LoraSource* source = sources_; source < sources_ + count_; source++) {
             if (source->layer != layer || source->target != target) continue;
-            auto known = std::find_if(sums.begin(), sums.end(), [&](auto& one) { return one.first == source->a; });
+            auto known = std::find_if(sums.begin(), sums.end(), [&](auto& one) { return one.a == source->a; });
             if (known == sums.end()) {
                 all.push_back({source, &product, false, 0, {}, num_sums});
-                known = sums.insert(sums.end(), {source->a, num_sums});
-                num_sums += round_up(source->rank, 2);
+                known = sums.insert(sums.end(), {source->a, num_sums, num_tile_sums});
+                num_sums += round_up(source->rank, 2), num_tile_sums += round_up(source->rank, LORA_TILE_SUMS);
             }
             for (const Part& part : parts_of(model_.layers[layer], *source)) {
                 int64_t lanes = part.first_column % LORA_LANES + part.num_rows;
                 all.push_back({source, &product, true, product.slices.size(), part, 0});
-                product.slices.push_back({part.first_block, part.step, ceil_div(lanes, LORA_LANES), known->second,
-                                          ceil_div(source->rank, 2), 0, round_up(source->rank, 2) * LORA_LANES * size_});
+                int64_t num_pairs = ceil_div(source->rank, 2), block_bytes = 2 * num_pairs * LORA_LANES * size_;
+                product.slices.push_back({part.first_block, part.step, ceil_div(lanes, LORA_LANES), known->first,
+                                          known->first_in_tiles, num_pairs, 0, block_bytes});
             }
         }
         product.num_panels = ceil_div(num_sums, LORA_LANES);
         product.panel_bytes = 2 * lora_pairs(linear.k, adapter_->type) * LORA_LANES * size_;
         product.offset = take(product.num_panels * product.panel_bytes);
         for (LoraSlice& slice : product.slices) slice.offset = take(slice.num_blocks * slice.block_bytes);
-        adapter_->num_sums = std::max(adapter_->num_sums, product.num_panels * LORA_LANES);
+        adapter_->num_sums = std::max({adapter_->num_sums, product.num_panels * LORA_LANES, num_tile_sums});
         matrices_.insert(matrices_.end(), all.begin(), all.end());
     }
 

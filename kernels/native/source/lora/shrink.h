@@ -1,9 +1,9 @@
 // The sums A x of the rows that have adapters, for one product.
 //
 // A piece of work is a panel of 16 sums for the rows of one adapter within 32. NOTE: the order of a row's sums depends
-// on the row's size only: in vectors chains of fused multiply-adds or dot products over every CHAINS-th pair of k, added
-// up at the end; in AMX two chains over every other step. So a row gives the same bits in every batch. Called on each
-// compute thread, in a phase before the product's.
+// on the row's size only: in vectors chains of fused multiply-adds or dot products over every SHRINK_CHAINS-th pair of
+// k, added up at the end; in AMX two chains over every other step. So a row gives the same bits in every batch. Called
+// on each compute thread, in a phase before the product's.
 
 #pragma once
 
@@ -181,11 +181,35 @@ class LoraShrink {
             while (end < chunk.end && rows.row(end) < first + AMX_ROWS) end++;
             int64_t tile = x_.tile_of(first), first_of_tile = x_.first_row(tile);
             alignas(64) float sums[AMX_ROWS * LORA_LANES];
-            shrink_in_tiles(x_.tile(tile) + (first - first_of_tile) * AMX_K_STEP, x_.first_row(tile + 1) - first_of_tile,
-                            int(rows.row(end - 1) - first + 1), panel, x_.padded_size() / AMX_K_STEP, tiles, sums);
+            const bf16* x = x_.tile(tile) + (first - first_of_tile) * AMX_K_STEP;
+            int num = int(rows.row(end - 1) - first + 1);
+            shrink_in_tiles(x, x_.first_row(tile + 1) - first_of_tile, num, panel, x_.padded_size() / AMX_K_STEP, tiles,
+                            sums);
             for (; at < end; at++)
-                std::memcpy(update_.sums_of(rows.row(at)) + index * LORA_LANES,
-                            sums + (rows.row(at) - first) * LORA_LANES, 4 * LORA_LANES);
+                store_for_tiles(*chunk.adapter, at, sums + (rows.row(at) - first) * LORA_LANES, index);
+        }
+    }
+
+    // Keeps the sums of panel `index` of the row at place `at` as pairs of bf16 numbers: see LoraUpdate.
+    void store_for_tiles(const LoraAdapter& adapter, int64_t at, const float* sums, int64_t index) const {
+        for (const LoraSlice& slice : update_.product_of(adapter).slices) {
+            int64_t begin = slice.first_sum, end = begin + 2 * slice.num_pairs, base = index * LORA_LANES;
+            int64_t first = std::max(begin, base), last = std::min(end, base + LORA_LANES);
+            if (first >= last) continue;
+            int64_t offset = slice.first_tile_sum - begin;
+            bf16 *high = update_.high_of(at) + offset, *low = update_.low_of(at) + offset;
+            int64_t i = first;
+            for (; i + W <= last; i += W) {
+                F numbers = load(sums + i - base);
+                store(high + i, numbers);
+                store(low + i, sub(numbers, load(high + i)));
+            }
+            for (; i < last; i++) {
+                high[i] = to_bf16(sums[i - base]);
+                low[i] = to_bf16(sums[i - base] - widen(high[i]));
+            }
+            if (last < end) continue;
+            for (end = begin + round_up(end - begin, LORA_TILE_SUMS); i < end; i++) high[i] = low[i] = 0;
         }
     }
 

@@ -173,7 +173,7 @@ EXPORT int32_t millrace_reserve_adapters(Model* model, int64_t num_slots, int64_
     try {
         std::lock_guard<std::mutex> lock(model->is_running);
         model->adapters.resize(num_slots + 1);
-        model->num_lora_sums = round_up(3 * round_up(max_rank, 2), LORA_LANES);
+        model->num_lora_sums = 3 * round_up(max_rank, LORA_TILE_SUMS);
         return 0;
     } catch (const std::bad_alloc&) {
         return 2;

@@ -19,7 +19,7 @@ struct Activations {
     float *residual, *qkv;
     float* branch;  // products before their norm and sum with the residual; no rows unless a layer has such norms
     TiledRows<Input> normed, attended, inner;
-    float* lora_sums;  // [rows][Model::num_lora_sums] of the product that is next
+    float* lora_sums;  // [rows][Model::num_lora_sums] of the product that is next: see LoraUpdate
     int64_t hidden_stride, qkv_stride;
     char* end;
 
@@ -41,6 +41,7 @@ struct Activations {
         take_tiled(&attended, model.attended_size());
         take_tiled(&inner, model.intermediate_size);
         take(&lora_sums, model.num_lora_sums);
+        memory += (AMX_ROWS - 1) * model.num_lora_sums * int64_t(sizeof(float));  // that are read behind the last row
         end = memory;
     }
 };

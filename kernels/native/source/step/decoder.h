@@ -201,7 +201,7 @@ class Step {
 
     // What adapters add to a layer's product.
     LoraUpdate update_of(const Batch<Input>& batch, int layer, LoraTarget target) const {
-        return {batch.adapted, batch.buffers.lora_sums, model_.num_lora_sums, layer, target};
+        return {batch.adapted, batch.buffers.lora_sums, model_.num_lora_sums, layer, target, USES_AMX<Input>};
     }
 
     // A layer's product of normalized rows. For few rows each thread normalizes all of them, so that it neither waits

@@ -47,6 +47,14 @@ def test_what_does_not_hold_is_complained_of_and_left_out(
     assert capture.held(said) == (NEITHER if holds is None else holds)
 
 
+def test_what_the_environment_turns_off_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[LaunchSwitches] = []
+    monkeypatch.setenv("MILLRACE_GRAPH_BRANCHES", "0")
+    monkeypatch.setattr(capture, "wrong", lambda place, switches: tried.append(switches) or ())
+    capture.run(Place(torch.device("cpu"), 0, lambda row: None, lambda complaint: None))
+    assert tried == [EARLY] == [SWITCHES]
+
+
 def test_a_card_that_was_lost_meanwhile_leaves_neither_and_a_run_without_the_part_both() -> None:
     assert capture.held([{"part": "capture", "began": 20.0}]) == NEITHER
     assert capture.held([{"part": "card", "began": 15.0}]) is None

@@ -103,6 +103,8 @@ inline void shrink_in_tiles(const bf16* x, int64_t tile_rows, int rows, const bf
         constexpr int64_t STEP = AMX_PAIRS * LORA_LANES * 2;
         clear_tile<0>(), clear_tile<1>();
         for (int64_t step = 0; step < num_steps; step += 2, x += 2 * tile_rows * AMX_K_STEP, panel += 2 * STEP) {
+            for (int64_t line = 0; line < 2 * AMX_PAIRS; line++)  // four steps ahead, also of the panel that follows
+                _mm_prefetch(reinterpret_cast<const char*>(panel + 4 * STEP) + 64 * line, _MM_HINT_T1);
             load_tile<4>(x, 2 * AMX_K_STEP), load_tile<6>(panel, 4 * LORA_LANES);
             tile_dot_bf16<0, 4, 6>();
             if (step + 1 == num_steps) break;

@@ -103,7 +103,7 @@ class LoraUpdate {
                     int64_t index = slice.index_of(block);
                     if (index < 0) continue;
                     const char* from = adapter.at(slice.offset + index * slice.block_bytes);
-                    for (int64_t byte = 0; byte < slice.block_bytes; byte += 64) _mm_prefetch(from + byte, _MM_HINT_T0);
+                    for (int64_t byte = 0; byte < slice.block_bytes; byte += 64) _mm_prefetch(from + byte, _MM_HINT_T1);
                 }
         });
     }

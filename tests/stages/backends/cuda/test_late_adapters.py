@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from safetensors.numpy import load_file, save_file
 
 from millrace.model.decoder.lora_slots import LoraSlots
 from millrace.runtime.device_streams.interface import DeviceStreams
+from millrace.runtime.device_streams.simulated import SimStreams
 from millrace.runtime.env.env import LiveEnv
 from millrace.runtime.env.log import captured_logs
 from millrace.stages import Engine, SamplingParams
@@ -26,7 +29,7 @@ from tests.model.lora import peft_formats
 from tests.model.lora.peft_formats import write_adapter, write_base
 from tests.model.tiny_tokenizers import make_tokenizer
 from tests.runtime.device_streams.host_streams import HostStreams
-from tests.stages.late_engines import greedy, late, prompts
+from tests.stages.late_engines import greedy, prompts
 
 VOCAB_SIZE = 320
 SETTINGS: dict[str, Any] = {
@@ -117,8 +120,28 @@ def test_late_mixed_steps_answer_as_an_engine_that_waits(folder: Path, wanted: A
         assert graphs.num_eager == eager
         return found
 
-    answers, num_loads = run(folder, late(seed), use, steps_in_flight=2 + seed % 3)
+    streams = SlowLoads(Random(seed), laziness=0.3)
+    answers, num_loads = run(folder, streams, use, steps_in_flight=2 + seed % 3)
     assert answers == wanted and num_loads >= len(KINDS)
+
+
+class SlowLoads(SimStreams):
+    """Copies of adapters run only while a thread waits for the device."""
+
+    def progress(self) -> None:
+        with self.lock:
+            held = [(stream, stream.waiting) for stream in self._streams if stream.name == "adapters"]
+            for stream, _ in held:
+                stream.waiting = deque()
+            try:
+                super().progress()
+            finally:
+                for stream, waiting in held:
+                    stream.waiting = waiting
+
+    def _choose(self, ready: list[int]) -> int:
+        others = [i for i in ready if self._streams[i].name != "adapters"]
+        return super()._choose(others or ready)
 
 
 def replays(graphs: Any) -> list[int]:

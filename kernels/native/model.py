@@ -121,7 +121,10 @@ class NativeModel:
         self.set_positions(ropes, num_positions)
 
     def set_positions(self, ropes: Sequence[RopeTable], num_positions: int) -> None:
-        """Replaces the rotary tables, one for each of `NativeShape.rotary_dims`; sets `max_positions`."""
+        """Replaces the rotary tables, one for each of `NativeShape.rotary_dims`; sets `max_positions`.
+
+        Arrays of float32 are kept, not copied.
+        """
         tables = [tuple(np.ascontiguousarray(table, np.float32) for table in pair) for pair in ropes]
         halves = np.array([dim // 2 for dim in self.shape.rotary_dims], np.int64)
         wanted = [(num_positions, half) for half in halves.tolist()]
@@ -137,6 +140,7 @@ class NativeModel:
         ):
             raise MemoryError(f"no memory for the rotary tables of {num_positions} positions")
         self.max_positions = num_positions
+        self._ropes = tables  # the library reads them where they are
 
     def set_tensor(self, name: str, data: Array, dtype: str | None = None) -> None:
         """Packs a tensor of the checkpoint, a row-major array, which is not needed afterwards.

@@ -109,17 +109,13 @@ EXPORT int32_t millrace_step_thread_id(const Model* model) {
     return model->step_thread ? model->step_thread->thread_id() : 0;
 }
 
-// Replaces the rotary tables: cos[i], sin[i] [count, halves[i]] of table i. Positions of tokens are below `count`.
+// Replaces the rotary tables: cos[i], sin[i] [count, halves[i]] of table i, which stay where they are until the model is
+// deleted or has others. Positions of tokens are below `count`.
 EXPORT int32_t millrace_set_positions(Model* model, int64_t count, int64_t num_tables, const int64_t* halves,
                                       const float* const* cos, const float* const* sin) {
     try {
         std::vector<RopeTable> ropes(num_tables);
-        for (int64_t i = 0; i < num_tables; i++) {
-            int64_t size = count * halves[i];
-            ropes[i].half = halves[i];
-            ropes[i].cos.assign(cos[i], cos[i] + size);
-            ropes[i].sin.assign(sin[i], sin[i] + size);
-        }
+        for (int64_t i = 0; i < num_tables; i++) ropes[i] = {halves[i], cos[i], sin[i]};
         model->ropes = std::move(ropes);
         model->num_positions = count;
         return 0;

@@ -52,7 +52,7 @@ class RopeAndCacheWrite {
     // Rotates heads [first, last) to a position. Element i of a head is paired with element i + half.
     void rotate(const RopeTable& table, int64_t position, float* first, float* last) const {
         int64_t half = table.half;
-        const float *cos = table.cos.data() + position * half, *sin = table.sin.data() + position * half;
+        const float *cos = table.cos + position * half, *sin = table.sin + position * half;
         for (float* head = first; head < last; head += shape_.head_dim) {
             int64_t i = 0;
             for (; i + W <= half; i += W) {

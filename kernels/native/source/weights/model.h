@@ -173,10 +173,10 @@ struct alignas(64) Layer {
     std::array<const Norm*, 6> norms() const { return {&pre_mixer, &post_mixer, &pre_feed, &post_feed, &q_norm, &k_norm}; }
 };
 
-// Rotary positions: cos and sin [P, half] of the pairs (i, i + half) of a head.
+// Rotary positions: cos and sin [P, half] of the pairs (i, i + half) of a head. The caller keeps the numbers.
 struct RopeTable {
     int64_t half = 0;
-    std::vector<float> cos, sin;
+    const float *cos = nullptr, *sin = nullptr;
 };
 
 constexpr int32_t ZERO_POINT = 128;  // the stored value that stands for 0

@@ -11,6 +11,7 @@ import mmap
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -206,9 +207,10 @@ class Shard:
         """The tensors in file order. They must tile the file, without overlap, gap or rest."""
         entries: dict[str, _Entry] = {}
         position = 0
-        for name, value in sorted(header.items(), key=lambda item: self._offsets(*item)):
+        rows = [(*self._offsets(name, value), name, value) for name, value in header.items()]
+        rows.sort(key=itemgetter(0, 1))
+        for begin, end, name, value in rows:
             dtype, shape = self._dtype(name, value), self._shape(name, value)
-            begin, end = self._offsets(name, value)
             if (end - begin) * 8 != math.prod(shape) * _num_bits(dtype):
                 self._fail(f"tensor {shown(name)}: {quoted(list(shape))} of {dtype} does not take {end - begin} bytes")
             if begin != position:
@@ -237,9 +239,9 @@ class Shard:
 
     def _offsets(self, name: str, value: Any) -> tuple[int, int]:
         offsets = value.get("data_offsets") if isinstance(value, dict) else None
-        if isinstance(offsets, list) and len(offsets) == 2 and all(type(n) is int for n in offsets):
+        if isinstance(offsets, list) and len(offsets) == 2:
             begin, end = offsets
-            if 0 <= begin <= end < 2**63:
+            if type(begin) is int and type(end) is int and 0 <= begin <= end < 2**63:
                 return begin, end
         self._fail(f"tensor {shown(name)}: data_offsets {quoted(offsets)} are not [begin, end)")
 

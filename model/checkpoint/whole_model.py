@@ -30,6 +30,7 @@ class WholeModel:
         self.shapes = self.sources.stored_shapes()  # by name
         self.embedding, self.head = (self.sources.stored_name(f"{stem}.weight") for stem in (EMBEDDING, HEAD))
         inside = (name.removeprefix(self.prefix) for name in self.shapes if name.startswith(self.prefix))
+        self._weights: dict[str, str] = {}  # of modules that were asked for; each has few spellings
         self._roots = {name.partition(".")[0] for name in inside}
 
     @cached_property
@@ -49,6 +50,15 @@ class WholeModel:
         if stored not in self.shapes and stored.partition(".")[0] in self._roots:
             return self.prefix + stored
         return rest if (rest := stored.removeprefix(self.prefix)) in self.shapes else stored
+
+    def weight_of(self, path: str) -> str | None:
+        """The name of the weight of a module that an adapter calls `path`; None: the model has no such module."""
+        found = self._weights.get(path)
+        if found is None:
+            name = self.name_of(newer_name(f"{path}.weight", self.family))
+            if name in self.shapes:
+                found = self._weights[path] = name
+        return found
 
 
 def newer_name(stored: str, family: Family) -> str:

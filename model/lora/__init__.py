@@ -4,5 +4,5 @@ Owns: adapter_config.json, the names of an adapter's tensors, slices of linears 
 In: an adapter's folder, and the `DecoderSpec` of the model or the tensors of its checkpoint. No torch.
 Out: an `Adapter` by layer and linear, or the checkpoint's tensors with adapters added to them.
 Imports: `model`'s own files, `families` for the names of tensors, `checkpoint`.
-Start with: `config.py`, then `weights.py`.
+Start with: `config.py`, then `weights.py`; `matrices.py` reads the numbers for the run time.
 """

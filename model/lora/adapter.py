@@ -12,11 +12,10 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ..checkpoint.canonical import widened
-from ..checkpoint.safetensors import BFLOAT16
 from ..checkpoint.whole_model import WholeModel
 from ..families import names
 from ..spec import DecoderSpec
+from .matrices import WantedMatrix, read_matrices
 from .weights import MAGNITUDE, A, AdaptedModule, AdapterFiles, B
 
 MERGE = "merge it with --merge-adapter"
@@ -86,35 +85,50 @@ class Adapter:
         return found.hexdigest()
 
 
+class AdaptableModel:
+    """What reading adapters needs to know of a decoder. Made once: it takes as long as reading a small adapter."""
+
+    def __init__(self, spec: DecoderSpec) -> None:
+        self.whole = WholeModel(spec)
+        self.places = _places(spec, self.whole)
+
+
 def read_adapter(
     root: Path,
-    spec: DecoderSpec,
+    model: DecoderSpec | AdaptableModel,
     dtype: str,
     *,
     name: str = "",
     max_rank: int | None = None,
     model_name: str = "",
 ) -> Adapter:
-    """The adapter in the folder `root`, for a decoder of `spec`, in `dtype` (float32, bfloat16 or float16).
+    """The adapter in the folder `root`, for the decoder `model`, in `dtype` (float32, bfloat16 or float16).
 
     `name` is that of the adapter (default: the folder's), `model_name` that of the served model; both are for
     messages. `max_rank`: of `--max-lora-rank`. Reads nothing outside the folder. Raises AdapterError, in one line, for
     files that are damaged, made for another model, or hold what a run-time adapter does not change.
     """
-    whole = WholeModel(spec)
-    files = AdapterFiles(root, whole, name or root.name, model_name=model_name)
+    model = model if isinstance(model, AdaptableModel) else AdaptableModel(model)
+    files = AdapterFiles(root, model.whole, name or root.name, model_name=model_name)
     files.config.refuse_at_run_time()
-    places = _places(spec, whole)
-    found: dict[tuple[int, LinearName], list[AdapterSlice]] = {}
+    runs: dict[str, list[list[_LinearRows]]] = {}  # by path
     for module in files.modules.values():
         _check_kinds(module, files)
         if max_rank is not None and (rank := files.shape(module, A)[0]) > max_rank:
             files.config.fail(
                 f"has rank {rank}; this server takes up to {max_rank}: start it with --max-lora-rank {rank}"
             )
-        for key, one in _slices(module, files, places, dtype):
-            found.setdefault(key, []).append(one)
-        files.forget(module)
+        runs[module.path] = _runs(_checked_places(module, files, model.places))
+    modules = [(module, not all(map(_is_whole, runs[module.path]))) for module in files.modules.values()]
+    wanted = [WantedMatrix(module, kind, is_copied) for module, is_copied in modules for kind in (A, B)]
+    matrices = read_matrices(files, wanted, dtype)
+    found: dict[tuple[int, LinearName], list[AdapterSlice]] = {}
+    for module, is_copied in modules:
+        a, b = (matrices[module.tensors[kind]] for kind in (A, B))
+        a = a.copy() if is_copied else a
+        for run in runs[module.path]:
+            part = b if _is_whole(run) else np.concatenate([b[_index(place)] for place in run])
+            found.setdefault((run[0].layer, run[0].linear), []).append(AdapterSlice(run[0].row_start, a, part))
     linears = {key: tuple(sorted(slices, key=lambda one: one.row_start)) for key, slices in found.items()}
     return Adapter(files.config.name, files.config.parent, dtype, linears)
 
@@ -180,10 +194,10 @@ def _check_kinds(module: AdaptedModule, files: AdapterFiles) -> None:
         files.config.fail(f"{what}; run-time adapters change linear layers only; {MERGE}")
 
 
-def _slices(
-    module: AdaptedModule, files: AdapterFiles, places: Mapping[str, list[_LinearRows]], dtype: str
-) -> Iterator[tuple[tuple[int, LinearName], AdapterSlice]]:
-    """The slices of a module: one, unless rows of other modules lie between its own."""
+def _checked_places(
+    module: AdaptedModule, files: AdapterFiles, places: Mapping[str, list[_LinearRows]]
+) -> list[_LinearRows]:
+    """Where a module's rows lie in linears. Refuses matrices that are not stored as adapters assume, or do not fit."""
     own = places.get(module.stored)
     if own is None:
         files.config.fail(
@@ -195,14 +209,12 @@ def _slices(
     rank = files.shape(module, A)[0]
     files.check_shape(module, A, rank, columns)
     files.check_shape(module, B, rows, rank)
-    a = rounded(files.array(module, A), dtype)
-    b = rounded(files.array(module, B) * np.float32(module.scale), dtype)
-    for one in (a, b):
-        if not np.isfinite(one if dtype != "bfloat16" else widened(one)).all():
-            files.config.fail(f"{module.label}: its numbers are too large for {dtype}")
-    for run in _runs(own):
-        part = b if len(run) == 1 and run[0].rows is None else np.concatenate([b[_index(place)] for place in run])
-        yield (run[0].layer, run[0].linear), AdapterSlice(run[0].row_start, a, np.ascontiguousarray(part))
+    return own
+
+
+def _is_whole(run: list[_LinearRows]) -> bool:
+    """Whether a run is all rows of a matrix, in their order."""
+    return len(run) == 1 and run[0].rows is None
 
 
 def _index(place: _LinearRows) -> Any:
@@ -223,12 +235,3 @@ def _runs(places: list[_LinearRows]) -> list[list[_LinearRows]]:
         else:
             runs.append([place])
     return runs
-
-
-def rounded(numbers: NDArray[np.float32], dtype: str) -> NDArray[Any]:
-    """Numbers in a dtype of weights, rounded to nearest, ties to even; bfloat16 has the dtype `BFLOAT16`."""
-    if dtype == "bfloat16":
-        bits = np.ascontiguousarray(numbers).view(np.uint32)
-        return ((bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16).astype(BFLOAT16)
-    with np.errstate(over="ignore"):
-        return np.array(numbers, np.float16 if dtype == "float16" else np.float32)  # a copy, as a file may change

@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 
-from .adapter import rounded
+from .matrices import rounded
 from .merged_tensors import Change
 from .updates import Floats, merged, merged_embedding
 from .weights import (

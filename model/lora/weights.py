@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from ..checkpoint.canonical import widened
 from ..checkpoint.safetensors import DTYPES, RAW_DTYPES, Checkpoint, Shard
-from ..checkpoint.whole_model import WholeModel, newer_name
+from ..checkpoint.whole_model import WholeModel
 from ..errors import AdapterError, CheckpointError, quoted, shown
 from ..files import checkpoint_file
 from .config import AdapterConfig, read_config
@@ -46,6 +46,7 @@ KINDS = {  # ends of names -> kinds, the longest first
     ".weight": WEIGHT,
     ".bias": BIAS,
 }
+USUAL_END = ".lora_A.weight"  # as long as that of B, and the end of no longer one
 UPDATES = (A, B, EMBEDDING_A, EMBEDDING_B)
 
 
@@ -72,7 +73,8 @@ class AdapterFiles:
     def __init__(self, root: Path, model: WholeModel, name: str, *, model_name: str = "") -> None:
         """`model_name` is that of the served model, for messages. Raises AdapterError."""
         self.config: AdapterConfig = read_config(root, name)
-        self._file = _open(root, self.config)
+        self._shard = _open(root, self.config)
+        self._file = Checkpoint(root, [self._shard])
         self.model = model
         self.modules: dict[str, AdaptedModule] = {}  # by path
         for tensor in sorted(self._file.names):
@@ -101,6 +103,23 @@ class AdapterFiles:
             self.config.fail(f"{kind} of {module.label} holds NaN or infinity")
         return found
 
+    def extent(self, module: AdaptedModule, kind: str) -> tuple[int, int]:
+        """Where a tensor begins in the file, and where it ends."""
+        entry = self._shard.entries[module.tensors[kind]]
+        return entry.begin, entry.begin + entry.num_bytes
+
+    def flat(self, first: tuple[AdaptedModule, str], last: tuple[AdaptedModule, str]) -> NDArray[Any]:
+        """The numbers of all tensors from `first` to `last` in the file, [N], as `Checkpoint.array` has them.
+
+        They have one dtype. The array is the caller's. Raises AdapterError.
+        """
+        try:
+            content = self._shard.read(self.extent(*first)[0], self.extent(*last)[1])
+        except CheckpointError as error:
+            self.config.fail(str(error))
+        numbers = np.frombuffer(content, DTYPES[self.dtype(*first)])
+        return numbers.astype(np.float32) if numbers.dtype == np.float64 else numbers
+
     def dtype(self, module: AdaptedModule, kind: str) -> str:
         """The dtype of a tensor by safetensors' name."""
         return self._file.dtype(module.tensors[kind])
@@ -115,12 +134,13 @@ class AdapterFiles:
 
     def _place(self, tensor: str, model_name: str) -> None:
         fail = self.config.fail
-        end = next((end for end in KINDS if tensor.endswith(end)), None)
-        if end is None or not tensor.startswith(PREFIX) or not tensor.isprintable():
+        end = tensor[-len(USUAL_END) :]
+        end = end if end in KINDS else next((end for end in KINDS if tensor.endswith(end)), "")
+        if not end or not tensor.startswith(PREFIX) or not tensor.isprintable():
             fail(f"tensor {shown(tensor)} is of no known kind; it may change what the adapter computes")
         path, kind = tensor.removeprefix(PREFIX).removesuffix(end), KINDS[end]
-        stored = self.model.name_of(newer_name(f"{path}.weight", self.model.family))
-        if stored not in self.model.shapes:
+        stored = self.model.weight_of(path)
+        if stored is None:
             origin = f": it was made for {quoted(self.config.parent)}" if self.config.parent else ""
             served = f", this is {quoted(model_name)}" if origin and model_name else ""
             fail(f"changes {shown(path)}, which this model has not{origin}{served}")
@@ -201,17 +221,18 @@ class _ReadFile(Shard):
         status = os.fstat(self._fd)
         if not stat.S_ISREG(status.st_mode):
             raise CheckpointError(f"{name} ({root}): is no regular file any more; copy the file in its place")
-        self._read_header(status.st_size, lambda begin, end: bytes(self._read(begin, end)))
+        self._read_header(status.st_size, lambda begin, end: bytes(self.read(begin, end)))
 
     def raw(self, name: str) -> NDArray[Any]:
         entry = self.entries[name]
-        content = np.frombuffer(self._read(entry.begin, entry.begin + entry.num_bytes), np.uint8)
+        content = np.frombuffer(self.read(entry.begin, entry.begin + entry.num_bytes), np.uint8)
         return content.view(RAW_DTYPES[entry.dtype]).reshape(entry.shape)
 
     def forget(self, name: str) -> None:
         pass
 
-    def _read(self, begin: int, end: int) -> bytearray:
+    def read(self, begin: int, end: int) -> bytearray:
+        """A range of the file."""
         content, num_read = bytearray(end - begin), 0
         try:
             while num_read < len(content):
@@ -224,12 +245,12 @@ class _ReadFile(Shard):
         return content
 
 
-def _open(root: Path, config: AdapterConfig) -> Checkpoint:
+def _open(root: Path, config: AdapterConfig) -> _ReadFile:
     try:
         if checkpoint_file(root, TENSORS) is None:
             if (root / PICKLE).exists():
                 config.fail(f"{PICKLE} is a pickle; convert it to safetensors")
             config.fail(f"{root} holds no {TENSORS}")
-        return Checkpoint(root, [_ReadFile(root, TENSORS)])
+        return _ReadFile(root, TENSORS)
     except CheckpointError as error:
         raise AdapterError(f"adapter {quoted(config.name)}: {error}") from None

@@ -223,16 +223,18 @@ def _put_together(
 def _adapter_reader(
     config: EngineConfig, base: Path, shape: DecoderSpec, computing: Backend, tokenizer: Tokenizer, model_id: str
 ) -> Callable[[Path, str], Adapter]:
-    def read(root: Path, name: str) -> Adapter:
-        from ...model.lora.adapter import read_adapter
-        from ...model.lora.tokenizer_check import check_tokenizer
+    from ...model.lora.adapter import AdaptableModel, read_adapter
+    from ...model.lora.tokenizer_check import check_tokenizer
 
+    model = AdaptableModel(shape)
+
+    def read(root: Path, name: str) -> Adapter:
         if str(root) in config.lora_hub_allow:
             cache = Path(config.download_dir) if config.download_dir else None
             root = hub.resolve(f"hf://{root}", download_dir=cache, offline=config.offline)
         check_tokenizer(root, name, base, lambda: tokenizer.tokens)
         names = {"name": name, "model_name": model_id}
-        adapter = read_adapter(root, shape, computing.dtype, max_rank=config.max_lora_rank, **names)
+        adapter = read_adapter(root, model, computing.dtype, max_rank=config.max_lora_rank, **names)
         if computing.prepare_adapter is not None:
             computing.prepare_adapter(adapter)
         return adapter

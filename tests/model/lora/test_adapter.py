@@ -7,12 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from millrace.model.checkpoint.canonical import widened
 from millrace.model.errors import AdapterError
 from millrace.model.families.registry import read_spec
-from millrace.model.lora.adapter import Adapter, read_adapter, rounded
+from millrace.model.lora import matrices
+from millrace.model.lora.adapter import AdaptableModel, Adapter, read_adapter
+from millrace.model.lora.matrices import rounded
 from millrace.model.spec import DecoderSpec
 from tests.model.lora.peft_formats import ALPHA, KINDS, PREFIX, RANK, save_adapter, write_adapter, write_base
 
@@ -113,3 +115,40 @@ def test_a_module_that_the_model_lacks_names_both_models(bases: Path, tmp_path: 
     write_adapter("plain", folder, tmp_path)
     with pytest.raises(AdapterError, match="changes model.layers.2.*which this model has not: it was made for 'base'"):
         read_adapter(tmp_path, replace(spec, layers=spec.layers[:2]), "float32", model_name="other")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_blocks_of_any_size_give_the_numbers_of_single_tensors(
+    bases: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    folder, spec = base(bases, "gpt_neox")
+    draws, rank, heads, dim = np.random.default_rng(0), 3, spec.num_heads, spec.head_dim
+    order = np.arange(spec.qkv_size).reshape(heads, 3, dim).transpose(1, 0, 2).reshape(-1)  # its rows are copied
+    tensors, expected = {}, {}
+    for layer in range(2):
+        for linear, path, rows in (("qkv", "query_key_value", spec.qkv_size), ("output", "dense", spec.hidden_size)):
+            a = draws.standard_normal((rank, spec.hidden_size), np.float32)
+            b = draws.standard_normal((rows, rank), np.float32)
+            module = f"{PREFIX}gpt_neox.layers.{layer}.attention.{path}"
+            tensors |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
+            expected[layer, linear] = rounded(a, dtype), rounded(b * np.float32(7 / 3), dtype)
+    root = save_adapter(tmp_path, tensors, r=rank, lora_alpha=7, target_modules=["query_key_value", "dense"])
+    model = AdaptableModel(spec)
+    for size in (1, 2000, 1 << 20):
+        monkeypatch.setattr(matrices, "BLOCK_BYTES", size)
+        adapter = read_adapter(root, model, dtype)
+        for (layer, linear), (a, b) in expected.items():
+            (one,) = adapter.linears[layer, linear]  # type: ignore[index]
+            assert np.array_equal(one.a, a) and np.array_equal(one.b, b[order] if linear == "qkv" else b)
+
+
+def test_numbers_that_are_too_large_for_the_dtype_name_their_module(bases: Path, tmp_path: Path) -> None:
+    folder, spec = base(bases)
+    root = write_adapter("plain", folder, tmp_path / "x")
+    tensors = load_file(root / "adapter_model.safetensors")
+    name = f"{PREFIX}model.layers.1.self_attn.o_proj.lora_A.weight"
+    tensors[name][2, 1] = 7e4  # more than float16 holds
+    save_file(tensors, root / "adapter_model.safetensors")
+    with pytest.raises(AdapterError, match=r"layer 1 o_proj: its numbers are too large for float16$"):
+        read_adapter(root, spec, "float16")
+    assert read_adapter(root, spec, "bfloat16").rank == RANK

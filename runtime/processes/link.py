@@ -56,6 +56,7 @@ class Link:
     timeout_s   after so long without a frame the other end counts as lost, and this end pings it each second. `clock`
                 and the other end's may then differ: each `Moment` is shifted when it arrives. None: both ends are on
                 one machine, where the end of a process ends its link, and share one clock
+    only_reports  what this end sends only reports: of it, an end of an older version gets the fields that it knows
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Link:
         timeout_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
         max_frame_bytes: int = MAX_FRAME_BYTES,
+        only_reports: bool = False,
     ) -> None:
         self._transport = transport
         self._codec = self._shared_codec = codec  # the first with moments shifted; with the other end's fields if met
@@ -75,6 +77,7 @@ class Link:
         self._on_lost = on_lost
         self._clock = clock
         self._max_frame_bytes = max_frame_bytes
+        self._only_reports = only_reports
         self._outbound: list[OutboundChannel[Any]] = []
         self._inbound: list[InboundChannel[Any]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -211,8 +214,8 @@ class Link:
                 self._take_frames()
                 if len(data) < READ_BYTES or not self.is_open:
                     break
-        except (LinkError, WireError) as error:
-            self._lose(error if isinstance(error, LinkError) else LinkError(str(error)))
+        except LinkError as error:
+            self._lose(error)
             return
         if self.heartbeat is not None:
             self.heartbeat.silence.has_heard = True
@@ -232,9 +235,9 @@ class Link:
             return self._meet(bytes(header))
         match kind:
             case _ if kind == ITEM:
-                self._edge(self._inbound, edge).arrive(self._codec.decode(header, body))
+                self._edge(self._inbound, edge).arrive(self._decode(header, body))
             case _ if kind == WORD:
-                self._on_word(self._codec.decode(header, body))
+                self._on_word(self._decode(header, body))
             case _ if kind == CREDIT:
                 self._edge(self._outbound, edge).pay(count)
             case _ if kind == CLOSE:
@@ -246,6 +249,12 @@ class Link:
                 self._note_pong(header)
             case _:
                 raise LinkError(f"a frame of unknown kind {kind}, or of a wrong length")
+
+    def _decode(self, header: memoryview, body: memoryview) -> Any:
+        try:
+            return self._codec.decode(header, body)
+        except WireError as error:
+            raise LinkError(str(error)) from None
 
     @staticmethod
     def _edge(channels: list[Any], edge: int) -> Any:
@@ -267,7 +276,11 @@ class Link:
             raise LinkError(
                 f"the other end is {str(found)[:500]}, and must be {expected}: both ends must have the same version"
             )
-        self._codec = self._shared_codec = codec_for(self._codec, received.get("types"))
+        try:
+            codec = codec_for(self._codec, received.get("types"), only_reports=self._only_reports)
+        except WireError as error:
+            raise LinkError(str(error)) from None
+        self._codec = self._shared_codec = codec
         self._is_met = True
         self._frames.max_frame_bytes = self._max_frame_bytes
         if self.heartbeat is not None:
@@ -281,7 +294,7 @@ class Link:
                 self.carry(kind, edge, message)
             except WireError as error:
                 if kind != ITEM:
-                    raise
+                    raise LinkError(str(error)) from None
                 self._outbound[edge].refuse(message, error)
 
     # -- pings

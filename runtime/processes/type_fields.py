@@ -1,7 +1,8 @@
 """The fields of message types as each end of a link knows them, and the codec for what two versions share.
 
 The hello of a link names the sender's types with their fields. A type has a place in that list, which is its tag, and
-the sender leaves out the fields that the other end does not know. It may do so only while they have their defaults.
+the sender leaves out the fields that the other end does not know. It may do so only while they have their defaults;
+an end whose messages only report leaves them out in any case, as an older end cannot ask for what they tell.
 A field with a default may thus be added or removed from one version to the next; one without cannot, and neither can
 the meaning of a field change, but with a new version of the link.
 """
@@ -73,23 +74,25 @@ def describe(codec: Codec) -> list[Any]:
     return [TypeFields.of(kind).to_json() for kind in codec.types]
 
 
-def codec_for(codec: Codec, described: Any) -> Codec:
+def codec_for(codec: Codec, described: Any, *, only_reports: bool = False) -> Codec:
     """The codec for an end whose hello has `described`: `codec` itself if both ends know the same.
 
-    Raises `WireError` if that is not what `describe` returns.
+    `only_reports`: fields that the other end does not know are left out whatever their values. Raises `WireError` if
+    `described` is not what `describe` returns.
     """
     if described == describe(codec):
         return codec
     if not isinstance(described, list) or len(described) > MAX_TYPES:
         raise WireError(f"the types of a hello must be a list of at most {MAX_TYPES}")
-    return PeerCodec(codec.types, [TypeFields.from_json(value) for value in described])
+    return PeerCodec(codec.types, [TypeFields.from_json(value) for value in described], only_reports)
 
 
 class PeerCodec(Codec):
     """Encodes for an end of another version, and decodes what it sends."""
 
-    def __init__(self, types: Sequence[type], there: Sequence[TypeFields]) -> None:
+    def __init__(self, types: Sequence[type], there: Sequence[TypeFields], only_reports: bool = False) -> None:
         super().__init__(types)
+        self._only_reports = only_reports
         by_name = {one.name: one for one in there}
         own = {kind.__name__: kind for kind in types}
         self._plain = Codec(types)
@@ -121,7 +124,7 @@ class PeerCodec(Codec):
         else:
             self._fields[kind] = here.shared_with(there)
             unknown_fields = [spec for spec in _init_fields(kind) if spec.name not in there.fields]
-            if unknown_fields:
+            if unknown_fields and not self._only_reports:
                 self._checks[kind] = lambda value: self._check_defaults(value, unknown_fields)
 
     def _check_defaults(self, value: Any, unknown: Sequence[dataclasses.Field[Any]]) -> None:

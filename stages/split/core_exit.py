@@ -19,7 +19,7 @@ from .protocol import RequestFailed, ServiceTimes
 class CoreOutbox:
     """The outbox of a request, whose answer is read in the front process."""
 
-    def __init__(self, request_id: str, first_sequence_id: int, post: Callable[[Any], None]) -> None:
+    def __init__(self, request_id: str, first_sequence_id: int, post: Callable[[Any], object]) -> None:
         self.request_id = request_id
         self.first_sequence_id = first_sequence_id
         self.sequence_ids: list[int] = []
@@ -43,7 +43,7 @@ class CoreExit(Exit[CoreOutbox]):
     Call `take` before a request is scheduled, and `forget` when the front process reports its end.
     """
 
-    def __init__(self, post: Callable[[Any], None]) -> None:
+    def __init__(self, post: Callable[[Any], object]) -> None:
         super().__init__()
         self._post = post
         self._request_ids: dict[int, str] = {}  # by sequence id

@@ -28,6 +28,8 @@ from ...runtime.processes.frames import LinkError
 from ...runtime.processes.link import Link
 from ...runtime.processes.link_channels import InboundChannel, OutboundChannel
 from ...runtime.processes.transport import SocketTransport
+from ...runtime.processes.type_fields import VersionError
+from ...runtime.processes.wire import WireError
 from ...runtime.startup.load_progress import LoadProgress
 from ...runtime.startup.phases import Phases
 from ...runtime.trace.tracer import Tracer
@@ -35,7 +37,7 @@ from ...runtime.workers.thread_start import ThreadNotStarted
 from ..config import EngineConfig
 from ..device.device import Device
 from ..engine.wiring import CoreStages
-from ..errors import ConfigError
+from ..errors import ConfigError, Failed
 from ..messages import Started, StepTokens, TokenRequest
 from ..pipeline import ENTRY_CAPACITY, TEXT_CAPACITY, TO_DETOKENIZE, TO_SCHEDULE, build_core_pipeline
 from ..recordings.writer import RecordingWriter
@@ -77,13 +79,13 @@ class EngineProcess:
         self._files = files
         self._load = load
         self._env = LiveEnv()
-        self._link = Link(SocketTransport(sock), CODEC, self._receive, self._lost)
-        self._exit = CoreExit(self._link.post)
+        self._link = Link(SocketTransport(sock), CODEC, self._receive, self._lost, only_reports=True)
+        self._exit = CoreExit(self._post)
         self._requests: InboundChannel[TokenRequest] = InboundChannel(
             "->".join(TO_SCHEDULE), ENTRY_CAPACITY, self._env.now, self._arrived
         )
         self._tokens: OutboundChannel[StepTokens] = OutboundChannel(
-            "->".join(TO_DETOKENIZE), TEXT_CAPACITY, self._env.now
+            "->".join(TO_DETOKENIZE), TEXT_CAPACITY, self._env.now, on_refused=self._refused
         )
         self._link.add_inbound(self._requests)
         self._link.add_outbound(self._tokens)
@@ -144,27 +146,29 @@ class EngineProcess:
                 await self._start_stages(setup, loaded, device)
         except (ConfigError, ModelError) as error:
             kind = "ConfigError" if isinstance(error, ConfigError) else "ModelError"
-            self._link.post(NotStarted(kind, str(error)))
+            self._post(NotStarted(kind, str(error)))
             return False
         except (ThreadNotStarted, OSError, MemoryError) as error:
-            self._link.post(NotStarted(type(error).__name__, str(error) or "no memory"))
+            self._post(NotStarted(type(error).__name__, str(error) or "no memory"))
             return False
         except Exception as error:
             log.error("engine_process.not_started", error=type(error).__name__, exc_info=error)
-            self._link.post(NotStarted(type(error).__name__, f"{type(error).__name__}; see the server's log"))
+            self._post(NotStarted(type(error).__name__, f"{type(error).__name__}; see the server's log"))
             return False
         if loaded.info.attention_backend == "native":
             self._env.yield_to("device", loaded.own_cpu)
             self._env.yield_this_thread()
         gc.collect()
         gc.freeze()
-        self._link.post(EngineReady(loaded.info, dict(phases.seconds), files))
+        if not self._post(EngineReady(loaded.info, dict(phases.seconds), files)):
+            self._post(NotStarted("VersionError", "the server is of another version; restart it"))
+            return False
         return True
 
     async def _tell_progress(self, progress: LoadProgress) -> None:
         while True:
             await self._env.sleep(PROGRESS_S)
-            self._link.post(ModelLoading(progress.state()))
+            self._post(ModelLoading(progress.state()))
 
     def _load_checked(self, setup: Setup, phases: Phases) -> tuple[Any, Device, dict[str, str]]:
         """Loads the model, and checks that its files are those of the first process. Runs in a thread."""
@@ -222,7 +226,7 @@ class EngineProcess:
             case RequestsEnded():
                 self._exit.forget(word.request_ids)
             case StatusQuery():
-                self._link.post(self._answer(word))
+                self._reply(self._answer(word))
             case ReadAdapter():
                 reading = asyncio.ensure_future(self._read_adapter(word))
                 self._readings.add(reading)
@@ -239,8 +243,8 @@ class EngineProcess:
 
     async def _read_adapter(self, word: ReadAdapter) -> None:
         if self._adapters is None:
-            return self._link.post(StatusReply(word.number, error="the engine serves no adapters"))
-        self._link.post(StatusReply(word.number, await self._adapters.read(self._env, word)))
+            return self._reply(StatusReply(word.number, error="the engine serves no adapters"))
+        self._reply(StatusReply(word.number, await self._adapters.read(self._env, word)))
 
     def _arrived(self, request: TokenRequest) -> None:
         self._exit.take(request)
@@ -276,6 +280,24 @@ class EngineProcess:
 
     # -- messages to the front process
 
+    def _post(self, word: Any) -> bool:
+        """Sends a message; returns whether it can be encoded for the front process's version."""
+        try:
+            self._link.post(word)
+        except WireError as error:
+            log.error("link.refused", word=type(word).__name__, reason=str(error))
+            return False
+        return True
+
+    def _reply(self, reply: StatusReply) -> None:
+        if not self._post(reply):
+            self._post(StatusReply(reply.number, error="the answer cannot be sent; see the server's log"))
+
+    def _refused(self, step: StepTokens, error: WireError) -> None:
+        """Fails the requests of a step that cannot be encoded for the link."""
+        code = "engine_version" if isinstance(error, VersionError) else "internal_error"
+        self._exit.fail(step, Failed(f"its tokens cannot be sent to the server's first process: {error}", code=code))
+
     def _tick(self, lag_s: float) -> None:
         """Reports changes: ten times a second while a request is live, otherwise once a second."""
         if (moved := self._moved()) != self._last_moved:
@@ -286,7 +308,7 @@ class EngineProcess:
         """Reports at once that a stage has failed for good, and ends the process."""
         assert self._pipeline is not None
         health = self._pipeline.health
-        self._link.post(Broken(health.stage or "", health.reason or ""))
+        self._post(Broken(health.stage or "", health.reason or ""))
         self._is_lost = True
         self._over.set()
 
@@ -301,13 +323,13 @@ class EngineProcess:
     def _send_status(self, *, with_blocks: bool = False) -> None:
         assert self._core is not None and self._pipeline is not None
         counted_here = [name for name in self._pipeline.channels if name != self._requests.name]
-        self._link.post(read_status(self._core, self._pipeline, counted_here, with_blocks=with_blocks))
+        self._post(read_status(self._core, self._pipeline, counted_here, with_blocks=with_blocks))
 
     def _admitted(self, started: Sequence[Started]) -> None:
-        self._link.post(Admitted([one.sequence_id for one in started]))
+        self._post(Admitted([one.sequence_id for one in started]))
 
     def _crashed(self, stage: str, error: BaseException, request_ids: Sequence[str]) -> None:
-        self._link.post(Crashed(stage, type(error).__name__, stack_of(error), list(request_ids)))
+        self._post(Crashed(stage, type(error).__name__, stack_of(error), list(request_ids)))
 
     # -- the end
 

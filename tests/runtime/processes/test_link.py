@@ -359,6 +359,19 @@ def test_a_word_that_cannot_be_sent_to_the_other_end_ends_the_link_before_its_he
     asyncio.run(main())
 
 
+def test_a_word_that_its_receiver_cannot_answer_is_not_the_senders_fault() -> None:
+    async def test(pair: Pair) -> None:
+        errors = list[Any]()
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context["exception"]))
+        pair.there._on_word = lambda word: pair.there.post(object())
+        pair.here.post(Parcel(1))
+        await settle()
+        assert [type(error) for error in errors] == [WireError]
+        assert pair.there.is_open and pair.lost == ([], [])
+
+    run(test)
+
+
 @pytest.mark.security
 def test_pings_without_end_of_a_peer_that_reads_nothing_cost_one_answer() -> None:
     async def test(pair: Pair) -> None:

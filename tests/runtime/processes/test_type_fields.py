@@ -62,6 +62,15 @@ def test_a_field_that_is_set_and_not_known_refuses_the_message_by_name() -> None
         crossing(Codec([new]), Codec([old]), [new(1), {"deep": (new(1, np.zeros(2)),)}])
 
 
+def test_an_end_that_only_reports_leaves_out_what_is_set_and_not_known() -> None:
+    old, new = typed("Word", "a"), typed("Word", "a", "needed", "c=")
+    codec = codec_for(Codec([new]), describe(Codec([old])), only_reports=True)
+    assert codec_for(Codec([old]), describe(Codec([new]))).decode(codec.encode(new(1, 7, 8))[0], b"") == old(1)
+    lacking = codec_for(Codec([old]), describe(Codec([new])), only_reports=True)
+    with pytest.raises(WireError, match="needs its field needed, which this one lacks"):
+        lacking.encode(old(1))
+
+
 def test_a_field_without_default_refuses_the_message_at_both_ends() -> None:
     old, new = typed("Word", "a"), typed("Word", "a", "c")
     with pytest.raises(WireError, match="needs its field c, which this one lacks"):

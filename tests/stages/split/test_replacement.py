@@ -78,6 +78,7 @@ def test_a_successor_of_a_later_version_goes_on_with_the_fields_that_both_know()
         engine.module = "tests.stages.split.newer_process"
         assert await answer(engine, after=lambda: strike(engine, signal.SIGKILL)) == due
         assert await answer(engine) == due and engine.num_deaths == 1
+        await engine.refresh()
         with pytest.raises(RequestError, match="does not know its field cache_salt") as ended:
             async for _ in engine.generate("a", GREEDY, cache_salt="mine"):
                 pass

@@ -115,7 +115,8 @@ class Link:
             outbound.bind(self, edge)
         for edge, inbound in enumerate(self._inbound):
             inbound.bind(self, edge)
-        self._transport.start(self._on_readable, self._on_writable)
+        timeout_s = None if self.heartbeat is None else self.heartbeat.silence.timeout_s
+        self._transport.start(self._on_readable, self._on_writable, timeout_s)
         if self.heartbeat is not None:
             self.heartbeat.start()
 
@@ -189,7 +190,7 @@ class Link:
         except OSError:
             if not self._is_closing:
                 self._on_readable()  # the last words of the other end may have arrived, such as why it has gone
-            self._lose(None)
+            self._lose(self._failure())
             return
         self.num_sends += 1
         self.num_bytes_sent += sent
@@ -221,7 +222,7 @@ class Link:
             self.heartbeat.silence.has_heard = True
         if has_ended:
             torn = f"the other end closed the link in the middle of a frame, after {len(self._frames)} bytes of it"
-            self._lose(LinkError(torn) if len(self._frames) else None)
+            self._lose(self._failure() or (LinkError(torn) if len(self._frames) else None))
 
     def _take_frames(self) -> None:
         frames = self._frames
@@ -319,6 +320,10 @@ class Link:
         self._codec = self._shared_codec.shifted(-offset_s) if offset_s else self._shared_codec
 
     # -- the end
+
+    def _failure(self) -> LinkError | None:
+        failure = self._transport.failure
+        return None if failure is None else LinkError(f"the connection failed: {failure}")
 
     def _lose(self, error: LinkError | None) -> None:
         if self.is_open and not self._is_closing:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import math
 import socket
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from ..env.log import get_logger
 from .auth import AuthError, FleetKey, Handshake, Role
 from .transport import SocketTransport
 
 HANDSHAKE_S = 5.0  # for the whole proof
-MAX_PENDING = 32  # connections that have not proven the key; one more ends the oldest
-USER_TIMEOUT_S = 10.0  # that sent bytes may stay unacknowledged
+MAX_PENDING = 32  # connections that have not proven the key; one more ends an older one
+LOG_PAUSE_S = 10.0  # between two log lines about refused connections of one address
+MAX_ADDRESSES = 256  # of refused connections, remembered for the log
 ACCEPT_PAUSE_S = 1.0  # after an error, such as too many open files
 
 log = get_logger("millrace.runtime")
@@ -22,28 +27,34 @@ log = get_logger("millrace.runtime")
 async def dial(host: str, port: int, key: FleetKey | None, timeout_s: float = HANDSHAKE_S) -> SocketTransport:
     """Connects to a `TcpListener` that has the same key.
 
-    Raises `AuthError` if the other end does not have it, OSError, and TimeoutError after `timeout_s` for connection
+    The addresses of a name are tried in turn, each for its share of the time that is left. Raises `AuthError` if the
+    other end does not have the key, and the OSError of the last address; TimeoutError after `timeout_s` for connection
     and proof together.
     """
     loop = asyncio.get_running_loop()
-    async with asyncio.timeout(timeout_s):
+    end_s = loop.time() + timeout_s
+    async with asyncio.timeout_at(end_s):
         found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        error: OSError | None = None
-        for family, kind, protocol, _, address in found:
-            sock = socket.socket(family, kind, protocol)
-            try:
-                sock.setblocking(False)
-                await loop.sock_connect(sock, address)
-                if key is not None:
-                    await _prove(sock, key, "dialer")
-                return SocketTransport(sock, USER_TIMEOUT_S)
-            except OSError as failed:
-                sock.close()
-                error = failed
-            except BaseException:
-                sock.close()
-                raise
-    raise error or OSError(f"{host} has no address")
+    error = OSError(f"{host} has no address")
+    for place, (family, kind, protocol, _, address) in enumerate(found):
+        try:
+            async with asyncio.timeout((end_s - loop.time()) / (len(found) - place)):
+                return await _connect(socket.socket(family, kind, protocol), address, key)
+        except OSError as failed:  # also a timeout
+            error = failed
+    raise error
+
+
+async def _connect(sock: socket.socket, address: Any, key: FleetKey | None) -> SocketTransport:
+    try:
+        sock.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(sock, address)
+        if key is not None:
+            await _prove(sock, key, "dialer")
+        return SocketTransport(sock)
+    except BaseException:
+        sock.close()
+        raise
 
 
 class TcpListener:
@@ -68,12 +79,16 @@ class TcpListener:
         self._handshake_s = handshake_s
         self._sock: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
-        self._pending: dict[asyncio.Task[None], socket.socket] = {}  # in order of arrival
+        self._pending: dict[asyncio.Task[None], str] = {}  # to the peer's address, in order of arrival
+        self._tasks: set[asyncio.Task[None]] = set()  # of `_pending`, and those that were ended and still run
+        self._refusals = RefusalLog()
         self.address: tuple[str, int] = (host, port)
         self.num_refused = 0
 
     async def start(self) -> None:
         """Listens. Raises OSError if the address cannot be used."""
+        if self._sock is not None:
+            raise RuntimeError(f"it listens on {self.address[0]} already")
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         sock = self._sock = socket.create_server((self._host, self._port), family=family, backlog=MAX_PENDING)
         sock.setblocking(False)
@@ -82,7 +97,7 @@ class TcpListener:
 
     async def aclose(self) -> None:
         """Stops listening, and drops the connections that have not proven the key. Idempotent."""
-        tasks = [*self._pending, *([] if self._accepting is None else [self._accepting])]
+        tasks = [*self._tasks, *([] if self._accepting is None else [self._accepting])]
         self._accepting = None
         for task in tasks:
             task.cancel()
@@ -102,29 +117,67 @@ class TcpListener:
                 await asyncio.sleep(ACCEPT_PAUSE_S)
                 continue
             if len(self._pending) >= MAX_PENDING:
-                next(iter(self._pending)).cancel()  # the oldest: a peer with the key needs no time
-                self.num_refused += 1
+                self._end_one()
             task = loop.create_task(self._take(sock, str(address[0])), name="link handshake")
-            self._pending[task] = sock
-            task.add_done_callback(self._end_pending)
+            self._pending[task] = str(address[0])
+            self._tasks.add(task)
+            task.add_done_callback(partial(self._ended, sock))
+            await asyncio.sleep(0)  # NOTE: `sock_accept` does not yield while connections wait
 
-    def _end_pending(self, task: asyncio.Task[None]) -> None:
-        sock = self._pending.pop(task)
+    def _end_one(self) -> None:
+        """Ends the oldest connection of an address with the most: a peer with the key needs no time."""
+        counts = Counter(self._pending.values())
+        most = max(counts.values())
+        task, peer = next((task, peer) for task, peer in self._pending.items() if counts[peer] == most)
+        del self._pending[task]
+        task.cancel()  # it closes the socket in the next turn, after the loop has forgotten it
+        self._refuse(peer, f"{MAX_PENDING} newer connections had not proven the key either")
+
+    def _ended(self, sock: socket.socket, task: asyncio.Task[None]) -> None:
+        self._pending.pop(task, None)
+        self._tasks.discard(task)
         if task.cancelled():
-            sock.close()
+            sock.close()  # it may not have begun
+
+    def _refuse(self, peer: str, reason: str) -> None:
+        self.num_refused += 1
+        self._refusals.note(peer, reason, asyncio.get_running_loop().time())
 
     async def _take(self, sock: socket.socket, peer: str) -> None:
         try:
             async with asyncio.timeout(self._handshake_s):
                 if self._key is not None:
                     await _prove(sock, self._key, "listener")
-        except (AuthError, OSError, TimeoutError) as error:
-            self.num_refused += 1
+            transport = SocketTransport(sock)
+        except (AuthError, OSError) as error:  # also a timeout
             sock.close()
-            reason = f"no proof within {self._handshake_s:g} s" if isinstance(error, TimeoutError) else str(error)
-            log.warning("link.refused_peer", peer=peer, reason=reason)
-        else:
-            self._on_connect(SocketTransport(sock, USER_TIMEOUT_S))
+            is_late = isinstance(error, TimeoutError)
+            return self._refuse(peer, f"no proof within {self._handshake_s:g} s" if is_late else str(error))
+        except BaseException:
+            sock.close()
+            raise
+        try:
+            self._on_connect(transport)
+        except Exception as error:
+            transport.close()
+            log.error("link.connect_failed", peer=peer, error=type(error).__name__, exc_info=error)
+
+
+class RefusalLog:
+    """Logs refused connections: of an address one line each `LOG_PAUSE_S`, with their number since its last line."""
+
+    def __init__(self) -> None:
+        self._addresses: dict[str, tuple[float, int]] = {}  # when it was logged, and how many were refused since
+
+    def note(self, peer: str, reason: str, now_s: float) -> None:
+        logged_s, count = self._addresses.pop(peer, (-math.inf, 0))
+        count += 1
+        if now_s - logged_s >= LOG_PAUSE_S:
+            log.warning("link.refused_peer", peer=peer, reason=reason, count=count)
+            logged_s, count = now_s, 0
+        self._addresses[peer] = (logged_s, count)
+        if len(self._addresses) > MAX_ADDRESSES:
+            del self._addresses[next(iter(self._addresses))]
 
 
 async def _prove(sock: socket.socket, key: FleetKey, role: Role) -> None:

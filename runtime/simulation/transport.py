@@ -66,8 +66,11 @@ class SimTransport:
     def __init__(self, connection: SimConnection, outgoing: _Way, incoming: _Way) -> None:
         self._connection = connection
         self._outgoing, self._incoming = outgoing, incoming
+        self.failure: str | None = None
 
-    def start(self, on_readable: Callable[[], None], on_writable: Callable[[], None]) -> None:
+    def start(
+        self, on_readable: Callable[[], None], on_writable: Callable[[], None], timeout_s: float | None = None
+    ) -> None:
         self._incoming.listen(on_readable)
         self._outgoing.on_room = on_writable
 

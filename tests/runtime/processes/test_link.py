@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import random
 import socket
@@ -368,6 +369,19 @@ def test_a_word_that_its_receiver_cannot_answer_is_not_the_senders_fault() -> No
         await settle()
         assert [type(error) for error in errors] == [WireError]
         assert pair.there.is_open and pair.lost == ([], [])
+
+    run(test)
+
+
+def test_an_error_of_the_system_is_named_when_the_link_is_lost() -> None:
+    class Unreachable(socket.socket):
+        def recv(self, *_: Any) -> bytes:
+            raise OSError(errno.EHOSTUNREACH, "No route to host")
+
+    async def test(pair: Pair) -> None:
+        pair.there._transport._sock = Unreachable(fileno=os.dup(pair.socks[1].fileno()))  # type: ignore[attr-defined]
+        pair.there._on_readable()
+        assert str(pair.lost[1][0]) == "the connection failed: No route to host"
 
     run(test)
 

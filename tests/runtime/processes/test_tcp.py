@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
+from millrace.runtime.env.log import captured_logs
 from millrace.runtime.processes import tcp
 from millrace.runtime.processes.auth import AuthError, FleetKey
 from millrace.runtime.processes.frames import HELLO, pack_frame
 from millrace.runtime.processes.link import Link
-from millrace.runtime.processes.tcp import MAX_PENDING, TcpListener, dial
+from millrace.runtime.processes.tcp import MAX_PENDING, RefusalLog, TcpListener, dial
 from millrace.runtime.processes.transport import SocketTransport
 from millrace.runtime.processes.wire import Codec
 
@@ -273,6 +274,135 @@ def test_an_accept_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(loop, "sock_accept", failing)
         assert await ask(core, KEY, "one") == "one!"  # it was waiting to accept
         assert await ask(core, KEY, "two") == "two!" and not failures
+
+    with_core(test)
+
+
+@pytest.mark.security
+def test_a_burst_of_strangers_never_exceeds_the_bound_and_logs_one_line() -> None:
+    async def test(core: Core) -> None:
+        pending, strangers = core.listener._pending, list[socket.socket]()
+        most = 0
+        for _ in range(3):
+            for _ in range(MAX_PENDING + 1):  # in the backlog, before the listener's turn
+                raw = socket.socket()
+                raw.setblocking(False)
+                raw.connect_ex(core.listener.address)
+                strangers.append(raw)
+            for _ in range(50):
+                await asyncio.sleep(0)
+                most = max(most, len(pending), len(core.listener._tasks) - 2)
+        assert most == MAX_PENDING
+        await refused(strangers[0])
+        for raw in strangers:
+            raw.close()
+
+    with captured_logs() as events:
+        core = with_core(test, handshake_s=60.0)
+    assert core.listener.num_refused >= 2 * MAX_PENDING
+    assert [event["count"] for event in events if event["event"] == "link.refused_peer"] == [1]
+
+
+@pytest.mark.security
+def test_an_address_with_many_connections_loses_one_before_an_address_with_one() -> None:
+    async def main() -> None:
+        listener = TcpListener("127.0.0.1", 0, KEY, print)
+        waiting = [asyncio.create_task(asyncio.sleep(60)) for _ in range(3)]
+        listener._pending = dict(zip(waiting, ("10.0.0.1", "10.0.0.2", "10.0.0.2"), strict=True))
+        listener._end_one()
+        assert list(listener._pending) == [waiting[0], waiting[2]] and waiting[1].cancelling()
+        for task in waiting:
+            task.cancel()
+
+    asyncio.run(main())
+
+
+@pytest.mark.security
+def test_refused_connections_of_an_address_are_logged_with_their_number_and_a_pause() -> None:
+    refusals = RefusalLog()
+    with captured_logs() as events:
+        for now_s in (0.0, 1.0, 9.9, 10.0, 12.0):
+            refusals.note("a", "r", now_s)
+        refusals.note("b", "r", 12.0)
+        for number in range(1000):
+            refusals.note(f"{number}", "r", 13.0)
+    assert [(event["peer"], event["count"]) for event in events[:3]] == [("a", 1), ("a", 3), ("b", 1)]
+    assert len(refusals._addresses) == tcp.MAX_ADDRESSES
+
+
+def test_a_connection_that_is_not_taken_is_closed_and_the_listener_starts_once() -> None:
+    async def test(core: Core) -> None:
+        taken = list[SocketTransport]()
+
+        def fail(transport: SocketTransport) -> None:
+            taken.append(transport)
+            raise RuntimeError("no place")
+
+        core.listener._on_connect = fail
+        transport = await dial(*core.listener.address, KEY)
+        assert await refused(transport._sock) == b""
+        assert taken[0]._sock.fileno() == -1
+        with pytest.raises(RuntimeError, match="listens on 127.0.0.1 already"):
+            await core.listener.start()
+
+    with captured_logs() as events:
+        with_core(test)
+    assert [event["event"] for event in events] == ["link.connect_failed"]
+
+
+def test_the_links_timeout_bounds_what_stays_unacknowledged() -> None:
+    async def test(core: Core) -> None:
+        assert await ask(core, KEY, "one") == "one!"
+        transport = await dial(*core.listener.address, KEY)
+        link = Link(transport, CODEC, print, print, timeout_s=60.0)
+        link.start()
+        sock = transport._sock
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 60_000
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        link.close()
+
+    with_core(test)
+
+
+def test_what_was_sent_before_the_close_arrives_though_something_is_unread() -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            near = socket.create_connection(server.getsockname())
+            far, _ = server.accept()
+        with far:
+            far.setblocking(False)
+            transport = SocketTransport(near)
+            transport.start(lambda: None, lambda: None)
+            loop.remove_reader(near)
+            far.send(b"a ping")
+            num_taken, num_received = transport.send(memoryview(bytes(16 << 20))), 0
+            transport.close()
+            transport.close()
+            while data := await loop.sock_recv(far, 1 << 20):
+                num_received += len(data)
+            assert num_received == num_taken > 1 << 16
+        while near.fileno() != -1:  # noqa: ASYNC110 - a turn or two
+            await asyncio.sleep(0)
+
+    asyncio.run(asyncio.wait_for(main(), 20.0))
+
+
+def test_a_name_whose_first_addresses_fail_or_do_not_answer_is_dialed_at_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def test(core: Core) -> None:
+        loop = asyncio.get_running_loop()
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            stream = (socket.SOCK_STREAM, socket.IPPROTO_TCP, "")
+            found = [(socket.AF_X25, *stream, ("x", 1))]  # a family that this kernel may lack
+            found += [(socket.AF_INET, *stream, address) for address in (silent.getsockname(), core.listener.address)]
+
+            async def getaddrinfo(*_: Any, **__: Any) -> Any:
+                return found
+
+            monkeypatch.setattr(loop, "getaddrinfo", getaddrinfo)
+            (await dial("a", 1, KEY, timeout_s=1.0)).close()
 
     with_core(test)
 

@@ -119,13 +119,15 @@ class Checkpoint(NamedTensors[tuple["Shard", str]]):
         shard, stored = self._places[name]
         shard.forget(stored)
 
-    def _entry(self, name: str) -> _Entry:
+    def _entry(self, name: str) -> TensorEntry:
         shard, stored = self._places[name]
         return shard.entries[stored]
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class TensorEntry:
+    """Where a tensor lies in its file."""
+
     dtype: str  # by the format's name
     shape: tuple[int, ...]
     begin: int  # in the file
@@ -203,9 +205,9 @@ class Shard:
         header.pop("__metadata__", None)
         return header
 
-    def _entries(self, header: dict[str, Any], data_begin: int, size: int) -> dict[str, _Entry]:
+    def _entries(self, header: dict[str, Any], data_begin: int, size: int) -> dict[str, TensorEntry]:
         """The tensors in file order. They must tile the file, without overlap, gap or rest."""
-        entries: dict[str, _Entry] = {}
+        entries: dict[str, TensorEntry] = {}
         position = 0
         rows = [(*self._offsets(name, value), name, value) for name, value in header.items()]
         rows.sort(key=itemgetter(0, 1))
@@ -216,7 +218,7 @@ class Shard:
             if begin != position:
                 place = f"begins at byte {begin}, but the tensor before it ends at {position}"
                 self._fail(f"tensor {shown(name)}: {place}")
-            entries[name] = _Entry(dtype, shape, data_begin + begin, end - begin)
+            entries[name] = TensorEntry(dtype, shape, data_begin + begin, end - begin)
             position = end
         if data_begin + position != size:
             self._fail(f"its tensors end at byte {data_begin + position} of {size}; the file is cut or has grown")

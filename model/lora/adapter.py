@@ -113,6 +113,7 @@ def read_adapter(
     files.config.refuse_at_run_time()
     runs: dict[str, list[list[_LinearRows]]] = {}  # by path
     for module in files.modules.values():
+        files.pause()
         _check_kinds(module, files)
         if max_rank is not None and (rank := files.shape(module, A)[0]) > max_rank:
             files.config.fail(
@@ -124,6 +125,7 @@ def read_adapter(
     matrices = read_matrices(files, wanted, dtype)
     found: dict[tuple[int, LinearName], list[AdapterSlice]] = {}
     for module, is_copied in modules:
+        files.pause()
         a, b = (matrices[module.tensors[kind]] for kind in (A, B))
         a = a.copy() if is_copied else a
         for run in runs[module.path]:

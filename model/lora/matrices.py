@@ -5,8 +5,9 @@ numpy releases the interpreter lock within an operation: a few large ones delay 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -28,21 +29,25 @@ class WantedMatrix:
     kind: str  # A or B; the module's scale multiplies B
     is_copied: bool  # its array is used for a moment only, so it shares no memory with those that are kept
 
-    @property
-    def scale(self) -> float:
-        return self.module.scale if self.kind == B else 1.0
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A wanted tensor where it lies in the file."""
+
+    begin: int
+    end: int
+    dtype: str
+    shape: tuple[int, ...]
+    scale: float
+    wanted: WantedMatrix
 
 
-def read_matrices(files: AdapterFiles, wanted: Sequence[WantedMatrix], dtype: str) -> Mapping[str, NDArray[Any]]:
+def read_matrices(files: AdapterFiles, wanted: Iterable[WantedMatrix], dtype: str) -> Mapping[str, NDArray[Any]]:
     """The matrices by their names in the file, in `dtype`; many are views of one array. Raises AdapterError."""
     found: dict[str, NDArray[Any]] = {}
     for block in _blocks(files, wanted):
-        numbers, begin = _converted(files, block, dtype), 0
-        for one in block:
-            shape = files.shape(one.module, one.kind)
-            end = begin + shape[0] * shape[1]
-            found[one.module.tensors[one.kind]] = numbers[begin:end].reshape(shape)
-            begin = end
+        for part, numbers in _split(block, _converted(files, block, dtype)):
+            found[part.wanted.module.tensors[part.wanted.kind]] = numbers.reshape(part.shape)
     return found
 
 
@@ -60,59 +65,59 @@ def rounded(numbers: NDArray[np.float32], dtype: str) -> NDArray[Any]:
         return np.array(numbers, np.float16 if dtype == "float16" else np.float32)  # a copy, as a file may change
 
 
-def _blocks(files: AdapterFiles, wanted: Sequence[WantedMatrix]) -> Iterator[list[WantedMatrix]]:
+def _blocks(files: AdapterFiles, wanted: Iterable[WantedMatrix]) -> Iterator[list[_Part]]:
     """The tensors in groups that lie one after another in the file, of one dtype each."""
-    block: list[WantedMatrix] = []
-    block_begin = block_end = 0
-    for begin, end, one in sorted(
-        ((*files.extent(one.module, one.kind), one) for one in wanted), key=lambda row: row[:2]
-    ):
+    block: list[_Part] = []
+    for part in sorted((_part(files, one) for one in wanted), key=attrgetter("begin")):
+        files.pause()
         if block and (
-            begin != block_end
-            or end - block_begin > BLOCK_BYTES
-            or one.is_copied != block[0].is_copied
-            or files.dtype(one.module, one.kind) != files.dtype(block[0].module, block[0].kind)
+            part.begin != block[-1].end
+            or part.end - block[0].begin > BLOCK_BYTES
+            or part.dtype != block[0].dtype
+            or part.wanted.is_copied != block[0].wanted.is_copied
         ):
             yield block
             block = []
-        if not block:
-            block_begin = begin
-        block.append(one)
-        block_end = end
+        block.append(part)
     if block:
         yield block
 
 
-def _converted(files: AdapterFiles, block: Sequence[WantedMatrix], dtype: str) -> NDArray[Any]:
+def _part(files: AdapterFiles, wanted: WantedMatrix) -> _Part:
+    files.pause()
+    entry = files.entry(wanted.module, wanted.kind)
+    scale = wanted.module.scale if wanted.kind == B else 1.0
+    return _Part(entry.begin, entry.begin + entry.num_bytes, entry.dtype, entry.shape, scale, wanted)
+
+
+def _converted(files: AdapterFiles, block: Sequence[_Part], dtype: str) -> NDArray[Any]:
     """The numbers of successive tensors, [N]."""
-    first, last = block[0], block[-1]
-    stored = files.flat((first.module, first.kind), (last.module, last.kind))
+    stored = files.flat(block[0].begin, block[-1].end, block[0].dtype)
     numbers = widened(stored)
     if not np.isfinite(numbers).all():
-        bad = next(one for one, part in _parts(files, block, numbers) if not np.isfinite(part).all())
+        bad = next(part.wanted for part, some in _split(block, numbers) if not np.isfinite(some).all())
         files.config.fail(f"{bad.kind} of {bad.module.label} holds NaN or infinity")
-    if SAME.get(files.dtype(first.module, first.kind)) == dtype and all(one.scale == 1.0 for one in block):
+    is_scaled = any(part.scale != 1.0 for part in block)
+    if not is_scaled and SAME.get(block[0].dtype) == dtype:
         return stored
     with np.errstate(over="ignore"):  # what is too large is found below
-        for one, part in _parts(files, block, numbers):
-            if one.scale != 1.0:
-                part *= np.float32(one.scale)
+        for part, some in _split(block, numbers) if is_scaled else ():
+            if part.scale != 1.0:
+                some *= np.float32(part.scale)
     found = numbers if dtype == "float32" else rounded(numbers, dtype)
     if not _is_finite(found):
-        bad = next(one for one, part in _parts(files, block, found) if not _is_finite(part))
+        bad = next(part.wanted for part, some in _split(block, found) if not _is_finite(some))
         files.config.fail(f"{bad.module.label}: its numbers are too large for {dtype}")
     return found
 
 
-def _parts(
-    files: AdapterFiles, block: Sequence[WantedMatrix], numbers: NDArray[Any]
-) -> Iterator[tuple[WantedMatrix, NDArray[Any]]]:
+def _split(block: Sequence[_Part], numbers: NDArray[Any]) -> Iterator[tuple[_Part, NDArray[Any]]]:
     """The numbers of each tensor of a block."""
     begin = 0
-    for one in block:
-        rows, columns = files.shape(one.module, one.kind)
-        yield one, numbers[begin : begin + rows * columns]
-        begin += rows * columns
+    for part in block:
+        end = begin + part.shape[0] * part.shape[1]
+        yield part, numbers[begin:end]
+        begin = end
 
 
 def _is_finite(numbers: NDArray[Any]) -> bool:

@@ -7,9 +7,6 @@ An adapter with a tensor that lands nowhere is refused.
 
 from __future__ import annotations
 
-import os
-import stat
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,12 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..checkpoint.canonical import widened
-from ..checkpoint.safetensors import DTYPES, RAW_DTYPES, Checkpoint, Shard
+from ..checkpoint.safetensors import DTYPES, Checkpoint, TensorEntry
 from ..checkpoint.whole_model import WholeModel
 from ..errors import AdapterError, CheckpointError, quoted, shown
 from ..files import checkpoint_file
 from .config import AdapterConfig, read_config
 from .patterns import full_matches, matches
+from .tensor_file import Pauses, ReadFile
 
 TENSORS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
 PREFIX = "base_model.model."
@@ -73,11 +71,13 @@ class AdapterFiles:
     def __init__(self, root: Path, model: WholeModel, name: str, *, model_name: str = "") -> None:
         """`model_name` is that of the served model, for messages. Raises AdapterError."""
         self.config: AdapterConfig = read_config(root, name)
-        self._shard = _open(root, self.config)
+        self.pause = Pauses()
+        self._shard = _open(root, self.config, self.pause)
         self._file = Checkpoint(root, [self._shard])
         self.model = model
         self.modules: dict[str, AdaptedModule] = {}  # by path
         for tensor in sorted(self._file.names):
+            self.pause()
             self._place(tensor, model_name)
         if not self.modules:
             self.config.fail("holds no tensor that this model uses")
@@ -103,22 +103,20 @@ class AdapterFiles:
             self.config.fail(f"{kind} of {module.label} holds NaN or infinity")
         return found
 
-    def extent(self, module: AdaptedModule, kind: str) -> tuple[int, int]:
-        """Where a tensor begins in the file, and where it ends."""
-        entry = self._shard.entries[module.tensors[kind]]
-        return entry.begin, entry.begin + entry.num_bytes
+    def entry(self, module: AdaptedModule, kind: str) -> TensorEntry:
+        """Where a tensor lies in the file."""
+        return self._shard.entries[module.tensors[kind]]
 
-    def flat(self, first: tuple[AdaptedModule, str], last: tuple[AdaptedModule, str]) -> NDArray[Any]:
-        """The numbers of all tensors from `first` to `last` in the file, [N], as `Checkpoint.array` has them.
+    def flat(self, begin: int, end: int, dtype: str) -> NDArray[Any]:
+        """The numbers of successive tensors of one dtype, [N], as `Checkpoint.array` has them. The array is new.
 
-        They have one dtype. The array is the caller's. Raises AdapterError.
+        Raises AdapterError.
         """
         try:
-            content = self._shard.read(self.extent(*first)[0], self.extent(*last)[1])
+            numbers = np.frombuffer(self._shard.read(begin, end), DTYPES[dtype])
         except CheckpointError as error:
             self.config.fail(str(error))
-        numbers = np.frombuffer(content, DTYPES[self.dtype(*first)])
-        return numbers.astype(np.float32) if numbers.dtype == np.float64 else numbers
+        return numbers.astype(np.float32) if dtype == "F64" else numbers
 
     def dtype(self, module: AdaptedModule, kind: str) -> str:
         """The dtype of a tensor by safetensors' name."""
@@ -177,6 +175,7 @@ class AdapterFiles:
         patterns, paths = [*config.rank_pattern, *config.alpha_pattern], [module.path for module in found]
         hits = matches(patterns, paths, config.fail)
         for index, module in enumerate(found):
+            self.pause()
             said = [pattern for pattern, hit in zip(patterns, hits, strict=True) if index in hit]
             rank = next((config.rank_pattern[one] for one in said if one in config.rank_pattern), config.rank)
             alpha = next((config.alpha_pattern[one] for one in said if one in config.alpha_pattern), config.alpha)
@@ -205,52 +204,12 @@ def _layer(path: str) -> int | None:
     return next((int(piece) for piece in path.split(".") if piece.isascii() and piece.isdigit()), None)
 
 
-class _ReadFile(Shard):
-    """A safetensors file that is read tensor by tensor: a file that is cut under a map would end the process."""
-
-    def __init__(self, root: Path, name: str) -> None:
-        self.name = name
-        path = checkpoint_file(root, name)
-        assert path is not None, "the caller has seen it"
-        try:
-            # a link or a pipe that took its place since is not followed, and not waited for
-            self._fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except OSError as error:
-            raise CheckpointError(f"{name} ({root}): cannot be read: {error.strerror}") from None
-        weakref.finalize(self, os.close, self._fd)
-        status = os.fstat(self._fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise CheckpointError(f"{name} ({root}): is no regular file any more; copy the file in its place")
-        self._read_header(status.st_size, lambda begin, end: bytes(self.read(begin, end)))
-
-    def raw(self, name: str) -> NDArray[Any]:
-        entry = self.entries[name]
-        content = np.frombuffer(self.read(entry.begin, entry.begin + entry.num_bytes), np.uint8)
-        return content.view(RAW_DTYPES[entry.dtype]).reshape(entry.shape)
-
-    def forget(self, name: str) -> None:
-        pass
-
-    def read(self, begin: int, end: int) -> bytearray:
-        """A range of the file."""
-        content, num_read = bytearray(end - begin), 0
-        try:
-            while num_read < len(content):
-                count = os.preadv(self._fd, [memoryview(content)[num_read:]], begin + num_read)
-                if not count:
-                    raise CheckpointError(f"{self.name}: was cut while it was read; load it again")
-                num_read += count
-        except OSError as error:
-            raise CheckpointError(f"{self.name}: cannot be read: {error.strerror}") from None
-        return content
-
-
-def _open(root: Path, config: AdapterConfig) -> _ReadFile:
+def _open(root: Path, config: AdapterConfig, pause: Pauses) -> ReadFile:
     try:
         if checkpoint_file(root, TENSORS) is None:
             if (root / PICKLE).exists():
                 config.fail(f"{PICKLE} is a pickle; convert it to safetensors")
             config.fail(f"{root} holds no {TENSORS}")
-        return _ReadFile(root, TENSORS)
+        return ReadFile(root, TENSORS, pause)
     except CheckpointError as error:
         raise AdapterError(f"adapter {quoted(config.name)}: {error}") from None

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 from millrace.model.checkpoint.canonical import widened
 from millrace.model.errors import AdapterError
 from millrace.model.families.registry import read_spec
-from millrace.model.lora import matrices
+from millrace.model.lora import matrices, tensor_file
 from millrace.model.lora.adapter import AdaptableModel, Adapter, read_adapter
 from millrace.model.lora.matrices import rounded
 from millrace.model.spec import DecoderSpec
@@ -152,3 +152,15 @@ def test_numbers_that_are_too_large_for_the_dtype_name_their_module(bases: Path,
     with pytest.raises(AdapterError, match=r"layer 1 o_proj: its numbers are too large for float16$"):
         read_adapter(root, spec, "float16")
     assert read_adapter(root, spec, "bfloat16").rank == RANK
+
+
+def test_reading_pauses_between_tensors_so_that_steps_get_the_lock(
+    bases: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, spec = base(bases)
+    root = write_adapter("plain", folder, tmp_path / "x")
+    num_tensors, slept = len(load_file(root / "adapter_model.safetensors")), list[float]()
+    monkeypatch.setattr(tensor_file, "EVERY_S", -1.0)
+    monkeypatch.setattr("time.sleep", slept.append)
+    read_adapter(root, spec, "bfloat16")
+    assert len(slept) >= 3 * num_tensors and set(slept) == {tensor_file.PAUSE_S}

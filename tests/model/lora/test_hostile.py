@@ -244,6 +244,6 @@ def test_a_file_that_is_replaced_after_its_check_is_not_followed(
             path.symlink_to(tmp_path / "elsewhere") if kind == "link" else os.mkfifo(path)
         return path
 
-    monkeypatch.setattr("millrace.model.lora.weights.checkpoint_file", checked)
+    monkeypatch.setattr("millrace.model.lora.tensor_file.checkpoint_file", checked)
     said = refusal(folder, base[1])
     assert "cannot be read" in said if kind == "link" else "is no regular file any more" in said

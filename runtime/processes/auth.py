@@ -15,9 +15,12 @@ from __future__ import annotations
 
 import hmac
 import os
+import stat
 from hashlib import sha256
 from pathlib import Path
 from typing import Literal
+
+from ..env.log import get_logger
 
 MIN_KEY_BYTES = 32
 MAX_KEY_BYTES = 1 << 16
@@ -25,6 +28,9 @@ NONCE_BYTES = MAC_BYTES = 32
 HANDSHAKE_BYTES = NONCE_BYTES + MAC_BYTES  # that each end sends, and reads at most
 
 Role = Literal["dialer", "listener"]
+
+
+log = get_logger("millrace.runtime")
 
 
 class AuthError(Exception):
@@ -41,13 +47,23 @@ class FleetKey:
 
     @classmethod
     def read(cls, path: Path) -> FleetKey:
-        """All bytes of a file, also a line's end. Raises ValueError, which names the file; and OSError."""
+        """All bytes of a file, also a line's end. Raises ValueError, which names the file; and OSError.
+
+        Nobody but its owner may be able to write to it; that others can read it is logged.
+        """
         with path.open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
             secret = file.read(MAX_KEY_BYTES + 1)
+        if stat.S_ISREG(mode) and mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise ValueError(
+                f"{path}: others can write to this fleet key (mode {mode & 0o777:o}); try `chmod 600 {path}`"
+            )
+        if stat.S_ISREG(mode) and mode & stat.S_IROTH:
+            log.warning("link.key_readable", path=str(path), mode=f"{mode & 0o777:o}")
         try:
             return cls(secret)
         except ValueError as error:
-            raise ValueError(f"{path}: {error}; try `head -c 32 /dev/urandom > {path}`") from None
+            raise ValueError(f"{path}: {error}; try `(umask 077; head -c 32 /dev/urandom > {path})`") from None
 
     def derive(self, purpose: str) -> bytes:
         """The key of 32 bytes for one purpose, such as "link"."""

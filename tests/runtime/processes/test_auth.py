@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from millrace.runtime.env.log import captured_logs
 from millrace.runtime.processes.auth import HANDSHAKE_BYTES, AuthError, FleetKey, Handshake, hkdf
 from tests.counts import count, first_seed
 
@@ -110,6 +111,7 @@ def test_keys_are_derived_as_rfc_5869_has_it() -> None:
 def test_a_key_file_of_too_few_bytes_is_refused_by_its_name_and_never_shown(tmp_path: Path) -> None:
     path = tmp_path / "fleet.key"
     path.write_bytes(b"secret-secret-secret-secret-123")
+    path.chmod(0o600)
     with pytest.raises(ValueError, match=r"fleet\.key: a fleet key of 31 bytes: must have 32 to 65536; try") as refused:
         FleetKey.read(path)
     assert "secret-secret" not in str(refused.value)
@@ -118,3 +120,17 @@ def test_a_key_file_of_too_few_bytes_is_refused_by_its_name_and_never_shown(tmp_
     path.write_bytes(bytes(1 << 17))
     with pytest.raises(ValueError, match="of 65537 bytes"):
         FleetKey.read(path)
+
+
+def test_a_key_file_that_others_can_write_is_refused_and_one_that_they_can_read_is_logged(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.key"
+    path.write_bytes(bytes(32))
+    with captured_logs() as events:
+        for mode in (0o600, 0o440, 0o644):
+            path.chmod(mode)
+            FleetKey.read(path)
+    assert [(event["event"], event["mode"]) for event in events] == [("link.key_readable", "644")]
+    for mode in (0o660, 0o602):
+        path.chmod(mode)
+        with pytest.raises(ValueError, match=rf"others can write to this fleet key \(mode {mode:o}\); try `chmod 600"):
+            FleetKey.read(path)

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
+
+import numpy as np
 
 from .wire import Buffer, Codec, WireError, field_names, make_reader, moment_places
 
@@ -95,7 +97,6 @@ class PeerCodec(Codec):
         self._only_reports = only_reports
         by_name = {one.name: one for one in there}
         own = {kind.__name__: kind for kind in types}
-        self._plain = Codec(types)
         self._checks: dict[type, Callable[[Any], None]] = {}
         for kind in types:
             self._prepare(kind, TypeFields.of(kind), by_name.get(kind.__name__))
@@ -130,20 +131,11 @@ class PeerCodec(Codec):
     def _check_defaults(self, value: Any, unknown: Sequence[dataclasses.Field[Any]]) -> None:
         for spec in unknown:
             part = getattr(value, spec.name)
-            if _is_required(spec) or not self._is_same(part, _default(spec)):
+            if _is_required(spec) or _comparable(part) != _comparable(_default(spec)):
                 raise VersionError(
                     f"{type(value).__name__} cannot be sent: the other end's version does not know its field "
                     f"{spec.name}, which is set to {_shown(part)}"
                 )
-
-    def _is_same(self, value: Any, default: Any) -> bool:
-        """Compares what would be sent: messages and arrays have no equality."""
-        if value is default:
-            return True
-        try:
-            return self._plain.encode(value) == self._plain.encode(default)
-        except WireError:
-            return False
 
 
 def _reader_of(kind: type | None, there: TypeFields) -> tuple[Reader, tuple[int, ...]]:
@@ -181,6 +173,21 @@ def _is_required(spec: dataclasses.Field[Any]) -> bool:
 
 def _default(spec: dataclasses.Field[Any]) -> Any:
     return spec.default if spec.default_factory is dataclasses.MISSING else spec.default_factory()
+
+
+def _comparable(value: Any) -> Any:
+    """A form that is equal for equal values: messages and arrays have no equality, and a list may stand for a tuple."""
+    if isinstance(value, np.ndarray):
+        return "array", value.dtype.str, value.shape, value.tobytes()
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, Mapping):
+        return {key: _comparable(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_comparable, value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return type(value), *(_comparable(getattr(value, spec.name)) for spec in _init_fields(type(value)))
+    return "nan" if value != value else value
 
 
 def _are_names(values: list[Any]) -> bool:

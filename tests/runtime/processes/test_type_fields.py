@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field, make_dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -112,6 +113,28 @@ def test_defaults_are_compared_as_they_would_be_sent() -> None:
     with pytest.raises(WireError, match="field array"):
         crossing(new, old, Word(array=np.zeros(2, np.int32)))
     assert crossing(old, new, old.types[0](a=4)).array.tolist() == [0, 0]
+
+
+def test_a_default_in_another_form_counts_as_the_default() -> None:
+    @message
+    class Part:
+        ratio: float = 0.0
+
+    @dataclass(frozen=True)
+    class Word:
+        a: int = 0
+        penalty: float = 0.0
+        steps: Any = ()
+        limits: Any = field(default_factory=dict)
+        part: Part = field(default_factory=Part)
+        unknown: float = float("nan")
+
+    old, new = Codec([typed("Word", "a=")]), Codec([Word, Part])
+    sent = Word(1, np.float32(0), [], MappingProxyType({}), Part(0), float("nan"))
+    assert crossing(new, old, sent).a == 1
+    for other in (Word(penalty=1), Word(steps=[0]), Word(limits={0: 0}), Word(part=Part(1)), Word(unknown=0.0)):
+        with pytest.raises(WireError, match="does not know its field"):
+            crossing(new, old, other)
 
 
 def test_a_value_of_an_enum_that_one_end_lacks_refuses_the_message() -> None:

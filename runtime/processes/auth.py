@@ -49,7 +49,7 @@ class FleetKey:
     def read(cls, path: Path) -> FleetKey:
         """All bytes of a file, also a line's end. Raises ValueError, which names the file; and OSError.
 
-        Nobody but its owner may be able to write to it; that others can read it is logged.
+        Only its owner may be able to write to it; that others can read it is logged.
         """
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode

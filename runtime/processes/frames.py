@@ -44,11 +44,10 @@ class FrameReader:
         """Adds what has arrived. Take all its frames before the next call."""
         if self._at == len(self._received):
             self._received = data
-        elif isinstance(self._received, bytearray):
-            del self._received[: self._at]
+        elif isinstance(self._received, bytearray) and not self._at:
             self._received += data
         else:
-            self._received = bytearray(self._received[self._at :])
+            self._received = bytearray(memoryview(self._received)[self._at :])
             self._received += data
         self._at = 0
 
@@ -57,6 +56,7 @@ class FrameReader:
         at, received = self._at, self._received
         begin = at + FRAME.size
         if len(received) < begin:
+            self._keep_rest()
             return None
         magic, kind, edge, header_bytes, body_bytes, count = FRAME.unpack_from(received, at)
         if magic != MAGIC:
@@ -65,6 +65,7 @@ class FrameReader:
             raise LinkError(f"a frame of {header_bytes + body_bytes} bytes: at most {self.max_frame_bytes}")
         end = begin + header_bytes + body_bytes
         if len(received) < end:
+            self._keep_rest()
             return None
         content = memoryview(bytes(received[begin:end]))  # a copy: messages keep views of it
         if end == len(received):  # NOTE: frees what was read before the next read, which can then use its memory
@@ -72,6 +73,11 @@ class FrameReader:
         else:
             self._at = end
         return kind, edge, content[:header_bytes], content[header_bytes:], count
+
+    def _keep_rest(self) -> None:
+        """Frees the frames before the incomplete one: a large one would stay until more arrives."""
+        if self._at:
+            self._received, self._at = bytearray(memoryview(self._received)[self._at :]), 0
 
 
 def pack_frame(

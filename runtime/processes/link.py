@@ -244,8 +244,7 @@ class Link:
             case _ if kind == CLOSE:
                 self._edge(self._inbound, edge).close()
             case _ if kind == PING and len(header) == PING_TIME.size:
-                self._pong = bytes(header) + PING_TIME.pack(self._clock())
-                self.wake()
+                self._note_ping(header)
             case _ if kind == PONG and len(header) == PONG_TIMES.size:
                 self._note_pong(header)
             case _:
@@ -266,22 +265,14 @@ class Link:
     # -- meeting
 
     def _meet(self, hello: bytes) -> None:
-        """Checks the hello: the other end must have the same version and edges. Then sends what has waited for it."""
+        """Checks the hello of the other end. Then sends what has waited for it."""
         try:
-            received = orjson.loads(hello)
-        except orjson.JSONDecodeError:
-            raise LinkError("a hello that is not JSON") from None
-        expected = self._introduction(self._inbound, self._outbound)
-        found = {name: received.get(name) for name in expected} if isinstance(received, dict) else received
-        if found != expected:
-            raise LinkError(
-                f"the other end is {str(found)[:500]}, and must be {expected}: both ends must have the same version"
-            )
-        try:
-            codec = codec_for(self._codec, received.get("types"), only_reports=self._only_reports)
+            received, self._shared_codec = self._checked(hello)
         except WireError as error:
             raise LinkError(str(error)) from None
-        self._codec = self._shared_codec = codec
+        except RecursionError:
+            raise LinkError("a hello that is nested too deeply") from None
+        self._codec = self._shared_codec
         self._is_met = True
         self._frames.max_frame_bytes = self._max_frame_bytes
         if self.heartbeat is not None:
@@ -298,11 +289,34 @@ class Link:
                     raise LinkError(str(error)) from None
                 self._outbound[edge].refuse(message, error)
 
+    def _checked(self, hello: bytes) -> tuple[dict[str, Any], Codec]:
+        """The hello and the codec for its sender, which must have the same version and edges."""
+        try:
+            received = orjson.loads(hello)
+        except orjson.JSONDecodeError:
+            raise LinkError("a hello that is not JSON") from None
+        expected = self._introduction(self._inbound, self._outbound)
+        found = {name: received.get(name) for name in expected} if isinstance(received, dict) else received
+        if found != expected:
+            raise LinkError(
+                f"the other end is {str(found)[:500]}, and must be {expected}: both ends must have the same version"
+            )
+        return received, codec_for(self._codec, received.get("types"), only_reports=self._only_reports)
+
     # -- pings
 
     def _ping(self, content: bytes) -> None:
         if not self._unsent:  # else the other end does not read, and pings would queue up
             self._put(PING, header=content)
+
+    def _note_ping(self, content: memoryview) -> None:
+        self._pong = bytes(content) + PING_TIME.pack(self._clock())
+        self.wake()
+        if self.heartbeat is not None:
+            try:
+                self.heartbeat.note_ping(content)
+            except ValueError as error:
+                raise LinkError(str(error)) from None
 
     def _note_pong(self, content: memoryview) -> None:
         if self.heartbeat is None:

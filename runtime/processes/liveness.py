@@ -26,7 +26,7 @@ class PeerClock:
 
     def __init__(self) -> None:
         self._trips: deque[tuple[float, float]] = deque(maxlen=NUM_TRIPS)  # (round trip, offset), seconds
-        self._greeting_s: float | None = None  # the offset by the hello alone: too small by its way here
+        self._greeting_s: float | None = None  # the offset by hello and pings alone: too small by the way here
 
     @property
     def round_trip_s(self) -> float | None:
@@ -42,8 +42,9 @@ class PeerClock:
         return 0.0 if abs(offset_s) <= round_trip_s / 2 else offset_s
 
     def note_greeting(self, there_s: float, now_s: float) -> None:
-        """The hello came, sent at `there_s`."""
-        self._greeting_s = there_s - now_s
+        """A hello or ping came, sent at `there_s`. The quickest one counts: a hello may wait for a late end."""
+        offset_s = there_s - now_s
+        self._greeting_s = offset_s if self._greeting_s is None else max(self._greeting_s, offset_s)
 
     def note_trip(self, sent_s: float, there_s: float, now_s: float) -> None:
         """The answer of a ping came, answered at `there_s`. Raises ValueError if it cannot be one."""
@@ -112,11 +113,21 @@ class Heartbeat:
     def meet(self, there_s: Any) -> None:
         """The hello came, sent at `there_s`. Raises ValueError if that is no time."""
         if type(there_s) not in (int, float) or not abs(there_s) < MAX_TIME_S:
-            raise ValueError(f"a hello with clock_s = {there_s!r}: must be a time in seconds")
+            shown = there_s if type(there_s) in (int, float) else f"a {type(there_s).__name__}"
+            raise ValueError(f"a hello with clock_s = {shown}: must be a time in seconds")
         self._is_met = True
         self.peer_clock.note_greeting(there_s, self._clock())
         self._on_offset(self.peer_clock.offset_s)
         self._ping()
+
+    def note_ping(self, content: bytes | memoryview) -> None:
+        """A ping came, of the length of `PING_TIME`. Raises ValueError if it shows no time."""
+        (there_s,) = PING_TIME.unpack(content)
+        if not abs(there_s) < MAX_TIME_S:
+            raise ValueError(f"a ping sent at {there_s!r}: must be a time in seconds")
+        if self.peer_clock.round_trip_s is None:
+            self.peer_clock.note_greeting(there_s, self._clock())
+            self._on_offset(self.peer_clock.offset_s)
 
     def note_pong(self, content: bytes | memoryview) -> None:
         """The answer of a ping came, of the length of `PONG_TIMES`. Raises ValueError if it cannot be one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from itertools import pairwise
 
 import pytest
@@ -56,6 +57,17 @@ def test_frames_come_out_as_they_were_packed_wherever_the_bytes_are_cut(
     ]
     for (_, _, header, _, _), (_, _, was, _, _) in zip(found, sent, strict=True):
         assert bytes(header) == was + b" " * (-len(was) % 8)
+
+
+def test_a_large_frame_is_freed_once_taken_though_part_of_the_next_has_come() -> None:
+    frames = FrameReader()
+    raw = b"".join(pack_frame(ITEM, 0, b"", [bytes(1 << 20)]))
+    for begin in range(0, len(raw), 1 << 18):
+        frames.feed((raw + raw[:1])[begin : begin + (1 << 18)])
+        found = taken(frames)
+    assert len(found) == 1 and len(frames) == 1 and sys.getsizeof(frames._received) < 1000
+    frames.feed(raw[1:])
+    assert len(taken(frames)) == 1 and not len(frames)
 
 
 def test_a_frame_keeps_its_bytes_when_more_arrive() -> None:

@@ -387,6 +387,24 @@ def test_an_error_of_the_system_is_named_when_the_link_is_lost() -> None:
 
 
 @pytest.mark.security
+@pytest.mark.parametrize("name", ["version", "types", "clock_s"])
+def test_a_hello_that_is_nested_deeply_ends_the_link_with_an_error(name: str) -> None:
+    async def main() -> None:
+        near, far = socket.socketpair()
+        lost = list[Any]()
+        link = Link(SocketTransport(near), CODEC, print, lost.append, timeout_s=5.0)
+        link.start()
+        hello = orjson.dumps({**Link._introduction([], []), "types": [], "clock_s": 0.0} | {name: "here"})
+        deep = hello.replace(b'"here"', b"[" * 1000 + b"]" * 1000)
+        far.send(b"".join(pack_frame(HELLO, header=deep)))
+        await settle()
+        assert len(lost) == 1 and isinstance(lost[0], LinkError) and not link.is_open
+        far.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.security
 def test_pings_without_end_of_a_peer_that_reads_nothing_cost_one_answer() -> None:
     async def test(pair: Pair) -> None:
         pair.here.close()

@@ -36,7 +36,11 @@ class SimPair:
     """Two linked ends: requests go there, steps come back. The ends' clocks are ahead of virtual time by `ahead_s`."""
 
     def __init__(
-        self, env: SimEnv, ahead_s: tuple[float, float] = (0.0, 0.0), delay_s: tuple[float, float] = (0.0, 0.001)
+        self,
+        env: SimEnv,
+        ahead_s: tuple[float, float] = (0.0, 0.0),
+        delay_s: tuple[float, float] = (0.0, 0.001),
+        is_started: bool = True,
     ) -> None:
         self.connection = SimConnection(env, delay_s)
         self.lost: tuple[list[tuple[float, LinkError | None]], ...] = ([], [])
@@ -50,7 +54,7 @@ class SimPair:
         self.here.add_inbound(self.coming)
         self.there.add_inbound(self.arriving)
         self.there.add_outbound(self.tokens)
-        for link in (self.here, self.there):
+        for link in (self.here, self.there) if is_started else ():
             link.start()
 
     def _link(self, env: SimEnv, place: int, ahead_s: float) -> Link:
@@ -218,6 +222,21 @@ async def test_times_to_the_first_token_are_right_though_the_engines_clock_is_an
         assert shown["time_to_first_token_ms"] == pytest.approx(500.0)
         assert shown["queue_time_ms"] == pytest.approx(300.0, abs=4.0) and waited_s == pytest.approx(0.3, abs=0.004)
     pair.close()
+
+
+@sim_test(seeds=count(4, 300))
+async def test_a_request_that_waited_for_a_late_end_arrives_with_its_own_time(env: SimEnv) -> None:
+    for ahead_s in (0.0, 3_600.0):
+        pair = SimPair(env, (0.0, ahead_s), (0.001, 0.02), is_started=False)
+        pair.here.start()
+        await asyncio.sleep(6.0)
+        await pair.requests.send(request(1, env.now()))
+        await asyncio.sleep(1.0)
+        pair.there.start()
+        await asyncio.sleep(0.5)
+        [came] = pair.arriving.recv_all()
+        assert env.now() - (came.arrival_s - ahead_s) == pytest.approx(1.5, abs=0.03)
+        pair.close()
 
 
 @sim_test(seeds=4)

@@ -383,6 +383,7 @@ class Pipeline(Graph):
                         task.result()
         finally:
             all_ready.cancel()
+            await asyncio.wait([all_ready])  # else it may outlive a start that fails
 
     async def _wait_for_each(self) -> None:
         for runner in self.runners.values():

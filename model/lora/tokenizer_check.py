@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import AdapterError, CheckpointError
-from ..files import read_bytes, read_json
+from ..files import JSON_BYTES, read_bytes, read_json
 
 TOKENIZER, ADDED = "tokenizer.json", "added_tokens.json"
 MAX_SHOWN = 3  # tokens in a message
@@ -44,9 +44,24 @@ def _of_base(base: Path) -> bytes | None:
 
 def _other_tokens(root: Path, tokens: Callable[[], Sequence[str | None]]) -> list[tuple[str, int]]:
     known = tokens()
-    own = [*_vocabulary(read_json(root, TOKENIZER) or {}), *(read_json(root, ADDED) or {}).items()]
+    own = [*_tokens_of(root), *(read_json(root, ADDED) or {}).items()]
     found = {(token, id_): None for token, id_ in own if isinstance(token, str) and type(id_) is int}
     return [(token, id_) for token, id_ in found if not (0 <= id_ < len(known) and known[id_] == token)]
+
+
+def _tokens_of(root: Path) -> Iterator[tuple[Any, Any]]:
+    """(token, id) of a folder's tokenizer.json. One too large for Python objects is read by the tokenizers library."""
+    raw = read_bytes(root, TOKENIZER)
+    if raw is None or len(raw) <= JSON_BYTES:
+        return _vocabulary(read_json(root, TOKENIZER) or {})
+    from tokenizers import Tokenizer
+
+    try:
+        return iter(Tokenizer.from_buffer(raw).get_vocab(with_added_tokens=True).items())
+    except BaseException as error:  # the bindings raise Exception itself, and a panic is not even one
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            raise
+        raise CheckpointError(f"{TOKENIZER} ({root}): not a tokenizer: {str(error)[:200]}") from None
 
 
 def _vocabulary(values: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:

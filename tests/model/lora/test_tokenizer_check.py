@@ -65,6 +65,25 @@ def test_other_tokens_are_refused_by_their_text(tmp_path: Path, files: dict[str,
         check(folder(tmp_path / "adapter", **files), base)
 
 
+def test_a_large_tokenizer_is_compared_as_a_small_one_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for room in ("files", "lora.tokenizer_check"):
+        monkeypatch.setattr(f"millrace.model.{room}.JSON_BYTES", 300, raising=False)
+    base = folder(tmp_path / "base", tokenizer=json.dumps(tokenizer(), indent=1))
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+
+    def large(*added: tuple[str, int]) -> dict[str, Any]:
+        values = tokenizer(*added)
+        entries = [{**entry, **flags} for entry in values["added_tokens"]]
+        return {"version": "1.0", "model": {**values["model"], "merges": ["a b"]}, "added_tokens": entries}
+
+    assert len(json.dumps(large())) < 300 < len(json.dumps(large(), indent=4))
+    check(folder(tmp_path / "adapter", tokenizer=json.dumps(large(), indent=4)), base)
+    with pytest.raises(AdapterError, match=r"adds 1 token .*<tool>"):
+        check(folder(tmp_path / "other", tokenizer=large(("<tool>", 4))), base)
+    with pytest.raises(AdapterError, match="adapter 'x'.*not a tokenizer"):
+        check(folder(tmp_path / "broken", tokenizer="{" * 400), base)
+
+
 def test_a_link_out_of_the_folder_is_not_followed(tmp_path: Path) -> None:
     base = folder(tmp_path / "base", tokenizer=tokenizer())
     adapter = folder(tmp_path / "adapter")

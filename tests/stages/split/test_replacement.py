@@ -110,7 +110,7 @@ def test_a_request_that_kills_its_process_ends_and_the_others_finish() -> None:
             await until(lambda: engine.health.is_ready)
             assert engine.num_deaths == 3
 
-    asyncio.run(asyncio.wait_for(main(), 60.0))
+    asyncio.run(asyncio.wait_for(main(), 180.0))
 
 
 class LosingEngine(SplitEngine):
@@ -142,12 +142,13 @@ def test_a_process_with_a_lost_device_is_replaced_and_its_requests_go_on(
                 under_way = [asyncio.ensure_future(answer(engine, prompt)) for prompt in prompts]
                 await asyncio.sleep(0.03)
                 reason, took_s = await lose(engine, how)
-                assert "the device is lost since step" in reason and cause in reason and took_s < 2.0
+                assert "the device is lost since step" in reason and cause in reason
+                assert took_s < 10.0, "by the probe's 1.5 s, not by the 30 s of a process that hangs"
                 assert await asyncio.gather(*under_way) == due
                 await until(lambda: engine.health.is_ready)
             assert engine.num_deaths == 2
 
-    asyncio.run(asyncio.wait_for(main(), 60.0))
+    asyncio.run(asyncio.wait_for(main(), 180.0))
 
 
 # -- digests

@@ -67,7 +67,8 @@ class FrameReader:
         if len(received) < end:
             self._keep_rest()
             return None
-        content = memoryview(bytes(received[begin:end]))  # a copy: messages keep views of it
+        frame = received[begin:end] if isinstance(received, bytes) else bytes(memoryview(received)[begin:end])
+        content = memoryview(frame)  # of a copy: messages keep views of it
         if end == len(received):  # NOTE: frees what was read before the next read, which can then use its memory
             self._received, self._at = b"", 0
         else:

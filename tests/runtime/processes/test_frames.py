@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+import tracemalloc
 from itertools import pairwise
 
 import pytest
@@ -63,8 +64,12 @@ def test_a_large_frame_is_freed_once_taken_though_part_of_the_next_has_come() ->
     frames = FrameReader()
     raw = b"".join(pack_frame(ITEM, 0, b"", [bytes(1 << 20)]))
     for begin in range(0, len(raw), 1 << 18):
+        assert not taken(frames)
         frames.feed((raw + raw[:1])[begin : begin + (1 << 18)])
-        found = taken(frames)
+    tracemalloc.start()
+    found = taken(frames)
+    assert tracemalloc.get_traced_memory()[1] < 1.5 * len(raw), "one copy"
+    tracemalloc.stop()
     assert len(found) == 1 and len(frames) == 1 and sys.getsizeof(frames._received) < 1000
     frames.feed(raw[1:])
     assert len(taken(frames)) == 1 and not len(frames)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import socket
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ import pytest
 from millrace.runtime.crash_recovery import StageCrashed
 from millrace.runtime.env.env import LiveEnv
 from millrace.runtime.pipeline import NotServing
+from millrace.runtime.processes.type_fields import VersionError
+from millrace.runtime.processes.wire import WireError
 from millrace.stages.beam_search.algorithm import CandidateParams
 from millrace.stages.config import EngineConfig
 from millrace.stages.errors import ConfigError, Failed, Refused
@@ -20,9 +23,10 @@ from millrace.stages.params import SamplingParams, ThinkingBudget
 from millrace.stages.sample.logits_processor import LogitsProcessor
 from millrace.stages.schedule.scheduler import Scheduler, StepLimits
 from millrace.stages.split.core_exit import CoreExit
+from millrace.stages.split.engine_process import EngineProcess, load
 from millrace.stages.split.front import CORE
 from millrace.stages.split.inflight_requests import STEPS_AT_ONCE, InflightRequests
-from millrace.stages.split.protocol import CODEC, RequestFailed, ServiceTimes
+from millrace.stages.split.protocol import CODEC, RequestFailed, ServiceTimes, StatusReply
 from millrace.stages.split.remote_views import RemoteChannelView, RemoteCoreView, RemoteRunnerView, RemoteStageView
 from millrace.stages.split.split_engine import SplitEngine
 from millrace.stages.split.status import FIGURES, read_status
@@ -45,6 +49,34 @@ def tokens(step: int, rows: list[tuple[int, int, int]], over: tuple[int, ...] = 
 def crossed(message: Any) -> Any:
     header, body = CODEC.encode(message)
     return CODEC.decode(header, b"".join(body))
+
+
+# -- messages that the front process's version cannot get
+
+
+def test_what_an_older_front_process_cannot_get_fails_only_its_requests_and_questions() -> None:
+    async def main() -> None:
+        near, far = socket.socketpair()
+        process, posted = EngineProcess(near, (), load), list[Any]()
+
+        def post(word: Any) -> None:
+            if isinstance(word, StatusReply) and word.value:
+                raise WireError("a value of later")
+            posted.append(word)
+
+        process._link.post = post  # type: ignore[method-assign]
+        for name, first in (("a", 0), ("b", 1)):
+            process._exit.take(token_request(name, first))
+        process._refused(tokens(0, [(1, 0, 7)]), VersionError("StepTokens cannot be sent"))
+        process._reply(StatusReply(4, "more"))
+        failed, reply = posted
+        assert (failed.request_id, failed.code) == ("b", "engine_version") and list(process._exit.live) == ["a"]
+        assert (reply.number, reply.value) == (4, None) and "cannot be sent" in reply.error
+        await process._env.aclose()
+        near.close()
+        far.close()
+
+    asyncio.run(main())
 
 
 # -- requests in flight

@@ -96,6 +96,12 @@ class AdapterGate:
             self.loader.release(ref.digest)
             self._drop(ref.digest)
 
+    def lose(self, request_id: str) -> None:
+        """Forgets that the adapter of a request is in the store: it could not be loaded from there."""
+        digest = self.digest_of(request_id)
+        if digest is not None:
+            self.store.lose(digest)
+
     def digest_of(self, request_id: str) -> str | None:
         """What the adapter of a request computes; None for a request without one, and before it is admitted."""
         ref = self._held.get(request_id)

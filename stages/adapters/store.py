@@ -109,9 +109,8 @@ class AdapterStore(Generic[T]):
             self.lose(digest)
 
     def lose(self, digest: str) -> None:
-        """Frees an adapter, whether it is needed or not."""
-        del self._adapters[digest]
-        if self._on_drop is not None:
+        """Frees an adapter, whether it is needed or not; one that is not here any more is passed over."""
+        if self._adapters.pop(digest, None) is not None and self._on_drop is not None:
             self._on_drop(digest)
 
     def _has_room(self, num_bytes: int) -> bool:

@@ -10,7 +10,7 @@ from ...model.errors import ModelError
 from ...runtime.env.env import Env
 from ...runtime.workers.thread_start import ThreadNotStarted
 from ..adapters.reader import ThreadReader
-from .protocol import AdapterCard, ReadAdapter
+from .protocol import AdapterCard, DropAdapter, ReadAdapter
 
 if TYPE_CHECKING:  # 60 ms of imports that an engine without adapters does not need
     from ...model.lora.adapter import Adapter
@@ -20,13 +20,16 @@ class CoreAdapters:
     """The adapters by digest.
 
     The front process bounds their number, and knows the requests that use them. It may drop an adapter that a plan
-    still loads for a request which it has cancelled, so an adapter is freed once it has no device slot.
+    still loads for a request which it has cancelled, so an adapter is freed once it has no device slot. It may also
+    drop one that is being read again, which it does not know yet: its word then names an earlier residence.
     """
 
     def __init__(self, read: Callable[[Path, str], Adapter], has_slot: Callable[[str], bool]) -> None:
         self._reader = ThreadReader(read)
         self._has_slot = has_slot
         self._adapters: dict[str, Adapter] = {}
+        self._residences: dict[str, int] = {}  # the number of the last read of each, in the order in which they ended
+        self._num_reads = 0
         self._dropped: set[str] = set()  # to be freed
 
     def __len__(self) -> int:
@@ -47,15 +50,17 @@ class CoreAdapters:
             return AdapterCard(error=str(error) or type(error).__name__)
         self._adapters.setdefault(adapter.digest, adapter)
         self._dropped.discard(adapter.digest)
-        return AdapterCard(adapter.digest, adapter.parent, adapter.rank, adapter.num_bytes)
+        self._num_reads += 1
+        residence = self._residences[adapter.digest] = self._num_reads
+        return AdapterCard(adapter.digest, adapter.parent, adapter.rank, adapter.num_bytes, residence=residence)
 
-    def drop(self, digest: str) -> None:
-        """Frees an adapter, at once or at a later call."""
-        if digest in self._adapters:
-            self._dropped.add(digest)
+    def drop(self, word: DropAdapter) -> None:
+        """Frees an adapter, at once or at a later call, unless a read has stored it after the one that is meant."""
+        if self._residences.get(word.digest) == word.residence:
+            self._dropped.add(word.digest)
         self._free()
 
     def _free(self) -> None:
         for digest in [each for each in self._dropped if not self._has_slot(each)]:
             self._dropped.remove(digest)
-            del self._adapters[digest]
+            del self._adapters[digest], self._residences[digest]

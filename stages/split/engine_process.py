@@ -233,7 +233,7 @@ class EngineProcess:
                 reading.add_done_callback(self._readings.discard)
             case DropAdapter():
                 if self._adapters is not None:
-                    self._adapters.drop(word.digest)
+                    self._adapters.drop(word)
             case Setup():
                 self._setup.set_result(word)
             case Stop():

@@ -223,13 +223,15 @@ class AdapterCard:
     num_bytes: int = 0
     error: str = ""  # of an adapter that cannot be served
     lacks_thread: bool = False  # whether the system allows no thread to read it there
+    residence: int = 0  # another one for each read, so that a late `DropAdapter` is known
 
 
 @message
 class DropAdapter:
-    """Frees an adapter as soon as no device slot holds it."""
+    """Frees an adapter as soon as no device slot holds it, unless another read has stored it since."""
 
     digest: str
+    residence: int = 0  # of the card that the front process has
 
 
 # -- status of the engine process

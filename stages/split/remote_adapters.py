@@ -22,6 +22,7 @@ class RemoteAdapters:
     def __init__(self, client: Callable[[], EngineClient | None]) -> None:
         self._client = client
         self._origins: dict[str, tuple[Path, str]] = {}  # digest -> folder and name that it was read from
+        self._residences: dict[str, tuple[EngineClient, int]] = {}  # digest -> where it was read last, as which one
 
     async def read(self, env: Env, path: Path, name: str, digest: str) -> AdapterCard:
         """As `AdapterReader.read`."""
@@ -37,28 +38,34 @@ class RemoteAdapters:
             raise OutOfResources("thread")
         if card.error:
             raise AdapterError(card.error)
-        self._origins[card.digest] = (path, name)
+        self._origins[card.digest], self._residences[card.digest] = (path, name), (client, card.residence)
         return card
 
     def drop(self, digest: str) -> None:
         """Frees an adapter there."""
         self._origins.pop(digest, None)
-        client = self._client()
-        if client is not None:
-            client.post(DropAdapter(digest))
+        client, residence = self._residences.pop(digest, (None, 0))
+        if client is not None and client is self._client():
+            client.post(DropAdapter(digest, residence))
 
     async def restore(self, env: Env, gate: AdapterGate, fail: Callable[[str, Exception], object]) -> None:
         """Reads the adapters of requests in progress again, in a new process, and forgets the others.
 
-        A request whose adapter is not in its folder any more ends with an error, by `fail`.
+        A request whose adapter is not in its folder any more ends with an error, by `fail`. Adapters may be dropped
+        and read meanwhile.
         """
         for digest in gate.store.digests():
+            client, _ = self._residences.get(digest, (None, 0))
+            if client is not None and client is self._client():  # it was read meanwhile
+                continue
             origin = self._origins.get(digest)
             if origin is None or not gate.store.num_users(digest):
                 gate.store.lose(digest)
                 continue
             try:
                 await self.read(env, *origin, digest)
+                if digest not in gate.store:
+                    self.drop(digest)  # it was dropped while it was read
             except AdapterError as error:
                 log.error("adapter.lost", name=origin[1], reason=str(error))
                 gate.store.lose(digest)

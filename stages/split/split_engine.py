@@ -41,7 +41,7 @@ from ..exit.outboxes import RequestOutbox
 from ..grammar.compiled import Grammars
 from ..messages import TokenRequest
 from ..outputs import ModelInfo
-from ..schedule.scheduler import Scheduler
+from ..schedule.scheduler import LOAD_FAILED, Scheduler
 from .front import CORE, FrontStages, TriedGrammars, make_ends, show_core
 from .inflight_requests import InflightRequests
 from .process_client import ANSWER_S, MODULE, EngineClient, EngineDied
@@ -328,6 +328,8 @@ class SplitEngine(Engine):
             case Admitted():
                 self._table.admit(word.sequence_ids)
             case RequestFailed():
+                if word.reason == LOAD_FAILED and parts.adapters is not None:
+                    parts.adapters.lose(word.request_id)
                 parts.exit.fail(word.request_id, word.error())
             case Crashed():
                 self._report_crash(word.stage, engine_side_error(word.error, word.stack), word.request_ids)

@@ -71,7 +71,7 @@ Rows = tuple[tuple[int, Tiling], ...]  # by head size: the first row whose size 
 # Half-precision tiles of 64 tokens are 32 KiB at D = 128: one ahead, in 3 programs, keeps 96 KiB on their way.
 # fp8 tiles are a quarter of that, with 32 tokens, as widening takes registers: two ahead.
 DECODE: dict[Numbers, Rows] = {
-    "f32": ((64, Tiling(16, 32, 4, 3, 2)), (128, Tiling(16, 16, 8, 3, 2)), (256, Tiling(16, 16, 4, 3, 2))),
+    "f32": ((64, Tiling(16, 32, 4, 3, 2)), (128, Tiling(16, 16, 8, 3, 1)), (256, Tiling(16, 16, 4, 3, 2))),
     "half": ((128, Tiling(16, 64, 4, 3, 3)), (256, Tiling(16, 32, 4, 3, 2))),
     "fp8": ((128, Tiling(16, 32, 4, 4, 3)), (256, Tiling(16, 32, 4, 4, 2))),
 }

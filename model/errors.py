@@ -39,6 +39,10 @@ class DownloadError(ModelError):
     """A model is not on this machine and cannot be fetched."""
 
 
+class HubUnreachable(DownloadError):
+    """The Hub did not answer, so the same download may succeed later."""
+
+
 class TemplateError(ModelError):
     """A chat template is missing or invalid, rejects the messages, or exceeds its limits."""
 

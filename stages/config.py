@@ -19,7 +19,7 @@ from .errors import ConfigError
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 ModelImpl = Literal["millrace", "transformers"]
 MAX_SPECULATIVE_TOKENS = 64
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", re.ASCII)
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}(@[A-Za-z0-9_][\w.-]{0,127})?", re.ASCII)
 MAX_LORAS = 1024  # adapters on the device at once
 
 
@@ -241,8 +241,12 @@ class EngineConfig:
                 f"lora_host_bytes = {self.lora_host_bytes}: must be at least 1; leave it out for no limit"
             )
         for text in self.lora_hub_allow:
-            if not HUB_NAME.fullmatch(text):
-                raise ConfigError(f"lora_hub_allow = {text}: must be OWNER/NAME of the Hub, or OWNER/NAME@REVISION")
+            if not HUB_NAME.fullmatch(text) or ".." in text:
+                message = f"lora_hub_allow = {text}: must be OWNER/NAME of the Hub, or OWNER/NAME@REVISION without /"
+                raise ConfigError(message)
+        ids = [text.partition("@")[0] for text in self.lora_hub_allow]
+        if twice := [each for each in ids if ids.count(each) > 1]:
+            raise ConfigError(f"lora_hub_allow: {twice[0]} is named twice; allow one revision of it")
         if not self.enable_lora and (self.lora_modules or self.lora_dir or self.lora_hub_allow):
             name = "lora_modules" if self.lora_modules else "lora_dir" if self.lora_dir else "lora_hub_allow"
             raise ConfigError(f"{name}: adapters are served with enable_lora only; set it too")

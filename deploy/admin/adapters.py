@@ -98,7 +98,7 @@ class AdapterAdminRoutes:
             message = f"{field} = {name[:64]!r}: is in use; set {replaces} to replace it"
             raise ApiError("invalid_value", message, param=field)
         try:
-            await engine.load_adapter(name, adapters.registry.path_of(path))
+            await engine.load_adapter(name, adapters.registry.path_of(path, name))
         except RequestError as error:
             known_error = describe(error)
             assert known_error is not None

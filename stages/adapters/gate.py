@@ -14,6 +14,7 @@ from ...runtime.env.env import Env
 from ...runtime.exit import Outbox
 from ..errors import Overloaded, Refused
 from ..messages import AdapterRef, Request
+from .downloads import AdapterDownloads
 from .loader import AdapterLoader
 from .reader import AdapterReader
 from .registry import AdapterEntry, AdapterRegistry
@@ -35,8 +36,9 @@ class AdapterGate:
         store: AdapterStore[Any],
         reader: AdapterReader,
         max_waiting: int = 512,
+        downloads: AdapterDownloads | None = None,
     ) -> None:
-        self.registry, self.store, self.loader = registry, store, AdapterLoader(store, reader)
+        self.registry, self.store, self.loader = registry, store, AdapterLoader(store, reader, downloads)
         self.max_waiting = max_waiting
         self.waiting: Counter[str] = Counter()  # requests that wait, by the name of their adapter
         self._held: dict[str, AdapterRef] = {}  # by request id

@@ -10,11 +10,12 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...model.errors import ModelError
+from ...model.errors import HubUnreachable, ModelError
 from ...runtime.env.env import Env
 from ...runtime.env.log import get_logger
 from ...runtime.workers.thread_start import ThreadNotStarted
 from ..errors import OutOfResources, Refused, Unavailable
+from .downloads import AdapterDownloads
 from .reader import AdapterReader, StoredAdapter, size_on_disk
 from .registry import AdapterEntry
 from .store import AdapterStore
@@ -35,8 +36,14 @@ class _Load:
     num_bytes: int  # of its files
     num_waiting: int = 0
     has_room: bool = False
+    is_downloading: bool = False  # it takes part in the wait for room afterwards
     held: str = ""  # the digest, while it has a user on behalf of the requests that wait
     task: asyncio.Task[str] = field(init=False)  # returns the digest
+
+    @property
+    def is_in_line(self) -> bool:
+        """Whether it waits for room."""
+        return not (self.is_downloading or self.has_room or self.held)
 
 
 class AdapterLoader:
@@ -45,11 +52,13 @@ class AdapterLoader:
     A digest that `use` or `try_use` has returned has one more user in the store, until `release`.
     """
 
-    def __init__(self, store: AdapterStore[Any], reader: AdapterReader) -> None:
+    def __init__(
+        self, store: AdapterStore[Any], reader: AdapterReader, downloads: AdapterDownloads | None = None
+    ) -> None:
         self.store = store
         self.num_loads = 0
         self.load_seconds = 0.0  # of all loads, without their wait for room
-        self._reader = reader
+        self._reader, self._downloads = reader, downloads or AdapterDownloads()
         self._loads: dict[AdapterEntry, _Load] = {}  # in the order of arrival
         self._reads = asyncio.Semaphore(MAX_READS)
         self._changed = asyncio.Event()  # room may be free
@@ -115,12 +124,15 @@ class AdapterLoader:
     # -- a load
 
     def _start(self, env: Env, entry: AdapterEntry) -> _Load:
-        load = self._loads[entry] = _Load(entry, self._num_passes, size_on_disk(entry.path))
+        load = self._loads[entry] = _Load(entry, self._num_passes, size_on_disk(entry.folder or entry.path))
+        load.is_downloading = self._downloads.is_needed(entry)
         load.task = asyncio.ensure_future(self._run(env, load))
         load.task.add_done_callback(lambda done: self._ended(load))
         return load
 
     async def _run(self, env: Env, load: _Load) -> str:
+        if load.is_downloading:
+            await self._download(env, load)
         if not await self._wait_for_room(load):
             return load.held
         is_stored = False
@@ -157,7 +169,7 @@ class AdapterLoader:
         if load.held:
             held, load.held = load.held, ""
             self.release(held)
-        elif not load.has_room:  # a read goes on: its thread cannot be stopped, and the next request may want it
+        elif not (load.has_room or load.is_downloading):  # these go on in a thread, and the next request may want them
             load.task.cancel()
             self._forget(load)
 
@@ -186,31 +198,55 @@ class AdapterLoader:
 
     def _oldest_without_room(self) -> _Load | None:
         """The load that is the next to get room."""
-        return next((load for load in self._loads.values() if not (load.has_room or load.held)), None)
+        return next((load for load in self._loads.values() if load.is_in_line), None)
 
     def _drain_if_owed(self, load: _Load) -> None:
         """Lets an adapter take no more requests, if enough of them have passed a load that waits for room."""
         if self._draining is None and self._num_passes - load.arrived_at >= MAX_PASSES:
             self._draining = self.store.find_to_drain()
 
-    # -- reading
+    # -- downloading and reading
+
+    async def _download(self, env: Env, load: _Load) -> None:
+        """Downloads an adapter's files. It takes no room and no place among the reads meanwhile."""
+        entry = load.entry
+        try:
+            await self._downloads.run(env, entry)
+        except ThreadNotStarted:
+            raise OutOfResources("thread") from None
+        except HubUnreachable as error:
+            log.warning("adapter.hub_unreachable", name=entry.name, reason=str(error))
+            message = f"adapter '{entry.name}': {error}; send the request again in 10 s"
+            raise Unavailable(message, code="loading") from None
+        except (ModelError, OSError) as error:
+            raise _refused(env, entry, error) from None
+        load.is_downloading, load.arrived_at = False, self._num_passes
+        load.num_bytes = size_on_disk(entry.folder or entry.path)
+        if not load.num_waiting:
+            self._forget(load)
+            raise asyncio.CancelledError
 
     async def _read(self, env: Env, entry: AdapterEntry) -> StoredAdapter:
         began_s = env.now()
         try:
-            adapter = await self._reader.read(env, entry.path, entry.name, entry.digest)
+            adapter = await self._reader.read(env, entry.folder or entry.path, entry.name, entry.digest)
         except ThreadNotStarted:
             raise OutOfResources("thread") from None
         except (ModelError, OSError) as error:
-            entry.error, entry.failed_at_s = str(error), env.now()
-            log.warning("adapter.refused", name=entry.name, reason=str(error))
-            raise Refused(str(error), param="model") from None
+            raise _refused(env, entry, error) from None
         entry.digest, entry.parent, entry.error = adapter.digest, adapter.parent, ""
         entry.rank, entry.num_bytes, entry.load_s = adapter.rank, adapter.num_bytes, env.now() - began_s
         self.num_loads += 1
         self.load_seconds += entry.load_s
         log.info("adapter.loaded", name=entry.name, digest=adapter.digest[:16], rank=adapter.rank, seconds=entry.load_s)
         return adapter
+
+
+def _refused(env: Env, entry: AdapterEntry, error: Exception) -> Refused:
+    """Notes that an adapter cannot be served, and returns the error for clients."""
+    entry.error, entry.failed_at_s = str(error), env.now()
+    log.warning("adapter.refused", name=entry.name, reason=str(error))
+    return Refused(str(error), param="model")
 
 
 def _closed() -> Unavailable:

@@ -31,6 +31,7 @@ class AdapterEntry:
 
     name: str
     path: Path
+    folder: Path | None = None  # of an adapter of the Hub, once it is downloaded; the commit is its name
     digest: str = ""
     parent: str | None = None  # the model that its file names
     rank: int = 0
@@ -144,8 +145,14 @@ class AdapterRegistry:
         except (OSError, ValueError, RuntimeError):  # a name that is too long, or a loop of links
             return None
 
-    def path_of(self, text: str) -> Path:
-        """The folder that a client names, which must be in the registry's folder. Raises `Refused`."""
+    def path_of(self, text: str, name: str = "") -> Path:
+        """The folder that a client names, which must be in the registry's folder, or the path that `name` has now.
+
+        Raises `Refused`.
+        """
+        own = self.find(name)
+        if own is not None and str(own.path) == text:
+            return own.path
         if self.folder is None:
             raise Refused(
                 "lora_path: this server loads adapters from its --lora-dir only, and has none", param="lora_path"

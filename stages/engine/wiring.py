@@ -5,11 +5,13 @@ Starts and stops nothing.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ...runtime.env.env import Env
 from ...runtime.pipeline import Pipeline
+from ..adapters.downloads import AdapterDownloads
 from ..adapters.gate import AdapterGate
 from ..adapters.reader import AdapterReader, ThreadReader
 from ..adapters.registry import AdapterRegistry, parse_modules
@@ -135,7 +137,8 @@ class TextStages:
         """Admits requests with the adapters of the settings. Returns their gate."""
         folder = None if config.lora_dir is None else Path(config.lora_dir)
         registry = AdapterRegistry(parse_modules(config.lora_modules), folder, config.lora_hub_allow)
-        gate = self.adapters = AdapterGate(registry, store, reader, config.max_waiting_requests)
+        downloads = AdapterDownloads(config.lora_hub_allow, partial(_fetch_adapter, config))
+        gate = self.adapters = AdapterGate(registry, store, reader, config.max_waiting_requests, downloads)
         self.searches.admit = self._admit_search
         self.exit.on_end.append(gate.request_ended)
         return gate
@@ -151,6 +154,14 @@ class TextStages:
     def _stage_of(self, outbox: RequestOutbox) -> tuple[str, bool]:
         """(stage that a request is in, whether any of its sequences has been served)."""
         raise NotImplementedError
+
+
+def _fetch_adapter(config: EngineConfig, text: str, commit: str) -> Path:
+    """Downloads an adapter of the Hub; in split mode in the front process, whose `offline` is the operator's."""
+    from ...model.checkpoint.hub_adapter import resolve_adapter
+
+    folder = Path(config.download_dir) if config.download_dir else None
+    return resolve_adapter(text, commit, download_dir=folder, offline=config.offline)
 
 
 class CoreStages:

@@ -229,9 +229,6 @@ def _adapter_reader(
     model = AdaptableModel(shape)
 
     def read(root: Path, name: str) -> Adapter:
-        if str(root) in config.lora_hub_allow:
-            cache = Path(config.download_dir) if config.download_dir else None
-            root = hub.resolve(f"hf://{root}", download_dir=cache, offline=config.offline)
         check_tokenizer(root, name, base, lambda: tokenizer.tokens)
         names = {"name": name, "model_name": model_id}
         adapter = read_adapter(root, model, computing.dtype, max_rank=config.max_lora_rank, **names)

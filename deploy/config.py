@@ -49,7 +49,7 @@ class ServerConfig:
     admin_key: tuple[str, ...] = ()  # each grants /admin and nothing else; (): /admin does not exist
     api_key_file: str | None = None  # more API keys, one per line
     admin_key_file: str | None = None  # more admin keys, one per line
-    enable_runtime_lora: bool = False  # API keys may load and unload adapters by vLLM's routes
+    enable_runtime_lora: bool = False  # API keys may load and unload adapters by vLLM's routes; without any key, all
     allow_no_key: bool = False  # listen beyond loopback without a key
     cache_salt_per_key: bool = False  # clients with different keys share no cached prefix, salted or not
     allowed_host: tuple[str, ...] = ()  # accepted Host names besides loopback's; "*": any
@@ -156,6 +156,11 @@ class ServerConfig:
             folder = getattr(self, name)
             if folder is not None and (problem := folder_problem(Path(folder))) is not None:
                 raise ConfigError(f"{name} = {folder}: {problem}")
+
+    @property
+    def has_open_runtime_lora(self) -> bool:
+        """Whether API keys load adapters. Without any, all clients do, unless an admin key was set to keep them out."""
+        return self.enable_runtime_lora and bool(self.api_key or not self.admin_key)
 
     @property
     def is_private(self) -> bool:

@@ -45,8 +45,8 @@ class AdminRoutes:
     @property
     def runtime_handlers(self) -> frozenset[Any]:
         """The handlers that take API keys, too."""
-        is_enabled = self.service.config.enable_runtime_lora
-        return frozenset(route.handler for route in self._runtime_table()) if is_enabled else frozenset()
+        is_open = self.service.config.has_open_runtime_lora
+        return frozenset(route.handler for route in self._runtime_table()) if is_open else frozenset()
 
     def table(self) -> list[web.RouteDef]:
         """All routes; without an admin key none that needs it, so that their paths are 404."""

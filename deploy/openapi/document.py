@@ -35,7 +35,7 @@ SECURITY: dict[str, list[dict[str, list[str]]]] = {
 def served(config: ServerConfig) -> tuple[Operation, ...]:
     """The operations of a server with this configuration."""
     operations: Iterable[Operation] = OPERATIONS
-    if config.enable_runtime_lora:
+    if config.has_open_runtime_lora:
         operations = [replace(each, access="key") if each.path in RUNTIME_LORA else each for each in OPERATIONS]
     left_out = {"/openapi.json", "/docs"} if config.disable_docs else set()
     return tuple(

@@ -42,6 +42,8 @@ class AdapterGate:
         self.max_waiting = max_waiting
         self.waiting: Counter[str] = Counter()  # requests that wait, by the name of their adapter
         self._held: dict[str, AdapterRef] = {}  # by request id
+        self._names: dict[str, str] = {}  # of the adapters of requests that wait, by request id
+        self._aborted: set[str] = set()  # requests that are refused once they have waited
 
     @property
     def num_waiting(self) -> int:
@@ -59,7 +61,7 @@ class AdapterGate:
         entry = self.registry.require(name)
         if request_id in self._held:
             raise _in_use(request_id)
-        digest = entry.digest if self.loader.try_use(entry) else await self._wait(env, entry)
+        digest = entry.digest if self.loader.try_use(entry) else await self._wait(env, entry, request_id)
         if request_id in self._held:  # another request with this id was admitted in the meantime
             self.loader.release(digest)
             raise _in_use(request_id)
@@ -73,6 +75,8 @@ class AdapterGate:
         Raises as `admit`, and `Refused` if the name was loaded or unloaded meanwhile; the name then stays what it is.
         """
         before, entry = self.registry.find(name), AdapterEntry(name, path)
+        if before is None:
+            self.registry.check_room()
         digest = await self.loader.use(env, entry)
         is_published = self.registry.publish(entry, before)
         self.loader.release(digest)
@@ -119,9 +123,17 @@ class AdapterGate:
         Requests that come meanwhile are not waited for.
         """
         request_ids, until_s = [each for each, ref in self._held.items() if ref.name == name], env.now() + timeout_s
-        while (left := [each for each in request_ids if each in self._held]) and env.now() < until_s:
+        request_ids += [each for each, its_name in self._names.items() if its_name == name]
+        while (left := [each for each in request_ids if each in self._held or each in self._names]) and (
+            env.now() < until_s
+        ):
             await env.sleep(min(POLL_S, until_s - env.now()))
         return left
+
+    def abort(self, request_id: str) -> None:
+        """Refuses a request that waits for its adapter, at the latest when that is loaded."""
+        if request_id in self._names:
+            self._aborted.add(request_id)
 
     def request_ended(self, outbox: Outbox[object], cause: str, error: BaseException | None) -> None:
         """Releases the adapter of a request that ended, for whatever reason. Called by the exit."""
@@ -131,15 +143,24 @@ class AdapterGate:
         """Cancels the loads."""
         await self.loader.aclose()
 
-    async def _wait(self, env: Env, entry: AdapterEntry) -> str:
+    async def _wait(self, env: Env, entry: AdapterEntry, request_id: str) -> str:
         """Waits for the adapter. Returns its digest, with a user added."""
         if (num_waiting := self.num_waiting) >= self.max_waiting:
             message = f"{num_waiting} requests wait for their adapters: try again in 2 s"
             raise Overloaded(message, queue_depth=num_waiting, estimated_wait_s=2.0)
         self.waiting[entry.name] += 1
+        self._names[request_id] = entry.name
         try:
-            return await self.loader.use(env, entry)
+            digest = await self.loader.use(env, entry)
+            if request_id in self._aborted:
+                self.loader.release(digest)
+                self._drop(digest)
+                message = f"model = {entry.name[:64]!r}: the adapter was removed while the request waited for it"
+                raise Refused(message, param="model")
+            return digest
         finally:
+            self._names.pop(request_id, None)
+            self._aborted.discard(request_id)
             self.waiting[entry.name] -= 1
             if not self.waiting[entry.name]:
                 del self.waiting[entry.name]

@@ -12,6 +12,7 @@ from ...runtime.env.log import get_logger
 from ..errors import ConfigError, Refused
 
 MAX_NAME_CHARS = 256
+MAX_NAMES = 10_000  # those of the settings and the folder included
 MAX_CANDIDATES = 100  # names that are compared with an unknown one, for the message
 MAX_COMPARED_CHARS = 64
 
@@ -97,8 +98,16 @@ class AdapterRegistry:
         """Removes a name at once; None if it is not known."""
         entry = self.find(name)
         if entry is not None:
-            self._hide({name})
+            if self._subfolder(name) is not None:
+                self._hidden.add(name)
+            self._entries.pop(name, None)
         return entry
+
+    def check_room(self) -> None:
+        """Raises `Refused` if no further name may be loaded."""
+        if len(self._entries) >= MAX_NAMES:
+            message = f"lora_name: this server has {len(self._entries)} adapters and takes at most {MAX_NAMES}; "
+            raise Refused(f"{message}unload some", param="lora_name")
 
     def exclude(self, names: Collection[str]) -> None:
         """Keeps the model's own names from adapters. Raises `ConfigError` if lora_modules has one of them."""

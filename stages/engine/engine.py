@@ -367,6 +367,7 @@ class Engine(EngineStatus, ClientApi):
             return None
         left = await adapters.wait_unused(self._env, name, timeout_s)
         for request_id in left if force else ():
+            adapters.abort(request_id)
             self.abort(request_id)
         return len(left)
 

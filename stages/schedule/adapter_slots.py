@@ -198,6 +198,8 @@ class AdapterSlots:
         self._loading.remove(slot)
         del self._by_digest[slot.digest]
         slot.digest, slot.load_step = "", None
+        if self.on_replaced is not None:
+            self.on_replaced()
 
     # -- drains
 

@@ -144,3 +144,12 @@ def test_the_openai_package_names_adapters_and_hostile_ones_are_refused(
             assert (await send(session, "POST", "/v1/unload_lora_adapter", {"lora_name": "mine"}, **USER))[0] == 200
 
     asyncio.run(asyncio.wait_for(live(), 120))
+
+
+@pytest.mark.parametrize(("api_key", "admin_key", "is_open"), [("", "", True), ("a", "b", True), ("", "b", False)])
+def test_without_api_keys_an_admin_key_keeps_adapters_from_all_others(
+    api_key: str, admin_key: str, is_open: bool
+) -> None:
+    keys = {"api_key": (api_key * 16,) if api_key else (), "admin_key": (admin_key * 16,) if admin_key else ()}
+    assert ServerConfig(port=0, enable_runtime_lora=True, **keys).has_open_runtime_lora is is_open
+    assert not ServerConfig(port=0, **keys).has_open_runtime_lora

@@ -263,3 +263,51 @@ def test_modules_of_the_settings_are_names_with_paths(wrong: tuple[str, ...]) ->
     with pytest.raises(ConfigError, match="lora_modules"):
         parse_modules(wrong)
     assert parse_modules(("a=x=1", "b=/y")) == {"a": Path("x=1"), "b": Path("/y")}
+
+
+def test_a_removal_counts_and_ends_requests_that_still_wait() -> None:
+    async def live(env: SimEnv) -> None:
+        gate = gate_of(Files(a=1), "a", most=1)
+        assert gate.store.reserve()
+        waiting = [asyncio.ensure_future(gate.admit(env, request(i, "a"))) for i in range(2)]
+        await env.sleep(0.01)
+        assert gate.unload("a") and await gate.wait_unused(env, "a", 0.1) == ["r0", "r1"]
+        gate.abort("r0")
+        gate.store.cancel_reservation()
+        gate.loader.note_room()
+        assert await gate.wait_unused(env, "a", 0.1) == ["r1"]
+        with pytest.raises(Refused, match="was removed while"):
+            await waiting[0]
+        ref = (await waiting[1]).adapter
+        assert ref is not None and gate.store.num_users(ref.digest) == 1
+
+    run(live, seed=0)
+
+
+def test_a_slot_whose_load_failed_tells_those_that_wait_for_room() -> None:
+    slots, num_calls = AdapterSlots(1), 0
+
+    def count() -> None:
+        nonlocal num_calls
+        num_calls += 1
+
+    slots.on_replaced = count
+    slots.load(slots.slots[0], "a")
+    slots.note_granted(slots.loads(), 0)
+    slots.note_failed(0, ["a"])
+    assert num_calls == 1 and slots.of("a") is None
+
+
+def test_names_are_bounded_and_unloaded_ones_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("millrace.stages.adapters.registry.MAX_NAMES", 2)
+
+    async def live(env: SimEnv) -> None:
+        gate = gate_of(Files(a=1))
+        for name in "ab":
+            await gate.load(env, name, Path("a"))
+        with pytest.raises(Refused, match="has 2 adapters and takes at most 2; unload some"):
+            await gate.load(env, "c", Path("a"))
+        await gate.load(env, "b", Path("a"))
+        assert gate.unload("a") and await gate.load(env, "c", Path("a")) and not gate.registry._hidden
+
+    run(live, seed=0)

@@ -24,14 +24,16 @@ class AdapterStore(Generic[T]):
         has_slot: Callable[[str], bool],
         on_drop: Callable[[str], object] | None = None,
         max_bytes: int | None = None,
+        num_slots: int = 0,
     ) -> None:
         """`has_slot` says whether a digest has a device slot, or is being loaded into one.
 
         `on_drop` is called with the digest of each adapter that is freed. Adapters with device slots may take more than
-        `max_bytes`, and so may one beside them.
+        `max_bytes`, and so may one beside them. Where `has_slot` cannot know, up to `num_slots` have one.
         """
         self.max_adapters = max_adapters
         self.max_bytes = math.inf if max_bytes is None else max_bytes
+        self.num_slots = num_slots
         self.num_evicted = 0
         self.num_reserved = 0  # adapters that are being read
         self.num_bytes_reserved = 0  # their size, as far as it is known
@@ -118,7 +120,9 @@ class AdapterStore(Generic[T]):
             return False
         if self.num_bytes + self.num_bytes_reserved + num_bytes <= self.max_bytes:
             return True
-        return not self.num_reserved and all(map(self._has_slot, self._adapters))  # nothing would become free
+        if self.num_reserved:
+            return False
+        return len(self._adapters) <= self.num_slots or all(map(self._has_slot, self._adapters))  # none becomes free
 
     def _is_needed(self, digest: str) -> bool:
         return self.num_users(digest) > 0 or self._has_slot(digest)

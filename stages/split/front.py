@@ -71,7 +71,7 @@ class FrontStages(TextStages):
 
         An adapter without requests may be dropped while it has a device slot: the engine process knows, and waits.
         """
-        sizes = (config.num_host_loras, lambda digest: False, there.drop, config.lora_host_bytes)
+        sizes = (config.num_host_loras, lambda digest: False, there.drop, config.lora_host_bytes, config.max_loras)
         self._serve_adapters(config, AdapterStore(*sizes), there)
 
     def _make_pipeline(self) -> Pipeline:

@@ -311,3 +311,20 @@ def test_names_are_bounded_and_unloaded_ones_leave_nothing(monkeypatch: pytest.M
         assert gate.unload("a") and await gate.load(env, "c", Path("a")) and not gate.registry._hidden
 
     run(live, seed=0)
+
+
+def test_as_many_adapters_as_slots_pass_the_bytes_where_slots_are_elsewhere() -> None:
+    class Sized:
+        parent, rank, num_bytes = None, 8, 10
+
+        def __init__(self, digest: str) -> None:
+            self.digest = digest
+
+    store: AdapterStore[Sized] = AdapterStore(9, lambda digest: False, max_bytes=15, num_slots=2)
+    for digest in "abc":
+        assert store.reserve(10)
+        store.add(Sized(digest), 10)
+        assert store.use(digest)
+    assert not store.reserve(10), "two have slots, one is beside them"
+    store.release("a")
+    assert store.reserve(10) and store.digests() == ["b", "c"]

@@ -14,7 +14,7 @@ import pytest
 
 from millrace.deploy.config import ServerConfig
 from millrace.deploy.server.server import Server
-from millrace.model.checkpoint import hub
+from millrace.model.checkpoint import hub_adapter
 from tests.deploy.api.test_lora import PROMPTS, engine_of, folder, wanted
 
 __all__ = ["folder", "wanted"]
@@ -35,7 +35,7 @@ def test_an_adapter_is_removed_when_its_requests_have_ended_or_with_force(
 ) -> None:
     asked_of_hub: list[str] = []
 
-    def download(name: str, **options: Any) -> Path:
+    def download(name: str, commit: str, **options: Any) -> Path:
         asked_of_hub.append(name)
         return folder / "adapters" / "two"
 
@@ -48,11 +48,11 @@ def test_an_adapter_is_removed_when_its_requests_have_ended_or_with_force(
             aiohttp.ClientSession(server.url) as client,
         ):
             server.attach(engine)
-            monkeypatch.setattr(hub, "resolve", download)
+            monkeypatch.setattr(hub_adapter, "resolve_adapter", download)
             short = LONG | {"max_tokens": 1}
             assert (await send(client, "POST", "/v1/completions", short | {"model": "me/three"}))[0] == 404
             assert (await send(client, "POST", "/v1/completions", short | {"model": "me/two"}))[0] == 200
-            assert asked_of_hub == ["hf://me/two@v1"], "the revision that is allowed, and nothing else"
+            assert asked_of_hub == ["me/two@v1"], "the revision that is allowed, and nothing else"
             status, added = await send(client, "POST", "/admin/adapters", {"name": "a/b", "path": "one"}, **ADMIN)
             assert status == 200 and (added["name"], added["state"], added["rank"]) == ("a/b", "on_host", 4)
             again = await send(client, "POST", "/admin/adapters", {"name": "a/b", "path": "two"}, **ADMIN)

@@ -31,7 +31,7 @@ LATE_SEED = 10  # above this, a seed should be listed
 # change what a seed finds, so they go stale: then the test warns (`tell_if_late`).
 FOUND_BY = {
     "missed_wake_up": (41,),
-    "half_a_block_forgotten": (45,),
+    "half_a_block_forgotten": (21,),
     "trusted_digest": (27,),
     "forked_one_token_too_many": (7,),
     "lost_free_on_abort": (10,),
@@ -41,7 +41,7 @@ FOUND_BY = {
     "fork_source_not_held": (42,),
     "fork_source_reused_while_copied": (42,),
     "swap_kept_despite_void": (98,),
-    "moved_despite_void": (114,),
+    "moved_despite_void": (98,),
     "drafting_rows_run_ahead": (21,),
     "host_reused_early": (58,),
 }
@@ -55,15 +55,15 @@ FOUND_LATE_BY = {  # (seed, steps in flight), as above
     "results_not_behind_done": ((0, 1),),
     "result_overwritten": ((0, 4),),
     "diff_buffer_taken_too_soon": ((11, 2),),
-    "swap_in_not_waited_for": ((0, 1),),
-    "swap_out_not_behind_its_writers": ((139, 2),),
+    "swap_in_not_waited_for": ((19, 2),),
+    "swap_out_not_behind_its_writers": ((101, 2),),
     "line_not_entered": ((0, 1),),
     "stream_not_used": ((0, 1),),
     "finished_row_written_again": ((2, 4),),
     "attended_beside_others": ((4, 4),),
     "guide_without_its_tokens": ((1, 4),),
     "guide_read_before_it_is_there": ((0, 1),),
-    "guide_overwritten": ((0, 4),),
+    "guide_overwritten": ((130, 4),),
     "wrong_drafts_kept": ((3, 1),),
     "drafts_trusted": ((3, 1),),
 }

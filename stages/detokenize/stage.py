@@ -417,7 +417,9 @@ class AnswerText:
             text += self._decoder.flush()
         logprobs = None if top is None else self._logprobs(token_id, text, top)
         matched = None
-        if self._matcher is not None and place >= params.min_tokens:
+        if self._matcher is not None and finish_reason == FinishReason.ERROR:
+            text = self._matcher.flush() + text  # the token means nothing, so no stop string turns this into an answer
+        elif self._matcher is not None and place >= params.min_tokens:
             text, matched = self._matcher.push(text)
             if is_ended and matched is None:
                 text += self._matcher.flush()

@@ -129,6 +129,17 @@ async def test_a_stop_string_ends_the_answer_and_what_follows_is_dropped(env: Si
 
 
 @sim_test(seeds=1)
+async def test_no_stop_string_turns_a_failed_row_into_an_answer(env: SimEnv):
+    bench = Bench(env)
+    await bench(step(0, starts=[started(0, 1, stop=("\ufffd",)), started(1, 2, stop=("ab!",))]))
+    await bench(*spell(bench, 0, 1, [0xC3, 0], finish=FinishReason.ERROR))
+    assert bench.last.finishes == {0: Finish(FinishReason.ERROR)} and bench.text[1] == "\ufffd"
+    await bench(*spell(bench, 1, 2, "xab!", finish=FinishReason.ERROR))
+    assert bench.last.finishes == {0: Finish(FinishReason.ERROR)} and bench.text[2] == "xab"
+    bench.check_empty()
+
+
+@sim_test(seeds=1)
 async def test_stop_strings_are_not_looked_for_in_the_first_min_tokens(env: SimEnv):
     bench = Bench(env)
     await bench(step(0, starts=[started(0, 1, stop=("a",), min_tokens=3)]))

@@ -27,6 +27,7 @@ STAGE_FILES_WITH_TORCH = {
     "stages/backends/cuda/cuda_streams.py",
     "stages/backends/cuda/device_work.py",
     "stages/backends/cuda/triton_chooser.py",
+    "stages/backends/torch/fitted_runner.py",
     "stages/backends/torch/kv_dtype.py",
     "stages/backends/torch/loading.py",
     "stages/backends/torch/tilings.py",

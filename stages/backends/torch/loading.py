@@ -18,10 +18,8 @@ from ....model.backend_gaps import missing
 from ....model.checkpoint.tensor_shapes import expected_shapes
 from ....model.decoder.adapted_kernels import with_slots
 from ....model.decoder.decoder import Decoder
-from ....model.decoder.kv_cache import KVCache
 from ....model.decoder.lora_linear import LoraTable, with_adapters
-from ....model.decoder.lora_slots import LoraSlots, SlotLayout
-from ....model.decoder.rope import short_length, tables_bytes
+from ....model.decoder.lora_slots import LoraSlots
 from ....model.decoder.weights import load_weights
 from ....model.spec import DecoderSpec
 from ....runtime.device_streams.interface import DeviceStreams
@@ -31,33 +29,19 @@ from ....runtime.startup.load_progress import LoadProgress
 from ....runtime.startup.phases import Phases
 from ...config import EngineConfig, ModelImpl
 from ...device.device_guard import first_line, is_out_of_memory
-from ...device.pooler import Pooler
-from ...device.scored_prompts import rows_of_a_piece
 from ...errors import ConfigError
 from ...execute.model_runner import ModelRunner
-from ...memory_table import MachineMemory, MemoryTable
 from ...outputs import WeightUse
 from ...sample.sampler import Sampler
 from ...sample.token_chooser import MakeTokenChooser, TokenChooser
 from ..backend import Backend
-from ..cache_size import CacheSizing, MemoryNeeds, free_host_bytes, num_host_blocks
-from ..cuda.cuda_graphs import most_rows
 from ..cuda.step_update import EndRules
-from ..memory_needs import (
-    SORTED_BYTES,
-    async_bytes,
-    device_sampler_bytes,
-    graphs_bytes,
-    positions_that_fit,
-    sampler_bytes,
-    sizing_on_cpu,
-    slot_bytes,
-)
 from ..merged_adapters import merging_of
-from ..rates import largest_grant, measure_rates
+from ..rates import measure_rates
 from ..weight_use import weight_use
 from ..weights_fit import WeightsFit, bytes_kept, least_cache_bytes, smaller_forms
-from .kv_dtype import check_kv_dtype, kv_dtype_of, kv_scales_of
+from .fitted_runner import backend_name, fit_runner, free_bytes, most_rows_of
+from .kv_dtype import check_kv_dtype
 from .tilings import log_products, tilings_of
 
 if TYPE_CHECKING:
@@ -67,8 +51,6 @@ if TYPE_CHECKING:
     TorchDecoder = Decoder | TransformersDecoder
 
 log = get_logger("millrace.stages")
-
-LOGIT_COPIES_BYTES = 12  # per logit during sampling: up to three copies in float32
 
 
 def load_on_torch(
@@ -122,7 +104,7 @@ def make_backend(
     phases.progress.begin("probe")
     with phases("cache"):
         is_async = streams is not None
-        runner, memory, host_blocks = _fit_runner(config, shape, make_decoder, max_model_len, device, is_async=is_async)
+        runner, memory, host_blocks = fit_runner(config, shape, make_decoder, max_model_len, device, is_async=is_async)
         max_model_len = memory.max_model_len
     with phases("rates"):
         rates = measure_rates(runner, config, max_model_len, host_blocks, phases.clock) if host_blocks else None
@@ -154,7 +136,7 @@ def make_backend(
 def _load_kernels(config: EngineConfig, device: torch.device) -> kernel_set.KernelSet:
     """The kernels of the configured backend. Raises `ConfigError` where they cannot run."""
     try:
-        kernels = kernel_set.load(_backend_name(config, device))
+        kernels = kernel_set.load(backend_name(config, device))
     except kernel_set.BackendUnavailableError as error:
         raise ConfigError(str(error)) from None
     if kernels.name == "triton" and device.type == "cpu":
@@ -204,7 +186,7 @@ def _load_weights(
     )
     options: dict[str, Any] = {"is_batch_invariant": config.deterministic}
     if config.enable_lora and _has_slots(kernels.name, is_async=is_async):
-        sizes = (config.max_loras, config.max_lora_rank, max(config.num_step_tokens, _most_rows(config)))
+        sizes = (config.max_loras, config.max_lora_rank, max(config.num_step_tokens, most_rows_of(config)))
         slots = LoraSlots(shape, weights, kernel_set.load_lora(kernels.name), *sizes)
         return partial(Decoder, shape, weights, with_slots(kernels, slots), adapters=slots, **options)
     if config.enable_lora:
@@ -216,11 +198,6 @@ def _load_weights(
 def _has_slots(kernels: kernel_set.BackendName, *, is_async: bool) -> bool:
     """Whether adapters lie in slots of fixed addresses, as CUDA graphs need; else each step groups them on the host."""
     return is_async or kernels == "triton"
-
-
-def _most_rows(config: EngineConfig) -> int:
-    """The most rows, or rows of logits, of any step."""
-    return most_rows(config.max_num_seqs, config.num_verified_tokens)
 
 
 def _check_fit(
@@ -241,30 +218,6 @@ def _check_fit(
     )
     fit.check()
     log.info("memory.fit", **fit.to_event())
-
-
-def _fit_runner(
-    config: EngineConfig,
-    shape: DecoderSpec,
-    make_decoder: Callable[..., TorchDecoder],
-    max_model_len: int,
-    device: torch.device,
-    *,
-    is_async: bool,
-) -> tuple[ModelRunner, MemoryTable, int]:
-    """A runner with a KV cache that fits the memory, the memory table, and the host blocks.
-
-    With `max_model_len = auto`, the table's `max_model_len` may be shorter than the argument.
-    """
-    max_model_len = positions_that_fit(config, shape, max_model_len, device.type)
-    decoder = make_decoder(max_positions=max_model_len)
-    bytes_per_block = KVCache.bytes_per_block(shape, config.block_size, kv_dtype_of(config, decoder.dtype))
-    host_blocks = num_host_blocks(config, bytes_per_block, max_model_len, decoder.device.type)
-    memory = _sizing(config, shape, decoder, max_model_len, host_blocks, is_async=is_async).plan(max_model_len)
-    if memory.max_model_len < max_model_len:
-        decoder = make_decoder(max_positions=memory.max_model_len)
-    sizes = (memory.num_blocks, memory.max_model_len, host_blocks)
-    return make_runner(config, shape, decoder, *sizes, is_block_major=is_async or None), memory, host_blocks
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -309,7 +262,7 @@ def _choosing(config: EngineConfig, kernels: kernel_set.BackendName, *, is_async
         return TokenChooser
     from ..cuda.triton_chooser import TritonTokenChooser
 
-    num_rows = _most_rows(config) if is_async else config.max_num_seqs
+    num_rows = most_rows_of(config) if is_async else config.max_num_seqs
     return partial(TritonTokenChooser, kernels=kernel_set.load_sampling(kernels), num_rows=num_rows)
 
 
@@ -357,158 +310,3 @@ def _weight_use(shape: DecoderSpec, dtype: torch.dtype) -> WeightUse:
     """Of numbers in one dtype."""
     num_weights = sum(map(math.prod, expected_shapes(shape).values()))
     return weight_use(shape, num_weights * dtype.itemsize, shape.vocab_size * shape.hidden_size * dtype.itemsize)
-
-
-def _backend_name(config: EngineConfig, device: torch.device) -> kernel_set.BackendName:
-    if config.attention_backend == "auto":
-        return "triton" if device.type == "cuda" else "torch"
-    assert config.attention_backend != "native"
-    return config.attention_backend
-
-
-def make_runner(
-    config: EngineConfig,
-    shape: DecoderSpec,
-    decoder: TorchDecoder,
-    blocks: int,
-    max_model_len: int,
-    host_blocks: int = 0,
-    *,
-    is_block_major: bool | None = None,
-) -> ModelRunner:
-    """A runner of the decoder with `blocks` KV blocks, and `host_blocks` on the host."""
-    dtype = kv_dtype_of(config, decoder.dtype)
-    scales = kv_scales_of(config, decoder)
-    sizes = (shape, blocks, config.block_size)
-    cache = KVCache(*sizes, dtype, decoder.device, decoder.kernels, scales, is_block_major=is_block_major)
-    last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=decoder.device)
-    pooler = Pooler(torch.zeros(config.max_num_seqs, shape.hidden_size, device=decoder.device))
-    width, num_short = -(-max_model_len // config.block_size), short_length(shape.ropes, max_model_len)
-    adapters = getattr(decoder, "adapters", None)  # none of a decoder through transformers
-    return ModelRunner(decoder, cache, last_tokens, width, host_blocks, pooler, num_short, adapters)
-
-
-def _peak_step_bytes(config: EngineConfig, shape: DecoderSpec, decoder: TorchDecoder, max_model_len: int) -> int:
-    """Runs the largest step on a cache of its own, and measures the memory it takes besides."""
-    grant = largest_grant(config, max_model_len)
-    runner = make_runner(config, shape, decoder, len(grant.table_blocks), max_model_len)
-    torch.cuda.synchronize(decoder.device)
-    torch.cuda.reset_peak_memory_stats(decoder.device)
-    before = torch.cuda.memory_allocated(decoder.device)
-    runner.forward(grant)
-    torch.cuda.synchronize(decoder.device)
-    return torch.cuda.max_memory_allocated(decoder.device) - before
-
-
-# -- memory
-
-
-def free_bytes(device: torch.device) -> int:
-    """Free memory of the device."""
-    return free_host_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
-
-
-def _sizing(
-    config: EngineConfig,
-    shape: DecoderSpec,
-    decoder: TorchDecoder,
-    max_model_len: int,
-    host_blocks: int,
-    *,
-    is_async: bool,
-) -> CacheSizing:
-    """The `CacheSizing` of a model.
-
-    The needs of the largest step are measured on a GPU, and computed on a CPU. Called when `decoder` holds tables for
-    `max_model_len` positions, and there is no KV cache yet.
-    """
-    bytes_per_block = KVCache.bytes_per_block(shape, config.block_size, kv_dtype_of(config, decoder.dtype))
-    weights = decoder.weights_bytes()
-    if decoder.device.type == "cpu":
-        return sizing_on_cpu(
-            config,
-            shape,
-            weights=weights,
-            num_positions=max_model_len,
-            activations=partial(decoder.step_bytes, config.num_step_tokens, is_kv_fp8=config.kv_cache_dtype == "fp8"),
-            bytes_per_block=bytes_per_block,
-            host_blocks=host_blocks,
-            adapters=_adapter_bytes(config, shape, decoder),
-        )
-    return _sizing_on_gpu(config, shape, decoder, max_model_len, weights, bytes_per_block, host_blocks, is_async)
-
-
-def _sizing_on_gpu(
-    config: EngineConfig,
-    shape: DecoderSpec,
-    decoder: TorchDecoder,
-    max_model_len: int,
-    weights: int,
-    bytes_per_block: int,
-    host_blocks: int,
-    is_async: bool,
-) -> CacheSizing:
-    try:
-        activations = _peak_step_bytes(config, shape, decoder, max_model_len)
-    except torch.OutOfMemoryError:
-        raise ConfigError(
-            f"max_num_batched_tokens = {config.num_step_tokens}: such a step does not fit the memory that the weights "
-            f"leave of {decoder.device}; lower it, or choose a smaller model"
-        ) from None
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(decoder.device)
-    adapters = getattr(decoder, "adapters", None)
-    slots = adapters.num_bytes if isinstance(adapters, LoraSlots) else 0  # allocated already
-    loaded = weights + tables_bytes(shape, max_model_len) + slots
-    has_kernels = _backend_name(config, decoder.device) == "triton"
-    rows = _most_rows(config) if is_async else config.max_num_seqs
-    chooser = device_sampler_bytes(config.max_num_seqs, shape.vocab_size, rows) if has_kernels else 0
-
-    def needs_of(length: int) -> MemoryNeeds:
-        return MemoryNeeds(
-            weights=weights,
-            state=tables_bytes(shape, length)
-            + slot_bytes(config, shape, length)
-            + chooser
-            + (async_bytes(config, length) if is_async else 0),
-            activations=activations,
-            graphs=graphs_bytes(config, shape, activations) if is_async else 0,
-            logits=_logits_bytes(config, shape.vocab_size, decoder.dtype, rows, is_async=is_async),
-            other=max(0, total - free - loaded),
-            sampler=sampler_bytes(config, shape, length) + SORTED_BYTES,
-            adapters=_adapter_bytes(config, shape, decoder),
-        )
-
-    machine = MachineMemory(
-        device=str(decoder.device),
-        total_bytes=total,
-        limit_bytes=total,
-        budget_bytes=int(total * config.gpu_memory_utilization),
-        host_free_bytes=free_host_bytes(),
-    )
-    return CacheSizing(
-        config=config, machine=machine, needs_of=needs_of, bytes_per_block=bytes_per_block, host_blocks=host_blocks
-    )
-
-
-def _adapter_bytes(config: EngineConfig, shape: DecoderSpec, decoder: TorchDecoder) -> int:
-    """Bytes of the device slots of LoRA adapters; at most, where each takes what its rank needs."""
-    adapters = getattr(decoder, "adapters", None)  # none of a decoder through transformers
-    if adapters is None:
-        return 0
-    if isinstance(adapters, LoraSlots):
-        return adapters.num_bytes
-    return SlotLayout(shape, config.max_lora_rank).num_bytes(config.max_loras, torch.float32.itemsize)
-
-
-def _logits_bytes(config: EngineConfig, vocab_size: int, dtype: torch.dtype, rows: int, *, is_async: bool) -> int:
-    """Bytes of a step's logits at most: of its rows and their drafts, and a piece of its scored prompts beside them."""
-    num_sampled = max(rows, config.max_num_seqs + config.num_verified_tokens)
-    num_scored = rows_of_a_piece(config.max_num_seqs, vocab_size)
-    scored = num_scored * vocab_size * _logit_bytes(dtype, is_async=False)
-    return num_sampled * vocab_size * _logit_bytes(dtype, is_async) + scored
-
-
-def _logit_bytes(dtype: torch.dtype, is_async: bool) -> int:
-    """Bytes of one logit: the model's, its copy on an asynchronous device, and others."""
-    return dtype.itemsize * (2 if is_async else 1) + LOGIT_COPIES_BYTES

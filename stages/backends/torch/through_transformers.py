@@ -29,7 +29,8 @@ from ....runtime.startup.phases import Phases
 from ...config import EngineConfig
 from ..backend import Backend
 from ..weights_fit import check_weights
-from .loading import choose_device, free_bytes, make_backend, name_of, torch_dtype
+from .fitted_runner import free_bytes
+from .loading import choose_device, make_backend, name_of, torch_dtype
 
 log = get_logger("millrace.stages")
 

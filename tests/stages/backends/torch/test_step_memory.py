@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from millrace.stages.backends.torch.loading import LOGIT_COPIES_BYTES, _logits_bytes
+from millrace.stages.backends.torch.fitted_runner import LOGIT_COPIES_BYTES, _logits_bytes
 from millrace.stages.config import EngineConfig
 from millrace.stages.device.scored_prompts import PIECE_BYTES, LogitsWithPrompts, ScoredChunk
 

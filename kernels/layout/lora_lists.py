@@ -20,7 +20,7 @@ MAX_PARTS = 3
 TILE = 3  # numbers of a tile: adapter slot, first place in `order`, tokens
 FEW_TOKENS = 256  # of a step whose sums are cut over K, as it has too few tiles for a device
 FEW_TILE, MANY_TILE = 16, 32  # tokens of a tile, at most
-MAX_CHUNKS = 8  # of K: each is summed on its own, then they are added in order, whoever sums them
+MAX_CHUNKS = 8  # of K: each is summed on its own, then they are added in one order, in every form
 LEAST_CHUNK = 256  # numbers of K
 
 

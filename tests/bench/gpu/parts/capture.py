@@ -38,7 +38,7 @@ def run(place: Place) -> None:
     asked = LaunchSwitches.of(os.environ)
     for switches in TRIED:
         if (switches.early and not asked.early) or (switches.branches and not asked.branches):
-            continue  # whoever started the run does without
+            continue  # the later parts run without
         try:
             found = list(wrong(place, switches))
         except Exception as error:  # an error of a capture may take the device along

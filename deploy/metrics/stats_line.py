@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING
 
 from ...runtime.env.log import get_logger
@@ -27,6 +27,11 @@ class _Counts:
     num_accepted_tokens: int
     idle_us: int  # of the device, between steps
 
+    def since(self, last: _Counts) -> _Counts:
+        """What was counted since. A count that fell began anew, in an engine process that replaced another."""
+        before_and_now = zip(astuple(last), astuple(self), strict=True)
+        return _Counts(*(now - before if now >= before else now for before, now in before_and_now))
+
 
 class StatsLine:
     """Writes the `engine.stats` log line of one engine every `interval_s`; 0: never."""
@@ -49,10 +54,10 @@ class StatsLine:
         last, counts = self._last, self._counts()
         self._last, self._last_s = counts, now_s
         if counts != last or (self._engine.pipeline.exit is not None and self._engine.pipeline.exit.live):
-            self._log(last, counts, passed_s)
+            self._log(counts.since(last), passed_s)
 
-    def _log(self, last: _Counts, counts: _Counts, passed_s: float) -> None:
-        engine, num_queries = self._engine, counts.num_queries - last.num_queries
+    def _log(self, counts: _Counts, passed_s: float) -> None:
+        engine = self._engine
         in_core: dict[str, float | None] = {}
         if engine.has_core:
             in_core = {
@@ -60,21 +65,18 @@ class StatsLine:
                 "num_waiting": engine.scheduler.num_waiting,
                 "num_swapped": engine.scheduler.num_swapped,
                 "kv_usage": round(engine.pool.num_in_use / engine.pool.num_blocks, 4),
-                "prefix_hit_rate": round((counts.num_hits - last.num_hits) / num_queries, 4) if num_queries else None,
-                "num_preemptions": counts.num_preemptions - last.num_preemptions,
+                "prefix_hit_rate": round(counts.num_hits / counts.num_queries, 4) if counts.num_queries else None,
+                "num_preemptions": counts.num_preemptions,
             }
         if engine.has_core and engine.idle_gaps_us is not None:
-            in_core["device_idle"] = round((counts.idle_us - last.idle_us) / 1e6 / passed_s, 4)
-        num_drafts = counts.num_draft_tokens - last.num_draft_tokens
-        if num_drafts:
-            in_core["num_draft_tokens"] = num_drafts
-            in_core["draft_acceptance_rate"] = round(
-                (counts.num_accepted_tokens - last.num_accepted_tokens) / num_drafts, 4
-            )
+            in_core["device_idle"] = round(counts.idle_us / 1e6 / passed_s, 4)
+        if counts.num_draft_tokens:
+            in_core["num_draft_tokens"] = counts.num_draft_tokens
+            in_core["draft_acceptance_rate"] = round(counts.num_accepted_tokens / counts.num_draft_tokens, 4)
         log.info(
             "engine.stats",
-            prompt_tokens_per_s=round((counts.num_prompt - last.num_prompt) / passed_s, 1),
-            generated_tokens_per_s=round((counts.num_generated - last.num_generated) / passed_s, 1),
+            prompt_tokens_per_s=round(counts.num_prompt / passed_s, 1),
+            generated_tokens_per_s=round(counts.num_generated / passed_s, 1),
             **in_core,
         )
 

@@ -218,3 +218,23 @@ def test_an_asynchronous_device_reports_its_idle_time_and_others_do_not():
     assert round(1e6 * of(found, "millrace:device_idle_gap_seconds_sum")) == idle.total
     found, idle, line = asyncio.run(run(is_async=False))
     assert idle is None and "device_idle" not in line and not any("device_idle" in name for name in found)
+
+
+def test_rates_are_right_where_another_engine_process_counts_anew():
+    async def main() -> None:
+        with captured_logs() as logs:
+            async with scripted_engine(script=NEVER_ENDS) as engine:
+                metrics = watched(engine)
+                await ask(engine, 5, max_tokens=2)
+                await ask(engine, 5, max_tokens=2)
+                cache = engine.prefix_cache
+                assert cache is not None and cache.num_queries > 5
+                stats = StatsLine(engine, metrics.num_tokens, 1e-6)
+                cache.num_queries = cache.num_hits = 0
+                await ask(engine, 3, max_tokens=2)
+                stats.check()
+                (line,) = [line for line in logs if line["event"] == "engine.stats"]
+                assert cache.num_queries == 3
+                assert line["prefix_hit_rate"] == round(cache.num_hits / 3, 4)
+
+    asyncio.run(main())

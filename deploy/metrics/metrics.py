@@ -146,6 +146,8 @@ class Metrics:
         scheduler, pool = engine.scheduler, engine.pool
         yield gauge("vllm:num_requests_running", "Running sequences.", scheduler.num_running, labels)
         yield gauge("vllm:num_requests_waiting", "Waiting sequences.", scheduler.num_waiting, labels)
+        work_s = engine.admission.work_waiting_s()
+        yield gauge("millrace:work_seconds_waiting", "Estimated time to serve what waits.", work_s, labels)
         yield gauge("vllm:num_requests_swapped", "Sequences swapped out to the host.", scheduler.num_swapped, labels)
         yield gauge(
             "millrace:num_requests_parked", "Sequences whose clients do not read.", scheduler.num_parked, labels

@@ -80,10 +80,14 @@ class Admission:
 
     def estimate_wait_s(self) -> float:
         """Estimated seconds until the waiting requests are served; LEAST_WAIT_S if unknown."""
+        return max(LEAST_WAIT_S, self.work_waiting_s()) if self._served_tokens else LEAST_WAIT_S
+
+    def work_waiting_s(self) -> float:
+        """Estimated seconds of work in the waiting requests; LEAST_WAIT_S for each until one has been served."""
         if not self._served_tokens:
-            return LEAST_WAIT_S
+            return LEAST_WAIT_S * self.num_waiting
         rate = self._served_tokens / max(self._served_s, 1e-3)
-        return max(LEAST_WAIT_S, self._queued_tokens / rate)
+        return self._queued_tokens / rate
 
     def _count(self, num_tokens: int, now_s: float) -> None:
         passed_s, self._counted_s = now_s - self._counted_s, now_s

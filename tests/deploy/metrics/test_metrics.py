@@ -72,12 +72,13 @@ def test_what_runs_shows_while_it_runs(slow_server: RunningServer):
     assert of(after, "vllm:request_success_total", finished_reason="abort") >= 1
 
 
-def test_vllms_names_are_there_with_their_labels(server: RunningServer):
+def test_vllms_names_are_there_with_their_labels_and_the_work_that_waits(server: RunningServer):
     samples = scrape(server)
     for name in (
         "vllm:num_requests_running",
         "vllm:num_requests_waiting",
         "vllm:num_requests_swapped",
+        "millrace:work_seconds_waiting",
         "vllm:kv_cache_usage_perc",
         "vllm:cpu_cache_usage_perc",
         "vllm:prompt_tokens_total",

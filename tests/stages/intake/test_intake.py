@@ -139,7 +139,18 @@ def test_the_wait_is_the_queue_over_the_rate_of_service():
         door.release(f"served{i}", i + 1.0, is_served=True)
     for i in range(5):
         door.admit(f"waiting{i}", 200, 20.0)
-    assert door.estimate_wait_s() == pytest.approx(10.0, rel=0.01)
+    assert door.estimate_wait_s() == door.work_waiting_s() == pytest.approx(10.0, rel=0.01)
+    for i in range(5):
+        door.start(f"waiting{i}")
+    assert (door.estimate_wait_s(), door.work_waiting_s()) == (1.0, 0.0)
+
+
+def test_until_a_request_was_served_each_waiting_one_counts_as_a_second_of_work():
+    door = Admission(max_admitted=9, max_waiting=9)
+    assert door.work_waiting_s() == 0.0
+    for i in range(3):
+        door.admit(f"waiting{i}", 200, 0.0)
+    assert door.work_waiting_s() == 3.0
 
 
 def test_idle_time_does_not_slow_the_measured_rate():

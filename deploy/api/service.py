@@ -89,6 +89,11 @@ class Service:
         return self._engine_health
 
     @property
+    def is_stuck(self) -> bool:
+        """Whether the engine makes no progress: only a restart helps, if anything does."""
+        return self._engine_health.state in ("stalled", "dead")
+
+    @property
     def load_state(self) -> LoadState | None:
         """How far loading the model is; None once there is an engine, or if it is not known."""
         return None if self.engine is not None or self.load_progress is None else self.load_progress.state()

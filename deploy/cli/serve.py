@@ -10,8 +10,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from importlib import import_module
 from threading import Thread
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ...runtime.env.limits import LIMIT_FLAGS, address_space_left, raise_open_files
 from ...runtime.env.log import configure, get_logger, shutdown
 from ...runtime.env.loops import loop_factory
+from ...runtime.env.service_manager import ServiceManager
 from ...runtime.workers.thread_start import ThreadNotStarted, start_thread
 from ...stages.config import EngineConfig, ModelImpl
 from ...stages.errors import ConfigError
@@ -70,12 +71,13 @@ async def serve(
 
     `sources` maps each setting to its source, for the start-up log.
     """
+    manager = ServiceManager.take(os.environ)
     _check_limits()
     engine_config.check_files()
     server_config.check_folders()
     stop = _StopSignals(server_config.shutdown_timeout_s + STOP_S)
     with closing(ListeningSockets.open(server_config)) as listening:  # first: what it needs may belong to another
-        return await _serve(engine_config, server_config, make_engine, sources or {}, listening, stop)
+        return await _serve(engine_config, server_config, make_engine, sources or {}, listening, stop, manager)
 
 
 async def _serve(
@@ -85,9 +87,10 @@ async def _serve(
     sources: Mapping[str, str],
     listening: ListeningSockets,
     stop: _StopSignals,
+    manager: ServiceManager,
 ) -> int:
     started: asyncio.Future[Server] = asyncio.get_running_loop().create_future()
-    serving = asyncio.ensure_future(_serve_engine(started, engine_config, make_engine, stop))
+    serving = asyncio.ensure_future(_serve_engine(started, engine_config, make_engine, stop, manager))
     stop.on_early = serving.cancel
     try:
         await asyncio.sleep(0)  # the model begins to load, here or in the engine process
@@ -108,7 +111,11 @@ async def _serve(
 
 
 async def _serve_engine(
-    started: asyncio.Future[Server], engine_config: EngineConfig, make_engine: MakeEngine, stop: _StopSignals
+    started: asyncio.Future[Server],
+    engine_config: EngineConfig,
+    make_engine: MakeEngine,
+    stop: _StopSignals,
+    manager: ServiceManager,
 ) -> int:
     making = make_engine(engine_config)
     started.add_done_callback(partial(_show_progress, making))
@@ -121,12 +128,35 @@ async def _serve_engine(
         gc.freeze()  # the model and its modules live as long as the process: no collection needs to scan them
         gc.enable()
         _print_ready(server, engine.info.model_impl)
-        await stop.event.wait()
-        log.info("server.draining", live=len(server.service.live), timeout_s=server.config.shutdown_timeout_s)
-        is_clean = await server.drain()
-        await server.stop()
+        manager.ready(f"{server.service.model_names[0]} on {server.url}")
+        with _tells_that_it_moves(server, manager):
+            await stop.event.wait()
+            manager.stopping()
+            log.info("server.draining", live=len(server.service.live), timeout_s=server.config.shutdown_timeout_s)
+            is_clean = await server.drain()
+            await server.stop()
     log.info("server.stopped", is_clean=is_clean)
     return 0
+
+
+@contextmanager
+def _tells_that_it_moves(server: Server, manager: ServiceManager) -> Iterator[None]:
+    """Calls `manager.alive` twice as often as it asks for, on this loop, while the server is not stuck."""
+    loop, timer = asyncio.get_running_loop(), None
+
+    def beat(interval_s: float) -> None:
+        nonlocal timer
+        if not server.service.is_stuck:
+            manager.alive()
+        timer = loop.call_later(interval_s, beat, interval_s)
+
+    if manager.watchdog_s is not None:
+        beat(manager.watchdog_s / 2)
+    try:
+        yield
+    finally:
+        if timer is not None:
+            timer.cancel()
 
 
 def _show_progress(making: object, started: asyncio.Future[Server]) -> None:

@@ -19,6 +19,7 @@ IN_MANY_ROOMS = ("__init__.py", "stage.py", "bodies.py")  # file names that stan
 FOREIGN = {  # program -> flags of it that a page may name
     "pip": {"--index-url", "--no-deps"},
     "npm": {"--prefix"},
+    "systemctl": {"--now"},
     "pytest": {"--import-mode"},
     "ruff": {"--check"},
     "Schemathesis": {"--phases", "--include-path"},

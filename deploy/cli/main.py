@@ -121,6 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_replay(commands)
     _add_simulate(commands)
     _add_top(commands)
+    _add_health(commands)
     _add_trace(commands)
     _add_collect_env(commands)
     return parser
@@ -308,6 +309,18 @@ def _add_top(commands: Any) -> None:
     top.add_argument("--once", action="store_true", help="print once and exit")
     _add_common(top)
     _add_engine_flags(top, LOGGING | {"api_key"}, of_engine=frozenset())
+
+
+def _add_health(commands: Any) -> None:
+    text = "ask a running server whether it takes requests: exit code 0 or 1"
+    health = commands.add_parser("health", usage=_usage("health"), help=text)
+    text = "URL of the server (default: http://127.0.0.1:PORT, or --uds)"
+    health.add_argument("--url", "--base-url", metavar="URL", help=text)
+    text = "ask only whether it need not be restarted: 0 while it loads, drains or is stalled, too"
+    health.add_argument("--live", action="store_true", help=text)
+    health.add_argument("--wait-s", type=float, metavar="X", default=5.0, help="seconds for the answer (default: 5)")
+    _add_common(health)
+    _add_engine_flags(health, LOGGING | {"host", "port", "uds", "root_path", "ssl_certfile"}, of_engine=frozenset())
 
 
 def _add_trace(commands: Any) -> None:

@@ -21,7 +21,10 @@ class HealthRoutes:
         self._metrics = metrics
 
     async def live(self, request: web.Request) -> web.Response:
-        """`GET /health/live`: always 200."""
+        """`GET /health/live`: 200, except for a server that is dead: only a restart helps it, so it answers 503."""
+        health = self.service.health
+        if health.state == "dead":
+            return answer({"status": "dead", "stage": health.stage, "reason": health.reason}, status=503)
         return answer({"status": "alive"})
 
     async def ready(self, request: web.Request) -> web.Response:

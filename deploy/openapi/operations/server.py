@@ -23,9 +23,9 @@ SERVER = (
         path="/health/live",
         name="healthLive",
         group="server",
-        summary="Whether the process responds",
+        summary="Whether the process responds and its engine has not failed for good",
         access="open",
-        answers=json(server.Alive),
+        answers={200: (Content(server.Alive),), 503: (Content(server.NotReady),)},
     ),
     Operation(
         method="GET",

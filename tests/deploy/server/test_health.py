@@ -95,6 +95,7 @@ def test_a_lost_device_is_told_by_health_metrics_and_dashboard_and_ends_each_req
             _, health = await eventually(lambda: client.get("/health"), lambda answer: answer[0] == 503)
             assert asyncio.get_running_loop().time() - began_s < 2.0
             assert health["status"] == "dead" and "an illegal memory access" in health["reason"]
+            assert (await client.get("/health/live"))[0] == 503  # only a restart helps
             for status, answer, _ in await asyncio.gather(*asked):
                 assert (status, answer["error"]["code"]) == (503, "dead")
                 assert "an illegal memory access was encountered" in answer["error"]["message"]

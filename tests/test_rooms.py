@@ -43,7 +43,8 @@ BELOW = {
     "model/schema": "",
     "model/text": "model model/schema",
     "model/demo/making": "model/demo",
-    "model/decoder": "model model/families model/checkpoint model/lora",
+    "model/decoder": "model model/families model/checkpoint model/lora model/sharding",
+    "model/sharding": "model model/families model/lora",
     "model/lora": "model model/families model/checkpoint",
     "model/fallback": "model model/checkpoint model/decoder",
     "model/encoder": "model model/checkpoint",
@@ -60,13 +61,15 @@ BELOW = {
     "stages/schedule": "stages",
     "stages/tokenize": "stages",
     "stages/execute": "stages stages/device",
+    "stages/executor": "stages",
     "stages/sample": "stages stages/device stages/grammar",
     "stages/recordings": "stages stages/allocate stages/intake stages/schedule",
     "stages/beam_search": "stages stages/detokenize stages/exit stages/tokenize",
     "stages/backends/cuda": "stages stages/device stages/grammar stages/execute stages/sample",
     "stages/backends": "stages stages/device stages/execute stages/sample stages/backends/cuda",
     "stages/backends/native": "stages stages/device stages/grammar stages/execute stages/sample stages/backends",
-    "stages/backends/torch": "stages stages/device stages/execute stages/sample stages/backends/cuda stages/backends",
+    "stages/backends/torch": "stages stages/device stages/execute stages/executor stages/sample stages/backends/cuda "
+    "stages/backends",
     "stages/loading": "stages stages/device stages/encode stages/grammar stages/tokenize stages/execute "
     "stages/sample stages/backends/cuda stages/backends stages/backends/native "
     "stages/backends/torch",

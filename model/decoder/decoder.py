@@ -12,10 +12,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ...kernels.kernel_set import FewRows, HeadNorms, KernelSet, RowNorm
 from ...kernels.layout.work_lists import AttentionPlan, AttentionShape
 from ...kernels.tilings.tables import Tilings
+from ..sharding.comm import Comm
+from ..sharding.shard import RankShare
 from ..spec import AttentionSpec, DecoderSpec, FeedSpec, LayerSpec
 from .few_rows import FewRowProducts, LayerProducts
 from .kv_cache import KVCache
@@ -35,7 +38,8 @@ class Decoder:
     caller. With `is_batch_invariant` the other sequences of a step do not change how attention is cut; only kernels
     with attention plans honour it, and products of few rows are then the library's. `tilings` are the launch options of
     the card; None = all products are the library's, and attention has its own. `adapters` are those that the linears in
-    `weights`, or `kernels`, add.
+    `weights`, or `kernels`, add. `comm` joins the ranks that share a model; `spec` and `weights` are then the rank's
+    share, and only rank 0 gets logits. None = the whole model is here.
     """
 
     def __init__(
@@ -48,8 +52,10 @@ class Decoder:
         is_batch_invariant: bool = False,
         tilings: Tilings | None = None,
         adapters: LoraTable | LoraSlots | None = None,
+        comm: Comm | None = None,
     ) -> None:
         self.spec = spec
+        self.comm = comm
         self.adapters = adapters
         self.weights = weights
         self.kernels = kernels
@@ -108,10 +114,12 @@ class Decoder:
         Written to `out` [L, V], if given.
         """
         head = self.spec.head
-        if out is not None and head.scale == 1.0 and head.soft_cap is None:
+        if out is not None and head.scale == 1.0 and head.soft_cap is None and self.comm is None:
             self.weights.head.write(self.normed(hidden), out)
             return out
         logits = self.weights.head.unrounded(self.normed(hidden))
+        if self.comm is not None:
+            logits = self._gathered(logits, self.comm)
         if head.scale != 1.0:
             logits = logits * head.scale
         if head.soft_cap is not None:
@@ -159,6 +167,14 @@ class Decoder:
         """A table of numbers where the weights are."""
         return torch.from_numpy(table).to(self.device)
 
+    def _gathered(self, logits: Tensor, comm: Comm) -> Tensor:
+        """The logits [L, V] of all ranks' rows of the head; on the other ranks none of them, [0, V]."""
+        sizes = [_len(RankShare(rank, comm.size).part(self.spec.vocab_size)) for rank in range(comm.size)]
+        parts = comm.gather(pad(logits, (0, max(sizes) - logits.shape[1])))
+        if parts is None:
+            return logits.new_empty(0, self.spec.vocab_size)
+        return torch.cat([part[:, :size] for part, size in zip(parts, sizes, strict=True)], dim=1)
+
     def _embed(self, inputs: StepInputs[Tensor]) -> Tensor:
         """The first residual, [T, hidden]."""
         embedding, weights = self.spec.embedding, self.weights
@@ -204,7 +220,12 @@ class _Layer:
         self, residual: Tensor, x: Tensor, linear: Linear, few: FewRows | None, post_norm: NormWeights | None
     ) -> Tensor:
         """Adds a product to the residual [T, hidden], normed and scaled as the layer says."""
-        scale = self.spec.residual_scale
+        scale, comm = self.spec.residual_scale, self.decoder.comm
+        if comm is not None:
+            product = comm.sum(self.kernels.norm_linear(x, None, linear, few))
+            if post_norm is not None:
+                product = self.decoder.norm(product, post_norm)
+            return residual + (product if scale == 1.0 else product * scale)
         if post_norm is None and scale == 1.0:
             return self.kernels.linear_add(residual, x, linear, few)
         product = self.decoder.norm(self.kernels.norm_linear(x, None, linear, few), post_norm)
@@ -259,10 +280,22 @@ def _alibi(attention: AttentionSpec, decoder: Decoder) -> Tensor | None:
     """What alibi adds to scores: [H] f32 by distance, or [H, P] f32 by position where that is rounded."""
     if not attention.has_alibi:
         return None
-    slopes = decoder.on_device(alibi_slopes(attention.num_heads))
+    slopes = decoder.on_device(_slopes(attention.num_heads, decoder.comm))
     if attention.is_alibi_rounded:
         slopes = slopes.bfloat16()[:, None] * torch.arange(decoder.max_positions, device=decoder.device)
     return slopes.float() * attention.alibi_scale
+
+
+def _slopes(num_heads: int, comm: Comm | None) -> NDArray[np.float32]:
+    """The slopes of the heads that are here."""
+    if comm is None:
+        return alibi_slopes(num_heads)
+    whole = num_heads * comm.size
+    return alibi_slopes(whole)[RankShare(comm.rank, comm.size).part(whole)]
+
+
+def _len(part: slice) -> int:
+    return int(part.stop - part.start)
 
 
 def _row_norm(norm: NormWeights | None) -> RowNorm | None:

@@ -17,6 +17,7 @@ from ..checkpoint.safetensors import BFLOAT16
 from ..checkpoint.tensor_shapes import CheckpointChange, TensorSource, expected_shapes, open_source
 from ..errors import CheckpointError
 from ..families import names
+from ..sharding.shard import WHOLE, Cut, RankShare, cuts_of, spec_of
 from ..spec import AttentionSpec, DecoderSpec, FeedSpec, LayerSpec, NormSpec
 from .linear import Linear, linear_form
 
@@ -93,18 +94,20 @@ def load_weights(
     is_batch_invariant: bool = False,
     free_bytes: int | None = None,
     change: CheckpointChange | None = None,
+    shard: RankShare | None = None,
 ) -> DecoderWeights:
     """The weights of the checkpoint in `root`; with load_format "dummy" seeded random weights, without reading a file.
 
     Raises CheckpointError naming file and tensor for a missing, extra, misshapen or non-finite tensor. `progress` is
     told the bytes of each tensor that is read. With `is_batch_invariant` a row's products do not depend on the other
     rows, see `EvenLinear`. `free_bytes` is the device's free memory before loading, which limits larger, faster forms;
-    None = no limit. `change`: as for `open_source`.
+    None = no limit. `change`: as for `open_source`. `shard`: the share of a rank, of whose decoder `spec_of` has the
+    sizes; None = the whole model.
     """
     source, spec = open_source(root, spec, load_format, change)
     if progress is not None:
         source = CountedTensors(source, expected_shapes(spec), progress)
-    loader = _Loader(source, spec, device, dtype)
+    loader = _Loader(source, spec, device, dtype, shard)
     num_weights = loader.total_bytes // dtype.itemsize
     loader.form = linear_form(device, dtype, num_weights, free_bytes, is_batch_invariant=is_batch_invariant)
     return loader.load()
@@ -119,8 +122,15 @@ class _Loader:
         spec: DecoderSpec,
         device: torch.device,
         dtype: torch.dtype,
+        shard: RankShare | None,
     ) -> None:
-        self.source, self.spec, self.shapes = source, spec, expected_shapes(spec)
+        self.source, self.spec = source, spec if shard is None else spec_of(spec, shard)
+        self.cuts: dict[str, Cut] = {} if shard is None else cuts_of(spec, shard)
+        self.shapes = {  # of what is held
+            name: self._cut(name).shape(shape)
+            for name, shape in expected_shapes(spec).items()
+            if self._cut(name).is_held
+        }
         self.device, self.dtype = device, dtype
         self.total_bytes = sum(math.prod(shape) for shape in self.shapes.values()) * dtype.itemsize
         self.form: Callable[..., Linear] = Linear
@@ -144,7 +154,7 @@ class _Loader:
         """The output layer; one that the checkpoint lacks is never used."""
         head = self.spec.head
         has_own = head.exists and not head.is_tied
-        weight = self._tensor(f"{names.HEAD}.weight") if has_own else embedding
+        weight = self._tensor(f"{names.HEAD}.weight") if has_own else embedding[self._cut(f"{names.HEAD}.weight").rows]
         return (
             self.form(weight, self._tensor(f"{names.HEAD}.bias"))
             if head.exists and head.has_bias
@@ -196,12 +206,20 @@ class _Loader:
         num_rows = sum(self.shapes[name][0] for name in found)
         joined = torch.empty((num_rows, *self.shapes[found[0]][1:]), dtype=dtype, device=self.device)
         for name, part in zip(found, joined.split_with_sizes([self.shapes[name][0] for name in found]), strict=True):
-            part.copy_(_as_tensor(self.source.array(name)))
+            part.copy_(_as_tensor(self._held(name)))
             self.source.forget(name)
             if not all(map(math.isfinite, torch.stack(torch.aminmax(part)).tolist())):
                 stored = self.source.stored_name(name)
                 raise CheckpointError(f"tensor {stored}: holds NaN or infinity as {dtype}; fetch the file again")
         return joined
+
+    def _held(self, name: str) -> NDArray[Any]:
+        """The numbers of a tensor that are held, of which a mapped file reads no others."""
+        array, cut = self.source.array(name), self._cut(name)
+        return array if cut is WHOLE else array[(cut.rows, cut.columns)[: array.ndim]]
+
+    def _cut(self, name: str) -> Cut:
+        return self.cuts.get(name, WHOLE)
 
 
 def _as_tensor(array: NDArray[Any]) -> Tensor:

@@ -1,0 +1,74 @@
+"""Ranks as processes, through torch.distributed: gloo between CPUs, NCCL between GPUs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as public
+from torch import Tensor
+
+from .comm import CommLog, CommLost, ordered_sum
+
+distributed: Any = public  # its process groups have no types
+WAIT = timedelta(hours=1)  # NOTE: a rank that hangs is found by the deadline of an order, long before
+
+
+class ProcessComm:
+    """See `Comm`. `folder` is a private folder of this machine that all ranks are given; made by all at once.
+
+    On CPUs sums are made in the order of ranks. On GPUs they are NCCL's, unless `is_ordered`.
+    """
+
+    def __init__(self, folder: Path, rank: int, size: int, device: torch.device, *, is_ordered: bool = False) -> None:
+        self.rank, self.size, self.log = rank, size, CommLog()
+        self._is_ordered = is_ordered or device.type == "cpu"
+        store = distributed.PrefixStore("millrace", distributed.FileStore(os.fspath(folder / "ranks"), size))
+        self._group: Any = _gloo(store, rank, size) if device.type == "cpu" else _nccl(store, rank, size)
+
+    def sum(self, partial: Tensor) -> Tensor:
+        if not self._is_ordered:
+            return self._wait("sum", partial, self._group.allreduce([partial := partial.contiguous()]), partial)
+        parts = [torch.empty_like(partial) for _ in range(self.size)]
+        self._wait("sum", partial, self._group.allgather([parts], [partial.contiguous()]), partial)
+        return ordered_sum(parts)
+
+    def gather(self, x: Tensor) -> Sequence[Tensor] | None:
+        parts = [] if self.rank else [torch.empty_like(x) for _ in range(self.size)]
+        options = distributed.GatherOptions()
+        options.rootRank = 0
+        self._wait("gather", x, self._group.gather([parts] if parts else [], [x.contiguous()], options), x)
+        return parts or None
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        options = distributed.BroadcastOptions()
+        options.rootRank = 0
+        return self._wait("broadcast", x, self._group.broadcast([x := x.contiguous()], options), x)
+
+    def _wait(self, call: str, like: Tensor, work: Any, result: Tensor) -> Tensor:
+        """Waits for a call; on a GPU the current stream does."""
+        self.log.note(call, like)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise CommLost(f"{self.log.last}: {str(error).splitlines()[0]}") from None
+        return result
+
+
+def _gloo(store: Any, rank: int, size: int) -> Any:
+    """NOTE: gloo asks for no key, so it listens on the loopback interface only."""
+    options = distributed.ProcessGroupGloo._Options()
+    options._devices = [distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=False)]
+    options._timeout = WAIT
+    return distributed.ProcessGroupGloo(store, rank, size, options)
+
+
+def _nccl(store: Any, rank: int, size: int) -> Any:
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # of its first contact; tensors go over NVLink or PCIe
+    options = distributed.ProcessGroupNCCL.Options()
+    options._timeout = WAIT
+    return distributed.ProcessGroupNCCL(store, rank, size, options)

@@ -66,6 +66,10 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "attention_backend": "attention backend; auto: triton on cuda, native on cpu, or torch if native is missing",
         "deterministic": "make log-probabilities independent of other requests in the batch; slower, triton only",
         "threads": "compute threads on a CPU; none: one per core, limited by the container's CPU quota",
+        "tensor_parallel_size": "processes that share each layer of the model, on a GPU each or on CPUs; torch and "
+        "triton only",
+        "executor": "what tensor_parallel_size starts: process, or thread for debugging; auto: process",
+        "emulate_tp": "for debugging: add up products in the pieces of so many tensor-parallel processes, in one",
         "tokenizer_workers": "tokenizer threads; a long prompt occupies one of them",
     },
     "batch": {

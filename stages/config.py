@@ -58,6 +58,9 @@ class EngineConfig:
     attention_backend: Literal["auto", "native", "torch", "triton"] = "auto"  # auto: on cuda triton, on cpu native
     deterministic: bool = False  # True: results do not depend on the rest of the batch; slower, triton only
     threads: int | None = None  # compute threads on a CPU; None: one per core, or the CPU quota
+    tensor_parallel_size: int = 1  # processes, on a GPU each, that share every layer; torch and triton only
+    executor: Literal["auto", "thread", "process"] = "auto"  # of these; auto: process; thread: for debugging
+    emulate_tp: int = 1  # for debugging: sums in the pieces of so many ranks, in one process
     tokenizer_workers: int = 2  # threads; with two, short prompts overtake a long one
 
     # the batch
@@ -179,8 +182,12 @@ class EngineConfig:
                 f"device = {self.device}: must be auto, cpu, cuda, or one of several GPUs, such as cuda:1"
             )
         _power_of_two("block_size", self.block_size)
+        if self.emulate_tp != 1 and self.tensor_parallel_size != 1:
+            raise ConfigError(f"emulate_tp = {self.emulate_tp}: it is for one process; leave out tensor_parallel_size")
         for name in (
             "max_num_seqs",
+            "tensor_parallel_size",
+            "emulate_tp",
             "tokenizer_workers",
             "max_admitted_requests",
             "max_unread_tokens",

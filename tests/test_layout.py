@@ -29,7 +29,11 @@ STAGE_FILES_WITH_TORCH = {
     "stages/backends/cuda/triton_chooser.py",
     "stages/backends/torch/fitted_runner.py",
     "stages/backends/torch/kv_dtype.py",
+    "stages/backends/torch/leading.py",
     "stages/backends/torch/loading.py",
+    "stages/backends/torch/rank.py",
+    "stages/backends/torch/ranks.py",
+    "stages/backends/torch/share.py",
     "stages/backends/torch/tilings.py",
     "stages/backends/torch/through_transformers.py",
     "stages/device/torch_arrays.py",
@@ -38,6 +42,7 @@ STAGE_FILES_WITH_TORCH = {
 }  # what a real start runs where torch is needed
 OUTSIDE_THE_ENV = {
     "stages/engine/llm.py": {"threading", "concurrent"},  # an event loop of its own, for callers that have none
+    "stages/executor/thread_executor.py": {"threading"},  # a rank is a thread
     "stages/loading/early.py": {"threading"},  # it begins before there is an env
     "stages/testing/scripted/device.py": {"time"},  # it takes real time
 }

@@ -45,6 +45,7 @@ class Backend:
     probe: Callable[[], object] | None = None  # finds out whether the device is lost, see `Device`; None: it cannot be
     own_cpu: int | None = None  # pinned to the thread that starts each step; another process may occupy it for a while
     prepare_adapter: Callable[[Adapter], object] | None = None  # called for each that is read, on the reading thread
+    close: Callable[[], object] | None = None  # ends what computes in other processes; None: nothing does
     assemble: Callable[[Sampler, EndRules], AsyncRuntime] | None = (
         None  # builds an asynchronous device; None: steps are waited for
     )

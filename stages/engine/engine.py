@@ -279,6 +279,9 @@ class Engine(EngineStatus, ClientApi):
             except ThreadNotStarted:
                 self._opening.close()
             self._opening = None
+        close = None if parts is None else getattr(parts.loaded, "close", None)
+        if close is not None:
+            await self._env.run_in_thread(close)
         if self._owns_env:
             await self._env.aclose()
         if parts is not None:

@@ -68,6 +68,7 @@ class LoadedModel:
     make_device: Callable[[], Device]  # on whose thread runner and sampler run
     own_cpu: int | None = None  # as in `Backend`
     read_adapter: Callable[[Path, str], Adapter] | None = None  # from a folder, with a name for messages; None: no LoRA
+    close: Callable[[], object] | None = None  # as in `Backend`; blocks
 
     def make_decoder(self, params: SamplingParams, prompt: Ints) -> IncrementalDecoder:
         """A decoder for an answer to `prompt` [P], which the answer's text continues."""
@@ -126,6 +127,9 @@ def load_model(
 
 def _load(config: EngineConfig, opened: OpenedModel, phases: Phases, env: Env) -> LoadedModel | LoadedEncoder:
     model_id = hub.model_name(config.model)
+    if config.tensor_parallel_size > 1 and (opened.why_through_transformers or opened.shape is None):
+        what = "runs through transformers" if opened.why_through_transformers else "is an encoder"
+        raise ConfigError(f"tensor_parallel_size = {config.tensor_parallel_size}: {model_id} {what}; use 1")
     if opened.why_through_transformers:
         log.info("model_impl.chosen", name="transformers", reason=opened.why_through_transformers)
         shape = _read_through_transformers(config, opened.root, phases)
@@ -210,7 +214,8 @@ def _put_together(
     read = _adapter_reader(config, root, shape, computing, tokenizer, model_id) if config.enable_lora else None
     if computing.assemble is None:
         make_device = partial(Device, computing.enter, computing.call_before_computing, computing.probe)
-        return LoadedModel(info, *text_parts, runner, sampler, grammars, make_device, computing.own_cpu, read)
+        own_cpu, close = computing.own_cpu, computing.close
+        return LoadedModel(info, *text_parts, runner, sampler, grammars, make_device, own_cpu, read, close)
     with phases("graphs"):
         async_runtime = computing.assemble(sampler, EndRules(eos_token_ids, info.max_model_len, info.short_length))
     if async_runtime.captured is not None:
@@ -295,6 +300,8 @@ def _load_computing(
             return load_natively(resolved, model, shape, max_model_len, phases, threads, opened.packing)
         reason = model
     require_torch(config, shape, reason)
+    if config.tensor_parallel_size > 1:
+        log.info("backend.chosen", name="torch", reason=reason)
     if opened.native_model is not None:
         costs = "torch instead: a second and 200 MiB more at the start, and slower steps"
         log.warning("native.unavailable", reason=reason, costs=costs)

@@ -14,6 +14,9 @@ def why_not_native(config: EngineConfig, shape: DecoderSpec) -> str | None:
     """The setting that the native library does not support, and why; None if it supports all."""
     if config.attention_backend not in ("auto", "native"):
         return f"attention_backend = {config.attention_backend}"
+    if config.tensor_parallel_size > 1 or config.emulate_tp > 1:
+        name = "tensor_parallel_size" if config.tensor_parallel_size > 1 else "emulate_tp"
+        return f"{name} = {getattr(config, name)}: the native backend computes in one process, with threads"
     if config.gpu is not None or (config.device == "auto" and has_cuda_driver()):
         return f"device = {config.device}: the native backend computes on CPUs only"
     if config.kv_cache_dtype == "fp8":
@@ -59,6 +62,7 @@ def _what_helps(config: EngineConfig, shape: DecoderSpec) -> str:
         return ""
     is_on_gpu = config.gpu is not None or (config.device == "auto" and has_cuda_driver())
     changes = {
+        "tensor_parallel_size = 1": config.tensor_parallel_size > 1,
         "attention_backend = auto": config.attention_backend not in ("auto", "native"),
         "device = cpu": is_on_gpu,
         "kv_cache_dtype = int8": config.kv_cache_dtype == "fp8",

@@ -34,6 +34,7 @@ from ..memory_needs import (
 )
 from ..rates import largest_grant
 from .kv_dtype import kv_dtype_of, kv_scales_of
+from .leading import LeadingAdapters, LeadingDecoder
 
 if TYPE_CHECKING:
     from ....model.fallback.transformers_decoder import TransformersDecoder  # which imports transformers
@@ -59,6 +60,7 @@ def fit_runner(
     max_model_len = positions_that_fit(config, shape, max_model_len, device.type)
     decoder = make_decoder(max_positions=max_model_len)
     bytes_per_block = KVCache.bytes_per_block(shape, config.block_size, kv_dtype_of(config, decoder.dtype))
+    bytes_per_block *= config.tensor_parallel_size  # ranks share the host's memory
     host_blocks = num_host_blocks(config, bytes_per_block, max_model_len, decoder.device.type)
     memory = _sizing(config, shape, decoder, max_model_len, host_blocks, is_async=is_async).plan(max_model_len)
     if memory.max_model_len < max_model_len:
@@ -81,11 +83,15 @@ def make_runner(
     dtype = kv_dtype_of(config, decoder.dtype)
     scales = kv_scales_of(config, decoder)
     sizes = (shape, blocks, config.block_size)
-    cache = KVCache(*sizes, dtype, decoder.device, decoder.kernels, scales, is_block_major=is_block_major)
+    leader = decoder.leader if isinstance(decoder, LeadingDecoder) else None
+    make_cache = KVCache if leader is None else leader.make_cache
+    cache = make_cache(*sizes, dtype, decoder.device, decoder.kernels, scales, is_block_major=is_block_major)
     last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=decoder.device)
     pooler = Pooler(torch.zeros(config.max_num_seqs, shape.hidden_size, device=decoder.device))
     width, num_short = -(-max_model_len // config.block_size), short_length(shape.ropes, max_model_len)
     adapters = getattr(decoder, "adapters", None)  # none of a decoder through transformers
+    if leader is not None and adapters is not None:
+        adapters = LeadingAdapters(leader, adapters)
     return ModelRunner(decoder, cache, last_tokens, width, host_blocks, pooler, num_short, adapters)
 
 
@@ -124,15 +130,17 @@ def _sizing(
     bytes_per_block = KVCache.bytes_per_block(shape, config.block_size, kv_dtype_of(config, decoder.dtype))
     weights = decoder.weights_bytes()
     if decoder.device.type == "cpu":
+        size = config.tensor_parallel_size  # ranks, which share the memory
+        step_bytes = partial(decoder.step_bytes, config.num_step_tokens, is_kv_fp8=config.kv_cache_dtype == "fp8")
         return sizing_on_cpu(
             config,
             shape,
-            weights=weights,
+            weights=weights * size,
             num_positions=max_model_len,
-            activations=partial(decoder.step_bytes, config.num_step_tokens, is_kv_fp8=config.kv_cache_dtype == "fp8"),
-            bytes_per_block=bytes_per_block,
+            activations=lambda length: step_bytes(length) * size,
+            bytes_per_block=bytes_per_block * size,
             host_blocks=host_blocks,
-            adapters=_adapter_bytes(config, shape, decoder),
+            adapters=_adapter_bytes(config, shape, decoder) * size,
         )
     return _sizing_on_gpu(config, shape, decoder, max_model_len, weights, bytes_per_block, host_blocks, is_async)
 
@@ -156,6 +164,8 @@ def _sizing_on_gpu(
         ) from None
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(decoder.device)
+    if isinstance(decoder, LeadingDecoder):
+        free = min(free, decoder.leader.free_bytes())
     adapters = getattr(decoder, "adapters", None)
     slots = adapters.num_bytes if isinstance(adapters, LoraSlots) else 0  # allocated already
     loaded = weights + tables_bytes(shape, max_model_len) + slots

@@ -7,24 +7,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from ....kernels import kernel_set
 from ....model.backend_gaps import missing
 from ....model.checkpoint.tensor_shapes import expected_shapes
-from ....model.decoder.adapted_kernels import with_slots
 from ....model.decoder.decoder import Decoder
-from ....model.decoder.lora_linear import LoraTable, with_adapters
+from ....model.decoder.emulated_shards import emulated
 from ....model.decoder.lora_slots import LoraSlots
-from ....model.decoder.weights import load_weights
+from ....model.decoder.weights import DecoderWeights, load_weights
+from ....model.sharding.shard import RankShare
 from ....model.spec import DecoderSpec
 from ....runtime.device_streams.interface import DeviceStreams
 from ....runtime.env.cpus import ComputeThreads
 from ....runtime.env.log import get_logger
+from ....runtime.processes.order_line import LineEnded
 from ....runtime.startup.load_progress import LoadProgress
 from ....runtime.startup.phases import Phases
 from ...config import EngineConfig, ModelImpl
@@ -42,6 +44,8 @@ from ..weight_use import weight_use
 from ..weights_fit import WeightsFit, bytes_kept, least_cache_bytes, smaller_forms
 from .fitted_runner import backend_name, fit_runner, free_bytes, most_rows_of
 from .kv_dtype import check_kv_dtype
+from .ranks import check_ranks, probe_ranks, start_ranks
+from .share import load_share, with_adapter_places
 from .tilings import log_products, tilings_of
 
 if TYPE_CHECKING:
@@ -71,6 +75,8 @@ def load_on_torch(
     _check_backend(config, device, kernels.name)
     if gaps := missing(shape, kernels.name):
         raise ConfigError(f"{shape.family}: attention_backend = {kernels.name} lacks {', '.join(gaps)}")
+    if config.tensor_parallel_size > 1:
+        return _load_over_ranks(config, root, shape, max_model_len, phases, threads, device, kernels)
     streams = _streams(config, streams, device, kernels.name)
     tilings = tilings_of(config, device, kernels.name)
     phases.progress.begin("read")
@@ -84,6 +90,48 @@ def load_on_torch(
     backend = make_backend(config, shape, make_decoder, max_model_len, device, kernels, phases, streams)
     log_products(tilings, backend.runner.decoder)
     return backend
+
+
+def _load_over_ranks(
+    config: EngineConfig,
+    root: Path,
+    shape: DecoderSpec,
+    max_model_len: int,
+    phases: Phases,
+    threads: ComputeThreads,
+    device: torch.device,
+    kernels: kernel_set.KernelSet,
+) -> Backend:
+    """As `load_on_torch`, with a share of the model here and the others on other ranks. Steps are waited for."""
+    tilings = tilings_of(config, device, kernels.name)
+    phases.progress.begin("read")
+    with phases("weights"):
+        leader, number = start_ranks(config, root, shape, device, threads)
+        try:
+            rank0 = RankShare(0, leader.size)
+            spec, parts, options = load_share(config, root, shape, rank0, device, kernels, phases.progress)
+            leader.line.answers(number)
+        except LineEnded as error:
+            leader.close()
+            raise ConfigError(f"tensor_parallel_size = {leader.size}: {error}") from None
+        except BaseException:
+            leader.close()
+            raise
+    try:
+        make_decoder = partial(leader.make_decoder, spec, *parts, tilings=tilings, **options)
+        backend = make_backend(config, spec, make_decoder, max_model_len, device, kernels, phases)
+        log_products(tilings, backend.runner.decoder)
+    except BaseException:
+        leader.close()
+        raise
+    leader.line.serving()
+    return replace(
+        backend,
+        weights=_weight_use(shape, torch_dtype(config, shape.dtype)),
+        probe=probe_ranks(leader, backend.probe),
+        prepare_adapter=None,  # each rank packs its own share
+        close=leader.close,
+    )
 
 
 def make_backend(
@@ -173,7 +221,8 @@ def _load_weights(
     dtype = torch_dtype(config, shape.dtype)
     free = free_bytes(device)
     _check_fit(config, shape, dtype, max_model_len, device, free)
-    weights = load_weights(
+    load = partial(
+        load_weights,
         root,
         shape,
         device,
@@ -184,20 +233,19 @@ def _load_weights(
         free_bytes=free,
         change=merging_of(config),
     )
-    options: dict[str, Any] = {"is_batch_invariant": config.deterministic}
-    if config.enable_lora and _has_slots(kernels.name, is_async=is_async):
-        sizes = (config.max_loras, config.max_lora_rank, max(config.num_step_tokens, most_rows_of(config)))
-        slots = LoraSlots(shape, weights, kernel_set.load_lora(kernels.name), *sizes)
-        return partial(Decoder, shape, weights, with_slots(kernels, slots), adapters=slots, **options)
-    if config.enable_lora:
-        table = LoraTable(config.max_loras, device)
-        return partial(Decoder, shape, with_adapters(weights, table), kernels, adapters=table, **options)
-    return partial(Decoder, shape, weights, kernels, **options)
+    weights = load() if config.emulate_tp == 1 else _emulated(config, shape, load, device)
+    parts, options = with_adapter_places(config, shape, weights, kernels, is_async=is_async)
+    return partial(Decoder, shape, *parts, **options)
 
 
-def _has_slots(kernels: kernel_set.BackendName, *, is_async: bool) -> bool:
-    """Whether adapters lie in slots of fixed addresses, as CUDA graphs need; else each step groups them on the host."""
-    return is_async or kernels == "triton"
+def _emulated(
+    config: EngineConfig, shape: DecoderSpec, load: Callable[..., DecoderWeights], device: torch.device
+) -> DecoderWeights:
+    """The weights in the pieces of the ranks that `emulate_tp` counts."""
+    size = config.emulate_tp
+    check_ranks(replace(config, tensor_parallel_size=size), shape, torch.device("cpu"))
+    log.warning("ranks.emulated", size=size, device=str(device))
+    return emulated(shape, [load(shard=RankShare(rank, size)) for rank in range(size)])
 
 
 def _check_fit(

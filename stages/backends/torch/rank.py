@@ -1,0 +1,197 @@
+"""A rank beside rank 0: loads its share of the model and obeys orders.
+
+As a process it is `python -m` and this module's name, see `executor/process_executor.py`.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ....kernels import kernel_set
+from ....model.checkpoint.tensor_shapes import open_source
+from ....model.decoder.decoder import Decoder
+from ....model.decoder.kv_cache import KVCache
+from ....model.decoder.step_inputs import StepInputs
+from ....model.families.registry import read_spec
+from ....model.files import LinkedFolder
+from ....model.lora.adapter import Adapter, AdapterSlice
+from ....model.sharding.comm import Comm
+from ....model.sharding.process_comm import ProcessComm
+from ....model.sharding.shard import RankShare
+from ....runtime.env import log as logs
+from ....runtime.processes.child import end_with_parent, joined
+from ....runtime.processes.order_line import OrderReader
+from ...executor.orders import (
+    CODEC,
+    STEP_ARRAYS,
+    AdapterPart,
+    CopyOrder,
+    FreeMemory,
+    LogitsOrder,
+    MakeCache,
+    MakeDecoder,
+    MakeHostBlocks,
+    RankSetup,
+    StepOrder,
+)
+from ..merged_adapters import merging_of
+from .fitted_runner import backend_name, free_bytes
+from .kv_dtype import kv_dtype_of, kv_scales_of
+from .share import load_share
+from .tilings import tilings_of
+
+Join = Callable[[torch.device], Comm]
+
+
+class RankWorker:
+    """What the rank holds, and how it obeys. `join` is its end of the sums; None: that of a process."""
+
+    def __init__(self, join: Join | None = None) -> None:
+        self._join = join
+        self._comm: Comm | None = None
+        self._make: Callable[..., Decoder] | None = None
+        self._decoder: Decoder | None = None
+        self._cache: KVCache | None = None
+        self._host_blocks: torch.Tensor | None = None
+        self._adapter: dict[Any, tuple[AdapterSlice, ...]] = {}  # what has come of the next one
+
+    def run(self, sock: socket.socket) -> None:
+        """Obeys until the line ends, or an order fails."""
+        reader = OrderReader(sock, CODEC)
+        while (order := reader.next()) is not None:
+            try:
+                value = self.obey(order)
+            except Exception as error:
+                text = next(iter(str(error).splitlines()), "")
+                return reader.fail(f"{type(error).__name__}: {text}")
+            log = None if self._comm is None else self._comm.log
+            reader.answer(0 if log is None else log.number, "nothing" if log is None else log.last, value)
+
+    @torch.inference_mode()
+    def obey(self, order: Any) -> Any:
+        """Does what an order says, and returns the value of the answer."""
+        match order:
+            case StepOrder():
+                return self._step(order)
+            case LogitsOrder():
+                return self._logits(order)
+            case CopyOrder():
+                return self._copy(order)
+            case AdapterPart():
+                return self._take(order)
+            case RankSetup():
+                return self._load(order)
+            case MakeDecoder():
+                assert self._make is not None
+                self._decoder = self._make(max_positions=order.max_positions)
+            case MakeCache():
+                self._make_cache(order)
+            case MakeHostBlocks():
+                assert self._cache is not None
+                self._host_blocks = self._cache.make_host_blocks(order.num_blocks)
+            case FreeMemory():
+                assert self._decoder is not None
+                if self._decoder.device.type == "cuda":
+                    torch.cuda.empty_cache()
+                return free_bytes(self._decoder.device)
+            case _:
+                raise TypeError(f"{type(order).__name__} is no order")
+
+    def _load(self, setup: RankSetup) -> None:
+        if setup.log is not None:
+            logs.configure(**setup.log)
+        config = self._config = setup.config
+        device = torch.device(setup.device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        elif setup.folder:  # a process; threads share rank 0's
+            torch.set_num_threads(setup.num_threads)
+        shard = RankShare(setup.rank, setup.size)
+        self._comm = (
+            ProcessComm(Path(setup.folder), *(shard.rank, shard.size), device, is_ordered=config.deterministic)
+            if self._join is None
+            else self._join(device)
+        )
+        root: Path = LinkedFolder(setup.root) if config.allow_links_outside else Path(setup.root)
+        _, whole = open_source(root, read_spec(root), config.load_format, merging_of(config))
+        kernels = kernel_set.load(backend_name(config, device))
+        spec, parts, options = load_share(config, root, whole, shard, device, kernels)
+        tilings = tilings_of(config, device, kernels.name)
+        self._make = partial(Decoder, spec, *parts, comm=self._comm, tilings=tilings, **options)
+
+    def _make_cache(self, order: MakeCache) -> None:
+        decoder = self._decoder
+        assert decoder is not None
+        self._cache = self._host_blocks = None  # first, so that its memory is there for the new one
+        self._cache = KVCache(
+            decoder.spec,
+            order.num_blocks,
+            self._config.block_size,
+            kv_dtype_of(self._config, decoder.dtype),
+            decoder.device,
+            decoder.kernels,
+            kv_scales_of(self._config, decoder),
+            is_block_major=order.is_block_major,
+        )
+
+    def _step(self, order: StepOrder) -> None:
+        decoder, cache = self._decoder, self._cache
+        assert decoder is not None and cache is not None
+        if decoder.adapters is not None:
+            decoder.adapters.begin_step(order.adapters)
+        arrays = {name: torch.tensor(getattr(order, name), device=decoder.device) for name in STEP_ARRAYS}
+        inputs = StepInputs(**arrays, num_decode=order.num_decode)
+        if order.has_logits:
+            decoder.forward(inputs, cache)
+        else:
+            decoder.hidden(inputs, cache)
+
+    def _logits(self, order: LogitsOrder) -> None:
+        decoder = self._decoder
+        assert decoder is not None and decoder.comm is not None
+        hidden = torch.empty(order.num_rows, decoder.spec.hidden_size, dtype=decoder.dtype, device=decoder.device)
+        decoder.logits(decoder.comm.broadcast(hidden))
+
+    def _copy(self, order: CopyOrder) -> None:
+        assert self._cache is not None
+        if order.kind == "fork":
+            return self._cache.copy_blocks(order.sources, order.destinations)
+        assert self._host_blocks is not None
+        if order.kind == "out":
+            return self._cache.copy_out(order.sources, self._host_blocks, order.destinations)
+        self._cache.copy_in(self._host_blocks, order.sources, order.destinations)
+
+    def _take(self, part: AdapterPart) -> None:
+        if part.linear:
+            slices = tuple(AdapterSlice(row_start, a.copy(), b.copy()) for row_start, a, b in part.slices)
+            if slices:
+                self._adapter[part.layer, part.linear] = slices
+            return
+        assert self._decoder is not None and self._decoder.adapters is not None
+        linears, self._adapter = self._adapter, {}
+        self._decoder.adapters.load(part.slot, Adapter(part.name, None, part.dtype, linears))
+
+
+def run_rank(sock: socket.socket, join: Join) -> None:
+    """A rank as a thread."""
+    RankWorker(join).run(sock)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The entry point of the process. Returns its exit code."""
+    sock, _ = joined(arguments)
+    end_with_parent(sock)
+    RankWorker().run(sock)
+    logs.shutdown()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

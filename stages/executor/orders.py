@@ -1,0 +1,111 @@
+"""The orders of rank 0 to the other ranks. Each is obeyed by all ranks, and most by rank 0 too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...runtime.processes.order_line import order_codec
+from ..config import EngineConfig
+
+STEP_ARRAYS = ("input_ids", "positions", "slot_mapping", "block_tables", "query_starts", "lengths", "logits_rows")
+
+Longs = NDArray[np.int64]
+Ints = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankSetup:
+    """The first order: load the rank's share of the model, and join the others."""
+
+    config: EngineConfig  # resolved, as rank 0 has it
+    root: str  # folder of the checkpoint
+    rank: int
+    size: int
+    device: str
+    num_threads: int  # on a CPU
+    folder: str  # where processes find each other
+    log: Mapping[str, Any] | None  # settings of the log; None: it is configured
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MakeDecoder:
+    """Make a decoder for sequences of up to `max_positions` tokens."""
+
+    max_positions: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MakeCache:
+    """Make a KV cache."""
+
+    num_blocks: int
+    is_block_major: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MakeHostBlocks:
+    """Make memory for blocks on the host."""
+
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepOrder:
+    """Compute a step; the arrays are those of `StepInputs`. `adapters` are the adapter slots of its tokens."""
+
+    input_ids: Longs
+    positions: Longs
+    slot_mapping: Longs
+    block_tables: Ints
+    query_starts: Ints
+    lengths: Ints
+    logits_rows: Longs
+    num_decode: int
+    has_logits: bool  # False: hidden states only
+    adapters: Longs | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LogitsOrder:
+    """Compute the logits of `num_rows` hidden states, which rank 0 sends by `Comm.broadcast`."""
+
+    num_rows: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CopyOrder:
+    """Copy whole blocks: "fork" on the device, "out" to the host, "in" from it."""
+
+    kind: str
+    sources: Longs
+    destinations: Longs
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdapterPart:
+    """Some rows of the rank's share of a LoRA adapter. The last part of an adapter has no linear: load it."""
+
+    slot: int
+    name: str
+    dtype: str
+    layer: int = 0
+    linear: str = ""
+    slices: Sequence[tuple[int, Any, Any]] = ()  # row_start, a, b
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FreeMemory:
+    """Say how many bytes of the device are free."""
+
+
+CODEC = order_codec(
+    [
+        *(RankSetup, EngineConfig, MakeDecoder, MakeCache, MakeHostBlocks),
+        *(StepOrder, LogitsOrder, CopyOrder, AdapterPart, FreeMemory),
+    ]
+)

@@ -1,0 +1,139 @@
+"""Orders to several members: answers, deadlines, and a group that ends as one with its cause named."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from millrace.runtime.processes.order_line import LineEnded, OrderLine, OrderReader, order_codec
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """An order of this test."""
+
+    number: int
+
+
+CODEC = order_codec([Add])
+Obey = Callable[[OrderReader, Add], None]
+
+
+class Pupil:
+    """A member that is a thread; `obey` answers each order."""
+
+    def __init__(self, number: int, obey: Obey) -> None:
+        self.name, self.is_killed = f"rank {number}", False
+        self.sock, theirs = socket.socketpair()
+        self._thread = threading.Thread(target=self._live, args=(theirs, obey), daemon=True)
+        self._thread.start()
+
+    def _live(self, sock: socket.socket, obey: Obey) -> None:
+        reader = OrderReader(sock, CODEC)
+        with sock:
+            while (order := reader.next()) is not None and order.number >= 0:
+                obey(reader, order)
+
+    def kill(self) -> None:
+        self.is_killed = True
+        self.sock.shutdown(socket.SHUT_RDWR)
+
+    def end_cause(self) -> str | None:
+        return "signal 9 (SIGKILL)"
+
+
+def add(reader: OrderReader, order: Add) -> None:
+    reader.answer(order.number, f"add {order.number}", order.number + 1)
+
+
+def late(reader: OrderReader, order: Add) -> None:
+    time.sleep(0.0 if order.number != 2 else 3.0)
+    add(reader, order)
+
+
+def failing(reader: OrderReader, order: Add) -> None:
+    reader.fail("ValueError: 3 is too much") if order.number == 3 else add(reader, order)
+
+
+@pytest.fixture
+def made() -> Iterator[Callable[..., tuple[OrderLine, list[Pupil]]]]:
+    lines = []
+
+    def make(*obeys: Obey, **options: Any) -> tuple[OrderLine, list[Pupil]]:
+        pupils = [Pupil(number, obey) for number, obey in enumerate(obeys, 1)]
+        lines.append(OrderLine(pupils, CODEC, **options))
+        return lines[-1], pupils
+
+    yield make
+    for line in lines:
+        line.close()
+
+
+def own(line: OrderLine, number: int, mark: int) -> None:
+    with line.obeying(line.send(Add(number), f"add {number}"), lambda: (mark, f"add {mark}")):
+        pass
+
+
+def cause_of(line: OrderLine) -> str:
+    until = time.monotonic() + 5
+    while line.cause is None and time.monotonic() < until:
+        time.sleep(0.005)
+    return str(line.cause)
+
+
+def test_all_members_obey_in_order_and_answer_with_values(made: Any) -> None:
+    line, _ = made(add, add)
+    assert [line.ask(Add(number), "add") for number in range(5)] == [[n + 1, n + 1] for n in range(5)]
+    for number in range(200):
+        own(line, number, number)
+    assert line.answers(line.send_each([Add(7), Add(9)], "add")) == [8, 10]
+    assert line.cause is None
+
+
+def test_a_member_that_ends_ends_all_and_is_named(made: Any) -> None:
+    ended: list[str] = []
+    line, pupils = made(add, add, abort=lambda: ended.append("aborted"))
+    line.on_end.append(ended.append)
+    line.send_each([Add(1), Add(-1)], "add")
+    assert cause_of(line) == "rank 2 has ended (signal 9 (SIGKILL))"
+    assert all(pupil.is_killed for pupil in pupils) and ended == ["aborted", line.cause]
+    with pytest.raises(LineEnded, match="rank 2 has ended"):
+        line.send(Add(1), "add")
+
+
+def test_a_member_that_is_too_late_ends_all_with_the_order_named(made: Any) -> None:
+    line, _ = made(add, late, least_s=0.3)
+    line.serving()
+    own(line, 1, 1)
+    began = time.monotonic()
+    own(line, 2, 2)
+    assert cause_of(line).startswith("rank 2 did not answer order 2 (add 2) in 0.")
+    assert time.monotonic() - began < 1.5
+
+
+def test_a_member_that_fails_ends_all_with_its_words(made: Any) -> None:
+    line, _ = made(add, failing)
+    with pytest.raises(LineEnded, match=r"rank 2 in order 1 \(adding\): ValueError: 3 is too much"):
+        line.ask(Add(3), "adding")
+
+
+def test_members_that_do_something_else_than_the_leader_are_named(made: Any) -> None:
+    line, _ = made(add, add)
+    own(line, 4, 5)
+    assert cause_of(line) == (
+        "ranks parted at order 1 (add 4): the leader's last call is add 5; rank 1: add 4; rank 2: add 4"
+    )
+
+
+def test_an_error_of_the_leader_ends_all_and_is_the_cause_of_the_error(made: Any) -> None:
+    line, pupils = made(add)
+    with pytest.raises(LineEnded, match=r"ValueError of the leader in order 1: no") as caught:
+        with line.obeying(line.send(Add(1), "add"), lambda: (1, "add 1")):
+            raise ValueError("no\nmore")
+    assert isinstance(caught.value.__cause__, ValueError) and pupils[0].is_killed

@@ -71,6 +71,8 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "executor": "what tensor_parallel_size starts: process, or thread for debugging; auto: process",
         "emulate_tp": "for debugging: add up products in the pieces of so many tensor-parallel processes, in one",
         "tokenizer_workers": "tokenizer threads; a long prompt occupies one of them",
+        "data_parallel_size": "engine processes, each with all of the model, and its share of the CPUs or its own GPU; "
+        "each request goes to the one with the least work, and to another one if that dies",
     },
     "batch": {
         "max_num_seqs": "maximum sequences that run at once",

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .config import EngineConfig
     from .engine.engine import Engine
     from .engine.llm import LLM
+    from .fleet.fleet_engine import FleetEngine
     from .params import SamplingParams
     from .pooling_params import PoolingParams
     from .replies import reply_text
@@ -32,6 +33,7 @@ __all__ = [
     "LLM",
     "Engine",
     "EngineConfig",
+    "FleetEngine",
     "LogitsProcessor",
     "Pipeline",
     "PoolingParams",
@@ -46,6 +48,7 @@ _HOMES = {
     "LLM": ".engine.llm",
     "Engine": ".engine.engine",
     "EngineConfig": ".config",
+    "FleetEngine": ".fleet.fleet_engine",
     "LogitsProcessor": ".sample.logits_processor",
     "Pipeline": "..runtime.pipeline",
     "PoolingParams": ".pooling_params",

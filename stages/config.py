@@ -62,6 +62,7 @@ class EngineConfig:
     executor: Literal["auto", "thread", "process"] = "auto"  # of these; auto: process; thread: for debugging
     emulate_tp: int = 1  # for debugging: sums in the pieces of so many ranks, in one process
     tokenizer_workers: int = 2  # threads; with two, short prompts overtake a long one
+    data_parallel_size: int = 1  # engine processes, each with all of the model; requests go to the one with least work
 
     # the batch
     max_num_seqs: int = 256  # sequences that run at once, which is the number of slots
@@ -189,6 +190,7 @@ class EngineConfig:
             "tensor_parallel_size",
             "emulate_tp",
             "tokenizer_workers",
+            "data_parallel_size",
             "max_admitted_requests",
             "max_unread_tokens",
             "num_speculative_tokens",

@@ -16,7 +16,8 @@ messages, so no send inside the loop waits. The path sample -> detokenize -> exi
 text in the outboxes, so it accepts every message without waiting for a client.
 
 In split mode the loop runs in its own process. Two edges then cross the process boundary: tokenize -> schedule and
-sample -> detokenize.
+sample -> detokenize. With several engine processes each has a loop: tokenize -> dispatch -> the loops -> merge ->
+detokenize.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ ENTRY_CAPACITY = 256  # requests; absorbs a burst, as intake spends microseconds
 TEXT_CAPACITY = 16  # steps; slack for the time in which the event loop runs other stages
 TO_SCHEDULE = ("tokenize.out", "schedule.in")  # the edges into and out of the loop; they cross processes in split mode
 TO_DETOKENIZE = ("sample.out", "detokenize.in")
+TO_CORES = ("dispatch.out", "schedule.in")  # the same with several engine processes
+TO_MERGE = ("sample.out", "merge.in")
 
 
 def build_pipeline(
@@ -80,6 +83,32 @@ def build_front_pipeline(
     pipeline.open_ports = {Port("tokenize", "out"), Port("detokenize", "in")}
     connect = pipeline.connect
     connect("intake", "tokenize", capacity=ENTRY_CAPACITY, reason="a burst of new requests")
+    connect("detokenize", "exit", capacity=TEXT_CAPACITY, reason="slack until the exit's turn; it never blocks")
+    return pipeline
+
+
+def build_fleet_pipeline(
+    intake: Stage[Any, Any],
+    tokenize: Stage[Any, Any],
+    dispatch: Stage[Any, Any],
+    merge: Stage[Any, Any],
+    detokenize: Stage[Any, Any],
+    exit: Exit[Any],
+) -> Pipeline:
+    """Connects the text stages for the front process of several engine processes.
+
+    Dispatch sends to their loops by itself, and `merge.in` is an open port.
+    """
+    pipeline = Pipeline()
+    names = ("intake", "tokenize", "dispatch", "merge", "detokenize", "exit")
+    for name, stage in zip(names, (intake, tokenize, dispatch, merge, detokenize, exit), strict=True):
+        pipeline.add(stage, name)
+    pipeline.entry = Port("intake", "in")
+    pipeline.open_ports = {Port("merge", "in")}
+    connect = pipeline.connect
+    connect("intake", "tokenize", capacity=ENTRY_CAPACITY, reason="a burst of new requests")
+    connect("tokenize", "dispatch", capacity=ENTRY_CAPACITY, reason="a burst of prompts tokenized at once")
+    connect("merge", "detokenize", capacity=TEXT_CAPACITY, reason="steps that wait to become text")
     connect("detokenize", "exit", capacity=TEXT_CAPACITY, reason="slack until the exit's turn; it never blocks")
     return pipeline
 

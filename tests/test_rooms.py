@@ -80,6 +80,7 @@ BELOW = {
     "stages/split": "stages stages/adapters stages/allocate stages/device stages/exit stages/grammar stages/schedule "
     "stages/execute stages/sample stages/recordings stages/beam_search stages/backends/cuda "
     "stages/loading stages/engine",
+    "stages/fleet": "stages stages/engine stages/exit stages/grammar stages/split",
     "stages/testing/scripted": "stages stages/device stages/grammar stages/sample stages/backends/cuda "
     "stages/loading stages/engine",
     "stages/testing": "stages/testing/scripted",

@@ -54,7 +54,8 @@ def run(options: argparse.Namespace, engine_config: EngineConfig, server_config:
     gc.disable()  # until the server is ready: start-up objects live on, and scanning them takes a tenth of the start
     try:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
-            make_engine = partial(_make_engine, choose_mode(server_config.mode))
+            mode = choose_mode(server_config.mode, engine_config.data_parallel_size)
+            make_engine = partial(_make_engine, mode)
             return runner.run(serve(engine_config, server_config, make_engine, options.sources))
     finally:
         gc.unfreeze()
@@ -237,19 +238,30 @@ class _StopSignals:
         os._exit(1)
 
 
-def choose_mode(requested: Literal["auto", "inline", "split"]) -> Mode:
-    """The requested mode; "auto" is "inline", the simpler one, on all machines.
+def choose_mode(requested: Literal["auto", "inline", "split"], num_engines: int = 1) -> Mode:
+    """The requested mode; "auto" is "inline", the simpler one, on all machines, and "split" for several engines.
+
+    Raises `ConfigError` for several engines in this process.
 
     On two cores (Zen 4) "split" gains nothing: 1.02, 1.00 and 1.00 times the tokens/s of "inline" for SmolLM2's shape
     in W2, W4 and with 64 streams, and 0.98, 0.93 and 0.90 times for the bundled model with its short steps
     (tests/bench/results/split-mode-cpu.json). `tests/bench/split_mode.py` measures other machines.
     """
+    if num_engines > 1:
+        if requested == "inline":
+            message = f"mode = inline: data_parallel_size = {num_engines} has its engines in processes of their own"
+            raise ConfigError(f"{message}; leave mode out")
+        return "split"
     return "inline" if requested == "auto" else requested
 
 
 def _make_engine(mode: Mode, config: EngineConfig) -> AbstractAsyncContextManager[Engine]:
     if mode == "split":
         _import_beside("aiohttp")
+        if config.data_parallel_size > 1:
+            from ...stages.fleet.fleet_engine import FleetEngine
+
+            return FleetEngine(config)
         from ...stages.split.split_engine import SplitEngine
 
         return SplitEngine(config)

@@ -47,7 +47,7 @@ def server_info(engine: Engine, service: Service, version: str) -> dict[str, Any
         "memory": None if info.memory is None else info.memory.to_json(),
         "graphs": None if info.captured is None else info.captured.to_event(),
         "startup_s": dict(info.startup_s),
-        "process": {"mode": engine.mode, "engine_pid": engine.engine_pid},
+        "process": {"mode": engine.mode, "engine_pid": engine.engine_pid, "engines": engine.engines},
         "blocks": _blocks(engine) if engine.has_core else None,
         "caches": [asdict(cache) for cache in caches(engine, service)],
     }

@@ -1,10 +1,11 @@
-"""Builds Prometheus metric families from single values and histograms."""
+"""Builds Prometheus metric families from single values, histograms, and the engine processes of a fleet."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.utils import floatToGoString
 
 from ...runtime.histogram import Histogram
@@ -40,3 +41,20 @@ def add_histogram(family: HistogramMetricFamily, labels: list[str], value: Histo
     names = [*(str(floatToGoString(round(bound * unit, 9))) for bound in value.bounds), "+Inf"]  # type: ignore[no-untyped-call]
     buckets = list(zip(names, map(float, value.cumulative()), strict=True))
     family.add_metric(labels, buckets, value.total * unit)
+
+
+def engines(fleet: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
+    """What each engine process of a fleet does; nothing of a single one."""
+    if not fleet:
+        return
+    figures = (
+        (GaugeMetricFamily, "millrace:engine_up", "1 if the engine process takes requests.", "state"),
+        (GaugeMetricFamily, "millrace:engine_requests", "Requests in the engine process.", "num_requests"),
+        (CounterMetricFamily, "millrace:engine_deaths", "Unexpected ends of the engine process.", "num_deaths"),
+    )
+    for kind, name, text, field in figures:
+        family = kind(name, text, labels=["engine"])
+        for one in fleet:
+            value = one[field] == "ready" if field == "state" else one[field]
+            family.add_metric([str(one["index"])], float(value))
+        yield family

@@ -19,7 +19,7 @@ from ...runtime.pipeline import Health
 from ...stages.allocate.block_pool import BlockPool
 from ..errors import CODES
 from .adapter_families import adapters
-from .families import counter, gauge
+from .families import counter, engines, gauge
 from .latencies import Latencies
 from .latency_log import LatencyLog
 from .pipeline_metrics import channels, stages
@@ -136,6 +136,7 @@ class Metrics:
         yield from self._counters(self._engine, labels)
         name, text = "millrace:engine_process_deaths", "Engine processes that ended unexpectedly."
         yield counter(name, text, self._engine.num_deaths, {})
+        yield from engines(self._engine.engines)
         assert self._latencies is not None
         yield from self._latencies.collect(labels)
         yield from stages(self._engine.pipeline)

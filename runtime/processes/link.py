@@ -129,6 +129,11 @@ class Link:
         if self.is_open:
             self.carry(WORD, 0, word)
 
+    def flush(self) -> None:
+        """Sends at once what is due at the end of this turn, as far as the transport has room."""
+        if self.is_open:
+            self._flush()
+
     def close(self) -> None:
         """Sends what the transport has room for, and closes it. Idempotent."""
         if self.is_open:

@@ -51,6 +51,7 @@ class OutboundChannel(Channel[T], Generic[T]):
         self._edge = 0
         self._on_send = on_send
         self._on_refused = on_refused
+        self.on_room: Callable[[], object] | None = None  # called when there may be room for more
         self._kept: deque[T] = deque()  # items kept until there is a link; they are in `queued` too
         self._passes: Callable[[T], bool] | None = None  # the items that are not dropped; None: all
 
@@ -132,6 +133,8 @@ class OutboundChannel(Channel[T], Generic[T]):
         if not self.queued:
             self._empty_since = now
         self._wake_senders()
+        if self.on_room is not None:
+            self.on_room()
 
     def close(self) -> None:
         if not self.is_closed and self._link is not None:

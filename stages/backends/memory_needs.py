@@ -51,7 +51,8 @@ def sizing_on_cpu(
     tables for `num_positions` positions are in memory, and the cache is not yet. `activations(length)` is the need in
     bytes of the largest step with sequences of up to that length.
     """
-    loaded, free = weights + tables_bytes(shape, num_positions), free_host_bytes()
+    loaded = weights + tables_bytes(shape, num_positions)
+    free = free_host_bytes() // config.data_parallel_size  # the other engine processes take as much, at the same time
     logits = config.max_num_seqs * shape.vocab_size * CPU_LOGIT_BYTES + SORTED_BYTES
 
     def needs_of(length: int) -> MemoryNeeds:

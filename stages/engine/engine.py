@@ -65,6 +65,7 @@ class Engine(EngineStatus, ClientApi):
     """
 
     mode: ClassVar[Literal["inline", "split"]] = "inline"  # whether the step loop is in this process or one of its own
+    max_engines: ClassVar[int] = 1  # the largest `data_parallel_size`
 
     def __init__(
         self,
@@ -80,6 +81,9 @@ class Engine(EngineStatus, ClientApi):
         self._logits_processor = logits_processor
         self._opening = opening
         self.config = replace(config or EngineConfig(), **overrides)
+        if (count := self.config.data_parallel_size) > self.max_engines:
+            many = "use FleetEngine or LLM for more" if self.max_engines == 1 else "start more servers"
+            raise ConfigError(f"data_parallel_size = {count}: must be at most {self.max_engines} here; {many}")
         if opening is not None and opening.config != self.config:
             raise ConfigError("opening: must have the same settings as the engine")
         if logits_processor is not None:  # it must see each token before the next one is chosen
@@ -298,6 +302,11 @@ class Engine(EngineStatus, ClientApi):
     def num_deaths(self) -> int:
         """The number of engine processes that died."""
         return 0
+
+    @property
+    def engines(self) -> list[dict[str, Any]]:
+        """Of a fleet, each engine process: index, pid, state, num_deaths, num_requests and work in prompt tokens."""
+        return []
 
     async def drain(self, timeout_s: float | None = None) -> bool:
         """Stops admitting requests and waits for the rest; False if some are left.

@@ -9,7 +9,8 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from importlib import import_module
+from typing import Any, TypeVar, cast
 
 from ...runtime.workers.thread_start import start_thread
 from ..config import EngineConfig
@@ -31,7 +32,8 @@ class LLM:
         LLM(model="...").generate(["Once", "Twice"], SamplingParams(max_tokens=20))
 
     The engine runs on an event loop and thread of its own. Calls block the calling thread, and also work inside a
-    running event loop. Several threads may call at the same time. Close it, or use it as a context manager.
+    running event loop. Several threads may call at the same time. Close it, or use it as a context manager. With
+    `data_parallel_size` above 1 the engine is a `FleetEngine`.
     """
 
     def __init__(self, model: str | None = None, config: EngineConfig | None = None, **overrides: Any) -> None:
@@ -40,7 +42,7 @@ class LLM:
         config = config or EngineConfig()
         if "itl_target_ms" not in overrides:
             config = config.for_whole_answers()
-        self._engine = Engine(config, **overrides)
+        self._engine = _engine_class(config, overrides)(config, **overrides)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="millrace-llm", daemon=True)
         try:
@@ -195,6 +197,13 @@ class LLM:
             await asyncio.gather(*tasks, return_exceptions=True)
             if bar is not None:
                 bar.close()
+
+
+def _engine_class(config: EngineConfig, overrides: Mapping[str, Any]) -> type[Engine]:
+    if overrides.get("data_parallel_size", config.data_parallel_size) == 1:
+        return Engine
+    fleet = import_module("..fleet.fleet_engine", __package__)  # by name, as that room is above this one
+    return cast("type[Engine]", fleet.FleetEngine)
 
 
 def _as_prompts(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:

@@ -136,6 +136,8 @@ class EngineProcess:
         try:
             if setup.log is not None:
                 logs.configure(**setup.log)
+            if setup.cpus and hasattr(os, "sched_setaffinity"):
+                os.sched_setaffinity(0, setup.cpus)  # before any thread that computes
             end_with_parent(self._sock)
             telling = asyncio.ensure_future(self._tell_progress(phases.progress))
             try:
@@ -326,7 +328,9 @@ class EngineProcess:
         self._post(read_status(self._core, self._pipeline, counted_here, with_blocks=with_blocks))
 
     def _admitted(self, started: Sequence[Started]) -> None:
+        """Reports it before their first step is submitted: the front process must know what ended this one."""
         self._post(Admitted([one.sequence_id for one in started]))
+        self._link.flush()
 
     def _crashed(self, stage: str, error: BaseException, request_ids: Sequence[str]) -> None:
         self._post(Crashed(stage, type(error).__name__, stack_of(error), list(request_ids)))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, cast
 
+from ...runtime.channel import Channel
 from ...runtime.graph import Edge, Port
 from ...runtime.pipeline import Pipeline
-from ...runtime.processes.link_channels import InboundChannel, OutboundChannel
-from ...runtime.processes.wire import WireError
 from ...runtime.stage import Stage
 from ...runtime.stage_runner import StageRunner
 from ..adapters.store import AdapterStore
@@ -18,19 +16,16 @@ from ..engine.wiring import LoadedText, TextStages
 from ..execute.stage import Execute
 from ..exit.outboxes import RequestOutbox
 from ..grammar.compiled import Grammars
-from ..messages import StepTokens, TokenRequest
 from ..pipeline import (
     ENTRY_CAPACITY,
     TEXT_CAPACITY,
-    TO_DETOKENIZE,
-    TO_SCHEDULE,
     build_core_pipeline,
     build_front_pipeline,
 )
 from ..sample.stage import Sample
 from ..schedule.stage import Schedule
 from .inflight_requests import InflightRequests
-from .remote_adapters import RemoteAdapters
+from .remote_adapters import AdaptersThere
 from .remote_views import RemoteChannelView, RemoteCoreView, RemoteRunnerView, RemoteStageView
 
 CORE: dict[str, type[Stage[Any, Any]]] = {
@@ -60,13 +55,13 @@ class FrontStages(TextStages):
         loaded: LoadedText,
         grammars: Grammars,
         table: InflightRequests,
-        requests: OutboundChannel[TokenRequest],
-        tokens: InboundChannel[StepTokens],
+        requests: Any,
+        tokens: Channel[Any],
     ) -> None:
         self.table, self.requests, self.tokens = table, requests, tokens
         super().__init__(config, loaded, grammars)
 
-    def serve_adapters(self, config: EngineConfig, there: RemoteAdapters) -> None:
+    def serve_adapters(self, config: EngineConfig, there: AdaptersThere) -> None:
         """Admits requests with the adapters of the settings, which the engine process reads and holds.
 
         An adapter without requests may be dropped while it has a device slot: the engine process knows, and waits.
@@ -92,54 +87,55 @@ class FrontStages(TextStages):
         return "schedule", outbox.has_started
 
 
-def make_ends(
-    table: InflightRequests, refused: Callable[[TokenRequest, WireError], object]
-) -> tuple[OutboundChannel[TokenRequest], InboundChannel[StepTokens]]:
-    """The front process's halves of the two channels between the processes."""
-    requests: OutboundChannel[TokenRequest] = OutboundChannel(
-        "->".join(TO_SCHEDULE), ENTRY_CAPACITY, on_send=table.sent, on_refused=refused
-    )
-    tokens: InboundChannel[StepTokens] = InboundChannel("->".join(TO_DETOKENIZE), TEXT_CAPACITY, on_arrival=table.note)
-    return requests, tokens
+def core_views(
+    requests: Any, tokens: str, config: EngineConfig, now_s: float
+) -> tuple[dict[str, RemoteRunnerView], dict[str, Any], list[Edge]]:
+    """Views of an engine process's stages and channels, by name, and the edges between the stages.
 
-
-def show_core(parts: FrontStages, config: EngineConfig, now_s: float) -> RemoteCoreView:
-    """Adds views of the engine process's stages and channels to a running pipeline.
-
-    They are in the order of the data flow. Observers then see all seven stages. Returns the `RemoteCoreView` that
-    updates the views.
+    `requests` is the channel to it, `tokens` the name of the one from it.
     """
-    pipeline = parts.pipeline
     loop = build_core_pipeline(*map(_Ports, CORE.values()), steps_in_flight=config.steps_in_flight)
-    reach = {edge.name: edge for edge in _reaching_edges()}
-    channels = {
-        edge.name: RemoteChannelView(edge.name, edge.capacity or 0) for edge in (*loop.edges, reach[parts.tokens.name])
-    }
+    channels: dict[str, Any] = {edge.name: RemoteChannelView(edge.name, edge.capacity or 0) for edge in loop.edges}
     inputs: dict[str, dict[str, Any]] = {name: {} for name in CORE}
     for edge in loop.edges:
         inputs[edge.target.stage][edge.target.port] = channels[edge.name]
-    inputs["schedule"]["in"] = parts.requests
+    inputs["schedule"]["in"] = requests
+    channels[tokens] = RemoteChannelView(tokens, TEXT_CAPACITY)
     mirrors = {
         name: RemoteRunnerView(name, RemoteStageView(kind), {port: inputs[name][port] for port in kind.inputs}, now_s)
         for name, kind in CORE.items()
     }
+    return mirrors, channels, loop.edges
+
+
+def show_core(
+    parts: FrontStages, requests: Any, tokens: str, config: EngineConfig, now_s: float, *, before: str = "detokenize"
+) -> RemoteCoreView:
+    """Adds views of the engine process's stages and channels to a running pipeline.
+
+    They are in the order of the data flow, before the stage `before`. Observers then see all seven stages. Returns the
+    `RemoteCoreView` that updates the views. `requests` and `tokens` are as for `core_views`.
+    """
+    pipeline = parts.pipeline
+    mirrors, channels, loop = core_views(requests, tokens, config, now_s)
+    reach = _reaching_edges(requests.name, tokens)
     stages, runners, own = list(pipeline.stages), dict(pipeline.runners), dict(pipeline.channels)
-    order = [one for name in stages for one in ((*CORE, name) if name == "detokenize" else (name,))]
+    order = [one for name in stages for one in ((*CORE, name) if name == before else (name,))]
     shown = cast("dict[str, StageRunner]", {name: runners.get(name) or mirrors.get(name) for name in order})
     pipeline.runners.clear()
     pipeline.runners.update(shown)
     pipeline.stages = {name: runner.stage for name, runner in shown.items()}
-    edges = [*loop.edges, *pipeline.edges, *reach.values()]
+    edges = [*loop, *pipeline.edges, *reach]
     places = {name: place for place, name in enumerate(order)}
     pipeline.edges = sorted(edges, key=lambda edge: places[edge.source.stage])
-    all_channels: dict[str, Any] = own | channels
+    all_channels: dict[str, Any] = {requests.name: requests} | own | channels
     flow = {edge.name: place for place, edge in enumerate(pipeline.edges)}
     pipeline.channels = dict(sorted(all_channels.items(), key=lambda pair: flow.get(pair[0], -1)))
     return RemoteCoreView(config, parts.loaded.info, mirrors, pipeline.channels, parts.table.request_id)
 
 
-def _reaching_edges() -> list[Edge]:
-    (a, b), (c, d) = TO_SCHEDULE, TO_DETOKENIZE
+def _reaching_edges(requests: str, tokens: str) -> list[Edge]:
+    (a, b), (c, d) = requests.split("->"), tokens.split("->")
     return [
         Edge(_port(a), _port(b), ENTRY_CAPACITY, "wait", "a burst of prompts tokenized at once"),
         Edge(_port(c), _port(d), TEXT_CAPACITY, "wait", "steps that wait to become text"),

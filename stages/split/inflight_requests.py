@@ -20,8 +20,9 @@ Columns = tuple[NDArray[np.int64], Indices, Indices]  # (sequence ids, places, t
 
 
 @dataclass(slots=True, eq=False)
-class _InflightRequest:
+class InflightRequest:
     prompts: list[TokenRequest] = field(default_factory=list)
+    core: int | None = 0  # index of the engine process that it was sent to; None: of none, since the last one died
     num_deaths: int = 0  # of engine processes that ran it
     num_deaths_passed: int = 0  # `num_deaths` at its last passed trial
     num_trials: int = 0  # that it has passed
@@ -34,42 +35,47 @@ class _InflightRequest:
 class InflightRequests:
     """The table of requests in flight.
 
-    `sent` and `note` take about a microsecond. Tokens are assigned to sequences only after a death.
+    `sent` and `note` take about a microsecond. Tokens are assigned to sequences only after a death. Of several engine
+    processes each has an index, `core`; a request is in one at a time, with all its prompts.
     """
 
     def __init__(self) -> None:
-        self._live: dict[str, _InflightRequest] = {}
+        self._live: dict[str, InflightRequest] = {}
         self._request_ids: dict[int, str] = {}  # by sequence id, of live sequences
         self._admitted: set[int] = set()  # sequences that had a slot
         self._steps: list[Columns] = []
         self._answers_known: dict[int, Ints] | None = None  # those of the last death, until more is noted
-        self._on_trial: str | None = None  # a request id
-        self.num_trial_tokens = 0  # of the request on trial, since its trial began
-        self.last_step = -1
+        self._on_trial: dict[int, str] = {}  # core -> a request id
+        self._num_trial_tokens: dict[int, int] = {}  # core -> of the request on trial, since its trial began
 
     def __contains__(self, request_id: str) -> bool:
         """Whether any prompt of the request was sent."""
         return request_id in self._live
 
-    def sent(self, request: TokenRequest) -> None:
-        """Records a prompt sent to the engine process.
+    def sent(self, request: TokenRequest, core: int | None = 0) -> None:
+        """Records a prompt sent to an engine process. Sent again, with what it has generated, it is there from now on.
 
-        Sending it again, to another one, changes nothing.
+        `core` None: the request is in none now, and the prompt is to be sent with its others.
         """
+        live = self._live.get(request.request_id)
+        if live is None:
+            if request.generated is not None:
+                return  # it has ended since
+            live = self._live[request.request_id] = InflightRequest()
+        live.core = core
         if request.generated is not None:
             return
-        self._live.setdefault(request.request_id, _InflightRequest()).prompts.append(request)
+        live.prompts.append(request)
         ids = range(request.first_sequence_id, request.first_sequence_id + request.params.n)
         self._request_ids.update(dict.fromkeys(ids, request.request_id))
 
-    def note(self, step: StepTokens) -> None:
+    def note(self, step: StepTokens, core: int = 0) -> None:
         """Records the tokens of a step."""
-        self.last_step = max(self.last_step, step.step)
         self._steps.append((step.sequence_ids, step.places, step.token_ids))
         self._answers_known = None
-        if self._on_trial is not None:
+        if self._on_trial and (on_trial := self._on_trial.get(core)) is not None:
             owners = map(self._request_ids.get, step.sequence_ids.tolist())
-            self.num_trial_tokens += sum(owner == self._on_trial for owner in owners)
+            self._num_trial_tokens[core] += sum(owner == on_trial for owner in owners)
         if np.count_nonzero(step.finishes):
             self._are_over(step.sequence_ids[step.finishes != 0].tolist())
         if step.pooled:
@@ -88,6 +94,11 @@ class InflightRequests:
     def request_id(self, sequence_id: int) -> str | None:
         """The request of a sequence; None once the sequence has ended."""
         return self._request_ids.get(sequence_id)
+
+    def core_of(self, request_id: str) -> int | None:
+        """The engine process that a request was sent to; None: none, or it is not in flight."""
+        live = self._live.get(request_id)
+        return None if live is None else live.core
 
     def forget(self, request_id: str) -> bool:
         """Drops a request that has ended. False if none of its prompts was sent."""
@@ -121,20 +132,13 @@ class InflightRequests:
 
     # -- deaths of the engine process
 
-    def note_death(self) -> str | None:
-        """Records that the engine process died. Returns the request that ended it, if that is certain.
+    def note_death(self, core: int = 0) -> str | None:
+        """Records that an engine process died. Returns the request that ended it, if that is certain.
 
         It is the one on trial, if it ran, and all others that ran had passed their trials; or a request that ran alone,
         and during an earlier death too.
         """
-        ran = [
-            (request_id, live)
-            for request_id, live in self._live.items()
-            if any(self.is_admitted(self._ids(prompt)) for prompt in live.prompts)
-        ]
-        on_trial, self._on_trial = self._on_trial, None
-        self._admitted.clear()
-        self._answers_known = None
+        ran, on_trial = self._leave(core)
         others = [live for request_id, live in ran if request_id != on_trial]
         if len(others) < len(ran) and all(live.num_trials for live in others):
             return on_trial  # the death says nothing of the others
@@ -144,6 +148,16 @@ class InflightRequests:
             return ran[0][0]
         return None
 
+    def _leave(self, core: int) -> tuple[list[tuple[str, InflightRequest]], str | None]:
+        """Nothing runs any more in an engine process that died: (the requests that ran there, the one on trial)."""
+        there = [(request_id, live) for request_id, live in self._live.items() if live.core == core]
+        ran = [pair for pair in there if any(self.is_admitted(self._ids(prompt)) for prompt in pair[1].prompts)]
+        for _, live in there:
+            for prompt in live.prompts:
+                self._admitted.difference_update(self._ids(prompt))
+        self._answers_known = None
+        return ran, self._on_trial.pop(core, None)
+
     def suspects(self) -> list[str]:
         """The requests that may have ended an engine process, the youngest first: older ones ran well before.
 
@@ -152,19 +166,22 @@ class InflightRequests:
         found = [request_id for request_id, live in self._live.items() if live.is_suspect]
         return found[::-1]
 
-    def begin_trial(self, request_id: str) -> int:
+    def begin_trial(self, request_id: str, core: int = 0) -> int:
         """Counts this request's tokens from now on. Returns the number of its earlier trials."""
-        self._on_trial, self.num_trial_tokens = request_id, 0
+        self._on_trial[core], self._num_trial_tokens[core] = request_id, 0
         live = self._live.get(request_id)
         return 0 if live is None else live.num_trials
 
-    def end_trial(self) -> None:
+    def num_trial_tokens(self, core: int = 0) -> int:
+        """Tokens of the request on trial since its trial began."""
+        return self._num_trial_tokens.get(core, 0)
+
+    def end_trial(self, core: int = 0) -> None:
         """The request on trial has passed it, or is over."""
-        live = self._live.get(self._on_trial or "")
+        live = self._live.get(self._on_trial.pop(core, ""))
         if live is not None:
             live.num_trials += 1
             live.num_deaths_passed = live.num_deaths
-        self._on_trial = None
 
     def _ids(self, prompt: TokenRequest) -> range:
         return range(prompt.first_sequence_id, prompt.first_sequence_id + prompt.params.n)

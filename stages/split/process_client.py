@@ -6,7 +6,8 @@ import asyncio
 import itertools
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from ...model.errors import ModelError
@@ -46,7 +47,8 @@ class EngineDied(NotStartedError):
 class EngineClient:
     """One engine process. Call `start` once.
 
-    `died` resolves with how it ended, unless `stop` was called.
+    `died` resolves with how it ended, unless `stop` was called. `on_lost` is called before, when nothing comes from it
+    any more. `environment` is added to that of this process.
     """
 
     def __init__(
@@ -55,11 +57,16 @@ class EngineClient:
         tokens: InboundChannel[StepTokens],
         on_message: Callable[[Any], None],
         module: str = MODULE,
+        *,
+        on_lost: Callable[[], object] = lambda: None,
+        environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._requests = requests
         self._tokens = tokens
         self._on_message = on_message
         self._module = module
+        self._on_lost = on_lost
+        self._environment = environment
         self._numbers = itertools.count()
         self._pending_answers: dict[int, asyncio.Future[Any]] = {}
         self._child: Child | None = None
@@ -75,13 +82,18 @@ class EngineClient:
         """The id of the process; None before it has started."""
         return None if self._child is None else self._child.pid
 
+    @property
+    def is_open(self) -> bool:
+        """Whether messages reach the process, as far as is known."""
+        return self._link is not None and self._link.is_open
+
     async def start(self, setup: Setup, files: Sequence[int]) -> EngineReady:
         """Starts the process, and returns when its stages run.
 
         Raises what its start raised, or `EngineDied`.
         """
         try:
-            self._child = await Child.start(self._module, files, _environment())
+            self._child = await Child.start(self._module, files, _environment() | dict(self._environment))
         except OSError as error:
             raise EngineDied(f"the engine process cannot be started: {error.strerror or error}") from error
         self._link = Link(SocketTransport(self._child.sock), CODEC, self._receive, self._lost)
@@ -171,6 +183,7 @@ class EngineClient:
             log.error("link.broken", end="front", reason=str(error))
         self._broken = error
         self._end_task = asyncio.ensure_future(self._end())
+        self._on_lost()
 
     async def _end(self) -> None:
         """The link is closed: waits for the process to end, or kills it."""

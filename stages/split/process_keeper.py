@@ -91,13 +91,7 @@ class ProcessKeeper:
 
     async def _replace(self, pid: int | None, how: str) -> EngineClient | None:
         """Starts another process, and resumes the live requests in it. None if that is given up."""
-        self.num_deaths += 1
-        began_s = self._env.now()
-        if self._broken is not None:
-            how, self._broken = f"{how}: {self._broken}", None
-        self.away = Health("loading", stage="engine", reason=f"the engine process ended ({how}), another is starting")
-        log.error("engine_process.died", pid=pid, how=how, num_live=len(self._exit.live))
-        self._on_death(how)
+        began_s, how = self._note_death(pid, how)
         self._requests.hold(lambda prompt: prompt.generated is not None)  # prompts that come now wait in the table
         guilty = self._table.note_death()
         if guilty is not None:
@@ -118,6 +112,16 @@ class ProcessKeeper:
         self.away = None
         self._exit.park_again()
         return client
+
+    def _note_death(self, pid: int | None, how: str) -> tuple[float, str]:
+        """Counts, logs and reports a death. Returns the time, and how the process ended as far as it has told."""
+        self.num_deaths += 1
+        if self._broken is not None:
+            how, self._broken = f"{how}: {self._broken}", None
+        self.away = Health("loading", stage="engine", reason=f"the engine process ended ({how}), another is starting")
+        log.error("engine_process.died", pid=pid, how=how, num_live=len(self._exit.live))
+        self._on_death(how)
+        return self._env.now(), how
 
     async def _start(self) -> EngineClient | None:
         """Starts a process; tries again after a pause, whatever is raised. None after too many tries."""
@@ -185,7 +189,7 @@ class ProcessKeeper:
         num_tokens = TRIAL_TOKENS * LONGER ** self._table.begin_trial(request_id)
         last, since_s = 0, self._env.now()
         while self._exit.is_live(request_id) and not client.died.done():
-            found = self._table.num_trial_tokens
+            found = self._table.num_trial_tokens()
             outbox = self._exit.live[request_id]
             if found >= num_tokens * outbox.request.num_sequences or any(one.is_parked for one in outbox.choices):
                 break

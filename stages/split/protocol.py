@@ -56,6 +56,7 @@ class Setup:
     log: Mapping[str, Any] | None
     first_step: int  # step numbers continue after those of the previous engine process, for the trace
     files: Mapping[str, str] | None = None  # digests of the model's files that must be loaded; None: any
+    cpus: Sequence[int] = ()  # that the process may run on; (): all
 
 
 @message

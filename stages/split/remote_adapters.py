@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 from ...model.errors import AdapterError
 from ...runtime.env.env import Env
@@ -16,6 +17,16 @@ from .protocol import AdapterCard, DropAdapter
 log = get_logger("millrace.stages")
 
 
+class AdaptersThere(Protocol):
+    """Reads and drops adapters in engine processes."""
+
+    async def read(self, env: Env, path: Path, name: str, digest: str) -> AdapterCard:
+        """As `AdapterReader.read`."""
+
+    def drop(self, digest: str) -> None:
+        """Frees an adapter there."""
+
+
 class RemoteAdapters:
     """Reads and drops adapters in the present engine process, which `client` returns."""
 
@@ -23,6 +34,17 @@ class RemoteAdapters:
         self._client = client
         self._origins: dict[str, tuple[Path, str]] = {}  # digest -> folder and name that it was read from
         self._residences: dict[str, tuple[EngineClient, int]] = {}  # digest -> where it was read last, as which one
+
+    def share_origins(self, other: RemoteAdapters) -> None:
+        """Another engine process has the same adapters: what is read there can be read here again."""
+        self._origins = other._origins
+
+    def has(self, card: AdapterCard | None) -> bool:
+        """Whether the present process has read the adapter."""
+        if card is None:
+            return False
+        client, _ = self._residences.get(card.digest, (None, 0))
+        return client is not None and client is self._client()
 
     async def read(self, env: Env, path: Path, name: str, digest: str) -> AdapterCard:
         """As `AdapterReader.read`."""

@@ -319,7 +319,7 @@ class RemoteCoreView:
         for stage in status.stages:
             self.runners[stage.name].update(stage, self.channels)
         for edge in status.edges:
-            channel = self.channels[edge.name]
+            channel = self.channels.get(edge.name)  # None: this process sees it by itself
             if isinstance(channel, RemoteChannelView):
                 channel.update(edge)
         self.scheduler.update(status)

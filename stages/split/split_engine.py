@@ -9,26 +9,23 @@ from __future__ import annotations
 
 import asyncio
 import mmap
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from contextvars import Context
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
-from ...runtime.env import log as logs
 from ...runtime.env.log import get_logger
 from ...runtime.fault_injection import Fault
-from ...runtime.health.stalls import find_stall
+from ...runtime.health.stalls import Stall, find_stall
 from ...runtime.histogram import Histogram
 from ...runtime.pipeline import Health, NotServing, Pipeline
-from ...runtime.processes.child import shared_file
 from ...runtime.processes.type_fields import VersionError
 from ...runtime.processes.wire import WireError
 from ...runtime.stage import Stage
 from ...runtime.startup.phases import Phases
-from ...runtime.trace.tracer import ring_bytes
 from ...runtime.wakeups import Wakeup
 from ..allocate.block_pool import BlockPool, BlockTables
 from ..allocate.host_tier import HostTier
@@ -42,7 +39,8 @@ from ..grammar.compiled import Grammars
 from ..messages import TokenRequest
 from ..outputs import ModelInfo
 from ..schedule.scheduler import LOAD_FAILED, Scheduler
-from .front import CORE, FrontStages, TriedGrammars, make_ends, show_core
+from .engine_core import EngineCore
+from .front import CORE, FrontStages, TriedGrammars, show_core
 from .inflight_requests import InflightRequests
 from .process_client import ANSWER_S, MODULE, EngineClient, EngineDied
 from .process_keeper import ProcessKeeper
@@ -57,24 +55,14 @@ from .protocol import (
     RequestFailed,
     RequestsEnded,
     ServiceTimes,
-    Setup,
-    StatusQuery,
     engine_side_error,
 )
-from .remote_adapters import RemoteAdapters
+from .remote_adapters import AdaptersThere
 from .remote_views import RemoteCoreView
 
-NUM_RINGS = 7  # of the trace, for threads of the engine process: loop, device, completion, grammars, the pool's first
-MIN_START_S = 120.0  # that a successor may take to start; longer if the first process took long
-START_FACTOR = 10.0
-STEPS_APART = 16  # from the last known step of an engine process to the first of the next; more than are in flight
-STOP_S = 10.0  # that an engine process may take to free everything
-SILENT_S = 1.0  # without an answer when the engine stops: then it is killed
-HANG_S = 30  # without a message from the engine process, while it has work: it is replaced
 STALL_S = 300.0  # without progress, though it sends messages: it is replaced; a large step on a slow machine is shorter
 SUSPECT_S = 2.0  # without progress: it is asked for the stacks of its tasks
 REFRESH_S = 0.5  # that `refresh` waits for new state
-OPEN_TO_INSERT = ("intake", "detokenize")  # a custom stage after these has both neighbours in this process
 
 log = get_logger("millrace.stages")
 
@@ -86,7 +74,8 @@ class SplitEngine(Engine):
     """
 
     mode = "split"
-    module = MODULE  # that the process runs
+    module = MODULE  # that a process runs
+    open_to_insert: ClassVar[tuple[str, ...]] = ("intake", "detokenize")  # after these both neighbours are here
 
     def __init__(self, *args: Any, **overrides: Any) -> None:
         super().__init__(*args, **overrides)
@@ -94,27 +83,22 @@ class SplitEngine(Engine):
             raise ConfigError("mode = split: a logits processor is in the caller's process; use mode = inline")
         if self._opening is not None:
             raise ConfigError("mode = split: the engine process loads the model itself; give no opening")
-        self._table = InflightRequests()
-        self._requests, self._tokens = make_ends(self._table, self._refused)
-        self._client: EngineClient | None = None
-        self._core_view: RemoteCoreView | None = None
-        self._files: list[int] = []
+        self._table, self.cores = self._make_cores()
+        self._shown: RemoteCoreView | None = None  # the step loop, for observers
         self._faults_there: list[Fault] = []
-        self._gone: list[str] = []  # ended requests, to be reported in the next turn of the loop
-        self._adapters_there = RemoteAdapters(lambda: self._client)
-        self._model_files: Mapping[str, str] | None = None  # digests of the files that the first process loaded
-        self._start_limit_s = MIN_START_S
-        self._keeper: ProcessKeeper | None = None
-        self._next_check_s = 0.0
+        self._gone: list[tuple[str, range, int | None]] = []  # ended requests, their sequences, and where they ran
         self._stack_refresh: asyncio.Task[None] | None = None
-        self._num_silent_checks = 0  # checks since the last message of the engine process
+
+    def _make_cores(self) -> tuple[InflightRequests, Sequence[EngineCore]]:
+        table = InflightRequests()
+        return table, [EngineCore(self, table)]
 
     # -- custom stages
 
     def insert(self, stage: Stage[Any, Any], after: str, *, name: str | None = None) -> None:
         """As `Engine.insert`. Both neighbours must be in this process."""
-        if after.partition(".")[0] not in OPEN_TO_INSERT:
-            behind = " or ".join(OPEN_TO_INSERT)
+        if after.partition(".")[0] not in self.open_to_insert:
+            behind = " or ".join(self.open_to_insert)
             raise ConfigError(
                 f"mode = split: a stage after {after} would have a neighbour in another process: insert it "
                 f"after {behind}, or use mode = inline"
@@ -133,40 +117,42 @@ class SplitEngine(Engine):
         """Loads the text parts here, and at the same time the rest in the engine process."""
         phases = Phases(self._env.now)
         reading = asyncio.ensure_future(self._read_text(phases))
-        starting = asyncio.ensure_future(self._start_process(self.config, 0))
+        starting = [asyncio.ensure_future(core.start(self._config_of(core))) for core in self.cores]
         try:
-            with_info, ready = await asyncio.gather(reading, starting)
+            with_info, ready = await asyncio.gather(reading, asyncio.gather(*starting))
         except BaseException:
-            for task in (reading, starting):
+            for task in (reading, *starting):
                 task.cancel()
-            await asyncio.wait([reading, starting])
+            await asyncio.wait([reading, *starting])
             raise
-        phases.seconds.update({f"engine_{name}": seconds for name, seconds in ready.seconds.items()})
-        return with_info(replace(ready.info, startup_s=phases.seconds)), phases
+        phases.seconds.update({f"engine_{name}": seconds for name, seconds in ready[0].seconds.items()})
+        return with_info(replace(self._joint_info(ready), startup_s=phases.seconds)), phases
 
     async def _read_text(self, phases: Phases) -> Callable[[ModelInfo], LoadedText]:
         from ..loading.model import load_text
 
         return await self._env.run_in_thread(load_text, self.config, phases)
 
-    async def _start_process(self, config: EngineConfig, first_step: int) -> EngineReady:
-        if not self._files:
-            self._files = [shared_file(ring_bytes()) for _ in range(NUM_RINGS)]
-        began_s = self._env.now()
-        client = self._client = EngineClient(self._requests, self._tokens, self._receive, self.module)
-        ready = await client.start(Setup(config, logs.settings(), first_step, self._model_files), self._files)
-        if self._model_files is None:
-            self._model_files = ready.files
-            self._start_limit_s = max(MIN_START_S, START_FACTOR * (self._env.now() - began_s))
-        log.info("engine_process.ready", pid=client.pid)
-        return ready
+    def _config_of(self, core: EngineCore) -> EngineConfig:
+        """The settings of an engine process."""
+        return self.config
+
+    def _joint_info(self, ready: Sequence[EngineReady]) -> ModelInfo:
+        return ready[0].info
 
     def _make_parts(self, loaded: Any) -> TextStages:
-        parts = FrontStages(self.config, loaded, self._grammars(loaded), self._table, self._requests, self._tokens)
+        parts = self._make_front(loaded)
         parts.exit.on_end.append(self._request_ended)
         if self.config.enable_lora:
-            parts.serve_adapters(self.config, self._adapters_there)
+            parts.serve_adapters(self.config, self._adapters_there())
         return parts
+
+    def _make_front(self, loaded: Any) -> FrontStages:
+        (core,) = self.cores
+        return FrontStages(self.config, loaded, self._grammars(loaded), self._table, core.requests, core.tokens)
+
+    def _adapters_there(self) -> AdaptersThere:
+        return self.cores[0].adapters
 
     def _grammars(self, loaded: Any) -> Grammars:
         from ..loading.model import make_vocabulary
@@ -186,142 +172,133 @@ class SplitEngine(Engine):
 
     async def _warm_up(self) -> None:
         parts = self._front()
-        for file in self._files:
+        for file in (file for core in self.cores for file in core.files):
             parts.pipeline.tracer.adopt(mmap.mmap(file, 0))
-        self._core_view = show_core(parts, self.config, self._env.now())
+        self._show(parts)
         parts.pipeline.lane.listen(_OncePerTurn(self._report_causes))
         assert parts.pipeline.watch is not None
-        parts.pipeline.watch.on_tick.append(self._check_process)
-        assert self._client is not None
-        await self._warm_up_or_die(self._client)
-        self._keeper = ProcessKeeper(
-            self._env, self._table, self._requests, parts.exit, self._start_again, self._process_died
-        )
-        self._keeper.start(self._client)
+        parts.pipeline.watch.on_tick.append(self._check_processes)
+        for core in self.cores:
+            await self._warm_up_or_die(core)
+        self._start_keepers(parts)
         await self.refresh()
 
-    async def _warm_up_or_die(self, client: EngineClient) -> None:
+    def _show(self, parts: FrontStages) -> None:
+        """Adds views of the step loop to the pipeline."""
+        (core,) = self.cores
+        core.view = self._shown = show_core(parts, core.requests, core.tokens.name, self.config, self._env.now())
+
+    def _start_keepers(self, parts: FrontStages) -> None:
+        (core,) = self.cores
+        died = partial(self._process_died, core)
+        again = partial(self._start_again, core)
+        core.keeper = ProcessKeeper(self._env, self._table, core.requests, parts.exit, again, died)
+        assert core.client is not None
+        core.keeper.start(core.client)
+
+    async def _warm_up_or_die(self, core: EngineCore) -> None:
         """A first process that dies is not replaced: whatever it lacks, it would lack again."""
+        assert core.client is not None
+        died = core.client.died
         warming = asyncio.ensure_future(super()._warm_up())
         try:
-            ends: list[asyncio.Future[Any]] = [warming, client.died]
+            ends: list[asyncio.Future[Any]] = [warming, died]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if not warming.done():
-                raise EngineDied(f"the engine process ended while it was warming up: {client.died.result()}")
+                raise EngineDied(f"the engine process ended while it was warming up: {died.result()}")
         finally:
             warming.cancel()
             await asyncio.wait([warming])
         warming.result()
 
     async def stop(self, cause: str = "server_shutdown") -> None:
-        """As `Engine.stop`; also ends the engine process."""
-        if self._keeper is not None:
-            await self._keeper.stop()
-        has_started = self._core_view is not None
+        """As `Engine.stop`; also ends the engine processes."""
+        await self._stop_keepers()
+        has_started = self._shown is not None
         await super().stop(cause)
-        if self._client is not None:
-            if not has_started or await self._is_silent():
-                self._client.kill()  # it is still loading, or hangs
-            await self._client.stop(STOP_S)
-        for file in self._files:
-            os.close(file)
-        self._files.clear()
+        await asyncio.gather(*(core.stop(has_started=has_started) for core in self.cores))
 
-    async def _is_silent(self) -> bool:
-        """Whether the engine process lives and does not answer, so that it would not stop when asked either."""
-        assert self._client is not None
-        try:
-            with suppress(EngineDied):
-                await self._client.ask("books", timeout_s=SILENT_S)
-        except TimeoutError:
-            log.warning(
-                "engine_process.killed", pid=self._client.pid, reason=f"no answer for {SILENT_S:g} s at the stop"
-            )
-            return True
-        return False
+    async def _stop_keepers(self) -> None:
+        for core in self.cores:
+            if core.keeper is not None:
+                await core.keeper.stop()
 
     @property
     def health(self) -> Health:
         """As `Engine.health`; not ready while there is no engine process."""
-        away = None if self._keeper is None else self._keeper.away
+        away = self._away
         return away if away is not None and self._health.is_ready else super().health
 
     @property
+    def _away(self) -> Health | None:
+        """Why no engine process takes requests; None if one does."""
+        keeper = self.cores[0].keeper
+        return None if keeper is None else keeper.away
+
+    @property
     def num_deaths(self) -> int:
-        return 0 if self._keeper is None else self._keeper.num_deaths
+        return sum(core.keeper.num_deaths for core in self.cores if core.keeper is not None)
 
     @property
     def engine_pid(self) -> int | None:
-        """The id of the current or last engine process; None before the first."""
-        return None if self._client is None else self._client.pid
+        """The id of the current or last engine process, the first of several; None before the first."""
+        return self.cores[0].pid
 
-    # -- when the engine process dies
+    # -- when an engine process dies
 
-    async def _start_again(self) -> EngineClient:
-        """Starts a process whose steps are numbered after those of the last one. Raises whatever prevents that."""
-        first_step = max(self._table.last_step, self._seen().scheduler.last_granted) + STEPS_APART
+    async def _start_again(self, core: EngineCore) -> EngineClient:
+        """Starts a successor of a process. Raises whatever prevents that."""
         # a recording covers one process; the files are those of the first, so the Hub is not asked for newer ones
-        config = replace(self.config, record=None, offline=True)
-        try:
-            async with asyncio.timeout(self._start_limit_s):
-                await self._start_process(config, first_step)
-                if self._faults_there:
-                    await self._ask_there("inject", self._faults_there)
-                if self.adapters is not None:
-                    await self._adapters_there.restore(self._env, self.adapters, self._front().exit.fail)
-        except BaseException:
-            if self._client is not None:
-                self._client.kill()
-                await self._client.stop(0.0)
-            raise
-        assert self._client is not None
-        return self._client
+        config = replace(self._config_of(core), record=None, offline=True)
+        return await core.start_again(config, partial(self._prepare, core))
 
-    def _process_died(self, how: str) -> None:
+    async def _prepare(self, core: EngineCore) -> None:
+        """Brings a successor to the state of its predecessor."""
+        if self._faults_there:
+            try:
+                await core.ask("inject", self._faults_there, ANSWER_S)
+            except (EngineDied, TimeoutError):
+                raise NotServing(self.health) from None
+        if self.adapters is not None:
+            await core.adapters.restore(self._env, self.adapters, self._front().exit.fail)
+
+    def _process_died(self, core: EngineCore, how: str) -> None:
         self._report_crash("engine", engine_side_error("EngineDied", ()), list(self._front().exit.live))
 
-    def _check_process(self, lag_s: float) -> None:
-        """Checks that the engine process makes progress; kills it if not.
+    def _core_lost(self, core: EngineCore) -> None:
+        """Does nothing: the keeper notices when the process has ended."""
 
-        Once a second, while requests are live.
-        """
-        is_away = self._keeper is None or self._keeper.away is not None
-        if is_away or self._client is None or not self._front().exit.live:
-            self._num_silent_checks = 0
-            return
-        now_s = self._env.now()
-        if now_s < self._next_check_s:
-            return
-        self._next_check_s = now_s + 1.0
-        self._num_silent_checks += 1
-        self._client.post(StatusQuery(-1, "books"))  # any message resets `_num_silent_checks`
+    def _check_processes(self, lag_s: float) -> None:
+        """Checks that the engine processes make progress; kills one that does not."""
         pipeline = self._front().pipeline
-        if find_stall(pipeline, SUSPECT_S) is None:
-            pipeline.stacks_elsewhere = []
-        elif self._stack_refresh is None or self._stack_refresh.done():
-            self._stack_refresh = asyncio.ensure_future(self.refresh(with_stacks=True))  # for the flight recorder
-        stall = find_stall(pipeline, STALL_S)
-        is_stalled = stall is not None and stall.name.partition(".")[0] in CORE
-        if self._num_silent_checks > HANG_S or is_stalled:
-            reason = f"no message for {HANG_S} s" if stall is None else stall.reason
-            log.error("engine_process.killed", pid=self._client.pid, reason=reason)
-            self._num_silent_checks = 0
-            self._client.kill()
+        for core in self.cores:
+            if not core.is_due(bool(self._front().exit.live)):
+                continue
+            if find_stall(pipeline, SUSPECT_S) is None:
+                pipeline.stacks_elsewhere = []
+            elif self._stack_refresh is None or self._stack_refresh.done():
+                self._stack_refresh = asyncio.ensure_future(self.refresh(with_stacks=True))  # for the flight recorder
+            stall = self._stall_of(core)
+            core.kill_if_stuck(stall if stall is not None and stall.name.partition(".")[0] in CORE else None)
+
+    def _stall_of(self, core: EngineCore) -> Stall | None:
+        """Where a process has made no progress for long."""
+        return find_stall(self._front().pipeline, STALL_S)
 
     # -- messages from and to the engine process
 
-    def _receive(self, word: Any) -> None:
-        """Handles a message of the engine process."""
-        self._num_silent_checks = 0
+    def _receive(self, core: EngineCore, word: Any) -> None:
+        """Handles a message of an engine process."""
         if isinstance(word, ModelLoading):
-            return self.load_progress.follow(word.state)
+            if core.index == 0:
+                self.load_progress.follow(word.state)
+            return
         parts = self._parts
         if not isinstance(parts, FrontStages):
             return  # not started yet, or stopped
         match word:
             case CoreStatus():
-                if self._core_view is not None:
-                    self._core_view.update(word)
+                self._show_status(core, word)
             case ServiceTimes():
                 for request_id, service_us in word.times_us.items():
                     parts.exit.note_service(request_id, word.stage, service_us)
@@ -335,29 +312,46 @@ class SplitEngine(Engine):
                 self._report_crash(word.stage, engine_side_error(word.error, word.stack), word.request_ids)
             case Broken():
                 log.error("engine_process.broken", stage=word.stage, reason=word.reason)
-                if self._keeper is not None:
-                    self._keeper.note_broken(word.reason)
+                if core.keeper is not None:
+                    core.keeper.note_broken(word.reason)
             case _:
                 log.error("link.refused", word=type(word).__name__, reason="not a message of the engine process")
+
+    def _show_status(self, core: EngineCore, status: CoreStatus) -> None:
+        if core.view is not None:
+            core.view.update(status)
 
     def _report_crash(self, stage: str, error: BaseException, request_ids: Sequence[str]) -> None:
         for callback in self._front().pipeline.on_crash:
             callback(stage, error, request_ids)
 
     def _report_causes(self) -> None:
-        """Sends the entries of the control lane, and the ended requests."""
-        if isinstance(self._parts, FrontStages) and self._client is not None:
-            if causes := self._parts.pipeline.lane.take():
-                self._client.post(ControlCauses(causes))
-            gone, self._gone = self._gone, []
-            if gone:
-                self._client.post(RequestsEnded(gone))
+        """Sends the entries of the control lane, and the ended requests, to the processes that have them."""
+        if not isinstance(self._parts, FrontStages):
+            return
+        gone, self._gone = self._gone, []
+        causes = self._parts.pipeline.lane.take()
+        for core, some in self._by_core(causes, gone):
+            core.post(ControlCauses(some))
+        for core in self.cores:
+            if ended := [request_id for request_id, _, index in gone if index == core.index]:
+                core.post(RequestsEnded(ended))
+
+    def _by_core(
+        self, causes: dict[int, str], gone: Sequence[tuple[str, range, int | None]]
+    ) -> Iterator[tuple[EngineCore, dict[int, str]]]:
+        """The causes for the sequences of each process; `gone` are requests that the table does not have any more."""
+        if causes:
+            yield self.cores[0], causes
 
     def _request_ended(self, outbox: RequestOutbox, cause: str, error: BaseException | None) -> None:
+        core = self._table.core_of(outbox.request_id)
         if self._table.forget(outbox.request_id):
             if not self._gone:
                 asyncio.get_running_loop().call_soon(self._report_causes, context=Context())
-            self._gone.append(outbox.request_id)
+            request = outbox.request
+            first = request.first_sequence_id
+            self._gone.append((outbox.request_id, range(first, first + request.num_sequences), core))
 
     def _refused(self, request: TokenRequest, error: WireError) -> None:
         """Fails a request that cannot be encoded for the link."""
@@ -365,13 +359,17 @@ class SplitEngine(Engine):
         failed = Failed(f"this request cannot be sent to the engine process: {error}", code=code)
         self._front().exit.fail(request.request_id, failed)
 
-    async def _ask_there(self, what: str, faults: Sequence[Fault] = (), timeout_s: float = ANSWER_S) -> Any:
-        if self._client is None:
+    async def _ask_there(self, what: str, faults: Sequence[Fault] = (), timeout_s: float = ANSWER_S) -> list[Any]:
+        """The answers of the engine processes, of those that give one. Raises `NotServing` if none does."""
+        asked = [core.ask(what, faults, timeout_s) for core in self.cores]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException) and not isinstance(answer, (EngineDied, TimeoutError)):
+                raise answer
+        found = [answer for answer in answers if not isinstance(answer, BaseException)]
+        if not found:
             raise NotServing(self.health)
-        try:
-            return await self._client.ask(what, faults, timeout_s)
-        except (EngineDied, TimeoutError):
-            raise NotServing(self.health) from None
+        return found
 
     # -- inspection
 
@@ -380,10 +378,11 @@ class SplitEngine(Engine):
             await super().refresh()
             await self._ask_there("blocks" if with_blocks else "books", timeout_s=REFRESH_S)
             if with_stacks:
-                self._front().pipeline.stacks_elsewhere = await self._ask_there("stacks", timeout_s=REFRESH_S)
+                stacks = await self._ask_there("stacks", timeout_s=REFRESH_S)
+                self._front().pipeline.stacks_elsewhere = [stack for one in stacks for stack in one]
 
     async def forget_prefixes(self) -> int:
-        return int(await self._ask_there("forget_prefixes"))
+        return sum(await self._ask_there("forget_prefixes"))
 
     def reset_prefix_cache(self) -> int:
         """Raises: the blocks are in another process. Use `forget_prefixes`."""
@@ -418,9 +417,9 @@ class SplitEngine(Engine):
         return self._seen().step_tokens
 
     def _seen(self) -> RemoteCoreView:
-        if self._core_view is None or self._parts is None:
+        if self._shown is None or self._parts is None:
             raise NotServing(self.health)
-        return self._core_view
+        return self._shown
 
     def _front(self) -> FrontStages:
         assert isinstance(self._parts, FrontStages)

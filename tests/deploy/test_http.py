@@ -299,7 +299,7 @@ def test_server_info_tells_the_model_the_settings_and_the_blocks(server: Running
     parts = {"version", "model", "config", "memory", "graphs", "startup_s", "process", "blocks", "caches"}
     assert set(info) == parts
     assert info["graphs"] is None
-    assert info["process"] == {"mode": "inline", "engine_pid": None}
+    assert info["process"] == {"mode": "inline", "engine_pid": None, "engines": []}
     assert info["version"] == server.get("/version").json["version"]
     assert (info["model"]["id"], info["model"]["max_model_len"]) == ("scripted", 512)
     assert info["model"]["served_names"] == ["scripted"] and info["model"]["is_batch_invariant"] is False

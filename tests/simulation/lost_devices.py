@@ -221,15 +221,16 @@ class SplitWorld(World):
     async def _live(self, engine: SplitEngine) -> Report:
         self.parts: Any = engine._front()
         self.parts.exit.on_end.append(lambda box, cause, error: self._on_end(box.request_id, cause))
-        assert engine._keeper is not None
-        note_broken = engine._keeper.note_broken
+        keeper = engine.cores[0].keeper
+        assert keeper is not None
+        note_broken = keeper.note_broken
 
         def note_and_tell(reason: str) -> None:
             note_broken(reason)
             assert not engine.health.is_ready
             self.losses.note_told()
 
-        engine._keeper.note_broken = note_and_tell  # type: ignore[method-assign]
+        keeper.note_broken = note_and_tell  # type: ignore[method-assign]
         clients = [asyncio.create_task(self._serve(client), name="client") for client in self.setup.clients]
         histories = await asyncio.gather(*clients)
         await self.env.sleep(QUIET_S)
@@ -264,7 +265,7 @@ class _SimSplitEngine(SplitEngine):
         loaded = _loaded(self.config, _async_model(self.config, self._world.script, self._env))
         return lambda info: replace(loaded, info=info)
 
-    async def _warm_up_or_die(self, client: Any) -> None:
+    async def _warm_up_or_die(self, core: Any) -> None:
         """Does nothing: there is no lazy initialization."""
 
 

@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 from millrace.runtime.simulation.run import SimEnv
 from millrace.stages.engine import engine
-from millrace.stages.split import engine_process, process_client, split_engine
+from millrace.stages.split import engine_core, engine_process, process_client
 from millrace.stages.split.engine_process import EngineProcess, Load
 
 MOST_DELAY_S = 0.001  # of what is sent
@@ -120,7 +120,7 @@ def in_memory(env: SimEnv, load: Load) -> Iterator[None]:
     loop.remove_reader = lambda sock: setattr(sock, "on_readable", None)
     with (
         patch.object(process_client, "Child", child),
-        patch.object(split_engine, "NUM_RINGS", 0),
+        patch.object(engine_core, "NUM_RINGS", 0),
         patch.object(engine_process, "LiveEnv", lambda: _env_of_a_process(env)),
         patch.object(engine_process, "end_with_parent", lambda sock: None),
         patch.object(engine_process, "gc", SimpleNamespace(collect=lambda: 0, freeze=lambda: None)),

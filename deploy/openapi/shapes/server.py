@@ -228,11 +228,23 @@ class Blocks(Shape):
     quarantined: Count
 
 
+class EngineOfFleet(Shape):
+    """One of several engine processes. Its work is in tokens of prompts."""
+
+    index: Count
+    pid: Count | None
+    state: Literal["ready", "loading", "dead"]
+    num_deaths: Count
+    num_requests: Count
+    work: Count
+
+
 class Process(Shape):
-    """The process of the step loop."""
+    """The process of the step loop, or the first of several."""
 
     mode: Literal["inline", "split"]
     engine_pid: Count | None
+    engines: list[EngineOfFleet]  # empty unless there are several
 
 
 class Graphs(Shape):

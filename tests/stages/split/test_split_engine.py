@@ -18,7 +18,7 @@ from millrace.stages.config import EngineConfig
 from millrace.stages.engine.engine import Engine
 from millrace.stages.errors import ConfigError, RequestError
 from millrace.stages.params import SamplingParams
-from millrace.stages.split import process_keeper, split_engine
+from millrace.stages.split import engine_core, process_keeper, split_engine
 from millrace.stages.split.split_engine import SplitEngine
 
 pytestmark = pytest.mark.slow
@@ -61,7 +61,7 @@ def strike(engine: SplitEngine, number: int) -> None:
 
 def test_an_engine_process_that_hangs_is_replaced_and_answers_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     def hang(engine: SplitEngine) -> None:
-        monkeypatch.setattr(split_engine, "HANG_S", 1)
+        monkeypatch.setattr(engine_core, "HANG_S", 1)
         strike(engine, signal.SIGSTOP)
 
     async def be_patient_again(engine: SplitEngine) -> None:
@@ -83,7 +83,7 @@ def test_an_engine_process_that_hangs_does_not_hold_up_the_end() -> None:
         strike(engine, signal.SIGSTOP)
         began_s = asyncio.get_running_loop().time()
         await engine.stop()
-        assert asyncio.get_running_loop().time() - began_s < split_engine.SILENT_S + 2.0
+        assert asyncio.get_running_loop().time() - began_s < engine_core.SILENT_S + 2.0
 
     run(test)
 
@@ -93,8 +93,9 @@ def test_a_foreign_frame_costs_the_engine_process_and_no_answer() -> None:
         due, pid = await answer(engine), engine.engine_pid
 
         def disturb() -> None:
-            assert engine._client is not None and engine._client._child is not None
-            engine._client._child.sock.send(b"\x80\x04\x95 this is no frame of ours")
+            client = engine.cores[0].client
+            assert client is not None and client._child is not None
+            client._child.sock.send(b"\x80\x04\x95 this is no frame of ours")
 
         assert await answer(engine, after=disturb) == due
         assert engine.engine_pid != pid

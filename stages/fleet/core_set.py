@@ -1,0 +1,64 @@
+"""The engine processes of a fleet, and which of them gets a request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from ..messages import TokenRequest
+from ..split.engine_core import EngineCore
+from .dispatcher import CoreLoad, choose
+from .fleet_requests import FleetRequests
+
+
+class CoreSet:
+    """Sends requests to engine processes. All prompts of a request go to the same one.
+
+    A send never waits, so a process is not lost between its choice and the send.
+    """
+
+    def __init__(self, cores: Sequence[EngineCore], table: FleetRequests) -> None:
+        self.cores, self._table = cores, table
+        self.only: EngineCore | None = None  # that gets all requests, during its warm-up
+        self._change = asyncio.Event()
+        for core in cores:
+            core.requests.on_room = self.note_change
+
+    def serving(self) -> list[EngineCore]:
+        """Those that take requests."""
+        return [core for core in self.cores if core.is_serving]
+
+    def place(self, prompt: TokenRequest) -> bool:
+        """Sends a prompt where the others of its request are, or to the process with the least work.
+
+        False if no process takes it now. A prompt whose request waits to be resumed waits with it.
+        """
+        if self._table.has_orphan(prompt.request_id):
+            self._table.sent(prompt, None)
+            return True
+        owner = self._table.core_of(prompt.request_id)
+        index = owner if owner is not None else choose(self._loads())
+        return index is not None and self.send(prompt, self.cores[index])
+
+    def send(self, prompt: TokenRequest, core: EngineCore) -> bool:
+        """Sends a prompt to one process. False if that does not take it now."""
+        return core.is_serving and core.requests.try_send(prompt)
+
+    def choose(self) -> EngineCore | None:
+        """The process for the next request; None if none has room."""
+        index = choose(self._loads())
+        return None if index is None else self.cores[index]
+
+    def _loads(self) -> list[CoreLoad]:
+        cores = self.cores if self.only is None else (self.only,)
+        with_room = (core for core in cores if core.is_serving and len(core.requests) < core.requests.capacity)
+        return [self._table.load_of(core.index) for core in with_room]
+
+    def note_change(self) -> None:
+        """A process takes requests again, or has room for more."""
+        change, self._change = self._change, asyncio.Event()
+        change.set()
+
+    async def wait(self) -> None:
+        """Waits for the next change."""
+        await self._change.wait()

@@ -1,0 +1,36 @@
+"""The choice of an engine process for a request: the one with the least work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ..messages import TokenRequest
+
+ANSWER_TOKENS = 256  # assumed for an answer, whose length is unknown, unless its request allows less
+DECODE_COST = 4  # of a token of an answer, in tokens of a prompt: a prompt's are computed many at once
+
+
+@dataclass(frozen=True, slots=True)
+class CoreLoad:
+    """An engine process that may take a request."""
+
+    index: int
+    work: int  # of the requests in it, by `work_of`
+    num_requests: int
+
+
+def work_of(request: TokenRequest) -> int:
+    """What a prompt and its answers cost, in tokens of a prompt."""
+    params = request.params
+    answer = ANSWER_TOKENS if params.max_tokens is None else min(ANSWER_TOKENS, params.max_tokens)
+    return len(request.token_ids) + params.n * DECODE_COST * answer
+
+
+def choose(cores: Iterable[CoreLoad]) -> int | None:
+    """The index of the one with the least work; of equals that with the fewest requests, then the first.
+
+    None if there is none to choose from. Does not depend on a clock.
+    """
+    best = min(cores, key=lambda core: (core.work, core.num_requests, core.index), default=None)
+    return None if best is None else best.index

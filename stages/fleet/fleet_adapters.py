@@ -1,0 +1,52 @@
+"""The LoRA adapters of all engine processes: each has all of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+from ...runtime.env.env import Env
+from ..errors import Unavailable
+from ..split.engine_core import EngineCore
+from ..split.protocol import AdapterCard
+
+
+class FleetAdapters:
+    """Reads and drops adapters in all engine processes. One that is being started reads them afterwards."""
+
+    def __init__(self, cores: Sequence[EngineCore]) -> None:
+        self._cores = cores
+        for core in cores[1:]:
+            core.adapters.share_origins(cores[0].adapters)
+
+    async def read(self, env: Env, path: Path, name: str, digest: str) -> AdapterCard:
+        """As `AdapterReader.read`. Raises what any process that lives says, or `Unavailable` if none does."""
+        found: AdapterCard | None = None
+        lost: Unavailable | None = None
+        while True:
+            lacking = [core for core in self._cores if core.is_serving and not core.adapters.has(found)]
+            if not lacking and found is not None:
+                return found
+            reads = (core.adapters.read(env, path, name, digest) for core in lacking or self._cores[:1])
+            cards = await asyncio.gather(*reads, return_exceptions=True)
+            for card in cards:
+                if isinstance(card, Unavailable):
+                    lost = card  # the process has ended
+                elif isinstance(card, BaseException):
+                    self._drop_all(found)
+                    raise card
+                else:
+                    found = card
+            if found is None:
+                assert lost is not None
+                raise lost
+
+    def drop(self, digest: str) -> None:
+        """Frees an adapter in all processes."""
+        for core in self._cores:
+            core.adapters.drop(digest)
+
+    def _drop_all(self, card: AdapterCard | None) -> None:
+        if card is not None:
+            self.drop(card.digest)

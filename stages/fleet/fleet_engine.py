@@ -1,0 +1,241 @@
+"""`FleetEngine`: an engine whose step loop runs in several processes, each with all of the model.
+
+Requests go to the process with the least work. When a process dies, its requests go on in the others, and another one
+takes its place. No token is sent twice. All code here runs on the front process's event loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
+
+from ...runtime.env.cpus import Cpus
+from ...runtime.health.stalls import Stall, find_stall
+from ...runtime.pipeline import Health, NotServing
+from ...runtime.trace.format import MAX_U32
+from ..config import EngineConfig
+from ..errors import ConfigError
+from ..outputs import ModelInfo
+from ..split.engine_core import EngineCore
+from ..split.front import FrontStages, core_views, show_core
+from ..split.inflight_requests import InflightRequests
+from ..split.process_client import EngineClient
+from ..split.protocol import CoreStatus, EngineReady, engine_side_error
+from ..split.remote_adapters import AdaptersThere
+from ..split.remote_views import RemoteCoreView
+from ..split.split_engine import STALL_S, SplitEngine
+from .core_keeper import CoreKeeper
+from .core_set import CoreSet
+from .fleet_adapters import FleetAdapters
+from .fleet_requests import FleetRequests
+from .front import FleetStages, joint_config, make_merged
+from .merged_status import merged, remains
+from .placement import Place, check, environment_here, places
+from .resuming import Resuming
+
+SAME = ("model_id", "device", "dtype", "vocab_size", "attention_backend", "block_size")  # of all processes' models
+
+
+class FleetEngine(SplitEngine):
+    """An `Engine` with `data_parallel_size` engine processes. It takes requests while one of them serves."""
+
+    open_to_insert = ("intake", "tokenize", "merge", "detokenize")
+    max_engines = 64
+
+    def _make_cores(self) -> tuple[InflightRequests, Sequence[EngineCore]]:
+        count = self.config.data_parallel_size
+        check(self.config)
+        self._merged = make_merged(count, self._env.now)
+        self._places = self._make_places()
+        self._statuses: dict[int, CoreStatus] = {}  # by core, of those that live
+        self._ended: CoreStatus | None = None  # the counts of those that have died
+        self._resuming: Resuming | None = None
+        table = FleetRequests(count)
+        cores = [
+            EngineCore(
+                self,
+                table,
+                index,
+                make_tokens=partial(self._merged.add_end, index),
+                first_step=index * (MAX_U32 // count),  # steps of different processes have different numbers
+                cpus=place.cpus,
+                environment=place.environment,
+            )
+            for index, place in enumerate(self._places)
+        ]
+        self._set = CoreSet(cores, table)
+        return table, cores
+
+    def _make_places(self) -> list[Place]:
+        return places(self.config, Cpus.of_this_process(), environment_here())
+
+    def _config_of(self, core: EngineCore) -> EngineConfig:
+        return self._places[core.index].config
+
+    def _joint_info(self, ready: Sequence[EngineReady]) -> ModelInfo:
+        """The model of all processes, with the blocks of all. Raises `ConfigError` if they differ."""
+        first, *others = [one.info for one in ready]
+        for index, info in enumerate(others, 1):
+            for name in SAME:
+                if (found := getattr(info, name)) != (due := getattr(first, name)):
+                    message = f"data_parallel_size = {len(ready)}: engine process {index} has {name} = {found}, and"
+                    raise ConfigError(f"{message} the first one {due}; lower it, or set {name} where that is a setting")
+        if any(one.files != ready[0].files for one in ready):
+            raise ConfigError("the model's files changed while the engine processes loaded them; start again")
+        infos = [first, *others]
+        return replace(
+            first,
+            num_blocks=sum(info.num_blocks for info in infos),
+            num_host_blocks=sum(info.num_host_blocks for info in infos),
+            max_model_len=min(info.max_model_len for info in infos),
+        )
+
+    def _make_front(self, loaded: Any) -> FrontStages:
+        table = cast(FleetRequests, self._table)
+        return FleetStages(self.config, loaded, self._grammars(loaded), table, self._set, self._merged)
+
+    def _adapters_there(self) -> AdaptersThere:
+        return FleetAdapters(self.cores)
+
+    # -- start and stop
+
+    def _show(self, parts: FrontStages) -> None:
+        now_s = self._env.now()
+        for core in self.cores:
+            assert core.info is not None
+            views, channels, _ = core_views(core.requests, core.tokens.name, self.config, now_s)
+            core.view = RemoteCoreView(self.config, core.info, views, channels, self._table.request_id)
+        joint = joint_config(self.config)
+        self._shown = show_core(parts, parts.requests, self._merged.name, joint, now_s, before="merge")
+        parts.pipeline.channels[self._merged.name] = self._merged
+
+    async def _warm_up_or_die(self, core: EngineCore) -> None:
+        self._set.only = core
+        try:
+            await super()._warm_up_or_die(core)
+        finally:
+            self._set.only = None
+
+    def _start_keepers(self, parts: FrontStages) -> None:
+        table = cast(FleetRequests, self._table)
+        resuming = self._resuming = Resuming(self._env, self.config, table, self._set, parts.exit)
+        resuming.start()
+        for core in self.cores:
+            core.keeper = CoreKeeper(
+                self._env,
+                table,
+                core,
+                parts.exit,
+                partial(self._start_again, core),
+                partial(self._process_died, core),
+                on_orphans=resuming.wake,
+                on_ready=self._core_ready,
+                on_given_up=self._core_given_up,
+            )
+            assert core.client is not None
+            core.keeper.start(core.client)
+
+    async def _stop_keepers(self) -> None:
+        if self._resuming is not None:
+            await self._resuming.stop()
+        await super()._stop_keepers()
+
+    async def _start_again(self, core: EngineCore) -> EngineClient:
+        client = await super()._start_again(core)
+        if core.info is None or any(getattr(core.info, name) != getattr(self.info, name) for name in SAME):
+            client.kill()
+            await client.stop(0.0)
+            raise ConfigError("the engine process runs the model otherwise than the others")
+        return client
+
+    # -- deaths
+
+    @property
+    def _away(self) -> Health | None:
+        if any(core.is_serving for core in self.cores):
+            return None
+        reasons = [core.keeper.away for core in self.cores if core.keeper is not None and core.keeper.away is not None]
+        alive = [away for away in reasons if away.state != "dead"]
+        if not alive and len(reasons) == len(self.cores):
+            return reasons[0]
+        return alive[0] if alive else Health("loading", stage="engine", reason="no engine process is left; some start")
+
+    def _core_lost(self, core: EngineCore) -> None:
+        self._statuses.pop(core.index, None)
+        if (status := core.status) is not None:
+            core.status = None
+            self._ended = merged({0: remains(status)}, [] if self._ended is None else [self._ended], 0)
+        self._set.note_change()
+
+    def _core_ready(self) -> None:
+        assert self._resuming is not None
+        self._resuming.wake()
+        self._set.note_change()
+
+    def _core_given_up(self, health: Health) -> None:
+        """Ends all requests if no process is left, or is to be started."""
+        aways = [None if core.keeper is None else core.keeper.away for core in self.cores]
+        if all(away is not None and away.state == "dead" for away in aways):
+            exit = self._front().exit
+            for request_id in list(exit.live):
+                exit.end(request_id, "error", NotServing(health))
+
+    def _process_died(self, core: EngineCore, how: str) -> None:
+        there = [one for one in self._table.request_ids() if self._table.core_of(one) == core.index]
+        self._report_crash("engine", engine_side_error("EngineDied", ()), there)
+
+    def _stall_of(self, core: EngineCore) -> Stall | None:
+        pipeline = self._front().pipeline
+        assert core.view is not None
+        if cast(FleetRequests, self._table).is_idle(core.index):
+            return None
+        runners = core.view.runners
+        return find_stall(cast(Any, SimpleNamespace(env=self._env, watch=pipeline.watch, runners=runners)), STALL_S)
+
+    # -- state
+
+    def _by_core(
+        self, causes: dict[int, str], gone: Sequence[tuple[str, range, int | None]]
+    ) -> Iterator[tuple[EngineCore, dict[int, str]]]:
+        ended = {sequence_id: core for _, sequence_ids, core in gone for sequence_id in sequence_ids}
+        parts: dict[int, dict[int, str]] = {}
+        for sequence_id, cause in causes.items():
+            index = ended.get(sequence_id)
+            if sequence_id not in ended:
+                index = self._table.core_of(self._table.request_id(sequence_id) or "")
+            if index is not None:
+                parts.setdefault(index, {})[sequence_id] = cause
+        for index, part in parts.items():
+            yield self.cores[index], part
+
+    def _show_status(self, core: EngineCore, status: CoreStatus) -> None:
+        super()._show_status(core, status)
+        core.status = self._statuses[core.index] = status
+        if self._shown is not None:
+            known = dict(sorted(self._statuses.items()))
+            ended = [] if self._ended is None else [self._ended]
+            self._shown.update(merged(known, ended, self.config.max_num_seqs))
+
+    @property
+    def engines(self) -> list[dict[str, Any]]:
+        table = cast(FleetRequests, self._table)
+        return [
+            {
+                "index": core.index,
+                "pid": core.pid,
+                "state": _state(core),
+                "num_deaths": 0 if core.keeper is None else core.keeper.num_deaths,
+                "num_requests": (load := table.load_of(core.index)).num_requests,
+                "work": load.work,
+            }
+            for core in self.cores
+        ]
+
+
+def _state(core: EngineCore) -> str:
+    if core.is_serving:
+        return "ready"
+    return "loading" if core.keeper is None or core.keeper.away is None else core.keeper.away.state

@@ -1,0 +1,84 @@
+"""Requests in flight in several engine processes, and which of them may have ended one."""
+
+from __future__ import annotations
+
+from ..messages import TokenRequest
+from ..split.inflight_requests import InflightRequests
+from .dispatcher import CoreLoad, work_of
+
+
+class FleetRequests(InflightRequests):
+    """As `InflightRequests`, with the work in each process.
+
+    A request that ran when a process died is a suspect at once, and tried in another one: a process that serves others
+    meanwhile can try it without delay for them. So at most two processes die of one request. The work is counted from
+    the table and never adjusted, so it cannot drift.
+    """
+
+    def __init__(self, num_cores: int) -> None:
+        super().__init__()
+        self._work: list[dict[str, int]] = [{} for _ in range(num_cores)]  # by core and request
+
+    def sent(self, request: TokenRequest, core: int | None = 0) -> None:
+        before = self.core_of(request.request_id)
+        super().sent(request, core)
+        live = self._live.get(request.request_id)
+        if live is None:
+            return
+        if before is not None and before != core:
+            self._work[before].pop(request.request_id, None)
+        if core is not None:
+            work = self._work[core]
+            if request.generated is None:
+                work[request.request_id] = work.get(request.request_id, 0) + work_of(request)
+            else:
+                work[request.request_id] = sum(map(work_of, live.prompts))
+
+    def forget(self, request_id: str) -> bool:
+        core = self.core_of(request_id)
+        if core is not None:
+            self._work[core].pop(request_id, None)
+        return super().forget(request_id)
+
+    def load_of(self, core: int) -> CoreLoad:
+        """What is in an engine process."""
+        work = self._work[core]
+        return CoreLoad(core, sum(work.values()), len(work))
+
+    def is_idle(self, core: int) -> bool:
+        """Whether no request is in an engine process."""
+        return not self._work[core]
+
+    def has_orphan(self, request_id: str) -> bool:
+        """Whether a request is in no process, as the last one died."""
+        live = self._live.get(request_id)
+        return live is not None and live.core is None
+
+    def orphans(self) -> tuple[list[str], list[str]]:
+        """The requests in no process: (those that are suspects, the youngest first; the others, the oldest first)."""
+        tried = set(self._on_trial.values())
+        waiting = [pair for pair in self._live.items() if pair[1].core is None and pair[0] not in tried]
+        suspects = [request_id for request_id, live in waiting if live.num_deaths > live.num_deaths_passed]
+        return suspects[::-1], [request_id for request_id, live in waiting if live.num_deaths <= live.num_deaths_passed]
+
+    def note_death(self, core: int = 0) -> str | None:
+        """As in `InflightRequests`. The one on trial is guilty: it ran when another process died, too.
+
+        Those beside it ran there before, and the death says nothing of them.
+        """
+        was_sent = self.core_of(self._on_trial.get(core, "")) == core
+        ran, on_trial = self._leave(core)
+        for request_id in self._work[core]:
+            self._live[request_id].core = None
+        self._work[core].clear()
+        if was_sent:
+            return on_trial
+        for _, live in ran:
+            live.num_deaths += 1
+        return None
+
+    def assign(self, request_id: str, core: int) -> None:
+        """A request of which nothing is left to compute is in this process: its end is on the way to the client."""
+        if (live := self._live.get(request_id)) is not None:
+            live.core = core
+            self._work[core].setdefault(request_id, 0)

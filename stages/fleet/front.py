@@ -1,0 +1,102 @@
+"""The stages of a front process with several engine processes, and what observers see of these."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+from ...runtime.channel import ChannelStats
+from ...runtime.pipeline import Pipeline
+from ..config import EngineConfig
+from ..engine.wiring import LoadedText
+from ..grammar.compiled import Grammars
+from ..pipeline import TEXT_CAPACITY, TO_CORES, TO_MERGE, build_fleet_pipeline
+from ..split.engine_core import EngineCore
+from ..split.front import FrontStages
+from .core_set import CoreSet
+from .fleet_requests import FleetRequests
+from .merged_channel import MergedChannel
+from .stage import Dispatch, Merge
+
+
+class FleetStages(FrontStages):
+    """The joined stages of a front process with several engine processes. Each has the slots of `config`."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        loaded: LoadedText,
+        grammars: Grammars,
+        table: FleetRequests,
+        cores: CoreSet,
+        merged: MergedChannel,
+    ) -> None:
+        self.dispatch, self.merge = Dispatch(cores), Merge(config.max_num_seqs)
+        super().__init__(joint_config(config), loaded, grammars, table, DispatchedView(cores.cores), merged)
+
+    def _make_pipeline(self) -> Pipeline:
+        stages = (self.intake, self.tokenize, self.dispatch, self.merge, self.detokenize, self.exit)
+        pipeline = build_fleet_pipeline(*stages)
+        pipeline.give_channel("merge.in", self.tokens)
+        return pipeline
+
+
+def joint_config(config: EngineConfig) -> EngineConfig:
+    """The settings as those of one engine with the slots of all engine processes."""
+    count = config.data_parallel_size
+    return replace(
+        config,
+        max_num_seqs=count * config.max_num_seqs,
+        max_num_batched_tokens=None,
+        max_loras=count * config.max_loras,
+        max_cpu_loras=None if config.max_cpu_loras is None else count * config.max_cpu_loras,
+    )
+
+
+def make_merged(count: int, clock: Callable[[], float]) -> MergedChannel:
+    """The channel for the steps of `count` engine processes."""
+    return MergedChannel("->".join(TO_MERGE), count * TEXT_CAPACITY, clock)
+
+
+class DispatchedView:
+    """All channels to the engine processes, as one. It takes nothing."""
+
+    def __init__(self, cores: Sequence[EngineCore]) -> None:
+        self.name = "->".join(TO_CORES)
+        self._channels = [core.requests for core in cores]
+        self.is_closed = False
+
+    def __len__(self) -> int:
+        return sum(map(len, self._channels))
+
+    def __bool__(self) -> bool:
+        return True
+
+    @property
+    def capacity(self) -> int:
+        return sum(channel.capacity for channel in self._channels)
+
+    @property
+    def num_waiting(self) -> int:
+        return 0  # dispatch waits for all of them at once
+
+    @property
+    def num_promised(self) -> int:
+        return 0
+
+    @property
+    def waiting_since(self) -> float:
+        return min((channel.waiting_since for channel in self._channels if len(channel)), default=math.inf)
+
+    def stats(self) -> ChannelStats:
+        stats = [channel.stats() for channel in self._channels]
+        return ChannelStats(*(sum(getattr(one, field.name) for one in stats) for field in fields(ChannelStats)))
+
+    def peek(self, most: int) -> list[Any]:
+        return [item for channel in self._channels for item in channel.peek(most)][:most]
+
+    def close(self) -> None:
+        for channel in self._channels:
+            channel.close()

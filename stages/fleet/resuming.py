@@ -1,0 +1,131 @@
+"""Resumes the requests of an engine process that died in the others."""
+
+from __future__ import annotations
+
+import asyncio
+
+from ...runtime.env.env import Env
+from ...runtime.env.log import get_logger
+from ..config import EngineConfig
+from ..errors import Failed
+from ..exit.outboxes import Outboxes
+from ..split.engine_core import EngineCore
+from .core_set import CoreSet
+from .fleet_requests import FleetRequests
+
+LOOK_S = 0.005  # between two looks at a trial
+TRIAL_S = 30.0  # without a token; then a suspect's prompt takes long, and the others wait no longer
+SPARE_STEPS = 2  # that an engine process may be ahead of what it has sent, besides those in flight
+
+log = get_logger("millrace.stages")
+
+
+class Resuming:
+    """Resumes requests in other engine processes, in tasks from `start` to `stop`.
+
+    Those that ran when their process died are suspects: they may have ended it. Each process tries one of them at a
+    time, beside the requests that it serves: a trial is over when the suspect has more tokens than the dead process can
+    have been ahead. When the process dies in a trial, the suspect is the cause (`FleetRequests.note_death`). The other
+    requests are resumed at once.
+    """
+
+    def __init__(self, env: Env, config: EngineConfig, table: FleetRequests, cores: CoreSet, exit: Outboxes) -> None:
+        self._env = env
+        self._table, self._cores, self._exit = table, cores, exit
+        drafts = config.num_speculative_tokens if config.speculation != "off" else 0
+        self._num_tokens = (config.steps_in_flight + SPARE_STEPS) * (1 + drafts)  # of each sequence, in a trial
+        self._wakeup = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._trials: dict[int, asyncio.Task[None]] = {}  # by core
+
+    def start(self) -> None:
+        """Begins to resume what `wake` says."""
+        self._task = asyncio.get_running_loop().create_task(self._run(), name="requests to resume")
+
+    def wake(self) -> None:
+        """A process died, or takes requests again."""
+        self._wakeup.set()
+
+    @property
+    def is_trying(self) -> bool:
+        """Whether a suspect is on trial."""
+        return any(not task.done() for task in self._trials.values())
+
+    async def stop(self) -> None:
+        """Ends its tasks. Idempotent."""
+        tasks = [task for task in (self._task, *self._trials.values()) if task is not None]
+        self._task, self._trials = None, {}
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    async def _run(self) -> None:
+        while True:
+            await self._wakeup.wait()
+            self._wakeup.clear()
+            await self._resume_others()
+            for core in self._cores.serving():
+                task = self._trials.get(core.index)
+                if (task is None or task.done()) and self._table.orphans()[0]:
+                    name = f"trials in engine {core.index}"
+                    self._trials[core.index] = asyncio.get_running_loop().create_task(self._try_all(core), name=name)
+
+    async def _resume_others(self) -> None:
+        """Sends the requests that are no suspects to the processes with the least work."""
+        while others := self._table.orphans()[1]:
+            core = self._cores.choose()
+            if core is None:
+                if not self._cores.serving():
+                    return  # `wake` will say when one is
+                await self._cores.wait()
+                continue
+            await self._send(others[0], core)
+
+    async def _send(self, request_id: str, core: EngineCore) -> bool:
+        """Sends all prompts of a request to a process. False if that ends meanwhile."""
+        prompts = self._table.prompts_to_resume(request_id, self._exit.awaits)
+        if not prompts:
+            self._table.assign(request_id, core.index)
+        for prompt in prompts:
+            while not self._cores.send(prompt, core):
+                if not core.is_serving:
+                    return False
+                await self._cores.wait()
+                if not self._exit.is_live(request_id):
+                    return True
+        return True
+
+    # -- trials
+
+    async def _try_all(self, core: EngineCore) -> None:
+        """Tries suspects in one process, one at a time, until there are none or it ends."""
+        while core.is_serving and (suspects := self._table.orphans()[0]):
+            request_id = suspects[0]
+            try:
+                await self._try(core, request_id)
+            except Exception as error:  # a bug here: the stream may not wait for ever
+                log.error("engine_process.not_resumed", error=type(error).__name__, exc_info=error)
+                message = "the engine process ended, and the request could not be resumed; see the server's log"
+                self._exit.fail(request_id, Failed(message, code="engine_died"))
+            self._exit.park_again()
+
+    async def _try(self, core: EngineCore, request_id: str) -> None:
+        """Resumes a suspect, and waits until it has ended, has outlived its trial, or has ended the process."""
+        client = core.client
+        self._table.begin_trial(request_id, core.index)
+        await self._send(request_id, core)
+        last, since_s = 0, self._env.now()
+        while self._exit.is_live(request_id) and core.is_serving and core.client is client:
+            found = self._table.num_trial_tokens(core.index)
+            outbox = self._exit.live[request_id]
+            num_left = sum(self._exit.awaits(choice.sequence_id) for choice in outbox.choices)
+            if found >= self._num_tokens * num_left or any(one.is_parked for one in outbox.choices):
+                break
+            if found > last:
+                last, since_s = found, self._env.now()
+            elif self._env.now() - since_s > TRIAL_S:
+                break
+            await self._env.sleep(LOOK_S)
+        if core.is_serving and core.client is client:
+            self._table.end_trial(core.index)

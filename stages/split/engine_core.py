@@ -1,0 +1,219 @@
+"""One engine process and its successors, as the front process sees them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, Protocol
+
+from ...runtime.env import log as logs
+from ...runtime.env.env import Env
+from ...runtime.env.log import get_logger
+from ...runtime.fault_injection import Fault
+from ...runtime.health.stalls import Stall
+from ...runtime.processes.child import shared_file
+from ...runtime.processes.link_channels import InboundChannel, OutboundChannel
+from ...runtime.processes.wire import WireError
+from ...runtime.trace.tracer import ring_bytes
+from ..config import EngineConfig
+from ..messages import StepTokens, TokenRequest
+from ..outputs import ModelInfo
+from ..pipeline import ENTRY_CAPACITY, TEXT_CAPACITY, TO_DETOKENIZE, TO_SCHEDULE
+from .inflight_requests import InflightRequests
+from .process_client import MODULE, EngineClient, EngineDied
+from .process_keeper import ProcessKeeper
+from .protocol import CoreStatus, EngineReady, Setup, StatusQuery
+from .remote_adapters import RemoteAdapters
+from .remote_views import RemoteCoreView
+
+NUM_RINGS = 7  # of the trace, for threads of the engine process: loop, device, completion, grammars, the pool's first
+MIN_START_S = 120.0  # that a successor may take to start; longer if the first process took long
+START_FACTOR = 10.0
+STEPS_APART = 16  # from the last known step of an engine process to the first of the next; more than are in flight
+STOP_S = 10.0  # that an engine process may take to free everything
+SILENT_S = 1.0  # without an answer when the engine stops: then it is killed
+HANG_S = 30  # without a message from the engine process, while it has work: it is replaced
+
+MakeTokens = Callable[..., InboundChannel[StepTokens]]  # (name, capacity, clock, on_arrival)
+
+log = get_logger("millrace.stages")
+
+
+class CoreOwner(Protocol):
+    """What the engine offers to its cores."""
+
+    module: str  # that an engine process runs
+    _env: Env
+
+    def _receive(self, core: EngineCore, word: Any) -> None:
+        """Handles a message of the core's process."""
+
+    def _refused(self, request: TokenRequest, error: WireError) -> None:
+        """Fails a request that cannot be encoded for the link."""
+
+    def _core_lost(self, core: EngineCore) -> None:
+        """The link of the core's process has ended; nothing comes from it any more."""
+
+
+class EngineCore:
+    """An engine process: its edges, its client, and what was last reported of it. A successor takes its place.
+
+    `requests` and `tokens` are the front process's halves of the channels to and from it; `make_tokens` makes the
+    second one of a name, a capacity, a clock, and what to call with each item. `cpus` are those it may run on; none:
+    all. `environment` is added to that of this process.
+    """
+
+    def __init__(
+        self,
+        owner: CoreOwner,
+        table: InflightRequests,
+        index: int = 0,
+        *,
+        make_tokens: MakeTokens = InboundChannel,
+        first_step: int = 0,
+        cpus: Sequence[int] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.index = index
+        sent = partial(table.sent, core=index)
+        self.requests: OutboundChannel[TokenRequest] = OutboundChannel(
+            "->".join(TO_SCHEDULE), ENTRY_CAPACITY, owner._env.now, sent, owner._refused
+        )
+        self.tokens = make_tokens("->".join(TO_DETOKENIZE), TEXT_CAPACITY, owner._env.now, self._note)
+        self._table = table
+        self.client: EngineClient | None = None
+        self.keeper: ProcessKeeper | None = None
+        self.info: ModelInfo | None = None  # of the present process
+        self.view: RemoteCoreView | None = None  # once the engine has started
+        self.status: CoreStatus | None = None  # the last one of the present process, if the owner keeps it
+        self.adapters = RemoteAdapters(lambda: self.client)
+        self.files: list[int] = []  # descriptors of the trace's rings
+        self.last_step = first_step - STEPS_APART  # of which tokens came
+        self._owner = owner
+        self._cpus = tuple(cpus)
+        self._environment = dict(environment or {})
+        self._model_files: Mapping[str, str] | None = None  # digests of the files that the first process loaded
+        self._start_limit_s = MIN_START_S
+        self._next_check_s = 0.0
+        self._num_silent_checks = 0  # checks since the last message of the engine process
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether there is a process that takes requests."""
+        return self.client is not None and self.client.is_open and (self.keeper is None or self.keeper.away is None)
+
+    @property
+    def pid(self) -> int | None:
+        """The id of the current or last engine process; None before the first."""
+        return None if self.client is None else self.client.pid
+
+    async def start(self, config: EngineConfig, first_step: int | None = None) -> EngineReady:
+        """Starts a process. Raises what its start raises."""
+        if not self.files:
+            self.files = [shared_file(ring_bytes()) for _ in range(NUM_RINGS)]
+        env = self._owner._env
+        began_s = env.now()
+        client = self.client = EngineClient(
+            self.requests,
+            self.tokens,
+            self._receive,
+            self._owner.module or MODULE,
+            on_lost=lambda: self._owner._core_lost(self),
+            environment=self._environment,
+        )
+        first_step = self.last_step + STEPS_APART if first_step is None else first_step
+        setup = Setup(config, logs.settings(), first_step, self._model_files, self._cpus)
+        ready = await client.start(setup, self.files)
+        self.info = ready.info
+        if self._model_files is None:
+            self._model_files = ready.files
+            self._start_limit_s = max(MIN_START_S, START_FACTOR * (env.now() - began_s))
+        log.info("engine_process.ready", pid=client.pid, engine=self.index)
+        return ready
+
+    async def start_again(self, config: EngineConfig, prepare: Callable[[], Awaitable[object]]) -> EngineClient:
+        """Starts a successor, whose steps are numbered after those of the last process, and awaits `prepare` for it.
+
+        Raises whatever prevents the start.
+        """
+        granted = -1 if self.view is None else self.view.scheduler.last_granted
+        try:
+            async with asyncio.timeout(self._start_limit_s):
+                await self.start(config, max(self.last_step, granted) + STEPS_APART)
+                await prepare()
+        except BaseException:
+            if self.client is not None:
+                self.client.kill()
+                await self.client.stop(0.0)
+            raise
+        assert self.client is not None
+        return self.client
+
+    async def ask(self, what: str, faults: Sequence[Fault], timeout_s: float) -> Any:
+        """Asks the process. Raises `EngineDied`, also if there is none yet, and TimeoutError."""
+        if self.client is None:
+            raise EngineDied("there is no engine process")
+        return await self.client.ask(what, faults, timeout_s)
+
+    def post(self, word: Any) -> None:
+        """Sends a message to the process, if there is one."""
+        if self.client is not None:
+            self.client.post(word)
+
+    async def stop(self, *, has_started: bool) -> None:
+        """Ends the process, and frees what belongs to it. Idempotent."""
+        if self.client is not None:
+            if not has_started or await self._is_silent():
+                self.client.kill()  # it is still loading, or hangs
+            await self.client.stop(STOP_S)
+        for file in self.files:
+            os.close(file)
+        self.files.clear()
+
+    async def _is_silent(self) -> bool:
+        """Whether the engine process lives and does not answer, so that it would not stop when asked either."""
+        assert self.client is not None
+        try:
+            with suppress(EngineDied):
+                await self.client.ask("books", timeout_s=SILENT_S)
+        except TimeoutError:
+            reason = f"no answer for {SILENT_S:g} s at the stop"
+            log.warning("engine_process.killed", pid=self.client.pid, reason=reason)
+            return True
+        return False
+
+    # -- supervision
+
+    def is_due(self, has_work: bool) -> bool:
+        """Whether the process is to be checked now: once a second while there is work. Asks for a message of it."""
+        if not has_work or self.keeper is None or not self.is_serving:
+            self._num_silent_checks = 0
+            return False
+        now_s = self._owner._env.now()
+        if now_s < self._next_check_s:
+            return False
+        self._next_check_s = now_s + 1.0
+        self._num_silent_checks += 1
+        self.post(StatusQuery(-1, "books"))  # any message resets `_num_silent_checks`
+        return True
+
+    def kill_if_stuck(self, stall: Stall | None) -> None:
+        """Kills the process if it has been silent for too long, or for a `stall` of its stages."""
+        if self._num_silent_checks <= HANG_S and stall is None:
+            return
+        assert self.client is not None
+        reason = f"no message for {HANG_S} s" if stall is None else stall.reason
+        log.error("engine_process.killed", pid=self.client.pid, reason=reason)
+        self._num_silent_checks = 0
+        self.client.kill()
+
+    def _note(self, step: StepTokens) -> None:
+        self.last_step = max(self.last_step, step.step)
+        self._table.note(step, self.index)
+
+    def _receive(self, word: Any) -> None:
+        self._num_silent_checks = 0
+        self._owner._receive(self, word)

@@ -1,0 +1,224 @@
+"""The parts of a fleet that need no process: choice, table of requests, merge, and shares of the machine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from millrace.runtime.env.cpus import Cpus
+from millrace.runtime.processes.link_channels import OutboundChannel
+from millrace.stages.config import EngineConfig
+from millrace.stages.engine.engine import Engine
+from millrace.stages.errors import ConfigError
+from millrace.stages.fleet.core_set import CoreSet
+from millrace.stages.fleet.dispatcher import CoreLoad, choose, work_of
+from millrace.stages.fleet.fleet_requests import FleetRequests
+from millrace.stages.fleet.merged_channel import MergedChannel
+from millrace.stages.fleet.placement import deal, places
+from millrace.stages.fleet.stage import Merge
+from millrace.stages.messages import Started, StepTokens, TokenRequest
+from millrace.stages.params import SamplingParams
+from tests.stages.split.test_split import token_request, tokens
+
+
+class Core:
+    """A core without a process."""
+
+    def __init__(self, table: FleetRequests, index: int, capacity: int = 2) -> None:
+        self.index, self.is_serving, self.sent = index, True, list[str]()
+        self.requests: OutboundChannel[TokenRequest] = OutboundChannel("a", capacity, on_send=self._sent)
+        self._table = table
+
+    def _sent(self, prompt: TokenRequest) -> None:
+        self._table.sent(prompt, self.index)
+        self.sent.append(prompt.request_id)
+
+
+def fleet(count: int, capacity: int = 100) -> tuple[CoreSet, FleetRequests, list[Core]]:
+    table = FleetRequests(count)
+    cores = [Core(table, index, capacity) for index in range(count)]
+    return CoreSet(cores, table), table, cores  # type: ignore[arg-type]
+
+
+# -- the choice
+
+
+def test_the_core_with_the_least_work_is_chosen_then_that_with_the_fewest_requests() -> None:
+    assert choose([]) is None
+    assert choose([CoreLoad(0, 10, 1), CoreLoad(1, 9, 5), CoreLoad(2, 10, 0)]) == 1
+    assert choose([CoreLoad(0, 9, 2), CoreLoad(1, 9, 1), CoreLoad(2, 9, 1)]) == 1
+
+
+def test_work_counts_the_prompt_once_and_each_answer_up_to_a_usual_length() -> None:
+    short = replace(token_request("a", 0), params=SamplingParams(n=1, max_tokens=1))
+    assert work_of(short) == 3 + 4
+    assert work_of(token_request("a", 0, n=3)) == 3 + 3 * 4 * 50
+    endless = replace(short, params=SamplingParams(max_tokens=100_000))
+    assert work_of(endless) == 3 + 4 * 256
+
+
+def test_requests_spread_evenly_and_all_prompts_of_one_stay_together() -> None:
+    cores, table, (a, b) = fleet(2)
+    for number in range(6):
+        assert cores.place(token_request(f"r{number}", 10 * number))
+    assert cores.place(token_request("r1", 11, index=1))
+    assert a.sent == ["r0", "r2", "r4"] and b.sent == ["r1", "r3", "r5", "r1"]
+    assert table.load_of(1).num_requests == 3 and table.load_of(1).work == 4 * 203
+    for number in range(6):
+        table.forget(f"r{number}")
+    assert table.load_of(0) == CoreLoad(0, 0, 0) and table.is_idle(1)
+
+
+def test_a_core_without_room_or_process_is_passed_over_and_a_full_fleet_takes_nothing() -> None:
+    cores, _, (a, b) = fleet(2, capacity=1)
+    a.is_serving = False
+    assert cores.place(token_request("x", 0)) and b.sent == ["x"]
+    assert not cores.place(token_request("y", 1)) and not cores.place(token_request("x", 2, index=1))
+    a.is_serving = True
+    assert cores.place(token_request("y", 1)) and a.sent == ["y"]
+
+
+# -- deaths
+
+
+def test_only_the_requests_of_the_dead_core_are_resumed_with_what_they_have() -> None:
+    cores, table, (a, b) = fleet(2)
+    for number in range(4):
+        cores.place(token_request(f"r{number}", number))
+    table.admit(range(3))  # r3 had no slot yet
+    table.note(tokens(0, [(0, 0, 7), (2, 0, 8)]), 0)
+    table.note(tokens(0, [(1, 0, 9)]), 1)
+    assert table.note_death(0) is None
+    assert table.orphans() == (["r2", "r0"], []) and table.is_idle(0) and not table.is_idle(1)
+    assert table.note_death(1) is None and table.orphans()[1] == ["r3"]
+    (prompt,) = table.prompts_to_resume("r1", lambda _: True)
+    assert prompt.generated is not None and prompt.generated[0].tolist() == [9]
+    assert cores.place(token_request("r1", 9, index=1)) and a.sent == ["r0", "r2"], "it waits with its request"
+    assert len(table.prompts_to_resume("r1", lambda _: True)) == 2
+    assert cores.send(prompt, a) and table.core_of("r1") == 0 and table.load_of(0).num_requests == 1  # type: ignore[arg-type]
+
+
+def test_the_request_on_trial_when_a_second_core_dies_is_guilty_and_its_neighbours_are_not() -> None:
+    cores, table, (a, b) = fleet(2)
+    for number in range(4):
+        cores.place(token_request(f"r{number}", number))
+    table.admit(range(4))
+    table.note_death(0)
+    table.begin_trial("r2", 1)
+    assert table.orphans() == (["r0"], []), "the one on trial is not tried elsewhere at the same time"
+    (prompt,) = table.prompts_to_resume("r2", lambda _: True)
+    cores.send(prompt, b)  # type: ignore[arg-type]
+    assert table.note_death(1) == "r2"
+    table.forget("r2")
+    assert table.orphans() == (["r0"], ["r1", "r3"])
+
+
+def test_a_request_that_passed_its_trial_is_a_suspect_again_after_another_death() -> None:
+    cores, table, (a, b) = fleet(2)
+    cores.place(token_request("r", 0))
+    table.admit([0])
+    table.note_death(0)
+    table.begin_trial("r", 1)
+    (prompt,) = table.prompts_to_resume("r", lambda _: True)
+    cores.send(prompt, b)  # type: ignore[arg-type]
+    table.note(tokens(0, [(0, 0, 5), (0, 1, 6)]), 1)
+    assert table.num_trial_tokens(1) == 2 and table.num_trial_tokens(0) == 0
+    table.end_trial(1)
+    table.admit([0])
+    assert table.note_death(1) is None and table.orphans() == (["r"], [])
+
+
+def test_a_trial_whose_core_dies_before_the_request_was_sent_proves_nothing() -> None:
+    cores, table, _ = fleet(2)
+    cores.place(token_request("r", 0))
+    table.admit([0])
+    table.note_death(0)
+    table.begin_trial("r", 1)
+    assert table.note_death(1) is None and table.orphans() == (["r"], [])
+
+
+# -- the merge
+
+
+class Carrier:
+    def __init__(self) -> None:
+        self.num_wakes = 0
+
+    def carry(self, kind: int, edge: int, message: Any = None) -> None: ...
+
+    def wake(self) -> None:
+        self.num_wakes += 1
+
+
+def test_steps_of_all_cores_come_in_one_order_and_each_link_gets_its_own_credits() -> None:
+    noted: list[int] = []
+    merged = MergedChannel("m", 32, lambda: 0.0)
+    ends = [merged.add_end(core, "e", 16, lambda: 0.0, lambda step: noted.append(step.step)) for core in range(2)]
+    links = [Carrier(), Carrier()]
+    for end, link in zip(ends, links, strict=True):
+        end.bind(link, 0)
+    for number, core in enumerate((0, 1, 1)):
+        ends[core].arrive(tokens(number, [(0, 0, 1)]))
+    ends[1].unbind()  # its process is lost: what came stays in its place, and no credits go back
+    ends[0].arrive(tokens(3, [(0, 1, 1)]))
+    assert [(item.core, item.step) for item in merged.recv_all()] == [(0, 0), (1, 1), (1, 2), (0, 3)]
+    assert noted == [0, 1, 2, 3] and (ends[0].num_owed, ends[1].num_owed) == (2, 0)
+    assert (links[0].num_wakes, links[1].num_wakes) == (1, 0)
+    ends[0].close()
+    assert not merged.is_closed, "other processes go on"
+
+
+def test_each_core_has_slots_of_its_own_after_the_merge() -> None:
+    started = Started(2, 5, "r", np.array([1], np.int32), 1, SamplingParams(), 0)
+    step = replace(tokens(0, [(5, 0, 7)]), slots=np.array([2]), started=(started,), pooled={1: "vector"})
+    shifted: StepTokens = Merge.shifted(step, 16)
+    assert shifted.slots.tolist() == [18] and shifted.started[0].slot == 18 and list(shifted.pooled) == [17]
+    assert step.slots.tolist() == [2] and shifted.token_ids is step.token_ids
+
+
+# -- shares of the machine
+
+
+def test_cores_are_dealt_in_whole_by_numa_node_and_too_few_are_shared(tmp_path: Path) -> None:
+    cpu = tmp_path / "sys/devices/system/cpu"
+    for number, node in enumerate((0, 1, 0, 1)):  # CPUs 0 to 3 are cores; 4 to 7 their siblings
+        for one in (number, number + 4):
+            (cpu / f"cpu{one}/node{node}").mkdir(parents=True)
+            (cpu / f"cpu{one}/topology").mkdir()
+            (cpu / f"cpu{one}/topology/thread_siblings_list").write_text(f"{number},{number + 4}\n")
+    cpus = Cpus(tuple(range(8)), (0, 1, 2, 3))
+    assert deal(cpus, 2, tmp_path) == [(0, 2, 4, 6), (1, 3, 5, 7)]
+    assert deal(cpus, 5, tmp_path) == [()] * 5 and deal(cpus, 1, tmp_path) == [()]
+    assert deal(Cpus((0, 1, 2), (0, 1, 2)), 2, tmp_path / "none") == [(0,), (1, 2)]
+
+
+def test_engine_processes_share_threads_and_get_a_gpu_each(tmp_path: Path) -> None:
+    cpus = Cpus((0, 1, 2, 3), (0, 1, 2, 3))
+    config = EngineConfig(data_parallel_size=3)
+    found = places(config, cpus, {}, tmp_path)
+    assert [place.config.threads for place in found] == [1, 1, 1]
+    assert [place.environment for place in found] == [{"CUDA_VISIBLE_DEVICES": str(index)} for index in range(3)]
+    own = {"CUDA_VISIBLE_DEVICES": "5, 7"}
+    pair = places(replace(config, data_parallel_size=2, device="cuda", threads=4), cpus, own, tmp_path)
+    assert [(place.config.threads, *place.environment.values()) for place in pair] == [(4, "5"), (4, "7")]
+    assert places(replace(config, device="cpu"), cpus, {}, tmp_path)[0].environment == {}
+    with pytest.raises(ConfigError, match="data_parallel_size = 3: needs 3 GPUs, and CUDA_VISIBLE_DEVICES names 2"):
+        places(replace(config, device="cuda"), cpus, own, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"record": "a.rec"}, "records one engine"), ({"device": "cuda:1"}, "is one GPU, and data_parallel_size = 2")],
+)
+def test_settings_for_one_engine_are_refused_for_several(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        places(EngineConfig(data_parallel_size=2, **settings), Cpus((0,), (0,)), {})
+
+
+def test_an_engine_in_this_process_says_how_to_have_several() -> None:
+    with pytest.raises(ConfigError, match="data_parallel_size = 2: must be at most 1 here; use FleetEngine or LLM"):
+        Engine(data_parallel_size=2)

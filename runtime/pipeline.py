@@ -412,6 +412,10 @@ class Pipeline(Graph):
         for callback in self.on_crash:
             callback(name, error, request_ids)
 
+    def fail(self, name: str, error: BaseException) -> None:
+        """Ends the pipeline as if the stage `name` had failed for good: what it works with is gone."""
+        self._break(name, error)
+
     def _break(self, name: str, error: BaseException) -> None:
         """Handles a stage that cannot recover: closes the entry and fails the live requests."""
         if self._health.state in ("dead", "stopped"):

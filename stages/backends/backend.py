@@ -43,6 +43,7 @@ class Backend:
     call_before_computing: CallBefore | None = None  # see `Device`
     enter: Callable[[], object] | None = None  # first call on the device thread
     probe: Callable[[], object] | None = None  # finds out whether the device is lost, see `Device`; None: it cannot be
+    watch: CallBefore | None = None  # calls back when the device may be lost, see `Device`
     own_cpu: int | None = None  # pinned to the thread that starts each step; another process may occupy it for a while
     prepare_adapter: Callable[[Adapter], object] | None = None  # called for each that is read, on the reading thread
     close: Callable[[], object] | None = None  # ends what computes in other processes; None: nothing does

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
@@ -158,6 +159,7 @@ class Device:
         enter: Callable[[], object] | None = None,
         call_before_computing: CallBefore | None = None,
         probe: Callable[[], object] | None = None,
+        watch: CallBefore | None = None,
     ) -> None:
         """`enter` is the first call on the device thread.
 
@@ -166,11 +168,13 @@ class Device:
         delivered earlier, the loop would delay the thread's preparation.
 
         `probe` finds out after a failed step whether the device is lost, see `DeviceGuard`; None: it cannot be.
+        `watch` registers a callback that is called, on any thread, when it may be lost without a step that fails.
         """
+        self.on_gone: list[Callable[[DeviceLost], object]] = []  # called once, on the loop, if `watch` says so
         self.on_lost: list[Callable[[DeviceLost], object]] = []  # called once, on the loop: results may never come
         self.guard = None if probe is None else DeviceGuard(probe, self._probe_limit_s, self._note_lost)
         self.watch: StepWatch | None = None  # with a guard: finds a step that never ends
-        self._enter = enter
+        self._enter, self._watch = enter, watch
         self._call_before_computing = call_before_computing
         self._worker: Worker | None = None
         self._env: Env | None = None
@@ -216,6 +220,8 @@ class Device:
             if self.guard is not None:
                 self.guard.join(context.env)
                 self.watch = StepWatch(self.guard, context.env)
+                if self._watch is not None:
+                    self._watch(partial(_call_on, asyncio.get_running_loop(), self._check_idle))
             if self._enter is not None:
                 ignore_error(self._worker.submit(self._run_enter, self._enter))
         self._sources[phase] = context.source
@@ -228,6 +234,17 @@ class Device:
         """
         if self.guard is not None and not isinstance(error, StepSkipped):
             await self.guard.check(step, error)
+
+    def _check_idle(self) -> None:
+        """Checks the device, which may be lost although no step has failed."""
+        assert self.guard is not None
+        checking = self.guard.begin(max(0, self._last_forwarded), DeviceFault("it is gone"))
+        checking.add_done_callback(self._tell_gone)
+
+    def _tell_gone(self, checking: asyncio.Task[None]) -> None:
+        lost = None if checking.cancelled() else checking.exception()
+        for callback in self.on_gone if isinstance(lost, DeviceLost) else ():
+            callback(lost)
 
     def _probe_limit_s(self) -> float:
         return max(PROBE_S, 2 * self.times.backlog_s)
@@ -369,6 +386,12 @@ class Device:
 def fail(error: BaseException, *_: object) -> Any:
     """A phase that only raises `error`, for a step that must pass the queue without running."""
     raise error
+
+
+def _call_on(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
+    """Calls `callback` on the loop, unless that is closed."""
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(callback)
 
 
 def _never() -> int:

@@ -24,6 +24,7 @@ NUM_FRESH = 3  # pauses of a check after which the device's time begins anew; la
 
 # Part of an error's text -> what to do about it. The first that fits counts.
 ADVICE = (
+    ("rank ", "this process shares the model with others, which have ended: see ranks.ended in the log"),
     ("out of memory", "lower gpu_memory_utilization, so that drivers and kernels find memory"),
     ("ECC", "its memory is broken: see nvidia-smi -q -d ECC, then reset or replace the GPU"),
     ("has not answered", "it hangs: see dmesg for an Xid, then reset the GPU"),

@@ -213,6 +213,7 @@ class EngineStages(TextStages):
         self.core = CoreStages(config, loaded, device, secret)
         self.schedule, self.allocate = self.core.schedule, self.core.allocate
         super().__init__(config, loaded, loaded.grammars)
+        device.on_gone.append(partial(self.pipeline.fail, "execute"))
         if config.enable_lora:
             assert loaded.read_adapter is not None and self.schedule.scheduler.adapters is not None
             slots = self.schedule.scheduler.adapters.slots

@@ -213,7 +213,8 @@ def _put_together(
     text_parts = (tokenizer, text.encoder, text_table)
     read = _adapter_reader(config, root, shape, computing, tokenizer, model_id) if config.enable_lora else None
     if computing.assemble is None:
-        make_device = partial(Device, computing.enter, computing.call_before_computing, computing.probe)
+        calls = (computing.enter, computing.call_before_computing, computing.probe, computing.watch)
+        make_device = partial(Device, *calls)
         own_cpu, close = computing.own_cpu, computing.close
         return LoadedModel(info, *text_parts, runner, sampler, grammars, make_device, own_cpu, read, close)
     with phases("graphs"):

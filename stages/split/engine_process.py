@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from socket import socket
 from typing import Any
@@ -211,6 +212,7 @@ class EngineProcess:
         pipeline.give_channel("sample.out", self._tokens)
         pipeline.on_crash.append(self._crashed)
         pipeline.on_dead.append(self._dead)
+        device.on_gone.append(partial(pipeline.fail, "execute"))
         if setup.config.record is not None:
             self._recorder = core.record(Path(setup.config.record), setup.config, self._env)
         await pipeline.start()

@@ -129,6 +129,7 @@ def _load_over_ranks(
         backend,
         weights=_weight_use(shape, torch_dtype(config, shape.dtype)),
         probe=probe_ranks(leader, backend.probe),
+        watch=lambda call_back: leader.line.on_end.append(lambda cause: call_back()),
         prepare_adapter=None,  # each rank packs its own share
         close=leader.close,
     )

@@ -161,12 +161,13 @@ class RankWorker:
 
     def _copy(self, order: CopyOrder) -> None:
         assert self._cache is not None
+        sources, destinations = order.sources.copy(), order.destinations.copy()  # torch wants arrays to write to
         if order.kind == "fork":
-            return self._cache.copy_blocks(order.sources, order.destinations)
+            return self._cache.copy_blocks(sources, destinations)
         assert self._host_blocks is not None
         if order.kind == "out":
-            return self._cache.copy_out(order.sources, self._host_blocks, order.destinations)
-        self._cache.copy_in(self._host_blocks, order.sources, order.destinations)
+            return self._cache.copy_out(sources, self._host_blocks, destinations)
+        self._cache.copy_in(self._host_blocks, sources, destinations)
 
     def _take(self, part: AdapterPart) -> None:
         if part.linear:

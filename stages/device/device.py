@@ -243,8 +243,9 @@ class Device:
 
     def _tell_gone(self, checking: asyncio.Task[None]) -> None:
         lost = None if checking.cancelled() else checking.exception()
-        for callback in self.on_gone if isinstance(lost, DeviceLost) else ():
-            callback(lost)
+        if isinstance(lost, DeviceLost):
+            for callback in self.on_gone:
+                callback(lost)
 
     def _probe_limit_s(self) -> float:
         return max(PROBE_S, 2 * self.times.backlog_s)

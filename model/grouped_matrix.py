@@ -24,6 +24,7 @@ class GroupedMatrix:
     order: NDArray[np.int64] | None = None
     columns: NDArray[np.int32] | None = None  # as in `GroupedCodes`
     factor: float = 1.0  # of the codes of all rows
+    drop: Callable[[int, int], None] | None = None  # releases the memory of stored rows [first, last); None: cannot
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -37,6 +38,11 @@ class GroupedMatrix:
         begin = int(index[0]) if len(index) else 0
         is_run = np.array_equal(index, np.arange(begin, begin + len(index)))
         return self.take(slice(begin, begin + len(index)) if is_run else index)
+
+    def forget(self, first: int, last: int) -> None:
+        """Releases the memory of rows [first, last), where these are stored one behind another."""
+        if self.drop is not None and self.order is None:
+            self.drop(first, last)
 
     def picked(self, rows: Index) -> GroupedMatrix:
         """The matrix of some rows of this one, in their order."""

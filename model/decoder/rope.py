@@ -37,15 +37,18 @@ def decoder_tables(ropes: Sequence[RopeConfig], num_positions: int) -> list[tupl
     ]
 
 
-def rope_tables(rope: RopeConfig, num_positions: int, *, is_long: bool = False) -> tuple[Floats, Floats]:
-    """cos and sin, [num_positions, rope.dim / 2] each, f32, multiplied by `rope.attention_factor`.
+def rope_tables(
+    rope: RopeConfig, num_positions: int, *, is_long: bool = False, first: int = 0
+) -> tuple[Floats, Floats]:
+    """cos and sin of positions [first, num_positions), [P, rope.dim / 2] f32, times `rope.attention_factor`.
 
     `is_long`: with the factors of "longrope" for sequences longer than the original context.
     """
     frequencies = inverse_frequencies(rope, is_long=is_long)
-    angles = np.arange(num_positions, dtype=np.float32)[:, None] * frequencies  # [P, D_rot / 2]
+    angles = np.arange(first, num_positions, dtype=np.float32)[:, None] * frequencies  # [P, D_rot / 2]
     if rope.kind == "dynamic" and num_positions > rope.original_max_position:
-        angles[rope.original_max_position :] = _dynamic_angles(rope, num_positions)
+        begin = max(first, rope.original_max_position)
+        angles[begin - first :] = _dynamic_angles(rope, begin, num_positions)
     cos, sin = np.cos(angles), np.sin(angles, out=angles)
     for table in (cos, sin):
         table *= np.float32(rope.attention_factor)
@@ -84,13 +87,13 @@ def inverse_frequencies(rope: RopeConfig, *, is_long: bool = False) -> Floats:
     return plain
 
 
-def _dynamic_angles(rope: RopeConfig, num_positions: int) -> Floats:
-    """The angles of the positions beyond the trained length, [num_positions - original_max_position, dim / 2].
+def _dynamic_angles(rope: RopeConfig, first: int, last: int) -> Floats:
+    """The angles of positions [first, last) beyond the trained length, [last - first, dim / 2].
 
     The base grows with the length of the sequence. That is the length up to each position, as in transformers, where
     keys in the cache keep the angles of the step that computed them.
     """
-    positions = np.arange(rope.original_max_position, num_positions, dtype=np.float64)[:, None]
+    positions = np.arange(first, last, dtype=np.float64)[:, None]
     stretch = rope.factor * (positions + 1) / rope.original_max_position - (rope.factor - 1)
     bases = rope.theta * stretch ** (rope.dim / (rope.dim - 2))  # [P, 1]
     frequencies = (1 / bases ** (np.arange(0, rope.dim, 2) / rope.dim)).astype(np.float32)

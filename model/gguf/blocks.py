@@ -64,8 +64,13 @@ def unpack(type_name: str, packed: Bytes, shape: tuple[int, ...]) -> Floats:
     return numbers.reshape(shape)
 
 
-def matrix(type_name: str, packed: Bytes, shape: tuple[int, ...]) -> GroupedMatrix | None:
-    """A tensor [N, K] as rows of codes, from all of its bytes; None: it is no packed matrix."""
+def matrix(
+    type_name: str, packed: Bytes, shape: tuple[int, ...], drop: Callable[[int, int], None] | None = None
+) -> GroupedMatrix | None:
+    """A tensor [N, K] as rows of codes, from all of its bytes; None: it is no packed matrix.
+
+    `drop(begin, end)` releases the memory of bytes [begin, end).
+    """
     block = BLOCKS[type_name]
     if block.format is None or len(shape) != 2:
         return None
@@ -74,7 +79,11 @@ def matrix(type_name: str, packed: Bytes, shape: tuple[int, ...]) -> GroupedMatr
     def take(index: Index) -> GroupedCodes:
         return block.codes(rows[index])
 
-    return GroupedMatrix(block.format, shape[0], shape[1], take)
+    def forget(first: int, last: int) -> None:
+        if drop is not None:
+            drop(first * rows.shape[1], last * rows.shape[1])
+
+    return GroupedMatrix(block.format, shape[0], shape[1], take, drop=forget)
 
 
 def name_of_type(kind: int) -> str:

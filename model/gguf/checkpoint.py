@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ class GgufCheckpoint(NamedTensors[tuple[GgufFile, str]]):
         """The tensor as rows of codes, in the order of a Hugging Face file; None: it is no packed matrix."""
         file, stored = self._places[name]
         tensor, kind = file.tensors[stored], _stem(stored)
-        found = matrix(tensor.type, file.packed(stored), tensor.shape)
+        found = matrix(tensor.type, file.packed(stored), tensor.shape, partial(file.forget, stored))
         if found is None or kind not in self._num_heads or not self.architecture.rotates_pairs:
             return found
         return found.picked(_in_halves(np.arange(tensor.shape[0]), self._num_heads[kind]))

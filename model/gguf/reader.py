@@ -74,11 +74,12 @@ class GgufFile:
         tensor = self.tensors[name]
         return np.frombuffer(self._map, np.uint8, tensor.num_bytes, tensor.begin)
 
-    def forget(self, name: str) -> None:
-        """Drops the tensor's pages from this process. A later access reads them again."""
+    def forget(self, name: str, begin: int = 0, end: int | None = None) -> None:
+        """Drops a tensor's pages, or those of its bytes [begin, end), from this process; an access reads them again."""
         tensor = self.tensors[name]
-        begin = -(-tensor.begin // mmap.PAGESIZE) * mmap.PAGESIZE  # whole pages, as other tensors share the ends
-        end = (tensor.begin + tensor.num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        end = tensor.begin + (tensor.num_bytes if end is None else end)
+        begin = -(-(tensor.begin + begin) // mmap.PAGESIZE) * mmap.PAGESIZE  # whole pages: others share the ends
+        end = end // mmap.PAGESIZE * mmap.PAGESIZE
         if begin < end and hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 

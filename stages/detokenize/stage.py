@@ -39,6 +39,7 @@ from .token_gaps import TokenGaps
 NOT_PLAIN = 1 << 63  # trait: the text depends on the tokens before
 ANY = 1 << 62  # trait of every token; the lower bits are the character classes in its text
 ROWS_AT_ONCE = 64  # slow rows between two yields to the event loop: a few hundred microseconds
+TEXTS_AT_ONCE = 8192  # whose characters are classified: more take tens of MB that the heap keeps
 
 log = get_logger("millrace.stages")
 
@@ -287,6 +288,11 @@ class Detokenize(Stage[StepTokens, StepText]):
 
 def token_traits(texts: Sequence[str]) -> NDArray[np.uint64]:
     """[len(texts)] the character classes in each text, one bit each, and the bit ANY."""
+    parts = [_traits_of(texts[begin : begin + TEXTS_AT_ONCE]) for begin in range(0, len(texts), TEXTS_AT_ONCE)]
+    return np.concatenate(parts) if parts else np.zeros(0, np.uint64)
+
+
+def _traits_of(texts: Sequence[str]) -> NDArray[np.uint64]:
     codes = np.frombuffer("".join(texts).encode("utf-32-le", "surrogatepass"), np.uint32)
     classes = _CHARACTER_CLASS[np.minimum(codes, 128)]
     ends = np.cumsum([len(text) for text in texts], dtype=np.int64)

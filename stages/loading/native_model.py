@@ -181,6 +181,7 @@ def _fill(model: NativeModel, source: CountedTensors, names: Iterable[str], pack
             if matrix := packed.matrices.get(name):
                 for first, codes in read_rows(matrix):
                     model.set_rows(name, first, codes)
+                    matrix.forget(first, first + codes.num_rows)
                 source.forget(name)
             elif name not in mapped:  # copied or random tensors, one at a time
                 model.set_tensor(name, source.array(name))

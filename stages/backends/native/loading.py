@@ -12,12 +12,12 @@ import numpy as np
 
 from ....kernels.native.cache import NativeCache
 from ....kernels.native.model import NativeModel
+from ....model.decoder.growing_tables import GrowingTables
 from ....model.decoder.native_lora import NativeLoraTable
-from ....model.decoder.rope import decoder_tables, short_length
+from ....model.decoder.rope import short_length
 from ....model.families.names import EMBEDDING
 from ....model.spec import DecoderSpec
 from ....runtime.env.cpus import ComputeThreads
-from ....runtime.env.limits import give_back_freed_memory
 from ....runtime.env.log import get_logger
 from ....runtime.startup.phases import Phases
 from ...config import EngineConfig
@@ -75,8 +75,8 @@ def load_natively(
         )
         memory = sizing.plan(max_model_len)
         num_short = short_length(shape.ropes, memory.max_model_len)
-        model.set_positions(decoder_tables(shape.ropes, memory.max_model_len), num_short + memory.max_model_len)
-        give_back_freed_memory()  # of the tables, which the library has copied
+        positions = GrowingTables(shape.ropes, memory.max_model_len)
+        model.set_positions(positions.tables, num_short + memory.max_model_len)
         runner = NativeRunner(
             model,
             cache := NativeCache(
@@ -88,6 +88,7 @@ def load_natively(
             Pooler(np.zeros((config.max_num_seqs, shape.hidden_size), np.float32)),
             num_short,
             adapters,
+            positions,
         )
     phases.progress.begin("probe")
     with phases("rates"):

@@ -14,6 +14,7 @@ from ....kernels.native.cache import NativeCache
 from ....kernels.native.model import NativeModel
 from ....kernels.native.slot_step import NO_IDS, NativeChooser, SlotStep
 from ....kernels.native.step_chain import StepChain
+from ....model.decoder.growing_tables import GrowingTables
 from ....model.decoder.native_decoder import NativeDecoder
 from ....model.decoder.native_lora import NativeLoraTable
 from ...array_checks import num_true
@@ -58,7 +59,10 @@ class NativeRunner(ModelRunner):
         pooler: Pooler,
         short_length: int = 0,
         adapters: NativeLoraTable | None = None,
+        positions: GrowingTables | None = None,
     ) -> None:
+        """`positions`: the model's rotary tables, which grow before the steps that need more; None: they are whole."""
+        self._positions = positions
         self._native = NativeDecoder(model, adapters)
         sizes = (max_blocks_per_slot, num_host_blocks)
         super().__init__(self._native, cache, last_tokens, *sizes, pooler, short_length, adapters)
@@ -104,6 +108,7 @@ class NativeRunner(ModelRunner):
             return
         follows = num_true(self._last_link[slots] == step - 1) == len(slots)
         if follows and len(grant.table_slots):
+            self._grow_positions(grant)
             self.tables[grant.table_slots, grant.table_places] = grant.table_blocks
         self._last_link[slots] = step
         is_handed_over = follows and self._chain.follow(step, slots, grant.starts)
@@ -137,10 +142,16 @@ class NativeRunner(ModelRunner):
             self._native_cache.end_step()
 
     def apply_updates(self, grant: StepGrant) -> None:
+        self._grow_positions(grant)
         if self._links[grant.step % MOST_IN_FLIGHT] != (grant.step, True):
             super().apply_updates(grant)
         if len(grant.table_blocks):
             self._native_cache.note_used(int(grant.table_blocks.max()))
+
+    def _grow_positions(self, grant: StepGrant) -> None:
+        """A token is computed after its sequence has a block for it, so blocks bound the positions."""
+        if self._positions is not None and len(grant.table_places):
+            self._positions.grow((int(grant.table_places.max()) + 1) * self._native_cache.block_size)
 
     def compute(self, grant: StepGrant) -> Any:
         count = len(grant.slots)

@@ -10,6 +10,7 @@ import torch
 from transformers import Phi3Config
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
+from millrace.model.decoder.growing_tables import GrowingTables
 from millrace.model.decoder.rope import decoder_tables, short_length, tables_bytes
 from millrace.model.families.registry import parse_config
 from millrace.model.rope_config import RopeConfig
@@ -49,3 +50,20 @@ def test_only_longer_sequences_need_rows_of_their_own(
 def test_other_tables_of_the_decoder_have_each_row_twice() -> None:
     _, (cos, _) = decoder_tables((ROPE, PLAIN), 20)
     assert (cos[:8] == cos[8:16]).all() and len(cos) == 28
+
+
+DYNAMIC = RopeConfig(dim=10, theta=1e4, kind="dynamic", factor=2.0, original_max_position=1500)
+
+
+@pytest.mark.parametrize("ropes", [(PLAIN,), (ROPE,), (ROPE, PLAIN), (DYNAMIC, replace(PLAIN, factor=8.0)), ()])
+def test_tables_that_grow_have_the_bits_of_whole_ones(ropes: tuple[RopeConfig, ...]) -> None:
+    tables = GrowingTables(ropes, 2500)
+    before = [pair[0].ctypes.data for pair in tables.tables]
+    for length in (1, 700, 1025, 3, 2048, 2500, 4000):
+        tables.grow(length)
+        ready = tables.num_ready + short_length(ropes, 2500)
+        assert tables.num_ready >= min(length, 2500)
+        for pair, wanted in zip(tables.tables, decoder_tables(ropes, 2500), strict=True):
+            for rows, whole in zip(pair, wanted, strict=True):
+                assert rows[:ready].tobytes() == whole[:ready].tobytes() and not rows[ready:].any()
+    assert [pair[0].ctypes.data for pair in tables.tables] == before

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import struct
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from millrace.model.errors import CheckpointError
+from millrace.model.gguf.blocks import matrix
 from millrace.model.gguf.choice import choose
 from millrace.model.gguf.reader import GgufFile, open_files
 
@@ -132,6 +134,24 @@ def test_mutated_headers_are_refused_in_words_or_read_as_they_are(tmp_path: Path
             assert str(error).isprintable() and len(str(error)) < 600
             continue
         assert all(place.begin + place.num_bytes <= len(cut) for place in file.tensors.values())
+
+
+def test_rows_that_were_packed_leave_the_memory_of_the_file(tmp_path: Path) -> None:
+    rows, columns = 4096, 1024  # 4.5 MiB
+    raw = whole(tensors=[tensor("a.weight", (columns, rows), 8, 0)], data=bytes(rows * columns // 32 * 34))
+    file = opened(raw, tmp_path)
+    found = matrix("Q8_0", file.packed("a.weight"), (rows, columns), partial(file.forget, "a.weight"))
+    assert found is not None
+
+    def resident() -> int:
+        parts = Path("/proc/self/smaps").read_text().split(str(file.path))
+        return sum(int(part.split("Rss:")[1].split()[0]) for part in parts[1:])
+
+    assert found.rows(0, rows).num_rows == rows and resident() >= 4096  # KiB
+    found.forget(0, rows // 2)
+    assert resident() <= 2300
+    found.forget(rows // 2, rows)
+    assert resident() <= 128
 
 
 def parts(tmp_path: Path, told: list[int], names: list[str]) -> list[Path]:

@@ -131,6 +131,15 @@ def test_tokens_one_by_one_give_the_text_of_all_at_once(tokenizer: Tokenizer, da
     assert pushed(IncrementalDecoder(table, skip), ids) == tokenizer.decode(ids, skip)
 
 
+def test_the_table_has_the_bytes_of_each_token(tokenizer: Tokenizer) -> None:
+    table = _table(tokenizer)
+    expected = [b"" if token is None else tokenizer.token_bytes(i) for i, token in enumerate(tokenizer.tokens)]
+    assert list(table.bytes) == table.bytes[:] == expected and len(table.bytes) == len(table)
+    assert table.bytes[5:2:-2] == expected[5:2:-2]
+    is_kept = [text is token for text, token in zip(table.texts, tokenizer.tokens, strict=True)]
+    assert is_kept == [text == token for text, token in zip(table.texts, tokenizer.tokens, strict=True)]
+
+
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(text=st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from("é🙂👩‍👧語 \n▁"), max_size=30))

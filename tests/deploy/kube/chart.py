@@ -1,0 +1,51 @@
+"""The chart, as helm renders it with the value files of values/."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.deploy.kube.tools import ROOT, run
+
+CHART = ROOT / "deploy" / "chart"
+VALUES = Path(__file__).parent / "values"
+GOLDEN = Path(__file__).parent / "golden"
+NAMES = sorted(path.stem for path in VALUES.glob("*.yaml"))
+SHOWN = {"pods": "keda", "multinode": "gpu"}  # topology -> the values of its golden file
+# What turns any value file into one of a group of pods; the arguments are the chart's user's.
+MULTINODE = {
+    "topology": "multinode",
+    "autoscaling": {"kind": "none"},
+    "multinode": {"groupSize": 2, "leaderArgs": ["--print-config"], "workerArgs": ["collect-env"]},
+}
+
+
+def values(name: str, topology: str = "pods") -> dict[str, Any]:
+    """A value file, for a topology."""
+    found: dict[str, Any] = yaml.safe_load((VALUES / f"{name}.yaml").read_text())
+    return found if topology == "pods" else found | MULTINODE
+
+
+def render(given: dict[str, Any]) -> str:
+    """The manifests of these values."""
+    text = yaml.safe_dump(given)
+    return run("helm", "template", "release", CHART, "--namespace", "llm", "--values", "-", text=text).stdout
+
+
+def documents(text: str) -> list[dict[str, Any]]:
+    """The objects of a stream of YAML; ten times as fast where PyYAML has its C library."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    return [one for one in yaml.load_all(text, loader) if one is not None]
+
+
+def golden(topology: str) -> str:
+    """What the golden file of a topology must hold."""
+    head = f"# The chart with values/{SHOWN[topology]}.yaml. Written by `python -m tests.deploy.kube --write`.\n"
+    return head + render(values(SHOWN[topology], topology)).lstrip("-\n")
+
+
+def write_golden() -> None:
+    for topology in SHOWN:
+        (GOLDEN / f"{topology}.yaml").write_text(golden(topology))

@@ -1,0 +1,224 @@
+"""What the rendered chart promises, read from golden/; `test_chart.py` holds these files to what helm renders."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from millrace.deploy.cli import main as cli
+from millrace.deploy.cli.serve import STOP_S
+from tests.deploy.kube.chart import CHART, GOLDEN, NAMES, SHOWN, documents, values
+from tests.deploy.kube.tools import ROOT
+
+CRDS = ROOT.parent / "shared" / "crds"
+SCHEMA = json.loads((CHART / "values.schema.json").read_text())
+ROUTES = re.findall(r'web\.get\("([^"]+)"', (ROOT / "deploy/server/routes.py").read_text())
+METRICS = "\n".join(path.read_text() for path in (ROOT / "deploy" / "metrics").glob("*.py"))
+
+
+def objects(topology: str) -> dict[str, dict[str, Any]]:
+    """The objects of a golden file, by kind."""
+    found = documents((GOLDEN / f"{topology}.yaml").read_text())
+    assert len({one["kind"] for one in found}) == len(found)
+    return {one["kind"]: one for one in found}
+
+
+def pods(topology: str) -> Iterator[dict[str, Any]]:
+    found = objects(topology)
+    if topology == "pods":
+        yield found["Deployment"]["spec"]["template"]
+        return
+    group = found["LeaderWorkerSet"]["spec"]["leaderWorkerTemplate"]
+    yield from (group["leaderTemplate"], group["workerTemplate"])
+
+
+@pytest.mark.parametrize("topology", SHOWN)
+def test_no_pod_is_root_writes_to_its_image_or_may_ask_the_api_server(topology: str) -> None:
+    for pod in pods(topology):
+        spec, (container,) = pod["spec"], pod["spec"]["containers"]
+        assert spec["automountServiceAccountToken"] is False
+        assert spec["securityContext"]["runAsNonRoot"] and spec["securityContext"]["runAsUser"] == 65532
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        mounted = {mount["name"] for mount in container["volumeMounts"]}
+        assert mounted == {volume["name"] for volume in spec["volumes"]}
+
+
+@pytest.mark.parametrize("topology", SHOWN)
+def test_probes_ask_routes_of_the_server_and_a_stop_leaves_time_to_drain(topology: str) -> None:
+    spec = next(pods(topology))["spec"]
+    (container,) = spec["containers"]
+    asked = {name: container[f"{name}Probe"] for name in ("startup", "readiness", "liveness")}
+    paths = {name: probe["httpGet"]["path"] for name, probe in asked.items()}
+    assert paths == {"startup": "/health/ready", "readiness": "/health/ready", "liveness": "/health/live"}
+    assert set(paths.values()) <= set(ROUTES)
+    given = yaml.safe_load((CHART / "values.yaml").read_text()) | values(SHOWN[topology])
+    assert asked["startup"]["periodSeconds"] * asked["startup"]["failureThreshold"] >= given["startSeconds"]
+    settings = yaml.safe_load(objects(topology)["ConfigMap"]["data"]["millrace.yaml"])
+    needed_s = container["lifecycle"]["preStop"]["sleep"]["seconds"] + settings["shutdown_timeout_s"] + STOP_S + 1
+    assert spec["terminationGracePeriodSeconds"] > needed_s
+
+
+@pytest.mark.parametrize("topology", SHOWN)
+def test_selectors_find_the_pods_and_no_object_is_of_another_release(topology: str) -> None:
+    found = objects(topology)
+    labels = next(pods(topology))["metadata"]["labels"].items()
+    index = {"leaderworkerset.sigs.k8s.io/worker-index": "0"}.items() if topology == "multinode" else {}.items()
+    assert found["Service"]["spec"]["selector"].items() <= labels | index
+    for kind, field in (("PodDisruptionBudget", "selector"), ("NetworkPolicy", "podSelector")):
+        assert found[kind]["spec"][field]["matchLabels"].items() <= labels
+    assert all(one["metadata"]["name"] == "release-millrace" for one in found.values())
+    if topology == "pods":
+        monitor = found["ServiceMonitor"]["spec"]
+        assert monitor["selector"]["matchLabels"].items() <= found["Service"]["metadata"]["labels"].items()
+        assert monitor["endpoints"][0]["port"] in [port["name"] for port in found["Service"]["spec"]["ports"]]
+        assert monitor["endpoints"][0]["path"] in ROUTES
+        assert found["Service"]["metadata"]["labels"][monitor["jobLabel"]] == "millrace"  # which the alerts ask for
+
+
+def test_only_clients_and_a_groups_own_pods_may_connect() -> None:
+    for topology, num_rules in (("pods", 1), ("multinode", 2)):
+        policy = objects(topology)["NetworkPolicy"]["spec"]
+        assert policy["policyTypes"] == ["Ingress", "Egress"] and len(policy["ingress"]) == num_rules
+        assert all(rule["from"] for rule in policy["ingress"])  # an empty list would let all in
+        assert policy["ingress"][0]["ports"] == [{"protocol": "TCP", "port": "http"}]
+        assert len(objects(topology)["NetworkPolicy"]["spec"]["egress"]) == (1 if topology == "pods" else 3)
+
+
+def test_scaling_asks_for_metrics_of_the_server_and_owns_the_number_of_replicas() -> None:
+    found = objects("pods")
+    scaling = found["ScaledObject"]["spec"]
+    assert "replicas" not in found["Deployment"]["spec"] and "HorizontalPodAutoscaler" not in found
+    assert scaling["scaleTargetRef"]["name"] == found["Deployment"]["metadata"]["name"]
+    queries = [trigger["metadata"]["query"] for trigger in scaling["triggers"]]
+    assert [query.partition("{")[0] for query in queries] == [
+        "sum(millrace:work_seconds_waiting",
+        "sum(vllm:num_requests_running",
+    ]
+    assert all(f'"{query[4:].partition("{")[0]}"' in METRICS for query in queries)
+    hpa = (CHART / "templates" / "autoscaling.yaml").read_text()
+    for name in re.findall(r"^ +name: ([a-z_]+)$", hpa, re.MULTILINE):  # as prometheus-adapter writes them
+        assert f'"{name.replace("_", ":", 1)}"' in METRICS
+
+
+def test_the_alert_rules_are_those_of_the_project() -> None:
+    rules = yaml.safe_load((ROOT / "deploy" / "monitoring" / "alerts.yml").read_text())
+    assert objects("pods")["PrometheusRule"]["spec"] == rules
+    for name in ("alerts.yml", "grafana-dashboard.json"):
+        link = CHART / "files" / name
+        assert link.is_symlink() and link.resolve() == ROOT / "deploy" / "monitoring" / name
+
+
+@pytest.mark.parametrize("topology", SHOWN)
+def test_the_server_accepts_the_settings_that_the_chart_writes(
+    topology: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "keys").write_text("a-key\n")
+    text = objects(topology)["ConfigMap"]["data"]["millrace.yaml"]
+    settings = yaml.safe_load(text) | {"api_key_file": str(tmp_path / "keys")}
+    (tmp_path / "millrace.yaml").write_text(yaml.safe_dump(settings))
+    args = next(pods(topology))["spec"]["containers"][0]["args"]
+    assert args[:3] == ["serve", "--config", "/etc/millrace/settings/millrace.yaml"]
+    assert cli.main(["serve", "--config", str(tmp_path / "millrace.yaml"), "--print-config"]) == 0
+    shown = capsys.readouterr().out
+    assert "0.0.0.0" in shown and "/models" in shown
+
+
+@pytest.mark.skipif(not CRDS.exists(), reason="../shared/crds is not there: the definition of LeaderWorkerSet")
+def test_a_group_is_valid_by_the_published_definition_of_leaderworkerset() -> None:
+    (definition,) = documents((CRDS / "leaderworkerset.yaml").read_text())
+    (schema,) = (one["schema"]["openAPIV3Schema"] for one in definition["spec"]["versions"] if one["name"] == "v1")
+    strict = jsonschema.Draft7Validator(closed(schema))
+    group = objects("multinode")["LeaderWorkerSet"]
+    strict.validate(group)
+    group["spec"]["leaderWorkerTemplate"]["leaderTemplate"]["spec"]["hostNetwrk"] = True
+    with pytest.raises(jsonschema.ValidationError, match="hostNetwrk"):
+        strict.validate(group)
+
+
+def closed(schema: Any) -> Any:
+    """A schema that refuses fields it does not name, as the API server does with strict validation."""
+    if isinstance(schema, list):
+        return [closed(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {key: closed(value) for key, value in schema.items()}
+    if isinstance(schema.get("properties"), dict) and schema.get("type") == "object":
+        found.setdefault("additionalProperties", bool(schema.get("x-kubernetes-preserve-unknown-fields")))
+    return found
+
+
+# -- the schema of the values
+
+
+def refused(given: dict[str, Any]) -> str:
+    """The first complaint of the schema about the default values with these on top; "" if there is none."""
+    merged = merge(yaml.safe_load((CHART / "values.yaml").read_text()), given)
+    errors = jsonschema.Draft7Validator(SCHEMA).iter_errors(merged)
+    return next((f"{error.json_path}: {error.message}" for error in errors), "")
+
+
+def merge(base: Any, over: Any) -> Any:
+    """As helm merges values: mappings by key, everything else whole."""
+    if not (isinstance(base, dict) and isinstance(over, dict)):
+        return over
+    return base | {key: merge(base.get(key), value) for key, value in over.items()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_schema_accepts_each_value_file_in_both_topologies(name: str) -> None:
+    jsonschema.Draft7Validator.check_schema(SCHEMA)
+    assert [refused(values(name, topology)) for topology in SHOWN] == ["", ""]
+
+
+@pytest.mark.parametrize(
+    ("given", "where"),
+    [
+        ({"replcas": 2}, "$: Additional"),
+        ({"topology": "fleet"}, "$.topology"),
+        ({"topology": "multinode"}, "$.multinode.workerArgs"),
+        ({"replicas": -1}, "$.replicas"),
+        ({"replicas": "2"}, "$.replicas"),
+        ({"image": {"digest": "latest"}}, "$.image.digest"),
+        ({"image": {"tag": ""}}, "$.image.tag"),
+        ({"gpus": 0.5}, "$.gpus"),
+        ({"resources": {"limits": {"memory": "4 GB"}}}, "$.resources.limits.memory"),
+        ({"apiKeys": {"secret": "Not A Name"}}, "$.apiKeys.secret"),
+        ({"apiKeys": "secret"}, "$.apiKeys"),
+        ({"preStopSeconds": 0}, "$.preStopSeconds"),
+        ({"podDisruptionBudget": {"maxUnavailable": 0}}, "$.podDisruptionBudget.maxUnavailable"),
+        ({"networkPolicy": {"clients": []}}, "$.networkPolicy.clients"),
+        ({"networkPolicy": {"clients": [{"podSelecter": {}}]}}, "$.networkPolicy.clients[0]"),
+        ({"autoscaling": {"kind": "both"}}, "$.autoscaling.kind"),
+        ({"autoscaling": {"targetWorkSeconds": 0}}, "$.autoscaling.targetWorkSeconds"),
+        ({"autoscaling": {"prometheusAddress": "prometheus:9090"}}, "$.autoscaling.prometheusAddress"),
+        ({"settings": {"max-num-seqs": 4}}, "$.settings"),
+        ({"multinode": {"groupSize": 1}}, "$.multinode.groupSize"),
+    ],
+)
+def test_the_schema_refuses_wrong_values_and_says_which(given: dict[str, Any], where: str) -> None:
+    assert refused(given).startswith(where), refused(given)
+
+
+def test_the_schema_names_exactly_the_values_that_there_are() -> None:
+    def names(defaults: Any, schema: Any) -> Iterator[str]:
+        if "properties" not in schema or not isinstance(defaults, dict):
+            return
+        assert schema["additionalProperties"] is False
+        assert set(defaults) == set(schema["properties"]) - {"global"}, set(defaults) ^ set(schema["properties"])
+        for key, value in defaults.items():
+            yield key
+            yield from names(value, schema["properties"][key])
+
+    assert len(list(names(yaml.safe_load((CHART / "values.yaml").read_text()), SCHEMA))) > 50

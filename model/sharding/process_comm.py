@@ -62,7 +62,7 @@ class ProcessComm:
 def _gloo(store: Any, rank: int, size: int) -> Any:
     """NOTE: gloo asks for no key, so it listens on the loopback interface only."""
     options = distributed.ProcessGroupGloo._Options()
-    options._devices = [distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=False)]
+    options._devices = [distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     options._timeout = WAIT
     return distributed.ProcessGroupGloo(store, rank, size, options)
 

@@ -20,6 +20,7 @@ class StartedRanks:
     join: Callable[[Any], Comm]  # rank 0's end, on its torch.device; waits until all ranks join
     folder: str  # where processes find each other; empty for threads
     abort: Callable[[], object]  # makes a call of `Comm` in progress fail
+    unlink: Callable[[], object]  # removes that folder, once all have found each other
     close: Callable[[], object]  # frees what the ranks used; call after they have ended
 
 

@@ -69,7 +69,8 @@ class ProcessExecutor:
             return ProcessComm(folder, 0, size, device)
 
         # NOTE: nothing is to be aborted: calls fail when the other end of their connection is gone
-        return StartedRanks(ranks, join, str(folder), lambda: None, close)
+        unlink = partial(shutil.rmtree, folder, ignore_errors=True)
+        return StartedRanks(ranks, join, str(folder), lambda: None, unlink, close)
 
 
 def _close(ranks: list[RankProcess], folder: Path) -> None:

@@ -58,7 +58,7 @@ class ThreadExecutor:
             for rank in ranks:
                 rank.thread.join()
 
-        return StartedRanks(ranks, partial(_end_of, group, 0), "", group.end, close)
+        return StartedRanks(ranks, partial(_end_of, group, 0), "", group.end, lambda: None, close)
 
 
 def _end_of(group: ThreadGroup, rank: int, device: object) -> Comm:

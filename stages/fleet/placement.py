@@ -71,18 +71,19 @@ def deal(cpus: Cpus, count: int, root: Path = Path("/")) -> list[tuple[int, ...]
 
 
 def _gpus(config: EngineConfig, environment: Mapping[str, str]) -> Sequence[str] | None:
-    """The visible GPU of each process; None on a CPU."""
-    count = config.data_parallel_size
+    """The visible GPUs of each process, one for each of its ranks; None on a CPU."""
+    count, size = config.data_parallel_size, config.tensor_parallel_size
     if config.device == "cpu" or count == 1:
         return None
     visible = [one.strip() for one in environment.get(VISIBLE, "").split(",") if one.strip()]
-    if not visible:
-        return [str(index) for index in range(count)]
-    if len(visible) < count:
+    visible = visible or [str(index) for index in range(count * size)]
+    groups = [",".join(visible[begin : begin + size]) for begin in range(0, len(visible) - size + 1, size)]
+    if len(groups) < count:
         if config.device == "auto":
-            return visible + ["-1"] * (count - len(visible))
-        raise ConfigError(f"data_parallel_size = {count}: needs {count} GPUs, and {VISIBLE} names {len(visible)}")
-    return visible[:count]
+            return groups + ["-1"] * (count - len(groups))
+        needs = f"data_parallel_size = {count}: needs {count * size} GPUs"
+        raise ConfigError(f"{needs}, and {VISIBLE} names {len(visible)}")
+    return groups[:count]
 
 
 def _node(cpu: int, root: Path) -> int:

@@ -110,7 +110,7 @@ def _load_over_ranks(
         try:
             rank0 = RankShare(0, leader.size)
             spec, parts, options = load_share(config, root, shape, rank0, device, kernels, phases.progress)
-            leader.line.answers(number)
+            leader.loaded(number)
         except LineEnded as error:
             leader.close()
             raise ConfigError(f"tensor_parallel_size = {leader.size}: {error}") from None

@@ -34,14 +34,14 @@ def start_ranks(
 ) -> tuple[RankLeader, int]:
     """Starts the other ranks, which load their shares meanwhile, and joins them.
 
-    Returns their leader, and the number of the order to wait for: `leader.line.answers(number)`. Raises `ConfigError`.
+    Returns their leader, and the number of the order to wait for by `leader.loaded`. Raises `ConfigError`.
     """
     size = config.tensor_parallel_size
     check_ranks(config, whole, device)
     num_threads = max(1, threads.count // size)
     started = _executor(config, num_threads).start_ranks(size)
     line = OrderLine(started.members, CODEC, started.abort)
-    line.on_end.append(lambda cause: log.error("ranks.ended", cause=cause))
+    line.on_end += [lambda cause: log.error("ranks.ended", cause=cause), lambda cause: started.unlink()]
     try:
         number = line.send_each(
             [
@@ -67,7 +67,7 @@ def start_ranks(
         started.close()
         raise ConfigError(f"tensor_parallel_size = {size}: the ranks did not start: {line.cause or error}") from None
     log.info("ranks.started", size=size, executor=config.executor, device=str(device), threads=num_threads)
-    return RankLeader(line, started, comm, whole), number
+    return RankLeader(line, started, comm, whole, device), number
 
 
 def check_ranks(config: EngineConfig, whole: DecoderSpec, device: torch.device) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -65,6 +66,8 @@ def test_a_rank_that_is_killed_or_stopped_costs_its_group_and_no_answer() -> Non
         await until(lambda: engine.health.is_ready)
         return took_s
 
+    before = set(Path(tempfile.gettempdir()).glob("millrace-ranks-*"))
+
     async def main() -> None:
         async with SplitEngine(TWO) as engine:
             due = [await answer(engine, prompt) for prompt in prompts]
@@ -83,5 +86,6 @@ def test_a_rank_that_is_killed_or_stopped_costs_its_group_and_no_answer() -> Non
             assert await answer(engine, prompts[0]) == due[0]
             (last,) = ranks_of(engine)
         await until(lambda: is_gone(last))
+        assert set(Path(tempfile.gettempdir()).glob("millrace-ranks-*")) <= before
 
     asyncio.run(asyncio.wait_for(main(), 400.0))

@@ -88,9 +88,17 @@ def _run(arguments: Sequence[str] | None) -> int:
 
         if isinstance(error, (ModelError, NotStartedError)) or is_thread_shortage(error):
             return _print_error(error)
-        if (problem := resource_problem(error)) is None:
+        if (problem := resource_problem(error) or _missing_package(error)) is None:
             raise
         return _print_error(problem)
+
+
+def _missing_package(error: Exception) -> str | None:
+    """What an installation without all dependencies lacks, if that is what `error` says; else None."""
+    name = error.name if isinstance(error, ModuleNotFoundError) else None
+    if name not in ("torch", "transformers", "triton"):
+        return None
+    return f"{name} is not installed, which this model or its settings need: pip install {name}"
 
 
 def _join_models(options: argparse.Namespace) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from importlib.util import find_spec
 
 from ...model.backend_gaps import missing
 from ...model.spec import DecoderSpec
@@ -31,7 +32,7 @@ def why_not_native(config: EngineConfig, shape: DecoderSpec) -> str | None:
 
 
 def require_torch(config: EngineConfig, shape: DecoderSpec, reason: str) -> None:
-    """Raises `ConfigError` if torch does not support the settings either.
+    """Raises `ConfigError` if torch does not support the settings either, or is not installed.
 
     `reason`: why the library does not run.
     """
@@ -45,6 +46,8 @@ def require_torch(config: EngineConfig, shape: DecoderSpec, reason: str) -> None
         )
     if config.attention_backend == "native":
         raise ConfigError(f"attention_backend = native: {reason}; use auto, which then chooses torch")
+    if find_spec("torch") is None:
+        raise ConfigError(f"PyTorch is not installed, which alone computes this: {reason}; pip install torch")
 
 
 def _native_only(config: EngineConfig) -> tuple[str, str] | None:

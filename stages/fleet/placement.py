@@ -27,7 +27,8 @@ def places(config: EngineConfig, cpus: Cpus, environment: Mapping[str, str], roo
     """The shares of all engine processes. Raises `ConfigError` for settings that fit only one.
 
     Cores are dealt in the order of their NUMA nodes, so that a process is on as few nodes as possible. With fewer cores
-    than processes, all may use all. On a machine with GPUs the process i gets the i-th that this one may use.
+    than processes, all may use all. On a machine with GPUs the process i gets the i-th that this one may use, or the
+    i-th group of `tensor_parallel_size` of them.
     """
     count = config.data_parallel_size
     check(config)

@@ -16,12 +16,16 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+from millrace.runtime.env.env import Env
 from millrace.runtime.simulation.run import SimEnv
+from millrace.runtime.startup.phases import Phases
+from millrace.stages.config import EngineConfig
 from millrace.stages.engine import engine
 from millrace.stages.split import engine_core, engine_process, process_client
 from millrace.stages.split.engine_process import EngineProcess, Load
 
 MOST_DELAY_S = 0.001  # of what is sent
+HELD_S = 0.5  # between two looks at a stream that is held
 
 
 class MemorySocket:
@@ -35,6 +39,7 @@ class MemorySocket:
         self.on_readable: Callable[[], object] | None = None
         self._received = bytearray()
         self._has_ended = self._is_due = False
+        self._held_until = 0.0  # nothing is read before
 
     @classmethod
     def pair(cls, loop: asyncio.AbstractEventLoop, dice: Random) -> tuple[MemorySocket, MemorySocket]:
@@ -68,6 +73,17 @@ class MemorySocket:
         self.peer._has_ended = True
         self.peer._wake()
 
+    def cut(self) -> None:
+        """The connection breaks: both ends read what has arrived, and then its end."""
+        assert self.peer is not None
+        self.peer.close()
+        self.close()
+
+    def hold(self, seconds: float) -> None:
+        """Nothing is read here for so long, or until the other end closes."""
+        self._held_until = self._loop.time() + seconds
+        self._wake()
+
     def _wake(self) -> None:
         if not self._is_due:
             self._is_due = True
@@ -75,6 +91,10 @@ class MemorySocket:
 
     def _read(self) -> None:
         self._is_due = False
+        if not self._has_ended and (left_s := self._held_until - self._loop.time()) > 0:
+            self._is_due = True
+            self._loop.call_later(min(left_s, HELD_S), self._read)
+            return
         if self.on_readable is not None:
             self.on_readable()
         if self.on_readable is not None and (self._received or self._has_ended):
@@ -87,14 +107,18 @@ class MemoryChild:
     env: SimEnv
     load: Load
 
-    def __init__(self, sock: MemorySocket, process: EngineProcess) -> None:
-        self.sock, self.pid = sock, id(process)
-        self._task = asyncio.ensure_future(process.run())
+    def __init__(self, ours: MemorySocket, theirs: MemorySocket) -> None:
+        self.sock, self.theirs = ours, theirs
+        self.process = EngineProcess(theirs, (), self._load)  # type: ignore[arg-type]
+        self.pid = id(self.process)
+        self._task = asyncio.ensure_future(self.process.run())
 
     @classmethod
     async def start(cls, module: str, files: Sequence[int], environment: dict[str, str]) -> MemoryChild:
-        ours, theirs = MemorySocket.pair(cls.env.loop, cls.env.random("link"))
-        return cls(ours, EngineProcess(theirs, (), cls.load))  # type: ignore[arg-type]
+        return cls(*MemorySocket.pair(cls.env.loop, cls.env.random("link")))
+
+    def _load(self, config: EngineConfig, env: Env, phases: Phases) -> Any:
+        return self.load(config, env, phases)
 
     async def wait(self) -> str:
         await asyncio.wait([self._task])
@@ -112,9 +136,9 @@ def _env_of_a_process(env: SimEnv) -> SimEnv:
 
 
 @contextlib.contextmanager
-def in_memory(env: SimEnv, load: Load) -> Iterator[None]:
+def in_memory(env: SimEnv, load: Load, kind: type[MemoryChild] = MemoryChild) -> Iterator[None]:
     """Split engines on `env` have engine processes in memory, which get their models from `load`."""
-    child = type("Child", (MemoryChild,), {"env": env, "load": staticmethod(load)})
+    child = type("Child", (kind,), {"env": env, "load": staticmethod(load)})
     loop: Any = env.loop
     loop.add_reader = lambda sock, callback: setattr(sock, "on_readable", callback)
     loop.remove_reader = lambda sock: setattr(sock, "on_readable", None)

@@ -2,7 +2,8 @@
 
 The first failing seed is minimised: the clients and faults that are left are printed, with the command for them.
 
-With `--late 1 2 4` on an asynchronous device, each seed with each of these numbers of steps in flight.
+With `--late 1 2 4` on an asynchronous device, each seed with each of these numbers of steps in flight. With `--fleet` a
+fleet of engine processes (`fleet.py`), without minimising; `--fleet --bugs` plants bugs and says which seeds find them.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from dataclasses import asdict
 from functools import partial
 from itertools import product
 
+from tests.simulation.fleet import run_fleet_seed
+from tests.simulation.fleet_bugs import FLEET_BUGS, find_fleet_bug
 from tests.simulation.minimise import Part, minimise
 from tests.simulation.setups import FAULTS, SETTLE_FAULT, Setup, draw_setup, on_streams
 from tests.simulation.world import run_seed
@@ -34,7 +37,15 @@ def main() -> int:
     parser.add_argument("--clients", type=int, nargs="+", metavar="PLACE", help="of --seed, these clients only")
     parser.add_argument("--faults", nargs="+", metavar="NAME", help="of --seed, these faults only; none: none")
     parser.add_argument("--max-failures", type=int, default=5)
+    parser.add_argument("--fleet", action="store_true", help="several engine processes behind one front")
+    parser.add_argument("--bugs", nargs="*", metavar="NAME", help="with --fleet: plant these, or all, and find them")
     options = parser.parse_args()
+    if options.fleet:
+        first, count = (options.first, options.seeds) if options.seed is None else (options.seed, 1)
+        seeds = range(first, first + count)
+        if options.bugs is not None:
+            return find_fleet_bugs(options.bugs or list(FLEET_BUGS), seeds)
+        return run_fleets(seeds, options.max_failures, is_traced=options.trace)
 
     changes: list[Change] = [partial(on_streams, steps_in_flight=count) for count in options.late or ()] or [_as_drawn]
     if options.seed is not None:
@@ -109,6 +120,41 @@ def run_many(seeds: range, changes: Sequence[Change], max_failures: int) -> int:
     print(f"states: {dict(sorted(states.items()))}")
     print(f"faults: {dict((name, fired[name]) for name in (*FAULTS, SETTLE_FAULT))}")
     return 1 if failures else 0
+
+
+def run_fleets(seeds: range, max_failures: int, *, is_traced: bool = False) -> int:
+    """Prints totals of fleets, and each failing seed with the command that repeats it."""
+    failures, num_done = 0, 0
+    states, outcomes = Counter[str](), Counter[str]()
+    for seed in seeds:
+        try:
+            result = run_fleet_seed(seed, keep_trace=is_traced)
+        except Exception as error:
+            failures += 1
+            print(
+                f"seed {seed}: {type(error).__name__}: {str(error).splitlines()[0]}\n    {'; '.join(error.__notes__)}"
+            )
+            if failures == max_failures:
+                break
+            continue
+        num_done += 1
+        states += result.value.states
+        outcomes += result.value.outcomes
+        if len(seeds) == 1:
+            print("\n".join([*result.trace, f"seed {seed}: {result.trace_hash}"]))
+    print(f"{num_done} runs passed and {failures} failed in {time.process_time():.1f} s of processor time")
+    print(f"outcomes: {dict(sorted(outcomes.items()))}\nstates: {dict(sorted(states.items()))}")
+    return 1 if failures else 0
+
+
+def find_fleet_bugs(names: Sequence[str], seeds: range) -> int:
+    """Prints the first seed that finds each bug. 1 if one stays hidden."""
+    num_hidden = 0
+    for name in names:
+        found = find_fleet_bug(name, seeds)
+        num_hidden += found is None
+        print(f"{name}: {'stays hidden' if found is None else f'seed {found[0]}: {found[1]}'}", flush=True)
+    return 1 if num_hidden else 0
 
 
 def _smallest(seed: int, change: Change) -> str:

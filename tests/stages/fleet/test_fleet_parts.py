@@ -206,7 +206,9 @@ def test_engine_processes_share_threads_and_get_a_gpu_each(tmp_path: Path) -> No
     pair = places(replace(config, data_parallel_size=2, device="cuda", threads=4), cpus, own, tmp_path)
     assert [(place.config.threads, *place.environment.values()) for place in pair] == [(4, "5"), (4, "7")]
     assert places(replace(config, device="cpu"), cpus, {}, tmp_path)[0].environment == {}
-    with pytest.raises(ConfigError, match="data_parallel_size = 3: needs 3 GPUs, and CUDA_VISIBLE_DEVICES names 2"):
+    wide = places(EngineConfig(data_parallel_size=2, tensor_parallel_size=2, device="cuda"), cpus, {}, tmp_path)
+    assert [place.environment["CUDA_VISIBLE_DEVICES"] for place in wide] == ["0,1", "2,3"]
+    with pytest.raises(ConfigError, match="needs 3 GPUs, and CUDA_VISIBLE_DEVICES names 2"):
         places(replace(config, device="cuda"), cpus, own, tmp_path)
 
 

@@ -1,0 +1,167 @@
+"""What the stages dispatch and merge cost the front process of a fleet.
+
+    python -m tests.bench.fleet_cost [--engines 2] [--rounds 5] [--output results.json]
+
+Told are microseconds a request for dispatch, with 256 requests in flight, and a step of 256 rows for merge: of the
+stage's own work, and with the runner and the channels around it. Medians over the rounds. No engine process is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from millrace.runtime.graph import Port
+from millrace.runtime.pipeline import Pipeline
+from millrace.runtime.processes.link_channels import OutboundChannel
+from millrace.stages.fleet.core_set import CoreSet
+from millrace.stages.fleet.fleet_requests import FleetRequests
+from millrace.stages.fleet.merged_channel import CoreTokens, MergedChannel
+from millrace.stages.fleet.stage import Dispatch, Merge
+from millrace.stages.messages import StepTokens, TokenRequest
+from millrace.stages.params import SamplingParams
+
+NUM_IN_FLIGHT, NUM_ROWS, NUM_STEPS = 256, 256, 2_000
+PARAMS = SamplingParams(max_tokens=128, seed=1)
+
+
+class Away:
+    """The link of an engine process that takes everything."""
+
+    def carry(self, kind: int, edge: int, message: Any = None) -> None: ...
+
+    def wake(self) -> None: ...
+
+
+class Core:
+    """A core whose process takes everything, and returns credits at once."""
+
+    is_serving = True
+
+    def __init__(self, table: FleetRequests, index: int) -> None:
+        self.index = index
+        self.requests: OutboundChannel[TokenRequest] = OutboundChannel("a", 256, on_send=self._sent)
+        self.requests.bind(Away(), 0)
+        self._table = table
+
+    def _sent(self, prompt: TokenRequest) -> None:
+        self._table.sent(prompt, self.index)
+        self.requests.queued.clear()
+
+
+def requests(first: int, count: int) -> list[TokenRequest]:
+    ids = np.arange(100, dtype=np.int32)
+    return [TokenRequest(f"r{number}", 0, ids, PARAMS, number) for number in range(first, first + count)]
+
+
+def fleet(num_engines: int) -> tuple[CoreSet, FleetRequests]:
+    table = FleetRequests(num_engines)
+    return CoreSet([Core(table, index) for index in range(num_engines)], table), table  # type: ignore[misc]
+
+
+def step(number: int) -> StepTokens:
+    rows = np.arange(NUM_ROWS)
+    return StepTokens(number, rows, rows, rows, rows, np.zeros(NUM_ROWS, np.int8))
+
+
+def dispatch_us(num_engines: int) -> float:
+    """A choice and its send, without the runner."""
+    cores, table = fleet(num_engines)
+    for request in requests(0, NUM_IN_FLIGHT):
+        cores.place(request)
+    waiting, took_s = requests(NUM_IN_FLIGHT, NUM_STEPS), 0.0
+    for number, request in enumerate(waiting):
+        table.forget(f"r{number}")
+        began_s = time.perf_counter()
+        cores.place(request)
+        took_s += time.perf_counter() - began_s
+    return 1e6 * took_s / NUM_STEPS
+
+
+async def dispatched_us(num_engines: int) -> float:
+    """A request that passes the stage."""
+    cores, table = fleet(num_engines)
+    pipeline = Pipeline()
+    pipeline.add(Dispatch(cores), "dispatch")
+    pipeline.entry = Port("dispatch", "in")
+    async with pipeline:
+        channel = pipeline.channel("dispatch.in")
+        for request in requests(0, NUM_IN_FLIGHT):
+            await channel.send(request)
+        waiting = requests(NUM_IN_FLIGHT, NUM_STEPS)
+        began_s = time.perf_counter()
+        for number, request in enumerate(waiting):
+            table.forget(f"r{number}")
+            await channel.send(request)
+            await asyncio.sleep(0)
+        while f"r{NUM_IN_FLIGHT + NUM_STEPS - 1}" not in table:  # noqa: ASYNC110 - no other task is here
+            await asyncio.sleep(0)
+        return 1e6 * (time.perf_counter() - began_s) / NUM_STEPS
+
+
+def merge_us(num_engines: int) -> float:
+    """A step that is moved to the slots of its engine, without the runner."""
+    steps = [step(number) for number in range(NUM_STEPS)]
+    began_s = time.perf_counter()
+    for one in steps:
+        Merge.shifted(one, NUM_ROWS * (num_engines - 1))
+    return 1e6 * (time.perf_counter() - began_s) / NUM_STEPS
+
+
+async def merged_us(num_engines: int) -> float:
+    """A step that passes the channel of all engines and the stage."""
+    merged = MergedChannel("m", 16 * num_engines, time.monotonic)
+    ends = [merged.add_end(core, "e", 16, time.monotonic, _nothing) for core in range(num_engines)]
+    for end in ends:
+        end.bind(Away(), 0)
+    pipeline = Pipeline()
+    pipeline.add(Merge(NUM_ROWS), "merge")
+    pipeline.entry = Port("merge", "in")
+    pipeline.open_ports = {Port("merge", "out")}
+    pipeline.give_channel("merge.in", merged)
+    steps = [CoreTokens(number % num_engines, step(number)) for number in range(NUM_STEPS)]
+    async with pipeline:
+        out, num_left = pipeline.channel("merge.out"), NUM_STEPS
+        began_s = time.perf_counter()
+        for core, one in steps:
+            ends[core].arrive(one)
+            await asyncio.sleep(0)
+            ends[core].num_owed = 0
+            num_left -= len(out.recv_all())
+        while num_left:
+            await asyncio.sleep(0)
+            num_left -= len(out.recv_all())
+        return 1e6 * (time.perf_counter() - began_s) / NUM_STEPS
+
+
+def _nothing(item: StepTokens) -> None: ...
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Dispatch and merge of a fleet.")
+    parser.add_argument("--engines", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--output", type=Path, help="write the figures here, as JSON")
+    options = parser.parse_args()
+    found: dict[str, list[float]] = {name: [] for name in ("dispatch", "dispatched", "merge", "merged")}
+    for _ in range(options.rounds):
+        found["dispatch"].append(dispatch_us(options.engines))
+        found["dispatched"].append(asyncio.run(dispatched_us(options.engines)))
+        found["merge"].append(merge_us(options.engines))
+        found["merged"].append(asyncio.run(merged_us(options.engines)))
+    figures = {f"{name}_us": round(statistics.median(values), 2) for name, values in found.items()}
+    print(json.dumps(figures))
+    if options.output is not None:
+        options.output.write_text(json.dumps({"engines": options.engines, **figures}, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,366 @@
+"""Runs of a fleet in virtual time: one front, two to four engine processes, and what befalls them and their links.
+
+All processes share one simulated loop; the engine processes, their clients and links are the real ones (see
+`memory_link.py`). A run draws strikes: a process dies at once, a link breaks, stands still one way or both, or is slow,
+starts fail, and a request kills each process that runs it. Answers are hashes, so the right one is known. The checks
+besides those of `world.py`:
+
+    I15  a request is in no more than one process whose link is open
+    I16  at rest no process knows a request, and the front's table is empty
+    I17  the first new token of a resumed answer is the next one
+    I18  nothing is left on the edges of a lost link
+    I19  a process that serves gets requests: none fails, and none is refused, while one is left
+    I20  a request that kills ends at most two processes, and no other request ends for it
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any
+
+from millrace.runtime.env.log import captured_logs
+from millrace.runtime.pipeline import NotServing
+from millrace.runtime.simulation.run import SimEnv, SimResult, run
+from millrace.stages.config import EngineConfig
+from millrace.stages.errors import Failed, Unavailable
+from millrace.stages.fleet.fleet_engine import FleetEngine
+from millrace.stages.fleet.placement import Place
+from millrace.stages.messages import StepTokens, TokenRequest
+from millrace.stages.outputs import ModelInfo
+from millrace.stages.split.engine_core import EngineCore
+from millrace.stages.testing.scripted.engine import _async_model, _check_violations, _device, _loaded, _model, _resolved
+from tests.simulation.memory_link import MemoryChild, in_memory
+from tests.simulation.setups import POLICIES as ONE_PROCESS
+from tests.simulation.setups import Setup, draw_setup, on_streams
+from tests.simulation.world import QUIET_S, Broken, Report, World, _require
+
+STRIKES = ("core.die", "link.cut", "link.half", "link.partition", "link.stall", "core.slow", "start.fails")
+POISON = "request.poison"
+TICK_S = 0.5  # between two checks of the front whether its processes make progress
+HANG_S = 90.0  # that a link may stand still: three times what the front waits
+MAX_FAILED_STARTS = 3
+MOST_CLIENTS = 40
+POLICIES = (*ONE_PROCESS, "starve:merge", "starve:merge", "starve:dispatch")
+
+
+@dataclass(frozen=True)
+class Strike:
+    """What befalls the process `core`, at `at_s` after the start."""
+
+    kind: str
+    core: int
+    at_s: float
+    seconds: float  # for which a link stands still, or is slow
+
+
+@dataclass(frozen=True)
+class FleetSetup:
+    """All of a run that its seed draws, but the order of events."""
+
+    setup: Setup
+    strikes: tuple[Strike, ...]
+    poison: str | None  # the request that kills each process that runs it
+
+
+def draw_fleet(seed: int) -> FleetSetup:
+    """The run of `seed`."""
+    dice = Random(f"fleet/{seed}")
+    setup = draw_setup(seed)
+    if dice.random() < 0.5:
+        setup = on_streams(setup, dice.choice((1, 2, 4)))
+    count = dice.choice((2, 2, 3, 4))
+    config = replace(setup.config, max_parked_s=1e6, data_parallel_size=count, max_admitted_requests=1000)
+    delay_s = min(setup.device_delay_s, 0.05)
+    policy = dice.choice(POLICIES)
+    clients = setup.clients[:MOST_CLIENTS]
+    setup = replace(setup, config=config, policy=policy, faults={}, ends="all", device_delay_s=delay_s, clients=clients)
+    strikes = []
+    for _ in range(dice.choice((0, 1, 1, 2, 2, 3, 5))):
+        at_s = dice.choice(clients).arrival_s + dice.choice((dice.uniform(0.0, 0.06), dice.uniform(0.0, 5.0)))
+        seconds = dice.choice((0.02, 1.0, HANG_S, HANG_S)) * dice.random()
+        strikes.append(Strike(dice.choice(STRIKES), dice.randrange(count), at_s, seconds))
+    poison = dice.choice(setup.clients).request.request_id if dice.random() < 0.3 else None
+    return FleetSetup(setup, tuple(sorted(strikes, key=lambda strike: strike.at_s)), poison)
+
+
+class FleetWorld(World):
+    """A fleet in a simulated env, with its clients, and its checks."""
+
+    def __init__(self, drawn: FleetSetup, env: SimEnv) -> None:
+        self.drawn = drawn
+        self.children: list[FleetChild] = []
+        self.num_starts_to_fail = 0
+        self.num_loads = 0
+        self.kills: Counter[str] = Counter()  # processes that a request has ended
+        self.guilty: set[str] = set()
+        self.known: dict[int, int] = {}  # tokens of each sequence so far
+        self.strikes: Counter[str] = Counter()
+        super().__init__(drawn.setup, env)
+
+    def _build(self) -> Any:
+        """Nothing yet: `live` starts the engine."""
+
+    async def live(self) -> Report:
+        kind = type("WorldChild", (FleetChild,), {"world": self})
+        with in_memory(self.env, self._load_nothing, kind):
+            engine = self.engine = SimFleet(self.setup.config, self, env=self.env)
+            await engine.start()
+            try:
+                return await self._live(engine)
+            finally:
+                await engine.stop()
+                await self.env.aclose()
+                self.failure.cancel()
+
+    def _load_nothing(self, *_: Any) -> Any:
+        raise AssertionError("each child loads for itself")
+
+    async def _live(self, engine: SimFleet) -> Report:
+        self.parts: Any = engine._front()
+        self.parts.exit.on_end.append(lambda box, cause, error: self._on_end(box.request_id, cause))
+        ticking = asyncio.create_task(self._tick(), name="tick")
+        striking = asyncio.create_task(self._strike_all(), name="strikes")
+        clients = [asyncio.create_task(self._serve(client), name="client") for client in self.setup.clients]
+        everything = asyncio.gather(*clients, striking)
+        try:
+            await asyncio.wait([everything, self.failure], return_when=asyncio.FIRST_COMPLETED)
+            if self.failure.done():
+                everything.cancel()
+                await asyncio.gather(everything, return_exceptions=True)
+                self.failure.result()
+            histories = everything.result()[:-1]
+            await self.env.sleep(QUIET_S)
+            if self.failure.done():
+                self.failure.result()
+        finally:
+            for task in (ticking, striking, *clients):
+                task.cancel()
+            await asyncio.wait([ticking, striking, *clients])
+        self.report.health = engine.health.state
+        _require(engine.health.is_ready, f"at the end: {engine.health}")
+        self._check_histories(histories)
+        self._check_rest()
+        self.report.states += self.strikes
+        self.report.states["deaths"] += engine.num_deaths
+        self.report.states["guilty"] += len(self.guilty)
+        self.report.num_steps = sum(child.model.num_steps for child in self.children if child.model is not None)
+        return self.report
+
+    async def _tick(self) -> None:
+        while True:
+            await self.env.sleep(TICK_S)
+            self.engine._check_processes(0.0)
+            self.check_owners()
+
+    # -- strikes
+
+    async def _strike_all(self) -> None:
+        now_s = 0.0
+        for strike in self.drawn.strikes:
+            await self.env.sleep(strike.at_s - now_s)
+            now_s = strike.at_s
+            self._strike(strike)
+
+    def _strike(self, strike: Strike) -> None:
+        core = self.engine.cores[strike.core]
+        child = None if core.client is None else core.client._child
+        if strike.kind == "start.fails":
+            self.num_starts_to_fail = min(MAX_FAILED_STARTS, self.num_starts_to_fail + 1)
+            if child is not None:
+                child.kill()  # type: ignore[attr-defined]
+        if not isinstance(child, FleetChild):
+            return
+        self.strikes[strike.kind] += 1
+        self.env.note("strike", strike.kind, strike.core)
+        match strike.kind:
+            case "core.die":
+                child.kill()
+            case "link.cut":
+                child.theirs.cut()
+            case "link.half" | "core.slow":
+                child.sock.hold(strike.seconds if strike.kind == "link.half" else min(strike.seconds, 1.0))
+            case "link.stall":
+                child.theirs.hold(min(strike.seconds, 20.0))
+            case "link.partition":
+                child.sock.hold(strike.seconds)
+                child.theirs.hold(strike.seconds)
+
+    def note_step(self, child: FleetChild, grant: Any) -> None:
+        """A step begins: it ends the process if it starts the poison."""
+        poison = self.drawn.poison
+        if poison is not None and any(started.request_id == poison for started in grant.started):
+            self.kills[poison] += 1
+            self.strikes[POISON] += 1
+            _note(self, self.kills[poison] <= 2, f"I20: {poison} has ended {self.kills[poison]} processes")
+            child.kill()
+
+    # -- checks
+
+    def check_owners(self) -> None:
+        """I15 and I18."""
+        owners: Counter[str] = Counter()
+        for child in self.children:
+            core = next((core for core in self.engine.cores if _child_of(core) is child), None)
+            if core is not None and core.client is not None and core.client.is_open:
+                owners.update(child.process._exit.live.keys() & self.parts.exit.live.keys())
+        several = [request_id for request_id, count in owners.items() if count > 1]
+        _note(self, not several, f"I15: {several} are in several processes at once")
+        for core in self.engine.cores:
+            is_lost = core.client is None or not core.client.is_open
+            _note(self, not (is_lost and core.tokens.num_owed), f"I18: credits for the lost link of {core.index}")
+            is_dirty = is_lost and core.keeper is not None and core.keeper.away is not None and len(core.requests)
+            _note(self, not is_dirty, f"I18: prompts wait for the lost link of {core.index}")
+
+    def note_tokens(self, step: StepTokens, core: int) -> None:
+        """I17, for each step that arrives."""
+        for sequence_id, place in zip(step.sequence_ids.tolist(), step.places.tolist(), strict=True):
+            due = self.known.get(sequence_id, 0)
+            _note(self, place == due, f"I17: token {place} of sequence {sequence_id} came from {core}, {due} was due")
+            self.known[sequence_id] = place + 1
+
+    def _check_rest(self) -> None:
+        """I16."""
+        engine = self.engine
+        _require(not self.parts.exit.live, f"I16: requests are left: {sorted(self.parts.exit.live)}")
+        _require(not engine._table.request_ids(), f"I16: the table has {engine._table.request_ids()}")
+        _require(not any(one["num_requests"] or one["work"] for one in engine.engines), f"I16: {engine.engines}")
+        _require(not self.parts.detokenize.num_sequences, "I16: detokenize still knows sequences")
+        for core in engine.cores:
+            child = _child_of(core)
+            if child is None or not core.is_serving:
+                continue
+            process, where = child.process, f"I16: process {core.index}"
+            assert process._core is not None and process._pipeline is not None
+            pool, scheduler = process._core.allocate.allocator.pool, process._core.schedule.scheduler
+            _require(not process._exit.live, f"{where} knows {sorted(process._exit.live)}")
+            _require(not scheduler.sequences, f"{where} still has sequences {sorted(scheduler.sequences)}")
+            _require(pool.num_in_use == 0 and pool.num_quarantined == 0, f"{where} uses {pool.num_in_use} blocks")
+            depths = {name: len(channel) for name, channel in process._pipeline.channels.items() if len(channel)}
+            _require(not depths, f"{where} has items on {depths}")
+            process._core.allocate.allocator.check()
+            scheduler.check()
+            _check_violations(child.model)
+
+    def _allowed_outcomes(self) -> set[str]:
+        return {Failed.__name__}
+
+    def _check_outcome(self, history: Any) -> None:
+        super()._check_outcome(history)
+        request_id = history.client.request.request_id
+        if history.outcome in (Failed.__name__, Unavailable.__name__, NotServing.__name__):
+            is_told = request_id in self.guilty
+            _require(is_told, f"I19: {request_id} failed: {getattr(history, 'error', '')}; guilty: {self.guilty}")
+            has_struck = bool(self.drawn.strikes)  # at a moment in which it was on trial
+            _require(request_id == self.drawn.poison or has_struck, f"I20: {request_id} ended for another request")
+
+
+class FleetChild(MemoryChild):
+    """An engine process in memory, with a scripted device of its own."""
+
+    world: FleetWorld
+
+    def __init__(self, *ends: Any) -> None:
+        self.model: Any = None
+        self.world.children.append(self)
+        super().__init__(*ends)
+
+    def kill(self) -> None:
+        """As SIGKILL: nothing more leaves the process."""
+        self.theirs.cut()
+        super().kill()
+
+    def _load(self, config: EngineConfig, env: Any, phases: Any) -> Any:
+        world = self.world
+        world.num_loads += 1
+        if world.num_loads > config.data_parallel_size and world.num_starts_to_fail:
+            world.num_starts_to_fail -= 1
+            raise OSError(12, "Cannot allocate memory")
+        make = _async_model if world.setup.is_async else _model
+        self.model = make(config, world.script, world.env)
+        device = _device(self.model)
+        forward = device.forward
+
+        def note_and_forward(grant: Any, run: Any) -> Any:
+            world.note_step(self, grant)
+            return forward(grant, run)
+
+        device.forward = note_and_forward  # type: ignore[method-assign]
+        return _loaded(config, self.model), device
+
+
+class SimFleet(FleetEngine):
+    """A fleet without model files."""
+
+    def __init__(self, config: EngineConfig, world: FleetWorld, env: SimEnv) -> None:
+        self._world = world
+        super().__init__(_resolved(config, {}), env=env)
+        table = self._table
+        note, note_death, sent = table.note, table.note_death, table.sent
+
+        def note_and_check(step: StepTokens, core: int = 0) -> None:
+            world.note_tokens(step, core)
+            note(step, core)
+
+        def note_guilty(core: int = 0) -> str | None:
+            guilty = note_death(core)
+            if guilty is not None:
+                world.guilty.add(guilty)
+            return guilty
+
+        def check_and_send(request: TokenRequest, core: int | None = 0) -> None:
+            sent(request, core)
+            world.check_owners()
+
+        table.note, table.note_death = note_and_check, note_guilty  # type: ignore[method-assign]
+        table.sent = check_and_send  # type: ignore[method-assign]
+
+    def _make_places(self) -> list[Place]:
+        return [Place(self.config)] * self.config.data_parallel_size
+
+    async def _read_text(self, phases: Any) -> Callable[[ModelInfo], Any]:
+        loaded = _loaded(self.config, _model(self.config, self._world.script, self._env))
+        return lambda info: replace(loaded, info=info)
+
+    async def _warm_up_or_die(self, core: EngineCore) -> None:
+        """Does nothing: there is no lazy initialization."""
+
+
+def _child_of(core: EngineCore) -> FleetChild | None:
+    child: Any = None if core.client is None else core.client._child
+    return child if isinstance(child, FleetChild) else None
+
+
+def _note(world: FleetWorld, is_true: bool, complaint: str) -> None:
+    """Ends the run unless it is true. Raised where it is seen, it would look like a bug of the code there."""
+    if not is_true:
+        world.fail(Broken(complaint))
+
+
+def run_fleet_seed(seed: int, *, keep_trace: bool = False) -> SimResult[Report]:
+    """Runs the fleet of `seed`. Raises `Broken` or another error, with a note on how to repeat the run."""
+    drawn = draw_fleet(seed)
+
+    async def main(env: SimEnv) -> Report:
+        return await FleetWorld(drawn, env).live()
+
+    try:
+        with captured_logs():
+            delays = {name: (0.0, drawn.setup.device_delay_s) for name in ("device", "completion")}
+            result = run(
+                main,
+                seed=seed,
+                policy=drawn.setup.policy,
+                thread_delay_s=(0.0, drawn.setup.tokenize_delay_s),
+                worker_delay_s=delays,
+                max_callbacks=5_000_000,
+                keep_trace=keep_trace,
+            )
+        _require(not result.leaked_tasks, f"I7: tasks outlived the run: {result.leaked_tasks}")
+    except BaseException as error:
+        error.add_note(f"again: python -m tests.simulation.run --fleet --seed {seed}")
+        raise
+    return result

@@ -18,7 +18,7 @@ SOURCE = (".py", ".h", ".cpp")  # a code span with such an ending names a file o
 IN_MANY_ROOMS = ("__init__.py", "stage.py", "bodies.py")  # file names that stand for one in each room
 FOREIGN = {  # program -> flags of it that a page may name
     "docker": {"--build", "--detach", "--gpus", "--profile", "--read-only", "--rm", "--tmpfs"},
-    "helm": {"--set", "--values"},
+    "helm": {"--reuse-values", "--set", "--values"},
     "kubectl": {"--from-file"},
     "pip": {"--index-url", "--no-deps"},
     "npm": {"--prefix"},

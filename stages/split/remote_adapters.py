@@ -41,10 +41,7 @@ class RemoteAdapters:
 
     def has(self, card: AdapterCard | None) -> bool:
         """Whether the present process has read the adapter."""
-        if card is None:
-            return False
-        client, _ = self._residences.get(card.digest, (None, 0))
-        return client is not None and client is self._client()
+        return card is not None and self._is_here(card.digest)
 
     async def read(self, env: Env, path: Path, name: str, digest: str) -> AdapterCard:
         """As `AdapterReader.read`."""
@@ -70,27 +67,39 @@ class RemoteAdapters:
         if client is not None and client is self._client():
             client.post(DropAdapter(digest, residence))
 
-    async def restore(self, env: Env, gate: AdapterGate, fail: Callable[[str, Exception], object]) -> None:
+    async def restore(
+        self, env: Env, gate: AdapterGate, fail: Callable[[str, Exception], object], *, keeps_unused: bool = False
+    ) -> None:
         """Reads the adapters of requests in progress again, in a new process, and forgets the others.
 
         A request whose adapter is not in its folder any more ends with an error, by `fail`. Adapters may be dropped
-        and read meanwhile.
+        and read meanwhile; in the end the process has all that are stored. `keeps_unused`: reads the others, too, as
+        other processes still have them.
         """
-        for digest in gate.store.digests():
-            client, _ = self._residences.get(digest, (None, 0))
-            if client is not None and client is self._client():  # it was read meanwhile
-                continue
-            origin = self._origins.get(digest)
-            if origin is None or not gate.store.num_users(digest):
-                gate.store.lose(digest)
-                continue
-            try:
-                await self.read(env, *origin, digest)
-                if digest not in gate.store:
-                    self.drop(digest)  # it was dropped while it was read
-            except AdapterError as error:
-                log.error("adapter.lost", name=origin[1], reason=str(error))
-                gate.store.lose(digest)
-                message = f"adapter '{origin[1]}' is not in its folder any more, and the engine process was replaced"
-                for request_id in gate.requests_of(digest):
-                    fail(request_id, Failed(message, code="engine_died"))
+        while lacking := [digest for digest in gate.store.digests() if not self._is_here(digest)]:
+            for digest in lacking:
+                await self._restore(env, gate, fail, digest, keeps_unused)
+
+    async def _restore(
+        self, env: Env, gate: AdapterGate, fail: Callable[[str, Exception], object], digest: str, keeps_unused: bool
+    ) -> None:
+        if self._is_here(digest) or digest not in gate.store:  # it was read or dropped meanwhile
+            return
+        origin = self._origins.get(digest)
+        if origin is None or not (keeps_unused or gate.store.num_users(digest)):
+            gate.store.lose(digest)
+            return
+        try:
+            card = await self.read(env, *origin, digest)
+            if digest not in gate.store:
+                self.drop(card.digest)  # it was dropped while it was read
+        except AdapterError as error:
+            log.error("adapter.lost", name=origin[1], reason=str(error))
+            gate.store.lose(digest)
+            message = f"adapter '{origin[1]}' is not in its folder any more, and the engine process was replaced"
+            for request_id in gate.requests_of(digest):
+                fail(request_id, Failed(message, code="engine_died"))
+
+    def _is_here(self, digest: str) -> bool:
+        client, _ = self._residences.get(digest, (None, 0))
+        return client is not None and client is self._client()

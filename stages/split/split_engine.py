@@ -260,7 +260,8 @@ class SplitEngine(Engine):
             except (EngineDied, TimeoutError):
                 raise NotServing(self.health) from None
         if self.adapters is not None:
-            await core.adapters.restore(self._env, self.adapters, self._front().exit.fail)
+            fail, is_one = self._front().exit.fail, len(self.cores) == 1
+            await core.adapters.restore(self._env, self.adapters, fail, keeps_unused=not is_one)
 
     def _process_died(self, core: EngineCore, how: str) -> None:
         self._report_crash("engine", engine_side_error("EngineDied", ()), list(self._front().exit.live))

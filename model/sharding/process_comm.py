@@ -31,23 +31,26 @@ class ProcessComm:
         self._group: Any = _gloo(store, rank, size) if device.type == "cpu" else _nccl(store, rank, size)
 
     def sum(self, partial: Tensor) -> Tensor:
+        partial = partial.contiguous()
         if not self._is_ordered:
-            return self._wait("sum", partial, self._group.allreduce([partial := partial.contiguous()]), partial)
+            return self._wait("sum", partial, self._group.allreduce([partial]), partial)
         parts = [torch.empty_like(partial) for _ in range(self.size)]
-        self._wait("sum", partial, self._group.allgather([parts], [partial.contiguous()]), partial)
+        self._wait("sum", partial, self._group.allgather([parts], [partial]), partial)
         return ordered_sum(parts)
 
     def gather(self, x: Tensor) -> Sequence[Tensor] | None:
+        x = x.contiguous()
         parts = [] if self.rank else [torch.empty_like(x) for _ in range(self.size)]
         options = distributed.GatherOptions()
         options.rootRank = 0
-        self._wait("gather", x, self._group.gather([parts] if parts else [], [x.contiguous()], options), x)
+        self._wait("gather", x, self._group.gather([parts] if parts else [], [x], options), x)
         return parts or None
 
     def broadcast(self, x: Tensor) -> Tensor:
         options = distributed.BroadcastOptions()
         options.rootRank = 0
-        return self._wait("broadcast", x, self._group.broadcast([x := x.contiguous()], options), x)
+        x = x.contiguous()
+        return self._wait("broadcast", x, self._group.broadcast([x], options), x)
 
     def _wait(self, call: str, like: Tensor, work: Any, result: Tensor) -> Tensor:
         """Waits for a call; on a GPU the current stream does."""

@@ -23,7 +23,10 @@ from .wire import Codec
 
 RECEIVED_BYTES = 1 << 16
 LEAST_S = 8.0  # that a member may take for an order
-PATIENCE = 20  # times the longest order so far, if that is more
+PATIENCE = 20  # times what is expected of an order, if that is more
+MEASURED_WORK = (
+    16  # of an order from which the seconds of a unit of work are taken; less is mostly what each order takes
+)
 START_S = 600.0  # for an order of the start, before `serving`
 SLICE_S = 0.25  # between two looks at the time
 VERDICT_S = 0.5  # that the leader waits for the cause, when its own work has failed
@@ -47,6 +50,15 @@ class Failure:
     """A member could not obey an order, and ends."""
 
     text: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """An order under way."""
+
+    moment_s: float
+    about: str
+    work: int
 
 
 class Member(Protocol):
@@ -83,10 +95,11 @@ class OrderLine:
         self._members, self._codec, self._abort, self._least_s = members, codec, abort, least_s
         self._is_serving = False
         self._number = 0  # of the last order
-        self._sent: dict[int, tuple[float, str]] = {}  # by order that some member has not answered: when, and what
+        self._sent: dict[int, _Sent] = {}  # by order that some member has not answered
         self._marks: dict[int, tuple[int, str]] = {}  # the leader's, of these
         self._answers: list[dict[int, Answer]] = [{} for _ in members]  # of these
-        self._longest_s = 0.0
+        self._longest_s = 0.0  # of the last orders
+        self._unit_s = 0.0  # the most that a unit of work took
         self._changed = threading.Condition()
         self._is_closed = False
         self._wake, self._waker = os.pipe()
@@ -94,10 +107,10 @@ class OrderLine:
         start_thread(thread)
         self._thread = thread
 
-    @property
-    def limit_s(self) -> float:
-        """Seconds that a member may take for an order now."""
-        return max(self._least_s, PATIENCE * self._longest_s) if self._is_serving else START_S
+    def limit_s(self, work: int = 0) -> float:
+        """Seconds that a member may take for an order of so much work now."""
+        expected_s = max(self._longest_s, self._unit_s * work)
+        return max(self._least_s, PATIENCE * expected_s) if self._is_serving else START_S
 
     def serving(self) -> None:
         """The start is over: members answer within `limit_s` from now on."""
@@ -108,21 +121,24 @@ class OrderLine:
         if self.cause is not None:
             raise LineEnded(self.cause)
 
-    def send(self, order: Any, about: str) -> int:
-        """Sends an order to all members; `about` is what it is, in words. Raises `LineEnded`."""
+    def send(self, order: Any, about: str, work: int = 0) -> int:
+        """Sends an order to all members. Raises `LineEnded`.
+
+        `about` is what it is, in words; `work` is a measure of its time, as the tokens of a step.
+        """
         header, body = self._codec.encode(order)
-        return self._send([(header, body)] * len(self._members), about)
+        return self._send([(header, body)] * len(self._members), about, work)
 
     def send_each(self, orders: Sequence[Any], about: str) -> int:
         """As `send`, with an order for each member."""
         return self._send([self._codec.encode(order) for order in orders], about)
 
-    def _send(self, encoded: Sequence[tuple[bytes, Any]], about: str) -> int:
+    def _send(self, encoded: Sequence[tuple[bytes, Any]], about: str, work: int = 0) -> int:
         self.check()
         with self._changed:
             self._number += 1
             number = self._number
-            self._sent[number] = (time.monotonic(), about)
+            self._sent[number] = _Sent(time.monotonic(), about, work)
         try:
             for member, (header, body) in zip(self._members, encoded, strict=True):
                 member.sock.sendall(b"".join(pack_frame(ITEM, 0, header, body, number)))
@@ -238,7 +254,7 @@ class OrderLine:
         """Once all have obeyed an order that the leader takes part in, their marks must be equal."""
         if number not in self._marks or not all(number in answers for answers in self._answers):
             return
-        (mark, about), sent_s = self._marks[number], self._sent[number][0]
+        (mark, about), sent = self._marks[number], self._sent[number]
         unlike = [
             f"{member.name}: {answers[number].about}"
             for member, answers in zip(self._members, self._answers, strict=True)
@@ -247,7 +263,10 @@ class OrderLine:
         if unlike:
             said = f"ranks parted at order {number} ({self._about(number)}): the leader's last call is {about}"
             self.end("; ".join([said, *unlike]))
-        self._longest_s = max(self._longest_s * (1 - 1 / 256), time.monotonic() - sent_s)
+        took_s = time.monotonic() - sent.moment_s
+        self._longest_s = max(self._longest_s * (1 - 1 / 256), took_s)
+        if sent.work >= MEASURED_WORK:
+            self._unit_s = max(self._unit_s, took_s / sent.work)
         self._forget(number)
 
     def _look(self) -> None:
@@ -256,17 +275,18 @@ class OrderLine:
             number = min(self._sent, default=None)
             if number is None or self.cause is not None:
                 return
-            took_s = time.monotonic() - self._sent[number][0]
+            sent = self._sent[number]
+            took_s = time.monotonic() - sent.moment_s
             late = [
                 member.name
                 for member, answers in zip(self._members, self._answers, strict=True)
                 if number not in answers
             ]
-        if took_s > self.limit_s and late:
-            self.end(f"{' and '.join(late)} did not answer order {number} ({self._about(number)}) in {took_s:.1f} s")
+        if took_s > self.limit_s(sent.work) and late:
+            self.end(f"{' and '.join(late)} did not answer order {number} ({sent.about}) in {took_s:.1f} s")
 
     def _about(self, number: int) -> str:
-        return self._sent[number][1] if number in self._sent else "answered"
+        return self._sent[number].about if number in self._sent else "answered"
 
     def _forget(self, number: int) -> None:
         for table in (self._sent, self._marks, *self._answers):

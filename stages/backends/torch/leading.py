@@ -62,9 +62,10 @@ class RankLeader:
         if self.device.type == "cpu":  # NOTE: NCCL comes back to the folder with its first sum
             self._ranks.unlink()
 
-    def order(self, order: Any, about: str) -> AbstractContextManager[None]:
+    def order(self, order: Any, about: str, num_tokens: int = 0) -> AbstractContextManager[None]:
         """Sends an order; rank 0's own part is the body of the `with` statement."""
-        return self.line.obeying(self.line.send(order, about), lambda: (self.comm.log.number, self.comm.log.last))
+        number = self.line.send(order, about, num_tokens)
+        return self.line.obeying(number, lambda: (self.comm.log.number, self.comm.log.last))
 
     def make_decoder(self, *args: Any, max_positions: int, **options: Any) -> LeadingDecoder:
         """Rank 0's decoder, of which the others make theirs."""
@@ -121,7 +122,7 @@ class LeadingDecoder(Decoder):
     def _step(self, inputs: StepInputs[Tensor], *, has_logits: bool) -> AbstractContextManager[None]:
         leader, slots = self.leader, self.leader.adapter_slots
         about = f"a step of {len(inputs.input_ids)} tokens in {len(inputs.lengths)} rows"
-        return leader.order(step_order(inputs, has_logits, slots), about)
+        return leader.order(step_order(inputs, has_logits, slots), about, len(inputs.input_ids))
 
 
 class LeadingCache(KVCache):

@@ -39,7 +39,7 @@ from ...sample.token_chooser import MakeTokenChooser, TokenChooser
 from ..backend import Backend
 from ..cuda.step_update import EndRules
 from ..merged_adapters import merging_of
-from ..rates import measure_rates
+from ..rates import measure_rates, measure_token_s
 from ..weight_use import weight_use
 from ..weights_fit import WeightsFit, bytes_kept, least_cache_bytes, smaller_forms
 from .fitted_runner import backend_name, fit_runner, free_bytes, most_rows_of
@@ -121,6 +121,8 @@ def _load_over_ranks(
         make_decoder = partial(leader.make_decoder, spec, *parts, tilings=tilings, **options)
         backend = make_backend(config, spec, make_decoder, max_model_len, device, kernels, phases)
         log_products(tilings, backend.runner.decoder)
+        if backend.rates is None:  # from which the time of a step is expected
+            measure_token_s(backend.runner, config, backend.max_model_len, phases.clock)
     except BaseException:
         leader.close()
         raise

@@ -117,6 +117,17 @@ def test_a_member_that_is_too_late_ends_all_with_the_order_named(made: Any) -> N
     assert time.monotonic() - began < 1.5
 
 
+def test_an_order_of_more_work_than_ever_has_its_share_of_time(made: Any) -> None:
+    line, _ = made(add, least_s=0.3)
+    assert line.limit_s(1000) > 60  # of the start
+    line.serving()
+    with line.obeying(line.send(Add(1), "add", 20), lambda: (1, "add 1")):
+        time.sleep(0.04)
+    while line.limit_s() == 0.3:
+        time.sleep(0.001)
+    assert 0.8 <= line.limit_s() < 3 and line.limit_s(2000) == pytest.approx(100 * line.limit_s())
+
+
 def test_a_member_that_fails_ends_all_with_its_words(made: Any) -> None:
     line, _ = made(add, failing)
     with pytest.raises(LineEnded, match=r"rank 2 in order 1 \(adding\): ValueError: 3 is too much"):

@@ -20,7 +20,7 @@ Ints = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankSetup:
-    """The first order: load the rank's share of the model, and join the others."""
+    """The first order: load the rank's share of the model."""
 
     config: EngineConfig  # resolved, as rank 0 has it
     root: str  # folder of the checkpoint
@@ -30,6 +30,11 @@ class RankSetup:
     num_threads: int  # on a CPU
     folder: str  # where processes find each other
     log: Mapping[str, Any] | None  # settings of the log; None: it is configured
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class JoinRanks:
+    """Join the sums of all ranks. All do so at once, so they are told when all can."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,7 +110,7 @@ class FreeMemory:
 
 CODEC = order_codec(
     [
-        *(RankSetup, EngineConfig, MakeDecoder, MakeCache, MakeHostBlocks),
+        *(RankSetup, EngineConfig, JoinRanks, MakeDecoder, MakeCache, MakeHostBlocks),
         *(StepOrder, LogitsOrder, CopyOrder, AdapterPart, FreeMemory),
     ]
 )

@@ -44,10 +44,8 @@ Longs = NDArray[np.int64]
 class RankLeader:
     """The line to the other ranks, with what rank 0 has of the model. `whole` is the spec of the whole decoder."""
 
-    def __init__(
-        self, line: OrderLine, ranks: StartedRanks, comm: Comm, whole: DecoderSpec, device: torch.device
-    ) -> None:
-        self.line, self.comm, self.whole, self.device = line, comm, whole, device
+    def __init__(self, line: OrderLine, ranks: StartedRanks, comm: Comm, whole: DecoderSpec) -> None:
+        self.line, self.comm, self.whole = line, comm, whole
         self._ranks = ranks
         self.adapter_slots: Longs | None = None  # of the tokens of the next step
 
@@ -55,12 +53,6 @@ class RankLeader:
     def size(self) -> int:
         """Ranks, this one included."""
         return self.comm.size
-
-    def loaded(self, number: int) -> None:
-        """Waits until all ranks have loaded their share, which is the order `number`."""
-        self.line.answers(number)
-        if self.device.type == "cpu":  # NOTE: NCCL comes back to the folder with its first sum
-            self._ranks.unlink()
 
     def order(self, order: Any, about: str, num_tokens: int = 0) -> AbstractContextManager[None]:
         """Sends an order; rank 0's own part is the body of the `with` statement."""

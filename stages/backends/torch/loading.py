@@ -26,7 +26,6 @@ from ....model.spec import DecoderSpec
 from ....runtime.device_streams.interface import DeviceStreams
 from ....runtime.env.cpus import ComputeThreads
 from ....runtime.env.log import get_logger
-from ....runtime.processes.order_line import LineEnded
 from ....runtime.startup.load_progress import LoadProgress
 from ....runtime.startup.phases import Phases
 from ...config import EngineConfig, ModelImpl
@@ -44,7 +43,7 @@ from ..weight_use import weight_use
 from ..weights_fit import WeightsFit, bytes_kept, least_cache_bytes, smaller_forms
 from .fitted_runner import backend_name, fit_runner, free_bytes, most_rows_of
 from .kv_dtype import check_kv_dtype
-from .ranks import check_ranks, probe_ranks, start_ranks
+from .ranks import StartingRanks, check_ranks, probe_ranks
 from .share import load_share, with_adapter_places
 from .tilings import log_products, tilings_of
 
@@ -106,16 +105,13 @@ def _load_over_ranks(
     tilings = tilings_of(config, device, kernels.name)
     phases.progress.begin("read")
     with phases("weights"):
-        leader, number = start_ranks(config, root, shape, device, threads)
+        starting = StartingRanks(config, root, shape, device, threads)
         try:
-            rank0 = RankShare(0, leader.size)
+            rank0 = RankShare(0, config.tensor_parallel_size)
             spec, parts, options = load_share(config, root, shape, rank0, device, kernels, phases.progress)
-            leader.loaded(number)
-        except LineEnded as error:
-            leader.close()
-            raise ConfigError(f"tensor_parallel_size = {leader.size}: {error}") from None
+            leader = starting.join()
         except BaseException:
-            leader.close()
+            starting.close()
             raise
     try:
         make_decoder = partial(leader.make_decoder, spec, *parts, tilings=tilings, **options)

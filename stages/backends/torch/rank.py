@@ -34,6 +34,7 @@ from ...executor.orders import (
     AdapterPart,
     CopyOrder,
     FreeMemory,
+    JoinRanks,
     LogitsOrder,
     MakeCache,
     MakeDecoder,
@@ -55,6 +56,7 @@ class RankWorker:
 
     def __init__(self, join: Join | None = None) -> None:
         self._join = join
+        self._join_on: Callable[[], Comm] | None = None  # the same, on the rank's device
         self._comm: Comm | None = None
         self._make: Callable[..., Decoder] | None = None
         self._decoder: Decoder | None = None
@@ -90,7 +92,10 @@ class RankWorker:
                 return self._load(order)
             case MakeDecoder():
                 assert self._make is not None
-                self._decoder = self._make(max_positions=order.max_positions)
+                self._decoder = self._make(max_positions=order.max_positions, comm=self._comm)
+            case JoinRanks():
+                assert self._join_on is not None
+                self._comm = self._join_on()
             case MakeCache():
                 self._make_cache(order)
             case MakeHostBlocks():
@@ -114,17 +119,14 @@ class RankWorker:
         elif setup.folder:  # a process; threads share rank 0's
             torch.set_num_threads(setup.num_threads)
         shard = RankShare(setup.rank, setup.size)
-        self._comm = (
-            ProcessComm(Path(setup.folder), *(shard.rank, shard.size), device, is_ordered=config.deterministic)
-            if self._join is None
-            else self._join(device)
-        )
+        join = partial(ProcessComm, Path(setup.folder), shard.rank, shard.size, is_ordered=config.deterministic)
+        self._join_on = partial(self._join or (lambda own: join(device=own)), device)
         root: Path = LinkedFolder(setup.root) if config.allow_links_outside else Path(setup.root)
         _, whole = open_source(root, read_spec(root), config.load_format, merging_of(config))
         kernels = kernel_set.load(backend_name(config, device))
         spec, parts, options = load_share(config, root, whole, shard, device, kernels)
         tilings = tilings_of(config, device, kernels.name)
-        self._make = partial(Decoder, spec, *parts, comm=self._comm, tilings=tilings, **options)
+        self._make = partial(Decoder, spec, *parts, tilings=tilings, **options)
 
     def _make_cache(self, order: MakeCache) -> None:
         decoder = self._decoder

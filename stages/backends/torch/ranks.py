@@ -18,7 +18,7 @@ from ....runtime.workers.thread_start import ThreadNotStarted
 from ...config import EngineConfig
 from ...errors import ConfigError
 from ...executor.executor import Executor
-from ...executor.orders import CODEC, RankSetup
+from ...executor.orders import CODEC, JoinRanks, RankSetup
 from ...executor.process_executor import ProcessExecutor
 from ...executor.thread_executor import ThreadExecutor
 from .leading import RankLeader
@@ -29,45 +29,73 @@ RANK_MODULE = "millrace.stages.backends.torch.rank"
 log = get_logger("millrace.stages")
 
 
-def start_ranks(
-    config: EngineConfig, root: Path, whole: DecoderSpec, device: torch.device, threads: ComputeThreads
-) -> tuple[RankLeader, int]:
-    """Starts the other ranks, which load their shares meanwhile, and joins them.
+class StartingRanks:
+    """The ranks beside rank 0, which load their shares of the model `whole`. Call `join` next, or `close`."""
 
-    Returns their leader, and the number of the order to wait for by `leader.loaded`. Raises `ConfigError`.
-    """
-    size = config.tensor_parallel_size
-    check_ranks(config, whole, device)
-    num_threads = max(1, threads.count // size)
-    started = _executor(config, num_threads).start_ranks(size)
-    line = OrderLine(started.members, CODEC, started.abort)
-    line.on_end += [lambda cause: log.error("ranks.ended", cause=cause), lambda cause: started.unlink()]
-    try:
-        number = line.send_each(
-            [
-                RankSetup(
-                    config=config,
-                    root=os.fspath(root),
-                    rank=rank,
-                    size=size,
-                    device=_device_of(device, rank),
-                    num_threads=num_threads,
-                    folder=started.folder,
-                    log=logs.settings() if started.folder else None,
-                )
-                for rank in range(1, size)
-            ],
-            "the model",
-        )
-        if device.type == "cpu" and started.folder:
-            torch.set_num_threads(num_threads)
-        comm = started.join(device)
-    except (LineEnded, RuntimeError, OSError, ThreadNotStarted) as error:
-        line.close()
-        started.close()
-        raise ConfigError(f"tensor_parallel_size = {size}: the ranks did not start: {line.cause or error}") from None
-    log.info("ranks.started", size=size, executor=config.executor, device=str(device), threads=num_threads)
-    return RankLeader(line, started, comm, whole, device), number
+    def __init__(
+        self, config: EngineConfig, root: Path, whole: DecoderSpec, device: torch.device, threads: ComputeThreads
+    ) -> None:
+        """Raises `ConfigError`."""
+        check_ranks(config, whole, device)
+        self._config, self._whole, self._device = config, whole, device
+        self._num_threads = max(1, threads.count // config.tensor_parallel_size)
+        try:
+            self._started = _executor(config, self._num_threads).start_ranks(config.tensor_parallel_size)
+            self._line = OrderLine(self._started.members, CODEC, self._started.abort)
+        except (OSError, ThreadNotStarted) as error:
+            raise self._not_started(error) from None
+        self._line.on_end += [
+            lambda cause: log.error("ranks.ended", cause=cause),
+            lambda cause: self._started.unlink(),
+        ]
+        if device.type == "cpu" and self._started.folder:
+            torch.set_num_threads(self._num_threads)
+        try:
+            self._loading = self._line.send_each(self._setups(root), "the model")
+        except LineEnded as error:
+            self.close()
+            raise self._not_started(error) from None
+
+    def join(self) -> RankLeader:
+        """Waits until all have loaded, and joins their sums to this process's, rank 0. Raises `ConfigError`."""
+        line, started, size = self._line, self._started, self._config.tensor_parallel_size
+        try:
+            line.answers(self._loading)
+            joining = line.send(JoinRanks(), "joining")
+            comm = started.join(self._device)
+            line.answers(joining)
+        except (LineEnded, RuntimeError, OSError) as error:
+            raise self._not_started(error) from None
+        if self._device.type == "cpu":  # NOTE: NCCL comes back to the folder with its first sum
+            started.unlink()
+        threads = self._num_threads if self._device.type == "cpu" else None
+        log.info("ranks.started", size=size, executor=self._config.executor, device=str(self._device), threads=threads)
+        return RankLeader(line, started, comm, self._whole)
+
+    def close(self) -> None:
+        """Ends them."""
+        self._line.close()
+        self._started.close()
+
+    def _setups(self, root: Path) -> list[RankSetup]:
+        folder, size = self._started.folder, self._config.tensor_parallel_size
+        return [
+            RankSetup(
+                config=self._config,
+                root=os.fspath(root),
+                rank=rank,
+                size=size,
+                device=_device_of(self._device, rank),
+                num_threads=self._num_threads,
+                folder=folder,
+                log=logs.settings() if folder else None,
+            )
+            for rank in range(1, size)
+        ]
+
+    def _not_started(self, error: Exception) -> ConfigError:
+        size = self._config.tensor_parallel_size
+        return ConfigError(f"tensor_parallel_size = {size}: the ranks did not start: {error}")
 
 
 def check_ranks(config: EngineConfig, whole: DecoderSpec, device: torch.device) -> None:

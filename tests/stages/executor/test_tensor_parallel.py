@@ -6,6 +6,7 @@ Ranks are threads here, and processes with MILLRACE_FULL=1.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from millrace.runtime.env.log import captured_logs
+from millrace.stages.backends.torch import rank
 from millrace.stages.engine.engine import Engine
 from millrace.stages.errors import ConfigError
 from millrace.stages.outputs import RequestOutput
@@ -128,3 +130,18 @@ def test_what_ranks_cannot_share_is_refused(folder: Path, settings: dict[str, An
 
     with captured_logs(), pytest.raises(ConfigError, match=message):
         asyncio.run(start())
+
+
+def test_a_rank_that_cannot_load_ends_the_start_with_its_words(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_share(*_: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    async def start() -> None:
+        async with engine_of(folder, tensor_parallel_size=2, executor="thread"):
+            pass
+
+    monkeypatch.setattr(rank, "load_share", load_share)
+    expected = r"ranks did not start: rank 1 in order 1 \(the model\): OSError: \[Errno 5\] Input/output error"
+    with captured_logs(), pytest.raises(ConfigError, match=expected):
+        asyncio.run(start())
+    assert not [thread.name for thread in threading.enumerate() if "rank" in thread.name or "orders" in thread.name]

@@ -18,11 +18,12 @@ from millrace.stages.allocate.host_tier import HostTier
 from millrace.stages.allocate.prefix_cache import PrefixCache
 from millrace.stages.messages import Started, StepPlan
 from millrace.stages.params import SamplingParams
+from tests.counts import count
 from tests.stages.allocate.allocator_machine import RULES, SHAPE, Args, Walk, walk
 from tests.stages.schedule.plans import plan
 
 CI = settings(
-    max_examples=200,
+    max_examples=count(100, 2000),
     stateful_step_count=50,
     derandomize=True,
     database=None,
@@ -77,7 +78,7 @@ class AllocatorMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.slow
-def test_200_runs_of_50_rules_leave_allocator_and_naive_memory_in_agreement() -> None:
+def test_runs_of_50_rules_leave_allocator_and_naive_memory_in_agreement() -> None:
     run_state_machine_as_test(AllocatorMachine, settings=CI)
 
 

@@ -56,7 +56,7 @@ def test_a_slow_part_takes_no_time_that_is_promised_to_others(tmp_path: Path) ->
     began_s = time.monotonic()
     _, found = ran(tmp_path, parts, 15.5)
     assert time.monotonic() - began_s < 15.5
-    assert found["hangs"]["began"] == pytest.approx(1.5, abs=0.2), "its limit, and what no later part was promised"
+    assert found["hangs"]["began"] == pytest.approx(1.5, abs=0.4), "its limit, and what no later part was promised"
     assert "seconds" in found["works"] and found["works"]["began"] >= 5.0
     assert found["raises"]["skipped"].endswith("s are left of 15.5, it takes 99")
 

@@ -93,7 +93,7 @@ def test_a_lost_device_is_told_by_health_metrics_and_dashboard_and_ends_each_req
             began_s = asyncio.get_running_loop().time()
             asked = [asyncio.ensure_future(client.post({"prompt": "a", "max_tokens": 400}, f"{i}")) for i in range(3)]
             _, health = await eventually(lambda: client.get("/health"), lambda answer: answer[0] == 503)
-            assert asyncio.get_running_loop().time() - began_s < 2.0
+            assert asyncio.get_running_loop().time() - began_s < 10.0, "by its error, and not by a limit of time"
             assert health["status"] == "dead" and "an illegal memory access" in health["reason"]
             assert (await client.get("/health/live"))[0] == 503  # only a restart helps
             for status, answer, _ in await asyncio.gather(*asked):
@@ -119,7 +119,7 @@ def test_a_stage_that_freezes_is_named_and_a_flight_file_says_what_led_to_it(tmp
             began = asyncio.get_running_loop().time()
             asking = asyncio.ensure_future(client.post(body))
             _, health = await eventually(lambda: client.get("/health/ready"), lambda answer: answer[0] == 503)
-            assert asyncio.get_running_loop().time() - began < 2 * 0.4 + 0.2
+            assert asyncio.get_running_loop().time() - began < 2.5, "0.8 s, and slack; the request ends after 3"
             assert (health["status"], health["stage"]) == ("stalled", "detokenize")
             assert (await client.get("/health"))[1] == health
             assert (await client.get("/health/live"))[0] == 200

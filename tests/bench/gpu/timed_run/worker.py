@@ -33,6 +33,7 @@ from tests.bench.gpu.place import DRY, Place, free_memory, is_device_lost, kind_
 from tests.bench.gpu.timed_run.rows import RowFile, read_rows
 
 PARTS = "tests.bench.gpu.parts"
+QUICK = "tests.kernels.quick_interpreter"  # for dry runs
 
 
 def main() -> int:
@@ -54,7 +55,7 @@ def main() -> int:
     os.dup2(2, 1)
     jobs: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     threading.Thread(target=_read_jobs, args=(jobs,), daemon=True).start()
-    for module in options.warm:
+    for module in (*options.warm, *([QUICK] if options.dry else [])):
         import_module(module)
     while True:
         answers.write(json.dumps({"goes_on": work.run(jobs.get())}) + "\n")

@@ -6,6 +6,9 @@ import ctypes
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ..layout.grouped_codes import GroupedCodes, GroupedFormat
 from . import library, tensors
 from .shape import NativeShape
@@ -52,15 +55,18 @@ def own_formats(shape: NativeShape, group_size: int) -> dict[str, GroupedFormat]
 
 
 def packable(
-    shape: NativeShape, formats: Mapping[str, GroupedFormat], factors: Mapping[str, float] | None = None
+    shape: NativeShape,
+    formats: Mapping[str, GroupedFormat],
+    factors: Mapping[str, float] | None = None,
+    columns: Mapping[str, NDArray[np.int32]] | None = None,
 ) -> dict[str, GroupedFormat]:
     """Those of the formats that the library keeps; the others' matrices are to be set in the model's dtype.
 
     q, k and v of a layer are one product, and so are gate and up: all of them must have formats, gate and up the same,
-    and all the same factor of their scales (`factors`; 1 where it is absent). Where the formats of q, k and v differ,
-    each must be whole panels of rows.
+    and all the same factor of their scales (`factors`; 1 where it is absent) and order of columns (`columns`; in order
+    where it is absent). Where the formats of q, k and v differ, each must be whole panels of rows.
     """
-    factors = factors or {}
+    factors, columns = factors or {}, columns or {}
     kept = {
         name: form
         for name, form in formats.items()
@@ -76,7 +82,8 @@ def packable(
         for together, may_differ in ((qkv, are_whole), (gate_up, False)):
             found = {kept.get(name) for name in together}
             num_factors = len({factors.get(name, 1.0) for name in together})
-            if None in found or (len(found) > 1 and not may_differ) or num_factors > 1:
+            num_orders = len({None if name not in columns else columns[name].tobytes() for name in together})
+            if None in found or (len(found) > 1 and not may_differ) or num_factors > 1 or num_orders > 1:
                 for name in together:
                     kept.pop(name, None)
     return kept
@@ -113,6 +120,12 @@ def set_formats(found: ctypes.CDLL, model: int, shape: NativeShape, formats: Map
         one.has_signed_scales = form.has_signed_scales
     if found.millrace_set_formats(model, len(formats), structs):
         raise ValueError("formats: those of q, k and v, or of gate and up, do not fit one product; see `packable`")
+
+
+def set_columns(found: ctypes.CDLL, model: int, name: str, columns: NDArray[np.int32]) -> None:
+    """Tells the order of a matrix's columns. Raises MemoryError."""
+    if found.millrace_set_columns(model, *tensors.place(name), columns.ctypes.data):
+        raise MemoryError(f"tensor {name}: no memory for the order of {len(columns)} columns")
 
 
 def set_rows(found: ctypes.CDLL, model: int, name: str, first_row: int, codes: GroupedCodes) -> int:

@@ -56,7 +56,7 @@ class TensorStruct(Structure):
         ("layer", c_int64),
         *((name, c_int32) for name in ("kind", "type")),
         ("data", c_void_p),
-        ("map_bytes", c_int64),
+        *((name, c_int64) for name in ("map_bytes", "first_row", "num_rows")),
     ]
 
 
@@ -211,6 +211,8 @@ def load(instruction_set: str) -> ctypes.CDLL:
     library.millrace_set_tensors.restype = c_int32
     library.millrace_set_formats.argtypes = [model, c_int64, POINTER(FormatStruct)]
     library.millrace_set_formats.restype = c_int32
+    library.millrace_set_columns.argtypes = [model, c_int64, c_int32, c_void_p]
+    library.millrace_set_columns.restype = c_int32
     library.millrace_set_rows.argtypes = [model, POINTER(RowsStruct)]
     library.millrace_set_rows.restype = c_int32
     library.millrace_product.argtypes = [model, c_int64, c_int32, c_void_p, c_int64, c_void_p]

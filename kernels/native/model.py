@@ -111,6 +111,7 @@ class NativeModel:
         self._kept: list[Array] = []
         self._are_coded = False
         self._factors: dict[str, float] = {}  # of the scales, by product
+        self._columns: dict[str, Ints | None] = {}  # their order, by product
         self.formats = dict(formats or {})
         if quantization == "int4" and grouped.takes_groups_of(group_size):
             self.formats = grouped.own_formats(shape, group_size)
@@ -149,6 +150,13 @@ class NativeModel:
         """
         self._set_tensors({name: data}, dtype)
 
+    def set_tensor_rows(self, name: str, first_row: int, data: Array) -> None:
+        """Packs rows [first_row, first_row + len(data)) of a matrix, or of a table of rows, like `set_tensor`.
+
+        Set them in order: memory is taken with the first row, and the argmax screen is made with the last.
+        """
+        self._set_tensors({name: data}, rows=(first_row, len(data)))
+
     def set_mapped_tensors(self, mapped: Mapping[str, Array]) -> None:
         """Packs tensors of a private file mapping like `set_tensor`, and drops each one's pages.
 
@@ -158,7 +166,13 @@ class NativeModel:
         """
         self._set_tensors(mapped, is_mapped=True)
 
-    def _set_tensors(self, arrays: Mapping[str, Array], dtype: str | None = None, is_mapped: bool = False) -> None:
+    def _set_tensors(
+        self,
+        arrays: Mapping[str, Array],
+        dtype: str | None = None,
+        is_mapped: bool = False,
+        rows: tuple[int, int] = (0, 0),  # the first, and how many; 0: all
+    ) -> None:
         names = list(arrays)
         if self._are_coded:
             raise RuntimeError(f"tensor {names[0]}: set all tensors before `encode_bf16_12bit`")
@@ -168,6 +182,7 @@ class NativeModel:
             one.layer, one.kind = tensors.place(name)
             one.type = _TYPES[dtype or {"uint16": "bfloat16"}.get(str(source.dtype), str(source.dtype))]
             one.data, one.map_bytes = source.ctypes.data, source.nbytes * is_mapped
+            one.first_row, one.num_rows = rows
         num_set = ctypes.c_int64()
         done = self._library.millrace_set_tensors(self._model, described, len(names), ctypes.byref(num_set))
         if done == 1:
@@ -180,15 +195,25 @@ class NativeModel:
     def set_rows(self, name: str, first_row: int, codes: GroupedCodes) -> None:
         """Packs rows of a matrix that has a format, from `first_row` on. Its arrays are not needed afterwards.
 
-        Rows may come in any order; a step needs all. Raises NonFiniteError, and ValueError for arrays that do not fit.
+        Rows may come in any order; a step needs all. Raises NonFiniteError, and ValueError for arrays that do not fit:
+        all rows of one product must have the same factor and order of columns.
         """
         if codes.format != self.formats.get(name):
             raise ValueError(f"tensor {name}: {codes.format}: must be {self.formats.get(name)}, as the model was made")
         codes.check()
         num_columns = grouped.num_columns(self.shape, name)
-        if codes.num_columns != num_columns or codes.columns is not None:
-            raise ValueError(f"tensor {name}: {codes.num_columns} columns: must be {num_columns}, in order")
-        factor = self._factors.setdefault(grouped.product_of(name), codes.factor)
+        if codes.num_columns != num_columns:
+            raise ValueError(f"tensor {name}: {codes.num_columns} columns: must be {num_columns}")
+        product = grouped.product_of(name)
+        if product not in self._columns:
+            self._columns[product] = columns = None if codes.columns is None else codes.columns.copy()
+            if columns is not None:
+                if columns.dtype != np.int32 or not np.array_equal(np.sort(columns), np.arange(num_columns)):
+                    raise ValueError(f"tensor {name}: columns: must be each of {num_columns} once, as int32")
+                grouped.set_columns(self._library, self._model, name, columns)
+        if not _are_equal(self._columns[product], codes.columns):
+            raise ValueError(f"tensor {name}: its columns are in another order than those of its product")
+        factor = self._factors.setdefault(product, codes.factor)
         if codes.factor != factor:
             raise ValueError(f"tensor {name}: factor = {codes.factor}: rows of the same product have {factor}")
         done = grouped.set_rows(self._library, self._model, name, first_row, codes)
@@ -488,6 +513,10 @@ class NativeModel:
 def _delete(library: ctypes.CDLL, model: int, kept: list[Array]) -> None:
     """Deletes the model, then releases `kept`, which running steps may read. No caller may be waiting for a step."""
     library.millrace_model_delete(model)
+
+
+def _are_equal(one: Ints | None, other: Ints | None) -> bool:
+    return one is other if one is None or other is None else np.array_equal(one, other)
 
 
 def address(array: Array, dtype: type[np.generic]) -> int:

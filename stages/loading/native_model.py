@@ -28,11 +28,12 @@ from ...runtime.startup.phases import Phases
 from ..backends.cache_size import free_host_bytes, total_host_bytes
 from ..backends.weights_fit import WeightsFit, bytes_kept, least_cache_bytes, smaller_forms
 from ..config import EngineConfig
-from .packed_weights import PackedWeights, packed_weights, read_rows
+from .packed_weights import UNPACKED_AT_ONCE, PackedWeights, packed_weights, read_rows
 
 log = get_logger("millrace.stages")
 
 COPY_BYTES = 8  # of a number of a tensor that is unpacked or changed before the library takes it: two forms of it
+ROW_COPY_BYTES = 16  # of a number of rows that are unpacked: four forms of it
 MOST_GROWTH = 1.5  # of a packed file's weights in memory, for files of other sizes to make a difference
 CALL_BYTES = 256 << 20  # that are packed in one call of the library; progress is told after each
 
@@ -138,11 +139,14 @@ def _check_fit(
     form = packed.packing if packed.matrices else model.quantization or model.dtype
     weights = bytes_kept(shape, item_size)
     is_plain = config.load_format == "stream" and not source.packing and not config.merge_adapter
-    copied = (
-        _streamed_bytes(source, name) if is_plain else COPY_BYTES * math.prod(sizes)
-        for name, sizes in expected_shapes(shape).items()
-        if not source.is_mapped(name) and name not in packed.matrices
-    )
+
+    def copied(name: str, num_numbers: int) -> int:
+        if source.is_mapped(name) or name in packed.matrices:
+            return 0
+        if name in packed.by_rows:
+            return ROW_COPY_BYTES * min(num_numbers, UNPACKED_AT_ONCE)
+        return _streamed_bytes(source, name) if is_plain else COPY_BYTES * num_numbers
+
     own, siblings = local_siblings(root)
     others = smaller_forms(form, weights, "cpu", weights / bytes_kept(shape, lambda _: 1.0))
     if own and weights < MOST_GROWTH * siblings[own]:
@@ -152,7 +156,7 @@ def _check_fit(
         device="cpu",
         form=form,
         weights=weights,
-        packing=max(copied, default=0),
+        packing=max(copied(name, math.prod(sizes)) for name, sizes in expected_shapes(shape).items()),
         cache=least_cache_bytes(
             config, model.shape.bytes_per_block(config.block_size, model.cache_dtype), max_model_len
         ),
@@ -181,7 +185,10 @@ def _fill(model: NativeModel, source: CountedTensors, names: Iterable[str], pack
             if matrix := packed.matrices.get(name):
                 for first, codes in read_rows(matrix):
                     model.set_rows(name, first, codes)
-                    matrix.forget(first, first + codes.num_rows)
+                source.forget(name)
+            elif matrix := packed.by_rows.get(name):
+                for first, codes in read_rows(matrix, UNPACKED_AT_ONCE):
+                    model.set_tensor_rows(name, first, codes.dequantize())
                 source.forget(name)
             elif name not in mapped:  # copied or random tensors, one at a time
                 model.set_tensor(name, source.array(name))

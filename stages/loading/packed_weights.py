@@ -15,8 +15,8 @@ from ...runtime.env.log import get_logger
 log = get_logger("millrace.stages")
 
 ROWS_BYTES = 8 << 20  # of codes that are read at a time
-ORDERED = "its columns are in an order of activations (g_idx), which products here do not follow"
-TOGETHER = "q, k and v, or gate and up, are one product here, and are packed in different ways"
+UNPACKED_AT_ONCE = 2 << 20  # numbers, where codes are unpacked row by row; in float32, with what is made on the way
+TOGETHER = "q, k and v, or gate and up, are one product here, and are packed in different ways or orders of columns"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,7 @@ class PackedWeights:
     packing: str = ""
     matrices: Mapping[str, GroupedMatrix] = field(default_factory=dict)
     unpacked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # why the others do not -> their names
+    by_rows: Mapping[str, GroupedMatrix] = field(default_factory=dict)  # those of the others that are unpacked so
 
     @property
     def formats(self) -> dict[str, GroupedFormat]:
@@ -53,32 +54,45 @@ def packed_weights(
         return PackedWeights()
     found = {name: matrix for name in names if (matrix := source.grouped(name)) is not None}
     if quantization not in (None, "auto"):
-        return PackedWeights(source.packing, {}, {_as_asked(quantization): tuple(found)} if found else {})
+        reason = {_as_asked(quantization): tuple(found)} if found else {}
+        return PackedWeights(source.packing, {}, reason, _by_rows(found))
     reasons = {name: reason for name, matrix in found.items() if (reason := _why_unpacked(matrix, shape, name))}
     matrices = {name: matrix for name, matrix in found.items() if isinstance(matrix, GroupedMatrix)}
     formats = {name: matrix.format for name, matrix in matrices.items() if name not in reasons}
-    kept = packable(shape, formats, {name: matrix.factor for name, matrix in matrices.items()})
+    factors = {name: matrix.factor for name, matrix in matrices.items()}
+    columns = {name: matrix.columns for name, matrix in matrices.items() if matrix.columns is not None}
+    kept = packable(shape, formats, factors, columns)
     reasons |= dict.fromkeys(formats.keys() - kept.keys(), TOGETHER)
     unpacked: dict[str, tuple[str, ...]] = {}
     for name in found:
         if name in reasons:
             unpacked[reasons[name]] = (*unpacked.get(reasons[name], ()), name)
-    return PackedWeights(source.packing, {name: matrices[name] for name in kept}, unpacked)
+    others = {name: matrix for name, matrix in found.items() if name not in kept}
+    return PackedWeights(source.packing, {name: matrices[name] for name in kept}, unpacked, _by_rows(others))
 
 
-def read_rows(matrix: GroupedMatrix) -> Iterator[tuple[int, GroupedCodes]]:
-    """All rows of a matrix in portions of about `ROWS_BYTES`, each with its first row."""
+def _by_rows(found: Mapping[str, GroupedMatrix | str]) -> dict[str, GroupedMatrix]:
+    """Those whose rows stand for the very numbers of the whole matrix, as those with a factor of all do not."""
+    return {name: one for name, one in found.items() if isinstance(one, GroupedMatrix) and one.factor == 1.0}
+
+
+def read_rows(matrix: GroupedMatrix, at_once: int | None = None) -> Iterator[tuple[int, GroupedCodes]]:
+    """All rows of a matrix in portions of about `at_once` codes, each with its first row; None: `ROWS_BYTES`.
+
+    Forgets the rows that were taken.
+    """
     num_rows, width = matrix.shape
-    step = max(1, ROWS_BYTES // width)
-    return ((first, matrix.rows(first, min(first + step, num_rows))) for first in range(0, num_rows, step))
+    step = max(1, (at_once or ROWS_BYTES) // width)
+    for first in range(0, num_rows, step):
+        last = min(first + step, num_rows)
+        yield first, matrix.rows(first, last)
+        matrix.forget(first, last)
 
 
 def _why_unpacked(matrix: GroupedMatrix | str, shape: NativeShape, name: str) -> str | None:
     """Why products cannot use the codes; None: they can, unless those of its layer differ."""
     if isinstance(matrix, str):
         return matrix
-    if matrix.columns is not None:
-        return ORDERED
     return why_not(matrix.format, num_columns(shape, name))
 
 

@@ -111,6 +111,35 @@ def test_every_instruction_set_gives_the_bits_of_the_twin(instruction_set: str) 
             assert np.array_equal(model.product(DOWN, x, 70), grouped_product(x, codes))
 
 
+@pytest.mark.parametrize("instruction_set", SETS)
+def test_columns_in_another_order_give_the_bits_of_the_twin(instruction_set: str) -> None:
+    columns = np.random.default_rng(2).permutation(352).astype(np.int32)
+    codes = replace(random_codes(FORMATS["GPTQ, 3 bits"], 70, 352, seed=3), columns=columns)
+    model = packed(codes, instruction_set=instruction_set, threads=2)
+    for count in (1, 7, 17, 33):
+        x = rows(count, 352, seed=count)
+        assert np.array_equal(model.product(DOWN, x, 70), grouped_product(x, codes))
+    wanted = codes.dequantize()
+    assert np.abs(model.matrix(DOWN, 70, 352) - wanted).max() < 4e-5 * np.abs(wanted).max()
+
+
+def test_a_product_has_one_order_of_columns() -> None:
+    codes = random_codes(FORMATS["Q4_0"], 40, 64)
+    columns = np.arange(64, dtype=np.int32)[::-1].copy()
+    model = packed(replace(codes, columns=columns))
+    for other in (None, np.arange(64, dtype=np.int32)):
+        with pytest.raises(ValueError, match="its columns are in another order than those of its product"):
+            model.set_rows(DOWN, 0, replace(codes, columns=other))
+    for wrong in (np.zeros(64, np.int32), columns.astype(np.int64), columns + 1):
+        with pytest.raises(ValueError, match="columns: must be each of 64 once, as int32"):
+            packed(replace(codes, columns=wrong))
+    shape = small_shape(hidden_size=64, intermediate_size=64, num_layers=1)
+    names = [f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkv"]
+    formats = dict.fromkeys(names, FORMATS["Q4_0"])
+    assert grouped.packable(shape, formats, columns=dict.fromkeys(names, columns)).keys() == set(names)
+    assert not grouped.packable(shape, formats, columns={names[0]: columns})
+
+
 @pytest.mark.parametrize("scale", ["f16", "bf16", "f32"])
 def test_a_scale_of_exactly_a_row_is_that_of_the_row_at_any_width(scale: Any, kernels: str) -> None:
     for k in (96, 160, 192, 224, 288):

@@ -7,6 +7,7 @@ import os
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,9 @@ import pytest
 from millrace.kernels.native import build
 from millrace.kernels.native.errors import NonFiniteError
 from millrace.kernels.native.model import NativeModel
+from millrace.kernels.native.shape import Quantization
 from tests.kernels.native.test_native import AVAILABLE, DTYPES, MODELS, SETS, checkpoint, load, tokens
+from tests.kernels.native.test_native_likeliest import LARGE
 from tests.kernels.native_oracle import Checkpoint, Run, small_shape
 
 pytestmark = pytest.mark.skipif(not AVAILABLE or build.find_compiler() is None, reason="no AVX2, or no C++ compiler")
@@ -137,3 +140,18 @@ def test_of_a_maps_tensors_the_one_that_is_not_finite_is_named(tmp_path: Path) -
     model = NativeModel(made.shape, "bfloat16", made.ropes, made.num_positions, num_threads=1)
     with pytest.raises(NonFiniteError, match=re.escape(names[1])):
         model.set_mapped_tensors(mapped)
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+def test_tensors_that_are_set_by_rows_are_those_that_are_set_whole(quantization: Quantization, is_tied: bool) -> None:
+    made = Checkpoint.random(is_tied=is_tied, vocab_size=LARGE)  # so that there is a screen
+    settings: Any = {"quantization": quantization, "num_threads": 2}
+    model = NativeModel(made.shape, "bfloat16", made.ropes, made.num_positions, **settings)
+    for name, tensor in made.tensors.items():
+        rows = 1 + len(tensor) // 9 if tensor.ndim == 2 else len(tensor)
+        for first in range(0, len(tensor), rows):
+            model.set_tensor_rows(name, first, tensor[first : first + rows])
+    whole = made.load("bfloat16", **settings)
+    assert model.screen_bytes == whole.screen_bytes and (model.screen_bytes > 0) == (quantization is None)
+    assert np.array_equal(Run(model).whole(tokens(10)), Run(whole).whole(tokens(10)))

@@ -17,7 +17,7 @@ from millrace.model.decoder.native_decoder import native_shape
 from millrace.model.families.registry import read_spec
 from millrace.model.grouped_matrix import GroupedMatrix
 from millrace.stages import LLM, SamplingParams
-from millrace.stages.loading.packed_weights import ORDERED, TOGETHER, packed_weights, read_rows
+from millrace.stages.loading.packed_weights import TOGETHER, packed_weights, read_rows
 from tests.families.checkpoint import make_model, write
 from tests.families.row import row
 from tests.model.quantized.packers import PACKERS
@@ -77,7 +77,8 @@ def test_matrices_keep_their_codes_and_others_say_why(plain: Path) -> None:
     reasons = {"floats": (K,), TOGETHER: (Q, V)}
     assert decided(plain, **{K: "floats"}) == (everything - {Q, K, V}, reasons)
     ordered = matrix(Q4, np.arange(256, dtype=np.int32))
-    assert decided(plain, **{DOWN: ordered}) == (everything - {DOWN}, {ORDERED: (DOWN,)})
+    assert decided(plain, **{DOWN: ordered, GATE: ordered, UP: ordered}) == (everything, {})
+    assert decided(plain, **{UP: ordered}) == (everything - {GATE, UP}, {TOGETHER: (GATE, UP)})
     (told,) = decided(plain, **{O: GroupedFormat(bits=4, group=48, zero=8)})[1]
     assert told.startswith("groups of 48 columns: must be 16, 32")
 
@@ -161,9 +162,27 @@ def test_packed_weights_answer_as_the_numbers_that_they_stand_for(
 
 
 @needs_library
-def test_an_order_of_activations_is_unpacked_and_answers_alike(plain: Path, tmp_path: Path) -> None:
+def test_codes_in_an_order_of_activations_stay_packed_and_answer_alike(plain: Path, tmp_path: Path) -> None:
     root = packed(plain, tmp_path, "gptq-4-order")
+    tensors = load_file(root / "model.safetensors")
+    for first, others in ((Q, (K, V)), (GATE, (UP,))):  # as real files have it: their input is one
+        for other in others:
+            tensors[other.replace("weight", "g_idx")] = tensors[first.replace("weight", "g_idx")].clone()
+    save_file(tensors, root / "model.safetensors", {"format": "pt"})
     info, found = logprobs(root)
-    assert info.attention_backend == "native" and info.quantization is None
+    assert info.attention_backend == "native" and info.quantization == "gptq, 4 bits"
     _, expected = logprobs(root, attention_backend="torch")
-    np.testing.assert_allclose(found, expected, atol=1e-4)
+    np.testing.assert_allclose(found, expected, atol=5e-3)
+
+
+@needs_library
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+def test_weights_that_are_packed_anew_row_by_row_are_those_of_whole_matrices(
+    quantization: str, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = packed(plain, tmp_path, "gptq-4-order")
+    monkeypatch.setattr("millrace.stages.loading.native_model.UNPACKED_AT_ONCE", 7 * 256)
+    _, found = logprobs(root, quantization=quantization)
+    monkeypatch.setattr("millrace.stages.loading.packed_weights._by_rows", lambda _: {})
+    _, expected = logprobs(root, quantization=quantization)
+    assert found == expected

@@ -37,6 +37,7 @@ TiledRows<Input> rows_for([[maybe_unused]] const Linear& linear, TiledRows<Input
     if constexpr (std::is_same<Input, SplitRow>::value) {
         rows.is_in_tiles = rows.has_halves() && linear.type == GROUPED;
         for (const GroupedPart& part : linear.parts) rows.is_in_tiles &= takes_half_tiles(part.format);
+        if (!linear.columns.empty()) rows.columns = linear.columns.data();
     }
     return rows;
 }
@@ -184,7 +185,10 @@ void multiply_grouped(const Model& model, const Linear& linear, const TiledRows<
 inline void read_any_row(const Linear& linear, int64_t row, float* to) {
     if (linear.type != GROUPED) return linear.type == BFLOAT16 ? read_row<bf16>(linear, row, to) : read_row<float>(linear, row, to);
     const GroupedPart& part = linear.part_of(row / PANEL);
-    read_panel_row(part.format, linear.k, linear.grouped_panel(part, row / PANEL), row % PANEL, part.factor, to);
+    std::vector<float> ordered(linear.columns.size());
+    float* numbers = ordered.empty() ? to : ordered.data();
+    read_panel_row(part.format, linear.k, linear.grouped_panel(part, row / PANEL), row % PANEL, part.factor, numbers);
+    for (size_t i = 0; i < ordered.size(); i++) to[linear.columns[i]] = ordered[i];
 }
 
 }  // namespace millrace

@@ -10,6 +10,7 @@
 #include <cfloat>
 #include <cmath>
 #include <cstring>
+#include <vector>
 
 #include "grouped/super_sums.h"
 #include "linear/row_tiles.h"
@@ -81,6 +82,7 @@ struct TiledRows<SplitRow> {
     SplitRow* data;
     int64_t num_rows, size;
     bool is_in_tiles = false;  // the product reads the tiles of bf16 alone: see `rows_for` (grouped_linear.h)
+    const int32_t* columns = nullptr;  // [size] the order in which the product reads numbers; null: as they are
 
     int64_t num_tiles() const { return 1; }
     bool has_halves() const { return are_in_tiles(num_rows, MIN_ROWS_IN_HALF_TILES); }
@@ -114,13 +116,21 @@ struct TiledRows<SplitRow> {
         put_rows(row, num, 0, size, numbers, stride);
         split(row, row + num, *this);
     }
+    // The numbers of a row in the order of `columns`; valid until the thread's next call.
+    const float* in_order(const float* numbers) const {
+        if (!columns) return numbers;
+        thread_local std::vector<float> ordered;
+        ordered.resize(size);
+        for (int64_t i = 0; i < size; i++) ordered[i] = numbers[columns[i]];
+        return ordered.data();
+    }
     // Splits rows [first, last) that were put, into the records of `to`, which get the numbers, too: products with
     // matrices in bf16 or float32 read these.
     void split(int64_t first, int64_t last, const TiledRows& to) const {
         HalfRows halves = to.halves();
         for (int64_t row = first; row < last; row++) {
             if (to.data != data) std::memcpy(to.floats(row), floats(row), size * 4);
-            split_row(floats(row), size, super_kernels().takes_bytes, to.record(row), has_halves() ? &halves : nullptr,
+            split_row(in_order(floats(row)), size, super_kernels().takes_bytes, to.record(row), has_halves() ? &halves : nullptr,
                       is_in_tiles, row);
         }
     }

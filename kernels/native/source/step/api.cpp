@@ -146,6 +146,16 @@ EXPORT int32_t millrace_set_formats(Model* model, int64_t count, const TensorFor
     }
 }
 
+// Sets the order [k] of the columns of a matrix that has a format. Returns 0; 2: no memory.
+EXPORT int32_t millrace_set_columns(Model* model, int64_t layer, int32_t kind, const int32_t* columns) {
+    try {
+        set_columns(*model, layer, TensorKind(kind), columns);
+        return 0;
+    } catch (const std::bad_alloc&) {
+        return 2;
+    }
+}
+
 // Packs rows of a matrix that has a format. Returns 0; 1: a scale or offset is not finite; 2: no memory.
 EXPORT int32_t millrace_set_rows(Model* model, const GroupedRows* rows) {
     try {

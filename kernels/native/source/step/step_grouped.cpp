@@ -12,6 +12,7 @@ void run_product(Model& model, const Linear& linear, const float* x, int64_t num
     Memory memory(num_rows * rows.padded_size() + rows.bytes_behind());
     rows.data = memory.as<SplitRow>();
     rows.put_rows(0, num_rows, 0, linear.k, x, linear.k);
+    if (!linear.columns.empty()) rows.columns = linear.columns.data();
     rows.split(0, num_rows, rows);
     reserve_workspace<Grouped>(&model, num_rows, model.pool->size());
     FloatOutput to{out, linear.n, StoreMode::STORE};

@@ -104,6 +104,7 @@ struct Linear {
     Memory scales;                 // bf16 [n / 32][groups][32]; empty if not quantized
     std::vector<float> bias;       // [n rounded up to 32] in column order; empty: no bias
     std::vector<GroupedPart> parts;  // of groups of codes; else empty
+    std::vector<int32_t> columns;  // [k] the input's column that each column of codes multiplies; empty: in order
 
     int64_t num_panels() const { return ceil_div(n, PANEL); }
     bool is_quantized() const { return type == INT8 || type == INT4; }
@@ -346,6 +347,7 @@ struct Tensor {
     DataType type;
     const void* data;
     int64_t map_bytes;  // of a file mapping, whose pages may be dropped once the tensor is packed; 0: none
+    int64_t first_row, num_rows;  // the rows that `data` has, of a matrix or a table; num_rows 0: all
 };
 
 // Packs a tensor into its linear, which must not be 12-bit; quantizes it if its format is of `own_formats` in grouped.py.
@@ -361,6 +363,9 @@ struct TensorFormat {
 
 // Sets the formats of matrices, before any tensor is set. False for formats that do not fit one product.
 bool set_formats(Model& model, int64_t count, const TensorFormat* formats);
+
+// Sets the order of a matrix's columns, [k], which must be that of all matrices in its product. Before its rows.
+void set_columns(Model& model, int64_t layer, TensorKind kind, const int32_t* columns);
 
 // Packs rows of a matrix that has a format. False if a scale or offset is not finite.
 bool set_rows(Model& model, const GroupedRows& rows);

@@ -158,7 +158,8 @@ RowPlacement up_place(const Layer& layer) { return layer.shape.is_gated ? RowPla
 struct Matrix {  // where a matrix is stored
     Linear* linear = nullptr;
     RowPlacement place;
-    int64_t num_rows = 0;
+    int64_t num_rows = 0;   // to set
+    int64_t first_row = 0;  // of these
 };
 
 // `linear` is null for a tensor that is no matrix.
@@ -271,8 +272,9 @@ bool pack_rows(Pool& pool, const Matrix& matrix, const void* data, DataType type
         split_evenly(ceil_div(rows, 16), thread, num_threads, &first, &last);
         bool finite = true;
         for (int64_t r = first * 16, end = std::min(last * 16, rows); r < end; r++) {
-            int64_t column = matrix.place.column(r);
-            if (is_copied_bf16 && r + 4 <= end && matrix.place.column(r + 3) == column + 3 && column % PANEL + 4 <= PANEL) {
+            int64_t row_of_matrix = matrix.first_row + r, column = matrix.place.column(row_of_matrix);
+            bool are_four = matrix.place.column(row_of_matrix + 3) == column + 3 && column % PANEL + 4 <= PANEL;
+            if (is_copied_bf16 && r + 4 <= end && are_four) {
                 finite &= put_four_rows(linear, column, static_cast<const bf16*>(data) + r * k);
                 r += 3;
                 continue;
@@ -319,7 +321,7 @@ bool quantize_rows(Pool& pool, const Matrix& matrix, const void* data, DataType 
         int64_t first, last;
         split_evenly(matrix.num_rows, thread, num_threads, &first, &last);
         for (int64_t r = first; r < last; r++) {
-            int64_t column = matrix.place.column(r);
+            int64_t column = matrix.place.column(matrix.first_row + r);
             read(data, type, r * k, k, row.data());
             if (!put_quantized_row(linear, linear.part_of(column / PANEL).format, column, row.data(), codes, scales))
                 is_finite = false;
@@ -389,29 +391,39 @@ bool set_bias(Model& model, Linear& linear, RowPlacement place, int64_t rows, co
     return is_finite;
 }
 
-// Copies a table of rows [hidden] in the model's dtype: the embedding, or learned positions.
-bool set_table(Model& model, Memory& table, int64_t num_rows, const void* data, DataType type) {
-    int64_t hidden = model.shape.hidden_size;
+// Copies rows [hidden] of a table in the model's dtype: the embedding, or learned positions.
+bool set_table(Model& model, Memory& table, int64_t num_rows, const Tensor& tensor) {
+    int64_t hidden = model.shape.hidden_size, first = tensor.first_row, count = tensor.num_rows;
     bool is_half = model.shape.dtype == BFLOAT16, is_finite = true;
-    table = Memory::prefaulted(num_rows * hidden * (is_half ? 2 : 4), *model.pool);
+    if (!count) count = num_rows;
+    if (!first) table = Memory::prefaulted(num_rows * hidden * (is_half ? 2 : 4), *model.pool);
     std::vector<float> row(hidden);
-    for (int64_t id = 0; id < num_rows; id++) {
-        read(data, type, id * hidden, hidden, row.data());
-        is_finite &= is_half ? round_all(row.data(), hidden, table.as<bf16>() + id * hidden)
-                             : round_all(row.data(), hidden, table.as<float>() + id * hidden);
+    for (int64_t i = 0; i < count; i++) {
+        int64_t to = (first + i) * hidden;
+        read(tensor.data, tensor.type, i * hidden, hidden, row.data());
+        is_finite &= is_half ? round_all(row.data(), hidden, table.as<bf16>() + to)
+                             : round_all(row.data(), hidden, table.as<float>() + to);
     }
     return is_finite;
 }
 
-bool pack(Model& model, int64_t index, TensorKind kind, const void* data, DataType type) {
+bool pack(Model& model, const Tensor& tensor) {
     const Shape& shape = model.shape;
+    int64_t index = tensor.layer;
+    TensorKind kind = tensor.kind;
+    const void* data = tensor.data;
+    DataType type = tensor.type;
     Matrix matrix = matrix_of(model, index, kind);
     if (matrix.linear) {
-        bool is_head = matrix.linear == &model.head;
+        bool is_head = matrix.linear == &model.head, is_last = true;
+        if (tensor.num_rows) {
+            is_last = tensor.first_row + tensor.num_rows == matrix.num_rows;
+            matrix.first_row = tensor.first_row, matrix.num_rows = tensor.num_rows;
+        }
         if (is_head) model.screen = ArgmaxScreen();
         if (!set_matrix(model, matrix, data, type)) return false;
         auto make = model.head.type == BFLOAT16 ? make_screen<bf16> : make_screen<float>;
-        if (is_head && can_screen(model)) make(model);
+        if (is_head && is_last && can_screen(model)) make(model);
         return true;
     }
     int64_t hidden = shape.hidden_size;
@@ -420,9 +432,8 @@ bool pack(Model& model, int64_t index, TensorKind kind, const void* data, DataTy
         return set_floats(to, 0, size, data, type, norm.shape.is_exact ? FLOAT32 : rounded);
     };
     switch (kind) {
-        case EMBEDDING: return set_table(model, model.embedding, shape.vocab_size, data, type);
-        case LEARNED_POSITIONS:
-            return set_table(model, model.learned_positions, shape.num_learned_positions, data, type);
+        case EMBEDDING: return set_table(model, model.embedding, shape.vocab_size, tensor);
+        case LEARNED_POSITIONS: return set_table(model, model.learned_positions, shape.num_learned_positions, tensor);
         case HEAD_BIAS: return set_bias(model, model.head, {}, shape.vocab_size, data, type);
         case FINAL_NORM: return set_norm(model.final_norm, model.final_norm.weight, hidden);
         case FINAL_NORM_BIAS: return set_norm(model.final_norm, model.final_norm.bias, hidden);
@@ -475,9 +486,14 @@ void forget(const void* data, int64_t num_bytes) {
 }  // namespace
 
 bool set_tensor(Model& model, const Tensor& tensor) {
-    bool is_finite = pack(model, tensor.layer, tensor.kind, tensor.data, tensor.type);
+    bool is_finite = pack(model, tensor);
     forget(tensor.data, tensor.map_bytes);
     return is_finite;
+}
+
+void set_columns(Model& model, int64_t layer, TensorKind kind, const int32_t* columns) {
+    Linear& linear = *matrix_of(model, layer, kind).linear;
+    linear.columns.assign(columns, columns + linear.k);
 }
 
 bool set_rows(Model& model, const GroupedRows& rows) {

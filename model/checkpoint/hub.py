@@ -15,17 +15,20 @@ from ..errors import CheckpointError, DownloadError
 from ..gguf.choice import choose, models_of
 from ..gguf.reader import part_names
 from ..gguf.siblings import model_bytes
+from .hub_sizes import SAFETENSORS, check_disk, has_all_weights, sizes_on_hub, weights_below
 from .remote_folder import fetch
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in total; the total grows while files are listed
 CheckSize = Callable[[str, int, Mapping[str, int]], None]  # a GGUF model, its bytes, and those of the others
+CheckWeights = Callable[[Path, int], None]  # a folder without its weights, and the bytes of these
 
 BUNDLED = "demo"
 HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}(/[A-Za-z0-9][A-Za-z0-9_.-]{0,95})?")
 HUB_SCHEME = "hf://"
 HUB_ADDRESS = re.compile(r"hf://([^/@]+/[^/@]+)(?:@([\w.-]{1,128}))?(/[\w./ -]+)?|([^/@]+/[^/@]+)@([\w.-]{1,128})")
 QUANT = re.compile(r"(.+):([A-Za-z0-9_.-]{1,64})")  # a folder or Hub id, and a part of the name of its GGUF file
-FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
+SMALL = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
+FILES = (SAFETENSORS, *SMALL)
 
 POINTERS = ("stream.json", "gguf.json")  # say where weights are, in folders made here; never taken from elsewhere
 
@@ -39,6 +42,7 @@ def resolve(
     offline: bool = False,
     on_progress: Progress | None = None,
     check_size: CheckSize | None = None,
+    check_weights: CheckWeights | None = None,
     streams: bool = False,
 ) -> Path:
     """The directory of a model: the bundled one for None or "demo", else a local directory, an address, or a Hub id.
@@ -47,8 +51,9 @@ def resolve(
     these stay there. A Hub id may have @revision behind it. A GGUF file, by its path or as a folder's or repository's
     (`owner/name:Q4_K_M`), has a directory that stands for it.
     Blocks during a download; `on_progress` is called from its threads. Without `download_dir`, files go to the Hub's
-    cache. `check_size` is called before a GGUF file of the Hub is downloaded, and may raise. With `offline`, or
-    HF_HUB_OFFLINE set, only the cache is searched. Raises DownloadError, whose message names the next step, or
+    cache. `check_size` is called before a GGUF file of the Hub is downloaded, `check_weights` before files of
+    safetensors, when all others are there; both may raise. With `offline`, or HF_HUB_OFFLINE set, only the cache is
+    searched. Raises DownloadError, whose message names the next step, or
     CheckpointError for a file.
     """
     if model is None or (model == BUNDLED and not Path(model).exists()):
@@ -74,17 +79,28 @@ def resolve(
     if not HUB_ID.fullmatch(name):
         raise DownloadError(f"{model[:200]!r}: no such directory, and not the form of a Hub id (owner/name)")
     download = partial(_snapshot, name, revision, download_dir, token, offline, on_progress)
+    cached = _cached_snapshot(name, revision, download_dir)
     if folder.endswith(".gguf"):
         return _stand_in(download(part_names(folder)) / folder)
+    sizes: Mapping[str, int] = {}
     if quant is None:
-        root = download([f"{folder}/{pattern}" for pattern in FILES] if folder else FILES) / folder
-        if any(root.glob("*.safetensors")):
+        if not offline and check_weights is not None and not has_all_weights(cached / folder):
+            sizes = sizes_on_hub(name, revision, token)
+            if weights := weights_below(folder, sizes):
+                check_disk(name, weights, cached, _cache(download_dir))
+                check_weights(download(_below(folder, SMALL)) / folder, sum(weights.values()))
+        root = download(_below(folder, FILES)) / folder
+        if any(root.glob(SAFETENSORS)):
             return root
-    sizes = dict.fromkeys(_cached_names(download(("*.gguf",))), 0) if offline else _sizes_on_hub(name, revision, token)
+    if offline:
+        sizes = dict.fromkeys(_cached_names(download(("*.gguf",))), 0)
+    elif not sizes:
+        sizes = sizes_on_hub(name, revision, token)
     parts = choose(sizes, quant, name)
     if parts is not None:
         if check_size is not None:
             _check_size(check_size, parts, sizes)
+        check_disk(name, {part: sizes[part] for part in parts}, cached, _cache(download_dir))
         return _stand_in(download(parts) / parts[0])
     if quant is not None:
         raise DownloadError(f"{name}: holds no GGUF file here, so :{quant} chooses none")
@@ -153,24 +169,29 @@ def _cached_names(folder: Path) -> list[str]:
     return [path.relative_to(folder).as_posix() for path in folder.rglob("*.gguf") if path.is_file()]
 
 
-def _sizes_on_hub(model: str, revision: str | None, token: str | None) -> dict[str, int]:
-    """The bytes of a repository's files; none where the Hub does not answer, as the download then says why."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
-    from huggingface_hub.hf_api import RepoFile
-
-    try:
-        found = HfApi(token=token).list_repo_tree(model, recursive=True, revision=revision)
-        return {file.path: file.size for file in found if isinstance(file, RepoFile)}
-    except (HfHubHTTPError, OSError):
-        return {}
-
-
 def _check_size(check_size: CheckSize, parts: Sequence[str], sizes: Mapping[str, int]) -> None:
     if any(sizes[part] for part in parts):
         all_bytes = model_bytes(sizes)
         own = next(name for name, files in models_of(sizes).items() if parts[0] in files)
         check_size(own, all_bytes.pop(own), all_bytes)
+
+
+def _below(folder: str, patterns: Sequence[str]) -> Sequence[str]:
+    return [f"{folder}/{pattern}" for pattern in patterns] if folder else patterns
+
+
+def _cache(download_dir: Path | None) -> Path:
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return download_dir or Path(HF_HUB_CACHE)
+
+
+def _cached_snapshot(model: str, revision: str | None, download_dir: Path | None) -> Path:
+    """The folder of what the cache has of a model; where it has nothing, one that is not there."""
+    try:
+        return _snapshot(model, revision, download_dir, None, True, None, ())
+    except DownloadError:
+        return _cache(download_dir) / "none"
 
 
 def bundled_model_path() -> Path:

@@ -21,7 +21,7 @@ from ...model.checkpoint.model_kind import is_bidirectional
 from ...model.checkpoint.tensor_shapes import TensorSource, open_source
 from ...model.errors import UnbuiltError
 from ...model.families.registry import read_spec
-from ...model.files import LinkedFolder
+from ...model.files import LinkedFolder, read_json
 from ...model.spec import DecoderSpec
 from ...runtime.env.cpus import ComputeThreads, Cpus
 from ...runtime.env.log import get_logger
@@ -30,12 +30,12 @@ from ...runtime.startup.phases import Phases
 from ...runtime.workers.side_thread import LiveSideThread, Pending
 from ..backends.cache_size import free_host_bytes, total_host_bytes
 from ..backends.merged_adapters import merging_of
-from ..backends.weights_fit import WeightsFit
+from ..backends.weights_fit import WeightsFit, bytes_kept, smaller_forms
 from ..config import EngineConfig, resolve_step_size
 from ..errors import ConfigError
 from .model_impl import check_dtype, check_settings, why_not_here, why_through_transformers
 from .native_choice import has_cuda_driver, why_not_native
-from .native_model import load_native_model
+from .native_model import ITEM_SIZES, load_native_model
 
 if TYPE_CHECKING:
     from ...kernels.native.model import NativeModel
@@ -44,6 +44,8 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 log = get_logger("millrace.stages")
+
+SIZES = {**ITEM_SIZES, "float16": 2.0}  # bytes of a number
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -165,17 +167,36 @@ def resolve(config: EngineConfig, progress: LoadProgress | None = None) -> Path:
         streams=config.load_format == "stream",
         on_progress=None if progress is None else partial(progress.set, hub.model_name(config.model)),
         check_size=None if config.quantization not in (None, "auto") else partial(_check_file_fits, config),
+        check_weights=partial(_check_weights_fit, config),
     )
     return LinkedFolder(root) if config.allow_links_outside else root
 
 
 def _check_file_fits(config: EngineConfig, name: str, num_bytes: int, others: Mapping[str, int]) -> None:
     """Raises `ConfigError` for a GGUF file that is larger than the free memory, before it is downloaded."""
+    _check_on_cpu(config, name, "stored", num_bytes, others)
+
+
+def _check_weights_fit(config: EngineConfig, root: Path, num_bytes: int) -> None:
+    """Raises `ConfigError` for files of safetensors that become more than the free memory, before their download.
+
+    `root` has the model's other files. A model that is not described here is counted as it is stored.
+    """
+    form, weights, others = "stored", num_bytes, {}
+    if not is_bidirectional(root) and why_through_transformers(config, root) is None:
+        values = read_json(root, "config.json") or {}
+        spec = read_spec(root)
+        dtype = config.quantized_to or config.dtype_of(spec.dtype)
+        if dtype in SIZES and (config.quantized_to or "quantization_config" not in values):
+            form, weights = dtype, bytes_kept(spec, lambda _: SIZES[dtype])
+            others = smaller_forms(form, weights, "cpu", SIZES[form])
+    _check_on_cpu(config, hub.model_name(config.model), form, weights, others)
+
+
+def _check_on_cpu(config: EngineConfig, name: str, form: str, weights: int, others: Mapping[str, int]) -> None:
     if config.gpu is None and not (config.device == "auto" and has_cuda_driver()):
         free, total = free_host_bytes(), total_host_bytes()
-        WeightsFit(
-            name=name, device="cpu", form="stored", weights=num_bytes, free=free, total=total, others=others
-        ).check()
+        WeightsFit(name=name, device="cpu", form=form, weights=weights, free=free, total=total, others=others).check()
 
 
 def max_model_len_of(config: EngineConfig, shape: DecoderSpec) -> int:

@@ -54,8 +54,8 @@ def packed_weights(
         return PackedWeights()
     found = {name: matrix for name in names if (matrix := source.grouped(name)) is not None}
     if quantization not in (None, "auto"):
-        reason = {_as_asked(quantization): tuple(found)} if found else {}
-        return PackedWeights(source.packing, {}, reason, _by_rows(found))
+        unpacked = {_as_asked(quantization): tuple(found)} if found else {}
+        return PackedWeights(source.packing, {}, unpacked, _by_rows(found))
     reasons = {name: reason for name, matrix in found.items() if (reason := _why_unpacked(matrix, shape, name))}
     matrices = {name: matrix for name, matrix in found.items() if isinstance(matrix, GroupedMatrix)}
     formats = {name: matrix.format for name, matrix in matrices.items() if name not in reasons}
@@ -63,7 +63,7 @@ def packed_weights(
     columns = {name: matrix.columns for name, matrix in matrices.items() if matrix.columns is not None}
     kept = packable(shape, formats, factors, columns)
     reasons |= dict.fromkeys(formats.keys() - kept.keys(), TOGETHER)
-    unpacked: dict[str, tuple[str, ...]] = {}
+    unpacked = {}
     for name in found:
         if name in reasons:
             unpacked[reasons[name]] = (*unpacked.get(reasons[name], ()), name)

@@ -11,12 +11,14 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from millrace.model.checkpoint import hub
 from millrace.model.checkpoint.hub import bundled_model_path, model_name, resolve
+from millrace.model.checkpoint.hub_sizes import check_disk, has_all_weights, weights_below
 from millrace.model.errors import CheckpointError, DownloadError
 
 
@@ -149,7 +151,8 @@ from millrace.model.checkpoint.hub import resolve
 seen = []
 try:
     report = lambda done, total: seen.append((done, total))
-    path = resolve(sys.argv[1], download_dir=Path(sys.argv[2]), on_progress=report)
+    check = lambda root, num_bytes: print(sorted(file.name for file in root.iterdir()), num_bytes)
+    path = resolve(sys.argv[1], download_dir=Path(sys.argv[2]), on_progress=report, check_weights=check)
     print(sorted(file.name for file in path.iterdir()), seen[-1])
 except DownloadError as error:
     print("DownloadError:", error)
@@ -193,7 +196,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("owner/name", "['config.json', 'model.safetensors'] (300023, 300023)"),
+        ("owner/name", "['config.json'] 300000\n['config.json', 'model.safetensors'] (300000, 300000)"),
         ("owner/other", "DownloadError: owner/other: no such directory here and no such model on the Hub"),
     ],
 )
@@ -209,3 +212,27 @@ def test_a_download_fetches_what_is_needed_and_reports_bytes(name: str, said: st
         server.shutdown()
         server.server_close()
     assert out.stdout.startswith(said), out.stdout + out.stderr
+
+
+def test_a_download_that_the_disk_has_no_room_for_is_refused_with_the_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=2_500_000_000))
+    (tmp_path / "there.safetensors").touch()
+    sizes = {"there.safetensors": 9_000_000_000, "a.safetensors": 2_400_000_000, "b.safetensors": 100_000_000}
+    check_disk("owner/name", sizes, tmp_path, tmp_path / "not" / "made")
+    with pytest.raises(DownloadError, match=r"owner/name: 2\.6 GB are to be downloaded, and .*made has 2\.5 GB free"):
+        check_disk("owner/name", sizes | {"c.safetensors": 100_000_000}, tmp_path, tmp_path / "not" / "made")
+
+
+def test_weights_are_all_there_with_every_shard_that_the_index_needs(tmp_path: Path) -> None:
+    assert not has_all_weights(tmp_path)
+    shards = {"model.a": "a.safetensors", "vision_tower.b": "b.safetensors", "lm_head.c": "c.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    for name in ("a", "c"):
+        assert not has_all_weights(tmp_path)
+        (tmp_path / f"{name}.safetensors").touch()
+    assert has_all_weights(tmp_path)
+    sizes = {"a.safetensors": 5, "x/b.safetensors": 7, "a.bin": 9}
+    assert weights_below("", sizes) == {"a.safetensors": 5, "x/b.safetensors": 7}
+    assert weights_below("x", sizes) == {"x/b.safetensors": 7}

@@ -7,12 +7,14 @@ import shutil
 import struct
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from millrace.model.checkpoint import hub
 from millrace.model.demo import WEIGHTS
+from millrace.model.errors import DownloadError
 from millrace.model.families.registry import read_spec
 from millrace.model.named_tensors import StoredPiece
 from millrace.runtime.env.env import LiveEnv
@@ -135,12 +137,55 @@ def test_a_gguf_file_of_the_hub_is_refused_before_it_is_downloaded(
 ) -> None:
     sizes = {"m-Q4_K_M-00001-of-00002.gguf": 500 * MIB, "m-Q4_K_M-00002-of-00002.gguf": 400 * MIB, "README.md": 1}
     sizes |= {"m-Q2_K.gguf": 300 * MIB, "m-Q8_0.gguf": 2 * GIB}
-    monkeypatch.setattr(hub, "_sizes_on_hub", lambda *_: sizes)
-    monkeypatch.setattr(hub, "_snapshot", lambda *_: pytest.fail("a file was downloaded"))
+    monkeypatch.setattr(hub, "sizes_on_hub", lambda *_: sizes)
+    monkeypatch.setattr(hub, "_snapshot", snapshot_of(tmp_path / "cache"))
     monkeypatch.setattr(cache_size, "ROOT", written(tmp_path, MACHINE))
     config = EngineConfig(model="owner/name:Q4_K_M", device="cpu")
     with pytest.raises(ConfigError, match=r"m-Q4_K_M: .* 900 MiB as .* 800 MiB free of .*: m-Q2_K.gguf takes 300"):
         early.resolve(config)
+
+
+@pytest.mark.parametrize(
+    ("settings", "keys", "message"),
+    [
+        (
+            {"dtype": "float32"},
+            {},
+            r"m: the weights take 2\.\d+ GiB as float32, and cpu has 800 MiB free .*: quantization = int8 takes 5\d\d",
+        ),
+        ({"quantization": "int8"}, {}, None),
+        ({}, {"quantization_config": {"quant_method": "awq"}}, r"m: the weights take 1\.5 GiB as stored, and cpu has"),
+        ({}, {"model_type": "bert"}, r"m: the weights take 1\.5 GiB as stored, and cpu has"),
+    ],
+)
+def test_safetensors_of_the_hub_are_refused_before_they_are_downloaded(
+    settings: dict[str, Any], keys: dict[str, Any], message: str | None, monkeypatch: Any, tmp_path: Path
+) -> None:
+    sizes = {"config.json": 600, "model.safetensors": 3 * GIB // 2, "README.md": 1}
+    config = json.loads((WEIGHTS / "config.json").read_text()) | {"vocab_size": 600_000_000 // 512} | keys
+    config |= {"hidden_size": 512, "tie_word_embeddings": True}
+    monkeypatch.setattr(hub, "sizes_on_hub", lambda *_: sizes)
+    monkeypatch.setattr(hub, "_snapshot", snapshot_of(tmp_path / "cache", config))
+    monkeypatch.setattr(cache_size, "ROOT", written(tmp_path, MACHINE))
+    engine = EngineConfig(model="owner/m", device="cpu", **settings)
+    with pytest.raises(ConfigError if message else DownloadError, match=message or "all is fetched"):
+        early.resolve(engine)
+
+
+def snapshot_of(root: Path, config: dict[str, Any] | None = None) -> Any:
+    """A download that gets config.json alone, and fails for more."""
+
+    def snapshot(*arguments: Any) -> Path:
+        offline, patterns = arguments[4], arguments[-1]
+        if offline:
+            raise DownloadError("not in the cache")
+        if any("safetensors" in pattern or "gguf" in pattern for pattern in patterns):
+            raise DownloadError("all is fetched")
+        root.mkdir()
+        (root / "config.json").write_text(json.dumps(config))
+        return root
+
+    return snapshot
 
 
 def test_the_smallest_cache_is_counted_in_the_dtype_of_the_cache() -> None:

@@ -1,0 +1,56 @@
+"""What a download of the Hub will take, before it begins: the bytes of its files, and the room on the disk."""
+
+from __future__ import annotations
+
+import fnmatch
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from ..errors import CheckpointError, DownloadError
+from ..files import read_json
+from .safetensors import INDEX, WHOLE, needed_shards
+
+SAFETENSORS = "*.safetensors"
+
+
+def sizes_on_hub(model: str, revision: str | None, token: str | None) -> dict[str, int]:
+    """The bytes of a repository's files; none where the Hub does not answer, as the download then says why."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.hf_api import RepoFile
+
+    try:
+        found = HfApi(token=token).list_repo_tree(model, recursive=True, revision=revision)
+        return {file.path: file.size for file in found if isinstance(file, RepoFile)}
+    except (HfHubHTTPError, OSError):
+        return {}
+
+
+def weights_below(folder: str, sizes: Mapping[str, int]) -> dict[str, int]:
+    """The files of safetensors in a folder of a repository, as a download takes them."""
+    pattern = f"{folder}/{SAFETENSORS}" if folder else SAFETENSORS
+    return {name: size for name, size in sizes.items() if fnmatch.fnmatch(name, pattern)}
+
+
+def has_all_weights(root: Path) -> bool:
+    """Whether a folder has every file of safetensors that its index names, or the only one."""
+    if (root / WHOLE).exists():
+        return True
+    try:
+        weight_map = (read_json(root, INDEX) or {}).get("weight_map")
+    except CheckpointError:
+        return False
+    return isinstance(weight_map, dict) and all((root / str(name)).exists() for name in needed_shards(weight_map))
+
+
+def check_disk(name: str, sizes: Mapping[str, int], root: Path, cache: Path) -> None:
+    """Raises DownloadError if the disk of `cache` has no room for those of the files that `root` lacks."""
+    needed = sum(size for file, size in sizes.items() if not (root / file).exists())
+    there = next(folder for folder in (cache, *cache.absolute().parents) if folder.is_dir())
+    free = shutil.disk_usage(there).free
+    if needed > free:
+        raise DownloadError(
+            f"{name}: {needed / 1e9:.1f} GB are to be downloaded, and {cache} has {free / 1e9:.1f} GB free; name a "
+            "folder with more by download_dir"
+        )

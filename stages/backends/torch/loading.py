@@ -242,7 +242,7 @@ def _emulated(
 ) -> DecoderWeights:
     """The weights in the pieces of the ranks that `emulate_tp` counts."""
     size = config.emulate_tp
-    check_ranks(replace(config, tensor_parallel_size=size), shape, torch.device("cpu"))
+    check_ranks(replace(config, emulate_tp=1, tensor_parallel_size=size), shape, torch.device("cpu"))
     log.warning("ranks.emulated", size=size, device=str(device))
     return emulated(shape, [load(shard=RankShare(rank, size)) for rank in range(size)])
 

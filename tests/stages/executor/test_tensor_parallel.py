@@ -145,3 +145,18 @@ def test_a_rank_that_cannot_load_ends_the_start_with_its_words(folder: Path, mon
     with captured_logs(), pytest.raises(ConfigError, match=expected):
         asyncio.run(start())
     assert not [thread.name for thread in threading.enumerate() if "rank" in thread.name or "orders" in thread.name]
+
+
+def test_one_process_that_sums_as_two_ranks_gives_their_bits() -> None:
+    settings: dict[str, Any] = {"attention_backend": "torch", "device": "cpu", "dtype": "float32", "threads": 1}
+    settings |= {"num_gpu_blocks": 32, "max_model_len": 128, "max_num_seqs": 4, "num_cpu_blocks": 0}
+    params = SamplingParams(max_tokens=count(in_ci=6, full=40), temperature=0.0, logprobs=1, ignore_eos=True)
+
+    async def scores(**others: Any) -> list[list[float]]:
+        async with Engine(**settings, **others) as engine:
+            texts = ("Once upon", "Zoe and Tom")
+            outputs = [one for text in texts async for one in engine.generate(text, params, output_kind="final")]
+            return [[one.logprob for one in output.outputs[0].logprobs or ()] for output in outputs]
+
+    with captured_logs():
+        assert asyncio.run(scores(emulate_tp=2)) == asyncio.run(scores(**TWO))

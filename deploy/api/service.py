@@ -105,7 +105,7 @@ class Service:
             state = self.load_state
             return Health("loading", reason="the model is loading" + (f": {state.to_text()}" if state else ""))
         stall = self.watchdog.stall
-        if stall is not None and self.engine.health.is_ready:
+        if stall is not None and self.engine.health.is_ready and self.engine.is_stopped_by(stall):
             return Health("stalled", stage=stall.name, reason=stall.reason)
         return self.engine.health
 

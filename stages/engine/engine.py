@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from ...runtime.env.env import Env, LiveEnv
 from ...runtime.env.log import get_logger
 from ...runtime.fault_injection import Fault, parse_fault
+from ...runtime.health.stalls import Stall
 from ...runtime.pipeline import Health, NotServing, Pipeline
 from ...runtime.stage import Stage
 from ...runtime.startup.load_progress import LoadProgress
@@ -302,6 +303,10 @@ class Engine(EngineStatus, ClientApi):
     def num_deaths(self) -> int:
         """The number of engine processes that died."""
         return 0
+
+    def is_stopped_by(self, stall: Stall) -> bool:
+        """Whether no request can go on while this stall lasts; not if another engine process serves."""
+        return True
 
     @property
     def engines(self) -> list[dict[str, Any]]:

@@ -29,7 +29,7 @@ class CoreSet:
         return [core for core in self.cores if core.is_serving]
 
     def place(self, prompt: TokenRequest) -> bool:
-        """Sends a prompt where the others of its request are, or to the process with the least work.
+        """Sends a prompt where the others of its request are, or to the process with the least work that is heard.
 
         False if no process takes it now. A prompt whose request waits to be resumed waits with it.
         """
@@ -51,8 +51,9 @@ class CoreSet:
 
     def _loads(self) -> list[CoreLoad]:
         cores = self.cores if self.only is None else (self.only,)
-        with_room = (core for core in cores if core.is_serving and len(core.requests) < core.requests.capacity)
-        return [self._table.load_of(core.index) for core in with_room]
+        with_room = [core for core in cores if core.is_serving and len(core.requests) < core.requests.capacity]
+        heard = [core for core in with_room if not core.is_silent] or with_room
+        return [self._table.load_of(core.index) for core in heard]
 
     def note_change(self) -> None:
         """A process takes requests again, or has room for more."""

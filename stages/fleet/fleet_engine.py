@@ -20,7 +20,7 @@ from ..config import EngineConfig
 from ..errors import ConfigError
 from ..outputs import ModelInfo
 from ..split.engine_core import EngineCore
-from ..split.front import FrontStages, core_views, show_core
+from ..split.front import CORE, FrontStages, core_views, show_core
 from ..split.inflight_requests import InflightRequests
 from ..split.process_client import EngineClient
 from ..split.protocol import CoreStatus, EngineReady, engine_side_error
@@ -131,8 +131,8 @@ class FleetEngine(SplitEngine):
                 parts.exit,
                 partial(self._start_again, core),
                 partial(self._process_died, core),
-                on_orphans=resuming.wake,
-                on_ready=self._core_ready,
+                on_orphans=self._core_changed,
+                on_ready=self._core_changed,
                 on_given_up=self._core_given_up,
             )
             assert core.client is not None
@@ -170,7 +170,8 @@ class FleetEngine(SplitEngine):
             self._ended = merged({0: remains(status)}, [] if self._ended is None else [self._ended], 0)
         self._set.note_change()
 
-    def _core_ready(self) -> None:
+    def _core_changed(self) -> None:
+        """A process has ended, or serves again."""
         assert self._resuming is not None
         self._resuming.wake()
         self._set.note_change()
@@ -182,18 +183,28 @@ class FleetEngine(SplitEngine):
             exit = self._front().exit
             for request_id in list(exit.live):
                 exit.end(request_id, "error", NotServing(health))
+        self._set.note_change()
 
     def _process_died(self, core: EngineCore, how: str) -> None:
         there = [one for one in self._table.request_ids() if self._table.core_of(one) == core.index]
         self._report_crash("engine", engine_side_error("EngineDied", ()), there)
 
+    def is_stopped_by(self, stall: Stall) -> bool:
+        is_there = stall.name.partition(".")[0] in CORE or stall.name == self._front().requests.name
+        return not (is_there and any(self._goes_on(core, stall.waited_s) for core in self.cores))
+
+    def _goes_on(self, core: EngineCore, timeout_s: float) -> bool:
+        return core.is_serving and not core.is_silent and self._stall_in(core, timeout_s) is None
+
     def _stall_of(self, core: EngineCore) -> Stall | None:
-        pipeline = self._front().pipeline
-        assert core.view is not None
-        if cast(FleetRequests, self._table).is_idle(core.index):
+        return self._stall_in(core, STALL_S)
+
+    def _stall_in(self, core: EngineCore, timeout_s: float) -> Stall | None:
+        """Where one process has made no progress for so long, though it has requests."""
+        if core.view is None or cast(FleetRequests, self._table).is_idle(core.index):
             return None
-        runners = core.view.runners
-        return find_stall(cast(Any, SimpleNamespace(env=self._env, watch=pipeline.watch, runners=runners)), STALL_S)
+        seen = SimpleNamespace(env=self._env, watch=self._front().pipeline.watch, runners=core.view.runners)
+        return find_stall(cast(Any, seen), timeout_s)
 
     # -- state
 

@@ -35,6 +35,7 @@ START_FACTOR = 10.0
 STEPS_APART = 16  # from the last known step of an engine process to the first of the next; more than are in flight
 STOP_S = 10.0  # that an engine process may take to free everything
 SILENT_S = 1.0  # without an answer when the engine stops: then it is killed
+SILENT_CHECKS = 3  # without a message: then requests go to other engine processes, if there are any
 HANG_S = 30  # without a message from the engine process, while it has work: it is replaced
 
 MakeTokens = Callable[..., InboundChannel[StepTokens]]  # (name, capacity, clock, on_arrival)
@@ -186,6 +187,11 @@ class EngineCore:
         return False
 
     # -- supervision
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the process has sent nothing for some seconds, though it was asked. It may hang, or be stopped."""
+        return self._num_silent_checks > SILENT_CHECKS
 
     def is_due(self, has_work: bool) -> bool:
         """Whether the process is to be checked now: once a second while there is work. Asks for a message of it."""

@@ -29,7 +29,7 @@ class Core:
     """A core without a process."""
 
     def __init__(self, table: FleetRequests, index: int, capacity: int = 2) -> None:
-        self.index, self.is_serving, self.sent = index, True, list[str]()
+        self.index, self.is_serving, self.is_silent, self.sent = index, True, False, list[str]()
         self.requests: OutboundChannel[TokenRequest] = OutboundChannel("a", capacity, on_send=self._sent)
         self._table = table
 
@@ -80,6 +80,17 @@ def test_a_core_without_room_or_process_is_passed_over_and_a_full_fleet_takes_no
     assert not cores.place(token_request("y", 1)) and not cores.place(token_request("x", 2, index=1))
     a.is_serving = True
     assert cores.place(token_request("y", 1)) and a.sent == ["y"]
+
+
+def test_a_core_that_is_not_heard_gets_requests_only_if_no_other_is() -> None:
+    cores, _, (a, b) = fleet(2)
+    a.is_silent = True
+    for number in range(3):
+        cores.place(token_request(f"r{number}", number))
+    assert not a.sent
+    b.is_silent = True
+    cores.place(token_request("last", 9))
+    assert a.sent == ["last"]
 
 
 # -- deaths

@@ -17,7 +17,7 @@ TOP = ("deploy", "kernels", "model", "runtime", "stages", "tests")  # folders th
 SOURCE = (".py", ".h", ".cpp")  # a code span with such an ending names a file of the repository
 IN_MANY_ROOMS = ("__init__.py", "stage.py", "bodies.py")  # file names that stand for one in each room
 FOREIGN = {  # program -> flags of it that a page may name
-    "docker": {"--build", "--detach", "--gpus", "--profile", "--read-only", "--rm", "--tmpfs"},
+    "docker": {"--build", "--build-arg", "--gpus", "--read-only", "--rm", "--tmpfs"},
     "helm": {"--reuse-values", "--set", "--values"},
     "kubectl": {"--from-file"},
     "pip": {"--index-url", "--no-deps"},

@@ -22,6 +22,7 @@ from millrace.kernels import triton
 from millrace.kernels.tilings.predicted import predicted_forms
 from millrace.kernels.tilings.products import ProductForm
 from tests.bench.gpu.floors import GPU_SHAPES
+from tests.bench.gpu.parts import adapters
 from tests.bench.gpu.sweeps import ahead
 from tests.bench.gpu.sweeps.attention import Choice, cases_of, choices_of, today
 from tests.bench.gpu.sweeps.compiling import compile_all
@@ -111,6 +112,8 @@ def test_all_that_a_run_launches_is_among_the_jobs_of_its_card() -> None:
     )
     steps = [job for job in jobs.values() if isinstance(job, ahead.ModelJob)]
     assert {(job.shape, job.is_fp8) for job in steps} == set(product(GPU_SHAPES, (False, True)))
+    rows = {load.num_rows for load in adapters.LOADS}
+    assert {(job.shape, job.num_rows) for job in steps if job.has_adapters} == {(adapters.SHAPE, n) for n in rows}
     assert len(older) < len(jobs) and not any(job.is_fp8 for job in older.values() if isinstance(job, ahead.ModelJob))
 
 
@@ -122,6 +125,8 @@ def test_tritons_launcher_takes_every_launch_of_a_step(monkeypatch: pytest.Monke
     monkeypatch.setitem(GPU_SHAPES, "small", shape | {"vocab_size": 300})
     for size, kinds in (((1, 1, True), (0, 1, 2, 4)), ((64, 64, True), (0,)), ((256, 512, False), ())):
         ahead.compile_job(ahead.H200, ahead.ModelJob("small", False, *size, kinds))
+    ahead.compile_job(ahead.H200, ahead.ModelJob("small", False, 64, 64, True, (0,), has_adapters=True))
+    assert launched >= {"group_kernel", "shrink_kernel", "add_kernel", "gated_kernel"}
     assert launched >= {"vector_kernel", "split_kernel", "attention_kernel", "list_kernel", "_gated_kernel"}
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from millrace.kernels import kernel_set
 from millrace.kernels.layout import step_state
-from tests.bench.gpu.parts.checks import check_kernels
+from tests.bench.gpu.parts.checks import check_kernels, checked_lora_trials, tell_checked
 from tests.bench.gpu.place import Place
 from tests.bench.gpu.trials.attention import checked_trial
 from tests.bench.gpu.trials.layers import Widths, prologue_trial
@@ -59,6 +59,20 @@ FOLDED = ["prologue_decode", "norm_linear", "gated_linear", "linear_add"]
 def test_a_number_that_a_kernel_does_not_write_is_found(name: str) -> None:
     found = complaints(replace(KERNELS, **{name: spoilt(getattr(KERNELS, name))}))
     assert found and all(complaint.startswith(name) and " are off by up to " in complaint for complaint in found)
+
+
+def test_updates_by_adapters_that_are_wrong_are_found() -> None:
+    twins = kernel_set.load_lora("torch")
+    spoils = {"lora_shrink": spoilt(twins.lora_shrink), "lora_gated": spoilt(twins.lora_gated)}
+    spoils |= {"lora_add": lambda *_: None, "group_tokens": lambda *_: None}
+    for name, spoil in {"": None, **spoils}.items():
+        found: list[str] = []
+        place = Place(CPU, 3, lambda row: None, found.append)
+        kernels = twins if spoil is None else replace(twins, **{name: spoil})
+        tell_checked(place, checked_lora_trials(place, kernels))
+        assert bool(found) == bool(name), (name, found)
+        start = {"group_tokens": "lora_"}.get(name, name)
+        assert all(complaint.startswith(start) or name == "lora_shrink" for complaint in found), (name, found)
 
 
 @pytest.mark.parametrize("name", ["choose", "choose_truncated", "edit"])

@@ -13,11 +13,12 @@ from types import ModuleType
 import torch
 
 from millrace.kernels import kernel_set
-from millrace.kernels.kernel_set import KernelSet, SamplingKernels
+from millrace.kernels.kernel_set import KernelSet, LoraKernels, SamplingKernels
 from tests.bench.gpu.place import Place
 from tests.bench.gpu.trials.attention import checked_trials
 from tests.bench.gpu.trials.folded import folded_trials
 from tests.bench.gpu.trials.layers import Widths, copy_trial, norm_trials, prologue_trial
+from tests.bench.gpu.trials.lora import lora_trials
 from tests.bench.gpu.trials.sampling import sampling_trials
 from tests.bench.gpu.trials.trial import Trial, check
 from tests.bench.gpu.trials.twins import twin_trials
@@ -40,6 +41,7 @@ def run_others(place: Place) -> None:
     from millrace.kernels.triton import step_state as triton_step
 
     tell_checked(place, other_trials(place, kernel_set.load("triton")))
+    tell_checked(place, checked_lora_trials(place, kernel_set.load_lora("triton")))
     check_steps(place, triton_step)
 
 
@@ -94,6 +96,16 @@ def other_trials(place: Place, kernels: KernelSet) -> Iterator[Trial]:
                 yield prologue_trial(kernels, widths, num_tokens, place.dtype, draw, has_norms=True, is_fp8=True)
     for block_bytes, num_copied in ((512, 3),) if is_small else ((512, 3), (1_835_008, 40)):
         yield copy_trial(kernels, block_bytes, num_copied, draw)
+
+
+def checked_lora_trials(place: Place, kernels: LoraKernels) -> Iterator[Trial]:
+    """Updates of a layer by adapters, one and several, in tiles of both sizes."""
+    draw = torch.Generator(place.device).manual_seed(place.seed)
+    is_small = place.is_dry or place.is_tiny
+    tiny = Widths(hidden=40, num_heads=4, num_groups=2, head_dim=16, inner=24)
+    for widths in (tiny,) if is_small else (tiny, QWEN3_06B, LLAMA_8B):
+        for num_tokens, num_adapters, rank in ((5, 2, 3),) if is_small else ((1, 1, 8), (37, 5, 16), (300, 3, 64)):
+            yield from lora_trials(kernels, widths, num_tokens, num_adapters, rank, place.dtype, draw)
 
 
 def check_steps(place: Place, steps: ModuleType) -> None:

@@ -16,6 +16,7 @@ from tests.bench.gpu.floors import GPU_SHAPES
 from tests.bench.gpu.place import TINY, Place
 from tests.bench.gpu.trials.attention import timed_trials
 from tests.bench.gpu.trials.layers import Widths, copy_trial, norm_trials, prologue_trial
+from tests.bench.gpu.trials.lora import lora_trials
 from tests.bench.gpu.trials.sampling import sampling_trials
 from tests.bench.gpu.trials.steps import step_trials
 from tests.bench.gpu.trials.timing import clock_of
@@ -28,6 +29,7 @@ DECODES = ((1, 1024), (64, 1024), (256, 1024), (64, 8192))  # sequences, tokens 
 MOST_SAMPLED = 256
 MOST_LAYERS = 4  # of a cache, of which one is read: all of them would not fit on every card
 PROMPTS = (512, 2048, 8192)
+RANK = 16  # of adapters, as in the part `steps-lora`
 
 
 def run(place: Place) -> None:
@@ -81,6 +83,9 @@ def _trials(place: Place, kernels: KernelSet, shape: dict[str, Any]) -> Iterator
     yield from timed_trials(kernels, widths, num_read, mixed, dtype, draw)
     for num_rows in (2,) if place.is_dry else (1, 256):
         yield from step_trials(triton_step, num_rows, 9 if place.is_dry else 1024, place.device)
+    adapters = kernel_set.load_lora("triton")
+    for num_tokens, num_adapters in ((3, 2),) if place.is_dry else ((1, 1), (64, 8), (64, 32), (2048, 4)):
+        yield from lora_trials(adapters, widths, num_tokens, num_adapters, RANK, dtype, draw)
     sampler, vocab_size = kernel_set.load_sampling("triton"), shape["vocab_size"]
     for num_rows in (2,) if place.is_dry else (1, 64, 256):
         for asked in (({},), DRAWN, CUT, PENALISED):

@@ -98,6 +98,7 @@ class ModelJob:
     num_tokens: int
     is_decode: bool
     kinds: tuple[int, ...]  # of sampling
+    has_adapters: bool = False  # in as many slots as the part `steps-lora` fills
 
 
 def attention_jobs(target: Target) -> dict[str, Any]:
@@ -131,6 +132,10 @@ def step_jobs(target: Target) -> dict[str, Any]:
             for size, kinds in (((256, 512, False), ()), ((1, 1, True), (0, 1)), ((64, 64, True), (4, 9))):
                 job = ModelJob(shape, is_fp8, *size, kinds)
                 jobs[f"{shape}{' fp8' * is_fp8} {size}"] = job
+    for num_rows in (1, 64):
+        jobs[f"llama-3.1-8b adapters {num_rows}"] = ModelJob(
+            "llama-3.1-8b", False, num_rows, num_rows, True, (0,), has_adapters=True
+        )
     for product in products.cases_of(None):
         for form in forms_of(product):
             jobs.setdefault(product.compiled_as(form), (products.compile_form, product, form))
@@ -177,17 +182,25 @@ def compile_job(target: Target, job: Any) -> None:
 def _compile_model(target: Target, job: ModelJob) -> None:
     import torch
 
+    from millrace.kernels import kernel_set
     from millrace.kernels.tilings.tables import load_tilings
+    from millrace.model.decoder.lora_slots import LoraSlots
     from millrace.runtime.device_streams.simulated import SimStreams
     from millrace.stages.outputs import GraphBatch
     from tests.bench.gpu.floors import GPU_SHAPES
+    from tests.bench.gpu.parts.adapters import MOST_ADAPTERS, RANK
     from tests.bench.gpu.parts.subject import Subject
 
     sizes = [(256, 1200)]
     subject = Subject(GPU_SHAPES[job.shape], torch.device("meta"), sizes, max_step_tokens=2048, is_fp8=job.is_fp8)
     predicted = load_tilings("auto", "", target.num_processors)
-    for tilings in (None, predicted):
-        line = subject.line(SimStreams(Random(0)), time.perf_counter, tilings=tilings)
+    slots = None
+    if job.has_adapters:
+        kernels = kernel_set.load_lora("triton")
+        sizes_of_slots = (MOST_ADAPTERS, RANK, subject.max_step_tokens)
+        slots = LoraSlots(subject.spec, subject.weights, kernels, *sizes_of_slots)
+    for tilings in (None,) if job.has_adapters else (None, predicted):
+        line = subject.line(SimStreams(Random(0)), time.perf_counter, tilings=tilings, slots=slots)
         line.submitter.warm([GraphBatch(job.num_rows, job.num_tokens, job.is_decode)], job.kinds)
 
 
@@ -199,7 +212,8 @@ def pretended(target: Target) -> Iterator[None]:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    import millrace.kernels.triton.kernel_set  # noqa: F401  all that launch
+    import millrace.kernels.triton.kernel_set
+    import millrace.kernels.triton.lora.launches  # noqa: F401  all that launch
     import millrace.kernels.triton.step_state  # noqa: F401
 
     class Driver:

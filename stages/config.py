@@ -91,6 +91,7 @@ class EngineConfig:
     lora_hub_allow: tuple[str, ...] = ()  # Hub ids of adapters, OWNER/NAME[@REVISION], downloaded when first named
     max_loras: int = 1  # adapters on the device at once, so in one step
     max_lora_rank: int = 16  # largest rank of an adapter
+    lora_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of adapters; auto: that of the weights
     max_cpu_loras: int | None = None  # adapters in host memory; None: 4 * max_loras
     lora_host_bytes: int | None = None  # memory for adapters without device slots; None: as max_cpu_loras of them take
 

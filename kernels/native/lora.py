@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from . import library
@@ -23,17 +23,29 @@ class NativeLoraSlice:
     layer: int
     target: str  # of TARGETS
     row_start: int
-    a: Array  # [r, k], contiguous, of the model's dtype; bfloat16 as two bytes each
+    a: Array  # [r, k], contiguous, of the adapter's dtype; bfloat16 as two bytes each
     b: Array  # [n, r] likewise
 
 
 class PackedAdapter:
     """An adapter's matrices as steps of one model read them. Its memory is freed with it and the slots that have it."""
 
-    def __init__(self, native: ctypes.CDLL, model: int, type_id: int, slices: Sequence[NativeLoraSlice]) -> None:
-        """Copies and packs the arrays; may run beside steps. Raises MemoryError."""
+    def __init__(
+        self,
+        native: ctypes.CDLL,
+        model: int,
+        type_id: int,
+        slices: Sequence[NativeLoraSlice],
+        pause: Callable[[], object] | None = None,
+    ) -> None:
+        """Copies and packs the arrays; may run beside steps. Raises MemoryError.
+
+        `pause` is called between small pieces of work in Python, so that it may let other threads have the lock.
+        """
         sources = (library.LoraSliceStruct * len(slices))()
         for source, one in zip(sources, slices, strict=True):
+            if pause is not None:
+                pause()
             assert one.a.flags.c_contiguous and one.b.flags.c_contiguous, "a and b must be contiguous"
             source.layer, source.target = one.layer, TARGETS.index(one.target)
             source.first_row, source.num_rows, source.rank = one.row_start, one.b.shape[0], one.a.shape[0]

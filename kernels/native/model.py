@@ -227,9 +227,14 @@ class NativeModel:
         if self._library.millrace_reserve_adapters(self._model, num_slots, max_rank):
             raise MemoryError(f"no memory for {num_slots} adapter slots")
 
-    def pack_adapter(self, slices: Sequence[NativeLoraSlice]) -> PackedAdapter:
-        """An adapter for `use_adapter`. May run beside steps. Raises MemoryError."""
-        return PackedAdapter(self._library, self._model, _TYPES[self.dtype], slices)
+    def pack_adapter(
+        self, slices: Sequence[NativeLoraSlice], pause: Callable[[], object] | None = None, dtype: str | None = None
+    ) -> PackedAdapter:
+        """An adapter for `use_adapter`; see `PackedAdapter`. May run beside steps. Raises MemoryError.
+
+        `dtype`: of the arrays, float32 or bfloat16; that of a model in bfloat16 must be bfloat16. None: the model's.
+        """
+        return PackedAdapter(self._library, self._model, _TYPES[dtype or self.dtype], slices, pause)
 
     def use_adapter(self, slot: int, adapter: PackedAdapter | None) -> None:
         """Puts an adapter into a slot that was reserved, in place of the one there; None: empties it.

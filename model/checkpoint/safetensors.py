@@ -188,22 +188,23 @@ class Shard:
             self._map.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
     def _header(self, raw: bytes) -> dict[str, Any]:
-        def without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-            found: dict[str, Any] = {}
-            for key, value in pairs:
-                if key in found:
-                    self._fail(f"its header names {shown(key)} twice")
-                found[key] = value
-            return found
-
         try:
-            header = json.loads(raw, object_pairs_hook=without_twins)
+            header = json.loads(raw, object_pairs_hook=self._object)
         except (ValueError, RecursionError) as error:
             self._fail(f"its header is not valid JSON: {error}")
         if not isinstance(header, dict):
             self._fail("its header is not a JSON object")
         header.pop("__metadata__", None)
         return header
+
+    def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        """An object of the header, without twins."""
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in found:
+                self._fail(f"its header names {shown(key)} twice")
+            found[key] = value
+        return found
 
     def _entries(self, header: dict[str, Any], data_begin: int, size: int) -> dict[str, TensorEntry]:
         """The tensors in file order. They must tile the file, without overlap, gap or rest."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -20,6 +19,8 @@ from ...kernels.layout.lora_lists import LoraLists, LoraWeights, make_lists
 from ..checkpoint.safetensors import BFLOAT16
 from ..errors import AdapterError
 from ..lora.adapter import Adapter, AdapterSlice, LinearName
+from ..lora.prepared import PreparedAdapter
+from ..lora.tensor_file import Pauses
 from ..spec import AttentionSpec, DecoderSpec, FeedSpec, LayerSpec
 from .linear import Linear
 from .upload import upload
@@ -47,6 +48,10 @@ class SlotContents:
 
     numbers: Tensor  # [slot_size]
     ranks: Tensor  # [num_ranks] i32
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numbers.nbytes + self.ranks.nbytes
 
 
 class SlotLayout:
@@ -82,7 +87,9 @@ class SlotLayout:
         """Copies an adapter into the layout. Raises AdapterError if its ranks do not fit."""
         numbers = torch.empty(self.slot_size, dtype=dtype, pin_memory=is_pinned)
         ranks = torch.zeros(self.num_ranks, dtype=torch.int32, pin_memory=is_pinned)
+        pause = Pauses()
         for place, slices in adapter.linears.items():
+            pause()
             weights = self.weights(numbers[None], ranks[None], place)
             for one in slices:
                 self._put(weights, one, adapter.name)
@@ -142,7 +149,6 @@ class LoraSlots:
         }
         self._all_lists = make_lists(self._zeros, max_tokens, num_slots)
         self._lists: LoraLists | None = None
-        self._packed: WeakKeyDictionary[Adapter, SlotContents] = WeakKeyDictionary()
         self._loaded: list[SlotContents | None] = [None] * num_slots  # in use until it is copied
         self.copy: Callable[[Tensor, Tensor], object] = Tensor.copy_  # (to the device, from the host)
 
@@ -151,18 +157,21 @@ class LoraSlots:
         """Memory of all slots."""
         return self.layout.num_bytes(len(self._numbers), self.dtype.itemsize)
 
-    def prepare(self, adapter: Adapter) -> None:
+    def prepare(self, adapter: Adapter) -> PreparedAdapter[SlotContents]:
         """Packs an adapter, so that `load` has only to copy it. On any thread. Raises AdapterError."""
-        self._packed[adapter] = self.layout.pack(adapter, self.dtype, is_pinned=self.device.type == "cuda")
+        packed = self._pack(adapter)
+        return PreparedAdapter.of(adapter, packed, packed.num_bytes)
 
     @torch.inference_mode()
-    def load(self, slot: int, adapter: Adapter) -> None:
-        """Copies an adapter into a slot that no step in flight reads."""
-        if adapter not in self._packed:
-            self.prepare(adapter)
-        packed = self._loaded[slot - 1] = self._packed[adapter]
+    def load(self, slot: int, adapter: Adapter | PreparedAdapter[SlotContents]) -> None:
+        """Copies an adapter into a slot that no step in flight reads; one that is not prepared is packed first."""
+        packed = adapter.contents if isinstance(adapter, PreparedAdapter) else self._pack(adapter)
+        self._loaded[slot - 1] = packed
         self.copy(self._numbers[slot - 1], packed.numbers)
         self.copy(self._ranks[slot - 1], packed.ranks)
+
+    def _pack(self, adapter: Adapter) -> SlotContents:
+        return self.layout.pack(adapter, self.dtype, is_pinned=self.device.type == "cuda")
 
     def begin_step(self, slots: NDArray[np.int64] | None) -> None:
         """Sets the adapter slot of each token, [T] on the host; None: all tokens are the base model's."""

@@ -61,6 +61,10 @@ class ReadFile(Shard):
     def forget(self, name: str) -> None:
         pass
 
+    def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        self._pause()  # called for each tensor while the header is parsed
+        return super()._object(pairs)
+
     def _shape(self, name: str, value: dict[str, Any]) -> tuple[int, ...]:
         self._pause()  # called for each tensor of the header
         return super()._shape(name, value)

@@ -5,13 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from ...model.errors import AdapterError
 from ...runtime.env.env import Env
-
-if TYPE_CHECKING:  # 60 ms of imports that an engine without adapters does not need
-    from ...model.lora.adapter import Adapter
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 
@@ -43,15 +40,15 @@ class AdapterReader(Protocol):
 class ThreadReader:
     """Reads adapters in threads of this process."""
 
-    def __init__(self, read: Callable[[Path, str], Adapter]) -> None:
+    def __init__(self, read: Callable[[Path, str], StoredAdapter]) -> None:
         """`read` reads an adapter from its folder, with the name for messages; it raises `ModelError`."""
         self._read = read
 
-    async def read(self, env: Env, path: Path, name: str, digest: str) -> Adapter:
+    async def read(self, env: Env, path: Path, name: str, digest: str) -> StoredAdapter:
         """As `AdapterReader.read`."""
         return await env.run_in_thread(self._read_whole, path, name, digest)
 
-    def _read_whole(self, path: Path, name: str, known_digest: str) -> Adapter:
+    def _read_whole(self, path: Path, name: str, known_digest: str) -> StoredAdapter:
         """Reads an adapter and what is derived from its tensors, which takes as long. Runs in a thread."""
         before = _versions(path)
         adapter = self._read(path, name)

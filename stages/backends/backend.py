@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..config import ModelImpl
 from ..device.device import CallBefore
@@ -18,6 +18,7 @@ from .cuda.step_update import EndRules
 
 if TYPE_CHECKING:
     from ...model.lora.adapter import Adapter
+    from ...model.lora.prepared import PreparedAdapter
     from .cuda.build import AsyncRuntime  # which imports torch
 
 
@@ -45,7 +46,9 @@ class Backend:
     probe: Callable[[], object] | None = None  # finds out whether the device is lost, see `Device`; None: it cannot be
     watch: CallBefore | None = None  # calls back when the device may be lost, see `Device`
     own_cpu: int | None = None  # pinned to the thread that starts each step; another process may occupy it for a while
-    prepare_adapter: Callable[[Adapter], object] | None = None  # called for each that is read, on the reading thread
+    adapter_dtypes: tuple[str, ...] = ()  # that adapters may have instead of `dtype`
+    # packs each adapter that is read, on the reading thread; None: the runner takes it as it is
+    prepare_adapter: Callable[[Adapter], PreparedAdapter[Any]] | None = None
     close: Callable[[], object] | None = None  # ends what computes in other processes; None: nothing does
     assemble: Callable[[Sampler, EndRules], AsyncRuntime] | None = (
         None  # builds an asynchronous device; None: steps are waited for

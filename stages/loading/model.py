@@ -48,8 +48,11 @@ from .text_parts import TextParts, configured_pooling, read_text
 
 if TYPE_CHECKING:
     from ...model.lora.adapter import Adapter
+    from ...model.lora.prepared import PreparedAdapter
     from ..backends.cuda.async_model import AsyncModel  # which imports torch
     from .encoder import LoadedEncoder
+
+    ReadAdapter = Callable[[Path, str], Adapter | PreparedAdapter[Any]]  # a folder's, with a name for messages
 
 log = get_logger("millrace.stages")
 
@@ -67,7 +70,7 @@ class LoadedModel:
     grammars: Grammars
     make_device: Callable[[], Device]  # on whose thread runner and sampler run
     own_cpu: int | None = None  # as in `Backend`
-    read_adapter: Callable[[Path, str], Adapter] | None = None  # from a folder, with a name for messages; None: no LoRA
+    read_adapter: ReadAdapter | None = None  # None: no LoRA
     close: Callable[[], object] | None = None  # as in `Backend`; blocks
 
     def make_decoder(self, params: SamplingParams, prompt: Ints) -> IncrementalDecoder:
@@ -228,21 +231,30 @@ def _put_together(
 
 def _adapter_reader(
     config: EngineConfig, base: Path, shape: DecoderSpec, computing: Backend, tokenizer: Tokenizer, model_id: str
-) -> Callable[[Path, str], Adapter]:
+) -> ReadAdapter:
     from ...model.lora.adapter import AdaptableModel, read_adapter
     from ...model.lora.tokenizer_check import check_tokenizer
 
-    model = AdaptableModel(shape)
+    model, dtype = AdaptableModel(shape), _adapter_dtype(config, computing)
 
-    def read(root: Path, name: str) -> Adapter:
+    def read(root: Path, name: str) -> Adapter | PreparedAdapter[Any]:
         check_tokenizer(root, name, base, lambda: tokenizer.tokens)
         names = {"name": name, "model_name": model_id}
-        adapter = read_adapter(root, model, computing.dtype, max_rank=config.max_lora_rank, **names)
-        if computing.prepare_adapter is not None:
-            computing.prepare_adapter(adapter)
-        return adapter
+        adapter = read_adapter(root, model, dtype, max_rank=config.max_lora_rank, **names)
+        return adapter if computing.prepare_adapter is None else computing.prepare_adapter(adapter)
 
     return read
+
+
+def _adapter_dtype(config: EngineConfig, computing: Backend) -> str:
+    """The dtype of adapters. Raises `ConfigError` for one that the backend does not compute with."""
+    dtype, able = config.lora_dtype, dict.fromkeys((computing.dtype, *computing.adapter_dtypes))
+    if dtype not in ("auto", *able):
+        raise ConfigError(
+            f"lora_dtype = {dtype}: the {computing.backend} backend takes adapters for weights in {computing.dtype} in "
+            f"{' or '.join(able)} only; leave it out for {computing.dtype}"
+        )
+    return computing.dtype if dtype == "auto" else dtype
 
 
 def _about_weights(computing: Backend, weights: WeightUse) -> str:

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ...model.errors import ModelError
 from ...runtime.env.env import Env
 from ...runtime.workers.thread_start import ThreadNotStarted
-from ..adapters.reader import ThreadReader
+from ..adapters.reader import StoredAdapter, ThreadReader
 from .protocol import AdapterCard, DropAdapter, ReadAdapter
-
-if TYPE_CHECKING:  # 60 ms of imports that an engine without adapters does not need
-    from ...model.lora.adapter import Adapter
 
 
 class CoreAdapters:
@@ -24,10 +20,10 @@ class CoreAdapters:
     drop one that is being read again, which it does not know yet: its word then names an earlier residence.
     """
 
-    def __init__(self, read: Callable[[Path, str], Adapter], has_slot: Callable[[str], bool]) -> None:
+    def __init__(self, read: Callable[[Path, str], StoredAdapter], has_slot: Callable[[str], bool]) -> None:
         self._reader = ThreadReader(read)
         self._has_slot = has_slot
-        self._adapters: dict[str, Adapter] = {}
+        self._adapters: dict[str, StoredAdapter] = {}
         self._residences: dict[str, int] = {}  # the number of the last read of each, in the order in which they ended
         self._num_reads = 0
         self._dropped: set[str] = set()  # to be freed
@@ -35,7 +31,7 @@ class CoreAdapters:
     def __len__(self) -> int:
         return len(self._adapters)
 
-    def get(self, digest: str) -> Adapter:
+    def get(self, digest: str) -> StoredAdapter:
         """An adapter that a step loads. Raises `KeyError` if it was dropped, with all requests that wait for it."""
         return self._adapters[digest]
 

@@ -117,7 +117,8 @@ def load_natively(
         call_before_computing=model.call_before_steps,
         enter=partial(_enter, cache, None if model.step_thread_id else own_cpu),
         own_cpu=own_cpu,
-        prepare_adapter=None if adapters is None else adapters.pack,
+        adapter_dtypes=("bfloat16",) if model.dtype == "float32" else (),
+        prepare_adapter=None if adapters is None else adapters.prepare,
     )
 
 

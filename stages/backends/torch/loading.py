@@ -19,6 +19,7 @@ from ....model.backend_gaps import missing
 from ....model.checkpoint.tensor_shapes import expected_shapes
 from ....model.decoder.decoder import Decoder
 from ....model.decoder.emulated_shards import emulated
+from ....model.decoder.lora_linear import LoraTable
 from ....model.decoder.lora_slots import LoraSlots
 from ....model.decoder.weights import DecoderWeights, load_weights
 from ....model.sharding.shard import RankShare
@@ -175,6 +176,7 @@ def make_backend(
         chooser=_choosing(config, kernels.name, is_async=is_async),
         probe=probe_of(device),
         enter=partial(torch.cuda.set_device, device) if device.type == "cuda" else None,
+        adapter_dtypes=("float32", "bfloat16", "float16") if isinstance(adapters, LoraTable) else (),
         prepare_adapter=adapters.prepare if isinstance(adapters, LoraSlots) else None,
         assemble=None if streams is None else partial(_assemble, streams, runner, config, phases.clock),
     )

@@ -49,7 +49,8 @@ def test_rows_of_slots_are_those_of_adapters_that_the_host_groups(family: str, t
     for number, (rank, ends) in enumerate(((3, ENDS[:6]), (8, ENDS), (1, ENDS[5:])), 1):
         path = written(base, tmp_path / f"adapter{number}", rank, ends)
         for place in (slots, table):
-            place.load(number, read_adapter(path, spec, "float32"))
+            adapter = read_adapter(path, spec, "float32")
+            place.load(number, adapter if isinstance(place, LoraTable) else place.prepare(adapter))
     found = []
     for decoder in (
         Decoder(spec, weights, with_slots(kernels, slots), adapters=slots),
@@ -102,8 +103,8 @@ def test_modules_of_one_matrix_add_their_ranks_and_too_many_are_refused(tmp_path
         return AdapterSlice(start, a, b)
 
     halves = (part(0, 10, 2), part(10, hidden - 10, 2))
-    slots.load(1, Adapter("halves", None, "float32", {(0, "down"): ()}))
-    slots.load(1, Adapter("halves", None, "float32", {(1, "output"): halves}))
+    for name, slices in (("before", (part(0, 5, 3),)), ("halves", halves)):
+        slots.load(1, slots.prepare(Adapter(name, None, "float32", {(1, "output"): slices})))
     slots.begin_step(np.array([1]))
     output = weights.layers[1].output
     found = slots.of(output)
@@ -114,4 +115,4 @@ def test_modules_of_one_matrix_add_their_ranks_and_too_many_are_refused(tmp_path
     np.testing.assert_allclose(got.numpy(), want, rtol=1e-4, atol=1e-4)
     many = Adapter("many", None, "float32", {(1, "output"): (*halves, part(5, 3, 1))})
     with pytest.raises(AdapterError, match=r"'many': its ranks add up to 5 .* takes up to 4: start it with .*rank 5"):
-        slots.load(1, many)
+        slots.prepare(many)

@@ -15,8 +15,11 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from millrace.kernels.native import build, machine
+from millrace.kernels.native.lora import PackedAdapter
+from millrace.model.lora.prepared import PreparedAdapter
 from millrace.runtime.env.log import captured_logs
 from millrace.stages.engine.engine import Engine
+from millrace.stages.errors import ConfigError
 from millrace.stages.outputs import RequestOutput
 from millrace.stages.params import SamplingParams
 from tests.counts import FULL
@@ -76,9 +79,23 @@ async def together_and_alone(folder: Path, asks: list[Ask], **settings: Any) -> 
             engine.scheduler.check()
             assert engine.scheduler.adapters is not None
             num_loads = engine.scheduler.adapters.slots.num_loads
+            check_host_bytes(engine)
         async with engine_of(folder, enable_prefix_caching=False, **settings) as other:
             alone = [await answer(other, ask) for ask in asks]
     return together, alone, num_loads
+
+
+def check_host_bytes(engine: Engine) -> None:
+    """Each adapter in host memory counts what it takes packed: its numbers and zeros, and not what was read as well."""
+    assert engine.adapters is not None
+    store = engine.adapters.store
+    for digest in store.digests():
+        adapter: PreparedAdapter[PackedAdapter] = store.get(digest)
+        name = engine.adapters.registry.names_by_digest()[digest][0]
+        numbers = load_file(Path(str(engine.config.lora_dir)) / name / "adapter_model.safetensors").values()
+        size = 4 if engine.info.dtype == "float32" else 2
+        assert size * sum(one.size for one in numbers) < adapter.num_bytes == adapter.contents.num_bytes
+        assert not hasattr(adapter, "linears"), "what was read is freed"
 
 
 def ask_of(number: int, **params: Any) -> Ask:
@@ -98,6 +115,24 @@ def test_32_rows_of_8_adapters_and_the_base_answer_as_each_does_alone(folder: Pa
     together, alone, num_loads = asyncio.run(together_and_alone(folder, asks, dtype=dtype))
     assert together == alone and num_loads == 8
     assert len({str(alone[number]) for number in range(9)}) == 9, "the answers tell the adapters apart"
+
+
+def test_adapters_of_lora_dtype_take_half_the_memory_and_answer_as_torch_does(folder: Path) -> None:
+    asks = [ask_of(number, temperature=0.0) for number in range(9)]
+
+    async def live(**settings: Any) -> tuple[list[list[int]], int]:
+        with captured_logs():
+            async with engine_of(folder, dtype="float32", **settings) as engine:
+                said = await asyncio.gather(*(answer(engine, ask) for ask in asks))
+                assert engine.adapters is not None
+                return [one[0][0] for one in said], engine.adapters.store.num_bytes
+
+    ours, num_bytes = asyncio.run(live(lora_dtype="bfloat16"))
+    theirs, _ = asyncio.run(live(lora_dtype="bfloat16", attention_backend="torch", device="cpu"))
+    _, whole_bytes = asyncio.run(live())
+    assert ours == theirs and num_bytes < 0.6 * whole_bytes
+    with pytest.raises(ConfigError, match="lora_dtype = float16: the native backend .* in float32 or bfloat16 only"):
+        asyncio.run(live(lora_dtype="float16"))
 
 
 def test_two_slots_preemptions_beams_choices_and_drafts_change_no_answer(folder: Path) -> None:

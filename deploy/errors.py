@@ -58,6 +58,8 @@ CODES: dict[str, tuple[int, str]] = {
     "detokenizer_error": (500, "InternalServerError"),
     "grammar_error": (500, "InternalServerError"),
     "model_error": (500, "InternalServerError"),
+    "adapters_pinned": (409, "ConflictError"),
+    "adapter_load_failed": (500, "InternalServerError"),
     "engine_died": (500, "InternalServerError"),
     "engine_version": (500, "InternalServerError"),
     "deadline_exceeded": (504, "GatewayTimeoutError"),

@@ -98,6 +98,7 @@ class AdapterRef:
 
     name: str
     digest: str = ""  # SHA-256 in hex; "" until the adapter is loaded
+    pinned: tuple[str, ...] = ()  # digests of the adapters that keep their device slots from now on, sorted
 
 
 @message

@@ -89,6 +89,27 @@ class AdapterAdminRoutes:
             raise ApiError("not_found", f"no adapter has the name {name[:64]!r}; GET /admin/adapters lists them")
         return answer({"name": name, "in_progress": 0 if is_forced else left, "ended": left if is_forced else 0})
 
+    async def pin(self, request: web.Request) -> web.Response:
+        """`POST /admin/adapters/{name}/pin`: loads the adapter and keeps it, `where` = `device` or only `host`."""
+        adapters, engine, name = self.service.require_adapters(), self.service.require_engine(), _name(request)
+        where = request.query.get("where", "device")
+        if where not in ("host", "device"):
+            raise ApiError("invalid_value", f"where = {where[:64]!r}: must be host or device", param="where")
+        try:
+            await engine.pin_adapter(name, on_device=where == "device")
+            return answer(self._state(adapters.registry.require(name)))
+        except RequestError as error:
+            raise _known(error) from error
+
+    async def unpin(self, request: web.Request) -> web.Response:
+        """`POST /admin/adapters/{name}/unpin`: the adapter may be evicted, and lose its slot, from now on."""
+        adapters, engine, name = self.service.require_adapters(), self.service.require_engine(), _name(request)
+        try:
+            engine.unpin_adapter(name)
+            return answer(self._state(adapters.registry.require(name)))
+        except RequestError as error:
+            raise _known(error) from error
+
     async def _load(self, name: str, path: str, field: str, replaces: str) -> None:
         """Loads an adapter. `field` names the name in messages; `replaces` the one that would allow a name in use."""
         adapters, engine = self.service.require_adapters(), self.service.require_engine()
@@ -100,9 +121,7 @@ class AdapterAdminRoutes:
         try:
             await engine.load_adapter(name, adapters.registry.path_of(path, name))
         except RequestError as error:
-            known_error = describe(error)
-            assert known_error is not None
-            raise known_error from error
+            raise _known(error) from error
 
     async def unload(self, request: web.Request) -> web.Response:
         """`POST /v1/unload_lora_adapter`: the name is gone at once; requests in progress end as they would."""
@@ -131,6 +150,7 @@ class AdapterAdminRoutes:
             "rank": entry.rank,
             "bytes": entry.num_bytes,
             "requests": entry.num_uses,
+            "pinned": entry.pin,
             "in_progress": gate.store.num_users(entry.digest) if entry.digest else 0,
             "running": 0 if slot is None else slot.num_running,
             "load_s": round(entry.load_s, 4),
@@ -145,6 +165,17 @@ class AdapterAdminRoutes:
 
     def _unload_body(self, raw: Mapping[str, Any]) -> UnloadAdapterBody:
         return read_body(UnloadAdapterBody, raw, self.service.config.strict_fields)[0]
+
+
+def _name(request: web.Request) -> str:
+    return request.match_info["name"]
+
+
+def _known(error: RequestError) -> ApiError:
+    """The error for the client."""
+    found = describe(error)
+    assert found is not None
+    return found
 
 
 def _timeout(text: str | None) -> float:

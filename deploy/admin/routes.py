@@ -69,6 +69,8 @@ class AdminRoutes:
             web.post("/admin/profiler/stop", self.profiler.stop, expect_handler=expect),
             web.get("/admin/adapters", self.adapters.adapters),
             web.post("/admin/adapters", self.adapters.add, expect_handler=expect),
+            web.post("/admin/adapters/{name:.+}/pin", self.adapters.pin, expect_handler=expect),
+            web.post("/admin/adapters/{name:.+}/unpin", self.adapters.unpin, expect_handler=expect),
             web.delete("/admin/adapters/{name:.+}", self.adapters.remove, expect_handler=expect),
         ]
 

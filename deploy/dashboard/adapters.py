@@ -35,9 +35,9 @@ def adapter_slots(lines: AdapterLines | None, names: Mapping[str, str]) -> dict[
 
 
 def names_of(engine: Engine) -> dict[str, str]:
-    """The names of loaded adapters by digest."""
+    """The names of loaded adapters by digest; the first one where several have the same."""
     gate = engine.adapters
-    return {} if gate is None else {entry.digest: entry.name for entry in gate.registry if entry.digest}
+    return {} if gate is None else {digest: names[0] for digest, names in gate.registry.names_by_digest().items()}
 
 
 def adapter_of(engine: Engine, outbox: RequestOutbox, state: str) -> dict[str, Any]:

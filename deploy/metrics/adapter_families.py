@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
@@ -19,7 +19,7 @@ def adapters(engine: Engine) -> Iterator[Metric]:
     gate, lines = engine.adapters, None if engine.adapters is None else engine.scheduler.adapters
     if gate is None or lines is None:
         return
-    names = {entry.digest: entry.name for entry in gate.registry if entry.digest}
+    names = gate.registry.names_by_digest()
     slots = lines.slots
     info = GaugeMetricFamily(
         "vllm:lora_requests_info",
@@ -42,6 +42,6 @@ def adapters(engine: Engine) -> Iterator[Metric]:
     yield gauge("millrace:lora_owed", "Of those, passed by fifty others.", lines.num_owed, {})
 
 
-def _named(names: dict[str, str], digests: Iterable[str]) -> str:
-    """The names of these adapters, sorted, with commas; without those that were unloaded."""
-    return ",".join(sorted(names[digest] for digest in digests if digest in names))
+def _named(names: Mapping[str, Sequence[str]], digests: Iterable[str]) -> str:
+    """The names of these adapters, sorted, with commas: all names of each; without those that were unloaded."""
+    return ",".join(sorted(name for digest in digests for name in names.get(digest, ())))

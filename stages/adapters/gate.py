@@ -17,7 +17,7 @@ from ..messages import AdapterRef, Request
 from .downloads import AdapterDownloads
 from .loader import AdapterLoader
 from .reader import AdapterReader
-from .registry import AdapterEntry, AdapterRegistry
+from .registry import AdapterEntry, AdapterRegistry, NoRoom, Pin
 from .store import AdapterStore
 
 POLL_S = 0.05  # between two looks whether requests have ended
@@ -37,9 +37,11 @@ class AdapterGate:
         reader: AdapterReader,
         max_waiting: int = 512,
         downloads: AdapterDownloads | None = None,
+        num_slots: int = 1,
     ) -> None:
+        """`num_slots`: adapters on the device at once."""
         self.registry, self.store, self.loader = registry, store, AdapterLoader(store, reader, downloads)
-        self.max_waiting = max_waiting
+        self.max_waiting, self.num_slots = max_waiting, num_slots
         self.waiting: Counter[str] = Counter()  # requests that wait, by the name of their adapter
         self._held: dict[str, AdapterRef] = {}  # by request id
         self._names: dict[str, str] = {}  # of the adapters of requests that wait, by request id
@@ -65,7 +67,7 @@ class AdapterGate:
         if request_id in self._held:  # another request with this id was admitted in the meantime
             self.loader.release(digest)
             raise _in_use(request_id)
-        ref = self._held[request_id] = AdapterRef(name, digest)
+        ref = self._held[request_id] = AdapterRef(name, digest, self._pinned("device"))
         entry.num_uses += 1
         return replace(request, adapter=ref)
 
@@ -85,13 +87,43 @@ class AdapterGate:
             message = f"lora_name = {name[:64]!r}: was loaded or unloaded while this load ran; send it again if needed"
             raise Refused(message, param="lora_name")
         if before is not None:
+            entry.pin = before.pin
+            self._note_pins()
             self._drop(before.digest)
         return entry
+
+    async def pin(self, env: Env, name: str, pin: Pin) -> AdapterEntry:
+        """Loads an adapter unless it is on the host, and keeps it there; with "device" also in the slot that it gets.
+
+        The slot is kept from the next request with an adapter on. Raises as `admit`, and `NoRoom` where too many are
+        pinned.
+        """
+        entry = self.registry.require(name)
+        digest = await self.loader.use(env, entry)
+        try:
+            self._check_pins(entry, pin)
+            entry.pin = pin
+            self._note_pins()
+        finally:
+            self.loader.release(digest)
+        return entry
+
+    def unpin(self, name: str) -> AdapterEntry:
+        """Lets an adapter be evicted. Raises `Refused` 404 for an unknown name."""
+        entry = self.registry.require(name)
+        entry.pin = None
+        self._note_pins()
+        return entry
+
+    def has_room_to_pin(self) -> bool:
+        """Whether another adapter may be pinned in host memory: those in slots and one that is read need room, too."""
+        return len(self.store.pinned) < self.store.max_adapters - self.num_slots - 1
 
     def unload(self, name: str) -> bool:
         """Removes a name at once; False if it is not known. Requests in progress end as they would."""
         entry = self.registry.remove(name)
         if entry is not None:
+            self._note_pins()
             self._drop(entry.digest)
         return entry is not None
 
@@ -164,6 +196,27 @@ class AdapterGate:
             self.waiting[entry.name] -= 1
             if not self.waiting[entry.name]:
                 del self.waiting[entry.name]
+
+    def _check_pins(self, entry: AdapterEntry, pin: Pin) -> None:
+        """Raises `NoRoom` unless an adapter may be pinned."""
+        if entry.digest not in self.store.pinned and not self.has_room_to_pin():
+            most = f"max_cpu_loras = {self.store.max_adapters} has room for no more"
+            what = (
+                f"{len(self.store.pinned)} adapters are pinned, and {most} beside those in slots and one that is read"
+            )
+            raise NoRoom(f"{what}: unpin one, or start with a larger max_cpu_loras")
+        pinned = self._pinned("device")
+        if pin == "device" and entry.digest not in pinned and len(pinned) >= self.num_slots - 1:
+            what = f"{len(pinned)} of max_loras = {self.num_slots} device slots are pinned"
+            raise NoRoom(f"{what}, and one must serve all other adapters: unpin one, or start with a larger max_loras")
+
+    def _pinned(self, *pins: Pin) -> tuple[str, ...]:
+        """The digests of adapters that are pinned so, sorted."""
+        return tuple(sorted({entry.digest for entry in self.registry if entry.pin in pins and entry.digest}))
+
+    def _note_pins(self) -> None:
+        self.store.pinned = frozenset(self._pinned("host", "device"))
+        self.loader.note_room()
 
     def _drop(self, digest: str) -> None:
         """Frees an adapter that no name leads to any more."""

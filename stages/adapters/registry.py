@@ -7,6 +7,7 @@ import difflib
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from ...runtime.env.log import get_logger
 from ..errors import ConfigError, Refused
@@ -26,6 +27,19 @@ class UnknownAdapter(Refused):
     type = "NotFoundError"
 
 
+class NoRoom(Refused):
+    """An adapter cannot be pinned beside those that are."""
+
+    status = 409
+    type = "ConflictError"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, code="adapters_pinned")
+
+
+Pin = Literal["host", "device"]  # an adapter stays in host memory; on the device also in the slot that it gets
+
+
 @dataclass(slots=True, eq=False)
 class AdapterEntry:
     """One name. `digest` is that of its first load; "" before. An entry never changes its digest."""
@@ -38,6 +52,7 @@ class AdapterEntry:
     rank: int = 0
     num_bytes: int = 0
     num_uses: int = 0  # requests so far
+    pin: Pin | None = None
     load_s: float = 0.0
     error: str = ""  # of the last load
     failed_at_s: float = -1e9  # monotonic
@@ -56,6 +71,7 @@ class AdapterRegistry:
         self.folder = folder
         self._entries = {text.partition("@")[0]: AdapterEntry(text.partition("@")[0], Path(text)) for text in hub}
         self._entries |= {name: AdapterEntry(name, path) for name, path in modules.items()}
+        self._configured = {name: entry.path for name, entry in self._entries.items()}  # also once they are unloaded
         self._module_names = frozenset(modules)
         self._hidden: set[str] = set()  # names of the folder that were unloaded, or that the model has
         self._list_folder()
@@ -78,6 +94,14 @@ class AdapterRegistry:
             message = f"model = {name[:64]!r}: no adapter of that name{self.near_misses(name)}"
             raise UnknownAdapter(message, code="model_not_found", param="model")
         return entry
+
+    def names_by_digest(self) -> dict[str, list[str]]:
+        """The names of each adapter that was loaded, sorted; several where their files compute the same."""
+        found: dict[str, list[str]] = {}
+        for entry in sorted(self, key=lambda one: one.name):
+            if entry.digest:
+                found.setdefault(entry.digest, []).append(entry.name)
+        return found
 
     def near_misses(self, name: str) -> str:
         """The nearest names, for an error message; "" if there are none. Of many names, only its neighbours count."""
@@ -155,13 +179,16 @@ class AdapterRegistry:
             return None
 
     def path_of(self, text: str, name: str = "") -> Path:
-        """The folder that a client names, which must be in the registry's folder, or the path that `name` has now.
+        """The path that a client names: in the registry's folder, or what `name` has now or in the settings.
 
-        Raises `Refused`.
+        `name` may be unloaded by now. Raises `Refused`.
         """
         own = self.find(name)
         if own is not None and str(own.path) == text:
             return own.path
+        configured = self._configured.get(name)
+        if configured is not None and text in (str(configured), str(configured).partition("@")[0]):
+            return configured
         if self.folder is None:
             raise Refused(
                 "lora_path: this server loads adapters from its --lora-dir only, and has none", param="lora_path"

@@ -35,6 +35,7 @@ class AdapterStore(Generic[T]):
         self.max_bytes = math.inf if max_bytes is None else max_bytes
         self.num_slots = num_slots
         self.num_evicted = 0
+        self.pinned: frozenset[str] = frozenset()  # adapters that are never evicted
         self.num_reserved = 0  # adapters that are being read
         self.num_bytes_reserved = 0  # their size, as far as it is known
         self._has_slot, self._on_drop = has_slot, on_drop
@@ -102,11 +103,11 @@ class AdapterStore(Generic[T]):
 
     def find_to_drain(self) -> str | None:
         """The least recently used adapter that requests use, one without a device slot if there is one."""
-        in_use = [digest for digest in self._adapters if self.num_users(digest)]
+        in_use = [digest for digest in self._adapters if self.num_users(digest) and digest not in self.pinned]
         return min(in_use, key=self._has_slot, default=None)
 
     def drop(self, digest: str) -> None:
-        """Frees an adapter without a name, unless it is still needed: then it is evicted later."""
+        """Frees an adapter without a name, which is not pinned, unless it is needed: then it is evicted later."""
         if digest in self._adapters and not self._is_needed(digest):
             self.lose(digest)
 
@@ -122,7 +123,8 @@ class AdapterStore(Generic[T]):
             return True
         if self.num_reserved:
             return False
-        return len(self._adapters) <= self.num_slots or all(map(self._has_slot, self._adapters))  # none becomes free
+        others = [digest for digest in self._adapters if digest not in self.pinned]
+        return len(others) <= self.num_slots or all(map(self._has_slot, others))  # none becomes free
 
     def _is_needed(self, digest: str) -> bool:
-        return self.num_users(digest) > 0 or self._has_slot(digest)
+        return self.num_users(digest) > 0 or digest in self.pinned or self._has_slot(digest)

@@ -252,6 +252,8 @@ class Engine(EngineStatus, ClientApi):
         for name, path in parse_modules(self.config.lora_modules).items():
             try:
                 await adapters.load(self._env, name, path)
+                if adapters.has_room_to_pin():
+                    await adapters.pin(self._env, name, "host")
             except Refused as error:
                 raise ConfigError(f"lora_modules: {error.message}") from None
 
@@ -373,6 +375,18 @@ class Engine(EngineStatus, ClientApi):
     def unload_adapter(self, name: str) -> bool:
         """Removes an adapter's name at once; False if it is not known. Requests in progress end as they would."""
         return Submitter(self._require_parts(), self._env).adapters().unload(name)
+
+    async def pin_adapter(self, name: str, *, on_device: bool = True) -> None:
+        """Loads an adapter and keeps it in host memory, and by default in the device slot that it gets.
+
+        Raises `Refused` for an adapter that cannot be served, and if too many are pinned.
+        """
+        adapters = Submitter(self._require_parts(), self._env).adapters()
+        await adapters.pin(self._env, name, "device" if on_device else "host")
+
+    def unpin_adapter(self, name: str) -> None:
+        """Lets an adapter be replaced again. Raises `Refused` for an unknown name."""
+        Submitter(self._require_parts(), self._env).adapters().unpin(name)
 
     async def remove_adapter(self, name: str, timeout_s: float = 0.0, *, force: bool = False) -> int | None:
         """As `unload_adapter`, and waits up to `timeout_s` for the requests that have it.

@@ -13,7 +13,7 @@ from ...runtime.env.env import Env
 from ...runtime.pipeline import Pipeline
 from ..adapters.downloads import AdapterDownloads
 from ..adapters.gate import AdapterGate
-from ..adapters.reader import AdapterReader, ThreadReader
+from ..adapters.reader import AdapterReader, StoredAdapter, ThreadReader
 from ..adapters.registry import AdapterRegistry, parse_modules
 from ..adapters.store import AdapterStore
 from ..allocate.host_tier import HostTier
@@ -48,7 +48,6 @@ from ..tokenize.stage import Tokenize
 from .gate_waits import GateWaits, trace_shed
 
 if TYPE_CHECKING:
-    from ...model.lora.adapter import Adapter
     from ...model.text.tokenizer import Tokenizer
     from ..loading.encoder import LoadedEncoder
     from ..loading.model import LoadedModel
@@ -138,7 +137,8 @@ class TextStages:
         folder = None if config.lora_dir is None else Path(config.lora_dir)
         registry = AdapterRegistry(parse_modules(config.lora_modules), folder, config.lora_hub_allow)
         downloads = AdapterDownloads(config.lora_hub_allow, partial(_fetch_adapter, config))
-        gate = self.adapters = AdapterGate(registry, store, reader, config.max_waiting_requests, downloads)
+        sizes = {"max_waiting": config.max_waiting_requests, "num_slots": config.max_loras}
+        gate = self.adapters = AdapterGate(registry, store, reader, downloads=downloads, **sizes)
         self.searches.admit = self._admit_search
         self.exit.on_end.append(gate.request_ended)
         return gate
@@ -217,7 +217,7 @@ class EngineStages(TextStages):
         if config.enable_lora:
             assert loaded.read_adapter is not None and self.schedule.scheduler.adapters is not None
             slots = self.schedule.scheduler.adapters.slots
-            store: AdapterStore[Adapter] = AdapterStore(
+            store: AdapterStore[StoredAdapter] = AdapterStore(
                 config.num_host_loras, lambda digest: slots.of(digest) is not None, max_bytes=config.lora_host_bytes
             )
             loaded.runner.find_adapters(store.get)

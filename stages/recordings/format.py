@@ -252,7 +252,9 @@ def void_fields(void: StepVoid) -> Fields:
 def add_fields(request: TokenRequest, token_ids: Ints | None, salt: str) -> Fields:
     """The fields of a prompt, with these instead of its token ids and its salt."""
     params = request.params
-    adapter = {} if request.adapter is None else {"adapter": request.adapter.digest}
+    adapter: dict[str, Any] = {} if request.adapter is None else {"adapter": request.adapter.digest}
+    if request.adapter is not None and request.adapter.pinned:
+        adapter["pinned_adapters"] = list(request.adapter.pinned)
     return adapter | {
         "request_id": request.request_id,
         "prompt_index": request.prompt_index,
@@ -457,7 +459,10 @@ def _read_adapter(given: MessageFields, engine: RecordedEngine) -> AdapterRef | 
         raise InvalidValue(
             f"add.adapter = {shown(digest)}: must be a digest, in an engine with max_loras of at least 1"
         )
-    return AdapterRef("", digest)
+    pinned = given.values.get("pinned_adapters", [])
+    if not isinstance(pinned, list) or not all(isinstance(each, str) and 0 < len(each) <= 64 for each in pinned):
+        raise InvalidValue(f"add.pinned_adapters = {shown(pinned)}: must be a list of digests")
+    return AdapterRef("", digest, tuple(pinned))
 
 
 def shown(value: Any) -> str:

@@ -62,6 +62,7 @@ class AdapterSlots:
     def __init__(self, num_slots: int) -> None:
         self.slots = [AdapterSlot(number) for number in range(1, num_slots + 1)]
         self.num_loads = 0
+        self.pinned: frozenset[str] = frozenset()  # adapters that keep their slots
         self.on_replaced: Callable[[], object] | None = None  # called when an adapter has lost its slot
         self._by_digest: dict[str, AdapterSlot] = {}
         self._loading: list[AdapterSlot] = []
@@ -83,6 +84,10 @@ class AdapterSlots:
     def of(self, digest: str) -> AdapterSlot | None:
         """The slot that holds or loads an adapter."""
         return self._by_digest.get(digest)
+
+    def pin(self, digests: Iterable[str]) -> None:
+        """Lets these adapters, and no others, keep a slot that they have or get. One slot is for all others."""
+        self.pinned = frozenset(sorted(digests)[: len(self.slots) - 1])
 
     def may_join(self, digest: str) -> bool:
         """Whether a sequence of that adapter may run now."""
@@ -131,6 +136,8 @@ class AdapterSlots:
         found = None
         for slot in self.slots:
             if slot.state is AdapterState.LOADING or not slot.is_unread(completed_step, last_granted):
+                continue
+            if slot.state is AdapterState.RESIDENT and slot.digest in self.pinned:
                 continue
             if slot.state is AdapterState.DRAINING:
                 return slot
@@ -205,7 +212,8 @@ class AdapterSlots:
 
     def find_to_drain(self, num_left: Mapping[int, int]) -> AdapterSlot | None:
         """The resident slot whose rows have the fewest tokens left, by its number; None if none may be drained."""
-        able = [slot for slot in self.slots if slot.state is AdapterState.RESIDENT and not slot.promised]
+        resident = (slot for slot in self.slots if slot.state is AdapterState.RESIDENT)
+        able = [slot for slot in resident if not slot.promised and slot.digest not in self.pinned]
         return min(able, key=lambda slot: (num_left.get(slot.number, 0), slot.number), default=None)
 
     def drain(self, slot: AdapterSlot) -> None:

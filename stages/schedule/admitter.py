@@ -182,6 +182,8 @@ class Admitter:
             return
         rows = self._rows_by_adapter()
         for slot in lines.slots.slots:
+            if slot.digest in lines.slots.pinned:
+                continue
             held = [sequence for _, sequence in rows.get(slot.number, ())]
             held += [self._lifecycle.sequences[each] for each in slot.promised]
             is_worse = (self._policy.is_better(first, each) and not each.is_protected for each in held)

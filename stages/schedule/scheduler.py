@@ -25,7 +25,8 @@ from .step_budget import StepBudget
 from .step_time_model import StepContents
 
 MAX_VOIDS_ALONE = 2  # steps that may fail with this sequence alone in them, before it fails for good
-LOAD_FAILED = "the adapter of this request could not be loaded to the device; the server's log has the reason"
+LOAD_FAILED = "adapter_load_failed"  # code of the error
+LOAD_FAILED_TEXT = "the adapter of this request could not be loaded to the device; the server's log has the reason"
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +195,8 @@ class Scheduler:
 
         Adding a prompt again has no effect.
         """
+        if request.adapter is not None and self.adapters is not None:
+            self.adapters.slots.pin(request.adapter.pinned)
         self.lifecycle.add(request, self.limits.max_model_len)
 
     def end(self, sequence_id: int) -> None:
@@ -263,7 +266,7 @@ class Scheduler:
         if num_true(done.is_finished):
             for sequence_id in done.sequence_ids[done.is_finished].tolist():
                 self.end(sequence_id)
-        return [(sequence, Failed(LOAD_FAILED)) for sequence in unserved]
+        return [(sequence, Failed(LOAD_FAILED_TEXT, code=LOAD_FAILED)) for sequence in unserved]
 
     def on_void(self, void: StepVoid) -> list[tuple[Sequence, RequestError]]:
         """Takes a void step: everything in flight is recomputed, in smaller steps.

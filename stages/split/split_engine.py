@@ -306,7 +306,7 @@ class SplitEngine(Engine):
             case Admitted():
                 self._table.admit(word.sequence_ids)
             case RequestFailed():
-                if word.reason == LOAD_FAILED and parts.adapters is not None:
+                if word.code == LOAD_FAILED and parts.adapters is not None:
                     parts.adapters.lose(word.request_id)
                 parts.exit.fail(word.request_id, word.error())
             case Crashed():

@@ -118,6 +118,7 @@ MODEL_ERRORS = (*ENGINE_ERRORS, "model_not_found")
 CHAT_ERRORS = (*MODEL_ERRORS, "empty_prompt", "template_limit", "tokenizer_error", "unsupported_content_type")
 GENERATION_ERRORS = (
     *CHAT_ERRORS,
+    "adapter_load_failed",
     "context_length_exceeded",
     "deadline_exceeded",
     "detokenizer_error",

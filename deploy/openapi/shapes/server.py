@@ -38,6 +38,7 @@ class AdapterStatus(Shape):
     rank: Count
     bytes: Count
     requests: Count
+    pinned: Literal["host", "device"] | None
     in_progress: Count
     running: Count
     load_s: float

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from millrace.deploy.config import ServerConfig
 from millrace.deploy.dashboard import snapshots
+from millrace.deploy.errors import CODES
 from millrace.deploy.server.server import Server
 from millrace.model.decoder import weights as model_weights
 from millrace.model.decoder.linear import EvenLinear, Linear, PackedLinear, WidenedLinear, linear_form
@@ -33,6 +34,7 @@ from millrace.stages.recordings.reader import Recording, ScheduleCall
 from millrace.stages.recordings.replay import Replay
 from millrace.stages.recordings.time_machine import TimeMachine
 from millrace.stages.recordings.workloads import read_trace
+from millrace.stages.schedule.scheduler import LOAD_FAILED
 from millrace.stages.split.split_engine import SplitEngine
 from tests.counts import FULL, count
 from tests.model.lora import peft_formats
@@ -121,6 +123,7 @@ def test_a_mixed_batch_answers_as_the_merged_checkpoints_do_and_its_recording_re
             scheduler, adapters = engine.scheduler, engine.adapters
             assert scheduler.adapters is not None and scheduler.adapters.slots.num_loads >= 3
             assert scheduler.num_preemptions, "the pool is too small for all, so that some are preempted"
+            await engine.pin_adapter("two")
             same = await asyncio.gather(*(tokens(engine, PROMPTS[0], name) for name in ("named", "one")))
             assert same == [wanted["one", 0]] * 2
             beams = await engine.beam_search(PROMPTS[0], 2, 6, adapter="two")
@@ -175,8 +178,9 @@ def test_a_load_that_raises_ends_its_requests_alone_and_the_recording_replays(
         async with engine_of(folder, record=str(path)) as engine:
 
             async def fails(name: str) -> None:
-                with pytest.raises(Failed, match="adapter of this request could not be loaded to the device"):
+                with pytest.raises(Failed, match="adapter of this request could not be loaded to the device") as failed:
                     await asyncio.wait_for(tokens(engine, PROMPTS[1], name), 60)
+                assert failed.value.code == LOAD_FAILED and CODES[LOAD_FAILED][0] == failed.value.status
 
             async def answers(name: str | None) -> None:
                 assert await asyncio.wait_for(tokens(engine, PROMPTS[1], name), 60) == wanted[name, 1]
@@ -339,6 +343,21 @@ def test_clients_name_adapters_as_models_and_operators_load_them(folder: Path, w
                 states = {each["name"]: each for each in (await answer.json())["adapters"]}
             assert states["new"]["digest"] == states["three"]["digest"] or states["three"]["digest"] is None
             assert states["new"]["state"] == "resident" and states["new"]["rank"] == RANK
+            status, pinned = await post("/admin/adapters/three/pin", None, **admin)
+            assert (status, pinned["pinned"]) == (200, "device")
+            status, refused = await post("/admin/adapters/one/pin", None, **admin)
+            assert (status, refused["error"]["code"]) == (409, "adapters_pinned")
+            assert (await post("/admin/adapters/one/pin?where=host", None, **admin))[1]["pinned"] == "host"
+            assert (await post("/admin/adapters/one/pin?where=there", None, **admin))[0] == 400
+            assert (await post("/admin/adapters/no/pin", None, **admin))[0] == 404
+            assert (await post("/admin/adapters/one/unpin", None))[0] == 401
+            for model in ("one", "two", "three", "one"):
+                assert (await post("/v1/completions", asked(model)))[1]["choices"][0]["token_ids"] == wanted[model, 0]
+            await engine.refresh()
+            slot = engine.scheduler.adapters.slots.of(pinned["digest"])  # type: ignore[union-attr]
+            assert slot is not None and slot.state.value == "resident", "two others have shared the other slot"
+            for name in ("one", "three"):
+                assert (await post(f"/admin/adapters/{name}/unpin", None, **admin))[1]["pinned"] is None
             assert (await post("/v1/unload_lora_adapter", {"lora_name": "new"}, **admin))[0] == 200
             assert (await post("/v1/unload_lora_adapter", {"lora_name": "new"}, **admin))[0] == 404
             assert (await post("/v1/completions", asked("new")))[0] == 404

@@ -112,6 +112,27 @@ def test_an_adapter_stays_at_its_first_commit_until_it_is_loaded_again(tmp_path:
     run(live, seed=0)
 
 
+def test_an_unloaded_adapter_of_the_settings_is_loaded_again_by_its_id_or_path(tmp_path: Path) -> None:
+    async def live(env: SimEnv) -> None:
+        hub, name = Hub(tmp_path, "me/two@v1"), "me/two"
+        gate = gate_of(hub, Files(a=3, c1=1, c2=2), 4)
+        first = await digest_of(gate, env, 0, name)
+        hub.commit = "c2"
+        for number, path in enumerate(("me/two", "me/two@v1")):
+            assert gate.unload(name) and name not in gate.registry
+            await gate.load(env, name, gate.registry.path_of(path, name))
+            assert await digest_of(gate, env, 1 + number, name) != first
+            for wrong in ("me/two@v2", "me/three", "a"):
+                with pytest.raises(Refused, match="--lora-dir"):
+                    gate.registry.path_of(wrong, name)
+        assert [text for text, _ in hub.asked] == ["me/two@v1"] * 3
+        assert gate.unload("a") and gate.registry.path_of("a", "a") == Path("a")
+        with pytest.raises(Refused, match="--lora-dir"):
+            gate.registry.path_of("a", "another")
+
+    run(live, seed=0)
+
+
 @pytest.mark.parametrize("text", ["me/two@feature/x", "me/two@../../x", "./x", "../x", "me/two@v1/", "me/t..o", "me"])
 def test_ids_that_are_paths_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="must be OWNER/NAME"):

@@ -14,7 +14,7 @@ from millrace.runtime.simulation.run import SimEnv, run
 from millrace.stages.adapters.gate import AdapterGate
 from millrace.stages.adapters.loader import FAILED_S
 from millrace.stages.adapters.reader import ThreadReader
-from millrace.stages.adapters.registry import AdapterRegistry, parse_modules
+from millrace.stages.adapters.registry import AdapterRegistry, NoRoom, parse_modules
 from millrace.stages.adapters.store import AdapterStore
 from millrace.stages.errors import ConfigError, Overloaded, Refused
 from millrace.stages.messages import AdapterRef, Prompt, Request
@@ -58,6 +58,7 @@ def test_requests_of_one_adapter_share_a_load_and_the_digest_is_of_its_contents(
         digests = {each.adapter.digest for each in admitted if each.adapter}
         assert files.num_reads == 1 and len(digests) == 1
         same, other = [(await gate.admit(env, request(9 + i, name))).adapter for i, name in enumerate(("same", "b"))]
+        assert [*gate.registry.names_by_digest().values()] == [["a", "same"], ["b"]]
         assert same and other and {same.digest} == digests and other.digest not in digests
         assert gate.store.num_users(same.digest) == 6
         for i in range(5):
@@ -174,6 +175,35 @@ def test_a_reload_that_fails_leaves_the_name_as_it_was() -> None:
             await gate.load(env, "a", Path("missing"))
         after = (await gate.admit(env, request(1, "a"))).adapter
         assert before and after and before.digest == after.digest
+
+    run(live, seed=0)
+
+
+def test_pinned_adapters_stay_on_the_host_and_leave_room_for_others() -> None:
+    async def live(env: SimEnv) -> None:
+        names = ("a", "b", "c", "d", "e")
+        store: AdapterStore[Adapter] = AdapterStore(5, lambda digest: False)
+        files = Files(**{name: number + 1 for number, name in enumerate(names)})
+        registry = AdapterRegistry({name: Path(name) for name in names})
+        gate = AdapterGate(registry, store, ThreadReader(files.read), num_slots=2)
+        first = await gate.pin(env, "a", "host")
+        assert (first.pin, store.pinned) == ("host", {first.digest}) and gate.has_room_to_pin()
+        await gate.pin(env, "b", "device")
+        for number in range(9):
+            ref = (await gate.admit(env, request(number, names[2 + number % 3]))).adapter
+            assert ref is not None and ref.pinned == (registry.require("b").digest,)
+            gate.leave(f"r{number}")
+            store.lose(ref.digest)  # read again each time
+        assert files.num_reads == 2 + 9, "a and b were read once"
+        with pytest.raises(NoRoom, match="2 adapters are pinned, and max_cpu_loras = 5 has room for no more"):
+            await gate.pin(env, "c", "host")
+        with pytest.raises(NoRoom, match="1 of max_loras = 2 device slots are pinned"):
+            await gate.pin(env, "a", "device")
+        reloaded = await gate.load(env, "b", Path("c"))
+        assert reloaded.pin == "device" and store.pinned == {first.digest, reloaded.digest}
+        assert gate.unpin("a").pin is None and gate.unload("b") and store.pinned == frozenset()
+        with pytest.raises(Refused, match="no adapter of that name"):
+            gate.unpin("b")
 
     run(live, seed=0)
 

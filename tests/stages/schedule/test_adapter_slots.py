@@ -108,6 +108,11 @@ class SmallScheduler:
             self.slots.forget(sequence.adapter, sequence.sequence_id)
         del self.left[sequence.sequence_id]
 
+    def kept(self) -> set[str]:
+        """The resident adapters that are pinned."""
+        resident = {slot.digest for slot in self.slots.slots if slot.state is AdapterState.RESIDENT}
+        return resident & self.slots.pinned
+
     def check(self) -> None:
         self.slots.check()
         num_lines = len(self.lines)
@@ -120,7 +125,10 @@ def run_history(seed: int) -> None:
     adapters = ["", *(f"digest-{i}" for i in range(draw.randint(1, 7)))]
     alive: dict[int, Sequence] = {}
     for number in range(draw.randint(20, 120)):
-        chance = draw.random()
+        chance, kept = draw.random(), scheduler.kept()
+        if draw.random() < 0.03:
+            scheduler.slots.pin(draw.sample(adapters[1:], draw.randint(0, len(adapters) - 1)))
+            kept &= scheduler.kept()
         if chance < 0.4:
             alive[number] = sequence_of(number, draw.choice(adapters), draw.choice((1, 2, 9)))
             scheduler.add(alive[number])
@@ -133,6 +141,7 @@ def run_history(seed: int) -> None:
             if present:
                 scheduler.end(draw.choice(present))
         scheduler.check()
+        assert kept <= scheduler.kept(), f"seed {seed}: a pinned adapter has lost its slot"
     for _ in range(12 * len(alive) + 20):  # each has at most nine tokens, and a load takes a step or two
         scheduler.plan()
         scheduler.done()
@@ -144,6 +153,29 @@ def test_no_slot_is_overwritten_while_a_step_may_read_it_and_all_run() -> None:
     first = first_seed()
     for seed in range(first, first + count(100, 100_000)):
         run_history(seed)
+
+
+def test_a_pinned_adapter_keeps_its_slot_while_others_share_one_without_end() -> None:
+    scheduler, number = SmallScheduler(2), 0
+    scheduler.slots.pin(["a", "b", "c"])
+    assert scheduler.slots.pinned == {"a"}, "one slot is for all others"
+    for _ in range(40):
+        for adapter in ("a", "b", "c"):
+            scheduler.add(sequence_of(number, adapter))
+            number += 1
+        for _ in range(12):
+            scheduler.plan()
+            scheduler.done()
+        assert not scheduler.left
+    assert scheduler.slots.of("a") is not None and scheduler.slots.num_loads > 40
+    scheduler.slots.pin([])
+    for adapter in ("b", "c"):
+        scheduler.add(sequence_of(number, adapter))
+        number += 1
+        for _ in range(12):
+            scheduler.plan()
+            scheduler.done()
+    assert scheduler.slots.of("a") is None
 
 
 def test_a_load_that_fails_ends_its_line_and_the_next_line_gets_the_slot() -> None:

@@ -29,6 +29,7 @@ MEASURED_WORK = (
 )
 START_S = 600.0  # for an order of the start, before `serving`
 SLICE_S = 0.25  # between two looks at the time
+PAUSE_S = 0.75  # a look that comes so much too late was a pause of this process or machine, which counts for no member
 VERDICT_S = 0.5  # that the leader waits for the cause, when its own work has failed
 
 
@@ -88,8 +89,9 @@ class OrderLine:
         codec: Codec,
         abort: Callable[[], object] | None = None,
         least_s: float = LEAST_S,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`abort` makes the leader's own work fail where it waits for a member."""
+        """`abort` makes the leader's own work fail where it waits for a member. `clock` gives seconds."""
         self.cause: str | None = None  # of the end
         self.on_end: list[Callable[[str], object]] = []  # called once, on the thread that finds the cause
         self._members, self._codec, self._abort, self._least_s = members, codec, abort, least_s
@@ -98,6 +100,7 @@ class OrderLine:
         self._sent: dict[int, _Sent] = {}  # by order that some member has not answered
         self._marks: dict[int, tuple[int, str]] = {}  # the leader's, of these
         self._answers: list[dict[int, Answer]] = [{} for _ in members]  # of these
+        self._clock, self._paused_s = clock, 0.0  # of all pauses
         self._longest_s = 0.0  # of the last orders
         self._unit_s = 0.0  # the most that a unit of work took
         self._changed = threading.Condition()
@@ -138,7 +141,7 @@ class OrderLine:
         with self._changed:
             self._number += 1
             number = self._number
-            self._sent[number] = _Sent(time.monotonic(), about, work)
+            self._sent[number] = _Sent(self._now(), about, work)
         try:
             for member, (header, body) in zip(self._members, encoded, strict=True):
                 member.sock.sendall(b"".join(pack_frame(ITEM, 0, header, body, number)))
@@ -209,6 +212,10 @@ class OrderLine:
         self.end(cause)
         raise LineEnded(self.cause) from error
 
+    def _now(self) -> float:
+        """Seconds without the pauses."""
+        return self._clock() - self._paused_s
+
     # -- on the line's thread
 
     def _watch(self) -> None:
@@ -217,8 +224,13 @@ class OrderLine:
         poll = select.poll()
         for number in (*places, self._wake):
             poll.register(number, select.POLLIN)
+        looked_s = self._clock()
         while not self._is_closed:
-            for number, _ in poll.poll(SLICE_S * 1000):
+            ready = poll.poll(SLICE_S * 1000)
+            late_s = self._clock() - looked_s - SLICE_S
+            self._paused_s += late_s if late_s > PAUSE_S else 0.0
+            looked_s = self._clock()
+            for number, _ in ready:
                 place = places.get(number)
                 if place is not None and not self._read(place, readers[place]):
                     poll.unregister(number)
@@ -263,7 +275,7 @@ class OrderLine:
         if unlike:
             said = f"ranks parted at order {number} ({self._about(number)}): the leader's last call is {about}"
             self.end("; ".join([said, *unlike]))
-        took_s = time.monotonic() - sent.moment_s
+        took_s = self._now() - sent.moment_s
         self._longest_s = max(self._longest_s * (1 - 1 / 256), took_s)
         if sent.work >= MEASURED_WORK:
             self._unit_s = max(self._unit_s, took_s / sent.work)
@@ -276,7 +288,7 @@ class OrderLine:
             if number is None or self.cause is not None:
                 return
             sent = self._sent[number]
-            took_s = time.monotonic() - sent.moment_s
+            took_s = self._now() - sent.moment_s
             late = [
                 member.name
                 for member, answers in zip(self._members, self._answers, strict=True)

@@ -103,6 +103,7 @@ class RankWorker:
                 self._host_blocks = self._cache.make_host_blocks(order.num_blocks)
             case FreeMemory():
                 assert self._decoder is not None
+                self._cache = None  # of a step that was measured
                 if self._decoder.device.type == "cuda":
                     torch.cuda.empty_cache()
                 return free_bytes(self._decoder.device)

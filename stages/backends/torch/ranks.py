@@ -105,6 +105,8 @@ def check_ranks(config: EngineConfig, whole: DecoderSpec, device: torch.device) 
         raise ConfigError(f"tensor_parallel_size = {size}: {reason}")
     if config.load_format == "stream" or "://" in str(config.model or ""):
         raise ConfigError(f"tensor_parallel_size = {size}: each rank reads the files; download the model first")
+    if device.type == "cuda" and config.executor == "thread":
+        raise ConfigError("executor = thread: its ranks share one device, a CPU; use process, or device = cpu")
     if device.type == "cuda":
         last = (device.index or 0) + size - 1
         if last >= torch.cuda.device_count():

@@ -117,6 +117,16 @@ def test_a_member_that_is_too_late_ends_all_with_the_order_named(made: Any) -> N
     assert time.monotonic() - began < 1.5
 
 
+def test_a_pause_of_the_whole_machine_counts_for_no_member(made: Any) -> None:
+    pause_s = 0.0
+    line, _ = made(late, least_s=20.0, clock=lambda: time.monotonic() + pause_s)
+    line.serving()
+    number = line.send(Add(2), "add 2")  # answered in 3 s
+    pause_s = 300.0
+    time.sleep(0.6)
+    assert line.cause is None and not line._answers[0] and line._sent[number].about == "add 2"
+
+
 def test_an_order_of_more_work_than_ever_has_its_share_of_time(made: Any) -> None:
     line, _ = made(add, least_s=0.3)
     assert line.limit_s(1000) > 60  # of the start

@@ -2,13 +2,14 @@
 
 It replaces the functions of `triton.language` by its own at each launch and at each call of a device function, and puts
 them back after the launch. A process of the tests interprets all that it launches, so here they are replaced once. It
-makes a table of all types to find one of numpy's. And it computes sums and products of integers once more in 64 bits to
-assert, in debug mode alone, that none overflows. Without these, the kernels compute the same in a third of the time.
+makes a table of all types to find one of numpy's, and each tensor's shape and type anew, of which there are few. And it
+computes sums and products of integers once more in 64 bits to assert, in debug mode alone, that none overflows.
 A plugin of pytest: `-p tests.kernels.quick_interpreter`. Without it the kernels compute the same, later.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import replace
 from types import SimpleNamespace
@@ -39,3 +40,35 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     builder = interpreter.interpreter_builder
     if not builder.options.debug:
         builder.options = replace(builder.options, sanitize_overflow=False)
+
+    sizes: dict[tuple[int, ...], tuple[Any, Any, Any]] = {}  # numbers, product and shape of tensors
+    block_types: dict[tuple[Any, ...], tuple[Any, int, str]] = {}  # shape, product and name
+    new_block_type, is_equal = tl.core.block_type.__init__, tl.core.tuple.__eq__
+
+    def known_sizes(numbers: tuple[int, ...]) -> tuple[Any, Any, Any]:
+        found = sizes.get(numbers)
+        if found is None:
+            each = tl.core.tuple([tl.constexpr(number) for number in numbers])
+            found = sizes[numbers] = tl.core.tuple(numbers), tl.constexpr(math.prod(numbers)), each
+        return found
+
+    def init_tensor(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        _, self.numel, self.shape = known_sizes(tuple(type.shape.values) if type.is_block() else ())
+
+    def init_block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        numbers = tuple(each.value if isinstance(each, tl.constexpr) else each for each in shape)
+        found = block_types.get((element_ty.name, *numbers))
+        if found is None:
+            new_block_type(self, element_ty, shape)
+            self.shape = known_sizes(numbers)[0]
+            block_types[element_ty.name, *numbers] = self.shape, self.numel, self.name
+        else:
+            self.element_ty = element_ty
+            self.shape, self.numel, self.name = found
+
+    def equal(self: Any, other: Any) -> Any:
+        return tl.constexpr(True) if self is other else is_equal(self, other)
+
+    tl.core.tensor.__init__, tl.core.block_type.__init__ = init_tensor, init_block_type
+    tl.core.tuple.__eq__ = equal

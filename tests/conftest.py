@@ -11,11 +11,18 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+from millrace.kernels.native import build, machine
 from millrace.runtime.env import log
 from tests.counts import FULL
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # one of several beside each other: torch's threads would fight for the cores
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# The library of the best instruction set is the one that users get, or `pip install` has compiled. Those of the others
+# are compiled for the tests alone: in a third less time, to the same bits, as each operation is rounded as written.
+for name in build.FLAGS if not FULL else ():
+    if name not in machine.instruction_sets()[:1]:
+        build.FLAGS[name] = [*build.FLAGS[name], "-O1"]
 
 settings.register_profile("millrace", deadline=None, derandomize=not FULL, print_blob=True)
 settings.load_profile("millrace")

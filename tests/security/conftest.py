@@ -14,7 +14,7 @@ from tests.security.watch import Watch, warm_up
 
 SHARED = ("server", "keyed_server", "two_keys_server", "slow_server")
 NUM_CANARIES = count(2, full=8)
-PAUSE_S = 0.1 if FULL else 0.4  # of a canary between two streams, which together take a third of a processor at 0.1
+PAUSE_S = 0.1 if FULL else 0.8  # of a canary between two streams, which together take a third of a processor at 0.1
 
 
 def pytest_configure(config: pytest.Config) -> None:

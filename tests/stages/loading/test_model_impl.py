@@ -102,7 +102,8 @@ def open_model(root: Path, **settings: Any) -> OpenedModel:
 def test_a_decoder_here_on_torch_does_without_the_modules_of_transformers() -> None:
     code = (
         "import sys; from millrace.stages import LLM; "
-        f"llm = LLM({str(WEIGHTS)!r}, device='cpu', attention_backend='torch', num_gpu_blocks=64, max_model_len=128); "
+        f"llm = LLM({str(WEIGHTS)!r}, device='cpu', attention_backend='torch', num_gpu_blocks=64, max_model_len=128, "
+        "threads=1, max_num_seqs=2, max_num_batched_tokens=64); "
         "llm.close(); sys.exit('transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0

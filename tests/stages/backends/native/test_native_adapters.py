@@ -109,7 +109,7 @@ def ask_of(number: int, **params: Any) -> Ask:
     )
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"] if FULL else ["bfloat16"])
 def test_32_rows_of_8_adapters_and_the_base_answer_as_each_does_alone(folder: Path, dtype: str) -> None:
     asks = [ask_of(number, logprobs=3 if number % 2 else None) for number in range(32)]
     together, alone, num_loads = asyncio.run(together_and_alone(folder, asks, dtype=dtype))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import socket
 import threading
 import time
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from millrace.runtime.processes.order_line import LineEnded, OrderLine, OrderReader, order_codec
+from tests.counts import count
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,3 +160,36 @@ def test_an_error_of_the_leader_ends_all_and_is_the_cause_of_the_error(made: Any
         with line.obeying(line.send(Add(1), "add"), lambda: (1, "add 1")):
             raise ValueError("no\nmore")
     assert isinstance(caught.value.__cause__, ValueError) and pupils[0].is_killed
+
+
+DEEDS = ("ends", "fails", "hangs", "parts", "babbles")
+
+
+@pytest.mark.parametrize("seed", range(count(in_ci=5, full=200)))
+def test_whatever_one_member_does_all_end_once_and_it_is_named(made: Any, seed: int) -> None:
+    draw = random.Random(seed)
+    deed, victim, when = DEEDS[seed % len(DEEDS)], draw.randint(1, 3), draw.randint(1, 40)
+
+    def misbehave(reader: OrderReader, order: Add) -> None:
+        if order.number != when:
+            return add(reader, order)
+        if deed == "ends":
+            reader._sock.shutdown(socket.SHUT_RDWR)
+        elif deed == "fails":
+            reader.fail("OSError: no")
+        elif deed == "parts":
+            reader.answer(-1, "something else")
+        elif deed == "babbles":
+            reader._sock.sendall(draw.randbytes(64))
+
+    causes: list[str] = []
+    line, pupils = made(*(misbehave if number == victim else add for number in (1, 2, 3)), least_s=0.3)
+    line.on_end.append(causes.append)
+    line.serving()
+    with pytest.raises(LineEnded):
+        for number in range(1, 2000):
+            own(line, number, number)
+            time.sleep(0.001 * (number > when))
+    assert causes == [line.cause] and f"rank {victim}" in causes[0], (deed, causes)
+    assert not any(f"rank {other}" in causes[0] for other in {1, 2, 3} - {victim}), (deed, causes)
+    assert all(pupil.is_killed for pupil in pupils)

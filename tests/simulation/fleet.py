@@ -38,23 +38,33 @@ from tests.simulation.setups import POLICIES as ONE_PROCESS
 from tests.simulation.setups import Setup, draw_setup, on_streams
 from tests.simulation.world import QUIET_S, Broken, Report, World, _require
 
-STRIKES = ("core.die", "link.cut", "link.half", "link.partition", "link.stall", "core.slow", "start.fails")
+STRIKES = (
+    "core.die",
+    "link.cut",
+    "link.half",
+    "link.partition",
+    "link.stall",
+    "core.slow",
+    "start.fails",
+    "front.slow",
+)
 POISON = "request.poison"
 TICK_S = 0.5  # between two checks of the front whether its processes make progress
 HANG_S = 90.0  # that a link may stand still: three times what the front waits
 MAX_FAILED_STARTS = 3
-MOST_CLIENTS = 40
+MOST_CLIENTS = 16
 POLICIES = (*ONE_PROCESS, "starve:merge", "starve:merge", "starve:dispatch")
 
 
 @dataclass(frozen=True)
 class Strike:
-    """What befalls the process `core`, at `at_s` after the start."""
+    """What befalls the process `core`, or the one with the most requests, at `at_s` or after `at_step` steps."""
 
     kind: str
-    core: int
+    core: int | None
     at_s: float
     seconds: float  # for which a link stands still, or is slow
+    at_step: int | None = None
 
 
 @dataclass(frozen=True)
@@ -64,6 +74,7 @@ class FleetSetup:
     setup: Setup
     strikes: tuple[Strike, ...]
     poison: str | None  # the request that kills each process that runs it
+    delays: float  # probability that a stage receives later
 
 
 def draw_fleet(seed: int) -> FleetSetup:
@@ -82,9 +93,12 @@ def draw_fleet(seed: int) -> FleetSetup:
     for _ in range(dice.choice((0, 1, 1, 2, 2, 3, 5))):
         at_s = dice.choice(clients).arrival_s + dice.choice((dice.uniform(0.0, 0.06), dice.uniform(0.0, 5.0)))
         seconds = dice.choice((0.02, 1.0, HANG_S, HANG_S)) * dice.random()
-        strikes.append(Strike(dice.choice(STRIKES), dice.randrange(count), at_s, seconds))
+        core = dice.choice((None, dice.randrange(count)))
+        at_step = dice.choice((None, dice.randrange(40)))
+        strikes.append(Strike(dice.choice(STRIKES), core, at_s, seconds, at_step))
     poison = dice.choice(setup.clients).request.request_id if dice.random() < 0.3 else None
-    return FleetSetup(setup, tuple(sorted(strikes, key=lambda strike: strike.at_s)), poison)
+    delays = dice.choice((0.0, 0.02, 0.3))
+    return FleetSetup(setup, tuple(sorted(strikes, key=lambda strike: strike.at_s)), poison, delays)
 
 
 class FleetWorld(World):
@@ -98,6 +112,8 @@ class FleetWorld(World):
         self.kills: Counter[str] = Counter()  # processes that a request has ended
         self.guilty: set[str] = set()
         self.known: dict[int, int] = {}  # tokens of each sequence so far
+        self.num_steps_come = 0
+        self.slow_until_s = 0.0  # the front merges nothing before
         self.strikes: Counter[str] = Counter()
         super().__init__(drawn.setup, env)
 
@@ -122,6 +138,13 @@ class FleetWorld(World):
     async def _live(self, engine: SimFleet) -> Report:
         self.parts: Any = engine._front()
         self.parts.exit.on_end.append(lambda box, cause, error: self._on_end(box.request_id, cause))
+        merge = self.parts.merge.handle
+
+        async def wait_and_merge(batch: Any, out: Any) -> None:
+            await self.env.sleep(max(0.0, self.slow_until_s - self.env.now()))
+            await merge(batch, out)
+
+        self.parts.merge.handle = wait_and_merge
         ticking = asyncio.create_task(self._tick(), name="tick")
         striking = asyncio.create_task(self._strike_all(), name="strikes")
         clients = [asyncio.create_task(self._serve(client), name="client") for client in self.setup.clients]
@@ -160,13 +183,15 @@ class FleetWorld(World):
 
     async def _strike_all(self) -> None:
         now_s = 0.0
-        for strike in self.drawn.strikes:
+        for strike in (strike for strike in self.drawn.strikes if strike.at_step is None):
             await self.env.sleep(strike.at_s - now_s)
             now_s = strike.at_s
             self._strike(strike)
 
     def _strike(self, strike: Strike) -> None:
-        core = self.engine.cores[strike.core]
+        loads = {core.index: self.engine._table.load_of(core.index) for core in self.engine.cores}
+        busiest = max(loads, key=lambda index: (loads[index].num_requests, index))
+        core = self.engine.cores[busiest if strike.core is None else strike.core]
         child = None if core.client is None else core.client._child
         if strike.kind == "start.fails":
             self.num_starts_to_fail = min(MAX_FAILED_STARTS, self.num_starts_to_fail + 1)
@@ -175,10 +200,12 @@ class FleetWorld(World):
         if not isinstance(child, FleetChild):
             return
         self.strikes[strike.kind] += 1
-        self.env.note("strike", strike.kind, strike.core)
+        self.env.note("strike", strike.kind, core.index)
         match strike.kind:
             case "core.die":
                 child.kill()
+            case "front.slow":
+                self.slow_until_s = self.env.now() + min(strike.seconds, 1.0)
             case "link.cut":
                 child.theirs.cut()
             case "link.half" | "core.slow":
@@ -192,7 +219,11 @@ class FleetWorld(World):
     def note_step(self, child: FleetChild, grant: Any) -> None:
         """A step begins: it ends the process if it starts the poison."""
         poison = self.drawn.poison
-        if poison is not None and any(started.request_id == poison for started in grant.started):
+        if (
+            not child.is_killed
+            and poison is not None
+            and any(started.request_id == poison for started in grant.started)
+        ):
             self.kills[poison] += 1
             self.strikes[POISON] += 1
             _note(self, self.kills[poison] <= 2, f"I20: {poison} has ended {self.kills[poison]} processes")
@@ -221,6 +252,10 @@ class FleetWorld(World):
             due = self.known.get(sequence_id, 0)
             _note(self, place == due, f"I17: token {place} of sequence {sequence_id} came from {core}, {due} was due")
             self.known[sequence_id] = place + 1
+        self.num_steps_come += 1
+        for strike in self.drawn.strikes:
+            if strike.at_step == self.num_steps_come:
+                self._strike(strike)
 
     def _check_rest(self) -> None:
         """I16."""
@@ -265,11 +300,13 @@ class FleetChild(MemoryChild):
 
     def __init__(self, *ends: Any) -> None:
         self.model: Any = None
+        self.is_killed = False  # its code may run to the end of a turn
         self.world.children.append(self)
         super().__init__(*ends)
 
     def kill(self) -> None:
         """As SIGKILL: nothing more leaves the process."""
+        self.is_killed = True
         self.theirs.cut()
         super().kill()
 
@@ -354,6 +391,8 @@ def run_fleet_seed(seed: int, *, keep_trace: bool = False) -> SimResult[Report]:
                 main,
                 seed=seed,
                 policy=drawn.setup.policy,
+                fault_probability=1.0,
+                fault_names={"channel.delay": drawn.delays} if drawn.delays else {},
                 thread_delay_s=(0.0, drawn.setup.tokenize_delay_s),
                 worker_delay_s=delays,
                 max_callbacks=5_000_000,

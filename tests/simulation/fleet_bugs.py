@@ -11,7 +11,6 @@ import numpy as np
 from pytest import MonkeyPatch
 
 from millrace.runtime.channel import Channel
-from millrace.stages.fleet.core_set import CoreSet
 from millrace.stages.fleet.fleet_engine import FleetEngine
 from millrace.stages.fleet.fleet_requests import FleetRequests
 from millrace.stages.fleet.merged_channel import CoreEnd, CoreTokens, MergedChannel
@@ -164,20 +163,6 @@ def all_suspects_at_once() -> AbstractContextManager[None]:
     return changed(Resuming, "_try", change)
 
 
-def prompt_sent_without_its_others() -> AbstractContextManager[None]:
-    """A prompt goes to a process at once, though the others of its request wait to be resumed."""
-
-    def change(_: Any) -> Any:
-        def hasty(self: CoreSet, prompt: Any) -> bool:
-            owner = self._table.core_of(prompt.request_id)
-            core = self.choose() if owner is None else self.cores[owner]
-            return core is not None and self.send(prompt, core)
-
-        return hasty
-
-    return changed(CoreSet, "place", change)
-
-
 FLEET_BUGS: dict[str, Bug] = {
     bug.__name__: bug
     for bug in (
@@ -191,7 +176,6 @@ FLEET_BUGS: dict[str, Bug] = {
         end_told_to_another,
         death_of_another,
         all_suspects_at_once,
-        prompt_sent_without_its_others,
     )
 }
 

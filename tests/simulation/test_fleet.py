@@ -23,7 +23,12 @@ IS_FULL = bool(os.environ.get("MILLRACE_FULL"))
 NUM_SEEDS = count(5, 500)
 MAX_SEEDS_TO_FIND = 1_000
 FOUND_BY = {  # seeds that found the bug at the last search, tried first
-    "resumed_from_the_start": (2,),
+    "resumed_from_the_start": (1,),
+    "late_frame_taken": (1,),
+    "link_open_while_requests_move": (6,),
+    "all_suspects_at_once": (9,),
+    "noted_when_merged": (21,),
+    "merged_by_core": (80,),
 }
 IN_CI = ("resumed_from_the_start", "slots_not_shifted")
 ROOT = Path(__file__).parents[2]

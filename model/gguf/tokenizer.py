@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ..errors import CheckpointError, quoted
 from ..stored_tokenizer import StoredTokenizer
-from .merges import merges_of
+from .merges import merges_of, used_merges
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # token_type
 
@@ -205,7 +205,8 @@ def _sentencepiece(
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces] if has_space else [spaces])
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if has_space else steps)
-    return tokenizer, merges_of(texts, scores.tolist(), is_made, vocabulary, source)
+    merges = merges_of(texts, scores.tolist(), is_made, vocabulary, source)
+    return tokenizer, used_merges(texts, merges, is_made, vocabulary)
 
 
 def _add_template(tokenizer: Any, metadata: Mapping[str, Any], tokens: Sequence[str]) -> None:

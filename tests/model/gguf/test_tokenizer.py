@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
+from numpy.typing import NDArray
+from tokenizers import Tokenizer, models
 
 from millrace.model.errors import CheckpointError
-from millrace.model.gguf.merges import LONGEST, merges_of
+from millrace.model.gguf.merges import LONGEST, merges_of, used_merges
 from millrace.model.gguf.tokenizer import read_tokenizer
 
 TOKENS = ["<unk>", "<s>", "\u2581", "H", "i", "Hi", "\u2581Hi", "<|user|>", "<|end|>", "\u2581\u2581", "\n"]
@@ -62,3 +66,33 @@ def test_tokens_too_long_and_merges_too_many_are_refused(monkeypatch: pytest.Mon
     monkeypatch.setattr("millrace.model.gguf.merges.MERGED", 19)
     with pytest.raises(CheckpointError, match="made of each other in merges of more than 19 characters"):
         merges(runs)
+
+
+def vocabulary_of(seed: int) -> tuple[list[str], list[int], list[bool]]:
+    """Texts, scores and what is made: letters, random tokens with random scores, and one that is never made."""
+    dice = random.Random(seed)
+    words = {"".join(dice.choices("abc", k=dice.randint(2, 6))) for _ in range(dice.randint(3, 60))}
+    texts = ["a", "b", "c", "<0x0A>", *sorted(words), *(["<0x0A>a", "b<0x0A>a"] if seed % 2 else [])]
+    scores = [dice.randint(-9, 9) if dice.random() < 0.3 else -index for index in range(len(texts))]
+    return texts, scores, [text != "<0x0A>" for text in texts]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_merges_that_are_left_out_change_no_text(seed: int) -> None:
+    texts, scores, is_made = vocabulary_of(seed)
+    ids = {text: index for index, text in enumerate(texts)}
+    every = merges_of(texts, scores, is_made, ids, "m.gguf")
+    used = used_merges(texts, every, is_made, ids)
+    dice = random.Random(seed)
+    strings = ["".join(dice.choices("abc\n", (5, 5, 5, 1), k=dice.randint(1, 14))) for _ in range(200)]
+    found, expected = (
+        [encoding.ids for encoding in bpe_of(texts, some).encode_batch([*strings, *texts])] for some in (used, every)
+    )
+    assert found == expected
+    results = [texts[left] + texts[right] for left, right in used.tolist()]
+    assert len({*results}) == len(results) or seed % 2, "one merge makes each token"
+
+
+def bpe_of(texts: list[str], merges: NDArray[np.int32]) -> Tokenizer:
+    pairs = [(texts[left], texts[right]) for left, right in merges.tolist()]
+    return Tokenizer(models.BPE(vocab={text: i for i, text in enumerate(texts)}, merges=pairs, byte_fallback=True))

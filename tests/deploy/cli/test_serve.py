@@ -128,3 +128,10 @@ def test_the_collector_is_on_again_after_a_start_that_failed(monkeypatch: pytest
     with pytest.raises(ConfigError, match="no such model"):
         run_with(monkeypatch, seen, ConfigError("no such model"))
     assert seen == [False] and gc.isenabled()
+
+
+def test_several_engines_are_in_processes_of_their_own() -> None:
+    assert serve.choose_mode("auto", 2) == serve.choose_mode("split", 2) == "split"
+    assert serve.choose_mode("auto") == "inline"
+    with pytest.raises(ConfigError, match="mode = inline: data_parallel_size = 2 has its engines in processes"):
+        serve.choose_mode("inline", 2)

@@ -31,10 +31,13 @@ num_requests: Counter[str] = Counter()  # by operation
 num_bounds: Counter[str] = Counter()  # that were offered
 
 # Operations that read the same body in the same way share its bounds in CI: (which, of how many). What renders a prompt
-# tries a quarter of those that the operation beside it tries.
+# tries a quarter of those that the operation beside it tries, and so does what counts tokens. The largest bodies have
+# half of theirs tried.
 SHARES = {
+    **{"createChatCompletion": (1, 2), "createCompletion": (1, 2), "createResponse": (1, 2), "tokenize": (1, 2)},
+    **{"createMessage": (1, 2), "countMessageTokens": (0, 4)},
     **{"renderChatCompletion": (0, 4), "renderCompletion": (0, 4)},
-    **{"generate": (0, 2), "inferenceGenerate": (1, 2), "score": (0, 2), "scoreV1": (1, 2)},
+    **{"generate": (0, 4), "inferenceGenerate": (2, 4), "score": (0, 2), "scoreV1": (1, 2)},
     **{"rerank": (0, 3), "rerankV1": (1, 3), "rerankV2": (2, 3)},
 }
 IS_SHARED = bool(os.environ.get("MILLRACE_TEST_SHARES"))

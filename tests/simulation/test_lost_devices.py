@@ -16,7 +16,7 @@ from tests.simulation.lost_devices import STEPS_IN_FLIGHT, run_lost_seed
 pytestmark = [pytest.mark.simulation, pytest.mark.slow]
 
 
-@pytest.mark.parametrize(("is_split", "num_seeds"), [(False, count(8, 200)), (True, count(3, 40))])
+@pytest.mark.parametrize(("is_split", "num_seeds"), [(False, count(5, 200)), (True, count(2, 40))])
 def test_a_device_lost_at_a_random_step_is_told_in_time(is_split: bool, num_seeds: int) -> None:
     states: Counter[str] = Counter()
     for seed, steps_in_flight in product(range(num_seeds), STEPS_IN_FLIGHT):

@@ -298,8 +298,8 @@ async def test_swapped_sequences_take_the_place_of_cached_prefixes_on_the_host(e
         for i in range(12):
             await ask(engine, ids(60, first=i))
         assert engine.host_tier is not None and engine.host_tier.pool.num_free < 8
-        answers = await asyncio.gather(*(ask(engine, ids(8, first=i), max_tokens=200) for i in range(4)))
-        assert all(len(answer.outputs[0].token_ids) == 200 for answer in answers)
+        answers = await asyncio.gather(*(ask(engine, ids(8, first=i), max_tokens=120) for i in range(4)))
+        assert all(len(answer.outputs[0].token_ids) == 120 for answer in answers)
         assert engine.scheduler.preemptions["swap", "blocks"] > 0
         await engine.check_quiet()
 

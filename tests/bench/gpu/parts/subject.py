@@ -185,7 +185,7 @@ class DrawnWeights(decoder_weights._Loader):
     @classmethod
     def of(cls, spec: Any, device: torch.device, dtype: torch.dtype) -> Any:
         source, spec = decoder_weights.open_source(Path(), spec, "dummy")
-        return cls(source, spec, device, dtype).load()
+        return cls(source, spec, device, dtype, None).load()
 
     def _tensor(self, *found: str, dtype: torch.dtype | None = None) -> Tensor:
         num_rows = sum(self.shapes[name][0] for name in found)

@@ -109,6 +109,7 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "max_loras": "maximum adapters on the device at once, and so in one step",
         "max_lora_rank": "largest rank of an adapter",
         "lora_dtype": "dtype that the numbers of adapters are rounded to and kept in; auto: that of the weights",
+        "lora_chat_templates": "render chats that name an adapter by the chat template in its folder, if it has one",
         "max_cpu_loras": "maximum adapters in host memory, those on the device included; none: 4 * max_loras",
         "lora_host_bytes": "memory in bytes for adapters on the host, which those in device slots may exceed; none: "
         "no limit but max_cpu_loras",

@@ -92,6 +92,7 @@ class EngineConfig:
     max_loras: int = 1  # adapters on the device at once, so in one step
     max_lora_rank: int = 16  # largest rank of an adapter
     lora_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of adapters; auto: that of the weights
+    lora_chat_templates: bool = False  # chats that name an adapter are rendered by the template in its folder, if any
     max_cpu_loras: int | None = None  # adapters in host memory; None: 4 * max_loras
     lora_host_bytes: int | None = None  # memory for adapters without device slots; None: as max_cpu_loras of them take
 
@@ -257,6 +258,8 @@ class EngineConfig:
         ids = [text.partition("@")[0] for text in self.lora_hub_allow]
         if twice := [each for each in ids if ids.count(each) > 1]:
             raise ConfigError(f"lora_hub_allow: {twice[0]} is named twice; allow one revision of it")
+        if self.lora_chat_templates and not self.enable_lora:
+            raise ConfigError("lora_chat_templates: adapters are served with enable_lora only; set it too")
         if not self.enable_lora and (self.lora_modules or self.lora_dir or self.lora_hub_allow):
             name = "lora_modules" if self.lora_modules else "lora_dir" if self.lora_dir else "lora_hub_allow"
             raise ConfigError(f"{name}: adapters are served with enable_lora only; set it too")

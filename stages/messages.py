@@ -90,6 +90,7 @@ class ChatPrompt:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     documents: tuple[Mapping[str, Any], ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
+    adapter: str = ""  # the name of the adapter that answers, whose own template may render the chat
 
 
 @message

@@ -117,16 +117,27 @@ class ChatTemplate:
 
         `wanted` replaces it: see `find_templates`.
         """
-        found = find_templates(root, tokenizer.config, wanted)
+        template = cls._chosen(find_templates(root, tokenizer.config, wanted), tokenizer)
+        if template is not None and wanted is not None:
+            template._check_chosen()
+        return template
+
+    @classmethod
+    def read_beside(cls, root: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
+        """The template in `root`, a folder beside that of the model whose tokenizer it is; None if it has none."""
+        template = cls._chosen(find_templates(root, read_json(root, "tokenizer_config.json") or {}, None), tokenizer)
+        if template is not None:
+            template._check_chosen()
+        return template
+
+    @classmethod
+    def _chosen(cls, found: Mapping[str, TemplateSource], tokenizer: Tokenizer) -> ChatTemplate | None:
         if not found:
             return None
         tool_use = found.get(TOOL_USE)
         tools = None if tool_use is None else cls(tool_use.text, tokenizer, origin=tool_use.origin)
         default = found.get(DEFAULT) or _no_default(found)
-        template = cls(default.text, tokenizer, origin=default.origin, tool_use=tools)
-        if wanted is not None:
-            template._check_chosen()
-        return template
+        return cls(default.text, tokenizer, origin=default.origin, tool_use=tools)
 
     def _check_chosen(self) -> None:
         if "messages" not in self.traits.variables:

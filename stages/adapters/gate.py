@@ -6,6 +6,7 @@ Runs before a request enters the waiting queue, on the event loop. Requests of o
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ class AdapterGate:
         """`num_slots`: adapters on the device at once."""
         self.registry, self.store, self.loader = registry, store, AdapterLoader(store, reader, downloads)
         self.max_waiting, self.num_slots = max_waiting, num_slots
+        self.on_renamed: Callable[[str], object] | None = None  # called with a name that has other files now, or none
         self.waiting: Counter[str] = Counter()  # requests that wait, by the name of their adapter
         self._held: dict[str, AdapterRef] = {}  # by request id
         self._names: dict[str, str] = {}  # of the adapters of requests that wait, by request id
@@ -86,6 +88,7 @@ class AdapterGate:
             self._drop(digest)
             message = f"lora_name = {name[:64]!r}: was loaded or unloaded while this load ran; send it again if needed"
             raise Refused(message, param="lora_name")
+        self._tell_renamed(name)
         if before is not None:
             entry.pin = before.pin
             self._note_pins()
@@ -123,6 +126,7 @@ class AdapterGate:
         """Removes a name at once; False if it is not known. Requests in progress end as they would."""
         entry = self.registry.remove(name)
         if entry is not None:
+            self._tell_renamed(name)
             self._note_pins()
             self._drop(entry.digest)
         return entry is not None
@@ -196,6 +200,10 @@ class AdapterGate:
             self.waiting[entry.name] -= 1
             if not self.waiting[entry.name]:
                 del self.waiting[entry.name]
+
+    def _tell_renamed(self, name: str) -> None:
+        if self.on_renamed is not None:
+            self.on_renamed(name)
 
     def _check_pins(self, entry: AdapterEntry, pin: Pin) -> None:
         """Raises `NoRoom` unless an adapter may be pinned."""

@@ -97,7 +97,13 @@ class ClientApi(ABC):
 
         Without `params`, the answer may be as long as the context allows.
         """
-        chat = ChatPrompt(tuple(messages), add_generation_prompt, continue_final_message, template_kwargs or {})
+        chat = ChatPrompt(
+            tuple(messages),
+            add_generation_prompt,
+            continue_final_message,
+            template_kwargs or {},
+            adapter=adapter or "",
+        )
         chosen = params or replace(self.info.default_params, max_tokens=None)
         prompts = (Prompt(chat=chat),)
         options: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt, "adapter": _ref(adapter)}

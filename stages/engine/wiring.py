@@ -49,6 +49,7 @@ from .gate_waits import GateWaits, trace_shed
 
 if TYPE_CHECKING:
     from ...model.text.tokenizer import Tokenizer
+    from ..adapters.templates import AdapterTemplates
     from ..loading.encoder import LoadedEncoder
     from ..loading.model import LoadedModel
     from ..tokenize.prompt_encoder import ModelEncoder
@@ -139,6 +140,8 @@ class TextStages:
         downloads = AdapterDownloads(config.lora_hub_allow, partial(_fetch_adapter, config))
         sizes = {"max_waiting": config.max_waiting_requests, "num_slots": config.max_loras}
         gate = self.adapters = AdapterGate(registry, store, reader, downloads=downloads, **sizes)
+        if config.lora_chat_templates:
+            gate.on_renamed = _serve_templates(self.loaded, registry).forget
         self.searches.admit = self._admit_search
         self.exit.on_end.append(gate.request_ended)
         return gate
@@ -154,6 +157,17 @@ class TextStages:
     def _stage_of(self, outbox: RequestOutbox) -> tuple[str, bool]:
         """(stage that a request is in, whether any of its sequences has been served)."""
         raise NotImplementedError
+
+
+def _serve_templates(loaded: LoadedText, registry: AdapterRegistry) -> AdapterTemplates:
+    """Renders the chats of adapters by their own templates."""
+    from ..adapters.templates import AdapterTemplates
+    from ..tokenize.prompt_encoder import ModelEncoder
+
+    assert isinstance(loaded.encoder, ModelEncoder), "an engine of adapters has a checkpoint's tokenizer"
+    templates = AdapterTemplates(registry, loaded.encoder.tokenizer, MAX_CHARS_PER_TOKEN * loaded.info.max_model_len)
+    loaded.encoder.find_template = templates.find
+    return templates
 
 
 def _fetch_adapter(config: EngineConfig, text: str, commit: str) -> Path:

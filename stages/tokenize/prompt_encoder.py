@@ -5,6 +5,8 @@ Their errors become `Refused`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ...model.errors import TemplateError
 from ...model.text.chat_template import ChatTemplate, missing_template
 from ...model.text.tokenizer import Side, Tokenizer
@@ -31,6 +33,8 @@ class ModelEncoder:
         self.model_id = model_id
         self.pair_prompt = pair_prompt
         self.yes_no = yes_no
+        # the chat template of an adapter by its name, None if it has none; raises TemplateError
+        self.find_template: Callable[[str], ChatTemplate | None] = lambda name: None
 
     def encode_text(self, text: str) -> list[int]:
         """Ids of a plain prompt, with the special tokens that the tokenizer adds."""
@@ -81,9 +85,11 @@ class ModelEncoder:
         The text of a special token inside a message is encoded as plain text.
         """
         try:
-            if self.template is None:
+            template = self.find_template(chat.adapter) if chat.adapter else None
+            template = self.template if template is None else template
+            if template is None:
                 raise missing_template(self.model_id)
-            rendered = self.template.render(
+            rendered = template.render(
                 chat.messages,
                 add_generation_prompt=chat.add_generation_prompt,
                 continue_final_message=chat.continue_final_message,

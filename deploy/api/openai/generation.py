@@ -10,7 +10,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -161,8 +161,11 @@ class GenerationRoutes:
             chat_format = self.service.require_chat_format()
             ignored += chat_format.unread(body)
             params, make_turn = chat_format.apply(body, params)
+        prompts = body.prompts()
+        if adapter is not None:
+            prompts = tuple(_of_adapter(prompt, adapter.name) for prompt in prompts)
         return PreparedRequest(
-            body, ignored, body.prompts(), params, body.beam_params(), body.echo_options(), make_turn, adapter
+            body, ignored, prompts, params, body.beam_params(), body.echo_options(), make_turn, adapter
         )
 
     async def submit(self, answer_id: str, order: PreparedRequest, limit_s: float | None = None) -> RequestOutbox:
@@ -305,6 +308,11 @@ def stream_error(error: Exception, answer_id: str) -> ApiError:
     if known is None:
         log.error("request.failed", error=type(error).__name__, exc_info=error)
     return known or unforeseen(answer_id)
+
+
+def _of_adapter(prompt: Prompt, name: str) -> Prompt:
+    """The prompt with the name of its adapter, whose own template may render a chat."""
+    return prompt if prompt.chat is None else replace(prompt, chat=replace(prompt.chat, adapter=name))
 
 
 def _time_limit_s(request: web.Request, body: GenerationBody) -> float | None:

@@ -42,7 +42,8 @@ class TokenizeRoutes:
         """`POST /tokenize`: the token ids of a prompt or a chat."""
         engine = self.service.require_engine()
         body, ignored = await read(request, self.service.config, self._threads, self._tokenize_body)
-        chat = None if body.messages is None else _chat(body)
+        adapter = self.service.adapter_of(body.model)
+        chat = None if body.messages is None else _chat(body, "" if adapter is None else adapter.name)
         count = len(body.prompt or "") if chat is None else chat_chars(chat)
         check_length(count, engine.info.max_model_len, "prompt" if chat is None else "messages")
         tokens = await self._in_thread(count, _encoded, body, chat, engine.tokenizer, engine.encoder)
@@ -104,7 +105,7 @@ def check_length(count: int, max_model_len: int, param: str) -> None:
         raise ApiError("context_length_exceeded", message, param=param)
 
 
-def _chat(body: TokenizeBody) -> ChatPrompt:
+def _chat(body: TokenizeBody, adapter: str) -> ChatPrompt:
     assert body.messages is not None
     return ChatPrompt(
         messages=tuple(message.for_template() for message in body.messages),
@@ -112,6 +113,7 @@ def _chat(body: TokenizeBody) -> ChatPrompt:
         continue_final_message=body.continue_final_message,
         template_kwargs=body.chat_template_kwargs or {},
         tools=tuple(tool.for_template() for tool in body.tools or ()),
+        adapter=adapter,
     )
 
 

@@ -369,6 +369,48 @@ def test_clients_name_adapters_as_models_and_operators_load_them(folder: Path, w
     asyncio.run(live())
 
 
+def test_a_chat_is_rendered_by_the_template_of_its_adapter_if_the_settings_say_so(folder: Path, tmp_path: Path) -> None:
+    for name in ("own", "plain", "broken"):
+        shutil.copytree(folder / "adapters" / "one", tmp_path / name)
+    own = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}>"
+    (tmp_path / "own" / "chat_template.jinja").write_text(own)
+    (tmp_path / "broken" / "tokenizer_config.json").write_text('{"chat_template": "{% for m in messages %}"}')
+    chat: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
+    params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+
+    async def live() -> None:
+        config = ServerConfig(port=0, served_model_name=("tiny",))
+        async with (
+            Server(config) as server,
+            engine_of(folder, lora_dir=str(tmp_path), lora_chat_templates=True) as engine,
+            aiohttp.ClientSession(server.url) as client,
+        ):
+            server.attach(engine)
+
+            async def prompt(name: str | None) -> list[int]:
+                asked = engine.chat(chat, params, adapter=name, output_kind="final")
+                return [list(one.prompt_token_ids) async for one in asked][0]
+
+            base, rendered = await prompt(None), engine.tokenizer.encode("[hi]>", add_special_tokens=False)
+            assert await prompt("own") == rendered != base == await prompt("plain")
+            for name, wanted in (("own", rendered), ("tiny", base)):
+                async with client.post("/tokenize", json={"model": name, "messages": chat}) as answer:
+                    assert (await answer.json())["tokens"] == wanted
+                body = {"model": name, "messages": chat, "max_tokens": 2}
+                async with client.post("/v1/chat/completions", json=body) as answer:
+                    assert (await answer.json())["usage"]["prompt_tokens"] == len(wanted)
+            with pytest.raises(Refused, match="adapter 'broken': chat template, tokenizer_config.json .* not valid"):
+                await prompt("broken")
+            (tmp_path / "own" / "chat_template.jinja").write_text(own.replace("[{{", "<{{"))
+            assert await prompt("own") == rendered, "until it is loaded again"
+            await engine.load_adapter("own", tmp_path / "own")
+            assert await prompt("own") == engine.tokenizer.encode("<hi]>", add_special_tokens=False)
+        async with engine_of(folder, lora_dir=str(tmp_path)) as engine:
+            assert await prompt("own") == base, "without the setting"
+
+    asyncio.run(live())
+
+
 @pytest.mark.skipif(not FULL, reason="starts three processes: MILLRACE_FULL=1")
 def test_a_new_engine_process_goes_on_with_the_adapters_of_the_requests_in_progress(
     folder: Path, wanted: Any, tmp_path: Path

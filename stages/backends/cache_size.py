@@ -220,7 +220,7 @@ def num_host_blocks(config: EngineConfig, bytes_per_block: int, max_model_len: i
     For a `cuda` device the pool is pinned, and its size is rounded up (see `pool_bytes`). A default size is chosen so
     that the rounded pool fits. Raises `ConfigError` if a configured size exceeds the free host memory.
     """
-    free = free_host_bytes()
+    free = free_host_bytes() // config.data_parallel_size  # each engine process takes as much
     most = -(-max_model_len // config.block_size) * config.max_num_seqs
     if config.num_cpu_blocks is not None:
         blocks, source = config.num_cpu_blocks, f"num_cpu_blocks = {config.num_cpu_blocks}"

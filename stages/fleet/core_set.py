@@ -33,11 +33,11 @@ class CoreSet:
 
         False if no process takes it now. A prompt whose request waits to be resumed waits with it.
         """
-        if self._table.has_orphan(prompt.request_id):
+        if prompt.request_id not in self._table:
+            index = choose(self._loads())
+        elif (index := self._table.core_of(prompt.request_id)) is None:
             self._table.sent(prompt, None)
             return True
-        owner = self._table.core_of(prompt.request_id)
-        index = owner if owner is not None else choose(self._loads())
         return index is not None and self.send(prompt, self.cores[index])
 
     def send(self, prompt: TokenRequest, core: EngineCore) -> bool:

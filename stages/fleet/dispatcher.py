@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..messages import TokenRequest
 
@@ -11,13 +11,12 @@ ANSWER_TOKENS = 256  # assumed for an answer, whose length is unknown, unless it
 DECODE_COST = 4  # of a token of an answer, in tokens of a prompt: a prompt's are computed many at once
 
 
-@dataclass(frozen=True, slots=True)
-class CoreLoad:
-    """An engine process that may take a request."""
+class CoreLoad(NamedTuple):
+    """An engine process that may take a request. The least one comes first in order."""
 
-    index: int
     work: int  # of the requests in it, by `work_of`
     num_requests: int
+    core: int  # its index
 
 
 def work_of(request: TokenRequest) -> int:
@@ -32,5 +31,5 @@ def choose(cores: Iterable[CoreLoad]) -> int | None:
 
     None if there is none to choose from. Does not depend on a clock.
     """
-    best = min(cores, key=lambda core: (core.work, core.num_requests, core.index), default=None)
-    return None if best is None else best.index
+    best = min(cores, default=None)
+    return None if best is None else best.core

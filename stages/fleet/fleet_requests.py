@@ -43,16 +43,11 @@ class FleetRequests(InflightRequests):
     def load_of(self, core: int) -> CoreLoad:
         """What is in an engine process."""
         work = self._work[core]
-        return CoreLoad(core, sum(work.values()), len(work))
+        return CoreLoad(sum(work.values()), len(work), core)
 
     def is_idle(self, core: int) -> bool:
         """Whether no request is in an engine process."""
         return not self._work[core]
-
-    def has_orphan(self, request_id: str) -> bool:
-        """Whether a request is in no process, as the last one died."""
-        live = self._live.get(request_id)
-        return live is not None and live.core is None
 
     def orphans(self) -> tuple[list[str], list[str]]:
         """The requests in no process: (those that are suspects, the youngest first; the others, the oldest first)."""

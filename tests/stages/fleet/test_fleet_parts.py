@@ -49,8 +49,8 @@ def fleet(count: int, capacity: int = 100) -> tuple[CoreSet, FleetRequests, list
 
 def test_the_core_with_the_least_work_is_chosen_then_that_with_the_fewest_requests() -> None:
     assert choose([]) is None
-    assert choose([CoreLoad(0, 10, 1), CoreLoad(1, 9, 5), CoreLoad(2, 10, 0)]) == 1
-    assert choose([CoreLoad(0, 9, 2), CoreLoad(1, 9, 1), CoreLoad(2, 9, 1)]) == 1
+    assert choose([CoreLoad(10, 1, 0), CoreLoad(9, 5, 1), CoreLoad(10, 0, 2)]) == 1
+    assert choose([CoreLoad(9, 2, 0), CoreLoad(9, 1, 1), CoreLoad(9, 1, 2)]) == 1
 
 
 def test_work_counts_the_prompt_once_and_each_answer_up_to_a_usual_length() -> None:

@@ -70,7 +70,7 @@ class RemoteAdapters:
     async def restore(
         self, env: Env, gate: AdapterGate, fail: Callable[[str, Exception], object], *, keeps_unused: bool = False
     ) -> None:
-        """Reads the adapters of requests in progress again, in a new process, and forgets the others.
+        """Reads pinned adapters and those of requests in progress again, in a new process, and forgets the others.
 
         A request whose adapter is not in its folder any more ends with an error, by `fail`. Adapters may be dropped
         and read meanwhile; in the end the process has all that are stored. `keeps_unused`: reads the others, too, as
@@ -86,7 +86,8 @@ class RemoteAdapters:
         if self._is_here(digest) or digest not in gate.store:  # it was read or dropped meanwhile
             return
         origin = self._origins.get(digest)
-        if origin is None or not (keeps_unused or gate.store.num_users(digest)):
+        is_needed = keeps_unused or digest in gate.store.pinned or gate.store.num_users(digest) > 0
+        if origin is None or not is_needed:
             gate.store.lose(digest)
             return
         try:

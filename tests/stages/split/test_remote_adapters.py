@@ -104,6 +104,22 @@ def test_adapters_may_be_dropped_while_a_new_process_reads_them() -> None:
     run(live, seed=0)
 
 
+def test_a_new_process_reads_pinned_adapters_that_no_request_has() -> None:
+    async def live(env: SimEnv) -> None:
+        ends = Ends(env, "abc")
+        ends.gate.store.max_adapters = 5
+        await ends.gate.pin(env, "b", "host")
+        for name in "ac":
+            await ends.admit(f"r{name}", name)
+        ends.gate.leave("rc")
+        ends.process = Process(env)
+        await ends.remote.restore(env, ends.gate, lambda *each: None)
+        await ends.check()
+        assert ends.gate.store.pinned < set(ends.gate.store.digests()) and len(ends.process.core) == 2
+
+    run(live, seed=0)
+
+
 def test_an_adapter_that_could_not_be_loaded_is_read_again() -> None:
     async def live(env: SimEnv) -> None:
         ends = Ends(env, "a")

@@ -48,10 +48,13 @@ class RankProcess:
 
 
 class ProcessExecutor:
-    """See `Executor`. A rank is `python -m module`, with `num_threads` threads."""
+    """See `Executor`. A rank is `python -m module`, with `num_threads` threads.
 
-    def __init__(self, module: str, num_threads: int) -> None:
-        self._module, self._num_threads = module, num_threads
+    `is_ordered`: as of `ProcessComm`, and the same on all ranks.
+    """
+
+    def __init__(self, module: str, num_threads: int, *, is_ordered: bool = False) -> None:
+        self._module, self._num_threads, self._is_ordered = module, num_threads, is_ordered
 
     def start_ranks(self, size: int) -> StartedRanks:
         folder = Path(tempfile.mkdtemp(prefix="millrace-ranks-"))  # 0700
@@ -66,7 +69,7 @@ class ProcessExecutor:
         def join(device: Any) -> Comm:
             from ...model.sharding.process_comm import ProcessComm
 
-            return ProcessComm(folder, 0, size, device)
+            return ProcessComm(folder, 0, size, device, is_ordered=self._is_ordered)
 
         # NOTE: nothing is to be aborted: calls fail when the other end of their connection is gone
         unlink = partial(shutil.rmtree, folder, ignore_errors=True)

@@ -40,7 +40,7 @@ class StartingRanks:
         self._config, self._whole, self._device = config, whole, device
         self._num_threads = max(1, threads.count // config.tensor_parallel_size)
         try:
-            self._started = _executor(config, self._num_threads).start_ranks(config.tensor_parallel_size)
+            self._started = executor_of(config, self._num_threads).start_ranks(config.tensor_parallel_size)
             self._line = OrderLine(self._started.members, CODEC, self._started.abort)
         except (OSError, ThreadNotStarted) as error:
             raise self._not_started(error) from None
@@ -116,10 +116,10 @@ def check_ranks(config: EngineConfig, whole: DecoderSpec, device: torch.device) 
             )
 
 
-def _executor(config: EngineConfig, num_threads: int) -> Executor:
+def executor_of(config: EngineConfig, num_threads: int) -> Executor:
     if config.executor == "thread":
         return ThreadExecutor(run_rank)
-    return ProcessExecutor(RANK_MODULE, num_threads)
+    return ProcessExecutor(RANK_MODULE, num_threads, is_ordered=config.deterministic)
 
 
 def _device_of(first: torch.device, rank: int) -> str:

@@ -9,15 +9,20 @@ import asyncio
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from millrace.model.sharding import process_comm
 from millrace.runtime.env.log import captured_logs
-from millrace.stages.backends.torch import rank
+from millrace.stages.backends.torch import rank, ranks
+from millrace.stages.config import EngineConfig
 from millrace.stages.engine.engine import Engine
 from millrace.stages.errors import ConfigError
+from millrace.stages.executor.orders import JoinRanks, RankSetup
 from millrace.stages.outputs import RequestOutput
 from millrace.stages.params import SamplingParams
 from millrace.stages.structured_outputs import StructuredOutputs
@@ -160,3 +165,26 @@ def test_one_process_that_sums_as_two_ranks_gives_their_bits() -> None:
 
     with captured_logs():
         assert asyncio.run(scores(emulate_tp=2)) == asyncio.run(scores(**TWO))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_rank_zero_adds_in_the_order_that_the_other_ranks_add_in(
+    deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On GPUs unlike calls of one sum would wait for each other for ever."""
+    joined: list[dict[str, Any]] = []
+    monkeypatch.setattr(rank, "ProcessComm", lambda *_, **options: joined.append(options))
+    monkeypatch.setattr(process_comm, "ProcessComm", lambda *_, **options: joined.append(options))
+    config = EngineConfig(model="m", device="cuda", tensor_parallel_size=2, deterministic=deterministic)
+    started = ranks.executor_of(config, 1).start_ranks(1)
+    started.join(torch.device("cuda"))
+    started.close()
+    worker = rank.RankWorker()
+    monkeypatch.setattr(rank, "open_source", lambda *_: (None, None))
+    monkeypatch.setattr(rank, "read_spec", lambda *_: None)
+    monkeypatch.setattr(rank, "load_share", lambda *_: (None, (), {}))
+    monkeypatch.setattr(rank, "tilings_of", lambda *_: None)
+    monkeypatch.setattr(rank.kernel_set, "load", lambda *_: SimpleNamespace(name="torch"))
+    worker.obey(RankSetup(config, "m", 1, 2, "cpu", torch.get_num_threads(), "folder", None))
+    worker.obey(JoinRanks())
+    assert [options["is_ordered"] for options in joined] == [deterministic, deterministic]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import re
 import socket
 import time
 import urllib.error
@@ -31,6 +32,15 @@ TOLD_S = 1.0  # waits of this length have a log line
 TIMEOUT_S = 30.0  # of one answer
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}  # scheme -> what fsspec needs for it
+CREDENTIALS = {  # package -> how one gives it credentials
+    "s3fs": "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+    "gcsfs": "run gcloud auth application-default login, or set GOOGLE_APPLICATION_CREDENTIALS",
+    "adlfs": "set AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN",
+}
+REFUSALS = re.compile(
+    r"(No|Partial|Default)?Credential\w*Error|ClientAuthenticationError|RefreshError"
+)  # of the packages
+REFUSED = re.compile(r"forbidden|unauthorized|access denied|invalid credentials|anonymous caller", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +91,9 @@ def open_files(url: str, query: str = "") -> RangedFiles:
         filesystem, path = url_to_fs(url)
     except ImportError:
         raise DownloadError(f"{url}: {scheme}:// needs a package: pip install {PACKAGES[scheme]}") from None
+    except Exception as error:  # each package has errors of its own
+        problem = f"{PACKAGES[scheme]} cannot open it: {_first_line(error)}"
+        raise DownloadError(f"{url}: {problem}; {CREDENTIALS[PACKAGES[scheme]]}") from None
     return BucketFiles(url, filesystem, path)
 
 
@@ -205,10 +218,13 @@ class BucketFiles:
 
     def pin(self, name: str) -> PinnedFile | None:
         try:
-            found = self._try(f"{self.url}{name}", lambda: self._info(name))
+            return self._try(f"{self.url}{name}", lambda: self._info(name))
         except FileNotFoundError:
             return None
-        return found
+        except _NotAllowedError:
+            if not self._was_read:
+                raise
+            return None
 
     def read(self, name: str, pinned: PinnedFile, begin: int, end: int) -> bytes:
         def once() -> bytes:
@@ -227,9 +243,15 @@ class BucketFiles:
         def checked() -> T:
             try:
                 return once()
-            except (OSError, DownloadError):
+            except (FileNotFoundError, DownloadError):
                 raise
             except Exception as error:  # each filesystem has errors of its own
+                if _is_refusal(error):
+                    package = PACKAGES.get(urlsplit(self.url).scheme, "")
+                    advice = CREDENTIALS.get(package, "give its client credentials")
+                    raise _NotAllowedError(f"{what}: not allowed: {_first_line(error)}; {advice}") from None
+                if isinstance(error, OSError):
+                    raise
                 raise OSError(f"{type(error).__name__}: {error}") from error
 
         found = _with_retries(what, checked, self._sleep, is_patient=self._was_read)
@@ -241,6 +263,16 @@ class BucketFiles:
         info = self._files.info(f"{self._path}/{name}")
         keys = ("ETag", "etag", "generation", "md5Hash", "LastModified", "mtime", "created")
         return PinnedFile(int(info["size"]), next((str(info[key]) for key in keys if info.get(key)), ""))
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether a store refuses who asks, so that asking again is of no use."""
+    names = (kind.__name__ for kind in type(error).__mro__)
+    return isinstance(error, PermissionError) or any(map(REFUSALS.fullmatch, names)) or bool(REFUSED.search(str(error)))
+
+
+def _first_line(error: Exception) -> str:
+    return shown((str(error).strip().splitlines() or [type(error).__name__])[0])[:200]
 
 
 def _with_retries(what: str, once: Callable[[], T], sleep: Callable[[float], object], *, is_patient: bool) -> T:

@@ -6,7 +6,9 @@ takes its place. No token is sent twice. All code here runs on the front process
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Sequence
+from contextvars import Context
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -36,6 +38,7 @@ from .merged_status import merged, remains
 from .placement import Place, check, environment_here, places
 from .resuming import Resuming
 
+SHOW_S = 0.1  # between two updates of the views, which take half a millisecond; `refresh` updates them at once
 SAME = ("model_id", "device", "dtype", "vocab_size", "attention_backend", "block_size")  # of all processes' models
 
 
@@ -53,6 +56,7 @@ class FleetEngine(SplitEngine):
         self._statuses: dict[int, CoreStatus] = {}  # by core, of those that live
         self._ended: CoreStatus | None = None  # the counts of those that have died
         self._resuming: Resuming | None = None
+        self._showing: asyncio.TimerHandle | None = None  # of the next update of the views
         table = FleetRequests(count)
         cores = [
             EngineCore(
@@ -143,6 +147,10 @@ class FleetEngine(SplitEngine):
             await self._resuming.stop()
         await super()._stop_keepers()
 
+    async def stop(self, cause: str = "server_shutdown") -> None:
+        await super().stop(cause)
+        self._stop_showing()
+
     async def _start_again(self, core: EngineCore) -> EngineClient:
         client = await super()._start_again(core)
         if core.info is None or any(getattr(core.info, name) != getattr(self.info, name) for name in SAME):
@@ -225,10 +233,25 @@ class FleetEngine(SplitEngine):
     def _show_status(self, core: EngineCore, status: CoreStatus) -> None:
         super()._show_status(core, status)
         core.status = self._statuses[core.index] = status
-        if self._shown is not None:
+        if self._showing is None:
+            self._showing = asyncio.get_running_loop().call_later(SHOW_S, self._show_all, context=Context())
+
+    def _show_all(self) -> None:
+        """Updates the views of all processes together."""
+        self._stop_showing()
+        if self._shown is not None and self._statuses:
             known = dict(sorted(self._statuses.items()))
             ended = [] if self._ended is None else [self._ended]
             self._shown.update(merged(known, ended, self.config.max_num_seqs))
+
+    def _stop_showing(self) -> None:
+        if self._showing is not None:
+            self._showing.cancel()
+            self._showing = None
+
+    async def refresh(self, *, with_blocks: bool = False, with_stacks: bool = False) -> None:
+        await super().refresh(with_blocks=with_blocks, with_stacks=with_stacks)
+        self._show_all()
 
     @property
     def engines(self) -> list[dict[str, Any]]:

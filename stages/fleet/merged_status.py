@@ -6,6 +6,8 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import cache
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import numpy as np
@@ -93,8 +95,15 @@ def _by_name(lists: Iterable[Sequence[Any]]) -> list[list[Any]]:
     return list(named.values())
 
 
+@cache
+def _values_of(kind: type[Any]) -> attrgetter[tuple[Any, ...]]:
+    """Reads all fields of a status. `fields` takes longer than the sums."""
+    return attrgetter(*(field.name for field in fields(kind)))
+
+
 def _sum(kind: type[StatusT], rows: Sequence[StatusT]) -> StatusT:
-    return kind(*(sum(getattr(row, field.name) for row in rows) for field in fields(kind)))  # type: ignore[arg-type]
+    values = _values_of(kind)  # type: ignore[arg-type]
+    return kind(*(sum(column) for column in zip(*map(values, rows), strict=True)))
 
 
 def _sum_rows(rows: Iterable[Sequence[int]]) -> list[int]:

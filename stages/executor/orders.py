@@ -45,6 +45,11 @@ class MakeDecoder:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class MeasureScales:
+    """Measure the scales of an fp8 KV cache, in a step that all ranks compute at once."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class MakeCache:
     """Make a KV cache."""
 
@@ -110,7 +115,7 @@ class FreeMemory:
 
 CODEC = order_codec(
     [
-        *(RankSetup, EngineConfig, JoinRanks, MakeDecoder, MakeCache, MakeHostBlocks),
+        *(RankSetup, EngineConfig, JoinRanks, MakeDecoder, MeasureScales, MakeCache, MakeHostBlocks),
         *(StepOrder, LogitsOrder, CopyOrder, AdapterPart, FreeMemory),
     ]
 )

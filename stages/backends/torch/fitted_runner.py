@@ -81,9 +81,10 @@ def make_runner(
 ) -> ModelRunner:
     """A runner of the decoder with `blocks` KV blocks, and `host_blocks` on the host."""
     dtype = kv_dtype_of(config, decoder.dtype)
-    scales = kv_scales_of(config, decoder)
-    sizes = (shape, blocks, config.block_size)
     leader = decoder.leader if isinstance(decoder, LeadingDecoder) else None
+    measure = partial(kv_scales_of, config, decoder)
+    scales = measure() if leader is None or config.kv_cache_dtype != "fp8" else leader.measure_scales(measure)
+    sizes = (shape, blocks, config.block_size)
     make_cache = KVCache if leader is None else leader.make_cache
     cache = make_cache(*sizes, dtype, decoder.device, decoder.kernels, scales, is_block_major=is_block_major)
     last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=decoder.device)

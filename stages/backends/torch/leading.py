@@ -5,8 +5,8 @@ So what uses them does not know of other ranks, and everything but the model its
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,7 @@ from ...executor.orders import (
     MakeCache,
     MakeDecoder,
     MakeHostBlocks,
+    MeasureScales,
     StepOrder,
 )
 
@@ -48,6 +49,7 @@ class RankLeader:
         self.line, self.comm, self.whole = line, comm, whole
         self._ranks = ranks
         self.adapter_slots: Longs | None = None  # of the tokens of the next step
+        self._is_measuring = False
 
     @property
     def size(self) -> int:
@@ -56,6 +58,8 @@ class RankLeader:
 
     def order(self, order: Any, about: str, num_tokens: int = 0) -> AbstractContextManager[None]:
         """Sends an order; rank 0's own part is the body of the `with` statement."""
+        if self._is_measuring:  # the others run the same steps by themselves
+            return nullcontext()
         number = self.line.send(order, about, num_tokens)
         return self.line.obeying(number, lambda: (self.comm.log.number, self.comm.log.last))
 
@@ -69,6 +73,15 @@ class RankLeader:
         cache = LeadingCache(self, *args, is_block_major=is_block_major, **options)
         self.line.ask(MakeCache(cache.num_blocks, cache.is_block_major), f"a cache of {cache.num_blocks} blocks")
         return cache
+
+    def measure_scales(self, measure: Callable[[], Tensor | None]) -> Tensor | None:
+        """What `measure` returns on rank 0: the scales of its fp8 cache. Each rank measures those of its heads."""
+        with self.order(MeasureScales(), "the scales of an fp8 cache"):
+            self._is_measuring = True
+            try:
+                return measure()
+            finally:
+                self._is_measuring = False
 
     def free_bytes(self) -> int:
         """The least free memory of the other ranks' devices."""

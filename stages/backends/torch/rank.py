@@ -39,6 +39,7 @@ from ...executor.orders import (
     MakeCache,
     MakeDecoder,
     MakeHostBlocks,
+    MeasureScales,
     RankSetup,
     StepOrder,
 )
@@ -60,6 +61,7 @@ class RankWorker:
         self._comm: Comm | None = None
         self._make: Callable[..., Decoder] | None = None
         self._decoder: Decoder | None = None
+        self._scales: torch.Tensor | None = None  # of an fp8 cache
         self._cache: KVCache | None = None
         self._host_blocks: torch.Tensor | None = None
         self._adapter: dict[Any, tuple[AdapterSlice, ...]] = {}  # what has come of the next one
@@ -96,6 +98,8 @@ class RankWorker:
             case JoinRanks():
                 assert self._join_on is not None
                 self._comm = self._join_on()
+            case MeasureScales():
+                self._scales = kv_scales_of(self._config, self._decoder)
             case MakeCache():
                 self._make_cache(order)
             case MakeHostBlocks():
@@ -140,7 +144,7 @@ class RankWorker:
             kv_dtype_of(self._config, decoder.dtype),
             decoder.device,
             decoder.kernels,
-            kv_scales_of(self._config, decoder),
+            self._scales,
             is_block_major=order.is_block_major,
         )
 

@@ -152,8 +152,10 @@ def test_a_rank_that_cannot_load_ends_the_start_with_its_words(folder: Path, mon
     assert not [thread.name for thread in threading.enumerate() if "rank" in thread.name or "orders" in thread.name]
 
 
-def test_one_process_that_sums_as_two_ranks_gives_their_bits() -> None:
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+def test_one_process_that_sums_as_two_ranks_gives_their_bits(kv_cache_dtype: str) -> None:
     settings: dict[str, Any] = {"attention_backend": "torch", "device": "cpu", "dtype": "float32", "threads": 1}
+    settings |= {"kv_cache_dtype": kv_cache_dtype}
     settings |= {"num_gpu_blocks": 32, "max_model_len": 128, "max_num_seqs": 4, "num_cpu_blocks": 0}
     params = SamplingParams(max_tokens=count(in_ci=6, full=40), temperature=0.0, logprobs=1, ignore_eos=True)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +38,9 @@ TYPE_NAMES = {
 }
 
 
+StackBound = Literal["usual", "f32", "wide"]  # wide: extend of heads above 128 in 16 bits
+
+
 @dataclass(frozen=True, slots=True)
 class CompileCase:
     """A configuration in use: one launch of one kernel, or that of attention and of its lists."""
@@ -47,7 +50,7 @@ class CompileCase:
     copies_ahead: bool = False  # has loops over cached tokens, whose loads must be asynchronous
     uses_wgmma: bool = False  # must have warpgroup matrix instructions on sm_90
     least_arch: int = 80  # compute capability, as in `SHARED_BYTES`
-    is_f32: bool = False  # attention of f32 queries, which has a bound of its own
+    stack: StackBound = "usual"  # of attention: which bound `compile_check.STACK_BYTES` has for it
 
 
 def all_cases(arch: int, head_dims: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[CompileCase]:
@@ -190,7 +193,7 @@ def attention_cases(
             and dtype != torch.float32
             and extend_tiling(shape_of(options), 90).block_m >= 64,
             least_arch=90 if cache_dtype else 80,
-            is_f32=dtype == torch.float32,
+            stack="f32" if dtype == torch.float32 else "wide" if kind == "extend" and head_dim > 128 else "usual",
         )
 
     asked = OPTIONS if _is_distinct(head_dim, dtype) else FEW_OPTIONS
@@ -231,7 +234,7 @@ def folded_cases(head_dim: int, dtype: torch.dtype, cache_dtype: torch.dtype | N
             partial(_folded, head_dim, dtype, cache_dtype or dtype, *form),
             copies_ahead=head_dim >= LEAST_COPIED,
             least_arch=90 if cache_dtype else 80,
-            is_f32=dtype == torch.float32,
+            stack="f32" if dtype == torch.float32 else "usual",
         )
         for name, form in list(forms.items())[: None if _is_distinct(head_dim, dtype) else 2]
     ]

@@ -17,6 +17,7 @@ from ..checkpoint.safetensors import BFLOAT16
 from ..checkpoint.tensor_shapes import CheckpointChange, TensorSource, expected_shapes, open_source
 from ..errors import CheckpointError
 from ..families import names
+from ..grouped_matrix import GroupedMatrix
 from ..sharding.shard import WHOLE, Cut, RankShare, cuts_of, spec_of
 from ..spec import AttentionSpec, DecoderSpec, FeedSpec, LayerSpec, NormSpec
 from .linear import Linear, linear_form
@@ -206,12 +207,21 @@ class _Loader:
         num_rows = sum(self.shapes[name][0] for name in found)
         joined = torch.empty((num_rows, *self.shapes[found[0]][1:]), dtype=dtype, device=self.device)
         for name, part in zip(found, joined.split_with_sizes([self.shapes[name][0] for name in found]), strict=True):
-            part.copy_(_as_tensor(self._held(name)))
+            self._copy(name, part)
             self.source.forget(name)
             if not all(map(math.isfinite, torch.stack(torch.aminmax(part)).tolist())):
                 stored = self.source.stored_name(name)
                 raise CheckpointError(f"tensor {stored}: holds NaN or infinity as {dtype}; fetch the file again")
         return joined
+
+    def _copy(self, name: str, part: Tensor) -> None:
+        """Copies a tensor to the device: as it is, or unpacked from rows of a mapped file, some at a time."""
+        matrix = self.source.grouped(name) if self.source.packing and self._cut(name) is WHOLE else None
+        if not isinstance(matrix, GroupedMatrix) or not matrix.is_mapped:
+            part.copy_(_as_tensor(self._held(name)))
+            return
+        for first, numbers in matrix.unpacked():
+            part[first : first + len(numbers)].copy_(torch.from_numpy(numbers))
 
     def _held(self, name: str) -> NDArray[Any]:
         """The numbers of a tensor that are held, of which a mapped file reads no others."""

@@ -21,6 +21,7 @@ from ...model.decoder.native_decoder import native_shape
 from ...model.decoder.rope import rope_tables
 from ...model.errors import CheckpointError
 from ...model.gguf.siblings import local_siblings
+from ...model.grouped_matrix import UNPACKED_AT_ONCE
 from ...model.spec import DecoderSpec
 from ...runtime.env.cpus import ComputeThreads, idle_ns
 from ...runtime.env.log import get_logger
@@ -28,13 +29,14 @@ from ...runtime.startup.phases import Phases
 from ..backends.cache_size import free_host_bytes, total_host_bytes
 from ..backends.weights_fit import WeightsFit, bytes_kept, least_cache_bytes, smaller_forms
 from ..config import EngineConfig
-from .packed_weights import UNPACKED_AT_ONCE, PackedWeights, packed_weights, read_rows
+from .packed_weights import PackedWeights, packed_weights
 
 log = get_logger("millrace.stages")
 
 COPY_BYTES = 8  # of a number of a tensor that is unpacked or changed before the library takes it: two forms of it
 ROW_COPY_BYTES = 16  # of a number of rows that are unpacked: four forms of it
 MOST_GROWTH = 1.5  # of a packed file's weights in memory, for files of other sizes to make a difference
+PACKED_AT_ONCE = 8 << 20  # codes
 CALL_BYTES = 256 << 20  # that are packed in one call of the library; progress is told after each
 
 # Bytes of a number; for int4 including its share of a scale.
@@ -183,12 +185,12 @@ def _fill(model: NativeModel, source: CountedTensors, names: Iterable[str], pack
             source.note_read(some)
         for name in names:
             if matrix := packed.matrices.get(name):
-                for first, codes in read_rows(matrix):
+                for first, codes in matrix.portions(PACKED_AT_ONCE):
                     model.set_rows(name, first, codes)
                 source.forget(name)
             elif matrix := packed.by_rows.get(name):
-                for first, codes in read_rows(matrix, UNPACKED_AT_ONCE):
-                    model.set_tensor_rows(name, first, codes.dequantize())
+                for first, numbers in matrix.unpacked():
+                    model.set_tensor_rows(name, first, numbers)
                 source.forget(name)
             elif name not in mapped:  # copied or random tensors, one at a time
                 model.set_tensor(name, source.array(name))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from ...kernels.layout.grouped_codes import GroupedCodes, GroupedFormat
+from ...kernels.layout.grouped_codes import GroupedFormat
 from ...kernels.native.grouped import num_columns, packable, why_not
 from ...kernels.native.shape import NativeShape
 from ...model.checkpoint.tensor_shapes import TensorSource
@@ -14,8 +14,6 @@ from ...runtime.env.log import get_logger
 
 log = get_logger("millrace.stages")
 
-ROWS_BYTES = 8 << 20  # of codes that are read at a time
-UNPACKED_AT_ONCE = 2 << 20  # numbers, where codes are unpacked row by row; in float32, with what is made on the way
 TOGETHER = "q, k and v, or gate and up, are one product here, and are packed in different ways or orders of columns"
 
 
@@ -74,19 +72,6 @@ def packed_weights(
 def _by_rows(found: Mapping[str, GroupedMatrix | str]) -> dict[str, GroupedMatrix]:
     """Those whose rows stand for the very numbers of the whole matrix, as those with a factor of all do not."""
     return {name: one for name, one in found.items() if isinstance(one, GroupedMatrix) and one.factor == 1.0}
-
-
-def read_rows(matrix: GroupedMatrix, at_once: int | None = None) -> Iterator[tuple[int, GroupedCodes]]:
-    """All rows of a matrix in portions of about `at_once` codes, each with its first row; None: `ROWS_BYTES`.
-
-    Forgets the rows that were taken.
-    """
-    num_rows, width = matrix.shape
-    step = max(1, (at_once or ROWS_BYTES) // width)
-    for first in range(0, num_rows, step):
-        last = min(first + step, num_rows)
-        yield first, matrix.rows(first, last)
-        matrix.forget(first, last)
 
 
 def _why_unpacked(matrix: GroupedMatrix | str, shape: NativeShape, name: str) -> str | None:

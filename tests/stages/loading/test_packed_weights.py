@@ -17,7 +17,7 @@ from millrace.model.decoder.native_decoder import native_shape
 from millrace.model.families.registry import read_spec
 from millrace.model.grouped_matrix import GroupedMatrix
 from millrace.stages import LLM, SamplingParams
-from millrace.stages.loading.packed_weights import TOGETHER, packed_weights, read_rows
+from millrace.stages.loading.packed_weights import TOGETHER, packed_weights
 from tests.families.checkpoint import make_model, write
 from tests.families.row import row
 from tests.model.quantized.packers import PACKERS
@@ -92,14 +92,13 @@ def test_a_quantization_that_is_asked_for_replaces_the_files(quantization: str, 
     assert not kept and list(unpacked) == [told] and len(unpacked[told]) == 8
 
 
-def test_rows_are_read_in_portions_that_cover_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("millrace.stages.loading.packed_weights.ROWS_BYTES", 5 * 192)
+def test_rows_are_read_in_portions_that_cover_all() -> None:
     taken: list[tuple[int, int]] = []
 
     def take(index: Any) -> Any:
         taken.append((index.start, index.stop))
 
-    assert [first for first, _ in read_rows(GroupedMatrix(Q4, 12, 192, take))] == [0, 5, 10]
+    assert [first for first, _ in GroupedMatrix(Q4, 12, 192, take).portions(5 * 192)] == [0, 5, 10]
     assert taken == [(0, 5), (5, 10), (10, 12)]
 
 
@@ -181,7 +180,7 @@ def test_weights_that_are_packed_anew_row_by_row_are_those_of_whole_matrices(
     quantization: str, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = packed(plain, tmp_path, "gptq-4-order")
-    monkeypatch.setattr("millrace.stages.loading.native_model.UNPACKED_AT_ONCE", 7 * 256)
+    monkeypatch.setattr("millrace.model.grouped_matrix.UNPACKED_AT_ONCE", 7 * 256)
     _, found = logprobs(root, quantization=quantization)
     monkeypatch.setattr("millrace.stages.loading.packed_weights._by_rows", lambda _: {})
     _, expected = logprobs(root, quantization=quantization)

@@ -15,6 +15,7 @@ import numpy as np
 from ...runtime.channel import ChannelStats
 from ..messages import Ints
 from ..split.protocol import AdapterSlotsStatus, BlockStatus, CoreStatus, EdgeStatus, PoolStatus, StageStatus
+from ..split.remote_views import EMPTY_SLOT
 
 SLOT_COLUMN = 2  # of `CoreStatus.sequences`
 COUNTED_FIGURES = ("num_recomputed_tokens", "num_preemptions")
@@ -38,7 +39,6 @@ def merged(statuses: Mapping[int, CoreStatus], ended: Sequence[CoreStatus], num_
     host_pools = [status.host_pool for status in present if status.host_pool is not None]
     refused, prefixes = (_sum_rows(status.swaps_refused for status in every), [one.prefixes for one in every])
     gaps = [status.idle_gaps for status in every if status.idle_gaps is not None]
-    adapters = [status.adapters for status in every if status.adapters is not None]
     return CoreStatus(
         stages=[_stage(named, len(present)) for named in _by_name(status.stages for status in every)],
         edges=[_edge(named) for named in _by_name(status.edges for status in every)],
@@ -56,7 +56,7 @@ def merged(statuses: Mapping[int, CoreStatus], ended: Sequence[CoreStatus], num_
         step_tokens=_sum_rows(status.step_tokens for status in every),
         idle_gaps=_sum_rows(gaps) if gaps else None,
         blocks=_blocks(present),
-        adapters=_adapters(adapters) if adapters else None,
+        adapters=_adapters(statuses, ended),
     )
 
 
@@ -72,6 +72,7 @@ def remains(status: CoreStatus) -> CoreStatus:
             for one in status.edges
         ],
         sequences=[column[:0] for column in status.sequences],
+        drafts=dict(status.drafts) | {"num_drafting": 0},
         num_generated=nothing,
         num_held=nothing.astype(np.int32),
         waste=0.0,
@@ -188,13 +189,21 @@ def _blocks(present: Sequence[CoreStatus]) -> BlockStatus | None:
     )
 
 
-def _adapters(some: Sequence[AdapterSlotsStatus]) -> AdapterSlotsStatus:
+def _adapters(statuses: Mapping[int, CoreStatus], ended: Sequence[CoreStatus]) -> AdapterSlotsStatus | None:
+    """The device slots of all processes, each with its own behind those before it; those of a missing one are empty."""
+    by_core = {index: status.adapters for index, status in statuses.items() if status.adapters is not None}
+    if not by_core:
+        return None
+    every = [*by_core.values(), *(status.adapters for status in ended if status.adapters is not None)]
+    num_each = len(next(iter(by_core.values())).slots)
+    missing = [EMPTY_SLOT] * num_each
+    told = [by_core[index].slots if index in by_core else missing for index in range(max(by_core) + 1)]
     waiting: Counter[str] = Counter()
-    for status in some:
+    for status in every:
         waiting.update(status.waiting)
     return AdapterSlotsStatus(
-        slots=[slot for status in some for slot in status.slots],
-        num_loads=sum(status.num_loads for status in some),
+        slots=[slot for slots in told for slot in slots],
+        num_loads=sum(status.num_loads for status in every),
         waiting=dict(waiting),
-        num_owed=sum(status.num_owed for status in some),
+        num_owed=sum(status.num_owed for status in every),
     )

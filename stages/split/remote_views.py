@@ -29,6 +29,8 @@ from ..schedule.sequence import State
 from .protocol import AdapterSlotsStatus, BlockStatus, CoreStatus, EdgeStatus, PoolStatus, StageStatus
 from .status import STATES
 
+EMPTY_SLOT = (AdapterState.EMPTY.value, "", 0)  # as in `AdapterSlotsStatus.slots`
+
 
 class RemoteChannelView:
     """The view of a channel of the engine process. It holds no items."""
@@ -168,7 +170,8 @@ class AdapterSlotsView(AdapterSlots):
 
     def update(self, status: AdapterSlotsStatus) -> None:
         self.num_loads = status.num_loads
-        for slot, (state, digest, num_running) in zip(self.slots, status.slots, strict=True):
+        missing = [EMPTY_SLOT] * (len(self.slots) - len(status.slots))  # of engine processes that are being started
+        for slot, (state, digest, num_running) in zip(self.slots, [*status.slots, *missing], strict=True):
             slot.state, slot.digest, slot.num_running = AdapterState(state), digest, num_running
         self._by_digest = {slot.digest: slot for slot in self.slots if slot.state is not AdapterState.EMPTY}
 

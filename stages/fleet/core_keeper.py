@@ -68,6 +68,10 @@ class CoreKeeper(ProcessKeeper):
     def _give_up(self, reason: str) -> None:
         self.away = Health("dead", stage="engine", reason=reason)
         log.error("engine_process.given_up", reason=reason, num_deaths=self.num_deaths, engine=self._core.index)
+        guilty = self._table.note_death(self._core.index)  # nothing is there, unless a bug came before this was noted
+        if guilty is not None:
+            self._end_guilty(guilty)
+        self._on_orphans()
         self._on_given_up(self.away)
 
     async def _resume(self, client: Any) -> int:

@@ -44,6 +44,10 @@ class CoreSet:
         """Sends a prompt to one process. False if that does not take it now."""
         return core.is_serving and core.requests.try_send(prompt)
 
+    def has_room(self, core: EngineCore) -> bool:
+        """Whether a process takes a prompt now."""
+        return core.is_serving and len(core.requests) < core.requests.capacity
+
     def choose(self) -> EngineCore | None:
         """The process for the next request; None if none has room."""
         index = choose(self._loads())
@@ -51,7 +55,7 @@ class CoreSet:
 
     def _loads(self) -> list[CoreLoad]:
         cores = self.cores if self.only is None else (self.only,)
-        with_room = [core for core in cores if core.is_serving and len(core.requests) < core.requests.capacity]
+        with_room = [core for core in cores if self.has_room(core)]
         heard = [core for core in with_room if not core.is_silent] or with_room
         return [self._table.load_of(core.index) for core in heard]
 

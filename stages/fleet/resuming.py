@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 
 from ...runtime.env.env import Env
 from ...runtime.env.log import get_logger
@@ -80,10 +81,26 @@ class Resuming:
                     return  # `wake` will say when one is
                 await self._cores.wait()
                 continue
-            await self._send(others[0], core)
+            await self._resume(others[0], self._send(others[0], core))
+
+    async def _resume(self, request_id: str, resuming: Awaitable[object]) -> None:
+        """Awaits `resuming`. A request that it raises for ends, and no other one waits for it."""
+        try:
+            await resuming
+        except Exception as error:  # a bug here: the stream may not wait for ever
+            log.error("engine_process.not_resumed", error=type(error).__name__, exc_info=error)
+            message = "the engine process ended, and the request could not be resumed; see the server's log"
+            self._exit.fail(request_id, Failed(message, code="engine_died"))
+            self._table.forget(request_id)
+        self._exit.park_again()
 
     async def _send(self, request_id: str, core: EngineCore) -> bool:
         """Sends all prompts of a request to a process. False if that ends meanwhile."""
+        while not self._cores.has_room(core):
+            if not core.is_serving:
+                return False
+            await self._cores.wait()
+        # read only now: until the first is sent, prompts of the request join it in the table
         prompts = self._table.prompts_to_resume(request_id, self._exit.awaits)
         if not prompts:
             self._table.assign(request_id, core.index)
@@ -101,14 +118,7 @@ class Resuming:
     async def _try_all(self, core: EngineCore) -> None:
         """Tries suspects in one process, one at a time, until there are none or it ends."""
         while core.is_serving and (suspects := self._table.orphans()[0]):
-            request_id = suspects[0]
-            try:
-                await self._try(core, request_id)
-            except Exception as error:  # a bug here: the stream may not wait for ever
-                log.error("engine_process.not_resumed", error=type(error).__name__, exc_info=error)
-                message = "the engine process ended, and the request could not be resumed; see the server's log"
-                self._exit.fail(request_id, Failed(message, code="engine_died"))
-            self._exit.park_again()
+            await self._resume(suspects[0], self._try(core, suspects[0]))
 
     async def _try(self, core: EngineCore, request_id: str) -> None:
         """Resumes a suspect, and waits until it has ended, has outlived its trial, or has ended the process."""

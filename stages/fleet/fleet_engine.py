@@ -77,7 +77,13 @@ class FleetEngine(SplitEngine):
         return places(self.config, Cpus.of_this_process(), environment_here())
 
     def _config_of(self, core: EngineCore) -> EngineConfig:
-        return self._places[core.index].config
+        config = self._places[core.index].config
+        if core.keeper is None:
+            return config
+        # the others hold their memory already: what is free is for those that are being started
+        aways = [one.keeper.away for one in self.cores if one.keeper is not None and not one.is_serving]
+        num_starting = sum(away is None or away.state != "dead" for away in aways)
+        return replace(config, data_parallel_size=max(1, num_starting))
 
     def _joint_info(self, ready: Sequence[EngineReady]) -> ModelInfo:
         """The model of all processes, with the blocks of all. Raises `ConfigError` if they differ."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..messages import TokenRequest
-from ..split.inflight_requests import InflightRequests
+from ..split.inflight_requests import SUSPICIOUS_DEATHS, InflightRequests
 from .dispatcher import CoreLoad, work_of
 
 
@@ -11,8 +11,9 @@ class FleetRequests(InflightRequests):
     """As `InflightRequests`, with the work in each process.
 
     A request that ran when a process died is a suspect at once, and tried in another one: a process that serves others
-    meanwhile can try it without delay for them. So at most two processes die of one request. The work is counted from
-    the table and never adjusted, so it cannot drift.
+    meanwhile can try it without delay for them. So at most two processes die of one request. One that had not run yet
+    is a suspect after the second death: it may end processes before it runs. The work is counted from the table and
+    never adjusted, so it cannot drift.
     """
 
     def __init__(self, num_cores: int) -> None:
@@ -63,13 +64,19 @@ class FleetRequests(InflightRequests):
         """
         was_sent = self.core_of(self._on_trial.get(core, "")) == core
         ran, on_trial = self._leave(core)
-        for request_id in self._work[core]:
-            self._live[request_id].core = None
+        there = [self._live[request_id] for request_id in self._work[core]]
+        for live in there:
+            live.core = None
         self._work[core].clear()
         if was_sent:
             return on_trial
-        for _, live in ran:
-            live.num_deaths += 1
+        has_run = {request_id for request_id, _ in ran}
+        for live in there:
+            if live.prompts[0].request_id in has_run:
+                live.num_deaths += 1
+            else:
+                live.num_deaths_unrun += 1
+                live.num_deaths += live.num_deaths_unrun >= SUSPICIOUS_DEATHS
         return None
 
     def assign(self, request_id: str, core: int) -> None:

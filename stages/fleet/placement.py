@@ -76,8 +76,9 @@ def _gpus(config: EngineConfig, environment: Mapping[str, str]) -> Sequence[str]
     count, size = config.data_parallel_size, config.tensor_parallel_size
     if config.device == "cpu" or count == 1:
         return None
-    visible = [one.strip() for one in environment.get(VISIBLE, "").split(",") if one.strip()]
-    visible = visible or [str(index) for index in range(count * size)]
+    named = environment.get(VISIBLE)  # "": none
+    every = range(count * size) if named is None else [one.strip() for one in named.split(",") if one.strip()]
+    visible = list(map(str, every))
     groups = [",".join(visible[begin : begin + size]) for begin in range(0, len(visible) - size + 1, size)]
     if len(groups) < count:
         if config.device == "auto":

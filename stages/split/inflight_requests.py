@@ -24,6 +24,7 @@ class InflightRequest:
     prompts: list[TokenRequest] = field(default_factory=list)
     core: int | None = 0  # index of the engine process that it was sent to; None: of none, since the last one died
     num_deaths: int = 0  # of engine processes that ran it
+    num_deaths_unrun: int = 0  # of those that had it and did not run it yet
     num_deaths_passed: int = 0  # `num_deaths` at its last passed trial
     num_trials: int = 0  # that it has passed
 

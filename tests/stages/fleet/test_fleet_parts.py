@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from millrace.runtime.env.cpus import Cpus
+from millrace.runtime.pipeline import Health
 from millrace.runtime.processes.link_channels import OutboundChannel
 from millrace.stages.config import EngineConfig
 from millrace.stages.engine.engine import Engine
 from millrace.stages.errors import ConfigError
 from millrace.stages.fleet.core_set import CoreSet
 from millrace.stages.fleet.dispatcher import CoreLoad, choose, work_of
+from millrace.stages.fleet.fleet_engine import FleetEngine
 from millrace.stages.fleet.fleet_requests import FleetRequests
 from millrace.stages.fleet.merged_channel import MergedChannel
 from millrace.stages.fleet.placement import deal, places
@@ -152,6 +155,18 @@ def test_a_trial_whose_core_dies_before_the_request_was_sent_proves_nothing() ->
     assert table.note_death(1) is None and table.orphans() == (["r"], [])
 
 
+def test_a_request_that_ends_processes_before_it_runs_is_a_suspect_after_the_second() -> None:
+    cores, table, (a, b) = fleet(2)
+    cores.place(token_request("r", 0))
+    assert table.note_death(0) is None and table.orphans() == ([], ["r"])
+    (prompt,) = table.prompts_to_resume("r", lambda _: True)
+    cores.send(prompt, b)  # type: ignore[arg-type]
+    assert table.note_death(1) is None and table.orphans() == (["r"], [])
+    table.begin_trial("r", 0)
+    cores.send(prompt, a)  # type: ignore[arg-type]
+    assert table.note_death(0) == "r"
+
+
 # -- the merge
 
 
@@ -221,6 +236,10 @@ def test_engine_processes_share_threads_and_get_a_gpu_each(tmp_path: Path) -> No
     assert places(replace(config, device="cpu"), cpus, {}, tmp_path)[0].environment == {}
     wide = places(EngineConfig(data_parallel_size=2, tensor_parallel_size=2, device="cuda"), cpus, {}, tmp_path)
     assert [place.environment["CUDA_VISIBLE_DEVICES"] for place in wide] == ["0,1", "2,3"]
+    hidden = {"CUDA_VISIBLE_DEVICES": ""}  # none, which is not the same as unset
+    assert {place.environment["CUDA_VISIBLE_DEVICES"] for place in places(config, cpus, hidden, tmp_path)} == {"-1"}
+    with pytest.raises(ConfigError, match="needs 3 GPUs, and CUDA_VISIBLE_DEVICES names 0"):
+        places(replace(config, device="cuda"), cpus, hidden, tmp_path)
     with pytest.raises(ConfigError, match="needs 3 GPUs, and CUDA_VISIBLE_DEVICES names 2"):
         places(replace(config, device="cuda"), cpus, own, tmp_path)
 
@@ -232,6 +251,18 @@ def test_engine_processes_share_threads_and_get_a_gpu_each(tmp_path: Path) -> No
 def test_settings_for_one_engine_are_refused_for_several(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         places(EngineConfig(data_parallel_size=2, **settings), Cpus((0,), (0,)), {})
+
+
+def test_a_successor_may_take_the_memory_that_is_free_for_those_that_are_being_started() -> None:
+    engine = FleetEngine(data_parallel_size=3)
+    shares = [engine._config_of(core).data_parallel_size for core in engine.cores]
+    assert shares == [3, 3, 3]
+    for core, away in zip(engine.cores, ("loading", None, "dead"), strict=True):
+        core.client = SimpleNamespace(is_open=away is None)  # type: ignore[assignment]
+        core.keeper = SimpleNamespace(away=away and Health(away))  # type: ignore[assignment, arg-type]
+    assert engine._config_of(engine.cores[0]).data_parallel_size == 1
+    engine.cores[1].client = SimpleNamespace(is_open=False)  # type: ignore[assignment]
+    assert engine._config_of(engine.cores[0]).data_parallel_size == 2
 
 
 def test_an_engine_in_this_process_says_how_to_have_several() -> None:

@@ -57,6 +57,8 @@ class CoreSet:
         cores = self.cores if self.only is None else (self.only,)
         with_room = [core for core in cores if self.has_room(core)]
         heard = [core for core in with_room if not core.is_silent] or with_room
+        if self._table.num_trials_now:  # a new request beside a suspect might end the process in its stead
+            heard = [core for core in heard if not self._table.is_trying(core.index)] or heard
         return [self._table.load_of(core.index) for core in heard]
 
     def note_change(self) -> None:

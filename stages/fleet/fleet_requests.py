@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..messages import TokenRequest
-from ..split.inflight_requests import SUSPICIOUS_DEATHS, InflightRequests
+from ..split.inflight_requests import SUSPICIOUS_DEATHS, InflightRequest, InflightRequests
 from .dispatcher import CoreLoad, work_of
 
 
@@ -60,7 +60,7 @@ class FleetRequests(InflightRequests):
     def note_death(self, core: int = 0) -> str | None:
         """As in `InflightRequests`. The one on trial is guilty: it ran when another process died, too.
 
-        Those beside it ran there before, and the death says nothing of them.
+        Those beside it ran there before, and the death says nothing of them; but of those without a token it does.
         """
         was_sent = self.core_of(self._on_trial.get(core, "")) == core
         ran, on_trial = self._leave(core)
@@ -68,16 +68,31 @@ class FleetRequests(InflightRequests):
         for live in there:
             live.core = None
         self._work[core].clear()
-        if was_sent:
-            return on_trial
         has_run = {request_id for request_id, _ in ran}
         for live in there:
-            if live.prompts[0].request_id in has_run:
+            request_id = live.prompts[0].request_id
+            if was_sent:
+                is_new = request_id in has_run and request_id != on_trial and not self._has_tokens(live)
+                live.num_deaths += is_new
+            elif request_id in has_run:
                 live.num_deaths += 1
             else:
                 live.num_deaths_unrun += 1
                 live.num_deaths += live.num_deaths_unrun >= SUSPICIOUS_DEATHS
-        return None
+        return on_trial if was_sent else None
+
+    def _has_tokens(self, live: InflightRequest) -> bool:
+        answers = self._known_answers()
+        return any(one in answers for prompt in live.prompts for one in self._ids(prompt))
+
+    @property
+    def num_trials_now(self) -> int:
+        """How many requests are on trial."""
+        return len(self._on_trial)
+
+    def is_trying(self, core: int) -> bool:
+        """Whether a request is on trial in an engine process."""
+        return core in self._on_trial
 
     def assign(self, request_id: str, core: int) -> None:
         """A request of which nothing is left to compute is in this process: its end is on the way to the client."""

@@ -121,6 +121,7 @@ def test_the_request_on_trial_when_a_second_core_dies_is_guilty_and_its_neighbou
     for number in range(4):
         cores.place(token_request(f"r{number}", number))
     table.admit(range(4))
+    table.note(tokens(0, [(1, 0, 7), (3, 0, 7)]), 1)
     table.note_death(0)
     table.begin_trial("r2", 1)
     assert table.orphans() == (["r0"], []), "the one on trial is not tried elsewhere at the same time"
@@ -129,6 +130,21 @@ def test_the_request_on_trial_when_a_second_core_dies_is_guilty_and_its_neighbou
     assert table.note_death(1) == "r2"
     table.forget("r2")
     assert table.orphans() == (["r0"], ["r1", "r3"])
+
+
+def test_a_request_without_a_token_beside_the_one_on_trial_is_a_suspect_too() -> None:
+    cores, table, (_, b, _) = fleet(3)
+    cores.place(token_request("old", 0))
+    table.admit([0])
+    table.note_death(0)
+    (prompt,) = table.prompts_to_resume("old", lambda _: True)
+    table.begin_trial("old", 1)
+    cores.send(prompt, b)  # type: ignore[arg-type]
+    cores.place(token_request("elsewhere", 1))
+    assert table.core_of("elsewhere") == 0, "new requests avoid a process with a trial"
+    cores.send(token_request("new", 2), b)  # type: ignore[arg-type]
+    table.admit([0, 2])
+    assert table.note_death(1) == "old" and table.orphans()[0] == ["new", "old"]
 
 
 def test_a_request_that_passed_its_trial_is_a_suspect_again_after_another_death() -> None:

@@ -294,6 +294,13 @@ def _power_of_two(name: str, value: int) -> None:
         raise ConfigError(f"{name} = {value}: must be a power of two, as the kernels load whole blocks; try 16 or 32")
 
 
+def not_for_encoders(config: EngineConfig) -> ConfigError:
+    """The error for an encoder model whose settings ask for engine processes."""
+    count = config.data_parallel_size
+    setting = "mode = split: must be inline" if count == 1 else f"data_parallel_size = {count}: must be 1"
+    return ConfigError(f"{setting} for an encoder model, which generates nothing")
+
+
 NATIVE_TOKENS, OTHER_TOKENS = 512, 2048  # default upper bound per step: native, otherwise
 
 

@@ -79,7 +79,9 @@ class Profiler:
             raise ApiError("no_profiler", "the profiler is off; start the server with --profiler-dir")
         engine = self._service.require_some_engine()
         if engine.mode == "split":
-            raise ApiError("no_profiler", "steps run in another process; start the server with --mode inline")
+            single = " and --data-parallel-size 1" if engine.engines else ""
+            message = f"steps run in another process; start the server with --mode inline{single}"
+            raise ApiError("no_profiler", message)
         backend = engine.info.attention_backend
         if backend not in WITH_TORCH or "torch" not in sys.modules:
             message = f"attention backend {backend} runs steps without torch, so torch's profiler cannot"

@@ -28,7 +28,7 @@ from ...runtime.startup.phases import Phases
 from ..backends.backend import Backend
 from ..backends.cuda.step_update import EndRules
 from ..backends.merged_adapters import merging_of
-from ..config import EngineConfig, resolve_step_size
+from ..config import EngineConfig, not_for_encoders, resolve_step_size
 from ..device.device import Device
 from ..errors import ConfigError, Refused
 from ..execute.model_runner import ModelRunner
@@ -102,7 +102,7 @@ def load_text(config: EngineConfig, phases: Phases) -> Callable[[ModelInfo], Mod
     """
     root = resolve(config)
     if is_bidirectional(root):
-        raise ConfigError("mode = split: must be inline for an encoder model, which generates nothing")
+        raise not_for_encoders(config)
     if why_through_transformers(config, root) is not None or why_not_here(config, read_spec(root)) is not None:
         shape = _read_through_transformers(config, root, phases)
     else:

@@ -35,7 +35,7 @@ from ...runtime.startup.load_progress import LoadProgress
 from ...runtime.startup.phases import Phases
 from ...runtime.trace.tracer import Tracer
 from ...runtime.workers.thread_start import ThreadNotStarted
-from ..config import EngineConfig
+from ..config import EngineConfig, not_for_encoders
 from ..device.device import Device
 from ..engine.wiring import CoreStages
 from ..errors import ConfigError, Failed
@@ -193,7 +193,7 @@ class EngineProcess:
 
     async def _start_stages(self, setup: Setup, loaded: Any, device: Device) -> None:
         if not loaded.info.num_blocks:
-            raise ConfigError("mode = split: must be inline for an encoder model, which generates nothing")
+            raise not_for_encoders(setup.config)
         secret = self._env.secret("prefix.secret", 16)
         core = self._core = CoreStages(setup.config, loaded, device, secret, setup.first_step)
         core.schedule.on_start.append(self._admitted)
@@ -360,7 +360,7 @@ def load(config: EngineConfig, env: Env, phases: Phases) -> tuple[Any, Device]:
         from ..loading.model import LoadedModel, load_model
     loaded = load_model(config, phases, env)
     if not isinstance(loaded, LoadedModel):
-        raise ConfigError("mode = split: must be inline for an encoder model, which generates nothing")
+        raise not_for_encoders(config)
     return loaded, loaded.make_device()
 
 

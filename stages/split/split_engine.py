@@ -80,9 +80,9 @@ class SplitEngine(Engine):
     def __init__(self, *args: Any, **overrides: Any) -> None:
         super().__init__(*args, **overrides)
         if self._logits_processor is not None:
-            raise ConfigError("mode = split: a logits processor is in the caller's process; use mode = inline")
+            raise ConfigError(f"{self._setting}: a logits processor is in the caller's process; use {self._inline}")
         if self._opening is not None:
-            raise ConfigError("mode = split: the engine process loads the model itself; give no opening")
+            raise ConfigError(f"{self._setting}: the engine process loads the model itself; give no opening")
         self._table, self.cores = self._make_cores()
         self._shown: RemoteCoreView | None = None  # the step loop, for observers
         self._faults_there: list[Fault] = []
@@ -93,6 +93,17 @@ class SplitEngine(Engine):
         table = InflightRequests()
         return table, [EngineCore(self, table)]
 
+    @property
+    def _setting(self) -> str:
+        """What put the step loop into another process, for errors."""
+        count = self.config.data_parallel_size
+        return "mode = split" if count == 1 else f"data_parallel_size = {count}"
+
+    @property
+    def _inline(self) -> str:
+        """The settings that have it in this one."""
+        return "mode = inline" if self.config.data_parallel_size == 1 else "data_parallel_size = 1 and mode = inline"
+
     # -- custom stages
 
     def insert(self, stage: Stage[Any, Any], after: str, *, name: str | None = None) -> None:
@@ -100,15 +111,15 @@ class SplitEngine(Engine):
         if after.partition(".")[0] not in self.open_to_insert:
             behind = " or ".join(self.open_to_insert)
             raise ConfigError(
-                f"mode = split: a stage after {after} would have a neighbour in another process: insert it "
-                f"after {behind}, or use mode = inline"
+                f"{self._setting}: a stage after {after} would have a neighbour in another process: insert it "
+                f"after {behind}, or use {self._inline}"
             )
         super().insert(stage, after, name=name)
 
     def replace(self, name: str, stage: Stage[Any, Any]) -> None:
         """As `Engine.replace`, for the stages in this process."""
         if name in CORE:
-            raise ConfigError(f"mode = split: {name} is in the engine process; use mode = inline")
+            raise ConfigError(f"{self._setting}: {name} is in the engine process; use {self._inline}")
         super().replace(name, stage)
 
     # -- start and stop

@@ -13,7 +13,7 @@ import pytest
 from millrace.runtime.env.cpus import Cpus
 from millrace.runtime.pipeline import Health
 from millrace.runtime.processes.link_channels import OutboundChannel
-from millrace.stages.config import EngineConfig
+from millrace.stages.config import EngineConfig, not_for_encoders
 from millrace.stages.engine.engine import Engine
 from millrace.stages.errors import ConfigError
 from millrace.stages.fleet.core_set import CoreSet
@@ -25,6 +25,8 @@ from millrace.stages.fleet.placement import deal, places
 from millrace.stages.fleet.stage import Merge
 from millrace.stages.messages import Started, StepTokens, TokenRequest
 from millrace.stages.params import SamplingParams
+from millrace.stages.split.front import CORE
+from millrace.stages.split.remote_views import RemoteStageView
 from tests.stages.split.test_split import token_request, tokens
 
 
@@ -279,6 +281,16 @@ def test_a_successor_may_take_the_memory_that_is_free_for_those_that_are_being_s
     assert engine._config_of(engine.cores[0]).data_parallel_size == 1
     engine.cores[1].client = SimpleNamespace(is_open=False)  # type: ignore[assignment]
     assert engine._config_of(engine.cores[0]).data_parallel_size == 2
+
+
+def test_what_needs_one_engine_says_so_and_how_to_have_it() -> None:
+    one, two = EngineConfig(), EngineConfig(data_parallel_size=2)
+    with pytest.raises(ConfigError, match="data_parallel_size = 2: .* use data_parallel_size = 1 and mode = inline"):
+        FleetEngine(two, logits_processor=lambda *_: None)
+    with pytest.raises(ConfigError, match="data_parallel_size = 2: sample is in the engine process"):
+        FleetEngine(two).replace("sample", RemoteStageView(CORE["sample"]))
+    assert str(not_for_encoders(two)).startswith("data_parallel_size = 2: must be 1 for an encoder model")
+    assert str(not_for_encoders(one)).startswith("mode = split: must be inline for an encoder model")
 
 
 def test_an_engine_in_this_process_says_how_to_have_several() -> None:

@@ -13,13 +13,16 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from ..workers.thread_start import start_thread
+from ..workers.thread_start import ThreadNotStarted, start_thread
 from .frames import ITEM, WORD, FrameReader, LinkError, pack_frame
 from .wire import Codec
+
+T = TypeVar("T")
 
 RECEIVED_BYTES = 1 << 16
 LEAST_S = 8.0  # that a member may take for an order
@@ -27,6 +30,7 @@ PATIENCE = 20  # times what is expected of an order, if that is more
 MEASURED_WORK = (
     16  # of an order from which the seconds of a unit of work are taken; less is mostly what each order takes
 )
+MAX_ORDER_BYTES = 1 << 30  # a step of 256 rows with a million tokens each has 64 MiB of block tables
 START_S = 600.0  # for an order of the start, before `serving`
 SLICE_S = 0.25  # between two looks at the time
 PAUSE_S = 0.75  # a look that comes so much too late was a pause of this process or machine, which counts for no member
@@ -91,7 +95,10 @@ class OrderLine:
         least_s: float = LEAST_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`abort` makes the leader's own work fail where it waits for a member. `clock` gives seconds."""
+        """`abort` makes the leader's own work fail where it waits for a member. `clock` gives seconds.
+
+        Raises `ThreadNotStarted` and OSError; the members are then the caller's to end.
+        """
         self.cause: str | None = None  # of the end
         self.on_end: list[Callable[[str], object]] = []  # called once, on the thread that finds the cause
         self._members, self._codec, self._abort, self._least_s = members, codec, abort, least_s
@@ -106,9 +113,13 @@ class OrderLine:
         self._changed = threading.Condition()
         self._is_closed = False
         self._wake, self._waker = os.pipe()
-        thread = threading.Thread(target=self._watch, name="millrace-orders", daemon=True)
-        start_thread(thread)
-        self._thread = thread
+        self._thread = threading.Thread(target=self._watch, name="millrace-orders", daemon=True)
+        try:
+            start_thread(self._thread)
+        except ThreadNotStarted:
+            os.close(self._wake)
+            os.close(self._waker)
+            raise
 
     def limit_s(self, work: int = 0) -> float:
         """Seconds that a member may take for an order of so much work now."""
@@ -125,7 +136,7 @@ class OrderLine:
             raise LineEnded(self.cause)
 
     def send(self, order: Any, about: str, work: int = 0) -> int:
-        """Sends an order to all members. Raises `LineEnded`.
+        """Sends an order to all members. Raises `LineEnded`, and `WireError` for one too large, which nobody has got.
 
         `about` is what it is, in words; `work` is a measure of its time, as the tokens of a step.
         """
@@ -138,13 +149,14 @@ class OrderLine:
 
     def _send(self, encoded: Sequence[tuple[bytes, Any]], about: str, work: int = 0) -> int:
         self.check()
+        number = self._number + 1
+        frames = [b"".join(pack_frame(ITEM, 0, *parts, number, MAX_ORDER_BYTES)) for parts in encoded]
         with self._changed:
-            self._number += 1
-            number = self._number
+            self._number = number
             self._sent[number] = _Sent(self._now(), about, work)
         try:
-            for member, (header, body) in zip(self._members, encoded, strict=True):
-                member.sock.sendall(b"".join(pack_frame(ITEM, 0, header, body, number)))
+            for member, frame in zip(self._members, frames, strict=True):
+                member.sock.sendall(frame)
         except OSError as error:
             self._fail(f"order {number} ({about}) cannot be sent: {error}")
         return number
@@ -177,6 +189,24 @@ class OrderLine:
             values = [answers[number].value for answers in self._answers]
             self._forget(number)
         return values
+
+    def unless_ended(self, call: Callable[[], T]) -> T:
+        """What `call` returns, or raises. Leaves it to a thread of its own, and raises `LineEnded`, when the line ends.
+
+        For a call that would wait for a member that is gone. Raises `ThreadNotStarted`.
+        """
+        found: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                found.set_result(call())
+            except BaseException as error:
+                found.set_exception(error)
+
+        start_thread(threading.Thread(target=run, name="millrace-order", daemon=True))
+        while not wait([found], SLICE_S).done:
+            self.check()
+        return found.result()
 
     def end(self, cause: str) -> None:
         """Ends all members. The first cause counts."""
@@ -309,7 +339,7 @@ class OrderReader:
     """A member's end, which blocks."""
 
     def __init__(self, sock: socket.socket, codec: Codec) -> None:
-        self._sock, self._codec, self._frames = sock, codec, FrameReader()
+        self._sock, self._codec, self._frames = sock, codec, FrameReader(MAX_ORDER_BYTES)
         self._number = 0
 
     def next(self) -> Any:

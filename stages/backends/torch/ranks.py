@@ -41,8 +41,14 @@ class StartingRanks:
         self._num_threads = max(1, threads.count // config.tensor_parallel_size)
         try:
             self._started = executor_of(config, self._num_threads).start_ranks(config.tensor_parallel_size)
+        except (OSError, ThreadNotStarted) as error:
+            raise self._not_started(error) from None
+        try:
             self._line = OrderLine(self._started.members, CODEC, self._started.abort)
         except (OSError, ThreadNotStarted) as error:
+            for member in self._started.members:
+                member.kill()
+            self._started.close()
             raise self._not_started(error) from None
         self._line.on_end += [
             lambda cause: log.error("ranks.ended", cause=cause),
@@ -62,7 +68,7 @@ class StartingRanks:
         try:
             line.answers(self._loading)
             joining = line.send(JoinRanks(), "joining")
-            comm = started.join(self._device)
+            comm = line.unless_ended(lambda: started.join(self._device))  # for which the backend waits for an hour
             line.answers(joining)
         except (LineEnded, RuntimeError, OSError) as error:
             raise self._not_started(error) from None

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
+from millrace.runtime.processes import order_line
 from millrace.runtime.processes.order_line import LineEnded, OrderLine, OrderReader, order_codec
+from millrace.runtime.processes.wire import WireError
 from tests.counts import count
 
 
@@ -117,6 +119,19 @@ def test_a_member_that_is_too_late_ends_all_with_the_order_named(made: Any) -> N
     own(line, 2, 2)
     assert cause_of(line).startswith("rank 2 did not answer order 2 (add 2) in 0.")
     assert time.monotonic() - began < 1.5
+
+
+def test_an_order_that_is_too_large_reaches_no_member_and_ends_nothing(
+    made: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(order_line, "MAX_ORDER_BYTES", 8)
+    line, _ = made(add, add, least_s=0.3)
+    line.serving()
+    with pytest.raises(WireError, match="at most 8"):
+        line.send_each([Add(1), Add(10**15)], "add")
+    monkeypatch.undo()
+    time.sleep(0.7)
+    assert line.ask(Add(4), "add") == [5, 5] and line.cause is None
 
 
 def test_a_pause_of_the_whole_machine_counts_for_no_member(made: Any) -> None:

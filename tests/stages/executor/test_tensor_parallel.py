@@ -17,7 +17,10 @@ import pytest
 import torch
 
 from millrace.model.sharding import process_comm
+from millrace.model.sharding.thread_comm import ThreadGroup
 from millrace.runtime.env.log import captured_logs
+from millrace.runtime.processes import order_line
+from millrace.runtime.workers.thread_start import ThreadNotStarted
 from millrace.stages.backends.torch import rank, ranks
 from millrace.stages.config import EngineConfig
 from millrace.stages.engine.engine import Engine
@@ -137,6 +140,41 @@ def test_what_ranks_cannot_share_is_refused(folder: Path, settings: dict[str, An
         asyncio.run(start())
 
 
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_a_start_without_the_others_or_a_thread_ends_at_once_and_leaves_none(
+    folder: Path, is_lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that is gone before it joins, or no thread that reads the answers."""
+
+    obey = rank.RankWorker.obey
+
+    def fail(worker: rank.RankWorker, order: Any) -> Any:
+        if isinstance(order, JoinRanks):
+            raise OSError(5, "Input/output error")
+        return obey(worker, order)
+
+    def refuse(thread: threading.Thread) -> None:
+        raise ThreadNotStarted(thread.name, RuntimeError("no more"))
+
+    async def start() -> None:
+        async with engine_of(folder, tensor_parallel_size=2, executor="thread"):
+            pass
+
+    joined = threading.Event()
+    if is_lost:
+        monkeypatch.setattr(rank.RankWorker, "obey", fail)
+        monkeypatch.setattr(ThreadGroup, "comm", lambda *_: joined.wait())  # rank 0's
+    else:
+        monkeypatch.setattr(order_line, "start_thread", refuse)
+    expected = r"rank 1 in order 2 \(joining\): OSError" if is_lost else "thread millrace-orders cannot be started"
+    with captured_logs(), pytest.raises(ConfigError, match="the ranks did not start: " + expected):
+        asyncio.run(start())
+    joined.set()
+    assert not [
+        thread.name for thread in threading.enumerate() if "rank" in thread.name or thread.name == "millrace-orders"
+    ]
+
+
 def test_a_rank_that_cannot_load_ends_the_start_with_its_words(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def load_share(*_: Any) -> None:
         raise OSError(5, "Input/output error")
@@ -149,7 +187,9 @@ def test_a_rank_that_cannot_load_ends_the_start_with_its_words(folder: Path, mon
     expected = r"ranks did not start: rank 1 in order 1 \(the model\): OSError: \[Errno 5\] Input/output error"
     with captured_logs(), pytest.raises(ConfigError, match=expected):
         asyncio.run(start())
-    assert not [thread.name for thread in threading.enumerate() if "rank" in thread.name or "orders" in thread.name]
+    assert not [
+        thread.name for thread in threading.enumerate() if "rank" in thread.name or thread.name == "millrace-orders"
+    ]
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...model.checkpoint.tensor_shapes import expected_shapes
+from ...model.sharding.shard import WHOLE, RankShare, cuts_of
 from ...model.spec import DecoderSpec
 from ..config import EngineConfig
 from ..errors import ConfigError
@@ -93,9 +94,14 @@ class WeightsFit:
         return "fits" if weights + self.packing + self.cache <= self.free else "does not fit"
 
 
-def bytes_kept(shape: DecoderSpec, item_size: Callable[[str], float]) -> int:
-    """Bytes of a decoder's weights; `item_size(name)` is the bytes of one number of that tensor."""
-    return int(sum(math.prod(sizes) * item_size(name) for name, sizes in expected_shapes(shape).items()))
+def bytes_kept(shape: DecoderSpec, item_size: Callable[[str], float], shard: RankShare | None = None) -> int:
+    """Bytes of a decoder's weights; `item_size(name)` is the bytes of one number of that tensor.
+
+    `shard`: of the share of one rank.
+    """
+    cuts = {} if shard is None else cuts_of(shape, shard)
+    sizes = {name: cuts.get(name, WHOLE).shape(whole) for name, whole in expected_shapes(shape).items()}
+    return int(sum(math.prod(size) * item_size(name) for name, size in sizes.items()))
 
 
 def least_cache_bytes(config: EngineConfig, bytes_per_block: int, max_model_len: int) -> int:

@@ -103,6 +103,8 @@ def _load_over_ranks(
     kernels: kernel_set.KernelSet,
 ) -> Backend:
     """As `load_on_torch`, with a share of the model here and the others on other ranks. Steps are waited for."""
+    check_ranks(config, shape, device)
+    _check_fit(config, shape, torch_dtype(config, shape.dtype), max_model_len, device, free_bytes(device))
     tilings = tilings_of(config, device, kernels.name)
     phases.progress.begin("read")
     with phases("weights"):
@@ -252,9 +254,15 @@ def _emulated(
 def _check_fit(
     config: EngineConfig, shape: DecoderSpec, dtype: torch.dtype, max_model_len: int, device: torch.device, free: int
 ) -> None:
-    """Raises `ConfigError`, before loading, if weights and the least cache are larger than the free memory."""
-    weights, form = bytes_kept(shape, lambda _: dtype.itemsize), name_of(dtype)
-    cached = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim  # bytes of a token
+    """Raises `ConfigError`, before loading, if weights and the least cache are larger than the free memory.
+
+    On a CPU these are of all ranks, which share its memory; on a GPU of the first.
+    """
+    shards = [RankShare(rank, config.tensor_parallel_size) for rank in range(config.tensor_parallel_size)]
+    shards = shards if device.type == "cpu" else shards[:1]
+    weights, form = sum(bytes_kept(shape, lambda _: dtype.itemsize, shard) for shard in shards), name_of(dtype)
+    num_heads = len(shards) * len(range(shape.num_kv_heads)[shards[0].key_heads(shape.num_kv_heads)])
+    cached = 2 * shape.num_layers * num_heads * shape.head_dim  # bytes of a token
     cached *= 1 if config.kv_cache_dtype == "fp8" else dtype.itemsize
     fit = WeightsFit(
         name="",

@@ -35,8 +35,7 @@ class StartingRanks:
     def __init__(
         self, config: EngineConfig, root: Path, whole: DecoderSpec, device: torch.device, threads: ComputeThreads
     ) -> None:
-        """Raises `ConfigError`."""
-        check_ranks(config, whole, device)
+        """Raises `ConfigError`. Call `check_ranks` before."""
         self._config, self._whole, self._device = config, whole, device
         self._num_threads = max(1, threads.count // config.tensor_parallel_size)
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import struct
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from millrace.model.checkpoint import hub
+from millrace.model.checkpoint.tensor_shapes import expected_shapes
 from millrace.model.demo import WEIGHTS
 from millrace.model.errors import DownloadError
 from millrace.model.families.registry import read_spec
@@ -197,6 +199,24 @@ def test_the_smallest_cache_is_counted_in_the_dtype_of_the_cache() -> None:
         (told,) = [line for line in logs if line["event"] == "memory.fit"]
         found[dtype] = told["least_cache_bytes"]
     assert found["auto"] == 2 * found["fp8"] > 0
+
+
+def test_ranks_are_measured_together_on_a_cpu_and_one_by_one_on_gpus() -> None:
+    spec, found = read_spec(WEIGHTS), {}
+    for device in ("cpu", "cuda"):
+        config = EngineConfig(model=str(WEIGHTS), device=device, tensor_parallel_size=2)
+        with captured_logs() as logs:
+            check_torch_fit(config, spec, torch.float32, 64, torch.device(device), GIB)
+        (told,) = [line for line in logs if line["event"] == "memory.fit"]
+        found[device] = told["weights_bytes"], told["least_cache_bytes"]
+    sizes = {name: 4 * math.prod(shape) for name, shape in expected_shapes(spec).items()}
+    on_each = sum(size for name, size in sizes.items() if "norm" in name or "embed" in name)
+    both = sum(sizes.values()) + on_each
+    assert (found["cpu"][0], found["cuda"][0]) == (both, both // 2)
+    assert found["cpu"][1] == 2 * found["cuda"][1] > 0
+    config = EngineConfig(model=str(WEIGHTS), device="cuda", tensor_parallel_size=2)
+    with captured_logs(), pytest.raises(ConfigError, match="and cuda:1 has .* free: .*choose a smaller model"):
+        check_torch_fit(config, spec, torch.float32, 64, torch.device("cuda:1"), both // 2)
 
 
 def test_a_streamed_tensor_takes_its_bytes_and_twice_of_them_only_where_parts_are_put_together() -> None:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ...runtime.trace.format import ENGINE_STEPS
 from ...runtime.trace.tracer import EventKind, Records, in_order_of_time
 from .derived import ReadsTrace
 
@@ -29,6 +30,7 @@ class TimelineRow(NamedTuple):
     kind: int
     start: int  # tokens computed before
     num_tokens: int
+    time_us: int = 0
 
 
 @dataclass(slots=True)
@@ -47,7 +49,7 @@ class TimelinePiece:
 
 @dataclass(slots=True)
 class StepTimes:
-    """Start and end of completed steps; each array [T], in order."""
+    """Start and end of completed steps; each array [T], in order of the numbers."""
 
     numbers: NDArray[np.int64] = field(default_factory=lambda: NO_TIMES)
     begin_us: NDArray[np.int64] = field(default_factory=lambda: NO_TIMES)
@@ -59,11 +61,20 @@ class StepTimes:
         self.numbers = np.concatenate([self.numbers, done["step"].astype(np.int64)])
         self.begin_us = np.concatenate([self.begin_us, end_us - done["c"]])
         self.end_us = np.concatenate([self.end_us, end_us])
+        if np.any(np.diff(self.numbers) < 0):  # steps of several engine processes come mixed
+            order = np.argsort(self.numbers, kind="stable")
+            self.numbers, self.begin_us, self.end_us = self.numbers[order], self.begin_us[order], self.end_us[order]
 
     def between(self, first: int, last: int | None) -> slice:
-        """The slice of steps with numbers in [first, last); None: up to the newest."""
-        high = len(self.numbers) if last is None else int(np.searchsorted(self.numbers, last))
-        return slice(int(np.searchsorted(self.numbers, first)), high)
+        """The slice of steps with numbers in [first, last); None: up to the newest of the same engine process."""
+        last = first + ENGINE_STEPS if last is None else last
+        low, high = np.searchsorted(self.numbers, (first, last)).tolist()
+        return slice(low, high)
+
+    def until(self, first: int, time_us: int) -> slice:
+        """The slice of steps with numbers from `first`, of the same engine process, that ended by a time."""
+        done = self.between(first, None)
+        return slice(done.start, done.start + int(np.searchsorted(self.end_us[done], time_us, "right")))
 
 
 class Timeline:
@@ -153,8 +164,8 @@ class Timeline:
         self._steps.extend(records[records["kind"] == EventKind.STEP_DONE])
         ids = list(self._rows)
         own = np.isin(records["kind"], ROWS) & (records["a"] >= ids[0]) & (records["a"] <= ids[-1])
-        for _, kind, _, step, sequence_id, _, start, num_tokens in records[own].tolist():
-            self._rows[sequence_id].append(TimelineRow(step, kind, start, num_tokens))
+        for time_ns, kind, _, step, sequence_id, _, start, num_tokens in records[own].tolist():
+            self._rows[sequence_id].append(TimelineRow(step, kind, start, num_tokens, time_ns // 1000))
         names = self._readers[0].names()
         over = records[(records["kind"] == EventKind.REQUEST_FINISHED) & (records["a"] == self._first)]
         if len(over) and self._ended_us is None:
@@ -176,7 +187,10 @@ class Timeline:
                 continue
             is_prefill = row.kind == EventKind.ROW_EXTEND
             last = row.step + 1 if is_prefill else None if following is None else following.step
-            done = self._steps.between(row.step, last)
+            if last is None or 0 <= last - row.step < ENGINE_STEPS:
+                done = self._steps.between(row.step, last)
+            else:  # it went on in another engine process
+                done = self._steps.until(row.step, following.time_us if following is not None else 0)
             ends = self._steps.end_us[done] - self._arrival_us
             if not len(ends):
                 continue

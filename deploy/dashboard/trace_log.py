@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ...runtime.trace.format import RECORD_DTYPE
+from ...runtime.trace.format import ENGINE_STEPS, RECORD_DTYPE
 from ...runtime.trace.tracer import (
     EventKind,
     Records,
@@ -126,16 +126,22 @@ class StepFold:
         if not len(ends):
             return []
         ends = ends[np.argsort(ends[:, 1], kind="stable")]
-        self._open = {step: opened for step, opened in self._open.items() if step > ends[-1, 0]}
+        numbers = ends[:, 0]  # of all engine processes; those of one are in order
+        for step in [*self._open]:
+            if np.any((numbers >= step) & (numbers < step + ENGINE_STEPS)):
+                del self._open[step]
         return self._rows_of(ends)
 
     def _take_plain(self, records: Records) -> Ends:
         """The ends of steps that begin in these records and have PLAIN records only: 0.5 us each instead of 5."""
         if not len(records):
             return np.zeros((0, END_COLUMNS), np.int64)
+        first, last = int(records["step"].min()), int(records["step"].max())
+        if last - first >= ENGINE_STEPS:
+            is_first = records["step"] < first + ENGINE_STEPS  # those of one engine process
+            return np.concatenate([self._take_plain(some_of(records, some)) for some in (is_first, ~is_first)])
         planned, granted, done = (some_of(records, records["kind"] == kind) for kind in PLAIN)
-        first = int(records["step"].min())
-        counts = np.zeros((int(records["step"].max()) - first + 1, OPEN_COLUMNS), np.int64)  # by step: as in `_Open`
+        counts = np.zeros((last - first + 1, OPEN_COLUMNS), np.int64)  # by step: as in `_Open`
         counts[planned["step"].astype(np.intp) - first, 0] = planned["d"]
         for place, column in enumerate("abcd", 1):
             counts[granted["step"].astype(np.intp) - first, place] = granted[column]
@@ -204,7 +210,10 @@ class StepFold:
         if progress is None:
             return
         if progress.decodes_from >= 0:
-            progress.high = max(progress.high, progress.decodes_from + step - progress.step)
+            num_steps = step - progress.step
+            if not 0 <= num_steps < ENGINE_STEPS:
+                num_steps = 0  # it goes on in another engine process; how far it came in the first is not known
+            progress.high = max(progress.high, progress.decodes_from + num_steps)
             progress.decodes_from = -1
         if kind == EventKind.ROW_LEAVE:
             return

@@ -95,6 +95,7 @@ import numpy.typing as npt
 MAGIC = b"MRTRACE\0"
 VERSION = 1
 MAX_U32 = 2**32 - 1
+ENGINE_STEPS = 1 << 24  # steps whose numbers are further apart are of different engine processes
 NO_SLOT = MAX_U32  # in place of a slot: none
 
 # The header: fixed part, then the table of names, then the records.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import struct
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from .format import FIELDS, RECORD_DTYPE, WHOLE, EventKind, Records
+from .format import ENGINE_STEPS, FIELDS, RECORD_DTYPE, WHOLE, EventKind, Records
 
 MOST_KINDS = 1 << 16
 
@@ -65,16 +66,18 @@ def token_times(records: Records) -> dict[int, list[tuple[int, int]]]:
     """
     done = {int(r["step"]): int(r["time_ns"]) for r in records[records["kind"] == EventKind.STEP_DONE]}
     rows = records[np.isin(records["kind"], (EventKind.ROW_EXTEND, EventKind.ROW_DECODE, EventKind.ROW_LEAVE))]
-    last_step = max(done, default=0)
+    numbers = sorted(done)
     history: dict[int, list[tuple[int, int]]] = {}  # sequence_id -> (step, kind), in order
     for row in rows:
         history.setdefault(int(row["a"]), []).append((int(row["step"]), int(row["kind"])))
     timeline: dict[int, list[tuple[int, int]]] = {}
     for sequence_id, events in history.items():
         steps: list[int] = []
-        for (step, kind), (next_step, next_kind) in zip(events, [*events[1:], (last_step + 1, 0)], strict=True):
+        for (step, kind), (next_step, next_kind) in zip(events, [*events[1:], (-1, 0)], strict=True):
             if kind == EventKind.ROW_DECODE:
-                steps.extend(range(step, next_step))
+                is_near = 0 <= next_step - step < ENGINE_STEPS  # else it has none, or in another engine process
+                end = next_step if is_near else step + ENGINE_STEPS
+                steps.extend(numbers[bisect_left(numbers, step) : bisect_left(numbers, end)])
             elif kind == EventKind.ROW_EXTEND and next_kind == EventKind.ROW_DECODE:
                 steps.append(step)
         timeline[sequence_id] = [(step, done[step]) for step in steps if step in done]

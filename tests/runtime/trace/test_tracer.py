@@ -315,6 +315,17 @@ def test_the_token_timeline_follows_from_changes_of_membership_alone():
     assert steps.derived() == steps.expected
 
 
+def test_the_token_timeline_of_one_engine_process_has_no_steps_of_another():
+    steps, others, other = Steps(), Steps(), 1 << 31  # its steps begin there
+    others.tracer, others.rows = steps.tracer, StepRows(steps.tracer, 0, num_slots=8)
+    steps.step(1, (0, 70, 0, 16), gives=(70,))
+    others.step(other, (1, 71, 0, 16), gives=(71,))
+    steps.step(2, (0, 70, 16, 1), gives=(70,))
+    others.step(other + 1, (1, 71, 16, 1), gives=(71,))
+    steps.step(3, (0, 70, 17, 1), gives=(70,))
+    assert steps.derived() == steps.expected | others.expected
+
+
 def test_steady_decoding_writes_no_row_and_a_change_writes_only_itself():
     steps = Steps()
     for step in range(1, 50):

@@ -37,7 +37,7 @@ def ran(folder: Path, parts: list[Part], budget_s: float = 60.0) -> tuple[int, d
 @pytest.mark.slow
 def test_whatever_becomes_of_a_part_the_next_one_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = ["out_of_memory", "raises", "dies", "hangs", "works"]
-    parts = [planted(name, "one", 1.0 if name == "hangs" else 20.0) for name in names]
+    parts = [planted(name, "one", 4.0 if name == "hangs" else 20.0) for name in names]
     status, found = ran(tmp_path, parts)
     assert status == 1 and list(found) == names
     assert all(part["rows"] == [{"name": "it", "us": 2.0, "floor_us": 1.0}] for part in found.values())

@@ -27,6 +27,7 @@ from ....model.spec import DecoderSpec
 from ....runtime.device_streams.interface import DeviceStreams
 from ....runtime.env.cpus import ComputeThreads
 from ....runtime.env.log import get_logger
+from ....runtime.processes.order_line import LineEnded
 from ....runtime.startup.load_progress import LoadProgress
 from ....runtime.startup.phases import Phases
 from ...config import EngineConfig, ModelImpl
@@ -44,7 +45,7 @@ from ..weight_use import weight_use
 from ..weights_fit import WeightsFit, bytes_kept, least_cache_bytes, smaller_forms
 from .fitted_runner import backend_name, fit_runner, free_bytes, most_rows_of
 from .kv_dtype import check_kv_dtype
-from .ranks import StartingRanks, check_ranks, probe_ranks
+from .ranks import StartingRanks, check_ranks, probe_ranks, ranks_not_started
 from .share import load_share, with_adapter_places
 from .tilings import log_products, tilings_of
 
@@ -122,6 +123,9 @@ def _load_over_ranks(
         log_products(tilings, backend.runner.decoder)
         if backend.rates is None:  # from which the time of a step is expected
             measure_token_s(backend.runner, config, backend.max_model_len, phases.clock)
+    except LineEnded as error:
+        leader.close()
+        raise ranks_not_started(config, error) from None
     except BaseException:
         leader.close()
         raise

@@ -41,14 +41,14 @@ class StartingRanks:
         try:
             self._started = executor_of(config, self._num_threads).start_ranks(config.tensor_parallel_size)
         except (OSError, ThreadNotStarted) as error:
-            raise self._not_started(error) from None
+            raise ranks_not_started(self._config, error) from None
         try:
             self._line = OrderLine(self._started.members, CODEC, self._started.abort)
         except (OSError, ThreadNotStarted) as error:
             for member in self._started.members:
                 member.kill()
             self._started.close()
-            raise self._not_started(error) from None
+            raise ranks_not_started(self._config, error) from None
         self._line.on_end += [
             lambda cause: log.error("ranks.ended", cause=cause),
             lambda cause: self._started.unlink(),
@@ -59,7 +59,7 @@ class StartingRanks:
             self._loading = self._line.send_each(self._setups(root), "the model")
         except LineEnded as error:
             self.close()
-            raise self._not_started(error) from None
+            raise ranks_not_started(self._config, error) from None
 
     def join(self) -> RankLeader:
         """Waits until all have loaded, and joins their sums to this process's, rank 0. Raises `ConfigError`."""
@@ -70,7 +70,7 @@ class StartingRanks:
             comm = line.unless_ended(lambda: started.join(self._device))  # for which the backend waits for an hour
             line.answers(joining)
         except (LineEnded, RuntimeError, OSError) as error:
-            raise self._not_started(error) from None
+            raise ranks_not_started(self._config, error) from None
         if self._device.type == "cpu":  # NOTE: NCCL comes back to the folder with its first sum
             started.unlink()
         threads = self._num_threads if self._device.type == "cpu" else None
@@ -98,9 +98,10 @@ class StartingRanks:
             for rank in range(1, size)
         ]
 
-    def _not_started(self, error: Exception) -> ConfigError:
-        size = self._config.tensor_parallel_size
-        return ConfigError(f"tensor_parallel_size = {size}: the ranks did not start: {error}")
+
+def ranks_not_started(config: EngineConfig, error: Exception) -> ConfigError:
+    """What a start raises for an error of the ranks."""
+    return ConfigError(f"tensor_parallel_size = {config.tensor_parallel_size}: the ranks did not start: {error}")
 
 
 def check_ranks(config: EngineConfig, whole: DecoderSpec, device: torch.device) -> None:

@@ -25,7 +25,7 @@ from millrace.stages.backends.torch import rank, ranks
 from millrace.stages.config import EngineConfig
 from millrace.stages.engine.engine import Engine
 from millrace.stages.errors import ConfigError
-from millrace.stages.executor.orders import JoinRanks, RankSetup
+from millrace.stages.executor.orders import JoinRanks, MakeCache, RankSetup
 from millrace.stages.outputs import RequestOutput
 from millrace.stages.params import SamplingParams
 from millrace.stages.structured_outputs import StructuredOutputs
@@ -140,16 +140,16 @@ def test_what_ranks_cannot_share_is_refused(folder: Path, settings: dict[str, An
         asyncio.run(start())
 
 
-@pytest.mark.parametrize("is_lost", [True, False])
+@pytest.mark.parametrize("lost", [JoinRanks, MakeCache, None])
 def test_a_start_without_the_others_or_a_thread_ends_at_once_and_leaves_none(
-    folder: Path, is_lost: bool, monkeypatch: pytest.MonkeyPatch
+    folder: Path, lost: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank that is gone before it joins, or no thread that reads the answers."""
+    """A rank that is gone before it joins or has a cache, or no thread that reads the answers."""
 
     obey = rank.RankWorker.obey
 
     def fail(worker: rank.RankWorker, order: Any) -> Any:
-        if isinstance(order, JoinRanks):
+        if isinstance(order, lost):
             raise OSError(5, "Input/output error")
         return obey(worker, order)
 
@@ -161,12 +161,14 @@ def test_a_start_without_the_others_or_a_thread_ends_at_once_and_leaves_none(
             pass
 
     joined = threading.Event()
-    if is_lost:
+    if lost:
         monkeypatch.setattr(rank.RankWorker, "obey", fail)
+    if lost is JoinRanks:
         monkeypatch.setattr(ThreadGroup, "comm", lambda *_: joined.wait())  # rank 0's
-    else:
+    if lost is None:
         monkeypatch.setattr(order_line, "start_thread", refuse)
-    expected = r"rank 1 in order 2 \(joining\): OSError" if is_lost else "thread millrace-orders cannot be started"
+    expected = r"rank 1 in order \d \((joining|a cache of \d+ blocks)\): OSError"
+    expected = expected if lost else "thread millrace-orders cannot be started"
     with captured_logs(), pytest.raises(ConfigError, match="the ranks did not start: " + expected):
         asyncio.run(start())
     joined.set()

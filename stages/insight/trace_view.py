@@ -11,6 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
+from ...runtime.trace.format import ENGINE_STEPS
 from ...runtime.trace.tracer import EventKind, Records, some_of
 
 # Names of stages in the engine's pipeline that the analysis treats specially.
@@ -147,7 +148,11 @@ class TraceView:
         begins = service_ends - records["c"].astype(np.int64) * 1000
         name = self.names[int(records["source"][0])]
         steps, num_items = records["step"].astype(np.int64), records["a"].astype(np.int64)
-        return StageBatches(name, steps, num_items, begins, service_ends, ends)
+        columns = (steps, num_items, begins, service_ends, ends)
+        if len(steps) and int(steps.max()) - int(steps.min()) >= ENGINE_STEPS:  # of several engine processes, mixed
+            order = np.argsort(steps, kind="stable")
+            columns = tuple(column[order] for column in columns)  # type: ignore[assignment]
+        return StageBatches(name, *columns)
 
     def _places_by_step(self, kind: EventKind) -> dict[int, int]:
         found = self._step_places.get(kind)

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
 
-from ...runtime.trace.tracer import EventKind
+from ...runtime.trace.format import ENGINE_STEPS
+from ...runtime.trace.tracer import EventKind, Records
 from .trace_view import SAMPLE, SCHEDULE, StageBatches, TraceView
 
 Kind = Literal["service", "wait", "blocked", "preempted", "client"]
@@ -166,23 +168,36 @@ def _steps(view: TraceView, sequence_ids: range, end_ns: int) -> list[StepPart]:
     """The request's steps, without void ones, up to the last one granted before `end_ns`."""
     prompts: dict[int, int] = {}
     decodes: dict[int, int] = {}
-    granted = view.of(EventKind.STEP_GRANTED)
-    place = int(np.searchsorted(granted["time_ns"], end_ns, "right")) - 1
-    last_step = int(granted["step"][place]) if place >= 0 else -1
     for sequence_id in sequence_ids:
         rows, num_prompt = view.rows_of(sequence_id), view.num_prompt_tokens(sequence_id)
-        for row, next_step in zip(rows, [*rows["step"][1:].tolist(), last_step + 1], strict=bool(len(rows))):
+        for row, following in pairwise([*rows, None]):
             step = int(row["step"])
+            next_step, until_ns = None, end_ns
+            if following is not None:
+                next_step = int(following["step"])
+                if not 0 <= next_step - step < ENGINE_STEPS:  # it went on in another engine process
+                    next_step, until_ns = None, min(end_ns, int(following["time_ns"]))
+            last_step = _last_step(view.of(EventKind.STEP_GRANTED), step, until_ns)
+            if last_step < step:
+                continue
             if row["kind"] == EventKind.ROW_EXTEND:
                 prompts[step] = prompts.get(step, 0) + int(row["d"])
             elif row["kind"] == EventKind.ROW_DECODE:
                 if int(row["c"]) < num_prompt:  # the rest of a prompt may be a single token
                     prompts[step] = prompts.get(step, 0) + 1
                     step += 1
-                for later in range(step, min(next_step, last_step + 1)):
+                end = last_step + 1 if next_step is None else min(next_step, last_step + 1)
+                for later in range(step, end):
                     decodes[later] = decodes.get(later, 0) + 1
     steps = sorted({*prompts, *decodes} - view.void_steps)
-    return [StepPart(step, prompts.get(step, 0), decodes.get(step, 0)) for step in steps if step <= last_step]
+    return [StepPart(step, prompts.get(step, 0), decodes.get(step, 0)) for step in steps]
+
+
+def _last_step(granted: Records, first: int, time_ns: int) -> int:
+    """The last step from `first` on, of the same engine process, granted by a time; `first - 1` if there is none."""
+    steps = granted["step"][: int(np.searchsorted(granted["time_ns"], time_ns, "right"))].astype(np.int64)
+    steps = steps[(steps >= first) & (steps < first + ENGINE_STEPS)]
+    return int(steps.max()) if len(steps) else first - 1
 
 
 def _preempted(view: TraceView, sequence_ids: range, end_ns: int) -> list[TimeBar]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from millrace.deploy.dashboard.timeline import Timeline
 from millrace.deploy.dashboard.trace_log import StepFold
 from millrace.runtime.trace.tracer import EventKind, Tracer
+from millrace.stages.insight.trace_view import TraceView
+from millrace.stages.insight.waterfall import waterfall
 
 OTHER = 1 << 31  # the first step of the second engine process
 
@@ -47,6 +49,21 @@ def test_tokens_of_a_request_are_those_of_the_engine_that_has_it_also_when_it_mo
     timeline.refresh()
     assert (found := timeline.to_json()) is not None
     assert found["sequences"][0]["ticks_us"] == [100, 300, 500, 700, 800, 1_000]
+
+
+def test_the_waterfall_of_a_request_has_the_steps_of_its_engine_also_when_it_moves() -> None:
+    engines = Engines()
+    for step, row in ((1, (0, 16)), (2, (16, 1)), (3, ())):
+        engines.step(step, *row)
+        engines.step(OTHER + step)
+    for has_moved in (False, True):
+        if has_moved:
+            for step, row in ((OTHER + 4, (0, 19)), (OTHER + 5, (19, 1)), (40, ()), (OTHER + 6, ())):
+                engines.step(step, *row)
+        fall = waterfall(TraceView(engines.tracer.read_all(), engines.tracer.readers()[0].names()), 7)
+        assert fall is not None
+        expected = [1, 2, 3, *((OTHER + 4, OTHER + 5, OTHER + 6) if has_moved else ())]
+        assert [part.step for part in fall.steps] == expected
 
 
 def test_steps_of_one_engine_keep_their_rows_while_others_end_and_a_move_wastes_no_more_than_it_computes() -> None:

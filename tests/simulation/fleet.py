@@ -10,7 +10,8 @@ besides those of `world.py`:
     I17  the first new token of a resumed answer is the next one
     I18  nothing is left on the edges of a lost link
     I19  a process that serves gets requests: none fails, and none is refused, while one is left
-    I20  a request that kills ends at most two processes, and no other request ends for it
+    I20  a request that kills ends at most two processes, three if one ended before the news that it ran, and no other
+         request ends for it
 """
 
 from __future__ import annotations
@@ -226,7 +227,9 @@ class FleetWorld(World):
         ):
             self.kills[poison] += 1
             self.strikes[POISON] += 1
-            _note(self, self.kills[poison] <= 2, f"I20: {poison} has ended {self.kills[poison]} processes")
+            live = self.engine._table._live.get(poison)
+            most = 2 if live is None or not live.num_deaths_unrun else 3
+            _note(self, self.kills[poison] <= most, f"I20: {poison} has ended {self.kills[poison]} processes of {most}")
             child.kill()
 
     # -- checks

@@ -17,7 +17,7 @@ from millrace.kernels.native import build, machine
 from millrace.kernels.native.model import NativeModel
 from millrace.kernels.native.shape import DType
 from tests.counts import FULL
-from tests.kernels.native.test_native import DTYPES, MODELS, SETS
+from tests.kernels.native.test_native import AVAILABLE, DTYPES, MODELS, SETS
 from tests.kernels.native.test_native_likeliest import Both, large_checkpoint
 from tests.kernels.native.test_native_shares import Still
 from tests.kernels.native_oracle import Array, Checkpoint, Run
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(
     not machine.instruction_sets() or build.find_compiler() is None, reason="no AVX2, or no C++ compiler"
 )
 
-IN_VECTORS = next((name for name in machine.instruction_sets() if name != "amx"), None)
+IN_VECTORS = next((name for name in AVAILABLE if name != "amx"), None)
 
 
 def by_two(instruction_set: str | None) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from millrace.kernels.native.model import NativeModel
 from millrace.kernels.native.shape import Bools, DType, Longs, Quantization
 from millrace.kernels.native.slot_step import NativeChooser
 from tests.counts import FULL
-from tests.kernels.native.test_native import DTYPES, SETS
+from tests.kernels.native.test_native import AVAILABLE, DTYPES, SETS
 from tests.kernels.native.test_native_slots import Slots
 from tests.kernels.native_oracle import Array, Checkpoint, Run
 
@@ -224,8 +224,11 @@ def test_so_they_have_where_the_head_is_tied_and_where_rows_are_no_whole_vectors
 
 def test_a_screen_tells_the_same_with_all_instructions_of_avx512() -> None:
     """Sums of whole numbers are exact. By one thread, as it depends on who is first what is looked at closer."""
+    names = [each for each in AVAILABLE if each != "avx2"]
+    if len(names) < 2:
+        pytest.skip("the sets between are built with MILLRACE_FULL=1")
     told = []
-    for name in (each for each in machine.instruction_sets() if each != "avx2"):
+    for name in names:
         run = Both(large("float32", name, num_threads=1, hidden_size=150))
         for count in FEW:
             run.of({len(run._tables): [i * 37 % LARGE for i in range(count)]})

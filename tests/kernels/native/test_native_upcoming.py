@@ -15,7 +15,7 @@ import pytest
 from millrace.kernels.native import build, machine
 from millrace.kernels.native.model import NativeModel
 from millrace.kernels.native.shape import DType
-from tests.kernels.native.test_native import DTYPES, SETS
+from tests.kernels.native.test_native import AVAILABLE, DTYPES, SETS
 from tests.kernels.native_oracle import Array, Checkpoint, Run
 
 pytestmark = pytest.mark.skipif(
@@ -189,7 +189,7 @@ def test_weights_that_a_cache_may_hold_as_a_whole_are_not_measured(compiled: cty
 
 NUM_SEQUENCES, NUM_CONTEXT = 16, 40  # two tiles of rows and more
 PLENTY = 1 << 24  # bytes that are kept
-IN_VECTORS = next((name for name in machine.instruction_sets() if name != "amx"), None)
+IN_VECTORS = next((name for name in AVAILABLE if name != "amx"), None)
 # Products long enough that all is fetched in time.
 LONG: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 4096}
 TILES_OF_16 = 16 * 32 * 2  # bytes of a tile: 16 keys by 32 numbers of bf16

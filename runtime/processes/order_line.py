@@ -136,7 +136,7 @@ class OrderLine:
             raise LineEnded(self.cause)
 
     def send(self, order: Any, about: str, work: int = 0) -> int:
-        """Sends an order to all members. Raises `LineEnded`, and `WireError` for one too large, which nobody has got.
+        """Sends an order to all members. Raises `LineEnded`, and `WireError` for one too large, which none gets.
 
         `about` is what it is, in words; `work` is a measure of its time, as the tokens of a step.
         """

@@ -11,11 +11,11 @@ from ..config import EngineConfig
 from ..errors import Failed
 from ..exit.outboxes import Outboxes
 from ..split.engine_core import EngineCore
+from ..split.trials import watch_trial
 from .core_set import CoreSet
 from .fleet_requests import FleetRequests
 
 LOOK_S = 0.005  # between two looks at a trial
-TRIAL_S = 30.0  # without a token; then a suspect's prompt takes long, and the others wait no longer
 SPARE_STEPS = 2  # that an engine process may be ahead of what it has sent, besides those in flight
 
 log = get_logger("millrace.stages")
@@ -125,17 +125,13 @@ class Resuming:
         client = core.client
         self._table.begin_trial(request_id, core.index)
         await self._send(request_id, core)
-        last, since_s = 0, self._env.now()
-        while self._exit.is_live(request_id) and core.is_serving and core.client is client:
-            found = self._table.num_trial_tokens(core.index)
-            outbox = self._exit.live[request_id]
-            num_left = sum(self._exit.awaits(choice.sequence_id) for choice in outbox.choices)
-            if found >= self._num_tokens * num_left or any(one.is_parked for one in outbox.choices):
-                break
-            if found > last:
-                last, since_s = found, self._env.now()
-            elif self._env.now() - since_s > TRIAL_S:
-                break
-            await self._env.sleep(LOOK_S)
-        if core.is_serving and core.client is client:
-            self._table.end_trial(core.index)
+        await watch_trial(
+            self._env,
+            self._exit,
+            self._table,
+            request_id,
+            lambda outbox: self._num_tokens * sum(self._exit.awaits(one.sequence_id) for one in outbox.choices),
+            lambda: not core.is_serving or core.client is not client,
+            core=core.index,
+            look_s=LOOK_S,
+        )

@@ -25,6 +25,7 @@ from ..exit.outboxes import Outboxes
 from ..messages import TokenRequest
 from .inflight_requests import InflightRequests
 from .process_client import EngineClient, EngineDied
+from .trials import watch_trial
 
 MAX_DEATHS = 5  # of engine processes within DEATHS_S; after one more, restarts are given up
 DEATHS_S = 120.0
@@ -32,7 +33,6 @@ MAX_STARTS = 8  # failed ones in a row, with pauses between them: 31.5 s in all
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0
 TRIAL_TOKENS = 32  # of each sequence of a suspect: more than an engine process can be ahead of the front process
 LONGER = 8  # times as many tokens for a suspect that has passed a trial and ran during a further death
-TRIAL_S = 30.0  # without a token; then a suspect's prompt takes long, and the others wait no longer
 LOOK_S = 0.02  # between two looks at a trial
 
 log = get_logger("millrace.stages")
@@ -187,19 +187,15 @@ class ProcessKeeper:
     async def _try(self, client: EngineClient, request_id: str) -> None:
         """Waits until a suspect has ended, has outlived its trial, or has ended the process."""
         num_tokens = TRIAL_TOKENS * LONGER ** self._table.begin_trial(request_id)
-        last, since_s = 0, self._env.now()
-        while self._exit.is_live(request_id) and not client.died.done():
-            found = self._table.num_trial_tokens()
-            outbox = self._exit.live[request_id]
-            if found >= num_tokens * outbox.request.num_sequences or any(one.is_parked for one in outbox.choices):
-                break
-            if found > last:
-                last, since_s = found, self._env.now()
-            elif self._env.now() - since_s > TRIAL_S:
-                break
-            await self._env.sleep(LOOK_S)
-        if not client.died.done():
-            self._table.end_trial()
+        await watch_trial(
+            self._env,
+            self._exit,
+            self._table,
+            request_id,
+            lambda outbox: num_tokens * outbox.request.num_sequences,
+            client.died.done,
+            look_s=LOOK_S,
+        )
 
 
 def _for_clients(error: Exception) -> str:

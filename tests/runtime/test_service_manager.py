@@ -59,7 +59,7 @@ def test_the_interval_is_that_of_this_process_in_seconds(environ: dict[str, str]
 def test_without_an_address_that_is_supported_nothing_is_watched(address: str) -> None:
     manager = ServiceManager.take({"NOTIFY_SOCKET": address, "WATCHDOG_USEC": "1000000"})
     assert manager.watchdog_s is None
-    manager.ready("to nobody")
+    manager.ready("unheard")
 
 
 def test_children_inherit_no_address() -> None:

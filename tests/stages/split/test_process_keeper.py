@@ -19,7 +19,7 @@ from millrace.stages.errors import Failed, Unavailable
 from millrace.stages.exit.outboxes import Outboxes
 from millrace.stages.messages import Prompt, Request, TokenRequest
 from millrace.stages.params import SamplingParams
-from millrace.stages.split import process_keeper
+from millrace.stages.split import process_keeper, trials
 from millrace.stages.split.inflight_requests import InflightRequests
 from millrace.stages.split.process_keeper import MAX_DEATHS, MAX_STARTS, ProcessKeeper
 from tests.stages.split.test_split import tokens
@@ -283,9 +283,9 @@ def test_a_trial_ends_with_its_request_or_when_nothing_comes_for_long(monkeypatc
         await front.env.sleep(0.1)
         front.exit.end("b", "cancel")  # is on trial
         monkeypatch.setattr(front, "_next", lambda *_: None)  # a makes no token, as with a long prompt
-        await front.env.sleep(process_keeper.TRIAL_S / 2)
+        await front.env.sleep(trials.TRIAL_S / 2)
         assert front.keeper.away is not None
-        await front.env.sleep(process_keeper.TRIAL_S)
+        await front.env.sleep(trials.TRIAL_S)
         assert front.keeper.away is None and set(front.exit.live) == {"a"}
 
     run(test)

@@ -17,6 +17,7 @@ from millrace.stages.messages import Started
 from millrace.stages.outputs import RequestOutput
 from millrace.stages.params import SamplingParams
 from millrace.stages.sample.logits_processor import LogitsProcessor
+from tests.counts import FULL
 from tests.model.checkpoints import make_checkpoint
 from tests.stages.late_engines import SMALL, Ask, both, greedy, late, prompts, run
 
@@ -46,7 +47,7 @@ def test_penalties_bias_and_least_lengths_are_the_devices_own_business(checkpoin
     assert len({tuple(answer[0][0]) for answer in ran.answers}) == len(asks)
 
 
-@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+@pytest.mark.parametrize("mode", ["processed_logprobs", *["raw_logprobs"] * FULL])
 def test_log_probabilities_come_with_the_tokens_and_no_step_waits(checkpoint: Path, mode: str) -> None:
     asks = among_plain(greedy(9, logprobs=5), greedy(9, logprobs=0, presence_penalty=1.0), greedy(9, logprobs=20))
     right, ran = both(checkpoint, asks, late(), logprobs_mode=mode)
@@ -118,7 +119,7 @@ def test_a_users_processor_sees_the_tokens_it_asked_for_in_order(checkpoint: Pat
         assert all(this != that for this, that in zip(ids, ids[1:], strict=False))
 
 
-@pytest.mark.parametrize("width", [3, 12])  # the second needs more candidates than the device returns
+@pytest.mark.parametrize("width", [12, *[3] * FULL])  # the first needs more candidates than the device returns
 def test_a_beam_search_among_answers_finds_what_it_would_find(checkpoint: Path, width: int) -> None:
     async def ask(streams: Any) -> list[list[int]]:
         env = LiveEnv(0)

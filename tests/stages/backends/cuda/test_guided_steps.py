@@ -22,6 +22,7 @@ from millrace.stages.backends.cuda.step_submission import StepSubmitter
 from millrace.stages.engine.engine import Engine
 from millrace.stages.params import SamplingParams, ThinkingBudget
 from millrace.stages.sample.token_constraints import TokenConstraints
+from tests.counts import FULL
 from tests.model.checkpoints import make_checkpoint
 from tests.stages.grants import started
 from tests.stages.late_engines import Ask, Ran, both, greedy, late, prompts, run
@@ -69,7 +70,7 @@ def is_guided_throughout(ran: Ran) -> bool:
     return ran.num_attended == 0 and ran.num_eager == 0 < ran.num_steps
 
 
-@pytest.mark.parametrize("steps_in_flight", [1, 2, 4])
+@pytest.mark.parametrize("steps_in_flight", [1, 4, *[2] * FULL])
 def test_guided_rows_get_the_tokens_of_a_synchronous_device_in_graphs(checkpoint: Path, steps_in_flight: int) -> None:
     asks = among_plain(EVERYTHING)
     right, ran = both(checkpoint, asks, late(steps_in_flight), steps_in_flight=steps_in_flight)
@@ -78,7 +79,7 @@ def test_guided_rows_get_the_tokens_of_a_synchronous_device_in_graphs(checkpoint
     assert any(re.fullmatch(DATE, text) for text in texts) and any(re.fullmatch("(ab|cd){3,9}", text) for text in texts)
 
 
-@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+@pytest.mark.parametrize("mode", ["raw_logprobs", *["processed_logprobs"] * FULL])
 def test_log_probabilities_are_those_of_the_guided_choice(checkpoint: Path, mode: str) -> None:
     params = (
         regex(DATE, 5, logprobs=4),

@@ -24,6 +24,7 @@ from millrace.stages.errors import ConfigError
 from millrace.stages.messages import StepGrant
 from millrace.stages.outputs import GraphBatch
 from millrace.stages.params import SamplingParams
+from tests.counts import FULL
 from tests.model.checkpoints import make_checkpoint
 from tests.runtime.device_streams.host_streams import HostStreams
 from tests.stages.late_engines import SMALL, both, greedy, late, prompts, run
@@ -39,7 +40,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # -- steps that are submitted and not waited for
 
 
-@pytest.mark.parametrize("steps_in_flight", [1, 2, 4])
+@pytest.mark.parametrize("steps_in_flight", [1, 4, *[2] * FULL])
 @pytest.mark.parametrize("is_eager", [False, True], ids=["graphs", "eager"])
 def test_greedy_answers_are_the_same_whatever_is_in_flight(
     checkpoint: Path, steps_in_flight: int, is_eager: bool

@@ -17,7 +17,7 @@ import orjson
 from numpy.typing import NDArray
 
 from ..messages import StepDone, TokenRequest
-from ..schedule.step_time_model import StepContents, least_squares
+from ..schedule.step_timing.step_time_model import StepContents, least_squares
 from .format import Fields, InvalidValue, MessageFields, RecordedEngine, read_engine
 from .reader import AllocateCall, Recording, RecordingError, ScheduleCall
 

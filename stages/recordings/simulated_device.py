@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ..config import MAX_SPECULATIVE_TOKENS
 from ..messages import Bools, Guess, Indices, Ints, StepDone, StepGrant
 from ..schedule.slot_table import SlotTable
-from ..schedule.step_time_model import StepContents
+from ..schedule.step_timing.step_time_model import StepContents
 from .cost_model import CostModel
 from .repetition import GuessOutcome, Repetition
 

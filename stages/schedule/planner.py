@@ -17,8 +17,8 @@ from .admitter import Admitter
 from .lifecycle import SequenceLifecycle
 from .service_order import SteadyDemand, TokenDemand
 from .speculation import Speculation
-from .step_budget import PrefillDemand, StepBudget
-from .step_time_model import StepContents
+from .step_timing.step_budget import PrefillDemand, StepBudget
+from .step_timing.step_time_model import StepContents
 
 
 @message

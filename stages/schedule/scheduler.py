@@ -21,8 +21,8 @@ from .policy import Policy
 from .sequence import Sequence, State
 from .service_order import SteadyDemand, TokenDemand
 from .speculation import Speculation
-from .step_budget import StepBudget
-from .step_time_model import StepContents
+from .step_timing.step_budget import StepBudget
+from .step_timing.step_time_model import StepContents
 
 MAX_VOIDS_ALONE = 2  # steps that may fail with this sequence alone in them, before it fails for good
 LOAD_FAILED = "adapter_load_failed"  # code of the error

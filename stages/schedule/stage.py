@@ -15,11 +15,11 @@ from ..array_checks import num_true
 from ..errors import RequestError
 from ..messages import Guess, PlanReport, Started, StepDone, StepPlan, StepVoid, TokenRequest
 from .ngram_drafter import GuessesTokens
-from .plan_timing import PlanTimer
 from .policy import Policy
 from .queue_trace import QueueTrace
 from .scheduler import Scheduler, StepLimits
 from .sequence import Sequence as ScheduledSequence
+from .step_timing.plan_timing import PlanTimer
 
 if TYPE_CHECKING:
     from ..call_log import CallLog

@@ -39,13 +39,13 @@ from ..config import EngineConfig, not_for_encoders
 from ..device.device import Device
 from ..engine.wiring import CoreStages
 from ..errors import ConfigError, Failed
+from ..loading.model_files import check_same_files, file_digests
 from ..messages import Started, StepTokens, TokenRequest
 from ..pipeline import ENTRY_CAPACITY, TEXT_CAPACITY, TO_DETOKENIZE, TO_SCHEDULE, build_core_pipeline
 from ..recordings.writer import RecordingWriter
 from .compiled_grammars import CompiledGrammars
 from .core_adapters import CoreAdapters
 from .core_exit import CoreExit
-from .model_files import check_same_files, file_digests
 from .protocol import (
     CODEC,
     Admitted,

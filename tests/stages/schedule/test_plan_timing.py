@@ -21,11 +21,18 @@ from millrace.stages.recordings.replay import DEAF, Replay, ReplayedCore
 from millrace.stages.recordings.simulated_device import SimulatedDevice
 from millrace.stages.recordings.simulation import Simulation, SimulationResult
 from millrace.stages.recordings.workloads import Workload, WorkloadRequest
-from millrace.stages.schedule import plan_timing
-from millrace.stages.schedule.plan_timing import FIRST_SHARE, LEAST_S, LONG_STEP_S, RETURN_S, SHORT_STEP_S, PlanTimer
 from millrace.stages.schedule.scheduler import Scheduler
-from millrace.stages.schedule.step_budget import StepBudget
-from millrace.stages.schedule.step_time_model import StepContents
+from millrace.stages.schedule.step_timing import plan_timing
+from millrace.stages.schedule.step_timing.plan_timing import (
+    FIRST_SHARE,
+    LEAST_S,
+    LONG_STEP_S,
+    RETURN_S,
+    SHORT_STEP_S,
+    PlanTimer,
+)
+from millrace.stages.schedule.step_timing.step_budget import StepBudget
+from millrace.stages.schedule.step_timing.step_time_model import StepContents
 from tests.stages.recorded_runs import TIGHT, record
 from tests.stages.schedule.plans import request
 from tests.stages.schedule.test_step_budget import ENGINE, MODEL, STREAMS, steps

@@ -19,7 +19,7 @@ from millrace.stages.recordings.reader import Recording, ScheduleCall
 from millrace.stages.recordings.replay import Replay
 from millrace.stages.recordings.simulation import Simulation, SimulationResult
 from millrace.stages.recordings.workloads import Workload, WorkloadRequest
-from millrace.stages.schedule.step_budget import (
+from millrace.stages.schedule.step_timing.step_budget import (
     FIRST_TOKENS,
     LEAST_TOKENS,
     MOST_INSPECTED,
@@ -31,7 +31,7 @@ from millrace.stages.schedule.step_budget import (
     stretch,
     tokens_within,
 )
-from millrace.stages.schedule.step_time_model import StepContents, StepTimeCosts, StepTimeModel
+from millrace.stages.schedule.step_timing.step_time_model import StepContents, StepTimeCosts, StepTimeModel
 from tests.stages import recorded_runs
 from tests.stages.recorded_runs import TIGHT, record
 
@@ -270,7 +270,7 @@ def test_long_prompts_delay_answers_by_no_more_than_the_target_and_finish_as_fas
 def test_a_burst_of_prompts_gets_through_faster_than_the_target_alone_would_let_it(monkeypatch: pytest.MonkeyPatch):
     burst = [WorkloadRequest(0.5 + 0.01 * i, num_prompt=1000, num_answer=2) for i in range(8)]  # 2.8 s of computing
     stretched = simulate(*STREAMS, *burst, target_ms=20.0)
-    monkeypatch.setattr("millrace.stages.schedule.step_budget.MOST_STRETCH", 1.0)
+    monkeypatch.setattr("millrace.stages.schedule.step_timing.step_budget.MOST_STRETCH", 1.0)
     held = simulate(*STREAMS, *burst, target_ms=20.0)
     ttft_s = [float(np.mean([each.ttft_s for each in result.outcomes[8:]])) for result in (stretched, held)]  # type: ignore[misc]
     assert ttft_s[0] < 0.9 * ttft_s[1]

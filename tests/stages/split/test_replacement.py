@@ -16,8 +16,9 @@ from millrace.model.checkpoint.hub import bundled_model_path
 from millrace.model.errors import CheckpointError
 from millrace.runtime.processes import child
 from millrace.stages.errors import RequestError
-from millrace.stages.split import model_files, process_keeper
-from millrace.stages.split.model_files import check_same_files, file_digests
+from millrace.stages.loading import model_files
+from millrace.stages.loading.model_files import check_same_files, file_digests
+from millrace.stages.split import process_keeper
 from millrace.stages.split.split_engine import SplitEngine
 from tests.stages.split.lost_process import ERROR, HANG, LOSE
 from tests.stages.split.poisoned_process import POISON

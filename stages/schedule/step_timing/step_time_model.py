@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..messages import Indices, Ints
+from ...messages import Indices, Ints
 
 Numbers = NDArray[np.float64]
 

@@ -27,6 +27,7 @@ NO_FLAG = frozenset({"ssl_keyfile_password"})  # every user can read flags in th
 
 NO_SETTINGS = frozenset({"cache"})  # variables of other parts, and of the tests
 SHORT_NAMES = {  # setting -> short name -> value
+    "generation_config": {"vllm": "off"},
     "dtype": {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"},
 }
 
@@ -54,9 +55,17 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "max_model_len": "maximum tokens of prompt and answer together; none: the model's limit; auto: what fits into "
         "memory",
         "logprobs_mode": "raw: of the model's logits; processed: after penalties, bias, temperature and truncation",
+        "max_logprobs": "likeliest tokens whose log-probability a request may ask for at each place, 0 to 20",
         "generation_config": "source of sampling defaults; auto: the checkpoint; off: no checkpoint defaults",
+        "override_generation_config": "JSON object whose keys replace those of generation_config.json, as "
+        '{"temperature": 0.2}',
+        "tokenizer": "folder or Hub id of another tokenizer, with its chat template; none: the model's",
         "chat_template": "Jinja file of the chat template, its text, or the name of one of the checkpoint's; "
         "none: the checkpoint's default",
+        "chat_template_content_format": "form in which the chat template gets content: string, openai: a list of "
+        "parts, auto: what the template shows",
+        "default_chat_template_kwargs": "JSON object of variables of the chat template, which requests may replace, as "
+        '{"enable_thinking": false}',
         "pooling": "pooling of embeddings; auto: from the checkpoint, or the last token of a decoder; "
         "yes_no: score pairs of texts as Qwen3-Reranker does, which auto chooses by the name",
         "seed": "seed of requests without one, and of dummy weights",

@@ -5,16 +5,19 @@ A configuration is read and checked once, at start, and then passed in. Names fo
 
 from __future__ import annotations
 
+import json
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from ..model.checkpoint.load_formats import load_format_problem
 from ..runtime.env.writable import file_problem
 from ..runtime.fault_injection import parse_fault
 from .errors import ConfigError
+from .params import MAX_LOGPROBS
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 ModelImpl = Literal["millrace", "transformers"]
@@ -47,8 +50,14 @@ class EngineConfig:
     quantization: Literal["auto", "int8", "int4", "none"] | None = "auto"
     max_model_len: int | Literal["auto"] | None = None  # tokens, prompt plus answer; None: the model's; auto: what fits
     logprobs_mode: LogprobsMode = "raw_logprobs"  # raw: before penalties, bias, temperature; processed: after
+    max_logprobs: int = MAX_LOGPROBS  # likeliest tokens that a request may ask for at each place, at most
     generation_config: Literal["auto", "off"] = "auto"  # sampling defaults from the checkpoint
+    override_generation_config: str | None = None  # JSON object; its keys replace those of generation_config.json
+    tokenizer: str | None = None  # folder or Hub id of another tokenizer, with its chat template; None: the model's
     chat_template: str | None = None  # file, text or name of the template; None: the checkpoint's
+    # how a template gets content: a string, a list of parts, or auto: what it shows
+    chat_template_content_format: Literal["auto", "string", "openai"] = "auto"
+    default_chat_template_kwargs: str | None = None  # JSON object: variables of the template that requests may replace
     # for embeddings; auto: as the checkpoint says; yes_no: score pairs of texts as Qwen3-Reranker does
     pooling: Literal["auto", "last", "mean", "cls", "yes_no"] = "auto"
     seed: int = 0  # for random weights, and for requests without a seed
@@ -173,6 +182,13 @@ class EngineConfig:
             object.__setattr__(self, "merge_adapter", (adapters,))
         for text in self.merge_adapter:
             parse_merge(text)
+        for name in ("override_generation_config", "default_chat_template_kwargs"):
+            given: object = getattr(self, name)
+            if isinstance(given, Mapping):
+                object.__setattr__(self, name, json.dumps(given))
+            json_object(name, getattr(self, name))
+        if not 0 <= self.max_logprobs <= MAX_LOGPROBS:
+            raise ConfigError(f"max_logprobs = {self.max_logprobs}: must be from 0 to {MAX_LOGPROBS}")
         for text in self.inject:
             try:
                 parse_fault(text)
@@ -263,6 +279,17 @@ class EngineConfig:
         if not self.enable_lora and (self.lora_modules or self.lora_dir or self.lora_hub_allow):
             name = "lora_modules" if self.lora_modules else "lora_dir" if self.lora_dir else "lora_hub_allow"
             raise ConfigError(f"{name}: adapters are served with enable_lora only; set it too")
+
+
+def json_object(name: str, text: str | None) -> dict[str, Any]:
+    """The JSON object in the setting `name`; an empty one for None. Raises `ConfigError`."""
+    try:
+        value = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise ConfigError(f'{name} = {text}: must be a JSON object, as {{"temperature": 0.2}} in quotes of the shell')
+    return value
 
 
 def parse_merge(text: str) -> tuple[str, float]:

@@ -17,7 +17,7 @@ from ..model.pooling import PoolingConfig
 from .errors import Refused
 from .messages import ChatPrompt, Ints, Prompt, Request
 from .outputs import ModelInfo
-from .params import SamplingParams
+from .params import MAX_LOGPROBS, SamplingParams
 from .pooling_params import MAX_INPUTS, PoolingParams
 from .tasks import Task, check_task, task_of
 
@@ -56,11 +56,12 @@ class RequestLimits:
     tasks: frozenset[Task] = frozenset({"generate", "embed"})
     pooling: PoolingConfig | None = None  # of an embedding model
     default_max_tokens: int | None = None  # the checkpoint's; None: up to the end of the context
+    max_logprobs: int = MAX_LOGPROBS  # likeliest tokens at each place
 
     @classmethod
-    def of(cls, info: ModelInfo) -> RequestLimits:
+    def of(cls, info: ModelInfo, max_logprobs: int = MAX_LOGPROBS) -> RequestLimits:
         """The limits of a loaded model."""
-        return cls(info.vocab_size, info.max_model_len, info.tasks, info.pooling, info.default_max_tokens)
+        return cls(info.vocab_size, info.max_model_len, info.tasks, info.pooling, info.default_max_tokens, max_logprobs)
 
     def check(self, request: Request) -> None:
         """Raises `Refused` for everything that shows without rendering or tokenizing a prompt."""
@@ -129,8 +130,12 @@ class RequestLimits:
             raise Refused(f"{message}; ask for fewer, or send a shorter prompt", param="prompt_logprobs")
 
     def _check_logprobs(self, request: Request) -> None:
-        """Raises `Refused` if the logprobs of the longest answers that are asked for exceed `MAX_LOGPROB_BYTES`."""
+        """Raises `Refused` for more than `max_logprobs`, or if the longest answers' exceed `MAX_LOGPROB_BYTES`."""
         params = request.params
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) > self.max_logprobs:
+                message = f"{name} = {getattr(params, name)}: this server allows at most {self.max_logprobs}"
+                raise Refused(message, param=name)
         if not params.logprobs or params.max_tokens is None:
             return
         most_tokens = MAX_LOGPROB_BYTES // (8 * (params.logprobs + 1))

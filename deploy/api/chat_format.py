@@ -51,6 +51,7 @@ class ChatFormat:
         with_tools = "" if self._template is None else self._template.for_tools.source
         self.tool_parser = registry.tool_parser(config.tool_call_parser, with_tools)
         self.reasoning_parser = registry.reasoning_parser(config.reasoning_parser, source)
+        self._defaults: Mapping[str, Any] = {} if self._template is None else self._template.defaults
         self._has_auto = config.enable_auto_tool_choice
         self._tokenizer = engine.tokenizer
         self._is_prompt_open = lru_cache(NUM_PROBES)(self._probe)
@@ -99,7 +100,7 @@ class ChatFormat:
         calls = self._calls_of(body)
         form, thoughts = params.structured_outputs, self._thoughts_of(body)
         if form is not None:
-            thoughts, section = _before_form(body, thoughts)
+            thoughts, section = _before_form(body, thoughts, self._defaults)
             params = replace(params, structured_outputs=replace(form, after=section))
         if body.max_thinking_tokens is not None and (form is None or thoughts is not None):
             params = replace(params, thinking_budget=self._budget(body, body.max_thinking_tokens, thoughts))
@@ -186,14 +187,17 @@ class ChatFormat:
         return None if opened == closed else opened > closed
 
 
-def _before_form(body: Chat, thoughts: ReasoningFormat | None) -> tuple[ReasoningFormat | None, ThinkingSection | None]:
+def _before_form(
+    body: Chat, thoughts: ReasoningFormat | None, defaults: Mapping[str, Any]
+) -> tuple[ReasoningFormat | None, ThinkingSection | None]:
     """The reasoning before an answer in a given form, and its section; None if the form comes at once.
 
     Reasoning that the prompt has opened must be closed first. Otherwise the request may switch it off.
     """
     if thoughts is None or thoughts.is_over or thoughts.parser.markers is None:
         return None, None
-    is_off = any(body.template_kwargs.get(name) is False for name in ("enable_thinking", "thinking"))
+    variables = {**defaults, **body.template_kwargs}
+    is_off = any(variables.get(name) is False for name in ("enable_thinking", "thinking"))
     if is_off and not thoughts.is_marked:
         return None, None
     start, end = thoughts.parser.markers

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config_keys import ConfigKeys
+from ..errors import CheckpointError
 from ..files import read_json
 from ..spec import DecoderSpec
 
@@ -52,13 +53,17 @@ class GenerationDefaults:
     not_applied: tuple[str, ...] = ()  # keys that would change answers, and that are not supported as defaults
 
     @classmethod
-    def read(cls, root: Path, config: DecoderSpec) -> GenerationDefaults:
+    def read(
+        cls, root: Path, config: DecoderSpec, overrides: Mapping[str, Any] | None = None, *, is_applied: bool = True
+    ) -> GenerationDefaults:
         """The defaults of the checkpoint in `root`; end tokens are those of generation_config.json and config.json.
 
+        `overrides` replaces keys of the file. Without `is_applied` only the file's end tokens count.
         An end token outside the vocabulary is left out, as it never comes. Raises CheckpointError naming a value that
-        is out of range.
+        is out of range, and a key of `overrides` that has no effect.
         """
-        keys = ConfigKeys(read_json(root, "generation_config.json") or {}, f"generation_config.json ({root})")
+        own = read_json(root, "generation_config.json") or {}
+        keys = ConfigKeys(_overridden(own, overrides or {}, is_applied), f"generation_config.json ({root})")
         eos = keys.token_ids("eos_token_id", config.vocab_size)
         shared: dict[str, Any] = {
             "repetition_penalty": keys.optional_number("repetition_penalty"),
@@ -76,3 +81,24 @@ class GenerationDefaults:
             min_p=keys.optional_number("min_p", most=1.0),
             **shared,
         )
+
+
+def _overridden(own: Mapping[str, Any], overrides: Mapping[str, Any], is_applied: bool) -> dict[str, Any]:
+    known = (
+        "do_sample",
+        "eos_token_id",
+        "max_new_tokens",
+        "min_p",
+        "repetition_penalty",
+        "temperature",
+        "top_k",
+        "top_p",
+    )
+    for key in overrides:
+        if key not in known:
+            problem = "is not applied as a default" if key in NOT_APPLIED else "is not a key of it"
+            raise CheckpointError(f"override_generation_config: {key[:64]} {problem}; keys are {', '.join(known)}")
+    kept = own if is_applied else {key: value for key, value in own.items() if key == "eos_token_id"}
+    if overrides.get("temperature") and "do_sample" not in overrides:  # which a file's do_sample = false would undo
+        kept = {key: value for key, value in kept.items() if key != "do_sample"}
+    return {**kept, **overrides}

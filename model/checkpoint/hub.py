@@ -107,6 +107,20 @@ def resolve(
     return root
 
 
+def resolve_tokenizer(name: str, download_dir: Path | None = None, offline: bool = False) -> Path:
+    """The folder of a tokenizer's files: a local one, or a Hub id, perhaps with @revision, without its weights.
+
+    Blocks during a download. Raises DownloadError.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    name, revision, folder = _hub_address(name, None)
+    if not HUB_ID.fullmatch(name):
+        raise DownloadError(f"tokenizer = {name[:200]!r}: no such directory, and not the form of a Hub id (owner/name)")
+    return _snapshot(name, revision, download_dir, None, offline or _is_offline(), None, _below(folder, SMALL)) / folder
+
+
 def _hub_address(name: str, revision: str | None) -> tuple[str, str | None, str]:
     """The id, the revision and the path inside the repository of hf://owner/name@revision/path, or owner/name@revision.
 

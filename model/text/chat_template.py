@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import count
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import jinja2
 
@@ -37,6 +37,7 @@ RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "chat_tem
 # variables that clients send to any model; a template that does not read one of them is not changed by it
 COMMON_KWARGS = frozenset({"enable_thinking", "thinking", "thinking_budget", "reasoning_effort", "date_string"})
 CHECKED_ROLES = frozenset({"system", "developer", "tool"})  # that a template may leave out without a word
+ContentFormat = Literal["auto", "string", "openai"]
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning in templates
 NONCHARACTERS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))  # never assigned, so not in ordinary text
 RENDER_ERRORS = (  # errors that a template's expressions can raise
@@ -95,6 +96,8 @@ class ChatTemplate:
         """
         self.source = source
         self._max_chars = PROMPT_CHARS
+        self._defaults: Mapping[str, Any] = {}
+        self._content_format: ContentFormat = "auto"
         self.origin = origin
         self.for_tools = tool_use or self
         sandbox = TemplateSandbox(now)
@@ -202,6 +205,20 @@ class ChatTemplate:
             text = _cut_at_tag(text, tag)
         return self._marker.marked(text)
 
+    def configure(self, content_format: ContentFormat, defaults: Mapping[str, Any]) -> None:
+        """Sets how the template gets content, and variables for chats that do not set them. Call it before any render.
+
+        Raises TemplateError for a variable that the template does not read.
+        """
+        self._content_format, self._defaults = content_format, self._checked_kwargs(defaults)
+        if self.for_tools is not self:
+            self.for_tools.configure(content_format, defaults)
+
+    @property
+    def defaults(self) -> Mapping[str, Any]:
+        """The variables of chats that do not set them."""
+        return self._defaults
+
     def allow(self, num_chars: int) -> None:
         """Lets prompts have so many characters, as a long context holds. Call it before the first render."""
         self._max_chars = max(PROMPT_CHARS, num_chars)
@@ -213,7 +230,7 @@ class ChatTemplate:
         pieces: list[str] = []
         num_chars = 0
         try:
-            for piece in self._template.generate({**self._names, **variables, BUDGET: budget}):
+            for piece in self._template.generate({**self._names, **self._defaults, **variables, BUDGET: budget}):
                 pieces.append(piece)
                 num_chars += len(piece)
                 if num_chars > self._max_chars:
@@ -278,7 +295,11 @@ class ChatTemplate:
         return self._shaped(role, content)
 
     def _shaped(self, role: str, content: str | list[dict[str, str]]) -> str | list[dict[str, str]]:
-        """The content as one string or in parts, as the template shows it."""
+        """The content as one string or in parts, as the template shows it, or as the operator wants it."""
+        if self._content_format == "openai":
+            return [{"type": "text", "text": content}] if isinstance(content, str) else content
+        if self._content_format == "string":
+            return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
         if isinstance(content, str):
             is_shown = self.traits.shows_text(role) is not False or not self.traits.num_parts(role)
             return content if is_shown else [{"type": "text", "text": content}]

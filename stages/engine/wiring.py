@@ -95,7 +95,7 @@ class TextStages:
 
     def __init__(self, config: EngineConfig, loaded: LoadedText, grammars: Grammars) -> None:
         info = loaded.info
-        self.limits = RequestLimits.of(info)
+        self.limits = RequestLimits.of(info, config.max_logprobs)
         self.loaded = loaded
         self.grammars = grammars
         self.gate = GrammarGate(grammars, config.max_waiting_requests)

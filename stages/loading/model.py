@@ -141,6 +141,8 @@ def _load(config: EngineConfig, opened: OpenedModel, phases: Phases, env: Env) -
     if opened.shape is None:
         if config.enable_lora:
             raise ConfigError("enable_lora = True: an encoder model takes no adapters at run time; merge one instead")
+        if config.tokenizer is not None:
+            raise ConfigError(f"tokenizer = {config.tokenizer}: an encoder model has its own; leave it out")
         with phases("import"):
             from .encoder import load_encoder
 
@@ -182,7 +184,7 @@ def _put_together(
         block_size=config.block_size,
         has_chat_template=text.encoder.template is not None,
         default_params=_default_params(config, text.defaults),
-        default_max_tokens=None if config.generation_config == "off" else text.defaults.max_tokens,
+        default_max_tokens=text.defaults.max_tokens,
         num_host_blocks=computing.num_host_blocks,
         max_num_batched_tokens=computing.max_num_batched_tokens,
         itl_target_ms=computing.itl_target_ms,
@@ -335,8 +337,6 @@ def _read_through_transformers(config: EngineConfig, root: Path, phases: Phases)
 
 
 def _default_params(config: EngineConfig, defaults: GenerationDefaults) -> SamplingParams:
-    if config.generation_config == "off":
-        return SamplingParams()
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
     said = {name: value for name in names if (value := getattr(defaults, name)) is not None}
     if defaults.not_applied:

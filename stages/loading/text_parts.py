@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...model.checkpoint import hub
 from ...model.checkpoint.generation_defaults import GenerationDefaults
 from ...model.checkpoint.tokenizer_size import check_tokenizer_file, check_tokens
 from ...model.errors import shown
@@ -18,7 +19,7 @@ from ...model.text.tokenizer import Tokenizer
 from ...runtime.env.limits import give_back_freed_memory
 from ...runtime.env.log import get_logger
 from ...runtime.startup.phases import Phases
-from ..config import EngineConfig
+from ..config import EngineConfig, json_object
 from ..errors import ConfigError
 from ..tokenize.prompt_encoder import ModelEncoder
 from ..tokenize.yes_no import YesNoPrompt, is_named, missing_tokens
@@ -44,17 +45,23 @@ def read_text(config: EngineConfig, root: Path, shape: DecoderSpec, model_id: st
     Runs on a thread of its own, while weights are loaded.
     """
     with phases("tokenizer"):
-        check_tokenizer_file(root, shape.vocab_size)
+        source = _tokenizer_folder(config, root)
+        check_tokenizer_file(source, shape.vocab_size)
         files = read_sentence_files(root)
-        tokenizer = Tokenizer.read(root, lower_case=files.lower_case)
+        tokenizer = Tokenizer.read(source, lower_case=files.lower_case)
         if tokenizer.sources != ("tokenizer.json",):
             log.info("tokenizer.converted", files=list(tokenizer.sources))
-        check_tokens(root, len(tokenizer), shape.vocab_size)
-        template = ChatTemplate.read(root, tokenizer, config.chat_template)
+        check_tokens(source, len(tokenizer), shape.vocab_size)
+        template = ChatTemplate.read(source, tokenizer, config.chat_template)
+        if template is not None:
+            variables = json_object("default_chat_template_kwargs", config.default_chat_template_kwargs)
+            template.configure(config.chat_template_content_format, variables)
         log.info("chat_template.chosen", **_origins(template))
         yes_no = _yes_no_prompt(config, root, shape, model_id, files, tokenizer)
         encoder = ModelEncoder(tokenizer, template, model_id, yes_no=yes_no)
-        defaults = GenerationDefaults.read(root, shape)
+        overrides = json_object("override_generation_config", config.override_generation_config)
+        is_applied = config.generation_config != "off"
+        defaults = GenerationDefaults.read(root, shape, overrides, is_applied=is_applied)
         pooling = read_decoder_pooling(root, files, shape.hidden_size, configured_pooling(config))
         if len(tokenizer) > shape.vocab_size:
             log.warning("tokenizer.larger_than_model", num_tokens=len(tokenizer), vocab_size=shape.vocab_size)
@@ -62,6 +69,17 @@ def read_text(config: EngineConfig, root: Path, shape: DecoderSpec, model_id: st
         parts = TextParts(tokenizer, encoder, TextTable(tokenizer), defaults, pooling, is_known)
         give_back_freed_memory()  # while a tokenizer is made it takes twice what it keeps
         return parts
+
+
+def _tokenizer_folder(config: EngineConfig, root: Path) -> Path:
+    """The folder of the tokenizer's files; a Hub id's are downloaded, its weights are not."""
+    if config.tokenizer is None or config.tokenizer == config.model:
+        return root
+    folder = hub.resolve_tokenizer(
+        config.tokenizer, Path(config.download_dir) if config.download_dir else None, config.offline
+    )
+    log.info("tokenizer.chosen", source=config.tokenizer)
+    return folder
 
 
 def _yes_no_prompt(

@@ -213,7 +213,7 @@ def test_a_flag_that_is_neither_number_nor_word_says_what_it_may_be(capsys):
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (["serve", "--tokenizer", "x"], "millrace serve: error: unrecognized arguments: --tokenizer"),
+        (["serve", "--tokenizer-work", "1"], "arguments: --tokenizer-work (did you mean --tokenizer-workers?)"),
         (["serve", "--max-model-length=9"], "--max-model-length=9 (did you mean --max-model-len?)"),
         (["top", "--ones"], "millrace top: error: unrecognized arguments: --ones (did you mean --once?)"),
         (["bench", "latenzy"], "(did you mean latency?)"),

@@ -1,4 +1,4 @@
-"""Metrics of LoRA adapters; none unless adapters are served. Labels are names of loaded adapters only."""
+"""Metrics of LoRA adapters; without adapters, only that there is no slot. Labels are names of loaded adapters only."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ if TYPE_CHECKING:
 def adapters(engine: Engine) -> Iterator[Metric]:
     """The families of one scrape."""
     gate, lines = engine.adapters, None if engine.adapters is None else engine.scheduler.adapters
-    if gate is None or lines is None:
-        return
-    names = gate.registry.names_by_digest()
-    slots = lines.slots
     info = GaugeMetricFamily(
         "vllm:lora_requests_info",
         "Adapters of running and waiting sequences; the value is the time of the scrape.",
         labels=["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
     )
+    if gate is None or lines is None:
+        info.add_metric(["0", "", ""], time.time())  # gateways that look for it report an error where it is missing
+        yield info
+        return
+    names = gate.registry.names_by_digest()
+    slots = lines.slots
     running, waiting = _named(names, slots.running_digests()), _named(names, lines.digests())
     waiting = ",".join(sorted({*waiting.split(","), *gate.waiting} - {""}))
     info.add_metric([str(len(slots.slots)), running, waiting], time.time())

@@ -155,6 +155,7 @@ class Metrics:
         )
         used = pool.num_in_use / pool.num_blocks
         yield gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use; 1 is all.", used, labels)
+        yield _cache_config(engine, labels)
         yield _blocks("millrace:kv_blocks", "KV blocks by state; shared ones are also in used.", pool, labels)
         yield _admission_blocked(scheduler.admission_blocked_reason)
         budget = scheduler.step_token_budget
@@ -209,6 +210,21 @@ def _states(health: Health) -> Metric:
     for state in HEALTH_STATES:
         states.add_metric([state], float(health.state == state))
     return states
+
+
+def _cache_config(engine: Engine, labels: dict[str, str]) -> Metric:
+    """The sizes of the cache, as labels: gateways compute free tokens from them."""
+    info, config = engine.info, engine.config
+    sizes = {
+        "block_size": info.block_size,
+        "num_gpu_blocks": info.num_blocks,
+        "num_cpu_blocks": info.num_host_blocks,
+        "cache_dtype": info.kv_cache_dtype or "auto",
+        "enable_prefix_caching": config.enable_prefix_caching,
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+    }
+    described = labels | {name: str(value) for name, value in sizes.items()}
+    return gauge("vllm:cache_config_info", "The KV cache, as labels; the value is 1.", 1.0, described)
 
 
 def _drafts(speculation: Speculation, labels: dict[str, str]) -> Iterator[Metric]:

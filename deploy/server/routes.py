@@ -24,6 +24,10 @@ from ..websocket.hub import Hub
 from .health import HealthRoutes
 from .pages import Pages
 
+# names that other servers, Kubernetes and gateways have for the two health routes
+LIVE = ("/livez", "/v2/health/live")
+READY = ("/ping", "/healthz", "/readyz", "/v2/health/ready")
+
 
 class Routes:
     """Creates the handlers of one server and maps paths to them.
@@ -75,6 +79,8 @@ class Routes:
             web.get("/health", health.ready),
             web.get("/health/live", health.live),
             web.get("/health/ready", health.ready),
+            *(web.get(path, health.live) for path in LIVE),
+            *(web.get(path, health.ready) for path in READY),
             web.get("/version", health.version),
             web.get("/server_info", health.server_info),
             web.get("/load", health.load),

@@ -83,7 +83,12 @@ api_key = "{ADMIN_KEY}"
 {EXPECTED}"""
 CASES = 200 if FULL else 30
 PHASES = "examples,coverage,fuzzing,stateful" if FULL else "coverage,fuzzing"  # a case costs 5 ms, 15 ms or 70 ms
-OF_ITSELF = r"^/($|admin|dashboard|docs|health|load|metrics|openapi|server_info|static|stream|version)|^/v1/(models|st)"
+OF_ITSELF = (
+    r"^/($|admin|dashboard|docs|health($|/)|load|metrics|openapi|server_info|static|stream|version)|^/v1/(models|st)"
+)
+# the same handlers under other names, which MILLRACE_FULL=1 alone tries
+ALIASES = r"^/(healthz|livez|ping|readyz|v2/health)"
+NUM_ALIASES = 6
 FEW = """
 [[operations]]
 include-operation-id = {names}
@@ -125,11 +130,12 @@ def run(cases: int, *more: str, fills_up: bool = False, **pipes: Any) -> Outcome
 
 def conforms(which: str, *, num_operations: int) -> None:
     """Raises AssertionError unless all is well with what `OF_ITSELF` names ("include") or with all else ("exclude")."""
-    options = (f"--{which}-path-regex", OF_ITSELF, "--phases", PHASES, "--seed", str(first_seed()))
+    named = OF_ITSELF if which == "include" and not FULL else f"{OF_ITSELF}|{ALIASES}"
+    options = (f"--{which}-path-regex", named, "--phases", PHASES, "--seed", str(first_seed()))
     done = run(CASES, *options, fills_up=not FULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert done.status == 0, (done.output or "")[-20_000:]
     counts = done.num_requests
-    assert len(counts) == num_operations, counts
+    assert len(counts) == num_operations + (NUM_ALIASES if which == "include" and FULL else 0), counts
     assert min(count for name, count in counts.items() if not name.startswith("DELETE")) >= CASES, counts
 
 

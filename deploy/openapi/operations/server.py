@@ -5,9 +5,27 @@ from __future__ import annotations
 from ...inspect.routes import MAX_CURSOR, MAX_LISTED
 from ...metrics.metrics import CONTENT_TYPE
 from ..shapes import inspect, server
-from .operation import ENGINE_ERRORS, MODEL_ERRORS, PAGE, SOCKET, Answers, Content, Operation, json, text
+from .operation import ENGINE_ERRORS, MODEL_ERRORS, PAGE, SOCKET, Answers, Content, Operation, again, json, text
 
 READY: Answers = {200: (Content(server.Ready),), 503: (Content(server.NotReady),)}
+HEALTH_LIVE = Operation(
+    method="GET",
+    path="/health/live",
+    name="healthLive",
+    group="server",
+    summary="Whether the process responds and its engine has not failed for good",
+    access="open",
+    answers={200: (Content(server.Alive),), 503: (Content(server.NotReady),)},
+)
+HEALTH_READY = Operation(
+    method="GET",
+    path="/health/ready",
+    name="healthReady",
+    group="server",
+    summary="Whether the server accepts requests; if not, the reason and the stage",
+    access="open",
+    answers=READY,
+)
 SERVER = (
     Operation(
         method="GET",
@@ -18,24 +36,10 @@ SERVER = (
         access="open",
         answers=READY,
     ),
-    Operation(
-        method="GET",
-        path="/health/live",
-        name="healthLive",
-        group="server",
-        summary="Whether the process responds and its engine has not failed for good",
-        access="open",
-        answers={200: (Content(server.Alive),), 503: (Content(server.NotReady),)},
-    ),
-    Operation(
-        method="GET",
-        path="/health/ready",
-        name="healthReady",
-        group="server",
-        summary="Whether the server accepts requests; if not, the reason and the stage",
-        access="open",
-        answers=READY,
-    ),
+    HEALTH_LIVE,
+    *again(HEALTH_LIVE, livez="/livez", tritonLive="/v2/health/live"),
+    HEALTH_READY,
+    *again(HEALTH_READY, ping="/ping", healthz="/healthz", readyz="/readyz", tritonReady="/v2/health/ready"),
     Operation(
         method="GET",
         path="/version",

@@ -91,6 +91,15 @@ def test_vllms_names_are_there_with_their_labels_and_the_work_that_waits(server:
         assert set(re.findall(r'\w+="[^"]*"', key)) == VLLM
 
 
+def test_gateways_find_the_sizes_of_the_cache_and_that_there_are_no_adapters(server: RunningServer):
+    samples = scrape(server)
+    blocks = sum(
+        value for key, value in samples.items() if key.startswith("millrace:kv_blocks{") and "shared" not in key
+    )
+    assert of(samples, "vllm:cache_config_info", block_size="16", num_gpu_blocks=str(int(blocks)), engine="0") == 1
+    assert of(samples, "vllm:lora_requests_info", max_lora="0", running_lora_adapters="", waiting_lora_adapters="")
+
+
 async def scrape_after_pressure(config: EngineConfig) -> dict[str, float]:
     """The metrics after eight answers of 60 tokens have shared few blocks."""
     metrics = Metrics(Watchdog(ServerConfig(), None))

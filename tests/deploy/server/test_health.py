@@ -114,15 +114,18 @@ def test_a_stage_that_freezes_is_named_and_a_flight_file_says_what_led_to_it(tmp
 
     async def run(logs: list[dict[str, Any]]) -> None:
         async with served(config, inject=("stage=detokenize,freeze",)) as client:
-            assert await client.get("/health/ready") == (200, {"status": "ready"})
+            for path in ("/health/ready", "/ping", "/healthz", "/readyz", "/v2/health/ready"):
+                assert await client.get(path) == (200, {"status": "ready"})
             body = {"prompt": SECRET_PROMPT, "max_tokens": 400, "timeout_s": 3}
             began = asyncio.get_running_loop().time()
             asking = asyncio.ensure_future(client.post(body))
             _, health = await eventually(lambda: client.get("/health/ready"), lambda answer: answer[0] == 503)
             assert asyncio.get_running_loop().time() - began < 2.5, "0.8 s, and slack; the request ends after 3"
             assert (health["status"], health["stage"]) == ("stalled", "detokenize")
-            assert (await client.get("/health"))[1] == health
-            assert (await client.get("/health/live"))[0] == 200
+            for path in ("/health", "/ping", "/healthz", "/readyz", "/v2/health/ready"):
+                assert (await client.get(path)) == (503, health)
+            for path in ("/health/live", "/livez", "/v2/health/live"):
+                assert (await client.get(path))[0] == 200
             status, refused, headers = await client.post(body, "two")
             assert (status, refused["error"]["code"]) == (503, "stalled") and headers["Retry-After"]
             assert of(await client.scrape(), "millrace:stalls_total") == 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import json
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,6 +26,7 @@ KEYS = frozenset({"api_key", "admin_key"})
 SECRET = frozenset({"api_key", "admin_key", "ssl_keyfile_password"})
 NO_FLAG = frozenset({"ssl_keyfile_password"})  # every user can read flags in the process list
 
+PLUGINS = frozenset({"stage"})  # a value may be a mapping in the file
 NO_SETTINGS = frozenset({"cache"})  # variables of other parts, and of the tests
 SHORT_NAMES = {  # setting -> short name -> value
     "generation_config": {"vllm": "off"},
@@ -122,6 +124,10 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "max_cpu_loras": "maximum adapters in host memory, those on the device included; none: 4 * max_loras",
         "lora_host_bytes": "memory in bytes for adapters on the host, which those in device slots may exceed; none: "
         "no limit but max_cpu_loras",
+    },
+    "code of your own": {
+        "stage": "stage of your own and its place: package.module:Class@after=STAGE, or @before=STAGE; arguments as "
+        ",key=value, or in the --config file; may be repeated",
     },
     "KV cache": {
         "block_size": "tokens per block, a power of two: smaller wastes less, larger loads faster",
@@ -382,9 +388,16 @@ def _resolve(
         return Setting(value, f"environment {variable}")
     if name in in_file:
         entry = in_file[name]
-        value = _from_yaml(f"{file}:{entry.line}: {name}", hint, _full_name(name, entry.value))
+        value = _as_objects(entry.value) if name in PLUGINS else _full_name(name, entry.value)
+        value = _from_yaml(f"{file}:{entry.line}: {name}", hint, value)
         return Setting(value, f"file {file}")
     return Setting(default, "default")
+
+
+def _as_objects(value: Any) -> Any:
+    """The mappings of a list as JSON, the text that the setting has for one."""
+    values = value if isinstance(value, list) else [value]
+    return [json.dumps(one, default=str) if isinstance(one, dict) else one for one in values if one is not None]
 
 
 def _from_text(where: str, hint: Any, text: str) -> Any:

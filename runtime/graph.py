@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 from .stage import Stage
 
+OPEN_END_CAPACITY = 64  # of a channel at an open end: of one that the caller feeds or drains
+
 
 class GraphError(ValueError):
     """The graph cannot run. The message names the ports and the fix."""
@@ -82,26 +84,54 @@ class Graph:
         self.edges.append(edge)
 
     def insert(
-        self, stage: Stage[Any, Any], after: str, *, name: str | None = None, capacity: int | None = None
+        self,
+        stage: Stage[Any, Any],
+        after: str | None = None,
+        *,
+        before: str | None = None,
+        name: str | None = None,
+        capacity: int | None = None,
     ) -> str:
-        """Inserts a stage on the edge that leaves `after` (`stage` or `stage.port`).
+        """Inserts a stage on the edge that leaves `after`, or on the one that reaches `before`.
 
-        Both halves keep the edge's settings.
+        Each is `stage` or `stage.port`. Both halves keep the edge's settings. At an open end, the new stage has the
+        open end.
         """
-        source = _port(after, "out")
-        self._require_port(source, "outputs")
-        edge = next((edge for edge in self.edges if edge.source == source), None)
-        if edge is None:
-            raise GraphError(f"nothing follows {source}: connect it first, or insert after another port")
+        if (after is None) == (before is None):
+            raise GraphError("insert: name one place, after= or before= a stage")
         _require_port_of(name or stage.name, stage, "in", "inputs")
         _require_port_of(name or stage.name, stage, "out", "outputs")
+        port = _port(after, "out") if after is not None else _port(before or "", "in")
+        self._require_port(port, "outputs" if after is not None else "inputs")
+        edge = next((edge for edge in self.edges if port in (edge.source, edge.target)), None)
+        if edge is None:
+            return self._insert_at_open_end(stage, port, name, capacity, is_output=after is not None)
         name = self.add(stage, name)
         first = replace(edge, target=Port(name, "in"), capacity=capacity or edge.capacity)
         second = replace(edge, source=Port(name, "out"))
         at = self.edges.index(edge)
         self.edges[at : at + 1] = [first, second]
-        self._move_behind(name, source.stage)
+        self._move_behind(name, edge.source.stage)
         return name
+
+    def _insert_at_open_end(
+        self, stage: Stage[Any, Any], port: Port, name: str | None, capacity: int | None, *, is_output: bool
+    ) -> str:
+        if port not in self.open_ports:
+            far = "nothing follows" if is_output else "nothing comes before"
+            raise GraphError(f"{far} {port}: connect it first, or insert at another port")
+        name = self.add(stage, name)
+        own = Port(name, "out" if is_output else "in")
+        ends = (port, Port(name, "in")) if is_output else (Port(name, "out"), port)
+        self.edges.append(Edge(*ends, capacity or OPEN_END_CAPACITY, "wait", "slack beside an open end"))
+        names = [None, *self.stages]
+        self._move_behind(name, port.stage if is_output else names[names.index(port.stage) - 1])
+        self._move_open_end(port, own)
+        return name
+
+    def _move_open_end(self, old: Port, new: Port) -> None:
+        """Makes `new` the open end that `old` was."""
+        self.open_ports = {new if port == old else port for port in self.open_ports}
 
     def replace(self, name: str, stage: Stage[Any, Any]) -> None:
         """Replaces the stage called `name`.
@@ -150,9 +180,10 @@ class Graph:
         cut = [port for port in inputs if Port(stage, port) in self.open_ports] or inputs
         return Port(stage, "in" if "in" in cut else cut[0])
 
-    def _move_behind(self, name: str, before: str) -> None:
+    def _move_behind(self, name: str, before: str | None) -> None:
+        """Moves a stage in the order of the flow; None: to its begin."""
         moved = self.stages.pop(name)
-        order: dict[str, Stage[Any, Any]] = {}
+        order: dict[str, Stage[Any, Any]] = {name: moved} if before is None else {}
         for other, stage in self.stages.items():
             order[other] = stage
             if other == before:

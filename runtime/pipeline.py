@@ -13,7 +13,7 @@ from .env.env import Env, LiveEnv
 from .env.log import get_logger
 from .exit import Exit, Outbox
 from .fault_injection import Fault, Faults
-from .graph import Graph, Port
+from .graph import OPEN_END_CAPACITY, Graph, Port
 from .outlet import OutputPort
 from .stage import Context, Stage
 from .stage_runner import StageRunner
@@ -25,7 +25,6 @@ State = Literal["new", "loading", "ready", "draining", "stalled", "dead", "stopp
 
 MAX_LOGGED_REQUESTS = 64  # in the log line of a crash
 STAGES_AT_ONCE = 8  # woken one after another before other callbacks of the loop run: a step passes six
-OPEN_END_CAPACITY = 64  # of a channel that the caller feeds or drains
 
 # stage, error, ids of the requests in hand
 OnCrash = Callable[[str, BaseException, Sequence[str]], None]
@@ -143,6 +142,11 @@ class Pipeline(Graph):
         self._given[Port(stage, name)] = channel
         if not is_watched:
             self._unwatched.add(channel.name)
+
+    def _move_open_end(self, old: Port, new: Port) -> None:
+        super()._move_open_end(old, new)
+        if old in self._given:
+            self._given[new] = self._given.pop(old)
 
     def use(self, env: Env, tracer: Tracer | None = None) -> None:
         """Runs on `env` (simulation, or one shared by several pipelines) and writes to `tracer`.

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .config import EngineConfig
     from .engine.engine import Engine
     from .engine.llm import LLM
+    from .engine.placed_stages import PlacedStage
     from .fleet.fleet_engine import FleetEngine
     from .params import SamplingParams
     from .pooling_params import PoolingParams
@@ -36,6 +37,7 @@ __all__ = [
     "FleetEngine",
     "LogitsProcessor",
     "Pipeline",
+    "PlacedStage",
     "PoolingParams",
     "SamplingParams",
     "Stage",
@@ -51,6 +53,7 @@ _HOMES = {
     "FleetEngine": ".fleet.fleet_engine",
     "LogitsProcessor": ".sample.logits_processor",
     "Pipeline": "..runtime.pipeline",
+    "PlacedStage": ".engine.placed_stages",
     "PoolingParams": ".pooling_params",
     "SamplingParams": ".params",
     "StructuredOutputs": ".structured_outputs",

@@ -18,6 +18,7 @@ from ..runtime.env.writable import file_problem
 from ..runtime.fault_injection import parse_fault
 from .errors import ConfigError
 from .params import MAX_LOGPROBS
+from .plugins import parse_plugins
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 ModelImpl = Literal["millrace", "transformers"]
@@ -105,6 +106,9 @@ class EngineConfig:
     max_cpu_loras: int | None = None  # adapters in host memory; None: 4 * max_loras
     lora_host_bytes: int | None = None  # memory for adapters without device slots; None: as max_cpu_loras of them take
 
+    # code of one's own
+    stage: tuple[str, ...] = ()  # package.module:Class@after=STAGE[,key=value], see `plugins.py`
+
     # the KV cache
     block_size: int = 16  # tokens; smaller wastes less memory, larger loads faster
     num_gpu_blocks: int | None = None  # exact number of KV blocks, on any device; None: from the memory available
@@ -189,6 +193,7 @@ class EngineConfig:
             json_object(name, getattr(self, name))
         if not 0 <= self.max_logprobs <= MAX_LOGPROBS:
             raise ConfigError(f"max_logprobs = {self.max_logprobs}: must be from 0 to {MAX_LOGPROBS}")
+        parse_plugins("stage", self.stage)
         for text in self.inject:
             try:
                 parse_fault(text)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from ...runtime.env.env import Env, LiveEnv
 from ...runtime.env.log import get_logger
 from ...runtime.fault_injection import Fault, parse_fault
+from ...runtime.graph import GraphError
 from ...runtime.health.stalls import Stall
 from ...runtime.pipeline import Health, NotServing, Pipeline
 from ...runtime.stage import Stage
@@ -35,14 +36,16 @@ from ..errors import ConfigError, Refused
 from ..exit.outboxes import RequestOutbox
 from ..messages import Ints, Request
 from ..params import SamplingParams
+from ..pipeline import build_encoder_pipeline, build_pipeline
 from ..recordings.writer import RecordingWriter
 from ..sample.logits_processor import LogitsProcessor
 from .client_api import ClientApi
 from .inspection import EngineStatus
 from .load_report import report_loading
+from .placed_stages import PlacedStage, check_places, in_order, load_stages
 from .submit import Submitter
 from .warm_up import warm_up
-from .wiring import EncoderStages, EngineStages, TextStages
+from .wiring import EncoderStages, EngineStages, TextStages, sketch
 
 if TYPE_CHECKING:
     from ..loading.early import EarlyLoading
@@ -62,7 +65,8 @@ class Engine(EngineStatus, ClientApi):
 
     `config` and `overrides` are those of `EngineConfig`. With the caller's own `env`, threads end when the caller
     closes it. For a `logits_processor` see `LogitsProcessor`. `opening` is the model's `EarlyLoading`, if it has
-    started already, with the same `config`.
+    started already, with the same `config`. `stages` are custom stages with their places, behind those that the setting
+    `stage` names: each a `PlacedStage`, or text as in the setting.
     """
 
     mode: ClassVar[Literal["inline", "split"]] = "inline"  # whether the step loop is in this process or one of its own
@@ -75,6 +79,7 @@ class Engine(EngineStatus, ClientApi):
         env: Env | None = None,
         logits_processor: LogitsProcessor | None = None,
         opening: EarlyLoading | None = None,
+        stages: Sequence[PlacedStage | str] = (),
         **overrides: Any,
     ) -> None:
         EngineStatus.__init__(self)
@@ -94,17 +99,41 @@ class Engine(EngineStatus, ClientApi):
         self.load_progress = LoadProgress(self._env.now) if opening is None else opening.phases.progress
         self._edits: list[Callable[[Pipeline], object]] = []
         self._recorder: RecordingWriter | None = None
+        self._place(stages)
 
     # -- custom stages
 
-    def insert(self, stage: Stage[Any, Any], after: str, *, name: str | None = None) -> None:
-        """Inserts a custom stage after the stage `after`: "intake", "tokenize", ... "detokenize".
+    def insert(
+        self, stage: Stage[Any, Any], after: str | None = None, *, before: str | None = None, name: str | None = None
+    ) -> None:
+        """Inserts a custom stage after the stage `after`: "intake", "tokenize", ... "detokenize"; or before another.
 
         Call before `start`. `start` refuses a stage whose ports do not fit there, and says what would. The stage sees
         every request, including the engine's own warm-up requests (request id "warm-up").
         """
-        self._edit(lambda pipeline: pipeline.insert(stage, after, name=name))
-        self._step_without_drafts(after)
+        self._edit(lambda pipeline: pipeline.insert(stage, after, before=before, name=name))
+        self._step_without_drafts(after or {"sample": "execute", "detokenize": "sample"}.get(before or "", ""))
+
+    def _place(self, stages: Sequence[PlacedStage | str]) -> None:
+        """Makes the stages of the settings, and inserts them. Raises `ConfigError` for one that fits nowhere."""
+        placed = load_stages(self.config.stage)
+        for one in stages:
+            placed += load_stages([one]) if isinstance(one, str) else [one]
+        self._has_placed = bool(placed)
+        if not placed:
+            return
+        placed = [self._reachable(one) for one in placed]
+        check_places(placed, self._sketches())
+        for one in in_order(placed):
+            self.insert(one.stage, one.after, before=one.before, name=one.title)
+
+    def _reachable(self, placed: PlacedStage) -> PlacedStage:
+        """The stage at its place. Raises `ConfigError` for a place where it cannot be."""
+        return placed
+
+    def _sketches(self) -> list[Pipeline]:
+        """Pipelines like the one that starts, of ports only; the last one is that of most models."""
+        return [sketch(build_encoder_pipeline), sketch(build_pipeline)]
 
     def replace(self, name: str, stage: Stage[Any, Any]) -> None:
         """Replaces the stage `name` by a custom one. Call before `start`."""
@@ -150,8 +179,7 @@ class Engine(EngineStatus, ClientApi):
             self._parts = self._make_parts(loaded)
             self._info = loaded.info
             self._parts.pipeline.use(self._env, Tracer(self._env))
-            for edit in self._edits:
-                edit(self._parts.pipeline)
+            self._change(self._parts.pipeline)
             if self.config.record is not None:
                 self._recorder = self._record(Path(self.config.record))
             faults = self._faults(self._parts.pipeline)
@@ -183,6 +211,18 @@ class Engine(EngineStatus, ClientApi):
             num_speculative_tokens=self.scheduler.speculation.num_tokens if self.has_core else 0,
             **seconds,
         )
+
+    def _change(self, pipeline: Pipeline) -> None:
+        """Makes the caller's changes. Raises `ConfigError` for a stage of the settings that does not fit this model."""
+        try:
+            for edit in self._edits:
+                edit(pipeline)
+            if self._has_placed:
+                pipeline.check()
+        except GraphError as error:
+            if self._has_placed:
+                raise ConfigError(f"stage: {error}") from None
+            raise
 
     def give_way(self) -> None:
         """Lowers the priority of the calling thread below that of the compute threads.

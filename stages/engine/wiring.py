@@ -5,12 +5,15 @@ Starts and stops nothing.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ...runtime.env.env import Env
 from ...runtime.pipeline import Pipeline
+from ...runtime.stage import Stage
 from ..adapters.downloads import AdapterDownloads
 from ..adapters.gate import AdapterGate
 from ..adapters.reader import AdapterReader, StoredAdapter, ThreadReader
@@ -265,6 +268,32 @@ class EngineStages(TextStages):
             return ("detokenize", True) if outbox.has_started else ("tokenize", False)
         is_waiting = all(sequence.state is State.WAITING for sequence in known)
         return "schedule" if is_waiting else "execute", outbox.has_started or not is_waiting
+
+
+class PortsOnly(Stage[Any, Any]):
+    """A stage of which only the ports are used."""
+
+    def __init__(self, of: type[Stage[Any, Any]]) -> None:
+        self.inputs, self.outputs = of.inputs, of.outputs  # type: ignore[misc]
+
+
+CLASSES: dict[str, type[Stage[Any, Any]]] = {
+    "intake": Intake,
+    "tokenize": Tokenize,
+    "schedule": Schedule,
+    "allocate": Allocate,
+    "execute": Execute,
+    "sample": Sample,
+    "detokenize": Detokenize,
+    "encode": Encode,
+    "exit": Outboxes,
+}
+
+
+def sketch(build: Callable[..., Pipeline], classes: Mapping[str, type[Stage[Any, Any]]] = CLASSES) -> Pipeline:
+    """The pipeline that `build` of `pipeline.py` makes, with ports only: to see what fits where without a model."""
+    names = [name for name in inspect.signature(build).parameters if name in classes]
+    return build(*(PortsOnly(classes[name]) for name in names))
 
 
 def _step_limits(config: EngineConfig, info: ModelInfo) -> StepLimits:

@@ -12,15 +12,17 @@ from contextvars import Context
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from ...runtime.env.cpus import Cpus
 from ...runtime.health.stalls import Stall, find_stall
-from ...runtime.pipeline import Health, NotServing
+from ...runtime.pipeline import Health, NotServing, Pipeline
 from ...runtime.trace.format import MAX_U32
 from ..config import EngineConfig
+from ..engine.wiring import CLASSES, sketch
 from ..errors import ConfigError
 from ..outputs import ModelInfo
+from ..pipeline import build_fleet_pipeline
 from ..split.engine_core import EngineCore
 from ..split.front import CORE, FrontStages, core_views, show_core
 from ..split.inflight_requests import InflightRequests
@@ -37,6 +39,7 @@ from .front import FleetStages, joint_config, make_merged
 from .merged_status import merged, remains
 from .placement import Place, check, environment_here, places
 from .resuming import Resuming
+from .stage import Dispatch, Merge
 
 SHOW_S = 0.1  # between two updates of the views, which take half a millisecond; `refresh` updates them at once
 SAME = ("model_id", "device", "dtype", "vocab_size", "attention_backend", "block_size")  # of all processes' models
@@ -45,7 +48,12 @@ SAME = ("model_id", "device", "dtype", "vocab_size", "attention_backend", "block
 class FleetEngine(SplitEngine):
     """An `Engine` with `data_parallel_size` engine processes. It takes requests while one of them serves."""
 
-    open_to_insert = ("intake", "tokenize", "merge", "detokenize")
+    nearest: ClassVar[dict[str, str]] = {
+        "before=schedule": "after=tokenize",
+        "after=sample": "after=merge",
+        "before=merge": "after=merge",
+        "after=dispatch": "before=dispatch",
+    }
     max_engines = 64
 
     def _make_cores(self) -> tuple[InflightRequests, Sequence[EngineCore]]:
@@ -110,6 +118,9 @@ class FleetEngine(SplitEngine):
     def _adapters_there(self) -> AdaptersThere:
         return FleetAdapters(self.cores)
 
+    def _sketches(self) -> list[Pipeline]:
+        return [sketch(build_fleet_pipeline, CLASSES | {"dispatch": Dispatch, "merge": Merge})]
+
     # -- start and stop
 
     def _show(self, parts: FrontStages) -> None:
@@ -119,7 +130,7 @@ class FleetEngine(SplitEngine):
             views, channels, _ = core_views(core.requests, core.tokens.name, self.config, now_s)
             core.view = RemoteCoreView(self.config, core.info, views, channels, self._table.request_id)
         joint = joint_config(self.config)
-        self._shown = show_core(parts, parts.requests, self._merged.name, joint, now_s, before="merge")
+        self._shown = show_core(parts, parts.requests, self._merged.name, joint, now_s)
         parts.pipeline.channels[self._merged.name] = self._merged
 
     async def _warm_up_or_die(self, core: EngineCore) -> None:

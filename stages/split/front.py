@@ -12,7 +12,7 @@ from ...runtime.stage_runner import StageRunner
 from ..adapters.store import AdapterStore
 from ..allocate.stage import Allocate
 from ..config import EngineConfig
-from ..engine.wiring import LoadedText, TextStages
+from ..engine.wiring import LoadedText, PortsOnly, TextStages
 from ..execute.stage import Execute
 from ..exit.outboxes import RequestOutbox
 from ..grammar.compiled import Grammars
@@ -94,7 +94,7 @@ def core_views(
 
     `requests` is the channel to it, `tokens` the name of the one from it.
     """
-    loop = build_core_pipeline(*map(_Ports, CORE.values()), steps_in_flight=config.steps_in_flight)
+    loop = build_core_pipeline(*map(PortsOnly, CORE.values()), steps_in_flight=config.steps_in_flight)
     channels: dict[str, Any] = {edge.name: RemoteChannelView(edge.name, edge.capacity or 0) for edge in loop.edges}
     inputs: dict[str, dict[str, Any]] = {name: {} for name in CORE}
     for edge in loop.edges:
@@ -108,19 +108,17 @@ def core_views(
     return mirrors, channels, loop.edges
 
 
-def show_core(
-    parts: FrontStages, requests: Any, tokens: str, config: EngineConfig, now_s: float, *, before: str = "detokenize"
-) -> RemoteCoreView:
+def show_core(parts: FrontStages, requests: Any, tokens: str, config: EngineConfig, now_s: float) -> RemoteCoreView:
     """Adds views of the engine process's stages and channels to a running pipeline.
 
-    They are in the order of the data flow, before the stage `before`. Observers then see all seven stages. Returns the
-    `RemoteCoreView` that updates the views. `requests` and `tokens` are as for `core_views`.
+    They are in the order of the data flow, before the stage that gets their tokens. Observers then see all seven
+    stages. Returns the `RemoteCoreView` that updates the views. `requests` and `tokens` are as for `core_views`.
     """
     pipeline = parts.pipeline
     mirrors, channels, loop = core_views(requests, tokens, config, now_s)
-    reach = _reaching_edges(requests.name, tokens)
+    to_loop, from_loop = reach = _reaching_edges(requests.name, tokens, pipeline)
     stages, runners, own = list(pipeline.stages), dict(pipeline.runners), dict(pipeline.channels)
-    order = [one for name in stages for one in ((*CORE, name) if name == before else (name,))]
+    order = [one for name in stages for one in ((*CORE, name) if name == from_loop.target.stage else (name,))]
     shown = cast("dict[str, StageRunner]", {name: runners.get(name) or mirrors.get(name) for name in order})
     pipeline.runners.clear()
     pipeline.runners.update(shown)
@@ -128,24 +126,30 @@ def show_core(
     edges = [*loop, *pipeline.edges, *reach]
     places = {name: place for place, name in enumerate(order)}
     pipeline.edges = sorted(edges, key=lambda edge: places[edge.source.stage])
-    all_channels: dict[str, Any] = {requests.name: requests} | own | channels
+    all_channels: dict[str, Any] = {to_loop.name: requests} | own | channels
+    if requests.name != to_loop.name:  # between stages of one's own
+        all_channels.pop(requests.name, None)
+    all_channels[from_loop.name] = all_channels.pop(tokens)
     flow = {edge.name: place for place, edge in enumerate(pipeline.edges)}
     pipeline.channels = dict(sorted(all_channels.items(), key=lambda pair: flow.get(pair[0], -1)))
-    return RemoteCoreView(config, parts.loaded.info, mirrors, pipeline.channels, parts.table.request_id)
+    return RemoteCoreView(config, parts.loaded.info, mirrors, pipeline.channels | channels, parts.table.request_id)
 
 
-def _reaching_edges(requests: str, tokens: str) -> list[Edge]:
+def _reaching_edges(requests: str, tokens: str, pipeline: Pipeline) -> tuple[Edge, Edge]:
+    """The edges to the step loop and from it; a stage of one's own may have the open end of the pipeline."""
     (a, b), (c, d) = requests.split("->"), tokens.split("->")
-    return [
-        Edge(_port(a), _port(b), ENTRY_CAPACITY, "wait", "a burst of prompts tokenized at once"),
-        Edge(_port(c), _port(d), TEXT_CAPACITY, "wait", "steps that wait to become text"),
-    ]
+    source, target = _port(a), _port(d)
+    for port in pipeline.open_ports:
+        if port.port in pipeline.stages[port.stage].outputs:
+            source = port
+        else:
+            target = port
+    return (
+        Edge(source, _port(b), ENTRY_CAPACITY, "wait", "a burst of prompts tokenized at once"),
+        Edge(_port(c), target, TEXT_CAPACITY, "wait", "steps that wait to become text"),
+    )
 
 
 def _port(text: str) -> Port:
     stage, _, port = text.partition(".")
     return Port(stage, port)
-
-
-class _Ports(RemoteStageView):
-    """A stage of which only the ports are used."""

@@ -32,12 +32,14 @@ from ..allocate.host_tier import HostTier
 from ..allocate.prefix_cache import PrefixCache
 from ..config import EngineConfig
 from ..engine.engine import Engine
-from ..engine.wiring import LoadedText, TextStages
+from ..engine.placed_stages import PlacedStage
+from ..engine.wiring import LoadedText, TextStages, sketch
 from ..errors import ConfigError, Failed
 from ..exit.outboxes import RequestOutbox
 from ..grammar.compiled import Grammars
 from ..messages import TokenRequest
 from ..outputs import ModelInfo
+from ..pipeline import build_front_pipeline
 from ..schedule.scheduler import LOAD_FAILED, Scheduler
 from .engine_core import EngineCore
 from .front import CORE, FrontStages, TriedGrammars, show_core
@@ -75,7 +77,8 @@ class SplitEngine(Engine):
 
     mode = "split"
     module = MODULE  # that a process runs
-    open_to_insert: ClassVar[tuple[str, ...]] = ("intake", "detokenize")  # after these both neighbours are here
+    # the ends of the step loop, by what is in this process
+    nearest: ClassVar[dict[str, str]] = {"before=schedule": "after=tokenize", "after=sample": "before=detokenize"}
 
     def __init__(self, *args: Any, **overrides: Any) -> None:
         super().__init__(*args, **overrides)
@@ -106,15 +109,26 @@ class SplitEngine(Engine):
 
     # -- custom stages
 
-    def insert(self, stage: Stage[Any, Any], after: str, *, name: str | None = None) -> None:
-        """As `Engine.insert`. Both neighbours must be in this process."""
-        if after.partition(".")[0] not in self.open_to_insert:
-            behind = " or ".join(self.open_to_insert)
-            raise ConfigError(
-                f"{self._setting}: a stage after {after} would have a neighbour in another process: insert it "
-                f"after {behind}, or use {self._inline}"
-            )
-        super().insert(stage, after, name=name)
+    def insert(
+        self, stage: Stage[Any, Any], after: str | None = None, *, before: str | None = None, name: str | None = None
+    ) -> None:
+        """As `Engine.insert`, for places outside of the step loop: the stage runs in this process."""
+        placed = self._reachable(PlacedStage(stage, after, before))
+        super().insert(stage, placed.after, before=placed.before, name=name)
+
+    def _reachable(self, placed: PlacedStage) -> PlacedStage:
+        if not placed.place:
+            return placed
+        side, _, place = self.nearest.get(placed.place, placed.place).partition("=")
+        if place.partition(".")[0] in CORE:
+            where = f"stage = {placed.text}: " if placed.text else ""
+            message = f"{self._setting}: a stage {side} {place} would be in the step loop, which is in another process"
+            raise ConfigError(f"{where}{message}: insert it before schedule or after sample, or use {self._inline}")
+        is_after = side == "after"
+        return replace(placed, after=place if is_after else None, before=None if is_after else place)
+
+    def _sketches(self) -> list[Pipeline]:
+        return [sketch(build_front_pipeline)]
 
     def replace(self, name: str, stage: Stage[Any, Any]) -> None:
         """As `Engine.replace`, for the stages in this process."""

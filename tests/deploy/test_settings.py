@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
+from pathlib import Path
 
 import pytest
 import yaml
@@ -260,3 +262,17 @@ def test_wrong_usage_is_exit_code_2(capsys):
         with pytest.raises(SystemExit) as caught:
             main(arguments)
         assert caught.value.code == 2
+
+
+def test_a_stage_of_ones_own_may_be_a_mapping_in_the_file_and_is_shown_as_it_can_be_read(tmp_path: Path) -> None:
+    file = tmp_path / "millrace.yaml"
+    mapping = "{class: 'a.b:C', after: tokenize, arguments: {words: [x, 'y,z']}}"
+    file.write_text(f"stage:\n  - {mapping}\n  - d:E@before=exit\n")
+    settings = resolve([EngineConfig], {}, {}, file)
+    config = build(EngineConfig, settings)
+    assert [json.loads(config.stage[0])["arguments"], config.stage[1]] == [{"words": ["x", "y,z"]}, "d:E@before=exit"]
+    file.write_text(show({"stage": settings["stage"]}))
+    assert resolve([EngineConfig], {}, {}, file)["stage"].value == config.stage
+    file.write_text("stage: {class: a.b:C, afterr: tokenize}")
+    with pytest.raises(ConfigError, match="unknown key afterr"):
+        build(EngineConfig, resolve([EngineConfig], {}, {}, file))

@@ -157,6 +157,24 @@ def test_insert_where_nothing_follows_says_so() -> None:
         graph.insert(Middle(), after="source")
 
 
+def test_insert_before_a_stage_and_at_open_ends_keeps_the_order_of_the_flow() -> None:
+    graph = chain(Source(), Middle(), Sink())
+    graph.insert(Middle(), before="sink", name="late")
+    assert list(graph.stages) == ["source", "middle", "late", "sink"]
+    part = graph.cut("middle", "late")
+    part.entry = None
+    part.open_ports = {Port("middle", "in"), Port("late", "out")}
+    part.insert(Middle(), before="middle", name="first")
+    part.insert(Middle(), "late", name="last")
+    assert list(part.stages) == ["first", "middle", "late", "last"]
+    assert part.open_ports == {Port("first", "in"), Port("last", "out")}
+    assert edges(part) == ["middle.out->late.in", "first.out->middle.in", "late.out->last.in"]
+    with pytest.raises(GraphError, match="nothing comes before source.in|no input in"):
+        graph.insert(Middle(), before="source", name="never")
+    with pytest.raises(GraphError, match="name one place"):
+        graph.insert(Middle(), after="source", before="sink", name="two")
+
+
 def test_an_insert_that_fails_leaves_the_graph_as_it_was() -> None:
     graph = chain(Source(), Sink())
     with pytest.raises(GraphError, match="stage sink2 has no output out: it has none"):

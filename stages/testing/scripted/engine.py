@@ -18,6 +18,7 @@ from ....runtime.startup.phases import Phases
 from ...config import EngineConfig, resolve_step_size
 from ...device.device import Device
 from ...engine.engine import Engine
+from ...engine.placed_stages import PlacedStage
 from ...engine.wiring import EngineStages
 from ...grammar.compiled import Grammars
 from ...messages import Ints
@@ -54,9 +55,10 @@ class ScriptedEngine(Engine):
         step_s: float = 0.0,
         env: Env | None = None,
         is_async: bool = False,
+        stages: Sequence[PlacedStage | str] = (),
         **overrides: Any,
     ) -> None:
-        super().__init__(_resolved(config, overrides), env=env)
+        super().__init__(_resolved(config, overrides), env=env, stages=stages)
         if is_async:
             assert not step_s, "step_s must be 0 with is_late: the streams decide how long a step takes"
             self.model: ScriptedModel = _async_model(self.config, script, self._env)
@@ -103,6 +105,7 @@ def scripted_engine(
     step_s: float = 0.0,
     env: Env | None = None,
     is_async: bool = False,
+    stages: Sequence[PlacedStage | str] = (),
     **overrides: Any,
 ) -> ScriptedEngine:
     """An engine without a model: `async with scripted_engine() as engine`.
@@ -110,11 +113,11 @@ def scripted_engine(
     `answer` is the answer to every prompt, or a function from the prompt's text to it. The text of a chat prompt is
     like `<|user|>Hi<|end|><|assistant|>`. Without `answer` and `script`, answers are letters drawn from a hash of the
     prompt. Each step takes `step_s` seconds. With `is_async` the device is asynchronous, on simulated streams; this
-    excludes `answer`. `overrides` are fields of `EngineConfig`.
+    excludes `answer`. `stages` are as for `Engine`. `overrides` are fields of `EngineConfig`.
     """
     if answer is not None:
         script = replace(script or Script(), answer=_as_tokens(answer))
-    return ScriptedEngine(config, script, step_s=step_s, env=env, is_async=is_async, **overrides)
+    return ScriptedEngine(config, script, step_s=step_s, env=env, is_async=is_async, stages=stages, **overrides)
 
 
 def _as_tokens(answer: Answer) -> Callable[[Sequence[int], int], Sequence[int]]:

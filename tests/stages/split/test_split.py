@@ -338,7 +338,7 @@ class Nothing(LogitsProcessor):
 
 def test_what_would_have_to_be_in_the_engine_process_is_refused_in_a_sentence() -> None:
     engine = SplitEngine(EngineConfig())
-    with pytest.raises(ConfigError, match="a stage after schedule would have a neighbour in another process"):
+    with pytest.raises(ConfigError, match="mode = split: a stage after schedule would be in the step loop"):
         engine.insert(RemoteStageView(CORE["schedule"]), after="schedule")
     with pytest.raises(ConfigError, match="sample is in the engine process"):
         engine.replace("sample", RemoteStageView(CORE["sample"]))

@@ -7,13 +7,14 @@ Plain code behind the allocate stage; it touches no tensor. `slot_blocks.py` hol
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..messages import NO_INDICES, NO_INTS, Indices, Ints, PlanReport, Rates, StepGrant, StepPlan
 from .host_tier import HostTier
+from .plan_in_hand import PlanInHand
 from .preemption import Preemptor
 from .prefix_cache import PrefixCache
 from .slot_blocks import SlotBlocks
@@ -111,32 +112,32 @@ class Allocator:
 
     def serve(self, plan: StepPlan) -> tuple[StepGrant | None, PlanReport]:
         """Returns the grant and the report. The grant is None if nothing can run or be copied."""
-        slot_blocks = self._slot_blocks
-        slot_blocks.apply_updates(plan)
+        slot_blocks, hand = self._slot_blocks, PlanInHand.of(plan)
+        slot_blocks.apply_updates(hand)
         steady = self._steady_rows_of(plan)
         if steady is not None:
-            return self._serve_steady(plan, steady)
-        starting_rows = slot_blocks.starting_rows(plan)
+            return self._serve_steady(hand, steady)
+        starting_rows = slot_blocks.starting_rows(hand)
+        for row in starting_rows:
+            slot_blocks.attach(hand, row, may_fork=True)
+        granted = _cut_to_budget(hand)
         if starting_rows:
-            plan = replace(plan, num_wanted=plan.num_wanted.copy())  # from here on: tokens left to compute
+            granted = granted.copy()  # `remaining` changes where a row is detached
             for row in starting_rows:
-                slot_blocks.attach(plan, row, may_fork=True)
-        granted = _cut_to_budget(plan)
-        if starting_rows:
-            granted = granted.copy()  # not `num_wanted` itself: waiting rows have 0
-            self._detach_idle(plan, starting_rows, granted)
+                if not granted[row]:
+                    slot_blocks.detach(hand, row)
         allocation = self._with_blocks(plan, granted)
         if allocation.num_blocks > self.pool.num_available:
-            for row, num_wanted in starting_rows.items():
-                slot_blocks.detach(plan, row, num_wanted)
-            plan = _without_drafts(plan)  # drafts are dropped before any sequence is preempted or waits
-            preemptor = Preemptor(slot_blocks, plan, starting_rows)
+            for row in starting_rows:
+                slot_blocks.detach(hand, row)
+            hand.drop_drafts()  # before any sequence is preempted or waits
+            preemptor = Preemptor(slot_blocks, hand, starting_rows)
             preemptor.serve()
             grows = preemptor.new_blocks.nonzero()[0]
             counts = preemptor.new_blocks[grows]
             allocation = _PlanAllocation(preemptor.granted, grows, counts, int(counts.sum()), preemptor.preempted)
-        grant = self._grant(plan, allocation)
-        return grant, self._report(plan, allocation.granted, allocation.preempted, is_void=grant is None)
+        grant = self._grant(hand, allocation)
+        return grant, self._report(hand, allocation.granted, allocation.preempted, is_void=grant is None)
 
     # -- steady decoding
 
@@ -153,10 +154,11 @@ class Allocator:
             self._steady = self._last_slots = None
         return self._steady
 
-    def _serve_steady(self, plan: StepPlan, steady: SteadyDecode) -> tuple[StepGrant, PlanReport]:
+    def _serve_steady(self, hand: PlanInHand, steady: SteadyDecode) -> tuple[StepGrant, PlanReport]:
+        plan = hand.plan
         table_slots, table_places, blocks = NO_INDICES, NO_INDICES, NO_INTS
         if steady.num_blocks:
-            blocks = self.pool.take_behind(steady.last_blocks(), [1] * steady.num_blocks, steady.num_blocks)
+            blocks = self.pool.take_behind(steady.last_blocks(), [1] * steady.num_blocks, steady.num_blocks, hand)
             table_slots, table_places = steady.grow(blocks)
         starts = steady.step()
         self.last_granted = plan.step
@@ -172,17 +174,12 @@ class Allocator:
             table_places=table_places,
             table_blocks=blocks,
             is_decode=True,
-            copies=tuple(self._slot_blocks.copies),
+            copies=tuple(hand.copies),
             adapter_loads=plan.adapter_loads,
         )
-        return grant, self._report(plan, plan.num_wanted, ())
+        return grant, self._report(hand, plan.num_wanted, ())
 
     # -- other plans
-
-    def _detach_idle(self, plan: StepPlan, starting_rows: dict[int, int], granted: Ints) -> None:
-        for row, num_wanted in starting_rows.items():
-            if not granted[row]:
-                self._slot_blocks.detach(plan, row, num_wanted)
 
     def _with_blocks(self, plan: StepPlan, granted: Ints) -> _PlanAllocation:
         """The blocks that all rows need, whether or not the pool has them."""
@@ -199,31 +196,31 @@ class Allocator:
 
     # -- grant and report
 
-    def _grant(self, plan: StepPlan, allocation: _PlanAllocation) -> StepGrant | None:
-        slot_blocks, tables = self._slot_blocks, self.tables
-        slots, granted, is_sampled, drafts = plan.slots, allocation.granted, plan.reaches_end, plan.drafts
+    def _grant(self, hand: PlanInHand, allocation: _PlanAllocation) -> StepGrant | None:
+        slot_blocks, tables, plan = self._slot_blocks, self.tables, hand.plan
+        slots, granted, is_sampled, drafts = plan.slots, allocation.granted, plan.reaches_end, hand.drafts
         if granted is not plan.num_wanted:
             rows = granted.nonzero()[0]
             slots, granted = plan.slots[rows], allocation.granted[rows]
-            is_sampled = plan.reaches_end[rows] & (granted == plan.num_wanted[rows])
+            is_sampled = plan.reaches_end[rows] & (granted == hand.remaining[rows])
             drafts = None if drafts is None else drafts.take(rows)
-        if not len(slots) and not slot_blocks.copies and not plan.adapter_loads:
+        if not len(slots) and not hand.copies and not plan.adapter_loads:
             return None
         table_slots, table_places, blocks = NO_INDICES, NO_INDICES, NO_INTS
-        if allocation.num_blocks or slot_blocks.begun:
+        if allocation.num_blocks or hand.begun:
             table_slots, table_places, blocks = slot_blocks.grow(
-                plan.slots[allocation.grows], allocation.counts, allocation.num_blocks
+                hand, plan.slots[allocation.grows], allocation.counts, allocation.num_blocks
             )
         starts = tables.num_tokens[slots]
         ends = starts + granted
         tables.num_tokens[slots] = ends if drafts is None else ends - drafts.counts
         self.last_granted = plan.step
         slot_blocks.last_step[slots] = plan.step
-        if slot_blocks.begun:
-            slot_blocks.fork(plan.step)
-            slot_blocks.copy_in(plan.step)
+        if hand.begun:
+            slot_blocks.fork(hand)
+            slot_blocks.copy_in(hand)
         if slot_blocks.publisher is not None and not plan.is_decode:
-            slot_blocks.publisher.note_grant(plan.step, slots, starts, ends, self._num_begun(slots))
+            slot_blocks.publisher.note_grant(plan.step, slots, starts, ends, self._num_begun(hand, slots))
         return StepGrant(
             step=plan.step,
             generation=plan.generation,
@@ -236,33 +233,35 @@ class Allocator:
             table_blocks=blocks,
             is_decode=plan.is_decode,
             drafts=drafts,
-            started=slot_blocks.take_started(slots) if slot_blocks.started else (),
-            copies=tuple(slot_blocks.copies),
+            started=slot_blocks.take_started(hand, slots) if slot_blocks.started else (),
+            copies=tuple(hand.copies),
             adapter_loads=plan.adapter_loads,
         )
 
-    def _num_begun(self, slots: Indices) -> Ints:
-        """[R] tokens with which sequences in these slots start in this plan, without computing them."""
-        begun = self._slot_blocks.begun
-        if not begun:
-            return self._nothing[: len(slots)]
-        return np.array([begun[slot].num_tokens if slot in begun else 0 for slot in slots.tolist()], np.int32)
+    def _num_begun(self, hand: PlanInHand, slots: Indices) -> Ints:
+        """[R] tokens with which sequences in these slots start in this plan; `_nothing` for most plans."""
+        return hand.num_begun(slots) if hand.begun else self._nothing[: len(slots)]
 
     def _report(
-        self, plan: StepPlan, granted: Ints, preempted: Sequence[int], *, is_void: bool = False, is_reset: bool = False
+        self,
+        hand: PlanInHand,
+        granted: Ints,
+        preempted: Sequence[int],
+        *,
+        is_void: bool = False,
+        is_reset: bool = False,
     ) -> PlanReport:
-        slot_blocks = self._slot_blocks
-        pool, host = slot_blocks.pool, slot_blocks.host
+        pool, host = self.pool, self.host
         return PlanReport(
-            step=plan.step,
+            step=hand.plan.step,
             num_granted=granted,
-            num_cached=self._num_begun(plan.slots),
+            num_cached=self._num_begun(hand, hand.plan.slots),
             preempted=preempted,
             num_free=pool.num_available,
             num_quarantined=pool.num_quarantined,
             num_host_free=0 if host is None else host.pool.num_available,
             num_host_quarantined=0 if host is None else host.pool.num_quarantined,
-            swapped=slot_blocks.swapped,
+            swapped=hand.swapped,
             is_void=is_void,
             is_reset=is_reset,
         )
@@ -274,25 +273,20 @@ class Allocator:
         self.last_granted = min(self.last_granted, plan.step - 1)  # a grant was made, but not sent
         self._slot_blocks.reset(plan.completed_step, self.last_granted)
         self._steady = self._last_slots = None
-        return self._report(plan, np.zeros_like(plan.num_wanted), (), is_void=True, is_reset=True)
+        return self._report(PlanInHand.of(plan), np.zeros_like(plan.num_wanted), (), is_void=True, is_reset=True)
 
 
-def _without_drafts(plan: StepPlan) -> StepPlan:
-    if plan.drafts is None:
-        return plan
-    return replace(plan, num_wanted=plan.num_wanted - plan.drafts.counts, drafts=None)
-
-
-def _cut_to_budget(plan: StepPlan) -> Ints:
+def _cut_to_budget(hand: PlanInHand) -> Ints:
     """[R] the tokens of each row within the token budget.
 
-    Returns the plan's `num_wanted` array itself if all fit.
+    Returns `hand.remaining` itself if all fit.
     """
+    plan, remaining = hand.plan, hand.remaining
     num_rows = len(plan.slots)
-    if (num_rows if plan.is_decode else int(plan.num_wanted.sum())) <= plan.token_budget:
-        return plan.num_wanted
-    before = np.cumsum(plan.num_wanted, dtype=np.int32) - plan.num_wanted
-    granted: Ints = np.clip(plan.token_budget - before, 0, plan.num_wanted).astype(np.int32)
+    if (num_rows if plan.is_decode else int(remaining.sum())) <= plan.token_budget:
+        return remaining
+    before = np.cumsum(remaining, dtype=np.int32) - remaining
+    granted: Ints = np.clip(plan.token_budget - before, 0, remaining).astype(np.int32)
     if not plan.allows_partial:
-        granted[granted < plan.num_wanted] = 0
+        granted[granted < remaining] = 0
     return granted

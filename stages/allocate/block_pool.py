@@ -9,10 +9,17 @@ import enum
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import islice
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..messages import Indices, Ints
+
+if TYPE_CHECKING:
+    from .plan_in_hand import PlanInHand
+
+# Called with the cached blocks that were evicted, and the plan for which they were, if any.
+EvictionListener = Callable[[list[int], "PlanInHand | None"], object]
 
 
 class BlockState(enum.IntEnum):
@@ -55,7 +62,7 @@ class BlockPool:
         self.num_quarantined = 0
         self.num_moves = 0  # state changes so far, other than free to in use
         self.num_evicted = 0  # cached blocks evicted so far
-        self.on_evicted: Callable[[list[int]], object] = _ignore  # called with evicted blocks, whose contents are lost
+        self._listeners: list[EvictionListener] = []
         self.state = np.full(num_blocks, FREE, np.int8)  # [N]
         self.num_tables = np.zeros(num_blocks, np.int32)  # [N] tables that hold the block
         self.run_size = run_size = max(1, RUN_TOKENS // block_size)
@@ -90,15 +97,28 @@ class BlockPool:
         """Blocks in more than one table."""
         return int(np.count_nonzero(self.num_tables > 1))
 
-    def take(self, count: int) -> Ints:
+    def subscribe(self, listener: EvictionListener) -> None:
+        """Has `listener` called with the cached blocks that each later `take` evicts, and with the plan in hand.
+
+        Their contents are lost once the blocks are written. Listeners are called in the order of their subscription;
+        each must be right in any. They are bound methods, no closures: the time machine copies a pool with its owners.
+        """
+        self._listeners.append(listener)
+
+    def take(self, count: int, hand: PlanInHand | None = None) -> Ints:
         """Takes `count` blocks, [count], for one new table; ids are consecutive where possible.
 
         Check `num_available` first.
         """
-        return self.take_behind([-1], [count], count)
+        return self.take_behind([-1], [count], count, hand)
 
-    def take_behind(self, last_blocks: Sequence[int], counts: Sequence[int], total: int) -> Ints:
-        """Takes `total` blocks: `counts[i]` for a table whose last block is `last_blocks[i]` (-1: none)."""
+    def take_behind(
+        self, last_blocks: Sequence[int], counts: Sequence[int], total: int, hand: PlanInHand | None = None
+    ) -> Ints:
+        """Takes `total` blocks: `counts[i]` for a table whose last block is `last_blocks[i]` (-1: none).
+
+        `hand` is the plan for which they are taken, if any: listeners to evictions get it.
+        """
         assert total <= self.num_available, f"{total} blocks taken of {self.num_available} available"
         taken: list[int] = []
         for last, count in zip(last_blocks, counts, strict=True):
@@ -111,7 +131,7 @@ class BlockPool:
                 self._count_free(int(found[0]) // self.run_size, -len(found))
                 taken += found.tolist()
         if self._untold:
-            self._notify_evicted()
+            self._notify_evicted(hand)
         assert len(taken) == total, f"{len(taken)} blocks taken where {total} were requested"
         blocks = np.array(taken, np.intp)
         self.num_tables[blocks] = 1
@@ -302,10 +322,11 @@ class BlockPool:
         self._push(blocks)
         self._untold += evicted
 
-    def _notify_evicted(self) -> None:
+    def _notify_evicted(self, hand: PlanInHand | None) -> None:
         evicted, self._untold = self._untold, []
         self.num_evicted += len(evicted)
-        self.on_evicted(evicted)
+        for listener in self._listeners:
+            listener(evicted, hand)
 
     def _push(self, blocks: Ints) -> None:
         self.num_moves += 1
@@ -340,10 +361,6 @@ class BlockPool:
             for _, blocks in self._quarantine:
                 is_waiting[blocks] = True
             assert is_waiting[self.state == QUARANTINED].all(), "a quarantined block waits for no step"
-
-
-def _ignore(blocks: list[int]) -> None:
-    pass
 
 
 class BlockTables:

@@ -5,9 +5,12 @@ Plain code behind the allocator.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 
-from ..messages import Ints, StepPlan
+from ..messages import Ints
+from .plan_in_hand import PlanInHand
 from .slot_blocks import SlotBlocks
 
 
@@ -20,13 +23,14 @@ class Preemptor:
     where decodes come before prefills of better rank.
     """
 
-    def __init__(self, slot_blocks: SlotBlocks, plan: StepPlan, starting_rows: dict[int, int]) -> None:
+    def __init__(self, slot_blocks: SlotBlocks, hand: PlanInHand, starting_rows: Collection[int]) -> None:
+        plan = hand.plan
         self.granted: Ints = np.zeros_like(plan.num_wanted)  # [R] tokens
         self.new_blocks: Ints = np.zeros_like(plan.num_wanted)  # [R]
         self.preempted: list[int] = []  # slots
         self._slot_blocks = slot_blocks
-        self._plan = plan
-        self._starting_rows = starting_rows  # row -> tokens wanted in all, cached ones included
+        self._hand, self._plan = hand, plan
+        self._starting_rows = starting_rows
         self._row_of = {slot: row for row, slot in enumerate(plan.slots.tolist())}
         self._budget = plan.token_budget
         self._waiting_rank = -1  # highest rank of a row that waits for blocks
@@ -44,8 +48,8 @@ class Preemptor:
     def _serve_row(self, row: int) -> None:
         plan, is_beginner = self._plan, row in self._starting_rows
         if is_beginner:
-            self._slot_blocks.attach(plan, row, may_fork=False)
-        wanted, rank = int(plan.num_wanted[row]), int(plan.num_victims[row])
+            self._slot_blocks.attach(self._hand, row, may_fork=False)
+        wanted, rank = int(self._hand.remaining[row]), int(plan.num_victims[row])
         if wanted > self._budget:
             wanted = self._budget if plan.allows_partial else 0
         is_behind = rank <= self._waiting_rank
@@ -61,7 +65,7 @@ class Preemptor:
         self.granted[row], self.new_blocks[row] = wanted, need
         self._budget -= wanted
         if is_beginner and not wanted:
-            self._slot_blocks.detach(plan, row, self._starting_rows[row])
+            self._slot_blocks.detach(self._hand, row)
 
     def _need(self, row: int, granted: int) -> int:
         """Blocks that the row lacks for `granted` more tokens."""
@@ -86,7 +90,7 @@ class Preemptor:
     def _preempt(self, slot: int) -> None:
         """Preempts a slot, and takes back what it was granted in this plan."""
         self.preempted.append(slot)
-        self._slot_blocks.preempt(slot, self._plan.step)
+        self._slot_blocks.preempt(self._hand, slot)
         row = self._row_of.get(slot)
         if row is not None:
             self._budget += int(self.granted[row])

@@ -12,6 +12,7 @@ import numpy as np
 
 from ..messages import Indices, Ints, Started, StepDone, StepPlan
 from .block_pool import BlockPool, BlockTables
+from .plan_in_hand import PlanInHand
 from .prefix_cache import BlockChain, PrefixCache, PrefixMatch
 
 ROWS_READ_AT_ONCE = 1024  # more would save little, and block the event loop for longer
@@ -55,7 +56,6 @@ class PrefixPublisher:
         self._num_unread = 0  # rows in them
         self._most_unread = 0  # tokens of one sequence in them; at most B
         cache.partial_blocks.most_tails = max(1, pool.num_blocks // BLOCKS_PER_TAIL)
-        pool.on_evicted = self._forget
 
     # -- a sequence
 
@@ -75,7 +75,8 @@ class PrefixPublisher:
         begin = len(token_ids) // self._tables.block_size * self._tables.block_size
         self._newest[slot, np.arange(begin, len(token_ids)) % self._newest.shape[1]] = token_ids[begin:]
 
-    def _forget(self, blocks: list[int]) -> None:
+    def forget_blocks(self, blocks: list[int], hand: PlanInHand | None) -> None:
+        """The pool evicted these blocks: they are in the cache no more."""
         for block in blocks:
             self.cache.forget(block)
 

@@ -5,40 +5,22 @@ The allocator decides how much each row gets; this file carries it out.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
-from ..messages import NO_INTS, BlockCopy, Direction, Indices, Ints, Started, StepPlan
+from ..messages import NO_INTS, BlockCopy, Direction, Indices, Ints, Started
 from .block_pool import BlockPool, BlockTables
 from .host_tier import HostTier
+from .plan_in_hand import PlanInHand, ReusedPrefix
 from .prefix_cache import PrefixCache, PrefixMatch
 from .prefix_publisher import PrefixPublisher
 
 NOTHING_FOUND = PrefixMatch(NO_INTS, NO_INTS, None, 0)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ReusedPrefix:
-    """The tokens that a sequence need not compute when it starts or resumes."""
-
-    num_tokens: int  # tokens in the blocks below
-    shared: Ints  # its first blocks, on the device; other tables may hold them too
-    on_host: Ints  # the next blocks, on the host, to be copied in
-    is_swapped: bool  # True: the host blocks are its own; False: the prefix cache's
-    source: int | None = None  # a device block from which the remaining tokens are copied
-
-    @property
-    def num_whole(self) -> int:
-        """Number of blocks before the one copied from `source`."""
-        return len(self.shared) + len(self.on_host)
-
-
 class SlotBlocks:
-    """The state of one pool and its slots.
-
-    Collects the copies and starts that the current plan causes.
-    """
+    """The state of one pool and its slots. What a plan causes is collected in the plan in hand."""
 
     def __init__(
         self,
@@ -58,22 +40,17 @@ class SlotBlocks:
         self.started: dict[int, Started] = {}  # by slot: not yet sent with a grant
         self.sequence_ids = np.full(num_slots, -1, np.int64)  # [S] the sequence that started there last
         self._must_compute = np.zeros(num_slots, np.bool_)  # [S] whether it must compute all its tokens
-        # for the current plan:
-        self.begun: dict[int, ReusedPrefix] = {}  # by slot
-        self.swapped: dict[int, int] = {}  # slot -> tokens copied to the host
-        self.copies: list[BlockCopy] = []
-        self._step = self._generation = -1
-        if host is not None and self.publisher is not None:
-            self.pool.on_evicted = self._move_out
-            host.pool.on_evicted = self._forget_on_host
+        if self.publisher is not None:
+            self.pool.subscribe(self.publisher.forget_blocks if host is None else self._move_out)
+            if host is not None:
+                host.pool.subscribe(self._forget_evicted_on_host)
 
     # -- updates
 
-    def apply_updates(self, plan: StepPlan) -> None:
+    def apply_updates(self, hand: PlanInHand) -> None:
         """Applies the updates of a plan: completed steps, and ended, preempted or started sequences."""
+        plan = hand.plan
         self.completed_step = plan.completed_step
-        self.begun, self.swapped, self.copies = {}, {}, []
-        self._step, self._generation = plan.step, plan.generation
         if self.publisher is not None:
             self.publisher.complete_steps(plan)
         self.pool.complete_steps(plan.completed_step)
@@ -84,9 +61,9 @@ class SlotBlocks:
         for slot, num_accepted in plan.accepted:
             self.tables.num_tokens[slot] += num_accepted
         for slot in (*plan.ended, *plan.dropped):
-            self.empty(slot)
+            self.empty(hand, slot)
         for slot in plan.preempted:
-            self.preempt(slot, plan.step)
+            self.preempt(hand, slot)
         for started in plan.started:
             self.started[started.slot] = started
             self.sequence_ids[started.slot] = started.sequence_id
@@ -94,19 +71,19 @@ class SlotBlocks:
             if self.publisher is not None:
                 self.publisher.start(started)
 
-    def empty(self, slot: int) -> None:
+    def empty(self, hand: PlanInHand, slot: int) -> None:
         """Takes all blocks of a slot.
 
         They become available when the last step that may touch them is done.
         """
         self.started.pop(slot, None)
-        self._give_up_beginning(slot)
+        self._give_up_beginning(hand, slot)
         if self.publisher is not None:
             self.publisher.drop(slot)
         self.pool.give_back(self.tables.clear(slot), int(self.last_step[slot]), self.completed_step)
 
-    def preempt(self, slot: int, step: int) -> None:
-        """Preempts a slot in the plan of `step`: swaps it out if there is room and it pays.
+    def preempt(self, hand: PlanInHand, slot: int) -> None:
+        """Preempts a slot in the plan in hand: swaps it out if there is room and it pays.
 
         Blocks that were not copied back from the host yet stay there.
         """
@@ -116,40 +93,39 @@ class SlotBlocks:
             kept = self.host.swap_out(int(self.sequence_ids[slot]), num_tokens)
             if kept is not None:
                 blocks = self.tables.blocks[slot, : len(kept)].copy()
-                self.copies.append(BlockCopy(Direction.OUT, blocks, kept))
-                self.swapped[slot] = num_tokens
-                self.last_step[slot] = step
-        self.empty(slot)
+                hand.copies.append(BlockCopy(Direction.OUT, blocks, kept))
+                hand.swapped[slot] = num_tokens
+                self.last_step[slot] = hand.plan.step
+        self.empty(hand, slot)
 
     # -- starting sequences
 
-    def starting_rows(self, plan: StepPlan) -> dict[int, int]:
-        """Starting rows that may have cached or swapped tokens: row -> tokens wanted in all."""
+    def starting_rows(self, hand: PlanInHand) -> list[int]:
+        """Starting rows that may have cached or swapped tokens."""
         if not self.started:
-            return {}
+            return []
         fewest = 2  # tokens; a cache hit must leave at least one token to compute
-        return {
-            row: int(plan.num_wanted[row])
-            for row, slot in enumerate(plan.slots.tolist())
+        return [
+            row
+            for row, slot in enumerate(hand.plan.slots.tolist())
             if slot in self.started
             and not self.tables.capacity[slot]
             and not self._must_compute[slot]
-            and (self._num_swapped(slot) or (self.publisher is not None and plan.num_wanted[row] >= fewest))
-        }
+            and (self._num_swapped(slot) or (self.publisher is not None and hand.wanted[row] >= fewest))
+        ]
 
-    def attach(self, plan: StepPlan, row: int, *, may_fork: bool) -> None:
-        """Gives the row its cached or swapped blocks, and reduces `plan.num_wanted` by their tokens.
+    def attach(self, hand: PlanInHand, row: int, *, may_fork: bool) -> None:
+        """Gives the row its cached or swapped blocks; their tokens do not remain to be computed.
 
-        `num_wanted` becomes 0 if another sequence is computing the row's next block. The array must be the caller's
-        copy, as it is modified.
+        None remains, for now, if another sequence is computing the row's next block.
 
         A fork holds its source block until the copy is done, which could be the very block lacking for the copy. So
         `may_fork` is False when blocks run short, and the few tokens are computed.
         """
-        slot = int(plan.slots[row])
+        slot, wanted = int(hand.plan.slots[row]), int(hand.wanted[row])
         beginning = self._find(slot, may_fork=may_fork)
         if beginning is None:
-            plan.num_wanted[row] = 0
+            hand.set_remaining(row, 0)
             return
         num_tokens, shared = beginning.num_tokens, beginning.shared
         if num_tokens:
@@ -162,10 +138,10 @@ class SlotBlocks:
             if beginning.source is not None:
                 self.pool.share(np.array([beginning.source], np.int32))
             self.tables.num_tokens[slot] = num_tokens
-            plan.num_wanted[row] -= num_tokens
-            self.begun[slot] = beginning
+            hand.set_remaining(row, wanted - num_tokens)
+            hand.begun[slot] = beginning
         if self.publisher is not None:
-            self.publisher.begin(slot, num_tokens + min(int(plan.num_wanted[row]), plan.token_budget))
+            self.publisher.begin(slot, num_tokens + min(wanted - num_tokens, hand.plan.token_budget))
 
     def _find(self, slot: int, *, may_fork: bool) -> ReusedPrefix | None:
         """What the sequence in `slot` need not compute; None if it should wait for another sequence.
@@ -189,17 +165,17 @@ class SlotBlocks:
             return ReusedPrefix(num_swapped, shared, own[len(shared) :], is_swapped=True)
         return ReusedPrefix(num_found, shared, places, is_swapped=False, source=source)
 
-    def detach(self, plan: StepPlan, row: int, num_wanted: int) -> None:
-        """Undoes `attach` for a row that wants `num_wanted` tokens in all."""
-        plan.num_wanted[row] = num_wanted
-        slot = int(plan.slots[row])
+    def detach(self, hand: PlanInHand, row: int) -> None:
+        """Undoes `attach`: all that the row wants remains to be computed."""
+        hand.set_remaining(row, int(hand.wanted[row]))
+        slot = int(hand.plan.slots[row])
         if self.publisher is not None:
             self.publisher.begin_no_more(slot)
-        self._give_up_beginning(slot)
+        self._give_up_beginning(hand, slot)
         self.pool.give_back(self.tables.clear(slot), -1, self.completed_step)
 
-    def _give_up_beginning(self, slot: int) -> None:
-        beginning = self.begun.pop(slot, None)
+    def _give_up_beginning(self, hand: PlanInHand, slot: int) -> None:
+        beginning = hand.begun.pop(slot, None)
         if beginning is None:
             return
         if self.host is not None and not beginning.is_swapped:
@@ -212,29 +188,30 @@ class SlotBlocks:
 
     # -- granting
 
-    def grow(self, slots: Indices, counts: Ints, num_blocks: int) -> tuple[Indices, Indices, Ints]:
+    def grow(self, hand: PlanInHand, slots: Indices, counts: Ints, num_blocks: int) -> tuple[Indices, Indices, Ints]:
         """Takes `num_blocks` new blocks, `counts[i]` for `slots[i]`.
 
         Returns (slot, place, block) of each, and of the shared blocks with which sequences start.
         """
-        blocks = self.pool.take_behind(self.tables.last_blocks(slots), counts.tolist(), num_blocks)
+        blocks = self.pool.take_behind(self.tables.last_blocks(slots), counts.tolist(), num_blocks, hand)
         table_slots, table_places = self.tables.append(slots, counts, blocks)
-        for slot, beginning in self.begun.items():
+        for slot, beginning in hand.begun.items():
             found = beginning.shared
             table_slots = np.concatenate([table_slots, np.full(len(found), slot)])
             table_places = np.concatenate([table_places, np.arange(len(found))])
             blocks = np.concatenate([blocks, found])
         return table_slots, table_places, blocks
 
-    def _move_out(self, blocks: list[int]) -> None:
+    def _move_out(self, blocks: list[int], hand: PlanInHand | None) -> None:
         """Copies evicted blocks to the host, as far as there is room and it pays."""
         assert self.host is not None and self.publisher is not None
+        assert hand is not None, "cached blocks are evicted outside a plan, and no step can copy them"
         cache, offload_policy = self.publisher.cache, self.host.offload_policy
         moving = [block for block in blocks if not cache.is_tail(block) and not cache.is_on_host(block)]
         is_worthwhile = offload_policy.is_worthwhile(cache.num_host_hits, self.host.rates)
         if not is_worthwhile:
             moving = [block for block in moving if cache.is_sample(block)]
-        places = self.host.adopt(len(moving), self._step, self._generation, self.completed_step)
+        places = self.host.adopt(len(moving), hand.plan.step, hand.plan.generation, self.completed_step)
         moving = moving[: len(places)]
         if is_worthwhile:
             offload_policy.charge(len(moving))
@@ -245,48 +222,52 @@ class SlotBlocks:
             if displaced is not None:
                 self.host.pool.forget(displaced)
         if moving:
-            self.copies.append(BlockCopy(Direction.OUT, np.array(moving, np.int32), places))
+            hand.copies.append(BlockCopy(Direction.OUT, np.array(moving, np.int32), places))
+
+    def _forget_evicted_on_host(self, places: list[int], hand: PlanInHand | None) -> None:
+        self._forget_on_host(places)
 
     def _forget_on_host(self, places: list[int]) -> None:
         if self.publisher is not None:
             for place in places:
                 self.publisher.cache.forget_on_host(place)
 
-    def copy_in(self, step: int) -> None:
-        """Collects the copies from the host for the sequences that start in `step`."""
+    def copy_in(self, hand: PlanInHand) -> None:
+        """Collects the copies from the host for the sequences that start in the plan."""
         if self.host is None:
             return
-        for slot, beginning in self.begun.items():
+        step = hand.plan.step
+        for slot, beginning in hand.begun.items():
             if len(beginning.on_host):
                 first = len(beginning.shared)
                 blocks = self.tables.blocks[slot, first : first + len(beginning.on_host)].copy()
-                self.copies.append(BlockCopy(Direction.IN, beginning.on_host, blocks))
+                hand.copies.append(BlockCopy(Direction.IN, beginning.on_host, blocks))
             if not beginning.is_swapped:
                 self.host.pool.give_back(beginning.on_host, step, self.completed_step)
             self.host.release(int(self.sequence_ids[slot]), step, self.completed_step)
 
-    def fork(self, step: int) -> None:
-        """Collects the copies of partly matching blocks for the sequences that start in `step`.
+    def fork(self, hand: PlanInHand) -> None:
+        """Collects the copies of partly matching blocks for the sequences that start in the plan.
 
-        The sources are held until the step is done.
+        The sources are held until its step is done.
         """
-        sources, destinations = [], []
-        for slot, beginning in self.begun.items():
+        step, sources, destinations = hand.plan.step, [], []
+        for slot, beginning in hand.begun.items():
             if beginning.source is not None:
                 sources.append(beginning.source)
                 destinations.append(int(self.tables.blocks[slot, beginning.num_whole]))
                 self.pool.give_back(np.array([beginning.source], np.int32), step, self.completed_step)
         if sources:
             copy = BlockCopy(Direction.FORK, np.array(sources, np.int32), np.array(destinations, np.int32))
-            self.copies.append(copy)
+            hand.copies.append(copy)
 
-    def take_started(self, slots: Indices) -> tuple[Started, ...]:
+    def take_started(self, hand: PlanInHand, slots: Indices) -> tuple[Started, ...]:
         """The starts of these slots that were not sent with a grant yet."""
         all_started = (self.started.pop(slot) for slot in slots.tolist() if slot in self.started)
-        return tuple(self._with_beginning(started) for started in all_started)
+        return tuple(self._with_beginning(hand, started) for started in all_started)
 
-    def _with_beginning(self, started: Started) -> Started:
-        beginning = self.begun.get(started.slot)
+    def _with_beginning(self, hand: PlanInHand, started: Started) -> Started:
+        beginning = hand.begun.get(started.slot)
         if beginning is None:
             return started
         num_shared = len(beginning.shared) * self.pool.block_size
@@ -299,7 +280,6 @@ class SlotBlocks:
         self.completed_step = completed_step
         self.tables.clear_all()
         self.started.clear()
-        self.begun, self.swapped, self.copies = {}, {}, []
         if self.publisher is not None:
             self.publisher.drop_all()
         self.pool.seize_all(last_granted)

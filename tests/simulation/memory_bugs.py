@@ -18,6 +18,7 @@ from millrace.stages.allocate import prefix_cache
 from millrace.stages.allocate.block_pool import BlockPool
 from millrace.stages.allocate.host_tier import HostTier
 from millrace.stages.allocate.partial_blocks import PartialBlocks
+from millrace.stages.allocate.plan_in_hand import PlanInHand
 from millrace.stages.allocate.prefix_publisher import PrefixPublisher
 from millrace.stages.allocate.slot_blocks import SlotBlocks
 from millrace.stages.messages import Ints, StepPlan
@@ -117,28 +118,28 @@ def fork_source_not_held() -> AbstractContextManager[None]:
     """The block that a sequence copies from may be reused before it is copied."""
 
     def change(attach: Any) -> Any:
-        def careless(self: SlotBlocks, plan: StepPlan, row: int, *, may_fork: bool) -> None:
-            attach(self, plan, row, may_fork=may_fork)
-            beginning = self.begun.get(int(plan.slots[row]))
+        def careless(self: SlotBlocks, hand: PlanInHand, row: int, *, may_fork: bool) -> None:
+            attach(self, hand, row, may_fork=may_fork)
+            beginning = hand.begun.get(int(hand.plan.slots[row]))
             if beginning is not None and beginning.source is not None:
                 self.pool.give_back(np.array([beginning.source], np.int32), -1, self.completed_step)
 
         return careless
 
     def change_fork(fork: Any) -> Any:
-        def without_giving_back(self: SlotBlocks, step: int) -> None:
+        def without_giving_back(self: SlotBlocks, hand: PlanInHand) -> None:
             give_back, self.pool.give_back = self.pool.give_back, lambda *_: None  # type: ignore[method-assign]
-            fork(self, step)
+            fork(self, hand)
             self.pool.give_back = give_back  # type: ignore[method-assign]
 
         return without_giving_back
 
     def change_give_up(give_up: Any) -> Any:
-        def without_giving_back(self: SlotBlocks, slot: int) -> None:
-            beginning = self.begun.get(slot)
+        def without_giving_back(self: SlotBlocks, hand: PlanInHand, slot: int) -> None:
+            beginning = hand.begun.get(slot)
             if beginning is not None and beginning.source is not None:
-                self.begun[slot] = replace(beginning, source=None)
-            give_up(self, slot)
+                hand.begun[slot] = replace(beginning, source=None)
+            give_up(self, hand, slot)
 
         return without_giving_back
 
@@ -160,8 +161,9 @@ def fork_source_reused_while_copied() -> AbstractContextManager[None]:
     """The block that a sequence copies from is freed as soon as the step that copies it is granted."""
 
     def change(fork: Any) -> Any:
-        def hasty(self: SlotBlocks, step: int) -> None:
-            fork(self, -1)
+        def hasty(self: SlotBlocks, hand: PlanInHand) -> None:
+            with of_step(hand, -1):
+                fork(self, hand)
 
         return hasty
 
@@ -172,14 +174,22 @@ def forked_block_never_let_go() -> AbstractContextManager[None]:
     """A sequence that copies from a block goes on holding it."""
 
     def change(fork: Any) -> Any:
-        def clinging(self: SlotBlocks, step: int) -> None:
+        def clinging(self: SlotBlocks, hand: PlanInHand) -> None:
             give_back, self.pool.give_back = self.pool.give_back, lambda *_: None  # type: ignore[method-assign]
-            fork(self, step)
+            fork(self, hand)
             self.pool.give_back = give_back  # type: ignore[method-assign]
 
         return clinging
 
     return changed(SlotBlocks, "fork", change)
+
+
+@contextmanager
+def of_step(hand: PlanInHand, step: int) -> Iterator[None]:
+    """Meanwhile the plan in hand is said to be that of another step."""
+    plan, hand.plan = hand.plan, replace(hand.plan, step=step)
+    yield
+    hand.plan = plan
 
 
 def tails_of_other_salts() -> AbstractContextManager[None]:
@@ -227,8 +237,9 @@ def reused_while_copied() -> AbstractContextManager[None]:
     """The blocks of a victim are freed when its own last step is done, though a later one copies them."""
 
     def change(preempt: Any) -> Any:
-        def hasty(self: SlotBlocks, slot: int, step: int) -> None:
-            preempt(self, slot, int(self.last_step[slot]))
+        def hasty(self: SlotBlocks, hand: PlanInHand, slot: int) -> None:
+            with of_step(hand, int(self.last_step[slot])):
+                preempt(self, hand, slot)
 
         return hasty
 
@@ -251,13 +262,13 @@ def half_a_block_forgotten() -> AbstractContextManager[None]:
     """Only full blocks are copied to the host, and the tokens in the last one count as copied, too."""
 
     def change(preempt: Any) -> Any:
-        def short(self: SlotBlocks, slot: int, step: int) -> None:
-            num_copies = len(self.copies)
+        def short(self: SlotBlocks, hand: PlanInHand, slot: int) -> None:
+            num_copies = len(hand.copies)
             num_full = int(self.tables.num_tokens[slot]) // self.pool.block_size
-            preempt(self, slot, step)
-            if len(self.copies) > num_copies:
-                copy = self.copies.pop()
-                self.copies.append(
+            preempt(self, hand, slot)
+            if len(hand.copies) > num_copies:
+                copy = hand.copies.pop()
+                hand.copies.append(
                     replace(copy, sources=copy.sources[:num_full], destinations=copy.destinations[:num_full])
                 )
 

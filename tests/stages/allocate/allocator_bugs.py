@@ -17,11 +17,12 @@ from millrace.stages.allocate import allocator
 from millrace.stages.allocate.block_pool import BlockPool, BlockTables
 from millrace.stages.allocate.host_tier import HostTier
 from millrace.stages.allocate.partial_blocks import PartialBlocks
+from millrace.stages.allocate.plan_in_hand import PlanInHand, ReusedPrefix
 from millrace.stages.allocate.preemption import Preemptor
 from millrace.stages.allocate.prefix_cache import BlockChain, PrefixCache
 from millrace.stages.allocate.prefix_publisher import PrefixPublisher
-from millrace.stages.allocate.slot_blocks import ReusedPrefix, SlotBlocks
-from millrace.stages.messages import Direction, Indices, Ints, Started, StepPlan
+from millrace.stages.allocate.slot_blocks import SlotBlocks
+from millrace.stages.messages import Direction, Indices, Ints, Started
 from tests.simulation.memory_bugs import MEMORY_BUGS
 from tests.simulation.planting import Bug, changed
 
@@ -44,8 +45,11 @@ def budget_exceeded_by_one() -> AbstractContextManager[None]:
     """A step holds one token more than it may."""
 
     def change(cut_to_budget: Any) -> Any:
-        def generous(plan: StepPlan) -> Any:
-            return cut_to_budget(replace(plan, token_budget=plan.token_budget + 1))
+        def generous(hand: PlanInHand) -> Any:
+            plan, hand.plan = hand.plan, replace(hand.plan, token_budget=hand.plan.token_budget + 1)
+            granted = cut_to_budget(hand)
+            hand.plan = plan
+            return granted
 
         return generous
 
@@ -104,10 +108,10 @@ def detached_in_name_only() -> AbstractContextManager[None]:
     """A row that cannot start after all keeps the cached blocks that it found."""
 
     def change(detach: Any) -> Any:
-        def lossy(self: SlotBlocks, plan: StepPlan, row: int, num_wanted: int) -> None:
+        def lossy(self: SlotBlocks, hand: PlanInHand, row: int) -> None:
             with MonkeyPatch.context() as patch:
                 patch.setattr(self.pool, "give_back", lambda *args: None)
-                detach(self, plan, row, num_wanted)
+                detach(self, hand, row)
 
         return lossy
 
@@ -147,10 +151,10 @@ def eviction_untold() -> AbstractContextManager[None]:
     """The cache is not notified of evicted blocks."""
 
     def change(tell: Any) -> Any:
-        def silent(self: BlockPool) -> None:
-            self.on_evicted, told = (lambda block: None), self.on_evicted
-            tell(self)
-            self.on_evicted = told
+        def silent(self: BlockPool, hand: PlanInHand | None) -> None:
+            self._listeners, told = [], self._listeners
+            tell(self, hand)
+            self._listeners = told
 
         return silent
 
@@ -164,12 +168,12 @@ def one_block_too_few_is_swapped() -> AbstractContextManager[None]:
     """The last block of several is not copied to the host."""
 
     def change(preempt: Any) -> Any:
-        def short(self: SlotBlocks, slot: int, step: int) -> None:
-            num_copies = len(self.copies)
-            preempt(self, slot, step)
-            if len(self.copies) > num_copies and len(self.copies[-1].sources) > 1:
-                copy = self.copies.pop()
-                self.copies.append(replace(copy, sources=copy.sources[:-1], destinations=copy.destinations[:-1]))
+        def short(self: SlotBlocks, hand: PlanInHand, slot: int) -> None:
+            num_copies = len(hand.copies)
+            preempt(self, hand, slot)
+            if len(hand.copies) > num_copies and len(hand.copies[-1].sources) > 1:
+                copy = hand.copies.pop()
+                hand.copies.append(replace(copy, sources=copy.sources[:-1], destinations=copy.destinations[:-1]))
 
         return short
 
@@ -180,11 +184,11 @@ def copied_back_in_the_wrong_place() -> AbstractContextManager[None]:
     """Blocks from the host are copied after the shared ones without skipping the shared part."""
 
     def change(copy_in: Any) -> Any:
-        def shifted(self: SlotBlocks, step: int) -> None:
-            copy_in(self, step)
-            for place, copy in enumerate(self.copies):
+        def shifted(self: SlotBlocks, hand: PlanInHand) -> None:
+            copy_in(self, hand)
+            for place, copy in enumerate(hand.copies):
                 if copy.direction is Direction.IN:
-                    self.copies[place] = replace(copy, destinations=np.roll(copy.destinations, 1))
+                    hand.copies[place] = replace(copy, destinations=np.roll(copy.destinations, 1))
 
         return shifted
 
@@ -212,8 +216,8 @@ def one_block_found_too_many() -> AbstractContextManager[None]:
     """The device is notified of one cached block too many."""
 
     def change(with_beginning: Any) -> Any:
-        def boasting(self: SlotBlocks, started: Started) -> Started:
-            told: Started = with_beginning(self, started)
+        def boasting(self: SlotBlocks, hand: PlanInHand, started: Started) -> Started:
+            told: Started = with_beginning(self, hand, started)
             return replace(told, num_cached=told.num_cached + self.pool.block_size) if told.num_cached else told
 
         return boasting
@@ -324,10 +328,10 @@ def copied_into_the_wrong_block() -> AbstractContextManager[None]:
     """The forked block goes after the shared ones, even if host blocks come in between."""
 
     def change(fork: Any) -> Any:
-        def shifted(self: SlotBlocks, step: int) -> None:
+        def shifted(self: SlotBlocks, hand: PlanInHand) -> None:
             with MonkeyPatch.context() as patch:
                 patch.setattr(ReusedPrefix, "num_whole", property(lambda beginning: len(beginning.shared)))
-                fork(self, step)
+                fork(self, hand)
 
         return shifted
 

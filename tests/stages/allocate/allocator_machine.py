@@ -122,6 +122,8 @@ class Walk:
         )
         if plan is None:
             return
+        for array in (plan.slots, plan.num_wanted, plan.reaches_end, plan.victims, plan.num_victims):
+            array.flags.writeable = False  # a plan is never patched on the way
         grant, report = self.allocator.serve(plan)
         had_blocks = set(self.memory.tables) - {*plan.ended, *plan.dropped, *plan.preempted}
         texts = {started.slot: self.scheduler.holders[started.slot].text for started in plan.started}

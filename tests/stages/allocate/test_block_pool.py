@@ -67,7 +67,7 @@ def cached(pool: BlockPool, count: int) -> list[int]:
 def test_without_free_blocks_a_table_reuses_those_of_one_ended_long_ago_one_by_one():
     pool = BlockPool(num_blocks=320, block_size=16)  # twenty runs
     told: list[list[int]] = []
-    pool.on_evicted = told.append
+    pool.subscribe(lambda blocks, hand: told.append(blocks))
     ended = [cached(pool, 16) for _ in range(20)]
     begun = pool.take(3).tolist()
     assert begun == ended[0][:3] and told == [begun]

@@ -6,9 +6,11 @@ import numpy as np
 
 from millrace.stages.allocate.host_tier import HostTier
 from millrace.stages.allocate.offload_policy import FREE_MOVES, MOST_CREDIT, SAMPLED, OffloadPolicy, is_sampled
+from millrace.stages.allocate.plan_in_hand import PlanInHand
 from millrace.stages.allocate.prefix_cache import PrefixCache
 from millrace.stages.allocate.slot_blocks import SlotBlocks
 from millrace.stages.messages import Rates
+from tests.stages.schedule.plans import plan
 
 BLOCK = 16
 TEN_TO_ONE = Rates(copy_s=16e-6, compute_s=11e-6)  # a block found saves as much as ten copies cost, and took one
@@ -65,9 +67,10 @@ def test_without_credit_all_blocks_of_a_sampled_sequence_are_moved_and_no_others
         slot_blocks.pool.keep(blocks)
         slot_blocks.pool.give_back(blocks, -1, -1)
         before = host.pool.num_cached + host.pool.num_quarantined
-        everything = slot_blocks.pool.take(slot_blocks.pool.num_available)  # evicts them
+        hand = PlanInHand.of(plan(0, {}))
+        everything = slot_blocks.pool.take(slot_blocks.pool.num_available, hand)  # evicts them
         slot_blocks.pool.give_back(everything, -1, -1)
         moved[sequence_id] = host.pool.num_cached + host.pool.num_quarantined - before
-        slot_blocks.copies.clear()
+        assert sum(len(copy.sources) for copy in hand.copies) == moved[sequence_id]
     assert is_sampled(SAMPLED) and not is_sampled(SAMPLED + 1)
     assert moved == {SAMPLED: 3, SAMPLED + 1: 0}

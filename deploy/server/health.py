@@ -28,10 +28,10 @@ class HealthRoutes:
         return answer({"status": "alive"})
 
     async def ready(self, request: web.Request) -> web.Response:
-        """`GET /health/ready`: 200 if requests are accepted; 503 with the reason otherwise."""
+        """`GET /health/ready`: 200 if requests are accepted, also while engines are missing; else 503."""
         health = self.service.health
         if health.is_ready:
-            return answer({"status": "ready"})
+            return answer(_ready(self.service))
         body: dict[str, Any] = {"status": health.state, "stage": health.stage, "reason": health.reason}
         state = self.service.load_state if health.state == "loading" else None
         if state is not None:
@@ -60,3 +60,13 @@ class HealthRoutes:
         if self.service.engine is not None:
             await self.service.engine.refresh()
         return web.Response(body=self._metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+
+
+def _ready(service: Service) -> dict[str, Any]:
+    """`ready`; or `degraded`, with the engines of a fleet that do not serve."""
+    engines = [] if service.engine is None else service.engine.engines
+    missing = [{key: one[key] for key in ("index", "state", "reason")} for one in engines if one["state"] != "ready"]
+    if not missing:
+        return {"status": "ready"}
+    which = "; ".join(f"engine {one['index']} is {one['state']}: {one['reason']}" for one in missing)
+    return {"status": "degraded", "reason": f"of {len(engines)} engines {which}", "missing_engines": missing}

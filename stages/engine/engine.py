@@ -352,7 +352,10 @@ class Engine(EngineStatus, ClientApi):
 
     @property
     def engines(self) -> list[dict[str, Any]]:
-        """Of a fleet, each engine process: index, pid, state, num_deaths, num_requests and work in prompt tokens."""
+        """Of a fleet, each engine process.
+
+        Its index, pid, state, reason if it does not serve, num_deaths, num_requests and work in prompt tokens.
+        """
         return []
 
     async def drain(self, timeout_s: float | None = None) -> bool:

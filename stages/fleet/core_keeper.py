@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -14,7 +15,41 @@ from ..split.process_client import EngineClient
 from ..split.process_keeper import ProcessKeeper
 from .fleet_requests import FleetRequests
 
+NUM_AT_ONCE = 2  # deaths in a row after each of which a successor is started at once
+FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.5, 30.0  # before a start after more of them: each pause is twice the last one
+HEALTHY_S = 1.0  # life that ends a row of deaths; a process whose start took longer must have lived longer than that
+FIRST_RETRY_S, LONGEST_RETRY_S = 60.0, 300.0  # between two starts of a process that was given up
+
 log = get_logger("millrace.stages")
+
+
+class RestartPauses:
+    """How long to wait before a process is started again: longer with each death that came soon after its start.
+
+    So restarts take at most about half of the time. Does not depend on a clock: callers tell the times.
+    """
+
+    def __init__(self, now_s: float) -> None:
+        self.num_retries = 0  # starts after it was given up, since it last was healthy
+        self._num_deaths = 0  # in a row
+        self._ready_s, self._start_s = now_s, 0.0  # when the last start was over, and how long it took
+
+    def note_ready(self, now_s: float, start_s: float) -> None:
+        """A process serves; its start took `start_s`."""
+        self._ready_s, self._start_s = now_s, start_s
+
+    def note_death(self, now_s: float) -> float:
+        """The process has ended. Returns the pause before the next start."""
+        if now_s - self._ready_s >= max(HEALTHY_S, self._start_s):
+            self._num_deaths = self.num_retries = 0
+        self._num_deaths += 1
+        num_pauses = self._num_deaths - NUM_AT_ONCE
+        return 0.0 if num_pauses <= 0 else min(FIRST_BACKOFF_S * 2.0 ** min(num_pauses - 1, 10), LONGEST_BACKOFF_S)
+
+    def next_retry_s(self) -> float:
+        """The pause before the next start of a process that was given up."""
+        self.num_retries += 1
+        return min(FIRST_RETRY_S * 2.0 ** min(self.num_retries - 1, 10), LONGEST_RETRY_S)
 
 
 class CoreKeeper(ProcessKeeper):
@@ -22,7 +57,8 @@ class CoreKeeper(ProcessKeeper):
 
     Requests are resumed in the others at once, so `on_orphans` is called before a successor starts. Deaths of a process
     that has brought tokens do not count as those that give it up: its requests have come further, elsewhere. With
-    `on_given_up` the engine ends all requests if this was the last process.
+    `on_given_up` the engine ends all requests if this was the last process. One that was given up is tried again every
+    few minutes.
     """
 
     def __init__(
@@ -38,10 +74,16 @@ class CoreKeeper(ProcessKeeper):
         on_ready: Callable[[], object],
         on_given_up: Callable[[Health], object],
     ) -> None:
-        super().__init__(env, table, core.requests, exit, start_process, on_death)
+        super().__init__(env, table, core.requests, exit, start_process, on_death, engine=core.index)
         self._core = core
         self._on_orphans, self._on_ready, self._on_given_up = on_orphans, on_ready, on_given_up
         self._step_at_start = core.last_step
+        self._pauses = RestartPauses(env.now())
+
+    async def _keep(self, client: EngineClient | None) -> None:
+        while True:
+            await super()._keep(client)
+            client = await self._start_slowly()
 
     async def _replace(self, pid: int | None, how: str) -> EngineClient | None:
         began_s, how = self._note_death(pid, how)
@@ -52,22 +94,61 @@ class CoreKeeper(ProcessKeeper):
         if guilty is not None:
             self._end_guilty(guilty)
         self._on_orphans()
-        if guilty is None and not has_served:
-            if self._is_worn_out():
-                self._give_up(f"engine process {self._core.index} keeps ending, the last time by {how}")
-                return None
-            self._deaths_s.append(began_s)
+        if guilty is None:
+            pause_s = self._pauses.note_death(began_s)
+            if not has_served:
+                if self._pauses.num_retries or self._is_worn_out():
+                    self._give_up(f"engine process {self._core.index} keeps ending, the last time by {how}")
+                    return None
+                self._deaths_s.append(began_s)
+            await self._wait(pause_s, how)
+        start_s = self._env.now()
         client = await self._start()
-        if client is None or client.died.done():
-            return client
-        log.info("engine_process.replaced", took_s=round(self._env.now() - began_s, 3), engine=self._core.index)
+        if client is not None:
+            self._has_started(client, start_s, began_s)
+        return client
+
+    async def _wait(self, pause_s: float, how: str) -> None:
+        """Waits before a successor is started, so that a process that ends soon does not only start."""
+        if pause_s > 0.0:
+            log.warning("engine_process.backed_off", engine=self._core.index, pause_s=pause_s, how=how)
+            reason = f"engine processes end soon after their start ({how}); the next one starts in {pause_s:g} s"
+            self.away = Health("loading", stage="engine", reason=reason)
+            await self._env.sleep(pause_s)
+
+    async def _start_slowly(self) -> EngineClient:
+        """Starts a process that was given up, after a pause of minutes, until one is ready."""
+        assert self.away is not None
+        given_up, began_s = self.away, self._env.now()
+        for attempt in itertools.count(1):
+            pause_s = self._pauses.next_retry_s()
+            log.info("engine_process.retry_planned", engine=self._core.index, pause_s=pause_s)
+            await self._env.sleep(pause_s)
+            start_s = self._env.now()
+            self.away = Health("loading", stage="engine", reason=f"{given_up.reason}; it is tried again")
+            try:
+                client = await self._start_process()
+            except Exception as error:  # as in `_start`
+                self._note_failed_start(error, attempt)
+                self.away = given_up
+                continue
+            self._has_started(client, start_s, began_s)
+            break
+        return client
+
+    def _has_started(self, client: EngineClient, start_s: float, began_s: float) -> None:
+        """A process is ready, whose start began at `start_s`; the last one had gone at `began_s`."""
+        now_s = self._env.now()
+        self._pauses.note_ready(now_s, now_s - start_s)
+        if client.died.done():
+            return
+        log.info("engine_process.replaced", engine=self._core.index, took_s=round(now_s - began_s, 3))
         self.away = None
         self._on_ready()
-        return client
 
     def _give_up(self, reason: str) -> None:
         self.away = Health("dead", stage="engine", reason=reason)
-        log.error("engine_process.given_up", reason=reason, num_deaths=self.num_deaths, engine=self._core.index)
+        log.error("engine_process.given_up", engine=self._core.index, reason=reason, num_deaths=self.num_deaths)
         guilty = self._table.note_death(self._core.index)  # nothing is there, unless a bug came before this was noted
         if guilty is not None:
             self._end_guilty(guilty)

@@ -278,6 +278,7 @@ class FleetEngine(SplitEngine):
                 "index": core.index,
                 "pid": core.pid,
                 "state": _state(core),
+                "reason": _missing_reason(core),
                 "num_deaths": 0 if core.keeper is None else core.keeper.num_deaths,
                 "num_requests": (load := table.load_of(core.index)).num_requests,
                 "work": load.work,
@@ -290,3 +291,11 @@ def _state(core: EngineCore) -> str:
     if core.is_serving:
         return "ready"
     return "loading" if core.keeper is None or core.keeper.away is None else core.keeper.away.state
+
+
+def _missing_reason(core: EngineCore) -> str | None:
+    """Why a process takes no requests; None if it does."""
+    if core.is_serving:
+        return None
+    away = None if core.keeper is None else core.keeper.away
+    return "its process has ended" if away is None else away.reason

@@ -124,6 +124,7 @@ class EngineCore:
             self._owner.module or MODULE,
             on_lost=lambda: self._owner._core_lost(self),
             environment=self._environment,
+            engine=self.index,
         )
         first_step = self.last_step + STEPS_APART if first_step is None else first_step
         setup = Setup(config, logs.settings(), first_step, self._model_files, self._cpus)
@@ -182,7 +183,7 @@ class EngineCore:
                 await self.client.ask("books", timeout_s=SILENT_S)
         except TimeoutError:
             reason = f"no answer for {SILENT_S:g} s at the stop"
-            log.warning("engine_process.killed", pid=self.client.pid, reason=reason)
+            log.warning("engine_process.killed", engine=self.index, pid=self.client.pid, reason=reason)
             return True
         return False
 
@@ -212,7 +213,7 @@ class EngineCore:
             return
         assert self.client is not None
         reason = f"no message for {HANG_S} s" if stall is None else stall.reason
-        log.error("engine_process.killed", pid=self.client.pid, reason=reason)
+        log.error("engine_process.killed", engine=self.index, pid=self.client.pid, reason=reason)
         self._num_silent_checks = 0
         self.client.kill()
 

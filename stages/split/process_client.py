@@ -48,7 +48,8 @@ class EngineClient:
     """One engine process. Call `start` once.
 
     `died` resolves with how it ended, unless `stop` was called. `on_lost` is called before, when nothing comes from it
-    any more. `environment` is added to that of this process.
+    any more. `environment` is added to that of this process. `engine` is its index, for the
+    log.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class EngineClient:
         *,
         on_lost: Callable[[], object] = lambda: None,
         environment: Mapping[str, str] = MappingProxyType({}),
+        engine: int = 0,
     ) -> None:
         self._requests = requests
         self._tokens = tokens
@@ -67,6 +69,7 @@ class EngineClient:
         self._module = module
         self._on_lost = on_lost
         self._environment = environment
+        self._engine = engine
         self._numbers = itertools.count()
         self._pending_answers: dict[int, asyncio.Future[Any]] = {}
         self._child: Child | None = None
@@ -152,7 +155,8 @@ class EngineClient:
             async with asyncio.timeout(timeout_s):
                 await self._child.wait()
         except TimeoutError:
-            log.warning("engine_process.killed", pid=self._child.pid, reason=f"it did not stop within {timeout_s:g} s")
+            reason = f"it did not stop within {timeout_s:g} s"
+            log.warning("engine_process.killed", engine=self._engine, pid=self._child.pid, reason=reason)
             self._child.kill()
             await self._child.wait()
         if self._link is not None:
@@ -180,7 +184,7 @@ class EngineClient:
 
     def _lost(self, error: LinkError | None) -> None:
         if error is not None:
-            log.error("link.broken", end="front", reason=str(error))
+            log.error("link.broken", end="front", engine=self._engine, reason=str(error))
         self._broken = error
         self._end_task = asyncio.ensure_future(self._end())
         self._on_lost()

@@ -41,7 +41,8 @@ log = get_logger("millrace.stages")
 class ProcessKeeper:
     """Keeps an engine process alive, in one task from `start` to `stop`.
 
-    `start_process` starts a process and returns its client. `on_death` is called with how a process ended.
+    `start_process` starts a process and returns its client. `on_death` is called with how a process ended. `engine` is
+    its index, for the log.
     """
 
     def __init__(
@@ -52,9 +53,12 @@ class ProcessKeeper:
         exit: Outboxes,
         start_process: Callable[[], Awaitable[EngineClient]],
         on_death: Callable[[str], object],
+        *,
+        engine: int = 0,
     ) -> None:
         self.away: Health | None = None  # why requests are refused, while there is no engine process for them
         self.num_deaths = 0
+        self._engine = engine
         self._broken: str | None = None  # why the present process is about to end, if it has told
         self._env = env
         self._table = table
@@ -86,8 +90,9 @@ class ProcessKeeper:
             while client is not None:
                 client = await self._replace(client.pid, await client.died)
         except Exception as error:  # a bug here: no stream may wait for a process that never comes
-            log.error("engine_process.not_replaced", error=type(error).__name__, exc_info=error)
-            self._give_up(f"the engine process could not be replaced: {type(error).__name__}; see the server's log")
+            name = type(error).__name__
+            log.error("engine_process.not_replaced", engine=self._engine, error=name, exc_info=error)
+            self._give_up(f"the engine process could not be replaced: {name}; see the server's log")
 
     async def _replace(self, pid: int | None, how: str) -> EngineClient | None:
         """Starts another process, and resumes the live requests in it. None if that is given up."""
@@ -108,7 +113,7 @@ class ProcessKeeper:
         if client.died.done():
             return client
         took_s = round(self._env.now() - began_s, 3)
-        log.info("engine_process.replaced", took_s=took_s, num_resumed=num_resumed)
+        log.info("engine_process.replaced", engine=self._engine, took_s=took_s, num_resumed=num_resumed)
         self.away = None
         self._exit.park_again()
         return client
@@ -119,7 +124,7 @@ class ProcessKeeper:
         if self._broken is not None:
             how, self._broken = f"{how}: {self._broken}", None
         self.away = Health("loading", stage="engine", reason=f"the engine process ended ({how}), another is starting")
-        log.error("engine_process.died", pid=pid, how=how, num_live=len(self._exit.live))
+        log.error("engine_process.died", engine=self._engine, pid=pid, how=how, num_live=len(self._exit.live))
         self._on_death(how)
         return self._env.now(), how
 
@@ -130,15 +135,7 @@ class ProcessKeeper:
             try:
                 return await self._start_process()
             except Exception as error:  # no process, thread, file or memory for it, another model, or a bug
-                is_told = isinstance(error, (EngineDied, ConfigError, ModelError, NotServing, OSError))
-                log.error(
-                    "engine_process.not_started",
-                    error=type(error).__name__,
-                    reason=str(error),
-                    attempt=attempt + 1,
-                    exc_info=None if is_told else error,
-                )
-                reason = _for_clients(error)
+                reason = self._note_failed_start(error, attempt + 1)
             self.away = Health("loading", stage="engine", reason=f"no engine process could be started yet: {reason}")
             if attempt + 1 < MAX_STARTS:
                 await self._env.sleep(pause_s)
@@ -146,17 +143,30 @@ class ProcessKeeper:
         self._give_up(f"no engine process could be started in {MAX_STARTS} tries: {reason}")
         return None
 
+    def _note_failed_start(self, error: Exception, attempt: int) -> str:
+        """Logs why a process did not start. Returns it for clients."""
+        is_told = isinstance(error, (EngineDied, ConfigError, ModelError, NotServing, OSError))
+        log.error(
+            "engine_process.not_started",
+            engine=self._engine,
+            error=type(error).__name__,
+            reason=str(error),
+            attempt=attempt,
+            exc_info=None if is_told else error,
+        )
+        return _for_clients(error)
+
     def _is_worn_out(self) -> bool:
         return len(self._deaths_s) == MAX_DEATHS and self._env.now() - self._deaths_s[0] < DEATHS_S
 
     def _give_up(self, reason: str) -> None:
         self.away = Health("dead", stage="engine", reason=reason)
-        log.error("engine_process.given_up", reason=reason, num_deaths=self.num_deaths)
+        log.error("engine_process.given_up", engine=self._engine, reason=reason, num_deaths=self.num_deaths)
         for request_id in list(self._exit.live):
             self._exit.end(request_id, "error", NotServing(self.away))
 
     def _end_guilty(self, request_id: str) -> None:
-        log.error("engine_process.poisoned", request_id=request_id)
+        log.error("engine_process.poisoned", engine=self._engine, request_id=request_id)
         text = "the engine process ended each time it ran this request, which is not tried again; see the server's log"
         self._exit.fail(request_id, Failed(text, code="engine_died"))
 

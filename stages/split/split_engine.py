@@ -337,7 +337,7 @@ class SplitEngine(Engine):
             case Crashed():
                 self._report_crash(word.stage, engine_side_error(word.error, word.stack), word.request_ids)
             case Broken():
-                log.error("engine_process.broken", stage=word.stage, reason=word.reason)
+                log.error("engine_process.broken", engine=core.index, stage=word.stage, reason=word.reason)
                 if core.keeper is not None:
                     core.keeper.note_broken(word.reason)
             case _:

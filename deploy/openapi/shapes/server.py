@@ -115,10 +115,20 @@ class Alive(Shape):
     status: Literal["alive"]
 
 
-class Ready(Shape):
-    """The server accepts requests."""
+class MissingEngine(Shape):
+    """An engine of several that takes no requests."""
 
-    status: Literal["ready"]
+    index: Count
+    state: Literal["loading", "dead"]
+    reason: str | None
+
+
+class Ready(Shape):
+    """The server accepts requests; `degraded`: engines are missing, and others serve."""
+
+    status: Literal["ready", "degraded"]
+    reason: str | None = None
+    missing_engines: list[MissingEngine] | None = None
 
 
 class FileProgress(Shape):
@@ -235,6 +245,7 @@ class EngineOfFleet(Shape):
     index: Count
     pid: Count | None
     state: Literal["ready", "loading", "dead"]
+    reason: str | None  # why it takes no requests
     num_deaths: Count
     num_requests: Count
     work: Count

@@ -16,6 +16,7 @@ import pytest
 
 from millrace.deploy.config import ServerConfig
 from millrace.deploy.dashboard.snapshots import overview
+from millrace.deploy.openapi.shapes.server import Ready
 from millrace.deploy.server.server import Server
 from millrace.runtime.env.log import captured_logs
 from millrace.runtime.startup.load_progress import LoadProgress
@@ -106,6 +107,25 @@ def test_a_lost_device_is_told_by_health_metrics_and_dashboard_and_ends_each_req
 
     with captured_logs():
         asyncio.run(run())
+
+
+def test_health_is_degraded_and_ready_while_some_engines_of_a_fleet_are_missing() -> None:
+    engines = [{"index": 0, "pid": 7, "state": "ready", "reason": None}, {"index": 1, "state": "loading"}]
+    engines[1] |= {"pid": None, "reason": "the engine process ended (signal 9), another is starting"}
+
+    async def run() -> None:
+        async with served() as client:
+            client.engine.__class__ = type("TwoEngines", (type(client.engine),), {"engines": engines})
+            missing = [{name: engines[1][name] for name in ("index", "state", "reason")}]
+            reason = "of 2 engines engine 1 is loading: the engine process ended (signal 9), another is starting"
+            due = {"status": "degraded", "reason": reason, "missing_engines": missing}
+            assert await client.get("/health") == (200, due) == await client.get("/health/ready")
+            assert Ready.model_validate(due).missing_engines is not None
+            assert await client.get("/health/live") == (200, {"status": "alive"})
+            engines[1]["state"] = "ready"
+            assert await client.get("/health") == (200, {"status": "ready"})
+
+    asyncio.run(run())
 
 
 @pytest.mark.slow

@@ -2,6 +2,9 @@
 
 Situations are checked in order. What comes before the device (clients, memory, slots, tokenizer, grammars) is named
 first: a faster device alone would not help there.
+
+Of several engine processes, shares of the stages of the step loop are averages over those that planned a step in the
+window. Counts are sums.
 """
 
 from __future__ import annotations
@@ -11,11 +14,13 @@ from typing import Literal
 
 import numpy as np
 
+from ...runtime.trace.format import ENGINE_STEPS
 from ...runtime.trace.tracer import EventKind, Records
 from .trace_view import TraceView
 
 WINDOW_S = 5.0
 MAX_NS = 2**63
+STEP_LOOP = ("schedule", "allocate", "execute", "sample")  # of which each engine process has its own
 LARGE, SOME = 0.5, 0.2  # shares of the window from which a situation counts
 
 Situation = Literal[
@@ -129,7 +134,8 @@ def load_of(view: TraceView, now_ns: int | None = None, window_s: float = WINDOW
     begin_ns = end_ns - round(window_s * 1e9)
     executed, sampled = (_since(view.of(kind), begin_ns) for kind in (EventKind.STEP_EXECUTED, EventKind.STEP_SAMPLED))
     planned, granted = (_since(view.of(kind), begin_ns) for kind in (EventKind.STEP_PLANNED, EventKind.STEP_GRANTED))
-    busy, blocked = _shares(view, begin_ns, window_s)
+    num_engines = _num_engines(planned)
+    busy, blocked = _shares(view, begin_ns, window_s, num_engines)
     of_prompts = granted["step"][granted["b"] > 2 * granted["c"]]  # steps with mostly prompt tokens
     prefill_s = _sum_s(executed["c"][np.isin(executed["step"], of_prompts)])
     prefill_s += _sum_s(sampled["b"][np.isin(sampled["step"], of_prompts)])
@@ -139,15 +145,15 @@ def load_of(view: TraceView, now_ns: int | None = None, window_s: float = WINDOW
         window_s=window_s,
         busy=busy,
         blocked=blocked,
-        device=min(1.0, busy.get("execute", 0.0) + _sum_s(sampled["b"]) / window_s),
-        full=_full_shares(view, begin_ns, window_s),
+        device=min(1.0, busy.get("execute", 0.0) + _sum_s(sampled["b"]) / window_s / num_engines),
+        full=_full_shares(view, begin_ns, window_s, num_engines),
         waiting_for=_waiting_shares(view, begin_ns, end_ns),
-        prefill=prefill_s / window_s,
+        prefill=prefill_s / window_s / num_engines,
         grammar=_sum_s(sampled["c"]) / in_steps_s if in_steps_s else 0.0,
         grammar_gate=_sum_s(_since(view.of(EventKind.REQUEST_GRAMMAR), begin_ns)["b"]) / window_s,
         num_steps=len(executed),
         num_rows=float(executed["a"].mean()) if len(executed) else 0.0,
-        num_waiting=int(planned["d"][-1]) if len(planned) else 0,
+        num_waiting=_num_waiting(planned),
         num_preempted=len(_since(view.of(EventKind.PREEMPTED), begin_ns)),
         num_parked=_num_parked(view),
         num_prompt_tokens=num_tokens - num_decodes,
@@ -155,7 +161,26 @@ def load_of(view: TraceView, now_ns: int | None = None, window_s: float = WINDOW
     )
 
 
-def _shares(view: TraceView, begin_ns: int, window_s: float) -> tuple[dict[str, float], dict[str, float]]:
+def _num_engines(planned: Records) -> int:
+    """Engine processes that planned these steps; 1 if there are none."""
+    return max(1, len(_last_of_engines(planned)))
+
+
+def _num_waiting(planned: Records) -> int:
+    """In the queues of all engine processes, by the last plan of each."""
+    return int(planned["d"][_last_of_engines(planned)].sum(dtype=np.int64))
+
+
+def _last_of_engines(planned: Records) -> np.ndarray:
+    """The place of the last plan of each engine process: their steps have numbers far apart."""
+    order = np.argsort(planned["step"], kind="stable")
+    is_next = np.diff(planned["step"][order].astype(np.int64)) >= ENGINE_STEPS
+    return np.array([part.max() for part in np.split(order, 1 + np.flatnonzero(is_next)) if len(part)], np.intp)
+
+
+def _shares(
+    view: TraceView, begin_ns: int, window_s: float, num_engines: int
+) -> tuple[dict[str, float], dict[str, float]]:
     """(busy, blocked) by stage.
 
     A record that begins before the window counts for the part of it that lies in the window.
@@ -167,18 +192,23 @@ def _shares(view: TraceView, begin_ns: int, window_s: float) -> tuple[dict[str, 
     parts_s = us[:2] * (inside_us / lasted_us) / 1e6
     busy, blocked = {}, {}
     for source in np.unique(records["source"]).tolist():
-        busy_s, blocked_s = parts_s[:, records["source"] == source].sum(axis=1).tolist()
-        busy[view.names[source]] = min(1.0, busy_s / window_s)
-        blocked[view.names[source]] = min(1.0 - busy[view.names[source]], blocked_s / window_s)
+        name, shares = view.names[source], parts_s[:, records["source"] == source].sum(axis=1) / window_s
+        busy_share, blocked_share = (shares / _num_of(name, num_engines)).tolist()
+        busy[name] = min(1.0, busy_share)
+        blocked[name] = min(1.0 - busy[name], blocked_share)
     return busy, blocked
 
 
-def _full_shares(view: TraceView, begin_ns: int, window_s: float) -> dict[str, float]:
+def _num_of(name: str, num_engines: int) -> int:
+    """How many there are of the stage or edge of this name."""
+    return num_engines if name.partition(".")[0] in STEP_LOOP else 1
+
+
+def _full_shares(view: TraceView, begin_ns: int, window_s: float, num_engines: int) -> dict[str, float]:
     records = _since(view.of(EventKind.EDGE_DEPTH), begin_ns)
     sources = np.unique(records["source"]).tolist()
-    return {
-        view.names[source]: min(1.0, _sum_s(records["d"][records["source"] == source]) / window_s) for source in sources
-    }
+    seconds = {view.names[source]: _sum_s(records["d"][records["source"] == source]) for source in sources}
+    return {name: min(1.0, one_s / window_s / _num_of(name, num_engines)) for name, one_s in seconds.items()}
 
 
 def _waiting_shares(view: TraceView, begin_ns: int, end_ns: int) -> dict[str, float]:

@@ -9,7 +9,7 @@ import pytest
 
 from millrace.runtime.simulation.run import SimEnv
 from millrace.runtime.simulation.testing import sim_test
-from millrace.runtime.trace.tracer import EventKind
+from millrace.runtime.trace.tracer import EventKind, Tracer
 from millrace.stages import SamplingParams
 from millrace.stages.insight.bottleneck import WindowLoad, load_of
 from millrace.stages.insight.trace_view import TraceView
@@ -101,3 +101,33 @@ async def test_a_record_that_begins_before_the_window_counts_by_its_part_in_it(e
         await asyncio.sleep(1.0)
         found = load(engine, 3.0)  # 2 of the 4 seconds lie in it
         assert found.busy == {"tokenize": pytest.approx(0.5)} and found.blocked == {"tokenize": pytest.approx(1 / 6)}
+
+
+def test_shares_of_several_engines_are_averages_and_what_waits_is_added() -> None:
+    now_ns = 0
+    tracer = Tracer()
+    tracer._now_ns = lambda: now_ns
+    schedule, execute, tokenize, edge = map(
+        tracer.source, ("schedule", "execute", "tokenize", "allocate.out->execute.in")
+    )
+
+    def seconds(first: int, num_engines: int) -> WindowLoad:
+        """A second in which each engine makes ten steps, and computes for nine tenths of the time."""
+        nonlocal now_ns
+        for number in range(10):
+            for engine in range(num_engines):
+                now_ns += 1_000_000_000 // (10 * num_engines)
+                step = engine * (1 << 26) + first + number
+                tracer.emit(EventKind.STEP_PLANNED, schedule, step, 1, 1, 0, 3 + engine)
+                tracer.emit(EventKind.STEP_GRANTED, execute, step, 1, 1, 1, 9)
+                tracer.emit(EventKind.STAGE_TIME, execute, 0, 90_000, 10_000, 0)
+                tracer.emit(EventKind.EDGE_DEPTH, edge, 0, 1, 1, 1, 60_000)
+        tracer.emit(EventKind.STAGE_TIME, tokenize, 0, 400_000, 0, 600_000)
+        return load_of(TraceView(tracer.read_all(), tracer.names()), now_ns, 1.0)
+
+    for first, num_engines in ((0, 1), (100, 2), (200, 3), (300, 1)):
+        load = seconds(first, num_engines)
+        assert load.busy == pytest.approx({"execute": 0.9, "tokenize": 0.4}, abs=0.01)
+        assert load.blocked["execute"] == pytest.approx(0.1, abs=0.01) and load.device == load.busy["execute"]
+        assert load.full == pytest.approx({"allocate.out->execute.in": 0.6}, abs=0.1)
+        assert load.num_waiting == sum(3 + engine for engine in range(num_engines))

@@ -220,7 +220,7 @@ def num_host_blocks(config: EngineConfig, bytes_per_block: int, max_model_len: i
     For a `cuda` device the pool is pinned, and its size is rounded up (see `pool_bytes`). A default size is chosen so
     that the rounded pool fits. Raises `ConfigError` if a configured size exceeds the free host memory.
     """
-    free = free_host_bytes() // config.data_parallel_size  # each engine process takes as much
+    free = free_host_share(config)
     most = -(-max_model_len // config.block_size) * config.max_num_seqs
     if config.num_cpu_blocks is not None:
         blocks, source = config.num_cpu_blocks, f"num_cpu_blocks = {config.num_cpu_blocks}"
@@ -251,6 +251,11 @@ def pool_bytes(num_blocks: int, bytes_per_block: int, *, is_pinned: bool) -> int
 def free_host_bytes() -> int:
     """Host memory available without swapping, within the limits of the control group and of this process."""
     return min(left for left in (_machine_free_bytes(), memory_left(ROOT), _process_left()) if left is not None)
+
+
+def free_host_share(config: EngineConfig) -> int:
+    """What an engine may take of `free_host_bytes`: the other processes of a fleet take as much, at the same time."""
+    return free_host_bytes() // config.data_parallel_size
 
 
 def total_host_bytes() -> int:

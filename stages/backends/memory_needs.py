@@ -17,7 +17,7 @@ from ..errors import ConfigError
 from ..memory_table import MachineMemory
 from ..params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
 from ..sample.sampling_math import WHOLE_SIZE
-from .cache_size import CPU_SHARE, CacheSizing, MemoryNeeds, free_host_bytes, host_limit, total_host_bytes
+from .cache_size import CPU_SHARE, CacheSizing, MemoryNeeds, free_host_share, host_limit, total_host_bytes
 from .cuda.cuda_graphs import batches_of, most_rows
 from .cuda.guide_uploads import GuideLayout
 from .cuda.step_update import MAX_DIFF_ITEMS, diff_size
@@ -52,7 +52,7 @@ def sizing_on_cpu(
     bytes of the largest step with sequences of up to that length.
     """
     loaded = weights + tables_bytes(shape, num_positions)
-    free = free_host_bytes() // config.data_parallel_size  # the other engine processes take as much, at the same time
+    free = free_host_share(config)
     logits = config.max_num_seqs * shape.vocab_size * CPU_LOGIT_BYTES + SORTED_BYTES
 
     def needs_of(length: int) -> MemoryNeeds:
@@ -85,7 +85,7 @@ def positions_that_fit(config: EngineConfig, shape: DecoderSpec, max_model_len: 
     Counts the rotary tables, and on a CPU keys and values of one sequence. Raises `ConfigError` for more.
     """
     cached = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim if device == "cpu" else 0
-    most = free_host_bytes() // max(1, 2 * tables_bytes(shape, 1) + cached)
+    most = free_host_share(config) // max(1, 2 * tables_bytes(shape, 1) + cached)
     if max_model_len <= most:
         return max_model_len
     if config.max_model_len == "auto":

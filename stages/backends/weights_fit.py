@@ -30,6 +30,7 @@ class WeightsFit:
     cache: int = 0  # the smallest KV cache with which the engine starts
     free: int
     total: int = 0  # of the device; 0: not told
+    num_engines: int = 1  # processes that load the model at the same time, each with as much free
     others: Mapping[str, int] = field(default_factory=dict)  # other forms or files -> what they would keep
 
     @property
@@ -49,7 +50,10 @@ class WeightsFit:
         more = {"packing them": self.packing, "the smallest KV cache": self.cache}
         needs += "".join(f", {what} {human(size)}" for what, size in more.items() if size)
         of_total = f" of {human(self.total)}" if self.total else ""
+        of_total += f", for each of {self.num_engines} engines" if self.num_engines > 1 else ""
         ways = ["set max_model_len to auto or less"] if self.weights + self.packing < self.free else self._ways()
+        if self.num_engines > 1:
+            ways.append(f"lower data_parallel_size = {self.num_engines}")
         ways.append("choose a smaller model, or " + (memory_advice() if self.device == "cpu" else "free memory"))
         raise ConfigError(
             f"{subject} {needs}, and {self.device} has {human(self.free)} free{of_total}: {'; or '.join(ways)}"
@@ -123,7 +127,16 @@ def smaller_forms(dtype: str, num_bytes: int, device: str, item_bytes: float) ->
     return {what: int(num_bytes * size / item_bytes) for what, size in forms.items() if size < item_bytes}
 
 
-def check_weights(num_bytes: int, free_bytes: int, device: str, dtype: str) -> None:
-    """Raises `ConfigError` for weights that are larger than the free memory."""
+def check_weights(num_bytes: int, free_bytes: int, device: str, dtype: str, num_engines: int = 1) -> None:
+    """Raises `ConfigError` for weights that are larger than the free memory, or than each engine's share of it."""
     others = smaller_forms(dtype, num_bytes, "", 4.0) if dtype == "float32" else {}
-    WeightsFit(name="", device=device, form=dtype, weights=num_bytes, free=free_bytes, others=others).check()
+    fit = WeightsFit(
+        name="",
+        device=device,
+        form=dtype,
+        weights=num_bytes,
+        free=free_bytes,
+        others=others,
+        num_engines=num_engines,
+    )
+    fit.check()

@@ -79,6 +79,8 @@ def _gpus(config: EngineConfig, environment: Mapping[str, str]) -> Sequence[str]
     named = environment.get(VISIBLE)  # "": none
     every = range(count * size) if named is None else [one.strip() for one in named.split(",") if one.strip()]
     visible = list(map(str, every))
+    if twice := [gpu for gpu in dict.fromkeys(visible) if visible.count(gpu) > 1]:
+        raise ConfigError(f"{VISIBLE} = {named}: names {twice[0]} twice, and each engine takes the memory of its GPU")
     groups = [",".join(visible[begin : begin + size]) for begin in range(0, len(visible) - size + 1, size)]
     if len(groups) < count:
         if config.device == "auto":

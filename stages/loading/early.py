@@ -28,7 +28,7 @@ from ...runtime.env.log import get_logger
 from ...runtime.startup.load_progress import LoadProgress
 from ...runtime.startup.phases import Phases
 from ...runtime.workers.side_thread import LiveSideThread, Pending
-from ..backends.cache_size import free_host_bytes, total_host_bytes
+from ..backends.cache_size import free_host_share, total_host_bytes
 from ..backends.merged_adapters import merging_of
 from ..backends.weights_fit import WeightsFit, bytes_kept, smaller_forms
 from ..config import EngineConfig, resolve_step_size
@@ -195,8 +195,17 @@ def _check_weights_fit(config: EngineConfig, root: Path, num_bytes: int) -> None
 
 def _check_on_cpu(config: EngineConfig, name: str, form: str, weights: int, others: Mapping[str, int]) -> None:
     if config.gpu is None and not (config.device == "auto" and has_cuda_driver()):
-        free, total = free_host_bytes(), total_host_bytes()
-        WeightsFit(name=name, device="cpu", form=form, weights=weights, free=free, total=total, others=others).check()
+        fit = WeightsFit(
+            name=name,
+            device="cpu",
+            form=form,
+            weights=weights,
+            free=free_host_share(config),
+            total=total_host_bytes(),
+            others=others,
+            num_engines=config.data_parallel_size,
+        )
+        fit.check()
 
 
 def max_model_len_of(config: EngineConfig, shape: DecoderSpec) -> int:

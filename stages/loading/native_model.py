@@ -26,7 +26,7 @@ from ...model.spec import DecoderSpec
 from ...runtime.env.cpus import ComputeThreads, idle_ns
 from ...runtime.env.log import get_logger
 from ...runtime.startup.phases import Phases
-from ..backends.cache_size import free_host_bytes, total_host_bytes
+from ..backends.cache_size import free_host_share, total_host_bytes
 from ..backends.weights_fit import WeightsFit, bytes_kept, least_cache_bytes, smaller_forms
 from ..config import EngineConfig
 from .packed_weights import PackedWeights, packed_weights
@@ -119,7 +119,16 @@ def _check_least_memory(config: EngineConfig, shape: DecoderSpec) -> None:
     form = config.quantized_to or config.dtype_of(shape.dtype)
     weights = bytes_kept(shape, lambda _: ITEM_SIZES[form])
     others = smaller_forms(form, weights, "cpu", ITEM_SIZES[form])
-    WeightsFit(name="", device="cpu", form=form, weights=weights, free=free_host_bytes(), others=others).check()
+    fit = WeightsFit(
+        name="",
+        device="cpu",
+        form=form,
+        weights=weights,
+        free=free_host_share(config),
+        others=others,
+        num_engines=config.data_parallel_size,
+    )
+    fit.check()
 
 
 def _check_fit(
@@ -162,9 +171,10 @@ def _check_fit(
         cache=least_cache_bytes(
             config, model.shape.bytes_per_block(config.block_size, model.cache_dtype), max_model_len
         ),
-        free=free_host_bytes(),
+        free=free_host_share(config),
         total=total_host_bytes(),
         others=others,
+        num_engines=config.data_parallel_size,
     )
     fit.check()
     log.info("memory.fit", **fit.to_event())

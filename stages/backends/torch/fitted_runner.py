@@ -20,7 +20,7 @@ from ...device.scored_prompts import rows_of_a_piece
 from ...errors import ConfigError
 from ...execute.model_runner import ModelRunner
 from ...memory_table import MachineMemory, MemoryTable
-from ..cache_size import CacheSizing, MemoryNeeds, free_host_bytes, num_host_blocks
+from ..cache_size import CacheSizing, MemoryNeeds, free_host_share, num_host_blocks
 from ..cuda.cuda_graphs import most_rows
 from ..memory_needs import (
     SORTED_BYTES,
@@ -96,9 +96,9 @@ def make_runner(
     return ModelRunner(decoder, cache, last_tokens, width, host_blocks, pooler, num_short, adapters)
 
 
-def free_bytes(device: torch.device) -> int:
-    """Free memory of the device."""
-    return free_host_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+def free_bytes(config: EngineConfig, device: torch.device) -> int:
+    """Free memory of the device; of a CPU, that all engines of a fleet share, the part of one."""
+    return free_host_share(config) if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
 
 
 def backend_name(config: EngineConfig, device: torch.device) -> kernel_set.BackendName:
@@ -194,7 +194,7 @@ def _sizing_on_gpu(
         total_bytes=total,
         limit_bytes=total,
         budget_bytes=int(total * config.gpu_memory_utilization),
-        host_free_bytes=free_host_bytes(),
+        host_free_bytes=free_host_share(config),
     )
     return CacheSizing(
         config=config, machine=machine, needs_of=needs_of, bytes_per_block=bytes_per_block, host_blocks=host_blocks

@@ -105,7 +105,7 @@ def _load_over_ranks(
 ) -> Backend:
     """As `load_on_torch`, with a share of the model here and the others on other ranks. Steps are waited for."""
     check_ranks(config, shape, device)
-    _check_fit(config, shape, torch_dtype(config, shape.dtype), max_model_len, device, free_bytes(device))
+    _check_fit(config, shape, torch_dtype(config, shape.dtype), max_model_len, device, free_bytes(config, device))
     tilings = tilings_of(config, device, kernels.name)
     phases.progress.begin("read")
     with phases("weights"):
@@ -226,7 +226,7 @@ def _load_weights(
 ) -> Callable[..., Decoder]:
     """Loads the checkpoint's weights. Returns a function that makes decoders with them."""
     dtype = torch_dtype(config, shape.dtype)
-    free = free_bytes(device)
+    free = free_bytes(config, device)
     _check_fit(config, shape, dtype, max_model_len, device, free)
     load = partial(
         load_weights,
@@ -276,6 +276,7 @@ def _check_fit(
         cache=least_cache_bytes(config, cached * config.block_size, max_model_len),
         free=free,
         others=smaller_forms(form, weights, "", dtype.itemsize),
+        num_engines=config.data_parallel_size if device.type == "cpu" else 1,
     )
     fit.check()
     log.info("memory.fit", **fit.to_event())

@@ -110,7 +110,7 @@ class RankWorker:
                 self._cache = None  # of a step that was measured
                 if self._decoder.device.type == "cuda":
                     torch.cuda.empty_cache()
-                return free_bytes(self._decoder.device)
+                return free_bytes(self._config, self._decoder.device)
             case _:
                 raise TypeError(f"{type(order).__name__} is no order")
 

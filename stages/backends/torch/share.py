@@ -40,7 +40,8 @@ def load_share(
         load_format=config.load_format,
         progress=progress,
         is_batch_invariant=config.deterministic,
-        free_bytes=free_bytes(device) // (shard.size if device.type == "cpu" else 1),  # ranks share the host's memory
+        free_bytes=free_bytes(config, device)
+        // (shard.size if device.type == "cpu" else 1),  # ranks share the host's memory
         change=merging_of(config),
         shard=shard,
     )

@@ -61,7 +61,8 @@ def load_on_transformers(
     try:
         with phases("weights"):
             num_bytes = num_weights(root, values, config.load_format) * dtype.itemsize
-            check_weights(num_bytes, free_bytes(device), str(device), name_of(dtype))
+            num_engines = config.data_parallel_size if device.type == "cpu" else 1
+            check_weights(num_bytes, free_bytes(config, device), str(device), name_of(dtype), num_engines)
             model = load_model(root, values, device, dtype, config.load_format, config.seed)
         with phases("probe"):
             loaded = TransformersModel(model, shape)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,14 +20,17 @@ from millrace.runtime.startup.phases import Phases
 from millrace.stages.backends import cache_size
 from millrace.stages.backends.cache_size import (
     free_host_bytes,
+    free_host_share,
     host_limit,
     num_host_blocks,
     total_host_bytes,
 )
+from millrace.stages.backends.memory_needs import positions_that_fit
 from millrace.stages.backends.torch.loading import _load_weights
 from millrace.stages.backends.weights_fit import check_weights
 from millrace.stages.config import EngineConfig
 from millrace.stages.errors import ConfigError
+from millrace.stages.loading import early
 from millrace.stages.loading.model import LoadedModel, load_model
 from tests.model.checkpoints import make_checkpoint
 from tests.runtime.test_cpus import written
@@ -150,6 +154,21 @@ def load(checkpoint: Path, **settings: object) -> LoadedModel:
     sizes = {"device": "cpu", "max_num_seqs": 8, "max_num_batched_tokens": 512, "max_model_len": 1024}
     config = EngineConfig(model=str(checkpoint), attention_backend="torch", **sizes | settings)  # type: ignore[arg-type]
     return load_model(config, Phases(time.monotonic), LiveEnv(0))
+
+
+def test_each_engine_of_a_fleet_may_take_its_part_of_the_free_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, checkpoint: Path
+) -> None:
+    monkeypatch.setattr(cache_size, "ROOT", written(tmp_path, MACHINE))
+    one, three = EngineConfig(max_model_len="auto"), EngineConfig(max_model_len="auto", data_parallel_size=3)
+    assert (free_host_share(one), free_host_share(three)) == (800 * MIB, 800 * MIB // 3)
+    longest = [positions_that_fit(config, read_spec(checkpoint), 1 << 40, "cpu") for config in (one, three)]
+    assert longest[1] == pytest.approx(longest[0] / 3, rel=1e-3)
+    early._check_on_cpu(replace(one, device="cpu"), "M", "stored", 267 * MIB, {})
+    early._check_on_cpu(replace(three, device="cpu"), "M", "stored", 266 * MIB, {})
+    match = "M: the weights take 267 MiB as stored, and cpu has 267 MiB free of .*, for each of 3 engines: lower "
+    with pytest.raises(ConfigError, match=match + "data_parallel_size = 3; or choose a smaller model"):
+        early._check_on_cpu(replace(three, device="cpu"), "M", "stored", 267 * MIB, {})
 
 
 def test_in_a_container_the_cache_is_as_large_as_on_a_machine_with_so_much_memory(

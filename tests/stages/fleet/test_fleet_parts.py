@@ -258,6 +258,8 @@ def test_engine_processes_share_threads_and_get_a_gpu_each(tmp_path: Path) -> No
     assert {place.environment["CUDA_VISIBLE_DEVICES"] for place in places(config, cpus, hidden, tmp_path)} == {"-1"}
     with pytest.raises(ConfigError, match="needs 3 GPUs, and CUDA_VISIBLE_DEVICES names 0"):
         places(replace(config, device="cuda"), cpus, hidden, tmp_path)
+    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES = 1,0,1: names 1 twice"):
+        places(config, cpus, {"CUDA_VISIBLE_DEVICES": "1,0,1"}, tmp_path)
     with pytest.raises(ConfigError, match="needs 3 GPUs, and CUDA_VISIBLE_DEVICES names 2"):
         places(replace(config, device="cuda"), cpus, own, tmp_path)
 

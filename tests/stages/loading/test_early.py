@@ -143,7 +143,7 @@ def test_waiting_for_packing_ends_at_once_if_weights_will_not_be_packed(
 
     if what == "library":
         monkeypatch.setattr(library, "load_best", lack)
-    monkeypatch.setattr(native_model, "free_host_bytes", lambda: 1024)
+    monkeypatch.setattr(native_model, "free_host_share", lambda config: 1024)
     begun = opening(SMALL)
     began = time.monotonic()
     begun.wait_until_packing(10)

@@ -9,10 +9,12 @@ import argparse
 import dataclasses
 import difflib
 import json
+import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +23,7 @@ from ..stages.config import EngineConfig
 from ..stages.errors import ConfigError
 from .config import ServerConfig
 
+_WITH_UNIT = re.compile(r"(\d+(?:\.\d+)?)([kmgtKMGT])(i?)", re.ASCII)
 ENV_PREFIX = "MILLRACE_"
 KEYS = frozenset({"api_key", "admin_key"})
 SECRET = frozenset({"api_key", "admin_key", "ssl_keyfile_password"})
@@ -28,6 +31,7 @@ NO_FLAG = frozenset({"ssl_keyfile_password"})  # every user can read flags in th
 
 PLUGINS = frozenset({"stage"})  # a value may be a mapping in the file
 NO_SETTINGS = frozenset({"cache"})  # variables of other parts, and of the tests
+OBJECTS = frozenset({"override_generation_config", "default_chat_template_kwargs"})  # JSON, in YAML also a mapping
 SHORT_NAMES = {  # setting -> short name -> value
     "generation_config": {"vllm": "off"},
     "dtype": {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"},
@@ -309,6 +313,19 @@ def parse(kind: Kind, name: str, text: str) -> Any:
     return _from_text(name, hint, text)
 
 
+def whole_number(text: str) -> int:
+    """A number, perhaps with a unit as vLLM reads them: 8k is 8000, 8K is 8192, 1.5m, 1G, 2Ti. Else `ValueError`."""
+    if (match := _WITH_UNIT.fullmatch(text.strip())) is None:
+        return int(text)
+    digits, unit, binary = match.groups()
+    power = "kmgt".index(unit.lower()) + 1
+    factor = 1024**power if binary or unit.isupper() else 1000**power
+    number = Decimal(digits) * factor
+    if number != int(number):
+        raise ValueError(f"{text} is no whole number")
+    return int(number)
+
+
 def show(settings: Mapping[str, Setting]) -> str:
     """One YAML line per setting, with its source as a comment. `--config` can read it back. Secrets are masked."""
     lines = []
@@ -345,7 +362,7 @@ def _parser(number: Any, words: tuple[str, ...]) -> Callable[[str], Any]:
     """A function from text to a value; `ValueError` for neither number nor word. argparse prints its name."""
 
     def parse(text: str) -> Any:
-        return text if text in words else number(text)
+        return text if text in words else whole_number(text) if number is int else number(text)
 
     parse.__name__ = " or ".join([number.__name__, *words])
     return parse
@@ -389,6 +406,7 @@ def _resolve(
     if name in in_file:
         entry = in_file[name]
         value = _as_objects(entry.value) if name in PLUGINS else _full_name(name, entry.value)
+        value = json.dumps(value) if name in OBJECTS and isinstance(value, dict) else value
         value = _from_yaml(f"{file}:{entry.line}: {name}", hint, value)
         return Setting(value, f"file {file}")
     return Setting(default, "default")
@@ -428,6 +446,8 @@ def _from_yaml(where: str, hint: Any, value: Any) -> Any:
     if hint is float and type(value) is int:
         return float(value)
     hint, words = _number_and_words(hint)
+    if hint is int and isinstance(value, str) and _WITH_UNIT.fullmatch(value):
+        return whole_number(value)
     if hint in (bool, int, float, str) and type(value) is not hint and value not in words:
         raise ConfigError(f"{where} = {value!r}: must be {' or '.join([f'of type {hint.__name__}', *words])}")
     return _checked(where, hint, value)

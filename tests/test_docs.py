@@ -10,7 +10,7 @@ import pytest
 
 from millrace.deploy.config import ServerConfig
 from millrace.stages.config import EngineConfig
-from tests.docs import checks
+from tests.docs import checks, other_engines
 from tests.docs.generated import DOCS, GENERATED, ROOT
 
 README = ROOT / "README.md"
@@ -35,6 +35,12 @@ def test_readme_is_short_and_begins_with_the_commands_that_ci_runs() -> None:
 @pytest.mark.parametrize("name", GENERATED)
 def test_a_generated_page_is_what_the_code_makes_of_it(name: str) -> None:
     assert (DOCS / name).read_text("utf-8") == GENERATED[name](), "run python -m tests.docs"
+
+
+def test_the_flags_of_other_engines_are_those_that_the_command_line_knows() -> None:
+    page = (DOCS / other_engines.PAGE).read_text("utf-8")
+    assert page == other_engines.with_tables(page), "run python -m tests.docs"
+    assert page.count("\n| `--") > 80
 
 
 @pytest.mark.parametrize("check", CHECKS)

@@ -111,7 +111,8 @@ BELOW = {
     "deploy/server": "deploy deploy/http deploy/metrics deploy/api deploy/api/openai deploy/api/responses "
     "deploy/api/messages deploy/websocket deploy/inspect deploy/admin deploy/dashboard deploy/openapi",
     "deploy/cli/bench": "deploy",
-    "deploy/cli": "deploy deploy/http deploy/websocket deploy/dashboard deploy/server",
+    "deploy/cli/other_engines": "",
+    "deploy/cli": "deploy deploy/cli/other_engines deploy/http deploy/websocket deploy/dashboard deploy/server",
 }
 ENTRIES = {"deploy/__main__.py", "stages/__init__.py"}  # they only lead to other rooms: may import any
 ROOMS = {name: set(below.split()) for name, below in BELOW.items()}

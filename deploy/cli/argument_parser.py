@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..settings import near_miss
+
+if TYPE_CHECKING:
+    from .other_engines.translation import Note
 
 _INVALID_CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)$")
 
@@ -15,17 +18,27 @@ _INVALID_CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)$")
 class ArgumentParser(argparse.ArgumentParser):
     """An `argparse.ArgumentParser` that accepts no abbreviated flags, and says which flag or command was meant.
 
-    A command rejects its own unknown flags, with its own usage. `--max_num_seqs` is `--max-num-seqs`.
+    A command rejects its own unknown flags, with its own usage. `--max_num_seqs` is `--max-num-seqs`. With
+    `takes_vllm_flags` those of vLLM are accepted, or refused with the reason; what is told of them goes to `notes` of
+    the namespace.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, allow_abbrev=False)
+        self.takes_vllm_flags = False
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
         """As argparse's, but unknown flags are an error."""
-        parsed, unknown = super().parse_known_args(None if args is None else list(self._with_hyphens(args)), namespace)
+        notes: list[Note] = []
+        if args is not None:
+            args = list(self._with_hyphens(args))
+            if self.takes_vllm_flags:
+                args, notes = self._translated(args)
+        parsed, unknown = super().parse_known_args(args, namespace)
+        if self.takes_vllm_flags:
+            parsed.notes = notes
         if unknown:
             names = (self._unknown(argument) for argument in unknown)
             self.error(f"unrecognized arguments: {' '.join(names)}")
@@ -38,10 +51,24 @@ class ArgumentParser(argparse.ArgumentParser):
             message += near_miss(choice[1], re.findall(r"[\w.-]+", choice[2]))
         super().error(message)
 
+    def _translated(self, args: list[str]) -> tuple[list[str], list[Note]]:
+        from .other_engines.rows import FlagError
+        from .other_engines.translation import translate
+
+        try:
+            made = translate(args, self._option_string_actions)
+        except FlagError as error:
+            self.error(str(error))
+        return made.arguments, made.notes
+
     def _unknown(self, argument: str) -> str:
-        if not argument.startswith("--"):
-            return argument
-        return argument + near_miss(argument.partition("=")[0], self._option_string_actions)
+        flag = argument.partition("=")[0]
+        if self.takes_vllm_flags and flag.startswith("-"):
+            from .other_engines.near_misses import hint
+
+            if (told := hint(flag.replace("_", "-"))) is not None:
+                return told
+        return argument + near_miss(flag, self._option_string_actions) if flag.startswith("--") else argument
 
     def _with_hyphens(self, args: Iterable[str]) -> Iterator[str]:
         for argument in args:

@@ -148,6 +148,7 @@ def _add_serve(commands: Any) -> None:
     _add_model(serve)
     _add_common(serve)
     add_flags(serve, (EngineConfig, ServerConfig), omit=frozenset({"model"}))
+    serve.takes_vllm_flags = True
 
 
 def _add_complete(commands: Any) -> None:
@@ -348,7 +349,7 @@ def _add_collect_env(commands: Any) -> None:
     _add_common(commands.add_parser("collect-env", usage=_usage("collect-env"), help=text))
 
 
-def _add_client(command: argparse.ArgumentParser) -> None:
+def _add_client(command: ArgumentParser) -> None:
     group = command.add_argument_group("request")
     group.add_argument(
         "--url", "--base-url", help="use this server instead of loading a model, e.g. http://127.0.0.1:8000"
@@ -368,9 +369,10 @@ ALL_OF_ENGINE = frozenset(EngineConfig.__dataclass_fields__)
 
 
 def _add_engine_flags(
-    command: argparse.ArgumentParser, of_server: frozenset[str], of_engine: frozenset[str] = ALL_OF_ENGINE
+    command: ArgumentParser, of_server: frozenset[str], of_engine: frozenset[str] = ALL_OF_ENGINE
 ) -> None:
     """Adds flags for the settings `of_engine` and `of_server`."""
+    command.takes_vllm_flags = of_engine == ALL_OF_ENGINE
     not_needed = (ALL_OF_ENGINE - of_engine) | (frozenset(ServerConfig.__dataclass_fields__) - of_server)
     add_flags(command, (EngineConfig, ServerConfig), omit=not_needed | {"model"})
 

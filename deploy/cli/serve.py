@@ -51,6 +51,8 @@ def run(options: argparse.Namespace, engine_config: EngineConfig, server_config:
     configure(server_config.log_format, server_config.log_level, with_error_messages=with_messages)
     for name in options.trimmed:
         log.warning("setting.trimmed", name=name, source=options.sources[name])  # white space around a key
+    for note in getattr(options, "notes", ()):  # flags of vLLM
+        log.info("flag.accepted", flag=note.flag, ours=note.ours or None, reason=note.reason or None)
     gc.disable()  # until the server is ready: start-up objects live on, and scanning them takes a tenth of the start
     try:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:

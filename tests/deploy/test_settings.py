@@ -12,7 +12,7 @@ import yaml
 
 from millrace.deploy.cli.main import main
 from millrace.deploy.config import ServerConfig
-from millrace.deploy.settings import ENGINE_HELP, SERVER_HELP, add_flags, build, resolve, show
+from millrace.deploy.settings import ENGINE_HELP, SERVER_HELP, add_flags, build, resolve, show, whole_number
 from millrace.stages.config import EngineConfig
 from millrace.stages.errors import ConfigError
 
@@ -54,6 +54,16 @@ def test_each_source_gives_values_of_the_fields_type(tmp_path):
     assert (config.gpu_memory_utilization, config.offline, config.threads) == (1.0, True, 3)
     assert (config.enable_chunked_prefill, config.dtype) == (False, "float32")
     assert (server.served_model_name, server.api_key) == (("a",), ("k1", "k2"))
+
+
+def test_numbers_take_units_and_json_settings_a_mapping_in_every_source(tmp_path):
+    file = tmp_path / "m.yaml"
+    file.write_text("max_num_seqs: 2K\noverride_generation_config: {top_k: 3}\n")
+    settings = settle(["--max-model-len", "1.5k"], {"MILLRACE_KV_CACHE_BYTES": "3Gi"}, file)
+    config = build(EngineConfig, settings)
+    assert (config.max_num_seqs, config.max_model_len, config.kv_cache_bytes) == (2048, 1500, 3 * 2**30)
+    assert config.override_generation_config == '{"top_k": 3}'
+    assert [whole_number(text) for text in ("7", "1m", "1M", "0.5k", "2T")] == [7, 10**6, 2**20, 500, 2**41]
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from tests.docs import other_engines
 from tests.docs.generated import DOCS, GENERATED
 
 
 def main() -> None:
     for name, made in GENERATED.items():
         (DOCS / name).write_text(made())
+    page = DOCS / other_engines.PAGE
+    page.write_text(other_engines.with_tables(page.read_text("utf-8")))
 
 
 if __name__ == "__main__":

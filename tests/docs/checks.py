@@ -10,6 +10,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
+from tests.docs import other_engines
 from tests.docs.generated import ROOT, parsers
 
 MAX_LINES, MAX_BYTES = 250, 14 * 1024  # of README.md
@@ -71,6 +72,8 @@ def flags(page: str) -> Iterator[str]:
         known = millrace_flags()
         if "python -m tests." in unit:
             known = known | test_flags()
+        if page.startswith("# Coming from"):
+            known = known | other_engines.flags()
         for program, its_flags in FOREIGN.items():
             if re.search(rf"\b{program}\b", unit):
                 known = known | its_flags

@@ -18,6 +18,7 @@ from typing import Any, cast
 import pytest
 
 from millrace.deploy.cli import serve
+from millrace.deploy.cli.main import main
 from millrace.deploy.config import ServerConfig
 from millrace.deploy.server.server import Server
 from millrace.runtime.env.log import captured_logs
@@ -135,3 +136,28 @@ def test_several_engines_are_in_processes_of_their_own() -> None:
     assert serve.choose_mode("auto") == "inline"
     with pytest.raises(ConfigError, match="mode = inline: data_parallel_size = 2 has its engines in processes"):
         serve.choose_mode("inline", 2)
+
+
+def test_flags_of_vllm_reach_the_server_and_are_told_in_the_log(monkeypatch, capfd) -> None:
+    servers: list[Server] = []
+
+    @asynccontextmanager
+    async def engine(*_: Any) -> AsyncIterator[ScriptedEngine]:
+        async with scripted_engine() as scripted:
+            yield scripted
+
+    def ready(server: Server, model_impl: str) -> None:
+        servers.append(server)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(serve, "_make_engine", engine)
+    monkeypatch.setattr(serve, "_print_ready", ready)
+    flags = ["--disable-fastapi-docs", "--disable-log-stats", "--disable-log-requests", "--allowed-origins", '["*"]']
+    assert main(["serve", *flags, "--tokenizer-mode", "auto", "--uvicorn-log-level", "info", "--port", "0"]) == 0
+    config = servers[0].config
+    assert (config.disable_docs, config.stats_interval_s, config.log_requests) == (True, 0.0, False)
+    assert (config.cors_allow_origin, config.log_level) == (("*",), "info")
+    lines = [line for line in capfd.readouterr().err.splitlines() if "flag.accepted" in line]
+    assert (
+        len(lines) == 6 and 'flag="--tokenizer-mode auto" ours=null reason="fast tokenizers alone are read"' in lines[4]
+    )

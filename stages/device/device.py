@@ -20,6 +20,7 @@ from ...runtime.workers.step_queue import StepQueue, ignore_error
 from ...runtime.workers.worker import BEFORE_BLOCKING, IMMEDIATELY, ON_REQUEST, WhenDone, Worker
 from ..messages import Started, StepGrant, StepTokens
 from .device_guard import PROBE_S, DeviceGuard, DeviceLost
+from .step_result import StepResult
 from .step_watch import StepWatch, work_of
 
 R = TypeVar("R")
@@ -33,11 +34,10 @@ STEP_EXECUTED, STEP_SAMPLED = int(EventKind.STEP_EXECUTED), int(EventKind.STEP_S
 class RunsForward(Protocol):
     """A model, as the execute stage uses it."""
 
-    def forward(self, grant: StepGrant) -> Any:
-        """Runs one step and returns a handle of its [L, V] logits, which `ChoosesTokens.sample` reads.
+    def forward(self, grant: StepGrant) -> StepResult:
+        """Runs one step and returns its logits, or what `StepResult` says, for `ChoosesTokens.sample` to read.
 
         Called on the device thread, in the order of grants. Grants that are void with an earlier one are skipped.
-        See `RunsAhead` for models that return chosen tokens instead.
         """
 
 
@@ -45,11 +45,11 @@ class RunsForward(Protocol):
 class RunsAhead(Protocol):
     """A model that may start a step when the previous one ends, and choose its tokens with it."""
 
-    def run_ahead(self, grant: StepGrant) -> None:
+    def offer(self, grant: StepGrant) -> None:
         """Receives a step that will be sampled, before its `forward` is submitted.
 
-        Called on the event loop. `forward` may then return a `Choice` instead of logits. A step that becomes void with
-        an earlier one may still run: the model must keep it from affecting later steps.
+        Called on the event loop. `forward` may then return a `TokenChoice`. A step that becomes void with an earlier
+        one may still run: the model must keep it from affecting later steps.
         """
 
 
@@ -64,6 +64,8 @@ class ChoosesTokens(Protocol):
 
     def sample(self, grant: StepGrant, logits: Any) -> StepTokens:
         """Chooses one token for each sampled row of the grant. Called on the device thread.
+
+        `logits`: the `StepResult` of the same backend's `forward`, which is of the kind that this sampler reads.
 
         Runs after the step's forward pass and before the next one, unless the model has chosen the tokens. It is also
         called when no row is sampled, because the grant carries state that the sampler needs.
@@ -190,7 +192,7 @@ class Device:
         self._enter_error: BaseException | None = None
         self._last_end_ns = 0  # of a phase
         self._last_forwarded = -1  # step
-        self._logits: Any = None  # of the step that is between its phases
+        self._logits: StepResult = None  # of the step that is between its phases
         self._error: BaseException | None = None
 
     @property
@@ -261,7 +263,7 @@ class Device:
         """Whether steps have a second phase."""
         return self._num_phases > SAMPLE
 
-    def forward(self, grant: StepGrant, forward: Callable[[StepGrant], Any]) -> asyncio.Future[Any]:
+    def forward(self, grant: StepGrant, forward: Callable[[StepGrant], StepResult]) -> asyncio.Future[StepResult]:
         """Queues the first phase.
 
         Resolves to what `forward(grant)` returned; raises what it raised, or `StepSkipped`. Where there is a second
@@ -283,7 +285,7 @@ class Device:
         """Whether the first phase of a submitted step has not ended."""
         return self._last_forwarded < step
 
-    def sample(self, grant: StepGrant, sample: Callable[[StepGrant, Any], R]) -> asyncio.Future[R]:
+    def sample(self, grant: StepGrant, sample: Callable[[StepGrant, StepResult], R]) -> asyncio.Future[R]:
         """Queues the second phase.
 
         Resolves to `sample(grant, logits)`; raises what either phase raised.
@@ -318,7 +320,7 @@ class Device:
         except BaseException as error:
             self._enter_error = error
 
-    def _timed_forward(self, since_ns: int, grant: StepGrant, forward: Callable[[StepGrant], Any]) -> Any:
+    def _timed_forward(self, since_ns: int, grant: StepGrant, forward: Callable[[StepGrant], StepResult]) -> StepResult:
         """A phase's time starts at `since_ns` or at the end of the phase before, whichever is later."""
         self.times.begin(grant.step, max(since_ns, self._last_end_ns))
         try:
@@ -339,7 +341,7 @@ class Device:
             counts = (num_rows, num_tokens, forward_us)
             self._tracer.bind()(STEP_EXECUTED, self._sources[FORWARD], grant.step, *counts)
 
-    def _timed_sample(self, since_ns: int, grant: StepGrant, sample: Callable[[StepGrant, Any], R]) -> R:
+    def _timed_sample(self, since_ns: int, grant: StepGrant, sample: Callable[[StepGrant, StepResult], R]) -> R:
         result = None
         try:
             result = self._run_sample(grant, sample)
@@ -356,7 +358,7 @@ class Device:
         began_ns, self._last_end_ns = max(since_ns, self._last_end_ns), self._now_ns()
         return (self._last_end_ns - began_ns) // 1000
 
-    def _run_forward(self, grant: StepGrant, forward: Callable[[StepGrant], Any]) -> Any:
+    def _run_forward(self, grant: StepGrant, forward: Callable[[StepGrant], StepResult]) -> StepResult:
         self._logits = self._error = None
         try:
             if self._enter_error is not None:
@@ -373,7 +375,7 @@ class Device:
             raise
         return self._logits
 
-    def _run_sample(self, grant: StepGrant, sample: Callable[[StepGrant, Any], R]) -> R:
+    def _run_sample(self, grant: StepGrant, sample: Callable[[StepGrant, StepResult], R]) -> R:
         logits, error, self._logits, self._error = self._logits, self._error, None, None
         if error is not None:
             raise error

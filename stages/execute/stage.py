@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from ...runtime.histogram import Histogram
 from ...runtime.stage import Context, Crash, Outlet, Stage
 from ..device.device import FORWARD, Device, RunsAhead, RunsForward, fail
+from ..device.step_result import StepResult
 from ..messages import Rates, StepGrant, StepLogits
 
 
@@ -51,7 +52,7 @@ class Execute(Stage[StepGrant, StepLogits]):
             self._untold = None
         for grant in batch:
             if self._runs_ahead is not None and self.device.is_sampling:
-                self._runs_ahead.run_ahead(grant)
+                self._runs_ahead.offer(grant)
             self._run(grant, self.runner.forward, out)
 
     async def recover(self, batch: Sequence[StepGrant], error: BaseException, out: Outlet[Any]) -> None:
@@ -63,7 +64,7 @@ class Execute(Stage[StepGrant, StepLogits]):
             if grant.step > self._last_sent:
                 self._run(grant, partial(fail, error), out)
 
-    def _run(self, grant: StepGrant, forward: Callable[[StepGrant], Any], out: Outlet[Any]) -> None:
+    def _run(self, grant: StepGrant, forward: Callable[[StepGrant], StepResult], out: Outlet[Any]) -> None:
         logits = self.device.forward(grant, forward)
         self._last_sent = grant.step
         out.send(StepLogits(grant, logits))

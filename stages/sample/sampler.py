@@ -16,6 +16,7 @@ from ..config import LogprobsMode
 from ..device.arrays import Array, arrays_of
 from ..device.pooler import Pooler
 from ..device.scored_prompts import LogitsWithPrompts
+from ..device.step_result import TokenChoice
 from ..grammar.masks import GrammarMasks
 from ..messages import (
     Bools,
@@ -34,7 +35,7 @@ from .draft_acceptance import DraftRuns, last_of_each
 from .logits_processor import LogitsProcessor
 from .sampling_math import Longs
 from .slot_params import EDITS, ENDED, GRAMMAR, LOGPROBS, POOLED, THINKING, SlotParams
-from .token_chooser import NO_ROWS, MakeTokenChooser, SampledRows, TokenChoice, TokenChooser, any_of
+from .token_chooser import NO_ROWS, MakeTokenChooser, SampledRows, TokenChooser, any_of
 
 
 class Sampler:

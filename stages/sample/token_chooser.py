@@ -6,7 +6,7 @@ for the features it uses.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from ...runtime.message import message
 from ..config import LogprobsMode
 from ..device.arrays import Array, HostArray, arrays_of
+from ..device.step_result import TokenChoice
 from ..grammar.masks import AllowedTokens
 from ..messages import Bools, Indices, Ints, Started, TopLogprobs
 from . import sampling_math
@@ -36,15 +37,6 @@ class SampledRows:
     def that_need(self, bit: int) -> Longs:
         """[m] the rows with this bit."""
         return np.flatnonzero(self.needs & bit) if self.any_needs & bit else NO_ROWS
-
-
-@message
-class TokenChoice:
-    """The tokens chosen for n rows."""
-
-    token_ids: Longs  # [n] 0 where the row is broken
-    is_broken: Bools  # [n] no finite maximum
-    scored: Any = None  # from which `tell` computes log-probabilities; None: not requested
 
 
 class TokenChooser:

@@ -17,13 +17,14 @@ from ....kernels.layout import sampling_rows, step_state
 from ....kernels.layout.step_state import SlotState, StepBuffers
 from ....model.decoder.upload import upload
 from ...config import LogprobsMode
+from ...device.step_result import TokenChoice
 from ...grammar.masks import AllowedTokens
 from ...messages import Bools, Indices, Ints, Started, TopLogprobs
 from ...params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
 from ...sample import sampling_math
 from ...sample.sampling_math import Longs, TokenScores
 from ...sample.slot_params import EDITS, GRAMMAR, LOGPROBS, POOLED, RANDOM, THINKING, SlotParams
-from ...sample.token_chooser import NO_ROWS, SampledRows, TokenChoice, TokenChooser, any_of
+from ...sample.token_chooser import NO_ROWS, SampledRows, TokenChooser, any_of
 from .guide_uploads import NO_TOKEN, GuideLayout
 from .step_device import ATTENDED
 

@@ -171,7 +171,7 @@ def test_steps_are_handed_over_with_adapters_and_not_past_a_load(folder: Path) -
         with captured_logs():
             async with engine_of(folder, max_loras=1, speculation="off", steps_in_flight=2) as engine:
                 together = await asyncio.gather(*(answer(engine, ask) for ask in asks))
-                handed_over = engine.pipeline.stages["execute"].runner.num_handed_over  # type: ignore[attr-defined]
+                handed_over = engine.pipeline.stages["execute"].runner.ahead.num_handed_over  # type: ignore[attr-defined]
             async with engine_of(folder, enable_prefix_caching=False, threads=1) as other:
                 assert together == [await answer(other, ask) for ask in asks]
         return int(handed_over)

@@ -57,13 +57,13 @@ def both(
 
     def find(engine: Engine) -> None:
         found.append(engine.pipeline.stages["execute"].runner)  # type: ignore[attr-defined]
-        found.append(found[0].num_handed_over)
+        found.append(found[0].ahead.num_handed_over)
         prepare(engine)
 
     with captured_logs():
         right = asyncio.run(run(checkpoint, asks, None, **{**NATIVE, **settings, "threads": 1}))
         ran = asyncio.run(run(checkpoint, asks, None, find, **{**NATIVE, **settings, "threads": 2}))
-    return right, ran, found[0].num_handed_over - found[1]
+    return right, ran, found[0].ahead.num_handed_over - found[1]
 
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2, 4])

@@ -60,6 +60,7 @@ class Service:
         self.config = config
         self.watchdog = Watchdog(config, threads)
         self.engine: Engine | None = None
+        self.is_traced = False  # whether spans are exported
         self.load_progress: LoadProgress | None = None  # of the engine that is not attached yet
         self.chat_format: ChatFormat | None = None
         self.model_names: tuple[str, ...] = config.served_model_name

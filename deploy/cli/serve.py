@@ -99,7 +99,7 @@ async def _serve(
         await asyncio.sleep(0)  # the model begins to load, here or in the engine process
         from ..server.server import Server  # meanwhile, as this import takes half a second
 
-        async with Server(server_config, listening) as server:
+        async with Server(server_config, listening, os.environ) as server:
             server.service.sources = sources
             started.set_result(server)
             return await serving

@@ -134,7 +134,7 @@ def add_headers(service: Service, gate: OriginCheck) -> Callable[[web.Request, w
     async def add(request: web.Request, response: web.StreamResponse) -> None:
         if REQUEST_ID in request:
             response.headers["X-Request-Id"] = request[REQUEST_ID]
-        if service.config.otlp_traces_endpoint is not None and TRACE in request:
+        if service.is_traced and TRACE in request:
             response.headers["traceresponse"] = request[TRACE].header
         response.headers["X-Content-Type-Options"] = "nosniff"
         response.headers["Server"] = "millrace"

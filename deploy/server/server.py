@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Mapping
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ from ..http.sized_threads import SizedThreads
 from ..http.tls import tls_context
 from ..inspect.routes import InspectRoutes
 from ..metrics.metrics import Metrics
+from ..metrics.otel_environment import TraceExport
 from ..metrics.otlp_export import OtlpExporter
 from ..openapi.docs_page import DocsRoutes
 from .middleware import NO_KEYS, add_headers, check_keys, identify, take_in
@@ -44,16 +46,23 @@ class Server:
     ```
     """
 
-    def __init__(self, config: ServerConfig, listening: ListeningSockets | None = None) -> None:
-        """`listening`: the sockets of this configuration, if they are open already."""
+    def __init__(
+        self,
+        config: ServerConfig,
+        listening: ListeningSockets | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """`listening`: the sockets of this configuration, if they are open already. `environment`: variables of
+        OpenTelemetry, which add to the setting of its endpoint."""
         config.check_folders()
         self.config = config
         self._listening = listening
         self._threads = SizedThreads("millrace-http")  # for long bodies and prompts
         self.service = Service(config, self._threads)
         self.metrics = Metrics(self.service.watchdog, lambda: self.service.health)
-        endpoint = config.otlp_traces_endpoint
-        self.otlp_exporter = None if endpoint is None else OtlpExporter(endpoint, package_version(), self._threads)
+        export = TraceExport.read(environment or {}, config.otlp_traces_endpoint)
+        self.otlp_exporter = None if export is None else OtlpExporter(export, package_version(), self._threads)
+        self.service.is_traced = export is not None
         self.metrics.otlp_exporter = self.otlp_exporter
         self._routes = Routes(self.service, self.metrics, self._threads)
         self._sockets = self._routes.sockets

@@ -74,6 +74,13 @@ class Exit(Stage[Any, Never], Generic[OutboxT]):
         The request may have ended meanwhile.
         """
 
+    def find_request(self, key: str | int) -> Any:
+        """The live request with this id, or of the unfinished sequence with this id, as it entered; None if none is.
+
+        This exit knows no requests; a pipeline's own may.
+        """
+        return None
+
     def number_of(self, request_id: str) -> int | None:
         """The number of a live request in trace records.
 

@@ -16,6 +16,7 @@ from .fault_injection import Fault, Faults
 from .graph import OPEN_END_CAPACITY, Graph, Port
 from .outlet import OutputPort
 from .stage import Context, Stage
+from .stage_metrics import StageMetrics
 from .stage_runner import StageRunner
 from .trace.tracer import Tracer
 from .wakeups import SeparateWakeups, WakeupBatch
@@ -94,6 +95,7 @@ class Pipeline(Graph):
         self.entry_capacity = OPEN_END_CAPACITY  # requests that have entered and were not handled yet
         self.wakeups: WakeupBatch | None = None  # wakes stages; None: the env's default, see `_wakeups`
         self.watch: Watch | None = None  # set by `start`
+        self.stage_metrics: dict[str, StageMetrics] = {}  # by stage; those that stages keep themselves
         self.stacks_elsewhere: list[dict[str, Any]] = []  # last reported tasks and threads of another process
         self._owns_env = True
         self._health = Health("new")
@@ -362,6 +364,8 @@ class Pipeline(Graph):
             lane=self.lane if name == self.lane_reader else ControlLane(f"{name}.control"),
             is_live=self.exit.is_live if self.exit is not None else _always,
             escalate=lambda error: self._break(name, error),
+            **({} if self.exit is None else {"find_request": self.exit.find_request}),
+            metrics=self.stage_metrics.setdefault(name, StageMetrics()),
         )
         exit_ = None if stage is self.exit else self.exit
         return StageRunner(name, stage, inputs, outputs, exit_, context, self._break, self._crashed, wakeups)

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
 from .channel import ControlLane
 from .env.env import Env
 from .histogram import Histogram
+from .stage_metrics import StageMetrics
 from .trace.tracer import Tracer
 
 In = TypeVar("In")
@@ -32,6 +33,10 @@ class Crash(enum.Enum):
     ESCALATE = "escalate"  # no recovery: the pipeline is dead
 
 
+def _none(key: str | int) -> None:
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class Context:
     """What a running stage has access to.
@@ -45,6 +50,8 @@ class Context:
     lane: ControlLane  # control messages for this stage, empty unless the pipeline routes some here
     is_live: Callable[[str], bool]  # whether a request has not ended; always true in a slice without an exit
     escalate: Callable[[BaseException], None]  # declares the pipeline dead; every live request ends with an error
+    find_request: Callable[[str | int], Any] = _none  # the live request of a request's or sequence's id; None: none
+    metrics: StageMetrics = field(default_factory=StageMetrics)  # of the stage, exported under its name
 
 
 class Outlet(Protocol[Out_co]):

@@ -75,6 +75,13 @@ class Request:
     num_expected_cached: int = 0  # prompt tokens likely in the prefix cache; a hint, need not be right
     pooling: PoolingParams | None = None  # set: the result is a vector per prompt instead of text; n is 1
     adapter: AdapterRef | None = None  # None: the base model
+    owner: str = ""  # whose request it is: an id of the API key, never the key; "": the server has no keys
+    metadata: Mapping[str, str] = field(default_factory=dict)  # the client's own; the engine ignores it
+
+    @property
+    def is_warm_up(self) -> bool:
+        """Whether the engine asks it itself, before it serves."""
+        return self.request_id.startswith("warm-up")
 
     @property
     def num_sequences(self) -> int:
@@ -102,3 +109,5 @@ class TokenRequest:
     # choice -> answer tokens from an engine process that died; a missing choice has finished. None: a new request
     generated: Mapping[int, Ints] | None = None
     adapter: AdapterRef | None = None  # with its digest; None: the base model
+    owner: str = ""  # as in `Request`
+    metadata: Mapping[str, str] = field(default_factory=dict)

@@ -1,7 +1,8 @@
 """The metrics of `GET /metrics`, with vLLM's names where it has them.
 
 vLLM's names keep its dashboards and autoscalers working. Values are read from the engine's counters at each scrape;
-nothing here runs per token. The pipeline fixes the set of series: no label contains client data.
+nothing here runs per token. The pipeline fixes the set of series: no label contains client data, except those that
+stages of one's own write.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from .adapter_families import adapters
 from .families import counter, engines, gauge
 from .latencies import Latencies
 from .latency_log import LatencyLog
+from .own_metrics import own_metrics
 from .pipeline_metrics import channels, stages
 from .stage_load import StageLoad
 
@@ -141,6 +143,7 @@ class Metrics:
         yield from self._latencies.collect(labels)
         yield from stages(self._engine.pipeline)
         yield from channels(self._engine.pipeline)
+        yield from own_metrics(self._engine.pipeline.stage_metrics)
         yield _startup(self._engine)
 
     def _gauges(self, engine: Engine, labels: dict[str, str]) -> Iterator[Metric]:

@@ -60,6 +60,8 @@ class ClientApi(ABC):
         priority: int = 0,
         cache_salt: str = "",
         adapter: str | None = None,
+        owner: str = "",
+        metadata: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
         output_kind: OutputKind = "delta",
     ) -> AsyncIterator[RequestOutput]:
@@ -68,11 +70,12 @@ class ClientApi(ABC):
         Yields new text ("delta"), all text so far ("cumulative"), or one whole output ("final"), by `output_kind`.
         Leaving the loop cancels the request. Raises `RequestError` if it fails. `params` default to the model's. A
         request shares cached prefixes only with requests of the same `cache_salt`. `adapter` is the name of a LoRA
-        adapter; None is the base model.
+        adapter; None is the base model. `owner` and `metadata` are for stages of the caller's own.
         """
         chosen = params or self.info.default_params
         prompts = (_as_prompt(prompt),)
         options: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt, "adapter": _ref(adapter)}
+        options |= {"owner": owner, "metadata": metadata or {}}
         request = Request(self._request_id(request_id), prompts, chosen, **options)
         outbox = await self.submit(request, wait=True, deadline_s=timeout_s)
         async for output in self._outputs(outbox, output_kind):
@@ -90,6 +93,8 @@ class ClientApi(ABC):
         priority: int = 0,
         cache_salt: str = "",
         adapter: str | None = None,
+        owner: str = "",
+        metadata: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
         output_kind: OutputKind = "delta",
     ) -> AsyncIterator[RequestOutput]:
@@ -107,6 +112,7 @@ class ClientApi(ABC):
         chosen = params or replace(self.info.default_params, max_tokens=None)
         prompts = (Prompt(chat=chat),)
         options: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt, "adapter": _ref(adapter)}
+        options |= {"owner": owner, "metadata": metadata or {}}
         request = Request(self._request_id(request_id), prompts, chosen, **options)
         outbox = await self.submit(request, wait=True, deadline_s=timeout_s)
         async for output in self._outputs(outbox, output_kind):

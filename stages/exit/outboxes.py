@@ -135,6 +135,13 @@ class Outboxes(Exit[RequestOutbox]):
     def _post(self, sequence_id: int, cause: str) -> None:
         self.lane.post(sequence_id, cause)
 
+    def find_request(self, key: str | int) -> Request | None:
+        if isinstance(key, str):
+            outbox = self.live.get(key)
+            return None if outbox is None else outbox.request
+        choice = self._choices.get(int(key))
+        return None if choice is None else choice.outbox.request
+
     def number_of(self, request_id: str) -> int | None:
         outbox = self.live.get(request_id)
         return None if outbox is None else outbox.request.first_sequence_id

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Never
 
 import numpy as np
@@ -132,6 +133,19 @@ class UnreadOutbox:
         raise NotImplementedError
 
 
+@dataclass(frozen=True, slots=True)
+class FoundRequest:
+    """What a stage reads of a request that it finds by the number of a sequence."""
+
+    request_id: str
+    first_sequence_id: int
+    num_sequences: int
+    owner: str
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    parent_id: str | None = None
+    is_warm_up: bool = False
+
+
 class CountingExit(Exit[UnreadOutbox]):
     """Counts what comes out, and ends a request once it is complete."""
 
@@ -177,6 +191,13 @@ class CountingExit(Exit[UnreadOutbox]):
             self._steps.get(_step(item))
         ]
         return tuple(dict.fromkeys(owner for owner in owners if owner is not None))
+
+    def find_request(self, key: str | int) -> FoundRequest | None:
+        request_id = self.owner_of(key) if isinstance(key, str) else self._owners.get(int(key))
+        if request_id is None or not self.is_live(request_id):
+            return None
+        own = [number for number, owner in self._owners.items() if owner == request_id]
+        return FoundRequest(request_id, min(own, default=-1), max(1, len(own)), f"owner-{self._items[request_id] % 2}")
 
     def owner_of(self, key: object) -> str | None:
         """The request that a key names. Numbers name sequences, where items do not name their requests."""

@@ -188,6 +188,8 @@ class Tokenize(Stage[Request, TokenRequest]):
             num_expected_cached=request.num_expected_cached,
             pooling=self.limits.complete_pooling(request.pooling, encoded.num_skipped),
             type_ids=encoded.type_ids,
+            owner=request.owner,
+            metadata=request.metadata,
         )
 
 

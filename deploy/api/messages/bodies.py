@@ -183,7 +183,8 @@ class MessagesBody(CountTokensBody):
         chat, sources = super().chat()
         given = {name: getattr(self, name) for name in ("max_tokens", "temperature", "top_p", "top_k")}
         user = self.metadata.user_id if self.metadata is not None else None
-        return chat | given | {"stop": self.stop_sequences, "user": user}, sources
+        pairs = None if user is None else {"user_id": user}
+        return chat | given | {"stop": self.stop_sequences, "user": user, "metadata": pairs}, sources
 
 
 def name_of(sources: list[str]) -> Callable[[str], str]:

@@ -168,6 +168,7 @@ class GenerationBody(Body):
     cache_salt: Annotated[str | None, Field(pattern=r"^[A-Za-z0-9_.:=+~-]{1,128}$")] = None
     request_id: str | None = None
     user: Annotated[str | None, Field(max_length=512)] = None
+    metadata: Any = None  # see `metadata_pairs`
     # the values of these fields are read in structured_fields.py
     response_format: Annotated[Any, WithJsonSchema(schema_fields.RESPONSE_FORMAT)] = None
     structured_outputs: Annotated[Any, WithJsonSchema(schema_fields.STRUCTURED_OUTPUTS)] = None

@@ -100,7 +100,7 @@ class EmbeddingRoutes:
         cause = "disconnect"  # if no exception below sets another: the handler is cancelled when its client disconnects
         try:
             salt = self.service.cache_salt(engine_request.cache_salt, request[OWNER])
-            engine_request = replace(engine_request, request_id=answer_id, cache_salt=salt)
+            engine_request = replace(engine_request, request_id=answer_id, cache_salt=salt, owner=request[OWNER])
             outbox = await self.service.require_engine().submit(engine_request, wait=True)
             return outbox, await read_vectors(outbox)
         except Exception as error:

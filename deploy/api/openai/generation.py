@@ -25,6 +25,7 @@ from ...http.body_reader import read
 from ...http.request_context import OWNER, REQUEST_ID, checked_request_id
 from ...http.sse import DONE, EventStream
 from ..assistant_turn import AssistantTurn
+from ..schema.metadata import metadata_pairs
 from ..schema.validation import read_body
 from ..service import Service
 from .answers import AnswerBuilder, ChatAnswerBuilder, CompletionAnswerBuilder, best, usage
@@ -183,6 +184,8 @@ class GenerationRoutes:
             cache_salt=self.service.cache_salt(order.body.cache_salt, owner),
             arrival_s=asyncio.get_running_loop().time(),
             adapter=order.adapter,
+            owner=owner,
+            metadata=metadata_pairs(order.body.metadata),
         )
         if order.beams is not None:
             return self.service.require_engine().submit_search(engine_request, order.beams, deadline_s=limit_s)

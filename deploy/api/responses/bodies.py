@@ -15,10 +15,10 @@ from ..adapter.chat_adapter import EXTENSIONS, AdaptedBody, Chat, renamed
 from ..openai.bodies import ModelName
 from ..schema import fields as schema_fields
 from ..schema.hints import has, needs, nullable
+from ..schema.metadata import MAX_KEY_CHARS, MAX_PAIRS, MAX_VALUE_CHARS
 from ..schema.unsupported import GENERATION, NOTHING, Harmless
 
 LOGPROBS = "message.output_text.logprobs"
-MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
 
 # values for tools that only OpenAI hosts are accepted without effect
 Includable = Literal[
@@ -48,11 +48,11 @@ NAMES = {  # chat's field -> this API's, for error texts
 
 def _metadata(pairs: dict[str, str]) -> dict[str, str]:
     for key, value in pairs.items():
-        if len(key) > MAX_METADATA_KEY or len(value) > MAX_METADATA_VALUE:
+        if len(key) > MAX_KEY_CHARS or len(value) > MAX_VALUE_CHARS:
             raise PydanticCustomError(
                 "invalid_value",
-                f"keys must have at most {MAX_METADATA_KEY} characters and values {MAX_METADATA_VALUE}, unlike {{key}}",
-                {"key": repr(shorten(key, MAX_METADATA_KEY))},
+                f"keys must have at most {MAX_KEY_CHARS} characters and values {MAX_VALUE_CHARS}, unlike {{key}}",
+                {"key": repr(shorten(key, MAX_KEY_CHARS))},
             )
     return pairs
 
@@ -60,9 +60,9 @@ def _metadata(pairs: dict[str, str]) -> dict[str, str]:
 METADATA = nullable(
     {
         "type": "object",
-        "maxProperties": MAX_METADATA,
-        "propertyNames": {"maxLength": MAX_METADATA_KEY},
-        "additionalProperties": {"type": "string", "maxLength": MAX_METADATA_VALUE},
+        "maxProperties": MAX_PAIRS,
+        "propertyNames": {"maxLength": MAX_KEY_CHARS},
+        "additionalProperties": {"type": "string", "maxLength": MAX_VALUE_CHARS},
     }
 )
 
@@ -136,7 +136,7 @@ class ResponsesBody(AdaptedBody):
     reasoning: ReasoningConfig | None = None
     truncation: Literal["auto", "disabled"] | None = None
     metadata: Annotated[
-        Annotated[dict[str, str], Field(max_length=MAX_METADATA), AfterValidator(_metadata)] | None,
+        Annotated[dict[str, str], Field(max_length=MAX_PAIRS), AfterValidator(_metadata)] | None,
         WithJsonSchema(METADATA),
     ] = None
     user: Annotated[str | None, Field(max_length=512)] = None
@@ -186,6 +186,7 @@ class ResponsesBody(AdaptedBody):
             "parallel_tool_calls": self.parallel_tool_calls if self.tools else None,
             "reasoning_effort": EFFORTS.get(effort or "", effort),
             "user": self.user,
+            "metadata": self.metadata,
         }
 
     def _response_format(self) -> dict[str, Any] | None:

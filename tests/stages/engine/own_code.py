@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 
-from millrace.runtime.stage import Outlet, Stage, stage
+from millrace.runtime.stage import Context, Outlet, Stage, stage
 from millrace.stages.engine.placed_stages import PlacedStage
-from millrace.stages.messages import StepText, StepTokens, TokenRequest
+from millrace.stages.messages import Request, StepText, StepTokens, TokenRequest
+from millrace.stages.replies import reply_text
 
 
 class Clip(Stage[TokenRequest, TokenRequest]):
@@ -57,3 +59,28 @@ def nothing() -> int:
 
 
 MADE = Mark()
+
+
+class Tell(Stage[Request, Request]):
+    """Answers with the owner and the metadata of a request, and counts requests and their ends by owner."""
+
+    async def setup(self, context: Context) -> None:
+        self.context = context
+        self.requests = context.metrics.counter("requests", "Requests by owner.", labels=("owner",))
+        self.ends = context.metrics.counter("ends", "Ends by cause.", labels=("cause",))
+        self.lengths = context.metrics.histogram("prompts", "Prompts of a request.", bounds=(1, 2))
+
+    async def handle(self, batch: Sequence[Request], out: Outlet[Request]) -> None:
+        for request in batch:
+            assert self.context.find_request(request.request_id) is not None
+            assert self.context.find_request(request.first_sequence_id).owner == request.owner
+            self.requests.add(owner=request.owner)
+            self.lengths.observe(len(request.prompts))
+            if request.pooling is not None:
+                out.send(request)
+            else:
+                out.reply(reply_text(request, f"{request.owner} {json.dumps(dict(request.metadata))}"))
+
+    def ended(self, request_id: str, cause: str) -> None:
+        assert self.context.find_request(request_id) is None
+        self.ends.add(cause=cause)

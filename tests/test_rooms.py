@@ -112,7 +112,9 @@ BELOW = {
     "deploy/api/messages deploy/websocket deploy/inspect deploy/admin deploy/dashboard deploy/openapi",
     "deploy/cli/bench": "deploy",
     "deploy/cli/other_engines": "",
-    "deploy/cli": "deploy deploy/cli/other_engines deploy/http deploy/websocket deploy/dashboard deploy/server",
+    "deploy/dashboard/playback": "deploy deploy/metrics deploy/api/schema deploy/websocket deploy/dashboard",
+    "deploy/cli": "deploy deploy/cli/other_engines deploy/http deploy/websocket deploy/dashboard deploy/server "
+    "deploy/dashboard/playback",
 }
 ENTRIES = {"deploy/__main__.py", "stages/__init__.py"}  # they only lead to other rooms: may import any
 ROOMS = {name: set(below.split()) for name, below in BELOW.items()}

@@ -16,8 +16,8 @@ from ...stages.recordings.film import film
 from ...stages.recordings.reader import Recording
 from ...stages.schedule.policy import Policy
 from ..config import ServerConfig
-from ..dashboard.playback_data import PlaybackData
-from ..dashboard.playback_viewer import PlaybackViewer
+from ..dashboard.playback.data import PlaybackData
+from ..dashboard.playback.viewer import PlaybackViewer
 from ..dashboard.viewers import Viewers
 from ..errors import ApiError
 from ..http.listener import ServerRunner, Site

@@ -5,6 +5,7 @@ It sees the requests of its API key; with the admin key, or on a server without 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -19,12 +20,16 @@ from . import snapshots
 from .block_map import BlockMap
 from .derived import ThrottledValue, explain, find_bottleneck
 from .live_sources import LiveSources
-from .messages import CancelRequest, Hello, RequestWindow, Topics
+from .messages import CancelRequest, Hello, RequestWindow, Seek, Topics
+from .past import Past
+from .request_list import LiveRequests
 from .timeline import Timeline
 from .viewer import INTERVAL_S, Read, Update, Viewer
 
 if TYPE_CHECKING:
     from ...stages.engine.engine import Engine
+
+PAST_INTERVAL_S = 1.0  # between updates of the past, unless the viewer moves
 
 log = get_logger("millrace.deploy")
 
@@ -39,6 +44,9 @@ class LiveViewer(Viewer):
         self._owner = ""  # of its API key
         self._is_admin = False  # may see and cancel all requests
         self._blocks = BlockMap()
+        self._requests = LiveRequests()
+        self._past = Past(sources.threads, self._sees)
+        self._update_due = asyncio.Event()  # the viewer has gone elsewhere in time
         self._timeline: Timeline | None = None  # of the request in topic `request`
         self._explained: ThrottledValue[dict[str, Any]] = ThrottledValue(sources.threads)
         self._is_explained = False  # the request is over, and `_explained` is final
@@ -72,7 +80,12 @@ class LiveViewer(Viewer):
         }
 
     def handle_message(self, message: Body) -> None:
-        """Cancels a request. `ApiError` without the admin key or for an unknown request."""
+        """Cancels a request, or goes to a time of the last minutes.
+
+        `ApiError` for a cancel without the admin key or of an unknown request.
+        """
+        if isinstance(message, Seek):
+            return self._seek(message)
         assert isinstance(message, CancelRequest)
         if not self._is_admin:
             raise ApiError("invalid_api_key", "cancel needs the admin key; send it as admin_key in the hello")
@@ -81,8 +94,28 @@ class LiveViewer(Viewer):
             raise ApiError("request_not_found", f"request {message.id} is not running", param="id")
         log.info("request.aborted", request_id=message.id, cause="cancel")
 
+    def _seek(self, message: Seek) -> None:
+        if message.steps is not None:
+            self._past.step(self._sources.history, message.steps)
+        else:
+            self._past.seek(message.time_s)
+        self.reset()
+        self._blocks = BlockMap()
+        self._update_due.set()
+
+    async def wait_for_next_update(self) -> None:
+        """Waits for the next interval; of the past also for a message that goes elsewhere."""
+        if self._past.time_s is None and not self._update_due.is_set():
+            return await super().wait_for_next_update()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(PAST_INTERVAL_S):
+                await self._update_due.wait()
+        self._update_due.clear()
+
     def changed(self, topics: Topics) -> None:
         """Drops the state of topics that are no longer subscribed."""
+        if self._past.time_s is not None:
+            self._update_due.set()
         if topics.blocks is None:
             self._blocks = BlockMap()
         if topics.request != self.topics.request:
@@ -99,6 +132,11 @@ class LiveViewer(Viewer):
                 return
             topics = self.topics
             await engine.refresh(with_blocks=topics.blocks is not None, with_stacks=topics.loop is not None)
+            await self._sources.keep_history(engine)
+            if topics.prefixes is not None:
+                await self._sources.prefixes.refresh(engine)
+            if self._past.time_s is not None:
+                return await self._past.load(engine, self._sources.history, topics)
             tracer, now_ns = engine.pipeline.tracer, engine.pipeline.env.now_ns()
             if self.topics.overview is not None:
                 parts, names = sources.trace_log(engine).window()
@@ -116,6 +154,10 @@ class LiveViewer(Viewer):
         try:
             if engine is None:
                 raise NotServing(health)
+            if (shown_s := self._past.shown_s) is not None:
+                update["now_s"], update["past"] = shown_s, True
+                update["live_s"] = round(engine.pipeline.env.now(), 4)
+                return self.read(self._past_readers(engine), update)
             update["now_s"] = round(engine.pipeline.env.now(), 4)
             self.read(self._readers(engine), update)
         except NotServing:
@@ -126,23 +168,15 @@ class LiveViewer(Viewer):
         """topic -> the function that puts its changes into an update."""
         service, window = self._service, self.topics.requests or RequestWindow()
         trees: dict[str, Callable[[], Any]] = {
-            "overview": lambda: (
-                snapshots.overview(engine, service.health) | {"bottleneck": self._sources.bottleneck.value}
-            ),
-            "pipeline": lambda: snapshots.pipeline(engine, self._sources.metrics.stage_load),
-            "requests": lambda: snapshots.requests(
-                engine,
-                window.offset,
-                window.limit,
-                newest_first=window.newest_first,
-                only=self._own_requests(),
-                search=window.search,
-            ),
+            "overview": lambda: self._sources.overview(engine),
+            "pipeline": lambda: self._sources.pipeline(engine),
+            "requests": lambda: self._requests.page(engine, window, self._own_requests()),
             "request": lambda: self._request_details(engine),
             "recent": lambda: {"rows": [row for owner, row in self._sources.recent if self._sees(owner)]},
             "latency": lambda: {} if (times := self._sources.metrics.latencies) is None else snapshots.latency(times),
             "loop": lambda: snapshots.loop_health(engine, service.watchdog),
             "config": lambda: {"rows": snapshots.configuration(engine, service)},
+            "prefixes": lambda: self._sources.prefixes.seen_by(self._may_see),
         }
 
         def tree(name: str, update: Update) -> None:
@@ -170,7 +204,40 @@ class LiveViewer(Viewer):
                 update["full" if "cells" in changes else "patch"][name] = changes
 
         grown: dict[str, Read] = {"steps": steps, "incidents": incidents, "quantiles": quantiles}
-        return dict.fromkeys(trees, tree) | grown | {"blocks": blocks}
+        return dict.fromkeys(trees, tree) | grown | {"blocks": blocks, "history": self._history}
+
+    def _history(self, name: str, update: Update) -> None:
+        history = self._sources.history
+        self.grown(name, history.rows_since, 0, update)
+        for part in (update["full"], update["patch"]):
+            if name in part:
+                part[name] |= history.span()
+
+    def _past_readers(self, engine: Engine) -> dict[str, Read]:
+        """As `_readers`, of the moment that is shown. Settings are those of now, as they do not change."""
+        past, topics, present = self._past, self.topics, self._readers(engine)
+        request_id = None if topics.request is None else topics.request.id
+
+        def tree(name: str, update: Update) -> None:
+            self.tree(name, past.tree(name, topics.requests, request_id), update)
+
+        def grown(name: str, update: Update) -> None:
+            self.grown(name, lambda number: (past.rows(name)[number:], len(past.rows(name))), 0, update)
+
+        def quantiles(name: str, update: Update) -> None:
+            log, until_s = self._sources.metrics.latency_log, past.shown_s or 0.0
+            rows = [] if log is None else [row for row in log.rows if row[0] <= until_s]
+            self.grown(name, lambda number: (rows[number:], len(rows)), 0, update)
+
+        def blocks(name: str, update: Update) -> None:
+            if name not in self._known and (cells := past.blocks()) is not None:
+                update["full"][name] = self._known[name] = cells
+
+        trees = ("overview", "pipeline", "requests", "request", "recent", "latency", "loop", "prefixes")
+        found: dict[str, Read] = {}
+        found |= dict.fromkeys(trees, tree) | {"steps": grown, "incidents": grown}
+        found |= {"quantiles": quantiles, "blocks": blocks, "history": self._history}
+        return found | {"config": present["config"]}
 
     def _request_details(self, engine: Engine) -> dict[str, Any]:
         """The data of topic `request`; only the id if the trace no longer covers the request."""

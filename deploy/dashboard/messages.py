@@ -1,4 +1,4 @@
-"""The messages of a dashboard viewer: hello, subscribe, cancel, and seek and play for a recording."""
+"""The messages of a dashboard viewer: hello, subscribe, cancel, seek, and play for a recording."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ MAX_OFFSET = 2**31 - 1
 MAX_TIME_S, MAX_SPEED = 1e9, 1_000.0
 
 Key = Annotated[str, Field(max_length=MAX_KEY_CHARS)]
+SortField = Literal[
+    "arrival", "id", "state", "adapter", "prompt", "cached", "answer", "ttft", "blocks", "priority", "preempted"
+]
 Id = Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)]
 
 
@@ -28,12 +31,28 @@ class Hello(Body):
 
 
 class RequestWindow(Body):
-    """The shown part of the list of live requests."""
+    """The shown part of the list of live requests, its order and its filters. A filter that is None keeps all."""
 
     offset: Annotated[int, Field(ge=0, le=MAX_OFFSET)] = 0
     limit: Annotated[int, Field(ge=0, le=200)] = 50
-    newest_first: bool = False
+    sort: SortField = "arrival"
+    descending: bool = False
+    newest_first: bool = False  # short for descending, of arrival
     search: Annotated[str, Field(max_length=MAX_ID_CHARS)] = ""  # in their ids, or in the names of their adapters
+    state: Annotated[str, Field(max_length=20)] | None = None
+    adapter: Annotated[str, Field(max_length=MAX_ID_CHARS)] | None = None  # "": the base model
+    priority: Annotated[int, Field(ge=-MAX_OFFSET, le=MAX_OFFSET)] | None = None
+
+    @property
+    def arrangement(self) -> tuple[Any, ...]:
+        """All but the shown part."""
+        filters = (self.search, self.state, self.adapter, self.priority)
+        return (self.sort, self.descending, self.newest_first, *filters)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the order is that of arrival, and only `search` is a filter."""
+        return self.sort == "arrival" and self.state is None and self.adapter is None and self.priority is None
 
 
 class RequestSelection(Body):
@@ -61,6 +80,8 @@ class Topics(Body):
     quantiles: NoSelection | None = None  # of latencies, over time
     loop: NoSelection | None = None
     config: NoSelection | None = None
+    prefixes: NoSelection | None = None  # the tree of the prefix cache
+    history: NoSelection | None = None  # of the last minutes, of a running server
     preemptions: NoSelection | None = None  # of a recording
 
 
@@ -79,7 +100,11 @@ class CancelRequest(Body):
 
 
 class Seek(Body):
-    """Recordings only: goes to a time in seconds from the start, or by a number of steps, backwards if negative."""
+    """Goes to a time, or by a number of steps, backwards if negative.
+
+    In a recording: seconds from its start. On a running server: the engine's clock, and steps are frames of its
+    history; without both it returns to the present.
+    """
 
     type: Literal["seek"]
     time_s: Annotated[float, Field(ge=0, le=MAX_TIME_S, allow_inf_nan=False)] | None = None
@@ -93,7 +118,7 @@ class Play(Body):
     speed: Annotated[float, Field(ge=0, le=MAX_SPEED, allow_inf_nan=False)] = 1.0
 
 
-KINDS: dict[str, type[Body]] = {"hello": Hello, "subscribe": Subscribe, "cancel": CancelRequest}
+KINDS: dict[str, type[Body]] = {"hello": Hello, "subscribe": Subscribe, "cancel": CancelRequest, "seek": Seek}
 OF_RECORDING: dict[str, type[Body]] = {"hello": Hello, "subscribe": Subscribe, "seek": Seek, "play": Play}
 
 

@@ -7,8 +7,7 @@ on the engine's clock.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from itertools import islice
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,8 +32,7 @@ if TYPE_CHECKING:
     from ..metrics.latencies import Latencies
     from ..metrics.stage_load import StageLoad
     from ..metrics.watchdog import Watchdog
-
-MAX_ROWS = 200  # requests listed in one update
+    from .flow import FlowRates
 
 
 def overview(engine: Engine, health: Health) -> dict[str, Any]:
@@ -70,8 +68,11 @@ def core_figures(
     }
 
 
-def pipeline(engine: Engine, load: StageLoad | None) -> dict[str, Any]:
-    """Stages and channels with their counters, in order of the flow; shares of the last seconds from `load`."""
+def pipeline(engine: Engine, load: StageLoad | None, flow: FlowRates) -> dict[str, Any]:
+    """Stages and channels with their counters, in order of the flow; shares of the last seconds from `load`.
+
+    The rates of the channels in the last seconds are from `flow`.
+    """
     running = engine.pipeline
     edges = {edge.name: edge for edge in running.edges}
     shares = {} if load is None else load.shares()
@@ -92,41 +93,19 @@ def pipeline(engine: Engine, load: StageLoad | None) -> dict[str, Any]:
     channels = {}
     for name, channel in running.channels.items():
         stats, edge = channel.stats(), edges.get(name)
+        source = "client" if edge is None else edge.source.stage
+        target = name.partition(".")[0] if edge is None else edge.target.stage
         channels[name] = {
-            "source": "client" if edge is None else edge.source.stage,
-            "target": name.partition(".")[0] if edge is None else edge.target.stage,
+            "source": source,
+            "target": target,
             "when_full": "wait" if edge is None else edge.when_full,
             "capacity": stats.capacity,
             "depth": stats.depth,
             "high_water": stats.high_water,
             "num_sent": stats.num_sent,
             "seconds_full": round(stats.seconds_full, 6),
-        }
+        } | flow.of(name, source, target)
     return {"stages": stages, "edges": channels}
-
-
-def requests(
-    engine: Engine,
-    offset: int,
-    limit: int,
-    *,
-    newest_first: bool = False,
-    only: Collection[str] | None = None,
-    search: str = "",
-) -> dict[str, Any]:
-    """The live requests at [offset, offset + limit) in order of arrival, without their text.
-
-    `only` restricts them to these ids, `search` to those with it in their id or in the name of their adapter.
-    """
-    assert engine.pipeline.exit is not None
-    live = engine.pipeline.exit.live
-    if only is not None:
-        live = {request_id: outbox for request_id, outbox in live.items() if request_id in only}
-    if search:
-        live = {request_id: outbox for request_id, outbox in live.items() if _is_found(search, outbox)}
-    outboxes = reversed(live.values()) if newest_first else iter(live.values())
-    rows = islice(outboxes, offset, offset + min(limit, MAX_ROWS))
-    return {"num_live": len(live), "offset": offset, "rows": [request_row(engine, outbox) for outbox in rows]}
 
 
 def request_row(engine: Engine, outbox: RequestOutbox) -> dict[str, Any]:
@@ -173,10 +152,10 @@ def latency(latencies: Latencies) -> dict[str, Any]:
     return {name: histogram_tree(times) for name, times in latencies.times_us().items()}
 
 
-def loop_health(engine: Engine, watchdog: Watchdog) -> dict[str, Any]:
+def loop_health(engine: Engine, watchdog: Watchdog, *, with_stacks: bool = True) -> dict[str, Any]:
     """The current stall, the stack of each stage's task, and histograms of loop lag and GC pauses."""
     stall, runners = watchdog.stall, engine.pipeline.runners
-    stacks = [*task_stacks(engine.pipeline, only=runners), *engine.pipeline.stacks_elsewhere]
+    stacks = [*task_stacks(engine.pipeline, only=runners), *engine.pipeline.stacks_elsewhere] if with_stacks else []
     return {
         "stall": None
         if stall is None
@@ -221,7 +200,8 @@ def configuration(engine: Engine, service: Service) -> list[dict[str, Any]]:
     return rows
 
 
-def _is_found(search: str, outbox: RequestOutbox) -> bool:
+def is_found(search: str, outbox: RequestOutbox) -> bool:
+    """Whether a request has the text in its id or in the name of its adapter."""
     adapter = outbox.request.adapter
     return search in outbox.request_id or (adapter is not None and search in adapter.name)
 

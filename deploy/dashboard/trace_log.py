@@ -234,6 +234,7 @@ class TraceLog:
         self.steps: deque[StepRow] = deque(maxlen=MAX_STEPS)
         self.incidents: deque[dict[str, Any]] = deque(maxlen=MAX_INCIDENTS)
         self.num_steps = self.num_incidents = 0  # since the start
+        self.num_tokens = 0  # computed in steps since the start
         self.num_skipped = 0  # records not read
         self._window: deque[Records] = deque()  # the last seconds, in order
         self._older: Records = np.empty(0, RECORD_DTYPE)  # records of kind OLDER before the window
@@ -256,6 +257,7 @@ class TraceLog:
         rows = self._fold.take(records)
         self.steps.extend(rows)
         self.num_steps += len(rows)
+        self.num_tokens += sum(row.num_prefill_tokens + row.num_decode_tokens for row in rows)
         self._note_incidents(records)
 
     def window(self) -> tuple[list[Records], list[str]]:

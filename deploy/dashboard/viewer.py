@@ -1,6 +1,6 @@
 """The base of a dashboard viewer: its subscriptions, the data sent to it, and the protocol of `feed.py`.
 
-The subclasses provide the data of a running engine (`live.py`) or of a recording (`playback_viewer.py`).
+The subclasses provide the data of a running engine (`live.py`) or of a recording (`playback/viewer.py`).
 """
 
 from __future__ import annotations

@@ -299,6 +299,10 @@ class PrefixCache:
         self.partial_blocks.clear()
         self._computing.clear()
 
+    def known_blocks(self) -> list[tuple[int, Before, int]]:
+        """Each full block on the device, its predecessor (a number, or the salt of a first block) and its number."""
+        return [(block, entry[1], entry[3]) for block, entry in self._device.entries.items()]
+
     def blocks(self) -> set[int]:
         """The device blocks with known contents."""
         return set(self._device.entries) | set(self.partial_blocks.tails)

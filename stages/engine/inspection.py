@@ -5,13 +5,14 @@ Read-only, except `reset_prefix_cache` and `forget_prefixes`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...runtime.histogram import Histogram, LatencyHistogram
 from ...runtime.pipeline import Health, NotServing, Pipeline
 from ..allocate.block_pool import BlockPool, BlockTables
 from ..allocate.host_tier import HostTier
 from ..allocate.prefix_cache import PrefixCache
+from ..allocate.prefix_tree import read_prefix_tree
 from ..exit.outboxes import Outboxes
 from ..grammar.compiled import Grammars
 from ..grammar.gate import GrammarGate
@@ -138,6 +139,10 @@ class EngineStatus:
     async def forget_prefixes(self) -> int:
         """As `reset_prefix_cache`, also if the blocks are in the engine process."""
         return self.reset_prefix_cache()
+
+    async def prefix_tree(self) -> dict[str, Any] | None:
+        """The tree of the prefix cache: see `allocate/prefix_tree.py`. None without a cache."""
+        return read_prefix_tree(self._core().allocate.allocator) if self.has_core else None
 
     async def refresh(self, *, with_blocks: bool = False, with_stacks: bool = False) -> None:
         """Updates state that may be in another process: `scheduler`, `pool`, stages and channels.

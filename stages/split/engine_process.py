@@ -35,6 +35,7 @@ from ...runtime.startup.load_progress import LoadProgress
 from ...runtime.startup.phases import Phases
 from ...runtime.trace.tracer import Tracer
 from ...runtime.workers.thread_start import ThreadNotStarted
+from ..allocate.prefix_tree import read_prefix_tree
 from ..config import EngineConfig, not_for_encoders
 from ..device.device import Device
 from ..engine.wiring import CoreStages
@@ -274,6 +275,8 @@ class EngineProcess:
                 return StatusReply(query.number)
             case "forget_prefixes":
                 return StatusReply(query.number, self._core.allocate.reset_prefix_cache())
+            case "prefixes":
+                return StatusReply(query.number, read_prefix_tree(self._core.allocate.allocator))
             case "inject":
                 self._pipeline.inject(query.faults)
                 return StatusReply(query.number)

@@ -188,7 +188,7 @@ class StatusQuery:
     """A question, answered by a `StatusReply` with the same number."""
 
     number: int
-    what: str  # "books", "blocks", "forget_prefixes", "inject", "stacks"
+    what: str  # "books", "blocks", "prefixes", "forget_prefixes", "inject", "stacks"
     faults: Sequence[Fault] = ()
 
 

@@ -407,6 +407,14 @@ class SplitEngine(Engine):
                 stacks = await self._ask_there("stacks", timeout_s=REFRESH_S)
                 self._front().pipeline.stacks_elsewhere = [stack for one in stacks for stack in one]
 
+    async def prefix_tree(self) -> dict[str, Any] | None:
+        """Of several engine processes, the tree of the first one, without the slots of its users."""
+        first, *others = await self._ask_there("prefixes", timeout_s=REFRESH_S)
+        if first is not None and others:
+            for node in first["nodes"].values():
+                node["slots"] = []
+        return cast("dict[str, Any] | None", first)
+
     async def forget_prefixes(self) -> int:
         return sum(await self._ask_there("forget_prefixes"))
 

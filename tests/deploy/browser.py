@@ -13,7 +13,8 @@ import pytest
 
 CHROMIUM = Path("/usr/bin/chromium")
 VIEWS = (
-    *("pipeline", "steps", "requests", "waterfall", "blocks", "latency", "health", "playground", "recorder", "config"),
+    *("pipeline", "steps", "requests", "waterfall", "blocks", "prefixes", "latency", "health", "playground"),
+    *("recorder", "config"),
 )
 WATCH = "addEventListener('securitypolicyviolation', (e) => (globalThis.violations ??= []).push(e.blockedURI));"
 

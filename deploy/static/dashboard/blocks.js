@@ -1,41 +1,62 @@
-// The map of the KV cache: every block, coloured by state, owner or age.
+// The KV cache: tiles by owner and state, the blocks in order of their ids, and the largest owners.
 
-import { html, useEffect, useRef, useState } from "../vendor/htm-preact.standalone.module.js";
+import { html, useState } from "../vendor/htm-preact.standalone.module.js";
+import { Grid } from "./block_grid.js";
+import { AGES, FIRST_SLOT, KINDS } from "./block_colours.js";
+import { Tiles } from "./block_tiles.js";
 import { count, percent, seconds, shortId } from "./format.js";
-import { Card, Choice, colour, Figure, Legend, Missing, useWidth, Wide } from "./ui.js";
+import { Card, Choice, Figure, Legend, Missing, Wide } from "./ui.js";
 
 export const title = "KV blocks";
-export const about = "All blocks of the KV cache, in order of their ids.";
+export const about = "Who holds the blocks of the KV cache.";
 export const topics = ({ feed }) => ({ blocks: {}, ...(feed.recording ? { preemptions: {} } : {}) });
 
-const [FREE, CACHED, QUARANTINED, SHARED, FIRST_SLOT] = [0, 1, 2, 3, 4];
-const STATES = ["free", "cached", "quarantined", "shared"];
-const AGES = [1, 10, 60, 600]; // seconds
-const NUM_HUES = 24;
+const NUM_OWNERS = 8; // in the table
 
 export function View({ app }) {
   const { blocks: map, overview, preemptions } = app.feed.data;
-  const nowS = app.feed.nowS() ?? 0;
+  const [show, setShow] = useState("tiles");
   const [mode, setMode] = useState("state");
-  const [at, setAt] = useState(null);
+  const [zoom, setZoom] = useState(null); // of tiles: { kind } or { slot }; of ids: { first, end }
   if (!map) return html`<${Missing}>${overview && overview.blocks === undefined ? "This model has no KV cache." : "Waiting for the map."}<//>`;
-  const kv = overview?.blocks;
-  const host = overview?.host_blocks;
+  const nowS = app.feed.nowS() ?? 0;
+  const owners = ownersOf(map);
+  const ids = zoom && idsOf(map, zoom);
   return html`
     <${Card}>
-      <div class="bar"><${Choice} label="Colour by" name="mode" value=${mode} onchange=${setMode} options=${[["state", "State"], ["owner", "Owner"], ["age", "Age"]]} />
-        <p class="note">${count(map.cells.length)} blocks of ${map.blockSize} tokens</p></div>
-      <${Map} map=${map} mode=${mode} at=${at} setAt=${setAt} nowS=${nowS} />
-      <${Key} mode=${mode} />
-      <p class="detail-line" aria-live="off">${at === null ? "Point at a block, or use the arrow keys." : describe(map, at, nowS)}</p>
+      <div class="bar">
+        <${Choice} label="Show" name="show" value=${show} onchange=${(to) => (setShow(to), setZoom(null))} options=${[["tiles", "By owner"], ["ids", "By block id"]]} />
+        ${(show === "ids" || zoom) && html`<${Choice} label="Colour by" name="mode" value=${mode} onchange=${setMode} options=${[["state", "State"], ["owner", "Owner"], ["age", "Age"]]} />`}
+        ${zoom && html`<button class="quiet" onClick=${() => setZoom(null)}>◂ all blocks</button>`}
+        <p class="note" data-figure="shown_blocks">${zoom ? `${name(map, zoom)}: ${count(ids.length)} of ${count(map.cells.length)} blocks` : `${count(map.cells.length)} blocks of ${map.blockSize} tokens${show === "tiles" ? ", the free ones left out" : ""}`}</p></div>
+      ${show === "tiles" && !zoom ? html`<${Tiles} map=${map} owners=${owners} zoom=${setZoom} />` : html`
+        <${Grid} map=${map} ids=${ids} mode=${mode} nowS=${nowS} zoom=${(first, end) => setZoom({ first, end })} leave=${() => setZoom(null)} />
+        <${Key} mode=${mode} />`}
     <//>
-    ${kv && html`<${Card} title="Blocks"><dl class="figures">
-      ${["free", "in_use", "shared", "cached", "quarantined"].map(
-        (name) => html`<${Figure} name=${name.replace("_", " ")} value=${count(kv[name])} unit=${percent(kv[name] / kv.num_blocks)} id=${`blocks.${name}`} />`)}
-      ${host && html`<${Figure} name="in host memory" value=${count(host.in_use + host.cached)} unit=${`of ${count(host.num_blocks)}`} />`}
-    </dl><//>`}
+    <${Totals} overview=${overview} />
     ${app.feed.recording && preemptions && html`<${Card} title="Preempted sequences" note=${preemptions.num_preemptions > preemptions.rows.length ? `The last ${preemptions.rows.length} of ${count(preemptions.num_preemptions)} so far, newest first.` : "Up to this time, newest first."}><${Preemptions} app=${app} rows=${preemptions.rows} /><//>`}
-    <${Card} title="Largest owners"><${Owners} map=${map} /><//>`;
+    <${Card} title="Largest owners"><${Owners} owners=${owners} zoom=${(slot) => setZoom({ slot })} /><//>`;
+}
+
+const name = (map, { kind, slot, first, end }) =>
+  kind ? `${kind} blocks` : slot !== undefined ? shortId(map.owners[slot] ?? `slot ${slot}`) : `blocks ${count(first)} to ${count(end - 1)}`;
+
+// [{ slot, id, blocks }], largest first. `id` is undefined for requests of other keys.
+function ownersOf(map) {
+  const held = new Uint32Array(65536);
+  for (const cell of map.cells) held[cell]++;
+  const found = [];
+  for (let cell = FIRST_SLOT; cell < held.length; cell++)
+    if (held[cell]) found.push({ slot: cell - FIRST_SLOT, id: map.owners[cell - FIRST_SLOT], blocks: held[cell] });
+  return found.sort((a, b) => b.blocks - a.blocks);
+}
+
+function idsOf(map, { kind, slot, first, end }) {
+  if (first !== undefined) return Uint32Array.from({ length: end - first }, (_, i) => first + i);
+  const wanted = kind ? KINDS[kind] : FIRST_SLOT + slot;
+  const found = [];
+  map.cells.forEach((cell, i) => cell === wanted && found.push(i));
+  return Uint32Array.from(found);
 }
 
 const Key = ({ mode }) =>
@@ -45,91 +66,27 @@ const Key = ({ mode }) =>
       ? html`<${Legend} entries=${[["kv-free", "free"], ["kv-cached", "cached or quarantined"], ["kv-owners", "one colour per request"], ["kv-shared", "shared by several"]]} />`
       : html`<${Legend} entries=${[["kv-free", "free"], ...AGES.map((age, i) => [`age-${i}`, `unchanged for under ${seconds(age)}`]), ["age-4", "longer"]]} />`;
 
-// An image with one pixel per block, enlarged without smoothing: a change costs one pixel at any size of the cache.
-function Map({ map, mode, at, setAt, nowS }) {
-  const [ref, width] = useWidth();
-  const canvas = useRef(null);
-  const kept = useRef({});
-  const total = map.cells.length;
-  const size = Math.max(2, Math.min(24, Math.floor(Math.sqrt((width * 420) / total))));
-  const columns = Math.max(1, Math.floor(width / size));
-  const rows = Math.ceil(total / columns);
-  useEffect(() => paint(canvas.current, kept.current, map, mode, columns, rows, nowS));
-  const pick = (event) => {
-    const box = canvas.current.getBoundingClientRect();
-    const place = Math.floor((event.clientY - box.top) / size) * columns + Math.floor((event.clientX - box.left) / size);
-    setAt(place < total ? place : null);
-  };
-  const move = (event) => {
-    const by = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -columns, ArrowDown: columns, Home: -total, End: total }[event.key];
-    if (event.key === "Escape") return setAt(null);
-    if (by === undefined) return;
-    setAt(Math.max(0, Math.min(total - 1, (at ?? 0) + by)));
-    event.preventDefault();
-  };
-  return html`<div ref=${ref} class="map" tabindex="0" role="slider" aria-label="Block" aria-valuemin="0" aria-valuemax=${total - 1} aria-valuenow=${at ?? 0}
-      aria-valuetext=${at === null ? "none selected" : describe(map, at, nowS)} onKeyDown=${move}>
-    <canvas ref=${canvas} style=${{ width: `${columns * size}px`, height: `${rows * size}px` }} onMouseMove=${pick} onMouseLeave=${() => setAt(null)} onClick=${pick} aria-hidden="true"></canvas>
-    ${size >= 6 && html`<span class="grid" style=${{ width: `${columns * size}px`, height: `${rows * size}px`, "background-size": `${size}px ${size}px` }}></span>`}
-    ${at !== null && html`<span class="cursor" style=${{ left: `${(at % columns) * size - 1}px`, top: `${Math.floor(at / columns) * size - 1}px`, width: `${size + 2}px`, height: `${size + 2}px` }}></span>`}
-  </div>`;
+function Totals({ overview }) {
+  const kv = overview?.blocks;
+  const host = overview?.host_blocks;
+  if (!kv) return null;
+  const parts = [["kv-used", kv.in_use - kv.shared], ["kv-shared", kv.shared], ["kv-quarantined", kv.quarantined], ["kv-cached", kv.cached]];
+  return html`<${Card} title="Blocks">
+    <div class="stack" role="img" aria-label=${`${percent(kv.in_use / kv.num_blocks)} of the blocks in use, ${percent(kv.cached / kv.num_blocks)} cached`}>${parts.map(([kind, n]) => html`<span class=${kind} style=${{ width: `${(100 * n) / kv.num_blocks}%` }}></span>`)}</div>
+    <dl class="figures">
+      ${["free", "in_use", "shared", "cached", "quarantined"].map(
+        (name) => html`<${Figure} name=${name.replace("_", " ")} value=${count(kv[name])} unit=${percent(kv[name] / kv.num_blocks)} id=${`blocks.${name}`} />`)}
+      ${host && html`<${Figure} name="in host memory" value=${count(host.in_use + host.cached)} unit=${`of ${count(host.num_blocks)}`} />`}
+    </dl><//>`;
 }
 
-function paint(canvas, kept, map, mode, columns, rows, nowS) {
-  const look = `${mode} ${columns} ${rows} ${colour("surface")}`;
-  const isSame = kept.look === look && kept.cells === map.cells;
-  if (!isSame) {
-    canvas.width = columns;
-    canvas.height = rows;
-    Object.assign(kept, { look, cells: map.cells, palette: palette(mode), image: new ImageData(columns, rows) });
-    kept.pixels = new Uint32Array(kept.image.data.buffer);
-  }
-  const { pixels, palette: colours } = kept;
-  const now = nowS;
-  const one = mode === "age" ? (i) => colours.age(map.cells[i], now - map.since[i]) : (i) => colours.of(map.cells[i]);
-  if (isSame && mode !== "age" && map.changed) for (const i of map.changed) pixels[i] = one(i);
-  else for (let i = 0; i < map.cells.length; i++) pixels[i] = one(i);
-  canvas.getContext("2d").putImageData(kept.image, 0, 0);
-}
-
-// Colours in the format of ImageData: ABGR on little-endian machines, the only ones that browsers run on.
-function palette(mode) {
-  const states = [..."free cached quarantined shared used".split(" ").map((name) => pixel(colour(`kv-${name}`)))];
-  const ages = Array.from({ length: 5 }, (_, i) => pixel(colour(`age-${i}`)));
-  const hues = Array.from({ length: NUM_HUES }, (_, i) => pixel(colour("owner").replace("HUE", Math.round((i * 360) / NUM_HUES))));
-  const owner = (cell) => (cell >= FIRST_SLOT ? hues[((cell - FIRST_SLOT) * 7) % NUM_HUES] : states[cell === QUARANTINED ? CACHED : cell]);
-  return {
-    of: mode === "owner" ? owner : (cell) => states[Math.min(cell, FIRST_SLOT)],
-    age: (cell, ageS) => (cell === FREE ? states[FREE] : ages[AGES.findIndex((limit) => ageS < limit) + (ageS >= AGES.at(-1) ? 5 : 0)]),
-  };
-}
-
-function pixel(text) {
-  const context = (pixel.context ??= new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true }));
-  context.fillStyle = text;
-  context.fillRect(0, 0, 1, 1);
-  const [r, g, b] = context.getImageData(0, 0, 1, 1).data;
-  return ((255 << 24) | (b << 16) | (g << 8) | r) >>> 0;
-}
-
-function describe(map, at, nowS) {
-  const cell = map.cells[at];
-  const state = cell >= FIRST_SLOT ? `in use by ${shortId(map.owners[cell - FIRST_SLOT] ?? `slot ${cell - FIRST_SLOT}`)}` : STATES[cell];
-  const age = seconds(Math.max(0, nowS - map.since[at]));
-  const atLeast = map.since[at] <= map.openedS ? "at least " : "";
-  return `Block ${count(at)}: ${state}, unchanged for ${atLeast}${age}`;
-}
-
-function Owners({ map }) {
-  const held = new Uint32Array(65536);
-  for (const cell of map.cells) held[cell]++;
-  const found = Object.entries(map.owners).map(([slot, id]) => [id, slot, held[FIRST_SLOT + Number(slot)]]);
-  const most = found.sort((a, b) => b[2] - a[2]).slice(0, 8);
+function Owners({ owners, zoom }) {
+  const most = owners.slice(0, NUM_OWNERS);
   if (!most.length) return html`<p class="note">No running requests.</p>`;
-  const largest = Math.max(1, most[0][2]);
-  return html`<table><thead><tr><th scope="col">request</th><th scope="col" class="num">slot</th><th scope="col" class="num">own blocks</th><th scope="col" class="only-wide"></th></tr></thead>
-    <tbody>${most.map(([id, slot, blocks_]) => html`<tr key=${slot}><th scope="row"><a href=${`#/waterfall/${encodeURIComponent(id)}`} title=${id}>${shortId(id)}</a></th><td class="num">${slot}</td><td class="num">${count(blocks_)}</td>
-      <td class="only-wide"><span class="split"><span class="busy" style=${{ width: `${(100 * blocks_) / largest}%` }}></span></span></td></tr>`)}</tbody></table>`;
+  return html`<table><thead><tr><th scope="col">request</th><th scope="col" class="num">slot</th><th scope="col" class="num">own blocks</th><th scope="col" class="only-wide"></th><th scope="col"><span class="unseen">blocks</span></th></tr></thead>
+    <tbody>${most.map(({ id, slot, blocks }) => html`<tr key=${slot}><th scope="row">${id ? html`<a href=${`#/waterfall/${encodeURIComponent(id)}`} title=${id}>${shortId(id)}</a>` : html`<span class="note">of another key</span>`}</th><td class="num">${slot}</td><td class="num">${count(blocks)}</td>
+      <td class="only-wide"><span class="split"><span class="busy" style=${{ width: `${(100 * blocks) / most[0].blocks}%` }}></span></span></td>
+      <td class="num"><button class="quiet" aria-label=${`Show the blocks of slot ${slot}`} onClick=${() => zoom(slot)}>show</button></td></tr>`)}</tbody></table>`;
 }
 
 // Recordings only: each preemption with its time and a button to go there.

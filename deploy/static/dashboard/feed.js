@@ -11,14 +11,19 @@ export class Feed {
     this.keys = { key: null, admin_key: null };
     this.wanted = {};
     this.clockOffsetS = null; // server's clock minus ours
+    this.isPast = false; // the data is of a past moment of the running server
     this.reducers = {};
     this._tries = 0;
     document.addEventListener("visibilitychange", () => this._subscribe());
   }
 
-  // The engine's current clock in seconds; null before the first update. For a recording, the current position.
+  // The time that the data is of, on the engine's clock in seconds; null before the first update.
   nowS() {
-    if (this.recording) return this.updateS ?? null;
+    return this.recording || this.isPast ? (this.updateS ?? null) : this.liveS();
+  }
+
+  // The engine's current clock.
+  liveS() {
     return this.clockOffsetS === null ? null : performance.now() / 1000 + this.clockOffsetS;
   }
 
@@ -27,7 +32,7 @@ export class Feed {
     clearTimeout(this._timer);
     if (this.socket) this.socket.onclose = null;
     this.socket?.close();
-    Object.assign(this, { hello: null, error: null, told: null }); // they are the old connection's
+    Object.assign(this, { hello: null, error: null, told: null, isPast: false }); // they are the old connection's
     this._set("connecting");
     const socket = (this.socket = new WebSocket(this.url));
     socket.onopen = () => this._send({ type: "hello", ...this.keys });
@@ -41,13 +46,18 @@ export class Feed {
     if (!same) this._subscribe();
   }
 
-  // Recordings only: go to a time, go by a number of steps, or play at a multiple of the recorded speed; 0 pauses.
+  // Go to a time, or by a number of steps. Recordings only: play at a multiple of the recorded speed; 0 pauses.
   seek(timeS) {
     this._send({ type: "seek", time_s: timeS });
   }
 
   step(by) {
     this._send({ type: "seek", steps: by });
+  }
+
+  // Of a running server: back to the present.
+  goLive() {
+    this._send({ type: "seek" });
   }
 
   play(speed) {
@@ -84,9 +94,10 @@ export class Feed {
     }
   }
 
-  _take({ now_s: nowS, full, patch }) {
-    if (nowS !== null && nowS !== undefined) {
-      const offset = nowS - performance.now() / 1000;
+  _take({ now_s: nowS, live_s: liveS = nowS, past = false, full, patch }) {
+    this.isPast = past;
+    if (liveS !== null && liveS !== undefined) {
+      const offset = liveS - performance.now() / 1000;
       this.clockOffsetS = this.clockOffsetS === null ? offset : Math.max(offset, this.clockOffsetS - 0.001);
     }
     this.updateS = nowS;

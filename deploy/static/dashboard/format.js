@@ -26,6 +26,9 @@ export const millis = (ms) => seconds(ms / 1000);
 
 export const rate = (n) => (n === null || n === undefined ? "–" : n >= 100 || n === 0 ? count(n) : n.toFixed(n >= 10 ? 0 : 1));
 
+// Two or three digits, with k and M.
+export const short = (n) => (n >= 1e6 ? `${(n / 1e6).toFixed(n >= 1e7 ? 0 : 1)}M` : n >= 1e4 ? `${Math.round(n / 1e3)}k` : n >= 1e3 ? `${(n / 1e3).toFixed(1)}k` : rate(n));
+
 export const shortId = (id) => (id.length > 18 ? `${id.slice(0, 11)}…${id.slice(-5)}` : id);
 
 // The value that a share `q` of the values do not exceed. `sketch`: bucket -> count, where bucket i has the values in

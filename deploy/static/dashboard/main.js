@@ -3,6 +3,7 @@
 import { html, render, useEffect, useState } from "../vendor/htm-preact.standalone.module.js";
 import { Feed } from "./feed.js";
 import { count, percent, rate, seconds } from "./format.js";
+import { HistoryStrip } from "./history.js";
 import { History, reducers, stepRates } from "./store.js";
 import { Scrub } from "./scrub.js";
 import { Figure } from "./ui.js";
@@ -13,6 +14,7 @@ import * as health from "./health.js";
 import * as latency from "./latency.js";
 import * as pipeline from "./pipeline.js";
 import * as playground from "./playground.js";
+import * as prefixes from "./prefixes.js";
 import * as recorder from "./recorder.js";
 import * as requests from "./requests.js";
 import * as steps from "./steps.js";
@@ -20,7 +22,7 @@ import * as waterfall from "./waterfall.js";
 
 // In the order of the navigation. A view exports `title`, `about`, `topics(app)` (its subscriptions) and `View`; with
 // `isShown(app)`, it is in the navigation only then.
-const VIEWS = { pipeline, steps, requests, waterfall, blocks, adapters, latency, health, playground, recorder, config };
+const VIEWS = { pipeline, steps, requests, waterfall, blocks, prefixes, adapters, latency, health, playground, recorder, config };
 
 const history = new History();
 const url = new URL("dashboard/feed", location.href);
@@ -32,7 +34,7 @@ const app = { feed, history, view: "pipeline", arg: null, state: {}, redraw, ask
 let isDue = false;
 
 function changed() {
-  if (feed.data.pipeline || feed.data.position) history.note(feed.updateS, feed.data.pipeline, app.view === "latency" ? feed.data.latency : null);
+  if (!feed.isPast) history.note(feed.updateS, app.view === "latency" ? feed.data.latency : null);
   redraw();
 }
 
@@ -57,7 +59,7 @@ function redraw() {
   });
 }
 
-const topics = () => ({ overview: {}, pipeline: {}, steps: {}, ...VIEWS[app.view].topics(app) });
+const topics = () => ({ overview: {}, pipeline: {}, steps: {}, ...(feed.recording ? {} : { history: {} }), ...VIEWS[app.view].topics(app) });
 
 function route() {
   const [view, ...rest] = location.hash.replace(/^#\/?/, "").split("/");
@@ -75,7 +77,7 @@ function Page() {
     <a class="skip" href="#main" onClick=${(event) => { event.preventDefault(); document.getElementById("main").focus(); }}>Skip to the view</a>
     <${Side} />
     <main id="main" tabindex="-1">
-      ${feed.recording && html`<${Scrub} app=${app} />`}
+      ${feed.recording ? html`<${Scrub} app=${app} />` : html`<${HistoryStrip} app=${app} />`}
       <${Vitals} />
       <header class="view"><h1>${title}</h1><p>${about}</p></header>
       <${View} key=${app.view} app=${app} />

@@ -1,12 +1,13 @@
 // The graph: load of each stage in the last seconds, fill level of the channels, and the bottleneck.
 
 import { html } from "../vendor/htm-preact.standalone.module.js";
-import { count, percent, rate, seconds } from "./format.js";
+import { dotsInWords, Flow, perDot } from "./flow.js";
+import { count, percent, rate, seconds, short } from "./format.js";
 import { Card, Figure, Legend, Missing, useWidth, Wide } from "./ui.js";
 import { WINDOW_S } from "./store.js";
 
 export const title = "Pipeline";
-export const about = `Load of each stage in the last ${WINDOW_S} seconds, and fill level of the channels.`;
+export const about = `Load of the stages and flow between them in the last ${WINDOW_S} seconds, and fill level of the channels.`;
 export const topics = () => ({});
 
 export function View({ app }) {
@@ -14,16 +15,16 @@ export function View({ app }) {
   if (app.feed.recording) return html`<${Recorded} recording=${app.feed.recording} overview=${overview} position=${position} />`;
   if (!pipeline) return html`<${Missing}>${overview?.health.reason ?? "Waiting for data."}<//>`;
   const shares = sharesOf(pipeline);
-  const rates = app.history.edgeRates();
+  const most = Math.max(0, ...Object.values(pipeline.edges).map((edge) => edge.per_s ?? 0));
   return html`
     <${Bottleneck} bottleneck=${overview?.bottleneck} />
     <${Card} className="graph">
-      <${Graph} pipeline=${pipeline} shares=${shares} rates=${rates} />
-      <${Legend} entries=${[["busy", "busy"], ["blocked", "blocked: the next channel is full"], ["idle", "idle: no work"]]} />
+      <${Graph} pipeline=${pipeline} shares=${shares} isStill=${app.feed.isPast} />
+      <${Legend} entries=${[["busy", "busy"], ["blocked", "blocked: the next channel is full"], ["idle", "idle: no work"], ["flow-dot", most > 0 ? `messages pass at their real rate: ${dotsInWords(perDot(most))} on the fastest channel` : "messages that pass"]]} />
     <//>
     <div class="columns">
       <${Card} title="Stages" note="Time since the start, and shares of the last seconds."><${Stages} stages=${pipeline.stages} shares=${shares} /><//>
-      <${Card} title="Channels" note="The sender waits while a channel is full. This is the only back-pressure."><${Edges} edges=${pipeline.edges} rates=${rates} /><//>
+      <${Card} title="Channels" note="The sender waits while a channel is full. This is the only back-pressure."><${Edges} edges=${pipeline.edges} /><//>
     </div>`;
 }
 
@@ -45,7 +46,7 @@ function Recorded({ recording, overview, position }) {
   const figures = [["requests", "num_arrived"], ["plans", "num_plans"], ["granted steps", "num_grants"], ["completed steps", "num_done"], ["void steps", "num_void"], ["last granted step", "last_granted"], ["last completed step", "completed_step"]];
   return html`
     <${Bottleneck} bottleneck=${bottleneck} />
-    <${Card} className="graph"><${Graph} pipeline=${pipeline} shares=${shares} rates=${null} />
+    <${Card} className="graph"><${Graph} pipeline=${pipeline} shares=${shares} isStill=${true} />
       <p class="note">Before schedule: waiting sequences. Before execute: steps in flight. In execute: the share of the last ${WINDOW_S} seconds in which the device was busy.</p><//>
     <div class="columns">
       <${Card} title="Up to this time" note="Inputs and decisions of schedule and allocate."><dl class="figures">${figures.map(([name, id]) => html`<${Figure} name=${name} value=${count(position[id])} id=${`position.${id}`} />`)}</dl><//>
@@ -67,12 +68,12 @@ function Bottleneck({ bottleneck }) {
 
 const NODE_HEIGHT = 100;
 
-function Graph({ pipeline, shares, rates }) {
+function Graph({ pipeline, shares, isStill }) {
   const [ref, width] = useWidth();
   const names = Object.keys(pipeline.stages);
   const isWide = width >= 820;
   const place = isWide ? across(names, width) : down(names, width);
-  const edges = Object.entries(pipeline.edges).map(([name, edge]) => ({ ...edge, name, ...rates?.[name] }));
+  const edges = Object.entries(pipeline.edges).map(([name, edge]) => ({ ...edge, name }));
   const inLine = (edge) => edge.source === "client" || names.indexOf(edge.target) === names.indexOf(edge.source) + 1;
   const back = edges.filter((edge) => !inLine(edge));
   const height = place.height + (isWide ? 6 + 26 * back.length : 4);
@@ -81,7 +82,9 @@ function Graph({ pipeline, shares, rates }) {
       ${edges.filter(inLine).map((edge) => html`<${Pipe} key=${edge.name} edge=${edge} line=${place.between(edge)} />`)}
       ${back.map((edge, i) => html`<${Return} key=${edge.name} edge=${edge} place=${place} level=${i} isWide=${isWide} bottom=${place.height} width=${width} />`)}
       ${names.map((name) => html`<${Node} key=${name} name=${name} box=${place.boxes[name]} share=${shares?.[name]} />`)}
-    </svg></div>`;
+    </svg>
+    ${!isStill && html`<${Flow} width=${width} height=${height} pipes=${Object.fromEntries(edges.filter(inLine).map((edge) => [edge.name, { perS: edge.per_s ?? 0, line: place.between(edge) }]))} />`}
+    </div>`;
 }
 
 const spoken = (names, shares) =>
@@ -90,7 +93,7 @@ const spoken = (names, shares) =>
     .join("; ")}. The tables below have all values.`;
 
 function across(names, width) {
-  const gap = 32;
+  const gap = Math.min(66, Math.max(40, width / 20));
   const w = (width - gap * names.length - 2) / names.length;
   const boxes = {};
   names.forEach((name, i) => (boxes[name] = { x: gap + i * (w + gap), y: 14, w, h: NODE_HEIGHT }));
@@ -103,7 +106,7 @@ function across(names, width) {
 }
 
 function down(names, width) {
-  const gap = 34;
+  const gap = 46;
   const h = 58;
   const w = width - 46;
   const boxes = {};
@@ -145,7 +148,8 @@ function Pipe({ edge, line }) {
   const isKnown = edge.capacity !== undefined; // a recording has no data of most channels
   const fill = isKnown ? edge.depth / edge.capacity : 0;
   const tone = edge.full > 0.05 ? "full" : "";
-  const w = isWide ? Math.min(26, x2 - x1 - 12) : 30;
+  const w = isWide ? Math.min(26, x2 - x1 - 14) : 30;
+  const flows = [edge.per_s > 0 && `${rate(edge.per_s)}/s`, edge.tokens_per_s > 0 && `${short(edge.tokens_per_s)} tok/s`].filter(Boolean);
   return html`<g class=${`pipe ${tone}`}>
     <title>${edge.name}${isKnown ? `: ${edge.depth} of ${edge.capacity} items` : ""}${edge.full === undefined ? "" : `, full ${percent(edge.full)} of the time`}</title>
     <line x1=${x1} y1=${y1} x2=${x2} y2=${y2} />
@@ -154,8 +158,9 @@ function Pipe({ edge, line }) {
     ${fill > 0 && html`<rect class="fill" x=${middle.x - w / 2 + 2} y=${middle.y - 4} width=${Math.max(3, fill * (w - 4))} height="8" rx="4" />`}
     ${isWide
       ? html`<text class="small" x=${middle.x} y=${middle.y - 12} text-anchor="middle">${edge.depth ?? ""}</text>
-             ${edge.full > 0.005 && html`<text class="small warn" x=${middle.x} y=${middle.y + 20} text-anchor="middle">${percent(edge.full)}</text>`}`
-      : html`<text class="small" x=${middle.x + 24} y=${middle.y + 4}>${isKnown ? `${edge.depth} of ${edge.capacity}` : ""}${edge.full > 0.005 ? `, full ${percent(edge.full)} of the time` : ""}</text>`}
+             ${flows.map((text, i) => html`<text class="tiny" x=${middle.x} y=${middle.y + 20 + 13 * i} text-anchor="middle">${text}</text>`)}
+             ${edge.full > 0.005 && html`<text class="tiny warn" x=${middle.x} y=${middle.y + 20 + 13 * flows.length} text-anchor="middle">full ${percent(edge.full)}</text>`}`
+      : html`<text class="small" x=${middle.x + 24} y=${middle.y + 4}>${[isKnown && `${edge.depth} of ${edge.capacity}`, ...flows, edge.full > 0.005 && `full ${percent(edge.full)}`].filter(Boolean).join(" · ")}</text>`}
   </g>`;
 }
 
@@ -204,14 +209,15 @@ const Split = ({ share }) =>
 // Channels from the client first.
 const inOrder = (edges) => Object.entries(edges).sort(([, a], [, b]) => (b.source === "client") - (a.source === "client"));
 
-const Edges = ({ edges, rates }) => html`<${Wide} label="Channels"><table>
-  <thead><tr><th scope="col">channel</th><th scope="col" class="num">items</th><th scope="col" class="num">capacity</th><th scope="col" class="num">peak</th><th scope="col" class="num">sent</th><th scope="col" class="num">per second</th><th scope="col" class="num">full</th></tr></thead>
+const Edges = ({ edges }) => html`<${Wide} label="Channels"><table>
+  <thead><tr><th scope="col">channel</th><th scope="col" class="num">items</th><th scope="col" class="num">capacity</th><th scope="col" class="num">peak</th><th scope="col" class="num">sent</th><th scope="col" class="num">msg/s</th><th scope="col" class="num">tok/s</th><th scope="col" class="num">full</th></tr></thead>
   <tbody>${inOrder(edges).map(
     ([name, edge]) => html`<tr key=${name} data-edge=${name}><th scope="row" title=${name}>${edge.source} → ${edge.target}</th>
       <td class="num" data-figure="depth" data-value=${edge.depth}>${count(edge.depth)}</td>
       <td class="num" data-figure="capacity" data-value=${edge.capacity}>${count(edge.capacity)}</td>
       <td class="num" data-figure="high_water" data-value=${edge.high_water}>${count(edge.high_water)}</td>
       <td class="num" data-figure="num_sent" data-value=${edge.num_sent}>${count(edge.num_sent)}</td>
-      <td class="num">${rates ? rate(rates[name]?.perS) : "–"}</td>
-      <td class="num" data-figure="seconds_full" data-value=${edge.seconds_full}>${seconds(edge.seconds_full)}${rates?.[name]?.full > 0.005 ? ` (${percent(rates[name].full)})` : ""}</td></tr>`,
+      <td class="num" data-rate="messages">${rate(edge.per_s)}</td>
+      <td class="num" data-rate="tokens">${rate(edge.tokens_per_s)}</td>
+      <td class="num" data-figure="seconds_full" data-value=${edge.seconds_full}>${seconds(edge.seconds_full)}${edge.full > 0.005 ? ` (${percent(edge.full)})` : ""}</td></tr>`,
   )}</tbody></table><//>`;

@@ -1,10 +1,11 @@
-// State derived from the feed: shares over the last seconds, past steps, and the map of blocks.
+// State derived from the feed: past steps, the map of blocks, the history, and rates over the last seconds.
 
 export const WINDOW_S = 5;
 export const LATENCY_S = 2; // between two readings of the latencies
 const KEPT_LATENCIES = 400;
 const KEPT_STEPS = 1200;
 const KEPT_INCIDENTS = 200;
+const KEPT_HISTORY = 900;
 
 export const STEP = {
   step: 0, endedUs: 1, durationUs: 2, gapUs: 3, rows: 4, prefill: 5, decode: 6, cached: 7, wasted: 8, preempted: 9,
@@ -49,50 +50,21 @@ function blocks(before, news, now) {
 const told = ({ began_s: began, changed_s: changed }) =>
   Float64Array.from(new Float32Array(bytes(changed).buffer), (after) => began + after);
 
-export const reducers = { steps: grown(KEPT_STEPS), incidents: grown(KEPT_INCIDENTS), quantiles: grown(KEPT_LATENCIES), blocks };
+// The rows of the history, and the times of its first and last frame.
+const history = (before, news) => ({ ...before, ...news, rows: [...(before?.rows ?? []), ...news.rows].slice(-KEPT_HISTORY) });
+
+export const reducers = { history, steps: grown(KEPT_STEPS), incidents: grown(KEPT_INCIDENTS), quantiles: grown(KEPT_LATENCIES), blocks };
 
 export class History {
-  // Past counters of the pipeline, to compute shares of the last seconds.
+  // Past readings of the latencies, for the heat maps.
   constructor() {
-    this.readings = [];
     this.latencies = [];
   }
 
-  note(nowS, pipeline, latency) {
-    if (nowS < this.readings.at(-1)?.nowS || nowS < this.latencies.at(-1)?.nowS) Object.assign(this, { readings: [], latencies: [] });
-    const lastLatency = this.latencies.at(-1);
-    if (latency && nowS && (!lastLatency || nowS - lastLatency.nowS >= LATENCY_S)) {
-      if (lastLatency && nowS - lastLatency.nowS > 5 * LATENCY_S) this.latencies = []; // the view was closed meanwhile
-      this.latencies = [...this.latencies, { nowS, latency }].slice(-KEPT_LATENCIES);
-    }
-    const last = this.readings.at(-1);
-    if (nowS === null || nowS === undefined || (last && nowS <= last.nowS)) return;
-    if (last && nowS - last.nowS > 3 * WINDOW_S) this.readings = []; // the page was hidden
-    this.readings.push({ nowS, pipeline });
-    while (this.readings.length > 2 && this.readings[1].nowS < nowS - WINDOW_S) this.readings.shift();
-  }
-
-  // edge -> { full, perS }: the share of time in which it was full, and items per second.
-  edgeRates() {
-    return this._between((before, after, spanS) => {
-      const rates = {};
-      for (const [name, now] of Object.entries(after.edges)) {
-        const then = before.edges[name] ?? now;
-        rates[name] = {
-          full: Math.min(1, Math.max(0, (now.seconds_full - then.seconds_full) / spanS)),
-          perS: (now.num_sent - then.num_sent) / spanS,
-        };
-      }
-      return rates;
-    });
-  }
-
-  _between(tell) {
-    const readings = this.readings.filter((reading) => reading.pipeline);
-    const before = readings[0];
-    const after = readings.at(-1);
-    if (!before || before === after) return null;
-    return tell(before.pipeline, after.pipeline, after.nowS - before.nowS);
+  note(nowS, latency) {
+    const last = this.latencies.at(-1);
+    if (nowS < last?.nowS || nowS - last?.nowS > 5 * LATENCY_S) this.latencies = []; // gone back, or the view was closed meanwhile
+    if (latency && nowS && (!last || nowS - last.nowS >= LATENCY_S)) this.latencies = [...this.latencies, { nowS, latency }].slice(-KEPT_LATENCIES);
   }
 }
 
@@ -103,6 +75,7 @@ export function stepRates(steps, nowS, spanS = WINDOW_S) {
   const rows = steps.rows.filter((row) => row[STEP.endedUs] >= from);
   if (!rows.length) return null;
   const sum = (field) => rows.reduce((total, row) => total + row[field], 0);
+  if (rows.length === steps.rows.length && rows.length >= KEPT_STEPS) spanS = nowS - rows[0][STEP.endedUs] / 1e6; // older steps of the span are not kept
   return {
     perS: rows.length / spanS,
     decodePerS: sum(STEP.decode) / spanS,

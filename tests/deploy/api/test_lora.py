@@ -20,6 +20,8 @@ from transformers import AutoModelForCausalLM
 
 from millrace.deploy.config import ServerConfig
 from millrace.deploy.dashboard import snapshots
+from millrace.deploy.dashboard.messages import RequestWindow
+from millrace.deploy.dashboard.request_list import LiveRequests
 from millrace.deploy.errors import CODES
 from millrace.deploy.server.server import Server
 from millrace.model.decoder import weights as model_weights
@@ -210,13 +212,15 @@ def test_observers_see_adapters_in_slots_who_waits_for_one_and_who_got_it(
             second = asyncio.ensure_future(tokens(engine, PROMPTS[1], "two", request_id="second", priority=5))
             while not (engine.scheduler.adapters and len(engine.scheduler.adapters)):  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
-            rows = {row["id"]: row for row in snapshots.requests(engine, 0, 9)["rows"]}
+            rows = {row["id"]: row for row in LiveRequests().page(engine, RequestWindow())["rows"]}
             assert {name: (row["adapter"], row["waits_for_adapter"]) for name, row in rows.items()} == {
                 "first": ("one", False),
                 "second": ("two", True),
             }
-            (found,) = snapshots.requests(engine, 0, 9, search="tw")["rows"]
-            assert found["id"] == "second" and snapshots.requests(engine, 0, 9, search="irst")["num_live"] == 1
+            (found,) = LiveRequests().page(engine, RequestWindow(search="tw"))["rows"]
+            assert (
+                found["id"] == "second" and LiveRequests().page(engine, RequestWindow(search="irst"))["num_live"] == 1
+            )
             adapters = snapshots.overview(engine, engine.health)["adapters"]
             assert adapters["slots"] == [{"slot": 1, "state": "resident", "adapter": "one", "num_running": 1}]
             assert adapters["waiting"] == [{"adapter": "two", "num_waiting": 1}]

@@ -19,7 +19,7 @@ import pytest
 from millrace.deploy.cli.replay_dashboard import MAX_VIEWERS, ReplayDashboard
 from millrace.deploy.config import ServerConfig
 from millrace.deploy.dashboard.messages import Topics
-from millrace.deploy.dashboard.playback_data import PlaybackData
+from millrace.deploy.dashboard.playback.data import PlaybackData
 from millrace.stages.allocate.block_pool import BlockState
 from millrace.stages.recordings.film import film
 from millrace.stages.recordings.reader import Recording

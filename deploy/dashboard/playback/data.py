@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...runtime.histogram import LatencyHistogram
-from ...runtime.trace.tracer import EventKind, Records, as_dicts
-from ...stages.detokenize.token_gaps import BOUNDS_US as TOKEN_GAP_US
-from ...stages.recordings.film import Film, RecordedRequest, block_changes
-from ..metrics.latencies import FIRST_TOKEN_US, REQUEST_US
-from ..metrics.latency_log import INTERVAL_S, MAX_ROWS, LatencyLog, Row
-from .derived import WINDOW_S, ReadsTrace
-from .snapshots import histogram_tree
-from .trace_log import INCIDENTS, MAX_INCIDENTS, MAX_OLDER, MAX_STEPS, OLDER, PAUSES, StepFold
+from ....runtime.histogram import LatencyHistogram
+from ....runtime.trace.tracer import EventKind, Records, as_dicts
+from ....stages.detokenize.token_gaps import BOUNDS_US as TOKEN_GAP_US
+from ....stages.recordings.film import Film, RecordedRequest, block_changes
+from ...metrics.latencies import FIRST_TOKEN_US, REQUEST_US
+from ...metrics.latency_log import INTERVAL_S, MAX_ROWS, LatencyLog, Row
+from ..derived import WINDOW_S, ReadsTrace
+from ..snapshots import histogram_tree
+from ..trace_log import INCIDENTS, MAX_INCIDENTS, MAX_OLDER, MAX_STEPS, OLDER, PAUSES, StepFold
 
 BOUNDS_US = {  # as in `/metrics`
     "time_to_first_token": FIRST_TOKEN_US,

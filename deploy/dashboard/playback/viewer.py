@@ -10,17 +10,17 @@ from concurrent.futures import Executor
 from functools import partial
 from typing import Any
 
-from ..api.schema.body import Body
-from ..config import ServerConfig
-from ..errors import ApiError
-from ..websocket.peer import Peer
-from .block_map import BlockMap
-from .derived import explain, find_bottleneck
-from .messages import OF_RECORDING, Play, RequestWindow, Seek, Topics
-from .playback_data import PlaybackData
-from .playback_position import PlaybackPosition
-from .timeline import Timeline
-from .viewer import INTERVAL_S, Read, Update, Viewer
+from ...api.schema.body import Body
+from ...config import ServerConfig
+from ...errors import ApiError
+from ...websocket.peer import Peer
+from ..block_map import BlockMap
+from ..derived import explain, find_bottleneck
+from ..messages import OF_RECORDING, Play, RequestWindow, Seek, Topics
+from ..timeline import Timeline
+from ..viewer import INTERVAL_S, Read, Update, Viewer
+from .data import PlaybackData
+from .position import PlaybackPosition
 
 PAUSED_INTERVAL_S = 3600.0  # between updates while playback is paused and no message comes
 
@@ -141,14 +141,13 @@ class PlaybackViewer(Viewer):
         window = self.topics.requests or RequestWindow()
         trees: dict[str, Callable[[], Any]] = {
             "overview": lambda: head.overview() | {"bottleneck": self._bottleneck},
-            "requests": lambda: head.requests(
-                window.offset, window.limit, newest_first=window.newest_first, search=window.search
-            ),
+            "requests": lambda: head.requests(window),
             "request": self._request_details,
             "recent": lambda: playback_data.recent(head.now_s),
             "latency": lambda: playback_data.latency(now_ns),
             "config": playback_data.configuration,
             "preemptions": head.preemptions,
+            "prefixes": head.prefixes,
         }
 
         def tree(name: str, update: Update) -> None:

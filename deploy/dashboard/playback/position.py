@@ -6,16 +6,19 @@ The data has the format of `snapshots.py`, which describes a running engine.
 from __future__ import annotations
 
 from dataclasses import asdict
-from itertools import islice
 from typing import Any
 
-from ...stages.recordings.film import RecordedRequest
-from ...stages.recordings.time_machine import Preemption, TimeMachine
-from ...stages.schedule.sequence import Sequence
-from .adapters import SHORT, adapter_slots
-from .block_map import BlockOwners
-from .playback_data import PlaybackData
-from .snapshots import core_figures
+from ....stages.allocate.prefix_tree import read_prefix_tree
+from ....stages.recordings.film import RecordedRequest
+from ....stages.recordings.time_machine import Preemption, TimeMachine
+from ....stages.schedule.sequence import Sequence
+from ..adapters import SHORT, adapter_slots
+from ..block_map import BlockOwners
+from ..messages import RequestWindow
+from ..prefixes import with_names
+from ..request_list import page_of
+from ..snapshots import core_figures
+from .data import PlaybackData
 
 MAX_PREEMPTIONS = 100  # rows in the list
 STATES = ("running", "swapped", "preempted", "parked", "waiting")  # a request shows the first that applies
@@ -67,19 +70,15 @@ class PlaybackPosition:
         found = {"health": health, "num_live": len(self._live())} | figures
         return found | adapter_slots(core.schedule.scheduler.adapters, {})
 
-    def requests(self, offset: int, limit: int, *, newest_first: bool, search: str = "") -> dict[str, Any]:
-        """As `snapshots.requests`."""
-        live = {
-            name: sequences
-            for name, sequences in self._live().items()
-            if search in name or search in sequences[0].adapter[:SHORT]
-        }
-        ids = reversed(live) if newest_first else iter(live)
-        rows = [
-            self._row(self.playback_data.film.recorded[name], live[name])
-            for name in islice(ids, offset, offset + limit)
-        ]
-        return {"num_live": len(live), "offset": offset, "rows": rows}
+    def requests(self, window: RequestWindow) -> dict[str, Any]:
+        """The shown part of the list of live requests."""
+        recorded = self.playback_data.film.recorded
+        return page_of([self._row(recorded[name], sequences) for name, sequences in self._live().items()], window)
+
+    def prefixes(self) -> dict[str, Any]:
+        """The tree of the prefix cache; {} without one."""
+        tree = read_prefix_tree(self._machine.core.allocate.allocator)
+        return {} if tree is None else with_names(tree, self.block_owners().owners(), {})
 
     def preemptions(self) -> dict[str, Any]:
         """The last preemptions, newest first, each with its reason."""

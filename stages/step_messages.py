@@ -379,6 +379,8 @@ class TokenLogprobs:
     logprob: float
     rank: int
     top: tuple[tuple[int, str, bytes, float], ...]  # (id, text, bytes, logprob), likeliest first
+    time_us: int = field(default=0, compare=False)  # when it became text, on the engine's clock
+    is_drafted: bool = field(default=False, compare=False)  # an accepted draft
 
 
 @message

@@ -87,6 +87,11 @@ class ChatFormat:
         return bool(self._template.for_tools.traits.shows_tools(tuple(sorted(template_kwargs.items()))))
 
     @property
+    def has_auto_tools(self) -> bool:
+        """Whether the model may decide by itself to call a tool."""
+        return self.tool_parser is not None and self._has_auto
+
+    @property
     def has_thoughts(self) -> bool:
         """Whether the model marks its reasoning, so that a thinking budget can be kept."""
         return self.reasoning_parser is not None and self.reasoning_parser.markers is not None
@@ -129,7 +134,7 @@ class ChatFormat:
             return ToolCallFormat(JsonArguments, (body.named_tool,))
         if body.is_call_forced:
             return ToolCallFormat(JsonList, body.tool_names)
-        if self.tool_parser is None or not self._has_auto:
+        if self.tool_parser is None or not self.has_auto_tools:
             flag = "--tool-call-parser" if self.tool_parser is None else "--enable-auto-tool-choice"
             message = f"tool_choice = 'auto': disabled on this server (see {flag}); name a function or send 'required'"
             raise ApiError("unsupported_parameter", message, param="tool_choice")

@@ -77,6 +77,18 @@ class LiveViewer(Viewer):
             "interval_s": INTERVAL_S,
             "has_admin_key": bool(self._sources.admin_keys),
             "can_cancel": self._is_admin,
+            "chat": self._chat(),
+        }
+
+    def _chat(self) -> dict[str, Any] | None:
+        """What the playground may offer; None until the engine is ready."""
+        engine, chat_format = self._service.engine, self._service.chat_format
+        if engine is None or chat_format is None:
+            return None
+        return {
+            "has_template": engine.info.has_chat_template,
+            "shows_tools": chat_format.shows_tools({}),
+            "has_auto_tools": chat_format.has_auto_tools,
         }
 
     def handle_message(self, message: Body) -> None:

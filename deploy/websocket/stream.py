@@ -178,7 +178,7 @@ class RequestStream:
         generation, order = self._context.generation, self._order
         await self.delivery.send_unnumbered(b"created", self._created())
         self._outbox = await generation.submit(self._answer_id, order)
-        answer = generation.answer(self._shape, self._answer_id, order)
+        answer = generation.answer(self._shape, self._answer_id, order, self._outbox)
         chunks = generation.chunks(order, answer, self._outbox)
         reason = b"finish"
         try:

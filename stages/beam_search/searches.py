@@ -189,7 +189,8 @@ class BeamSearches:
         last = FinishReason.NONE if isinstance(end.stop_reason, str) else end.reason
         for place, (token_id, top) in enumerate(zip(token_ids, tops, strict=True)):
             reason = last if place == len(token_ids) - 1 else FinishReason.NONE
-            text, finish, logprobs = answer.read(token_id, place, reason, top)
+            scores = None if top is None else (top, 0, False)
+            text, finish, logprobs = answer.read(token_id, place, reason, scores)
             scored = None if finish is None else replace(finish, score=end.score)
             rows.add(sequence_id, text, token_id, scored, logprobs)
 

@@ -41,6 +41,8 @@ ANY = 1 << 62  # trait of every token; the lower bits are the character classes 
 ROWS_AT_ONCE = 64  # slow rows between two yields to the event loop: a few hundred microseconds
 TEXTS_AT_ONCE = 8192  # whose characters are classified: more take tens of MB that the heap keeps
 
+Scored = tuple[TopLogprobs, int, bool]  # of a token; the time it came in µs, and whether it was drafted
+
 log = get_logger("millrace.stages")
 
 
@@ -159,7 +161,7 @@ class Detokenize(Stage[StepTokens, StepText]):
             self._note_gaps(slots[is_new], places[is_new], now_us)
             columns = (slots, places, step.sequence_ids, step.token_ids)
             rows = self._read_fast(*(column[is_fast] for column in columns))
-            await self._read_slow(step, (is_new & ~is_fast).nonzero()[0], rows, out)
+            await self._read_slow(step, (is_new & ~is_fast).nonzero()[0], now_us, rows, out)
         if step.pooled:
             out.send(StepText(step.step, (), (), (), pooled=tuple(step.pooled.values())))
         if rows.texts or step.prompt_logprobs or step.progress:
@@ -191,13 +193,16 @@ class Detokenize(Stage[StepTokens, StepText]):
         self._next_places[slots] = places + self._ones[: len(places)]
         return TextRows(sequence_ids.tolist(), self._texts[token_ids].tolist(), token_ids.tolist())
 
-    async def _read_slow(self, step: StepTokens, slow: NDArray[np.intp], rows: TextRows, out: Outlet[StepText]) -> None:
+    async def _read_slow(
+        self, step: StepTokens, slow: NDArray[np.intp], now_us: int, rows: TextRows, out: Outlet[StepText]
+    ) -> None:
         assert self._context is not None
         columns = (step.slots, step.sequence_ids, step.places, step.token_ids, step.finishes)
         lists = [column[slow].tolist() for column in columns]
         for count, (row, values) in enumerate(zip(slow.tolist(), zip(*lists, strict=True), strict=True), 1):
             slot, sequence_id, place, token_id, reason = values
-            self._read_row(slot, sequence_id, place, token_id, reason, step.logprobs.get(row), rows, out)
+            scored = None if (top := step.logprobs.get(row)) is None else (top, now_us, _is_drafted(step.slots, row))
+            self._read_row(slot, sequence_id, place, token_id, reason, scored, rows, out)
             if count % ROWS_AT_ONCE == 0 and count < len(slow):
                 await self._context.env.sleep(0)
 
@@ -208,7 +213,7 @@ class Detokenize(Stage[StepTokens, StepText]):
         place: int,
         token_id: int,
         finish_reason: int,
-        top: TopLogprobs | None,
+        scored: Scored | None,
         rows: TextRows,
         out: Outlet[StepText],
     ) -> None:
@@ -217,7 +222,7 @@ class Detokenize(Stage[StepTokens, StepText]):
             return  # its request ended while this stage yielded to the event loop
         try:
             assert place == self._next_places[slot], f"token {place} came when {self._next_places[slot]} was due"
-            text, finish, logprobs = sequence.read(token_id, place, finish_reason, top)
+            text, finish, logprobs = sequence.read(token_id, place, finish_reason, scored)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # fails only this answer, even for a Rust panic
@@ -329,6 +334,11 @@ def _character_classes() -> NDArray[np.uint64]:
 _CHARACTER_CLASS = _character_classes()
 
 
+def _is_drafted(slots: Indices, row: int) -> bool:
+    """Whether the token in a row is an accepted draft: another token of its sequence follows in the step."""
+    return row + 1 < len(slots) and bool(slots[row + 1] == slots[row])
+
+
 @dataclass(slots=True)
 class TextRows:
     """The rows of a `StepText` under construction."""
@@ -409,7 +419,7 @@ class AnswerText:
         return self._usual_cares if is_idle else ANY
 
     def read(
-        self, token_id: int, place: int, finish_reason: int, top: TopLogprobs | None
+        self, token_id: int, place: int, finish_reason: int, scored: Scored | None
     ) -> tuple[str, Finish | None, TokenLogprobs | None]:
         """Returns the text to send, the finish if the answer ended, and requested logprobs."""
         params = self._params
@@ -421,7 +431,7 @@ class AnswerText:
         text = self._decoder.push(token_id) if is_shown else ""
         if is_ended:
             text += self._decoder.flush()
-        logprobs = None if top is None else self._logprobs(token_id, text, top)
+        logprobs = None if scored is None else self._logprobs(token_id, text, *scored)
         matched = None
         if self._matcher is not None and finish_reason == FinishReason.ERROR:
             text = self._matcher.flush() + text  # the token means nothing, so no stop string turns this into an answer
@@ -436,13 +446,14 @@ class AnswerText:
         is_stop_id = finish_reason == FinishReason.STOP and token_id in params.stop_token_ids
         return text, Finish(FinishReason(finish_reason), token_id if is_stop_id else None), logprobs
 
-    def _logprobs(self, token_id: int, text: str, top: TopLogprobs) -> TokenLogprobs:
+    def _logprobs(self, token_id: int, text: str, top: TopLogprobs, now_us: int, is_drafted: bool) -> TokenLogprobs:
         """The token's logprobs. `text` is what it added, so that joined texts equal the answer."""
         alternatives = tuple(
             (other, text if other == token_id else self._name(other), self._bytes(other), logprob)
             for other, logprob in zip(top.token_ids, top.logprobs, strict=True)
         )
-        return TokenLogprobs(token_id, text, self._bytes(token_id), top.chosen, top.rank, alternatives)
+        token_bytes = self._bytes(token_id)
+        return TokenLogprobs(token_id, text, token_bytes, top.chosen, top.rank, alternatives, now_us, is_drafted)
 
     def _name(self, token_id: int) -> str:
         return self._bytes(token_id).decode("utf-8", "replace")

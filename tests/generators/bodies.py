@@ -63,6 +63,7 @@ COMMON: dict[str, Any] = {
     "truncation_side": "left",
     "prompt_logprobs": None,
     "return_token_ids": False,
+    "return_token_details": False,
     "return_metrics": False,
     "return_progress": False,
     "return_tokens_as_token_ids": False,

@@ -124,13 +124,18 @@ class AnswerBuilder:
         has_token_ids: bool = False,
         has_logprobs: bool = True,
         has_tokens_as_ids: bool = False,
+        details_since_s: float | None = None,
     ) -> None:
-        """`make_turn` makes the parser of a choice; None if choices are plain text."""
+        """`make_turn` makes the parser of a choice; None if choices are plain text.
+
+        `details_since_s`, the request's arrival, adds details to the logprobs of each token.
+        """
         self.id = answer_id
         self._make_turn = make_turn
         self.has_token_ids = has_token_ids  # of each choice, and of the prompts
         self.has_logprobs = has_logprobs  # False: logprobs were computed for ranking only, so leave them out
         self.has_tokens_as_ids = has_tokens_as_ids  # tokens in logprobs are spelled as their ids
+        self._details_since_s = details_since_s
         self.prompts: dict[int, PromptEcho] = {}  # prompt index -> its data, if requested; filled at its first token
         self.choices_per_prompt = 1
         self._affixes: dict[int, tuple[bytes, bytes]] = {}  # choice -> JSON before and after the text of a chunk
@@ -165,6 +170,12 @@ class AnswerBuilder:
     def logprob_lists(self, choice: ChoiceState, tokens: Sequence[TokenLogprobs]) -> dict[str, list[Any]]:
         """The logprobs of some tokens of a choice in the shape of the API, which is an object of lists."""
         raise NotImplementedError
+
+    def _detailed(self, lists: dict[str, list[Any]], tokens: Sequence[TokenLogprobs]) -> dict[str, list[Any]]:
+        """Adds the list of details of the answer's tokens, if they were requested."""
+        if (since_s := self._details_since_s) is not None:
+            lists["details"] = [_token_details(token, since_s) for token in tokens]
+        return lists
 
     def _kept_logprobs(self, choice: ChoiceState) -> dict[str, orjson.Fragment] | None:
         """All logprobs of a choice: empty lists if no token is in its text, None if they were not requested."""
@@ -283,7 +294,7 @@ class ChatAnswerBuilder(AnswerBuilder):
         if not has_unread and running_usage is None:
             return []
         chunk_choices = [_choice_fields(choice.index, {"delta": part}, None, None, None) for part in deltas or [{}]]
-        chunk_choices[0]["logprobs"] = self._logprobs(delta.logprobs)
+        chunk_choices[0]["logprobs"] = self._logprobs(choice, delta.logprobs)
         if self.has_token_ids:
             chunk_choices[0]["token_ids"] = delta.token_ids
         if delta.finish_reason is not None:
@@ -300,14 +311,14 @@ class ChatAnswerBuilder(AnswerBuilder):
         return whole | {"token_ids": choice.token_ids} if self.has_token_ids else whole
 
     def logprob_lists(self, choice: ChoiceState, tokens: Sequence[TokenLogprobs]) -> dict[str, list[Any]]:
-        return chat_logprobs(_spelled(tokens, self.has_tokens_as_ids))
+        return self._detailed(chat_logprobs(_spelled(tokens, self.has_tokens_as_ids)), tokens)
 
-    def _logprobs(self, tokens: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
-        return chat_logprobs(_spelled(tokens, self.has_tokens_as_ids)) if tokens else None
+    def _logprobs(self, choice: ChoiceState, tokens: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
+        return self.logprob_lists(choice, tokens) if tokens else None
 
     def _chunk_choice(self, choice: ChoiceState, delta: ChoiceDelta) -> dict[str, Any]:
         content = {"content": delta.text} if delta.text or delta.finish_reason is None else {}
-        logprobs = self._logprobs(delta.logprobs)
+        logprobs = self._logprobs(choice, delta.logprobs)
         return _choice_fields(choice.index, {"delta": content}, logprobs, delta.finish_reason, delta.stop_reason)
 
 
@@ -347,7 +358,7 @@ class CompletionAnswerBuilder(AnswerBuilder):
         super().keep(choice, delta)
 
     def logprob_lists(self, choice: ChoiceState, tokens: Sequence[TokenLogprobs]) -> dict[str, list[Any]]:
-        return completion_logprobs(choice, tokens, as_ids=self.has_tokens_as_ids)
+        return self._detailed(completion_logprobs(choice, tokens, as_ids=self.has_tokens_as_ids), tokens)
 
     def _open(self, choice: ChoiceState, part: PromptEcho) -> None:
         """Begins a choice with the echo of its prompt, once; before the first of its tokens."""
@@ -369,8 +380,10 @@ class CompletionAnswerBuilder(AnswerBuilder):
         of_prompt = None if part is None else part.logprobs
         if not self.has_logprobs or (not tokens and of_prompt is None):
             return None
-        shape = completion_logprobs(choice, tokens, as_ids=self.has_tokens_as_ids)
-        return shape if of_prompt is None else {name: of_prompt[name] + values for name, values in shape.items()}
+        shape = self.logprob_lists(choice, tokens)
+        return (
+            shape if of_prompt is None else {name: of_prompt.get(name, []) + values for name, values in shape.items()}
+        )
 
 
 def _piece_delta(piece: Piece) -> dict[str, Any]:
@@ -438,6 +451,21 @@ def completion_logprobs(
         shape["text_offset"].append(choice.num_chars)
         choice.num_chars += len(token.token)
     return shape
+
+
+def _token_details(token: TokenLogprobs, since_s: float) -> dict[str, Any]:
+    """The details of one token; its time is in milliseconds from the arrival of the request."""
+    return {
+        "token_id": token.token_id,
+        "token": token.token,
+        "rank": token.rank,
+        "time_ms": max(0.0, round(token.time_us / 1e3 - 1e3 * since_s, 3)),
+        "is_drafted": token.is_drafted,
+        "top": [
+            {"token_id": token_id, "token": text, "logprob": finite(logprob)}
+            for token_id, text, _, logprob in token.top
+        ],
+    }
 
 
 def as_id(token_id: int) -> str:

@@ -152,6 +152,7 @@ class GenerationBody(Body):
     truncation_side: Annotated[str | None, WithJsonSchema(schema_fields.TRUNCATION_SIDE)] = None
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
+    return_token_details: bool | None = None  # with logprobs
     return_metrics: bool | None = None
     return_progress: bool | None = None
     timeout_s: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None

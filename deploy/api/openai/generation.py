@@ -132,7 +132,7 @@ class GenerationRoutes:
         cause = "disconnect"  # if no exception below sets another: the handler is cancelled when its client disconnects
         try:
             outbox = await self.submit(answer_id, order, _time_limit_s(request, order.body))
-            answer = self.answer(shape, answer_id, order)
+            answer = self.answer(shape, answer_id, order, outbox)
             if order.body.stream:
                 return await self._stream(request, order, answer, outbox)
             return await self._whole(request, order, answer, outbox)
@@ -192,7 +192,9 @@ class GenerationRoutes:
         # wait=True: in a burst, submitting waits for microseconds; admission control comes after it
         return await self.service.require_engine().submit(engine_request, wait=True, deadline_s=limit_s)
 
-    def answer(self, shape: type[AnswerBuilder], answer_id: str, order: PreparedRequest) -> AnswerBuilder:
+    def answer(
+        self, shape: type[AnswerBuilder], answer_id: str, order: PreparedRequest, outbox: RequestOutbox
+    ) -> AnswerBuilder:
         """The object that writes the answer to an order."""
         options = order.body.stream_options
         forced = self.service.config.enable_force_include_usage
@@ -206,6 +208,7 @@ class GenerationRoutes:
             has_token_ids=bool(order.body.return_token_ids),
             has_tokens_as_ids=bool(order.body.return_tokens_as_token_ids),
             has_logprobs=order.echo_options.logprobs,
+            details_since_s=outbox.times.arrival_s if order.body.return_token_details else None,
         )
 
     def chunks(self, order: PreparedRequest, answer: AnswerBuilder, outbox: RequestOutbox) -> ChunkIterator:

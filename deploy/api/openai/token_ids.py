@@ -33,7 +33,15 @@ if TYPE_CHECKING:
 PLAIN = SamplingParams()
 BESIDE = (
     *("model", "stream", "stream_options", "return_progress", "return_metrics", "return_token_ids"),
-    *("return_tokens_as_token_ids", "priority", "cache_salt", "request_id", "user", "timeout_s"),
+    *(
+        "return_token_details",
+        "return_tokens_as_token_ids",
+        "priority",
+        "cache_salt",
+        "request_id",
+        "user",
+        "timeout_s",
+    ),
 )
 NOT_RENDERED = frozenset({"bad_words_token_ids", "extra_args", "truncate_prompt_tokens", "truncation_side"})
 
@@ -146,7 +154,7 @@ class TokenIdsAnswerBuilder(AnswerBuilder):
         return self._choice(choice, delta.token_ids, logprobs, delta.finish_reason, delta.stop_reason)
 
     def logprob_lists(self, choice: ChoiceState, tokens: Sequence[TokenLogprobs]) -> dict[str, list[Any]]:
-        return completion_logprobs(choice, tokens, as_ids=True)
+        return self._detailed(completion_logprobs(choice, tokens, as_ids=True), tokens)
 
     def _choice(
         self,

@@ -111,10 +111,30 @@ class ChatLogprob(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 
+class LikelyToken(Shape):
+    """A likely token with its id."""
+
+    token_id: Count
+    token: str
+    logprob: float
+
+
+class TokenDetails(Shape):
+    """What the engine knows of a token of the answer."""
+
+    token_id: Count
+    token: str  # the text it added
+    rank: Count
+    time_ms: Annotated[float, Field(ge=0)]  # from the arrival of the request until it became text
+    is_drafted: bool  # an accepted draft of speculative decoding
+    top: list[LikelyToken]
+
+
 class ChatLogprobs(Shape):
     """Log-probabilities, one entry per token."""
 
     content: list[ChatLogprob]
+    details: list[TokenDetails] | None = None  # with return_token_details
 
 
 class CompletionLogprobs(Shape):
@@ -124,6 +144,7 @@ class CompletionLogprobs(Shape):
     token_logprobs: list[float | None]  # null for the first token of an echoed prompt
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[Count]
+    details: list[TokenDetails] | None = None  # with return_token_details; none for an echoed prompt
 
 
 class Choice(Shape):

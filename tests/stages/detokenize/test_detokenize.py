@@ -204,6 +204,18 @@ async def test_logprobs_spell_the_tokens_and_their_bytes(env: SimEnv):
 
 
 @sim_test(seeds=1)
+async def test_logprobs_say_when_a_token_came_and_whether_it_was_drafted(env: SimEnv):
+    bench, top = Bench(env), TopLogprobs(-0.5, 1, (), ())
+    await bench(step(0, starts=[started(0, 1, logprobs=0), started(3, 2, logprobs=0)]))
+    await env.sleep(0.25)
+    rows = [(0, 1, 0, "a"), (0, 1, 1, "b"), (0, 1, 2, "c"), (3, 2, 0, "x")]  # two drafts and their step's own; no draft
+    await bench(step(1, *rows, logprobs=dict.fromkeys(range(4), top)))
+    entries = [bench.last.logprobs[row] for row in range(4)]
+    assert [entry.is_drafted for entry in entries] == [True, True, False, False]
+    assert {entry.time_us for entry in entries} == {int(1e6 * env.now())}
+
+
+@sim_test(seeds=1)
 async def test_ids_that_the_tokenizer_does_not_know_have_no_text(env: SimEnv):
     bench = Bench(env)
     await bench(step(0, starts=[started(0, 1, logprobs=1)]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import orjson
@@ -56,6 +57,21 @@ def test_logprobs_written_as_they_come_are_those_written_at_once(count: int):
     assert kept(CompletionAnswerBuilder, tokens)["logprobs"] == completion_logprobs(ChoiceState(0), tokens)
     as_ids = completion_logprobs(ChoiceState(0), tokens, as_ids=True)
     assert kept(TokenIdsAnswerBuilder, tokens)["logprobs"] == as_ids
+
+
+@pytest.mark.parametrize("shape", [ChatAnswerBuilder, CompletionAnswerBuilder, TokenIdsAnswerBuilder])
+def test_details_of_tokens_are_added_on_request_only(shape: type[AnswerBuilder]):
+    tokens = [replace(token, time_us=2_000_000 + 1500 * token.token_id) for token in scored(3)]
+    answer = shape("a", 0, "m", False, False, details_since_s=2.0)
+    (choice,) = answer.choices(1)
+    shown = answer.logprob_lists(choice, [*tokens[:2], replace(tokens[2], is_drafted=True)])
+    assert [(detail["token_id"], detail["time_ms"], detail["is_drafted"]) for detail in shown["details"]] == [
+        *((0, 0.0, False), (1, 1.5, False), (2, 3.0, True))
+    ]
+    assert shown["details"][1]["top"] == [
+        *({"token_id": 1, "token": "t1", "logprob": -0.5}, {"token_id": 9, "token": "ü", "logprob": -7.0})
+    ]
+    assert "details" not in shape("a", 0, "m", False, False).logprob_lists(choice, tokens)
 
 
 def test_an_echoed_prompt_comes_before_the_logprobs_of_its_answer():

@@ -1,109 +1,115 @@
-// Sends a prompt to this server and shows the answer with its waterfall while it is generated.
+// The playground: a conversation with the served model, in which each token can be looked at.
 
-import { html, useState } from "../vendor/htm-preact.standalone.module.js";
-import { count, seconds } from "./format.js";
-import { Canvas, Card, colour, Figure, Missing, useWidth } from "./ui.js";
-import { Explained } from "./waterfall.js";
+import { html, useEffect, useState } from "../vendor/htm-preact.standalone.module.js";
+import { Branches } from "./chat/branches.js";
+import { isChat as chats } from "./chat/body.js";
+import { legend, MODES } from "./chat/colours.js";
+import { Composer } from "./chat/composer.js";
+import { offeredBy, readModels, stop } from "./chat/run.js";
+import { Side } from "./chat/side.js";
+import { chat, restart, save } from "./chat/state.js";
+import { keepExplained } from "./chat/strip.js";
+import { Take } from "./chat/take.js";
+import { Turns } from "./chat/turns.js";
+import { Choice, Legend, Missing } from "./ui.js";
 
 export const title = "Playground";
-export const about = "Try a prompt, and see the answer with its waterfall.";
+export const about = "Talk with the model, and look into each token of its answers.";
 
-const run = { id: null, text: "", ticks: [], begunMs: 0, endedMs: null, error: null, usage: null, controller: null };
-
-export const topics = () => (run.id ? { request: { id: run.id } } : {});
+export const topics = () => {
+  const id = chat.tree.nodes[chat.watched]?.requestId;
+  return id ? { request: { id } } : {};
+};
 
 export const View = ({ app }) =>
   app.feed.recording
     ? html`<${Missing}>Not available for a recording. Use the dashboard of a running server: <code>millrace serve</code>.<//>`
-    : html`<${Ask} app=${app} />`;
+    : html`<${Chat} app=${app} />`;
 
-function Ask({ app }) {
-  const [prompt, setPrompt] = useState("Once upon a time");
-  const [maxTokens, setMaxTokens] = useState(120);
-  const [temperature, setTemperature] = useState(0.8);
-  const [priority, setPriority] = useState(0);
-  const isRunning = run.controller !== null;
-  const send = (event) => {
-    event.preventDefault();
-    ask(app, { prompt, max_tokens: Number(maxTokens), temperature: Number(temperature), priority: Number(priority) });
-  };
-  const now = run.endedMs ?? performance.now();
-  const first = run.ticks[0];
-  return html`<div class="columns">
-    <${Card} title="Prompt"><form class="ask" onSubmit=${send}>
-      <textarea aria-label="Prompt" value=${prompt} onInput=${(event) => setPrompt(event.target.value)} required></textarea>
-      <div class="bar"><label>Tokens <input type="number" min="1" value=${maxTokens} onInput=${(event) => setMaxTokens(event.target.value)} /></label>
-        <label>Temperature <input type="number" min="0" max="2" step="0.1" value=${temperature} onInput=${(event) => setTemperature(event.target.value)} /></label>
-        <label>Priority <input type="number" value=${priority} onInput=${(event) => setPriority(event.target.value)} /></label>
-        ${isRunning ? html`<button type="button" onClick=${() => run.controller.abort()}>Stop</button>` : html`<button>Send</button>`}</div></form>
-      ${run.error && html`<p class="told" role="alert">${run.error}</p>`}
-      <div class="answer" aria-live="off" data-figure="answer">${run.text || html`<span class="note">${isRunning ? "Waiting for the first token…" : "The answer appears here. It is not stored."}</span>`}</div>
-    <//>
-    <${Card} title="Client side" note=${run.id ? html`Request <code>${run.id}</code>` : "Times measured by this page, including the network."}>
-      <dl class="figures">
-        <${Figure} name="first chunk after" value=${first === undefined ? "–" : seconds(first / 1000)} />
-        <${Figure} name="chunks" value=${count(run.ticks.length)} id="chunks" />
-        <${Figure} name="tokens" value=${run.usage ? count(run.usage.completion_tokens) : "–"} id="completion_tokens" />
-        <${Figure} name="total" value=${run.id ? seconds((now - run.begunMs) / 1000) : "–"} />
-      </dl>
-      <${Ticks} ticks=${run.ticks} spanMs=${run.id ? now - run.begunMs : 0} />
-    <//></div>
-    ${run.id && html`<${Card} title="Waterfall" note="From the server's trace."><${Explained} explained=${app.feed.data.request} id=${run.id} nowS=${app.feed.nowS()} /><//>`}`;
+function Chat({ app }) {
+  const [isSideOpen, openSide] = useState(false);
+  app.state.chat = chat; // for the browser's console and the tests
+  const path = chat.tree.path();
+  const offered = offeredBy(app);
+  const isChat = chats(chat.settings, offered);
+  keepExplained(app);
+  useEffect(() => void readModels(app), [app.feed.keys.key, Boolean(app.feed.hello)]);
+  useEffect(() => listen(app), []);
+  useEffect(follow);
+  return html`<div class="chat">
+    <section class="talk card" aria-label="Conversation">
+      <${Top} app=${app} path=${path} isChat=${isChat} offered=${offered} openSide=${openSide} />
+      ${path.length ? html`<${Turns} app=${app} path=${path} />` : html`<${Welcome} app=${app} isChat=${isChat} />`}
+      <div class="foot"><${Composer} app=${app} path=${path} isChat=${isChat} /></div>
+      <p class="unseen" role="status" aria-live="polite">${chat.said}</p>
+    </section>
+    <aside class=${`chat-side card ${isSideOpen ? "open" : ""}`} aria-label="Settings of the conversation">
+      <button class="quiet only-narrow" onClick=${() => openSide(false)}>Done</button>
+      ${chat.tree.hasBranches && html`<${Branches} app=${app} />`}
+      <${Side} app=${app} isChat=${isChat} offered=${offered} />
+    </aside></div>`;
 }
 
-function Ticks({ ticks, spanMs }) {
-  const [ref, width] = useWidth(300);
-  const draw = (context) => {
-    context.fillStyle = colour("idle");
-    context.fillRect(0, 12, width, 8);
-    if (!spanMs) return;
-    context.fillStyle = colour("cached");
-    context.fillRect(0, 12, ticks.length ? (ticks[0] / spanMs) * width : width, 8);
-    context.fillStyle = colour("mark-strong");
-    for (const tick of ticks) context.fillRect(Math.min(width - 1.5, (tick / spanMs) * width), 4, 1.5, 24);
-  };
-  return html`<div ref=${ref}><${Canvas} width=${width} height=${32} draw=${draw} role="img" aria-label=${`${ticks.length} chunks over ${seconds(spanMs / 1000)}`} /></div>`;
-}
-
-async function ask(app, body) {
-  const controller = new AbortController();
-  const name = `playground-${Date.now().toString(36)}`;
-  Object.assign(run, { id: `cmpl-${name}`, text: "", ticks: [], begunMs: performance.now(), endedMs: null, error: null, usage: null, controller });
-  delete app.feed.data.request;
-  app.redraw();
-  try {
-    const headers = { "Content-Type": "application/json", "X-Request-Id": name };
-    if (app.feed.keys.key) headers.Authorization = `Bearer ${app.feed.keys.key}`;
-    const asked = { ...body, stream: true, stream_options: { include_usage: true } };
-    const answer = await fetch("v1/completions", { method: "POST", headers, body: JSON.stringify(asked), signal: controller.signal });
-    if (!answer.ok) throw new Error((await answer.json()).error.message);
-    for await (const chunk of events(answer.body)) {
-      if (chunk.error) throw new Error(chunk.error.message);
-      if (chunk.usage) run.usage = chunk.usage;
-      const text = chunk.choices[0]?.text;
-      if (text) {
-        run.text += text;
-        run.ticks.push(performance.now() - run.begunMs);
-      }
-      app.redraw();
-    }
-  } catch (error) {
-    if (error.name !== "AbortError") run.error = error.message;
-  } finally {
-    Object.assign(run, { endedMs: performance.now(), controller: null });
+function Top({ app, path, isChat, offered, openSide }) {
+  const { settings, models } = chat;
+  const set = (name) => (value) => {
+    settings[name] = value;
+    save();
     app.redraw();
-  }
+  };
+  const last = path.findLast(({ role }) => role === "assistant");
+  const entries = legend(settings.colours, last);
+  return html`<div class="chat-top"><div class="bar">
+      <label class="model"><span class="unseen">Model</span><select id="chat-model" value=${settings.model} onChange=${(event) => set("model")(event.target.value)}>
+        ${(models ?? []).map(({ id, parent }, i) => html`<option value=${i ? id : ""}>${id}${parent ? " (adapter)" : ""}</option>`)}</select></label>
+      <${Choice} label=${html`<span class="unseen">Mode</span>`} name="chat-mode" value=${isChat ? "chat" : "completion"} onchange=${set("mode")} options=${[["chat", "Chat"], ["completion", "Completion"]]} />
+      <span class="right"><button class="quiet only-narrow" onClick=${() => openSide(true)}>Settings</button><${Take} app=${app} path=${path} isChat=${isChat} offered=${offered} />
+        <button class="quiet" disabled=${!path.length} onClick=${() => { stop(); restart(); app.redraw(); document.getElementById("chat-draft")?.focus(); }}>New</button></span></div>
+    ${chat.modelsError && html`<p class="told" role="alert">The list of models cannot be read: ${chat.modelsError}</p>`}
+    ${chat.note && html`<p class="note" role="status">${chat.note}</p>`}
+    ${last && settings.inspects && html`<div class="bar colours"><${Choice} label="Colour" name="chat-colours" value=${settings.colours} onchange=${set("colours")} options=${MODES} />${entries.length > 0 && html`<${Legend} entries=${entries} />`}</div>`}
+  </div>`;
 }
 
-// Yields the parsed data of a stream of server-sent events.
-async function* events(stream) {
-  let rest = "";
-  const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
-  for (;;) {
-    const { value, done } = await reader.read();
-    if (done) return;
-    const parts = (rest + value).split("\n\n");
-    rest = parts.pop();
-    for (const part of parts) if (part.startsWith("data: ") && part !== "data: [DONE]") yield JSON.parse(part.slice(6));
-  }
+const IDEAS = ["Write a haiku about a mill on a river.", "Explain in two sentences how a water wheel works.", "List three words that rhyme with stone."];
+const OPENINGS = ["Once upon a time", "The miller opened the gate and", "1, 1, 2, 3, 5, 8,"];
+
+function Welcome({ app, isChat }) {
+  const use = (text) => () => {
+    chat.draft = text;
+    app.redraw();
+    document.getElementById("chat-draft")?.focus();
+  };
+  return html`<div class="welcome"><p>${isChat ? "Ask something. Each token of the answer tells when it came, how likely it was, and what else was likely; click one to go on from there in another way." : "This is a plain completion: the model goes on with your text."}</p>
+    <div class="ideas">${(isChat ? IDEAS : OPENINGS).map((text) => html`<button class="quiet" onClick=${use(text)}>${text}</button>`)}</div>
+    <p class="note">Kept in this tab only, until it is closed.</p></div>`;
+}
+
+// Escape closes the inspected token, else it stops the answer.
+function listen(app) {
+  const onKeyDown = (event) => {
+    if (event.key !== "Escape" || event.defaultPrevented) return;
+    if (chat.token) chat.token = null;
+    else stop();
+    app.redraw();
+  };
+  const onClick = (event) => {
+    if (!chat.token?.isPinned || event.target.closest(".tokens, .inspector")) return;
+    chat.token = null;
+    app.redraw();
+  };
+  addEventListener("keydown", onKeyDown);
+  addEventListener("click", onClick);
+  return () => {
+    removeEventListener("keydown", onKeyDown);
+    removeEventListener("click", onClick);
+  };
+}
+
+// While an answer grows, the page stays at its end if it was there.
+function follow() {
+  const page = document.scrollingElement;
+  const isAtEnd = page.scrollHeight - page.scrollTop - page.clientHeight < 160;
+  const isFresh = chat.running || performance.now() - (chat.tree.nodes[chat.watched]?.endedMs ?? -1e9) < 200;
+  if (isFresh && isAtEnd) page.scrollTop = page.scrollHeight;
 }

@@ -131,15 +131,6 @@ def test_figures_of_an_idle_server_are_those_of_its_metrics(loaded: RunningServe
             assert all(row[name] == told[edge][theirs] for name, theirs in names), edge
 
 
-def test_the_playground_streams_an_answer(loaded: RunningServer, page: Any):
-    show(page, "playground")
-    page.get_by_label("Tokens").fill("30")
-    page.click("text=Send")
-    page.locator("[data-figure=completion_tokens]", has_text="30").wait_for()
-    assert len(page.locator("[data-figure=answer]").text_content().encode()) >= 25
-    assert 1 <= int(page.locator("[data-figure=chunks]").text_content()) <= 30
-
-
 def test_an_update_costs_the_page_at_most_50_ms_with_2000_requests_and_100000_blocks(load: Load, page: Any):
     client = page.context.new_cdp_session(page)
     client.send("Performance.enable", {"timeDomain": "threadTicks"})

@@ -1,0 +1,227 @@
+"""The playground in a real browser, with the bundled model: turns, calls, tokens, branches, and how answers end."""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+
+from tests.deploy.browser import accessibility, check_that_it_stayed_at_home, opened, show, until
+from tests.deploy.running import RunningServer
+
+pytestmark = pytest.mark.slow
+
+TEMPLATE = "{{ tools | tojson if tools }}{% for m in messages %}{{ m.role ~ ': ' ~ m.content }}\n{% endfor %}"
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+SPEED = {"name": "set_speed", "parameters": {"type": "object", "properties": {"speed": {"enum": [1, 2]}}}}
+ANSWER = "[data-turn=assistant]"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    flags = ["--port", "0", "--log-level", "warning", "--chat-template", TEMPLATE]
+    with RunningServer(command=[sys.executable, "-m", "millrace.deploy", "serve", *flags]) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def shown(server: RunningServer) -> Iterator[Any]:
+    with opened(server.url + "/dashboard#/playground") as page:
+        page.bodies = []
+        page.on("request", lambda sent: page.bodies.append(sent.post_data_json) if sent.method == "POST" else None)
+        yield page
+
+
+@pytest.fixture
+def page(shown: Any) -> Any:
+    """The playground with a new conversation of short, certain answers."""
+    shown.set_viewport_size({"width": 1280, "height": 900})
+    shown.evaluate("sessionStorage.removeItem('millrace.chat')")
+    shown.reload()
+    shown.bodies.clear()
+    shown.locator("#chat-model option").first.wait_for(state="attached")
+    shown.get_by_label("Temperature").fill("0")
+    shown.get_by_label("Max tokens").fill("12")
+    return shown
+
+
+def send(page: Any, text: str) -> None:
+    page.fill("#chat-draft", text)
+    page.locator("#chat-draft").press("Control+Enter")
+    wait(page)
+
+
+def wait(page: Any) -> None:
+    """Until the last answer is complete, and drawn."""
+    until(page, "millraceDashboard.state.chat.running === null && !document.querySelector('.composer .stop')")
+
+
+def tokens(page: Any) -> list[dict[str, Any]]:
+    """Those of the last answer, as the page keeps them."""
+    kept: dict[str, Any] = json.loads(page.evaluate("sessionStorage.getItem('millrace.chat')"))
+    at, found = "0", []
+    while at in kept["tree"]["picked"]:
+        at = str(kept["tree"]["picked"][at])
+        found = kept["tree"]["nodes"][at].get("tokens", found)
+    return found
+
+
+def fact(page: Any, name: str) -> str:
+    text: str = page.locator(f".inspector [data-fact='{name}']").text_content()
+    return text
+
+
+def test_a_chat_of_three_turns_ends_with_the_result_of_a_tool(page: Any):
+    page.get_by_label("System prompt").fill("You are a miller.")
+    send(page, "Who are you?")
+    send(page, "And where?")
+    page.locator("summary", has_text="Tools").click()
+    page.get_by_label("Tools JSON").fill(json.dumps(SPEED))
+    page.get_by_label("Calls").select_option("required")
+    page.get_by_label("Max tokens").fill("60")
+    send(page, "Slower, please.")
+    arguments = json.loads(page.locator("[data-figure=arguments]").text_content())
+    assert arguments["speed"] in (1, 2)
+    page.get_by_label("Result of set_speed").fill('{"done": true}')
+    page.locator("button", has_text="Send the result").click()
+    wait(page)
+    roles = [message["role"] for message in page.bodies[-1]["messages"]]
+    assert roles == ["system", *["user", "assistant"] * 3, "tool"]
+    call, result = page.bodies[-1]["messages"][-2:]
+    assert call["tool_calls"][0]["id"] == result["tool_call_id"] and result["content"] == '{"done": true}'
+    assert page.bodies[-1]["tool_choice"] == "auto"  # a call is forced once
+    assert page.locator(ANSWER).count() == 4
+    page.reload()  # the tab keeps it
+    assert page.locator("[data-turn]").count() == 8
+
+
+def test_each_token_says_when_it_came_and_what_else_was_likely(page: Any):
+    send(page, "Once upon a time")
+    known = tokens(page)
+    assert [token["ms"] for token in known] == sorted(token["ms"] for token in known) and known[0]["ms"] > 0
+    page.locator("[data-at='3']").hover()
+    assert known[3]["text"].strip() in page.locator(".inspector code").first.text_content()
+    assert fact(page, "since request") != "–" and fact(page, "gap").endswith(("ms", "s"))
+    assert f"log {known[3]['logprob']:.2f}" in fact(page, "probability") and fact(page, "rank") == "1"
+    assert fact(page, "drafted") == "no" and fact(page, "prompt cached").startswith("0 of ")
+    page.locator(".tokens").focus()
+    page.keyboard.press("ArrowRight")
+    page.locator(".inspector .note", has_text=f"token 5 of {len(known)}").wait_for()
+    page.keyboard.press("Escape")
+    page.locator(".inspector").wait_for(state="detached")
+    page.get_by_text("Probability", exact=True).click()
+    page.locator(".heat-1, .heat-2, .heat-3, .heat-4").first.wait_for()
+    page.locator(".timing summary").click()
+    page.locator(".timing .waterfall [data-service=execute]").wait_for()
+
+
+def test_another_token_begins_a_branch_that_goes_on_exactly_from_there(page: Any, server: RunningServer):
+    send(page, "Once upon a time")
+    before = tokens(page)
+    page.locator("[data-at='2']").click()
+    page.locator(".alternatives button").first.click()
+    until(page, "document.querySelector('[data-figure=version]')?.textContent === '2 / 2'")
+    wait(page)
+    prompt, after = page.bodies[-1]["prompt"], tokens(page)
+    other = next(token_id for token_id, _, _ in before[2]["top"] if token_id != before[2]["id"])
+    assert prompt[-3:] == [before[0]["id"], before[1]["id"], other] == [token["id"] for token in after[:3]]
+    body = {"prompt": prompt, "temperature": 0, "max_tokens": 9, "return_token_ids": True}
+    assert [token["id"] for token in after[3:]] == server.post(TEXT, body).json["choices"][0]["token_ids"]
+    page.locator("[aria-label='Earlier version']").click()
+    assert tokens(page) == before
+    page.locator(".branches button", has_text=before[3]["text"].strip()[:3]).last.wait_for()
+
+
+def test_escape_stops_an_answer_which_goes_on_from_there(page: Any, server: RunningServer):
+    page.get_by_label("Max tokens").fill("900")
+    page.fill("#chat-draft", "Once upon a time")
+    page.keyboard.press("Control+Enter")
+    page.locator("[data-at='4']").wait_for()
+    page.keyboard.press("Escape")
+    page.locator("[data-figure=end]", has_text="Stopped.").wait_for()
+    kept = len(tokens(page))
+    page.get_by_label("Max tokens").fill(str(kept + 5))
+    page.locator("button", has_text="Go on").click()
+    page.locator("[data-figure=end]", has_text=f"Cut off after {kept + 5} tokens").wait_for()
+    assert len(tokens(page)) == kept + 5
+
+
+EMPTY = 'data: {"id": "x", "choices": [{"index": 0, "delta": {}, "finish_reason": "stop", "stop_reason": null}]}\n\n'
+HALF = 'data: {"id": "x", "choices": [{"index": 0, "delta": {"content": "Half of "}, "finish_reason": null}]}\n\n'
+FULL = {"error": {"message": "too many requests wait", "code": "overloaded", "param": None, "type": "x"}}
+ENDINGS: dict[str, tuple[dict[str, Any] | None, str, str]] = {
+    "empty": ({"body": EMPTY + "data: [DONE]\n\n"}, "An empty answer.", "Try again"),
+    "cut": ({"body": HALF}, "The connection was lost in the middle of the answer.", "Go on"),
+    "gone": (None, "The server does not answer.", "Try again"),
+    "full": ({"status": 429, "headers": {"Retry-After": "3"}, "json": FULL}, "Try again in 3 s.", "Try again"),
+    "proxy": ({"status": 502, "body": "<h1>Bad gateway</h1>"}, "Bad gateway (502)", "Try again"),
+}
+
+
+def answer(made: dict[str, Any] | None, route: Any) -> None:
+    route.abort() if made is None else route.fulfill(**made)
+
+
+def test_an_answer_that_is_none_says_what_happened_and_what_to_do(page: Any):
+    for made, words, button in ENDINGS.values():
+        page.route("**" + CHAT, partial(answer, made))
+        page.fill("#chat-draft", "Hello")
+        page.locator("#chat-draft").press("Control+Enter")
+        end = page.locator("[data-figure=end]").last
+        end.get_by_text(words).wait_for()
+        assert end.locator("button", has_text=button).count() == 1
+        page.unroute("**" + CHAT)
+        page.locator("button", has_text="New").click()
+    page.complaints.clear()  # the browser's own, of the faults above
+
+
+def test_the_server_names_the_wrong_field_and_a_base_model_completes(page: Any):
+    page.get_by_label("Top p").fill("7")
+    send(page, "Hello")
+    page.locator("[data-figure=end]", has_text="field top_p").wait_for()
+    page.complaints.clear()
+    page.get_by_label("Top p").fill("")
+    page.get_by_text("Completion", exact=True).click()
+    page.locator("button", has_text="New").click()
+    send(page, "Once upon a time")
+    send(page, " and then")
+    assert page.bodies[-1]["prompt"].startswith("Once upon a time") and page.bodies[-1]["prompt"].endswith(" and then")
+
+
+def test_a_request_is_taken_away_as_curl_and_python(page: Any):
+    copies = """async () => {
+      const { curl, python } = await import('/static/dashboard/chat/copies.js');
+      const body = { messages: [{ role: "user", content: "It's\\n\\"so\\"" }], top_k: 3, stop: null, seed: 1 };
+      return [curl("http://h/", "v1/chat/completions", body, true), python("http://h/", body, "m", false)];
+    }"""
+    command, program = page.evaluate(copies)
+    assert "'It'\\''s" not in command and "It'\\''s" in command and "$OPENAI_API_KEY" in command
+    (call,) = [node for node in ast.walk(ast.parse(program)) if getattr(node, "attr", "") == "create"]
+    given = next(node for node in ast.walk(ast.parse(program)) if isinstance(node, ast.Call) and len(node.keywords) > 3)
+    fields = {keyword.arg: ast.literal_eval(keyword.value) for keyword in given.keywords}
+    assert fields["messages"][0]["content"] == 'It\'s\n"so"' and fields["extra_body"] == {"top_k": 3}
+    assert call.attr == "create" and fields["model"] == "m" and fields["stop"] is None
+
+
+def test_the_playground_fits_a_phone_and_everybody(page: Any):
+    check = accessibility(page)
+    check("an empty conversation")
+    send(page, "Once upon a time")
+    page.get_by_text("Gap", exact=True).click()
+    for width, scheme in ((390, "dark"), (1280, "light")):
+        page.set_viewport_size({"width": width, "height": 844})
+        page.emulate_media(color_scheme=scheme)
+        page.locator("[data-at='3']").click()
+        check(f"a token, {width} pixels, {scheme}")
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        page.keyboard.press("Escape")
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.locator("button", has_text="Settings").click()
+    check("the settings on a phone")
+    show(page, "playground")
+    check_that_it_stayed_at_home(page)

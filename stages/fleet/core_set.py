@@ -20,7 +20,7 @@ class CoreSet:
     def __init__(self, cores: Sequence[EngineCore], table: FleetRequests) -> None:
         self.cores, self._table = cores, table
         self.only: EngineCore | None = None  # that gets all requests, during its warm-up
-        self._change = asyncio.Event()
+        self.next_change = asyncio.Event()
         for core in cores:
             core.requests.on_room = self.note_change
 
@@ -34,7 +34,7 @@ class CoreSet:
         False if no process takes it now. A prompt whose request waits to be resumed waits with it.
         """
         if prompt.request_id not in self._table:
-            index = choose(self._loads())
+            index = choose(self._loads(adapter_of(prompt)))
         elif (index := self._table.core_of(prompt.request_id)) is None:
             self._table.sent(prompt, None)
             return True
@@ -48,14 +48,14 @@ class CoreSet:
         """Whether a process takes a prompt now."""
         return core.is_serving and len(core.requests) < core.requests.capacity
 
-    def choose(self) -> EngineCore | None:
-        """The process for the next request; None if none has room."""
-        index = choose(self._loads())
+    def choose(self, adapter: str) -> EngineCore | None:
+        """The process for the next request, with the adapter of this digest; None if none has room."""
+        index = choose(self._loads(adapter))
         return None if index is None else self.cores[index]
 
-    def _loads(self) -> list[CoreLoad]:
+    def _loads(self, adapter: str) -> list[CoreLoad]:
         cores = self.cores if self.only is None else (self.only,)
-        with_room = [core for core in cores if self.has_room(core)]
+        with_room = [core for core in cores if self.has_room(core) and has_adapter(core, adapter)]
         heard = [core for core in with_room if not core.is_silent] or with_room
         if self._table.num_trials_now:  # a new request beside a suspect might end the process in its stead
             heard = [core for core in heard if not self._table.is_trying(core.index)] or heard
@@ -63,9 +63,19 @@ class CoreSet:
 
     def note_change(self) -> None:
         """A process takes requests again, or has room for more."""
-        change, self._change = self._change, asyncio.Event()
+        change, self.next_change = self.next_change, asyncio.Event()
         change.set()
 
     async def wait(self) -> None:
         """Waits for the next change."""
-        await self._change.wait()
+        await self.next_change.wait()
+
+
+def adapter_of(prompt: TokenRequest) -> str:
+    """The digest of a prompt's adapter; "" for the base model."""
+    return "" if prompt.adapter is None else prompt.adapter.digest
+
+
+def has_adapter(core: EngineCore, adapter: str) -> bool:
+    """Whether a process can run requests with the adapter of this digest; all can with ""."""
+    return not adapter or core.adapters.holds(adapter)

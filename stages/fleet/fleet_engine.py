@@ -116,7 +116,7 @@ class FleetEngine(SplitEngine):
         return FleetStages(self.config, loaded, self._grammars(loaded), table, self._set, self._merged)
 
     def _adapters_there(self) -> AdaptersThere:
-        return FleetAdapters(self.cores)
+        return FleetAdapters(self.cores, self._core_changed)
 
     def _sketches(self) -> list[Pipeline]:
         return [sketch(build_fleet_pipeline, CLASSES | {"dispatch": Dispatch, "merge": Merge})]
@@ -196,9 +196,9 @@ class FleetEngine(SplitEngine):
         self._set.note_change()
 
     def _core_changed(self) -> None:
-        """A process has ended, or serves again."""
-        assert self._resuming is not None
-        self._resuming.wake()
+        """A process has ended, or serves again, or has an adapter that others had before."""
+        if self._resuming is not None:
+            self._resuming.wake()
         self._set.note_change()
 
     def _core_given_up(self, health: Health) -> None:

@@ -50,6 +50,12 @@ class FleetRequests(InflightRequests):
         """Whether no request is in an engine process."""
         return not self._work[core]
 
+    def adapter_of(self, request_id: str) -> str:
+        """The digest of a request's adapter; "" for the base model, or if the request is not in flight."""
+        live = self._live.get(request_id)
+        adapter = None if live is None else live.prompts[0].adapter
+        return "" if adapter is None else adapter.digest
+
     def orphans(self) -> tuple[list[str], list[str]]:
         """The requests in no process: (those that are suspects, the youngest first; the others, the oldest first)."""
         tried = set(self._on_trial.values())

@@ -12,7 +12,7 @@ from ..errors import Failed
 from ..exit.outboxes import Outboxes
 from ..split.engine_core import EngineCore
 from ..split.trials import watch_trial
-from .core_set import CoreSet
+from .core_set import CoreSet, has_adapter
 from .fleet_requests import FleetRequests
 
 LOOK_S = 0.005  # between two looks at a trial
@@ -37,6 +37,7 @@ class Resuming:
         self._num_tokens = (config.steps_in_flight + SPARE_STEPS) * (1 + drafts)  # of each sequence, in a trial
         self._wakeup = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._waiting: asyncio.Task[None] | None = None  # for a process that takes what is left
         self._trials: dict[int, asyncio.Task[None]] = {}  # by core
 
     def start(self) -> None:
@@ -54,8 +55,8 @@ class Resuming:
 
     async def stop(self) -> None:
         """Ends its tasks. Idempotent."""
-        tasks = [task for task in (self._task, *self._trials.values()) if task is not None]
-        self._task, self._trials = None, {}
+        tasks = [task for task in (self._task, self._waiting, *self._trials.values()) if task is not None]
+        self._task, self._waiting, self._trials = None, None, {}
         for task in tasks:
             task.cancel()
         if tasks:
@@ -68,20 +69,27 @@ class Resuming:
             await self._resume_others()
             for core in self._cores.serving():
                 task = self._trials.get(core.index)
-                if (task is None or task.done()) and self._table.orphans()[0]:
+                if (task is None or task.done()) and self._next_suspect(core) is not None:
                     name = f"trials in engine {core.index}"
                     self._trials[core.index] = asyncio.get_running_loop().create_task(self._try_all(core), name=name)
 
     async def _resume_others(self) -> None:
-        """Sends the requests that are no suspects to the processes with the least work."""
+        """Sends the requests that are no suspects to the processes with the least work, those that find one."""
         while others := self._table.orphans()[1]:
-            core = self._cores.choose()
-            if core is None:
-                if not self._cores.serving():
-                    return  # `wake` will say when one is
-                await self._cores.wait()
-                continue
-            await self._resume(others[0], self._send(others[0], core))
+            for request_id in others:
+                core = self._cores.choose(self._table.adapter_of(request_id))
+                if core is not None:
+                    await self._resume(request_id, self._send(request_id, core))
+                    break
+            else:
+                if self._cores.serving() and (self._waiting is None or self._waiting.done()):
+                    waking = self._wake_after(self._cores.next_change)
+                    self._waiting = asyncio.get_running_loop().create_task(waking, name="room to resume")
+                return
+
+    async def _wake_after(self, change: asyncio.Event) -> None:
+        await change.wait()
+        self.wake()
 
     async def _resume(self, request_id: str, resuming: Awaitable[object]) -> None:
         """Awaits `resuming`. A request that it raises for ends, and no other one waits for it."""
@@ -117,8 +125,13 @@ class Resuming:
 
     async def _try_all(self, core: EngineCore) -> None:
         """Tries suspects in one process, one at a time, until there are none or it ends."""
-        while core.is_serving and (suspects := self._table.orphans()[0]):
-            await self._resume(suspects[0], self._try(core, suspects[0]))
+        while core.is_serving and (suspect := self._next_suspect(core)) is not None:
+            await self._resume(suspect, self._try(core, suspect))
+
+    def _next_suspect(self, core: EngineCore) -> str | None:
+        """The next suspect to try in a process; None if there is none whose adapter it has."""
+        suspects = self._table.orphans()[0]
+        return next((one for one in suspects if has_adapter(core, self._table.adapter_of(one))), None)
 
     async def _try(self, core: EngineCore, request_id: str) -> None:
         """Resumes a suspect, and waits until it has ended, has outlived its trial, or has ended the process."""

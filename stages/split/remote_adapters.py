@@ -41,7 +41,12 @@ class RemoteAdapters:
 
     def has(self, card: AdapterCard | None) -> bool:
         """Whether the present process has read the adapter."""
-        return card is not None and self._is_here(card.digest)
+        return card is not None and self.holds(card.digest)
+
+    def holds(self, digest: str) -> bool:
+        """Whether the present process has read the adapter with this digest."""
+        client, _ = self._residences.get(digest, (None, 0))
+        return client is not None and client is self._client()
 
     async def read(self, env: Env, path: Path, name: str, digest: str) -> AdapterCard:
         """As `AdapterReader.read`."""
@@ -76,14 +81,14 @@ class RemoteAdapters:
         and read meanwhile; in the end the process has all that are stored. `keeps_unused`: reads the others, too, as
         other processes still have them.
         """
-        while lacking := [digest for digest in gate.store.digests() if not self._is_here(digest)]:
+        while lacking := [digest for digest in gate.store.digests() if not self.holds(digest)]:
             for digest in lacking:
                 await self._restore(env, gate, fail, digest, keeps_unused)
 
     async def _restore(
         self, env: Env, gate: AdapterGate, fail: Callable[[str, Exception], object], digest: str, keeps_unused: bool
     ) -> None:
-        if self._is_here(digest) or digest not in gate.store:  # it was read or dropped meanwhile
+        if self.holds(digest) or digest not in gate.store:  # it was read or dropped meanwhile
             return
         origin = self._origins.get(digest)
         is_needed = keeps_unused or digest in gate.store.pinned or gate.store.num_users(digest) > 0
@@ -100,7 +105,3 @@ class RemoteAdapters:
             message = f"adapter '{origin[1]}' is not in its folder any more, and the engine process was replaced"
             for request_id in gate.requests_of(digest):
                 fail(request_id, Failed(message, code="engine_died"))
-
-    def _is_here(self, digest: str) -> bool:
-        client, _ = self._residences.get(digest, (None, 0))
-        return client is not None and client is self._client()

@@ -23,7 +23,7 @@ from millrace.stages.fleet.fleet_requests import FleetRequests
 from millrace.stages.fleet.merged_channel import MergedChannel
 from millrace.stages.fleet.placement import deal, places
 from millrace.stages.fleet.stage import Merge
-from millrace.stages.messages import Started, StepTokens, TokenRequest
+from millrace.stages.messages import AdapterRef, Started, StepTokens, TokenRequest
 from millrace.stages.params import SamplingParams
 from millrace.stages.split.front import CORE
 from millrace.stages.split.remote_views import RemoteStageView
@@ -96,6 +96,17 @@ def test_a_core_that_is_not_heard_gets_requests_only_if_no_other_is() -> None:
     b.is_silent = True
     cores.place(token_request("last", 9))
     assert a.sent == ["last"]
+
+
+def test_requests_with_an_adapter_go_only_to_a_core_that_has_it() -> None:
+    cores, table, (a, b) = fleet(2)
+    for core, digests in ((a, {"x"}), (b, {"x", "y"})):
+        core.adapters = SimpleNamespace(holds=digests.__contains__)  # type: ignore[attr-defined]
+    for number, digest in enumerate("yyyx"):
+        assert cores.place(replace(token_request(f"r{number}", number), adapter=AdapterRef("name", digest)))
+    assert (a.sent, b.sent) == (["r3"], ["r0", "r1", "r2"]) and table.adapter_of("r3") == "x"
+    assert not cores.place(replace(token_request("z", 9), adapter=AdapterRef("name", "z"))), "it waits"
+    assert cores.choose("y") is b and cores.choose("") is a and cores.choose("z") is None
 
 
 # -- deaths

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,7 +14,7 @@ from millrace.stages.config import EngineConfig
 from millrace.stages.exit.outboxes import Outboxes
 from millrace.stages.fleet.core_keeper import CoreKeeper
 from millrace.stages.fleet.resuming import Resuming
-from millrace.stages.messages import Prompt, Request
+from millrace.stages.messages import AdapterRef, Prompt, Request
 from millrace.stages.params import SamplingParams
 from tests.stages.fleet.test_fleet_parts import Core, fleet
 from tests.stages.split.test_split import token_request
@@ -50,10 +51,11 @@ class Front:
         self.resuming = Resuming(env, EngineConfig(), self.table, self.cores, self.exit)
         self.resuming.start()
 
-    def ask(self, name: str, num_prompts: int = 1) -> int:
+    def ask(self, name: str, num_prompts: int = 1, adapter: str = "") -> int:
         """Opens a request and sends its first prompt. Returns that one's sequence id."""
         outbox = self.exit.open(Request(name, (Prompt(text="x"),) * num_prompts, PARAMS))
-        assert self.cores.place(token_request(name, outbox.request.first_sequence_id))
+        prompt = token_request(name, outbox.request.first_sequence_id)
+        assert self.cores.place(replace(prompt, adapter=AdapterRef(name, adapter)) if adapter else prompt)
         return outbox.request.first_sequence_id
 
     async def die(self, core: Core) -> None:
@@ -87,6 +89,29 @@ def test_a_prompt_that_comes_while_its_request_waits_for_room_is_sent_with_it() 
         assert front.b.sent == ["x", "r", "r"] and front.table.core_of("r") == 1
 
     simulate(test, capacity=1)
+
+
+def test_requests_wait_for_their_adapter_and_those_behind_them_do_not() -> None:
+    async def test(front: Front) -> None:
+        held = {"here"}
+        for core in (front.a, front.b):
+            core.adapters = SimpleNamespace(holds=held.__contains__)  # type: ignore[attr-defined]
+        held.add("late")
+        ids = [front.ask(name, adapter=adapter) for name, adapter in (("a", "late"), ("b", "late"), ("c", ""))]
+        ids += [front.ask(name, adapter=adapter) for name, adapter in (("d", ""), ("e", "late"), ("f", "here"))]
+        held.remove("late")
+        there = set(front.a.sent)
+        front.table.admit(ids[:3])  # suspects
+        await front.die(front.a)
+        resumed = [name for name in front.b.sent if name in there]
+        assert there == {"a", "c", "e"} and resumed == ["c"]
+        held.add("late")
+        front.exit.end("c", "stop")  # its trial is over
+        front.resuming.wake()
+        await front.env.sleep(0.1)
+        assert set(front.b.sent) == set("abcdef")
+
+    simulate(test)
 
 
 def test_a_request_that_cannot_be_resumed_ends_and_those_behind_it_are_resumed() -> None:

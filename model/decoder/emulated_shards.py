@@ -15,7 +15,7 @@ from ..sharding.comm import ordered_sum
 from ..sharding.shard import RankShare
 from ..spec import AttentionSpec, DecoderSpec, FeedSpec
 from .linear import Linear
-from .weights import DecoderWeights, LayerWeights
+from .weights import DecoderWeights, LayerWeights, NormWeights
 
 Columns = Callable[[Sequence[Tensor]], Tensor]
 
@@ -65,17 +65,18 @@ def emulated(spec: DecoderSpec, shares: Sequence[DecoderWeights]) -> DecoderWeig
 def _layer(spec: DecoderSpec, index: int, shares: Sequence[DecoderWeights]) -> LayerWeights:
     mixer, feed, layers = spec.layers[index].mixer, spec.layers[index].feed, [share.layers[index] for share in shares]
     assert isinstance(mixer, AttentionSpec) and isinstance(feed, FeedSpec), "missing() refuses others"
-    assert layers[0].sinks is None and not (mixer.qk_norm and mixer.qk_norm.has_weight_per_head), "not emulated"
+    value_dim = mixer.value_dim or mixer.head_dim
     shards = [RankShare(rank, len(shares)) for rank in range(len(shares))]
     heads = [_size(shard.part(mixer.num_heads, mixer.head_dim)) for shard in shards]
     inner = [_size(shard.part(feed.intermediate_size)) for shard in shards]
+    outputs = [_size(shard.part(mixer.num_heads, value_dim)) for shard in shards]
     keys = [shard.key_heads(mixer.num_kv_heads, mixer.head_dim) for shard in shards]
+    values = [shard.key_heads(mixer.num_kv_heads, value_dim) for shard in shards]
     new = [rank for rank, part in enumerate(keys) if rank == 0 or part != keys[rank - 1]]  # that hold other heads
 
     def join_heads(parts: Sequence[Tensor]) -> Tensor:
-        cut = [
-            torch.split(part, [heads[rank], _size(keys[rank]), _size(keys[rank])], 1) for rank, part in enumerate(parts)
-        ]
+        sizes = [[heads[rank], _size(keys[rank]), _size(values[rank])] for rank in range(len(shares))]
+        cut = [torch.split(part, sizes[rank], 1) for rank, part in enumerate(parts)]
         queries = [part[0] for part in cut]
         return torch.cat([*queries, *(cut[rank][1] for rank in new), *(cut[rank][2] for rank in new)], dim=1)
 
@@ -83,13 +84,32 @@ def _layer(spec: DecoderSpec, index: int, shares: Sequence[DecoderWeights]) -> L
         cut = [torch.split(part, inner[rank], 1) for rank, part in enumerate(parts)]
         return torch.cat([one for group in zip(*cut, strict=True) for one in group], dim=1)
 
+    def join_norms(norms: Sequence[NormWeights | None]) -> NormWeights | None:
+        """The norm of all heads; one that all heads share is the same in each share."""
+        assert mixer.qk_norm is not None
+        first = norms[0]
+        if first is None or len(norms) == 1 or not mixer.qk_norm.has_weight_per_head:
+            return first
+        weights, biases = zip(*((norm.weight, norm.bias) for norm in norms if norm is not None), strict=True)
+        return replace(first, weight=_joined(weights), bias=_joined(biases))
+
+    has_norms = mixer.qk_norm is not None
     return replace(
         layers[0],
+        q_norm=join_norms([layer.q_norm for layer in layers]) if has_norms else None,
+        k_norm=join_norms([layers[rank].k_norm for rank in new]) if has_norms else None,
+        sinks=_joined([layer.sinks for layer in layers]),
         qkv=JoinedLinear([layer.qkv for layer in layers], join_heads),
-        output=SummedLinear([layer.output for layer in layers], heads),
+        output=SummedLinear([layer.output for layer in layers], outputs),
         gate_up=JoinedLinear([layer.gate_up for layer in layers], join_inner),
         down=SummedLinear([layer.down for layer in layers], inner),
     )
+
+
+def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """What the ranks have of a tensor, in their order; None if they have none."""
+    found = [part for part in parts if part is not None]
+    return torch.cat(found) if found else None
 
 
 def _size(part: slice) -> int:

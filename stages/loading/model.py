@@ -130,9 +130,11 @@ def load_model(
 
 def _load(config: EngineConfig, opened: OpenedModel, phases: Phases, env: Env) -> LoadedModel | LoadedEncoder:
     model_id = hub.model_name(config.model)
-    if config.tensor_parallel_size > 1 and (opened.why_through_transformers or opened.shape is None):
-        what = "runs through transformers" if opened.why_through_transformers else "is an encoder"
-        raise ConfigError(f"tensor_parallel_size = {config.tensor_parallel_size}: {model_id} {what}; use 1")
+    for name in ("tensor_parallel_size", "emulate_tp"):
+        size = getattr(config, name)
+        if size > 1 and (opened.why_through_transformers or opened.shape is None):
+            what = "runs through transformers" if opened.why_through_transformers else "is an encoder"
+            raise ConfigError(f"{name} = {size}: {model_id} {what}; use 1")
     if opened.why_through_transformers:
         log.info("model_impl.chosen", name="transformers", reason=opened.why_through_transformers)
         shape = _read_through_transformers(config, opened.root, phases)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "few key heads, biases, tied": ("qwen2", {"intermediate_size": 161, "vocab_size": 641}),
     "parallel, layer norms": ("gpt_neox", SMALL | {"intermediate_size": 100}),
     "alibi": ("bloom", {"hidden_size": 48, "n_layer": 2, "n_head": 6, "vocab_size": 641}),
+    "a norm for each head": ("stablelm", SMALL | ODD | WHOLE_VECTORS | {"qk_layernorm": True}),
     "norms after, capped": ("gemma2", SMALL | {"num_key_value_heads": 2, "head_dim": 10, "intermediate_size": 99}),
 }
 
@@ -127,12 +129,24 @@ def test_ranks_give_the_logits_of_the_whole_decoder(roots: dict[str, Path], mode
     assert not torch.equal(found, expected)  # sums of several parts
 
 
-def test_ranks_give_the_bits_of_one_that_sums_in_their_pieces(roots: dict[str, Path]) -> None:
-    root, size = roots["odd heads"], 3
+@pytest.mark.parametrize("name", ["odd heads", "a norm for each head"])
+def test_ranks_give_the_bits_of_one_that_sums_in_their_pieces(roots: dict[str, Path], name: str) -> None:
+    root, size = roots[name], 3
     spec = read_spec(root)
     shares = [load_weights(root, spec, CPU, torch.float32, shard=RankShare(rank, size)) for rank in range(size)]
     one = Decoder(spec, emulated(spec, shares), kernel_set.load("torch"))
     assert torch.equal(logits_of(Ranks(root, size)), logits_of(one))
+
+
+def test_one_process_has_the_sinks_of_all_ranks(roots: dict[str, Path]) -> None:
+    spec, sinks = read_spec(roots["odd heads"]), torch.arange(9.0)
+    shares = []
+    for rank in range(3):
+        share = load_weights(roots["odd heads"], spec, CPU, torch.float32, shard=RankShare(rank, 3))
+        layers = [replace(layer, sinks=sinks[3 * rank :][:3] + place) for place, layer in enumerate(share.layers)]
+        shares.append(replace(share, layers=tuple(layers)))
+    for place, layer in enumerate(emulated(spec, shares).layers):
+        assert layer.sinks is not None and torch.equal(layer.sinks, sinks + place)
 
 
 def test_an_adapter_over_ranks_gives_the_logits_of_the_whole(roots: dict[str, Path]) -> None:

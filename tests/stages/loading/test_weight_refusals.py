@@ -218,6 +218,15 @@ def test_float16_is_refused_for_such_a_model_through_transformers_too(
         model._load(config, opened, Phases(lambda: 0.0), LiveEnv(0))
 
 
+@pytest.mark.parametrize("name", ["tensor_parallel_size", "emulate_tp"])
+@pytest.mark.parametrize(("why", "what"), [("no family", "runs through transformers"), (None, "is an encoder")])
+def test_ranks_are_refused_for_a_model_that_is_not_cut(tmp_path: Path, name: str, why: str | None, what: str) -> None:
+    config = EngineConfig(model=str(tmp_path), device="cpu", **{name: 2})  # type: ignore[arg-type]
+    opened = OpenedModel(tmp_path, ComputeThreads(1, (), ""), None, why_through_transformers=why or "")
+    with pytest.raises(ConfigError, match=f"{name} = 2: .* {what}; use 1"):
+        model._load(config, opened, Phases(lambda: 0.0), LiveEnv(0))
+
+
 def test_a_gguf_file_by_another_name_and_one_that_is_none_are_refused(tmp_path: Path) -> None:
     shutil.copy(WEIGHTS / WHOLE, tmp_path / "m.gguf")
     assert "m.gguf: does not begin with GGUF, so it is no GGUF file; fetch the file again" in refusal(

@@ -111,6 +111,7 @@ BELOW = {
     "deploy/server": "deploy deploy/http deploy/metrics deploy/api deploy/api/openai deploy/api/responses "
     "deploy/api/messages deploy/websocket deploy/inspect deploy/admin deploy/dashboard deploy/openapi",
     "deploy/cli/bench": "deploy",
+    "deploy/cli/doctor": "deploy deploy/http",
     "deploy/cli/other_engines": "",
     "deploy/dashboard/playback": "deploy deploy/metrics deploy/api/schema deploy/websocket deploy/dashboard",
     "deploy/cli": "deploy deploy/cli/other_engines deploy/http deploy/websocket deploy/dashboard deploy/server "

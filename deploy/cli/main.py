@@ -131,6 +131,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_top(commands)
     _add_health(commands)
     _add_trace(commands)
+    _add_doctor(commands)
     _add_collect_env(commands)
     return parser
 
@@ -342,6 +343,16 @@ def _add_trace(commands: Any) -> None:
     what.add_argument("--seconds", type=float, metavar="X", default=30.0, help="seconds of the trace (default: 30)")
     _add_common(trace)
     _add_engine_flags(trace, LOGGING | {"admin_key"}, of_engine=frozenset())
+
+
+def _add_doctor(commands: Any) -> None:
+    text = "check the machine, the installation, and whether a model would be served: exit code 0 or 1"
+    doctor = commands.add_parser("doctor", usage=_usage("doctor [MODEL]"), help=text)
+    _add_model(doctor)
+    doctor.add_argument("--json", action="store_true", help="print one JSON object")
+    _add_common(doctor)
+    add_flags(doctor, (EngineConfig, ServerConfig), omit=frozenset({"model"}))
+    doctor.takes_vllm_flags = True
 
 
 def _add_collect_env(commands: Any) -> None:

@@ -79,6 +79,26 @@ def load_native_model(
         return str(error)
 
 
+def native_fit(
+    config: EngineConfig,
+    root: Path,
+    source: TensorSource,
+    shape: DecoderSpec,
+    max_model_len: int,
+    threads: ComputeThreads,
+) -> WeightsFit | str:
+    """What loading the model would need of the memory, or the reason why it cannot run on this machine.
+
+    Reads no weights. Raises as `load_native_model` does.
+    """
+    try:
+        packed = packed_weights(source, expected_shapes(shape), native_shape(shape), config.quantization)
+        model = _make_native_model(config, shape, threads, packed)
+    except (NativeUnavailableError, UnsupportedModelError) as error:
+        return str(error)
+    return _check_fit(config, root, source, model, shape, max_model_len, packed)
+
+
 def _make_native_model(
     config: EngineConfig, shape: DecoderSpec, threads: ComputeThreads, packed: PackedWeights
 ) -> NativeModel:
@@ -139,7 +159,7 @@ def _check_fit(
     shape: DecoderSpec,
     max_model_len: int,
     packed: PackedWeights,
-) -> None:
+) -> WeightsFit:
     """Raises `ConfigError`, before loading, for a model that does not fit the free memory. Logs what would."""
 
     def item_size(name: str) -> float:
@@ -178,6 +198,7 @@ def _check_fit(
     )
     fit.check()
     log.info("memory.fit", **fit.to_event())
+    return fit
 
 
 def _streamed_bytes(source: TensorSource, name: str) -> int:

@@ -26,7 +26,7 @@ from .config import ServerConfig
 _WITH_UNIT = re.compile(r"(\d+(?:\.\d+)?)([kmgtKMGT])(i?)", re.ASCII)
 ENV_PREFIX = "MILLRACE_"
 KEYS = frozenset({"api_key", "admin_key"})
-SECRET = frozenset({"api_key", "admin_key", "ssl_keyfile_password"})
+SECRET = frozenset({"api_key", "admin_key", "ssl_keyfile_password", "ray_env"})
 NO_FLAG = frozenset({"ssl_keyfile_password"})  # every user can read flags in the process list
 
 PLUGINS = frozenset({"stage"})  # a value may be a mapping in the file
@@ -83,11 +83,22 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "threads": "compute threads on a CPU; none: one per core, limited by the container's CPU quota",
         "tensor_parallel_size": "processes that share each layer of the model, on a GPU each or on CPUs; torch and "
         "triton only",
-        "executor": "what tensor_parallel_size starts: process, or thread for debugging; auto: process",
+        "executor": "what tensor_parallel_size starts: process, or thread for debugging; auto: process; ray: engines "
+        "are actors of a Ray cluster, and their ranks processes beside them",
         "emulate_tp": "for debugging: add up products in the pieces of so many tensor-parallel processes, in one",
         "tokenizer_workers": "tokenizer threads; a long prompt occupies one of them",
         "data_parallel_size": "engine processes, each with all of the model, and its share of the CPUs or its own GPU; "
         "each request goes to the one with the least work, and to another one if that dies",
+    },
+    "Ray": {
+        "ray_address": "Ray cluster that this machine belongs to: HOST:PORT, or auto; none: RAY_ADDRESS, or this "
+        "machine's, or a new one on it",
+        "ray_placement": "nodes of the engines: pack: few; spread: many; strict_pack: one; strict_spread: one each; "
+        "all ranks of an engine are on one",
+        "ray_resources": "NAME=AMOUNT of a Ray resource that each engine needs besides CPUs and GPUs; may be repeated",
+        "ray_env": "variable of the environment for the actors: NAME=VALUE, or NAME to pass it on; may be repeated; "
+        "HF_*, NCCL_* and GLOO_* are passed on",
+        "ray_timeout_s": "seconds for the cluster to have room, and for an actor to start",
     },
     "batch": {
         "max_num_seqs": "maximum sequences that run at once",

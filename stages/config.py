@@ -69,10 +69,18 @@ class EngineConfig:
     deterministic: bool = False  # True: results do not depend on the rest of the batch; slower, triton only
     threads: int | None = None  # compute threads on a CPU; None: one per core, or the CPU quota
     tensor_parallel_size: int = 1  # processes, on a GPU each, that share every layer; torch and triton only
-    executor: Literal["auto", "thread", "process"] = "auto"  # of these; auto: process; thread: for debugging
+    # of these; auto: process; thread: for debugging; ray: processes whose engine is an actor of a Ray cluster
+    executor: Literal["auto", "thread", "process", "ray"] = "auto"
     emulate_tp: int = 1  # for debugging: sums in the pieces of so many ranks, in one process
     tokenizer_workers: int = 2  # threads; with two, short prompts overtake a long one
     data_parallel_size: int = 1  # engine processes, each with all of the model; requests go to the one with least work
+
+    # engines on a Ray cluster, with executor "ray"
+    ray_address: str | None = None  # HOST:PORT or auto; None: $RAY_ADDRESS, or this machine's cluster, or a new one
+    ray_placement: Literal["pack", "spread", "strict_pack", "strict_spread"] = "pack"  # of engines over nodes
+    ray_resources: tuple[str, ...] = ()  # NAME=AMOUNT, of an engine besides its CPUs and GPUs
+    ray_env: tuple[str, ...] = ()  # NAME=VALUE or NAME, variables of the actors
+    ray_timeout_s: float = 120.0  # for the cluster to have room, and for an actor to start
 
     # the batch
     max_num_seqs: int = 256  # sequences that run at once, which is the number of slots
@@ -223,6 +231,8 @@ class EngineConfig:
         ):
             _positive(name, getattr(self, name))
         self._check_adapters()
+        if not self.ray_timeout_s > 0:
+            raise ConfigError(f"ray_timeout_s = {self.ray_timeout_s}: must be above 0 seconds")
         for name in ("max_model_len", "max_num_batched_tokens", "num_gpu_blocks", "kv_cache_bytes", "threads"):
             value = getattr(self, name)
             if value is not None and not (name == "max_model_len" and value == "auto"):

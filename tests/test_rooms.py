@@ -79,9 +79,9 @@ BELOW = {
     "stages/recordings stages/beam_search stages/loading",
     "stages/evaluation": "stages stages/device stages/execute stages/loading",
     "stages/split": "stages stages/adapters stages/allocate stages/device stages/exit stages/grammar stages/schedule "
-    "stages/execute stages/sample stages/recordings stages/beam_search stages/backends/cuda "
+    "stages/execute stages/executor stages/sample stages/recordings stages/beam_search stages/backends/cuda "
     "stages/loading stages/engine",
-    "stages/fleet": "stages stages/engine stages/exit stages/grammar stages/split",
+    "stages/fleet": "stages stages/engine stages/executor stages/exit stages/grammar stages/split",
     "stages/testing/scripted": "stages stages/device stages/grammar stages/sample stages/backends/cuda "
     "stages/loading stages/engine",
     "stages/testing": "stages/testing/scripted",
@@ -110,12 +110,13 @@ BELOW = {
     "deploy/openapi": "deploy deploy/http deploy/api deploy/api/schema deploy/openapi/shapes deploy/openapi/operations",
     "deploy/server": "deploy deploy/http deploy/metrics deploy/api deploy/api/openai deploy/api/responses "
     "deploy/api/messages deploy/websocket deploy/inspect deploy/admin deploy/dashboard deploy/openapi",
+    "deploy/ray": "",
     "deploy/cli/bench": "deploy",
     "deploy/cli/doctor": "deploy deploy/http",
     "deploy/cli/other_engines": "",
     "deploy/dashboard/playback": "deploy deploy/metrics deploy/api/schema deploy/websocket deploy/dashboard",
-    "deploy/cli": "deploy deploy/cli/other_engines deploy/http deploy/websocket deploy/dashboard deploy/server "
-    "deploy/dashboard/playback",
+    "deploy/cli": "deploy deploy/cli/other_engines deploy/http deploy/ray deploy/websocket deploy/dashboard "
+    "deploy/dashboard/playback deploy/server",
 }
 ENTRIES = {"deploy/__main__.py", "stages/__init__.py"}  # they only lead to other rooms: may import any
 ROOMS = {name: set(below.split()) for name, below in BELOW.items()}

@@ -202,6 +202,10 @@ def _session(connector: aiohttp.BaseConnector, headers: dict[str, str]) -> aioht
 
 
 def _make_engine(config: EngineConfig) -> AbstractAsyncContextManager[Engine]:
+    if config.executor == "ray":
+        from ..ray.ray_engine import RayEngine
+
+        return RayEngine(config.for_whole_answers())
     if config.data_parallel_size > 1:
         from ...stages.fleet.fleet_engine import FleetEngine
 

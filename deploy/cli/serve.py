@@ -56,7 +56,8 @@ def run(options: argparse.Namespace, engine_config: EngineConfig, server_config:
     gc.disable()  # until the server is ready: start-up objects live on, and scanning them takes a tenth of the start
     try:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
-            mode = choose_mode(server_config.mode, engine_config.data_parallel_size)
+            is_elsewhere = engine_config.executor == "ray"
+            mode = choose_mode(server_config.mode, engine_config.data_parallel_size, is_elsewhere=is_elsewhere)
             make_engine = partial(_make_engine, mode)
             return runner.run(serve(engine_config, server_config, make_engine, options.sources))
     finally:
@@ -240,18 +241,22 @@ class _StopSignals:
         os._exit(1)
 
 
-def choose_mode(requested: Literal["auto", "inline", "split"], num_engines: int = 1) -> Mode:
+def choose_mode(
+    requested: Literal["auto", "inline", "split"], num_engines: int = 1, *, is_elsewhere: bool = False
+) -> Mode:
     """The requested mode; "auto" is "inline", the simpler one, on all machines, and "split" for several engines.
 
-    Raises `ConfigError` for several engines in this process.
+    With `is_elsewhere`, engines run where an executor places them, also a single one. Raises `ConfigError` for such
+    engines, and for several, in this process.
 
     On two cores (Zen 4) "split" gains nothing: 1.02, 1.00 and 1.00 times the tokens/s of "inline" for SmolLM2's shape
     in W2, W4 and with 64 streams, and 0.98, 0.93 and 0.90 times for the bundled model with its short steps
     (tests/bench/results/split-mode-cpu.json). `tests/bench/split_mode.py` measures other machines.
     """
-    if num_engines > 1:
+    if num_engines > 1 or is_elsewhere:
         if requested == "inline":
-            message = f"mode = inline: data_parallel_size = {num_engines} has its engines in processes of their own"
+            setting = "executor = ray" if is_elsewhere else f"data_parallel_size = {num_engines}"
+            message = f"mode = inline: {setting} has its engines in processes of their own"
             raise ConfigError(f"{message}; leave mode out")
         return "split"
     return "inline" if requested == "auto" else requested
@@ -260,6 +265,10 @@ def choose_mode(requested: Literal["auto", "inline", "split"], num_engines: int 
 def _make_engine(mode: Mode, config: EngineConfig) -> AbstractAsyncContextManager[Engine]:
     if mode == "split":
         _import_beside("aiohttp")
+        if config.executor == "ray":
+            from ..ray.ray_engine import RayEngine
+
+            return RayEngine(config)
         if config.data_parallel_size > 1:
             from ...stages.fleet.fleet_engine import FleetEngine
 

@@ -20,16 +20,21 @@ from collections.abc import Mapping, Sequence
 
 from ..workers.thread_start import ThreadNotStarted, is_thread_shortage, start_thread
 from .oom_score import ENGINE, raise_oom_score
+from .transport import SocketTransport
 
 ORPHAN_S = 5.0  # that a child may take to end by itself after its parent has gone
 
 
 class Child:
-    """A child process, seen from its parent. `sock` is the parent's end."""
+    """A child process, seen from its parent. `sock` is the parent's end, and `transport` is over it."""
+
+    link_timeout_s: float | None = None  # the end of the process ends its link, so the link needs no pings
+    death_s = 1.0  # from the end of the link to that of the process
 
     def __init__(self, process: Process, sock: socket.socket) -> None:
         self.process = process
         self.sock = sock
+        self.transport = SocketTransport(sock)
 
     @classmethod
     async def start(cls, module: str, files: Sequence[int], environment: Mapping[str, str]) -> Child:
@@ -120,8 +125,9 @@ def _end_with_parent(number: int) -> None:
     If this process still lives ORPHAN_S later, ends it.
     """
     poll = select.poll()
-    poll.register(number, select.POLLHUP)
-    while not any(event & (select.POLLHUP | select.POLLERR | select.POLLNVAL) for _, event in poll.poll()):
+    closed = select.POLLHUP | getattr(select, "POLLRDHUP", 0)  # over TCP the first comes only when both ends close
+    poll.register(number, closed)
+    while not any(event & (closed | select.POLLERR | select.POLLNVAL) for _, event in poll.poll()):
         pass
     threading.Event().wait(ORPHAN_S)
     os._exit(1)

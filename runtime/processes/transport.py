@@ -63,6 +63,11 @@ class SocketTransport:
             for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
                 sock.setsockopt(socket.SOL_SOCKET, option, SOCKET_BYTES)
 
+    @property
+    def sock(self) -> socket.socket:
+        """The socket, for another transport over it in place of this one, which must not have started."""
+        return self._sock
+
     def start(
         self, on_readable: Callable[[], None], on_writable: Callable[[], None], timeout_s: float | None = None
     ) -> None:

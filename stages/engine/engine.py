@@ -71,6 +71,7 @@ class Engine(EngineStatus, ClientApi):
 
     mode: ClassVar[Literal["inline", "split"]] = "inline"  # whether the step loop is in this process or one of its own
     max_engines: ClassVar[int] = 1  # the largest `data_parallel_size`
+    is_on_ray: ClassVar[bool] = False  # whether its engine processes are actors of a Ray cluster
 
     def __init__(
         self,
@@ -90,6 +91,8 @@ class Engine(EngineStatus, ClientApi):
         if (count := self.config.data_parallel_size) > self.max_engines:
             many = "use FleetEngine or LLM for more" if self.max_engines == 1 else "start more servers"
             raise ConfigError(f"data_parallel_size = {count}: must be at most {self.max_engines} here; {many}")
+        if self.config.executor == "ray" and not self.is_on_ray:
+            raise ConfigError("executor = ray: use LLM, or millrace.deploy.ray.ray_engine.RayEngine")
         if opening is not None and opening.config != self.config:
             raise ConfigError("opening: must have the same settings as the engine")
         if logits_processor is not None:  # it must see each token before the next one is chosen

@@ -33,7 +33,7 @@ class LLM:
 
     The engine runs on an event loop and thread of its own. Calls block the calling thread, and also work inside a
     running event loop. Several threads may call at the same time. Close it, or use it as a context manager. With
-    `data_parallel_size` above 1 the engine is a `FleetEngine`.
+    `data_parallel_size` above 1 the engine is a `FleetEngine`, and with `executor` "ray" a `RayEngine`.
     """
 
     def __init__(self, model: str | None = None, config: EngineConfig | None = None, **overrides: Any) -> None:
@@ -200,10 +200,12 @@ class LLM:
 
 
 def _engine_class(config: EngineConfig, overrides: Mapping[str, Any]) -> type[Engine]:
+    # by name, as these rooms are above this one
+    if overrides.get("executor", config.executor) == "ray":
+        return cast("type[Engine]", import_module("...deploy.ray.ray_engine", __package__).RayEngine)
     if overrides.get("data_parallel_size", config.data_parallel_size) == 1:
         return Engine
-    fleet = import_module("..fleet.fleet_engine", __package__)  # by name, as that room is above this one
-    return cast("type[Engine]", fleet.FleetEngine)
+    return cast("type[Engine]", import_module("..fleet.fleet_engine", __package__).FleetEngine)
 
 
 def _as_prompts(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:

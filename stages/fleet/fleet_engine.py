@@ -21,6 +21,7 @@ from ...runtime.trace.format import MAX_U32
 from ..config import EngineConfig
 from ..engine.wiring import CLASSES, sketch
 from ..errors import ConfigError
+from ..executor.engine_host import StartHost
 from ..outputs import ModelInfo
 from ..pipeline import build_fleet_pipeline
 from ..split.engine_core import EngineCore
@@ -75,11 +76,16 @@ class FleetEngine(SplitEngine):
                 first_step=index * (MAX_U32 // count),  # steps of different processes have different numbers
                 cpus=place.cpus,
                 environment=place.environment,
+                start_host=self._start_host_of(index),
             )
             for index, place in enumerate(self._places)
         ]
         self._set = CoreSet(cores, table)
         return table, cores
+
+    def _start_host_of(self, index: int) -> StartHost | None:
+        """Starts an engine process in another way; None: as a child of this one."""
+        return None
 
     def _make_places(self) -> list[Place]:
         return places(self.config, Cpus.of_this_process(), environment_here())

@@ -17,10 +17,13 @@ WHOLE_BYTES = 64 << 20  # files up to this size are read whole
 SAMPLE_BYTES, SAMPLE_EVERY = 4 << 10, 1 << 20  # of larger ones; of these also the time of the last change counts
 
 
-def file_digests(root: Path) -> dict[str, str]:
-    """A digest of each file from which a model in the folder `root` may be loaded, by name."""
+def file_digests(root: Path, *, with_times: bool = True) -> dict[str, str]:
+    """A digest of each file from which a model in the folder `root` may be loaded, by name.
+
+    `with_times` False: of copies on different machines, which were written at different times.
+    """
     paths = sorted({path for pattern in FILES for path in root.glob(pattern) if path.is_file()})
-    return {path.name: _digest(path) for path in paths}
+    return {path.name: _digest(path, with_times) for path in paths}
 
 
 def check_same_files(found: Mapping[str, str], first: Mapping[str, str]) -> None:
@@ -34,7 +37,7 @@ def check_same_files(found: Mapping[str, str], first: Mapping[str, str]) -> None
             )
 
 
-def _digest(path: Path) -> str:
+def _digest(path: Path, with_times: bool) -> str:
     digest = blake2b(digest_size=16)
     with path.open("rb") as file:
         stat = os.fstat(file.fileno())
@@ -43,7 +46,8 @@ def _digest(path: Path) -> str:
             while part := file.read(SAMPLE_EVERY):
                 digest.update(part)
         else:
-            digest.update(b" %d" % stat.st_mtime_ns)
+            if with_times:
+                digest.update(b" %d" % stat.st_mtime_ns)
             for start in (*range(0, stat.st_size, SAMPLE_EVERY), stat.st_size - SAMPLE_BYTES):
                 digest.update(os.pread(file.fileno(), SAMPLE_BYTES, start))
     return digest.hexdigest()

@@ -19,6 +19,7 @@ from ...runtime.processes.link_channels import InboundChannel, OutboundChannel
 from ...runtime.processes.wire import WireError
 from ...runtime.trace.tracer import ring_bytes
 from ..config import EngineConfig
+from ..executor.engine_host import StartHost
 from ..messages import StepTokens, TokenRequest
 from ..outputs import ModelInfo
 from ..pipeline import ENTRY_CAPACITY, TEXT_CAPACITY, TO_DETOKENIZE, TO_SCHEDULE
@@ -64,7 +65,8 @@ class EngineCore:
 
     `requests` and `tokens` are the front process's halves of the channels to and from it; `make_tokens` makes the
     second one of a name, a capacity, a clock, and what to call with each item. `cpus` are those it may run on; none:
-    all. `environment` is added to that of this process.
+    all. `environment` is added to that of this process. With `start_host` the process may be on another machine: it
+    keeps its trace to itself, and loads files of its own.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class EngineCore:
         first_step: int = 0,
         cpus: Sequence[int] = (),
         environment: Mapping[str, str] | None = None,
+        start_host: StartHost | None = None,
     ) -> None:
         self.index = index
         sent = partial(table.sent, core=index)
@@ -96,6 +99,7 @@ class EngineCore:
         self._owner = owner
         self._cpus = tuple(cpus)
         self._environment = dict(environment or {})
+        self._start_host = start_host
         self._model_files: Mapping[str, str] | None = None  # digests of the files that the first process loaded
         self._start_limit_s = MIN_START_S
         self._next_check_s = 0.0
@@ -113,7 +117,8 @@ class EngineCore:
 
     async def start(self, config: EngineConfig, first_step: int | None = None) -> EngineReady:
         """Starts a process. Raises what its start raises."""
-        if not self.files:
+        is_elsewhere = self._start_host is not None
+        if not self.files and not is_elsewhere:
             self.files = [shared_file(ring_bytes()) for _ in range(NUM_RINGS)]
         env = self._owner._env
         began_s = env.now()
@@ -125,9 +130,10 @@ class EngineCore:
             on_lost=lambda: self._owner._core_lost(self),
             environment=self._environment,
             engine=self.index,
+            start_host=self._start_host,
         )
         first_step = self.last_step + STEPS_APART if first_step is None else first_step
-        setup = Setup(config, logs.settings(), first_step, self._model_files, self._cpus)
+        setup = Setup(config, logs.settings(), first_step, self._model_files, self._cpus, is_elsewhere)
         ready = await client.start(setup, self.files)
         self.info = ready.info
         if self._model_files is None:

@@ -76,12 +76,15 @@ log = get_logger("millrace.stages")
 class EngineProcess:
     """The engine process's main object; call `run` once, on the event loop."""
 
-    def __init__(self, sock: socket, files: Sequence[int], load: Load) -> None:
+    def __init__(self, sock: socket, files: Sequence[int], load: Load, *, link_timeout_s: float | None = None) -> None:
+        """`link_timeout_s` as of `Link`; the front process must have the same."""
         self._sock = sock
         self._files = files
         self._load = load
         self._env = LiveEnv()
-        self._link = Link(SocketTransport(sock), CODEC, self._receive, self._lost, only_reports=True)
+        self._link = Link(
+            SocketTransport(sock), CODEC, self._receive, self._lost, timeout_s=link_timeout_s, only_reports=True
+        )
         self._exit = CoreExit(self._post)
         self._requests: InboundChannel[TokenRequest] = InboundChannel(
             "->".join(TO_SCHEDULE), ENTRY_CAPACITY, self._env.now, self._arrived
@@ -177,20 +180,22 @@ class EngineProcess:
     def _load_checked(self, setup: Setup, phases: Phases) -> tuple[Any, Device, dict[str, str]]:
         """Loads the model, and checks that its files are those of the first process. Runs in a thread."""
         if setup.files is not None:
-            check_same_files(self._digests(setup.config), setup.files)
+            check_same_files(self._digests(setup), setup.files)
         loaded, device = self._load(setup.config, self._env, phases)
-        files = self._digests(setup.config)
+        files = self._digests(setup)
         if setup.files is not None:
             check_same_files(files, setup.files)  # again: they may have changed during the load
         return loaded, device, files
 
     @staticmethod
-    def _digests(config: EngineConfig) -> dict[str, str]:
+    def _digests(setup: Setup) -> dict[str, str]:
         from ..loading.early import resolve  # imported while the model is loaded
 
-        # loaded before, so the Hub need not be asked; elsewhere the files are pinned again, to find their folder
-        is_elsewhere = config.model is not None and "://" in config.model and not config.model.startswith("hf://")
-        return file_digests(resolve(config if is_elsewhere else replace(config, offline=True)))
+        # loaded before, so the Hub need not be asked; by other addresses files are pinned again, to find their folder
+        config = setup.config
+        has_address = config.model is not None and "://" in config.model and not config.model.startswith("hf://")
+        root = resolve(config if has_address else replace(config, offline=True))
+        return file_digests(root, with_times=not setup.is_elsewhere)
 
     async def _start_stages(self, setup: Setup, loaded: Any, device: Device) -> None:
         if not loaded.info.num_blocks:

@@ -17,9 +17,9 @@ from ...runtime.processes.child import Child
 from ...runtime.processes.frames import LinkError
 from ...runtime.processes.link import Link
 from ...runtime.processes.link_channels import InboundChannel, OutboundChannel
-from ...runtime.processes.transport import SocketTransport
 from ...runtime.processes.wire import WireError
 from ..errors import ConfigError, NotStartedError
+from ..executor.engine_host import EngineHost, StartHost
 from ..messages import StepTokens, TokenRequest
 from .protocol import (
     CODEC,
@@ -35,7 +35,6 @@ from .protocol import (
 
 MODULE = "millrace.stages.split.engine_process"
 ANSWER_S = 2.0  # that an engine may take to answer a question; then the caller uses the last known state
-DEATH_S = 1.0  # from the end of the link to that of the process
 
 log = get_logger("millrace.stages")
 
@@ -48,8 +47,8 @@ class EngineClient:
     """One engine process. Call `start` once.
 
     `died` resolves with how it ended, unless `stop` was called. `on_lost` is called before, when nothing comes from it
-    any more. `environment` is added to that of this process. `engine` is its index, for the
-    log.
+    any more. `environment` is added to that of this process. `engine` is its index, for the log. `start_host` starts
+    the process in another way than as a child of this one.
     """
 
     def __init__(
@@ -62,6 +61,7 @@ class EngineClient:
         on_lost: Callable[[], object] = lambda: None,
         environment: Mapping[str, str] = MappingProxyType({}),
         engine: int = 0,
+        start_host: StartHost | None = None,
     ) -> None:
         self._requests = requests
         self._tokens = tokens
@@ -70,9 +70,10 @@ class EngineClient:
         self._on_lost = on_lost
         self._environment = environment
         self._engine = engine
+        self._start_host = start_host
         self._numbers = itertools.count()
         self._pending_answers: dict[int, asyncio.Future[Any]] = {}
-        self._child: Child | None = None
+        self._child: EngineHost | None = None
         self._link: Link | None = None
         self._broken: LinkError | None = None
         self._is_stopping = False
@@ -96,10 +97,14 @@ class EngineClient:
         Raises what its start raised, or `EngineDied`.
         """
         try:
-            self._child = await Child.start(self._module, files, _environment() | dict(self._environment))
+            if self._start_host is not None:
+                self._child = await self._start_host()
+            else:
+                self._child = await Child.start(self._module, files, _environment() | dict(self._environment))
         except OSError as error:
             raise EngineDied(f"the engine process cannot be started: {error.strerror or error}") from error
-        self._link = Link(SocketTransport(self._child.sock), CODEC, self._receive, self._lost)
+        timeout_s = self._child.link_timeout_s
+        self._link = Link(self._child.transport, CODEC, self._receive, self._lost, timeout_s=timeout_s)
         self._link.add_outbound(self._requests)
         self._link.add_inbound(self._tokens)
         self._link.start()
@@ -193,7 +198,7 @@ class EngineClient:
         """The link is closed: waits for the process to end, or kills it."""
         assert self._child is not None
         try:
-            async with asyncio.timeout(DEATH_S):
+            async with asyncio.timeout(self._child.death_s):
                 how = await self._child.wait()
         except TimeoutError:
             self._child.kill()

@@ -57,6 +57,7 @@ class Setup:
     first_step: int  # step numbers continue after those of the previous engine process, for the trace
     files: Mapping[str, str] | None = None  # digests of the model's files that must be loaded; None: any
     cpus: Sequence[int] = ()  # that the process may run on; (): all
+    is_elsewhere: bool = False  # perhaps on another machine, whose files have other times
 
 
 @message

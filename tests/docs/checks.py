@@ -25,6 +25,7 @@ FOREIGN = {  # program -> flags of it that a page may name
     "npm": {"--prefix"},
     "systemctl": {"--now"},
     "pytest": {"--import-mode"},
+    "ray start": {"--head", "--num-cpus"},
     "ruff": {"--check"},
     "Schemathesis": {"--phases", "--include-path"},
 }

@@ -17,6 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 from millrace.runtime.env.env import Env
+from millrace.runtime.processes.transport import SocketTransport
 from millrace.runtime.simulation.run import SimEnv
 from millrace.runtime.startup.phases import Phases
 from millrace.stages.config import EngineConfig
@@ -106,9 +107,11 @@ class MemoryChild:
 
     env: SimEnv
     load: Load
+    death_s = 1.0
 
     def __init__(self, ours: MemorySocket, theirs: MemorySocket) -> None:
         self.sock, self.theirs = ours, theirs
+        self.transport, self.link_timeout_s = SocketTransport(ours), None  # type: ignore[arg-type]
         self.process = EngineProcess(theirs, (), self._load)  # type: ignore[arg-type]
         self.pid = id(self.process)
         self._task = asyncio.ensure_future(self.process.run())

@@ -1,0 +1,70 @@
+"""A Ray cluster of several nodes on this machine, and what is left of it."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import psutil
+
+SESSION = {"include_dashboard": False, "dashboard_port": None, "object_store_memory": 80 << 20}
+QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DISABLE_IMPORT_WARNING": "1",
+    "RAY_enable_metrics_collection": "0",
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_SERVE_ENABLE_TASK_EVENTS": "0",
+}
+
+
+class RayNodes:
+    """A head without CPUs, and `nodes` nodes with two CPUs each, as long as it is a context. Joins none of them."""
+
+    def __init__(self, nodes: int = 2, head_cpus: int = 0) -> None:
+        os.environ.update(QUIET)
+        from ray.cluster_utils import Cluster
+
+        store = SESSION["object_store_memory"]
+        head: dict[str, Any] = {"num_cpus": head_cpus, "include_dashboard": False, "object_store_memory": store}
+        self.cluster = Cluster(initialize_head=True, head_node_args=head)
+        self.nodes = [self.add() for _ in range(nodes)]
+
+    @property
+    def address(self) -> str:
+        return str(self.cluster.address)
+
+    def add(self) -> Any:
+        return self.cluster.add_node(num_cpus=2, object_store_memory=SESSION["object_store_memory"])
+
+    def remove(self, node_id: str) -> None:
+        """Kills the node's raylet, as when its machine fails; its workers end with it."""
+        (node,) = [one for one in self.nodes if one.node_id == node_id]
+        self.nodes.remove(node)
+        self.cluster.remove_node(node, allow_graceful=False)
+
+    def __enter__(self) -> RayNodes:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.cluster.shutdown()
+
+
+def actors_alive() -> list[int]:
+    """Ids of the processes that run engines as actors."""
+    running = psutil.process_iter(["cmdline"])
+    return [one.pid for one in running if any("EngineActor" in part for part in one.info["cmdline"] or ())]
+
+
+def resident_bytes() -> int:
+    """Of this process and of all of Ray's, with what they share counted once each."""
+    total = psutil.Process().memory_info().rss
+    for process in psutil.process_iter(["cmdline", "memory_info"]):
+        text = " ".join(process.info["cmdline"] or ())
+        if process.pid != os.getpid() and process.info["memory_info"] and is_of_ray(text):
+            total += process.info["memory_info"].rss
+    return int(total)
+
+
+def is_of_ray(command: str) -> bool:
+    parts = ("/ray/core/src/ray/", "/ray/_private/", "/ray/dashboard/", "/ray/autoscaler/")
+    return command.startswith("ray::") or any(part in command for part in parts)

@@ -35,6 +35,7 @@ CODES: dict[str, tuple[int, str]] = {
     "invalid_api_key": (401, "AuthenticationError"),
     "host_not_allowed": (403, "PermissionDeniedError"),
     "origin_not_allowed": (403, "PermissionDeniedError"),
+    "unsupported_operation": (403, "PermissionDeniedError"),
     "not_found": (404, "NotFoundError"),
     "model_not_found": (404, "NotFoundError"),
     "request_not_found": (404, "NotFoundError"),

@@ -157,6 +157,7 @@ class ModelInfo:
     kv_cache_dtype: str | None = None  # of keys and values; None for an encoder
     captured: CaptureReport | None = None  # CUDA graphs; None: kernels are launched one by one
     model_impl: ModelImpl = "millrace"  # whose modules compute a step
+    family: str | None = None  # the checkpoint's model_type; None: not known
     short_length: int = 0  # tokens; longer sequences have other rotary factors (LongRoPE). 0: all have the same
 
 

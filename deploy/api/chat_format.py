@@ -92,6 +92,11 @@ class ChatFormat:
         return self.tool_parser is not None and self._has_auto
 
     @property
+    def template_source(self) -> str:
+        """The chat template; empty if there is none."""
+        return "" if self._template is None else str(self._template.source)
+
+    @property
     def has_thoughts(self) -> bool:
         """Whether the model marks its reasoning, so that a thinking budget can be kept."""
         return self.reasoning_parser is not None and self.reasoning_parser.markers is not None

@@ -138,8 +138,11 @@ class Service:
         return self.chat_format
 
     def require_model(self, name: str | None) -> None:
-        """Raises `ApiError` 404 for a model that is not served here. None means the served model."""
-        if name is not None and name not in self.model_names:
+        """Raises `ApiError` 404 for a model that is not served here. None means the served model.
+
+        Ollama's clients add a tag to names that have none: `name:latest` is `name`.
+        """
+        if name is not None and name not in self.model_names and name.removesuffix(":latest") not in self.model_names:
             adapters = None if self.engine is None else self.engine.adapters
             if adapters is not None and name in adapters.registry:
                 message = f"model = {shorten(repr(name), 128)}: is a LoRA adapter, and adapters do not serve embeddings"
@@ -158,7 +161,7 @@ class Service:
         adapters = None if self.engine is None else self.engine.adapters
         if name is not None and name not in self.model_names and adapters is not None:
             bases = [base for base in self.model_names if name.startswith(f"{base}:")]
-            for own in (name, *(name[len(base) + 1 :] for base in bases)):
+            for own in (name, *(name[len(base) + 1 :] for base in bases), name.removesuffix(":latest")):
                 if own in adapters.registry:
                     return AdapterRef(own)
         self.require_model(name)

@@ -16,26 +16,33 @@ from .sized_threads import run_sized
 
 T = TypeVar("T")
 
+FORMS = ("application/x-www-form-urlencoded", "application/octet-stream")  # of `curl -d`, and of no type at all
+_FROM_BROWSERS = frozenset({"Origin", "Referer", "Sec-Fetch-Site", "Sec-Fetch-Mode"})
 MAX_CHUNKS = 16_384  # of a chunked body; each costs microseconds, even if it is one byte
 
 
 async def read(
-    request: web.Request, config: ServerConfig, threads: Executor, make: Callable[[Mapping[str, Any]], T]
+    request: web.Request,
+    config: ServerConfig,
+    threads: Executor,
+    make: Callable[[Mapping[str, Any]], T],
+    takes_forms: bool = False,
 ) -> T:
     """Returns `make(body)` for the JSON object in the request's body.
 
     `ApiError` 400, 408, 413 or 415. A body over `INLINE_BYTES` is parsed, and `make` called, in a thread. `make`
-    must not touch objects of the loop.
+    must not touch objects of the loop. With `takes_forms`, the JSON may come as the content of a form, as `curl -d`
+    labels it, though not from a browser: there a foreign page could send it without being asked first.
     """
-    data = await _read_bytes(request, config)
+    data = await _read_bytes(request, config, takes_forms and not _FROM_BROWSERS.intersection(request.headers))
     limits = JsonLimits(num_bytes=config.max_body_bytes)
     if len(data) <= INLINE_BYTES:
         return make(parse_object(data, limits))
     return await run_sized(threads, len(data), lambda: make(parse_object(data, limits)))
 
 
-async def _read_bytes(request: web.Request, config: ServerConfig) -> bytes:
-    if request.content_type != "application/json":
+async def _read_bytes(request: web.Request, config: ServerConfig, takes_forms: bool) -> bytes:
+    if request.content_type != "application/json" and not (takes_forms and request.content_type in FORMS):
         raise ApiError("unsupported_media_type", "the body must be sent as Content-Type: application/json")
     if (request.charset or "utf-8").lower() not in ("utf-8", "utf8", "us-ascii"):
         raise ApiError("unsupported_media_type", "the body must be UTF-8")

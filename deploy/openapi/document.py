@@ -148,6 +148,14 @@ def _response(description: str, contents: Iterable[Content], operation: Operatio
 def _content(content: Content, operation: Operation) -> Schema:
     if content.shape is not None:
         return _ref(content.shape)
+    if content.line is not None:
+        one = {"anyOf": [_ref(content.line), _ref(operation.error)]}
+        lines = {
+            "description": "JSON objects, one a line",
+            "contentMediaType": "application/json",
+            "contentSchema": one,
+        }
+        return {"type": "string"} | lines
     if content.event is None:
         return {"type": "string"}
     data = {
@@ -188,6 +196,7 @@ def _schemas(operations: Iterable[Operation], config: ServerConfig) -> dict[str,
         models[operation.error] = None
         contents = [content for answer in operation.answers.values() for content in answer]
         found = [operation.body, *(content.shape for content in contents), *(content.event for content in contents)]
+        found += [content.line for content in contents]
         models |= dict.fromkeys(model for model in found if model is not None)
     _, generated = models_json_schema([(model, "validation") for model in models], ref_template=REF)
     schemas: dict[str, Schema] = generated["$defs"]

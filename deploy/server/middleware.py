@@ -12,6 +12,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from ...runtime.env.log import bound, get_logger
 from ..api.messages.events import MESSAGES_PATH, error_body
+from ..api.ollama.lines import OLLAMA_PREFIX, ollama_error
 from ..api.service import Service
 from ..errors import ApiError, describe, not_serving, shorten, unforeseen
 from ..http.api_keys import ApiKeys
@@ -26,10 +27,11 @@ SWITCHING_PROTOCOLS = 101
 log = get_logger("millrace.deploy")
 
 
-def identify(count_rejection: Callable[[str], object]) -> Middleware:
+def identify(count_rejection: Callable[[str], object], root_path: str = "") -> Middleware:
     """Middleware that sets a request's id and trace, and turns exceptions into responses.
 
-    The id and the trace id are bound to log lines; `count_rejection` gets the code of each error.
+    The id and the trace id are bound to log lines; `count_rejection` gets the code of each error. `root_path` may stand
+    before the paths of the APIs whose errors have shapes of their own.
     """
 
     @web.middleware
@@ -46,14 +48,17 @@ def identify(count_rejection: Callable[[str], object]) -> Middleware:
             except Exception as error:
                 api_error = describe(error) or _unforeseen(request, error)
             count_rejection(api_error.code)
-            return error_response(api_error, _body(request, api_error))
+            return error_response(api_error, _body(request, api_error, root_path))
 
     return middleware
 
 
-def _body(request: web.Request, error: ApiError) -> Mapping[str, Any] | None:
-    """The error body of the Messages API for its paths; None elsewhere."""
-    return error_body(error, request[REQUEST_ID]) if request.path.startswith(MESSAGES_PATH) else None
+def _body(request: web.Request, error: ApiError, root_path: str) -> Mapping[str, Any] | None:
+    """The error body of the Messages API and of Ollama's for their paths; None elsewhere."""
+    path = request.path.removeprefix(root_path)
+    if path.startswith(MESSAGES_PATH):
+        return error_body(error, request[REQUEST_ID])
+    return ollama_error(error) if path.startswith(OLLAMA_PREFIX) else None
 
 
 def _unforeseen(request: web.Request, error: Exception) -> ApiError:

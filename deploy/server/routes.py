@@ -9,6 +9,9 @@ from aiohttp import web
 
 from ..api.messages.events import MESSAGES_PATH
 from ..api.messages.routes import MessagesRoutes
+from ..api.ollama.embeddings import OllamaEmbeddings
+from ..api.ollama.model_routes import CHANGES, OllamaModelRoutes
+from ..api.ollama.routes import OllamaRoutes
 from ..api.openai.embeddings import EmbeddingRoutes
 from ..api.openai.generation import GenerationRoutes
 from ..api.openai.models import ModelRoutes
@@ -45,6 +48,9 @@ class Routes:
         self.responses = ResponseService(self._generation, threads)
         self._response_routes = ResponsesRoutes(self.responses, threads)
         self._messages = MessagesRoutes(self._generation, threads)
+        self._ollama = OllamaRoutes(self._generation, threads)
+        self._ollama_models = OllamaModelRoutes(service, threads)
+        self._ollama_embeddings = OllamaEmbeddings(self._embeddings)
         self.sockets = Hub(self._generation, self.responses, metrics, threads)
         self.feed = Feed(service, metrics, threads, package_version())
 
@@ -103,6 +109,7 @@ class Routes:
             web.get("/v1/responses/{id}/input_items", responses.input_items),
             web.post(MESSAGES_PATH, messages.create, expect_handler=expect),
             web.post(f"{MESSAGES_PATH}/count_tokens", messages.count_tokens, expect_handler=expect),
+            *self._ollama_table(),
             web.get("/v1/stream", self.sockets.stream, allow_head=False),
             web.get("/stream-demo", self._pages.stream_demo),
             *(web.get(path, self._pages.dashboard) for path in ("/", "/dashboard")),
@@ -115,6 +122,25 @@ class Routes:
             web.post("/tokenize", tokenize.tokenize, expect_handler=expect),
             web.post("/detokenize", tokenize.detokenize, expect_handler=expect),
             web.delete("/v1/requests/{id:(?!.+/explain$).+}", generation.abort),  # `inspect` has `explain`
+        ]
+
+    def _ollama_table(self) -> list[web.RouteDef]:
+        """The routes below `/api`."""
+        models, embeddings = self._ollama_models, self._ollama_embeddings
+        posts = {
+            "chat": self._ollama.chat,
+            "generate": self._ollama.generate,
+            "embed": embeddings.embed,
+            "embeddings": embeddings.embeddings,
+            "show": models.show,
+            "pull": models.pull,
+        }
+        return [
+            *(web.post(f"/api/{name}", handler, expect_handler=expect) for name, handler in posts.items()),
+            web.get("/api/tags", models.tags),
+            web.get("/api/ps", models.ps),
+            web.get("/api/version", models.version),
+            *(web.route("DELETE" if path.endswith("delete") else "POST", path, models.refuse) for path in CHANGES),
         ]
 
     async def stop(self, app: web.Application) -> None:

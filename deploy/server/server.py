@@ -155,7 +155,7 @@ class Server:
         others |= dict.fromkeys(inside.handlers | admin.runtime_handlers, inside.keys)
         gate = OriginCheck.of(self.config)
         middlewares = [
-            identify(self.metrics.count_rejection),
+            identify(self.metrics.count_rejection, self.config.root_path),
             guard(gate),
             check_keys(ApiKeys(self.config.api_key), others, open_paths),
             take_in(self.service, routes.new_work, routes.open_ended),

@@ -199,6 +199,7 @@ def _put_together(
         quantization=computing.quantization,
         weights=computing.weights,
         kv_cache_dtype=computing.kv_cache_dtype,
+        family=shape.family,
         short_length=runner.short_length,
     )
     if text.encoder.yes_no is not None:

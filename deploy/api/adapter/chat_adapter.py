@@ -100,13 +100,14 @@ class AnswerParts:
 
     def __init__(self, outbox: RequestOutbox, turn: AssistantTurn | None = None) -> None:
         self.end: AnswerEnd | None = None
-        self._outbox = outbox
+        self.token_ids: list[int] = []  # of the answer so far
+        self.outbox = outbox
         self._reader = PartsReader(turn)
 
     @property
     def usage(self) -> TokenUsage:
         """Token counts so far."""
-        outbox = self._outbox
+        outbox = self.outbox
         num_reasoning = self._reader.num_reasoning_tokens
         return TokenUsage(
             outbox.num_prompt_tokens, outbox.num_cached_tokens, outbox.num_generated_tokens, num_reasoning
@@ -118,7 +119,8 @@ class AnswerParts:
     async def __anext__(self) -> list[Part]:
         parts: list[Part] = []
         while not parts:
-            for delta in await anext(self._outbox):
+            for delta in await anext(self.outbox):
+                self.token_ids += delta.token_ids
                 parts += self._reader.read(delta)
         if isinstance(parts[-1], AnswerEnd):
             self.end = parts[-1]

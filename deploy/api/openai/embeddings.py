@@ -39,7 +39,7 @@ B = TypeVar("B", bound=PooledBody)
 
 
 @dataclass(frozen=True, slots=True)
-class _PooledAnswer(Generic[B]):
+class PooledAnswer(Generic[B]):
     """A finished request, ready to be written as JSON."""
 
     body: B
@@ -58,19 +58,25 @@ class EmbeddingRoutes:
 
     async def embeddings(self, request: web.Request) -> web.Response:
         """`POST /v1/embeddings`."""
-        return await self._answer(request, EmbeddingBody, "embd-", _embeddings)
+        return await self.answer(request, EmbeddingBody, "embd-", _embeddings)
 
     async def score(self, request: web.Request) -> web.Response:
         """`POST /score` and `/v1/score`."""
-        return await self._answer(request, ScoreBody, "score-", _scores)
+        return await self.answer(request, ScoreBody, "score-", _scores)
 
     async def rerank(self, request: web.Request) -> web.Response:
         """`POST /rerank`, `/v1/rerank` and `/v2/rerank`."""
-        return await self._answer(request, RerankBody, "rerank-", _ranks)
+        return await self.answer(request, RerankBody, "rerank-", _ranks)
 
-    async def _answer(
-        self, request: web.Request, kind: type[B], prefix: str, write: Callable[[_PooledAnswer[B]], bytes]
+    async def answer(
+        self,
+        request: web.Request,
+        kind: type[B],
+        prefix: str,
+        write: Callable[[PooledAnswer[B]], bytes],
+        takes_forms: bool = False,
     ) -> web.Response:
+        """The answer to a body of this kind, as `write` makes it; for `takes_forms` see `body_reader.read`."""
         info = self.service.require_engine().info
         if issubclass(kind, PairsBody):
             check_scoring(info)
@@ -81,12 +87,14 @@ class EmbeddingRoutes:
             self.service.require_model(body.model)
             return body, ignored, body.request("", info.tasks)
 
-        body, ignored, engine_request = await read(request, self.service.config, self._threads, make)
+        body, ignored, engine_request = await read(
+            request, self.service.config, self._threads, make, takes_forms=takes_forms
+        )
         if body.request_id is not None:
             request[REQUEST_ID] = checked_request_id(body.request_id)
         outbox, vectors = await self._compute(request, body, engine_request, prefix)
         head = {"id": outbox.request_id, "model": self.service.model_names[0]}
-        done = _PooledAnswer(body, outbox, vectors, head, info)
+        done = PooledAnswer(body, outbox, vectors, head, info)
         if sum(map(len, done.vectors)) <= INLINE_NUMBERS:
             data = write(done)
         else:
@@ -111,7 +119,7 @@ class EmbeddingRoutes:
             self.service.close(answer_id, cause)
 
 
-def _embeddings(done: _PooledAnswer[EmbeddingBody]) -> bytes:
+def _embeddings(done: PooledAnswer[EmbeddingBody]) -> bytes:
     """Writes one embedding per call of orjson, as one call for all would hold the GIL too long."""
     in_base64 = done.body.encoding_format == "base64"
     items = []
@@ -123,13 +131,13 @@ def _embeddings(done: _PooledAnswer[EmbeddingBody]) -> bytes:
     return b"%b,%b%b],%b%b}" % (opening, b'"data":[', b",".join(items), b'"usage":', orjson.dumps(_usage(done.outbox)))
 
 
-def _scores(done: _PooledAnswer[ScoreBody]) -> bytes:
+def _scores(done: PooledAnswer[ScoreBody]) -> bytes:
     scores = done.body.pairs().scores(done.vectors, done.info.tasks, done.info.pooling)
     data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
     return orjson.dumps(_opening(done.head) | {"data": data, "usage": _usage(done.outbox)})
 
 
-def _ranks(done: _PooledAnswer[RerankBody]) -> bytes:
+def _ranks(done: PooledAnswer[RerankBody]) -> bytes:
     body = done.body
     scores = body.pairs().scores(done.vectors, done.info.tasks, done.info.pooling)
     best = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n or None]

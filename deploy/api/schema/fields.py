@@ -196,3 +196,24 @@ ANTHROPIC_SYSTEM = nullable({"anyOf": [_TEXT, {"type": "array", "items": _TEXT_B
 ANTHROPIC_TOOLS = nullable(
     array(_object({"name": _CALLED}, description=nullable(_TEXT), input_schema={"type": "object"}), MAX_TOOLS)
 )
+
+# -- messages of Ollama's API
+
+_OLLAMA_CALL = _object({"function": _object({"name": _CALLED_BEFORE}, arguments=nullable({"type": "object"}))})
+_OLLAMA_TURNS = {
+    "user": {},
+    "system": {},
+    "tool": {"tool_name": nullable({"type": "string", "maxLength": 64}), "tool_call_id": nullable(_CALL_ID)},
+    "assistant": {"thinking": nullable(_TEXT), "tool_calls": nullable(array(_OLLAMA_CALL, 4096))},
+}
+OLLAMA_MESSAGES: Schema = nullable(
+    array(
+        {
+            "anyOf": [
+                _object({"role": {"const": role}}, content=nullable(_TEXT), images=nullable(array(_TEXT, 0)), **more)
+                for role, more in _OLLAMA_TURNS.items()
+            ]
+        },
+        4096,
+    )
+)

@@ -32,6 +32,8 @@ _OFF_WHEN_EMPTY = (
 REASONS = {
     "suffix": "this server does not fill in the middle; leave it out, or write the model's markers into the prompt",
     "echo": "only supported on /v1/completions; leave it out",
+    "images": "this model takes text only; leave images out",
+    "template": "a request cannot bring its own; start the server with --chat-template, or send raw = true",
     "functions": "not supported by this server; send tools instead",
     "function_call": "not supported by this server; send tools and tool_choice instead",
 }

@@ -16,10 +16,11 @@ from .admin import ADMIN
 from .embeddings import NUMBERS
 from .generation import GENERATION
 from .messages import MESSAGES
+from .ollama import OLLAMA
 from .operation import Content, Operation
 from .responses import RESPONSES
 from .server import PAGES, SERVER
 
 __all__ = ["OPERATIONS", "Content", "Operation"]
 
-OPERATIONS: tuple[Operation, ...] = (*GENERATION, *NUMBERS, *RESPONSES, *MESSAGES, *SERVER, *PAGES, *ADMIN)
+OPERATIONS: tuple[Operation, ...] = (*GENERATION, *NUMBERS, *RESPONSES, *MESSAGES, *OLLAMA, *SERVER, *PAGES, *ADMIN)

@@ -24,6 +24,7 @@ class Content:
     content_type: str = "application/json"
     event: type[BaseModel] | None = None
     is_named: bool = False  # events have names, and the stream has no [DONE]
+    line: type[BaseModel] | None = None  # the model of each line of a stream of JSON lines
 
 
 Answers = Mapping[int, tuple[Content, ...]]  # by HTTP status, without errors
@@ -78,6 +79,10 @@ def json_or_events(shape: type[BaseModel], event: type[BaseModel]) -> Answers:
 
 def json_or_named_events(shape: type[BaseModel], event: type[BaseModel]) -> Answers:
     return {200: (Content(shape), Content(content_type="text/event-stream", event=event, is_named=True))}
+
+
+def json_or_lines(shape: type[BaseModel], line: type[BaseModel]) -> Answers:
+    return {200: (Content(shape), Content(content_type="application/x-ndjson", line=line))}
 
 
 def text(content_type: str) -> Answers:

@@ -106,10 +106,10 @@ function listen(app) {
   };
 }
 
-// While an answer grows, the page stays at its end if it was there.
+// The page goes to the end of the conversation with a new answer, and stays there while that grows, unless it is scrolled.
 function follow() {
   const page = document.scrollingElement;
   const isAtEnd = page.scrollHeight - page.scrollTop - page.clientHeight < 160;
-  const isFresh = chat.running || performance.now() - (chat.tree.nodes[chat.watched]?.endedMs ?? -1e9) < 200;
-  if (isFresh && isAtEnd) page.scrollTop = page.scrollHeight;
+  const [now, { follow: from, settle: until }] = [performance.now(), chat.scroll];
+  if (now < from || (isAtEnd && (chat.running || now < until))) page.scrollTop = page.scrollHeight;
 }

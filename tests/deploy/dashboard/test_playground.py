@@ -82,7 +82,7 @@ def test_a_chat_of_three_turns_ends_with_the_result_of_a_tool(page: Any):
     send(page, "And where?")
     page.locator("summary", has_text="Tools").click()
     page.get_by_label("Tools JSON").fill(json.dumps(SPEED))
-    page.get_by_label("Calls").select_option("required")
+    page.get_by_label("Tool choice").select_option("required")
     page.get_by_label("Max tokens").fill("60")
     send(page, "Slower, please.")
     arguments = json.loads(page.locator("[data-figure=arguments]").text_content())
@@ -186,9 +186,15 @@ def test_the_server_names_the_wrong_field_and_a_base_model_completes(page: Any):
     page.locator("[data-figure=end]", has_text="field top_p").wait_for()
     page.complaints.clear()
     page.get_by_label("Top p").fill("")
+    chooses = (
+        "async (mode) => (await import('/static/dashboard/chat/body.js')).isChat({ mode }, { has_template: false })"
+    )
+    assert [page.evaluate(chooses, mode) for mode in ("auto", "completion", "chat")] == [False, False, True]
     page.get_by_text("Completion", exact=True).click()
     page.locator("button", has_text="New").click()
+    page.get_by_label("Answers").fill("2")
     send(page, "Once upon a time")
+    page.locator("[data-figure=version]", has_text="1 / 2").wait_for()
     send(page, " and then")
     assert page.bodies[-1]["prompt"].startswith("Once upon a time") and page.bodies[-1]["prompt"].endswith(" and then")
 

@@ -12,12 +12,13 @@ export const isChat = (settings, offered) =>
 
 // `path`: the turns to answer. Throws `SyntaxError` with the field's name for JSON that is none.
 export function chatBody(settings, path, offered) {
-  const messages = path.map(message);
+  const messages = path.filter(({ role, text, calls }) => role !== "assistant" || text || calls?.length).map(message);
   if (settings.system.trim()) messages.unshift({ role: "system", content: settings.system });
   const body = { ...common(settings), messages };
   if (settings.reasoning_effort) body.reasoning_effort = settings.reasoning_effort;
   const tools = readTools(settings.tools);
   if (tools.length) Object.assign(body, { tools, tool_choice: toolChoice(settings, path, offered) });
+  if (tools.length && !settings.has_parallel_calls) body.parallel_tool_calls = false;
   return body;
 }
 

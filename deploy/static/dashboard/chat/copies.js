@@ -3,6 +3,7 @@
 const OPENAI = new Set([
   "model", "messages", "prompt", "max_tokens", "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "n",
   "stop", "response_format", "reasoning_effort", "tools", "tool_choice",
+  "parallel_tool_calls",
 ]);
 
 export function curl(url, path, body, hasKey) {

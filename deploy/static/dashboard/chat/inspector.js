@@ -11,7 +11,7 @@ const WIDTH = 320; // pixels, as in the style sheet
 // A token in a line of text: quoted, with its white space visible.
 export const shown = (text) => (text === "" ? "end of turn" : JSON.stringify(text).slice(1, -1).replaceAll('\\"', '"').replace(/^ | $/g, "␣"));
 
-const probability = (logprob) => percent(Math.exp(logprob));
+const probability = (logprob) => (Math.exp(logprob) < 0.0005 ? "<0.1 %" : percent(Math.exp(logprob)));
 
 export function describe(node, at) {
   const { text, ms, logprob, isDrafted } = node.tokens[at];

@@ -11,8 +11,12 @@ export const headersOf = (app) => (app.feed.keys.key ? { Authorization: `Bearer 
 
 export const offeredBy = (app) => app.feed.hello?.chat ?? null;
 
-// Adds a turn of the user below `parent` and answers it. In a plain completion an empty text is no turn of its own.
-export function say(app, parent, text) {
+// Adds a turn of the user below `last` and answers it. In a plain completion an empty text is no turn of its own. After an
+// answer without text, the turn is another version of the one before that.
+export function say(app, last, text) {
+  const asked = last && chat.tree.parentOf(last);
+  const isVain = text && last?.mode === "chat" && !last.text && !last.calls.length && asked?.role === "user";
+  const parent = isVain ? chat.tree.parentOf(asked) : last;
   const node = text ? chat.tree.add(parent, { role: "user", text }) : parent;
   answer(app, node);
 }
@@ -91,7 +95,7 @@ async function run(app, answers, makeBody) {
   const name = `chat-${Date.now().toString(36)}${Math.floor(1296 * Math.random()).toString(36)}`;
   const shown = { max_tokens: settings.max_tokens, model: settings.model };
   for (const node of answers) Object.assign(node, { sentMs: performance.now(), endedMs: null, settings: shown, error: null });
-  Object.assign(chat, { watched: answers[0].id, token: null, editing: null, said: "The answer begins.", note: "" });
+  Object.assign(chat, { watched: answers[0].id, token: null, editing: null, said: "The answer begins.", note: "", scroll: { follow: performance.now() + 300, settle: 0 } });
   delete app.feed.data.request;
   app.redraw();
   let end = null;
@@ -110,7 +114,7 @@ async function run(app, answers, makeBody) {
     finish(node, node.end ?? end);
   }
   if (chat.running === running) chat.running = null;
-  chat.said = said(answers[0]);
+  Object.assign(chat, { said: said(answers[0]), scroll: { follow: 0, settle: performance.now() + 300 } });
   save();
   app.redraw();
 }

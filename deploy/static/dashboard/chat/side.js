@@ -38,8 +38,9 @@ export function Side({ app, isChat, offered }) {
       <label>Tools <small>JSON: a list of functions</small><textarea rows="7" class="code" spellcheck="false" value=${settings.tools} onInput=${set("tools")} aria-invalid=${wrong ? "true" : null}></textarea></label>
       ${wrong && html`<p class="note warn" role="status">${wrong}</p>`}
       ${!settings.tools && html`<button class="quiet" onClick=${() => { settings.tools = EXAMPLE; save(); app.redraw(); }}>Insert an example</button>`}
-      <label>Calls <select value=${settings.tool_choice} onChange=${set("tool_choice")}><option value="auto">the model decides</option><option value="required">at least one</option><option value="none">none</option>${names(settings.tools).map((name) => html`<option value=${name}>${name}</option>`)}</select></label>
+      <label>Tool choice <select value=${settings.tool_choice} onChange=${set("tool_choice")}><option value="auto">the model decides</option><option value="required">at least one</option><option value="none">none</option>${names(settings.tools).map((name) => html`<option value=${name}>${name}</option>`)}</select></label>
       ${settings.tool_choice === "auto" && offered?.has_auto_tools === false && html`<p class="note">This server lets no model decide by itself (--tool-call-parser): choose at least one.</p>`}
+      <label class="check"><input type="checkbox" checked=${settings.has_parallel_calls} onChange=${set("has_parallel_calls")} /> several calls at once</label>
       <p class="note">A forced call is asked for once: after its result the model answers.</p>
     <//>`}
     <${Fold} title="Inspection" isOpen=${false}>

@@ -7,7 +7,7 @@ const KEY = "millrace.chat";
 export const DEFAULTS = {
   model: "", mode: "auto", system: "", max_tokens: "400", temperature: "", top_p: "", top_k: "", min_p: "",
   presence_penalty: "", frequency_penalty: "", repetition_penalty: "", seed: "", n: "", priority: "", stop: "",
-  format: "text", schema: "", reasoning_effort: "", tools: "", tool_choice: "auto", inspects: true, colours: "plain",
+  format: "text", schema: "", reasoning_effort: "", tools: "", tool_choice: "auto", has_parallel_calls: true, inspects: true, colours: "plain",
 };
 
 const saved = read();
@@ -22,6 +22,7 @@ export const chat = {
   watched: saved.watched ?? null, // id of the turn whose waterfall is subscribed
   token: null, // { node, at, isPinned }: the inspected token
   editing: null, // id of the turn that is edited
+  scroll: { follow: 0, settle: 0 }, // the page goes to the end until then; stays there until then
   said: "", // for screen readers
   note: "", // e.g. copied
 };

@@ -31,7 +31,7 @@ export function Strip({ app, node }) {
 export function keepExplained(app) {
   const node = chat.tree.nodes[chat.watched];
   const told = app.feed.data.request;
-  if (!node || !told?.sequences || told.id !== node.requestId) return;
+  if (app.feed.isPast || !node || !told?.sequences || told.id !== node.requestId) return;
   for (const other of Object.values(chat.tree.nodes)) if (other.requestId === told.id) other.explained = told;
 }
 

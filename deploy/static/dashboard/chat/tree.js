@@ -54,7 +54,7 @@ export class Tree {
   // Without what only a running page needs: waterfalls, and the state of a stream.
   toJSON() {
     const nodes = {};
-    for (const [id, { explained, isRunning, progress, ...kept }] of Object.entries(this.nodes))
+    for (const [id, { explained, isUnfolded, isRunning, progress, ...kept }] of Object.entries(this.nodes))
       nodes[id] = isRunning ? { ...kept, end: { kind: "reload" } } : kept;
     return { nodes, picked: this.picked, lastId: this.lastId };
   }

@@ -16,11 +16,11 @@ function Turn({ app, node }) {
   const isAnswer = node.role === "assistant";
   const name = node.role === "tool" ? `Result of ${node.name}` : NAMES[node.role];
   return html`<li class=${`turn ${node.role}`} data-turn=${node.role}>
-    <header><h2>${name}</h2>${node.branchOf && html`<span class="badge">branch at token ${node.branchOf.at + 1}</span>`}<${Switcher} app=${app} node=${node} /></header>
+    <header><h2>${name}</h2>${node.branchOf && html`<span class="badge">branch at token ${node.branchOf.at + 1}</span>`}<${Switcher} app=${app} node=${node} />${!isAnswer && chat.editing !== node.id && html`<${Actions} app=${app} node=${node} />`}</header>
     ${chat.editing === node.id ? html`<${Editor} app=${app} node=${node} />` : isAnswer ? html`<${Answer} app=${app} node=${node} />` : html`<div class="text">${node.text}</div>`}
     ${isAnswer && html`<${End} app=${app} node=${node} />`}
     ${isAnswer && (node.requestId || node.isRunning) && html`<${Strip} app=${app} node=${node} />`}
-    ${chat.editing !== node.id && !node.isRunning && html`<${Actions} app=${app} node=${node} />`}
+    ${isAnswer && chat.editing !== node.id && !node.isRunning && html`<${Actions} app=${app} node=${node} />`}
   </li>`;
 }
 

@@ -1,7 +1,7 @@
-"""Sampling parameters of a request, with the valid range of each field.
+"""Sampling parameters of a request, checked.
 
-Field names and meanings are vLLM's. Checks that need the model, such as the vocabulary size, are in
-`request_limits.py`.
+`kernels/layout/sampling_fields.py` says what each field means, and its range. Names and meanings are vLLM's.
+Checks that need the model, such as the vocabulary size, are in `request_limits.py`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+from ..kernels.layout import sampling_fields
+from ..kernels.layout.sampling_fields import FIELDS, RANGED, Kind
 from .errors import Refused
 from .structured_outputs import StructuredOutputs
 
-MAX_N = 128
-MAX_LOGPROBS = 20
+MAX_N = sampling_fields.MAX_N
+MAX_LOGPROBS = sampling_fields.MAX_LOGPROBS
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_LOGIT_BIAS = 1024
@@ -27,21 +29,10 @@ MAX_BAD_WORD_CHARS = 64
 
 # field -> (least, most); the OpenAPI schema documents the same ranges
 COUNTS: Mapping[str, tuple[int, int]] = {
-    "n": (1, MAX_N),
-    "max_tokens": (0, 2**31 - 1),
-    "min_tokens": (0, 2**31 - 1),
-    "top_k": (-1, 2**31 - 1),
-    "seed": (-(2**63), 2**63 - 1),
-    "logprobs": (0, MAX_LOGPROBS),
-    "prompt_logprobs": (0, MAX_LOGPROBS),
+    field.name: (int(field.least), int(field.most)) for field in RANGED if field.kind is Kind.WHOLE
 }
 NUMBERS: Mapping[str, tuple[float, float]] = {
-    "temperature": (0.0, 2.0),
-    "top_p": (0.0, 1.0),  # 0 itself is invalid
-    "min_p": (0.0, 1.0),
-    "presence_penalty": (-2.0, 2.0),
-    "frequency_penalty": (-2.0, 2.0),
-    "repetition_penalty": (0.01, 10.0),
+    field.name: (field.least, field.most) for field in RANGED if field.kind is Kind.NUMBER
 }
 MAX_BIAS = 100.0
 
@@ -53,23 +44,23 @@ class SamplingParams:
     Raises `Refused` on construction for an invalid field; the error names the field, its value and the range.
 
     The sampler applies, in this order: penalties, logit_bias, min_tokens, allowed_token_ids, bad_words,
-    structured_outputs, temperature, top_k, top_p, min_p.
+    structured_outputs, temperature, then the cuts in the order of `sampling_fields.CUTS`.
     """
 
     most_logprobs: ClassVar[int] = MAX_LOGPROBS
 
-    n: int = 1  # choices per prompt
+    n: int = 1
     max_tokens: int | None = 16  # None: up to the end of the context; 0: only compute the prompt
-    min_tokens: int = 0  # before so many tokens, EOS and stop token ids are masked
-    temperature: float = 1.0  # 0 is greedy and ignores top_k, top_p and min_p
-    top_p: float = 1.0  # keep the smallest set of tokens with this total probability; 1 is off
-    top_k: int = 0  # keep the k likeliest; 0 or -1 is off
-    min_p: float = 0.0  # keep tokens with at least this share of the highest probability; 0 is off
-    presence_penalty: float = 0.0  # subtracted from the logit of each token generated before
-    frequency_penalty: float = 0.0  # subtracted once for each earlier generation of the token
-    repetition_penalty: float = 1.0  # of prompt and answer tokens: divides positive logits, multiplies others
+    min_tokens: int = 0
+    temperature: float = 1.0  # 0 is greedy and ignores the cuts
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
     seed: int | None = None  # None: drawn per request
-    stop: tuple[str, ...] = ()  # strings that end the answer
+    stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
@@ -113,8 +104,9 @@ class SamplingParams:
     def _check_numbers(self) -> None:
         for name, (least, most) in NUMBERS.items():
             _number(name, getattr(self, name), least, most)
-        if self.top_p == 0.0:
-            _refuse("top_p", self.top_p, "above 0 and at most 1")
+        for name, (least, most) in _ABOVE.items():
+            if getattr(self, name) == least:
+                _refuse(name, getattr(self, name), f"above {least:g} and at most {most:g}")
 
     def _check_stops(self) -> None:
         if len(self.stop) > MAX_STOPS:
@@ -154,7 +146,8 @@ class SamplingParams:
         return self.temperature == 0.0
 
 
-_MAY_BE_NONE = frozenset({"max_tokens", "seed", "logprobs", "prompt_logprobs"})
+_MAY_BE_NONE = frozenset(field.name for field in FIELDS if field.may_be_none)
+_ABOVE = {field.name: (field.least, field.most) for field in FIELDS if field.excludes_least}
 
 
 def _whole(name: str, value: Any, least: int, most: int) -> None:
@@ -211,15 +204,7 @@ def choice_seed(seed: int, choice: int) -> int:
 
 def has_plain_choice(params: SamplingParams) -> bool:
     """Whether a token depends only on logits, seed and position, not on tokens or a grammar."""
-    return not (_has_edits(params) or _is_steered(params))
+    return all(getattr(params, name) == off for name, off in _NOT_PLAIN)
 
 
-def _has_edits(params: SamplingParams) -> bool:
-    """Whether logits are edited before a token is chosen."""
-    is_penalised = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
-    is_limited = params.allowed_token_ids is not None or params.bad_words_token_ids
-    return bool(is_penalised or is_limited or params.logit_bias or params.min_tokens)
-
-
-def _is_steered(params: SamplingParams) -> bool:
-    return params.structured_outputs is not None or params.thinking_budget is not None
+_NOT_PLAIN = tuple((field.name, field.default) for field in FIELDS if not field.is_plain)

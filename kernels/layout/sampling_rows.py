@@ -1,53 +1,65 @@
 """A slot's sampling parameters as the sampling kernels read them: one row of 16 i32 numbers, 64 bytes.
 
 The host packs a row when a sequence starts; it stays on the device while the sequence runs. Floats are stored by their
-bits. `choose`, `choose_truncated` and `score` read only the first six numbers, so any table that holds those will do.
-numpy only.
+bits. A row begins with the numbers of a draw, all that `choose`, `choose_truncated` and `score` read: any table whose
+rows begin so will do. numpy only.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 from numpy.typing import NDArray
+
+from .sampling_fields import DRAWS, PENALTIES, Kind, SamplingField
 
 WIDTH = 16
 
 SEED_LOW, SEED_HIGH = 0, 1
-TEMPERATURE = 2  # f32; 0 = greedy
-TOP_K = 3  # 0 = off
-TOP_P = 4  # f32; 1 = off
-MIN_P = 5  # f32; 0 = off
-REPETITION, FREQUENCY, PRESENCE = 6, 7, 8  # f32 penalties; 1, 0, 0 = off
-NUM_BIASED = 9  # ids in the slot's list of biased tokens
-NUM_ENDS = 10  # ids in the slot's list of tokens that may not be chosen before END_POSITION
-END_POSITION = 11  # absolute position from which they may be chosen
+FIRST_DRAW = 2
+AT = {field.name: FIRST_DRAW + place for place, field in enumerate((*DRAWS, *PENALTIES))}  # f32; WHOLE fields i32
+DRAW_WIDTH = FIRST_DRAW + len(DRAWS)  # numbers of a draw
+TEMPERATURE = AT["temperature"]  # 0 = greedy
+PRESENCE, FREQUENCY, REPETITION = (AT[field.name] for field in PENALTIES)
+NUM_BIASED = DRAW_WIDTH + len(PENALTIES)  # ids in the slot's list of biased tokens
+NUM_ENDS = NUM_BIASED + 1  # ids in the slot's list of tokens that may not be chosen before END_POSITION
+END_POSITION = NUM_BIASED + 2  # absolute position from which they may be chosen
+assert END_POSITION < WIDTH, "more sampling fields than a row has room for"
 
 MAX_COUNT = 0x7FFF  # the count of a token stops here
 IN_PROMPT = -0x8000  # the remaining bit of a count: the token occurs in the prompt
 
 
 def pack(
-    *,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    seed: int = 0,
-    repetition: float = 1.0,
-    frequency: float = 0.0,
-    presence: float = 0.0,
-    num_biased: int = 0,
-    num_ends: int = 0,
-    end_position: int = 0,
+    *, seed: int = 0, num_biased: int = 0, num_ends: int = 0, end_position: int = 0, **values: float
 ) -> NDArray[np.int32]:
-    """The row of a slot, [WIDTH] i32. `seed` is taken modulo 2 ** 64. The defaults disable each parameter."""
+    """The row of a slot, [WIDTH] i32. `seed` is taken modulo 2 ** 64.
+
+    `values` are sampling fields by name; the others ask for nothing: greedy, no cuts, no penalties.
+    """
     row = np.zeros(WIDTH, np.int32)
-    row[[TOP_K, NUM_BIASED, NUM_ENDS, END_POSITION]] = max(top_k, 0), num_biased, num_ends, end_position
-    row[[SEED_LOW, SEED_HIGH]] = np.array([seed % 2**64], np.uint64).view(np.int32)
-    floats = row.view(np.float32)
-    floats[[TEMPERATURE, TOP_P, MIN_P]] = temperature, top_p, min_p
-    floats[[REPETITION, FREQUENCY, PRESENCE]] = repetition, frequency, presence
+    given = {field.name: field.default for field in (*DRAWS, *PENALTIES)} | {"temperature": 0.0} | values
+    assert len(given) == len(AT), f"no sampling fields of rows: {', '.join(given.keys() - AT.keys())}"
+    row[:DRAW_WIDTH] = draw_words(seed, [field.row_value(given[field.name]) for field in DRAWS])
+    row[DRAW_WIDTH:NUM_BIASED] = _words(PENALTIES, [given[field.name] for field in PENALTIES])
+    row[[NUM_BIASED, NUM_ENDS, END_POSITION]] = num_biased, num_ends, end_position
     return row
+
+
+def draw_words(seed: int, draws: Iterable[float]) -> NDArray[np.int32]:
+    """The beginning of a row, [DRAW_WIDTH] i32, from the values of `DRAWS`."""
+    seeds = np.array([seed % 2**64], np.uint64).view(np.int32)
+    return np.concatenate([seeds, _words(DRAWS, draws)])
+
+
+def _words(fields: tuple[SamplingField, ...], values: Iterable[float]) -> NDArray[np.int32]:
+    each = list(values)
+    words = np.array(each, np.float32).view(np.int32)
+    for place, field in enumerate(fields):
+        if field.kind is Kind.WHOLE:
+            words[place] = int(each[place])
+    return words
 
 
 def count(token_ids: NDArray[np.int32], num_prompt: int, vocab_size: int) -> NDArray[np.int16]:

@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from . import sampling_rows
+
 Array = Any  # a numpy array, or a tensor
 Ints = NDArray[np.int32]
 
@@ -40,10 +42,13 @@ HEADER = 16
 
 # TOKENS: number of tokens so far. The sequence ends at LIMIT tokens, and on a stop token if it had LEAST before it.
 TOKENS, LIMIT, LEAST, FINISHED, PROMPT = 0, 1, 2, 3, 4
-SEED_LOW, SEED_HIGH, TEMPERATURE, TOP_K, TOP_P, MIN_P = 5, 6, 7, 8, 9, 10
-ROPE_OFFSET = 11  # added to positions for rows of the rotary tables; only where `SlotState.has_rope_offsets`
-ADAPTER = 12  # the slot of the sequence's LoRA adapter, 0 without one; only where `SlotState.has_adapters`
-STOPS = 13  # stop token ids, padded with -1
+DRAW = 5  # the beginning of a row of `sampling_rows`: seed, temperature and cuts
+SEED_LOW, SEED_HIGH = DRAW + sampling_rows.SEED_LOW, DRAW + sampling_rows.SEED_HIGH
+TEMPERATURE = DRAW + sampling_rows.TEMPERATURE
+# ROPE_OFFSET: added to positions for rows of the rotary tables; only where `SlotState.has_rope_offsets`
+ROPE_OFFSET = DRAW + sampling_rows.DRAW_WIDTH
+ADAPTER = ROPE_OFFSET + 1  # the slot of the sequence's LoRA adapter, 0 without one; only where `SlotState.has_adapters`
+STOPS = ROPE_OFFSET + 2  # stop token ids, padded with -1
 MAX_STOPS = 8
 STATE_WIDTH = STOPS + MAX_STOPS
 

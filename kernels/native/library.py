@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import os
-from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_void_p
 from functools import cache
 
+from ..layout.sampling_fields import DRAWS
 from . import build, machine
 from .errors import NativeUnavailableError
 
@@ -120,9 +121,7 @@ class DecodeSlots(Structure):
 class SlotSampling(Structure):
     """`SlotSampling` of source/sampling/sampling.h."""
 
-    _fields_ = [
-        *((name, c_void_p) for name in ("is_random", "temperature", "top_k", "top_p", "min_p", "seeds", "num_prompt"))
-    ]
+    _fields_ = [*((name, c_void_p) for name in ("is_random", "draws", "seeds", "num_prompt"))]
 
 
 class SamplingRows(Structure):
@@ -292,4 +291,7 @@ def load(instruction_set: str) -> ctypes.CDLL:
     sizes = ("shape", "layer_shape", "rows", "format")
     compiled = tuple(getattr(library, f"millrace_{name}_bytes")() for name in sizes)
     assert mirrored == compiled, f"structs of {mirrored} bytes: the library has {compiled}"
+    library.millrace_draw_fields.restype = c_char_p
+    names = library.millrace_draw_fields().decode()
+    assert names.split() == [field.name for field in DRAWS], f"sampling fields of the library: {names}"
     return library

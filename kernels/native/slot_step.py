@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..layout.sampling_fields import DRAWS
 from . import library
 from .cache import NativeCache
 from .model import NativeModel, address
@@ -95,7 +96,7 @@ class SlotStepRows:
 
 
 class NativeChooser:
-    """Samples tokens by inverse CDF in vocabulary order, from what masks, then top_k, then top_p, then min_p keep.
+    """Samples tokens by inverse CDF in vocabulary order, from what masks and then the cuts keep.
 
     Ties with the last kept token are kept. The sampling parameters of the slots are in columns, [S] each.
     """
@@ -105,23 +106,18 @@ class NativeChooser:
         model: NativeModel,
         *,
         is_random: Bools,  # sampled; else argmax, the lowest id among ties
-        temperature: Doubles,  # above 0
-        top_k: Longs,  # 0: off
-        top_p: Doubles,  # 1: off
-        min_p: Doubles,  # 0: off
+        draws: Doubles,  # [S, D] the numbers of `DRAWS` in `kernels/layout/sampling_fields.py`; temperatures above 0
         seeds: NDArray[np.uint64],  # determine the random number, with the token's absolute position
         num_prompt: Ints,  # tokens before the first generated one
     ) -> None:
         self._model = model
         columns: list[tuple[Array, type[np.generic]]] = [
             (is_random, np.bool_),
-            (temperature, np.float64),
-            (top_k, np.int64),
-            (top_p, np.float64),
-            (min_p, np.float64),
+            (draws, np.float64),
             (seeds, np.uint64),
             (num_prompt, np.int32),
         ]
+        assert draws.shape == (len(is_random), len(DRAWS)), f"draws of {draws.shape}"
         model.keep(*(column for column, _ in columns))
         self.slot_sampling = ctypes.byref(library.SlotSampling(*(address(column, dtype) for column, dtype in columns)))
         self._choices = library.SamplingRows()

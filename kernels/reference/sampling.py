@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..layout import sampling_rows
+from ..layout.sampling_rows import AT
 
 GROUP = 128  # tokens of a group, in vocabulary order
 TOKEN_NOISE, GROUP_NOISE = 0, 1  # levels of noise
@@ -91,10 +92,9 @@ def thresholds(logits: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
     least = torch.full((len(wide),), -torch.inf, device=wide.device)
     for row, slot in enumerate(slots.tolist()):
         temperature, top_p, min_p = (
-            float(rows[slot].view(torch.float32)[column])
-            for column in (sampling_rows.TEMPERATURE, sampling_rows.TOP_P, sampling_rows.MIN_P)
+            float(rows[slot].view(torch.float32)[column]) for column in (AT["temperature"], AT["top_p"], AT["min_p"])
         )
-        top_k = int(rows[slot, sampling_rows.TOP_K])
+        top_k = int(rows[slot, AT["top_k"]])
         best = float(wide[row].max())
         if slot < 0 or temperature == 0 or not math.isfinite(best):
             continue

@@ -5,8 +5,8 @@ vocabulary, S slots, G groups of 128 tokens.
 
 A first launch reduces the logits to groups (`vocab_groups.py`), over the whole device. In a second, one program a row
 chooses a group from the table and then a token in the group. So noise is needed for V / 128 + 128 numbers, not V. With
-top_k, top_p or min_p, the second reads the few groups that hold the kept tokens, and takes the masses of the draw from
-these. The choice for a row depends on its row alone.
+cuts (top_k, top_p, min_p and so on), the second reads the few groups that hold the kept tokens, and takes the masses of
+the draw from these. The choice for a row depends on its row alone.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
@@ -22,16 +22,11 @@ import triton.language as tl
 from ..layout import sampling_rows
 from ..reference.sampling import GROUP_NOISE as _GROUP_NOISE
 from .launch import early_launch, next_power_of_2, start_early
-from .thresholds import LISTED, NUM_CANDIDATES, kept, listed
+from .thresholds import LISTED, NUM_CANDIDATES, has_cuts, kept, listed
 from .vocab_groups import GROUP, LN_2, NO_ID, as_float, coldness_of, exp2, group_tables, log2, num_groups_of
 
 TEMPERATURE = tl.constexpr(sampling_rows.TEMPERATURE)
 SEED_LOW, SEED_HIGH = tl.constexpr(sampling_rows.SEED_LOW), tl.constexpr(sampling_rows.SEED_HIGH)
-TOP_K, TOP_P, MIN_P = (
-    tl.constexpr(sampling_rows.TOP_K),
-    tl.constexpr(sampling_rows.TOP_P),
-    tl.constexpr(sampling_rows.MIN_P),
-)
 GROUP_NOISE = tl.constexpr(_GROUP_NOISE)
 SERIES_END = tl.constexpr(1 / 32)  # as in the twin
 
@@ -79,7 +74,7 @@ def _choose_kernel(
     vocab_size, logits_row, rows_row, num_groups,
     BLOCK: tl.constexpr, LISTED: tl.constexpr, NUM_CANDIDATES: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The token of a row, and with `least` the least logit that its top_k, top_p and min_p keep."""
+    """The token of a row, and with `least` the least logit that its cuts keep."""
     start_early(IS_EARLY)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
@@ -104,15 +99,12 @@ def _choose_kernel(
     if temperature > 0:
         is_cut = False
         if least is not None:
-            top_k = tl.minimum(tl.load(mine + TOP_K), vocab_size)
-            top_p = as_float(tl.load(mine + TOP_P))
-            min_p = as_float(tl.load(mine + MIN_P))
-            is_cut = (top_k > 0) | (top_p < 1) | (min_p > 0)
+            is_cut = has_cuts(mine)
             if is_cut:
                 mine_listed = lists + row * num_groups
                 bound, num_listed = kept(
-                    whole, maxima, mine_listed, candidates + row * NUM_CANDIDATES, best, temperature, coldness,
-                    top_k, top_p, min_p, vocab_size, num_groups, BLOCK, LISTED, NUM_CANDIDATES,
+                    whole, maxima, mine_listed, candidates + row * NUM_CANDIDATES, mine, best, temperature, coldness,
+                    vocab_size, num_groups, BLOCK, LISTED, NUM_CANDIDATES,
                 )  # fmt: skip
                 tl.store(least + row, bound)
                 group = _drawn_of_listed(

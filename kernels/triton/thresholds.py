@@ -1,4 +1,4 @@
-"""The search for the least logit that top_k, top_p and min_p keep; a part of the kernel in `sampling.py`.
+"""The search for the least logit that a row's cuts keep; a part of the kernel in `sampling.py`.
 
 Its twin is `thresholds` in `kernels/reference/sampling.py`. Shapes: logits [V] and group tables of one row; V tokens in
 the vocabulary, in groups of 128.
@@ -18,24 +18,35 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..layout.sampling_rows import AT
 from .launch import IS_INTERPRETED
-from .vocab_groups import GROUP, as_number, exp2, ordered
+from .vocab_groups import GROUP, as_float, as_number, exp2, ordered
 
 # Groups processed at a time: 1,024 tokens, 4 a thread. More would spill registers, which the interpreter has not.
 LISTED = 32 if IS_INTERPRETED else 8
 NUM_CANDIDATES = 2048  # most candidates that are kept in registers, 8 a thread
 NUM_LIKELY = tl.constexpr(32)  # groups that are read for top_p alone, at first
+TOP_K, TOP_P, MIN_P = (tl.constexpr(AT[name]) for name in ("top_k", "top_p", "min_p"))
+
+
+@triton.jit
+def has_cuts(mine):
+    """Whether a slot's row asks for any cut."""
+    return (tl.load(mine + TOP_K) > 0) | (as_float(tl.load(mine + TOP_P)) < 1) | (as_float(tl.load(mine + MIN_P)) > 0)
 
 
 @triton.jit
 def kept(
-    whole, maxima, lists, candidates, best, temperature, coldness, top_k, top_p, min_p, vocab_size, num_groups,
+    whole, maxima, lists, candidates, mine, best, temperature, coldness, vocab_size, num_groups,
     BLOCK: tl.constexpr, LISTED: tl.constexpr, NUM_CANDIDATES: tl.constexpr,
 ):  # fmt: skip
     """The least logit that is kept, and the number of groups that may hold such logits; they are in `lists`.
 
-    For rows without NaN, whose maximum `best` is finite.
+    For rows without NaN, whose maximum `best` is finite. `mine` is the slot's row of sampling parameters.
     """
+    top_k = tl.minimum(tl.load(mine + TOP_K), vocab_size)
+    top_p = as_float(tl.load(mine + TOP_P))
+    min_p = as_float(tl.load(mine + MIN_P))
     lowest = best * 0 + float("-inf")
     if min_p > 0:
         lowest = tl.minimum(best + temperature * tl.log(min_p), best)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...kernels.layout.sampling_fields import FROM_CHECKPOINT, Kind, Phase, SamplingField
 from ..config_keys import ConfigKeys
 from ..errors import CheckpointError
 from ..files import read_json
 from ..spec import DecoderSpec
 
-LEAST_TOP_P = 1e-9  # stands for 0, which keeps only the likeliest token
-# Keys that change what transformers generates, and the values at which they do not. No request gets them by default.
+LEAST_SHARE = 1e-9  # stands for 0 where 0 itself is invalid
+# Keys that change what transformers generates, and the values at which they do not. No request gets them by default,
+# except those that are sampling fields of a checkpoint.
 NOT_APPLIED: Mapping[str, tuple[Any, ...]] = {
     "bad_words_ids": (None, []),
     "begin_suppress_tokens": (None, []),
@@ -41,13 +43,9 @@ NOT_APPLIED: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationDefaults:
-    """The sampling parameters of a request that sets none; None = the checkpoint sets none either."""
+    """The sampling parameters of a request that sets none."""
 
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # the sampling fields that the checkpoint sets
     max_tokens: int | None = None  # `max_new_tokens`
     eos_token_ids: tuple[int, ...] = ()  # any of them ends a sequence
     not_applied: tuple[str, ...] = ()  # keys that would change answers, and that are not supported as defaults
@@ -65,35 +63,22 @@ class GenerationDefaults:
         own = read_json(root, "generation_config.json") or {}
         keys = ConfigKeys(_overridden(own, overrides or {}, is_applied), f"generation_config.json ({root})")
         eos = keys.token_ids("eos_token_id", config.vocab_size)
-        shared: dict[str, Any] = {
-            "repetition_penalty": keys.optional_number("repetition_penalty"),
-            "max_tokens": None if keys.values.get("max_new_tokens") is None else keys.count("max_new_tokens"),
-            "eos_token_ids": tuple(dict.fromkeys(eos + config.eos_token_ids)),
-            "not_applied": tuple(key for key, off in NOT_APPLIED.items() if keys.values.get(key) not in off),
-        }
-        if keys.values.get("do_sample") is False:
-            return cls(temperature=0.0, **shared)
-        top_k, top_p = keys.optional_number("top_k", least=-1), keys.optional_number("top_p", most=1.0)
+        is_greedy = keys.values.get("do_sample") is False
+        asked = [each for each in FROM_CHECKPOINT if each.phase is Phase.PENALTY or not is_greedy]
+        sampling = {each.name: value for each in asked if (value := _read(keys, each)) is not None}
+        served = {each.name for each in FROM_CHECKPOINT}
         return cls(
-            temperature=keys.optional_number("temperature"),
-            top_p=None if top_p is None else max(top_p, LEAST_TOP_P),
-            top_k=None if top_k is None else max(int(top_k), 0),
-            min_p=keys.optional_number("min_p", most=1.0),
-            **shared,
+            sampling={"temperature": 0.0, **sampling} if is_greedy else sampling,
+            max_tokens=None if keys.values.get("max_new_tokens") is None else keys.count("max_new_tokens"),
+            eos_token_ids=tuple(dict.fromkeys(eos + config.eos_token_ids)),
+            not_applied=tuple(
+                key for key, off in NOT_APPLIED.items() if key not in served and keys.values.get(key) not in off
+            ),
         )
 
 
 def _overridden(own: Mapping[str, Any], overrides: Mapping[str, Any], is_applied: bool) -> dict[str, Any]:
-    known = (
-        "do_sample",
-        "eos_token_id",
-        "max_new_tokens",
-        "min_p",
-        "repetition_penalty",
-        "temperature",
-        "top_k",
-        "top_p",
-    )
+    known = sorted(("do_sample", "eos_token_id", "max_new_tokens", *(each.name for each in FROM_CHECKPOINT)))
     for key in overrides:
         if key not in known:
             problem = "is not applied as a default" if key in NOT_APPLIED else "is not a key of it"
@@ -102,3 +87,13 @@ def _overridden(own: Mapping[str, Any], overrides: Mapping[str, Any], is_applied
     if overrides.get("temperature") and "do_sample" not in overrides:  # which a file's do_sample = false would undo
         kept = {key: value for key, value in kept.items() if key != "do_sample"}
     return {**kept, **overrides}
+
+
+def _read(keys: ConfigKeys, each: SamplingField) -> float | None:
+    """The value of a field. Shares must be at most 1; other numbers are brought into range when they are used."""
+    value = keys.optional_number(each.name, least=min(each.least, 0), most=1.0 if each.most == 1 else 1e9)
+    if value is None:
+        return None
+    if each.excludes_least:
+        return max(value, LEAST_SHARE)
+    return int(each.row_value(value)) if each.kind is Kind.WHOLE else value

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from ...kernels.layout.sampling_fields import FIELDS
 from ..errors import Refused
 from ..messages import Finish, FinishReason, Ints, TopLogprobs
 from ..params import SamplingParams
@@ -70,21 +71,11 @@ def refuse_sampling(params: SamplingParams) -> None:
         raise Refused("max_tokens = 0: must be at least 1 for a beam search", param="max_tokens")
 
 
+# field -> the only value that a search supports
 NO_SAMPLING: dict[str, Any] = {
-    "temperature": 0.0,
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "seed": None,
-    "logit_bias": {},
-    "prompt_logprobs": None,
-    "allowed_token_ids": None,
-    "bad_words": (),
-    "bad_words_token_ids": (),
-    "top_k": 0,
-    "structured_outputs": None,
+    field.name: field.default if field.in_beams is None else field.in_beams
+    for field in FIELDS
+    if field.is_refused_by_beams
 }
 
 

@@ -340,11 +340,12 @@ def _read_through_transformers(config: EngineConfig, root: Path, phases: Phases)
 
 
 def _default_params(config: EngineConfig, defaults: GenerationDefaults) -> SamplingParams:
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
-    said = {name: value for name in names if (value := getattr(defaults, name)) is not None}
+    said = dict(defaults.sampling)
+    if defaults.max_tokens is not None:
+        said["max_tokens"] = defaults.max_tokens
     if defaults.not_applied:
         log.warning("generation_config.not_applied", keys=list(defaults.not_applied))
-    chosen: dict[str, Any] = {name: _within_range(name, value) for name, value in said.items()}
+    chosen = {name: _within_range(name, value) for name, value in said.items()}
     if said:
         log.info("generation_config.applied", **chosen)
     try:

@@ -16,6 +16,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from ...kernels.layout.sampling_fields import CUTS, PLACE
 from ..device.arrays import Array, HostArray, arrays_of
 from ..messages import Ints, TopLogprobs
 
@@ -28,6 +29,7 @@ BLOCK = 128  # tokens; small enough to read twice, large enough to reduce whole 
 LOWEST = float(np.finfo(np.float32).min)  # below every candidate; a masked token is -inf
 NUM_LIKELY = 256  # block maxima, or a quarter of all; the bound guessed for top_p is the least of these largest ones
 WHOLE_SIZE = 2**20  # entries sorted at a time where rows are sorted whole; 40 MB
+NO_CUTS = np.array([cut.default for cut in CUTS], np.float64)
 SLACK = 1e-3  # subtracted from a bound that only saves work, so that rounding never removes a token
 
 
@@ -175,21 +177,31 @@ class LogitTiles:
 
 @dataclass(frozen=True, slots=True)
 class DrawParams:
-    """The sampling parameters of n rows. Each array is [n]."""
+    """The sampling parameters of n rows."""
 
-    temperature: Doubles  # above 0
-    top_k: Longs  # 0 is off
-    top_p: Doubles  # 1 is off
-    min_p: Doubles  # 0 is off
-    u: Doubles  # random numbers in [0, 1)
+    values: Doubles  # [n, D] the numbers of `DRAWS`; temperatures are above 0
+    u: Doubles  # [n] random numbers in [0, 1)
+
+    def of(self, name: str) -> Doubles:
+        """[n] one of the numbers; a cut that is off has its default."""
+        column: Doubles = self.values[:, PLACE[name]]
+        return column
+
+    @property
+    def temperature(self) -> Doubles:
+        return self.of("temperature")
+
+    @property
+    def top_k(self) -> Longs:
+        return self.of("top_k").astype(np.int64)
 
     @property
     def is_truncated(self) -> Bools:
-        is_cut: Bools = (self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0)
+        is_cut: Bools = (self.values[:, 1:] != NO_CUTS).any(1)
         return is_cut
 
     def __getitem__(self, rows: NDArray[np.intp] | slice) -> DrawParams:
-        return DrawParams(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], self.u[rows])
+        return DrawParams(self.values[rows], self.u[rows])
 
 
 def choose(logits: Array, is_random: Bools, drawing: DrawParams | None) -> tuple[Longs, Bools]:
@@ -246,7 +258,7 @@ def draw_truncated(logits: Array, maxima: Floats, drawing: DrawParams) -> Longs:
     """
     best = maxima.max(1).astype(np.float64)
     mass = np.ones(len(best))  # sum of the weights of the whole row; the likeliest token has weight 1
-    is_guess = (drawing.top_p < 1) & (drawing.top_k == 0)
+    is_guess = (drawing.of("top_p") < 1) & (drawing.top_k == 0)
     rows = np.flatnonzero(is_guess)
     if len(rows):
         weights = _weights(rows_of(logits, rows), best[rows], drawing.temperature[rows])
@@ -260,8 +272,8 @@ def draw_truncated(logits: Array, maxima: Floats, drawing: DrawParams) -> Longs:
         found = _candidates(LogitTiles(logits), is_near & ~is_whole[:, None], bound, best, drawing.temperature)
         chosen[few] = _draw_candidates(found, few, drawing, mass)
         covered = np.bincount(found.row, weights=np.exp(found.value), minlength=len(best))
-        is_short = covered < drawing.top_p * mass * (1 + SLACK)
-        is_whole |= is_guess & is_short & (bound > best + drawing.temperature * _log(drawing.min_p))
+        is_short = covered < drawing.of("top_p") * mass * (1 + SLACK)
+        is_whole |= is_guess & is_short & (bound > best + drawing.temperature * _log(drawing.of("min_p")))
     whole = np.flatnonzero(is_whole)
     if len(whole):
         chosen[whole] = _draw_whole(rows_of(logits, whole), best[whole], drawing[whole], mass[whole])
@@ -276,14 +288,15 @@ def _bound(maxima: Floats, best: Doubles, drawing: DrawParams) -> Doubles:
     """
     num_blocks = maxima.shape[1]
     likely = max(num_blocks // 4, 1)
-    num_wanted = np.where(drawing.top_k > 0, drawing.top_k, np.where(drawing.top_p < 1, min(NUM_LIKELY, likely), 0))
+    by_guess = np.where(drawing.of("top_p") < 1, min(NUM_LIKELY, likely), 0)
+    num_wanted = np.where(drawing.top_k > 0, drawing.top_k, by_guess)
     bound = np.full(len(best), LOWEST)
     for k in np.unique(num_wanted).tolist():
         if 0 < k <= num_blocks:
             rows = np.flatnonzero(num_wanted == k)
             bound[rows] = np.partition(maxima[rows], num_blocks - k, axis=1)[:, num_blocks - k]
-    by_min_p = best + drawing.temperature * (_log(drawing.min_p) - SLACK)
-    by_min_p[(drawing.top_k > 0) & (drawing.top_p < 1)] = LOWEST
+    by_min_p = best + drawing.temperature * (_log(drawing.of("min_p")) - SLACK)
+    by_min_p[(drawing.top_k > 0) & (drawing.of("top_p") < 1)] = LOWEST
     highest: Doubles = np.maximum(np.maximum(bound, by_min_p), LOWEST)
     return highest
 
@@ -365,9 +378,9 @@ def thresholds(values: Doubles, drawing: DrawParams, mass: Doubles) -> Doubles:
     weights = np.where(falling >= least[:, None], np.exp(falling), 0.0)
     sums = weights.cumsum(1)
     mass = np.where(has_top_k, sums[:, -1], mass)
-    num_kept = ((sums - weights) < (drawing.top_p * mass)[:, None]).sum(1)
-    by_top_p = np.where(drawing.top_p < 1, falling[rows, num_kept - 1], -np.inf)
-    highest: Doubles = np.maximum(np.maximum(least, by_top_p), _log(drawing.min_p))
+    num_kept = ((sums - weights) < (drawing.of("top_p") * mass)[:, None]).sum(1)
+    by_top_p = np.where(drawing.of("top_p") < 1, falling[rows, num_kept - 1], -np.inf)
+    highest: Doubles = np.maximum(np.maximum(least, by_top_p), _log(drawing.of("min_p")))
     return highest
 
 

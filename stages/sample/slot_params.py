@@ -10,14 +10,17 @@ from collections.abc import Collection
 import numpy as np
 from numpy.typing import NDArray
 
+from ...kernels.layout.sampling_fields import CUTS, DRAWS, PENALTIES, PLACE, draws_of
 from ..array_checks import num_true
 from ..grammar.thinking_budget import ThinkingTable
 from ..messages import NO_INDICES, Bools, FinishReason, Indices, Ints, Started
-from ..params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+from ..params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
 from .token_constraints import TokenConstraints
 
 MIN_TEMPERATURE = 1e-20  # a difference of logits divided by it is still a float32; draws the likeliest token
 NO_TOKEN = -1
+TEMPERATURE = PLACE["temperature"]  # its column of `SlotParams.draws`
+DEFAULTS = SamplingParams()
 
 # What a row needs beyond the likeliest token. Bits: one reduction shows what no row of a step needs.
 ENDED, EDITS, RANDOM, LOGPROBS, GRAMMAR, THINKING, POOLED = 1, 2, 4, 8, 16, 32, 64
@@ -40,18 +43,15 @@ class SlotParams:
         self.needs = np.zeros(num_slots, np.uint8)  # bits, as above
         # how to choose
         self.is_random = np.zeros(num_slots, np.bool_)
-        self.is_truncated = np.zeros(num_slots, np.bool_)
-        self.temperature = np.ones(num_slots)
-        self.top_k = np.zeros(num_slots, np.int64)  # 0 = off
-        self.top_p = np.ones(num_slots)
-        self.min_p = np.zeros(num_slots)
+        self.is_truncated = np.zeros(num_slots, np.bool_)  # by any cut
+        self.draws = np.tile(draws_of(DEFAULTS), (num_slots, 1)).astype(np.float64)  # [S, D] the numbers of `DRAWS`
+        self.temperature = self.draws[:, TEMPERATURE]
         self.seeds = np.zeros(num_slots, np.uint64)
         self.num_logprobs = np.zeros(num_slots, np.int64)  # besides the chosen token's
         # what to change in the logits
         self.is_penalised = np.zeros(num_slots, np.bool_)
-        self.presence_penalty = np.zeros(num_slots, np.float32)
-        self.frequency_penalty = np.zeros(num_slots, np.float32)
-        self.repetition_penalty = np.ones(num_slots, np.float32)
+        self.penalties = np.tile(_penalties_of(DEFAULTS), (num_slots, 1))  # [S, 3] f32 the numbers of `PENALTIES`
+        self.presence_penalty, self.frequency_penalty, self.repetition_penalty = self.penalties.T
         self.num_biased = np.zeros(num_slots, np.int32)
         # NOTE: empty, not zeros: pages that no row with a penalty or a bias has written are never allocated
         # [S, P + G] of rows with penalties only; one more than a context holds, for max_tokens = 0
@@ -76,12 +76,10 @@ class SlotParams:
         self.sequence_ids[slot] = started.sequence_id
         self.num_prompt[slot] = started.num_prompt
         self.num_generated[slot] = len(started.token_ids) - started.num_prompt
+        self.draws[slot] = draws_of(params)
         self.temperature[slot] = max(params.temperature, MIN_TEMPERATURE)
-        self.top_k[slot] = max(params.top_k, 0)
-        self.top_p[slot] = params.top_p
-        self.min_p[slot] = params.min_p
         self.is_random[slot] = not params.is_greedy
-        self.is_truncated[slot] = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+        self.is_truncated[slot] = any(cut.is_on(getattr(params, cut.name)) for cut in CUTS)
         self.seeds[slot] = started.seed & (2**64 - 1)
         self.num_logprobs[slot] = params.logprobs or 0
         self._start_edits(started)
@@ -107,12 +105,8 @@ class SlotParams:
 
     def _start_edits(self, started: Started) -> None:
         slot, params = started.slot, started.params
-        self.presence_penalty[slot] = params.presence_penalty
-        self.frequency_penalty[slot] = params.frequency_penalty
-        self.repetition_penalty[slot] = params.repetition_penalty
-        self.is_penalised[slot] = (
-            params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1
-        )
+        self.penalties[slot] = _penalties_of(params)
+        self.is_penalised[slot] = any(penalty.is_on(getattr(params, penalty.name)) for penalty in PENALTIES)
         if self.is_penalised[slot]:
             self.tokens[slot, : len(started.token_ids)] = started.token_ids
         ids = self._known(params.logit_bias)
@@ -134,6 +128,12 @@ class SlotParams:
 
     def _known(self, token_ids: Collection[int]) -> Ints:
         return np.array([token_id for token_id in token_ids if 0 <= token_id < self.vocab_size], np.int32)
+
+    def row(self, slot: int) -> dict[str, float]:
+        """The numbers of a slot's row on a device, by field; a greedy row has temperature 0."""
+        numbers = [*self.draws[slot].tolist(), *self.penalties[slot].tolist()]
+        row = {field.name: number for field, number in zip((*DRAWS, *PENALTIES), numbers, strict=True)}
+        return row if self.needs[slot] & RANDOM else {**row, "temperature": 0.0}
 
     def end_ids(self, slot: int) -> Ints:
         """EOS and stop token ids of a slot, which may not be chosen before `min_tokens`."""
@@ -188,3 +188,7 @@ class SlotParams:
         matches[:, : len(self.eos)] &= ~self.ignores_eos[slots, None]
         is_end: Bools = matches.any(1)
         return is_end
+
+
+def _penalties_of(params: SamplingParams) -> NDArray[np.float32]:
+    return np.array([getattr(params, penalty.name) for penalty in PENALTIES], np.float32)

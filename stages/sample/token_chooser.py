@@ -122,7 +122,7 @@ class TokenChooser:
     def _drawing(self, slots: Indices, places: Indices) -> DrawParams:
         table = self.table
         u = sampling_math.uniform(table.seeds[slots], table.num_prompt[slots] + places)
-        return DrawParams(table.temperature[slots], table.top_k[slots], table.top_p[slots], table.min_p[slots], u)
+        return DrawParams(table.draws[slots], u)
 
     # -- edits
 

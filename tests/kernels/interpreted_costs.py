@@ -107,7 +107,7 @@ def test_copies_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-ASKED = table({"temperature": 1.0, "top_p": 0.5}, {"temperature": 1.0}, {}, {"presence": 1.0, "num_biased": 3})
+ASKED = table({"temperature": 1.0, "top_p": 0.5}, {"temperature": 1.0}, {}, {"presence_penalty": 1.0, "num_biased": 3})
 SLOTS = torch.arange(4)
 
 

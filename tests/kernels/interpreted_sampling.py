@@ -233,8 +233,14 @@ def edited(logits: Tensor, rows: Tensor, slots: Tensor, **more: Any) -> Tensor:
 def test_all_edits_at_once(size: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     draw = np.random.default_rng(0)
-    everything = {"repetition": 1.3, "frequency": 0.25, "presence": -0.5, "num_biased": min(size, 300), "num_ends": 1}
-    rows = table(everything | {"end_position": 9}, {}, {"num_biased": 1}, {"frequency": 1.0, "end_position": 2})
+    everything = {
+        "repetition_penalty": 1.3,
+        "frequency_penalty": 0.25,
+        "presence_penalty": -0.5,
+        "num_biased": min(size, 300),
+        "num_ends": 1,
+    }
+    rows = table(everything | {"end_position": 9}, {}, {"num_biased": 1}, {"frequency_penalty": 1.0, "end_position": 2})
     counts = np.stack([sampling_rows.count(draw.integers(0, size, 50, np.int32), 20, size) for _ in range(4)])
     biased = torch.stack([torch.from_numpy(draw.permutation(size)[: min(size, 300)].astype(np.int32))] * 4)
     words = -(-size // 32)
@@ -273,7 +279,7 @@ def test_no_rows_are_edited() -> None:
 
 def test_tokens_are_counted_where_there_is_a_penalty_and_no_further_than_a_count_goes() -> None:
     most = sampling_rows.MAX_COUNT
-    rows = table({"frequency": 1.0}, {}, {"repetition": 2.0}, {"presence": 1.0})
+    rows = table({"frequency_penalty": 1.0}, {}, {"repetition_penalty": 2.0}, {"presence_penalty": 1.0})
     counts = torch.zeros(4, 6, dtype=torch.int16)
     counts[0, 2], counts[2, 5], counts[3, 0] = most, sampling_rows.IN_PROMPT, sampling_rows.IN_PROMPT + most
     theirs = counts.clone()

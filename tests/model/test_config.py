@@ -175,10 +175,10 @@ def test_generation_defaults_are_read_and_checked(tmp_path: Path) -> None:
     assert GenerationDefaults.read(tmp_path, config) == GenerationDefaults(eos_token_ids=(2,))
     file.write_text(json.dumps({"temperature": 0.6, "top_p": 0.9, "top_k": 20, "eos_token_id": [2, 5]}))
     found = GenerationDefaults.read(tmp_path, config)
-    assert found == GenerationDefaults(temperature=0.6, top_p=0.9, top_k=20, eos_token_ids=(2, 5))
+    assert found == GenerationDefaults(sampling={"temperature": 0.6, "top_p": 0.9, "top_k": 20}, eos_token_ids=(2, 5))
     file.write_text(json.dumps({"do_sample": False, "temperature": 0.6, "repetition_penalty": 1.1}))
     found = GenerationDefaults.read(tmp_path, config)
-    assert (found.temperature, found.repetition_penalty, found.eos_token_ids) == (0.0, 1.1, (2,))
+    assert (found.sampling, found.eos_token_ids) == ({"temperature": 0.0, "repetition_penalty": 1.1}, (2,))
     for keys in ({"top_p": 1.5}, {"temperature": "hot"}, {"top_k": -2}, {"eos_token_id": [1.5]}, {"eos_token_id": "x"}):
         file.write_text(json.dumps(keys))
         with pytest.raises(CheckpointError, match=next(iter(keys))):

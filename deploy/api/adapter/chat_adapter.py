@@ -14,6 +14,7 @@ from pydantic.annotated_handlers import GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
+from ....kernels.layout.sampling_fields import FIELDS
 from ...errors import ApiError
 from ..openai.bodies import ChatBody
 from ..openai.generation import GenerationRoutes, PreparedRequest, translate_body_error
@@ -32,22 +33,7 @@ Chat = dict[str, Any]  # a chat body as plain data
 NameOf = Callable[[str], str]
 
 # fields of chat that the other APIs do not define and that this server accepts there under the same names
-EXTENSIONS = (
-    "min_tokens",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "seed",
-    "stop_token_ids",
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "logit_bias",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "priority",
-    "cache_salt",
-)
+EXTENSIONS = (*(field.name for field in FIELDS if field.is_extension), "priority", "cache_salt")
 
 # fields of chat that an error text may mention besides the wrong one
 CALLER_PARAMETERS = ("max_tokens", "structured_outputs.json", "structured_outputs")

@@ -22,6 +22,7 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import PydanticCustomError
 
+from ....kernels.layout.sampling_fields import FROM_CHECKPOINT
 from ....stages.beam_search.algorithm import (
     EARLY_STOPPINGS,
     MAX_LENGTH_PENALTY,
@@ -44,7 +45,7 @@ from ....stages.structured_outputs import StructuredOutputs
 from ...errors import ApiError, shorten
 from ..schema import fields as schema_fields
 from ..schema import hints
-from ..schema.body import Body
+from ..schema.body import SamplingBody
 from ..schema.relations import (
     EMPTY_ANSWERS,
     NO_ECHO_OF_A_SEARCH,
@@ -97,7 +98,7 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationBody(Body):
+class GenerationBody(SamplingBody):
     """Base class of the chat and completion bodies."""
 
     UNSUPPORTED: ClassVar[Harmless] = UNSUPPORTED
@@ -108,21 +109,9 @@ class GenerationBody(Body):
         WITHOUT_SEARCH,
     )
 
-    # fields whose default comes from the checkpoint
-    MODEL_DEFAULTS: ClassVar = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-
     model: ModelName = None
     n: int | None = None
     max_tokens: int | None = None
-    min_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None  # number of answers, or beams; the n best are returned
     use_beam_search: bool | None = None
     length_penalty: Annotated[float, Field(ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY)] | None = None
@@ -138,8 +127,6 @@ class GenerationBody(Body):
     stop_token_ids: Annotated[
         list[int] | None, Field(max_length=MAX_STOP_TOKEN_IDS), WithJsonSchema(hints.STOP_TOKEN_IDS)
     ] = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
     allowed_token_ids: Annotated[
         list[int] | None,
         Field(max_length=MAX_ALLOWED_TOKEN_IDS),
@@ -161,8 +148,6 @@ class GenerationBody(Body):
         Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS), AfterValidator(_bias_by_id)] | None,
         WithJsonSchema(hints.LOGIT_BIAS),
     ] = None
-    skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
@@ -187,9 +172,9 @@ class GenerationBody(Body):
             model_defaults = SamplingParams(temperature=0.0)
         given = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
         given.update({"structured_outputs": structured_outputs(self)} | self._own_params())
-        for name in self.MODEL_DEFAULTS:
-            if given[name] is None:
-                given[name] = getattr(model_defaults, name)
+        for field in FROM_CHECKPOINT:
+            if given[field.name] is None:
+                given[field.name] = getattr(model_defaults, field.name)
         chosen = {name: value for name, value in given.items() if value is not None or name == "max_tokens"}
         for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words"):
             if name in chosen:

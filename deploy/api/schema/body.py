@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, create_model
 from pydantic.annotated_handlers import GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
+from ....kernels.layout.sampling_fields import FIELDS, Kind
 from . import hints
 from .unsupported import Harmless
 
@@ -36,3 +37,17 @@ class Body(BaseModel):
         if cls.RELATIONS:
             schema["allOf"] = list(cls.RELATIONS)
         return reference
+
+
+_TYPES: dict[Kind, Any] = {Kind.WHOLE: int | None, Kind.NUMBER: float | None, Kind.FLAG: bool | None}
+
+if TYPE_CHECKING:
+
+    class SamplingBody(Body):
+        """The sampling fields that are numbers and flags, but `logprobs`, whose form differs between routes."""
+
+else:
+    _scalars = (field for field in FIELDS if field.kind in _TYPES and field.name != "logprobs")
+    SamplingBody = create_model(
+        "SamplingBody", __base__=Body, **{field.name: (_TYPES[field.kind], None) for field in _scalars}
+    )

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ....kernels.layout.sampling_fields import FIELDS
 from ....stages.params import COUNTS, MAX_BIAS, MAX_LOGIT_BIAS, MAX_STOP_CHARS, MAX_STOP_TOKEN_IDS, MAX_STOPS, NUMBERS
 from ....stages.request_limits import MAX_CHARS_PER_TOKEN, MAX_PROMPTS
 
@@ -140,11 +141,15 @@ def unsupported(fields: Mapping[str, Sequence[Any]]) -> Schema:
 
 
 def add_ranges(schema: Schema, least_max_tokens: int = 1) -> None:
-    """Adds the ranges of `SamplingParams` to the fields of a body's schema, in place."""
+    """Adds the ranges and descriptions of sampling fields to a body's schema, in place."""
     for name, (least, most) in {**COUNTS, **NUMBERS}.items():
         for form in _forms(schema["properties"].get(name, {})):
             if form.get("type") in ("integer", "number"):
                 form.update({"minimum": least, "maximum": most})
+    if "temperature" in schema["properties"]:  # it generates
+        for field in FIELDS:
+            if field.name in schema["properties"]:
+                schema["properties"][field.name].setdefault("description", field.about)
     for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
         for form in _forms(schema["properties"].get(name, {})):
             if form.get("type") == "integer":
@@ -152,9 +157,10 @@ def add_ranges(schema: Schema, least_max_tokens: int = 1) -> None:
     for form in _forms(schema["properties"].get("min_tokens", {})):
         if form.get("type") == "integer":
             form[LIMITS] = {"maximum": "longest_prompt"}
-    for form in _forms(schema["properties"].get("top_p", {})):
-        if form.get("type") == "number":
-            form["exclusiveMinimum"] = form.pop("minimum")
+    for field in FIELDS:
+        for form in _forms(schema["properties"].get(field.name, {})) if field.excludes_least else ():
+            if form.get("type") == "number":
+                form["exclusiveMinimum"] = form.pop("minimum")
 
 
 def _forms(schema: Schema) -> list[Schema]:

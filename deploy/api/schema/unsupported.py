@@ -9,6 +9,7 @@ import re
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
+from ....kernels.layout.sampling_fields import FIELDS
 from ...errors import ApiError
 
 Harmless = Mapping[str, Sequence[Any]]  # field -> values without effect
@@ -38,24 +39,15 @@ REASONS = {
     "function_call": "not supported by this server; send tools and tool_choice instead",
 }
 INSTEAD = {  # field -> the field of this server with the same meaning
-    **dict.fromkeys(("max_new_tokens", "n_predict", "num_predict", "max_length"), "max_tokens"),
-    **dict.fromkeys(("min_new_tokens", "min_length"), "min_tokens"),
-    **dict.fromkeys(("repeat_penalty", "rep_pen"), "repetition_penalty"),
-    **dict.fromkeys(("stopping_strings", "stop_strings", "stop_sequence"), "stop"),
+    **{alias: field.name for field in FIELDS for alias in field.aliases},
     **dict.fromkeys(("grammar", "ebnf", "grammar_string"), "structured_outputs.grammar"),
     **dict.fromkeys(("enable_thinking", "preserve_thinking"), "chat_template_kwargs"),
     "json_schema": "response_format",
     "regex": "structured_outputs.regex",
     "num_beams": "use_beam_search and best_of",
-    "ban_eos_token": "ignore_eos",
-    "banned_strings": "bad_words",
     "banned_tokens": "logit_bias",
     "custom_token_bans": "logit_bias",
     "add_bos_token": "add_special_tokens on /v1/completions",
-    "no_stop_trim": "include_stop_str_in_output",
-    "random_seed": "seed",
-    "n_probs": "logprobs",
-    "truncate": "truncate_prompt_tokens",
     "t_max_predict_ms": "timeout_s",
 }
 

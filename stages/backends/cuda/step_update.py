@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ....kernels.layout import step_state
+from ....kernels.layout.sampling_fields import draws_of
+from ....kernels.layout.sampling_rows import DRAW_WIDTH, draw_words
 from ...messages import NO_INTS, Ints, Started, StepGrant
 
 ROW_NUMBERS = 4  # numbers per row in the diff, plus one for all rows
@@ -50,12 +52,7 @@ def state_row(started: Started, ends: EndRules) -> Ints:
     row[step_state.TOKENS], row[step_state.PROMPT] = len(started.token_ids), num_prompt
     row[step_state.LIMIT] = min(num_prompt + (params.max_tokens or ends.max_model_len), ends.max_model_len)
     row[step_state.LEAST] = min(num_prompt + params.min_tokens, ends.max_model_len)
-    row[step_state.SEED_LOW : step_state.SEED_HIGH + 1] = np.array([started.seed & (2**64 - 1)], np.uint64).view(
-        np.int32
-    )
-    floats = np.array([params.temperature, params.top_p, params.min_p], np.float32).view(np.int32)
-    row[[step_state.TEMPERATURE, step_state.TOP_P, step_state.MIN_P]] = floats
-    row[step_state.TOP_K] = max(params.top_k, 0)
+    row[step_state.DRAW : step_state.DRAW + DRAW_WIDTH] = draw_words(started.seed, draws_of(params))
     row[step_state.ROPE_OFFSET] = ends.short_length if started.is_long else 0
     row[step_state.ADAPTER] = started.adapter_slot
     stops = ends.ids_of(started)[: step_state.MAX_STOPS]

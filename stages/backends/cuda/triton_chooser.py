@@ -48,7 +48,7 @@ def is_guided(kind: int) -> bool:
 class TritonTokenChooser(TokenChooser):
     """As `TokenChooser`, by kernels.
 
-    top_k, top_p and min_p keep the same tokens, including all ties. Differences: the random noise is another, so a seed
+    The cuts keep the same tokens, including all ties. Differences: the random noise is another, so a seed
     gives other tokens; the sums for top_p are in f32; and a token counts at most 32,767 times for penalties.
 
     Tables on the device, indexed by slot, are filled when a sequence starts. Token counts are updated with each choice.
@@ -84,17 +84,11 @@ class TritonTokenChooser(TokenChooser):
         slot, table = started.slot, self.table
         num_biased, ends = int(table.num_biased[slot]), table.end_ids(slot)
         row = sampling_rows.pack(
-            temperature=float(table.temperature[slot]) if table.needs[slot] & RANDOM else 0.0,
-            top_k=int(table.top_k[slot]),
-            top_p=float(table.top_p[slot]),
-            min_p=float(table.min_p[slot]),
             seed=int(table.seeds[slot]),
-            repetition=float(table.repetition_penalty[slot]),
-            frequency=float(table.frequency_penalty[slot]),
-            presence=float(table.presence_penalty[slot]),
             num_biased=num_biased,
             num_ends=len(ends),
             end_position=int(table.num_prompt[slot] + table.min_tokens[slot]),
+            **table.row(slot),
         )
         self._rows[slot] = self._upload(row)
         if table.is_penalised[slot]:
@@ -176,7 +170,7 @@ class TritonTokenChooser(TokenChooser):
         """
         num_scores, kind = divmod(kind, SCORED)
         raw = logits
-        rows = slots.state[:, step_state.SEED_LOW :]  # starts with the columns of a row of `sampling_rows`
+        rows = slots.state[:, step_state.DRAW :]  # begins as a row of `sampling_rows`
         sampled_slots, positions = buffers.sampled_slots, buffers.next_positions
         least = None
         if kind >= EDITED:

@@ -149,10 +149,7 @@ class NativeTokenChooser(TokenChooser):
         self._chooser = NativeChooser(
             model,
             is_random=table.is_random,
-            temperature=table.temperature,
-            top_k=table.top_k,
-            top_p=table.top_p,
-            min_p=table.min_p,
+            draws=table.draws,
             seeds=table.seeds,
             num_prompt=table.num_prompt,
         )

@@ -11,6 +11,7 @@ import pytest
 from millrace.kernels.native import build, machine
 from millrace.kernels.native.slot_step import NativeChooser
 from millrace.kernels.native.step_chain import StepChain
+from tests.kernels.draw_rows import draw_rows
 from tests.kernels.native.test_native_slots import NUM_SLOTS, PROMPTS, Slots
 from tests.kernels.native_oracle import Array
 
@@ -41,10 +42,7 @@ class Linked:
         self.chooser = NativeChooser(
             self.run.model,
             is_random=(np.arange(NUM_SLOTS) % 2 == 1) & are_drawn,
-            temperature=np.full(NUM_SLOTS, 1.3),
-            top_k=np.zeros(NUM_SLOTS, np.int64),
-            top_p=np.full(NUM_SLOTS, 0.95),
-            min_p=np.zeros(NUM_SLOTS),
+            draws=draw_rows(NUM_SLOTS, temperature=1.3, top_p=0.95),
             seeds=np.arange(NUM_SLOTS, dtype=np.uint64) + 11,
             num_prompt=self.lengths.astype(np.int32),
         )

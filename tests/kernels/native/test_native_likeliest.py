@@ -17,6 +17,7 @@ from millrace.kernels.native.model import NativeModel
 from millrace.kernels.native.shape import Bools, DType, Longs, Quantization
 from millrace.kernels.native.slot_step import NativeChooser
 from tests.counts import FULL
+from tests.kernels.draw_rows import draw_rows
 from tests.kernels.native.test_native import AVAILABLE, DTYPES, SETS
 from tests.kernels.native.test_native_slots import Slots
 from tests.kernels.native_oracle import Array, Checkpoint, Run
@@ -67,9 +68,9 @@ class Both(Run):
 
 def choose(model: NativeModel, logits: Array) -> tuple[Longs, Bools]:
     count = len(logits)
-    zeros, ones, ids = np.zeros(count), np.ones(count), np.zeros(count, np.int64)
-    columns = {"temperature": ones, "top_k": ids, "top_p": ones, "min_p": zeros, "seeds": ids.astype(np.uint64)}
-    chooser = NativeChooser(model, is_random=zeros > 0, num_prompt=ids.astype(np.int32), **columns)  # type: ignore[arg-type]
+    ids = np.zeros(count, np.int64)
+    columns = {"draws": draw_rows(count), "seeds": ids.astype(np.uint64), "num_prompt": ids.astype(np.int32)}
+    chooser = NativeChooser(model, is_random=ids > 0, **columns)  # type: ignore[arg-type]
     return chooser.choose(logits, np.arange(count), ids)
 
 

@@ -12,6 +12,7 @@ from millrace.kernels.native import build, machine
 from millrace.kernels.native.model import NativeModel
 from millrace.kernels.native.slot_step import NativeChooser
 from millrace.stages.sample.sampling_math import allow_only, uniform
+from tests.kernels.draw_rows import draw_rows
 from tests.kernels.native_oracle import Array, Checkpoint
 
 pytestmark = pytest.mark.skipif(
@@ -33,13 +34,9 @@ def choose(logits: Array, is_random: bool = True, u: Any = 0.0, **asked: Any) ->
     slots, places, prompt = np.arange(count)[::-1], np.arange(count) * 3, np.arange(count, dtype=np.int32) * 7
     masked = {name: asked.pop(name) for name in ("masks", "mask_rows") if name in asked}
     positions = prompt[slots] + places
-    defaults: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    columns = {
-        name: np.broadcast_to(value, count).astype(np.int64 if name == "top_k" else np.float64)[slots]
-        for name, value in (defaults | asked).items()
-    }
+    draws = np.ascontiguousarray(draw_rows(count, **asked)[slots])
     seeds = seeds_for(np.broadcast_to(u, count), positions)[slots]
-    chooser = NativeChooser(model(), is_random=np.full(count, is_random), seeds=seeds, num_prompt=prompt, **columns)
+    chooser = NativeChooser(model(), is_random=np.full(count, is_random), seeds=seeds, num_prompt=prompt, draws=draws)
     return chooser.choose(logits.astype(np.float32), slots, places, **masked)
 
 

@@ -98,8 +98,8 @@ def test_the_largest_noise_has_all_its_digits() -> None:
 
 
 def test_a_row_of_the_table_is_64_bytes_and_keeps_what_was_asked_for() -> None:
-    row = sampling_rows.pack(temperature=0.7, top_k=-1, seed=-2, presence=0.25, end_position=9)
-    assert row.nbytes == 64 and row[sampling_rows.TOP_K] == 0 and row[sampling_rows.END_POSITION] == 9
+    row = sampling_rows.pack(temperature=0.7, top_k=-1, seed=-2, presence_penalty=0.25, end_position=9)
+    assert row.nbytes == 64 and row[sampling_rows.AT["top_k"]] == 0 and row[sampling_rows.END_POSITION] == 9
     assert row[[sampling_rows.SEED_LOW, sampling_rows.SEED_HIGH]].tolist() == [-2, -1]
     assert row.view(np.float32)[[sampling_rows.TEMPERATURE, sampling_rows.PRESENCE]].tolist() == [np.float32(0.7), 0.25]
 

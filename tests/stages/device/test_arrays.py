@@ -20,6 +20,7 @@ from millrace.stages.sample.logits_processor import LogitsProcessor
 from millrace.stages.sample.sampler import Sampler
 from millrace.stages.sample.sampling_math import DrawParams, LogitTiles
 from tests.counts import count
+from tests.kernels.draw_rows import draw_rows
 from tests.stages.grants import decode, grant, started
 
 VOCABS = [1, 2, 127, 128, 129, 1_000, 8_193]
@@ -35,13 +36,14 @@ def both(rng: np.random.Generator, num_rows: int, vocab: int, spread: float = 3.
 
 def how(rng: np.random.Generator, num_rows: int) -> DrawParams:
     """A row each, of every mixture of truncations."""
-    return DrawParams(
+    draws = draw_rows(
+        num_rows,
         temperature=rng.choice([0.3, 1.0, 1.7], num_rows),
         top_k=rng.choice([0, 1, 7, 50], num_rows),
         top_p=rng.choice([1.0, 0.05, 0.6, 0.95], num_rows),
         min_p=rng.choice([0.0, 0.02, 0.5], num_rows),
-        u=rng.random(num_rows),
     )
+    return DrawParams(draws, u=rng.random(num_rows))
 
 
 @pytest.mark.parametrize("vocab", VOCABS)

@@ -15,6 +15,7 @@ from transformers.generation.logits_process import (
 
 from millrace.stages.sample import sampling_math
 from millrace.stages.sample.sampling_math import DrawParams, LogitTiles
+from tests.kernels.draw_rows import draw_rows
 
 VOCABS = [1, 2, 100, 127, 128, 129, 8193]
 
@@ -23,17 +24,14 @@ def rows(num_rows: int, vocab: int, seed: int = 0, spread: float = 3.0) -> torch
     return torch.randn(num_rows, vocab, generator=torch.Generator().manual_seed(seed)) * spread
 
 
-def drawing(u, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> DrawParams:
+def drawing(u, **how) -> DrawParams:
     u = np.asarray(u, np.float64)
-    columns = (np.broadcast_to(np.asarray(value), u.shape).copy() for value in (temperature, top_k, top_p, min_p))
-    temperature, top_k, top_p, min_p = columns
-    return DrawParams(temperature.astype(float), top_k.astype(np.int64), top_p.astype(float), min_p.astype(float), u)
+    return DrawParams(draw_rows(len(u), **how), u)
 
 
 def drawn(logits: torch.Tensor, how: DrawParams) -> np.ndarray:
     maxima = LogitTiles(logits).maxima
-    is_truncated = bool(((how.top_k > 0) | (how.top_p < 1) | (how.min_p > 0)).any())
-    if is_truncated:
+    if how.is_truncated.any():
         return sampling_math.draw_truncated(logits, maxima, how)
     return sampling_math.draw(logits, maxima.max(1).astype(float), how)
 
@@ -181,7 +179,8 @@ def test_a_row_draws_the_same_alone_and_among_others_to_the_last_bit(threads):
     try:
         logits = rows(33, 5000, 9)
         rng = np.random.default_rng(3)
-        how = drawing(rng.random(33), rng.uniform(0.2, 2, 33), rng.choice([0, 40], 33), rng.choice([1, 0.9], 33), 0.0)
+        cuts = {"top_k": rng.choice([0, 40], 33), "top_p": rng.choice([1, 0.9], 33)}
+        how = drawing(rng.random(33), temperature=rng.uniform(0.2, 2, 33), **cuts)
         together = sampling_math.draw_truncated(logits, LogitTiles(logits).maxima, how)
         open_sums = LogitTiles(
             sampling_math._weights(logits, LogitTiles(logits).maxima.max(1).astype(float), how.temperature)

@@ -7,7 +7,26 @@
 
 #include "machine/simd.h"
 
+// The numbers of a draw, in the order of `DRAWS` in kernels/layout/sampling_fields.py, which is compared at load.
+#define DRAW_FIELDS(X) \
+    X(temperature)     \
+    X(top_k) /* 0: off, as min_p */ \
+    X(top_p) /* 1: off */ \
+    X(min_p)
+
 namespace millrace {
+
+struct DrawFields {
+#define MEMBER(name) double name;
+    DRAW_FIELDS(MEMBER)
+#undef MEMBER
+};
+
+const char* draw_field_names() {
+#define NAME(name) #name " "
+    return DRAW_FIELDS(NAME);
+#undef NAME
+}
 
 namespace {
 
@@ -91,12 +110,13 @@ class RowSampler {
 
     // Samples by inverse CDF in vocabulary order from the tokens that top_k, then top_p, then min_p keep. Each keeps
     // all tokens at or above a threshold, so ties with the last kept token are kept.
-    int64_t draw(double temperature, int64_t top_k, double top_p, double min_p, double u) {
-        is_scaled_ = temperature != 1.0;
-        temperature_ = float(temperature);
-        float threshold = top_k > 0 && top_k < size_ ? top_k_threshold(top_k) : MINUS_INFINITY;
-        if (top_p < 1.0) threshold = std::max(threshold, top_p_threshold(threshold, top_p));
-        if (min_p > 0.0) threshold = std::max(threshold, float(double(best_) + temperature * std::log(min_p)));
+    int64_t draw(const DrawFields& by, double u) {
+        is_scaled_ = by.temperature != 1.0;
+        temperature_ = float(by.temperature);
+        float threshold = by.top_k > 0 && by.top_k < double(size_) ? top_k_threshold(int64_t(by.top_k)) : MINUS_INFINITY;
+        if (by.top_p < 1.0) threshold = std::max(threshold, top_p_threshold(threshold, by.top_p));
+        if (by.min_p > 0.0)
+            threshold = std::max(threshold, float(double(best_) + by.temperature * std::log(by.min_p)));
         return inverse_cdf(u, std::min(threshold, best_));
     }
 
@@ -295,9 +315,8 @@ void sample_row(RowSampler& row, const SlotSampling& sampling, const SamplingRow
     if (row.is_broken())
         all.token_ids[i] = 0;
     else if (sampling.is_random[slot])
-        all.token_ids[i] = row.draw(sampling.temperature[slot], sampling.top_k[slot], sampling.top_p[slot],
-                                    sampling.min_p[slot],
-                                        uniform(sampling.seeds[slot], sampling.num_prompt[slot] + all.positions[i]));
+        all.token_ids[i] = row.draw(sampling.draws[slot],
+                                    uniform(sampling.seeds[slot], sampling.num_prompt[slot] + all.positions[i]));
     else
         all.token_ids[i] = row.argmax();
 }

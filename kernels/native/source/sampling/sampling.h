@@ -10,12 +10,12 @@
 
 namespace millrace {
 
+struct DrawFields;  // the numbers of a draw: temperature and cuts
+
 // Sampling parameters per slot, [S] each. All but the first are read only where `is_random` is 1.
 struct SlotSampling {  // mirrored by `SlotSampling` in library.py
     const uint8_t* is_random;
-    const double* temperature;    // above 0
-    const int64_t* top_k;         // 0: off
-    const double *top_p, *min_p;  // 1 and 0: off
+    const DrawFields* draws;  // temperatures above 0
     const uint64_t* seeds;
     const int32_t* num_prompt;  // tokens before the first generated one
 };
@@ -31,6 +31,9 @@ struct SamplingRows {  // mirrored by `SamplingRows` in library.py
     int64_t* token_ids;                // [L] result
     uint8_t* is_broken;                // [L] result: no finite maximum, or a NaN; the token is 0
 };
+
+// The names of the numbers in `DrawFields`, in order, with spaces between.
+const char* draw_field_names();
 
 // Waits for a running step.
 void sample(Model& model, const SlotSampling& asked, const SamplingRows& rows);

@@ -324,6 +324,8 @@ EXPORT int32_t millrace_head(Model* model, const float* hidden, int64_t count, f
     });
 }
 
+EXPORT const char* millrace_draw_fields() { return draw_field_names(); }
+
 EXPORT int32_t millrace_sample(Model* model, const SlotSampling* sampling, const SamplingRows* rows) {
     return run_on_step_thread(model, [&] {
         if (rows->num_rows > 0) sample(*model, *sampling, *rows);

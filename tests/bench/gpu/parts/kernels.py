@@ -24,7 +24,7 @@ from tests.bench.gpu.trials.trial import Trial, unchecked
 
 DRAWN: tuple[dict[str, Any], ...] = ({"temperature": 0.8, "seed": 1},)
 CUT: tuple[dict[str, Any], ...] = ({"temperature": 0.8, "top_k": 50, "top_p": 0.9, "seed": 1},)
-PENALISED: tuple[dict[str, Any], ...] = ({"temperature": 0.8, "repetition": 1.1, "seed": 1},)
+PENALISED: tuple[dict[str, Any], ...] = ({"temperature": 0.8, "repetition_penalty": 1.1, "seed": 1},)
 DECODES = ((1, 1024), (64, 1024), (256, 1024), (64, 8192))  # sequences, tokens of each
 MOST_SAMPLED = 256
 MOST_LAYERS = 4  # of a cache, of which one is read: all of them would not fit on every card
@@ -97,7 +97,7 @@ def _trials(place: Place, kernels: KernelSet, shape: dict[str, Any]) -> Iterator
 
 def _is_for(kernel: str, asked: dict[str, Any]) -> bool:
     """Whether what is asked for is what this kernel is launched for."""
-    is_cut, is_penalised = "top_k" in asked, "repetition" in asked
+    is_cut, is_penalised = "top_k" in asked, "repetition_penalty" in asked
     if kernel == "choose_truncated":
         return is_cut
     if kernel in ("edit", "count_tokens"):

@@ -25,7 +25,14 @@ ASKED: tuple[dict[str, Any], ...] = (
     {},
     {"temperature": 1.0, "seed": 5},
     {"temperature": 0.7, "top_k": 50, "top_p": 0.9, "seed": 6},
-    {"temperature": 1.3, "min_p": 0.02, "seed": 7, "repetition": 1.3, "frequency": 0.2, "presence": 0.1},
+    {
+        "temperature": 1.3,
+        "min_p": 0.02,
+        "seed": 7,
+        "repetition_penalty": 1.3,
+        "frequency_penalty": 0.2,
+        "presence_penalty": 0.1,
+    },
 )
 
 
@@ -46,7 +53,7 @@ def sampling_trials(
     slots, positions = (torch.arange(num_rows, device=device) + first for first in (0, 9))
     least = _twin(reference_sampling.thresholds, logits, rows, slots)
     kinds = [asked[row % len(asked)] for row in range(num_rows)]
-    num_penalised = sum("repetition" in kind for kind in kinds)
+    num_penalised = sum("repetition_penalty" in kind for kind in kinds)
     size, name = dtype.itemsize, f"of {num_rows} x {vocab_size}"
     counts = torch.randint(0, 3, (num_rows, vocab_size), generator=draw, device=device).short()
     before = counts.clone()

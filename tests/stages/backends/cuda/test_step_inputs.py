@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from millrace.kernels.layout import step_state
+from millrace.kernels.layout.sampling_rows import AT
 from millrace.kernels.layout.step_state import StepBuffers
 from millrace.stages.backends.cuda.step_update import EndRules, diff_size, write
 from millrace.stages.execute.model_runner import ModelRunner
@@ -212,7 +213,8 @@ def test_what_a_sequence_asked_for_stands_in_its_row_bit_by_bit() -> None:
     row = side.slots.state[2]
     seed = row[[step_state.SEED_LOW, step_state.SEED_HIGH]].copy().view(np.uint64)
     assert seed[0] == 0xFEDC_BA98_7654_3210
-    floats = row[[step_state.TEMPERATURE, step_state.TOP_P, step_state.MIN_P]].copy().view(np.float32)
+    draw = row[step_state.DRAW :]
+    floats = draw[[AT["temperature"], AT["top_p"], AT["min_p"]]].copy().view(np.float32)
     assert floats.tolist() == [np.float32(0.7), 0.25, 0.0]
-    assert row[step_state.TOP_K] == 9 and row[step_state.LIMIT] == 10 and row[step_state.TOKENS] == 3
+    assert draw[AT["top_k"]] == 9 and row[step_state.LIMIT] == 10 and row[step_state.TOKENS] == 3
     assert side.slots.tokens[2, :3].tolist() == ints(4, 5, 6).tolist()

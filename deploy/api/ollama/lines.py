@@ -137,8 +137,14 @@ def framed(lines: Iterable[Line]) -> bytes:
 
 
 def ollama_error(error: ApiError) -> Line:
-    """An error in this API's shape, as a body and as the last line of a stream."""
-    return {"error": error.message}
+    """An error in this API's shape, as a body and as the last line of a stream.
+
+    Clients that would pull a missing model look for the words "not found".
+    """
+    message = error.message
+    if error.code == "model_not_found":
+        message = message.replace("not served here", "not found here").replace("GET /v1/models", "GET /api/tags")
+    return {"error": message}
 
 
 def now() -> str:

@@ -1,6 +1,6 @@
 // The playground: a conversation with the served model, in which each token can be looked at.
 
-import { html, useEffect, useState } from "../vendor/htm-preact.standalone.module.js";
+import { html, useEffect, useRef, useState } from "../vendor/htm-preact.standalone.module.js";
 import { Branches } from "./chat/branches.js";
 import { isChat as chats } from "./chat/body.js";
 import { legend, MODES } from "./chat/colours.js";
@@ -36,6 +36,12 @@ function Chat({ app }) {
   useEffect(() => void readModels(app), [app.feed.keys.key, Boolean(app.feed.hello)]);
   useEffect(() => listen(app), []);
   useEffect(follow);
+  const done = useRef(null);
+  const close = () => {
+    openSide(false);
+    document.getElementById("chat-settings")?.focus();
+  };
+  useEffect(() => void (isSideOpen && done.current.focus({ preventScroll: true })), [isSideOpen]);
   return html`<div class="chat">
     <section class="talk card" aria-label="Conversation">
       <${Top} app=${app} path=${path} isChat=${isChat} offered=${offered} openSide=${openSide} />
@@ -43,8 +49,8 @@ function Chat({ app }) {
       <div class="foot"><${Composer} app=${app} path=${path} isChat=${isChat} /></div>
       <p class="unseen" role="status" aria-live="polite">${chat.said}</p>
     </section>
-    <aside class=${`chat-side card ${isSideOpen ? "open" : ""}`} aria-label="Settings of the conversation">
-      <button class="quiet only-narrow" onClick=${() => openSide(false)}>Done</button>
+    <aside class=${`chat-side card ${isSideOpen ? "open" : ""}`} aria-label="Settings of the conversation" onKeyDown=${(event) => { if (isSideOpen && event.key === "Escape") { event.preventDefault(); close(); } }}>
+      <button class="quiet only-narrow" ref=${done} onClick=${close}>Done</button>
       ${chat.tree.hasBranches && html`<${Branches} app=${app} />`}
       <${Side} app=${app} isChat=${isChat} offered=${offered} />
     </aside></div>`;
@@ -63,7 +69,7 @@ function Top({ app, path, isChat, offered, openSide }) {
       <label class="model"><span class="unseen">Model</span><select id="chat-model" value=${settings.model} onChange=${(event) => set("model")(event.target.value)}>
         ${(models ?? []).map(({ id, parent }, i) => html`<option value=${i ? id : ""}>${id}${parent ? " (adapter)" : ""}</option>`)}</select></label>
       <${Choice} label=${html`<span class="unseen">Mode</span>`} name="chat-mode" value=${isChat ? "chat" : "completion"} onchange=${set("mode")} options=${[["chat", "Chat"], ["completion", "Completion"]]} />
-      <span class="right"><button class="quiet only-narrow" onClick=${() => openSide(true)}>Settings</button><${Take} app=${app} path=${path} isChat=${isChat} offered=${offered} />
+      <span class="right"><button class="quiet only-narrow" id="chat-settings" onClick=${() => openSide(true)}>Settings</button><${Take} app=${app} path=${path} isChat=${isChat} offered=${offered} />
         <button class="quiet" disabled=${!path.length} onClick=${() => { stop(); restart(); app.redraw(); document.getElementById("chat-draft")?.focus(); }}>New</button></span></div>
     ${chat.modelsError && html`<p class="told" role="alert">The list of models cannot be read: ${chat.modelsError}</p>`}
     ${chat.note && html`<p class="note" role="status">${chat.note}</p>`}
@@ -94,6 +100,7 @@ function listen(app) {
     app.redraw();
   };
   const onClick = (event) => {
+    for (const menu of document.querySelectorAll(".take[open]")) if (!menu.contains(event.target)) menu.open = false;
     if (!chat.token?.isPinned || event.target.closest(".tokens, .inspector")) return;
     chat.token = null;
     app.redraw();

@@ -193,6 +193,20 @@ def test_drafts_and_what_was_right_of_them_have_the_names_that_vllm_gives_them()
     asyncio.run(run())
 
 
+def test_tokens_that_say_they_were_drafted_are_the_accepted_drafts():
+    async def run() -> None:
+        script = Script(eos_probability=0.0, period=3)
+        async with scripted_engine(script=script, speculation="ngram", num_speculative_tokens=3) as engine:
+            outputs = engine.generate("abc", SamplingParams(max_tokens=60, logprobs=0), output_kind="final")
+            (entries,) = [output.outputs[0].logprobs async for output in outputs]
+            assert entries is not None and len(entries) == 60
+            assert sum(entry.is_drafted for entry in entries) == engine.scheduler.speculation.num_accepted_tokens > 10
+            times_us = [entry.time_us for entry in entries]
+            assert times_us == sorted(times_us) and times_us[0] < times_us[-1]
+
+    asyncio.run(run())
+
+
 def test_log_lines_that_could_not_be_written_are_counted() -> None:
     metrics = Metrics(Watchdog(ServerConfig(), None))
     with open("/dev/full", "wb") as full:

@@ -22,13 +22,20 @@ export function takeChunk(answers, chunk, sinceMs) {
 function takeChoice(node, choice, sinceMs) {
   const delta = choice.delta ?? { content: choice.text };
   if (choice.prompt_token_ids && !node.promptIds) node.promptIds = choice.prompt_token_ids;
-  node.text += delta.content ?? "";
+  if (node.raw !== undefined) Object.assign(node, parted((node.raw += delta.content ?? "")));
+  else node.text += delta.content ?? "";
   node.thoughts += delta.reasoning ?? delta.reasoning_content ?? "";
   node.refusal += delta.refusal ?? "";
   for (const call of delta.tool_calls ?? []) takeCall(node, call);
   if (delta.content || delta.reasoning || delta.tool_calls) node.chunksMs.push(sinceMs);
   if (choice.logprobs) takeTokens(node, choice.logprobs);
   if (choice.finish_reason) node.end = { kind: "finish", reason: choice.finish_reason, stop: choice.stop_reason ?? null };
+}
+
+// The reasoning and the text of an answer that goes on from tokens, which the server does not part.
+export function parted(raw) {
+  const [thoughts, ...rest] = raw.split("</think>");
+  return { raw, thoughts: thoughts.replace(/^\s*<think>\n?/, ""), text: rest.join("</think>").trimStart() };
 }
 
 function takeCall(node, { index, id, function: { name, arguments: text = "" } }) {

@@ -1,6 +1,6 @@
 // Runs requests: the answer to a turn, a further one, the rest of one, and a branch at a token.
 
-import { finish, newAnswer, takeChunk } from "./answer.js";
+import { finish, newAnswer, parted, takeChunk } from "./answer.js";
 import { chatBody, completionBody, inspected, isChat, tokensBody } from "./body.js";
 import { endOf } from "./endings.js";
 import { chat, save } from "./state.js";
@@ -35,7 +35,7 @@ export function branch(app, node, at, [id, text, logprob]) {
   const kept = node.tokens.slice(0, at).map((token) => ({ ...token, ms: null }));
   const chosen = { ...node.tokens[at], id, text, logprob, ms: null, isDrafted: false, isChosen: true, rank: null };
   const tokens = [...kept, chosen];
-  const fields = { tokens, text: textOf(tokens), promptIds: node.promptIds, branchOf: { id: node.id, at }, mode: node.mode };
+  const fields = { tokens, ...written(node, tokens), promptIds: node.promptIds, branchOf: { id: node.id, at }, mode: node.mode };
   start(app, chat.tree.parentOf(node), fields, (settings) => ["v1/completions", tokensBody(settings, node.promptIds, idsOf(tokens), maxModelLen(settings))]);
 }
 
@@ -44,7 +44,7 @@ export function more(app, node) {
   const isExact = node.promptIds && node.tokens.length > 0;
   if (isExact && !node.calls.length) {
     const tokens = withoutEnd(node);
-    return resume(app, node, { tokens: tokens.map((token) => ({ ...token, ms: null })), text: textOf(tokens), thoughts: "" }, (settings) => ["v1/completions", tokensBody(settings, node.promptIds, idsOf(tokens), maxModelLen(settings))]);
+    return resume(app, node, { tokens: tokens.map((token) => ({ ...token, ms: null })), ...written(node, tokens) }, (settings) => ["v1/completions", tokensBody(settings, node.promptIds, idsOf(tokens), maxModelLen(settings))]);
   }
   const path = chat.tree.pathTo(node);
   return resume(app, node, {}, (settings) =>
@@ -68,6 +68,9 @@ export async function readModels(app) {
 }
 
 export const textOf = (tokens) => tokens.map(({ text }) => text).join("");
+
+// What `tokens` say, which begin an answer like `node`.
+const written = (node, tokens) => (node.thoughts ? parted(textOf(tokens)) : { text: textOf(tokens) });
 
 const idsOf = (tokens) => tokens.map(({ id }) => id);
 

@@ -8,17 +8,17 @@ import { chat, save } from "./state.js";
 import { Strip } from "./strip.js";
 import { Tokens } from "./tokens.js";
 
-export const Turns = ({ app, path }) => html`<ol class="turns" aria-label="Conversation">${path.map((node) => html`<${Turn} key=${node.id} app=${app} node=${node} />`)}</ol>`;
+export const Turns = ({ app, path }) => html`<ol class="turns" aria-label="Conversation">${path.map((node) => html`<${Turn} key=${node.id} app=${app} node=${node} isLast=${node === path.at(-1)} />`)}</ol>`;
 
 const NAMES = { user: "You", assistant: "Model", tool: "Tool" };
 
-function Turn({ app, node }) {
+function Turn({ app, node, isLast }) {
   const isAnswer = node.role === "assistant";
   const name = node.role === "tool" ? `Result of ${node.name}` : NAMES[node.role];
   return html`<li class=${`turn ${node.role}`} data-turn=${node.role}>
-    <header><h2>${name}</h2>${node.branchOf && html`<span class="badge">branch at token ${node.branchOf.at + 1}</span>`}<${Switcher} app=${app} node=${node} />${!isAnswer && chat.editing !== node.id && html`<${Actions} app=${app} node=${node} />`}</header>
+    <header><h2>${name}</h2>${isAnswer && node.settings?.model && html`<span class="note">${node.settings.model}</span>`}${node.branchOf && html`<span class="badge">branch at token ${node.branchOf.at + 1}</span>`}<${Switcher} app=${app} node=${node} />${!isAnswer && chat.editing !== node.id && html`<${Actions} app=${app} node=${node} />`}</header>
     ${chat.editing === node.id ? html`<${Editor} app=${app} node=${node} />` : isAnswer ? html`<${Answer} app=${app} node=${node} />` : html`<div class="text">${node.text}</div>`}
-    ${isAnswer && html`<${End} app=${app} node=${node} />`}
+    ${isAnswer && html`<${End} app=${app} node=${node} isLast=${isLast} />`}
     ${isAnswer && (node.requestId || node.isRunning) && html`<${Strip} app=${app} node=${node} />`}
     ${isAnswer && chat.editing !== node.id && !node.isRunning && html`<${Actions} app=${app} node=${node} />`}
   </li>`;
@@ -27,12 +27,13 @@ function Turn({ app, node }) {
 // The reasoning, the text and the calls of an answer; its raw tokens apart where its text is not all of them.
 function Answer({ app, node }) {
   const raw = textOf(node.tokens);
+  const thoughtsAt = node.thoughts && node.tokens.length ? raw.indexOf(node.thoughts) : -1;
   const begin = node.text ? raw.lastIndexOf(node.text) : 0;
   const isRaw = node.tokens.length > 0 && (raw === node.text || (!node.calls.length && !node.thoughts && !node.text));
   const hasPart = !isRaw && node.text && node.tokens.length > 0 && begin >= 0;
   const isEmpty = !node.text && !node.thoughts && !node.calls.length;
   return html`<div class="text" data-figure="answer">
-    ${node.thoughts && html`<details class="thoughts" open=${node.isRunning && !node.text}><summary>Reasoning</summary><div>${node.thoughts}</div></details>`}
+    ${node.thoughts && html`<details class="thoughts" open=${node.isRunning && !node.text}><summary>Reasoning</summary><div>${thoughtsAt < 0 ? node.thoughts : html`<${Tokens} app=${app} node=${node} from=${thoughtsAt} upto=${thoughtsAt + node.thoughts.length} label="Reasoning" />`}</div></details>`}
     ${isRaw ? html`<${Tokens} app=${app} node=${node} label="Answer" />` : hasPart ? html`<${Tokens} app=${app} node=${node} from=${begin} upto=${begin + node.text.length} label="Answer" />` : node.text}
     ${isEmpty && !isRaw && node.isRunning && html`<span class="caret" aria-hidden="true"></span>`}
     ${node.calls.length > 0 && html`<${Calls} app=${app} node=${node} />`}
@@ -96,11 +97,12 @@ const BUTTONS = {
   complete: ["Complete text instead", (app, node) => { chat.settings.mode = "completion"; answer(app, chat.tree.parentOf(node)); }],
 };
 
-function End({ app, node }) {
+function End({ app, node, isLast }) {
   const end = explainEnd(node);
   if (!end) return null;
-  return html`<div class=${`end ${end.tone}`} role=${end.tone === "bad" ? "alert" : null} data-figure="end"><p>${end.what}${end.advice && html` <span>${end.advice}</span>`}</p>
-    ${end.actions.map((name) => html`<button class="quiet" onClick=${() => BUTTONS[name][1](app, node)}>${BUTTONS[name][0]}</button>`)}</div>`;
+  const tone = isLast || end.tone === "bad" ? end.tone : "";
+  return html`<div class=${`end ${tone}`} role=${end.tone === "bad" ? "alert" : null} data-figure="end"><p>${end.what}${end.advice && html` <span>${end.advice}</span>`}</p>
+    ${isLast && end.actions.map((name) => html`<button class="quiet" onClick=${() => BUTTONS[name][1](app, node)}>${BUTTONS[name][0]}</button>`)}</div>`;
 }
 
 function Actions({ app, node }) {

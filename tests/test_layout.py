@@ -46,6 +46,7 @@ OUTSIDE_THE_ENV = {
     "stages/loading/early.py": {"threading"},  # it begins before there is an env
     "stages/testing/scripted/device.py": {"time"},  # it takes real time
 }
+COOKBOOK = Path("deploy/cookbook")  # packages of their own, which import millrace as a user's do
 NOT_IN_THE_WHEEL = {Path("kernels/checks"), Path("model/demo/making")}  # what only developers run
 FORBIDDEN_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "_pickle"}
 FORBIDDEN_CALLS = {"eval", "exec", "hash", "__import__"}  # builtin hash differs from process to process
@@ -56,7 +57,8 @@ FORBIDDEN_METHODS = {("torch", "load"), ("yaml", "load"), ("yaml", "unsafe_load"
 def trees() -> dict[Path, ast.Module]:
     """Every file of the package, by its path from the root."""
     files = [path for part in PARTS for path in sorted((ROOT / part).rglob("*.py"))]
-    return {path.relative_to(ROOT): ast.parse(path.read_text("utf-8"), str(path)) for path in files}
+    own = [path for path in files if not path.is_relative_to(ROOT / COOKBOOK)]
+    return {path.relative_to(ROOT): ast.parse(path.read_text("utf-8"), str(path)) for path in own}
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:

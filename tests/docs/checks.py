@@ -21,7 +21,7 @@ FOREIGN = {  # program -> flags of it that a page may name
     "docker": {"--build", "--build-arg", "--gpus", "--read-only", "--rm", "--tmpfs"},
     "helm": {"--reuse-values", "--set", "--values"},
     "kubectl": {"--from-file"},
-    "pip": {"--index-url", "--no-deps"},
+    "pip": {"--editable", "--index-url", "--no-build-isolation", "--no-deps"},
     "npm": {"--prefix"},
     "systemctl": {"--now"},
     "pytest": {"--import-mode"},

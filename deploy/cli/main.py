@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str] | None) -> int:
-    options = _parser().parse_args(arguments)
+    options = make_parser().parse_args(arguments)
     try:
         _join_models(options)
         settings = resolve((EngineConfig, ServerConfig), vars(options), os.environ, options.config)
@@ -116,7 +116,8 @@ def _print_error(error: Exception | str) -> int:
     return STARTUP_ERROR_EXIT_CODE
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
     parser = ArgumentParser(prog="millrace", description="An LLM serving engine made of seven stages.")
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -133,6 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_trace(commands)
     _add_doctor(commands)
     _add_collect_env(commands)
+    _add_completion(commands)
     return parser
 
 
@@ -358,6 +360,14 @@ def _add_doctor(commands: Any) -> None:
 def _add_collect_env(commands: Any) -> None:
     text = "print versions and hardware for a bug report"
     _add_common(commands.add_parser("collect-env", usage=_usage("collect-env"), help=text))
+
+
+def _add_completion(commands: Any) -> None:
+    text = "print a script that completes commands and flags in a shell"
+    completion = commands.add_parser("completion", usage=_usage("completion bash|zsh|fish"), help=text)
+    text = "shell; to use it: source <(millrace completion bash)"
+    completion.add_argument("shell", metavar="SHELL", choices=("bash", "zsh", "fish"), help=text)
+    _add_common(completion)
 
 
 def _add_client(command: ArgumentParser) -> None:

@@ -29,7 +29,7 @@ from queue import SimpleQueue
 from typing import Any, Literal, Protocol
 
 from ..workers.thread_start import ThreadNotStarted, start_thread
-from .log_lines import console_line, json_line
+from .log_lines import console_line, json_line, terminal_line
 
 __all__ = ["LogSink", "Logger", "bind", "bound", "captured_logs", "configure", "dropped", "get_logger", "shutdown"]
 
@@ -131,6 +131,11 @@ def configure(
     return sink
 
 
+def has_colours(fd: int, environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether lines to `fd` are coloured: it is a terminal, and neither NO_COLOR nor TERM forbids it."""
+    return os.isatty(fd) and not environment.get("NO_COLOR") and environment.get("TERM") != "dumb"
+
+
 def settings() -> dict[str, Any] | None:
     """The arguments of the last `configure`, or None.
 
@@ -191,7 +196,7 @@ class LogSink:
             raise ValueError(f"log format {format!r} is unknown: use console or json")
         self.level = level
         self.num_dropped = 0
-        self._render = json_line if format == "json" else console_line
+        self._render = json_line if format == "json" else terminal_line if has_colours(fd) else console_line
         self._fd = os.dup(fd)
         self._max_queued_lines = max_queued_lines
         self._lines: SimpleQueue[bytes | None] = SimpleQueue()

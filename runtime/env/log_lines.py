@@ -15,6 +15,15 @@ FIRST_KEYS = ("timestamp", "level", "event", "logger", "stage", "request_id")
 
 # Control characters, line separators, marks that reverse the reading direction, lone surrogates.
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_KEY = re.compile(r" ([A-Za-z_][\w.]*)=")
+ERASE, RESET, BOLD, DIM = "\r\x1b[K", "\x1b[0m", "\x1b[1m", "\x1b[2m"
+COLOURS = {  # of a level
+    "debug": "\x1b[34m",
+    "info": "\x1b[32m",
+    "warning": "\x1b[33m",
+    "error": "\x1b[31m",
+    "critical": "\x1b[1;31m",
+}
 _PLAIN = re.compile(r"[^\s\"=\\]+")
 
 
@@ -54,6 +63,22 @@ def console_line(event: Mapping[str, Any]) -> bytes:
         num_left = MAX_LINE_BYTES - len(line) - len(b"\n  | ...\n")
         tail = b"\n  | ..." + tail[-num_left:].decode(errors="ignore").encode() if tail else b""  # keep the end
     return line + tail + b"\n"
+
+
+def terminal_line(event: Mapping[str, Any]) -> bytes:
+    """As `console_line`, in colours; what stands in the terminal's line, as a progress bar, is erased first."""
+    line = console_line(event).decode()
+    stamp, level = str(event.get("timestamp", "")), str(event.get("level", ""))
+    head = f"{stamp} {level:<8} "
+    if not line.startswith(head):
+        return line.encode()
+    first, newline, below = line[len(head) :].partition("\n")
+    name = _escaped(event.get("event", ""))
+    name = name if first.startswith(name) else first
+    fields = _KEY.sub(rf" {DIM}\1={RESET}", first[len(name) :])
+    colour = COLOURS.get(level, RESET)
+    text = f"{ERASE}{DIM}{stamp}{RESET} {colour}{level:<8}{RESET} {BOLD}{name}{RESET}{fields}"
+    return (text + newline + below).encode()
 
 
 def _take_table(fields: dict[str, Any]) -> list[str]:

@@ -33,10 +33,11 @@ async def report_loading(progress: LoadProgress, env: Env) -> None:
 
 
 class _Bar:
-    """A bar for each phase that counts bytes, on stderr."""
+    """A bar for each phase that counts bytes, and seconds for each other, on stderr."""
 
     def __init__(self) -> None:
         self._phase: LoadPhase = "start"
+        self._is_text = False  # the bar shows seconds only
         self._bar: tqdm[Any] | None = None
 
     def show(self, state: LoadState) -> None:
@@ -44,8 +45,10 @@ class _Bar:
             self.close()
             self._phase = state.phase
         if not state.total_bytes:
+            self._show_seconds(state)
             return
-        if self._bar is None:
+        if self._bar is None or self._is_text:
+            self.close()
             from tqdm import tqdm  # takes 20 ms that a start without a terminal need not
 
             self._bar = tqdm(
@@ -57,8 +60,20 @@ class _Bar:
                 file=sys.stderr,
                 mininterval=0.0,
             )
+            self._is_text = False
         self._bar.total = state.total_bytes
         self._bar.update(state.num_bytes - self._bar.n)
+
+    def _show_seconds(self, state: LoadState) -> None:
+        """A phase whose bytes are not known, once it takes a second: what it does, and for how long."""
+        if state.seconds < LOG_S:
+            return
+        if self._bar is None:
+            from tqdm import tqdm
+
+            self._bar = tqdm(bar_format="{desc}", leave=False, file=sys.stderr)
+            self._is_text = True
+        self._bar.set_description_str(f"{VERBS[state.phase]}, {state.seconds:.0f} s")
 
     def close(self) -> None:
         if self._bar is not None:

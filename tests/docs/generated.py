@@ -28,7 +28,7 @@ def parsers() -> Parsers:
     """The parser of each command, by its full name: `millrace serve`, `millrace bench latency`, ..."""
     entry = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["millrace"]
     main = getattr(import_module(entry.partition(":")[0]), entry.partition(":")[2])
-    return dict(_commands(sys.modules[main.__module__]._parser(), "millrace"))
+    return dict(_commands(sys.modules[main.__module__].make_parser(), "millrace"))
 
 
 def configuration() -> str:

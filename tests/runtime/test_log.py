@@ -4,6 +4,7 @@ import fcntl
 import json
 import logging
 import os
+import pty
 import re
 import select
 import subprocess
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 
 from millrace.runtime.env import log
 from millrace.runtime.env.log import LogSink, captured_logs, get_logger
-from millrace.runtime.env.log_lines import MAX_LINE_BYTES, console_line, json_line
+from millrace.runtime.env.log_lines import MAX_LINE_BYTES, console_line, json_line, terminal_line
 
 logger = get_logger("millrace.test")
 FORGERIES = ("\n2026-01-01 forged", "\r\nforged", "\x1b[2J", "\x9b31m", "\u2028next", "\u202edesrever", "\x7f", "\0")
@@ -67,6 +68,35 @@ def test_console_lines_quote_what_would_be_ambiguous(lines_of):
         "debug    thing.happened logger=millrace.test plain=abc "
         r'spaced="a b" quoted="say \"x\"" pair="a=b" items=[1,"b"] none=null'
     )
+
+
+@pytest.mark.parametrize("level", ["debug", "info", "warning", "error", "critical", "odd"])
+@pytest.mark.parametrize("more", [{}, {"reason": "a b=c", "n": 1}, {"exception": "E: x\ny"}, {"table": ["a  b"]}])
+def test_a_terminals_line_is_the_console_line_in_colours(level: str, more: dict[str, object]):
+    event = {"timestamp": "T", "level": level, "event": "thing.happened", "logger": "millrace.x"} | more
+    line = terminal_line(event).decode()
+    assert re.sub("\\r|\x1b\\[[0-9;]*[mK]", "", line) == console_line(event).decode()
+    assert line.startswith("\r\x1b[K") and "\x1b[1mthing.happened\x1b[0m" in line
+
+
+@pytest.mark.parametrize(
+    ("variables", "is_coloured"),
+    [({}, True), ({"NO_COLOR": "1"}, False), ({"NO_COLOR": ""}, True), ({"TERM": "dumb"}, False)],
+)
+def test_a_terminal_gets_colours_unless_a_variable_forbids_them(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], is_coloured: bool
+):
+    for name, value in {"NO_COLOR": "", "TERM": "xterm", **variables}.items():
+        monkeypatch.setenv(name, value)
+    controller, terminal = pty.openpty()
+    try:
+        log.configure("console", fd=terminal)
+        logger.info("thing.happened", n=1)
+        assert log.shutdown()
+        assert ("\x1b[32m" in os.read(controller, 4096).decode()) is is_coloured
+    finally:
+        os.close(terminal)
+        os.close(controller)
 
 
 @pytest.mark.parametrize("forgery", FORGERIES)

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator
 
+from ....runtime.env.log import has_colours
 from ....stages.config import EngineConfig
 from ...config import ServerConfig
 from .findings import Finding, fail, to_text
@@ -29,7 +29,7 @@ def run(options: argparse.Namespace, engine_config: EngineConfig, server_config:
     for finding in examine(engine_config, server_config):
         found.append(finding)
         if not options.json:
-            print(to_text(finding, has_colours=sys.stdout.isatty() and "NO_COLOR" not in os.environ), flush=True)
+            print(to_text(finding, has_colours=sys.stdout.isatty() and has_colours(1)), flush=True)
     counts = {status: sum(finding.status == status for finding in found) for status in ("ok", "warn", "fail")}
     if options.json:
         print(json.dumps({**counts, "checks": [finding.to_json() for finding in found]}, indent=1))

@@ -80,7 +80,7 @@ def test_files_in_commands_of_docker_are_there_and_images_are_built_before_they_
         if "run" in command:
             image = next(word for word in command if word.startswith("millrace:"))
             arguments = command[command.index(image) + 1 :]
-            assert image in built and cli._parser().parse_args(arguments).command == "serve"
+            assert image in built and cli.make_parser().parse_args(arguments).command == "serve"
 
 
 @needs("kubectl")

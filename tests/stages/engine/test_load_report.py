@@ -63,3 +63,18 @@ def test_a_terminal_has_a_bar_for_each_phase_with_bytes(monkeypatch: pytest.Monk
         report(progress, 1.0, change)
     assert "downloading files:   0%" in shown[0] and "reading weights:  25%" in terminal.getvalue()
     assert logs == []
+
+
+def test_a_terminal_shows_the_seconds_of_a_phase_without_bytes(monkeypatch: pytest.MonkeyPatch):
+    terminal, seconds = Terminal(), [0.0]
+    progress = LoadProgress(lambda: seconds[0])
+    monkeypatch.setattr(sys, "stderr", terminal)
+    progress.begin("probe")
+    report(progress, 0.5)
+    assert terminal.getvalue() == "", "a short phase shows nothing"
+
+    def change() -> None:
+        seconds[0] = 3.0
+
+    report(progress, 1.0, change)
+    assert "measuring steps, 3 s" in terminal.getvalue()

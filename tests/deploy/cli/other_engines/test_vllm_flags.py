@@ -140,7 +140,7 @@ DOCUMENTED = (
 
 
 def parsed(*arguments: str) -> argparse.Namespace:
-    return command_line._parser().parse_args(["serve", "m", *arguments])
+    return command_line.make_parser().parse_args(["serve", "m", *arguments])
 
 
 def changed(arguments: str) -> dict[str, Any]:
@@ -167,14 +167,14 @@ def test_what_has_no_equal_is_refused_with_the_next_step(capsys: Any, arguments:
 
 
 def test_sixty_documented_flags_are_accepted_or_refused_with_a_reason() -> None:
-    own = command_line._parser()._subparsers._group_actions[0].choices["serve"]._option_string_actions  # type: ignore
+    own = command_line.make_parser()._subparsers._group_actions[0].choices["serve"]._option_string_actions  # type: ignore
     flags = [f"--{name}" for name in DOCUMENTED.split()]
     assert len(set(flags)) >= 60
     assert [flag for flag in flags if flag not in own and flag not in VLLM] == []
 
 
 def test_every_row_leads_to_flags_of_ours_and_says_why_not() -> None:
-    own = command_line._parser()._subparsers._group_actions[0].choices["serve"]._option_string_actions  # type: ignore
+    own = command_line.make_parser()._subparsers._group_actions[0].choices["serve"]._option_string_actions  # type: ignore
     for flag, row in VLLM.items():
         assert flag not in own, f"{flag}: the command has it by now; remove the row"
         match row:
@@ -201,13 +201,13 @@ def test_each_accepted_flag_is_told_once_and_ours_are_not() -> None:
 
 
 def test_a_model_behind_a_flag_with_several_values_stays_the_model() -> None:
-    options = command_line._parser().parse_args(["serve", "--served-model-name", "a", "org/model"])
+    options = command_line.make_parser().parse_args(["serve", "--served-model-name", "a", "org/model"])
     assert (options.served_model_name, options.model) == (["a"], "org/model")
 
 
 def test_a_command_without_the_setting_says_so(capsys: Any) -> None:
     with pytest.raises(SystemExit):
-        command_line._parser().parse_args(["bench", "throughput", "--disable-log-stats"])
+        command_line.make_parser().parse_args(["bench", "throughput", "--disable-log-stats"])
     assert "is --stats-interval-s here, which this command does not take" in capsys.readouterr().err
 
 
@@ -229,6 +229,6 @@ def test_a_flag_of_another_engine_is_recognised(capsys: Any, arguments: list[str
 
 
 def test_hints_are_for_flags_that_the_command_does_not_have() -> None:
-    own = command_line._parser()._subparsers._group_actions[0].choices["serve"]._option_string_actions  # type: ignore
+    own = command_line.make_parser()._subparsers._group_actions[0].choices["serve"]._option_string_actions  # type: ignore
     for engine, flags in ENGINES.items():
         assert [flag for flag in flags if flag in own] == [], engine

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import shlex
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -212,6 +213,49 @@ def test_a_request_is_taken_away_as_curl_and_python(page: Any):
     fields = {keyword.arg: ast.literal_eval(keyword.value) for keyword in given.keywords}
     assert fields["messages"][0]["content"] == 'It\'s\n"so"' and fields["extra_body"] == {"top_k": 3}
     assert call.attr == "create" and fields["model"] == "m" and fields["stop"] is None
+
+
+def test_the_next_request_is_copied_with_the_draft(page: Any):
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.get_by_label("System prompt").fill("You are a miller.")
+    page.fill("#chat-draft", "What's new?")
+    page.locator("summary", has_text="Copy as").click()
+    page.locator("button", has_text="curl").click()
+    page.locator(".note", has_text="Copied.").wait_for()
+    command = shlex.split(page.evaluate("navigator.clipboard.readText()"))
+    body = json.loads(command[command.index("-d") + 1])
+    assert body["messages"] == [
+        *({"role": "system", "content": "You are a miller."}, {"role": "user", "content": "What's new?"})
+    ]
+    assert command[1].endswith(CHAT) and body["temperature"] == 0 and body["max_tokens"] == 12 and body["stream"]
+
+
+MARKUP = "<img src=x onerror=alert(1)><b>bold</b>"
+
+
+def test_what_a_model_writes_is_shown_as_text(page: Any):
+    call = {"index": 0, "id": "c", "function": {"name": MARKUP, "arguments": MARKUP}}
+    deltas = [{"content": MARKUP}, {"reasoning": MARKUP}, {"tool_calls": [call]}]
+    chunks = [{"id": "x", "choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]
+    chunks.append({"id": "x", "choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]})
+    body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+    page.route("**" + CHAT, partial(answer, {"body": body}))
+    send(page, MARKUP)
+    page.unroute("**" + CHAT)
+    assert page.locator(".turns").text_content().count(MARKUP) >= 5
+    assert page.locator(".turns img, .turns b").count() == 0
+
+
+def test_the_reasoning_of_an_answer_that_goes_on_is_parted_from_its_text(page: Any):
+    parted = (
+        "async (raw) => { const { parted } = await import('/static/dashboard/chat/answer.js'); return parted(raw); }"
+    )
+    for raw, thoughts, text in (
+        ("<think>\nSo", "So", ""),
+        ("<think>\nSo.\n</think>\n\nYes", "So.\n", "Yes"),
+        ("So</think>Yes", "So", "Yes"),
+    ):
+        assert page.evaluate(parted, raw) == {"raw": raw, "thoughts": thoughts, "text": text}
 
 
 def test_the_playground_fits_a_phone_and_everybody(page: Any):

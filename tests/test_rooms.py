@@ -113,7 +113,7 @@ BELOW = {
     "deploy/server": "deploy deploy/http deploy/metrics deploy/api deploy/api/openai deploy/api/responses "
     "deploy/api/messages deploy/api/ollama deploy/websocket deploy/inspect deploy/admin deploy/dashboard "
     "deploy/openapi",
-    "deploy/ray": "",
+    "deploy/ray": "deploy deploy/server",
     "deploy/cli/bench": "deploy",
     "deploy/cli/doctor": "deploy deploy/http",
     "deploy/cli/other_engines": "",

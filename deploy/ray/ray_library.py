@@ -15,4 +15,4 @@ def ray_library(module: str = "ray") -> Any:
     try:
         return import_module(module)
     except ImportError as error:
-        raise ConfigError(f"executor = ray: Ray cannot be imported ({error}); try {EXTRA}") from None
+        raise ConfigError(f"Ray cannot be imported ({error}); try {EXTRA}") from None

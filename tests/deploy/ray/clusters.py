@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from typing import Any
 
 import psutil
@@ -56,13 +57,16 @@ def actors_alive() -> list[int]:
 
 
 def resident_bytes() -> int:
-    """Of this process and of all of Ray's, with what they share counted once each."""
-    total = psutil.Process().memory_info().rss
-    for process in psutil.process_iter(["cmdline", "memory_info"]):
-        text = " ".join(process.info["cmdline"] or ())
-        if process.pid != os.getpid() and process.info["memory_info"] and is_of_ray(text):
-            total += process.info["memory_info"].rss
-    return int(total)
+    """Of this process, of all of Ray's and of those that they started; what they share counts for each."""
+    found = {psutil.Process()}
+    for process in psutil.process_iter(["cmdline"]):
+        if is_of_ray(" ".join(process.info["cmdline"] or ())):
+            found |= {process, *process.children(recursive=True)}
+    total = 0
+    for process in found:
+        with suppress(psutil.Error):  # it has ended
+            total += int(process.memory_info().rss)
+    return total
 
 
 def is_of_ray(command: str) -> bool:

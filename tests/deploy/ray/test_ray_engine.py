@@ -1,6 +1,6 @@
 """Engines on a real Ray cluster of three nodes: placement, deaths of actors and nodes, and the driver's own.
 
-The limits of time are those of the claim and hold on a machine at rest with MILLRACE_FULL=1, or three times as long.
+The limits of time hold with MILLRACE_FULL=1, which is for a machine at rest; otherwise they are ten times as long.
 """
 
 from __future__ import annotations
@@ -29,13 +29,20 @@ pytest.importorskip("ray", reason="needs pip install 'millrace-engine[ray]'")
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray]
 
-LAX = 1.0 if os.environ.get("MILLRACE_FULL") else 3.0
+LAX = 1.0 if os.environ.get("MILLRACE_FULL") else 10.0
 ACTOR_S, NODE_S, DRIVER_S = 0.5 * LAX, 3.0 * LAX, 5.0  # until answers go on; until no actor is left
 MAX_BYTES = 2e9
 NUM_STREAMS = 16
 PROMPTS = [f"{word} and {number}" for number in range(4) for word in ("Zoe", "Tom", "The sea", "One")]
 GREEDY = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
-SETTINGS: dict[str, Any] = {"threads": 1, "max_num_seqs": 32, "dtype": "float32", "ray_timeout_s": 60.0}
+# without drafts, as a request of a dead engine is tried alone for as many tokens as that can have been ahead
+SETTINGS: dict[str, Any] = {
+    "speculation": "off",
+    "ray_timeout_s": 60.0,
+    "threads": 1,
+    "max_num_seqs": 32,
+    "dtype": "float32",
+}
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ class ProcessComm:
 
     def __init__(self, folder: Path, rank: int, size: int, device: torch.device, *, is_ordered: bool = False) -> None:
         self.rank, self.size, self.log = rank, size, CommLog()
-        self._is_ordered = is_ordered or device.type == "cpu"
+        self._is_gpu = device.type != "cpu"
+        self._is_ordered = is_ordered or not self._is_gpu
         store = distributed.PrefixStore("millrace", distributed.FileStore(os.fspath(folder / "ranks"), size))
         self._group: Any = _gloo(store, rank, size) if device.type == "cpu" else _nccl(store, rank, size)
 
@@ -51,6 +53,12 @@ class ProcessComm:
         options.rootRank = 0
         x = x.contiguous()
         return self._wait("broadcast", x, self._group.broadcast([x], options), x)
+
+    def abort(self) -> None:
+        """Makes calls in progress fail, and ends all: NCCL does not notice that a rank is gone. gloo's fail anyway."""
+        if self._is_gpu:
+            with suppress(RuntimeError):
+                self._group.abort()
 
     def _wait(self, call: str, like: Tensor, work: Any, result: Tensor) -> Tensor:
         """Waits for a call; on a GPU the current stream does."""

@@ -7,6 +7,7 @@ No event loop: the leader's thread sends, and a thread of the line reads answers
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import socket
@@ -190,10 +191,11 @@ class OrderLine:
             self._forget(number)
         return values
 
-    def unless_ended(self, call: Callable[[], T]) -> T:
+    def unless_ended(self, call: Callable[[], T], limit_s: float = math.inf, about: str = "") -> T:
         """What `call` returns, or raises. Leaves it to a thread of its own, and raises `LineEnded`, when the line ends.
 
-        For a call that would wait for a member that is gone. Raises `ThreadNotStarted`.
+        For a call that would wait for a member that is gone. One that takes over `limit_s` ends the line; `about` is
+        what it is, in words. Raises `ThreadNotStarted`.
         """
         found: Future[T] = Future()
 
@@ -204,8 +206,11 @@ class OrderLine:
                 found.set_exception(error)
 
         start_thread(threading.Thread(target=run, name="millrace-order", daemon=True))
-        while not wait([found], SLICE_S).done:
+        began_s = self._now()
+        while not wait([found], min(SLICE_S, limit_s)).done:
             self.check()
+            if self._now() - began_s > limit_s:
+                self.end(f"{about} took over {limit_s:g} s")
         return found.result()
 
     def end(self, cause: str) -> None:

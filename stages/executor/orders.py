@@ -12,7 +12,10 @@ from numpy.typing import NDArray
 from ...runtime.processes.order_line import order_codec
 from ..config import EngineConfig
 
-STEP_ARRAYS = ("input_ids", "positions", "slot_mapping", "block_tables", "query_starts", "lengths", "logits_rows")
+STEP_ARRAYS = ("input_ids", "positions", "slot_mapping", "query_starts", "lengths", "logits_rows")  # sent whole
+
+LEAST_COMPARED = 8192  # entries; fewer are sent sooner than compared
+MOST_CHANGED = 4  # a change is 12 bytes, an entry 4: with more than a fourth changed, all are sent
 
 Longs = NDArray[np.int64]
 Ints = NDArray[np.int32]
@@ -35,6 +38,11 @@ class RankSetup:
 @dataclass(frozen=True, slots=True, eq=False)
 class JoinRanks:
     """Join the sums of all ranks. All do so at once, so they are told when all can."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FirstSum:
+    """Add up a number of all ranks."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,13 +73,22 @@ class MakeHostBlocks:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class TableChanges:
+    """Block tables, as what differs from those of the step before, in most steps a few entries."""
+
+    whole: Ints | None  # all of them, if they have another shape or differ in much; then the others are empty
+    places: Longs  # of the entries that differ, in the order of rows
+    blocks: Ints  # there
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class StepOrder:
     """Compute a step; the arrays are those of `StepInputs`. `adapters` are the adapter slots of its tokens."""
 
     input_ids: Longs
     positions: Longs
     slot_mapping: Longs
-    block_tables: Ints
+    block_tables: TableChanges
     query_starts: Ints
     lengths: Ints
     logits_rows: Longs
@@ -115,7 +132,33 @@ class FreeMemory:
 
 CODEC = order_codec(
     [
-        *(RankSetup, EngineConfig, JoinRanks, MakeDecoder, MeasureScales, MakeCache, MakeHostBlocks),
-        *(StepOrder, LogitsOrder, CopyOrder, AdapterPart, FreeMemory),
+        *(RankSetup, EngineConfig, JoinRanks, FirstSum, MakeDecoder, MeasureScales, MakeCache, MakeHostBlocks),
+        *(StepOrder, TableChanges, LogitsOrder, CopyOrder, AdapterPart, FreeMemory),
     ]
 )
+
+
+class SentTables:
+    """The block tables of the last step, as both ends of a line know them: `changes` for one, `apply` for the other."""
+
+    def __init__(self) -> None:
+        self._tables: Ints = np.zeros((0, 0), np.int32)  # [S, M]
+
+    def changes(self, tables: Ints) -> TableChanges:
+        """What to send of the tables of the next step. An array that changes later may be given."""
+        if tables.size >= LEAST_COMPARED and tables.shape == self._tables.shape:
+            places = np.flatnonzero(self._tables != tables)
+            if len(places) * MOST_CHANGED < tables.size:
+                blocks = tables.reshape(-1)[places]
+                self._tables.reshape(-1)[places] = blocks
+                return TableChanges(None, places, blocks)
+        self._tables = tables.copy()
+        return TableChanges(self._tables, np.zeros(0, np.int64), np.zeros(0, np.int32))
+
+    def apply(self, changes: TableChanges) -> Ints:
+        """The tables of the next step, [S, M]. They change with the next call."""
+        if changes.whole is not None:
+            self._tables = changes.whole.copy()
+        else:
+            self._tables.reshape(-1)[changes.places] = changes.blocks
+        return self._tables

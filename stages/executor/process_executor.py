@@ -14,14 +14,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...runtime.processes.lasting_starter import LastingStarter
 from .executor import StartedRanks
 
 if TYPE_CHECKING:
     from ...model.sharding.comm import Comm  # which imports torch
+    from ...model.sharding.process_comm import ProcessComm
 
 
 class RankProcess:
-    """One rank: a `Member` of an order line. Ends with this process, as `runtime/processes/child.py` says."""
+    """One rank: a `Member` of an order line. Ends with this process, see `end_with_starter`."""
 
     def __init__(self, rank: int, module: str, num_threads: int) -> None:
         self.name = f"rank {rank}"
@@ -57,11 +59,14 @@ class ProcessExecutor:
         self._module, self._num_threads, self._is_ordered = module, num_threads, is_ordered
 
     def start_ranks(self, size: int) -> StartedRanks:
+        starter = LastingStarter()
         folder = Path(tempfile.mkdtemp(prefix="millrace-ranks-"))  # 0700
         ranks: list[RankProcess] = []
-        close = partial(_close, ranks, folder)
+        comms: list[ProcessComm] = []
+        close = partial(_close, ranks, folder, starter)
         try:
-            ranks += [RankProcess(rank, self._module, self._num_threads) for rank in range(1, size)]
+            make = partial(RankProcess, module=self._module, num_threads=self._num_threads)
+            ranks.extend(starter.start(partial(make, rank)) for rank in range(1, size))
         except OSError:
             close()
             raise
@@ -69,15 +74,20 @@ class ProcessExecutor:
         def join(device: Any) -> Comm:
             from ...model.sharding.process_comm import ProcessComm
 
-            return ProcessComm(folder, 0, size, device, is_ordered=self._is_ordered)
+            comms.append(ProcessComm(folder, 0, size, device, is_ordered=self._is_ordered))
+            return comms[0]
 
-        # NOTE: nothing is to be aborted: calls fail when the other end of their connection is gone
+        def abort() -> None:
+            for comm in comms:
+                comm.abort()
+
         unlink = partial(shutil.rmtree, folder, ignore_errors=True)
-        return StartedRanks(ranks, join, str(folder), lambda: None, unlink, close)
+        return StartedRanks(ranks, join, str(folder), abort, unlink, close)
 
 
-def _close(ranks: list[RankProcess], folder: Path) -> None:
+def _close(ranks: list[RankProcess], folder: Path, starter: LastingStarter) -> None:
     for rank in ranks:
         rank.kill()
         rank.process.wait()
+    starter.close()
     shutil.rmtree(folder, ignore_errors=True)

@@ -36,6 +36,7 @@ from ...executor.orders import (
     MakeDecoder,
     MakeHostBlocks,
     MeasureScales,
+    SentTables,
     StepOrder,
 )
 
@@ -49,7 +50,8 @@ class RankLeader:
         self.line, self.comm, self.whole = line, comm, whole
         self._ranks = ranks
         self.adapter_slots: Longs | None = None  # of the tokens of the next step
-        self._is_measuring = False
+        self.tables = SentTables()
+        self.is_measuring = False  # the others run the same steps by themselves
 
     @property
     def size(self) -> int:
@@ -58,7 +60,7 @@ class RankLeader:
 
     def order(self, order: Any, about: str, num_tokens: int = 0) -> AbstractContextManager[None]:
         """Sends an order; rank 0's own part is the body of the `with` statement."""
-        if self._is_measuring:  # the others run the same steps by themselves
+        if self.is_measuring:
             return nullcontext()
         number = self.line.send(order, about, num_tokens)
         return self.line.obeying(number, lambda: (self.comm.log.number, self.comm.log.last))
@@ -77,11 +79,11 @@ class RankLeader:
     def measure_scales(self, measure: Callable[[], Tensor | None]) -> Tensor | None:
         """What `measure` returns on rank 0: the scales of its fp8 cache. Each rank measures those of its heads."""
         with self.order(MeasureScales(), "the scales of an fp8 cache"):
-            self._is_measuring = True
+            self.is_measuring = True
             try:
                 return measure()
             finally:
-                self._is_measuring = False
+                self.is_measuring = False
 
     def free_bytes(self) -> int:
         """The least free memory of the other ranks' devices."""
@@ -126,8 +128,11 @@ class LeadingDecoder(Decoder):
 
     def _step(self, inputs: StepInputs[Tensor], *, has_logits: bool) -> AbstractContextManager[None]:
         leader, slots = self.leader, self.leader.adapter_slots
+        if leader.is_measuring:
+            return nullcontext()
         about = f"a step of {len(inputs.input_ids)} tokens in {len(inputs.lengths)} rows"
-        return leader.order(step_order(inputs, has_logits, slots), about, len(inputs.input_ids))
+        order = step_order(inputs, has_logits, slots, leader.tables)
+        return leader.order(order, about, len(inputs.input_ids))
 
 
 class LeadingCache(KVCache):
@@ -174,10 +179,13 @@ class LeadingAdapters:
         self._own.begin_step(slots)
 
 
-def step_order(inputs: StepInputs[Tensor], has_logits: bool, adapters: Longs | None) -> StepOrder:
-    """A step as an order: its arrays on the host."""
+def step_order(inputs: StepInputs[Tensor], has_logits: bool, adapters: Longs | None, tables: SentTables) -> StepOrder:
+    """A step as an order: its arrays on the host, and what differs from the `tables` sent before."""
     arrays = {name: getattr(inputs, name).cpu().numpy() for name in STEP_ARRAYS}
-    return StepOrder(**arrays, num_decode=inputs.num_decode, has_logits=has_logits, adapters=adapters)
+    changes = tables.changes(inputs.block_tables.cpu().numpy())
+    return StepOrder(
+        **arrays, block_tables=changes, num_decode=inputs.num_decode, has_logits=has_logits, adapters=adapters
+    )
 
 
 def _slices(adapter: Adapter, place: Any) -> Sequence[tuple[int, Any, Any]]:

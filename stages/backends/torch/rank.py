@@ -27,12 +27,14 @@ from ....model.sharding.process_comm import ProcessComm
 from ....model.sharding.shard import RankShare
 from ....runtime.env import log as logs
 from ....runtime.processes.child import end_with_parent, joined
+from ....runtime.processes.lasting_starter import end_with_starter
 from ....runtime.processes.order_line import OrderReader
 from ...executor.orders import (
     CODEC,
     STEP_ARRAYS,
     AdapterPart,
     CopyOrder,
+    FirstSum,
     FreeMemory,
     JoinRanks,
     LogitsOrder,
@@ -41,6 +43,7 @@ from ...executor.orders import (
     MakeHostBlocks,
     MeasureScales,
     RankSetup,
+    SentTables,
     StepOrder,
 )
 from ..merged_adapters import merging_of
@@ -58,11 +61,13 @@ class RankWorker:
     def __init__(self, join: Join | None = None) -> None:
         self._join = join
         self._join_on: Callable[[], Comm] | None = None  # the same, on the rank's device
+        self._device = torch.device("cpu")
         self._comm: Comm | None = None
         self._make: Callable[..., Decoder] | None = None
         self._decoder: Decoder | None = None
         self._scales: torch.Tensor | None = None  # of an fp8 cache
         self._cache: KVCache | None = None
+        self._tables = SentTables()
         self._host_blocks: torch.Tensor | None = None
         self._adapter: dict[Any, tuple[AdapterSlice, ...]] = {}  # what has come of the next one
 
@@ -100,6 +105,9 @@ class RankWorker:
                 self._comm = self._join_on()
             case MeasureScales():
                 self._scales = kv_scales_of(self._config, self._decoder)
+            case FirstSum():
+                assert self._comm is not None
+                sum_once(self._comm, self._device)
             case MakeCache():
                 self._make_cache(order)
             case MakeHostBlocks():
@@ -118,7 +126,7 @@ class RankWorker:
         if setup.log is not None:
             logs.configure(**setup.log)
         config = self._config = setup.config
-        device = torch.device(setup.device)
+        device = self._device = torch.device(setup.device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
         elif setup.folder:  # a process; threads share rank 0's
@@ -154,7 +162,8 @@ class RankWorker:
         if decoder.adapters is not None:
             decoder.adapters.begin_step(order.adapters)
         arrays = {name: torch.tensor(getattr(order, name), device=decoder.device) for name in STEP_ARRAYS}
-        inputs = StepInputs(**arrays, num_decode=order.num_decode)
+        tables = torch.tensor(self._tables.apply(order.block_tables), device=decoder.device)
+        inputs = StepInputs(**arrays, block_tables=tables, num_decode=order.num_decode)
         if order.has_logits:
             decoder.forward(inputs, cache)
         else:
@@ -187,6 +196,12 @@ class RankWorker:
         self._decoder.adapters.load(part.slot, Adapter(part.name, None, part.dtype, linears))
 
 
+def sum_once(comm: Comm, device: torch.device) -> None:
+    """Adds up a number of all ranks, and waits for it. NCCL connects them then."""
+    if float(comm.sum(torch.ones(1, device=device))) != comm.size:
+        raise RuntimeError(f"the first sum of {comm.size} ranks is wrong")
+
+
 def run_rank(sock: socket.socket, join: Join) -> None:
     """A rank as a thread."""
     RankWorker(join).run(sock)
@@ -194,6 +209,7 @@ def run_rank(sock: socket.socket, join: Join) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """The entry point of the process. Returns its exit code."""
+    end_with_starter()
     sock, _ = joined(arguments)
     end_with_parent(sock)
     RankWorker().run(sock)

@@ -18,13 +18,14 @@ from ....runtime.workers.thread_start import ThreadNotStarted
 from ...config import EngineConfig
 from ...errors import ConfigError
 from ...executor.executor import Executor
-from ...executor.orders import CODEC, JoinRanks, RankSetup
+from ...executor.orders import CODEC, FirstSum, JoinRanks, RankSetup
 from ...executor.process_executor import ProcessExecutor
 from ...executor.thread_executor import ThreadExecutor
 from .leading import RankLeader
-from .rank import run_rank
+from .rank import run_rank, sum_once
 
 RANK_MODULE = "millrace.stages.backends.torch.rank"
+FIRST_SUM_S = 120.0  # NCCL connects all GPUs in it
 
 log = get_logger("millrace.stages")
 
@@ -69,6 +70,9 @@ class StartingRanks:
             joining = line.send(JoinRanks(), "joining")
             comm = line.unless_ended(lambda: started.join(self._device))  # for which the backend waits for an hour
             line.answers(joining)
+            summing = line.send(FirstSum(), "the first sum")
+            line.unless_ended(lambda: sum_once(comm, self._device), FIRST_SUM_S, "the first sum of all ranks")
+            line.answers(summing)
         except (LineEnded, RuntimeError, OSError) as error:
             raise ranks_not_started(self._config, error) from None
         if self._device.type == "cpu":  # NOTE: NCCL comes back to the folder with its first sum

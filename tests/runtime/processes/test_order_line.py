@@ -117,7 +117,7 @@ def test_a_member_that_is_too_late_ends_all_with_the_order_named(made: Any) -> N
     own(line, 1, 1)
     began = time.monotonic()
     own(line, 2, 2)
-    assert cause_of(line).startswith("rank 2 did not answer order 2 (add 2) in 0.")
+    assert cause_of(line).startswith("rank 2 did not answer order 2 (add 2) in ")
     assert time.monotonic() - began < 1.5
 
 
@@ -153,6 +153,16 @@ def test_an_order_of_more_work_than_ever_has_its_share_of_time(made: Any) -> Non
     while line.limit_s() == 0.3:
         time.sleep(0.001)
     assert 0.8 <= line.limit_s() < 3 and line.limit_s(2000) == pytest.approx(100 * line.limit_s())
+
+
+def test_a_call_of_the_leader_that_takes_too_long_ends_all_and_is_named(made: Any) -> None:
+    line, pupils = made(add, add)
+    assert line.unless_ended(lambda: 7, 5.0, "a sum") == 7
+    is_over = threading.Event()
+    with pytest.raises(LineEnded, match=r"^the first sum took over 0.3 s$"):
+        line.unless_ended(is_over.wait, 0.3, "the first sum")
+    is_over.set()
+    assert all(pupil.is_killed for pupil in pupils)
 
 
 def test_a_member_that_fails_ends_all_with_its_words(made: Any) -> None:

@@ -80,8 +80,11 @@ def test_a_rank_that_is_killed_or_stopped_costs_its_group_and_no_answer() -> Non
             await until(lambda: engine.engine_pid not in (None, idle_core) and engine.health.is_ready)
             core, ranks = engine.engine_pid, ranks_of(engine)
             assert core is not None and len(ranks) == 1
+            os.kill(ranks[0], signal.SIGSTOP)  # it cannot end by itself
             os.kill(core, signal.SIGKILL)
+            killed_s = time.monotonic()
             await until(lambda: all(map(is_gone, ranks)))
+            assert time.monotonic() - killed_s < GONE_S
             await until(lambda: engine.num_deaths == 4 and engine.health.is_ready)
             assert await answer(engine, prompts[0]) == due[0]
             (last,) = ranks_of(engine)

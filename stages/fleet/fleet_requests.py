@@ -7,18 +7,41 @@ from ..split.inflight_requests import SUSPICIOUS_DEATHS, InflightRequest, Inflig
 from .dispatcher import CoreLoad, work_of
 
 
+class CoreWork:
+    """The work of the requests in one engine process, by request, and the sum of it."""
+
+    __slots__ = ("by_request", "total")
+
+    def __init__(self) -> None:
+        self.by_request: dict[str, int] = {}
+        self.total = 0
+
+    def set(self, request_id: str, work: int) -> None:
+        """A request with this work is there."""
+        self.total += work - self.by_request.get(request_id, 0)
+        self.by_request[request_id] = work
+
+    def drop(self, request_id: str) -> None:
+        """A request is there no longer, if it was."""
+        self.total -= self.by_request.pop(request_id, 0)
+
+    def clear(self) -> None:
+        """Nothing is there."""
+        self.by_request.clear()
+        self.total = 0
+
+
 class FleetRequests(InflightRequests):
     """As `InflightRequests`, with the work in each process.
 
     A request that ran when a process died is a suspect at once, and tried in another one: a process that serves others
     meanwhile can try it without delay for them. So at most two processes die of one request. One that had not run yet
-    is a suspect after the second death: it may end processes before it runs. The work is counted from the table and
-    never adjusted, so it cannot drift.
+    is a suspect after the second death: it may end processes before it runs.
     """
 
     def __init__(self, num_cores: int) -> None:
         super().__init__()
-        self._work: list[dict[str, int]] = [{} for _ in range(num_cores)]  # by core and request
+        self._work = [CoreWork() for _ in range(num_cores)]  # by core
 
     def sent(self, request: TokenRequest, core: int | None = 0) -> None:
         before = self.core_of(request.request_id)
@@ -27,28 +50,26 @@ class FleetRequests(InflightRequests):
         if live is None:
             return
         if before is not None and before != core:
-            self._work[before].pop(request.request_id, None)
+            self._work[before].drop(request.request_id)
         if core is not None:
             work = self._work[core]
-            if request.generated is None:
-                work[request.request_id] = work.get(request.request_id, 0) + work_of(request)
-            else:
-                work[request.request_id] = sum(map(work_of, live.prompts))
+            of_one = request.generated is None and len(live.prompts) == 1
+            work.set(request.request_id, work_of(request) if of_one else sum(map(work_of, live.prompts)))
 
     def forget(self, request_id: str) -> bool:
         core = self.core_of(request_id)
         if core is not None:
-            self._work[core].pop(request_id, None)
+            self._work[core].drop(request_id)
         return super().forget(request_id)
 
     def load_of(self, core: int) -> CoreLoad:
         """What is in an engine process."""
         work = self._work[core]
-        return CoreLoad(sum(work.values()), len(work), core)
+        return CoreLoad(work.total, len(work.by_request), core)
 
     def is_idle(self, core: int) -> bool:
         """Whether no request is in an engine process."""
-        return not self._work[core]
+        return not self._work[core].by_request
 
     def adapter_of(self, request_id: str) -> str:
         """The digest of a request's adapter; "" for the base model, or if the request is not in flight."""
@@ -70,7 +91,7 @@ class FleetRequests(InflightRequests):
         """
         was_sent = self.core_of(self._on_trial.get(core, "")) == core
         ran, on_trial = self._leave(core)
-        there = [self._live[request_id] for request_id in self._work[core]]
+        there = [self._live[request_id] for request_id in self._work[core].by_request]
         for live in there:
             live.core = None
         self._work[core].clear()
@@ -104,4 +125,5 @@ class FleetRequests(InflightRequests):
         """A request of which nothing is left to compute is in this process: its end is on the way to the client."""
         if (live := self._live.get(request_id)) is not None:
             live.core = core
-            self._work[core].setdefault(request_id, 0)
+            if request_id not in self._work[core].by_request:
+                self._work[core].set(request_id, 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -76,6 +77,33 @@ def test_requests_spread_evenly_and_all_prompts_of_one_stay_together() -> None:
     for number in range(6):
         table.forget(f"r{number}")
     assert table.load_of(0) == CoreLoad(0, 0, 0) and table.is_idle(1)
+
+
+def test_the_work_of_a_core_is_that_of_its_requests_after_any_history() -> None:
+    dice = Random(11)
+    cores, table, parts = fleet(3, capacity=10_000)
+    alive: dict[str, int] = {}
+    for number in range(600):
+        core, name = dice.choice(parts), f"r{number}"
+        match dice.randrange(5):
+            case 0 | 1:
+                assert cores.place(token_request(name, 10 * number))
+                alive[name] = 10 * number
+            case 2 if alive:
+                name = dice.choice(sorted(alive))
+                cores.place(token_request(name, alive[name] + dice.randrange(1, 9), index=1))
+            case 3 if alive:
+                table.forget(name := dice.choice(sorted(alive)))
+                del alive[name]
+            case 4 if number % 20 == 0:
+                table.note_death(core.index)
+                for orphan in sum(table.orphans(), []):
+                    for prompt in table.prompts_to_resume(orphan, lambda _: True):
+                        cores.send(prompt, dice.choice(parts))  # type: ignore[arg-type]
+        for one in parts:
+            there = [live for live in table._live.values() if live.core == one.index]
+            work = sum(work_of(prompt) for live in there for prompt in live.prompts)
+            assert table.load_of(one.index) == CoreLoad(work, len(there), one.index)
 
 
 def test_a_core_without_room_or_process_is_passed_over_and_a_full_fleet_takes_nothing() -> None:

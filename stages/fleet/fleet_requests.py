@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ..messages import TokenRequest
 from ..split.inflight_requests import SUSPICIOUS_DEATHS, InflightRequest, InflightRequests
 from .dispatcher import CoreLoad, work_of
+
+GROUP_FROM = 8  # suspects that are tried one at a time; of more, those that had made tokens are tried together
 
 
 class CoreWork:
@@ -37,10 +41,14 @@ class FleetRequests(InflightRequests):
     A request that ran when a process died is a suspect at once, and tried in another one: a process that serves others
     meanwhile can try it without delay for them. So at most two processes die of one request. One that had not run yet
     is a suspect after the second death: it may end processes before it runs.
+
+    Of many suspects, those that had made tokens are tried several at a time: few processes die of a request so late.
+    If one does in such a trial, each of these is tried alone, and a third process may die of the one that is guilty.
     """
 
     def __init__(self, num_cores: int) -> None:
         super().__init__()
+        self.group_from = GROUP_FROM
         self._work = [CoreWork() for _ in range(num_cores)]  # by core
 
     def sent(self, request: TokenRequest, core: int | None = 0) -> None:
@@ -79,18 +87,26 @@ class FleetRequests(InflightRequests):
 
     def orphans(self) -> tuple[list[str], list[str]]:
         """The requests in no process: (those that are suspects, the youngest first; the others, the oldest first)."""
-        tried = set(self._on_trial.values())
-        waiting = [pair for pair in self._live.items() if pair[1].core is None and pair[0] not in tried]
+        waiting = [pair for pair in self._live.items() if pair[1].core is None and pair[0] not in self._on_trial]
         suspects = [request_id for request_id, live in waiting if live.num_deaths > live.num_deaths_passed]
         return suspects[::-1], [request_id for request_id, live in waiting if live.num_deaths <= live.num_deaths_passed]
+
+    def next_trial(self, size: int, runs: Callable[[str], bool]) -> list[str]:
+        """The suspects to try together next, of those for which `runs` is true; none if there are none.
+
+        If more than GROUP_FROM that had made tokens wait, the youngest `size` of them; else the youngest suspect.
+        """
+        suspects = [one for one in self.orphans()[0] if runs(one)]
+        late = [one for one in suspects if self._live[one].had_tokens and not self._live[one].is_tried_alone]
+        return late[:size] if len(late) > self.group_from else suspects[:1]
 
     def note_death(self, core: int = 0) -> str | None:
         """As in `InflightRequests`. The one on trial is guilty: it ran when another process died, too.
 
         Those beside it ran there before, and the death says nothing of them; but of those without a token it does.
         """
-        was_sent = self.core_of(self._on_trial.get(core, "")) == core
-        ran, on_trial = self._leave(core)
+        ran, tried = self._leave(core)
+        tried = [request_id for request_id in tried if self.core_of(request_id) == core]  # the others were not sent yet
         there = [self._live[request_id] for request_id in self._work[core].by_request]
         for live in there:
             live.core = None
@@ -98,15 +114,18 @@ class FleetRequests(InflightRequests):
         has_run = {request_id for request_id, _ in ran}
         for live in there:
             request_id = live.prompts[0].request_id
-            if was_sent:
-                is_new = request_id in has_run and request_id != on_trial and not self._has_tokens(live)
-                live.num_deaths += is_new
+            live.had_tokens = self._has_tokens(live)
+            if request_id in tried:
+                live.num_deaths += 1
+                live.is_tried_alone = True
+            elif tried:
+                live.num_deaths += request_id in has_run and not live.had_tokens
             elif request_id in has_run:
                 live.num_deaths += 1
             else:
                 live.num_deaths_unrun += 1
                 live.num_deaths += live.num_deaths_unrun >= SUSPICIOUS_DEATHS
-        return on_trial if was_sent else None
+        return tried[0] if len(tried) == 1 else None
 
     def _has_tokens(self, live: InflightRequest) -> bool:
         answers = self._known_answers()
@@ -119,7 +138,7 @@ class FleetRequests(InflightRequests):
 
     def is_trying(self, core: int) -> bool:
         """Whether a request is on trial in an engine process."""
-        return core in self._on_trial
+        return any(trial.core == core for trial in self._on_trial.values())
 
     def assign(self, request_id: str, core: int) -> None:
         """A request of which nothing is left to compute is in this process: its end is on the way to the client."""

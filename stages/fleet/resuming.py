@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 
 from ...runtime.env.env import Env
 from ...runtime.env.log import get_logger
@@ -11,11 +11,12 @@ from ..config import EngineConfig
 from ..errors import Failed
 from ..exit.outboxes import Outboxes
 from ..split.engine_core import EngineCore
-from ..split.trials import watch_trial
+from ..split.trials import watch_trials
 from .core_set import CoreSet, has_adapter
 from .fleet_requests import FleetRequests
 
 LOOK_S = 0.005  # between two looks at a trial
+MOST_AT_ONCE = 64  # suspects in a trial
 SPARE_STEPS = 2  # that an engine process may be ahead of what it has sent, besides those in flight
 
 log = get_logger("millrace.stages")
@@ -25,9 +26,9 @@ class Resuming:
     """Resumes requests in other engine processes, in tasks from `start` to `stop`.
 
     Those that ran when their process died are suspects: they may have ended it. Each process tries one of them at a
-    time, beside the requests that it serves: a trial is over when the suspect has more tokens than the dead process can
-    have been ahead. When the process dies in a trial, the suspect is the cause (`FleetRequests.note_death`). The other
-    requests are resumed at once.
+    time, or of many several (`FleetRequests.next_trial`), beside the requests that it serves: a trial is over when the
+    suspect has more tokens than the dead process can have been ahead. When the process dies in a trial of one, that is
+    the cause (`FleetRequests.note_death`). The other requests are resumed at once.
     """
 
     def __init__(self, env: Env, config: EngineConfig, table: FleetRequests, cores: CoreSet, exit: Outboxes) -> None:
@@ -69,7 +70,7 @@ class Resuming:
             await self._resume_others()
             for core in self._cores.serving():
                 task = self._trials.get(core.index)
-                if (task is None or task.done()) and self._next_suspect(core) is not None:
+                if (task is None or task.done()) and self._next_trial(core, 1):
                     name = f"trials in engine {core.index}"
                     self._trials[core.index] = asyncio.get_running_loop().create_task(self._try_all(core), name=name)
 
@@ -124,27 +125,29 @@ class Resuming:
     # -- trials
 
     async def _try_all(self, core: EngineCore) -> None:
-        """Tries suspects in one process, one at a time, until there are none or it ends."""
-        while core.is_serving and (suspect := self._next_suspect(core)) is not None:
-            await self._resume(suspect, self._try(core, suspect))
+        """Tries suspects in one process until there are none or it ends: after each trial twice as many at a time."""
+        size = 1
+        while core.is_serving and (suspects := self._next_trial(core, size)):
+            await self._try(core, suspects)
+            size = min(2 * size, MOST_AT_ONCE)
 
-    def _next_suspect(self, core: EngineCore) -> str | None:
-        """The next suspect to try in a process; None if there is none whose adapter it has."""
-        suspects = self._table.orphans()[0]
-        return next((one for one in suspects if has_adapter(core, self._table.adapter_of(one))), None)
+    def _next_trial(self, core: EngineCore, size: int) -> list[str]:
+        """The next suspects to try in a process, at most `size`, whose adapters it has."""
+        return self._table.next_trial(size, lambda one: has_adapter(core, self._table.adapter_of(one)))
 
-    async def _try(self, core: EngineCore, request_id: str) -> None:
-        """Resumes a suspect, and waits until it has ended, has outlived its trial, or has ended the process."""
+    async def _try(self, core: EngineCore, suspects: Sequence[str]) -> None:
+        """Resumes suspects, and waits until each has ended or passed its trial, or they have ended the process."""
         client = core.client
-        self._table.begin_trial(request_id, core.index)
-        await self._send(request_id, core)
-        await watch_trial(
+        for request_id in suspects:
+            self._table.begin_trial(request_id, core.index)
+        for request_id in suspects:
+            await self._resume(request_id, self._send(request_id, core))
+        await watch_trials(
             self._env,
             self._exit,
             self._table,
-            request_id,
+            suspects,
             lambda outbox: self._num_tokens * sum(self._exit.awaits(one.sequence_id) for one in outbox.choices),
             lambda: not core.is_serving or core.client is not client,
-            core=core.index,
             look_s=LOOK_S,
         )

@@ -27,10 +27,20 @@ class InflightRequest:
     num_deaths_unrun: int = 0  # of those that had it and did not run it yet
     num_deaths_passed: int = 0  # `num_deaths` at its last passed trial
     num_trials: int = 0  # that it has passed
+    had_tokens: bool = False  # at the last death
+    is_tried_alone: bool = False  # after a process died in a trial of it and others
 
     @property
     def is_suspect(self) -> bool:
         return self.num_deaths >= SUSPICIOUS_DEATHS and self.num_deaths > self.num_deaths_passed
+
+
+@dataclass(slots=True)
+class Trial:
+    """A suspect runs, watched."""
+
+    core: int
+    num_tokens: int = 0  # since it began
 
 
 class InflightRequests:
@@ -46,8 +56,7 @@ class InflightRequests:
         self._admitted: set[int] = set()  # sequences that had a slot
         self._steps: list[Columns] = []
         self._answers_known: dict[int, Ints] | None = None  # those of the last death, until more is noted
-        self._on_trial: dict[int, str] = {}  # core -> a request id
-        self._num_trial_tokens: dict[int, int] = {}  # core -> of the request on trial, since its trial began
+        self._on_trial: dict[str, Trial] = {}  # by request
 
     def __contains__(self, request_id: str) -> bool:
         """Whether any prompt of the request was sent."""
@@ -74,9 +83,11 @@ class InflightRequests:
         """Records the tokens of a step."""
         self._steps.append((step.sequence_ids, step.places, step.token_ids))
         self._answers_known = None
-        if self._on_trial and (on_trial := self._on_trial.get(core)) is not None:
-            owners = map(self._request_ids.get, step.sequence_ids.tolist())
-            self._num_trial_tokens[core] += sum(owner == on_trial for owner in owners)
+        if self._on_trial:
+            for owner in map(self._request_ids.get, step.sequence_ids.tolist()):
+                trial = self._on_trial.get(owner or "")
+                if trial is not None and trial.core == core:
+                    trial.num_tokens += 1
         if np.count_nonzero(step.finishes):
             self._are_over(step.sequence_ids[step.finishes != 0].tolist())
         if step.pooled:
@@ -139,25 +150,28 @@ class InflightRequests:
         It is the one on trial, if it ran, and all others that ran had passed their trials; or a request that ran alone,
         and during an earlier death too.
         """
-        ran, on_trial = self._leave(core)
-        others = [live for request_id, live in ran if request_id != on_trial]
+        ran, tried = self._leave(core)
+        others = [live for request_id, live in ran if request_id not in tried]
         if len(others) < len(ran) and all(live.num_trials for live in others):
-            return on_trial  # the death says nothing of the others
+            return tried[0]  # the death says nothing of the others
         for _, live in ran:
             live.num_deaths += 1
         if len(ran) == 1 and ran[0][1].num_deaths >= SUSPICIOUS_DEATHS:
             return ran[0][0]
         return None
 
-    def _leave(self, core: int) -> tuple[list[tuple[str, InflightRequest]], str | None]:
-        """Nothing runs any more in an engine process that died: (the requests that ran there, the one on trial)."""
+    def _leave(self, core: int) -> tuple[list[tuple[str, InflightRequest]], list[str]]:
+        """Nothing runs any more in an engine process that died: (the requests that ran there, those on trial)."""
         there = [(request_id, live) for request_id, live in self._live.items() if live.core == core]
         ran = [pair for pair in there if any(self.is_admitted(self._ids(prompt)) for prompt in pair[1].prompts)]
         for _, live in there:
             for prompt in live.prompts:
                 self._admitted.difference_update(self._ids(prompt))
         self._answers_known = None
-        return ran, self._on_trial.pop(core, None)
+        tried = [request_id for request_id, trial in self._on_trial.items() if trial.core == core]
+        for request_id in tried:
+            del self._on_trial[request_id]
+        return ran, tried
 
     def suspects(self) -> list[str]:
         """The requests that may have ended an engine process, the youngest first: older ones ran well before.
@@ -169,19 +183,21 @@ class InflightRequests:
 
     def begin_trial(self, request_id: str, core: int = 0) -> int:
         """Counts this request's tokens from now on. Returns the number of its earlier trials."""
-        self._on_trial[core], self._num_trial_tokens[core] = request_id, 0
+        self._on_trial[request_id] = Trial(core)
         live = self._live.get(request_id)
         return 0 if live is None else live.num_trials
 
-    def num_trial_tokens(self, core: int = 0) -> int:
-        """Tokens of the request on trial since its trial began."""
-        return self._num_trial_tokens.get(core, 0)
+    def num_trial_tokens(self, request_id: str) -> int:
+        """Tokens of a request on trial since its trial began."""
+        trial = self._on_trial.get(request_id)
+        return 0 if trial is None else trial.num_tokens
 
-    def end_trial(self, core: int = 0) -> None:
-        """The request on trial has passed it, or is over."""
-        live = self._live.get(self._on_trial.pop(core, ""))
-        if live is not None:
+    def end_trial(self, request_id: str) -> None:
+        """A request on trial has passed it, or is over."""
+        live = self._live.get(request_id)
+        if self._on_trial.pop(request_id, None) is not None and live is not None:
             live.num_trials += 1
+            live.is_tried_alone = False
             live.num_deaths_passed = live.num_deaths
 
     def _ids(self, prompt: TokenRequest) -> range:

@@ -25,7 +25,7 @@ from ..exit.outboxes import Outboxes
 from ..messages import TokenRequest
 from .inflight_requests import InflightRequests
 from .process_client import EngineClient, EngineDied
-from .trials import watch_trial
+from .trials import watch_trials
 
 MAX_DEATHS = 5  # of engine processes within DEATHS_S; after one more, restarts are given up
 DEATHS_S = 120.0
@@ -197,11 +197,11 @@ class ProcessKeeper:
     async def _try(self, client: EngineClient, request_id: str) -> None:
         """Waits until a suspect has ended, has outlived its trial, or has ended the process."""
         num_tokens = TRIAL_TOKENS * LONGER ** self._table.begin_trial(request_id)
-        await watch_trial(
+        await watch_trials(
             self._env,
             self._exit,
             self._table,
-            request_id,
+            [request_id],
             lambda outbox: num_tokens * outbox.request.num_sequences,
             client.died.done,
             look_s=LOOK_S,

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 from millrace.runtime.env.log import captured_logs
 from millrace.runtime.pipeline import NotServing
@@ -29,6 +29,7 @@ from millrace.runtime.simulation.run import SimEnv, SimResult, run
 from millrace.stages.config import EngineConfig
 from millrace.stages.errors import Failed, Unavailable
 from millrace.stages.fleet.fleet_engine import FleetEngine
+from millrace.stages.fleet.fleet_requests import FleetRequests
 from millrace.stages.fleet.placement import Place
 from millrace.stages.messages import StepTokens, TokenRequest
 from millrace.stages.outputs import ModelInfo
@@ -76,6 +77,7 @@ class FleetSetup:
     strikes: tuple[Strike, ...]
     poison: str | None  # the request that kills each process that runs it
     delays: float  # probability that a stage receives later
+    group_from: int  # suspects, of more than which several are tried together
 
 
 def draw_fleet(seed: int) -> FleetSetup:
@@ -99,7 +101,8 @@ def draw_fleet(seed: int) -> FleetSetup:
         strikes.append(Strike(dice.choice(STRIKES), core, at_s, seconds, at_step))
     poison = dice.choice(setup.clients).request.request_id if dice.random() < 0.3 else None
     delays = dice.choice((0.0, 0.02, 0.3))
-    return FleetSetup(setup, tuple(sorted(strikes, key=lambda strike: strike.at_s)), poison, delays)
+    group_from = dice.choice((0, 2, 8))
+    return FleetSetup(setup, tuple(sorted(strikes, key=lambda strike: strike.at_s)), poison, delays, group_from)
 
 
 class FleetWorld(World):
@@ -338,7 +341,8 @@ class SimFleet(FleetEngine):
     def __init__(self, config: EngineConfig, world: FleetWorld, env: SimEnv) -> None:
         self._world = world
         super().__init__(_resolved(config, {}), env=env)
-        table = self._table
+        table = cast(FleetRequests, self._table)
+        table.group_from = world.drawn.group_from
         note, note_death, sent = table.note, table.note_death, table.sent
 
         def note_and_check(step: StepTokens, core: int = 0) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -153,10 +153,11 @@ def all_suspects_at_once() -> AbstractContextManager[None]:
     """A suspect's trial is over as soon as it was sent."""
 
     def change(_: Any) -> Any:
-        async def hasty(self: Resuming, core: Any, request_id: str) -> None:
-            self._table.begin_trial(request_id, core.index)
-            await self._send(request_id, core)
-            self._table.end_trial(core.index)
+        async def hasty(self: Resuming, core: Any, suspects: Sequence[str]) -> None:
+            for request_id in suspects:
+                self._table.begin_trial(request_id, core.index)
+                await self._send(request_id, core)
+                self._table.end_trial(request_id)
 
         return hasty
 

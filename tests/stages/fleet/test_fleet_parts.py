@@ -20,7 +20,7 @@ from millrace.stages.errors import ConfigError
 from millrace.stages.fleet.core_set import CoreSet
 from millrace.stages.fleet.dispatcher import CoreLoad, choose, work_of
 from millrace.stages.fleet.fleet_engine import FleetEngine
-from millrace.stages.fleet.fleet_requests import FleetRequests
+from millrace.stages.fleet.fleet_requests import GROUP_FROM, FleetRequests
 from millrace.stages.fleet.merged_channel import MergedChannel
 from millrace.stages.fleet.placement import deal, places
 from millrace.stages.fleet.stage import Merge
@@ -197,8 +197,8 @@ def test_a_request_that_passed_its_trial_is_a_suspect_again_after_another_death(
     (prompt,) = table.prompts_to_resume("r", lambda _: True)
     cores.send(prompt, b)  # type: ignore[arg-type]
     table.note(tokens(0, [(0, 0, 5), (0, 1, 6)]), 1)
-    assert table.num_trial_tokens(1) == 2 and table.num_trial_tokens(0) == 0
-    table.end_trial(1)
+    assert table.num_trial_tokens("r") == 2 and table.num_trial_tokens("x") == 0
+    table.end_trial("r")
     table.admit([0])
     assert table.note_death(1) is None and table.orphans() == (["r"], [])
 
@@ -222,6 +222,77 @@ def test_a_request_that_ends_processes_before_it_runs_is_a_suspect_after_the_sec
     table.begin_trial("r", 0)
     cores.send(prompt, a)  # type: ignore[arg-type]
     assert table.note_death(0) == "r"
+
+
+def late_suspects(count: int, num_cores: int = 3) -> tuple[CoreSet, FleetRequests, list[Core]]:
+    """A fleet whose first core died, with so many requests that had made tokens."""
+    cores, table, parts = fleet(num_cores)
+    for number in range(count):
+        cores.send(token_request(f"r{number}", number), parts[0])  # type: ignore[arg-type]
+    table.admit(range(count))
+    table.note(tokens(0, [(number, 0, 7) for number in range(count)]), 0)
+    assert table.note_death(0) is None
+    return cores, table, parts
+
+
+def anything(request_id: str) -> bool:
+    return True
+
+
+def test_many_suspects_that_had_made_tokens_are_tried_together_and_few_are_not() -> None:
+    _, table, _ = late_suspects(GROUP_FROM)
+    assert table.next_trial(4, anything) == [f"r{GROUP_FROM - 1}"]
+    _, table, _ = late_suspects(GROUP_FROM + 1)
+    assert table.next_trial(4, anything) == [f"r{GROUP_FROM - number}" for number in range(4)]
+    assert table.next_trial(4, lambda one: one in ("r2", "r5")) == ["r5"], "few can run there"
+    assert table.next_trial(4, lambda one: False) == []
+
+
+def test_a_suspect_without_a_token_is_tried_alone_though_many_others_wait() -> None:
+    cores, table, (a, b, _) = late_suspects(GROUP_FROM + 2)
+    cores.send(token_request("new", 99), b)  # type: ignore[arg-type]
+    table.admit([99])
+    table.note_death(1)
+    assert table.orphans()[0][0] == "new" and "new" not in table.next_trial(64, anything)
+    for request_id in table.next_trial(64, anything):
+        table.begin_trial(request_id, 2)
+    assert table.next_trial(64, anything) == ["new"]
+
+
+def test_after_a_death_in_a_trial_of_several_each_is_tried_alone_and_the_guilty_one_is_found() -> None:
+    cores, table, (_, b, c) = late_suspects(GROUP_FROM + 4)
+    tried = table.next_trial(3, anything)
+    for request_id in tried:
+        table.begin_trial(request_id, 1)
+    for request_id in tried[:2]:
+        (prompt,) = table.prompts_to_resume(request_id, lambda _: True)
+        cores.send(prompt, b)  # type: ignore[arg-type]
+    table.end_trial(tried[0])  # it made enough tokens
+    (prompt,) = table.prompts_to_resume(tried[2], lambda _: True)
+    cores.send(prompt, b)  # type: ignore[arg-type]
+    assert table.note_death(1) is None and set(tried) <= set(table.orphans()[0]) | {tried[0]}
+    assert not set(tried[1:]) & set(table.next_trial(64, anything))
+    for request_id in table.next_trial(64, anything):
+        table.forget(request_id)
+    (last,) = table.next_trial(64, anything)
+    assert last == tried[1]
+    table.begin_trial(last, 2)
+    (prompt,) = table.prompts_to_resume(last, lambda _: True)
+    cores.send(prompt, c)  # type: ignore[arg-type]
+    assert table.note_death(2) == last
+    table.forget(last)
+    assert table.next_trial(64, anything) == [tried[2]]
+
+
+def test_only_a_single_suspect_left_in_its_trial_is_guilty() -> None:
+    cores, table, (_, b, _) = late_suspects(GROUP_FROM + 1)
+    first, second = table.next_trial(2, anything)
+    for request_id in (first, second):
+        table.begin_trial(request_id, 1)
+        (prompt,) = table.prompts_to_resume(request_id, lambda _: True)
+        cores.send(prompt, b)  # type: ignore[arg-type]
+    table.end_trial(first)
+    assert table.note_death(1) == second
 
 
 # -- the merge

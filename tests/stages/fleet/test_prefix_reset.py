@@ -26,9 +26,9 @@ def world_of(env: SimEnv) -> Any:
     """A simulated fleet's surroundings, in which nothing is drawn or checked."""
     nothing: Callable[..., None] = lambda *_: None  # noqa: E731
     checks = dict.fromkeys(("note_tokens", "check_owners", "note_step"), nothing)
-    setup = SimpleNamespace(is_async=False)
+    setup, drawn = SimpleNamespace(is_async=False), SimpleNamespace(group_from=8)
     state = {"children": [], "num_loads": 0, "num_starts_to_fail": 0, "guilty": set(), "kills": Counter()}
-    return SimpleNamespace(env=env, setup=setup, script=Script(eos_probability=0.0), **state, **checks)
+    return SimpleNamespace(env=env, setup=setup, drawn=drawn, script=Script(eos_probability=0.0), **state, **checks)
 
 
 def simulate(test: Callable[[SimEnv, SimFleet], Awaitable[None]]) -> None:

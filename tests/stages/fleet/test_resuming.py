@@ -8,16 +8,19 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 from millrace.runtime.pipeline import Health
 from millrace.runtime.simulation.run import SimEnv, run
 from millrace.stages.config import EngineConfig
 from millrace.stages.exit.outboxes import Outboxes
 from millrace.stages.fleet.core_keeper import CoreKeeper
+from millrace.stages.fleet.fleet_requests import GROUP_FROM
 from millrace.stages.fleet.resuming import Resuming
 from millrace.stages.messages import AdapterRef, Prompt, Request
 from millrace.stages.params import SamplingParams
 from tests.stages.fleet.test_fleet_parts import Core, fleet
-from tests.stages.split.test_split import token_request
+from tests.stages.split.test_split import token_request, tokens
 
 PARAMS = SamplingParams(max_tokens=50, seed=3)
 
@@ -126,6 +129,37 @@ def test_a_request_that_cannot_be_resumed_ends_and_those_behind_it_are_resumed()
         assert not front.resuming._task.done()  # type: ignore[union-attr]
 
     simulate(test)
+
+
+@pytest.mark.parametrize("count", [GROUP_FROM, 100])
+def test_many_suspects_are_cleared_in_few_trials(count: int) -> None:
+    async def test(front: Front) -> None:
+        front.b.is_serving = False
+        firsts = [front.ask(f"r{number}") for number in range(count)]
+        front.b.is_serving = True
+        front.table.admit(firsts)
+        front.table.note(tokens(0, [(first, 0, 7) for first in firsts]), 0)
+        began: list[int] = []
+        front.b.is_serving, front.a.is_serving = True, False
+        front.table.note_death(0)
+        front.resuming.wake()
+        num_tokens, num_steps = dict.fromkeys(firsts, 1), 0
+        while front.table.orphans()[0] or front.resuming.is_trying:
+            await front.env.sleep(0.02)
+            if (now := len(front.table._on_trial)) and (not began or began[-1] != now):
+                began.append(now)
+            running = [one for one in firsts if f"r{one}" in front.b.sent]
+            front.table.note(tokens(num_steps, [(one, num_tokens[one], 7) for one in running]), 1)
+            num_tokens.update((one, num_tokens[one] + 1) for one in running)
+            num_steps += 1
+        assert sorted(front.b.sent) == sorted(f"r{number}" for number in range(count))
+        if count == GROUP_FROM:
+            assert set(began) == {1} and num_steps >= count * front.resuming._num_tokens
+        else:
+            assert {1, 2, 4, 8, 16, 32} <= set(began) and num_steps < 10 * front.resuming._num_tokens
+        assert not any(live.num_deaths > live.num_deaths_passed for live in front.table._live.values())
+
+    simulate(test, capacity=1_000)
 
 
 def test_a_choice_that_nobody_reads_is_parked_in_the_process_where_it_is_resumed() -> None:

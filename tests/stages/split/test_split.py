@@ -126,8 +126,8 @@ def test_requests_that_ran_during_two_deaths_are_suspects_and_waiting_ones_are_n
         assert table.note_death() is None and table.suspects() == due
     assert table.begin_trial("younger") == 0
     table.note(tokens(0, [(2, 0, 7), (0, 0, 8), (2, 1, 9)]))
-    assert table.num_trial_tokens() == 2
-    table.end_trial()
+    assert table.num_trial_tokens("younger") == 2
+    table.end_trial("younger")
     assert table.suspects() == ["older"]
 
 
@@ -143,7 +143,7 @@ def test_the_one_on_trial_is_guilty_unless_another_untried_one_ran() -> None:
     assert table.note_death() is None, "b ran too, and was not tried"
     table.begin_trial("b")
     table.admit([1])
-    table.end_trial()
+    table.end_trial("b")
     table.begin_trial("a")
     table.admit([0])
     assert table.note_death() == "a"

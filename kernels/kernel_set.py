@@ -353,7 +353,7 @@ class SamplingKernels(Protocol):
     slots      [L] i32 | i64   the slot of each row of logits; -1 is a padding row
     positions  [L] i32 | i64   the absolute position of the token to choose
 
-    `choose`, `choose_truncated` and `score` read only the first 6 numbers of a slot's row, so narrower rows serve them.
+    `choose`, `choose_truncated` and `score` read only the beginning of a slot's row, its draw.
     The result for a row depends on that row alone: not on the number, the content or the order of the others. A row is
     *broken* if it has no finite maximum: if it holds NaN or +inf, or only -inf.
     """
@@ -361,7 +361,7 @@ class SamplingKernels(Protocol):
     def choose(self, logits: Tensor, rows: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
         """One token for each row: the likeliest at temperature 0, else one drawn by its probability.
 
-        top_k, top_p and min_p are ignored. A token is drawn in two steps, both by the maximum of log-probability and
+        Cuts are ignored. A token is drawn in two steps, both by the maximum of log-probability and
         Gumbel noise: a group of 128 tokens, then one token in it. The noise is a function of seed, position and group
         or token (`gumbel` in `kernels/reference/sampling.py`).
 
@@ -369,14 +369,14 @@ class SamplingKernels(Protocol):
         """
 
     def choose_truncated(self, logits: Tensor, rows: Tensor, slots: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """As `choose`, from the tokens that top_k, then top_p, then min_p keep; and the least logit kept.
+        """As `choose`, from the tokens that the cuts keep, in their order; and the least and the largest logit kept.
 
         top_k keeps the logits at or above the k-th largest. Of those, renormalised, top_p keeps the fewest of the
         largest whose joint probability reaches top_p, and all equals of the last. min_p keeps tokens at least min_p
         times as likely as the likeliest. So ties are kept whole.
 
-        Returns token ids [L] i64 as `choose` does, and the least logits [L] f32: -inf where all are kept, in broken
-        rows, in padding, and at temperature 0.
+        Returns token ids [L] i64 as `choose` does, and the bounds [L, 2] f32 of the logits kept: -inf and inf where all
+        are, in broken rows, in padding, and at temperature 0.
         """
 
     def edit(
@@ -427,15 +427,15 @@ class SamplingKernels(Protocol):
         num_top: int,
         rows: Tensor | None = None,
         slots: Tensor | None = None,
-        least: Tensor | None = None,
+        bounds: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The log-probability and rank of a token in some rows of logits, and the likeliest tokens there.
 
-        row_ids      [n] i64   into the rows of `logits`, `token_ids`, `slots` and `least`
+        row_ids      [n] i64   into the rows of `logits`, `token_ids`, `slots` and `bounds`
         token_ids    [L] i64
         num_top                k, at most V
         rows, slots            if given, probabilities are those of the draw: at the slot's temperature, unless that is
-                               0, and 0 for tokens below `least` [L] f32, if that is given too
+                               0, and 0 for tokens outside of `bounds` [L, 2] f32, if those are given too
 
         Returns log-probabilities [n] f32 and ranks [n] i64 (1 is the likeliest) of the tokens; then ids [n, k] i64 and
         log-probabilities [n, k] f32 of the likeliest, the lowest id first among equals. A broken row's are undefined.

@@ -361,7 +361,7 @@ def sampling_cases(dtype: torch.dtype) -> list[CompileCase]:
 
 def _sampling_cases(dtype: torch.dtype, vocab_size: int, name: str) -> list[CompileCase]:
     logits, rows = _meta(64, vocab_size, dtype=dtype), _meta(256, sampling_rows.WIDTH, dtype=torch.int32)
-    slots, least = _meta(64, dtype=torch.int64), _meta(64, dtype=torch.float32)
+    slots, bounds = _meta(64, dtype=torch.int64), _meta(64, 2, dtype=torch.float32)
     counts, ends = _meta(256, vocab_size, dtype=torch.int16), _meta(256, 136, dtype=torch.int32)
     biased, bias = _meta(256, 1024, dtype=torch.int32), _meta(256, 1024, dtype=torch.float32)
     masks, forced = _meta(64, -(-vocab_size // 32), dtype=torch.int32), _meta(64, dtype=torch.int32)
@@ -379,7 +379,7 @@ def _sampling_cases(dtype: torch.dtype, vocab_size: int, name: str) -> list[Comp
         CompileCase(f"force {name}", lambda: triton_edits.force(slots, forced)),
         CompileCase(f"count_tokens {name}", lambda: triton_edits.count_tokens(counts, rows, slots, slots)),
         CompileCase(f"score {name}", lambda: triton_scores.score(logits, slots, slots, 20)),
-        CompileCase(f"score drawn {name}", lambda: triton_scores.score(logits, slots, slots, 20, rows, slots, least)),
+        CompileCase(f"score drawn {name}", lambda: triton_scores.score(logits, slots, slots, 20, rows, slots, bounds)),
     ]
 
 

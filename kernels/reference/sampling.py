@@ -11,11 +11,13 @@ Shapes: logits [L, V], sampling parameters `rows` [S, 16] i32 (`kernels/layout/s
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from ..layout import sampling_rows
+from ..layout.sampling_fields import DRAWS
 from ..layout.sampling_rows import AT
 
 GROUP = 128  # tokens of a group, in vocabulary order
@@ -30,8 +32,12 @@ def choose(logits: Tensor, rows: Tensor, slots: Tensor, positions: Tensor) -> Te
 
 def choose_truncated(logits: Tensor, rows: Tensor, slots: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """See `SamplingKernels.choose_truncated`."""
-    wide, least = logits.float(), thresholds(logits, rows, slots)
-    return _chosen(wide.masked_fill(wide < least[:, None], -torch.inf), rows, slots, positions), least
+    wide, bounds = logits.float(), bounds_of(logits, rows, slots)
+    return _chosen(wide.masked_fill(_is_outside(wide, bounds), -torch.inf), rows, slots, positions), bounds
+
+
+def _is_outside(wide: Tensor, bounds: Tensor) -> Tensor:
+    return (wide < bounds[:, :1]) | (wide > bounds[:, 1:])
 
 
 def _chosen(wide: Tensor, rows: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
@@ -86,28 +92,34 @@ def _philox(counter: tuple[Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) 
     return c0, c1, c2, c3
 
 
-def thresholds(logits: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
-    """The least logits of `choose_truncated`. Sorts row by row; probabilities are summed in f64."""
+def bounds_of(logits: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
+    """The bounds of `choose_truncated`. Sorts row by row; probabilities are summed in f64."""
     wide = logits.float()
-    least = torch.full((len(wide),), -torch.inf, device=wide.device)
+    bounds = torch.tensor([[-torch.inf, torch.inf]], device=wide.device).repeat(len(wide), 1)
     for row, slot in enumerate(slots.tolist()):
-        temperature, top_p, min_p = (
-            float(rows[slot].view(torch.float32)[column]) for column in (AT["temperature"], AT["top_p"], AT["min_p"])
-        )
-        top_k = int(rows[slot, AT["top_k"]])
-        best = float(wide[row].max())
-        if slot < 0 or temperature == 0 or not math.isfinite(best):
-            continue
-        falling = wide[row].sort(descending=True).values
-        if top_k > 0:
-            least[row] = falling[min(top_k, len(falling)) - 1]
-        if top_p < 1:
-            weights = ((falling - best) / temperature).exp().double() * (falling >= least[row])
-            before = weights.cumsum(0) - weights
-            least[row] = falling[max(int((before < top_p * weights.sum()).sum()), 1) - 1]
-        if min_p > 0:
-            least[row] = max(float(least[row]), min(best + temperature * math.log(min_p), best))
-    return least
+        if slot >= 0 and wide[row].max().isfinite():
+            floats = rows[slot].view(torch.float32).tolist()
+            draw = {field.name: floats[AT[field.name]] for field in DRAWS}
+            draw["top_k"] = int(rows[slot, AT["top_k"]])
+            if draw["temperature"] > 0:
+                bounds[row] = torch.tensor(_bounds(wide[row], draw))
+    return bounds
+
+
+def _bounds(logits: Tensor, draw: Mapping[str, float]) -> tuple[float, float]:
+    """The least and the largest of the logits [V] that are kept, by the numbers of a draw."""
+    temperature, top_k, top_p, min_p = (draw[name] for name in ("temperature", "top_k", "top_p", "min_p"))
+    falling, least = logits.sort(descending=True).values, -math.inf
+    best = float(falling[0])
+    if top_k > 0:
+        least = float(falling[min(int(top_k), len(falling)) - 1])
+    if top_p < 1:
+        weights = ((falling - best) / temperature).exp().double() * (falling >= least)
+        before = weights.cumsum(0) - weights
+        least = float(falling[max(int((before < top_p * weights.sum()).sum()), 1) - 1])
+    if min_p > 0:
+        least = max(least, min(best + temperature * math.log(min_p), best))
+    return least, math.inf
 
 
 def edit(
@@ -171,15 +183,15 @@ def score(
     num_top: int,
     rows: Tensor | None = None,
     slots: Tensor | None = None,
-    least: Tensor | None = None,
+    bounds: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `SamplingKernels.score`. Sums are in f64."""
     wide, chosen_ids = logits[row_ids].float(), token_ids[row_ids]
     if rows is not None and slots is not None:
         temperature = _floats(rows, slots[row_ids], sampling_rows.TEMPERATURE)
         is_random = (temperature > 0)[:, None]
-        if least is not None:
-            wide = wide.masked_fill(is_random & (wide < least[row_ids, None]), -torch.inf)
+        if bounds is not None:
+            wide = wide.masked_fill(is_random & _is_outside(wide, bounds[row_ids]), -torch.inf)
         wide = torch.where(is_random, wide / temperature[:, None], wide)
     total = wide.double().logsumexp(1)
     chosen = wide.gather(1, chosen_ids[:, None])

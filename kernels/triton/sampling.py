@@ -41,18 +41,18 @@ def choose_truncated(logits: Tensor, rows: Tensor, slots: Tensor, positions: Ten
 
     Sums are in f32, so near top_p rounding may keep one token more or less than the twin does.
     """
-    least = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-    return _chosen(logits, rows, slots, positions, least), least
+    bounds = torch.empty(len(logits), 2, dtype=torch.float32, device=logits.device)
+    return _chosen(logits, rows, slots, positions, bounds), bounds
 
 
-def _chosen(logits: Tensor, rows: Tensor, slots: Tensor, positions: Tensor, least: Tensor | None) -> Tensor:
+def _chosen(logits: Tensor, rows: Tensor, slots: Tensor, positions: Tensor, bounds: Tensor | None) -> Tensor:
     num_rows, vocab_size = logits.shape
     num_groups = num_groups_of(logits)
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if not num_rows:
         return token_ids
     tables = group_tables(logits, rows, slots)
-    if least is None:
+    if bounds is None:
         _choose_kernel[(num_rows,)](
             token_ids, None, None, None, tables, logits, rows, slots, positions, vocab_size, logits.stride(0),
             rows.stride(0), num_groups, 0, 0, 0, num_warps=4, enable_fp_fusion=True, **early_launch(logits.device),
@@ -61,7 +61,7 @@ def _chosen(logits: Tensor, rows: Tensor, slots: Tensor, positions: Tensor, leas
     lists = torch.empty(num_rows, num_groups, dtype=torch.int32, device=logits.device)
     candidates = torch.empty(num_rows, NUM_CANDIDATES, dtype=torch.float32, device=logits.device)
     _choose_kernel[(num_rows,)](
-        token_ids, least, lists, candidates, tables, logits, rows, slots, positions, vocab_size, logits.stride(0),
+        token_ids, bounds, lists, candidates, tables, logits, rows, slots, positions, vocab_size, logits.stride(0),
         rows.stride(0), num_groups, BLOCK=next_power_of_2(num_groups), LISTED=LISTED, NUM_CANDIDATES=NUM_CANDIDATES,
         num_warps=8, maxnreg=128, enable_fp_fusion=True, **early_launch(logits.device),
     )  # fmt: skip
@@ -70,16 +70,17 @@ def _chosen(logits: Tensor, rows: Tensor, slots: Tensor, positions: Tensor, leas
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
 def _choose_kernel(
-    token_ids, least, lists, candidates, tables, logits, rows, slots, positions,
+    token_ids, bounds, lists, candidates, tables, logits, rows, slots, positions,
     vocab_size, logits_row, rows_row, num_groups,
     BLOCK: tl.constexpr, LISTED: tl.constexpr, NUM_CANDIDATES: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The token of a row, and with `least` the least logit that its cuts keep."""
+    """The token of a row, and with `bounds` the least and the largest logit that its cuts keep."""
     start_early(IS_EARLY)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
-    if least is not None:
-        tl.store(least + row, float("-inf"))
+    if bounds is not None:
+        tl.store(bounds + 2 * row, float("-inf"))
+        tl.store(bounds + 2 * row + 1, float("inf"))
     if slot < 0:
         tl.store(token_ids + row, 0)
         return
@@ -95,27 +96,29 @@ def _choose_kernel(
     low = tl.load(mine + SEED_LOW).to(tl.int64) & 0xFFFFFFFF
     seed = (tl.load(mine + SEED_HIGH).to(tl.int64) << 32) | low
     position = tl.load(positions + row).to(tl.int32)
-    bound = best * 0 + float("-inf")
+    bound, most = best * 0 + float("-inf"), best * 0 + float("inf")
     if temperature > 0:
         is_cut = False
-        if least is not None:
+        if bounds is not None:
             is_cut = has_cuts(mine)
             if is_cut:
                 mine_listed = lists + row * num_groups
-                bound, num_listed = kept(
+                bound, most, num_listed = kept(
                     whole, maxima, mine_listed, candidates + row * NUM_CANDIDATES, mine, best, temperature, coldness,
                     vocab_size, num_groups, BLOCK, LISTED, NUM_CANDIDATES,
                 )  # fmt: skip
-                tl.store(least + row, bound)
+                tl.store(bounds + 2 * row, bound)
+                tl.store(bounds + 2 * row + 1, most)
                 group = _drawn_of_listed(
-                    whole, mine_listed, num_listed, bound, best, coldness, group, seed, position, vocab_size, LISTED
-                )
+                    whole, mine_listed, num_listed, bound, most, best, coldness, group, seed, position, vocab_size,
+                    LISTED,
+                )  # fmt: skip
         if is_cut == 0:
             group = _drawn_group(maxima, num_groups, best, coldness, group, seed, position)
     token = group * GROUP + tl.arange(0, GROUP)
     x = tl.load(whole + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
     if temperature > 0:
-        x = tl.where(x < bound, float("-inf"), (x - best) * coldness + _noise(seed, position, token, 0))
+        x = tl.where((x < bound) | (x > most), float("-inf"), (x - best) * coldness + _noise(seed, position, token, 0))
     largest = tl.max(x, axis=0)
     tl.store(token_ids + row, tl.min(tl.where(x == largest, token, NO_ID), axis=0).to(tl.int64))
 
@@ -170,13 +173,13 @@ def _better(score, drawn, maxima, group, num_groups, best, coldness, bits):
 
 @triton.jit
 def _drawn_of_listed(
-    whole, lists, num_listed, bound, best, coldness, likeliest, seed, position, vocab_size, LISTED: tl.constexpr
+    whole, lists, num_listed, bound, most, best, coldness, likeliest, seed, position, vocab_size, LISTED: tl.constexpr
 ):
-    """As `_drawn_group`, of the tokens at or above `bound`, which are all in the groups listed, in ascending order."""
+    """As `_drawn_group`, of the tokens from `bound` to `most`; their groups are listed, in ascending order."""
     score, drawn = best * 0 + float("-inf"), likeliest
     for start in range(0, num_listed, LISTED):
         x, group, is_listed = listed(whole, lists, start, num_listed, vocab_size, LISTED)
-        amount = tl.sum(tl.where(x < bound, 0.0, exp2((x - best) * coldness)), axis=1)
+        amount = tl.sum(tl.where((x < bound) | (x > most), 0.0, exp2((x - best) * coldness)), axis=1)
         new = log2(amount) + _noise(seed, position, group, GROUP_NOISE)
         new = tl.where(is_listed, new, float("-inf"))
         largest = tl.max(new, axis=0)

@@ -1,6 +1,6 @@
-"""The search for the least logit that a row's cuts keep; a part of the kernel in `sampling.py`.
+"""The search for the least and the largest logit that a row's cuts keep; a part of the kernel in `sampling.py`.
 
-Its twin is `thresholds` in `kernels/reference/sampling.py`. Shapes: logits [V] and group tables of one row; V tokens in
+Its twin is `bounds_of` in `kernels/reference/sampling.py`. Shapes: logits [V] and group tables of one row; V tokens in
 the vocabulary, in groups of 128.
 
 Nothing is sorted. At least k tokens are at or above the k-th largest of the groups' maxima. The tokens at or above it
@@ -40,7 +40,7 @@ def kept(
     whole, maxima, lists, candidates, mine, best, temperature, coldness, vocab_size, num_groups,
     BLOCK: tl.constexpr, LISTED: tl.constexpr, NUM_CANDIDATES: tl.constexpr,
 ):  # fmt: skip
-    """The least logit that is kept, and the number of groups that may hold such logits; they are in `lists`.
+    """The least and the largest logit kept, and the number of groups that may hold such logits; they are in `lists`.
 
     For rows without NaN, whose maximum `best` is finite. `mine` is the slot's row of sampling parameters.
     """
@@ -74,7 +74,7 @@ def kept(
         lowest = tl.maximum(found, lowest)
     else:
         num_listed = _list(lists, maxima, num_groups, lowest, BLOCK)
-    return lowest, num_listed
+    return lowest, best * 0 + float("inf"), num_listed
 
 
 @triton.jit

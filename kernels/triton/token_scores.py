@@ -42,11 +42,11 @@ def score(
     num_top: int,
     rows: Tensor | None = None,
     slots: Tensor | None = None,
-    least: Tensor | None = None,
+    bounds: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `SamplingKernels.score`. Sums are in f32."""
     check_dtype(logits)
-    assert least is None or least.is_contiguous()
+    assert bounds is None or bounds.is_contiguous()
     num_rows, num_groups, device = len(row_ids), num_groups_of(logits), logits.device
     logprobs = torch.empty(num_rows, dtype=torch.float32, device=device)
     ranks = torch.empty(num_rows, dtype=torch.int64, device=device)
@@ -54,11 +54,11 @@ def score(
     top_logprobs = torch.empty(num_rows, num_top, dtype=torch.float32, device=device)
     if not num_rows:
         return logprobs, ranks, top_ids, top_logprobs
-    tables = group_tables(logits, rows, slots, row_ids, token_ids, least)
+    tables = group_tables(logits, rows, slots, row_ids, token_ids, bounds)
     block_top = next_power_of_2(max(num_top, 1))
     lists = torch.empty(num_rows, block_top, dtype=torch.int32, device=device)
     _score_kernel[(num_rows,)](
-        logprobs, ranks, top_ids, top_logprobs, lists, tables, logits, row_ids, token_ids, rows, slots, least,
+        logprobs, ranks, top_ids, top_logprobs, lists, tables, logits, row_ids, token_ids, rows, slots, bounds,
         logits.shape[1], logits.stride(0), 0 if rows is None else rows.stride(0), num_groups, num_top,
         BLOCK=next_power_of_2(num_groups), BLOCK_TOP=block_top, num_warps=8, enable_fp_fusion=True,
         **early_launch(device),
@@ -66,9 +66,9 @@ def score(
     return logprobs, ranks, top_ids, top_logprobs
 
 
-@triton.jit(do_not_specialize=["num_top"], do_not_specialize_on_alignment=["row_ids", "token_ids", "slots", "least"])
+@triton.jit(do_not_specialize=["num_top"], do_not_specialize_on_alignment=["row_ids", "token_ids", "slots", "bounds"])
 def _score_kernel(
-    logprobs, ranks, top_ids, top_logprobs, lists, tables, logits, row_ids, token_ids, rows, slots, least,
+    logprobs, ranks, top_ids, top_logprobs, lists, tables, logits, row_ids, token_ids, rows, slots, bounds,
     vocab_size, logits_row, rows_row, num_groups, num_top, BLOCK: tl.constexpr, BLOCK_TOP: tl.constexpr,
     IS_EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -79,9 +79,10 @@ def _score_kernel(
     temperature = 0.0
     if rows is not None:
         temperature = as_float(tl.load(rows + tl.load(slots + row).to(tl.int64) * rows_row + TEMPERATURE))
-    bound = float("-inf")
-    if least is not None:
-        bound = tl.where(temperature > 0, tl.load(least + row), float("-inf"))
+    bound, most = float("-inf"), float("inf")
+    if bounds is not None:
+        bound = tl.where(temperature > 0, tl.load(bounds + 2 * row), float("-inf"))
+        most = tl.where(temperature > 0, tl.load(bounds + 2 * row + 1), float("inf"))
     coldness = coldness_of(temperature)
     group = tl.arange(0, BLOCK)
     is_group = group < num_groups
@@ -92,7 +93,7 @@ def _score_kernel(
     best = tl.max(largest, axis=0)
     total = tl.log(tl.sum(amount * exp2((largest - best) * coldness), axis=0))
     chosen = tl.load(whole + tl.load(token_ids + row)).to(tl.float32)
-    chosen = tl.where(chosen < bound, float("-inf"), chosen)
+    chosen = tl.where((chosen < bound) | (chosen > most), float("-inf"), chosen)
     tl.store(logprobs + index, (chosen - best) * (coldness * LN_2) - total)
     tl.store(ranks + index, tl.sum(num_above.to(tl.int32), axis=0).to(tl.int64) + 1)
     if num_top > 0:
@@ -109,7 +110,7 @@ def _score_kernel(
         token = tl.load(mine + at, mask=is_listed, other=0)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         is_token = is_listed[:, None] & (token < vocab_size)
         x = tl.load(whole + token, mask=is_token, other=float("-inf")).to(tl.float32)
-        x = tl.where(x < bound, float("-inf"), x)
+        x = tl.where((x < bound) | (x > most), float("-inf"), x)
         key = tl.reshape(tl.where(is_token, _key(x, token), NO_KEY), [BLOCK_TOP * GROUP])
         for i in range(num_top):
             first = tl.max(key, axis=0)

@@ -43,7 +43,7 @@ def group_tables(
     slots: Tensor | None,
     row_ids: Tensor | None = None,
     token_ids: Tensor | None = None,
-    least: Tensor | None = None,
+    bounds: Tensor | None = None,
 ) -> Tensor:
     """The groups of each row, [n, 2 or 3, G] f32: largest logit, sum, and number of logits above the row's token.
 
@@ -52,22 +52,22 @@ def group_tables(
 
     row_ids    [n] i64   the rows of logits, without padding; None = all
     token_ids  [L] i64   if given, the third number counts the logits above this token's
-    least      [L] f32   if given, smaller logits count as -inf, unless the temperature is 0
+    bounds     [L, 2] f32  if given, logits outside of them count as -inf, unless the temperature is 0
     """
     check_dtype(logits)
     num_rows, num_groups = len(logits) if row_ids is None else len(row_ids), num_groups_of(logits)
     tables = torch.empty(num_rows, 2 if token_ids is None else 3, num_groups, dtype=torch.float32, device=logits.device)
     _tables_kernel[(num_rows, triton.cdiv(num_groups, GROUPS))](
-        tables, logits, row_ids, token_ids, rows, slots, least, logits.shape[1], logits.stride(0),
+        tables, logits, row_ids, token_ids, rows, slots, bounds, logits.shape[1], logits.stride(0),
         0 if rows is None else rows.stride(0), num_groups, GROUPS=GROUPS, num_warps=4, enable_fp_fusion=True,
         **early_launch(logits.device),
     )  # fmt: skip
     return tables
 
 
-@triton.jit(do_not_specialize_on_alignment=["row_ids", "token_ids", "slots", "least"])
+@triton.jit(do_not_specialize_on_alignment=["row_ids", "token_ids", "slots", "bounds"])
 def _tables_kernel(
-    tables, logits, row_ids, token_ids, rows, slots, least, vocab_size, logits_row, rows_row, num_groups,
+    tables, logits, row_ids, token_ids, rows, slots, bounds, vocab_size, logits_row, rows_row, num_groups,
     GROUPS: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     start_early(IS_EARLY)
@@ -81,14 +81,15 @@ def _tables_kernel(
             return
         temperature = as_float(tl.load(rows + slot * rows_row + TEMPERATURE))
     whole = logits + row * logits_row
-    bound = float("-inf")
-    if least is not None:
-        bound = tl.where(temperature > 0, tl.load(least + row), float("-inf"))
+    bound, most = float("-inf"), float("inf")
+    if bounds is not None:
+        bound = tl.where(temperature > 0, tl.load(bounds + 2 * row), float("-inf"))
+        most = tl.where(temperature > 0, tl.load(bounds + 2 * row + 1), float("inf"))
     token = group[:, None] * GROUP + tl.arange(0, QUARTER)[None, :]
-    x0 = _numbers(whole, token, vocab_size, bound, least is not None)  # [GROUPS, QUARTER]
-    x1 = _numbers(whole, token + QUARTER, vocab_size, bound, least is not None)
-    x2 = _numbers(whole, token + 2 * QUARTER, vocab_size, bound, least is not None)
-    x3 = _numbers(whole, token + 3 * QUARTER, vocab_size, bound, least is not None)
+    x0 = _numbers(whole, token, vocab_size, bound, most, bounds is not None)  # [GROUPS, QUARTER]
+    x1 = _numbers(whole, token + QUARTER, vocab_size, bound, most, bounds is not None)
+    x2 = _numbers(whole, token + 2 * QUARTER, vocab_size, bound, most, bounds is not None)
+    x3 = _numbers(whole, token + 3 * QUARTER, vocab_size, bound, most, bounds is not None)
     largest = tl.max(tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3)), axis=1)
     base = tl.where(tl.abs(largest) < float("inf"), largest, 0.0)[:, None]
     coldness = coldness_of(temperature)
@@ -101,18 +102,18 @@ def _tables_kernel(
     tl.store(place + num_groups, tl.sum(near + far, axis=1), mask=is_group)
     if token_ids is not None:
         chosen = tl.load(whole + tl.load(token_ids + row)).to(tl.float32)
-        if least is not None:
-            chosen = tl.where(chosen >= bound, chosen, float("-inf"))
+        if bounds is not None:
+            chosen = tl.where((chosen >= bound) & (chosen <= most), chosen, float("-inf"))
         num_above = (x0 > chosen).to(tl.int32) + (x1 > chosen).to(tl.int32)
         num_above += (x2 > chosen).to(tl.int32) + (x3 > chosen).to(tl.int32)
         tl.store(place + 2 * num_groups, tl.sum(num_above, axis=1).to(tl.float32), mask=is_group)
 
 
 @triton.jit
-def _numbers(whole, token, vocab_size, bound, HAS_BOUND: tl.constexpr):
+def _numbers(whole, token, vocab_size, bound, most, HAS_BOUNDS: tl.constexpr):
     x = tl.load(whole + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
-    if HAS_BOUND:
-        x = tl.where(x < bound, float("-inf"), x)
+    if HAS_BOUNDS:
+        x = tl.where((x < bound) | (x > most), float("-inf"), x)
     return x
 
 

@@ -247,43 +247,60 @@ def draw(logits: Array, best: Doubles, drawing: DrawParams) -> Longs:
 
 
 def draw_truncated(logits: Array, maxima: Floats, drawing: DrawParams) -> Longs:
-    """As `draw`, from the tokens that top_k, top_p and min_p keep, in that order.
+    """As `draw`, from the tokens that the cuts keep, in their order.
 
-    `maxima` [n, B] are those of `LogitTiles(logits)`. Each of the three keeps every token at least as likely as some
-    threshold, so tokens that tie with the last one kept are kept too.
+    `maxima` [n, B] are those of `LogitTiles(logits)`. What is kept is every token between two logits, so tokens that
+    tie with the last one kept are kept too.
 
     Exact at a fraction of a sort's cost: block maxima give a bound, and only the tokens above it, the candidates, are
     read. For top_p alone the bound is a guess. It holds if the candidates have the requested share of the probability.
     Rows where it does not hold, or with most blocks above the bound, are sorted whole.
     """
     best = maxima.max(1).astype(np.float64)
-    mass = np.ones(len(best))  # sum of the weights of the whole row; the likeliest token has weight 1
+    mass = np.ones(len(best))
     is_guess = (drawing.of("top_p") < 1) & (drawing.top_k == 0)
     rows = np.flatnonzero(is_guess)
     if len(rows):
         weights = _weights(rows_of(logits, rows), best[rows], drawing.temperature[rows])
         mass[rows] = LogitTiles(weights).sums().cumsum(1)[:, -1]
-    bound = _bound(maxima, best, drawing)
+    totals = RowTotals(mass, _floor(drawing))
+    bound = _bound(maxima, best, drawing, totals.floor)
     is_near = maxima >= bound[:, None]
     is_whole = is_near.sum(1) * 2 > maxima.shape[1]
     chosen = np.zeros(len(best), np.int64)
     few = np.flatnonzero(~is_whole)
     if len(few):
         found = _candidates(LogitTiles(logits), is_near & ~is_whole[:, None], bound, best, drawing.temperature)
-        chosen[few] = _draw_candidates(found, few, drawing, mass)
+        chosen[few] = _draw_candidates(found, few, drawing, totals)
         covered = np.bincount(found.row, weights=np.exp(found.value), minlength=len(best))
         is_short = covered < drawing.of("top_p") * mass * (1 + SLACK)
-        is_whole |= is_guess & is_short & (bound > best + drawing.temperature * _log(drawing.of("min_p")))
+        is_whole |= is_guess & is_short & (bound > best + drawing.temperature * totals.floor)
     whole = np.flatnonzero(is_whole)
     if len(whole):
-        chosen[whole] = _draw_whole(rows_of(logits, whole), best[whole], drawing[whole], mass[whole])
+        chosen[whole] = _draw_whole(rows_of(logits, whole), best[whole], drawing[whole], totals[whole])
     return chosen
 
 
-def _bound(maxima: Floats, best: Doubles, drawing: DrawParams) -> Doubles:
+@dataclass(frozen=True, slots=True)
+class RowTotals:
+    """What a search for the tokens kept needs to know of all tokens of n rows, besides its candidates."""
+
+    mass: Doubles  # [n] sum of the weights, where the likeliest token has 1; only where top_p is on and top_k is not
+    floor: Doubles  # [n] a log-weight that all tokens kept reach, relative to the likeliest
+
+    def __getitem__(self, rows: NDArray[np.intp] | slice) -> RowTotals:
+        return RowTotals(self.mass[rows], self.floor[rows])
+
+
+def _floor(drawing: DrawParams) -> Doubles:
+    """The floor of `RowTotals`."""
+    return _log(drawing.of("min_p"))
+
+
+def _bound(maxima: Floats, best: Doubles, drawing: DrawParams, floor: Doubles) -> Doubles:
     """[n] a lower bound for each row on the logits of the kept tokens; for top_p alone a guess.
 
-    top_k: k blocks have a maximum at or above the k-th largest maximum, so at least k tokens are above it. min_p is
+    top_k: k blocks have a maximum at or above the k-th largest maximum, so at least k tokens are above it. The floor is
     itself a threshold. Where top_p follows top_k, top_p needs all tokens that top_k kept, so only top_k's bound counts.
     """
     num_blocks = maxima.shape[1]
@@ -295,9 +312,9 @@ def _bound(maxima: Floats, best: Doubles, drawing: DrawParams) -> Doubles:
         if 0 < k <= num_blocks:
             rows = np.flatnonzero(num_wanted == k)
             bound[rows] = np.partition(maxima[rows], num_blocks - k, axis=1)[:, num_blocks - k]
-    by_min_p = best + drawing.temperature * (_log(drawing.of("min_p")) - SLACK)
-    by_min_p[(drawing.top_k > 0) & (drawing.of("top_p") < 1)] = LOWEST
-    highest: Doubles = np.maximum(np.maximum(bound, by_min_p), LOWEST)
+    by_floor = best + drawing.temperature * (floor - SLACK)
+    by_floor[(drawing.top_k > 0) & (drawing.of("top_p") < 1)] = LOWEST
+    highest: Doubles = np.maximum(np.maximum(bound, by_floor), LOWEST)
     return highest
 
 
@@ -319,15 +336,16 @@ def _candidates(blocks: LogitTiles, is_near: Bools, bound: Doubles, best: Double
     return _Candidates(row, near[at_block] * BLOCK + at, (found[at_block, at] - best[row]) / temperature[row])
 
 
-def _draw_candidates(found: _Candidates, rows: Longs, drawing: DrawParams, mass: Doubles) -> Longs:
+def _draw_candidates(found: _Candidates, rows: Longs, drawing: DrawParams, totals: RowTotals) -> Longs:
     """One token for each of `rows`.
 
     Rows with about the same number of candidates are drawn together, so padding costs at most a factor of 8.
     """
-    counts = np.bincount(found.row, minlength=len(mass))
+    num_rows = len(drawing.u)
+    counts = np.bincount(found.row, minlength=num_rows)
     column = np.arange(len(found.row)) - np.repeat(np.cumsum(counts) - counts, counts)
     size = np.ceil(np.log2(np.maximum(counts, 8)) / 3)
-    chosen = np.zeros(len(mass), np.int64)
+    chosen = np.zeros(num_rows, np.int64)
     for each in np.unique(size[rows]):
         some = rows[size[rows] == each]
         mine = np.flatnonzero(size[found.row] == each)
@@ -336,11 +354,11 @@ def _draw_candidates(found: _Candidates, rows: Longs, drawing: DrawParams, mass:
         values[place] = found.value[mine]
         ids = np.zeros(values.shape, np.int64)
         ids[place] = found.token_id[mine]
-        chosen[some] = ids[np.arange(len(some)), _draw_from(values, drawing[some], mass[some])]
+        chosen[some] = ids[np.arange(len(some)), _draw_from(values, drawing[some], totals[some])]
     return chosen[rows]
 
 
-def _draw_whole(logits: Array, best: Doubles, drawing: DrawParams, mass: Doubles) -> Longs:
+def _draw_whole(logits: Array, best: Doubles, drawing: DrawParams, totals: RowTotals) -> Longs:
     """One token for each row, from a full sort.
 
     Sorts a few rows at a time, since an entry takes about 40 bytes.
@@ -351,24 +369,26 @@ def _draw_whole(logits: Array, best: Doubles, drawing: DrawParams, mass: Doubles
         values = arrays_of(logits).on_host(arrays_of(logits).floats(logits[some])).astype(np.float64)
         values -= best[some, None]
         values /= drawing.temperature[some, None]
-        parts.append(_draw_from(values, drawing[some], mass[some]))
+        parts.append(_draw_from(values, drawing[some], totals[some]))
     return np.concatenate(parts)
 
 
-def _draw_from(values: Doubles, drawing: DrawParams, mass: Doubles) -> Longs:
+def _draw_from(values: Doubles, drawing: DrawParams, totals: RowTotals) -> Longs:
     """[n] the columns drawn from log-weights [n, W] in vocabulary order; -inf is padding."""
-    is_kept = values >= thresholds(values, drawing, mass)[:, None]
+    least, most = kept_range(values, drawing, totals)
+    is_kept = values >= least[:, None]
+    if most is not None:
+        is_kept &= values <= most[:, None]
     sums = np.where(is_kept, np.exp(values), 0.0).cumsum(1)
     return _first_above(sums, drawing.u * sums[:, -1])
 
 
-def thresholds(values: Doubles, drawing: DrawParams, mass: Doubles) -> Doubles:
-    """[n] the smallest log-weight that top_k, then top_p, then min_p keep.
+def kept_range(values: Doubles, drawing: DrawParams, totals: RowTotals) -> tuple[Doubles, Doubles | None]:
+    """[n] the smallest and the largest log-weight that the cuts keep; None: no largest one.
 
-    The likeliest token is always kept.
+    At least one token is kept.
 
     values  [n, W]  log-weights relative to the row's largest, which is 0; -inf is padding
-    mass    [n]     sum of all weights of the row, including tokens that are not candidates; not read where top_k is on
     """
     width = values.shape[1]
     rows = np.arange(len(values))
@@ -377,23 +397,25 @@ def thresholds(values: Doubles, drawing: DrawParams, mass: Doubles) -> Doubles:
     least = np.where(has_top_k, falling[rows, np.clip(drawing.top_k, 1, width) - 1], -np.inf)
     weights = np.where(falling >= least[:, None], np.exp(falling), 0.0)
     sums = weights.cumsum(1)
-    mass = np.where(has_top_k, sums[:, -1], mass)
+    mass = np.where(has_top_k, sums[:, -1], totals.mass)
     num_kept = ((sums - weights) < (drawing.of("top_p") * mass)[:, None]).sum(1)
     by_top_p = np.where(drawing.of("top_p") < 1, falling[rows, num_kept - 1], -np.inf)
-    highest: Doubles = np.maximum(np.maximum(least, by_top_p), _log(drawing.of("min_p")))
-    return highest
+    return np.maximum(np.maximum(least, by_top_p), totals.floor), None
 
 
 def truncated(logits: Array, drawing: DrawParams) -> Array:
-    """Sets to -inf, in place, the tokens that top_k, top_p and min_p remove.
+    """Sets to -inf, in place, the tokens that the cuts remove.
 
     `logits` [n, V] are already divided by their temperature.
     """
     arrays = arrays_of(logits)
     values = arrays.on_host(logits).astype(np.float64)
     values -= values.max(1, keepdims=True)
-    least = thresholds(values, drawing, np.exp(values).sum(1))
-    return arrays.hide(logits, arrays.beside(logits, values < least[:, None]))
+    least, most = kept_range(values, drawing, RowTotals(np.exp(values).sum(1), _floor(drawing)))
+    is_cut = values < least[:, None]
+    if most is not None:
+        is_cut |= values > most[:, None]
+    return arrays.hide(logits, arrays.beside(logits, is_cut))
 
 
 def _weights(logits: Array, best: Doubles, temperature: Doubles) -> Array:

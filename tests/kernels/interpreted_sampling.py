@@ -54,18 +54,18 @@ def chosen_alike(logits: Tensor, rows: Tensor, slots: list[int], positions: list
 def cut_alike(
     logits: Tensor, rows: Tensor, slots: list[int], positions: list[int] | None = None
 ) -> tuple[list[int], Tensor]:
-    """Tokens and least logits, having seen that the twin's keep the same, but for rounding, and draw the same."""
+    """Tokens and bounds, having seen that the twin's keep the same, but for rounding, and draw the same."""
     indices = (torch.tensor(numbers, dtype=torch.int64) for numbers in (slots, positions or range(len(slots))))
     arguments = (logits, rows, *indices)
-    token_ids, least = triton_sampling.choose_truncated(*arguments)
+    token_ids, bounds = triton_sampling.choose_truncated(*arguments)
     want_ids, want = reference_sampling.choose_truncated(*arguments)
     wide = logits.double().nan_to_num(-torch.inf, torch.inf, -torch.inf)
     temperature = rows[slots].view(torch.float32)[:, sampling_rows.TEMPERATURE, None].double().clamp(min=1e-30)
     shares = ((wide - wide.amax(1, keepdim=True)) / temperature).softmax(1)
-    is_between = (wide >= least[:, None]) != (wide >= want[:, None])
+    is_between = ((wide >= bounds[:, :1]) & (wide <= bounds[:, 1:])) != ((wide >= want[:, :1]) & (wide <= want[:, 1:]))
     assert bool(((shares * is_between).sum(1).nan_to_num() <= ROUNDING).all())
     assert torch.equal(token_ids, want_ids) and token_ids.dtype == torch.int64
-    return token_ids.tolist(), least
+    return token_ids.tolist(), bounds[:, 0]
 
 
 # ---- choosing -------------------------------------------------------------------------------------------------------
@@ -93,9 +93,9 @@ def test_what_slots_ask_for_may_lie_in_wider_rows_and_slots_be_of_32_bits() -> N
     wide = torch.full((2, 31), -1, dtype=torch.int32)
     wide[:, 5:21] = rows
     slots, positions = torch.tensor([1, 0], dtype=torch.int32), torch.tensor([4, 5], dtype=torch.int32)
-    token_ids, least = triton_sampling.choose_truncated(logits, wide[:, 5:], slots, positions)
+    token_ids, bounds = triton_sampling.choose_truncated(logits, wide[:, 5:], slots, positions)
     want_ids, want = cut_alike(logits, rows, [1, 0], [4, 5])
-    assert token_ids.tolist() == want_ids and torch.equal(least, want)
+    assert token_ids.tolist() == want_ids and torch.equal(bounds[:, 0], want)
 
 
 def test_no_rows_give_no_tokens() -> None:
@@ -313,7 +313,7 @@ def test_logprobs_ranks_and_the_likeliest(size: int, num_top: int, dtype: torch.
     logits[3] = logits[3].round()  # ties
     token_ids, row_ids = torch.tensor([0, size - 1, 5, 7]), torch.tensor([3, 1, 0])
     drawn = {"rows": table({"temperature": 0.7}, {}), "slots": torch.tensor([0, 1, 0, 0])}
-    for more in ({}, drawn, drawn | {"least": logits.float().topk(9).values[:, 8].contiguous()}):
+    for more in ({}, drawn, drawn | {"bounds": logits.float().topk(9).values[:, [8, 1]].contiguous()}):
         got = triton_scores.score(logits, row_ids, token_ids, num_top, **more)
         want = reference_sampling.score(logits, row_ids, token_ids, num_top, **more)
         for mine, his in zip(got, want, strict=True):

@@ -106,15 +106,15 @@ class TritonTokenChooser(TokenChooser):
         edited = logits
         if rows.any_needs & EDITS or allowed is not None:
             edited = self._edited(rows, slots, positions, logits, allowed)
-        least = None
+        bounds = None
         if np.count_nonzero(self.table.is_truncated[rows.slots] & (rows.needs & RANDOM != 0)):
-            chosen, least = self._kernels.choose_truncated(edited, self._rows, slots, positions)
+            chosen, bounds = self._kernels.choose_truncated(edited, self._rows, slots, positions)
         else:
             chosen = self._kernels.choose(edited, self._rows, slots, positions)
         found = chosen.cpu().numpy()
         scored = None
         if rows.any_needs & LOGPROBS:
-            scored = (logits,) if self.logprobs_mode == "raw_logprobs" else (edited, self._rows, slots, least)
+            scored = (logits,) if self.logprobs_mode == "raw_logprobs" else (edited, self._rows, slots, bounds)
             if len(scored) > 1 and rows.any_needs & GRAMMAR:  # where no token is allowed, an end is forced: certain
                 none = np.flatnonzero((found < 0) & (rows.needs & GRAMMAR != 0))
                 edited[self._upload(none), self.table.eos_token_id] = 0.0
@@ -139,8 +139,8 @@ class TritonTokenChooser(TokenChooser):
         kernels.edit(logits, self._rows, slots, slots, *tables, masks, slots)
         for each in (logits, kernels.edit(logits, self._rows, slots, slots, *tables)):
             kernels.choose(each, self._rows, slots, slots)
-            chosen, least = kernels.choose_truncated(each, self._rows, slots, slots)
-        raw = () if self.logprobs_mode == "raw_logprobs" else (self._rows, slots, least)
+            chosen, bounds = kernels.choose_truncated(each, self._rows, slots, slots)
+        raw = () if self.logprobs_mode == "raw_logprobs" else (self._rows, slots, bounds)
         kernels.score(logits, slots, chosen.clamp(min=0), min(1, table.vocab_size), *raw)
 
     def kind(self, slots: Indices) -> int:
@@ -172,13 +172,13 @@ class TritonTokenChooser(TokenChooser):
         raw = logits
         rows = slots.state[:, step_state.DRAW :]  # begins as a row of `sampling_rows`
         sampled_slots, positions = buffers.sampled_slots, buffers.next_positions
-        least = None
+        bounds = None
         if kind >= EDITED:
             tables = (self._counts, self._biased_ids, self._bias, self._end_ids)
             masks = self._masks(len(sampled_slots)) if kind == GUIDED else ()
             logits = self._kernels.edit(logits, self._rows, sampled_slots, positions, *tables, *masks)
         if kind != PLAIN:
-            chosen, least = self._kernels.choose_truncated(logits, rows, sampled_slots, positions)
+            chosen, bounds = self._kernels.choose_truncated(logits, rows, sampled_slots, positions)
         else:
             chosen = self._kernels.choose(logits, rows, sampled_slots, positions)
         if kind == GUIDED:
@@ -189,7 +189,7 @@ class TritonTokenChooser(TokenChooser):
         if kind >= EDITED:
             self._kernels.count_tokens(self._counts, self._rows, sampled_slots, chosen.clamp(min=0))
         if num_scores:
-            drawn = (logits, rows, sampled_slots.clamp(min=0), least)
+            drawn = (logits, rows, sampled_slots.clamp(min=0), bounds)
             self._score(chosen, num_scores - 1, *((raw,) if self.logprobs_mode == "raw_logprobs" else drawn))
         return chosen
 

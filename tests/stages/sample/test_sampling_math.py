@@ -144,7 +144,7 @@ def test_candidates_alone_and_whole_rows_draw_the_same(how, monkeypatch):
     maxima = LogitTiles(logits).maxima
     best = maxima.max(1).astype(float)
     mass = LogitTiles(sampling_math._weights(logits, best, how.temperature)).sums().cumsum(1)[:, -1]
-    whole = sampling_math._draw_whole(logits, best, how, mass)
+    whole = sampling_math._draw_whole(logits, best, how, sampling_math.RowTotals(mass, sampling_math._floor(how)))
     assert sampling_math.draw_truncated(logits, maxima, how).tolist() == whole.tolist()
 
 

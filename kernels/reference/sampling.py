@@ -119,6 +119,9 @@ def _bounds(logits: Tensor, draw: Mapping[str, float]) -> tuple[float, float]:
         least = float(falling[max(int((before < top_p * weights.sum()).sum()), 1) - 1])
     if min_p > 0:
         least = max(least, min(best + temperature * math.log(min_p), best))
+    if draw["top_n_sigma"] > 0:
+        spread = logits[logits > -torch.inf].double().std(correction=0)
+        least = max(least, best - draw["top_n_sigma"] * float(spread))
     return least, math.inf
 
 

@@ -27,12 +27,14 @@ LISTED = 32 if IS_INTERPRETED else 8
 NUM_CANDIDATES = 2048  # most candidates that are kept in registers, 8 a thread
 NUM_LIKELY = tl.constexpr(32)  # groups that are read for top_p alone, at first
 TOP_K, TOP_P, MIN_P = (tl.constexpr(AT[name]) for name in ("top_k", "top_p", "min_p"))
+TOP_N_SIGMA = tl.constexpr(AT["top_n_sigma"])
 
 
 @triton.jit
 def has_cuts(mine):
     """Whether a slot's row asks for any cut."""
-    return (tl.load(mine + TOP_K) > 0) | (as_float(tl.load(mine + TOP_P)) < 1) | (as_float(tl.load(mine + MIN_P)) > 0)
+    is_cut = (tl.load(mine + TOP_K) > 0) | (as_float(tl.load(mine + TOP_P)) < 1) | (as_float(tl.load(mine + MIN_P)) > 0)
+    return is_cut | (as_float(tl.load(mine + TOP_N_SIGMA)) > 0)
 
 
 @triton.jit
@@ -50,6 +52,9 @@ def kept(
     lowest = best * 0 + float("-inf")
     if min_p > 0:
         lowest = tl.minimum(best + temperature * tl.log(min_p), best)
+    top_n_sigma = as_float(tl.load(mine + TOP_N_SIGMA))
+    if top_n_sigma > 0:
+        lowest = tl.maximum(best - top_n_sigma * _deviation(whole, best, vocab_size, LISTED), lowest)
     if (top_k > 0) | (top_p < 1):
         mass = _mass_of_groups(maxima, num_groups, float("-inf"), best, coldness, BLOCK)
         num_wanted = tl.where(top_k > 0, top_k, NUM_LIKELY)
@@ -75,6 +80,26 @@ def kept(
     else:
         num_listed = _list(lists, maxima, num_groups, lowest, BLOCK)
     return lowest, best * 0 + float("inf"), num_listed
+
+
+@triton.jit
+def _deviation(whole, best, vocab_size, LISTED: tl.constexpr):
+    """The standard deviation of a row's logits that are not -inf. Reads the row twice: sums of squares would cancel."""
+    SIZE: tl.constexpr = LISTED * GROUP
+    count, mean, squares = best * 0, best * 0, best * 0
+    for start in range(0, vocab_size, SIZE):
+        token = start + tl.arange(0, SIZE)
+        x = tl.load(whole + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
+        is_number = x > float("-inf")
+        count += tl.sum(is_number.to(tl.float32), axis=0)
+        mean += tl.sum(tl.where(is_number, x - best, 0.0), axis=0)
+    mean = mean / count
+    for start in range(0, vocab_size, SIZE):
+        token = start + tl.arange(0, SIZE)
+        x = tl.load(whole + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
+        apart = tl.where(x > float("-inf"), x - best - mean, 0.0)
+        squares += tl.sum(apart * apart, axis=0)
+    return tl.sqrt(squares / count)
 
 
 @triton.jit

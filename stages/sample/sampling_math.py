@@ -263,7 +263,7 @@ def draw_truncated(logits: Array, maxima: Floats, drawing: DrawParams) -> Longs:
     if len(rows):
         weights = _weights(rows_of(logits, rows), best[rows], drawing.temperature[rows])
         mass[rows] = LogitTiles(weights).sums().cumsum(1)[:, -1]
-    totals = RowTotals(mass, _floor(drawing))
+    totals = RowTotals(mass, _floor(drawing, logits, drawing.temperature))
     bound = _bound(maxima, best, drawing, totals.floor)
     is_near = maxima >= bound[:, None]
     is_whole = is_near.sum(1) * 2 > maxima.shape[1]
@@ -292,9 +292,22 @@ class RowTotals:
         return RowTotals(self.mass[rows], self.floor[rows])
 
 
-def _floor(drawing: DrawParams) -> Doubles:
-    """The floor of `RowTotals`."""
-    return _log(drawing.of("min_p"))
+def _floor(drawing: DrawParams, logits: Array, temperature: Doubles) -> Doubles:
+    """The floor of `RowTotals`, of rows whose log-weights are `logits` [n, V] / `temperature` [n].
+
+    top_n_sigma = n keeps a token of logit z where z >= max(z) - n * sigma(z). sigma is the standard deviation of all
+    logits that are not -inf, over their number, as in llama.cpp. The tokens kept are the same at each temperature.
+    Source: Tang et al., "Top-n-sigma: Not All Logits Are You Need", 2024, arXiv 2411.07641.
+    """
+    floor = _log(drawing.of("min_p"))
+    wanted = drawing.of("top_n_sigma")
+    for row in np.flatnonzero(wanted > 0):
+        arrays = arrays_of(logits)
+        values = arrays.on_host(arrays.floats(logits[row])).astype(np.float64)
+        known = values[np.isfinite(values)]
+        if len(known):  # else the row is broken
+            floor[row] = max(floor[row], -wanted[row] * known.std() / temperature[row])
+    return floor
 
 
 def _bound(maxima: Floats, best: Doubles, drawing: DrawParams, floor: Doubles) -> Doubles:
@@ -411,7 +424,8 @@ def truncated(logits: Array, drawing: DrawParams) -> Array:
     arrays = arrays_of(logits)
     values = arrays.on_host(logits).astype(np.float64)
     values -= values.max(1, keepdims=True)
-    least, most = kept_range(values, drawing, RowTotals(np.exp(values).sum(1), _floor(drawing)))
+    ones = np.ones(len(values))
+    least, most = kept_range(values, drawing, RowTotals(np.exp(values).sum(1), _floor(drawing, values, ones)))
     is_cut = values < least[:, None]
     if most is not None:
         is_cut |= values > most[:, None]

@@ -1,4 +1,4 @@
-"""Rows of `DRAWS`, the numbers of a draw, for tests."""
+"""Rows of `DRAWS`, the numbers of a draw, for tests; and what they keep, by the definitions in float64."""
 
 from __future__ import annotations
 
@@ -15,3 +15,30 @@ def draw_rows(num_rows: int, **values: Any) -> NDArray[np.float64]:
     given = {field.name: field.default for field in DRAWS} | values
     assert len(given) == len(DRAWS), values
     return np.stack([np.broadcast_to(np.asarray(value, np.float64), num_rows) for value in given.values()], 1)
+
+
+def kept_weights(
+    row: NDArray[np.floating[Any]],
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    top_n_sigma: float = 0.0,
+) -> NDArray[np.float64]:
+    """Weights [V] of what may be drawn from the logits of a row; 0 elsewhere."""
+    logits = row.astype(np.float64)
+    value = (logits - logits.max()) / temperature
+    falling, is_kept = np.sort(value)[::-1], np.ones(len(row), np.bool_)
+    if top_k:
+        is_kept &= value >= falling[min(top_k, len(row)) - 1]
+    if top_p < 1:
+        weights = np.exp(falling) * (falling >= value[is_kept].min())
+        before = weights.cumsum() - weights
+        is_kept &= value >= falling[np.count_nonzero(before < top_p * weights.sum()) - 1]
+    if min_p:
+        is_kept &= value >= np.log(min_p)
+    if top_n_sigma > 0:
+        known = logits[np.isfinite(logits)]
+        sigma = np.sqrt(((known - known.mean()) ** 2).sum() / len(known))
+        is_kept &= logits >= logits.max() - top_n_sigma * sigma
+    return np.where(is_kept, np.exp(value), 0.0)

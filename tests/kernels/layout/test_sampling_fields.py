@@ -25,17 +25,20 @@ from millrace.kernels.layout.sampling_fields import (
     Kind,
     Phase,
     SamplingField,
+    Scope,
     draws_of,
 )
 from millrace.stages.backends.cuda.step_update import EndRules, state_row
 from millrace.stages.beam_search.algorithm import NO_SAMPLING, refuse_sampling
 from millrace.stages.errors import Refused
+from millrace.stages.messages import TokenRequest
 from millrace.stages.params import SamplingParams, has_plain_choice
+from millrace.stages.recordings.format import add_fields
 from millrace.stages.sample.slot_params import SlotParams
 from tests.stages.grants import started
 
 API_PAGE = Path(__file__).parents[3] / "deploy" / "docs" / "api.md"
-ASKED: dict[str, Any] = {"top_k": 3}  # else halfway to the end of the range
+ASKED: dict[str, Any] = {"top_k": 3, "top_n_sigma": 1.5}  # else halfway to the end of the range
 
 
 def asked(name: str) -> Any:
@@ -80,6 +83,7 @@ def test_a_cut_or_penalty_is_in_every_place_that_derives_from_the_table(field: A
     if field in CUTS:
         assert state_row(one, EndRules((), 64))[step_state.DRAW + sampling_rows.AT[field.name]] == bits
 
+    assert add_fields(asking(params), None, "") == add_fields(asking(SamplingParams()), None, "")
     with pytest.raises(Refused, match=rf"^{field.name} = .*not supported by a beam search"):
         refuse_sampling(SamplingParams(**{"temperature": 0.0, field.name: value}))
     assert has_plain_choice(params) == (field in CUTS)
@@ -94,6 +98,15 @@ def test_a_cut_or_penalty_is_in_every_place_that_derives_from_the_table(field: A
     defaults = SamplingParams(**{field.name: value})
     unsaid = ChatBody.model_validate({"messages": [{"role": "user", "content": "x"}]}).sampling_params(defaults)
     assert (getattr(unsaid, field.name) == value) == field.from_checkpoint
+
+
+def asking(params: SamplingParams) -> TokenRequest:
+    return TokenRequest("a", 0, np.arange(3, dtype=np.int32), params, 0)
+
+
+def test_recordings_hold_the_fields_that_plans_depend_on() -> None:
+    recorded = add_fields(asking(SamplingParams()), None, "")
+    assert recorded.keys() & BY_NAME.keys() == {field.name for field in FIELDS if field.scope is Scope.PLAN}
 
 
 def test_cuts_that_ask_for_nothing_have_one_value_in_a_row() -> None:

@@ -12,7 +12,7 @@ from millrace.kernels.native import build, machine
 from millrace.kernels.native.model import NativeModel
 from millrace.kernels.native.slot_step import NativeChooser
 from millrace.stages.sample.sampling_math import allow_only, uniform
-from tests.kernels.draw_rows import draw_rows
+from tests.kernels.draw_rows import draw_rows, kept_weights
 from tests.kernels.native_oracle import Array, Checkpoint
 
 pytestmark = pytest.mark.skipif(
@@ -56,21 +56,6 @@ def unmixed(z: np.ndarray[Any, np.dtype[np.uint64]]) -> np.ndarray[Any, np.dtype
     return z
 
 
-def kept(row: Array, temperature: float, top_k: int, top_p: float, min_p: float) -> Array:
-    """Weights [V] of what may be drawn, by the definition; 0 elsewhere."""
-    value = (row.astype(np.float64) - row.max()) / temperature
-    falling, is_kept = np.sort(value)[::-1], np.ones(len(row), np.bool_)
-    if top_k:
-        is_kept &= value >= falling[min(top_k, len(row)) - 1]
-    if top_p < 1:
-        weights = np.exp(falling) * (falling >= value[is_kept].min())
-        before = weights.cumsum() - weights
-        is_kept &= value >= falling[np.count_nonzero(before < top_p * weights.sum()) - 1]
-    if min_p:
-        is_kept &= value >= np.log(min_p)
-    return np.where(is_kept, np.exp(value), 0.0)
-
-
 def rows(size: int, seed: int = 0) -> Array:
     """Flat ones, peaked ones, and some with many tokens that cannot be chosen."""
     draw = np.random.default_rng(seed)
@@ -100,6 +85,8 @@ def test_greedy_takes_the_lowest_id_of_the_likeliest(size: int) -> None:
         {"top_p": 0.95},
         {"top_p": 0.1, "temperature": 0.7},
         {"min_p": 0.05},
+        {"top_n_sigma": 1.0},
+        {"top_n_sigma": 2.5, "top_p": 0.9, "temperature": 3.0},
         {"top_k": 60, "top_p": 0.8, "min_p": 0.02, "temperature": 1.5},
     ],
     ids=str,
@@ -110,7 +97,7 @@ def test_a_token_is_the_first_whose_share_of_what_is_kept_is_above_u(size: int, 
     token_ids, is_broken = choose(logits, u=u, **asked)
     assert not is_broken.any()
     for row, token_id, target in zip(logits, token_ids, u, strict=True):
-        weights = kept(row, **{"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | asked)
+        weights = kept_weights(row, **asked)
         sums = weights.cumsum() / weights.sum()
         assert weights[token_id] > 0
         assert sums[token_id] - weights[token_id] / weights.sum() - 1e-5 <= target <= sums[token_id] + 1e-5

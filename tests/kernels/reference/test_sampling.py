@@ -12,6 +12,7 @@ from torch import Tensor
 
 from millrace.kernels.layout import sampling_rows
 from millrace.kernels.reference import sampling as reference_sampling
+from tests.kernels.draw_rows import kept_weights
 from tests.kernels.sampling_cases import noise, table
 
 NUM_DRAWS = 100_000 if os.environ.get("MILLRACE_FULL") else 4000
@@ -108,3 +109,17 @@ def test_counts_tell_prompt_and_answer_apart() -> None:
     counts = sampling_rows.count(np.array([3, 3, 1, 1, 4, 1], np.int32), 3, 6)
     assert (counts & sampling_rows.MAX_COUNT).tolist() == [0, 2, 0, 0, 1, 0]
     assert (counts < 0).tolist() == [False, True, False, True, False, False]
+
+
+@pytest.mark.parametrize("size", [1, 5, 300])
+@pytest.mark.parametrize(
+    "asked", [{"top_n_sigma": 0.4}, {"top_n_sigma": 1.2, "top_p": 0.8, "temperature": 2.0}], ids=str
+)
+def test_cuts_keep_what_their_definitions_in_float64_do(asked: dict[str, Any], size: int) -> None:
+    logits = noise(6, size)
+    logits[1, ::3], logits[1, -1] = -torch.inf, 2.0
+    rows, slots = table({"temperature": 1.0} | asked), torch.zeros(6, dtype=torch.int64)
+    _, bounds = reference_sampling.choose_truncated(logits, rows, slots, slots)
+    for row, (least, most) in zip(logits.numpy(), bounds.tolist(), strict=True):
+        kept = (row >= least) & (row <= most) & np.isfinite(row)
+        np.testing.assert_array_equal(kept, kept_weights(row, **asked) > 0)

@@ -15,7 +15,7 @@ from transformers.generation.logits_process import (
 
 from millrace.stages.sample import sampling_math
 from millrace.stages.sample.sampling_math import DrawParams, LogitTiles
-from tests.kernels.draw_rows import draw_rows
+from tests.kernels.draw_rows import draw_rows, kept_weights
 
 VOCABS = [1, 2, 100, 127, 128, 129, 8193]
 
@@ -42,13 +42,15 @@ def support(row: torch.Tensor, num_draws: int = 512, **how: float) -> set[int]:
     return set(drawn(row.expand(num_draws, -1), drawing(u, **how)).tolist())
 
 
-def by_transformers(row: torch.Tensor, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> torch.Tensor:
-    """The row's probabilities after transformers' warpers, in its own order."""
+def by_transformers(row: torch.Tensor, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, top_n_sigma=0.0) -> torch.Tensor:
+    """The row's probabilities after transformers' warpers, in its own order, and top_n_sigma by its definition."""
     scores, ids = row[None].clone(), torch.zeros(1, 1, dtype=torch.long)
     scores = TemperatureLogitsWarper(temperature)(ids, scores)
     scores = TopKLogitsWarper(top_k)(ids, scores) if top_k else scores
     scores = TopPLogitsWarper(top_p)(ids, scores) if top_p < 1 else scores
     scores = MinPLogitsWarper(min_p)(ids, scores) if min_p else scores
+    if top_n_sigma > 0:
+        scores[:, torch.from_numpy(kept_weights(row.numpy(), top_n_sigma=top_n_sigma) == 0)] = -torch.inf
     return scores.softmax(-1)[0]
 
 
@@ -90,6 +92,9 @@ CASES = [
     {"top_p": 0.9, "min_p": 0.02},
     {"top_p": 0.8, "temperature": 2.0},
     {"min_p": 0.1, "top_k": 5, "temperature": 0.3},
+    {"top_n_sigma": 1.0},
+    {"top_n_sigma": 2.5, "temperature": 3.0},
+    {"top_n_sigma": 1.5, "top_p": 0.9, "top_k": 40},
 ]
 
 
@@ -113,6 +118,18 @@ def test_each_token_gets_its_share_of_the_unit_interval(how):
     share = np.bincount(tokens, minlength=300) / num_draws
     np.testing.assert_allclose(share, by_transformers(row, **how).double().numpy(), atol=2 / num_draws)
     assert (np.diff(tokens) >= 0).all()  # in the order of the vocabulary
+
+
+@pytest.mark.parametrize("is_numpy", [False, True])
+def test_top_n_sigma_leaves_hidden_tokens_out_of_its_deviation(is_numpy):
+    row = rows(1, 300, 3)[0]
+    row[::2] = -torch.inf
+    row[1] = -50.0
+    logits = row.numpy()[None].repeat(512, 0) if is_numpy else row.expand(512, -1)
+    u = (np.arange(512) + 0.5) / 512
+    for n in (0.2, 1.0, 3.0):
+        weights = kept_weights(row.numpy(), temperature=9.0, top_n_sigma=n)
+        assert set(drawn(logits, drawing(u, temperature=9.0, top_n_sigma=n)).tolist()) == set(weights.nonzero()[0])
 
 
 def test_tokens_that_tie_with_the_last_one_kept_are_kept_too():
@@ -144,7 +161,8 @@ def test_candidates_alone_and_whole_rows_draw_the_same(how, monkeypatch):
     maxima = LogitTiles(logits).maxima
     best = maxima.max(1).astype(float)
     mass = LogitTiles(sampling_math._weights(logits, best, how.temperature)).sums().cumsum(1)[:, -1]
-    whole = sampling_math._draw_whole(logits, best, how, sampling_math.RowTotals(mass, sampling_math._floor(how)))
+    floor = sampling_math._floor(how, logits, how.temperature)
+    whole = sampling_math._draw_whole(logits, best, how, sampling_math.RowTotals(mass, floor))
     assert sampling_math.draw_truncated(logits, maxima, how).tolist() == whole.tolist()
 
 

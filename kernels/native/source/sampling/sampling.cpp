@@ -12,7 +12,8 @@
     X(temperature)     \
     X(top_k) /* 0: off, as min_p */ \
     X(top_p) /* 1: off */ \
-    X(min_p)
+    X(min_p)           \
+    X(top_n_sigma) /* 0: off */
 
 namespace millrace {
 
@@ -117,6 +118,7 @@ class RowSampler {
         if (by.top_p < 1.0) threshold = std::max(threshold, top_p_threshold(threshold, by.top_p));
         if (by.min_p > 0.0)
             threshold = std::max(threshold, float(double(best_) + by.temperature * std::log(by.min_p)));
+        if (by.top_n_sigma > 0.0) threshold = std::max(threshold, float(best_ - by.top_n_sigma * deviation()));
         return inverse_cdf(u, std::min(threshold, best_));
     }
 
@@ -151,6 +153,33 @@ class RowSampler {
             sum = add(sum, weight);
         }
         return sum_of(sum);
+    }
+
+    // The standard deviation of the logits that are not -inf.
+    double deviation() {
+        F best = splat(best_), lowest = splat(-std::numeric_limits<float>::max());
+        double count = 0, mean = 0, squares = 0;
+        sum_vectors([&](F logits) { return select_ge(logits, lowest, splat(1.0f), zero()); }, count);
+        sum_vectors([&](F logits) { return select_ge(logits, lowest, sub(logits, best), zero()); }, mean);
+        F middle = splat(float(mean /= count));
+        auto square_apart = [&](F logits) {
+            F apart = sub(sub(logits, best), middle);
+            return select_ge(logits, lowest, mul(apart, apart), zero());
+        };
+        sum_vectors(square_apart, squares);
+        return std::sqrt(squares / count);
+    }
+
+    // Adds of(logits) of all vectors to `total`.
+    template <class Of>
+    void sum_vectors(const Of& of, double& total) {
+        for_each_run(-std::numeric_limits<float>::max(), [&](const float* x, int64_t count) {
+            for (int64_t begin = 0; begin < count; begin += FLOAT_SUM_LENGTH) {
+                F sum = zero();
+                for (int64_t i = begin; i < std::min(count, begin + FLOAT_SUM_LENGTH); i += W) sum = add(sum, of(load(x + i)));
+                total += sum_of(sum);
+            }
+        });
     }
 
     // The k-th largest logit. At least k tokens are at or above the k-th largest block maximum, so only those are

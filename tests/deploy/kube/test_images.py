@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from millrace.deploy.cli.main import _parser
+from millrace.deploy.cli.main import make_parser
 from millrace.deploy.config import ServerConfig
 from millrace.stages.config import EngineConfig
 from tests.deploy.kube import lock
@@ -35,7 +35,7 @@ def test_an_image_runs_as_nobody_and_stops_and_is_checked_as_the_server_expects(
     assert last["USER"] == "65532:65532" and last["STOPSIGNAL"] == "SIGTERM" and last["EXPOSE"] == "8000"
     assert json.loads(last["ENTRYPOINT"]) == ["millrace"] and json.loads(last["CMD"]) == ["serve"]
     check = json.loads(last["HEALTHCHECK"].partition("CMD ")[2])
-    assert check[0] == "millrace" and _parser().parse_args(check[1:]).command == "health"
+    assert check[0] == "millrace" and make_parser().parse_args(check[1:]).command == "health"
     copied = [rest for word, rest in instructions(name) if word == "COPY"]
     assert copied == ["--from=build /opt/millrace /opt/millrace"]  # no compiler, and no source
 

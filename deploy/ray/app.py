@@ -102,7 +102,7 @@ def deployment_options(options: ServeOptions, engine: EngineConfig, server: Serv
         "max_replicas": options.max_replicas,
         "upscale_delay_s": 0.0,
         "downscale_delay_s": options.downscale_delay_s,
-        "look_back_period_s": 10.0,
+        "look_back_period_s": 15.0,  # longer than Serve's interval of reports, which is 10 s
         "policy": {"policy_function": POLICY, "policy_kwargs": {"target_s": options.target_work_s}},
     }
     return found | {"autoscaling_config": scaling}

@@ -14,6 +14,7 @@ from ...stages.fleet.fleet_engine import FleetEngine
 from ...stages.fleet.placement import Place
 from ...stages.split.engine_core import EngineCore
 from ...stages.split.inflight_requests import InflightRequests
+from ...stages.split.process_client import EngineClient
 from .placement import check_for_ray, parse_resources
 from .ray_executor import RayExecutor
 
@@ -55,6 +56,10 @@ class RayEngine(FleetEngine):
     async def _load(self) -> tuple[Any, Phases]:
         await self.executor.start()
         return await super()._load()
+
+    async def _start_again(self, core: EngineCore) -> EngineClient:
+        await self.executor.look()
+        return await super()._start_again(core)
 
     async def stop(self, cause: str = "server_shutdown") -> None:
         """As `Engine.stop`; also frees what was reserved on the cluster."""

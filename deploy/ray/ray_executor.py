@@ -53,7 +53,7 @@ class ActorHost:
         return await asyncio.shield(self._ended)
 
     def kill(self) -> None:
-        kill_actor(self._ray, self._actor)
+        self._kill()
         self._loop.call_later(KILL_S, self._end, "a kill, as its link had ended")
 
     def _note_end(self, done: Any) -> None:
@@ -66,7 +66,11 @@ class ActorHost:
     def _end(self, how: str) -> None:
         if not self._ended.done():
             self._ended.set_result(how)
-            kill_actor(self._ray, self._actor)  # frees its bundle; of a node that comes back, too
+            self._kill()  # frees its bundle; of a node that comes back, too
+
+    def _kill(self) -> None:
+        with suppress(RuntimeError):  # the loop ends
+            self._loop.run_in_executor(None, kill_actor, self._ray, self._actor)  # Ray may have to ask another machine
 
 
 class RayExecutor:
@@ -79,6 +83,7 @@ class RayExecutor:
         self._has_connected = False  # to the cluster, by this executor
         self._group: Any = None
         self._host = ""  # the address of this node, which actors dial
+        self.placed: list[str] = []  # the id of each engine's node, when last asked; "": it waits for one
         self.request: PlacementRequest | None = None
 
     async def start(self) -> None:
@@ -88,13 +93,11 @@ class RayExecutor:
     def config_for(self, index: int, starting: Sequence[int]) -> EngineConfig:
         """The settings of an engine process. It shares what is free on its node with those that start there, too."""
         assert self.request is not None
-        return replace(self.request.config, data_parallel_size=engines_beside(self.placed(), index, starting))
+        return replace(self.request.config, data_parallel_size=engines_beside(self.placed, index, starting))
 
-    def placed(self) -> list[str]:
-        """The id of each engine's node; "" for an engine that waits for one."""
-        table = ray_library("ray.util").placement_group_table(self._group)
-        nodes = table.get("bundles_to_node_id", {})
-        return [str(nodes.get(index) or "") for index in range(self._config.data_parallel_size)]
+    async def look(self) -> None:
+        """Asks Ray where the engines are, for `placed`."""
+        await self._env.run_in_thread(self._look)
 
     async def start_host(self, index: int) -> ActorHost:
         """Starts the actor of an engine, in its bundle. Raises `EngineDied`, and OSError."""
@@ -109,15 +112,16 @@ class RayExecutor:
             pid = await self._joined(joining, index)
             transport = await asyncio.wait_for(arrived, CONNECTED_S)
             host = ActorHost(ray, actor, actor.run.remote(), transport, pid)
+            await self.look()
         except BaseException:
             if actor is not None:
-                kill_actor(ray, actor)
+                asyncio.get_running_loop().run_in_executor(None, kill_actor, ray, actor)
             if arrived.done() and not arrived.cancelled():
                 arrived.result().close()
             raise
         finally:
             await listener.aclose()
-        log.info("ray.actor_started", engine=index, pid=pid, node=self.placed()[index])
+        log.info("ray.actor_started", engine=index, pid=pid, node=self.placed[index])
         return host
 
     async def aclose(self) -> None:
@@ -166,7 +170,13 @@ class RayExecutor:
         if not self._group.wait(self._config.ray_timeout_s):
             limit_s = self._config.ray_timeout_s
             raise ConfigError(no_room(request, self._nodes(), f"has had no room for this in {limit_s:g} s"))
-        log.info("ray.placed", asked=str(request), nodes=self.placed())
+        self._look()
+        log.info("ray.placed", asked=str(request), nodes=self.placed)
+
+    def _look(self) -> None:
+        table = ray_library("ray.util").placement_group_table(self._group)
+        nodes = table.get("bundles_to_node_id", {})
+        self.placed = [str(nodes.get(index) or "") for index in range(self._config.data_parallel_size)]
 
     def _connect(self, ray: Any) -> None:
         address = self._config.ray_address

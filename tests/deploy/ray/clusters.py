@@ -8,13 +8,11 @@ from typing import Any
 
 import psutil
 
-SESSION = {"include_dashboard": False, "dashboard_port": None, "object_store_memory": 80 << 20}
+NODE = {"object_store_memory": 80 << 20, "include_log_monitor": False}  # Ray's least, nearly
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_DISABLE_IMPORT_WARNING": "1",
     "RAY_enable_metrics_collection": "0",
     "RAY_prestart_worker_first_driver": "0",
-    "RAY_SERVE_ENABLE_TASK_EVENTS": "0",
 }
 
 
@@ -25,17 +23,23 @@ class RayNodes:
         os.environ.update(QUIET)
         from ray.cluster_utils import Cluster
 
-        store = SESSION["object_store_memory"]
-        head: dict[str, Any] = {"num_cpus": head_cpus, "include_dashboard": False, "object_store_memory": store}
-        self.cluster = Cluster(initialize_head=True, head_node_args=head)
-        self.nodes = [self.add() for _ in range(nodes)]
+        head: dict[str, Any] = {"num_cpus": head_cpus, "include_dashboard": False, "no_monitor": True}
+        self.cluster = Cluster(initialize_head=True, head_node_args=head | NODE)
+        self.nodes: list[Any] = []
+        try:
+            for _ in range(nodes):
+                self.add()
+        except BaseException:
+            self.cluster.shutdown()
+            raise
 
     @property
     def address(self) -> str:
         return str(self.cluster.address)
 
-    def add(self) -> Any:
-        return self.cluster.add_node(num_cpus=2, object_store_memory=SESSION["object_store_memory"])
+    def add(self) -> None:
+        """Another node, of `nodes` too."""
+        self.nodes.append(self.cluster.add_node(num_cpus=2, **NODE))
 
     def remove(self, node_id: str) -> None:
         """Kills the node's raylet, as when its machine fails; its workers end with it."""

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import psutil
 import pytest
 
 from millrace.deploy.ray.ray_engine import RayEngine
@@ -109,7 +110,7 @@ def test_answers_survive_the_deaths_of_an_actor_and_of_a_node(
         began_s = time.monotonic()
         async with RayEngine(config(nodes, data_parallel_size=2, ray_placement="strict_spread")) as engine:
             start_s = time.monotonic() - began_s
-            assert set(engine.executor.placed()) == {node.node_id for node in nodes.nodes}
+            assert set(engine.executor.placed) == {node.node_id for node in nodes.nodes}
             due = await Streams(engine).task
             pid = engine.cores[0].pid
             assert pid is not None and pid in actors_alive()
@@ -117,12 +118,12 @@ def test_answers_survive_the_deaths_of_an_actor_and_of_a_node(
             assert found == due and engine.num_deaths == 1
             await until_all_serve(engine)
 
-            nodes.nodes.append(nodes.add())
-            lost = engine.executor.placed()[1]
+            nodes.add()
+            lost = engine.executor.placed[1]
             found, node_s = await struck(engine, 1, lambda: nodes.remove(lost))
             assert found == due and engine.num_deaths == 2
             await until_all_serve(engine)
-            assert lost not in engine.executor.placed() and len(set(engine.executor.placed())) == 2
+            assert lost not in engine.executor.placed and len(set(engine.executor.placed)) == 2
             assert await Streams(engine).task == due
             size = resident_bytes()
         told = {"start_s": start_s, "actor_s": actor_s, "node_s": node_s, "resident_mb": size / 1e6}
@@ -138,10 +139,29 @@ def test_answers_survive_the_deaths_of_an_actor_and_of_a_node(
 def test_engines_are_placed_as_asked(nodes: RayNodes) -> None:
     with LLM(config=config(nodes, data_parallel_size=2, ray_placement="strict_pack")) as llm:
         engine = llm.engine
-        assert isinstance(engine, RayEngine) and len(set(engine.executor.placed())) == 1
+        assert isinstance(engine, RayEngine) and len(set(engine.executor.placed)) == 1
         assert engine.executor.config_for(0, [0, 1]).data_parallel_size == 2  # which share the node's memory
         answers = llm.generate(PROMPTS[:2], SamplingParams(max_tokens=4, temperature=0.0), use_tqdm=False)
         assert [len(one.outputs[0].token_ids) for one in answers] == [4, 4]
+
+
+def test_the_ranks_of_an_engine_are_beside_its_actor_and_end_with_it(nodes: RayNodes) -> None:
+    asked = SamplingParams(max_tokens=12, temperature=0.0)
+    settings = {"tensor_parallel_size": 2, "threads": 2, "device": "cpu", "attention_backend": "torch"}
+    with LLM(config=config(nodes, **settings)) as llm:
+        (answer,) = llm.generate("The sea", asked, use_tqdm=False)
+        engine = llm.engine
+        assert isinstance(engine, RayEngine) and engine.engine_pid is not None
+        ranks = [one for one in psutil.Process(engine.engine_pid).children() if "rank" in " ".join(one.cmdline())]
+        assert len(ranks) == 1
+        size = resident_bytes()
+        os.kill(engine.engine_pid, signal.SIGKILL)
+        assert psutil.wait_procs(ranks, timeout=10)[1] == []
+    print({"resident_mb": round(size / 1e6)})
+    assert size <= MAX_BYTES
+    with LLM(config=EngineConfig(**SETTINGS)) as llm:
+        (due,) = llm.generate("The sea", asked, use_tqdm=False)
+    assert answer.outputs[0].token_ids == due.outputs[0].token_ids
 
 
 def test_a_placement_that_is_impossible_is_an_error_with_what_there_is(nodes: RayNodes) -> None:

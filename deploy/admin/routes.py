@@ -1,4 +1,4 @@
-"""The admin routes, which affect all clients: prefix cache, trace, flight recorder, profiler and adapters.
+"""The admin routes, which affect all clients: prefix cache, trace, flight recorder, profiler, files and adapters.
 
 They exist only if an admin key is set, and accept only that key, never an API key. With `enable_runtime_lora`, vLLM's
 routes for adapters always exist, and accept both.
@@ -21,6 +21,7 @@ from ..api.service import Service
 from ..errors import ApiError
 from ..http.responses import answer, expect
 from .adapters import AdapterAdminRoutes
+from .files import FileRoutes
 from .profiler import Profiler
 
 DEFAULT_TRACE_S, MAX_TRACE_S = 30.0, 3_600.0  # on a busy server the trace covers less
@@ -35,6 +36,7 @@ class AdminRoutes:
         self.service = service
         self.profiler = Profiler(service)
         self.adapters = AdapterAdminRoutes(service, threads)
+        self._files = FileRoutes(service, threads)
         self._threads = threads
 
     @property
@@ -67,6 +69,8 @@ class AdminRoutes:
             web.post("/admin/flight", self.record_flight, expect_handler=expect),
             web.post("/admin/profiler/start", self.profiler.start, expect_handler=expect),
             web.post("/admin/profiler/stop", self.profiler.stop, expect_handler=expect),
+            web.get("/admin/files", self._files.files),
+            web.get("/admin/files/{name}", self._files.file),
             web.get("/admin/adapters", self.adapters.adapters),
             web.post("/admin/adapters", self.adapters.add, expect_handler=expect),
             web.post("/admin/adapters/{name:.+}/pin", self.adapters.pin, expect_handler=expect),

@@ -75,6 +75,7 @@ class LiveViewer(Viewer):
             "version": self._sources.version,
             "models": list(self._service.model_names),
             "interval_s": INTERVAL_S,
+            "has_keys": bool(self._sources.keys),
             "has_admin_key": bool(self._sources.admin_keys),
             "can_cancel": self._is_admin,
             "chat": self._chat(),

@@ -14,7 +14,7 @@ import pytest
 CHROMIUM = Path("/usr/bin/chromium")
 VIEWS = (
     *("pipeline", "steps", "requests", "waterfall", "blocks", "prefixes", "latency", "health", "playground"),
-    *("recorder", "config"),
+    *("load", "recorder", "config", "wall"),
 )
 WATCH = "addEventListener('securitypolicyviolation', (e) => (globalThis.violations ??= []).push(e.blockedURI));"
 
@@ -65,7 +65,7 @@ def until(page: Any, claim: str, timeout_s: float = 20.0) -> None:
 
 def show(page: Any, view: str) -> None:
     page.evaluate(f"location.hash = '#/{view}'")
-    until(page, f"millraceDashboard.view === '{view}' && document.querySelector('header.view') !== null")
+    until(page, f"millraceDashboard.view === '{view}' && document.querySelector('main h1') !== null")
 
 
 def wait_for_updates(page: Any, count: int) -> None:

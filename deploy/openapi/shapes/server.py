@@ -85,6 +85,22 @@ class ProfileFile(Shape):
     num_bytes: Count
 
 
+class FileRow(Shape):
+    """A file that the server has written: its kind, size and time of its last change."""
+
+    name: str
+    kind: Literal["recording", "flight", "profile"]
+    num_bytes: Count
+    modified_s: float
+
+
+class Files(Shape):
+    """Recordings, flight files and profiles, newest first."""
+
+    object: Literal["list"]
+    data: list[FileRow]
+
+
 class TraceEvents(Shape):
     """Chrome's trace-event format."""
 

@@ -4,7 +4,7 @@ import { html, useRef, useState } from "../vendor/htm-preact.standalone.module.j
 import { count, percent, rate, seconds } from "./format.js";
 import { Canvas, colour, useWidth } from "./ui.js";
 
-export const SPAN_S = 900;
+const [LEAST_S, SPAN_S] = [60, 900]; // shown
 const HEIGHT = 46;
 const STEP_S = 2; // between two frames of the server
 const [TIME, RUNNING, WAITING, HELD, GENERATED, , PREEMPTED] = [0, 1, 2, 3, 4, 5, 6];
@@ -18,10 +18,11 @@ function Strip({ app }) {
   const asked = useRef(null); // the time last asked for
   const liveS = app.feed.liveS();
   const { rows, first_frame_s: firstS, last_frame_s: lastS } = app.feed.data.history;
-  const fromS = liveS - SPAN_S;
+  const spanS = Math.min(SPAN_S, Math.max(LEAST_S, 1.15 * (liveS - (rows[0]?.[TIME] ?? liveS)))); // grows with what is known
+  const fromS = liveS - spanS;
   const isPast = app.feed.isPast;
   const atS = isPast ? app.feed.nowS() : liveS;
-  const x = (s) => ((s - fromS) / SPAN_S) * width;
+  const x = (s) => ((s - fromS) / spanS) * width;
   const seek = (toS) => {
     const to = Math.min(lastS ?? liveS, Math.max(firstS ?? liveS, toS));
     if (firstS === null || toS > liveS - STEP_S) return app.feed.goLive();
@@ -29,7 +30,7 @@ function Strip({ app }) {
     asked.current = to;
     app.feed.seek(to);
   };
-  const at = (event) => fromS + ((event.clientX - event.currentTarget.getBoundingClientRect().left) / width) * SPAN_S;
+  const at = (event) => fromS + ((event.clientX - event.currentTarget.getBoundingClientRect().left) / width) * spanS;
   const down = (event) => {
     event.currentTarget.setPointerCapture(event.pointerId);
     setDragged(true);
@@ -48,11 +49,11 @@ function Strip({ app }) {
   return html`<section class=${`history ${isPast ? "past" : ""}`} aria-label="The last 15 minutes">
     <div class="bar"><p><strong data-figure="moment">${words}</strong>${row && html` <span class="note">${count(row[RUNNING])} running · ${count(row[WAITING])} waiting · ${rate(row[GENERATED])} tokens/s · KV ${percent(row[HELD])}</span>`}</p>
       ${isPast ? html`<button class="live" onClick=${() => app.feed.goLive()}>Live</button>` : html`<span class="note only-wide">drag to go back; all views follow</span>`}</div>
-    <div ref=${ref} class="track" tabindex="0" role="slider" aria-label="Time: left and right go by two seconds, End is live" aria-valuemin="-900" aria-valuemax="0" aria-valuenow=${Math.round(atS - liveS)} aria-valuetext=${words}
+    <div ref=${ref} class="track" tabindex="0" role="slider" aria-label="Time: left and right go by two seconds, End is live" aria-valuemin=${-SPAN_S} aria-valuemax="0" aria-valuenow=${Math.round(atS - liveS)} aria-valuetext=${words}
       onPointerDown=${down} onPointerMove=${(event) => isDragged && seek(at(event))} onPointerUp=${() => setDragged(false)} onPointerCancel=${() => setDragged(false)} onKeyDown=${move}>
       <${Canvas} width=${width} height=${HEIGHT} draw=${(context) => draw(context, rows, x, width, firstS)} aria-hidden="true" />
       <span class="cursor" style=${{ left: `${Math.max(0, Math.min(width - 2, x(atS) - 1))}px` }}></span></div>
-    <div class="ends"><span>15 min ago</span><ul class="legend"><li><span class="swatch busy"></span>running</li><li><span class="swatch blocked"></span>waiting</li><li><span class="swatch held"></span>KV in use</li><li><span class="swatch decode-line"></span>tokens/s</li></ul><span>now</span></div>
+    <div class="ends"><span>${spanS < 90 ? `${Math.round(spanS)} s` : `${Math.round(spanS / 60)} min`} ago</span><ul class="legend"><li><span class="swatch busy"></span>running</li><li><span class="swatch blocked"></span>waiting</li><li><span class="swatch held"></span>KV in use</li><li><span class="swatch decode-line"></span>tokens/s</li></ul><span>now</span></div>
   </section>`;
 }
 

@@ -7,16 +7,16 @@ import { LATENCY_S } from "./store.js";
 import { Canvas, Card, Choice, colour, Figure, Missing, useWidth, Wide } from "./ui.js";
 
 export const title = "Latency";
-export const about = "Latency of requests and tokens: quantiles within 1 %, and the histograms of /metrics.";
+export const about = "TTFT, ITL, queue time and end-to-end latency: p50, p90 and p99 within 1 %, over time, and the histograms of /metrics.";
 export const topics = () => ({ latency: {}, quantiles: {} });
 
 const MOST_S = 800; // shown of p50 and p99 over time
 
 const NAMES = {
-  time_to_first_token: ["Time to first token", "From a request's arrival to its first token."],
-  inter_token_latency: ["Inter-token latency", "From each token of an answer to the next."],
+  time_to_first_token: ["Time to first token (TTFT)", "From a request's arrival to its first token."],
+  inter_token_latency: ["Inter-token latency (ITL, TPOT)", "From each token of an answer to the next."],
   request_queue_time: ["Queue time", "From a request's arrival to its first step."],
-  e2e_request_latency: ["End-to-end latency", "From a request's arrival to its end."],
+  e2e_request_latency: ["End-to-end latency (E2E)", "From a request's arrival to its end."],
 };
 
 export function View({ app }) {
@@ -46,7 +46,7 @@ function OfOne({ one, readings, rows, nowS, name, span }) {
     <${OverTime} rows=${rows} nowS=${nowS} name=${name} />
     ${total > 0 && html`<${Bars} bounds=${one.bounds_us} counts=${counts} total=${total} title=${one.title} /><${Heat} one=${one} readings=${readings} name=${name} />`}
     ${total === 0 && html`<p class="missing">No measurements yet.</p>`}
-    <details><summary>As a table</summary><${Wide} label=${`${one.title}, counts by bucket`}><table><thead><tr><th scope="col" class="num">at most</th><th scope="col" class="num">measured</th><th scope="col" class="num">share</th></tr></thead>
+    <details><summary>As a table</summary><${Wide} label=${`${one.title}, counts by bucket`}><table><thead><tr><th scope="col" class="num">≤</th><th scope="col" class="num">measured</th><th scope="col" class="num">share</th></tr></thead>
       <tbody>${counts.map((n, i) => html`<tr key=${i}><th scope="row" class="num">${i < one.bounds_us.length ? seconds(one.bounds_us[i] / 1e6) : "more"}</th><td class="num" data-bucket=${`${name}.${i}`}>${count(n)}</td><td class="num">${total ? percent(n / total) : "–"}</td></tr>`)}</tbody></table><//></details>
   <//>`;
 }
@@ -57,7 +57,7 @@ function OverTime({ rows, nowS, name }) {
   if (shown.length < 2) return null;
   const x = shown.map(([endS]) => Math.round(endS - nowS));
   const series = [["p50", 1, "decode"], ["p99", 2, "mark-strong"]];
-  return html`<${Lines} x=${x} height=${150} unit="ms" series=${series.map(([label, place, colour]) => ({ label, colour, values: shown.map(([, of]) => of[name][place] / 1e3) }))} />`;
+  return html`<${Lines} x=${x} height=${150} unit="ms" isLog=${true} series=${series.map(([label, place, colour]) => ({ label, colour, values: shown.map(([, of]) => of[name][place] / 1e3) }))} />`;
 }
 
 const used = (counts) => {

@@ -6,23 +6,26 @@ import { count, percent, rate, seconds } from "./format.js";
 import { HistoryStrip } from "./history.js";
 import { History, reducers, stepRates } from "./store.js";
 import { Scrub } from "./scrub.js";
+import { Help, listen } from "./shortcuts.js";
 import { Figure } from "./ui.js";
 import * as adapters from "./adapters.js";
 import * as blocks from "./blocks.js";
 import * as config from "./config.js";
 import * as health from "./health.js";
 import * as latency from "./latency.js";
+import * as load from "./load.js";
 import * as pipeline from "./pipeline.js";
 import * as playground from "./playground.js";
 import * as prefixes from "./prefixes.js";
 import * as recorder from "./recorder.js";
 import * as requests from "./requests.js";
 import * as steps from "./steps.js";
+import * as wall from "./wall.js";
 import * as waterfall from "./waterfall.js";
 
 // In the order of the navigation. A view exports `title`, `about`, `topics(app)` (its subscriptions) and `View`; with
 // `isShown(app)`, it is in the navigation only then.
-const VIEWS = { pipeline, steps, requests, waterfall, blocks, prefixes, adapters, latency, health, playground, recorder, config };
+const VIEWS = { pipeline, steps, requests, waterfall, blocks, prefixes, adapters, latency, health, playground, load, recorder, config, wall };
 
 const history = new History();
 const url = new URL("dashboard/feed", location.href);
@@ -30,7 +33,7 @@ url.protocol = location.protocol === "https:" ? "wss:" : "ws:";
 const feed = new Feed(url.href, changed);
 feed.reducers = reducers;
 
-const app = { feed, history, view: "pipeline", arg: null, state: {}, redraw, askKeys };
+const app = { feed, history, view: "pipeline", arg: null, state: {}, redraw, askKeys, showHelp, cycleTheme };
 let isDue = false;
 
 function changed() {
@@ -41,6 +44,12 @@ function changed() {
 // Shows the form of the keys, or hides it.
 function askKeys(isAsked = true) {
   app.state.asksKeys = isAsked;
+  redraw();
+}
+
+// Shows the list of shortcuts, or hides it.
+function showHelp(isShown) {
+  app.state.showsHelp = isShown;
   redraw();
 }
 
@@ -65,34 +74,41 @@ function route() {
   const [view, ...rest] = location.hash.replace(/^#\/?/, "").split("/");
   if (view !== app.view) scrollTo(0, 0);
   app.view = view in VIEWS ? view : "pipeline";
+  app.state.showsHelp = false;
   app.arg = rest.length ? decodeURIComponent(rest.join("/")) : null;
   document.title = `${VIEWS[app.view].title} · millrace`;
   redraw();
 }
 
 function Page() {
-  const { View, title, about } = VIEWS[app.view];
+  const { View, title, about, isBare } = VIEWS[app.view];
+  document.getElementById("app").className = isBare ? "bare" : "";
   if (feed.state === "locked" || app.state.asksKeys) return html`<${Lock} />`;
   return html`
     <a class="skip" href="#main" onClick=${(event) => { event.preventDefault(); document.getElementById("main").focus(); }}>Skip to the view</a>
-    <${Side} />
+    ${app.state.showsHelp && html`<${Help} app=${app} views=${shown()} />`}
+    ${isBare ? html`<main id="main" tabindex="-1" class="wall"><h1 class="unseen">${title}</h1><${View} key=${app.view} app=${app} /></main>` : html`<${Side} />
     <main id="main" tabindex="-1">
+      <${load.Banner} app=${app} />
       ${feed.recording ? html`<${Scrub} app=${app} />` : html`<${HistoryStrip} app=${app} />`}
       <${Vitals} />
       <header class="view"><h1>${title}</h1><p>${about}</p></header>
       <${View} key=${app.view} app=${app} />
-    </main>`;
+    </main>`}`;
 }
+
+// [name, view] of those in the navigation.
+const shown = () => Object.entries(VIEWS).filter(([, view]) => !view.isShown || view.isShown(app));
 
 function Side() {
   useEffect(() => document.querySelector("nav [aria-current]")?.scrollIntoView({ block: "nearest", inline: "center" }), [app.view]);
   return html`
     <div class="side">
       <a class="brand" href="#/pipeline"><img src="static/dashboard/icon.svg" alt="" width="26" height="26" /><span>millrace</span></a>
-      <nav aria-label="Views"><ul>${Object.entries(VIEWS).filter(([, view]) => !view.isShown || view.isShown(app)).map(
+      <nav aria-label="Views"><ul>${shown().map(
         ([name, view]) => html`<li><a href=${`#/${name}`} aria-current=${name === app.view ? "page" : null}>${view.title}</a></li>`,
       )}</ul></nav>
-      <footer><${Connection} />${!feed.recording && html`<button class="quiet" onClick=${() => askKeys()}>Keys</button>`}<${Theme} /></footer>
+      <footer><${Connection} />${!feed.recording && html`<button class="quiet" onClick=${() => askKeys()}>Keys</button>`}<${Theme} /><button class="quiet only-wide" onClick=${() => showHelp(true)}>Shortcuts <kbd>?</kbd></button></footer>
     </div>`;
 }
 
@@ -110,6 +126,18 @@ function Connection() {
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const chosenTheme = () => localStorage.getItem("millrace.theme") ?? "auto";
 
+const THEMES = ["auto", "light", "dark"];
+
+function chooseTheme(theme) {
+  localStorage.setItem("millrace.theme", theme);
+  paint();
+  redraw();
+}
+
+function cycleTheme() {
+  chooseTheme(THEMES[(THEMES.indexOf(chosenTheme()) + 1) % THEMES.length]);
+}
+
 // Follows the system's theme unless one is chosen.
 function paint() {
   const theme = chosenTheme();
@@ -117,14 +145,8 @@ function paint() {
 }
 
 function Theme() {
-  const [theme, setTheme] = useState(chosenTheme());
-  useEffect(() => {
-    localStorage.setItem("millrace.theme", theme);
-    paint();
-    redraw();
-  }, [theme]);
-  return html`<label class="theme"><span>Theme</span> <select aria-label="Theme" value=${theme} onChange=${(event) => setTheme(event.target.value)}>
-    ${["auto", "light", "dark"].map((name) => html`<option value=${name}>${name}</option>`)}</select></label>`;
+  return html`<label class="theme"><span>Theme</span> <select aria-label="Theme" value=${chosenTheme()} onChange=${(event) => chooseTheme(event.target.value)}>
+    ${THEMES.map((name) => html`<option value=${name}>${name}</option>`)}</select></label>`;
 }
 
 // The figures above every view.
@@ -170,6 +192,7 @@ function Lock() {
 }
 
 addEventListener("hashchange", route);
+listen(app, shown);
 dark.addEventListener("change", () => { paint(); redraw(); });
 setInterval(() => { if (!document.hidden && feed.state === "live") redraw(); }, 1000); // updates ages without other changes
 paint();

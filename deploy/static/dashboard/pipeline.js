@@ -56,10 +56,10 @@ function Recorded({ recording, overview, position }) {
 }
 
 // stage -> { idle, busy, blocked }: shares of the last seconds, which add up to 1.
-const sharesOf = ({ stages }) =>
+export const sharesOf = ({ stages }) =>
   Object.fromEntries(Object.entries(stages).map(([name, { busy, blocked }]) => [name, { busy, blocked, idle: Math.max(0, 1 - busy - blocked) }]));
 
-function Bottleneck({ bottleneck }) {
+export function Bottleneck({ bottleneck }) {
   if (!bottleneck) return html`<p class="sentence unknown">The bottleneck is not known yet.</p>`;
   return html`<p class="sentence" data-figure="bottleneck"><span class=${`dot ${bottleneck.stage && bottleneck.situation !== "execute" ? "warn" : "good"}`}></span>${bottleneck.sentence}</p>`;
 }
@@ -68,7 +68,7 @@ function Bottleneck({ bottleneck }) {
 
 const NODE_HEIGHT = 100;
 
-function Graph({ pipeline, shares, isStill }) {
+export function Graph({ pipeline, shares, isStill }) {
   const [ref, width] = useWidth();
   const names = Object.keys(pipeline.stages);
   const isWide = width >= 820;

@@ -51,6 +51,10 @@ function Filters({ app, requests, columns }) {
     onChange=${(event) => change(app, { [name]: event.target.value === "all" ? null : read(event.target.value.slice(1)) })}>
     <option value="all">all</option>${Object.entries(options).map(([value, n]) => html`<option value=${`=${value}`}>${value || "base"} (${count(n)})</option>`)}
     ${view[name] !== null && !(view[name] in options) && html`<option value=${`=${view[name]}`}>${view[name] || "base"} (0)</option>`}</select></label>`;
+  useEffect(() => {
+    if (app.state.wantsSearch) document.getElementById("find").focus();
+    app.state.wantsSearch = false;
+  });
   return html`<div class="bar filters">
     <label class="search"><span class="unseen">Search</span><input id="find" type="search" placeholder=${columns.includes("adapter") ? "id or adapter" : "id"} value=${view.search}
       onInput=${(event) => change(app, { search: event.target.value.slice(0, 200) })} /></label>

@@ -1,18 +1,15 @@
-// The step strip: one bar per step, with its computed, cached and wasted tokens.
+// The steps: the strip, the figures of one step and of all, and tokens per second over time.
 
 import { html, useState } from "../vendor/htm-preact.standalone.module.js";
 import { count, percent, quantile, rate, seconds } from "./format.js";
 import { STEP, stepRates } from "./store.js";
-import { Canvas, Card, colour, Figure, Legend, Missing, useWidth } from "./ui.js";
+import { Card, Figure, Legend, Missing } from "./ui.js";
 import { Lines } from "./lines.js";
+import { Strip } from "./steps_strip.js";
 
 export const title = "Steps";
-export const about = "One bar per step, newest at the right: its duration and its tokens.";
+export const about = "One bar per step, newest at the right: above its duration, below its tokens.";
 export const topics = () => ({});
-
-const BAR = 6; // pixels per step, including the gap to the next
-const TIMES = 132;
-const TOKENS = 92;
 
 export function View({ app }) {
   const { steps, overview } = app.feed.data;
@@ -29,76 +26,6 @@ export function View({ app }) {
     <//>
     <${Summary} app=${app} rows=${rows} />
     <${Card} title="Over time" note="Tokens per second and mean step time, by second."><${OverTime} rows=${rows} /><//>`;
-}
-
-function Strip({ rows, at, choose }) {
-  const [ref, width] = useWidth();
-  const shown = rows.slice(-Math.max(8, Math.floor(width / BAR)));
-  const longest = Math.max(...shown.map((row) => row[STEP.durationUs] + row[STEP.gapUs]), 1);
-  const largest = Math.max(...shown.map((row) => row[STEP.prefill] + row[STEP.decode] + row[STEP.cached]), 1);
-  const marked = at < 0 ? -1 : at - (rows.length - shown.length);
-  const draw = (context) => drawStrip(context, shown, { width, longest, largest, marked });
-  const pick = (event) => {
-    const x = event.clientX - event.currentTarget.getBoundingClientRect().left;
-    const place = shown.length - 1 - Math.floor((width - x) / BAR);
-    if (shown[place]) choose(shown[place][STEP.step]);
-  };
-  const move = (event) => {
-    const by = { ArrowLeft: -1, ArrowRight: 1, PageUp: -20, PageDown: 20 }[event.key];
-    if (event.key === "End" || event.key === "Escape") choose(null);
-    else if (by === undefined) return;
-    else choose(rows.at(Math.max(-rows.length, Math.min(-1, (at < 0 ? -1 : at - rows.length) + by)))[STEP.step]);
-    event.preventDefault();
-  };
-  return html`<div ref=${ref} class="strip">
-    <div class="axis"><span>${seconds(longest / 1e6)}</span><span>${count(largest)} tokens</span></div>
-    <div class="pad" tabindex="0" role="slider" aria-label="Steps: left and right select one" aria-valuemin=${shown[0][STEP.step]} aria-valuemax=${rows.at(-1)[STEP.step]}
-      aria-valuenow=${rows.at(at)[STEP.step]} aria-valuetext=${`step ${rows.at(at)[STEP.step]}, ${seconds(rows.at(at)[STEP.durationUs] / 1e6)}`} onKeyDown=${move}>
-      <${Canvas} width=${width} height=${TIMES + TOKENS + 8} draw=${draw} onMouseMove=${pick} onMouseLeave=${() => choose(null)} onClick=${pick} aria-hidden="true" />
-    </div></div>`;
-}
-
-function drawStrip(context, rows, { width, longest, largest, marked }) {
-  const fill = Object.fromEntries(["prefill", "decode", "cached", "wasted", "gap", "preempted", "line", "mark"].map((name) => [name, colour(name)]));
-  context.fillStyle = fill.line;
-  context.fillRect(0, TIMES, width, 1);
-  context.fillRect(0, TIMES + 7 + TOKENS, width, 1);
-  rows.forEach((row, i) => {
-    const x = width - (rows.length - i) * BAR;
-    const w = BAR - 1.5;
-    if (i === marked) {
-      context.fillStyle = fill.mark;
-      context.fillRect(x - 1, 0, BAR, TIMES + TOKENS + 8);
-    }
-    const tokens = row[STEP.prefill] + row[STEP.decode] || 1;
-    const high = (row[STEP.durationUs] / longest) * (TIMES - 12);
-    const prefill = (high * row[STEP.prefill]) / tokens;
-    bar(context, row[STEP.isVoid] ? fill.wasted : fill.decode, x, TIMES, w, high);
-    if (!row[STEP.isVoid]) bar(context, fill.prefill, x, TIMES, w, prefill);
-    bar(context, fill.gap, x, TIMES - high, w, (row[STEP.gapUs] / longest) * (TIMES - 12));
-    if (row[STEP.preempted]) {
-      context.fillStyle = fill.preempted;
-      context.beginPath();
-      context.moveTo(x - 1, 0);
-      context.lineTo(x + w + 1, 0);
-      context.lineTo(x + w / 2, 7);
-      context.fill();
-    }
-    const scale = (TOKENS - 2) / largest;
-    let y = TIMES + 7 + TOKENS;
-    const parts = [[fill.decode, row[STEP.decode]], [fill.prefill, row[STEP.prefill] - row[STEP.wasted]], [fill.wasted, row[STEP.wasted]], [fill.cached, row[STEP.cached]]];
-    for (const [style, count_] of parts) {
-      const tall = count_ > 0 ? Math.max(1, count_ * scale) : 0;
-      bar(context, style, x, y, w, tall);
-      y -= tall;
-    }
-  });
-}
-
-function bar(context, style, x, bottom, width, height) {
-  if (height <= 0) return;
-  context.fillStyle = style;
-  context.fillRect(x, bottom - height, width, height);
 }
 
 function Detail({ row, isNewest, release }) {

@@ -25,6 +25,7 @@ from tests.deploy.browser import (
     wait_for_updates,
     watched,
 )
+from tests.deploy.dashboard import interactions
 from tests.deploy.running import RunningServer
 
 pytestmark = pytest.mark.slow
@@ -68,14 +69,21 @@ class Load:
 
 
 @pytest.fixture(scope="module")
-def loaded() -> Iterator[RunningServer]:
+def flights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of flight files."""
+    return tmp_path_factory.mktemp("flights")
+
+
+@pytest.fixture(scope="module")
+def loaded(flights: Path) -> Iterator[RunningServer]:
     engine = {
         "num_gpu_blocks": NUM_BLOCKS,
         "max_num_seqs": 32,
         "max_admitted_requests": 2 * NUM_REQUESTS,
         "max_waiting_requests": 2 * NUM_REQUESTS,
     }
-    server = {"admin_key": ["boss"], "ws_max_streams": NUM_REQUESTS, "log_level": "warning"}
+    server: dict[str, Any] = {"admin_key": ["boss"], "ws_max_streams": NUM_REQUESTS, "log_level": "warning"}
+    server["flight_recorder_dir"] = str(flights)
     options: dict[str, Any] = {"server": server, "engine": engine, "script": {"eos_probability": 0.0}, "step_s": 0.05}
     with RunningServer(**options) as running:
         yield running
@@ -129,6 +137,15 @@ def test_figures_of_an_idle_server_are_those_of_its_metrics(loaded: RunningServe
         if edge in told:
             names = (("num_sent", "sent"), ("depth", "depth"), ("capacity", "capacity"), ("high_water", "high_water"))
             assert all(row[name] == told[edge][theirs] for name, theirs in names), edge
+
+
+def test_a_hand_on_an_idle_server_finds_what_it_asks_for(loaded: RunningServer, page: Any, flights: Path):
+    interactions.check_load(loaded, page)
+    interactions.check_prefix_tree(loaded, page)
+    interactions.check_recorder(page, flights)
+    interactions.check_shortcuts(page)
+    interactions.check_drawing(page)
+    assert page.complaints == []
 
 
 def test_an_update_costs_the_page_at_most_50_ms_with_2000_requests_and_100000_blocks(load: Load, page: Any):
@@ -243,6 +260,14 @@ def test_the_admin_key_is_entered_at_any_time(loaded: RunningServer, page: Any):
     assert other.locator("[role=alert]").count() == 0  # the complaint about the wrong key is over
     assert other.complaints == []
     other.close()
+
+
+def test_a_hand_on_a_busy_server_finds_what_it_asks_for(load: Load, page: Any):
+    interactions.check_flow(page)
+    interactions.check_requests(page)
+    interactions.check_tiles(page)
+    interactions.check_history(page)
+    assert page.complaints == []
 
 
 def test_views_and_blocks_are_reached_by_keyboard(load: Load, page: Any):

@@ -29,7 +29,7 @@ KEYS = frozenset({"api_key", "admin_key"})
 SECRET = frozenset({"api_key", "admin_key", "ssl_keyfile_password", "ray_env"})
 NO_FLAG = frozenset({"ssl_keyfile_password"})  # every user can read flags in the process list
 
-PLUGINS = frozenset({"stage"})  # a value may be a mapping in the file
+PLUGINS = frozenset({"stage", "logits_processor"})  # a value may be a mapping in the file
 NO_SETTINGS = frozenset({"cache"})  # variables of other parts, and of the tests
 OBJECTS = frozenset({"override_generation_config", "default_chat_template_kwargs"})  # JSON, in YAML also a mapping
 SHORT_NAMES = {  # setting -> short name -> value
@@ -143,6 +143,8 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
     "code of your own": {
         "stage": "stage of your own and its place: package.module:Class@after=STAGE, or @before=STAGE; arguments as "
         ",key=value, or in the --config file; may be repeated",
+        "logits_processor": "logits processor: package.module:Class, a subclass of millrace.LogitsProcessor, which "
+        "requests name; arguments as of a stage; may be repeated",
     },
     "KV cache": {
         "block_size": "tokens per block, a power of two: smaller wastes less, larger loads faster",

@@ -116,6 +116,7 @@ class EngineConfig:
 
     # code of one's own
     stage: tuple[str, ...] = ()  # package.module:Class@after=STAGE[,key=value], see `plugins.py`
+    logits_processor: tuple[str, ...] = ()  # package.module:Class[,key=value]
 
     # the KV cache
     block_size: int = 16  # tokens; smaller wastes less memory, larger loads faster
@@ -202,6 +203,7 @@ class EngineConfig:
         if not 0 <= self.max_logprobs <= MAX_LOGPROBS:
             raise ConfigError(f"max_logprobs = {self.max_logprobs}: must be from 0 to {MAX_LOGPROBS}")
         parse_plugins("stage", self.stage)
+        parse_plugins("logits_processor", self.logits_processor, has_place=False)
         for text in self.inject:
             try:
                 parse_fault(text)

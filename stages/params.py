@@ -204,8 +204,8 @@ def choice_seed(seed: int, choice: int) -> int:
 
 
 def has_plain_choice(params: SamplingParams) -> bool:
-    """Whether a token depends only on logits, seed and position, not on tokens or a grammar."""
-    return all(getattr(params, name) == off for name, off in _NOT_PLAIN)
+    """Whether a token depends only on logits, seed and position: not on tokens, a grammar, or a logits processor."""
+    return not params.extra_args and all(getattr(params, name) == off for name, off in _NOT_PLAIN)
 
 
 _NOT_PLAIN = tuple((field.name, field.default) for field in FIELDS if not field.is_plain)

@@ -38,7 +38,7 @@ def parse_plugins(setting: str, texts: Iterable[str], *, has_place: bool = True)
     """Parses the values of a setting: `TARGET[@after=PLACE][,name=NAME][,key=value]`, or a JSON object.
 
     A value of an argument is JSON, or else text. The object has the keys `class`, `after` or `before`, `name` and
-    `arguments`; only there may values have commas. Without `has_place` there is neither place nor name.
+    `arguments`; only there may values have commas. Without `has_place` there is no place.
     """
     return [_parse(setting, text, has_place) for text in _joined(texts)]
 
@@ -71,7 +71,7 @@ def _parse(setting: str, text: str, has_place: bool) -> PluginSpec:
         if key.strip() in arguments:
             raise ConfigError(f"{where}: {key.strip()} is there twice; remove one of them")
         arguments[key.strip()] = _value(value.strip())
-    name = arguments.pop("name", None) if has_place else None
+    name = arguments.pop("name", None)
     place = {parts["side"]: parts["place"]} if parts["side"] else {}
     return PluginSpec(text=text, target=parts["target"], name=_checked_name(where, name), arguments=arguments, **place)
 
@@ -84,7 +84,7 @@ def _value(text: str) -> Any:
 
 
 def _parse_object(setting: str, text: str, has_place: bool) -> PluginSpec:
-    keys = _KEYS if has_place else ("class", "arguments")
+    keys = _KEYS if has_place else ("class", "name", "arguments")
     try:
         found = json.loads(text)
     except ValueError as error:

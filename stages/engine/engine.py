@@ -39,6 +39,7 @@ from ..params import SamplingParams
 from ..pipeline import build_encoder_pipeline, build_pipeline
 from ..recordings.writer import RecordingWriter
 from ..sample.logits_processor import LogitsProcessor
+from ..sample.processor_chain import ProcessorChain, check_processors, load_processors
 from .client_api import ClientApi
 from .inspection import EngineStatus
 from .load_report import report_loading
@@ -64,9 +65,9 @@ class Engine(EngineStatus, ClientApi):
     engines.
 
     `config` and `overrides` are those of `EngineConfig`. With the caller's own `env`, threads end when the caller
-    closes it. For a `logits_processor` see `LogitsProcessor`. `opening` is the model's `EarlyLoading`, if it has
-    started already, with the same `config`. `stages` are custom stages with their places, behind those that the setting
-    `stage` names: each a `PlacedStage`, or text as in the setting.
+    closes it. For a `logits_processor`, one or several, see `LogitsProcessor`. `opening` is the model's `EarlyLoading`,
+    if it has started already, with the same `config`. `stages` are custom stages with their places, behind those that
+    the setting `stage` names: each a `PlacedStage`, or text as in the setting.
     """
 
     mode: ClassVar[Literal["inline", "split"]] = "inline"  # whether the step loop is in this process or one of its own
@@ -78,16 +79,21 @@ class Engine(EngineStatus, ClientApi):
         config: EngineConfig | None = None,
         *,
         env: Env | None = None,
-        logits_processor: LogitsProcessor | None = None,
+        logits_processor: LogitsProcessor | Sequence[LogitsProcessor | str] | None = None,
         opening: EarlyLoading | None = None,
         stages: Sequence[PlacedStage | str] = (),
         **overrides: Any,
     ) -> None:
         EngineStatus.__init__(self)
         ClientApi.__init__(self)
-        self._logits_processor = logits_processor
         self._opening = opening
+        made, named = _processors(logits_processor)
         self.config = replace(config or EngineConfig(), **overrides)
+        if named:
+            self.config = replace(self.config, logits_processor=(*self.config.logits_processor, *named))
+        self._made_processors = made  # by the caller
+        self.logits_processors = [*load_processors(self.config.logits_processor), *made]
+        check_processors(self.logits_processors)
         if (count := self.config.data_parallel_size) > self.max_engines:
             many = "use FleetEngine or LLM for more" if self.max_engines == 1 else "start more servers"
             raise ConfigError(f"data_parallel_size = {count}: must be at most {self.max_engines} here; {many}")
@@ -95,7 +101,7 @@ class Engine(EngineStatus, ClientApi):
             raise ConfigError("executor = ray: use LLM, or millrace.deploy.ray.ray_engine.RayEngine")
         if opening is not None and opening.config != self.config:
             raise ConfigError("opening: must have the same settings as the engine")
-        if logits_processor is not None:  # it must see each token before the next one is chosen
+        if any(one.always for one in self.logits_processors):  # it must see each token before the next one is chosen
             self.config = replace(self.config, speculation="off")
         self._env: Env = LiveEnv(self.config.seed) if env is None else env
         self._owns_env = env is None
@@ -176,8 +182,7 @@ class Engine(EngineStatus, ClientApi):
 
     async def _start(self) -> None:
         loaded, phases = await self._load_and_report()
-        if self._logits_processor is not None:
-            loaded.sampler.use(self._logits_processor)
+        self._use_processors(loaded)
         with phases("pipeline"):
             self._parts = self._make_parts(loaded)
             self._info = loaded.info
@@ -214,6 +219,14 @@ class Engine(EngineStatus, ClientApi):
             num_speculative_tokens=self.scheduler.speculation.num_tokens if self.has_core else 0,
             **seconds,
         )
+
+    def _use_processors(self, loaded: Any) -> None:
+        """Installs the logits processors where tokens are chosen."""
+        if not self.logits_processors:
+            return
+        if not loaded.info.num_blocks:
+            raise ConfigError("logits_processor: an encoder model chooses no tokens; leave it out")
+        loaded.sampler.use(ProcessorChain(self.logits_processors))
 
     def _change(self, pipeline: Pipeline) -> None:
         """Makes the caller's changes. Raises `ConfigError` for a stage of the settings that does not fit this model."""
@@ -483,6 +496,14 @@ def _load(
         return load_model(config, opening.phases, env, opening), opening.phases
     finally:
         opening.close()
+
+
+def _processors(
+    given: LogitsProcessor | Sequence[LogitsProcessor | str] | None,
+) -> tuple[list[LogitsProcessor], list[str]]:
+    """The processors that a caller made, and those that it names."""
+    listed: list[Any] = list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
+    return [one for one in listed if not isinstance(one, str)], [one for one in listed if isinstance(one, str)]
 
 
 def _free_memory(is_on_gpu: bool) -> None:

@@ -44,6 +44,7 @@ from ..loading.model_files import check_same_files, file_digests
 from ..messages import Started, StepTokens, TokenRequest
 from ..pipeline import ENTRY_CAPACITY, TEXT_CAPACITY, TO_DETOKENIZE, TO_SCHEDULE, build_core_pipeline
 from ..recordings.writer import RecordingWriter
+from ..sample.processor_chain import ProcessorChain, load_processors
 from .compiled_grammars import CompiledGrammars
 from .core_adapters import CoreAdapters
 from .core_exit import CoreExit
@@ -201,6 +202,8 @@ class EngineProcess:
         if not loaded.info.num_blocks:
             raise not_for_encoders(setup.config)
         secret = self._env.secret("prefix.secret", 16)
+        if processors := load_processors(setup.config.logits_processor):
+            loaded.sampler.use(ProcessorChain(processors))
         core = self._core = CoreStages(setup.config, loaded, device, secret, setup.first_step)
         core.schedule.on_start.append(self._admitted)
         if (lines := core.schedule.scheduler.adapters) is not None:

@@ -82,8 +82,11 @@ class SplitEngine(Engine):
 
     def __init__(self, *args: Any, **overrides: Any) -> None:
         super().__init__(*args, **overrides)
-        if self._logits_processor is not None:
-            raise ConfigError(f"{self._setting}: a logits processor is in the caller's process; use {self._inline}")
+        if self._made_processors:
+            raise ConfigError(
+                f"{self._setting}: a logits processor that was made is in the caller's process; name its class, "
+                f"as package.module:Class, or use {self._inline}"
+            )
         if self._opening is not None:
             raise ConfigError(f"{self._setting}: the engine process loads the model itself; give no opening")
         self._table, self.cores = self._make_cores()
@@ -126,6 +129,9 @@ class SplitEngine(Engine):
             raise ConfigError(f"{where}{message}: insert it before schedule or after sample, or use {self._inline}")
         is_after = side == "after"
         return replace(placed, after=place if is_after else None, before=None if is_after else place)
+
+    def _use_processors(self, loaded: Any) -> None:
+        """Does nothing: the engine process makes its own."""
 
     def _sketches(self) -> list[Pipeline]:
         return [sketch(build_front_pipeline)]

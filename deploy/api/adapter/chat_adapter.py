@@ -33,7 +33,7 @@ Chat = dict[str, Any]  # a chat body as plain data
 NameOf = Callable[[str], str]
 
 # fields of chat that the other APIs do not define and that this server accepts there under the same names
-EXTENSIONS = (*(field.name for field in FIELDS if field.is_extension), "priority", "cache_salt")
+EXTENSIONS = (*(field.name for field in FIELDS if field.is_extension), "priority", "cache_salt", "logits_processors")
 
 # fields of chat that an error text may mention besides the wrong one
 CALLER_PARAMETERS = ("max_tokens", "structured_outputs.json", "structured_outputs")

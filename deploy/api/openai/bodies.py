@@ -155,6 +155,7 @@ class GenerationBody(SamplingBody):
     request_id: str | None = None
     user: Annotated[str | None, Field(max_length=512)] = None
     metadata: Any = None  # see `metadata_pairs`
+    logits_processors: Annotated[Any, WithJsonSchema(schema_fields.LOGITS_PROCESSORS)] = None  # see `processors.py`
     # the values of these fields are read in structured_fields.py
     response_format: Annotated[Any, WithJsonSchema(schema_fields.RESPONSE_FORMAT)] = None
     structured_outputs: Annotated[Any, WithJsonSchema(schema_fields.STRUCTURED_OUTPUTS)] = None

@@ -26,6 +26,7 @@ from ...http.request_context import OWNER, REQUEST_ID, checked_request_id
 from ...http.sse import DONE, EventStream
 from ..assistant_turn import AssistantTurn
 from ..schema.metadata import metadata_pairs
+from ..schema.processors import NOT_IN_BEAMS, asked_processors
 from ..schema.validation import read_body
 from ..service import Service
 from .answers import AnswerBuilder, ChatAnswerBuilder, CompletionAnswerBuilder, best, usage
@@ -162,6 +163,11 @@ class GenerationRoutes:
             chat_format = self.service.require_chat_format()
             ignored += chat_format.unread(body)
             params, make_turn = chat_format.apply(body, params)
+        if body.logits_processors:
+            asked = asked_processors(body.logits_processors, self.service.require_engine().logits_processors)
+            if body.use_beam_search:
+                raise ApiError("invalid_value", NOT_IN_BEAMS, param="logits_processors")
+            params = replace(params, extra_args={**params.extra_args, **asked})
         prompts = body.prompts()
         if adapter is not None:
             prompts = tuple(_of_adapter(prompt, adapter.name) for prompt in prompts)

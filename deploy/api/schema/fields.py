@@ -11,6 +11,7 @@ from ....stages.params import MAX_ALLOWED_TOKEN_IDS, MAX_BAD_WORD_CHARS, MAX_BAD
 from ....stages.pooling_params import MAX_INPUTS, MAX_PAIRS
 from ....stages.structured_outputs import MAX_CHOICES, MAX_GRAMMAR_BYTES, MAX_REGEX_BYTES
 from .hints import CONTENT, NOT_EMPTY, OF_ANY_LENGTH, TOKEN_ID, Schema, array, nullable, prompts
+from .processors import MAX_PROCESSORS
 
 MAX_TOOLS = 1024  # of one request
 
@@ -54,6 +55,21 @@ GRAMMAR = _text(MAX_GRAMMAR_BYTES)
 CHOICE: Schema = array(_text(MAX_GRAMMAR_BYTES), MAX_CHOICES, least=1)
 JSON_SCHEMA: Schema = {"anyOf": [{"type": "object"}, {"const": True}, GRAMMAR], "description": "a JSON schema"}
 # vLLM's older names: an empty value means no constraint
+LOGITS_PROCESSORS = nullable(
+    array(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {
+                    "type": "object",
+                    "required": ["name"],
+                    "properties": {"name": {"type": "string"}, "arguments": {"type": "object"}},
+                },
+            ]
+        },
+        MAX_PROCESSORS,
+    )
+)
 GUIDED_JSON = nullable({"anyOf": [*JSON_SCHEMA["anyOf"], {"const": ""}]})
 GUIDED_REGEX, GUIDED_GRAMMAR = nullable(REGEX | {"minLength": 0}), nullable(GRAMMAR | {"minLength": 0})
 GUIDED_CHOICE = nullable(CHOICE | {"minItems": 0})

@@ -49,6 +49,7 @@ INSTEAD = {  # field -> the field of this server with the same meaning
     "custom_token_bans": "logit_bias",
     "add_bos_token": "add_special_tokens on /v1/completions",
     "t_max_predict_ms": "timeout_s",
+    **dict.fromkeys(("logits_processor", "custom_logit_processor"), "logits_processors"),
 }
 
 UNSUPPORTED: Harmless = {

@@ -158,7 +158,7 @@ class NativeTokenChooser(TokenChooser):
 
     def use(self, processor: LogitsProcessor) -> None:
         super().use(processor)
-        if self._runner is not None:
+        if self._runner is not None and processor.always:  # else the requests that name it have no plain choice
             self._runner.use_chooser(None)
 
     def _choose(self, rows: SampledRows, logits: Array, allowed: AllowedTokens | None) -> tuple[Longs, Bools]:

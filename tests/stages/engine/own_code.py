@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from millrace.runtime.stage import Context, Outlet, Stage, stage
 from millrace.stages.engine.placed_stages import PlacedStage
-from millrace.stages.messages import Request, StepText, StepTokens, TokenRequest
+from millrace.stages.messages import Indices, Request, Started, StepText, StepTokens, TokenRequest
 from millrace.stages.replies import reply_text
+from millrace.stages.sample.logits_processor import LogitsProcessor
 
 
 class Clip(Stage[TokenRequest, TokenRequest]):
@@ -84,3 +86,40 @@ class Tell(Stage[Request, Request]):
     def ended(self, request_id: str, cause: str) -> None:
         assert self.context.find_request(request_id) is None
         self.ends.add(cause=cause)
+
+
+class Only(LogitsProcessor):
+    """Allows the answer only some tokens: the request's `token_ids`, or `default`."""
+
+    always = False
+
+    def __init__(self, default: int = 5) -> None:
+        self.default = default
+        self.allowed: dict[int, list[int]] = {}  # by slot
+
+    def validate(self, arguments: Mapping[str, Any]) -> None:
+        ids = arguments.get("token_ids", [])
+        if set(arguments) - {"token_ids"} or not isinstance(ids, list):
+            raise ValueError("must have token_ids, a list of numbers, or nothing")
+
+    def start(self, started: Started) -> bool:
+        asked = started.params.extra_args[self.name]
+        self.allowed[started.slot] = asked.get("token_ids") or [self.default]
+        return True
+
+    def process(self, slots: Indices, logits: Any) -> None:
+        for row, slot in enumerate(slots.tolist()):
+            kept = logits[row, self.allowed[slot]].clone()
+            logits[row] = -float("inf")
+            logits[row, self.allowed[slot]] = kept
+
+
+class Shift(LogitsProcessor):
+    """Adds one to the logits of a token, for every request."""
+
+    def process(self, slots: Indices, logits: Any) -> None:
+        logits[:, 7] += 1
+
+
+class NotOne:
+    pass

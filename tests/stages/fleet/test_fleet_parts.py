@@ -26,6 +26,7 @@ from millrace.stages.fleet.placement import deal, places
 from millrace.stages.fleet.stage import Merge
 from millrace.stages.messages import AdapterRef, Started, StepTokens, TokenRequest
 from millrace.stages.params import SamplingParams
+from millrace.stages.sample.logits_processor import LogitsProcessor
 from millrace.stages.split.front import CORE
 from millrace.stages.split.remote_views import RemoteStageView
 from tests.stages.split.test_split import token_request, tokens
@@ -398,7 +399,7 @@ def test_a_successor_may_take_the_memory_that_is_free_for_those_that_are_being_s
 def test_what_needs_one_engine_says_so_and_how_to_have_it() -> None:
     one, two = EngineConfig(), EngineConfig(data_parallel_size=2)
     with pytest.raises(ConfigError, match="data_parallel_size = 2: .* use data_parallel_size = 1 and mode = inline"):
-        FleetEngine(two, logits_processor=lambda *_: None)
+        FleetEngine(two, logits_processor=LogitsProcessor())
     with pytest.raises(ConfigError, match="data_parallel_size = 2: sample is in the engine process"):
         FleetEngine(two).replace("sample", RemoteStageView(CORE["sample"]))
     assert str(not_for_encoders(two)).startswith("data_parallel_size = 2: must be 1 for an encoder model")

@@ -346,7 +346,7 @@ def test_what_would_have_to_be_in_the_engine_process_is_refused_in_a_sentence() 
         engine.reset_prefix_cache()
     with pytest.raises(NotServing):
         _ = engine.scheduler
-    with pytest.raises(ConfigError, match="a logits processor is in the caller's process"):
+    with pytest.raises(ConfigError, match="a logits processor that was made is in the caller's process"):
         SplitEngine(EngineConfig(), logits_processor=Nothing())
 
 

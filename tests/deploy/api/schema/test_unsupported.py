@@ -61,7 +61,7 @@ def read(kind: type[Body], fields: dict[str, Any]) -> list[str]:
         ("grammar", 'root ::= "a"', ""),
         ("lora_path", "x", None),
         ("do_sample", False, True),
-        ("logits_processors", ["x"], []),
+        ("logits_processor", ["x"], []),
     ],
 )
 def test_a_sampling_field_that_is_not_served_is_refused_by_name(kind, field, value, off):

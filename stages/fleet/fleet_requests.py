@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..messages import TokenRequest
-from ..split.inflight_requests import SUSPICIOUS_DEATHS, InflightRequest, InflightRequests
+from ..split.inflight_requests import SUSPICIOUS_DEATHS, InflightRequests
 from .dispatcher import CoreLoad, work_of
-
-GROUP_FROM = 8  # suspects that are tried one at a time; of more, those that had made tokens are tried together
 
 
 class CoreWork:
@@ -48,7 +46,6 @@ class FleetRequests(InflightRequests):
 
     def __init__(self, num_cores: int) -> None:
         super().__init__()
-        self.group_from = GROUP_FROM
         self._work = [CoreWork() for _ in range(num_cores)]  # by core
 
     def sent(self, request: TokenRequest, core: int | None = 0) -> None:
@@ -91,14 +88,9 @@ class FleetRequests(InflightRequests):
         suspects = [request_id for request_id, live in waiting if live.num_deaths > live.num_deaths_passed]
         return suspects[::-1], [request_id for request_id, live in waiting if live.num_deaths <= live.num_deaths_passed]
 
-    def next_trial(self, size: int, runs: Callable[[str], bool]) -> list[str]:
-        """The suspects to try together next, of those for which `runs` is true; none if there are none.
-
-        If more than GROUP_FROM that had made tokens wait, the youngest `size` of them; else the youngest suspect.
-        """
-        suspects = [one for one in self.orphans()[0] if runs(one)]
-        late = [one for one in suspects if self._live[one].had_tokens and not self._live[one].is_tried_alone]
-        return late[:size] if len(late) > self.group_from else suspects[:1]
+    def next_trial(self, size: int, runs: Callable[[str], bool] = bool) -> list[str]:
+        """The suspects in no process to try together next, at most `size`, of those for which `runs` is true."""
+        return self._together([one for one in self.orphans()[0] if runs(one)], size)
 
     def note_death(self, core: int = 0) -> str | None:
         """As in `InflightRequests`. The one on trial is guilty: it ran when another process died, too.
@@ -126,10 +118,6 @@ class FleetRequests(InflightRequests):
                 live.num_deaths_unrun += 1
                 live.num_deaths += live.num_deaths_unrun >= SUSPICIOUS_DEATHS
         return tried[0] if len(tried) == 1 else None
-
-    def _has_tokens(self, live: InflightRequest) -> bool:
-        answers = self._known_answers()
-        return any(one in answers for prompt in live.prompts for one in self._ids(prompt))
 
     @property
     def num_trials_now(self) -> int:

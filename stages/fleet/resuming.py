@@ -11,12 +11,11 @@ from ..config import EngineConfig
 from ..errors import Failed
 from ..exit.outboxes import Outboxes
 from ..split.engine_core import EngineCore
-from ..split.trials import watch_trials
+from ..split.trials import MOST_AT_ONCE, watch_trials
 from .core_set import CoreSet, has_adapter
 from .fleet_requests import FleetRequests
 
 LOOK_S = 0.005  # between two looks at a trial
-MOST_AT_ONCE = 64  # suspects in a trial
 SPARE_STEPS = 2  # that an engine process may be ahead of what it has sent, besides those in flight
 
 log = get_logger("millrace.stages")

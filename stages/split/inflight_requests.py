@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from ..messages import Indices, Ints, StepTokens, TokenRequest
 
 STEPS_AT_ONCE = 512  # steps recorded before the tokens of ended sequences are discarded
+GROUP_FROM = 8  # suspects that are tried one at a time; of more, those that had made tokens are tried together
 SUSPICIOUS_DEATHS = 2  # engine deaths during a request's run from which on it may be the cause
 
 Columns = tuple[NDArray[np.int64], Indices, Indices]  # (sequence ids, places, token ids) of steps
@@ -56,6 +57,7 @@ class InflightRequests:
         self._admitted: set[int] = set()  # sequences that had a slot
         self._steps: list[Columns] = []
         self._answers_known: dict[int, Ints] | None = None  # those of the last death, until more is noted
+        self.group_from = GROUP_FROM
         self._on_trial: dict[str, Trial] = {}  # by request
 
     def __contains__(self, request_id: str) -> bool:
@@ -148,12 +150,18 @@ class InflightRequests:
         """Records that an engine process died. Returns the request that ended it, if that is certain.
 
         It is the one on trial, if it ran, and all others that ran had passed their trials; or a request that ran alone,
-        and during an earlier death too.
+        and during an earlier death too. Of several on trial each is to be tried alone.
         """
         ran, tried = self._leave(core)
+        for _, live in ran:
+            live.had_tokens = self._has_tokens(live)
         others = [live for request_id, live in ran if request_id not in tried]
-        if len(others) < len(ran) and all(live.num_trials for live in others):
-            return tried[0]  # the death says nothing of the others
+        if len(others) < len(ran) and all(live.num_trials for live in others):  # the death says nothing of them
+            if len(others) == len(ran) - 1:
+                return next(request_id for request_id, _ in ran if request_id in tried)
+            ran = [pair for pair in ran if pair[0] in tried]
+            for _, live in ran:
+                live.is_tried_alone = True
         for _, live in ran:
             live.num_deaths += 1
         if len(ran) == 1 and ran[0][1].num_deaths >= SUSPICIOUS_DEATHS:
@@ -180,6 +188,22 @@ class InflightRequests:
         """
         found = [request_id for request_id, live in self._live.items() if live.is_suspect]
         return found[::-1]
+
+    def next_trial(self, size: int, runs: Callable[[str], bool] = bool) -> list[str]:
+        """The suspects to try together next, at most `size`, of those for which `runs` is true."""
+        return self._together([one for one in self.suspects() if runs(one)], size)
+
+    def _together(self, suspects: list[str], size: int) -> list[str]:
+        """If more than `group_from` of these had made tokens, the first `size` of them; else the first suspect.
+
+        Processes seldom die of a request that has made tokens. If one does, more deaths are needed to find it.
+        """
+        late = [one for one in suspects if self._live[one].had_tokens and not self._live[one].is_tried_alone]
+        return late[:size] if len(late) > self.group_from else suspects[:1]
+
+    def _has_tokens(self, live: InflightRequest) -> bool:
+        answers = self._known_answers()
+        return any(one in answers for prompt in live.prompts for one in self._ids(prompt))
 
     def begin_trial(self, request_id: str, core: int = 0) -> int:
         """Counts this request's tokens from now on. Returns the number of its earlier trials."""

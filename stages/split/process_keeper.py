@@ -5,7 +5,8 @@ streams of clients either go on or end with an error.
 
 A request that runs during two deaths may be their cause, and so may all that ran beside it. The next process runs
 these suspects before all others, one more at a time: the one that was added last when it dies is the cause. That
-request ends with an error, and the others go on.
+request ends with an error, and the others go on. Of many suspects, those that had made tokens are added several at a
+time; if the process dies then, each of these is added alone to the next one.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from ...model.errors import ModelError
 from ...runtime.env.env import Env
@@ -25,7 +26,7 @@ from ..exit.outboxes import Outboxes
 from ..messages import TokenRequest
 from .inflight_requests import InflightRequests
 from .process_client import EngineClient, EngineDied
-from .trials import watch_trials
+from .trials import MOST_AT_ONCE, watch_trials
 
 MAX_DEATHS = 5  # of engine processes within DEATHS_S; after one more, restarts are given up
 DEATHS_S = 120.0
@@ -177,12 +178,12 @@ class ProcessKeeper:
 
         Returns their number. Stops early if the process dies.
         """
-        suspects = self._table.suspects()
-        for request_id in suspects:
-            await self._send(request_id)
-            await self._try(client, request_id)
+        suspects, size = self._table.suspects(), 1
+        while some := self._table.next_trial(size):
+            await self._try(client, some)
             if client.died.done():
                 return 0
+            size = min(2 * size, MOST_AT_ONCE)
         self._requests.release()
         others = [request_id for request_id in self._table.request_ids() if request_id not in suspects]
         for request_id in others:
@@ -194,15 +195,17 @@ class ProcessKeeper:
             if self._exit.is_live(request_id):
                 await self._requests.send(prompt)
 
-    async def _try(self, client: EngineClient, request_id: str) -> None:
-        """Waits until a suspect has ended, has outlived its trial, or has ended the process."""
-        num_tokens = TRIAL_TOKENS * LONGER ** self._table.begin_trial(request_id)
+    async def _try(self, client: EngineClient, suspects: Sequence[str]) -> None:
+        """Sends suspects, and waits until each has ended or passed its trial, or they have ended the process."""
+        num_tokens = {one: TRIAL_TOKENS * LONGER ** self._table.begin_trial(one) for one in suspects}
+        for request_id in suspects:
+            await self._send(request_id)
         await watch_trials(
             self._env,
             self._exit,
             self._table,
-            [request_id],
-            lambda outbox: num_tokens * outbox.request.num_sequences,
+            suspects,
+            lambda outbox: num_tokens[outbox.request_id] * outbox.request.num_sequences,
             client.died.done,
             look_s=LOOK_S,
         )

@@ -9,6 +9,7 @@ from ..exit.outboxes import Outboxes
 from ..exit.request_outbox import RequestOutbox
 from .inflight_requests import InflightRequests
 
+MOST_AT_ONCE = 64  # suspects in a trial
 TRIAL_S = 30.0  # without a token; then a suspect's prompt takes long, and the others wait no longer
 
 

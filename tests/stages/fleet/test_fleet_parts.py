@@ -20,7 +20,7 @@ from millrace.stages.errors import ConfigError
 from millrace.stages.fleet.core_set import CoreSet
 from millrace.stages.fleet.dispatcher import CoreLoad, choose, work_of
 from millrace.stages.fleet.fleet_engine import FleetEngine
-from millrace.stages.fleet.fleet_requests import GROUP_FROM, FleetRequests
+from millrace.stages.fleet.fleet_requests import FleetRequests
 from millrace.stages.fleet.merged_channel import MergedChannel
 from millrace.stages.fleet.placement import deal, places
 from millrace.stages.fleet.stage import Merge
@@ -28,6 +28,7 @@ from millrace.stages.messages import AdapterRef, Started, StepTokens, TokenReque
 from millrace.stages.params import SamplingParams
 from millrace.stages.sample.logits_processor import LogitsProcessor
 from millrace.stages.split.front import CORE
+from millrace.stages.split.inflight_requests import GROUP_FROM
 from millrace.stages.split.remote_views import RemoteStageView
 from tests.stages.split.test_split import token_request, tokens
 

@@ -15,10 +15,10 @@ from millrace.runtime.simulation.run import SimEnv, run
 from millrace.stages.config import EngineConfig
 from millrace.stages.exit.outboxes import Outboxes
 from millrace.stages.fleet.core_keeper import CoreKeeper
-from millrace.stages.fleet.fleet_requests import GROUP_FROM
 from millrace.stages.fleet.resuming import Resuming
 from millrace.stages.messages import AdapterRef, Prompt, Request
 from millrace.stages.params import SamplingParams
+from millrace.stages.split.inflight_requests import GROUP_FROM
 from tests.stages.fleet.test_fleet_parts import Core, fleet
 from tests.stages.split.test_split import token_request, tokens
 

@@ -20,7 +20,7 @@ from millrace.stages.exit.outboxes import Outboxes
 from millrace.stages.messages import Prompt, Request, TokenRequest
 from millrace.stages.params import SamplingParams
 from millrace.stages.split import process_keeper, trials
-from millrace.stages.split.inflight_requests import InflightRequests
+from millrace.stages.split.inflight_requests import GROUP_FROM, InflightRequests
 from millrace.stages.split.process_keeper import MAX_DEATHS, MAX_STARTS, ProcessKeeper
 from tests.stages.split.test_split import tokens
 
@@ -196,6 +196,39 @@ def test_a_deadly_request_ends_after_three_deaths_and_its_24_neighbours_go_on(pl
         error = outboxes[names[place]].error
         assert isinstance(error, Failed) and error.code == "engine_died" and error.status == 500
         assert sorted(front.ran[3]) == sorted(front.exit.live)
+
+    run(test)
+
+
+@pytest.mark.parametrize(("count", "limit_s"), [(40, 4.0), (GROUP_FROM, 4.0)])
+def test_many_suspects_that_had_made_tokens_are_cleared_in_few_trials(count: int, limit_s: float) -> None:
+    async def test(front: Front) -> None:
+        names = [f"request {number}" for number in range(count)]
+        for name in names:
+            await front.ask(name)
+        for _ in range(2):
+            await front.env.sleep(0.1)
+            front.kill()
+        await front.env.sleep(limit_s)
+        assert front.keeper.away is None and front.keeper.num_deaths == 2 and not front.table.suspects()
+        assert sorted(front.ran[2]) == sorted(names) == sorted(front.exit.live)
+
+    run(test)
+
+
+def test_of_suspects_that_are_tried_together_the_deadly_one_is_found_and_ends_alone() -> None:
+    async def test(front: Front) -> None:
+        names = [f"request {number}" for number in range(20)]
+        outboxes = {name: await front.ask(name) for name in names}
+        for _ in range(2):
+            await front.env.sleep(0.1)
+            front.kill()
+        front.deadly = {names[11]}  # tried in a group of eight: the youngest are tried first
+        await front.env.sleep(100.0)
+        assert front.keeper.away is None and front.keeper.num_deaths == 4
+        assert set(front.exit.live) == set(names) - front.deadly
+        error = outboxes[names[11]].error
+        assert isinstance(error, Failed) and error.code == "engine_died"
 
     run(test)
 

@@ -17,6 +17,11 @@ POLICY = (
     "base-uri 'none'; frame-ancestors 'none'"
 )
 
+# The API page's viewer sets styles on its elements, and has small pictures within its code.
+DOCS_POLICY = POLICY.replace("style-src 'self'", "style-src 'self' 'unsafe-inline'").replace(
+    "img-src 'self'", "img-src 'self' data:"
+)
+
 
 class Pages:
     """The handlers. They reveal nothing about the server, so they require no key."""
@@ -35,6 +40,13 @@ class Pages:
         """`GET /stream-demo`: answers over one WebSocket, with buttons to pause and disconnect."""
         return self._answer("stream.html")
 
+    async def docs(self, request: web.Request) -> web.Response:
+        """`GET /docs`: the API, to read and to try.
+
+        The page gets the document from `/openapi.json`, which requires a key.
+        """
+        return self._answer("docs.html", DOCS_POLICY)
+
     async def file(self, request: web.Request) -> web.Response:
         """`GET /static/{name}`: a file as read at the start, never from disk.
 
@@ -45,9 +57,9 @@ class Pages:
             raise ApiError("not_found", "there is no such file")
         return self._answer(name)
 
-    def _answer(self, name: str) -> web.Response:
+    def _answer(self, name: str, policy: str = POLICY) -> web.Response:
         content_type = mimetypes.types_map.get("." + name.rpartition(".")[2], "application/octet-stream")
-        headers = {"Content-Security-Policy": POLICY, "Cache-Control": "no-cache", "Referrer-Policy": "no-referrer"}
+        headers = {"Content-Security-Policy": policy, "Cache-Control": "no-cache", "Referrer-Policy": "no-referrer"}
         return web.Response(body=self._files[name], content_type=content_type, charset="utf-8", headers=headers)
 
 

@@ -39,6 +39,7 @@ class Routes:
     """
 
     def __init__(self, service: Service, metrics: Metrics, threads: Executor) -> None:
+        self._service = service
         self._health = HealthRoutes(service, metrics)
         self._models = ModelRoutes(service)
         self._tokenize = TokenizeRoutes(service, threads)
@@ -58,7 +59,9 @@ class Routes:
     def public(self) -> frozenset[Any]:
         """Handlers that require no key."""
         health, pages = self._health, self._pages
-        return frozenset({health.live, health.ready, pages.stream_demo, pages.dashboard, self.feed.socket, pages.file})
+        return frozenset(
+            {health.live, health.ready, pages.stream_demo, pages.docs, pages.dashboard, self.feed.socket, pages.file}
+        )
 
     @property
     def probes(self) -> frozenset[Any]:
@@ -112,6 +115,7 @@ class Routes:
             *self._ollama_table(),
             web.get("/v1/stream", self.sockets.stream, allow_head=False),
             web.get("/stream-demo", self._pages.stream_demo),
+            *([] if self._service.config.disable_docs else [web.get("/docs", self._pages.docs)]),
             *(web.get(path, self._pages.dashboard) for path in ("/", "/dashboard")),
             web.get("/dashboard/feed", self.feed.socket, allow_head=False),
             web.get("/static/{name:(?s:.+)}", self._pages.file),

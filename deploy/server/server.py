@@ -25,7 +25,7 @@ from ..inspect.routes import InspectRoutes
 from ..metrics.metrics import Metrics
 from ..metrics.otel_environment import TraceExport
 from ..metrics.otlp_export import OtlpExporter
-from ..openapi.docs_page import DocsRoutes
+from ..openapi.document_routes import DocumentRoutes
 from .middleware import NO_KEYS, add_headers, check_keys, identify, take_in
 from .request_log import RequestLog
 from .routes import Routes
@@ -145,7 +145,7 @@ class Server:
     def _make_app(self) -> web.Application:
         routes = self._routes
         admin = self._admin
-        docs = DocsRoutes(self.service, self._threads, package_version())
+        docs = DocumentRoutes(self.service, self._threads, package_version())
         public = (route.path for route in routes.table() if route.handler in routes.public)
         open_paths = re.compile("|".join(_pattern(path) for path in public))
         others = dict.fromkeys(routes.public, NO_KEYS) | dict.fromkeys(

@@ -18,6 +18,11 @@ PUBLISHED = {  # sha256 of the files in the tarballs that npm serves for these v
     "preact 10.5.13 LICENSE": "1fe6958409c8c257a70c587a18b6f7f412b179b456630790d30b2ec9a8e4b7d4",
     "uplot 1.6.32 dist/uPlot.esm.js": "5dd9b3281aa64b461b42d9945f6adb2649d346502b12281a9ae0d46599a80eba",
     "uplot 1.6.32 dist/uPlot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
+    "@scalar/api-reference 1.46.4 dist/browser/standalone.js": (
+        "81b8d2bdab4a42ab81465386441b9a0f928b68631364360f00e8cce620cc1efb"
+    ),
+    # the tarball lacks it
+    "github.com/scalar/scalar 1.46.4 LICENSE": "380cd0a6ad700e1f821f2a509f0dd9ff835041cee2d43daf5dedc1adb2bcc620",
     "uplot 1.6.32 LICENSE": "8f989229699b4fe2f1a0432d0e9edc338a8a911e250e2d1b01ecd770a5f5b1bd",
 }
 TYPES = {"js": "text/javascript", "css": "text/css", "html": "text/html", "svg": "image/svg+xml"}

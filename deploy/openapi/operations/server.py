@@ -141,7 +141,8 @@ PAGES = (
         path="/docs",
         name="docs",
         group="server",
-        summary="This document as one self-contained HTML page",
+        summary="This document as a page, to read, to search and to try",
+        access="open",
         answers=PAGE,
     ),
     Operation(

@@ -74,7 +74,7 @@ def parse_args(args: Mapping[str, Any]) -> tuple[ServeOptions, EngineConfig, Ser
     if ":" in engine.device:
         raise ConfigError(f"device = {engine.device}: Ray chooses the GPUs; set cuda or cpu")
     parse_resources(engine.ray_resources)
-    return _checked(ServeOptions(**found[ServeOptions])), engine, ServerConfig(**found[ServerConfig])
+    return _checked(ServeOptions(**found[ServeOptions])), engine, _guarded(ServerConfig(**found[ServerConfig]))
 
 
 def deployment_options(options: ServeOptions, engine: EngineConfig, server: ServerConfig) -> dict[str, Any]:
@@ -181,6 +181,12 @@ def _value(kind: Any, name: str, value: Any) -> Any:
         return parse(kind, name, value) if isinstance(value, str) else value
     except ValueError as error:
         raise ConfigError(f"{name} = {value}: {error}") from None
+
+
+def _guarded(config: ServerConfig) -> ServerConfig:
+    """Without a key only loopback's names are answered: no foreign page and no other machine uses Serve's proxy."""
+    has_key = config.api_key or config.api_key_file is not None or config.allow_no_key
+    return config if has_key or config.allowed_host else replace(config, allowed_host=("localhost",))
 
 
 def _checked(options: ServeOptions) -> ServeOptions:

@@ -19,6 +19,12 @@ def test_arguments_are_the_servers_settings_as_text_or_values() -> None:
     assert (engine.max_num_seqs, server.api_key, options.target_work_s) == (7, ("k1",), 2.0)
 
 
+def test_without_a_key_only_names_of_this_machine_are_answered() -> None:
+    assert parse_args({})[2].allowed_host == ("localhost",)
+    assert parse_args({"api_key": "k"})[2].allowed_host == parse_args({"allow_no_key": "true"})[2].allowed_host == ()
+    assert parse_args({"allowed_host": "example.com"})[2].allowed_host == ("example.com",)
+
+
 @pytest.mark.parametrize(
     ("args", "reason"),
     [

@@ -147,13 +147,14 @@ def test_engines_are_placed_as_asked(nodes: RayNodes) -> None:
 
 def test_the_ranks_of_an_engine_are_beside_its_actor_and_end_with_it(nodes: RayNodes) -> None:
     asked = SamplingParams(max_tokens=12, temperature=0.0)
-    settings = {"tensor_parallel_size": 2, "threads": 2, "device": "cpu", "attention_backend": "torch"}
+    settings: dict[str, Any] = {"tensor_parallel_size": 2, "threads": 2, "device": "cpu", "attention_backend": "torch"}
+    settings |= {"ray_env": ("SAID=hello",)}
     with LLM(config=config(nodes, **settings)) as llm:
         (answer,) = llm.generate("The sea", asked, use_tqdm=False)
         engine = llm.engine
         assert isinstance(engine, RayEngine) and engine.engine_pid is not None
         ranks = [one for one in psutil.Process(engine.engine_pid).children() if "rank" in " ".join(one.cmdline())]
-        assert len(ranks) == 1
+        assert len(ranks) == 1 and ranks[0].environ()["SAID"] == "hello"
         size = resident_bytes()
         os.kill(engine.engine_pid, signal.SIGKILL)
         assert psutil.wait_procs(ranks, timeout=10)[1] == []

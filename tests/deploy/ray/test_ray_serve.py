@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import socket
@@ -13,6 +14,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import aiohttp
 import openai
 import pytest
 
@@ -121,6 +123,19 @@ def test_events_come_one_by_one_and_a_client_that_leaves_cancels_its_request(url
             pass
     until(lambda: metric(url, "vllm:num_requests_running") == 0, 10.0)
     assert metric(url, "vllm:generation_tokens_total") - before < 1000
+
+
+def test_websockets_pass_through_serve(url: str) -> None:
+    async def main() -> None:
+        headers = {"Authorization": f"Bearer {KEY}"}
+        async with aiohttp.ClientSession(headers=headers) as session, session.ws_connect(f"{url}/v1/responses") as ws:
+            await ws.send_json({"type": "response.create", "model": "demo", "input": "Once", "max_output_tokens": 16})
+            kinds = [(await ws.receive_json(timeout=30))["type"]]
+            while kinds[-1] not in ("response.completed", "response.incomplete"):
+                kinds.append((await ws.receive_json(timeout=30))["type"])
+            assert kinds[0] == "response.created" and "response.output_text.delta" in kinds
+
+    asyncio.run(main())
 
 
 def test_replicas_come_with_the_work_that_waits_and_go_without_cutting_a_stream(url: str) -> None:

@@ -29,6 +29,7 @@ from .viewer import INTERVAL_S, Read, Update, Viewer
 if TYPE_CHECKING:
     from ...stages.engine.engine import Engine
 
+TIMELESS = {"history", "config"}  # topics that are the same at any time
 PAST_INTERVAL_S = 1.0  # between updates of the past, unless the viewer moves
 
 log = get_logger("millrace.deploy")
@@ -112,7 +113,9 @@ class LiveViewer(Viewer):
             self._past.step(self._sources.history, message.steps)
         else:
             self._past.seek(message.time_s)
-        self.reset()
+        for name in (self._known.keys() | self._numbers.keys()) - TIMELESS:
+            self._known.pop(name, None)
+            self._numbers.pop(name, None)
         self._blocks = BlockMap()
         self._update_due.set()
 
@@ -145,7 +148,8 @@ class LiveViewer(Viewer):
                 return
             topics = self.topics
             await engine.refresh(with_blocks=topics.blocks is not None, with_stacks=topics.loop is not None)
-            await self._sources.keep_history(engine)
+            if topics.history is not None:
+                await self._sources.keep_history(engine)
             if topics.prefixes is not None:
                 await self._sources.prefixes.refresh(engine)
             if self._past.time_s is not None:

@@ -6,8 +6,10 @@ import asyncio
 import time
 from collections import deque
 from concurrent.futures import Executor
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from ...runtime.pipeline import NotServing
 from ..api.service import Service
 from ..http.api_keys import ApiKeys
 from ..metrics.metrics import Metrics
@@ -54,7 +56,8 @@ class LiveSources:
             engine.pipeline.watch.on_tick.append(lambda late_s: self._note(engine))
 
     def _note(self, engine: Engine) -> None:
-        self.history.note(engine.pipeline.env.now(), lambda: self._counts(engine))
+        with suppress(NotServing):  # its process is being started again
+            self.history.note(engine.pipeline.env.now(), lambda: self._counts(engine))
 
     def _counts(self, engine: Engine) -> Counts:
         num_prompt, num_generated = self.metrics.num_tokens(engine)
@@ -111,14 +114,13 @@ class LiveSources:
         """The data of all views now. Its cost depends on the number of requests and blocks."""
         assert engine.pipeline.exit is not None
         service, live = self.service, list(engine.pipeline.exit.live.values())
-        owners = {name: one.owner for known in (service.ended, service.live) for name, one in known.items()}
         found: dict[str, Any] = {
             "overview": self.overview(engine),
             "pipeline": self.pipeline(engine),
             "loop": snapshots.loop_health(engine, service.watchdog, with_stacks=False),
             "requests": [snapshots.request_row(engine, outbox) for outbox in live[:MAX_REQUESTS]],
             "recent": list(self.recent),
-            "owners": owners if self.keys else {},
+            "owners": self._owners() if self.keys else {},
         }
         if (times := self.metrics.latencies) is not None:
             found["latency"] = snapshots.latency(times)
@@ -126,3 +128,7 @@ class LiveSources:
             found["blocks"] = BlockMap().next(snapshots.block_owners(engine))
             found["prefixes"] = self.prefixes.value
         return found
+
+    def _owners(self) -> dict[str, str]:
+        """The key of each live request, and of the last ended ones."""
+        return {name: one.owner for known in (self.service.ended, self.service.live) for name, one in known.items()}

@@ -36,8 +36,8 @@ STRETCH_S = 2.0
 SETTLE_S = 0.4  # after the viewer came or went
 STEP_S = (0.001, 0.007)
 MOST, SURE = 0.005, 0.02  # slower, at the median; and the most that the interval may allow for
-OPENED = ("overview", "pipeline", "steps")  # what the page asks for when it is opened
-EVERYTHING = (*OPENED, "requests", "blocks", "incidents", "latency", "loop")
+OPENED = ("overview", "pipeline", "steps", "history")  # what the page asks for when it is opened
+EVERYTHING = (*OPENED, "requests", "blocks", "prefixes", "incidents", "latency", "quantiles", "loop")
 
 
 class Viewer:

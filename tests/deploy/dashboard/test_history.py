@@ -123,7 +123,7 @@ async def test_requests_of_other_keys_are_not_shown_in_the_past_either():
             for hello, sees in (({"key": "yours"}, False), ({"key": "mine"}, True), ({"admin_key": "boss"}, True)):
                 async with looking(running, hello) as viewer:
                     await viewer.hear()
-                    topics = {"requests": {}, "request": {"id": "cmpl-1"}, "blocks": {}, "prefixes": {}}
+                    topics = {"requests": {}, "request": {"id": "cmpl-1"}, "blocks": {}, "history": {}}
                     await viewer.say("subscribe", topics=topics)
                     await until(lambda: history.frames)
                     await viewer.say("seek", time_s=history.frames[-1].time_s)

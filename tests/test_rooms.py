@@ -98,6 +98,7 @@ BELOW = {
     "deploy/api/adapter",
     "deploy/api/messages": "deploy deploy/http deploy/api deploy/api/schema deploy/api/parsers deploy/api/openai "
     "deploy/api/adapter",
+    "deploy/api/dialects": "deploy deploy/http deploy/api/schema deploy/api/openai deploy/api/adapter",
     "deploy/api/ollama": "deploy deploy/http deploy/api deploy/api/schema deploy/api/parsers deploy/api/openai "
     "deploy/api/adapter",
     "deploy/websocket": "deploy deploy/http deploy/metrics deploy/api deploy/api/schema deploy/api/openai "
@@ -108,11 +109,11 @@ BELOW = {
     "deploy/inspect",
     "deploy/openapi/shapes": "deploy",
     "deploy/openapi/operations": "deploy deploy/metrics deploy/api/schema deploy/api/openai deploy/api/responses "
-    "deploy/api/messages deploy/api/ollama deploy/inspect deploy/admin deploy/openapi/shapes",
+    "deploy/api/dialects deploy/api/messages deploy/api/ollama deploy/inspect deploy/admin deploy/openapi/shapes",
     "deploy/openapi": "deploy deploy/http deploy/api deploy/api/schema deploy/openapi/shapes deploy/openapi/operations",
     "deploy/server": "deploy deploy/http deploy/metrics deploy/api deploy/api/openai deploy/api/responses "
-    "deploy/api/messages deploy/api/ollama deploy/websocket deploy/inspect deploy/admin deploy/dashboard "
-    "deploy/openapi",
+    "deploy/api/dialects deploy/api/messages deploy/api/ollama deploy/websocket deploy/inspect deploy/admin "
+    "deploy/dashboard deploy/openapi",
     "deploy/ray": "deploy deploy/server",
     "deploy/cli/bench": "deploy",
     "deploy/cli/doctor": "deploy deploy/http",

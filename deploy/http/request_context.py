@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import re
 import uuid
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from aiohttp import web
 
+from ..errors import ApiError
 from .trace_context import TraceContext
 
 REQUEST_ID = web.RequestKey("request_id", str)
 OWNER = web.RequestKey("owner", str)
+# makes the body of an error, if the API has its own shape
+ERROR_BODY: web.RequestKey[Callable[[ApiError], Mapping[str, Any]]] = web.RequestKey("error_body")
 TRACE = web.RequestKey("trace", TraceContext)
 
 MAX_ID_CHARS = 128  # of an id that a client sets

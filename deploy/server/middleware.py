@@ -11,6 +11,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from ...runtime.env.log import bound, get_logger
+from ..api.dialects.tgi import TGI_STREAM_PATH, tgi_error
 from ..api.messages.events import MESSAGES_PATH, error_body
 from ..api.ollama.lines import OLLAMA_PREFIX, ollama_error
 from ..api.service import Service
@@ -18,7 +19,7 @@ from ..errors import ApiError, describe, not_serving, shorten, unforeseen
 from ..http.api_keys import ApiKeys
 from ..http.connections import error_response
 from ..http.origin_check import OriginCheck
-from ..http.request_context import OWNER, REQUEST_ID, TRACE, checked_request_id
+from ..http.request_context import ERROR_BODY, OWNER, REQUEST_ID, TRACE, checked_request_id
 from ..http.trace_context import CURRENT, read_traceparent
 
 NO_KEYS = ApiKeys(())
@@ -54,8 +55,13 @@ def identify(count_rejection: Callable[[str], object], root_path: str = "") -> M
 
 
 def _body(request: web.Request, error: ApiError, root_path: str) -> Mapping[str, Any] | None:
-    """The error body of the Messages API and of Ollama's for their paths; None elsewhere."""
+    """The error body of an API with a shape of its own, by its path, or as its handler has set it; None elsewhere."""
+    if (write_error := request.get(ERROR_BODY)) is not None:
+        written: Mapping[str, Any] = write_error(error)
+        return written
     path = request.path.removeprefix(root_path)
+    if path == TGI_STREAM_PATH:
+        return tgi_error(error)
     if path.startswith(MESSAGES_PATH):
         return error_body(error, request[REQUEST_ID])
     return ollama_error(error) if path.startswith(OLLAMA_PREFIX) else None

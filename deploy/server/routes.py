@@ -7,6 +7,8 @@ from typing import Any
 
 from aiohttp import web
 
+from ..api.dialects.routes import DialectRoutes
+from ..api.dialects.tgi import TGI_STREAM_PATH
 from ..api.messages.events import MESSAGES_PATH
 from ..api.messages.routes import MessagesRoutes
 from ..api.ollama.embeddings import OllamaEmbeddings
@@ -49,6 +51,7 @@ class Routes:
         self.responses = ResponseService(self._generation, threads)
         self._response_routes = ResponsesRoutes(self.responses, threads)
         self._messages = MessagesRoutes(self._generation, threads)
+        self._dialects = DialectRoutes(self._generation, threads)
         self._ollama = OllamaRoutes(self._generation, threads)
         self._ollama_models = OllamaModelRoutes(service, threads)
         self._ollama_embeddings = OllamaEmbeddings(self._embeddings)
@@ -121,7 +124,9 @@ class Routes:
             web.get("/static/{name:(?s:.+)}", self._pages.file),
             web.post("/v1/chat/completions/render", generation.render_chat, expect_handler=expect),
             web.post("/v1/completions/render", generation.render_completions, expect_handler=expect),
-            web.post("/generate", generation.generate, expect_handler=expect),
+            web.post("/generate", self._dialects.generate, expect_handler=expect),
+            web.post(TGI_STREAM_PATH, self._dialects.generate_stream, expect_handler=expect),
+            web.get("/info", self._dialects.info),
             web.post("/inference/v1/generate", generation.generate, expect_handler=expect),
             web.post("/tokenize", tokenize.tokenize, expect_handler=expect),
             web.post("/detokenize", tokenize.detokenize, expect_handler=expect),

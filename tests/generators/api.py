@@ -71,7 +71,7 @@ RANDOM_CASES = {
         *("countMessageTokens", "createResponse", "generate", "inferenceGenerate", "tokenize", "createEmbeddings"),
         *("rerank", "rerankV1", "rerankV2", "score", "scoreV1"),
         *("ollamaChat", "ollamaGenerate", "ollamaEmbed", "ollamaEmbeddings", "ollamaPull", "ollamaShow"),
-        *("ollamaTags", "ollamaPs", "ollamaVersion"),
+        *("ollamaTags", "ollamaPs", "ollamaVersion", "generateStream"),
     ),
 }
 AUTHORIZATION = f"""

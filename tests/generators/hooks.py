@@ -40,6 +40,7 @@ SHARES = {
     **{"generate": (0, 4), "inferenceGenerate": (2, 4), "score": (0, 2), "scoreV1": (1, 2)},
     **{"ollamaChat": (0, 8), "ollamaPull": (0, 4), "ollamaShow": (1, 4)},
     **dict.fromkeys(("ollamaGenerate", "ollamaEmbed", "ollamaEmbeddings"), (0, 8)),
+    "generateStream": (0, 4),
     **{"rerank": (0, 3), "rerankV1": (1, 3), "rerankV2": (2, 3)},
 }
 IS_SHARED = bool(os.environ.get("MILLRACE_TEST_SHARES"))

@@ -35,7 +35,10 @@ class Relation:
 
 def flat(body: Body) -> Body:
     """With sampling_params beside the rest, and token ids as the prompt that they are; where they are none, and the
-    operation knows no such field, as it is."""
+    operation knows no such field, as it is. TGI's fields by the names of completions."""
+    if isinstance(body.get("inputs"), str):
+        parameters = body.get("parameters") or {}
+        return {"prompt": body["inputs"], "max_tokens": parameters.get("max_new_tokens") or 1, "n": 1}
     try:
         return flatten(body) if "token_ids" in body else body
     except ApiError:

@@ -111,6 +111,7 @@ class AnswerBuilder:
     PREFIX: ClassVar[str]
     WHOLE: ClassVar[str]
     CHUNK: ClassVar[str]
+    HAS_DONE: ClassVar[bool] = True  # a stream ends with [DONE]
 
     def __init__(
         self,
@@ -184,7 +185,7 @@ class AnswerBuilder:
         lists = choice.written or dict.fromkeys(self.logprob_lists(choice, ()), bytearray())
         return {name: orjson.Fragment(b"[" + written + b"]") for name, written in lists.items()}
 
-    def whole(self, choices: Sequence[ChoiceState], usage: dict[str, Any]) -> dict[str, Any]:
+    def whole(self, choices: Sequence[ChoiceState], usage: dict[str, Any]) -> Any:
         """The body of an answer that is not streamed, with the logprobs that `keep` has written."""
         return {
             "id": self.id,
@@ -265,7 +266,7 @@ class ChatAnswerBuilder(AnswerBuilder):
     CHUNK = "chat.completion.chunk"
 
     def whole(self, choices: Sequence[ChoiceState], usage: dict[str, Any]) -> dict[str, Any]:
-        body = super().whole(choices, usage)
+        body: dict[str, Any] = super().whole(choices, usage)
         for part in self.prompts.values():  # chat has one prompt
             if part.prompt_logprobs is not None:
                 body["prompt_logprobs"] = part.prompt_logprobs

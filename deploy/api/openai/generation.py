@@ -22,7 +22,7 @@ from ....stages.messages import AdapterRef, Prompt, Request
 from ....stages.params import SamplingParams
 from ...errors import ApiError, describe, shorten, unforeseen
 from ...http.body_reader import read
-from ...http.request_context import OWNER, REQUEST_ID, checked_request_id
+from ...http.request_context import ERROR_BODY, OWNER, REQUEST_ID, checked_request_id
 from ...http.sse import DONE, EventStream
 from ..assistant_turn import AssistantTurn
 from ..schema.metadata import metadata_pairs
@@ -59,6 +59,7 @@ class PreparedRequest:
     echo_options: EchoOptions  # what the answer returns about the prompts
     make_turn: Callable[[], AssistantTurn] | None = None  # one per choice; None if choices are plain text
     adapter: AdapterRef | None = None  # None: the served model
+    name_of: Callable[[str], str] | None = None  # the client's names of fields, if they are not those of the body
 
     @property
     def num_choices(self) -> int:
@@ -81,7 +82,7 @@ class GenerationRoutes:
         return await self._generate(request, *ENDPOINTS["completions"])
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        """`POST /generate`: see `token_ids.py`."""
+        """`POST /inference/v1/generate`: see `token_ids.py`."""
         return await self._generate(request, GenerateBody, TokenIdsAnswerBuilder)
 
     async def render_chat(self, request: web.Request) -> web.Response:
@@ -126,14 +127,26 @@ class GenerationRoutes:
     async def _generate(
         self, request: web.Request, kind: type[GenerationBody], shape: type[AnswerBuilder]
     ) -> web.StreamResponse:
-        order = await self._take_order(request, kind)
+        return await self.respond(request, await self._take_order(request, kind), shape)
+
+    async def respond(
+        self,
+        request: web.Request,
+        order: PreparedRequest,
+        shape: type[AnswerBuilder],
+        make_answer: Callable[[str, RequestOutbox], AnswerBuilder] | None = None,
+    ) -> web.StreamResponse:
+        """Answers an order in that shape, made by `make_answer` if that needs more than other shapes."""
         if order.body.request_id is not None:
             request[REQUEST_ID] = checked_request_id(order.body.request_id)
         answer_id = self.service.open(shape.PREFIX, request[REQUEST_ID], request[OWNER])
         cause = "disconnect"  # if no exception below sets another: the handler is cancelled when its client disconnects
         try:
             outbox = await self.submit(answer_id, order, _time_limit_s(request, order.body))
-            answer = self.answer(shape, answer_id, order, outbox)
+            if make_answer is None:
+                answer = self.answer(shape, answer_id, order, outbox)
+            else:
+                answer = make_answer(answer_id, outbox)
             if order.body.stream:
                 return await self._stream(request, order, answer, outbox)
             return await self._whole(request, order, answer, outbox)
@@ -141,7 +154,11 @@ class GenerationRoutes:
             raise
         except Exception as error:
             cause = "error"
-            raise translate_body_error(order.body, error, request[REQUEST_ID]) from error
+            known = translate_body_error(order.body, error, request[REQUEST_ID])
+            if order.name_of is not None and isinstance(known, ApiError) and known.param is not None:
+                name = order.name_of(known.param)
+                known.message, known.param = renamed(known.message, known.param, name), name
+            raise known from error
         finally:
             self.service.close(answer_id, cause)
 
@@ -269,7 +286,7 @@ class GenerationRoutes:
             n = order.body.n or 1
             choices, answer.choices_per_prompt = best(choices, order.params.n, n), n
         whole = answer.whole(choices, spent)
-        if (times := self._metrics(order, outbox)) is not None:
+        if isinstance(whole, dict) and (times := self._metrics(order, outbox)) is not None:
             whole["metrics"] = times
         body = orjson.dumps(whole)
         return web.Response(body=body, content_type="application/json", headers=ignored_headers(order.ignored))
@@ -297,8 +314,11 @@ class GenerationRoutes:
                 except ConnectionError:
                     raise
                 except Exception as error:
-                    await stream.send([orjson.dumps(stream_error(error, answer.id).body())])
-                await stream.send([DONE])
+                    failed = stream_error(error, answer.id)
+                    write_error = request.get(ERROR_BODY)
+                    await stream.send([orjson.dumps(failed.body() if write_error is None else write_error(failed))])
+                if answer.HAS_DONE:
+                    await stream.send([DONE])
                 return await stream.finish()
         except ConnectionError:
             raise asyncio.CancelledError from None  # the client is gone; aiohttp signals that by cancellation

@@ -134,7 +134,8 @@ class TokenIdsAnswerBuilder(AnswerBuilder):
     WHOLE = CHUNK = "token_ids"
 
     def whole(self, choices: Sequence[ChoiceState], usage: dict[str, Any]) -> dict[str, Any]:
-        return {"request_id": self.id} | super().whole(choices, usage)
+        body: dict[str, Any] = super().whole(choices, usage)
+        return {"request_id": self.id} | body
 
     def chunks(
         self, choice: ChoiceState, delta: ChoiceDelta, running_usage: dict[str, Any] | None = None

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from ...api.dialects.tgi import TgiBody
 from ...api.openai.bodies import ChatBody, CompletionBody
 from ...api.openai.token_ids import GenerateBody
 from ...api.openai.tokenize_bodies import DetokenizeBody, TokenizeBody
-from ..shapes import openai, other_apis
-from .operation import CHAT_ERRORS, GENERATION_ERRORS, MODEL_ERRORS, Operation, again, json, json_or_events
+from ..shapes import openai, other_apis, tgi
+from .operation import (
+    CHAT_ERRORS,
+    ENGINE_ERRORS,
+    GENERATION_ERRORS,
+    MODEL_ERRORS,
+    Content,
+    Operation,
+    again,
+    json,
+    json_or_events,
+)
 
 ABORT = {"abort": {"operationId": "abortRequest", "parameters": {"id": "$response.header.X-Request-Id"}}}
 GENERATE = Operation(
@@ -14,7 +25,7 @@ GENERATE = Operation(
     path="/generate",
     name="generate",
     group="tokens",
-    summary="Completion of token ids in token ids, whole or as a stream",
+    summary="Completion of token ids in token ids, whole or as a stream; also TGI's and SGLang's dialects",
     body=GenerateBody,
     answers=json_or_events(other_apis.GeneratedTokens, other_apis.GeneratedTokensChunk),
     errors=GENERATION_ERRORS,
@@ -54,6 +65,26 @@ GENERATION = (
     ),
     GENERATE,
     *again(GENERATE, inferenceGenerate="/inference/v1/generate"),
+    Operation(
+        method="POST",
+        path="/generate_stream",
+        name="generateStream",
+        group="tokens",
+        summary="Completion of a text as TGI's stream, an event for each token",
+        body=TgiBody,
+        answers={200: (Content(content_type="text/event-stream", event=tgi.TgiEvent),)},
+        error=tgi.TgiError,
+        errors=GENERATION_ERRORS,
+    ),
+    Operation(
+        method="GET",
+        path="/info",
+        name="tgiInfo",
+        group="models",
+        summary="The model and its limits, as TGI tells them",
+        answers=json(tgi.TgiInfo),
+        errors=ENGINE_ERRORS,
+    ),
     Operation(
         method="POST",
         path="/v1/chat/completions/render",

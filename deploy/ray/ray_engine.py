@@ -46,6 +46,11 @@ class RayEngine(FleetEngine):
         """Without shares: Ray gives each process its own."""
         return [Place(self.config)] * self.config.data_parallel_size
 
+    @property
+    def _config_of_text(self) -> EngineConfig:
+        """For one engine: those on other nodes take none of this one's memory."""
+        return replace(self.config, data_parallel_size=1)
+
     def _start_host_of(self, index: int) -> StartHost | None:
         return partial(self.executor.start_host, index)
 

@@ -162,7 +162,12 @@ class SplitEngine(Engine):
     async def _read_text(self, phases: Phases) -> Callable[[ModelInfo], LoadedText]:
         from ..loading.model import load_text
 
-        return await self._env.run_in_thread(load_text, self.config, phases)
+        return await self._env.run_in_thread(load_text, self._config_of_text, phases)
+
+    @property
+    def _config_of_text(self) -> EngineConfig:
+        """The settings with which this process looks for the model's files."""
+        return self.config
 
     def _config_of(self, core: EngineCore) -> EngineConfig:
         """The settings of an engine process."""

@@ -40,7 +40,7 @@ def test_the_other_end_has_the_tables_of_each_step_whatever_changes(monkeypatch:
     assert 50 < num_whole < 250
 
 
-def test_a_step_in_which_one_row_grows_sends_one_entry_and_later_writes_change_nothing() -> None:
+def test_a_step_in_which_one_row_grows_sends_one_entry() -> None:
     ours, theirs = SentTables(), SentTables()
     tables = np.arange(256 * 256, dtype=np.int32).reshape(256, 256)
     theirs.apply(sent(ours.changes(tables)))

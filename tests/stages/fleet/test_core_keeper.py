@@ -81,7 +81,7 @@ def simulate(test: Callable[[Kept], Awaitable[None]]) -> list[dict[str, Any]]:
     return lines
 
 
-def test_a_process_that_serves_and_dies_soon_is_started_after_longer_and_longer_pauses() -> None:
+def test_a_process_that_serves_and_dies_soon_is_started_after_longer_pauses() -> None:
     async def test(kept: Kept) -> None:
         await kept.env.sleep(100.0)
         assert kept.pauses_s[:9] == [0.0, 0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0] and not kept.given_up

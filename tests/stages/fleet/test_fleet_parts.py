@@ -261,7 +261,7 @@ def test_a_suspect_without_a_token_is_tried_alone_though_many_others_wait() -> N
     assert table.next_trial(64, anything) == ["new"]
 
 
-def test_after_a_death_in_a_trial_of_several_each_is_tried_alone_and_the_guilty_one_is_found() -> None:
+def test_after_a_death_in_a_trial_of_several_each_of_them_is_tried_alone() -> None:
     cores, table, (_, b, c) = late_suspects(GROUP_FROM + 4)
     tried = table.next_trial(3, anything)
     for request_id in tried:

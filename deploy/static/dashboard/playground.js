@@ -107,16 +107,25 @@ function listen(app) {
   };
   addEventListener("keydown", onKeyDown);
   addEventListener("click", onClick);
+  addEventListener("scroll", scrolled);
   return () => {
     removeEventListener("keydown", onKeyDown);
     removeEventListener("click", onClick);
+    removeEventListener("scroll", scrolled);
   };
 }
 
 // The page goes to the end of the conversation with a new answer, and stays there while that grows, unless it is scrolled.
 function follow() {
-  const page = document.scrollingElement;
-  const isAtEnd = page.scrollHeight - page.scrollTop - page.clientHeight < 160;
-  const [now, { follow: from, settle: until }] = [performance.now(), chat.scroll];
-  if (now < from || (isAtEnd && (chat.running || now < until))) page.scrollTop = page.scrollHeight;
+  if (chat.sticks && (chat.running || performance.now() < chat.settlesMs)) document.scrollingElement.scrollTop = document.scrollingElement.scrollHeight;
+}
+
+let lastTop = 0;
+
+// NOTE: a page that has grown since it was scrolled to its end is not there any more, so only a way up unsticks it.
+function scrolled() {
+  const { scrollHeight, scrollTop, clientHeight } = document.scrollingElement;
+  if (scrollTop < lastTop - 4) chat.sticks = false;
+  else if (scrollHeight - scrollTop - clientHeight < 60) chat.sticks = true;
+  lastTop = scrollTop;
 }

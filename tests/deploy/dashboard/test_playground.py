@@ -272,6 +272,14 @@ def test_the_reasoning_of_an_answer_that_goes_on_is_parted_from_its_text(page: A
         assert page.evaluate(parted, raw) == {"raw": raw, "thoughts": thoughts, "text": text}
 
 
+def test_markdown_has_its_look_and_keeps_all_characters(page: Any):
+    marks = "async ([text, places]) => (await import('/static/dashboard/chat/marks.js')).marksAt(text, places)"
+    text = "# Mill\nA **wheel** and `code **x**`.\n```py\nx = `1`\n```\nend **open"
+    words = ["Mill", "A", "wheel", "and", "code", "x**", "py", "1", "end", "open"]
+    found = page.evaluate(marks, [text, [text.index(word) for word in words]])
+    assert found == ["strong", "", "strong", "", "code", "code", "code", "code", "", ""]
+
+
 def test_the_playground_fits_a_phone_and_everybody(page: Any):
     check = accessibility(page)
     check("an empty conversation")

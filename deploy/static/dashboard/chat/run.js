@@ -98,7 +98,7 @@ async function run(app, answers, makeBody) {
   const name = `chat-${Date.now().toString(36)}${Math.floor(1296 * Math.random()).toString(36)}`;
   const shown = { max_tokens: settings.max_tokens, model: settings.model };
   for (const node of answers) Object.assign(node, { sentMs: performance.now(), endedMs: null, settings: shown, error: null });
-  Object.assign(chat, { watched: answers[0].id, token: null, editing: null, said: "The answer begins.", note: "", scroll: { follow: performance.now() + 300, settle: 0 } });
+  Object.assign(chat, { watched: answers[0].id, token: null, editing: null, said: "The answer begins.", note: "", sticks: true });
   delete app.feed.data.request;
   app.redraw();
   let end = null;
@@ -117,7 +117,7 @@ async function run(app, answers, makeBody) {
     finish(node, node.end ?? end);
   }
   if (chat.running === running) chat.running = null;
-  Object.assign(chat, { said: said(answers[0]), scroll: { follow: 0, settle: performance.now() + 300 } });
+  Object.assign(chat, { said: said(answers[0]), settlesMs: performance.now() + 300 });
   save();
   app.redraw();
 }

@@ -22,7 +22,8 @@ export const chat = {
   watched: saved.watched ?? null, // id of the turn whose waterfall is subscribed
   token: null, // { node, at, isPinned }: the inspected token
   editing: null, // id of the turn that is edited
-  scroll: { follow: 0, settle: 0 }, // the page goes to the end until then; stays there until then
+  sticks: true, // whether the page stays at the end of the conversation while it grows
+  settlesMs: 0, // when an answer that is over has its last height
   said: "", // for screen readers
   note: "", // e.g. copied
 };

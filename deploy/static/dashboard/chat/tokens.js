@@ -3,6 +3,7 @@
 import { html, useEffect, useMemo, useRef } from "../../vendor/htm-preact.standalone.module.js";
 import { tokenClass } from "./colours.js";
 import { describe, Inspector } from "./inspector.js";
+import { marksAt } from "./marks.js";
 import { chat } from "./state.js";
 
 const GROUP = 48; // tokens that are drawn again together
@@ -46,16 +47,16 @@ export function Tokens({ app, node, from = 0, upto = Infinity, label }) {
 }
 
 function Group({ node, group, mode, scale }) {
-  const [last, only] = [group.at(-1), mode === "gap" ? scale : null];
+  const [last, only, marks] = [group.at(-1), mode === "gap" ? scale : null, group.map(([, , mark]) => mark).join()];
   return useMemo(
-    () => html`<span>${group.map(([at, text]) => html`<span class=${tokenClass(node, at, mode)} data-at=${at}>${text || (isEnd(node, at) ? html`<span class="ending">end of turn</span>` : "")}</span>`)}</span>`,
-    [node.id, group.length, last[0], last[1], mode, only, isEnd(node, last[0])],
+    () => html`<span>${group.map(([at, text, mark]) => html`<span class=${`${tokenClass(node, at, mode)} ${mark}`} data-at=${at}>${text || (isEnd(node, at) ? html`<span class="ending">end of turn</span>` : "")}</span>`)}</span>`,
+    [node.id, group.length, last[0], last[1], mode, only, marks, isEnd(node, last[0])],
   );
 }
 
 const isEnd = (node, at) => at === node.tokens.length - 1 && node.end?.reason === "stop" && node.tokens[at].text === "";
 
-// [place, text] of the tokens with characters in [from, upto); tokens without text belong to what is before them.
+// [place, text, mark] of the tokens with characters in [from, upto); tokens without text belong to what is before them.
 function cut(tokens, from, upto) {
   const parts = [];
   let at = 0;
@@ -64,7 +65,10 @@ function cut(tokens, from, upto) {
     if (end > from ? begin < upto : end === from && begin === end && from === 0) parts.push([i, text.slice(Math.max(0, from - begin), upto - begin)]);
     else if (begin === end && begin > from && begin <= upto) parts.push([i, ""]);
   });
-  return parts;
+  let place = 0;
+  const places = parts.map(([, { length }]) => (place += length) - length + Math.max(0, Math.min(1, length - 1))); // often after a space
+  const marks = marksAt(parts.map(([, text]) => text).join(""), places);
+  return parts.map(([i, text], n) => [i, text, marks[n]]);
 }
 
 // The token that a key goes to; null for other keys.

@@ -57,6 +57,7 @@ class SamplingParams:
     top_k: int = 0
     min_p: float = 0.0
     top_n_sigma: float = 0.0
+    typical_p: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0

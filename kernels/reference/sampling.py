@@ -122,7 +122,19 @@ def _bounds(logits: Tensor, draw: Mapping[str, float]) -> tuple[float, float]:
     if draw["top_n_sigma"] > 0:
         spread = logits[logits > -torch.inf].double().std(correction=0)
         least = max(least, best - draw["top_n_sigma"] * float(spread))
-    return least, math.inf
+    return _typical_bounds(logits, least, draw) if draw["typical_p"] < 1 else (least, math.inf)
+
+
+def _typical_bounds(logits: Tensor, least: float, draw: Mapping[str, float]) -> tuple[float, float]:
+    """See `_typical_range` in `stages/sample/sampling_math.py`."""
+    kept = logits[(logits >= least) & logits.isfinite()].double()
+    weights = ((kept - kept.max()) / draw["temperature"]).exp()
+    apart = (kept - (weights * kept).sum() / weights.sum()).abs()
+    order = apart.argsort(stable=True)
+    sums = weights[order].cumsum(0)
+    last = int((sums < draw["typical_p"] * sums[-1]).sum())
+    near = kept[apart <= apart[order[last]]]
+    return float(near.min()), float(near.max())
 
 
 def edit(

@@ -27,14 +27,14 @@ LISTED = 32 if IS_INTERPRETED else 8
 NUM_CANDIDATES = 2048  # most candidates that are kept in registers, 8 a thread
 NUM_LIKELY = tl.constexpr(32)  # groups that are read for top_p alone, at first
 TOP_K, TOP_P, MIN_P = (tl.constexpr(AT[name]) for name in ("top_k", "top_p", "min_p"))
-TOP_N_SIGMA = tl.constexpr(AT["top_n_sigma"])
+TOP_N_SIGMA, TYPICAL_P = tl.constexpr(AT["top_n_sigma"]), tl.constexpr(AT["typical_p"])
 
 
 @triton.jit
 def has_cuts(mine):
     """Whether a slot's row asks for any cut."""
     is_cut = (tl.load(mine + TOP_K) > 0) | (as_float(tl.load(mine + TOP_P)) < 1) | (as_float(tl.load(mine + MIN_P)) > 0)
-    return is_cut | (as_float(tl.load(mine + TOP_N_SIGMA)) > 0)
+    return is_cut | (as_float(tl.load(mine + TOP_N_SIGMA)) > 0) | (as_float(tl.load(mine + TYPICAL_P)) < 1)
 
 
 @triton.jit
@@ -79,7 +79,11 @@ def kept(
         lowest = tl.maximum(found, lowest)
     else:
         num_listed = _list(lists, maxima, num_groups, lowest, BLOCK)
-    return lowest, best * 0 + float("inf"), num_listed
+    most = best * 0 + float("inf")
+    typical_p = as_float(tl.load(mine + TYPICAL_P))
+    if typical_p < 1:
+        lowest, most = _typical(whole, lists, num_listed, lowest, best, coldness, typical_p, vocab_size, LISTED)
+    return lowest, most, num_listed
 
 
 @triton.jit
@@ -262,3 +266,53 @@ def _largest_of_many(
         else:
             high = tl.minimum(middle, ordered(below).to(tl.int64) + 1)
     return as_number(low.to(tl.int32))
+
+
+# ---- typical tokens -------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _typical(whole, lists, num_listed, lowest, best, coldness, typical_p, vocab_size, LISTED: tl.constexpr):
+    """The least and the largest logit that typical_p keeps of those at or above `lowest`, reading the groups listed.
+
+    Bisection over the distance from the mean logit, as `_largest_of_many` does over logits.
+    """
+    mass, mean = best * 0, best * 0
+    for start in range(0, num_listed, LISTED):
+        x, weights = _kept_of(whole, lists, start, num_listed, lowest, best, coldness, vocab_size, LISTED)
+        mass += tl.sum(weights, axis=0)
+        mean += tl.sum(weights * tl.where(weights > 0, x - best, 0.0), axis=0)
+    mean = best + mean / mass
+    # the tokens within `low` do not reach the mass, those within `high` do
+    low, high = ordered(best * 0).to(tl.int64) - 1, ordered(best * 0 + float("inf")).to(tl.int64)
+    while low + 1 < high:
+        middle = low + (high - low) // 2
+        pivot = as_number(middle.to(tl.int32))
+        amount, within, beyond = best * 0, best * 0, best * 0 + float("inf")
+        for start in range(0, num_listed, LISTED):
+            x, weights = _kept_of(whole, lists, start, num_listed, lowest, best, coldness, vocab_size, LISTED)
+            apart = tl.abs(x - mean)
+            is_near = apart <= pivot
+            amount += tl.sum(tl.where(is_near, weights, 0.0), axis=0)
+            within = tl.maximum(within, tl.max(tl.where(is_near & (weights > 0), apart, 0.0), axis=0))
+            beyond = tl.minimum(beyond, tl.min(tl.where(is_near | (weights == 0), float("inf"), apart), axis=0))
+        if amount >= typical_p * mass:
+            high = tl.minimum(middle, ordered(within).to(tl.int64))
+        else:
+            low = tl.minimum(tl.maximum(middle, ordered(beyond).to(tl.int64) - 1), high - 1)
+    near = as_number(high.to(tl.int32))
+    least, most = best, best * 0 + float("-inf")
+    for start in range(0, num_listed, LISTED):
+        x, weights = _kept_of(whole, lists, start, num_listed, lowest, best, coldness, vocab_size, LISTED)
+        is_near = (weights > 0) & (tl.abs(x - mean) <= near)
+        least = tl.minimum(least, tl.min(tl.where(is_near, x, float("inf")), axis=0))
+        most = tl.maximum(most, tl.max(tl.where(is_near, x, float("-inf")), axis=0))
+    return least, most
+
+
+@triton.jit
+def _kept_of(whole, lists, start, num_listed, lowest, best, coldness, vocab_size, LISTED: tl.constexpr):
+    """Logits of the groups from place `start` of the list on, and their weights, 0 below `lowest`."""
+    x, _, _ = listed(whole, lists, start, num_listed, vocab_size, LISTED)
+    x = tl.reshape(x, [LISTED * GROUP])
+    return x, tl.where((x >= lowest) & (x > float("-inf")), exp2((x - best) * coldness), 0.0)

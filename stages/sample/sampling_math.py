@@ -413,7 +413,32 @@ def kept_range(values: Doubles, drawing: DrawParams, totals: RowTotals) -> tuple
     mass = np.where(has_top_k, sums[:, -1], totals.mass)
     num_kept = ((sums - weights) < (drawing.of("top_p") * mass)[:, None]).sum(1)
     by_top_p = np.where(drawing.of("top_p") < 1, falling[rows, num_kept - 1], -np.inf)
-    return np.maximum(np.maximum(least, by_top_p), totals.floor), None
+    least = np.maximum(np.maximum(least, by_top_p), totals.floor)
+    typical_p = drawing.of("typical_p")
+    return _typical_range(values, least, typical_p) if (typical_p < 1).any() else (least, None)
+
+
+def _typical_range(values: Doubles, least: Doubles, typical_p: Doubles) -> tuple[Doubles, Doubles]:
+    """As `kept_range`, of the tokens from `least` [n] on.
+
+    typical_p = p keeps the tokens whose surprise, -log(probability), is nearest to its mean, the entropy: the fewest
+    whose joint probability reaches p, and all that are as near as the last. As surprise and log-weight differ by a
+    constant of the row, that is the distance of a log-weight from the mean log-weight. Probabilities are those among
+    the tokens from `least` on. Source: Meister et al., "Locally Typical Sampling", 2022, arXiv 2202.00666.
+    """
+    lowest, highest = least.copy(), np.full(len(least), np.inf)
+    for row in np.flatnonzero(typical_p < 1):
+        kept = np.sort(values[row][np.isfinite(values[row]) & (values[row] >= least[row])])
+        if not len(kept):  # the row is broken
+            continue
+        weights = np.exp(kept)
+        apart = np.abs(kept - (weights * kept).sum() / weights.sum())
+        order = apart.argsort(kind="stable")
+        sums = weights[order].cumsum()
+        last = np.count_nonzero(sums < typical_p[row] * sums[-1])
+        near = kept[apart <= apart[order[last]]]
+        lowest[row], highest[row] = near[0], near[-1]
+    return lowest, highest
 
 
 def truncated(logits: Array, drawing: DrawParams) -> Array:

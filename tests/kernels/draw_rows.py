@@ -24,6 +24,7 @@ def kept_weights(
     top_p: float = 1.0,
     min_p: float = 0.0,
     top_n_sigma: float = 0.0,
+    typical_p: float = 1.0,
 ) -> NDArray[np.float64]:
     """Weights [V] of what may be drawn from the logits of a row; 0 elsewhere."""
     logits = row.astype(np.float64)
@@ -41,4 +42,13 @@ def kept_weights(
         known = logits[np.isfinite(logits)]
         sigma = np.sqrt(((known - known.mean()) ** 2).sum() / len(known))
         is_kept &= logits >= logits.max() - top_n_sigma * sigma
+    if typical_p < 1:
+        weights = np.where(is_kept, np.exp(value), 0.0)
+        shares = weights / weights.sum()
+        with np.errstate(divide="ignore", invalid="ignore"):
+            surprise = -np.log(shares)
+            apart = np.abs(surprise - np.nansum(shares * surprise))
+        order = np.argsort(apart, kind="stable")
+        last = np.count_nonzero(shares[order].cumsum() < typical_p)
+        is_kept &= apart <= apart[order[min(last, len(row) - 1)]]
     return np.where(is_kept, np.exp(value), 0.0)

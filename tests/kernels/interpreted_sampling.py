@@ -35,6 +35,8 @@ CUTS: list[dict[str, Any]] = [
     {"min_p": 0.05},
     {"min_p": 1.0},
     {"top_n_sigma": 1.0},
+    {"typical_p": 0.3},
+    {"typical_p": 0.9, "top_k": 40},
     {"top_n_sigma": 2.5, "top_p": 0.9},
     {"top_k": 50, "top_p": 0.6, "min_p": 0.01},
 ]

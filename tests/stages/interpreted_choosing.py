@@ -78,7 +78,15 @@ def test_greedy_rows_get_the_tokens_and_logprobs_of_the_other_sampler_in_all_cas
 def test_what_is_drawn_is_what_the_other_sampler_would_keep_and_as_likely() -> None:
     num_slots = 8
     logits = torch.from_numpy((np.random.default_rng(0).standard_normal((num_slots, 300)) * 2).astype(np.float32))
-    cut = {"temperature": 1.5, "top_k": 20, "top_p": 0.8, "min_p": 0.05, "top_n_sigma": 2.0, "logprobs": 20}
+    cut = {
+        "temperature": 1.5,
+        "top_k": 20,
+        "top_p": 0.8,
+        "min_p": 0.05,
+        "top_n_sigma": 2.0,
+        "typical_p": 0.7,
+        "logprobs": 20,
+    }
     news = [started(slot, seed=slot, **cut) for slot in range(num_slots)]
     drawn = []
     for chooser in (BY_TRITON, TokenChooser):

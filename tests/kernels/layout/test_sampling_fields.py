@@ -38,7 +38,7 @@ from millrace.stages.sample.slot_params import SlotParams
 from tests.stages.grants import started
 
 API_PAGE = Path(__file__).parents[3] / "deploy" / "docs" / "api.md"
-ASKED: dict[str, Any] = {"top_k": 3, "top_n_sigma": 1.5}  # else halfway to the end of the range
+ASKED: dict[str, Any] = {"top_k": 3, "top_n_sigma": 1.5, "typical_p": 0.5}  # else halfway to the end of the range
 
 
 def asked(name: str) -> Any:

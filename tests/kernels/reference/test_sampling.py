@@ -111,10 +111,16 @@ def test_counts_tell_prompt_and_answer_apart() -> None:
     assert (counts < 0).tolist() == [False, True, False, True, False, False]
 
 
-@pytest.mark.parametrize("size", [1, 5, 300])
-@pytest.mark.parametrize(
-    "asked", [{"top_n_sigma": 0.4}, {"top_n_sigma": 1.2, "top_p": 0.8, "temperature": 2.0}], ids=str
+CUTS: tuple[dict[str, Any], ...] = (
+    {"top_n_sigma": 0.4},
+    {"top_n_sigma": 1.2, "top_p": 0.8, "temperature": 2.0},
+    {"typical_p": 0.5},
+    {"typical_p": 0.8, "top_k": 30, "temperature": 2.0},
 )
+
+
+@pytest.mark.parametrize("size", [1, 5, 300])
+@pytest.mark.parametrize("asked", CUTS, ids=str)
 def test_cuts_keep_what_their_definitions_in_float64_do(asked: dict[str, Any], size: int) -> None:
     logits = noise(6, size)
     logits[1, ::3], logits[1, -1] = -torch.inf, 2.0

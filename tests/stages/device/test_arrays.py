@@ -43,6 +43,7 @@ def how(rng: np.random.Generator, num_rows: int) -> DrawParams:
         top_p=rng.choice([1.0, 0.05, 0.6, 0.95], num_rows),
         min_p=rng.choice([0.0, 0.02, 0.5], num_rows),
         top_n_sigma=rng.choice([0.0, 0.0, 1.3], num_rows),
+        typical_p=rng.choice([1.0, 1.0, 0.4], num_rows),
     )
     return DrawParams(draws, u=rng.random(num_rows))
 
@@ -129,6 +130,7 @@ def any_params(rng: np.random.Generator, vocab: int) -> dict[str, Any]:
         "top_p": one_of(1.0, 0.8),
         "min_p": one_of(0.0, 0.1),
         "top_n_sigma": one_of(0.0, 0.0, 2.0),
+        "typical_p": one_of(1.0, 1.0, 0.7),
         "repetition_penalty": one_of(1.0, 1.3),
         "frequency_penalty": one_of(0.0, 0.4),
         "presence_penalty": one_of(0.0, -0.6),

@@ -18,7 +18,7 @@ from tests.kernels.native_oracle import Checkpoint
 from tests.stages.grants import decode, started
 
 NUM_SLOTS, VOCAB = 96, 40
-ASKED: dict[str, Any] = {"top_k": 4, "top_p": 0.5, "min_p": 0.2, "top_n_sigma": 1.1}
+ASKED: dict[str, Any] = {"top_k": 4, "top_p": 0.5, "min_p": 0.2, "top_n_sigma": 1.1, "typical_p": 0.4}
 
 
 def drawn(kind: str, **params: Any) -> set[int]:

@@ -11,6 +11,7 @@ from transformers.generation.logits_process import (
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
+    TypicalLogitsWarper,
 )
 
 from millrace.stages.sample import sampling_math
@@ -42,7 +43,9 @@ def support(row: torch.Tensor, num_draws: int = 512, **how: float) -> set[int]:
     return set(drawn(row.expand(num_draws, -1), drawing(u, **how)).tolist())
 
 
-def by_transformers(row: torch.Tensor, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, top_n_sigma=0.0) -> torch.Tensor:
+def by_transformers(
+    row: torch.Tensor, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, top_n_sigma=0.0, typical_p=1.0
+) -> torch.Tensor:
     """The row's probabilities after transformers' warpers, in its own order, and top_n_sigma by its definition."""
     scores, ids = row[None].clone(), torch.zeros(1, 1, dtype=torch.long)
     scores = TemperatureLogitsWarper(temperature)(ids, scores)
@@ -51,6 +54,7 @@ def by_transformers(row: torch.Tensor, temperature=1.0, top_k=0, top_p=1.0, min_
     scores = MinPLogitsWarper(min_p)(ids, scores) if min_p else scores
     if top_n_sigma > 0:
         scores[:, torch.from_numpy(kept_weights(row.numpy(), top_n_sigma=top_n_sigma) == 0)] = -torch.inf
+    scores = TypicalLogitsWarper(typical_p)(ids, scores) if typical_p < 1 else scores
     return scores.softmax(-1)[0]
 
 
@@ -95,6 +99,10 @@ CASES = [
     {"top_n_sigma": 1.0},
     {"top_n_sigma": 2.5, "temperature": 3.0},
     {"top_n_sigma": 1.5, "top_p": 0.9, "top_k": 40},
+    {"typical_p": 0.2},
+    {"typical_p": 0.9, "temperature": 2.0},
+    {"typical_p": 0.5, "top_k": 20},
+    {"typical_p": 0.6, "top_p": 0.8, "min_p": 0.01, "top_n_sigma": 3.0},
 ]
 
 

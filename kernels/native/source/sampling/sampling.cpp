@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <vector>
 
@@ -13,7 +14,8 @@
     X(top_k) /* 0: off, as min_p */ \
     X(top_p) /* 1: off */ \
     X(min_p)           \
-    X(top_n_sigma) /* 0: off */
+    X(top_n_sigma) /* 0: off */ \
+    X(typical_p) /* 1: off */
 
 namespace millrace {
 
@@ -119,7 +121,9 @@ class RowSampler {
         if (by.min_p > 0.0)
             threshold = std::max(threshold, float(double(best_) + by.temperature * std::log(by.min_p)));
         if (by.top_n_sigma > 0.0) threshold = std::max(threshold, float(best_ - by.top_n_sigma * deviation()));
-        return inverse_cdf(u, std::min(threshold, best_));
+        threshold = std::min(threshold, best_);
+        if (by.typical_p < 1.0) threshold = hide_untypical(threshold, by.typical_p);
+        return inverse_cdf(u, threshold);
     }
 
   private:
@@ -168,6 +172,62 @@ class RowSampler {
         };
         sum_vectors(square_apart, squares);
         return std::sqrt(squares / count);
+    }
+
+    // Keeps, of the tokens at or above `threshold`, those whose log-weights are nearest to their mean, until they have
+    // `typical_p` of the mass. Hides the tokens above them in place, and returns the least logit kept.
+    float hide_untypical(float threshold, double typical_p) {
+        Interval all{std::max(threshold, -std::numeric_limits<float>::max()), std::numeric_limits<float>::infinity()};
+        remaining_.resize(num_blocks_ * BLOCK + W);  // whole vectors are written
+        int64_t count = 0;
+        for_each_run(all.low, [&](const float* x, int64_t size) { count = gather_between(x, size, all, count); });
+        std::fill_n(remaining_.begin() + count, W, best_);  // without weight, below
+        scratch_.assign(count + W, 0.0f);
+        F best = splat(best_), temperature = splat(temperature_);
+        for (int64_t i = 0; i < count; i += W)
+            store(scratch_.data() + i, weight_of(load(remaining_.data() + i), best, temperature));
+        std::fill_n(scratch_.begin() + count, W, 0.0f);
+        double mass = 0, moment = 0;
+        for (int64_t i = 0; i < count; i++) mass += scratch_[i], moment += double(scratch_[i]) * (remaining_[i] - best_);
+        float mean = float(best_ + moment / mass);
+        // Bisection over the bits of the distance, whose order is that of the numbers.
+        int32_t low = -1, high = 0x7F7FFFFF;
+        double target = typical_p * mass_within(std::numeric_limits<float>::max(), mean, count);
+        while (low + 1 < high) {
+            int32_t middle = low + (high - low) / 2;
+            (mass_within(float_of(middle), mean, count) >= target ? high : low) = middle;
+        }
+        float least = best_, most = MINUS_INFINITY;
+        for (int64_t i = 0; i < count; i++)
+            if (std::fabs(remaining_[i] - mean) <= float_of(high))
+                least = std::min(least, remaining_[i]), most = std::max(most, remaining_[i]);
+        for (int64_t b = 0; b < num_blocks_; b++) {
+            if (!(maxima_[b] > most)) continue;
+            for (int64_t i = b * BLOCK; i < std::min(size_, (b + 1) * BLOCK); i++)
+                if (logits_[i] > most) logits_[i] = MINUS_INFINITY;
+        }
+        return least;
+    }
+
+    static float float_of(int32_t bits) {
+        float number;
+        std::memcpy(&number, &bits, sizeof number);
+        return number;
+    }
+
+    // The sum of the weights in `scratch_` of the logits in `remaining_` that are at most `distance` from `mean`.
+    double mass_within(float distance, float mean, int64_t count) const {
+        double total = 0;
+        F bound = splat(distance), middle = splat(mean);
+        for (int64_t begin = 0; begin < count; begin += FLOAT_SUM_LENGTH) {
+            F sum = zero();
+            for (int64_t i = begin; i < std::min(count, begin + FLOAT_SUM_LENGTH); i += W) {
+                F x = load(remaining_.data() + i), apart = max(sub(x, middle), sub(middle, x));
+                sum = add(sum, select_ge(bound, apart, load(scratch_.data() + i), zero()));
+            }
+            total += sum_of(sum);
+        }
+        return total;
     }
 
     // Adds of(logits) of all vectors to `total`.
@@ -314,7 +374,7 @@ class RowSampler {
         return chosen;
     }
 
-    const float* logits_ = nullptr;
+    float* logits_ = nullptr;
     int64_t size_ = 0, num_blocks_ = 0;
     float best_ = 0, temperature_ = 1;
     bool is_broken_ = false, is_scaled_ = false;

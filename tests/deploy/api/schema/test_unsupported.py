@@ -47,7 +47,7 @@ def read(kind: type[Body], fields: dict[str, Any]) -> list[str]:
     ("field", "value", "off"),
     [
         ("prompt_embeds", "QUJD", None),
-        ("typical_p", 0.9, 1.0),
+        ("typical", 0.9, 1.0),
         ("dry_multiplier", 0.8, 0),
         ("xtc_probability", 0.5, 0.0),
         ("mirostat", 2, 0),

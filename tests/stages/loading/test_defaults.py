@@ -75,11 +75,11 @@ def read_defaults(root: Path, overrides: dict[str, Any], is_applied: bool = True
 
 def test_overrides_replace_the_files_keys_also_where_the_file_is_off(root: Path) -> None:
     change(root, "generation_config.json", eos_token_id=10, temperature=0.7, top_k=5, do_sample=False, max_new_tokens=7)
-    assert read_defaults(root, {}).temperature == 0.0  # do_sample
+    assert read_defaults(root, {}).sampling == {"temperature": 0.0}  # do_sample
     both = read_defaults(root, {"temperature": 0.2, "top_p": 0.5})
-    assert (both.temperature, both.top_p, both.top_k, both.max_tokens) == (0.2, 0.5, 5, 7)
+    assert (both.sampling, both.max_tokens) == ({"temperature": 0.2, "top_p": 0.5, "top_k": 5}, 7)
     only = read_defaults(root, {"top_p": 0.5}, is_applied=False)
-    assert (only.temperature, only.top_p, only.top_k, only.max_tokens) == (None, 0.5, None, None)
+    assert (only.sampling, only.max_tokens) == ({"top_p": 0.5}, None)
     assert both.eos_token_ids == only.eos_token_ids == (10, 2)
 
 

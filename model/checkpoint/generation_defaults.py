@@ -14,8 +14,7 @@ from ..files import read_json
 from ..spec import DecoderSpec
 
 LEAST_SHARE = 1e-9  # stands for 0 where 0 itself is invalid
-# Keys that change what transformers generates, and the values at which they do not. No request gets them by default,
-# except those that are sampling fields of a checkpoint.
+# Keys that change what transformers generates, and the values at which they do not. No request gets them by default.
 NOT_APPLIED: Mapping[str, tuple[Any, ...]] = {
     "bad_words_ids": (None, []),
     "begin_suppress_tokens": (None, []),
@@ -36,7 +35,6 @@ NOT_APPLIED: Mapping[str, tuple[Any, ...]] = {
     "stop_strings": (None, [], ""),
     "suppress_tokens": (None, []),
     "top_h": (None,),
-    "typical_p": (None, 1),
     "watermarking_config": (None,),
 }
 
@@ -66,14 +64,11 @@ class GenerationDefaults:
         is_greedy = keys.values.get("do_sample") is False
         asked = [each for each in FROM_CHECKPOINT if each.phase is Phase.PENALTY or not is_greedy]
         sampling = {each.name: value for each in asked if (value := _read(keys, each)) is not None}
-        served = {each.name for each in FROM_CHECKPOINT}
         return cls(
             sampling={"temperature": 0.0, **sampling} if is_greedy else sampling,
             max_tokens=None if keys.values.get("max_new_tokens") is None else keys.count("max_new_tokens"),
             eos_token_ids=tuple(dict.fromkeys(eos + config.eos_token_ids)),
-            not_applied=tuple(
-                key for key, off in NOT_APPLIED.items() if key not in served and keys.values.get(key) not in off
-            ),
+            not_applied=tuple(key for key, off in NOT_APPLIED.items() if keys.values.get(key) not in off),
         )
 
 

@@ -62,7 +62,7 @@ UNSUPPORTED: Harmless = {
 
 # Fields of other servers. Options of a method that is off, such as mirostat_tau, ask for nothing and are not listed.
 _OF_OTHER_SERVERS: Harmless = {
-    **dict.fromkeys(("typical_p", "typical", "tfs", "tfs_z", "guidance_scale", "cfg_scale", "num_beams"), (None, 1)),
+    **dict.fromkeys(("typical", "tfs", "tfs_z", "guidance_scale", "cfg_scale", "num_beams"), (None, 1)),
     **dict.fromkeys(("repeat_penalty", "rep_pen", "encoder_repetition_penalty", "min_temp", "max_temp"), (None, 1, 0)),
     **dict.fromkeys(
         ("dry_multiplier", "xtc_probability", "mirostat", "mirostat_mode", "top_a", "penalty_alpha"), (None, 0)
@@ -72,7 +72,7 @@ _OF_OTHER_SERVERS: Harmless = {
     ),
     **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "n_probs", "min_keep"), (None, 0)),
     **dict.fromkeys(("min_new_tokens", "min_length", "t_max_predict_ms", "dynatemp_min", "dynatemp_max"), (None, 0)),
-    **dict.fromkeys(("top_n_sigma", "nsigma", "n_predict", "num_predict"), (None, 0, -1)),
+    **dict.fromkeys(("nsigma", "n_predict", "num_predict"), (None, 0, -1)),
     **dict.fromkeys(("max_new_tokens", "max_length", "random_seed", "enable_thinking", "preserve_thinking"), (None,)),
     **dict.fromkeys(("do_sample", "add_bos_token", "detokenize"), (None, True)),
     **dict.fromkeys(

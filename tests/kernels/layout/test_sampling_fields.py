@@ -37,7 +37,8 @@ from millrace.stages.recordings.format import add_fields
 from millrace.stages.sample.slot_params import SlotParams
 from tests.stages.grants import started
 
-API_PAGE = Path(__file__).parents[3] / "deploy" / "docs" / "api.md"
+ROOT = Path(__file__).parents[3]
+API_PAGE = ROOT / "deploy" / "docs" / "api.md"
 ASKED: dict[str, Any] = {"top_k": 3, "top_n_sigma": 1.5, "typical_p": 0.5}  # else halfway to the end of the range
 
 
@@ -125,6 +126,25 @@ def test_other_apis_and_other_servers_names_are_those_of_the_table() -> None:
     assert INSTEAD["rep_pen"] == "repetition_penalty" and INSTEAD["n_predict"] == "max_tokens"
     names = [alias for field in FIELDS for alias in field.aliases]
     assert len(names) == len({*names} - BY_NAME.keys())
+
+
+SIX_FILES = {  # of a cut
+    "kernels/layout/sampling_fields.py",
+    "kernels/native/source/sampling/sampling.cpp",
+    "kernels/reference/sampling.py",
+    "kernels/triton/thresholds.py",
+    "stages/params.py",
+    "stages/sample/sampling_math.py",
+}
+OF_OTHERS = {"typical_p": {"deploy/api/ollama/options.py"}}  # lists of foreign fields
+
+
+@pytest.mark.parametrize("name", ["top_n_sigma", "typical_p"])
+def test_a_cut_is_named_in_six_files_of_the_product(name: str) -> None:
+    parts = (ROOT / part for part in ("runtime", "kernels", "model", "stages", "deploy"))
+    files = (path for part in parts for kind in ("*.py", "*.cpp", "*.h", "*.js") for path in part.rglob(kind))
+    found = {path.relative_to(ROOT).as_posix() for path in files if name in path.read_text(encoding="utf-8")}
+    assert found - OF_OTHERS.get(name, set()) == SIX_FILES
 
 
 def test_a_row_on_the_device_begins_with_the_draw_and_fits() -> None:

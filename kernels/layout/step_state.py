@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from . import sampling_rows
+from . import finish_rule, sampling_rows
 
 Array = Any  # a numpy array, or a tensor
 Ints = NDArray[np.int32]
@@ -52,7 +52,8 @@ STOPS = ROPE_OFFSET + 2  # stop token ids, padded with -1
 MAX_STOPS = 8
 STATE_WIDTH = STOPS + MAX_STOPS
 
-GOES_ON, STOP, LENGTH, ERROR = 0, 1, 2, 3  # values of FINISHED, as `FinishReason`
+# values of FINISHED
+GOES_ON, STOP, LENGTH, ERROR = finish_rule.GOES_ON, finish_rule.STOP, finish_rule.LENGTH, finish_rule.ERROR
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -211,6 +212,8 @@ def note_tokens(out: Array, chosen: Array, buffers: StepBuffers, slots: SlotStat
     out      [2, P] i32   token ids, -1 where no slot is sampled or the row does not count; then the value of FINISHED
     chosen   [P] i64      a token for each row of logits; negative = the row was broken, which ends its sequence
     buffers               of the step, as `make_inputs` made them
+
+    A token ends its sequence by `finish_of` of `finish_rule.py`.
 
     The rows of a sequence with drafts are a run. They count up to the first whose token differs from the draft after
     it, or ends the sequence.

@@ -16,7 +16,7 @@ from torch import Tensor
 import triton
 import triton.language as tl
 
-from ..layout import step_state
+from ..layout import finish_rule, step_state
 from ..layout.step_state import SlotState, StepBuffers
 from .launch import early_launch, next_power_of_2, start_early
 
@@ -40,8 +40,8 @@ STARTED_AT, RUNS_AT = tl.constexpr(step_state.STARTED_AT), tl.constexpr(step_sta
 TOKENS, LIMIT, LEAST = (tl.constexpr(value) for value in (step_state.TOKENS, step_state.LIMIT, step_state.LEAST))
 FINISHED, STOPS = tl.constexpr(step_state.FINISHED), tl.constexpr(step_state.STOPS)
 ROPE_OFFSET, ADAPTER = tl.constexpr(step_state.ROPE_OFFSET), tl.constexpr(step_state.ADAPTER)
-GOES_ON, STOP = tl.constexpr(step_state.GOES_ON), tl.constexpr(step_state.STOP)
-LENGTH, ERROR = tl.constexpr(step_state.LENGTH), tl.constexpr(step_state.ERROR)
+GOES_ON, STOP = tl.constexpr(finish_rule.GOES_ON), tl.constexpr(finish_rule.STOP)
+LENGTH, ERROR = tl.constexpr(finish_rule.LENGTH), tl.constexpr(finish_rule.ERROR)
 
 
 def apply_updates(diff: Tensor, slots: SlotState) -> None:

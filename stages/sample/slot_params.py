@@ -162,9 +162,8 @@ class SlotParams:
         """Records one new token for each of `slots`, none of which has ended.
 
         Returns their `FinishReason`. `place` is the token's index in its answer: `num_generated` so far, plus one for
-        each earlier row of the slot. A row whose logits held no number ends with ERROR. The rows `over` end with STOP,
-        whatever their token. EOS or a stop token id ends a row with STOP, even if it reaches its limit at the same
-        token. Otherwise the limit ends it with LENGTH.
+        each earlier row of the slot. Answers end by `finish_of` in `kernels/layout/finish_rule.py`; the grammars of the
+        rows `over` allow nothing more.
         """
         num_generated = place + 1
         self.num_generated[slots] = num_generated
@@ -177,7 +176,7 @@ class SlotParams:
         may_end = self._may_end[token_ids]
         if len(over) or num_true(is_at_limit) or num_true(may_end) or num_true(is_broken):
             finishes[is_at_limit] = FinishReason.LENGTH
-            finishes[self._ends(slots, token_ids)] = FinishReason.STOP
+            finishes[self._ends(slots, token_ids) & (place >= self.min_tokens[slots])] = FinishReason.STOP
             finishes[over] = FinishReason.STOP
             finishes[is_broken] = FinishReason.ERROR
             self.needs[slots[finishes != FinishReason.NONE]] |= ENDED

@@ -18,6 +18,7 @@ from millrace.kernels.triton import launch as triton_launch
 from millrace.kernels.triton import step_state as triton_step
 from millrace.stages.backends.cuda.step_update import EndRules, diff_size
 from millrace.stages.sample.draft_acceptance import DraftRuns
+from tests.kernels.finish_cases import CASES, on_device
 from tests.kernels.step_sides import Side, differences, parts_of
 from tests.stages.step_walk import EOS, DraftedWalk, Walk, with_drafts
 
@@ -104,3 +105,7 @@ def test_tokens_beyond_2_to_the_31_elements_are_reached() -> None:
         assert torch.equal(ours.slots.tokens, twin.slots.tokens)
         assert torch.equal(ours.buffers.input_ids, twin.buffers.input_ids)
         walk.chose(grant, [5] * grant.num_sampled)
+
+
+def test_answers_end_by_the_finish_rule() -> None:
+    assert on_device(triton_step) == [case.right for case in CASES]

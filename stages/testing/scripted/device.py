@@ -322,6 +322,7 @@ class ScriptedModel:
         return self.script.next_tokens(contexts, self._seeds[slots], places, may_end).astype(np.intp)
 
     def _finishes(self, slots: Indices, places: Indices, tokens: Indices) -> NDArray[np.int8]:
+        """By `finish_of` in `kernels/layout/finish_rule.py`."""
         may_end = places >= self._min_tokens[slots]
         finishes = np.where(places + 1 >= self._max_tokens[slots], FinishReason.LENGTH, FinishReason.NONE)
         finishes[(tokens == EOS) & may_end & ~self._ignores_eos[slots]] = FinishReason.STOP

@@ -78,6 +78,7 @@ class Outcomes:
             self._more_stops[slot] = frozenset(more)
 
     def _find_stops(self, slots: Ints, places: Ints, token_ids: Ints, finishes: Ints) -> None:
+        """The rest of `finish_of` in `kernels/layout/finish_rule.py`, which the device left."""
         for row, slot in enumerate(slots.tolist()):
             is_stop = int(token_ids[row]) in self._more_stops.get(slot, ())
             if is_stop and finishes[row] != FinishReason.ERROR and places[row] >= self._min_tokens[slot]:

@@ -13,9 +13,7 @@ from .rows import ANY, Read, Renamed, Row, SoAnyway, Switch, Unsupported
 _OBSOLETE = "vLLM itself has removed it"
 _NO_MEDIA = "images, audio and video are not supported; leave it out"
 _CONFIG_JSON = "config.json is read as it is: change it in a copy of the checkpoint's folder, and serve that"
-_ONE_MACHINE = (
-    "the processes of one server are on one machine: serve on each and balance, see deploy/docs/deployment.md"
-)
+_ONE_MACHINE = "a server finds its processes on one machine itself; for several use --executor ray, or balance"
 _NO_WEIGHTS_ELSEWHERE = "all weights stay on the device: choose --quantization, a smaller model or more GPUs"
 _BATCH_MIX = "long prompts are split by --max-num-batched-tokens and --itl-target-ms; leave it out"
 
@@ -53,7 +51,9 @@ MODEL: Mapping[str, Row] = {
     "--pooler-config": Read(json_values.pooler_config),
     "--disable-sliding-window": Unsupported("set --max-model-len to the window, which has the same effect"),
     "--enable-sleep-mode": Unsupported("weights cannot be put aside; stop the server, and start it when it is needed"),
-    "--logits-processors": Unsupported("vLLM's classes do not fit; write one of ours, for --logits-processor"),
+    "--logits-processors": Unsupported(
+        "vLLM's classes do not fit; --logits-processor package.module:Class serves one of millrace's kind"
+    ),
     "--logits-processor-pattern": Unsupported("requests name those of --logits-processor only"),
     "--ignore-patterns": SoAnyway("only safetensors, GGUF and small files are downloaded", (ANY,)),
     "--use-tqdm-on-load": SoAnyway("a bar is shown on a terminal only"),
@@ -77,12 +77,12 @@ DEVICE: Mapping[str, Row] = {
         "there is one stage of layers", ("1",), "pipeline parallelism is not supported; use --tensor-parallel-size"
     ),
     "--distributed-executor-backend": Renamed("--executor", {"mp": "process", "uni": "auto"}),
-    "--worker-use-ray": Unsupported("ranks are processes here; leave it out"),
+    "--worker-use-ray": Switch(("--executor", "ray")),
     "--enable-expert-parallel": Unsupported("experts are computed through transformers, on one device; leave it out"),
     "--enable-eplb": Unsupported("experts are computed through transformers, on one device; leave it out"),
     "--disable-custom-all-reduce": SoAnyway("sums between ranks never use one"),
     "--max-parallel-loading-workers": SoAnyway("ranks read their own shares at once", (ANY,)),
-    "--data-parallel-backend": SoAnyway("engines are processes", ("mp",), "engines are processes of one machine"),
+    "--data-parallel-backend": Renamed("--executor", {"mp": "auto"}),
     "--data-parallel-size-local": Renamed("--data-parallel-size"),
     "--data-parallel-rank": Unsupported(_ONE_MACHINE),
     "--data-parallel-address": Unsupported(_ONE_MACHINE),
@@ -95,8 +95,10 @@ DEVICE: Mapping[str, Row] = {
     "--master-port": Unsupported(_ONE_MACHINE),
     "--headless": Unsupported(_ONE_MACHINE),
     "--cpu-offload-gb": SoAnyway("nothing is offloaded", ("0", "0.0"), _NO_WEIGHTS_ELSEWHERE),
-    "--worker-cls": Unsupported("a device of your own is a back-end: see stages/backends/README.md"),
-    "--worker-extension-cls": Unsupported("see deploy/docs/embedding.md for code of your own in the pipeline"),
+    "--worker-cls": Unsupported("a device of your own is a back-end: see stages/backends/backend.py"),
+    "--worker-extension-cls": Unsupported(
+        "--stage package.module:Class@after=STAGE puts code of your own into the pipeline"
+    ),
     "--compilation-config": Read(json_values.compilation_config, "kernels are compiled ahead, and steps captured"),
     **{f"-O{level}": SoAnyway("kernels are compiled ahead, and steps captured as CUDA graphs") for level in "123"},
     "-O0": Switch(("--enforce-eager",)),
@@ -169,7 +171,7 @@ SERVER: Mapping[str, Row] = {
         "clients' certificates are not checked", ("0",), "clients' certificates are not checked; let a proxy check them"
     ),
     "--enable-ssl-refresh": Unsupported("the certificate is read at the start; restart the server, or use a proxy"),
-    "--middleware": Unsupported("see deploy/docs/embedding.md for a stage of your own, or use a proxy"),
+    "--middleware": Unsupported("--stage package.module:Class@after=STAGE serves a stage of your own; or use a proxy"),
     "--uvicorn-log-level": Renamed("--log-level", {"critical": "error", "trace": "debug"}),
     "--disable-uvicorn-access-log": Switch(("--no-log-requests",), ()),
     "--disable-access-log-for-endpoints": SoAnyway("only requests to the model are logged", (ANY,)),

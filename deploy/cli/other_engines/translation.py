@@ -129,13 +129,12 @@ class _Reader:
 
     def _row(self, name: str, row: Row, given: str | None) -> None:
         match row:
+            case Unsupported() | Switch() if given is not None and given.lower() == "false":
+                self._off(name, row)
             case Unsupported(reason):
                 raise FlagError(f"{name}: {reason}")
             case Switch(on):
-                if given is not None and given.lower() == "false":
-                    self._off(name, row)
-                else:
-                    self._become(name, on)
+                self._become(name, on)
             case SoAnyway(why, None):
                 self._note(name, "", why)
             case SoAnyway(why, values, otherwise):

@@ -97,6 +97,7 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [  # arguments of vLLM -> the setti
     ("--otlp-traces-endpoint http://c:4318/v1/traces", {"otlp_traces_endpoint": "http://c:4318/v1/traces"}),
     ('--limit-mm-per-prompt {"image":0}', {}),
     ("--no-trust-remote-code", {}),
+    ("--trust_remote_code=False", {}),
     ("--preemption-mode recompute", {"swap_space": 0.0}),
     ("--enable-prompt-tokens-details", {}),
 ]

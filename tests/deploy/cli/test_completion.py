@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import shutil
 import subprocess
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from millrace.deploy.cli.completion import SHELLS, commands_of
 from millrace.deploy.cli.main import main, make_parser
 
 
+@cache
 def script(shell: str) -> str:
     return SHELLS[shell](list(commands_of(make_parser())))
 

@@ -26,6 +26,13 @@ from tests.deploy.running import free_port
 GIB = 1 << 30
 
 
+@pytest.fixture
+def of_the_service_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the model, the downloads and the address are checked."""
+    for name in ("check_machine", "check_installation"):
+        monkeypatch.setattr(doctor, name, lambda *_: iter(()))
+
+
 def examined(capsys: Any, *arguments: str) -> tuple[int, dict[str, Finding]]:
     """Exit code and the last finding of each name."""
     code = main(["doctor", "--json", "--port", str(free_port()), *arguments])
@@ -42,6 +49,7 @@ def test_a_machine_that_serves_has_no_failure_and_names_what_it_checked(capsys: 
     assert found["model"].text.startswith("demo loads: ")
 
 
+@pytest.mark.usefixtures("of_the_service_alone")
 def test_a_port_in_use_is_a_failure(capsys: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
@@ -49,6 +57,7 @@ def test_a_port_in_use_is_a_failure(capsys: Any) -> None:
     assert code == 1 and f"cannot listen on 127.0.0.1:{port}" in found["address"].text
 
 
+@pytest.mark.usefixtures("of_the_service_alone")
 def test_a_model_that_would_not_load_is_told_as_at_a_start(capsys: Any, tmp_path: Path) -> None:
     shutil.copytree(WEIGHTS, tmp_path, dirs_exist_ok=True)
     code, found = examined(capsys, str(tmp_path), "--max-model-len", "1M")
@@ -62,6 +71,7 @@ def test_a_model_that_would_not_load_is_told_as_at_a_start(capsys: Any, tmp_path
     assert code == 1 and found["model"].status == "fail"
 
 
+@pytest.mark.usefixtures("of_the_service_alone")
 def test_a_model_that_is_not_here_is_a_warning_unless_downloads_are_off(
     capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import cache
 from typing import Any
 
 import pytest
@@ -142,8 +143,19 @@ DOCUMENTED = (
 )
 
 
+@cache
+def parser() -> argparse.ArgumentParser:
+    return command_line.make_parser()
+
+
+def own_flags() -> set[str]:
+    """The flags of `serve`."""
+    (commands,) = parser()._subparsers._group_actions  # type: ignore[union-attr]
+    return set(commands.choices["serve"]._option_string_actions)  # type: ignore[index, call-overload]
+
+
 def parsed(*arguments: str) -> argparse.Namespace:
-    return command_line.make_parser().parse_args(["serve", "m", *arguments])
+    return parser().parse_args(["serve", "m", *arguments])
 
 
 def changed(arguments: str) -> dict[str, Any]:
@@ -170,21 +182,21 @@ def test_what_has_no_equal_is_refused_with_the_next_step(capsys: Any, arguments:
 
 
 def test_sixty_documented_flags_are_accepted_or_refused_with_a_reason() -> None:
-    own = command_line.make_parser()._subparsers._group_actions[0].choices["serve"]._option_string_actions  # type: ignore
+    own = own_flags()
     flags = [f"--{name}" for name in DOCUMENTED.split()]
     assert len(set(flags)) >= 60
     assert [flag for flag in flags if flag not in own and flag not in VLLM] == []
 
 
 def test_every_row_leads_to_flags_of_ours_and_says_why_not() -> None:
-    own = command_line.make_parser()._subparsers._group_actions[0].choices["serve"]._option_string_actions  # type: ignore
+    own = own_flags()
     for flag, row in VLLM.items():
         assert flag not in own, f"{flag}: the command has it by now; remove the row"
         match row:
             case Renamed(ours):
                 assert ours in own, flag
             case Switch(on, off):
-                assert {part for part in (*on, *(off or ())) if part.startswith("--")} <= set(own), flag
+                assert {part for part in (*on, *(off or ())) if part.startswith("--")} <= own, flag
             case SoAnyway(why, _, otherwise):
                 assert why and not otherwise.endswith("."), flag
             case Unsupported(reason):
@@ -204,13 +216,13 @@ def test_each_accepted_flag_is_told_once_and_ours_are_not() -> None:
 
 
 def test_a_model_behind_a_flag_with_several_values_stays_the_model() -> None:
-    options = command_line.make_parser().parse_args(["serve", "--served-model-name", "a", "org/model"])
+    options = parser().parse_args(["serve", "--served-model-name", "a", "org/model"])
     assert (options.served_model_name, options.model) == (["a"], "org/model")
 
 
 def test_a_command_without_the_setting_says_so(capsys: Any) -> None:
     with pytest.raises(SystemExit):
-        command_line.make_parser().parse_args(["bench", "throughput", "--disable-log-stats"])
+        parser().parse_args(["bench", "throughput", "--disable-log-stats"])
     assert "is --stats-interval-s here, which this command does not take" in capsys.readouterr().err
 
 
@@ -232,6 +244,6 @@ def test_a_flag_of_another_engine_is_recognised(capsys: Any, arguments: list[str
 
 
 def test_hints_are_for_flags_that_the_command_does_not_have() -> None:
-    own = command_line.make_parser()._subparsers._group_actions[0].choices["serve"]._option_string_actions  # type: ignore
+    own = own_flags()
     for engine, flags in ENGINES.items():
         assert [flag for flag in flags if flag in own] == [], engine

@@ -2,7 +2,7 @@
 
 import { html } from "../vendor/htm-preact.standalone.module.js";
 import { hueOf, KINDS, ownerColour } from "./block_colours.js";
-import { count, percent, shortId } from "./format.js";
+import { count, percent } from "./format.js";
 import { colour, useWidth } from "./ui.js";
 
 const HEIGHT = 400;
@@ -14,7 +14,7 @@ export function Tiles({ map, owners, zoom }) {
   const total = map.cells.length;
   const counts = new Uint32Array(4);
   for (const cell of map.cells) if (cell < 4) counts[cell]++;
-  const items = owners.slice(0, MOST_OWNERS).map(({ slot, id, blocks }) => ({ key: `slot ${slot}`, name: shortId(id ?? `slot ${slot}`), blocks, zoom: { slot }, fill: ownerColour(hueOf(slot), "owner-tile"), kind: "owner" }));
+  const items = owners.slice(0, MOST_OWNERS).map(({ slot, id, blocks }) => ({ key: `slot ${slot}`, name: id ?? `slot ${slot}`, blocks, zoom: { slot }, fill: ownerColour(hueOf(slot), "owner-tile"), kind: "owner" }));
   const others = owners.slice(MOST_OWNERS).reduce((sum, { blocks }) => sum + blocks, 0);
   if (others) items.push({ key: "others", name: `${count(owners.length - MOST_OWNERS)} other requests`, blocks: others, zoom: null, fill: colour("kv-used"), kind: "others" });
   for (const [kind, cell] of Object.entries(KINDS)) if (counts[cell]) items.push({ key: kind, name: kind, blocks: counts[cell], zoom: { kind }, fill: colour(`kv-${kind}`), kind });
@@ -29,8 +29,14 @@ export function Tiles({ map, owners, zoom }) {
     const words = `${item.name}: ${count(item.blocks)} blocks, ${percent(item.blocks / total)}`;
     return html`<button key=${item.key} class=${`tile ${item.kind}`} data-tile=${item.key} data-blocks=${item.blocks} disabled=${!item.zoom} title=${words} aria-label=${words} onClick=${() => zoom(item.zoom)}
       style=${{ left: `${x}px`, top: `${y}px`, width: `${Math.max(1, w - GAP)}px`, height: `${Math.max(1, h - GAP)}px`, background: item.fill }}>${
-      hasName && html`<span class="name">${item.name}</span>${h > 44 && html`<span>${count(item.blocks)}${w > 110 ? ` · ${percent(item.blocks / total)}` : ""}</span>`}`}</button>`;
+      hasName && html`<span class="name">${ending(item.name, w)}</span>${h > 44 && html`<span>${count(item.blocks)}${w > 110 ? ` · ${percent(item.blocks / total)}` : ""}</span>`}`}</button>`;
   })}</div>`;
+}
+
+// As much of the end of a name as fits, as ids differ there.
+function ending(name, width) {
+  const most = Math.max(4, Math.floor((width - 16) / 7.2));
+  return name.length > most ? `…${name.slice(1 - most)}` : name;
 }
 
 // The rectangles of `areas`, which are sorted and fill width x height: rows along the shorter side, each as square as

@@ -5,7 +5,7 @@ export const count = (n) => (n === null || n === undefined ? "–" : Math.round(
 export const percent = (share) => {
   if (share === null || share === undefined || Number.isNaN(share)) return "–";
   const of100 = 100 * share;
-  return `${of100 > 0 && of100 < 0.95 ? of100.toFixed(1) : Math.round(of100)} %`;
+  return `${of100 >= 0.05 && of100 < 0.95 ? of100.toFixed(1) : Math.round(of100)} %`;
 };
 
 // Seconds in a suitable unit.

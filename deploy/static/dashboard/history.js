@@ -48,12 +48,12 @@ function Strip({ app }) {
   const row = nearest(rows, atS);
   return html`<section class=${`history ${isPast ? "past" : ""}`} aria-label="The last 15 minutes">
     <div class="bar"><p><strong data-figure="moment">${words}</strong>${row && html` <span class="note">${count(row[RUNNING])} running · ${count(row[WAITING])} waiting · ${rate(row[GENERATED])} tokens/s · KV ${percent(row[HELD])}</span>`}</p>
-      ${isPast ? html`<button class="live" onClick=${() => app.feed.goLive()}>Live</button>` : html`<span class="note only-wide">drag to go back; all views follow</span>`}</div>
-    <div ref=${ref} class="track" tabindex="0" role="slider" aria-label="Time: left and right go by two seconds, End is live" aria-valuemin=${-SPAN_S} aria-valuemax="0" aria-valuenow=${Math.round(atS - liveS)} aria-valuetext=${words}
+      <ul class="legend"><li><span class="swatch busy"></span>running</li><li><span class="swatch blocked"></span>waiting</li><li><span class="swatch held"></span>KV in use</li><li><span class="swatch decode-line"></span>tokens/s</li></ul>
+      ${isPast ? html`<button class="live" onClick=${() => app.feed.goLive()}>Live</button>` : ""}</div>
+    <div ref=${ref} class="track" title="drag to go back in all views" tabindex="0" role="slider" aria-label="Time: left and right go by two seconds, End is live" aria-valuemin=${-SPAN_S} aria-valuemax="0" aria-valuenow=${Math.round(atS - liveS)} aria-valuetext=${words}
       onPointerDown=${down} onPointerMove=${(event) => isDragged && seek(at(event))} onPointerUp=${() => setDragged(false)} onPointerCancel=${() => setDragged(false)} onKeyDown=${move}>
       <${Canvas} width=${width} height=${HEIGHT} draw=${(context) => draw(context, rows, x, width, firstS)} aria-hidden="true" />
-      <span class="cursor" style=${{ left: `${Math.max(0, Math.min(width - 2, x(atS) - 1))}px` }}></span></div>
-    <div class="ends"><span>${spanS < 90 ? `${Math.round(spanS)} s` : `${Math.round(spanS / 60)} min`} ago</span><ul class="legend"><li><span class="swatch busy"></span>running</li><li><span class="swatch blocked"></span>waiting</li><li><span class="swatch held"></span>KV in use</li><li><span class="swatch decode-line"></span>tokens/s</li></ul><span>now</span></div>
+      <span class="since">${spanS < 90 ? `${Math.round(spanS)} s` : `${Math.round(spanS / 60)} min`} ago</span><span class="cursor" style=${{ left: `${Math.max(0, Math.min(width - 2, x(atS) - 1))}px` }}></span></div>
   </section>`;
 }
 

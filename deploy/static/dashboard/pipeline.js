@@ -93,7 +93,7 @@ const spoken = (names, shares) =>
     .join("; ")}. The tables below have all values.`;
 
 function across(names, width) {
-  const gap = Math.min(66, Math.max(40, width / 20));
+  const gap = Math.min(66, Math.max(44, width / 20));
   const w = (width - gap * names.length - 2) / names.length;
   const boxes = {};
   names.forEach((name, i) => (boxes[name] = { x: gap + i * (w + gap), y: 14, w, h: NODE_HEIGHT }));
@@ -121,15 +121,16 @@ function down(names, width) {
 
 function Node({ name, box, share }) {
   const { x, y, w, h, isFlat } = box;
-  const left = x + 9;
-  const bar = w - 18;
+  const inset = w < 80 ? 5 : 9;
+  const left = x + inset;
+  const bar = w - 2 * inset;
   const barY = isFlat ? y + 34 : y + 62;
   const parts = share ? [["busy", share.busy], ["blocked", share.blocked]] : [];
   let at = left;
   return html`<g class=${`node ${share && share.blocked > 0.2 ? "is-blocked" : ""}`}>
     <title>${name}: ${share ? `${percent(share.busy)} busy, ${percent(share.blocked)} blocked` : "no data yet"}</title>
     <rect class="box" x=${x} y=${y} width=${w} height=${h} rx="9" />
-    <text class="name" x=${left} y=${y + 22} font-size=${Math.min(13.5, bar / (0.61 * name.length))}>${name}</text>
+    <text class="name" x=${left} y=${y + 22} font-size=${Math.min(13.5, bar / (0.6 * name.length))}>${name}</text>
     <text class="big" x=${isFlat ? x + w - 10 : left} y=${isFlat ? y + 22 : y + 50} text-anchor=${isFlat ? "end" : "start"}>${share ? percent(share.busy) : "–"}${isFlat && html`<tspan class="unit"> busy</tspan>`}</text>
     <rect class="idle" x=${left} y=${barY} width=${bar} height="8" rx="4" />
     ${parts.map(([kind, part]) => {
@@ -149,7 +150,7 @@ function Pipe({ edge, line }) {
   const fill = isKnown ? edge.depth / edge.capacity : 0;
   const tone = edge.full > 0.05 ? "full" : "";
   const w = isWide ? Math.min(26, x2 - x1 - 14) : 30;
-  const flows = [edge.per_s > 0 && `${rate(edge.per_s)}/s`, edge.tokens_per_s > 0 && `${short(edge.tokens_per_s)} tok/s`].filter(Boolean);
+  const flows = [edge.per_s > 0 && `${rate(edge.per_s)}/s`, edge.tokens_per_s > 0 && `${short(edge.tokens_per_s)} tok${isWide && x2 - x1 < 58 ? "" : "/s"}`].filter(Boolean);
   return html`<g class=${`pipe ${tone}`}>
     <title>${edge.name}${isKnown ? `: ${edge.depth} of ${edge.capacity} items` : ""}${edge.full === undefined ? "" : `, full ${percent(edge.full)} of the time`}</title>
     <line x1=${x1} y1=${y1} x2=${x2} y2=${y2} />

@@ -27,7 +27,7 @@ export function View({ app }) {
       <${Figure} name="tokens found" value=${count(cache?.num_hits)} />
       <${Figure} name="cached blocks" value=${count(tree.num_blocks)} id="prefixes.num_blocks" />
       <${Figure} name="nodes" value=${count(tree.num_nodes)} unit=${tree.num_nodes > shown.length ? `${shown.length} shown` : ""} />
-      <${Figure} name="shared now" value=${count(shown.filter((node) => node.num_users > 1).reduce((sum, node) => sum + node.num_blocks, 0))} unit="blocks of 2 or more requests" />
+      <${Figure} name="shared by 2 or more" value=${count(shown.filter((node) => node.num_users > 1).reduce((sum, node) => sum + node.num_blocks, 0))} unit="blocks" />
     </dl><//>
     <${Card} title="Tree" note="A node is a run of blocks without a branch. Its bar: the blocks of the node, and paler those below it.">
       ${rows.length === 0 ? html`<p class="missing">The cache is empty.</p>` : html`<table class="tree" role="treegrid" aria-label="Prefix cache">

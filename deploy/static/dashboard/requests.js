@@ -109,7 +109,7 @@ const TONES = { running: "good", waiting: "wait", swapped: "warn", preempted: "w
 const SYNTHETIC = /^cmpl-synthetic-/; // the load of this page
 
 const CELLS = {
-  id: (row) => html`<th role="rowheader" scope="row"><a href=${`#/waterfall/${encodeURIComponent(row.id)}`} title=${row.id}>${shortId(row.id)}</a>${SYNTHETIC.test(row.id) && html` <span class="badge">synthetic</span>`}</th>`,
+  id: (row) => html`<th role="rowheader" scope="row"><a href=${`#/waterfall/${encodeURIComponent(row.id)}`} title=${row.id}>${shortId(row.id)}</a>${SYNTHETIC.test(row.id) && html` <span class="badge" title="of the synthetic load of a page">load</span>`}</th>`,
   state: (row) => html`<td role="cell"><span class=${`badge ${TONES[row.state] ?? ""}`}>${row.state}</span>${row.stage !== "execute" && html`<span class="note"> ${row.stage}</span>`}</td>`,
   adapter: (row) => html`<td role="cell" data-figure="adapter">${row.adapter ?? html`<span class="note">base</span>`}${row.waits_for_adapter && html` <span class="badge warn" title="not in a device slot">waits for it</span>`}</td>`,
   arrival: (row, app) => number("age", seconds(app.feed.nowS() === null ? null : Math.max(0, app.feed.nowS() - row.arrival_s))),

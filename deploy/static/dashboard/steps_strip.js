@@ -14,7 +14,8 @@ const COLOURS = ["prefill", "decode", "cached", "wasted", "gap", "preempted", "l
 export function Strip({ rows, at, choose }) {
   const [ref, width] = useWidth();
   const shown = rows.slice(-Math.max(8, Math.floor((width - LEFT) / BAR)));
-  const longest = Math.max(...shown.map((row) => row[STEP.durationUs] + row[STEP.gapUs]), 1);
+  const slowest = Math.max(...shown.map((row) => row[STEP.durationUs]), 1);
+  const longest = Math.min(2 * slowest, Math.max(...shown.map((row) => row[STEP.durationUs] + row[STEP.gapUs]), 1)); // longer gaps are cut
   const largest = Math.max(...shown.map((row) => row[STEP.prefill] + row[STEP.decode] + row[STEP.cached]), 1);
   const marked = at < 0 ? -1 : at - (rows.length - shown.length);
   const pick = (event) => {
@@ -72,7 +73,7 @@ function drawStep(context, fill, row, x, w, perUs, perToken) {
   const bottom = TOP + TIMES;
   bar(context, row[STEP.isVoid] ? fill.wasted : fill.decode, x, bottom, w, high);
   if (!row[STEP.isVoid]) bar(context, fill.prefill, x, bottom, w, (high * row[STEP.prefill]) / tokens);
-  bar(context, fill.gap, x, bottom - high, w, row[STEP.gapUs] * perUs);
+  bar(context, fill.gap, x, bottom - high, w, Math.min(TIMES - high, row[STEP.gapUs] * perUs));
   if (row[STEP.preempted]) {
     context.fillStyle = fill.preempted;
     context.beginPath();

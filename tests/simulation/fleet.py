@@ -5,7 +5,7 @@ All processes share one simulated loop; the engine processes, their clients and 
 starts fail, and a request kills each process that runs it. Answers are hashes, so the right one is known. The checks
 besides those of `world.py`:
 
-    I15  a request is in no more than one process whose link is open
+    I15  a request is in no more than one process whose link is open, and in none that is known to be lost
     I16  at rest no process knows a request, and the front's table is empty
     I17  the first new token of a resumed answer is the next one
     I18  nothing is left on the edges of a lost link
@@ -351,6 +351,7 @@ class SimFleet(FleetEngine):
 
         def note_guilty(core: int = 0) -> str | None:
             guilty = note_death(core)
+            _note(world, table.is_idle(core), f"I15: requests are left in the lost process {core}")
             if guilty is not None:
                 world.guilty.add(guilty)
             return guilty

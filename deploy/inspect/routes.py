@@ -163,7 +163,7 @@ def _edge(edge: Edge, load: WindowLoad, engine: Engine) -> dict[str, Any]:
         "capacity": stats.capacity,
         "high_water": stats.high_water,
         "sent": stats.num_sent,
-        "full": round(load.full.get(edge.name, 0.0), 4),
+        "full": round(load.full.get(channel.name, 0.0), 4),  # in the trace; a stage of one's own may have its end
         "senders_waiting": channel.num_waiting,
     }
 

@@ -157,6 +157,7 @@ class Served:
 
     url: str
     http: aiohttp.ClientSession
+    raw: str = ""  # the last stream
 
     def headers(self, key: str) -> Mapping[str, str]:
         return {"Authorization": f"Bearer {key}"}
@@ -169,8 +170,9 @@ class Served:
         headers = self.headers(key)
         async with self.http.post(f"{self.url}/v1/completions", json=body, headers=headers) as response:
             assert response.status == 200, await response.text()
-            async for line in response.content:
-                if line.startswith(b"data: {"):
+            self.raw = await response.text()
+            for line in self.raw.splitlines():
+                if line.startswith("data: {"):
                     chunk = json.loads(line[6:])
                     texts += [choice["text"] for choice in chunk["choices"]]
                     usage = chunk.get("usage") or usage
@@ -211,8 +213,11 @@ async def check(served: Served, prompt: str, similar: str, secrets: Sequence[str
     assert own[f'cache:lookups_total{{owner="{ONE}",result="hit"}}'] == 2
     other = await served.ask_by_socket(prompt, KEYS[1])  # another owner's answers are not for it
     assert not any(secret in other for secret in secrets) and "[redacted]" in other
-    asked, _, _ = await served.ask(prompt, KEYS[1], metadata={"cache": "off"}, logprobs=1)
-    assert not any(secret in asked for secret in secrets)
+    every = {"logprobs": 1, "return_token_details": True, "return_token_ids": True}
+    asked, _, _ = await served.ask(prompt, KEYS[1], metadata={"cache": "off"}, **every)
+    parts = {part for secret in secrets for part in (secret, *secret.split()) if len(part) > 3} - set(asked.split())
+    assert not any(secret in asked for secret in secrets) and not any(f'"{part}' in served.raw for part in parts)
+    assert '"details"' in served.raw and not re.search(r'"token_ids":\[[^]]*[1-9]', served.raw)
     own = await served.own_metrics()
     assert own[f'tap:requests_total{{owner="{TWO}"}}'] == 2 and own[f'tap:tokens_total{{owner="{TWO}"}}'] > num_tokens
     assert own[f'cache:lookups_total{{owner="{TWO}",result="miss"}}'] == 1 and own["cache_fill:answers{}"] == 2

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 POLICY = "millrace.deploy.ray.scaling:QueuedWorkPolicy"
 OF_SERVE = frozenset({"host", "port", "uds", "mode", "ssl_certfile", "ssl_keyfile", "ssl_keyfile_password"})
 OF_THE_EXECUTOR = frozenset({"ray_address", "ray_placement", "ray_env", "ray_timeout_s"})
+REPORT_S, LOOK_BACK_S = 2.0, 6.0  # between two reports of a replica, and over which Serve takes their mean
 STOP_S = 10.0  # beyond `shutdown_timeout_s`, for a replica to end
 
 log = get_logger("millrace.deploy")
@@ -102,7 +103,8 @@ def deployment_options(options: ServeOptions, engine: EngineConfig, server: Serv
         "max_replicas": options.max_replicas,
         "upscale_delay_s": 0.0,
         "downscale_delay_s": options.downscale_delay_s,
-        "look_back_period_s": 15.0,  # longer than Serve's interval of reports, which is 10 s
+        "metrics_interval_s": REPORT_S,
+        "look_back_period_s": LOOK_BACK_S,
         "policy": {"policy_function": POLICY, "policy_kwargs": {"target_s": options.target_work_s}},
     }
     return found | {"autoscaling_config": scaling}

@@ -32,6 +32,8 @@ def tamed(value: Any) -> Any:
         body["sampling_params"] = tamed(body["sampling_params"])
     _one_form(body)
     _tools(body)
+    if _object(body, "parameters").get("grammar") is not None:  # TGI's
+        body["parameters"]["grammar"] = {"type": "json", "value": OBJECT}
     _nested_form(body, "text", "format")
     _nested_form(body, "output_config", "format")
     if body.get("timeout_s") is not None:

@@ -38,7 +38,7 @@ NAMES = {  # a completion's field -> this dialect's, for error texts
     **{ours: f"sampling_params.{theirs}" for theirs, ours in RENAMED.items()},
     **{f"structured_outputs.{ours}": f"sampling_params.{theirs}" for theirs, ours in FORMS.items()},
 }
-PLAIN = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+PLAIN = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "typical_p": 1.0, "repetition_penalty": 1.0}
 SAMPLING: hints.Schema = {"type": ["object", "null"], "description": "fields of SGLang's sampling parameters"}
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ....stages.outputs import ChoiceDelta
 
 TGI_STREAM_PATH = "/generate_stream"
-SAME = ("top_k", "top_p", "repetition_penalty", "frequency_penalty", "seed", "stop")
+SAME = ("top_k", "top_p", "typical_p", "repetition_penalty", "frequency_penalty", "seed", "stop")
 NAMES = {  # a completion's field -> this dialect's, for error texts
     **{name: f"parameters.{name}" for name in (*SAME, "temperature")},
     "prompt": "inputs",
@@ -44,10 +44,9 @@ GRAMMAR: Schema = nullable(
 
 
 class TgiParameters(Body):
-    """`parameters` of a request. Without temperature, top_k, top_p and do_sample the likeliest token is taken."""
+    """`parameters` of a request. Where nothing is said of sampling, the likeliest token is taken."""
 
     UNSUPPORTED: ClassVar[Harmless] = {
-        "typical_p": (None, 1.0),
         "watermark": (None, False),
         "decoder_input_details": (None, False),
         "best_of": (None, 1),
@@ -57,6 +56,7 @@ class TgiParameters(Body):
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
+    typical_p: float | None = None
     repetition_penalty: float | None = None
     frequency_penalty: float | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
@@ -72,7 +72,12 @@ class TgiParameters(Body):
     @property
     def samples(self) -> bool:
         """Whether a token is drawn, as TGI decides it."""
-        changes = (self.temperature not in (None, 1.0), self.top_k, self.top_p not in (None, 1.0))
+        changes = (
+            self.temperature not in (None, 1.0),
+            self.top_k,
+            self.top_p not in (None, 1.0),
+            self.typical_p not in (None, 1.0),
+        )
         return bool(self.do_sample or any(changes))
 
     def structured_outputs(self) -> dict[str, Any] | None:
@@ -102,6 +107,7 @@ class TgiBody(Body):
         """The body of a completion for this request; what is not said is TGI's default, not the model's."""
         parameters = self.parameters or TgiParameters()
         off = {"temperature": 1.0 if parameters.samples else 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        off |= {"typical_p": 1.0, "repetition_penalty": 1.0}
         given: dict[str, Any] = {name: getattr(parameters, name) for name in (*SAME, "temperature")}
         given |= {"truncate_prompt_tokens": parameters.truncate, "model": parameters.adapter_id}
         given["structured_outputs"] = parameters.structured_outputs()
@@ -111,7 +117,7 @@ class TgiBody(Body):
             given["logprobs"] = parameters.top_n_tokens or 0
         fixed = {"prompt": self.inputs, "stream": is_stream, "include_stop_str_in_output": True}
         fixed |= {"max_tokens": parameters.max_new_tokens or 1}  # else set behind
-        return {**off, "repetition_penalty": 1.0} | {k: v for k, v in given.items() if v is not None} | fixed
+        return off | {k: v for k, v in given.items() if v is not None} | fixed
 
 
 class TgiAnswerBuilder(AnswerBuilder):

@@ -21,7 +21,10 @@ WITHOUT_EFFECT = frozenset(
     | {"low_vram", "f16_kv", "logits_all", "vocab_only", "embedding_only", "draft_num_predict"}
     | {"mirostat_tau", "mirostat_eta"}
 )
-SAME = ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty")
+SAME = (
+    *("temperature", "top_k", "top_p", "min_p", "typical_p", "seed", "stop"),
+    *("presence_penalty", "frequency_penalty"),
+)
 NAMES = {  # chat's field -> where it stands in this API, for error texts
     **{name: f"options.{name}" for name in SAME},
     "repetition_penalty": "options.repeat_penalty",
@@ -43,7 +46,6 @@ class OllamaOptions(Body):
     """`options` of a request. Options of Ollama's loader, such as `num_ctx`, are accepted and have no effect."""
 
     UNSUPPORTED: ClassVar[Harmless] = {
-        "typical_p": (None, 0, 1),
         "tfs_z": (None, 1),
         "mirostat": (None, 0),
         "penalize_newline": (None, True, False),
@@ -53,6 +55,7 @@ class OllamaOptions(Body):
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
+    typical_p: float | None = None
     seed: int | None = None  # -1: another one for each request
     stop: Annotated[
         list[str] | None, Field(max_length=MAX_STOPS), BeforeValidator(_one_or_many), WithJsonSchema(hints.STOP)

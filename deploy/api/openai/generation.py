@@ -180,7 +180,7 @@ class GenerationRoutes:
             chat_format = self.service.require_chat_format()
             ignored += chat_format.unread(body)
             params, make_turn = chat_format.apply(body, params)
-        if body.logits_processors:
+        if body.logits_processors not in (None, []):
             asked = asked_processors(body.logits_processors, self.service.require_engine().logits_processors)
             if body.use_beam_search:
                 raise ApiError("invalid_value", NOT_IN_BEAMS, param="logits_processors")

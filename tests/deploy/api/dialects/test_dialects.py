@@ -86,7 +86,7 @@ def test_a_body_of_no_dialect_is_told_of_all_of_them(server: RunningServer):
     [
         ({"inputs": 5}, "inputs = 5"),
         ({"inputs": "a", "parameters": {"temperature": 9}}, "parameters.temperature = 9"),
-        ({"inputs": "a", "parameters": {"typical_p": 0.5}}, "parameters.typical_p"),
+        ({"inputs": "a", "parameters": {"watermark": True}}, "parameters.watermark"),
         ({"inputs": "a", "parameters": {"grammar": {"type": "lark", "value": ""}}}, "parameters.grammar"),
         ({"inputs": "a", "parameters": {"adapter_id": "b"}}, "b"),
         ({"inputs": "x" * 9999}, "maximum context length"),

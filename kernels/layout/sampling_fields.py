@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
 from enum import Enum
+from operator import attrgetter
 from typing import Any
 
 MAX_N = 128
@@ -191,8 +192,22 @@ DRAWS = tuple(field for field in FIELDS if field.phase in (Phase.DRAW, Phase.CUT
 CUTS = DRAWS[1:]
 PENALTIES = tuple(field for field in FIELDS if field.phase is Phase.PENALTY)
 PLACE = {field.name: place for place, field in enumerate(DRAWS)}  # in a row of draws
+NO_CUTS: tuple[float, ...] = tuple(cut.default for cut in CUTS)
+NO_PENALTIES: tuple[float, ...] = tuple(penalty.default for penalty in PENALTIES)
+
+_draws = attrgetter(*(field.name for field in DRAWS))
+_penalties = attrgetter(*(field.name for field in PENALTIES))
 
 
 def draws_of(params: object) -> tuple[float, ...]:
     """The numbers of a draw in a slot's row, from the attributes of a request."""
-    return tuple(field.row_value(getattr(params, field.name)) for field in DRAWS)
+    values: tuple[float, ...] = _draws(params)
+    if min(values) >= 0:  # ranges leave only negative values that ask for nothing
+        return values
+    return tuple(field.row_value(value) for field, value in zip(DRAWS, values, strict=True))
+
+
+def penalties_of(params: object) -> tuple[float, ...]:
+    """The penalties of a request, from its attributes."""
+    values: tuple[float, ...] = _penalties(params)
+    return values

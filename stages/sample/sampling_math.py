@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from ...kernels.layout.sampling_fields import CUTS, PLACE
+from ...kernels.layout.sampling_fields import NO_CUTS, PLACE
 from ..device.arrays import Array, HostArray, arrays_of
 from ..messages import Ints, TopLogprobs
 
@@ -29,7 +29,7 @@ BLOCK = 128  # tokens; small enough to read twice, large enough to reduce whole 
 LOWEST = float(np.finfo(np.float32).min)  # below every candidate; a masked token is -inf
 NUM_LIKELY = 256  # block maxima, or a quarter of all; the bound guessed for top_p is the least of these largest ones
 WHOLE_SIZE = 2**20  # entries sorted at a time where rows are sorted whole; 40 MB
-NO_CUTS = np.array([cut.default for cut in CUTS], np.float64)
+_NO_CUTS = np.array(NO_CUTS, np.float64)
 SLACK = 1e-3  # subtracted from a bound that only saves work, so that rounding never removes a token
 
 
@@ -197,7 +197,7 @@ class DrawParams:
 
     @property
     def is_truncated(self) -> Bools:
-        is_cut: Bools = (self.values[:, 1:] != NO_CUTS).any(1)
+        is_cut: Bools = (self.values[:, 1:] != _NO_CUTS).any(1)
         return is_cut
 
     def __getitem__(self, rows: NDArray[np.intp] | slice) -> DrawParams:

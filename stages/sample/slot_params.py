@@ -10,7 +10,15 @@ from collections.abc import Collection
 import numpy as np
 from numpy.typing import NDArray
 
-from ...kernels.layout.sampling_fields import CUTS, DRAWS, PENALTIES, PLACE, draws_of
+from ...kernels.layout.sampling_fields import (
+    DRAWS,
+    NO_CUTS,
+    NO_PENALTIES,
+    PENALTIES,
+    PLACE,
+    draws_of,
+    penalties_of,
+)
 from ..array_checks import num_true
 from ..grammar.thinking_budget import ThinkingTable
 from ..messages import NO_INDICES, Bools, FinishReason, Indices, Ints, Started
@@ -50,7 +58,8 @@ class SlotParams:
         self.num_logprobs = np.zeros(num_slots, np.int64)  # besides the chosen token's
         # what to change in the logits
         self.is_penalised = np.zeros(num_slots, np.bool_)
-        self.penalties = np.tile(_penalties_of(DEFAULTS), (num_slots, 1))  # [S, 3] f32 the numbers of `PENALTIES`
+        # [S, 3] the numbers of `PENALTIES`
+        self.penalties = np.tile(np.array(NO_PENALTIES, np.float32), (num_slots, 1))
         self.presence_penalty, self.frequency_penalty, self.repetition_penalty = self.penalties.T
         self.num_biased = np.zeros(num_slots, np.int32)
         # NOTE: empty, not zeros: pages that no row with a penalty or a bias has written are never allocated
@@ -76,10 +85,11 @@ class SlotParams:
         self.sequence_ids[slot] = started.sequence_id
         self.num_prompt[slot] = started.num_prompt
         self.num_generated[slot] = len(started.token_ids) - started.num_prompt
-        self.draws[slot] = draws_of(params)
+        draws = draws_of(params)
+        self.draws[slot] = draws
         self.temperature[slot] = max(params.temperature, MIN_TEMPERATURE)
         self.is_random[slot] = not params.is_greedy
-        self.is_truncated[slot] = any(cut.is_on(getattr(params, cut.name)) for cut in CUTS)
+        self.is_truncated[slot] = draws[1:] != NO_CUTS
         self.seeds[slot] = started.seed & (2**64 - 1)
         self.num_logprobs[slot] = params.logprobs or 0
         self._start_edits(started)
@@ -105,8 +115,9 @@ class SlotParams:
 
     def _start_edits(self, started: Started) -> None:
         slot, params = started.slot, started.params
-        self.penalties[slot] = _penalties_of(params)
-        self.is_penalised[slot] = any(penalty.is_on(getattr(params, penalty.name)) for penalty in PENALTIES)
+        penalties = penalties_of(params)
+        self.penalties[slot] = penalties
+        self.is_penalised[slot] = penalties != NO_PENALTIES
         if self.is_penalised[slot]:
             self.tokens[slot, : len(started.token_ids)] = started.token_ids
         ids = self._known(params.logit_bias)
@@ -187,7 +198,3 @@ class SlotParams:
         matches[:, : len(self.eos)] &= ~self.ignores_eos[slots, None]
         is_end: Bools = matches.any(1)
         return is_end
-
-
-def _penalties_of(params: SamplingParams) -> NDArray[np.float32]:
-    return np.array([getattr(params, penalty.name) for penalty in PENALTIES], np.float32)

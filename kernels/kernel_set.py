@@ -373,7 +373,8 @@ class SamplingKernels(Protocol):
 
         top_k keeps the logits at or above the k-th largest. Of those, renormalised, top_p keeps the fewest of the
         largest whose joint probability reaches top_p, and all equals of the last. min_p keeps tokens at least min_p
-        times as likely as the likeliest. So ties are kept whole.
+        times as likely as the likeliest. The others follow, as
+        `_floor` and `_typical_range` in `stages/sample/sampling_math.py` say. So ties are kept whole.
 
         Returns token ids [L] i64 as `choose` does, and the bounds [L, 2] f32 of the logits kept: -inf and inf where all
         are, in broken rows, in padding, and at temperature 0.

@@ -1,6 +1,7 @@
 """Layouts of buffers that the host writes and kernels read: sampling rows, step state, lists of attention and LoRA.
 
-Beside them, what a layer's kernels can be told: `layer_options.py`; and weights in groups of codes: `grouped_codes.py`.
+Beside them, what a layer's kernels can be told: `layer_options.py`; weights in groups of codes: `grouped_codes.py`;
+the sampling fields of a request, once for all layers: `sampling_fields.py`; and how an answer ends: `finish_rule.py`.
 
 Owns: the order, type and meaning of every field in them, and the plain twins of the kernels that fill them.
 In: sizes and plain arrays.

@@ -42,8 +42,9 @@ class Sampler:
     """The sampling state of the running sequences, by slot, and the choice of their tokens.
 
     Order of operations: penalties (repetition, frequency, presence), logit_bias, EOS and stop ids while below
-    min_tokens, allowed tokens and bad words, the user's logits processor, the grammar's mask, temperature, top_k,
-    top_p, min_p. A used-up thinking budget overrides the chosen token.
+    min_tokens, allowed tokens and bad words, the user's logits processor, the grammar's mask, temperature, then
+    the cuts in the order of `CUTS` in `kernels/layout/sampling_fields.py`. A used-up thinking budget overrides the
+    chosen token.
 
     An answer whose grammar allows only an end ends here, whatever other parameters say. With `ignore_eos`, a grammar
     ends its answer only there. Greedy sampling takes the likeliest token, the lowest id among equals. A random draw

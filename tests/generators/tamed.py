@@ -43,6 +43,7 @@ def tamed(value: Any) -> Any:
     body.pop("dimensions", None)  # the scripted model's embeddings cannot be cut
     body.pop("prompt_name", None)  # and it has no prompts
     body.pop("instruction", None)  # and it reads none
+    body.pop("logits_processors", None)  # and its server has none
     return body
 
 

@@ -416,6 +416,8 @@ class SplitEngine(Engine):
             await self._ask_there("blocks" if with_blocks else "books", timeout_s=REFRESH_S)
             if with_stacks:
                 stacks = await self._ask_there("stacks", timeout_s=REFRESH_S)
+                if self._parts is None:
+                    return  # stopped meanwhile
                 self._front().pipeline.stacks_elsewhere = [stack for one in stacks for stack in one]
 
     async def prefix_tree(self) -> dict[str, Any] | None:

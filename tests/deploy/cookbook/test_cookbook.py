@@ -45,7 +45,8 @@ ONE, TWO = (hashlib.sha256(key.encode()).hexdigest()[:16] for key in KEYS)
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder in which both packages are installed, on `sys.path`."""
-    pytest.importorskip("setuptools")
+    pytest.importorskip("pip")
+    pytest.importorskip("setuptools", minversion="70.1")  # an older one builds no wheels without another package
     folder = tmp_path_factory.mktemp("cookbook")
     for name in ("stages", "template"):  # a build writes beside the sources
         shutil.copytree(COOKBOOK / name, folder / name, ignore=shutil.ignore_patterns("build", "*.egg-info"))

@@ -25,11 +25,11 @@ from tests.deploy.running import RunningServer
 PAGE = ROOT / "deploy" / "docs" / "deployment.md"
 BLOCKS = re.findall(r"^```sh\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
 COMMANDS = [shlex.split(line) for block in BLOCKS for line in block.splitlines()]
-PROGRAMS = {"millrace", "curl", "docker", "kubectl", "helm"}
+PROGRAMS = {"millrace", "curl", "docker", "kubectl", "helm", "pip", "ray", "serve"}  # serve: Ray's
 (COMBINED,) = (
     ["millrace", "serve", *found.split()] for found in re.findall(r"`(--data\S+ \d[^`]*)`", PAGE.read_text())
 )
-IS_REMOTE = {"Qwen/Qwen3-0.6B", "MODEL"}  # not on this machine
+IS_REMOTE = {"Qwen/Qwen3-0.6B", "MODEL", "ray"}  # not on this machine
 
 
 def of(program: str, word: str = "") -> list[Sequence[str]]:

@@ -91,6 +91,7 @@ class LiveViewer(Viewer):
             "has_template": engine.info.has_chat_template,
             "shows_tools": chat_format.shows_tools({}),
             "has_auto_tools": chat_format.has_auto_tools,
+            "max_logprobs": engine.config.max_logprobs,
         }
 
     def handle_message(self, message: Body) -> None:

@@ -94,7 +94,7 @@ function Welcome({ app, isChat }) {
 // Escape closes the inspected token, else it stops the answer.
 function listen(app) {
   const onKeyDown = (event) => {
-    if (event.key !== "Escape" || event.defaultPrevented) return;
+    if (event.key !== "Escape" || event.defaultPrevented || event.target.closest?.("dialog")) return;
     if (chat.token) chat.token = null;
     else stop();
     app.redraw();

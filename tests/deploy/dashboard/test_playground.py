@@ -9,6 +9,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ TEMPLATE = "{{ tools | tojson if tools }}{% for m in messages %}{{ m.role ~ ': '
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 SPEED = {"name": "set_speed", "parameters": {"type": "object", "properties": {"speed": {"enum": [1, 2]}}}}
 ANSWER = "[data-turn=assistant]"
+STATE = "/static/dashboard/chat/state.js"
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +79,12 @@ def tokens(page: Any) -> list[dict[str, Any]]:
         at = str(kept["tree"]["picked"][at])
         found = kept["tree"]["nodes"][at].get("tokens", found)
     return found
+
+
+def text(page: Any) -> str:
+    """The last answer, as the page keeps it."""
+    said: str = page.evaluate("millraceDashboard.state.chat.tree.path().at(-1).text")
+    return said
 
 
 def fact(page: Any, name: str) -> str:
@@ -164,6 +172,84 @@ def test_escape_stops_an_answer_which_goes_on_from_there(page: Any):
     page.locator("[data-figure=end]", has_text=f"Cut off after {kept + 5} tokens").wait_for()
     assert len(tokens(page)) == kept + 5
     page.unroute("**/completions")
+
+
+def test_a_cut_answer_goes_on_with_as_many_tokens_and_keeps_what_had_none(page: Any):
+    page.route("**/completions", endlessly)
+    for inspects in (True, False):
+        page.evaluate(f"async () => {{ (await import('{STATE}')).chat.settings.inspects = {json.dumps(inspects)} }}")
+        send(page, "Once upon a time")
+        said = [text(page)]
+        for _ in range(2):
+            page.locator("button", has_text="Go on").last.click()
+            wait(page)
+            assert page.bodies[-1]["max_tokens"] == 12
+            said.append(text(page))
+            page.evaluate(f"async () => {{ (await import('{STATE}')).chat.settings.inspects = true }}")
+        assert [last.startswith(first) and last != first for first, last in pairwise(said)] == [True, True], said
+    page.unroute("**/completions")
+
+
+def test_a_reload_says_that_it_ended_the_answer_and_keeps_what_came(page: Any):
+    page.route("**/completions", endlessly)
+    page.get_by_label("Max tokens").fill("900")
+    page.fill("#chat-draft", "Once upon a time")
+    page.keyboard.press("Control+Enter")
+    page.locator("[data-at='4']").wait_for()
+    page.unroute("**/completions")
+    page.reload()
+    page.locator("[data-figure=end]", has_text="The page was reloaded during this answer").wait_for()
+    assert page.locator("[data-turn]").count() == 2 and len(tokens(page)) >= 5
+
+
+def test_fields_that_are_wrong_are_named_before_they_are_sent(page: Any):
+    page.bodies.clear()
+    for settings, words in (
+        ({"tools": "null"}, "Tools: must be a list of functions"),
+        ({"tools": '["get_weather"]'}, "Tools: must be a list of functions"),
+        ({"format": "json_schema", "schema": "{bad"}, "JSON schema: "),
+    ):
+        page.evaluate(
+            f"async (given) => {{ Object.assign((await import('{STATE}')).chat.settings, {{ tools: '' }}, given) }}",
+            settings,
+        )
+        send(page, "Hello")
+        end = page.locator("[data-figure=end]").last
+        assert words in end.text_content() and end.locator("button", has_text="Try again").count() == 1
+    assert page.bodies == []
+
+
+def test_a_server_that_gives_fewer_likeliest_tokens_is_asked_for_no_more(page: Any):
+    asked = """async (most) => {
+      const { inspected } = await import('/static/dashboard/chat/body.js');
+      const ask = (body) => inspected(body, { inspects: true }, { max_logprobs: most });
+      const [chat, text] = [ask({ messages: [] }), ask({})];
+      return [chat.logprobs, chat.top_logprobs, text.logprobs];
+    }"""
+    assert page.evaluate("millraceDashboard.feed.hello.chat.max_logprobs") == 20
+    assert [page.evaluate(asked, most) for most in (0, 3, 20)] == [[True, 0, 0], [True, 3, 3], [True, 8, 8]]
+
+
+def test_too_many_answers_are_one_turn_that_says_so(page: Any):
+    page.get_by_label("Answers").fill("100000000")
+    send(page, "Hello")
+    page.locator("[data-figure=end]", has_text="field n").wait_for()
+    assert page.locator("[data-figure=version]").count() == 0
+    page.complaints.clear()
+
+
+def test_a_conversation_too_long_for_the_tab_is_kept_without_alternatives(page: Any):
+    send(page, "Once upon a time")
+    page.evaluate(
+        f"""async () => {{
+          const {{ chat, save }} = await import('{STATE}');
+          const node = chat.tree.path().at(-1);
+          node.tokens[0].top = [[1, "x".repeat(6_000_000), -1]];
+          save();
+        }}"""
+    )
+    assert [token["top"] for token in tokens(page)] == [[]] * 12
+    assert page.evaluate("millraceDashboard.state.chat.tree.path().at(-1).tokens[1].top.length") == 8
 
 
 EMPTY = 'data: {"id": "x", "choices": [{"index": 0, "delta": {}, "finish_reason": "stop", "stop_reason": null}]}\n\n'

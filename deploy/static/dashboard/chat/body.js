@@ -30,15 +30,16 @@ export function completionBody(settings, path) {
 export function tokensBody(settings, promptIds, answerIds, maxModelLen) {
   const { response_format: form, n, max_tokens: most, ...body } = common(settings);
   const room = Math.max(1, (maxModelLen ?? 4096) - promptIds.length - answerIds.length);
-  const left = most === undefined ? room : Math.max(1, Math.min(room, most - answerIds.length));
+  const left = most === undefined ? room : Math.min(room, most > answerIds.length ? most - answerIds.length : most); // all used up: as many again
   return { ...body, prompt: [...promptIds, ...answerIds], max_tokens: left };
 }
 
-// Adds what the page reads beside the text.
-export function inspected(body, settings) {
+// Adds what the page reads beside the text. `offered`: as for `isChat`.
+export function inspected(body, settings, offered) {
   const streamed = { ...body, stream: true, stream_options: { include_usage: true } };
   if (!settings.inspects) return streamed;
-  const scores = body.messages ? { logprobs: true, top_logprobs: NUM_ALTERNATIVES } : { logprobs: NUM_ALTERNATIVES };
+  const most = Math.min(NUM_ALTERNATIVES, offered?.max_logprobs ?? NUM_ALTERNATIVES);
+  const scores = body.messages ? { logprobs: true, top_logprobs: most } : { logprobs: most };
   return { ...streamed, ...scores, return_token_ids: true, return_token_details: true, return_progress: true };
 }
 
@@ -63,7 +64,9 @@ function message({ role, text, calls, callId }) {
 export function readTools(text) {
   if (!text.trim()) return [];
   const read = parsed("Tools", text);
-  return (Array.isArray(read) ? read : [read]).map((tool) => (tool.function ? tool : { type: "function", function: tool }));
+  const tools = Array.isArray(read) ? read : [read];
+  if (tools.some((tool) => typeof (tool?.function ?? tool)?.name !== "string")) throw new SyntaxError('Tools: must be a list of functions, each an object with a name, such as [{"name": "get_weather"}]');
+  return tools.map((tool) => (tool.function ? tool : { type: "function", function: tool }));
 }
 
 // A forced call is forced once: after its result the model answers.

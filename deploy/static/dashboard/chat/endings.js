@@ -18,14 +18,14 @@ export function explainEnd({ end, text, thoughts, calls, refusal, tokens, isRunn
   if (end.kind === "stopped") return told("warn", isEmpty ? "Stopped before the first text." : "Stopped.", isEmpty ? ["again"] : ["more", "again"]);
   if (end.kind === "reload") return told("warn", "The page was reloaded during this answer, which ended it.", ["more", "again"]);
   if (end.kind === "lost") return lost(end);
-  if (end.kind === "page") return told("bad", end.message, []);
+  if (end.kind === "page") return told("bad", end.message, ["again"]);
   if (end.kind === "error") return failed(end);
   if (refusal) return told("warn", `The model refused: ${refusal}`, ["again"]);
   return finished(end, { isEmpty, thoughts, tokens, settings });
 }
 
 function finished({ reason, stop }, { isEmpty, thoughts, tokens, settings }) {
-  const most = settings.max_tokens ? ` after ${settings.max_tokens} tokens` : ", as the context is full";
+  const most = settings.max_tokens ? ` after ${tokens?.length || settings.max_tokens} tokens` : ", as the context is full";
   if (reason === "length") {
     if (isEmpty && thoughts) return told("warn", `Cut off${most}, while the model still reasoned. Allow more tokens, or go on.`, ["more"]);
     return told("warn", `Cut off${most} (max tokens).`, ["more"]);

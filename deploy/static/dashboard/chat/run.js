@@ -7,6 +7,8 @@ import { chat, save } from "./state.js";
 import { ask, chunks } from "./stream.js";
 import { touch } from "./tree.js";
 
+const MOST_ANSWERS = 128;
+
 export const headersOf = (app) => (app.feed.keys.key ? { Authorization: `Bearer ${app.feed.keys.key}` } : {});
 
 export const offeredBy = (app) => app.feed.hello?.chat ?? null;
@@ -39,18 +41,19 @@ export function branch(app, node, at, [id, text, logprob]) {
   start(app, chat.tree.parentOf(node), fields, (settings) => ["v1/completions", tokensBody(settings, node.promptIds, idsOf(tokens), maxModelLen(settings))]);
 }
 
-// Goes on where an answer ended early.
+// Goes on where an answer ended early. Without any text it begins again.
 export function more(app, node) {
-  const isExact = node.promptIds && node.tokens.length > 0;
+  const isExact = node.promptIds && node.tokens.length > 0 && !node.hasUnknown;
   if (isExact && !node.calls.length) {
     const tokens = withoutEnd(node);
     return resume(app, node, { tokens: tokens.map((token) => ({ ...token, ms: null })), ...written(node, tokens) }, (settings) => ["v1/completions", tokensBody(settings, node.promptIds, idsOf(tokens), maxModelLen(settings))]);
   }
   const path = chat.tree.pathTo(node);
-  return resume(app, node, {}, (settings) =>
-    node.mode === "completion" || !node.text
-      ? ["v1/completions", completionBody(settings, path)]
-      : ["v1/chat/completions", { ...chatBody(settings, path, offeredBy(app)), add_generation_prompt: false, continue_final_message: true }]);
+  if (node.mode === "completion") return resume(app, node, { hasUnknown: Boolean(node.text) }, (settings) => ["v1/completions", completionBody(settings, path)]);
+  const isBegun = Boolean(node.text);
+  const fields = isBegun ? { hasUnknown: true } : { thoughts: "", raw: undefined, calls: [], tokens: [], promptIds: null, hasUnknown: false };
+  const asked = isBegun ? { add_generation_prompt: false, continue_final_message: true } : {};
+  return resume(app, node, fields, (settings) => ["v1/chat/completions", { ...chatBody(settings, path, offeredBy(app)), ...asked }]);
 }
 
 export const stop = () => chat.running?.controller.abort();
@@ -80,7 +83,8 @@ const withoutEnd = ({ tokens, end }) => (end?.reason === "stop" && tokens.at(-1)
 const maxModelLen = ({ model }) => (chat.models?.find(({ id }) => id === model) ?? chat.models?.[0])?.max_model_len;
 
 function start(app, parent, fields, makeBody) {
-  const n = fields.branchOf ? 1 : Math.max(1, Number(chat.settings.n) || 1);
+  const asked = Number(chat.settings.n);
+  const n = !fields.branchOf && asked >= 1 && asked <= MOST_ANSWERS ? Math.floor(asked) : 1; // the server refuses more
   const answers = Array.from({ length: n }, (_, choice) => chat.tree.add(parent, newAnswer({ ...fields, choice }), choice === 0));
   return run(app, answers, makeBody);
 }
@@ -89,6 +93,16 @@ function resume(app, node, fields, makeBody) {
   Object.assign(node, fields, { isRunning: true, end: null, explained: null, usage: null, choice: 0 });
   return run(app, [node], makeBody);
 }
+
+let isLeaving = false; // the page ends, and with it the answer
+
+addEventListener("pagehide", () => {
+  isLeaving = true;
+  save();
+});
+addEventListener("pageshow", () => {
+  isLeaving = false;
+});
 
 async function run(app, answers, makeBody) {
   stop();
@@ -105,15 +119,16 @@ async function run(app, answers, makeBody) {
   try {
     const [path, body] = makeBody(settings);
     const options = { headers: { ...headersOf(app), "X-Request-Id": name }, signal: controller.signal };
-    for await (const chunk of chunks(path, inspected(body, settings), options)) {
+    for await (const chunk of chunks(path, inspected(body, settings, offeredBy(app)), options)) {
       takeChunk(answers, chunk, performance.now() - answers[0].sentMs);
       app.redraw();
     }
   } catch (error) {
-    end = endOf(error);
+    end = isLeaving ? { kind: "reload" } : endOf(error);
   }
   for (const node of answers) {
     node.endedMs = performance.now();
+    node.hasUnknown ||= !settings.inspects; // has text whose tokens are not known
     finish(node, node.end ?? end);
   }
   if (chat.running === running) chat.running = null;

@@ -2,7 +2,7 @@
 
 import { html } from "../../vendor/htm-preact.standalone.module.js";
 import { readTools } from "./body.js";
-import { chat, save } from "./state.js";
+import { chat, save, saveSoon } from "./state.js";
 
 const SAMPLING = [
   ["max_tokens", "Max tokens", { min: 1 }], ["temperature", "Temperature", { min: 0, max: 2, step: 0.1 }], ["top_p", "Top p", { min: 0, max: 1, step: 0.05 }],
@@ -17,7 +17,7 @@ export function Side({ app, isChat, offered }) {
   const { settings } = chat;
   const set = (name) => (event) => {
     settings[name] = event.target.type === "checkbox" ? event.target.checked : event.target.value;
-    save();
+    saveSoon();
     app.redraw();
   };
   const wrong = problem(settings.tools);

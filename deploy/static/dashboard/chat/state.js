@@ -36,23 +36,27 @@ function read() {
   }
 }
 
+let later = null; // the timer of `saveSoon`
+
 export function save() {
+  clearTimeout(later);
   const { tree, settings, draft, watched } = chat;
-  const whole = () => JSON.stringify({ tree, settings, draft, watched });
+  const whole = (replacer) => JSON.stringify({ tree, settings, draft, watched }, replacer);
   try {
     sessionStorage.setItem(KEY, whole());
   } catch {
-    dropAlternatives(tree); // they are the most of it
     try {
-      sessionStorage.setItem(KEY, whole());
+      sessionStorage.setItem(KEY, whole((name, value) => (name === "top" ? [] : value))); // alternatives are the most of it
     } catch {
       chat.note = "This conversation is too long to be kept over a reload.";
     }
   }
 }
 
-function dropAlternatives(tree) {
-  for (const node of Object.values(tree.nodes)) for (const token of node.tokens ?? []) token.top = [];
+// For each key that is pressed: a long conversation takes long to write.
+export function saveSoon() {
+  clearTimeout(later);
+  later = setTimeout(save, 400);
 }
 
 export function restart() {

@@ -25,7 +25,7 @@ export function Tiles({ map, owners, zoom }) {
   const boxes = squarified(items.map(({ blocks }) => (blocks / held) * width * tall), width, tall);
   return html`<div ref=${ref} class="tiles" style=${{ height: `${tall}px` }}>${items.map((item, i) => {
     const { x, y, w, h } = boxes[i];
-    const hasName = w > 58 && h > 26;
+    const hasName = w > 44 && h > 26;
     const words = `${item.name}: ${count(item.blocks)} blocks, ${percent(item.blocks / total)}`;
     return html`<button key=${item.key} class=${`tile ${item.kind}`} data-tile=${item.key} data-blocks=${item.blocks} disabled=${!item.zoom} title=${words} aria-label=${words} onClick=${() => zoom(item.zoom)}
       style=${{ left: `${x}px`, top: `${y}px`, width: `${Math.max(1, w - GAP)}px`, height: `${Math.max(1, h - GAP)}px`, background: item.fill }}>${

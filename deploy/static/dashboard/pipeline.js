@@ -150,7 +150,7 @@ function Pipe({ edge, line }) {
   const fill = isKnown ? edge.depth / edge.capacity : 0;
   const tone = edge.full > 0.05 ? "full" : "";
   const w = isWide ? Math.min(26, x2 - x1 - 14) : 30;
-  const flows = [edge.per_s > 0 && `${rate(edge.per_s)}/s`, edge.tokens_per_s > 0 && `${short(edge.tokens_per_s)} tok${isWide && x2 - x1 < 58 ? "" : "/s"}`].filter(Boolean);
+  const flows = [edge.per_s > 0 && `${rate(edge.per_s)}/s`, edge.tokens_per_s > 0 && `${short(edge.tokens_per_s)} tok${isWide && x2 - x1 < 56 ? "" : "/s"}`].filter(Boolean);
   return html`<g class=${`pipe ${tone}`}>
     <title>${edge.name}${isKnown ? `: ${edge.depth} of ${edge.capacity} items` : ""}${edge.full === undefined ? "" : `, full ${percent(edge.full)} of the time`}</title>
     <line x1=${x1} y1=${y1} x2=${x2} y2=${y2} />

@@ -141,6 +141,7 @@ def test_figures_of_an_idle_server_are_those_of_its_metrics(loaded: RunningServe
 
 def test_a_hand_on_an_idle_server_finds_what_it_asks_for(loaded: RunningServer, page: Any, flights: Path):
     interactions.check_load(loaded, page)
+    check_waterfall(page)
     interactions.check_prefix_tree(loaded, page)
     interactions.check_recorder(page, flights)
     interactions.check_shortcuts(page)
@@ -187,7 +188,6 @@ def test_every_view_shows_a_loaded_server_to_everybody_and_stays_at_home(
     check_narrow_latencies(page)
     page.set_viewport_size({"width": 1280, "height": 900})
     check_bottleneck(loaded, page)
-    check_waterfall(page)
     check_blocks(page)
     check_cancel(page)
     check_that_it_stayed_at_home(page)
@@ -212,11 +212,15 @@ def check_narrow_latencies(page: Any) -> None:
 
 
 def check_waterfall(page: Any) -> None:
-    """Of a request that runs: bars and ticks, and why it takes so long."""
+    """Of a request that runs: bars of its stages, and why it takes so long."""
+    page.evaluate(
+        """() => { fetch('/v1/completions', { method: 'POST', headers: { 'Content-Type': 'application/json',
+          'X-Request-Id': 'fresh' }, body: '{"prompt": "Hello", "max_tokens": 60}' }).catch(() => 0); }"""
+    )
     show(page, "waterfall")
-    page.locator("th a", has_text="cmpl").last.click()
+    page.locator("th a", has_text="cmpl-fresh").click()
     page.locator(".waterfall .sentence", has_text="The request").wait_for()
-    assert page.locator("[data-service]").count() >= 3
+    until(page, "document.querySelectorAll('[data-service]').length >= 3")
     explained = page.evaluate("millraceDashboard.feed.data.request.explained")
     assert sum(row["total_us"] for row in explained["rows"]) == pytest.approx(explained["total_us"], abs=1_000)
 

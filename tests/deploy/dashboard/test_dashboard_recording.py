@@ -92,6 +92,7 @@ def test_every_view_shows_a_recording_to_everybody_and_stays_at_home(page: Any, 
         assert page.evaluate("document.documentElement.scrollWidth") <= width, f"{view} is wider than {width} pixels"
         page.screenshot(path=str(tmp_path / f"{view}-{width}-{scheme}.png"))  # to look at: pytest keeps it for a while
     page.set_viewport_size({"width": 1280, "height": 900})
+    show(page, "pipeline")  # the wall has no bar of the time
     check_that_it_stayed_at_home(page)
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar, Literal
 
 import orjson
-from pydantic import AfterValidator, Field, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from ....stages.params import MAX_LOGPROBS
 from ...errors import ApiError, shorten
 from ..adapter.chat_adapter import AdaptedBody, Chat, renamed
 from ..openai.bodies import ModelName
-from ..openai.tools import Tools
+from ..openai.tools import Tool, not_too_many
 from ..schema import fields as schema_fields
 from ..schema.hints import TOKEN_IDS, Schema, nullable
 from ..schema.unsupported import GENERATION, NOTHING, Harmless
@@ -47,6 +47,12 @@ def _keep_alive(value: Any) -> Any:
     return value
 
 
+def _think(value: Any) -> Any:
+    if not isinstance(value, bool | None) and value not in ("low", "medium", "high", "max"):
+        raise PydanticCustomError("invalid_value", "must be true, false, low, medium, high or max")
+    return value
+
+
 KeepAlive = Annotated[Any, AfterValidator(_keep_alive), WithJsonSchema(KEEP_ALIVE)]
 
 
@@ -63,7 +69,7 @@ class OllamaBody(AdaptedBody):
     format: Annotated[Any, WithJsonSchema(FORMAT)] = None
     options: OllamaOptions | None = None
     keep_alive: KeepAlive = None
-    think: bool | Literal["low", "medium", "high", "max"] | None = None
+    think: Annotated[bool | Literal["low", "medium", "high", "max"] | None, BeforeValidator(_think)] = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
@@ -118,11 +124,24 @@ class OllamaBody(AdaptedBody):
         return {"type": "json_schema", "json_schema": {"name": "output", "schema": self.format, "strict": True}}
 
 
+class OllamaTool(Tool):
+    """One entry of `tools`, which need not say that it is a function."""
+
+    type: Literal["function"] = "function"
+
+
 class OllamaChatBody(OllamaBody):
     """`POST /api/chat`."""
 
     messages: Annotated[Any, WithJsonSchema(schema_fields.OLLAMA_MESSAGES)] = None
-    tools: Tools | None = None
+    tools: (
+        Annotated[
+            list[OllamaTool],
+            BeforeValidator(not_too_many),
+            Field(json_schema_extra={"maxItems": schema_fields.MAX_TOOLS}),
+        ]
+        | None
+    ) = None
 
     @property
     def is_empty(self) -> bool:

@@ -153,7 +153,8 @@ def _tool_choice(value: Any) -> Any:
     return NamedTool(type="function", function=NamedFunction(name=name))
 
 
-def _not_too_many(value: Any) -> Any:
+def not_too_many(value: Any) -> Any:
+    """`value`, if it is no list of more than `MAX_TOOLS`."""
     if isinstance(value, list) and len(value) > MAX_TOOLS:
         raise PydanticCustomError(
             "invalid_value", "must have at most {most} entries, so tools[{most}] is too many", {"most": MAX_TOOLS}
@@ -161,7 +162,7 @@ def _not_too_many(value: Any) -> Any:
     return value
 
 
-Tools = Annotated[list[Tool], BeforeValidator(_not_too_many), Field(json_schema_extra={"maxItems": MAX_TOOLS})]
+Tools = Annotated[list[Tool], BeforeValidator(not_too_many), Field(json_schema_extra={"maxItems": MAX_TOOLS})]
 ToolChoice = Annotated[Literal["none", "auto", "required"] | NamedTool, BeforeValidator(_tool_choice)]
 
 

@@ -49,6 +49,7 @@ _CODES = {
     "unsupported_content_type": "unsupported_content_type",
     "unsupported_parameter": "unsupported_parameter",
 }
+_OBJECTS = frozenset({"model_type", "model_attributes_type", "dict_type"})  # kinds of errors
 
 
 def _as_api_error(errors: ValidationError) -> ApiError:
@@ -56,7 +57,7 @@ def _as_api_error(errors: ValidationError) -> ApiError:
     param = _param(first["loc"])
     kind = first["type"]
     code = _CODES.get(kind) or ("invalid_type" if kind.endswith("_type") else "invalid_value")
-    wrong = first["msg"].replace("Input should", "must", 1)
+    wrong = "must be an object" if kind in _OBJECTS else first["msg"].replace("Input should", "must", 1)
     wrong = wrong[0].lower() + wrong[1:]
     shown = "" if kind == "missing" or isinstance(first["input"], (dict, list)) else f" = {_show(first['input'])}"
     return ApiError(code, f"{param}{shown}: {wrong}", param=param)

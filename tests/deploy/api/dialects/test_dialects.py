@@ -85,6 +85,7 @@ def test_a_body_of_no_dialect_is_told_of_all_of_them(server: RunningServer):
     ("body", "named"),
     [
         ({"inputs": 5}, "inputs = 5"),
+        ({"inputs": "a", "parameters": []}, "parameters: must be an object"),
         ({"inputs": "a", "parameters": {"temperature": 9}}, "parameters.temperature = 9"),
         ({"inputs": "a", "parameters": {"watermark": True}}, "parameters.watermark"),
         ({"inputs": "a", "parameters": {"grammar": {"type": "lark", "value": ""}}}, "parameters.grammar"),

@@ -108,7 +108,7 @@ def test_an_empty_request_loads_and_an_unload_is_refused_with_the_reason(server:
         ({"options": {"top_k": "5"}}, "options.top_k = '5'"),
         ({"options": {"mirostat": 2}}, "options.mirostat"),
         ({"options": {"num_predict": -3}}, "options.num_predict = -3"),
-        ({"options": []}, "options"),
+        ({"options": []}, "options: must be an object"),
         ({"messages": "hi"}, "messages"),
         ({"messages": [{"role": "robot", "content": ""}]}, "messages[0].role = 'robot'"),
         ({"messages": [{"role": "user", "content": "a", "images": ["aGk="]}]}, "messages[0].images"),
@@ -116,7 +116,8 @@ def test_an_empty_request_loads_and_an_unload_is_refused_with_the_reason(server:
         ({"format": "xml"}, "format = 'xml'"),
         ({"format": {"type": "nonsense"}}, "format"),
         ({"think": True}, "think"),
-        ({"think": "a lot"}, "think"),
+        ({"think": "a lot"}, "think = 'a lot': must be true, false, low"),
+        ({"think": 1}, "think = 1: must be true, false, low"),
         ({"keep_alive": []}, "keep_alive"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
         ({"prompt": "hi"}, "prompt"),
@@ -128,6 +129,15 @@ def test_a_wrong_field_is_named_as_this_api_names_it(server: RunningServer, body
     answer = server.post(PATH, ASK | body)
     assert answer.status == 400 and list(answer.json) == ["error"]
     assert answer.json["error"].startswith(named) or named in answer.json["error"]
+
+
+def test_a_tool_need_not_say_that_it_is_a_function(server: RunningServer):
+    tools = [{"function": {"name": "paint", "parameters": {"type": "object"}}}]
+    turns = {"messages": HELLO, "stream": False, "options": {"num_predict": 1}}
+    refused = server.post(PATH, turns | {"tools": [{"type": "retrieval", **tools[0]}]})
+    assert refused.status == 400 and refused.json["error"].startswith("tools[0].type = 'retrieval'")
+    answer = server.post(PATH, turns | {"tools": tools})
+    assert answer.status == 200 or "--tool-call-parser" in answer.json["error"]
 
 
 def test_what_is_not_obeyed_is_listed_and_what_changes_nothing_is_not(server: RunningServer):

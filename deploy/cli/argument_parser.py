@@ -40,35 +40,57 @@ class ArgumentParser(argparse.ArgumentParser):
         if self.takes_vllm_flags:
             parsed.notes = notes
         if unknown:
-            names = (self._unknown(argument) for argument in unknown)
-            self.error(f"unrecognized arguments: {' '.join(names)}")
+            self.error(self._explain_unknown(unknown))
         return parsed, unknown
 
     def error(self, message: str) -> NoReturn:
         """Prints usage and message, and exits with code 2."""
         choice = _INVALID_CHOICE.search(message)
         if choice is not None:
-            message += near_miss(choice[1], re.findall(r"[\w.-]+", choice[2]))
+            from .other_engines.near_misses import COMMANDS
+
+            if (instead := COMMANDS.get(choice[1])) is not None and "argument COMMAND" in message:
+                message = f"millrace has no {choice[1]}: {instead}"
+            else:
+                message += near_miss(choice[1], re.findall(r"[\w.-]+", choice[2]))
         super().error(message)
 
     def _translated(self, args: list[str]) -> tuple[list[str], list[Note]]:
         from .other_engines.rows import FlagError
         from .other_engines.translation import translate
 
+        for argument in args:  # argparse would read -hf as -h with a value
+            if argument.startswith("-h") and (hint := self._hint(argument)) is not None:
+                self.error(hint)
         try:
             made = translate(args, self._option_string_actions)
         except FlagError as error:
             self.error(str(error))
         return made.arguments, made.notes
 
-    def _unknown(self, argument: str) -> str:
-        flag = argument.partition("=")[0]
-        if self.takes_vllm_flags and flag.startswith("-"):
-            from .other_engines.near_misses import hint
+    def _explain_unknown(self, unknown: Sequence[str]) -> str:
+        """What to say of unknown arguments: each flag of another engine, without its value, on a line of its own."""
+        names, hints, is_value = [], [], False
+        for argument in unknown:
+            if (hint := self._hint(argument)) is not None:
+                hints.append(hint)
+            elif not is_value or argument.startswith("-"):
+                names.append(argument + self._near_miss(argument))
+            is_value = hint is not None and "=" not in argument
+        lines = [f"unrecognized arguments: {' '.join(names)}"] if names else []
+        return "\n  ".join([*lines, *hints])
 
-            if (told := hint(flag.replace("_", "-"))) is not None:
-                return told
-        return argument + near_miss(flag, self._option_string_actions) if flag.startswith("--") else argument
+    def _hint(self, argument: str) -> str | None:
+        """Whose flag an argument is and what to write instead; None for other arguments."""
+        if not self.takes_vllm_flags or not argument.startswith("-"):
+            return None
+        from .other_engines.near_misses import hint
+
+        return hint(argument.partition("=")[0].replace("_", "-"))
+
+    def _near_miss(self, argument: str) -> str:
+        flag = argument.partition("=")[0]
+        return near_miss(flag, self._option_string_actions) if flag.startswith("--") else ""
 
     def _with_hyphens(self, args: Iterable[str]) -> Iterator[str]:
         for argument in args:

@@ -24,8 +24,8 @@ def speculative_config(value: Any) -> Arguments:
         method = "ngram"
         config.pop("model")
     if method != "ngram":
-        named = method or "a draft model"
-        raise FlagError(f'method {named} is not supported: only n-gram drafts are; use \'{{"method": "ngram"}}\'')
+        named = "a draft model" if method is None else f"method {method}"
+        raise FlagError(f'{named} is not supported: only n-gram drafts are; use \'{{"method": "ngram"}}\'')
     arguments = ["--speculation", "ngram"]
     for key, number in config.items():
         if key not in NGRAM:
@@ -35,7 +35,7 @@ def speculative_config(value: Any) -> Arguments:
 
 
 def structured_outputs_config(value: Any) -> Arguments:
-    """The reasoning parser; llguidance computes all constraints, whatever the back-end's name is."""
+    """The reasoning parser; any back-end's name."""
     arguments: list[str] = []
     for key, item in _object(value).items():
         match key, item:
@@ -57,7 +57,7 @@ def structured_outputs_config(value: Any) -> Arguments:
 
 
 def compilation_config(value: Any) -> Arguments:
-    """Without compilation and graphs is `--enforce-eager`; any other level is as it is anyway."""
+    """`--enforce-eager` where it turns compilation or graphs off; other levels change nothing."""
     if isinstance(value, dict):
         level = value.get("mode", value.get("level"))
         is_eager = level in (0, "NONE") or value.get("cudagraph_mode") == "NONE"
@@ -66,7 +66,7 @@ def compilation_config(value: Any) -> Arguments:
 
 
 def preemption_mode(value: Any) -> Arguments:
-    """Swapping is the default; without host memory sequences are recomputed."""
+    """`recompute` is `--swap-space 0`; `swap` is the default."""
     if value not in ("swap", "recompute"):
         raise FlagError("must be swap or recompute")
     return ("--swap-space", "0") if value == "recompute" else ()

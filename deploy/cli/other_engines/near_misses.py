@@ -8,6 +8,7 @@ _DEVICE = "the whole model is on --device; leave it out"
 _LLAMA_CPP: Mapping[str, str] = {
     "-m": "give the file or folder first, as millrace serve model.gguf",
     "-hf": "give the Hub id first, as millrace serve OWNER/NAME:Q4_K_M",
+    "-hfr": "give the Hub id first, as millrace serve OWNER/NAME:Q4_K_M",
     "--hf-repo": "give the Hub id first, as millrace serve OWNER/NAME:Q4_K_M",
     "--hf-file": "give the Hub id first, as millrace serve OWNER/NAME:Q4_K_M",
     "--model-url": "give the address first, as millrace serve https://.../model.gguf",
@@ -29,12 +30,12 @@ _LLAMA_CPP: Mapping[str, str] = {
     "-t": "write --threads N",
     "-tb": "write --threads N, which holds for prompts too",
     "--threads-batch": "write --threads N, which holds for prompts too",
-    "--threads-http": "HTTP needs no threads; leave it out",
+    "--threads-http": "one event loop serves HTTP; leave it out",
     "-fa": "attention never stores scores; leave it out",
     "--flash-attn": "attention never stores scores; leave it out",
     "-cb": "batching is always continuous; leave it out",
     "--cont-batching": "batching is always continuous; leave it out",
-    "--mlock": "weights are not swapped out while they are used; leave it out",
+    "--mlock": "weights are not locked in memory; leave it out, and turn swap off where it matters",
     "--no-mmap": "weights are read as the backend needs them; leave it out",
     "-ctk": "write --kv-cache-dtype int8 or fp8",
     "-ctv": "write --kv-cache-dtype int8 or fp8",
@@ -55,6 +56,7 @@ _LLAMA_CPP: Mapping[str, str] = {
     "--reasoning-format": "write --reasoning-parser NAME",
     "--reasoning-budget": "send thinking_budget with each request",
     "--n-predict": "send max_tokens with each request",
+    "-n": "send max_tokens with each request",
     "--temp": """write --override-generation-config '{"temperature": X}'""",
     "--mmproj": "images are not supported; leave it out",
     "--slots": "/v1/requests always answers; leave it out",
@@ -124,6 +126,16 @@ _OLLAMA: Mapping[str, str] = {
     "--num-ctx": "write --max-model-len N",
 }
 
+COMMANDS: Mapping[str, str] = {  # of Ollama and SGLang
+    "run": "write millrace serve MODEL, then millrace chat --url http://127.0.0.1:8000",
+    "pull": "millrace serve OWNER/NAME downloads what is missing",
+    **dict.fromkeys(
+        ("list", "ls", "ps", "show"),
+        "a server has one model; GET /v1/models and /api/show of a running one describe it",
+    ),
+    "stop": "press Ctrl-C where the server runs, or send it SIGTERM",
+    "create": "give a folder or GGUF file to millrace serve; a Modelfile is not read",
+}
 ENGINES: Mapping[str, Mapping[str, str]] = {
     "llama.cpp": _LLAMA_CPP,
     "SGLang": _SGLANG,

@@ -68,6 +68,9 @@ MODEL: Mapping[str, Row] = {
     "--disable-mm-preprocessor-cache": SoAnyway("text is all that is served"),
     "--mm-encoder-tp-mode": SoAnyway("text is all that is served", (ANY,)),
     "--media-io-kwargs": Unsupported(_NO_MEDIA),
+    "--enable-mm-embeds": Unsupported(_NO_MEDIA),
+    "--skip-mm-profiling": SoAnyway("text is all that is served"),
+    "--mm-processor-cache-type": SoAnyway("text is all that is served", (ANY,)),
 }
 
 DEVICE: Mapping[str, Row] = {
@@ -79,7 +82,19 @@ DEVICE: Mapping[str, Row] = {
     "--distributed-executor-backend": Renamed("--executor", {"mp": "process", "uni": "auto"}),
     "--worker-use-ray": Switch(("--executor", "ray")),
     "--enable-expert-parallel": Unsupported("experts are computed through transformers, on one device; leave it out"),
-    "--enable-eplb": Unsupported("experts are computed through transformers, on one device; leave it out"),
+    **dict.fromkeys(
+        ("--enable-eplb", "--eplb-config", "--all2all-backend", "--expert-placement-strategy"),
+        Unsupported("experts are computed through transformers, on one device; leave it out"),
+    ),
+    "--enable-dbo": Unsupported("a step is one batch; leave it out"),
+    "--disable-cascade-attn": Unsupported(
+        "attention may read a prefix that requests share once for all of them; leave it out"
+    ),
+    "--decode-context-parallel-size": SoAnyway(
+        "each rank has all tokens of a sequence", ("1",), "is not supported; use --tensor-parallel-size"
+    ),
+    "--data-parallel-start-rank": Unsupported(_ONE_MACHINE),
+    "--optimization-level": Read(json_values.compilation_config, "kernels are compiled ahead, and steps captured"),
     "--disable-custom-all-reduce": SoAnyway("sums between ranks never use one"),
     "--max-parallel-loading-workers": SoAnyway("ranks read their own shares at once", (ANY,)),
     "--data-parallel-backend": Renamed("--executor", {"mp": "auto"}),
@@ -127,6 +142,10 @@ CACHE: Mapping[str, Row] = {
     "--kv-offloading-backend": Unsupported("the host holds preempted sequences only: see --swap-space"),
     "--disable-hybrid-kv-cache-manager": SoAnyway("windows and full attention share one pool"),
     "--use-v2-block-manager": SoAnyway(_OBSOLETE),
+    **dict.fromkeys(
+        ("--mamba-cache-dtype", "--mamba-ssm-cache-dtype", "--mamba-block-size"),
+        SoAnyway("layers with a state are not served", (ANY,)),
+    ),
 }
 
 BATCH: Mapping[str, Row] = {
@@ -137,7 +156,7 @@ BATCH: Mapping[str, Row] = {
     "--long-prefill-token-threshold": SoAnyway("prompts share a step as they fit", ("0",), _BATCH_MIX),
     "--disable-chunked-mm-input": SoAnyway("text is all that is served"),
     "--stream-interval": SoAnyway(
-        "each token is sent as it comes", ("1",), "tokens are sent as they come; set stream_options in requests"
+        "each token is sent as it comes", ("1",), "each token is sent as it comes; leave it out"
     ),
     "--num-scheduler-steps": SoAnyway(_OBSOLETE, (ANY,)),
     "--multi-step-stream-outputs": SoAnyway(_OBSOLETE),
@@ -153,6 +172,10 @@ BATCH: Mapping[str, Row] = {
     "--spec-tokens": Renamed("--num-speculative-tokens"),
     "--structured-outputs-config": Read(json_values.structured_outputs_config, "llguidance computes all constraints"),
     "--guided-decoding-backend": SoAnyway("llguidance computes all constraints", (ANY,)),
+    "--guided-decoding-disable-fallback": SoAnyway("there is one back-end"),
+    "--guided-decoding-disable-any-whitespace": Unsupported(
+        'send "structured_outputs": {"disable_any_whitespace": true} with each request instead'
+    ),
     "--reasoning-parser-plugin": Unsupported("name the class: --reasoning-parser package.module:Class"),
     "--enable-reasoning": SoAnyway("the reasoning parser is found by the chat template"),
     "--fully-sharded-loras": Unsupported("each rank has whole adapters; leave it out"),
@@ -167,9 +190,9 @@ SERVER: Mapping[str, Row] = {
     "--allowed-headers": Read(json_values.everything, "pages may send the headers that the API knows"),
     "--allow-credentials": Unsupported("no route reads cookies; let pages send the key in Authorization"),
     "--ssl-ca-certs": Unsupported("clients' certificates are not checked; let a proxy check them"),
-    "--ssl-cert-reqs": SoAnyway(
-        "clients' certificates are not checked", ("0",), "clients' certificates are not checked; let a proxy check them"
-    ),
+    "--ssl-cert-reqs": SoAnyway("clients' certificates are not checked", ("0",), "let a proxy check them"),
+    "--ssl-ciphers": Unsupported("Python's default ciphers are used; let a proxy choose others"),
+    "--profiler-config": Unsupported("write --profiler-dir FOLDER"),
     "--enable-ssl-refresh": Unsupported("the certificate is read at the start; restart the server, or use a proxy"),
     "--middleware": Unsupported("--stage package.module:Class@after=STAGE serves a stage of your own; or use a proxy"),
     "--uvicorn-log-level": Renamed("--log-level", {"critical": "error", "trace": "debug"}),

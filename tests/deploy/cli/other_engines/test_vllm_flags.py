@@ -73,6 +73,8 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [  # arguments of vLLM -> the setti
     ),
     ("--speculative-config.method ngram", {"speculation": "ngram"}),
     ("-O3", {}),
+    ("--optimization-level 0", {"enforce_eager": True}),
+    ("--decode-context-parallel-size 1 --mamba-cache-dtype auto", {}),
     ('--compilation-config {"cudagraph_mode":"NONE"}', {"enforce_eager": True}),
     ("--host 127.0.0.1 --port 9", {"host": "127.0.0.1", "port": 9}),
     ("--uvicorn-log-level trace", {"log_level": "debug"}),
@@ -104,6 +106,9 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [  # arguments of vLLM -> the setti
 ]
 
 REFUSED = [  # arguments -> what is told
+    ("--stream-interval 10", "--stream-interval 10: each token is sent as it comes; leave it out"),
+    ('--speculative-config {"model":"draft"}', "--speculative-config: a draft model is not supported"),
+    ("--enable-dbo", "a step is one batch"),
     ("--trust-remote-code", "--trust-remote-code: code of a checkpoint never runs"),
     ('--hf-overrides {"a":1}', "change it in a copy of the checkpoint's folder"),
     ("--rope-scaling {}", "change it in a copy of the checkpoint's folder"),
@@ -230,6 +235,7 @@ def test_a_command_without_the_setting_says_so(capsys: Any) -> None:
     ("arguments", "told"),
     [
         (["--n-gpu-layers", "99"], "--n-gpu-layers is llama.cpp's: the whole model is on --device; leave it out"),
+        (["-hf", "a/b:Q4_K_M"], "-hf is llama.cpp's: give the Hub id first"),
         (["-ngl", "99"], "-ngl is llama.cpp's: the whole model is on --device"),
         (["--ctx_size=4096"], "--ctx-size is llama.cpp's: write --max-model-len N"),
         (["--mem-fraction-static", "0.8"], "--mem-fraction-static is SGLang's: write --gpu-memory-utilization X"),
@@ -241,6 +247,22 @@ def test_a_flag_of_another_engine_is_recognised(capsys: Any, arguments: list[str
     with pytest.raises(SystemExit):
         parsed(*arguments)
     assert told in capsys.readouterr().err
+
+
+def test_each_flag_of_another_engine_has_a_line_without_its_value(capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        parsed("-ngl", "99", "--ctx-size", "4096", "--flash-attn=on", "--colour", "red", "-t", "8")
+    lines = capsys.readouterr().err.splitlines()[1:]
+    assert lines[0] == "millrace serve: error: unrecognized arguments: --colour red"
+    assert [line.partition(" is ")[0] for line in lines[1:]] == ["  -ngl", "  --ctx-size", "  --flash-attn", "  -t"]
+
+
+@pytest.mark.parametrize(("command", "right"), [("run", "millrace chat --url"), ("ps", "GET /v1/models")])
+def test_a_command_of_another_engine_is_recognised(capsys: Any, command: str, right: str) -> None:
+    with pytest.raises(SystemExit):
+        parser().parse_args([command, "llama3"])
+    error = capsys.readouterr().err
+    assert f"millrace has no {command}: " in error and right in error
 
 
 def test_hints_are_for_flags_that_the_command_does_not_have() -> None:

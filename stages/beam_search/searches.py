@@ -185,11 +185,12 @@ class BeamSearches:
         answer, end = self.make_answer(found.params, found.begun.token_ids), hypothesis.finish
         token_ids = hypothesis.beam.token_ids[len(found.begun.token_ids) :].tolist()
         tops = hypothesis.beam.tops or (None,) * len(token_ids)
+        now_us = int(self.pipeline.env.now() * 1e6)  # all of it becomes text at once
         # the detokenizer finds a stop string by itself; any other end comes with the last token
         last = FinishReason.NONE if isinstance(end.stop_reason, str) else end.reason
         for place, (token_id, top) in enumerate(zip(token_ids, tops, strict=True)):
             reason = last if place == len(token_ids) - 1 else FinishReason.NONE
-            scores = None if top is None else (top, 0, False)
+            scores = None if top is None else (top, now_us, False)
             text, finish, logprobs = answer.read(token_id, place, reason, scores)
             scored = None if finish is None else replace(finish, score=end.score)
             rows.add(sequence_id, text, token_id, scored, logprobs)

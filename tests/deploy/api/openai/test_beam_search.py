@@ -39,6 +39,12 @@ def test_the_n_best_are_told_apart_and_counted_once(server: RunningServer, path)
     server.wait_until_idle()
 
 
+def test_the_tokens_of_a_search_came_when_it_ended(server: RunningServer):
+    answer = server.post(TEXT, body_for(TEXT, n=2, logprobs=1, return_token_details=True)).json
+    times = [detail["time_ms"] for one in answer["choices"] for detail in one["logprobs"]["details"]]
+    assert len(times) == 12 and all(times) and times == sorted(times)
+
+
 def test_each_prompt_has_a_search_of_its_own(server: RunningServer):
     both = server.post(TEXT, body_for(TEXT, prompt=["abc", "xyz"], n=2)).json["choices"]
     alone = [server.post(TEXT, body_for(TEXT, prompt=prompt, n=2)).json["choices"] for prompt in ("abc", "xyz")]

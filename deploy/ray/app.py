@@ -186,7 +186,10 @@ def _value(kind: Any, name: str, value: Any) -> Any:
 
 
 def _guarded(config: ServerConfig) -> ServerConfig:
-    """Without a key only loopback's names are answered: no foreign page and no other machine uses Serve's proxy."""
+    """Without a key only loopback's names are answered, so that no foreign page uses Serve's proxy.
+
+    NOTE: another machine may send such a name; by itself Serve's proxy listens on loopback only.
+    """
     has_key = config.api_key or config.api_key_file is not None or config.allow_no_key
     return config if has_key or config.allowed_host else replace(config, allowed_host=("localhost",))
 

@@ -134,11 +134,14 @@ class RayExecutor:
         try:
             async with asyncio.timeout(limit_s):
                 return int(await _result(joining))
+        except self._ray.exceptions.RayError as error:  # NOTE: the actor's own timeout is a TimeoutError, too
+            message = f"the actor of engine {index} did not start: {how_it_ended(error)}"
+            if isinstance(error, OSError):
+                message += f"; its node must reach this one at {self._host}, at any port"
+            raise EngineDied(message) from None
         except TimeoutError:
             needs = f"it needs {self.request}; `ray status` shows what is free"
             raise EngineDied(f"Ray has not started the actor of engine {index} in {limit_s:g} s: {needs}") from None
-        except self._ray.exceptions.RayError as error:
-            raise EngineDied(f"the actor of engine {index} did not start: {how_it_ended(error)}") from None
 
     def _make_actor(self, index: int) -> Any:
         assert self.request is not None
@@ -182,6 +185,7 @@ class RayExecutor:
         address = self._config.ray_address
         try:
             _check_address(address or os.environ.get("RAY_ADDRESS") or "")
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster that starts here reports to no one
             ray.init(address=address)
         except (OSError, ValueError, RuntimeError) as error:
             message = f"ray_address = {address}: Ray cannot be joined ({str(error).strip().partition(chr(10))[0]})"
@@ -214,7 +218,8 @@ def kill_actor(ray: Any, actor: Any) -> None:
 
 
 def how_it_ended(error: BaseException) -> str:
-    """An error of Ray in one line, without the stack of the other process."""
+    """An error of Ray in one line, without the stack of the other process: by its cause there, if it has one."""
+    error = getattr(error, "cause", None) or error
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 

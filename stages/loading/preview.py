@@ -16,6 +16,7 @@ from ...model.checkpoint.model_kind import is_bidirectional
 from ...model.checkpoint.tensor_shapes import open_source
 from ...model.errors import UnbuiltError
 from ...model.families.registry import read_spec
+from ...model.sharding.shard import why_not_cut
 from ...runtime.env.cpus import ComputeThreads, Cpus
 from ...runtime.startup.phases import Phases
 from ..backends.merged_adapters import merging_of
@@ -65,6 +66,9 @@ def preview_model(config: EngineConfig) -> ModelPreview:
         return ModelPreview(model_id=name, root=root, runs_on=f"transformers: {reason}")
     source, shape = open_source(root, shape, config.load_format, merging_of(config))
     check_dtype(config, shape)
+    size = config.tensor_parallel_size
+    if size > 1 and (why_not := why_not_cut(shape, size)) is not None:
+        raise ConfigError(f"tensor_parallel_size = {size}: {why_not}")
     longest = max_model_len_of(config, shape)
     read_text(config, root, shape, name, Phases(lambda: 0.0))
     preview = ModelPreview(model_id=name, root=root, runs_on="", max_model_len=longest)

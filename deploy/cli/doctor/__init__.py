@@ -3,7 +3,7 @@
 Owns: nothing.
 In: the settings of `serve`, and the environment.
 Out: a row for each check, ok, warn or fail; exit code 1 if one failed.
-Imports: the root of `deploy`, `http`; `stages`, `model`, `kernels`, `runtime`.
+Imports: the root of `deploy`, `http`, `api`; `stages`, `model`, `kernels`, `runtime`.
 Start with: `findings.py`; `machine.py`, `installation.py` and `service.py` have the checks.
 """
 

@@ -1,4 +1,4 @@
-"""Checks of what is to be served: the model, the downloads, the address, the folders that are written to."""
+"""Checks of what is to be served: the model and its parsers, downloads, address, certificate, written folders."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from ....runtime.env.writable import folder_problem
 from ....stages.config import EngineConfig
 from ....stages.errors import ConfigError
 from ....stages.loading.preview import preview_model
+from ...api.chat_format import check_parsers
 from ...config import ServerConfig
 from ...http.listening import ListeningSockets
+from ...http.tls import tls_context
 from .findings import Finding, fail, ok, warn
 
 HUB, HUB_WAIT_S = "huggingface.co", 2.0
@@ -41,6 +43,7 @@ def check_service(engine: EngineConfig, server: ServerConfig) -> Iterator[Findin
             yield ok("model memory", f"{needed:.2f} GiB with the smallest cache, of {free:.1f} GiB free")
     yield from _cache(engine, is_needed=not is_here)
     yield _address(server)
+    yield from _server_files(server)
     yield from _folders(server)
 
 
@@ -101,6 +104,16 @@ def _address(server: ServerConfig) -> Finding:
         text, _, step = str(error).partition("; ")
         return fail("address", text, step or "choose another --port")
     return ok("address", f"{where} is free")
+
+
+def _server_files(server: ServerConfig) -> Iterator[Finding]:
+    """The certificate and the parsers, where they are wrong."""
+    for name, check in (("certificate", tls_context), ("parsers", check_parsers)):
+        try:
+            check(server)
+        except ConfigError as error:
+            text, _, step = str(error).partition("; ")
+            yield fail(name, text, step or "choose another setting")
 
 
 def _folders(server: ServerConfig) -> Iterator[Finding]:

@@ -58,10 +58,19 @@ def test_a_port_in_use_is_a_failure(capsys: Any) -> None:
 
 
 @pytest.mark.usefixtures("of_the_service_alone")
+def test_a_wrong_certificate_or_parser_is_told_as_at_a_start(capsys: Any) -> None:
+    code, found = examined(capsys, "--ssl-certfile", "nowhere.pem", "--reasoning-parser", "none-such")
+    assert code == 1 and found["certificate"].text.startswith("ssl_certfile = nowhere.pem")
+    assert found["parsers"].text.startswith("reasoning_parser = 'none-such': must be")
+
+
+@pytest.mark.usefixtures("of_the_service_alone")
 def test_a_model_that_would_not_load_is_told_as_at_a_start(capsys: Any, tmp_path: Path) -> None:
     shutil.copytree(WEIGHTS, tmp_path, dirs_exist_ok=True)
     code, found = examined(capsys, str(tmp_path), "--max-model-len", "1M")
     assert code == 1 and found["model"].text.startswith("max_model_len = 1048576: must be at most")
+    code, found = examined(capsys, str(tmp_path), "--tensor-parallel-size", "3")
+    assert code == 1 and found["model"].text.startswith("tensor_parallel_size = 3: must divide")
     (tmp_path / "tokenizer.json").write_text("{")
     code, found = examined(capsys, str(tmp_path))
     assert code == 1 and "tokenizer.json" in found["model"].text

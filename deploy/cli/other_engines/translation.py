@@ -140,7 +140,7 @@ class _Reader:
             case SoAnyway(why, values, otherwise):
                 value = self._value(name, given)
                 if values != (ANY,) and value.lower() not in (values or ()):
-                    raise FlagError(f"{name} {value}: {otherwise or 'is not supported; leave it out'}")
+                    raise FlagError(f"{name} {value}: {otherwise or 'not supported; leave it out'}")
                 self._note(f"{name} {value}", "", why)
             case Renamed(ours, values, note):
                 value = self._value(name, given)

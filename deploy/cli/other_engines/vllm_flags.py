@@ -37,15 +37,15 @@ MODEL: Mapping[str, Row] = {
     "--task": SoAnyway(
         "a model generates and embeds by the route that is called",
         ("auto", "generate", "embedding", "embed", "score", "rerank"),
-        "is not a task here; leave it out",
+        "there is no such task here; leave it out",
     ),
     "--runner": SoAnyway(
         "a model generates and embeds by the route that is called",
         ("auto", "generate", "pooling"),
-        "is not a runner here; leave it out",
+        "there is no such runner here; leave it out",
     ),
     "--convert": SoAnyway(
-        "embeddings of a decoder need no conversion", ("auto", "none", "embed"), "is not supported; leave it out"
+        "embeddings of a decoder need no conversion", ("auto", "none", "embed"), "not supported; leave it out"
     ),
     "--override-pooler-config": Read(json_values.pooler_config),
     "--pooler-config": Read(json_values.pooler_config),
@@ -91,7 +91,7 @@ DEVICE: Mapping[str, Row] = {
         "attention may read a prefix that requests share once for all of them; leave it out"
     ),
     "--decode-context-parallel-size": SoAnyway(
-        "each rank has all tokens of a sequence", ("1",), "is not supported; use --tensor-parallel-size"
+        "each rank has all tokens of a sequence", ("1",), "not supported; use --tensor-parallel-size"
     ),
     "--data-parallel-start-rank": Unsupported(_ONE_MACHINE),
     "--optimization-level": Read(json_values.compilation_config, "kernels are compiled ahead, and steps captured"),
@@ -129,7 +129,7 @@ CACHE: Mapping[str, Row] = {
     "--kv-cache-memory-bytes": Renamed("--kv-cache-bytes"),
     "--kv-cache-memory": Renamed("--kv-cache-bytes"),
     "--prefix-caching-hash-algo": SoAnyway(
-        "blocks are named by SHA-256", ("sha256", "sha256_cbor", "builtin"), "is not supported; leave it out"
+        "blocks are named by SHA-256", ("sha256", "sha256_cbor", "builtin"), "not supported; leave it out"
     ),
     "--calculate-kv-scales": Unsupported("the cache has scales of its own; leave it out"),
     "--preemption-mode": Read(json_values.preemption_mode),
@@ -160,7 +160,7 @@ BATCH: Mapping[str, Row] = {
     ),
     "--num-scheduler-steps": SoAnyway(_OBSOLETE, (ANY,)),
     "--multi-step-stream-outputs": SoAnyway(_OBSOLETE),
-    "--scheduler-delay-factor": SoAnyway(_OBSOLETE, ("0", "0.0"), "is not supported; leave it out"),
+    "--scheduler-delay-factor": SoAnyway(_OBSOLETE, ("0", "0.0"), "not supported; leave it out"),
     "--num-lookahead-slots": SoAnyway(_OBSOLETE, (ANY,)),
     "--disable-async-output-proc": SoAnyway(_OBSOLETE),
     "--max-num-queued-reqs": Renamed("--max-waiting-requests"),

@@ -44,6 +44,8 @@ def test_a_checkpoint_is_served_and_completed_alike(checkpoint):
         assert len(likely) == 3 and likely == sorted(likely, reverse=True)
         chat = server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4})
         assert chat.status == 200
+        shown = server.post("/api/show", {"model": "tiny"}).json  # to clients of Ollama, by what the template shows
+        assert ("tools" in shown["capabilities"]) == ("tools" in shown["template"]) is False
         tokens = server.post("/tokenize", {"prompt": "Größe 🙂 漢"}).json["tokens"]
         assert server.post("/detokenize", {"tokens": tokens}).json == {"prompt": "Größe 🙂 漢"}
         wrong = server.post("/v1/completions", asked | {"stop_token_ids": [640]})

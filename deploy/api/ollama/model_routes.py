@@ -5,6 +5,7 @@ The server has one model, in memory from start to end, under its served names, a
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Mapping
 from concurrent.futures import Executor
@@ -105,7 +106,7 @@ class OllamaModelRoutes:
                 "template": self._service.require_chat_format().template_source,
                 "details": _details(info, None if adapter is None else self._service.model_names[0], self._model),
                 "model_info": _model_info(shown, info),
-                "capabilities": self._capabilities(info),
+                "capabilities": await self._capabilities(info),
                 "modified_at": self._started,
             }
         )
@@ -164,11 +165,12 @@ class OllamaModelRoutes:
             "details": _details(info, parent, self._model),
         }
 
-    def _capabilities(self, info: ModelInfo) -> list[str]:
-        chat_format = self._service.require_chat_format()
+    async def _capabilities(self, info: ModelInfo) -> list[str]:
+        chat_format, loop = self._service.require_chat_format(), asyncio.get_running_loop()
+        shows_tools = await loop.run_in_executor(self._threads, chat_format.shows_tools, {})  # may render the template
         has = {
             "completion": "generate" in info.tasks,
-            "tools": "generate" in info.tasks and chat_format.has_auto_tools,
+            "tools": "generate" in info.tasks and chat_format.has_auto_tools and shows_tools,
             "thinking": chat_format.has_thoughts,
             "embedding": "embed" in info.tasks and info.has_trained_pooling,
         }

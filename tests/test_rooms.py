@@ -116,7 +116,7 @@ BELOW = {
     "deploy/dashboard deploy/openapi",
     "deploy/ray": "deploy deploy/server",
     "deploy/cli/bench": "deploy",
-    "deploy/cli/doctor": "deploy deploy/http",
+    "deploy/cli/doctor": "deploy deploy/http deploy/api",
     "deploy/cli/other_engines": "",
     "deploy/dashboard/playback": "deploy deploy/metrics deploy/api/schema deploy/websocket deploy/dashboard",
     "deploy/cli": "deploy deploy/cli/other_engines deploy/http deploy/ray deploy/websocket deploy/dashboard "
